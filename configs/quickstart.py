@@ -1,0 +1,50 @@
+"""SFT, then GRPO, on a laptop: learn addition from poor examples.
+
+python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+A tiny Qwen3-style model is fine-tuned on worked sums of which only about half
+are right, so it imitates answers that are right half of the time. GRPO then
+grades its own answers with a verifier.
+"""
+
+import ml_collections
+
+from jaxpost.config import defaults, parse_arg
+
+
+def get_config(arg=None):
+  arg = parse_arg(arg, short=False)
+  config = ml_collections.ConfigDict(defaults())
+  config.stages = ('sft', 'grpo')
+
+  task = 'generated:arithmetic:max=99,ops=+'
+  config.model.preset = 'tiny'
+  config.reward = 'exact_match'
+  config.eval.data.path = f'{task},split=test,size=256,correct=1'
+  config.eval.size = 256
+  config.eval.samples = 4
+  config.rollout.max_prompt_length = 48
+  config.rollout.max_new_tokens = 8
+  config.optim.b2 = 0.98
+
+  config.sft = dict(
+      algorithm='sft',
+      data=dict(path=f'{task},split=train,size=6000,correct=0.5'),
+      train=dict(steps=400, batch_size=16, row_length=256),
+      optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
+      eval=dict(every=100),
+  )
+  config.grpo = dict(
+      algorithm='grpo',
+      data=dict(path=f'{task},split=train,size=6000,correct=1'),
+      train=dict(steps=60),
+      optim=dict(lr=3e-4, warmup_steps=5),
+      rollout=dict(prompts=32, group_size=8),
+      grpo=dict(kl_coef=0.01),
+      eval=dict(every=20),
+  )
+  if arg.short:
+    config.sft.train.steps = 20
+    config.grpo.train.steps = 5
+    config.eval.size = 32
+  return config

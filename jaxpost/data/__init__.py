@@ -1,0 +1,1 @@
+"""Data: files and hubs -> rows -> tokens with a loss mask -> packed batches."""

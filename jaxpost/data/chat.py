@@ -1,0 +1,389 @@
+"""Rows -> tokens with a loss mask, and rows -> the prompt of a sampler.
+
+T tokens of one document. A chat is rendered to text once; the trained spans
+of that text come from the template's {% generation %} markers, or from
+rendering it again with one turn replaced. Prompt and completion are encoded
+apart, so that a prompt has the tokens here that a sampler is given.
+"""
+
+import dataclasses
+import json
+import os
+import re
+
+import numpy as np
+
+from jaxpost.errors import InputError
+
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+TRAIN_ON = ('assistant', 'completion', 'all')
+_SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
+_OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
+_SURROGATE = re.compile('[\ud800-\udfff]')
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One document: its tokens and which of them are trained."""
+
+  tokens: np.ndarray  # [T] int32
+  loss_mask: np.ndarray  # [T] bool
+
+
+def render(
+  tokenizer, row, where, *, train_on='assistant', enable_thinking=False
+):
+  """One row as an Example.
+
+  Args:
+    tokenizer: a `Tokenizer`.
+    row: with `messages`, or `prompt` and `completion` (both text, joined as
+      they are, or both lists of messages), or `text`.
+    where: what to call the row in errors, e.g. 'train.jsonl:12'.
+    train_on: 'assistant': every assistant turn with its end, or the
+      completion; 'completion': the last assistant turn only; 'all': every
+      token. Rows of `text` are always trained whole.
+    enable_thinking: False where prompts will be rendered with thinking off.
+  """
+  if train_on not in TRAIN_ON:
+    raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
+  if row.get('messages') is not None:
+    messages = check_messages(row['messages'], f'{where}: messages')
+    return _chat(tokenizer, messages, 0, row, where, train_on, enable_thinking)
+  if row.get('prompt') is not None and row.get('completion') is not None:
+    return _pair(tokenizer, row, where, train_on, enable_thinking)
+  if row.get('text') is not None and 'prompt' not in row:
+    text = check_text(row['text'], f'{where}: text')
+    ids = [*_bos(tokenizer), *tokenizer.encode(text), tokenizer.eos_id]
+    return _example(ids, [True] * len(ids))
+  empty = [
+    c
+    for c in ('messages', 'prompt', 'completion', 'text')
+    if c in row and row[c] is None
+  ]
+  if empty:
+    raise InputError(f'{where}: {empty[0]}: is null')
+  raise InputError(
+    f'{where}: needs the columns messages, or prompt and completion, or'
+    f' text; it has {", ".join(map(str, row)) or "none"} (rename with'
+    ' columns=, e.g. prompt=question,completion=answer)'
+  )
+
+
+def render_prompt(
+  tokenizer, row, where, *, enable_thinking=False, system_prompt=''
+):
+  """The tokens [T] int32 that a sampler continues for this row."""
+  prompt = prompt_of(row, where, system_prompt)
+  return encode_prompt(tokenizer, prompt, row, where, enable_thinking)
+
+
+def prompt_of(row, where, system_prompt=''):
+  """The row's prompt, text or checked messages, without its answer."""
+  if row.get('prompt') is not None:
+    prompt = row['prompt']
+    if isinstance(prompt, str):
+      if system_prompt:
+        raise InputError(
+          f'{where}: prompt: is plain text, and a system prompt goes only'
+          ' before messages'
+        )
+      return check_text(prompt, f'{where}: prompt')
+    messages = check_messages(prompt, f'{where}: prompt')
+  elif row.get('messages') is not None:
+    messages = check_messages(row['messages'], f'{where}: messages')
+    turns = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
+    if turns:
+      messages = messages[: turns[-1]]
+    if not messages:
+      raise InputError(
+        f'{where}: messages: nothing stands before the last assistant turn'
+      )
+  else:
+    raise InputError(
+      f'{where}: needs the column prompt or messages; it has'
+      f' {", ".join(map(str, row)) or "none"} (rename with columns=, e.g.'
+      ' prompt=question)'
+    )
+  if system_prompt:
+    if messages[0]['role'] in ('system', 'developer'):
+      raise InputError(
+        f'{where}: has a system message of its own and system_prompt is set'
+      )
+    messages = [{'role': 'system', 'content': system_prompt}, *messages]
+  return messages
+
+
+def encode_prompt(tokenizer, prompt, row, where, enable_thinking=False):
+  """The tokens [T] int32 of a prompt that `prompt_of` returned."""
+  if isinstance(prompt, str):
+    ids = [*_bos(tokenizer), *tokenizer.encode(prompt)]
+    if not ids:
+      raise InputError(f'{where}: prompt: is empty')
+  else:
+    text, _ = tokenizer.render(
+      prompt,
+      generation_prompt=True,
+      tools=_tools(row, where),
+      enable_thinking=enable_thinking,
+      where=where,
+    )
+    ids = tokenizer.encode(text)
+  return np.asarray(ids, np.int32)
+
+
+def check_text(text, where):
+  """`text`, if it is a string that can be encoded."""
+  if text is None:
+    raise InputError(f'{where}: is null')
+  if not isinstance(text, str):
+    raise InputError(f'{where}: is a {type(text).__name__}, must be a string')
+  if _SURROGATE.search(text):
+    raise InputError(f'{where}: has half a surrogate pair; not valid text')
+  return text
+
+
+def check_messages(messages, where):
+  """`messages` with null contents of tool calls made empty, if sound."""
+  if not isinstance(messages, (list, tuple)):
+    raise InputError(
+      f'{where}: is a {type(messages).__name__}, must be a list of messages'
+    )
+  if not messages:
+    raise InputError(f'{where}: is an empty list')
+  checked = []
+  for n, message in enumerate(messages):
+    at = f'{where}[{n}]'
+    if not isinstance(message, dict):
+      raise InputError(
+        f'{at}: is a {type(message).__name__}, must be an object with role'
+        ' and content'
+      )
+    role = message.get('role')
+    if role not in ROLES:
+      raise InputError(f'{at}.role: {role!r} is none of {", ".join(ROLES)}')
+    content = message.get('content')
+    if content is None and message.get('tool_calls'):
+      content = ''
+    if isinstance(content, list):
+      content = _join_parts(content, f'{at}.content')
+    # Columnar files fill the keys that a message lacks with nulls.
+    kept = {k: v for k, v in message.items() if v is not None}
+    kept['content'] = check_text(content, f'{at}.content')
+    checked.append(kept)
+  return checked
+
+
+def _join_parts(parts, where):
+  for n, part in enumerate(parts):
+    if (
+      not isinstance(part, dict)
+      or part.get('type') != 'text'
+      or ('text' not in part)
+    ):
+      kind = part.get('type') if isinstance(part, dict) else part
+      raise InputError(
+        f'{where}[{n}]: {kind!r}: only text is supported, as a string or as'
+        ' parts {"type": "text", "text": ...}'
+      )
+    check_text(part['text'], f'{where}[{n}].text')
+  return ''.join(part['text'] for part in parts)
+
+
+def _pair(tokenizer, row, where, train_on, enable_thinking):
+  prompt, completion = row['prompt'], row['completion']
+  if isinstance(prompt, str) != isinstance(completion, str):
+    raise InputError(
+      f'{where}: prompt is a {type(prompt).__name__} and completion a'
+      f' {type(completion).__name__}; both text or both lists of messages'
+    )
+  if not isinstance(prompt, str):
+    prompt = check_messages(prompt, f'{where}: prompt')
+    completion = check_messages(completion, f'{where}: completion')
+    return _chat(
+      tokenizer,
+      prompt + completion,
+      len(prompt),
+      row,
+      where,
+      train_on,
+      enable_thinking,
+    )
+  check_text(prompt, f'{where}: prompt')
+  check_text(completion, f'{where}: completion')
+  head = [*_bos(tokenizer), *tokenizer.encode(prompt)]
+  tail = [*continuation(tokenizer, prompt, completion), tokenizer.eos_id]
+  trained = train_on == 'all'
+  return _example(head + tail, [trained] * len(head) + [True] * len(tail))
+
+
+def continuation(tokenizer, prompt, text):
+  """Token ids of `text` where it follows the encoded `prompt`."""
+  if not tokenizer.adds_space:
+    return tokenizer.encode(text)
+  head, joint = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
+  if joint[: len(head)] == head:
+    return joint[len(head) :]
+  return tokenizer.encode(text)
+
+
+def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
+  """A chat of which the assistant turns from message `first` on are trained."""
+  tools = _tools(row, where)
+  turns = [
+    n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant'
+  ]
+  if not turns and train_on != 'all':
+    raise InputError(f'{where}: has no assistant turn, so nothing to train on')
+  if train_on == 'completion':
+    turns = turns[-1:]
+
+  def text_of(messages, **options):
+    return tokenizer.render(messages, tools=tools, where=where, **options)
+
+  text, marked = text_of(messages, enable_thinking=enable_thinking)
+  if train_on == 'all':
+    spans = [(0, len(text))]
+  elif tokenizer.has_markers:
+    every = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
+    if len(marked) != len(every):
+      raise InputError(
+        f'{where}: the chat template marks {len(marked)} generations for'
+        f' {len(every)} assistant turns; repair its generation markers'
+      )
+    spans = [marked[every.index(n)] for n in turns]
+  else:
+    spans = [
+      _span(tokenizer, text_of, text, messages, n, where, enable_thinking)
+      for n in turns
+    ]
+  for n, (start, end) in zip(turns, spans):
+    _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
+  return _example(*_encode_spans(tokenizer, text, spans, where))
+
+
+def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
+  """(start, end) of what the assistant generates as message n of the chat.
+
+  The chat rendered with another message in its place differs from `text` in
+  that message only. That holds for templates too that render a turn
+  otherwise once others follow it (Qwen3 drops its reasoning), where the
+  rendering of the chat up to the turn is no prefix of the whole.
+  """
+  sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
+  if sentinel is None:
+    raise InputError(f'{where}: holds all private characters used as marks')
+  other = {'role': 'assistant', 'content': sentinel}
+  changed, _ = text_of(
+    messages[:n] + [other] + messages[n + 1 :],
+    enable_thinking=enable_thinking,
+  )
+  if sentinel not in changed:
+    raise InputError(
+      f'{where}: the chat template leaves out message {n}, so its tokens'
+      ' cannot be told apart; train on text, or give another template'
+    )
+  start = len(os.path.commonprefix([text, changed]))
+  end = len(text) - len(
+    os.path.commonprefix([text[start:][::-1], changed[start:][::-1]])
+  )
+  start = _begin(text_of, text, messages[:n], start, enable_thinking)
+  if end < start:
+    raise InputError(
+      f'{where}: the chat template renders message {n} otherwise than its'
+      ' generation prompt; add generation markers to the template'
+    )
+  tail = text[end:]
+  for special in tokenizer.special_texts:
+    if tail.startswith(special):
+      return start, end + len(special)
+  return start, end
+
+
+def _begin(text_of, text, before, start, enable_thinking):
+  """Where the generation prompt of a turn ends that differs from `start`.
+
+  Between the two stands only what the template puts before each content, an
+  opened or empty <think> block.
+  """
+  header = _header(text_of, before, True)
+  at = text.rfind(header, 0, start) if header else -1
+  if at < 0 or not _OPENING.fullmatch(text[at + len(header) : start]):
+    return start
+  closed = _header(text_of, before, False)
+  if not enable_thinking and text.startswith(closed, at):
+    return at + len(closed)
+  return at + len(header)
+
+
+def _header(text_of, messages, thinking):
+  """What the generation prompt adds to `messages`, '' if it adds nothing."""
+  if not messages:
+    return ''
+  short, _ = text_of(messages, enable_thinking=thinking)
+  long, _ = text_of(messages, enable_thinking=thinking, generation_prompt=True)
+  return long[len(short) :] if long.startswith(short) else ''
+
+
+def _check_reasoning(message, rendered, where):
+  """Refuse a trained turn whose reasoning the template leaves out."""
+  reasoning = message.get('reasoning_content') or ''
+  content = message['content']
+  if not reasoning and '</think>' in content:
+    reasoning = content.split('</think>')[0].split('<think>')[-1]
+  if isinstance(reasoning, str) and reasoning.strip() not in rendered:
+    raise InputError(
+      f'{where}: the chat template drops its reasoning, as templates do once'
+      " later turns follow; set train_on='completion' (last turn only) or"
+      ' make it the last turn of a row of its own'
+    )
+
+
+def _encode_spans(tokenizer, text, spans, where):
+  """Token ids of `text` and the mask of those in `spans`."""
+  cuts = sorted({0, len(text), *(c for span in spans for c in span)})
+  starts = {start for start, _ in spans}
+  if not tokenizer.adds_space:
+    ids, mask = [], []
+    for a, b in zip(cuts, cuts[1:]):
+      part = tokenizer.encode(text[a:b])
+      inside = any(s <= a and b <= e for s, e in spans)
+      ids += part
+      mask += [inside] * len(part)
+    return ids, mask
+  # Encoding apart would add a space at each cut.
+  ids, offsets = tokenizer.offsets(text)
+  mask = [
+    any(s <= a and b <= e and b > a for s, e in spans) for a, b in offsets
+  ]
+  for n, (a, b) in enumerate(offsets):
+    if any(a < s < b for s in starts):
+      raise InputError(
+        f'{where}: the tokenizer joins {text[a:b]!r} across the begin of an'
+        f' assistant turn (token {n}); its template does not suit it'
+      )
+  return ids, mask
+
+
+def _tools(row, where):
+  tools = row.get('tools')
+  if isinstance(tools, str):
+    if not tools.strip():
+      return None
+    try:
+      tools = json.loads(tools)
+    except ValueError as error:
+      raise InputError(f'{where}: tools: bad JSON: {error}') from error
+  if not tools:
+    return None
+  if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
+    raise InputError(f'{where}: tools: must be a list of JSON schemas')
+  return tools
+
+
+def _bos(tokenizer):
+  return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
+
+def _example(ids, mask):
+  return Example(np.asarray(ids, np.int32), np.asarray(mask, bool))

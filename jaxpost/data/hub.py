@@ -1,0 +1,102 @@
+"""The Hugging Face hub: the only place that imports huggingface_hub.
+
+Respects HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN, as the library
+does. Never fetches pickled weights.
+"""
+
+import pathlib
+import re
+
+from jaxpost.errors import InputError
+
+PATTERNS = {
+  'dataset': [
+    f'*.{kind}'
+    for kind in (
+      'jsonl',
+      'jsonl.gz',
+      'json',
+      'json.gz',
+      'parquet',
+      'txt',
+      'arrow',
+      'array_record',
+    )
+  ],
+  'model': [
+    '*.json',
+    '*.safetensors',
+    '*.txt',
+    '*.jinja',
+    '*.model',
+    'LICENSE*',
+  ],
+}
+_NAME = re.compile(
+  r'(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?'
+  r'(:(?P<file>[^:]+))?'
+)
+
+
+def parse(name):
+  """'org/name[@revision][:file]' -> (repo, revision, file), else None."""
+  match = _NAME.fullmatch(name)
+  if not match:
+    return None
+  return match['repo'], match['revision'] or '', match['file'] or ''
+
+
+def download(repo, kind, revision='', file=''):
+  """The local path of a hub repository, or of one of its files.
+
+  Args:
+    repo: 'org/name'.
+    kind: 'dataset' or 'model'.
+    revision: branch, tag or commit; '' is the default branch.
+    file: one file of the repository; '' is all that `PATTERNS` names.
+  """
+  try:
+    import huggingface_hub as hf
+  except ImportError as error:
+    raise InputError(
+      f'{repo}: no such local path, and reading from the hub needs'
+      " huggingface_hub: pip install 'huggingface_hub'"
+    ) from error
+  named = f'{kind} {repo}' + (f'@{revision}' if revision else '')
+  try:
+    if file:
+      path = hf.hf_hub_download(
+        repo, file, repo_type=kind, revision=revision or None
+      )
+    else:
+      path = hf.snapshot_download(
+        repo,
+        repo_type=kind,
+        revision=revision or None,
+        allow_patterns=PATTERNS[kind],
+      )
+  except hf.errors.GatedRepoError as error:
+    raise InputError(
+      f'hub: {named} is gated: accept its terms on the hub, then set HF_TOKEN'
+    ) from error
+  except hf.errors.RepositoryNotFoundError as error:
+    raise InputError(
+      f'hub: there is no {named} (or it is private: set HF_TOKEN), and no'
+      f' local path {repo}'
+    ) from error
+  except hf.errors.RevisionNotFoundError as error:
+    raise InputError(f'hub: {repo} has no revision {revision!r}') from error
+  except hf.errors.LocalEntryNotFoundError as error:
+    raise InputError(
+      f'hub: {named}{":" + file if file else ""} is not in the local cache'
+      ' and the hub is off (HF_HUB_OFFLINE) or out of reach; nor is there a'
+      f' local path {repo}'
+    ) from error
+  except hf.errors.EntryNotFoundError as error:
+    raise InputError(f'hub: {named} has no file {file!r}') from error
+  except hf.errors.HfHubHTTPError as error:
+    first = str(error).splitlines()[0]
+    raise InputError(f'hub: {named}: {first}') from error
+  except hf.errors.HFValidationError as error:
+    raise InputError(f'hub: {repo!r} is no repository name') from error
+  return pathlib.Path(path)

@@ -1,0 +1,342 @@
+"""Tokenizers: the only place that imports transformers and tokenizers.
+
+A thin record over a fast tokenizer, without torch. `tokenizer.json` is the
+truth: no class of a model family rewrites it. `load('bytes')` needs no file.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from jaxpost.data import hub
+from jaxpost.errors import InputError
+
+CHATML = (
+  '{%- for message in messages %}'
+  "{{- '<|im_start|>' + message.role + '\\n' + message.content"
+  " + '<|im_end|>\\n' }}"
+  '{%- endfor %}'
+  '{%- if add_generation_prompt %}'
+  "{{- '<|im_start|>assistant\\n' }}"
+  '{%- endif %}'
+)
+# Tokens that end a turn: a template that writes one means the sampler stops.
+_TURN_ENDS = (
+  '<|im_end|>',
+  '<|eot_id|>',
+  '<|eom_id|>',
+  '<end_of_turn>',
+  '<|end|>',
+  '<|eot|>',
+  '<turn|>',
+)
+_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template.jinja',
+  'vocab.json',
+  'merges.txt',
+  'tokenizer.model',
+  'vocab.txt',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """Text <-> token ids, and chats -> text.
+
+  Example: `load('bytes').encode('Hi<|im_end|>')` is [72, 105, 258].
+  """
+
+  hf: Any  # the transformers fast tokenizer
+  source: str  # the folder it was read from, or 'bytes'
+  eos_id: int  # ends a document
+  pad_id: int
+  bos_id: int | None  # begins a document, where the tokenizer has one
+  vocab_size: int  # with the added tokens
+  stop_ids: tuple  # of int: a sampler stops at any of them
+  chat_template: str | None
+
+  def encode(self, text):
+    """Token ids of `text`; nothing is added, special tokens are parsed."""
+    # The wrapper's own encode sets options on the shared tokenizer, which
+    # fails when two threads encode at once.
+    return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+  def decode(self, ids, skip_special=True):
+    ids = [int(i) for i in ids]
+    return self.hf.decode(
+      ids,
+      skip_special_tokens=skip_special,
+      clean_up_tokenization_spaces=False,
+    )
+
+  def offsets(self, text):
+    """Token ids of `text` and for each the (start, end) of its characters."""
+    out = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
+    return out.ids, out.offsets
+
+  @functools.cached_property
+  def special_texts(self):
+    """The texts of the added tokens, longest first."""
+    texts = [t.content for t in self.hf.added_tokens_decoder.values()]
+    return tuple(sorted(texts, key=lambda t: (-len(t), t)))
+
+  @functools.cached_property
+  def adds_space(self):
+    """Whether encoding begins with a space that the text does not have."""
+    return self.decode(self.encode('a') + self.encode('a')) != 'aa'
+
+  @functools.cached_property
+  def has_markers(self):
+    """Whether the template marks what the assistant generates."""
+    return 'generation' in _tags(self.chat_template or '')
+
+  def render(
+    self,
+    messages,
+    *,
+    generation_prompt=False,
+    tools=None,
+    enable_thinking=False,
+    where='chat',
+  ):
+    """A chat as text, and the (start, end) spans that the template marks.
+
+    Args:
+      messages: list of {'role', 'content', ...}.
+      generation_prompt: append the header of an assistant turn.
+      tools: list of JSON schemas, for templates that show them.
+      enable_thinking: for templates that know it.
+      where: what to call the chat in errors.
+    """
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    if not self.chat_template:
+      raise InputError(
+        f'{where}: messages need a chat template and {self.source} has none;'
+        ' use an instruct tokenizer, or give a template file'
+      )
+    named = self.hf.special_tokens_map
+    try:
+      texts, spans = chat_template_utils.render_jinja_template(
+        [messages],
+        tools=tools,
+        chat_template=self.chat_template,
+        return_assistant_tokens_mask=self.has_markers,
+        add_generation_prompt=generation_prompt,
+        enable_thinking=enable_thinking,
+        # Templates that print today's date would change the run each day.
+        date_string='26 Jul 2024',
+        **named,
+      )
+    except (jinja2.TemplateError, TypeError) as error:
+      raise InputError(
+        f'{where}: the chat template of {self.source} refuses it: {error}'
+      ) from error
+    return texts[0], list(spans[0]) if self.has_markers else []
+
+  def save(self, folder):
+    """Write the files that `transformers.AutoTokenizer` loads."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if self.source == 'bytes':
+      self.hf.save_pretrained(folder)
+      _set_class(folder / 'tokenizer_config.json')
+      return
+    # Copied, not rewritten: transformers would change the class name.
+    for name in _FILES:
+      path = pathlib.Path(self.source) / name
+      if path.is_file():
+        shutil.copyfile(path, folder / name)
+    if self.chat_template:
+      (folder / 'chat_template.jinja').write_text(
+        self.chat_template, encoding='utf-8'
+      )
+
+
+def load(path, chat_template=''):
+  """The tokenizer of a Hugging Face folder or hub name, or 'bytes'.
+
+  Args:
+    path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for
+      each byte and <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258.
+    chat_template: a .jinja file that replaces the tokenizer's own template.
+  """
+  if path == 'bytes':
+    hf, source, config = _bytes(), 'bytes', {}
+  else:
+    folder = _folder(path)
+    hf, source = _from_folder(folder), str(folder)
+    config = _read_config(folder)
+  # Files may carry a length to cut or fill to.
+  hf.backend_tokenizer.no_truncation()
+  hf.backend_tokenizer.no_padding()
+  template = hf.chat_template
+  if isinstance(template, dict):
+    template = template.get('default')
+  if chat_template:
+    file = pathlib.Path(chat_template)
+    if not file.is_file():
+      raise InputError(f'chat_template: no file {chat_template}')
+    template = file.read_text(encoding='utf-8')
+  eos = hf.eos_token_id
+  if eos is None:
+    eos = _first(config.get('eos_token_id'))
+  if eos is None:
+    eos = hf.get_vocab().get('<|endoftext|>')
+  if eos is None:
+    raise InputError(
+      f'{path}: the tokenizer has no end-of-text token; set "eos_token" in'
+      ' its tokenizer_config.json'
+    )
+  return Tokenizer(
+    hf=hf,
+    source=source,
+    eos_id=eos,
+    pad_id=eos if hf.pad_token_id is None else hf.pad_token_id,
+    bos_id=hf.bos_token_id,
+    vocab_size=len(hf),
+    stop_ids=_stop_ids(hf, eos, config, template or ''),
+    chat_template=template or None,
+  )
+
+
+def _stop_ids(hf, eos, config, template):
+  ids = [eos]
+  more = config.get('eos_token_id')
+  if more is not None:
+    ids += more if isinstance(more, list) else [more]
+  vocabulary = hf.get_vocab()
+  ids += [
+    vocabulary[t] for t in _TURN_ENDS if t in template and t in vocabulary
+  ]
+  return tuple(dict.fromkeys(ids))
+
+
+def _folder(path):
+  folder = pathlib.Path(path).expanduser()
+  if folder.is_dir():
+    return folder
+  if folder.exists():
+    raise InputError(f'{path}: a tokenizer is a folder, this is a file')
+  named = hub.parse(str(path))
+  if named is None:
+    raise InputError(
+      f'{path}: no such folder; a tokenizer is a Hugging Face folder,'
+      " 'org/name' or 'bytes'"
+    )
+  repo, revision, file = named
+  if file:
+    raise InputError(f'{path}: name the repository of a tokenizer, no file')
+  return hub.download(repo, 'model', revision)
+
+
+def _from_folder(folder):
+  import transformers
+
+  files = [n for n in _FILES if (folder / n).is_file()]
+  if 'tokenizer.json' in files:
+    # Not AutoTokenizer: it imports torch where torch is installed.
+    cls = transformers.PreTrainedTokenizerFast
+  elif {'vocab.json', 'tokenizer.model', 'vocab.txt'} & set(files):
+    cls = transformers.AutoTokenizer
+  else:
+    there = ', '.join(sorted(p.name for p in folder.iterdir())[:8])
+    raise InputError(
+      f'{folder}: no tokenizer here (tokenizer.json); the folder has'
+      f' {there or "nothing"}'
+    )
+  for name in files:
+    if name.endswith('.json'):
+      found = _json(folder / name)
+      if name == 'tokenizer.json' and 'model' not in found:
+        raise InputError(f'{folder / name}: has no "model": not a tokenizer')
+  try:
+    hf = cls.from_pretrained(folder, local_files_only=True)
+  except (ValueError, TypeError, KeyError, ImportError, OSError) as error:
+    first = str(error).strip().splitlines()[0]
+    raise InputError(f'{folder}: unreadable tokenizer: {first}') from error
+  if not hf.is_fast:
+    raise InputError(
+      f'{folder}: only fast tokenizers are supported; save one with a'
+      ' tokenizer.json'
+    )
+  return hf
+
+
+def _read_config(folder):
+  """What generation_config.json, else config.json, says of the end token."""
+  for name in ('generation_config.json', 'config.json'):
+    if (folder / name).is_file():
+      config = _json(folder / name)
+      if config.get('eos_token_id') is not None:
+        return config
+  return {}
+
+
+def _json(path):
+  try:
+    with open(path, encoding='utf-8') as file:
+      found = json.load(file)
+  except json.JSONDecodeError as error:
+    raise InputError(
+      f'{path}:{error.lineno}:{error.colno}: bad JSON: {error.msg}'
+    ) from error
+  except UnicodeDecodeError as error:
+    raise InputError(f'{path}: not UTF-8 at byte {error.start}') from error
+  if not isinstance(found, dict):
+    raise InputError(f'{path}: not a JSON object')
+  return found
+
+
+def _first(ids):
+  return ids[0] if isinstance(ids, list) and ids else ids
+
+
+def _tags(template):
+  """The words that open jinja statements in a template."""
+  parts = template.split('{%')[1:]
+  return {
+    p.lstrip('-+ \n\t').split(' ', 1)[0].split('%', 1)[0].rstrip('-')
+    for p in parts
+  }
+
+
+def _bytes():
+  """A tokenizer in which id i < 256 is byte i, with a ChatML template."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers
+  import transformers
+
+  # The printable stand-ins that byte-level tokenizers use for bytes.
+  plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [b for b in range(256) if b not in plain]
+  letters = {b: chr(b) for b in plain}
+  letters |= {b: chr(256 + n) for n, b in enumerate(others)}
+  model = models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[])
+  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_special_tokens(['<|endoftext|>', '<|im_start|>', '<|im_end|>'])
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer,
+    eos_token='<|im_end|>',
+    pad_token='<|endoftext|>',
+    clean_up_tokenization_spaces=False,
+  )
+  hf.chat_template = CHATML
+  return hf
+
+
+def _set_class(path):
+  """Name the class that every release of transformers knows."""
+  config = _json(path)
+  config['tokenizer_class'] = 'PreTrainedTokenizerFast'
+  path.write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')

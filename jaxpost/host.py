@@ -1,0 +1,77 @@
+"""The host process: its allocator, its compile cache, its signals."""
+
+import ctypes
+import os
+import pathlib
+import signal
+import threading
+
+# glibc's mallopt parameters, from malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+
+
+def tune_host() -> bool:
+  """Makes malloc keep its pages: XLA on CPU allocates temporaries every step.
+
+  Worth 1.3 x on a training step there (it saves the page faults). Call it
+  before JAX runs anything; launchers do, importing the library does not.
+  Memory is then not given back to the system before the process ends.
+
+  Returns:
+    Whether it took effect (glibc only).
+  """
+  try:
+    mallopt = ctypes.CDLL(None).mallopt
+  except (OSError, AttributeError):
+    return False
+  return all(mallopt(which, value) for which, value in (
+      (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1),
+      (_TOP_PAD, 64 << 20)))
+
+
+def use_compile_cache(folder: str = '') -> str:
+  """Keeps compiled programs between runs; returns the folder.
+
+  JAX_COMPILATION_CACHE_DIR wins over `folder`, which defaults to
+  ~/.cache/jaxpost/xla.
+  """
+  import jax
+  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or folder or str(
+      pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
+  jax.config.update('jax_compilation_cache_dir', folder)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  return folder
+
+
+class StopSignal:
+  """SIGTERM and SIGINT: finish the step, save, leave with exit code 42."""
+
+  def __init__(self):
+    self.received = None
+    self._old = {}
+
+  def __enter__(self):
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._old[number] = signal.signal(number, self._note)
+    return self
+
+  def __exit__(self, *_):
+    for number, handler in self._old.items():
+      signal.signal(number, handler)
+
+  def _note(self, number, frame):
+    del frame
+    if self.received is not None:  # asked twice: leave now
+      signal.signal(number, self._old[number])
+      signal.raise_signal(number)
+    self.received = number
+
+  def reached(self, step: int) -> bool:
+    """The same answer on every process."""
+    import jax
+    if jax.process_count() > 1:
+      from jax.experimental import multihost_utils
+      return multihost_utils.reached_preemption_sync_point(step)
+    return self.received is not None

@@ -1,0 +1,106 @@
+"""Import a user's function by name: 'pkg.module:fn' or './file.py:fn'.
+
+Imports only the standard library, so that reward workers can use it.
+"""
+
+import importlib
+import importlib.util
+import pathlib
+import re
+import sys
+import zlib
+
+from jaxpost.errors import InputError
+
+
+def load_callable(spec, what):
+  """The callable that `spec` names; `what` says whose it is in errors.
+
+  Args:
+    spec: 'pkg.module:fn', './file.py:fn', or a callable (returned as it is).
+      `fn` may be dotted: 'pkg.module:Class.method'.
+    what: what the callable is for, e.g. 'reward' or 'data.map_fn'.
+  """
+  if callable(spec):
+    return spec
+  target, _, name = str(spec).rpartition(':')
+  if not target or not name:
+    raise InputError(
+      f'{what}: {spec!r} names no function; write pkg.module:function or'
+      ' ./file.py:function'
+    )
+  if target.endswith('.py') or '/' in target:
+    module = _load_file(target, what)
+  else:
+    module = _load_module(target, what)
+  found = module
+  for part in name.split('.'):
+    if not hasattr(found, part):
+      there = [
+        n
+        for n, v in vars(module).items()
+        if callable(v) and not n.startswith('_')
+      ]
+      raise InputError(
+        f'{what}: {target} has no {name!r}; it has'
+        f' {", ".join(sorted(there)) or "no functions"}'
+      )
+    found = getattr(found, part)
+  if not callable(found):
+    raise InputError(
+      f'{what}: {spec} is a {type(found).__name__}, not a function'
+    )
+  return found
+
+
+def _load_module(name, what):
+  if not re.fullmatch(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', name):
+    raise InputError(f'{what}: {name!r} is no module name')
+  try:
+    return importlib.import_module(name)
+  except ModuleNotFoundError as error:
+    # Its own missing imports are the user's too, but need another fix.
+    if error.name and (name + '.').startswith(error.name + '.'):
+      raise InputError(
+        f'{what}: no module {error.name!r}; is it installed, or its folder'
+        ' on PYTHONPATH? (a file is written ./file.py:function)'
+      ) from error
+    raise InputError(
+      f'{what}: {name} imports {error.name!r}, which is not installed'
+    ) from error
+  except SyntaxError as error:
+    raise _syntax(error, what) from error
+
+
+def _load_file(target, what):
+  path = pathlib.Path(target).expanduser()
+  if not path.is_file():
+    raise InputError(f'{what}: no file {target}')
+  path = path.resolve()
+  # One module per file, under a name that no import statement can meet.
+  name = f'_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}'
+  if name in sys.modules:
+    return sys.modules[name]
+  module_spec = importlib.util.spec_from_file_location(name, path)
+  if module_spec is None:
+    raise InputError(f'{what}: {target} is no .py file')
+  module = importlib.util.module_from_spec(module_spec)
+  sys.modules[name] = module
+  try:
+    module_spec.loader.exec_module(module)
+  except ModuleNotFoundError as error:
+    raise InputError(
+      f'{what}: {target} imports {error.name!r}, which is not installed'
+    ) from error
+  except SyntaxError as error:
+    raise _syntax(error, what) from error
+  finally:
+    if sys.exc_info()[0] is not None:
+      del sys.modules[name]
+  return module
+
+
+def _syntax(error, what):
+  return InputError(
+    f'{what}: {error.filename}:{error.lineno}:{error.offset}: {error.msg}'
+  )

@@ -1,0 +1,182 @@
+"""The loop: next batch, update, log, evaluate, save. All algorithms run it.
+
+The order inside a step is a contract: metrics of a step are written before
+the checkpoint of that step, so that a resume finds both or neither, and the
+stream is read only after the step before it was dispatched.
+"""
+
+import dataclasses
+import faulthandler
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+
+from jaxpost.checkpoint import Checkpointer
+from jaxpost.errors import Preempted
+from jaxpost.host import StopSignal
+from jaxpost.metrics import Chrono, MetricsWriter
+from jaxpost.roles import Policy
+from jaxpost.sharding import to_host
+
+
+@dataclasses.dataclass
+class Stage:
+  """Everything one stage of a run needs; `build.py` makes it.
+
+  stream: yields items with `batch`, `info`, `repeats` and `samples`.
+  evaluate: (policy, step) -> (metrics, sample rows), or None.
+  flops_per_token, peak: for `mfu`; peak is 0 where the hardware is unknown.
+  """
+
+  name: str
+  steps: int
+  policy: Policy
+  stream: Iterator
+  evaluate: Callable | None
+  checkpointer: Checkpointer
+  writer: MetricsWriter
+  chrono: Chrono
+  meta: dict  # what goes into each checkpoint besides the stream
+  seal: Callable  # after the first step a compilation is a surprise
+  checks: Callable  # (metrics of step 0) -> raises where it cannot be right
+  on_policy: bool
+  eval_every: int = 0
+  save_every: int = 0
+  samples_every: int = 10
+  max_skipped: int = 5
+  watchdog_s: float = 0.0
+  flops_per_token: float = 0.0
+  peak_flops: float = 0.0
+
+
+@dataclasses.dataclass
+class Item:
+  """One step's batch of a stream that does not sample."""
+
+  batch: object
+  info: dict
+  repeats: int = 1
+  samples: Callable | None = None
+
+
+def resume(stage: Stage) -> int:
+  """Restores the newest good checkpoint, if there is one; steps done."""
+  if stage.checkpointer.latest() is None:
+    return 0
+  template = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      stage.policy.state)
+  step, stage.policy.state, meta = stage.checkpointer.restore(template)
+  stage.stream.restore(meta['stream'])
+  return step
+
+
+def run_stage(stage: Stage, start: int):
+  """Runs the steps after `start`, the number of those done."""
+  run = _Progress(stage)
+  stage.chrono.pop()  # compilation is no step's time
+  with StopSignal() as stop:
+    if start == 0 and stage.evaluate:
+      run.evaluate(0)
+    for step in range(start + 1, stage.steps + 1):
+      if stage.watchdog_s:
+        faulthandler.dump_traceback_later(stage.watchdog_s, exit=True)
+      with stage.chrono('data'):
+        item = next(stage.stream)
+      with stage.chrono('update'):
+        for _ in range(item.repeats):
+          metrics = stage.policy.update(item.batch)
+        run.log_pending()  # of the step before: the device is busy with this
+        if stage.on_policy:  # the next sample waits for it anyway
+          jax.block_until_ready(metrics['loss'])
+      run.pending = step, metrics, item, stage.chrono.pop()
+      if step == start + 1:
+        run.first(step)
+      leaving = stop.reached(step)
+      last = step == stage.steps
+      if last or stage.eval_every and step % stage.eval_every == 0:
+        run.evaluate(step)
+      if last or leaving or (
+          stage.save_every and step % stage.save_every == 0):
+        run.save(step)
+      stage.checkpointer.check()
+      if leaving and not last:
+        stage.checkpointer.wait()
+        faulthandler.cancel_dump_traceback_later()
+        raise Preempted(
+            f'{stage.name}: told to stop, saved at step {step}; run the same '
+            'command to go on')
+    run.log_pending()
+    faulthandler.cancel_dump_traceback_later()
+
+
+class _Progress:
+  """What the loop remembers between steps, on the host."""
+
+  def __init__(self, stage: Stage):
+    self.stage, self.pending = stage, None
+    self.scores = 0, {}  # step and metrics of the last evaluation
+    self.skipped = 0
+    self.sample_step, self.sample_rows = -1, []
+
+  def first(self, step: int):
+    """After the first step of a process: look hard, then allow no compile."""
+    if step == 1:
+      self.stage.checks(to_host(self.pending[1]))
+    self.stage.seal()
+
+  def log_pending(self):
+    """Writes the row of the step before this one."""
+    if self.pending is None:
+      return
+    stage = self.stage
+    (step, metrics, item, times), self.pending = self.pending, None
+    row = {k: float(v) for k, v in to_host(metrics).items()}
+    skipped = row.pop('skipped_updates')
+    self.skipped = self.skipped + 1 if skipped else 0
+    tokens = item.info['tokens']
+    row |= item.info | times
+    row['skipped_updates'] = int(skipped)
+    row['tokens_per_s'] = tokens / times['time/step']
+    if stage.peak_flops:
+      rate = 3 * stage.flops_per_token * row['tokens_per_s']
+      row['mfu'] = rate / stage.peak_flops
+    stage.writer.write(step, 'train', row)
+    if item.samples and (
+        step % stage.samples_every == 0 or step in (1, stage.steps)):
+      self.samples(step, 'train', item.samples())
+    if self.skipped >= stage.max_skipped:
+      raise FloatingPointError(
+          f'{stage.name}: the gradient was not finite for {self.skipped} '
+          f'steps up to {step}; lower config.optim.lr or inspect the data of '
+          'those steps (config.optim.max_skipped sets the limit)')
+
+  def evaluate(self, step: int):
+    if self.stage.evaluate is None:
+      return
+    self.log_pending()
+    with self.stage.chrono('eval'):
+      metrics, samples = self.stage.evaluate(self.stage.policy, step)
+    metrics |= self.stage.chrono.pop()
+    self.stage.writer.write(step, 'eval', metrics)
+    self.scores = step, metrics
+    if samples:
+      self.samples(step, 'eval', samples)
+
+  def samples(self, step: int, split: str, rows: list[dict]):
+    """One file a step, whatever it holds."""
+    if step != self.sample_step:
+      self.sample_step, self.sample_rows = step, []
+    self.sample_rows += [{'split': split, **row} for row in rows]
+    self.stage.writer.samples(step, self.sample_rows)
+
+  def save(self, step: int):
+    self.log_pending()
+    stage = self.stage
+    evaluated, scores = self.scores
+    metrics = {k: v for k, v in scores.items() if math.isfinite(v)} if (
+        evaluated == step) else None
+    stage.checkpointer.save(
+        step, stage.policy.state,
+        {**stage.meta, 'stream': stage.stream.state()}, metrics)

@@ -1,0 +1,398 @@
+"""Hugging Face folders in and out: the only place that imports safetensors.
+
+The rule, from the parameter table: matrices are stored transposed ([out, in]),
+reshaped to the table's shape and stacked over layers; the vocabulary is
+padded with zero rows here and cut on export.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.models import families, transformer
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.model import Model
+from jaxpost.sharding import to_host
+
+_SINGLE = 'model.safetensors'
+_INDEX = 'model.safetensors.index.json'
+_PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
+_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
+_MARK = '- jaxpost'  # a tag in the README.md of every export
+_HEAD = 'lm_head.weight'
+
+
+def read_config(folder) -> ModelConfig:
+  """The ModelConfig of a folder; fields that nobody reads are named once."""
+  folder = _local(folder)
+  path = folder / 'config.json'
+  if not path.is_file():
+    _weight_files(folder)  # says it better if the weights are pickles
+    raise InputError(
+        f'{path}: no such file; a model folder has config.json and {_SINGLE}')
+  cfg, unknown = families.from_hf(_read_json(path), str(path))
+  if unknown:
+    logging.warning('%s: fields without effect here: %s', path,
+                    ', '.join(unknown))
+  return cfg
+
+
+def check(folder, cfg: ModelConfig):
+  """Raises InputError unless the weights are exactly those of `cfg`.
+
+  Reads headers only.
+  """
+  with contextlib.ExitStack() as stack:
+    _open(_local(folder), transformer.param_table(cfg), cfg, stack)
+
+
+def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
+  """The parameters of a folder, nested, as arrays with these shardings.
+
+  Each process reads the slices that its devices hold, one shard at a time.
+  """
+  flat = {}
+  with contextlib.ExitStack() as stack:
+    tensors = _open(_local(folder), model.table, model.config, stack)
+    for path, spec in model.table.items():
+      sharding = shardings
+      for name in path.split('/'):
+        sharding = sharding[name]
+      flat[path] = _load_leaf(spec, tensors, sharding, np.dtype(dtype))
+  return transformer.nest(flat)
+
+
+def _load_leaf(spec, tensors, sharding, dtype) -> jax.Array:
+  holders = {}  # devices of each distinct shard: replicas are read once
+  for device, index in sharding.addressable_devices_indices_map(
+      spec.shape).items():
+    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, spec.shape))
+    holders.setdefault(bounds, []).append(device)
+  arrays = []
+  for bounds, devices in holders.items():
+    shard = _read_shard(spec, tensors, bounds, dtype)
+    arrays += [jax.device_put(shard, device) for device in devices]
+    jax.block_until_ready(arrays)  # the host keeps one shard, not all
+  return jax.make_array_from_single_device_arrays(
+      spec.shape, sharding, arrays)
+
+
+def _read_shard(spec, tensors, bounds, dtype) -> np.ndarray:
+  """Elements `bounds` = ((start, end), ...) of a parameter."""
+  out = np.zeros([end - start for start, end in bounds], dtype)
+  if not spec.stacked:
+    value = _read_tensor(spec, tensors[spec.hf], spec.shape, bounds)
+    out[:len(value)] = value  # what is beyond the vocabulary stays zero
+    return out
+  for i, layer in enumerate(range(*bounds[0])):
+    out[i] = _read_tensor(
+        spec, tensors[spec.hf.format(layer)], spec.shape[1:], bounds[1:])
+  return out
+
+
+def _read_tensor(spec, stored, shape, bounds) -> np.ndarray:
+  """Elements `bounds` of one stored tensor, in the table's shape."""
+  if not spec.matrix:
+    (start, end), *rest = bounds
+    end = min(end, stored.get_shape()[0])
+    if start >= end:  # only padding; safetensors refuses empty slices
+      return np.zeros((0, *(b - a for a, b in rest)))
+    return stored[(slice(start, end), *(slice(*x) for x in rest))]
+  cut = _inputs(spec)
+  groups = [(shape[:cut], bounds[:cut]), (shape[cut:], bounds[cut:])]
+  # A side of several dimensions is read whole below its first one.
+  ranges = [slice(b[0][0] * math.prod(s[1:]), b[0][1] * math.prod(s[1:]))
+            for s, b in groups]
+  value = stored[ranges[1], ranges[0]].T
+  value = value.reshape([
+      n for s, b in groups for n in (b[0][1] - b[0][0], *s[1:])])
+  inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b in groups]
+  return value[(*inner[0], *inner[1])]
+
+
+def _inputs(spec) -> int:
+  """Leading dimensions of a matrix (of one layer) that are its inputs.
+
+  'embed' has a side of its own: [embed | heads, size], [heads, size | embed].
+  """
+  axes = spec.axes[1:] if spec.stacked else spec.axes
+  return 1 if axes[0] == 'embed' else len(axes) - 1
+
+
+def _stored_shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
+  """The shape in a folder of one tensor of a parameter."""
+  shape = spec.shape[1:] if spec.stacked else spec.shape
+  if spec.axes[0] == 'vocab':
+    return (cfg.vocab_size, *shape[1:])
+  if not spec.matrix:
+    return shape
+  cut = _inputs(spec)
+  return math.prod(shape[cut:]), math.prod(shape[:cut])
+
+
+def _stored_names(spec) -> list[str]:
+  layers = spec.shape[0] if spec.stacked else 1
+  return [spec.hf.format(i) for i in range(layers)]
+
+
+def _open(folder, table, cfg, stack) -> dict:
+  """Tensor name -> open slice, after checking names, shapes and types."""
+  found = _slices(folder, stack)
+  wanted = {name: _stored_shape(spec, cfg)
+            for spec in table.values() for name in _stored_names(spec)}
+  for name, shape in wanted.items():
+    if name not in found:
+      hint = (' (or set tie_word_embeddings to true in config.json)'
+              if name == _HEAD else '')
+      raise InputError(
+          f'{folder}: tensor {name} {list(shape)} is missing; config.json '
+          f'asks for it, so the folder is incomplete{hint}')
+    file, stored = found[name]
+    if tuple(stored.get_shape()) != shape:
+      raise InputError(
+          f'{file}: tensor {name} has shape {list(stored.get_shape())}, '
+          f'config.json asks for {list(shape)}; they are of different models')
+    if stored.get_dtype() not in _DTYPES:
+      raise InputError(
+          f'{file}: tensor {name} has type {stored.get_dtype()}; supported: '
+          f'{", ".join(_DTYPES)}: use an unquantised model')
+  tied = wanted['model.embed_tokens.weight']
+  extra = [
+      name for name, (_, stored) in found.items() if name not in wanted
+      and not name.endswith('rotary_emb.inv_freq')
+      and not (name == _HEAD and tuple(stored.get_shape()) == tied)]
+  if extra:
+    raise InputError(
+        f'{found[extra[0]][0]}: tensor {extra[0]} '
+        f'{list(found[extra[0]][1].get_shape())} and {len(extra) - 1} more '
+        f'have no place in a {cfg.family} model of {cfg.num_layers} layers; '
+        'config.json and weights are of different models')
+  return {name: found[name][1] for name in wanted}
+
+
+def _slices(folder, stack) -> dict:
+  """Every tensor in the folder: name -> (file, open slice)."""
+  files, index = _weight_files(folder)
+  found = {}
+  for file in files:
+    try:
+      handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
+    except (safetensors.SafetensorError, OSError) as e:
+      raise InputError(
+          f'{file}: unreadable ({e}); copy or download it again'
+      ) from e
+    found |= {name: (file, handle.get_slice(name)) for name in handle.keys()}
+  for name, file in index.items():
+    if name not in found or found[name][0].name != file:
+      raise InputError(
+          f'{folder / file}: lacks tensor {name}, which {_INDEX} places '
+          'there; copy or download both again')
+  return found
+
+
+def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
+  """(files of weights, the index: tensor name -> file name)."""
+  if (folder / _SINGLE).is_file():
+    return [folder / _SINGLE], {}
+  path = folder / _INDEX
+  if not path.is_file():
+    names = sorted(p.name for p in folder.iterdir())
+    pickles = [n for n in names if n.endswith(_PICKLES)]
+    if pickles:
+      raise InputError(
+          f'{folder / pickles[0]}: pickled weights can run code and are not '
+          'read; convert to safetensors with transformers: AutoModelForCausal'
+          'LM.from_pretrained(folder).save_pretrained(new_folder)')
+    raise InputError(
+        f'{folder}: no weights ({_SINGLE} or {_INDEX}); the folder has '
+        f'{", ".join(names[:8]) or "nothing"}')
+  index = _read_json(path).get('weight_map')
+  if not isinstance(index, dict) or not index or not all(
+      isinstance(file, str) for file in index.values()):
+    raise InputError(f'{path}: has no "weight_map" of tensor to file name')
+  for name, file in index.items():
+    # By name, not by where it lands: download caches are links.
+    if file != pathlib.PurePath(file).name or file in ('', '..'):
+      raise InputError(
+          f'{path}: tensor {name} is in {file!r}, which is no file name '
+          'inside the folder')
+    if not (folder / file).is_file():
+      raise InputError(
+          f'{folder / file}: no such file, but {_INDEX} places {name} there; '
+          'copy or download it again')
+  return [folder / file for file in dict.fromkeys(index.values())], index
+
+
+def _local(folder) -> pathlib.Path:
+  if '://' in str(folder):
+    raise InputError(
+        f'{folder}: weights are read from a local folder; copy it here first')
+  folder = pathlib.Path(folder).expanduser()
+  if not folder.is_dir():
+    raise InputError(
+        f'{folder}: no such folder; a model is a Hugging Face folder with '
+        f'config.json and {_SINGLE}')
+  return folder
+
+
+def _read_json(path) -> dict:
+  try:
+    value = json.loads(path.read_text(encoding='utf-8'))
+  except json.JSONDecodeError as e:
+    raise InputError(
+        f'{path}:{e.lineno}:{e.colno}: bad JSON: {e.msg}; copy or download '
+        'it again') from e
+  except (UnicodeDecodeError, OSError) as e:
+    raise InputError(
+        f'{path}: unreadable ({e}); copy or download it again'
+    ) from e
+  if not isinstance(value, dict):
+    raise InputError(f'{path}: not a JSON object; copy or download it again')
+  return value
+
+
+def check_target(folder):
+  """Raises InputError if `save` would replace what is no export of ours."""
+  folder = epath.Path(folder)
+  if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    return
+  card = folder / 'README.md'
+  if not card.exists() or _MARK not in card.read_text().splitlines():
+    raise InputError(
+        f'{folder}: exists and is no export of jaxpost, so it is not '
+        'replaced; export to another folder')
+
+
+def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
+         pad_id=None, card: str = '', tokenizer_save: Callable | None = None,
+         max_shard_bytes: int = 4 << 30, dtype=None):
+  """Writes a folder that `transformers` and vLLM load, all or nothing.
+
+  Every process calls it; process 0 writes.
+
+  Args:
+    card: text of the model card, below its title.
+    tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
+    dtype: of the stored tensors; by default that of the parameters.
+  """
+  check_target(folder)
+  dtype = np.dtype(dtype or jnp.result_type(*jax.tree.leaves(params)))
+  writes = jax.process_index() == 0
+  with _staging(folder) if writes else contextlib.nullcontext() as staged:
+    _write_weights(staged, model, params, dtype, max_shard_bytes)
+    if writes:
+      _write_texts(staged, pathlib.PurePath(str(folder)).name, model.config,
+                   dtype, stop_ids, bos_id, pad_id, card)
+      if tokenizer_save is not None:
+        tokenizer_save(staged)
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+    multihost_utils.sync_global_devices('export')
+
+
+@contextlib.contextmanager
+def _staging(folder):
+  """A new folder that takes the place of `folder` if nothing fails."""
+  if '://' in str(folder):  # object stores have no rename
+    with tempfile.TemporaryDirectory() as staged:
+      yield pathlib.Path(staged)
+      _upload(pathlib.Path(staged), epath.Path(folder))
+    return
+  folder = pathlib.Path(folder).expanduser().absolute()
+  staged = folder.with_name(f'.{folder.name}.new')
+  old = folder.with_name(f'.{folder.name}.old')
+  for left_over in (staged, old):
+    shutil.rmtree(left_over, ignore_errors=True)
+  staged.mkdir(parents=True)
+  try:
+    yield staged
+    if folder.exists():
+      os.rename(folder, old)
+    os.rename(staged, folder)
+  finally:
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _upload(staged, target):
+  if target.exists():
+    target.rmtree()
+  target.mkdir(parents=True)
+  # A folder without config.json is no model: it goes last.
+  for path in sorted(staged.iterdir(), key=lambda p: p.name == 'config.json'):
+    epath.Path(path).copy(target / path.name, overwrite=True)
+
+
+def _write_weights(staged, model, params, dtype, max_shard_bytes):
+  """Shards in the order of the table, one parameter on the host at a time."""
+  sizes = {
+      name: math.prod(_stored_shape(spec, model.config)) * dtype.itemsize
+      for spec in model.table.values() for name in _stored_names(spec)}
+  shards = [[]]
+  for name, size in sizes.items():
+    full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
+    if full and shards[-1]:
+      shards.append([])
+    shards[-1].append(name)
+  files = [_SINGLE] if len(shards) == 1 else [
+      f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
+      for i in range(len(shards))]
+  pending, at = {}, 0
+  for name, value in _export(model, params, dtype):
+    pending[name] = value
+    if name == shards[at][-1]:
+      if staged is not None:
+        safetensors.numpy.save_file(
+            pending, staged / files[at], metadata={'format': 'pt'})
+      pending, at = {}, at + 1
+  if len(shards) > 1 and staged is not None:
+    _write_json(staged / _INDEX, {
+        'metadata': {'total_size': sum(sizes.values())},
+        'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
+
+
+def _export(model, params, dtype):
+  """(name, tensor) in the order of the table; a collective across processes."""
+  for path, spec in model.table.items():
+    leaf = params
+    for name in path.split('/'):
+      leaf = leaf[name]
+    values = to_host(leaf)
+    shape = _stored_shape(spec, model.config)
+    for name, value in zip(
+        _stored_names(spec), values if spec.stacked else [values]):
+      if spec.matrix:
+        value = value.reshape(shape[::-1]).T
+      yield name, np.ascontiguousarray(value[:shape[0]].astype(dtype))
+
+
+def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
+  config = families.to_hf(cfg, stop_ids, bos_id, pad_id)
+  # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
+  config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
+  _write_json(staged / 'config.json', config)
+  ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id',
+                                'pad_token_id') if config[k] is not None}
+  _write_json(staged / 'generation_config.json', ids)
+  (staged / 'README.md').write_text(
+      f'---\nlibrary_name: transformers\npipeline_tag: text-generation\n'
+      f'tags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n\n{card}\n',
+      encoding='utf-8')
+
+
+def _write_json(path, value):
+  path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

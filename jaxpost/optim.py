@@ -1,0 +1,59 @@
+"""Optimizers and schedules of optax, by name."""
+
+import difflib
+import inspect
+
+import jax
+import optax
+
+from jaxpost.errors import InputError
+
+
+def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float):
+  """Step -> learning rate: linear warm-up, then constant, linear or cosine."""
+  rest = max(1, steps - warmup)
+  main = {
+      'constant': optax.constant_schedule(lr),
+      'linear': optax.linear_schedule(lr, end, rest),
+      'cosine': optax.cosine_decay_schedule(
+          lr, rest, alpha=end / lr if lr else 0.0),
+  }[kind]
+  if not warmup:
+    return main
+  ramp = optax.linear_schedule(lr / warmup, lr, warmup)
+  return optax.join_schedules([ramp, main], [warmup])
+
+
+def make_optimizer(name: str, schedule, options: dict, decay_mask):
+  """`optax.<name>` with those of `options` that it takes.
+
+  Args:
+    options: values by optax's argument names (b1, b2, eps, weight_decay).
+    decay_mask: tree of bool, the parameters that weight decay applies to.
+  """
+  public = [n for n, v in vars(optax).items()
+            if not n.startswith('_') and inspect.isfunction(v)
+            and 'learning_rate' in inspect.signature(v).parameters]
+  if name not in public:
+    near = difflib.get_close_matches(name, public, 3)
+    raise InputError(
+        f'config.optim.name: optax has no optimizer {name!r}; ' +
+        (f'did you mean {", ".join(near)}?' if near else
+         f'known: {", ".join(sorted(public))}'))
+  make = vars(optax)[name]
+  takes = inspect.signature(make).parameters
+  if options.get('weight_decay') and 'weight_decay' not in takes:
+    raise InputError(
+        f'config.optim.weight_decay: optax.{name} takes none; use adamw')
+  chosen = {k: v for k, v in options.items() if k in takes}
+  for mask in ('mask', 'weight_decay_mask'):
+    if mask in takes and 'weight_decay' in takes:
+      chosen[mask] = decay_mask
+  return make(schedule, **chosen)
+
+
+def decayed(axes: dict):
+  """Weight decay is for matrices and embeddings, not for norms."""
+  return jax.tree.map(
+      lambda a: len([x for x in a if x != 'layers']) > 1, axes,
+      is_leaf=lambda a: isinstance(a, tuple))

@@ -1,0 +1,79 @@
+"""What will run: parameters, mesh, memory and FLOPs of each program."""
+
+import json
+
+import jax
+import rich.box
+import rich.table
+
+from jaxpost import metrics
+from jaxpost.models import transformer
+from jaxpost.models.config import ModelConfig
+from jaxpost.programs.compile import Ledger
+from jaxpost.sharding import Layout
+
+# Dense bf16 FLOP/s of one device, from the vendors' data sheets.
+_PEAK = {
+    'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'L4': 121e12,
+    'T4': 65e12, 'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12,
+    'TPU v5p': 459e12, 'TPU v5': 459e12, 'TPU v6 lite': 918e12,
+    'TPU v6e': 918e12,
+}
+
+
+def peak_flops(devices) -> float:
+  """Of all devices together; 0 where the hardware is not in the table."""
+  kind = devices[0].device_kind
+  for name, peak in _PEAK.items():
+    if name in kind:
+      return peak * len(devices)
+  return 0.0
+
+
+def make_plan(stage: str, cfg: ModelConfig, layouts: dict[str, Layout],
+              tokens_per_step: int, rows: list[dict]) -> dict:
+  """A JSON-able record of what a stage runs; the programs are `rows`."""
+  device = jax.devices()[0]
+  return dict(
+      stage=stage, devices=jax.device_count(), device_kind=device.device_kind,
+      processes=jax.process_count(), family=cfg.family,
+      parameters=transformer.num_params(cfg),
+      mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
+      tokens_per_step=tokens_per_step, programs=rows)
+
+
+def render(plan: dict) -> rich.table.Table:
+  """The plan as a table for the console."""
+  number = metrics.short_number
+  meshes = '; '.join(
+      f'{phase} ' + ', '.join(f'{a}={n}' for a, n in mesh.items() if n > 1)
+      if any(n > 1 for n in mesh.values()) else f'{phase} one device'
+      for phase, mesh in plan['mesh'].items())
+  table = rich.table.Table(
+      title=f'{plan["stage"]}: {number(plan["parameters"])} parameters, '
+      f'{plan["devices"]} x {plan["device_kind"]}, mesh: {meshes}, at most '
+      f'{number(plan["tokens_per_step"])} tokens a step',
+      box=rich.box.SIMPLE, title_justify='left')
+  for name in ('program', 'shapes', 'arguments', 'temporaries', 'FLOPs',
+               'compile s'):
+    left = name in ('program', 'shapes')
+    table.add_column(name, justify='left' if left else 'right')
+  for row in plan['programs']:
+    table.add_row(
+        row['program'], row['shapes'][:44], _mib(row['argument_bytes']),
+        _mib(row['temp_bytes']), number(row['flops']) if row['flops'] else '',
+        f'{row["compile_s"]:.1f}')
+  return table
+
+
+def write(path, plans: list[dict]):
+  metrics.write_atomic(path, json.dumps(plans, indent=1))
+
+
+def _mib(count: int) -> str:
+  return f'{count / 2**20:.1f} MiB'
+
+
+def peak_bytes(ledger: Ledger) -> int:
+  """The largest arguments plus temporaries of any one program."""
+  return max(r['argument_bytes'] + r['temp_bytes'] for r in ledger.rows)

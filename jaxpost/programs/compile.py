@@ -1,0 +1,97 @@
+"""Ahead-of-time compiled programs, and the ledger of what was compiled."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+import jax
+
+
+@dataclasses.dataclass
+class Ledger:
+  """Every compilation of a run: what `plan.json` and the plan table show."""
+
+  rows: list[dict] = dataclasses.field(default_factory=list)
+  sealed: bool = False  # after the first step a compilation is a surprise
+
+  def add(self, name: str, shapes: str, seconds: float, compiled, flops):
+    memory = compiled.memory_analysis()
+    self.rows.append(dict(
+        program=name, shapes=shapes, compile_s=round(seconds, 3), flops=flops,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes))
+    if self.sealed:
+      logging.warning(
+          'compiled %s for new shapes %s after the first step (%.1f s)',
+          name, shapes, seconds)
+
+
+class Program:
+  """A jitted function that is compiled once per set of argument shapes.
+
+  Args:
+    name: as in the plan table and in profiles.
+    fn: function of arrays only; everything static is closed over.
+    donate: positions of arguments whose buffers the outputs may reuse.
+    out_shardings: as for `jax.jit`, or a function from the shapes of the
+      outputs to their shardings.
+    flops: analytic FLOPs of a call, from its arguments (XLA's own count
+      takes the body of a loop once).
+  """
+
+  def __init__(self, name: str, fn: Callable, ledger: Ledger, out_shardings,
+               *, donate: tuple[int, ...] = (),
+               flops: Callable | None = None):
+    self.name = name
+    self._fn, self._donate, self._out = fn, donate, out_shardings
+    self._ledger, self._flops = ledger, flops
+    self._compiled = {}
+
+  def __call__(self, *args):
+    return self.compile(*args)(*args)
+
+  def compile(self, *args):
+    """Compiles for arrays or `jax.ShapeDtypeStruct`s (with shardings)."""
+    leaves, tree = jax.tree.flatten(args)
+    key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+    if key not in self._compiled:
+      start = time.perf_counter()
+      abstract = jax.tree.map(_abstract, args)
+      jitted = jax.jit(self._fn, donate_argnums=self._donate,
+                       out_shardings=self._shardings(abstract))
+      compiled = jitted.lower(*abstract).compile()
+      flops = self._flops(*args) if self._flops else None
+      self._ledger.add(
+          self.name, describe(args), time.perf_counter() - start, compiled,
+          flops)
+      self._compiled[key] = compiled
+    return self._compiled[key]
+
+  def outputs(self, *args):
+    """The outputs as `jax.ShapeDtypeStruct`s, to compile what takes them."""
+    abstract = jax.tree.map(_abstract, args)
+    shapes = jax.eval_shape(self._fn, *abstract)
+    shardings = self._shardings(abstract)
+    if isinstance(shardings, jax.sharding.Sharding):
+      shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes, shardings)
+
+  def _shardings(self, abstract):
+    if not callable(self._out):
+      return self._out
+    return self._out(jax.eval_shape(self._fn, *abstract))
+
+
+def _abstract(x):
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def describe(args) -> str:
+  """The distinct shapes of the arguments that are no parameters, in short."""
+  shapes = [x.shape for x in jax.tree.leaves(args[1:]) if x.ndim > 1]
+  return ' '.join(str(list(s)) for s in dict.fromkeys(shapes))[:80]

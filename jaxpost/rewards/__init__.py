@@ -1,0 +1,1 @@
+"""Reward functions and the killable processes that run them; no jax here."""

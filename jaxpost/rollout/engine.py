@@ -1,0 +1,35 @@
+"""What a rollout engine can do, with the verbs of JetStream's Engine.
+
+The sampler role only needs `__call__`; the verbs are for adapters and for
+drivers of their own. `native.py` is the engine that ships.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jaxpost.types import Prompt, Rollout
+
+
+class Engine(Protocol):
+  """Samples completions from weights that it is given."""
+
+  max_concurrent_decodes: int  # slots
+
+  def load(self, params: Any, version: int) -> dict:
+    """Takes the trainer's parameters; returns {'bytes': ..., ...} moved."""
+
+  def init_decode_state(self) -> Any:
+    """Slots with nothing in them."""
+
+  def prefill(self, prompts: Sequence[Prompt]) -> Any:
+    """Reads prompts once; the result may be inserted any number of times."""
+
+  def insert(self, state: Any, prefix: Any, entry: Any) -> Any:
+    """Puts samples of the prefix into free slots."""
+
+  def generate(self, state: Any) -> tuple[Any, Any]:
+    """A block of tokens for every slot; (state, which slots go on)."""
+
+  def __call__(self, prompts: Sequence[Prompt], *, group_size: int,
+               run_key: Any, step: int) -> Rollout:
+    """All samples of all prompts, whatever the number of slots."""

@@ -1,0 +1,133 @@
+"""Meshes, and the one place where logical axes become mesh axes.
+
+A parameter or activation names its dimensions ('embed', 'heads', ...); a
+phase (train, rollout, score) has a mesh and a dict of rules. `Layout` joins
+the two. What design documents call pjit is `jax.jit` with shardings.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpost.errors import InputError
+
+AXES = ('data', 'fsdp', 'tensor')
+BATCH_AXES = ('data', 'fsdp')
+
+# Training gathers each layer's weights over fsdp when it is used; sampling
+# would pay that at every token, so there weights are split over tensor only.
+RULES = {
+    'train': {
+        'batch': BATCH_AXES, 'embed': 'fsdp', 'vocab': 'tensor',
+        'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor',
+    },
+    'rollout': {
+        'batch': BATCH_AXES, 'vocab': 'tensor', 'heads': 'tensor',
+        'kv_heads': 'tensor', 'mlp': 'tensor',
+    },
+}
+RULES['score'] = RULES['train']
+
+
+def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
+  """'fsdp=-1,tensor=2' -> {'data': 1, 'fsdp': num_devices // 2, 'tensor': 2}.
+
+  One size may be -1: whatever is left. `key` names the config field in errors.
+  """
+  sizes = dict.fromkeys(AXES, 1)
+  for item in filter(None, text.replace(' ', '').split(',')):
+    name, _, size = item.partition('=')
+    if name not in AXES or not size.lstrip('-').isdigit():
+      raise InputError(
+          f'{key}: cannot read {item!r} in {text!r}; write for example '
+          f'"fsdp=-1,tensor=2" with the axes {", ".join(AXES)}')
+    sizes[name] = int(size)
+  free = [name for name, size in sizes.items() if size == -1]
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if fixed <= 0 or len(free) > 1 or num_devices % fixed or (
+      not free and fixed != num_devices):
+    raise InputError(
+        f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
+        f'multiply to {num_devices}, and one of them may be -1')
+  if free:
+    sizes[free[0]] = num_devices // fixed
+  return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A mesh and the rules by which a phase uses it."""
+
+  mesh: Mesh
+  phase: str = 'train'
+
+  @property
+  def batch_shards(self) -> int:
+    """Number of parts the batch dimension is split into."""
+    return math.prod(self.mesh.shape[a] for a in BATCH_AXES)
+
+  def spec(self, axes: Sequence[str | None], shape=None) -> PartitionSpec:
+    """The partition of an array whose dimensions are called `axes`.
+
+    A dimension that its mesh axis does not divide (4 KV heads on 8 tensor
+    shards) stays whole.
+    """
+    rules = RULES[self.phase]
+    parts, used = [], set()
+    for i, axis in enumerate(axes):
+      part = rules.get(axis) if axis else None
+      names = (part,) if isinstance(part, str) else part or ()
+      size = math.prod(self.mesh.shape[n] for n in names)
+      fits = shape is None or shape[i] % size == 0
+      if size == 1 or not fits or used & set(names):
+        part = None
+      else:
+        used |= set(names)
+      parts.append(part)
+    return PartitionSpec(*parts)
+
+  def sharding(self, axes=(), shape=None) -> NamedSharding:
+    return NamedSharding(self.mesh, self.spec(axes, shape))
+
+  def constrain(self, x, *axes):
+    """Pins an activation inside a program; free on one device."""
+    if self.mesh.size == 1:
+      return x
+    return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+  def put(self, tree, *axes):
+    """Host arrays, equal on every process, become global device arrays."""
+    def place(x):
+      x = np.asarray(x)
+      sharding = self.sharding(axes[:x.ndim], x.shape)
+      if jax.process_count() == 1:
+        return jax.device_put(x, sharding)
+      return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+    return jax.tree.map(place, tree)
+
+
+def make_layout(
+    text: str, phase: str, key: str = '', devices=None) -> Layout:
+  """The layout that `config.mesh.<phase>` describes, over all devices."""
+  devices = jax.devices() if devices is None else devices
+  sizes = parse_mesh(text, len(devices), key or f'config.mesh.{phase}')
+  mesh = jax.make_mesh(
+      tuple(sizes.values()), tuple(sizes), devices=devices,
+      axis_types=(AxisType.Auto,) * len(sizes))
+  return Layout(mesh, phase)
+
+
+def to_host(tree: Mapping | object):
+  """Device arrays -> numpy, also when other processes hold some shards."""
+  def fetch(x):
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+      if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+      from jax.experimental import multihost_utils
+      return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)
+  return jax.tree.map(fetch, tree)

@@ -1,0 +1,1 @@
+"""Commands of jaxpost; installed as jaxpost.launch."""

@@ -1,0 +1,56 @@
+"""The `jaxpost` command: `jaxpost VERB [flags]` runs the module of that name.
+
+In a clone `python -m launch.VERB [flags]` is the same; each such module has a
+`main(argv)` and its own absl flags. Nothing but the chosen one is imported.
+"""
+
+import difflib
+import importlib
+import sys
+
+VERBS = {
+  'train': 'start or resume a run: --config=FILE[:args] --workdir=DIR',
+  'evaluate': 'score a checkpoint or a model folder on a data set',
+  'sample': 'complete prompts with a checkpoint or a model folder',
+  'inspect': 'show what a config reads, trains on and builds; trains nothing',
+  'export': 'write a checkpoint as a Hugging Face folder',
+  'bench': 'time the standard workload on this machine',
+}
+
+
+def main(argv=None):
+  """Entry point of the console script; ends the process with its exit code."""
+  args = sys.argv[1:] if argv is None else list(argv)
+  if not args or args[0] in ('-h', '--help', 'help'):
+    print(usage())
+    sys.exit(0 if args else 2)
+  verb, rest = args[0], args[1:]
+  if verb not in VERBS:
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    hint = f'did you mean {near[0]!r}?' if near else f'use {", ".join(VERBS)}'
+    print(f'jaxpost: no command {verb!r}; {hint}', file=sys.stderr)
+    sys.exit(2)
+  # A stray `launch` elsewhere on the path must not win, so the name is taken
+  # from where this file is: launch.* in a clone, jaxpost.launch.* installed.
+  module = importlib.import_module(f'{__package__}.{verb}')
+  exits = importlib.import_module(f'{__package__}.exits')
+  if {'-h', '--help'} & set(rest):
+    print(exits.flag_help(module))
+    sys.exit(0)
+  # Config flags look for their overrides in sys.argv.
+  sys.argv = [f'jaxpost {verb}', *rest]
+  exits.run(module.main, sys.argv)
+
+
+def usage():
+  """What `jaxpost --help` prints."""
+  width = max(map(len, VERBS))
+  lines = [f'  {verb:{width}}  {what}' for verb, what in VERBS.items()]
+  return '\n'.join([
+    'usage: jaxpost COMMAND [flags]', '', *lines, '',
+    '`jaxpost COMMAND --help` lists its flags.',
+  ])
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,74 @@
+"""Packaging of jaxpost: `pip install -e .` in a clone, or a wheel.
+
+`launch/` and `configs/` stay at the top of the clone, where people look for
+them, and install as `jaxpost.launch` and `jaxpost.configs`, so that no
+generic name lands in anybody's site-packages.
+"""
+
+import pathlib
+
+import setuptools
+
+README = pathlib.Path(__file__).resolve().parent / 'README.md'
+
+# Neither torch nor tensorflow comes in by any of these. jax 0.10.2 is the
+# last release for Python 3.11; from jax 0.11.1 on, flax has to be 0.12.9 or
+# newer, and that flax needs Python 3.12.
+CORE = [
+  'absl-py>=2.1',
+  'etils[epath]>=1.9',
+  'flax>=0.12; python_version < "3.12"',
+  'flax>=0.12.9; python_version >= "3.12"',
+  'grain>=0.2.12',
+  'huggingface_hub>=1.0',
+  'jax>=0.10.2',
+  'jinja2>=3.1.4',
+  'ml-collections>=1.0',
+  'ml-dtypes>=0.5',
+  'numpy>=2.0',
+  'optax>=0.2.5',
+  'orbax-checkpoint>=0.12.3',
+  'rich>=13.7',
+  'safetensors>=0.5',
+  'tensorboardX>=2.6.2',
+  'tokenizers>=0.22',
+  'transformers>=5.0',
+]
+
+DATA = ['array-record>=0.8', 'datasets>=4.0', 'pyarrow>=17']
+NOTEBOOK = ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10',
+            'nbformat>=5.10']
+
+EXTRAS = {
+  'tpu': ['jax[tpu]'],
+  'cuda': ['jax[cuda13]'],
+  'data': DATA,
+  'math': ['math-verify>=0.8'],
+  'notebook': NOTEBOOK,
+  # Needs TensorFlow. The PyPI name `jetstream` is another project.
+  'jetstream': ['google-jetstream==0.2.2'],
+  'wandb': ['wandb>=0.19'],
+  'test': ['chex>=0.1.90', 'pytest>=8.3', 'pyyaml>=6.0', 'ruff>=0.8',
+           *NOTEBOOK, 'array-record>=0.8', 'pyarrow>=17'],
+}
+
+setuptools.setup(
+  name='jaxpost',
+  version='0.1.0',
+  description='Post-training of large language models, native to JAX',
+  long_description=README.read_text('utf-8') if README.exists() else '',
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  python_requires='>=3.11,<3.14',
+  install_requires=CORE,
+  extras_require=EXTRAS,
+  packages=[
+    *setuptools.find_packages(include=['jaxpost', 'jaxpost.*']),
+    'jaxpost.launch',
+    'jaxpost.configs',
+  ],
+  package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
+  package_data={'jaxpost.launch': ['*.sh', '*.yaml']},
+  entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},
+)

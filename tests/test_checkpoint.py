@@ -1,0 +1,611 @@
+"""Checkpoints: exact, verified, never the only one deleted, never a wrong bit.
+
+Faults are real ones: bits flipped on disk, processes killed with SIGKILL,
+writes refused by the kernel.
+"""
+
+import hashlib
+import math
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpost import checkpoint
+from jaxpost import errors
+from jaxpost import types
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SEAL = 'checksums.json'
+
+
+def make_state(seed, width=16):
+  """A TrainState with all that trees bring: None, namedtuples, bfloat16.
+
+  Drawn by NumPy: processes started by these tests then compile nothing.
+  """
+  draw = np.random.default_rng(seed)
+  params = {
+    'embed': np.zeros((width, 8), np.float32),
+    'layers': {
+      'w': np.zeros((2, 8, 8), jnp.bfloat16),
+      'bias': None,
+      'nothing': np.zeros((0, 8), np.float32),
+    },
+  }
+  tx = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1, 0, 9))
+  )
+  state = types.TrainState(
+    step=np.int32(seed),
+    params=params,
+    opt_state=jax.eval_shape(tx.init, params),
+  )
+  state = jax.tree.map(
+    lambda x: jnp.asarray((9 * draw.normal(size=x.shape)).astype(x.dtype)),
+    state,
+  )
+  odd = np.array([math.nan, -0.0, 1e-40, math.inf], np.float32)
+  state.params['head.out/proj'] = jnp.asarray(odd)
+  return state
+
+
+def template(state):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    state,
+  )
+
+
+def digest(tree):
+  """Hash of structure, dtypes, shapes and bits."""
+  leaves, treedef = jax.tree.flatten(tree)
+  result = hashlib.sha256(str(treedef).encode())
+  for leaf in leaves:
+    result.update(f'{leaf.shape} {leaf.dtype}'.encode())
+    result.update(np.asarray(leaf).tobytes())
+  return result.hexdigest()
+
+
+def save_steps(folder, steps, **options):
+  ck = checkpoint.Checkpointer(folder, **options)
+  for step in steps:
+    ck.save(step, make_state(step), {'position': step})
+  ck.close()
+
+
+def steps_in(folder):
+  return sorted(int(path.name) for path in folder.iterdir())
+
+
+def sealed(folder, step):
+  return (folder / str(step) / SEAL).exists()
+
+
+def restore(folder, step=None):
+  """Returns (step, state, meta, warnings) as a new process would see it."""
+  lines = []
+  ck = checkpoint.Checkpointer(folder)
+  result = ck.restore(template(make_state(0)), step, warn=lines.append)
+  ck.close()
+  return *result, lines
+
+
+def run_child(code, *args, env=(), check=True):
+  """Runs Python code in a process of its own; returns it, finished."""
+  child = start_child(code, *args, env=env)
+  out, err = child.communicate(timeout=120)
+  if check:
+    assert child.returncode == 0, out + err
+  return child.returncode, out, err
+
+
+def start_child(code, *args, env=()):
+  code = 'from test_checkpoint import *\n' + textwrap.dedent(code)
+  paths = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': paths, **dict(env)}
+  return subprocess.Popen(
+    [sys.executable, '-c', code, *map(str, args)],
+    env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+  )
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize('async_save', [True, False])
+def test_round_trip_is_bitwise(tmp_path, async_save):
+  state, meta = make_state(7), {'position': [3, 5], 'lr': 0.1, 'stage': 'sft'}
+  ck = checkpoint.Checkpointer(tmp_path / 'new', async_save=async_save)
+  assert ck.latest() is None
+  ck.save(7, state, meta)
+  meta['position'].append(9)  # after the call: must not be saved
+  assert ck.latest() == 7
+  step, restored, got = ck.restore(template(state))
+  assert step == 7
+  assert got == {'position': [3, 5], 'lr': 0.1, 'stage': 'sft'}
+  assert digest(restored) == digest(state)
+  assert digest(restored) != digest(make_state(8))
+  assert ck.restore_meta() == got
+  ck.close()
+
+
+def test_restore_params_reads_no_optimizer_state(tmp_path):
+  save_steps(tmp_path, [1, 2])
+  ck = checkpoint.Checkpointer(tmp_path)
+  params = make_state(2).params
+  assert digest(ck.restore_params(template(params))) == digest(params)
+  older = ck.restore_params(template(make_state(1).params), 1)
+  assert digest(older) == digest(make_state(1).params)
+  layers = ck.restore_params(template(params['layers']), at='params/layers')
+  assert digest(layers) == digest(params['layers'])
+  seen = []
+  original = ck._orbax.restore
+  ck._orbax.restore = lambda folder, args: (
+    seen.append(args['state'].item), original(folder, args=args)
+  )[1]
+  ck.restore_params(template(params))
+  assert all(key.startswith('params/') for key in seen[0]) and len(seen) == 1
+  ck.close()
+
+
+def test_state_may_be_donated_once_save_returns(tmp_path):
+  state = {'w': jnp.arange(1 << 20, dtype=jnp.float32), 'b': jnp.ones((8, 8))}
+  before = digest(state)
+  wipe = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0
+  )
+  ck = checkpoint.Checkpointer(tmp_path)
+  for step in range(1, 6):
+    copy = jax.tree.map(jnp.copy, state)
+    ck.save(step, copy, {})
+    jax.block_until_ready(wipe(wipe(copy)))
+    ck.wait()
+    assert digest(ck.restore(template(state), step)[1]) == before
+  ck.close()
+
+
+def test_restores_on_other_meshes(tmp_path):
+  state = make_state(3)
+  ck = checkpoint.Checkpointer(tmp_path)
+  ck.save(3, state, {})
+  ck.wait()
+  _, out, _ = run_child(
+    """
+    state = make_state(3)
+    ck = checkpoint.Checkpointer(sys.argv[1], keep=9)
+    step = 3
+    for shape in ((8, 1), (2, 4), (1, 2)):
+      devices = jax.devices()[:shape[0] * shape[1]]
+      auto = (jax.sharding.AxisType.Auto,) * 2
+      mesh = jax.make_mesh(shape, ('a', 'b'), devices=devices, axis_types=auto)
+      def struct(x):
+        spec = jax.P('a', 'b') if x.shape == (16, 8) else jax.P()
+        sharding = jax.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+      wanted = jax.tree.map(struct, state)
+      _, restored, _ = ck.restore(wanted)
+      assert digest(restored) == digest(state)
+      jax.tree.map(lambda x, y: (x.sharding == y.sharding) or 1 / 0,
+                   restored, wanted)
+      step += 1
+      ck.save(step, restored, {})
+      ck.wait()
+    ck.close()
+    print(len(jax.devices()))
+    """,
+    tmp_path,
+    env={'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}.items(),
+  )
+  assert out.split()[-1] == '8'
+  step, restored, _ = ck.restore(template(state))
+  assert step == 6 and digest(restored) == digest(state)
+  ck.close()
+
+
+# A run that changed.
+
+
+def test_mismatch_names_key_and_shapes(tmp_path):
+  save_steps(tmp_path, [1])
+  state = make_state(1)
+  params = state.params
+  more = {**params, 'extra': jnp.ones((2,))}
+  less = {k: v for k, v in params.items() if k != 'embed'}
+  cast = {**params, 'embed': params['embed'].astype(jnp.bfloat16)}
+  cases = [
+    (make_state(1, width=32).params, ['params/embed', '[16, 8]', '[32, 8]']),
+    (more, ['params/extra is absent in the checkpoint', 'float32 [2]']),
+    (less, ['params/embed', 'absent in the run', '[16, 8]']),
+    (cast, ['float32 [16, 8]', 'bfloat16 [16, 8]']),
+  ]
+  ck = checkpoint.Checkpointer(tmp_path)
+  for changed, words in cases:
+    with pytest.raises(errors.InputError) as caught:
+      ck.restore(template(state.replace(params=changed)))
+    message = str(caught.value)
+    assert '\n' not in message and 'the config changed' in message
+    assert all(word in message for word in words), message
+  ck.close()
+
+
+def test_states_that_cannot_be_saved(tmp_path):
+  ck = checkpoint.Checkpointer(tmp_path)
+  for state in ({'a': 1.0}, {'a': jax.random.key(0)}):
+    with pytest.raises(TypeError, match='^a is'):
+      ck.save(1, state, {})
+  with pytest.raises(ValueError, match='both called a/b'):
+    ck.save(1, {'a': {'b': jnp.ones(2)}, 'a/b': jnp.ones(2)}, {})
+  with pytest.raises(TypeError, match='no sharding for a'):
+    ck.save(1, {'a': jnp.ones(2)}, {})
+    ck.restore({'a': jax.ShapeDtypeStruct((2,), jnp.float32)})
+  ck.close()
+  with pytest.raises(errors.InputError, match='at least 1'):
+    checkpoint.Checkpointer(tmp_path, keep=0)
+  with pytest.raises(errors.InputError, match="best_mode is 'most'"):
+    checkpoint.Checkpointer(tmp_path, best_mode='most')
+
+
+def test_another_run_is_not_overwritten(tmp_path):
+  save_steps(tmp_path, [10, 20])
+  before = digest(restore(tmp_path)[1])
+  ck = checkpoint.Checkpointer(tmp_path)
+  for step in (5, 20):
+    with pytest.raises(errors.InputError, match='already holds step 20'):
+      ck.save(step, make_state(1), {})
+  ck.close()
+  assert digest(restore(tmp_path)[1]) == before
+
+
+# What stays on disk.
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+  scores = {1: 0.9, 2: 0.9, 3: 0.2, 4: math.nan, 5: None, 6: 0.1, 7: 0.2}
+  for mode, best in (('max', 2), ('min', 6)):
+    folder = tmp_path / mode
+    ck = checkpoint.Checkpointer(folder, keep_best='acc', best_mode=mode)
+    for step, score in scores.items():
+      if step == 6:  # the best survives a restart
+        ck.close()
+        ck = checkpoint.Checkpointer(folder, keep_best='acc', best_mode=mode)
+        ck.restore(template(make_state(0)))
+      metrics = None if score is None else {'acc': score, 'loss': 1.0}
+      ck.save(step, make_state(step), {}, metrics)
+    ck.save(8, make_state(8), {})
+    with pytest.raises(errors.InputError, match="no metric 'acc'.*loss"):
+      ck.save(9, make_state(9), {}, {'loss': 1.0})
+    ck.close()
+    assert steps_in(folder) == sorted({best, 7, 8})
+  save_steps(tmp_path / 'plain', [1, 2, 3, 4], keep=3)
+  assert steps_in(tmp_path / 'plain') == [2, 3, 4]
+
+
+def test_saving_the_same_step_again_is_a_no_op(tmp_path):
+  ck = checkpoint.Checkpointer(tmp_path)
+  for meta in ({'position': 1}, {'position': 2}):
+    ck.save(1, make_state(1), meta)
+  assert ck.restore_meta() == {'position': 1}
+  ck.close()
+  ck = checkpoint.Checkpointer(tmp_path)
+  ck.restore(template(make_state(0)))
+  ck.save(1, make_state(1), {'position': 3})
+  assert ck.restore_meta() == {'position': 1}
+  ck.close()
+
+
+def test_the_last_good_step_outlives_the_sealing(tmp_path, monkeypatch):
+  ck = checkpoint.Checkpointer(tmp_path, keep=1)
+  ck.save(1, make_state(1), {})
+  ck.wait()
+  original = checkpoint._checksums
+
+  def broken(folder, names):
+    raise OSError('no space')
+
+  monkeypatch.setattr(checkpoint, '_checksums', broken)
+  ck.save(2, make_state(2), {})
+  with pytest.raises(OSError, match='no space') as caught:
+    ck.save(3, make_state(3), {})
+  assert 'while saving step 2' in caught.value.__notes__[0]
+  monkeypatch.setattr(checkpoint, '_checksums', original)
+  assert (tmp_path / '2' / 'commit_success.txt').exists()
+  assert restore(tmp_path)[0] == 1
+  ck.save(2, make_state(2), {})  # the run may go on, even with this step
+  ck.close()
+  assert steps_in(tmp_path) == [2]
+  assert digest(restore(tmp_path)[1]) == digest(make_state(2))
+
+
+def test_rolling_back_drops_the_abandoned_steps(tmp_path):
+  save_steps(tmp_path, [10, 20, 30], keep=3)
+  ck = checkpoint.Checkpointer(tmp_path, keep=3)
+  ck.restore(template(make_state(0)), 10)
+  ck.save(20, make_state(21), {'position': 'new'})
+  ck.close()
+  assert steps_in(tmp_path) == [10, 20]
+  step, state, meta, _ = restore(tmp_path)
+  assert step == 20 and meta == {'position': 'new'}
+  assert digest(state) == digest(make_state(21))
+
+
+# Damage.
+
+
+def all_files(folder):
+  return sorted(path for path in folder.rglob('*') if path.is_file())
+
+
+@pytest.fixture(scope='module')
+def two_steps(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('two')
+  save_steps(folder, [10, 20])
+  return folder, {step: digest(make_state(step)) for step in (10, 20)}
+
+
+def expect_fallback(folder, digests, name=''):
+  step, state, meta, lines = restore(folder)
+  assert step == 10 and meta == {'position': 10}
+  assert digest(state) == digests[10]
+  assert len(lines) == 1 and '\n' not in lines[0]
+  assert f'20/{name}' in lines[0] and 'using step 10' in lines[0]
+
+
+def test_every_flipped_bit_is_noticed(two_steps):
+  folder, digests = two_steps
+  draw = random.Random(0)
+  flips = 0
+  for path in all_files(folder / '20'):
+    good = path.read_bytes()
+    regions = [(k * len(good) // 4, (k + 1) * len(good) // 4) for k in range(4)]
+    for start, end in regions:
+      bad = bytearray(good)
+      bad[draw.randrange(start, end)] ^= 1 << draw.randrange(8)
+      path.write_bytes(bad)
+      expect_fallback(folder, digests, path.relative_to(folder / '20'))
+      flips += 1
+    path.write_bytes(good)
+  assert flips >= 40
+  step, state, _, lines = restore(folder)  # all repaired
+  assert step == 20 and digest(state) == digests[20] and not lines
+
+
+def test_truncated_and_missing_files(two_steps):
+  folder, digests = two_steps
+  for path in all_files(folder / '20'):
+    good = path.read_bytes()
+    name = path.relative_to(folder / '20')
+    for bad in (good[: len(good) // 2], b'', good + b'\0', b'\x80\x04N.'):
+      path.write_bytes(bad)
+      expect_fallback(folder, digests, name)
+    path.unlink()
+    expect_fallback(folder, digests, name)
+    path.write_bytes(good)
+  assert restore(folder)[0] == 20
+
+
+def test_folders_that_are_no_steps(tmp_path):
+  save_steps(tmp_path, [10])
+  (tmp_path / '99').mkdir()
+  (tmp_path / '098').mkdir()
+  (tmp_path / 'notes').mkdir()
+  (tmp_path / '97').write_text('a file')
+  shutil.copytree(tmp_path / '10', tmp_path / '50')  # renamed by hand
+  step, _, _, lines = restore(tmp_path)
+  assert step == 10 and len(lines) == 1
+  assert '99/checksums.json is missing' in lines[0]
+  assert '50/checksums.json belongs to step 10' in lines[0]
+  ck = checkpoint.Checkpointer(tmp_path)
+  ck.restore(template(make_state(0)), warn=lambda line: None)
+  ck.save(50, make_state(50), {})
+  ck.save(99, make_state(99), {})
+  assert ck.latest() == 99
+  ck.close()
+  assert digest(restore(tmp_path)[1]) == digest(make_state(99))
+  assert (tmp_path / 'notes').exists()
+
+
+def test_no_checkpoint(tmp_path):
+  ck = checkpoint.Checkpointer(tmp_path / 'absent')
+  with pytest.raises(errors.NoCheckpointError, match='nothing there'):
+    ck.restore({})
+  assert ck.latest() is None and not (tmp_path / 'absent').exists()
+  save_steps(tmp_path, [10, 20])
+  ck = checkpoint.Checkpointer(tmp_path)
+  with pytest.raises(errors.NoCheckpointError, match=r'step 15 \(not there'):
+    ck.restore(template(make_state(0)), 15)
+  for step in (10, 20):
+    (tmp_path / str(step) / 'meta' / 'metadata').write_text('{}')
+  for call in (ck.latest, ck.restore_meta, lambda: ck.restore({})):
+    with pytest.raises(errors.NoCheckpointError) as caught:
+      call()
+    message = str(caught.value)
+    assert '\n' not in message and '10/meta/metadata' in message
+    assert '20/meta/metadata' in message
+  with pytest.raises(errors.NoCheckpointError, match='20/meta/metadata'):
+    ck.restore(template(make_state(0)), 20)  # asked for: no other will do
+  ck.close()
+
+
+def test_a_damaged_step_is_not_what_is_kept(tmp_path):
+  save_steps(tmp_path, [10, 17])
+  (tmp_path / '17' / 'meta' / 'metadata').write_text('{}')
+  ck = checkpoint.Checkpointer(tmp_path)
+  ck.restore(template(make_state(0)), warn=lambda line: None)
+  ck.save(20, make_state(20), {})
+  ck.close()
+  assert steps_in(tmp_path) == [10, 20]  # 17 would be a useless spare
+
+
+# Sudden ends.
+
+
+def test_kill_inside_a_write(tmp_path):
+  child = start_child(
+    """
+    big = jnp.asarray(np.random.default_rng(0).normal(size=(1 << 20,)))
+    ck = checkpoint.Checkpointer(sys.argv[1], keep=2)
+    for step in range(1, 10 ** 6):
+      ck.save(step, {'small': make_state(step), 'big': big + step}, {})
+    """,
+    tmp_path,
+  )
+  deadline = time.time() + 60
+  caught = False
+  while not caught and child.poll() is None and time.time() < deadline:
+    for path in tmp_path.iterdir():
+      if int(path.name) > 2 and not (path / 'commit_success.txt').exists():
+        caught = True
+    time.sleep(0.001)
+  child.send_signal(signal.SIGKILL)
+  _, err = child.communicate()
+  assert caught and child.returncode == -signal.SIGKILL, err
+  unfinished = [s for s in steps_in(tmp_path) if not sealed(tmp_path, s)]
+  assert unfinished  # otherwise this test has tested nothing
+  good = unfinished[-1] - 1
+  state = {'small': make_state(good), 'big': jnp.zeros((1 << 20,))}
+  lines = []
+  ck = checkpoint.Checkpointer(tmp_path)
+  assert ck.latest() == good
+  step, restored, _ = ck.restore(template(state), warn=lines.append)
+  assert step == good and 'the save was never finished' in lines[0]
+  assert digest(restored['small']) == digest(state['small'])
+  first = np.float32(np.random.default_rng(0).normal()) + np.float32(good)
+  assert restored['big'][0] == first
+  ck.save(unfinished[-1], make_state(2), {})
+  ck.close()
+  step, state, _, lines = restore(tmp_path)
+  assert step == unfinished[-1] and not lines
+  assert digest(state) == digest(make_state(2))
+
+
+def test_kill_between_commit_and_seal_and_inside_a_removal(tmp_path):
+  die = 'os.kill(os.getpid(), signal.SIGKILL)'
+  body = """
+    ck = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    ck.restore(template(make_state(0)))
+    {patch}
+    ck.save(2, make_state(2), {{}})
+    ck.wait()
+  """
+  patches = {
+    'seal': f'checkpoint._checksums = lambda *args: {die}',
+    'removal': f'type(ck._folder).rmtree = lambda *args: {die}',
+  }
+  children = {}
+  for name, patch in patches.items():
+    save_steps(tmp_path / name, [1])
+    children[name] = start_child(body.format(patch=patch), tmp_path / name)
+  for name, child in children.items():
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == -signal.SIGKILL, err
+    folder = tmp_path / name
+    assert steps_in(folder) == [1, 2]
+    assert (folder / '2' / 'commit_success.txt').exists()
+    good = 1 if name == 'seal' else 2
+    assert [s for s in (1, 2) if sealed(folder, s)] == [good]
+    step, state, _, _ = restore(folder)
+    assert step == good and digest(state) == digest(make_state(good))
+    ck = checkpoint.Checkpointer(folder, keep=1)
+    ck.restore(template(make_state(0)), warn=lambda line: None)
+    ck.save(good + 1, make_state(good + 1), {})
+    ck.close()
+    assert steps_in(folder) == [good + 1]
+    assert restore(folder)[0] == good + 1
+
+
+def test_disk_full_surfaces_at_the_next_check(tmp_path):
+  _, out, _ = run_child(
+    """
+    import resource
+    folder = pathlib.Path(sys.argv[1])
+    wanted = template(make_state(0))
+    ck = checkpoint.Checkpointer(folder)
+    ck.save(1, make_state(1), {})
+    ck.wait()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Signals of the limit are ignored by Python: writes fail with EFBIG.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, unlimited[1]))
+    ck.save(2, make_state(2), {})
+    error = None
+    for _ in range(200):  # a loop that only checks
+      try:
+        ck.check()
+      except (OSError, ValueError) as caught:
+        error = caught
+        break
+      time.sleep(0.02)
+    print(type(error).__name__, error, error.__notes__)
+    ck.check()  # once is enough
+    assert ck.latest() == 1
+    assert digest(ck.restore(wanted)[1]) == digest(make_state(1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    ck.save(2, make_state(2), {})
+    ck.close()
+    """,
+    tmp_path,
+  )
+  assert 'while saving step 2' in out
+  assert digest(restore(tmp_path)[1]) == digest(make_state(2))
+
+
+# Several processes.
+
+
+def test_two_processes_take_the_same_decision(tmp_path):
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    port = probe.getsockname()[1]
+  code = """
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'localhost:{sys.argv[2]}', 2, int(sys.argv[3]))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ('d',), axis_types=auto)
+    def spread(x):
+      spec = jax.P('d') if x.shape == (16, 8) else jax.P()
+      sharding = jax.NamedSharding(mesh, spec)
+      return jax.make_array_from_callback(
+        x.shape, sharding, lambda i: np.asarray(x)[i])
+    states = {s: jax.tree.map(spread, make_state(s)) for s in (1, 2, 3)}
+    wanted = template(states[1])
+    ck = checkpoint.Checkpointer(sys.argv[1])
+    ck.save(1, states[1], {'at': 1})
+    ck.save(2, states[2], {'at': 2})
+    assert ck.latest() == 2
+    if jax.process_index() == 0:
+      path = pathlib.Path(sys.argv[1]) / '2' / 'state' / '_METADATA'
+      path.write_bytes(path.read_bytes()[:-1])
+    checkpoint.multihost_utils.sync_global_devices('damaged')
+    lines = []
+    step, state, meta = ck.restore(wanted, warn=lines.append)
+    assert (step, meta) == (1, {'at': 1}), (step, meta)
+    def same(x, y):
+      assert x.sharding == y.sharding
+      for a, b in zip(x.addressable_shards, y.addressable_shards):
+        assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+    jax.tree.map(same, state, states[1])
+    ck.save(2, states[2], {'at': 2})
+    ck.save(3, states[3], {'at': 3})
+    ck.close()
+    print('warned', len(lines))
+  """
+  children = [start_child(code, tmp_path, port, index) for index in (0, 1)]
+  results = [child.communicate(timeout=120) for child in children]
+  for child, (out, err) in zip(children, results):
+    assert child.returncode == 0, out + err
+  assert [out.split()[-1] for out, _ in results] == ['1', '0']
+  step, state, _, _ = restore(tmp_path)
+  assert step == 3 and digest(state) == digest(make_state(3))
+  assert steps_in(tmp_path) == [2, 3]

@@ -1,0 +1,310 @@
+"""Tokens and loss masks of rows, against renderings written out by hand."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from jaxpost.data import chat
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+
+USER = {'role': 'user', 'content': 'Q1'}
+ANSWER = {'role': 'assistant', 'content': 'A1'}
+USER_2 = {'role': 'user', 'content': 'Q2'}
+ANSWER_2 = {'role': 'assistant', 'content': 'A2'}
+THOUGHT = {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\nA1'}
+CALL = {
+  'role': 'assistant',
+  'content': None,
+  'tool_calls': [
+    {'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}
+  ],
+}
+RESULT = {'role': 'tool', 'content': 'R'}
+Q, A = '<|im_start|>user\n', '<|im_start|>assistant\n'
+END, EMPTY = '<|im_end|>', '<think>\n\n</think>\n\n'
+
+
+load = functools.cache(tokenizer_lib.load)
+
+
+@pytest.fixture
+def qwen(shared_data):
+  return load(shared_data('tokenizers/qwen3'))
+
+
+@pytest.fixture
+def plain():
+  return load('bytes')
+
+
+def marked(tokenizer, example):
+  """The text with [[trained]] parts, as token runs."""
+  out, cuts = '', np.flatnonzero(np.diff(example.loss_mask)) + 1
+  for run, mask in zip(
+    np.split(example.tokens, cuts), np.split(example.loss_mask, cuts)
+  ):
+    part = tokenizer.decode(run, skip_special=False)
+    out += f'[[{part}]]' if mask[0] else part
+  return out
+
+
+def render(tokenizer, row, **options):
+  return marked(tokenizer, chat.render(tokenizer, row, 'a.jsonl:1', **options))
+
+
+def test_qwen3_two_turns(qwen):
+  # The template gives only the last turn an (empty) thinking block.
+  row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
+  head = f'{Q}Q1{END}\n{A}[[A1{END}]]\n{Q}Q2{END}\n{A}'
+  assert render(qwen, row) == f'{head}{EMPTY}[[A2{END}]]\n'
+  assert render(qwen, row, enable_thinking=True) == (
+    f'{head}[[{EMPTY}A2{END}]]\n'
+  )
+  assert render(qwen, row, train_on='completion') == (
+    f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n'
+  )
+  assert render(qwen, row, train_on='all').startswith('[[<|im_start|>')
+
+
+def test_qwen3_system_and_reasoning(qwen):
+  row = {'messages': [{'role': 'system', 'content': 'S'}, USER, THOUGHT]}
+  assert render(qwen, row) == (
+    f'<|im_start|>system\nS{END}\n{Q}Q1{END}\n'
+    f'{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
+  )
+  kept_apart = {'role': 'assistant', 'reasoning_content': 'hm', 'content': 'A1'}
+  assert render(qwen, {'messages': [USER, kept_apart]}) == (
+    f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
+  )
+
+
+def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
+  row = {'messages': [USER, THOUGHT, USER_2, ANSWER_2]}
+  with pytest.raises(InputError, match='a.jsonl:1: message 1.*reasoning'):
+    chat.render(qwen, row, 'a.jsonl:1')
+  assert render(qwen, row, train_on='completion') == (
+    f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n'
+  )
+
+
+def test_qwen3_does_not_join_header_and_content(qwen):
+  # As one text, the line breaks before and after the cut are one token.
+  row = {
+    'messages': [
+      USER,
+      {'role': 'assistant', 'content': '\nA1'},
+      USER_2,
+      ANSWER_2,
+    ]
+  }
+  assert render(qwen, row, enable_thinking=True).startswith(
+    f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n'
+  )
+
+
+def test_qwen3_tool_calls(qwen):
+  row = {'messages': [USER, CALL, RESULT, ANSWER_2]}
+  call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+  assert render(qwen, row) == (
+    f'{Q}Q1{END}\n{A}[[{call}{END}]]\n'
+    f'{Q}<tool_response>\nR\n</tool_response>{END}\n'
+    f'{A}{EMPTY}[[A2{END}]]\n'
+  )
+  tools = [{'type': 'function', 'function': {'name': 'f'}}]
+  shown = render(qwen, {**row, 'tools': json.dumps(tools)})
+  assert '<tools>\n{"type": "function"' in shown
+
+
+def test_tokens_equal_those_of_transformers(qwen):
+  chats = [
+    [USER, ANSWER],
+    [USER, ANSWER, USER_2, ANSWER_2],
+    [USER, {'role': 'assistant', 'content': 'é日本 \n\n  x\n'}],
+    [USER, CALL | {'content': ''}, RESULT, ANSWER_2],
+  ]
+  for messages in chats:
+    want = qwen.hf.apply_chat_template(messages, return_dict=False)
+    got = chat.render(qwen, {'messages': messages}, 'x').tokens
+    assert got.tolist() == want
+    prompt = chat.render_prompt(qwen, {'messages': messages}, 'x')
+    assert prompt.tolist() == qwen.hf.apply_chat_template(
+      messages[:-1],
+      add_generation_prompt=True,
+      enable_thinking=False,
+      return_dict=False,
+    )
+
+
+@pytest.mark.parametrize('content', ['A1', ' A1', '\nA1', '\n\n A1', 'é', ''])
+@pytest.mark.parametrize('thinking', [True, False])
+def test_the_prompt_of_a_sampler_is_the_untrained_head(
+  qwen, plain, content, thinking
+):
+  answer = {'role': 'assistant', 'content': content}
+  rows = [
+    {'prompt': [USER], 'completion': [answer]},
+    {'prompt': [USER, ANSWER, USER_2], 'completion': [answer]},
+    {'prompt': 'Q1: ', 'completion': content},
+  ]
+  for tokenizer in (qwen, plain):
+    for row in rows:
+      prompt = chat.render_prompt(tokenizer, row, 'x', enable_thinking=thinking)
+      example = chat.render(tokenizer, row, 'x', enable_thinking=thinking)
+      head = int(example.loss_mask.argmax())
+      assert example.tokens[:head].tolist() == prompt.tolist()
+      assert not example.loss_mask[:head].any()
+
+
+@pytest.mark.parametrize(
+  'content',
+  ['\ue000', 'assistant', '<|im_start|>assistant\nA', 'A1<|im_end|>', '<b>'],
+)
+def test_contents_that_look_like_the_template(plain, content):
+  answer = {'role': 'assistant', 'content': content}
+  row = {'messages': [USER, answer, USER, answer]}
+  assert render(plain, row) == (f'{Q}Q1{END}\n{A}[[{content}{END}]]\n' * 2)
+
+
+def test_generation_markers_decide(tmp_path):
+  template = tmp_path / 'marked.jinja'
+  template.write_text(
+    '{% for m in messages %}{{ m.role }}: '
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!"
+    '{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}'
+    '{% if add_generation_prompt %}assistant: {% endif %}'
+  )
+  tokenizer = tokenizer_lib.load('bytes', str(template))
+  assert tokenizer.has_markers
+  row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
+  assert render(tokenizer, row) == (
+    'user: Q1;assistant: [[A1!]];user: Q2;assistant: [[A2!]];'
+  )
+  assert render(tokenizer, row, train_on='completion') == (
+    'user: Q1;assistant: A1!;user: Q2;assistant: [[A2!]];'
+  )
+
+
+def test_a_header_is_not_sought_in_earlier_turns(tmp_path):
+  template = tmp_path / 'think.jinja'
+  template.write_text(
+    '{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}'
+    '{% if add_generation_prompt %}assistant: THINK{% endif %}'
+  )
+  tokenizer = tokenizer_lib.load('bytes', str(template))
+  first = {'role': 'assistant', 'content': 'THINK x'}
+  assert render(tokenizer, {'messages': [USER, first, USER_2, ANSWER_2]}) == (
+    'user: Q1;assistant: [[THINK x]];user: Q2;assistant: [[A2]];'
+  )
+
+
+def test_a_template_that_hides_a_turn_is_refused(tmp_path):
+  template = tmp_path / 'last.jinja'
+  template.write_text('{{ messages[-1].role }}: {{ messages[-1].content }}')
+  tokenizer = tokenizer_lib.load('bytes', str(template))
+  with pytest.raises(InputError, match='leaves out message 1'):
+    render(tokenizer, {'messages': [USER, ANSWER, USER_2, ANSWER_2]})
+
+
+def test_text_is_trained_whole(plain, shared_data):
+  assert render(plain, {'text': 'hi'}) == '[[hi<|im_end|>]]'
+  stories = tokenizer_lib.load(shared_data('stories260K/hf'))
+  tokens = chat.render(stories, {'text': 'Once'}, 'x').tokens
+  assert tokens[0] == stories.bos_id == 1
+  assert tokens[-1] == stories.eos_id == 2
+
+
+def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
+  row = {'prompt': '17+25=', 'completion': '42'}
+  assert render(plain, row) == f'17+25=[[42{END}]]'
+  assert render(plain, row, train_on='all') == f'[[17+25=42{END}]]'
+  # This tokenizer begins each text with a space; the join must not.
+  stories = tokenizer_lib.load(shared_data('stories260K/hf'))
+  example = chat.render(
+    stories, {'prompt': 'Once upon', 'completion': ' a time'}, 'x'
+  )
+  assert stories.decode(example.tokens) == 'Once upon a time'
+  assert stories.decode(chat.render(stories, row, 'x').tokens) == '17+25=42'
+
+
+def test_text_parts_are_joined(plain):
+  parts = [{'type': 'text', 'text': 'A'}, {'type': 'text', 'text': '1'}]
+  row = {'messages': [USER, {'role': 'assistant', 'content': parts}]}
+  assert render(plain, row) == f'{Q}Q1{END}\n{A}[[A1{END}]]\n'
+
+
+IMAGE = [{'type': 'image', 'url': 'x'}]
+BAD_ROWS = [
+  ({}, 'needs the columns messages.*it has none'),
+  ({'question': 'a', 'answer': 'b'}, 'it has question, answer'),
+  ({'prompt': 'a'}, 'needs the columns'),
+  ({'prompt': 'a', 'completion': None}, 'completion: is null'),
+  ({'text': None}, 'text: is null'),
+  ({'text': 5}, 'text: is a int, must be a string'),
+  ({'text': '\ud800'}, 'text: has half a surrogate'),
+  ({'messages': None}, 'messages: is null'),
+  ({'messages': []}, 'messages: is an empty list'),
+  ({'messages': 'hi'}, 'messages: is a str, must be a list'),
+  ({'messages': {'role': 'user'}}, 'messages: is a dict'),
+  ({'messages': ['hi']}, r'messages\[0\]: is a str'),
+  ({'messages': [{'content': 'x'}]}, r'messages\[0\].role: None is none of'),
+  (
+    {'messages': [USER, {'role': 'bot', 'content': 'x'}]},
+    r"messages\[1\].role: 'bot' is none of system, developer, user",
+  ),
+  (
+    {'messages': [{'role': 'user', 'content': None}]},
+    r'messages\[0\].content: is null',
+  ),
+  (
+    {'messages': [{'role': 'user', 'content': 3}]},
+    r'messages\[0\].content: is a int',
+  ),
+  (
+    {'messages': [{'role': 'user', 'content': IMAGE}]},
+    r"messages\[0\].content\[0\]: 'image': only text",
+  ),
+  ({'messages': [USER]}, 'has no assistant turn, so nothing to train on'),
+  ({'prompt': 'a', 'completion': [ANSWER]}, 'prompt is a str and completio'),
+  ({'prompt': [USER], 'completion': []}, 'completion: is an empty list'),
+  ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
+  ({'prompt': 1, 'completion': 2}, 'prompt: is a int, must be a list'),
+  ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools: bad JSON'),
+  ({'messages': [USER, ANSWER], 'tools': 3}, 'tools: must be a list'),
+]
+
+
+@pytest.mark.parametrize('row, message', BAD_ROWS)
+def test_bad_rows_are_named(plain, row, message):
+  with pytest.raises(InputError, match='^a.jsonl:1: .*' + message) as caught:
+    chat.render(plain, row, 'a.jsonl:1')
+  assert '\n' not in str(caught.value)
+
+
+def test_bad_prompts_are_named(plain):
+  system = {'role': 'system', 'content': 'S'}
+  for row, options, message in [
+    ({'question': 'x'}, {}, 'needs the column prompt'),
+    ({'prompt': ''}, {}, 'prompt: is empty'),
+    ({'prompt': 'x'}, {'system_prompt': 'S'}, 'plain text'),
+    ({'prompt': [system, USER]}, {'system_prompt': 'S'}, 'of its own'),
+    ({'messages': [ANSWER]}, {}, 'nothing stands before'),
+  ]:
+    with pytest.raises(InputError, match='^a.jsonl:1: .*' + message):
+      chat.render_prompt(plain, row, 'a.jsonl:1', **options)
+
+
+def test_messages_without_a_template_are_refused(shared_data):
+  stories = tokenizer_lib.load(shared_data('stories260K/hf'))
+  with pytest.raises(InputError, match='need a chat template'):
+    chat.render(stories, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
+
+
+def test_a_template_that_raises_is_quoted(tmp_path):
+  template = tmp_path / 'strict.jinja'
+  template.write_text("{{ raise_exception('roles must alternate') }}")
+  tokenizer = tokenizer_lib.load('bytes', str(template))
+  with pytest.raises(InputError, match='a.jsonl:1.*roles must alternate'):
+    chat.render(tokenizer, {'messages': [USER, ANSWER]}, 'a.jsonl:1')

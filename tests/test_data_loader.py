@@ -1,0 +1,380 @@
+"""Packing, windows, resume, evaluation batches and prompt streams."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from jaxpost.data import chat
+from jaxpost.data import generated
+from jaxpost.data import loader
+from jaxpost.data import packing
+from jaxpost.data import preview
+from jaxpost.data import prompts
+from jaxpost.data import sources
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+
+NUM_ROWS, ROW_LENGTH = 37, 32
+
+
+def example(row):
+  """Document `row`: 2 to 20 tokens, all of them telling which it is."""
+  length = 2 + row * 7 % 19
+  mask = np.arange(length) >= 1
+  return chat.Example(np.full(length, row + 1, np.int32), mask)
+
+
+def make(batch_size=3, documents=example, **options):
+  options = {'seed': 5, 'window': 16, **options}
+  return loader.PackedStream(
+    documents,
+    NUM_ROWS,
+    batch_size=batch_size,
+    row_length=ROW_LENGTH,
+    **options,
+  )
+
+
+def uneven(row):
+  """As `example`, but some are over-long and some have nothing to train."""
+  if row % 9 == 0:
+    return chat.Example(np.full(50, row + 1), np.arange(50) >= 1)
+  found = example(row)
+  return chat.Example(found.tokens, found.loss_mask & (row % 7 != 0))
+
+
+def take(stream, n):
+  for _ in range(n):
+    yield next(stream)
+
+
+def documents(batches):
+  """Every segment of the batches, as (tokens, positions) in order."""
+  found = []
+  for batch in batches:
+    for tokens, positions, ids in zip(
+      batch.tokens, batch.positions, batch.segment_ids
+    ):
+      for s in range(1, ids.max() + 1):
+        found.append((tokens[ids == s].tolist(), positions[ids == s].tolist()))
+  return found
+
+
+def test_pack_keeps_each_document_once_and_fits():
+  lengths = [5, 3, 8, 1, 9, 10, 2]
+  rows = packing.pack(lengths, 10)
+  assert sorted(i for row in rows for i in row) == list(range(7))
+  assert all(sum(lengths[i] for i in row) <= 10 for row in rows)
+  assert len(rows) == 4
+
+
+def test_pack_fills_lognormal_lengths():
+  rng = np.random.default_rng(0)
+  for sigma in (0.5, 0.8, 1.1):
+    mean = np.log(180) - sigma**2 / 2
+    lengths = np.clip(rng.lognormal(mean, sigma, 728), 2, 2048).astype(int)
+    rows = packing.pack(lengths.tolist(), 2048)
+    assert lengths.sum() / (len(rows) * 2048) >= 0.98
+    assert len(rows) <= -(-lengths.sum() // 2048) + 1
+
+
+def test_to_batch_isolates_documents():
+  rows = [
+    [
+      chat.Example(np.array([5, 6, 7]), np.array([False, False, True])),
+      chat.Example(np.array([8, 9]), np.array([True, True])),
+    ]
+  ]
+  batch = packing.to_batch(rows, 6, 2)
+  np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 9, 0], [0] * 6])
+  np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 1, 0], [0] * 6])
+  np.testing.assert_array_equal(
+    batch.segment_ids, [[1, 1, 1, 2, 2, 0], [0] * 6]
+  )
+  np.testing.assert_allclose(
+    batch.loss_weights[0], np.array([0, 0, 1, 0, 1, 0]) / 2, rtol=1e-6
+  )
+  assert batch.loss_weights.dtype == np.float32
+  assert batch.tokens.dtype == np.int32
+
+
+def test_to_batch_without_trained_tokens_weighs_nothing():
+  one = chat.Example(np.array([5]), np.array([True]))
+  assert packing.to_batch([[one]], 4, 1).loss_weights.sum() == 0
+
+
+def test_stream_keeps_each_token_of_each_epoch_once():
+  # A window of one epoch: the rows of window w are exactly epoch w.
+  stream = make(batch_size=1, window=NUM_ROWS)
+  batches, whole = [], 0
+  for batch, info in stream:
+    batches.append(batch)
+    if info['epochs'] == 2.0:
+      break
+  stream.close()
+  found = collections.Counter()
+  for tokens, positions in documents(batches):
+    row = tokens[0] - 1
+    assert tokens == example(row).tokens.tolist()
+    assert positions == list(range(len(tokens)))
+    found[row] += 1
+    whole += len(tokens)
+  assert found == {row: 2 for row in range(NUM_ROWS)}
+  assert whole == 2 * sum(len(example(r).tokens) for r in range(NUM_ROWS))
+
+
+def test_info_tells_what_the_batch_holds():
+  stream = make()
+  batch, info = next(stream)
+  stream.close()
+  real = (batch.segment_ids > 0).sum()
+  assert info['tokens'] == real
+  assert info['packing_efficiency'] == real / (3 * ROW_LENGTH)
+  assert info['documents'] == len(documents([batch]))
+  assert info['truncated'] == info['dropped'] == 0
+  assert abs(batch.loss_weights.sum() - 1) < 1e-6
+
+
+@pytest.mark.parametrize('packed', [True, False])
+def test_resume_at_each_batch_continues_the_same(packed):
+  whole = make(packing=packed, documents=uneven)
+  states, batches = [whole.state()], []
+  for batch, info in take(whole, 14):
+    batches.append((batch, info))
+    states.append(whole.state())
+  whole.close()
+  assert all(type(v) is int for s in states for v in s.values())
+  for count in ('truncated', 'dropped'):
+    assert sum(info[count] for _, info in batches) > 0
+  for n in range(14):
+    resumed = make(packing=packed, documents=uneven)
+    resumed.restore(states[n])
+    for want, got in zip(batches[n:], take(resumed, 14 - n)):
+      assert want[1] == got[1]
+      for a, b in zip(
+        (
+          want[0].tokens,
+          want[0].positions,
+          want[0].segment_ids,
+          want[0].loss_weights,
+        ),
+        (
+          got[0].tokens,
+          got[0].positions,
+          got[0].segment_ids,
+          got[0].loss_weights,
+        ),
+      ):
+        np.testing.assert_array_equal(a, b)
+    assert resumed.state() == states[-1]
+    resumed.close()
+
+
+def test_resume_into_another_batch_size_loses_no_row():
+  whole = make(batch_size=1)
+  rows = [b.tokens[0].tolist() for b, _ in take(whole, 24)]
+  whole.close()
+  first, second = make(batch_size=3), make(batch_size=2)
+  got = [r for b, _ in take(first, 4) for r in b.tokens.tolist()]
+  second.restore(first.state())
+  got += [r for b, _ in take(second, 6) for r in b.tokens.tolist()]
+  first.close()
+  second.close()
+  assert got == rows
+
+
+def test_restore_in_a_running_stream_goes_back():
+  stream = make()
+  start = stream.state()
+  first = [b.tokens for b, _ in take(stream, 5)]
+  stream.restore(start)
+  again = [b.tokens for b, _ in take(stream, 5)]
+  stream.close()
+  np.testing.assert_array_equal(first, again)
+
+
+def test_restore_refuses_another_meaning():
+  state = make().state()
+  with pytest.raises(InputError, match='seed=5 and this run has seed=6'):
+    make(seed=6).restore(state)
+
+
+def test_epochs_are_shuffled_anew_and_by_seed():
+  def epoch(seed, n):
+    order = loader.order(NUM_ROWS, seed)
+    return [order[n * NUM_ROWS + i] for i in range(NUM_ROWS)]
+
+  orders = [epoch(s, n) for s in (0, 1) for n in (0, 1)]
+  assert all(sorted(o) == list(range(NUM_ROWS)) for o in orders)
+  assert len({tuple(o) for o in orders}) == 4
+  assert [loader.order(4, 0, shuffle=False)[i] for i in range(6)] == [
+    0,
+    1,
+    2,
+    3,
+    0,
+    1,
+  ]
+
+
+def long_example(row):
+  """Document 2 is over-long; document 3 is and its prompt fills the row."""
+  length = 50 if row in (2, 3) else 10
+  return chat.Example(
+    np.full(length, row, np.int32),
+    np.arange(length) >= (40 if row == 3 else 1),
+  )
+
+
+@pytest.mark.parametrize(
+  'overlong, truncated, dropped', [('truncate', 1, 1), ('drop', 0, 2)]
+)
+def test_overlong_documents_are_counted(overlong, truncated, dropped):
+  stream = loader.PackedStream(
+    long_example,
+    6,
+    batch_size=1,
+    row_length=32,
+    seed=0,
+    window=6,
+    overlong=overlong,
+  )
+  counts = collections.Counter()
+  for batch, info in stream:
+    assert batch.tokens.shape == (1, 32)
+    counts.update(truncated=info['truncated'], dropped=info['dropped'])
+    if info['epochs'] == 1:
+      break
+  stream.close()
+  assert counts == {'truncated': truncated, 'dropped': dropped}
+
+
+def test_overlong_error_names_the_row():
+  stream = loader.PackedStream(
+    long_example,
+    6,
+    batch_size=1,
+    row_length=32,
+    seed=0,
+    window=6,
+    overlong='error',
+    where=lambda row: f'a.jsonl:{row + 1}',
+  )
+  with pytest.raises(InputError, match=r'a.jsonl:[34]: has 50 tokens'):
+    list(take(stream, 3))
+
+
+def test_nothing_to_train_on_is_an_error_not_a_hang():
+  def untrained(row):
+    return chat.Example(np.array([1, 2]), np.array([True, False]))
+
+  stream = loader.PackedStream(
+    untrained, 6, batch_size=1, row_length=32, seed=0, window=2
+  )
+  with pytest.raises(InputError, match='none of the 6 documents'):
+    next(stream)
+
+
+def test_an_error_in_the_thread_reaches_the_caller():
+  def broken(row):
+    raise InputError(f'a.jsonl:{row}: broken')
+
+  stream = loader.PackedStream(
+    broken, 6, batch_size=1, row_length=32, seed=0, window=2
+  )
+  with pytest.raises(InputError, match='broken'):
+    next(stream)
+
+
+def test_without_packing_each_row_is_a_document():
+  stream = make(packing=False)
+  for batch, _ in take(stream, 5):
+    assert (batch.segment_ids.max(axis=1) == 1).all()
+  stream.close()
+
+
+def test_the_chosen_window_fills_rows():
+  stream = make(window=0, batch_size=8)
+  fills = [info['packing_efficiency'] for _, info in take(stream, 16)]
+  stream.close()
+  assert np.mean(fills) >= 0.97
+
+
+def test_eval_batches_hold_each_example_once():
+  examples = [example(r) for r in range(NUM_ROWS)]
+  batches = loader.eval_batches(examples, 4, ROW_LENGTH)
+  assert all(b.tokens.shape == (4, ROW_LENGTH) for b in batches)
+  found = sorted(tokens for tokens, _ in documents(batches))
+  assert found == sorted(e.tokens.tolist() for e in examples)
+  weight = sum(b.loss_weights.sum() for b in batches)
+  assert weight == sum(e.loss_mask[1:].sum() for e in examples)
+
+
+def prompt_stream(per_step=3, rows=None, **options):
+  rows = rows or generated.rows('arithmetic', 'size=10,max=9')
+  return prompts.PromptStream(
+    sources.read('memory', fake_rows=rows),
+    tokenizer_lib.load('bytes'),
+    per_step=per_step,
+    seed=3,
+    **{'max_prompt_length': 99, **options},
+  )
+
+
+def test_prompts_resume_and_number_on():
+  whole = prompt_stream()
+  flat = [p for _ in range(8) for p in next(whole)[0]]
+  assert [p.index for p in flat] == list(range(24))
+  first, second = prompt_stream(per_step=4), prompt_stream(per_step=5)
+  got = [p for _ in range(2) for p in next(first)[0]]
+  second.restore(first.state())
+  got += [p for _ in range(3) for p in next(second)[0]]
+  assert [p.prompt for p in got] == [p.prompt for p in flat[:23]]
+  assert len({p.prompt[0]['content'] for p in flat[:10]}) == 10
+  assert flat[0].tokens.dtype == np.int32
+  assert flat[0].columns.keys() == {'completion', 'answer'}
+  with pytest.raises(InputError, match='seed=3'):
+    second.restore({**first.state(), 'seed': 4})
+
+
+def test_overlong_prompts_are_counted():
+  rows = [{'prompt': 'x' * n} for n in (1, 5, 9)]
+  stream = prompt_stream(rows=rows, max_prompt_length=5)
+  assert stream.skipped == 1 and len(stream) == 2
+  assert next(stream)[1]['skipped'] == 1
+  with pytest.raises(InputError, match='all 3 prompts.*longest has 9'):
+    prompt_stream(rows=rows, max_prompt_length=0)
+
+
+def test_prompt_of_a_chat_ends_before_the_last_answer():
+  chat_row = [
+    {'role': 'user', 'content': 'a'},
+    {'role': 'assistant', 'content': 'b'},
+    {'role': 'user', 'content': 'c'},
+    {'role': 'assistant', 'content': 'd'},
+  ]
+  stream = prompt_stream(
+    rows=[{'messages': chat_row}], per_step=1, system_prompt='Be brief.'
+  )
+  (prompt,), _ = next(stream)
+  assert prompt.prompt == [
+    {'role': 'system', 'content': 'Be brief.'},
+    *chat_row[:3],
+  ]
+  text = tokenizer_lib.load('bytes').decode(prompt.tokens, False)
+  assert text.endswith('c<|im_end|>\n<|im_start|>assistant\n')
+
+
+def test_preview_shows_trained_text_and_fill():
+  tokenizer = tokenizer_lib.load('bytes')
+  row = {'prompt': 'ab', 'completion': 'cd'}
+  found = preview.preview(
+    [chat.render(tokenizer, row, 'x')], tokenizer, row_length=10
+  )
+  assert 'abcd<|im_end|>' in found[0].plain
+  styles = {
+    found[0].plain[s.start : s.end]: str(s.style) for s in found[0].spans
+  }
+  assert styles['cd<|im_end|>'] == 'green' and styles['ab'] == 'dim'
+  assert '50.0% filled' in found[1].caption

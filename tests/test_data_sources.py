@@ -1,0 +1,347 @@
+"""Rows from files, folders, generators and user functions; bad ones named."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from jaxpost import imports
+from jaxpost.data import sources
+from jaxpost.errors import InputError
+
+ROWS = [{'prompt': f'q{n}', 'completion': f'a{n}'} for n in range(3)]
+LINES = '\n'.join(json.dumps(r) for r in ROWS) + '\n'
+
+
+def write(path, data):
+  data = data.encode() if isinstance(data, str) else data
+  path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
+  return str(path)
+
+
+def write_parquet(path, rows=ROWS):
+  pa = pytest.importorskip('pyarrow')
+  from pyarrow import parquet
+
+  parquet.write_table(pa.Table.from_pylist(rows), path)
+  return str(path)
+
+
+def write_arrow(folder, rows):
+  """A folder as `datasets.Dataset.save_to_disk` writes it."""
+  pa = pytest.importorskip('pyarrow')
+  folder.mkdir(parents=True)
+  table = pa.Table.from_pylist(rows)
+  name = 'data-00000-of-00001.arrow'
+  with pa.OSFile(str(folder / name), 'wb') as file:
+    with pa.ipc.new_stream(file, table.schema) as out:
+      out.write_table(table)
+  state = {'_data_files': [{'filename': name}], '_split': None}
+  write(folder / 'state.json', json.dumps(state))
+  write(folder / 'dataset_info.json', '{}')
+
+
+def write_array_record(path, rows=ROWS):
+  module = pytest.importorskip('array_record.python.array_record_module')
+  writer = module.ArrayRecordWriter(str(path), 'group_size:1')
+  for row in rows:
+    writer.write(json.dumps(row).encode())
+  writer.close()
+  return str(path)
+
+
+@pytest.mark.parametrize(
+  'name, data, places',
+  [
+    ('a.jsonl', LINES, ':1 :2 :3'),
+    ('a.jsonl', '\ufeff\n' + LINES.replace('\n', '\r\n\r\n'), ':2 :4 :6'),
+    ('a.jsonl.gz', LINES, ':1 :2 :3'),
+    ('a.json', json.dumps(ROWS, indent=1), '[0] [1] [2]'),
+    ('a.JSON.gz', '\ufeff' + json.dumps(ROWS), '[0] [1] [2]'),
+  ],
+)
+def test_json_files(tmp_path, name, data, places):
+  path = write(tmp_path / name, data)
+  rows = sources.read(path)
+  assert list(rows) == ROWS and rows.name == path
+  assert [rows.where(i) for i in range(3)] == [path + p for p in places.split()]
+  assert rows[1:].where(0) == rows.where(1)
+
+
+def test_columnar_files(tmp_path):
+  for path in (
+    write_parquet(tmp_path / 'a.parquet'),
+    write_array_record(tmp_path / 'a.array_record'),
+  ):
+    rows = sources.read(path)
+    assert list(rows) == ROWS and rows.where(2) == f'{path}[2]'
+
+
+def test_text_files(tmp_path):
+  path = write(tmp_path / 'a.txt', 'a\nb\n<|endoftext|>\nc\n\nd\n')
+  rows = sources.read(path)
+  assert [r['text'] for r in rows] == ['a\nb', 'c\n\nd']
+  assert [rows.where(i) for i in (0, 1)] == [f'{path}:1', f'{path}:4']
+  path = write(tmp_path / 'b.txt', 'a\nb\r\n\r\nc\n\n\n\nd\n')
+  rows = sources.read(path)
+  assert [r['text'] for r in rows] == ['a\nb', 'c', 'd']
+  assert [rows.where(i) for i in range(3)] == [
+    f'{path}:1',
+    f'{path}:4',
+    f'{path}:8',
+  ]
+
+
+def test_folders(tmp_path):
+  (tmp_path / 'plain' / 'more').mkdir(parents=True)
+  write(tmp_path / 'plain' / 'README.md', 'no data')
+  write(tmp_path / 'plain' / 'dataset_infos.json', '{}')
+  write(tmp_path / 'plain' / 'b.jsonl', LINES)
+  write(tmp_path / 'plain' / 'more' / 'c.json', json.dumps(ROWS[:1]))
+  rows = sources.read(tmp_path / 'plain')
+  assert list(rows) == ROWS + ROWS[:1]
+  assert rows.where(3).endswith('plain/more/c.json[0]')
+
+
+def test_splits_are_never_mixed(tmp_path):
+  write(tmp_path / 'train-0.jsonl', LINES)
+  write(tmp_path / 'train-1.jsonl', LINES)
+  write(tmp_path / 'validation.jsonl', json.dumps(ROWS[0]))
+  with pytest.raises(InputError, match='the splits train, validation; name'):
+    sources.read(tmp_path)
+  assert len(sources.read(f'{tmp_path}:train')) == 6
+  assert len(sources.read(f'{tmp_path}:validation')) == 1
+  with pytest.raises(InputError, match="no split 'test'; it has train, val"):
+    sources.read(f'{tmp_path}:test')
+
+
+def test_folders_saved_by_datasets(tmp_path):
+  write_arrow(tmp_path / 'one', ROWS)
+  assert list(sources.read(tmp_path / 'one')) == ROWS
+  for split in ('train', 'test'):
+    write_arrow(tmp_path / 'both' / split, ROWS[:2])
+  write(
+    tmp_path / 'both' / 'dataset_dict.json', '{"splits": ["train", "test"]}'
+  )
+  assert list(sources.read(f'{tmp_path}/both:test')) == ROWS[:2]
+  assert list(sources.read(tmp_path / 'both' / 'train')) == ROWS[:2]
+  with pytest.raises(InputError, match='the splits train, test'):
+    sources.read(tmp_path / 'both')
+
+
+BAD_FILES = [
+  ('a.jsonl', '', 'a.jsonl: holds no rows'),
+  ('a.jsonl', '\n \n', 'a.jsonl: holds no rows'),
+  ('a.jsonl', '{"a": 1}\n{"a": }\n', r'a.jsonl:2:7: bad JSON: Expecting'),
+  ('a.jsonl', '{"a": 1}\n{"a": 1', r"a.jsonl:2:8: bad JSON: Expecting ','"),
+  ('a.jsonl', '{"a": 1}\n[1]\n', r'a.jsonl:2: the row is a list, must be'),
+  ('a.jsonl', 'null\n', r'a.jsonl:1: the row is a NoneType'),
+  ('a.jsonl', '{"a": 1, "a": 2}\n', r"a.jsonl:1: .*'a' stands twice"),
+  ('a.jsonl', b'{"a": 1}\n{"a": "\xff"}\n', r'a.jsonl:2:8: not UTF-8.*0xff'),
+  ('a.jsonl', '{"a": ' + '9' * 5000 + '}', r'a.jsonl:1: bad JSON: Exceeds'),
+  ('a.jsonl', '[' * 100000, r'a.jsonl:1: bad JSON'),
+  ('a.json', '', 'a.json: is empty'),
+  ('a.json', '[]', 'a.json: holds no rows'),
+  ('a.json', '{"a": 1}', 'a.json: holds one dict, must be a list'),
+  ('a.json', '[{"a": 1},\n {"a" 1}]', r"a.json:2:7: bad JSON: Expecting ':'"),
+  ('a.json', '{"a": 1}\n{"a": 2}', r'a.json:2:1: .*name the file .jsonl'),
+  ('a.json', '[{"a": 1}, 5]', r'a.json\[1\]: the row is a int'),
+  ('a.json', b'[\n"\xe9"]', r'a.json:2:2: not UTF-8'),
+  ('a.txt', '\n\n\n', 'a.txt: holds no rows'),
+  ('a.txt', b'ok\n\n\xff', 'a.txt:3:1: not UTF-8'),
+  ('a.csv', 'a,b', 'a.csv: unknown format'),
+  ('a.parquet', 'PAR1 or not', 'a.parquet: damaged or unreadable parquet'),
+  ('a.parquet', '', 'a.parquet: damaged or unreadable parquet'),
+  ('a.arrow', 'x' * 50, 'a.arrow: damaged or unreadable arrow'),
+  ('a.array_record', '', 'a.array_record: damaged or unreadable ArrayR'),
+  ('a.array_record', 'x' * 99, 'a.array_record: damaged or unreadable Arr'),
+  (
+    'a.json',
+    '[{"conversations": [{"from": "bot", "value": "x"}]}]',
+    r"a.json\[0\]: conversations\[0\].from: 'bot' is none of system, human",
+  ),
+  (
+    'a.json',
+    '[{"conversations": [{"role": "user"}]}]',
+    r'conversations\[0\]: must be an object with from and value',
+  ),
+  ('a.json', '[{"conversations": "hi"}]', 'must be a list of turns'),
+  (
+    'a.json',
+    '[{"conversations": [{"from": "function_call", "value": "x"}]}]',
+    r'conversations\[0\].value: bad JSON',
+  ),
+  ('a.json', '[{"instruction": "", "output": "x"}]', 'instruction: is empty'),
+  ('a.json', '[{"instruction": "x", "output": null}]', 'output: is empty'),
+  ('a.json', '[{"instruction": "x", "output": 4}]', 'output: is a int'),
+]
+
+
+@pytest.mark.parametrize('name, data, message', BAD_FILES)
+def test_bad_files_are_named(tmp_path, name, data, message):
+  path = write(tmp_path / name, data)
+  with pytest.raises(InputError, match=message) as caught:
+    sources.read(path)
+  assert str(caught.value).startswith(path)
+  assert '\n' not in str(caught.value)
+
+
+def test_damaged_archives(tmp_path):
+  path = tmp_path / 'a.jsonl.gz'
+  write(path, LINES * 50)
+  path.write_bytes(path.read_bytes()[:-30])
+  with pytest.raises(InputError, match='a.jsonl.gz: damaged gzip'):
+    sources.read(path)
+  path.write_bytes(b'not gzip')
+  with pytest.raises(InputError, match='a.jsonl.gz: damaged gzip'):
+    sources.read(path)
+  for path in (
+    write_parquet(tmp_path / 'b.parquet', ROWS * 500),
+    write_array_record(tmp_path / 'b.array_record', ROWS * 500),
+  ):
+    with open(path, 'rb+') as file:
+      file.truncate(300)
+    with pytest.raises(InputError, match=f'^{path}: damaged'):
+      sources.read(path)
+
+
+@pytest.mark.parametrize(
+  'extra, name',
+  [('pyarrow', 'a.parquet'), ('array_record.python', 'a.array_record')],
+)
+def test_missing_extras_say_what_to_install(tmp_path, monkeypatch, extra, name):
+  monkeypatch.setitem(sys.modules, extra, None)
+  path = write(tmp_path / name, 'x')
+  with pytest.raises(InputError, match=r"pip install 'jaxpost\[data\]'"):
+    sources.read(path)
+
+
+def test_missing_files_are_met_with_the_nearest(tmp_path):
+  write(tmp_path / 'train.jsonl', LINES)
+  with pytest.raises(InputError, match='trian.jsonl: .*you mean .*/train.jso'):
+    sources.read(tmp_path / 'trian.jsonl')
+  with pytest.raises(InputError, match='nor is there a folder nowhere'):
+    sources.read('nowhere/train.jsonl')
+  (tmp_path / 'empty').mkdir()
+  with pytest.raises(InputError, match='no data in this folder.*has nothing'):
+    sources.read(tmp_path / 'empty')
+
+
+def test_columns_rename_and_keep():
+  rows = [{'question': 'q', 'answer': 'a', 'level': 1}]
+
+  def read(columns):
+    return sources.read('x', columns, fake_rows=rows)[0]
+
+  assert read('prompt=question, completion=answer') == {
+    'prompt': 'q',
+    'completion': 'a',
+    'level': 1,
+  }
+  assert read('prompt=question,completion=answer,answer=answer') == {
+    'prompt': 'q',
+    'completion': 'a',
+    'answer': 'a',
+    'level': 1,
+  }
+  with pytest.raises(
+    InputError,
+    match=(
+      r"x\[0\]: no column 'questoin'; it has question, answer, level \(did"
+    ),
+  ):
+    read('prompt=questoin')
+  for bad in ('prompt', 'prompt=', 'a=b,a=c'):
+    with pytest.raises(InputError, match='^columns: '):
+      read(bad)
+
+
+def test_map_fn_maps_drops_and_counts(tmp_path):
+  write(
+    tmp_path / 'mine.py',
+    "def odd(row):\n  return {'n': row['n']} if row['n'] % 2 else None\n",
+  )
+  data = [{'n': n, 'x': 0} for n in range(5)]
+  rows = sources.read('x', map_fn=f'{tmp_path}/mine.py:odd', fake_rows=data)
+  assert list(rows) == [{'n': 1}, {'n': 3}]
+  assert rows.dropped == 3 and rows.where(1) == 'x[3]'
+  for map_fn, message in [
+    (lambda row: None, 'x: map_fn dropped all 5 rows'),
+    (lambda row: 5, r'x\[0\]: map_fn returned a int'),
+    (lambda row: row['y'], r"x\[0\]: map_fn raised KeyError: 'y'; .*n, x"),
+  ]:
+    with pytest.raises(InputError, match=message):
+      sources.read('x', map_fn=map_fn, fake_rows=data)
+
+
+def test_sharegpt_and_alpaca_rows():
+  rows = sources.read(
+    'x',
+    fake_rows=[
+      {
+        'conversations': [
+          {'from': 'human', 'value': 'a'},
+          {'from': 'function_call', 'value': '{"name": "f"}'},
+          {'from': 'observation', 'value': 'r'},
+          {'from': 'gpt', 'value': 'b'},
+        ],
+        'system': 's',
+        'id': 7,
+      },
+      {
+        'conversations': [{'from': 'human', 'value': 'a'}],
+        'chosen': {'from': 'gpt', 'value': 'b'},
+        'rejected': {'from': 'gpt', 'value': 'c'},
+      },
+      {'instruction': 'i', 'input': 'j', 'output': 'o'},
+    ],
+  )
+  assert rows[0] == {
+    'id': 7,
+    'messages': [
+      {'role': 'system', 'content': 's'},
+      {'role': 'user', 'content': 'a'},
+      {
+        'role': 'assistant',
+        'content': '',
+        'tool_calls': [{'type': 'function', 'function': {'name': 'f'}}],
+      },
+      {'role': 'tool', 'content': 'r'},
+      {'role': 'assistant', 'content': 'b'},
+    ],
+  }
+  assert rows[1] == {
+    'prompt': [{'role': 'user', 'content': 'a'}],
+    'chosen': [{'role': 'assistant', 'content': 'b'}],
+    'rejected': [{'role': 'assistant', 'content': 'c'}],
+  }
+  assert rows[2] == {
+    'prompt': [{'role': 'user', 'content': 'i\n\nj'}],
+    'completion': [{'role': 'assistant', 'content': 'o'}],
+  }
+
+
+def test_load_callable(tmp_path):
+  path = write(tmp_path / 'mine.py', 'def f(): return 3\nx = 5\n')
+  assert imports.load_callable(f'{path}:f', 'reward')() == 3
+  assert imports.load_callable('json:dumps', 'reward') is json.dumps
+  assert imports.load_callable(len, 'reward') is len
+  broken = write(tmp_path / 'broken.py', 'def f(:\n')
+  lacking = write(tmp_path / 'lacking.py', 'import not_there_at_all\n')
+  for spec, message in [
+    ('f', 'names no function'),
+    (':f', 'names no function'),
+    (f'{path}:g', "has no 'g'; it has f"),
+    (f'{path}:x', 'is a int, not a'),
+    (f'{tmp_path}/no.py:f', 'no file'),
+    ('json:nope', "has no 'nope'"),
+    ('not_there:f', "no module 'not_there'"),
+    ('json.not_there:f', "no module 'json.not_there'"),
+    ('../x y:f', 'no file'),
+    ('x y:f', 'is no module name'),
+    (f'{broken}:f', r'broken.py:1:\d+: '),
+    (f'{lacking}:f', "imports 'not_there_at_all', which is not installed"),
+  ]:
+    with pytest.raises(InputError, match='^reward: .*' + message):
+      imports.load_callable(spec, 'reward')

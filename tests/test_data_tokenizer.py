@@ -1,0 +1,75 @@
+"""Tokenizers load, stop where they should, and export what others load."""
+
+import pytest
+
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+
+
+def test_bytes_tokenizer_round_trips_and_exports(tmp_path):
+  tokenizer = tokenizer_lib.load('bytes')
+  text = 'Hé\n\t 日本 <|im_end|>'
+  ids = tokenizer.encode(text)
+  assert ids == [*text.removesuffix('<|im_end|>').encode(), 258]
+  assert tokenizer.decode(ids, skip_special=False) == text
+  assert tokenizer.decode(ids) == text.removesuffix('<|im_end|>')
+  assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (
+    259,
+    258,
+    256,
+  )
+  assert tokenizer.stop_ids == (258,) and tokenizer.bos_id is None
+  tokenizer.save(tmp_path)
+  import transformers
+
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  assert theirs.encode(text) == ids and theirs.chat_template
+  ours = tokenizer_lib.load(tmp_path)
+  assert ours.encode(text) == ids
+  assert ours.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+  'name, eos, stop_ids, size',
+  [
+    ('stories260K/hf', 2, (2,), 512),
+    ('tokenizers/gpt2', 50256, (50256,), 50257),
+    ('tokenizers/qwen3', 151645, (151645,), 151669),
+  ],
+)
+def test_shared_tokenizers_load_and_save(
+  shared_data, tmp_path, name, eos, stop_ids, size
+):
+  tokenizer = tokenizer_lib.load(shared_data(name))
+  assert (tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
+    eos,
+    stop_ids,
+    size,
+  )
+  tokenizer.save(tmp_path)
+  again = tokenizer_lib.load(tmp_path)
+  text = 'One day, a girl.\n  12'
+  assert again.encode(text) == tokenizer.encode(text)
+  assert again.chat_template == tokenizer.chat_template
+
+
+def test_stop_ids_come_from_the_generation_config_too(tmp_path):
+  tokenizer_lib.load('bytes').save(tmp_path)
+  path = tmp_path / 'generation_config.json'
+  path.write_text('{"eos_token_id": [256, 258]}')
+  assert tokenizer_lib.load(tmp_path).stop_ids == (258, 256)
+
+
+def test_bad_tokenizers_are_named(tmp_path):
+  (tmp_path / 'config.json').write_text('{}')
+  with pytest.raises(InputError, match='no tokenizer here.*has config.json'):
+    tokenizer_lib.load(tmp_path)
+  (tmp_path / 'tokenizer.json').write_text('{"a": \n}')
+  with pytest.raises(InputError, match=r'tokenizer.json:2:1: bad JSON'):
+    tokenizer_lib.load(tmp_path)
+  (tmp_path / 'tokenizer.json').write_text('{}')
+  with pytest.raises(InputError, match='has no "model"'):
+    tokenizer_lib.load(tmp_path)
+  for path in ('no_such_folder', str(tmp_path / 'config.json')):
+    with pytest.raises(InputError, match='folder'):
+      tokenizer_lib.load(path)

@@ -1,0 +1,83 @@
+"""Logits and greedy text that other systems computed, stored as files."""
+
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.models import hf
+from jaxpost.models import model as model_lib
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Prompt
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'models'
+TOLERANCE = 3e-5  # of the largest logit, in float32
+
+
+def load(folder):
+  model = model_lib.build(hf.read_config(folder))
+  hf.check(folder, model.config)
+  return model, hf.load_params(
+      folder, model, model.shardings(tiny.one_device()), 'float32')
+
+
+def make():
+  spec = importlib.util.spec_from_file_location('make', GOLDEN / 'make.py')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.parametrize('name', ['llama', 'qwen3'])
+def test_logits_of_a_tiny_model(name, tmp_path):
+  golden = np.load(GOLDEN / f'{name}.npz')
+  (tmp_path / 'config.json').write_text(str(golden['config']))
+  safetensors.numpy.save_file(
+      make().weights(json.loads(str(golden['config']))),
+      tmp_path / 'model.safetensors')
+  ours = tiny.logits(*load(tmp_path), golden['tokens'].astype(np.int32))[0]
+  off = tiny.largest(ours - golden['logits'])
+  assert off <= TOLERANCE * tiny.largest(golden['logits'])
+
+
+@pytest.fixture(scope='module')
+def stories(shared_data):
+  """A real pretrained model: (its data, folder, model, parameters)."""
+  data = shared_data('stories260K')
+  return data, data / 'hf', *load(data / 'hf')
+
+
+def test_logits_of_a_real_model(stories):
+  data, _, model, params = stories
+  golden = np.load(data / 'golden_logits.npz')
+  ours = tiny.logits(model, params, golden['prompt_ids'][None])[0]
+  off = tiny.largest(ours - golden['logits'])
+  assert off <= TOLERANCE * tiny.largest(golden['logits'])
+
+
+def test_greedy_text_of_a_real_model(stories):
+  """Character for character what its author published."""
+  data, folder, model, params = stories
+  golden = json.loads((data / 'golden_greedy.json').read_text())
+  ids = golden['greedy_ids']
+  tokenizer = tokenizer_lib.load(str(folder))
+  assert tokenizer.bos_id == golden['bos'] == ids[0]
+  settings = native.SamplerConfig(
+      slots=2, max_prompt=32, max_new_tokens=len(ids) - 1,
+      stop_ids=tokenizer.stop_ids, temperature=0.0)
+  engine = native.NativeEngine(
+      model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+  engine.load(params, version=0)
+  prompts = [Prompt(i, np.array(ids[:n], np.int32), '', {})
+             for i, n in enumerate((1, 9))]
+  rollout = engine(prompts, group_size=1, step=0,
+                   run_key=np.zeros(2, np.uint32))
+  assert rollout.completions[0].tolist() == ids[1:]
+  assert tokenizer.decode(rollout.completions[0]) == golden['greedy_text']
+  assert rollout.completions[1].tolist()[:len(ids) - 9] == ids[9:]

@@ -1,0 +1,173 @@
+"""The fused head against dense arithmetic, and what it never materialises."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxpost.losses import head as head_lib
+from jaxpost.models import model as model_lib
+from jaxpost.programs import train
+from jaxpost.programs.compile import Ledger
+from jaxpost.types import Batch
+
+B, T, D, V, REAL = 3, 10, 8, 24, 21
+
+
+@pytest.fixture(scope='module')
+def case():
+  random = np.random.RandomState(0)
+  normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
+  weights = np.abs(random.standard_normal((B, T))) * (
+      random.uniform(size=(B, T)) > 0.4)
+  weights[1] = 0  # a row of padding only
+  return dict(
+      hidden=normal(B, T, D), head=normal(V, D),
+      labels=jnp.asarray(random.randint(0, REAL, (B, T))),
+      weights=jnp.asarray(weights, jnp.float32),
+      arrays={'advantages': normal(B, T), 'old': -jnp.abs(normal(B, T))})
+
+
+def objective(outputs, arrays):
+  """Uses all it can: ratio, clip, entropy."""
+  ratio = jnp.exp(outputs.logprobs - arrays['old'])
+  gain = jnp.minimum(ratio, jnp.clip(ratio, 0.5, 2)) * arrays['advantages']
+  loss = -gain + 0.3 * outputs.entropy ** 2
+  return loss, {'ratio': ratio, 'entropy': outputs.entropy}
+
+
+def dense(case, temperature, hidden, head):
+  """(loss, metrics, Outputs) from all logits at once."""
+  logits = jnp.einsum('btd,vd->btv', hidden, head[:REAL], precision='highest')
+  logp = jax.nn.log_softmax(logits / temperature)
+  entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+  picked = jnp.take_along_axis(logp, case['labels'][..., None], -1)[..., 0]
+  outputs = head_lib.Outputs(picked, entropy)
+  loss, metrics = objective(outputs, case['arrays'])
+  total = lambda x: jnp.sum(x * case['weights'])
+  return total(loss), jax.tree.map(total, metrics), outputs
+
+
+def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective):
+  compute = dataclasses.replace(
+      tiny.EXACT, head_elements=elements, dtype=dtype)
+  return head_lib.Plan(fn, REAL, temperature, compute, tiny.one_device())
+
+
+@pytest.mark.parametrize('elements,temperature', [
+    (2**20, 1.0), (B * V * 4, 0.7), (B * V * 3, 1.0), (1, 1.3)])
+def test_values_and_gradients_are_those_of_all_logits(
+    case, elements, temperature):
+  def fused(hidden, head):
+    return head_lib.fused_loss(
+        plan(elements, temperature), hidden, head, case['labels'],
+        case['weights'], case['arrays'])
+
+  def reference(hidden, head):
+    return dense(case, temperature, hidden, head)[:2]
+
+  args = case['hidden'], case['head']
+  grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(*args)
+  (loss, metrics), grads = grad(fused)
+  (loss_2, metrics_2), grads_2 = grad(reference)
+  np.testing.assert_allclose(loss, loss_2, rtol=1e-5)
+  for name in metrics:
+    np.testing.assert_allclose(metrics[name], metrics_2[name], rtol=1e-5)
+  for a, b in zip(grads, grads_2):
+    np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b))
+  np.testing.assert_array_equal(grads[1][REAL:], 0)
+  np.testing.assert_array_equal(grads[0][1], 0)
+
+
+@pytest.mark.parametrize('elements', [2**20, B * V * 3])
+def test_outputs_of_tokens_that_count(case, elements):
+  outputs = head_lib.token_outputs(
+      plan(elements, 0.7, fn=None), case['hidden'], case['head'],
+      case['labels'], case['weights'])
+  expected = dense(case, 0.7, case['hidden'], case['head'])[2]
+  for a, b in ((outputs.logprobs, expected.logprobs),
+               (outputs.entropy, expected.entropy)):
+    np.testing.assert_allclose(
+        a, jnp.where(case['weights'] != 0, b, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_weight_has_no_say(case):
+  """Huge values behind a zero weight stay there."""
+  off = case['weights'] == 0
+  arrays = jax.tree.map(lambda x: jnp.where(off, 1e30, x), case['arrays'])
+  labels = jnp.where(off, REAL - 1, case['labels'])
+  run = jax.jit(jax.value_and_grad(
+      lambda h, labels, a: head_lib.fused_loss(
+          plan(B * V * 3), h, case['head'], labels, case['weights'], a)[0]))
+  noisy = run(case['hidden'], labels, arrays)
+  clean = run(case['hidden'], case['labels'], case['arrays'])
+  for a, b in zip(noisy, clean):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_no_tokens_give_no_loss(case):
+  loss, metrics = head_lib.fused_loss(
+      plan(), case['hidden'], case['head'], case['labels'],
+      jnp.zeros((B, T)), case['arrays'])
+  assert loss == 0 and metrics['ratio'] == 0
+
+
+def test_without_entropy_nothing_else_changes(case):
+  simple = lambda outputs, arrays: (
+      -outputs.logprobs * arrays['advantages'], {})
+  run = lambda entropy: jax.jit(jax.value_and_grad(
+      lambda h: head_lib.fused_loss(
+          plan(fn=simple)._replace(entropy=entropy), h, case['head'],
+          case['labels'], case['weights'], case['arrays'])[0]))(case['hidden'])
+  for a, b in zip(run(True), run(False)):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize('rows,length,vocab,elements', [
+    (2, 100, 50, 1000), (2, 100, 50, 999), (4, 7, 50, 1), (1, 64, 8, 10**9)])
+def test_chunks_hold_what_they_may(rows, length, vocab, elements):
+  chunk = head_lib.chunk_length(rows, length, vocab, elements)
+  assert 1 <= chunk <= length
+  assert chunk == 1 or chunk * rows * vocab <= elements
+
+
+ROWS, LENGTH, MICRO = 2, 256, 2
+
+
+def biggest_array(elements) -> int:
+  """Elements of the largest array in the compiled update."""
+  model = model_lib.build(tiny.config(vocab_size=640, num_layers=1))
+  layout, optimizer = tiny.one_device(), optax.sgd(0.1)
+  shardings = train.state_shardings(model, optimizer, layout)
+  compute = dataclasses.replace(
+      tiny.EXACT, dtype='bfloat16', head_elements=elements)
+  update = train.make_update(
+      model, train.Objective(lambda o, a: (-o.logprobs, {}), entropy=True),
+      optimizer, lambda step: 0.1, layout, compute, Ledger(), clip_norm=1.0,
+      shardings=shardings)
+  like = lambda s, dtype, place: jax.ShapeDtypeStruct(s, dtype, sharding=place)
+  state = train.TrainState(
+      like((), jnp.int32, shardings.step),
+      jax.tree.map(lambda s, place: like(s, jnp.float32, place),
+                   model.shapes(), shardings.params,
+                   is_leaf=lambda x: isinstance(x, tuple)),
+      jax.tree.map(lambda x: x, optimizer.init({})))
+  ints = like((MICRO, ROWS, LENGTH), jnp.int32, layout.sharding())
+  floats = like(ints.shape, jnp.float32, layout.sharding())
+  text = update.compile(
+      state, Batch(ints, ints, ints, floats)).as_text()
+  shapes = re.findall(r'\b(?:f32|bf16|s32|pred|u32)\[([\d,]+)\]', text)
+  return max(math.prod(map(int, s.split(','))) for s in shapes)
+
+
+def test_the_update_never_holds_all_logits():
+  whole = ROWS * LENGTH * 640
+  chunk = ROWS * 32 * 640
+  assert biggest_array(2**30) >= whole  # so the test can see them
+  assert biggest_array(chunk) <= max(chunk, 64 * LENGTH * 4 * ROWS)

@@ -1,0 +1,408 @@
+"""Hugging Face folders: parity with transformers, round trips, refusals."""
+
+import json
+import logging
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost.errors import InputError
+from jaxpost.models import hf
+from jaxpost.models import model as model_lib
+
+TOLERANCE = 3e-5  # of the largest logit, in float32
+# Not what a config would default to, so that ignoring a field shows.
+BASE = dict(
+    vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=0.05,
+    max_position_embeddings=256)
+LLAMA3 = dict(
+    rope_type='llama3', rope_theta=5000.0, factor=8.0, low_freq_factor=1.0,
+    high_freq_factor=4.0, original_max_position_embeddings=32)
+CASES = {
+    'llama': ('llama', dict(rope_parameters=dict(
+        rope_type='default', rope_theta=500.0))),
+    'llama3_rope': ('llama', dict(
+        rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=32)),
+    'llama_mha': ('llama', dict(num_key_value_heads=4, head_dim=16)),
+    'qwen3': ('qwen3', dict(head_dim=16, tie_word_embeddings=True)),
+    'qwen3_untied': ('qwen3', dict(head_dim=16, num_key_value_heads=1)),
+}
+
+
+def load(folder, dtype='float32'):
+  model = model_lib.build(hf.read_config(folder))
+  params = hf.load_params(
+      folder, model, model.shardings(tiny.one_device()), dtype)
+  return model, params
+
+
+def tensors(folder):
+  """Every tensor stored in a folder."""
+  return {name: value for path in sorted(folder.glob('*.safetensors'))
+          for name, value in safetensors.numpy.load_file(path).items()}
+
+
+def edit(folder, name='config.json', **fields):
+  path = folder / name
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.fixture(scope='module')
+def reference(tmp_path_factory):
+  """case -> (folder, ids [2, 40], logits of transformers), made once."""
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  made = {}
+
+  def make(case):
+    if case in made:
+      return made[case]
+    family, fields = CASES[case]
+    name = {'llama': 'Llama', 'qwen3': 'Qwen3'}[family]
+    config = getattr(transformers, f'{name}Config')(**{**BASE, **fields})
+    torch.manual_seed(0)
+    network = getattr(transformers, f'{name}ForCausalLM')(config).eval()
+    with torch.no_grad():
+      for path, p in network.named_parameters():
+        p.copy_(0.5 * torch.randn_like(p) + ('norm' in path))
+    folder = tmp_path_factory.mktemp(case)
+    network.save_pretrained(folder)
+    ids = tiny.tokens((2, 40))
+    made[case] = folder, ids, torch_logits(network, ids)
+    return made[case]
+
+  return make
+
+
+def torch_logits(network, ids, **kwargs):
+  import torch
+  with torch.no_grad():
+    return network(torch.tensor(ids, dtype=torch.long), **kwargs
+                   ).logits.float().numpy()
+
+
+def difference(ours, theirs) -> float:
+  return tiny.largest(ours - theirs) / tiny.largest(theirs)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_logits_equal_those_of_transformers(reference, case):
+  folder, ids, theirs = reference(case)
+  assert difference(tiny.logits(*load(folder), ids), theirs) <= TOLERANCE
+
+
+def test_far_positions_equal_those_of_transformers(reference):
+  torch = pytest.importorskip('torch')
+  from transformers import AutoModelForCausalLM
+  folder, ids, _ = reference('llama')
+  positions = np.arange(40, dtype=np.int32)[None].repeat(2, 0) * 3000
+  theirs = torch_logits(
+      AutoModelForCausalLM.from_pretrained(folder), ids,
+      position_ids=torch.tensor(positions, dtype=torch.long))
+  ours = tiny.logits(*load(folder), ids, positions=positions)
+  assert difference(ours, theirs) <= TOLERANCE
+
+
+def scaled(**fields):
+  return dict(rope_parameters=LLAMA3 | fields)
+
+
+SPLIT = dict(num_attention_heads=8, num_key_value_heads=4)
+# Wrong fields that fit the weights, and must change the logits.
+CHANGES = [
+    ('llama', dict(rope_parameters=None, rope_theta=510.0)),
+    ('llama', dict(rms_norm_eps=1e-6)),
+    ('llama', dict(tie_word_embeddings=True)),
+    ('llama', SPLIT | dict(head_dim=4)),
+    ('llama3_rope', scaled(rope_theta=5100.0)),
+    ('llama3_rope', scaled(factor=9.0)),
+    ('llama3_rope', scaled(low_freq_factor=2.0)),
+    ('llama3_rope', scaled(high_freq_factor=5.0)),
+    ('llama3_rope', scaled(original_max_position_embeddings=64)),
+    ('llama3_rope', scaled(rope_type='default')),
+]
+# Wrong fields that must be refused.
+REFUSED = [
+    *[('llama', x) for x in (
+        dict(vocab_size=130), dict(hidden_size=64), dict(head_dim=4),
+        dict(intermediate_size=64), dict(num_hidden_layers=1),
+        dict(num_hidden_layers=3), dict(num_key_value_heads=4),
+        dict(num_key_value_heads=None), dict(model_type='qwen3'),
+        dict(hidden_act='gelu'), dict(attention_bias=True))],
+    ('llama3_rope', dict(tie_word_embeddings=False)),
+    ('llama3_rope', scaled(rope_type='yarn')),
+    ('qwen3', dict(model_type='llama')),
+    ('qwen3', dict(head_dim=8)),
+    ('qwen3', dict(use_sliding_window=True)),
+    ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
+]
+
+
+def wrong(reference, tmp_path, case, fields):
+  shutil.copytree(reference(case)[0], tmp_path, dirs_exist_ok=True)
+  edit(tmp_path, **fields)
+  return tmp_path
+
+
+@pytest.mark.parametrize('case,fields', CHANGES)
+def test_a_wrong_field_changes_logits(reference, tmp_path, case, fields):
+  model, params = load(wrong(reference, tmp_path, case, fields))
+  _, ids, theirs = reference(case)
+  assert difference(tiny.logits(model, params, ids), theirs) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize('case,fields', REFUSED)
+def test_a_wrong_field_is_refused(reference, tmp_path, case, fields):
+  folder = wrong(reference, tmp_path, case, fields)
+  with pytest.raises(InputError):
+    hf.check(folder, hf.read_config(folder))
+
+
+@pytest.mark.parametrize('case', ['llama3_rope', 'qwen3_untied'])
+def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
+  folder, ids, theirs = reference(case)
+  model, params = load(folder)
+  out = tmp_path / 'export'
+  hf.save(out, model, params, max_shard_bytes=10_000)
+  before, after = tensors(folder), tensors(out)
+  assert sorted(before) == sorted(after) and len(list(out.iterdir())) > 6
+  for name, value in before.items():
+    np.testing.assert_array_equal(value, after[name], strict=True)
+
+
+@pytest.mark.parametrize('case', ['llama3_rope', 'qwen3_untied'])
+def test_export_is_what_transformers_computes(reference, tmp_path, case):
+  torch = pytest.importorskip('torch')
+  from transformers import AutoModelForCausalLM
+  folder, ids, theirs = reference(case)
+  model, params = load(folder)
+  hf.save(tmp_path / 'x', model, params, stop_ids=(7, 9), bos_id=1, pad_id=0)
+  network = AutoModelForCausalLM.from_pretrained(tmp_path / 'x').eval()
+  assert network.dtype == torch.float32
+  assert network.generation_config.eos_token_id == [7, 9]
+  np.testing.assert_array_equal(torch_logits(network, ids), theirs)
+  # The same greedy text, from logits of our own forward pass.
+  prompt = ids[:1, :8]
+  network.generation_config.eos_token_id = None
+  text = network.generate(
+      torch.tensor(prompt, dtype=torch.long), max_new_tokens=16,
+      do_sample=False)[0].numpy()
+  ours = tiny.logits(model, params, text[None].astype(np.int32))[0]
+  np.testing.assert_array_equal(ours.argmax(-1)[7:-1], text[8:])
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('limit', [4 << 30, 9000])
+def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
+  model = model_lib.build(tiny.config(tie_embeddings=False))
+  params = jax.tree.map(
+      lambda x: x.astype(dtype), tiny.params(model))
+  folder = tmp_path / 'export'
+  hf.save(folder, model, params, max_shard_bytes=limit)
+  assert json.loads((folder / 'config.json').read_text())[
+      'torch_dtype'] == dtype
+  assert {x.dtype.name for x in tensors(folder).values()} == {dtype}
+  assert tensors(folder)['lm_head.weight'].shape[0] == 131
+  files = sorted(folder.glob('*.safetensors'))
+  if limit == 9000:
+    assert len(files) > 2
+    assert all(len(safetensors.numpy.load_file(f)) == 1 for f in files
+               if f.stat().st_size > limit + 2000)
+  else:
+    assert [f.name for f in files] == ['model.safetensors']
+  loaded_model, loaded = load(folder, dtype)
+  fields = ('vocab_size', 'rope_theta', 'norm_eps', 'qk_norm', 'head_dim')
+  assert [getattr(loaded_model.config, f) for f in fields] == [
+      getattr(model.config, f) for f in fields]
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(
+      a, b, strict=True), params, loaded)
+
+
+@pytest.fixture
+def export(tmp_path):
+  model = model_lib.build(tiny.config())
+  hf.save(tmp_path / 'model', model, tiny.params(model), card='About it.',
+          max_shard_bytes=20_000)
+  return tmp_path / 'model'
+
+
+def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
+  model = model_lib.build(tiny.config())
+  params = tiny.params(model, seed=1)
+
+  def fail(folder):
+    raise OSError('disk full')
+
+  before = tensors(export)
+  with pytest.raises(OSError):
+    hf.save(export, model, params, tokenizer_save=fail)
+  np.testing.assert_array_equal(  # the old one is untouched
+      before['model.norm.weight'], tensors(export)['model.norm.weight'])
+  hf.save(export, model, params, tokenizer_save=lambda folder: (
+      folder / 'tokenizer.json').write_text('{}'))
+  assert sorted(p.name for p in export.iterdir()) == [
+      'README.md', 'config.json', 'generation_config.json',
+      'model.safetensors', 'tokenizer.json']
+  assert [p.name for p in tmp_path.iterdir()] == ['model']
+  (export / 'README.md').unlink()
+  with pytest.raises(InputError, match='not replaced'):
+    hf.save(export, model, params)
+
+
+def test_card_is_one_that_the_hub_reads(export):
+  yaml = pytest.importorskip('yaml')
+  _, front, text = (export / 'README.md').read_text().split('---\n')
+  assert yaml.safe_load(front) == dict(
+      library_name='transformers', pipeline_tag='text-generation',
+      tags=['qwen3', 'jaxpost'])
+  assert 'About it.' in text
+
+
+def rewrite(folder, name, value):
+  """Changes a tensor where it is; None removes it."""
+  for path in folder.glob('*.safetensors'):
+    found = safetensors.numpy.load_file(path)
+    if found.pop(name, None) is not None:
+      found |= {} if value is None else {name: value}
+      safetensors.numpy.save_file(found, path)
+
+
+def put(folder, name, value):
+  path = sorted(folder.glob('*.safetensors'))[0]
+  found = safetensors.numpy.load_file(path)
+  safetensors.numpy.save_file({**found, name: value}, path)
+
+
+def index(folder, name, file):
+  path = folder / 'model.safetensors.index.json'
+  raw = json.loads(path.read_text())
+  raw['weight_map'][name] = file
+  path.write_text(json.dumps(raw))
+
+
+Q = 'model.layers.1.self_attn.q_proj.weight'
+
+
+def drop_weights(folder, name=None):
+  for path in folder.glob('model*'):
+    path.unlink()
+  if name:
+    (folder / name).write_bytes(b'\x80')
+
+
+def cut(folder):
+  path = sorted(folder.glob('*.safetensors'))[1]
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+BROKEN = {
+    'wrong shape': (
+        lambda f: rewrite(f, Q, np.zeros((32, 31), np.float32)),
+        [Q, '[32, 31]', '[32, 32]', 'model-0000']),
+    'integers': (
+        lambda f: rewrite(f, Q, np.zeros((32, 32), np.int32)),
+        [Q, 'I32', 'unquantised']),
+    'gone from its file': (
+        lambda f: rewrite(f, Q, None), [Q, 'model-0000', 'lacks']),
+    'extra': (
+        lambda f: put(f, 'model.layers.2.mlp.up_proj.weight',
+                      np.zeros((3, 2), np.float32)),
+        ['model.layers.2.mlp.up_proj.weight', '[3, 2]', '2 layers']),
+    'truncated': (cut, ['model-00002', 'unreadable', 'again']),
+    'garbage': (
+        lambda f: sorted(f.glob('*.safetensors'))[0].write_bytes(b'x' * 99),
+        ['model-00001', 'unreadable']),
+    'outside': (
+        lambda f: index(f, Q, '../x.safetensors'), ['../x.safetensors', Q]),
+    'absolute': (lambda f: index(f, Q, '/etc/passwd'), ['/etc/passwd', Q]),
+    'not there': (
+        lambda f: index(f, Q, 'no.safetensors'), ['no.safetensors', 'no such']),
+    'index not json': (
+        lambda f: (f / 'model.safetensors.index.json').write_text('{"a": '),
+        ['model.safetensors.index.json:1:', 'bad JSON']),
+    'index empty': (
+        lambda f: (f / 'model.safetensors.index.json').write_text('{}'),
+        ['weight_map']),
+    'pickles only': (
+        lambda f: drop_weights(f, 'pytorch_model.bin'),
+        ['pytorch_model.bin', 'convert to safetensors']),
+    'nothing': (drop_weights, ['no weights', 'config.json']),
+}
+
+
+@pytest.mark.parametrize('what', BROKEN)
+def test_broken_weights_are_named(export, what):
+  hf.check(export, hf.read_config(export))  # fine until broken
+  breaks, words = BROKEN[what]
+  breaks(export)
+  with pytest.raises(InputError) as e:
+    hf.check(export, hf.read_config(export))
+  message = str(e.value)
+  assert '\n' not in message and all(w in message for w in words), message
+
+
+def test_harmless_extra_tensors_pass(export):
+  embed = tensors(export)['model.embed_tokens.weight']
+  put(export, 'lm_head.weight', embed)
+  put(export, 'model.layers.0.self_attn.rotary_emb.inv_freq',
+      np.zeros(4, np.float32))
+  hf.check(export, hf.read_config(export))
+  put(export, 'lm_head.weight', embed[:-1])
+  with pytest.raises(InputError, match='lm_head'):
+    hf.check(export, hf.read_config(export))
+
+
+CONFIGS = {
+    'unknown family': (dict(model_type='mamba'), 'mamba'),
+    'remote code': (dict(auto_map={'AutoModel': 'x.Y'}), 'auto_map'),
+    'text as number': (dict(hidden_size='32'), 'hidden_size'),
+    'zero': (dict(num_hidden_layers=0), 'num_hidden_layers'),
+    'heads': (dict(num_key_value_heads=3), 'num_key_value_heads'),
+    'eps': (dict(rms_norm_eps=None), 'rms_norm_eps'),
+    'tie': (dict(tie_word_embeddings='yes'), 'tie_word_embeddings'),
+    'partial rope': (dict(rope_parameters=dict(
+        rope_theta=1.0, partial_rotary_factor=0.5)), 'partial_rotary_factor'),
+}
+
+
+@pytest.mark.parametrize('what', CONFIGS)
+def test_bad_config_is_named(export, what):
+  fields, word = CONFIGS[what]
+  edit(export, **fields)
+  with pytest.raises(InputError, match=word) as e:
+    hf.read_config(export)
+  assert str(export / 'config.json') in str(e.value)
+
+
+def test_config_that_cannot_be_read(export, tmp_path):
+  path = export / 'config.json'
+  path.write_text('{"model_type": "qwen3"}')
+  with pytest.raises(InputError, match='is missing'):
+    hf.read_config(export)
+  path.write_text('[1]')
+  with pytest.raises(InputError, match='JSON object'):
+    hf.read_config(export)
+  path.write_text('{\n"a": 1,}')
+  with pytest.raises(InputError, match='config.json:2:'):
+    hf.read_config(export)
+  path.unlink()
+  with pytest.raises(InputError, match='config.json: no such file'):
+    hf.read_config(export)
+  drop_weights(export, 'model.pt')
+  with pytest.raises(InputError, match='model.pt.*convert'):
+    hf.read_config(export)
+  with pytest.raises(InputError, match='no such folder'):
+    hf.read_config(tmp_path / 'nowhere')
+
+
+def test_unknown_fields_are_named_in_one_warning(export, caplog):
+  edit(export, use_qkv_bias=True, final_softcap=30.0)
+  with caplog.at_level(logging.WARNING):
+    hf.read_config(export)
+  assert len(caplog.records) == 1
+  assert 'final_softcap, use_qkv_bias' in caplog.text

@@ -1,0 +1,574 @@
+"""The shape of the code: who may import whom, and how large things may get.
+
+Each rule is a function of a `Tree` that returns its complaints, one line each:
+where, what, and what to do. `test_rule` holds the clone to all of them;
+`test_rule_can_fail` plants one violation of each in a copy of the text.
+"""
+
+import ast
+import collections
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+
+# Imports point to a lower row; within a row only inside one room, or as in
+# SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
+ROWS = (
+  ('__init__', 'errors', 'host', 'imports', 'matmul', 'sharding', 'types'),
+  ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
+   'report'),
+  ('programs',),
+  ('rollout',),
+  ('roles',),
+  ('algorithms', 'evaluate', 'testing'),
+  ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan'),
+  ('launch', 'configs', 'notebooks'),
+)
+ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+# Those that put a run together know their neighbours in the row.
+SAME_ROW = {
+  'build': ('config',),
+  'assemble': ('build', 'controller', 'loop', 'plan'),
+  'stages': ('assemble', 'build', 'loop', 'plan'),
+}
+
+# Who may import a dependency; the rest of the tree goes through them.
+GATES = {
+  'grain': ('jaxpost/data/loader.py',),
+  'orbax': ('jaxpost/checkpoint.py',),
+  'transformers': ('jaxpost/data/tokenizer.py',),
+  'tokenizers': ('jaxpost/data/tokenizer.py',),
+  'safetensors': ('jaxpost/models/hf.py',),
+  'huggingface_hub': ('jaxpost/data/hub.py',),
+  'jetstream': ('jaxpost/rollout/jetstream.py',),
+  'tensorboardX': ('jaxpost/metrics.py',),
+  'wandb': ('jaxpost/metrics.py',),
+  'absl': ('launch/',),
+  'ml_collections': ('configs/', 'launch/', 'jaxpost/build.py'),
+  'jax': ('jaxpost/', 'launch/'),
+}
+FORBIDDEN = ('torch', 'tensorflow', 'clu', 'seqio', 'ray', 'chex')
+PICKLES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib', 'shelve',
+           'marshal')
+GENERIC = ('launch', 'configs', 'tests', 'notebooks')
+
+MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
+SHORT = {'jaxpost/loop.py': 200, 'jaxpost/controller.py': 200}
+SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
+# Roots -> most modules, lines and links of a chain that they may import. The
+# first is what explains on-policy training. The second is a whole run from
+# its command on; it is over the aim of 45 modules and 6,000 lines, so its
+# limits may only come down.
+READING = {
+  ('jaxpost.algorithms.grpo', 'jaxpost.controller', 'jaxpost.loop',
+   'jaxpost.rollout.native'): (45, 6000, 9),
+  ('jaxpost.algorithms.grpo', 'launch.train'): (54, 9000, 9),
+}
+NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+  target: str  # dotted, as deep as it is a module
+  line: int
+  when: str  # 'eager', 'lazy' (inside a function) or 'typing'
+
+
+class Tree:
+  """The modules of a clone, parsed, and what each imports."""
+
+  def __init__(self, text):
+    self.text = text
+    self.name = {
+      re.sub(r'/__init__$', '', file[:-3]).replace('/', '.'): file
+      for file in text
+    }
+    self.ast = {f: parse(t, f) for f, t in text.items()}
+    self.imports = {f: tuple(self._imports(f)) for f in text}
+
+  def nodes(self, *kinds, under=''):
+    """(file, node) for every node of these kinds."""
+    for file, module in self.ast.items():
+      if file.startswith(under):
+        for node in ast.walk(module):
+          if isinstance(node, kinds):
+            yield file, node
+
+  def _imports(self, file):
+    def visit(node, when):
+      if isinstance(node, ast.Import):
+        for alias in node.names:
+          yield Import(alias.name, node.lineno, when)
+      elif isinstance(node, ast.ImportFrom):
+        base = node.module or ''
+        if node.level:
+          parts = file[:-3].split('/')[:-node.level]
+          base = '.'.join([*parts, *filter(None, [base])])
+        for alias in node.names:
+          deep = f'{base}.{alias.name}'
+          yield Import(deep if deep in self.name else base, node.lineno, when)
+      elif isinstance(node, ast.Call) and _called(node) == 'import_module':
+        name = node.args[0]
+        if isinstance(name, ast.Constant):
+          yield Import(name.value, node.lineno, 'lazy')
+      for child in ast.iter_child_nodes(node):
+        yield from visit(child, _when(node, child, when))
+    return visit(self.ast[file], 'eager')
+
+  def edges(self, name, lazy):
+    """Modules of the tree that importing `name` imports."""
+    parents = name.rpartition('.')[0]
+    out = {parents} if parents in self.name else set()
+    for found in self.imports[self.name[name]]:
+      if found.when == 'eager' or (lazy and found.when == 'lazy'):
+        parts = found.target.split('.')
+        known = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
+        known = [name for name in known if name in self.name]
+        out.update(known[-1:])
+    # The package itself is lazy by a rule of its own.
+    return sorted(out - {name, 'jaxpost', parents})
+
+  def closure(self, roots, lazy=()):
+    """Everything the roots import; `lazy` modules also inside functions.
+
+    An algorithm or reward chosen by name is no import of who chooses it, so
+    edges from elsewhere into an algorithm that is no root do not count.
+    """
+    seen, todo = {}, [(name, '') for name in roots if name in self.name]
+    while todo:
+      name, by = todo.pop()
+      if name in seen:
+        continue
+      seen[name] = by
+      for other in self.edges(name, lazy == 'all' or name in lazy):
+        chosen = other.startswith('jaxpost.algorithms.')
+        if not chosen or name.startswith('jaxpost.algorithms.'):
+          todo.append((other, name))
+    return seen
+
+
+parse = functools.cache(ast.parse)
+
+
+def read(root):
+  """{path in the clone: text} of the modules."""
+  return {
+    path.relative_to(root).as_posix(): path.read_text('utf-8')
+    for room in ('jaxpost', 'launch', 'configs')
+    for path in sorted((root / room).rglob('*.py'))
+  }
+
+
+def _when(node, child, when):
+  if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
+    return 'typing' if child in node.body else when
+  if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+    return 'lazy' if when == 'eager' else when
+  return when
+
+
+def _called(call):
+  func = call.func
+  return func.attr if isinstance(func, ast.Attribute) else getattr(
+    func, 'id', '')
+
+
+def room(module):
+  parts = module.split('.')
+  if parts[0] != 'jaxpost':
+    return parts[0]
+  return parts[1] if len(parts) > 1 else '__init__'
+
+
+# ------------------------------------------------------------------ imports
+
+
+def layers(tree):
+  for name, file in tree.name.items():
+    own = room(name)
+    if own not in ROW:
+      yield f'{file}: {own} is in no layer; add it to ROWS in this test'
+      continue
+    for found in tree.imports[file]:
+      to = room(found.target)
+      if found.target.split('.')[0] not in ('jaxpost', 'launch', 'configs'):
+        continue
+      if to == own or to not in ROW or to in SAME_ROW.get(own, ()):
+        continue
+      if ROW[own] == 0 == ROW[to] or ROW[to] < ROW[own]:
+        continue
+      if own == '__init__' and found.when == 'lazy':
+        continue
+      yield (
+        f'{file}:{found.line}: {own} (row {ROW[own]}) imports {to} (row'
+        f' {ROW[to]}); pass it in as an argument, or move the code down'
+      )
+
+
+def generic_names(tree):
+  """`launch` and `configs` are called jaxpost.* once installed."""
+  for file, imports in tree.imports.items():
+    for found in imports:
+      written = found.target.split('.')[0] in GENERIC
+      line = tree.text[file].splitlines()[found.line - 1]
+      if written and not re.match(r'\s*from \.', line):
+        yield (
+          f'{file}:{found.line}: imports {found.target}, which an installed'
+          ' jaxpost has under another name; import it relatively'
+        )
+
+
+def gatekeepers(tree):
+  for file, imports in tree.imports.items():
+    for found in imports:
+      top = found.target.split('.')[0]
+      gates = GATES.get(top)
+      if gates and not file.startswith(gates):
+        yield (
+          f'{file}:{found.line}: imports {top}; only {" ".join(gates)} may:'
+          ' call a function there'
+        )
+      if top in FORBIDDEN:
+        yield f'{file}:{found.line}: imports {top}; do without it'
+
+
+def declared(tree):
+  """Every dependency is in setup.py."""
+  setup = (CLONE / 'setup.py').read_text('utf-8')
+  dists = {
+    re.split(r'[\[<>=!;]', value)[0].strip().lower().replace('_', '-')
+    for value in re.findall(r"'([A-Za-z][\w.\-\[\]]*[<>=\[][^']*)'", setup)
+  }
+  names = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint',
+           'jetstream': 'google-jetstream'}
+  for file, imports in tree.imports.items():
+    for found in imports:
+      top = found.target.split('.')[0]
+      dist = names.get(top, top).lower().replace('_', '-')
+      own = top in sys.stdlib_module_names or top in ('jaxpost', *GENERIC)
+      if not own and dist not in dists:
+        yield f'{file}:{found.line}: imports {top}; add {dist} to setup.py'
+
+
+def jit(tree):
+  for file, node in tree.nodes(ast.Attribute, ast.ImportFrom, under='jaxpost'):
+    if isinstance(node, ast.Attribute):
+      used = ast.unparse(node) in ('jax.jit', 'jax.pmap')
+    else:
+      used = (node.module or '').split('.')[0] == 'jax' and any(
+        alias.name in ('jit', 'pjit', 'pmap') for alias in node.names
+      )
+    if used and not file.startswith('jaxpost/programs/'):
+      yield f'{file}:{node.lineno}: jits; move the program to programs/'
+
+
+def cycles(tree):
+  done = set()
+
+  def visit(name, path):
+    if name in path:
+      ring = [*path[path.index(name):], name]
+      yield f'{" -> ".join(ring)}: a cycle; move what both need below them'
+    elif name not in done:
+      for other in tree.edges(name, lazy=True):
+        yield from visit(other, [*path, name])
+      done.add(name)
+
+  for name in sorted(tree.name):
+    yield from visit(name, [])
+
+
+def rewards_without_jax(tree):
+  """Workers start in milliseconds and never touch a device."""
+  roots = [name for name in tree.name if room(name) == 'rewards']
+  for name in tree.closure(roots, lazy='all'):
+    for found in tree.imports[tree.name[name]]:
+      if found.target.split('.')[0] in ('jax', 'jaxlib', 'flax', 'optax'):
+        yield (
+          f'{tree.name[name]}:{found.line}: imports {found.target}, and'
+          ' rewards/ imports this file; rewards use no jax'
+        )
+
+
+def sft_is_plain(tree):
+  """An SFT run starts nothing that only on-policy methods need."""
+  seen = tree.closure(SFT, lazy=('jaxpost.algorithms.sft', 'jaxpost.loop'))
+  for name, by in seen.items():
+    if name.startswith(NOT_IN_SFT):
+      yield (
+        f'{name}: imported by {by or "no one"} in an SFT run; import it inside'
+        ' the function of build.py that an on-policy run calls'
+      )
+
+
+def grpo_is_readable(tree):
+  for roots, limits in READING.items():
+    is_ = reading(tree, roots)
+    for what, have, limit in zip(('modules', 'lines', 'chain'), is_, limits):
+      if have > limit:
+        yield (
+          f'{" + ".join(roots)}: {have} {what} to read, of {limit} allowed;'
+          ' let the top import the bottom and pass it down'
+        )
+
+
+def reading(tree, roots):
+  """(modules with code, their lines, links of the longest chain)."""
+  seen = tree.closure(roots, lazy='all')
+  real = [name for name in seen if _code(tree.ast[tree.name[name]])]
+  lines = sum(len(tree.text[tree.name[n]].splitlines()) for n in real)
+
+  @functools.cache
+  def links(name):
+    return max((1 + links(other) for other in tree.edges(name, lazy=True)
+                if other in seen), default=0)
+
+  return len(real), lines, max(map(links, seen), default=0)
+
+
+# -------------------------------------------------------------------- sizes
+
+
+def sizes(tree):
+  for file, text in tree.text.items():
+    limit = SHORT.get(file, MAX_FILE)
+    main = any(isinstance(n, ast.FunctionDef) and n.name == 'main'
+               for n in tree.ast[file].body)
+    if file.startswith('launch/') and main:
+      limit = MAX_MAIN
+    lines = len(text.splitlines())
+    if lines > limit:
+      yield f'{file}: {lines} lines, of {limit} allowed; split it by purpose'
+
+
+def functions(tree):
+  for file, node in tree.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+    lines = node.end_lineno - node.lineno + 1
+    if lines > MAX_FUNCTION:
+      yield (
+        f'{file}:{node.lineno}: {node.name} has {lines} lines, of'
+        f' {MAX_FUNCTION} allowed; name its steps'
+      )
+
+
+def model_config(tree):
+  for file, node in tree.nodes(ast.ClassDef, under='jaxpost/models/'):
+    fields = sum(isinstance(part, ast.AnnAssign) for part in node.body)
+    if node.name == 'ModelConfig' and fields > MAX_FIELDS:
+      yield (
+        f'{file}:{node.lineno}: ModelConfig has {fields} fields, of'
+        f' {MAX_FIELDS} allowed; what does not fit is another model file'
+      )
+
+
+# -------------------------------------------------------------------- style
+
+
+def docstrings(tree):
+  for file, module in tree.ast.items():
+    if not ast.get_docstring(module) and (
+      module.body or not file.endswith('__init__.py')
+    ):
+      yield f'{file}: no docstring; say what it is for and its shapes'
+
+
+def families(tree):
+  for file, node in tree.nodes(ast.Compare, under='jaxpost'):
+    sides = [node.left, *node.comparators]
+    names = {getattr(s, 'attr', getattr(s, 'id', '')) for s in sides}
+    if names & {'family', 'model_type'} and not file.endswith('families.py'):
+      yield (
+        f'{file}:{node.lineno}: asks for the family; make the difference a'
+        ' field of ModelConfig that families.py sets'
+      )
+
+
+def excepts(tree):
+  for file, node in tree.nodes(ast.ExceptHandler):
+    kind = ast.unparse(node.type) if node.type else ''
+    # BaseException may be caught by who raises it again, or hands it over to
+    # who waits for it in another thread.
+    passed = any(
+      isinstance(n, ast.Raise) or isinstance(n, ast.Call) and any(
+        ast.unparse(a) == node.name for a in n.args)
+      for part in node.body for n in ast.walk(part)
+    )
+    if kind in ('', 'Exception') or 'BaseException' in kind and not passed:
+      yield (
+        f'{file}:{node.lineno}: catches everything; name the errors, or use'
+        ' finally'
+      )
+
+
+def no_pickle(tree):
+  for file, imports in tree.imports.items():
+    for found in imports:
+      if found.target.split('.')[0] in PICKLES:
+        yield f'{file}:{found.line}: {found.target} runs code; use json'
+  for file, node in tree.nodes(ast.keyword):
+    if node.arg == 'allow_pickle' and ast.unparse(node.value) != 'False':
+      yield f'{file}:{node.value.lineno}: allow_pickle runs code; leave it out'
+
+
+def getattr_config(tree):
+  for file, node in tree.nodes(ast.Call):
+    if _called(node) in ('getattr', 'hasattr') and node.args:
+      of = ast.unparse(node.args[0]).split('.')[-1]
+      if of in ('config', 'cfg', 'section'):
+        yield (
+          f'{file}:{node.lineno}: {_called(node)} on a config; name the field,'
+          ' and give it a default in config.py'
+        )
+
+
+def forwarded_kwargs(tree):
+  for file, node in tree.nodes(ast.FunctionDef, under='jaxpost'):
+    public = not node.name.startswith('_')
+    if node.args.kwarg and public and node not in _nested(tree.ast[file]):
+      for call in ast.walk(node):
+        if isinstance(call, ast.Call) and any(
+          k.arg is None and ast.unparse(k.value) == node.args.kwarg.arg
+          for k in call.keywords
+        ):
+          yield (
+            f'{file}:{call.lineno}: forwards **{node.args.kwarg.arg}; name the'
+            ' arguments'
+          )
+
+
+def _nested(module):
+  outer = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef)]
+  return [n for o in outer for n in ast.walk(o)
+          if n is not o and isinstance(n, ast.FunctionDef)]
+
+
+def inheritance(tree):
+  bases = collections.defaultdict(set)
+  for _, node in tree.nodes(ast.ClassDef):
+    bases[node.name] |= {ast.unparse(b).split('.')[-1] for b in node.bases}
+  for file, node in tree.nodes(ast.ClassDef):
+    for base in bases[node.name] & set(bases):
+      for grand in (bases[base] & set(bases)) - {base}:
+        yield (
+          f'{file}:{node.lineno}: {node.name} -> {base} -> {grand}: inherits'
+          ' twice; use a field or a function instead'
+        )
+
+
+def _code(module):
+  return [n for n in module.body if not (
+    isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+
+
+# Rule -> a file, and what breaks the rule when appended to it.
+RULES = {
+  layers: ('jaxpost/losses/head.py', 'from jaxpost.models import layers\n'),
+  generic_names: ('jaxpost/build.py', 'import configs\n'),
+  gatekeepers: ('jaxpost/optim.py', 'def f():\n  import grain\n'),
+  declared: ('jaxpost/optim.py', 'import pandas\n'),
+  jit: ('jaxpost/roles.py', 'f = jax.jit(print)\n'),
+  cycles: ('jaxpost/errors.py',
+           'def f():\n  from jaxpost.imports import load_callable\n'),
+  rewards_without_jax: ('jaxpost/imports.py', 'import jax.numpy as jnp\n'),
+  sft_is_plain: ('jaxpost/optim.py', 'import jaxpost.rewards.pool\n'),
+  grpo_is_readable: ('jaxpost/optim.py', '#\n' * 9999),
+  sizes: ('jaxpost/loop.py', '#\n' * 200),
+  functions: ('jaxpost/optim.py', 'def f():\n' + '  print()\n' * 60),
+  model_config: ('jaxpost/models/model.py', 'class ModelConfig:\n' + ''.join(
+    f'  f{i}: int = 0\n' for i in range(33))),
+  docstrings: ('jaxpost/data/new.py', 'X = 1\n'),
+  families: ('jaxpost/build.py', 'def f(c):\n  return c.family == "llama"\n'),
+  excepts: ('jaxpost/build.py', 'try:\n  1\nexcept Exception:\n  pass\n'),
+  no_pickle: ('jaxpost/metrics.py', 'import pickle\n'),
+  getattr_config: ('jaxpost/build.py',
+                   'def f(x):\n  return getattr(x.config, "lr", 1)\n'),
+  forwarded_kwargs: ('jaxpost/build.py', 'def f(**kw):\n  return f(**kw)\n'),
+  inheritance: ('jaxpost/optim.py',
+                'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
+}
+
+
+@pytest.fixture(scope='module')
+def tree():
+  return Tree(read(CLONE))
+
+
+@pytest.mark.parametrize('rule', RULES, ids=lambda rule: rule.__name__)
+def test_rule(tree, rule):
+  complaints = list(rule(tree))
+  assert not complaints, '\n' + '\n'.join(complaints)
+
+
+@pytest.mark.parametrize('rule', RULES, ids=lambda rule: rule.__name__)
+def test_rule_can_fail(tree, rule):
+  file, text = RULES[rule]
+  text = tree.text.get(file, '') + text
+  assert set(rule(Tree({**tree.text, file: text}))) - set(rule(tree))
+
+
+def imported(*names):
+  """The modules a fresh interpreter has after importing these."""
+  code = f'import sys, {", ".join(names)}; print(*sys.modules)'
+  return subprocess.run(
+    [sys.executable, '-c', code], cwd=CLONE, check=True, text=True,
+    capture_output=True, env=os.environ | {'PYTHONPATH': str(CLONE)},
+  ).stdout.split()
+
+
+def test_importing_jaxpost_imports_no_jax():
+  assert not {'jax', 'numpy', 'flax'} & set(imported('jaxpost'))
+
+
+def test_importing_sft_imports_nothing_of_on_policy():
+  assert not [name for name in imported(*SFT) if name.startswith(NOT_IN_SFT)]
+
+
+def readme_map(text):
+  """{'': text of the tree of jaxpost/, 'room': text of that folder's entry}."""
+  blocks = [b for b in re.findall(r'```\w*\n(.*?)```', text, re.S)
+            if re.search(r'^\W*jaxpost/', b, re.M)]
+  assert blocks, 'README.md: no code block with the tree of jaxpost/'
+  lines = blocks[0].splitlines()
+  start = next(i for i, li in enumerate(lines)
+               if re.match(r'\W*jaxpost/', li))
+  rooms, now, body = collections.defaultdict(str), '', []
+  for line in lines[start + 1:]:
+    if line and re.match(r'[\w.]', line):
+      break
+    entry = re.match(r'\W*(\w+)/(?:\s|$)', line)
+    if entry:
+      now = entry[1]
+    elif re.match(r'\W*\w+\.py\b', line) and not (
+      now and len(line) - len(line.lstrip(' │├└─|`-')) > 4
+    ):
+      now = ''
+    rooms[now] += line + '\n'
+    body.append(line)
+  return rooms
+
+
+def test_readme_maps_the_tree():
+  readme = CLONE / 'README.md'
+  if not readme.exists():
+    pytest.skip('no README.md')
+  rooms = readme_map(readme.read_text('utf-8'))
+  missing = []
+  for path in sorted((CLONE / 'jaxpost').rglob('*.py')):
+    *folder, name = path.relative_to(CLONE / 'jaxpost').parts
+    if name == '__init__.py' and folder:
+      continue
+    where = rooms.get(folder[0] if folder else '', '')
+    if not re.search(rf'(?<!\w){re.escape(path.stem)}(?!\w)', where):
+      missing.append('/'.join([*folder, name]))
+  assert not missing, f'README.md: its tree lacks {", ".join(missing)}'
+  written = re.findall(r'(\w+\.py)\b', rooms[''])
+  gone = [n for n in written if not (CLONE / 'jaxpost' / n).exists()]
+  assert not gone, f'README.md: its tree has {", ".join(gone)}, now gone'

@@ -1,0 +1,108 @@
+"""Eight fake devices in every layout compute what one device computes."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'data=4,tensor=2',
+           'fsdp=4,tensor=2', 'data=2,fsdp=2,tensor=2']
+
+
+@pytest.fixture(scope='module')
+def report():
+  """{layout: 'ok' or what is wrong}, from one process for all of them."""
+  run = subprocess.run(
+      [sys.executable, __file__], capture_output=True, text=True, timeout=300,
+      cwd=pathlib.Path(__file__).parents[1],
+      env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
+                       '--xla_backend_optimization_level=0',
+          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.',
+          # A cached program would not warn again.
+          'JAX_ENABLE_COMPILATION_CACHE': '0'})
+  assert run.returncode == 0, run.stderr[-3000:]
+  found = dict(line.split(' ', 1) for line in run.stdout.splitlines())
+  remats = run.stderr.count('Involuntary full rematerialization')
+  return found | {'warnings': str(remats)}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_layout(report, layout):
+  assert report[layout] == 'ok'
+
+
+def test_what_accelerators_compute_is_near(report):
+  assert report['bfloat16'] == 'ok'
+
+
+def test_no_activation_is_replicated(report):
+  assert report['warnings'] == '0'
+
+
+def main():
+  import jax
+  import numpy as np
+  import tiny
+  from jaxpost.models import hf
+  from jaxpost.models import model as model_lib
+  from jaxpost.programs import train
+  from jaxpost.sharding import make_layout
+  from jaxpost.sharding import to_host
+  from jaxpost.types import Batch
+
+  # 8 heads divide over tensor=8, 4 kv heads do not; 150 rows are no multiple.
+  model = model_lib.build(tiny.config(
+      vocab_size=150, vocab_multiple=192, num_heads=8, num_kv_heads=4))
+  compute = dataclasses.replace(
+      tiny.EXACT, unroll=False, remat='dots', q_chunk=8, head_elements=20_000)
+  random = np.random.RandomState(0)
+  shape = 8, 16
+  weights = random.uniform(size=shape) * (random.uniform(size=shape) > 0.3)
+  weights[5] = 0
+  batch = Batch(
+      tiny.tokens(shape, 150),
+      np.broadcast_to(np.arange(16, dtype=np.int32) % 10, shape),
+      np.broadcast_to(1 + np.arange(16, dtype=np.int32) // 10, shape),
+      weights.astype(np.float32) / 64)
+  objective = train.Objective(
+      lambda o, a: (-o.logprobs - 0.1 * o.entropy, {'e': o.entropy}),
+      entropy=True, temperature=0.9)
+  folder = tempfile.mkdtemp() + '/model'
+  params = tiny.params(model)
+  hf.save(folder, model, params, max_shard_bytes=20_000)
+
+  def gradient(layout, compute=compute):
+    loaded = hf.load_params(folder, model, model.shardings(layout), 'float32')
+    jax.tree.map(np.testing.assert_array_equal, to_host(loaded),
+                 to_host(params))
+    loss = train.make_loss(model, objective, layout, compute)
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True),
+                  out_shardings=(None, model.shardings(layout)))
+    return to_host(run(loaded, layout.put(batch, 'batch', None)))
+
+  (loss, metrics), grads = gradient(tiny.one_device())
+  for text in LAYOUTS:
+    (loss_8, metrics_8), grads_8 = gradient(make_layout(text, 'train'))
+    off = {'loss': abs(loss_8 / loss - 1),
+           'metric': abs(metrics_8['e'] / metrics['e'] - 1)}
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads_8),
+                            jax.tree.leaves(grads)):
+      off[jax.tree_util.keystr(path)] = tiny.largest(a - b) / tiny.largest(b)
+    wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
+    print(text, wrong or 'ok', flush=True)
+  (low, _), grads_8 = gradient(
+      make_layout('data=2,fsdp=2,tensor=2', 'train'),
+      dataclasses.replace(compute, dtype='bfloat16', residual='bfloat16'))
+  near = abs(low / loss - 1) < 0.01 and all(
+      tiny.largest(a - b) < 0.1 * tiny.largest(b) for a, b in zip(
+          jax.tree.leaves(grads_8), jax.tree.leaves(grads)))
+  print('bfloat16', 'ok' if near else f'{low} against {loss}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,367 @@
+"""metrics.jsonl survives kills and resumes; console, warnings, summary."""
+
+import io
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import rich.console
+
+from jaxpost import metrics
+from jaxpost.errors import InputError
+
+
+def make_writer(workdir, terminal=False, **options):
+  out = io.StringIO()
+  console = rich.console.Console(
+    file=out, force_terminal=terminal, width=120,
+    _environ={'TERM': 'xterm', 'COLUMNS': '120', 'LINES': '40'})
+  options.setdefault('tensorboard', False)
+  return metrics.MetricsWriter(workdir, console=console, **options), out
+
+
+def write_run(workdir, plan, resume=0):
+  """plan: (stage, steps) pairs; the first continues after `resume`."""
+  writer, out = make_writer(workdir)
+  with writer:
+    for stage, steps in plan:
+      writer.start_stage(stage, steps, resume)
+      if not resume:
+        writer.write(0, 'eval', {'pass@1': 0.25})
+      for step in range(resume + 1, steps + 1):
+        writer.write(step, 'train', {'loss': 1 / step, 'time/step': 0.1})
+        writer.samples(step, [{'prompt': 'p', 'completion': str(step)}])
+      writer.write(steps, 'eval', {'pass@1': 0.5})
+      resume = 0
+  return out.getvalue()
+
+
+def keys(path):
+  return [(r['stage'], r['split'], r['step']) for r in metrics.read_rows(path)]
+
+
+def test_row_is_one_valid_json_line(tmp_path):
+  writer, _ = make_writer(tmp_path)
+  with writer:
+    writer.start_stage('sft', 2)
+    writer.write(1, 'train', {
+      'loss': np.float32(0.5), 'n': np.int64(7), 'kl': math.nan,
+      'grad_norm': math.inf, 'mfu': math.nan})
+    # Flushed per line: another process reads it while this one runs.
+    text = (tmp_path / 'metrics.jsonl').read_text()
+  assert text == (
+    '{"stage": "sft", "split": "train", "step": 1, "loss": 0.5, "n": 7, '
+    '"kl": null, "grad_norm": null, "mfu": null, '
+    '"nonfinite": ["kl", "grad_norm"]}\n')
+
+
+def test_rows_survive_kill_9(tmp_path):
+  code = (
+    'import os, signal, sys\n'
+    'from jaxpost import metrics\n'
+    'w = metrics.MetricsWriter(sys.argv[1], tensorboard=False)\n'
+    "w.start_stage('sft', 9)\n"
+    "for i in range(1, 4): w.write(i, 'train', {'loss': 1.0})\n"
+    "assert 'jax' not in sys.modules\n"
+    'os.kill(os.getpid(), signal.SIGKILL)\n')
+  root = pathlib.Path(__file__).resolve().parents[1]
+  run = subprocess.run([sys.executable, '-c', code, tmp_path], cwd=root)
+  assert run.returncode == -9
+  path = tmp_path / 'metrics.jsonl'
+  assert [s for _, _, s in keys(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize('tail', ['{"stage": "sft", "spl', '{"a', '3', '\0\0'])
+def test_torn_last_line_is_dropped_and_mended(tmp_path, tail):
+  path = tmp_path / 'metrics.jsonl'
+  write_run(tmp_path, [('sft', 3)])
+  whole = path.read_text()
+  path.write_text(whole + tail)
+  assert len(metrics.read_rows(path)) == 5
+  writer, _ = make_writer(tmp_path)
+  with writer:
+    writer.start_stage('sft', 5, resume_step=3)
+    writer.write(4, 'train', {'loss': 0.0})
+  lines = path.read_text().splitlines()
+  assert '\n'.join(lines[:5]) + '\n' == whole
+  assert json.loads(lines[5])['step'] == 4
+
+
+def test_damage_in_the_middle_is_named(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  write_run(tmp_path, [('sft', 3)])
+  lines = path.read_text().splitlines()
+  path.write_text('\n'.join([lines[0], lines[1][:9], *lines[2:]]) + '\n')
+  with pytest.raises(InputError, match=r'metrics\.jsonl:2: '):
+    metrics.read_rows(path)
+
+
+def test_resume_equals_an_uninterrupted_run(tmp_path):
+  plan = [('a', 4), ('b', 4), ('c', 2)]
+  write_run(tmp_path / 'whole', plan)
+  write_run(tmp_path / 'cut', plan)
+  printed = write_run(tmp_path / 'cut', plan[1:], resume=2)
+  assert 'dropped: 7' in printed  # b 3, 4, eval; c eval, 1, 2, eval
+  whole, cut = (metrics.comparable_rows(tmp_path / d / 'metrics.jsonl')
+                for d in ('whole', 'cut'))
+  assert whole == cut
+  assert len(cut) == 16 and 'time/step' not in cut[1]
+  assert json.loads((tmp_path / 'cut/resumes.jsonl').read_text()) == {
+    'stage': 'b', 'step': 2, 'rows_dropped': 7}
+
+
+def test_start_keeps_earlier_and_drops_later(tmp_path):
+  write_run(tmp_path, [('a', 2), ('b', 3), ('c', 2)])
+  (tmp_path / 'samples/b/notes.txt').write_text('mine')
+  writer, _ = make_writer(tmp_path)
+  with writer:
+    writer.start_stage('b', 3, resume_step=2)
+  path = tmp_path / 'metrics.jsonl'
+  a = [('a', 'eval', 0), ('a', 'train', 1), ('a', 'train', 2), ('a', 'eval', 2)]
+  assert keys(path) == a + [
+    ('b', 'eval', 0), ('b', 'train', 1), ('b', 'train', 2)]
+  left = sorted(str(p.relative_to(tmp_path / 'samples'))
+                for p in (tmp_path / 'samples').rglob('*.*'))
+  assert left == ['a/1.jsonl', 'a/2.jsonl', 'b/1.jsonl', 'b/2.jsonl',
+                  'b/notes.txt']
+  writer, _ = make_writer(tmp_path)
+  with writer:  # from the start: nothing of the stage stays, step 0 included
+    writer.start_stage('b', 3)
+  assert keys(path) == a
+
+
+def test_atomic_write_leaves_the_old_file_on_failure(tmp_path, monkeypatch):
+  path = tmp_path / 'summary.json'
+  metrics.write_atomic(path, 'old')
+
+  def crash(*_):
+    raise OSError('disk full')
+
+  monkeypatch.setattr('os.replace', crash)
+  monkeypatch.setattr('pathlib.Path.replace', crash)
+  with pytest.raises(OSError, match='disk full'):
+    metrics.write_atomic(path, 'new')
+  assert path.read_text() == 'old'
+
+
+def test_secondary_process_writes_nothing(tmp_path, capsys):
+  with metrics.MetricsWriter(tmp_path / 'run', primary=False) as writer:
+    writer.start_stage('sft', 2)
+    writer.write(1, 'train', {'loss': 1.0})
+    writer.samples(1, [{}])
+    writer.warn(1, 'x', 'text')
+    writer.flush()
+  assert not (tmp_path / 'run').exists()
+  assert capsys.readouterr().out == ''
+
+
+def test_tensorboard_has_tags(tmp_path):
+  writer, _ = make_writer(tmp_path, tensorboard=True)
+  with writer:
+    writer.start_stage('sft', 2)
+    writer.write(1, 'train', {'loss': 1.0, 'kl': math.nan})
+  events, = (tmp_path / 'tensorboard/sft').iterdir()
+  data = events.read_bytes()
+  assert b'sft/train/loss' in data and b'sft/train/kl' not in data
+
+
+def test_wandb_missing_and_present(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'wandb', None)
+  with pytest.raises(InputError, match='pip install wandb'):
+    make_writer(tmp_path, wandb=True)
+  calls = []
+  run = types.SimpleNamespace(
+    define_metric=lambda *a, **k: None, log=calls.append,
+    finish=lambda: calls.append('finish'))
+  fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
+  monkeypatch.setitem(sys.modules, 'wandb', fake)
+  for _ in range(2):
+    writer, _ = make_writer(tmp_path, wandb='mine')
+    with writer:
+      writer.start_stage('sft', 2)
+      writer.write(1, 'train', {'loss': 1.0})
+  assert calls[0]['project'] == 'mine' and calls[0] == calls[3]
+  assert calls[1:3] == [{'sft/train/loss': 1.0, 'sft/step': 1}, 'finish']
+
+
+def test_object_stores_get_whole_files(tmp_path):
+  writer, _ = make_writer(tmp_path)
+  writer._remote = True
+  path = tmp_path / 'metrics.jsonl'
+  for resume, last in ((0, 50), (50, 53)):
+    writer.start_stage('sft', 60, resume)
+    for step in range(resume + 1, last + 1):
+      writer.write(step, 'train', {'loss': 1.0})
+    assert len(keys(path)) == 50
+  writer.close()
+  assert [s for _, _, s in keys(path)] == list(range(1, 54))
+
+
+def test_pipe_gets_plain_lines(tmp_path):
+  writer, out = make_writer(tmp_path, print_every=10)
+  with writer:
+    writer.start_stage('grpo', 25)
+    for step in range(1, 26):
+      writer.write(step, 'train', {
+        'loss': 0.5, 'reward': 0.25, 'kl': 1e-5, 'tokens_per_s': 12345.6,
+        'completions/mean_length': 31.0, 'other': 3.0})
+    writer.write(25, 'eval', {'pass@1': 0.75, '[red]odd': 2.0})
+  lines = out.getvalue().splitlines()
+  assert '\x1b' not in out.getvalue() and '\r' not in out.getvalue()
+  assert lines[0] == (
+    'grpo 1/25  loss 0.5  reward 0.25  kl 1e-05  len 31  tok/s 12.35k')
+  assert re.fullmatch(r'grpo 11/25 .* left \d:\d\d:\d\d', lines[1])
+  assert [s.split('/')[0] for s in lines[:4]] == [
+    'grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
+  assert lines[4:] == ['grpo 25 eval  pass@1 0.75  [red]odd 2']
+
+
+def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):
+  writer, out = make_writer(tmp_path, terminal=True)
+  with pytest.raises(KeyError), writer:
+    writer.start_stage('grpo', 20, resume_step=4)
+    for step in range(5, 9):
+      writer.write(step, 'train', {'loss': 0.5, 'reward': 0.25})
+      writer.write(step, 'eval', {'pass@1': 0.5})
+    raise KeyError('boom')
+  text = out.getvalue()
+  assert text.count('\x1b[?25l') == text.count('\x1b[?25h') == 1  # cursor back
+  clean = re.sub(r'\x1b\[[0-9;?]*[a-zA-Z]', '', text).replace('\r', '\n')
+  assert ' 8/20 ' in clean and 'loss 0.5  reward 0.25' in clean
+  # An eval line stands alone, not behind half a bar.
+  for step in range(5, 9):
+    assert f'\ngrpo {step} eval  pass@1 0.5\n' in clean
+  writer.close()  # a second close is harmless
+  assert out.getvalue() == text
+
+
+def run_watch(rows, stage='grpo'):
+  watch = metrics.Watch()
+  for step, row in enumerate(rows, 1):
+    watch.check(stage, step, row)
+  return {w['kind']: (w['step'], w['count']) for w in watch.warnings}
+
+
+HEALTHY = {'loss': 0.1, 'reward': 0.5, 'entropy': 2.0, 'sampler_mismatch': 1.0,
+           'completions/mean_length': 40.0, 'completions/clipped_ratio': 0.1,
+           'frac_reward_zero_std': 0.3, 'grad_norm': 1.0}
+
+
+@pytest.mark.parametrize('kind, sick, steps', [
+  ('entropy', {'entropy': 0.1}, 10),
+  ('clipped', {'completions/clipped_ratio': 0.6}, 10),
+  ('length', {'completions/mean_length': 130.0}, 10),
+  ('flat', {'frac_reward_zero_std': 0.95}, 10),
+  ('mismatch', {'sampler_mismatch': 1.06}, 1),
+  ('nonfinite', {'loss': math.nan}, 1),
+  ('nonfinite', {'grad_norm': math.inf}, 1),
+  ('nonfinite', {'loss': None}, 1),
+])
+def test_watch(kind, sick, steps):
+  healthy = [HEALTHY] * 8
+  sick = HEALTHY | sick
+  assert run_watch(healthy * 5) == {}
+  assert run_watch(healthy + [sick] * (steps - 1) + healthy) == {}
+  # Warned once, counted each time.
+  assert run_watch(healthy + [sick] * (steps + 2)) == {kind: (8 + steps, 3)}
+
+
+def test_watch_needs_a_reason():
+  low = HEALTHY | {'entropy': 0.1}
+  del low['reward']  # SFT: entropy falls because it learns
+  assert run_watch([HEALTHY] * 8 + [low] * 20) == {}
+  short = HEALTHY | {'completions/mean_length': 2.0}
+  longer = HEALTHY | {'completions/mean_length': 20.0}
+  assert run_watch([short] * 8 + [longer] * 20) == {}
+  assert run_watch([{'loss': 1.0}] * 20) == {}
+
+
+def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
+  def steps(writer, first, last):
+    for step in range(first, last + 1):
+      flat = 0.95 if step > 3 else 0.1
+      writer.write(step, 'train', HEALTHY | {
+        'loss': 0.001, 'frac_reward_zero_std': flat})
+
+  writer, out = make_writer(tmp_path / 'whole')
+  with writer:
+    writer.start_stage('sft', 5)
+    writer.warn(1, 'mine', 'slow [b]disk')
+    writer.warn(2, 'mine', 'slow [b]disk')
+    writer.start_stage('grpo', 20)
+    steps(writer, 1, 20)
+  text = out.getvalue()
+  assert text.count('note: a loss near 0 is expected') == 1
+  assert text.count('warning: grpo step 13: 95% of groups') == 1
+  assert text.count('warning: sft step 1: slow [b]disk') == 1
+  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [
+    ('mine', 2), ('flat', 8)]
+  for first, last in ((1, 15), (11, 20)):
+    writer, out = make_writer(tmp_path / 'cut')
+    with writer:
+      writer.start_stage('grpo', 20, first - 1)
+      steps(writer, first, last)
+  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [
+    ('flat', 8)]
+
+
+def test_samples_hold_anything(tmp_path):
+  writer, _ = make_writer(tmp_path)
+  row = {'prompt': [{'role': 'user', 'content': 'Grüße 你好 \n'}],
+         'completion': 'half \ud83d', 'reward': math.nan,
+         'lengths': np.array([1, 2]), 'components': {'f': np.float32(0.5)}}
+  with writer:
+    writer.start_stage('grpo', 1)
+    writer.samples(1, [row, {'prompt': 'x'}])
+  text = (tmp_path / 'samples/grpo/1.jsonl').read_bytes().decode('utf-8')
+  first, second = (json.loads(line) for line in text.split('\n')[:-1])
+  assert first == row | {'reward': None, 'lengths': [1, 2],
+                         'components': {'f': 0.5}}
+  assert second == {'prompt': 'x'} and '你好' in text
+
+
+def test_summary(tmp_path):
+  warnings = [{'kind': 'flat', 'count': 2}]
+  out = metrics.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5},
+                        warnings)
+  assert out == {'loss/sft': None, 'x/y/sft': 1.5, 'warnings': warnings}
+  assert json.loads((tmp_path / 'summary.json').read_text()) == out
+
+
+def test_clock_keys():
+  for key in ('time/step', 'tokens_per_s', 'mfu', 'x/samples_per_s'):
+    assert metrics.is_clock_key(key)
+  for key in ('loss', 'timeouts', 'mfu_target', 'tokens_per_step'):
+    assert not metrics.is_clock_key(key)
+
+
+def test_chrono_counts_each_second_once(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr('time.perf_counter', lambda: now[0])
+  chrono = metrics.Chrono()
+  with chrono('wait'):
+    now[0] += 1
+    with chrono('sample'):
+      now[0] += 2
+    now[0] += 4
+  now[0] += 8
+  with pytest.raises(KeyError), chrono('update'):
+    now[0] += 16
+    raise KeyError
+  assert chrono.pop() == {'time/wait': 5, 'time/sample': 2, 'time/update': 16,
+                          'time/step': 31}
+  now[0] += 1
+  assert chrono.pop() == {'time/step': 1}
+
+
+def test_short_number():
+  cases = {0.12346: '0.1235', 12345.6: '12.35k', 1.234e-6: '1.2e-06', 0: '0',
+           2.5e7: '25M', 3e10: '30G', -20000: '-20k', 9999.0: '9999'}
+  assert {x: metrics.short_number(x) for x in cases} == cases
+  assert metrics.short_number(math.nan) == 'nan'

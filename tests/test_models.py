@@ -1,0 +1,206 @@
+"""The decoder: its ways through agree, and nothing leaks between tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.models import families
+from jaxpost.models import model as model_lib
+from jaxpost.models import transformer
+from jaxpost.types import Cache
+
+LLAMA3 = ('llama3', 8.0, 1.0, 4.0, 32)
+
+
+@pytest.fixture(scope='module')
+def model():
+  return model_lib.build(tiny.config())
+
+
+@pytest.fixture(scope='module')
+def params(model):
+  return tiny.params(model)
+
+
+def close(a, b, tolerance):
+  scale = max(1.0, tiny.largest(b))
+  assert a.shape == b.shape and tiny.largest(a - b) <= tolerance * scale
+
+
+def test_cached_decode_equals_full_forward(model, params):
+  ids, prompt, room = tiny.tokens((3, 20)), np.array([5, 9, 2], np.int32), 24
+  full = tiny.hidden(model, params, ids)
+  padded = np.where(np.arange(9) < prompt[:, None], ids[:, :9], 130)
+  prefill = jax.jit(lambda p, *a: model.prefill(p, *a, compute=tiny.EXACT))
+  cache, last = prefill(params, padded, prompt)
+  rows = np.arange(3)
+  close(last, full[rows, prompt - 1], 1e-5)
+  # What is beyond a prompt in the cache must not be read: make it harmful.
+  grow = lambda x: jnp.pad(
+      jnp.where((jnp.arange(9) < prompt[:, None])[:, None, :, None], x, 1e3),
+      ((0, 0), (0, 0), (0, room - 9), (0, 0)), constant_values=1e3)
+  cache = jax.tree.map(grow, cache)
+  weights = transformer.unstack_layers(params, model.config.num_layers)
+  decode = jax.jit(lambda w, *a: model.decode(
+      w, *a, compute=tiny.EXACT, read=room))
+  at = prompt.copy()
+  for _ in range(20 - 9):
+    cache, x = decode(weights, cache, ids[rows, at], at)
+    close(x, full[rows, at], 1e-5)
+    at += 1
+
+
+def test_decode_reads_a_prefix_of_the_cache(model, params):
+  weights = transformer.unstack_layers(params, model.config.num_layers)
+  shape = (2, model.config.num_kv_heads, 16, model.config.head_dim)
+  layers = range(model.config.num_layers)
+  random = np.random.RandomState(0)
+  new = lambda: tuple(
+      jnp.asarray(random.standard_normal(shape), jnp.float32) for _ in layers)
+  cache, at = Cache(new(), new()), np.array([3, 7], np.int32)
+  run = lambda read: jax.jit(lambda w, cache: model.decode(
+      w, cache, at, at, compute=tiny.EXACT, read=read))(weights, cache)
+  long, short = run(16), run(8)
+  close(short[1], long[1], 1e-6)
+  # Exactly one entry of each slot is written.
+  changed = np.any(np.asarray(long[0].k[1] != cache.k[1]), axis=(1, 3))
+  np.testing.assert_array_equal(changed, np.arange(16) == at[:, None])
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_right_padding_does_not_matter(model, params, dtype):
+  compute = dataclasses.replace(tiny.EXACT, dtype=dtype, q_chunk=4)
+  ids, lengths = tiny.tokens((2, 7)), np.array([7, 4], np.int32)
+  prefill = jax.jit(lambda p, *a: model.prefill(p, *a, compute=compute))
+  cache, last = prefill(params, ids, lengths)
+  wide = np.pad(ids, ((0, 0), (0, 6)), constant_values=99)
+  wide[1, 4:] = 55
+  cache_2, last_2 = prefill(params, wide, lengths)
+  tolerance = 1e-6 if dtype == 'float32' else 2e-2
+  close(last_2, last, tolerance)
+  close(cache_2.k[1][0, :, :7], cache.k[1][0], tolerance)
+
+
+@pytest.mark.parametrize('q_chunk', [4, 64])
+def test_gradients_flow_only_from_the_past(model, params, q_chunk):
+  compute = dataclasses.replace(tiny.EXACT, q_chunk=q_chunk)
+  ids = np.arange(10, dtype=np.int32)[None] + 3  # distinct: rows of embed
+
+  def output(embed, t):
+    x = tiny.hidden(model, params | {'embed': embed}, ids, compute)
+    return jnp.sum(x[0, t] ** 3)
+
+  gradient = jax.jit(jax.grad(output))
+  for t in (0, 4, 9):
+    rows = np.abs(gradient(params['embed'], t)[ids[0]]).max(axis=1)
+    assert (rows[:t + 1] > 0).all() and (rows[t + 1:] == 0).all()
+
+
+@pytest.mark.parametrize('q_chunk', [5, 64])
+def test_packing_isolates_documents(model, params, q_chunk):
+  compute = dataclasses.replace(tiny.EXACT, q_chunk=q_chunk)
+  lengths, ids = (7, 1, 8), tiny.tokens((1, 16))
+  segments = np.repeat([1, 2, 3], lengths)[None]
+  positions = np.concatenate([np.arange(n) for n in lengths])[None]
+  packed = tiny.hidden(model, params, ids, compute, segments, positions)
+  start = 0
+  for n in lengths:
+    alone = tiny.hidden(model, params, ids[:, start:start + n], compute)
+    close(packed[:, start:start + n], alone, 1e-6)
+    start += n
+  mixed = tiny.hidden(model, params, ids, compute, positions=positions)
+  assert tiny.largest(mixed - packed) > 0.1  # segment_ids are what isolates
+
+
+COMPUTES = {
+    'scan': dict(unroll=False),
+    'dots': dict(remat='dots'), 'full': dict(remat='full'),
+    'scan_dots': dict(unroll=False, remat='dots'),
+    'scan_full': dict(unroll=False, remat='full'),
+    'chunks': dict(q_chunk=5),
+}
+
+
+@pytest.fixture(scope='module')
+def gradients(model, params):
+  ids = tiny.tokens((2, 12))
+
+  def run(**fields):
+    compute = dataclasses.replace(tiny.EXACT, **fields)
+
+    def loss(p):
+      x = tiny.hidden(model, p, ids, compute)
+      return jnp.sum(x * jnp.cos(jnp.arange(x.size).reshape(x.shape)))
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+  return run, run()
+
+
+@pytest.mark.parametrize('name', COMPUTES)
+def test_how_it_is_computed_does_not_matter(gradients, name):
+  run, (value, grads) = gradients
+  other, other_grads = run(**COMPUTES[name])
+  assert abs(other - value) <= 1e-5 * abs(value)
+  jax.tree.map(lambda a, b: close(a / tiny.largest(b), b / tiny.largest(b),
+                                  1e-5), other_grads, grads)
+
+
+FIELDS = [
+    dict(rope_theta=110.0), dict(norm_eps=1e-3), dict(qk_norm=False),
+    dict(rope_scaling=LLAMA3[:1] + (9.0,) + LLAMA3[2:]),
+    dict(rope_scaling=LLAMA3[:2] + (2.0,) + LLAMA3[3:]),
+    dict(rope_scaling=LLAMA3[:3] + (5.0,) + LLAMA3[4:]),
+    dict(rope_scaling=LLAMA3[:4] + (48,)), dict(rope_scaling=()),
+]
+
+
+@pytest.mark.parametrize('fields', FIELDS)
+def test_every_field_counts(fields):
+  cfg = tiny.config(rope_scaling=LLAMA3, rope_theta=100.0)
+  ids, weights = tiny.tokens((1, 40)), tiny.params(model_lib.build(cfg), 3)
+  right, wrong = (
+      tiny.logits(model_lib.build(c), weights, ids)
+      for c in (cfg, dataclasses.replace(cfg, **fields)))
+  assert tiny.largest(wrong - right) > 1e-3 * tiny.largest(right)
+
+
+def test_the_padded_vocabulary_is_zero_and_counted(model):
+  cfg = model.config
+  assert cfg.padded_vocab_size == 192
+  untied = model_lib.build(tiny.config(tie_embeddings=False))
+  for m in (model, untied):
+    made = jax.jit(lambda key, m=m: m.init(key, dtype=jnp.bfloat16))(
+        jax.random.key(0))
+    assert not np.any(made['embed'][131:]) and np.all(
+        np.any(made['embed'][:131], axis=1))
+    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype('bfloat16')}
+    assert jax.tree.map(jnp.shape, made) == m.shapes()
+    assert transformer.num_params(m.config) == sum(
+        x.size for x in jax.tree.leaves(made))
+  assert np.any(untied.head(made) != made['embed'])
+  assert model.head({'embed': 1}) == 1
+
+
+def test_flops_of_a_token_are_those_of_its_products(model):
+  """Against XLA's own count, which takes the head and attention whole."""
+  ids = tiny.tokens((1, 64))
+  compute = dataclasses.replace(tiny.EXACT, q_chunk=64)
+  weights = model.init(jax.random.key(0))
+  compiled = jax.jit(lambda p: jnp.einsum(
+      'btd,vd->btv', tiny.hidden(model, p, ids, compute), model.head(p))
+  ).lower(weights).compile()
+  ours = 64 * transformer.flops_per_token(model.config, 64)
+  assert 0.9 < compiled.cost_analysis()['flops'] / ours < 1.2
+
+
+def test_presets_have_the_size_in_their_name():
+  billions = {'qwen3_0_6b': 0.596, 'qwen3_1_7b': 1.72, 'qwen3_4b': 4.02,
+              'qwen3_8b': 8.19, 'llama3_2_1b': 1.236}
+  for name, size in billions.items():
+    count = transformer.num_params(families.PRESETS[name]) / 1e9
+    assert abs(count - size) < 0.01 * size, (name, count)

@@ -1,0 +1,143 @@
+"""The builtin rewards: what they read out of a completion, and GSM8K."""
+
+import fractions
+import json
+
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.rewards import builtin
+from jaxpost.rewards import format as format_rewards
+from jaxpost.rewards import math as math_rewards
+from jaxpost.rewards.format import text_of
+
+F = fractions.Fraction
+
+
+@pytest.mark.parametrize('text, number', [
+    ('', None),
+    ('none at all', None),
+    ('18', 18),
+    ('It is 18.', 18),
+    ('$1,234.50', F('1234.5')),
+    ('1{,}234 apples', 1234),
+    (r'\$1,234,567', 1234567),
+    ('50%', 50),
+    (r'50\%.', 50),
+    ('.5', F(1, 2)),
+    ('1/2', F(1, 2)),
+    ('3 1/2 cups', F(7, 2)),
+    (r'\frac{1}{2}', F(1, 2)),
+    (r'-\dfrac{1}{2}', F(-1, 2)),
+    (r'\frac{-3}{4}', F(-3, 4)),
+    (r'3\frac{1}{2}', F(7, 2)),
+    ('5/0', 0),
+    ('-7', -7),
+    ('\u22127', -7),
+    ('-$7', -7),
+    ('$-7', -7),
+    ('x = -7', -7),
+    ('10-7', 7),
+    ('10 - 7', 7),
+    ('(2)-7', 7),
+    ('3\u20135', 5),
+    ('1e3', 1000),
+    ('2.5e-3', F('0.0025')),
+    ('1e9999999999', 9999999999),
+    ('1,23', 23),
+    ('12, 13', 13),
+    ('**42**', 42),
+    ('007', 7),
+])
+def test_last_number(text, number):
+  assert math_rewards.last_number(text) == number
+
+
+@pytest.mark.parametrize('text, number', [
+    ('#### 18', 18),
+    ('#### 18 eggs in 3 days', 18),
+    ('5\n#### $1,000\nso 7', 1000),
+    ('####-5', -5),
+    ('#### 1\n#### 2', 2),
+    (r'so \boxed{18}, not 3', 18),
+    (r'\boxed{x = \frac{1}{2}} of 9', F(1, 2)),
+    (r'\boxed{1} \boxed{2} 3', 2),
+    (r'\boxed{}  5', None),
+    (r'\boxed{12', 12),
+    ('#### 3\n' + r'\boxed{4}', 4),
+    (r'\boxed{4}' + '\n#### 3', 3),
+    ('#### Step 2\n6 * 3 = 18', 18),
+    ('so 18 apples', 18),
+    ('no idea', None),
+])
+def test_final_number(text, number):
+  assert math_rewards.final_number(text) == number
+
+
+def test_a_number_of_10000_digits_costs_nothing():
+  digits = '9' * 10_000
+  assert math_rewards.numeric_match(
+      [digits, digits + '1', '1/' + digits], [digits, digits, '9']
+  ) == [1.0, 0.0, 0.0]
+
+
+def test_an_unreadable_answer_is_no_verdict():
+  for reward in (math_rewards.numeric_match, math_rewards.gsm8k):
+    assert reward(['7', 'x', '7'], [7, '7', 'none']) == [1.0, 0.0, None]
+  assert math_rewards.exact_match(
+      [' a\n', 'b', 'a b', 'None'], ['a', 'a', 'a  b', None]
+  ) == [1.0, 0.0, 0.0, None]
+
+
+def test_text_of():
+  assert text_of('a') == 'a'
+  assert text_of([{'role': 'assistant', 'content': 'a'}]) == 'a'
+  assert text_of([{'role': 'assistant', 'content': None}]) == ''
+  assert text_of([{'content': 'call'}, {'content': 'answer'}]) == 'answer'
+  assert text_of([{'content': [{'type': 'text', 'text': 'a'}]}]) == 'a'
+  chat = [[{'role': 'assistant', 'content': '#### 4'}]]
+  assert math_rewards.gsm8k(chat, ['4']) == [1.0]
+
+
+@pytest.mark.parametrize('text, reward', [
+    ('<think>\na\n</think>\nb', 1.0),
+    ('<think></think>', 1.0),
+    ('<think>a', 0.0),
+    ('a</think>', 0.0),
+    (' <think>a</think>', 0.0),
+    ('<think>a<think>b</think>', 0.0),
+    ('<think>a</think><think>', 0.0),
+])
+def test_think_format(text, reward):
+  assert format_rewards.think_format([text]) == [reward]
+
+
+def test_regex_match():
+  assert format_rewards.regex_match(['ab1', 'ab'], [r'\d$', r'\d$']) == [1, 0]
+
+
+def test_gsm8k_own_answers(shared_data):
+  for name, rows in (('train', 7473), ('test', 1319)):
+    text = (shared_data('gsm8k') / f'{name}.jsonl').read_text()
+    answers = [json.loads(line)['answer'] for line in text.splitlines()]
+    assert len(answers) == rows
+    assert math_rewards.gsm8k(answers, answers) == [1.0] * rows
+    # The number of the row, read without our code.
+    golds = [a.split('#### ')[1].replace(',', '') for a in answers]
+    assert [str(math_rewards.final_number(a)) for a in answers] == golds
+    assert math_rewards.gsm8k([f'{g}1' for g in golds], answers) == [0.0] * rows
+
+
+def test_unknown_builtin_is_named_with_a_suggestion():
+  with pytest.raises(InputError, match="'gsm8'.*mean 'gsm8k'.*exact_match"):
+    builtin.locate('gsm8')
+  with pytest.raises(InputError, match='is a int'):
+    builtin.locate(3)
+
+
+def test_names():
+  fn = text_of
+  assert builtin.short_names(('gsm8k', './a.py:f', 'b:f', fn)) == (
+      'gsm8k', './a.py:f', 'b:f', 'text_of')
+  with pytest.raises(InputError, match='given twice'):
+    builtin.short_names(('gsm8k', 'gsm8k'))

@@ -1,0 +1,248 @@
+"""The sampler: draws what it says, and agrees with the scorer."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.models import model as model_lib
+from jaxpost.programs import sampling
+from jaxpost.programs import train
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Batch
+from jaxpost.types import Prompt
+from jaxpost.types import Sampling
+
+DRAWS, V = 20_000, 600  # V: more than one block of the inverted distribution
+
+
+@pytest.fixture(scope='module')
+def row():
+  """Logits of one token: V of them, some likely, most not."""
+  random = np.random.RandomState(0)
+  return (2.5 * random.standard_normal(V)).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=None)
+def uniforms():
+  keys = sampling.slot_keys(
+      jax.random.key(5), 3, jnp.arange(DRAWS) // 4, jnp.arange(DRAWS) % 4)
+  return sampling.uniforms(keys, jnp.full(DRAWS, 17))
+
+
+def draw(row, temperature=1.0, top_k=0, top_p=1.0):
+  full = lambda x, dtype: jnp.full(DRAWS, x, dtype)
+  settings = Sampling(
+      full(temperature, jnp.float32), full(top_k, jnp.int32),
+      full(top_p, jnp.float32), full(-1, jnp.int32)[:, None],
+      full(9, jnp.int32))
+  logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
+  return [np.asarray(x) for x in _draw(logits, settings, uniforms())]
+
+
+_draw = jax.jit(sampling.draw)
+
+
+def distribution(row, temperature, top_k, top_p):
+  """(log p, log of what is drawn from), in float64 and the obvious way."""
+  x = row.astype(np.float64) / temperature
+  logp = x - np.log(np.sum(np.exp(x)))
+  order = np.argsort(-logp)
+  before = np.cumsum(np.exp(logp[order])) - np.exp(logp[order])
+  keep = before < top_p
+  if top_k:
+    keep &= np.arange(V) < top_k
+  kept = np.full(V, -np.inf)
+  kept[order[keep]] = logp[order[keep]]
+  return logp, kept - np.log(np.sum(np.exp(kept)))
+
+
+SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8),
+            (1.3, 40, 0.7)]
+
+
+@pytest.mark.parametrize('temperature,top_k,top_p', SETTINGS)
+def test_draws_follow_the_distribution(row, temperature, top_k, top_p):
+  tokens, logprobs, behaviour = draw(row, temperature, top_k, top_p)
+  logp, kept = distribution(row, temperature, top_k, top_p)
+  np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
+  np.testing.assert_allclose(behaviour, kept[tokens], atol=1e-5)
+  assert np.isfinite(behaviour).all()  # nothing from outside
+  expected = DRAWS * np.exp(kept)
+  counts = np.bincount(tokens, minlength=V)
+  rare = expected < 10  # of too few for the statistic: one bin
+  bins = np.append(expected[~rare], expected[rare].sum())
+  seen = np.append(counts[~rare], counts[rare].sum())
+  bins, seen = bins[bins > 0], seen[bins > 0]
+  chi2, degrees = np.sum((seen - bins) ** 2 / bins), len(bins) - 1
+  assert degrees > 4
+  assert abs(chi2 - degrees) < 4 * np.sqrt(2 * degrees), (chi2, degrees)
+
+
+def test_greedy_takes_the_best_and_draws_at_temperature_1(row):
+  tokens, logprobs, behaviour = draw(row, temperature=0.0, top_k=3)
+  assert (tokens == row.argmax()).all() and (behaviour == 0).all()
+  logp, _ = distribution(row, 1.0, 0, 1.0)
+  np.testing.assert_allclose(logprobs, logp.max(), atol=1e-5)
+
+
+def test_slots_sample_each_in_its_own_way(row):
+  random = np.random.RandomState(0)
+  kinds = random.randint(0, 4, DRAWS)
+  pick = lambda *x: np.asarray(x)[kinds]
+  settings = Sampling(
+      pick(0.0, 1.0, 0.5, 1.0).astype(np.float32), pick(0, 1, 0, 5),
+      pick(1.0, 1.0, 1.0, 1e-9).astype(np.float32),
+      np.full((DRAWS, 1), -1), np.full(DRAWS, 9))
+  logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
+  tokens, _, _ = _draw(logits, settings, uniforms())
+  # Greedy, top-1 and a top-p of nearly nothing all mean the best one.
+  assert (tokens[kinds != 2] == row.argmax()).all()
+  alone = draw(row, 0.5)[0]  # sums round otherwise where nothing is cut
+  assert np.mean((tokens != alone)[kinds == 2]) <= 3e-3
+
+
+@pytest.mark.parametrize('uniform', [0.0, 1 - 2**-24])
+def test_the_ends_of_the_distribution(uniform):
+  row = np.full(V, -np.inf, np.float32)
+  row[[3, 590]] = 0.0  # the first and last token cannot be drawn
+  one = lambda x, dtype: jnp.full(1, x, dtype)
+  settings = Sampling(one(1, jnp.float32), one(0, jnp.int32),
+                      one(1, jnp.float32), one(-1, jnp.int32)[:, None],
+                      one(9, jnp.int32))
+  token = sampling.draw(
+      jnp.asarray(row)[None], settings, jnp.full(1, uniform, jnp.float32))[0]
+  assert token[0] == (3 if uniform == 0 else 590)
+
+
+def test_uniforms_depend_on_every_part_of_the_address():
+  def at(key=0, step=0, prompt=0, sample=0, position=0):
+    keys = sampling.slot_keys(
+        jax.random.key(key), step, jnp.array([prompt]), jnp.array([sample]))
+    return float(sampling.uniforms(keys, jnp.array([position]))[0])
+
+  values = [at()] + [at(**{name: 1}) for name in (
+      'key', 'step', 'prompt', 'sample', 'position')]
+  assert len(set(values)) == 6 and at() == values[0]
+
+
+# The engine, in exact float32.
+
+NEW, GROUP = 24, 4
+
+
+@pytest.fixture(scope='module')
+def model():
+  return model_lib.build(tiny.config(initializer_range=0.15))
+
+
+@pytest.fixture(scope='module')
+def params(model):
+  return tiny.params(model)
+
+
+def prompts(count=8):
+  random = np.random.RandomState(1)
+  return [Prompt(10 + i, random.randint(0, 131, 2 + 3 * i % 17, np.int32),
+                 '', {}) for i in range(count)]
+
+
+def sample(model, params, slots=16, block=16, step=2, count=8, **fields):
+  settings = native.SamplerConfig(**{**dict(
+      slots=slots, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6),
+      block=block), **fields})
+  engine = native.NativeEngine(
+      model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+  engine.load(params, version=3)
+  return engine(prompts(count), group_size=GROUP, step=step,
+                run_key=np.array([1, 2], np.uint32))
+
+
+@pytest.fixture(scope='module')
+def rollout(model, params):
+  return sample(model, params, temperature=0.8)
+
+
+def as_batch(rollout):
+  """One row a sequence; the completion has weight."""
+  n, room = rollout.completions.shape
+  shape = n, 20 + room
+  tokens, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+  segments, at = np.zeros(shape, np.int32), []
+  for i in range(n):
+    prompt = rollout.prompts[i // GROUP].tokens
+    row = np.append(prompt, rollout.completions[i, :rollout.lengths[i]])
+    tokens[i, :len(row)], segments[i, :len(row)] = row, 1
+    weights[i, len(prompt):len(row)] = 1
+    at.append(np.arange(len(prompt), len(row)))
+  positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+  return Batch(tokens, positions, segments, weights), at
+
+
+@pytest.mark.parametrize('micro', [1, 4])
+def test_the_scorer_gives_the_log_probs_of_the_sampler(
+    model, params, rollout, micro):
+  batch, at = as_batch(rollout)
+  layout = tiny.one_device()
+  batch = jax.tree.map(
+      lambda x: layout.put(x.reshape(micro, -1, x.shape[-1])), batch)
+  score = train.make_score(
+      model, layout, dataclasses.replace(tiny.EXACT, head_elements=50_000),
+      Ledger(), temperature=0.8)
+  scored = np.asarray(score(params, batch).logprobs)
+  scored = scored.reshape(-1, scored.shape[-1])
+  for i, where in enumerate(at):
+    assert len(where) == rollout.lengths[i]
+    np.testing.assert_allclose(
+        scored[i, where], rollout.logprobs[i, :len(where)], atol=1e-5)
+
+
+def test_what_a_rollout_holds(rollout):
+  stops = np.isin(rollout.completions, (5, 6))
+  beyond = np.arange(NEW) >= rollout.lengths[:, None]
+  for i, length in enumerate(rollout.lengths):
+    assert rollout.finished[i] == stops[i, length - 1]
+    assert not stops[i, :length - 1].any()
+    assert rollout.finished[i] or length == NEW
+  assert 0 < rollout.finished.sum() < len(rollout.lengths)
+  for x in (rollout.completions, rollout.logprobs):
+    assert (x[beyond] == 0).all()
+  # Nothing was truncated: what was drawn from is the distribution itself.
+  np.testing.assert_allclose(
+      rollout.behaviour_logprobs, rollout.logprobs, atol=1e-6)
+  assert (rollout.step, rollout.version) == (2, 3)
+
+
+def flips(a, b) -> int:
+  """Sequences that part: after the first other token all may differ."""
+  return int(np.any(a.completions != b.completions, axis=1).sum())
+
+
+@pytest.mark.parametrize('slots,block', [(2, 4), (5, 1)])
+def test_slots_and_blocks_do_not_matter(model, params, rollout, slots, block):
+  other = sample(model, params, slots, block, temperature=0.8)
+  assert flips(other, rollout) <= 3 * rollout.lengths.sum() / 1000
+  same = np.all(other.completions == rollout.completions, axis=1)
+  np.testing.assert_array_equal(other.lengths[same], rollout.lengths[same])
+  np.testing.assert_allclose(
+      other.logprobs[same], rollout.logprobs[same], atol=1e-5)
+
+
+def test_another_step_draws_other_tokens(model, params, rollout):
+  again = sample(model, params, step=3, temperature=0.8)
+  assert flips(again, rollout) > 20
+  assert len(np.unique(rollout.completions[:GROUP], axis=0)) == GROUP
+
+
+def test_greedy_is_the_best_of_the_full_forward(model, params):
+  greedy = sample(model, params, temperature=0.0, count=3)
+  batch, at = as_batch(greedy)
+  best = tiny.logits(model, params, batch.tokens).argmax(-1)
+  for i, where in enumerate(at):
+    np.testing.assert_array_equal(
+        best[i, where - 1], greedy.completions[i, :len(where)])

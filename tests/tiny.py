@@ -1,0 +1,75 @@
+"""What the tests of models share: tiny decoders, computed exactly.
+
+Legend: B rows, T tokens, V padded vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.matmul import Compute
+from jaxpost.matmul import einsum
+from jaxpost.models import model as model_lib
+from jaxpost.models import transformer
+from jaxpost.models.config import ModelConfig
+from jaxpost.sharding import make_layout
+
+EXACT = Compute(dtype='float32')
+
+
+def config(**fields) -> ModelConfig:
+  base = dict(
+      family='qwen3', vocab_size=131, hidden_size=32, intermediate_size=48,
+      num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True,
+      tie_embeddings=True, initializer_range=0.2)
+  return ModelConfig(**{**base, **fields})
+
+
+def one_device(phase='train'):
+  return make_layout('data=1', phase, devices=jax.devices()[:1])
+
+
+def params(model, seed=0):
+  """Random parameters whose norm scales are not 1 either."""
+  random = np.random.RandomState(seed)
+
+  def vary(x, spec):
+    noise = 0.2 * random.standard_normal(x.shape).astype(np.float32)
+    return x + noise if spec.init == 'ones' else x
+
+  made = jax.jit(model.init)(jax.random.key(seed))
+  return jax.tree.map(vary, made, transformer.nest(model.table))
+
+
+def tokens(shape, vocab=131, seed=0):
+  return np.random.RandomState(seed).randint(0, vocab, shape, dtype=np.int32)
+
+
+def hidden(model, weights, ids, compute=EXACT, segments=None, positions=None):
+  """[B, T] tokens -> [B, T, D]; one document a row unless told otherwise."""
+  shape = ids.shape
+  if positions is None:
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+  if segments is None:
+    segments = np.ones(shape, np.int32)
+  return _forward(model.config, compute)(weights, ids, positions, segments)
+
+
+@functools.lru_cache(maxsize=None)
+def _forward(cfg, compute):
+  """Compiled: operation by operation takes ten times as long."""
+  model = model_lib.build(cfg)
+  return jax.jit(lambda *args: model.forward(*args, compute=compute))
+
+
+def logits(model, weights, ids, **kwargs):
+  """[B, T] tokens -> [B, T, V] in numpy, without the padded vocabulary."""
+  x = hidden(model, weights, jnp.asarray(ids), **kwargs)
+  out = einsum('btd,vd->btv', x, model.head(weights), 'float32')
+  return np.asarray(out)[..., :model.config.vocab_size]
+
+
+def largest(x) -> float:
+  return float(np.max(np.abs(np.asarray(x))))
