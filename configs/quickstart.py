@@ -40,7 +40,7 @@ def get_config(arg=None):
       train=dict(steps=60),
       optim=dict(lr=3e-4, warmup_steps=5),
       rollout=dict(prompts=32, group_size=8),
-      grpo=dict(kl_coef=0.01),
+      rl=dict(kl_coef=0.01),
       eval=dict(every=20),
   )
   if arg.short:

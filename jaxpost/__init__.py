@@ -1,6 +1,7 @@
 """jaxpost: post-training of large language models, native to JAX.
 
-`run(config, workdir)` starts or resumes a run of any algorithm. The nouns of
+`run(config, workdir)` starts or resumes a run of any algorithm;
+`policy_and_stream(config)` gives the parts for a loop of your own. The nouns of
 the library (Batch, Rollout, TrainState, Objective, Policy, Sampler,
 Reference, Stage) can be imported from here. Nothing is imported before it is
 used, so that reward workers and `--help` need no JAX.
@@ -12,8 +13,10 @@ __version__ = '0.1.0'
 
 _WHERE = {
     'run': 'jaxpost.stages',
+    'policy_and_stream': 'jaxpost.stages',
     'defaults': 'jaxpost.config',
     'tune_host': 'jaxpost.host',
+    'use_compile_cache': 'jaxpost.host',
     'Batch': 'jaxpost.types',
     'Rollout': 'jaxpost.types',
     'TrainState': 'jaxpost.types',

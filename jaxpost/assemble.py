@@ -70,18 +70,7 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
     params: initial parameters in `kit.train`; their buffers are taken over.
   """
   p, config = kit.prepared, kit.config
-  reference = None
-  score = programs.make_score(
-      p.model, kit.train, kit.compute, kit.ledger,
-      temperature=kit.objective.temperature)
-  if kit.on_policy and config.grpo.kl_coef:
-    reference = Reference(programs.frozen_copy(
-        p.model, params, kit.compute, p.model.shardings(kit.train),
-        kit.ledger), score)
-  policy = make_policy(kit, params, score)
-  engine = make_engine(kit) if p.pool else None
-  stream = make_controller(kit, policy, engine, reference) if (
-      kit.on_policy) else DataStream(p.stream)
+  policy, stream, engine, reference = make_parts(kit, params)
   save, log = config.save, config.log
   stage = Stage(
       p.name, config.train.steps, policy, stream, make_evaluator(kit, engine),
@@ -96,13 +85,30 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
       flops_per_token=flops_per_token(p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
-  compile_all(kit, policy, reference, engine)
+  compile_all(kit, policy, reference, engine, stage.evaluate)
   return stage
+
+
+def make_parts(kit: Kit, params) -> tuple:
+  """(policy, stream, engine, reference); None for what the stage lacks."""
+  p, reference = kit.prepared, None
+  score = programs.make_score(
+      p.model, kit.train, kit.compute, kit.ledger,
+      temperature=kit.objective.temperature)
+  if kit.on_policy and kit.config.rl.kl_coef:
+    reference = Reference(programs.frozen_copy(
+        p.model, params, kit.compute, p.model.shardings(kit.train),
+        kit.ledger), score)
+  policy = make_policy(kit, params, score)
+  engine = make_engine(kit) if p.pool else None
+  stream = make_controller(kit, policy, engine, reference) if (
+      kit.on_policy) else DataStream(p.stream)
+  return policy, stream, engine, reference
 
 
 def make_policy(kit: Kit, params, score) -> Policy:
   p, o = kit.prepared, kit.config.optim
-  repeats = kit.config.grpo.updates_per_rollout if kit.on_policy else 1
+  repeats = kit.config.rl.updates_per_rollout if kit.on_policy else 1
   schedule = optim.make_schedule(
       o.schedule, o.lr, kit.config.train.steps * repeats, o.warmup_steps,
       o.end_lr)
@@ -119,13 +125,13 @@ def make_policy(kit: Kit, params, score) -> Policy:
       kit.train, kit.shape[1], update, score, functools.partial(export, p))
 
 
-def make_engine(kit: Kit):
+def make_engine(kit: Kit, slots: int = 0):
   from jaxpost.rollout.native import NativeEngine, SamplerConfig
   p, r, e = kit.prepared, kit.config.rollout, kit.config.eval
   wanted = r.prompts * r.group_size if kit.on_policy else e.size * e.samples
   return NativeEngine(
       p.model, SamplerConfig(
-          slots=r.slots or min(wanted, 256), max_prompt=r.max_prompt_length,
+          slots=slots or r.slots or min(wanted, 256), max_prompt=r.max_prompt_length,
           max_new_tokens=r.max_new_tokens, stop_ids=p.tokenizer.stop_ids,
           temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
           block=r.block),
@@ -145,7 +151,7 @@ def make_controller(kit: Kit, policy, engine, reference):
       p.algorithm, config, policy, Sampler(engine, run_key(config.seed, 1)),
       reference, p.pool, p.stream, p.tokenizer, kit.chrono,
       config.rollout.group_size, (kit.shape[0], kit.shape[2]),
-      config.grpo.updates_per_rollout)
+      config.rl.updates_per_rollout)
 
 
 @dataclasses.dataclass
@@ -174,34 +180,29 @@ def make_evaluator(kit: Kit, engine) -> Evaluator | None:
   p, e = kit.prepared, kit.config.eval
   if p.eval_rows is None:
     return None
-  count, batches, sampled = min(len(p.eval_rows), e.size), [], None
+  batches, sampled = [], None
   if not kit.on_policy:
-    examples = [build.render_row(p.eval_rows, p.tokenizer, kit.config.data, i)
-                for i in range(count)]
     batches = loader.eval_batches(
-        examples, kit.shape[0], kit.shape[2])
+        p.eval_examples, kit.shape[0], kit.shape[2])
   if e.samples:
     from jaxpost import controller
     from jaxpost.evaluate import SampledEval
-    prompts = build.prompt_stream(p, p.eval_rows, count, shuffle=False)
-    count = min(count, len(prompts))
     sampled = SampledEval(
         Sampler(engine, run_key(kit.config.seed, 2)), p.pool,
-        tuple(prompts.prompt(i) for i in range(count)), e.samples,
-        e.pass_reward, e.temperature,
+        p.eval_prompts, e.samples, e.pass_reward, e.temperature,
         functools.partial(controller.to_groups, tokenizer=p.tokenizer),
         controller.sample_rows)
   return Evaluator(batches, sampled)
 
 
-def compile_all(kit: Kit, policy: Policy, reference, engine):
+def compile_all(kit: Kit, policy: Policy, reference, engine, evaluator):
   """Compiles every program before step 0, two at a time."""
   rows, micro, length = kit.shape
   sharding = kit.train.sharding((None, 'batch', None), (1, micro, 1))
   array = lambda dtype: jax.ShapeDtypeStruct(
       (rows // micro, micro, length), dtype, sharding=sharding)
   plain = Batch(*(array(jnp.int32) for _ in range(3)), array(jnp.float32))
-  full, old = plain, kit.config.grpo.updates_per_rollout > 1
+  full, old = plain, kit.config.rl.updates_per_rollout > 1
   if kit.on_policy:
     signal = dict(advantages=True, sampler_logprobs=True,
                   ref_logprobs=reference is not None, old_logprobs=old)
@@ -211,20 +212,20 @@ def compile_all(kit: Kit, policy: Policy, reference, engine):
   if reference:
     jobs.append(
         lambda: reference.score_program.compile(reference.params, plain))
-  evaluates = kit.prepared.eval_rows is not None and not kit.on_policy
-  if evaluates or kit.on_policy and old:
+  if evaluator and evaluator.batches or kit.on_policy and old:
     jobs.append(lambda: policy.score_program.compile(policy.params, plain))
-  if engine:
-    config = kit.config
-    lengths = [config.rollout.max_prompt_length]
-    if kit.on_policy:
-      lengths = kit.prepared.stream.lengths
-      jobs += engine.jobs(policy.params, lengths, config.rollout.group_size)
-    if evaluates and config.eval.samples:
-      jobs += engine.jobs(policy.params, lengths, config.eval.samples)
+  later = []  # shares programs with what is in `jobs`
+  if engine and kit.on_policy:
+    jobs += engine.jobs(policy.params, kit.prepared.stream.lengths,
+                        kit.config.rollout.group_size)
+  if engine and evaluator and evaluator.sampled:
+    sampled = evaluator.sampled
+    later = engine.jobs(policy.params, [len(p.tokens) for p in sampled.prompts],
+                        sampled.samples)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for done in [pool.submit(job) for job in jobs]:
-      done.result()
+    for some in jobs, later:
+      for done in [pool.submit(job) for job in some]:
+        done.result()
 
 
 def seal(ledger: Ledger):

@@ -14,6 +14,7 @@ import ml_collections
 from etils import epath
 
 from jaxpost import config as config_lib
+from jaxpost import optim, sharding
 from jaxpost.data import chat, hub, loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
@@ -22,6 +23,7 @@ from jaxpost.models import model as model_lib
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
 _ALGORITHMS = ('sft', 'grpo')
+_PARTS = ('ON_POLICY', 'make_objective', 'check_first_step')  # of all of them
 
 
 @dataclasses.dataclass
@@ -38,6 +40,8 @@ class Prepared:
   stream: object  # PackedStream or PromptStream
   eval_rows: sources.Rows | None
   pool: object = None  # RewardPool
+  eval_examples: tuple = ()  # whose loss is evaluated
+  eval_prompts: tuple = ()  # whose completions are
 
 
 def as_dict(config) -> dict:
@@ -66,6 +70,9 @@ def prepare_all(config: dict) -> list[Prepared]:
 def prepare(name: str, config: config_lib.Config) -> Prepared:
   """Everything about a stage that can be known without a device."""
   algorithm = load_algorithm(config.algorithm)
+  optim.check(config.optim.name, config.optim.weight_decay)
+  for phase, text in vars(config.mesh).items():
+    sharding.mesh_sizes(text, f'config.mesh.{phase}')
   if not config.data.path:
     raise InputError('config.data.path: is empty; name a file, a folder, '
                      'org/name or generated:arithmetic')
@@ -73,8 +80,9 @@ def prepare(name: str, config: config_lib.Config) -> Prepared:
   tokenizer = load_tokenizer(config.model, folder)
   if tokenizer.vocab_size > model_config.padded_vocab_size:
     raise InputError(
-        f'{tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '
-        f'{model_config.vocab_size} rows of the embedding')
+        f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
+        f'than the {model_config.vocab_size} rows of the embedding of '
+        f'{folder or config.model.preset}')
   rows = read_rows(config, config.data.path)
   evals = config.eval.data.path
   out = Prepared(
@@ -82,6 +90,8 @@ def prepare(name: str, config: config_lib.Config) -> Prepared:
       tokenizer, rows, None, read_rows(config, evals) if evals else None)
   samples = algorithm.ON_POLICY or (evals and config.eval.samples)
   out.stream = prompt_stream(out) if algorithm.ON_POLICY else row_stream(out)
+  if out.eval_rows is not None:
+    prepare_evaluation(out)
   if samples:
     check_sampling(config, algorithm.ON_POLICY)
     out.pool = reward_pool(config, rows)
@@ -100,6 +110,11 @@ def load_algorithm(name: str):
         f'config.algorithm: there is no {name!r}; built in: '
         f'{", ".join(_ALGORITHMS)}, or the path of a module of yours'
     ) from None
+  missing = [n for n in _PARTS if n not in vars(module)]
+  if missing:
+    raise InputError(
+        f'config.algorithm: {path} is no algorithm, it lacks {missing[0]}; it '
+        f'must have {", ".join(_PARTS)}')
   return module
 
 
@@ -137,12 +152,29 @@ def row_stream(p: Prepared):
   config, train = p.config, p.config.train
   render = functools.partial(render_row, p.rows, p.tokenizer, config.data)
   ready = [render(i) for i in range(min(len(p.rows), _CHECKED))]
-  return loader.PackedStream(
+  stream = loader.PackedStream(
       lambda i: ready[i] if i < len(ready) else render(i), len(p.rows),
       batch_size=train.batch_size, row_length=row_length(config, False),
       seed=config.seed, shuffle=config.data.shuffle,
       packing=config.data.packing, overlong=config.data.overlong,
       where=p.rows.where)
+  begin = stream.state()
+  next(stream)  # says so now if no row can be made
+  stream.restore(begin)
+  return stream
+
+
+def prepare_evaluation(p: Prepared):
+  """The held-out documents and prompts."""
+  rows, e = p.eval_rows, p.config.eval
+  count = min(len(rows), e.size)
+  if not p.algorithm.ON_POLICY:
+    p.eval_examples = tuple(
+        render_row(rows, p.tokenizer, p.config.data, i) for i in range(count))
+  if e.samples:
+    prompts = prompt_stream(p, rows, count, shuffle=False)
+    p.eval_prompts = tuple(
+        prompts.prompt(i) for i in range(min(count, len(prompts))))
 
 
 def render_row(rows, tokenizer, data, i):

@@ -53,15 +53,13 @@ class Checkpointer:
     self._folder = epath.Path(folder)
     if '://' not in str(folder):  # Orbax wants absolute paths
       self._folder = self._folder.expanduser().resolve()
-    self._keep = keep
-    self._keep_best = keep_best
+    self._keep, self._keep_best = keep, keep_best
     self._best_sign = 1 if best_mode == 'max' else -1
     self._async_save = async_save
-    atomicity = ocp.options.AtomicityOptions(
-      mode=ocp.options.AtomicityMode.COMMIT_FILE
-    )
-    handler = ocp.CompositeCheckpointHandler()
-    self._orbax = ocp.AsyncCheckpointer(handler, atomicity_options=atomicity)
+    self._orbax = ocp.AsyncCheckpointer(
+      ocp.CompositeCheckpointHandler(),
+      atomicity_options=ocp.options.AtomicityOptions(
+        mode=ocp.options.AtomicityMode.COMMIT_FILE))
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
     self._pending = None  # (step, future) of the save under way
     self._restored = None  # step this run goes on from
@@ -140,8 +138,7 @@ class Checkpointer:
     afresh over a damaged run is a decision for a person.
     """
     self.wait()
-    finished = any(self._is_sealed(s) for s in self._steps())
-    if not _from_process_0(int(finished)):
+    if not _from_process_0(len(finished_steps(self._folder))):
       return None
     return self._choose(None, lambda line: None)
 
@@ -193,11 +190,10 @@ class Checkpointer:
     newest = -1
     if jax.process_index() == 0:
       self._folder.mkdir(parents=True, exist_ok=True)
-      for other in self._steps():
-        if not self._is_sealed(other):
-          self._remove(other)
-        elif self._is_ours(other):
-          newest = max(newest, other)
+      finished = finished_steps(self._folder)
+      for other in set(_steps(self._folder)).difference(finished):
+        self._remove(other)
+      newest = max(filter(self._is_ours, finished), default=newest)
     newest = _from_process_0(newest)
     if newest >= step:
       raise errors.InputError(
@@ -211,7 +207,7 @@ class Checkpointer:
     return since is None or step <= since or step in self._saved
 
   def _prune(self, step):
-    steps = self._steps()
+    steps = _steps(self._folder)
     seals = {s: self._read_seal(s)[0] for s in steps if self._is_ours(s)}
     seals = {s: seal for s, seal in seals.items() if seal is not None}
     kept = {step, *sorted(seals)[-self._keep:]}
@@ -233,17 +229,6 @@ class Checkpointer:
     folder.rmtree()
 
   # Reading.
-
-  def _steps(self):
-    """Numbered folders, good or not, newest first."""
-    if not self._folder.exists():
-      return []
-    names = {path.name for path in self._folder.iterdir() if path.is_dir()}
-    steps = {int(name) for name in names if name.isascii() and name.isdigit()}
-    return sorted((s for s in steps if str(s) in names), reverse=True)
-
-  def _is_sealed(self, step):
-    return (self._folder / str(step) / _SEAL).exists()
 
   def _read_seal(self, step):
     """Returns (seal or None, what is wrong with it)."""
@@ -277,7 +262,7 @@ class Checkpointer:
     self.wait()
     chosen, problems = -1, []
     if jax.process_index() == 0:
-      steps = self._steps()
+      steps = _steps(self._folder)
       for candidate in steps if step is None else [step]:
         problem = self._damage(candidate) if candidate in steps else 'not there'
         if not problem:
@@ -327,6 +312,21 @@ class Checkpointer:
       args = ocp.args.Composite(state=args)
       arrays |= self._orbax.restore(folder, args=args)['state']
     return jax.tree.unflatten(treedef, [arrays[key] for key in wanted])
+
+
+def finished_steps(folder):
+  """Steps whose save was finished, newest first; looks at no contents."""
+  folder = epath.Path(folder)
+  return [s for s in _steps(folder) if (folder / str(s) / _SEAL).exists()]
+
+
+def _steps(folder):
+  """Numbered folders, good or not, newest first."""
+  if not folder.exists():
+    return []
+  names = {path.name for path in folder.iterdir() if path.is_dir()}
+  steps = {int(name) for name in names if name.isascii() and name.isdigit()}
+  return sorted((s for s in steps if str(s) in names), reverse=True)
 
 
 def _flatten(tree):

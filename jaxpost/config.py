@@ -17,10 +17,13 @@ from typing import Any
 from jaxpost.errors import InputError
 
 
-def _f(default, help_, *, lo=None, hi=None, choices=None):
-  """A field with its help text and what values it may take."""
+def _f(default, help_, *, lo=None, hi=None, choices=None, each=None):
+  """A field with its help text and what values it may take.
+
+  `each` is the type of the members of a tuple.
+  """
   return dataclasses.field(default=default, metadata=dict(
-      help=help_, lo=lo, hi=hi, choices=choices))
+      help=help_, lo=lo, hi=hi, choices=choices, each=each))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,7 @@ class RolloutSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class GrpoSection:
+class RlSection:
   kl_coef: float = _f(0.0, 'weight of the k3 KL to the reference', lo=0.0)
   clip_low: float = _f(0.2, 'ratio clipped at 1 - clip_low', lo=0.0, hi=1.0)
   clip_high: float = _f(0.2, 'ratio clipped at 1 + clip_high', lo=0.0)
@@ -158,17 +161,18 @@ class Config:
 
   seed: int = _f(0, 'decides weights, data order and draws', lo=0)
   algorithm: str = _f('sft', 'a module of jaxpost/algorithms, or pkg.module')
-  stages: tuple = _f((), 'names of blocks that override this one, in order')
+  stages: tuple = _f((), 'names of blocks that override this one, in order',
+                     each=str)
   init_from: str = _f('', 'RUN[@step]: start from the weights of another run')
   reward: Any = _f('', 'built-in name, pkg.module:fn or ./file.py:fn; several '
                    'as a tuple or with commas')
-  reward_weights: tuple = _f((), 'one per reward; () is 1 each')
+  reward_weights: tuple = _f((), 'one per reward; () is 1 each', each=float)
   model: ModelSection = ModelSection()
   data: DataSection = DataSection()
   train: TrainSection = TrainSection()
   optim: OptimSection = OptimSection()
   rollout: RolloutSection = RolloutSection()
-  grpo: GrpoSection = GrpoSection()
+  rl: RlSection = RlSection()
   rewards: RewardSection = RewardSection()
   mesh: MeshSection = MeshSection()
   eval: EvalSection = EvalSection()
@@ -191,14 +195,19 @@ def defaults() -> dict:
 def parse(config: Mapping) -> dict[str, Config]:
   """{stage name: Config}, in order; a run without `stages` has one."""
   config = dict(config)
-  names = tuple(config.get('stages') or ())
-  blocks = {}
+  names = _check('config.stages', config.get('stages') or (), tuple,
+                 Config.__dataclass_fields__['stages'].metadata)
+  blocks = {k: v for k, v in config.items()
+            if k not in _FIELDS and isinstance(v, Mapping)}
   for name in names:
-    if not isinstance(config.get(name), Mapping):
-      raise InputError(
-          f'config.stages: there is no block config.{name}; blocks: '
-          f'{", ".join(k for k, v in config.items() if k not in _FIELDS)}')
-    blocks[name] = config.pop(name)
+    if name in _FIELDS:
+      raise InputError(f'config.stages: {name!r} is a field of every config; '
+                       'give the stage another name')
+    if name not in blocks:
+      raise InputError(f'config.stages: there is no block config.{name}; '
+                       f'blocks: {", ".join(blocks) or "none"}')
+  if names:  # a block that no stage names may wait for its turn
+    config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
   if not names:
     return {base.algorithm.rpartition('.')[2]: base}
@@ -207,7 +216,7 @@ def parse(config: Mapping) -> dict[str, Config]:
   for name, block in blocks.items():
     _build(Config, block, f'config.{name}')  # names the block in its errors
     stages[name] = _build(Config, _merge(plain, block), 'config')
-  return stages
+  return {name: stages[name] for name in names}
 
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
@@ -256,6 +265,10 @@ def _check(name: str, value, kind, meta: types.MappingProxyType):
     raise InputError(
         f'{name}: want {kind.__name__}, got {value!r} '
         f'({type(value).__name__})')
+  if kind is tuple:
+    limits = {**meta, 'each': None}
+    return tuple(_check(f'{name}[{i}]', x, meta['each'], limits)
+                 for i, x in enumerate(value))
   if kind is float and not math.isfinite(value):
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:

@@ -1,10 +1,13 @@
 """The host process: its allocator, its compile cache, its signals."""
 
 import ctypes
+import itertools
 import os
 import pathlib
 import signal
 import threading
+
+from jaxpost.errors import Preempted
 
 # glibc's mallopt parameters, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
@@ -45,10 +48,17 @@ def use_compile_cache(folder: str = '') -> str:
 
 
 class StopSignal:
-  """SIGTERM and SIGINT: finish the step, save, leave with exit code 42."""
+  """SIGTERM and SIGINT: finish the step, save, leave with exit code 42.
 
-  def __init__(self):
+  With `at_once` there is no step to finish, as before the first one: Preempted
+  is raised where the signal arrives. One of these may stand inside another.
+  """
+
+  _calls = itertools.count()  # of all stages: their steps start anew
+
+  def __init__(self, at_once=False):
     self.received = None
+    self._at_once = at_once
     self._old = {}
 
   def __enter__(self):
@@ -57,9 +67,11 @@ class StopSignal:
         self._old[number] = signal.signal(number, self._note)
     return self
 
-  def __exit__(self, *_):
+  def __exit__(self, kind, *_):
     for number, handler in self._old.items():
       signal.signal(number, handler)
+    if kind is None and self.received is not None:  # after the last look
+      signal.raise_signal(self.received)
 
   def _note(self, number, frame):
     del frame
@@ -67,11 +79,14 @@ class StopSignal:
       signal.signal(number, self._old[number])
       signal.raise_signal(number)
     self.received = number
+    if self._at_once:
+      raise Preempted(
+          'told to stop between two steps; run the same command to go on')
 
-  def reached(self, step: int) -> bool:
-    """The same answer on every process."""
+  def reached(self) -> bool:
+    """To be asked once a step: the same answer on every process."""
     import jax
     if jax.process_count() > 1:
       from jax.experimental import multihost_utils
-      return multihost_utils.reached_preemption_sync_point(step)
+      return multihost_utils.reached_preemption_sync_point(next(self._calls))
     return self.received is not None

@@ -5,9 +5,11 @@ the checkpoint of that step, so that a resume finds both or neither, and the
 stream is read only after the step before it was dispatched.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import math
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -76,12 +78,14 @@ def run_stage(stage: Stage, start: int):
   """Runs the steps after `start`, the number of those done."""
   run = _Progress(stage)
   stage.chrono.pop()  # compilation is no step's time
-  with StopSignal() as stop:
+  with StopSignal() as stop, contextlib.ExitStack() as leave:
+    leave.callback(faulthandler.cancel_dump_traceback_later)
     if start == 0 and stage.evaluate:
       run.evaluate(0)
     for step in range(start + 1, stage.steps + 1):
       if stage.watchdog_s:
-        faulthandler.dump_traceback_later(stage.watchdog_s, exit=True)
+        faulthandler.dump_traceback_later(
+            stage.watchdog_s, exit=True, file=sys.__stderr__)
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):
@@ -93,7 +97,7 @@ def run_stage(stage: Stage, start: int):
       run.pending = step, metrics, item, stage.chrono.pop()
       if step == start + 1:
         run.first(step)
-      leaving = stop.reached(step)
+      leaving = stop.reached()
       last = step == stage.steps
       if last or stage.eval_every and step % stage.eval_every == 0:
         run.evaluate(step)
@@ -101,14 +105,12 @@ def run_stage(stage: Stage, start: int):
           stage.save_every and step % stage.save_every == 0):
         run.save(step)
       stage.checkpointer.check()
-      if leaving and not last:
+      if leaving:
         stage.checkpointer.wait()
-        faulthandler.cancel_dump_traceback_later()
         raise Preempted(
             f'{stage.name}: told to stop, saved at step {step}; run the same '
             'command to go on')
     run.log_pending()
-    faulthandler.cancel_dump_traceback_later()
 
 
 class _Progress:

@@ -18,6 +18,8 @@ class Compute:
     float32; 'float32' is the exact mode of tests and parity (without HIGHEST
     an accelerator would use TF32 or bfloat16 passes).
   residual: type of the residual stream and other activations.
+  cache: type that keys and values are stored in, rounded to `dtype` before.
+    XLA:CPU updates float32 in place but widens and narrows a bfloat16 array.
   unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
   remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
   q_chunk: rows of queries attended at a time.
@@ -26,9 +28,10 @@ class Compute:
 
   dtype: str = 'bfloat16'
   residual: str = 'float32'
+  cache: str = 'float32'
   unroll: bool = True
   remat: str = 'none'
-  q_chunk: int = 64
+  q_chunk: int = 128
   head_elements: int = 2**25
 
 
@@ -37,7 +40,7 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
   if platform == 'cpu':
     return Compute(dtype=dtype, remat=remat)
   return Compute(
-      dtype=dtype, residual=dtype, unroll=False, remat=remat, q_chunk=1024,
+      dtype=dtype, residual=dtype, cache=dtype, unroll=False, remat=remat, q_chunk=1024,
       head_elements=2**30)
 
 

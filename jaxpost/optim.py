@@ -31,6 +31,18 @@ def make_optimizer(name: str, schedule, options: dict, decay_mask):
     options: values by optax's argument names (b1, b2, eps, weight_decay).
     decay_mask: tree of bool, the parameters that weight decay applies to.
   """
+  check(name, options['weight_decay'])
+  make = vars(optax)[name]
+  takes = inspect.signature(make).parameters
+  chosen = {k: v for k, v in options.items() if k in takes}
+  for mask in ('mask', 'weight_decay_mask'):
+    if mask in takes and 'weight_decay' in takes:
+      chosen[mask] = decay_mask
+  return make(schedule, **chosen)
+
+
+def check(name: str, weight_decay: float):
+  """InputError where there is no such optimizer, or it takes no decay."""
   public = [n for n, v in vars(optax).items()
             if not n.startswith('_') and inspect.isfunction(v)
             and 'learning_rate' in inspect.signature(v).parameters]
@@ -40,16 +52,10 @@ def make_optimizer(name: str, schedule, options: dict, decay_mask):
         f'config.optim.name: optax has no optimizer {name!r}; ' +
         (f'did you mean {", ".join(near)}?' if near else
          f'known: {", ".join(sorted(public))}'))
-  make = vars(optax)[name]
-  takes = inspect.signature(make).parameters
-  if options.get('weight_decay') and 'weight_decay' not in takes:
+  takes = inspect.signature(vars(optax)[name]).parameters
+  if weight_decay and 'weight_decay' not in takes:
     raise InputError(
         f'config.optim.weight_decay: optax.{name} takes none; use adamw')
-  chosen = {k: v for k, v in options.items() if k in takes}
-  for mask in ('mask', 'weight_decay_mask'):
-    if mask in takes and 'weight_decay' in takes:
-      chosen[mask] = decay_mask
-  return make(schedule, **chosen)
 
 
 def decayed(axes: dict):

@@ -66,6 +66,12 @@ def render(plan: dict) -> rich.table.Table:
   return table
 
 
+def read(path, stages: list[str]) -> list[dict]:
+  """The plans of these stages, as they were when these ran."""
+  plans = json.loads(path.read_text()) if path.exists() else []
+  return [p for p in plans if p['stage'] in stages]
+
+
 def write(path, plans: list[dict]):
   metrics.write_atomic(path, json.dumps(plans, indent=1))
 

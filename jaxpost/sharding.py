@@ -7,6 +7,7 @@ the two. What design documents call pjit is `jax.jit` with shardings.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -38,23 +39,32 @@ def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
 
   One size may be -1: whatever is left. `key` names the config field in errors.
   """
-  sizes = dict.fromkeys(AXES, 1)
-  for item in filter(None, text.replace(' ', '').split(',')):
-    name, _, size = item.partition('=')
-    if name not in AXES or not size.lstrip('-').isdigit():
-      raise InputError(
-          f'{key}: cannot read {item!r} in {text!r}; write for example '
-          f'"fsdp=-1,tensor=2" with the axes {", ".join(AXES)}')
-    sizes[name] = int(size)
+  sizes = mesh_sizes(text, key)
   free = [name for name, size in sizes.items() if size == -1]
   fixed = math.prod(size for size in sizes.values() if size != -1)
-  if fixed <= 0 or len(free) > 1 or num_devices % fixed or (
-      not free and fixed != num_devices):
+  if num_devices % fixed or (not free and fixed != num_devices):
     raise InputError(
         f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
         f'multiply to {num_devices}, and one of them may be -1')
   if free:
     sizes[free[0]] = num_devices // fixed
+  return sizes
+
+
+def mesh_sizes(text: str, key: str) -> dict[str, int]:
+  """The size of every axis as written: what can be read without a device."""
+  sizes = dict.fromkeys(AXES, 1)
+  for item in filter(None, text.replace(' ', '').split(',')):
+    name, _, size = item.partition('=')
+    if name not in AXES or not re.fullmatch('-?[0-9]+', size):
+      raise InputError(
+          f'{key}: cannot read {item!r} in {text!r}; write for example '
+          f'"fsdp=-1,tensor=2" with the axes {", ".join(AXES)}')
+    sizes[name] = int(size)
+  wrong = [n for n in sizes.values() if n < 1 and n != -1]
+  if wrong or list(sizes.values()).count(-1) > 1:
+    raise InputError(
+        f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
   return sizes
 
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import rich.console
 from etils import epath
 
-from jaxpost import assemble, build, loop, metrics, plan, report
-from jaxpost.checkpoint import Checkpointer
+from jaxpost import assemble, build, config as config_lib
+from jaxpost import host, loop, metrics, plan, report
+from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
 from jaxpost.models import hf
 from jaxpost.programs import train as programs
@@ -35,24 +36,53 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   raw = build.as_dict(config)
   workdir = epath.Path(workdir).expanduser()
   console = console or rich.console.Console()
-  check_same_run(workdir, raw, console)
-  prepared = build.prepare_all(raw)
-  last = prepared[-1]
-  log = last.config.log
-  try:
-    with metrics.MetricsWriter(
-        workdir, tensorboard=log.tensorboard, wandb=log.wandb,
-        primary=jax.process_index() == 0, print_every=log.every,
-        console=console) as writer:
-      _run_stages(prepared, workdir, writer, console)
-      warnings = writer.watch.warnings
-  finally:
-    for p in prepared:
-      if p.pool:
-        p.pool.close()
+  configs = config_lib.parse(raw)
+  check_same_run(workdir, configs, console)
+  if is_finished(workdir, configs):
+    console.out(f'{workdir}: was finished before', highlight=False)
+    return json.loads((workdir / 'summary.json').read_text())
+  with host.StopSignal(at_once=True):
+    prepared = build.prepare_all(raw)
+    try:
+      first = next(iter(configs.values()))
+      if first.init_from:
+        parse_init_from(first.init_from)
+      # From here on devices are used.
+      kits = [assemble.make_kit(p) for p in prepared]
+      if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / 'summary.json').unlink(missing_ok=True)
+        metrics.write_atomic(
+            workdir / 'config.json', json.dumps(_spelled(raw), indent=1))
+      return _finish(workdir, console, prepared, start, _run_stages(
+          kits, workdir, console))
+    finally:
+      for p in prepared:
+        if p.pool:
+          p.pool.close()
+
+
+def policy_and_stream(config) -> tuple:
+  """The parts of a run with one stage, for a loop of your own.
+
+  `policy.update(next(stream).batch)` is a step. Of an on-policy algorithm the
+  stream is a `Controller`, which has `sampler`, `prompts`, `pool` and the
+  rest. Nothing is written; `stream.close()` ends workers and threads.
+  """
+  raw = build.as_dict(config)
+  names = list(config_lib.parse(raw))
+  if len(names) > 1:
+    raise InputError(f'config.stages: {", ".join(names)} are several; a loop '
+                     'of your own drives one')
+  kit = assemble.make_kit(build.prepare_all(raw)[0])
+  return assemble.make_parts(kit, initial_params(kit, None, []))[:2]
+
+
+def _finish(workdir, console, prepared, start, warnings) -> dict:
+  """summary.json, which says that the run is finished, and the report."""
   paths = {'metrics': str(workdir / 'metrics.jsonl'),
            'report': str(workdir / 'report.html')}
-  if last.config.save.export:
+  if prepared[-1].config.save.export:
     paths['export'] = str(workdir / 'export')
   figures = {**report.figures(workdir),
              'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}
@@ -64,43 +94,83 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   return summary
 
 
-def _run_stages(prepared, workdir, writer, console):
-  """All stages, each with the weights of the one before."""
-  plans, params = [], None
-  for i, p in enumerate(prepared):
-    kit = assemble.make_kit(p)
-    if params is None:
-      params = initial_params(kit, workdir, prepared[:i])
-    stage = assemble.assemble(kit, workdir, writer, params)
-    del params
-    plans.append(plan.make_plan(
-        p.name, p.model.config, {'train': kit.train, 'rollout': kit.rollout},
-        kit.shape[0] * kit.shape[2], kit.ledger.rows))
-    if jax.process_index() == 0:
-      plan.write(workdir / 'plan.json', plans)
-      console.print(plan.render(plans[-1]))
-    try:
-      done = loop.resume(stage)
-      writer.start_stage(p.name, stage.steps, done)
-      loop.run_stage(stage, done)
-      stage.checkpointer.wait()
+def _run_stages(kits, workdir, console) -> list[dict]:
+  """What is left of the stages, and the export; the warnings."""
+  log, save = kits[-1].config.log, kits[-1].config.save
+  done = stages_done(kits, workdir)
+  params, plans = None, plan.read(
+      workdir / 'plan.json', [kit.prepared.name for kit in kits[:done]])
+  with metrics.MetricsWriter(
+      workdir, tensorboard=log.tensorboard, wandb=log.wandb,
+      primary=jax.process_index() == 0, print_every=log.every,
+      console=console) as writer:
+    for i, kit in enumerate(kits[done:], done):
+      if params is None:
+        params = initial_params(kit, workdir, kits[:i])
+      stage = assemble.assemble(kit, workdir, writer, params)
+      del params
+      try:
+        plans.append(plan.make_plan(
+            stage.name, kit.prepared.model.config,
+            {'train': kit.train, 'rollout': kit.rollout},
+            kit.shape[0] * kit.shape[2], kit.ledger.rows))
+        if jax.process_index() == 0:
+          plan.write(workdir / 'plan.json', plans)
+          console.print(plan.render(plans[-1]))
+        before = loop.resume(stage)
+        writer.start_stage(stage.name, stage.steps, before)
+        loop.run_stage(stage, before)
+      finally:
+        stage.stream.close()
+        stage.checkpointer.close()  # waits for a save under way
+      params = stage.policy.params
+      del stage
+      gc.collect()  # the optimizer state goes before the next stage's comes
+    if save.export:
+      if params is None:
+        params = initial_params(kits[-1], workdir, kits)
+      assemble.export(kits[-1].prepared, workdir / 'export', params)
+    if done == len(kits):  # nobody has looked at the rows
+      for row in metrics.read_rows(writer.path):
+        if row['split'] == 'train':
+          writer.watch.check(row['stage'], row['step'], row)
+    return writer.watch.warnings
+
+
+def stages_done(kits, workdir) -> int:
+  """How many of the stages, from the first on, have made all their steps."""
+  for i, kit in reversed(list(enumerate(kits))):
+    folder = workdir / 'checkpoints' / kit.prepared.name
+    steps = finished_steps(folder)
+    if not steps:
+      continue
+    if steps[0] < kit.config.train.steps:
+      return i
+    checkpointer = Checkpointer(folder)
+    try:  # a damaged newest one means that some steps are to be made again
+      return i + (checkpointer.latest() >= kit.config.train.steps)
     finally:
-      stage.stream.close()
-    params = stage.policy.params
-    if p is prepared[-1] and p.config.save.export:
-      stage.policy.export(workdir / 'export')
-    stage.checkpointer.close()
-    del stage, kit
-    gc.collect()  # the optimizer state goes before the next stage's comes
+      checkpointer.close()
+  return 0
+
+
+def is_finished(workdir, configs: dict) -> bool:
+  """Whether nothing is left to do; asks no device."""
+  name, config = list(configs.items())[-1]
+  steps = finished_steps(workdir / 'checkpoints' / name)
+  exported = not config.save.export or (workdir / 'export').exists()
+  return bool(steps) and steps[0] >= config.train.steps and exported and (
+      workdir / 'summary.json').exists()
 
 
 def initial_params(kit, workdir, before) -> dict:
-  """The weights a stage starts from, in its training layout."""
+  """The weights after the stages `before`, in the training layout of `kit`."""
   p, model = kit.prepared, kit.prepared.model
   shardings = model.shardings(kit.train)
   dtype = jnp.dtype(p.config.model.param_dtype)
   if before:
-    folder, step = workdir / 'checkpoints' / before[-1].name, None
+    last = before[-1].prepared
+    folder, step = workdir / 'checkpoints' / last.name, last.config.train.steps
   elif p.config.init_from:
     folder, step = parse_init_from(p.config.init_from)
   elif p.folder:
@@ -137,30 +207,63 @@ def parse_init_from(text: str) -> tuple:
   return found[-1], int(step) if step else None
 
 
-def check_same_run(workdir, raw: dict, console):
-  """Writes config.json, or compares with the one of the run being resumed."""
+def check_same_run(workdir, configs: dict, console):
+  """Shows what changed since the run began; refuses what would corrupt it.
+
+  Stages of which nothing is saved may change in any way.
+  """
   path = workdir / 'config.json'
-  mine = json.loads(json.dumps(raw, default=str))
-  if path.exists():
-    changes = difference(json.loads(path.read_text()), mine)
-    for key, (old, new) in changes.items():
-      console.print(f'config.{key}: {old!r} in {path}, now {new!r}')
-    stages = set(mine.get('stages') or ())
-    bad = [k for k in changes if not _is_free(k, stages)]
-    if bad:
-      raise InputError(
-          f'{workdir}: config.{bad[0]} differs from the run that is being '
-          f'resumed ({changes[bad[0]][0]!r}, now {changes[bad[0]][1]!r}); '
-          'set it back or choose another --workdir')
-  if jax.process_index() == 0:
-    workdir.mkdir(parents=True, exist_ok=True)
-    metrics.write_atomic(path, json.dumps(mine, indent=1))
+  if not path.exists():
+    return
+  try:
+    old = config_lib.parse(json.loads(path.read_text()))
+  except InputError as e:
+    raise InputError(
+        f'{path}: is of another version ({e}); choose another --workdir'
+    ) from e
+  done = {n: finished_steps(workdir / 'checkpoints' / n) for n in old}
+  begun = [name for name, steps in done.items() if steps]
+  if begun != list(configs)[:len(begun)]:
+    raise InputError(
+        f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
+        f'stay the first, not {", ".join(configs)}; set them back or choose '
+        'another --workdir')
+  for name, config in configs.items():
+    changes = difference(
+        _spelled(vars(old[name])), _spelled(vars(config))
+    ) if name in old else {}
+    for key, (was, now) in changes.items():
+      if key != 'stages':
+        console.out(f'config.{key} of {name}: {was!r} in {path}, now {now!r}',
+                    highlight=False)
+    for key in changes if name in begun else ():
+      _refuse(workdir, name, key, *changes[key], name == begun[-1],
+              done[name][0])
 
 
-def _is_free(key: str, stages: set) -> bool:
-  first, _, rest = key.partition('.')
-  key = rest if first in stages else key
-  return any(key == f or key.startswith(f + '.') for f in _FREE)
+def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
+  """InputError where a stage that has begun cannot go on with a change."""
+  free = key == 'stages' or any(
+      key == f or key.startswith(f + '.') for f in _FREE)
+  if key == 'train.steps' and (not newest or now < done):
+    raise InputError(
+        f'config.train.steps: {now} of {stage}, but {workdir} holds its step '
+        f'{done}' + ('' if newest else ' and a later stage has begun from it')
+        + f'; set it back to {was} or choose another --workdir')
+  if not free:
+    raise InputError(
+        f'{workdir}: config.{key} of {stage} differs from the run that is '
+        f'being resumed ({was!r}, now {now!r}); set it back or choose another '
+        '--workdir')
+
+
+def _spelled(value):
+  """What JSON makes of a config; functions by name, the same each time."""
+  def spell(x):
+    if dataclasses.is_dataclass(x):
+      return vars(x)
+    return f'{x.__module__}:{x.__qualname__}' if callable(x) else str(x)
+  return json.loads(json.dumps(value, default=spell))
 
 
 def difference(old, new, prefix='') -> dict:

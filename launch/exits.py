@@ -4,6 +4,7 @@
 preempted and saved (run the same command again), 1 a bug of ours (traceback).
 """
 
+import functools
 import os
 import sys
 import traceback
@@ -20,10 +21,15 @@ CONFIG_ERRORS = (
 )
 
 
-def run(main, argv=None):
-  """Parses the flags, calls main(argv) and ends the process."""
+def run(main, argv=None, words=0):
+  """Parses the flags, calls main(argv) and ends the process.
+
+  `words`: how many arguments that are no flags the command takes.
+  """
   try:
-    app.run(main, argv=argv, flags_parser=parse)
+    app.run(
+      main, argv=argv, flags_parser=functools.partial(parse, words=words)
+    )
   except (
     errors.InputError, errors.NoCheckpointError, errors.Preempted
   ) as error:
@@ -31,7 +37,7 @@ def run(main, argv=None):
     sys.exit(error.exit_code)
 
 
-def parse(argv):
+def parse(argv, words=0):
   """absl's flag parsing; what is wrong with them becomes an InputError."""
   try:
     rest = flags.FLAGS(argv)
@@ -42,9 +48,9 @@ def parse(argv):
     raise
   except CONFIG_ERRORS as error:
     raise errors.InputError(_one_line(error, argv)) from error
-  if len(rest) > 1:
+  if len(rest) > 1 + words:
     raise errors.InputError(
-      f'{rest[1]!r} is no flag; flags are written --name=value'
+      f'{rest[1 + words]!r} is no flag; flags are written --name=value'
     )
   return rest
 

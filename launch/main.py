@@ -39,7 +39,7 @@ def main(argv=None):
     sys.exit(0)
   # Config flags look for their overrides in sys.argv.
   sys.argv = [f'jaxpost {verb}', *rest]
-  exits.run(module.main, sys.argv)
+  exits.run(module.main, sys.argv, words=1 if verb == 'bench' else 0)
 
 
 def usage():

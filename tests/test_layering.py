@@ -29,7 +29,8 @@ ROWS = (
   ('rollout',),
   ('roles',),
   ('algorithms', 'evaluate', 'testing'),
-  ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan'),
+  ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
+   'bench', 'inference'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
@@ -37,7 +38,9 @@ ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 SAME_ROW = {
   'build': ('config',),
   'assemble': ('build', 'controller', 'loop', 'plan'),
-  'stages': ('assemble', 'build', 'loop', 'plan'),
+  'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
+  'bench': ('assemble', 'build', 'config', 'loop'),
+  'inference': ('assemble', 'build', 'config'),
 }
 
 # Who may import a dependency; the rest of the tree goes through them.

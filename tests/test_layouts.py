@@ -9,8 +9,8 @@ import tempfile
 
 import pytest
 
-LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'data=4,tensor=2',
-           'fsdp=4,tensor=2', 'data=2,fsdp=2,tensor=2']
+LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
+           'data=2,fsdp=2,tensor=2']
 
 
 @pytest.fixture(scope='module')

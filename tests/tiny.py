@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpost.config import defaults
 from jaxpost.matmul import Compute
 from jaxpost.matmul import einsum
+from jaxpost.models import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig
 from jaxpost.sharding import make_layout
 
-EXACT = Compute(dtype='float32')
+EXACT = Compute(dtype='float32', q_chunk=64)
 
 
 def config(**fields) -> ModelConfig:
@@ -73,3 +75,55 @@ def logits(model, weights, ids, **kwargs):
 
 def largest(x) -> float:
   return float(np.max(np.abs(np.asarray(x))))
+
+
+def folder(path, **fields):
+  """Writes a Hugging Face folder for the 'bytes' tokenizer; its path."""
+  shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16,
+               num_layers=1, num_heads=2, num_kv_heads=1)
+  model = model_lib.build(config(**{**shape, **fields}))
+  hf.save(path, model, params(model))
+  return str(path)
+
+
+def merged(base, over):
+  """`over` on top of nested dict `base`."""
+  out = dict(base)
+  for key, value in over.items():
+    inner = isinstance(value, dict) and isinstance(out.get(key), dict)
+    out[key] = merged(out[key], value) if inner else value
+  return out
+
+
+def run_config(model, **over):
+  """A config, as nested dicts: SFT of sums that takes a second."""
+  task = 'generated:arithmetic:max=99,ops=+'
+  return merged(defaults(), merged(dict(
+      model=dict(path=model, tokenizer='bytes', dtype='float32'),
+      data=dict(path=f'{task},split=train,size=200'),
+      train=dict(steps=6, batch_size=2, row_length=64),
+      optim=dict(lr=3e-3), save=dict(export=False),
+      log=dict(tensorboard=False, watchdog_s=300.0),
+      rollout=dict(max_prompt_length=32, max_new_tokens=4),
+      eval=dict(size=8)), over))
+
+
+def grpo_config(model, **over):
+  """GRPO towards small tokens, graded in this process."""
+  return run_config(model, **merged(dict(
+      algorithm='grpo', reward=low_share, train=dict(row_length=0),
+      rollout=dict(prompts=4, group_size=4)), over))
+
+
+def low_share(completion_ids, **columns):
+  """The share of tokens below 64 in each completion."""
+  del columns
+  return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
+
+
+def config_file(path, config):
+  """Writes nested dicts as a config file for the launchers."""
+  path.write_text(
+      'import ml_collections\n\n\ndef get_config():\n'
+      f'  return ml_collections.ConfigDict({config!r})\n')
+  return path

@@ -17,8 +17,8 @@ ON_POLICY = True
 
 
 def make_objective(config) -> Objective:
-  """The loss of one token, from the `grpo` and `rollout` blocks."""
-  options = config.grpo
+  """The loss of one token, from the `rl` and `rollout` blocks."""
+  options = config.rl
 
   def surrogate(outputs, arrays):
     logprobs = outputs.logprobs
@@ -48,7 +48,7 @@ def advantages(rewards, config) -> tuple[np.ndarray, dict]:
   valid = np.isfinite(rewards)
   flat = advantages_lib.uniform(rewards, valid)
   values = advantages_lib.group_relative(
-      rewards, valid, scale=config.grpo.scale_rewards)
+      rewards, valid, scale=config.rl.scale_rewards)
   kept = rewards[valid]
   spread = [r[v].std(ddof=1) for r, v in zip(rewards, valid) if v.sum() > 1]
   return values, {
@@ -111,7 +111,7 @@ def check_first_step(metrics, config):
   The policy is the reference and the old policy: ratio 1, nothing clipped,
   KL 0, and the sampler's log-probs are the trainer's.
   """
-  if config.grpo.updates_per_rollout > 1 or not metrics['ratio']:
+  if config.rl.updates_per_rollout > 1 or not metrics['ratio']:
     return  # already moved, or every sample was masked
   exact = config.model.dtype == 'float32'
   limits = {

@@ -170,7 +170,7 @@ def _loop(plan, grad, hidden, head, order, labels, weights, arrays):
   _, metrics = jax.eval_shape(plan.objective, outs, arrays)
   sums = {name: jnp.zeros((), jnp.float32) for name in metrics}
   acc = (jnp.zeros((rows, length + pad, width), hidden.dtype),
-         jnp.zeros(head.shape, jnp.float32)) if grad else ()
+         jnp.zeros(head.shape[::-1], jnp.float32)) if grad else ()
   total, sums, outs, acc = jax.lax.fori_loop(
       0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
   back = jnp.argsort(order[:, :length], axis=1)
@@ -179,7 +179,7 @@ def _loop(plan, grad, hidden, head, order, labels, weights, arrays):
   if grad:
     d_hidden = jnp.take_along_axis(
         acc[0][:, :length], back[..., None], axis=1)
-    acc = (d_hidden, acc[1])
+    acc = (d_hidden, acc[1].T)
   return total, sums, outs, acc
 
 
@@ -224,5 +224,6 @@ def _chunk(plan, grad, h, head, labels, weights, arrays):
     d_logits -= g.entropy[..., None] * probs * (logits - lse + ent[..., None])
   d_logits = d_logits / plan.temperature
   d_h = einsum('bcv,vd->bcd', d_logits, head, dtype)
-  d_head = einsum('bcv,bcd->vd', d_logits, h, dtype)
+  # [D, V]: the form that XLA:CPU contracts without copying d_logits.
+  d_head = einsum('bcd,bcv->dv', h, d_logits, dtype)
   return loss, metrics, outputs, (d_h, d_head)

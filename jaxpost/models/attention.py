@@ -18,7 +18,8 @@ def causal(q, k, v, segment_ids, compute: Compute):
   """Causal attention inside each document of a packed row.
 
   Queries go in chunks, each against the keys up to its own end, so that half
-  of the products is never computed and [T, T] never exists.
+  of the products is never computed and [T, T] never exists. Heads come before
+  time, so that a chunk is one contiguous matrix per head and row.
 
   Args:
     q: [B, T, H, h]; k, v: [B, T, K, h]; segment_ids: [B, T].
@@ -28,22 +29,22 @@ def causal(q, k, v, segment_ids, compute: Compute):
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
-  q = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
+  shape = batch, length, kv_heads, heads // kv_heads, size
+  q = (q.reshape(shape) / math.sqrt(size)).swapaxes(1, 2)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
   out = []
   for start in range(0, length, compute.q_chunk):
     end = min(start + compute.q_chunk, length)
     mask = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
     mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
-    out.append(_attend(
-        q[:, start:end], k[:, :end], v[:, :end], mask[:, None, None], compute))
-  return jnp.concatenate(out, axis=1).reshape(batch, length, heads, size)
-
-
-def _attend(q, k, v, mask, compute):
-  scores = einsum('btkgh,bskh->bkgts', q, k, compute.dtype)
-  scores = jnp.where(mask, scores / math.sqrt(q.shape[-1]), _NEVER)
-  weights = jax.nn.softmax(scores, axis=-1)
-  return einsum('bkgts,bskh->btkgh', weights, v, compute.dtype)
+    scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end], k[:, :, :end],
+                    compute.dtype)
+    weights = jax.nn.softmax(
+        jnp.where(mask[:, None, :, None], scores, _NEVER), axis=-1)
+    out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, :end],
+                      compute.dtype))
+  out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
+  return out.reshape(batch, length, heads, size)
 
 
 def cached(q, k_cache, v_cache, lengths, compute: Compute):
@@ -58,11 +59,13 @@ def cached(q, k_cache, v_cache, lengths, compute: Compute):
   """
   batch, _, heads, size = q.shape
   kv_heads, room = k_cache.shape[1:3]
+  kind = k_cache.dtype.name  # holds values of the operand type, see Compute
+  q = (q / math.sqrt(size)).astype(compute.dtype)
   q = q.reshape(batch, kv_heads, heads // kv_heads, size)
-  scores = einsum('bkgh,bksh->bkgs', q, k_cache, compute.dtype)
+  scores = einsum('bkgh,bksh->bkgs', q, k_cache, kind)
   mask = jnp.arange(room) < lengths[:, None]
-  scores = jnp.where(
-      mask[:, None, None], scores / math.sqrt(size), _NEVER)
-  weights = jax.nn.softmax(scores, axis=-1)
-  out = einsum('bkgs,bksh->bkgh', weights, v_cache, compute.dtype)
+  weights = jax.nn.softmax(
+      jnp.where(mask[:, None, None], scores, _NEVER), axis=-1)
+  out = einsum(
+      'bkgs,bksh->bkgh', weights.astype(compute.dtype), v_cache, kind)
   return out.reshape(batch, 1, heads, size)

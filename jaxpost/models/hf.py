@@ -289,9 +289,10 @@ def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
     dtype: of the stored tensors; by default that of the parameters.
   """
-  check_target(folder)
-  dtype = np.dtype(dtype or jnp.result_type(*jax.tree.leaves(params)))
   writes = jax.process_index() == 0
+  if writes:
+    check_target(folder)
+  dtype = np.dtype(dtype or jnp.result_type(*jax.tree.leaves(params)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
     _write_weights(staged, model, params, dtype, max_shard_bytes)
     if writes:

@@ -57,7 +57,8 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   table = {
       'embed': Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
                      'model.embed_tokens.weight'),
-      'layers/attention_norm': stacked((d,), (None,), 'input_layernorm', 'ones'),
+      'layers/attention_norm': stacked((d,), (None,), 'input_layernorm',
+                                       'ones'),
       'layers/q': stacked((d, h, size), ('embed', 'heads', None),
                           'self_attn.q_proj'),
       'layers/k': stacked((d, k, size), ('embed', 'kv_heads', None),
@@ -230,7 +231,8 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
 
   def attend(q, k, v):
     out = attention.causal(q, k, v, segment_ids, compute)
-    pair = [y.swapaxes(1, 2).astype(compute.dtype) for y in (k, v)]
+    pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache)
+            for y in (k, v)]
     return out, pair
 
   x, kept = _run(params, x, positions, attend, cfg, compute, constrain)
@@ -253,6 +255,7 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
   for i, p in enumerate(weights['layers']):
 
     def attend(q, k, v, i=i):
+      k, v = k.astype(compute.dtype), v.astype(compute.dtype)
       ks[i] = write_rows(ks[i], k[:, 0], positions)
       vs[i] = write_rows(vs[i], v[:, 0], positions)
       out = attention.cached(
@@ -268,15 +271,18 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
 def write_rows(cache, rows, positions):
   """cache[s, :, positions[s]] = rows[s]; cache [S, K, length, h], in place.
 
-  bfloat16 goes through its bits: XLA:CPU has no bfloat16 scatter and would
-  widen the whole cache to float32 and back.
+  A position past the end writes the last entry of its own slot: only slots
+  that are done get there.
   """
-  dtype = cache.dtype
-  rows = rows.astype(dtype)
-  if dtype == jnp.bfloat16:
-    cache, rows = (
-        jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (cache, rows))
-  slots = jnp.arange(cache.shape[0])
-  cache = cache.at[slots, :, positions].set(
-      rows, mode='drop', unique_indices=True)
-  return jax.lax.bitcast_convert_type(cache, dtype)
+  rows = rows.astype(cache.dtype)[:, :, None]
+  if jax.default_backend() != 'cpu':
+    return jax.vmap(
+        lambda c, r, at: jax.lax.dynamic_update_slice(c, r, (0, at, 0)))(
+            cache, rows, positions)
+
+  def write(s, cache):  # XLA:CPU's scatter copies
+    return jax.lax.dynamic_update_slice(
+        cache, jax.lax.dynamic_slice_in_dim(rows, s, 1),
+        (s, 0, positions[s], 0))
+
+  return jax.lax.fori_loop(0, cache.shape[0], write, cache)

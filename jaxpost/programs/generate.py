@@ -66,7 +66,7 @@ def empty_state(model: Model, slots: int, length: int, new_tokens: int,
   def init():
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
     cache = lambda: tuple(
-        jnp.zeros(shape, compute.dtype) for _ in range(cfg.num_layers))
+        jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
     float32 = jnp.float32
     return DecodeState(
         Cache(cache(), cache()),
@@ -115,12 +115,8 @@ def make_insert(layout: Layout, ledger: Ledger) -> Program:
     room = prefix.cache.k[0].shape[2]
 
     def fork(old, rows):
-      bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16)
-      narrow = old.dtype == jnp.bfloat16  # moved as bits, see write_rows
-      a, b = (bits(old), bits(rows)) if narrow else (old, rows)
-      head = jnp.where(new[:, None, None, None], b[source], a[:, :, :room])
-      a = jax.lax.dynamic_update_slice_in_dim(a, head, 0, axis=2)
-      return jax.lax.bitcast_convert_type(a, old.dtype) if narrow else a
+      head = jnp.where(new[:, None, None, None], rows[source], old[:, :, :room])
+      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
 
     def pick(value, old):
       mask = new.reshape(-1, *(1,) * (old.ndim - 1))
@@ -151,13 +147,12 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
   the host can look at while the next call runs.
   """
 
-  def step(weights, state):
+  def step(weights, state, uniform):
     head = model.head(weights)
     logits = einsum('sd,vd->sv', state.hidden, head, compute.dtype)
     if model.config.vocab_size < head.shape[0]:
       real = jnp.arange(head.shape[0]) < model.config.vocab_size
       logits = jnp.where(real, logits, sampling_lib._HIDE)
-    uniform = sampling_lib.uniforms(state.keys, state.positions)
     tokens, logp, behaviour = sampling_lib.draw(
         logits, state.sampling, uniform)
     state = record(state, tokens, logp, behaviour)
@@ -169,8 +164,12 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
         positions=state.positions + 1)
 
   def generate(weights, state):
+    # All numbers of the block at once: the generator is a loop of its own.
+    positions = state.positions + jnp.arange(steps)[:, None]
+    uniform = jax.vmap(
+        lambda p: sampling_lib.uniforms(state.keys, p))(positions)
     state = jax.lax.fori_loop(
-        0, steps, lambda _, s: step(weights, s), state)
+        0, steps, lambda i, s: step(weights, s, uniform[i]), state)
     return state, state.active | False
 
   def flops(weights, state):
@@ -206,11 +205,17 @@ def make_prepare(model: Model, layout: Layout, compute: Compute,
   def prepare(params):
     cast = jax.tree.map(
         lambda x, p: narrow(x, p, compute), params, nest(model.table))
+    if apart:
+      cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
     return unstack_layers(cast, model.config.num_layers)
 
+  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
+  apart = compute.cache != compute.dtype and model.config.tie_embeddings
   layers = {
       k.split('/')[1]: layout.sharding(p.axes[1:], p.shape[1:])
       for k, p in model.table.items() if p.stacked}
   shardings = {**model.shardings(layout),
                'layers': [layers] * model.config.num_layers}
+  if apart:
+    shardings['head'] = shardings['embed']
   return Program('reshard', prepare, ledger, shardings)

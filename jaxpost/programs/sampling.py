@@ -51,7 +51,11 @@ def draw(logits, sampling: Sampling, uniform):
       jnp.any(truncates & ~greedy), _truncate, lambda w, *_: w,
       weights, total, sampling)
   drawn, kept_total = _invert(kept, uniform)
-  tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn)
+  # An argmax over the vocabulary costs more than the draw on CPU.
+  tokens = jax.lax.cond(
+      jnp.any(greedy),
+      lambda: jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn),
+      lambda: drawn)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   scaled = picked - top[:, 0]
   logprobs = scaled - jnp.log(total)

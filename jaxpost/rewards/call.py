@@ -96,8 +96,8 @@ def call(reward, arguments):
     if hasattr(values, 'tolist'):  # an array of numpy or torch
       values = values.tolist()
     return _checked(values, size)
-  except RewardError:
-    raise
+  except RewardError as error:
+    raise RewardError(f'{error} ({reward.file})') from None
   except BaseException as error:  # the user's code may raise anything
     raise RewardError(describe(error)) from error
 

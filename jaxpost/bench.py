@@ -1,0 +1,168 @@
+"""The standard workload: SFT, sampling and GRPO of two small Qwen3 shapes.
+
+Documents of 32 to 512 random tokens (log-normal), prompts of 60, AdamW. It
+runs the stages that `launch.train` runs, on data made up in memory.
+"""
+
+import dataclasses
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost import assemble, build, config as config_lib, testing
+from jaxpost.data.loader import PackedStream
+from jaxpost.loop import Stage
+from jaxpost.metrics import MetricsWriter
+from jaxpost.models import families, model as model_lib
+from jaxpost.programs import probe, train as programs
+from jaxpost.rewards.pool import RewardPool
+
+PROMPT = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """As the flags of launch/bench.py."""
+
+  shape: str = 'xs'
+  batch: int = 16
+  steps: int = 5
+  new: int = 128
+  samples: int = 0
+  ragged: bool = False
+  mean: int = 64
+  bf16: bool = False
+
+
+def even_words(completions, **columns):
+  """Reward of the GRPO workload: even numbers among the first 32 words."""
+  del columns
+  return [float(sum(int(w) % 2 == 0 for w in c.split()[:32]))
+          for c in completions]
+
+
+def run(what: str, options: Options, workdir) -> dict:
+  """One JSON-able record of figures; `what` is sft, sample or grpo."""
+  figures = {'sft': sft, 'sample': sample, 'grpo': grpo}[what](
+      options, workdir)
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+  return dict(
+      peer='jaxpost', what=what, shape=options.shape, bf16=options.bf16,
+      jax=jax.__version__, device=jax.devices()[0].device_kind,
+      **figures, max_rss_mib=round(peak / 2**20))
+
+
+def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
+  """The stage that a config for this workload would give."""
+  on_policy = what != 'sft'
+  config = config_lib.parse(dict(
+      algorithm='grpo' if on_policy else 'sft', reward='even_words',
+      model=dict(preset=o.shape,
+                 dtype='bfloat16' if o.bf16 else 'float32'),
+      data=dict(path='random'),
+      train=dict(steps=o.steps + 2, batch_size=o.batch,
+                 row_length=0 if on_policy else 512),
+      optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
+      rollout=dict(prompts=max(1, o.batch // 8), group_size=8,
+                   max_prompt_length=64, max_new_tokens=o.new),
+      rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
+      mesh=dict(rollout='data=-1' if jax.device_count() > 1 else ''))
+  )['grpo' if on_policy else 'sft']
+  model = model_lib.build(families.PRESETS[o.shape])
+  vocab = model.config.vocab_size
+  stops = (1, *range(3, 3 + vocab // o.mean)) if o.ragged else (1,)
+  lengths = testing.document_lengths(4096)
+  stream = testing.RandomPrompts(
+      config.rollout.prompts, PROMPT, vocab) if on_policy else PackedStream(
+          lambda i: testing.random_example(lengths[i], vocab, i), 4096,
+          batch_size=o.batch, row_length=512, seed=0)
+  pool = RewardPool(
+      f'{__name__}:even_words', workers=1) if what == 'grpo' else None
+  prepared = build.Prepared(
+      what, config, build.load_algorithm(config.algorithm), None, model,
+      testing.IntTokenizer(vocab, stops), None, stream, None, pool)
+  kit = assemble.make_kit(prepared)
+  params = programs.random_params(
+      model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
+  if what == 'sample':
+    return kit, params
+  writer = MetricsWriter(workdir, tensorboard=False, primary=False)
+  return kit, assemble.assemble(kit, workdir, writer, params)
+
+
+def sft(o: Options, workdir) -> dict:
+  """Real tokens a second, after the first two steps."""
+  kit, stage = make_stage('sft', o, workdir)
+  times, cpu, tokens = [], [], []
+  for _ in range(o.steps + 2):
+    item = next(stage.stream)
+    start, busy = time.perf_counter(), time.process_time()
+    jax.block_until_ready(stage.policy.update(item.batch))
+    times.append(time.perf_counter() - start)
+    cpu.append(time.process_time() - busy)
+    tokens.append(item.info['tokens'])
+  stage.stream.close()
+  real = sum(tokens[2:]) / sum(times[2:])
+  dtype = jnp.bfloat16 if o.bf16 else jnp.float32
+  rate = probe.matmul_rate(dtype)
+  return dict(
+      step_s=float(np.mean(times[2:])), cpu_s=float(np.mean(cpu[2:])),
+      real_tokens_per_s=real, matmul_gflops=rate / 1e9,
+      share_of_matmul=3 * stage.flops_per_token * real / rate,
+      all=[round(t, 3) for t in times], **memory(kit, 'update'))
+
+
+def memory(kit, program: str) -> dict:
+  row = next(r for r in kit.ledger.rows if r['program'] == program)
+  return dict(compile_s=row['compile_s'],
+              temp_mib=row['temp_bytes'] / 2**20,
+              argument_mib=row['argument_bytes'] / 2**20)
+
+
+def sample(o: Options, workdir) -> dict:
+  """Tokens a second; --batch in flight, --samples in all."""
+  o = dataclasses.replace(o, samples=o.samples or o.batch)
+  kit, params = make_stage('sample', o, workdir)
+  engine = assemble.make_engine(kit, slots=o.batch)
+  engine.load(params, 0)
+  source = testing.RandomPrompts(
+      o.samples, PROMPT, kit.prepared.model.config.vocab_size)
+  times, counts, occupancy = [], [], []
+  key = assemble.run_key(0, 1)
+  for step in range(o.steps + 1):
+    prompts, _ = next(source)
+    start = time.perf_counter()
+    rollout = engine(prompts, group_size=1, run_key=key, step=step)
+    times.append(time.perf_counter() - start)
+    counts.append(int(rollout.lengths.sum()))
+    occupancy.append(rollout.occupancy)
+  rates = [n / t for n, t in zip(counts[1:], times[1:])]
+  return dict(
+      wall_s=float(np.median(times[1:])), first_s=times[0], tokens=counts[-1],
+      tokens_per_s=float(np.median(rates)), slot_occupancy=occupancy[-1])
+
+
+def grpo(o: Options, workdir) -> dict:
+  """Seconds a step, and what each phase takes of it."""
+  kit, stage = make_stage('grpo', o, workdir)
+  phases = []
+  stage.chrono.pop()
+  for _ in range(o.steps + 2):
+    with stage.chrono('data'):
+      item = next(stage.stream)
+    with stage.chrono('update'):
+      metrics = stage.policy.update(item.batch)
+      jax.block_until_ready(metrics['loss'])
+    phases.append(stage.chrono.pop())
+  stage.stream.close()
+  named = {k: float(np.median([p[k] for p in phases[1:]])) for k in phases[0]}
+  step = named['time/step']
+  known = sum(v for k, v in named.items() if k not in ('time/step',
+                                                       'time/data'))
+  return dict(
+      step_s=step, completions_per_step=o.batch,
+      controller_share=(step - known) / step, **named,
+      all=[round(p['time/step'], 3) for p in phases], **memory(kit, 'update'))

@@ -1,0 +1,379 @@
+"""Trained weights without the run that trained them: load, sample, evaluate.
+
+Model and tokenizer come from a run's config.json, or from a Hugging Face
+folder; data, rewards and the mesh of the run are not looked at. Also shows
+what a config reads, for which no weights are made.
+
+Legend: N prompts, n samples a prompt.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from rich import text as rich_text
+
+from jaxpost import assemble, build
+from jaxpost import config as config_lib
+from jaxpost.checkpoint import Checkpointer, finished_steps
+from jaxpost.data import chat, preview, sources
+from jaxpost.errors import InputError, NoCheckpointError
+from jaxpost.matmul import compute_for
+from jaxpost.models import hf, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.programs import train as programs
+from jaxpost.programs.compile import Ledger
+from jaxpost.rewards import builtin
+from jaxpost.roles import Policy
+from jaxpost.rollout.native import NativeEngine, SamplerConfig
+from jaxpost.sharding import Layout, make_layout
+from jaxpost.types import Prompt, Rollout, TrainState
+
+_COUNTED = 512  # rows behind the table of lengths
+_IDS = 24  # token ids shown of a row
+
+
+def to_stderr(line):
+  print(line, file=sys.stderr)
+
+
+@dataclasses.dataclass
+class Weights:
+  """Parameters, and what is needed to use them."""
+
+  prepared: build.Prepared  # without data, algorithm and rewards
+  params: dict  # in `layout`
+  layout: Layout
+  step: int  # updates behind them
+
+
+def load(run='', model='', stage='', step=None, config=None,
+         warn=to_stderr) -> Weights:
+  """`from_run` or `from_folder`, whichever of the two is named."""
+  if bool(run) == bool(model):
+    raise InputError('give one of --run=DIR and --model=FOLDER')
+  if run:
+    return from_run(run, stage, step, warn)
+  if step is not None:
+    raise InputError('--step: a model folder has no steps; it goes with --run')
+  return from_folder(model, config, stage or 'model')
+
+
+def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
+  """A checkpoint of a run.
+
+  Args:
+    run: folder of the run.
+    stage: '' is the last one that has a checkpoint.
+    step: None is the newest good one.
+    warn: gets one line where damaged steps were passed over.
+  """
+  run = epath.Path(run).expanduser()
+  configs = run_config(run)
+  name, step = find_step(run, list(configs), stage, step, warn)
+  p = prepare_model(name, configs[name])
+  layout = make_layout('fsdp=-1', 'train')
+  dtype = jnp.dtype(p.config.model.param_dtype)
+  template = jax.tree.map(
+      lambda shape, s: jax.ShapeDtypeStruct(shape, dtype, sharding=s),
+      p.model.shapes(), p.model.shardings(layout),
+      is_leaf=lambda x: isinstance(x, tuple))
+  with _checkpoints(run, name) as checkpointer:
+    params = checkpointer.restore_params(template, step, warn=warn)
+  return Weights(p, params, layout, step)
+
+
+def from_folder(folder, config=None, name='model') -> Weights:
+  """The weights of a Hugging Face folder (or org/name), used as `config` says.
+
+  Without a config they are computed with in float32 on CPU, in bfloat16
+  elsewhere.
+  """
+  if config is None:
+    dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
+    config = config_lib.Config(
+        model=config_lib.ModelSection(dtype=dtype, param_dtype=dtype))
+  section = dataclasses.replace(config.model, path=str(folder))
+  p = prepare_model(name, dataclasses.replace(config, model=section))
+  layout = make_layout('fsdp=-1', 'train')
+  params = hf.load_params(
+      p.folder, p.model, p.model.shardings(layout),
+      jnp.dtype(section.param_dtype))
+  return Weights(p, params, layout, 0)
+
+
+def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
+  """{stage: Config} of what config.json in a run's folder says."""
+  path = run / 'config.json'
+  if not path.exists():
+    raise InputError(
+        f'{run}: not the folder of a run (it has no config.json); name the '
+        'folder that training was given as --workdir')
+  try:
+    raw = json.loads(path.read_text())
+  except ValueError as e:
+    raise InputError(f'{path}: bad JSON: {e}') from e
+  if not isinstance(raw, dict) or 'algorithm' not in raw:
+    raise InputError(
+        f'{path}: not the config of a run; a Hugging Face folder is given as '
+        '--model')
+  return config_lib.parse(raw)
+
+
+def pick(stages: dict, stage: str, where):
+  """(name, Config) of a stage; '' is the last."""
+  if stage and stage not in stages:
+    raise InputError(
+        f'{where}: has no stage {stage!r}; it has {", ".join(stages)}')
+  name = stage or list(stages)[-1]
+  return name, stages[name]
+
+
+def find_step(run, names, stage, step, warn) -> tuple[str, int]:
+  """(stage, step) of a checkpoint; arguments as in `from_run`."""
+  pick(dict.fromkeys(names), stage, run)
+  for name in [stage] if stage else reversed(names):
+    folder = run / 'checkpoints' / name
+    there = finished_steps(folder)
+    if there:
+      break
+  else:
+    raise NoCheckpointError(
+        f'{run}: no checkpoint of {stage or "any stage"} was finished there')
+  if step is None:
+    with _checkpoints(run, name) as checkpointer:
+      step = checkpointer.latest()
+    if step != there[0]:
+      warn(f'checkpoint: using step {step} of {folder}; {there[0]} is damaged')
+  elif step not in there:
+    raise NoCheckpointError(
+        f'{folder}: step {step} is not there; there is '
+        f'{", ".join(map(str, there))}')
+  return name, step
+
+
+def _checkpoints(run, name):
+  return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
+
+
+def prepare_model(name: str, config: config_lib.Config) -> build.Prepared:
+  """Model and tokenizer of a stage, and nothing else of it."""
+  folder, cfg = build.model_files(config.model)
+  tokenizer = build.load_tokenizer(config.model, folder)
+  if tokenizer.vocab_size > cfg.padded_vocab_size:
+    raise InputError(
+        f'{tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '
+        f'{cfg.vocab_size} rows of the embedding')
+  return build.Prepared(name, config, None, folder, model_lib.build(cfg),
+                        tokenizer, None, None, None)
+
+
+def export(weights: Weights, folder):
+  """Writes a Hugging Face folder that `transformers` loads."""
+  assemble.export(weights.prepared, folder, weights.params)
+
+
+# ------------------------------------------------------------------- samples
+
+
+def make_prompts(weights: Weights, texts=(), file='', as_chat=None):
+  """`Prompt`s of the rows of `file`, then of `texts`.
+
+  Args:
+    file: any data with the column prompt, messages or text.
+    as_chat: texts are what a user says (None: if the tokenizer has a
+      template); else the model goes on with them.
+  """
+  tokenizer, data = weights.prepared.tokenizer, weights.prepared.config.data
+  as_chat = bool(tokenizer.chat_template) if as_chat is None else as_chat
+  read = [sources.read(file)] if file else []
+  if texts:
+    read.append(sources.read('--prompt', fake_rows=[
+        {'prompt': text} for text in texts]))
+  prompts = []
+  for row, where in [(r[i], r.where(i)) for r in read for i in range(len(r))]:
+    if 'text' in row and not {'prompt', 'messages'} & set(row):
+      row = {'prompt': row['text']}  # a line of a .txt file
+    text = row.get('prompt')
+    if as_chat and isinstance(text, str):
+      row = {**row, 'prompt': [{'role': 'user', 'content': text}]}
+    plain = isinstance(row.get('prompt'), str)
+    prompt = chat.prompt_of(row, where, '' if plain else data.system_prompt)
+    tokens = chat.encode_prompt(tokenizer, prompt, row, where)
+    prompts.append(Prompt(len(prompts), tokens, prompt, row))
+  return prompts
+
+
+def complete(weights: Weights, prompts, *, n=1, seed=0, max_new_tokens=128,
+             temperature=1.0, top_k=0, top_p=1.0, mesh='data=-1') -> Rollout:
+  """n completions of each prompt; temperature 0 is greedy."""
+  p = weights.prepared
+  engine = NativeEngine(
+      p.model, SamplerConfig(
+          slots=min(len(prompts) * n, 64),
+          max_prompt=max(len(x.tokens) for x in prompts),
+          max_new_tokens=max_new_tokens, stop_ids=p.tokenizer.stop_ids,
+          temperature=temperature, top_k=top_k, top_p=top_p),
+      make_layout(mesh, 'rollout', '--mesh'),
+      compute_for(jax.default_backend(), p.config.model.dtype, 'none'),
+      Ledger())
+  engine.load(weights.params, weights.step)
+  return engine(prompts, group_size=n, run_key=assemble.run_key(seed, 3),
+                step=0)
+
+
+def completion_rows(rollout: Rollout, tokenizer) -> list[dict]:
+  """One JSON-able row a completion."""
+  rows, size = [], len(rollout.lengths) // len(rollout.prompts)
+  for i, length in enumerate(map(int, rollout.lengths)):
+    prompt = rollout.prompts[i // size]
+    # Alone, some tokenizers drop the space that a completion begins with.
+    before = tokenizer.decode(prompt.tokens)
+    ids = rollout.completions[i, :length]
+    whole = tokenizer.decode([*prompt.tokens, *ids])
+    text = whole[len(before):] if whole.startswith(before) else (
+        tokenizer.decode(ids))
+    rows.append(dict(
+        prompt=prompt.prompt, sample=i % size, completion=text,
+        tokens=length, finished=bool(rollout.finished[i]),
+        logprob=round(float(rollout.logprobs[i, :length].sum()), 4)))
+  return rows
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def evaluate(weights: Weights, config: config_lib.Config,
+             mesh='data=-1') -> dict:
+  """The metrics that training with `config` evaluates, as it does."""
+  held_out, samples = config.eval.data.path, config.eval.samples
+  if not held_out:
+    raise InputError(
+        'config.eval.data.path: is empty, so there is nothing to evaluate; '
+        'name held-out data')
+  algorithm = build.load_algorithm(config.algorithm)
+  if algorithm.ON_POLICY and not samples:
+    raise InputError(
+        f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
+        ' is evaluated by its samples; set how many a prompt')
+  rows = build.read_rows(config, held_out)
+  p = dataclasses.replace(
+      weights.prepared, config=_on_these_devices(
+          config, algorithm.ON_POLICY, weights.layout, mesh),
+      algorithm=algorithm, rows=rows, eval_rows=rows)
+  build.prepare_evaluation(p)
+  if samples:
+    build.check_sampling(config, False)
+    p.pool = build.reward_pool(config, rows)
+  try:
+    kit = assemble.make_kit(p)
+    score = programs.make_score(
+        p.model, kit.train, kit.compute, kit.ledger,
+        temperature=kit.objective.temperature)
+    policy = Policy(
+        p.model, TrainState(np.int32(weights.step), weights.params, None),
+        kit.train, kit.shape[1], None, score, None)
+    evaluator = assemble.make_evaluator(
+        kit, assemble.make_engine(kit) if p.pool else None)
+    metrics, _ = evaluator(policy, weights.step)
+  finally:
+    if p.pool:
+      p.pool.close()
+  return dict(data=held_out, rows=min(len(rows), config.eval.size), **metrics)
+
+
+def _on_these_devices(config, on_policy, layout, mesh):
+  """The config with a mesh and a batch that fit, whatever the run had."""
+  train, shards = config.train, layout.batch_shards
+  rows = train.micro_batch_size or train.batch_size
+  micro = 0 if on_policy else -(-rows // shards) * shards
+  return dataclasses.replace(
+      config, mesh=config_lib.MeshSection(rollout=mesh),
+      train=dataclasses.replace(train, micro_batch_size=micro))
+
+
+# ------------------------------------------------------------------- preview
+
+
+def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
+  """Rich renderables: model, `rows` rows as the model sees them, rewards."""
+  p = prepare_model(name, config)
+  p.algorithm = build.load_algorithm(config.algorithm)
+  if not config.data.path:
+    raise InputError('config.data.path: is empty; name a file, a folder, '
+                     'org/name or generated:arithmetic')
+  p.rows = build.read_rows(config, config.data.path)
+  held_out = config.eval.data.path
+  count = transformer.num_params(p.model.config)
+  out = [
+      rich_text.Text(
+          f'{name}: {config.algorithm}, {config.train.steps} steps', 'bold'),
+      f'model: {config.model.path or config.model.preset}, {count:,} '
+      f'parameters, {p.tokenizer.vocab_size} tokens of {p.tokenizer.source}',
+      f'data: {len(p.rows)} rows of {config.data.path}']
+  if p.rows.dropped:
+    out[-1] += f', {p.rows.dropped} more dropped by config.data.map'
+  if held_out:
+    read = build.read_rows(config, held_out)
+    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} '
+               f'rows of {held_out}')
+  on_policy = p.algorithm.ON_POLICY
+  out += _show_prompts(p, rows) if on_policy else _show_rows(p, rows)
+  if on_policy or held_out and config.eval.samples:
+    out += _show_rewards(p)
+  return out
+
+
+def _show_rows(p, count) -> list:
+  examples = [build.render_row(p.rows, p.tokenizer, p.config.data, i)
+              for i in range(min(max(count, _COUNTED), len(p.rows)))]
+  length = build.row_length(p.config, False)
+  *shown, _ = preview.preview(examples[:count] or examples[:1], p.tokenizer)
+  out = []
+  for i, row in enumerate(shown[:count]):
+    out += [_heading(p.rows.where(i), examples[i].tokens), row]
+  table = preview.preview(examples, p.tokenizer, length)[-1]
+  table.title = f'the first {len(examples)} rows'
+  return [*out, table]
+
+
+def _show_prompts(p, count) -> list:
+  prompts = build.prompt_stream(p, shuffle=False)
+  out = []
+  for i in range(min(count, len(prompts))):
+    prompt = prompts.prompt(i)
+    out += [_heading(f'prompt {i}', prompt.tokens), rich_text.Text(
+        p.tokenizer.decode(prompt.tokens, skip_special=False), 'dim')]
+    for key, value in prompt.columns.items():
+      out.append(f'  {key} = {repr(value)[:200]}')
+  lengths = prompts.lengths
+  return [*out, f'{len(lengths)} prompts of {min(lengths)} to {max(lengths)} '
+          f'tokens, median {np.median(lengths):.0f}; {prompts.skipped} longer '
+          f'than {p.config.rollout.max_prompt_length} are left out']
+
+
+def _show_rewards(p) -> list:
+  config = p.config
+  build.check_sampling(config, p.algorithm.ON_POLICY)
+  pool = build.reward_pool(config, p.rows)  # imports every function
+  pool.close()
+  specs = config.rewards_tuple()
+  weights = config.reward_weights or [1.0] * len(specs)
+  where = [builtin.locate(s) if isinstance(s, str) else 'in this process'
+           for s in specs]
+  return [f'reward: {name} ({place}), weight {weight:g}'
+          for name, place, weight in zip(pool.names, where, weights)]
+
+
+def _heading(place, tokens):
+  """Where a row stands, its length and its first token ids."""
+  place = f'...{place[-37:]}' if len(place) > 40 else place
+  ids = ' '.join(map(str, tokens[:_IDS].tolist()))
+  more = ' ...' if len(tokens) > _IDS else ''
+  return rich_text.Text.assemble(
+      (f'{place}: {len(tokens)} tokens', 'bold'), f'  {ids}{more}')

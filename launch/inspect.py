@@ -1,0 +1,42 @@
+"""Shows what a config reads and trains on; makes no weights, trains nothing.
+
+  python -m launch.inspect --config=configs/quickstart.py
+  python -m launch.inspect --config=my.py --stage=grpo --rows=8
+  jaxpost inspect --config=my.py --config.data.path=train.jsonl
+
+For each stage the first rows as the model will see them: the rendered
+template, token ids, trained tokens green and the rest dim, then lengths and
+packing. For a stage that samples: the prompts, the columns that the reward
+functions get, and these functions, imported where they will run.
+"""
+
+import logging
+
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'Config file, FILE.py[:args].', lock_config=True)
+_ROWS = flags.DEFINE_integer('rows', 3, 'Rows of each stage.', lower_bound=0)
+_STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
+flags.mark_flags_as_required(['config'])
+
+
+def main(argv):
+  del argv
+  logging.getLogger().setLevel(logging.WARNING)
+  import rich.console
+  from jaxpost import build, config, inference
+  stages = config.parse(build.as_dict(_CONFIG.value))
+  if _STAGE.value:
+    stages = dict([inference.pick(stages, _STAGE.value, '--config')])
+  console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
+  for name, stage in stages.items():
+    for part in inference.show_stage(name, stage, _ROWS.value):
+      console.print(part)
+    console.print()
+
+
+if __name__ == '__main__':
+  from . import exits
+  exits.run(main)

@@ -1,0 +1,523 @@
+"""What a user can get wrong: one line that names it and says what to do.
+
+Most cases call what the launcher calls and look at the InputError; those in
+processes of their own look at exit code and stderr. There JAX has no platform,
+so that touching a device would end with a traceback.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost import assemble
+from jaxpost import stages
+from jaxpost.errors import InputError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+GOOD = '{"prompt": "1+1=", "completion": "2"}'
+REWARDS = '''
+import time
+
+def fine(completions, **columns):
+  return [1.0] * len(completions)
+
+def raises(completions, **columns):
+  raise KeyError('gold')
+
+def hangs(completions, **columns):
+  time.sleep(600)
+
+def not_a_number(completions, **columns):
+  return [float('nan')] * len(completions)
+
+def too_short(completions, **columns):
+  return [1.0]
+
+def needs_more(completions, gold):
+  return [1.0] * len(completions)
+
+constant = 7
+'''
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+  """An empty folder to be in, with reward functions in rewards.py."""
+  folder = tmp_path / 'place'
+  folder.mkdir()
+  (folder / 'rewards.py').write_text(REWARDS)
+  (folder / 'breaks.py').write_text('raise OSError("no GPU here")\n')
+  (folder / 'train.jsonl').write_text(GOOD + '\n')
+  monkeypatch.chdir(folder)
+  return folder
+
+
+def said(config, workdir) -> str:
+  """The line of the InputError that a run ends with."""
+  with pytest.raises(InputError) as caught:
+    stages.run(config, workdir)
+  line = str(caught.value)
+  assert caught.value.exit_code == 2
+  assert line and '\n' not in line and len(line) < 700, line
+  return line
+
+
+def refused(config, workdir, monkeypatch, devices=False) -> str:
+  """The same, before anything is compiled or written."""
+  def compiled(*unused):
+    raise AssertionError('got as far as compiling')
+  monkeypatch.setattr(assemble, 'assemble', compiled)
+  if not devices:
+    monkeypatch.setattr(assemble, 'make_kit', compiled)
+  line = said(config, workdir)
+  assert not workdir.exists()
+  return line
+
+
+# name: (grpo or sft, what is changed, what the line must hold)
+FIELDS = {
+    'unknown key': ('sft', dict(sede=1), 'config.sede: .*config.seed'),
+    'unknown key in a block': (
+        'sft', dict(train=dict(step=1)), 'config.train.step: .*train.steps'),
+    'unknown key in a block in a block': (
+        'sft', dict(eval=dict(data=dict(paht='x'))),
+        'config.eval.data.paht: .*config.eval.data.path'),
+    'unknown key in a stage': (
+        'sft', dict(stages=('a',), a=dict(optim=dict(lrr=1.0))),
+        'config.a.optim.lrr: .*lr'),
+    'text for a number': (
+        'sft', dict(train=dict(steps='10')), "train.steps: want int, got '10'"),
+    'float for an int': (
+        'sft', dict(train=dict(steps=10.0)), 'train.steps: want int, got 10.0'),
+    'bool for an int': (
+        'sft', dict(seed=True), 'config.seed: want int, got True'),
+    'text for a tuple': (
+        'sft', dict(reward_weights='1,2'), 'reward_weights: want tuple'),
+    'text for tuple of stages': (
+        'sft', dict(stages='sft'), 'config.stages: want tuple'),
+    'a number for a block': (
+        'sft', dict(train=3), 'config.train: want a block'),
+    'nan': ('sft', dict(optim=dict(lr=float('nan'))), 'optim.lr: nan is not'),
+    'infinity': ('sft', dict(optim=dict(lr=float('inf'))), 'optim.lr: inf is'),
+    'negative': ('sft', dict(optim=dict(lr=-1.0)), 'optim.lr: -1.0 is below'),
+    'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),
+    'no choice': ('sft', dict(data=dict(overlong='trunkate')),
+                  "data.overlong: 'trunkate'.*did you mean 'truncate'"),
+    'stage called like a block': (
+        'sft', dict(stages=('rl',)), "'rl' is a field of every config"),
+    'stage without block': (
+        'sft', dict(stages=('sft', 'grop'), sft={}), 'no block config.grop'),
+    'algorithm': ('sft', dict(algorithm='sff'), "no 'sff'.*sft, grpo"),
+    'algorithm of a user': (
+        'sft', dict(algorithm='my.module'), "config.algorithm: .*'my.module'"),
+    'not an algorithm': ('sft', dict(algorithm='json.decoder'),
+                         'config.algorithm: json.decoder .*ON_POLICY'),
+    'preset': ('sft', dict(model=dict(path='', preset='tinny')),
+               "model.preset: .*'tinny'.*tiny"),
+    'optimizer': ('sft', dict(optim=dict(name='adamv')),
+                  "optim.name: .*'adamv'.*adamw"),
+    'optimizer without decay': (
+        'sft', dict(optim=dict(name='adam', weight_decay=0.1)),
+        'optim.weight_decay: optax.adam takes none; use adamw'),
+    'mesh axis': ('sft', dict(mesh=dict(train='model=2')),
+                  "config.mesh.train: .*'model=2'.*data, fsdp, tensor"),
+    'mesh unreadable': ('sft', dict(mesh=dict(train='fsdp:2')),
+                        "mesh.train: cannot read 'fsdp:2'"),
+    'mesh size': ('sft', dict(mesh=dict(rollout='data=--1')),
+                  "mesh.rollout: cannot read 'data=--1'"),
+    'mesh with two rests': ('sft', dict(mesh=dict(train='fsdp=-1,data=-1')),
+                            'mesh.train: .*one of them may be -1'),
+    'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')),
+                        'mesh.train: .*sizes are 1 or more'),
+    'no data': ('sft', dict(data=dict(path='')), 'config.data.path: is empty'),
+    'rows shorter than two': (
+        'sft', dict(train=dict(row_length=1)), 'row_length=1 at least 2'),
+    'no reward': ('grpo', dict(reward=''), 'config.reward: is empty'),
+    'group of one': ('grpo', dict(rollout=dict(group_size=1)),
+                     'rollout.group_size: .*at least 2'),
+    'rows too short to roll out': (
+        'grpo', dict(train=dict(row_length=20)),
+        'train.row_length: 20 .* = 36; raise it'),
+    'prompts too long': (
+        'grpo', dict(rollout=dict(max_prompt_length=3)),
+        'all 200 prompts are longer than max_prompt_length=3'),
+    'weights of rewards': (
+        'grpo', dict(reward_weights=(1.0, 2.0)),
+        'reward_weights: 2 weights for 1 rewards'),
+    'weight of text': (
+        'grpo', dict(reward_weights=('1',)), "config.reward_weights.0.: want float, got '1'"),
+    'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is a int'),
+    'reward unknown': ('grpo', dict(reward='exact_mach'),
+                       "exact_mach.*exact_match"),
+    'reward without module': (
+        'grpo', dict(reward='my_rewards:fn'), "no module 'my_rewards'"),
+    'reward without file': (
+        'grpo', dict(reward='./reward.py:fine'), 'no file ./reward.py'),
+    'reward without function': (
+        'grpo', dict(reward='./rewards.py:fin'),
+        "rewards.py has no 'fin'; it has fine"),
+    'reward that is none': (
+        'grpo', dict(reward='./rewards.py:constant'),
+        'constant is a int, not a function'),
+    'reward that cannot be imported': (
+        'grpo', dict(reward='./breaks.py:fine'),
+        'raised OSError: no GPU here at .*breaks.py:1'),
+    'reward that needs another column': (
+        'grpo', dict(reward='./rewards.py:needs_more'),
+        "needs_more .*rewards.py.*needs the column 'gold', the data has: .*answ"
+    ),
+    'init_from no run': ('sft', dict(init_from='.'),
+                         'config.init_from: . is not the folder of a run'),
+    'init_from no step': ('sft', dict(init_from='.@x'),
+                          "config.init_from: 'x' in '.@x' is no step"),
+}
+
+
+@pytest.mark.parametrize('case', FIELDS)
+def test_field(case, model, place, monkeypatch):
+  kind, change, wanted = FIELDS[case]
+  base = tiny.run_config(model) if kind == 'sft' else tiny.grpo_config(
+      model, reward='exact_match', rewards=dict(workers=1))
+  line = refused(
+      tiny.merged(base, change), place / 'run', monkeypatch)
+  assert re.search(wanted, line), line
+
+
+DEVICES = {
+    'mesh does not fit': (
+        dict(mesh=dict(train='fsdp=3')), 'mesh.train: .fsdp=3. does not fit 1'),
+    'mesh of a later stage': (
+        dict(stages=('a', 'b'), a={}, b=dict(mesh=dict(rollout='data=2'))),
+        'mesh.rollout: .data=2. does not fit 1'),
+}
+
+
+@pytest.mark.parametrize('case', DEVICES)
+def test_field_that_depends_on_the_devices(case, model, place, monkeypatch):
+  change, wanted = DEVICES[case]
+  line = refused(tiny.run_config(model, **change), place / 'run', monkeypatch,
+                 devices=True)
+  assert re.search(wanted, line), line
+
+
+def test_rows_that_do_not_split():
+  from jaxpost import build
+  from jaxpost import config
+  parsed = config.parse(dict(train=dict(batch_size=6)))['sft']
+  with pytest.raises(InputError, match='6 rows at a time do not split over 4'):
+    build.batch_shape(parsed, False, 4)
+
+
+def lines(*text):
+  return '\n'.join(text).encode() + b'\n'
+
+
+# name: (file, its bytes or None, config.data, what the line must hold)
+DATA = {
+    'missing': ('train.jsonl', lines(GOOD), dict(path='trian.jsonl'),
+                'trian.jsonl: no such file; did you mean train.jsonl'),
+    'missing folder': ('train.jsonl', lines(GOOD), dict(path='dat/x.jsonl'),
+                       'dat/x.jsonl: no such file, nor is there a folder dat'),
+    'empty': ('empty.jsonl', b'', dict(path='empty.jsonl'),
+              'empty.jsonl: holds no rows'),
+    'bad line': ('bad.jsonl', lines(GOOD, '{"prompt": "a",, }'),
+                 dict(path='bad.jsonl'), r'bad.jsonl:2:16'),
+    'torn line': ('bad.jsonl', lines(GOOD, GOOD[:-9]), dict(path='bad.jsonl'),
+                  r'bad.jsonl:2:'),
+    'no object': ('bad.jsonl', lines(GOOD, '[1]'), dict(path='bad.jsonl'),
+                  'bad.jsonl:2: .*list'),
+    'renamed from nothing': (
+        'x.jsonl', lines('{"question": "a", "answer": "b"}'),
+        dict(path='x.jsonl', columns='prompt=questoin,completion=answer'),
+        "x.jsonl:1: no column 'questoin'.*did you mean question"),
+    'columns unreadable': ('x.jsonl', lines(GOOD),
+                           dict(path='x.jsonl', columns='prompt'),
+                           "columns: 'prompt' must be target=source"),
+    'no known column': ('x.jsonl', lines(GOOD, '{"question": "a"}'),
+                        dict(path='x.jsonl'), 'x.jsonl:2: .*question'),
+    'prompt without completion': (
+        'x.jsonl', lines('{"prompt": "a"}'), dict(path='x.jsonl'),
+        'x.jsonl:1: .*completion'),
+    'null content': (
+        'x.jsonl', lines(json.dumps({'messages': [
+            {'role': 'user', 'content': 'a'},
+            {'role': 'assistant', 'content': None}]})), dict(path='x.jsonl'),
+        r'x.jsonl:1: messages\[1\].content'),
+    'null column': (
+        'x.jsonl', lines('{"prompt": "a", "completion": null}'),
+        dict(path='x.jsonl'), 'x.jsonl:1: completion'),
+    'no assistant': (
+        'x.jsonl', lines(json.dumps(
+            {'messages': [{'role': 'user', 'content': 'a'}]})),
+        dict(path='x.jsonl'), 'x.jsonl:1: .*assistant'),
+    'unknown role': (
+        'x.jsonl', lines(json.dumps({'messages': [
+            {'role': 'usr', 'content': 'a'},
+            {'role': 'assistant', 'content': 'b'}]})), dict(path='x.jsonl'),
+        r"x.jsonl:1: messages\[0\].role.*'usr'"),
+    'not utf-8': ('x.jsonl', lines(GOOD) + b'{"prompt": "\xff\xfe", "co": 1}\n',
+                  dict(path='x.jsonl'), r'x.jsonl:2.*UTF-8'),
+    'broken gzip': ('x.jsonl.gz', b'\x1f\x8b\x08\x00nonsense',
+                    dict(path='x.jsonl.gz'), 'x.jsonl.gz'),
+    'broken parquet': ('x.parquet', b'PAR1 and so on', dict(path='x.parquet'),
+                       'x.parquet'),
+    'unknown kind': ('x.csv', b'a,b\n', dict(path='x.csv'), 'x.csv: .*jsonl'),
+    'folder without data': ('empty/notes.md', b'x', dict(path='empty'),
+                            'empty: .*jsonl'),
+    'only a prompt fits': (
+        'x.jsonl', lines(json.dumps({'prompt': 'a' * 99, 'completion': 'b'})),
+        dict(path='x.jsonl'), 'no.* trained token within 64 tokens'),
+    'generator': ('x', b'', dict(path='generated:arithmetik'),
+                  'generated:arithmetik: there is no such data'),
+    'option of a generator': (
+        'x', b'', dict(path='generated:arithmetic:maximum=3'),
+        "unknown option 'maximum'"),
+    'map of a file': ('x.jsonl', lines(GOOD),
+                      dict(path='x.jsonl', map='./maps.py:fn'),
+                      'no file ./maps.py'),
+    'map that raises': ('x.jsonl', lines(GOOD),
+                        dict(path='x.jsonl', map='./rewards.py:raises'),
+                        'x.jsonl:1: .*raised KeyError'),
+}
+
+
+@pytest.mark.parametrize('case', DATA)
+def test_data(case, model, place, monkeypatch):
+  name, content, data, wanted = DATA[case]
+  (place / name).parent.mkdir(exist_ok=True)
+  (place / name).write_bytes(content)
+  line = refused(
+      tiny.run_config(model, data=data), place / 'run', monkeypatch)
+  assert re.search(wanted, line), line
+  # Held-out data is looked at as early.
+  if case in ('missing', 'bad line', 'null content'):
+    line = refused(tiny.run_config(model, eval=dict(data=dict(
+        path=data['path']))), place / 'run', monkeypatch)
+    assert re.search(wanted, line), line
+
+
+def tensors(folder, change):
+  """Rewrites the weights of a folder; `change` edits the dict."""
+  path = folder / 'model.safetensors'
+  held = safetensors.numpy.load_file(path)
+  change(held)
+  safetensors.numpy.save_file(held, path)
+
+
+def edit(folder, **fields):
+  path = folder / 'config.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def only_pickle(folder):
+  (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
+
+
+def truncated(folder):
+  path = folder / 'model.safetensors'
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+NORM = 'model.layers.0.input_layernorm.weight'
+# name: (edit of the folder, what the line must hold)
+MODELS = {
+    'missing tensor': (
+        lambda f: tensors(f, lambda t: t.pop(NORM)), f'{NORM}'),
+    'extra tensor': (
+        lambda f: tensors(f, lambda t: t.update(
+            {'model.layers.0.lora.weight': t[NORM]})),
+        'model.layers.0.lora.weight'),
+    'tensor of another shape': (
+        lambda f: tensors(f, lambda t: t.update(
+            {NORM: t[NORM][:-1].copy()})), rf'{NORM}.*15'),
+    'truncated': (truncated, 'model.safetensors: '),
+    'pickle only': (only_pickle, 'pytorch_model.bin.*safetensors'),
+    'no weights': (lambda f: (f / 'model.safetensors').unlink(),
+                   'safetensors'),
+    'unknown model_type': (lambda f: edit(f, model_type='mamba'),
+                           "'mamba'.*llama, qwen3"),
+    'no config': (lambda f: (f / 'config.json').unlink(), 'config.json'),
+    'bad config': (lambda f: (f / 'config.json').write_text('{'),
+                   'config.json'),
+    'size of text': (lambda f: edit(f, hidden_size='16'), "hidden_size='16'"),
+    'too few embeddings': (lambda f: None, '259 tokens are more than the 100'),
+}
+
+
+@pytest.mark.parametrize('case', MODELS)
+def test_model(case, model, place, monkeypatch):
+  change, wanted = MODELS[case]
+  if case == 'too few embeddings':
+    tiny.folder(place / 'model', vocab_size=100)
+  else:
+    shutil.copytree(model, place / 'model')
+  change(place / 'model')
+  line = refused(
+      tiny.run_config(str(place / 'model')), place / 'run', monkeypatch)
+  assert re.search(wanted, line), line
+  assert str(place / 'model') in line
+
+
+@pytest.mark.parametrize('change, wanted', [
+    (dict(path='./no_such/model'), 'config.model.path: ./no_such/model does'),
+    (dict(tokenizer=''), 'tokenizer'),
+    (dict(tokenizer='./none'), './none'),
+], ids=['folder', 'no tokenizer in it', 'tokenizer'])
+def test_model_section(change, wanted, model, place, monkeypatch):
+  line = refused(
+      tiny.merged(tiny.run_config(model), dict(model=change)), place / 'run',
+      monkeypatch)
+  assert re.search(wanted, line), line
+
+
+# Rewards that fail for every group of the first batch.
+
+
+@pytest.mark.parametrize('name, wanted', [
+    ('raises', "raised KeyError: 'gold' at .*rewards.py:8"),
+    ('hangs', r'no answer in 0.5 s'),
+    ('not_a_number', 'returned nan at 0'),
+    ('too_short', 'returned 1 rewards for 4 completions'),
+])
+def test_reward_that_never_works_stops_the_run(
+    name, wanted, model, place):
+  config = tiny.grpo_config(
+      model, reward=f'./rewards.py:{name}', train=dict(steps=1),
+      rewards=dict(workers=1, timeout_s=0.5))
+  line = said(config, place / 'run')
+  assert re.search(wanted, line), line
+  assert name in line and 'rewards.py' in line, line
+  assert 'every group of the first batch failed' in line
+  assert (place / 'run' / 'metrics.jsonl').read_text() == ''
+
+
+# A run that goes on with another config.
+
+
+@pytest.fixture(scope='module')
+def begun(model, tmp_path_factory):
+  """(config, folder) of a finished run of two steps."""
+  config = tiny.run_config(model, train=dict(steps=2))
+  workdir = tmp_path_factory.mktemp('begun') / 'run'
+  stages.run(config, workdir)
+  return config, workdir
+
+
+CHANGES = {
+    'lr': (dict(optim=dict(lr=1e-4)), 'config.optim.lr of sft .*0.003, now'),
+    'seed': (dict(seed=5), 'config.seed of sft .*0, now 5'),
+    'data': (dict(data=dict(shuffle=False)), 'config.data.shuffle'),
+    'batch': (dict(train=dict(batch_size=4)), 'config.train.batch_size'),
+    'stages': (dict(stages=('a',), a={}), 'config.stages: sft of .*begun'),
+    'algorithm': (dict(algorithm='grpo', reward='length'), 'config.stages: '),
+    'fewer steps': (dict(train=dict(steps=1)), 'train.steps: 1 of sft.*step 2'),
+}
+
+
+@pytest.mark.parametrize('case', CHANGES)
+def test_changed_config_that_would_corrupt(case, begun, capsys):
+  (config, workdir), (change, wanted) = begun, CHANGES[case]
+  before = {p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
+  line = said(tiny.merged(config, change), workdir)
+  assert re.search(wanted, line), line
+  if case == 'lr':
+    shown = ''.join(capsys.readouterr().out.split())
+    assert f'config.optim.lrofsft:0.003in{workdir}/config.json,now' in shown
+  assert before == {
+      p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
+
+
+@pytest.mark.parametrize('change', [
+    dict(save=dict(every=1)), dict(log=dict(every=3)),
+    dict(eval=dict(every=2)), dict(rewards=dict(workers=1)),
+    dict(train=dict(steps=4)),
+], ids=lambda change: '.'.join(change))
+def test_changed_config_that_may(change, begun, tmp_path):
+  config, workdir = begun
+  shutil.copytree(workdir, tmp_path / 'run')
+  changed = tiny.merged(tiny.merged(config, dict(train=dict(steps=3))), change)
+  stages.run(changed, tmp_path / 'run')
+  for section, values in change.items():
+    kept = json.loads((workdir / 'config.json').read_text())[section]
+    now = json.loads((tmp_path / 'run/config.json').read_text())[section]
+    assert now == kept | values
+
+
+def test_first_mistakes_can_be_corrected(model, place):
+  """Nothing was saved, so nothing holds the run to what was wrong."""
+  config = tiny.run_config(model, train=dict(steps=1))
+  workdir = place / 'run'
+  said(tiny.merged(config, dict(data=dict(path='nothing.jsonl'))), workdir)
+  stages.run(config, workdir)
+  # A second stage that failed may change; the first, which is saved, may not.
+  rl = tiny.grpo_config(
+      model, stages=('sft', 'online'), reward='./rewards.py:raises',
+      train=dict(steps=1), sft=dict(algorithm='sft', reward='', train=dict(
+          row_length=64), rollout=dict(prompts=8, group_size=8)),
+      online=dict(algorithm='grpo'), rewards=dict(workers=1))
+  line = said(rl, workdir)
+  assert 'raised KeyError' in line
+  fixed = tiny.merged(rl, dict(reward='./rewards.py:fine'))
+  assert stages.run(fixed, workdir)['steps/online'] == 1
+  line = said(tiny.merged(fixed, dict(sft=dict(seed=3))), workdir)
+  assert 'config.seed of sft' in line
+
+
+# The launcher, in processes of their own.
+
+
+def launch(place, *arguments):
+  """(exit code, stderr) of the launcher where JAX has no device."""
+  done = subprocess.run(
+      [sys.executable, '-m', 'launch.train', *arguments], cwd=place, text=True,
+      env={**os.environ, 'JAX_PLATFORMS': 'none_at_all',
+           'PYTHONPATH': str(ROOT)}, capture_output=True, timeout=120)
+  assert done.stdout == ''
+  return done.returncode, done.stderr
+
+
+CONFIG = '--config=config.py', '--workdir=run'
+LAUNCHES = {
+    'unknown key': ((*CONFIG, '--config.trian.steps=3'), 'trian'),
+    'ill-typed': ((*CONFIG, '--config.train.steps=many'), 'many'),
+    'value': ((*CONFIG, '--config.optim.lr=nan'),
+              'config.optim.lr: nan is not a finite number'),
+    'data': ((*CONFIG, '--config.data.path=trian.jsonl'),
+             'trian.jsonl: no such file; did you mean train.jsonl'),
+    'model': ((*CONFIG, '--config.model.path=./mdel'), './mdel does not exist'),
+    'algorithm': ((*CONFIG, '--config.algorithm=spt'), "there is no 'spt'"),
+    'mesh': ((*CONFIG, '--config.mesh.train=model=8'), 'config.mesh.train'),
+    'config file': (('--config=cnfig.py', '--workdir=run'), 'cnfig.py'),
+    'flag': ((*CONFIG, '--wrokdir=x'), 'wrokdir'),
+    'no workdir': (CONFIG[:1], 'workdir'),
+    'word': ((*CONFIG, 'steps=3'), "'steps=3' is no flag"),
+    'syntax': (('--config=syntax.py', '--workdir=run'), 'syntax.py'),
+    'config that raises': (('--config=raises.py', '--workdir=run'),
+                           'raises.py:2: NameError'),
+}
+
+
+@pytest.mark.parametrize('case', LAUNCHES)
+def test_launcher(case, model, place):
+  tiny.config_file(place / 'config.py', tiny.run_config(model))
+  (place / 'syntax.py').write_text('def get_config(:\n  return {}\n')
+  (place / 'raises.py').write_text('def get_config():\n  return confg\n')
+  arguments, wanted = LAUNCHES[case]
+  code, err = launch(place, *arguments)
+  assert code == 2, err
+  assert re.fullmatch('jaxpost: .*\n', err), err
+  assert wanted in err
+  assert not (place / 'run').exists()

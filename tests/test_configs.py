@@ -1,0 +1,212 @@
+"""The recipes in configs/, and that every field of the schema is read.
+
+Each recipe trains a step in this process, shrunk as far as it goes.
+"""
+
+import ast
+import collections
+import dataclasses
+import difflib
+import importlib
+import pathlib
+import re
+
+import ml_collections
+import pytest
+import rich.console
+
+from jaxpost import config as schema
+from jaxpost import stages
+from jaxpost.errors import InputError
+from tests import tiny
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+FILES = sorted(
+  f for f in (CLONE / 'configs').glob('*.py') if f.stem != '__init__')
+NAMES = [f.stem for f in FILES]
+SMALL = ('runlocal', 'short')  # at least one of them a file
+
+
+def module(name):
+  return importlib.import_module(f'configs.{name}')
+
+
+def arguments(name):
+  """{argument: default} of a config file, from its call of parse_arg."""
+  for node in ast.walk(ast.parse((CLONE / f'configs/{name}.py').read_text())):
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == 'parse_arg':
+      return {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+  raise AssertionError(f'configs/{name}.py: get_config never calls parse_arg')
+
+
+def variants(name):
+  """What may follow the colon: nothing, each switch, each known model."""
+  found = arguments(name)
+  switches = [k for k, v in found.items() if isinstance(v, bool)]
+  models = vars(module(name)).get('MODELS', {}) if 'model' in found else {}
+  return ['', *switches, *(f'model={m}' for m in models)]
+
+
+def small(name):
+  return next(v for v in SMALL if v in arguments(name))
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_docstring_has_the_command(name):
+  doc = module(name).__doc__
+  command = re.search(r'^python -m launch\.train (.*)', doc, re.M)
+  assert command, f'configs/{name}.py: its docstring has no command'
+  flags = dict(re.findall(r'--([\w.]+)=(\S+)', command[1]))
+  assert flags['config'] == f'configs/{name}.py' and flags['workdir']
+  for key in flags:
+    if key.startswith('config.'):
+      block = schema.defaults()
+      for part in key.split('.')[1:]:
+        block = block[part]  # KeyError: there is no such field
+  assert len(FILES[NAMES.index(name)].read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+  'name, variant', [(n, v) for n in NAMES for v in variants(n)])
+def test_variant_parses(name, variant):
+  config = module(name).get_config(variant)
+  assert isinstance(config, ml_collections.ConfigDict)
+  parsed = schema.parse(config.to_dict())
+  assert list(parsed) == list(config.stages or [config.algorithm])
+  assert all(stage.data.path for stage in parsed.values())
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_unknown_variant_is_refused_with_a_suggestion(name):
+  want = small(name)
+  for typo in (want[:-1], f'{want}s=1'):
+    with pytest.raises(InputError, match=f'did you mean {want!r}'):
+      module(name).get_config(typo)
+  with pytest.raises(InputError, match='must be true or false'):
+    module(name).get_config(f'{want}=perhaps')
+
+
+def shrunk(name, model):
+  """The small variant of a recipe, as small as it gets."""
+  config = module(name).get_config(small(name))
+  over = dict(
+    train=dict(steps=1, batch_size=2, row_length=96),
+    rollout=dict(prompts=2, group_size=2, max_prompt_length=48,
+                 max_new_tokens=4),
+    eval=dict(size=2, samples=0, every=0))
+  for block in (config, *(config[stage] for stage in config.stages)):
+    block.update(over)
+  config.model.update(path=model, tokenizer='bytes')
+  config.log.tensorboard = config.save.export = False
+  return config
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_trains_offline(name, model, tmp_path):
+  config = shrunk(name, model)
+  summary = stages.run(config, tmp_path, rich.console.Console(quiet=True))
+  for stage in schema.parse(config.to_dict()):
+    assert summary[f'steps/{stage}'] == 1
+    assert f'loss/{stage}' in summary
+
+
+def test_sft_and_grpo_differ_in_few_lines():
+  one, two = ((CLONE / f'configs/{a}_gsm8k.py').read_text().splitlines()
+              for a in ('sft', 'grpo'))
+  lines = [x for x in difflib.ndiff(one, two) if x.startswith('+ ')]
+  assert len(lines) <= 15, '\n'.join(lines)
+
+
+# ---------------------------------------------------------- the schema itself
+
+# Arguments that are handed one block of the config.
+ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data'}
+# Read by config.py itself: by parse, and by rewards_tuple.
+OF_CONFIG = ('stages', 'reward')
+# These print or time what others read.
+NOT_A_RUN = ('config', 'inference', 'bench')
+
+
+def leaves(kind=schema.Config, prefix=''):
+  for field in dataclasses.fields(kind):
+    if dataclasses.is_dataclass(field.default):
+      yield from leaves(type(field.default), f'{prefix}{field.name}.')
+    else:
+      yield prefix + field.name
+
+
+def reads(text):
+  """{field: places} of the fields that modules {name: text} read."""
+  found = collections.defaultdict(list)
+  for name, code in text.items():
+    tree = ast.parse(code)
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    for scope in functions:
+      alias = {a.arg: ARGUMENTS[name, a.arg] for a in scope.args.args
+               if (name, a.arg) in ARGUMENTS}
+      for node in ast.walk(scope):
+        if isinstance(node, ast.Assign):
+          for target, value in _pairs(node):
+            if isinstance(target, ast.Name) and (path := _path(value, alias)):
+              alias[target.id] = path
+      for node in ast.walk(scope):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+          if path := _path(node, alias):
+            found[path].append(f'{name}:{node.lineno}')
+  return found
+
+
+def _pairs(assign):
+  target, value = assign.targets[0], assign.value
+  if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+    return list(zip(target.elts, value.elts))
+  return [(target, value)]
+
+
+def _path(node, alias):
+  """'optim.lr' of `o.lr` where o is an alias, and of `x.config.optim.lr`."""
+  parts = []
+  while isinstance(node, ast.Attribute):
+    parts.insert(0, node.attr)
+    if node.attr == 'config':
+      return '.'.join(parts[1:])
+    node = node.value
+  if not isinstance(node, ast.Name):
+    return ''
+  if node.id in alias:
+    return '.'.join([alias[node.id], *parts])
+  return '.'.join(parts) if node.id in ('config', 'first') else ''
+
+
+def source():
+  return {
+    f.stem if f.parent.name == 'jaxpost' else f'{f.parent.name}/{f.stem}':
+    f.read_text() for f in sorted((CLONE / 'jaxpost').rglob('*.py'))
+    if f.stem not in NOT_A_RUN or f.parent.name != 'jaxpost'}
+
+
+@pytest.fixture(scope='module')
+def found():
+  return reads(source())
+
+
+@pytest.mark.parametrize('leaf', list(leaves()))
+def test_field_is_read(leaf, found):
+  if leaf not in OF_CONFIG:
+    assert found[leaf], (
+      f'config.{leaf} changes nothing: no module reads it; remove it from'
+      ' config.py, or use it')
+
+
+def test_a_field_that_nobody_reads_is_noticed():
+  text = {k: re.sub(r'\.end_lr\b', '.lr', v).replace(
+    'config.save, config.log', 'config.log, config.log')
+    for k, v in source().items()}
+  lost = set(leaves()) - set(reads(text)) - set(OF_CONFIG)
+  assert lost == {'optim.end_lr', 'save.keep', 'save.keep_best',
+                  'save.best_mode'}

@@ -1,0 +1,102 @@
+"""The documentation is true: its table, its example, the files it names."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.rewards.pool import Group
+from jaxpost.rewards.pool import RewardPool
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+PAGES = sorted((CLONE / 'docs').glob('*.md'))
+LONGEST = {'concepts.md': 80, 'your_reward.md': 60}
+
+
+def test_config_table_is_up_to_date():
+  made = subprocess.run(
+    [sys.executable, '-c', 'import sys, make_config_table as m; '
+     'sys.stdout.reconfigure(encoding="utf-8"); print(m.page(), end="")'],
+    cwd=CLONE / 'docs', check=True, capture_output=True, encoding='utf-8')
+  assert (CLONE / 'docs/config.md').read_text('utf-8') == made.stdout, (
+    'docs/config.md is not of this jaxpost/config.py; run '
+    'python docs/make_config_table.py')
+
+
+def test_config_table_tells_every_field():
+  from jaxpost import config
+  text = (CLONE / 'docs/config.md').read_text('utf-8')
+
+  def names(value, prefix=''):
+    for key, inner in value.items():
+      if isinstance(inner, dict):
+        yield from names(inner, f'{prefix}{key}.')
+      else:
+        yield prefix + key
+
+  wanted = set(names(config.defaults()))
+  assert len(wanted) > 50
+  assert set(re.findall(r'^\| `([\w.]+)`', text, re.M)) == wanted
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page):
+  text = page.read_text('utf-8')
+  for verb in re.findall(r'python -m launch\.(\w+)', text):
+    assert (CLONE / f'launch/{verb}.py').is_file(), verb
+  for file in re.findall(r'\b(?:configs|docs|launch|notebooks)/\w+\.\w+', text):
+    if 'NAME' not in file:
+      assert (CLONE / file).is_file(), file
+  for file in re.findall(r'`((?:\w+/)*\w+\.py)`', text):
+    known = file == 'my_reward.py' or (CLONE / file).is_file()
+    assert known or (CLONE / 'jaxpost' / file).is_file(), file
+  assert len(text.splitlines()) <= LONGEST.get(page.name, 10_000)
+
+
+@pytest.fixture
+def my_reward(tmp_path):
+  """my_reward.py as docs/your_reward.md prints it."""
+  text = (CLONE / 'docs/your_reward.md').read_text('utf-8')
+  path = tmp_path / 'my_reward.py'
+  path.write_text(re.search(r'```python\n(.*?)```', text, re.S)[1], 'utf-8')
+  return path
+
+
+def group(*texts, answer):
+  said = [[{'role': 'assistant', 'content': text}] for text in texts]
+  return Group(['2+2='] * len(texts), said, [[0]] * len(texts),
+               {'answer': [answer] * len(texts)})
+
+
+def test_reward_example(my_reward):
+  with RewardPool(f'{my_reward}:right_sum') as pool:
+    pool.check(['prompt', 'completion', 'answer'])
+    right, unknown = pool.grade([
+      group('4', '5', '?', answer='4'), group('4', answer=None)])
+    assert right.rewards == [1.0, pytest.approx(0.1), 0.0]
+    assert unknown.rewards == [None]
+    assert pool.stats == dict(
+      groups=2, failed_groups=0, timeouts=0, masked_rows=1)
+
+
+def test_reward_failure_is_no_zero(my_reward):
+  """A bad group is masked and told; a first batch of them stops the run."""
+  broken = group('4', '5', answer='4')
+  broken.completions[1] = 'no message'  # the example takes messages
+  with RewardPool(f'{my_reward}:right_sum') as pool:
+    bad, good = pool.grade([broken, group('4', answer='4')])
+    assert bad.rewards == [None, None] and good.rewards == [1.0]
+    assert re.search(r'TypeError.*my_reward\.py:3', bad.error)
+    assert pool.stats['failed_groups'] == 1
+  with RewardPool(f'{my_reward}:right_sum') as pool:
+    with pytest.raises(InputError, match=r'every group.*my_reward\.py:3'):
+      pool.grade([broken])
+
+
+def test_reward_argument_that_is_no_column(my_reward):
+  with RewardPool(f'{my_reward}:right_sum') as pool:
+    with pytest.raises(InputError, match="needs the column 'answer'"):
+      pool.check(['prompt', 'completion'])

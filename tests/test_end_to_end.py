@@ -1,0 +1,289 @@
+"""Whole runs, tiny: they learn, they hand over, they leave what they promise.
+
+Legend: M micro-batches, B rows, T tokens.
+"""
+
+import functools
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import config as config_lib
+from jaxpost import metrics
+from jaxpost.algorithms import grpo
+from jaxpost.algorithms import sft
+from jaxpost.data import chat
+from jaxpost.data import packing
+from jaxpost.models import model as model_lib
+from jaxpost.programs import train as programs
+from jaxpost.types import Prompt
+from jaxpost.types import Rollout
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TASK = 'generated:arithmetic:max=99,ops=+'
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def rows(workdir, split='train', stage=None):
+  return [r for r in metrics.read_rows(workdir / 'metrics.jsonl')
+          if r['split'] == split and stage in (None, r['stage'])]
+
+
+def test_overfits_one_batch(tmp_path):
+  """Nothing is left to learn: each text follows from its first letter."""
+  texts = ['abcabdac', 'bafgeade', 'cbafdegc', 'dcbabcef']
+  (tmp_path / 'four.jsonl').write_text(
+      ''.join(json.dumps({'text': t}) + '\n' for t in texts))
+  model = tiny.folder(tmp_path / 'model', hidden_size=32, num_layers=2)
+  config = tiny.run_config(
+      model, data=dict(path=str(tmp_path / 'four.jsonl'), train_on='all'),
+      train=dict(steps=120, batch_size=1), optim=dict(lr=1e-2))
+  jaxpost.run(config, tmp_path / 'run')
+  losses = [r['loss'] for r in rows(tmp_path / 'run')]
+  assert losses[0] > 3 and losses[-1] < 0.01, losses[::20]
+
+
+@pytest.fixture(scope='module')
+def rising(model, tmp_path_factory):
+  """(folder, summary, log) of GRPO with a reward in this process."""
+  workdir = tmp_path_factory.mktemp('grpo') / 'run'
+  config = tiny.grpo_config(
+      model, train=dict(steps=20), optim=dict(lr=1e-2),
+      rollout=dict(prompts=8, group_size=8, max_new_tokens=8),
+      save=dict(export=True), log=dict(tensorboard=True))
+  heard = []
+  handler = logging.Handler()
+  handler.emit = lambda record: heard.append(record.getMessage())
+  logging.getLogger('jaxpost').addHandler(handler)
+  try:
+    summary = jaxpost.run(config, workdir)
+  finally:
+    logging.getLogger('jaxpost').removeHandler(handler)
+  return workdir, summary, heard
+
+
+def test_reward_rises(rising):
+  workdir, _, _ = rising
+  rewards = [r['reward'] for r in rows(workdir)]
+  first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
+  assert 0.1 < first < 0.5
+  assert last > first + 0.3, rewards
+
+
+def test_reward_of_this_process_is_announced(rising):
+  _, _, heard = rising
+  assert [h for h in heard if 'low_share runs inside this process' in h
+          and 'cannot be killed' in h], heard
+
+
+def test_what_a_run_leaves(rising):
+  workdir, summary, _ = rising
+  assert {p.name for p in workdir.iterdir()} == {
+      'config.json', 'metrics.jsonl', 'summary.json', 'plan.json',
+      'report.html', 'tensorboard', 'checkpoints', 'samples', 'export'}
+  assert summary == json.loads((workdir / 'summary.json').read_text())
+  assert summary['steps/grpo'] == 20 and summary['wall_s'] > 0
+  for key in ('reward', 'loss', 'entropy', 'sampler_mismatch', 'tokens_per_s',
+              'completions/mean_length', 'time/step'):
+    assert np.isfinite(summary[f'{key}/grpo']), key
+  assert summary['paths'].keys() == {'metrics', 'report', 'export'}
+  assert all(pathlib.Path(p).exists() for p in summary['paths'].values())
+  for key in summary:
+    assert key in ('wall_s', 'paths', 'warnings') or key.endswith('/grpo')
+  for row in rows(workdir):
+    assert row['stage'] == 'grpo' and 'nonfinite' not in row
+  assert sorted(int(p.stem) for p in (workdir / 'samples/grpo').iterdir()) == [
+      1, 10, 20]
+  sample = json.loads((workdir / 'samples/grpo/20.jsonl').open().readline())
+  assert {'prompt', 'completion', 'reward', 'components'} <= sample.keys()
+
+
+def test_first_step_of_grpo_is_on_policy(rising):
+  workdir, _, _ = rising
+  first = rows(workdir)[0]
+  assert first['ratio'] == pytest.approx(1, abs=1e-5)
+  assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
+  assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
+
+
+def test_a_stage_starts_from_the_weights_before_it(model, tmp_path):
+  """Its evaluation, its samples and its reference are those of the last."""
+  config = tiny.grpo_config(
+      model, stages=('one', 'two', 'online'), train=dict(steps=6),
+      optim=dict(lr=1e-2), rl=dict(kl_coef=0.1),
+      eval=dict(samples=1, temperature=0.0, data=dict(
+          path=f'{TASK},split=test,size=8,correct=1')),
+      one=dict(algorithm='sft', train=dict(row_length=64)),
+      two=dict(algorithm='sft', train=dict(row_length=64)),
+      online=dict(train=dict(steps=2)))
+  workdir = tmp_path / 'run'
+  jaxpost.run(config, workdir)
+  before, = [r for r in rows(workdir, 'eval', 'one') if r['step'] == 6]
+  after = rows(workdir, 'eval', 'two')[0]
+  assert after['step'] == 0
+  assert [after[k] for k in ('loss', 'entropy')] == [
+      before[k] for k in ('loss', 'entropy')]
+  assert rows(workdir, 'eval', 'two')[1]['loss'] != after['loss']
+
+  def samples(stage, step):
+    lines = (workdir / f'samples/{stage}/{step}.jsonl').read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r['split'] == 'eval']
+
+  for old, new in zip(samples('two', 6), samples('online', 0), strict=True):
+    assert new['prompt'] == old['prompt']
+    assert new['completion'] == old['completion']
+    assert new['logprob'] == pytest.approx(old['logprob'], abs=1e-4)
+  first, second = rows(workdir, stage='online')
+  assert abs(first['kl']) < 1e-8 < second['kl']
+
+
+# Runs SFT with a held-out loss, and prints what it imported and started.
+IMPORTED = '''
+import json, os, sys
+sys.path.insert(0, sys.argv[3])
+import jaxpost
+summary = jaxpost.run(json.load(open(sys.argv[1])), sys.argv[2])
+assert summary['perplexity/sft'] > 1
+children = open(f'/proc/self/task/{os.getpid()}/children').read().split()
+print(json.dumps([children, sorted(
+    m for m in sys.modules if m.startswith('jaxpost.'))]))
+'''
+
+
+def test_sft_imports_nothing_of_rl(model, tmp_path):
+  config = tiny.run_config(model, train=dict(steps=2), eval=dict(data=dict(
+      path=f'{TASK},split=test,size=8')))
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  out = subprocess.run(
+      [sys.executable, '-c', IMPORTED, str(tmp_path / 'config.json'),
+       str(tmp_path / 'run'), str(ROOT)], check=True, text=True,
+      stdout=subprocess.PIPE, env=os.environ).stdout
+  children, modules = json.loads(out.splitlines()[-1])
+  assert children == []
+  wrong = [m for m in modules if m.startswith((
+      'jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller',
+      'jaxpost.algorithms.grpo', 'jaxpost.programs.generate',
+      'jaxpost.programs.sampling', 'jaxpost.data.prompts'))]
+  assert wrong == []
+  assert 'jaxpost.algorithms.sft' in modules
+
+
+# The loss is that of the documents, however they lie in a batch.
+
+
+def examples(count=7, longest=12, seed=0):
+  """Documents of 3 to `longest` tokens, of which the last ones are trained."""
+  random, made = np.random.RandomState(seed), []
+  for _ in range(count):
+    size = random.randint(3, longest + 1)
+    mask = np.arange(size) >= random.randint(1, size)
+    made.append(chat.Example(
+        random.randint(0, 131, size).astype(np.int32), mask))
+  return made
+
+
+def laid_out(docs, row_length, num_rows, packed):
+  lengths = [len(d.tokens) for d in docs]
+  found = packing.pack(lengths, row_length) if packed else [
+      [i] for i in range(len(docs))]
+  return packing.to_batch([[docs[i] for i in r] for r in found], row_length,
+                          num_rows)
+
+
+def losses(objective, batch, micro):
+  """(loss, metrics, gradients) of [B, T] rows, `micro` rows at a time."""
+  model, params = weights()
+  loss = programs.make_loss(
+      model, objective, tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(
+      lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
+  step = jax.jit(lambda p, b: programs.accumulate(loss, p, b))
+  (value, extra), grads = step(params, split)
+  return float(value), extra, grads
+
+
+@functools.lru_cache
+def weights():
+  model = model_lib.build(tiny.config(num_layers=1))
+  return model, tiny.params(model)
+
+
+# (row length, rows, rows at a time, packed)
+LAYOUTS = {
+    'one row': (96, 1, 1, True), 'micro-batches': (12, 8, 2, False),
+    'longer and empty rows': (40, 9, 9, False),
+    'packed, empty micro-batches': (24, 8, 2, True)}
+
+
+def assert_same(one, other):
+  assert one[0] == pytest.approx(other[0], rel=1e-6)
+  for key in other[1]:
+    assert float(one[1][key]) == pytest.approx(
+        float(other[1][key]), rel=2e-6, abs=1e-7), key
+  for a, b in zip(jax.tree.leaves(one[2]), jax.tree.leaves(other[2])):
+    assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
+
+
+@pytest.fixture(scope='module')
+def plain_loss():
+  objective = sft.make_objective(None)
+  return objective, losses(objective, laid_out(examples(), 12, 7, False), 7)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_sft_loss_does_not_depend_on_the_layout(layout, plain_loss):
+  length, num_rows, micro, packed = LAYOUTS[layout]
+  objective, expected = plain_loss
+  batch = laid_out(examples(), length, num_rows, packed)
+  assert_same(losses(objective, batch, micro), expected)
+
+
+def rollout(seed=3):
+  """Three prompts with four completions each."""
+  random = np.random.RandomState(seed)
+  draw = lambda n: random.randint(0, 131, n).astype(np.int32)
+  lengths = random.randint(1, 7, 12)
+  return Rollout(
+      prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3)),
+      completions=np.stack([draw(6) for _ in lengths]), lengths=lengths,
+      logprobs=-np.ones((12, 6), np.float32),
+      behaviour_logprobs=-np.ones((12, 6), np.float32),
+      finished=lengths < 6)
+
+
+@pytest.fixture(scope='module')
+def grpo_loss():
+  config = config_lib.parse(dict(algorithm='grpo', reward='x', rl=dict(
+      kl_coef=0.1, entropy_coef=0.01)))['grpo']
+  objective = grpo.make_objective(config)
+  values = np.random.RandomState(0).standard_normal(12)
+  valid = np.arange(12) != 5
+
+  def compute(length, num_rows, micro):
+    batch = grpo.to_batch(rollout(), values, valid, num_rows, length)
+    return losses(objective, batch.replace(
+        ref_logprobs=batch.sampler_logprobs * 3), micro)
+
+  return compute, compute(11, 12, 12)
+
+
+@pytest.mark.parametrize('layout', [
+    (48, 3, 3), (24, 8, 2), (160, 1, 1)])
+def test_grpo_loss_does_not_depend_on_the_layout(layout, grpo_loss):
+  compute, expected = grpo_loss
+  assert abs(expected[0]) > 1e-3
+  assert_same(compute(*layout), expected)

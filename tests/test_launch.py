@@ -1,0 +1,375 @@
+"""The commands that use a run: export, sample, inspect and evaluate.
+
+One quickstart run, shrunk, serves all of them. Commands run in this process,
+by the way that `jaxpost VERB` takes, so that JAX starts once.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import rich.console
+import tiny
+from absl import app, flags
+
+from jaxpost import stages
+from jaxpost.models import hf
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
+
+from configs import quickstart  # noqa: E402
+from launch import main as command  # noqa: E402
+
+QUICKSTART = f'--config={CLONE / "configs" / "quickstart.py"}'
+STORY = 'stories260K/hf'
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  """The folder of a finished run of two stages."""
+  config = quickstart.get_config()
+  config.eval.update(size=4, samples=2)
+  config.model.dtype = 'float32'
+  task = config.sft.data.path.replace('size=6000', 'size=64')
+  for stage in (config.sft, config.grpo):
+    stage.data.path = task
+    stage.train.steps = 2
+  config.sft.train.update(batch_size=2, row_length=64)
+  config.sft.save = dict(every=1)
+  # Few shapes: most of this is compilation.
+  config.rollout.update(max_new_tokens=4, max_prompt_length=32, slots=4)
+  config.grpo.rollout.update(prompts=2, group_size=2)
+  config.grpo.rl.kl_coef = 0.0
+  root = tmp_path_factory.mktemp('launch')
+  # A reward that tells any two completions apart.
+  (root / 'grade.py').write_text(
+    'def grade(completion_ids, **_):\n'
+    '  return [sum(n * i for n, i in enumerate(c, 1)) % 97 / 97 for c in'
+    ' completion_ids]\n')
+  config.reward = f'{root}/grade.py:grade'
+  folder = root / 'run'
+  stages.run(config, folder, rich.console.Console(quiet=True))
+  return folder
+
+
+@pytest.fixture
+def call(monkeypatch, capfd):
+  """call(verb, *flags) -> (exit code, stdout, stderr)."""
+
+  def call(verb, *args):
+    sys.modules.pop(f'launch.{verb}', None)  # defines its flags anew
+    monkeypatch.setattr(sys, 'argv', [])  # put back in the end
+    capfd.readouterr()
+    with own_flags(), pytest.raises(SystemExit) as left:
+      command.main([verb, *map(str, args)])
+    out, err = capfd.readouterr()
+    return left.value.code or 0, out, err
+
+  return call
+
+
+@contextlib.contextmanager
+def own_flags():
+  """One process has one set of flags: those of a command come and go."""
+  app.define_help_flags()
+
+  def take_away():
+    found = flags.FLAGS.find_module_defining_flag
+    mine = {
+      name: flags.FLAGS[name] for name in flags.FLAGS
+      if name.split('.')[0] == 'config' or (
+        found(name, 'launch.').startswith('launch.'))
+    }
+    for name in mine:
+      delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+    return mine
+
+  others = take_away()
+  try:
+    yield
+  finally:
+    take_away()
+    for name, flag in others.items():
+      flags.FLAGS[name] = flag
+
+
+def refused(result, code, *words):
+  """The command ended with this code and one line that has these words."""
+  assert result[0] == code, result
+  assert not result[1]
+  lines = [x for x in result[2].splitlines() if x.startswith('jaxpost: ')]
+  assert len(lines) == 1 and 'Traceback' not in result[2], result[2]
+  for word in words:
+    assert word in lines[0], lines[0]
+
+
+def elsewhere(run, folder, stage, **changes):
+  """What a stage needs, where there are other devices, as the run's copy."""
+  shutil.copytree(run / 'checkpoints' / stage, folder / 'checkpoints' / stage)
+  config = json.loads((run / 'config.json').read_text())
+  config['mesh'] = dict(train='fsdp=64', rollout='data=64')
+  (folder / 'config.json').write_text(json.dumps(config | changes))
+  return folder
+
+
+def weights(folder):
+  return hf.safetensors.numpy.load_file(folder / 'model.safetensors')
+
+
+# ------------------------------------------------------------------- export
+
+
+def test_export_equals_that_of_the_run(run, call, tmp_path):
+  out = tmp_path / 'out'
+  code, stdout, stderr = call('export', f'--run={run}', f'--out={out}')
+  assert code == 0 and stdout == f'{out}\n'
+  assert 'step 2 of stage grpo' in stderr
+  mine, its = weights(out), weights(run / 'export')
+  assert mine.keys() == its.keys()
+  assert all(np.array_equal(mine[k], its[k]) for k in its)
+  assert {f.name for f in out.iterdir()} == {
+    f.name for f in (run / 'export').iterdir()}
+
+
+def test_export_of_a_stage_and_a_step_loads_in_transformers(
+  run, call, tmp_path
+):
+  torch = pytest.importorskip('torch')
+  import transformers
+  out = tmp_path / 'out'
+  bare = elsewhere(run, tmp_path / 'bare', 'sft', reward='./gone.py:reward',
+                   data=dict(map='./gone.py:map'))
+  code, _, stderr = call(
+    'export', f'--run={bare}', '--stage=sft', '--step=1', f'--out={out}')
+  assert code == 0 and 'step 1 of stage sft' in stderr
+  last = weights(run / 'export')
+  assert any(not np.array_equal(v, last[k]) for k, v in weights(out).items())
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+  tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+  ids = np.array([tokenizer('17+25=')['input_ids']])
+  with torch.no_grad():
+    want = theirs(torch.tensor(ids)).logits.numpy()
+  model = tiny.model_lib.build(hf.read_config(out))
+  params = hf.load_params(
+    out, model, model.shardings(tiny.one_device()), 'float32')
+  have = tiny.logits(model, params, ids)
+  assert tiny.largest(have - want) <= 3e-5 * tiny.largest(want)
+
+
+@pytest.mark.parametrize('flag, code, words', [
+  ('--run=/no/run', 2, ('/no/run', '--workdir')),
+  ('--run={run}/export', 2, ('not the config of a run', '--model')),
+  ('--stage=dpo', 2, ("'dpo'", 'sft, grpo')),
+  ('--step=7', 3, ('step 7 is not there', 'there is 2')),
+  ('--step=x', 2, ('step', 'x')),
+  ('--out={run}', 2, ('no export',)),
+  ('--nonsense', 2, ('nonsense',)),
+])
+def test_export_refuses(run, call, tmp_path, flag, code, words):
+  given = {'--run': run, '--out': tmp_path / 'out'}
+  name, _, value = flag.format(run=run).partition('=')
+  given[name] = value
+  result = call('export', *(f'{k}={v}' if v else k for k, v in given.items()))
+  refused(result, code, *words)
+  assert not (tmp_path / 'out').exists()
+
+
+def test_damaged_steps_are_passed_over_with_a_word(run, call, tmp_path):
+  copy = elsewhere(run, tmp_path / 'run', 'sft')
+  args = f'--run={copy}', f'--out={tmp_path / "out"}'
+
+  def damage(step):
+    for file in (copy / f'checkpoints/sft/{step}/state').rglob('*'):
+      if file.is_file() and file.stat().st_size > 1000:
+        data = bytearray(file.read_bytes())
+        data[500] ^= 1
+        file.write_bytes(data)
+
+  damage(2)
+  code, _, err = call('export', *args)
+  assert code == 0 and 'using step 1 of' in err and '2 is damaged' in err
+  refused(call('export', *args, '--step=2'), 3, 'no usable', 'step 2')
+  damage(1)
+  refused(call('export', *args), 3, 'no usable checkpoint')
+  shutil.rmtree(copy / 'checkpoints')
+  refused(call('export', *args), 3, 'no checkpoint')
+
+
+# ------------------------------------------------------------------- sample
+
+
+def test_sample_tells_the_greedy_story(shared_data, call, tmp_path):
+  story = json.loads(
+    (shared_data('stories260K') / 'golden_greedy.json').read_text())
+  # A space that begins a completion is kept.
+  start, rest = story['greedy_text'][:11], story['greedy_text'][11:]
+  assert rest.startswith(' ')
+  args = (f'--model={shared_data(STORY)}', '--temperature=0', '--nochat',
+          '--max_new_tokens=16')
+  prompts = '--prompt=', f'--prompt={start}'
+  code, out, err = call('sample', *args, *prompts)
+  assert code == 0 and '2 of 2 cut' in err
+  for line in out.splitlines():
+    assert len(line) > 25 and story['greedy_text'].startswith(line)
+  code, out, _ = call('sample', *args, *prompts, '--json')
+  whole, row = map(json.loads, out.splitlines())
+  assert rest.startswith(row['completion'])
+  assert row['tokens'] == 16 and not row['finished'] and row['prompt'] == start
+  assert whole['prompt'] == ''
+  (tmp_path / 'prompts.txt').write_text(f'{start}\n')
+  code, out, _ = call('sample', *args, f'--file={tmp_path}/prompts.txt')
+  assert code == 0 and story['greedy_text'].startswith(out.strip())
+  refused(call('sample', *args, '--chat', '--prompt=x'), 2, 'chat template')
+
+
+def test_sample_draws_from_a_run_and_its_export_alike(run, call, tmp_path):
+  file = tmp_path / 'prompts.jsonl'
+  file.write_text('{"prompt": "1+1="}\n{"messages": '
+                  '[{"role": "user", "content": "2+2="}]}\n')
+  args = ('--json', '--n=2', '--max_new_tokens=4', f'--file={file}',
+          '--prompt=17+25=')
+  code, out, _ = call('sample', f'--run={run}', *args)
+  assert code == 0
+  rows = [json.loads(line) for line in out.splitlines()]
+  asked = ['1+1=', '2+2=', '17+25=']
+  assert [(r['prompt'][-1]['content'], r['sample']) for r in rows] == [
+    (prompt, n) for prompt in asked for n in range(2)]
+  assert rows[0]['completion'] != rows[1]['completion']
+  assert all(r['logprob'] < 0 and 1 <= r['tokens'] <= 4 for r in rows)
+  folder = f'--model={run / "export"}'
+  same = [json.loads(x) for x in call('sample', folder, *args)[1].splitlines()]
+  assert [r['completion'] for r in same] == [r['completion'] for r in rows]
+  other = call('sample', folder, *args, '--seed=1')[1]
+  assert [json.loads(x)['completion'] for x in other.splitlines()] != [
+    r['completion'] for r in rows]
+
+
+@pytest.mark.parametrize('args, words', [
+  (('--run=a', '--model=b', '--prompt=x'), ('one of --run',)),
+  (('--model=/no/model', '--prompt=x'), ('/no/model', 'does not exist')),
+  (('--model=b',), ('--prompt', '--file')),
+  (('--model=b', '--prompt=x', '--top_p=2'), ('top_p',)),
+])
+def test_sample_refuses(call, args, words):
+  refused(call('sample', *args), 2, *words)
+
+
+# ------------------------------------------------------------------ inspect
+
+
+def test_inspect_shows_rows_prompts_and_rewards(call):
+  code, out, _ = call(
+    'inspect', QUICKSTART, '--rows=2', '--config.sft.data.path='
+    'generated:arithmetic:max=9,size=40,correct=1')
+  assert code == 0
+  sft, grpo = out.split('grpo: grpo, 60 steps')
+  assert '631,872 parameters' in sft and '40 rows of' in sft
+  assert sft.count('<|im_start|>assistant\n') == 2
+  assert ' 2 trained' in sft and 'rows of 256' in sft and '257 117' in sft
+  assert grpo.count('<|im_start|>assistant\n') == 2
+  assert grpo.count("  answer = '") == 2 and 'prompts of 23 to 25' in grpo
+  for part in (sft, grpo):
+    assert 'exact_match (jaxpost.rewards.math:exact_match), weight 1' in part
+
+
+@pytest.mark.parametrize('args, words', [
+  ((QUICKSTART, '--stage=dpo'), ("'dpo'", 'sft, grpo')),
+  ((QUICKSTART, '--config.reward=./no.py:fn'), ('no.py',)),
+  ((QUICKSTART, '--config.model.path=/no/model'), ('/no/model',)),
+  ((QUICKSTART, '--config.sft.data.path=no.jsonl'), ('no.jsonl',)),
+  (('--config=/no/file.py',), ('/no/file.py',)),
+  ((), ('config',)),
+])
+def test_inspect_refuses(call, args, words):
+  refused(call('inspect', *args), 2, *words)
+
+
+def test_inspect_works_where_it_is_installed(tmp_path):
+  """Laid out as the wheel does, away from the clone, with a user's config."""
+  site, away = tmp_path / 'site', tmp_path / 'away'
+  no_caches = shutil.ignore_patterns('__pycache__')
+  shutil.copytree(CLONE / 'jaxpost', site / 'jaxpost', ignore=no_caches)
+  for name in ('launch', 'configs'):
+    shutil.copytree(CLONE / name, site / 'jaxpost' / name, ignore=no_caches)
+  away.mkdir()
+  (away / 'train.jsonl').write_text('{"prompt": "a [b]", "completion": "c"}\n')
+  (away / 'my.py').write_text(
+    'import ml_collections\nfrom jaxpost.config import defaults\n'
+    'def get_config():\n  config = ml_collections.ConfigDict(defaults())\n'
+    "  config.data.path = 'train.jsonl'\n  return config\n")
+  done = subprocess.run(
+    [sys.executable, '-c', 'from jaxpost.launch import main; main.main()',
+     'inspect', '--config=my.py'],
+    cwd=away, text=True, capture_output=True,
+    env=os.environ | {'PYTHONPATH': str(site)})
+  assert done.returncode == 0, done.stderr
+  assert 'train.jsonl:1: 7 tokens' in done.stdout and 'a [b]c' in done.stdout
+
+
+# ----------------------------------------------------------------- evaluate
+
+
+def last_eval(run, stage, split='eval'):
+  rows = map(json.loads, (run / 'metrics.jsonl').read_text().splitlines())
+  return [r for r in rows if (r['stage'], r['split']) == (stage, split)][-1]
+
+
+@pytest.mark.parametrize('stage', ['sft', 'grpo'])
+def test_evaluate_measures_what_training_did(run, call, tmp_path, stage):
+  there = elsewhere(run, tmp_path / 'there', stage)
+  code, out, _ = call('evaluate', f'--run={there}')
+  assert code == 0
+  have, want = json.loads(out), last_eval(run, stage)
+  assert (have['stage'], have['step'], have['rows']) == (stage, 2, 4)
+  assert have['weights'] == str(there) and 'split=test' in have['data']
+  names = {k for k in want if not k.startswith('time/')} - {
+    'stage', 'split', 'step'}
+  assert {'pass@1', 'pass@2'} <= names and ('loss' in names) == (stage == 'sft')
+  for name in names:
+    assert have[name] == pytest.approx(want[name], rel=1e-5), name
+
+
+def test_evaluate_takes_other_data_and_folders(run, call, tmp_path):
+  data = tmp_path / 'held_out.jsonl'
+  data.write_text('{"prompt": "1+1=", "completion": "2", "answer": "2"}\n' * 3)
+  args = f'--data={data}', '--samples=0'
+  code, out, _ = call('evaluate', f'--run={run}', '--stage=sft', *args)
+  assert code == 0
+  have = json.loads(out)
+  assert have['rows'] == 3 and have['data'] == str(data)
+  assert 'pass@1' not in have
+  code, out, _ = call(
+    'evaluate', f'--model={run / "export"}', '--stage=sft', QUICKSTART,
+    '--config.model.dtype=float32', *args)
+  assert code == 0
+  folder = json.loads(out)
+  assert folder['loss'] != have['loss']
+  assert folder['loss'] == pytest.approx(have['loss'], rel=0.2)
+
+
+@pytest.mark.parametrize('args, words', [
+  (('--model=x',), ('--config',)),
+  (('--run=/no/run',), ('/no/run',)),
+  (('--run={run}', '--samples=0'), ('config.eval.samples',)),
+  (('--run={run}', '--data=no.jsonl'), ('no.jsonl',)),
+])
+def test_evaluate_refuses(run, call, args, words):
+  refused(call('evaluate', *(a.format(run=run) for a in args)), 2, *words)
+
+
+# --------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize('verb', ['export', 'sample', 'inspect', 'evaluate'])
+def test_help_has_examples(call, verb):
+  code, out, _ = call(verb, '--help')
+  assert code == 0 and out.count(f'python -m launch.{verb} --') >= 2
+  assert '  --step' in out or verb == 'inspect'

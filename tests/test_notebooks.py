@@ -1,0 +1,100 @@
+"""Every notebook runs, shortened, in a kernel of its own, and is stored bare.
+
+The working directory is an empty folder, as the checkout is on PYTHONPATH.
+"""
+
+import os
+import pathlib
+import re
+
+import pytest
+
+nbclient = pytest.importorskip('nbclient')
+nbformat = pytest.importorskip('nbformat')
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+FILES = sorted((CLONE / 'notebooks').glob('*.ipynb'))
+# What the outputs of a notebook have to hold, in this order.
+WANTED = {
+  '01_sft_then_grpo': (
+    r'Device', r'\d\+\d+=<\|im_end\|>', r'sft: .* parameters', r'sft 0 eval  loss 5\.',
+    r'sft 20/20', r'\[1\.0, 0\.1, 0\.0\]', r'cannot be killed',
+    r'grpo 4/4  .*reward', r'"components": \{"right_sum"',
+    r'completions \(64, 8\)', r'largest difference 0\.0', r'2: reward 0\.\d+, kl 0\.0',
+    r'model\.safetensors', r'<\|im_start\|>user\n17\+25=', r'88\+77= \S',
+  ),
+}
+FIGURES = {'01_sft_then_grpo': 2}
+FILES_MADE = {
+  '01_sft_then_grpo': (
+    'sft/summary.json', 'grpo/summary.json', 'grpo/report.html',
+    'grpo/export/model.safetensors', 'by_hand/tokenizer.json'),
+}
+
+
+def read(path):
+  book = nbformat.read(path, 4)
+  nbformat.validate(book)
+  return book
+
+
+def text_of(output):
+  if output.output_type == 'stream':
+    return output.text
+  return output.get('data', {}).get('text/plain', '')
+
+
+def name(path):
+  return path.stem
+
+
+def test_there_are_notebooks():
+  assert [f.stem for f in FILES] == sorted(WANTED)
+
+
+@pytest.mark.parametrize('path', FILES, ids=name)
+def test_stored_bare(path):
+  """No outputs, no traces of a machine; every cell is Python."""
+  book = read(path)
+  code = [cell for cell in book.cells if cell.cell_type == 'code']
+  assert not [cell.id for cell in code if cell.outputs]
+  assert not [cell.id for cell in code if cell.execution_count is not None]
+  assert not [cell.id for cell in book.cells if cell.metadata]
+  for cell in code:
+    compile(cell.source, cell.id, 'exec')
+    assert max(map(len, cell.source.splitlines())) <= 80, cell.id
+  text = path.read_text('utf-8')
+  found = re.findall(
+    r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|[A-Z]:\\\\|~/', text)
+  assert not found, found
+  kernel = book.metadata.kernelspec
+  assert (kernel.name, set(book.metadata)) == (
+    'python3', {'kernelspec', 'language_info'})
+
+
+@pytest.mark.parametrize('path', FILES, ids=name)
+def test_runs(path, tmp_path, monkeypatch):
+  monkeypatch.setenv('JAXPOST_SHORT', '1')
+  monkeypatch.setenv('PYTHONPATH', os.pathsep.join(
+    [str(CLONE), *filter(None, [os.environ.get('PYTHONPATH')])]))
+  monkeypatch.setenv('IPYTHONDIR', str(tmp_path / 'ipython'))
+  work = tmp_path / 'work'
+  work.mkdir()
+  book = read(path)
+  nbclient.NotebookClient(
+    book, timeout=600, resources={'metadata': {'path': str(work)}}).execute()
+  outputs = [output for cell in book.cells if cell.cell_type == 'code'
+             for output in cell.outputs]
+  text, at = '\n'.join(map(text_of, outputs)), 0
+  text = re.sub(r'\x1b\[[\d;]*m', '', text)
+  for wanted in WANTED[path.stem]:
+    found = re.compile(wanted).search(text, at)
+    assert found, f'no {wanted!r} after {text[max(0, at - 200):at]!r}'
+    at = found.end()
+  figures = ['image/png' in output.get('data', {}) for output in outputs]
+  assert sum(figures) == FIGURES[path.stem]
+  green = [o for o in outputs if 'color: #008000' in
+           o.get('data', {}).get('text/html', '')]
+  assert green, 'no trained token is shown in green'
+  for file in FILES_MADE[path.stem]:
+    assert list(work.glob(f'runs/*/{file}')), file
