@@ -69,6 +69,9 @@ setuptools.setup(
     'jaxpost.configs',
   ],
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
-  package_data={'jaxpost.launch': ['*.sh', '*.yaml']},
+  package_data={
+    'jaxpost': ['report.css'],
+    'jaxpost.launch': ['*.sh', '*.yaml'],
+  },
   entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},
 )

@@ -29,18 +29,18 @@ def get_config(arg=None):
 
   config.sft = dict(
       algorithm='sft',
-      data=dict(path=f'{task},split=train,size=6000,correct=0.5'),
-      train=dict(steps=400, batch_size=16, row_length=256),
+      data=dict(path=f'{task},split=train,size=20000,correct=0.5'),
+      train=dict(steps=700, batch_size=16, row_length=256),
       optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
       eval=dict(every=100),
   )
   config.grpo = dict(
       algorithm='grpo',
-      data=dict(path=f'{task},split=train,size=6000,correct=1'),
-      train=dict(steps=60),
-      optim=dict(lr=3e-4, warmup_steps=5),
-      rollout=dict(prompts=32, group_size=8),
-      rl=dict(kl_coef=0.01),
+      data=dict(path=f'{task},split=train,size=20000,correct=1'),
+      train=dict(steps=100),
+      optim=dict(lr=5e-4, warmup_steps=5),
+      rollout=dict(prompts=48, group_size=8),
+      rl=dict(kl_coef=0.001),
       eval=dict(every=20),
   )
   if arg.short:

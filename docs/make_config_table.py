@@ -44,7 +44,8 @@ def table(kind, prefix: str) -> list[str]:
     name = 'any' if hint is typing.Any else hint.__name__
     cells = (f'`{prefix}{field.name}`', name, f'`{field.default!r}`',
              values(field.metadata), field.metadata['help'])
-    lines.append(f'| {" | ".join(c.replace("|", chr(92) + "|") for c in cells)} |')
+    cells = [cell.replace('|', '\\|') for cell in cells]
+    lines.append(f'| {" | ".join(cells)} |')
   return lines
 
 

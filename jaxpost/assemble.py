@@ -131,8 +131,9 @@ def make_engine(kit: Kit, slots: int = 0):
   wanted = r.prompts * r.group_size if kit.on_policy else e.size * e.samples
   return NativeEngine(
       p.model, SamplerConfig(
-          slots=slots or r.slots or min(wanted, 256), max_prompt=r.max_prompt_length,
-          max_new_tokens=r.max_new_tokens, stop_ids=p.tokenizer.stop_ids,
+          slots=slots or r.slots or min(wanted, 256),
+          max_prompt=r.max_prompt_length, max_new_tokens=r.max_new_tokens,
+          stop_ids=p.tokenizer.stop_ids,
           temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
           block=r.block),
       kit.rollout, kit.compute, kit.ledger)

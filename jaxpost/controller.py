@@ -83,9 +83,9 @@ class Controller:
     batch = self.policy.place(rows).replace(**scores)
     real = int((rows.segment_ids > 0).sum())
     info = {**info, 'tokens': real,
-            'packing_efficiency': real / rows.tokens.size, **metrics, **component_metrics(graded),
-            **length_metrics(rollout), **self.pool.stats,
-            'reshard_bytes': moved['bytes'],
+            'packing_efficiency': real / rows.tokens.size, **metrics,
+            **component_metrics(graded), **length_metrics(rollout),
+            **self.pool.stats, 'reshard_bytes': moved['bytes'],
             'slot_occupancy': rollout.occupancy}
     step, self.step = self.step, self.step + 1
     return Experience(

@@ -1,4 +1,4 @@
-"""Import a user's function by name: 'pkg.module:fn' or './file.py:fn'.
+"""Imports a user's function by its name, or by the path of its file.
 
 Imports only the standard library, so that reward workers can use it.
 """

@@ -40,8 +40,8 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
   if platform == 'cpu':
     return Compute(dtype=dtype, remat=remat)
   return Compute(
-      dtype=dtype, residual=dtype, cache=dtype, unroll=False, remat=remat, q_chunk=1024,
-      head_elements=2**30)
+      dtype=dtype, residual=dtype, cache=dtype, unroll=False, remat=remat,
+      q_chunk=1024, head_elements=2**30)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))

@@ -30,46 +30,7 @@ NAMES = {
   'tokens_per_s': 'Tokens per second', 'time/step': 'Seconds per step',
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 210, 56, 14, 12, 26
-CSS = """
-:root{color-scheme:light dark;--bg:#f5f6f8;--card:#fff;--ink:#18202c;
---dim:#667085;--line:#e4e7ec;--train:#3366e6;--eval:#e0700b;--good:#12a150;
---bad:#e5484d;--c0:#3366e6;--c1:#12a594;--c2:#d09a08;--c3:#e0700b;--c4:#8e4ec6;
---c5:#d6409f;--c6:#6b7c93;--c7:#a3b1c6}@media(prefers-color-scheme:dark){:root{
---bg:#0e1117;--card:#171c25;--ink:#e6e9ef;--dim:#93a0b4;--line:#2a3240;
---train:#7aa2ff;--eval:#ff9d4d;--good:#3dd68c;--bad:#ff6369}}*{
-box-sizing:border-box}body{margin:0 auto;max-width:1400px;
-padding:32px 24px 64px;background:var(--bg);color:var(--ink);
-font:14px/1.5 system-ui,sans-serif}h2{margin:40px 0 12px;font-size:20px}h1{
-margin:0;font-size:26px}h3{margin:24px 0 10px;font-size:15px}.dim,small,h3,
-.cap code{color:var(--dim)}code,pre{font:12px/1.5 ui-monospace,monospace}pre{
-margin:0 0 8px;white-space:pre-wrap;overflow-wrap:anywhere}.grid,.cards,.two{
-display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(min(100%,
-380px),1fr))}.cards{grid-template-columns:repeat(auto-fill,minmax(156px,1fr))}
-.two{grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr))}.box{
-background:var(--card);border:1px solid var(--line);border-radius:12px;
-padding:12px 14px;margin:0 0 8px;min-width:0;overflow-x:auto}.grid .box,
-.cards .box{margin:0}.cards b{display:block;font-size:20px;line-height:1.4}.cap{
-display:flex;gap:8px;align-items:baseline;margin-bottom:4px;white-space:nowrap}
-.cap code{flex:1;overflow:hidden;text-overflow:ellipsis}.cap i{
-font-style:normal;font-weight:600;color:var(--c)}svg{display:block;width:100%;
-height:auto}svg text{font-size:11px;fill:var(--dim)}.rule{stroke:var(--line)}
-.train{--c:var(--train)}.eval{--c:var(--eval)}.curve{fill:none;stroke:var(--c);
-stroke-width:2;stroke-linejoin:round}.area{fill:var(--c);opacity:.07}circle{
-fill:var(--c);opacity:.28;stroke:transparent;stroke-width:6}.eval circle,
-.few circle,circle:hover{opacity:1}.gone{stroke:var(--bad);stroke-width:2}.bar{
-display:flex;height:30px;border-radius:8px;overflow:hidden;margin:6px 0 10px}
-.bar i{color:#fff;font:600 12px/30px system-ui;text-align:center;min-width:2px;
-overflow:hidden}.key,.key i{display:inline-block;margin-right:18px}.key i{
-width:10px;height:10px;border-radius:3px;margin-right:6px}.warn{
-border-left:4px solid var(--eval)}table{border-collapse:collapse;width:100%}td,
-th{padding:5px 12px 5px 0;text-align:left;border-bottom:1px solid var(--line)}
-td+td,th+th{text-align:right}section{background:var(--bg);border-radius:8px;
-padding:10px 12px;max-height:340px;overflow:auto;min-width:0}.pill{
---mix:color-mix(in oklab,var(--good) var(--v),var(--bad));color:var(--mix);
-background:color-mix(in oklab,var(--mix) 15%,transparent);border-radius:99px;
-padding:1px 9px;font-weight:600;margin:0 8px}summary{cursor:pointer;
-font-weight:600;margin:12px 0 8px}
-"""
+CSS = epath.resource_path('jaxpost') / 'report.css'
 
 
 def _number(x: Any) -> str:
@@ -395,5 +356,5 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   temp.write_text(
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name='
     '"viewport" content="width=device-width,initial-scale=1"><title>'
-    f'{name}</title><style>{CSS}</style></head><body>{body}</body></html>')
+    f'{name}</title><style>{CSS.read_text()}</style></head><body>{body}</body></html>')
   return temp.replace(workdir / 'report.html')

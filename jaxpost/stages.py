@@ -262,7 +262,8 @@ def _spelled(value):
   def spell(x):
     if dataclasses.is_dataclass(x):
       return vars(x)
-    return f'{x.__module__}:{x.__qualname__}' if callable(x) else str(x)
+    named = x if hasattr(x, '__qualname__') else type(x)
+    return f'{named.__module__}:{named.__qualname__}' if callable(x) else str(x)
   return json.loads(json.dumps(value, default=spell))
 
 

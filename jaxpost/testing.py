@@ -1,5 +1,6 @@
-"""Doubles of what is outside: a tokenizer whose text can be computed by hand,
-and made-up data. For tests and benchmarks, ours and those of users.
+"""Doubles of what is outside, for tests and benchmarks, ours and yours.
+
+A tokenizer whose text can be computed by hand, and made-up data.
 """
 
 import dataclasses

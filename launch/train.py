@@ -1,6 +1,6 @@
 """Starts or resumes a run.
 
-  python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
+  python -m launch.train --config=configs/quickstart.py --workdir=runs/first
 
 Change any field with --config.a.b=value. The same command resumes. The last
 line printed is the object in WORKDIR/summary.json. On several hosts run the
@@ -10,7 +10,7 @@ same command on each, with --distributed where a cluster is not detected.
 import json
 import logging
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from jaxpost import host

@@ -158,7 +158,8 @@ FIELDS = {
         'grpo', dict(reward_weights=(1.0, 2.0)),
         'reward_weights: 2 weights for 1 rewards'),
     'weight of text': (
-        'grpo', dict(reward_weights=('1',)), "config.reward_weights.0.: want float, got '1'"),
+        'grpo', dict(reward_weights=('1',)),
+        "config.reward_weights.0.: want float, got '1'"),
     'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is a int'),
     'reward unknown': ('grpo', dict(reward='exact_mach'),
                        "exact_mach.*exact_match"),

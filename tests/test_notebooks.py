@@ -17,10 +17,11 @@ FILES = sorted((CLONE / 'notebooks').glob('*.ipynb'))
 # What the outputs of a notebook have to hold, in this order.
 WANTED = {
   '01_sft_then_grpo': (
-    r'Device', r'\d\+\d+=<\|im_end\|>', r'sft: .* parameters', r'sft 0 eval  loss 5\.',
-    r'sft 20/20', r'\[1\.0, 0\.1, 0\.0\]', r'cannot be killed',
-    r'grpo 4/4  .*reward', r'"components": \{"right_sum"',
-    r'completions \(64, 8\)', r'largest difference 0\.0', r'2: reward 0\.\d+, kl 0\.0',
+    r'Device', r'\d\+\d+=<\|im_end\|>', r'sft: .* parameters',
+    r'sft 0 eval  loss 5\.', r'sft 20/20', r'\[1\.0, 0\.1, 0\.0\]',
+    r'cannot be killed', r'grpo 4/4  .*reward',
+    r'"components": \{"right_sum"', r'completions \(64, 8\)',
+    r'largest difference 0\.0', r'2: reward 0\.\d+, kl 0\.0',
     r'model\.safetensors', r'<\|im_start\|>user\n17\+25=', r'88\+77= \S',
   ),
 }

@@ -74,9 +74,10 @@ def read_page(workdir):
 def test_full_run(tmp_path):
   writer = make_run(tmp_path)
   (tmp_path / 'config.json').write_text('{"optimizer": {"lr": 0.125}}')
-  (tmp_path / 'plan.json').write_text(json.dumps({
-    'device': 'one chip', 'mesh': [1, 2], 'programs': {
-      'update': {'bytes': 3 * 10**9, 'flops': 5e12}, 'score': {'flops': 7}}}))
+  (tmp_path / 'plan.json').write_text(json.dumps([{
+    'device': 'one chip', 'mesh': [1, 2], 'programs': [
+      {'program': 'update', 'bytes': 3 * 10**9, 'flops': 5e12},
+      {'program': 'score', 'bytes': 1, 'flops': None}]}]))
   (tmp_path / 'resumes.jsonl').write_text(
     '{"stage": "grpo", "step": 17, "rows_dropped": 3}\n')
   metrics.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(tmp_path)},
@@ -130,8 +131,8 @@ def test_hostile_text_is_text(tmp_path):
   metrics.summary(tmp_path, {f'{HOSTILE}/{stage}': 1.0, f'x/{stage}': HOSTILE},
                   writer.watch.warnings)
   (tmp_path / 'config.json').write_text(json.dumps({HOSTILE: [HOSTILE]}))
-  (tmp_path / 'plan.json').write_text(json.dumps({
-    HOSTILE: HOSTILE, 'programs': {HOSTILE: {HOSTILE: HOSTILE}}}))
+  (tmp_path / 'plan.json').write_text(json.dumps([{
+    HOSTILE: HOSTILE, 'programs': [{HOSTILE: HOSTILE}]}]))
   page = read_page(tmp_path)
   assert not {'script', 'img'} & set(page.tags)
   assert not [k for k, _ in page.attrs if k.startswith('on') or k == 'src']

@@ -5,6 +5,7 @@ compared with it, in the rows of their metrics and in every bit of their final
 state. What runs in a process of its own runs by the launcher's command.
 """
 
+import functools
 import collections
 import contextlib
 import json
@@ -219,6 +220,12 @@ def unfinished(workdir, stage, since=0.0):
   return []
 
 
+def has_rows(workdir, stage, count):
+  """Whether a run has begun and written `count` rows of a stage."""
+  begun = (workdir / 'config.json').exists()
+  return begun and train_rows(workdir, stage) >= count
+
+
 def train_rows(workdir, stage):
   path = workdir / 'metrics.jsonl'
   text = path.read_text() if path.exists() else ''
@@ -252,11 +259,12 @@ def test_killed_at_any_moment(command, baseline, tmp_path):
     begin, process = time.time(), start(command(workdir))
     try:
       if writing:
-        started = wait_for(process, lambda: unfinished(workdir, stage, begin))
+        started = wait_for(
+            process, functools.partial(unfinished, workdir, stage, begin))
       else:
         least = draw.randint(1, 3) + train_rows(workdir, stage)
-        started = wait_for(
-            process, lambda: train_rows(workdir, stage) >= least)
+        started = wait_for(process, functools.partial(
+            has_rows, workdir, stage, least))
         time.sleep(draw.uniform(0, 0.05))
       workers = descendants(process.pid)
       process.kill()
@@ -279,8 +287,8 @@ def test_told_to_stop(command, baseline, tmp_path):
   for stage, rows in (('sft', 0), ('sft', 3), ('grpo', 1)):
     process = start(command(workdir))
     try:
-      assert wait_for(process, lambda: train_rows(workdir, stage) >= rows
-                      and (workdir / 'config.json').exists())
+      assert wait_for(
+          process, functools.partial(has_rows, workdir, stage, rows))
       workers = descendants(process.pid)
       process.terminate()
       _, err = finish(process, code=42)
@@ -452,7 +460,8 @@ def test_a_second_stage_needs_the_weights_it_began_from(sft, model, tmp_path):
   """Never from an older step than the one that the stage before ended with."""
   config, first = sft
   workdir = copy(first, tmp_path / 'run')
-  both = tiny.merged(config, dict(stages=('sft', 'more'), sft={}, more=dict(seed=1)))
+  both = tiny.merged(config, dict(
+      stages=('sft', 'more'), sft={}, more=dict(seed=1)))
   damage(workdir / 'checkpoints' / 'sft' / '6')
   run(both, workdir)  # the first stage makes its last steps again
   rows = metrics.read_rows(workdir / 'metrics.jsonl')

@@ -8,7 +8,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy as np
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import ModelConfig

@@ -5,7 +5,6 @@ tokens, K kv heads, h head size, D hidden size, L layers.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp

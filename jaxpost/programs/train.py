@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
@@ -188,8 +190,14 @@ def make_state(params, optimizer, shardings: TrainState,
 def random_params(model: Model, seed: int, dtype, shardings,
                   ledger: Ledger) -> dict:
   """Random parameters, created in their final layout."""
-  return Program('random', lambda key: model.init(key, dtype=dtype), ledger,
-                 shardings)(jax.random.key(seed))
+  def init(key):
+    return model.init(jax.random.wrap_key_data(key), dtype=dtype)
+
+  mesh = jax.tree.leaves(shardings)[0].mesh
+  key = jax.device_put(
+      np.asarray(jax.random.key_data(jax.random.key(seed))),
+      NamedSharding(mesh, PartitionSpec()))
+  return Program('random', init, ledger, shardings)(key)
 
 
 def frozen_copy(model: Model, params, compute: Compute, shardings,

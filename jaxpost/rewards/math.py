@@ -62,9 +62,7 @@ def gsm8k(completions, answer, **columns):
 
 def final_number(text):
   r"""The number after the last '####' or in the last \boxed{}, or the last."""
-  marked = None
-  for marked in _MARKED.finditer(text):
-    pass
+  marked = (None, *_MARKED.finditer(text))[-1]
   boxed = text.rfind('\\boxed{')
   if marked and marked.start() > boxed:
     line = text[marked.end() :].partition('\n')[0]
@@ -76,10 +74,7 @@ def final_number(text):
 
 def last_number(text):
   """The last number of a text as a Fraction, or None."""
-  number = None
-  for number in _numbers(text):
-    pass
-  return number
+  return (None, *_numbers(text))[-1]
 
 
 def _numbers(text):

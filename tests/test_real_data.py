@@ -1,0 +1,238 @@
+"""Real weights and real data: stories260K, GSM8K, Shakespeare, Qwen3's tokens.
+
+Skipped where the data is not there (see `shared_data`). What must hold is
+known from outside: the losses that transformers computes for these weights,
+and what the data sets say of themselves.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import rich.console
+
+from configs import grpo_gsm8k
+from configs import sft_gsm8k
+from jaxpost import build
+from jaxpost import stages
+from jaxpost.data import sources
+from jaxpost.errors import InputError
+from jaxpost.rewards import math
+from tests import tiny
+
+REWARD = '''
+def letters(completions, **columns):
+  """The share of the letter e."""
+  return [c.count('e') / max(len(c), 1) for c in completions]
+'''
+
+
+def train(config, workdir):
+  """Runs it; {split: its rows}."""
+  stages.run(config, workdir, rich.console.Console(quiet=True))
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  return {s: [r for r in rows if r['split'] == s] for s in ('train', 'eval')}
+
+
+def stories_config(shared_data, **over):
+  folder = str(shared_data('stories260K/hf'))
+  return tiny.merged(
+    tiny.run_config(folder), tiny.merged(dict(model=dict(tokenizer='')), over))
+
+
+def stories(shared_data):
+  """Whole documents of the sample; it is cut at both ends."""
+  file = shared_data('text/tinystories_sample_2MiB.txt')
+  return [d.strip() for d in file.read_text().split('<|endoftext|>')][1:-1]
+
+
+def text_file(path, documents):
+  path.write_text('\n<|endoftext|>\n'.join(documents))
+  return dict(path=str(path))
+
+
+# ----------------------------------------------------- stories260K, real loss
+
+
+def sft_config(shared_data, path, train_on, held_out, **over):
+  return stories_config(shared_data, **tiny.merged(dict(
+    data=text_file(path / 'train.txt', train_on),
+    train=dict(batch_size=4, row_length=256),
+    eval=dict(size=64, data=text_file(path / 'held_out.txt', held_out))), over))
+
+
+def test_stories_have_the_loss_that_they_are_known_for(shared_data, tmp_path):
+  documents = stories(shared_data)
+  held_out = documents[-64:]
+  config = sft_config(
+    shared_data, tmp_path, documents[:64], held_out,
+    train=dict(steps=1), optim=dict(lr=0.0))
+  before, after = train(config, tmp_path / 'run')['eval']
+  assert before['loss'] == pytest.approx(after['loss'], abs=1e-6)
+  assert 1.1 < before['loss'] < 1.5
+  # transformers, float32, on the same tokens: those of the text and its end.
+  assert before['loss'] == pytest.approx(
+    torch_loss(shared_data('stories260K/hf'), held_out), abs=2e-5)
+
+
+def torch_loss(folder, documents):
+  torch = pytest.importorskip('torch')
+  import transformers
+  model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  total = count = 0.0
+  for document in documents:
+    ids = tokenizer(document, add_special_tokens=False)['input_ids']
+    ids = torch.tensor([[1, *ids, 2][:256]])  # cut to a row
+    with torch.no_grad():
+      total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
+    count += ids.shape[1] - 1
+  return total / count
+
+
+def test_sft_lowers_the_held_out_loss(shared_data, tmp_path):
+  # Of stories nothing is left to learn; Shakespeare is new to the model.
+  file = shared_data('text/tinyshakespeare.txt')
+  speeches = file.read_text().split('\n\n')
+  config = sft_config(
+    shared_data, tmp_path, speeches[:800], speeches[-64:],
+    train=dict(steps=20), optim=dict(lr=2e-3, schedule='cosine'))
+  rows = train(config, tmp_path / 'run')
+  losses = [r['loss'] for r in rows['eval']]
+  assert losses[1] < losses[0] - 1.0
+  assert all(r['skipped_updates'] == 0 for r in rows['train'])
+
+
+# --------------------------------------------- stories260K, a reward of yours
+
+
+def test_grpo_raises_the_reward_of_a_file(shared_data, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'rewards.py').write_text(REWARD)
+  prompts = [' '.join(d.split()[:4]) for d in stories(shared_data)[:64]]
+  (tmp_path / 'prompts.jsonl').write_text(
+    ''.join(json.dumps(dict(prompt=p)) + '\n' for p in prompts))
+  config = stories_config(
+    shared_data, algorithm='grpo', reward='./rewards.py:letters',
+    data=dict(path='prompts.jsonl'), train=dict(steps=15, row_length=0),
+    optim=dict(lr=1e-3), rollout=dict(
+      prompts=4, group_size=8, max_prompt_length=16, max_new_tokens=16))
+  rows = train(config, tmp_path / 'run')['train']
+  rewards = [r['reward'] for r in rows]
+  assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+  # The sampler computes the model that is trained, on real weights too.
+  assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
+  last = tmp_path / 'run' / 'samples' / 'grpo' / '15.jsonl'
+  samples = [json.loads(line) for line in last.read_text().splitlines()]
+  assert len(samples) == 32 and {s['prompt'] for s in samples} <= set(prompts)
+  shares = [s['completion'].count('e') / max(len(s['completion']), 1)
+            for s in samples]
+  assert np.mean(shares) == pytest.approx(rewards[-1], abs=1e-6)
+
+
+# ------------------------------------------------------------ GSM8K and Qwen3
+
+
+@pytest.fixture(scope='module')
+def gsm8k(shared_data, tmp_path_factory):
+  """A file of the first problems, as they are distributed."""
+  lines = shared_data('gsm8k/train.jsonl').read_text().splitlines(True)
+  path = tmp_path_factory.mktemp('gsm8k') / 'train.jsonl'
+  path.write_text(''.join(lines[:48]))
+  return str(path)
+
+
+@pytest.fixture(scope='module')
+def qwen(shared_data, tmp_path_factory):
+  """A folder with Qwen3's tokenizer and vocabulary, and 16 wide."""
+  tokenizer = shared_data('tokenizers/qwen3')
+  folder = tmp_path_factory.mktemp('qwen') / 'qwen3'
+  tiny.folder(folder, vocab_size=151_936)
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    shutil.copy(tokenizer / name, folder / name)
+  return str(folder)
+
+
+@pytest.mark.parametrize('recipe', [sft_gsm8k, grpo_gsm8k])
+def test_recipes_train_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
+  config = recipe.get_config('runlocal')
+  config.model.update(path=qwen, tokenizer='')
+  config.data.path = gsm8k
+  config.eval.data.path = ''
+  config.train.update(steps=1, batch_size=2)
+  config.rollout.update(
+    group_size=2, max_prompt_length=128, max_new_tokens=4)
+  config.log.tensorboard = config.save.export = False
+  row, = train(config, tmp_path)['train']
+  # A random model knows nothing of 151,936 tokens.
+  assert row['entropy'] == pytest.approx(np.log(151_936), rel=0.05)
+  if recipe is sft_gsm8k:
+    assert row['loss'] == pytest.approx(np.log(151_936), rel=0.1)
+    return
+  samples = (tmp_path / 'samples' / 'grpo' / '1.jsonl').read_text()
+  first = json.loads(samples.splitlines()[0])
+  asked = [json.loads(x)['question'] for x in open(gsm8k)]
+  assert any(first['prompt'].startswith(q) for q in asked)
+  assert '#### answer' in first['prompt'] and first['components']['gsm8k'] == 0
+
+
+def test_a_vocabulary_too_small_is_refused(shared_data, gsm8k):
+  config = sft_gsm8k.get_config('runlocal')
+  config.data.path = gsm8k
+  config.model.tokenizer = str(shared_data('tokenizers/qwen3'))
+  with pytest.raises(InputError, match='151669 tokens .* 259 rows') as caught:
+    build.prepare_all(config.to_dict())
+  assert '\n' not in str(caught.value)
+
+
+def test_map_reads_every_problem(shared_data):
+  path = str(shared_data('gsm8k/train.jsonl'))
+  rows = sources.read(path, map_fn='jaxpost.data.maps:gsm8k')
+  assert len(rows) == 7473 and rows.dropped == 0
+  raw = sources.read(path)
+  for row, given in zip(rows, raw):
+    (asked,), (told,) = row['prompt'], row['completion']
+    assert (asked['role'], told['role']) == ('user', 'assistant')
+    assert asked['content'].startswith(given['question'].strip())
+    assert '<<' not in told['content'] and row['answer'] == given['answer']
+  told = [row['completion'] for row in rows]
+  answers = [row['answer'] for row in rows]
+  assert all(r == 1.0 for r in math.gsm8k(told, answers))
+  # Its own answers are right, and those of another problem are mostly not.
+  assert np.mean(math.gsm8k(told, answers[1:] + answers[:1])) < 0.1
+
+
+def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
+  plain = tiny.run_config(
+    '', data=dict(
+      path=gsm8k, columns='prompt=question,completion=answer'),
+    train=dict(row_length=512))
+  plain['model'].update(preset='tiny')
+  stage, = build.prepare_all(plain)
+  assert stage.rows[0]['prompt'].startswith('Natalia sold clips')
+  assert stage.rows[0]['completion'].endswith('#### 72')
+  example = build.render_row(
+    stage.rows, stage.tokenizer, stage.config.data, 0)
+  trained = stage.tokenizer.decode(example.tokens[example.loss_mask])
+  assert trained.startswith('Natalia sold 48/2') and '####' in trained
+
+  # columns first, then map: other names for what the map reads.
+  other = tmp_path / 'other.jsonl'
+  rows = [json.loads(line) for line in open(gsm8k)]
+  other.write_text(''.join(json.dumps(
+    dict(problem=r['question'], solution=r['answer'])) + '\n' for r in rows))
+  both = tiny.merged(plain, dict(data=dict(
+    path=str(other), columns='question=problem,answer=solution',
+    map='jaxpost.data.maps:gsm8k')))
+  stage, = build.prepare_all(both)
+  assert stage.rows[0]['prompt'][0]['content'].startswith('Natalia')
+  assert stage.rows[0]['answer'] == rows[0]['answer']
+
+  without = tiny.merged(both, dict(data=dict(columns='')))
+  with pytest.raises(InputError, match=r'other\.jsonl:1: map_fn raised'):
+    build.prepare_all(without)
+  wrong = tiny.merged(plain, dict(data=dict(columns='prompt=qestion')))
+  with pytest.raises(InputError, match=r'train\.jsonl:1: .*mean question'):
+    build.prepare_all(wrong)
