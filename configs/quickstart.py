@@ -2,9 +2,10 @@
 
 python -m launch.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-A tiny Qwen3-style model is fine-tuned on worked sums of which only about half
-are right, so it imitates answers that are right half of the time. GRPO then
-grades its own answers with a verifier.
+Two CPU cores, no download. A tiny Qwen3-style model is fine-tuned on sums of
+which 60 % are answered right, so it imitates answers that are right about 60 %
+of the time. GRPO then grades the model's own answers with a verifier. Held-out
+pass@1 of five seeds and the time are in the README.
 """
 
 import ml_collections
@@ -29,17 +30,17 @@ def get_config(arg=None):
 
   config.sft = dict(
       algorithm='sft',
-      data=dict(path=f'{task},split=train,size=20000,correct=0.5'),
-      train=dict(steps=700, batch_size=16, row_length=256),
+      data=dict(path=f'{task},split=train,size=20000,correct=0.6'),
+      train=dict(steps=1000, batch_size=16, row_length=256),
       optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
       eval=dict(every=100),
   )
   config.grpo = dict(
       algorithm='grpo',
       data=dict(path=f'{task},split=train,size=20000,correct=1'),
-      train=dict(steps=100),
-      optim=dict(lr=5e-4, warmup_steps=5),
-      rollout=dict(prompts=48, group_size=8),
+      train=dict(steps=120),
+      optim=dict(lr=8e-4, schedule='linear', warmup_steps=5),
+      rollout=dict(prompts=64, group_size=8),
       rl=dict(kl_coef=0.001),
       eval=dict(every=20),
   )

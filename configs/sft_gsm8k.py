@@ -6,7 +6,7 @@ Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`).
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and completion.
-`:runlocal` is a random model, made data, no network: seconds on a CPU.
+`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
 """
 
 import ml_collections

@@ -142,9 +142,12 @@ class NativeEngine:
           functools.partial(self._prefill.compile, weights, tokens, counts),
           functools.partial(
               self._insert.compile, state, prefix, entry, key, step)]
-    most = min(min(lengths) + self.block, self.length)
-    reads = {rung(n, self.length, 64) for n in range(most, self.length + 1)}
-    for read in sorted(reads):
+    # A slot runs one block past its last token: flags come a block late.
+    blocks = -(-self.config.max_new_tokens // self.block) + 1
+    low, high = (min(n + self.block * k, self.length) for n, k in (
+        (min(lengths), 1), (max(lengths), blocks)))
+    for read in sorted({rung(n, self.length, 64)
+                        for n in range(low, high + 1)}):
       jobs.append(functools.partial(
           self._reader(read).compile, weights, state))
     return jobs
