@@ -199,6 +199,7 @@ class _Run:
     self.queue = collections.deque(range(total))
     self.owner = np.full(slots, -1)  # sequence in each slot
     self.used = np.zeros(slots, np.int64)  # cache entries, an upper bound
+    self.left = np.zeros(slots, np.int64)  # tokens still to draw, at most
     self.state = engine.init_decode_state()
     self.flags = None  # of the block before the last one dispatched
     self.rows = engine.prefix_rows(group_size)
@@ -209,7 +210,7 @@ class _Run:
     self.behaviour = np.zeros((total, room), np.float32)
     self.lengths = np.zeros(total, np.int32)
     self.finished = np.zeros(total, bool)
-    self.steps = self.idle = 0
+    self.steps = 0
 
   def busy(self) -> bool:
     return bool(self.queue) or bool((self.owner >= 0).any())
@@ -240,6 +241,7 @@ class _Run:
       index[slot] = self.prompts[prompt].index
       self.owner[slot] = n
       self.used[slot] = len(self.prompts[prompt].tokens)
+      self.left[slot] = self.engine.config.max_new_tokens
     entry = programs.Entry(source, index, sample, self.sampling(slots))
     self.state = self.engine.insert(
         self.state, self.prefix, entry, self.run_key, self.step)
@@ -257,13 +259,18 @@ class _Run:
 
   def advance(self):
     """Dispatches a block and harvests what the one before it finished."""
-    engine, busy = self.engine, self.owner >= 0
+    engine = self.engine
+    spent = (self.owner >= 0) & (self.left <= 0)
+    if spent.any():  # the host need not be told that these are done
+      self.harvest(np.flatnonzero(spent))
+      return
+    busy = self.owner >= 0
     most = int(self.used[busy].max()) + engine.block
     read = rung(most, engine.length, 64)
     self.state, active = engine.generate(self.state, read)
     self.used += engine.block
+    self.left -= engine.block
     self.steps += engine.block
-    self.idle += engine.block * int((~busy).sum())
     before, self.flags = self.flags, active
     if before is None:
       return
