@@ -58,7 +58,8 @@ def make_kit(p: Prepared) -> Kit:
   compute = compute_for(
       jax.default_backend(), config.model.dtype, config.model.remat)
   return Kit(
-      p, train, make_layout(config.mesh.rollout, 'rollout'), compute,
+      p, train, make_layout(config.mesh.rollout, 'rollout', beside=train),
+      compute,
       p.algorithm.make_objective(config), Ledger(), Chrono(),
       build.batch_shape(config, p.algorithm.ON_POLICY, train.batch_shards))
 
@@ -213,16 +214,17 @@ def compile_all(kit: Kit, policy: Policy, reference, engine, evaluator):
   if reference:
     jobs.append(
         lambda: reference.score_program.compile(reference.params, plain))
-  if evaluator and evaluator.batches or kit.on_policy and old:
-    jobs.append(lambda: policy.score_program.compile(policy.params, plain))
   later = []  # shares programs with what is in `jobs`
+  if evaluator and evaluator.batches or kit.on_policy and old:
+    later.append(lambda: policy.score_program.compile(policy.params, plain))
   if engine and kit.on_policy:
     jobs += engine.jobs(policy.params, kit.prepared.stream.lengths,
                         kit.config.rollout.group_size)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
-    later = engine.jobs(policy.params, [len(p.tokens) for p in sampled.prompts],
-                        sampled.samples)
+    later += engine.jobs(
+        policy.params, [len(p.tokens) for p in sampled.prompts],
+        sampled.samples)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for some in jobs, later:
       for done in [pool.submit(job) for job in some]:

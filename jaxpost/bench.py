@@ -17,6 +17,7 @@ from jaxpost.data.loader import PackedStream
 from jaxpost.loop import Stage
 from jaxpost.metrics import MetricsWriter
 from jaxpost.models import families, model as model_lib
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import probe, train as programs
 from jaxpost.rewards.pool import RewardPool
 
@@ -108,10 +109,14 @@ def sft(o: Options, workdir) -> dict:
   real = sum(tokens[2:]) / sum(times[2:])
   dtype = jnp.bfloat16 if o.bf16 else jnp.float32
   rate = probe.matmul_rate(dtype)
+  lengths = testing.document_lengths(4096)  # what a token sees on average
+  context = (lengths**2).sum() / lengths.sum() / 2
+  flops = 3 * flops_per_token(kit.prepared.model.config, context)
+  step = float(np.mean(times[2:]))
   return dict(
-      step_s=float(np.mean(times[2:])), cpu_s=float(np.mean(cpu[2:])),
-      real_tokens_per_s=real, matmul_gflops=rate / 1e9,
-      share_of_matmul=3 * stage.flops_per_token * real / rate,
+      step_s=step, cpu_s=float(np.mean(cpu[2:])), real_tokens_per_s=real,
+      padded_tokens_per_s=o.batch * 512 / step, matmul_gflops=rate / 1e9,
+      share_of_matmul=flops * real / rate,
       all=[round(t, 3) for t in times], **memory(kit, 'update'))
 
 
@@ -148,7 +153,7 @@ def sample(o: Options, workdir) -> dict:
 def grpo(o: Options, workdir) -> dict:
   """Seconds a step, and what each phase takes of it."""
   kit, stage = make_stage('grpo', o, workdir)
-  phases = []
+  times = []
   stage.chrono.pop()
   for _ in range(o.steps + 2):
     with stage.chrono('data'):
@@ -156,13 +161,13 @@ def grpo(o: Options, workdir) -> dict:
     with stage.chrono('update'):
       metrics = stage.policy.update(item.batch)
       jax.block_until_ready(metrics['loss'])
-    phases.append(stage.chrono.pop())
+    times.append(stage.chrono.pop())
   stage.stream.close()
-  named = {k: float(np.median([p[k] for p in phases[1:]])) for k in phases[0]}
+  named = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}
   step = named['time/step']
-  known = sum(v for k, v in named.items() if k not in ('time/step',
-                                                       'time/data'))
+  phases = ('reshard', 'sample', 'score', 'reward', 'update')
+  known = sum(named[f'time/{phase}'] for phase in phases)
   return dict(
       step_s=step, completions_per_step=o.batch,
       controller_share=(step - known) / step, **named,
-      all=[round(p['time/step'], 3) for p in phases], **memory(kit, 'update'))
+      all=[round(t['time/step'], 3) for t in times], **memory(kit, 'update'))

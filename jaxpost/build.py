@@ -73,6 +73,9 @@ def prepare(name: str, config: config_lib.Config) -> Prepared:
   optim.check(config.optim.name, config.optim.weight_decay)
   for phase, text in vars(config.mesh).items():
     sharding.mesh_sizes(text, f'config.mesh.{phase}')
+  if config.save.keep_best and not config.eval.data.path:
+    raise InputError('config.save.keep_best: nothing is evaluated; set '
+                     'config.eval.data.path')
   if not config.data.path:
     raise InputError('config.data.path: is empty; name a file, a folder, '
                      'org/name or generated:arithmetic')

@@ -44,8 +44,7 @@ class Checkpointer:
   """
 
   def __init__(
-    self, folder, *, keep=2, keep_best='', best_mode='max', async_save=True
-  ):
+      self, folder, *, keep=2, keep_best='', best_mode='max', async_save=True):
     if keep < 1:
       raise errors.InputError(f'checkpoints to keep: {keep}; keep at least 1')
     if best_mode not in ('max', 'min'):
@@ -88,8 +87,7 @@ class Checkpointer:
       if self._keep_best not in metrics:
         raise errors.InputError(
           f"keep_best: no metric '{self._keep_best}'; there are"
-          f' {", ".join(sorted(metrics))}'
-        )
+          f' {", ".join(sorted(metrics))}')
     named, _ = _flatten(state)
     _check_arrays(named)
     arrays = {k: x for k, x in named.items() if x.size}
@@ -101,8 +99,7 @@ class Checkpointer:
     meta = json.loads(json.dumps(meta))  # the caller goes on changing his
     self._make_room(step)
     args = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)
-    )
+      state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
     self._orbax.save(self._folder / str(step), args=args, force=True)
     self._pending = step, self._thread.submit(self._finish, step, seal)
     if not self._async_save:
@@ -198,8 +195,7 @@ class Checkpointer:
     if newest >= step:
       raise errors.InputError(
         f'{self._folder} already holds step {newest}, so step {step} is not'
-        ' saved there; resume that run or choose another folder'
-      )
+        ' saved there; resume that run or choose another folder')
 
   def _is_ours(self, step):
     """Whether the run descends from `step`: not if it was rolled back."""
@@ -292,8 +288,7 @@ class Checkpointer:
       if leaf.sharding is None:
         raise TypeError(f'the template has no sharding for {key}')
       wanted[prefix + key] = jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding
-      )
+        leaf.shape, leaf.dtype, sharding=leaf.sharding)
     folder = self._folder / str(step)
     seal, _ = self._read_seal(step)
     saved = {k: v for k, v in seal['leaves'].items() if k.startswith(prefix)}
@@ -361,8 +356,7 @@ def _check_match(where, saved, wanted):
   raise errors.InputError(
     f'{where}: {key} is {there.get(key, "absent")} in the checkpoint and'
     f' {here.get(key, "absent")} in the run{more}; the config changed since'
-    ' this checkpoint: restore the old values or choose another folder'
-  )
+    ' this checkpoint: restore the old values or choose another folder')
 
 
 def _files(folder):

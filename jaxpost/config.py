@@ -71,7 +71,7 @@ class OptimSection:
   lr: float = _f(1e-5, 'peak learning rate', lo=0.0)
   schedule: str = _f('constant', 'after the warm-up',
                      choices=('constant', 'linear', 'cosine'))
-  warmup_steps: int = _f(0, 'steps from 0 to lr', lo=0)
+  warmup_steps: int = _f(0, 'steps from lr / warmup_steps to lr', lo=0)
   end_lr: float = _f(0.0, 'where linear and cosine end', lo=0.0)
   weight_decay: float = _f(0.0, 'of matrices and embeddings', lo=0.0)
   b1: float = _f(0.9, 'Adam', lo=0.0, hi=1.0)

@@ -11,7 +11,9 @@ Every process runs it on the same values and takes the same decisions.
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxpost.data.prompts import PromptStream
 from jaxpost.data.tokenizer import Tokenizer
@@ -61,26 +63,26 @@ class Controller:
 
   def __next__(self) -> Experience:
     prompts, info = next(self.prompts)
+    version = self.step * self.repeats
     with self.chrono('reshard'):
-      moved = self.sampler.sync(self.policy, self.step)
+      moved = self.sampler.sync(self.policy, version)
     with self.chrono('sample'):
       rollout = self.sampler(prompts, self.group_size, self.step)
       self.sampler.release()
-    groups = to_groups(rollout, self.tokenizer)
-    grading = self.pool.submit(groups)  # runs while the devices score
-    with self.chrono('score'):
-      tokens_only = self.algorithm.to_batch(
-          rollout, *_unknown(rollout), *self.rows)
-      scores = self._scores(self.policy.place(tokens_only))
+    with self.chrono('pack'):
+      groups = to_groups(rollout, self.tokenizer)
+      grading = self.pool.submit(groups)  # runs while the devices score
+    scores = self._scores(rollout)
     with self.chrono('reward'):
       graded = grading.result()
-    rewards = np.array(
-        [[np.nan if r is None else r for r in g.rewards] for g in graded])
-    values, metrics = self.algorithm.advantages(rewards, self.config)
-    rows = self.algorithm.to_batch(
-        rollout, values.reshape(-1), np.isfinite(rewards).reshape(-1),
-        *self.rows)
-    batch = self.policy.place(rows).replace(**scores)
+      rewards = agreed(np.array([[np.nan if r is None else r
+                                  for r in g.rewards] for g in graded]))
+    with self.chrono('pack'):
+      values, metrics = self.algorithm.advantages(rewards, self.config)
+      rows = self.algorithm.to_batch(
+          rollout, values.reshape(-1), np.isfinite(rewards).reshape(-1),
+          *self.rows)
+      batch = self.policy.place(rows).replace(**scores)
     real = int((rows.segment_ids > 0).sum())
     info = {**info, 'tokens': real,
             'packing_efficiency': real / rows.tokens.size, **metrics,
@@ -92,14 +94,20 @@ class Controller:
         batch, info, self.repeats, step, rollout.version,
         lambda: sample_rows(rollout, groups, graded))
 
-  def _scores(self, batch: Batch) -> dict:
+  def _scores(self, rollout: Rollout) -> dict:
     """Log-probs that the objective compares with, left on the device."""
     scores = {}
-    if self.reference is not None:
-      scores['ref_logprobs'] = self.reference(batch).logprobs
-    if self.repeats > 1:  # else the old policy is the one being updated
-      scores['old_logprobs'] = self.policy.score(batch).logprobs
-    return scores
+    if self.reference is None and self.repeats == 1:
+      return scores  # the old policy is the one being updated
+    with self.chrono('pack'):
+      batch = self.policy.place(self.algorithm.to_batch(
+          rollout, *_unknown(rollout), *self.rows))
+    with self.chrono('score'):
+      if self.reference is not None:
+        scores['ref_logprobs'] = self.reference(batch).logprobs
+      if self.repeats > 1:
+        scores['old_logprobs'] = self.policy.score(batch).logprobs
+      return jax.block_until_ready(scores)
 
   def state(self) -> dict:
     return {'step': self.step, 'prompts': self.prompts.state()}
@@ -110,6 +118,13 @@ class Controller:
 
   def close(self):
     self.pool.close()
+
+
+def agreed(rewards: np.ndarray) -> np.ndarray:
+  """What process 0 graded: a judge may answer each process differently."""
+  if jax.process_count() == 1:
+    return rewards
+  return np.asarray(multihost_utils.broadcast_one_to_all(rewards))
 
 
 def _unknown(rollout: Rollout):
@@ -165,7 +180,8 @@ def sample_rows(rollout: Rollout, groups, graded) -> list[dict]:
     group, result, i = groups[n // size], graded[n // size], n % size
     rows.append(dict(
         prompt=_text(group.prompts[i]), completion=_text(group.completions[i]),
-        reward=result.rewards[i], error=result.error,
+        reward=result.rewards[i], **({'error': result.error} if result.error
+                                     else {}),
         components={k: v[i] for k, v in result.components.items()},
         length=int(length), finished=bool(rollout.finished[n]),
         logprob=float(rollout.logprobs[n, :length].sum()),

@@ -89,14 +89,15 @@ def run_stage(stage: Stage, start: int):
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):
-        for _ in range(item.repeats):
+        first = metrics = stage.policy.update(item.batch)
+        for _ in range(item.repeats - 1):
           metrics = stage.policy.update(item.batch)
         run.log_pending()  # of the step before: the device is busy with this
         if stage.on_policy:  # the next sample waits for it anyway
           jax.block_until_ready(metrics['loss'])
       run.pending = step, metrics, item, stage.chrono.pop()
       if step == start + 1:
-        run.first(step)
+        run.first(step, first)
       leaving = stop.reached()
       last = step == stage.steps
       if last or stage.eval_every and step % stage.eval_every == 0:
@@ -122,10 +123,10 @@ class _Progress:
     self.skipped = 0
     self.sample_step, self.sample_rows = -1, []
 
-  def first(self, step: int):
+  def first(self, step: int, metrics: dict):
     """After the first step of a process: look hard, then allow no compile."""
     if step == 1:
-      self.stage.checks(to_host(self.pending[1]))
+      self.stage.checks(to_host(metrics))
     self.stage.seal()
 
   def log_pending(self):
@@ -176,6 +177,7 @@ class _Progress:
   def save(self, step: int):
     self.log_pending()
     stage = self.stage
+    stage.writer.flush()  # its rows must not be younger than a checkpoint
     evaluated, scores = self.scores
     metrics = {k: v for k, v in scores.items() if math.isfinite(v)} if (
         evaluated == step) else None

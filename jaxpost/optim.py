@@ -8,6 +8,9 @@ import optax
 
 from jaxpost.errors import InputError
 
+# Line searches and the like: their update takes more than the gradient.
+_NEED_THE_LOSS = ('lbfgs', 'polyak_sgd')
+
 
 def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float):
   """Step -> learning rate: linear warm-up, then constant, linear or cosine."""
@@ -53,6 +56,12 @@ def check(name: str, weight_decay: float):
         (f'did you mean {", ".join(near)}?' if near else
          f'known: {", ".join(sorted(public))}'))
   takes = inspect.signature(vars(optax)[name]).parameters
+  more = [k for k, v in takes.items() if v.default is v.empty
+          and k != 'learning_rate']
+  if more or name in _NEED_THE_LOSS:
+    raise InputError(
+        f'config.optim.name: optax.{name} needs {", ".join(more) or "the loss"}'
+        ' in each update, which no config gives; use adamw')
   if weight_decay and 'weight_decay' not in takes:
     raise InputError(
         f'config.optim.weight_decay: optax.{name} takes none; use adamw')

@@ -9,7 +9,6 @@ import rich.table
 from jaxpost import metrics
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig
-from jaxpost.programs.compile import Ledger
 from jaxpost.sharding import Layout
 
 # Dense bf16 FLOP/s of one device, from the vendors' data sheets.
@@ -78,8 +77,3 @@ def write(path, plans: list[dict]):
 
 def _mib(count: int) -> str:
   return f'{count / 2**20:.1f} MiB'
-
-
-def peak_bytes(ledger: Ledger) -> int:
-  """The largest arguments plus temporaries of any one program."""
-  return max(r['argument_bytes'] + r['temp_bytes'] for r in ledger.rows)

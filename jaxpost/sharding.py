@@ -120,14 +120,23 @@ class Layout:
     return jax.tree.map(place, tree)
 
 
-def make_layout(
-    text: str, phase: str, key: str = '', devices=None) -> Layout:
-  """The layout that `config.mesh.<phase>` describes, over all devices."""
-  devices = jax.devices() if devices is None else devices
-  sizes = parse_mesh(text, len(devices), key or f'config.mesh.{phase}')
-  mesh = jax.make_mesh(
-      tuple(sizes.values()), tuple(sizes), devices=devices,
-      axis_types=(AxisType.Auto,) * len(sizes))
+def make_layout(text: str, phase: str, key: str = '', devices=None,
+                beside: Layout | None = None) -> Layout:
+  """The layout that `config.mesh.<phase>` describes, over all devices.
+
+  `beside` is a layout on the same devices whose order is kept: a jitted
+  reshard refuses another one.
+  """
+  if beside is not None:
+    devices = list(beside.mesh.devices.flat)
+  given = jax.devices() if devices is None else devices
+  sizes = parse_mesh(text, len(given), key or f'config.mesh.{phase}')
+  types = (AxisType.Auto,) * len(sizes)
+  if devices is None:  # jax knows the order that suits the network
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+  else:
+    mesh = Mesh(np.array(given).reshape(tuple(sizes.values())), tuple(sizes),
+                axis_types=types)
   return Layout(mesh, phase)
 
 

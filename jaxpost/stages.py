@@ -47,6 +47,8 @@ def run(config, workdir='runs/latest', console=None) -> dict:
       first = next(iter(configs.values()))
       if first.init_from:
         parse_init_from(first.init_from)
+      if prepared[-1].config.save.export:
+        hf.check_target(workdir / 'export')
       # From here on devices are used.
       kits = [assemble.make_kit(p) for p in prepared]
       if jax.process_index() == 0:

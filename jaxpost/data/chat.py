@@ -31,8 +31,7 @@ class Example:
 
 
 def render(
-  tokenizer, row, where, *, train_on='assistant', enable_thinking=False
-):
+    tokenizer, row, where, *, train_on='assistant', enable_thinking=False):
   """One row as an Example.
 
   Args:
@@ -66,13 +65,11 @@ def render(
   raise InputError(
     f'{where}: needs the columns messages, or prompt and completion, or'
     f' text; it has {", ".join(map(str, row)) or "none"} (rename with'
-    ' columns=, e.g. prompt=question,completion=answer)'
-  )
+    ' columns=, e.g. prompt=question,completion=answer)')
 
 
 def render_prompt(
-  tokenizer, row, where, *, enable_thinking=False, system_prompt=''
-):
+    tokenizer, row, where, *, enable_thinking=False, system_prompt=''):
   """The tokens [T] int32 that a sampler continues for this row."""
   prompt = prompt_of(row, where, system_prompt)
   return encode_prompt(tokenizer, prompt, row, where, enable_thinking)
@@ -86,8 +83,7 @@ def prompt_of(row, where, system_prompt=''):
       if system_prompt:
         raise InputError(
           f'{where}: prompt: is plain text, and a system prompt goes only'
-          ' before messages'
-        )
+          ' before messages')
       return check_text(prompt, f'{where}: prompt')
     messages = check_messages(prompt, f'{where}: prompt')
   elif row.get('messages') is not None:
@@ -97,19 +93,16 @@ def prompt_of(row, where, system_prompt=''):
       messages = messages[: turns[-1]]
     if not messages:
       raise InputError(
-        f'{where}: messages: nothing stands before the last assistant turn'
-      )
+        f'{where}: messages: nothing stands before the last assistant turn')
   else:
     raise InputError(
       f'{where}: needs the column prompt or messages; it has'
       f' {", ".join(map(str, row)) or "none"} (rename with columns=, e.g.'
-      ' prompt=question)'
-    )
+      ' prompt=question)')
   if system_prompt:
     if messages[0]['role'] in ('system', 'developer'):
       raise InputError(
-        f'{where}: has a system message of its own and system_prompt is set'
-      )
+        f'{where}: has a system message of its own and system_prompt is set')
     messages = [{'role': 'system', 'content': system_prompt}, *messages]
   return messages
 
@@ -147,8 +140,7 @@ def check_messages(messages, where):
   """`messages` with null contents of tool calls made empty, if sound."""
   if not isinstance(messages, (list, tuple)):
     raise InputError(
-      f'{where}: is a {type(messages).__name__}, must be a list of messages'
-    )
+      f'{where}: is a {type(messages).__name__}, must be a list of messages')
   if not messages:
     raise InputError(f'{where}: is an empty list')
   checked = []
@@ -157,8 +149,7 @@ def check_messages(messages, where):
     if not isinstance(message, dict):
       raise InputError(
         f'{at}: is a {type(message).__name__}, must be an object with role'
-        ' and content'
-      )
+        ' and content')
     role = message.get('role')
     if role not in ROLES:
       raise InputError(f'{at}.role: {role!r} is none of {", ".join(ROLES)}')
@@ -184,8 +175,7 @@ def _join_parts(parts, where):
       kind = part.get('type') if isinstance(part, dict) else part
       raise InputError(
         f'{where}[{n}]: {kind!r}: only text is supported, as a string or as'
-        ' parts {"type": "text", "text": ...}'
-      )
+        ' parts {"type": "text", "text": ...}')
     check_text(part['text'], f'{where}[{n}].text')
   return ''.join(part['text'] for part in parts)
 
@@ -195,8 +185,7 @@ def _pair(tokenizer, row, where, train_on, enable_thinking):
   if isinstance(prompt, str) != isinstance(completion, str):
     raise InputError(
       f'{where}: prompt is a {type(prompt).__name__} and completion a'
-      f' {type(completion).__name__}; both text or both lists of messages'
-    )
+      f' {type(completion).__name__}; both text or both lists of messages')
   if not isinstance(prompt, str):
     prompt = check_messages(prompt, f'{where}: prompt')
     completion = check_messages(completion, f'{where}: completion')
@@ -249,8 +238,7 @@ def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
     if len(marked) != len(every):
       raise InputError(
         f'{where}: the chat template marks {len(marked)} generations for'
-        f' {len(every)} assistant turns; repair its generation markers'
-      )
+        f' {len(every)} assistant turns; repair its generation markers')
     spans = [marked[every.index(n)] for n in turns]
   else:
     spans = [
@@ -281,18 +269,15 @@ def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
   if sentinel not in changed:
     raise InputError(
       f'{where}: the chat template leaves out message {n}, so its tokens'
-      ' cannot be told apart; train on text, or give another template'
-    )
+      ' cannot be told apart; train on text, or give another template')
   start = len(os.path.commonprefix([text, changed]))
   end = len(text) - len(
-    os.path.commonprefix([text[start:][::-1], changed[start:][::-1]])
-  )
+    os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
   start = _begin(text_of, text, messages[:n], start, enable_thinking)
   if end < start:
     raise InputError(
       f'{where}: the chat template renders message {n} otherwise than its'
-      ' generation prompt; add generation markers to the template'
-    )
+      ' generation prompt; add generation markers to the template')
   tail = text[end:]
   for special in tokenizer.special_texts:
     if tail.startswith(special):
@@ -335,8 +320,7 @@ def _check_reasoning(message, rendered, where):
     raise InputError(
       f'{where}: the chat template drops its reasoning, as templates do once'
       " later turns follow; set train_on='completion' (last turn only) or"
-      ' make it the last turn of a row of its own'
-    )
+      ' make it the last turn of a row of its own')
 
 
 def _encode_spans(tokenizer, text, spans, where):
@@ -360,8 +344,7 @@ def _encode_spans(tokenizer, text, spans, where):
     if any(a < s < b for s in starts):
       raise InputError(
         f'{where}: the tokenizer joins {text[a:b]!r} across the begin of an'
-        f' assistant turn (token {n}); its template does not suit it'
-      )
+        f' assistant turn (token {n}); its template does not suit it')
   return ids, mask
 
 

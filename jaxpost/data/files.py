@@ -66,8 +66,7 @@ def open_file(path, name):
   if kind(path.name) not in readers:
     raise InputError(
       f'{name}: unknown format; data is {", ".join(KINDS)} (the first three'
-      ' also .gz) or a folder of them'
-    )
+      ' also .gz) or a folder of them')
   mark, reader = readers[kind(path.name)]
   return name + mark, reader(path, name)
 
@@ -154,8 +153,7 @@ def _json(path, name):
   rows = _parse(_decode(data, name, 1), name)
   if not isinstance(rows, list):
     raise InputError(
-      f'{name}: holds one {type(rows).__name__}, must be a list of objects'
-    )
+      f'{name}: holds one {type(rows).__name__}, must be a list of objects')
   yield from enumerate(rows)
 
 

@@ -30,8 +30,7 @@ def rows(name, options=''):
   makers = {'arithmetic': (arithmetic, _ARITHMETIC)}
   if name not in makers:
     raise InputError(
-      f'generated:{name}: there is no such data; there is {", ".join(makers)}'
-    )
+      f'generated:{name}: there is no such data; there is {", ".join(makers)}')
   maker, defaults = makers[name]
   return maker(_options(name, options, defaults))
 
@@ -46,8 +45,7 @@ def arithmetic(options):
   split, ops = options['split'], options['ops']
   if split not in ('train', 'test'):
     raise InputError(
-      f'generated:arithmetic: split={split!r} is neither train nor test'
-    )
+      f'generated:arithmetic: split={split!r} is neither train nor test')
   if not ops or set(ops) - set('+-*'):
     raise InputError(f'generated:arithmetic: ops={ops!r}: only + - and *')
   if not 0 <= options['correct'] <= 1:
@@ -68,12 +66,10 @@ def arithmetic(options):
         'prompt': [{'role': 'user', 'content': f'{a}{op}{b}='}],
         'completion': [{'role': 'assistant', 'content': str(shown)}],
         'answer': str(answer),
-      }
-    )
+      })
   if not made:
     raise InputError(
-      f'generated:arithmetic: no {split} problems with operands up to {top}'
-    )
+      f'generated:arithmetic: no {split} problems with operands up to {top}')
   return made
 
 
@@ -135,8 +131,7 @@ def _options(name, options, defaults):
     if key not in defaults:
       raise InputError(
         f'generated:{name}: unknown option {key!r}; there are'
-        f' {", ".join(defaults)}'
-      )
+        f' {", ".join(defaults)}')
     try:
       found[key] = type(defaults[key])(value)
     except ValueError as error:

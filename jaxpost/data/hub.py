@@ -34,8 +34,7 @@ PATTERNS = {
 }
 _NAME = re.compile(
   r'(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?'
-  r'(:(?P<file>[^:]+))?'
-)
+  r'(:(?P<file>[^:]+))?')
 
 
 def parse(name):
@@ -66,8 +65,7 @@ def download(repo, kind, revision='', file=''):
   try:
     if file:
       path = hf.hf_hub_download(
-        repo, file, repo_type=kind, revision=revision or None
-      )
+        repo, file, repo_type=kind, revision=revision or None)
     else:
       path = hf.snapshot_download(
         repo,

@@ -44,10 +44,9 @@ class PackedStream:
   """
 
   def __init__(
-    self, examples_fn, num_rows, *, batch_size, row_length, seed,
-    shuffle=True, window=0, packing=True, overlong='truncate', prefetch=2,
-    where=None
-  ):
+      self, examples_fn, num_rows, *, batch_size, row_length, seed,
+      shuffle=True, window=0, packing=True, overlong='truncate', prefetch=2,
+      where=None):
     """See the class.
 
     Args:
@@ -66,13 +65,11 @@ class PackedStream:
     """
     if overlong not in _OVERLONG:
       raise InputError(
-        f'overlong={overlong!r} is none of {", ".join(_OVERLONG)}'
-      )
+        f'overlong={overlong!r} is none of {", ".join(_OVERLONG)}')
     if batch_size < 1 or row_length < 2:
       raise InputError(
         f'batch_size={batch_size} must be at least 1 and'
-        f' row_length={row_length} at least 2'
-      )
+        f' row_length={row_length} at least 2')
     self._examples_fn = examples_fn
     self._order = order(num_rows, seed, shuffle)
     self._num_rows = num_rows
@@ -121,8 +118,7 @@ class PackedStream:
       if state.get(key) != mine:
         raise InputError(
           f'data: the saved position is of {key}={state.get(key)} and this'
-          f' run has {key}={mine}; go back to that, or start a new run'
-        )
+          f' run has {key}={mine}; go back to that, or start a new run')
     self.close()
     self._position = (state['window'], state['row'])
 
@@ -172,8 +168,7 @@ class PackedStream:
       if barren >= self._num_rows:
         raise InputError(
           f'data: none of the {self._num_rows} documents has a trained'
-          f' token within {self._row_length} tokens; raise row_length'
-        )
+          f' token within {self._row_length} tokens; raise row_length')
       while row < len(packed):
         take = self._batch_size - len(rows)
         rows += packed[row : row + take]
@@ -211,8 +206,7 @@ class PackedStream:
           raise InputError(
             f'{self._where(row)}: has {length} tokens, row_length is'
             f" {self._row_length}; raise it or set overlong='truncate' or"
-            " 'drop'"
-          )
+            " 'drop'")
         if self._overlong == 'drop':
           counts['dropped'] += 1
           continue
@@ -268,13 +262,11 @@ def eval_batches(examples, batch_size, row_length):
   if not any(e.loss_mask[1:].any() for e in cut):
     raise InputError(
       f'evaluation: none of the {len(cut)} documents has a trained token'
-      f' within {row_length} tokens'
-    )
+      f' within {row_length} tokens')
   rows = packing_lib.pack([len(e.tokens) for e in cut], row_length)
   filled = [[cut[i] for i in row] for row in rows]
   return [
     packing_lib.to_batch(
-      filled[n : n + batch_size], row_length, batch_size, normalise=False
-    )
+      filled[n : n + batch_size], row_length, batch_size, normalise=False)
     for n in range(0, len(filled), batch_size)
   ]

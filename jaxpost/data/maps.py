@@ -40,8 +40,7 @@ def text(row):
   parts = (
     [row['messages']]
     if 'messages' in row
-    else [row['prompt'], row['completion']]
-  )
+    else [row['prompt'], row['completion']])
   return {'text': ''.join(map(_joined, parts))}
 
 

@@ -47,14 +47,12 @@ def _summary(examples, row_length):
   out = table.Table('', 'min', 'median', 'max', 'total')
   for name, of in (('tokens', lengths), ('trained', trained)):
     out.add_row(
-      name, str(of.min()), f'{np.median(of):.0f}', str(of.max()), str(of.sum())
-    )
+      name, str(of.min()), f'{np.median(of):.0f}', str(of.max()), str(of.sum()))
   if row_length:
     cut = np.minimum(lengths, row_length).tolist()
     rows = packing.pack(cut, row_length)
     fill = sum(cut) / (len(rows) * row_length)
     out.caption = (
       f'{len(rows)} rows of {row_length}, {fill:.1%} filled,'
-      f' {int((lengths > row_length).sum())} over-long'
-    )
+      f' {int((lengths > row_length).sum())} over-long')
   return out

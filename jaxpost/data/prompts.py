@@ -18,17 +18,8 @@ class PromptStream:
   """
 
   def __init__(
-    self,
-    rows,
-    tokenizer,
-    *,
-    per_step,
-    max_prompt_length,
-    seed,
-    shuffle=True,
-    system_prompt='',
-    enable_thinking=False,
-  ):
+      self, rows, tokenizer, *, per_step, max_prompt_length, seed, shuffle=True,
+      system_prompt='', enable_thinking=False):
     """See the class.
 
     Args:
@@ -52,8 +43,7 @@ class PromptStream:
       row, where = rows[n], rows.where(n)
       prompt = chat.prompt_of(row, where, system_prompt)
       tokens = chat.encode_prompt(
-        tokenizer, prompt, row, where, enable_thinking
-      )
+        tokenizer, prompt, row, where, enable_thinking)
       longest = max(longest, len(tokens))
       if len(tokens) > max_prompt_length:
         self.skipped += 1
@@ -64,8 +54,7 @@ class PromptStream:
       raise InputError(
         f'{rows.name}: all {self.skipped} prompts are longer than'
         f' max_prompt_length={max_prompt_length}; the longest has {longest}'
-        ' tokens'
-      )
+        ' tokens')
     self._order = loader.order(len(self._prompts), seed, shuffle)
     self._per_step = per_step
     self._index = 0
@@ -97,8 +86,7 @@ class PromptStream:
     """The Prompt of a global index."""
     tokens, prompt, columns = self._prompts[self._order[index]]
     return types.Prompt(
-      index=index, tokens=tokens, prompt=prompt, columns=columns
-    )
+      index=index, tokens=tokens, prompt=prompt, columns=columns)
 
   def state(self):
     """Where the stream stands: ints only."""
@@ -110,6 +98,5 @@ class PromptStream:
       if state.get(key) != mine:
         raise InputError(
           f'prompts: the saved position is of {key}={state.get(key)} and this'
-          f' run has {key}={mine}; go back to that, or start a new run'
-        )
+          f' run has {key}={mine}; go back to that, or start a new run')
     self._index = state['index']

@@ -101,8 +101,7 @@ def read(path, columns='', map_fn=None, fake_rows=None):
       where = files.where(prefix, number)
       if not isinstance(row, dict):
         raise InputError(
-          f'{where}: the row is a {type(row).__name__}, must be an object'
-        )
+          f'{where}: the row is a {type(row).__name__}, must be an object')
       if renames:
         row = _rename(row, renames, where)
       if map_fn is not None:
@@ -137,8 +136,7 @@ def _open(path):
   repo, revision, file = named
   whole = bool(files.kind(file))
   found = epath.Path(
-    hub.download(repo, 'dataset', revision, file if whole else '')
-  )
+    hub.download(repo, 'dataset', revision, file if whole else ''))
   if whole:
     return [files.open_file(found, path)]
   return _open_local(found, path, file)
@@ -166,8 +164,7 @@ def _open_local(local, path, split):
     there = ', '.join(sorted(f.name for f in local.iterdir())[:8])
     raise InputError(
       f'{path}: no data in this folder ({", ".join(files.KINDS)}); it has'
-      f' {there or "nothing"}'
-    )
+      f' {there or "nothing"}')
   return [files.open_file(f, str(f)) for f in found]
 
 
@@ -182,8 +179,7 @@ def _choose(split, names, path):
   raise InputError(
     f'{path}: has the splits {listed}; name one, e.g. {path}:{names[0]}'
     if names
-    else f'{path}: has no splits'
-  )
+    else f'{path}: has no splits')
 
 
 def _split_of(parts):
@@ -200,8 +196,7 @@ def _missing(local, path):
   hint = (
     f'did you mean {folder / near[0]}?'
     if near
-    else (f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}')
-  )
+    else (f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}'))
   return InputError(f'{path}: no such file; {hint}')
 
 
@@ -211,8 +206,7 @@ def _parse_columns(columns):
     target, equals, source = (p.strip() for p in part.partition('='))
     if not (target and equals and source):
       raise InputError(
-        f'columns: {part!r} must be target=source, e.g. prompt=question'
-      )
+        f'columns: {part!r} must be target=source, e.g. prompt=question')
     if target in renames:
       raise InputError(f'columns: {target!r} is given twice')
     renames[target] = source
@@ -226,8 +220,7 @@ def _rename(row, renames, where):
       raise InputError(
         f'{where}: no column {source!r}; it has'
         f' {", ".join(map(str, row)) or "none"}'
-        + (f' (did you mean {near[0]}?)' if near else '')
-      )
+        + (f' (did you mean {near[0]}?)' if near else ''))
   kept = {k: v for k, v in row.items() if k not in renames.values()}
   return kept | {target: row[source] for target, source in renames.items()}
 
@@ -243,8 +236,7 @@ def _mapped(map_fn, row, where):
   if made is not None and not isinstance(made, dict):
     raise InputError(
       f'{where}: map_fn returned a {type(made).__name__}, must return a row'
-      ' (dict) or None to drop it'
-    )
+      ' (dict) or None to drop it')
   return made
 
 
@@ -282,8 +274,7 @@ def _turn(turn, where):
   role = turn['from']
   if role not in _SHAREGPT_ROLES:
     raise InputError(
-      f'{where}.from: {role!r} is none of {", ".join(_SHAREGPT_ROLES)}'
-    )
+      f'{where}.from: {role!r} is none of {", ".join(_SHAREGPT_ROLES)}')
   message = {'role': _SHAREGPT_ROLES[role], 'content': turn['value']}
   if role != 'function_call':
     return message
@@ -306,8 +297,7 @@ def _from_alpaca(row, where):
     if not isinstance(row.get(column) or '', str):
       raise InputError(
         f'{where}: {column}: is a {type(row[column]).__name__}, must be a'
-        ' string'
-      )
+        ' string')
   if not row['instruction'] or row['output'] is None:
     empty = 'output' if row['instruction'] else 'instruction'
     raise InputError(f'{where}: {empty}: is empty')

@@ -21,8 +21,7 @@ CHATML = (
   '{%- endfor %}'
   '{%- if add_generation_prompt %}'
   "{{- '<|im_start|>assistant\\n' }}"
-  '{%- endif %}'
-)
+  '{%- endif %}')
 # Tokens that end a turn: a template that writes one means the sampler stops.
 _TURN_ENDS = (
   '<|im_end|>',
@@ -98,14 +97,8 @@ class Tokenizer:
     return 'generation' in _tags(self.chat_template or '')
 
   def render(
-    self,
-    messages,
-    *,
-    generation_prompt=False,
-    tools=None,
-    enable_thinking=False,
-    where='chat',
-  ):
+      self, messages, *, generation_prompt=False, tools=None,
+      enable_thinking=False, where='chat'):
     """A chat as text, and the (start, end) spans that the template marks.
 
     Args:
@@ -121,8 +114,7 @@ class Tokenizer:
     if not self.chat_template:
       raise InputError(
         f'{where}: messages need a chat template and {self.source} has none;'
-        ' use an instruct tokenizer, or give a template file'
-      )
+        ' use an instruct tokenizer, or give a template file')
     named = self.hf.special_tokens_map
     try:
       texts, spans = chat_template_utils.render_jinja_template(
@@ -157,8 +149,7 @@ class Tokenizer:
         shutil.copyfile(path, folder / name)
     if self.chat_template:
       (folder / 'chat_template.jinja').write_text(
-        self.chat_template, encoding='utf-8'
-      )
+        self.chat_template, encoding='utf-8')
 
 
 def load(path, chat_template=''):
@@ -194,8 +185,7 @@ def load(path, chat_template=''):
   if eos is None:
     raise InputError(
       f'{path}: the tokenizer has no end-of-text token; set "eos_token" in'
-      ' its tokenizer_config.json'
-    )
+      ' its tokenizer_config.json')
   return Tokenizer(
     hf=hf,
     source=source,
@@ -230,8 +220,7 @@ def _folder(path):
   if named is None:
     raise InputError(
       f'{path}: no such folder; a tokenizer is a Hugging Face folder,'
-      " 'org/name' or 'bytes'"
-    )
+      " 'org/name' or 'bytes'")
   repo, revision, file = named
   if file:
     raise InputError(f'{path}: name the repository of a tokenizer, no file')
@@ -251,8 +240,7 @@ def _from_folder(folder):
     there = ', '.join(sorted(p.name for p in folder.iterdir())[:8])
     raise InputError(
       f'{folder}: no tokenizer here (tokenizer.json); the folder has'
-      f' {there or "nothing"}'
-    )
+      f' {there or "nothing"}')
   for name in files:
     if name.endswith('.json'):
       found = _json(folder / name)
@@ -266,8 +254,7 @@ def _from_folder(folder):
   if not hf.is_fast:
     raise InputError(
       f'{folder}: only fast tokenizers are supported; save one with a'
-      ' tokenizer.json'
-    )
+      ' tokenizer.json')
   return hf
 
 

@@ -41,4 +41,4 @@ def uniform(rewards, valid):
   rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
   low = np.where(valid, rewards, np.inf).min(axis=1)
   high = np.where(valid, rewards, -np.inf).max(axis=1)
-  return ~(high > low)
+  return high == low

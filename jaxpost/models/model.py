@@ -1,7 +1,7 @@
 """A model as the rest of the library sees it: five functions and a table.
 
 Anything that provides these trains and samples here; `transformer.py` is one
-provider. `docs/your_model.md` plugs in a flax module.
+provider.
 """
 
 import dataclasses

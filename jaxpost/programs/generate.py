@@ -71,7 +71,8 @@ def empty_state(model: Model, slots: int, length: int, new_tokens: int,
         Cache(cache(), cache()),
         zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
         zeros(dtype=bool), zeros(dtype=bool),
-        Sampling(zeros(dtype=float32), zeros(), zeros(dtype=float32),
+        # Not 0: a slot that was never used must not look greedy.
+        Sampling(zeros(dtype=float32) + 1, zeros(), zeros(dtype=float32),
                  zeros(stop_ids), zeros()),
         zeros(2, dtype=jnp.uint32), zeros(new_tokens),
         zeros(new_tokens, dtype=float32), zeros(new_tokens, dtype=float32))

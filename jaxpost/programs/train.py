@@ -117,7 +117,7 @@ def make_update(model: Model, objective: Objective,
     metrics = metrics | {
         'loss': loss, 'grad_norm': norm, 'lr': schedule(state.step),
         'skipped_updates': 1.0 - finite}
-    return TrainState(state.step + 1, params, opt_state), metrics
+    return TrainState(state.step + finite, params, opt_state), metrics
 
   def flops(state, batch):
     del state
@@ -173,9 +173,12 @@ def state_shardings(model: Model, optimizer, layout: Layout) -> TrainState:
   shapes = jax.tree.map(
       lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(),
       is_leaf=lambda x: isinstance(x, tuple))
+  # Factored moments (adafactor) follow parameters in number, not in shape.
   opt = optax.tree_utils.tree_map_params(
-      optimizer, lambda _, s: s, jax.eval_shape(optimizer.init, shapes),
-      params, transform_non_params=lambda _: layout.sharding())
+      optimizer,
+      lambda x, p, s: s if x.shape == p.shape else layout.sharding(),
+      jax.eval_shape(optimizer.init, shapes), shapes, params,
+      transform_non_params=lambda _: layout.sharding())
   return TrainState(layout.sharding(), params, opt)
 
 

@@ -91,16 +91,8 @@ class RewardPool:
   """
 
   def __init__(
-      self,
-      rewards,
-      *,
-      weights=None,
-      workers=1,
-      timeout_s=30.0,
-      max_failed=0.25,
-      keep_env=False,
-      start_timeout_s=120.0,
-  ):
+      self, rewards, *, weights=None, workers=1, timeout_s=30.0,
+      max_failed=0.25, keep_env=False, start_timeout_s=120.0):
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)

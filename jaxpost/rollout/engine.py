@@ -4,7 +4,7 @@ The sampler role only needs `__call__`; the verbs are for adapters and for
 drivers of their own. `native.py` is the engine that ships.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxpost.types import Prompt, Rollout
@@ -24,12 +24,24 @@ class Engine(Protocol):
   def prefill(self, prompts: Sequence[Prompt]) -> Any:
     """Reads prompts once; the result may be inserted any number of times."""
 
-  def insert(self, state: Any, prefix: Any, entry: Any) -> Any:
-    """Puts samples of the prefix into free slots."""
+  def unload(self):
+    """Frees the weights until the next `load`."""
+
+  def jobs(self, params: Any, lengths: Sequence[int],
+           group_size: int) -> list[Callable]:
+    """Compilations that prompts of these lengths need; may run together."""
+
+  def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any,
+             step: int) -> Any:
+    """Puts samples of the prefix into free slots; the key decides draws."""
 
   def generate(self, state: Any) -> tuple[Any, Any]:
     """A block of tokens for every slot; (state, which slots go on)."""
 
   def __call__(self, prompts: Sequence[Prompt], *, group_size: int,
-               run_key: Any, step: int) -> Rollout:
-    """All samples of all prompts, whatever the number of slots."""
+               run_key: Any, step: int,
+               sampling: dict | None = None) -> Rollout:
+    """All samples of all prompts, whatever the number of slots.
+
+    `sampling`: fields of `types.Sampling` that differ from the default.
+    """

@@ -80,7 +80,7 @@ class NativeEngine:
 
   def load(self, params, version: int) -> dict:
     self.weights = None  # frees the last copy before the next is made
-    self.weights = self._prepare(params)
+    self.weights = jax.block_until_ready(self._prepare(params))
     self.version = version
     return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights))}
 
@@ -95,7 +95,7 @@ class NativeEngine:
     longest = max(len(p.tokens) for p in prompts)
     if longest > self.config.max_prompt:
       raise InputError(
-          f'prompt {prompts[0].index}: {longest} tokens are more than '
+          f'a prompt of {longest} tokens is longer than '
           f'config.rollout.max_prompt_length={self.config.max_prompt}')
     shape = rows or len(prompts), rung(longest, self.config.max_prompt)
     tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
@@ -142,8 +142,7 @@ class NativeEngine:
           functools.partial(self._prefill.compile, weights, tokens, counts),
           functools.partial(
               self._insert.compile, state, prefix, entry, key, step)]
-    # A slot runs one block past its last token: flags come a block late.
-    blocks = -(-self.config.max_new_tokens // self.block) + 1
+    blocks = -(-self.config.max_new_tokens // self.block)
     low, high = (min(n + self.block * k, self.length) for n, k in (
         (min(lengths), 1), (max(lengths), blocks)))
     for read in sorted({rung(n, self.length, 64)
@@ -201,7 +200,8 @@ class _Run:
     self.used = np.zeros(slots, np.int64)  # cache entries, an upper bound
     self.left = np.zeros(slots, np.int64)  # tokens still to draw, at most
     self.state = engine.init_decode_state()
-    self.flags = None  # of the block before the last one dispatched
+    self.flags = None  # of the last block dispatched: who goes on
+    self.fresh = np.zeros(slots, bool)  # seated since: not in the flags
     self.rows = engine.prefix_rows(group_size)
     self.prefix, self.first = None, 0  # prefilled prompts: first, +1, ...
     room = engine.config.max_new_tokens
@@ -245,7 +245,7 @@ class _Run:
     entry = programs.Entry(source, index, sample, self.sampling(slots))
     self.state = self.engine.insert(
         self.state, self.prefix, entry, self.run_key, self.step)
-    self.flags = None  # flags from before speak of other sequences
+    self.fresh |= source >= 0
 
   def sampling(self, slots: int) -> Sampling:
     c, given = self.engine.config, self.overrides
@@ -272,9 +272,10 @@ class _Run:
     self.left -= engine.block
     self.steps += engine.block
     before, self.flags = self.flags, active
+    fresh, self.fresh = self.fresh, np.zeros_like(self.fresh)
     if before is None:
       return
-    done = busy & ~to_host(before)
+    done = busy & ~fresh & ~to_host(before)
     if done.any():
       self.harvest(np.flatnonzero(done))
 
