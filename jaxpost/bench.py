@@ -165,9 +165,8 @@ def grpo(o: Options, workdir) -> dict:
   stage.stream.close()
   named = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}
   step = named['time/step']
-  phases = ('reshard', 'sample', 'score', 'reward', 'update')
-  known = sum(named[f'time/{phase}'] for phase in phases)
   return dict(
       step_s=step, completions_per_step=o.batch,
-      controller_share=(step - known) / step, **named,
+      controller_share=(named['time/pack'] + named['time/data']) / step,
+      **named,
       all=[round(t['time/step'], 3) for t in times], **memory(kit, 'update'))

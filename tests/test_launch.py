@@ -270,7 +270,7 @@ def test_inspect_shows_rows_prompts_and_rewards(call):
     'inspect', QUICKSTART, '--rows=2', '--config.sft.data.path='
     'generated:arithmetic:max=9,size=40,correct=1')
   assert code == 0
-  sft, grpo = out.split('grpo: grpo, 60 steps')
+  sft, grpo = out.split('grpo: grpo, 120 steps')
   assert '631,872 parameters' in sft and '40 rows of' in sft
   assert sft.count('<|im_start|>assistant\n') == 2
   assert ' 2 trained' in sft and 'rows of 256' in sft and '257 117' in sft

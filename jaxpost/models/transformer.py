@@ -275,6 +275,7 @@ def write_rows(cache, rows, positions):
   that are done get there.
   """
   rows = rows.astype(cache.dtype)[:, :, None]
+  positions = jnp.asarray(positions)
   if jax.default_backend() != 'cpu':
     return jax.vmap(
         lambda c, r, at: jax.lax.dynamic_update_slice(c, r, (0, at, 0)))(
