@@ -120,6 +120,17 @@ def test_first_step_of_grpo_is_on_policy(rising):
   assert first['clip_ratio/low_mean'] == first['clip_ratio/high_mean'] == 0
 
 
+def test_several_updates_of_one_rollout(model, tmp_path):
+  """The first of them is checked to be on-policy; the last one is not."""
+  config = tiny.grpo_config(
+      model, rl=dict(updates_per_rollout=2, kl_coef=0.01),
+      train=dict(steps=2))
+  jaxpost.run(config, tmp_path)
+  first, second = rows(tmp_path)
+  assert first['ratio'] != 1 and first['kl'] > 0
+  assert second['sampler_mismatch'] > 1
+
+
 def test_a_stage_starts_from_the_weights_before_it(model, tmp_path):
   """Its evaluation, its samples and its reference are those of the last."""
   config = tiny.grpo_config(
