@@ -113,8 +113,11 @@ def check_first_step(metrics, config):
   if not metrics['ratio']:
     return  # every sample was masked
   exact = config.model.dtype == 'float32'
+  # With several updates the old log-probs come from another program, which
+  # rounds bfloat16 elsewhere; with one they are the update's own.
+  same = exact or config.rl.updates_per_rollout == 1
   limits = {
-      'ratio': (1.0, 1e-4 if exact else 1e-2),
+      'ratio': (1.0, 1e-4 if same else 1e-2),
       'clip_ratio/low_mean': (0.0, 0.0), 'clip_ratio/high_mean': (0.0, 0.0),
       'kl': (0.0, 1e-8 if exact else 1e-4),
       'sampler_mismatch': (1.0, 1e-4 if exact else 0.02)}
