@@ -45,6 +45,7 @@ EXTRAS = {
   'data': DATA,
   'math': ['math-verify>=0.8'],
   'notebook': NOTEBOOK,
+  'rewards': ['jsonschema>=4.18', 'referencing>=0.30'],
   # Needs TensorFlow. The PyPI name `jetstream` is another project.
   'jetstream': ['google-jetstream==0.2.2'],
   'wandb': ['wandb>=0.19'],

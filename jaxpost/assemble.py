@@ -13,21 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jaxpost import build, optim, plan
+from jaxpost import build, cache, optim, plan, reward_role, weights
+from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import loader
-from jaxpost.evaluate import Evaluator
-from jaxpost.loop import Item, Stage
+from jaxpost.evaluate import Evaluator, HeldOut
+from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import Chrono, MetricsWriter
 from jaxpost.models import hf
+from jaxpost.models import model as model_lib
 from jaxpost.models.transformer import flops_per_token
+from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
-from jaxpost.roles import Policy, Reference, Sampler
-from jaxpost.sharding import Layout, make_layout
-from jaxpost.types import Batch
+from jaxpost.roles import (
+    Frozen, Policy, Roles, Sampler, Trainable, place, without_signal)
+from jaxpost.sharding import Layout, make_layout, to_host
+from jaxpost.types import Batch, Item
 
 
 @dataclasses.dataclass
@@ -37,31 +41,39 @@ class Kit:
   prepared: Prepared
   train: Layout
   rollout: Layout
+  score: Layout
   compute: Compute
-  objective: programs.Objective
+  objectives: dict  # trainable role -> Objective
   ledger: Ledger
   chrono: Chrono
-  shape: tuple[int, int, int]  # rows, rows at a time, tokens
+  shape: tuple[int, int, int]  # rows of a step, rows at a time, tokens
+  update_rows: int  # of one update
 
   @property
   def config(self):
     return self.prepared.config
 
   @property
-  def on_policy(self) -> bool:
-    return self.prepared.algorithm.ON_POLICY
+  def algorithm(self):
+    return self.prepared.algorithm
 
 
 def make_kit(p: Prepared) -> Kit:
-  config = p.config
+  config, on_policy = p.config, p.algorithm.on_policy
   train = make_layout(config.mesh.train, 'train')
   compute = compute_for(
       jax.default_backend(), config.model.dtype, config.model.remat)
+  objectives = {'policy': p.algorithm.objective(config)}
+  if critic := p.algorithm.critic(config):
+    objectives['critic'] = critic
+  shards = train.batch_shards
   return Kit(
       p, train, make_layout(config.mesh.rollout, 'rollout', beside=train),
-      compute,
-      p.algorithm.make_objective(config), Ledger(), Chrono(),
-      build.batch_shape(config, p.algorithm.ON_POLICY, train.batch_shards))
+      make_layout(config.mesh.score or config.mesh.train, 'train',
+                  'config.mesh.score', beside=train),
+      compute, objectives, Ledger(), Chrono(),
+      build.batch_shape(config, on_policy, shards),
+      build.batch_shape(config, on_policy, shards, whole=False)[0])
 
 
 def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
@@ -71,65 +83,165 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
     params: initial parameters in `kit.train`; their buffers are taken over.
   """
   p, config = kit.prepared, kit.config
-  policy, stream, engine, reference = make_parts(kit, params)
+  roles, stream, engine = make_parts(kit, params, workdir)
   save, log = config.save, config.log
   stage = Stage(
-      p.name, config.train.steps, policy, stream, make_evaluator(kit, engine),
+      p.name, config.train.steps, roles, stream, make_evaluator(kit, engine),
       Checkpointer(epath.Path(workdir) / 'checkpoints' / p.name,
                    keep=save.keep, keep_best=save.keep_best,
                    best_mode=save.best_mode),
       writer, kit.chrono, dict(model=dataclasses.asdict(p.model.config)),
       functools.partial(seal, kit.ledger),
-      functools.partial(p.algorithm.check_first_step, config=config),
-      on_policy=kit.on_policy, eval_every=config.eval.every,
+      lambda metrics: p.algorithm.check_first_step(metrics, config),
+      on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
       flops_per_token=flops_per_token(p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
-  compile_all(kit, policy, reference, engine, stage.evaluate)
+  compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
 
 
-def make_parts(kit: Kit, params) -> tuple:
-  """(policy, stream, engine, reference); None for what the stage lacks."""
-  p, reference = kit.prepared, None
-  score = programs.make_score(
-      p.model, kit.train, kit.compute, kit.ledger,
-      temperature=kit.objective.temperature)
-  if kit.on_policy and kit.config.rl.kl_coef:
-    reference = Reference(programs.frozen_copy(
-        p.model, params, kit.compute, p.model.shardings(kit.train),
-        kit.ledger), score)
-  policy = make_policy(kit, params, score)
-  engine = make_engine(kit) if p.pool else None
-  stream = make_controller(kit, policy, engine, reference) if (
-      kit.on_policy) else DataStream(p.stream)
-  return policy, stream, engine, reference
+def make_parts(kit: Kit, params, workdir=None) -> tuple:
+  """(roles, stream, engine or None)."""
+  p, config = kit.prepared, kit.config
+  ready = precompute(kit, params, workdir)
+  frozen = {name: make_frozen(kit, name, params, workdir)
+            for name in p.sources if name not in ('policy', 'critic', *ready)}
+  critic = None
+  if 'critic' in p.sources:
+    model = model_lib.build(
+        model_lib.with_scalar_head(p.sources['critic'].config))
+    critic = make_trainable(kit, 'critic', model, weights.load(
+        p.sources['critic'], model, kit.train, config.model.param_dtype,
+        workdir, seed=config.seed, ledger=kit.ledger))
+  policy = make_trainable(kit, 'policy', p.model, params)
+  teachers = tuple(v for k, v in frozen.items() if k.startswith('teacher_'))
+  policy.frozen = distill_heads(kit, teachers)
+  roles = Roles(policy, critic, frozen.get('reference'),
+                frozen.get('reward_model'), teachers)
+  samples = p.algorithm.on_policy or p.pool and config.eval.samples
+  engine = make_engine(kit) if samples else None
+  stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
+      DataStream(p.stream, p.algorithm, config, roles))
+  return roles, stream, engine
 
 
-def make_policy(kit: Kit, params, score) -> Policy:
-  p, o = kit.prepared, kit.config.optim
-  repeats = kit.config.rl.updates_per_rollout if kit.on_policy else 1
+def precompute(kit: Kit, params, workdir) -> tuple:
+  """Gives the examples what frozen roles say of them; the roles' names.
+
+  From the disk, where it is kept; only else is the role made, then let go.
+  """
+  p, config = kit.prepared, kit.config
+  sets = [(p.lookup, p.example, len(p.rows))]
+  if p.eval_examples:
+    held_out = cache.Lookup(p.lookup.fields)
+    sets.append((held_out, p.eval_examples.__getitem__, len(p.eval_examples)))
+  wanted = p.algorithm.precompute(config)
+  for name, spec in wanted.items():
+    role = functools.cache(lambda name=name: make_frozen(
+        kit, name, params, workdir))
+
+    def run(batch, role=role, spec=spec):
+      found = to_host(spec.read(role()(place(
+          kit.score, kit.shape[1], batch))))
+      return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
+
+    for lookup, example, number in sets:
+      every = [example(n) for n in range(number)]
+      path = workdir and epath.Path(workdir) / 'cache' / cache.fingerprint([
+          weights.identity(p.sources[name], workdir, config.seed),
+          cache.digest(every), kit.compute.dtype, kit.shape[2], spec.options,
+          sorted(spec.arrays)])
+      make = functools.partial(
+          cache.read, every.__getitem__, number, spec.arrays, run,
+          kit.shape[0], kit.shape[2])
+      lookup.fill(every, cache.load_or_make(path, make))
+  if wanted and p.eval_examples:
+    p.eval_examples = tuple(
+        held_out.attach(n, e) for n, e in enumerate(p.eval_examples))
+  return tuple(wanted)
+
+
+def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
+  """A role that only reads, in the type that products round weights to."""
+  p, config = kit.prepared, kit.config
+  source, layout = p.sources[name], kit.score
+  model = model_lib.build(source.config)
+  if name == 'reference':
+    model = p.model  # the policy as it is now
+    params = jax.device_put(params, model.shardings(layout))
+  else:
+    params = weights.load(
+        source, model, layout, config.model.param_dtype, workdir,
+        seed=config.seed, ledger=kit.ledger)
+  params = score.frozen_copy(
+      model, params, kit.compute, model.shardings(layout), kit.ledger)
+  make, options = score.make_score, {}
+  if name == 'reference':
+    options = dict(temperature=kit.objectives['policy'].temperature)
+  elif name.startswith('teacher_'):
+    d, make = config.distill, score.make_hidden
+    if d.topk:
+      make, options = score.make_topk, dict(
+          k=d.topk, vocab_size=p.model.config.vocab_size,
+          temperature=d.temperature)
+  return Frozen(params, make(model, layout, kit.compute, kit.ledger, **options),
+                layout, model)
+
+
+def distill_heads(kit: Kit, teachers) -> dict:
+  """The teachers' output embeddings, as the student's update reads them."""
+  if not teachers:
+    return {}
+  student = kit.prepared.model.config
+
+  def fit(head, vocab_size):
+    # Some families pad the vocabulary of larger models further. Of a smaller
+    # one the padding goes: the number of rows tells what it lacks.
+    rows = student.padded_vocab_size
+    if vocab_size < student.vocab_size:
+      rows = vocab_size
+    if len(head) == rows:
+      return head
+    return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
+
+  return {'teacher_heads': tuple(
+      kit.train.move(fit(t.model.head(t.params), t.model.config.vocab_size),
+                     'vocab', 'embed') for t in teachers)}
+
+
+def make_trainable(kit: Kit, role: str, model, params):
+  """The policy or the critic, with optimizer, `update` and `score`."""
+  p, config, o = kit.prepared, kit.config, kit.config.optim
+  rl, objective = config.rl, kit.objectives[role]
+  updates = rl.epochs * rl.minibatches if p.algorithm.on_policy else 1
+  lr = config.critic.lr if role == 'critic' and config.critic.lr else o.lr
   schedule = optim.make_schedule(
-      o.schedule, o.lr, kit.config.train.steps * repeats, o.warmup_steps,
-      o.end_lr)
+      o.schedule, lr, config.train.steps * updates, o.warmup_steps, o.end_lr)
   optimizer = optim.make_optimizer(
       o.name, schedule,
       dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
-      optim.decayed(p.model.axes()))
-  shardings = programs.state_shardings(p.model, optimizer, kit.train)
+      optim.decayed(model.axes()))
+  shardings = programs.state_shardings(model, optimizer, kit.train)
   update = programs.make_update(
-      p.model, kit.objective, optimizer, schedule, kit.train, kit.compute,
+      model, objective, optimizer, schedule, kit.train, kit.compute,
       kit.ledger, clip_norm=o.clip_norm or math.inf, shardings=shardings)
-  return Policy(
-      p.model, programs.make_state(params, optimizer, shardings, kit.ledger),
-      kit.train, kit.shape[1], update, score, functools.partial(export, p))
+  read = score.make_score(
+      model, kit.train, kit.compute, kit.ledger,
+      temperature=objective.temperature)
+  state = programs.make_state(params, optimizer, shardings, kit.ledger)
+  if role == 'critic':
+    return Trainable(model, state, kit.train, kit.shape[1], update, read)
+  return Policy(model, state, kit.train, kit.shape[1], update, read,
+                export_fn=functools.partial(export, p))
 
 
 def make_engine(kit: Kit, slots: int = 0):
   from jaxpost.rollout.native import NativeEngine, SamplerConfig
   p, r, e = kit.prepared, kit.config.rollout, kit.config.eval
-  wanted = r.prompts * r.group_size if kit.on_policy else e.size * e.samples
+  wanted = r.prompts * r.group_size if kit.algorithm.on_policy else (
+      e.size * e.samples)
   return NativeEngine(
       p.model, SamplerConfig(
           slots=slots or r.slots or min(wanted, 256),
@@ -146,14 +258,25 @@ def run_key(seed: int, purpose: int) -> np.ndarray:
   return np.asarray(jax.random.key_data(key))
 
 
-def make_controller(kit: Kit, policy, engine, reference):
+def make_grader(p: Prepared):
+  from jaxpost import grading
+  return grading.Grader(p.pool, p.tokenizer, reward_role.weight(p.config))
+
+
+def make_controller(kit: Kit, roles: Roles, engine):
   from jaxpost.controller import Controller
+  from jaxpost.data import demonstrations
   p, config = kit.prepared, kit.config
+  sampler, share = Sampler(
+      engine, run_key(config.seed, 1)), p.algorithm.from_data(config)
+  if share:
+    sampler = demonstrations.Mixed(
+        sampler, p.tokenizer, share, config.seed,
+        config.rollout.max_new_tokens)
   return Controller(
-      p.algorithm, config, policy, Sampler(engine, run_key(config.seed, 1)),
-      reference, p.pool, p.stream, p.tokenizer, kit.chrono,
-      config.rollout.group_size, (kit.shape[0], kit.shape[2]),
-      config.rl.updates_per_rollout)
+      p.algorithm, config, roles, sampler,
+      make_grader(p), p.stream, kit.chrono, (kit.shape[0], kit.shape[2]),
+      (kit.update_rows, kit.shape[2]))
 
 
 @dataclasses.dataclass
@@ -161,12 +284,18 @@ class DataStream:
   """A data set as a stream of items."""
 
   batches: loader.PackedStream
+  algorithm: Algorithm
+  config: object
+  roles: Roles
 
   def __iter__(self):
     return self
 
   def __next__(self) -> Item:
-    return Item(*next(self.batches))
+    batch, info = next(self.batches)
+    batch = self.algorithm.prepare(
+        self.roles.policy.place(batch), self.roles, self.config)
+    return Item([('policy', batch)], info)
 
   def state(self) -> dict:
     return self.batches.state()
@@ -179,51 +308,84 @@ class DataStream:
 
 
 def make_evaluator(kit: Kit, engine) -> Evaluator | None:
-  p, e = kit.prepared, kit.config.eval
+  p, config, e = kit.prepared, kit.config, kit.config.eval
   if p.eval_rows is None:
     return None
-  batches, sampled = [], None
-  if not kit.on_policy:
+  held_out, sampled = None, None
+  if not p.algorithm.on_policy:
     batches = loader.eval_batches(
-        p.eval_examples, kit.shape[0], kit.shape[2])
+        p.eval_examples, kit.shape[0], kit.shape[2],
+        per=p.algorithm.mean_per(config))
+    held_out = HeldOut(
+        batches, programs.make_evaluate(
+            p.model, kit.objectives['policy'], kit.train, kit.compute,
+            kit.ledger),
+        lambda batch, roles: p.algorithm.prepare(batch, roles, kit.config))
   if e.samples:
-    from jaxpost import controller
+    from jaxpost import grading
     from jaxpost.evaluate import SampledEval
+    values = functools.partial(
+        grading.model_values, rows=(kit.shape[0], kit.shape[2]),
+        at_once=config.rollout.prompts * config.rollout.group_size)
     sampled = SampledEval(
-        Sampler(engine, run_key(kit.config.seed, 2)), p.pool,
+        Sampler(engine, run_key(config.seed, 2)), make_grader(p),
         p.eval_prompts, e.samples, e.pass_reward, e.temperature,
-        functools.partial(controller.to_groups, tokenizer=p.tokenizer),
-        controller.sample_rows)
-  return Evaluator(batches, sampled)
+        values if 'reward_model' in p.sources else None)
+  return Evaluator(held_out, sampled)
 
 
-def compile_all(kit: Kit, policy: Policy, reference, engine, evaluator):
+def compile_all(kit: Kit, roles: Roles, stream, engine, evaluator):
   """Compiles every program before step 0, two at a time."""
-  rows, micro, length = kit.shape
-  sharding = kit.train.sharding((None, 'batch', None), (1, micro, 1))
-  array = lambda dtype: jax.ShapeDtypeStruct(
-      (rows // micro, micro, length), dtype, sharding=sharding)
-  plain = Batch(*(array(jnp.int32) for _ in range(3)), array(jnp.float32))
-  full, old = plain, kit.config.rl.updates_per_rollout > 1
-  if kit.on_policy:
-    signal = dict(advantages=True, sampler_logprobs=True,
-                  ref_logprobs=reference is not None, old_logprobs=old)
-    full = plain.replace(
-        **{k: array(jnp.float32) for k, used in signal.items() if used})
-  jobs = [lambda: policy.update_program.compile(policy.state, full)]
-  if reference:
-    jobs.append(
-        lambda: reference.score_program.compile(reference.params, plain))
+  p, config, length = kit.prepared, kit.config, kit.shape[2]
+  on_policy, micro = p.algorithm.on_policy, kit.shape[1]
+  sharding = kit.train.sharding((None, 'batch'), (1, micro))
+
+  def placed(x, rows):
+    return jax.ShapeDtypeStruct(
+        (rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
+
+  if on_policy:
+    ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
+    host = Batch(ints, ints, ints, floats, sequence_ids=ints)
+  else:
+    host = p.first_batch
+  place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)
+  plain, whole = place(kit.update_rows), place(kit.shape[0])
+  per_token = placed(np.zeros((1, length), np.float32), kit.update_rows)
+  names = {k for o in kit.objectives.values() for k in o.arrays}
+  full = plain.replace(
+      arrays={**dict.fromkeys(names, per_token), **plain.arrays},
+      teacher_hidden=tuple(
+          jax.ShapeDtypeStruct(
+              (*per_token.shape, t.model.config.hidden_size),
+              kit.compute.dtype, sharding=sharding) for t in roles.teachers))
+  jobs = [functools.partial(
+      r.update_program.compile, r.state, full, r.frozen)
+      for r in roles.trainable.values()]
+  reading = without_signal(whole)
+  jobs += [functools.partial(role.compile, reading) for role in (
+      roles.reference, roles.reward_model) if role]
+  jobs += [functools.partial(role.compile, without_signal(plain))
+           for role in roles.teachers]
+  scores = p.algorithm.scores(config)
+  readers = {'old_logprobs': 'policy',
+             'values': 'critic' if roles.critic else 'policy'}
+  for name in dict.fromkeys(readers[k] for k in scores if k in readers):
+    trainable = roles.trainable[name]
+    jobs.append(functools.partial(
+        trainable.score_program.compile, trainable.params, reading))
   later = []  # shares programs with what is in `jobs`
-  if evaluator and evaluator.batches or kit.on_policy and old:
-    later.append(lambda: policy.score_program.compile(policy.params, plain))
-  if engine and kit.on_policy:
-    jobs += engine.jobs(policy.params, kit.prepared.stream.lengths,
-                        kit.config.rollout.group_size)
+  if evaluator and evaluator.held_out:
+    later.append(functools.partial(
+        evaluator.held_out.program.compile, roles.policy.params, full,
+        roles.policy.state.step, roles.policy.frozen))
+  if engine and on_policy:
+    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
+                        config.rollout.group_size)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(
-        policy.params, [len(p.tokens) for p in sampled.prompts],
+        roles.policy.params, [len(x.tokens) for x in sampled.prompts],
         sampled.samples)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for some in jobs, later:
@@ -237,6 +399,10 @@ def seal(ledger: Ledger):
 
 def export(p: Prepared, folder, params):
   """Writes a Hugging Face folder that `transformers` loads."""
-  t = p.tokenizer
-  hf.save(folder, p.model, params, stop_ids=t.stop_ids, bos_id=t.bos_id,
-          pad_id=t.pad_id, tokenizer_save=t.save)
+  t, pad, save = p.tokenizer, p.tokenizer.pad_id, p.tokenizer.save
+  if p.algorithm.scalar_head:
+    pad = reward_role.pad_id(t)
+    save = functools.partial(reward_role.save_tokenizer, t)
+  hf.save(folder, model_lib.build(dataclasses.replace(
+      p.model.config, value_head=False)), params, stop_ids=t.stop_ids,
+          bos_id=t.bos_id, pad_id=pad, tokenizer_save=save)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost import assemble, build, config as config_lib, testing
+from jaxpost import assemble, build, config as config_lib, testing, weights
 from jaxpost.data.loader import PackedStream
 from jaxpost.loop import Stage
 from jaxpost.metrics import MetricsWriter
@@ -72,7 +72,10 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
       rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
       mesh=dict(rollout='data=-1' if jax.device_count() > 1 else ''))
   )['grpo' if on_policy else 'sft']
-  model = model_lib.build(families.PRESETS[o.shape])
+  source = weights.Source(families.PRESETS[o.shape])
+  sources = {'policy': source, 'reference': source} if on_policy else {
+      'policy': source}
+  model = model_lib.build(source.config)
   vocab = model.config.vocab_size
   stops = (1, *range(3, 3 + vocab // o.mean)) if o.ragged else (1,)
   lengths = testing.document_lengths(4096)
@@ -82,9 +85,13 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
           batch_size=o.batch, row_length=512, seed=0)
   pool = RewardPool(
       f'{__name__}:even_words', workers=1) if what == 'grpo' else None
+  algorithm = build.load_algorithm(config.algorithm)
+  config = config_lib.resolve(config, algorithm.defaults)
   prepared = build.Prepared(
-      what, config, build.load_algorithm(config.algorithm), None, model,
+      what, config, algorithm, sources, model,
       testing.IntTokenizer(vocab, stops), None, stream, None, pool)
+  if not on_policy:
+    prepared.first_batch = next(stream)[0]
   kit = assemble.make_kit(prepared)
   params = programs.random_params(
       model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
@@ -94,6 +101,11 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
   return kit, assemble.assemble(kit, workdir, writer, params)
 
 
+def update(stage: Stage, item) -> list:
+  return [stage.roles.trainable[role].update(batch)
+          for role, batch in item.updates]
+
+
 def sft(o: Options, workdir) -> dict:
   """Real tokens a second, after the first two steps."""
   kit, stage = make_stage('sft', o, workdir)
@@ -101,7 +113,7 @@ def sft(o: Options, workdir) -> dict:
   for _ in range(o.steps + 2):
     item = next(stage.stream)
     start, busy = time.perf_counter(), time.process_time()
-    jax.block_until_ready(stage.policy.update(item.batch))
+    jax.block_until_ready(update(stage, item))
     times.append(time.perf_counter() - start)
     cpu.append(time.process_time() - busy)
     tokens.append(item.info['tokens'])
@@ -159,8 +171,7 @@ def grpo(o: Options, workdir) -> dict:
     with stage.chrono('data'):
       item = next(stage.stream)
     with stage.chrono('update'):
-      metrics = stage.policy.update(item.batch)
-      jax.block_until_ready(metrics['loss'])
+      jax.block_until_ready(update(stage, item))
     times.append(stage.chrono.pop())
   stage.stream.close()
   named = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}

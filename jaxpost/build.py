@@ -6,24 +6,36 @@ found in seconds. `assemble.py` then puts a stage on the devices.
 """
 
 import dataclasses
-import functools
-import importlib
+import difflib
 import math
+from collections.abc import Callable
 
 import ml_collections
-from etils import epath
 
 from jaxpost import config as config_lib
-from jaxpost import optim, sharding
-from jaxpost.data import chat, hub, loader, sources
+from jaxpost import cache, imports, optim, reward_role, sharding, weights
+from jaxpost.algorithms.base import Algorithm
+from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import families, hf
+from jaxpost.models import families
 from jaxpost.models import model as model_lib
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
-_ALGORITHMS = ('sft', 'grpo')
-_PARTS = ('ON_POLICY', 'make_objective', 'check_first_step')  # of all of them
+# Name -> where its `Algorithm` is.
+ALGORITHMS = {
+    'sft': 'sft:SFT',
+    'dpo': 'preference:DPO', 'orpo': 'preference:ORPO',
+    'cpo': 'preference:CPO', 'simpo': 'preference:SIMPO', 'kto': 'kto:KTO',
+    'reward_model': 'reward_model:REWARD_MODEL',
+    'distill': 'distill:DISTILL', 'gkd': 'distill:GKD',
+    'grpo': 'grpo:GRPO', 'dr_grpo': 'grpo:DR_GRPO', 'dapo': 'grpo:DAPO',
+    'gspo': 'grpo:GSPO', 'cispo': 'grpo:CISPO', 'sapo': 'grpo:SAPO',
+    'rloo': 'grpo:RLOO', 'reinforce_pp': 'grpo:REINFORCE_PP',
+    'reinforce_pp_baseline': 'grpo:REINFORCE_PP_BASELINE',
+    'remax': 'grpo:REMAX', 'rft': 'rft:RFT', 'ppo': 'ppo:PPO',
+    'online_dpo': 'online_dpo:ONLINE_DPO',
+}
 
 
 @dataclasses.dataclass
@@ -32,16 +44,19 @@ class Prepared:
 
   name: str
   config: config_lib.Config
-  algorithm: object  # module of jaxpost/algorithms, or the user's
-  folder: epath.Path | None  # of the model's weights
+  algorithm: Algorithm
+  sources: dict  # role -> weights.Source
   model: model_lib.Model
   tokenizer: tokenizer_lib.Tokenizer
   rows: sources.Rows
   stream: object  # PackedStream or PromptStream
   eval_rows: sources.Rows | None
   pool: object = None  # RewardPool
+  first_batch: object = None  # its fields are those of every batch
   eval_examples: tuple = ()  # whose loss is evaluated
   eval_prompts: tuple = ()  # whose completions are
+  example: Callable | None = None  # row number -> Example
+  lookup: cache.Lookup = dataclasses.field(default_factory=cache.Lookup)
 
 
 def as_dict(config) -> dict:
@@ -58,7 +73,7 @@ def prepare_all(config: dict) -> list[Prepared]:
   prepared = []
   try:
     for name, stage in stages.items():
-      prepared.append(prepare(name, stage))
+      prepared.append(prepare(name, stage, prepared))
   except BaseException:
     for p in prepared:
       if p.pool:
@@ -67,9 +82,15 @@ def prepare_all(config: dict) -> list[Prepared]:
   return prepared
 
 
-def prepare(name: str, config: config_lib.Config) -> Prepared:
-  """Everything about a stage that can be known without a device."""
+def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
+  """Everything about a stage that can be known without a device.
+
+  `before` holds the stages that run first.
+  """
   algorithm = load_algorithm(config.algorithm)
+  config = config_lib.resolve(config, algorithm.defaults)
+  algorithm.check(config)
+  reward_role.check(config, algorithm)
   optim.check(config.optim.name, config.optim.weight_decay)
   for phase, text in vars(config.mesh).items():
     sharding.mesh_sizes(text, f'config.mesh.{phase}')
@@ -79,90 +100,192 @@ def prepare(name: str, config: config_lib.Config) -> Prepared:
   if not config.data.path:
     raise InputError('config.data.path: is empty; name a file, a folder, '
                      'org/name or generated:arithmetic')
-  folder, model_config = model_files(config.model)
-  tokenizer = load_tokenizer(config.model, folder)
-  if tokenizer.vocab_size > model_config.padded_vocab_size:
-    raise InputError(
-        f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
-        f'than the {model_config.vocab_size} rows of the embedding of '
-        f'{folder or config.model.preset}')
-  rows = read_rows(config, config.data.path)
+  source = model_source(config.model)
+  found = find_weights(
+      config, algorithm, source, before[-1].name if before else '',
+      {p.name: weights.Source(
+          p.model.config, stage=p.name, step=p.config.train.steps)
+       for p in before})
+  tokenizer = load_tokenizer(config.model, source)
+  reward_role.check_tokens(config, found, tokenizer, before)
+  check_teachers(config, found, tokenizer)
+  rows = read_rows(config)
   evals = config.eval.data.path
+  model = make_model(config, algorithm, found['policy'].config)
   out = Prepared(
-      name, config, algorithm, folder, model_lib.build(model_config),
-      tokenizer, rows, None, read_rows(config, evals) if evals else None)
-  samples = algorithm.ON_POLICY or (evals and config.eval.samples)
-  out.stream = prompt_stream(out) if algorithm.ON_POLICY else row_stream(out)
+      name, config, algorithm, found, model, tokenizer, rows, None,
+      read_held_out(config))
+  samples = algorithm.on_policy or (evals and config.eval.samples)
+  out.stream = prompt_stream(out) if algorithm.on_policy else row_stream(out)
   if out.eval_rows is not None:
     prepare_evaluation(out)
   if samples:
-    check_sampling(config, algorithm.ON_POLICY)
-    out.pool = reward_pool(config, rows)
+    check_sampling(config, algorithm.on_policy,
+                   algorithm.rewards or bool(evals and config.eval.samples))
+    if algorithm.from_data(config):
+      check_demonstrations(out)
+    if config.rewards_tuple():
+      out.pool = reward_pool(config, rows)
   return out
 
 
-def load_algorithm(name: str):
-  """`sft` -> jaxpost.algorithms.sft; `my.module` -> itself."""
-  path = name if '.' in name else f'jaxpost.algorithms.{name}'
-  try:
-    module = importlib.import_module(path)
-  except ModuleNotFoundError as e:
-    if e.name and not path.startswith(e.name):
-      raise
+def load_algorithm(name: str) -> Algorithm:
+  """`sft`, `my.module`, `./file.py`; `:NAME` where it is not ALGORITHM."""
+  target, _, attribute = name.partition(':')
+  if name in ALGORITHMS:
+    target, _, attribute = ALGORITHMS[name].partition(':')
+    target = f'jaxpost.algorithms.{target}'
+  elif '.' not in target:
+    near = difflib.get_close_matches(name, ALGORITHMS, 1)
     raise InputError(
-        f'config.algorithm: there is no {name!r}; built in: '
-        f'{", ".join(_ALGORITHMS)}, or the path of a module of yours'
-    ) from None
-  missing = [n for n in _PARTS if n not in vars(module)]
-  if missing:
+        f'config.algorithm: there is no {name!r}; ' +
+        (f'did you mean {near[0]!r}? ' if near else '') + 'built in: '
+        f'{", ".join(ALGORITHMS)}, or pkg.module or ./file.py of yours')
+  module = imports.load_module(target, 'config.algorithm')
+  attribute = attribute or 'ALGORITHM'
+  found = vars(module).get(attribute)
+  if not isinstance(found, Algorithm):
     raise InputError(
-        f'config.algorithm: {path} is no algorithm, it lacks {missing[0]}; it '
-        f'must have {", ".join(_PARTS)}')
-  return module
+        f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm('
+        '...); docs/your_algorithm.md shows one')
+  return found
 
 
-def model_files(section) -> tuple:
-  """(folder or None, ModelConfig) of `config.model`."""
-  if not section.path:
-    if section.preset not in families.PRESETS:
+def model_source(section) -> weights.Source:
+  """Where the weights of `config.model` come from."""
+  if section.path:
+    return weights.find(section.path, 'config.model.path', {})
+  if section.preset not in families.PRESETS:
+    raise InputError(
+        f'config.model.preset: no shape is called {section.preset!r}; '
+        f'known: {", ".join(families.PRESETS)}')
+  return weights.Source(families.PRESETS[section.preset])
+
+
+def make_model(config, algorithm, cfg) -> model_lib.Model:
+  """The decoder `cfg` with the heads that the method trains."""
+  if algorithm.scalar_head:
+    cfg = model_lib.with_scalar_head(cfg)
+  return model_lib.build(dataclasses.replace(
+      cfg, value_head=bool(algorithm.value_head(config))))
+
+
+def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
+  """{role: Source}: 'policy' and whatever else the stage reads.
+
+  Args:
+    source: of `config.model`.
+    last: name of the stage before; earlier: {stage: Source} of
+      what they end with.
+  """
+  if config.init_from:
+    source = weights.find(config.init_from, 'config.init_from', earlier)
+  elif last:
+    source = earlier[last]
+  weights.check_head(source, algorithm.scalar_head, 'config.init_from')
+  out = {'policy': source}
+  if 'reference' in algorithm.needs(config):
+    out['reference'] = source
+  if algorithm.critic(config):
+    out['critic'] = weights.find(
+        config.critic.path, 'config.critic.path', earlier
+    ) if config.critic.path else source
+  if reward_role.is_asked(config, algorithm):
+    out[reward_role.NAME] = reward_role.find(config, earlier)
+  for i, text in enumerate(config.distill.teachers if (
+      'teachers' in algorithm.needs(config)) else ()):
+    out[f'teacher_{i}'] = weights.find(
+        text, f'config.distill.teachers[{i}]', earlier)
+  return out
+
+
+def load_tokenizer(section, source: weights.Source):
+  """The tokenizer of `config.model`; InputError if the model is too small."""
+  tokenizer = tokenizer_lib.load(
+      section.tokenizer or str(source.folder or 'bytes'))
+  if tokenizer.vocab_size > source.config.padded_vocab_size:
+    raise InputError(
+        f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
+        f'than the {source.config.vocab_size} rows of the embedding of '
+        f'{section.path or section.preset}')
+  return tokenizer
+
+
+def check_teachers(config, found: dict, tokenizer):
+  """InputError for teachers that cannot read the student's tokens."""
+  probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
+  for i in range(sum(name.startswith('teacher_') for name in found)):
+    source = found[f'teacher_{i}']
+    key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
+    size = source.config.vocab_size
+    if source.config.num_labels:
+      raise InputError(f'{key} is a reward model, which says nothing of '
+                       'tokens; name a language model')
+    if size < tokenizer.vocab_size:
       raise InputError(
-          f'config.model.preset: no shape is called {section.preset!r}; '
-          f'known: {", ".join(families.PRESETS)}')
-    return None, families.PRESETS[section.preset]
-  folder = epath.Path(section.path).expanduser()
-  if not folder.exists():
-    if not hub.parse(section.path):
-      raise InputError(f'config.model.path: {section.path} does not exist')
-    repo, revision, file = hub.parse(section.path)
-    folder = epath.Path(hub.download(repo, 'model', revision, file))
-  cfg = hf.read_config(folder)
-  hf.check(folder, cfg)
-  return folder, cfg
+          f'{key} has a vocabulary of {size}, less than the '
+          f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
+          'must read what the student reads')
+    if config.distill.topk > min(size, found['policy'].config.vocab_size):
+      raise InputError(
+          f'config.distill.topk: {config.distill.topk} of '
+          f'{min(size, found["policy"].config.vocab_size)} tokens that student '
+          'and teacher share; lower it, or 0 for all of them')
+    if source.folder and (source.folder / 'tokenizer.json').exists():
+      theirs = tokenizer_lib.load(str(source.folder))
+      if theirs.encode(probe) != tokenizer.encode(probe):
+        raise InputError(
+            f'{key} has another tokenizer than {tokenizer.source}; its tokens '
+            'mean something else, so choose a teacher of the same family')
 
 
-def load_tokenizer(section, folder):
-  return tokenizer_lib.load(section.tokenizer or (
-      str(folder) if folder else 'bytes'))
+def check_demonstrations(p: Prepared):
+  """InputError for a row without a completion, where data is mixed in."""
+  from jaxpost.data import demonstrations
+  for i in range(0 if p.config.data.streaming else min(
+      len(p.rows), _CHECKED)):
+    demonstrations.render(p.tokenizer, p.rows[i], p.rows.where(i))
 
 
-def read_rows(config, path: str):
+def read_rows(config):
+  """The training data."""
   data = config.data
-  return sources.read(path, data.columns, data.map or None)
+  return sources.read_sources(
+      data.path, data.columns, data.map, data.weights, data.streaming)
+
+
+def read_held_out(config):
+  """The data of `config.eval`; None where nothing is evaluated."""
+  held_out = config.eval.data
+  if not held_out.path:
+    return None
+  # Of several sources, the first one's shape is that of the held-out data.
+  first = lambda x: x[0] if isinstance(x, (tuple, list)) else x
+  return sources.read_sources(
+      held_out.path, held_out.columns or first(config.data.columns),
+      held_out.map or first(config.data.map))
 
 
 def row_stream(p: Prepared):
   """The packed rows of a data set."""
   config, train = p.config, p.config.train
-  render = functools.partial(render_row, p.rows, p.tokenizer, config.data)
-  ready = [render(i) for i in range(min(len(p.rows), _CHECKED))]
+  render = p.algorithm.render(p.rows, p.tokenizer, config)
+  checked = 0 if config.data.streaming else min(len(p.rows), _CHECKED)
+  ready = [render(i) for i in range(checked)]
+  # A row that a map drops while streaming is None.
+  p.example = lambda i: ready[i] if i < len(ready) else (
+      render(i) if p.rows[i] is not None else None)
+  for computed in p.algorithm.precompute(config).values():
+    p.lookup.fields |= computed.arrays
   stream = loader.PackedStream(
-      lambda i: ready[i] if i < len(ready) else render(i), len(p.rows),
+      lambda i: p.lookup.attach(i, p.example(i)), len(p.rows),
       batch_size=train.batch_size, row_length=row_length(config, False),
       seed=config.seed, shuffle=config.data.shuffle,
       packing=config.data.packing, overlong=config.data.overlong,
-      where=p.rows.where)
+      where=p.rows.where, per=p.algorithm.mean_per(config), sizes=p.rows.sizes,
+      weights=p.rows.weights)
   begin = stream.state()
-  next(stream)  # says so now if no row can be made
+  p.first_batch = next(stream)[0]  # says so now if no row can be made
   stream.restore(begin)
   return stream
 
@@ -171,17 +294,13 @@ def prepare_evaluation(p: Prepared):
   """The held-out documents and prompts."""
   rows, e = p.eval_rows, p.config.eval
   count = min(len(rows), e.size)
-  if not p.algorithm.ON_POLICY:
-    p.eval_examples = tuple(
-        render_row(rows, p.tokenizer, p.config.data, i) for i in range(count))
+  if not p.algorithm.on_policy:
+    render = p.algorithm.render(rows, p.tokenizer, p.config)
+    p.eval_examples = tuple(render(i) for i in range(count))
   if e.samples:
     prompts = prompt_stream(p, rows, count, shuffle=False)
     p.eval_prompts = tuple(
         prompts.prompt(i) for i in range(min(count, len(prompts))))
-
-
-def render_row(rows, tokenizer, data, i):
-  return chat.render(tokenizer, rows[i], rows.where(i), train_on=data.train_on)
 
 
 def prompt_stream(p: Prepared, rows=None, per_step=0, shuffle=True):
@@ -194,34 +313,48 @@ def prompt_stream(p: Prepared, rows=None, per_step=0, shuffle=True):
 
 
 def reward_pool(config, rows):
+  """The pool of the reward functions, or None where there is none."""
   from jaxpost.rewards.pool import RewardPool
+  specs, weights = config.rewards_tuple(), config.reward_weights
+  if weights and len(weights) != len(specs):
+    raise InputError(
+        f'config.reward_weights: {len(weights)} weights for {len(specs)} '
+        'rewards; give one each, or ()')
+  kept = [i for i, spec in enumerate(specs) if spec != reward_role.NAME]
+  if not kept:
+    return None
   pool = RewardPool(
-      config.rewards_tuple(), weights=config.reward_weights or None,
+      tuple(specs[i] for i in kept),
+      weights=[weights[i] for i in kept] if weights else None,
       workers=config.rewards.workers, timeout_s=config.rewards.timeout_s,
       max_failed=config.rewards.max_failed)
   try:
-    pool.check(list(rows[0]))
+    pool.check(list(next(rows[i] for i in range(len(rows)) if rows[i])))
   except BaseException:
     pool.close()
     raise
   return pool
 
 
-def check_sampling(config, on_policy: bool):
-  if not config.rewards_tuple():
+def check_sampling(config, on_policy: bool, rewards=True):
+  """InputError where the controller could not work with this config."""
+  if rewards and not config.rewards_tuple():
     raise InputError(
         'config.reward: is empty; name a built-in reward, pkg.module:fn or '
         './file.py:fn')
-  if on_policy and config.rollout.group_size < 2:
-    raise InputError(
-        'config.rollout.group_size: 1 sample has nothing to be compared '
-        'with; use at least 2')
-  length = row_length(config, True)
-  needed = config.rollout.max_prompt_length + config.rollout.max_new_tokens
-  if on_policy and length < needed:
+  if not on_policy:
+    return
+  r, rl = config.rollout, config.rl
+  length, needed = row_length(config, True), (
+      r.max_prompt_length + r.max_new_tokens)
+  if length < needed:
     raise InputError(
         f'config.train.row_length: {length} is less than max_prompt_length + '
         f'max_new_tokens = {needed}; raise it or leave it 0')
+  if r.prompts * r.group_size % rl.minibatches:
+    raise InputError(
+        f'config.rl.minibatches: {rl.minibatches} does not divide the '
+        f'{r.prompts} x {r.group_size} completions of a step')
 
 
 def row_length(config, on_policy: bool) -> int:
@@ -232,16 +365,23 @@ def row_length(config, on_policy: bool) -> int:
   return 512
 
 
-def batch_shape(config, on_policy: bool, shards: int) -> tuple[int, int, int]:
-  """(rows of an update, rows at a time, tokens a row), fixed for the run."""
+def batch_shape(config, on_policy: bool, shards: int, whole=True
+                ) -> tuple[int, int, int]:
+  """(rows of a step, rows at a time, tokens a row), fixed for the run.
+
+  whole: all sequences of a step, not those of one minibatch.
+  """
   length = row_length(config, on_policy)
   rows, micro = config.train.batch_size, config.train.micro_batch_size
   if on_policy:
     r = config.rollout
     a_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
-    rows = math.ceil(r.prompts * r.group_size / a_row)
+    count = r.prompts * r.group_size
+    part = math.ceil(count // config.rl.minibatches / a_row)
+    # No more at a time than the least of the two has.
     micro = micro or min(
-        math.ceil(rows / shards), max(1, 8192 // length)) * shards
+        math.ceil(part / shards), max(1, 8192 // length)) * shards
+    rows = math.ceil(count / a_row) if whole else part
   micro = micro or rows
   if micro % shards:
     raise InputError(

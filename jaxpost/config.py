@@ -1,4 +1,4 @@
-"""The schema of a run: every field, its type, range, default and meaning.
+"""Reads a run's config: what a user wrote, checked against the schema.
 
 `defaults()` gives the nested dict that config files start from; `parse()`
 turns what a user wrote into one frozen `Config` per stage, or raises
@@ -9,182 +9,14 @@ a config.
 import dataclasses
 import difflib
 import math
+import pathlib
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from jaxpost.errors import InputError
-
-
-def _f(default, help_, *, lo=None, hi=None, choices=None, each=None):
-  """A field with its help text and what values it may take.
-
-  `each` is the type of the members of a tuple.
-  """
-  return dataclasses.field(default=default, metadata=dict(
-      help=help_, lo=lo, hi=hi, choices=choices, each=each))
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSection:
-  path: str = _f('', 'Hugging Face folder or org/name[@revision]; "" starts '
-                 'from random weights of `preset`')
-  preset: str = _f('tiny', 'shape of a random model (models/families.py)')
-  tokenizer: str = _f('', 'folder or "bytes"; "" means the one in `path`, or '
-                      '"bytes" for a random model')
-  dtype: str = _f('bfloat16', 'operands of matrix products; float32 is exact',
-                  choices=('bfloat16', 'float32'))
-  param_dtype: str = _f('float32', 'master weights',
-                        choices=('float32', 'bfloat16'))
-  remat: str = _f('none', 'what the backward pass recomputes',
-                  choices=('none', 'dots', 'full'))
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSection:
-  path: str = _f('', 'file, folder, org/name[@revision] or generated:NAME')
-  columns: str = _f('', 'renames columns: "prompt=question,completion=answer"')
-  map: str = _f('', 'pkg.module:fn or ./file.py:fn applied to each row')
-  shuffle: bool = _f(True, 'another order each epoch')
-  packing: bool = _f(True, 'several documents a row, isolated')
-  overlong: str = _f('truncate', 'documents longer than a row (counted)',
-                     choices=('truncate', 'drop', 'error'))
-  train_on: str = _f('assistant', 'tokens that are trained',
-                     choices=('assistant', 'completion', 'all'))
-  system_prompt: str = _f('', 'put before each conversation of an RL run')
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainSection:
-  steps: int = _f(100, 'updates of this stage', lo=1)
-  batch_size: int = _f(8, 'rows of an update (SFT)', lo=1)
-  row_length: int = _f(0, 'tokens of a row; 0: 512 for data, the longest '
-                       'prompt and completion for rollouts', lo=0)
-  micro_batch_size: int = _f(0, 'rows at a time; 0: all for data, about 8,192 '
-                             'tokens a device for rollouts', lo=0)
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimSection:
-  name: str = _f('adamw', 'any optimizer of optax')
-  lr: float = _f(1e-5, 'peak learning rate', lo=0.0)
-  schedule: str = _f('constant', 'after the warm-up',
-                     choices=('constant', 'linear', 'cosine'))
-  warmup_steps: int = _f(0, 'steps from lr / warmup_steps to lr', lo=0)
-  end_lr: float = _f(0.0, 'where linear and cosine end', lo=0.0)
-  weight_decay: float = _f(0.0, 'of matrices and embeddings', lo=0.0)
-  b1: float = _f(0.9, 'Adam', lo=0.0, hi=1.0)
-  b2: float = _f(0.999, 'Adam', lo=0.0, hi=1.0)
-  eps: float = _f(1e-8, 'Adam', lo=0.0)
-  clip_norm: float = _f(1.0, 'global norm of the gradient', lo=0.0)
-  max_skipped: int = _f(5, 'steps in a row with a gradient that is not finite '
-                        'before the run stops', lo=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSection:
-  prompts: int = _f(8, 'prompts a step', lo=1)
-  group_size: int = _f(8, 'completions a prompt', lo=1)
-  max_prompt_length: int = _f(512, 'longer prompts are left out, counted',
-                              lo=1)
-  max_new_tokens: int = _f(128, 'of a completion, stop token included', lo=1)
-  temperature: float = _f(1.0, 'of sampling and of all log-probs', lo=1e-3)
-  top_k: int = _f(0, '0 is off', lo=0)
-  top_p: float = _f(1.0, '1 is off', lo=1e-6, hi=1.0)
-  slots: int = _f(0, 'sequences in flight; 0: all of a step', lo=0)
-  block: int = _f(16, 'tokens of every slot per dispatch', lo=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RlSection:
-  kl_coef: float = _f(0.0, 'weight of the k3 KL to the reference', lo=0.0)
-  clip_low: float = _f(0.2, 'ratio clipped at 1 - clip_low', lo=0.0, hi=1.0)
-  clip_high: float = _f(0.2, 'ratio clipped at 1 + clip_high', lo=0.0)
-  scale_rewards: bool = _f(True, 'divide by the std of the group; False is '
-                           'Dr. GRPO')
-  entropy_coef: float = _f(0.0, 'entropy bonus', lo=0.0)
-  updates_per_rollout: int = _f(1, 'passes over a rollout', lo=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardSection:
-  timeout_s: float = _f(30.0, 'for one group in one function', lo=0.01)
-  workers: int = _f(2, 'processes that grade', lo=1)
-  max_failed: float = _f(0.25, 'share of failed groups that stops the run',
-                         lo=0.0, hi=1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshSection:
-  train: str = _f('fsdp=-1', 'sizes of data, fsdp, tensor; -1: the rest')
-  rollout: str = _f('data=-1', 'same devices, another shape')
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalDataSection:
-  path: str = _f('', 'held-out data; "" evaluates nothing')
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSection:
-  every: int = _f(0, 'steps; 0: at the end only', lo=0)
-  size: int = _f(256, 'rows at most', lo=1)
-  samples: int = _f(0, 'completions a prompt for pass@k; 0: loss only', lo=0)
-  temperature: float = _f(1.0, 'of those completions; 0 is greedy', lo=0.0)
-  pass_reward: float = _f(1.0, 'a completion with this reward has passed')
-  data: EvalDataSection = EvalDataSection()
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveSection:
-  every: int = _f(0, 'steps; 0: at the end only', lo=0)
-  keep: int = _f(2, 'newest checkpoints that stay', lo=1)
-  keep_best: str = _f('', 'also the best by this metric of evaluation')
-  best_mode: str = _f('max', 'of keep_best', choices=('max', 'min'))
-  export: bool = _f(True, 'write export/ when the last stage ends')
-
-
-@dataclasses.dataclass(frozen=True)
-class LogSection:
-  every: int = _f(10, 'steps between console lines without a terminal', lo=1)
-  samples_every: int = _f(10, 'steps between samples/*.jsonl', lo=1)
-  tensorboard: bool = _f(True, '')
-  wandb: bool = _f(False, '')
-  watchdog_s: float = _f(1800.0, 'a step that takes longer ends the process '
-                         'with all stacks; 0 is off', lo=0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """One stage of a run, complete."""
-
-  seed: int = _f(0, 'decides weights, data order and draws', lo=0)
-  algorithm: str = _f('sft', 'a module of jaxpost/algorithms, or pkg.module')
-  stages: tuple = _f((), 'names of blocks that override this one, in order',
-                     each=str)
-  init_from: str = _f('', 'RUN[@step]: start from the weights of another run')
-  reward: Any = _f('', 'built-in name, pkg.module:fn or ./file.py:fn; several '
-                   'as a tuple or with commas')
-  reward_weights: tuple = _f((), 'one per reward; () is 1 each', each=float)
-  model: ModelSection = ModelSection()
-  data: DataSection = DataSection()
-  train: TrainSection = TrainSection()
-  optim: OptimSection = OptimSection()
-  rollout: RolloutSection = RolloutSection()
-  rl: RlSection = RlSection()
-  rewards: RewardSection = RewardSection()
-  mesh: MeshSection = MeshSection()
-  eval: EvalSection = EvalSection()
-  save: SaveSection = SaveSection()
-  log: LogSection = LogSection()
-
-  def rewards_tuple(self) -> tuple:
-    """The reward functions, however they were written."""
-    if isinstance(self.reward, str):
-      return tuple(r.strip() for r in self.reward.split(',') if r.strip())
-    return tuple(self.reward) if isinstance(
-        self.reward, (tuple, list)) else (self.reward,)
+from jaxpost.schema import Config
 
 
 def defaults() -> dict:
@@ -210,13 +42,38 @@ def parse(config: Mapping) -> dict[str, Config]:
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
   if not names:
-    return {base.algorithm.rpartition('.')[2]: base}
+    return {stage_name(base.algorithm): base}
   plain = dataclasses.asdict(base)
   stages = {}
   for name, block in blocks.items():
     _build(Config, block, f'config.{name}')  # names the block in its errors
     stages[name] = _build(Config, _merge(plain, block), 'config')
   return {name: stages[name] for name in names}
+
+
+def stage_name(algorithm: str) -> str:
+  """What the only stage of a run is called: 'sft', or a user's file."""
+  target = algorithm.partition(':')[0]
+  if target.endswith('.py'):
+    return pathlib.PurePath(target).stem
+  return target.rpartition('.')[2]
+
+
+def resolve(config: Config, defaults: Mapping) -> Config:
+  """Fields left to the algorithm take what it brings along.
+
+  Args:
+    defaults: {section: {field: value}}, of fields that are `auto`.
+  """
+  for section, values in defaults.items():
+    block = vars(config)[section]
+    fields = {f.name: f for f in dataclasses.fields(block)}
+    new = {k: v for k, v in values.items()
+           if fields[k].metadata['auto']
+           and vars(block)[k] == fields[k].default}
+    config = dataclasses.replace(
+        config, **{section: dataclasses.replace(block, **new)})
+  return config
 
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))

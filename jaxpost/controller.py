@@ -1,196 +1,191 @@
 """The controller of on-policy RL: which phase runs when, in what order.
 
-Legend: N sequences, G samples a prompt, B rows, T tokens.
+Legend: N sequences, C completion tokens, B rows, T tokens.
 
 It alternates programs on the same devices and threads the records between
-them: prompts -> rollout -> rewards -> reference log-probs -> advantages ->
-batch. The loop consumes what it yields and does not know that it samples.
+them: prompts -> rollout -> rewards -> log-probs and values -> credit ->
+batches. The loop consumes what it yields and does not know that it samples.
 Every process runs it on the same values and takes the same decisions.
 """
 
 import dataclasses
-from collections.abc import Callable
+import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jaxpost import grading
+from jaxpost.algorithms.base import Algorithm
+from jaxpost.data import experience as rows_lib
 from jaxpost.data.prompts import PromptStream
-from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.metrics import Chrono
-from jaxpost.rewards.pool import Group, RewardPool
-from jaxpost.roles import Policy, Reference, Sampler
-from jaxpost.types import Batch, Rollout
-
-
-@dataclasses.dataclass
-class Experience:
-  """One step's batch and where it comes from."""
-
-  batch: Batch  # placed: [M, B / M, T]
-  info: dict  # metrics of sampling and grading
-  repeats: int  # updates to make with it
-  step: int
-  version: int  # updates behind the weights that sampled it
-  samples: Callable  # () -> rows for samples/STAGE/STEP.jsonl
+from jaxpost.roles import Roles, Sampler
+from jaxpost.sharding import to_host
+from jaxpost.types import Batch, Credit, Experience, Item
 
 
 @dataclasses.dataclass
 class Controller:
-  """An iterator of `Experience`, resumable at each step.
+  """An iterator of `loop.Item`, resumable at each step.
 
-  algorithm: the module that turns graded rollouts into batches.
-  config: the stage's config, read by `algorithm` only.
-  rows: (B, T) of a batch, fixed, so that nothing is compiled twice.
+  config: the stage's config, read by `algorithm` too.
+  rows: (B, T) of all sequences of a step, fixed, so that nothing is compiled
+    twice; update_rows: of one minibatch.
   """
 
-  algorithm: object
+  algorithm: Algorithm
   config: object
-  policy: Policy
+  roles: Roles
   sampler: Sampler
-  reference: Reference | None
-  pool: RewardPool
+  grader: grading.Grader
   prompts: PromptStream
-  tokenizer: Tokenizer
   chrono: Chrono
-  group_size: int
   rows: tuple[int, int]
-  repeats: int = 1
+  update_rows: tuple[int, int]
   step: int = 0
+  memory: dict = dataclasses.field(default_factory=dict)
 
   def __iter__(self):
     return self
 
-  def __next__(self) -> Experience:
-    prompts, info = next(self.prompts)
-    version = self.step * self.repeats
+  def __next__(self) -> Item:
+    rl, step = self.config.rl, self.step
     with self.chrono('reshard'):
-      moved = self.sampler.sync(self.policy, version)
-    with self.chrono('sample'):
-      rollout = self.sampler(prompts, self.group_size, self.step)
-      self.sampler.release()
+      moved = self.sampler.sync(
+          self.roles.policy, step * rl.epochs * rl.minibatches)
+    graded, info = self._sample()
+    while rl.dynamic_sampling and self._wants_more(graded, info):
+      more, newer = self._sample()
+      info |= newer
+      graded = grading.join(graded, more)
+    self.sampler.release()
+    if rl.dynamic_sampling:
+      graded = grading.keep_mixed(graded, self.config.rollout.prompts)
+    experience = self._score(graded)
     with self.chrono('pack'):
-      groups = to_groups(rollout, self.tokenizer)
-      grading = self.pool.submit(groups)  # runs while the devices score
-    scores = self._scores(rollout)
-    with self.chrono('reward'):
-      graded = grading.result()
-      rewards = agreed(np.array([[np.nan if r is None else r
-                                  for r in g.rewards] for g in graded]))
-    with self.chrono('pack'):
-      values, metrics = self.algorithm.advantages(rewards, self.config)
-      rows = self.algorithm.to_batch(
-          rollout, values.reshape(-1), np.isfinite(rewards).reshape(-1),
-          *self.rows)
-      batch = self.policy.place(rows).replace(**scores)
-    real = int((rows.segment_ids > 0).sum())
-    info = {**info, 'tokens': real,
-            'packing_efficiency': real / rows.tokens.size, **metrics,
-            **component_metrics(graded), **length_metrics(rollout),
-            **self.pool.stats, 'reshard_bytes': moved['bytes'],
-            'slot_occupancy': rollout.occupancy}
-    step, self.step = self.step, self.step + 1
-    return Experience(
-        batch, info, self.repeats, step, rollout.version,
-        lambda: sample_rows(rollout, groups, graded))
+      credit = self.algorithm.credit(experience, self.config)
+      updates = self._updates(experience, credit)
+    self.step, self.memory = step + 1, credit.memory
+    info |= graded.metrics() | credit.metrics | self._figures(
+        experience, moved['bytes'])
+    return Item(updates, info, graded.rows)
 
-  def _scores(self, rollout: Rollout) -> dict:
-    """Log-probs that the objective compares with, left on the device."""
-    scores = {}
-    if self.reference is None and self.repeats == 1:
-      return scores  # the old policy is the one being updated
-    with self.chrono('pack'):
-      batch = self.policy.place(self.algorithm.to_batch(
-          rollout, *_unknown(rollout), *self.rows))
-    with self.chrono('score'):
-      if self.reference is not None:
-        scores['ref_logprobs'] = self.reference(batch).logprobs
-      if self.repeats > 1:
-        scores['old_logprobs'] = self.policy.score(batch).logprobs
-      return jax.block_until_ready(scores)
+  def _sample(self):
+    """One round: (what was sampled, its grading under way; figures)."""
+    prompts, info = next(self.prompts)
+    group, greedy = self.config.rollout.group_size, None
+    with self.chrono('sample'):
+      rollout = self.sampler(prompts, group, self.step)
+      if self.algorithm.greedy_baseline(self.config):
+        greedy = self.sampler(prompts, 1, self.step, temperature=0.0)
+    with self.chrono('pack'):  # workers grade while the devices score
+      return self.grader.submit(rollout, greedy), info
+
+  def _wants_more(self, graded, info) -> bool:
+    """Whether groups that differ in reward are still missing."""
+    with self.chrono('reward'):
+      mixed = graded.mixed()
+    wanted, rounds = self.config.rollout.prompts, graded.rounds
+    info['dynamic_sampling/rounds'] = rounds
+    info['dynamic_sampling/kept_ratio'] = float(mixed.mean())
+    if mixed.sum() >= wanted:
+      return False
+    if rounds < self.config.rl.dynamic_sampling:
+      return True
+    info['dynamic_sampling/missing'] = int(wanted - mixed.sum())
+    logging.warning(
+        'step %d: %d of %d groups differ in reward after %d rounds; the '
+        'update goes on with these (config.rl.dynamic_sampling)',
+        self.step + 1, mixed.sum(), wanted, rounds)
+    return False
+
+  def _score(self, graded) -> Experience:
+    """Adds what the programs say of the rollout, and the rewards."""
+    rollout, roles = graded.rollout, self.roles
+    mask = rows_lib.completion_mask(rollout)
+    arrays = {'sampler_logprobs': rollout.logprobs,
+              'behaviour_logprobs': rollout.behaviour_logprobs}
+    wanted = self.algorithm.scores(self.config)
+    if wanted or roles.reward_model:
+      with self.chrono('pack'):
+        batch = roles.policy.place(rows_lib.to_batch(
+            rollout, range(len(mask)), mask, {}, *self.rows))
+      with self.chrono('score'):
+        found = self._programs(batch, wanted)
+      unpack = lambda x: rows_lib.from_rows(
+          rollout, to_host(x), self.rows[1], self.rows[0])
+      arrays |= {k: unpack(x) for k, x in found.items()}
+    with self.chrono('reward'):
+      rewards, baseline = graded.rewards(arrays.pop('reward_model', None))
+    return Experience(rollout, rewards, mask, arrays, baseline, self.step,
+                      self.memory)
+
+  def _programs(self, batch: Batch, wanted) -> dict:
+    """name -> [M, B / M, T] on the devices."""
+    roles, found = self.roles, {}
+    own = 'old_logprobs' in wanted or 'values' in wanted and not roles.critic
+    said = roles.policy.score(batch) if own else None
+    if 'old_logprobs' in wanted:
+      found['old_logprobs'] = said.logprobs
+    if 'ref_logprobs' in wanted:
+      found['ref_logprobs'] = roles.reference(batch).logprobs
+    if 'values' in wanted:
+      # Of the text before each token, which is where the state ends.
+      values = (roles.critic.score(batch) if roles.critic else said).values
+      found['values'] = jnp.roll(values, 1, axis=2)
+    if roles.reward_model:
+      found['reward_model'] = roles.reward_model(batch).values
+    return jax.block_until_ready(found)
+
+  def _updates(self, experience: Experience, credit: Credit) -> list:
+    """(role, placed batch) of each update, in order."""
+    rl, out = self.config.rl, []
+    number = len(credit.mask)
+    for epoch in range(rl.epochs):
+      order = np.arange(number)
+      if rl.minibatches > 1:
+        order = np.random.default_rng(
+            (self.config.seed, self.step, epoch)).permutation(number)
+      for members in np.array_split(order, rl.minibatches):
+        batch = self._batch(experience, credit, members)
+        roles = self.roles
+        if self.step >= self.config.critic.warmup_steps or not roles.critic:
+          out.append(('policy', self.algorithm.prepare(
+              batch, roles, self.config)))
+        if roles.critic:
+          out.append(('critic', batch))
+    return out
+
+  def _batch(self, experience, credit, members) -> Batch:
+    rl, rollout = self.config.rl, experience.rollout
+    if self.algorithm.pack:
+      host = self.algorithm.pack(
+          experience, credit, members, self.config, *self.update_rows)
+    else:
+      weights = np.zeros_like(credit.mask)
+      weights[members] = rows_lib.token_weights(
+          credit.mask[members], rl.aggregate,
+          self.config.rollout.max_new_tokens)
+      host = rows_lib.to_batch(
+          rollout, members, weights, credit.arrays, *self.update_rows)
+    return self.roles.policy.place(host)
+
+  def _figures(self, experience, moved: int) -> dict:
+    rollout = experience.rollout
+    tokens = int(rows_lib.prompt_lengths(rollout).sum() +
+                 rollout.lengths.sum())
+    return {'tokens': tokens, 'reshard_bytes': moved,
+            'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
+            'slot_occupancy': rollout.occupancy}
 
   def state(self) -> dict:
-    return {'step': self.step, 'prompts': self.prompts.state()}
+    return {'step': self.step, 'prompts': self.prompts.state(),
+            'memory': self.memory}
 
   def restore(self, state: dict):
-    self.step = state['step']
+    self.step, self.memory = state['step'], state['memory']
     self.prompts.restore(state['prompts'])
 
   def close(self):
-    self.pool.close()
-
-
-def agreed(rewards: np.ndarray) -> np.ndarray:
-  """What process 0 graded: a judge may answer each process differently."""
-  if jax.process_count() == 1:
-    return rewards
-  return np.asarray(multihost_utils.broadcast_one_to_all(rewards))
-
-
-def _unknown(rollout: Rollout):
-  """Advantages not known yet; every sequence counts."""
-  number = len(rollout.lengths)
-  return np.zeros(number, np.float32), np.ones(number, bool)
-
-
-def to_groups(rollout: Rollout, tokenizer: Tokenizer) -> list[Group]:
-  """Completions as the reward functions of TRL take them."""
-  size = len(rollout.lengths) // len(rollout.prompts)
-  groups = []
-  for i, prompt in enumerate(rollout.prompts):
-    ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
-           for n in range(i * size, (i + 1) * size)]
-    texts = [tokenizer.decode(x) for x in ids]
-    if not isinstance(prompt.prompt, str):
-      texts = [[{'role': 'assistant', 'content': t}] for t in texts]
-    groups.append(Group(
-        [prompt.prompt] * size, texts, ids,
-        {k: [v] * size for k, v in prompt.columns.items()}))
-  return groups
-
-
-def component_metrics(graded) -> dict:
-  """rewards/<fn>/mean and std over the samples it applied to."""
-  out = {}
-  for name in graded[0].components:
-    values = [r for g in graded for r in g.components[name] if r is not None]
-    if values:
-      out[f'rewards/{name}/mean'] = float(np.mean(values))
-      out[f'rewards/{name}/std'] = float(np.std(values))
-  return out
-
-
-def length_metrics(rollout: Rollout) -> dict:
-  ended = rollout.lengths[rollout.finished]
-  return {
-      'completions/mean_length': float(rollout.lengths.mean()),
-      'completions/min_length': int(rollout.lengths.min()),
-      'completions/max_length': int(rollout.lengths.max()),
-      'completions/clipped_ratio': float(1 - rollout.finished.mean()),
-      'completions/mean_terminated_length':
-          float(ended.mean()) if ended.size else 0.0,
-      'completion_tokens': int(rollout.lengths.sum())}
-
-
-def sample_rows(rollout: Rollout, groups, graded) -> list[dict]:
-  """What a person wants to see of a step, one row a completion."""
-  rows = []
-  size = len(rollout.lengths) // len(rollout.prompts)
-  for n, length in enumerate(rollout.lengths):
-    group, result, i = groups[n // size], graded[n // size], n % size
-    rows.append(dict(
-        prompt=_text(group.prompts[i]), completion=_text(group.completions[i]),
-        reward=result.rewards[i], **({'error': result.error} if result.error
-                                     else {}),
-        components={k: v[i] for k, v in result.components.items()},
-        length=int(length), finished=bool(rollout.finished[n]),
-        logprob=float(rollout.logprobs[n, :length].sum()),
-        prompt_index=rollout.prompts[n // size].index, sample=i,
-        version=rollout.version))
-  return rows
-
-
-def _text(prompt) -> str:
-  if isinstance(prompt, str):
-    return prompt
-  return '\n'.join(str(m['content']) for m in prompt)
+    self.grader.close()

@@ -9,21 +9,38 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxpost.roles import Policy, Sampler
+from jaxpost.programs.compile import Program
+from jaxpost.roles import Roles, Sampler
 from jaxpost.sharding import to_host
 from jaxpost.types import Batch
 
 
-def held_out_loss(policy: Policy, batches: list[Batch]) -> dict:
-  """Mean -log p over all trained tokens of `batches` (weights 0 or 1)."""
-  total = count = entropy = 0.0
-  for batch in batches:
-    outputs = to_host(policy.score(batch))
-    total -= float(outputs.logprobs.sum(dtype=np.float64))
-    entropy += float(outputs.entropy.sum(dtype=np.float64))
-    count += float(batch.loss_weights.sum())
-  return {'loss': total / count, 'entropy': entropy / count,
-          'perplexity': math.exp(min(total / count, 50.0))}
+@dataclasses.dataclass
+class HeldOut:
+  """The objective and its metrics on held-out documents.
+
+  batches: host batches, weights normalised over all of them.
+  program: `programs.train.make_evaluate`.
+  prepare: (placed batch, roles) -> batch, as in training.
+  """
+
+  batches: list[Batch]
+  program: Program
+  prepare: Callable
+
+  def __call__(self, roles: Roles) -> dict:
+    """Means over all the documents, however they fall into batches."""
+    policy, totals = roles.policy, {}
+    for batch in self.batches:
+      placed = self.prepare(policy.place(batch), roles)
+      found = to_host(self.program(
+          policy.params, placed, policy.state.step, policy.frozen))
+      for name, value in found.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
+    if set(totals) >= {'loss', 'entropy'}:
+      nll = totals.get('nll', totals['loss'])
+      totals['perplexity'] = math.exp(min(nll, 50.0))
+    return totals
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:
@@ -41,52 +58,57 @@ def pass_at_k(passed: np.ndarray, k: int) -> float:
 class SampledEval:
   """pass@k of completions of held-out prompts, graded as in training.
 
-  Prompts of which a sample could not be graded are left out and counted.
+  Prompts of which a sample could not be graded are left out and counted. The
+  reward functions say what has passed; a reward model does where it is alone.
+
+  score: (rollout, roles) -> [N k, C] values of the reward model, if there is
+    one.
   """
 
   sampler: Sampler
-  pool: object  # RewardPool
+  grader: object  # grading.Grader
   prompts: tuple  # of Prompt
   samples: int
   pass_reward: float
   temperature: float
-  to_groups: Callable
-  rows: Callable  # (rollout, groups, graded) -> sample rows
+  score: Callable | None = None
 
-  def __call__(self, policy: Policy, step: int) -> tuple[dict, list[dict]]:
-    self.sampler.sync(policy, step)
+  def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
+    self.sampler.sync(roles.policy, step)
     rollout = self.sampler(
         self.prompts, self.samples, step, temperature=self.temperature)
     self.sampler.release()
-    groups = self.to_groups(rollout)
-    graded = self.pool.grade(groups)
-    rewards = np.array([[math.nan if r is None else r for r in g.rewards]
-                        for g in graded])
+    graded = self.grader.submit(rollout, None)
+    scores = self.score and self.score(rollout, roles)
+    rewards = graded.rewards(scores)[0].reshape(-1, self.samples)
     whole = np.isfinite(rewards).all(axis=1)
     out = {'completions/mean_length': float(rollout.lengths.mean()),
            'completions/clipped_ratio': float(1 - rollout.finished.mean()),
            'ungraded_prompts': int((~whole).sum())}
     if whole.any():
-      passed = rewards[whole] >= self.pass_reward
+      told = graded.parts[0].table if self.grader.pool else rewards
+      passed = told[whole] >= self.pass_reward
       ks = sorted({1, self.samples} | {
           2**i for i in range(int(math.log2(self.samples)) + 1)})
       out |= {f'pass@{k}': pass_at_k(passed, k) for k in ks}
       out['reward'] = float(rewards[whole].mean())
-    return out, self.rows(rollout, groups, graded)
+    if graded.model_scores is not None:
+      out['rewards/reward_model/mean'] = float(graded.model_scores.mean())
+    return out, graded.rows()
 
 
 @dataclasses.dataclass
 class Evaluator:
-  """Everything `eval.*` asks for. Call it with the policy and the step."""
+  """Everything `eval.*` asks for. Call it with the roles and the step."""
 
-  batches: list[Batch]
+  held_out: HeldOut | None = None
   sampled: SampledEval | None = None
 
-  def __call__(self, policy: Policy, step: int) -> tuple[dict, list[dict]]:
+  def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
     """(metrics, sample rows)."""
     metrics, rows = {}, []
     if self.sampled is not None:
-      metrics, rows = self.sampled(policy, step)
-    if self.batches:
-      metrics |= held_out_loss(policy, self.batches)
+      metrics, rows = self.sampled(roles, step)
+    if self.held_out is not None:
+      metrics |= self.held_out(roles)
     return metrics, rows

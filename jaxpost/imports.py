@@ -29,10 +29,7 @@ def load_callable(spec, what):
       f'{what}: {spec!r} names no function; write pkg.module:function or'
       ' ./file.py:function'
     )
-  if target.endswith('.py') or '/' in target:
-    module = _load_file(target, what)
-  else:
-    module = _load_module(target, what)
+  module = load_module(target, what)
   found = module
   for part in name.split('.'):
     if not hasattr(found, part):
@@ -51,6 +48,13 @@ def load_callable(spec, what):
       f'{what}: {spec} is a {type(found).__name__}, not a function'
     )
   return found
+
+
+def load_module(target, what):
+  """The module of 'pkg.module' or './file.py'."""
+  if target.endswith('.py') or '/' in target:
+    return _load_file(target, what)
+  return _load_module(target, what)
 
 
 def _load_module(name, what):

@@ -13,23 +13,21 @@ import json
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from rich import text as rich_text
 
 from jaxpost import assemble, build
 from jaxpost import config as config_lib
+from jaxpost import weights as weights_lib
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.data import chat, preview, sources
 from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.matmul import compute_for
-from jaxpost.models import hf, transformer
-from jaxpost.models import model as model_lib
-from jaxpost.programs import train as programs
+from jaxpost.models import transformer
 from jaxpost.programs.compile import Ledger
 from jaxpost.rewards import builtin
-from jaxpost.roles import Policy
+from jaxpost.roles import Policy, Roles
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.sharding import Layout, make_layout
 from jaxpost.types import Prompt, Rollout, TrainState
@@ -78,13 +76,9 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
   name, step = find_step(run, list(configs), stage, step, warn)
   p = prepare_model(name, configs[name])
   layout = make_layout('fsdp=-1', 'train')
-  dtype = jnp.dtype(p.config.model.param_dtype)
-  template = jax.tree.map(
-      lambda shape, s: jax.ShapeDtypeStruct(shape, dtype, sharding=s),
-      p.model.shapes(), p.model.shardings(layout),
-      is_leaf=lambda x: isinstance(x, tuple))
-  with _checkpoints(run, name) as checkpointer:
-    params = checkpointer.restore_params(template, step, warn=warn)
+  params = weights_lib.read_checkpoint(
+      run / 'checkpoints' / name, step, p.model, layout,
+      p.config.model.param_dtype, warn=warn)
   return Weights(p, params, layout, step)
 
 
@@ -101,9 +95,8 @@ def from_folder(folder, config=None, name='model') -> Weights:
   section = dataclasses.replace(config.model, path=str(folder))
   p = prepare_model(name, dataclasses.replace(config, model=section))
   layout = make_layout('fsdp=-1', 'train')
-  params = hf.load_params(
-      p.folder, p.model, p.model.shardings(layout),
-      jnp.dtype(section.param_dtype))
+  params = weights_lib.load(
+      p.sources['policy'], p.model, layout, section.param_dtype)
   return Weights(p, params, layout, 0)
 
 
@@ -163,14 +156,14 @@ def _checkpoints(run, name):
 
 def prepare_model(name: str, config: config_lib.Config) -> build.Prepared:
   """Model and tokenizer of a stage, and nothing else of it."""
-  folder, cfg = build.model_files(config.model)
-  tokenizer = build.load_tokenizer(config.model, folder)
-  if tokenizer.vocab_size > cfg.padded_vocab_size:
-    raise InputError(
-        f'{tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '
-        f'{cfg.vocab_size} rows of the embedding')
-  return build.Prepared(name, config, None, folder, model_lib.build(cfg),
-                        tokenizer, None, None, None)
+  algorithm = build.load_algorithm(config.algorithm)
+  source = build.model_source(config.model)
+  weights_lib.check_head(source, algorithm.scalar_head, 'config.model.path')
+  return build.Prepared(
+      name, config_lib.resolve(config, algorithm.defaults), algorithm,
+      {'policy': source},
+      build.make_model(config, algorithm, source.config),
+      build.load_tokenizer(config.model, source), None, None, None)
 
 
 def export(weights: Weights, folder):
@@ -213,6 +206,8 @@ def complete(weights: Weights, prompts, *, n=1, seed=0, max_new_tokens=128,
              temperature=1.0, top_k=0, top_p=1.0, mesh='data=-1') -> Rollout:
   """n completions of each prompt; temperature 0 is greedy."""
   p = weights.prepared
+  if p.model.head is None:
+    raise InputError(f'{p.name}: is a reward model, which writes no text')
   engine = NativeEngine(
       p.model, SamplerConfig(
           slots=min(len(prompts) * n, 64),
@@ -257,30 +252,32 @@ def evaluate(weights: Weights, config: config_lib.Config,
         'config.eval.data.path: is empty, so there is nothing to evaluate; '
         'name held-out data')
   algorithm = build.load_algorithm(config.algorithm)
-  if algorithm.ON_POLICY and not samples:
+  config = config_lib.resolve(config, algorithm.defaults)
+  if algorithm.on_policy and not samples:
     raise InputError(
         f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
         ' is evaluated by its samples; set how many a prompt')
-  rows = build.read_rows(config, held_out)
+  rows = build.read_held_out(config)
   p = dataclasses.replace(
       weights.prepared, config=_on_these_devices(
-          config, algorithm.ON_POLICY, weights.layout, mesh),
+          config, algorithm.on_policy, weights.layout, mesh),
       algorithm=algorithm, rows=rows, eval_rows=rows)
   build.prepare_evaluation(p)
   if samples:
     build.check_sampling(config, False)
     p.pool = build.reward_pool(config, rows)
+    if p.pool is None:
+      raise InputError('config.reward: a reward model grades in training only; '
+                       'name a reward function')
   try:
     kit = assemble.make_kit(p)
-    score = programs.make_score(
-        p.model, kit.train, kit.compute, kit.ledger,
-        temperature=kit.objective.temperature)
-    policy = Policy(
-        p.model, TrainState(np.int32(weights.step), weights.params, None),
-        kit.train, kit.shape[1], None, score, None)
+    step = kit.train.put(np.int32(weights.step))
+    roles = Roles(Policy(
+        p.model, TrainState(step, weights.params, None), kit.train,
+        kit.shape[1], None, None))
     evaluator = assemble.make_evaluator(
         kit, assemble.make_engine(kit) if p.pool else None)
-    metrics, _ = evaluator(policy, weights.step)
+    metrics, _ = evaluator(roles, weights.step)
   finally:
     if p.pool:
       p.pool.close()
@@ -303,11 +300,11 @@ def _on_these_devices(config, on_policy, layout, mesh):
 def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
   """Rich renderables: model, `rows` rows as the model sees them, rewards."""
   p = prepare_model(name, config)
-  p.algorithm = build.load_algorithm(config.algorithm)
+  config = p.config
   if not config.data.path:
     raise InputError('config.data.path: is empty; name a file, a folder, '
                      'org/name or generated:arithmetic')
-  p.rows = build.read_rows(config, config.data.path)
+  p.rows = build.read_rows(config)
   held_out = config.eval.data.path
   count = transformer.num_params(p.model.config)
   out = [
@@ -319,10 +316,10 @@ def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
   if p.rows.dropped:
     out[-1] += f', {p.rows.dropped} more dropped by config.data.map'
   if held_out:
-    read = build.read_rows(config, held_out)
+    read = build.read_held_out(config)
     out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} '
                f'rows of {held_out}')
-  on_policy = p.algorithm.ON_POLICY
+  on_policy = p.algorithm.on_policy
   out += _show_prompts(p, rows) if on_policy else _show_rows(p, rows)
   if on_policy or held_out and config.eval.samples:
     out += _show_rewards(p)
@@ -330,8 +327,8 @@ def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
 
 
 def _show_rows(p, count) -> list:
-  examples = [build.render_row(p.rows, p.tokenizer, p.config.data, i)
-              for i in range(min(max(count, _COUNTED), len(p.rows)))]
+  render = p.algorithm.render(p.rows, p.tokenizer, p.config)
+  examples = [render(i) for i in range(min(max(count, _COUNTED), len(p.rows)))]
   length = build.row_length(p.config, False)
   *shown, _ = preview.preview(examples[:count] or examples[:1], p.tokenizer)
   out = []
@@ -359,7 +356,7 @@ def _show_prompts(p, count) -> list:
 
 def _show_rewards(p) -> list:
   config = p.config
-  build.check_sampling(config, p.algorithm.ON_POLICY)
+  build.check_sampling(config, p.algorithm.on_policy)
   pool = build.reward_pool(config, p.rows)  # imports every function
   pool.close()
   specs = config.rewards_tuple()

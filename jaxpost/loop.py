@@ -16,24 +16,26 @@ import jax
 
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.errors import Preempted
+from jaxpost.diagnose import diagnosis, merge_metrics
 from jaxpost.host import StopSignal
 from jaxpost.metrics import Chrono, MetricsWriter
-from jaxpost.roles import Policy
+from jaxpost.roles import Roles
 from jaxpost.sharding import to_host
+from jaxpost.types import Item
 
 
 @dataclasses.dataclass
 class Stage:
   """Everything one stage of a run needs; `build.py` makes it.
 
-  stream: yields items with `batch`, `info`, `repeats` and `samples`.
-  evaluate: (policy, step) -> (metrics, sample rows), or None.
+  stream: yields `Item`s.
+  evaluate: (roles, step) -> (metrics, sample rows), or None.
   flops_per_token, peak: for `mfu`; peak is 0 where the hardware is unknown.
   """
 
   name: str
   steps: int
-  policy: Policy
+  roles: Roles
   stream: Iterator
   evaluate: Callable | None
   checkpointer: Checkpointer
@@ -52,26 +54,23 @@ class Stage:
   peak_flops: float = 0.0
 
 
-@dataclasses.dataclass
-class Item:
-  """One step's batch of a stream that does not sample."""
-
-  batch: object
-  info: dict
-  repeats: int = 1
-  samples: Callable | None = None
-
-
 def resume(stage: Stage) -> int:
   """Restores the newest good checkpoint, if there is one; steps done."""
   if stage.checkpointer.latest() is None:
     return 0
   template = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      stage.policy.state)
-  step, stage.policy.state, meta = stage.checkpointer.restore(template)
+      states(stage))
+  step, restored, meta = stage.checkpointer.restore(template)
+  for name, role in stage.roles.trainable.items():
+    role.state = restored[name]
   stage.stream.restore(meta['stream'])
   return step
+
+
+def states(stage: Stage) -> dict:
+  """The TrainState of each trainable role."""
+  return {k: role.state for k, role in stage.roles.trainable.items()}
 
 
 def run_stage(stage: Stage, start: int):
@@ -89,15 +88,14 @@ def run_stage(stage: Stage, start: int):
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):
-        first = metrics = stage.policy.update(item.batch)
-        for _ in range(item.repeats - 1):
-          metrics = stage.policy.update(item.batch)
+        done = [(role, stage.roles.trainable[role].update(batch))
+                for role, batch in item.updates]
         run.log_pending()  # of the step before: the device is busy with this
         if stage.on_policy:  # the next sample waits for it anyway
-          jax.block_until_ready(metrics['loss'])
-      run.pending = step, metrics, item, stage.chrono.pop()
+          jax.block_until_ready(done)
+      run.pending = step, done, item, stage.chrono.pop()
       if step == start + 1:
-        run.first(step, first)
+        run.first(step, done[0][1])
       leaving = stop.reached()
       last = step == stage.steps
       if last or stage.eval_every and step % stage.eval_every == 0:
@@ -134,8 +132,8 @@ class _Progress:
     if self.pending is None:
       return
     stage = self.stage
-    (step, metrics, item, times), self.pending = self.pending, None
-    row = {k: float(v) for k, v in to_host(metrics).items()}
+    (step, done, item, times), self.pending = self.pending, None
+    row = merge_metrics([(role, to_host(found)) for role, found in done])
     skipped = row.pop('skipped_updates')
     self.skipped = self.skipped + 1 if skipped else 0
     tokens = item.info['tokens']
@@ -153,14 +151,15 @@ class _Progress:
       raise FloatingPointError(
           f'{stage.name}: the gradient was not finite for {self.skipped} '
           f'steps up to {step}; lower config.optim.lr or inspect the data of '
-          'those steps (config.optim.max_skipped sets the limit)')
+          'those steps (config.optim.max_skipped sets the limit)'
+          f'{diagnosis(item, done)}')
 
   def evaluate(self, step: int):
     if self.stage.evaluate is None:
       return
     self.log_pending()
     with self.stage.chrono('eval'):
-      metrics, samples = self.stage.evaluate(self.stage.policy, step)
+      metrics, samples = self.stage.evaluate(self.stage.roles, step)
     metrics |= self.stage.chrono.pop()
     self.stage.writer.write(step, 'eval', metrics)
     self.scores = step, metrics
@@ -182,5 +181,5 @@ class _Progress:
     metrics = {k: v for k, v in scores.items() if math.isfinite(v)} if (
         evaluated == step) else None
     stage.checkpointer.save(
-        step, stage.policy.state,
+        step, states(stage),
         {**stage.meta, 'stream': stage.stream.state()}, metrics)

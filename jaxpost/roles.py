@@ -20,8 +20,11 @@ if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
 
 
 @dataclasses.dataclass
-class Policy:
-  """The model in training: `update`, `score`, `export`."""
+class Trainable:
+  """A model in training: a policy, a critic or a reward model.
+
+  frozen: what its objective reads besides the batch (teachers' heads).
+  """
 
   model: Model
   state: TrainState
@@ -29,7 +32,7 @@ class Policy:
   micro_batch_size: int  # rows at a time; 0: all
   update_program: Program
   score_program: Program
-  export_fn: Callable  # (folder, params) -> None
+  frozen: dict = dataclasses.field(default_factory=dict)
 
   @property
   def params(self):
@@ -37,48 +40,87 @@ class Policy:
 
   def place(self, batch: Batch) -> Batch:
     """Host rows [B, T] -> device micro-batches [M, B / M, T]."""
-    rows = self.micro_batch_size or batch.tokens.shape[0]
-
-    def split(x):
-      x = np.pad(x, ((0, -len(x) % rows), (0, 0)))
-      return x.reshape(-1, rows, x.shape[1])
-
-    return self.layout.put(jax.tree.map(split, batch), None, 'batch', None)
+    return place(self.layout, self.micro_batch_size, batch)
 
   def update(self, batch: Batch) -> dict:
     """One optimizer step on host rows or placed ones; metrics on the device."""
-    self.state, metrics = self.update_program(self.state, self._placed(batch))
+    self.state, metrics = self.update_program(
+        self.state, self._placed(batch), self.frozen)
     return metrics
 
   def score(self, batch: Batch) -> Outputs:
-    """Log-probs and entropy [M, B / M, T] of the tokens with a weight."""
+    """Outputs [M, B / M, T] of the tokens with a weight; a scalar head's
+    values of all tokens."""
     return self.score_program(
         self.state.params, without_signal(self._placed(batch)))
-
-  def export(self, folder):
-    """Writes a Hugging Face folder."""
-    self.export_fn(folder, self.state.params)
 
   def _placed(self, batch):
     return batch if batch.tokens.ndim == 3 else self.place(batch)
 
 
+def place(layout: Layout, micro_batch_size: int, batch: Batch) -> Batch:
+  """Host rows [B, T] -> device micro-batches [M, B / M, T] in `layout`."""
+  rows = micro_batch_size or batch.tokens.shape[0]
+
+  def split(x):
+    x = np.pad(x, ((0, -len(x) % rows), *((0, 0),) * (x.ndim - 1)))
+    return x.reshape(-1, rows, *x.shape[1:])
+
+  return layout.put(jax.tree.map(split, batch), None, 'batch')
+
+
 @dataclasses.dataclass
-class Reference:
-  """Frozen weights that score what the policy wrote."""
+class Policy(Trainable):
+  """The model that the run is for."""
+
+  export_fn: Callable | None = None  # (folder, params) -> None
+
+  def export(self, folder):
+    """Writes a Hugging Face folder."""
+    self.export_fn(folder, self.state.params)
+
+
+@dataclasses.dataclass
+class Frozen:
+  """Weights that only read: a reference, a teacher or a reward model."""
 
   params: dict
-  score_program: Program
+  program: Program  # score, hidden or values
+  layout: Layout
+  model: Model
 
-  def __call__(self, batch: Batch) -> Outputs:
-    """Outputs [M, B / M, T] of a placed batch."""
-    return self.score_program(self.params, without_signal(batch))
+  def __call__(self, batch: Batch):
+    """What the program says of a placed batch [M, B / M, T]."""
+    return self.program(
+        self.params, self.layout.move(without_signal(batch), None, 'batch'))
+
+  def compile(self, batch: Batch):
+    """Ahead of time, for `jax.ShapeDtypeStruct`s in place of arrays."""
+    self.program.compile(self.params, jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype,
+            sharding=self.layout.sharding((None, 'batch'), x.shape)), batch))
 
 
 def without_signal(batch: Batch) -> Batch:
   """Tokens and weights only: scoring compiles once for all algorithms."""
-  return Batch(batch.tokens, batch.positions, batch.segment_ids,
-               batch.loss_weights)
+  return batch.replace(sequence_ids=None, arrays={}, teacher_hidden=())
+
+
+@dataclasses.dataclass
+class Roles:
+  """The roles of a stage; None or empty for what it lacks."""
+
+  policy: Policy
+  critic: Trainable | None = None
+  reference: Frozen | None = None
+  reward_model: Frozen | None = None
+  teachers: tuple = ()  # of Frozen
+
+  @property
+  def trainable(self) -> dict[str, Trainable]:
+    both = {'policy': self.policy, 'critic': self.critic}
+    return {k: v for k, v in both.items() if v is not None}
 
 
 @dataclasses.dataclass

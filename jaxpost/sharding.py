@@ -120,6 +120,12 @@ class Layout:
     return jax.tree.map(place, tree)
 
 
+  def move(self, tree, *axes):
+    """Device arrays in this layout; those that are in it stay as they are."""
+    return jax.tree.map(lambda x: jax.device_put(
+        x, self.sharding(axes[:x.ndim], x.shape)), tree)
+
+
 def make_layout(text: str, phase: str, key: str = '', devices=None,
                 beside: Layout | None = None) -> Layout:
   """The layout that `config.mesh.<phase>` describes, over all devices.

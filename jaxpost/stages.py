@@ -6,16 +6,15 @@ import json
 import time
 
 import jax
-import jax.numpy as jnp
 import rich.console
 from etils import epath
 
 from jaxpost import assemble, build, config as config_lib
-from jaxpost import host, loop, metrics, plan, report
+from jaxpost import host, loop, metrics, plan, report, weights
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
 from jaxpost.models import hf
-from jaxpost.programs import train as programs
+from jaxpost.models import model as model_lib
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
@@ -44,9 +43,6 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   with host.StopSignal(at_once=True):
     prepared = build.prepare_all(raw)
     try:
-      first = next(iter(configs.values()))
-      if first.init_from:
-        parse_init_from(first.init_from)
       if prepared[-1].config.save.export:
         hf.check_target(workdir / 'export')
       # From here on devices are used.
@@ -77,7 +73,8 @@ def policy_and_stream(config) -> tuple:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop '
                      'of your own drives one')
   kit = assemble.make_kit(build.prepare_all(raw)[0])
-  return assemble.make_parts(kit, initial_params(kit, None, []))[:2]
+  roles, stream, _ = assemble.make_parts(kit, initial_params(kit, None))
+  return roles.policy, stream
 
 
 def _finish(workdir, console, prepared, start, warnings) -> dict:
@@ -107,8 +104,12 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       primary=jax.process_index() == 0, print_every=log.every,
       console=console) as writer:
     for i, kit in enumerate(kits[done:], done):
-      if params is None:
-        params = initial_params(kit, workdir, kits[:i])
+      if params is None or kit.prepared.sources['policy'].stage != (
+          kits[i - 1].prepared.name):
+        params = initial_params(kit, workdir)
+      params = model_lib.adopt(
+          params, kit.prepared.model, kit.prepared.model.shardings(kit.train),
+          kit.config.model.param_dtype)
       stage = assemble.assemble(kit, workdir, writer, params)
       del params
       try:
@@ -125,12 +126,12 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       finally:
         stage.stream.close()
         stage.checkpointer.close()  # waits for a save under way
-      params = stage.policy.params
+      params = stage.roles.policy.params
       del stage
       gc.collect()  # the optimizer state goes before the next stage's comes
     if save.export:
       if params is None:
-        params = initial_params(kits[-1], workdir, kits)
+        params = final_params(kits[-1], workdir)
       assemble.export(kits[-1].prepared, workdir / 'export', params)
     if done == len(kits):  # nobody has looked at the rows
       for row in metrics.read_rows(writer.path):
@@ -165,48 +166,20 @@ def is_finished(workdir, configs: dict) -> bool:
       workdir / 'summary.json').exists()
 
 
-def initial_params(kit, workdir, before) -> dict:
-  """The weights after the stages `before`, in the training layout of `kit`."""
-  p, model = kit.prepared, kit.prepared.model
-  shardings = model.shardings(kit.train)
-  dtype = jnp.dtype(p.config.model.param_dtype)
-  if before:
-    last = before[-1].prepared
-    folder, step = workdir / 'checkpoints' / last.name, last.config.train.steps
-  elif p.config.init_from:
-    folder, step = parse_init_from(p.config.init_from)
-  elif p.folder:
-    return hf.load_params(p.folder, model, shardings, dtype)
-  else:
-    return programs.random_params(
-        model, p.config.seed, dtype, shardings, kit.ledger)
-  template = jax.tree.map(
-      lambda s, sharding: jax.ShapeDtypeStruct(s, dtype, sharding=sharding),
-      model.shapes(), shardings, is_leaf=lambda x: isinstance(x, tuple))
-  checkpointer = Checkpointer(folder)
-  try:
-    return checkpointer.restore_params(template, step)
-  finally:
-    checkpointer.close()
+def initial_params(kit, workdir) -> dict:
+  """The weights that a stage starts from, in the training layout of `kit`."""
+  p = kit.prepared
+  return weights.load(
+      p.sources['policy'], p.model, kit.train, p.config.model.param_dtype,
+      workdir, seed=p.config.seed, ledger=kit.ledger)
 
 
-def parse_init_from(text: str) -> tuple:
-  """RUN[@step] -> (folder of its last stage's checkpoints, step or None)."""
-  run_folder, _, step = text.partition('@')
-  if step and not step.isdigit():
-    raise InputError(f'config.init_from: {step!r} in {text!r} is no step')
-  root = epath.Path(run_folder).expanduser()
-  if not (root / 'config.json').exists():
-    raise InputError(
-        f'config.init_from: {run_folder} is not the folder of a run (it has '
-        'no config.json)')
-  saved = json.loads((root / 'config.json').read_text())
-  names = saved.get('stages') or [saved['algorithm'].rpartition('.')[2]]
-  folders = [root / 'checkpoints' / n for n in names]
-  found = [f for f in folders if f.exists()]
-  if not found:
-    raise InputError(f'config.init_from: {run_folder} has no checkpoints')
-  return found[-1], int(step) if step else None
+def final_params(kit, workdir) -> dict:
+  """The weights that a finished stage has left."""
+  p = kit.prepared
+  return weights.read_checkpoint(
+      workdir / 'checkpoints' / p.name, p.config.train.steps, p.model,
+      kit.train, p.config.model.param_dtype)
 
 
 def check_same_run(workdir, configs: dict, console):

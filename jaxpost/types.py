@@ -8,6 +8,7 @@ is log p(tokens[b, t] | tokens before it). The first token of a document has
 no prediction, so its weight is 0.
 """
 
+import dataclasses
 from typing import Any
 
 from flax import struct
@@ -31,17 +32,33 @@ class Batch:
 
   `loss_weights` holds mask / global normaliser, so that every loss and every
   metric is a plain weighted sum, whatever the packing, the micro-batches or
-  the mesh. The remaining fields exist only where an algorithm fills them.
+  the mesh.
+
+  Branches share a prompt. Chosen [8 9] and rejected [4] after the prompt
+  [5 6 7] are one document; the last prompt token stands before each branch,
+  so that every token is still predicted by its left neighbour:
+
+    tokens        5    6    7    8    9    7    4
+    positions     0    1    2    3    4    2    3
+    branch_ids    0    0    1    1    1    2    2   (0 is seen by all branches)
+    sequence_ids  0    0    0    1    1    0    2   (a row counts its own)
+
+  Of a pair, the chosen sequence is odd and the rejected one follows it.
+
+  `arrays` holds what an algorithm adds for each token. Its usual names:
+  advantages, old_logprobs (policy before the first update), ref_logprobs,
+  sampler_logprobs, importance_weights, values and returns (critic), margin,
+  label, nll_weights.
   """
 
   tokens: Array  # [B, T] int32
   positions: Array  # [B, T] int32, restarts with each document
   segment_ids: Array  # [B, T] int32
   loss_weights: Array  # [B, T] float32
-  advantages: Array | None = None  # [B, T] float32
-  old_logprobs: Array | None = None  # [B, T], policy before the first update
-  ref_logprobs: Array | None = None  # [B, T], reference model
-  sampler_logprobs: Array | None = None  # [B, T], as returned by the sampler
+  branch_ids: Array | None = None  # [B, T] int32
+  sequence_ids: Array | None = None  # [B, T] int32
+  arrays: dict = struct.field(default_factory=dict)  # name -> [B, T, ...]
+  teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distil from
 
 
 @struct.dataclass
@@ -55,10 +72,17 @@ class TrainState:
 
 @struct.dataclass
 class Outputs:
-  """What a model says of the tokens of a batch; objectives consume it."""
+  """What a model says of the tokens of a batch; objectives consume it.
 
-  logprobs: Array  # [B, T] float32, log_softmax(logits / temperature)
-  entropy: Array  # [B, T] float32, nats
+  A field nobody asked for is None.
+  """
+
+  logprobs: Array | None = None  # [B, T] float32, log_softmax(logits / T)
+  entropy: Array | None = None  # [B, T] float32, nats
+  lse: Array | None = None  # [B, T] float32, log-sum-exp of the logits
+  mean_logprob: Array | None = None  # [B, T], over the vocabulary
+  divergence: Array | None = None  # [B, T], from the teachers
+  values: Array | None = None  # [B, T], of the text up to and with a token
 
 
 @struct.dataclass
@@ -111,3 +135,55 @@ class Rollout:
   step: int = 0  # step it was made for
   version: int = 0  # updates behind the weights that made it
   occupancy: float = 1.0  # share of slot-steps that drew a wanted token
+  from_data: bool = False  # completions of the data, not of a sampler
+
+
+@dataclasses.dataclass
+class Experience:
+  """A graded rollout: host arrays, equal on every process.
+
+  arrays: per token of the completions: sampler_logprobs, behaviour_logprobs,
+    and what the algorithm asked for of old_logprobs, ref_logprobs and values.
+  memory: what the algorithm remembers from step to step; goes into
+    checkpoints, so numbers and strings only.
+  """
+
+  rollout: Rollout
+  rewards: np.ndarray  # [N] float64, NaN where there is none
+  mask: np.ndarray  # [N, C] float32, 1 on tokens that the policy wrote
+  arrays: dict  # name -> [N, C] float32
+  baseline: np.ndarray | None = None  # [N / group_size], of greedy answers
+  step: int = 0
+  memory: dict = dataclasses.field(default_factory=dict)
+
+  @property
+  def groups(self) -> int:
+    return len(self.rollout.prompts)
+
+
+@dataclasses.dataclass
+class Credit:
+  """What an algorithm makes of experience.
+
+  arrays: per token, into `Batch.arrays` of the update.
+  mask: tokens that are trained, or how much; a row of zeros is left out.
+  """
+
+  arrays: dict  # name -> [N, C] float32
+  mask: np.ndarray  # [N, C] float32
+  metrics: dict
+  memory: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Item:
+  """What one step trains on.
+
+  updates: (role, placed batch) of each update, in order.
+  info: figures of the data, `tokens` among them.
+  samples: () -> rows for samples/STAGE/STEP.jsonl.
+  """
+
+  updates: list
+  info: dict
+  samples: Any = None

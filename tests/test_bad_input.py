@@ -120,11 +120,12 @@ FIELDS = {
         'sft', dict(stages=('rl',)), "'rl' is a field of every config"),
     'stage without block': (
         'sft', dict(stages=('sft', 'grop'), sft={}), 'no block config.grop'),
-    'algorithm': ('sft', dict(algorithm='sff'), "no 'sff'.*sft, grpo"),
+    'algorithm': ('sft', dict(algorithm='sff'),
+                  "no 'sff'; did you mean 'sft'.*built in: sft, dpo"),
     'algorithm of a user': (
-        'sft', dict(algorithm='my.module'), "config.algorithm: .*'my.module'"),
+        'sft', dict(algorithm='my.module'), "config.algorithm: no module 'my'"),
     'not an algorithm': ('sft', dict(algorithm='json.decoder'),
-                         'config.algorithm: json.decoder .*ON_POLICY'),
+                         'config.algorithm: json.decoder has no ALGORITHM'),
     'preset': ('sft', dict(model=dict(path='', preset='tinny')),
                "model.preset: .*'tinny'.*tiny"),
     'optimizer': ('sft', dict(optim=dict(name='adamv')),
@@ -181,7 +182,7 @@ FIELDS = {
         "needs_more .*rewards.py.*needs the column 'gold', the data has: .*answ"
     ),
     'init_from no run': ('sft', dict(init_from='.'),
-                         'config.init_from: . is not the folder of a run'),
+                         'config.init_from: . is neither the folder of a run'),
     'init_from no step': ('sft', dict(init_from='.@x'),
                           "config.init_from: 'x' in '.@x' is no step"),
 }

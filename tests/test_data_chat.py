@@ -230,9 +230,46 @@ def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
 
 
 def test_text_parts_are_joined(plain):
-  parts = [{'type': 'text', 'text': 'A'}, {'type': 'text', 'text': '1'}]
+  # `value` is LLaMA-Factory's.
+  parts = [{'type': 'text', 'text': 'A'}, {'type': 'text', 'value': '1'}]
   row = {'messages': [USER, {'role': 'assistant', 'content': parts}]}
   assert render(plain, row) == f'{Q}Q1{END}\n{A}[[A1{END}]]\n'
+
+
+def weights(tokenizer, row, **options):
+  made = chat.render(tokenizer, row, 'x', **options)
+  return made.loss_mask[made.loss_mask > 0].tolist()
+
+
+def test_the_weight_of_a_turn_scales_its_tokens(plain):
+  for key in ('weight', 'loss_weight'):
+    off, half = {**ANSWER, key: 0}, {**ANSWER_2, key: 0.5}
+    row = {'messages': [{**USER, key: 0.0}, off, USER_2, half]}
+    assert weights(plain, row) == [0.5] * 3  # A2 and the end of the turn
+    row = {'messages': [USER, {**ANSWER, key: 2}, USER_2, ANSWER_2]}
+    assert weights(plain, row) == [2] * 3 + [1] * 3
+    assert weights(plain, row, train_on='completion') == [1] * 3
+  row = {'prompt': [USER], 'completion': [{**ANSWER, 'weight': 0.25}]}
+  assert weights(plain, row) == [0.25] * 3
+  # Without fractions the mask is what it was: bool.
+  row = {'messages': [USER, {**ANSWER, 'weight': 0}, USER_2, ANSWER_2]}
+  assert render(plain, row) == (
+    f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}[[A2{END}]]\n')
+  assert chat.render(plain, row, 'x').loss_mask.dtype == bool
+
+
+def test_weights_with_generation_markers_and_joint_encoding(
+    tmp_path, shared_data):
+  template = tmp_path / 'marked.jinja'
+  template.write_text(
+    '{% for m in messages %}{% if m.role == "assistant" %}{% generation %}'
+    '{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}'
+    ';{% endfor %}')
+  row = {'messages': [USER, {**ANSWER, 'weight': 0.5}, USER_2, ANSWER_2]}
+  for source in ('bytes', shared_data('stories260K/hf')):
+    tokenizer = tokenizer_lib.load(source, str(template))
+    found = weights(tokenizer, row)
+    assert set(found) == {0.5, 1} and found == sorted(found)
 
 
 IMAGE = [{'type': 'image', 'url': 'x'}]
@@ -271,6 +308,12 @@ BAD_ROWS = [
   ({'prompt': [USER], 'completion': []}, 'completion: is an empty list'),
   ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
   ({'prompt': 1, 'completion': 2}, 'prompt: is a int, must be a list'),
+  ({'messages': [USER, {**ANSWER, 'weight': -1}]},
+   r'messages\[1\].weight: -1 is no number >= 0'),
+  ({'messages': [USER, {**ANSWER, 'weight': True}]}, 'weight: True is no numb'),
+  ({'messages': [USER, {**ANSWER, 'weight': float('inf')}]}, 'weight: inf is'),
+  ({'messages': [{**USER, 'weight': 1}, ANSWER]},
+   r'messages\[0\].weight: 1 on a turn of the user; only turns of the ass'),
   ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools: bad JSON'),
   ({'messages': [USER, ANSWER], 'tools': 3}, 'tools: must be a list'),
 ]
@@ -281,6 +324,12 @@ def test_bad_rows_are_named(plain, row, message):
   with pytest.raises(InputError, match='^a.jsonl:1: .*' + message) as caught:
     chat.render(plain, row, 'a.jsonl:1')
   assert '\n' not in str(caught.value)
+
+
+def test_weights_and_training_on_all_exclude_each_other(plain):
+  row = {'messages': [USER, {**ANSWER, 'weight': 1}]}
+  with pytest.raises(InputError, match="x: messages with a weight, and train"):
+    chat.render(plain, row, 'x', train_on='all')
 
 
 def test_bad_prompts_are_named(plain):

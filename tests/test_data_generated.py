@@ -50,6 +50,77 @@ def test_generated_slips_are_wrong_and_as_frequent_as_asked():
   assert all(r['completion'][0]['content'] != r['answer'] for r in none)
 
 
+def content(messages):
+  (message,) = messages
+  return message['content']
+
+
+NAMES = ('pairs', 'labels', 'scores', 'steps')
+
+
+def test_generated_judgements_share_the_problems():
+  for options in ('max=30', 'max=30,split=test', 'digits=3,size=500,ops=+-*'):
+    plain = generated.rows('arithmetic', options)
+    answers = {content(r['prompt']): r['answer'] for r in plain}
+    for name in NAMES:
+      rows = sources.read(f'generated:arithmetic_{name}:{options}')
+      again = sources.read(f'generated:arithmetic_{name}:{options}')
+      assert list(rows) == list(again)
+      if 'digits' not in options:  # too many to be the same 500
+        assert {content(r['prompt']): r['answer'] for r in rows} == answers
+  for name in NAMES:
+    train, test = (
+      {content(r['prompt'])
+       for r in generated.rows(f'arithmetic_{name}', f'max=30,split={split}')}
+      for split in ('train', 'test'))
+    assert train and test and not train & test
+
+
+def test_generated_pairs_prefer_the_answer():
+  for noise in (0, 0.25):
+    rows = generated.rows('arithmetic_pairs', f'ops=+-*,max=50,noise={noise}')
+    right = [content(r['chosen']) == r['answer'] for r in rows]
+    assert abs(sum(right) / len(right) - (1 - noise)) < 0.03
+    assert all((content(r['rejected']) == r['answer']) != ok
+               for r, ok in zip(rows, right))
+    assert all(r['chosen'] != r['rejected'] for r in rows)
+
+
+@pytest.mark.parametrize('noise', [0, 0.2])
+def test_generated_labels_and_scores_judge(noise):
+  options = f'ops=+-*,max=50,correct=0.4,noise={noise}'
+  for name, column in (('labels', 'label'), ('scores', 'score')):
+    rows = generated.rows(f'arithmetic_{name}', options)
+    assert {'prompt', 'completion', 'answer', column} == set(rows[0])
+    right = [content(r['completion']) == r['answer'] for r in rows]
+    agree = [bool(r[column]) == ok for r, ok in zip(rows, right)]
+    assert abs(sum(right) / len(rows) - 0.4) < 0.03
+    assert abs(sum(agree) / len(rows) - (1 - noise)) < 0.03
+    kind = bool if column == 'label' else float
+    assert all(type(r[column]) is kind for r in rows)
+
+
+def test_generated_steps_are_right_until_the_slip():
+  rows = generated.rows('arithmetic_steps', 'ops=+-*,max=199,correct=0.5')
+  whole = 0
+  for row in rows:
+    steps, labels = row['completions'], row['labels']
+    assert len(steps) == len(labels) >= 2
+    # True, True, ..., False, False: nothing after a slip is right.
+    assert labels == sorted(labels, reverse=True)
+    whole += labels[-1]
+    assert (steps[-1] == row['answer']) == labels[-1]
+    values = []
+    for step, label in zip(steps[:-1], labels):
+      asked, told = step.rsplit('=', 1)
+      values.append(eval(asked) == int(told))
+      assert values[-1] or not label
+    if not labels[-1]:
+      # The first false label is where the arithmetic goes wrong.
+      assert values.index(False) == labels.index(False)
+  assert abs(whole / len(rows) - 0.5) < 0.03
+
+
 def test_generated_options_are_checked():
   for name, message in [
     ('nope', 'generated:nope: there is no such data; there is arithmetic'),
@@ -58,6 +129,9 @@ def test_generated_options_are_checked():
     ('arithmetic:split=dev', 'neither train nor test'),
     ('arithmetic:ops=/', r'only \+ - and \*'),
     ('arithmetic:correct=2', 'correct is a share'),
+    ('arithmetic:noise=0.1', "unknown option 'noise'"),
+    ('arithmetic_pairs:noise=2', 'noise is a share'),
+    ('arithmetic_steps:max=1,split=test', 'arithmetic_steps: no test problems'),
     ('arithmetic:max=0', 'must be positive'),
     ('arithmetic:max=1,split=test', 'no test problems'),
   ]:

@@ -307,8 +307,18 @@ def test_eval_batches_hold_each_example_once():
   assert all(b.tokens.shape == (4, ROW_LENGTH) for b in batches)
   found = sorted(tokens for tokens, _ in documents(batches))
   assert found == sorted(e.tokens.tolist() for e in examples)
-  weight = sum(b.loss_weights.sum() for b in batches)
-  assert weight == sum(e.loss_mask[1:].sum() for e in examples)
+  # Sums over the batches are means over all trained tokens.
+  count = sum(e.loss_mask[1:].sum() for e in examples)
+  weights = np.concatenate([b.loss_weights for b in batches])
+  assert len(batches) > 1 and (weights > 0).sum() == count
+  np.testing.assert_allclose(weights[weights > 0], 1 / count, rtol=1e-6)
+
+
+def test_eval_batches_leave_out_what_is_not_there():
+  batch, = loader.eval_batches([None, example(1), None], 1, ROW_LENGTH)
+  assert documents([batch])[0][0] == example(1).tokens.tolist()
+  with pytest.raises(InputError, match='none of the 0 documents'):
+    loader.eval_batches([None], 1, ROW_LENGTH)
 
 
 def prompt_stream(per_step=3, rows=None, **options):

@@ -22,7 +22,8 @@ from jaxpost import config as config_lib
 from jaxpost import metrics
 from jaxpost.algorithms import grpo
 from jaxpost.algorithms import sft
-from jaxpost.data import chat
+from jaxpost.data import examples as examples_lib
+from jaxpost.data import experience
 from jaxpost.data import packing
 from jaxpost.models import model as model_lib
 from jaxpost.programs import train as programs
@@ -123,7 +124,7 @@ def test_first_step_of_grpo_is_on_policy(rising):
 def test_several_updates_of_one_rollout(model, tmp_path):
   """The first of them is checked to be on-policy; the last one is not."""
   config = tiny.grpo_config(
-      model, rl=dict(updates_per_rollout=2, kl_coef=0.01),
+      model, rl=dict(epochs=2, kl_coef=0.01),
       train=dict(steps=2))
   jaxpost.run(config, tmp_path)
   first, second = rows(tmp_path)
@@ -202,7 +203,7 @@ def examples(count=7, longest=12, seed=0):
   for _ in range(count):
     size = random.randint(3, longest + 1)
     mask = np.arange(size) >= random.randint(1, size)
-    made.append(chat.Example(
+    made.append(examples_lib.Example(
         random.randint(0, 131, size).astype(np.int32), mask))
   return made
 
@@ -251,7 +252,7 @@ def assert_same(one, other):
 
 @pytest.fixture(scope='module')
 def plain_loss():
-  objective = sft.make_objective(None)
+  objective = sft.objective(config_lib.parse({})['sft'])
   return objective, losses(objective, laid_out(examples(), 12, 7, False), 7)
 
 
@@ -280,14 +281,19 @@ def rollout(seed=3):
 def grpo_loss():
   config = config_lib.parse(dict(algorithm='grpo', reward='x', rl=dict(
       kl_coef=0.1, entropy_coef=0.01)))['grpo']
-  objective = grpo.make_objective(config)
-  values = np.random.RandomState(0).standard_normal(12)
-  valid = np.arange(12) != 5
+  config = config_lib.resolve(config, grpo.GRPO.defaults)
+  objective = grpo.objective(config)
+  values = np.random.RandomState(0).standard_normal((12, 1))
+  made = rollout()
+  mask = experience.completion_mask(made) * (np.arange(12) != 5)[:, None]
+  arrays = dict(advantages=values * mask, sampler_logprobs=made.logprobs,
+                ref_logprobs=made.logprobs * 3)
+  weights = experience.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = grpo.to_batch(rollout(), values, valid, num_rows, length)
-    return losses(objective, batch.replace(
-        ref_logprobs=batch.sampler_logprobs * 3), micro)
+    batch = experience.to_batch(
+        made, range(12), weights, arrays, num_rows, length)
+    return losses(objective, batch, micro)
 
   return compute, compute(11, 12, 12)
 

@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from jaxpost.algorithms import sft
+from jaxpost.config import parse
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import compute_for
 from jaxpost.models import families
@@ -114,6 +115,95 @@ def test_what_has_no_weight_has_no_say(case):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+FIELDS = ('entropy', 'lse', 'mean_logprob')
+
+
+def all_outputs(case, temperature, hidden, head):
+  """Every field of Outputs, from all logits at once."""
+  logits = jnp.einsum('btd,vd->btv', hidden, head[:REAL],
+                      precision='highest') / temperature
+  logp = jax.nn.log_softmax(logits)
+  picked = jnp.take_along_axis(logp, case['labels'][..., None], -1)[..., 0]
+  counts = case['weights'] != 0
+  return head_lib.Outputs(**{k: jnp.where(counts, v, 0) for k, v in dict(
+      logprobs=picked, entropy=-jnp.sum(jnp.exp(logp) * logp, axis=-1),
+      lse=jax.nn.logsumexp(logits, axis=-1),
+      mean_logprob=logp.mean(axis=-1)).items()})
+
+
+def couple(outputs, arrays):
+  """A loss in which the tokens of a row depend on each other."""
+  sums = jnp.sum(outputs.logprobs * arrays['advantages'], axis=1)
+  return jnp.sum(jax.nn.sigmoid(sums)) + sum(
+      jnp.sum(jnp.sum(outputs.__dict__[k], axis=1) ** 2) for k in FIELDS)
+
+
+def elementwise(outputs, arrays):
+  return (outputs.logprobs * arrays['advantages'] + sum(
+      outputs.__dict__[k] ** 2 for k in FIELDS)), {}
+
+
+@pytest.mark.parametrize('coupled', [True, False])
+@pytest.mark.parametrize('elements', [2**20, B * V * 3])
+def test_gradients_of_all_outputs(case, coupled, elements):
+  spec = plan(elements, 0.7, fn=elementwise)._replace(
+      reads=FIELDS, learns=FIELDS)
+
+  def ours(hidden, head):
+    args = hidden, head, case['labels'], case['weights']
+    if coupled:
+      return couple(head_lib.token_outputs(spec, *args), case['arrays'])
+    return head_lib.fused_loss(spec, *args, case['arrays'])[0]
+
+  def dense_loss(hidden, head):
+    outputs = all_outputs(case, 0.7, hidden, head)
+    if coupled:
+      return couple(outputs, case['arrays'])
+    return jnp.sum(
+        elementwise(outputs, case['arrays'])[0] * case['weights'])
+
+  args = case['hidden'], case['head']
+  value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
+  value_2, grads_2 = jax.jit(jax.value_and_grad(dense_loss, (0, 1)))(*args)
+  np.testing.assert_allclose(value, value_2, rtol=1e-5)
+  for a, b in zip(grads, grads_2):
+    np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b))
+
+
+def test_a_divergence_from_teachers_is_differentiated(case):
+  """Two teachers of other widths; the loss and all gradients."""
+  random = np.random.RandomState(1)
+  normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
+  teachers = [(normal(B, T, n), normal(V, n)) for n in (4, 12)]
+
+  def between(logits, others, arrays):
+    student = jax.nn.log_softmax(logits)
+    return sum(jnp.sum(jax.nn.softmax(x) * (
+        jax.nn.log_softmax(x) - student), axis=-1) for x in others
+               ) * jnp.abs(arrays['old'])
+
+  spec = plan(B * V * 3, fn=lambda o, a: (o.divergence ** 2, {}))._replace(
+      reads=(), learns=(), divergence=between)
+
+  def ours(hidden, head):
+    return head_lib.fused_loss(spec, hidden, head, case['labels'],
+                               case['weights'], case['arrays'], teachers)[0]
+
+  def dense_loss(hidden, head):
+    logits = lambda h, w: jnp.where(
+        jnp.arange(V) < REAL, jnp.einsum('btd,vd->btv', h, w), -1e30)
+    found = between(logits(hidden, head), [logits(*x) for x in teachers],
+                    case['arrays'])
+    return jnp.sum(case['weights'] * found ** 2)
+
+  args = case['hidden'], case['head']
+  value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
+  value_2, grads_2 = jax.jit(jax.value_and_grad(dense_loss, (0, 1)))(*args)
+  np.testing.assert_allclose(value, value_2, rtol=1e-5)
+  for a, b in zip(grads, grads_2):
+    np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b))
+
+
 def test_no_tokens_give_no_loss(case):
   loss, metrics = head_lib.fused_loss(
       plan(), case['hidden'], case['head'], case['labels'],
@@ -126,7 +216,8 @@ def test_without_entropy_nothing_else_changes(case):
       -outputs.logprobs * arrays['advantages'], {})
   run = lambda entropy: jax.jit(jax.value_and_grad(
       lambda h: head_lib.fused_loss(
-          plan(fn=simple)._replace(entropy=entropy), h, case['head'],
+          plan(fn=simple)._replace(
+              reads=('entropy',) * entropy, learns=()), h, case['head'],
           case['labels'], case['weights'], case['arrays'])[0]))(case['hidden'])
   for a, b in zip(run(True), run(False)):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
@@ -151,7 +242,7 @@ def biggest_array(elements) -> int:
   compute = dataclasses.replace(
       tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
   update = train.make_update(
-      model, train.Objective(lambda o, a: (-o.logprobs, {}), entropy=True),
+      model, train.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
       optimizer, lambda step: 0.1, layout, compute, Ledger(), clip_norm=1.0,
       shardings=shardings)
   like = lambda s, dtype, place: jax.ShapeDtypeStruct(s, dtype, sharding=place)
@@ -164,7 +255,7 @@ def biggest_array(elements) -> int:
   ints = like((MICRO, ROWS, LENGTH), jnp.int32, layout.sharding())
   floats = like(ints.shape, jnp.float32, layout.sharding())
   text = update.compile(
-      state, Batch(ints, ints, ints, floats)).as_text()
+      state, Batch(ints, ints, ints, floats), {}).as_text()
   shapes = re.findall(r'\b(?:f32|bf16|s32|pred|u32)\[([\d,]+)\]', text)
   return max(math.prod(map(int, s.split(','))) for s in shapes)
 
@@ -187,7 +278,7 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
   optimizer = optax.adamw(1e-3)
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
-      model, sft.make_objective(None), optimizer, lambda step: 1e-3, layout,
+      model, sft.objective(parse({})['sft']), optimizer, lambda step: 1e-3, layout,
       compute, Ledger(), clip_norm=1.0, shardings=shardings)
   shapes = jax.tree.map(
       lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(),
@@ -218,5 +309,5 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
         state.step, optax.apply_updates(state.params, updates), opt_state)
 
   dense = jax.jit(one_hot_step, donate_argnums=0).lower(state, batch).compile()
-  ours = update.compile(state, batch).memory_analysis().temp_size_in_bytes
+  ours = update.compile(state, batch, {}).memory_analysis().temp_size_in_bytes
   assert ours < dense.memory_analysis().temp_size_in_bytes / 3

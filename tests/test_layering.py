@@ -22,22 +22,24 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # Imports point to a lower row; within a row only inside one room, or as in
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
-  ('__init__', 'errors', 'host', 'imports', 'matmul', 'sharding', 'types'),
+  ('__init__', 'errors', 'host', 'imports', 'matmul', 'schema', 'sharding',
+   'types'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
-   'report'),
-  ('programs',),
-  ('rollout',),
+   'report', 'diagnose'),
+  ('programs', 'cache'),
+  ('rollout', 'weights'),
   ('roles',),
-  ('algorithms', 'evaluate', 'testing'),
+  ('algorithms', 'evaluate', 'grading', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
-   'bench', 'inference'),
+   'bench', 'inference', 'reward_role'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 # Those that put a run together know their neighbours in the row.
 SAME_ROW = {
-  'build': ('config',),
-  'assemble': ('build', 'controller', 'loop', 'plan'),
+  'build': ('config', 'reward_role'),
+  'reward_role': ('config',),
+  'assemble': ('build', 'controller', 'loop', 'plan', 'reward_role'),
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config'),

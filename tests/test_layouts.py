@@ -71,7 +71,7 @@ def main():
       weights.astype(np.float32) / 64)
   objective = train.Objective(
       lambda o, a: (-o.logprobs - 0.1 * o.entropy, {'e': o.entropy}),
-      entropy=True, temperature=0.9)
+      reads=('entropy',), learns=('entropy',), temperature=0.9)
   folder = tempfile.mkdtemp() + '/model'
   params = tiny.params(model)
   hf.save(folder, model, params, max_shard_bytes=20_000)

@@ -1,6 +1,11 @@
-"""Losses against figures of other systems, and by hand.
+"""Policy gradients and critics against figures of verl and TRL, and by hand.
 
-tests/golden/losses.json says where its figures come from.
+tests/golden/losses.json says where its figures come from; its other cases are
+in test_losses_advantages.py and test_losses_preferences.py. Left out of what
+those systems offer, since jaxpost does not have the methods: the losses dro,
+dppo_tv, dppo_kl, vespo and luspo, clip-cov and kl-cov, the advantages passk,
+gpg, opo and gdpo, LD-DPO and WPO, and DFT. Entropy and cross entropy are
+tested in test_head.py, reward functions in test_rewards_*.py.
 """
 
 import json
@@ -11,76 +16,176 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpost.losses import advantages
+from jaxpost.losses import importance
 from jaxpost.losses import policy_gradient
+from jaxpost.losses import values as values_lib
+from jaxpost.losses.policy_gradient import SurrogateOptions
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
                     .read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
+OLD, NEW, REF, GAINS, MASK = (
+    INPUTS[k] for k in ('old', 'new', 'ref', 'adv_grpo_score2', 'mask'))
 close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
-
-@pytest.mark.parametrize('case, options', [
-    ('verl/grpo_std/score', {}),
-    ('trlformula/grpo_adv_group/score2', dict(eps=1e-4)),
-    ('verl/dr_grpo/score2', dict(scale=False)),
-])
-def test_group_relative(case, options):
-  rewards = INPUTS[case.rpartition('/')[2]].reshape(2, 4)
-  ours = advantages.group_relative(
-      rewards, np.ones((2, 4), bool), **options)
-  close(ours.ravel(), CASES[case])
+# What a batch's weights are under each way of averaging.
+WEIGHTS = {
+    'token-mean': MASK / MASK.sum(),
+    'seq-mean-token-sum': MASK / len(MASK),
+    'seq-mean-token-mean': MASK / MASK.sum(1, keepdims=True) / len(MASK),
+    'seq-mean-token-sum-norm': MASK / MASK.size,
+}
 
 
-@pytest.mark.parametrize('case, weights', [
-    ('verl/ppo_clip0.2_dual3/token-mean', lambda m: m / m.sum()),
-    ('trl/grpo_loss_grpo_eps0.2', lambda m: m / m.sum(1)[:, None] / len(m)),
-    ('trl/grpo_loss_dr_grpo_eps0.2', lambda m: m / m.size),
-])
-def test_clipped_surrogate(case, weights):
-  """Who averages how is a matter of the batch's weights alone."""
-  weights = weights(INPUTS['mask'])
-  gains = INPUTS['adv_grpo_score2']
+def sequence_mean(x):
+  mean = (x * MASK).sum(1) / MASK.sum(1)
+  return jnp.broadcast_to(mean[:, None], x.shape)
 
-  def loss(new):
-    values, *_ = policy_gradient.clipped_surrogate(
-        new, INPUTS['old'], gains, 0.2, 0.2)
-    return jnp.sum(values * weights)
 
-  value, gradient = jax.value_and_grad(loss)(jnp.asarray(INPUTS['new']))
+def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
+  """(loss, gradient, per-token metrics, per-token loss)."""
+  def loss(x):
+    per_token, metrics = policy_gradient.LOSSES[name](
+        x, OLD, gains, options, sequence_mean)
+    return jnp.sum(per_token * scale * weights), (metrics, per_token)
+
+  (value, (metrics, per_token)), gradient = jax.value_and_grad(
+      loss, has_aux=True)(jnp.asarray(new))
+  return value, gradient, metrics, per_token
+
+
+@pytest.mark.parametrize('case, name, mean, options', [
+    *[(f'verl/ppo_clip0.2_dual3/{mean}', 'clip', mean, dict(dual_clip=3.0))
+      for mean in WEIGHTS],
+    ('verl/ppo_clip0.2_0.28/token-mean', 'clip', 'token-mean',
+     dict(clip_high=0.28)),
+    ('trl/grpo_loss_grpo_eps0.2', 'clip', 'seq-mean-token-mean', {}),
+    ('trl/grpo_loss_bnpo_eps0.2', 'clip', 'token-mean', {}),
+    ('trl/grpo_loss_dapo_eps0.2', 'clip', 'token-mean', {}),
+    ('trl/grpo_loss_dr_grpo_eps0.2', 'clip', 'seq-mean-token-sum-norm', {}),
+    ('trl/grpo_loss_dapo_0.2_0.28', 'clip', 'token-mean',
+     dict(clip_high=0.28)),
+    ('trl/grpo_loss_cispo_max1.05', 'cispo', 'token-mean',
+     dict(clip_low=1.0, clip_high=0.05)),
+    ('verl/sapo', 'sapo', 'seq-mean-token-mean', {}),
+    ('trl/grpo_loss_sapo_eps0.2', 'sapo', 'seq-mean-token-mean', {}),
+    ('verl/gspo', 'gspo', 'seq-mean-token-mean',
+     dict(clip_low=0.03, clip_high=0.04)),
+    ('trl/gspo_grpo_0.03_0.04', 'gspo', 'seq-mean-token-mean',
+     dict(clip_low=0.03, clip_high=0.04)),
+    ('verl/geo_mean', 'geo_mean', 'seq-mean-token-mean', {}),
+    ('verl/gpg', 'reinforce', 'token-mean', {}),
+], ids=lambda x: x if isinstance(x, str) and '/' in x else '')
+def test_surrogates(case, name, mean, options):
+  value, gradient, metrics, _ = run(
+      name, WEIGHTS[mean], SurrogateOptions(**options))
   golden = CASES[case]
   close(value, golden['loss'])
-  if 'grad' in golden:
-    close(gradient, golden['grad'])
+  close(gradient, golden['grad'])
+  assert not np.asarray(gradient)[MASK == 0].any()
+  averages = {k: np.sum(v * WEIGHTS['token-mean']) for k, v in metrics.items()}
+  if name == 'gspo':  # TRL counts sequences there, verl tokens
+    averages = {k: np.mean(v[:, 0]) for k, v in metrics.items()}
+  for key, theirs in golden['metrics'].items():
+    if key in averages:
+      close(averages[key], theirs)
+  compared = {'trl/grpo_loss_cispo_max1.05': {'cispo_clip_ratio'},
+              'trl/gspo_grpo_0.03_0.04': {'clip_ratio/low_mean',
+                                          'clip_ratio/high_mean'}}
+  assert compared.get(case, set()) <= averages.keys() & golden['metrics']
 
 
-def test_k3():
+def test_cispo_is_bounded_on_both_sides():
+  loss, *_ = policy_gradient.cispo(NEW, OLD, GAINS, 0.2, 0.28)
+  ours = -np.clip(np.exp(NEW - OLD), 0.8, 1.28) * GAINS * NEW
+  close(loss, ours)
+
+
+@pytest.mark.parametrize('name', ['k1', 'k2', 'k3', 'abs'])
+def test_kl(name):
+  theirs = {'k1': 'kl', 'k2': 'mse', 'k3': 'low_var_kl', 'abs': 'abs'}[name]
+  weights = WEIGHTS['token-mean']
+  value = np.sum(policy_gradient.KL[name](NEW, REF) * weights)
+  if name == 'k3':
+    close(value, CASES['verl/kl_loss_grad/low_var_kl']['loss'])
+  else:
+    close(value, CASES[f'verl/kl_penalty/{theirs}'])
+
+
+@pytest.mark.parametrize('name, case', [
+    ('k1', 'kl'), ('k2', 'mse'), ('k3', 'low_var_kl'), ('k3+', 'k3+')])
+def test_kl_gradients(name, case):
+  value, gradient = jax.value_and_grad(lambda x: jnp.sum(
+      policy_gradient.KL[name](x, REF) * WEIGHTS['token-mean']))(
+          jnp.asarray(NEW))
+  close(value, CASES[f'verl/kl_loss_grad/{case}']['loss'])
+  close(gradient, CASES[f'verl/kl_loss_grad/{case}']['grad'])
+
+
+def test_straight_through_k1_has_the_gradient_of_k2():
+  fn = policy_gradient.KL['k1+']
+  close(fn(NEW, REF), NEW - REF)
+  close(jax.grad(lambda x: fn(x, REF).sum())(jnp.asarray(NEW)), NEW - REF)
+
+
+def test_kl_penalty_times_the_ratio():
+  """Value k3 r and, for r = 1, the gradient of the KL divergence, d."""
+  close(policy_gradient.kl_penalty('k3', NEW, REF, OLD),
+        policy_gradient.kl_k3(NEW, REF) * np.exp(NEW - OLD))
+  close(policy_gradient.kl_penalty('k3', NEW, REF),
+        policy_gradient.kl_k3(NEW, REF))
+  gradient = jax.grad(lambda x: policy_gradient.kl_penalty(
+      'k3', x, REF, NEW).sum())(jnp.asarray(NEW))
+  close(gradient, NEW - REF)
+
+
+def test_k3_in_the_loss():
   """TRL's dapo loss with beta 0.04: surrogate and KL, mean over tokens."""
-  mask = INPUTS['mask']
-
   def loss(new):
-    values, *_ = policy_gradient.clipped_surrogate(
-        new, INPUTS['old'], INPUTS['adv_grpo_score2'], 0.2, 0.2)
-    values += 0.04 * policy_gradient.kl_k3(new, INPUTS['ref'])
-    return jnp.sum(values * mask) / mask.sum()
+    values, *_ = policy_gradient.clipped_surrogate(new, OLD, GAINS, 0.2, 0.2)
+    values += 0.04 * policy_gradient.kl_k3(new, REF)
+    return jnp.sum(values * WEIGHTS['token-mean'])
 
   golden = CASES['trl/grpo_dapo_beta0.04_k3']
-  value, gradient = jax.value_and_grad(loss)(jnp.asarray(INPUTS['new']))
+  value, gradient = jax.value_and_grad(loss)(jnp.asarray(NEW))
   close(value, golden['loss'])
   close(gradient, golden['grad'])
+  close(np.sum(policy_gradient.kl_k3(NEW, REF) * WEIGHTS['token-mean']),
+        golden['metrics']['kl'])
 
 
-def test_groups_that_teach_nothing_get_zero():
-  """Equal rewards, a single valid sample, none; masked samples get 0."""
-  nan = np.nan
-  rewards = np.array([[2, 2, 2], [1, nan, nan], [nan] * 3, [0, nan, 1]])
-  valid = np.isfinite(rewards)
-  ours = advantages.group_relative(rewards, valid)
-  assert not ours[:3].any()
-  close(ours[3], [-np.sqrt(0.5), 0, np.sqrt(0.5)])
-  np.testing.assert_array_equal(
-      advantages.uniform(rewards, valid), [True, True, False, False])
+@pytest.mark.parametrize('case, method, options, ratio', [
+    ('verl/ppo_tis_cap2', 'token_truncated', dict(cap=2.0), OLD),
+    ('trl/grpo_dapo_tis_cap3', 'token_truncated', dict(cap=3.0), OLD),
+    ('trl/grpo_dapo_opsm0.02', 'opsm', dict(opsm_threshold=0.02), NEW),
+])
+def test_surrogate_with_correction(case, method, options, ratio):
+  """OPSM compares the policy being trained with the sampler."""
+  sampler = INPUTS['roll'] if method != 'opsm' else OLD
+  weights = importance.correction(
+      (method,), ratio - sampler, MASK,
+      importance.CorrectionOptions(**options), GAINS)
+  value, gradient, *_ = run(
+      'clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=weights)
+  close(value, CASES[case]['loss'])
+  close(gradient, CASES[case]['grad'])
+
+
+def test_dual_clip():
+  new = INPUTS['new_bigratio']
+  loss, golden = CASES['verl/ppo_dual3_triggered']
+  value, gradient, metrics, _ = run(
+      'clip', WEIGHTS['token-mean'], SurrogateOptions(dual_clip=3.0), new=new)
+  close(value, loss)
+  taken = metrics['clip_ratio/dual_mean']
+  close(np.sum(taken * WEIGHTS['token-mean']),
+        golden['actor/pg_clipfrac_lower'])
+  assert not np.asarray(gradient)[taken == 1].any()
+  assert 'clip_ratio/dual_mean' not in run(
+      'clip', MASK, SurrogateOptions())[2]
+  with pytest.raises(ValueError, match='dual_clip 0.5'):
+    run('clip', MASK, SurrogateOptions(dual_clip=0.5))
 
 
 def test_clip_is_reported_where_it_removes_the_gradient():
@@ -93,3 +198,96 @@ def test_clip_is_reported_where_it_removes_the_gradient():
   gradient = jax.grad(lambda x: policy_gradient.clipped_surrogate(
       x, jnp.zeros((1, 4)), gains, 0.2, 0.2)[0].sum())(new)
   np.testing.assert_array_equal(gradient[0] != 0, [1, 0, 0, 1])
+
+
+@pytest.mark.parametrize('name', policy_gradient.LOSSES)
+def test_at_the_first_step(name):
+  """Ratio 1 exactly, nothing clipped, the policy gradient -A, KL 0."""
+  _, gradient, metrics, per_token = run(
+      name, MASK, SurrogateOptions(dual_clip=3.0), new=OLD)
+  np.testing.assert_array_equal(metrics.pop('ratio'), np.ones_like(OLD))
+  for clipped in metrics.values():
+    assert not clipped.any()
+  close(gradient, -GAINS * MASK)
+  value = {'cispo': OLD, 'reinforce': OLD,
+           'sapo': np.where(GAINS > 0, 2, 2 / 1.05)}.get(name, 1)
+  close(per_token, -GAINS * value)
+  for estimator in policy_gradient.KL.values():
+    assert not np.any(estimator(OLD, OLD))
+
+
+@pytest.mark.parametrize('size', [1e4, -1e4])
+@pytest.mark.parametrize('name', policy_gradient.LOSSES)
+def test_extreme_ratios_stay_finite(name, size):
+  for gains in (GAINS, -GAINS):
+    value, gradient, metrics, per_token = run(
+        name, MASK, SurrogateOptions(), new=OLD + size, gains=gains)
+    for x in (value, gradient, per_token, *metrics.values()):
+      assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize('size', [1e4, -1e4])
+@pytest.mark.parametrize('name', policy_gradient.KL)
+def test_extreme_kl_stays_finite(name, size):
+  value, gradient = jax.value_and_grad(lambda x: policy_gradient.kl_penalty(
+      name, x, REF, OLD).sum())(jnp.asarray(REF + size))
+  assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize('name', policy_gradient.LOSSES)
+def test_arrays_that_would_broadcast_are_refused(name):
+  with pytest.raises(ValueError, match=r'\(8, 6\).*\(8, 1\)'):
+    run(name, MASK, SurrogateOptions(), gains=GAINS[:, :1])
+
+
+# ------------------------------------------------------------------- values
+
+
+def test_value_loss():
+  """By hand: clipped up, clipped down, inside, and clipped but not worse."""
+  values = jnp.array([[2.0, -2.0, 0.1, 2.0]])
+  returns = np.array([[0.0, 0.0, 1.0, 3.0]])
+  loss, clipped = values_lib.clipped_value_loss(
+      values, np.zeros((1, 4)), returns, 0.5)
+  close(loss, [[2.0, 2.0, 0.405, 3.125]])
+  np.testing.assert_array_equal(clipped, [[0, 0, 0, 1]])
+  gradient = jax.grad(lambda v: values_lib.clipped_value_loss(
+      v, np.zeros((1, 4)), returns, 0.5)[0].sum())(values)
+  close(gradient, [[2.0, -2.0, -0.9, 0.0]])
+  loss, clipped = values_lib.clipped_value_loss(
+      values, np.zeros((1, 4)), returns)
+  close(loss, [[2.0, 2.0, 0.405, 0.5]])
+  assert not clipped.any()
+
+
+def test_explained_variance():
+  returns = np.array([[1.0, 2.0, 4.0, np.nan]])
+  mask = np.array([[1, 1, 1, 0]])
+  explained = lambda v: values_lib.explained_variance(v, returns, mask)
+  assert explained(returns) == 1
+  close(explained(np.full((1, 4), 7.0)), 0)
+  close(explained(np.array([[1.0, 2.0, 3.0, 0.0]])), 1 - (2 / 9) / (14 / 9))
+  assert np.isnan(values_lib.explained_variance(
+      returns, np.ones((1, 4)), np.ones((1, 4))))
+
+
+def test_bradley_terry():
+  chosen, rejected = jnp.asarray(INPUTS['rm_chosen']), INPUTS['rm_rejected']
+  golden = CASES['trlformula/rm_bt_center0.01']
+  loss = lambda **kw: values_lib.bradley_terry(chosen, rejected, **kw)
+  close(loss().mean(), golden['bt'])
+  close(loss(centre_coef=0.01).mean(), golden['bt_center'])
+  margin = np.array([1.0, 0.0, 0.5, 0.0], np.float32)
+  close(loss(margin=margin), np.logaddexp(0, rejected + margin - chosen))
+  with pytest.raises(ValueError, match='margin'):
+    loss(margin=margin[:, None])
+
+
+def test_regression_losses():
+  logits, labels = np.array([[2.0, -1.0, 1e4]]), np.array([[1.0, 0.25, 0.0]])
+  p = 1 / (1 + np.exp(-logits[:, :2]))
+  y = labels[:, :2]
+  loss = values_lib.process_reward_loss(logits, labels)
+  close(loss[:, :2], -y * np.log(p) - (1 - y) * np.log(1 - p))
+  close(loss[:, 2], 1e4)
+  close(values_lib.REGRESSION['mse'](logits, labels), (logits - labels)**2)

@@ -16,7 +16,11 @@ from configs import grpo_gsm8k
 from configs import sft_gsm8k
 from jaxpost import build
 from jaxpost import stages
+from jaxpost.data import chat
+from jaxpost.data import loader
+from jaxpost.data import preferences
 from jaxpost.data import sources
+from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
 from tests import tiny
@@ -213,8 +217,8 @@ def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
   stage, = build.prepare_all(plain)
   assert stage.rows[0]['prompt'].startswith('Natalia sold clips')
   assert stage.rows[0]['completion'].endswith('#### 72')
-  example = build.render_row(
-    stage.rows, stage.tokenizer, stage.config.data, 0)
+  example = stage.algorithm.render(
+    stage.rows, stage.tokenizer, stage.config)(0)
   trained = stage.tokenizer.decode(example.tokens[example.loss_mask])
   assert trained.startswith('Natalia sold 48/2') and '####' in trained
 
@@ -236,3 +240,145 @@ def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
   wrong = tiny.merged(plain, dict(data=dict(columns='prompt=qestion')))
   with pytest.raises(InputError, match=r'train\.jsonl:1: .*mean question'):
     build.prepare_all(wrong)
+
+
+# ------------------------------------------------- preferences and SFT samples
+
+
+@pytest.fixture(scope='module')
+def qwen_tokenizer(shared_data):
+  return tokenizer_lib.load(shared_data('tokenizers/qwen3'))
+
+
+def rendered(tokenizer, rows, share_prompt=True):
+  """All pairs of a source, and that they hold what their row says."""
+  made = []
+  for n in range(len(rows)):
+    example = preferences.render_pair(
+      tokenizer, rows[n], rows.where(n), share_prompt=share_prompt)
+    chosen, rejected = (
+      tokenizer.decode(example.tokens[example.sequence_ids == i])
+      for i in (1, 2))
+    _, want, other = preferences.pair_of(rows[n], 'x')
+    if isinstance(want, str):
+      assert (chosen, rejected) == (want, other)
+    else:
+      # Turns of the assistant; a template may drop space at their ends.
+      for text, messages in ((chosen, want), (rejected, other)):
+        for m in messages:
+          assert m['role'] != 'assistant' or m['content'].strip() in text
+    assert example.sequence_ids.max() == 2
+    made.append(example)
+  return made
+
+
+def test_hh_rlhf_pairs(shared_data, qwen_tokenizer):
+  path = str(shared_data('preference/hh_harmless_base_test.jsonl.gz'))
+  raw = sources.read(path)
+  assert len(raw) == 2312
+  refused, shared = [], 0
+  for n in range(len(raw)):
+    try:
+      prompt, chosen, rejected = preferences.pair_of(raw[n], raw.where(n))
+    except InputError as error:
+      refused.append(str(error))
+      continue
+    assert (prompt + chosen, prompt + rejected) == (
+      raw[n]['chosen'], raw[n]['rejected'])
+    # To the last turn of both, bar the five whose dialogues differ before.
+    shared += not ('\n\nAssistant:' in chosen or '\n\nAssistant:' in rejected)
+  # Four of them have an empty answer.
+  assert len(refused) == 4 and all(': is empty' in e for e in refused)
+  assert refused[0].startswith(f'{path}:87: ')
+  assert shared >= 2303 - 1
+  mapped = sources.read(path, map_fn='jaxpost.data.maps:hh_rlhf')
+  assert mapped.dropped == 4 and len(mapped) == 2308
+  shares = rendered(qwen_tokenizer, mapped[:400])
+  apart = rendered(qwen_tokenizer, mapped[:400], share_prompt=False)
+  saved = 1 - sum(len(e.tokens) for e in shares) / sum(
+    len(e.tokens) for e in apart)
+  assert 0.2 < saved < 0.5
+  texts = raw[:80]
+  rendered(qwen_tokenizer, sources.read('raw', fake_rows=list(texts)))
+
+
+def test_sharegpt_pairs(shared_data, qwen_tokenizer):
+  rows = sources.read(str(shared_data('preference/dpo_en_demo.json')))
+  assert len(rows) == 300
+  shares = rendered(qwen_tokenizer, rows)
+  length = 1024
+  cut = [e.cut(length) for e in shares]
+  for whole, part in zip(shares, cut):
+    # Only prompts that leave no room for a token of each answer are refused.
+    fixed = int((whole.sequence_ids == 0).sum())
+    assert (part is None) == (fixed + 2 > length)
+    assert part is None or len(part.tokens) == min(len(whole.tokens), length)
+    assert part is None or (part.sequence_ids == 0).sum() == fixed
+  assert 0 < sum(c is None for c in cut) < 60
+  batches = loader.eval_batches(shares, 8, length, per='pair')
+  pairs = sum(int(b.sequence_ids.max(axis=1).sum()) for b in batches)
+  assert pairs == 2 * sum(c is not None for c in cut)
+
+
+def test_unpaired_rows(shared_data, qwen_tokenizer):
+  rows = sources.read(str(shared_data('preference/kto_en_demo.json')))
+  assert len(rows) == 300
+  labels = []
+  for n in range(len(rows)):
+    other = preferences.mismatched(rows, n)
+    made = preferences.render_unpaired(
+      qwen_tokenizer, rows[n], rows[other], rows.where(n))
+    own, kl = (
+      qwen_tokenizer.decode(made.tokens[made.sequence_ids == i]).strip()
+      for i in (1, 2))
+    assert rows[n]['messages'][-1]['content'].strip() in own
+    assert rows[other]['messages'][-1]['content'].strip() in kl
+    labels.append(made.arrays['label'].sum() > 0)
+  assert labels == [row['label'] for row in rows] and sum(labels) == 150
+
+
+@pytest.mark.parametrize('name, size', [
+  ('alpaca_en_demo.json', 999), ('glaive_toolcall_en_demo.json', 300),
+  ('v1_sft_demo.jsonl', 500)])
+def test_sft_samples(shared_data, qwen_tokenizer, name, size):
+  path = str(shared_data(f'sft/{name}'))
+  rows = sources.read(path)
+  assert len(rows) == size
+  for n in range(size):
+    made = chat.render(qwen_tokenizer, rows[n], rows.where(n))
+    told = qwen_tokenizer.decode(made.tokens[made.trained])
+    turns = rows[n].get('messages') or rows[n]['completion']
+    for m in turns:
+      content = m['content'] or ''
+      if not isinstance(content, str):
+        content = ''.join(part['value'] for part in content)
+      if m['role'] == 'assistant':
+        assert content.strip() in told
+  if name == 'v1_sft_demo.jsonl':
+    lazy = sources.read(path, streaming=True)
+    assert list(lazy) == list(rows)
+
+
+def test_math_problems(shared_data):
+  for name, size, dropped in (('math_train', 7470, 4), ('math500', 500, 0)):
+    path = str(shared_data(f'math/{name}.json'))
+    rows = sources.read(path, map_fn='jaxpost.data.maps:math')
+    assert (len(rows), rows.dropped) == (size, dropped)
+    (asked,) = rows[0]['prompt']
+    assert asked['content'].endswith('in \\boxed{}.') and rows[0]['answer']
+    assert ('completion' in rows[0]) == (name == 'math500')
+
+
+def test_mixture_of_real_files(shared_data, qwen_tokenizer):
+  paths = [str(shared_data(f'sft/{name}')) for name in (
+    'alpaca_en_demo.json', 'v1_sft_demo.jsonl')]
+  rows = sources.read_sources(' + '.join(paths), weights=(1, 3))
+  stream = loader.PackedStream(
+    lambda i: chat.render(qwen_tokenizer, rows[i], rows.where(i)), len(rows),
+    batch_size=4, row_length=1024, seed=0, window=256, sizes=rows.sizes,
+    weights=rows.weights)
+  infos = [next(stream)[1] for _ in range(12)]
+  stream.close()
+  first, second = (
+    sum(info[f'data/{n}/documents'] for info in infos) for n in (0, 1))
+  assert second / (first + second) == pytest.approx(0.75, abs=0.06)

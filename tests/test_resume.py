@@ -170,7 +170,8 @@ def test_each_program_is_compiled_once(baseline):
     shapes = collections.Counter(
         (r['program'], r['shapes']) for r in plan['programs'])
     assert {k: n for k, n in shapes.items() if n > 1} == {}
-    names = {'update', 'score', 'generate', 'prefill', 'insert', 'reshard'}
+    names = {'update', 'generate', 'prefill', 'insert', 'reshard',
+             {'sft': 'evaluate', 'grpo': 'score'}[plan['stage']]}
     assert names <= {r['program'] for r in plan['programs']}
 
 
@@ -402,7 +403,7 @@ def test_init_from_starts_from_those_weights(sft, model, tmp_path):
     run(child, tmp_path / f'run{step}')
     mine, _ = state(tmp_path / f'run{step}', 'sft')
     theirs, _ = state(other, 'sft', step)
-    weights = {k for k in mine if k.startswith('params/')}
+    weights = {k for k in mine if k.startswith('policy/params/')}
     assert weights and all(mine[k] == theirs[k] for k in weights)
   with pytest.raises(NoCheckpointError, match='step 3 .not there.'):
     run(tiny.merged(config, dict(init_from=f'{other}@3')), tmp_path / 'bad')

@@ -2,14 +2,16 @@
 
 import fractions
 import json
+import sys
 
 import pytest
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
-from jaxpost.rewards import format as format_rewards
 from jaxpost.rewards import math as math_rewards
 from jaxpost.rewards.format import text_of
+from jaxpost.rewards.pool import Group
+from jaxpost.rewards.pool import RewardPool
 
 F = fractions.Fraction
 
@@ -99,21 +101,51 @@ def test_text_of():
   assert math_rewards.gsm8k(chat, ['4']) == [1.0]
 
 
-@pytest.mark.parametrize('text, reward', [
-    ('<think>\na\n</think>\nb', 1.0),
-    ('<think></think>', 1.0),
-    ('<think>a', 0.0),
-    ('a</think>', 0.0),
-    (' <think>a</think>', 0.0),
-    ('<think>a<think>b</think>', 0.0),
-    ('<think>a</think><think>', 0.0),
-])
-def test_think_format(text, reward):
-  assert format_rewards.think_format([text]) == [reward]
+MATH = [
+    # text, answer, reward
+    (r'so \boxed{63}', '63', 1.0),
+    (r'so \boxed{64}', '63', 0.0),
+    (r'It is $x = \frac{126}{2}$, thus \boxed{\frac{126}{2}}.', '63', 1.0),
+    ('63, I think', '63', 0.0),  # no LaTeX
+    ('', '63', 0.0),
+    ('\u00e4\u4e16 \U0001f600', '63', 0.0),
+    (r'\boxed{\frac{1}{2}}', '0.5', 1.0),
+    (r'\boxed{(x+1)^2}', '$x^2+2x+1$', 1.0),
+    (r'\boxed{63}', 'no idea', None),
+    (r'\boxed{63}', '', None),
+    (r'\boxed{63}', None, None),
+]
 
 
-def test_regex_match():
-  assert format_rewards.regex_match(['ab1', 'ab'], [r'\d$', r'\d$']) == [1, 0]
+def test_math_verify():
+  """The first four are TRL's accuracy_reward for 63: [1, 0, 1, 0]."""
+  pytest.importorskip(
+      'math_verify', reason="not installed: pip install 'jaxpost[math]'")
+  texts, answers, rewards = zip(*MATH)
+  assert math_rewards.MathVerify()(texts, answers) == list(rewards)
+  chat = [[{'role': 'assistant', 'content': t}] for t in texts]
+  with RewardPool('math_verify', timeout_s=60.0) as pool:
+    pool.check(['answer'])
+    graded, = pool.grade([Group(
+        ['p'] * len(chat), chat, [[1]] * len(chat),
+        {'answer': list(answers)})])
+  assert graded.error is None
+  assert graded.rewards == list(rewards)
+
+
+def test_math_verify_that_is_not_installed(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'math_verify', None)
+  with pytest.raises(InputError, match=r"'math_verify', .*jaxpost\[math\]"):
+    math_rewards.MathVerify()
+
+
+@pytest.mark.parametrize(
+    'text', ['', '\u00e4 \U0001f600', '\ud800', '{' * 9999])
+def test_odd_texts_are_wrong_and_no_error(text):
+  for reward in (math_rewards.exact_match, math_rewards.numeric_match,
+                 math_rewards.gsm8k):
+    for said in (text, [{'role': 'assistant', 'content': text}]):
+      assert reward([said], ['42']) == [0.0]
 
 
 def test_gsm8k_own_answers(shared_data):

@@ -11,7 +11,7 @@ import tiny
 
 from jaxpost.models import model as model_lib
 from jaxpost.programs import sampling
-from jaxpost.programs import train
+from jaxpost.programs import score as score_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.types import Batch
@@ -191,7 +191,7 @@ def test_the_scorer_gives_the_log_probs_of_the_sampler(
   layout = tiny.one_device()
   batch = jax.tree.map(
       lambda x: layout.put(x.reshape(micro, -1, x.shape[-1])), batch)
-  score = train.make_score(
+  score = score_lib.make_score(
       model, layout, dataclasses.replace(tiny.EXACT, head_elements=50_000),
       Ledger(), temperature=0.8)
   scored = np.asarray(score(params, batch).logprobs)

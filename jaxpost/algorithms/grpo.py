@@ -1,107 +1,209 @@
-"""GRPO: experience with group-relative advantages, and a clipped surrogate.
+"""Policy gradients from graded groups of completions: GRPO and its family.
 
-Legend: N sequences, B rows, T tokens, C completion tokens.
+Legend: N sequences, C completion tokens, B rows, T tokens.
+
+One surrogate, one credit assignment, both chosen by `config.rl`; the methods
+at the end differ in what they choose.
 """
 
 import jax
 import numpy as np
 
-from jaxpost.data import packing
-from jaxpost.losses import advantages as advantages_lib
-from jaxpost.losses import policy_gradient
+from jaxpost.algorithms.base import Algorithm, expect, refuse
+from jaxpost.losses import advantages, importance, policy_gradient, reduce
 from jaxpost.programs.train import Objective
-from jaxpost.types import Batch, Rollout
-
-ON_POLICY = True
+from jaxpost.types import Credit, Experience
 
 
-def make_objective(config) -> Objective:
-  """The loss of one token, from the `rl` and `rollout` blocks."""
-  options = config.rl
+def objective(config) -> Objective:
+  """The surrogate of `config.rl.loss`, KL and entropy terms."""
+  rl = config.rl
+  coupled = rl.loss in policy_gradient.SEQUENCE_LOSSES
+  options = policy_gradient.SurrogateOptions(
+      rl.clip_low, rl.clip_high, rl.dual_clip, rl.tau_pos, rl.tau_neg)
+  kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
 
-  def surrogate(outputs, arrays):
-    logprobs = outputs.logprobs
+  def surrogate(outputs, arrays, sequence_mean=None):
+    logp = outputs.logprobs
     # One update per rollout: the old policy is this one.
-    old = arrays.get('old_logprobs', jax.lax.stop_gradient(logprobs))
-    loss, ratio, low, high = policy_gradient.clipped_surrogate(
-        logprobs, old, arrays['advantages'], options.clip_low,
-        options.clip_high)
-    metrics = {
-        'entropy': outputs.entropy, 'ratio': ratio,
-        'clip_ratio/low_mean': low, 'clip_ratio/high_mean': high,
-        'sampler_mismatch': policy_gradient.mismatch(
-            logprobs, arrays['sampler_logprobs'])}
-    if 'ref_logprobs' in arrays:
-      kl = policy_gradient.kl_k3(logprobs, arrays['ref_logprobs'])
-      loss += options.kl_coef * kl
-      metrics['kl'] = kl
-    return loss - options.entropy_coef * outputs.entropy, metrics
+    old = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
+    loss, metrics = policy_gradient.LOSSES[rl.loss](
+        logp, old, arrays['advantages'], options, sequence_mean)
+    if 'importance_weights' in arrays:
+      loss *= arrays['importance_weights']
+      metrics['importance_weight'] = arrays['importance_weights']
+    metrics |= {'entropy': outputs.entropy,
+                'sampler_mismatch': policy_gradient.mismatch(
+                    logp, arrays['sampler_logprobs'])}
+    if kl:
+      metrics['kl'] = policy_gradient.KL[rl.kl_estimator](
+          logp, arrays['ref_logprobs'])
+      loss += rl.kl_coef * metrics['kl']
+    return loss - rl.entropy_coef * outputs.entropy, metrics
+
+  def over_sequences(outputs, batch):
+    weights, ids = batch.loss_weights, batch.sequence_ids
+    mean = lambda x: reduce.sequence_mean(x, weights != 0, ids)
+    loss, metrics = surrogate(outputs, batch.arrays, mean)
+    total = lambda x: (weights * x).sum()
+    return total(loss), jax.tree.map(total, metrics)
 
   return Objective(
-      surrogate, entropy=True, entropy_grad=options.entropy_coef > 0,
+      over_sequences if coupled else surrogate, coupled=coupled,
+      reads=('entropy',), learns=('entropy',) if rl.entropy_coef else (),
+      arrays=('advantages', 'sampler_logprobs', *_scores_in_loss(config), *(
+          ['importance_weights'] if rl.importance else [])),
       temperature=config.rollout.temperature)
 
 
-def advantages(rewards, config) -> tuple[np.ndarray, dict]:
-  """[N / G, G] rewards (NaN: masked) -> advantages and their metrics."""
-  valid = np.isfinite(rewards)
-  flat = advantages_lib.uniform(rewards, valid)
-  values = advantages_lib.group_relative(
-      rewards, valid, scale=config.rl.scale_rewards)
-  kept = rewards[valid]
-  spread = [r[v].std(ddof=1) for r, v in zip(rewards, valid) if v.sum() > 1]
-  return values, {
-      'reward': float(kept.mean()) if kept.size else float('nan'),
-      'reward_std': float(np.mean(spread)) if spread else float('nan'),
-      'frac_reward_zero_std': float(flat.mean()),
-      'masked_samples': int((~valid).sum())}
+def _scores_in_loss(config) -> tuple:
+  """Log-probs of other models that the surrogate compares with."""
+  rl = config.rl
+  old = rl.epochs * rl.minibatches > 1 or bool(rl.importance)
+  kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
+  return ('old_logprobs',) * old + ('ref_logprobs',) * kl
 
 
-def rows_of(rollout: Rollout, row_length: int, num_rows: int) -> tuple:
-  """Where each sequence goes: (row, start) [N] in rows of `row_length`."""
-  group = len(rollout.lengths) // len(rollout.prompts)
-  prompt = np.repeat([len(p.tokens) for p in rollout.prompts], group)
-  rows = packing.pack((prompt + rollout.lengths).tolist(), row_length)
-  if len(rows) > num_rows:
-    raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
-  place = np.zeros((len(rollout.lengths), 2), np.int64)
-  for r, members in enumerate(rows):
-    at = 0
-    for n in members:
-      place[n] = r, at
-      at += prompt[n] + rollout.lengths[n]
-  return place, prompt
+def scores(config) -> tuple:
+  """What programs have to say of a rollout before the update."""
+  in_reward = config.rl.kl_coef > 0 and config.rl.kl_in == 'reward'
+  both = ('old_logprobs', 'ref_logprobs') if in_reward else ()
+  return tuple(dict.fromkeys((*_scores_in_loss(config), *both)))
 
 
-def to_batch(rollout: Rollout, values, valid, num_rows: int,
-             row_length: int) -> Batch:
-  """Packs prompts and completions; completions of valid samples are trained.
+def needs(config) -> tuple:
+  return ('reference',) if 'ref_logprobs' in scores(config) else ()
 
-  Args:
-    values, valid: [N] advantages and bool.
 
-  Returns:
-    Batch [num_rows, row_length], weights normalised over all trained tokens.
-  """
-  place, prompt = rows_of(rollout, row_length, num_rows)
-  shape = num_rows, row_length
-  tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
-  weights, per_token, sampled = (
-      np.zeros(shape, np.float32) for _ in range(3))
-  group = len(rollout.lengths) // len(rollout.prompts)
-  for n, ((row, at), length) in enumerate(zip(place, rollout.lengths)):
-    answer = at + prompt[n]
-    end = answer + length
-    tokens[row, at:answer] = rollout.prompts[n // group].tokens
-    tokens[row, answer:end] = rollout.completions[n, :length]
-    positions[row, at:end] = np.arange(end - at)
-    segments[row, at:end] = segments[row].max() + 1
-    weights[row, answer:end] = valid[n]
-    per_token[row, answer:end] = values[n]
-    sampled[row, answer:end] = rollout.logprobs[n, :length]
-  weights /= max(weights.sum(), 1.0)
-  return Batch(tokens, positions, segments, weights, advantages=per_token,
-               sampler_logprobs=sampled)
+def greedy_baseline(config) -> bool:
+  return config.rl.advantage == 'remax'
+
+
+def credit(experience: Experience, config) -> Credit:
+  """Rewards -> an advantage for each trained token."""
+  valid = np.isfinite(experience.rewards)
+  if experience.baseline is not None:
+    valid &= np.isfinite(np.repeat(
+        experience.baseline, len(valid) // experience.groups))
+  mask, metrics = trained_tokens(experience, valid, config)
+  kl, memory, kl_metrics = kl_in_reward(experience, mask, config)
+  values = _advantages(experience, valid, mask, kl, config)
+  return finish(experience, values, mask, metrics | kl_metrics, memory, config)
+
+
+def trained_tokens(experience, valid, config):
+  """(mask [N, C] of tokens to train, metrics)."""
+  keep, metrics = valid, {}
+  if config.rl.mask_truncated:
+    cut = ~experience.rollout.finished
+    metrics['masked_truncated'] = int((keep & cut).sum())
+    keep = keep & ~cut
+  return experience.mask * keep[:, None], metrics
+
+
+def kl_in_reward(experience, mask, config):
+  """(penalty [N, C] to take from the rewards, memory, metrics)."""
+  rl, arrays = config.rl, experience.arrays
+  if not rl.kl_coef or rl.kl_in != 'reward':
+    return 0.0, {}, {}
+  coef = experience.memory.get('kl_coef', rl.kl_coef)
+  estimate = np.asarray(policy_gradient.KL[rl.kl_estimator](
+      arrays['old_logprobs'], arrays['ref_logprobs'])) * mask
+  mean = float(estimate.sum() / max(mask.sum(), 1))
+  after = coef
+  if rl.kl_target:
+    after = advantages.adaptive_kl(
+        coef, mean, rl.kl_target, rl.kl_horizon, len(mask))
+  return coef * estimate, {'kl_coef': float(after)}, {
+      'kl': mean, 'kl_coef': coef}
+
+
+def token_rewards(experience, mask, kl) -> np.ndarray:
+  """[N, C]: the reward on the last trained token, less the KL on each."""
+  out, trained = np.zeros(mask.shape), mask > 0
+  last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
+  out[np.arange(len(mask)), last] = np.nan_to_num(experience.rewards)
+  return (out - kl) * trained
+
+
+def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
+  """[N, C] by `config.rl.advantage`."""
+  rl, shape = config.rl, (experience.groups, -1)
+  per_token = token_rewards(experience, mask, kl)
+  if rl.advantage == 'reinforce_pp':
+    return advantages.reinforce_plus_plus(per_token, mask, rl.gamma)
+  if rl.advantage == 'remax':
+    greedy = np.repeat(np.nan_to_num(experience.baseline),
+                       len(valid) // experience.groups)
+    return advantages.remax(per_token, mask, greedy)
+  grouped = valid.reshape(shape)
+  # A penalty in the reward counts for the whole sequence here.
+  rewards = (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)
+             ).reshape(shape)
+  if rl.advantage == 'reinforce_pp_baseline':
+    return advantages.reinforce_plus_plus_baseline(
+        rewards, grouped, mask, singleton=rl.singleton)
+  if rl.advantage == 'leave_one_out':
+    values = advantages.leave_one_out(
+        rewards, grouped, singleton=rl.singleton)
+  else:
+    values = advantages.group_relative(
+        rewards, grouped, scale=rl.scale_rewards, eps=rl.std_eps,
+        singleton=rl.singleton)
+  return values.reshape(-1, 1) * np.ones_like(mask)
+
+
+def finish(experience, values, mask, metrics, memory, config) -> Credit:
+  """Credit with the correction for the sampler and the log-probs to compare."""
+  rl, arrays = config.rl, dict(experience.arrays)
+  out = {'advantages': np.asarray(values, np.float32) * (mask > 0),
+         'sampler_logprobs': arrays['sampler_logprobs']}
+  out |= {k: arrays[k] for k in _scores_in_loss(config)}
+  counted = mask > 0
+  if counted.any():
+    metrics |= {'advantages/mean': float(out['advantages'][counted].mean()),
+                'advantages/max': float(out['advantages'][counted].max()),
+                'advantages/min': float(out['advantages'][counted].min())}
+  if rl.importance:
+    old, sampler = arrays['old_logprobs'], arrays['behaviour_logprobs']
+    out['importance_weights'] = importance.correction(
+        rl.importance, old - sampler, counted, importance.CorrectionOptions(
+            rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low,
+            rl.sequence_high, rl.opsm_threshold), out['advantages'])
+    metrics |= importance.off_policy_metrics(old, sampler, counted)
+  return Credit(out, mask, metrics, memory)
+
+
+def check(config):
+  """InputError for combinations that cannot work."""
+  rl, size = config.rl, config.rollout.group_size
+  refuse(size < 2 and rl.advantage in (
+      'group', 'leave_one_out', 'reinforce_pp_baseline'),
+         'config.rollout.group_size: 1 sample has nothing to be compared '
+         f'with, and rl.advantage={rl.advantage!r} compares; use at least 2')
+  refuse(rl.advantage in ('gae', 'best_of_n'),
+         f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm '
+         f'{"ppo" if rl.advantage == "gae" else "rft"}')
+  check_terms(config)
+
+
+def check_terms(config):
+  """As `check`, of what does not depend on the advantages."""
+  rl, size = config.rl, config.rollout.group_size
+  refuse(rl.kl_in == 'loss' and rl.kl_target > 0,
+         'config.rl.kl_target: only a KL in the reward adapts; set '
+         'config.rl.kl_in=reward')
+  refuse(rl.kl_in == 'reward' and rl.kl_estimator.endswith('+'),
+         'config.rl.kl_estimator: k3+ has a gradient of its own, which a '
+         'reward has not; use k1 or k3')
+  unknown = set(rl.importance) - set(importance.METHODS)
+  refuse(bool(unknown), f'config.rl.importance: {sorted(unknown)} not known; '
+         f'known: {", ".join(importance.METHODS)}')
+  refuse(rl.kl_target > 0 and not rl.kl_coef,
+         'config.rl.kl_target: needs a kl_coef to start from')
+  refuse(rl.dynamic_sampling > 0 and size < 2,
+         'config.rl.dynamic_sampling: one sample never differs; set it to 0 '
+         'or config.rollout.group_size to at least 2')
 
 
 def check_first_step(metrics, config):
@@ -110,20 +212,48 @@ def check_first_step(metrics, config):
   The policy is the reference and the old policy: ratio 1, nothing clipped,
   KL 0, and the sampler's log-probs are the trainer's.
   """
-  if not metrics['ratio']:
+  if not metrics.get('ratio'):
     return  # every sample was masked
   exact = config.model.dtype == 'float32'
+  rl = config.rl
   # With several updates the old log-probs come from another program, which
   # rounds bfloat16 elsewhere; with one they are the update's own.
-  same = exact or config.rl.updates_per_rollout == 1
-  limits = {
+  same = exact or 'old_logprobs' not in _scores_in_loss(config)
+  expect(metrics, {
       'ratio': (1.0, 1e-4 if same else 1e-2),
-      'clip_ratio/low_mean': (0.0, 0.0), 'clip_ratio/high_mean': (0.0, 0.0),
+      'clip_ratio/low_mean': (0.0, 0.0 if rl.clip_low > 0.02 else 1.0),
+      'clip_ratio/high_mean': (0.0, 0.0 if rl.clip_high > 0.02 else 1.0),
       'kl': (0.0, 1e-8 if exact else 1e-4),
-      'sampler_mismatch': (1.0, 1e-4 if exact else 0.02)}
-  for name, (value, tolerance) in limits.items():
-    # Written so that NaN fails too.
-    if name in metrics and not abs(metrics[name] - value) <= tolerance:
-      raise AssertionError(
-          f'{name} is {metrics[name]} at the first step and must be {value}: '
-          'sampler, reference and trainer do not compute the same model')
+      'sampler_mismatch': (1.0, 1e-4 if exact else 0.02)},
+         'sampler, reference and trainer do not compute the same model')
+
+
+_COMMON = dict(
+    advantage='group', scale_rewards='group', loss='clip', clip_low=0.2,
+    clip_high=0.2, aggregate='token', kl_estimator='k3', kl_in='loss',
+    dynamic_sampling=0)
+
+
+def method(**choices) -> Algorithm:
+  """An algorithm of this family with other choices in `config.rl`."""
+  return Algorithm(
+      objective, {'rl': {**_COMMON, **choices}}, needs=needs, check=check,
+      check_first_step=check_first_step, on_policy=True, scores=scores,
+      greedy_baseline=greedy_baseline, credit=credit)
+
+
+GRPO = ALGORITHM = method()  # arXiv:2402.03300
+DR_GRPO = method(scale_rewards='none', aggregate='constant')  # 2503.20783
+DAPO = method(clip_high=0.28, dynamic_sampling=10)  # 2503.14476
+GSPO = method(loss='gspo', clip_low=3e-4, clip_high=4e-4,
+              aggregate='sequence')  # 2507.18071
+CISPO = method(loss='cispo', clip_low=1.0, clip_high=4.0)  # 2506.13585
+SAPO = method(loss='sapo', aggregate='sequence')  # 2511.20347
+RLOO = method(advantage='leave_one_out', scale_rewards='none',
+              kl_estimator='k1', kl_in='reward')  # 2402.14740
+REINFORCE_PP = method(advantage='reinforce_pp', scale_rewards='none',
+                      kl_estimator='k1', kl_in='reward')  # 2501.03262
+REINFORCE_PP_BASELINE = method(
+    advantage='reinforce_pp_baseline', scale_rewards='none')  # 2501.03262
+REMAX = method(advantage='remax', scale_rewards='none', loss='reinforce',
+               kl_estimator='k1', kl_in='reward')  # 2310.10505

@@ -1,21 +1,38 @@
 """Supervised fine-tuning: a stream of packed rows and cross entropy."""
 
+import jax
+import jax.numpy as jnp
+
+from jaxpost.algorithms.base import Algorithm
 from jaxpost.programs.train import Objective
 
-ON_POLICY = False
+
+def objective(config) -> Objective:
+  """Cross entropy of each trained token, with what `config.nll` adds.
+
+  Label smoothing: Szegedy et al. 2016 (arXiv:1512.00567), section 7; z-loss:
+  PaLM (arXiv:2204.02311), section 5; DFT: arXiv:2508.05629, eq. 9.
+  """
+  o = config.nll
+
+  def cross_entropy(outputs, arrays):
+    del arrays
+    logp = outputs.logprobs
+    loss, metrics = -logp, {'entropy': outputs.entropy}
+    if o.kind == 'dft':
+      loss = -jax.lax.stop_gradient(jnp.exp(logp)) * logp
+    if o.label_smoothing:
+      loss = ((1 - o.label_smoothing) * loss
+              - o.label_smoothing * outputs.mean_logprob)
+    if o.z_loss:
+      metrics['z_loss'] = outputs.lse**2
+      loss += o.z_loss * metrics['z_loss']
+    return loss, metrics
+
+  learns = [name for name, used in (
+      ('mean_logprob', o.label_smoothing), ('lse', o.z_loss)) if used]
+  return Objective(cross_entropy, reads=('entropy', *learns),
+                   learns=tuple(learns), neftune_alpha=o.neftune_alpha)
 
 
-def cross_entropy(outputs, arrays):
-  """-log p of each trained token; their mean over the batch is the loss."""
-  del arrays
-  return -outputs.logprobs, {'entropy': outputs.entropy}
-
-
-def make_objective(config) -> Objective:
-  del config
-  return Objective(cross_entropy, entropy=True, entropy_grad=False)
-
-
-def check_first_step(metrics, config):
-  """Nothing about the first loss is known in advance."""
-  del metrics, config
+SFT = ALGORITHM = Algorithm(objective)

@@ -6,13 +6,14 @@ rendering it again with one turn replaced. Prompt and completion are encoded
 apart, so that a prompt has the tokens here that a sampler is given.
 """
 
-import dataclasses
 import json
+import math
 import os
 import re
 
 import numpy as np
 
+from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
@@ -20,14 +21,6 @@ TRAIN_ON = ('assistant', 'completion', 'all')
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
 _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
 _SURROGATE = re.compile('[\ud800-\udfff]')
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-  """One document: its tokens and which of them are trained."""
-
-  tokens: np.ndarray  # [T] int32
-  loss_mask: np.ndarray  # [T] bool
 
 
 def render(
@@ -41,7 +34,9 @@ def render(
     where: what to call the row in errors, e.g. 'train.jsonl:12'.
     train_on: 'assistant': every assistant turn with its end, or the
       completion; 'completion': the last assistant turn only; 'all': every
-      token. Rows of `text` are always trained whole.
+      token. Rows of `text` are always trained whole. A message may carry
+      `weight` (a number >= 0, also called loss_weight), which scales the mask
+      of its tokens; 0 leaves the turn out.
     enable_thinking: False where prompts will be rendered with thinking off.
   """
   if train_on not in TRAIN_ON:
@@ -161,23 +156,39 @@ def check_messages(messages, where):
     # Columnar files fill the keys that a message lacks with nulls.
     kept = {k: v for k, v in message.items() if v is not None}
     kept['content'] = check_text(content, f'{at}.content')
+    if 'loss_weight' in kept:
+      kept['weight'] = kept.pop('loss_weight')
+    _check_weight(kept, f'{at}.weight')
     checked.append(kept)
   return checked
 
 
+def _check_weight(message, where):
+  weight = message.get('weight', 0)
+  number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+  if not number or not math.isfinite(weight) or weight < 0:
+    raise InputError(f'{where}: {weight!r} is no number >= 0')
+  if weight and message['role'] != 'assistant':
+    raise InputError(
+      f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of'
+      ' the assistant are trained')
+
+
 def _join_parts(parts, where):
+  texts = []
   for n, part in enumerate(parts):
+    key = 'value' if isinstance(part, dict) and 'value' in part else 'text'
     if (
       not isinstance(part, dict)
       or part.get('type') != 'text'
-      or ('text' not in part)
+      or key not in part
     ):
       kind = part.get('type') if isinstance(part, dict) else part
       raise InputError(
         f'{where}[{n}]: {kind!r}: only text is supported, as a string or as'
         ' parts {"type": "text", "text": ...}')
-    check_text(part['text'], f'{where}[{n}].text')
-  return ''.join(part['text'] for part in parts)
+    texts.append(check_text(part[key], f'{where}[{n}].{key}'))
+  return ''.join(texts)
 
 
 def _pair(tokenizer, row, where, train_on, enable_thinking):
@@ -231,8 +242,13 @@ def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
     return tokenizer.render(messages, tools=tools, where=where, **options)
 
   text, marked = text_of(messages, enable_thinking=enable_thinking)
+  weights = [messages[n].get('weight', 1) for n in turns]
   if train_on == 'all':
-    spans = [(0, len(text))]
+    if any('weight' in m for m in messages):
+      raise InputError(
+        f"{where}: messages with a weight, and train_on='all' trains every"
+        " token alike; use 'assistant', or drop the weights")
+    spans, weights = [(0, len(text))], [1]
   elif tokenizer.has_markers:
     every = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
     if len(marked) != len(every):
@@ -247,7 +263,7 @@ def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
     ]
   for n, (start, end) in zip(turns, spans):
     _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
-  return _example(*_encode_spans(tokenizer, text, spans, where))
+  return _example(*_encode_spans(tokenizer, text, spans, weights, where))
 
 
 def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
@@ -323,23 +339,25 @@ def _check_reasoning(message, rendered, where):
       ' make it the last turn of a row of its own')
 
 
-def _encode_spans(tokenizer, text, spans, where):
-  """Token ids of `text` and the mask of those in `spans`."""
+def _encode_spans(tokenizer, text, spans, weights, where):
+  """Token ids of `text`, and for each the weight of its span, or 0."""
   cuts = sorted({0, len(text), *(c for span in spans for c in span)})
   starts = {start for start, _ in spans}
+
+  def weight(a, b):
+    found = (w for (s, e), w in zip(spans, weights) if s <= a and b <= e)
+    return next(found, 0)
+
   if not tokenizer.adds_space:
     ids, mask = [], []
     for a, b in zip(cuts, cuts[1:]):
       part = tokenizer.encode(text[a:b])
-      inside = any(s <= a and b <= e for s, e in spans)
       ids += part
-      mask += [inside] * len(part)
+      mask += [weight(a, b)] * len(part)
     return ids, mask
   # Encoding apart would add a space at each cut.
   ids, offsets = tokenizer.offsets(text)
-  mask = [
-    any(s <= a and b <= e and b > a for s, e in spans) for a, b in offsets
-  ]
+  mask = [weight(a, b) if b > a else 0 for a, b in offsets]
   for n, (a, b) in enumerate(offsets):
     if any(a < s < b for s in starts):
       raise InputError(
@@ -369,4 +387,7 @@ def _bos(tokenizer):
 
 
 def _example(ids, mask):
-  return Example(np.asarray(ids, np.int32), np.asarray(mask, bool))
+  mask = np.asarray(mask, np.float32)
+  whole = ((mask == 0) | (mask == 1)).all()
+  return Example(
+    np.asarray(ids, np.int32), mask.astype(bool) if whole else mask)

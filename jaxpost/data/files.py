@@ -73,7 +73,7 @@ def open_file(path, name):
 
 def load_json(path):
   """The object in a small JSON file."""
-  found = _parse(_decode(_bytes(path, str(path)), str(path), 1), str(path))
+  found = parse(decode(_bytes(path, str(path)), str(path), 1), str(path))
   if not isinstance(found, dict):
     raise InputError(f'{path}: not a JSON object')
   return found
@@ -101,7 +101,8 @@ def _bytes(path, name):
   return b''.join(line for _, line in _lines(path, name))
 
 
-def _decode(data, name, first_line):
+def decode(data, name, first_line):
+  """Bytes as text; errors count lines from `first_line`."""
   try:
     return data.decode('utf-8')
   except UnicodeDecodeError as error:
@@ -123,7 +124,7 @@ def _unique(pairs):
   return found
 
 
-def _parse(text, name, line=0):
+def parse(text, name, line=0):
   """JSON, with errors at `line`, or at the line in `text` if it is 0."""
   try:
     return json.loads(text, object_pairs_hook=_unique)
@@ -143,14 +144,14 @@ def _parse(text, name, line=0):
 def _jsonl(path, name):
   for number, line in _lines(path, name):
     if line.strip():
-      yield number, _parse(_decode(line, name, number), name, number)
+      yield number, parse(decode(line, name, number), name, number)
 
 
 def _json(path, name):
   data = _bytes(path, name)
   if not data.strip():
     raise InputError(f'{name}: is empty')
-  rows = _parse(_decode(data, name, 1), name)
+  rows = parse(decode(data, name, 1), name)
   if not isinstance(rows, list):
     raise InputError(
       f'{name}: holds one {type(rows).__name__}, must be a list of objects')
@@ -159,7 +160,7 @@ def _json(path, name):
 
 def _txt(path, name):
   """Documents between <|endoftext|>, else paragraphs between blank lines."""
-  text = _decode(_bytes(path, name), name, 1).replace('\r\n', '\n')
+  text = decode(_bytes(path, name), name, 1).replace('\r\n', '\n')
   separator = _SEPARATOR if _SEPARATOR in text else '\n\n'
   line = 1
   for part in text.split(separator):
@@ -170,17 +171,12 @@ def _txt(path, name):
 
 
 def _parquet(path, name):
-  try:
-    from pyarrow import lib, parquet
-  except ImportError as error:
-    raise InputError(
-      f'{name}: reading parquet needs pyarrow: {_EXTRA}'
-    ) from error
+  lib, parquet = import_parquet(name)
   try:
     with path.open('rb') as file:
       yield from _batches(parquet.ParquetFile(file).iter_batches(1024))
   except (lib.ArrowException, OSError) as error:
-    raise _damaged(name, 'parquet', error) from error
+    raise damaged(name, 'parquet', error) from error
 
 
 def _arrow(path, name):
@@ -195,7 +191,7 @@ def _arrow(path, name):
     with path.open('rb') as file:
       yield from _batches(pyarrow.ipc.open_stream(file))
   except (pyarrow.lib.ArrowException, OSError) as error:
-    raise _damaged(name, 'arrow', error) from error
+    raise damaged(name, 'arrow', error) from error
 
 
 def _batches(batches):
@@ -207,23 +203,41 @@ def _batches(batches):
 
 
 def _array_record(path, name):
-  try:
-    from array_record.python import array_record_module as module
-  except ImportError as error:
-    raise InputError(
-      f'{name}: reading ArrayRecord needs array_record: {_EXTRA}'
-    ) from error
+  module = import_array_record(name)
   try:
     reader = module.ArrayRecordReader(str(path))
     records = reader.read_all() if reader.num_records() else []
     reader.close()
   except (RuntimeError, ValueError, OSError, IndexError) as error:
-    raise _damaged(name, 'ArrayRecord', error) from error
+    raise damaged(name, 'ArrayRecord', error) from error
   for number, record in enumerate(records):
     at = f'{name}[{number}]'
-    yield number, _parse(_decode(record, at, 1), at)
+    yield number, parse(decode(record, at, 1), at)
 
 
-def _damaged(name, what, error):
+def import_parquet(name):
+  """pyarrow's modules lib and parquet, to read the file `name`."""
+  try:
+    from pyarrow import lib, parquet
+  except ImportError as error:
+    raise InputError(
+      f'{name}: reading parquet needs pyarrow: {_EXTRA}'
+    ) from error
+  return lib, parquet
+
+
+def import_array_record(name):
+  """The module of array_record, to read the file `name`."""
+  try:
+    from array_record.python import array_record_module
+  except ImportError as error:
+    raise InputError(
+      f'{name}: reading ArrayRecord needs array_record: {_EXTRA}'
+    ) from error
+  return array_record_module
+
+
+def damaged(name, what, error):
+  """The error of a file that a library could not read."""
   first = (str(error).strip() or type(error).__name__).splitlines()[0]
   return InputError(f'{name}: damaged or unreadable {what} file: {first}')

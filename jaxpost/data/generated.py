@@ -4,6 +4,7 @@ A pure function of its options, so that every process and every restart sees
 the same rows, and train and test never share a problem.
 """
 
+import operator
 import random
 import zlib
 
@@ -18,59 +19,156 @@ _ARITHMETIC = {
   'size': 4096,  # rows at most; fewer where there are fewer problems
   'seed': 0,
 }
+_NOISY = {**_ARITHMETIC, 'noise': 0.0}  # share of the judgements turned round
+_SOLVE = {
+  '+': operator.add,
+  '-': operator.sub,
+  '*': operator.mul,
+}
+_SHARES = ('correct', 'noise')
 
 
 def rows(name, options=''):
   """The rows of a generated data set.
 
   Args:
-    name: 'arithmetic'.
-    options: 'key=value,...', or a dict; see the table of defaults.
+    name: 'arithmetic', or with _pairs, _labels, _scores or _steps after it.
+    options: 'key=value,...', or a dict; see the tables of defaults.
   """
-  makers = {'arithmetic': (arithmetic, _ARITHMETIC)}
+  makers = {
+    'arithmetic': (arithmetic, _ARITHMETIC),
+    'arithmetic_pairs': (arithmetic_pairs, _NOISY),
+    'arithmetic_labels': (arithmetic_labels, _NOISY),
+    'arithmetic_scores': (arithmetic_scores, _NOISY),
+    'arithmetic_steps': (arithmetic_steps, _NOISY),
+  }
   if name not in makers:
     raise InputError(
       f'generated:{name}: there is no such data; there is {", ".join(makers)}')
   maker, defaults = makers[name]
-  return maker(_options(name, options, defaults))
+  options = _options(name, options, defaults)
+  top = _check(name, options)
+  # Bytes, not hash(): equal in every process.
+  draw = random.Random(zlib.crc32(repr(sorted(options.items())).encode()))
+  problems = _problems(
+    top, options['ops'], options['split'], options['size'], draw)
+  made = [maker(*problem, options, draw) for problem in problems]
+  if not made:
+    raise InputError(
+      f'generated:{name}: no {options["split"]} problems with operands up to'
+      f' {top}')
+  return made
 
 
-def arithmetic(options):
+def arithmetic(a, op, b, options, draw):
   """Chats such as '17+25=' -> '42', with wrong demonstrations among them.
 
   Row: {'prompt': [{'role': 'user', 'content': '17+25='}], 'completion':
   [{'role': 'assistant', 'content': '42'}], 'answer': '42'}. `answer` is
   always right; a wrong completion is a slip that a learner would make.
   """
+  answer = shown = _SOLVE[op](a, b)
+  if draw.random() >= options['correct']:
+    shown = _slip(a, op, b, answer, draw)
+  return {**_asked(a, op, b), 'completion': _said(shown), 'answer': str(answer)}
+
+
+def arithmetic_pairs(a, op, b, options, draw):
+  """As `arithmetic`: prompt, chosen (the answer), rejected (a slip), answer.
+
+  `noise` is the share of pairs in which they have changed places.
+  """
+  answer = _SOLVE[op](a, b)
+  sides = [_said(answer), _said(_slip(a, op, b, answer, draw))]
+  if draw.random() < options['noise']:
+    sides.reverse()
+  return {
+    **_asked(a, op, b),
+    'chosen': sides[0],
+    'rejected': sides[1],
+    'answer': str(answer),
+  }
+
+
+def arithmetic_labels(a, op, b, options, draw):
+  """As `arithmetic`, with label: true where the completion is right."""
+  row = arithmetic(a, op, b, options, draw)
+  right = row['completion'][0]['content'] == row['answer']
+  return {**row, 'label': right != (draw.random() < options['noise'])}
+
+
+def arithmetic_scores(a, op, b, options, draw):
+  """As `arithmetic`, with score: 1 where the completion is right, else 0."""
+  row = arithmetic_labels(a, op, b, options, draw)
+  score = float(row.pop('label'))
+  return {**row, 'score': score}
+
+
+def arithmetic_steps(a, op, b, options, draw):
+  """Solutions in steps: '17+20=37', '37+5=42', '42', with a label for each.
+
+  Row: prompt, completions (the steps), labels, answer. The second operand is
+  taken digit by digit. A share of the solutions, 1 - `correct`, has a slip in
+  one step; the label of it and of all after it is false.
+  """
+  parts = _places(b)
+  slip = len(parts)
+  if draw.random() >= options['correct']:
+    slip = draw.randrange(len(parts))
+  steps, labels, total = [], [], a
+  for n, part in enumerate(parts):
+    left = a if op == '*' else total
+    shown = _SOLVE[op](left, part)
+    if n == slip:
+      shown = _slip(left, op, part, shown, draw)
+    new = [f'{left}{op}{part}={shown}']
+    if op == '*' and n:
+      new.append(f'{total}+{shown}={total + shown}')
+      shown += total
+    steps += new
+    labels += [n < slip] * len(new)
+    total = shown
+  steps.append(str(total))
+  labels.append(slip == len(parts))
+  noisy = [label != (draw.random() < options['noise']) for label in labels]
+  return {
+    **_asked(a, op, b),
+    'completions': steps,
+    'labels': noisy,
+    'answer': str(_SOLVE[op](a, b)),
+  }
+
+
+def _check(name, options):
+  """The largest operand, if the options are sound."""
   split, ops = options['split'], options['ops']
   if split not in ('train', 'test'):
     raise InputError(
-      f'generated:arithmetic: split={split!r} is neither train nor test')
+      f'generated:{name}: split={split!r} is neither train nor test')
   if not ops or set(ops) - set('+-*'):
-    raise InputError(f'generated:arithmetic: ops={ops!r}: only + - and *')
-  if not 0 <= options['correct'] <= 1:
-    raise InputError('generated:arithmetic: correct is a share, 0 to 1')
+    raise InputError(f'generated:{name}: ops={ops!r}: only + - and *')
+  for share in _SHARES:
+    if not 0 <= options.get(share, 0) <= 1:
+      raise InputError(f'generated:{name}: {share} is a share, 0 to 1')
   top = 10 ** options['digits'] - 1 if options['digits'] else options['max']
   if top < 1 or options['size'] < 1:
-    raise InputError('generated:arithmetic: max and size must be positive')
-  # Bytes, not hash(): equal in every process.
-  draw = random.Random(zlib.crc32(repr(sorted(options.items())).encode()))
-  made = []
-  for a, op, b in _problems(top, ops, split, options['size'], draw):
-    answer = {'+': a + b, '-': a - b, '*': a * b}[op]
-    shown = answer
-    if draw.random() >= options['correct']:
-      shown = _slip(a, op, b, answer, draw)
-    made.append(
-      {
-        'prompt': [{'role': 'user', 'content': f'{a}{op}{b}='}],
-        'completion': [{'role': 'assistant', 'content': str(shown)}],
-        'answer': str(answer),
-      })
-  if not made:
-    raise InputError(
-      f'generated:arithmetic: no {split} problems with operands up to {top}')
-  return made
+    raise InputError(f'generated:{name}: max and size must be positive')
+  return top
+
+
+def _asked(a, op, b):
+  return {'prompt': [{'role': 'user', 'content': f'{a}{op}{b}='}]}
+
+
+def _said(number):
+  return [{'role': 'assistant', 'content': str(number)}]
+
+
+def _places(number):
+  """25 -> [20, 5]; 0 -> [0]."""
+  digits = str(number)
+  parts = [int(d) * 10 ** (len(digits) - n) for n, d in enumerate(digits, 1)]
+  return [p for p in parts if p] or [0]
 
 
 def _problems(top, ops, split, size, draw):

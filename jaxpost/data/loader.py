@@ -10,6 +10,7 @@ import queue
 import threading
 
 import grain
+import jax
 import numpy as np
 
 from jaxpost.data import packing as packing_lib
@@ -18,20 +19,49 @@ from jaxpost.errors import InputError
 _OVERLONG = ('truncate', 'drop', 'error')
 
 
-def order(num_rows, seed, shuffle=True):
+def order(num_rows, seed, shuffle=True, sizes=(), weights=()):
   """The endless global order: `order(...)[i]` is the row of document i.
 
-  Every epoch holds each row once, in an order of its own.
+  Every epoch holds each row once, in an order of its own. With `weights` the
+  sources, of `sizes` rows one after the other, are each endless in this way,
+  and mixed evenly, each with its share of the documents.
   """
   if num_rows < 1:
     raise InputError('the data holds no rows')
-  rows = grain.MapDataset.range(num_rows)
-  if shuffle:
+  if not weights:
+    return _endless(0, num_rows, seed if shuffle else None)
+  if len(sizes) != len(weights) or sum(sizes) != num_rows:
+    raise ValueError(f'{num_rows} rows are not {sizes}, of {len(weights)}')
+  starts = np.append(0, np.cumsum(sizes)).tolist()
+  mixed = [
+    _endless(a, b, (seed, n) if shuffle else None)
+    for n, (a, b) in enumerate(zip(starts, starts[1:]))]
+  return grain.MapDataset.mix(mixed, weights=_shares(weights).tolist())
+
+
+def _endless(start, stop, seed):
+  rows = grain.MapDataset.range(start, stop)
+  if seed is not None:
     # grain adds the epoch to the seed; spread, so that the second epoch of
     # one seed is not the first of the next.
     spread = np.random.SeedSequence(seed).generate_state(1)[0]
     rows = rows.shuffle(seed=int(spread))
   return rows.repeat()
+
+
+def _shares(weights):
+  return np.asarray(weights, np.float64) / np.sum(weights)
+
+
+def meaning_of_mixture(sizes, weights):
+  """What a saved position must agree with besides the rest: ints."""
+  if not weights:
+    return {}
+  parts = np.rint(_shares(weights) * 1e6).astype(int).tolist()
+  return {
+    **{f'rows_of_source_{n}': int(size) for n, size in enumerate(sizes)},
+    **{f'weight_ppm_of_source_{n}': part for n, part in enumerate(parts)},
+  }
 
 
 class PackedStream:
@@ -40,17 +70,19 @@ class PackedStream:
   Batches are built ahead in a thread; `state()` speaks of the batch handed
   out last. info: `packing_efficiency` (real tokens / slots), `tokens` (real),
   `documents`, `truncated`, `dropped` (of the windows this batch opened),
-  `epochs` (of documents behind the stream once this batch is used).
+  `epochs` (of documents behind the stream once this batch is used), and of
+  several sources the documents of each, `data/<n>/documents` from 0.
   """
 
   def __init__(
       self, examples_fn, num_rows, *, batch_size, row_length, seed,
       shuffle=True, window=0, packing=True, overlong='truncate', prefetch=2,
-      where=None):
+      where=None, per='token', sizes=(), weights=()):
     """See the class.
 
     Args:
-      examples_fn: row number -> Example; pure, called in the thread.
+      examples_fn: row number -> Example, or None if there is none to be had
+        (counted as dropped); pure, called in the thread.
       num_rows: rows of the data.
       batch_size: B.
       row_length: T.
@@ -62,6 +94,8 @@ class PackedStream:
         or 'error'. A document left with nothing to train on is dropped.
       prefetch: batches built ahead.
       where: row number -> its place, for errors.
+      per: what weights are divided by, see `packing.to_batch`.
+      sizes, weights: rows and weight of each source, see `order`.
     """
     if overlong not in _OVERLONG:
       raise InputError(
@@ -71,7 +105,7 @@ class PackedStream:
         f'batch_size={batch_size} must be at least 1 and'
         f' row_length={row_length} at least 2')
     self._examples_fn = examples_fn
-    self._order = order(num_rows, seed, shuffle)
+    self._order = order(num_rows, seed, shuffle, sizes, weights)
     self._num_rows = num_rows
     self._batch_size = batch_size
     self._row_length = row_length
@@ -79,6 +113,8 @@ class PackedStream:
     self._overlong = overlong
     self._prefetch = max(prefetch, 1)
     self._where = where or (lambda row: f'row {row}')
+    self._per = per
+    self._stops = np.cumsum(sizes) if len(sizes) > 1 else ()
     self._window = window or self._choose_window()
     self._seed = seed
     # What gives (window, row) its meaning; a state from another is refused.
@@ -90,6 +126,7 @@ class PackedStream:
       'packing': int(packing),
       'overlong': _OVERLONG.index(overlong),
       'window_size': self._window,
+      **meaning_of_mixture(sizes, weights),
     }
     self._position = (0, 0)
     self._queue = self._thread = self._stopped = None
@@ -149,11 +186,9 @@ class PackedStream:
   def _choose_window(self):
     if not self._packing:
       return min(self._num_rows, 256)
-    some = [
-      len(self._examples_fn(self._order[i]).tokens)
-      for i in range(min(64, self._num_rows))
-    ]
-    mean = min(max(np.mean(some), 1), self._row_length)
+    found = map(self._example, range(min(64, self._num_rows)))
+    some = [len(example.tokens) for _, example in found if example]
+    mean = min(max(np.mean(some), 1), self._row_length) if some else 1
     return int(np.clip(64 * self._row_length / mean, 64, 1 << 16))
 
   def _batches(self, window, row):
@@ -183,49 +218,66 @@ class PackedStream:
       window, row = window + 1, 0
 
   def _finish(self, rows, counts, documents):
-    batch = packing_lib.to_batch(rows, self._row_length, self._batch_size)
+    examples = [[example for _, example in row] for row in rows]
+    batch = packing_lib.to_batch(
+      examples, self._row_length, self._batch_size, per=self._per)
     real = int((batch.segment_ids > 0).sum())
+    sources = np.searchsorted(
+      self._stops, [number for row in rows for number, _ in row], 'right')
     info = {
       'packing_efficiency': real / batch.tokens.size,
       'tokens': real,
       'documents': sum(map(len, rows)),
       'epochs': documents / self._num_rows,
       **counts,
+      **{f'data/{n}/documents': int((sources == n).sum())
+         for n in range(len(self._stops))},
     }
     return batch, info
 
+  def _example(self, i):
+    """(row, Example or None) of document i of the stream."""
+    row = self._order[i]
+    return row, self._examples_fn(row)
+
   def _packed_window(self, window):
-    """The rows (lists of Examples) of a window, and what was cut or left."""
+    """The rows of a window, lists of (row number, Example), and counts.
+
+    The counts are of documents that were cut, and that were left out.
+    """
+    numbers = [
+      self._order[i]
+      for i in range(window * self._window, (window + 1) * self._window)]
+    # In the order of the files, where reading is cheap.
+    made = {row: self._examples_fn(row) for row in sorted(set(numbers))}
     kept, counts = [], {'truncated': 0, 'dropped': 0}
-    for i in range(window * self._window, (window + 1) * self._window):
-      row = self._order[i]
-      example = self._examples_fn(row)
-      length = len(example.tokens)
-      if length > self._row_length:
-        if self._overlong == 'error':
-          raise InputError(
-            f'{self._where(row)}: has {length} tokens, row_length is'
-            f" {self._row_length}; raise it or set overlong='truncate' or"
-            " 'drop'")
-        if self._overlong == 'drop':
-          counts['dropped'] += 1
-          continue
-        example = type(example)(
-          example.tokens[: self._row_length],
-          example.loss_mask[: self._row_length],
-        )
-      if not example.loss_mask[1:].any():
+    for row in numbers:
+      example = fitted = made[row]
+      if example is not None and len(example.tokens) > self._row_length:
+        fitted = self._fitted(row, example)
+      if fitted is None or not fitted.trained.any():
         counts['dropped'] += 1
         continue
-      counts['truncated'] += length > self._row_length
-      kept.append(example)
+      counts['truncated'] += fitted is not example
+      kept.append((row, fitted))
     if not self._packing:
-      return [[example] for example in kept], counts
-    lengths = [len(example.tokens) for example in kept]
+      return [[document] for document in kept], counts
+    lengths = [len(example.tokens) for _, example in kept]
     rows = packing_lib.pack(lengths, self._row_length)
     # Packing sorts by length; training must not.
     mixed = np.random.default_rng((self._seed, window)).permutation(len(rows))
     return [[kept[i] for i in rows[r]] for r in mixed], counts
+
+  def _fitted(self, row, example):
+    """An over-long Example cut to a row, or None to leave it out."""
+    if self._overlong == 'error':
+      raise InputError(
+        f'{self._where(row)}: has {len(example.tokens)} tokens, row_length is'
+        f" {self._row_length}; raise it or set overlong='truncate' or"
+        " 'drop'")
+    if self._overlong == 'drop':
+      return None
+    return example.cut(self._row_length)
 
 
 def _fill(batches, out, stopped):
@@ -248,25 +300,26 @@ def _put(out, item, stopped):
   return False
 
 
-def eval_batches(examples, batch_size, row_length):
+def eval_batches(examples, batch_size, row_length, per='token'):
   """Each example once, as a list of Batches [batch_size, row_length].
 
-  The last batch is filled with empty rows. `loss_weights` hold the plain
-  mask (0 or 1), so that sums over batches can be divided by the whole count.
-  Examples above `row_length` are cut to it, and count nothing where only
-  their prompt is left.
+  The last batch is filled with empty rows. Weights are divided by a figure of
+  all batches together, so that sums over batches are means; `per` as in
+  training. Examples above `row_length` are cut to it, and count nothing where
+  only their prompt is left.
   """
-  cut = [
-    type(e)(e.tokens[:row_length], e.loss_mask[:row_length]) for e in examples
-  ]
-  if not any(e.loss_mask[1:].any() for e in cut):
+  given = [e for e in examples if e is not None]
+  cut = [c for e in given if (c := e.cut(row_length)) is not None]
+  if not any(e.trained.any() for e in cut):
     raise InputError(
-      f'evaluation: none of the {len(cut)} documents has a trained token'
+      f'evaluation: none of the {len(given)} documents has a trained token'
       f' within {row_length} tokens')
   rows = packing_lib.pack([len(e.tokens) for e in cut], row_length)
-  filled = [[cut[i] for i in row] for row in rows]
+  whole = packing_lib.to_batch(
+    [[cut[i] for i in row] for row in rows], row_length,
+    -(-len(rows) // batch_size) * batch_size, per=per)
+  take = lambda n: lambda x: x[n : n + batch_size]
   return [
-    packing_lib.to_batch(
-      filled[n : n + batch_size], row_length, batch_size, normalise=False)
-    for n in range(0, len(filled), batch_size)
+    jax.tree.map(take(n), whole)
+    for n in range(0, len(whole.tokens), batch_size)
   ]

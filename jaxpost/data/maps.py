@@ -4,12 +4,31 @@ Each takes a row (dict) and returns one. A row that has a `prompt` or a `text`
 already is returned as it is, so that other data can take a recipe's place.
 """
 
+import json
 import re
 
+from jaxpost.errors import InputError
+
+_ROLES = {
+  'system': 'system',
+  'human': 'user',
+  'user': 'user',
+  'gpt': 'assistant',
+  'assistant': 'assistant',
+  'chatgpt': 'assistant',
+  'model': 'assistant',
+  'tool': 'tool',
+  'observation': 'tool',
+  'function_response': 'tool',
+  'function_call': 'assistant',
+}
 _CALCULATOR = re.compile('<<[^<>]*>>')
 _INSTRUCTION = (
   'Solve the problem step by step. End with the answer alone, as a number,'
   " on a line of its own: '#### answer'."
+)
+_BOXED = (
+  'Solve the problem step by step. End with the answer alone in \\boxed{}.'
 )
 
 
@@ -30,6 +49,74 @@ def gsm8k(row):
   }
 
 
+def math(row):
+  """MATH: problem, answer (and solution) -> a chat, its completion, answer.
+
+  Rows without an answer are dropped.
+  """
+  if 'prompt' in row:
+    return row
+  if not (row['answer'] or '').strip():
+    return None
+  asked = f'{row["problem"].strip()}\n\n{_BOXED}'
+  found = {'prompt': [{'role': 'user', 'content': asked}]}
+  if row.get('solution'):
+    found['completion'] = [{'role': 'assistant', 'content': row['solution']}]
+  return {**found, 'answer': row['answer']}
+
+
+def hh_rlhf(row):
+  """Anthropic's hh-rlhf: chosen and rejected as texts -> as conversations.
+
+  The messages that both share become the prompt where they are rendered. A
+  pair with an empty answer is dropped.
+  """
+  sides = {n: _dialogue(row[n], n) for n in ('chosen', 'rejected')}
+  if not all(messages[-1]['content'] for messages in sides.values()):
+    return None
+  return {**row, **sides}
+
+
+def ultrafeedback(row):
+  """UltraFeedback (binarized): prompt, chosen, rejected -> chats.
+
+  chosen and rejected are whole conversations, or texts, and prompt their
+  first turn as text. `score_chosen` and `score_rejected` stay, for a margin.
+  """
+  prompt, sides = row['prompt'], {}
+  if isinstance(prompt, str):
+    prompt = [{'role': 'user', 'content': prompt}]
+  for name in 'chosen', 'rejected':
+    side = row[name]
+    if isinstance(side, str):
+      side = [{'role': 'assistant', 'content': side}]
+    elif side and side[0]['role'] != 'assistant':
+      if [m['content'] for m in side[: len(prompt)]] != [
+        m['content'] for m in prompt]:
+        raise ValueError(f'{name} does not begin with the prompt')
+      side = side[len(prompt) :]
+    sides[name] = side
+  return {**row, 'prompt': prompt, **sides}
+
+
+def _dialogue(text, name):
+  """'\n\nHuman: a\n\nAssistant: b' -> messages; turns of one role in a row
+  are one message."""
+  _, *parts = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
+  if not parts or parts[0] != 'Human':
+    raise ValueError(f"{name} does not begin with '\\n\\nHuman:'")
+  messages = []
+  for who, said in zip(parts[::2], parts[1::2]):
+    role = 'user' if who == 'Human' else 'assistant'
+    if messages and messages[-1]['role'] == role:
+      messages[-1]['content'] += f'\n\n{said.strip()}'
+    else:
+      messages.append({'role': role, 'content': said.strip()})
+  if messages[-1]['role'] != 'assistant':
+    raise ValueError(f'{name} does not end with a turn of the assistant')
+  return messages
+
+
 def text(row):
   """prompt and completion, or messages -> text: contents, joined as they are.
 
@@ -48,3 +135,80 @@ def _joined(part):
   if isinstance(part, str):
     return part
   return ''.join(message['content'] for message in part)
+
+
+def sharegpt(row, where='the row'):
+  """conversations (from, value) -> messages, or prompt, chosen and rejected.
+
+  Rows read by `sources` are mapped so without being asked; chosen and rejected
+  may be one turn each, as LLaMA-Factory's are.
+  """
+  if 'conversations' not in row:
+    return row
+  turns = row['conversations']
+  if not isinstance(turns, list):
+    raise InputError(f'{where}: conversations: must be a list of turns')
+  messages = [
+    _turn(turn, f'{where}: conversations[{n}]') for n, turn in enumerate(turns)
+  ]
+  if row.get('system'):
+    messages = [{'role': 'system', 'content': row['system']}, *messages]
+  kept = {k: v for k, v in row.items() if k not in ('conversations', 'system')}
+  if isinstance(row.get('chosen'), dict):
+    for side in ('chosen', 'rejected'):
+      kept[side] = [_turn(row.get(side), f'{where}: {side}')]
+    return {**kept, 'prompt': messages}
+  return {**kept, 'messages': messages}
+
+
+def _turn(turn, where):
+  if not isinstance(turn, dict) or not {'from', 'value'} <= set(turn):
+    raise InputError(f'{where}: must be an object with from and value')
+  role = turn['from']
+  if role not in _ROLES:
+    raise InputError(
+      f'{where}.from: {role!r} is none of {", ".join(_ROLES)}')
+  message = {'role': _ROLES[role], 'content': turn['value']}
+  if role != 'function_call':
+    return message
+  try:
+    call = json.loads(turn['value'])
+  except (ValueError, TypeError) as error:
+    raise InputError(f'{where}.value: bad JSON: {error}') from error
+  calls = call if isinstance(call, list) else [call]
+  if not all(isinstance(c, dict) and 'name' in c for c in calls):
+    raise InputError(f'{where}.value: a function call needs a name')
+  return {
+    'role': 'assistant',
+    'content': '',
+    'tool_calls': [{'type': 'function', 'function': c} for c in calls],
+  }
+
+
+def alpaca(row, where='the row'):
+  """instruction, input, output (and system) -> prompt and completion as chats.
+
+  Rows read by `sources` are mapped so without being asked.
+  """
+  if 'prompt' in row:
+    return row
+  for column in ('instruction', 'input', 'output', 'system'):
+    if not isinstance(row.get(column) or '', str):
+      raise InputError(
+        f'{where}: {column}: is a {type(row[column]).__name__}, must be a'
+        ' string')
+  if not row['instruction'] or row['output'] is None:
+    empty = 'output' if row['instruction'] else 'instruction'
+    raise InputError(f'{where}: {empty}: is empty')
+  asked = row['instruction']
+  if row.get('input'):
+    asked += '\n\n' + row['input']
+  prompt = [{'role': 'user', 'content': asked}]
+  if row.get('system'):
+    prompt = [{'role': 'system', 'content': row['system']}, *prompt]
+  used = ('instruction', 'input', 'output', 'system')
+  return {
+    **{k: v for k, v in row.items() if k not in used},
+    'prompt': prompt,
+    'completion': [{'role': 'assistant', 'content': row['output']}],
+  }

@@ -1,8 +1,12 @@
 """Streams of tokenised prompts for samplers.
 
 P tokens of a prompt. Prompt number i of a run is a pure function of the seed
-and i, so a position is one global index.
+and i, so a position is one global index. Prompts of rows that are read lazily
+are made when they are reached; others all at the start.
 """
+
+import bisect
+import itertools
 
 from jaxpost import types
 from jaxpost.data import chat
@@ -14,7 +18,8 @@ class PromptStream:
   """An endless iterator of (tuple of Prompt, info), resumable at each step.
 
   Attributes:
-    skipped: rows left out because their prompt is over-long.
+    skipped: rows left out because their prompt is over-long, or that a lazily
+      read source dropped; of lazily read rows, those reached so far.
   """
 
   def __init__(
@@ -36,55 +41,103 @@ class PromptStream:
     """
     if per_step < 1:
       raise InputError(f'per_step={per_step} must be at least 1')
-    self._prompts = []
+    self._rows, self._tokenizer = rows, tokenizer
+    self._longest = max_prompt_length
+    self._system_prompt, self._thinking = system_prompt, enable_thinking
     self.skipped = 0
-    longest = 0
-    for n in range(len(rows)):
-      row, where = rows[n], rows.where(n)
-      prompt = chat.prompt_of(row, where, system_prompt)
-      tokens = chat.encode_prompt(
-        tokenizer, prompt, row, where, enable_thinking)
-      longest = max(longest, len(tokens))
-      if len(tokens) > max_prompt_length:
-        self.skipped += 1
-        continue
-      columns = {k: v for k, v in row.items() if k != 'prompt'}
-      self._prompts.append((tokens, prompt, columns))
-    if not self._prompts:
-      raise InputError(
-        f'{rows.name}: all {self.skipped} prompts are longer than'
-        f' max_prompt_length={max_prompt_length}; the longest has {longest}'
-        ' tokens')
-    self._order = loader.order(len(self._prompts), seed, shuffle)
+    # Without streaming, the prompts of all rows that fit, by number.
+    self._prompts, sizes = None, rows.sizes
+    if not rows.streaming:
+      self._prompts, sizes = self._read_all()
+    self._num_prompts = len(rows) if rows.streaming else len(self._prompts)
+    self._order = loader.order(
+      self._num_prompts, seed, shuffle, sizes, rows.weights)
     self._per_step = per_step
     self._index = 0
     self._meaning = {
-      'num_prompts': len(self._prompts),
+      'num_prompts': self._num_prompts,
       'seed': seed,
       'shuffle': int(shuffle),
+      **loader.meaning_of_mixture(sizes, rows.weights),
     }
+
+  def _read_all(self):
+    """[(tokens, prompt, columns)] that fit, and how many of each source."""
+    rows, found, longest = self._rows, [], 0
+    sizes = [0] * len(rows.sizes)
+    stops = list(itertools.accumulate(rows.sizes))
+    for n in range(len(rows)):
+      tokens, prompt, columns = self._read(n)
+      longest = max(longest, len(tokens))
+      if len(tokens) > self._longest:
+        self.skipped += 1
+        continue
+      found.append((tokens, prompt, columns))
+      sizes[bisect.bisect_right(stops, n)] += 1
+    if not found or rows.weights and not all(sizes):
+      of = '' if not found else f' of source {sizes.index(0)}'
+      raise InputError(
+        f'{rows.name}: all {self.skipped} prompts{of} are longer than'
+        f' max_prompt_length={self._longest}; the longest has {longest}'
+        ' tokens')
+    return found, tuple(sizes)
+
+  def _read(self, n):
+    """(tokens, prompt, other columns) of a row, or None if it was dropped."""
+    row, where = self._rows[n], self._rows.where(n)
+    if row is None:
+      return None
+    prompt = chat.prompt_of(row, where, self._system_prompt)
+    tokens = chat.encode_prompt(
+      self._tokenizer, prompt, row, where, self._thinking)
+    return tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'}
 
   @property
   def lengths(self):
-    """Tokens of each prompt of an epoch, unordered."""
+    """Tokens of each prompt of an epoch, unordered.
+
+    Of lazily read rows, lengths of all orders up to the longest allowed.
+    """
+    if self._prompts is None:
+      powers = range(self._longest.bit_length())
+      return [*(1 << n for n in powers), self._longest]
     return [len(tokens) for tokens, _, _ in self._prompts]
 
   def __len__(self):
-    """Prompts of one epoch."""
-    return len(self._prompts)
+    """Prompts of one epoch; of lazily read rows, with those to be skipped."""
+    return self._num_prompts
 
   def __iter__(self):
     return self
 
   def __next__(self):
-    prompts = tuple(self.prompt(self._index + n) for n in range(self._per_step))
-    self._index += self._per_step
-    epochs = self._index / len(self._prompts)
-    return prompts, {'epochs': epochs, 'skipped': self.skipped}
+    prompts, barren = [], 0
+    while len(prompts) < self._per_step:
+      prompt = self.prompt(self._index)
+      self._index += 1
+      if prompt is not None:
+        prompts.append(prompt)
+        barren = 0
+        continue
+      self.skipped += 1
+      barren += 1
+      if barren >= self._num_prompts:
+        raise InputError(
+          f'{self._rows.name}: none of the {self._num_prompts} prompts is kept'
+          f' and within max_prompt_length={self._longest} tokens')
+    epochs = self._index / self._num_prompts
+    return tuple(prompts), {'epochs': epochs, 'skipped': self.skipped}
 
   def prompt(self, index):
-    """The Prompt of a global index."""
-    tokens, prompt, columns = self._prompts[self._order[index]]
+    """The Prompt of a global index; None if a lazily read row is skipped."""
+    number = self._order[index]
+    if self._prompts is not None:
+      tokens, prompt, columns = self._prompts[number]
+    else:
+      found = self._read(number)
+      if found is None or len(found[0]) > self._longest:
+        return None
+      tokens, prompt, columns = found
     return types.Prompt(
       index=index, tokens=tokens, prompt=prompt, columns=columns)
 

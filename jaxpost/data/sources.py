@@ -4,12 +4,15 @@
     read('openai/gsm8k:main/train.parquet') read('generated:arithmetic:max=9')
 
 Columns are TRL's: `text`; `messages`; `prompt` + `completion`; `prompt` +
-`chosen` + `rejected`; ... Sharegpt and alpaca rows are mapped to them.
+`chosen` + `rejected`; ... Sharegpt and alpaca rows are mapped to them. With
+`streaming` rows are read when they are asked for.
 """
 
+import bisect
 import collections.abc
 import difflib
-import json
+import itertools
+import math
 import re
 
 from etils import epath
@@ -18,21 +21,10 @@ from jaxpost import imports
 from jaxpost.data import files
 from jaxpost.data import generated
 from jaxpost.data import hub
+from jaxpost.data import lazy
+from jaxpost.data import maps
 from jaxpost.errors import InputError
 
-_SHAREGPT_ROLES = {
-  'system': 'system',
-  'human': 'user',
-  'user': 'user',
-  'gpt': 'assistant',
-  'assistant': 'assistant',
-  'chatgpt': 'assistant',
-  'model': 'assistant',
-  'tool': 'tool',
-  'observation': 'tool',
-  'function_response': 'tool',
-  'function_call': 'assistant',
-}
 _SPLIT_WORDS = {
   'train': 'train',
   'training': 'train',
@@ -52,7 +44,13 @@ class Rows(collections.abc.Sequence):
   Attributes:
     name: what was read.
     dropped: rows for which the map function returned None.
+    sizes: rows of each source, in their order.
+    weights: share of each source in the documents, () for that of its size.
+    streaming: rows are read when asked for, and None where the map drops one.
   """
+
+  streaming = False
+  weights = ()
 
   def __init__(self, name, rows, places, dropped=0):
     self.name = name
@@ -68,12 +66,126 @@ class Rows(collections.abc.Sequence):
       return Rows(self.name, self._rows[i], self._places[i])
     return self._rows[i]
 
+  @property
+  def sizes(self):
+    return (len(self),)
+
   def where(self, i):
     """'file.jsonl:12' (a line, from 1) or 'file.parquet[12]' (from 0)."""
     return files.where(*self._places[i])
 
 
-def read(path, columns='', map_fn=None, fake_rows=None):
+class Chain(collections.abc.Sequence):
+  """Sources one after the other, with the attributes of `Rows`."""
+
+  def __init__(self, name, parts, weights=(), streaming=False):
+    self.name = name
+    self.weights = tuple(weights)
+    self.streaming = streaming
+    self.sizes = tuple(len(part) for part in parts)
+    self.dropped = sum(part.dropped for part in parts)
+    self._parts = parts
+    self._stops = list(itertools.accumulate(self.sizes))
+
+  def __len__(self):
+    return self._stops[-1]
+
+  def __getitem__(self, i):
+    part, n = self._find(i)
+    return part[n]
+
+  def where(self, i):
+    """As `Rows.where`."""
+    part, n = self._find(i)
+    return part.where(n)
+
+  def _find(self, i):
+    number = range(len(self))[i]
+    part = bisect.bisect_right(self._stops, number)
+    return self._parts[part], number - self._stops[part] + self.sizes[part]
+
+
+class Lazy(collections.abc.Sequence):
+  """Rows of one source read one by one; `prepare` makes them ours."""
+
+  streaming = True
+  weights = ()
+  dropped = 0  # counted where they are reached
+
+  def __init__(self, name, opened, prepare):
+    self.name = name
+    self._opened = Chain(name, opened)
+    self._prepare = prepare
+
+  def __len__(self):
+    return len(self._opened)
+
+  def __getitem__(self, i):
+    return self._prepare(self._opened[i], self.where(i))
+
+  @property
+  def sizes(self):
+    return (len(self),)
+
+  def where(self, i):
+    """As `Rows.where`."""
+    return self._opened.where(i)
+
+
+def read_sources(path, columns='', map_fn=None, weights=(), streaming=False):
+  """The rows of one source, or of several one after the other.
+
+  Args:
+    path: what `read` takes, several as a tuple or with ' + ' between.
+    columns, map_fn: as in `read`; one for all or one each, as `path`.
+    weights: share of each source in the documents of a run, in any unit; ()
+      gives each the share of its size.
+    streaming: as in `read`.
+  """
+  paths = _each(path)
+  if not paths or '' in paths:
+    raise InputError(f'data: {path!r}: names no source where one should be')
+  columns = _for_all(columns, paths, 'columns')
+  maps_ = _for_all(map_fn, paths, 'map')
+  weights = tuple(weights)
+  if weights and len(weights) != len(paths):
+    raise InputError(
+      f'data: {len(weights)} weights for {len(paths)} sources; give one each')
+  for path, weight in zip(paths, weights):
+    if not 0 < weight < math.inf:
+      raise InputError(
+        f'data: the weight of {path} is {weight:g}; it must be above 0 (leave'
+        ' a source out that is not wanted)')
+  parts = [
+    read(p, c, m or None, streaming=streaming)
+    for p, c, m in zip(paths, columns, maps_)]
+  if len(parts) == 1:
+    return parts[0]
+  return Chain(' + '.join(paths), parts, weights, streaming)
+
+
+def _each(value):
+  """'a + b', or a tuple -> list."""
+  if isinstance(value, (tuple, list)):
+    return list(map(str, value))
+  return [part.strip() for part in str(value).split(' + ')]
+
+
+def _for_all(value, paths, what):
+  if value is None or callable(value):
+    return [value] * len(paths)
+  if isinstance(value, str):
+    value = _each(value)
+  if len(value) == 1:
+    return list(value) * len(paths)
+  if value and len(value) != len(paths):
+    raise InputError(
+      f'data: {len(value)} {what} for {len(paths)} sources; give one for all'
+      ' or one each')
+  return list(value) or [''] * len(paths)
+
+
+def read(path, columns='', map_fn=None, fake_rows=None, streaming=False):
   """All rows of a source.
 
   Args:
@@ -86,30 +198,47 @@ def read(path, columns='', map_fn=None, fake_rows=None):
     map_fn: row -> row or None (drop it), or its import path; sees the renamed
       columns.
     fake_rows: rows to use instead of reading the path, which only names them.
+    streaming: read each row when it is asked for, from .jsonl, .parquet or
+      .array_record, for data larger than memory.
   """
-  if fake_rows is not None:
-    numbered = ((n, row) for n, row in enumerate(fake_rows))
-    found = [(f'{path}[', numbered)]
-  else:
-    found = _open(str(path))
   renames = _parse_columns(columns)
   if map_fn is not None:
     map_fn = imports.load_callable(map_fn, 'map_fn')
+
+  def prepare(row, where):
+    if not isinstance(row, dict):
+      raise InputError(
+        f'{where}: the row is a {type(row).__name__}, must be an object')
+    row = _rename(row, renames, where) if renames else row
+    if map_fn is not None:
+      row = _mapped(map_fn, row, where)
+    return row if row is None else _recognise(row, where)
+
+  if fake_rows is not None:
+    found = [(f'{path}[', enumerate(fake_rows))]
+  elif str(path).startswith('generated:'):
+    _, name, *options = str(path).split(':', 2)
+    made = generated.rows(name, ''.join(options))
+    found = [(f'{path}[', enumerate(made))]
+  elif streaming:
+    rows = Lazy(str(path), lazy.open_files(_find(str(path))), prepare)
+    if not len(rows):
+      raise InputError(f'{path}: holds no rows')
+    return rows
+  else:
+    found = [files.open_file(*file) for file in _find(str(path))]
+  return _read_all(path, found, prepare)
+
+
+def _read_all(path, found, prepare):
   rows, places, dropped = [], [], 0
   for prefix, numbered in found:
     for number, row in numbered:
-      where = files.where(prefix, number)
-      if not isinstance(row, dict):
-        raise InputError(
-          f'{where}: the row is a {type(row).__name__}, must be an object')
-      if renames:
-        row = _rename(row, renames, where)
-      if map_fn is not None:
-        row = _mapped(map_fn, row, where)
-        if row is None:
-          dropped += 1
-          continue
-      rows.append(_recognise(row, where))
+      row = prepare(row, files.where(prefix, number))
+      if row is None:
+        dropped += 1
+        continue
+      rows.append(row)
       places.append((prefix, number))
   if not rows and dropped:
     raise InputError(f'{path}: map_fn dropped all {dropped} rows')
@@ -118,18 +247,14 @@ def read(path, columns='', map_fn=None, fake_rows=None):
   return Rows(str(path), rows, places, dropped)
 
 
-def _open(path):
-  """[(prefix of where, iterator of (number, row))] of a source."""
-  if path.startswith('generated:'):
-    _, name, *options = path.split(':', 2)
-    made = generated.rows(name, ''.join(options))
-    return [(f'{path}[', enumerate(made))]
+def _find(path):
+  """[(path, what to call it)] of the files of a source."""
   local = epath.Path(path).expanduser()
   if local.exists():
-    return _open_local(local, path, '')
+    return _find_local(local, path, '')
   folder, _, split = path.rpartition(':')
   if folder and epath.Path(folder).expanduser().is_dir():
-    return _open_local(epath.Path(folder).expanduser(), folder, split)
+    return _find_local(epath.Path(folder).expanduser(), folder, split)
   named = hub.parse(path)
   if named is None or (files.kind(path) and not named[2]):
     raise _missing(local, path)
@@ -138,13 +263,13 @@ def _open(path):
   found = epath.Path(
     hub.download(repo, 'dataset', revision, file if whole else ''))
   if whole:
-    return [files.open_file(found, path)]
-  return _open_local(found, path, file)
+    return [(found, path)]
+  return _find_local(found, path, file)
 
 
-def _open_local(local, path, split):
+def _find_local(local, path, split):
   if not local.is_dir():
-    return [files.open_file(local, path)]
+    return [(local, path)]
   if (local / 'dataset_dict.json').exists():
     names = files.load_json(local / 'dataset_dict.json').get('splits', [])
     split = _choose(split, names, path)
@@ -165,7 +290,7 @@ def _open_local(local, path, split):
     raise InputError(
       f'{path}: no data in this folder ({", ".join(files.KINDS)}); it has'
       f' {there or "nothing"}')
-  return [files.open_file(f, str(f)) for f in found]
+  return [(f, str(f)) for f in found]
 
 
 def _choose(split, names, path):
@@ -228,6 +353,8 @@ def _rename(row, renames, where):
 def _mapped(map_fn, row, where):
   try:
     made = map_fn(dict(row))
+  except InputError as error:
+    raise InputError(f'{where}: {error}') from error
   except (LookupError, TypeError, ValueError, AttributeError) as error:
     raise InputError(
       f'{where}: map_fn raised {type(error).__name__}: {error}; the row has'
@@ -243,73 +370,9 @@ def _mapped(map_fn, row, where):
 def _recognise(row, where):
   """Sharegpt and alpaca rows in TRL's columns, others as they are."""
   if 'conversations' in row and not {'messages', 'prompt'} & set(row):
-    return _from_sharegpt(row, where)
+    return maps.sharegpt(row, where)
   if {'instruction', 'output'} <= set(row) and not (
     {'messages', 'prompt', 'completion'} & set(row)
   ):
-    return _from_alpaca(row, where)
+    return maps.alpaca(row, where)
   return row
-
-
-def _from_sharegpt(row, where):
-  turns = row['conversations']
-  if not isinstance(turns, list):
-    raise InputError(f'{where}: conversations: must be a list of turns')
-  messages = [
-    _turn(turn, f'{where}: conversations[{n}]') for n, turn in enumerate(turns)
-  ]
-  if row.get('system'):
-    messages = [{'role': 'system', 'content': row['system']}, *messages]
-  kept = {k: v for k, v in row.items() if k not in ('conversations', 'system')}
-  if isinstance(row.get('chosen'), dict):
-    for side in ('chosen', 'rejected'):
-      kept[side] = [_turn(row.get(side), f'{where}: {side}')]
-    return {**kept, 'prompt': messages}
-  return {**kept, 'messages': messages}
-
-
-def _turn(turn, where):
-  if not isinstance(turn, dict) or not {'from', 'value'} <= set(turn):
-    raise InputError(f'{where}: must be an object with from and value')
-  role = turn['from']
-  if role not in _SHAREGPT_ROLES:
-    raise InputError(
-      f'{where}.from: {role!r} is none of {", ".join(_SHAREGPT_ROLES)}')
-  message = {'role': _SHAREGPT_ROLES[role], 'content': turn['value']}
-  if role != 'function_call':
-    return message
-  try:
-    call = json.loads(turn['value'])
-  except (ValueError, TypeError) as error:
-    raise InputError(f'{where}.value: bad JSON: {error}') from error
-  calls = call if isinstance(call, list) else [call]
-  if not all(isinstance(c, dict) and 'name' in c for c in calls):
-    raise InputError(f'{where}.value: a function call needs a name')
-  return {
-    'role': 'assistant',
-    'content': '',
-    'tool_calls': [{'type': 'function', 'function': c} for c in calls],
-  }
-
-
-def _from_alpaca(row, where):
-  for column in ('instruction', 'input', 'output', 'system'):
-    if not isinstance(row.get(column) or '', str):
-      raise InputError(
-        f'{where}: {column}: is a {type(row[column]).__name__}, must be a'
-        ' string')
-  if not row['instruction'] or row['output'] is None:
-    empty = 'output' if row['instruction'] else 'instruction'
-    raise InputError(f'{where}: {empty}: is empty')
-  asked = row['instruction']
-  if row.get('input'):
-    asked += '\n\n' + row['input']
-  prompt = [{'role': 'user', 'content': asked}]
-  if row.get('system'):
-    prompt = [{'role': 'system', 'content': row['system']}, *prompt]
-  used = ('instruction', 'input', 'output', 'system')
-  return {
-    **{k: v for k, v in row.items() if k not in used},
-    'prompt': prompt,
-    'completion': [{'role': 'assistant', 'content': row['output']}],
-  }

@@ -1,44 +1,235 @@
-"""Advantages of groups of completions. Legend: N prompts, G samples of each.
+"""Advantages of completions, and what is decided from rewards on the host.
 
-Host arrays (numpy): they are a few kilobytes per step, computed once for the
-global batch and never inside a micro-batch.
+Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens.
+Sequence s answers prompt s // G. Masks are over trained tokens; what a mask
+leaves out (tool output, padding, samples without a reward) comes out as 0.
+
+Host arrays (numpy, float64 inside): they are a few kilobytes per step,
+computed once for the global batch and never inside a micro-batch.
 """
 
 import numpy as np
 
 
-def group_relative(rewards, valid, *, scale: bool = True, eps: float = 1e-6):
+def same_shape(what: str, rank: int | None, *arrays):
+  """ValueError unless all have one shape, and `rank` axes if that is given.
+
+  `what` names arrays and axes in the message, such as 'rewards, valid [N, G]'.
+  """
+  shapes = [np.shape(a) for a in arrays]
+  if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):
+    raise ValueError(f'{what}: shapes are {", ".join(map(str, shapes))}')
+
+
+def group_relative(rewards, valid, *, scale: bool | str = True,
+                   eps: float = 1e-6, singleton: str = 'zero'):
   """(r - mean) / (std + eps) within each group, over its valid samples.
 
-  GRPO (arXiv:2402.03300), section 4.1.2, with the unbiased std; `scale=False`
-  is Dr. GRPO (arXiv:2503.20783), eq. 5.
+  GRPO (arXiv:2402.03300), section 4.1.2, with the unbiased std. Without
+  scaling it is Dr. GRPO (arXiv:2503.20783), eq. 5; with the std of the whole
+  batch it is "Lite PPO" (arXiv:2508.08221).
 
   Args:
     rewards: [N, G] float; entries that are not valid are not looked at.
     valid: [N, G] bool; False where a reward could not be computed.
+    scale: 'group' (or True), 'batch' or 'none' (or False): whose std divides.
+    singleton: advantage of a group with one valid sample: 'zero', or 'raw'
+      for its reward as if mean and std were 0 and 1, as verl has it.
 
   Returns:
-    [N, G] float32; 0 where not valid, in groups without variance and in
-    groups with fewer than two valid samples.
+    [N, G] float32; 0 where not valid and in groups without variance.
   """
-  rewards = np.asarray(rewards, np.float64)
-  valid = np.asarray(valid, bool)
-  if rewards.shape != valid.shape or rewards.ndim != 2:
-    raise ValueError(f'want two [N, G]: {rewards.shape}, {valid.shape}')
-  count = valid.sum(axis=1, keepdims=True)
-  total = np.where(valid, rewards, 0).sum(axis=1, keepdims=True)
-  centred = np.where(valid, rewards - total / np.maximum(count, 1), 0)
-  if scale:
+  rewards, valid = _groups(rewards, valid)
+  scale = {True: 'group', False: 'none'}.get(scale, scale)
+  if scale not in ('group', 'batch', 'none'):
+    raise ValueError(f"scale {scale!r}: want 'group', 'batch' or 'none'")
+  count, centred = _centred(rewards, valid, singleton)
+  if scale == 'group':
     variance = (centred**2).sum(axis=1, keepdims=True)
     std = np.sqrt(variance / np.maximum(count - 1, 1))
-    centred = centred / (std + eps)
-  return np.where((count > 1) & ~uniform(rewards, valid)[:, None], centred, 0
-                  ).astype(np.float32)
+    centred = centred / (np.where(count == 1, 1, std) + eps)
+  elif scale == 'batch':
+    kept = rewards[valid]
+    centred = centred / ((kept.std(ddof=1) if kept.size > 1 else 1) + eps)
+  return centred.astype(np.float32)
 
 
 def uniform(rewards, valid):
   """[N] bool: groups whose valid rewards are all equal: they teach nothing."""
-  rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
+  rewards, valid = _groups(rewards, valid)
   low = np.where(valid, rewards, np.inf).min(axis=1)
   high = np.where(valid, rewards, -np.inf).max(axis=1)
   return high == low
+
+
+def leave_one_out(rewards, valid, *, singleton: str = 'zero'):
+  """r_i - mean of the others = n / (n - 1) (r_i - mean), n valid samples.
+
+  RLOO (arXiv:2402.14740). Arguments and result as `group_relative`.
+  """
+  rewards, valid = _groups(rewards, valid)
+  count, centred = _centred(rewards, valid, singleton)
+  centred = centred * count / np.maximum(count - 1, 1)
+  return centred.astype(np.float32)
+
+
+def _groups(rewards, valid):
+  rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
+  same_shape('rewards, valid [N, G]', 2, rewards, valid)
+  return rewards, valid
+
+
+def _centred(rewards, valid, singleton):
+  """(valid samples [N, 1], r - mean [N, G]), exactly 0 without variance.
+
+  Rounding would leave 1e-17 there, and dividing by eps makes it matter.
+  """
+  if singleton not in ('zero', 'raw'):
+    raise ValueError(f"singleton {singleton!r}: want 'zero' or 'raw'")
+  count = valid.sum(axis=1, keepdims=True)
+  total = np.where(valid, rewards, 0).sum(axis=1, keepdims=True)
+  centred = np.where(valid, rewards - total / np.maximum(count, 1), 0)
+  centred = np.where(uniform(rewards, valid)[:, None], 0, centred)
+  if singleton == 'raw':
+    centred = np.where((count == 1) & valid, rewards, centred)
+  return count, centred
+
+
+def best_of_n(rewards, valid):
+  """[N, G] bool: the best valid sample of each group, the first of equals.
+
+  Rejection sampling (RAFT, arXiv:2304.06767). Groups without a valid sample
+  keep none.
+  """
+  rewards, valid = _groups(rewards, valid)
+  best = np.where(valid, rewards, -np.inf).argmax(axis=1)
+  # argmax of a row of -inf is 0, which may not be valid.
+  return (np.arange(valid.shape[1]) == best[:, None]) & valid
+
+
+def whiten(x, mask, *, shift_mean: bool = True):
+  """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [S, C].
+
+  The variance is unbiased. With `shift_mean=False` the mean is put back.
+  """
+  mask, x = _tokens('x, mask [S, C]', mask, x)
+  count = mask.sum()
+  mean = x.sum() / max(count, 1)
+  variance = ((x - mean)**2 * mask).sum() / max(count - 1, 1)
+  white = (x - mean) / np.sqrt(variance + 1e-8)
+  if not shift_mean:
+    white = white + mean
+  return np.where(mask, white, 0).astype(np.float32)
+
+
+def returns_to_go(token_rewards, mask, gamma: float = 1.0):
+  """Discounted sums of the rewards from a token on.
+
+  Masked tokens are skipped: their rewards are not looked at, and they take no
+  discount.
+
+  Args:
+    token_rewards: [S, C], with -coef * KL already in where that is wanted.
+
+  Returns:
+    [S, C] float32.
+  """
+  mask, rewards = _tokens(
+      'token_rewards, mask [S, C]', mask, token_rewards)
+  returns, total = np.zeros_like(rewards), np.zeros(len(rewards))
+  for t in reversed(range(rewards.shape[1])):
+    total = np.where(mask[:, t], rewards[:, t] + gamma * total, total)
+    returns[:, t] = total
+  return np.where(mask, returns, 0).astype(np.float32)
+
+
+def reinforce_plus_plus(token_rewards, mask, gamma: float = 1.0):
+  """[S, C] whitened `returns_to_go`: REINFORCE++ (arXiv:2501.03262)."""
+  return whiten(returns_to_go(token_rewards, mask, gamma), mask)
+
+
+def reinforce_plus_plus_baseline(rewards, valid, mask, *,
+                                 singleton: str = 'zero'):
+  """r - mean of the group on every token, whitened over the batch.
+
+  REINFORCE++-baseline (arXiv:2501.03262).
+
+  Args:
+    rewards, valid: [N, G].
+    mask: [N * G, C].
+
+  Returns:
+    [N * G, C] float32.
+  """
+  rewards, valid = _groups(rewards, valid)
+  mask = np.asarray(mask, bool)
+  same_shape('rewards [N, G] and mask [N * G, C]', 1,
+             rewards.ravel(), mask[:, 0])
+  _, centred = _centred(rewards, valid, singleton)
+  mask = mask & valid.reshape(-1, 1)
+  return whiten(np.where(mask, centred.reshape(-1, 1), 0), mask)
+
+
+def remax(token_rewards, mask, greedy_rewards):
+  """Returns-to-go less the reward of the greedy completion.
+
+  ReMax (arXiv:2310.10505).
+
+  Args:
+    token_rewards, mask: [S, C].
+    greedy_rewards: [S], of the greedy completion of each sequence's prompt.
+
+  Returns:
+    [S, C] float32.
+  """
+  greedy = np.asarray(greedy_rewards, np.float64)
+  returns = returns_to_go(token_rewards, mask)
+  same_shape('token_rewards [S, C] and greedy_rewards [S]', 1,
+             returns[:, 0], greedy)
+  gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)
+  return gains.astype(np.float32)
+
+
+def gae(token_rewards, values, mask, gamma: float = 1.0, lam: float = 1.0):
+  """Generalised advantage estimation (arXiv:1506.02438), eq. 16.
+
+  d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is
+  the next trained token: those between (tool output) are skipped, and take
+  no discount. The value after the last one is 0.
+
+  Args:
+    token_rewards, values, mask: [S, C]; masked entries are not looked at.
+
+  Returns:
+    (advantages, returns = A + V) [S, C] float32; advantages not whitened.
+  """
+  mask, rewards, values = _tokens(
+      'token_rewards, values, mask [S, C]', mask, token_rewards, values)
+  gains = np.zeros_like(values)
+  after = gain = np.zeros(len(values))
+  for t in reversed(range(values.shape[1])):
+    delta = rewards[:, t] + gamma * after - values[:, t]
+    gain = np.where(mask[:, t], delta + gamma * lam * gain, gain)
+    after = np.where(mask[:, t], values[:, t], after)
+    gains[:, t] = gain
+  gains = np.where(mask, gains, 0)
+  return gains.astype(np.float32), (gains + values).astype(np.float32)
+
+
+def adaptive_kl(coef: float, kl: float, target: float, horizon: float,
+                steps: int) -> float:
+  """The KL coefficient after `steps` samples whose mean KL was `kl`.
+
+  coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon): Ziegler et al.
+  (arXiv:1909.08593), section 2.2.
+  """
+  error = np.clip(kl / target - 1, -0.2, 0.2)
+  return float(coef * (1 + error * steps / horizon))
+
+
+def _tokens(what, mask, *arrays):
+  """(mask as bool, arrays as float64 with 0 where the mask is)."""
+  mask = np.asarray(mask, bool)
+  arrays = [np.asarray(a, np.float64) for a in arrays]
+  same_shape(what, 2, mask, *arrays)
+  return mask, *(np.where(mask, a, 0) for a in arrays)

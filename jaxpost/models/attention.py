@@ -14,15 +14,18 @@ from jaxpost.matmul import Compute, einsum
 _NEVER = -1e30  # finite: a fully masked row must not become NaN
 
 
-def causal(q, k, v, segment_ids, compute: Compute):
+def causal(q, k, v, segment_ids, compute: Compute, branch_ids=None):
   """Causal attention inside each document of a packed row.
+
+  Branches of a document (`types.Batch`) see its shared part and themselves.
 
   Queries go in chunks, each against the keys up to its own end, so that half
   of the products is never computed and [T, T] never exists. Heads come before
   time, so that a chunk is one contiguous matrix per head and row.
 
   Args:
-    q: [B, T, H, h]; k, v: [B, T, K, h]; segment_ids: [B, T].
+    q: [B, T, H, h]; k, v: [B, T, K, h]; segment_ids, branch_ids:
+      [B, T].
 
   Returns:
     [B, T, H, h].
@@ -37,6 +40,9 @@ def causal(q, k, v, segment_ids, compute: Compute):
     end = min(start + compute.q_chunk, length)
     mask = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
     mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
+    if branch_ids is not None:
+      keys = branch_ids[:, None, :end]
+      mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
     scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end], k[:, :, :end],
                     compute.dtype)
     weights = jax.nn.softmax(

@@ -26,6 +26,8 @@ class ModelConfig:
   qk_norm: bool = False
   max_position: int = 32_768
   initializer_range: float = 0.02
+  num_labels: int = 0  # 1: a scalar head in place of the one for tokens
+  value_head: bool = False  # a scalar head beside the one for tokens
   vocab_multiple: int = 64  # the embedding is padded to tile and shard well
 
   @property

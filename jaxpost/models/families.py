@@ -88,10 +88,23 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
         norm_eps=known['rms_norm_eps'],
         tie_embeddings=known['tie_word_embeddings'],
         max_position=known.get('max_position_embeddings', 2048),
-        **spec['fixed'])
+        num_labels=_num_labels(raw, where), **spec['fixed'])
   except KeyError as e:
     raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
   return cfg, sorted(set(raw) - _READ - _IGNORED)
+
+
+def _num_labels(raw: dict, where: str) -> int:
+  """0 of a language model, 1 of a reward model."""
+  if not any('ForSequenceClassification' in name
+             for name in raw.get('architectures') or ()):
+    return 0
+  labels = len(raw.get('id2label') or (0, 1))  # transformers' default is 2
+  if labels != 1:
+    raise InputError(
+        f'{where}: a classifier of {labels} labels; only heads of one label '
+        '(reward models) are supported')
+  return 1
 
 
 def _refuse(raw: dict, where: str):
@@ -168,8 +181,13 @@ def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
                  original_max_position_embeddings=original)
   # Older readers know rope_theta and rope_scaling, newer rope_parameters.
   old = {k: v for k, v in rope.items() if k != 'rope_theta'}
+  name = FAMILIES[cfg.family]['architecture']
+  labels = {}
+  if cfg.num_labels:
+    name = name.replace('ForCausalLM', 'ForSequenceClassification')
+    labels = dict(id2label={'0': 'reward'}, label2id={'reward': 0})
   return dict(
-      architectures=[FAMILIES[cfg.family]['architecture']],
+      **labels, architectures=[name],
       model_type=cfg.family, vocab_size=cfg.vocab_size,
       hidden_size=cfg.hidden_size, intermediate_size=cfg.intermediate_size,
       num_hidden_layers=cfg.num_layers, num_attention_heads=cfg.num_heads,

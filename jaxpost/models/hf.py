@@ -389,8 +389,9 @@ def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id',
                                 'pad_token_id') if config[k] is not None}
   _write_json(staged / 'generation_config.json', ids)
+  task = 'text-classification' if cfg.num_labels else 'text-generation'
   (staged / 'README.md').write_text(
-      f'---\nlibrary_name: transformers\npipeline_tag: text-generation\n'
+      f'---\nlibrary_name: transformers\npipeline_tag: {task}\n'
       f'tags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n\n{card}\n',
       encoding='utf-8')
 

@@ -8,6 +8,9 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
+import numpy as np
+
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig
 
@@ -17,8 +20,9 @@ class Model:
   """Pure functions of parameters; shapes in `transformer.py`.
 
   forward(params, tokens, positions, segment_ids, compute=, constrain=)
-    -> hidden [B, T, D]
-  head(params) -> [V, D]
+    -> hidden [B, T, D]; takes branch_ids= and noise= where a method has them
+  head(params) -> [V, D]; None of a model that gives scores only
+  values(params, hidden) -> [B, T], of a model with a scalar head
   init(key, dtype=) -> params
   prefill(params, tokens, lengths, compute=, constrain=) -> (Cache, [S, D])
   decode(weights, cache, tokens, positions, compute=, read=, constrain=)
@@ -28,10 +32,11 @@ class Model:
   config: ModelConfig
   table: dict[str, transformer.Param]
   forward: Callable
-  head: Callable
+  head: Callable | None
   init: Callable
   prefill: Callable
   decode: Callable
+  values: Callable | None = None
 
   def axes(self) -> dict:
     """The logical axes of every parameter, nested like the parameters."""
@@ -46,10 +51,35 @@ class Model:
         k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
 
+def with_scalar_head(cfg: ModelConfig) -> ModelConfig:
+  """The same decoder as a judge: reward models and critics."""
+  return dataclasses.replace(cfg, num_labels=1, value_head=False)
+
+
+def adopt(params: dict, model: Model, shardings: dict, dtype) -> dict:
+  """Parameters of the same decoder with another head as those of `model`.
+
+  A scalar head that the source lacks starts at zero; leaves that `model`
+  lacks are dropped.
+  """
+  out = {}
+  for path, spec in model.table.items():
+    node, sharding = params, shardings
+    for name in path.split('/'):
+      node = node.get(name) if node is not None else None
+      sharding = sharding[name]
+    if node is None:
+      node = jax.device_put(np.zeros(spec.shape, dtype), sharding)
+    out[path] = node
+  return transformer.nest(out)
+
+
 def build(cfg: ModelConfig) -> Model:
   bind = lambda fn: functools.partial(fn, cfg=cfg)
   return Model(
       config=cfg, table=transformer.param_table(cfg),
-      forward=bind(transformer.forward), head=transformer.head,
+      forward=bind(transformer.forward),
+      head=None if cfg.num_labels else transformer.head,
       init=bind(transformer.init), prefill=bind(transformer.prefill),
-      decode=bind(transformer.decode))
+      decode=bind(transformer.decode),
+      values=transformer.values if cfg.num_labels or cfg.value_head else None)

@@ -35,7 +35,7 @@ class Param:
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   hf: str
-  init: str = 'normal'  # normal | ones
+  init: str = 'normal'  # normal | ones | zeros
   matrix: bool = False
 
   @property
@@ -79,7 +79,11 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
         'layers/q_norm': stacked((size,), (None,), 'self_attn.q_norm', 'ones'),
         'layers/k_norm': stacked((size,), (None,), 'self_attn.k_norm', 'ones'),
     }
-  if not cfg.tie_embeddings:
+  if cfg.num_labels or cfg.value_head:
+    # Zeros: what was not trained yet judges all texts alike.
+    table['score'] = Param(
+        (d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
+  if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
                           'lm_head.weight')
   return table
@@ -101,8 +105,8 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
   """Random parameters: normal(initializer_range), padding rows zero."""
   flat = {}
   for i, (path, spec) in enumerate(param_table(cfg).items()):
-    if spec.init == 'ones':
-      value = jnp.ones(spec.shape, dtype)
+    if spec.init in ('ones', 'zeros'):
+      value = jnp.full(spec.shape, spec.init == 'ones', dtype)
     else:
       value = cfg.initializer_range * jax.random.normal(
           jax.random.fold_in(key, i), spec.shape, dtype)
@@ -115,6 +119,13 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
 def head(params) -> jax.Array:
   """[V, D] output embedding; the input embedding where they are tied."""
   return params['head'] if 'head' in params else params['embed']
+
+
+def values(params, hidden) -> jax.Array:
+  """[B, T, D] -> [B, T] float32: the scalar head, never rounded."""
+  return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32),
+                    params['score'], precision=jax.lax.Precision.HIGHEST
+                    )[..., 0]
 
 
 def num_params(cfg: ModelConfig) -> int:
@@ -194,12 +205,13 @@ def _run(params, x, positions, attend, cfg, compute, constrain):
   return layers.rms_norm(x, params['norm'], cfg.norm_eps), kept
 
 
-def _embed(params, tokens, compute, constrain):
+def _embed(params, tokens, compute, constrain, noise=None):
   # Whole rows: from rows split over fsdp XLA would replicate the activations
   # of the global batch.
   x = constrain(params['embed'], 'vocab', None)[tokens]
   # Rounded as the sampler's copy of the weights is: both see one embedding.
-  return x.astype(compute.dtype).astype(compute.residual)
+  x = x.astype(compute.dtype).astype(compute.residual)
+  return x if noise is None else (x + noise).astype(x.dtype)
 
 
 def _unconstrained(x, *axes):
@@ -208,15 +220,19 @@ def _unconstrained(x, *axes):
 
 
 def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
-            compute: Compute, constrain=_unconstrained):
+            compute: Compute, constrain=_unconstrained, branch_ids=None,
+            noise=None):
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
-  `constrain(x, *axes)` pins activations at layer boundaries (`Layout`).
+  `constrain(x, *axes)` pins activations at layer boundaries (`Layout`);
+  `noise` [B, T, D] is added to the embeddings.
   """
-  x = constrain(_embed(params, tokens, compute, constrain), 'batch', None, None)
+  x = _embed(params, tokens, compute, constrain, noise)
+  x = constrain(x, 'batch', None, None)
 
   def attend(q, k, v):
-    return attention.causal(q, k, v, segment_ids, compute), None
+    return attention.causal(
+        q, k, v, segment_ids, compute, branch_ids), None
 
   x, _ = _run(params, x, positions, attend, cfg, compute, constrain)
   return x

@@ -15,7 +15,7 @@ from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token, nest, unstack_layers
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.programs.train import narrow
+from jaxpost.programs.score import narrow
 from jaxpost.sharding import Layout
 from jaxpost.types import Array, Cache, Sampling
 

@@ -15,31 +15,37 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import Param, flops_per_token, nest
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.sharding import Layout
-from jaxpost.types import Batch, Outputs, TrainState
+from jaxpost.types import Batch, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """Per-token model outputs and batch -> per-token loss and metrics.
+  """Outputs of a model and a batch -> loss and metrics.
 
-  fn(outputs, arrays) -> (loss, {metric: value}), all of one shape; `arrays`
-  holds the batch's fields of per-token data by name. Losses and metrics are
-  summed with `Batch.loss_weights`.
+  fn: (outputs, arrays) -> (loss, {metric: value}), each of one shape and
+    elementwise in tokens, for `Batch.loss_weights` to sum; `arrays` is
+    `Batch.arrays`. It sees chunks of rows: no sum over tokens in it.
+  coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
+    instead, sums that are weighted already: for losses of sequences and pairs,
+    which cost one more product with the head, and for scalar heads.
+  reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
+    differentiated through stand in `learns`, too.
+  arrays: names in `Batch.arrays` that are filled before the update.
+  divergence: see `losses.head.Plan`; gives `outputs.divergence`.
+  neftune_alpha: size of the noise on embeddings; 0 is none.
   """
 
   fn: Callable
-  entropy: bool = False  # reads outputs.entropy
-  entropy_grad: bool = True  # and is differentiated through it
+  coupled: bool = False
+  reads: tuple[str, ...] = ()
+  learns: tuple[str, ...] = ()
+  arrays: tuple[str, ...] = ()
   temperature: float = 1.0
-
-
-def per_token_arrays(batch: Batch) -> dict:
-  """The optional per-token fields that this batch has."""
-  names = ('advantages', 'old_logprobs', 'ref_logprobs', 'sampler_logprobs')
-  return {n: x for n in names if (x := batch.__dict__[n]) is not None}
+  divergence: Callable | None = None
+  neftune_alpha: float = 0.0
 
 
 def next_token(x):
@@ -50,23 +56,72 @@ def next_token(x):
   return jnp.roll(x, -1, axis=1)
 
 
+def run_model(model: Model, params, batch: Batch, layout: Layout,
+              compute: Compute, noise=None):
+  """Hidden states [B, T, D] of packed rows."""
+  # What most batches lack is not passed: a model of one's own needs no more.
+  given = dict(branch_ids=batch.branch_ids, noise=noise)
+  return model.forward(
+      params, batch.tokens, batch.positions, batch.segment_ids,
+      compute=compute, constrain=layout.constrain,
+      **{k: v for k, v in given.items() if v is not None})
+
+
+def read_outputs(model: Model, plan: head_lib.Plan, params, hidden, batch):
+  """`Outputs` [B, T] of the tokens that have a weight."""
+  outputs = head_lib.Outputs()
+  if model.head:
+    outputs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), (
+        head_lib.token_outputs(
+            plan, hidden, model.head(params), next_token(batch.tokens),
+            next_token(batch.loss_weights))))
+  if model.values:
+    outputs = outputs.replace(values=model.values(params, hidden))
+  return outputs
+
+
 def make_loss(model: Model, objective: Objective, layout: Layout,
               compute: Compute) -> Callable:
-  """loss(params, batch of [B, T]) -> (loss [], {metric: []})."""
+  """loss(params, batch of [B, T], step, frozen) -> (loss [], {metric: []})."""
   plan = head_lib.Plan(
       objective.fn, model.config.vocab_size, objective.temperature, compute,
-      layout, objective.entropy, objective.entropy_grad)
+      layout, objective.reads, objective.learns, objective.divergence)
 
-  def loss(params, batch):
-    hidden = model.forward(
-        params, batch.tokens, batch.positions, batch.segment_ids,
-        compute=compute, constrain=layout.constrain)
+  def loss(params, batch, step=0, frozen=None):
+    noise = None
+    if objective.neftune_alpha:
+      noise = neftune(batch, step, model.config.hidden_size,
+                      objective.neftune_alpha)
+    hidden = run_model(model, params, batch, layout, compute, noise)
+    if objective.coupled:
+      return objective.fn(
+          read_outputs(model, plan, params, hidden, batch), batch)
     return head_lib.fused_loss(
         plan, hidden, model.head(params), next_token(batch.tokens),
         next_token(batch.loss_weights),
-        jax.tree.map(next_token, per_token_arrays(batch)))
+        jax.tree.map(next_token, batch.arrays),
+        list(zip(batch.teacher_hidden, (frozen or {}).get(
+            'teacher_heads', ()))))
 
   return loss
+
+
+def neftune(batch: Batch, step, width: int, alpha: float):
+  """Uniform noise [B, T, D] of size alpha / sqrt(document length * D).
+
+  Jain et al. 2023 (arXiv:2310.05914), algorithm 1. The draw depends on the
+  step and on what a row holds, not on its place or micro-batch.
+  """
+  factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
+  text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
+  key = jax.random.fold_in(jax.random.key(0), step)
+  draw = jax.vmap(lambda t: jax.random.uniform(
+      jax.random.fold_in(key, t), (batch.tokens.shape[1], width),
+      minval=-1.0))(text)
+  same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
+  lengths = jnp.sum(same, axis=-1)
+  return draw * (alpha / jnp.sqrt(lengths * width))[..., None] * (
+      batch.segment_ids > 0)[..., None]
 
 
 def accumulate(loss: Callable, params, batch: Batch):
@@ -92,15 +147,19 @@ def make_update(model: Model, objective: Objective,
                 optimizer: optax.GradientTransformation, schedule: Callable,
                 layout: Layout, compute: Compute, ledger: Ledger, *,
                 clip_norm: float, shardings: TrainState) -> Program:
-  """update(state, batch [M, B, T]) -> (state, metrics); the state is donated.
+  """update(state, batch [M, B, T], frozen) -> (state, metrics); donates state.
+
+  `frozen` holds arrays that are the same for all micro-batches.
 
   A step whose gradient is not finite changes nothing and is counted in
   `skipped_updates`.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
-  def update(state: TrainState, batch: Batch):
-    (loss, metrics), grads = accumulate(loss_fn, state.params, batch)
+  def update(state: TrainState, batch: Batch, frozen: dict):
+    (loss, metrics), grads = accumulate(
+        lambda params, micro: loss_fn(params, micro, state.step, frozen),
+        state.params, batch)
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
 
@@ -119,8 +178,8 @@ def make_update(model: Model, objective: Objective,
         'skipped_updates': 1.0 - finite}
     return TrainState(state.step + finite, params, opt_state), metrics
 
-  def flops(state, batch):
-    del state
+  def flops(state, batch, frozen):
+    del state, frozen
     rows = batch.tokens.shape
     return 3 * rows[0] * rows[1] * rows[2] * flops_per_token(
         model.config, rows[2] / 2)
@@ -129,42 +188,27 @@ def make_update(model: Model, objective: Objective,
                  donate=(0,), flops=flops)
 
 
-def make_score(model: Model, layout: Layout, compute: Compute,
-               ledger: Ledger, *, temperature: float) -> Program:
-  """score(params, batch [M, B, T]) -> Outputs [M, B, T] of weighted tokens."""
+def make_evaluate(model: Model, objective: Objective, layout: Layout,
+                  compute: Compute, ledger: Ledger) -> Program:
+  """evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
 
-  plan = head_lib.Plan(
-      None, model.config.vocab_size, temperature, compute, layout)
+  The sums of the objective, without noise, gradients or an update.
+  """
+  loss_fn = make_loss(
+      model, dataclasses.replace(objective, neftune_alpha=0.0), layout,
+      compute)
 
-  def score_rows(params, batch):
-    hidden = model.forward(
-        params, batch.tokens, batch.positions, batch.segment_ids,
-        compute=compute, constrain=layout.constrain)
-    outputs = head_lib.token_outputs(
-        plan, hidden, model.head(params), next_token(batch.tokens),
-        next_token(batch.loss_weights))
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), outputs)
+  def evaluate(params, batch: Batch, step, frozen: dict):
+    run = lambda micro: loss_fn(params, micro, step, frozen)
+    micro = lambda i: jax.tree.map(lambda x: x[i], batch)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype),
+                         jax.eval_shape(run, micro(0)))
+    loss, metrics = jax.lax.fori_loop(
+        0, batch.tokens.shape[0],
+        lambda i, acc: jax.tree.map(jnp.add, acc, run(micro(i))), zeros)
+    return metrics | {'loss': loss}
 
-  def score(params, batch):
-    if batch.tokens.shape[0] == 1:
-      outputs = score_rows(params, jax.tree.map(lambda x: x[0], batch))
-      return jax.tree.map(lambda x: x[None], outputs)
-    used = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
-    zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
-
-    def body(i, acc):
-      out = score_rows(params, jax.tree.map(lambda x: x[i], batch))
-      return jax.tree.map(lambda a, x: a.at[i].set(x), acc, out)
-
-    return jax.lax.fori_loop(0, used, body, Outputs(zeros, zeros))
-
-  def flops(params, batch):
-    del params
-    return batch.tokens.size * flops_per_token(
-        model.config, batch.tokens.shape[-1] / 2)
-
-  rows = layout.sharding((None, 'batch', None))
-  return Program('score', score, ledger, rows, flops=flops)
+  return Program('evaluate', evaluate, ledger, layout.sharding())
 
 
 def state_shardings(model: Model, optimizer, layout: Layout) -> TrainState:
@@ -201,18 +245,3 @@ def random_params(model: Model, seed: int, dtype, shardings,
       np.asarray(jax.random.key_data(jax.random.key(seed))),
       NamedSharding(mesh, PartitionSpec()))
   return Program('random', init, ledger, shardings)(key)
-
-
-def frozen_copy(model: Model, params, compute: Compute, shardings,
-                ledger: Ledger) -> dict:
-  """A copy that only scores, in the type that products round it to anyway."""
-  def copy(params):
-    return jax.tree.map(
-        lambda x, p: narrow(x, p, compute), params, nest(model.table))
-  return Program('copy', copy, ledger, shardings)(params)
-
-
-def narrow(x, param: Param, compute: Compute):
-  """A new array of the operand type; norm scales are never rounded."""
-  return jnp.array(x, x.dtype if param.init == 'ones' else compute.dtype,
-                   copy=True)

@@ -6,16 +6,19 @@ a list of n; a function gets those that it names, or all with **columns.
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import numbers
 import os
 import reprlib
 import sysconfig
+import types
 
 from jaxpost.errors import InputError
-from jaxpost.imports import load_callable
 
 STANDARD = ('prompts', 'completions', 'completion_ids')
+# Not of the data, either; `time_limit_s` goes only to who names it.
+GIVEN = (*STANDARD, 'trainer_state', 'log_metric', 'log_extra', 'time_limit_s')
 _FLOAT32_MAX = 3.4028234663852886e38
 _NOT_OWN = (
     '<frozen',
@@ -34,61 +37,65 @@ class RewardError(Exception):
 class Reward:
   name: str
   fn: object  # the callable
-  takes: tuple | None  # names of its arguments, None for all
-  needs: tuple  # names without a default
+  takes: tuple  # names of its arguments
+  rest: bool  # it takes all others, too
+  needs: tuple  # names without a default; 'a|b' is any of them
   file: str
 
 
-def load(name, spec):
-  """The function of a spec as a Reward, or an InputError that says why not."""
-  what = f'reward {name}'
+def load(name, fn):
+  """A callable as a Reward, or an InputError that says why it is none."""
+  what, file = f'reward {name}', file_of(fn, name)
   try:
-    fn = load_callable(spec, what)
-  except InputError:
-    raise
-  except BaseException as error:  # the user's module may raise anything
-    raise InputError(
-        f'{what}: importing {spec} {describe(error)}'
-    ) from error
-  file = _file(fn, spec)
-  try:
-    parameters = inspect.signature(fn).parameters.values()
+    signature = inspect.signature(fn)
   except (TypeError, ValueError) as error:
     raise InputError(f'{what} ({file}): has no signature to read') from error
-  named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD,
-                                               p.KEYWORD_ONLY)]
-  takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+  parameters = signature.parameters.values()
+  bound = fn.keywords if isinstance(fn, functools.partial) else {}
+  named = [p for p in parameters if p.name not in bound and p.kind in (
+      p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+  rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
   only = [p.name for p in parameters
           if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-  if only or not (takes_all or any(p.name in STANDARD for p in named)):
+  if only or not (rest or any(p.name in STANDARD for p in named)):
     raise InputError(
-        f'{what} ({file}): wrong signature {inspect.signature(fn)}; arguments'
+        f'{what} ({file}): wrong signature {signature}; arguments'
         ' come by name: f(prompts, completions, completion_ids, **columns)'
     )
-  return Reward(
-      name,
-      fn,
-      None if takes_all else tuple(p.name for p in named),
-      tuple(p.name for p in named if p.default is p.empty),
-      file,
-  )
+  needs = tuple(p.name for p in named if p.default is p.empty)
+  if hasattr(fn, 'needs_columns'):  # told by an object's options
+    needs += tuple(fn.needs_columns)
+  return Reward(name, fn, tuple(p.name for p in named), rest, needs, file)
 
 
-def _file(fn, spec):
+def file_of(fn, name):
+  fn = fn.func if isinstance(fn, functools.partial) else fn
   try:
-    return inspect.getsourcefile(inspect.unwrap(fn)) or str(spec)
+    return inspect.getsourcefile(inspect.unwrap(fn)) or str(name)
   except TypeError:  # an object with __call__, or not of Python
-    return str(spec)
+    return str(name)
 
 
-def call(reward, arguments):
-  """The rewards of one group, list of float or None; RewardError if none."""
-  missing = [name for name in reward.needs if name not in arguments]
+def call(reward, arguments, logged, step=None, time_limit_s=None):
+  """The rewards of one group, list of float or None; RewardError if none.
+
+  `logged` is a list that gets what the function logs, as (name, value).
+  """
+  missing = missing_of(reward.needs, (*GIVEN, *arguments))
   if missing:
     raise RewardError(missing_column(missing[0], arguments))
   size = len(arguments['completions'])
-  if reward.takes is not None:
-    arguments = {k: v for k, v in arguments.items() if k in reward.takes}
+  arguments = arguments | {  # as TRL passes them
+      'trainer_state': types.SimpleNamespace(global_step=step),
+      'log_metric': lambda name, value: logged.append(
+          (str(name), float(value))),
+      'log_extra': lambda name, values: None,
+      'time_limit_s': time_limit_s,
+  }
+  bound = (*reward.fn.keywords, 'time_limit_s') if isinstance(
+      reward.fn, functools.partial) else ('time_limit_s',)
+  arguments = {k: v for k, v in arguments.items()
+               if k in reward.takes or reward.rest and k not in bound}
   try:
     values = reward.fn(**arguments)
     if inspect.isawaitable(values):
@@ -102,9 +109,14 @@ def call(reward, arguments):
     raise RewardError(describe(error)) from error
 
 
+def missing_of(needs, given):
+  return [need for need in needs if not set(need.split('|')) & set(given)]
+
+
 def missing_column(name, arguments):
-  columns = ', '.join(k for k in arguments if k not in STANDARD) or 'none'
-  return f'needs the column {name!r}, the data has: {columns}'
+  columns = ', '.join(k for k in arguments if k not in GIVEN) or 'none'
+  name = ' or '.join(map(repr, name.split('|')))
+  return f'needs the column {name}, the data has: {columns}'
 
 
 def describe(error):

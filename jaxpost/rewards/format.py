@@ -2,10 +2,15 @@
 
 Every reward is `f(prompts, completions, completion_ids, **columns)`, of
 which it names what it needs, and returns one number (or None: no verdict)
-a completion.
+a completion. A class is made once, with the options of its spec.
 """
 
+import json
 import re
+import sys
+
+from jaxpost.errors import InputError
+from jaxpost.rewards import call
 
 
 def text_of(completion):
@@ -35,10 +40,141 @@ def _thinks(text):
   return head == '<think>' and '<think>' not in rest and '</think>' in rest
 
 
-def regex_match(completions, pattern, **columns):
-  """1 where the column `pattern` is found in the completion, else 0."""
-  del columns
-  return [
-      float(re.search(p, text_of(c)) is not None)
-      for c, p in zip(completions, pattern, strict=True)
-  ]
+class TagFormat:
+  """1 for '<think>..</think> <answer>..</answer>', nothing around it, else 0.
+
+  Tags come once each, in this order, only whitespace between them; the format
+  reward of DeepSeek-R1 (arXiv:2501.12948, section 2.2.2).
+  """
+
+  def __init__(self, tags: str = 'think+answer'):
+    names = tags.split('+')
+    for name in names:
+      if not re.fullmatch(r'[\w.-]+', name) or names.count(name) > 1:
+        raise InputError(
+            f'option tags={tags!r} must be different names joined with +')
+    self._marks = re.compile('|'.join(f'</?{re.escape(n)}>' for n in names))
+    self._wanted = [m for n in names for m in (f'<{n}>', f'</{n}>')]
+
+  def __call__(self, completions, **columns):
+    return [float(self._fits(text_of(c).strip())) for c in completions]
+
+  def _fits(self, text):
+    found = list(self._marks.finditer(text))
+    if [m[0] for m in found] != self._wanted:
+      return False
+    ends = [0, *(m.end() for m in found[1::2])]
+    starts = [*(m.start() for m in found[::2]), len(text)]
+    return all(not text[i:j].strip() for i, j in zip(ends, starts))
+
+
+class RegexMatch:
+  """1 where a pattern of Python's re is found in the completion, else 0.
+
+  Without the option, the pattern is the row's, in the column `pattern`; None
+  for a row without one or with one that is no pattern. `full`: the pattern is
+  all of the completion.
+  """
+
+  def __init__(self, pattern: str | None = None, full: bool = False):
+    self._pattern = self._full = None
+    self._search = re.fullmatch if full else re.search
+    self.needs_columns = ('pattern',) if pattern is None else ()
+    if pattern is not None:
+      try:
+        self._pattern = re.compile(pattern)
+      except re.error as error:
+        raise InputError(
+            f'option pattern={pattern!r}: {error}'
+        ) from error
+
+  def __call__(self, completions, pattern=None, **columns):
+    if self._pattern is not None:
+      pattern = [self._pattern] * len(completions)
+    return [self._reward(p, text_of(c))
+            for c, p in zip(completions, pattern, strict=True)]
+
+  def _reward(self, pattern, text):
+    try:
+      return float(self._search(pattern, text) is not None)
+    except (re.error, TypeError):  # the row's, which says nothing of the text
+      return None
+
+
+class JsonSchema:
+  """1 for a completion that is JSON and fits a JSON schema, else 0.
+
+  The completion is the JSON alone, or one fenced block. The schema is that of
+  `file`, else the row's, in the column `schema` (an object or its text); None
+  where that is no schema. References beyond it are not fetched.
+  """
+
+  def __init__(self, file: str | None = None):
+    _jsonschema()
+    self._validator = None
+    self.needs_columns = ('schema',) if file is None else ()
+    if file is not None:
+      try:
+        with open(file, encoding='utf-8') as opened:
+          self._validator = _validator(json.load(opened))
+      except (OSError, ValueError) as error:
+        raise InputError(f'option file={file!r}: {error}') from error
+      if self._validator is None:
+        raise InputError(f'option file={file!r}: is no valid JSON schema')
+
+  def __call__(self, completions, schema=None, **columns):
+    if self._validator is not None:
+      return [self._fits(self._validator, text_of(c)) for c in completions]
+    return [self._fits(_validator(s), text_of(c))
+            for c, s in zip(completions, schema, strict=True)]
+
+  def _fits(self, validator, text):
+    if validator is None:
+      return None
+    try:
+      value = json.loads(_unfenced(text), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+      return 0.0
+    try:
+      return float(validator.is_valid(value))
+    except RecursionError:  # nested deeper than Python's stack
+      return 0.0
+    except sys.modules['referencing'].exceptions.Unresolvable as error:
+      raise call.RewardError(f'the schema refers to {error}') from error
+
+
+def _validator(schema):
+  """A validator, or None for what is no schema."""
+  jsonschema, referencing = _jsonschema()
+  try:
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(schema, (dict, bool)):
+      return None
+    kind = jsonschema.validators.validator_for(
+        schema, jsonschema.Draft202012Validator)
+    kind.check_schema(schema)
+  except (ValueError, jsonschema.SchemaError):
+    return None
+  # An empty registry: the default one would fetch references by URL.
+  return kind(schema, registry=referencing.Registry())
+
+
+def _jsonschema():
+  try:
+    import jsonschema
+    import referencing
+  except ModuleNotFoundError as error:
+    raise InputError(
+        f"imports {error.name!r}, which is not installed; pip install"
+        " 'jaxpost[rewards]'"
+    ) from error
+  return jsonschema, referencing
+
+
+def _unfenced(text):
+  fenced = re.fullmatch(r'\s*```\w*\s*\n(.*)\n\s*```\s*', text, re.S)
+  return fenced[1] if fenced else text
+
+
+def _no_constant(name):
+  raise ValueError(f'{name} is not JSON')

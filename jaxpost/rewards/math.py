@@ -5,9 +5,12 @@ says nothing about the completion. Numbers are compared exactly: 0.5 = 1/2 =
 \\frac{1}{2} = .50; $, % and thousands commas do not count.
 """
 
+import dataclasses
 import fractions
+import logging
 import re
 
+from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
 
 # A minus after a letter, digit or bracket is an operator: 10-5 ends in 5.
@@ -58,6 +61,46 @@ def gsm8k(completions, answer, **columns):
       _same(final_number(text_of(c)), final_number(str(a)))
       for c, a in zip(completions, answer, strict=True)
   ]
+
+
+class MathVerify:
+  """1 where math-verify finds the completion equal to the answer, else 0.
+
+  The completion's answer has to be LaTeX, in a box if there is one; None where
+  the row's answer cannot be parsed. The settings are TRL's accuracy_reward's.
+  Never times out by itself, as its signals stop no C code: the pool kills.
+  """
+
+  def __init__(self):
+    try:
+      import math_verify
+    except ModuleNotFoundError as error:
+      raise InputError(
+          f'imports {error.name!r}, which is not installed; pip install'
+          " 'jaxpost[math]'"
+      ) from error
+    for name in ('parser', 'grader'):  # they warn of the missing timeout
+      logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)
+    latex = math_verify.LatexExtractionConfig()
+    self._library = math_verify
+    self._latex = math_verify.LatexExtractionConfig(
+        normalization_config=dataclasses.replace(
+            latex.normalization_config, units=True),
+        boxed_match_priority=0, try_extract_without_anchor=False)
+
+  def __call__(self, completions, answer, **columns):
+    return [self._reward(text_of(c), a)
+            for c, a in zip(completions, answer, strict=True)]
+
+  def _reward(self, text, answer):
+    gold = [] if answer is None else self._library.parse(
+        str(answer), parsing_timeout=None)
+    if not gold:
+      return None
+    found = self._library.parse(
+        text, extraction_config=[self._latex], extraction_mode='first_match',
+        parsing_timeout=None)
+    return float(self._library.verify(gold, found, timeout_seconds=None))
 
 
 def final_number(text):

@@ -51,6 +51,7 @@ class Graded:
   components: dict  # function name -> list of float or None
   error: str | None  # why the group is masked
   timed_out: bool = False
+  logged: tuple = ()  # (name, value) that the functions gave to log_metric
 
 
 class Pending:
@@ -77,16 +78,17 @@ class RewardPool:
   """Reward functions and the processes they run in.
 
   Args:
-    rewards: a spec or a tuple of them: builtin name, 'pkg.module:fn',
-      './file.py:fn', or a callable, which runs in this process (in a thread,
-      one call at a time) and cannot be killed.
+    rewards: a spec or a tuple of them (builtin.py): builtin name,
+      'pkg.module:fn', './file.py:fn', each with '?option=value' if need be,
+      or a callable, which runs in this process (in a thread, one call at a
+      time) and cannot be killed.
     weights: one number a function; default 1.
     workers: processes, each grading one group at a time.
     timeout_s: for one call of one function.
     max_failed: the run stops when more than this share of the last 100
       groups (of at least 20) failed, or all of the first batch.
     keep_env: leaves TOKEN, SECRET, PASSWORD and API_KEY variables visible to
-      the functions (a judge behind an API needs its key).
+      the functions; an option called *_env keeps the one that it names.
     start_timeout_s: for importing the functions.
   """
 
@@ -102,7 +104,7 @@ class RewardPool:
     self._max_failed = max_failed
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
-    self._keep_env = keep_env
+    self._keep_env, self._variables = keep_env, builtin.variables(rewards)
     named = list(zip(self.names, rewards))
     self._local = [call.load(n, r) for n, r in named if callable(r)]
     self._local_lock = threading.Lock()
@@ -135,15 +137,18 @@ class RewardPool:
     for (name, _), function in zip(self._remote, functions):
       needs.append((name, function['file'], function['needs']))
     for name, file, arguments in needs if columns is not None else ():
-      given = (*call.STANDARD, *columns)
-      for missing in [a for a in arguments if a not in given]:
+      given = (*call.GIVEN, *columns)
+      for missing in call.missing_of(arguments, given):
         raise InputError(
             f'reward {name} ({file}): {call.missing_column(missing, given)}'
         )
 
-  def submit(self, groups):
-    """Starts grading; returns a `Pending`."""
-    lines = [_request(group) for group in groups]
+  def submit(self, groups, step=None):
+    """Starts grading; returns a `Pending`.
+
+    `step` is what the functions see as TRL's trainer_state.global_step.
+    """
+    lines = [_request(group, step) for group in groups]
     self._start()
     futures = []
     for line, group in zip(lines, groups):
@@ -152,9 +157,9 @@ class RewardPool:
       futures.append(future)
     return Pending(futures, self._count)
 
-  def grade(self, groups):
+  def grade(self, groups, step=None):
     """The `Graded` of each group, in order."""
-    return self.submit(groups).result()
+    return self.submit(groups, step).result()
 
   def close(self):
     """Ends workers and threads; what still waits is cancelled."""
@@ -188,7 +193,8 @@ class RewardPool:
       return
     atexit.register(self.close)
     if self._remote:
-      variables, dropped = process.environment(self._keep_env)
+      variables, dropped = process.environment(
+          self._keep_env, self._variables)
       if dropped:
         _LOG.info(
             'rewards do not see %s; keep_env=True lets them', ', '.join(dropped)
@@ -225,13 +231,15 @@ class RewardPool:
 
   def _grade_line(self, worker, line, size):
     """One group: the worker's functions first, then those of this process."""
-    values, failure = {}, None
+    values, failure, logged = {}, None, []
     if worker:
-      values, failure = self._ask(worker, line)
+      values, failure = self._ask(worker, line, logged)
     for reward in self._local if failure is None else ():
       try:
         with self._local_lock:
-          values[reward.name] = call.call(reward, json.loads(line))
+          group = json.loads(line)
+          values[reward.name] = call.call(
+              reward, group['arguments'], logged, group['step'])
       except call.RewardError as error:
         failure = f'reward {reward.name}: {error}', False
         break
@@ -239,9 +247,10 @@ class RewardPool:
     if failure:
       return Graded([None] * size, components, *failure)
     rows = zip(*components.values())
-    return Graded([self._weighted(row) for row in rows], components, None)
+    return Graded([self._weighted(row) for row in rows], components, None,
+                  logged=tuple(logged))
 
-  def _ask(self, worker, line, again=True):
+  def _ask(self, worker, line, logged, again=True):
     """({name: values}, (error, timed out) or None) of one worker."""
     worker.start()
     worker.send(line)
@@ -254,6 +263,7 @@ class RewardPool:
         if 'error' in reply:
           return values, (f'reward {name}: {reply["error"]}', False)
         values[name] = reply['values']
+        logged.extend(map(tuple, reply['logged']))
       return values, None
     except TimeoutError:
       text, timed_out = f'no answer in {self._timeout_s:g} s', True
@@ -265,7 +275,7 @@ class RewardPool:
       if count:
         _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
     if again and not started:  # what ended it was before this group
-      return self._ask(worker, line, again=False)
+      return self._ask(worker, line, logged, again=False)
     return values, (f'reward {name}: {text}', timed_out)
 
   def _weighted(self, row):
@@ -296,7 +306,11 @@ def _settle(future, function, *arguments):
 
 
 def _stats(graded):
+  logged = collections.defaultdict(list)
+  for name, value in (pair for g in graded for pair in g.logged):
+    logged[f'logged/{name}'].append(value)
   return {
+      **{name: sum(v) / len(v) for name, v in logged.items()},
       'groups': len(graded),
       'failed_groups': sum(g.error is not None for g in graded),
       'timeouts': sum(g.timed_out for g in graded),
@@ -304,7 +318,7 @@ def _stats(graded):
   }
 
 
-def _request(group):
+def _request(group, step):
   """The line for a worker; InputError for a column that JSON cannot carry."""
   fields = {
       'prompts': group.prompts,
@@ -312,7 +326,7 @@ def _request(group):
       'completion_ids': group.completion_ids,
   }
   for name in group.columns:
-    if name in fields:
+    if name in call.GIVEN:
       raise InputError(
           f'reward: a column is called {name!r}, which is what reward functions'
           ' get from the run; rename it'
@@ -325,7 +339,7 @@ def _request(group):
           ' completions'
       )
   try:
-    return json.dumps(fields)
+    return json.dumps({'step': step, 'arguments': fields})
   except (TypeError, ValueError):
     for name, values in fields.items():
       _check_json(name, values)

@@ -246,10 +246,16 @@ class Worker:
         keeper.kill_group(self._process.pid)
 
 
-def environment(keep_env):
-  """The workers' variables, and the names of those left out as secrets."""
-  dropped = [] if keep_env else sorted(k for k in os.environ
-                                       if _SECRET.search(k))
+def environment(keep_env, needed=()):
+  """The workers' variables, and the names of those left out as secrets.
+
+  `needed` names variables that stay in; InputError if one is not set.
+  """
+  for name in needed:
+    if name not in os.environ:
+      raise InputError(f'reward: no environment variable {name} is set')
+  dropped = [] if keep_env else sorted(
+      k for k in os.environ if _SECRET.search(k) and k not in needed)
   kept = {k: v for k, v in os.environ.items() if k not in dropped}
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))

@@ -6,9 +6,10 @@ JSON lines on stdin and stdout, one object each:
         'timeout_s', 'start_timeout_s'}                          once
   out  {'start': ''}, then {'ready': [{'file', 'needs'}, ...]} or
        {'bad': text}
-  in   {'prompts', 'completions', 'completion_ids', column...}   per group
-  out  {'start': name}, then {'values': [...]} or {'error': text},
-       per function until the first error
+  in   {'step', 'arguments': {'prompts', 'completions',
+        'completion_ids', column...}}                            per group
+  out  {'start': name}, then {'values': [...], 'logged': [[name, value], ...]}
+       or {'error': text}, per function until the first error
 """
 
 import ctypes
@@ -20,6 +21,7 @@ import sys
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import call
+from jaxpost.rewards import options
 
 _PR_SET_PDEATHSIG = 1
 _PID = os.getpid()
@@ -43,7 +45,7 @@ def main():
   reply({'start': ''})
   faulthandler.dump_traceback_later(0.9 * setup['start_timeout_s'], file=2)
   try:
-    rewards = [call.load(name, spec) for name, spec in setup['rewards']]
+    rewards = [options.load(name, spec) for name, spec in setup['rewards']]
   except InputError as error:
     reply({'bad': str(error)})
     return
@@ -78,14 +80,16 @@ def _grade(rewards, line, reply, timeout_s):
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=2)
     try:
       # Parsed for each, as a function may change its arguments in place.
-      values = call.call(reward, json.loads(line))
+      group, logged = json.loads(line), []
+      values = call.call(
+          reward, group['arguments'], logged, group['step'], timeout_s)
     except call.RewardError as error:
       reply({'error': str(error)})
       return
     finally:
       _end_copies()
       faulthandler.cancel_dump_traceback_later()
-    reply({'values': values})
+    reply({'values': values, 'logged': logged})
 
 
 if __name__ == '__main__':

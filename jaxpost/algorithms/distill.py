@@ -1,0 +1,180 @@
+"""Distillation: a student learns what teachers say of each next token.
+
+Legend: M micro-batches, B rows, T tokens, C tokens of a chunk, V vocabulary,
+D' hidden size of a teacher, k of its most probable tokens.
+
+DISTILL trains on the data (Hinton et al. 2015, arXiv:1503.02531), GKD on what
+the student samples, in a share of the steps (arXiv:2306.13649, algorithm 1).
+
+A teacher's logits are made where the student's are, chunk by chunk, from its
+hidden states. Or, with `distill.topk`, its k most probable tokens are found
+once and kept on disk, and no teacher is in memory while the student trains.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse
+from jaxpost.losses import divergences
+from jaxpost.programs.train import Objective
+from jaxpost.types import Credit, Experience
+
+_NEVER = -1e30  # as the head hides tokens that a model lacks
+
+
+def objective(config) -> Objective:
+  """sum_i w_i D_beta(teacher_i, student) + nll_coef * cross entropy.
+
+  D_beta is `losses.divergences.generalized_jsd` of GKD, eq. 1; w sums to 1.
+  """
+  d = config.distill
+
+  def loss(outputs, arrays):
+    metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs,
+               'entropy': outputs.entropy}
+    # The student's own samples are no text to imitate.
+    given = arrays.get('from_data', 1.0)
+    return outputs.divergence - d.nll_coef * given * outputs.logprobs, metrics
+
+  return Objective(loss, reads=('entropy',),
+                   divergence=from_cache(d) if d.topk else from_logits(d))
+
+
+def objective_on_policy(config) -> Objective:
+  """The same; cross entropy is of completions of the data alone."""
+  return dataclasses.replace(
+      objective(config),
+      arrays=('from_data',) if config.distill.nll_coef else ())
+
+
+def shares(d) -> list:
+  """The teachers' weights, of sum 1."""
+  weights = d.weights or (1.0,) * len(d.teachers)
+  return [w / sum(weights) for w in weights]
+
+
+def from_logits(d):
+  """For `losses.head.Plan.divergence`: of whole distributions.
+
+  Tokens that the teacher lacks are left out of the student's, too.
+  """
+  def divergence(logits, teachers, arrays):
+    del arrays
+    return sum(w * divergences.generalized_jsd(
+        jnp.where(theirs > _NEVER / 2, logits, _NEVER), theirs, d.beta,
+        d.temperature) for w, theirs in zip(shares(d), teachers))
+  return divergence
+
+
+def from_cache(d):
+  """For `losses.head.Plan.divergence`: of the teachers' top k and the rest."""
+  def divergence(logits, teachers, arrays):
+    del teachers
+    return sum(w * divergences.topk_jsd(
+        logits, arrays[f'teacher_{i}_ids'], arrays[f'teacher_{i}_logprobs'],
+        d.beta, d.temperature) for i, w in enumerate(shares(d)))
+  return divergence
+
+
+def needs(config) -> tuple:
+  del config
+  return ('teachers',)
+
+
+def prepare(batch, roles, config):
+  """Adds what the teachers say, in the layout of training."""
+  del config
+  move = lambda x: roles.policy.layout.move(x, None, 'batch', None)
+  return batch.replace(
+      teacher_hidden=tuple(move(t(batch)) for t in roles.teachers))
+
+
+def precompute(config) -> dict:
+  """The top k of each teacher, of which none is read in training then."""
+  d = config.distill
+
+  def of(i):
+    names = f'teacher_{i}_ids', f'teacher_{i}_logprobs'
+    return Precompute(
+        {names[0]: ((d.topk,), np.int32), names[1]: ((d.topk,), np.float32)},
+        lambda found: dict(zip(names, found)), (d.topk, d.temperature))
+
+  return {f'teacher_{i}': of(i) for i in range(
+      len(d.teachers) if d.topk else 0)}
+
+
+def credit(experience: Experience, config) -> Credit:
+  """Every completion is trained, whatever its reward."""
+  arrays = {}
+  if config.distill.nll_coef:
+    arrays['from_data'] = np.full_like(
+        experience.mask, experience.rollout.from_data)
+  return Credit(arrays, experience.mask, {
+      'on_policy': 1.0 - experience.rollout.from_data})
+
+
+def from_data(config) -> float:
+  return 1.0 - config.distill.on_policy
+
+
+def check(config):
+  """InputError for what cannot work on data."""
+  d = config.distill
+  refuse(not d.teachers, 'config.distill.teachers: is empty; name a folder, '
+         'org/name, RUN[@step] or stage:NAME')
+  for i, text in enumerate(d.teachers):
+    refuse(not text, f'config.distill.teachers[{i}]: is empty; name a folder, '
+           'org/name, RUN[@step] or stage:NAME')
+  refuse(len(d.weights) not in (0, len(d.teachers)),
+         f'config.distill.weights: {len(d.weights)} weights for '
+         f'{len(d.teachers)} teachers; give one each, or ()')
+  refuse(any(w < 0 for w in d.weights) or bool(d.weights and not sum(
+      d.weights)), f'config.distill.weights: {d.weights} must be 0 or more, '
+         'and not all 0')
+
+
+def check_on_data(config):
+  check(config)
+  refuse(config.distill.on_policy != 1.0,
+         'config.distill.on_policy: distill trains on the data alone; set '
+         'config.algorithm=gkd to mix in samples of the student')
+  refuse(bool(config.distill.topk and config.data.streaming),
+         'config.distill.topk: is found for all rows before the first step, '
+         'and config.data.streaming reads them when needed; set one of them '
+         'to its default')
+
+
+def check_on_policy(config):
+  """InputError for what cannot work on samples."""
+  check(config)
+  d = config.distill
+  refuse(d.topk > 0, 'config.distill.topk: a cache knows no samples that are '
+         'still to be made; set it to 0, or config.algorithm=distill')
+  refuse(d.on_policy == 1.0 and d.nll_coef > 0,
+         'config.distill.nll_coef: is for completions of the data, and '
+         'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0')
+  refuse(config.rl.kl_coef > 0, 'config.rl.kl_coef: gkd reads no reference, '
+         'its teachers hold the student; set it to 0')
+
+
+def check_first_step(metrics, config):
+  """A student that is its teacher has nothing to learn: divergence 0."""
+  start = config.init_from
+  if not start and len(config.stages) < 2:
+    start = config.model.path
+  if start and set(config.distill.teachers) == {start}:
+    exact = config.model.dtype == 'float32'
+    expect(metrics, {'divergence': (0.0, 1e-5 if exact else 1e-2)},
+           'student and teacher are the same model')
+
+
+DISTILL = ALGORITHM = Algorithm(
+    objective, needs=needs, prepare=prepare, precompute=precompute,
+    check=check_on_data, check_first_step=check_first_step)
+GKD = Algorithm(
+    objective_on_policy, {'rl': dict(aggregate='token', dynamic_sampling=0)},
+    needs=needs, prepare=prepare, check=check_on_policy,
+    check_first_step=check_first_step, on_policy=True, rewards=False,
+    from_data=from_data, credit=credit)

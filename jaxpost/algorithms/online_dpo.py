@@ -1,0 +1,123 @@
+"""Online DPO: the best and the worst of the policy's own answers are a pair.
+
+Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens.
+
+Guo et al. 2024 (arXiv:2402.04792), with rewards in place of a judge. A group
+without two different rewards has nothing to prefer: it is left out, counted.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxpost.algorithms import preference
+from jaxpost.algorithms.base import refuse
+from jaxpost.data import packing
+from jaxpost.data.examples import Example
+from jaxpost.types import Batch, Credit, Experience
+
+
+def objective(config):
+  """That of DPO, at the temperature of the sampler."""
+  return dataclasses.replace(
+      preference.objective(config), temperature=config.rollout.temperature)
+
+
+def credit(experience: Experience, config) -> Credit:
+  """Keeps the best and the worst of each group: choice is +1 and -1."""
+  groups = experience.groups
+  valid = np.isfinite(experience.rewards)
+  metrics = {}
+  if config.rl.mask_truncated:
+    cut = ~experience.rollout.finished
+    metrics['masked_truncated'] = int((valid & cut).sum())
+    valid &= ~cut
+  valid &= experience.mask.any(axis=1)
+  rewards, valid = (x.reshape(groups, -1)
+                    for x in (experience.rewards, valid))
+  best = np.where(valid, rewards, -np.inf).argmax(axis=1)
+  worst = np.where(valid, rewards, np.inf).argmin(axis=1)
+  every = np.arange(groups)
+  differs = valid.any(axis=1)
+  differs &= rewards[every, best] > rewards[every, worst]
+  choice = np.zeros(rewards.shape, np.float32)
+  choice[every[differs], best[differs]] = 1
+  choice[every[differs], worst[differs]] = -1
+  gap = rewards[every, best] - rewards[every, worst]
+  metrics |= {'pairs': int(differs.sum()),
+              'groups_without_pair': int((~differs).sum())}
+  if differs.any():
+    metrics['reward_gap'] = float(gap[differs].mean())
+  choice = choice.reshape(-1, 1) * experience.mask
+  return Credit({'choice': choice}, np.abs(choice), metrics)
+
+
+def pack(experience: Experience, credit: Credit, members, config, rows: int,
+         row_length: int) -> Batch:
+  """Rows of pairs, in the tokens that were sampled; [rows, row_length]."""
+  rollout, sign = experience.rollout, credit.arrays['choice'].sum(axis=1)
+  size = len(sign) // max(experience.groups, 1)
+  sides = {}
+  for n in members:
+    if sign[n]:
+      sides.setdefault(n // size, {})[sign[n] > 0] = n
+
+  def answer(n):
+    length = rollout.lengths[n]
+    return rollout.completions[n, :length], credit.mask[n, :length]
+
+  share = config.preference.share_prompt
+  examples = [
+      pair(rollout.prompts[g].tokens, answer(both[True]), answer(both[False]),
+           share) for g, both in sorted(sides.items())]
+  packed = packing.pack([len(e.tokens) for e in examples], row_length)
+  batch = packing.to_batch(
+      [[examples[i] for i in row] for row in packed], row_length, rows,
+      per='pair')
+  # The same fields with no pair at all: an update has one shape.
+  zeros = np.zeros((rows, row_length), np.int32)
+  given = lambda x: zeros if x is None else x
+  return batch.replace(
+      sequence_ids=given(batch.sequence_ids),
+      branch_ids=given(batch.branch_ids) if share else None)
+
+
+def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
+  """One document of two answers, each (tokens, mask), after one prompt."""
+  head = len(prompt) - 1 if share_prompt else 0
+  shared, own = prompt[:head], prompt[head:]
+  sides = [np.concatenate([own, tokens]) for tokens, _ in (chosen, rejected)]
+  masks = [np.concatenate([0 * own, mask]) for _, mask in (chosen, rejected)]
+  numbers = np.repeat(
+      np.arange(3, dtype=np.int32), [head, *map(len, sides)])
+  mask = np.concatenate([0 * shared, *masks]).astype(np.float32)
+  return Example(
+      np.concatenate([shared, *sides]).astype(np.int32), mask,
+      positions=np.concatenate([
+          np.arange(head), *(head + np.arange(len(s)) for s in sides)]
+                               ).astype(np.int32),
+      segment_ids=None if share_prompt else numbers,
+      branch_ids=numbers if share_prompt else None,
+      sequence_ids=np.where(mask > 0, numbers, 0).astype(np.int32))
+
+
+def check(config):
+  """InputError for combinations that cannot work."""
+  rl, size = config.rl, config.rollout.group_size
+  preference.check(config)
+  refuse(size < 2, 'config.rollout.group_size: 1 sample is no pair; use at '
+         'least 2')
+  refuse(config.preference.precompute_ref, 'config.preference.precompute_ref: '
+         'samples are not known before they are drawn; set it to False')
+  refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; '
+         'use rl.epochs, or fewer rollout.prompts')
+  for field in ('kl_coef', 'entropy_coef', 'importance'):
+    refuse(bool(vars(rl)[field]), f'config.rl.{field}: online_dpo would '
+           'ignore it: preference.beta ties the policy to its reference')
+
+
+ONLINE_DPO = ALGORITHM = preference.method(
+    ('sigmoid',), objective=objective, check=check,
+    defaults={'preference': dict(losses=('sigmoid',), nll_coef=0.0),
+              'rl': dict(dynamic_sampling=0)},
+    on_policy=True, credit=credit, pack=pack)

@@ -1,0 +1,55 @@
+"""Rejection-sampling fine-tuning: cross entropy on the best of n samples.
+
+Legend: N sequences, C completion tokens.
+
+RAFT (arXiv:2304.06767) keeps the best answer to each prompt, RFT
+(arXiv:2308.01825) those that are right; this keeps the best one if its reward
+reaches `config.rl.keep_reward`. Each step samples from the policy as it is,
+so that steps are the iterations of expert iteration.
+"""
+
+import numpy as np
+
+from jaxpost.algorithms import grpo, sft
+from jaxpost.algorithms.base import Algorithm, refuse
+from jaxpost.losses import advantages
+from jaxpost.types import Credit, Experience
+
+
+def credit(experience: Experience, config) -> Credit:
+  """Rewards -> the completions that are kept."""
+  rl, rewards = config.rl, experience.rewards
+  mask, metrics = grpo.trained_tokens(
+      experience, np.isfinite(rewards), config)
+  valid = mask.any(axis=1)
+  shape = (experience.groups, -1)
+  best = advantages.best_of_n(
+      rewards.reshape(shape), valid.reshape(shape)).reshape(-1)
+  keep = best & (np.where(valid, rewards, -np.inf) >= rl.keep_reward)
+  metrics |= {'rft/kept': int(keep.sum()),
+              'rft/dropped': int(experience.groups - keep.sum())}
+  if keep.any():
+    metrics['rft/kept_reward'] = float(rewards[keep].mean())
+  return Credit({}, mask * keep[:, None], metrics, experience.memory)
+
+
+def check(config):
+  """InputError for what cross entropy on samples cannot use."""
+  rl = config.rl
+  refuse(rl.advantage != 'best_of_n',
+         f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
+         'each group; leave it empty, or use the algorithm grpo')
+  for name in ('loss', 'clip_low', 'clip_high', 'dual_clip', 'kl_coef',
+               'kl_target', 'entropy_coef', 'importance', 'scale_rewards'):
+    refuse(bool(vars(rl)[name]),
+           f'config.rl.{name}: rft trains by cross entropy, which has no such '
+           'term; unset it, or use the algorithm grpo')
+  refuse(rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
+         'config.rl.dynamic_sampling: one sample never differs; set it to 0 '
+         'or config.rollout.group_size to at least 2')
+
+
+RFT = ALGORITHM = Algorithm(
+    sft.objective,
+    {'rl': dict(advantage='best_of_n', aggregate='token', dynamic_sampling=0)},
+    check=check, on_policy=True, credit=credit)

@@ -1,0 +1,174 @@
+"""What frozen models say of a data set, computed once and kept on disk.
+
+Legend: N examples, T tokens of one, S trained tokens of all, B rows, k kept.
+
+    WORKDIR/cache/FINGERPRINT/  NAME.npy (the arrays)  index.json (written
+                                last: without it nothing was made)
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxpost.data import packing
+from jaxpost.metrics import write_atomic
+
+_WINDOW = 256  # documents packed together
+_FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids',
+           'sequence_ids')
+
+
+def fingerprint(parts) -> str:
+  """16 hex digits of anything that JSON can spell."""
+  return hashlib.sha256(
+      json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest(examples: Iterable) -> str:
+  """Of what a model reads of each Example (or None), and what is trained."""
+  total = hashlib.sha256()
+  for example in examples:
+    total.update(b'|')
+    for name in _FIELDS if example is not None else ():
+      array = vars(example)[name]
+      if array is not None:
+        total.update(f'{name}{array.dtype}{len(array)}'.encode())
+        total.update(np.ascontiguousarray(array).tobytes())
+  return total.hexdigest()
+
+
+def load_or_make(path, make: Callable) -> dict:
+  """{name: array} from the folder `path`, or of `make()`, which then fills it.
+
+  All processes call it and agree; process 0 writes. Arrays on local disks are
+  mapped, not read. Without a path nothing is kept.
+  """
+  if path is None:
+    return make()
+  path = epath.Path(path)
+  found = _index(path)
+  if jax.process_count() > 1:  # what process 0 sees counts
+    there = multihost_utils.broadcast_one_to_all(np.int32(found is not None))
+    found = found if there else None
+    if there and found is None:
+      raise FileNotFoundError(f'{path}: process 0 sees it and this one not')
+  if found is not None:
+    return {name: _load(path / f'{name}.npy') for name in found}
+  values = make()
+  if jax.process_index() == 0:
+    _write(path, values)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(str(path))
+  return values
+
+
+def _index(path):
+  """{name: bytes of its file} of a finished folder, else None."""
+  if not (path / 'index.json').exists():
+    return None
+  index = json.loads((path / 'index.json').read_text())
+  whole = all((path / f'{n}.npy').exists()
+              and (path / f'{n}.npy').stat().length == size
+              for n, size in index.items())
+  return index if whole else None
+
+
+def _load(file):
+  if '://' in str(file):
+    with file.open('rb') as f:
+      return np.load(f, allow_pickle=False)
+  return np.load(str(file), mmap_mode='r', allow_pickle=False)
+
+
+def _write(path, values):
+  path.mkdir(parents=True, exist_ok=True)
+  (path / 'index.json').unlink(missing_ok=True)
+  for name, array in values.items():
+    draft = path / f'.{name}.tmp'
+    with draft.open('wb') as f:
+      np.save(f, array, allow_pickle=False)
+    draft.replace(path / f'{name}.npy')
+  write_atomic(path / 'index.json', json.dumps(
+      {n: (path / f'{n}.npy').stat().length for n in values}))
+
+
+@dataclasses.dataclass
+class Lookup:
+  """Arrays of trained tokens that examples carry once devices computed them.
+
+  Until then they carry zeros, of the same shapes.
+
+  fields: name -> (shape after [T], dtype).
+  starts: [N + 1], where the tokens of an example begin in `values`.
+  values: name -> [S, ...].
+  """
+
+  fields: dict = dataclasses.field(default_factory=dict)
+  starts: np.ndarray | None = None
+  values: dict = dataclasses.field(default_factory=dict)
+
+  def attach(self, number: int, example):
+    """The Example `number` with its arrays; None stays None."""
+    if example is None or not self.fields:
+      return example
+    trained, arrays = example.trained, dict(example.arrays)
+    for name, (shape, dtype) in self.fields.items():
+      arrays[name] = np.zeros((len(trained), *shape), dtype)
+      if name in self.values:
+        start, stop = self.starts[number:number + 2]
+        arrays[name][trained] = self.values[name][start:stop]
+    return dataclasses.replace(example, arrays=arrays)
+
+  def fill(self, examples: Iterable, values: dict):
+    """Takes what was computed of the trained tokens of all `examples`."""
+    counts = [0 if e is None else int(e.trained.sum()) for e in examples]
+    self.starts = np.append(0, np.cumsum(counts))
+    self.values |= values
+
+
+def read(examples: Callable, number: int, fields: dict, run: Callable,
+         rows: int, row_length: int) -> dict:
+  """{name: [S, ...]} of the trained tokens of all examples, in order.
+
+  Args:
+    examples: number -> Example or None, for 0 to `number`.
+    fields: as in `Lookup`.
+    run: host Batch [rows, row_length] -> {name: [rows, row_length, ...]}.
+  """
+  parts = {name: [np.zeros((0, *shape), dtype)]
+           for name, (shape, dtype) in fields.items()}
+  for first in range(0, number, _WINDOW):
+    window = [examples(n) for n in range(
+        first, min(first + _WINDOW, number))]
+    # Which of its tokens are left where one is longer than a row.
+    cut = [None if e is None else dataclasses.replace(
+        e, arrays={'at': np.arange(len(e.tokens))}).cut(row_length)
+           for e in window]
+    found = [{name: np.zeros((len(e.tokens), *shape), dtype)
+              for name, (shape, dtype) in fields.items()}
+             if e is not None else None for e in window]
+    known = [n for n, e in enumerate(cut) if e is not None]
+    packed = [[known[i] for i in row] for row in packing.pack(
+        [len(cut[n].tokens) for n in known], row_length)]
+    for start in range(0, len(packed), rows):
+      some = packed[start:start + rows]
+      out = run(packing.to_batch(
+          [[cut[n] for n in row] for row in some], row_length, rows,
+          normalise=False))
+      for r, row in enumerate(some):
+        column = 0
+        for n in row:
+          at, begin = cut[n].arrays['at'], column
+          column += len(at)
+          for name in fields:
+            found[n][name][at] = out[name][r, begin:column]
+    for e, arrays in zip(window, found):
+      for name in fields if e is not None else ():
+        parts[name].append(arrays[name][e.trained])
+  return {name: np.concatenate(part) for name, part in parts.items()}

@@ -1,0 +1,82 @@
+"""The completions of a data set in the place of a sampler's.
+
+Legend: N sequences (one a prompt), C completion tokens, P prompt tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxpost.data import chat
+from jaxpost.data.examples import Example
+from jaxpost.data.tokenizer import Tokenizer
+from jaxpost.types import Prompt, Rollout
+
+_DRAW = 7  # tells this draw from others of the seed and the step
+
+
+@dataclasses.dataclass
+class Mixed:
+  """A sampler that in a share of the steps shows what the data answers.
+
+  Which steps is a function of seed and step alone.
+  """
+
+  sampler: Callable  # roles.Sampler
+  tokenizer: Tokenizer
+  share: float
+  seed: int
+  max_tokens: int
+
+  def from_data(self, step: int) -> bool:
+    draw = np.random.default_rng((self.seed, step, _DRAW)).random()
+    return draw < self.share
+
+  def sync(self, policy, version: int) -> dict:
+    return self.sampler.sync(policy, version)
+
+  def release(self):
+    self.sampler.release()
+
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling):
+    """As `roles.Sampler`; of the data there is one completion a prompt."""
+    if self.from_data(step):
+      return rollout(prompts, self.tokenizer, self.max_tokens, step)
+    return self.sampler(prompts, group_size, step, **sampling)
+
+
+def render(tokenizer, row, where) -> Example:
+  """A row as its last answer is trained; InputError if it has none."""
+  return chat.render(tokenizer, row, where, train_on='completion')
+
+
+def rollout(prompts: Sequence[Prompt], tokenizer, max_tokens: int,
+            step: int = 0) -> Rollout:
+  """The data's answers to the prompts, one each, cut to `max_tokens`.
+
+  They have the tokens that training on the data gives them, up to the last
+  trained one; their log-probs are 0.
+  """
+  size = len(prompts)
+  completions = np.zeros((size, max_tokens), np.int32)
+  lengths, finished = np.zeros(size, np.int32), np.ones(size, bool)
+  for n, prompt in enumerate(prompts):
+    example = render(tokenizer, _row(prompt), f'prompt {prompt.index}')
+    trained = np.flatnonzero(example.loss_mask)
+    answer = example.tokens[trained[0]:trained[-1] + 1]
+    lengths[n] = min(len(answer), max_tokens)
+    finished[n] = len(answer) <= max_tokens
+    completions[n, :lengths[n]] = answer[:max_tokens]
+  logprobs = np.zeros(completions.shape, np.float32)
+  return Rollout(tuple(prompts), completions, lengths, logprobs, logprobs,
+                 finished, step, from_data=True)
+
+
+def _row(prompt: Prompt) -> dict:
+  """The row that the prompt was made of, with its system prompt."""
+  messages = prompt.columns.get('messages')
+  if messages is None:
+    return {**prompt.columns, 'prompt': prompt.prompt}
+  last = [m for m in messages if m['role'] == 'assistant'][-1]
+  return {**prompt.columns, 'messages': [*prompt.prompt, last]}

@@ -1,0 +1,101 @@
+"""One document: tokens, what of them is trained, and how it may be cut.
+
+T tokens of one document. A document may hold branches that share a prompt, or
+several segments that stand side by side; `types.Batch` tells what they mean.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One document that is packed as a whole.
+
+  The fields that are None are those of a plain document: positions from 0,
+  one segment, no branches, no numbered sequences.
+  """
+
+  tokens: np.ndarray  # [T] int32
+  loss_mask: np.ndarray  # [T] bool, or float32 weights >= 0
+  positions: np.ndarray | None = None  # [T] int32
+  segment_ids: np.ndarray | None = None  # [T] int32 from 1
+  branch_ids: np.ndarray | None = None  # [T] int32, 0 is the shared prompt
+  sequence_ids: np.ndarray | None = None  # [T] int32 from 1, 0 is none
+  arrays: dict = dataclasses.field(default_factory=dict)  # name -> [T, ...]
+
+  @property
+  def trained(self):
+    """[T] bool: weight above 0, and a token to its left to predict it."""
+    trained = np.asarray(self.loss_mask) > 0
+    trained[:1] = False
+    if self.segment_ids is not None:
+      trained[1:] &= self.segment_ids[1:] == self.segment_ids[:-1]
+    return trained
+
+  @property
+  def scored(self):
+    """[T] bool: trained, or of a sequence whose log-probs are read anyway."""
+    ids = self.sequence_ids
+    return self.trained if ids is None else self.trained | (ids > 0)
+
+  def cut(self, length):
+    """This document in `length` tokens, or None if its prompts leave no room.
+
+    A plain document loses its end. Of numbered sequences the longest loses
+    its end until all fit, never a prompt; at least one token of each is
+    kept. A sequence that is trained on its last token alone (a score is read
+    there) keeps that token and loses those before it.
+    """
+    total = len(self.tokens)
+    if total <= length:
+      return self
+    if self.sequence_ids is None:
+      return self._at(np.arange(length), np.arange(length))
+    # A sequence's tokens, with what is not trained between them.
+    found = [
+      np.flatnonzero(self.sequence_ids == n)
+      for n in np.unique(self.sequence_ids) if n]
+    spans = sorted((at[0], at[-1] + 1) for at in found)
+    sizes = _level([b - a for a, b in spans], total - length)
+    if sizes is None:
+      return None
+    place, content, at = [], [], 0
+    for (a, b), size in zip(spans, sizes):
+      kept = np.arange(at, a + size)
+      place.append(kept)
+      if self.loss_mask[b - 1] > 0 and not self.trained[a : b - 1].any():
+        kept = np.append(kept[:-1], b - 1)
+      content.append(kept)
+      at = b
+    place.append(np.arange(at, total))
+    content.append(np.arange(at, total))
+    return self._at(np.concatenate(place), np.concatenate(content))
+
+  def _at(self, place, content):
+    """The tokens `content`, standing where the tokens `place` stand."""
+    take = lambda array, index: None if array is None else array[index]
+    return Example(
+      self.tokens[content],
+      self.loss_mask[content],
+      take(self.positions, place),
+      take(self.segment_ids, place),
+      take(self.branch_ids, place),
+      take(self.sequence_ids, place),
+      {name: array[content] for name, array in self.arrays.items()},
+    )
+
+
+def _level(sizes, excess):
+  """`sizes` less `excess` in all, always from the largest; each at least 1."""
+  if sum(sizes) - len(sizes) < excess:
+    return None
+  rest = sum(sizes) - excess
+  out, left = [0] * len(sizes), len(sizes)
+  # The smallest first: what they do not use is shared by the larger.
+  for i in sorted(range(len(sizes)), key=lambda i: (sizes[i], -i)):
+    out[i] = min(sizes[i], rest // left)
+    rest -= out[i]
+    left -= 1
+  return out

@@ -1,0 +1,122 @@
+"""Rollouts into packed rows, and what was computed of the rows back.
+
+Legend: N sequences, C completion tokens, B rows, T tokens a row.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxpost.data import packing
+from jaxpost.types import Batch, Prompt, Rollout
+
+AGGREGATES = ('token', 'sequence', 'constant')
+
+
+def token_weights(mask, aggregate: str, max_tokens: int):
+  """[N, C] mask -> weights whose sum with losses is the loss of the batch.
+
+  'token': the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8).
+  'sequence': the mean over sequences of their means (GRPO,
+    arXiv:2402.03300, eq. 3).
+  'constant': sums over tokens / (sequences x max_tokens) (Dr. GRPO,
+    arXiv:2503.20783, section 3.2).
+  Sequences without a trained token do not count.
+  """
+  mask = np.asarray(mask, np.float64)
+  lengths = mask.sum(axis=1, keepdims=True)
+  sequences = max(int((lengths > 0).sum()), 1)
+  scale = {
+      'token': max(lengths.sum(), 1e-9),
+      'sequence': sequences * np.maximum(lengths, 1e-9),
+      'constant': sequences * max_tokens}[aggregate]
+  return (mask / scale).astype(np.float32)
+
+
+def completion_mask(rollout: Rollout) -> np.ndarray:
+  """[N, C] float32: 1 on the tokens that were sampled."""
+  steps = np.arange(rollout.completions.shape[1])
+  return (steps < rollout.lengths[:, None]).astype(np.float32)
+
+
+def prompt_lengths(rollout: Rollout) -> np.ndarray:
+  group = len(rollout.lengths) // len(rollout.prompts)
+  return np.repeat([len(p.tokens) for p in rollout.prompts], group)
+
+
+def places(rollout: Rollout, members: Sequence[int], row_length: int,
+           num_rows: int) -> np.ndarray:
+  """(row, column of its first completion token) of each member [n, 2]."""
+  prompts = prompt_lengths(rollout)
+  total = (prompts + rollout.lengths)[list(members)].tolist()
+  rows = packing.pack(total, row_length)
+  if len(rows) > num_rows:
+    raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
+  out = np.zeros((len(total), 2), np.int64)
+  for r, row in enumerate(rows):
+    at = 0
+    for i in row:
+      out[i] = r, at + prompts[members[i]]
+      at += total[i]
+  return out
+
+
+def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict,
+             num_rows: int, row_length: int) -> Batch:
+  """Packs the prompts and completions of some sequences.
+
+  Args:
+    members: numbers of the sequences, n of them.
+    weights: [N, C] of the completion tokens; arrays: {name: [N, C]}.
+
+  Returns:
+    Batch [num_rows, row_length], a sequence each.
+  """
+  place = places(rollout, members, row_length, num_rows)
+  shape = num_rows, row_length
+  tokens, positions, segments, sequences = (
+      np.zeros(shape, np.int32) for _ in range(4))
+  loss_weights = np.zeros(shape, np.float32)
+  packed = {k: np.zeros(shape, np.float32) for k in arrays}
+  group = len(rollout.lengths) // len(rollout.prompts)
+  for n, (row, answer) in zip(members, place):
+    prompt, length = rollout.prompts[n // group], rollout.lengths[n]
+    start, end = answer - len(prompt.tokens), answer + length
+    tokens[row, start:answer] = prompt.tokens
+    tokens[row, answer:end] = rollout.completions[n, :length]
+    positions[row, start:end] = np.arange(end - start)
+    number = segments[row].max() + 1
+    segments[row, start:end] = sequences[row, answer:end] = number
+    loss_weights[row, answer:end] = weights[n, :length]
+    for name, values in arrays.items():
+      packed[name][row, answer:end] = values[n, :length]
+  return Batch(tokens, positions, segments, loss_weights,
+               sequence_ids=sequences, arrays=packed)
+
+
+def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
+  """[M, B / M, T] of a batch of all sequences -> [N, C] float32."""
+  values = np.asarray(values).reshape(-1, row_length)
+  out = np.zeros(rollout.completions.shape, np.float32)
+  every = range(len(rollout.lengths))
+  for n, (row, at) in enumerate(places(rollout, every, row_length, num_rows)):
+    length = rollout.lengths[n]
+    out[n, :length] = values[row, at:at + length]
+  return out
+
+
+def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
+          ) -> Rollout:
+  """One rollout of the chosen groups of several."""
+  size = len(rollouts[0].lengths) // len(rollouts[0].prompts)
+  rows = [np.concatenate([np.arange(g * size, (g + 1) * size) for g in some])
+          if len(some) else np.zeros(0, int) for some in groups]
+  pick = lambda name: np.concatenate(
+      [r.__dict__[name][i] for r, i in zip(rollouts, rows)])
+  prompts: tuple[Prompt, ...] = tuple(
+      r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
+  names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
+           'finished')
+  return rollouts[0].replace(
+      prompts=prompts, **{n: pick(n) for n in names},
+      occupancy=float(np.mean([r.occupancy for r in rollouts])))

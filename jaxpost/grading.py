@@ -1,0 +1,281 @@
+"""Rollouts and their rewards: from workers, and from a reward model.
+
+Legend: N sequences, G samples a prompt, C completion tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpost.data import experience
+from jaxpost.data.tokenizer import Tokenizer
+from jaxpost.losses import advantages
+from jaxpost.rewards.pool import Graded, Group, Pending, RewardPool
+from jaxpost.roles import Roles
+from jaxpost.sharding import to_host
+from jaxpost.types import Rollout
+
+MODEL = 'reward_model'  # the name of a reward that is a role
+
+
+@dataclasses.dataclass
+class Grader:
+  """Grades in worker processes; without a pool there is nothing to grade.
+
+  model_weight: of the reward model beside the pool's functions.
+  """
+
+  pool: RewardPool | None
+  tokenizer: Tokenizer
+  model_weight: float = 1.0
+
+  def submit(self, rollout: Rollout, greedy: Rollout | None) -> 'Grading':
+    """Starts grading; `greedy` holds one more answer to each prompt."""
+    groups = to_groups(rollout, self.tokenizer)
+    more = to_groups(greedy, self.tokenizer) if greedy is not None else None
+    pool = None if rollout.from_data else self.pool
+    return Grading(self, [Round(
+        rollout, groups, pool and pool.submit(groups),
+        pool.submit(more) if pool and more else None)])
+
+  def close(self):
+    if self.pool:
+      self.pool.close()
+
+
+@dataclasses.dataclass
+class Round:
+  """What was sampled at once."""
+
+  rollout: Rollout
+  groups: list[Group]
+  pending: Pending | None
+  greedy: Pending | None
+
+  @functools.cached_property
+  def graded(self) -> list[Graded]:
+    if self.pending is None:
+      return [Graded([0.0] * len(g.prompts), {}, None) for g in self.groups]
+    return self.pending.result()
+
+  @functools.cached_property
+  def table(self) -> np.ndarray:
+    """[groups, G] float64; NaN where there is no reward."""
+    return agreed(_table(self.graded))
+
+
+@dataclasses.dataclass
+class Grading:
+  """One or more rounds of a step; `chosen` groups of each, or all."""
+
+  grader: Grader
+  parts: list[Round]
+  chosen: list | None = None
+  values: np.ndarray | None = None  # [N], once `rewards` was called
+  model_scores: np.ndarray | None = None  # [N], weighted
+
+  @property
+  def rounds(self) -> int:
+    return len(self.parts)
+
+  @functools.cached_property
+  def rollout(self) -> Rollout:
+    if len(self.parts) == 1 and self.chosen is None:
+      return self.parts[0].rollout
+    return experience.merge([p.rollout for p in self.parts], self._picked())
+
+  def mixed(self) -> np.ndarray:
+    """[groups of all rounds] bool: their valid rewards are not all equal."""
+    return np.concatenate([
+        ~advantages.uniform(p.table, np.isfinite(p.table))
+        & (np.isfinite(p.table).sum(axis=1) > 1) for p in self.parts])
+
+  def rewards(self, model_scores=None):
+    """([N] float64, [groups] of the greedy answers or None).
+
+    Args:
+      model_scores: [N, C] values of a reward model; that of the last token
+        of a completion counts.
+    """
+    total = np.concatenate([
+        p.table[i].reshape(-1) for p, i in zip(self.parts, self._picked())])
+    if model_scores is not None:
+      scores = self._last(model_scores) * self.grader.model_weight
+      failed = np.repeat([g.error is not None for g in self.graded],
+                         self.group_size)
+      total = np.where(failed, np.nan, np.nan_to_num(total) + scores)
+      self.model_scores = scores
+    self.values, baseline = total, None
+    if self.parts[0].greedy is not None:
+      baseline = agreed(np.concatenate([
+          _table(p.greedy.result())[i, 0]
+          for p, i in zip(self.parts, self._picked())]))
+    return total, baseline
+
+  @property
+  def group_size(self) -> int:
+    return len(self.rollout.lengths) // max(len(self.rollout.prompts), 1)
+
+  @property
+  def graded(self) -> list[Graded]:
+    return [p.graded[g] for p, i in zip(self.parts, self._picked()) for g in i]
+
+  @property
+  def groups(self) -> list[Group]:
+    return [p.groups[g] for p, i in zip(self.parts, self._picked()) for g in i]
+
+  def metrics(self) -> dict:
+    """What the rewards and the lengths look like; call after `rewards`."""
+    pool = self.grader.pool
+    out = length_metrics(self.rollout)
+    if self.rollout.from_data or pool is None and self.model_scores is None:
+      return out
+    table = self.values.reshape(-1, self.group_size)
+    valid = np.isfinite(table)
+    kept = table[valid]
+    out |= component_metrics(self.graded) | {
+        'reward': float(kept.mean()) if kept.size else float('nan'),
+        'masked_samples': int((~valid).sum())}
+    if self.group_size > 1:  # one sample has no spread
+      spread = [r[v].std(ddof=1) for r, v in zip(table, valid) if v.sum() > 1]
+      out |= {
+          'reward_std': float(np.mean(spread)) if spread else float('nan'),
+          'frac_reward_zero_std':
+              float(advantages.uniform(table, valid).mean())}
+    if self.model_scores is not None:
+      out |= {f'rewards/{MODEL}/mean': float(self.model_scores.mean()),
+              f'rewards/{MODEL}/std': float(self.model_scores.std())}
+    return out | (pool.stats if pool else {})
+
+  def rows(self) -> list[dict]:
+    return sample_rows(self.rollout, self.groups, self.graded, self.values)
+
+  def _picked(self) -> list:
+    return self.chosen or [range(len(p.groups)) for p in self.parts]
+
+  def _last(self, scores):
+    """[N, C] -> [N]: what stands at the last token of each completion."""
+    rows = np.arange(len(scores))
+    return np.asarray(scores, np.float64)[
+        rows, np.maximum(self.rollout.lengths, 1) - 1]
+
+
+def join(first: Grading, more: Grading) -> Grading:
+  return Grading(first.grader, first.parts + more.parts)
+
+
+def keep_mixed(grading: Grading, wanted: int) -> Grading:
+  """The first `wanted` groups that differ in reward.
+
+  Where they are too few, groups that teach nothing fill up: a step has one
+  shape, and they weigh nothing (their advantage is 0).
+  """
+  mixed = grading.mixed()
+  order = np.concatenate([np.flatnonzero(mixed), np.flatnonzero(~mixed)])
+  picked, start, chosen = set(order[:wanted].tolist()), 0, []
+  for part in grading.parts:
+    number = len(part.groups)
+    chosen.append([g for g in range(number) if start + g in picked])
+    start += number
+  return Grading(grading.grader, grading.parts, chosen)
+
+
+def model_values(rollout: Rollout, roles: Roles, *, at_once: int,
+                 rows: tuple[int, int]) -> np.ndarray:
+  """[N, C] values of the reward model.
+
+  Args:
+    at_once: sequences that fit into `rows`, (B, T) of a batch.
+  """
+  group, found = len(rollout.lengths) // len(rollout.prompts), []
+  for start in range(0, len(rollout.lengths), at_once):
+    members = np.arange(start, min(start + at_once, len(rollout.lengths)))
+    part = rollout.replace(
+        prompts=tuple(rollout.prompts[n // group] for n in members),
+        completions=rollout.completions[members],
+        lengths=rollout.lengths[members])
+    mask = experience.completion_mask(part)
+    values = roles.reward_model(roles.policy.place(experience.to_batch(
+        part, range(len(members)), mask, {}, *rows))).values
+    found.append(experience.from_rows(
+        part, to_host(values), rows[1], rows[0]))
+  return np.concatenate(found)
+
+
+def _table(graded) -> np.ndarray:
+  return np.array([[np.nan if r is None else r for r in g.rewards]
+                   for g in graded], np.float64)
+
+
+def agreed(rewards: np.ndarray) -> np.ndarray:
+  """What process 0 graded: a judge may answer each process differently."""
+  if jax.process_count() == 1:
+    return rewards
+  return np.asarray(multihost_utils.broadcast_one_to_all(rewards))
+
+
+def to_groups(rollout: Rollout, tokenizer: Tokenizer) -> list[Group]:
+  """Completions as the reward functions of TRL take them."""
+  size = len(rollout.lengths) // len(rollout.prompts)
+  groups = []
+  for i, prompt in enumerate(rollout.prompts):
+    ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
+           for n in range(i * size, (i + 1) * size)]
+    texts = [tokenizer.decode(x) for x in ids]
+    if not isinstance(prompt.prompt, str):
+      texts = [[{'role': 'assistant', 'content': t}] for t in texts]
+    groups.append(Group(
+        [prompt.prompt] * size, texts, ids,
+        {k: [v] * size for k, v in prompt.columns.items()}))
+  return groups
+
+
+def component_metrics(graded: Sequence[Graded]) -> dict:
+  """rewards/<fn>/mean and std over the samples it applied to."""
+  out = {}
+  for name in graded[0].components if graded else ():
+    values = [r for g in graded for r in g.components[name] if r is not None]
+    if values:
+      out[f'rewards/{name}/mean'] = float(np.mean(values))
+      out[f'rewards/{name}/std'] = float(np.std(values))
+  return out
+
+
+def length_metrics(rollout: Rollout) -> dict:
+  ended = rollout.lengths[rollout.finished]
+  return {
+      'completions/mean_length': float(rollout.lengths.mean()),
+      'completions/min_length': int(rollout.lengths.min()),
+      'completions/max_length': int(rollout.lengths.max()),
+      'completions/clipped_ratio': float(1 - rollout.finished.mean()),
+      'completions/mean_terminated_length':
+          float(ended.mean()) if ended.size else 0.0,
+      'completion_tokens': int(rollout.lengths.sum())}
+
+
+def sample_rows(rollout: Rollout, groups, graded, rewards) -> list[dict]:
+  """What a person wants to see of a step, one row a completion."""
+  rows = []
+  size = len(rollout.lengths) // len(rollout.prompts)
+  for n, length in enumerate(rollout.lengths):
+    group, result, i = groups[n // size], graded[n // size], n % size
+    rows.append(dict(
+        prompt=_text(group.prompts[i]), completion=_text(group.completions[i]),
+        reward=float(rewards[n]) if np.isfinite(rewards[n]) else None,
+        **({'error': result.error} if result.error else {}),
+        components={k: v[i] for k, v in result.components.items()},
+        length=int(length), finished=bool(rollout.finished[n]),
+        logprob=float(rollout.logprobs[n, :length].sum()),
+        prompt_index=rollout.prompts[n // size].index, sample=i,
+        version=rollout.version))
+  return rows
+
+
+def _text(prompt) -> str:
+  if isinstance(prompt, str):
+    return prompt
+  return '\n'.join(str(m['content']) for m in prompt)

@@ -1,0 +1,141 @@
+"""Specs with options -> reward functions; in the worker only.
+
+  name?key=value&key=value
+
+A value is typed by the signature of what the spec names, and %2C is a comma,
+%26 an ampersand, %25 a percent sign. What is named is
+
+  a class, or a function without `completions` or its like (a factory, as
+  TRL's get_*): called once with the options, it returns the reward;
+  a reward function: the options become its arguments of these names.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import types
+import typing
+import urllib.parse
+
+from jaxpost.errors import InputError
+from jaxpost.imports import load_callable
+from jaxpost.rewards import call
+from jaxpost.rewards import verl
+
+_VERL = 'verl:'
+
+
+def load(name, spec):
+  """The `call.Reward` of a spec, or an InputError that says why not."""
+  what = f'reward {name}'
+  base, mark, query = spec.partition('?')
+  options = _parse(query, what)
+  adapted = base.startswith(_VERL) and base.count(':') > 1
+  try:
+    target = load_callable(base.removeprefix(_VERL) if adapted else base, what)
+    given = dict(_typed(target, options, what))
+    if isinstance(target, type) or mark and not _is_reward(target, adapted):
+      fn = target(**given)
+    else:
+      fn = functools.partial(target, **given) if given else target
+    if adapted:
+      fn = verl.adapt(fn)
+  except InputError as error:
+    text = str(error)
+    raise InputError(
+        text if text.startswith(what) else f'{what}: {text}'
+    ) from error
+  except BaseException as error:  # the user's module may raise anything
+    raise InputError(
+        f'{what}: importing {base} {call.describe(error)}'
+    ) from error
+  if not callable(fn):
+    raise InputError(
+        f'{what}: {base} made a {type(fn).__name__}, not a reward function'
+    )
+  reward = call.load(name, fn)
+  return dataclasses.replace(reward, file=call.file_of(target, base))
+
+
+def _parse(query, what):
+  """{key: text} of 'key=value&key=value'."""
+  options = {}
+  for item in query.split('&') if query else ():
+    key, equals, value = item.partition('=')
+    if not key or not equals:
+      raise InputError(
+          f'{what}: option {item!r} must be key=value; several are joined'
+          ' with &'
+      )
+    if key in options:
+      raise InputError(f'{what}: option {key} is given twice')
+    options[key] = urllib.parse.unquote(value)
+  return options
+
+
+def _parameters(target):
+  try:
+    parameters = inspect.signature(target).parameters.values()
+  except (TypeError, ValueError):  # not of Python; call.load says so
+    return {}
+  return {p.name: p for p in parameters
+          if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _is_reward(target, adapted):
+  """Whether it grades, rather than makes what grades."""
+  if adapted or any(n in _parameters(target) for n in call.STANDARD):
+    return True
+  return any(p.kind == p.VAR_KEYWORD
+             for p in inspect.signature(target).parameters.values())
+
+
+def _typed(target, options, what):
+  """(key, value) for each option; InputError for an unknown or missing one."""
+  known = _parameters(target)
+  known = {n: p for n, p in known.items() if n not in call.GIVEN}
+  for key, text in options.items():
+    if key not in known:
+      near = difflib.get_close_matches(key, known, n=1)
+      hint = (f'did you mean {near[0]!r}?' if near else
+              f'there are: {", ".join(known) or "none"}')
+      raise InputError(f'{what}: unknown option {key!r}; {hint}')
+    yield key, _value(key, text, known[key], what)
+  if isinstance(target, type):
+    for key, parameter in known.items():
+      if parameter.default is parameter.empty and key not in options:
+        raise InputError(
+            f'{what}: needs the option {key!r}; write NAME?{key}=VALUE'
+        )
+
+
+def _value(key, text, parameter, what):
+  kind = _kind(parameter)
+  try:
+    if kind is bool:
+      return {'true': True, '1': True, 'false': False,
+              '0': False}[text.lower()]
+    value = kind(text)
+    if kind is float and not math.isfinite(value):
+      raise ValueError
+    return value
+  except (KeyError, ValueError):
+    raise InputError(
+        f'{what}: option {key}={text!r} is no {kind.__name__}'
+    ) from None
+
+
+def _kind(parameter):
+  """int, float, bool or str, by the annotation, else by the default."""
+  kinds = {'int': int, 'float': float, 'bool': bool, 'str': str}
+  note = parameter.annotation
+  if isinstance(note, str):  # from __future__ import annotations
+    note = kinds.get(note.split('|')[0].strip(), note)
+  if isinstance(note, types.UnionType) or typing.get_origin(note):
+    note = next((a for a in typing.get_args(note) if a in kinds.values()), note)
+  if note in kinds.values():
+    return note
+  default = type(parameter.default)
+  return default if default in kinds.values() else str

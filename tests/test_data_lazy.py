@@ -1,0 +1,422 @@
+"""Several sources with weights, and rows that are read when asked for."""
+
+import collections
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from jaxpost.data import chat
+from jaxpost.data import loader
+from jaxpost.data import prompts
+from jaxpost.data import sources
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+
+
+def row(n, name='q'):
+  return {'prompt': f'{name}{n}', 'completion': 'a' * (1 + n % 7)}
+
+
+def write_lines(path, rows):
+  path.write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  return str(path)
+
+
+def write_parquet(path, rows, group=4):
+  pa = pytest.importorskip('pyarrow')
+  from pyarrow import parquet
+
+  parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+  return str(path)
+
+
+def write_array_record(path, rows):
+  module = pytest.importorskip('array_record.python.array_record_module')
+  writer = module.ArrayRecordWriter(str(path), 'group_size:1')
+  for r in rows:
+    writer.write(json.dumps(r).encode())
+  writer.close()
+  return str(path)
+
+
+WRITERS = {
+  'jsonl': write_lines,
+  'parquet': write_parquet,
+  'array_record': write_array_record,
+}
+
+
+def even(r):
+  return r if int(r['prompt'][1:]) % 2 == 0 else None
+
+
+def stream_of(rows, batch_size=2, **options):
+  tokenizer = tokenizer_lib.load('bytes')
+
+  def example(i):
+    return rows[i] and chat.render(tokenizer, rows[i], rows.where(i))
+
+  return loader.PackedStream(
+    example, len(rows), batch_size=batch_size, where=rows.where,
+    sizes=rows.sizes, weights=rows.weights,
+    **{'row_length': 48, 'seed': 3, 'window': 16, **options})
+
+
+def take(stream, n):
+  return [next(stream) for _ in range(n)]
+
+
+# ------------------------------------------------------------------ mixtures
+
+
+def mixture(tmp_path, weights=(), sizes=(30, 70), **options):
+  paths = [
+    write_lines(tmp_path / f'{name}.jsonl', [row(i, name) for i in range(n)])
+    for name, n in zip('ab', sizes)]
+  return sources.read_sources(' + '.join(paths), weights=weights, **options)
+
+
+def test_without_weights_sources_stand_one_after_the_other(tmp_path):
+  rows = mixture(tmp_path)
+  assert len(rows) == 100 and rows.sizes == (30, 70) and rows.weights == ()
+  assert [r['prompt'] for r in rows] == [
+    *(f'a{n}' for n in range(30)), *(f'b{n}' for n in range(70))]
+  assert rows.where(29).endswith('a.jsonl:30')
+  assert rows.where(30).endswith('b.jsonl:1')
+  assert rows[-1] == rows[99] and rows.name.count(' + ') == 1
+  with pytest.raises(IndexError):
+    rows[100]
+
+
+@pytest.mark.parametrize('shuffle', [True, False])
+def test_weights_are_shares_of_the_documents(shuffle):
+  sizes, weights = (60, 150, 40), (2, 1, 1)
+  order = loader.order(250, 0, shuffle, sizes, weights)
+  drawn = np.array([order[i] for i in range(1600)])
+  source = np.searchsorted(np.cumsum(sizes), drawn, 'right')
+  share = np.bincount(source) / len(drawn)
+  np.testing.assert_allclose(share, [0.5, 0.25, 0.25], atol=2e-3)
+  # Evenly, not in blocks: any 100 in a row have their shares.
+  for n in range(0, 1600, 100):
+    part = np.bincount(source[n : n + 100], minlength=3)
+    np.testing.assert_allclose(part, [50, 25, 25], atol=2)
+  # Each source goes through all of its rows before one comes again.
+  for n, (start, size) in enumerate(zip((0, 60, 210), sizes)):
+    mine = drawn[source == n][: 11 * size]
+    whole = range(start, start + size)
+    epochs = [mine[k : k + size].tolist() for k in range(0, 10 * size, size)]
+    full = [e for e in epochs if len(e) == size]
+    assert len(full) > 1 and all(sorted(e) == list(whole) for e in full)
+    assert (full[0] == full[1]) != shuffle
+  # By one global index, from anywhere.
+  assert order[10**9] == loader.order(250, 0, shuffle, sizes, weights)[10**9]
+
+
+def test_a_mixture_resumes_exactly(tmp_path):
+  rows = mixture(tmp_path, (3, 1))
+  whole = stream_of(rows)
+  states, batches = [whole.state()], []
+  for _ in range(12):
+    batches.append(next(whole))
+    states.append(whole.state())
+  whole.close()
+  assert all(type(v) is int for v in states[-1].values())
+  for n in (0, 1, 5, 11):
+    resumed = stream_of(rows)
+    resumed.restore(states[n])
+    for want, got in zip(batches[n:], take(resumed, 12 - n)):
+      assert want[1] == got[1]
+      np.testing.assert_array_equal(want[0].tokens, got[0].tokens)
+    resumed.close()
+  counts = collections.Counter()
+  for _, info in batches:
+    counts.update({k: v for k, v in info.items() if 'documents' in k})
+  assert counts['data/0/documents'] + counts['data/1/documents'] == (
+    counts['documents'])
+  assert counts['data/0/documents'] == pytest.approx(
+    0.75 * counts['documents'], abs=4)
+  other = stream_of(mixture(tmp_path, (1, 1)))
+  with pytest.raises(InputError, match='weight_ppm_of_source_0=750000 and'):
+    other.restore(states[3])
+  # Weights that say the same are the same, whatever their unit.
+  stream_of(mixture(tmp_path, (0.75, 0.25))).restore(states[3])
+
+
+def test_documents_are_counted_for_their_source(tmp_path):
+  rows = mixture(tmp_path, sizes=(10, 13))
+  counts = collections.Counter()
+  stream = stream_of(rows, window=23, batch_size=1)
+  for _, info in stream:
+    counts.update({k: v for k, v in info.items() if k.startswith('data/')})
+    if info['epochs'] == 1:
+      break
+  stream.close()
+  assert counts == {'data/0/documents': 10, 'data/1/documents': 13}
+
+
+def test_one_source_has_no_counts_and_an_unweighted_state_no_new_keys(tmp_path):
+  rows = sources.read_sources(write_lines(tmp_path / 'a.jsonl', [row(1)]))
+  assert isinstance(rows, sources.Rows)
+  stream = stream_of(rows)
+  _, info = next(stream)
+  stream.close()
+  assert not [k for k in info if k.startswith('data/')]
+  assert set(stream.state()) == {
+    'window', 'row', 'num_rows', 'row_length', 'seed', 'shuffle', 'packing',
+    'overlong', 'window_size'}
+
+
+def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
+  first = write_lines(tmp_path / 'a.jsonl', [{'q': 'x0', 'a': 'y'}])
+  second = write_lines(tmp_path / 'b, c.jsonl', [{'p': 'x0', 'b': 'z'}])
+  third = write_lines(tmp_path / 'c.jsonl', [row(n) for n in range(4)])
+
+  def read(*arguments, **named):
+    return list(sources.read_sources(*arguments, **named))
+
+  same = [{'prompt': 'x0', 'completion': 'y'}, {'prompt': 'x0',
+                                               'completion': 'z'}]
+  columns = ('prompt=q,completion=a', 'prompt=p,completion=b')
+  assert read((first, second), columns) == same
+  assert read(f'{first} + {second}', ' + '.join(columns)) == same
+  assert read((first, first), columns[0]) == [same[0]] * 2
+  assert read((third, third), map_fn=even) == [row(0), row(2)] * 2
+  assert read((third, third), map_fn=('', even)) == [
+    *map(row, range(4)), row(0), row(2)]
+  for arguments, message in [
+    (((first, second, third), columns), '2 columns for 3 sources'),
+    (((first, second), '', ('x:y',) * 3), '3 map for 2 sources'),
+    (((third, third), '', None, (1,)), '1 weights for 2 sources'),
+    (((third, third), '', None, (1, 0)), f'weight of {third} is 0; it must'),
+    (((third, third), '', None, (1, float('nan'))), 'is nan; it must'),
+    ((f'{first} + ',), 'names no source where one should be'),
+    (((),), 'names no source'),
+  ]:
+    with pytest.raises(InputError, match=message):
+      sources.read_sources(*arguments)
+
+
+def test_prompts_of_a_mixture(tmp_path):
+  rows = mixture(tmp_path, (1, 1), sizes=(4, 12))
+  make = lambda rows, longest=9: prompts.PromptStream(
+    rows, tokenizer_lib.load('bytes'), per_step=4, max_prompt_length=longest,
+    seed=0)
+  stream = make(rows)
+  names = [p.prompt[0] for _ in range(10) for p in next(stream)[0]]
+  assert names.count('a') == names.count('b') == 20
+  assert len(stream) == 16
+  # Too long: b10, b11.
+  assert make(rows, 2).skipped == 2 and len(make(rows, 2)) == 14
+  long = sources.read_sources((
+    write_lines(tmp_path / 'c.jsonl', [row(1)]),
+    write_lines(tmp_path / 'd.jsonl', [row(1, 'x' * 20)])), weights=(1, 1))
+  with pytest.raises(InputError, match='all 1 prompts of source 1 are longer'):
+    make(long)
+
+
+# ----------------------------------------------------------------- streaming
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+def test_streaming_reads_the_same_rows(tmp_path, kind):
+  given = [row(n) for n in range(23)]
+  path = WRITERS[kind](tmp_path / f'a.{kind}', given)
+  eager = sources.read(path, 'question=prompt')
+  lazy = sources.read(path, 'question=prompt', streaming=True)
+  assert lazy.streaming and not eager.streaming
+  assert len(lazy) == len(eager) == 23 and lazy.sizes == eager.sizes
+  order = np.random.default_rng(0).permutation(23).tolist()
+  assert [lazy[i] for i in order] == [eager[i] for i in order]
+  assert [lazy.where(i) for i in order] == [eager.where(i) for i in order]
+  assert lazy[-1] == eager[-1] and list(lazy) == list(eager)
+
+
+@pytest.mark.parametrize('text', [
+  '\ufeff{"n": 0}\n\n  \n{"n": 1}\r\n\r\n {"n": 2}',
+  '{"n": 0}\n{"n": 1}\n\n\t\n{"n": 2}\n\n\n',
+  '\ufeff\n\n{"n": 0}\n{"n": 1}\n{"n": 2}\n',
+])
+@pytest.mark.parametrize('chunk', [1, 2, 3, 7, 1 << 20])
+def test_lines_are_found_whatever_stands_between(
+    tmp_path, monkeypatch, text, chunk):
+  from jaxpost.data import lazy as lazy_lib
+
+  monkeypatch.setattr(lazy_lib, '_CHUNK', chunk)
+  path = tmp_path / 'a.jsonl'
+  path.write_bytes(text.encode())
+  eager, lazy = (
+    sources.read(path, streaming=streaming) for streaming in (False, True))
+  assert list(lazy) == list(eager) == [{'n': n} for n in range(3)]
+  assert [lazy.where(i) for i in range(3)] == [
+    eager.where(i) for i in range(3)]
+
+
+def test_streaming_a_folder_and_its_splits(tmp_path):
+  for name, size in (('train-0', 3), ('train-1', 2), ('test', 4)):
+    write_lines(tmp_path / f'{name}.jsonl', [row(n) for n in range(size)])
+  (tmp_path / 'train-2.jsonl').write_text('')  # a shard may be empty
+  lazy = sources.read(f'{tmp_path}:train', streaming=True)
+  assert list(lazy) == [row(0), row(1), row(2), row(0), row(1)]
+  assert lazy.where(3).endswith('train-1.jsonl:1')
+
+
+def test_many_files_are_not_all_open(tmp_path):
+  for n in range(80):
+    write_lines(tmp_path / f'{n:03}.jsonl', [row(n)])
+  lazy = sources.read(tmp_path, streaming=True)
+  for _ in range(2):
+    assert [r['prompt'] for r in lazy] == [f'q{n}' for n in range(80)]
+  handles = lazy._opened._parts[0]._handles
+  assert len(handles._made) == 32
+
+
+def test_bad_rows_are_named_when_they_are_reached(tmp_path):
+  path = tmp_path / 'a.jsonl'
+  path.write_bytes(
+    b'{"n": 0}\n\n{"n": }\n[1]\n{"n": "\xff"}\n{"n": 5, "n": 5}\n')
+  lazy = sources.read(path, streaming=True)
+  assert len(lazy) == 5 and lazy[0] == {'n': 0}
+  for i, message in [
+    (1, r'a.jsonl:3:7: bad JSON: Expecting value'),
+    (2, r'a.jsonl:4: the row is a list'),
+    (3, r'a.jsonl:5:8: not UTF-8'),
+    (4, r"a.jsonl:6: bad JSON: the key 'n' stands twice"),
+  ]:
+    with pytest.raises(InputError, match=message) as caught:
+      lazy[i]
+    assert '\n' not in str(caught.value)
+  renamed = sources.read(path, 'prompt=m', streaming=True)
+  with pytest.raises(InputError, match=r"a.jsonl:1: no column 'm'; it has n"):
+    renamed[0]
+  mapped = sources.read(path, map_fn=lambda r: r['m'], streaming=True)
+  with pytest.raises(InputError, match='a.jsonl:1: map_fn raised KeyError'):
+    mapped[0]
+
+
+def test_what_cannot_be_streamed_is_said_at_once(tmp_path):
+  (tmp_path / 'a.jsonl').write_text(' \n\n')
+  (tmp_path / 'b.json').write_text('[{"n": 0}]')
+  (tmp_path / 'c.jsonl.gz').write_bytes(b'')
+  (tmp_path / 'd.parquet').write_bytes(b'PAR1 or not')
+  (tmp_path / 'e.array_record').write_bytes(b'x' * 99)
+  for name, message in [
+    ('a.jsonl', 'a.jsonl: holds no rows'),
+    ('b.json', 'b.json: cannot be read with streaming, only .jsonl, .parq'),
+    ('c.jsonl.gz', 'c.jsonl.gz: cannot be read with streaming'),
+    ('d.parquet', 'd.parquet: damaged or unreadable parquet'),
+    ('e.array_record', 'e.array_record: damaged or unreadable ArrayRecord'),
+  ]:
+    with pytest.raises(InputError, match=message):
+      sources.read(tmp_path / name, streaming=True)
+  made = sources.read('generated:arithmetic:max=3', streaming=True)
+  assert not made.streaming  # it is in memory anyway
+
+
+@pytest.mark.parametrize('kind', WRITERS)
+def test_a_stream_of_lazy_rows_is_that_of_rows_in_memory(tmp_path, kind):
+  path = WRITERS[kind](tmp_path / f'a.{kind}', [row(n) for n in range(40)])
+  eager, lazy = (
+    stream_of(sources.read(path, streaming=streaming))
+    for streaming in (False, True))
+  states = []
+  for (want, info), (got, same) in zip(take(eager, 8), take(lazy, 8)):
+    np.testing.assert_array_equal(want.tokens, got.tokens)
+    assert info == same
+    states.append(lazy.state())
+  assert states[-1] == eager.state()
+  middle = stream_of(sources.read(path, streaming=True))
+  again = stream_of(sources.read(path, streaming=True))
+  third = take(middle, 3)[-1]
+  again.restore(middle.state())
+  for s in (middle, again):
+    batches = take(s, 5)
+    np.testing.assert_array_equal(batches[-1][0].tokens, got.tokens)
+  assert third[1]['tokens'] > 0
+  for s in (eager, lazy, middle, again):
+    s.close()
+
+
+def test_rows_that_the_map_drops_are_counted_and_stall_nothing(tmp_path):
+  path = write_lines(tmp_path / 'a.jsonl', [row(n) for n in range(40)])
+  lazy = sources.read(path, map_fn=even, streaming=True)
+  assert lazy[1] is None and lazy[2] == row(2)
+  stream = stream_of(lazy, window=40, batch_size=1)
+  dropped = documents = 0
+  for _, info in stream:
+    dropped += info['dropped']
+    documents += info['documents']
+    if info['epochs'] == 2:
+      break
+  stream.close()
+  assert dropped == documents == 40
+  none = sources.read(path, map_fn=lambda r: None, streaming=True)
+  with pytest.raises(InputError, match='none of the 40 documents'):
+    next(stream_of(none, window=0))
+
+
+def test_a_lazy_mixture(tmp_path):
+  rows = mixture(tmp_path, (3, 1), streaming=True)
+  assert rows.streaming and rows.weights == (3, 1)
+  eager = mixture(tmp_path, (3, 1))
+  a, b = stream_of(rows), stream_of(eager)
+  for (want, info), (got, same) in zip(take(a, 6), take(b, 6)):
+    np.testing.assert_array_equal(want.tokens, got.tokens)
+    assert info == same
+  a.close()
+  b.close()
+
+
+def test_prompts_are_made_when_reached(tmp_path):
+  path = write_lines(tmp_path / 'a.jsonl', [
+    row(n, 'q' * (1 + n % 3)) for n in range(20)])
+  short = lambda r: r if r['prompt'][-1] != '5' else None
+  make = lambda per_step, longest, streaming=True, map_fn=short: (
+    prompts.PromptStream(
+      sources.read(path, map_fn=map_fn, streaming=streaming),
+      tokenizer_lib.load('bytes'), per_step=per_step,
+      max_prompt_length=longest, seed=0))
+  stream = make(3, 4)
+  found = [p for _ in range(8) for p in next(stream)[0]]
+  # Indices count on over what was left out.
+  assert [p.index for p in found] == sorted({p.index for p in found})
+  assert found[-1].index == 24 + stream.skipped - 1
+  assert all(len(p.tokens) <= 4 and p.prompt[-1] != '5' for p in found)
+  resumed = make(2, 4)
+  first = make(2, 4)
+  head = [p for _ in range(5) for p in next(first)[0]]
+  resumed.restore(first.state())
+  head += [p for _ in range(7) for p in next(resumed)[0]]
+  assert [p.index for p in head] == [p.index for p in found]
+  assert [p.prompt for p in head] == [p.prompt for p in found]
+  assert set(stream.lengths) == {1, 2, 4} and len(stream) == 20
+  assert set(make(2, 6).lengths) == {1, 2, 4, 6}
+  with pytest.raises(InputError, match='none of the 20 prompts is kept'):
+    next(make(3, 1))
+  # With nothing to leave out, the prompts are those of rows in memory.
+  lazy, eager = (make(4, 99, streaming, None) for streaming in (True, False))
+  for _ in range(7):
+    (a, info), (b, same) = next(lazy), next(eager)
+    assert [p.prompt for p in a] == [p.prompt for p in b] and info == same
+
+
+def test_memory_stays_bounded_with_200_megabytes(tmp_path):
+  path = tmp_path / 'big.jsonl'
+  lines = 100_000
+  filling = 'x' * 2000
+  with open(path, 'w') as file:
+    for n in range(lines):
+      file.write(f'{{"prompt": "{n}", "completion": "y", "z": "{filling}"}}\n')
+  assert path.stat().st_size > 200e6
+  tracemalloc.start()
+  rows = sources.read(path, streaming=True)
+  stream = stream_of(rows, row_length=256, window=0, batch_size=8)
+  batches = take(stream, 8)
+  stream.close()
+  _, peak = tracemalloc.get_traced_memory()
+  tracemalloc.stop()
+  assert len(rows) == lines and rows[77_777]['prompt'] == '77777'
+  assert rows.where(77_777).endswith(':77778')
+  assert sum(info['documents'] for _, info in batches) > 1000
+  assert peak < 40e6

@@ -1,0 +1,382 @@
+"""Preferences and distillation against figures of TRL, and by hand.
+
+tests/golden/losses.json says where its figures come from. What is left out is
+named in test_losses.py.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.losses import divergences
+from jaxpost.losses import preferences
+from jaxpost.losses.preferences import Pairs, PreferenceOptions
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
+                    .read_text())
+INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
+CASES = GOLDEN['cases']
+LENGTHS = INPUTS['pair_completion_mask'].sum(1)
+close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+sigmoid = lambda x: 1 / (1 + np.exp(-x))
+nll = lambda x: np.logaddexp(0, -x)  # -log sigmoid(x)
+SMOOTH = PreferenceOptions(label_smoothing=0.1)
+
+
+def summed_logprobs(logits):
+  """[4] of INPUTS' completions; rows 0, 1 are chosen, rows 2, 3 rejected."""
+  ids = INPUTS['pair_ids'].astype(int)[:, 1:, None]
+  logprobs = jax.nn.log_softmax(logits)[:, :-1]
+  logprobs = jnp.take_along_axis(logprobs, ids, axis=2)[..., 0]
+  return jnp.sum(logprobs * INPUTS['pair_completion_mask'][:, 1:], axis=1)
+
+
+def golden_pairs(logits):
+  policy = summed_logprobs(logits)
+  ref = summed_logprobs(INPUTS['pair_ref_logits'])
+  return Pairs(policy[:2], policy[2:], ref[:2], ref[2:], LENGTHS[:2],
+               LENGTHS[2:], np.ones(2, bool), 2 / LENGTHS[:2].sum())
+
+
+def some_pairs(seed=0, n=6, scale=5.0):
+  draw = np.random.default_rng(seed)
+  logprobs = -np.abs(draw.normal(size=(4, n)) * scale) - 1
+  lengths = draw.integers(2, 9, (2, n))
+  return Pairs(*(x.astype(np.float32) for x in (*logprobs, *lengths)),
+               np.ones(n, bool), 0.2)
+
+
+@pytest.mark.parametrize('case, names, weights, options', [
+    ('dpo_hinge_beta0.1', ['hinge'], [1], {}),
+    ('dpo_exo_pair_beta0.1_ls0.001', ['exo_pair'], [1],
+     dict(label_smoothing=0.001)),
+    ('dpo_robust_beta0.1_ls0.1', ['robust'], [1], dict(label_smoothing=0.1)),
+    ('dpo_bco_pair_beta0.1', ['bco_pair'], [1], {}),
+    ('dpo_sppo_hard_beta0.1', ['sppo_hard'], [1], {}),
+    ('dpo_aot_beta0.1', ['aot'], [1], {}),
+    ('dpo_aot_unpaired_beta0.1', ['aot_unpaired'], [1], {}),
+    ('dpo_apo_down_beta0.1', ['apo_down'], [1], {}),
+    ('dpo_discopop_beta0.1', ['discopop'], [1], {}),
+    ('dpo_sigmoid_norm_beta0.1', ['sigmoid_norm'], [1], {}),
+    *[(f'dpo_sigmoid_fdiv_{name}', ['sigmoid'], [1], dict(f_divergence=name))
+      for name in ('forward_kl', 'js_divergence', 'alpha_divergence')],
+    ('dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]',
+     ['sigmoid', 'bco_pair', 'sft'], [0.8, 0.2, 1.0], {}),
+], ids=lambda x: x if isinstance(x, str) else '')
+def test_pairs(case, names, weights, options):
+  """The loss, the norm of its gradient by the logits, and the metrics."""
+  options = PreferenceOptions(**options)
+
+  def loss(logits):
+    pairs = golden_pairs(logits)
+    return preferences.weighted(names, weights, pairs, options).mean(), pairs
+
+  (value, pairs), gradient = jax.value_and_grad(loss, has_aux=True)(
+      jnp.asarray(INPUTS['pair_logits']))
+  golden = CASES[f'trl/{case}']
+  close(value, golden['loss'])
+  close(jnp.sqrt(jnp.sum(gradient**2)), golden['grad_norm'])
+  metrics = preferences.pair_metrics(pairs, options)
+  assert set(metrics) <= set(golden['metrics'])
+  for name, x in metrics.items():
+    close(x.mean(), golden['metrics'][name])
+
+
+@pytest.mark.parametrize('case, name, alpha', [
+    ('cpo_simpo_alpha0.0_beta2.0_gamma0.5', 'simpo', 0.0),
+    ('cpo_simpo_alpha0.25_beta2.0_gamma0.5', 'simpo', 0.25),
+    ('cpo_sigmoid_alpha0.0_beta2.0_gamma0.5', 'cpo', 0.0),
+    ('cpo_hinge_alpha0.0_beta2.0_gamma0.5', 'cpo_hinge', 0.0)])
+def test_reference_free(case, name, alpha):
+  chosen, rejected = INPUTS['avg_chosen'], INPUTS['avg_rejected']
+  n = 7.0 if name == 'simpo' else 1.0  # only simpo takes means
+  pairs = Pairs(n * chosen, n * rejected, chosen + 1, rejected - 1,
+                np.full(4, n), np.full(4, n), np.ones(4, bool))
+  options = PreferenceOptions(beta=2.0, gamma=0.5, simpo_alpha=alpha)
+  close(preferences.LOSSES[name](pairs, options), CASES[f'trl/{case}'])
+
+
+def by_hand(name, p, o):
+  """Those that the figures lack, in numpy, from the papers."""
+  c, r, b = p.chosen - p.ref_chosen, p.rejected - p.ref_rejected, o.beta
+  mean_c, mean_r = p.chosen / p.chosen_length, p.rejected / p.rejected_length
+  odds = lambda x: np.log(np.exp(x) / (1 - np.exp(x)))
+  return {
+      'sigmoid': lambda: nll(b * (c - r)),
+      'ipo': lambda: (c / p.chosen_length - r / p.rejected_length - 5)**2,
+      'nca_pair': lambda: nll(b * c) + (nll(-b * c) + nll(-b * r)) / 2,
+      'apo_zero': lambda: 1 - sigmoid(b * c) + sigmoid(b * r),
+      'orpo': lambda: b * nll(odds(mean_c) - odds(mean_r)),
+      'cpo': lambda: nll(b * (p.chosen - p.rejected)),
+      'simpo': lambda: nll(b * (mean_c - mean_r) - 0.5),
+  }[name]()
+
+
+@pytest.mark.parametrize('name', [
+    'sigmoid', 'ipo', 'nca_pair', 'apo_zero', 'orpo', 'cpo', 'simpo'])
+def test_pairs_by_hand(name):
+  pairs, options = some_pairs(), PreferenceOptions()
+  close(preferences.LOSSES[name](pairs, options),
+        by_hand(name, pairs, options))
+
+
+def test_options_of_pairs():
+  pairs = some_pairs()
+  d = (pairs.chosen - pairs.ref_chosen) - (
+      pairs.rejected - pairs.ref_rejected)
+  close(preferences.ipo(pairs, PreferenceOptions(ipo_average=False)),
+        (d - 5)**2)
+  close(preferences.sigmoid(pairs, SMOOTH),
+        0.9 * nll(0.1 * d) + 0.1 * nll(-0.1 * d))
+  alpha = PreferenceOptions(f_divergence='alpha_divergence', f_alpha=1.0)
+  close(preferences.sigmoid(pairs, alpha), nll(0.1 * d))
+  for wrong in (dict(beta=0.0), dict(label_smoothing=0.5),
+                dict(f_divergence='js')):
+    with pytest.raises(InputError):
+      PreferenceOptions(**wrong)
+  with pytest.raises(InputError, match='label_smoothing is 0'):
+    preferences.exo_pair(pairs, PreferenceOptions())
+  with pytest.raises(InputError, match=r"\['apo_zero'\] do not have"):
+    preferences.weighted(['ipo', 'apo_zero'], [1, 1], pairs, alpha)
+  with pytest.raises(InputError, match='one weight for each'):
+    preferences.weighted(['ipo'], [], pairs, PreferenceOptions())
+  with pytest.raises(ValueError, match=r'\(6,\).*\(1,\)'):
+    preferences.weighted(['ipo'], [1], pairs._replace(
+        ref_chosen=np.zeros(1)), PreferenceOptions())
+
+
+@pytest.mark.parametrize('name, score', [
+    ('forward_kl', lambda x: 1 - np.exp(-x)),
+    ('js_divergence', lambda x: np.log(2) - nll(x)),
+    ('alpha_divergence', lambda x: 2 - 2 * np.exp(-x / 2))])
+def test_f_divergence_of_means(name, score):
+  """Constants of the derivative show where lengths differ."""
+  pairs = some_pairs(scale=1.0)
+  c = score(pairs.chosen - pairs.ref_chosen) / pairs.chosen_length
+  r = score(pairs.rejected - pairs.ref_rejected) / pairs.rejected_length
+  options = PreferenceOptions(f_divergence=name)
+  close(preferences.sigmoid_norm(pairs, options), nll(0.1 * (c - r)))
+  close(preferences.ipo(pairs, options), (c - r - 5)**2)
+
+
+def test_policy_equal_to_reference():
+  """Step 0: DPO is ln 2, rewards are 0, no pair is ranked."""
+  pairs = some_pairs()
+  pairs = pairs._replace(ref_chosen=pairs.chosen, ref_rejected=pairs.rejected)
+  for name, value in {'sigmoid': np.log(2), 'sigmoid_norm': np.log(2),
+                      'aot': np.log(2), 'hinge': 1, 'apo_zero': 1,
+                      'bco_pair': 2 * np.log(2), 'ipo': 25}.items():
+    loss = preferences.LOSSES[name](pairs, PreferenceOptions())
+    close(loss, np.full(6, value))
+  for f in preferences.F_DIVERGENCES:
+    close(preferences.sigmoid(pairs, PreferenceOptions(f_divergence=f)),
+          np.full(6, np.log(2)))
+  for name, x in preferences.pair_metrics(pairs, PreferenceOptions()).items():
+    assert 'rewards/' not in name or not x.any()
+
+
+@pytest.mark.parametrize('name', preferences.LOSSES)
+def test_padding(name):
+  """No loss, no gradient, and no influence on the others, shaped [B, P]."""
+  full, rng = some_pairs(n=4), np.random.default_rng(1)
+  places = np.array([1, 2, 4, 7])
+  valid = np.zeros(8, bool)
+  valid[places] = True
+
+  def widen(x):
+    wide = np.array(rng.choice([np.nan, np.inf, 3.0], 8), np.float32)
+    wide[places] = x
+    return wide.reshape(2, 4)
+
+  pairs = Pairs(*(widen(x) for x in full))._replace(
+      valid=valid.reshape(2, 4), nll_scale=0.2)
+
+  def loss(arrays, pairs):
+    pairs = pairs._replace(
+        chosen=arrays[0], rejected=arrays[1])
+    losses = preferences.weighted([name], [2.0], pairs, SMOOTH)
+    return losses.sum(), losses
+
+  grad = jax.grad(loss, has_aux=True)
+  gradient, losses = grad((pairs.chosen, pairs.rejected), pairs)
+  alone, expected = grad((full.chosen, full.rejected), full)
+  assert losses.shape == (2, 4) and not losses.ravel()[~valid].any()
+  close(losses.ravel()[valid], expected)
+  for ours, theirs in zip(gradient, alone):
+    assert not ours.ravel()[~valid].any()
+    close(ours.ravel()[valid], theirs)
+  metrics = preferences.pair_metrics(pairs, SMOOTH)
+  assert all(not x.ravel()[~valid].any() for x in metrics.values())
+
+
+@pytest.mark.parametrize('name', preferences.LOSSES)
+def test_permutation_of_pairs(name):
+  """The losses move along; those of optimal transport keep their set."""
+  pairs, order = some_pairs(), np.array([3, 0, 5, 1, 4, 2])
+  moved = pairs._replace(**{k: x[order] for k, x in pairs._asdict().items()
+                            if k != 'nll_scale'})
+  ours = preferences.LOSSES[name](moved, SMOOTH)
+  expected = preferences.LOSSES[name](pairs, SMOOTH)
+  close(ours, expected if name.startswith('aot') else expected[order])
+
+
+@pytest.mark.parametrize('name, f_divergence', [
+    *((name, 'reverse_kl') for name in preferences.LOSSES),
+    *((name, f) for name in preferences.WITH_F_DIVERGENCE
+      for f in preferences.F_DIVERGENCES if f != 'reverse_kl')])
+def test_extreme_pairs_stay_finite(name, f_divergence):
+  """Log-ratios of +-1e4, and log-probabilities of 0 and -1e4."""
+  far = np.array([0, -1e4, 0, -1e4, 0, 0, -1e4, -1e4], np.float32)
+  pairs = Pairs(far, far[::-1], far[[1, 0, 2, 3, 4, 5, 6, 7]], 0 * far,
+                np.ones(8), np.ones(8), np.ones(8, bool))
+  options = PreferenceOptions(
+      label_smoothing=0.1, f_divergence=f_divergence, simpo_alpha=0.25)
+
+  def loss(chosen, rejected):
+    losses = preferences.LOSSES[name](
+        pairs._replace(chosen=chosen, rejected=rejected), options)
+    return losses.sum(), losses
+
+  gradient, losses = jax.grad(loss, argnums=(0, 1), has_aux=True)(
+      pairs.chosen, pairs.rejected)
+  assert np.isfinite(losses).all() and np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize('case, fn, extra', [
+    ('kto_beta0.1', preferences.kto, True),
+    ('kto_apo_zero_unpaired', preferences.apo_zero_unpaired, False)])
+def test_kto(case, fn, extra):
+  """Rows 0 and 2 are desirable; z is the mean KL that the case names."""
+  golden = CASES[f'trl/{case}']
+  log_ratio = (summed_logprobs(INPUTS['pair_logits'])
+               - summed_logprobs(INPUTS['pair_ref_logits']))
+  label = np.array([True, False, True, False])
+  gap = np.subtract(golden['KL_policy'], golden['KL_ref'])
+  args = (max(0.0, gap.mean()),) if extra else ()
+  close(fn(log_ratio, label, *args).mean(), golden['loss'])
+  twice = fn(log_ratio, label, *args, desirable_weight=2.0,
+             undesirable_weight=0.5)
+  close(twice, fn(log_ratio, label, *args) * np.where(label, 2, 0.5))
+
+
+def test_kto_takes_z_as_a_constant():
+  label = np.array([True, False])
+  gradient = jax.jacobian(lambda z: preferences.kto(
+      np.ones(2), label, z))(0.5)
+  assert not gradient.any()
+  for size in (1e4, -1e4):
+    x = jnp.full(2, size)
+    assert np.isfinite(jax.grad(
+        lambda x: preferences.kto(x, label, 0.0).sum())(x)).all()
+
+
+# ------------------------------------------------------------- distillation
+
+STUDENT, TEACHER = (
+    jnp.asarray(INPUTS[k]) for k in ('student_logits', 'teacher_logits'))
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.9])
+@pytest.mark.parametrize('beta', [0.1, 0.5, 0.9, 1.0])
+def test_generalized_jsd(beta, temperature):
+  labelled = INPUTS['kd_labels'] != -100
+  ours = divergences.generalized_jsd(STUDENT, TEACHER, beta, temperature)
+  close(ours[labelled].mean(),
+        CASES[f'trl/gkd_jsd/beta{beta}_T{temperature}'])
+
+
+def test_directions():
+  s, t = (np.asarray(jax.nn.log_softmax(x)) for x in (STUDENT, TEACHER))
+  kl = lambda p, q: (np.exp(p) * (p - q)).sum(-1)
+  close(divergences.forward_kl(STUDENT, TEACHER), kl(t, s))
+  close(divergences.reverse_kl(STUDENT, TEACHER), kl(s, t))
+  close(divergences.forward_kl(STUDENT, TEACHER, 2.0),
+        divergences.forward_kl(STUDENT / 2, TEACHER / 2))
+  with pytest.raises(ValueError, match='beta 1.5'):
+    divergences.generalized_jsd(STUDENT, TEACHER, 1.5)
+  with pytest.raises(ValueError, match=r'\(2, 5, 11\), \(2, 1, 11\)'):
+    divergences.forward_kl(STUDENT, TEACHER[:, :1])
+
+
+@pytest.mark.parametrize('hidden', [-1e30, -np.inf])
+@pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
+def test_padded_vocabulary(beta, hidden):
+  """Changes nothing and takes no gradient; nor do students equal to theirs."""
+  pad = lambda x: jnp.pad(
+      x, ((0, 0), (0, 0), (0, 3)), constant_values=hidden)
+  loss = lambda s, t: divergences.generalized_jsd(s, t, beta).sum()
+  value, gradient = jax.value_and_grad(loss)(pad(STUDENT), pad(TEACHER))
+  expected, theirs = jax.value_and_grad(loss)(STUDENT, TEACHER)
+  close(value, expected)
+  close(gradient[..., :11], theirs)
+  assert not gradient[..., 11:].any()
+  value, gradient = jax.value_and_grad(loss)(pad(STUDENT), pad(STUDENT))
+  close(value, 0)
+  np.testing.assert_allclose(gradient, 0, atol=1e-6)
+
+
+def top(k, temperature=1.0):
+  logprobs, ids = jax.lax.top_k(
+      jax.nn.log_softmax(TEACHER / temperature), k)
+  return ids, logprobs
+
+
+@pytest.mark.parametrize('outside', ['tail', 'zero', 'renormalise'])
+@pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
+def test_topk_of_all_is_the_whole(beta, outside):
+  whole = lambda s: divergences.generalized_jsd(s, TEACHER, beta, 0.9).sum()
+  part = lambda s: divergences.topk_jsd(
+      s, *top(11, 0.9), beta, 0.9, outside).sum()
+  value, gradient = jax.value_and_grad(part)(STUDENT)
+  expected, theirs = jax.value_and_grad(whole)(STUDENT)
+  close(value, expected)
+  close(gradient, theirs)
+
+
+def test_topk_by_hand():
+  student = np.log([0.5, 0.2, 0.2, 0.1])[None]
+  ids, logprobs = np.array([[2, 0]]), np.log([[0.6, 0.2]])
+  kl = lambda p, q: np.sum(p * np.log(np.divide(p, q)))
+  run = lambda beta, outside: divergences.topk_jsd(
+      jnp.asarray(student), ids, jnp.asarray(logprobs), beta,
+      outside=outside)[0]
+  s, t = [0.2, 0.5, 0.3], [0.6, 0.2, 0.2]
+  close(run(0.0, 'tail'), kl(t, s))
+  close(run(1.0, 'tail'), kl(s, t))
+  close(run(0.0, 'renormalise'), kl([0.75, 0.25], [2 / 7, 5 / 7]))
+  close(run(0.0, 'zero'), kl([0.75, 0.25], [0.2, 0.5]))
+  close(run(1.0, 'zero'), kl(s, [0.75, 0.25, np.exp(-100.0)]))
+  m = np.add(s, [0.75, 0.25, 0]) / 2
+  close(run(0.5, 'zero'), (kl([0.75, 0.25], m[:2]) + kl(s, m)) / 2)
+  with pytest.raises(ValueError, match="outside 'drop'"):
+    run(0.5, 'drop')
+
+
+def test_tail_that_the_student_cannot_have():
+  """The teacher's last thousandth lies outside of the student's tokens."""
+  ids, logprobs = top(11)
+  loss = lambda s: divergences.topk_jsd(s, ids, logprobs - 1e-3, 0.0).sum()
+  value, gradient = jax.value_and_grad(loss)(STUDENT)
+  whole = divergences.forward_kl(STUDENT, TEACHER).sum()
+  assert whole < value < whole + 10 * 1e-3 * 100
+  assert np.abs(gradient).max() < 1
+
+
+@pytest.mark.parametrize('outside', ['tail', 'zero', 'renormalise'])
+@pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
+def test_extreme_logits_stay_finite(beta, outside):
+  """A student sure of another token, and padding outside and in the top k."""
+  student = STUDENT.at[..., 0].set(1e4).at[..., -1].set(-1e30)
+  ids, logprobs = top(4)
+  part = lambda s: divergences.topk_jsd(s, ids, logprobs, beta, 1.0, outside)
+  whole = lambda s: divergences.generalized_jsd(
+      s, TEACHER.at[..., -1].set(-1e30), beta)
+  for loss in (part, whole):
+    losses, pull = jax.vjp(loss, student)
+    gradient, = pull(jnp.ones_like(losses))
+    assert np.isfinite(losses).all() and np.isfinite(gradient).all()

@@ -1,0 +1,255 @@
+"""A judge behind a URL that answers, fails, is slow, or talks nonsense."""
+
+import http.server
+import json
+import threading
+import time
+
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.rewards import call
+from jaxpost.rewards import judge
+from jaxpost.rewards.pool import Group
+from jaxpost.rewards.pool import RewardPool
+
+
+class Double(http.server.ThreadingHTTPServer):
+  """A server of the chat completions API.
+
+  `plan(text, attempt)` decides, for the request's text and how often it came:
+  a text is what the judge says, bytes are the body, a number is the status, a
+  float a delay in seconds before 'Score: 5'.
+  """
+
+  daemon_threads = True
+  request_queue_size = 64
+
+  def __init__(self, plan):
+    super().__init__(('127.0.0.1', 0), Handler)
+    self.plan, self.lock = plan, threading.Lock()
+    self.seen, self.requests = {}, []
+    self.busy = self.most = 0
+    self.url = f'http://127.0.0.1:{self.server_port}/v1'
+    threading.Thread(target=self.serve_forever, args=(0.05,)).start()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+
+  def do_POST(self):
+    size = int(self.headers['Content-Length'])
+    body, double = json.loads(self.rfile.read(size)), self.server
+    text = body['messages'][0]['content']
+    with double.lock:
+      attempt = double.seen[text] = double.seen.get(text, 0) + 1
+      double.requests.append((self.path, dict(self.headers), body))
+      double.busy += 1
+      double.most = max(double.most, double.busy)
+    answer = double.plan(text, attempt)
+    if isinstance(answer, float):
+      time.sleep(answer)
+      answer = 'Score: 5'
+    with double.lock:
+      double.busy -= 1
+    status = answer if isinstance(answer, int) else 200
+    if isinstance(answer, str):
+      answer = json.dumps({'choices': [{'message': {
+          'role': 'assistant', 'content': answer}}]}).encode()
+    elif isinstance(answer, int):
+      answer = b'{"error": "told to fail"}'
+    try:
+      self.send_response(status)
+      self.send_header('Content-Length', str(len(answer)))
+      if status == 302:
+        self.send_header('Location', 'http://127.0.0.1:9/')
+      if status == 429:
+        self.send_header('Retry-After', '1')
+      self.end_headers()
+      self.wfile.write(answer)
+    except ConnectionError:
+      pass  # the client has given up
+
+  def log_message(self, *unused):
+    pass
+
+
+@pytest.fixture
+def double():
+  doubles = []
+
+  def start(plan):
+    doubles.append(Double(plan))
+    return doubles[-1]
+
+  yield start
+  for one in doubles:
+    one.shutdown()
+    one.server_close()
+
+
+@pytest.fixture
+def template(tmp_path):
+  path = tmp_path / 'template.txt'
+  path.write_text('{prompt}|{completion}|{min}-{max}')
+  return str(path)
+
+
+def scores(server, *texts, prompts=None, time_limit_s=None, columns=None,
+           **options):
+  reward = judge.Judge(server.url, 'm', pause=0.01, **options)
+  return reward(prompts or ['p'] * len(texts), list(texts),
+                time_limit_s=time_limit_s, **(columns or {}))
+
+
+def test_scores(double, template):
+  said = {
+      'right': 'Good. Score: 10', 'wrong': 'score = 0', 'half': '**Score:** 5',
+      'two': 'Score: 1\nno, Score: 7.5', '': 'Score: 2', '\u00e4\U0001f600':
+      'Score: 3', 'beyond': 'Score: 11', 'none': 'I like it',
+  }
+  server = double(lambda text, attempt: said[text.split('|')[1]])
+  got = scores(server, *said, template=template, retries=1)
+  assert got == [1.0, 0.0, 0.5, 0.75, 0.2, 0.3, None, None]
+  chat = [[{'role': 'assistant', 'content': text}] for text in said]
+  prompt = [{'role': 'system', 'content': 's'},
+            {'role': 'user', 'content': 'u'}]
+  assert scores(server, *chat, template=template, retries=0,
+                prompts=[prompt] * 8) == got
+  path, headers, body = server.requests[-1]
+  assert path == '/v1/chat/completions' and 'Authorization' not in headers
+  assert body['model'] == 'm' and body['temperature'] == 0
+  assert body['max_tokens'] == 512
+  assert body['messages'][0]['content'].startswith('system: s\nuser: u|')
+  assert server.seen['p|right|0-10'] == 1 and server.seen['p|none|0-10'] == 2
+
+
+def test_scale_and_pattern(double):
+  server = double(lambda text, attempt: 'Score: 3 <mark>-1</mark>')
+  assert scores(server, 'a', score='<mark>(.*?)</mark>', min=-1.0,
+                max=1.0) == [0.0]
+  assert scores(server, 'a', min=1.0, max=5.0) == [0.5]
+  assert scores(server, 'a', score='(mark)', retries=0) == [None]
+  server.plan = lambda text, attempt: 'Score: -3'
+  assert scores(server, 'a', min=-4.0, max=0.0) == [0.25]
+  assert scores(server, 'a', retries=0) == [None]
+
+
+def test_what_is_filled_in_stays_as_it_is(double, tmp_path):
+  path = tmp_path / 'template.txt'
+  path.write_text('{"json": 1} {{completion}} {answer}: {completion}', 'utf-8')
+  server = double(lambda text, attempt: 'Score: 5')
+  reward = judge.Judge(server.url, 'm', template=str(path))
+  assert reward.needs_columns == ('answer',)
+  assert reward(['p'], ['{answer} {min}'], answer=[4], other=['x']) == [0.5]
+  assert list(server.seen) == [
+      '{"json": 1} {{answer} {min}} 4: {answer} {min}']
+
+
+@pytest.mark.parametrize('first', [
+    500, 503, 408, 'no score', b'garbage', b'{"choices": []}', b'[]',
+    b'{"choices": [{"message": {"content": null}}]}', b'[' * 100_000])
+def test_what_passes_is_tried_again(double, first):
+  server = double(lambda text, attempt: first if attempt < 3 else 'Score: 5')
+  assert scores(server, 'a', 'b') == [0.5, 0.5]
+  assert sorted(server.seen.values()) == [3, 3]
+
+
+def test_a_rate_limit_is_waited_for(double):
+  server = double(lambda text, attempt: 429 if attempt == 1 else 'Score: 5')
+  start = time.monotonic()
+  assert scores(server, 'a') == [0.5]
+  assert time.monotonic() - start > 0.95  # Retry-After
+
+
+def test_pauses_grow(monkeypatch, double):
+  pauses = []
+  monkeypatch.setattr(judge.time, 'sleep', pauses.append)
+  server = double(lambda text, attempt: 500)
+  reward = judge.Judge(server.url, 'm', retries=4, pause=1.0)
+  with pytest.raises(call.RewardError, match='HTTP 500'):
+    reward(['p'], ['a'])
+  assert len(pauses) == 4
+  for i, pause in enumerate(pauses):
+    assert 0.5 * 2**i <= pause <= 1.5 * 2**i
+
+
+def test_garbage_to_the_end_is_none_and_no_zero(double):
+  server = double(lambda text, attempt: b'garbage')
+  logged = {}
+  reward = judge.Judge(server.url, 'm', pause=0.01, retries=2)
+  assert reward(['p'] * 2, ['a', 'b'], log_metric=logged.__setitem__) == [
+      None, None]
+  assert logged == {'judge_without_score': 1.0}
+  assert sorted(server.seen.values()) == [3, 3]
+
+
+def test_one_that_fails_for_good_masks_itself(double):
+  server = double(lambda text, attempt: 400 if 'long' in text else 'Score: 5')
+  assert scores(server, 'a', 'too long', 'b') == [0.5, None, 0.5]
+  assert sum(server.seen.values()) == 3
+
+
+@pytest.mark.parametrize('status, message', [
+    (401, 'no request was answered: HTTP 401 .*told to fail'),
+    (404, 'HTTP 404'), (500, 'HTTP 500'),
+    (302, 'HTTP 302'),  # a key must not go elsewhere
+])
+def test_a_server_that_never_answers_fails_the_group(double, status, message):
+  server = double(lambda text, attempt: status)
+  with pytest.raises(call.RewardError, match=message):
+    scores(server, 'a', 'b', retries=1)
+  assert set(server.seen.values()) == {2 if status == 500 else 1}
+
+
+def test_no_server(double):
+  server = double(None)
+  server.shutdown()
+  server.server_close()
+  with pytest.raises(call.RewardError, match='Connection refused'):
+    scores(server, 'a', retries=1)
+
+
+def test_timeouts(double):
+  server = double(lambda text, attempt: 2.0 if 'slow' in text and (
+      attempt == 1 or 'always' in text) else 'Score: 5')
+  assert scores(server, 'slow', 'fast', 'always slow', timeout=0.3,
+                retries=1) == [0.5, 0.5, None]
+  # Shortly before the worker would be killed, what is there is returned.
+  start = time.monotonic()
+  assert scores(server, 'fast', 'always slow', timeout=9.0,
+                time_limit_s=1.0) == [0.5, None]
+  assert time.monotonic() - start < 1.0
+
+
+def test_requests_overlap_up_to_parallel(double):
+  server = double(lambda text, attempt: 0.2)
+  start = time.monotonic()
+  assert scores(server, *map(str, range(16))) == [0.5] * 16
+  assert time.monotonic() - start < 1.5  # 3.2 one after the other
+  assert 4 <= server.most <= 8
+  server.most = 0
+  scores(server, *map(str, range(4)), parallel=1)
+  assert server.most == 1
+
+
+def test_in_a_pool_with_a_key(double, template, monkeypatch, tmp_path):
+  """The key reaches the server, and the run's config names its variable."""
+  server = double(lambda text, attempt: 'Score: 8' if 'a' in text else 'hm')
+  monkeypatch.setenv('MY_API_KEY', 'canary-1')
+  (tmp_path / 'answer.txt').write_text('{completion}={answer}')
+  spec = (f'judge?url={server.url}&model=m&api_key_env=MY_API_KEY&pause=0'
+          f'&template={tmp_path}/answer.txt')
+  with RewardPool(spec, timeout_s=20.0) as pool:
+    assert pool.names == ('judge',)
+    with pytest.raises(InputError, match="needs the column 'answer'"):
+      pool.check(['question'])
+    graded, = pool.grade([Group(['p'] * 2, ['a', 'b'], [[1]] * 2,
+                                {'answer': ['4'] * 2})])
+    assert graded.rewards == [0.8, None] and graded.error is None
+    assert pool.stats['logged/judge_without_score'] == 0.5
+    assert pool.stats['masked_rows'] == 1
+  assert server.requests[0][1]['Authorization'] == 'Bearer canary-1'
+  monkeypatch.delenv('MY_API_KEY')
+  with RewardPool(spec) as pool:
+    with pytest.raises(InputError, match='MY_API_KEY'):
+      pool.check(['answer'])
