@@ -2,8 +2,8 @@
 
 `run(config, workdir)` starts or resumes a run of any algorithm;
 `policy_and_stream(config)` gives the parts for a loop of your own. The nouns of
-the library (Batch, Rollout, TrainState, Objective, Policy, Sampler,
-Reference, Stage) can be imported from here. Nothing is imported before it is
+the library (Batch, Rollout, TrainState, Objective, Algorithm, Policy,
+Sampler, Stage, ...) can be imported from here. Nothing is imported before it is
 used, so that reward workers and `--help` need no JAX.
 """
 
@@ -21,9 +21,14 @@ _WHERE = {
     'Rollout': 'jaxpost.types',
     'TrainState': 'jaxpost.types',
     'Objective': 'jaxpost.programs.train',
+    'Outputs': 'jaxpost.types',
+    'Experience': 'jaxpost.types',
+    'Credit': 'jaxpost.types',
+    'Algorithm': 'jaxpost.algorithms.base',
     'Policy': 'jaxpost.roles',
     'Sampler': 'jaxpost.roles',
-    'Reference': 'jaxpost.roles',
+    'Frozen': 'jaxpost.roles',
+    'Roles': 'jaxpost.roles',
     'Stage': 'jaxpost.loop',
 }
 __all__ = list(_WHERE)

@@ -29,8 +29,8 @@ from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.roles import (
-    Frozen, Policy, Roles, Sampler, Trainable, place, without_signal)
-from jaxpost.sharding import Layout, make_layout, to_host
+    Frozen, Policy, Roles, Sampler, Trainable, without_signal)
+from jaxpost.sharding import Layout, make_layout
 from jaxpost.types import Batch, Item
 
 
@@ -105,7 +105,8 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
 def make_parts(kit: Kit, params, workdir=None) -> tuple:
   """(roles, stream, engine or None)."""
   p, config = kit.prepared, kit.config
-  ready = precompute(kit, params, workdir)
+  ready = cache.precompute(
+      kit, lambda name: make_frozen(kit, name, params, workdir), workdir)
   frozen = {name: make_frozen(kit, name, params, workdir)
             for name in p.sources if name not in ('policy', 'critic', *ready)}
   critic = None
@@ -125,42 +126,6 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))
   return roles, stream, engine
-
-
-def precompute(kit: Kit, params, workdir) -> tuple:
-  """Gives the examples what frozen roles say of them; the roles' names.
-
-  From the disk, where it is kept; only else is the role made, then let go.
-  """
-  p, config = kit.prepared, kit.config
-  sets = [(p.lookup, p.example, len(p.rows))]
-  if p.eval_examples:
-    held_out = cache.Lookup(p.lookup.fields)
-    sets.append((held_out, p.eval_examples.__getitem__, len(p.eval_examples)))
-  wanted = p.algorithm.precompute(config)
-  for name, spec in wanted.items():
-    role = functools.cache(lambda name=name: make_frozen(
-        kit, name, params, workdir))
-
-    def run(batch, role=role, spec=spec):
-      found = to_host(spec.read(role()(place(
-          kit.score, kit.shape[1], batch))))
-      return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
-
-    for lookup, example, number in sets:
-      every = [example(n) for n in range(number)]
-      path = workdir and epath.Path(workdir) / 'cache' / cache.fingerprint([
-          weights.identity(p.sources[name], workdir, config.seed),
-          cache.digest(every), kit.compute.dtype, kit.shape[2], spec.options,
-          sorted(spec.arrays)])
-      make = functools.partial(
-          cache.read, every.__getitem__, number, spec.arrays, run,
-          kit.shape[0], kit.shape[2])
-      lookup.fill(every, cache.load_or_make(path, make))
-  if wanted and p.eval_examples:
-    p.eval_examples = tuple(
-        held_out.attach(n, e) for n, e in enumerate(p.eval_examples))
-  return tuple(wanted)
 
 
 def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
@@ -346,7 +311,8 @@ def compile_all(kit: Kit, roles: Roles, stream, engine, evaluator):
 
   if on_policy:
     ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
-    host = Batch(ints, ints, ints, floats, sequence_ids=ints)
+    host = Batch(ints, ints, ints, floats, sequence_ids=ints,
+                 branch_ids=ints if p.algorithm.pack else None)
   else:
     host = p.first_batch
   place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)

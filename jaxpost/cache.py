@@ -1,12 +1,13 @@
 """What frozen models say of a data set, computed once and kept on disk.
 
-Legend: N examples, T tokens of one, S trained tokens of all, B rows, k kept.
+Legend: N examples, T tokens of one, S tokens of all that are read.
 
     WORKDIR/cache/FINGERPRINT/  NAME.npy (the arrays)  index.json (written
                                 last: without it nothing was made)
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -16,8 +17,10 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jaxpost import roles, weights
 from jaxpost.data import packing
 from jaxpost.metrics import write_atomic
+from jaxpost.sharding import to_host
 
 _WINDOW = 256  # documents packed together
 _FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids',
@@ -98,6 +101,13 @@ def _write(path, values):
       {n: (path / f'{n}.npy').stat().length for n in values}))
 
 
+def read_tokens(example) -> np.ndarray:
+  """[T] bool: tokens that are trained, or of a sequence that is only read."""
+  if example.sequence_ids is None:
+    return example.trained
+  return example.trained | (example.sequence_ids > 0)
+
+
 @dataclasses.dataclass
 class Lookup:
   """Arrays of trained tokens that examples carry once devices computed them.
@@ -117,7 +127,7 @@ class Lookup:
     """The Example `number` with its arrays; None stays None."""
     if example is None or not self.fields:
       return example
-    trained, arrays = example.trained, dict(example.arrays)
+    trained, arrays = read_tokens(example), dict(example.arrays)
     for name, (shape, dtype) in self.fields.items():
       arrays[name] = np.zeros((len(trained), *shape), dtype)
       if name in self.values:
@@ -127,9 +137,48 @@ class Lookup:
 
   def fill(self, examples: Iterable, values: dict):
     """Takes what was computed of the trained tokens of all `examples`."""
-    counts = [0 if e is None else int(e.trained.sum()) for e in examples]
+    counts = [0 if e is None else int(read_tokens(e).sum()) for e in examples]
     self.starts = np.append(0, np.cumsum(counts))
     self.values |= values
+
+
+def precompute(kit, make_role: Callable, workdir) -> tuple:
+  """Gives a stage's examples what frozen roles say of them; the roles' names.
+
+  From the disk, where it is kept; only else is a role made, then let go.
+
+  Args:
+    kit: `assemble.Kit`, whose `prepared` has the examples.
+    make_role: name -> `roles.Frozen`.
+  """
+  p, config = kit.prepared, kit.config
+  wanted = p.algorithm.precompute(config)
+  sets = [(p.lookup, p.example, len(p.rows))]
+  if p.eval_examples:
+    held_out = Lookup(p.lookup.fields)
+    sets.append((held_out, p.eval_examples.__getitem__, len(p.eval_examples)))
+  for name, spec in wanted.items():
+    role = functools.cache(functools.partial(make_role, name))
+
+    def run(batch, role=role, spec=spec):
+      placed = roles.place(kit.score, kit.shape[1], batch)
+      found = to_host(spec.read(role()(placed)))
+      return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
+
+    for lookup, example, number in sets:
+      every = [example(n) for n in range(number)]
+      path = workdir and epath.Path(workdir) / 'cache' / fingerprint([
+          weights.identity(p.sources[name], workdir, config.seed),
+          digest(every), kit.compute.dtype, kit.shape[2], spec.options,
+          sorted(spec.arrays)])
+      make = functools.partial(
+          read, every.__getitem__, number, spec.arrays, run, kit.shape[0],
+          kit.shape[2])
+      lookup.fill(every, load_or_make(path, make))
+  if wanted and p.eval_examples:
+    p.eval_examples = tuple(
+        held_out.attach(n, e) for n, e in enumerate(p.eval_examples))
+  return tuple(wanted)
 
 
 def read(examples: Callable, number: int, fields: dict, run: Callable,
@@ -148,8 +197,8 @@ def read(examples: Callable, number: int, fields: dict, run: Callable,
         first, min(first + _WINDOW, number))]
     # Which of its tokens are left where one is longer than a row.
     cut = [None if e is None else dataclasses.replace(
-        e, arrays={'at': np.arange(len(e.tokens))}).cut(row_length)
-           for e in window]
+        e, loss_mask=read_tokens(e), arrays={'at': np.arange(len(e.tokens))}
+    ).cut(row_length) for e in window]
     found = [{name: np.zeros((len(e.tokens), *shape), dtype)
               for name, (shape, dtype) in fields.items()}
              if e is not None else None for e in window]
@@ -170,5 +219,5 @@ def read(examples: Callable, number: int, fields: dict, run: Callable,
             found[n][name][at] = out[name][r, begin:column]
     for e, arrays in zip(window, found):
       for name in fields if e is not None else ():
-        parts[name].append(arrays[name][e.trained])
+        parts[name].append(arrays[name][read_tokens(e)])
   return {name: np.concatenate(part) for name, part in parts.items()}

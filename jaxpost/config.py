@@ -60,17 +60,20 @@ def stage_name(algorithm: str) -> str:
 
 
 def resolve(config: Config, defaults: Mapping) -> Config:
-  """Fields left to the algorithm take what it brings along.
+  """Fields left to the algorithm take what it brings along, or `auto`.
 
   Args:
-    defaults: {section: {field: value}}, of fields that are `auto`.
+    defaults: {section: {field: value, or a function of the config}}.
   """
-  for section, values in defaults.items():
-    block = vars(config)[section]
-    fields = {f.name: f for f in dataclasses.fields(block)}
-    new = {k: v for k, v in values.items()
-           if fields[k].metadata['auto']
-           and vars(block)[k] == fields[k].default}
+  for section, block in vars(config).items():
+    if not dataclasses.is_dataclass(block):
+      continue
+    given, new = defaults.get(section, {}), {}
+    for field in dataclasses.fields(block):
+      auto = field.metadata.get('auto')
+      if auto is not None and vars(block)[field.name] == field.default:
+        value = given.get(field.name, auto)
+        new[field.name] = value(config) if callable(value) else value
     config = dataclasses.replace(
         config, **{section: dataclasses.replace(block, **new)})
   return config

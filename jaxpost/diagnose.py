@@ -7,16 +7,19 @@ import numpy as np
 from jaxpost.sharding import to_host
 
 
+_COUNTS = 'skipped_updates', 'empty_updates'
+
+
 def merge_metrics(done: list) -> dict:
   """The row of a step: means over its updates; a critic's have its name."""
   columns = {}
   for role, metrics in done:
     prefix = '' if role == 'policy' else f'{role}/'
     for name, value in metrics.items():
-      known = name == 'skipped_updates'  # of any role: counted together
+      known = name in _COUNTS  # of any role: counted together
       columns.setdefault(name if known else prefix + name, []).append(
           float(value))
-  return {k: math.fsum(v) if k == 'skipped_updates' else math.fsum(v) / len(v)
+  return {k: math.fsum(v) if k in _COUNTS else math.fsum(v) / len(v)
           for k, v in columns.items()}
 
 

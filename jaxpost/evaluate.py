@@ -37,7 +37,8 @@ class HeldOut:
           policy.params, placed, policy.state.step, policy.frozen))
       for name, value in found.items():
         totals[name] = totals.get(name, 0.0) + float(value)
-    if set(totals) >= {'loss', 'entropy'}:
+    # Losses of pairs and labels are no negative log-likelihood.
+    if set(totals) >= {'loss', 'entropy'} and 'rewards/chosen' not in totals:
       nll = totals.get('nll', totals['loss'])
       totals['perplexity'] = math.exp(min(nll, 50.0))
     return totals

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxpost.data import experience
 from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.losses import advantages
-from jaxpost.rewards.pool import Graded, Group, Pending, RewardPool
+from jaxpost.rewards.pool import Graded, Group, Pending, RewardPool, stats_of
 from jaxpost.roles import Roles
 from jaxpost.sharding import to_host
 from jaxpost.types import Rollout
@@ -33,14 +33,15 @@ class Grader:
   tokenizer: Tokenizer
   model_weight: float = 1.0
 
-  def submit(self, rollout: Rollout, greedy: Rollout | None) -> 'Grading':
+  def submit(self, rollout: Rollout, greedy: Rollout | None = None
+             ) -> 'Grading':
     """Starts grading; `greedy` holds one more answer to each prompt."""
     groups = to_groups(rollout, self.tokenizer)
     more = to_groups(greedy, self.tokenizer) if greedy is not None else None
     pool = None if rollout.from_data else self.pool
     return Grading(self, [Round(
-        rollout, groups, pool and pool.submit(groups),
-        pool.submit(more) if pool and more else None)])
+        rollout, groups, pool and pool.submit(groups, rollout.step),
+        pool.submit(more, rollout.step) if pool and more else None)])
 
   def close(self):
     if self.pool:
@@ -149,7 +150,11 @@ class Grading:
     if self.model_scores is not None:
       out |= {f'rewards/{MODEL}/mean': float(self.model_scores.mean()),
               f'rewards/{MODEL}/std': float(self.model_scores.std())}
-    return out | (pool.stats if pool else {})
+    if pool is None:
+      return out
+    # Of all that was graded, also where it is not trained on.
+    return out | stats_of([g for p in self.parts for g in p.graded + (
+        p.greedy.result() if p.greedy else [])])
 
   def rows(self) -> list[dict]:
     return sample_rows(self.rollout, self.groups, self.graded, self.values)

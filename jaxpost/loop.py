@@ -139,6 +139,7 @@ class _Progress:
     tokens = item.info['tokens']
     row |= item.info | times
     row['skipped_updates'] = int(skipped)
+    row['empty_updates'] = int(row['empty_updates'])
     row['tokens_per_s'] = tokens / times['time/step']
     if stage.peak_flops:
       rate = 3 * stage.flops_per_token * row['tokens_per_s']

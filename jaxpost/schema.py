@@ -9,11 +9,12 @@ from typing import Any
 
 
 def _f(default, help_, *, lo=None, hi=None, choices=None, each=None,
-       auto=False):
+       auto=None):
   """A field with its help text and what values it may take.
 
-  `each` is the type of the members of a tuple. `auto`: the default stands
-  for what the algorithm brings along (`Algorithm.defaults`).
+  `each` is the type of the members of a tuple. With `auto` the default stands
+  for what the algorithm brings along (`Algorithm.defaults`); `auto` is what
+  holds where it brings nothing.
   """
   return dataclasses.field(default=default, metadata=dict(
       help=help_, lo=lo, hi=hi, choices=choices, each=each, auto=auto))
@@ -59,7 +60,7 @@ class TrainSection:
   steps: int = _f(100, 'updates of this stage', lo=1)
   batch_size: int = _f(8, 'rows of an update (SFT)', lo=1)
   row_length: int = _f(0, 'tokens of a row; 0: 512 for data, the longest '
-                       'prompt and completion for rollouts', lo=0)
+                       'prompt and completion for rollouts', lo=0, auto=0)
   micro_batch_size: int = _f(0, 'rows at a time; 0: all for data, about 8,192 '
                              'tokens a device for rollouts', lo=0)
 
@@ -97,32 +98,33 @@ class RolloutSection:
 
 @dataclasses.dataclass(frozen=True)
 class RlSection:
-  advantage: str = _f('', 'how rewards become advantages', auto=True, choices=(
+  advantage: str = _f('', 'how rewards become advantages', auto='group',
+                      choices=(
       '', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline',
       'remax', 'gae', 'best_of_n'))
   scale_rewards: str = _f(
-      '', 'whose std divides the advantages of "group"', auto=True,
+      '', 'whose std divides the advantages of "group"', auto='group',
       choices=('', 'group', 'batch', 'none'))
   std_eps: float = _f(1e-6, 'added to that std', lo=0.0)
   singleton: str = _f('zero', 'advantage in a group of one valid sample: 0, '
                       'or the raw reward', choices=('zero', 'raw'))
-  loss: str = _f('', 'surrogate', auto=True, choices=(
+  loss: str = _f('', 'surrogate', auto='clip', choices=(
       '', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce'))
   clip_low: float = _f(0.0, 'ratio clipped at 1 - clip_low', lo=0.0,
-                       auto=True)
+                       auto=0.2)
   clip_high: float = _f(0.0, 'ratio clipped at 1 + clip_high', lo=0.0,
-                        auto=True)
+                        auto=0.2)
   dual_clip: float = _f(0.0, 'bound c of the loss where the advantage is '
                         'negative; 0 is off', lo=0.0)
   tau_pos: float = _f(1.0, 'SAPO', lo=1e-6)
   tau_neg: float = _f(1.05, 'SAPO', lo=1e-6)
   aggregate: str = _f('', 'loss of the batch: mean over tokens, over '
-                      'sequences, or by constant length', auto=True,
+                      'sequences, or by constant length', auto='token',
                       choices=('', 'token', 'sequence', 'constant'))
   kl_coef: float = _f(0.0, 'weight of the KL to the reference', lo=0.0)
-  kl_estimator: str = _f('', 'of that KL', auto=True,
+  kl_estimator: str = _f('', 'of that KL', auto='k3',
                          choices=('', 'k1', 'k2', 'k3', 'k3+'))
-  kl_in: str = _f('', 'where it counts', auto=True,
+  kl_in: str = _f('', 'where it counts', auto='loss',
                   choices=('', 'loss', 'reward'))
   kl_target: float = _f(0.0, 'KL that an adaptive kl_coef (in the reward) '
                         'steers to; 0 is fixed', lo=0.0)
@@ -136,7 +138,7 @@ class RlSection:
                           'reaches this (rft)')
   dynamic_sampling: int = _f(
       -1, 'rounds of sampling at most, until all groups differ in reward; 0 '
-      'is off', lo=-1, auto=True)
+      'is off', lo=-1, auto=0)
   mask_truncated: bool = _f(False, 'completions without an end are not '
                             'trained (overlong filtering)')
   importance: tuple = _f(
@@ -176,14 +178,14 @@ class NllSection:
 @dataclasses.dataclass(frozen=True)
 class PreferenceSection:
   losses: tuple = _f((), 'names of losses that are summed', each=str,
-                     auto=True)
+                     auto=())
   loss_weights: tuple = _f((), 'one per loss; () is 1 each', each=float)
   beta: float = _f(0.1, 'strength of the reference', lo=1e-6)
   label_smoothing: float = _f(0.0, 'share of labels taken for flipped',
                               lo=0.0, hi=0.5)
   gamma: float = _f(0.5, 'target margin of SimPO', lo=0.0)
   nll_coef: float = _f(-1.0, 'weight of the NLL of chosen answers', lo=-1.0,
-                       auto=True)
+                       auto=0.0)
   f_divergence: str = _f('reverse_kl', 'that holds the policy', choices=(
       'reverse_kl', 'forward_kl', 'js_divergence', 'alpha_divergence'))
   ipo_average: bool = _f(True, 'IPO on means over tokens (TRL), not on sums')

@@ -6,6 +6,7 @@ checkpoint of another run) or stage:NAME (an earlier stage of this one).
 
 import dataclasses
 import json
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.sharding import Layout
 
 _STAGE = 'stage:'
+_BLOCK = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,8 @@ def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
 def identity(source: Source, workdir, seed: int) -> list:
   """What tells these weights from others, without reading them: JSON.
 
-  Files of a folder by name, size and time; a checkpoint by its checksums.
+  Files of a folder by name, size, time and samples of what they hold; a
+  checkpoint by its checksums.
   """
   shape = dataclasses.asdict(source.config)
   folder = source.checkpoints
@@ -154,10 +157,19 @@ def identity(source: Source, workdir, seed: int) -> list:
       checkpointer.close()
     return [shape, (folder / str(step) / 'checksums.json').read_text()]
   if source.folder is not None:
-    stats = {f.name: f.stat() for f in source.folder.glob('*.safetensors')}
-    return [shape, sorted(
-        (name, s.length, s.mtime) for name, s in stats.items())]
+    return [shape, sorted(_sampled(f) for f in source.folder.glob(
+        '*.safetensors'))]
   return [shape, seed]
+
+
+def _sampled(file) -> list:
+  """[name, bytes, seconds, crc32 of up to 64 blocks over the whole file]."""
+  stat, crc = file.stat(), 0
+  with file.open('rb') as f:
+    for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):
+      f.seek(at)
+      crc = zlib.crc32(f.read(_BLOCK), crc)
+  return [file.name, stat.length, int(stat.mtime), crc]
 
 
 def check_head(source: Source, scalar_head: bool, key: str):

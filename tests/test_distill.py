@@ -28,12 +28,10 @@ from jaxpost import config as config_lib
 from jaxpost import metrics
 from jaxpost import roles as roles_lib
 from jaxpost import stages
-from jaxpost import weights as weights_lib
 from jaxpost.algorithms import distill
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
-from jaxpost.losses import divergences
 from jaxpost.losses import head as head_lib
 from jaxpost.models import model as model_lib
 from jaxpost.programs import score
@@ -83,7 +81,7 @@ def test_figures_of_trl_through_the_head(name, elements):
   assert float(found['divergence']) == pytest.approx(float(loss))
 
 
-B, T, D, V, REAL = 3, 10, 8, 24, 21
+B, T, D, V, REAL = 3, 10, 8, 24, 21  # the vocabulary is padded to 24
 
 
 @pytest.fixture(scope='module')
@@ -153,6 +151,17 @@ def test_weights_of_teachers(case):
   assert loss(teachers=both, weights=(2.0, 6.0)) == pytest.approx(
       a / 4 + 3 * b / 4, rel=1e-5)
   assert loss(teachers=both, weights=(0.0, 2.0)) == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize('fields', [
+    dict(beta=0.9), dict(temperature=2.0), dict(nll_coef=0.3),
+    dict(weights=(1.0, 3.0))])
+def test_every_field_changes_the_loss(case, fields):
+  one, two = (float(head_lib.fused_loss(
+      plan(of(teachers=('a', 'b'), **more), REAL), case['hidden'],
+      case['head'], case['labels'], case['weights'], {},
+      case['teachers'])[0]) for more in ({}, fields))
+  assert abs(one - two) > 1e-3
 
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
@@ -356,7 +365,7 @@ GKD = dict(algorithm='gkd', train=dict(row_length=0), eval=dict(data=dict(
     path='')))
 
 
-def first_loss(config, workdir=None) -> float:
+def first_loss(config) -> float:
   """Of the first update; nothing is written."""
   policy, stream = stages.policy_and_stream(config)
   try:
@@ -386,8 +395,8 @@ def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
         math.exp(start['nll']), rel=1e-5)
 
 
-@pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
-@pytest.mark.parametrize('over', [{}, GKD, dict(distill=dict(topk=16))])
+@pytest.mark.parametrize('beta, over', [
+    (1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(topk=16)))])
 def test_a_student_that_is_its_teacher_learns_nothing(
     small, tmp_path, over, beta):
   rows = run(settings(small, small, **tiny.merged(over, dict(
@@ -426,27 +435,26 @@ def test_shares_of_steps_are_those_of_the_seed():
   assert np.mean(steps[0]) == pytest.approx(0.3, abs=0.03)
 
 
-@pytest.mark.parametrize('over', [
-    dict(teachers=('big', 'small')), dict(beta=0.9), dict(temperature=2.0),
-    dict(nll_coef=0.3), dict(topk=2), dict(on_policy=0.0),
-    dict(teachers=('big', 'small'), weights=(1.0, 3.0))])
-def test_every_field_changes_the_loss(small, big, over):
-  names = {'big': big, 'small': small}
-  base = dict(GKD) if 'on_policy' in over else {}
-  plain = dict(over)
-  if 'weights' in over:
-    plain.pop('weights')
-  else:
-    plain = {}
-  expand = lambda fields: {k: tuple(names[x] for x in v) if k == 'teachers'
-                           else v for k, v in fields.items()}
-  one, two = (first_loss(settings(small, big, **tiny.merged(
-      base, dict(distill=expand(fields))))) for fields in (plain, over))
-  assert abs(one - two) > 1e-4
+@pytest.fixture(scope='module')
+def plain_loss(small, big):
+  """Of the first step with one teacher, all else at its default."""
+  return first_loss(settings(small, big))
+
+
+@pytest.mark.parametrize('fields, same', [
+    (dict(topk=2), False), (dict(topk=259), True),
+    (dict(teachers=('big', 'small')), False)])
+def test_what_is_read_of_teachers_changes_the_loss(
+    small, big, plain_loss, fields, same):
+  """But for a cache of all tokens, which is the whole distribution."""
+  if 'teachers' in fields:
+    fields = dict(teachers=(big, small))
+  loss = first_loss(settings(small, big, distill=fields))
+  assert (loss == pytest.approx(plain_loss, rel=1e-5)) == same
 
 
 @pytest.mark.parametrize('over', [
-    {}, dict(distill=dict(topk=9)), dict(
+    dict(distill=dict(topk=9)), dict(
         **GKD, seed=1, distill=dict(on_policy=0.5))])
 def test_resume_is_bitwise(small, big, tmp_path, over):
   config = lambda steps: settings(
@@ -488,73 +496,79 @@ def test_the_cache_is_used_again(small, big, tmp_path, monkeypatch):
   assert made == ['teacher_0'] and first[0]['loss'] == again[0]['loss']
 
 
+@pytest.fixture(scope='module')
+def paths(big, small):
+  """(config) -> where training and evaluation would keep their arrays."""
+  def find(config, workdir):
+    seen = []
+    def record(path, make):
+      del make
+      seen.append(path)
+      return {}
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(cache, 'load_or_make', record)
+      cache.precompute(
+          assemble.make_kit(build.prepare_all(config)[0]), str, workdir)
+    return seen
+  return find
+
+
 @pytest.mark.parametrize('over', [
     dict(distill=dict(temperature=2.0)), dict(distill=dict(topk=4)),
-    dict(data=dict(path=f'{TASK},split=train,size=39')),
     dict(data=dict(train_on='all')), dict(model=dict(dtype='bfloat16')),
-    dict(train=dict(row_length=48)), 'weights', 'truncated', 'unfinished'])
-def test_the_cache_knows_what_it_is_of(
-    small, big, tmp_path, monkeypatch, over):
-  config = settings(small, big, distill=dict(topk=5))
-  config['distill']['teachers'] = (tiny.folder(
-      tmp_path / 'teacher', hidden_size=32, num_layers=2),)
-  parts = lambda c: assemble.make_parts(
-      (kit := assemble.make_kit(build.prepare_all(c)[0])),
-      stages.initial_params(kit, None), tmp_path)
-  made = count_teachers(monkeypatch)
-  roles, stream, _ = parts(config)
-  assert roles.teachers == () and made == ['teacher_0']
-  expected = next(stream)
-  stream.close()
+    dict(train=dict(row_length=48)), 'weights', 'data'])
+def test_the_cache_knows_what_it_is_of(small, tmp_path, paths, over):
+  shape = dict(hidden_size=32, num_layers=2)
+  config = settings(small, tiny.folder(tmp_path / 'teacher', **shape),
+                    distill=dict(topk=5))
+  before = paths(config, tmp_path)
+  assert len(set(before)) == 2 and before == paths(config, tmp_path)
   if over == 'weights':
-    tiny.folder(tmp_path / 'teacher', hidden_size=32, num_layers=2,
-                initializer_range=0.1)
-  elif over == 'truncated':
-    for file in (tmp_path / 'cache').rglob('*.npy'):
-      file.write_bytes(file.read_bytes()[:-4])
-  elif over == 'unfinished':
-    for file in (tmp_path / 'cache').rglob('index.json'):
-      file.unlink()
+    tiny.folder(tmp_path / 'teacher', initializer_range=0.1, **shape)
+  elif over == 'data':
+    config['data']['path'] = f'{TASK},split=train,size=39'
   else:
     config = tiny.merged(config, over)
-  _, stream, _ = parts(config)
-  assert made == ['teacher_0'] * 2
-  if over in ('truncated', 'unfinished'):
-    jax.tree.map(np.testing.assert_array_equal, next(stream).updates[0][1],
-                 expected.updates[0][1])
-  stream.close()
+  after = paths(config, tmp_path)
+  assert before[0] != after[0]
+  assert (before[1] == after[1]) == (over == 'data')
 
 
-def test_what_the_cache_holds_is_what_the_teacher_says(small, big):
-  """With all tokens kept, the run is the one without a cache."""
-  whole = first_loss(settings(small, big, distill=dict(beta=0.3)))
-  kept = first_loss(settings(small, big, distill=dict(beta=0.3, topk=259)))
-  assert kept == pytest.approx(whole, rel=1e-5)
+@pytest.mark.parametrize('harm', ['none', 'truncated', 'unfinished'])
+def test_arrays_on_disk_are_whole_or_made_again(tmp_path, harm):
+  made = []
+  def make():
+    made.append(1)
+    return {'ids': np.arange(12).reshape(4, 3), 'p': np.ones(4, np.float32)}
+  cache.load_or_make(tmp_path / 'x', make)
+  file = tmp_path / 'x' / 'ids.npy'
+  if harm == 'truncated':
+    file.write_bytes(file.read_bytes()[:-4])
+  elif harm == 'unfinished':
+    (tmp_path / 'x' / 'index.json').unlink()
+  found = cache.load_or_make(tmp_path / 'x', make)
+  assert len(made) == 1 + (harm != 'none')
+  jax.tree.map(np.testing.assert_array_equal, dict(found), make())
+  assert sorted(f.name for f in (tmp_path / 'x').iterdir()) == [
+      'ids.npy', 'index.json', 'p.npy']  # no drafts stay
 
 
 # ------------------------------------------------------------------- stages
 
 
-def test_a_stage_teaches_the_next(small, big, tmp_path):
-  """The teacher is trained in the run; then its student teaches, too."""
-  config = settings(small, big, stages=('teach', 'one', 'two'))
+def test_a_student_teaches_the_next_stage(small, big, tmp_path):
+  """Stage two starts from the weights of its teacher: nothing to learn."""
+  config = settings(small, big, stages=('one', 'two', 'three'))
   config['eval']['data']['path'] = ''
   config |= dict(
-      teach=dict(algorithm='sft', model=dict(path=big)),
-      one=dict(init_from=small, distill=dict(teachers=('stage:teach',))),
-      two=dict(init_from=big, distill=dict(
+      one=dict(train=dict(steps=2)),
+      two=dict(train=dict(steps=1), distill=dict(teachers=('stage:one',))),
+      three=dict(train=dict(steps=1), init_from=big, distill=dict(
           teachers=('stage:one',), topk=4)))
-  stages.run(config, tmp_path / 'run', QUIET)
-  rows = rows_of(tmp_path / 'run')
-  assert [r['stage'] for r in rows] == ['teach'] * 2 + ['one'] * 2 + [
-      'two'] * 2
-  # By hand: a run whose teacher is the checkpoint of another.
-  config['stages'] = ('teach',)
-  stages.run(config, tmp_path / 'teach', QUIET)
-  alone = run(settings(
-      small, f'{tmp_path}/teach@2', eval=dict(data=dict(path=''))),
-              tmp_path / 'one')
-  assert alone[0]['loss'] == rows[2]['loss']
+  rows = run(config, tmp_path)
+  assert [r['stage'] for r in rows] == ['one', 'one', 'two', 'three']
+  assert rows[0]['divergence'] > 1e-3 and rows[3]['divergence'] > 1e-3
+  assert rows[2]['divergence'] == pytest.approx(0, abs=1e-6)
 
 
 # ---------------------------------------------------------------- bad input
@@ -626,11 +640,9 @@ def test_vocabularies_may_differ(small, tmp_path, vocab):
 
 # ----------------------------------------------------------------- meshes
 
-MESHES = {'one': ('data=1', ''), 'fsdp=8': ('fsdp=8', 'tensor=8'),
-          'both': ('fsdp=4,tensor=2', 'data=2,tensor=4'),
+MESHES = {'one': ('data=1', ''), 'both': ('fsdp=4,tensor=2', 'data=2,tensor=4'),
           'wide': ('fsdp=2,tensor=4', 'data=8')}
-KINDS = {'whole': {}, 'topk': dict(distill=dict(topk=6)),
-         'gkd': dict(**GKD, distill=dict(on_policy=0.0))}
+KINDS = {'whole': {}, 'topk': dict(distill=dict(topk=6))}
 
 
 def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
@@ -650,6 +662,7 @@ def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
     for name in MESHES:
       assert found[f'{kind} {name}'] == pytest.approx(
           found[f'{kind} one'], rel=2e-5), (kind, name)
+  assert found['whole one'] != found['topk one']
 
 
 def main(workdir, devices):
@@ -666,9 +679,8 @@ def main(workdir, devices):
         continue
       policy, stream = stages.policy_and_stream(settings(small, big, **(
           tiny.merged(over, dict(
-              mesh=dict(train=on, score=reading, rollout='tensor=-1'),
-              train=dict(batch_size=8), rollout=dict(
-                  prompts=8, group_size=1, max_new_tokens=8))))))
+              mesh=dict(train=on, score=reading),
+              train=dict(batch_size=4))))))
       got = policy.update(next(stream).updates[0][1])
       found[f'{kind} {name}'] = [float(got['loss']), float(got['grad_norm'])]
       stream.close()
@@ -706,25 +718,30 @@ def pupil(tmp_path_factory):
                      initializer_range=0.05)
 
 
-@pytest.mark.parametrize('over', [
-    dict(distill=dict(beta=0.0)), dict(distill=dict(beta=0.5)),
-    dict(distill=dict(beta=1.0)), dict(distill=dict(beta=0.0, topk=8)),
-    dict(algorithm='gkd', distill=dict(beta=0.5, on_policy=0.5),
-         train=dict(row_length=0))])
+@pytest.mark.parametrize('fields', [
+    dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, topk=8)])
 def test_students_come_nearer_to_their_teacher(
-    teacher, pupil, tmp_path, over):
+    teacher, pupil, tmp_path, fields):
   """On sums that neither has seen, by the divergence that was trained."""
-  over = tiny.merged(
-      dict(algorithm='distill', distill=dict(teachers=(teacher,))), over)
-  run(lesson(pupil, **over), tmp_path / 'run')
-  judge = tiny.merged(over, dict(
-      algorithm='distill', distill=dict(on_policy=1.0, topk=0),
-      train=dict(steps=1, row_length=128), optim=dict(lr=0.0)))
+  run(lesson(pupil, algorithm='distill', distill=dict(
+      teachers=(teacher,), **fields)), tmp_path)
+  before, after = (r['divergence'] for r in rows_of(tmp_path, 'eval'))
+  print(f'distill {fields}: {before:.4f} -> {after:.4f}')
+  assert after < 0.5 * before
+
+
+def test_what_students_write_brings_them_nearer(teacher, pupil, tmp_path):
+  def divergence(name, **over):
+    run(lesson(pupil, algorithm='distill', distill=dict(teachers=(teacher,)),
+               train=dict(steps=1), optim=dict(lr=0.0), **over),
+        tmp_path / name)
+    return rows_of(tmp_path / name, 'eval')[0]['divergence']
+
+  run(lesson(pupil, algorithm='gkd', train=dict(row_length=0), distill=dict(
+      teachers=(teacher,), on_policy=0.5)), tmp_path / 'gkd')
   before, after = (
-      (run(lesson(pupil, **judge, init_from=start), tmp_path / name),
-       rows_of(tmp_path / name, 'eval')[0]['divergence'])[1]
-      for name, start in (('before', ''), ('after', str(tmp_path / 'run'))))
-  print(f'{over["algorithm"]} {over["distill"]}: {before:.4f} -> {after:.4f}')
+      divergence('before'), divergence('after', init_from=f'{tmp_path}/gkd'))
+  print(f'gkd: {before:.4f} -> {after:.4f}')
   assert after < 0.5 * before
 
 

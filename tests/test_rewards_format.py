@@ -93,6 +93,13 @@ SCHEMA = {'type': 'object', 'required': ['name'], 'properties': {
     'name': {'type': 'string'}, 'age': {'type': 'integer', 'minimum': 0}}}
 
 
+@pytest.fixture
+def jsonschema():
+  return pytest.importorskip(
+      'jsonschema', reason="not installed: pip install 'jaxpost[rewards]'")
+
+
+@pytest.mark.usefixtures('jsonschema')
 @pytest.mark.parametrize('text, reward', [
     ('{"name": "a", "age": 3}', 1.0),
     ('```json\n{"name": "\u00e4"}\n```', 1.0),
@@ -115,6 +122,7 @@ def test_json_schema(text, reward, tmp_path):
   assert both(column, text, schema=json.dumps(SCHEMA)) == reward
 
 
+@pytest.mark.usefixtures('jsonschema')
 def test_json_schema_that_is_none(tmp_path):
   reward = forms.JsonSchema()
   for schema in (None, 3, '{', {'type': 'thing'}, ['a'], ''):
@@ -125,13 +133,17 @@ def test_json_schema_that_is_none(tmp_path):
     path.write_text(text)
     with pytest.raises(InputError, match='schema.json'):
       forms.JsonSchema(str(path))
+  with pytest.raises(InputError, match='No such file'):
+    forms.JsonSchema(str(tmp_path / 'gone.json'))
 
 
+@pytest.mark.usefixtures('jsonschema')
 def test_json_schema_fetches_nothing(tmp_path):
   (tmp_path / 'schema.json').write_text('{}')
   serve = functools.partial(Quiet, directory=str(tmp_path))
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), serve) as server:
-    threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+    threading.Thread(
+        target=server.serve_forever, args=(0.05,), daemon=True).start()
     url = f'http://127.0.0.1:{server.server_port}/schema.json'
     assert urllib.request.urlopen(url).read() == b'{}'
     with pytest.raises(call.RewardError, match=f'refers to .*{url}'):

@@ -159,7 +159,6 @@ def test_bad_options(file, spec, message):
     ('cosine_length?max=9&by=gms8k', "by='gms8k' is not one of"),
     ('regex_match?pattern=(', r"pattern='\('"),
     ('tag_format?tags=a+a', 'must be different names'),
-    ('json_schema?file=/no/such/file', 'No such file'),
     ('code?timeout=0', 'want timeout > 0'),
     ('judge?model=m&url=ftp://x', 'is no address'),
     ('judge?model=m&url=http://key@host/v1', 'is no address'),

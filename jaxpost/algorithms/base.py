@@ -67,7 +67,7 @@ class Algorithm:
   """An algorithm = a stream of batches + an objective.
 
   defaults: {section: {field: value}} of the config fields that are left to
-    the algorithm.
+    the algorithm; a value may be a function of the config.
   objective: config -> `programs.train.Objective` of the policy.
   critic: config -> Objective of a second trainable role with a scalar head,
     or nothing where it has none.
@@ -97,8 +97,9 @@ class Algorithm:
     'ref_logprobs', 'values'.
   greedy_baseline: config -> whether a greedy answer is graded, too.
   credit: (`Experience`, config) -> `Credit`.
-  pack: (Experience, Credit, config, rows, row_length) -> Batch on the host,
-    for methods that do not train on whole completions one by one.
+  pack: (Experience, Credit, numbers of sequences, config, rows, row_length)
+    -> Batch on the host with `branch_ids` and `sequence_ids`, for methods
+    that do not train on whole completions one by one.
   """
 
   objective: Callable

@@ -228,16 +228,10 @@ def check_first_step(metrics, config):
          'sampler, reference and trainer do not compute the same model')
 
 
-_COMMON = dict(
-    advantage='group', scale_rewards='group', loss='clip', clip_low=0.2,
-    clip_high=0.2, aggregate='token', kl_estimator='k3', kl_in='loss',
-    dynamic_sampling=0)
-
-
 def method(**choices) -> Algorithm:
   """An algorithm of this family with other choices in `config.rl`."""
   return Algorithm(
-      objective, {'rl': {**_COMMON, **choices}}, needs=needs, check=check,
+      objective, {'rl': choices}, needs=needs, check=check,
       check_first_step=check_first_step, on_policy=True, scores=scores,
       greedy_baseline=greedy_baseline, credit=credit)
 

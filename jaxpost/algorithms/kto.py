@@ -84,8 +84,6 @@ def mismatch(log_ratios, kl_mask, sequence_ids):
 def render(rows, tokenizer, config):
   """Row number -> Example: an answer, and one that belongs elsewhere."""
   def answer(n):
-    if rows[n] is None:  # dropped by the map of a source that is streamed
-      return None
     other = rows[data.mismatched(rows, n)]
     example = data.render_unpaired(
         tokenizer, rows[n], other, rows.where(n),

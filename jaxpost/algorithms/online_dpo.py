@@ -7,6 +7,7 @@ without two different rewards has nothing to prefer: it is left out, counted.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -74,12 +75,11 @@ def pack(experience: Experience, credit: Credit, members, config, rows: int,
   batch = packing.to_batch(
       [[examples[i] for i in row] for row in packed], row_length, rows,
       per='pair')
-  # The same fields with no pair at all: an update has one shape.
+  # The same fields with no pair or branch at all: an update has one shape.
   zeros = np.zeros((rows, row_length), np.int32)
   given = lambda x: zeros if x is None else x
-  return batch.replace(
-      sequence_ids=given(batch.sequence_ids),
-      branch_ids=given(batch.branch_ids) if share else None)
+  return batch.replace(sequence_ids=given(batch.sequence_ids),
+                       branch_ids=given(batch.branch_ids))
 
 
 def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
@@ -101,12 +101,30 @@ def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
       sequence_ids=np.where(mask > 0, numbers, 0).astype(np.int32))
 
 
+def two_rows(config) -> int:
+  """Tokens of two prompts with their completions."""
+  return 2 * (
+      config.rollout.max_prompt_length + config.rollout.max_new_tokens)
+
+
+def pair_length(config) -> int:
+  """Tokens of the longest pair; the last of a shared prompt stands twice."""
+  saved = config.rollout.max_prompt_length - 1
+  return two_rows(config) - saved * config.preference.share_prompt
+
+
 def check(config):
   """InputError for combinations that cannot work."""
   rl, size = config.rl, config.rollout.group_size
   preference.check(config)
   refuse(size < 2, 'config.rollout.group_size: 1 sample is no pair; use at '
          'least 2')
+  length, longest = config.train.row_length, pair_length(config)
+  rows = math.ceil(config.rollout.prompts * size / max(
+      1, length // (two_rows(config) // 2)))
+  refuse(length // longest * rows < config.rollout.prompts,
+         f'config.train.row_length: {length} has no room for the pairs of a '
+         f'step, of up to {longest} tokens each; leave it 0')
   refuse(config.preference.precompute_ref, 'config.preference.precompute_ref: '
          'samples are not known before they are drawn; set it to False')
   refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; '
@@ -119,5 +137,6 @@ def check(config):
 ONLINE_DPO = ALGORITHM = preference.method(
     ('sigmoid',), objective=objective, check=check,
     defaults={'preference': dict(losses=('sigmoid',), nll_coef=0.0),
-              'rl': dict(dynamic_sampling=0)},
+              'rl': dict(dynamic_sampling=0),
+              'train': dict(row_length=two_rows)},
     on_policy=True, credit=credit, pack=pack)

@@ -73,7 +73,7 @@ def credit(experience: Experience, config) -> Credit:
   rl, valid = config.rl, np.isfinite(experience.rewards)
   mask, metrics = grpo.trained_tokens(experience, valid, config)
   kl, memory, kl_metrics = grpo.kl_in_reward(experience, mask, config)
-  values = experience.arrays['values'] * (mask > 0)
+  values = np.where(mask > 0, experience.arrays['values'], 0)
   gains, returns = advantages.gae(
       grpo.token_rewards(experience, mask, kl), values, mask, rl.gamma, rl.lam)
   out = grpo.finish(experience, advantages.whiten(gains, mask), mask,

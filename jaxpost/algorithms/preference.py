@@ -130,8 +130,6 @@ def prepare(batch, roles, config):
 def render(rows, tokenizer, config):
   """Row number -> Example of a pair: chosen is sequence 1, rejected 2."""
   def pair(n):
-    if rows[n] is None:  # dropped by the map of a source that is streamed
-      return None
     example = data.render_pair(
         tokenizer, rows[n], rows.where(n),
         share_prompt=config.preference.share_prompt)

@@ -71,6 +71,8 @@ def hh_rlhf(row):
   The messages that both share become the prompt where they are rendered. A
   pair with an empty answer is dropped.
   """
+  if 'prompt' in row:
+    return row
   sides = {n: _dialogue(row[n], n) for n in ('chosen', 'rejected')}
   if not all(messages[-1]['content'] for messages in sides.values()):
     return None

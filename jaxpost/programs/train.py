@@ -152,7 +152,8 @@ def make_update(model: Model, objective: Objective,
   `frozen` holds arrays that are the same for all micro-batches.
 
   A step whose gradient is not finite changes nothing and is counted in
-  `skipped_updates`.
+  `skipped_updates`; one that trains no token (all of it masked) in
+  `empty_updates`: Adam's momentum would move the weights.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
@@ -162,6 +163,8 @@ def make_update(model: Model, objective: Objective,
         state.params, batch)
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    empty = ~jnp.any(batch.loss_weights != 0)
+    moves = finite & ~empty
 
     def apply(state):
       scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
@@ -172,11 +175,11 @@ def make_update(model: Model, objective: Objective,
       return params, opt_state
 
     params, opt_state = jax.lax.cond(
-        finite, apply, lambda s: (s.params, s.opt_state), state)
+        moves, apply, lambda s: (s.params, s.opt_state), state)
     metrics = metrics | {
         'loss': loss, 'grad_norm': norm, 'lr': schedule(state.step),
-        'skipped_updates': 1.0 - finite}
-    return TrainState(state.step + finite, params, opt_state), metrics
+        'skipped_updates': 1.0 - finite, 'empty_updates': 1.0 * empty}
+    return TrainState(state.step + moves, params, opt_state), metrics
 
   def flops(state, batch, frozen):
     del state, frozen

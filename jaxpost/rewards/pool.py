@@ -99,7 +99,7 @@ class RewardPool:
       rewards = (rewards,)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
     self.names = builtin.short_names(rewards)
-    self.stats = _stats([])  # of the batch graded last
+    self.stats = stats_of([])  # of the batch graded last
     self._weights = tuple(weights or [1.0] * len(rewards))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
@@ -284,7 +284,7 @@ class RewardPool:
 
   def _count(self, graded):
     """Keeps the statistics; InputError when too much failed."""
-    self.stats = _stats(graded)
+    self.stats = stats_of(graded)
     first = not self._recent
     self._recent.extend(g.error for g in graded)
     errors = [error for error in self._recent if error]
@@ -305,7 +305,8 @@ def _settle(future, function, *arguments):
     future.set_exception(error)
 
 
-def _stats(graded):
+def stats_of(graded):
+  """Counts over `Graded` groups, and means of what the functions logged."""
   logged = collections.defaultdict(list)
   for name, value in (pair for g in graded for pair in g.logged):
     logged[f'logged/{name}'].append(value)

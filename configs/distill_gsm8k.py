@@ -1,0 +1,54 @@
+"""Distillation on GSM8K: a small model learns what a larger one would say.
+
+python -m launch.train --config=configs/distill_gsm8k.py --workdir=runs/distill
+
+Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
+metric is the divergence from the teacher on test questions (split `eval`).
+`:model=NAME` takes a name below, a hub id or a folder, and `:teacher=NAME`
+likewise. `:topk=32` keeps the teacher's 32 most probable tokens on disk first,
+so that it is in no memory afterwards. Data of your own:
+--config.data.path=FILE with question and answer, or prompt and answer.
+`:runlocal` is a tiny model that, fine-tuned, teaches itself: no network.
+"""
+
+import ml_collections
+
+from jaxpost.config import defaults, parse_arg
+
+MODELS = {
+    'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
+    'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
+    'qwen3_4b': 'Qwen/Qwen3-4B',
+}
+DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
+
+
+def get_config(arg=None):
+  arg = parse_arg(arg, model='qwen3_0_6b', teacher='qwen3_1_7b', topk=0,
+                  runlocal=False)
+  config = ml_collections.ConfigDict(defaults())
+  config.algorithm = 'distill'
+  config.model.path = MODELS.get(arg.model, arg.model)
+  config.distill.teachers = (MODELS.get(arg.teacher, arg.teacher),)
+  config.distill.update(beta=0.0, topk=arg.topk)
+  config.data.path = DATA.format('train')
+  config.data.map = 'jaxpost.data.maps:gsm8k'
+  config.train.update(steps=350, batch_size=16, row_length=2048)
+  config.train.micro_batch_size = 4
+  config.optim.update(lr=1e-5, schedule='cosine', warmup_steps=20)
+  config.eval.data.path = DATA.format('test')
+  config.eval.update(every=50, size=256)
+  config.save.every = 100
+
+  if arg.runlocal:
+    made = 'generated:arithmetic:max=9,correct=1,split='
+    config.model.update(path='', preset='tiny', tokenizer='bytes')
+    config.data.path = made + 'train'
+    config.eval.data.path = made + 'test'
+    config.train.update(steps=3, batch_size=4, row_length=256)
+    config.eval.update(every=0, size=4)
+    config.save.every = 0
+    config.stages = ('teach', 'learn')
+    config.teach = dict(algorithm='sft')
+    config.learn = dict(distill=dict(teachers=('stage:teach',)))
+  return config

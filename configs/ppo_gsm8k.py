@@ -1,0 +1,55 @@
+"""PPO on GSM8K: GRPO's task with a critic that judges each token.
+
+python -m launch.train --config=configs/ppo_gsm8k.py --workdir=runs/ppo_gsm8k
+
+Policy, critic and reference are three models of one size; with
+--config.critic.shared=True the critic is a second head of the policy. Meant
+for one accelerator of 80 GB; time and accuracy: not measured yet. The metric
+is pass@1 of the greedy answers to test questions (split `eval`); watch
+critic/explained_variance rise, too. `:model=NAME` takes a name below, a hub id
+or a folder; data of your own: --config.data.path=FILE with question and
+answer, or prompt and answer.
+`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+"""
+
+import ml_collections
+
+from jaxpost.config import defaults, parse_arg
+
+MODELS = {
+    'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
+    'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
+    'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
+}
+DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
+
+
+def get_config(arg=None):
+  arg = parse_arg(arg, model='qwen3_0_6b', runlocal=False)
+  config = ml_collections.ConfigDict(defaults())
+  config.algorithm = 'ppo'
+  config.model.path = MODELS.get(arg.model, arg.model)
+  config.data.path = DATA.format('train')
+  config.data.map = 'jaxpost.data.maps:gsm8k'
+  config.reward = 'gsm8k'
+  config.train.update(steps=200)
+  config.optim.update(lr=1e-6, warmup_steps=10)
+  config.critic.update(lr=1e-5, warmup_steps=5)
+  config.rl.update(minibatches=4, kl_coef=0.001, lam=1.0)
+  config.rollout.update(max_prompt_length=320, max_new_tokens=512)
+  config.rollout.update(prompts=256, group_size=1)
+  config.eval.data.path = DATA.format('test')
+  config.eval.update(every=50, size=256, samples=1, temperature=0.0)
+  config.save.every = 50
+
+  if arg.runlocal:
+    made = 'generated:arithmetic:max=9,correct=1,split='
+    config.model.update(path='', preset='tiny', tokenizer='bytes')
+    config.data.path = made + 'train'
+    config.eval.data.path = made + 'test'
+    config.train.update(steps=3)
+    config.critic.warmup_steps = 0
+    config.rollout.update(max_prompt_length=512, max_new_tokens=8, prompts=8)
+    config.eval.update(every=0, size=4)
+    config.save.every = 0
+  return config

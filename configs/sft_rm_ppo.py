@@ -1,0 +1,56 @@
+"""SFT, a reward model from it, PPO against that: RLHF as in InstructGPT.
+
+python -m launch.train --config=configs/sft_rm_ppo.py --workdir=runs/sft_rm_ppo
+
+Three stages of one run (arXiv:2203.02155) on UltraFeedback: the chosen answers
+are imitated, the pairs make a judge of the same weights, and PPO moves the
+first towards what the second likes. Meant for one accelerator of 80 GB; time
+and accuracy: not measured yet. The metrics are rewards/accuracies of stage
+`judge` and rewards/reward_model/mean of stage `ppo`, both on held-out prompts.
+`:model=NAME` is a hub id or a folder.
+`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+"""
+
+import ml_collections
+
+from jaxpost.config import defaults, parse_arg
+
+DATA = 'HuggingFaceH4/ultrafeedback_binarized:data/{}-00000-of-00001.parquet'
+MADE = 'generated:arithmetic{}:max=9,split={}'
+
+
+def get_config(arg=None):
+  arg = parse_arg(arg, model='Qwen/Qwen3-0.6B', runlocal=False)
+  config = ml_collections.ConfigDict(defaults())
+  config.stages = ('sft', 'judge', 'ppo')
+  config.model.path = arg.model
+  config.data.path = DATA.format('train_prefs')
+  config.data.map = 'jaxpost.data.maps:ultrafeedback'
+  config.train.update(batch_size=32, row_length=2048, micro_batch_size=4)
+  config.optim.update(lr=1e-5, schedule='cosine', warmup_steps=20)
+  config.rollout.update(prompts=128, group_size=1)
+  config.rollout.update(max_prompt_length=768, max_new_tokens=512)
+  config.eval.data.path = DATA.format('test_prefs')
+  config.eval.every = config.save.every = 100
+  config.sft = dict(algorithm='sft', train=dict(steps=400), data=dict(map=''))
+  config.sft.eval = dict(data=dict(path=DATA.format('test_sft')))
+  config.judge = dict(algorithm='reward_model', train=dict(steps=600))
+  config.ppo = dict(
+      algorithm='ppo', init_from='stage:sft', reward='reward_model',
+      reward_model=dict(path='stage:judge'),
+      train=dict(steps=200, row_length=0, micro_batch_size=0),
+      optim=dict(lr=1e-6), critic=dict(path='stage:judge', lr=1e-5),
+      rl=dict(minibatches=4, kl_coef=0.02), eval=dict(samples=1))
+
+  if arg.runlocal:
+    config.model.update(path='', preset='tiny', tokenizer='bytes')
+    config.data.update(path=MADE.format('', 'train'), map='')
+    config.train.update(batch_size=4, row_length=256, micro_batch_size=0)
+    config.rollout.update(max_prompt_length=48, max_new_tokens=8, prompts=8)
+    config.eval.update(every=0, size=4)
+    config.eval.data.path = config.sft.eval.data.path = MADE.format('', 'test')
+    config.judge.data = dict(path=MADE.format('_pairs', 'train'))
+    config.judge.eval = dict(data=dict(path=MADE.format('_pairs', 'test')))
+    for stage in config.stages:
+      config[stage].train.steps = 3
+  return config

@@ -1,0 +1,134 @@
+"""Rejection-sampling fine-tuning: what is kept, and that it learns.
+
+Legend: N sequences, C completion tokens.
+"""
+
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import config as config_lib
+from jaxpost import metrics
+from jaxpost.algorithms import rft
+from jaxpost.data import experience as rows_lib
+from jaxpost.errors import InputError
+from jaxpost.types import Experience
+from jaxpost.types import Prompt
+from jaxpost.types import Rollout
+
+NAN = float('nan')
+
+
+def stage_config(**over):
+  config = config_lib.parse(tiny.merged(
+      dict(algorithm='rft', reward='x'), over))['rft']
+  config = config_lib.resolve(config, rft.RFT.defaults)
+  rft.check(config)
+  return config
+
+
+def graded(rewards, lengths):
+  """[groups, G] rewards and lengths of completions of at most 5 tokens."""
+  rewards, lengths = np.array(rewards, float), np.array(lengths)
+  groups, count = len(rewards), rewards.size
+  made = Rollout(
+      prompts=tuple(Prompt(i, np.arange(3, dtype=np.int32), '', {})
+                    for i in range(groups)),
+      completions=np.zeros((count, 5), np.int32), lengths=lengths.ravel(),
+      logprobs=-np.ones((count, 5), np.float32),
+      behaviour_logprobs=-np.ones((count, 5), np.float32),
+      finished=lengths.ravel() < 5)
+  return Experience(made, rewards.ravel(), rows_lib.completion_mask(made), {},
+                    memory={'kept': 'as it was'})
+
+
+REWARDS = [[0, 2, 1], [1, 1, 0.5], [0.9, 0, NAN], [NAN, NAN, NAN]]
+LENGTHS = [[3, 5, 4], [2, 4, 1], [1, 1, 1], [2, 2, 2]]
+
+
+def kept(credit):
+  return np.flatnonzero(credit.mask.any(axis=1)).tolist()
+
+
+def test_the_best_of_each_group_is_kept():
+  """The first of equals, none below the bar, none that was not graded."""
+  one = graded(REWARDS, LENGTHS)
+  credit = rft.credit(one, stage_config())
+  assert kept(credit) == [1, 3]
+  np.testing.assert_array_equal(credit.mask[[1, 3]], one.mask[[1, 3]])
+  assert credit.metrics == {
+      'rft/kept': 2, 'rft/dropped': 2, 'rft/kept_reward': 1.5}
+  assert credit.arrays == {} and credit.memory == one.memory
+  lower = rft.credit(one, stage_config(rl=dict(keep_reward=0.9)))
+  assert kept(lower) == [1, 3, 6]
+  none = rft.credit(one, stage_config(rl=dict(keep_reward=3.0)))
+  assert kept(none) == [] and none.metrics == {
+      'rft/kept': 0, 'rft/dropped': 4}
+
+
+def test_a_truncated_best_gives_way():
+  one = graded(REWARDS, LENGTHS)
+  credit = rft.credit(one, stage_config(rl=dict(mask_truncated=True)))
+  assert kept(credit) == [2, 3]
+  assert credit.metrics['masked_truncated'] == 1
+
+
+@pytest.mark.parametrize('aggregate, expected', [
+    ('token', [1 / 7, 1 / 7]), ('sequence', [1 / 10, 1 / 4]),
+    ('constant', [1 / 10, 1 / 10])])
+def test_weight_of_a_token(aggregate, expected):
+  """Of those kept alone, of 5 and of 2 tokens."""
+  config = stage_config(rl=dict(aggregate=aggregate))
+  mask = rft.credit(graded(REWARDS, LENGTHS), config).mask
+  weights = rows_lib.token_weights(mask, config.rl.aggregate, 5)
+  np.testing.assert_allclose(weights[[1, 3], 0], expected, rtol=1e-6)
+  assert weights[~mask.any(axis=1)].sum() == 0
+
+
+@pytest.mark.parametrize('over, key', [
+    (dict(advantage='group'), 'advantage'), (dict(loss='cispo'), 'loss'),
+    (dict(kl_coef=0.1), 'kl_coef'), (dict(entropy_coef=0.1), 'entropy_coef'),
+    (dict(importance=('icepop',)), 'importance'),
+    (dict(clip_high=0.3), 'clip_high')])
+def test_what_cross_entropy_cannot_use_is_refused(over, key):
+  with pytest.raises(InputError, match=f'config.rl.{key}: '):
+    stage_config(rl=over)
+
+
+def test_nothing_kept_moves_nothing(tmp_path):
+  """Neither the loss nor the weights; each step says so."""
+  model = tiny.folder(tmp_path / 'model')
+  config = lambda bar: tiny.grpo_config(
+      model, algorithm='rft', rl=dict(keep_reward=bar), train=dict(steps=2))
+  jaxpost.run(config(2.0), tmp_path / 'none')
+  for row in metrics.read_rows(tmp_path / 'none/metrics.jsonl'):
+    assert row['loss'] == row['grad_norm'] == row['rft/kept'] == 0
+    assert row['rft/dropped'] == 4
+  jaxpost.run(config(0.0), tmp_path / 'all')
+  row, _ = metrics.read_rows(tmp_path / 'all/metrics.jsonl')
+  assert row['rft/kept'] == 4 and row['loss'] > 1 and row['grad_norm'] > 0
+  assert row['rft/kept_reward'] > row['reward']
+
+
+def test_learns(tmp_path):
+  """Sums of one digit after demonstrations of which half are right."""
+  task = 'generated:arithmetic:max=9,ops=+,split=train'
+  model = tiny.folder(
+      tmp_path / 'model', hidden_size=64, intermediate_size=128, num_layers=2,
+      num_heads=4, num_kv_heads=2, head_dim=16, initializer_range=0.05)
+  jaxpost.run(tiny.run_config(
+      model, stages=('sft', 'rft'), reward='exact_match',
+      optim=dict(b2=0.98, schedule='linear', warmup_steps=5),
+      eval=dict(samples=8, size=64, data=dict(path=f'{task},correct=1')),
+      sft=dict(algorithm='sft', optim=dict(lr=1e-2),
+               train=dict(steps=150, batch_size=16, row_length=128),
+               data=dict(path=f'{task},correct=0.5')),
+      rft=dict(algorithm='rft', optim=dict(lr=2e-3),
+               train=dict(steps=30, row_length=0),
+               rollout=dict(prompts=32, group_size=4),
+               data=dict(path=f'{task},correct=1'))), tmp_path / 'run')
+  before, after = [
+      r['pass@1'] for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
+      if (r['stage'], r['split']) == ('rft', 'eval')]
+  assert 0.1 < before < after - 0.1, (before, after)

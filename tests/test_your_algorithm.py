@@ -1,0 +1,73 @@
+"""Algorithms outside the package: the examples of docs/your_algorithm.md."""
+
+import importlib.util
+import pathlib
+
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import metrics
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
+LIMITS = {'reinforce.py': 60, 'actor_critic.py': 150}
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def run(config, workdir):
+  jaxpost.run(config, workdir)
+  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl')
+          if row['split'] == 'train']
+
+
+@pytest.mark.parametrize('name', LIMITS)
+def test_it_is_short(name):
+  assert len((EXAMPLES / name).read_text().splitlines()) <= LIMITS[name]
+
+
+def test_reinforce_raises_its_reward(model, tmp_path):
+  rows = run(tiny.grpo_config(
+      model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=30),
+      rollout=dict(prompts=8, group_size=4), optim=dict(lr=2e-2)), tmp_path)
+  reward = [r['reward'] for r in rows]
+  assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.2
+  assert rows[-1]['baseline'] > rows[0]['baseline']
+
+
+def test_its_memory_survives_a_resume(model, tmp_path):
+  config = tiny.grpo_config(
+      model, algorithm=str(EXAMPLES / 'reinforce.py'), save=dict(every=2),
+      train=dict(steps=4), optim=dict(schedule='constant'))
+  whole = run(config, tmp_path / 'whole')
+  run(tiny.merged(config, dict(train=dict(steps=2))), tmp_path / 'parts')
+  parts = run(config, tmp_path / 'parts')
+  for key in ('baseline', 'loss', 'reward'):
+    assert [r[key] for r in whole] == [r[key] for r in parts]
+
+
+def test_actor_critic_trains_two_roles_in_two_stages(model, tmp_path):
+  spec = importlib.util.spec_from_file_location(
+      'actor_critic', EXAMPLES / 'actor_critic.py')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  small = tiny.grpo_config(model)
+  config = module.get_config().to_dict()
+  for key in ('model', 'log', 'reward'):
+    config[key] = small[key]
+  config['save']['export'] = False
+  config['eval'] = small['eval']
+  config['warm']['train'] = dict(steps=2, batch_size=2, row_length=64)
+  config['online'] |= dict(
+      train=dict(steps=40), rollout=dict(prompts=8, group_size=4),
+      optim=dict(lr=2e-2), critic=dict(lr=2e-2))
+  rows = run(config, tmp_path)
+  assert [r['stage'] for r in rows] == ['warm'] * 2 + ['online'] * 40
+  online = rows[2:]
+  reward, error = ([r[k] for r in online] for k in ('reward', 'critic/error'))
+  assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.2
+  assert np.mean(error[-5:]) < np.mean(error[:5]) / 2
