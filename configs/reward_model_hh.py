@@ -42,7 +42,7 @@ def get_config(arg=None):
   if arg.runlocal:
     made = 'generated:arithmetic_pairs:max=9,split='
     config.model.update(path='', preset='tiny', tokenizer='bytes')
-    config.data.path = made + 'train'
+    config.data.update(path=made + 'train', map='')
     config.eval.data.path = made + 'test'
     config.train.update(steps=3, batch_size=4, row_length=256)
     config.train.micro_batch_size = 0

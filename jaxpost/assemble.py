@@ -29,8 +29,8 @@ from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.roles import (
-    Frozen, Policy, Roles, Sampler, Trainable, without_signal)
-from jaxpost.sharding import Layout, make_layout
+    Frozen, Policy, Roles, Sampler, Trainable, place, without_signal)
+from jaxpost.sharding import Layout, make_layout, to_host
 from jaxpost.types import Batch, Item
 
 
@@ -106,7 +106,8 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   """(roles, stream, engine or None)."""
   p, config = kit.prepared, kit.config
   ready = cache.precompute(
-      kit, lambda name: make_frozen(kit, name, params, workdir), workdir)
+      kit, lambda name, spec: ask_frozen(kit, name, spec, params, workdir),
+      lambda source: weights.identity(source, workdir, config.seed), workdir)
   frozen = {name: make_frozen(kit, name, params, workdir)
             for name in p.sources if name not in ('policy', 'critic', *ready)}
   critic = None
@@ -126,6 +127,18 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))
   return roles, stream, engine
+
+
+def ask_frozen(kit: Kit, name: str, spec, params, workdir):
+  """Host rows -> what a role, made when first asked, says of them."""
+  role = functools.cache(lambda: make_frozen(kit, name, params, workdir))
+
+  def run(batch):
+    found = to_host(spec.read(role()(place(
+        kit.score, kit.shape[1], batch))))
+    return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
+
+  return run
 
 
 def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:

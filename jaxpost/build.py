@@ -148,6 +148,10 @@ def load_algorithm(name: str) -> Algorithm:
     raise InputError(
         f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm('
         '...); docs/your_algorithm.md shows one')
+  if not found.on_policy and found.render is None:
+    raise InputError(
+        f'config.algorithm: {target}: neither on_policy nor a `render` for '
+        'data; jaxpost.algorithms.sft.render_text is that of SFT')
   return found
 
 

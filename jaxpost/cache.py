@@ -12,15 +12,12 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 
-import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
-from jaxpost import roles, weights
+from jaxpost import processes
 from jaxpost.data import packing
 from jaxpost.metrics import write_atomic
-from jaxpost.sharding import to_host
 
 _WINDOW = 256  # documents packed together
 _FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids',
@@ -56,18 +53,14 @@ def load_or_make(path, make: Callable) -> dict:
     return make()
   path = epath.Path(path)
   found = _index(path)
-  if jax.process_count() > 1:  # what process 0 sees counts
-    there = multihost_utils.broadcast_one_to_all(np.int32(found is not None))
-    found = found if there else None
-    if there and found is None:
+  if processes.from_first(found is not None):  # what process 0 sees counts
+    if found is None:
       raise FileNotFoundError(f'{path}: process 0 sees it and this one not')
-  if found is not None:
     return {name: _load(path / f'{name}.npy') for name in found}
   values = make()
-  if jax.process_index() == 0:
+  if processes.index() == 0:
     _write(path, values)
-  if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(str(path))
+  processes.gather('written')
   return values
 
 
@@ -142,35 +135,32 @@ class Lookup:
     self.values |= values
 
 
-def precompute(kit, make_role: Callable, workdir) -> tuple:
+def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
   """Gives a stage's examples what frozen roles say of them; the roles' names.
 
   From the disk, where it is kept; only else is a role made, then let go.
 
   Args:
     kit: `assemble.Kit`, whose `prepared` has the examples.
-    make_role: name -> `roles.Frozen`.
+    ask: (name, `Precompute`) -> the `run` of `read`.
+    identity: `weights.Source` -> JSON that tells it from others.
   """
-  p, config = kit.prepared, kit.config
-  wanted = p.algorithm.precompute(config)
+  p = kit.prepared
+  wanted = p.algorithm.precompute(kit.config)
   sets = [(p.lookup, p.example, len(p.rows))]
   if p.eval_examples:
     held_out = Lookup(p.lookup.fields)
     sets.append((held_out, p.eval_examples.__getitem__, len(p.eval_examples)))
   for name, spec in wanted.items():
-    role = functools.cache(functools.partial(make_role, name))
-
-    def run(batch, role=role, spec=spec):
-      placed = roles.place(kit.score, kit.shape[1], batch)
-      found = to_host(spec.read(role()(placed)))
-      return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
-
+    run = ask(name, spec)
     for lookup, example, number in sets:
       every = [example(n) for n in range(number)]
-      path = workdir and epath.Path(workdir) / 'cache' / fingerprint([
-          weights.identity(p.sources[name], workdir, config.seed),
-          digest(every), kit.compute.dtype, kit.shape[2], spec.options,
-          sorted(spec.arrays)])
+      key = fingerprint([
+          identity(p.sources[name]), digest(every), kit.compute.dtype,
+          kit.shape[2], spec.options, sorted(spec.arrays)])
+      # Times of files may differ between hosts.
+      path = workdir and epath.Path(
+          workdir) / 'cache' / processes.from_first(key)
       make = functools.partial(
           read, every.__getitem__, number, spec.arrays, run, kit.shape[0],
           kit.shape[2])

@@ -25,11 +25,11 @@ import zlib
 
 from etils import epath
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxpost import errors
+from jaxpost import processes
 
 _SEAL = 'checksums.json'
 _CHUNK = 1 << 22  # bytes read at a time
@@ -135,7 +135,7 @@ class Checkpointer:
     afresh over a damaged run is a decision for a person.
     """
     self.wait()
-    if not _from_process_0(len(finished_steps(self._folder))):
+    if not processes.from_first(len(finished_steps(self._folder))):
       return None
     return self._choose(None, lambda line: None)
 
@@ -191,7 +191,7 @@ class Checkpointer:
       for other in set(_steps(self._folder)).difference(finished):
         self._remove(other)
       newest = max(filter(self._is_ours, finished), default=newest)
-    newest = _from_process_0(newest)
+    newest = processes.from_first(newest)
     if newest >= step:
       raise errors.InputError(
         f'{self._folder} already holds step {newest}, so step {step} is not'
@@ -265,7 +265,7 @@ class Checkpointer:
           chosen = candidate
           break
         problems.append(f'step {candidate} ({problem})')
-    chosen = _from_process_0(chosen)
+    chosen = processes.from_first(chosen)
     problems = '; '.join(problems)
     if chosen < 0:
       raise errors.NoCheckpointError(
@@ -385,10 +385,3 @@ def _checksums(folder, names):
 
   with futures.ThreadPoolExecutor(_READERS) as pool:
     return dict(zip(names, pool.map(checksum, names)))
-
-
-def _from_process_0(value):
-  """The integer that process 0 holds."""
-  if jax.process_count() == 1:
-    return value
-  return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -10,6 +10,7 @@ Every process runs it on the same values and takes the same decisions.
 
 import dataclasses
 import logging
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,18 @@ import numpy as np
 from jaxpost import grading
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import experience as rows_lib
-from jaxpost.data.prompts import PromptStream
-from jaxpost.metrics import Chrono
 from jaxpost.roles import Roles, Sampler
 from jaxpost.sharding import to_host
 from jaxpost.types import Batch, Credit, Experience, Item
 
+if typing.TYPE_CHECKING:  # passed in
+  from jaxpost.data.prompts import PromptStream
+  from jaxpost.metrics import Chrono
+
 
 @dataclasses.dataclass
 class Controller:
-  """An iterator of `loop.Item`, resumable at each step.
+  """An iterator of `types.Item`, resumable at each step.
 
   config: the stage's config, read by `algorithm` too.
   rows: (B, T) of all sequences of a step, fixed, so that nothing is compiled
@@ -39,8 +42,8 @@ class Controller:
   roles: Roles
   sampler: Sampler
   grader: grading.Grader
-  prompts: PromptStream
-  chrono: Chrono
+  prompts: 'PromptStream'
+  chrono: 'Chrono'
   rows: tuple[int, int]
   update_rows: tuple[int, int]
   step: int = 0

@@ -5,19 +5,21 @@ Legend: N sequences, G samples a prompt, C completion tokens.
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Sequence
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jaxpost import processes
 from jaxpost.data import experience
-from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.losses import advantages
 from jaxpost.rewards.pool import Graded, Group, Pending, RewardPool, stats_of
 from jaxpost.roles import Roles
 from jaxpost.sharding import to_host
 from jaxpost.types import Rollout
+
+if typing.TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
 
 MODEL = 'reward_model'  # the name of a reward that is a role
 
@@ -26,22 +28,25 @@ MODEL = 'reward_model'  # the name of a reward that is a role
 class Grader:
   """Grades in worker processes; without a pool there is nothing to grade.
 
+  Of several processes of a run each grades its share of the groups.
+
   model_weight: of the reward model beside the pool's functions.
   """
 
   pool: RewardPool | None
-  tokenizer: Tokenizer
+  tokenizer: 'Tokenizer'
   model_weight: float = 1.0
 
   def submit(self, rollout: Rollout, greedy: Rollout | None = None
              ) -> 'Grading':
     """Starts grading; `greedy` holds one more answer to each prompt."""
-    groups = to_groups(rollout, self.tokenizer)
-    more = to_groups(greedy, self.tokenizer) if greedy is not None else None
-    pool = None if rollout.from_data else self.pool
+    start = lambda made: None if (
+        made is None or self.pool is None or rollout.from_data) else Shared(
+            self.pool, len(made.prompts), self.pool.submit(to_groups(
+                made, self.tokenizer,
+                processes.share(range(len(made.prompts)))), made.step))
     return Grading(self, [Round(
-        rollout, groups, pool and pool.submit(groups, rollout.step),
-        pool.submit(more, rollout.step) if pool and more else None)])
+        rollout, self.tokenizer, start(rollout), start(greedy))])
 
   def close(self):
     if self.pool:
@@ -49,24 +54,50 @@ class Grader:
 
 
 @dataclasses.dataclass
+class Shared:
+  """Groups being graded, `pending` those of this process."""
+
+  pool: RewardPool
+  number: int  # of groups, on all processes
+  pending: Pending
+
+  @functools.cached_property
+  def graded(self) -> list[Graded]:
+    """Of all groups, in order and equal on every process."""
+    shares = processes.gather(
+        [vars(graded) for graded in self.pending.uncounted()])
+    found = [None] * self.number
+    for i, share in enumerate(shares):
+      found[i::len(shares)] = [Graded(**fields) for fields in share]
+    self.pool.count(found)
+    return found
+
+
+@dataclasses.dataclass
 class Round:
   """What was sampled at once."""
 
   rollout: Rollout
-  groups: list[Group]
-  pending: Pending | None
-  greedy: Pending | None
+  tokenizer: 'Tokenizer'
+  pending: Shared | None
+  greedy: Shared | None
+
+  @functools.cached_property
+  def groups(self) -> list[Group]:
+    return to_groups(self.rollout, self.tokenizer)
 
   @functools.cached_property
   def graded(self) -> list[Graded]:
     if self.pending is None:
-      return [Graded([0.0] * len(g.prompts), {}, None) for g in self.groups]
-    return self.pending.result()
+      number = len(self.rollout.prompts)
+      size = len(self.rollout.lengths) // number
+      return [Graded([0.0] * size, {}, None)] * number
+    return self.pending.graded
 
   @functools.cached_property
   def table(self) -> np.ndarray:
     """[groups, G] float64; NaN where there is no reward."""
-    return agreed(_table(self.graded))
+    return _table(self.graded)
 
 
 @dataclasses.dataclass
@@ -112,9 +143,9 @@ class Grading:
       self.model_scores = scores
     self.values, baseline = total, None
     if self.parts[0].greedy is not None:
-      baseline = agreed(np.concatenate([
-          _table(p.greedy.result())[i, 0]
-          for p, i in zip(self.parts, self._picked())]))
+      baseline = np.concatenate([
+          _table(p.greedy.graded)[i, 0]
+          for p, i in zip(self.parts, self._picked())])
     return total, baseline
 
   @property
@@ -154,13 +185,13 @@ class Grading:
       return out
     # Of all that was graded, also where it is not trained on.
     return out | stats_of([g for p in self.parts for g in p.graded + (
-        p.greedy.result() if p.greedy else [])])
+        p.greedy.graded if p.greedy else [])])
 
   def rows(self) -> list[dict]:
     return sample_rows(self.rollout, self.groups, self.graded, self.values)
 
   def _picked(self) -> list:
-    return self.chosen or [range(len(p.groups)) for p in self.parts]
+    return self.chosen or [range(len(p.rollout.prompts)) for p in self.parts]
 
   def _last(self, scores):
     """[N, C] -> [N]: what stands at the last token of each completion."""
@@ -183,7 +214,7 @@ def keep_mixed(grading: Grading, wanted: int) -> Grading:
   order = np.concatenate([np.flatnonzero(mixed), np.flatnonzero(~mixed)])
   picked, start, chosen = set(order[:wanted].tolist()), 0, []
   for part in grading.parts:
-    number = len(part.groups)
+    number = len(part.table)
     chosen.append([g for g in range(number) if start + g in picked])
     start += number
   return Grading(grading.grader, grading.parts, chosen)
@@ -216,18 +247,13 @@ def _table(graded) -> np.ndarray:
                    for g in graded], np.float64)
 
 
-def agreed(rewards: np.ndarray) -> np.ndarray:
-  """What process 0 graded: a judge may answer each process differently."""
-  if jax.process_count() == 1:
-    return rewards
-  return np.asarray(multihost_utils.broadcast_one_to_all(rewards))
-
-
-def to_groups(rollout: Rollout, tokenizer: Tokenizer) -> list[Group]:
-  """Completions as the reward functions of TRL take them."""
+def to_groups(rollout: Rollout, tokenizer: 'Tokenizer',
+              numbers: Sequence[int] | None = None) -> list[Group]:
+  """Completions as the reward functions of TRL take them; all, or some."""
   size = len(rollout.lengths) // len(rollout.prompts)
   groups = []
-  for i, prompt in enumerate(rollout.prompts):
+  for i in range(len(rollout.prompts)) if numbers is None else numbers:
+    prompt = rollout.prompts[i]
     ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
            for n in range(i * size, (i + 1) * size)]
     texts = [tokenizer.decode(x) for x in ids]

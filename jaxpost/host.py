@@ -6,8 +6,6 @@ import pathlib
 import signal
 import threading
 
-import numpy as np
-
 from jaxpost.errors import Preempted
 
 # glibc's mallopt parameters, from malloc.h.
@@ -83,10 +81,9 @@ class StopSignal:
           'told to stop between two steps; run the same command to go on')
 
   def reached(self) -> bool:
-    """To be asked once a step: true everywhere once one process was told."""
-    import jax
-    told = self.received is not None
-    if jax.process_count() == 1:
-      return told
-    from jax.experimental import multihost_utils
-    return bool(multihost_utils.process_allgather(np.asarray(told)).any())
+    """To be asked once a step: true everywhere once one process was told.
+
+    Of several processes process 0 answers; no device is waited for.
+    """
+    from jaxpost import processes
+    return processes.any_told(self.received is not None)

@@ -19,6 +19,7 @@ from rich import text as rich_text
 
 from jaxpost import assemble, build
 from jaxpost import config as config_lib
+from jaxpost import schema
 from jaxpost import weights as weights_lib
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.data import chat, preview, sources
@@ -91,7 +92,7 @@ def from_folder(folder, config=None, name='model') -> Weights:
   if config is None:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     config = config_lib.Config(
-        model=config_lib.ModelSection(dtype=dtype, param_dtype=dtype))
+        model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
   section = dataclasses.replace(config.model, path=str(folder))
   p = prepare_model(name, dataclasses.replace(config, model=section))
   layout = make_layout('fsdp=-1', 'train')
@@ -290,7 +291,7 @@ def _on_these_devices(config, on_policy, layout, mesh):
   rows = train.micro_batch_size or train.batch_size
   micro = 0 if on_policy else -(-rows // shards) * shards
   return dataclasses.replace(
-      config, mesh=config_lib.MeshSection(rollout=mesh),
+      config, mesh=schema.MeshSection(rollout=mesh),
       train=dataclasses.replace(train, micro_batch_size=micro))
 
 

@@ -10,18 +10,20 @@ import dataclasses
 import faulthandler
 import math
 import sys
+import typing
 from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxpost.checkpoint import Checkpointer
-from jaxpost.errors import Preempted
 from jaxpost.diagnose import diagnosis, merge_metrics
+from jaxpost.errors import Preempted
 from jaxpost.host import StopSignal
-from jaxpost.metrics import Chrono, MetricsWriter
 from jaxpost.roles import Roles
 from jaxpost.sharding import to_host
-from jaxpost.types import Item
+
+if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
+  from jaxpost.checkpoint import Checkpointer
+  from jaxpost.metrics import Chrono, MetricsWriter
 
 
 @dataclasses.dataclass
@@ -38,9 +40,9 @@ class Stage:
   roles: Roles
   stream: Iterator
   evaluate: Callable | None
-  checkpointer: Checkpointer
-  writer: MetricsWriter
-  chrono: Chrono
+  checkpointer: 'Checkpointer'
+  writer: 'MetricsWriter'
+  chrono: 'Chrono'
   meta: dict  # what goes into each checkpoint besides the stream
   seal: Callable  # after the first step a compilation is a surprise
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right

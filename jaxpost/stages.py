@@ -31,12 +31,19 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
-  start = time.perf_counter()
-  raw = build.as_dict(config)
   workdir = epath.Path(workdir).expanduser()
-  console = console or rich.console.Console()
+  if processes.index():  # process 0 speaks for all
+    console = rich.console.Console(quiet=True)
+  with processes.together():
+    return _run(
+        build.as_dict(config), workdir, console or rich.console.Console())
+
+
+def _run(raw, workdir, console) -> dict:
+  start = time.perf_counter()
   configs = config_lib.parse(raw)
   check_same_run(workdir, configs, console)
+  check_same_start(raw, workdir, configs)
   if is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
     return json.loads((workdir / 'summary.json').read_text())
@@ -45,9 +52,10 @@ def run(config, workdir='runs/latest', console=None) -> dict:
     try:
       if prepared[-1].config.save.export:
         hf.check_target(workdir / 'export')
+      check_same_inputs(prepared)
       # From here on devices are used.
       kits = [assemble.make_kit(p) for p in prepared]
-      if jax.process_index() == 0:
+      if processes.index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / 'summary.json').unlink(missing_ok=True)
         metrics.write_atomic(
@@ -83,14 +91,15 @@ def _finish(workdir, console, prepared, start, warnings) -> dict:
            'report': str(workdir / 'report.html')}
   if prepared[-1].config.save.export:
     paths['export'] = str(workdir / 'export')
-  figures = {**report.figures(workdir),
-             'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}
-  if jax.process_index():
-    return figures
-  summary = metrics.summary(workdir, figures, warnings)
-  report.write_report(workdir)
-  report.terminal_summary(workdir, console)
-  return summary
+  summary = None
+  if processes.index() == 0:
+    summary = metrics.summary(workdir, {
+        **report.figures(workdir),
+        'wall_s': round(time.perf_counter() - start, 1), 'paths': paths
+    }, warnings)
+    report.write_report(workdir)
+    report.terminal_summary(workdir, console)
+  return processes.from_first(summary)
 
 
 def _run_stages(kits, workdir, console) -> list[dict]:
@@ -101,7 +110,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       workdir / 'plan.json', [kit.prepared.name for kit in kits[:done]])
   with metrics.MetricsWriter(
       workdir, tensorboard=log.tensorboard, wandb=log.wandb,
-      primary=jax.process_index() == 0, print_every=log.every,
+      primary=processes.index() == 0, print_every=log.every,
       console=console) as writer:
     for i, kit in enumerate(kits[done:], done):
       if params is None or kit.prepared.sources['policy'].stage != (
@@ -117,7 +126,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
             stage.name, kit.prepared.model.config,
             {'train': kit.train, 'rollout': kit.rollout},
             kit.shape[0] * kit.shape[2], kit.ledger.rows))
-        if jax.process_index() == 0:
+        if processes.index() == 0:
           plan.write(workdir / 'plan.json', plans)
           console.print(plan.render(plans[-1]))
         before = loop.resume(stage)
@@ -230,6 +239,46 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
         f'{workdir}: config.{key} of {stage} differs from the run that is '
         f'being resumed ({was!r}, now {now!r}); set it back or choose another '
         '--workdir')
+
+
+def check_same_start(raw, workdir, configs: dict):
+  """InputError where processes are given different runs."""
+  if processes.count() == 1:
+    return
+  plain = _spelled(raw)
+  digest = lambda x: cache.fingerprint(x)
+  if len(set(processes.gather(digest(plain)))) > 1:
+    for i, other in enumerate(processes.gather(plain)):
+      first = processes.from_first(plain)
+      for key, (was, now) in difference(first, other).items():
+        raise InputError(
+            f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
+            'start all with the same config')
+  processes.check_same({
+      'the version of jax': jax.__version__,
+      f'what is saved in {workdir}': [
+          is_finished(workdir, configs), {
+              name: finished_steps(workdir / 'checkpoints' / name)
+              for name in configs}],
+  }, 'install one version everywhere, and give a --workdir that all reach')
+
+
+def check_same_inputs(prepared):
+  """InputError where processes see different data, tokens or weights."""
+  if processes.count() == 1:
+    return
+  values = {}
+  for p in prepared:
+    for what, rows in ('data', p.rows), ('eval data', p.eval_rows):
+      if rows is not None:
+        values[f'the {what} of {p.name}'] = build.digest(rows)
+    tokens = [] if p.first_batch is None else p.first_batch.tokens.tolist()
+    values[f'the tokens of {p.name}'] = cache.fingerprint(
+        [tokens, p.tokenizer.encode(str(p.rows[0]))])
+    values |= {f'the {role} of {p.name}': cache.fingerprint(
+        weights.outline(source)) for role, source in p.sources.items()}
+  processes.check_same(
+      values, 'give all processes the same files')
 
 
 def _spelled(value):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from jaxpost import processes
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import hub
 from jaxpost.errors import InputError
@@ -155,7 +156,10 @@ def identity(source: Source, workdir, seed: int) -> list:
       step = checkpointer.latest() if source.step is None else source.step
     finally:
       checkpointer.close()
-    return [shape, (folder / str(step) / 'checksums.json').read_text()]
+    # Process 0 writes it, and may be about to.
+    return [shape, processes.from_first(
+        (folder / str(step) / 'checksums.json').read_text()
+        if processes.index() == 0 else None)]
   if source.folder is not None:
     return [shape, sorted(_sampled(f) for f in source.folder.glob(
         '*.safetensors'))]

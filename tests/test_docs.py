@@ -22,7 +22,7 @@ def test_config_table_is_up_to_date():
      'sys.stdout.reconfigure(encoding="utf-8"); print(m.page(), end="")'],
     cwd=CLONE / 'docs', check=True, capture_output=True, encoding='utf-8')
   assert (CLONE / 'docs/config.md').read_text('utf-8') == made.stdout, (
-    'docs/config.md is not of this jaxpost/config.py; run '
+    'docs/config.md is not of this jaxpost/schema.py; run '
     'python docs/make_config_table.py')
 
 

@@ -447,6 +447,23 @@ def test_critic_learns_a_constant_reward(model, tmp_path):
   assert made[0] < 0.1 and np.mean(made[-5:]) > 0.5, made
 
 
+def test_learns(tmp_path):
+  """Small sums after a short SFT: pass@1 0.21 before, 0.59 after.
+
+  The critic explains 0 of the variance of the returns at first, then 0.69.
+  """
+  jaxpost.run(tiny.sums_config(
+      tmp_path, algorithm='ppo', train=dict(steps=40), optim=dict(lr=3e-3),
+      critic=dict(lr=1e-2, value_clip=0.0),
+      rl=dict(minibatches=2, lam=1.0)), tmp_path / 'run')
+  of = lambda split: [r for r in rows(tmp_path / 'run', split)
+                      if r['stage'] == 'online']
+  before, after = (r['pass@1'] for r in of('eval'))
+  assert before < 0.35 and after > before + 0.2, (before, after)
+  explained = [r['critic/explained_variance'] for r in of('train')]
+  assert abs(explained[0]) < 0.05 and np.mean(explained[-5:]) > 0.4, explained
+
+
 # --------------------------------------------------- eight devices against one
 
 LAYOUTS = ['data=8', 'fsdp=4,tensor=2']

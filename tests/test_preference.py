@@ -172,13 +172,16 @@ def packed(algorithm, share_prompt=True, row_length=80, rows=6, order=1):
       per=found.per)
 
 
-def computed(models, algorithm, batch, micro_batches=1, **fields):
+def computed(models, algorithm, batch, micro_batches=1, layout=None,
+             **fields):
   """(loss, metrics, gradients) as an update computes them."""
   model, params, ref_params = models
   if algorithm == 'kto' and ref_params is not params:
     params, ref_params = ref_params, params  # for a z above 0
   found, config = settings(algorithm, **fields)
-  layout, ledger = tiny.one_device(), Ledger()
+  layout, ledger = layout or tiny.one_device(), Ledger()
+  params, ref_params = (
+      jax.device_put(x, model.shardings(layout)) for x in (params, ref_params))
   read = score.make_score(model, layout, tiny.EXACT, ledger)
   policy = Policy(
       model, TrainState(jnp.zeros((), int), params, None), layout,

@@ -333,14 +333,16 @@ def texts_of(rollout):
 def test_reward_is_the_score_of_the_text_alone(nano, judge):
   """At its last token: packed with others or not; beside a function, too."""
   folder, model, params = judge
-  found, item = graded(judged(nano, folder, train=dict(row_length=120)))
+  long = dict(max_new_tokens=24, prompts=16)
+  found, item = graded(judged(
+      nano, folder, train=dict(row_length=120), rollout=long))
   expected = scores(model, params, texts_of(found.rollout))
   assert np.ptp(expected) > 0.1 and np.ptp(found.rollout.lengths) > 0
   np.testing.assert_allclose(found.rewards, expected, rtol=1e-4, atol=1e-5)
   assert item.info['rewards/reward_model/mean'] == pytest.approx(
       expected.mean(), rel=1e-4)
   mixed, _ = graded(judged(
-      nano, folder, reward=(tiny.low_share, 'reward_model'),
+      nano, folder, reward=(tiny.low_share, 'reward_model'), rollout=long,
       reward_weights=(2.0, 0.5)))
   np.testing.assert_array_equal(
       mixed.rollout.completions, found.rollout.completions)

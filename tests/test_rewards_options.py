@@ -171,12 +171,13 @@ def test_bad_options_of_builtins(spec, message):
       pool.check()
 
 
-def test_unknown_builtin_lists_all_with_help():
+def test_unknown_builtin_lists_all():
   with pytest.raises(InputError) as caught:
     builtin.locate('overlnog?max=3')
   assert "did you mean 'overlong'?" in str(caught.value)
-  for name, (_, text) in builtin.BUILTIN.items():
-    assert f'{name} ({text})' in str(caught.value)
+  assert 'docs/rewards.md' in str(caught.value)
+  for name in builtin.BUILTIN:
+    assert name in str(caught.value)
   # A comma ends a spec where config.reward is one text.
   with pytest.raises(InputError, match='name.key=value&key=value, a comma as'):
     builtin.locate('max=400')

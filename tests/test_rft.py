@@ -112,23 +112,11 @@ def test_nothing_kept_moves_nothing(tmp_path):
 
 
 def test_learns(tmp_path):
-  """Sums of one digit after demonstrations of which half are right."""
-  task = 'generated:arithmetic:max=9,ops=+,split=train'
-  model = tiny.folder(
-      tmp_path / 'model', hidden_size=64, intermediate_size=128, num_layers=2,
-      num_heads=4, num_kv_heads=2, head_dim=16, initializer_range=0.05)
-  jaxpost.run(tiny.run_config(
-      model, stages=('sft', 'rft'), reward='exact_match',
-      optim=dict(b2=0.98, schedule='linear', warmup_steps=5),
-      eval=dict(samples=8, size=64, data=dict(path=f'{task},correct=1')),
-      sft=dict(algorithm='sft', optim=dict(lr=1e-2),
-               train=dict(steps=150, batch_size=16, row_length=128),
-               data=dict(path=f'{task},correct=0.5')),
-      rft=dict(algorithm='rft', optim=dict(lr=2e-3),
-               train=dict(steps=30, row_length=0),
-               rollout=dict(prompts=32, group_size=4),
-               data=dict(path=f'{task},correct=1'))), tmp_path / 'run')
+  """Small sums after a short SFT: pass@1 0.21 before, 0.50 after."""
+  jaxpost.run(tiny.sums_config(
+      tmp_path, algorithm='rft', train=dict(steps=40),
+      optim=dict(lr=3e-3)), tmp_path / 'run')
   before, after = [
       r['pass@1'] for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
-      if (r['stage'], r['split']) == ('rft', 'eval')]
-  assert 0.1 < before < after - 0.1, (before, after)
+      if (r['stage'], r['split']) == ('online', 'eval')]
+  assert before < 0.35 and after > before + 0.15, (before, after)

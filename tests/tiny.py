@@ -115,6 +115,22 @@ def grpo_config(model, **over):
       rollout=dict(prompts=4, group_size=4)), over))
 
 
+def sums_config(folder_, **over):
+  """A short SFT on small sums, and RL as `over` says in stage 'online'."""
+  task = 'generated:arithmetic:max=5,ops=+,split=train,correct=1'
+  model = folder(
+      f'{folder_}/model', hidden_size=64, intermediate_size=128, num_layers=2,
+      num_heads=4, num_kv_heads=2, head_dim=16, initializer_range=0.05)
+  return run_config(
+      model, stages=('sft', 'online'), reward='exact_match',
+      data=dict(path=task), train=dict(batch_size=16, row_length=128),
+      optim=dict(b2=0.98, schedule='linear', warmup_steps=5),
+      eval=dict(samples=8, size=64, data=dict(path=task)),
+      sft=dict(algorithm='sft', optim=dict(lr=1e-2), train=dict(steps=50)),
+      online=merged(dict(train=dict(row_length=0), rollout=dict(
+          prompts=32, group_size=4)), over))
+
+
 def low_share(completion_ids, **columns):
   """The share of tokens below 64 in each completion."""
   del columns

@@ -10,7 +10,6 @@ sampling, grading, packing, checkpoints) is the same for all methods.
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from jaxpost.data import chat
 from jaxpost.errors import InputError
 
 
@@ -36,12 +35,6 @@ def _empty(config) -> dict:
 def _never(config) -> float:
   del config
   return 0.0
-
-
-def render_text(rows, tokenizer, config) -> Callable:
-  """Row number -> Example: a document whose answers are trained."""
-  return lambda n: chat.render(
-      tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +104,7 @@ class Algorithm:
   precompute: Callable = _empty
   check: Callable = _accept
   check_first_step: Callable = _accept
-  render: Callable = render_text
+  render: Callable | None = None
   per: str | Callable = 'token'
   scalar_head: bool = False
   on_policy: bool = False

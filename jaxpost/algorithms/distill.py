@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse
+from jaxpost.algorithms.sft import render_text
 from jaxpost.losses import divergences
 from jaxpost.programs.train import Objective
 from jaxpost.types import Credit, Experience
@@ -172,7 +173,7 @@ def check_first_step(metrics, config):
 
 DISTILL = ALGORITHM = Algorithm(
     objective, needs=needs, prepare=prepare, precompute=precompute,
-    check=check_on_data, check_first_step=check_first_step)
+    render=render_text, check=check_on_data, check_first_step=check_first_step)
 GKD = Algorithm(
     objective_on_policy, {'rl': dict(aggregate='token', dynamic_sampling=0)},
     needs=needs, prepare=prepare, check=check_on_policy,

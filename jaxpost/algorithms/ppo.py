@@ -110,11 +110,10 @@ def check(config):
   grpo.check_terms(config)
 
 
-_CHOICES = grpo.GRPO.defaults['rl'] | dict(
-    advantage='gae', scale_rewards='none', kl_estimator='k1', kl_in='reward')
-
 PPO = ALGORITHM = Algorithm(
-    objective, {'rl': _CHOICES}, critic=critic,
+    objective, {'rl': dict(
+        advantage='gae', scale_rewards='none', kl_estimator='k1',
+        kl_in='reward')}, critic=critic,
     value_head=lambda config: config.critic.shared, needs=grpo.needs,
     check=check, check_first_step=grpo.check_first_step, on_policy=True,
     scores=scores, credit=credit)

@@ -8,12 +8,19 @@ reaches `config.rl.keep_reward`. Each step samples from the policy as it is,
 so that steps are the iterations of expert iteration.
 """
 
+import dataclasses
+
 import numpy as np
 
 from jaxpost.algorithms import grpo, sft
 from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.losses import advantages
 from jaxpost.types import Credit, Experience
+
+
+# Fields of `config.rl` that would do nothing here.
+_UNUSED = ('loss', 'clip_low', 'clip_high', 'dual_clip', 'kl_coef',
+           'kl_target', 'entropy_coef', 'importance', 'scale_rewards')
 
 
 def credit(experience: Experience, config) -> Credit:
@@ -39,17 +46,16 @@ def check(config):
   refuse(rl.advantage != 'best_of_n',
          f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
          'each group; leave it empty, or use the algorithm grpo')
-  for name in ('loss', 'clip_low', 'clip_high', 'dual_clip', 'kl_coef',
-               'kl_target', 'entropy_coef', 'importance', 'scale_rewards'):
-    refuse(bool(vars(rl)[name]),
-           f'config.rl.{name}: rft trains by cross entropy, which has no such '
-           'term; unset it, or use the algorithm grpo')
+  for field in dataclasses.fields(rl):
+    refuse(field.name in _UNUSED and vars(rl)[field.name] not in (
+        field.default, field.metadata['auto']),
+           f'config.rl.{field.name}: rft trains by cross entropy, which has '
+           'no such term; unset it, or use the algorithm grpo')
   refuse(rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
          'config.rl.dynamic_sampling: one sample never differs; set it to 0 '
          'or config.rollout.group_size to at least 2')
 
 
 RFT = ALGORITHM = Algorithm(
-    sft.objective,
-    {'rl': dict(advantage='best_of_n', aggregate='token', dynamic_sampling=0)},
-    check=check, on_policy=True, credit=credit)
+    sft.objective, {'rl': dict(advantage='best_of_n')}, check=check,
+    on_policy=True, credit=credit)

@@ -1,9 +1,12 @@
 """Supervised fine-tuning: a stream of packed rows and cross entropy."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from jaxpost.algorithms.base import Algorithm
+from jaxpost.data import chat
 from jaxpost.programs.train import Objective
 
 
@@ -35,4 +38,10 @@ def objective(config) -> Objective:
                    learns=tuple(learns), neftune_alpha=o.neftune_alpha)
 
 
-SFT = ALGORITHM = Algorithm(objective)
+def render_text(rows, tokenizer, config) -> Callable:
+  """Row number -> Example: a document whose answers are trained."""
+  return lambda n: chat.render(
+      tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
+
+
+SFT = ALGORITHM = Algorithm(objective, render=render_text)

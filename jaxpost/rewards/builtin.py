@@ -47,9 +47,9 @@ def locate(spec):
     hint = f'did you mean {near[0]!r}? ' if near else ''
     if '=' in base:
       hint = 'options are written name?key=value&key=value, a comma as %2C; '
-    there = ', '.join(f'{n} ({text})' for n, (_, text) in BUILTIN.items())
     raise InputError(
-        f'reward: no builtin {base!r}; {hint}there are {there};'
+        f'reward: no builtin {base!r}; {hint}there are {", ".join(BUILTIN)}'
+        ' (docs/rewards.md);'
         ' your own is written pkg.module:function or ./file.py:function'
     )
   return f'jaxpost.rewards.{BUILTIN[base][0]}{mark}{options}'

@@ -65,10 +65,14 @@ class Pending:
   def done(self):
     return all(future.done() for future in self._futures)
 
+  def uncounted(self):
+    """The `Graded` of each group in order; `RewardPool.count` is yours."""
+    return [future.result() for future in self._futures]
+
   def result(self):
     """The `Graded` of each group in order; InputError past the limit."""
     if self._graded is None:
-      graded = [future.result() for future in self._futures]
+      graded = self.uncounted()
       self._count(graded)
       self._graded = graded
     return self._graded
@@ -155,7 +159,7 @@ class RewardPool:
       future = concurrent.futures.Future()
       self._jobs.put((future, line, len(group.completions)))
       futures.append(future)
-    return Pending(futures, self._count)
+    return Pending(futures, self.count)
 
   def grade(self, groups, step=None):
     """The `Graded` of each group, in order."""
@@ -282,7 +286,7 @@ class RewardPool:
     given = [w * v for w, v in zip(self._weights, row) if v is not None]
     return sum(given) if given else None
 
-  def _count(self, graded):
+  def count(self, graded):
     """Keeps the statistics; InputError when too much failed."""
     self.stats = stats_of(graded)
     first = not self._recent

@@ -1,0 +1,184 @@
+"""Several processes, one run: how they meet, agree and part.
+
+Small values of the host travel through JAX's coordination service and not
+over the devices: nothing waits for a program, and who waits for a process
+that has failed hears of it. Every process calls these functions, from its
+main thread and in one order; with one process they return at once.
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import sys
+
+import jax
+from jax._src import distributed  # the service has no public name
+
+from jaxpost import errors
+
+_ROOT = 'jaxpost'
+_POLL_MS = 1000  # between two looks at whether a peer has failed
+_PART_MS = 10_000  # for the peers to hear of a failure
+_LAG = 64  # steps; far more than two processes are ever apart
+_KINDS = {kind.exit_code: kind for kind in (
+    errors.InputError, errors.NoCheckpointError, errors.Preempted)}
+
+_rounds, _looks = itertools.count(), itertools.count()
+_state = {'stops': 0, 'failed': None}  # stops so far; own exit code
+
+
+def connect(address: str = '', count: int | None = None,
+            index: int | None = None):
+  """Joins the other processes, before any device is used.
+
+  Args:
+    address: HOST:PORT of process 0; '' where JAX knows the cluster, and then
+      it knows the rest, too.
+    count: how many processes there are; index: which of them this is.
+
+  Raises:
+    InputError: JAX does not know this cluster.
+  """
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  try:
+    jax.distributed.initialize(address or None, count, index)
+  except ValueError as e:  # something was neither given nor detected
+    raise errors.InputError(
+        f'--distributed: no cluster that JAX knows was found ({e}); give '
+        '--coordinator=HOST:PORT, --num_processes and --process_id') from e
+  atexit.register(_part)  # runs before JAX's own, which waits for the peers
+
+
+def count() -> int:
+  """How many processes run this; asks no device."""
+  return distributed.global_state.num_processes if _client() else 1
+
+
+def index() -> int:
+  return distributed.global_state.process_id if _client() else 0
+
+
+def gather(value) -> list:
+  """What each process holds, in their order; JSON values."""
+  if count() == 1:
+    return [value]
+  client, at = _client(), next(_rounds)
+  here = f'{_ROOT}/round/{at}/'
+  client.key_value_set(f'{here}{index()}', json.dumps(value))
+  if index() == 0:
+    texts = [_wait_for(f'{here}{i}') for i in range(count())]
+    client.key_value_set(f'{here}all', f'[{",".join(texts)}]')
+    if at:  # who is in this round has read the one before
+      client.key_value_delete(f'{_ROOT}/round/{at - 1}/')
+  return json.loads(_wait_for(f'{here}all'))
+
+
+def from_first(value):
+  """The value of process 0, of JSON."""
+  return gather(value if index() == 0 else None)[0]
+
+
+def share(items: range) -> range:
+  """Those of some numbered things that this process sees to."""
+  return items[index()::count()]
+
+
+def check_same(values: dict, hint: str):
+  """InputError on every process where one holds another value than the first.
+
+  Args:
+    values: what it is -> JSON; the first that differs is named.
+  """
+  all_values = gather(values)
+  for name, first in all_values[0].items():
+    for i, other in enumerate(all_values):
+      if other.get(name) != first:
+        shown = lambda x: f' ({x})' if len(str(x)) < 80 else ''
+        raise errors.InputError(
+            f'{name} of process {i}{shown(other.get(name))} differs from that '
+            f'of process 0{shown(first)}; {hint}')
+
+
+def any_told(told: bool) -> bool:
+  """Whether some process was told (to stop): one answer for all, each step.
+
+  Process 0 decides from what it has heard by then.
+  """
+  if count() == 1:
+    return told
+  client, at = _client(), next(_looks)
+  heard = f'{_ROOT}/told/{_state["stops"]}/'
+  if told:
+    client.key_value_set(f'{heard}{index()}', '1', allow_overwrite=True)
+  if index() == 0:
+    answer = told or bool(client.key_value_dir_get(heard))
+    client.key_value_set(f'{_ROOT}/stop/{at}', json.dumps(answer))
+    if at >= _LAG:
+      client.key_value_delete(f'{_ROOT}/stop/{at - _LAG}')
+  else:
+    answer = json.loads(_wait_for(f'{_ROOT}/stop/{at}'))
+  _state['stops'] += answer
+  return answer
+
+
+@contextlib.contextmanager
+def together():
+  """Around a run: its processes fail together, for the reason of the first."""
+  try:
+    yield
+  except BaseException as error:
+    if count() > 1:
+      first, known = _failure(), isinstance(error, tuple(_KINDS.values()))
+      _state['failed'] = error.exit_code if known else 1
+      if first is None:
+        _client().key_value_set(
+            f'{_ROOT}/failed/{index()}',
+            json.dumps([_state['failed'], str(error) or repr(error)]))
+      elif not known:  # what happened here followed from that
+        _state['failed'] = vars(type(first)).get('exit_code', 1)
+        raise first from error
+    raise
+
+
+def _client():
+  return distributed.global_state.client
+
+
+def _wait_for(key: str) -> str:
+  """The value of a key once it is there; raises what a peer failed of."""
+  while True:
+    try:
+      return _client().blocking_key_value_get(key, _POLL_MS)
+    except jax.errors.JaxRuntimeError as error:
+      if 'DEADLINE_EXCEEDED' not in str(error):
+        raise
+    if failure := _failure():
+      raise failure
+
+
+def _failure() -> Exception | None:
+  """What the first of the other processes that failed said of it."""
+  try:
+    failed = dict(_client().key_value_dir_get(f'{_ROOT}/failed/'))
+  except jax.errors.JaxRuntimeError:  # with process 0 the service went, too
+    return None
+  failed.pop(f'{_ROOT}/failed/{index()}', None)
+  for key, text in sorted(failed.items()):
+    code, message = json.loads(text)
+    return _KINDS.get(code, RuntimeError)(
+        f'process {key.rpartition("/")[2]}: {message}')
+  return None
+
+
+def _part():
+  """At exit after a failure: does not wait long for peers that go on."""
+  if _state['failed'] is None:
+    return
+  try:
+    _client().wait_at_barrier(f'{_ROOT}/part', _PART_MS)
+  except jax.errors.JaxRuntimeError:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_state['failed'])

@@ -1,0 +1,107 @@
+"""What each method learns in about a minute: one start, one metric each.
+
+`tests/test_learning.py` holds the gains; `docs/make_methods_table.py` writes
+them into docs/methods.md. The task: sums of numbers up to 19, of which a tiny
+model has seen worked examples, 60 % of them right.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import time
+
+import rich.console
+import tiny
+
+import jaxpost
+from jaxpost import metrics
+from jaxpost.config import defaults
+
+QUIET = rich.console.Console(quiet=True)
+SUMS = 'generated:arithmetic{}:max=19,ops=+,split={}'
+
+
+def base(kind='', **over) -> dict:
+  """The config that all cases share; `kind` of data ('_pairs', ...)."""
+  return tiny.merged(tiny.merged(defaults(), dict(
+      model=dict(preset='tiny'),
+      data=dict(path=SUMS.format(kind, 'train') + ',size=4000'),
+      train=dict(batch_size=16, row_length=256),
+      optim=dict(b2=0.98, warmup_steps=5),
+      rollout=dict(max_prompt_length=32, max_new_tokens=4, prompts=32,
+                   group_size=8),
+      eval=dict(size=64, data=dict(
+          path=SUMS.format(kind, 'test') + ',size=64')),
+      save=dict(export=False), log=dict(tensorboard=False))), over)
+
+
+def start_config() -> dict:
+  """SFT on examples of which a good part is wrong."""
+  return base(algorithm='sft', data=dict(
+      path=SUMS.format('', 'train') + ',size=4000,correct=0.6'),
+      train=dict(steps=400), optim=dict(lr=3e-3, schedule='cosine'))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A method's run from the common start.
+
+  metric: of evaluation; `better` is 1 where it must rise, -1 where fall.
+  gain: the least change that the test asks for.
+  """
+
+  config: dict
+  metric: str = 'pass@1'
+  gain: float = 0.05
+  better: int = 1
+
+
+def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
+  """On-policy: the share of held-out answers that are right."""
+  return Case(tiny.merged(base(
+      algorithm=algorithm, reward='exact_match',
+      data=dict(path=SUMS.format('', 'train') + ',size=4000,correct=1'),
+      train=dict(steps=steps, row_length=0),
+      optim=dict(lr=lr, schedule='linear'),
+      eval=dict(samples=4, temperature=1.0)), over))
+
+
+def pairs(algorithm, lr=3e-4, steps=60, **over) -> Case:
+  """Preferences: the share of held-out pairs that are put right."""
+  return Case(tiny.merged(base(
+      '_pairs', algorithm=algorithm, train=dict(steps=steps),
+      optim=dict(lr=lr)), over), 'rewards/accuracies')
+
+
+CASES = {
+    'grpo': online('grpo'), 'dr_grpo': online('dr_grpo'),
+    'dapo': online('dapo'), 'gspo': online('gspo'),
+    'cispo': online('cispo'), 'sapo': online('sapo'),
+    'rloo': online('rloo'), 'reinforce_pp': online('reinforce_pp'),
+    'reinforce_pp_baseline': online('reinforce_pp_baseline'),
+    'remax': online('remax'),
+}
+
+
+def run(name: str, config: dict, folder: pathlib.Path) -> list[dict]:
+  """The rows of evaluation."""
+  shutil.rmtree(folder / name, ignore_errors=True)
+  jaxpost.run(config, folder / name, QUIET)
+  return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl')
+          if row['split'] == 'eval']
+
+
+def make_start(folder: pathlib.Path) -> pathlib.Path:
+  run('start', start_config(), folder)
+  return folder / 'start'
+
+
+def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
+  """{before, after, seconds} of a case, started from folder/start."""
+  case, begun = CASES[name], time.perf_counter()
+  config = tiny.merged(case.config, dict(
+      seed=seed, init_from=str(folder / 'start')))
+  rows = run(name, config, folder)
+  return dict(metric=case.metric, before=rows[0][case.metric],
+              after=rows[-1][case.metric], steps=config['train']['steps'],
+              seconds=time.perf_counter() - begun)
