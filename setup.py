@@ -50,7 +50,8 @@ EXTRAS = {
   'jetstream': ['google-jetstream==0.2.2'],
   'wandb': ['wandb>=0.19'],
   'test': ['chex>=0.1.90', 'pytest>=8.3', 'pyyaml>=6.0', 'ruff>=0.8',
-           *NOTEBOOK, 'array-record>=0.8', 'pyarrow>=17'],
+           *NOTEBOOK, 'array-record>=0.8', 'jsonschema>=4.18',
+           'math-verify>=0.8', 'pyarrow>=17', 'referencing>=0.30'],
 }
 
 setuptools.setup(

@@ -4,10 +4,9 @@ python -m launch.train --config=configs/grpo_gsm8k.py --workdir=runs/grpo_gsm8k
 
 Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`).
-`:method=NAME` takes dapo, dr_grpo, gspo, cispo, sapo, rloo, reinforce_pp,
-reinforce_pp_baseline or remax. `:model=NAME` takes a name below, a hub id or
-a folder; data of your own: --config.data.path=FILE with question and answer,
-or prompt and answer.
+`:method=NAME` takes dapo, dr_grpo, gspo, rloo and the rest of docs/methods.md.
+`:model=NAME` takes a name below, a hub id or a folder; data of your own:
+--config.data.path=FILE with question and answer, or prompt and answer.
 `:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
 """
 
@@ -24,8 +23,7 @@ DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
 
 def get_config(arg=None):
-  arg = parse_arg(
-      arg, method='grpo', model='qwen3_0_6b', runlocal=False)
+  arg = parse_arg(arg, method='grpo', model='qwen3_0_6b', runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = arg.method
   config.model.path = MODELS.get(arg.model, arg.model)

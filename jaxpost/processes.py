@@ -26,7 +26,8 @@ _KINDS = {kind.exit_code: kind for kind in (
     errors.InputError, errors.NoCheckpointError, errors.Preempted)}
 
 _rounds, _looks = itertools.count(), itertools.count()
-_state = {'stops': 0, 'failed': None}  # stops so far; own exit code
+# Stops and runs so far; the exit code of a run that failed.
+_state = {'stops': 0, 'runs': 0, 'failed': None}
 
 
 def connect(address: str = '', count: int | None = None,
@@ -126,6 +127,7 @@ def any_told(told: bool) -> bool:
 @contextlib.contextmanager
 def together():
   """Around a run: its processes fail together, for the reason of the first."""
+  _state.update(runs=_state['runs'] + 1, failed=None)
   try:
     yield
   except BaseException as error:
@@ -133,9 +135,11 @@ def together():
       first, known = _failure(), isinstance(error, tuple(_KINDS.values()))
       _state['failed'] = error.exit_code if known else 1
       if first is None:
-        _client().key_value_set(
-            f'{_ROOT}/failed/{index()}',
-            json.dumps([_state['failed'], str(error) or repr(error)]))
+        # With process 0 the service may have gone; `error` counts.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+          _client().key_value_set(
+              f'{_ROOT}/failed/{_state["runs"]}/{index()}',
+              json.dumps([_state['failed'], str(error) or repr(error)]))
       elif not known:  # what happened here followed from that
         _state['failed'] = vars(type(first)).get('exit_code', 1)
         raise first from error
@@ -160,15 +164,15 @@ def _wait_for(key: str) -> str:
 
 def _failure() -> Exception | None:
   """What the first of the other processes that failed said of it."""
+  here = f'{_ROOT}/failed/{_state["runs"]}/'
   try:
-    failed = dict(_client().key_value_dir_get(f'{_ROOT}/failed/'))
+    failed = sorted(_client().key_value_dir_get(here))
   except jax.errors.JaxRuntimeError:  # with process 0 the service went, too
     return None
-  failed.pop(f'{_ROOT}/failed/{index()}', None)
-  for key, text in sorted(failed.items()):
+  for key, text in failed:
     code, message = json.loads(text)
     return _KINDS.get(code, RuntimeError)(
-        f'process {key.rpartition("/")[2]}: {message}')
+        f'process {key.removeprefix(here)}: {message}')
   return None
 
 

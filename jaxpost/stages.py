@@ -6,11 +6,13 @@ import json
 import time
 
 import jax
+import numpy as np
 import rich.console
 from etils import epath
 
-from jaxpost import assemble, build, config as config_lib
-from jaxpost import host, loop, metrics, plan, report, weights
+from jaxpost import assemble, build, cache, config as config_lib
+from jaxpost import (
+    host, loop, metrics, plan, processes, report, weights)
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
 from jaxpost.models import hf
@@ -18,6 +20,8 @@ from jaxpost.models import model as model_lib
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
+# Rows that processes compare at the start: all of most data sets.
+_HASHED, _HASHED_LAZY = 20_000, 100
 
 
 def run(config, workdir='runs/latest', console=None) -> dict:
@@ -246,21 +250,19 @@ def check_same_start(raw, workdir, configs: dict):
   if processes.count() == 1:
     return
   plain = _spelled(raw)
-  digest = lambda x: cache.fingerprint(x)
-  if len(set(processes.gather(digest(plain)))) > 1:
-    for i, other in enumerate(processes.gather(plain)):
-      first = processes.from_first(plain)
-      for key, (was, now) in difference(first, other).items():
+  if len(set(processes.gather(cache.fingerprint(plain)))) > 1:
+    every = processes.gather(plain)
+    for i, other in enumerate(every):
+      for key, (was, now) in difference(every[0], other).items():
         raise InputError(
             f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
             'start all with the same config')
-  processes.check_same({
-      'the version of jax': jax.__version__,
-      f'what is saved in {workdir}': [
-          is_finished(workdir, configs), {
-              name: finished_steps(workdir / 'checkpoints' / name)
-              for name in configs}],
-  }, 'install one version everywhere, and give a --workdir that all reach')
+  processes.check_same(
+      {'the version of jax': jax.__version__}, 'install one everywhere')
+  saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
+  processes.check_same(
+      {f'what {workdir} holds': [is_finished(workdir, configs), saved]},
+      'give a --workdir that all processes reach')
 
 
 def check_same_inputs(prepared):
@@ -269,16 +271,26 @@ def check_same_inputs(prepared):
     return
   values = {}
   for p in prepared:
-    for what, rows in ('data', p.rows), ('eval data', p.eval_rows):
-      if rows is not None:
-        values[f'the {what} of {p.name}'] = build.digest(rows)
-    tokens = [] if p.first_batch is None else p.first_batch.tokens.tolist()
-    values[f'the tokens of {p.name}'] = cache.fingerprint(
-        [tokens, p.tokenizer.encode(str(p.rows[0]))])
+    rows, held_out = p.config.data.path, p.config.eval.data.path
+    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(p.rows)
+    if p.eval_rows is not None:
+      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = (
+          digest(p.eval_rows))
+    first = p.first_batch
+    values[f'the tokenizer of {p.name}'] = cache.fingerprint([
+        p.tokenizer.encode(str(p.rows[0])),
+        first is not None and first.tokens.tolist()])
     values |= {f'the {role} of {p.name}': cache.fingerprint(
         weights.outline(source)) for role, source in p.sources.items()}
-  processes.check_same(
-      values, 'give all processes the same files')
+  processes.check_same(values, 'give all processes the same files')
+
+
+def digest(rows) -> str:
+  """Of the number of the rows, and of up to _HASHED of them."""
+  most = _HASHED_LAZY if rows.streaming else _HASHED
+  chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
+  return cache.fingerprint([len(rows), list(rows.sizes), *(
+      json.dumps(rows[n], default=str) for n in chosen.tolist())])
 
 
 def _spelled(value):

@@ -161,19 +161,29 @@ def identity(source: Source, workdir, seed: int) -> list:
         (folder / str(step) / 'checksums.json').read_text()
         if processes.index() == 0 else None)]
   if source.folder is not None:
-    return [shape, sorted(_sampled(f) for f in source.folder.glob(
-        '*.safetensors'))]
+    return [*outline(source), sorted(
+        int(f.stat().mtime) for f in _files(source))]
   return [shape, seed]
 
 
+def outline(source: Source) -> list:
+  """The shape, and samples of the files of a folder, as JSON."""
+  return [dataclasses.asdict(source.config), sorted(
+      _sampled(f) for f in _files(source))]
+
+
+def _files(source: Source) -> list:
+  return list(source.folder.glob('*.safetensors')) if source.folder else []
+
+
 def _sampled(file) -> list:
-  """[name, bytes, seconds, crc32 of up to 64 blocks over the whole file]."""
+  """[name, bytes, crc32 of up to 64 blocks over the whole file]."""
   stat, crc = file.stat(), 0
   with file.open('rb') as f:
     for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):
       f.seek(at)
       crc = zlib.crc32(f.read(_BLOCK), crc)
-  return [file.name, stat.length, int(stat.mtime), crc]
+  return [file.name, stat.length, crc]
 
 
 def check_head(source: Source, scalar_head: bool, key: str):

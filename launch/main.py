@@ -10,12 +10,14 @@ import sys
 
 VERBS = {
   'train': 'start or resume a run: --config=FILE[:args] --workdir=DIR',
+  'local': 'train with several processes on this machine, as hosts would',
   'evaluate': 'score a checkpoint or a model folder on a data set',
   'sample': 'complete prompts with a checkpoint or a model folder',
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
   'export': 'write a checkpoint as a Hugging Face folder',
   'bench': 'time the standard workload on this machine',
 }
+WORDS = {'bench': 1, 'local': 99}  # arguments that are no flags
 
 
 def main(argv=None):
@@ -39,7 +41,7 @@ def main(argv=None):
     sys.exit(0)
   # Config flags look for their overrides in sys.argv.
   sys.argv = [f'jaxpost {verb}', *rest]
-  exits.run(module.main, sys.argv, words=1 if verb == 'bench' else 0)
+  exits.run(module.main, sys.argv, words=WORDS.get(verb, 0))
 
 
 def usage():

@@ -4,7 +4,7 @@
 
 Change any field with --config.a.b=value. The same command resumes. The last
 line printed is the object in WORKDIR/summary.json. On several hosts run the
-same command on each, with --distributed where a cluster is not detected.
+same command on each with --distributed; `launch.local` does it on this one.
 """
 
 import json
@@ -20,7 +20,13 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string(
     'workdir', None, 'Folder of the run: new, or one to resume.')
 _DISTRIBUTED = flags.DEFINE_bool(
-    'distributed', False, 'Call jax.distributed.initialize() first.')
+    'distributed', False, 'One of several processes, in a cluster jax knows.')
+_COORDINATOR = flags.DEFINE_string(
+    'coordinator', '', 'HOST:PORT of process 0, where jax does not know it.')
+_PROCESSES = flags.DEFINE_integer(
+    'num_processes', None, 'With --coordinator.', lower_bound=1)
+_PROCESS = flags.DEFINE_integer(
+    'process_id', None, 'With --coordinator: 0, 1, ...', lower_bound=0)
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
@@ -29,12 +35,11 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  import jax
-  from jaxpost import stages
-  if _DISTRIBUTED.value:
-    jax.distributed.initialize()
+  from jaxpost import processes, stages
+  if _DISTRIBUTED.value or _COORDINATOR.value:
+    processes.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
   summary = stages.run(_CONFIG.value, _WORKDIR.value)
-  if jax.process_index() == 0:
+  if processes.index() == 0:
     print(json.dumps(summary))
 
 

@@ -80,6 +80,19 @@ CASES = {
     'rloo': online('rloo'), 'reinforce_pp': online('reinforce_pp'),
     'reinforce_pp_baseline': online('reinforce_pp_baseline'),
     'remax': online('remax'),
+    'ppo': online('ppo', critic=dict(lr=2e-3), rl=dict(minibatches=2)),
+    'rft': online('rft'), 'online_dpo': online('online_dpo'),
+    'dpo': pairs('dpo'), 'orpo': pairs('orpo'), 'cpo': pairs('cpo'),
+    'simpo': pairs('simpo', preference=dict(beta=2.0, nll_coef=0.5)),
+    'kto': pairs(
+        'kto', data=dict(path=SUMS.format('_labels', 'train') + ',size=4000'),
+        eval=dict(data=dict(path=SUMS.format('_labels', 'test') + ',size=64'))),
+    'reward_model': pairs('reward_model', lr=1e-3),
+    'distill': Case(base(
+        algorithm='distill', train=dict(steps=60), optim=dict(lr=1e-3),
+        distill=dict(teachers=('TEACHER',))), 'divergence', -0.05, -1),
+    'gkd': online('gkd', distill=dict(teachers=('TEACHER',)),
+                  lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
 
 
@@ -91,9 +104,12 @@ def run(name: str, config: dict, folder: pathlib.Path) -> list[dict]:
           if row['split'] == 'eval']
 
 
-def make_start(folder: pathlib.Path) -> pathlib.Path:
+def make_start(folder: pathlib.Path):
+  """The common start, and a teacher that has seen right sums only."""
   run('start', start_config(), folder)
-  return folder / 'start'
+  run('teacher', tiny.merged(start_config(), dict(
+      init_from=str(folder / 'start'), data=dict(
+          path=SUMS.format('', 'train') + ',size=4000,correct=1'))), folder)
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
@@ -101,6 +117,8 @@ def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
   case, begun = CASES[name], time.perf_counter()
   config = tiny.merged(case.config, dict(
       seed=seed, init_from=str(folder / 'start')))
+  if config['distill']['teachers']:
+    config['distill']['teachers'] = (str(folder / 'teacher'),)
   rows = run(name, config, folder)
   return dict(metric=case.metric, before=rows[0][case.metric],
               after=rows[-1][case.metric], steps=config['train']['steps'],

@@ -125,7 +125,8 @@ def test_sft_and_grpo_differ_in_few_lines():
 # ---------------------------------------------------------- the schema itself
 
 # Arguments that are handed one block of the config.
-ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data'}
+ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data',
+             ('algorithms/distill', 'd'): 'distill'}
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward')
 # These print or time what others read.

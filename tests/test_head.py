@@ -242,7 +242,8 @@ def biggest_array(elements) -> int:
   compute = dataclasses.replace(
       tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
   update = train.make_update(
-      model, train.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
+      model,
+      train.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
       optimizer, lambda step: 0.1, layout, compute, Ledger(), clip_norm=1.0,
       shardings=shardings)
   like = lambda s, dtype, place: jax.ShapeDtypeStruct(s, dtype, sharding=place)
@@ -278,8 +279,8 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
   optimizer = optax.adamw(1e-3)
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
-      model, sft.objective(parse({})['sft']), optimizer, lambda step: 1e-3, layout,
-      compute, Ledger(), clip_norm=1.0, shardings=shardings)
+      model, sft.objective(parse({})['sft']), optimizer, lambda step: 1e-3,
+      layout, compute, Ledger(), clip_norm=1.0, shardings=shardings)
   shapes = jax.tree.map(
       lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(),
       is_leaf=lambda x: isinstance(x, tuple))

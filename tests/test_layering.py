@@ -22,8 +22,8 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # Imports point to a lower row; within a row only inside one room, or as in
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
-  ('__init__', 'errors', 'host', 'imports', 'matmul', 'schema', 'sharding',
-   'types'),
+  ('__init__', 'errors', 'host', 'imports', 'matmul', 'processes', 'schema',
+   'sharding', 'types'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
    'report', 'diagnose'),
   ('programs', 'cache'),

@@ -21,15 +21,39 @@ WANTED = {
     r'sft 0 eval  loss 5\.', r'sft 20/20', r'\[1\.0, 0\.1, 0\.0\]',
     r'cannot be killed', r'grpo 4/4  .*reward',
     r'"components": \{"right_sum"', r'completions \(64, 8\)',
-    r'largest difference 0\.0', r'2: reward 0\.\d+, kl 0\.0',
+    r'largest difference (0\.0e\+00|\d\.\de-0[3-9])',
+    r'2: reward 0\.\d+, kl 0\.0',
     r'model\.safetensors', r'<\|im_start\|>user\n17\+25=', r'88\+77= \S',
   ),
+  '02_your_algorithm': (
+    r'sft 20/20', r"'advantages': array\(\[\[ 0\.5,  0\.5\]",
+    r'reinforce: .* parameters', r'reinforce 4/4  .*reward',
+    r'reinforce: held-out pass@1 0\.\d\d before, 0\.\d\d after',
+    r'values +\[', r'with_critic 4/4  .*reward',
+    r'with_critic: held-out pass@1 0\.\d\d before, 0\.\d\d after',
+  ),
+  '03_every_method': (
+    r'sft 20/20', r'start: 0\.\d\d',
+    *(rf'{name}: pass@1 0\.\d\d -> 0\.\d\d' for name in (
+      'dpo, from pairs', 'kto, from labels', 'grpo, from a verifier',
+      'ppo, from a verifier', 'distill, from a teacher')),
+    r'reward_model, from pairs: accuracy 0\.00 -> 0\.[1-9]',
+    r'before', *(rf'{name} +│ .* │ 0\.\d\d' for name in (
+      'dpo', 'kto', 'grpo', 'ppo', 'distill', 'reward_model')),
+  ),
 }
-FIGURES = {'01_sft_then_grpo': 2}
+FIGURES = {
+  '01_sft_then_grpo': 2, '02_your_algorithm': 3, '03_every_method': 0}
+# Trained tokens of a preview are green.
+GREEN = ('01_sft_then_grpo',)
 FILES_MADE = {
   '01_sft_then_grpo': (
     'sft/summary.json', 'grpo/summary.json', 'grpo/report.html',
     'grpo/export/model.safetensors', 'by_hand/tokenizer.json'),
+  '02_your_algorithm': (
+    'reinforce/summary.json', 'with_critic/checkpoints/with_critic/4'),
+  '03_every_method': tuple(f'{name}/summary.json' for name in (
+    'sft', 'dpo', 'kto', 'grpo', 'distill', 'reward_model', 'ppo')),
 }
 
 
@@ -96,6 +120,6 @@ def test_runs(path, tmp_path, monkeypatch):
   assert sum(figures) == FIGURES[path.stem]
   green = [o for o in outputs if 'color: #008000' in
            o.get('data', {}).get('text/html', '')]
-  assert green, 'no trained token is shown in green'
+  assert bool(green) == (path.stem in GREEN)
   for file in FILES_MADE[path.stem]:
     assert list(work.glob(f'runs/*/{file}')), file

@@ -28,7 +28,8 @@ def model(tmp_path_factory):
 def config_of(folder, algorithm, size=60, **over):
   kind = METHODS[algorithm]
   return tiny.run_config(folder, **tiny.merged(dict(
-      algorithm=algorithm, train=dict(steps=4, batch_size=4, row_length=96),
+      algorithm=algorithm, seed=1,
+      train=dict(steps=4, batch_size=4, row_length=96),
       data=dict(path=TASK.format(kind, 'train', size)),
       eval=dict(data=dict(path=TASK.format(kind, 'test', 8)))), over))
 
@@ -78,6 +79,8 @@ def test_reference_on_disk(model, algorithm, tmp_path, monkeypatch):
       if not isinstance(one[name], str) and not tie:
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-4), name
   assert plain[-1]['rewards/margins'] != 0
+  # Else answers that are only read might as well be left out.
+  assert algorithm == 'dpo' or any(r['kl'] > 0.01 for r in plain)
   # No copy of the weights was made.
   assert 'copy' in programs(tmp_path / 'plain')
   assert 'copy' not in programs(tmp_path / 'disk')
@@ -131,10 +134,11 @@ LEARN = {  # method: data, config
     'dpo': ('pairs', {}),
     'orpo': ('pairs', {}),
     'cpo': ('pairs', {}),
-    'simpo': ('pairs', dict(preference=dict(beta=2.0))),
+    # Without NLL the margin grows and the held-out accuracy stays.
+    'simpo': ('pairs', dict(preference=dict(beta=2.0, nll_coef=0.5))),
     'kto': ('labels', {}),
     'online_dpo': ('', dict(
-        reward='exact_match', train=dict(steps=30, row_length=0),
+        reward='exact_match', train=dict(steps=80, row_length=0),
         optim=dict(lr=3e-4),
         rollout=dict(prompts=32, group_size=8, max_prompt_length=48,
                      max_new_tokens=8), eval=dict(samples=4))),
@@ -164,11 +168,12 @@ def test_learns(method, tmp_path):
   rows = [r for r in run(config, tmp_path)
           if (r['stage'], r['split']) == (method, 'eval')]
   before, after = rows[0], rows[-1]
-  print(method, before, after)
   if method == 'online_dpo':
-    assert after['pass@1'] > before['pass@1'] + 0.05
+    assert after['pass@1'] > before['pass@1'] + 0.03
   elif method == 'kto':
     assert after['rewards/margins'] > 0.05 and after['loss'] < 0.495
   else:
     assert after['rewards/accuracies'] > before['rewards/accuracies'] + 0.03
-    assert after['rewards/margins'] > before['rewards/margins'] + 0.05
+    # Each method has a scale of its own: beta, and sums or means.
+    assert after['rewards/margins'] > max(
+        0.05, 1.3 * before['rewards/margins'])

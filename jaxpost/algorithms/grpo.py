@@ -50,6 +50,7 @@ def objective(config) -> Objective:
 
   return Objective(
       over_sequences if coupled else surrogate, coupled=coupled,
+      token_means=True,
       reads=('entropy',), learns=('entropy',) if rl.entropy_coef else (),
       arrays=('advantages', 'sampler_logprobs', *_scores_in_loss(config), *(
           ['importance_weights'] if rl.importance else [])),

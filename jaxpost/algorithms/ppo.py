@@ -57,7 +57,8 @@ def value_objective(config) -> Objective:
     return total(loss), {'vf_loss': total(loss),
                          'vf_clipfrac': total(is_clipped)}
 
-  return Objective(clipped, coupled=True, arrays=('values', 'returns'))
+  return Objective(clipped, coupled=True, token_means=True,
+                   arrays=('values', 'returns'))
 
 
 def critic(config) -> Objective | None:

@@ -31,6 +31,9 @@ class Objective:
   coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
     instead, sums that are weighted already: for losses of sequences and pairs,
     which cost one more product with the head, and for scalar heads.
+  token_means: the metrics of a coupled fn are sums over tokens weighted by
+    `loss_weights`; like those of other fns they are reported as means,
+    whatever the weights add up to (Dr. GRPO's are not 1).
   reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
     differentiated through stand in `learns`, too.
   arrays: names in `Batch.arrays` that are filled before the update.
@@ -40,6 +43,7 @@ class Objective:
 
   fn: Callable
   coupled: bool = False
+  token_means: bool = False
   reads: tuple[str, ...] = ()
   learns: tuple[str, ...] = ()
   arrays: tuple[str, ...] = ()
@@ -165,6 +169,9 @@ def make_update(model: Model, objective: Objective,
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
     moves = finite & ~empty
+    if objective.token_means or not objective.coupled:
+      total = jnp.where(empty, 1.0, jnp.sum(batch.loss_weights))
+      metrics = jax.tree.map(lambda x: x / total, metrics)
 
     def apply(state):
       scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))

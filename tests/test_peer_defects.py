@@ -1,0 +1,235 @@
+"""Defects that were found in comparable libraries, and what catches each here.
+
+`CAUGHT_BY` names the tests that live with the code they are of; the rest
+stand below.
+"""
+
+import ast
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import build
+from jaxpost import config as config_lib
+from jaxpost import metrics
+from jaxpost.data import experience as rows_lib
+from jaxpost.programs import generate
+from jaxpost.rewards import length
+from jaxpost.sharding import Layout
+
+TESTS = pathlib.Path(__file__).parent
+CAUGHT_BY = {
+    'finished rows go on decoding': 'test_sampler.py:'
+        'test_slots_and_blocks_do_not_matter',
+    'a group is prefilled once for each sample': 'test_peer_defects.py:'
+        'test_a_group_reads_its_prompt_once',
+    'another temperature compiles again': 'test_peer_defects.py:'
+        'test_sampling_parameters_compile_nothing',
+    'the cache is replicated': 'test_peer_defects.py:'
+        'test_the_cache_is_split_over_the_batch_axes',
+    'each process trains on all samples': 'test_processes.py:'
+        'test_each_group_is_graded_once_by_one_of_two',
+    'PPO rounds rewards': 'test_ppo.py:test_rewards_are_not_rounded',
+    'PPO KL at a temperature': 'test_ppo.py:'
+        'test_first_step_is_on_policy_at_any_temperature',
+    'GRPO KL at a temperature': 'test_peer_defects.py:'
+        'test_log_probs_share_one_temperature',
+    'the same draws each step': 'test_sampler.py:'
+        'test_another_step_draws_other_tokens',
+    'stale stop ids': 'test_peer_defects.py:'
+        'test_sampling_parameters_compile_nothing',
+    'a stale sampling policy': 'test_peer_defects.py:'
+        'test_the_sampler_has_the_newest_weights',
+    'k1 KL in the loss by default': 'test_peer_defects.py:'
+        'test_the_default_kl_has_a_gradient',
+    'ratio silently 1': 'test_peer_defects.py:'
+        'test_later_updates_are_off_policy',
+    'overlong penalty in characters': 'test_peer_defects.py:'
+        'test_overlong_counts_tokens',
+    'dynamic sampling ignored': 'test_grpo_family.py:'
+        'test_dynamic_sampling_fills_the_batch',
+    'the list of rewards is changed': 'test_peer_defects.py:'
+        'test_the_config_is_not_changed',
+    'resume replays the data': 'test_resume.py:'
+        'test_the_baseline_learns_in_both_stages',
+    'all logits at once': 'test_head.py:'
+        'test_the_update_never_holds_all_logits',
+    'rows padded to the longest possible': 'test_peer_defects.py:'
+        'test_short_completions_share_rows',
+    'left padding': 'test_peer_defects.py:'
+        'test_short_completions_share_rows',
+    'rewards without a timeout': 'test_rewards_pool.py:'
+        'test_a_hang_costs_the_others_nothing',
+    'a failed reward is 0': 'test_rewards_pool.py:'
+        'test_a_bad_reward_masks_its_group_only',
+    'text is tokenised again for training': 'test_peer_defects.py:'
+        'test_trained_tokens_are_those_that_were_sampled',
+    'loss depends on the accumulation': 'test_grpo_family.py:'
+        'test_loss_does_not_depend_on_the_layout',
+    'NaN of a group of one': 'test_losses_advantages.py:',
+}
+
+
+@pytest.mark.parametrize('defect', CAUGHT_BY)
+def test_has_a_test(defect):
+  file, _, name = CAUGHT_BY[defect].partition(':')
+  tree = ast.parse((TESTS / file).read_text())
+  names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+  assert any(n.startswith(name or 'test_') for n in names), defect
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def parts(model, **over):
+  return jaxpost.policy_and_stream(tiny.grpo_config(model, **over))
+
+
+def test_sampling_parameters_compile_nothing(model):
+  """Temperature, top-k, top-p, stop ids and lengths are arrays."""
+  _, stream = parts(model)
+  try:
+    next(stream)
+    engine = stream.sampler.engine
+    before = len(engine._ledger.rows)
+    prompts, _ = next(stream.prompts)
+    stream.sampler.sync(stream.roles.policy, 0)
+    made = [stream.sampler(prompts, 4, 0, **options) for options in (
+        dict(temperature=0.0), dict(temperature=0.5, top_k=3),
+        dict(top_p=0.5), dict(max_tokens=2))]
+    assert len(engine._ledger.rows) == before
+    assert made[-1].lengths.max() == 2
+    # What stops is read anew, too: stop at whatever greedy says first.
+    first = int(made[0].completions[0, 0])
+    engine.config = dataclasses.replace(engine.config, stop_ids=(
+        first,) * len(engine.config.stop_ids))
+    stopped = stream.sampler(prompts, 4, 0, temperature=0.0)
+    assert stopped.lengths[0] == 1 and stopped.finished[0]
+    assert len(engine._ledger.rows) == before
+  finally:
+    stream.close()
+
+
+def test_the_cache_is_split_over_the_batch_axes():
+  mesh = jax.sharding.AbstractMesh((2, 2, 2), ('data', 'fsdp', 'tensor'))
+  place = generate.slot_shardings(Layout(mesh, 'rollout'))
+  cache = jax.ShapeDtypeStruct((8, 2, 64, 16), jnp.float32)
+  spec = place({'k': cache})['k'].spec
+  split = lambda part: part if isinstance(part, tuple) else (part,)
+  assert set(split(spec[0])) == {'data', 'fsdp'} and spec[1] == 'tensor'
+
+
+def test_a_group_reads_its_prompt_once(model):
+  _, stream = parts(model, rollout=dict(prompts=3, group_size=8, slots=4))
+  engine, read = stream.sampler.engine, []
+  prefill = engine.prefill
+  engine.prefill = lambda prompts, rows=0: (
+      read.extend(p.index for p in prompts), prefill(prompts, rows))[1]
+  try:
+    prompts, _ = next(stream.prompts)
+    stream.sampler.sync(stream.roles.policy, 0)
+    stream.sampler(prompts, 8, 0)
+  finally:
+    stream.close()
+  assert sorted(read) == sorted(p.index for p in prompts)
+
+
+def test_log_probs_share_one_temperature(model, tmp_path):
+  jaxpost.run(tiny.grpo_config(
+      model, train=dict(steps=1), rl=dict(kl_coef=0.1),
+      rollout=dict(temperature=0.6)), tmp_path)
+  row, = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl')
+          if r['split'] == 'train']
+  assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
+  assert abs(row['kl']) < 1e-8  # the reference is the policy
+
+
+def test_the_sampler_has_the_newest_weights(model, tmp_path):
+  """At every step the sampler's log-probs are those of the policy."""
+  jaxpost.run(tiny.grpo_config(
+      model, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
+  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl')
+          if r['split'] == 'train']
+  assert rows[0]['loss'] != rows[-1]['loss']
+  for row in rows:
+    assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
+
+
+def config_of(name, **over):
+  parsed = config_lib.parse(tiny.merged(
+      dict(algorithm=name, reward='x'), over))
+  return config_lib.resolve(
+      next(iter(parsed.values())), build.load_algorithm(name).defaults)
+
+
+def test_the_default_kl_has_a_gradient():
+  assert config_of('grpo').rl.kl_estimator == 'k3'
+  assert config_of('grpo').rl.kl_in == 'loss'
+  assert config_of('rloo').rl.kl_in == 'reward'  # where k1 is right
+
+
+def test_later_updates_are_off_policy(model):
+  """The old log-probs stay those of the rollout."""
+  policy, stream = parts(
+      model, rl=dict(epochs=3), optim=dict(lr=5e-2))
+  try:
+    item = next(stream)
+  finally:
+    stream.close()
+  ratios = []
+  for _, batch in item.updates:
+    assert 'old_logprobs' in batch.arrays
+    ratios.append(float(policy.update(batch)['ratio']))
+  assert ratios[0] == pytest.approx(1, abs=1e-5)
+  assert abs(ratios[-1] - 1) > 1e-4
+
+
+def test_overlong_counts_tokens():
+  """Not characters: both have 90 tokens, of which one is a long word."""
+  found = length.Overlong(max=100, buffer=20)(
+      completion_ids=[list(range(90)), list(range(90))])
+  assert found == [-0.5, -0.5]
+
+
+def test_the_config_is_not_changed(model):
+  config = tiny.grpo_config(model, algorithm='dapo')
+  before = repr(config)
+  _, stream = jaxpost.policy_and_stream(config)
+  stream.close()
+  assert repr(config) == before
+
+
+@functools.lru_cache
+def rollout():
+  from test_grpo_family import rollout as make
+  return make()
+
+
+def test_short_completions_share_rows():
+  """Rows hold as many sequences as fit, from the left, without gaps."""
+  made = rollout()
+  mask = rows_lib.completion_mask(made)
+  total = int(rows_lib.prompt_lengths(made).sum() + made.lengths.sum())
+  batch = rows_lib.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, 32)
+  real = batch.segment_ids > 0
+  assert real.sum() == total
+  for row in real:  # padding only at the end
+    assert not np.any(np.diff(row.astype(int)) > 0)
+  assert (batch.segment_ids.max(axis=1) > 1).any()
+
+
+def test_trained_tokens_are_those_that_were_sampled():
+  made = rollout()
+  mask = rows_lib.completion_mask(made)
+  batch = rows_lib.to_batch(made, range(12), mask, {}, 12, 11)
+  back = rows_lib.from_rows(made, batch.tokens, 11, 12)
+  np.testing.assert_array_equal(back, made.completions * mask)

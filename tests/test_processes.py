@@ -1,0 +1,335 @@
+"""Two real processes on CPU, joined by gloo, give what one process gives.
+
+One driver (`main` below) makes the same runs in one process, in two, and in
+two with two devices each; the tests compare what they left. Tokens may differ
+by the few flips that the sampler's promise allows, nothing else may.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpost import metrics
+from jaxpost.checkpoint import finished_steps
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ON_POLICY = 'grpo', 'ppo'
+RUNS = 'sft', 'dpo', *ON_POLICY
+LIMIT = 300  # seconds, on a busy machine
+STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
+# Ties of the first step, where policy and reference are equal: rounding
+# decides. Means that are 0 but for rounding are compared absolutely.
+TIES = 'rewards/accuracies'
+# Of the layout, not of the data: rows are padded to the number of devices.
+LAYOUT = 'packing_efficiency', 'slot_occupancy', 'reshard_bytes'
+
+REWARD = '''
+import os
+
+def low(prompts, completion_ids, trainer_state, **columns):
+  with open(os.environ['GRADED'], 'a') as file:  # the parent is the trainer
+    text = prompts[0][0]['content']
+    file.write(f'{os.getppid()} {trainer_state.global_step} {text}\\n')
+  return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
+'''
+
+
+def config(folder, name, **over):
+  """Nested dicts of the run called `name`."""
+  import tiny
+  task = 'generated:arithmetic:max=99,ops=+'
+  base = dict(
+      train=dict(steps=STEPS, batch_size=4), save=dict(every=MIDDLE, keep=5),
+      log=dict(every=1, samples_every=1),
+      eval=dict(every=MIDDLE, size=4, data=dict(
+          path=f'{task},split=test,size=8,correct=1')))
+  sampled = dict(
+      algorithm=name, reward=f'{folder}/rewards.py:low',
+      train=dict(row_length=0), rollout=dict(prompts=3, group_size=4),
+      rl=dict(kl_coef=0.05), eval=dict(samples=2),
+      save=dict(export=name == 'grpo'))
+  pairs = 'generated:arithmetic_pairs:max=9,size=40,split='
+  special = {'dpo': dict(
+      algorithm='dpo', train=dict(row_length=256), data=dict(
+          path=f'{pairs}train'), eval=dict(data=dict(path=f'{pairs}test')),
+      preference=dict(precompute_ref=True))}
+  for name_ in ON_POLICY:
+    special[name_] = sampled
+  return tiny.run_config(str(folder / 'model'), **tiny.merged(
+      tiny.merged(base, special.get(name, {})), over))
+
+
+def free_address():
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    return f'localhost:{probe.getsockname()[1]}'
+
+
+def environment(folder, devices=1, **more):
+  return os.environ | {
+      'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'XLA_FLAGS':
+      f'--xla_force_host_platform_device_count={devices} '
+      '--xla_backend_optimization_level=0', 'GRADED': str(folder), **more}
+
+
+def start(folder, tag, names, count=1, devices=1):
+  """The driver's processes, making the runs `names` in FOLDER/tag."""
+  address = free_address()
+  return [subprocess.Popen(
+      [sys.executable, __file__, str(folder), tag, ','.join(names),
+       str(rank), str(count), address], text=True, cwd=ROOT,
+      env=environment(folder / f'{tag}.graded', devices),
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+      for rank in range(count)]
+
+
+def finish(children, code=0):
+  """Their outputs, once each has ended with `code`."""
+  try:
+    results = [child.communicate(timeout=LIMIT) for child in children]
+  finally:
+    for child in children:
+      child.kill()
+  for child, (out, err) in zip(children, results):
+    assert child.returncode == code, out[-2000:] + err[-4000:]
+  return results
+
+
+def digest(folder, work, name):
+  """Of the parameters in the middle of a run, bit for bit."""
+  from jaxpost import weights
+  from jaxpost.models import model as model_lib
+  from jaxpost.sharding import make_layout, to_host
+  shape = weights.open_folder(str(folder / 'model'), '')[1]
+  params = to_host(weights.read_checkpoint(
+      work / 'checkpoints' / name, MIDDLE, model_lib.build(shape),
+      make_layout('fsdp=-1', 'train'), 'float32'))
+  return hashlib.sha256(b''.join(
+      np.asarray(x).tobytes() for x in jax.tree.leaves(params))).hexdigest()
+
+
+def main(folder, tag, names, rank, count, address):
+  from jaxpost import processes, stages
+  from jaxpost.errors import InputError
+  folder, rank = pathlib.Path(folder), int(rank)
+  if int(count) > 1:
+    processes.connect(address, int(count), rank)
+  said = {}
+  for name in names.split(','):
+    work, run = folder / tag / name, name.rpartition('/')[2]
+    if run in RUNS:
+      summary = stages.run(config(folder, run), work)
+      said[name] = summary[f'steps/{run}'], digest(folder, work, run)
+    else:  # the same path, and another file on each process
+      os.chdir(folder / f'host{rank}')
+      with pytest.raises(InputError) as caught:
+        stages.run(config(folder, 'sft', data=dict(path=name)), work)
+      said[name] = str(caught.value)
+  print(json.dumps(said))
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  import tiny
+  root = tmp_path_factory.mktemp('processes')
+  tiny.folder(root / 'model', num_heads=4, num_kv_heads=4)
+  (root / 'rewards.py').write_text(REWARD)
+  for rank in (0, 1):
+    (root / f'host{rank}').mkdir()
+    row = lambda n, answer: json.dumps(
+        {'prompt': f'{n}+1=', 'completion': str(answer)}) + '\n'
+    rows = [row(n, n + 1) for n in range(20)]
+    if rank:  # late in the file: no batch of a short run reads it
+      rows[17] = row(17, 99)
+    (root / f'host{rank}' / 'other.jsonl').write_text(''.join(rows))
+    (root / f'host{rank}' / 'broken.jsonl').write_text(
+        ''.join(rows[:9]) + '{' * rank + '\n')
+  return root
+
+
+@pytest.fixture(scope='module')
+def said(folder):
+  """{tag: what each process said} of all runs of the driver."""
+  begun = {
+      'one': start(folder, 'one', RUNS),
+      'two': start(folder, 'two', (*RUNS, 'other.jsonl', 'broken.jsonl'), 2)}
+  done = {tag: finish(children) for tag, children in begun.items()}
+  for there, back in ('one', 'four_after_one'), ('two', 'one_after_two'):
+    for name in 'sft', 'grpo':
+      shutil.copytree(folder / there / name, folder / back / name)
+      shutil.rmtree(
+          folder / back / name / 'checkpoints' / name / str(STEPS))
+      (folder / back / name / 'summary.json').unlink()
+  begun = {
+      'four': start(folder, 'four', (
+          'sft', 'grpo', '../four_after_one/sft', '../four_after_one/grpo'),
+          2, devices=2),
+      'one_after_two': start(folder, 'one_after_two', ('sft', 'grpo'))}
+  done |= {tag: finish(children) for tag, children in begun.items()}
+  return {tag: [json.loads(out.splitlines()[-1]) for out, _ in results]
+          for tag, results in done.items()}
+
+
+def rows(folder, tag, name):
+  return metrics.comparable_rows(folder / tag / name / 'metrics.jsonl')
+
+
+def samples(folder, tag, name):
+  """{(step, split, prompt index, sample): row}."""
+  return {
+      (int(file.stem), row['split'], row['prompt_index'], row['sample']): row
+      for file in (folder / tag / name / 'samples' / name).glob('*.jsonl')
+      for row in map(json.loads, file.read_text().splitlines())}
+
+
+def check_rows(these, those):
+  """The rows of two layouts, as near as the design promises them to be."""
+  assert [(r['step'], r['split']) for r in these] == [
+      (r['step'], r['split']) for r in those]
+  for a, b in zip(these, those):
+    assert set(a) == set(b)
+    for key in set(a) - {TIES, *LAYOUT}:
+      if isinstance(b[key], float):
+        assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), (a, key)
+      else:
+        assert a[key] == b[key], (a, key)
+
+
+@pytest.mark.parametrize('tag, name', [
+    *(('two', name) for name in RUNS), ('four', 'sft'), ('four', 'grpo')])
+def test_rows_are_those_of_one_process(said, folder, tag, name):
+  assert all(s[name][0] == STEPS for s in said[tag])
+  assert said[tag][0][name] == said[tag][1][name]
+  check_rows(rows(folder, tag, name), rows(folder, 'one', name))
+
+
+@pytest.mark.parametrize('tag, name', [
+    ('two', 'grpo'), ('two', 'ppo'), ('four', 'grpo')])
+def test_the_same_is_sampled_and_graded(said, folder, tag, name):
+  """Prompts exactly; of tokens at most 3 in 1,000 may flip."""
+  these, those = (samples(folder, t, name) for t in (tag, 'one'))
+  assert set(these) == set(those)
+  flips = 0
+  for key, row in these.items():
+    assert row['prompt'] == those[key]['prompt']
+    if row['completion'] == those[key]['completion']:
+      assert row['reward'] == those[key]['reward']
+      assert row['components'] == those[key]['components']
+    else:
+      flips += 1
+  assert flips <= 0.003 * sum(row['length'] for row in those.values())
+
+
+def test_each_group_is_graded_once_by_one_of_two(said, folder):
+  graded = {tag: [line.split(' ', 1) for line in (
+      folder / f'{tag}.graded').read_text().splitlines()]
+      for tag in ('one', 'two')}
+  assert sorted(line for _, line in graded['two']) == sorted(
+      line for _, line in graded['one'])
+  shares = [sum(pid == who for pid, _ in graded['two'])
+            for who in {pid for pid, _ in graded['two']}]
+  # Steps of 3 prompts; 4 held-out ones at steps 0, 2 and 4.
+  assert sorted(shares) == [len(ON_POLICY) * n for n in (
+      STEPS * 1 + 3 * 2, STEPS * 2 + 3 * 2)]
+
+
+@pytest.mark.parametrize('name', ['sft', 'grpo'])
+@pytest.mark.parametrize('tag, origin', [
+    ('one_after_two', 'two'), ('four_after_one', 'one')])
+def test_resumes_with_another_number_of_processes(
+    said, folder, tag, origin, name):
+  resumes = (folder / tag / name / 'resumes.jsonl').read_text().splitlines()
+  assert [json.loads(line)['step'] for line in resumes] == [MIDDLE]
+  found = said['four'][0][f'../four_after_one/{name}'] if (
+      tag == 'four_after_one') else said[tag][0][name]
+  assert found == said[origin][0][name]  # restored bit for bit
+  check_rows(rows(folder, tag, name), rows(folder, origin, name))
+
+
+def test_one_process_writes(said, folder):
+  for name in RUNS:
+    files = {path.name for path in (folder / 'two' / name).iterdir()}
+    assert files == {path.name for path in (folder / 'one' / name).iterdir()}
+  for name in 'sft', 'grpo':
+    assert finished_steps(folder / 'two' / name / 'checkpoints' / name) == [
+        STEPS, MIDDLE]
+  a, b = ((folder / tag / 'dpo' / 'cache') for tag in ('one', 'two'))
+  assert [p.name for p in a.iterdir()] == [p.name for p in b.iterdir()]
+
+
+def test_different_data_is_refused_everywhere(said):
+  assert said['two'][0]['other.jsonl'] == said['two'][1]['other.jsonl']
+  assert said['two'][0]['other.jsonl'].startswith(
+      'config.data.path of sft: what is in other.jsonl of process 1')
+
+
+def test_what_is_wrong_on_one_process_ends_the_other(said):
+  first, second = (s['broken.jsonl'] for s in said['two'])
+  assert second.startswith('broken.jsonl:10')
+  assert first == f'process 1: {second}'
+
+
+def launch(folder, module, arguments):
+  return subprocess.Popen(
+      [sys.executable, '-m', module, *arguments], cwd=ROOT, text=True,
+      env=environment(folder / 'graded'), stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE)
+
+
+def test_different_configs_are_refused_everywhere(folder):
+  import tiny
+  file = tiny.config_file(folder / 'plain.py', config(folder, 'sft'))
+  address = free_address()
+  results = finish([launch(folder, 'launch.train', [
+      f'--config={file}', f'--workdir={folder}/refused',
+      f'--config.seed={rank}', f'--coordinator={address}',
+      '--num_processes=2', f'--process_id={rank}']) for rank in (0, 1)], 2)
+  for _, err in results:
+    line, = [x for x in err.splitlines() if x.startswith('jaxpost: ')]
+    assert 'config.seed: 0 on process 0 and 1 on process 1' in line
+    assert 'Traceback' not in err
+  assert not (folder / 'refused').exists()
+
+
+def test_a_signal_to_one_process_stops_all_at_one_step(folder):
+  import tiny
+  file = tiny.config_file(folder / 'long.py', config(
+      folder, 'sft', train=dict(steps=5000), save=dict(every=0),
+      eval=dict(data=dict(path=''))))
+  work = folder / 'stopped'
+  run = launch(folder, 'launch.local', [
+      '--processes=2', '--', f'--config={file}', f'--workdir={work}'])
+  try:
+    deadline, seen = time.monotonic() + LIMIT, work / 'metrics.jsonl'
+    while not seen.exists() or seen.read_text().count('\n') < 3:
+      assert run.poll() is None and time.monotonic() < deadline
+      time.sleep(0.1)
+    children = pathlib.Path(f'/proc/{run.pid}/task/{run.pid}/children')
+    os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
+    out, err = run.communicate(timeout=LIMIT)
+  finally:
+    run.send_signal(signal.SIGTERM)
+    run.kill()
+  assert run.returncode == 42, err
+  steps = finished_steps(work / 'checkpoints' / 'sft')
+  assert len(steps) == 1 and 3 <= steps[0] < 5000
+  for rank in (0, 1):
+    assert f'[{rank}] jaxpost: sft: told to stop, saved at step' in err
+  assert rows(work, '.', '.')[-1]['step'] == steps[0]
+  assert '[0] sft 1/5000' in out and '[1] sft' not in out
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])
