@@ -194,9 +194,14 @@ def make_trainable(kit: Kit, role: str, model, params):
   p, config, o = kit.prepared, kit.config, kit.config.optim
   rl, objective = config.rl, kit.objectives[role]
   updates = rl.epochs * rl.minibatches if p.algorithm.on_policy else 1
-  lr = config.critic.lr if role == 'critic' and config.critic.lr else o.lr
+  steps, lr = config.train.steps, o.lr
+  if role == 'critic':
+    lr = config.critic.lr or lr
+  elif 'critic' in kit.objectives:
+    steps -= config.critic.warmup_steps
   schedule = optim.make_schedule(
-      o.schedule, lr, config.train.steps * updates, o.warmup_steps, o.end_lr)
+      o.schedule, lr, steps * updates, o.warmup_steps * updates,
+      o.end_lr)
   optimizer = optim.make_optimizer(
       o.name, schedule,
       dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
@@ -210,8 +215,9 @@ def make_trainable(kit: Kit, role: str, model, params):
       temperature=objective.temperature)
   state = programs.make_state(params, optimizer, shardings, kit.ledger)
   if role == 'critic':
-    return Trainable(model, state, kit.train, kit.shape[1], update, read)
-  return Policy(model, state, kit.train, kit.shape[1], update, read,
+    return Trainable(
+        model, state, kit.train, kit.shape[1], update, read, objective)
+  return Policy(model, state, kit.train, kit.shape[1], update, read, objective,
                 export_fn=functools.partial(export, p))
 
 

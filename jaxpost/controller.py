@@ -121,6 +121,9 @@ class Controller:
       arrays |= {k: unpack(x) for k, x in found.items()}
     with self.chrono('reward'):
       rewards, baseline = graded.rewards(arrays.pop('reward_model', None))
+      if self.config.rl.dynamic_sampling:  # what only filled up the step
+        mixed = np.repeat(graded.kept_mixed(), graded.group_size)
+        mask = mask * mixed[:, None]
     return Experience(rollout, rewards, mask, arrays, baseline, self.step,
                       self.memory)
 

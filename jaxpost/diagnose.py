@@ -23,15 +23,28 @@ def merge_metrics(done: list) -> dict:
           for k, v in columns.items()}
 
 
-def diagnosis(item, done: list) -> str:
-  """Where numbers that are not finite come from: arrays and metrics."""
+def diagnosis(item, done: list, roles) -> str:
+  """What is not finite: metrics of the updates, and terms with their rows."""
   found = []
   for (role, batch), (_, metrics) in zip(item.updates, done):
-    for name, value in batch.arrays.items():
-      rows = ~np.isfinite(to_host(value)).all(
-          axis=tuple(range(2, value.ndim)))
-      if rows.any():
-        found.append(f'{name} in rows {np.flatnonzero(rows.reshape(-1))[:8]}')
     bad = [k for k, v in to_host(metrics).items() if not np.isfinite(v)]
     found += [f'{role} {k}' for k in bad]
+    if bad:
+      found += _terms(roles.trainable[role], batch)
   return '; not finite: ' + ', '.join(dict.fromkeys(found)) if found else ''
+
+
+def _terms(role, batch) -> list[str]:
+  """The inputs, outputs and terms of a loss [M, B, T] that are at fault."""
+  outputs, objective = role.score(batch), role.objective
+  terms = {k: v for k, v in vars(outputs).items() if v is not None}
+  if not objective.coupled and not objective.divergence:
+    loss, metrics = objective.fn(outputs, batch.arrays)
+    terms |= {'loss': loss} | metrics
+  counts, found = to_host(batch.loss_weights) != 0, []
+  for name, value in {**terms, **batch.arrays}.items():
+    wrong = ~np.isfinite(to_host(value)) & (counts | (name in batch.arrays))
+    rows = np.flatnonzero(wrong.any(axis=2))
+    if rows.size:
+      found.append(f'{name} in rows {", ".join(map(str, rows[:8]))}')
+  return found

@@ -122,9 +122,12 @@ class Grading:
 
   def mixed(self) -> np.ndarray:
     """[groups of all rounds] bool: their valid rewards are not all equal."""
+    return np.concatenate([_mixed(p.table) for p in self.parts])
+
+  def kept_mixed(self) -> np.ndarray:
+    """Likewise, of the groups that were kept."""
     return np.concatenate([
-        ~advantages.uniform(p.table, np.isfinite(p.table))
-        & (np.isfinite(p.table).sum(axis=1) > 1) for p in self.parts])
+        _mixed(p.table)[i] for p, i in zip(self.parts, self._picked())])
 
   def rewards(self, model_scores=None):
     """([N] float64, [groups] of the greedy answers or None).
@@ -207,8 +210,8 @@ def join(first: Grading, more: Grading) -> Grading:
 def keep_mixed(grading: Grading, wanted: int) -> Grading:
   """The first `wanted` groups that differ in reward.
 
-  Where they are too few, groups that teach nothing fill up: a step has one
-  shape, and they weigh nothing (their advantage is 0).
+  Where they are too few, others fill up, as a step has one shape; the
+  controller takes them out of the mask.
   """
   mixed = grading.mixed()
   order = np.concatenate([np.flatnonzero(mixed), np.flatnonzero(~mixed)])
@@ -240,6 +243,11 @@ def model_values(rollout: Rollout, roles: Roles, *, at_once: int,
     found.append(experience.from_rows(
         part, to_host(values), rows[1], rows[0]))
   return np.concatenate(found)
+
+
+def _mixed(table) -> np.ndarray:
+  valid = np.isfinite(table)
+  return ~advantages.uniform(table, valid) & (valid.sum(axis=1) > 1)
 
 
 def _table(graded) -> np.ndarray:

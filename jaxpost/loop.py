@@ -137,7 +137,8 @@ class _Progress:
     (step, done, item, times), self.pending = self.pending, None
     row = merge_metrics([(role, to_host(found)) for role, found in done])
     skipped = row.pop('skipped_updates')
-    self.skipped = self.skipped + 1 if skipped else 0
+    # A good step makes up for a tenth of a bad one.
+    self.skipped = self.skipped + 1 if skipped else max(0, self.skipped - 0.1)
     tokens = item.info['tokens']
     row |= item.info | times
     row['skipped_updates'] = int(skipped)
@@ -152,10 +153,10 @@ class _Progress:
       self.samples(step, 'train', item.samples())
     if self.skipped >= stage.max_skipped:
       raise FloatingPointError(
-          f'{stage.name}: the gradient was not finite for {self.skipped} '
-          f'steps up to {step}; lower config.optim.lr or inspect the data of '
-          'those steps (config.optim.max_skipped sets the limit)'
-          f'{diagnosis(item, done)}')
+          f'{stage.name}: loss or gradient was not finite in about '
+          f'{self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
+          'inspect the data of those steps (config.optim.max_skipped sets the '
+          f'limit){diagnosis(item, done, stage.roles)}')
 
   def evaluate(self, step: int):
     if self.stage.evaluate is None:

@@ -172,10 +172,10 @@ class Watch:
 
   def check(self, stage: str, step: int, row: Mapping[str, Any]) -> list[str]:
     """Texts of the warnings that this row is the first to cause."""
-    entropy, length, clipped, flat, mismatch = (
+    entropy, length, clipped, flat, mismatch, empty = (
       math.nan if row.get(k) is None else row[k] for k in (
         'entropy', 'completions/mean_length', 'completions/clipped_ratio',
-        'frac_reward_zero_std', 'sampler_mismatch'))
+        'frac_reward_zero_std', 'sampler_mismatch', 'empty_updates'))
     explore = self._level(stage, 'entropy', entropy)
     short = self._level(stage, 'length', length)
     bad = [k for k in nonfinite(row) if k in ('loss', 'grad_norm')]
@@ -193,6 +193,8 @@ class Watch:
        f'{short:.0f} to {length:.0f} tokens: does the reward pay for length?'),
       ('flat', flat > 0.9, PATIENCE, f'{flat:.0%} of groups have equal rewards '
        'and teach nothing: other prompts, larger groups or a finer reward'),
+      ('empty', empty > 0, PATIENCE, 'no token was trained in these steps: all '
+       'is masked; does the reward return None, do all groups agree?'),
       ('mismatch', mismatch > 1.05, 1, f'sampler_mismatch {mismatch:.3f}: '
        'sampler and trainer disagree on log-probs; check dtypes, temperature'),
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpost.models.model import Model
 from jaxpost.programs.compile import Program
+from jaxpost.programs.train import Objective
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch, Outputs, Prompt, Rollout, TrainState
 
@@ -23,7 +24,8 @@ if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
 class Trainable:
   """A model in training: a policy, a critic or a reward model.
 
-  frozen: what its objective reads besides the batch (teachers' heads).
+  objective: what `update` minimises; a diagnosis reads it.
+  frozen: what it reads besides the batch (teachers' heads).
   """
 
   model: Model
@@ -32,6 +34,7 @@ class Trainable:
   micro_batch_size: int  # rows at a time; 0: all
   update_program: Program
   score_program: Program
+  objective: Objective | None = None
   frozen: dict = dataclasses.field(default_factory=dict)
 
   @property

@@ -57,7 +57,8 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True)
 class TrainSection:
-  steps: int = _f(100, 'updates of this stage', lo=1)
+  steps: int = _f(100, 'of this stage; on-policy a step is rl.epochs x '
+                  'rl.minibatches updates', lo=1)
   batch_size: int = _f(8, 'rows of an update (SFT)', lo=1)
   row_length: int = _f(0, 'tokens of a row; 0: 512 for data, the longest '
                        'prompt and completion for rollouts', lo=0, auto=0)
@@ -110,20 +111,22 @@ class RlSection:
                       'or the raw reward', choices=('zero', 'raw'))
   loss: str = _f('', 'surrogate', auto='clip', choices=(
       '', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce'))
-  clip_low: float = _f(0.0, 'ratio clipped at 1 - clip_low', lo=0.0,
+  clip_low: float = _f(-1.0, 'ratio clipped at 1 - clip_low', lo=-1.0,
                        auto=0.2)
-  clip_high: float = _f(0.0, 'ratio clipped at 1 + clip_high', lo=0.0,
+  clip_high: float = _f(-1.0, 'ratio clipped at 1 + clip_high', lo=-1.0,
                         auto=0.2)
   dual_clip: float = _f(0.0, 'bound c of the loss where the advantage is '
-                        'negative; 0 is off', lo=0.0)
+                        'negative, above 1; 0 is off', lo=0.0)
   tau_pos: float = _f(1.0, 'SAPO', lo=1e-6)
   tau_neg: float = _f(1.05, 'SAPO', lo=1e-6)
   aggregate: str = _f('', 'loss of the batch: mean over tokens, over '
                       'sequences, or by constant length', auto='token',
                       choices=('', 'token', 'sequence', 'constant'))
   kl_coef: float = _f(0.0, 'weight of the KL to the reference', lo=0.0)
-  kl_estimator: str = _f('', 'of that KL', auto='k3',
-                         choices=('', 'k1', 'k2', 'k3', 'k3+'))
+  kl_estimator: str = _f('', 'of that KL; in a loss k1 has no gradient on '
+                         'average; k1+, k3+: that value, the gradient of k2',
+                         auto='k3', choices=('', 'k1', 'k2', 'k3', 'k1+',
+                                             'k3+'))
   kl_in: str = _f('', 'where it counts', auto='loss',
                   choices=('', 'loss', 'reward'))
   kl_target: float = _f(0.0, 'KL that an adaptive kl_coef (in the reward) '
@@ -150,7 +153,8 @@ class RlSection:
   token_high: float = _f(5.0, 'likewise', lo=0.0)
   sequence_low: float = _f(0.99, 'geometric mean, of sequence_mask', lo=0.0)
   sequence_high: float = _f(1.01, 'likewise', lo=0.0)
-  opsm_threshold: float = _f(0.02, 'mean KL of a sequence', lo=0.0)
+  opsm_threshold: float = _f(
+      0.02, 'mean of log sampler / policy over a sequence, of opsm', lo=0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,8 +84,9 @@ CASES = {
     'rft': online('rft'), 'online_dpo': online('online_dpo'),
     'dpo': pairs('dpo'), 'orpo': pairs('orpo'), 'cpo': pairs('cpo'),
     'simpo': pairs('simpo', preference=dict(beta=2.0, nll_coef=0.5)),
+    # At equal weights it rather lowers bad answers and all others with them.
     'kto': pairs(
-        'kto', data=dict(path=SUMS.format('_labels', 'train') + ',size=4000'),
+        'kto', lr=5e-4, preference=dict(undesirable_weight=0.2), data=dict(path=SUMS.format('_labels', 'train') + ',size=4000'),
         eval=dict(data=dict(path=SUMS.format('_labels', 'test') + ',size=64'))),
     'reward_model': pairs('reward_model', lr=1e-3),
     'distill': Case(base(

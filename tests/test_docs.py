@@ -56,6 +56,26 @@ def test_what_a_page_names_is_there(page):
   assert len(text.splitlines()) <= LONGEST.get(page.name, 10_000)
 
 
+@pytest.mark.parametrize(
+  'page', [CLONE / 'README.md', *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+  for target in re.findall(r'\]\(([^)#]+)', page.read_text('utf-8')):
+    if '://' not in target:
+      assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize('heading', ['jaxpost', 'configs', 'launch'])
+def test_map_names_every_file(heading):
+  """The README's map has each program of a folder, and no other."""
+  text = (CLONE / 'README.md').read_text('utf-8')
+  block = re.search(rf'\n{heading}/\n(.*?)\n(?=\S)', text, re.S)[1]
+  named = re.findall(r'^ +([\w.]+)(?:  |$)', block, re.M)
+  files = [f.name for f in (CLONE / heading).rglob('*')
+           if f.suffix in ('.py', '.sh', '.yaml')]
+  known = lambda names: sorted(n for n in names if n != '__init__.py')
+  assert known(named) == known(files) and len(files) > 5
+
+
 @pytest.fixture
 def my_reward(tmp_path):
   """my_reward.py as docs/your_reward.md prints it."""

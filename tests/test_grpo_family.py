@@ -146,6 +146,25 @@ CHANGES = {
                                    sequence_low=0.1)),
     'opsm_threshold': (1e-4, dict(importance=('opsm',), opsm_threshold=9.0)),
 }
+# A field is refused where nothing reads it.
+UNREAD = [field for field, (_, also) in CHANGES.items() if also]
+
+
+@pytest.mark.parametrize('field', UNREAD)
+def test_fields_are_read_or_refused(field):
+  value, also = CHANGES[field]
+  grpo.check(config_of('grpo', rl={'kl_coef': 0.1, **also, field: value}))
+  if field not in also:
+    with pytest.raises(InputError, match=field):
+      grpo.check(config_of('grpo', rl={field: value}))
+
+
+def test_zero_is_a_choice_of_its_own():
+  """A clip range of 0 does not turn into the method's own."""
+  assert config_of('gspo', rl=dict(clip_low=0.0)).rl.clip_low == 0
+  assert config_of('gspo').rl.clip_low == 3e-4
+
+
 # Of the controller and of other algorithms, which have tests of their own.
 ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'lam'}
 
@@ -242,7 +261,18 @@ BAD = {
                           'needs a kl_coef'),
     'gradient in the reward': (
         dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1 or k3'),
-    'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated')}
+    'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
+    'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))),
+                   'would each multiply'),
+    'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0,
+                                token_high=2.0)), 'nothing is kept'),
+    'dual clip': (dict(rl=dict(dual_clip=0.5)), 'must be above 1'),
+    'clip': (dict(rl=dict(clip_low=-0.5)), 'must not be below 0'),
+    'unread gamma': (dict(rl=dict(gamma=0.9)), 'gamma: advantage=.group.'),
+    'unread tau': (dict(rl=dict(tau_pos=2.0)), 'tau_pos: .* would ignore it'),
+    'unread cap': (dict(rl=dict(importance_cap=3.0)), 'importance_cap: '),
+    'unread lam': (dict(rl=dict(lam=0.5)), 'lam: '),
+    'unread threshold': (dict(rl=dict(opsm_threshold=0.5)), 'opsm_thresh')}
 
 
 @pytest.mark.parametrize('case', BAD)
@@ -354,6 +384,30 @@ def test_dynamic_sampling_says_when_it_cannot(model, tmp_path, caplog):
   assert row['dynamic_sampling/missing'] == 4
   assert '0 of 4 groups differ in reward after 3 rounds' in caplog.text
   assert row['grad_norm'] == 0
+
+
+def test_groups_that_only_fill_up_are_not_trained(model):
+  """One of four groups differs in reward: its four sequences have weights."""
+  seen = []
+
+  def one_group(completions, **columns):
+    del columns
+    seen.append(len(completions))
+    return [float(i if len(seen) == 1 else 1) for i in range(len(completions))]
+
+  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(
+      model, reward=one_group, rl=dict(dynamic_sampling=1, kl_coef=0.1)))
+  try:
+    item = next(stream)
+  finally:
+    stream.close()
+  batch = item.updates[0][1]
+  weights, ids = np.asarray(batch.loss_weights), np.asarray(batch.sequence_ids)
+  rows = np.indices(ids.shape)[:2]
+  trained = {tuple(x) for x in np.stack([*rows, ids], -1)[weights > 0].tolist()}
+  assert item.info['dynamic_sampling/missing'] == 3 and len(trained) == 4
+  assert weights.sum() == pytest.approx(1)
+  assert float(policy.update(batch)['ratio']) == pytest.approx(1, abs=1e-5)
 
 
 def test_keep_mixed_takes_the_first_that_differ():

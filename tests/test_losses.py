@@ -155,21 +155,28 @@ def test_k3_in_the_loss():
         golden['metrics']['kl'])
 
 
-@pytest.mark.parametrize('case, method, options, ratio', [
-    ('verl/ppo_tis_cap2', 'token_truncated', dict(cap=2.0), OLD),
-    ('trl/grpo_dapo_tis_cap3', 'token_truncated', dict(cap=3.0), OLD),
-    ('trl/grpo_dapo_opsm0.02', 'opsm', dict(opsm_threshold=0.02), NEW),
-])
-def test_surrogate_with_correction(case, method, options, ratio):
-  """OPSM compares the policy being trained with the sampler."""
-  sampler = INPUTS['roll'] if method != 'opsm' else OLD
+@pytest.mark.parametrize('case, cap', [
+    ('verl/ppo_tis_cap2', 2.0), ('trl/grpo_dapo_tis_cap3', 3.0)])
+def test_surrogate_with_correction(case, cap):
   weights = importance.correction(
-      (method,), ratio - sampler, MASK,
-      importance.CorrectionOptions(**options), GAINS)
+      ('token_truncated',), OLD - INPUTS['roll'], MASK,
+      importance.CorrectionOptions(cap=cap))
   value, gradient, *_ = run(
       'clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=weights)
   close(value, CASES[case]['loss'])
   close(gradient, CASES[case]['grad'])
+
+
+def test_off_policy_sequence_masking():
+  """It compares the sampler with the policy being trained."""
+  kept = policy_gradient.off_policy_kept(
+      NEW, OLD, GAINS, 0.02, lambda x: np.sum(
+          x * MASK, 1, keepdims=True) / MASK.sum(1, keepdims=True) + 0 * x)
+  assert 0 < np.sum(kept * MASK) < MASK.sum()
+  value, gradient, *_ = run(
+      'clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept)
+  close(value, CASES['trl/grpo_dapo_opsm0.02']['loss'])
+  close(gradient, CASES['trl/grpo_dapo_opsm0.02']['grad'])
 
 
 def test_dual_clip():

@@ -179,11 +179,11 @@ def test_shapes_that_would_broadcast_are_refused():
 # --------------------------------------------------------------- importance
 
 
-def weights(*names, ratio=None, mask=None, gains=None, **options):
+def weights(*names, ratio=None, mask=None, **options):
   ratio = np.exp(OLD - SAMPLER) if ratio is None else np.array(ratio)
   return importance.correction(
       names, np.log(ratio), MASK if mask is None else np.array(mask),
-      importance.CorrectionOptions(**options), gains)
+      importance.CorrectionOptions(**options))
 
 
 def test_token_truncated():
@@ -210,22 +210,13 @@ def test_methods_by_hand():
         [[0] * 4, [1.01, 1, 1, 0]])
 
 
-def test_opsm():
-  ratio = [[0.9, 0.9], [0.9, 0.9], [1.0, 1.0], [1.1, 1.1]]
-  gains = np.array([[-1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]])
-  close(weights('opsm', ratio=ratio, mask=np.ones((4, 2)), gains=gains),
-        [[0, 0], [1, 1], [1, 1], [1, 1]])
-  with pytest.raises(ValueError, match='no advantages'):
-    weights('opsm')
-
-
 @pytest.mark.parametrize('name', importance.METHODS)
 def test_weights_are_bounded_and_masked(name):
   """Whatever the ratio, and with garbage where the mask is 0."""
   log_ratio = np.array([[1e4, -1e4, np.nan], [np.nan] * 3, [0, 0, np.inf]])
   ours = importance.correction(
       (name,), log_ratio, [[1, 1, 0], [0, 0, 0], [1, 1, 0]],
-      importance.CorrectionOptions(), np.zeros((3, 3)))
+      importance.CorrectionOptions())
   assert np.isfinite(ours).all() and ours.max() <= 2
   assert not ours[1].any() and not ours[:, 2].any()
   np.testing.assert_array_equal(ours[2], [1, 1, 0])

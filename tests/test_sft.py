@@ -130,10 +130,12 @@ def test_cross_entropy_of_torch():
 
 def test_neftune_draws_anew_each_step_and_fits_the_document(case):
   model, _, batch = case
-  first = programs.neftune(batch, 0, 32, 5.0)
-  again = programs.neftune(batch, 0, 32, 5.0)
-  later = programs.neftune(batch, 1, 32, 5.0)
+  first = programs.neftune(batch, 0, 32, 5.0, 0)
+  again = programs.neftune(batch, 0, 32, 5.0, 0)
+  later = programs.neftune(batch, 1, 32, 5.0, 0)
+  other = programs.neftune(batch, 0, 32, 5.0, 1)
   np.testing.assert_array_equal(first, again)
+  assert tiny.largest(first - other) > 0.1
   assert tiny.largest(first - later) > 0.1
   np.testing.assert_array_equal(first[3, 10:], 0)  # padding
   for rows, length in ((first[:3, :8], 8), (first[:3, 8:], 4)):

@@ -129,6 +129,15 @@ def expect(metrics: dict, limits: dict, why: str):
           f'{why}')
 
 
+def refuse_unread(block, read, by: str, section='rl'):
+  """InputError for a field of config.SECTION that is set and not in `read`."""
+  for field in dataclasses.fields(block):
+    refuse(field.name not in read and vars(block)[field.name] not in (
+        field.default, field.metadata['auto']),
+           f'config.{section}.{field.name}: {by} would ignore it; leave it '
+           f'{field.default!r}')
+
+
 def refuse(wrong: bool, text: str):
   """InputError(text) if `wrong`."""
   if wrong:

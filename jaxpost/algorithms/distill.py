@@ -16,7 +16,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse
+from jaxpost.algorithms.base import (
+    Algorithm, Precompute, expect, refuse, refuse_unread)
 from jaxpost.algorithms.sft import render_text
 from jaxpost.losses import divergences
 from jaxpost.programs.train import Objective
@@ -156,8 +157,7 @@ def check_on_policy(config):
   refuse(d.on_policy == 1.0 and d.nll_coef > 0,
          'config.distill.nll_coef: is for completions of the data, and '
          'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0')
-  refuse(config.rl.kl_coef > 0, 'config.rl.kl_coef: gkd reads no reference, '
-         'its teachers hold the student; set it to 0')
+  refuse_unread(config.rl, ('aggregate', 'epochs', 'minibatches'), 'gkd')
 
 
 def check_first_step(metrics, config):

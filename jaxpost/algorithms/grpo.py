@@ -9,16 +9,42 @@ at the end differ in what they choose.
 import jax
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, expect, refuse
+from jaxpost.algorithms.base import Algorithm, expect, refuse, refuse_unread
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
 from jaxpost.programs.train import Objective
 from jaxpost.types import Credit, Experience
 
 
+_COMPARING = 'group', 'leave_one_out', 'reinforce_pp_baseline'
+# Fields of `config.rl` that only some choices read; the rest always count.
+_READ_WITH = {
+    'std_eps': lambda rl: rl.advantage == 'group' and (
+        rl.scale_rewards != 'none'),
+    'singleton': lambda rl: rl.advantage in _COMPARING,
+    'dual_clip': lambda rl: rl.loss == 'clip',
+    'tau_pos': lambda rl: rl.loss == 'sapo',
+    'tau_neg': lambda rl: rl.loss == 'sapo',
+    'kl_target': lambda rl: rl.kl_coef > 0 and rl.kl_in == 'reward',
+    'kl_horizon': lambda rl: rl.kl_target > 0,
+    'gamma': lambda rl: rl.advantage in ('reinforce_pp', 'remax', 'gae'),
+    'lam': lambda rl: rl.advantage == 'gae',
+    'keep_reward': lambda rl: False,
+    'importance_cap': lambda rl: bool({
+        'token_truncated', 'sequence_truncated'} & set(rl.importance)),
+    'token_low': lambda rl: bool({'icepop', 'token_mask'} & set(
+        rl.importance)),
+    'sequence_low': lambda rl: 'sequence_mask' in rl.importance,
+    'opsm_threshold': lambda rl: 'opsm' in rl.importance,
+}
+_READ_WITH |= {'token_high': _READ_WITH['token_low'],
+               'sequence_high': _READ_WITH['sequence_low']}
+
+
 def objective(config) -> Objective:
   """The surrogate of `config.rl.loss`, KL and entropy terms."""
   rl = config.rl
-  coupled = rl.loss in policy_gradient.SEQUENCE_LOSSES
+  masked = 'opsm' in rl.importance
+  coupled = masked or rl.loss in policy_gradient.SEQUENCE_LOSSES
   options = policy_gradient.SurrogateOptions(
       rl.clip_low, rl.clip_high, rl.dual_clip, rl.tau_pos, rl.tau_neg)
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
@@ -29,6 +55,12 @@ def objective(config) -> Objective:
     old = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     loss, metrics = policy_gradient.LOSSES[rl.loss](
         logp, old, arrays['advantages'], options, sequence_mean)
+    if masked:
+      kept = policy_gradient.off_policy_kept(
+          logp, arrays['behaviour_logprobs'], arrays['advantages'],
+          rl.opsm_threshold, sequence_mean)
+      loss *= kept
+      metrics['off_policy_kept'] = kept
     if 'importance_weights' in arrays:
       loss *= arrays['importance_weights']
       metrics['importance_weight'] = arrays['importance_weights']
@@ -52,15 +84,21 @@ def objective(config) -> Objective:
       over_sequences if coupled else surrogate, coupled=coupled,
       token_means=True,
       reads=('entropy',), learns=('entropy',) if rl.entropy_coef else (),
-      arrays=('advantages', 'sampler_logprobs', *_scores_in_loss(config), *(
-          ['importance_weights'] if rl.importance else [])),
+      arrays=('advantages', 'sampler_logprobs', *_scores_in_loss(config),
+              *('behaviour_logprobs',) * masked,
+              *('importance_weights',) * bool(_corrections(rl))),
       temperature=config.rollout.temperature)
+
+
+def _corrections(rl) -> tuple:
+  """Those of `rl.importance` that are known before the update."""
+  return tuple(name for name in rl.importance if name != 'opsm')
 
 
 def _scores_in_loss(config) -> tuple:
   """Log-probs of other models that the surrogate compares with."""
   rl = config.rl
-  old = rl.epochs * rl.minibatches > 1 or bool(rl.importance)
+  old = rl.epochs * rl.minibatches > 1 or bool(_corrections(rl))
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
   return ('old_logprobs',) * old + ('ref_logprobs',) * kl
 
@@ -136,7 +174,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
   if rl.advantage == 'remax':
     greedy = np.repeat(np.nan_to_num(experience.baseline),
                        len(valid) // experience.groups)
-    return advantages.remax(per_token, mask, greedy)
+    return advantages.remax(per_token, mask, greedy, rl.gamma)
   grouped = valid.reshape(shape)
   # A penalty in the reward counts for the whole sequence here.
   rewards = (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)
@@ -165,12 +203,14 @@ def finish(experience, values, mask, metrics, memory, config) -> Credit:
     metrics |= {'advantages/mean': float(out['advantages'][counted].mean()),
                 'advantages/max': float(out['advantages'][counted].max()),
                 'advantages/min': float(out['advantages'][counted].min())}
-  if rl.importance:
+  if 'opsm' in rl.importance:
+    out['behaviour_logprobs'] = arrays['behaviour_logprobs']
+  if names := _corrections(rl):
     old, sampler = arrays['old_logprobs'], arrays['behaviour_logprobs']
     out['importance_weights'] = importance.correction(
-        rl.importance, old - sampler, counted, importance.CorrectionOptions(
+        names, old - sampler, counted, importance.CorrectionOptions(
             rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low,
-            rl.sequence_high, rl.opsm_threshold), out['advantages'])
+            rl.sequence_high))
     metrics |= importance.off_policy_metrics(old, sampler, counted)
   return Credit(out, mask, metrics, memory)
 
@@ -178,8 +218,7 @@ def finish(experience, values, mask, metrics, memory, config) -> Credit:
 def check(config):
   """InputError for combinations that cannot work."""
   rl, size = config.rl, config.rollout.group_size
-  refuse(size < 2 and rl.advantage in (
-      'group', 'leave_one_out', 'reinforce_pp_baseline'),
+  refuse(size < 2 and rl.advantage in _COMPARING,
          'config.rollout.group_size: 1 sample has nothing to be compared '
          f'with, and rl.advantage={rl.advantage!r} compares; use at least 2')
   refuse(rl.advantage in ('gae', 'best_of_n'),
@@ -194,17 +233,37 @@ def check_terms(config):
   refuse(rl.kl_in == 'loss' and rl.kl_target > 0,
          'config.rl.kl_target: only a KL in the reward adapts; set '
          'config.rl.kl_in=reward')
-  refuse(rl.kl_in == 'reward' and rl.kl_estimator.endswith('+'),
-         'config.rl.kl_estimator: k3+ has a gradient of its own, which a '
-         'reward has not; use k1 or k3')
-  unknown = set(rl.importance) - set(importance.METHODS)
-  refuse(bool(unknown), f'config.rl.importance: {sorted(unknown)} not known; '
-         f'known: {", ".join(importance.METHODS)}')
   refuse(rl.kl_target > 0 and not rl.kl_coef,
          'config.rl.kl_target: needs a kl_coef to start from')
+  refuse(rl.kl_in == 'reward' and rl.kl_estimator.endswith('+'),
+         f'config.rl.kl_estimator: {rl.kl_estimator} has a gradient of its '
+         'own, which a reward has not; use k1 or k3')
+  refuse(min(rl.clip_low, rl.clip_high) < 0,
+         'config.rl.clip_low, clip_high: must not be below 0')
+  refuse(0 < rl.dual_clip <= 1,
+         f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
+  _check_importance(rl)
   refuse(rl.dynamic_sampling > 0 and size < 2,
          'config.rl.dynamic_sampling: one sample never differs; set it to 0 '
          'or config.rollout.group_size to at least 2')
+  refuse_unread(rl, [name for name in vars(rl) if name not in _READ_WITH
+                     or _READ_WITH[name](rl)],
+                f'advantage={rl.advantage!r}, loss={rl.loss!r}, '
+                f'importance={rl.importance!r}')
+
+
+def _check_importance(rl):
+  known = *importance.METHODS, 'opsm'
+  unknown = set(rl.importance) - set(known)
+  refuse(bool(unknown), f'config.rl.importance: {sorted(unknown)} not known; '
+         f'known: {", ".join(known)}')
+  ratios = [name for name in rl.importance if name in importance.WEIGHTS]
+  refuse(len(ratios) > 1, f'config.rl.importance: {" and ".join(ratios)} '
+         'would each multiply by the ratio; keep one, and masks beside it')
+  for kind in 'token', 'sequence':
+    low, high = vars(rl)[f'{kind}_low'], vars(rl)[f'{kind}_high']
+    refuse(low > high, f'config.rl.{kind}_low: {low} is above {kind}_high='
+           f'{high}, so nothing is kept; swap them')
 
 
 def check_first_step(metrics, config):
@@ -220,11 +279,12 @@ def check_first_step(metrics, config):
   # With several updates the old log-probs come from another program, which
   # rounds bfloat16 elsewhere; with one they are the update's own.
   same = exact or 'old_logprobs' not in _scores_in_loss(config)
+  rare = 0.0 if same else 1e-2  # share of tokens
   expect(metrics, {
       'ratio': (1.0, 1e-4 if same else 1e-2),
-      'clip_ratio/low_mean': (0.0, 0.0 if rl.clip_low > 0.02 else 1.0),
-      'clip_ratio/high_mean': (0.0, 0.0 if rl.clip_high > 0.02 else 1.0),
-      'kl': (0.0, 1e-8 if exact else 1e-4),
+      'clip_ratio/low_mean': (0.0, rare if rl.clip_low > 0.02 else 1.0),
+      'clip_ratio/high_mean': (0.0, rare if rl.clip_high > 0.02 else 1.0),
+      'kl': (0.0, 1e-8 if exact else 1e-3),
       'sampler_mismatch': (1.0, 1e-4 if exact else 0.02)},
          'sampler, reference and trainer do not compute the same model')
 

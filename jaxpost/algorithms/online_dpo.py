@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from jaxpost.algorithms import preference
-from jaxpost.algorithms.base import refuse
+from jaxpost.algorithms.base import refuse, refuse_unread
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
 from jaxpost.types import Batch, Credit, Experience
@@ -129,9 +129,9 @@ def check(config):
          'samples are not known before they are drawn; set it to False')
   refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; '
          'use rl.epochs, or fewer rollout.prompts')
-  for field in ('kl_coef', 'entropy_coef', 'importance'):
-    refuse(bool(vars(rl)[field]), f'config.rl.{field}: online_dpo would '
-           'ignore it: preference.beta ties the policy to its reference')
+  refuse_unread(rl, ('epochs', 'minibatches', 'dynamic_sampling',
+                     'mask_truncated'),
+                'online_dpo (preference.beta holds the policy)')
 
 
 ONLINE_DPO = ALGORITHM = preference.method(

@@ -99,8 +99,6 @@ def check(config):
   refuse(rl.scale_rewards != 'none',
          'config.rl.scale_rewards: ppo whitens advantages over the batch '
          'instead; leave it empty')
-  refuse(rl.singleton != 'zero',
-         'config.rl.singleton: ppo compares no groups; leave it')
   for name in ('path', 'lr', 'warmup_steps'):
     refuse(c.shared and bool(vars(c)[name]),
            f'config.critic.{name}: a shared critic has no weights and no '

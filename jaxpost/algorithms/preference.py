@@ -16,19 +16,18 @@ from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse
 from jaxpost.data import preferences as data
 from jaxpost.errors import InputError
 from jaxpost.losses import preferences, reduce
-from jaxpost.losses.preferences import LOSSES, REFERENCE_FREE
+from jaxpost.losses.preferences import (
+    LOSSES, REFERENCE_FREE, WITH_F_DIVERGENCE)
 from jaxpost.programs.train import Objective
 
 # Fields of config.preference and the losses that read them; a field that
 # none of the losses of a run reads must stay as it is.
 _SMOOTHED = ('sigmoid', 'robust', 'exo_pair', 'aot', 'aot_unpaired',
              'sigmoid_norm', 'cpo', 'simpo')
-_DIVERGING = tuple(name for name in LOSSES if name not in (
-    *REFERENCE_FREE, 'aot', 'aot_unpaired'))
 _READERS = {
     'label_smoothing': (0.0, _SMOOTHED),
     'gamma': (0.5, ('simpo',)),
-    'f_divergence': ('reverse_kl', _DIVERGING),
+    'f_divergence': ('reverse_kl', WITH_F_DIVERGENCE),
     'ipo_average': (True, ('ipo',)),
     'desirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
     'undesirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
@@ -158,6 +157,10 @@ def check(config):
   refuse('exo_pair' in p.losses and not p.label_smoothing,
          "config.preference.label_smoothing: is 0, and 'exo_pair' needs a "
          'number above it, such as 0.001')
+  plain = set(p.losses) - set(WITH_F_DIVERGENCE) - set(REFERENCE_FREE)
+  refuse(p.f_divergence != 'reverse_kl' and bool(plain),
+         f'config.preference.f_divergence: {", ".join(sorted(plain))} hold to '
+         'reverse_kl; leave it, or drop them')
   refuse(p.precompute_ref and not reads_reference(config),
          'config.preference.precompute_ref: nothing reads a reference in '
          f'{", ".join(p.losses)}; set it to False')

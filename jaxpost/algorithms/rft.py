@@ -8,19 +8,15 @@ reaches `config.rl.keep_reward`. Each step samples from the policy as it is,
 so that steps are the iterations of expert iteration.
 """
 
-import dataclasses
-
 import numpy as np
 
 from jaxpost.algorithms import grpo, sft
-from jaxpost.algorithms.base import Algorithm, refuse
+from jaxpost.algorithms.base import Algorithm, refuse, refuse_unread
 from jaxpost.losses import advantages
 from jaxpost.types import Credit, Experience
 
-
-# Fields of `config.rl` that would do nothing here.
-_UNUSED = ('loss', 'clip_low', 'clip_high', 'dual_clip', 'kl_coef',
-           'kl_target', 'entropy_coef', 'importance', 'scale_rewards')
+_READ = ('advantage', 'aggregate', 'keep_reward', 'mask_truncated',
+         'dynamic_sampling', 'epochs', 'minibatches')
 
 
 def credit(experience: Experience, config) -> Credit:
@@ -46,11 +42,7 @@ def check(config):
   refuse(rl.advantage != 'best_of_n',
          f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
          'each group; leave it empty, or use the algorithm grpo')
-  for field in dataclasses.fields(rl):
-    refuse(field.name in _UNUSED and vars(rl)[field.name] not in (
-        field.default, field.metadata['auto']),
-           f'config.rl.{field.name}: rft trains by cross entropy, which has '
-           'no such term; unset it, or use the algorithm grpo')
+  refuse_unread(rl, _READ, 'the cross entropy of rft')
   refuse(rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
          'config.rl.dynamic_sampling: one sample never differs; set it to 0 '
          'or config.rollout.group_size to at least 2')

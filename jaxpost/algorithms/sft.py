@@ -35,7 +35,8 @@ def objective(config) -> Objective:
   learns = [name for name, used in (
       ('mean_logprob', o.label_smoothing), ('lse', o.z_loss)) if used]
   return Objective(cross_entropy, reads=('entropy', *learns),
-                   learns=tuple(learns), neftune_alpha=o.neftune_alpha)
+                   learns=tuple(learns), neftune_alpha=o.neftune_alpha,
+                   seed=config.seed)
 
 
 def render_text(rows, tokenizer, config) -> Callable:

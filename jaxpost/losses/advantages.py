@@ -170,7 +170,7 @@ def reinforce_plus_plus_baseline(rewards, valid, mask, *,
   return whiten(np.where(mask, centred.reshape(-1, 1), 0), mask)
 
 
-def remax(token_rewards, mask, greedy_rewards):
+def remax(token_rewards, mask, greedy_rewards, gamma: float = 1.0):
   """Returns-to-go less the reward of the greedy completion.
 
   ReMax (arXiv:2310.10505).
@@ -183,7 +183,7 @@ def remax(token_rewards, mask, greedy_rewards):
     [S, C] float32.
   """
   greedy = np.asarray(greedy_rewards, np.float64)
-  returns = returns_to_go(token_rewards, mask)
+  returns = returns_to_go(token_rewards, mask, gamma)
   same_shape('token_rewards [S, C] and greedy_rewards [S]', 1,
              returns[:, 0], greedy)
   gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)

@@ -27,8 +27,6 @@ class CorrectionOptions:
       keep.
     sequence_low, sequence_high: geometric means of the ratios of a sequence
       that 'sequence_mask' keeps.
-    opsm_threshold: mean of -log_ratio over a sequence above which 'opsm'
-      drops its tokens of negative advantage.
   """
 
   cap: float = 2.0
@@ -36,82 +34,64 @@ class CorrectionOptions:
   token_high: float = 5.0
   sequence_low: float = 0.99
   sequence_high: float = 1.01
-  opsm_threshold: float = 0.02
 
 
-def token_truncated(log_ratio, mask, options, advantages=None):
+def token_truncated(log_ratio, mask, options):
   """min(ratio, cap): truncated importance sampling, token by token.
 
   "Your efficient RL framework secretly brings you off-policy RL training"
   (Yao et al. 2025).
   """
-  del mask, advantages
+  del mask
   return np.minimum(_exp(log_ratio), options.cap)
 
 
-def sequence_truncated(log_ratio, mask, options, advantages=None):
+def sequence_truncated(log_ratio, mask, options):
   """min(product of the sequence's ratios, cap), on each of its tokens."""
-  del advantages
   total = (log_ratio * mask).sum(axis=1, keepdims=True)
   return np.broadcast_to(np.minimum(_exp(total), options.cap), mask.shape)
 
 
-def icepop(log_ratio, mask, options, advantages=None):
+def icepop(log_ratio, mask, options):
   """The ratio within [token_low, token_high], 0 outside.
 
   IcePop ("Every step evolves", arXiv:2510.18855).
   """
-  return _exp(log_ratio) * token_mask(log_ratio, mask, options, advantages)
+  return _exp(log_ratio) * token_mask(log_ratio, mask, options)
 
 
-def token_mask(log_ratio, mask, options, advantages=None):
+def token_mask(log_ratio, mask, options):
   """1 where the ratio is within [token_low, token_high], 0 outside."""
-  del mask, advantages
+  del mask
   ratio = _exp(log_ratio)
   return (ratio >= options.token_low) & (ratio <= options.token_high)
 
 
-def sequence_mask(log_ratio, mask, options, advantages=None):
+def sequence_mask(log_ratio, mask, options):
   """1 where the geometric mean of a sequence's ratios is within the band."""
-  del advantages
   mean = _exp(_mean(log_ratio, mask)[:, None])
   kept = (mean >= options.sequence_low) & (mean <= options.sequence_high)
   return np.broadcast_to(kept, mask.shape)
 
 
-def opsm(log_ratio, mask, options, advantages=None):
-  """0 for tokens of negative advantage in sequences far off policy, else 1.
-
-  Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): far is a mean
-  of -log_ratio above the threshold.
-  """
-  if advantages is None:
-    raise ValueError('opsm: no advantages [S, C] were given')
-  same_shape('log_ratio, advantages [S, C]', 2, log_ratio, advantages)
-  far = -_mean(log_ratio, mask)[:, None] > options.opsm_threshold
-  return ~(far & (np.asarray(advantages) < 0))
-
-
-# fn(log_ratio [S, C] float64, mask [S, C] bool, options: CorrectionOptions,
-#    advantages [S, C] or None) -> [S, C]; `correction` masks the result.
+# fn(log_ratio [S, C] float64, mask [S, C] bool, options: CorrectionOptions)
+#    -> [S, C]; `correction` masks the result.
 METHODS: dict[str, Callable] = {
     'token_truncated': token_truncated,
     'sequence_truncated': sequence_truncated,
     'icepop': icepop,
     'token_mask': token_mask,
     'sequence_mask': sequence_mask,
-    'opsm': opsm,
 }
+WEIGHTS = 'token_truncated', 'sequence_truncated', 'icepop'  # not only 0 and 1
 
 
-def correction(names, log_ratio, mask, options: CorrectionOptions,
-               advantages=None):
+def correction(names, log_ratio, mask, options: CorrectionOptions):
   """The product of the methods named, such as ('sequence_mask', 'icepop').
 
   Args:
     log_ratio: [S, C]; not looked at where the mask is 0.
     mask: [S, C], 1 for trained tokens.
-    advantages: [S, C], for 'opsm'.
 
   Returns:
     [S, C] float32 weights, 0 where the mask is.
@@ -119,7 +99,7 @@ def correction(names, log_ratio, mask, options: CorrectionOptions,
   log_ratio, mask = _arguments('log_ratio, mask [S, C]', mask, log_ratio)
   weights = mask.astype(np.float64)
   for name in names:
-    weights = weights * METHODS[name](log_ratio, mask, options, advantages)
+    weights = weights * METHODS[name](log_ratio, mask, options)
   return weights.astype(np.float32)
 
 

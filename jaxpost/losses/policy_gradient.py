@@ -200,6 +200,18 @@ def sapo(logprobs, old_logprobs, advantages, tau_pos: float = 1.0,
   return -gate * advantages, ratio
 
 
+def off_policy_kept(logprobs, behaviour_logprobs, advantages, threshold,
+                    sequence_mean):
+  """1, but 0 on negative advantages in sequences far off policy.
+
+  Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): far is a mean
+  of log (sampler / pi) over the sequence above the threshold, pi being the
+  policy as it is now.
+  """
+  drift = sequence_mean(jax.lax.stop_gradient(behaviour_logprobs - logprobs))
+  return 1.0 - ((drift > threshold) & (advantages < 0))
+
+
 def _sapo(logprobs, old_logprobs, advantages, options, sequence_mean=None):
   del sequence_mean
   loss, ratio = sapo(logprobs, old_logprobs, advantages, options.tau_pos,

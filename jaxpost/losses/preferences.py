@@ -338,7 +338,7 @@ def weighted(names, weights, pairs: Pairs, options: PreferenceOptions):
   if len(names) != len(weights) or not names:
     raise InputError(f'{len(names)} names of preference losses and '
                      f'{len(weights)} weights: give one weight for each name')
-  plain = set(names) - set(WITH_F_DIVERGENCE)
+  plain = set(names) - set(WITH_F_DIVERGENCE) - set(REFERENCE_FREE)
   if options.f_divergence != 'reverse_kl' and plain:
     raise InputError(f'f_divergence is {options.f_divergence!r}, which '
                      f"{sorted(plain)} do not have: give 'reverse_kl'")

@@ -38,7 +38,7 @@ class Objective:
     differentiated through stand in `learns`, too.
   arrays: names in `Batch.arrays` that are filled before the update.
   divergence: see `losses.head.Plan`; gives `outputs.divergence`.
-  neftune_alpha: size of the noise on embeddings; 0 is none.
+  neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
   """
 
   fn: Callable
@@ -50,6 +50,7 @@ class Objective:
   temperature: float = 1.0
   divergence: Callable | None = None
   neftune_alpha: float = 0.0
+  seed: int = 0
 
 
 def next_token(x):
@@ -95,7 +96,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
     noise = None
     if objective.neftune_alpha:
       noise = neftune(batch, step, model.config.hidden_size,
-                      objective.neftune_alpha)
+                      objective.neftune_alpha, objective.seed)
     hidden = run_model(model, params, batch, layout, compute, noise)
     if objective.coupled:
       return objective.fn(
@@ -110,7 +111,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
   return loss
 
 
-def neftune(batch: Batch, step, width: int, alpha: float):
+def neftune(batch: Batch, step, width: int, alpha: float, seed: int):
   """Uniform noise [B, T, D] of size alpha / sqrt(document length * D).
 
   Jain et al. 2023 (arXiv:2310.05914), algorithm 1. The draw depends on the
@@ -118,7 +119,7 @@ def neftune(batch: Batch, step, width: int, alpha: float):
   """
   factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
   text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
-  key = jax.random.fold_in(jax.random.key(0), step)
+  key = jax.random.fold_in(jax.random.key(seed), step)
   draw = jax.vmap(lambda t: jax.random.uniform(
       jax.random.fold_in(key, t), (batch.tokens.shape[1], width),
       minval=-1.0))(text)
