@@ -30,6 +30,8 @@ def get_config(arg=None):
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:gsm8k'
   config.reward = 'gsm8k'
+  if arg.method == 'dapo':  # and a penalty that grows from 384 tokens on
+    config.reward = 'gsm8k,overlong?max=512&buffer=128'
   config.train.update(steps=200)
   config.optim.update(lr=1e-6, warmup_steps=10)
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)

@@ -125,8 +125,8 @@ class RlSection:
   kl_coef: float = _f(0.0, 'weight of the KL to the reference', lo=0.0)
   kl_estimator: str = _f('', 'of that KL; in a loss k1 has no gradient on '
                          'average; k1+, k3+: that value, the gradient of k2',
-                         auto='k3', choices=('', 'k1', 'k2', 'k3', 'k1+',
-                                             'k3+'))
+                         auto='k3', choices=('', 'k1', 'k2', 'k3', 'abs',
+                                             'k1+', 'k3+'))
   kl_in: str = _f('', 'where it counts', auto='loss',
                   choices=('', 'loss', 'reward'))
   kl_target: float = _f(0.0, 'KL that an adaptive kl_coef (in the reward) '

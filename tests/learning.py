@@ -1,8 +1,8 @@
 """What each method learns in about a minute: one start, one metric each.
 
 `tests/test_learning.py` holds the gains; `docs/make_methods_table.py` writes
-them into docs/methods.md. The task: sums of numbers up to 19, of which a tiny
-model has seen worked examples, 60 % of them right.
+them into docs/methods.md. The task: sums of numbers up to 99, of which a tiny
+model has seen worked examples, half of them right.
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ from jaxpost import metrics
 from jaxpost.config import defaults
 
 QUIET = rich.console.Console(quiet=True)
-SUMS = 'generated:arithmetic{}:max=19,ops=+,split={}'
+SUMS = 'generated:arithmetic{}:max=99,ops=+,split={}'
 
 
 def base(kind='', **over) -> dict:
   """The config that all cases share; `kind` of data ('_pairs', ...)."""
   return tiny.merged(tiny.merged(defaults(), dict(
       model=dict(preset='tiny'),
-      data=dict(path=SUMS.format(kind, 'train') + ',size=4000'),
+      data=dict(path=SUMS.format(kind, 'train') + ',size=6000'),
       train=dict(batch_size=16, row_length=256),
       optim=dict(b2=0.98, warmup_steps=5),
       rollout=dict(max_prompt_length=32, max_new_tokens=4, prompts=32,
                    group_size=8),
-      eval=dict(size=64, data=dict(
-          path=SUMS.format(kind, 'test') + ',size=64')),
+      eval=dict(size=256, data=dict(
+          path=SUMS.format(kind, 'test') + ',size=256')),
       save=dict(export=False), log=dict(tensorboard=False))), over)
 
 
 def start_config() -> dict:
   """SFT on examples of which a good part is wrong."""
   return base(algorithm='sft', data=dict(
-      path=SUMS.format('', 'train') + ',size=4000,correct=0.6'),
+      path=SUMS.format('', 'train') + ',size=6000,correct=0.5'),
       train=dict(steps=400), optim=dict(lr=3e-3, schedule='cosine'))
 
 
@@ -60,7 +60,7 @@ def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
   """On-policy: the share of held-out answers that are right."""
   return Case(tiny.merged(base(
       algorithm=algorithm, reward='exact_match',
-      data=dict(path=SUMS.format('', 'train') + ',size=4000,correct=1'),
+      data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=1'),
       train=dict(steps=steps, row_length=0),
       optim=dict(lr=lr, schedule='linear'),
       eval=dict(samples=4, temperature=1.0)), over))
@@ -86,8 +86,10 @@ CASES = {
     'simpo': pairs('simpo', preference=dict(beta=2.0, nll_coef=0.5)),
     # At equal weights it rather lowers bad answers and all others with them.
     'kto': pairs(
-        'kto', lr=5e-4, preference=dict(undesirable_weight=0.2), data=dict(path=SUMS.format('_labels', 'train') + ',size=4000'),
-        eval=dict(data=dict(path=SUMS.format('_labels', 'test') + ',size=64'))),
+        'kto', lr=5e-4, preference=dict(undesirable_weight=0.2),
+        data=dict(path=SUMS.format('_labels', 'train') + ',size=6000'),
+        eval=dict(data=dict(
+            path=SUMS.format('_labels', 'test') + ',size=256'))),
     'reward_model': pairs('reward_model', lr=1e-3),
     'distill': Case(base(
         algorithm='distill', train=dict(steps=60), optim=dict(lr=1e-3),
@@ -110,7 +112,7 @@ def make_start(folder: pathlib.Path):
   run('start', start_config(), folder)
   run('teacher', tiny.merged(start_config(), dict(
       init_from=str(folder / 'start'), data=dict(
-          path=SUMS.format('', 'train') + ',size=4000,correct=1'))), folder)
+          path=SUMS.format('', 'train') + ',size=6000,correct=1'))), folder)
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:

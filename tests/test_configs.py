@@ -15,6 +15,7 @@ import ml_collections
 import pytest
 import rich.console
 
+from jaxpost import build
 from jaxpost import config as schema
 from jaxpost import stages
 from jaxpost.errors import InputError
@@ -39,12 +40,20 @@ def arguments(name):
   raise AssertionError(f'configs/{name}.py: get_config never calls parse_arg')
 
 
+METHODS = {
+    'grpo_gsm8k': ('dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo',
+                   'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
+    'dpo_hh': ('orpo', 'cpo', 'simpo'),
+}
+
+
 def variants(name):
   """What may follow the colon: nothing, each switch, each known model."""
   found = arguments(name)
   switches = [k for k, v in found.items() if isinstance(v, bool)]
   models = vars(module(name)).get('MODELS', {}) if 'model' in found else {}
-  return ['', *switches, *(f'model={m}' for m in models)]
+  return ['', *switches, *(f'model={m}' for m in models),
+          *(f'method={m}' for m in METHODS.get(name, ()))]
 
 
 def small(name):
@@ -73,7 +82,10 @@ def test_variant_parses(name, variant):
   assert isinstance(config, ml_collections.ConfigDict)
   parsed = schema.parse(config.to_dict())
   assert list(parsed) == list(config.stages or [config.algorithm])
-  assert all(stage.data.path for stage in parsed.values())
+  for stage in parsed.values():
+    assert stage.data.path
+    algorithm = build.load_algorithm(stage.algorithm)
+    algorithm.check(schema.resolve(stage, algorithm.defaults))
 
 
 @pytest.mark.parametrize('name', NAMES)

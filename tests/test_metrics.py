@@ -15,6 +15,7 @@ import rich.console
 
 from jaxpost import metrics
 from jaxpost.errors import InputError
+from jaxpost.watch import Watch
 
 
 def make_writer(workdir, terminal=False, **options):
@@ -242,7 +243,7 @@ def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):
 
 
 def run_watch(rows, stage='grpo'):
-  watch = metrics.Watch()
+  watch = Watch()
   for step, row in enumerate(rows, 1):
     watch.check(stage, step, row)
   return {w['kind']: (w['step'], w['count']) for w in watch.warnings}

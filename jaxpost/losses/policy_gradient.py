@@ -302,19 +302,6 @@ KL: dict[str, Callable] = {
 }
 
 
-def kl_penalty(name: str, logprobs, ref_logprobs, old_logprobs=None):
-  """The estimator KL[name]; with old log-probs, times r = pi / pi_old.
-
-  The product is unbiased for tokens that an older policy drew, in value and,
-  for k3, in gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
-  """
-  value = KL[name](logprobs, ref_logprobs)
-  if old_logprobs is None:
-    return value
-  same_shape('logprobs, old_logprobs [B, T]', None, logprobs, old_logprobs)
-  return value * importance_ratio(logprobs, old_logprobs)
-
-
 def mismatch(logprobs, sampler_logprobs):
   """exp |log pi - log pi_sampler|: 1 when sampler and trainer agree."""
   return jnp.exp(jnp.abs(jax.lax.stop_gradient(logprobs) - sampler_logprobs))
