@@ -39,7 +39,7 @@ def table(kind, prefix: str) -> list[str]:
   lines = [f'| {" | ".join(COLUMNS)} |', '|---' * len(COLUMNS) + '|']
   for field in dataclasses.fields(kind):
     hint = hints[field.name]
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or hint is dict:  # `user` is open
       continue
     name = 'any' if hint is typing.Any else hint.__name__
     cells = (f'`{prefix}{field.name}`', name, f'`{field.default!r}`',

@@ -104,10 +104,11 @@ def _build(kind, values: Mapping, where: str):
   out = {}
   for key, value in values.items():
     name, field = f'{where}.{key}', fields[key]
-    if dataclasses.is_dataclass(hints[key]):
+    if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
       if not isinstance(value, Mapping):
         raise InputError(f'{name}: want a block of fields, got {value!r}')
-      out[key] = _build(hints[key], value, name)
+      out[key] = dict(value) if hints[key] is dict else (
+          _build(hints[key], value, name))
     else:
       out[key] = _check(name, value, hints[key], field.metadata)
   return kind(**out)

@@ -305,6 +305,8 @@ class Config:
   eval: EvalSection = EvalSection()
   save: SaveSection = SaveSection()
   log: LogSection = LogSection()
+  # What an algorithm of one's own reads; nothing here does.
+  user: dict = dataclasses.field(default_factory=dict)
 
   def rewards_tuple(self) -> tuple:
     """The reward functions, however they were written."""

@@ -140,7 +140,7 @@ def test_sft_and_grpo_differ_in_few_lines():
 ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data',
              ('algorithms/distill', 'd'): 'distill'}
 # Read by config.py itself: by parse, and by rewards_tuple.
-OF_CONFIG = ('stages', 'reward')
+OF_CONFIG = ('stages', 'reward', 'user')
 # These print or time what others read.
 NOT_A_RUN = ('config', 'inference', 'bench')
 

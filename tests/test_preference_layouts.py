@@ -8,7 +8,7 @@ import sys
 import pytest
 
 LAYOUTS = ('fsdp=8', 'data=2,fsdp=2,tensor=2')
-METHODS = ('dpo', 'kto')
+METHODS = ('dpo', 'orpo', 'simpo', 'kto')
 
 
 @pytest.fixture(scope='module')

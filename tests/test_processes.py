@@ -25,7 +25,7 @@ from jaxpost.checkpoint import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ON_POLICY = 'grpo', 'ppo'
-RUNS = 'sft', 'dpo', *ON_POLICY
+RUNS = 'sft', 'dpo', 'kto', *ON_POLICY
 LIMIT = 300  # seconds, on a busy machine
 STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
 # Ties of the first step, where policy and reference are equal: rounding
@@ -64,6 +64,10 @@ def config(folder, name, **over):
       algorithm='dpo', train=dict(row_length=256), data=dict(
           path=f'{pairs}train'), eval=dict(data=dict(path=f'{pairs}test')),
       preference=dict(precompute_ref=True))}
+  labels = 'generated:arithmetic_labels:max=9,size=40,split='
+  special['kto'] = dict(
+      algorithm='kto', train=dict(row_length=256), data=dict(
+          path=f'{labels}train'), eval=dict(data=dict(path=f'{labels}test')))
   for name_ in ON_POLICY:
     special[name_] = sampled
   return tiny.run_config(str(folder / 'model'), **tiny.merged(

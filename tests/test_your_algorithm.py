@@ -3,12 +3,14 @@
 import importlib.util
 import pathlib
 
+import ml_collections
 import numpy as np
 import pytest
 import tiny
 
 import jaxpost
 from jaxpost import metrics
+from jaxpost.errors import InputError
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
 LIMITS = {'reinforce.py': 60, 'actor_critic.py': 150}
@@ -37,6 +39,21 @@ def test_reinforce_raises_its_reward(model, tmp_path):
   reward = [r['reward'] for r in rows]
   assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.2
   assert rows[-1]['baseline'] > rows[0]['baseline']
+
+
+def test_it_has_options_of_its_own(model, tmp_path):
+  first = {}
+  for rate in (0.1, 1.0):
+    config = ml_collections.ConfigDict(tiny.grpo_config(
+        model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=1)))
+    config.user.rate = rate
+    row, = run(config, tmp_path / str(rate))
+    first[rate] = row['baseline']
+    assert row['baseline'] == pytest.approx(rate * row['reward'])
+  config.user.rate = 0.5
+  config.train.steps = 2
+  with pytest.raises(InputError, match='config.user.rate of reinforce differs'):
+    jaxpost.run(config, tmp_path / '1.0')
 
 
 def test_its_memory_survives_a_resume(model, tmp_path):

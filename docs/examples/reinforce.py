@@ -21,14 +21,13 @@ def objective(config):
 
 def credit(experience, config):
   """Reward less baseline, on every token that the policy wrote."""
-  del config
   graded = np.isfinite(experience.rewards)  # NaN: the reward failed
   baseline = experience.memory.get('baseline', 0.0)
   advantages = np.where(graded, experience.rewards - baseline, 0)
   mask = experience.mask * graded[:, None]
   if graded.any():
     mean = float(experience.rewards[graded].mean())
-    baseline += 0.1 * (mean - baseline)
+    baseline += config.user.get('rate', 0.1) * (mean - baseline)
   return Credit(
       {'advantages': advantages[:, None] * mask}, mask,
       metrics={'baseline': baseline},
