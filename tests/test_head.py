@@ -15,8 +15,8 @@ from jaxpost.algorithms import sft
 from jaxpost.config import parse
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import compute_for
-from jaxpost.models import families
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger
 from jaxpost.types import Batch, TrainState
@@ -272,7 +272,7 @@ def test_the_update_never_holds_all_logits():
 def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
   """At a vocabulary of 151,936, where the logits are what there is."""
   config = dataclasses.replace(
-      families.PRESETS['tiny'], vocab_size=151_936, hidden_size=64,
+      presets.PRESETS['tiny'], vocab_size=151_936, hidden_size=64,
       intermediate_size=128, num_layers=1)
   model = model_lib.build(config)
   layout, compute = tiny.one_device(), compute_for('cpu', 'bfloat16', 'none')

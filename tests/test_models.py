@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost.models import families
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets
 from jaxpost.models import transformer
+from jaxpost.models.config import Rope
 from jaxpost.types import Cache
 
-LLAMA3 = ('llama3', 8.0, 1.0, 4.0, 32)
+LLAMA3 = dict(
+    rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32)
 
 
 @pytest.fixture(scope='module')
@@ -150,18 +153,29 @@ def test_how_it_is_computed_does_not_matter(gradients, name):
                                   1e-5), other_grads, grads)
 
 
+
+def scaled(theta=100.0, **fields):
+  return Rope(theta, tuple((LLAMA3 | fields).items()))
+
+
 FIELDS = [
-    dict(rope_theta=110.0), dict(norm_eps=1e-3), dict(qk_norm=False),
-    dict(rope_scaling=LLAMA3[:1] + (9.0,) + LLAMA3[2:]),
-    dict(rope_scaling=LLAMA3[:2] + (2.0,) + LLAMA3[3:]),
-    dict(rope_scaling=LLAMA3[:3] + (5.0,) + LLAMA3[4:]),
-    dict(rope_scaling=LLAMA3[:4] + (48,)), dict(rope_scaling=()),
+    dict(ropes=(scaled(theta=110.0),)), dict(norm_eps=1e-3), dict(qk_norm=''),
+    dict(ropes=(scaled(factor=9.0),)),
+    dict(ropes=(scaled(low_freq_factor=2.0),)),
+    dict(ropes=(scaled(high_freq_factor=5.0),)),
+    dict(ropes=(scaled(original_max_position_embeddings=48),)),
+    dict(ropes=(Rope(100.0),)), dict(layer_ropes=(0, -1)),
+    dict(layer_windows=(0, 8)), dict(rotary_dim=4), dict(norm_offset=0.5),
+    dict(activation='gelu'), dict(activation='gelu_tanh'),
+    dict(embed_scale=2.0), dict(residual_scale=0.5),
+    dict(attention_scale=0.3), dict(attention_softcap=1.0),
+    dict(logit_softcap=1.0), dict(logit_divisor=1.5),
 ]
 
 
 @pytest.mark.parametrize('fields', FIELDS)
 def test_every_field_counts(fields):
-  cfg = tiny.config(rope_scaling=LLAMA3, rope_theta=100.0)
+  cfg = tiny.config(ropes=(scaled(),))
   ids, weights = tiny.tokens((1, 40)), tiny.params(model_lib.build(cfg), 3)
   right, wrong = (
       tiny.logits(model_lib.build(c), weights, ids)
@@ -202,5 +216,5 @@ def test_presets_have_the_size_in_their_name():
   billions = {'qwen3_0_6b': 0.596, 'qwen3_1_7b': 1.72, 'qwen3_4b': 4.02,
               'qwen3_8b': 8.19, 'llama3_2_1b': 1.236}
   for name, size in billions.items():
-    count = transformer.num_params(families.PRESETS[name]) / 1e9
+    count = transformer.num_params(presets.PRESETS[name]) / 1e9
     assert abs(count - size) < 0.01 * size, (name, count)
