@@ -297,7 +297,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
   pending, at = {}, 0
-  for name, value in _export(model, params, dtype):
+  for name, value in tensors(model, params, dtype):
     pending[name] = value
     if name == shards[at][-1]:
       if staged is not None:
@@ -310,7 +310,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
         'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
 
 
-def _export(model, params, dtype):
+def tensors(model, params, dtype):
   """(name, tensor) in the order of the table; a collective across processes."""
   for group in stored.groups(stored.table(model.config)):
     values = {}
