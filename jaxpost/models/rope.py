@@ -16,13 +16,13 @@ from jaxpost.models.config import ModelConfig, Rope
 
 # These depend on how long a document is, so text that is sampled past the
 # limit was read with other frequencies than training reads it with.
-_BY_LENGTH = ('dynamic', 'longrope')
+BY_LENGTH = ('dynamic', 'longrope')
 
 
 def by_length(cfg: ModelConfig) -> int:
   """Up to this length, documents have one set of frequencies; 0: all have."""
   limits = [dict(r.scaling)['original_max_position_embeddings']
-            for r in cfg.ropes if _kind(r) in _BY_LENGTH]
+            for r in cfg.ropes if _kind(r) in BY_LENGTH]
   return min(limits, default=0)
 
 
