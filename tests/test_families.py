@@ -8,7 +8,6 @@ windows and than the context that a rope scaling starts from.
 
 import dataclasses
 import json
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.losses import head as head_lib
 from jaxpost.models import config as config_lib
+from jaxpost.models import config_fields
 from jaxpost.models import families, hf, presets, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models import rope as rope_lib
@@ -94,7 +94,6 @@ CASES = {
         embedding_multiplier=3.0, residual_multiplier=0.4,
         attention_multiplier=0.2, logits_scaling=2.5, attention_bias=True)),
 }
-FAMILY_OF = {name: kind for name, (kind, _) in CASES.items()}
 
 
 def make(case, folder):
@@ -222,28 +221,42 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
 def greedy(model, params, prompts, lengths, steps):
   """(tokens [B, steps], hidden [B, steps, D]) by prefill and decode."""
   room, compute = prompts.shape[1] + steps, tiny.EXACT
-  prefill = jax.jit(lambda p, *a: model.prefill(p, *a, compute=compute))
-  cache, x = prefill(params, prompts, lengths)
   # What is beyond a prompt must not be read: make it harmful.
   beyond = (np.arange(room) >= lengths[:, None])[:, None, :, None]
-  cache = jax.tree.map(lambda c: jnp.where(beyond, 1e3, jnp.pad(
-      c, ((0, 0), (0, 0), (0, steps), (0, 0)))), cache)
-  weights = transformer.unstack_layers(params, model.config.num_layers)
-  decode = jax.jit(lambda w, *a: model.decode(
-      w, *a, compute=compute, read=room))
-  tokens, hidden, at = [], [], lengths.copy()
-  for _ in range(steps):
-    logits = head_lib.logits(
-        x, model.head(params), model.config.logit_form, 'float32')
-    tokens.append(np.asarray(logits[:, :131].argmax(-1), np.int32))
-    hidden.append(x)
-    cache, x = decode(weights, cache, tokens[-1], at)
-    at = at + 1
-  return np.stack(tokens, 1), np.stack(hidden, 1)
+  widen = lambda c: jnp.where(beyond, 1e3, jnp.pad(
+      c, ((0, 0), (0, 0), (0, steps), (0, 0))))
+
+  @jax.jit
+  def run(params):
+    weights = transformer.unstack_layers(params, model.config.num_layers)
+    cache, x = model.prefill(params, prompts, lengths, compute=compute)
+
+    def step(carry, i):
+      cache, x = carry
+      tokens = head_lib.logits(
+          x, model.head(params), model.config.logit_form, 'float32')[
+              :, :131].argmax(-1).astype(jnp.int32)
+      return model.decode(weights, cache, tokens, lengths + i, read=room,
+                          compute=compute), (tokens, x)
+
+    return jax.lax.scan(
+        step, (jax.tree.map(widen, cache), x), jnp.arange(steps))[1]
+
+  return [np.asarray(x).swapaxes(0, 1) for x in run(params)]
 
 
-@pytest.mark.parametrize('case', CASES)
-def test_cached_decode_is_the_full_forward_and_greedy_text(reference, case):
+# One of each family, and of what depends on the length of a document.
+EACH = ('llama3', 'llama_dynamic', 'mistral', 'qwen2', 'qwen3', 'gemma',
+        'gemma2', 'gemma3', 'olmo2', 'olmo3', 'phi3', 'phi4_mini', 'smollm3',
+        'granite')
+
+
+@pytest.mark.parametrize('case', EACH)
+def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
+  """From padded prompts; what is drawn is the greedy text of transformers.
+
+  The packed row is computed under a scan over layers, in chunks of queries.
+  """
   import torch
   folder, network = reference(case)
   model, params = load(folder)
@@ -253,34 +266,24 @@ def test_cached_decode_is_the_full_forward_and_greedy_text(reference, case):
   steps, ids = 10, tiny.tokens((2, 20))
   padded = np.where(np.arange(20) < lengths[:, None], ids, 130)
   tokens, hidden = greedy(model, params, padded, lengths, steps)
+  whole, ends = np.full((2, 30), 130, np.int32), lengths + steps
   for row, n in enumerate(lengths):
-    whole = np.concatenate([ids[row, :n], tokens[row]])[None]
-    full = tiny.hidden(model, params, whole)[0]
-    assert difference(hidden[row], full[n - 1:n - 1 + steps]) <= 1e-5
+    whole[row, :ends[row]] = [*ids[row, :n], *tokens[row]]
     text = network.generate(
         torch.tensor(ids[row:row + 1, :n]).long(), max_new_tokens=steps,
         do_sample=False)[0, n:].numpy()
     np.testing.assert_array_equal(tokens[row], text)
-
-
-@pytest.mark.parametrize('case', CASES)
-def test_packed_documents_are_as_if_alone(reference, case):
-  """Under a scan and in chunks of queries, too."""
-  model, params = load(reference(case)[0])
-  lengths, ids = (7, 1, 20, 12), tiny.tokens((1, 40))
-  segments = np.repeat([1, 2, 3, 4], lengths)[None]
-  positions = np.concatenate([np.arange(n) for n in lengths])[None]
-  compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=8)
-  packed = tiny.hidden(model, params, ids, compute, segments, positions)
-  padded = np.zeros((4, 20), np.int32)
-  start = np.cumsum((0, *lengths))
+  real = np.arange(30) < ends[:, None]
+  at = np.where(real, np.arange(30), 0)
+  alone = np.asarray(tiny.hidden(
+      model, params, whole, segments=real.astype(np.int32), positions=at))
   for row, n in enumerate(lengths):
-    padded[row, :n] = ids[0, start[row]:start[row] + n]
-  real = np.arange(20) < np.array(lengths)[:, None]
-  alone = tiny.hidden(
-      model, params, padded, segments=real.astype(np.int32),
-      positions=np.where(real, np.arange(20), 0))
-  assert difference(packed[0], alone[real]) <= 1e-5
+    assert difference(hidden[row], alone[row, n - 1:n - 1 + steps]) <= LOGITS
+  compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=16)
+  segments = np.repeat([1, 2], ends)[None]
+  packed = tiny.hidden(model, params, whole[real][None], compute, segments,
+                       at[real][None])
+  assert difference(packed[0], alone[real]) <= LOGITS
 
 
 @pytest.mark.parametrize('case', ['mistral', 'gemma3'])
@@ -301,7 +304,7 @@ def test_windows_reach_into_the_shared_part_of_branches(reference, case):
   assert difference(out[18:], whole(two)) <= 1e-5
 
 
-@pytest.mark.parametrize('case', ['gemma2', 'granite', 'phi4_mini'])
+@pytest.mark.parametrize('case', ['gemma2', 'granite'])
 def test_the_sampler_writes_what_transformers_writes(reference, case):
   import torch
   folder, network = reference(case)
@@ -331,3 +334,123 @@ def test_the_sampler_refuses_lengths_that_training_reads_otherwise(reference):
   with pytest.raises(InputError, match='longrope.*16'):
     native.NativeEngine(
         model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+
+
+def changed(value):
+  """Other values of the same kind, each of which must make a difference."""
+  if isinstance(value, bool) or value is None:
+    return [not value]
+  if isinstance(value, (int, float)):
+    return [value + 2, value * 2]
+  if isinstance(value, str):
+    return ['gelu' if value == 'silu' else 'silu', 'linear']
+  if isinstance(value, list):
+    return [value[::-1], value[:-1]]
+  return [{**value, k: other} for k, v in value.items() for other in changed(v)]
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_every_field_that_is_read_counts(reference, case):
+  """Another ModelConfig, of which test_models.py shows that it counts.
+
+  And no field that `transformers` writes is unknown.
+  """
+  raw = json.loads((reference(case)[0] / 'config.json').read_text())
+  family = families.FAMILIES[raw['model_type']]
+  right, unknown = families.from_hf(raw, 'here')
+  assert not unknown
+  # A list of all layers wins over the rules that make one.
+  over = ('layer_types', 'max_window_layers', 'sliding_window_pattern')
+  read = {*config_fields.READ, *family['reads']} & set(raw) - {
+      *over, 'no_rope_layer_interval', 'use_sliding_window'}
+  if 'longrope' not in str(raw):
+    read.discard('original_max_position_embeddings')
+  if 'activation_field' in family:
+    read = read - {'hidden_act'} | {family['activation_field']}
+  assert len(read) >= 12
+  for field in sorted(read):
+    values = changed(raw[field]) if field != 'rope_scaling' else []
+    for value in values:
+      try:
+        wrong, _ = families.from_hf(raw | {field: value}, 'here')
+      except InputError:
+        continue
+      assert wrong != right or value == raw[field], (field, value)
+
+
+LAYERS = dict(layer_types=[FULL, LOCAL])
+# (family, what its config.json says, a word of the complaint).
+REFUSED = [
+    ('mistral', dict(attention_bias=True), 'attention_bias'),
+    ('mistral', dict(sliding_window=0), 'sliding_window'),
+    ('mistral', LAYERS, 'layer_types'), ('llama', LAYERS, 'layer_types'),
+    ('llama', dict(sliding_window=8), 'sliding_window'),
+    ('llama', dict(quantization_config=dict(bits=4)), 'quantization_config'),
+    ('llama', dict(auto_map=dict(AutoModel='x.Y')), 'auto_map'),
+    ('llama', dict(rope_scaling=dict(type='linear')), 'lacks factor'),
+    ('llama', dict(rope_scaling=dict(type='yarn', factor='4')), 'factor'),
+    ('llama', dict(rope_scaling=dict(type='mrope')), 'mrope'),
+    ('llama', dict(rope_parameters={FULL: rope()}), FULL),
+    ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor'),
+    ('qwen2', LAYERS, 'no sliding_window'),
+    ('qwen2', dict(layer_types=['linear_attention'] * 2), 'linear_attention'),
+    ('gemma2', dict(query_pre_attn_scalar=0), 'query_pre_attn_scalar'),
+    ('gemma2', dict(attn_logit_softcapping='50'), 'attn_logit_softcapping'),
+    ('gemma3_text', dict(use_bidirectional_attention=True), 'bidirectional'),
+    ('gemma3_text', dict(layer_types=[FULL]), 'layer_types'),
+    ('gemma3_text', dict(rope_parameters=rope()), 'rope_parameters'),
+    ('gemma3', {}, 'gemma3_text'),
+    ('phi3', dict(rope_parameters=longrope(), head_dim=16), 'short_factor'),
+    ('phi3', dict(partial_rotary_factor=0.3, head_dim=10), 'rotates 3'),
+    ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),
+    ('granite', dict(logits_scaling=None), 'logits_scaling'),
+    ('granite', dict(hidden_act='relu'), 'relu'),
+]
+
+
+@pytest.mark.parametrize('family,fields,word', REFUSED)
+def test_what_is_not_built_is_refused_by_name(family, fields, word):
+  raw = dict(BASE, model_type=family) | fields
+  with pytest.raises(InputError, match=word) as e:
+    families.from_hf(raw, 'config.json')
+  assert str(e.value).startswith('config.json: ') and '\n' not in str(e.value)
+
+
+def test_unknown_fields_and_keys_are_reported():
+  read = lambda **fields: families.from_hf(BASE | fields, 'here')[1]
+  assert read(model_type='gemma2', hidden_act='silu', clip_qkv=8) == [
+      'clip_qkv', 'hidden_act']
+  assert read(model_type='llama', rope_scaling=dict(
+      type='linear', factor=2.0, alpha=3), logits_scaling=2.0) == [
+          'logits_scaling', 'rope_parameters.alpha']
+  assert read(model_type='phi3', auto_map=dict(AutoModel='x.Y')) == [
+      'auto_map']
+
+
+def test_older_spellings_are_read():
+  read = lambda **fields: families.from_hf(BASE | fields, 'here')[0]
+  scaling = {k: v for k, v in longrope().items() if not k.startswith('rope')}
+  new = dict(original_max_position_embeddings=16)
+  assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'),
+              rope_theta=500.0, **new) == read(
+                  model_type='phi3', rope_parameters=longrope(), **new)
+  assert read(
+      model_type='gemma3_text', rope_theta=9.0, rope_local_base_freq=5.0,
+      rope_scaling=dict(rope_type='linear', factor=8.0), sliding_window=6,
+      sliding_window_pattern=2) == read(
+          model_type='gemma3_text', sliding_window=6,
+          layer_types=[LOCAL, FULL], rope_parameters={
+              FULL: rope('linear', 9.0, factor=8.0), LOCAL: rope(theta=5.0)})
+  layers = read(model_type='qwen2', use_sliding_window=True,
+                max_window_layers=1, sliding_window=6).layer_windows
+  assert layers == (0, 6)
+  assert read(model_type='gemma2', sliding_window=6).layer_windows == (6, 0)
+  assert read(model_type='smollm3', no_rope_layer_interval=2).layer_ropes == (
+      0, -1)
+
+
+@pytest.mark.parametrize('name', presets.PRESETS)
+def test_presets_are_what_their_config_json_says(name):
+  cfg = presets.PRESETS[name]
+  raw = json.loads(json.dumps(families.to_hf(cfg)))
+  assert families.from_hf(raw, 'here') == (cfg, [])

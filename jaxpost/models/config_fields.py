@@ -37,7 +37,7 @@ _NEUTRAL = {
     'pretraining_tp': (1, None), 'use_bidirectional_attention': (False, None),
     'quantization_config': (None,), 'no_rope_layers': (None,),
 }
-_READ = frozenset('''
+READ = frozenset('''
     vocab_size hidden_size intermediate_size num_hidden_layers hidden_act
     num_attention_heads num_key_value_heads head_dim rope_theta rms_norm_eps
     tie_word_embeddings max_position_embeddings rope_scaling rope_parameters
@@ -65,8 +65,9 @@ _ORIGINAL = 'original_max_position_embeddings'
 
 def unread(raw: dict, spec: dict) -> set:
   """Names of the fields of a config.json that have no effect and might."""
-  silent = {*_READ, *_IGNORED, *_NEUTRAL, *spec['reads'],
-            spec.get('local_rope'), *spec.get('ignored', ())}
+  silent = {*READ, *_IGNORED, *_NEUTRAL, *spec['reads'],
+            spec.get('local_rope'), spec.get('activation_field'),
+            *spec.get('ignored', ())}
   loud = {*spec.get('reported', ())}
   if 'activation_field' in spec:
     loud.add('hidden_act')
@@ -273,6 +274,10 @@ def _rope(params: dict, theta, raw: dict, spec: dict, dim: int,
   original = params.get(_ORIGINAL) or length
   if _ORIGINAL in spec['reads']:
     original = raw[_ORIGINAL]
+    if params.get(_ORIGINAL, original) != original:
+      raise InputError(
+          f'{where}: {_ORIGINAL} is {original!r}, and '
+          f'{params[_ORIGINAL]!r} among the rope parameters')
   if kind == 'dynamic':
     original = length
   values = {n: params[n] for n in (*needs, *may) if params.get(n) is not None}

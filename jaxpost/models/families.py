@@ -66,7 +66,7 @@ FAMILIES = {
                       attn_logit_softcapping=50.0,
                       final_logit_softcapping=30.0)),
     'gemma3_text': dict(
-        architecture='Gemma3ForCausalLM',
+        architecture='Gemma3ForCausalLM', ignored=('_sliding_window_pattern',),
         activation_field='hidden_activation',
         fixed=_GEMMA | dict(norms='both', qk_norm='head'),
         window=6, local_rope='rope_local_base_freq', reads=(
