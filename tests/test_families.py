@@ -454,3 +454,16 @@ def test_presets_are_what_their_config_json_says(name):
   cfg = presets.PRESETS[name]
   raw = json.loads(json.dumps(families.to_hf(cfg)))
   assert families.from_hf(raw, 'here') == (cfg, [])
+
+
+def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
+  """A teacher that is the student has nothing to teach; see `distill`."""
+  import jaxpost
+  shape = dict(family='gemma2', norms='both', norm_offset=1.0, qk_norm='',
+               activation='gelu_tanh', attention_scale=0.5,
+               attention_softcap=2.0, logit_softcap=1.5, embed_scale=4.0)
+  path = tiny.folder(tmp_path / 'model', **shape)
+  result = jaxpost.run(tiny.run_config(
+      path, algorithm='distill', distill=dict(teachers=(path,)),
+      train=dict(steps=1)), tmp_path / 'run')
+  assert result is not None
