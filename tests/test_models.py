@@ -212,9 +212,23 @@ def test_flops_of_a_token_are_those_of_its_products(model):
   assert 0.9 < compiled.cost_analysis()['flops'] / ours < 1.2
 
 
+def test_a_window_saves_the_products_outside_it(model):
+  cfg = model.config
+  window = dataclasses.replace(cfg, layer_windows=(0, 16))
+  saved = transformer.flops_per_token(cfg, 64) - transformer.flops_per_token(
+      window, 64)
+  assert saved == 4 * cfg.num_heads * cfg.head_dim * (64 - 16)
+  assert transformer.flops_per_token(window, 9) == (
+      transformer.flops_per_token(cfg, 9))
+
+
 def test_presets_have_the_size_in_their_name():
   billions = {'qwen3_0_6b': 0.596, 'qwen3_1_7b': 1.72, 'qwen3_4b': 4.02,
-              'qwen3_8b': 8.19, 'llama3_2_1b': 1.236}
+              'qwen3_8b': 8.19, 'llama3_2_1b': 1.236, 'llama3_2_3b': 3.213,
+              'llama3_1_8b': 8.03, 'llama3_1_70b': 70.55,
+              'qwen2_5_0_5b': 0.494, 'qwen2_5_1_5b': 1.544,
+              'qwen2_5_7b': 7.616, 'gemma3_1b': 1.0, 'gemma3_4b_text': 3.88,
+              'olmo2_7b': 7.3, 'smollm3_3b': 3.075, 'mistral_7b': 7.242}
   for name, size in billions.items():
     count = transformer.num_params(presets.PRESETS[name]) / 1e9
     assert abs(count - size) < 0.01 * size, (name, count)
