@@ -63,7 +63,10 @@ def make_kit(p: Prepared) -> Kit:
   train = make_layout(config.mesh.train, 'train')
   compute = compute_for(
       jax.default_backend(), config.model.dtype, config.model.remat)
-  objectives = {'policy': p.algorithm.objective(config)}
+  objectives = {'policy': dataclasses.replace(
+      p.algorithm.objective(config), teacher_forms=tuple(
+          source.config.logit_form for name, source in p.sources.items()
+          if name.startswith('teacher_')))}
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
   shards = train.batch_shards

@@ -16,7 +16,7 @@ from jaxpost import assemble, build, config as config_lib, testing, weights
 from jaxpost.data.loader import PackedStream
 from jaxpost.loop import Stage
 from jaxpost.metrics import MetricsWriter
-from jaxpost.models import families, model as model_lib
+from jaxpost.models import model as model_lib, presets
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import probe, train as programs
 from jaxpost.rewards.pool import RewardPool
@@ -72,7 +72,7 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
       rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
       mesh=dict(rollout='data=-1' if jax.device_count() > 1 else ''))
   )['grpo' if on_policy else 'sft']
-  source = weights.Source(families.PRESETS[o.shape])
+  source = weights.Source(presets.PRESETS[o.shape])
   sources = {'policy': source, 'reference': source} if on_policy else {
       'policy': source}
   model = model_lib.build(source.config)

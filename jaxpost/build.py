@@ -18,8 +18,8 @@ from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import families
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
 # Name -> where its `Algorithm` is.
@@ -159,11 +159,11 @@ def model_source(section) -> weights.Source:
   """Where the weights of `config.model` come from."""
   if section.path:
     return weights.find(section.path, 'config.model.path', {})
-  if section.preset not in families.PRESETS:
+  if section.preset not in presets.PRESETS:
     raise InputError(
         f'config.model.preset: no shape is called {section.preset!r}; '
-        f'known: {", ".join(families.PRESETS)}')
-  return weights.Source(families.PRESETS[section.preset])
+        f'known: {", ".join(presets.PRESETS)}')
+  return weights.Source(presets.PRESETS[section.preset])
 
 
 def make_model(config, algorithm, cfg) -> model_lib.Model:

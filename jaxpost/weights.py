@@ -16,6 +16,7 @@ from jaxpost import processes
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import hub
 from jaxpost.errors import InputError
+from jaxpost.models import config as model_config
 from jaxpost.models import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
@@ -63,9 +64,8 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
       meta = checkpointer.restore_meta(step)
     finally:
       checkpointer.close()
-    fields = {k: tuple(v) if isinstance(v, list) else v
-              for k, v in meta['model'].items()}
-    return Source(ModelConfig(**fields), checkpoints=folder, step=step)
+    return Source(
+        model_config.from_json(meta['model']), checkpoints=folder, step=step)
   folder, config = open_folder(text, key)
   return Source(config, folder=folder)
 

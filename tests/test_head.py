@@ -15,8 +15,8 @@ from jaxpost.algorithms import sft
 from jaxpost.config import parse
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import compute_for
-from jaxpost.models import families
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger
 from jaxpost.types import Batch, TrainState
@@ -118,10 +118,19 @@ def test_what_has_no_weight_has_no_say(case):
 FIELDS = ('entropy', 'lse', 'mean_logprob')
 
 
-def all_outputs(case, temperature, hidden, head):
+PLAIN, CAPPED = (1.0, 0.0), (2.5, 1.5)
+
+
+def shaped(x, form):
+  """Logits as Granite (a divisor) and Gemma 2 (a soft cap) make them."""
+  x = x / form[0]
+  return form[1] * jnp.tanh(x / form[1]) if form[1] else x
+
+
+def all_outputs(case, temperature, form, hidden, head):
   """Every field of Outputs, from all logits at once."""
-  logits = jnp.einsum('btd,vd->btv', hidden, head[:REAL],
-                      precision='highest') / temperature
+  logits = jnp.einsum('btd,vd->btv', hidden, head[:REAL], precision='highest')
+  logits = shaped(logits, form) / temperature
   logp = jax.nn.log_softmax(logits)
   picked = jnp.take_along_axis(logp, case['labels'][..., None], -1)[..., 0]
   counts = case['weights'] != 0
@@ -144,10 +153,11 @@ def elementwise(outputs, arrays):
 
 
 @pytest.mark.parametrize('coupled', [True, False])
-@pytest.mark.parametrize('elements', [2**20, B * V * 3])
-def test_gradients_of_all_outputs(case, coupled, elements):
+@pytest.mark.parametrize('elements,form', [
+    (2**20, PLAIN), (B * V * 3, PLAIN), (B * V * 3, CAPPED)])
+def test_gradients_of_all_outputs(case, coupled, elements, form):
   spec = plan(elements, 0.7, fn=elementwise)._replace(
-      reads=FIELDS, learns=FIELDS)
+      reads=FIELDS, learns=FIELDS, form=form)
 
   def ours(hidden, head):
     args = hidden, head, case['labels'], case['weights']
@@ -156,7 +166,7 @@ def test_gradients_of_all_outputs(case, coupled, elements):
     return head_lib.fused_loss(spec, *args, case['arrays'])[0]
 
   def dense_loss(hidden, head):
-    outputs = all_outputs(case, 0.7, hidden, head)
+    outputs = all_outputs(case, 0.7, form, hidden, head)
     if coupled:
       return couple(outputs, case['arrays'])
     return jnp.sum(
@@ -171,7 +181,8 @@ def test_gradients_of_all_outputs(case, coupled, elements):
 
 
 def test_a_divergence_from_teachers_is_differentiated(case):
-  """Two teachers of other widths; the loss and all gradients."""
+  """Two teachers of other widths and forms; the loss and all gradients."""
+  forms = CAPPED, PLAIN, (0.5, 4.0)  # of the student and of the teachers
   random = np.random.RandomState(1)
   normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
   teachers = [(normal(B, T, n), normal(V, n)) for n in (4, 12)]
@@ -183,17 +194,20 @@ def test_a_divergence_from_teachers_is_differentiated(case):
                ) * jnp.abs(arrays['old'])
 
   spec = plan(B * V * 3, fn=lambda o, a: (o.divergence ** 2, {}))._replace(
-      reads=(), learns=(), divergence=between)
+      reads=(), learns=(), divergence=between, form=forms[0],
+      teacher_forms=forms[1:])
 
   def ours(hidden, head):
     return head_lib.fused_loss(spec, hidden, head, case['labels'],
                                case['weights'], case['arrays'], teachers)[0]
 
   def dense_loss(hidden, head):
-    logits = lambda h, w: jnp.where(
-        jnp.arange(V) < REAL, jnp.einsum('btd,vd->btv', h, w), -1e30)
-    found = between(logits(hidden, head), [logits(*x) for x in teachers],
-                    case['arrays'])
+    student, *others = (jnp.where(
+        jnp.arange(V) < REAL,
+        shaped(jnp.einsum('btd,vd->btv', h, w), form), -1e30)
+                        for form, (h, w) in zip(
+                            forms, [(hidden, head), *teachers]))
+    found = between(student, others, case['arrays'])
     return jnp.sum(case['weights'] * found ** 2)
 
   args = case['hidden'], case['head']
@@ -272,7 +286,7 @@ def test_the_update_never_holds_all_logits():
 def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
   """At a vocabulary of 151,936, where the logits are what there is."""
   config = dataclasses.replace(
-      families.PRESETS['tiny'], vocab_size=151_936, hidden_size=64,
+      presets.PRESETS['tiny'], vocab_size=151_936, hidden_size=64,
       intermediate_size=128, num_layers=1)
   model = model_lib.build(config)
   layout, compute = tiny.one_device(), compute_for('cpu', 'bfloat16', 'none')

@@ -121,6 +121,9 @@ SPLIT = dict(num_attention_heads=8, num_key_value_heads=4)
 CHANGES = [
     ('llama', dict(rope_parameters=None, rope_theta=510.0)),
     ('llama', dict(rms_norm_eps=1e-6)),
+    ('llama', dict(hidden_act='gelu')),
+    ('qwen3', dict(use_sliding_window=True, sliding_window=8, layer_types=[
+        'full_attention', 'sliding_attention'])),
     ('llama', dict(tie_word_embeddings=True)),
     ('llama', SPLIT | dict(head_dim=4)),
     ('llama3_rope', scaled(rope_theta=5100.0)),
@@ -137,12 +140,11 @@ REFUSED = [
         dict(intermediate_size=64), dict(num_hidden_layers=1),
         dict(num_hidden_layers=3), dict(num_key_value_heads=4),
         dict(num_key_value_heads=None), dict(model_type='qwen3'),
-        dict(hidden_act='gelu'), dict(attention_bias=True))],
+        dict(hidden_act='relu'), dict(attention_bias=True))],
     ('llama3_rope', dict(tie_word_embeddings=False)),
-    ('llama3_rope', scaled(rope_type='yarn')),
+    ('llama3_rope', scaled(rope_type='ntk')),
     ('qwen3', dict(model_type='llama')),
     ('qwen3', dict(head_dim=8)),
-    ('qwen3', dict(use_sliding_window=True)),
     ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
 ]
 

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost.models import families
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets
 from jaxpost.models import transformer
+from jaxpost.models.config import Rope
 from jaxpost.types import Cache
 
-LLAMA3 = ('llama3', 8.0, 1.0, 4.0, 32)
+LLAMA3 = dict(
+    rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32)
 
 
 @pytest.fixture(scope='module')
@@ -150,18 +153,29 @@ def test_how_it_is_computed_does_not_matter(gradients, name):
                                   1e-5), other_grads, grads)
 
 
+
+def scaled(theta=100.0, **fields):
+  return Rope(theta, tuple((LLAMA3 | fields).items()))
+
+
 FIELDS = [
-    dict(rope_theta=110.0), dict(norm_eps=1e-3), dict(qk_norm=False),
-    dict(rope_scaling=LLAMA3[:1] + (9.0,) + LLAMA3[2:]),
-    dict(rope_scaling=LLAMA3[:2] + (2.0,) + LLAMA3[3:]),
-    dict(rope_scaling=LLAMA3[:3] + (5.0,) + LLAMA3[4:]),
-    dict(rope_scaling=LLAMA3[:4] + (48,)), dict(rope_scaling=()),
+    dict(ropes=(scaled(theta=110.0),)), dict(norm_eps=1e-3), dict(qk_norm=''),
+    dict(ropes=(scaled(factor=9.0),)),
+    dict(ropes=(scaled(low_freq_factor=2.0),)),
+    dict(ropes=(scaled(high_freq_factor=5.0),)),
+    dict(ropes=(scaled(original_max_position_embeddings=48),)),
+    dict(ropes=(Rope(100.0),)), dict(layer_ropes=(0, -1)),
+    dict(layer_windows=(0, 8)), dict(rotary_dim=4), dict(norm_offset=0.5),
+    dict(activation='gelu'), dict(activation='gelu_tanh'),
+    dict(embed_scale=2.0), dict(residual_scale=0.5),
+    dict(attention_scale=0.3), dict(attention_softcap=1.0),
+    dict(logit_softcap=1.0), dict(logit_divisor=1.5),
 ]
 
 
 @pytest.mark.parametrize('fields', FIELDS)
 def test_every_field_counts(fields):
-  cfg = tiny.config(rope_scaling=LLAMA3, rope_theta=100.0)
+  cfg = tiny.config(ropes=(scaled(),))
   ids, weights = tiny.tokens((1, 40)), tiny.params(model_lib.build(cfg), 3)
   right, wrong = (
       tiny.logits(model_lib.build(c), weights, ids)
@@ -198,9 +212,23 @@ def test_flops_of_a_token_are_those_of_its_products(model):
   assert 0.9 < compiled.cost_analysis()['flops'] / ours < 1.2
 
 
+def test_a_window_saves_the_products_outside_it(model):
+  cfg = model.config
+  window = dataclasses.replace(cfg, layer_windows=(0, 16))
+  saved = transformer.flops_per_token(cfg, 64) - transformer.flops_per_token(
+      window, 64)
+  assert saved == 4 * cfg.num_heads * cfg.head_dim * (64 - 16)
+  assert transformer.flops_per_token(window, 9) == (
+      transformer.flops_per_token(cfg, 9))
+
+
 def test_presets_have_the_size_in_their_name():
   billions = {'qwen3_0_6b': 0.596, 'qwen3_1_7b': 1.72, 'qwen3_4b': 4.02,
-              'qwen3_8b': 8.19, 'llama3_2_1b': 1.236}
+              'qwen3_8b': 8.19, 'llama3_2_1b': 1.236, 'llama3_2_3b': 3.213,
+              'llama3_1_8b': 8.03, 'llama3_1_70b': 70.55,
+              'qwen2_5_0_5b': 0.494, 'qwen2_5_1_5b': 1.544,
+              'qwen2_5_7b': 7.616, 'gemma3_1b': 1.0, 'gemma3_4b_text': 3.88,
+              'olmo2_7b': 7.3, 'smollm3_3b': 3.075, 'mistral_7b': 7.242}
   for name, size in billions.items():
-    count = transformer.num_params(families.PRESETS[name]) / 1e9
+    count = transformer.num_params(presets.PRESETS[name]) / 1e9
     assert abs(count - size) < 0.01 * size, (name, count)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.config import defaults
+from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
-from jaxpost.matmul import einsum
 from jaxpost.models import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models import transformer
@@ -24,7 +24,7 @@ EXACT = Compute(dtype='float32', q_chunk=64)
 def config(**fields) -> ModelConfig:
   base = dict(
       family='qwen3', vocab_size=131, hidden_size=32, intermediate_size=48,
-      num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True,
+      num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm='head',
       tie_embeddings=True, initializer_range=0.2)
   return ModelConfig(**{**base, **fields})
 
@@ -39,7 +39,7 @@ def params(model, seed=0):
 
   def vary(x, spec):
     noise = 0.2 * random.standard_normal(x.shape).astype(np.float32)
-    return x + noise if spec.init == 'ones' else x
+    return x + noise if spec.vector else x
 
   made = jax.jit(model.init)(jax.random.key(seed))
   return jax.tree.map(vary, made, transformer.nest(model.table))
@@ -69,7 +69,8 @@ def _forward(cfg, compute):
 def logits(model, weights, ids, **kwargs):
   """[B, T] tokens -> [B, T, V] in numpy, without the padded vocabulary."""
   x = hidden(model, weights, jnp.asarray(ids), **kwargs)
-  out = einsum('btd,vd->btv', x, model.head(weights), 'float32')
+  out = head_lib.logits(
+      x, model.head(weights), model.config.logit_form, 'float32')
   return np.asarray(out)[..., :model.config.vocab_size]
 
 

@@ -36,6 +36,7 @@ class Plan(NamedTuple):
   learns: those of them that the loss is differentiated through.
   divergence: (logits [B, C, V], teachers' logits, {name: [B, C, ...]}) ->
     [B, C], for `outputs.divergence`.
+  form, teacher_forms: see `logits`; of the model and of each teacher.
   """
 
   objective: Callable | None
@@ -46,6 +47,37 @@ class Plan(NamedTuple):
   reads: tuple[str, ...] = ('entropy',)
   learns: tuple[str, ...] = ('entropy',)
   divergence: Callable | None = None
+  form: tuple[float, float] = (1.0, 0.0)
+  teacher_forms: tuple[tuple[float, float], ...] = ()
+
+
+def logits(hidden, head, form: tuple[float, float], dtype: str):
+  """The logits of hidden states, in training, scoring and sampling alike.
+
+  Args:
+    hidden: [B, T, D] or [S, D]; head: [V, D].
+    form: (divisor, c): x = hidden head^T / divisor, and c tanh(x / c) of it
+      unless c is 0.
+
+  Returns:
+    [B, T, V] or [S, V] float32, not divided by a temperature yet.
+  """
+  spec = 'sd,vd->sv' if hidden.ndim == 2 else 'bcd,vd->bcv'
+  x = einsum(spec, hidden, head, dtype)
+  divisor, cap = form
+  if divisor != 1:
+    x = x / divisor
+  return cap * jnp.tanh(x / cap) if cap else x
+
+
+def _slope(plan, logits):
+  """d logits / d (hidden head^T), of logits over the temperature."""
+  divisor, cap = plan.form
+  slope = 1 / (divisor * plan.temperature)
+  if not cap:
+    return slope
+  part = jnp.clip(logits * (plan.temperature / cap), -1, 1)  # padding: -1e30
+  return slope * (1 - part * part)
 
 
 def token_outputs(plan: Plan, hidden, head, labels, mask) -> Outputs:
@@ -284,8 +316,10 @@ def _chunk(plan, grad, h, head, labels, weights, arrays, teachers):
         jnp.where(real, logits, 0), axis=-1) / plan.vocab_size - lse[..., 0]
   pull = None
   if plan.divergence:
-    others = [_widen(_logits(plan, *teacher), head.shape[0])
-              for teacher in zip(*teachers)]
+    forms = plan.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
+    others = [_widen(_logits(plan._replace(form=form), *teacher),
+                     head.shape[0])
+              for form, *teacher in zip(forms, *teachers)]
     found['divergence'], pull = jax.vjp(
         lambda x: plan.divergence(x, others, arrays), logits)
   outputs = Outputs(**{
@@ -312,7 +346,7 @@ def _chunk(plan, grad, h, head, labels, weights, arrays, teachers):
     d_logits += slope('mean_logprob') * (real / plan.vocab_size - probs)
   if pull:
     d_logits += pull(jnp.where(weights != 0, g.divergence, 0))[0]
-  d_logits = d_logits / plan.temperature
+  d_logits = d_logits * _slope(plan, logits)
   d_h = einsum('bcv,vd->bcd', d_logits, head, dtype)
   # [D, V]: the form that XLA:CPU contracts without copying d_logits.
   d_head = einsum('bcd,bcv->dv', h, d_logits, dtype)
@@ -321,12 +355,10 @@ def _chunk(plan, grad, h, head, labels, weights, arrays, teachers):
 
 def _logits(plan, h, head):
   """[B, C, V] over the temperature; padding of the vocabulary never wins."""
-  logits = einsum('bcd,vd->bcv', h, head, plan.compute.dtype)
-  logits = logits / plan.temperature
+  x = logits(h, head, plan.form, plan.compute.dtype) / plan.temperature
   if plan.vocab_size < head.shape[0]:
-    logits = jnp.where(
-        jnp.arange(head.shape[0]) < plan.vocab_size, logits, _HIDE)
-  return logits
+    x = jnp.where(jnp.arange(head.shape[0]) < plan.vocab_size, x, _HIDE)
+  return x
 
 
 def _widen(logits, vocab):

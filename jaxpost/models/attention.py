@@ -10,22 +10,28 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
+from jaxpost.models.config import ModelConfig
 
 _NEVER = -1e30  # finite: a fully masked row must not become NaN
 
 
-def causal(q, k, v, segment_ids, compute: Compute, branch_ids=None):
+def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
+           window, cfg: ModelConfig):
   """Causal attention inside each document of a packed row.
 
   Branches of a document (`types.Batch`) see its shared part and themselves.
 
   Queries go in chunks, each against the keys up to its own end, so that half
-  of the products is never computed and [T, T] never exists. Heads come before
-  time, so that a chunk is one contiguous matrix per head and row.
+  of the products is never computed and [T, T] never exists; keys before the
+  window of a chunk are left out, too. Heads come before time, so that a chunk
+  is one contiguous matrix per head and row.
 
   Args:
-    q: [B, T, H, h]; k, v: [B, T, K, h]; segment_ids, branch_ids:
-      [B, T].
+    q: [B, T, H, h]; k, v: [B, T, K, h]; segment_ids, positions: [B, T];
+      branch_ids: [B, T] or None.
+    window: a token sees those of its document less than this before it;
+      0 is all. An array in a scan over layers that differ.
+    cfg: for the scale and the soft cap of the scores.
 
   Returns:
     [B, T, H, h].
@@ -33,32 +39,60 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids=None):
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
   shape = batch, length, kv_heads, heads // kv_heads, size
-  q = (q.reshape(shape) / math.sqrt(size)).swapaxes(1, 2)
+  q = _scaled(q.reshape(shape), cfg).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
   out = []
   for start in range(0, length, compute.q_chunk):
     end = min(start + compute.q_chunk, length)
-    mask = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
-    mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(end))[None]
+    low = _first_key(start, window, branch_ids)
+    mask = segment_ids[:, start:end, None] == segment_ids[:, None, low:end]
+    mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(low, end))[None]
+    if not isinstance(window, int) or window:
+      back = positions[:, start:end, None] - positions[:, None, low:end]
+      mask &= (back < window) | (window == 0)
     if branch_ids is not None:
-      keys = branch_ids[:, None, :end]
+      keys = branch_ids[:, None, low:end]
       mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
-    scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end], k[:, :, :end],
-                    compute.dtype)
+    scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end],
+                    k[:, :, low:end], compute.dtype)
     weights = jax.nn.softmax(
-        jnp.where(mask[:, None, :, None], scores, _NEVER), axis=-1)
-    out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, :end],
+        jnp.where(mask[:, None, :, None], _capped(scores, cfg), _NEVER),
+        axis=-1)
+    out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
                       compute.dtype))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, size)
 
 
-def cached(q, k_cache, v_cache, lengths, compute: Compute):
+def _first_key(start: int, window, branch_ids) -> int:
+  """The first key that the query at `start` of a row may see.
+
+  Of branches, the shared part is nearer than its place in the row tells.
+  """
+  if branch_ids is not None or not isinstance(window, int) or not window:
+    return 0
+  return max(0, start - window + 1)
+
+
+def _scaled(q, cfg: ModelConfig):
+  if cfg.attention_scale:
+    return q * cfg.attention_scale
+  return q / math.sqrt(cfg.head_dim)
+
+
+def _capped(scores, cfg: ModelConfig):
+  cap = cfg.attention_softcap
+  return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def cached(q, k_cache, v_cache, lengths, compute: Compute, window: int,
+           cfg: ModelConfig):
   """One query per row against the filled part of its cache.
 
   Args:
     q: [B, 1, H, h]; k_cache, v_cache: [B, K, S, h]; lengths: [B], how many
       entries of each row count.
+    window, cfg: as in `causal`.
 
   Returns:
     [B, 1, H, h].
@@ -66,12 +100,14 @@ def cached(q, k_cache, v_cache, lengths, compute: Compute):
   batch, _, heads, size = q.shape
   kv_heads, room = k_cache.shape[1:3]
   kind = k_cache.dtype.name  # holds values of the operand type, see Compute
-  q = (q / math.sqrt(size)).astype(compute.dtype)
+  q = _scaled(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, kv_heads, heads // kv_heads, size)
   scores = einsum('bkgh,bksh->bkgs', q, k_cache, kind)
   mask = jnp.arange(room) < lengths[:, None]
+  if window:
+    mask &= jnp.arange(room) >= lengths[:, None] - window
   weights = jax.nn.softmax(
-      jnp.where(mask[:, None, None], scores, _NEVER), axis=-1)
+      jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER), axis=-1)
   out = einsum(
       'bkgs,bksh->bkgh', weights.astype(compute.dtype), v_cache, kind)
   return out.reshape(batch, 1, heads, size)

@@ -4,11 +4,23 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
+class Rope:
+  """One set of rotary frequencies (Su et al., arXiv:2104.09864).
+
+  `scaling` holds the (name, value) pairs of a `rope_parameters` block with
+  its `rope_type` first, or nothing; `rope.py` has the formulas.
+  """
+
+  theta: float = 10_000.0
+  scaling: tuple = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A decoder-only transformer, in the field's terms.
 
-  `rope_scaling` is () or ('llama3', factor, low_freq_factor,
-  high_freq_factor, original_max_position_embeddings).
+  Where layers differ, `layer_ropes` and `layer_windows` have an entry each;
+  an empty one says that all layers have `ropes[0]`, or see everything.
   """
 
   family: str  # key of families.FAMILIES
@@ -19,11 +31,23 @@ class ModelConfig:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  rope_theta: float = 10_000.0
-  rope_scaling: tuple = ()
+  ropes: tuple[Rope, ...] = (Rope(),)
+  layer_ropes: tuple[int, ...] = ()  # index into `ropes`; -1 rotates nothing
+  layer_windows: tuple[int, ...] = ()  # tokens seen with its own; 0 is all
+  rotary_dim: int = 0  # rotated entries of a head; 0 is all
+  norms: str = 'pre'  # 'pre', 'post' or 'both' of attention and MLP
   norm_eps: float = 1e-6
+  norm_offset: float = 0.0  # added to every norm scale
+  qk_norm: str = ''  # '', 'head' (each by itself) or 'wide' (all heads)
+  biases: tuple[str, ...] = ()  # of q, k, v, o, gate, up, down
+  activation: str = 'silu'  # or 'gelu', 'gelu_tanh'
   tie_embeddings: bool = True
-  qk_norm: bool = False
+  embed_scale: float = 1.0
+  residual_scale: float = 1.0  # of what attention and MLP add
+  attention_scale: float = 0.0  # of query times key; 0 is 1 / sqrt(head_dim)
+  attention_softcap: float = 0.0  # c: scores become c tanh(score / c); 0 none
+  logit_softcap: float = 0.0  # the same for the logits
+  logit_divisor: float = 1.0  # of the logits, before the cap
   max_position: int = 32_768
   initializer_range: float = 0.02
   num_labels: int = 0  # 1: a scalar head in place of the one for tokens
@@ -33,3 +57,22 @@ class ModelConfig:
   @property
   def padded_vocab_size(self) -> int:
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+  @property
+  def logit_form(self) -> tuple[float, float]:
+    """(divisor, soft cap), as `losses.head.logits` takes them."""
+    return self.logit_divisor, self.logit_softcap
+
+
+def from_json(fields: dict) -> ModelConfig:
+  """What `dataclasses.asdict` and JSON made of a ModelConfig, back again."""
+  fields = {k: _tuples(v) for k, v in fields.items()}
+  return ModelConfig(**fields | {
+      'ropes': tuple(Rope(**rope) for rope in fields['ropes'])})
+
+
+def _tuples(value):
+  if isinstance(value, dict):
+    return {k: _tuples(v) for k, v in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(
+      value, (list, tuple)) else value

@@ -1,64 +1,123 @@
 """Families of decoders as data: how each is written in a `config.json`.
 
-Only this file knows a family's name. A family is the defaults that its
-`config.json` may leave out and the `ModelConfig` fields it fixes.
+Only this file knows a family's name. A family is
+
+  architecture: its class in `transformers`.
+  defaults: fields that its `config.json` may leave out.
+  fixed: the `ModelConfig` fields that are the same for all its models.
+  reads: fields of `config.json` that it has besides those of Llama.
+  names: modules that its tensors are called after, where not as in Llama;
+    parameters of one name are rows of one tensor, see `stored.py`.
+  window: which layers see `sliding_window` tokens where `layer_types` does not
+    say: 'all', 'upper' (from `max_window_layers` on), 'no_rope', or n for all
+    but every n-th.
+  local_rope: the field with the rope base of those layers, unscaled.
+  activation_field, activations, rope_types: other spellings.
+  ignored, reported: fields without effect here, without or with a warning.
 """
 
 from jaxpost.errors import InputError
+from jaxpost.models import config_fields as fields_lib
 from jaxpost.models.config import ModelConfig
+
+_WINDOW = ('sliding_window', 'layer_types')
+_QWEN = (*_WINDOW, 'use_sliding_window', 'max_window_layers')
+_GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
 
 FAMILIES = {
     'llama': dict(
-        architecture='LlamaForCausalLM', fixed=dict(qk_norm=False),
-        defaults=dict(rope_theta=10_000.0, tie_word_embeddings=False,
-                      rms_norm_eps=1e-6)),
+        architecture='LlamaForCausalLM',
+        reads=('attention_bias', 'mlp_bias')),
+    'mistral': dict(
+        architecture='MistralForCausalLM', window='all',
+        reads=('sliding_window',),
+        defaults=dict(num_key_value_heads=8, sliding_window=4096,
+                      max_position_embeddings=131_072)),
+    'qwen2': dict(
+        architecture='Qwen2ForCausalLM', fixed=dict(biases=('q', 'k', 'v')),
+        window='upper', reads=_QWEN,
+        defaults=dict(num_key_value_heads=32, sliding_window=4096,
+                      max_window_layers=28, max_position_embeddings=32_768)),
     'qwen3': dict(
-        architecture='Qwen3ForCausalLM', fixed=dict(qk_norm=True),
-        defaults=dict(rope_theta=10_000.0, tie_word_embeddings=False,
-                      rms_norm_eps=1e-6, head_dim=128)),
+        architecture='Qwen3ForCausalLM', fixed=dict(qk_norm='head'),
+        window='upper', reads=('attention_bias', *_QWEN),
+        defaults=dict(num_key_value_heads=32, sliding_window=4096,
+                      max_window_layers=28, max_position_embeddings=32_768,
+                      head_dim=128)),
+    'gemma': dict(
+        architecture='GemmaForCausalLM', fixed=_GEMMA,
+        reads=('attention_bias',),
+        activations={'gelu': 'gelu_tanh'},  # what it says for historic reasons
+        defaults=dict(num_key_value_heads=16, head_dim=256,
+                      tie_word_embeddings=True, max_position_embeddings=8192,
+                      hidden_act='gelu_pytorch_tanh')),
+    'gemma2': dict(
+        architecture='Gemma2ForCausalLM',
+        activation_field='hidden_activation',
+        fixed=_GEMMA | dict(norms='both'),
+        window=2, reads=(
+            'attention_bias', *_WINDOW,
+            'query_pre_attn_scalar', 'attn_logit_softcapping',
+            'final_logit_softcapping'),
+        defaults=dict(num_key_value_heads=4, head_dim=256,
+                      tie_word_embeddings=True, max_position_embeddings=8192,
+                      hidden_activation='gelu_pytorch_tanh',
+                      sliding_window=4096, query_pre_attn_scalar=256,
+                      attn_logit_softcapping=50.0,
+                      final_logit_softcapping=30.0)),
+    'gemma3_text': dict(
+        architecture='Gemma3ForCausalLM', ignored=('_sliding_window_pattern',),
+        activation_field='hidden_activation',
+        fixed=_GEMMA | dict(norms='both', qk_norm='head'),
+        window=6, local_rope='rope_local_base_freq', reads=(
+            'attention_bias', *_WINDOW,
+            'query_pre_attn_scalar', 'attn_logit_softcapping',
+            'final_logit_softcapping', 'sliding_window_pattern'),
+        defaults=dict(num_key_value_heads=4, head_dim=256,
+                      tie_word_embeddings=True, rope_theta=1e6,
+                      rope_local_base_freq=1e4, sliding_window=4096,
+                      max_position_embeddings=131_072,
+                      hidden_activation='gelu_pytorch_tanh',
+                      query_pre_attn_scalar=256, attn_logit_softcapping=None,
+                      final_logit_softcapping=None)),
+    'olmo2': dict(
+        architecture='Olmo2ForCausalLM', reads=('attention_bias',),
+        fixed=dict(norms='post', qk_norm='wide'),
+        defaults=dict(rms_norm_eps=1e-5)),
+    'olmo3': dict(
+        architecture='Olmo3ForCausalLM', window=4, local_rope='rope_theta',
+        fixed=dict(norms='post', qk_norm='wide'),
+        reads=('attention_bias', *_WINDOW),
+        defaults=dict(rms_norm_eps=1e-5, rope_theta=5e5, sliding_window=4096)),
+    'phi3': dict(
+        architecture='Phi3ForCausalLM', window='all',
+        reads=('sliding_window', 'partial_rotary_factor',
+               'original_max_position_embeddings'),
+        names={**dict.fromkeys(('q_proj', 'k_proj', 'v_proj'), 'qkv_proj'),
+               **dict.fromkeys(('gate_proj', 'up_proj'), 'gate_up_proj')},
+        rope_types={'su': 'longrope', 'yarn': 'longrope'},
+        # Microsoft's folders name code of their own, which is never run.
+        reported=('auto_map',), ignored=('embd_pdrop', 'resid_pdrop'),
+        defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096,
+                      original_max_position_embeddings=4096)),
+    'smollm3': dict(
+        architecture='SmolLM3ForCausalLM', window='no_rope',
+        reads=('attention_bias', 'mlp_bias', *_WINDOW, 'use_sliding_window',
+               'no_rope_layers', 'no_rope_layer_interval'),
+        defaults=dict(num_key_value_heads=4, tie_word_embeddings=True,
+                      rope_theta=2e6, max_position_embeddings=32_768,
+                      no_rope_layer_interval=4)),
+    'granite': dict(
+        architecture='GraniteForCausalLM',
+        reads=('attention_bias', 'mlp_bias', 'embedding_multiplier',
+               'residual_multiplier', 'attention_multiplier',
+               'logits_scaling'),
+        defaults=dict(embedding_multiplier=1.0, residual_multiplier=1.0,
+                      attention_multiplier=1.0, logits_scaling=1.0)),
 }
-
-
-def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128,
-           vocab=151_936, tied=True, **fields) -> ModelConfig:
-  return ModelConfig(
-      'qwen3', vocab, hidden, mlp, layers, heads, kv_heads, head_dim,
-      rope_theta=1e6, tie_embeddings=tied, qk_norm=True, max_position=40_960,
-      **fields)
-
-
-_LLAMA3_ROPE = ('llama3', 32.0, 1.0, 4.0, 8192)
-
-# Shapes to start from when there is no folder: `config.model.preset`.
-PRESETS = {
-    'tiny': _qwen3(128, 384, 3, 4, 2, 32, vocab=259),
-    'xs': _qwen3(256, 768, 4, 4, 2, 64, vocab=8192),
-    's': _qwen3(512, 1536, 8, 8, 4, 64, vocab=32_768),
-    'qwen3_0_6b': _qwen3(1024, 3072, 28, 16, 8),
-    'qwen3_1_7b': _qwen3(2048, 6144, 28, 16, 8),
-    'qwen3_4b': _qwen3(2560, 9728, 36, 32, 8),
-    'qwen3_8b': _qwen3(4096, 12_288, 36, 32, 8, tied=False),
-    'llama3_2_1b': ModelConfig(
-        'llama', 128_256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5,
-        rope_scaling=_LLAMA3_ROPE, norm_eps=1e-5, max_position=131_072),
-}
-
-# Fields of config.json that do not change the function computed here, or are
-# checked below; any other field is reported.
-_IGNORED = frozenset('''
-    architectures model_type torch_dtype dtype transformers_version use_cache
-    bos_token_id eos_token_id pad_token_id attention_dropout initializer_range
-    pretraining_tp max_window_layers _name_or_path output_attentions
-    output_hidden_states return_dict hidden_act attention_bias mlp_bias
-    use_sliding_window sliding_window layer_types rope_scaling rope_parameters
-    auto_map chunk_size_feed_forward id2label label2id is_encoder_decoder
-    problem_type
-    '''.split())
-_READ = frozenset('''
-    vocab_size hidden_size intermediate_size num_hidden_layers
-    num_attention_heads num_key_value_heads head_dim rope_theta rms_norm_eps
-    tie_word_embeddings max_position_embeddings
-    '''.split())
+_DEFAULTS = dict(
+    rope_theta=10_000.0, tie_word_embeddings=False, rms_norm_eps=1e-6,
+    hidden_act='silu', max_position_embeddings=2048)
 
 
 def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
@@ -72,26 +131,32 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
         f'{where}: model_type {family!r} is not supported; supported: '
         f'{", ".join(FAMILIES)}')
   spec = FAMILIES[family]
-  known = {**spec['defaults'], **raw}
-  _refuse(known, where)
-  _check_values(known, where)
-  rope_theta, scaling = _rope(known, where)
+  known = {**_DEFAULTS, **spec.get('defaults', {}), **raw}
+  fields_lib.check(known, spec, where)
+  fixed = dict(spec.get('fixed', {}))
   try:
     hidden, heads = known['hidden_size'], known['num_attention_heads']
+    layers = known['num_hidden_layers']
+    head_dim = known.get('head_dim') or hidden // heads
+    if fixed.get('embed_scale'):
+      fixed['embed_scale'] = hidden ** 0.5
+    fixed['activation'] = fields_lib.activation(known, spec, where)
+    fixed['biases'] = fixed.get('biases', ()) + fields_lib.biases(known, spec)
+    rope, unknown = fields_lib.ropes(known, spec, layers, head_dim, where)
+    windows = fields_lib.windows(
+        known, spec, layers, rope['layer_ropes'], where)
     cfg = ModelConfig(
         family=family, vocab_size=known['vocab_size'], hidden_size=hidden,
-        intermediate_size=known['intermediate_size'],
-        num_layers=known['num_hidden_layers'], num_heads=heads,
-        num_kv_heads=known.get('num_key_value_heads') or heads,
-        head_dim=known.get('head_dim') or hidden // heads,
-        rope_theta=float(rope_theta), rope_scaling=scaling,
-        norm_eps=known['rms_norm_eps'],
+        intermediate_size=known['intermediate_size'], num_layers=layers,
+        num_heads=heads, num_kv_heads=known.get('num_key_value_heads') or heads,
+        head_dim=head_dim, norm_eps=known['rms_norm_eps'],
         tie_embeddings=known['tie_word_embeddings'],
-        max_position=known.get('max_position_embeddings', 2048),
-        num_labels=_num_labels(raw, where), **spec['fixed'])
+        max_position=known['max_position_embeddings'],
+        num_labels=_num_labels(raw, where), layer_windows=windows,
+        **rope, **fields_lib.scalars(known, spec), **fixed)
   except KeyError as e:
     raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
-  return cfg, sorted(set(raw) - _READ - _IGNORED)
+  return cfg, sorted([*fields_lib.unread(raw, spec), *unknown])
 
 
 def _num_labels(raw: dict, where: str) -> int:
@@ -107,82 +172,10 @@ def _num_labels(raw: dict, where: str) -> int:
   return 1
 
 
-def _refuse(raw: dict, where: str):
-  """What would silently change the model is refused by name."""
-  allowed = {
-      'hidden_act': ('silu', None), 'attention_bias': (False, None),
-      'mlp_bias': (False, None), 'use_sliding_window': (False, None),
-      'pretraining_tp': (1, None), 'auto_map': (None,),
-  }
-  for field, values in allowed.items():
-    if raw.get(field) not in values:
-      raise InputError(
-          f'{where}: {field}={raw[field]!r} is not supported (only '
-          f'{values[0]!r})')
-  kinds = set(raw.get('layer_types') or ()) - {'full_attention'}
-  if kinds:
-    raise InputError(f'{where}: layer_types {sorted(kinds)} not supported')
-
-
-def _check_values(raw: dict, where: str):
-  """Sizes are whole numbers above 0 and divide where they must."""
-  optional = ('head_dim', 'num_key_value_heads')
-  for field in ('vocab_size', 'hidden_size', 'intermediate_size',
-                'num_hidden_layers', 'num_attention_heads',
-                'max_position_embeddings', *optional):
-    value = raw.get(field)
-    missing = field not in raw or (value is None and field in optional)
-    if not missing and (type(value) is not int or value < 1):
-      raise InputError(
-          f'{where}: {field}={value!r} must be a whole number above 0')
-  for field in ('rope_theta', 'rms_norm_eps'):
-    if type(raw[field]) not in (int, float) or raw[field] <= 0:
-      raise InputError(f'{where}: {field}={raw[field]!r} must be above 0')
-  if type(raw['tie_word_embeddings']) is not bool:
-    raise InputError(
-        f'{where}: tie_word_embeddings={raw["tie_word_embeddings"]!r} must '
-        'be true or false')
-  heads = raw.get('num_attention_heads', 1)
-  kv_heads = raw.get('num_key_value_heads') or heads
-  if heads % kv_heads:
-    raise InputError(
-        f'{where}: num_key_value_heads={kv_heads} must divide '
-        f'num_attention_heads={heads}')
-
-
-def _rope(raw: dict, where: str) -> tuple[float, tuple]:
-  """(theta, scaling) from either spelling: rope_scaling or rope_parameters."""
-  params = {**(raw.get('rope_scaling') or {}),
-            **(raw.get('rope_parameters') or {})}
-  theta = params.get('rope_theta', raw['rope_theta'])
-  kind = params.get('rope_type', params.get('type', 'default'))
-  if params.get('partial_rotary_factor', 1) != 1:
-    raise InputError(f'{where}: partial_rotary_factor is not supported')
-  if kind == 'default':
-    return theta, ()
-  if kind != 'llama3':
-    raise InputError(
-        f'{where}: rope type {kind!r} is not supported (default, llama3)')
-  names = ('factor', 'low_freq_factor', 'high_freq_factor',
-           'original_max_position_embeddings')
-  missing = [n for n in names if n not in params]
-  if missing:
-    raise InputError(f'{where}: rope type llama3 lacks {", ".join(missing)}')
-  return theta, ('llama3', *(params[n] for n in names))
-
-
 def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
   """ModelConfig -> config.json for `transformers`."""
-  rope = dict(rope_type='default', rope_theta=cfg.rope_theta)
-  if cfg.rope_scaling:
-    kind, factor, low, high, original = cfg.rope_scaling
-    rope |= dict(rope_type=kind, factor=factor, low_freq_factor=low,
-                 high_freq_factor=high,
-                 original_max_position_embeddings=original)
-  # Older readers know rope_theta and rope_scaling, newer rope_parameters.
-  old = {k: v for k, v in rope.items() if k != 'rope_theta'}
-  name = FAMILIES[cfg.family]['architecture']
-  labels = {}
+  spec = FAMILIES[cfg.family]
+  name, labels = spec['architecture'], {}
   if cfg.num_labels:
     name = name.replace('ForCausalLM', 'ForSequenceClassification')
     labels = dict(id2label={'0': 'reward'}, label2id={'reward': 0})
@@ -193,8 +186,6 @@ def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
       num_hidden_layers=cfg.num_layers, num_attention_heads=cfg.num_heads,
       num_key_value_heads=cfg.num_kv_heads, head_dim=cfg.head_dim,
       rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tie_embeddings,
-      max_position_embeddings=cfg.max_position, hidden_act='silu',
-      attention_bias=False, rope_theta=cfg.rope_theta, rope_parameters=rope,
-      rope_scaling=old if cfg.rope_scaling else None, torch_dtype='float32',
+      max_position_embeddings=cfg.max_position, torch_dtype='float32',
       bos_token_id=bos_id, pad_token_id=pad_id,
-      eos_token_id=list(stop_ids) or None)
+      eos_token_id=list(stop_ids) or None, **fields_lib.write(cfg, spec))

@@ -1,8 +1,7 @@
 """Hugging Face folders in and out: the only place that imports safetensors.
 
-The rule, from the parameter table: matrices are stored transposed ([out, in]),
-reshaped to the table's shape and stacked over layers; the vocabulary is
-padded with zero rows here and cut on export.
+`stored.py` says which rows of which tensors a parameter is; layers are
+stacked, and the vocabulary is padded with zero rows here and cut on export.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ import safetensors.numpy
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.models import families, transformer
+from jaxpost.models import families, stored, transformer
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
 from jaxpost.sharding import to_host
@@ -57,7 +56,7 @@ def check(folder, cfg: ModelConfig):
   Reads headers only.
   """
   with contextlib.ExitStack() as stack:
-    _open(_local(folder), transformer.param_table(cfg), cfg, stack)
+    _open(_local(folder), stored.table(cfg), cfg, stack)
 
 
 def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
@@ -67,16 +66,18 @@ def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
   """
   flat = {}
   with contextlib.ExitStack() as stack:
-    tensors = _open(_local(folder), model.table, model.config, stack)
-    for path, spec in model.table.items():
+    table = stored.table(model.config)
+    tensors = _open(_local(folder), table, model.config, stack)
+    for path, kept in table.items():
       sharding = shardings
       for name in path.split('/'):
         sharding = sharding[name]
-      flat[path] = _load_leaf(spec, tensors, sharding, np.dtype(dtype))
+      flat[path] = _load_leaf(kept, tensors, sharding, np.dtype(dtype))
   return transformer.nest(flat)
 
 
-def _load_leaf(spec, tensors, sharding, dtype) -> jax.Array:
+def _load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
+  spec = kept.spec
   holders = {}  # devices of each distinct shard: replicas are read once
   for device, index in sharding.addressable_devices_indices_map(
       spec.shape).items():
@@ -84,76 +85,18 @@ def _load_leaf(spec, tensors, sharding, dtype) -> jax.Array:
     holders.setdefault(bounds, []).append(device)
   arrays = []
   for bounds, devices in holders.items():
-    shard = _read_shard(spec, tensors, bounds, dtype)
+    shard = stored.read(kept, tensors, bounds, dtype)
     arrays += [jax.device_put(shard, device) for device in devices]
     jax.block_until_ready(arrays)  # the host keeps one shard, not all
   return jax.make_array_from_single_device_arrays(
       spec.shape, sharding, arrays)
 
 
-def _read_shard(spec, tensors, bounds, dtype) -> np.ndarray:
-  """Elements `bounds` = ((start, end), ...) of a parameter."""
-  out = np.zeros([end - start for start, end in bounds], dtype)
-  if not spec.stacked:
-    value = _read_tensor(spec, tensors[spec.hf], spec.shape, bounds)
-    out[:len(value)] = value  # what is beyond the vocabulary stays zero
-    return out
-  for i, layer in enumerate(range(*bounds[0])):
-    out[i] = _read_tensor(
-        spec, tensors[spec.hf.format(layer)], spec.shape[1:], bounds[1:])
-  return out
-
-
-def _read_tensor(spec, stored, shape, bounds) -> np.ndarray:
-  """Elements `bounds` of one stored tensor, in the table's shape."""
-  if not spec.matrix:
-    (start, end), *rest = bounds
-    end = min(end, stored.get_shape()[0])
-    if start >= end:  # only padding; safetensors refuses empty slices
-      return np.zeros((0, *(b - a for a, b in rest)))
-    return stored[(slice(start, end), *(slice(*x) for x in rest))]
-  cut = _inputs(spec)
-  groups = [(shape[:cut], bounds[:cut]), (shape[cut:], bounds[cut:])]
-  # A side of several dimensions is read whole below its first one.
-  ranges = [slice(b[0][0] * math.prod(s[1:]), b[0][1] * math.prod(s[1:]))
-            for s, b in groups]
-  value = stored[ranges[1], ranges[0]].T
-  value = value.reshape([
-      n for s, b in groups for n in (b[0][1] - b[0][0], *s[1:])])
-  inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b in groups]
-  return value[(*inner[0], *inner[1])]
-
-
-def _inputs(spec) -> int:
-  """Leading dimensions of a matrix (of one layer) that are its inputs.
-
-  'embed' has a side of its own: [embed | heads, size], [heads, size | embed].
-  """
-  axes = spec.axes[1:] if spec.stacked else spec.axes
-  return 1 if axes[0] == 'embed' else len(axes) - 1
-
-
-def _stored_shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
-  """The shape in a folder of one tensor of a parameter."""
-  shape = spec.shape[1:] if spec.stacked else spec.shape
-  if spec.axes[0] == 'vocab':
-    return (cfg.vocab_size, *shape[1:])
-  if not spec.matrix:
-    return shape
-  cut = _inputs(spec)
-  return math.prod(shape[cut:]), math.prod(shape[:cut])
-
-
-def _stored_names(spec) -> list[str]:
-  layers = spec.shape[0] if spec.stacked else 1
-  return [spec.hf.format(i) for i in range(layers)]
-
-
 def _open(folder, table, cfg, stack) -> dict:
   """Tensor name -> open slice, after checking names, shapes and types."""
   found = _slices(folder, stack)
-  wanted = {name: _stored_shape(spec, cfg)
-            for spec in table.values() for name in _stored_names(spec)}
+  wanted = {name: kept.shape
+            for kept in table.values() for name in kept.names}
   for name, shape in wanted.items():
     if name not in found:
       hint = (' (or set tie_word_embeddings to true in config.json)'
@@ -161,20 +104,20 @@ def _open(folder, table, cfg, stack) -> dict:
       raise InputError(
           f'{folder}: tensor {name} {list(shape)} is missing; config.json '
           f'asks for it, so the folder is incomplete{hint}')
-    file, stored = found[name]
-    if tuple(stored.get_shape()) != shape:
+    file, tensor = found[name]
+    if tuple(tensor.get_shape()) != shape:
       raise InputError(
-          f'{file}: tensor {name} has shape {list(stored.get_shape())}, '
+          f'{file}: tensor {name} has shape {list(tensor.get_shape())}, '
           f'config.json asks for {list(shape)}; they are of different models')
-    if stored.get_dtype() not in _DTYPES:
+    if tensor.get_dtype() not in _DTYPES:
       raise InputError(
-          f'{file}: tensor {name} has type {stored.get_dtype()}; supported: '
+          f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
           f'{", ".join(_DTYPES)}: use an unquantised model')
   tied = wanted['model.embed_tokens.weight']
   extra = [
-      name for name, (_, stored) in found.items() if name not in wanted
+      name for name, (_, tensor) in found.items() if name not in wanted
       and not name.endswith('rotary_emb.inv_freq')
-      and not (name == _HEAD and tuple(stored.get_shape()) == tied)]
+      and not (name == _HEAD and tuple(tensor.get_shape()) == tied)]
   if extra:
     raise InputError(
         f'{found[extra[0]][0]}: tensor {extra[0]} '
@@ -341,8 +284,9 @@ def _upload(staged, target):
 def _write_weights(staged, model, params, dtype, max_shard_bytes):
   """Shards in the order of the table, one parameter on the host at a time."""
   sizes = {
-      name: math.prod(_stored_shape(spec, model.config)) * dtype.itemsize
-      for spec in model.table.values() for name in _stored_names(spec)}
+      name: math.prod(kept.shape) * dtype.itemsize
+      for group in stored.groups(stored.table(model.config))
+      for kept in group.values() for name in kept.names}
   shards = [[]]
   for name, size in sizes.items():
     full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
@@ -353,7 +297,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
   pending, at = {}, 0
-  for name, value in _export(model, params, dtype):
+  for name, value in tensors(model, params, dtype):
     pending[name] = value
     if name == shards[at][-1]:
       if staged is not None:
@@ -366,19 +310,21 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
         'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
 
 
-def _export(model, params, dtype):
+def tensors(model, params, dtype):
   """(name, tensor) in the order of the table; a collective across processes."""
-  for path, spec in model.table.items():
-    leaf = params
-    for name in path.split('/'):
-      leaf = leaf[name]
-    values = to_host(leaf)
-    shape = _stored_shape(spec, model.config)
-    for name, value in zip(
-        _stored_names(spec), values if spec.stacked else [values]):
-      if spec.matrix:
-        value = value.reshape(shape[::-1]).T
-      yield name, np.ascontiguousarray(value[:shape[0]].astype(dtype))
+  for group in stored.groups(stored.table(model.config)):
+    values = {}
+    for path, kept in group.items():
+      leaf = params
+      for name in path.split('/'):
+        leaf = leaf[name]
+      value = to_host(leaf)
+      values[path] = value if kept.spec.stacked else [value]
+    for i, name in enumerate(kept.names):
+      parts = [stored.rows(kept, values[path][i])
+               for path, kept in group.items()]
+      value = np.concatenate(parts) if len(parts) > 1 else parts[0]
+      yield name, np.ascontiguousarray(value.astype(dtype))
 
 
 def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpost.matmul import Compute, einsum
+from jaxpost.losses import head as head_lib
+from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token, nest, unstack_layers
 from jaxpost.programs import sampling as sampling_lib
@@ -149,7 +150,8 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
 
   def step(weights, state, uniform):
     head = model.head(weights)
-    logits = einsum('sd,vd->sv', state.hidden, head, compute.dtype)
+    logits = head_lib.logits(
+        state.hidden, head, model.config.logit_form, compute.dtype)
     if model.config.vocab_size < head.shape[0]:
       real = jnp.arange(head.shape[0]) < model.config.vocab_size
       logits = jnp.where(real, logits, sampling_lib._HIDE)

@@ -24,7 +24,8 @@ def make_score(model: Model, layout: Layout, compute: Compute,
   A model with a scalar head gives `values`, of all tokens.
   """
   plan = head_lib.Plan(
-      None, model.config.vocab_size, temperature, compute, layout, learns=())
+      None, model.config.vocab_size, temperature, compute, layout, learns=(),
+      form=model.config.logit_form)
 
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
@@ -53,7 +54,7 @@ def make_topk(model: Model, layout: Layout, compute: Compute, ledger: Ledger,
   """
   plan = head_lib.Plan(
       None, min(vocab_size, model.config.vocab_size), temperature, compute,
-      layout)
+      layout, form=model.config.logit_form)
 
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
@@ -101,6 +102,6 @@ def frozen_copy(model: Model, params, compute: Compute, shardings,
 
 
 def narrow(x, param: Param, compute: Compute):
-  """A new array of the operand type; norm scales are never rounded."""
-  return jnp.array(x, x.dtype if param.init == 'ones' else compute.dtype,
-                   copy=True)
+  """A new array of the operand type; scales and biases are never rounded."""
+  return jnp.array(
+      x, x.dtype if param.vector else compute.dtype, copy=True)

@@ -38,6 +38,7 @@ class Objective:
     differentiated through stand in `learns`, too.
   arrays: names in `Batch.arrays` that are filled before the update.
   divergence: see `losses.head.Plan`; gives `outputs.divergence`.
+  teacher_forms: see `losses.head.Plan`; of the teachers in memory.
   neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
   """
 
@@ -49,6 +50,7 @@ class Objective:
   arrays: tuple[str, ...] = ()
   temperature: float = 1.0
   divergence: Callable | None = None
+  teacher_forms: tuple[tuple[float, float], ...] = ()
   neftune_alpha: float = 0.0
   seed: int = 0
 
@@ -90,7 +92,8 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
   """loss(params, batch of [B, T], step, frozen) -> (loss [], {metric: []})."""
   plan = head_lib.Plan(
       objective.fn, model.config.vocab_size, objective.temperature, compute,
-      layout, objective.reads, objective.learns, objective.divergence)
+      layout, objective.reads, objective.learns, objective.divergence,
+      model.config.logit_form, objective.teacher_forms)
 
   def loss(params, batch, step=0, frozen=None):
     noise = None

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
+from jaxpost.models import rope
 from jaxpost.models.model import Model
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
@@ -52,11 +53,24 @@ def rung(length: int, longest: int, smallest: int = 32) -> int:
   return min(size, longest)
 
 
+def _check_lengths(cfg, config: SamplerConfig):
+  """Cached keys must be those that training would make of the whole text."""
+  limit, longest = rope.by_length(cfg), (
+      config.max_prompt + config.max_new_tokens)
+  if limit and longest > limit:
+    kinds = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
+    raise InputError(
+        f'config.rollout: max_prompt_length + max_new_tokens = {longest}, but '
+        f'rope scaling {"".join(kinds & set(rope.BY_LENGTH))} turns keys '
+        f'otherwise once a text is longer than {limit}; lower them to that')
+
+
 class NativeEngine:
   """`engine.Engine` on the trainer's own model. Arrays live on `layout`."""
 
   def __init__(self, model: Model, config: SamplerConfig, layout: Layout,
                compute: Compute, ledger: Ledger):
+    _check_lengths(model.config, config)
     shards = layout.batch_shards
     # One row makes a vector product, which XLA:CPU runs 8 x slower than two.
     slots = -(-max(config.slots, 2) // shards) * shards

@@ -1,0 +1,67 @@
+"""Writes docs/models.md: every family beside `transformers`, as measured.
+
+  python docs/make_models_table.py
+
+Runs the cases of tests/test_families.py: random tiny models, weights of std
+0.5, exact float32 on both sides. Takes a few minutes.
+"""
+
+import pathlib
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+BEGIN, END = '<!-- measured -->', '<!-- end of measured -->'
+
+
+def rows() -> list[str]:
+  """Markdown lines of the table."""
+  import test_families as families
+  lines = ['| case | family | what differs from a plain Llama | logits |'
+           ' gradients |', '|---|---|---|---|---|']
+  for case in families.CASES:
+    with tempfile.TemporaryDirectory() as folder:
+      folder = pathlib.Path(folder)
+      network = families.make(case, folder)
+      cfg = families.hf.read_config(folder)
+      errors = (families.logit_error(folder, network),
+                families.gradient_error(folder, network))
+    lines.append(
+        f'| {case} | `{cfg.family}` | {told(cfg)} | '
+        f'{errors[0]:.0e} | {errors[1]:.0e} |')
+    print(lines[-1], flush=True)
+  return lines
+
+
+def told(cfg) -> str:
+  """What a ModelConfig has that a plain Llama has not, in words."""
+  scaled = [dict(r.scaling)['rope_type'] for r in cfg.ropes if r.scaling]
+  words = {
+      f'rope {" ".join(scaled)}': scaled,
+      'two rope bases': len(cfg.ropes) > 1,
+      'layers without rope': -1 in cfg.layer_ropes,
+      'rotates a part of a head': cfg.rotary_dim,
+      'sliding window': any(cfg.layer_windows),
+      'of some layers': len(set(cfg.layer_windows)) > 1,
+      f'norms {cfg.norms}': cfg.norms != 'pre',
+      'norm scale + 1': cfg.norm_offset,
+      f'q and k norms ({cfg.qk_norm})': cfg.qk_norm,
+      f'biases of {" ".join(cfg.biases)}': cfg.biases,
+      cfg.activation: cfg.activation != 'silu',
+      'scaled embeddings': cfg.embed_scale != 1,
+      'residual multiplier': cfg.residual_scale != 1,
+      'attention scale': cfg.attention_scale,
+      'soft caps': cfg.attention_softcap or cfg.logit_softcap,
+      'logit divisor': cfg.logit_divisor != 1,
+  }
+  return ', '.join(word for word, said in words.items() if said)
+
+
+if __name__ == '__main__':
+  path = ROOT / 'docs' / 'models.md'
+  text = path.read_text(encoding='utf-8')
+  head, rest = text.split(BEGIN)
+  tail = rest.split(END)[1]
+  path.write_text('\n'.join([head + BEGIN, *rows(), END]) + tail,
+                  encoding='utf-8')

@@ -1,0 +1,177 @@
+"""Rotary position embedding: frequencies, their scalings, the rotation.
+
+Legend: B rows, T tokens, N heads, h head size, d rotated entries of a head.
+
+Frequencies are made on the host: `pow` of an accelerator is coarser, and
+positions multiply the error. Rounded where `transformers` rounds.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.models.config import ModelConfig, Rope
+
+# These depend on how long a document is, so text that is sampled past the
+# limit was read with other frequencies than training reads it with.
+BY_LENGTH = ('dynamic', 'longrope')
+
+
+def by_length(cfg: ModelConfig) -> int:
+  """Up to this length, documents have one set of frequencies; 0: all have."""
+  limits = [dict(r.scaling)['original_max_position_embeddings']
+            for r in cfg.ropes if _kind(r) in BY_LENGTH]
+  return min(limits, default=0)
+
+
+def tables(positions, lengths, cfg: ModelConfig) -> list:
+  """(cos, sin) for each of `cfg.ropes`, each [B, T, 1, h] float32.
+
+  Args:
+    positions: [B, T]; lengths: of the document of each token, [B, T] or
+      [B, 1]; read where `by_length` is not 0.
+  """
+  return [_table(positions, lengths, rope, cfg) for rope in cfg.ropes]
+
+
+def pick(tables: list, index):
+  """The table of a layer: None rotates nothing; `index` may be traced."""
+  if isinstance(index, int):
+    return None if index < 0 else tables[index]
+  cos, sin = tables[0]
+  still = (jnp.ones_like(cos), jnp.zeros_like(sin))  # where index is -1
+  return tuple(jnp.stack(x)[index] for x in zip(*tables, still))
+
+
+def rotate(x, table, cfg: ModelConfig):
+  """Rotates [B, T, N, h], first half against second half (as in HF)."""
+  if table is None:
+    return x
+  cos, sin = table
+  return x.astype(jnp.float32) * cos + rotate_half(x, cfg.rotary_dim) * sin
+
+
+def rotate_half(x, dim: int = 0):
+  """[.., a, b] -> [.., -b, a] by a product with a signed permutation.
+
+  Exact, and on CPU 5 x as fast as slicing and concatenating. Of the first
+  `dim` entries; the rest become 0.
+  """
+  size = x.shape[-1]
+  half = (dim or size) // 2
+  turn = np.zeros((size, size), np.float32)
+  turn[half + np.arange(half), np.arange(half)] = -1
+  turn[np.arange(half), half + np.arange(half)] = 1
+  return jnp.einsum('btnh,hi->btni', x.astype(jnp.float32), turn,
+                    precision=jax.lax.Precision.HIGHEST)
+
+
+def _kind(rope: Rope) -> str:
+  return dict(rope.scaling).get('rope_type', 'default')
+
+
+def _table(positions, lengths, rope, cfg):
+  dim = cfg.rotary_dim or cfg.head_dim
+  p, scale = dict(rope.scaling), 1.0
+  kind = _kind(rope)
+  if kind == 'longrope':
+    long, scale = _longrope(rope.theta, dim, p, 'long_factor')
+    short, _ = _longrope(rope.theta, dim, p, 'short_factor')
+    freq = jnp.where(
+        lengths[..., None] > p['original_max_position_embeddings'],
+        long, short)
+  elif kind == 'dynamic':
+    freq = _dynamic(rope.theta, dim, p, lengths[..., None])
+  else:
+    freq, scale = _SCALINGS[kind](rope.theta, dim, p)
+  angle = positions[..., None].astype(jnp.float32) * freq
+  angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
+  cos, sin = jnp.cos(angle), jnp.sin(angle)
+  if scale != 1:
+    cos, sin = cos * scale, sin * scale
+  rest = ((0, 0),) * 3 + ((0, cfg.head_dim - dim),)
+  if dim < cfg.head_dim:
+    cos, sin = jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
+  return cos, sin
+
+
+def _periods(theta: float, dim: int):
+  """[d / 2], in tokens per radian."""
+  half = dim // 2
+  return (theta ** (np.arange(half) / half)).astype(np.float32)
+
+
+def _default(theta, dim, p):
+  del p
+  return np.float32(1) / _periods(theta, dim), 1.0
+
+
+def _linear(theta, dim, p):
+  """Chen et al., arXiv:2306.15595: positions interpolated."""
+  return np.float32(1) / _periods(theta, dim) / np.float32(p['factor']), 1.0
+
+
+def _llama3(theta, dim, p):
+  """Llama 3.1: long waves are interpolated, short ones left alone."""
+  freq = np.float32(1) / _periods(theta, dim)
+  low, high = p['low_freq_factor'], p['high_freq_factor']
+  factor, original = p['factor'], p['original_max_position_embeddings']
+  wavelength = 2 * math.pi / freq
+  smooth = (original / wavelength - low) / (high - low)
+  blend = (1 - smooth) * freq / factor + smooth * freq
+  scaled = np.where(wavelength > original / low, freq / factor, blend)
+  return np.where(
+      wavelength < original / high, freq, scaled).astype(np.float32), 1.0
+
+
+def _yarn(theta, dim, p):
+  """Peng et al., arXiv:2309.00071, section 3.4."""
+  original, factor = p['original_max_position_embeddings'], p['factor']
+
+  def at(rotations):  # the dimension that turns so often in `original`
+    return dim * math.log(original / (rotations * 2 * math.pi)) / (
+        2 * math.log(theta))
+
+  low, high = at(p.get('beta_fast') or 32), at(p.get('beta_slow') or 1)
+  if p.get('truncate', True):
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, dim - 1)
+  ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (
+      high - low or 0.001), 0, 1)
+  periods = _periods(theta, dim)
+  freq = np.float32(1) / (factor * periods) * ramp + (
+      np.float32(1) / periods * (1 - ramp))
+  scale = p.get('attention_factor')
+  if scale is None:
+    grow = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+    scale, both = grow(1), (p.get('mscale'), p.get('mscale_all_dim'))
+    if all(both):
+      scale = grow(both[0]) / grow(both[1])
+  return freq.astype(np.float32), scale
+
+
+def _longrope(theta, dim, p, which):
+  """Ding et al., arXiv:2402.13753: factors that were searched for."""
+  original, factor = p['original_max_position_embeddings'], p['factor']
+  scale = p.get('attention_factor')
+  if scale is None:
+    scale = 1.0 if factor <= 1 else math.sqrt(
+        1 + math.log(factor) / math.log(original))
+  factors = np.asarray(p[which], np.float32)
+  return np.float32(1) / (factors * _periods(theta, dim)), scale
+
+
+def _dynamic(theta, dim, p, lengths):
+  """NTK-aware: the base grows with what a document has beyond the limit."""
+  limit = p['original_max_position_embeddings']
+  over = jnp.maximum(lengths, limit).astype(jnp.float32) / limit
+  grown = (p['factor'] * over - (p['factor'] - 1)) ** (1 / (dim / 2 - 1))
+  # theta^(-2i/d) of theta * grown^(d/2): only what differs is made here.
+  return np.float32(1) / _periods(theta, dim) * grown ** (
+      -np.arange(dim // 2, dtype=np.float32))
+
+
+_SCALINGS = {
+    'default': _default, 'linear': _linear, 'llama3': _llama3, 'yarn': _yarn}

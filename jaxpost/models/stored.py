@@ -1,0 +1,119 @@
+"""How parameters lie in the tensors of a Hugging Face folder.
+
+Matrices are stored transposed ([out, in]) and reshaped to the table's shape;
+the vocabulary is cut to the tokens that there are. Where a family keeps
+several parameters in one tensor, they are its rows in the order of the table.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxpost.models import families, transformer
+from jaxpost.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """Where a parameter is kept: rows of tensors, one of each layer.
+
+  names: of the tensors. first: its first row in each; shape: of each tensor.
+  """
+
+  spec: transformer.Param
+  names: tuple[str, ...]
+  shape: tuple[int, ...]
+  first: int = 0
+
+
+def table(cfg: ModelConfig) -> dict[str, Stored]:
+  """Path -> where it is kept, for every row of the parameter table."""
+  renamed = families.FAMILIES[cfg.family].get('names', {})
+  out, ends = {}, {}
+  for path, spec in transformer.param_table(cfg).items():
+    name, layers = spec.hf, spec.shape[0] if spec.stacked else 1
+    for ours, theirs in renamed.items():
+      name = name.replace(f'.{ours}.', f'.{theirs}.')
+    names = tuple(name.format(i) for i in range(layers))
+    shape, first = _shape(spec, cfg), ends.get(names, 0)
+    ends[names] = first + shape[0]
+    out[path] = Stored(spec, names, shape, first)
+  return {path: dataclasses.replace(s, shape=(ends[s.names], *s.shape[1:]))
+          for path, s in out.items()}
+
+
+def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
+  """The table's rows, those that share tensors together."""
+  out = {}
+  for path, stored in table.items():
+    out.setdefault(stored.names[0], {})[path] = stored
+  return list(out.values())
+
+
+def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
+  """What one tensor of a parameter has in the folder."""
+  shape = spec.shape[1:] if spec.stacked else spec.shape
+  if spec.axes[0] == 'vocab':
+    return (cfg.vocab_size, *shape[1:])
+  if not spec.matrix:
+    return shape
+  cut = _inputs(spec)
+  return math.prod(shape[cut:]), math.prod(shape[:cut])
+
+
+def _inputs(spec) -> int:
+  """Leading dimensions of a matrix (of one layer) that are its inputs.
+
+  'embed' has a side of its own: [embed | heads, size], [heads, size | embed].
+  """
+  axes = spec.axes[1:] if spec.stacked else spec.axes
+  return 1 if axes[0] == 'embed' else len(axes) - 1
+
+
+def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
+  """Elements `bounds` = ((start, end), ...) of a parameter.
+
+  Args:
+    tensors: name -> open slice of a safetensors file.
+  """
+  spec = stored.spec
+  out = np.zeros([end - start for start, end in bounds], dtype)
+  if not spec.stacked:
+    value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
+    out[:len(value)] = value  # what is beyond the vocabulary stays zero
+    return out
+  for i, layer in enumerate(range(*bounds[0])):
+    out[i] = _read(
+        stored, tensors[stored.names[layer]], spec.shape[1:], bounds[1:])
+  return out
+
+
+def _read(stored, tensor, shape, bounds) -> np.ndarray:
+  """Elements `bounds` of one stored tensor, in the table's shape."""
+  if not stored.spec.matrix:
+    (start, end), *rest = bounds
+    end = min(end, tensor.get_shape()[0])
+    if start >= end:  # only padding; safetensors refuses empty slices
+      return np.zeros((0, *(b - a for a, b in rest)))
+    rows = slice(stored.first + start, stored.first + end)
+    return tensor[(rows, *(slice(*x) for x in rest))]
+  cut = _inputs(stored.spec)
+  sides = [(shape[:cut], bounds[:cut], 0), (shape[cut:], bounds[cut:],
+                                            stored.first)]
+  # A side of several dimensions is read whole below its first one.
+  ranges = [slice(first + b[0][0] * math.prod(s[1:]),
+                  first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
+  value = tensor[ranges[1], ranges[0]].T
+  value = value.reshape([
+      n for s, b, _ in sides for n in (b[0][1] - b[0][0], *s[1:])])
+  inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b, _ in sides]
+  return value[(*inner[0], *inner[1])]
+
+
+def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
+  """A parameter (of one layer) as it is stored: its rows of the tensor."""
+  if stored.spec.matrix:
+    inputs = math.prod(value.shape[:_inputs(stored.spec)])
+    return value.reshape(inputs, -1).T
+  return value[:stored.shape[0]]

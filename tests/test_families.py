@@ -1,0 +1,469 @@
+"""Every family of decoders against `transformers`, on random tiny models.
+
+Legend: B rows, T tokens, V vocabulary, S slots.
+
+Weights of std 0.5, so that wrong mathematics shows; rows longer than the
+windows and than the context that a rope scaling starts from.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost.errors import InputError
+from jaxpost.losses import head as head_lib
+from jaxpost.models import config as config_lib
+from jaxpost.models import config_fields
+from jaxpost.models import families, hf, presets, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.models import rope as rope_lib
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Prompt
+
+LOGITS, GRADIENTS = 3e-5, 1e-3  # of the largest
+LENGTH = 40
+BASE = dict(
+    vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    rms_norm_eps=0.05, max_position_embeddings=64, bos_token_id=None,
+    eos_token_id=None, pad_token_id=None)
+FULL, LOCAL = 'full_attention', 'sliding_attention'
+GEMMA_2 = dict(
+    sliding_window=6, layer_types=[LOCAL, FULL], query_pre_attn_scalar=24,
+    attn_logit_softcapping=4.0, final_logit_softcapping=9.0)
+
+
+def rope(kind='default', theta=500.0, **fields):
+  return dict(rope_type=kind, rope_theta=theta, **fields)
+
+
+def longrope(**fields):
+  return rope('longrope', short_factor=[1.0, 1.2, 1.5, 2.0],
+              long_factor=[1.5, 3.0, 5.0, 9.0], **fields)
+
+
+YARN = rope('yarn', factor=4.0, original_max_position_embeddings=16,
+            beta_fast=8.0, beta_slow=1.0)
+# Name -> (class of transformers, fields of its config).
+CASES = {
+    'llama2': ('Llama', dict(num_key_value_heads=4)),
+    'llama3': ('Llama', dict(rope_parameters=rope(
+        'llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32), tie_word_embeddings=True)),
+    'llama_biases': ('Llama', dict(
+        attention_bias=True, mlp_bias=True, hidden_act='gelu')),
+    'llama_linear': ('Llama', dict(rope_parameters=rope('linear', factor=3.0))),
+    'llama_dynamic': ('Llama', dict(
+        max_position_embeddings=24, rope_parameters=rope(
+            'dynamic', factor=3.0))),
+    'llama_yarn': ('Llama', dict(rope_parameters=YARN)),
+    'mistral': ('Mistral', dict(sliding_window=6)),
+    'qwen2': ('Qwen2', dict(
+        use_sliding_window=True, max_window_layers=1, sliding_window=6)),
+    'qwen2_yarn': ('Qwen2', dict(
+        tie_word_embeddings=True, rope_parameters=YARN | dict(
+            attention_factor=1.3, truncate=False))),
+    'qwen3': ('Qwen3', dict(tie_word_embeddings=True, attention_bias=True)),
+    'gemma': ('Gemma', dict(hidden_act='gelu')),
+    'gemma2': ('Gemma2', GEMMA_2),
+    'gemma3': ('Gemma3Text', dict(
+        num_hidden_layers=3, sliding_window=6, sliding_window_pattern=2,
+        query_pre_attn_scalar=24, rope_parameters={
+            FULL: rope('linear', 5000.0, factor=8.0),
+            LOCAL: rope(theta=100.0)})),
+    'olmo2': ('Olmo2', {}),
+    'olmo3': ('Olmo3', dict(sliding_window=6, layer_types=[LOCAL, FULL],
+                            rope_parameters={FULL: YARN, LOCAL: rope()})),
+    'phi3': ('Phi3', dict(sliding_window=12)),
+    'phi3_longrope': ('Phi3', dict(
+        original_max_position_embeddings=16, rope_parameters=longrope())),
+    'phi4_mini': ('Phi3', dict(
+        head_dim=16, hidden_size=64, original_max_position_embeddings=16,
+        tie_word_embeddings=True, rope_parameters=longrope(
+            partial_rotary_factor=0.5))),
+    'smollm3': ('SmolLM3', dict(
+        num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
+    'granite': ('Granite', dict(
+        embedding_multiplier=3.0, residual_multiplier=0.4,
+        attention_multiplier=0.2, logits_scaling=2.5, attention_bias=True)),
+}
+
+
+def make(case, folder):
+  """Writes a model of `transformers` with random weights; returns it."""
+  torch = pytest.importorskip('torch')
+  import transformers
+  kind, fields = CASES[case]
+  fields = BASE | fields
+  config = getattr(transformers, f'{kind}Config')(**fields)
+  torch.manual_seed(0)
+  name = kind.removesuffix('Text')
+  network = getattr(transformers, f'{name}ForCausalLM')._from_config(
+      config, attn_implementation='eager').eval()
+  ones = not name.startswith('Gemma')  # Gemma adds 1 to its scales
+  with torch.no_grad():
+    for path, p in network.named_parameters():
+      p.copy_(0.5 * torch.randn_like(p) + (ones and 'norm' in path))
+  network.save_pretrained(folder)
+  return network
+
+
+@pytest.fixture(scope='module')
+def reference(tmp_path_factory):
+  """case -> (folder, torch model), made once."""
+  made = {}
+
+  def get(case):
+    if case not in made:
+      folder = tmp_path_factory.mktemp(case)
+      made[case] = folder, make(case, folder)
+    return made[case]
+
+  return get
+
+
+def load(folder):
+  model = model_lib.build(hf.read_config(folder))
+  hf.check(folder, model.config)
+  return model, hf.load_params(
+      folder, model, model.shardings(tiny.one_device()), 'float32')
+
+
+def torch_logits(network, ids):
+  import torch
+  with torch.no_grad():
+    return network(torch.tensor(ids).long()).logits.numpy()
+
+
+def difference(ours, theirs) -> float:
+  return tiny.largest(ours - theirs) / tiny.largest(theirs)
+
+
+def logit_error(folder, network) -> float:
+  """Of long rows, and of short ones where the length decides."""
+  model, params = load(folder)
+  lengths = (LENGTH, 12) if rope_lib.by_length(model.config) else (LENGTH,)
+  rows = [tiny.tokens((2, n)) for n in lengths]
+  return max(difference(tiny.logits(model, params, ids),
+                        torch_logits(network, ids)) for ids in rows)
+
+
+def gradient_error(folder, network) -> float:
+  """The largest over tensors, each relative to its largest entry."""
+  import torch
+  ids = tiny.tokens((2, LENGTH))
+  weights = np.random.RandomState(1).standard_normal(
+      (*ids.shape, 131)).astype(np.float32)
+  network.zero_grad()
+  loss = torch.sum(torch.log_softmax(network(
+      torch.tensor(ids).long()).logits, -1) * torch.tensor(weights))
+  loss.backward()
+  theirs = {k: p.grad.numpy() for k, p in network.named_parameters()}
+  model, params = load(folder)
+
+  def ours(params):
+    out = head_lib.logits(tiny.hidden(model, params, ids), model.head(params),
+                          model.config.logit_form, 'float32')
+    return jnp.sum(jax.nn.log_softmax(out[..., :131]) * weights)
+
+  grads = jax.jit(jax.grad(ours))(params)
+  found = dict(hf.tensors(model, grads, np.dtype('float32')))
+  assert set(theirs) == set(found)
+  return max(difference(found[k], g) for k, g in theirs.items())
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_logits_equal_those_of_transformers(reference, case):
+  assert logit_error(*reference(case)) <= LOGITS
+
+
+WITH_GRADIENTS = ('llama3', 'llama_biases', 'mistral', 'qwen2', 'gemma2',
+                  'gemma3', 'olmo2', 'phi4_mini', 'granite')
+
+
+@pytest.mark.parametrize('case', WITH_GRADIENTS)
+def test_gradients_equal_those_of_torch(reference, case):
+  assert gradient_error(*reference(case)) <= GRADIENTS
+
+
+def tensors(folder):
+  return {name: value for path in sorted(folder.glob('*.safetensors'))
+          for name, value in safetensors.numpy.load_file(path).items()}
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
+  """And a folder that `transformers` computes the same logits from."""
+  from transformers import AutoModelForCausalLM
+  folder, network = reference(case)
+  model, params = load(folder)
+  hf.save(tmp_path / 'x', model, params)
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
+               tensors(folder), tensors(tmp_path / 'x'))
+  again = hf.read_config(tmp_path / 'x')
+  assert again == model.config
+  assert config_lib.from_json(json.loads(json.dumps(
+      dataclasses.asdict(model.config)))) == model.config  # of a checkpoint
+  exported = AutoModelForCausalLM.from_pretrained(
+      tmp_path / 'x', attn_implementation='eager').eval()
+  ids = tiny.tokens((2, LENGTH))
+  np.testing.assert_array_equal(
+      torch_logits(exported, ids), torch_logits(network, ids))
+
+
+def greedy(model, params, prompts, lengths, steps):
+  """(tokens [B, steps], hidden [B, steps, D]) by prefill and decode."""
+  room, compute = prompts.shape[1] + steps, tiny.EXACT
+  # What is beyond a prompt must not be read: make it harmful.
+  beyond = (np.arange(room) >= lengths[:, None])[:, None, :, None]
+  widen = lambda c: jnp.where(beyond, 1e3, jnp.pad(
+      c, ((0, 0), (0, 0), (0, steps), (0, 0))))
+
+  @jax.jit
+  def run(params):
+    weights = transformer.unstack_layers(params, model.config.num_layers)
+    cache, x = model.prefill(params, prompts, lengths, compute=compute)
+
+    def step(carry, i):
+      cache, x = carry
+      tokens = head_lib.logits(
+          x, model.head(params), model.config.logit_form, 'float32')[
+              :, :131].argmax(-1).astype(jnp.int32)
+      return model.decode(weights, cache, tokens, lengths + i, read=room,
+                          compute=compute), (tokens, x)
+
+    return jax.lax.scan(
+        step, (jax.tree.map(widen, cache), x), jnp.arange(steps))[1]
+
+  return [np.asarray(x).swapaxes(0, 1) for x in run(params)]
+
+
+# One of each family, and of what depends on the length of a document.
+EACH = ('llama3', 'llama_dynamic', 'mistral', 'qwen2', 'qwen3', 'gemma',
+        'gemma2', 'gemma3', 'olmo2', 'olmo3', 'phi3', 'phi4_mini', 'smollm3',
+        'granite')
+
+
+@pytest.mark.parametrize('case', EACH)
+def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
+  """From padded prompts; what is drawn is the greedy text of transformers.
+
+  The packed row is computed under a scan over layers, in chunks of queries.
+  """
+  import torch
+  folder, network = reference(case)
+  model, params = load(folder)
+  # Where a document's length decides, it is on one side of the limit.
+  longrope = rope_lib.by_length(model.config) == 16
+  lengths = np.array([17, 20] if longrope else [9, 13], np.int32)
+  steps, ids = 10, tiny.tokens((2, 20))
+  padded = np.where(np.arange(20) < lengths[:, None], ids, 130)
+  tokens, hidden = greedy(model, params, padded, lengths, steps)
+  whole, ends = np.full((2, 30), 130, np.int32), lengths + steps
+  for row, n in enumerate(lengths):
+    whole[row, :ends[row]] = [*ids[row, :n], *tokens[row]]
+    text = network.generate(
+        torch.tensor(ids[row:row + 1, :n]).long(), max_new_tokens=steps,
+        do_sample=False)[0, n:].numpy()
+    np.testing.assert_array_equal(tokens[row], text)
+  real = np.arange(30) < ends[:, None]
+  at = np.where(real, np.arange(30), 0)
+  alone = np.asarray(tiny.hidden(
+      model, params, whole, segments=real.astype(np.int32), positions=at))
+  for row, n in enumerate(lengths):
+    assert difference(hidden[row], alone[row, n - 1:n - 1 + steps]) <= LOGITS
+  compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=16)
+  segments = np.repeat([1, 2], ends)[None]
+  packed = tiny.hidden(model, params, whole[real][None], compute, segments,
+                       at[real][None])
+  assert difference(packed[0], alone[real]) <= LOGITS
+
+
+@pytest.mark.parametrize('case', ['mistral', 'gemma3'])
+def test_windows_reach_into_the_shared_part_of_branches(reference, case):
+  model, params = load(reference(case)[0])
+  ids = tiny.tokens((1, 28))
+  prompt, one, two = ids[:, :8], ids[:, 8:18], ids[:, 18:]
+  whole = lambda branch: tiny.hidden(
+      model, params, np.concatenate([prompt, branch], 1))[0, 8:]
+  at = np.arange(8, 18)
+  forward = jax.jit(lambda p: model.forward(
+      p, ids, np.concatenate([np.arange(8), at, at])[None],
+      np.ones((1, 28), np.int32), branch_ids=np.repeat(
+          [0, 1, 2], (8, 10, 10))[None],
+      compute=dataclasses.replace(tiny.EXACT, q_chunk=4)))
+  out = forward(params)[0]
+  assert difference(out[8:18], whole(one)) <= 1e-5
+  assert difference(out[18:], whole(two)) <= 1e-5
+
+
+@pytest.mark.parametrize('case', ['gemma2', 'granite'])
+def test_the_sampler_writes_what_transformers_writes(reference, case):
+  import torch
+  folder, network = reference(case)
+  model, params = load(folder)
+  settings = native.SamplerConfig(
+      slots=2, max_prompt=8, max_new_tokens=8, stop_ids=(-2,), temperature=0.0)
+  engine = native.NativeEngine(
+      model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+  engine.load(params, version=0)
+  ids = tiny.tokens((2, 8))
+  rollout = engine([Prompt(i, ids[i], '', {}) for i in range(2)],
+                   group_size=1, step=0, run_key=np.zeros(2, np.uint32))
+  for row in range(2):
+    text = network.generate(torch.tensor(ids[row:row + 1]).long(),
+                            max_new_tokens=8, do_sample=False)[0].numpy()
+    np.testing.assert_array_equal(rollout.completions[row], text[8:])
+    whole = torch_logits(network, text[None])[0].astype(np.float64)
+    logp = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
+    np.testing.assert_allclose(
+        rollout.logprobs[row], logp[np.arange(7, 15), text[8:]], atol=1e-4)
+
+
+def test_the_sampler_refuses_lengths_that_training_reads_otherwise(reference):
+  model, _ = load(reference('phi4_mini')[0])
+  settings = native.SamplerConfig(
+      slots=1, max_prompt=8, max_new_tokens=9, stop_ids=(2,))
+  with pytest.raises(InputError, match='longrope.*16'):
+    native.NativeEngine(
+        model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+
+
+def changed(value):
+  """Other values of the same kind, each of which must make a difference."""
+  if isinstance(value, bool) or value is None:
+    return [not value]
+  if isinstance(value, (int, float)):
+    return [value + 2, value * 2]
+  if isinstance(value, str):
+    return ['gelu' if value == 'silu' else 'silu', 'linear']
+  if isinstance(value, list):
+    return [value[::-1], value[:-1]]
+  return [{**value, k: other} for k, v in value.items() for other in changed(v)]
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_every_field_that_is_read_counts(reference, case):
+  """Another ModelConfig, of which test_models.py shows that it counts.
+
+  And no field that `transformers` writes is unknown.
+  """
+  raw = json.loads((reference(case)[0] / 'config.json').read_text())
+  family = families.FAMILIES[raw['model_type']]
+  right, unknown = families.from_hf(raw, 'here')
+  assert not unknown
+  # A list of all layers wins over the rules that make one.
+  over = ('layer_types', 'max_window_layers', 'sliding_window_pattern')
+  read = {*config_fields.READ, *family['reads']} & set(raw) - {
+      *over, 'no_rope_layer_interval', 'use_sliding_window'}
+  if 'longrope' not in str(raw):
+    read.discard('original_max_position_embeddings')
+  if 'activation_field' in family:
+    read = read - {'hidden_act'} | {family['activation_field']}
+  assert len(read) >= 12
+  for field in sorted(read):
+    values = changed(raw[field]) if field != 'rope_scaling' else []
+    for value in values:
+      try:
+        wrong, _ = families.from_hf(raw | {field: value}, 'here')
+      except InputError:
+        continue
+      assert wrong != right or value == raw[field], (field, value)
+
+
+LAYERS = dict(layer_types=[FULL, LOCAL])
+# (family, what its config.json says, a word of the complaint).
+REFUSED = [
+    ('mistral', dict(attention_bias=True), 'attention_bias'),
+    ('mistral', dict(sliding_window=0), 'sliding_window'),
+    ('mistral', LAYERS, 'layer_types'), ('llama', LAYERS, 'layer_types'),
+    ('llama', dict(sliding_window=8), 'sliding_window'),
+    ('llama', dict(quantization_config=dict(bits=4)), 'quantization_config'),
+    ('llama', dict(auto_map=dict(AutoModel='x.Y')), 'auto_map'),
+    ('llama', dict(rope_scaling=dict(type='linear')), 'lacks factor'),
+    ('llama', dict(rope_scaling=dict(type='yarn', factor='4')), 'factor'),
+    ('llama', dict(rope_scaling=dict(type='mrope')), 'mrope'),
+    ('llama', dict(rope_parameters={FULL: rope()}), FULL),
+    ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor'),
+    ('qwen2', LAYERS, 'no sliding_window'),
+    ('qwen2', dict(layer_types=['linear_attention'] * 2), 'linear_attention'),
+    ('gemma2', dict(query_pre_attn_scalar=0), 'query_pre_attn_scalar'),
+    ('gemma2', dict(attn_logit_softcapping='50'), 'attn_logit_softcapping'),
+    ('gemma3_text', dict(use_bidirectional_attention=True), 'bidirectional'),
+    ('gemma3_text', dict(layer_types=[FULL]), 'layer_types'),
+    ('gemma3_text', dict(rope_parameters=rope()), 'rope_parameters'),
+    ('gemma3', {}, 'gemma3_text'),
+    ('phi3', dict(rope_parameters=longrope(), head_dim=16), 'short_factor'),
+    ('phi3', dict(partial_rotary_factor=0.3, head_dim=10), 'rotates 3'),
+    ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),
+    ('granite', dict(logits_scaling=None), 'logits_scaling'),
+    ('granite', dict(hidden_act='relu'), 'relu'),
+]
+
+
+@pytest.mark.parametrize('family,fields,word', REFUSED)
+def test_what_is_not_built_is_refused_by_name(family, fields, word):
+  raw = dict(BASE, model_type=family) | fields
+  with pytest.raises(InputError, match=word) as e:
+    families.from_hf(raw, 'config.json')
+  assert str(e.value).startswith('config.json: ') and '\n' not in str(e.value)
+
+
+def test_unknown_fields_and_keys_are_reported():
+  read = lambda **fields: families.from_hf(BASE | fields, 'here')[1]
+  assert read(model_type='gemma2', hidden_act='silu', clip_qkv=8) == [
+      'clip_qkv', 'hidden_act']
+  assert read(model_type='llama', rope_scaling=dict(
+      type='linear', factor=2.0, alpha=3), logits_scaling=2.0) == [
+          'logits_scaling', 'rope_parameters.alpha']
+  assert read(model_type='phi3', auto_map=dict(AutoModel='x.Y')) == [
+      'auto_map']
+
+
+def test_older_spellings_are_read():
+  read = lambda **fields: families.from_hf(BASE | fields, 'here')[0]
+  scaling = {k: v for k, v in longrope().items() if not k.startswith('rope')}
+  new = dict(original_max_position_embeddings=16)
+  assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'),
+              rope_theta=500.0, **new) == read(
+                  model_type='phi3', rope_parameters=longrope(), **new)
+  assert read(
+      model_type='gemma3_text', rope_theta=9.0, rope_local_base_freq=5.0,
+      rope_scaling=dict(rope_type='linear', factor=8.0), sliding_window=6,
+      sliding_window_pattern=2) == read(
+          model_type='gemma3_text', sliding_window=6,
+          layer_types=[LOCAL, FULL], rope_parameters={
+              FULL: rope('linear', 9.0, factor=8.0), LOCAL: rope(theta=5.0)})
+  layers = read(model_type='qwen2', use_sliding_window=True,
+                max_window_layers=1, sliding_window=6).layer_windows
+  assert layers == (0, 6)
+  assert read(model_type='gemma2', sliding_window=6).layer_windows == (6, 0)
+  assert read(model_type='smollm3', no_rope_layer_interval=2).layer_ropes == (
+      0, -1)
+
+
+@pytest.mark.parametrize('name', presets.PRESETS)
+def test_presets_are_what_their_config_json_says(name):
+  cfg = presets.PRESETS[name]
+  raw = json.loads(json.dumps(families.to_hf(cfg)))
+  assert families.from_hf(raw, 'here') == (cfg, [])
+
+
+def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
+  """A teacher that is the student has nothing to teach; see `distill`."""
+  import jaxpost
+  shape = dict(family='gemma2', norms='both', norm_offset=1.0, qk_norm='',
+               activation='gelu_tanh', attention_scale=0.5,
+               attention_softcap=2.0, logit_softcap=1.5, embed_scale=4.0)
+  path = tiny.folder(tmp_path / 'model', **shape)
+  result = jaxpost.run(tiny.run_config(
+      path, algorithm='distill', distill=dict(teachers=(path,)),
+      train=dict(steps=1)), tmp_path / 'run')
+  assert result is not None
