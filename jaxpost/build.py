@@ -18,7 +18,7 @@ from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import families
+from jaxpost.models import families, lora
 from jaxpost.models import model as model_lib
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
@@ -103,9 +103,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   source = model_source(config.model)
   found = find_weights(
       config, algorithm, source, before[-1].name if before else '',
-      {p.name: weights.Source(
-          p.model.config, stage=p.name, step=p.config.train.steps)
-       for p in before})
+      {p.name: weights.outcome(p) for p in before})
   tokenizer = load_tokenizer(config.model, source)
   reward_role.check_tokens(config, found, tokenizer, before)
   check_teachers(config, found, tokenizer)
@@ -167,11 +165,15 @@ def model_source(section) -> weights.Source:
 
 
 def make_model(config, algorithm, cfg) -> model_lib.Model:
-  """The decoder `cfg` with the heads that the method trains."""
+  """The decoder `cfg` with the heads and adapters that the stage trains."""
+  a = config.lora
+  spec = cfg.lora if a.path else a.rank and (
+      a.rank, a.alpha, a.rslora, a.targets)
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
-  return model_lib.build(dataclasses.replace(
-      cfg, value_head=bool(algorithm.value_head(config))))
+  cfg = dataclasses.replace(
+      cfg, value_head=bool(algorithm.value_head(config)), lora=spec or ())
+  return lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze)
 
 
 def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
@@ -186,6 +188,7 @@ def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
     source = weights.find(config.init_from, 'config.init_from', earlier)
   elif last:
     source = earlier[last]
+  source = weights.with_adapter(config.lora.path, source)
   weights.check_head(source, algorithm.scalar_head, 'config.init_from')
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxpost.models.model import Model
+from jaxpost.models.transformer import join
 from jaxpost.programs.compile import Program
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch, Outputs, Prompt, Rollout, TrainState
@@ -23,7 +24,8 @@ if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
 class Trainable:
   """A model in training: a policy, a critic or a reward model.
 
-  frozen: what its objective reads besides the batch (teachers' heads).
+  frozen: what its objective reads besides state and batch: 'params' that are
+    not trained, 'teacher_heads'.
   """
 
   model: Model
@@ -36,7 +38,7 @@ class Trainable:
 
   @property
   def params(self):
-    return self.state.params
+    return join(self.frozen.get('params', {}), self.state.params)
 
   def place(self, batch: Batch) -> Batch:
     """Host rows [B, T] -> device micro-batches [M, B / M, T]."""
@@ -52,7 +54,7 @@ class Trainable:
     """Outputs [M, B / M, T] of the tokens with a weight; a scalar head's
     values of all tokens."""
     return self.score_program(
-        self.state.params, without_signal(self._placed(batch)))
+        self.params, without_signal(self._placed(batch)))
 
   def _placed(self, batch):
     return batch if batch.tokens.ndim == 3 else self.place(batch)
@@ -77,7 +79,7 @@ class Policy(Trainable):
 
   def export(self, folder):
     """Writes a Hugging Face folder."""
-    self.export_fn(folder, self.state.params)
+    self.export_fn(folder, self.params)
 
 
 @dataclasses.dataclass

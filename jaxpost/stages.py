@@ -15,8 +15,7 @@ from jaxpost import (
     host, loop, metrics, plan, processes, report, weights)
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
-from jaxpost.models import hf
-from jaxpost.models import model as model_lib
+from jaxpost.models import hf, lora
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
@@ -120,9 +119,11 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       if params is None or kit.prepared.sources['policy'].stage != (
           kits[i - 1].prepared.name):
         params = initial_params(kit, workdir)
-      params = model_lib.adopt(
-          params, kit.prepared.model, kit.prepared.model.shardings(kit.train),
-          kit.config.model.param_dtype)
+      else:
+        params = lora.adopt(
+            params, kits[i - 1].prepared.model, kit.prepared.model,
+            kit.prepared.model.shardings(kit.train),
+            kit.config.model.param_dtype, kit.config.seed)
       stage = assemble.assemble(kit, workdir, writer, params)
       del params
       try:
@@ -190,9 +191,9 @@ def initial_params(kit, workdir) -> dict:
 def final_params(kit, workdir) -> dict:
   """The weights that a finished stage has left."""
   p = kit.prepared
-  return weights.read_checkpoint(
-      workdir / 'checkpoints' / p.name, p.config.train.steps, p.model,
-      kit.train, p.config.model.param_dtype)
+  return weights.load(
+      weights.outcome(p), p.model, kit.train, p.config.model.param_dtype,
+      workdir, ledger=kit.ledger)
 
 
 def check_same_run(workdir, configs: dict, console):

@@ -6,6 +6,7 @@ padded with zero rows here and cut on export.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -34,17 +35,19 @@ _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _HEAD = 'lm_head.weight'
+write_file = functools.partial(
+    safetensors.numpy.save_file, metadata={'format': 'pt'})
 
 
 def read_config(folder) -> ModelConfig:
   """The ModelConfig of a folder; fields that nobody reads are named once."""
-  folder = _local(folder)
+  folder = local(folder)
   path = folder / 'config.json'
   if not path.is_file():
     _weight_files(folder)  # says it better if the weights are pickles
     raise InputError(
         f'{path}: no such file; a model folder has config.json and {_SINGLE}')
-  cfg, unknown = families.from_hf(_read_json(path), str(path))
+  cfg, unknown = families.from_hf(read_json(path), str(path))
   if unknown:
     logging.warning('%s: fields without effect here: %s', path,
                     ', '.join(unknown))
@@ -57,7 +60,7 @@ def check(folder, cfg: ModelConfig):
   Reads headers only.
   """
   with contextlib.ExitStack() as stack:
-    _open(_local(folder), transformer.param_table(cfg), cfg, stack)
+    _open(local(folder), transformer.param_table(cfg), cfg, stack)
 
 
 def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
@@ -67,16 +70,14 @@ def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
   """
   flat = {}
   with contextlib.ExitStack() as stack:
-    tensors = _open(_local(folder), model.table, model.config, stack)
+    tensors = _open(local(folder), model.table, model.config, stack)
     for path, spec in model.table.items():
-      sharding = shardings
-      for name in path.split('/'):
-        sharding = sharding[name]
-      flat[path] = _load_leaf(spec, tensors, sharding, np.dtype(dtype))
+      flat[path] = load_leaf(
+          spec, tensors, transformer.leaf(shardings, path), np.dtype(dtype))
   return transformer.nest(flat)
 
 
-def _load_leaf(spec, tensors, sharding, dtype) -> jax.Array:
+def load_leaf(spec, tensors, sharding, dtype) -> jax.Array:
   holders = {}  # devices of each distinct shard: replicas are read once
   for device, index in sharding.addressable_devices_indices_map(
       spec.shape).items():
@@ -112,7 +113,7 @@ def _read_tensor(spec, stored, shape, bounds) -> np.ndarray:
     if start >= end:  # only padding; safetensors refuses empty slices
       return np.zeros((0, *(b - a for a, b in rest)))
     return stored[(slice(start, end), *(slice(*x) for x in rest))]
-  cut = _inputs(spec)
+  cut = inputs(spec)
   groups = [(shape[:cut], bounds[:cut]), (shape[cut:], bounds[cut:])]
   # A side of several dimensions is read whole below its first one.
   ranges = [slice(b[0][0] * math.prod(s[1:]), b[0][1] * math.prod(s[1:]))
@@ -124,27 +125,28 @@ def _read_tensor(spec, stored, shape, bounds) -> np.ndarray:
   return value[(*inner[0], *inner[1])]
 
 
-def _inputs(spec) -> int:
+def inputs(spec) -> int:
   """Leading dimensions of a matrix (of one layer) that are its inputs.
 
-  'embed' has a side of its own: [embed | heads, size], [heads, size | embed].
+  'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
+  so has the rank of adapters.
   """
   axes = spec.axes[1:] if spec.stacked else spec.axes
-  return 1 if axes[0] == 'embed' else len(axes) - 1
+  return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
-def _stored_shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
+def stored_shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   """The shape in a folder of one tensor of a parameter."""
   shape = spec.shape[1:] if spec.stacked else spec.shape
   if spec.axes[0] == 'vocab':
     return (cfg.vocab_size, *shape[1:])
   if not spec.matrix:
     return shape
-  cut = _inputs(spec)
+  cut = inputs(spec)
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
-def _stored_names(spec) -> list[str]:
+def stored_names(spec) -> list[str]:
   layers = spec.shape[0] if spec.stacked else 1
   return [spec.hf.format(i) for i in range(layers)]
 
@@ -152,8 +154,8 @@ def _stored_names(spec) -> list[str]:
 def _open(folder, table, cfg, stack) -> dict:
   """Tensor name -> open slice, after checking names, shapes and types."""
   found = _slices(folder, stack)
-  wanted = {name: _stored_shape(spec, cfg)
-            for spec in table.values() for name in _stored_names(spec)}
+  wanted = {name: stored_shape(spec, cfg)
+            for spec in table.values() for name in stored_names(spec)}
   for name, shape in wanted.items():
     if name not in found:
       hint = (' (or set tie_word_embeddings to true in config.json)'
@@ -187,21 +189,24 @@ def _open(folder, table, cfg, stack) -> dict:
 def _slices(folder, stack) -> dict:
   """Every tensor in the folder: name -> (file, open slice)."""
   files, index = _weight_files(folder)
-  found = {}
-  for file in files:
-    try:
-      handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
-    except (safetensors.SafetensorError, OSError) as e:
-      raise InputError(
-          f'{file}: unreadable ({e}); copy or download it again'
-      ) from e
-    found |= {name: (file, handle.get_slice(name)) for name in handle.keys()}
+  found = {k: (file, v) for file in files
+           for k, v in open_file(file, stack).items()}
   for name, file in index.items():
     if name not in found or found[name][0].name != file:
       raise InputError(
           f'{folder / file}: lacks tensor {name}, which {_INDEX} places '
           'there; copy or download both again')
   return found
+
+
+def open_file(file, stack) -> dict:
+  """Tensor name -> open slice, until `stack` is left."""
+  try:
+    handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
+  except (safetensors.SafetensorError, OSError) as e:
+    raise InputError(
+        f'{file}: unreadable ({e}); copy or download it again') from e
+  return {name: handle.get_slice(name) for name in handle.keys()}
 
 
 def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
@@ -220,7 +225,7 @@ def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
     raise InputError(
         f'{folder}: no weights ({_SINGLE} or {_INDEX}); the folder has '
         f'{", ".join(names[:8]) or "nothing"}')
-  index = _read_json(path).get('weight_map')
+  index = read_json(path).get('weight_map')
   if not isinstance(index, dict) or not index or not all(
       isinstance(file, str) for file in index.values()):
     raise InputError(f'{path}: has no "weight_map" of tensor to file name')
@@ -237,7 +242,7 @@ def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
   return [folder / file for file in dict.fromkeys(index.values())], index
 
 
-def _local(folder) -> pathlib.Path:
+def local(folder) -> pathlib.Path:
   if '://' in str(folder):
     raise InputError(
         f'{folder}: weights are read from a local folder; copy it here first')
@@ -249,7 +254,7 @@ def _local(folder) -> pathlib.Path:
   return folder
 
 
-def _read_json(path) -> dict:
+def read_json(path) -> dict:
   try:
     value = json.loads(path.read_text(encoding='utf-8'))
   except json.JSONDecodeError as e:
@@ -258,8 +263,7 @@ def _read_json(path) -> dict:
         'it again') from e
   except (UnicodeDecodeError, OSError) as e:
     raise InputError(
-        f'{path}: unreadable ({e}); copy or download it again'
-    ) from e
+        f'{path}: unreadable ({e}); copy or download it again') from e
   if not isinstance(value, dict):
     raise InputError(f'{path}: not a JSON object; copy or download it again')
   return value
@@ -341,8 +345,8 @@ def _upload(staged, target):
 def _write_weights(staged, model, params, dtype, max_shard_bytes):
   """Shards in the order of the table, one parameter on the host at a time."""
   sizes = {
-      name: math.prod(_stored_shape(spec, model.config)) * dtype.itemsize
-      for spec in model.table.values() for name in _stored_names(spec)}
+      name: math.prod(stored_shape(spec, model.config)) * dtype.itemsize
+      for spec in model.table.values() for name in stored_names(spec)}
   shards = [[]]
   for name, size in sizes.items():
     full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
@@ -353,29 +357,24 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
   pending, at = {}, 0
-  for name, value in _export(model, params, dtype):
-    pending[name] = value
+  for name, pending[name] in export_tensors(model, params, dtype):
     if name == shards[at][-1]:
       if staged is not None:
-        safetensors.numpy.save_file(
-            pending, staged / files[at], metadata={'format': 'pt'})
+        write_file(pending, staged / files[at])
       pending, at = {}, at + 1
   if len(shards) > 1 and staged is not None:
-    _write_json(staged / _INDEX, {
+    write_json(staged / _INDEX, {
         'metadata': {'total_size': sum(sizes.values())},
         'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
 
 
-def _export(model, params, dtype):
+def export_tensors(model, params, dtype):
   """(name, tensor) in the order of the table; a collective across processes."""
   for path, spec in model.table.items():
-    leaf = params
-    for name in path.split('/'):
-      leaf = leaf[name]
-    values = to_host(leaf)
-    shape = _stored_shape(spec, model.config)
+    values = to_host(transformer.leaf(params, path))
+    shape = stored_shape(spec, model.config)
     for name, value in zip(
-        _stored_names(spec), values if spec.stacked else [values]):
+        stored_names(spec), values if spec.stacked else [values]):
       if spec.matrix:
         value = value.reshape(shape[::-1]).T
       yield name, np.ascontiguousarray(value[:shape[0]].astype(dtype))
@@ -385,10 +384,10 @@ def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
   config = families.to_hf(cfg, stop_ids, bos_id, pad_id)
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
-  _write_json(staged / 'config.json', config)
+  write_json(staged / 'config.json', config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id',
                                 'pad_token_id') if config[k] is not None}
-  _write_json(staged / 'generation_config.json', ids)
+  write_json(staged / 'generation_config.json', ids)
   task = 'text-classification' if cfg.num_labels else 'text-generation'
   (staged / 'README.md').write_text(
       f'---\nlibrary_name: transformers\npipeline_tag: {task}\n'
@@ -396,5 +395,5 @@ def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
       encoding='utf-8')
 
 
-def _write_json(path, value):
+def write_json(path, value):
   path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')
