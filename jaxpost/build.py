@@ -14,7 +14,7 @@ import ml_collections
 
 from jaxpost import config as config_lib
 from jaxpost import cache, imports, optim, reward_role, sharding, weights
-from jaxpost.algorithms.base import Algorithm
+from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
@@ -167,12 +167,14 @@ def model_source(section) -> weights.Source:
 def make_model(config, algorithm, cfg) -> model_lib.Model:
   """The decoder `cfg` with the heads and adapters that the stage trains."""
   a = config.lora
-  spec = cfg.lora if a.path else a.rank and (
-      a.rank, a.alpha, a.rslora, a.targets)
+  refuse(algorithm.on_policy and a.dropout > 0, 'config.lora.dropout: what is '
+         'trained on policy must be what has sampled; set it to 0')
+  spec = (a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
+  spec = cfg.lora if a.path else spec
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(
-      cfg, value_head=bool(algorithm.value_head(config)), lora=spec or ())
+      cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
   return lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze)
 
 
@@ -209,7 +211,7 @@ def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
 def load_tokenizer(section, source: weights.Source):
   """The tokenizer of `config.model`; InputError if the model is too small."""
   tokenizer = tokenizer_lib.load(
-      section.tokenizer or str(source.folder or 'bytes'))
+      section.tokenizer or str((source.base or source).folder or 'bytes'))
   if tokenizer.vocab_size > source.config.padded_vocab_size:
     raise InputError(
         f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
