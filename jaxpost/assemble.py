@@ -110,13 +110,7 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
       lambda source: weights.identity(source, workdir, config.seed), workdir)
   frozen = {name: make_frozen(kit, name, params, workdir)
             for name in p.sources if name not in ('policy', 'critic', *ready)}
-  critic = None
-  if 'critic' in p.sources:
-    model = model_lib.build(
-        model_lib.with_scalar_head(p.sources['critic'].config))
-    critic = make_trainable(kit, 'critic', model, weights.load(
-        p.sources['critic'], model, kit.train, config.model.param_dtype,
-        workdir, seed=config.seed, ledger=kit.ledger))
+  critic = make_critic(kit, params, workdir) if 'critic' in p.sources else None
   policy = make_trainable(kit, 'policy', p.model, params)
   teachers = tuple(v for k, v in frozen.items() if k.startswith('teacher_'))
   policy.frozen |= distill_heads(kit, teachers)
@@ -127,6 +121,22 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))
   return roles, stream, engine
+
+
+def make_critic(kit: Kit, params, workdir) -> Trainable:
+  """Weights of its own; under adapters, where it can, those of the policy."""
+  p, dtype = kit.prepared, kit.config.model.param_dtype
+  source = p.sources['critic']
+  model = lora.freeze(lora.build(dataclasses.replace(
+      model_lib.with_scalar_head(source.config), lora=p.model.config.lora)), '')
+  if model.frozen and source == p.sources['policy']:
+    params = lora.beside(
+        params, p.model, model, model.shardings(kit.train), dtype)
+  else:
+    params = weights.load(
+        source, model, kit.train, dtype, workdir, seed=kit.config.seed,
+        ledger=kit.ledger)
+  return make_trainable(kit, 'critic', model, params)
 
 
 def ask_frozen(kit: Kit, name: str, spec, params, workdir):

@@ -74,7 +74,7 @@ def _run(raw, workdir, console) -> dict:
 def policy_and_stream(config) -> tuple:
   """The parts of a run with one stage, for a loop of your own.
 
-  `policy.update(next(stream).batch)` is a step. Of an on-policy algorithm the
+  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the
   stream is a `Controller`, which has `sampler`, `prompts`, `pool` and the
   rest. Nothing is written; `stream.close()` ends workers and threads.
   """

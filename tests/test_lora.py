@@ -24,7 +24,6 @@ from jaxpost.models import hf, lora, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.transformer import leaf
 from jaxpost.programs import train
-from jaxpost.sharding import make_layout
 from jaxpost.types import Batch
 
 ALL = 'q|k|v|o|gate|up|down'
@@ -94,7 +93,8 @@ def test_fresh_adapters_change_nothing(dtype, unroll):
 
 
 @pytest.mark.parametrize('unroll', [True, False])
-@pytest.mark.parametrize('targets, rslora', [(ALL, False), ('layers/[qo]', True)])
+@pytest.mark.parametrize('targets, rslora', [
+    (ALL, False), ('layers/[qo]', True)])
 def test_merged_weights_compute_the_same(targets, rslora, unroll):
   model = lora.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
@@ -332,7 +332,7 @@ def test_only_adapters_are_trained_and_kept(base):
     before = jax.tree.map(np.asarray, fixed)
     where, state = pointers(fixed), jax.tree.leaves(policy.state.params)
     for _ in range(2):
-      found = policy.update(next(stream).batch)
+      found = policy.update(next(stream).updates[0][1])
   finally:
     stream.close()
   assert float(found['grad_norm']) > 0 and list(policy.state.params) == ['lora']
@@ -421,7 +421,7 @@ def test_reference_of_dpo_is_the_start_without_a_copy(base):
     start = np.asarray(reference(placed).logprobs)
     np.testing.assert_array_equal(start, policy.score(placed).logprobs)
     for _ in range(2):
-      policy.update(next(stream).batch)
+      policy.update(next(stream).updates[0][1])
     np.testing.assert_array_equal(start, reference(placed).logprobs)
     assert tiny.largest(start - policy.score(placed).logprobs) > 1e-4
   finally:
@@ -456,7 +456,14 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
       steps=2)), tmp_path / 'ppo')
   leaves = seal(tmp_path / 'ppo', 'ppo')['leaves']
   assert 'policy/params/lora/layers/q/a' in leaves
-  assert 'critic/params/score' in leaves
+  assert {'critic/params/score', 'critic/params/lora/layers/q/a'} <= set(leaves)
+  assert 'critic/params/embed' not in leaves
+  _, roles, stream = parts(tiny.grpo_config(
+      base, algorithm='ppo', lora=dict(rank=2)))
+  stream.close()
+  both = [pointers(r.frozen['params']) for r in roles.trainable.values()]
+  assert both[1] < both[0]  # but for the output embedding
+  assert not np.any(both[0] & pointers(roles.critic.state.params))
 
 
 # The adapters go on, are merged for others, or for whole weights.
@@ -491,11 +498,6 @@ def test_a_run_goes_on_from_another_run(base, trained):
   np.testing.assert_array_equal(
       text_logits(at.prepared.model, at.params),
       text_logits(roles.policy.model, roles.policy.params))
-
-
-def test_a_mesh_computes_what_one_device_does():
-  if jax.device_count() < 2:
-    pytest.skip('one device; tests/test_lora_layouts.py has eight')
 
 
 # ------------------------------------------------------------------- bad input

@@ -21,7 +21,7 @@ from jaxpost.models import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import Param, leaf, nest
+from jaxpost.models.transformer import Param, join, leaf, nest
 
 ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
 
@@ -241,3 +241,10 @@ def adopt(params: dict, theirs: Model, model: Model, shardings: dict, dtype,
       out[path] = jax.device_put(
           np.asarray(fresh(i, spec, key)).astype(kind), leaf(shardings, path))
   return nest(out)
+
+
+def beside(params: dict, theirs: Model, model: Model, shardings: dict,
+           dtype) -> dict:
+  """`adopt` for a model that is trained, too: it shares what it freezes."""
+  own, fixed = split(adopt(params, theirs, model, shardings, dtype), model)
+  return join(jax.tree.map(jnp.copy, own), fixed)
