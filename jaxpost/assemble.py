@@ -96,7 +96,8 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
-      flops_per_token=flops_per_token(p.model.config, kit.shape[2] / 2),
+      flops_per_token=p.model.passes / 3 * flops_per_token(
+          p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
   compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
@@ -130,12 +131,10 @@ def make_critic(kit: Kit, params, workdir) -> Trainable:
   model = lora.freeze(lora.build(dataclasses.replace(
       model_lib.with_scalar_head(source.config), lora=p.model.config.lora)), '')
   if model.frozen and source == p.sources['policy']:
-    params = lora.beside(
-        params, p.model, model, model.shardings(kit.train), dtype)
+    params = lora.beside(params, p.model, model, kit.train, dtype)
   else:
-    params = weights.load(
-        source, model, kit.train, dtype, workdir, seed=kit.config.seed,
-        ledger=kit.ledger)
+    params = weights.load(source, model, kit.train, dtype, workdir,
+                          seed=kit.config.seed, ledger=kit.ledger)
   return make_trainable(kit, 'critic', model, params)
 
 
@@ -154,10 +153,8 @@ def ask_frozen(kit: Kit, name: str, spec, params, workdir):
 def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
   """A role that only reads, in the type that products round weights to."""
   p, config = kit.prepared, kit.config
-  source, layout = p.sources[name], kit.score
-  model, shared = model_lib.build(dataclasses.replace(
-      source.config, lora=())), {}
-  part = model  # what is copied
+  source, layout, shared = p.sources[name], kit.score, {}
+  part = model = lora.build(source.config)
   if name == 'reference':
     part = model = p.model  # the policy as it is now
     if layout == kit.train:  # what training leaves as it is is shared
@@ -224,10 +221,9 @@ def make_trainable(kit: Kit, role: str, model, params):
       model, kit.train, kit.compute, kit.ledger,
       temperature=objective.temperature)
   state = programs.make_state(params, optimizer, shardings, kit.ledger)
-  parts = (model, state, kit.train, kit.shape[1], update, read,
-           {'params': fixed} if fixed else {})
-  return Trainable(*parts) if role == 'critic' else Policy(
-      *parts, export_fn=functools.partial(export, p))
+  rest = kit.train, kit.shape[1], update, read, {'params': fixed}
+  return Trainable(model, state, *rest) if role == 'critic' else Policy(
+      model, state, *rest, export_fn=functools.partial(export, p))
 
 
 def make_engine(kit: Kit, slots: int = 0):

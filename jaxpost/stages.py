@@ -122,8 +122,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       else:
         params = lora.adopt(
             params, kits[i - 1].prepared.model, kit.prepared.model,
-            kit.prepared.model.shardings(kit.train),
-            kit.config.model.param_dtype, kit.config.seed)
+            kit.train, kit.config.model.param_dtype, kit.config.seed)
       stage = assemble.assemble(kit, workdir, writer, params)
       del params
       try:

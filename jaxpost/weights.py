@@ -151,8 +151,7 @@ def load(source: Source, model: Model, layout: Layout, dtype: str,
       source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
   params = join(params or {}, _own(
       source, theirs, layout, dtype, workdir, seed, ledger))
-  return lora.adopt(params, theirs, model, model.shardings(layout),
-                    jnp.dtype(dtype), seed)
+  return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
 
 
 def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:

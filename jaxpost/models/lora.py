@@ -205,7 +205,11 @@ def freeze(model: Model, pattern: str) -> Model:
       raise InputError(
           f'config.train.freeze: {pattern!r} matches '
           f'{"all" if frozen else "none"} of {", ".join(model.table)}')
-  return dataclasses.replace(model, frozen=frozenset(frozen))
+  # No gradient of what is frozen: forward, through it, and of the others.
+  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
+  share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
+  return dataclasses.replace(
+      model, frozen=frozenset(frozen), passes=2 + share)
 
 
 def trained(model: Model) -> Model:
@@ -221,7 +225,7 @@ def split(params: dict, model: Model) -> tuple[dict, dict]:
       p in model.frozen) == side}) for side in (False, True))
 
 
-def adopt(params: dict, theirs: Model, model: Model, shardings: dict, dtype,
+def adopt(params: dict, theirs: Model, model: Model, layout, dtype,
           seed: int = 0) -> dict:
   """Parameters of `theirs` as those of `model`, the same decoder.
 
@@ -229,22 +233,20 @@ def adopt(params: dict, theirs: Model, model: Model, shardings: dict, dtype,
   scalar head at zero. Leaves that `model` lacks are dropped.
   """
   if theirs.config.lora != model.config.lora:
-    params = theirs.merge(params)
-  have = set(theirs.table if theirs.config.lora == model.config.lora
-             else (theirs.base or theirs).table)
+    params, theirs = theirs.merge(params), theirs.base or theirs
   key, out = jax.random.key(seed), {}
   for i, (path, spec) in enumerate(model.table.items()):
-    if path in have:
+    if path in theirs.table:
       out[path] = leaf(params, path)
     else:
       kind = jnp.float32 if is_adapter(path) else dtype
       out[path] = jax.device_put(
-          np.asarray(fresh(i, spec, key)).astype(kind), leaf(shardings, path))
+          np.asarray(fresh(i, spec, key)).astype(kind),
+          layout.sharding(spec.axes, spec.shape))
   return nest(out)
 
 
-def beside(params: dict, theirs: Model, model: Model, shardings: dict,
-           dtype) -> dict:
+def beside(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
   """`adopt` for a model that is trained, too: it shares what it freezes."""
-  own, fixed = split(adopt(params, theirs, model, shardings, dtype), model)
+  own, fixed = split(adopt(params, theirs, model, layout, dtype), model)
   return join(jax.tree.map(jnp.copy, own), fixed)

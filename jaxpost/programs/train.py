@@ -200,7 +200,7 @@ def make_update(model: Model, objective: Objective,
   def flops(state, batch, frozen):
     del state, frozen
     rows = batch.tokens.shape
-    return 3 * rows[0] * rows[1] * rows[2] * flops_per_token(
+    return model.passes * rows[0] * rows[1] * rows[2] * flops_per_token(
         model.config, rows[2] / 2)
 
   return Program('update', update, ledger, (shardings, layout.sharding()),
