@@ -12,8 +12,8 @@ import setuptools
 README = pathlib.Path(__file__).resolve().parent / 'README.md'
 
 # Neither torch nor tensorflow comes in by any of these, but torch by `parity`.
-# jax 0.10.2 is the last release for Python 3.11; from jax 0.11.1 on, flax has to be 0.12.9 or
-# newer, and that flax needs Python 3.12.
+# jax 0.10.2 is the last release for Python 3.11; from jax 0.11.1 on, flax has
+# to be 0.12.9 or newer, and that flax needs Python 3.12.
 CORE = [
   'absl-py>=2.1',
   'etils[epath]>=1.9',
