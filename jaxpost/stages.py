@@ -74,9 +74,9 @@ def _run(raw, workdir, console) -> dict:
 def policy_and_stream(config) -> tuple:
   """The parts of a run with one stage, for a loop of your own.
 
-  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the
-  stream is a `Controller`, which has `sampler`, `prompts`, `pool` and the
-  rest. Nothing is written; `stream.close()` ends workers and threads.
+  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy
+  algorithm the stream is a `Controller`, which has `sampler`, `prompts`, `pool`
+  and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
   raw = build.as_dict(config)
   names = list(config_lib.parse(raw))

@@ -134,10 +134,10 @@ def rows_batch(shape=(4, 12)):
       loss_weights=np.full(shape, 1 / math.prod(shape), np.float32))
 
 
-def gradient(model, params, batch, micro, step=0):
+def gradient(model, params, batch, micro, step=0, unroll=True):
   loss = train.make_loss(
       model, train.Objective(lambda o, a: (-o.logprobs, {})),
-      tiny.one_device(), tiny.EXACT)
+      tiny.one_device(), dataclasses.replace(tiny.EXACT, unroll=unroll))
   own, fixed = lora.split(params, model)
   split = jax.tree.map(lambda x: jnp.reshape(x, (-1, micro, *x.shape[1:])),
                        batch)
@@ -145,12 +145,13 @@ def gradient(model, params, batch, micro, step=0):
       lambda p, m: loss(p, m, step, {'params': fixed}), p, b))(own, split)
 
 
-def test_dropout_depends_on_text_and_step_not_on_place():
+@pytest.mark.parametrize('unroll', [True, False])
+def test_dropout_depends_on_text_and_step_not_on_place(unroll):
   model = lora.freeze(lora.build(config(), dropout=0.4), '')
   params, batch = params_of(model), rows_batch()
   (one, _), grads = gradient(model, params, batch, 4)
   (two, _), other = gradient(
-      model, params, jax.tree.map(lambda x: x[::-1], batch), 2)
+      model, params, jax.tree.map(lambda x: x[::-1], batch), 2, unroll=unroll)
   assert float(one) == pytest.approx(float(two), rel=1e-6)
   jax.tree.map(lambda a, b: near(a, b, 1e-5), grads, other)
   plain = gradient(dataclasses.replace(model, dropout=0.0), params, batch, 4)
@@ -522,14 +523,14 @@ def adapter(folder, base, cfg=None, **changes):
 
 
 @pytest.mark.parametrize('over, text', [
-    (dict(lora=dict(targets='query')), r"targets: 'query' matches no matrix of "
-     'this model; it has layers/q, '),
+    (dict(lora=dict(targets='query')),
+     "targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(targets='(q')), 'targets: .* is no regular expression'),
     (dict(lora=dict(rank=9)), r'rank: 9 is larger than layers/k, .* at most 8'),
     (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'),
      'lora.dropout: what is trained on policy'),
     (dict(train=dict(freeze='heads')), "freeze: 'heads' matches none of embed"),
-    (dict(train=dict(freeze='.*')), "freeze: '.*' matches all of embed"),
+    (dict(train=dict(freeze='.*')), "freeze: '.*' leaves nothing to train"),
     (dict(train=dict(freeze='[')), 'freeze: .* is no regular expression')])
 def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:

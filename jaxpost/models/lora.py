@@ -50,19 +50,26 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
       base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout)
 
 
-def is_target(path: str, spec: Param, pattern: str) -> bool:
-  """Whether the pattern has the whole path of a layer's matrix, or its end."""
-  return spec.matrix and spec.stacked and bool(
-      re.fullmatch(f'(.*/)?({pattern})', path))
+def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
+  """The paths that the pattern fits as a whole; InputError without any."""
+  try:
+    found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
+  except re.error as e:
+    raise InputError(
+        f'{key}: {pattern!r} is no regular expression ({e})') from None
+  if not found:
+    raise InputError(f'{key}: {pattern!r} matches none of {", ".join(paths)}')
+  return found
 
 
 def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   """The rows of A and B. InputError where there can be none."""
   rank, *_, pattern = cfg.lora
-  rows = {}
-  for path, spec in table.items():
-    if not _matches(is_target, path, spec, pattern):
-      continue
+  rows, matrices = {}, [p for p, s in table.items() if s.matrix and s.stacked]
+  # 'q' is any path that ends in /q, too.
+  for path in _matching(
+      matrices, pattern, 'config.lora.targets', '(?:.*/)?(?:{})'):
+    spec = table[path]
     cut = 1 + hf.inputs(spec)
     least = min(math.prod(spec.shape[1:cut]), math.prod(spec.shape[cut:]))
     if rank > least:
@@ -77,21 +84,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
         (spec.shape[0], rank, *spec.shape[cut:]),
         ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
         matrix=True)
-  if not rows:
-    known = [p for p, s in table.items() if is_target(p, s, '.*')]
-    raise InputError(
-        f'config.lora.targets: {pattern!r} matches no matrix of this model; '
-        f'it has {", ".join(known)}')
   return rows
-
-
-def _matches(test: Callable, path, spec, pattern) -> bool:
-  try:
-    return test(path, spec, pattern)
-  except re.error as e:
-    raise InputError(
-        f'config.lora.targets: {pattern!r} is no regular expression ({e})'
-    ) from None
 
 
 def is_adapter(path: str) -> bool:
@@ -126,8 +119,8 @@ class Adapted:
 
   def product(self, spec: str, x, dtype: str):
     """x W + scale (dropout(x) A) B, as `einsum` would of W alone."""
-    (left, right), out = spec.partition('->')[0].split(','), (
-        spec.partition('->')[2])
+    inputs, out = spec.split('->')
+    left, right = inputs.split(',')
     into = ''.join(c for c in right if c in left)
     onto = ''.join(c for c in right if c in out)
     low = ''.join(c for c in left if c not in right) + 'z'
@@ -196,15 +189,10 @@ def freeze(model: Model, pattern: str) -> Model:
   frozen = {p for p in model.table if model.config.lora
             and not is_adapter(p) and p != 'score'}
   if pattern:
-    try:
-      frozen = {p for p in model.table if re.fullmatch(pattern, p)}
-    except re.error as e:
-      raise InputError(f'config.train.freeze: {pattern!r} is no regular '
-                       f'expression ({e})') from None
-    if len(frozen) in (0, len(model.table)):
-      raise InputError(
-          f'config.train.freeze: {pattern!r} matches '
-          f'{"all" if frozen else "none"} of {", ".join(model.table)}')
+    frozen = set(_matching(model.table, pattern, 'config.train.freeze'))
+  if len(frozen) == len(model.table):
+    raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to '
+                     'train')
   # No gradient of what is frozen: forward, through it, and of the others.
   sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
   share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
