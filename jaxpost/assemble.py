@@ -92,7 +92,8 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
                    best_mode=save.best_mode),
       writer, kit.chrono, weights.make_meta(p, workdir),
       functools.partial(seal, kit.ledger),
-      lambda metrics: p.algorithm.check_first_step(metrics, config),
+      lambda metrics: p.model.dropout or p.algorithm.check_first_step(
+          metrics, config),
       on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
@@ -260,8 +261,7 @@ def make_controller(kit: Kit, roles: Roles, engine):
       engine, run_key(config.seed, 1)), p.algorithm.from_data(config)
   if share:
     sampler = demonstrations.Mixed(
-        sampler, p.tokenizer, share, config.seed,
-        config.rollout.max_new_tokens)
+        sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
   return Controller(
       p.algorithm, config, roles, sampler,
       make_grader(p), p.stream, kit.chrono, (kit.shape[0], kit.shape[2]),

@@ -469,11 +469,11 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
 
 # The adapters go on, are merged for others, or for whole weights.
 @pytest.mark.parametrize('second', [
-    dict(), dict(lora=dict(rank=3)), dict(lora=dict(rank=0))],
+    dict(), dict(lora=dict(rank=3)), dict(lora=dict(rank=0, dropout=0.0))],
     ids=['same', 'other', 'whole'])
 def test_stages(base, tmp_path, second):
   made = lambda steps: sft(
-      base, stages=('one', 'two'), one=dict(),
+      base, stages=('one', 'two'), one=dict(), lora=dict(dropout=0.1),
       two=tiny.merged(dict(algorithm='dpo', data=dict(path=PAIRS), train=dict(
           steps=steps, batch_size=4, row_length=96), eval=dict(
               data=dict(path=''), samples=0)), second))
