@@ -11,9 +11,9 @@ import setuptools
 
 README = pathlib.Path(__file__).resolve().parent / 'README.md'
 
-# Neither torch nor tensorflow comes in by any of these. jax 0.10.2 is the
-# last release for Python 3.11; from jax 0.11.1 on, flax has to be 0.12.9 or
-# newer, and that flax needs Python 3.12.
+# Neither torch nor tensorflow comes in by any of these, but torch by `parity`.
+# jax 0.10.2 is the last release for Python 3.11; from jax 0.11.1 on, flax has
+# to be 0.12.9 or newer, and that flax needs Python 3.12.
 CORE = [
   'absl-py>=2.1',
   'etils[epath]>=1.9',
@@ -49,6 +49,8 @@ EXTRAS = {
   # Needs TensorFlow. The PyPI name `jetstream` is another project.
   'jetstream': ['google-jetstream==0.2.2'],
   'wandb': ['wandb>=0.19'],
+  # For the tests that compare with it; peft needs torch.
+  'parity': ['peft>=0.17', 'torch>=2.6'],
   'test': ['chex>=0.1.90', 'pytest>=8.3', 'pyyaml>=6.0', 'ruff>=0.8',
            *NOTEBOOK, 'array-record>=0.8', 'jsonschema>=4.18',
            'math-verify>=0.8', 'pyarrow>=17', 'referencing>=0.30'],

@@ -6,6 +6,7 @@ Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`).
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and completion.
+`:lora=16` trains adapters of that rank (docs/lora.md).
 `:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
 """
 
@@ -22,7 +23,7 @@ DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, model='qwen3_0_6b', runlocal=False)
+  arg = parse_arg(arg, model='qwen3_0_6b', lora=0, runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = 'sft'
   config.model.path = MODELS.get(arg.model, arg.model)
@@ -35,6 +36,10 @@ def get_config(arg=None):
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=100, size=256, samples=1, temperature=0.0)
   config.save.every = 100
+  if arg.lora:
+    config.lora.update(rank=arg.lora, alpha=2.0 * arg.lora)
+    config.model.param_dtype = 'bfloat16'  # of the base; adapters are float32
+    config.optim.lr = 1e-4
 
   if arg.runlocal:
     made = 'generated:arithmetic:max=9,correct=1,split='

@@ -22,9 +22,9 @@ from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import Chrono, MetricsWriter
-from jaxpost.models import hf
+from jaxpost.models import hf, lora, peft
 from jaxpost.models import model as model_lib
-from jaxpost.models.transformer import flops_per_token
+from jaxpost.models.transformer import flops_per_token, join
 from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -93,13 +93,15 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       Checkpointer(epath.Path(workdir) / 'checkpoints' / p.name,
                    keep=save.keep, keep_best=save.keep_best,
                    best_mode=save.best_mode),
-      writer, kit.chrono, dict(model=dataclasses.asdict(p.model.config)),
+      writer, kit.chrono, weights.make_meta(p, workdir),
       functools.partial(seal, kit.ledger),
-      lambda metrics: p.algorithm.check_first_step(metrics, config),
+      lambda metrics: p.model.dropout or p.algorithm.check_first_step(
+          metrics, config),
       on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
-      flops_per_token=flops_per_token(p.model.config, kit.shape[2] / 2),
+      flops_per_token=p.model.passes / 3 * flops_per_token(
+          p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
   compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
@@ -113,16 +115,10 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
       lambda source: weights.identity(source, workdir, config.seed), workdir)
   frozen = {name: make_frozen(kit, name, params, workdir)
             for name in p.sources if name not in ('policy', 'critic', *ready)}
-  critic = None
-  if 'critic' in p.sources:
-    model = model_lib.build(
-        model_lib.with_scalar_head(p.sources['critic'].config))
-    critic = make_trainable(kit, 'critic', model, weights.load(
-        p.sources['critic'], model, kit.train, config.model.param_dtype,
-        workdir, seed=config.seed, ledger=kit.ledger))
+  critic = make_critic(kit, params, workdir) if 'critic' in p.sources else None
   policy = make_trainable(kit, 'policy', p.model, params)
   teachers = tuple(v for k, v in frozen.items() if k.startswith('teacher_'))
-  policy.frozen = distill_heads(kit, teachers)
+  policy.frozen |= distill_heads(kit, teachers)
   roles = Roles(policy, critic, frozen.get('reference'),
                 frozen.get('reward_model'), teachers)
   samples = p.algorithm.on_policy or p.pool and config.eval.samples
@@ -130,6 +126,20 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))
   return roles, stream, engine
+
+
+def make_critic(kit: Kit, params, workdir) -> Trainable:
+  """Weights of its own; under adapters, where it can, those of the policy."""
+  p, dtype = kit.prepared, kit.config.model.param_dtype
+  source = p.sources['critic']
+  model = lora.freeze(lora.build(dataclasses.replace(
+      model_lib.with_scalar_head(source.config), lora=p.model.config.lora)), '')
+  if model.frozen and source == p.sources['policy']:
+    params = lora.beside(params, p.model, model, kit.train, dtype)
+  else:
+    params = weights.load(source, model, kit.train, dtype, workdir,
+                          seed=kit.config.seed, ledger=kit.ledger)
+  return make_trainable(kit, 'critic', model, params)
 
 
 def ask_frozen(kit: Kit, name: str, spec, params, workdir):
@@ -147,17 +157,19 @@ def ask_frozen(kit: Kit, name: str, spec, params, workdir):
 def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
   """A role that only reads, in the type that products round weights to."""
   p, config = kit.prepared, kit.config
-  source, layout = p.sources[name], kit.score
-  model = model_lib.build(source.config)
+  source, layout, shared = p.sources[name], kit.score, {}
+  part = model = lora.build(source.config)
   if name == 'reference':
-    model = p.model  # the policy as it is now
-    params = jax.device_put(params, model.shardings(layout))
+    part = model = p.model  # the policy as it is now
+    if layout == kit.train:  # what training leaves as it is is shared
+      part, (params, shared) = lora.trained(model), lora.split(params, model)
+    params = jax.device_put(params, part.shardings(layout))
   else:
     params = weights.load(
         source, model, layout, config.model.param_dtype, workdir,
         seed=config.seed, ledger=kit.ledger)
-  params = score.frozen_copy(
-      model, params, kit.compute, model.shardings(layout), kit.ledger)
+  params = join(shared, score.frozen_copy(
+      part, params, kit.compute, part.shardings(layout), kit.ledger))
   make, options = score.make_score, {}
   if name == 'reference':
     options = dict(temperature=kit.objectives['policy'].temperature)
@@ -202,14 +214,15 @@ def make_trainable(kit: Kit, role: str, model, params):
     lr = config.critic.lr or lr
   elif 'critic' in kit.objectives:
     steps -= config.critic.warmup_steps
+  part, (params, fixed) = lora.trained(model), lora.split(params, model)
   schedule = optim.make_schedule(
       o.schedule, lr, steps * updates, o.warmup_steps * updates,
       o.end_lr)
   optimizer = optim.make_optimizer(
       o.name, schedule,
       dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
-      optim.decayed(model.axes()))
-  shardings = programs.state_shardings(model, optimizer, kit.train)
+      optim.decayed(part.axes()))
+  shardings = programs.state_shardings(part, optimizer, kit.train)
   update = programs.make_update(
       model, objective, optimizer, schedule, kit.train, kit.compute,
       kit.ledger, clip_norm=o.clip_norm or math.inf, shardings=shardings)
@@ -217,11 +230,10 @@ def make_trainable(kit: Kit, role: str, model, params):
       model, kit.train, kit.compute, kit.ledger,
       temperature=objective.temperature)
   state = programs.make_state(params, optimizer, shardings, kit.ledger)
-  if role == 'critic':
-    return Trainable(
-        model, state, kit.train, kit.shape[1], update, read, objective)
-  return Policy(model, state, kit.train, kit.shape[1], update, read, objective,
-                export_fn=functools.partial(export, p))
+  rest = (kit.train, kit.shape[1], update, read, objective,
+          {'params': fixed})
+  return Trainable(model, state, *rest) if role == 'critic' else Policy(
+      model, state, *rest, export_fn=functools.partial(export, p))
 
 
 def make_engine(kit: Kit, slots: int = 0):
@@ -258,8 +270,7 @@ def make_controller(kit: Kit, roles: Roles, engine):
       engine, run_key(config.seed, 1)), p.algorithm.from_data(config)
   if share:
     sampler = demonstrations.Mixed(
-        sampler, p.tokenizer, share, config.seed,
-        config.rollout.max_new_tokens)
+        sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
   return Controller(
       p.algorithm, config, roles, sampler,
       make_grader(p), p.stream, kit.chrono, (kit.shape[0], kit.shape[2]),
@@ -365,7 +376,7 @@ def compile_all(kit: Kit, roles: Roles, stream, engine, evaluator):
   later = []  # shares programs with what is in `jobs`
   if evaluator and evaluator.held_out:
     later.append(functools.partial(
-        evaluator.held_out.program.compile, roles.policy.params, full,
+        evaluator.held_out.program.compile, roles.policy.state.params, full,
         roles.policy.state.step, roles.policy.frozen))
   if engine and on_policy:
     jobs += engine.jobs(roles.policy.params, p.stream.lengths,
@@ -386,11 +397,13 @@ def seal(ledger: Ledger):
 
 
 def export(p: Prepared, folder, params):
-  """Writes a Hugging Face folder that `transformers` loads."""
+  """A folder that `transformers` loads; adapter/ in it is for `peft`."""
   t, pad, save = p.tokenizer, p.tokenizer.pad_id, p.tokenizer.save
   if p.algorithm.scalar_head:
     pad = reward_role.pad_id(t)
     save = functools.partial(reward_role.save_tokenizer, t)
+  adapter = peft.writer(p.model, params, weights.below_adapter(p))
   hf.save(folder, model_lib.build(dataclasses.replace(
-      p.model.config, value_head=False)), params, stop_ids=t.stop_ids,
-          bos_id=t.bos_id, pad_id=pad, tokenizer_save=save)
+      p.model.config, value_head=False, lora=())), p.model.merge(params),
+          stop_ids=t.stop_ids, bos_id=t.bos_id, pad_id=pad,
+          tokenizer_save=lambda path: (save(path), adapter(path / 'adapter')))

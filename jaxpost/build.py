@@ -14,10 +14,11 @@ import ml_collections
 
 from jaxpost import config as config_lib
 from jaxpost import cache, imports, optim, reward_role, sharding, weights
-from jaxpost.algorithms.base import Algorithm
+from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
+from jaxpost.models import lora
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 
@@ -103,9 +104,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   source = model_source(config.model)
   found = find_weights(
       config, algorithm, source, before[-1].name if before else '',
-      {p.name: weights.Source(
-          p.model.config, stage=p.name, step=p.config.train.steps)
-       for p in before})
+      {p.name: weights.outcome(p) for p in before})
   tokenizer = load_tokenizer(config.model, source)
   reward_role.check_tokens(config, found, tokenizer, before)
   check_teachers(config, found, tokenizer)
@@ -167,11 +166,17 @@ def model_source(section) -> weights.Source:
 
 
 def make_model(config, algorithm, cfg) -> model_lib.Model:
-  """The decoder `cfg` with the heads that the method trains."""
+  """The decoder `cfg` with the heads and adapters that the stage trains."""
+  a = config.lora
+  refuse(algorithm.on_policy and a.dropout > 0, 'config.lora.dropout: what is '
+         'trained on policy must be what has sampled; set it to 0')
+  spec = (a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
+  spec = cfg.lora if a.path else spec
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
-  return model_lib.build(dataclasses.replace(
-      cfg, value_head=bool(algorithm.value_head(config))))
+  cfg = dataclasses.replace(
+      cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
+  return lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze)
 
 
 def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
@@ -186,6 +191,7 @@ def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
     source = weights.find(config.init_from, 'config.init_from', earlier)
   elif last:
     source = earlier[last]
+  source = weights.with_adapter(config.lora.path, source)
   weights.check_head(source, algorithm.scalar_head, 'config.init_from')
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
@@ -206,7 +212,7 @@ def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
 def load_tokenizer(section, source: weights.Source):
   """The tokenizer of `config.model`; InputError if the model is too small."""
   tokenizer = tokenizer_lib.load(
-      section.tokenizer or str(source.folder or 'bytes'))
+      section.tokenizer or str((source.base or source).folder or 'bytes'))
   if tokenizer.vocab_size > source.config.padded_vocab_size:
     raise InputError(
         f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '

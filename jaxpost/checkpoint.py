@@ -161,6 +161,10 @@ class Checkpointer:
     """Reads only what was saved as `meta`."""
     return self._read_meta(self._choose(step, warn))
 
+  def leaves(self, step=None):
+    """Names of the leaves of a step ('params/embed')."""
+    return self._read_seal(self._choose(step, lambda line: None))[0]['leaves']
+
   def restore_params(self, template, step=None, *, at='params', warn=print):
     """Reads only the subtree `at` ('params', 'policy/params') of the state."""
     return self._read(self._choose(step, warn), template, at + '/')

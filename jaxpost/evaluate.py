@@ -34,7 +34,7 @@ class HeldOut:
     for batch in self.batches:
       placed = self.prepare(policy.place(batch), roles)
       found = to_host(self.program(
-          policy.params, placed, policy.state.step, policy.frozen))
+          policy.state.params, placed, policy.state.step, policy.frozen))
       for name, value in found.items():
         totals[name] = totals.get(name, 0.0) + float(value)
     # Losses of pairs and labels are no negative log-likelihood.

@@ -75,11 +75,11 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
   run = epath.Path(run).expanduser()
   configs = run_config(run)
   name, step = find_step(run, list(configs), stage, step, warn)
-  p = prepare_model(name, configs[name])
+  source = weights_lib.of_checkpoint(run / 'checkpoints' / name, step)
+  p = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
-  params = weights_lib.read_checkpoint(
-      run / 'checkpoints' / name, step, p.model, layout,
-      p.config.model.param_dtype, warn=warn)
+  params = weights_lib.load(
+      source, p.model, layout, p.config.model.param_dtype)
   return Weights(p, params, layout, step)
 
 
@@ -94,7 +94,9 @@ def from_folder(folder, config=None, name='model') -> Weights:
     config = config_lib.Config(
         model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
   section = dataclasses.replace(config.model, path=str(folder))
-  p = prepare_model(name, dataclasses.replace(config, model=section))
+  p = prepare_model(name, dataclasses.replace(
+      config, model=section, lora=schema.LoraSection(),
+      train=dataclasses.replace(config.train, freeze='')))
   layout = make_layout('fsdp=-1', 'train')
   params = weights_lib.load(
       p.sources['policy'], p.model, layout, section.param_dtype)
@@ -155,15 +157,20 @@ def _checkpoints(run, name):
   return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
 
 
-def prepare_model(name: str, config: config_lib.Config) -> build.Prepared:
-  """Model and tokenizer of a stage, and nothing else of it."""
+def prepare_model(name: str, config: config_lib.Config,
+                  made=None) -> build.Prepared:
+  """Model and tokenizer of a stage, and nothing else of it.
+
+  made: the `weights.Source` of a checkpoint.
+  """
   algorithm = build.load_algorithm(config.algorithm)
   source = build.model_source(config.model)
+  made = made or weights_lib.with_adapter(config.lora.path, source)
   weights_lib.check_head(source, algorithm.scalar_head, 'config.model.path')
   return build.Prepared(
       name, config_lib.resolve(config, algorithm.defaults), algorithm,
-      {'policy': source},
-      build.make_model(config, algorithm, source.config),
+      {'policy': made},
+      build.make_model(config, algorithm, made.config),
       build.load_tokenizer(config.model, source), None, None, None)
 
 

@@ -44,7 +44,6 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
       q_chunk=1024, head_elements=2**30)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def einsum(spec: str, x, w, dtype: str):
   """`jnp.einsum(spec, x, w)` in float32 from operands of type `dtype`.
 
@@ -52,7 +51,15 @@ def einsum(spec: str, x, w, dtype: str):
   float32. JAX's own rule would feed float32 cotangents to the backward
   products, which then run at half the speed on CPU and miss the matrix units
   elsewhere. Every letter must occur in two of the three terms.
+
+  `w` may be a matrix with a `product` of its own, such as `lora.Adapted`.
   """
+  return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(
+      spec, x, w, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _einsum(spec, x, w, dtype):
   precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else None
   return jnp.einsum(
       spec, x.astype(dtype), w.astype(dtype), precision=precision,
@@ -78,4 +85,4 @@ def _backward(spec, dtype, residuals, g):
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype)
 
 
-einsum.defvjp(_forward, _backward)
+_einsum.defvjp(_forward, _backward)

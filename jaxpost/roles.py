@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxpost.models.model import Model
+from jaxpost.models.transformer import join
 from jaxpost.programs.compile import Program
 from jaxpost.programs.train import Objective
 from jaxpost.sharding import Layout
@@ -25,7 +26,8 @@ class Trainable:
   """A model in training: a policy, a critic or a reward model.
 
   objective: what `update` minimises; a diagnosis reads it.
-  frozen: what it reads besides the batch (teachers' heads).
+  frozen: what its objective reads besides state and batch: 'params' that are
+    not trained, 'teacher_heads'.
   """
 
   model: Model
@@ -39,7 +41,7 @@ class Trainable:
 
   @property
   def params(self):
-    return self.state.params
+    return join(self.frozen.get('params', {}), self.state.params)
 
   def place(self, batch: Batch) -> Batch:
     """Host rows [B, T] -> device micro-batches [M, B / M, T]."""
@@ -55,7 +57,7 @@ class Trainable:
     """Outputs [M, B / M, T] of the tokens with a weight; a scalar head's
     values of all tokens."""
     return self.score_program(
-        self.state.params, without_signal(self._placed(batch)))
+        self.params, without_signal(self._placed(batch)))
 
   def _placed(self, batch):
     return batch if batch.tokens.ndim == 3 else self.place(batch)
@@ -80,7 +82,7 @@ class Policy(Trainable):
 
   def export(self, folder):
     """Writes a Hugging Face folder."""
-    self.export_fn(folder, self.state.params)
+    self.export_fn(folder, self.params)
 
 
 @dataclasses.dataclass

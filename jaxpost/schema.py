@@ -64,6 +64,22 @@ class TrainSection:
                        'prompt and completion for rollouts', lo=0, auto=0)
   micro_batch_size: int = _f(0, 'rows at a time; 0: all for data, about 8,192 '
                              'tokens a device for rollouts', lo=0)
+  freeze: str = _f('', 'regex of whole paths of parameters that stay as they '
+                   'are, such as "embed|.*norm"; with LoRA "" is all but the '
+                   'adapters')
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSection:
+  rank: int = _f(0, 'of the adapters that are trained in place of the '
+                 'weights; 0: none, or that of `path`', lo=0)
+  alpha: float = _f(16.0, 'adapters count alpha / rank', lo=0.0)
+  rslora: bool = _f(False, 'alpha / sqrt(rank) instead')
+  targets: str = _f('q|k|v|o|gate|up|down', 'regex of the matrices that have '
+                    'one: paths, or how they end')
+  dropout: float = _f(0.0, 'of what adapters read', lo=0.0, hi=0.99)
+  path: str = _f('', 'PEFT folder of an adapter to start from, which decides '
+                 'all of the above but the dropout')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +308,7 @@ class Config:
   model: ModelSection = ModelSection()
   data: DataSection = DataSection()
   train: TrainSection = TrainSection()
+  lora: LoraSection = LoraSection()
   optim: OptimSection = OptimSection()
   rollout: RolloutSection = RolloutSection()
   nll: NllSection = NllSection()

@@ -15,8 +15,7 @@ from jaxpost import (
     host, loop, metrics, plan, processes, report, weights)
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
-from jaxpost.models import hf
-from jaxpost.models import model as model_lib
+from jaxpost.models import hf, lora
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
@@ -75,9 +74,9 @@ def _run(raw, workdir, console) -> dict:
 def policy_and_stream(config) -> tuple:
   """The parts of a run with one stage, for a loop of your own.
 
-  `policy.update(next(stream).batch)` is a step. Of an on-policy algorithm the
-  stream is a `Controller`, which has `sampler`, `prompts`, `pool` and the
-  rest. Nothing is written; `stream.close()` ends workers and threads.
+  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy
+  algorithm the stream is a `Controller`, which has `sampler`, `prompts`, `pool`
+  and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
   raw = build.as_dict(config)
   names = list(config_lib.parse(raw))
@@ -120,9 +119,10 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       if params is None or kit.prepared.sources['policy'].stage != (
           kits[i - 1].prepared.name):
         params = initial_params(kit, workdir)
-      params = model_lib.adopt(
-          params, kit.prepared.model, kit.prepared.model.shardings(kit.train),
-          kit.config.model.param_dtype)
+      else:
+        params = lora.adopt(
+            params, kits[i - 1].prepared.model, kit.prepared.model,
+            kit.train, kit.config.model.param_dtype, kit.config.seed)
       stage = assemble.assemble(kit, workdir, writer, params)
       del params
       try:
@@ -190,9 +190,9 @@ def initial_params(kit, workdir) -> dict:
 def final_params(kit, workdir) -> dict:
   """The weights that a finished stage has left."""
   p = kit.prepared
-  return weights.read_checkpoint(
-      workdir / 'checkpoints' / p.name, p.config.train.steps, p.model,
-      kit.train, p.config.model.param_dtype)
+  return weights.load(
+      weights.outcome(p), p.model, kit.train, p.config.model.param_dtype,
+      workdir, ledger=kit.ledger)
 
 
 def check_same_run(workdir, configs: dict, console):

@@ -1,7 +1,9 @@
 """Where the weights of a role come from, and how they get onto the devices.
 
 A source is '' (random), a Hugging Face folder or org/name, RUN[@step] (a
-checkpoint of another run) or stage:NAME (an earlier stage of this one).
+checkpoint of another run) or stage:NAME (an earlier stage of this one). A PEFT
+folder, and a checkpoint of a run that froze parameters, hold some leaves; the
+others come from the source that is their base.
 """
 
 import dataclasses
@@ -12,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxpost import processes
-from jaxpost.checkpoint import Checkpointer
+from jaxpost import cache, processes
+from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.data import hub
 from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
-from jaxpost.models import hf
-from jaxpost.models import model as model_lib
+from jaxpost.models import hf, lora, peft
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
+from jaxpost.models.transformer import join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.sharding import Layout
@@ -35,6 +37,8 @@ class Source:
 
   folder: of safetensors. checkpoints: a stage's, of another run. stage: an
   earlier one of this run. None of them: random.
+  name: of the folder, for others. seed: of what is random; None is the run's.
+  base: has the leaves that this lacks.
   """
 
   config: ModelConfig
@@ -42,6 +46,9 @@ class Source:
   checkpoints: epath.Path | None = None
   stage: str = ''
   step: int | None = None
+  seed: int | None = None
+  name: str = ''
+  base: 'Source | None' = None
 
 
 def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
@@ -58,16 +65,39 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
     return earlier[name]
   local = epath.Path(text.partition('@')[0]).expanduser()
   if (local / 'checkpoints').exists() or local.exists() and '@' in text:
-    folder, step = find_run(text, key)
-    checkpointer = Checkpointer(folder)
-    try:
-      meta = checkpointer.restore_meta(step)
-    finally:
-      checkpointer.close()
-    return Source(
-        model_config.from_json(meta['model']), checkpoints=folder, step=step)
+    return of_checkpoint(*find_run(text, key))
+  if (local / peft.CONFIG).exists() and not (local / 'config.json').exists():
+    base = peft.base_of(local)
+    return with_adapter(text, find(base, f'{key}: base of {text}', earlier))
   folder, config = open_folder(text, key)
-  return Source(config, folder=folder)
+  there = epath.Path(text).expanduser().exists()
+  return Source(config, folder=folder,
+                name=str(folder.resolve()) if there else text)
+
+
+def of_checkpoint(folder, step=None) -> Source:
+  """The checkpoint of a stage in the folder of its checkpoints."""
+  meta = _read_meta(folder, step)
+  config = model_config.from_json(meta['model'])
+  return Source(config, checkpoints=folder, step=step,
+                base=_recall(meta.get('base'), folder.parent))
+
+
+def with_adapter(path: str, source: Source) -> Source:
+  """`source` with the adapter of a PEFT folder on it; as it is without."""
+  if not path:
+    return source
+  spec = peft.read_spec(path, source.config)
+  return Source(dataclasses.replace(source.config, lora=spec),
+                folder=epath.Path(path).expanduser(), base=source)
+
+
+def _read_meta(folder, step):
+  checkpointer = Checkpointer(folder)
+  try:
+    return checkpointer.restore_meta(step)
+  finally:
+    checkpointer.close()
 
 
 def open_folder(text: str, key: str) -> tuple:
@@ -110,46 +140,136 @@ def find_run(text: str, key: str) -> tuple:
 def load(source: Source, model: Model, layout: Layout, dtype: str,
          workdir=None, *, seed: int = 0, ledger: Ledger | None = None) -> dict:
   """The parameters as `model` has them, in `layout`."""
-  kind, theirs = jnp.dtype(dtype), model_lib.build(source.config)
-  shardings = theirs.shardings(layout)
-  folder, step = source.checkpoints, source.step
-  if source.stage:
-    folder = epath.Path(workdir) / 'checkpoints' / source.stage
+  theirs = lora.build(source.config)
+  seed = seed if source.seed is None else source.seed
+  # An adapter is put on merged weights, whatever else has been put on them.
+  below = theirs.base if source.folder and source.base else theirs
+  params = source.base and load(
+      source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
+  params = join(params or {}, _own(
+      source, theirs, layout, dtype, workdir, seed, ledger))
+  return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
+
+
+def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
+  """The leaves that a source has without its base."""
+  shardings, folder = model.shardings(layout), _checkpoints(source, workdir)
   if folder is not None:
-    params = read_checkpoint(folder, step, theirs, layout, dtype)
-  elif source.folder is not None:
-    params = hf.load_params(source.folder, theirs, shardings, kind)
-  else:
-    params = programs.random_params(theirs, seed, kind, shardings, ledger)
-  return model_lib.adopt(params, model, model.shardings(layout), kind)
+    return read_checkpoint(folder, source.step, model, layout, dtype,
+                           partial=source.base is not None)
+  if source.base is not None:
+    return peft.load(source.folder, model, shardings)
+  if source.folder is not None:
+    return hf.load_params(source.folder, model, shardings, jnp.dtype(dtype))
+  return programs.random_params(
+      model, seed, jnp.dtype(dtype), shardings, ledger)
+
+
+def _checkpoints(source: Source, workdir):
+  """The folder of checkpoints that a source is in, or None."""
+  return epath.Path(workdir) / 'checkpoints' / source.stage if (
+      source.stage) else source.checkpoints
 
 
 def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
-                    role='policy', warn=print) -> dict:
-  """The parameters of one role in a checkpoint."""
-  template = jax.tree.map(
-      lambda s, sharding: jax.ShapeDtypeStruct(
-          s, jnp.dtype(dtype), sharding=sharding),
-      model.shapes(), model.shardings(layout),
-      is_leaf=lambda x: isinstance(x, tuple))
-  checkpointer = Checkpointer(folder)
+                    role='policy', warn=print, partial=False) -> dict:
+  """The parameters of one role in a checkpoint; if `partial`, those in it."""
+  checkpointer, at = Checkpointer(folder), f'{role}/params'
   try:
-    return checkpointer.restore_params(
-        template, step, at=f'{role}/params', warn=warn)
+    there = checkpointer.leaves(step) if partial else ()
+    template = nest({
+        path: jax.ShapeDtypeStruct(
+            spec.shape, jnp.float32 if lora.is_adapter(path) else dtype,
+            sharding=layout.sharding(spec.axes, spec.shape))
+        for path, spec in model.table.items()
+        if not partial or f'{at}/{path}' in there})
+    return checkpointer.restore_params(template, step, at=at, warn=warn)
   finally:
     checkpointer.close()
 
 
-def identity(source: Source, workdir, seed: int) -> list:
+def record(source: Source, workdir, seed: int) -> dict:
+  """What finds these weights again, and knows them, as JSON."""
+  path = lambda x: x and str(x.resolve())
+  return dict(
+      config=dataclasses.asdict(source.config), folder=path(source.folder),
+      checkpoints=path(source.checkpoints), stage=source.stage,
+      step=source.step, seed=seed if source.seed is None else source.seed,
+      name=source.name, base=source.base and record(source.base, workdir, seed),
+      print=_print(source, workdir, seed))
+
+
+def _print(source: Source, workdir, seed) -> str:
+  return cache.fingerprint(identity(source, workdir, seed, times=False)[1:])
+
+
+def _recall(saved: dict | None, checkpoints) -> Source | None:
+  """The source of a record in a run whose checkpoints are in this folder."""
+  if saved is None:
+    return None
+  folder, made = saved['folder'], saved['checkpoints']
+  made = checkpoints / saved['stage'] if saved['stage'] else made
+  source = Source(
+      model_config.from_json(saved['config']), folder and epath.Path(folder),
+      made and epath.Path(made), '', saved['step'], saved['seed'],
+      saved['name'], _recall(saved['base'], checkpoints))
+  place = folder or made
+  if place and not epath.Path(place).exists() or (
+      _print(source, None, 0) != saved['print']):
+    raise InputError(
+        f'{place}: is gone or has changed, and {checkpoints} holds what was '
+        'trained on top of these weights only; bring them back')
+  return source
+
+
+def make_meta(p, workdir) -> dict:
+  """What is kept in each checkpoint of the stage `p` (build.Prepared).
+
+  InputError where the weights below those that are trained have changed since
+  the stage began.
+  """
+  meta = dict(model=dataclasses.asdict(p.model.config))
+  if p.model.frozen:
+    base = record(p.sources['policy'], workdir, p.config.seed)
+    folder = epath.Path(workdir) / 'checkpoints' / p.name
+    if finished_steps(folder) and (
+        _read_meta(folder, None)['base']['print'] != base['print']):
+      raise InputError(
+          f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
+          f'weights have changed since {folder} was made on top of them; bring '
+          'the old ones back or choose another --workdir')
+    meta['base'] = base
+  return meta
+
+
+def outcome(p) -> Source:
+  """The weights that the stage `p` ends with."""
+  return Source(
+      p.model.config, stage=p.name, step=p.config.train.steps,
+      seed=p.config.seed, base=p.sources['policy'] if p.model.frozen else None)
+
+
+def below_adapter(p) -> str:
+  """The model that the adapter of the stage `p` is for; '' if it has no name.
+
+  Nor has it one where more is trained than the adapter.
+  """
+  source, more = p.sources['policy'], set(p.model.table) - p.model.frozen
+  while source.base is not None and source.config.lora == p.model.config.lora:
+    source = source.base
+  plain = all(lora.is_adapter(path) or path == 'score' for path in more)
+  return source.name if plain and source.base is None else ''
+
+
+def identity(source: Source, workdir, seed: int, times=True) -> list:
   """What tells these weights from others, without reading them: JSON.
 
-  Files of a folder by name, size, time and samples of what they hold; a
-  checkpoint by its checksums.
+  Files of a folder by name, size, time (which a copy changes) and samples of
+  what they hold; a checkpoint by its checksums.
   """
-  shape = dataclasses.asdict(source.config)
-  folder = source.checkpoints
-  if source.stage:
-    folder = epath.Path(workdir) / 'checkpoints' / source.stage
+  shape, folder = dataclasses.asdict(source.config), (
+      _checkpoints(source, workdir))
+  base = [identity(source.base, workdir, seed, times)] if source.base else []
   if folder is not None:
     checkpointer = Checkpointer(folder)
     try:
@@ -159,11 +279,11 @@ def identity(source: Source, workdir, seed: int) -> list:
     # Process 0 writes it, and may be about to.
     return [shape, processes.from_first(
         (folder / str(step) / 'checksums.json').read_text()
-        if processes.index() == 0 else None)]
+        if processes.index() == 0 else None), *base]
   if source.folder is not None:
-    return [*outline(source), sorted(
-        int(f.stat().mtime) for f in _files(source))]
-  return [shape, seed]
+    return [*outline(source), times and sorted(
+        int(f.stat().mtime) for f in _files(source)), *base]
+  return [shape, seed if source.seed is None else source.seed]
 
 
 def outline(source: Source) -> list:

@@ -48,11 +48,14 @@ class Case:
 
   metric: of evaluation.
   gain: the least change that the test asks for; below 0 where it must fall.
+  start: 'early' is a quarter of the way to 'start', whose rankings of pairs
+    leave nothing to learn where there is no reference to beat.
   """
 
   config: dict
   metric: str = 'pass@1'
   gain: float = 0.05
+  start: str = 'start'
 
 
 def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
@@ -65,11 +68,11 @@ def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
       eval=dict(samples=4, temperature=1.0)), over))
 
 
-def pairs(algorithm, lr=3e-4, steps=60, **over) -> Case:
+def pairs(algorithm, lr=3e-4, steps=60, start='start', **over) -> Case:
   """Preferences: the share of held-out pairs that are put right."""
   return Case(tiny.merged(base(
       '_pairs', algorithm=algorithm, train=dict(steps=steps),
-      optim=dict(lr=lr)), over), 'rewards/accuracies')
+      optim=dict(lr=lr)), over), 'rewards/accuracies', start=start)
 
 
 CASES = {
@@ -81,8 +84,9 @@ CASES = {
     'remax': online('remax'),
     'ppo': online('ppo', critic=dict(lr=2e-3), rl=dict(minibatches=2)),
     'rft': online('rft'), 'online_dpo': online('online_dpo'),
-    'dpo': pairs('dpo'), 'orpo': pairs('orpo'), 'cpo': pairs('cpo'),
-    'simpo': pairs('simpo', preference=dict(beta=2.0, nll_coef=0.5)),
+    'dpo': pairs('dpo'), 'orpo': pairs('orpo', 1e-3, start='early'),
+    'cpo': pairs('cpo', 1e-3, start='early'),
+    'simpo': pairs('simpo', start='early', preference=dict(beta=2.0)),
     # At equal weights it rather lowers bad answers and all others with them.
     'kto': pairs(
         'kto', lr=5e-4, preference=dict(undesirable_weight=0.2),
@@ -113,18 +117,19 @@ def train_rows(name: str, folder: pathlib.Path) -> list[dict]:
 
 
 def make_start(folder: pathlib.Path):
-  """The common start, and a teacher that has seen right sums only."""
+  """The starts, and a teacher that has seen right sums only."""
   run('start', start_config(), folder)
+  run('early', tiny.merged(start_config(), dict(train=dict(steps=100))), folder)
   run('teacher', tiny.merged(start_config(), dict(
       init_from=str(folder / 'start'), data=dict(
           path=SUMS.format('', 'train') + ',size=6000,correct=1'))), folder)
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
-  """{before, after, seconds} of a case, started from folder/start."""
+  """{before, after, seconds} of a case, whose start is in `folder`."""
   case, begun = CASES[name], time.perf_counter()
   config = tiny.merged(case.config, dict(
-      seed=seed, init_from=str(folder / 'start')))
+      seed=seed, init_from=str(folder / case.start)))
   if config['distill']['teachers']:
     config['distill']['teachers'] = (str(folder / 'teacher'),)
   rows = run(name, config, folder)

@@ -75,7 +75,7 @@ SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 READING = {
   ('jaxpost.algorithms.grpo', 'jaxpost.controller', 'jaxpost.loop',
    'jaxpost.rollout.native'): (45, 6100, 9),
-  ('jaxpost.algorithms.grpo', 'launch.train'): (70, 13_500, 10),
+  ('jaxpost.algorithms.grpo', 'launch.train'): (70, 13_750, 12),
 }
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 

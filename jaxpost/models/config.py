@@ -52,6 +52,7 @@ class ModelConfig:
   initializer_range: float = 0.02
   num_labels: int = 0  # 1: a scalar head in place of the one for tokens
   value_head: bool = False  # a scalar head beside the one for tokens
+  lora: tuple = ()  # or (rank, alpha, rslora, targets): `lora.py`
   vocab_multiple: int = 64  # the embedding is padded to tile and shard well
 
   @property

@@ -5,6 +5,7 @@ stacked, and the vocabulary is padded with zero rows here and cut on export.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -33,17 +34,19 @@ _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _HEAD = 'lm_head.weight'
+write_file = functools.partial(
+    safetensors.numpy.save_file, metadata={'format': 'pt'})
 
 
 def read_config(folder) -> ModelConfig:
   """The ModelConfig of a folder; fields that nobody reads are named once."""
-  folder = _local(folder)
+  folder = local(folder)
   path = folder / 'config.json'
   if not path.is_file():
     _weight_files(folder)  # says it better if the weights are pickles
     raise InputError(
         f'{path}: no such file; a model folder has config.json and {_SINGLE}')
-  cfg, unknown = families.from_hf(_read_json(path), str(path))
+  cfg, unknown = families.from_hf(read_json(path), str(path))
   if unknown:
     logging.warning('%s: fields without effect here: %s', path,
                     ', '.join(unknown))
@@ -56,7 +59,7 @@ def check(folder, cfg: ModelConfig):
   Reads headers only.
   """
   with contextlib.ExitStack() as stack:
-    _open(_local(folder), stored.table(cfg), cfg, stack)
+    _open(local(folder), stored.table(cfg), cfg, stack)
 
 
 def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
@@ -67,16 +70,14 @@ def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
   flat = {}
   with contextlib.ExitStack() as stack:
     table = stored.table(model.config)
-    tensors = _open(_local(folder), table, model.config, stack)
+    tensors = _open(local(folder), table, model.config, stack)
     for path, kept in table.items():
-      sharding = shardings
-      for name in path.split('/'):
-        sharding = sharding[name]
-      flat[path] = _load_leaf(kept, tensors, sharding, np.dtype(dtype))
+      flat[path] = load_leaf(
+          kept, tensors, transformer.leaf(shardings, path), np.dtype(dtype))
   return transformer.nest(flat)
 
 
-def _load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
+def load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
   spec = kept.spec
   holders = {}  # devices of each distinct shard: replicas are read once
   for device, index in sharding.addressable_devices_indices_map(
@@ -130,21 +131,24 @@ def _open(folder, table, cfg, stack) -> dict:
 def _slices(folder, stack) -> dict:
   """Every tensor in the folder: name -> (file, open slice)."""
   files, index = _weight_files(folder)
-  found = {}
-  for file in files:
-    try:
-      handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
-    except (safetensors.SafetensorError, OSError) as e:
-      raise InputError(
-          f'{file}: unreadable ({e}); copy or download it again'
-      ) from e
-    found |= {name: (file, handle.get_slice(name)) for name in handle.keys()}
+  found = {k: (file, v) for file in files
+           for k, v in open_file(file, stack).items()}
   for name, file in index.items():
     if name not in found or found[name][0].name != file:
       raise InputError(
           f'{folder / file}: lacks tensor {name}, which {_INDEX} places '
           'there; copy or download both again')
   return found
+
+
+def open_file(file, stack) -> dict:
+  """Tensor name -> open slice, until `stack` is left."""
+  try:
+    handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
+  except (safetensors.SafetensorError, OSError) as e:
+    raise InputError(
+        f'{file}: unreadable ({e}); copy or download it again') from e
+  return {name: handle.get_slice(name) for name in handle.keys()}
 
 
 def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
@@ -163,7 +167,7 @@ def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
     raise InputError(
         f'{folder}: no weights ({_SINGLE} or {_INDEX}); the folder has '
         f'{", ".join(names[:8]) or "nothing"}')
-  index = _read_json(path).get('weight_map')
+  index = read_json(path).get('weight_map')
   if not isinstance(index, dict) or not index or not all(
       isinstance(file, str) for file in index.values()):
     raise InputError(f'{path}: has no "weight_map" of tensor to file name')
@@ -180,7 +184,7 @@ def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
   return [folder / file for file in dict.fromkeys(index.values())], index
 
 
-def _local(folder) -> pathlib.Path:
+def local(folder) -> pathlib.Path:
   if '://' in str(folder):
     raise InputError(
         f'{folder}: weights are read from a local folder; copy it here first')
@@ -192,7 +196,7 @@ def _local(folder) -> pathlib.Path:
   return folder
 
 
-def _read_json(path) -> dict:
+def read_json(path) -> dict:
   try:
     value = json.loads(path.read_text(encoding='utf-8'))
   except json.JSONDecodeError as e:
@@ -201,8 +205,7 @@ def _read_json(path) -> dict:
         'it again') from e
   except (UnicodeDecodeError, OSError) as e:
     raise InputError(
-        f'{path}: unreadable ({e}); copy or download it again'
-    ) from e
+        f'{path}: unreadable ({e}); copy or download it again') from e
   if not isinstance(value, dict):
     raise InputError(f'{path}: not a JSON object; copy or download it again')
   return value
@@ -297,28 +300,24 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
   pending, at = {}, 0
-  for name, value in tensors(model, params, dtype):
-    pending[name] = value
+  for name, pending[name] in export_tensors(
+      stored.table(model.config), params, dtype):
     if name == shards[at][-1]:
       if staged is not None:
-        safetensors.numpy.save_file(
-            pending, staged / files[at], metadata={'format': 'pt'})
+        write_file(pending, staged / files[at])
       pending, at = {}, at + 1
   if len(shards) > 1 and staged is not None:
-    _write_json(staged / _INDEX, {
+    write_json(staged / _INDEX, {
         'metadata': {'total_size': sum(sizes.values())},
         'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
 
 
-def tensors(model, params, dtype):
+def export_tensors(table, params, dtype):
   """(name, tensor) in the order of the table; a collective across processes."""
-  for group in stored.groups(stored.table(model.config)):
+  for group in stored.groups(table):
     values = {}
     for path, kept in group.items():
-      leaf = params
-      for name in path.split('/'):
-        leaf = leaf[name]
-      value = to_host(leaf)
+      value = to_host(transformer.leaf(params, path))
       values[path] = value if kept.spec.stacked else [value]
     for i, name in enumerate(kept.names):
       parts = [stored.rows(kept, values[path][i])
@@ -331,10 +330,10 @@ def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
   config = families.to_hf(cfg, stop_ids, bos_id, pad_id)
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
-  _write_json(staged / 'config.json', config)
+  write_json(staged / 'config.json', config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id',
                                 'pad_token_id') if config[k] is not None}
-  _write_json(staged / 'generation_config.json', ids)
+  write_json(staged / 'generation_config.json', ids)
   task = 'text-classification' if cfg.num_labels else 'text-generation'
   (staged / 'README.md').write_text(
       f'---\nlibrary_name: transformers\npipeline_tag: {task}\n'
@@ -342,5 +341,5 @@ def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
       encoding='utf-8')
 
 
-def _write_json(path, value):
+def write_json(path, value):
   path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

@@ -8,9 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
-import numpy as np
-
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig
 
@@ -20,7 +17,7 @@ class Model:
   """Pure functions of parameters; shapes in `transformer.py`.
 
   forward(params, tokens, positions, segment_ids, compute=, constrain=)
-    -> hidden [B, T, D]; takes branch_ids= and noise= where a method has them
+    -> hidden [B, T, D]; takes branch_ids=, noise=, dropout= if one has them
   head(params) -> [V, D]; None of a model that gives scores only
   values(params, hidden) -> [B, T], of a model with a scalar head
   init(key, dtype=) -> params
@@ -37,6 +34,11 @@ class Model:
   prefill: Callable
   decode: Callable
   values: Callable | None = None
+  frozen: frozenset = frozenset()  # paths that training leaves as they are
+  base: 'Model | None' = None  # without adapters, whose parameters
+  merge: Callable = lambda params: params  # makes of those with adapters
+  passes: float = 3.0  # forward passes that an update is worth
+  dropout: float = 0.0  # of what adapters read, in updates
 
   def axes(self) -> dict:
     """The logical axes of every parameter, nested like the parameters."""
@@ -53,28 +55,11 @@ class Model:
 
 def with_scalar_head(cfg: ModelConfig) -> ModelConfig:
   """The same decoder as a judge: reward models and critics."""
-  return dataclasses.replace(cfg, num_labels=1, value_head=False)
-
-
-def adopt(params: dict, model: Model, shardings: dict, dtype) -> dict:
-  """Parameters of the same decoder with another head as those of `model`.
-
-  A scalar head that the source lacks starts at zero; leaves that `model`
-  lacks are dropped.
-  """
-  out = {}
-  for path, spec in model.table.items():
-    node, sharding = params, shardings
-    for name in path.split('/'):
-      node = node.get(name) if node is not None else None
-      sharding = sharding[name]
-    if node is None:
-      node = jax.device_put(np.zeros(spec.shape, dtype), sharding)
-    out[path] = node
-  return transformer.nest(out)
+  return dataclasses.replace(cfg, num_labels=1, value_head=False, lora=())
 
 
 def build(cfg: ModelConfig) -> Model:
+  assert not cfg.lora, 'models.lora.build makes models with adapters'
   bind = lambda fn: functools.partial(fn, cfg=cfg)
   return Model(
       config=cfg, table=transformer.param_table(cfg),

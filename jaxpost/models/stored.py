@@ -27,11 +27,11 @@ class Stored:
   first: int = 0
 
 
-def table(cfg: ModelConfig) -> dict[str, Stored]:
-  """Path -> where it is kept, for every row of the parameter table."""
+def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
+  """Path -> where it is kept, for `rows` or the whole parameter table."""
   renamed = families.FAMILIES[cfg.family].get('names', {})
   out, ends = {}, {}
-  for path, spec in transformer.param_table(cfg).items():
+  for path, spec in (rows or transformer.param_table(cfg)).items():
     name, layers = spec.hf, spec.shape[0] if spec.stacked else 1
     for ours, theirs in renamed.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
@@ -58,17 +58,18 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
     return (cfg.vocab_size, *shape[1:])
   if not spec.matrix:
     return shape
-  cut = _inputs(spec)
+  cut = inputs(spec)
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
-def _inputs(spec) -> int:
+def inputs(spec) -> int:
   """Leading dimensions of a matrix (of one layer) that are its inputs.
 
-  'embed' has a side of its own: [embed | heads, size], [heads, size | embed].
+  'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
+  so has the rank of adapters.
   """
   axes = spec.axes[1:] if spec.stacked else spec.axes
-  return 1 if axes[0] == 'embed' else len(axes) - 1
+  return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
 def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
@@ -98,7 +99,7 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
       return np.zeros((0, *(b - a for a, b in rest)))
     rows = slice(stored.first + start, stored.first + end)
     return tensor[(rows, *(slice(*x) for x in rest))]
-  cut = _inputs(stored.spec)
+  cut = inputs(stored.spec)
   sides = [(shape[:cut], bounds[:cut], 0), (shape[cut:], bounds[cut:],
                                             stored.first)]
   # A side of several dimensions is read whole below its first one.
@@ -114,6 +115,6 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
 def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
   """A parameter (of one layer) as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
-    inputs = math.prod(value.shape[:_inputs(stored.spec)])
-    return value.reshape(inputs, -1).T
+    size = math.prod(value.shape[:inputs(stored.spec)])
+    return value.reshape(size, -1).T
   return value[:stored.shape[0]]

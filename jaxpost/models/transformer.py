@@ -122,6 +122,18 @@ def nest(flat: dict) -> dict:
   return tree
 
 
+def leaf(tree: dict, path: str):
+  for name in path.split('/'):
+    tree = tree[name]
+  return tree
+
+
+def join(one: dict, two: dict) -> dict:
+  """The leaves of two trees in one; where both have one, that of the second."""
+  both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
+  return one | two | {k: join(one[k], two[k]) for k in both}
+
+
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
   """Random parameters: normal(initializer_range), padding rows zero."""
   flat = {}
@@ -172,10 +184,9 @@ _unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
 
 def unstack_layers(params: dict, num_layers: int) -> dict:
   """Parameters with a list of layers in place of the stacked dict."""
-  leaves = {name: _unstack(x) for name, x in params['layers'].items()}
-  return {**params, 'layers': [
-      {name: leaf[i] for name, leaf in leaves.items()}
-      for i in range(num_layers)]}
+  leaves, tree = jax.tree.flatten(params['layers'])
+  rows = zip(*map(_unstack, leaves), strict=True)
+  return {**params, 'layers': [tree.unflatten(row) for row in rows]}
 
 
 class Kind(NamedTuple):

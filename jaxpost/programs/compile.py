@@ -93,5 +93,6 @@ def _abstract(x):
 
 def describe(args) -> str:
   """The distinct shapes of the arguments that are no parameters, in short."""
-  shapes = [x.shape for x in jax.tree.leaves(args[1:]) if x.ndim > 1]
+  known = [a for a in args[1:] if not isinstance(a, dict)]
+  shapes = [x.shape for x in jax.tree.leaves(known) if x.ndim > 1]
   return ' '.join(str(list(s)) for s in dict.fromkeys(shapes))[:80]

@@ -206,11 +206,12 @@ def make_prepare(model: Model, layout: Layout, compute: Compute,
 
   def prepare(params):
     cast = jax.tree.map(
-        lambda x, p: narrow(x, p, compute), params, nest(model.table))
+        lambda x, p: narrow(x, p, compute), merge(params), nest(model.table))
     if apart:
       cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
     return unstack_layers(cast, model.config.num_layers)
 
+  merge, model = model.merge, model.base or model
   # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
   apart = compute.cache != compute.dtype and model.config.tie_embeddings
   layers = {

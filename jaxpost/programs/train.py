@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import flops_per_token
+from jaxpost.models.transformer import flops_per_token, join
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch, TrainState
@@ -64,10 +64,10 @@ def next_token(x):
 
 
 def run_model(model: Model, params, batch: Batch, layout: Layout,
-              compute: Compute, noise=None):
+              compute: Compute, noise=None, dropout=None):
   """Hidden states [B, T, D] of packed rows."""
   # What most batches lack is not passed: a model of one's own needs no more.
-  given = dict(branch_ids=batch.branch_ids, noise=noise)
+  given = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout)
   return model.forward(
       params, batch.tokens, batch.positions, batch.segment_ids,
       compute=compute, constrain=layout.constrain,
@@ -96,11 +96,15 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
       model.config.logit_form, objective.teacher_forms)
 
   def loss(params, batch, step=0, frozen=None):
-    noise = None
+    params = join((frozen or {}).get('params', {}), params)
+    noise = dropout = None
+    if model.dropout:
+      dropout = jax.random.key_data(row_keys(batch, step, 1, objective.seed))
     if objective.neftune_alpha:
       noise = neftune(batch, step, model.config.hidden_size,
                       objective.neftune_alpha, objective.seed)
-    hidden = run_model(model, params, batch, layout, compute, noise)
+    hidden = run_model(
+        model, params, batch, layout, compute, noise, dropout)
     if objective.coupled:
       return objective.fn(
           read_outputs(model, plan, params, hidden, batch), batch)
@@ -114,18 +118,23 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
   return loss
 
 
+def row_keys(batch: Batch, step, purpose: int, seed: int):
+  """[B] keys that depend on the step and on what a row holds only."""
+  factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
+  text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
+  key = jax.random.fold_in(jax.random.fold_in(
+      jax.random.key(seed), purpose), step)
+  return jax.vmap(lambda t: jax.random.fold_in(key, t))(text)
+
+
 def neftune(batch: Batch, step, width: int, alpha: float, seed: int):
   """Uniform noise [B, T, D] of size alpha / sqrt(document length * D).
 
-  Jain et al. 2023 (arXiv:2310.05914), algorithm 1. The draw depends on the
-  step and on what a row holds, not on its place or micro-batch.
+  Jain et al. 2023 (arXiv:2310.05914), algorithm 1.
   """
-  factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
-  text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
-  key = jax.random.fold_in(jax.random.key(seed), step)
-  draw = jax.vmap(lambda t: jax.random.uniform(
-      jax.random.fold_in(key, t), (batch.tokens.shape[1], width),
-      minval=-1.0))(text)
+  draw = jax.vmap(lambda key: jax.random.uniform(
+      key, (batch.tokens.shape[1], width), minval=-1.0))(
+          row_keys(batch, step, 0, seed))
   same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
   lengths = jnp.sum(same, axis=-1)
   return draw * (alpha / jnp.sqrt(lengths * width))[..., None] * (
@@ -157,7 +166,8 @@ def make_update(model: Model, objective: Objective,
                 clip_norm: float, shardings: TrainState) -> Program:
   """update(state, batch [M, B, T], frozen) -> (state, metrics); donates state.
 
-  `frozen` holds arrays that are the same for all micro-batches.
+  `frozen` holds arrays that are the same for all micro-batches: 'params',
+  the parameters that are not in the state, and 'teacher_heads'.
 
   A step whose gradient is not finite changes nothing and is counted in
   `skipped_updates`; one that trains no token (all of it masked) in
@@ -195,7 +205,7 @@ def make_update(model: Model, objective: Objective,
   def flops(state, batch, frozen):
     del state, frozen
     rows = batch.tokens.shape
-    return 3 * rows[0] * rows[1] * rows[2] * flops_per_token(
+    return model.passes * rows[0] * rows[1] * rows[2] * flops_per_token(
         model.config, rows[2] / 2)
 
   return Program('update', update, ledger, (shardings, layout.sharding()),
@@ -209,8 +219,8 @@ def make_evaluate(model: Model, objective: Objective, layout: Layout,
   The sums of the objective, without noise, gradients or an update.
   """
   loss_fn = make_loss(
-      model, dataclasses.replace(objective, neftune_alpha=0.0), layout,
-      compute)
+      dataclasses.replace(model, dropout=0.0),
+      dataclasses.replace(objective, neftune_alpha=0.0), layout, compute)
 
   def evaluate(params, batch: Batch, step, frozen: dict):
     run = lambda micro: loss_fn(params, micro, step, frozen)

@@ -1,0 +1,240 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as rows of the parameter table.
+
+Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (each side
+of any number of dimensions) gets A [L, in, r] and B [L, r, out] and acts as
+x W + scale (x A) B. `ModelConfig.lora` is (rank, alpha, rslora, targets).
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.errors import InputError
+from jaxpost.matmul import einsum
+from jaxpost.models import model as model_lib
+from jaxpost.models import stored
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.model import Model
+from jaxpost.models.transformer import Param, join, leaf, nest
+
+ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
+
+
+def scale(cfg: ModelConfig) -> float:
+  """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+  rank, alpha, rslora, _ = cfg.lora
+  return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
+  """The model of `cfg`, with adapters where `cfg.lora` has them."""
+  plain = model_lib.build(dataclasses.replace(cfg, lora=()))
+  if not cfg.lora:
+    return plain
+  rows = adapter_rows(plain.table, cfg)
+
+  def init(key, dtype=jnp.float32):
+    return plain.init(key, dtype=dtype) | nest({
+        path: fresh(i, spec, key) for i, (path, spec) in enumerate(
+            rows.items())})
+
+  return dataclasses.replace(
+      plain, config=cfg, table=plain.table | rows, init=init,
+      forward=functools.partial(_forward, plain.forward, cfg, dropout),
+      base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout)
+
+
+def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
+  """The paths that the pattern fits as a whole; InputError without any."""
+  try:
+    found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
+  except re.error as e:
+    raise InputError(
+        f'{key}: {pattern!r} is no regular expression ({e})') from None
+  if not found:
+    raise InputError(f'{key}: {pattern!r} matches none of {", ".join(paths)}')
+  return found
+
+
+def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
+  """The rows of A and B. InputError where there can be none."""
+  rank, *_, pattern = cfg.lora
+  rows, matrices = {}, [p for p, s in table.items() if s.matrix and s.stacked]
+  # 'q' is any path that ends in /q, too.
+  for path in _matching(
+      matrices, pattern, 'config.lora.targets', '(?:.*/)?(?:{})'):
+    spec = table[path]
+    cut = 1 + stored.inputs(spec)
+    least = min(math.prod(spec.shape[1:cut]), math.prod(spec.shape[cut:]))
+    if rank > least:
+      raise InputError(
+          f'config.lora.rank: {rank} is larger than {path}, whose rank is at '
+          f'most {least}; lower it')
+    name = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
+    rows[f'{ROOT}/{path}/a'] = Param(
+        (*spec.shape[:cut], rank), (*spec.axes[:cut], None),
+        f'{name}A.weight', 'uniform', matrix=True)
+    rows[f'{ROOT}/{path}/b'] = Param(
+        (spec.shape[0], rank, *spec.shape[cut:]),
+        ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
+        matrix=True)
+  return rows
+
+
+def is_adapter(path: str) -> bool:
+  return path.startswith(f'{ROOT}/')
+
+
+def fresh(number: int, spec: Param, key):
+  """A starts uniform within 1 / sqrt(inputs), as in PEFT; the rest at 0."""
+  if spec.init != 'uniform':
+    return jnp.zeros(spec.shape)
+  bound = 1 / math.sqrt(math.prod(spec.shape[1:-1]))
+  return jax.random.uniform(
+      jax.random.fold_in(key, number), spec.shape, minval=-bound, maxval=bound)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=('w', 'a', 'b', 'keys'),
+    meta_fields=('scale', 'rate'))
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+  """A matrix with its adapter, where `matmul.einsum` takes a matrix.
+
+  keys: [B, 2] uint32, of the dropout in each row; None is no dropout.
+  """
+
+  w: jax.Array
+  a: jax.Array
+  b: jax.Array
+  keys: jax.Array | None
+  scale: float
+  rate: float
+
+  def product(self, spec: str, x, dtype: str):
+    """x W + scale (dropout(x) A) B, as `einsum` would of W alone."""
+    inputs, out = spec.split('->')
+    left, right = inputs.split(',')
+    into = ''.join(c for c in right if c in left)
+    onto = ''.join(c for c in right if c in out)
+    low = ''.join(c for c in left if c not in right) + 'z'
+    y = x
+    if self.keys is not None:
+      kept = jax.vmap(lambda k: jax.random.bernoulli(
+          k, 1 - self.rate, x.shape[1:]))(self.keys)
+      y = jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+    y = self.scale * einsum(f'{left},{into}z->{low}', y, self.a, dtype)
+    return einsum(spec, x, self.w, dtype) + einsum(
+        f'{low},z{onto}->{out}', y, self.b, dtype)
+
+
+def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
+             compute, constrain=None, branch_ids=None, noise=None,
+             dropout=None):
+  """`forward` of the model without adapters, with them.
+
+  dropout: [B, 2] uint32, keys of what is dropped in each row.
+  """
+  def pair(number, w, a, b):
+    keys = None
+    if dropout is not None:
+      layers = number * len(w) + jnp.arange(len(w))
+      keys = jax.vmap(lambda i: jax.vmap(
+          lambda k: jax.random.fold_in(k, i))(dropout))(layers)
+    return Adapted(w, a, b, keys, scale(cfg), rate)
+
+  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise)
+  return forward(
+      _over_targets(params, pair), tokens, positions, segment_ids,
+      compute=compute, **{k: v for k, v in given.items() if v is not None})
+
+
+def merge(params: dict, cfg: ModelConfig) -> dict:
+  """Parameters of the model without adapters that computes the same."""
+  def add(number, w, a, b):
+    del number
+    dot = functools.partial(
+        jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
+    return (w + scale(cfg) * jax.vmap(dot)(a, b)).astype(w.dtype)
+
+  return _over_targets(params, add)
+
+
+def _over_targets(params: dict, fn: Callable) -> dict:
+  """`params` without adapters, fn(number, W, A, B) in the place of each W."""
+  if ROOT not in params:
+    return params
+  layers = dict(params['layers'])
+  for i, (name, pair) in enumerate(params[ROOT]['layers'].items()):
+    layers[name] = fn(i, layers[name], pair['a'], pair['b'])
+  rest = {k: v for k, v in params.items() if k != ROOT}
+  return rest | {'layers': layers}
+
+
+# ------------------------------------------------------------------ freezing
+
+
+def freeze(model: Model, pattern: str) -> Model:
+  """The model with the rows that training leaves as they are.
+
+  Those whose whole path the pattern matches; without one, with adapters, all
+  but these and a scalar head.
+  """
+  frozen = {p for p in model.table if model.config.lora
+            and not is_adapter(p) and p != 'score'}
+  if pattern:
+    frozen = set(_matching(model.table, pattern, 'config.train.freeze'))
+  if len(frozen) == len(model.table):
+    raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to '
+                     'train')
+  # No gradient of what is frozen: forward, through it, and of the others.
+  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
+  share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
+  return dataclasses.replace(
+      model, frozen=frozenset(frozen), passes=2 + share)
+
+
+def trained(model: Model) -> Model:
+  """The table of what is trained, with the shapes and shardings of that."""
+  return dataclasses.replace(model, table={
+      p: spec for p, spec in model.table.items() if p not in model.frozen})
+
+
+def split(params: dict, model: Model) -> tuple[dict, dict]:
+  """(what is trained, what is frozen); `join` puts them together."""
+  flat = {p: leaf(params, p) for p in model.table}
+  return tuple(nest({p: x for p, x in flat.items() if (
+      p in model.frozen) == side}) for side in (False, True))
+
+
+def adopt(params: dict, theirs: Model, model: Model, layout, dtype,
+          seed: int = 0) -> dict:
+  """Parameters of `theirs` as those of `model`, the same decoder.
+
+  Adapters that `model` has not, too, are merged; its own start fresh, and a
+  scalar head at zero. Leaves that `model` lacks are dropped.
+  """
+  if theirs.config.lora != model.config.lora:
+    params, theirs = theirs.merge(params), theirs.base or theirs
+  key, out = jax.random.key(seed), {}
+  for i, (path, spec) in enumerate(model.table.items()):
+    if path in theirs.table:
+      out[path] = leaf(params, path)
+    else:
+      kind = jnp.float32 if is_adapter(path) else dtype
+      out[path] = jax.device_put(
+          np.asarray(fresh(i, spec, key)).astype(kind),
+          layout.sharding(spec.axes, spec.shape))
+  return nest(out)
+
+
+def beside(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
+  """`adopt` for a model that is trained, too: it shares what it freezes."""
+  own, fixed = split(adopt(params, theirs, model, layout, dtype), model)
+  return join(jax.tree.map(jnp.copy, own), fixed)
