@@ -467,3 +467,32 @@ def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
       path, algorithm='distill', distill=dict(teachers=(path,)),
       train=dict(steps=1)), tmp_path / 'run')
   assert result is not None
+
+
+@pytest.mark.parametrize('case', ['gemma3', 'smollm3'])
+def test_layers_that_differ_under_scan_and_remat(reference, case):
+  """The same gradients from straight code and from a scan over arrays."""
+  model, params = load(reference(case)[0])
+  ids = tiny.tokens((2, 24))
+
+  def gradient(**fields):
+    compute = dataclasses.replace(tiny.EXACT, **fields)
+    return jax.jit(jax.grad(lambda p: jnp.sum(jnp.cos(
+        tiny.hidden(model, p, ids, compute)))))(params)
+
+  right = gradient(remat='full')
+  jax.tree.map(
+      lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4),
+      gradient(unroll=False, remat='full'), right)
+
+
+@pytest.mark.parametrize('family', families.FAMILIES)
+def test_classes_that_an_export_names_exist(family):
+  transformers = pytest.importorskip('transformers')
+  raw = dict(BASE, model_type=family)
+  cfg = families.from_hf(raw, 'here')[0]
+  for labels in (0, 1):
+    name, = families.to_hf(dataclasses.replace(
+        cfg, num_labels=labels))['architectures']
+    # Of Granite there is none with a scalar head; it is read back here alone.
+    assert hasattr(transformers, name) or (labels, family) == (1, 'granite')
