@@ -8,6 +8,7 @@ windows and than the context that a rope scaling starts from.
 
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -456,14 +457,67 @@ def test_presets_are_what_their_config_json_says(name):
   assert families.from_hf(raw, 'here') == (cfg, [])
 
 
+RICH = dict(
+    family='gemma3_text', norms='both', norm_offset=1.0, num_layers=2,
+    activation='gelu_tanh', attention_scale=0.5, attention_softcap=2.0,
+    logit_softcap=1.5, embed_scale=4.0, layer_windows=(8, 0),
+    layer_ropes=(1, 0), ropes=(config_lib.Rope(1e6), config_lib.Rope(1e4)))
+
+
 def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
-  """A teacher that is the student has nothing to teach; see `distill`."""
+  """A teacher that is the student has nothing to teach; the run checks it."""
   import jaxpost
-  shape = dict(family='gemma2', norms='both', norm_offset=1.0, qk_norm='',
-               activation='gelu_tanh', attention_scale=0.5,
-               attention_softcap=2.0, logit_softcap=1.5, embed_scale=4.0)
-  path = tiny.folder(tmp_path / 'model', **shape)
-  result = jaxpost.run(tiny.run_config(
+  path = tiny.folder(tmp_path / 'model', **RICH)
+  jaxpost.run(tiny.run_config(
       path, algorithm='distill', distill=dict(teachers=(path,)),
       train=dict(steps=1)), tmp_path / 'run')
-  assert result is not None
+
+
+def test_sampler_and_training_give_the_same_logprobs(tmp_path):
+  """Of texts longer than the window, by the metrics of a first step."""
+  import jaxpost
+  path = tiny.folder(tmp_path / 'model', **RICH)
+  jaxpost.run(tiny.grpo_config(path, train=dict(steps=1)), tmp_path / 'run')
+  rows = [json.loads(line) for line in (
+      tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+  row = next(r for r in rows if 'sampler_mismatch' in r)
+  assert abs(row['sampler_mismatch'] - 1) <= 1e-4  # a mean ratio
+  assert abs(row['ratio'] - 1) <= 1e-4
+
+
+def test_the_table_of_the_docs_has_every_case():
+  text = (pathlib.Path(__file__).parents[1] / 'docs/models.md').read_text()
+  found = {cells[1].strip(): [float(x) for x in cells[-3:-1]] for cells in (
+      line.split('|') for line in text.splitlines()) if len(cells) == 7 and
+           cells[1].strip() in CASES}
+  assert list(found) == list(CASES)
+  assert all(x <= LOGITS and y <= GRADIENTS for x, y in found.values())
+
+
+@pytest.mark.parametrize('case', ['gemma3', 'smollm3'])
+def test_layers_that_differ_under_scan_and_remat(reference, case):
+  """The same gradients from straight code and from a scan over arrays."""
+  model, params = load(reference(case)[0])
+  ids = tiny.tokens((2, 24))
+
+  def gradient(**fields):
+    compute = dataclasses.replace(tiny.EXACT, **fields)
+    return jax.jit(jax.grad(lambda p: jnp.sum(jnp.cos(
+        tiny.hidden(model, p, ids, compute)))))(params)
+
+  right = gradient(remat='full')
+  jax.tree.map(
+      lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4),
+      gradient(unroll=False, remat='full'), right)
+
+
+@pytest.mark.parametrize('family', families.FAMILIES)
+def test_classes_that_an_export_names_exist(family):
+  transformers = pytest.importorskip('transformers')
+  raw = dict(BASE, model_type=family)
+  cfg = families.from_hf(raw, 'here')[0]
+  for labels in (0, 1):
+    name, = families.to_hf(dataclasses.replace(
+        cfg, num_labels=labels))['architectures']
+    # Of Granite there is none with a scalar head; it is read back here alone.
+    assert hasattr(transformers, name) or (labels, family) == (1, 'granite')

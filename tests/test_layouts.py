@@ -11,6 +11,9 @@ import pytest
 
 LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
            'data=2,fsdp=2,tensor=2']
+# With a model that has every feature of a family, in tensors that hold several
+# parameters each.
+RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2']
 
 
 @pytest.fixture(scope='module')
@@ -31,7 +34,7 @@ def report():
   return found | {'warnings': str(remats)}
 
 
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('layout', LAYOUTS + RICH)
 def test_layout(report, layout):
   assert report[layout] == 'ok'
 
@@ -50,14 +53,22 @@ def main():
   import tiny
   from jaxpost.models import hf
   from jaxpost.models import model as model_lib
+  from jaxpost.models.config import Rope
   from jaxpost.programs import train
   from jaxpost.sharding import make_layout
   from jaxpost.sharding import to_host
   from jaxpost.types import Batch
 
   # 8 heads divide over tensor=8, 4 kv heads do not; 150 rows are no multiple.
-  model = model_lib.build(tiny.config(
-      vocab_size=150, vocab_multiple=192, num_heads=8, num_kv_heads=4))
+  shapes = dict(
+      vocab_size=150, vocab_multiple=192, num_heads=8, num_kv_heads=4)
+  plain = model_lib.build(tiny.config(**shapes))
+  rich = model_lib.build(tiny.config(
+      **shapes, family='phi3', norms='both', qk_norm='wide',
+      biases=('q', 'k', 'v', 'o', 'gate', 'up', 'down'), rotary_dim=4,
+      ropes=(Rope(), Rope(100.0)), layer_ropes=(0, 1), layer_windows=(0, 6),
+      norm_offset=1.0, activation='gelu_tanh', embed_scale=2.0,
+      attention_softcap=3.0, logit_softcap=4.0, tie_embeddings=False))
   compute = dataclasses.replace(
       tiny.EXACT, unroll=False, remat='dots', q_chunk=8, head_elements=20_000)
   random = np.random.RandomState(0)
@@ -72,11 +83,14 @@ def main():
   objective = train.Objective(
       lambda o, a: (-o.logprobs - 0.1 * o.entropy, {'e': o.entropy}),
       reads=('entropy',), learns=('entropy',), temperature=0.9)
-  folder = tempfile.mkdtemp() + '/model'
-  params = tiny.params(model)
-  hf.save(folder, model, params, max_shard_bytes=20_000)
 
-  def gradient(layout, compute=compute):
+  def saved(model):
+    folder, params = tempfile.mkdtemp() + '/model', tiny.params(model)
+    hf.save(folder, model, params, max_shard_bytes=20_000)
+    return model, folder, params
+
+  def gradient(layout, given, compute=compute):
+    model, folder, params = given
     loaded = hf.load_params(folder, model, model.shardings(layout), 'float32')
     jax.tree.map(np.testing.assert_array_equal, to_host(loaded),
                  to_host(params))
@@ -85,9 +99,10 @@ def main():
                   out_shardings=(None, model.shardings(layout)))
     return to_host(run(loaded, layout.put(batch, 'batch', None)))
 
-  (loss, metrics), grads = gradient(tiny.one_device())
-  for text in LAYOUTS:
-    (loss_8, metrics_8), grads_8 = gradient(make_layout(text, 'train'))
+  def compare(given, right, text):
+    (loss, metrics), grads = right
+    (loss_8, metrics_8), grads_8 = gradient(make_layout(
+        text.removeprefix('rich:'), 'train'), given)
     off = {'loss': abs(loss_8 / loss - 1),
            'metric': abs(metrics_8['e'] / metrics['e'] - 1)}
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads_8),
@@ -95,8 +110,16 @@ def main():
       off[jax.tree_util.keystr(path)] = tiny.largest(a - b) / tiny.largest(b)
     wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
     print(text, wrong or 'ok', flush=True)
+
+  given, full = saved(plain), saved(rich)
+  right = gradient(tiny.one_device(), full)
+  for text in RICH:
+    compare(full, right, text)
+  right = (loss, _), grads = gradient(tiny.one_device(), given)
+  for text in LAYOUTS:
+    compare(given, right, text)
   (low, _), grads_8 = gradient(
-      make_layout('data=2,fsdp=2,tensor=2', 'train'),
+      make_layout('data=2,fsdp=2,tensor=2', 'train'), given,
       dataclasses.replace(compute, dtype='bfloat16', residual='bfloat16'))
   near = abs(low / loss - 1) < 0.01 and all(
       tiny.largest(a - b) < 0.1 * tiny.largest(b) for a, b in zip(

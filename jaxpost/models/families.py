@@ -2,7 +2,8 @@
 
 Only this file knows a family's name. A family is
 
-  architecture: its class in `transformers`.
+  architecture: its class in `transformers`; classifier: with a scalar head,
+    where that is called otherwise.
   defaults: fields that its `config.json` may leave out.
   fixed: the `ModelConfig` fields that are the same for all its models.
   reads: fields of `config.json` that it has besides those of Llama.
@@ -66,7 +67,9 @@ FAMILIES = {
                       attn_logit_softcapping=50.0,
                       final_logit_softcapping=30.0)),
     'gemma3_text': dict(
-        architecture='Gemma3ForCausalLM', ignored=('_sliding_window_pattern',),
+        architecture='Gemma3ForCausalLM',
+        classifier='Gemma3TextForSequenceClassification',
+        ignored=('_sliding_window_pattern',),
         activation_field='hidden_activation',
         fixed=_GEMMA | dict(norms='both', qk_norm='head'),
         window=6, local_rope='rope_local_base_freq', reads=(
@@ -177,7 +180,8 @@ def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
   spec = FAMILIES[cfg.family]
   name, labels = spec['architecture'], {}
   if cfg.num_labels:
-    name = name.replace('ForCausalLM', 'ForSequenceClassification')
+    name = spec.get('classifier') or name.replace(
+        'ForCausalLM', 'ForSequenceClassification')
     labels = dict(id2label={'0': 'reward'}, label2id={'reward': 0})
   return dict(
       **labels, architectures=[name],
