@@ -196,11 +196,11 @@ def record(source: Source, workdir, seed: int) -> dict:
       checkpoints=path(source.checkpoints), stage=source.stage,
       step=source.step, seed=seed if source.seed is None else source.seed,
       name=source.name, base=source.base and record(source.base, workdir, seed),
-      print=_print(source, workdir, seed))
+      fingerprint=_fingerprint(source, workdir, seed))
 
 
-def _print(source: Source, workdir, seed) -> str:
-  return cache.fingerprint(identity(source, workdir, seed, times=False)[1:])
+def _fingerprint(source: Source, workdir, seed) -> str:
+  return cache.fingerprint(identity(source, workdir, seed, here=False))
 
 
 def _recall(saved: dict | None, checkpoints) -> Source | None:
@@ -215,7 +215,7 @@ def _recall(saved: dict | None, checkpoints) -> Source | None:
       saved['name'], _recall(saved['base'], checkpoints))
   place = folder or made
   if place and not epath.Path(place).exists() or (
-      _print(source, None, 0) != saved['print']):
+      _fingerprint(source, None, 0) != saved['fingerprint']):
     raise InputError(
         f'{place}: is gone or has changed, and {checkpoints} holds what was '
         'trained on top of these weights only; bring them back')
@@ -233,7 +233,7 @@ def make_meta(p, workdir) -> dict:
     base = record(p.sources['policy'], workdir, p.config.seed)
     folder = epath.Path(workdir) / 'checkpoints' / p.name
     if finished_steps(folder) and (
-        _read_meta(folder, None)['base']['print'] != base['print']):
+        _read_meta(folder, None)['base']['fingerprint'] != base['fingerprint']):
       raise InputError(
           f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
           f'weights have changed since {folder} was made on top of them; bring '
@@ -261,15 +261,16 @@ def below_adapter(p) -> str:
   return source.name if plain and source.base is None else ''
 
 
-def identity(source: Source, workdir, seed: int, times=True) -> list:
+def identity(source: Source, workdir, seed: int, here=True) -> list:
   """What tells these weights from others, without reading them: JSON.
 
-  Files of a folder by name, size, time (which a copy changes) and samples of
-  what they hold; a checkpoint by its checksums.
+  Files of a folder by name, size and samples of what they hold; a checkpoint
+  by its checksums. here: the shape and the times of the files, too, which a
+  copy or a later version may change.
   """
-  shape, folder = dataclasses.asdict(source.config), (
+  shape, folder = here and dataclasses.asdict(source.config), (
       _checkpoints(source, workdir))
-  base = [identity(source.base, workdir, seed, times)] if source.base else []
+  base = [identity(source.base, workdir, seed, here)] if source.base else []
   if folder is not None:
     checkpointer = Checkpointer(folder)
     try:
@@ -281,15 +282,19 @@ def identity(source: Source, workdir, seed: int, times=True) -> list:
         (folder / str(step) / 'checksums.json').read_text()
         if processes.index() == 0 else None), *base]
   if source.folder is not None:
-    return [*outline(source), times and sorted(
+    return [shape, _samples(source), here and sorted(
         int(f.stat().mtime) for f in _files(source)), *base]
   return [shape, seed if source.seed is None else source.seed]
 
 
 def outline(source: Source) -> list:
   """The shape, and samples of the files of a folder, as JSON."""
-  return [dataclasses.asdict(source.config), sorted(
-      _sampled(f) for f in _files(source))]
+  return [dataclasses.asdict(source.config), _samples(source),
+          source.base and outline(source.base)]
+
+
+def _samples(source: Source) -> list:
+  return sorted(_sampled(f) for f in _files(source))
 
 
 def _files(source: Source) -> list:

@@ -145,9 +145,20 @@ def gradient(model, params, batch, micro, step=0, unroll=True):
       lambda p, m: loss(p, m, step, {'params': fixed}), p, b))(own, split)
 
 
+def test_dropout_keeps_the_mean():
+  x = jnp.ones((2, 500, 4))
+  keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))
+  adapted = lora.Adapted(jnp.zeros((4, 4)), jnp.eye(4), jnp.eye(4), keys,
+                         scale=2.0, rate=0.3)
+  y = np.asarray(adapted.product('btd,df->btf', x, 'float32'))
+  assert np.mean(y == 0) == pytest.approx(0.3, abs=0.03)
+  np.testing.assert_allclose(y[y != 0], 2 / 0.7, rtol=1e-6)
+  assert np.any((y[0] == 0) != (y[1] == 0))
+
+
 @pytest.mark.parametrize('unroll', [True, False])
 def test_dropout_depends_on_text_and_step_not_on_place(unroll):
-  model = lora.freeze(lora.build(config(), dropout=0.4), '')
+  model = lora.freeze(lora.build(config('q|o'), dropout=0.4), '')
   params, batch = params_of(model), rows_batch()
   (one, _), grads = gradient(model, params, batch, 4)
   (two, _), other = gradient(
@@ -157,12 +168,7 @@ def test_dropout_depends_on_text_and_step_not_on_place(unroll):
   plain = gradient(dataclasses.replace(model, dropout=0.0), params, batch, 4)
   later = gradient(model, params, batch, 4, step=1)
   assert len({round(float(x), 6) for x in (one, plain[0][0], later[0][0])}) == 3
-  # On average nothing changes.
-  at = jax.jit(lambda step: train.make_loss(
-      model, train.Objective(lambda o, a: (-o.logprobs, {})),
-      tiny.one_device(), tiny.EXACT)(params, batch, step, {})[0])
-  losses = [float(at(step)) for step in range(40)]
-  assert np.std(losses) > 1e-3
+  # Where adapters say little, so does what they drop.
   weak = params_of(model, b=1e-3)
   near(gradient(model, weak, batch, 4)[0][0],
        gradient(dataclasses.replace(model, dropout=0.0), weak, batch, 4)[0][0],
@@ -475,9 +481,9 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
 def test_stages(base, tmp_path, second):
   made = lambda steps: sft(
       base, stages=('one', 'two'), one=dict(), lora=dict(dropout=0.1),
-      two=tiny.merged(dict(algorithm='dpo', data=dict(path=PAIRS), train=dict(
-          steps=steps, batch_size=4, row_length=96), eval=dict(
-              data=dict(path=''), samples=0)), second))
+      eval=dict(data=dict(path=''), samples=0), two=tiny.merged(dict(
+          algorithm='dpo', data=dict(path=PAIRS), train=dict(
+              steps=steps, batch_size=4, row_length=96)), second))
   run(made(4), tmp_path / 'at_once')
   run(made(2), tmp_path / 'halves')
   shutil.rmtree(tmp_path / 'halves/export')
