@@ -30,7 +30,7 @@ from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.roles import (
     Frozen, Policy, Roles, Sampler, Trainable, place, without_signal)
-from jaxpost.sharding import Layout, make_layout, to_host
+from jaxpost.sharding import Layout, make_layout, move, to_host
 from jaxpost.types import Batch, Item
 
 
@@ -58,11 +58,12 @@ class Kit:
     return self.prepared.algorithm
 
 
-def make_kit(p: Prepared) -> Kit:
+def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
+  """What a stage shares on all devices of this machine, or on `devices`."""
   config, on_policy = p.config, p.algorithm.on_policy
-  train = make_layout(config.mesh.train, 'train')
+  train = make_layout(config.mesh.train, 'train', devices=devices)
   compute = compute_for(
-      jax.default_backend(), config.model.dtype, config.model.remat)
+      train.platform, config.model.dtype, config.model.remat)
   objectives = {'policy': p.algorithm.objective(config)}
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
@@ -71,7 +72,7 @@ def make_kit(p: Prepared) -> Kit:
       p, train, make_layout(config.mesh.rollout, 'rollout', beside=train),
       make_layout(config.mesh.score or config.mesh.train, 'train',
                   'config.mesh.score', beside=train),
-      compute, objectives, Ledger(), Chrono(),
+      compute, objectives, ledger or Ledger(), Chrono(),
       build.batch_shape(config, on_policy, shards),
       build.batch_shape(config, on_policy, shards, whole=False)[0])
 
@@ -148,7 +149,7 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
   model = model_lib.build(source.config)
   if name == 'reference':
     model = p.model  # the policy as it is now
-    params = jax.device_put(params, model.shardings(layout))
+    params = move(params, model.shardings(layout))
   else:
     params = weights.load(
         source, model, layout, config.model.param_dtype, workdir,
@@ -175,6 +176,8 @@ def distill_heads(kit: Kit, teachers) -> dict:
   student = kit.prepared.model.config
 
   def fit(head, vocab_size):
+    if kit.ledger.dry and isinstance(head, jax.ShapeDtypeStruct):
+      return jax.eval_shape(lambda x: fit(x, vocab_size), head)
     # Some families pad the vocabulary of larger models further. Of a smaller
     # one the padding goes: the number of rows tells what it lacks.
     rows = student.padded_vocab_size

@@ -110,6 +110,8 @@ def find_run(text: str, key: str) -> tuple:
 def load(source: Source, model: Model, layout: Layout, dtype: str,
          workdir=None, *, seed: int = 0, ledger: Ledger | None = None) -> dict:
   """The parameters as `model` has them, in `layout`."""
+  if ledger and ledger.dry:
+    return model.described(layout, dtype)
   kind, theirs = jnp.dtype(dtype), model_lib.build(source.config)
   shardings = theirs.shardings(layout)
   folder, step = source.checkpoints, source.step
