@@ -6,8 +6,6 @@ import math
 import os
 import re
 
-import jax
-
 from jaxpost.errors import InputError
 
 
@@ -147,8 +145,11 @@ def set_environment(topology: Topology):
   """Before JAX starts: it shall look at no accelerator of this machine."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
-  os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+  for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL',
+               'TPU_MIN_LOG_LEVEL'):
+    os.environ.setdefault(name, '3')
+  if not topology.local:  # what was compiled could not be loaded here
+    os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
   if topology.local and topology.chips > 1:
     os.environ['XLA_FLAGS'] = (
         os.environ.get('XLA_FLAGS', '') +
@@ -157,6 +158,7 @@ def set_environment(topology: Topology):
 
 def devices(topology: Topology) -> list:
   """The devices, as JAX describes them to its compilers."""
+  import jax  # after `set_environment`
   if topology.local:
     found = jax.devices('cpu')
     if len(found) < topology.chips:
