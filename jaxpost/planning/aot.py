@@ -43,7 +43,7 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
   ledger = Ledger(dry=True, options=chips.compiler_options(topology),
                   only=only)
   kit = assemble.make_kit(p, chips.devices(topology), ledger)
-  ledger.look = lambda compiled, args: look(kit, compiled, args)
+  ledger.look = lambda name, compiled, args: look(kit, name, compiled, args)
   params = p.model.described(kit.train, p.config.model.param_dtype)
   roles, stream, engine = assemble.make_parts(kit, params)
   evaluator = assemble.make_evaluator(kit, engine)
@@ -57,7 +57,7 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
   return Compiled(kit, ledger.rows, dict(held))
 
 
-def look(kit: assemble.Kit, compiled, args) -> dict:
+def look(kit: assemble.Kit, name: str, compiled, args) -> dict:
   """What a row says beyond shapes: bytes by what they are, and the HLO."""
   micro, chunks, rows = 1, 1, 0
   for batch in (a for a in args if isinstance(a, Batch)):
@@ -68,8 +68,8 @@ def look(kit: assemble.Kit, compiled, args) -> dict:
         rows, length, kit.prepared.model.config.padded_vocab_size,
         kit.compute.head_elements))
 
-  def turns(name):
-    whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', name)
+  def turns(loop):
+    whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
   totals = hlo.count(compiled.as_text(), turns)
@@ -79,7 +79,7 @@ def look(kit: assemble.Kit, compiled, args) -> dict:
   cost = compiled.cost_analysis()
   return dict(
       arguments=dict(found), totals=totals,
-      micro=micro, least=least.of_program(kit, args),
+      micro=micro, least=least.of_program(kit, name, args),
       xla_flops_once=(cost or {}).get('flops'))
 
 

@@ -36,7 +36,7 @@ _GIB = 2**30
 # Of tpu7x JAX shows two devices a chip; the figures are of one device.
 CHIPS = {
     'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, 6.2e9, 1.05e9, 1,
-               (12, 16, 16)),
+               (16, 16, 16)),
     'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, 3.1e9, 1.5e9,
                 1, (16, 16)),
     'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, 6.2e9, 1.75e9, 1,
@@ -134,7 +134,7 @@ def parse(text: str, slices: int = 1) -> Topology:
       raise InputError('--slices: of GPUs they are the first number of '
                        f'--topology, as in {name}:{slices}x8x8')
     return Topology(text, name, chip, numbers)
-  if any(a > b for a, b in zip(sorted(numbers), sorted(chip.largest))):
+  if math.prod(numbers) > math.prod(chip.largest):
     raise InputError(
         f'--topology: {text!r}: the largest slice of {name} is '
         f'{"x".join(map(str, chip.largest))}; --slices=N joins several')
@@ -145,6 +145,7 @@ def set_environment(topology: Topology):
   """Before JAX starts: it shall look at no accelerator of this machine."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # several plans at a time
   for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL',
                'TPU_MIN_LOG_LEVEL'):
     os.environ.setdefault(name, '3')

@@ -111,6 +111,8 @@ def work(row: dict, mesh, topology: chips.Topology, hosts: dict) -> dict:
       rate = chip.network if far else chip.link
       wire += count / rate if rate else 0.0
   model = (row['flops'] or 0) / mesh.size
+  if row['program'] == 'prefill':  # which asks the head for nothing
+    model = min(model, totals.flops)
   parts = dict(
       compute=totals.flops / chip.flops if chip.flops else None,
       memory=totals.bytes / chip.bandwidth if chip.bandwidth else None,

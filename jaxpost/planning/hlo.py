@@ -22,6 +22,8 @@ _COLLECTIVE = re.compile(
     '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
     '|collective-broadcast|ragged-all-to-all)(-start)?$')
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?')
+# Written in place: the input that holds what is new.
+_IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
 # These move nothing: names, or halves of what was counted where it started.
 _FREE = frozenset('''parameter constant tuple get-tuple-element bitcast while
     conditional call after-all partition-id replica-id iota opt-barrier
@@ -233,8 +235,8 @@ class _Counter:
     results = op.arrays
     if op.kind.endswith('-start'):  # (destination, source, context)
       results = results[:1]
-    if op.kind == 'dynamic-update-slice':
-      return 2.0 * _slow([self.shape(ops, op, 1)])
+    if op.kind in _IN_PLACE:
+      return 2.0 * _slow([self.shape(ops, op, _IN_PLACE[op.kind])])
     if op.kind in ('dynamic-slice', 'gather', 'slice', 'slice-start'):
       return 2.0 * _slow(results)
     reads = 0.0
@@ -245,8 +247,9 @@ class _Counter:
       reads += min(_slow(given), _touched(parts, i, _slow(given)))
     written = _slow(results)
     for inner in parts.values():  # in place
-      if inner.root and inner.kind == 'dynamic-update-slice':
-        written = min(written, parts[inner.inputs[1]].arrays[0].bytes)
+      if inner.root and inner.kind in _IN_PLACE:
+        written = min(written, parts[
+            inner.inputs[_IN_PLACE[inner.kind]]].arrays[0].bytes)
     return reads + written
 
   # -------------------------------------------------------------- the network
@@ -426,8 +429,8 @@ def _touched(parts: dict, number: int, default: float) -> float:
     elif op.kind in ('dynamic-slice', 'gather', 'slice') and (
         op.inputs[0] in names):
       size += op.arrays[0].bytes
-    elif op.kind == 'dynamic-update-slice' and op.inputs[0] in names:
-      size += parts[op.inputs[1]].arrays[0].bytes
+    elif op.kind in _IN_PLACE and op.inputs[0] in names:
+      size += parts[op.inputs[_IN_PLACE[op.kind]]].arrays[0].bytes
     else:
       return default
   return size

@@ -19,30 +19,25 @@ from jaxpost.models.model import Model
 from jaxpost.models.transformer import Param
 from jaxpost.programs.generate import DecodeState
 from jaxpost.sharding import Layout
-from jaxpost.types import Batch, TrainState
+from jaxpost.types import Batch
 
 _SAMPLED = 16  # devices looked at for what a reshard moves
 
 
-def of_program(kit, args) -> dict:
-  """{kind: {axis: bytes}} of what `args` are for; {} where nothing moves."""
-  first, rest = args[0] if args else None, args[1:]
-  model, rollout = kit.prepared.model, kit.rollout
-  if isinstance(first, TrainState):
-    return of_pass(kit, model, kit.train, rest[0].tokens.shape, train=True)
-  if not isinstance(first, dict):
-    return {}
-  if rest and isinstance(rest[0], Batch):
-    return of_pass(kit, model, kit.train, rest[0].tokens.shape, train=False)
-  if rest and isinstance(rest[0], DecodeState):
-    slots = rest[0].positions.shape[0]
-    return of_pass(
-        kit, model, rollout, (kit.config.rollout.block, slots, 1), train=False)
-  if len(rest) == 2:  # prefill: tokens, lengths
-    return of_pass(
-        kit, model, rollout, (1, *rest[0].shape), train=False)
-  if isinstance(first['layers'], dict) and not rest:
-    return of_reshard(model, kit.train, rollout, kit.compute.dtype)
+def of_program(kit, name: str, args) -> dict:
+  """{kind: {axis: bytes}} of a program with these arguments."""
+  model, second = kit.prepared.model, args[1] if len(args) > 1 else None
+  if isinstance(second, Batch):
+    return of_pass(kit, model, kit.train, second.tokens.shape,
+                   train=name == 'update')
+  if isinstance(second, DecodeState):
+    block = min(kit.config.rollout.block, kit.config.rollout.max_new_tokens)
+    return of_pass(kit, model, kit.rollout,
+                   (block, second.positions.shape[0], 1), train=False)
+  if name == 'prefill':
+    return of_pass(kit, model, kit.rollout, (1, *second.shape), train=False)
+  if name == 'reshard':
+    return of_reshard(model, kit.train, kit.rollout, kit.compute.dtype)
   return {}
 
 

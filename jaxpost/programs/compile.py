@@ -17,7 +17,7 @@ class Ledger:
   # Of a plan: programs are compiled, for devices that may not exist, and what
   # a call returns are the shapes of the outputs.
   dry: bool = False
-  look: Callable | None = None  # (compiled, args) -> more fields of its row
+  look: Callable | None = None  # (name, compiled, args) -> more of its row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
 
@@ -30,7 +30,7 @@ class Ledger:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        **(self.look(compiled, args) if self.look else {})))
+        **(self.look(name, compiled, args) if self.look else {})))
     if self.sealed:
       logging.warning(
           'compiled %s for new shapes %s after the first step (%.1f s)',
