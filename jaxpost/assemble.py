@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jaxpost import build, cache, optim, plan, reward_role, weights
+from jaxpost import (
+    build, cache, optim, placement, plan, reward_role, weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -30,7 +31,7 @@ from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.roles import (
     Frozen, Policy, Roles, Sampler, Trainable, place, without_signal)
-from jaxpost.sharding import Layout, make_layout, move, to_host
+from jaxpost.sharding import Layout, make_layout, to_host
 from jaxpost.types import Batch, Item
 
 
@@ -61,9 +62,10 @@ class Kit:
 def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   """What a stage shares on all devices of this machine, or on `devices`."""
   config, on_policy = p.config, p.algorithm.on_policy
-  train = make_layout(config.mesh.train, 'train', devices=devices)
+  train = make_layout(config.mesh.train, 'train', devices=devices,
+                      arrange=placement.arrange)
   compute = compute_for(
-      train.platform, config.model.dtype, config.model.remat)
+      train.mesh.devices.flat[0].platform, config.model.dtype, config.model.remat)
   objectives = {'policy': p.algorithm.objective(config)}
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
@@ -149,7 +151,7 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
   model = model_lib.build(source.config)
   if name == 'reference':
     model = p.model  # the policy as it is now
-    params = move(params, model.shardings(layout))
+    params = weights.move(params, model.shardings(layout))
   else:
     params = weights.load(
         source, model, layout, config.model.param_dtype, workdir,
@@ -187,9 +189,10 @@ def distill_heads(kit: Kit, teachers) -> dict:
       return head
     return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
 
-  return {'teacher_heads': tuple(
-      kit.train.move(fit(t.model.head(t.params), t.model.config.vocab_size),
-                     'vocab', 'embed') for t in teachers)}
+  heads = tuple(fit(t.model.head(t.params), t.model.config.vocab_size)
+                for t in teachers)
+  return {'teacher_heads': weights.move(heads, tuple(
+      kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads))}
 
 
 def make_trainable(kit: Kit, role: str, model, params):

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpost.errors import InputError
@@ -77,12 +76,6 @@ class Layout:
   phase: str = 'train'
 
   @property
-  def platform(self) -> str:
-    """'cpu', 'gpu' or 'tpu': what its programs are compiled for."""
-    kind = self.mesh.devices.flat[0].platform
-    return 'gpu' if kind == 'cuda' else kind
-
-  @property
   def batch_shards(self) -> int:
     """Number of parts the batch dimension is split into."""
     return math.prod(self.mesh.shape[a] for a in BATCH_AXES)
@@ -126,62 +119,28 @@ class Layout:
       return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
     return jax.tree.map(place, tree)
 
-
   def move(self, tree, *axes):
     """Device arrays in this layout; those that are in it stay as they are."""
-    return move(tree, jax.tree.map(
-        lambda x: self.sharding(axes[:x.ndim], x.shape), tree))
-
-
-def move(tree, shardings):
-  """Device arrays as `shardings` says; of a plan, their descriptions."""
-  def place(x, sharding):
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)
-  return jax.tree.map(place, tree, shardings)
+    return jax.tree.map(lambda x: jax.device_put(
+        x, self.sharding(axes[:x.ndim], x.shape)), tree)
 
 
 def make_layout(text: str, phase: str, key: str = '', devices=None,
-                beside: Layout | None = None) -> Layout:
+                beside: Layout | None = None, arrange=None) -> Layout:
   """The layout that `config.mesh.<phase>` describes, over all devices.
 
   `beside` is a layout on the same devices whose order is kept: a jitted
-  reshard refuses another one.
+  reshard refuses another one. `arrange` orders the devices for a new one.
   """
   if beside is not None:
     devices = list(beside.mesh.devices.flat)
   given = jax.devices() if devices is None else devices
-  key = key or f'config.mesh.{phase}'
-  sizes = parse_mesh(text, len(given), key)
-  shape = tuple(sizes.values())
-  placed = np.array(given).reshape(shape) if beside else arrange(
-      given, shape, key)
-  types = (AxisType.Auto,) * len(sizes)
+  sizes = parse_mesh(text, len(given), key or f'config.mesh.{phase}')
+  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+  if devices is None and arrange is None:
+    return Layout(jax.make_mesh(shape, tuple(sizes), axis_types=types), phase)
+  placed = (arrange or np.reshape)(given, shape)
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
-
-
-def arrange(devices: Sequence, shape: tuple[int, ...], key: str) -> np.ndarray:
-  """Devices in the order that suits their network: near ones on inner axes.
-
-  The outermost axis that the number of slices divides crosses their slow
-  network, the others stay inside of one.
-  """
-  if devices[0].platform != 'tpu':  # hosts follow each other
-    return np.array(devices).reshape(shape)
-  slices = len({d.slice_index for d in devices if hasattr(d, 'slice_index')})
-  if slices < 2:
-    return mesh_utils.create_device_mesh(
-        shape, devices, allow_split_physical_axes=True)
-  outer = next((i for i, n in enumerate(shape) if n % slices == 0), None)
-  if outer is None:
-    raise InputError(
-        f'{key}: no axis of {dict(zip(AXES, shape))} is a multiple of the '
-        f'{slices} slices; data or fsdp should be')
-  across = tuple(slices if i == outer else 1 for i in range(len(shape)))
-  inside = tuple(n // m for n, m in zip(shape, across))
-  return mesh_utils.create_hybrid_device_mesh(
-      inside, across, devices, allow_split_physical_axes=True)
 
 
 def to_host(tree: Mapping | object):

@@ -111,7 +111,7 @@ def load(source: Source, model: Model, layout: Layout, dtype: str,
          workdir=None, *, seed: int = 0, ledger: Ledger | None = None) -> dict:
   """The parameters as `model` has them, in `layout`."""
   if ledger and ledger.dry:
-    return model.described(layout, dtype)
+    return described(model, layout, dtype)
   kind, theirs = jnp.dtype(dtype), model_lib.build(source.config)
   shardings = theirs.shardings(layout)
   folder, step = source.checkpoints, source.step
@@ -126,14 +126,28 @@ def load(source: Source, model: Model, layout: Layout, dtype: str,
   return model_lib.adopt(params, model, model.shardings(layout), kind)
 
 
-def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
-                    role='policy', warn=print) -> dict:
-  """The parameters of one role in a checkpoint."""
-  template = jax.tree.map(
+def described(model: Model, layout: Layout, dtype: str) -> dict:
+  """Parameters that a plan stands for: shapes and shardings, no memory."""
+  return jax.tree.map(
       lambda s, sharding: jax.ShapeDtypeStruct(
           s, jnp.dtype(dtype), sharding=sharding),
       model.shapes(), model.shardings(layout),
       is_leaf=lambda x: isinstance(x, tuple))
+
+
+def move(tree, shardings):
+  """Device arrays as `shardings` says; of a plan, their descriptions."""
+  def place(x, sharding):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
+  return jax.tree.map(place, tree, shardings)
+
+
+def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
+                    role='policy', warn=print) -> dict:
+  """The parameters of one role in a checkpoint."""
+  template = described(model, layout, dtype)
   checkpointer = Checkpointer(folder)
   try:
     return checkpointer.restore_params(

@@ -11,6 +11,7 @@ import pytest
 
 from jaxpost.errors import InputError
 from jaxpost.planning import chips
+from jaxpost.planning import cost
 from jaxpost.planning import described
 from jaxpost.planning import hlo
 
@@ -91,10 +92,11 @@ def test_named_shapes_have_the_published_size(name, billions):
 
 _LOOPS = '''
 import jax, jax.numpy as jnp, json
-from jaxpost.planning import hlo
+from jaxpost.planning import cost
 
 def inner(x, w):
-  return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0]
+  f = lambda x, _: (jnp.tanh(x @ w), None)
+  return jax.lax.scan(f, x, None, length=5)[0]
 
 def outer(x, w, n):
   x = jax.lax.fori_loop(0, 7, lambda i, x: inner(x, w) + i, x)
@@ -106,8 +108,8 @@ n = jax.ShapeDtypeStruct((), jnp.int32)
 compiled = jax.jit(outer).lower(x, w, n).compile()
 text = compiled.as_text()
 print(json.dumps(dict(
-  known=hlo.count(text).flops, unknown=len(hlo.count(text).unknown),
-  told=hlo.count(text, lambda name: 3).flops,
+  known=cost.count(text).flops, unknown=len(cost.count(text).unknown),
+  told=cost.count(text, lambda name: 3).flops,
   xla=compiled.cost_analysis()['flops'])))
 '''
 
@@ -124,7 +126,7 @@ def test_loops_count_as_often_as_they_turn():
 _COLLECTIVES = '''
 import jax, jax.numpy as jnp, json
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxpost.planning import hlo
+from jaxpost.planning import cost
 mesh = jax.make_mesh((2, 4), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2)
 
 def body(x, w):  # 6 layers: all of w is gathered, x is summed over data
@@ -142,7 +144,7 @@ text = jax.jit(f).lower(put((16, 32)), put((32, 32), 'fsdp')).compile(
   compiler_options={'xla_disable_hlo_passes':
                     'while-loop-invariant-code-motion'}).as_text()
 print(json.dumps({k: {a: x[:2] for a, x in v.items()}
-                  for k, v in hlo.by_axis(hlo.count(text), mesh).items()}))
+                  for k, v in cost.by_axis(cost.count(text), mesh).items()}))
 '''
 
 
@@ -176,19 +178,19 @@ def test_what_xla_for_tpu_writes():
   text = '''HloModule jit_f, is_scheduled=true
 
 %body (p: (u32[], f32[8,128])) -> (u32[], f32[8,128]) {
-  %p = (u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %p = PAIR parameter(0)
   %i = u32[]{:T(128)} get-tuple-element(%p), index=0
   %two = u32[]{:T(128)} constant(2)
   %next = u32[]{:T(128)} add(%i, %two)
   %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
-  %q = (f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), source_target_pairs={{0,2},{1,3}}
+  %q = SENT collective-permute-start(%x), PERMUTED
   %y = f32[8,128]{1,0:T(8,128)S(1)} collective-permute-done(%q)
-  %z = f32[8,128]{1,0:T(8,128)} negate(%y), backend_config={"window_config":{"estimated_cycles":"100"}}
-  ROOT %t = (u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%next, %z)
+  %z = f32[8,128]{1,0:T(8,128)} negate(%y), CYCLES
+  ROOT %t = PAIR tuple(%next, %z)
 }
 
 %cond (p.1: (u32[], f32[8,128])) -> pred[] {
-  %p.1 = (u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %p.1 = PAIR parameter(0)
   %end = u32[]{:T(128)} constant(7)
   %j = u32[]{:T(128)} get-tuple-element(%p.1), index=0
   ROOT %less = pred[]{:T(512)} compare(%j, %end), direction=LT
@@ -197,11 +199,18 @@ def test_what_xla_for_tpu_writes():
 ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   %a = f32[8,128]{1,0:T(8,128)} parameter(0)
   %zero = u32[]{:T(128)} constant(0)
-  %start = (u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%zero, %a)
-  ROOT %w = (u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%start), condition=%cond, body=%body
+  %start = PAIR tuple(%zero, %a)
+  ROOT %w = PAIR while(%start), condition=%cond, body=%body
 }
 '''
-  found = hlo.count(text)
+  for short, long in {
+    'PAIR': '(u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)})',
+    'SENT': '(f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]{:S(2)})',
+    'PERMUTED': 'source_target_pairs={{0,2},{1,3}}',
+    'CYCLES': 'backend_config={"window_config":{"estimated_cycles":"100"}}',
+  }.items():
+    text = text.replace(short, long)
+  found = cost.count(text)
   assert found.unknown == () and found.cycles == 4 * 100
   assert found.collectives == {('collective-permute', (0, 2)): [4 * 4096, 4]}
   # The permuted array is sent and received; it is negated from fast memory.
@@ -211,7 +220,7 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
 def test_axes_of_a_group():
   class Mesh:
     shape = {'data': 2, 'fsdp': 4, 'tensor': 2}
-  found = hlo.by_axis(hlo.Totals(collectives={
+  found = cost.by_axis(cost.Totals(collectives={
     ('all-reduce', (0, 8)): [1, 1], ('all-reduce', (0, 2, 4, 6)): [2, 1],
     ('all-reduce', tuple(range(0, 16, 2))): [3, 1]}), Mesh)
   assert {k: v[0] for k, v in found['all-reduce'].items()} == {
@@ -222,7 +231,7 @@ def test_axes_of_a_group():
 
 
 def row(**over):
-  totals = hlo.Totals(918e12, 820e9, 0, {
+  totals = cost.Totals(918e12, 820e9, 0, {
     ('all-gather', (0, 1, 2, 3)): [90e9, 1]})
   return dict(program='update', flops=4 * 459e12, totals=totals, least={},
               xla_flops_once=None, **over)

@@ -27,14 +27,12 @@ def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128,
       **fields)
 
 
-def _llama3(hidden, mlp, layers, heads, rope=(), positions=8192):
+def _llama3(hidden, mlp, layers, heads, rope=(), positions=8192, tied=False):
   return ModelConfig(
-      'llama', 128_256, hidden, mlp, layers, heads, 8, 128, rope_theta=5e5,
-      rope_scaling=rope, norm_eps=1e-5, tie_embeddings=False,
-      max_position=positions)
+      'llama', 128_256, hidden, mlp, layers, heads, 8, 128, 5e5, rope, 1e-5,
+      tied, max_position=positions)
 
 
-_LLAMA3_1_ROPE = ('llama3', 8.0, 1.0, 4.0, 8192)
 _LLAMA3_ROPE = ('llama3', 32.0, 1.0, 4.0, 8192)
 
 # Shapes to start from when there is no folder: `config.model.preset`.
@@ -51,14 +49,9 @@ PRESETS = {
     'llama3_2_1b': ModelConfig(
         'llama', 128_256, 2048, 8192, 16, 32, 8, 64, rope_theta=5e5,
         rope_scaling=_LLAMA3_ROPE, norm_eps=1e-5, max_position=131_072),
-    'llama3_2_3b': ModelConfig(
-        'llama', 128_256, 3072, 8192, 28, 24, 8, 128, rope_theta=5e5,
-        rope_scaling=_LLAMA3_ROPE, norm_eps=1e-5, max_position=131_072),
+    'llama3_2_3b': _llama3(3072, 8192, 28, 24, _LLAMA3_ROPE, 131_072, True),
     'llama3_8b': _llama3(4096, 14_336, 32, 32),
     'llama3_70b': _llama3(8192, 28_672, 80, 64),
-    'llama3_1_8b': _llama3(4096, 14_336, 32, 32, _LLAMA3_1_ROPE, 131_072),
-    'llama3_1_70b': _llama3(8192, 28_672, 80, 64, _LLAMA3_1_ROPE, 131_072),
-    'llama3_3_70b': _llama3(8192, 28_672, 80, 64, _LLAMA3_1_ROPE, 131_072),
 }
 
 # Fields of config.json that do not change the function computed here, or are

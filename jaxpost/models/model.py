@@ -50,13 +50,6 @@ class Model:
     return transformer.nest({
         k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
-  def described(self, layout, dtype) -> dict:
-    """Parameters that a plan stands for: shapes and shardings, no memory."""
-    return transformer.nest({
-        k: jax.ShapeDtypeStruct(
-            p.shape, dtype, sharding=layout.sharding(p.axes, p.shape))
-        for k, p in self.table.items()})
-
 
 def with_scalar_head(cfg: ModelConfig) -> ModelConfig:
   """The same decoder as a judge: reward models and critics."""

@@ -9,9 +9,9 @@ import re
 
 import jax
 
-from jaxpost import assemble, build
+from jaxpost import assemble, build, weights
 from jaxpost.losses import head as head_lib
-from jaxpost.planning import chips, hlo, least
+from jaxpost.planning import chips, cost, least
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
 from jaxpost.types import Batch, Cache, TrainState
@@ -44,7 +44,8 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
                   only=only)
   kit = assemble.make_kit(p, chips.devices(topology), ledger)
   ledger.look = lambda name, compiled, args: look(kit, name, compiled, args)
-  params = p.model.described(kit.train, p.config.model.param_dtype)
+  params = weights.described(
+      p.model, kit.train, p.config.model.param_dtype)
   roles, stream, engine = assemble.make_parts(kit, params)
   evaluator = assemble.make_evaluator(kit, engine)
   assemble.compile_all(kit, roles, stream, engine, evaluator)
@@ -72,15 +73,15 @@ def look(kit: assemble.Kit, name: str, compiled, args) -> dict:
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
-  totals = hlo.count(compiled.as_text(), turns)
+  totals = cost.count(compiled.as_text(), turns)
   found = collections.Counter()
   for arg in args:
     found.update(parts(arg))
-  cost = compiled.cost_analysis()
+  analysis = compiled.cost_analysis()
   return dict(
       arguments=dict(found), totals=totals,
       micro=micro, least=least.of_program(kit, name, args),
-      xla_flops_once=(cost or {}).get('flops'))
+      xla_flops_once=(analysis or {}).get('flops'))
 
 
 def parts(arg) -> dict:

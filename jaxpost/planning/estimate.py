@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from jaxpost.planning import aot, chips, hlo
+from jaxpost.planning import aot, chips, cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def work(row: dict, mesh, topology: chips.Topology, hosts: dict) -> dict:
   """FLOPs, bytes, seconds and the share of the peak."""
   totals, chip = row['totals'], topology.chip
   sent, wire = {}, 0.0
-  for kind, axes in hlo.by_axis(totals, mesh).items():
+  for kind, axes in cost.by_axis(totals, mesh).items():
     for axis, (count, number, group) in axes.items():
       far = len({hosts[i] for i in group}) > 1
       sent.setdefault(kind, {})[axis] = dict(

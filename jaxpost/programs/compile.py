@@ -14,16 +14,13 @@ class Ledger:
 
   rows: list[dict] = dataclasses.field(default_factory=list)
   sealed: bool = False  # after the first step a compilation is a surprise
-  # Of a plan: programs are compiled, for devices that may not exist, and what
-  # a call returns are the shapes of the outputs.
-  dry: bool = False
+  dry: bool = False  # a plan: nothing runs, calls return described outputs
   look: Callable | None = None  # (name, compiled, args) -> more of its row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
 
   def add(self, name: str, args, seconds: float, compiled, flops):
-    memory = compiled.memory_analysis()
-    shapes = describe(args)
+    memory, shapes = compiled.memory_analysis(), describe(args)
     self.rows.append(dict(
         program=name, shapes=shapes, compile_s=round(seconds, 3), flops=flops,
         argument_bytes=memory.argument_size_in_bytes,
@@ -59,13 +56,12 @@ class Program:
     self._compiled = {}
 
   def __call__(self, *args):
-    compiled = self.compile(*args)
-    return self.outputs(*args) if self._ledger.dry else compiled(*args)
+    run = self.compile(*args)
+    return self.outputs(*args) if self._ledger.dry else run(*args)
 
   def compile(self, *args):
     """Compiles for arrays or `jax.ShapeDtypeStruct`s (with shardings)."""
-    only = self._ledger.only
-    if only and self.name not in only:
+    if self._ledger.only and self.name not in self._ledger.only:
       return None
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
