@@ -41,6 +41,7 @@ NOTEBOOK = ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10',
 
 EXTRAS = {
   'tpu': ['jax[tpu]'],
+  'plan': ['jax[tpu]'],  # libtpu compiles for TPUs that are not there
   'cuda': ['jax[cuda13]'],
   'data': DATA,
   'math': ['math-verify>=0.8'],

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from jaxpost import build, cache, optim, plan, reward_role, weights
+from jaxpost import (
+    build, cache, optim, placement, plan, reward_role, weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -58,11 +59,14 @@ class Kit:
     return self.prepared.algorithm
 
 
-def make_kit(p: Prepared) -> Kit:
+def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
+  """What a stage shares on all devices of this machine, or on `devices`."""
   config, on_policy = p.config, p.algorithm.on_policy
-  train = make_layout(config.mesh.train, 'train')
+  train = make_layout(config.mesh.train, 'train', devices=devices,
+                      arrange=placement.arrange)
   compute = compute_for(
-      jax.default_backend(), config.model.dtype, config.model.remat)
+      train.mesh.devices.flat[0].platform, config.model.dtype,
+      config.model.remat)
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()
@@ -74,7 +78,7 @@ def make_kit(p: Prepared) -> Kit:
       p, train, make_layout(config.mesh.rollout, 'rollout', beside=train),
       make_layout(config.mesh.score or config.mesh.train, 'train',
                   'config.mesh.score', beside=train),
-      compute, objectives, Ledger(), Chrono(),
+      compute, objectives, ledger or Ledger(), Chrono(),
       build.batch_shape(config, on_policy, shards),
       build.batch_shape(config, on_policy, shards, whole=False)[0])
 
@@ -163,7 +167,7 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
     part = model = p.model  # the policy as it is now
     if layout == kit.train:  # what training leaves as it is is shared
       part, (params, shared) = lora.trained(model), lora.split(params, model)
-    params = jax.device_put(params, part.shardings(layout))
+    params = weights.move(params, part.shardings(layout))
   else:
     params = weights.load(
         source, model, layout, config.model.param_dtype, workdir,
@@ -190,6 +194,8 @@ def distill_heads(kit: Kit, teachers) -> dict:
   student = kit.prepared.model.config
 
   def fit(head, vocab_size):
+    if kit.ledger.dry and isinstance(head, jax.ShapeDtypeStruct):
+      return jax.eval_shape(lambda x: fit(x, vocab_size), head)
     # Some families pad the vocabulary of larger models further. Of a smaller
     # one the padding goes: the number of rows tells what it lacks.
     rows = student.padded_vocab_size
@@ -199,9 +205,10 @@ def distill_heads(kit: Kit, teachers) -> dict:
       return head
     return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
 
-  return {'teacher_heads': tuple(
-      kit.train.move(fit(t.model.head(t.params), t.model.config.vocab_size),
-                     'vocab', 'embed') for t in teachers)}
+  heads = tuple(fit(t.model.head(t.params), t.model.config.vocab_size)
+                for t in teachers)
+  return {'teacher_heads': weights.move(heads, tuple(
+      kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads))}
 
 
 def make_trainable(kit: Kit, role: str, model, params):

@@ -179,16 +179,18 @@ def make_model(config, algorithm, cfg) -> model_lib.Model:
   return lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze)
 
 
-def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
+def find_weights(config, algorithm, source, last: str, earlier: dict,
+                 find=weights.find) -> dict:
   """{role: Source}: 'policy' and whatever else the stage reads.
 
   Args:
     source: of `config.model`.
     last: name of the stage before; earlier: {stage: Source} of
       what they end with.
+    find: names -> Source; a plan knows shapes without weights.
   """
   if config.init_from:
-    source = weights.find(config.init_from, 'config.init_from', earlier)
+    source = find(config.init_from, 'config.init_from', earlier)
   elif last:
     source = earlier[last]
   source = weights.with_adapter(config.lora.path, source)
@@ -197,14 +199,14 @@ def find_weights(config, algorithm, source, last: str, earlier: dict) -> dict:
   if 'reference' in algorithm.needs(config):
     out['reference'] = source
   if algorithm.critic(config):
-    out['critic'] = weights.find(
+    out['critic'] = find(
         config.critic.path, 'config.critic.path', earlier
     ) if config.critic.path else source
   if reward_role.is_asked(config, algorithm):
-    out[reward_role.NAME] = reward_role.find(config, earlier)
+    out[reward_role.NAME] = reward_role.find(config, earlier, find)
   for i, text in enumerate(config.distill.teachers if (
       'teachers' in algorithm.needs(config)) else ()):
-    out[f'teacher_{i}'] = weights.find(
+    out[f'teacher_{i}'] = find(
         text, f'config.distill.teachers[{i}]', earlier)
   return out
 

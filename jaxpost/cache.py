@@ -147,6 +147,8 @@ def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
   """
   p = kit.prepared
   wanted = p.algorithm.precompute(kit.config)
+  if kit.ledger.dry:  # a plan; these roles are gone before the first step
+    return tuple(wanted)
   sets = [(p.lookup, p.example, len(p.rows))]
   if p.eval_examples:
     held_out = Lookup(p.lookup.fields)

@@ -23,6 +23,7 @@ class Compute:
   unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
   remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
   q_chunk: rows of queries attended at a time.
+  row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
   """
 
@@ -33,6 +34,7 @@ class Compute:
   remat: str = 'none'
   q_chunk: int = 128
   head_elements: int = 2**25
+  row_writes: bool = True
 
 
 def compute_for(platform: str, dtype: str, remat: str) -> Compute:
@@ -41,7 +43,7 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
     return Compute(dtype=dtype, remat=remat)
   return Compute(
       dtype=dtype, residual=dtype, cache=dtype, unroll=False, remat=remat,
-      q_chunk=1024, head_elements=2**30)
+      q_chunk=1024, head_elements=2**30, row_writes=False)
 
 
 def einsum(spec: str, x, w, dtype: str):

@@ -9,24 +9,14 @@ import rich.table
 from jaxpost import metrics
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig
+from jaxpost.planning import chips
 from jaxpost.sharding import Layout
-
-# Dense bf16 FLOP/s of one device, from the vendors' data sheets.
-_PEAK = {
-    'H100': 989e12, 'H200': 989e12, 'A100': 312e12, 'L4': 121e12,
-    'T4': 65e12, 'TPU v4': 275e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12,
-    'TPU v5p': 459e12, 'TPU v5': 459e12, 'TPU v6 lite': 918e12,
-    'TPU v6e': 918e12,
-}
 
 
 def peak_flops(devices) -> float:
   """Of all devices together; 0 where the hardware is not in the table."""
-  kind = devices[0].device_kind
-  for name, peak in _PEAK.items():
-    if name in kind:
-      return peak * len(devices)
-  return 0.0
+  chip = chips.of_kind(devices[0].device_kind)
+  return chip.flops * len(devices) if chip else 0.0
 
 
 def make_plan(stage: str, cfg: ModelConfig, layouts: dict[str, Layout],

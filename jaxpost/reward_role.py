@@ -19,13 +19,13 @@ def is_asked(config, algorithm) -> bool:
           and NAME in config.rewards_tuple())
 
 
-def find(config, earlier: dict) -> weights.Source:
+def find(config, earlier: dict, find_source=weights.find) -> weights.Source:
   """Its weights; `earlier` is {stage: ModelConfig}."""
   path = config.reward_model.path
   if not path:
     raise InputError(f'{_KEY}: is empty, and config.reward asks for a reward '
                      'model; name a folder, RUN or stage:NAME')
-  source = weights.find(path, _KEY, earlier)
+  source = find_source(path, _KEY, earlier)
   if not source.config.num_labels:
     raise InputError(f'{_KEY}: {path} is a language model, it has no head '
                      'that gives a reward')

@@ -119,7 +119,6 @@ class Layout:
       return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
     return jax.tree.map(place, tree)
 
-
   def move(self, tree, *axes):
     """Device arrays in this layout; those that are in it stay as they are."""
     return jax.tree.map(lambda x: jax.device_put(
@@ -127,23 +126,21 @@ class Layout:
 
 
 def make_layout(text: str, phase: str, key: str = '', devices=None,
-                beside: Layout | None = None) -> Layout:
+                beside: Layout | None = None, arrange=None) -> Layout:
   """The layout that `config.mesh.<phase>` describes, over all devices.
 
   `beside` is a layout on the same devices whose order is kept: a jitted
-  reshard refuses another one.
+  reshard refuses another one. `arrange` orders the devices for a new one.
   """
   if beside is not None:
     devices = list(beside.mesh.devices.flat)
   given = jax.devices() if devices is None else devices
   sizes = parse_mesh(text, len(given), key or f'config.mesh.{phase}')
-  types = (AxisType.Auto,) * len(sizes)
-  if devices is None:  # jax knows the order that suits the network
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-  else:
-    mesh = Mesh(np.array(given).reshape(tuple(sizes.values())), tuple(sizes),
-                axis_types=types)
-  return Layout(mesh, phase)
+  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+  if devices is None and arrange is None:
+    return Layout(jax.make_mesh(shape, tuple(sizes), axis_types=types), phase)
+  placed = (arrange or np.reshape)(given, shape)
+  return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
 
 
 def to_host(tree: Mapping | object):

@@ -140,6 +140,8 @@ def find_run(text: str, key: str) -> tuple:
 def load(source: Source, model: Model, layout: Layout, dtype: str,
          workdir=None, *, seed: int = 0, ledger: Ledger | None = None) -> dict:
   """The parameters as `model` has them, in `layout`."""
+  if ledger and ledger.dry:
+    return described(model, layout, dtype)
   theirs = lora.build(source.config)
   seed = seed if source.seed is None else source.seed
   # An adapter is put on merged weights, whatever else has been put on them.
@@ -171,18 +173,33 @@ def _checkpoints(source: Source, workdir):
       source.stage) else source.checkpoints
 
 
+def described(model: Model, layout: Layout, dtype: str, keep=None) -> dict:
+  """Shapes and shardings of parameters, no memory; of the paths in `keep`."""
+  return nest({
+      path: jax.ShapeDtypeStruct(
+          spec.shape, jnp.float32 if lora.is_adapter(path) else (
+              jnp.dtype(dtype)),
+          sharding=layout.sharding(spec.axes, spec.shape))
+      for path, spec in model.table.items() if keep is None or path in keep})
+
+
+def move(tree, shardings):
+  """Device arrays as `shardings` says; of a plan, their descriptions."""
+  def place(x, sharding):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
+  return jax.tree.map(place, tree, shardings)
+
+
 def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
                     role='policy', warn=print, partial=False) -> dict:
   """The parameters of one role in a checkpoint; if `partial`, those in it."""
   checkpointer, at = Checkpointer(folder), f'{role}/params'
   try:
-    there = checkpointer.leaves(step) if partial else ()
-    template = nest({
-        path: jax.ShapeDtypeStruct(
-            spec.shape, jnp.float32 if lora.is_adapter(path) else dtype,
-            sharding=layout.sharding(spec.axes, spec.shape))
-        for path, spec in model.table.items()
-        if not partial or f'{at}/{path}' in there})
+    template = described(model, layout, dtype, {
+        leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)
+    } if partial else None)
     return checkpointer.restore_params(template, step, at=at, warn=warn)
   finally:
     checkpointer.close()

@@ -15,6 +15,7 @@ VERBS = {
   'sample': 'complete prompts with a checkpoint or a model folder',
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
   'export': 'write a checkpoint as a Hugging Face folder',
+  'plan': 'compile a run for a described machine: fits, seconds, cost',
   'bench': 'time the standard workload on this machine',
 }
 WORDS = {'bench': 1, 'local': 99}  # arguments that are no flags

@@ -23,7 +23,7 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
   ('__init__', 'errors', 'host', 'imports', 'matmul', 'processes', 'schema',
-   'sharding', 'types', 'watch'),
+   'placement', 'sharding', 'types', 'watch'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
    'report', 'diagnose'),
   ('programs', 'cache'),
@@ -31,7 +31,7 @@ ROWS = (
   ('roles',),
   ('algorithms', 'evaluate', 'grading', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
-   'bench', 'inference', 'reward_role'),
+   'bench', 'inference', 'reward_role', 'planning'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
@@ -43,6 +43,8 @@ SAME_ROW = {
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config'),
+  'plan': ('planning',),
+  'planning': ('assemble', 'build', 'config'),
 }
 
 # Who may import a dependency; the rest of the tree goes through them.

@@ -14,14 +14,14 @@ def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128,
       **fields)
 
 
-
-def _llama3(hidden, mlp, layers, heads, head_dim, factor, tied=False):
-  rope = Rope(5e5, (
+def _llama3(hidden, mlp, layers, heads, head_dim, factor=0.0, tied=False):
+  scaling = (
       ('rope_type', 'llama3'), ('factor', factor), ('high_freq_factor', 4.0),
-      ('low_freq_factor', 1.0), ('original_max_position_embeddings', 8192)))
+      ('low_freq_factor', 1.0), ('original_max_position_embeddings', 8192))
   return ModelConfig(
       'llama', 128_256, hidden, mlp, layers, heads, 8, head_dim,
-      ropes=(rope,), norm_eps=1e-5, tie_embeddings=tied, max_position=131_072)
+      ropes=(Rope(5e5, scaling if factor else ()),), norm_eps=1e-5,
+      tie_embeddings=tied, max_position=131_072 if factor else 8192)
 
 
 def _qwen2(hidden, mlp, layers, heads, kv_heads, vocab=151_936, tied=True):
@@ -48,8 +48,12 @@ PRESETS = {
     'qwen3_1_7b': _qwen3(2048, 6144, 28, 16, 8),
     'qwen3_4b': _qwen3(2560, 9728, 36, 32, 8),
     'qwen3_8b': _qwen3(4096, 12_288, 36, 32, 8, tied=False),
+    'qwen3_14b': _qwen3(5120, 17_408, 40, 40, 8, tied=False),
+    'qwen3_32b': _qwen3(5120, 25_600, 64, 64, 8, tied=False),
     'llama3_2_1b': _llama3(2048, 8192, 16, 32, 64, 32.0, tied=True),
     'llama3_2_3b': _llama3(3072, 8192, 28, 24, 128, 32.0, tied=True),
+    'llama3_8b': _llama3(4096, 14_336, 32, 32, 128),
+    'llama3_70b': _llama3(8192, 28_672, 80, 64, 128),
     'llama3_1_8b': _llama3(4096, 14_336, 32, 32, 128, 8.0),
     'llama3_1_70b': _llama3(8192, 28_672, 80, 64, 128, 8.0),
     'qwen2_5_0_5b': _qwen2(896, 4864, 24, 14, 2),

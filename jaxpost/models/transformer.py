@@ -362,8 +362,8 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
 
     def attend(q, k, v, i=i, window=kind.window):
       k, v = k.astype(compute.dtype), v.astype(compute.dtype)
-      ks[i] = write_rows(ks[i], k[:, 0], positions)
-      vs[i] = write_rows(vs[i], v[:, 0], positions)
+      ks[i] = write_rows(ks[i], k[:, 0], positions, compute.row_writes)
+      vs[i] = write_rows(vs[i], v[:, 0], positions, compute.row_writes)
       out = attention.cached(
           q, ks[i][:, :, :read], vs[i][:, :, :read], positions + 1, compute,
           window, cfg)
@@ -375,7 +375,7 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
   return Cache(tuple(ks), tuple(vs)), x[:, 0]
 
 
-def write_rows(cache, rows, positions):
+def write_rows(cache, rows, positions, one_by_one: bool = True):
   """cache[s, :, positions[s]] = rows[s]; cache [S, K, length, h], in place.
 
   A position past the end writes the last entry of its own slot: only slots
@@ -383,7 +383,7 @@ def write_rows(cache, rows, positions):
   """
   rows = rows.astype(cache.dtype)[:, :, None]
   positions = jnp.asarray(positions)
-  if jax.default_backend() != 'cpu':
+  if not one_by_one:
     return jax.vmap(
         lambda c, r, at: jax.lax.dynamic_update_slice(c, r, (0, at, 0)))(
             cache, rows, positions)

@@ -14,15 +14,20 @@ class Ledger:
 
   rows: list[dict] = dataclasses.field(default_factory=list)
   sealed: bool = False  # after the first step a compilation is a surprise
+  dry: bool = False  # a plan: nothing runs, calls return described outputs
+  look: Callable | None = None  # (name, compiled, args) -> more of its row
+  options: dict | None = None  # of the compiler
+  only: tuple = ()  # names of programs; others are not compiled; (): all
 
-  def add(self, name: str, shapes: str, seconds: float, compiled, flops):
-    memory = compiled.memory_analysis()
+  def add(self, name: str, args, seconds: float, compiled, flops):
+    memory, shapes = compiled.memory_analysis(), describe(args)
     self.rows.append(dict(
         program=name, shapes=shapes, compile_s=round(seconds, 3), flops=flops,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
-        temp_bytes=memory.temp_size_in_bytes))
+        temp_bytes=memory.temp_size_in_bytes,
+        **(self.look(name, compiled, args) if self.look else {})))
     if self.sealed:
       logging.warning(
           'compiled %s for new shapes %s after the first step (%.1f s)',
@@ -55,6 +60,8 @@ class Program:
 
   def compile(self, *args):
     """Compiles for arrays or `jax.ShapeDtypeStruct`s (with shardings)."""
+    if self._ledger.only and self.name not in self._ledger.only:
+      return self.outputs
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
     if key not in self._compiled:
@@ -62,12 +69,11 @@ class Program:
       abstract = jax.tree.map(_abstract, args)
       jitted = jax.jit(self._fn, donate_argnums=self._donate,
                        out_shardings=self._shardings(abstract))
-      compiled = jitted.lower(*abstract).compile()
+      compiled = jitted.lower(*abstract).compile(self._ledger.options)
       flops = self._flops(*args) if self._flops else None
       self._ledger.add(
-          self.name, describe(args), time.perf_counter() - start, compiled,
-          flops)
-      self._compiled[key] = compiled
+          self.name, args, time.perf_counter() - start, compiled, flops)
+      self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 
   def outputs(self, *args):

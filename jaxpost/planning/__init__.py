@@ -1,0 +1,1 @@
+"""Plans of runs on hardware that is described, not present."""

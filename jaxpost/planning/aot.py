@@ -1,0 +1,112 @@
+"""Compiles the programs of a stage for described devices; a row for each.
+
+No array is made: roles hold shapes and shardings in place of weights.
+"""
+
+import collections
+import dataclasses
+import re
+
+import jax
+
+from jaxpost import assemble, build, weights
+from jaxpost.losses import head as head_lib
+from jaxpost.planning import chips, cost, least
+from jaxpost.programs.compile import Ledger
+from jaxpost.programs.generate import DecodeState, Prefix
+from jaxpost.types import Batch, Cache, TrainState
+
+SAMPLING = ('init_state', 'prefill', 'insert', 'generate')
+# Before the first step, when not everything is there yet.
+START = ('init', 'copy', 'random')
+
+
+@dataclasses.dataclass
+class Compiled:
+  """A stage whose programs are compiled.
+
+  held: bytes a device of what stays there from step to step.
+  """
+
+  kit: assemble.Kit
+  rows: list
+  held: dict
+
+
+def compile_stage(p: build.Prepared, topology: chips.Topology,
+                  only: tuple = ()) -> Compiled:
+  """Compiles what a run of this stage would, before its first step.
+
+  Args:
+    only: names of programs, for a look at some; (): all.
+  """
+  ledger = Ledger(dry=True, options=chips.compiler_options(topology),
+                  only=only)
+  kit = assemble.make_kit(p, chips.devices(topology), ledger)
+  ledger.look = lambda name, compiled, args: look(kit, name, compiled, args)
+  params = weights.described(
+      p.model, kit.train, p.config.model.param_dtype)
+  roles, stream, engine = assemble.make_parts(kit, params)
+  evaluator = assemble.make_evaluator(kit, engine)
+  assemble.compile_all(kit, roles, stream, engine, evaluator)
+  held = collections.Counter()
+  for role in roles.trainable.values():
+    held.update(parts(role.state))
+  for role in (roles.reference, roles.reward_model, *roles.teachers):
+    if role:
+      held.update(frozen=sum(parts(role.params).values()))
+  return Compiled(kit, ledger.rows, dict(held))
+
+
+def look(kit: assemble.Kit, name: str, compiled, args) -> dict:
+  """What a row says beyond shapes: bytes by what they are, and the HLO."""
+  micro, chunks, rows = 1, 1, 0
+  for batch in (a for a in args if isinstance(a, Batch)):
+    micro, rows, length = batch.tokens.shape
+    shards = kit.train.batch_shards
+    rows = rows // shards if rows % shards == 0 else rows
+    chunks = -(-length // head_lib.chunk_length(
+        rows, length, kit.prepared.model.config.padded_vocab_size,
+        kit.compute.head_elements))
+
+  def turns(loop):
+    whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
+    return micro if whole else chunks
+
+  totals = cost.count(compiled.as_text(), turns)
+  found = collections.Counter()
+  for arg in args:
+    found.update(parts(arg))
+  analysis = compiled.cost_analysis()
+  return dict(
+      arguments=dict(found), totals=totals,
+      micro=micro, least=least.of_program(kit, name, args),
+      xla_flops_once=(analysis or {}).get('flops'))
+
+
+def parts(arg) -> dict:
+  """Bytes a device of an argument, by what they are."""
+  if isinstance(arg, TrainState):
+    return dict(parameters=size(arg.params), optimizer=size(arg.opt_state))
+  if isinstance(arg, (DecodeState, Prefix)):
+    cache = size(arg.cache)
+    return dict(kv_cache=cache, other=size(arg) - cache)
+  if isinstance(arg, Cache):
+    return dict(kv_cache=size(arg))
+  if isinstance(arg, Batch):
+    return dict(batch=size(arg))
+  if isinstance(arg, dict) and 'embed' in arg:
+    return dict(parameters=size(arg))
+  return dict(other=size(arg))
+
+
+def size(tree) -> int:
+  """Bytes on one device."""
+  return sum(shard_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def shard_bytes(x) -> int:
+  count = 1
+  for n in x.sharding.shard_shape(x.shape):
+    count *= n
+  return count * x.dtype.itemsize

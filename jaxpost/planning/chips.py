@@ -1,0 +1,194 @@
+"""Chips as data, and `--topology=NAME` -> devices that nobody has to own."""
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+
+from jaxpost.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """What one device of a kind can do, from the vendors' data sheets.
+
+  flops: dense bfloat16 FLOP/s. memory: bytes. bandwidth: of that memory,
+  bytes/s. link: bytes/s that a device receives along one mesh axis inside a
+  slice or host (both directions of a torus axis; NVLink). network: bytes/s
+  of its share of the network between slices or hosts. clock: Hz, of XLA's
+  estimates in cycles; 0 where it gives none. devices: that JAX sees on a
+  chip. largest: chips along each dimension of the largest slice.
+  """
+
+  kind: str  # in jax.Device.device_kind
+  flops: float
+  memory: float = 0.0
+  bandwidth: float = 0.0
+  link: float = 0.0
+  network: float = 0.0
+  clock: float = 0.0
+  devices: int = 1
+  largest: tuple[int, ...] = ()
+
+
+_GIB = 2**30
+# Of tpu7x JAX shows two devices a chip; the figures are of one device.
+CHIPS = {
+    'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, 6.2e9, 1.05e9, 1,
+               (16, 16, 16)),
+    'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, 3.1e9, 1.5e9,
+                1, (16, 16)),
+    'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, 6.2e9, 1.75e9, 1,
+                (16, 20, 28)),
+    'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, 12.5e9,
+                1.75e9, 1, (16, 16)),
+    'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, 12.5e9, 0, 2,
+                  (16, 24, 24)),
+    'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, 50e9),
+    'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, 50e9),
+    'a100': Chip('A100', 312e12), 'l4': Chip('L4', 121e12),
+    't4': Chip('T4', 65e12),
+}
+_MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
+# Names that are taken for the GPU of a described cluster: those of one
+# generation whose compiler target is known.
+GPUS = ('h100', 'h200')
+# What the compiler asks of a GPU that is not there (GpuTargetConfigProto).
+_TARGET = '''
+gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
+ shared_memory_per_block: 49152 shared_memory_per_core: 233472
+ threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+ block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+ block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
+ l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
+ shared_memory_per_block_optin: 232448
+ cuda_compute_capability {{ major: 9 minor: 0 }}
+ registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 patch: 0 }}
+device_description_str: "NVIDIA {kind}" runtime_version {{ major: 13 }}
+'''
+EXAMPLES = 'v5p:8x8x8, v6e:16x16 (TPU), h200:1x8x8 (slices x hosts x GPUs), cpu'
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A described machine.
+
+  size: chips along each dimension; of GPUs slices, hosts, GPUs a host.
+  """
+
+  text: str
+  name: str
+  chip: Chip
+  size: tuple[int, ...]
+  slices: int = 1
+
+  @property
+  def chips(self) -> int:
+    return math.prod(self.size) * self.slices
+
+  @property
+  def gpu(self) -> bool:
+    return self.name in GPUS
+
+  @property
+  def local(self) -> bool:
+    return self.name == 'cpu'
+
+
+def of_kind(kind: str) -> Chip | None:
+  """The chip that a `device_kind` names; of several the longest name."""
+  names = {c.kind: c for c in CHIPS.values()} | {
+      k: CHIPS[v] for k, v in _MORE_KINDS.items()}
+  found = [name for name in names if name in kind]
+  return names[max(found, key=len)] if found else None
+
+
+def parse(text: str, slices: int = 1) -> Topology:
+  """'v6e:16x16' -> Topology; InputError with a suggestion otherwise."""
+  name, _, size = text.partition(':')
+  known = [n for n, c in CHIPS.items() if c.largest] + [*GPUS, 'cpu']
+  if name not in known:
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    raise InputError(
+        f'--topology: {text!r}: there is no chip {name!r}; ' +
+        (f'did you mean {near[0]!r}? ' if near else '') +
+        f'known: {", ".join(known)}; for example {EXAMPLES}')
+  if name == 'cpu':
+    if size and not re.fullmatch('[1-9][0-9]*', size) or slices != 1:
+      raise InputError(
+          f'--topology: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
+    return Topology(text, name, Chip('cpu', 0.0), (int(size or 1),))
+  chip = CHIPS[name]
+  wanted = 3 if name in GPUS else len(chip.largest)
+  if not re.fullmatch('x'.join(['[1-9][0-9]*'] * wanted), size):
+    what = {2: '16x16', 3: '8x8x8'}[wanted] if name not in GPUS else (
+        '1x8x8: slices x hosts x GPUs of a host')
+    raise InputError(
+        f'--topology: {text!r}: a size of {name} has {wanted} numbers; write '
+        f'for example {name}:{what}')
+  numbers = tuple(int(n) for n in size.split('x'))
+  if name in GPUS:
+    if slices != 1:
+      raise InputError('--slices: of GPUs they are the first number of '
+                       f'--topology, as in {name}:{slices}x8x8')
+    return Topology(text, name, chip, numbers)
+  if math.prod(numbers) > math.prod(chip.largest):
+    raise InputError(
+        f'--topology: {text!r}: the largest slice of {name} is '
+        f'{"x".join(map(str, chip.largest))}; --slices=N joins several')
+  return Topology(text, name, chip, numbers, slices)
+
+
+def set_environment(topology: Topology):
+  """Before JAX starts: it shall look at no accelerator of this machine."""
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # several plans at a time
+  for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL',
+               'TPU_MIN_LOG_LEVEL'):
+    os.environ.setdefault(name, '3')
+  if not topology.local:  # what was compiled could not be loaded here
+    os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+  if topology.local and topology.chips > 1:
+    os.environ['XLA_FLAGS'] = (
+        os.environ.get('XLA_FLAGS', '') +
+        f' --xla_force_host_platform_device_count={topology.chips}')
+
+
+def devices(topology: Topology) -> list:
+  """The devices, as JAX describes them to its compilers."""
+  import jax  # after `set_environment`
+  if topology.local:
+    found = jax.devices('cpu')
+    if len(found) < topology.chips:
+      raise InputError(
+          f'--topology: {topology.text}: JAX has started with {len(found)} '
+          'devices; the command sets their number, a notebook cannot')
+    return found[:topology.chips]
+  from jax.experimental import topologies
+  chip, size = topology.chip, 'x'.join(map(str, topology.size))
+  try:
+    if topology.gpu:
+      return topologies.get_topology_desc(
+          topology.name, 'cuda', topology=size,
+          target_config=_TARGET.format(
+              kind=chip.kind, memory=int(chip.memory),
+              bandwidth=int(chip.bandwidth))).devices
+    more = {'num_slices': topology.slices} if topology.slices > 1 else {}
+    if topology.name == 'v4':  # both cores of a chip as one device
+      more['chip_config_name'] = 'megacore'
+    return topologies.get_topology_desc(
+        topology.text, 'tpu', **more).devices
+  except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
+    lacks = 'jax[cuda13]' if topology.gpu else 'jax[tpu]'
+    reason = str(e).splitlines()[0]
+    hint = f'choose another size ({EXAMPLES})' if 'INVALID' in reason else (
+        f"the compiler comes with pip install '{lacks}'; it needs no device")
+    raise InputError(f'--topology: {topology.text}: {reason}; {hint}') from e
+
+
+def compiler_options(topology: Topology) -> dict | None:
+  """Of a compiler that has no device to try variants on."""
+  return {'xla_gpu_autotune_level': 0} if topology.gpu else None

@@ -1,0 +1,109 @@
+"""The least that a program has to send: what its layout asks for, no more.
+
+Per micro-batch, in bytes that one device receives (a ring's count: gathering
+n shards of s bytes is (n - 1) s, reducing and keeping a shard as much,
+reducing an array of b bytes everywhere 2 b (n - 1) / n).
+
+Training gathers each matrix over fsdp once forward and once backward in the
+type of products, and reduces gradients in the type of parameters; over tensor
+two activations a layer are summed forward and two backward, and one again
+where the backward pass recomputes a layer.
+"""
+
+import collections
+import math
+
+import jax.numpy as jnp
+
+from jaxpost.models.model import Model
+from jaxpost.models.transformer import Param
+from jaxpost.programs.generate import DecodeState
+from jaxpost.sharding import Layout
+from jaxpost.types import Batch
+
+_SAMPLED = 16  # devices looked at for what a reshard moves
+
+
+def of_program(kit, name: str, args) -> dict:
+  """{kind: {axis: bytes}} of a program with these arguments."""
+  model, second = kit.prepared.model, args[1] if len(args) > 1 else None
+  if isinstance(second, Batch):
+    return of_pass(kit, model, kit.train, second.tokens.shape,
+                   train=name == 'update')
+  if isinstance(second, DecodeState):
+    block = min(kit.config.rollout.block, kit.config.rollout.max_new_tokens)
+    return of_pass(kit, model, kit.rollout,
+                   (block, second.positions.shape[0], 1), train=False)
+  if name == 'prefill':
+    return of_pass(kit, model, kit.rollout, (1, *second.shape), train=False)
+  if name == 'reshard':
+    return of_reshard(model, kit.train, kit.rollout, kit.compute.dtype)
+  return {}
+
+
+def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
+  """A pass over tokens [M, B, T], or an update on them."""
+  out = collections.defaultdict(collections.Counter)
+  micro, rows, length = shape
+  sizes = dict(layout.mesh.shape)
+  wide, full = (jnp.dtype(t).itemsize for t in (
+      kit.compute.dtype, kit.config.model.param_dtype))
+  activation = math.ceil(rows / layout.batch_shards) * length * (
+      model.config.hidden_size * jnp.dtype(kit.compute.residual).itemsize)
+  for path, param in model.table.items():
+    spec = layout.spec(param.axes, param.shape)
+    shard = math.prod(layout.sharding(
+        param.axes, param.shape).shard_shape(param.shape))
+    n, data, t = sizes['fsdp'], sizes['data'], sizes['tensor']
+    if 'fsdp' in spec:
+      times = 2 if train and param.stacked else 1
+      out['all-gather']['fsdp'] += micro * times * shard * (n - 1) * wide
+      if train:
+        out['reduce-scatter']['fsdp'] += micro * shard * (n - 1) * full
+    if train and data > 1:
+      out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
+    count = _sums(path, param, spec, train, kit.compute.remat)
+    if count:
+      out['all-reduce']['tensor'] += (
+          micro * count * activation * 2 * (t - 1) / t)
+  return {k: dict(v) for k, v in out.items()}
+
+
+def _sums(path: str, param: Param, spec, train: bool, remat: str) -> int:
+  """How often the activations are summed over tensor because of a matrix."""
+  if 'tensor' not in spec:
+    return 0
+  layers = param.shape[0] if param.stacked else 1
+  if path == 'layers/o':  # summed again where a layer is recomputed
+    return layers * (1 + train + (train and remat == 'full'))
+  if path == 'layers/down':
+    return layers * (1 + train)
+  if path == 'head':
+    return int(train)
+  return 1 if path == 'embed' else 0
+
+
+def of_reshard(model: Model, train: Layout, rollout: Layout, dtype) -> dict:
+  """What devices lack of the layout they sample in, on average."""
+  moved = collections.Counter()
+  devices = list(train.mesh.devices.flat)
+  some = devices[::max(1, len(devices) // _SAMPLED)]
+  for param in model.table.values():
+    skip = int(param.stacked)
+    axes, shape = param.axes[skip:], param.shape[skip:]
+    old, new = (x.sharding(axes, shape) for x in (train, rollout))
+    have, want = (x.devices_indices_map(shape) for x in (old, new))
+    lacking = 0.0
+    for d in some:
+      whole, both = 1, 1
+      for a, b, n in zip(have[d], want[d], shape):
+        a, b = a.indices(n), b.indices(n)
+        whole *= b[1] - b[0]
+        both *= max(0, min(a[1], b[1]) - max(a[0], b[0]))
+      lacking += (whole - both) / len(some)
+    names = [part for part in old.spec if part and part not in new.spec]
+    count = param.shape[0] if param.stacked else 1
+    moved['+'.join(map(str, names)) or 'all'] += (
+        lacking * count * jnp.dtype(dtype).itemsize)
+  return {'all-gather': {k: v for k, v in moved.items() if v}}
+

@@ -1,0 +1,56 @@
+"""The plan of each stage of a config, as the object of plan.json."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxpost import build
+from jaxpost.errors import InputError
+from jaxpost.models import transformer
+from jaxpost.planning import aot, chips, described, estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Of `launch.plan`. only: programs by name; price: USD per chip-hour."""
+
+  topology: chips.Topology
+  only: tuple = ()
+  price: float = 0.0
+  stage: str = ''
+
+
+def plans(raw: dict, options: Options) -> Iterator[dict]:
+  """A plan for each stage of the config `raw`, one after the other."""
+  for p in described.prepare_all(raw, options.stage):
+    yield plan(p, options)
+
+
+def plan(p: build.Prepared, options: Options) -> dict:
+  """Compiles a stage's programs; InputError where none has a wanted name."""
+  topology = options.topology
+  compiled = aot.compile_stage(p, topology, options.only)
+  kit = compiled.kit
+  if not compiled.rows:
+    raise InputError(
+        f'--programs: {",".join(options.only)}: {p.name} has none of these')
+  rows = estimate.programs(compiled, topology)
+  step = estimate.step_of(kit)
+  layouts = dict(train=kit.train)
+  if p.algorithm.on_policy:
+    layouts |= dict(rollout=kit.rollout)
+  if kit.config.mesh.score:
+    layouts |= dict(score=kit.score)
+  whole = not options.only
+  return dict(
+      stage=p.name, algorithm=p.config.algorithm, topology=topology.text,
+      slices=topology.slices, chips=topology.chips,
+      devices=kit.train.mesh.size,
+      device_kind=kit.train.mesh.devices.flat[0].device_kind,
+      memory_per_device=topology.chip.memory, family=p.model.config.family,
+      parameters=transformer.num_params(p.model.config),
+      mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
+      trained_tokens=step.trained, sampled_tokens=step.sampled,
+      fits=None if not topology.chip.memory else all(r['fits'] for r in rows),
+      programs=rows, step=estimate.summary(
+          kit, topology, rows, options.price) if whole or (
+              'update' in options.only and not step.sampled) else {})

@@ -1,0 +1,66 @@
+"""Plans a run before anybody pays for it: compiles its programs for a
+described machine, on any CPU, and says what fits, how fast, for how much.
+
+  python -m launch.plan --config=configs/sft_gsm8k.py:model=qwen3_8b \\
+      --topology=v6e:16x16 --config.mesh.train=fsdp=-1 --price=1.5
+  python -m launch.plan --config=configs/grpo_gsm8k.py:model=qwen3_8b \\
+      --topology=h200:1x8x8 --out=plan.json
+  python -m launch.plan --config=my.py --topology=v5p:4x4x4 --search
+
+Model names need no weights, tokenizer or data. No device is touched;
+docs/planning.md says how to read what it prints.
+"""
+
+import logging
+import shutil
+
+from absl import flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'Config file, FILE.py[:args].', lock_config=True)
+_TOPOLOGY = flags.DEFINE_string(
+    'topology', None, 'v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
+_SLICES = flags.DEFINE_integer(
+    'slices', 1, 'TPU slices, joined by the data centre network.',
+    lower_bound=1)
+_STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
+_PROGRAMS = flags.DEFINE_list(
+    'programs', [], 'Only these, as update,generate; default: all.')
+_PRICE = flags.DEFINE_float(
+    'price', 0.0, 'USD for a chip and hour.', lower_bound=0.0)
+_OUT = flags.DEFINE_string('out', '', 'File for the plan as JSON.')
+_SEARCH = flags.DEFINE_bool(
+    'search', False, 'Try meshes, rematerialisation and batch sizes.')
+flags.mark_flags_as_required(['config', 'topology'])
+
+
+def main(argv):
+  del argv
+  logging.getLogger().setLevel(logging.ERROR)
+  from jaxpost.planning import chips
+  topology = chips.parse(_TOPOLOGY.value, _SLICES.value)
+  chips.set_environment(topology)
+  import rich.console
+  from jaxpost import build
+  from jaxpost.planning import stage, table
+  console = rich.console.Console(highlight=False, width=max(
+      132, shutil.get_terminal_size().columns))
+  raw, plans = build.as_dict(_CONFIG.value), []
+  options = stage.Options(
+      topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
+  if _SEARCH.value:
+    from jaxpost.planning import search
+    plans = search.search(raw, options, console)
+  else:
+    for plan in stage.plans(raw, options):
+      table.show(plan, console)
+      plans.append(plan)
+  if _OUT.value:
+    table.write(_OUT.value, plans)
+    console.print(f'wrote {_OUT.value}')
+
+
+if __name__ == '__main__':
+  from . import exits
+  exits.run(main)

@@ -1,0 +1,413 @@
+"""Plans: topologies by name, HLO counted with loop turns, roofline, the CLI."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.planning import chips
+from jaxpost.planning import cost
+from jaxpost.planning import described
+from jaxpost.planning import hlo
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def run(code, *args, devices=1, **env):
+  """A program in a process of its own; what it prints."""
+  done = subprocess.run(
+    [sys.executable, '-c', code, *args], capture_output=True, text=True,
+    timeout=300, cwd=CLONE, env=os.environ | {
+      'PYTHONPATH': '.', 'XLA_FLAGS':
+      f'--xla_force_host_platform_device_count={devices}', **env})
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
+
+
+def plan(*args):
+  return subprocess.run(
+    [sys.executable, '-m', 'launch.plan', *args], capture_output=True,
+    text=True, timeout=300, cwd=CLONE)
+
+
+# ---------------------------------------------------------------- topologies
+
+
+@pytest.mark.parametrize('text, slices, count', [
+  ('v6e:16x16', 1, 256), ('v6e:8x8', 2, 128), ('v5p:16x20x28', 1, 8960),
+  ('v4:2x2x4', 1, 16), ('h200:1x8x8', 1, 64), ('h100:2x4x8', 1, 64),
+  ('cpu', 1, 1), ('cpu:8', 1, 8)])
+def test_topology(text, slices, count):
+  topology = chips.parse(text, slices)
+  assert topology.chips == count and topology.slices == slices
+  assert topology.gpu == text.startswith('h')
+
+
+@pytest.mark.parametrize('text, slices, words', [
+  ('v7e:8x8', 1, 'did you mean .v6e.'), ('h20:1x8x8', 1, "'h200'"),
+  ('v6e', 1, 'v6e has 2 numbers; write for example v6e:16x16'),
+  ('v5p:8x8', 1, 'v5p has 3 numbers'), ('v6e:32x16', 1, 'largest slice'),
+  ('h200:8x8', 1, 'slices x hosts'), ('h200:1x8x8', 2, 'h200:2x8x8'),
+  ('cpu:0', 1, 'cpu:8'), ('quantum:3', 1, 'known: v4, v5e')])
+def test_unknown_topology_is_refused(text, slices, words):
+  with pytest.raises(InputError, match=words) as error:
+    chips.parse(text, slices)
+  assert '\n' not in str(error.value)
+
+
+def test_peak_of_a_device_by_its_kind():
+  """'TPU v5' is v5p, and is part of the name of v5e."""
+  assert chips.of_kind('TPU v5 lite').flops == 197e12
+  assert chips.of_kind('TPU v5').flops == 459e12
+  assert chips.of_kind('NVIDIA H100 80GB HBM3').flops == 989e12
+  assert chips.of_kind('cpu') is None
+
+
+def test_shapes_by_any_of_their_names():
+  for name in ('qwen3_8b', 'Qwen/Qwen3-8B', 'qwen3-8b'):
+    assert described.named_shape(name).hidden_size == 4096
+  for name in ('llama3_70b', 'meta-llama/Meta-Llama-3-70B-Instruct'):
+    assert described.named_shape(name).num_layers == 80
+  assert described.named_shape('qwen9_1b') is None
+  with pytest.raises(InputError, match="did you mean 'qwen3_8b'"):
+    described.shape_of('qwen3_8', 'config.model.path')
+
+
+@pytest.mark.parametrize('name, billions', [
+  ('qwen3_8b', 8.19), ('qwen3_14b', 14.77), ('qwen3_32b', 32.76),
+  ('llama3_8b', 8.03), ('llama3_70b', 70.55), ('llama3_2_3b', 3.21)])
+def test_named_shapes_have_the_published_size(name, billions):
+  from jaxpost.models import transformer
+  shape = described.named_shape(name)
+  assert transformer.num_params(shape) / 1e9 == pytest.approx(
+    billions, abs=0.01)
+
+
+# ----------------------------------------------------------------------- HLO
+
+_LOOPS = '''
+import jax, jax.numpy as jnp, json
+from jaxpost.planning import cost
+
+def inner(x, w):
+  f = lambda x, _: (jnp.tanh(x @ w), None)
+  return jax.lax.scan(f, x, None, length=5)[0]
+
+def outer(x, w, n):
+  x = jax.lax.fori_loop(0, 7, lambda i, x: inner(x, w) + i, x)
+  return jax.lax.fori_loop(0, n, lambda i, x: x @ w, x)
+
+x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+w = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+n = jax.ShapeDtypeStruct((), jnp.int32)
+compiled = jax.jit(outer).lower(x, w, n).compile()
+text = compiled.as_text()
+print(json.dumps(dict(
+  known=cost.count(text).flops, unknown=len(cost.count(text).unknown),
+  told=cost.count(text, lambda name: 3).flops,
+  xla=compiled.cost_analysis()['flops'])))
+'''
+
+
+def test_loops_count_as_often_as_they_turn():
+  found = json.loads(run(_LOOPS))
+  product = 2 * 16 * 32 * 32
+  assert found['known'] == 36 * product  # a loop nobody knows counts once
+  assert found['unknown'] == 1
+  assert found['told'] == 38 * product
+  assert found['xla'] < 4 * product  # which is why this is counted here
+
+
+_COLLECTIVES = '''
+import jax, jax.numpy as jnp, json
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxpost.planning import cost
+mesh = jax.make_mesh((2, 4), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2)
+
+def body(x, w):  # 6 layers: all of w is gathered, x is summed over data
+  def layer(x, _):
+    whole = jax.lax.all_gather(w, 'fsdp', tiled=True)
+    return jax.lax.psum(jnp.tanh(x @ whole), 'data') / 2, None
+  x, _ = jax.lax.scan(layer, x, None, length=6)
+  return jax.lax.psum_scatter(x, 'fsdp', tiled=True)
+
+f = jax.shard_map(body, mesh=mesh, in_specs=(P(), P('fsdp')),
+                  out_specs=P('fsdp'), check_vma=False)
+put = lambda s, *p: jax.ShapeDtypeStruct(
+  s, jnp.float32, sharding=NamedSharding(mesh, P(*p)))
+text = jax.jit(f).lower(put((16, 32)), put((32, 32), 'fsdp')).compile(
+  compiler_options={'xla_disable_hlo_passes':
+                    'while-loop-invariant-code-motion'}).as_text()
+print(json.dumps({k: {a: x[:2] for a, x in v.items()}
+                  for k, v in cost.by_axis(cost.count(text), mesh).items()}))
+'''
+
+
+def test_collectives_by_kind_and_axis():
+  found = json.loads(run(_COLLECTIVES, devices=8))
+  gathered = found['all-gather']['fsdp']
+  times = gathered[1]
+  assert times in (1, 6)  # XLA may take it out of the loop
+  assert gathered[0] == times * 3 * 8 * 32 * 4  # three shards of four
+  assert found['all-reduce']['data'] == [6 * 16 * 32 * 4, 6]  # 2 b (2 - 1) / 2
+  assert found['reduce-scatter']['fsdp'] == [16 * 32 * 4 * 3 / 4, 1]
+
+
+@pytest.mark.parametrize('text, group', [
+  ('replica_groups={{0,2},{1,3}}', (0, 2)),
+  ('replica_groups=[2,4]<=[4,2]T(1,0), use', (0, 2, 4, 6)),
+  ('replica_groups=[8,2]<=[16], use', (0, 1)),
+  ("replica_groups=mesh['axis_0'=8,'axis_1'=2] {'axis_0'}, use",
+   tuple(range(0, 16, 2))),
+  ("replica_groups=mesh['axis_0'=2,'axis_1'=8], device_ids=([8,2]T(1,0)) "
+   "{'axis_0'}, use", (0, 1)),
+  ("replica_groups=mesh['axis_0'=1,'axis_1'=8,'axis_2'=2] "
+   "{'axis_1','axis_2'}, use", tuple(range(16)))])
+def test_groups_of_devices(text, group):
+  op = hlo.Op('x', 'all-reduce', (), (), f', channel_id=1, {text}', '', False)
+  assert hlo.group_of(op) == group
+
+
+def test_what_xla_for_tpu_writes():
+  """Tiled layouts, fast memory, cycles, a counter that takes two at a time."""
+  text = '''HloModule jit_f, is_scheduled=true
+
+%body (p: (u32[], f32[8,128])) -> (u32[], f32[8,128]) {
+  %p = PAIR parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=0
+  %two = u32[]{:T(128)} constant(2)
+  %next = u32[]{:T(128)} add(%i, %two)
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  %q = SENT collective-permute-start(%x), PERMUTED
+  %y = f32[8,128]{1,0:T(8,128)S(1)} collective-permute-done(%q)
+  %z = f32[8,128]{1,0:T(8,128)} negate(%y), CYCLES
+  ROOT %t = PAIR tuple(%next, %z)
+}
+
+%cond (p.1: (u32[], f32[8,128])) -> pred[] {
+  %p.1 = PAIR parameter(0)
+  %end = u32[]{:T(128)} constant(7)
+  %j = u32[]{:T(128)} get-tuple-element(%p.1), index=0
+  ROOT %less = pred[]{:T(512)} compare(%j, %end), direction=LT
+}
+
+ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
+  %a = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %zero = u32[]{:T(128)} constant(0)
+  %start = PAIR tuple(%zero, %a)
+  ROOT %w = PAIR while(%start), condition=%cond, body=%body
+}
+'''
+  for short, long in {
+    'PAIR': '(u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)})',
+    'SENT': '(f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]{:S(2)})',
+    'PERMUTED': 'source_target_pairs={{0,2},{1,3}}',
+    'CYCLES': 'backend_config={"window_config":{"estimated_cycles":"100"}}',
+  }.items():
+    text = text.replace(short, long)
+  found = cost.count(text)
+  assert found.unknown == () and found.cycles == 4 * 100
+  assert found.collectives == {('collective-permute', (0, 2)): [4 * 4096, 4]}
+  # The permuted array is sent and received; it is negated from fast memory.
+  assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096), rel=0.01)
+
+
+def test_axes_of_a_group():
+  class Mesh:
+    shape = {'data': 2, 'fsdp': 4, 'tensor': 2}
+  found = cost.by_axis(cost.Totals(collectives={
+    ('all-reduce', (0, 8)): [1, 1], ('all-reduce', (0, 2, 4, 6)): [2, 1],
+    ('all-reduce', tuple(range(0, 16, 2))): [3, 1]}), Mesh)
+  assert {k: v[0] for k, v in found['all-reduce'].items()} == {
+    'data': 1, 'fsdp': 2, 'data+fsdp': 3}
+
+
+# ---------------------------------------------------------- roofline, minimum
+
+
+def row(**over):
+  totals = cost.Totals(918e12, 820e9, 0, {
+    ('all-gather', (0, 1, 2, 3)): [90e9, 1]})
+  return dict(program='update', flops=4 * 459e12, totals=totals, least={},
+              xla_flops_once=None, **over)
+
+
+class FourChips:
+  size, shape = 4, {'data': 1, 'fsdp': 4, 'tensor': 1}
+
+  class devices:
+    flat = ()
+
+
+@pytest.mark.parametrize('far, network', [(False, 0.5), (True, 7.2)])
+def test_roofline(far, network):
+  from jaxpost.planning import estimate
+  topology = chips.parse('v6e:2x2')
+  hosts = {i: i // 2 if far else 0 for i in range(4)}
+  found = estimate.work(row(), FourChips, topology, hosts)
+  seconds = found['seconds']
+  assert seconds['compute'] == 1.0 and seconds['memory'] == 0.5
+  assert seconds['network'] == pytest.approx(network)
+  assert seconds['roofline'] == max(1.0, network)
+  assert seconds['no_overlap'] == pytest.approx(1.5 + network)
+  assert found['roofline_mfu'] == pytest.approx(0.5 / max(1.0, network))
+  sent = found['collective_bytes']['all-gather']['fsdp']
+  assert sent == dict(bytes=90e9, number=1, between_hosts=far)
+
+
+def test_what_stays_on_the_devices_counts():
+  from jaxpost.planning import estimate
+  held = dict(parameters=10, optimizer=20, frozen=5)
+  given = dict(program='generate', arguments=dict(parameters=7, kv_cache=3),
+               argument_bytes=10, output_bytes=4, alias_bytes=3, temp_bytes=2)
+  chip = chips.Chip('', 1.0, memory=50)
+  found = estimate.memory(given, held, 10, chip)
+  assert found['fits'] and found['free_bytes'] == 50 - (10 + 1 + 2 + 35)
+  given |= dict(program='update', arguments=dict(parameters=10, optimizer=20),
+                argument_bytes=30, temp_bytes=30)
+  found = estimate.memory(given, held, 10, chip)
+  assert not found['fits'] and found['free_bytes'] == 50 - (30 + 1 + 30 + 5)
+
+
+_LEAST = '''
+import json
+from jaxpost.planning import aot, chips, described, table
+p, = described.prepare_all(dict(
+  algorithm='sft', data=dict(path='none'), model=dict(
+    preset='xs', dtype='float32'), mesh=dict(train='fsdp=4'),
+  train=dict(batch_size=4, row_length=64)))
+row = aot.compile_stage(p, chips.parse('cpu:4'), ('update',)).rows[0]
+print(json.dumps(dict(least=row['least'], flops=[
+  row['flops'], row['totals'].flops * 4], micro=row['micro'],
+  unknown=row['totals'].unknown)))
+'''
+
+
+def test_least_traffic_of_fsdp():
+  """Twice all layers, once embedding (tied) forward; gradients once."""
+  from jaxpost.models import presets, transformer
+  found = json.loads(run(_LEAST, devices=4))
+  table = transformer.param_table(presets.PRESETS['xs'])
+  split = {k: np.prod(v.shape) for k, v in table.items() if 'embed' in v.axes}
+  layers = sum(n for k, n in split.items() if k.startswith('layers'))
+  embed = split['embed']
+  wanted = 4 * 3 / 4 * (2 * layers + embed)
+  assert found['least']['all-gather']['fsdp'] == wanted
+  assert found['least']['reduce-scatter']['fsdp'] == 3 * (layers + embed)
+  model, counted = found['flops']
+  assert counted == pytest.approx(model, rel=0.1)  # no rematerialisation
+
+
+# ------------------------------------------------------------------- commands
+
+
+def test_plan_of_the_local_backend(tmp_path):
+  """All programs of GRPO, without weights, data, tokenizer or devices."""
+  out = tmp_path / 'plan.json'
+  done = plan(
+    '--config=configs/grpo_gsm8k.py:model=tiny', '--topology=cpu:4',
+    '--config.model.dtype=float32', '--config.eval.data.path=',
+    '--config.rollout.max_prompt_length=32', '--config.rl.kl_coef=0.1',
+    '--config.rollout.max_new_tokens=16', '--config.rollout.prompts=4',
+    '--config.mesh.rollout=data=2,tensor=2', f'--out={out}')
+  assert done.returncode == 0, done.stderr[-2000:]
+  found, = json.loads(out.read_text())
+  names = [r['program'] for r in found['programs']]
+  assert set(names) == {'copy', 'init', 'update', 'score', 'reshard',
+                        'init_state', 'prefill', 'insert', 'generate'}
+  assert found['mesh']['rollout'] == {'data': 2, 'fsdp': 1, 'tensor': 2}
+  update = found['programs'][names.index('update')]
+  memory = update['bytes_per_chip']
+  parameters = 4 * found['parameters'] / 4
+  assert memory['parameters'] == pytest.approx(parameters, rel=0.01)
+  assert memory['optimizer'] == pytest.approx(2 * parameters, rel=0.01)
+  assert memory['elsewhere'] == pytest.approx(parameters, rel=0.02)  # copy
+  assert update['calls'] == 1 and not update['unknown_loops']
+  assert 'fsdp' in update['collective_bytes']['all-gather']
+  generate = [r for r in found['programs'] if r['program'] == 'generate']
+  assert sum(r['calls'] for r in generate) == 1  # 16 tokens are one block
+  assert generate[0]['bytes_per_chip']['kv_cache'] > 0
+  assert 'update' in done.stdout and 'all-gather' in done.stdout
+
+
+@pytest.mark.parametrize('algorithm', ['dpo', 'kto', 'reward_model', 'ppo'])
+def test_other_methods_are_described(algorithm):
+  found, = described.prepare_all(dict(
+    algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
+  assert found.name == algorithm
+  if found.algorithm.on_policy:
+    assert found.stream.lengths == [512]
+  else:
+    assert found.first_batch.tokens.shape[1] == 512
+
+
+@pytest.mark.parametrize('args, words', [
+  (['--topology=v6x:2x2'], "did you mean 'v6e'"),
+  (['--topology=cpu', '--config.model.path=qwen3_80b'], 'did you mean'),
+  (['--topology=cpu:4', '--config.mesh.train=fsdp=3'],
+   'config.mesh.train: .fsdp=3. does not fit 4'),
+  (['--topology=cpu', '--programs=generate'], 'has none of these')])
+def test_bad_input_is_one_line(args, words):
+  import re
+  done = plan('--config=configs/sft_gsm8k.py:model=tiny',
+              '--config.eval.data.path=', *args)
+  assert done.returncode == 2, done.stderr[-2000:]
+  line, = [x for x in done.stderr.splitlines() if x.startswith('jaxpost')]
+  assert re.search(words, line)
+
+
+# ---------------------------------------------------------------- accelerators
+
+
+def needs(package, extra):
+  import importlib.util
+  return pytest.mark.skipif(
+    importlib.util.find_spec(package) is None,
+    reason=f"no {package}, which compiles for these: pip install '{extra}'")
+
+
+@needs('libtpu', 'jax[tpu]')
+@pytest.mark.long
+@pytest.mark.parametrize('slices', [1, 2])
+def test_plan_for_tpus(slices, tmp_path):
+  out = tmp_path / 'plan.json'
+  done = plan(
+    '--config=configs/sft_gsm8k.py:model=xs', '--topology=v5e:2x2',
+    f'--slices={slices}', '--config.model.remat=full',
+    '--config.mesh.train=' + ('fsdp=-1' if slices == 1 else 'data=2,fsdp=-1'),
+    '--config.train.batch_size=8', '--config.train.row_length=256',
+    '--programs=update', '--price=1', f'--out={out}')
+  assert done.returncode == 0, done.stderr[-2000:]
+  found, = json.loads(out.read_text())
+  update, = found['programs']
+  assert found['chips'] == 4 * slices and update['fits']
+  assert update['seconds']['xla'] > 0 and not update['unknown_loops']
+  assert found['step']['roofline']['usd_per_million_tokens'] > 0
+  far = {axis: x['between_hosts']
+         for kind in update['collective_bytes'].values()
+         for axis, x in kind.items()}
+  assert far['fsdp'] is False
+  assert slices == 1 or far['data'] is True
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.long
+def test_plan_for_gpus(tmp_path):
+  out = tmp_path / 'plan.json'
+  done = plan(
+    '--config=configs/sft_gsm8k.py:model=xs', '--topology=h200:1x2x8',
+    '--config.mesh.train=fsdp=2,tensor=8', '--config.train.row_length=256',
+    '--programs=update', f'--out={out}')
+  assert done.returncode == 0, done.stderr[-2000:]
+  found, = json.loads(out.read_text())
+  update, = found['programs']
+  assert found['chips'] == 16 and update['fits']
+  far = {axis: x['between_hosts']
+         for kind in update['collective_bytes'].values()
+         for axis, x in kind.items()}
+  assert far['fsdp'] is True and far['tensor'] is False
