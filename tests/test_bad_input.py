@@ -350,7 +350,7 @@ MODELS = {
     'no weights': (lambda f: (f / 'model.safetensors').unlink(),
                    'safetensors'),
     'unknown model_type': (lambda f: edit(f, model_type='mamba'),
-                           "'mamba'.*llama, qwen3"),
+                           "'mamba'.*llama, mistral"),
     'no config': (lambda f: (f / 'config.json').unlink(), 'config.json'),
     'bad config': (lambda f: (f / 'config.json').write_text('{'),
                    'config.json'),
