@@ -65,7 +65,8 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   train = make_layout(config.mesh.train, 'train', devices=devices,
                       arrange=placement.arrange)
   compute = compute_for(
-      train.mesh.devices.flat[0].platform, config.model.dtype, config.model.remat)
+      train.mesh.devices.flat[0].platform, config.model.dtype,
+      config.model.remat)
   objectives = {'policy': p.algorithm.objective(config)}
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic

@@ -24,8 +24,8 @@ def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
   outer = next((i for i, n in enumerate(shape) if n % slices == 0), None)
   if outer is None:
     raise InputError(
-        f'config.mesh: no axis of {dict(zip(AXES, shape))} is a multiple of the '
-        f'{slices} slices; data or fsdp should be')
+        f'config.mesh: no axis of {dict(zip(AXES, shape))} is a multiple of '
+        f'the {slices} slices; data or fsdp should be')
   across = tuple(slices if i == outer else 1 for i in range(len(shape)))
   inside = tuple(n // m for n, m in zip(shape, across))
   return mesh_utils.create_hybrid_device_mesh(
