@@ -3,7 +3,6 @@
 Legend: M micro-batches, B rows, T tokens.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -14,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from jaxpost import (
-    build, cache, optim, placement, plan, reward_role, weights)
+    build, cache, optim, placement, plan, precompile, reward_role, weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -30,9 +29,9 @@ from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.roles import (
-    Frozen, Policy, Roles, Sampler, Trainable, place, without_signal)
+    Frozen, Policy, Roles, Sampler, Trainable, place)
 from jaxpost.sharding import Layout, make_layout, to_host
-from jaxpost.types import Batch, Item
+from jaxpost.types import Item
 
 
 @dataclasses.dataclass
@@ -107,7 +106,7 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
-  compile_all(kit, roles, stream, engine, stage.evaluate)
+  precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
 
 
@@ -337,66 +336,6 @@ def make_evaluator(kit: Kit, engine) -> Evaluator | None:
         p.eval_prompts, e.samples, e.pass_reward, e.temperature,
         values if 'reward_model' in p.sources else None)
   return Evaluator(held_out, sampled)
-
-
-def compile_all(kit: Kit, roles: Roles, stream, engine, evaluator):
-  """Compiles every program before step 0, two at a time."""
-  p, config, length = kit.prepared, kit.config, kit.shape[2]
-  on_policy, micro = p.algorithm.on_policy, kit.shape[1]
-  sharding = kit.train.sharding((None, 'batch'), (1, micro))
-
-  def placed(x, rows):
-    return jax.ShapeDtypeStruct(
-        (rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
-
-  if on_policy:
-    ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
-    host = Batch(ints, ints, ints, floats, sequence_ids=ints,
-                 branch_ids=ints if p.algorithm.pack else None)
-  else:
-    host = p.first_batch
-  place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)
-  plain, whole = place(kit.update_rows), place(kit.shape[0])
-  per_token = placed(np.zeros((1, length), np.float32), kit.update_rows)
-  names = {k for o in kit.objectives.values() for k in o.arrays}
-  full = plain.replace(
-      arrays={**dict.fromkeys(names, per_token), **plain.arrays},
-      teacher_hidden=tuple(
-          jax.ShapeDtypeStruct(
-              (*per_token.shape, t.model.config.hidden_size),
-              kit.compute.dtype, sharding=sharding) for t in roles.teachers))
-  jobs = [functools.partial(
-      r.update_program.compile, r.state, full, r.frozen)
-      for r in roles.trainable.values()]
-  reading = without_signal(whole)
-  jobs += [functools.partial(role.compile, reading) for role in (
-      roles.reference, roles.reward_model) if role]
-  jobs += [functools.partial(role.compile, without_signal(plain))
-           for role in roles.teachers]
-  scores = p.algorithm.scores(config)
-  readers = {'old_logprobs': 'policy',
-             'values': 'critic' if roles.critic else 'policy'}
-  for name in dict.fromkeys(readers[k] for k in scores if k in readers):
-    trainable = roles.trainable[name]
-    jobs.append(functools.partial(
-        trainable.score_program.compile, trainable.params, reading))
-  later = []  # shares programs with what is in `jobs`
-  if evaluator and evaluator.held_out:
-    later.append(functools.partial(
-        evaluator.held_out.program.compile, roles.policy.state.params, full,
-        roles.policy.state.step, roles.policy.frozen))
-  if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
-                        config.rollout.group_size)
-  if engine and evaluator and evaluator.sampled:
-    sampled = evaluator.sampled
-    later += engine.jobs(
-        roles.policy.params, [len(x.tokens) for x in sampled.prompts],
-        sampled.samples)
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for some in jobs, later:
-      for done in [pool.submit(job) for job in some]:
-        done.result()
 
 
 def seal(ledger: Ledger):

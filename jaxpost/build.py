@@ -18,9 +18,8 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import lora
+from jaxpost.models import lora, presets
 from jaxpost.models import model as model_lib
-from jaxpost.models import presets
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
 # Name -> where its `Algorithm` is.
@@ -158,10 +157,9 @@ def model_source(section) -> weights.Source:
   """Where the weights of `config.model` come from."""
   if section.path:
     return weights.find(section.path, 'config.model.path', {})
-  if section.preset not in presets.PRESETS:
-    raise InputError(
-        f'config.model.preset: no shape is called {section.preset!r}; '
-        f'known: {", ".join(presets.PRESETS)}')
+  refuse(section.preset not in presets.PRESETS,
+         f'config.model.preset: no shape is called {section.preset!r}; known: '
+         f'{", ".join(presets.PRESETS)}')
   return weights.Source(presets.PRESETS[section.preset])
 
 
@@ -170,8 +168,8 @@ def make_model(config, algorithm, cfg) -> model_lib.Model:
   a = config.lora
   refuse(algorithm.on_policy and a.dropout > 0, 'config.lora.dropout: what is '
          'trained on policy must be what has sampled; set it to 0')
-  spec = (a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
-  spec = cfg.lora if a.path else spec
+  spec = cfg.lora if a.path else (
+      a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(

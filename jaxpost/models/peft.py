@@ -6,6 +6,7 @@ are the adapter rows of the parameter table under their HF names.
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 from collections.abc import Callable
 
@@ -125,7 +126,11 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   if not model.config.lora or not base:
     return lambda folder: None
   rank, alpha, rslora, _ = model.config.lora
-  table = _kept(model)
+  try:
+    table = _kept(model)
+  except InputError as e:  # the merged folder is whole without it
+    logging.warning('no adapter/ is written: %s', e)
+    return lambda folder: None
   tensors = dict(hf.export_tensors(table, params, np.dtype(np.float32)))
   modules = sorted({
       kept.names[0].split('.lora_')[0].rpartition('.')[2]

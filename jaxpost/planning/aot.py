@@ -9,7 +9,7 @@ import re
 
 import jax
 
-from jaxpost import assemble, build, weights
+from jaxpost import assemble, build, precompile, weights
 from jaxpost.losses import head as head_lib
 from jaxpost.planning import chips, cost, least
 from jaxpost.programs.compile import Ledger
@@ -48,7 +48,7 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
       p.model, kit.train, p.config.model.param_dtype)
   roles, stream, engine = assemble.make_parts(kit, params)
   evaluator = assemble.make_evaluator(kit, engine)
-  assemble.compile_all(kit, roles, stream, engine, evaluator)
+  precompile.compile_all(kit, roles, stream, engine, evaluator)
   held = collections.Counter()
   for role in roles.trainable.values():
     held.update(parts(role.state))

@@ -1,0 +1,77 @@
+"""Every program of a stage, compiled before its first step.
+
+Legend: M micro-batches, B rows, T tokens.
+"""
+
+import concurrent.futures
+import functools
+import typing
+
+import jax
+import numpy as np
+
+from jaxpost.roles import Roles, without_signal
+from jaxpost.types import Batch
+
+if typing.TYPE_CHECKING:
+  from jaxpost.assemble import Kit
+
+
+def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
+  """Compiles every program before step 0, two at a time."""
+  p, config, length = kit.prepared, kit.config, kit.shape[2]
+  on_policy, micro = p.algorithm.on_policy, kit.shape[1]
+  sharding = kit.train.sharding((None, 'batch'), (1, micro))
+
+  def placed(x, rows):
+    return jax.ShapeDtypeStruct(
+        (rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
+
+  if on_policy:
+    ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
+    host = Batch(ints, ints, ints, floats, sequence_ids=ints,
+                 branch_ids=ints if p.algorithm.pack else None)
+  else:
+    host = p.first_batch
+  place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)
+  plain, whole = place(kit.update_rows), place(kit.shape[0])
+  per_token = placed(np.zeros((1, length), np.float32), kit.update_rows)
+  names = {k for o in kit.objectives.values() for k in o.arrays}
+  full = plain.replace(
+      arrays={**dict.fromkeys(names, per_token), **plain.arrays},
+      teacher_hidden=tuple(
+          jax.ShapeDtypeStruct(
+              (*per_token.shape, t.model.config.hidden_size),
+              kit.compute.dtype, sharding=sharding) for t in roles.teachers))
+  jobs = [functools.partial(
+      r.update_program.compile, r.state, full, r.frozen)
+      for r in roles.trainable.values()]
+  reading = without_signal(whole)
+  jobs += [functools.partial(role.compile, reading) for role in (
+      roles.reference, roles.reward_model) if role]
+  jobs += [functools.partial(role.compile, without_signal(plain))
+           for role in roles.teachers]
+  scores = p.algorithm.scores(config)
+  readers = {'old_logprobs': 'policy',
+             'values': 'critic' if roles.critic else 'policy'}
+  for name in dict.fromkeys(readers[k] for k in scores if k in readers):
+    trainable = roles.trainable[name]
+    jobs.append(functools.partial(
+        trainable.score_program.compile, trainable.params, reading))
+  later = []  # shares programs with what is in `jobs`
+  if evaluator and evaluator.held_out:
+    later.append(functools.partial(
+        evaluator.held_out.program.compile, roles.policy.state.params, full,
+        roles.policy.state.step, roles.policy.frozen))
+  if engine and on_policy:
+    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
+                        config.rollout.group_size)
+  if engine and evaluator and evaluator.sampled:
+    sampled = evaluator.sampled
+    later += engine.jobs(
+        roles.policy.params, [len(x.tokens) for x in sampled.prompts],
+        sampled.samples)
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    for some in jobs, later:
+      for done in [pool.submit(job) for job in some]:
+        done.result()
