@@ -351,7 +351,8 @@ def test_other_methods_are_described(algorithm):
   (['--topology=cpu', '--config.model.path=qwen3_80b'], 'did you mean'),
   (['--topology=cpu:4', '--config.mesh.train=fsdp=3'],
    'config.mesh.train: .fsdp=3. does not fit 4'),
-  (['--topology=cpu', '--programs=generate'], 'has none of these')])
+  (['--topology=cpu', '--programs=generate'], 'has none of these'),
+  (['--topology=cpu', '--search'], 'only chips of known speed')])
 def test_bad_input_is_one_line(args, words):
   import re
   done = plan('--config=configs/sft_gsm8k.py:model=tiny',
@@ -411,3 +412,33 @@ def test_plan_for_gpus(tmp_path):
          for kind in update['collective_bytes'].values()
          for axis, x in kind.items()}
   assert far['fsdp'] is True and far['tensor'] is False
+
+
+def test_search_ranks_what_fits(monkeypatch):
+  """Doubles of plans: tensor=2 is fastest, without rematerialisation best."""
+  import io
+
+  import rich.console
+  from jaxpost.planning import search
+  from jaxpost.planning import stage
+
+  def fake(p, options):
+    tensor = 2 if 'tensor=2' in p.config.mesh.train else 1
+    remat = p.config.model.remat
+    seconds = {'full': 4.0, 'dots': 3.0, 'none': 2.0}[remat] / tensor
+    row = dict(program='update', calls=1, fits='tensor' not in
+               p.config.mesh.train or tensor == 2 and remat != 'none',
+               bytes_per_chip=dict(total=2**30), roofline_mfu=0.5,
+               flops=dict(model=1.0), seconds=dict(no_overlap=seconds))
+    return dict(fits=row['fits'], programs=[row], trained_tokens=1000,
+                step=dict(no_overlap=dict(step_s=seconds)))
+
+  monkeypatch.setattr(stage, 'plan', fake)
+  out = io.StringIO()
+  best, = search.search(dict(algorithm='sft', data=dict(path='none')),
+                        stage.Options(chips.parse('v6e:2x2')),
+                        rich.console.Console(file=out, width=200))
+  assert best['settings']['mesh.train'] == 'fsdp=-1,tensor=2'
+  assert best['settings']['model.remat'] == 'dots'  # none does not fit
+  assert '--config.mesh.train=fsdp=-1,tensor=2' in out.getvalue()
+  assert '--config.model.remat=dots' in out.getvalue()

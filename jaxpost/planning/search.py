@@ -14,7 +14,7 @@ import rich.table
 
 from jaxpost import build
 from jaxpost.errors import InputError
-from jaxpost.planning import described, stage, table
+from jaxpost.planning import chips, described, stage, table
 
 _TENSOR = (1, 2, 4, 8)
 _REMAT = ('none', 'dots')
@@ -25,6 +25,10 @@ def search(raw: dict, options: stage.Options,
            console: rich.console.Console) -> list[dict]:
   """The best plan of each stage, after the ranked list and a launch line."""
   best = []
+  if not options.topology.chip.memory:
+    raise InputError(
+        f'--search: {options.topology.text}: only chips of known speed and '
+        f'memory can be ranked; for example {chips.EXAMPLES}')
   for p in described.prepare_all(raw, options.stage):
     found = _candidates(p, options, console)
     fitting = sorted((f for f in found if f[1]['fits'] is not False),
