@@ -95,8 +95,9 @@ CASES = {
             path=SUMS.format('_labels', 'test') + ',size=256'))),
     'reward_model': pairs('reward_model', lr=1e-3),
     'distill': Case(base(
-        algorithm='distill', train=dict(steps=60), optim=dict(lr=1e-3),
-        distill=dict(teachers=('TEACHER',))), 'divergence', -0.05),
+        algorithm='distill', train=dict(steps=60),
+        optim=dict(lr=1e-3, schedule='linear'),
+        distill=dict(teachers=('TEACHER',))), 'divergence', -0.03),
     'gkd': online('gkd', distill=dict(teachers=('TEACHER',)),
                   lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
@@ -131,7 +132,8 @@ def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
   config = tiny.merged(case.config, dict(
       seed=seed, init_from=str(folder / case.start)))
   if config['distill']['teachers']:
-    config['distill']['teachers'] = (str(folder / 'teacher'),)
+    config = tiny.merged(config, dict(distill=dict(
+        teachers=(str(folder / 'teacher'),))))
   rows = run(name, config, folder)
   before, after = (row[case.metric] for row in (rows[0], rows[-1]))
   if case.metric == 'rewards/accuracies' and not before:

@@ -293,7 +293,7 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
     (dict(distill=dict(topk=4), data=dict(streaming=True)), 'streaming'),
     (dict(**GKD, distill=dict(topk=4)), 'set it to 0, or config.algorithm'),
     (dict(**GKD, distill=dict(nll_coef=1.0)), 'nll_coef: is for completions'),
-    (dict(**GKD, rl=dict(kl_coef=0.1)), 'reads no reference'),
+    (dict(**GKD, rl=dict(kl_coef=0.1)), 'rl.kl_coef: gkd would ignore'),
     (tiny.merged(GKD, dict(eval=dict(samples=1, data=dict(path=TASK)))),
      'config.reward: is empty')])
 def test_bad_input(small, big, over, message):

@@ -21,7 +21,7 @@ from jaxpost.errors import InputError
 from jaxpost.losses import head as head_lib
 from jaxpost.models import config as config_lib
 from jaxpost.models import config_fields
-from jaxpost.models import families, hf, presets, transformer
+from jaxpost.models import families, hf, presets, stored, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models import rope as rope_lib
 from jaxpost.programs.compile import Ledger
@@ -175,7 +175,8 @@ def gradient_error(folder, network) -> float:
     return jnp.sum(jax.nn.log_softmax(out[..., :131]) * weights)
 
   grads = jax.jit(jax.grad(ours))(params)
-  found = dict(hf.tensors(model, grads, np.dtype('float32')))
+  found = dict(hf.export_tensors(
+      stored.table(model.config), grads, np.dtype('float32')))
   assert set(theirs) == set(found)
   return max(difference(found[k], g) for k, g in theirs.items())
 

@@ -442,19 +442,19 @@ def test_critic_learns_a_constant_reward(model, tmp_path):
   jaxpost.run(run_config(
       model, reward=ones, train=dict(steps=40), rl=dict(
           gamma=0.5, lam=1.0, kl_coef=0.0), optim=dict(lr=0.0),
-      critic=dict(lr=1e-2, value_clip=0.0)), tmp_path)
+      critic=dict(lr=3e-3, value_clip=0.0)), tmp_path)
   made = [r['critic/explained_variance'] for r in rows(tmp_path)]
   assert made[0] < 0.1 and np.mean(made[-5:]) > 0.5, made
 
 
 def test_learns(tmp_path):
-  """Small sums after a short SFT: pass@1 0.21 before, 0.59 after.
+  """Small sums after a short SFT: pass@1 0.21 before, 0.55 after.
 
-  The critic explains 0 of the variance of the returns at first, then 0.69.
+  The critic explains 0 of the variance of the returns at first, then 0.7.
   """
   jaxpost.run(tiny.sums_config(
       tmp_path, algorithm='ppo', train=dict(steps=40), optim=dict(lr=3e-3),
-      critic=dict(lr=1e-2, value_clip=0.0),
+      critic=dict(lr=3e-3, value_clip=0.0),
       rl=dict(minibatches=2, lam=1.0)), tmp_path / 'run')
   of = lambda split: [r for r in rows(tmp_path / 'run', split)
                       if r['stage'] == 'online']
