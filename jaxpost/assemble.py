@@ -228,6 +228,8 @@ def make_trainable(kit: Kit, role: str, model, params):
       o.name, schedule,
       dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
       optim.decayed(part.axes()))
+  if kit.compute.dtype == 'float16':
+    optimizer = optim.loss_scaled(optimizer)
   shardings = programs.state_shardings(part, optimizer, kit.train)
   update = programs.make_update(
       model, objective, optimizer, schedule, kit.train, kit.compute,

@@ -7,7 +7,7 @@ import numpy as np
 from jaxpost.sharding import to_host
 
 
-_COUNTS = 'skipped_updates', 'empty_updates'
+_COUNTS = 'skipped_updates', 'empty_updates', 'overflowed_updates'
 
 
 def merge_metrics(done: list) -> dict:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 class Compute:
   """How mathematics that is the same everywhere is carried out here.
 
-  dtype: type of the operands of matrix products. 'bfloat16' accumulates in
-    float32; 'float32' is the exact mode of tests and parity (without HIGHEST
-    an accelerator would use TF32 or bfloat16 passes).
+  dtype: type of the operands of matrix products. 'bfloat16' and 'float16'
+    accumulate in float32; 'float32' is the exact mode of tests and parity
+    (without HIGHEST an accelerator would use TF32 or bfloat16 passes).
   residual: type of the residual stream and other activations.
   cache: type that keys and values are stored in, rounded to `dtype` before.
     XLA:CPU updates float32 in place but widens and narrows a bfloat16 array.
@@ -41,8 +41,10 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
   """Measured choices per platform; docs/performance.md has the figures."""
   if platform == 'cpu':
     return Compute(dtype=dtype, remat=remat)
+  # The residual stream of many models leaves the range of float16.
+  residual = 'float32' if dtype == 'float16' else dtype
   return Compute(
-      dtype=dtype, residual=dtype, cache=dtype, unroll=False, remat=remat,
+      dtype=dtype, residual=residual, cache=dtype, unroll=False, remat=remat,
       q_chunk=1024, head_elements=2**30, row_writes=False)
 
 

@@ -27,8 +27,9 @@ class ModelSection:
   preset: str = _f('tiny', 'shape of a random model (models/presets.py)')
   tokenizer: str = _f('', 'folder or "bytes"; "" means the one in `path`, or '
                       '"bytes" for a random model')
-  dtype: str = _f('bfloat16', 'operands of matrix products; float32 is exact',
-                  choices=('bfloat16', 'float32'))
+  dtype: str = _f('bfloat16', 'operands of matrix products; float32 is exact; '
+                  'float16, with a loss scale, is for GPUs before Ampere',
+                  choices=('bfloat16', 'float32', 'float16'))
   param_dtype: str = _f('float32', 'master weights',
                         choices=('float32', 'bfloat16'))
   remat: str = _f('none', 'what the backward pass recomputes',

@@ -50,7 +50,8 @@ class Watch:
         'frac_reward_zero_std', 'sampler_mismatch', 'empty_updates'))
     explore = self._level(stage, 'entropy', entropy)
     short = self._level(stage, 'length', length)
-    bad = [k for k in nonfinite(row) if k in ('loss', 'grad_norm')]
+    bad = [k for k in nonfinite(row) if k in ('loss', 'grad_norm')
+           and not row.get('overflowed_updates')]  # the loss scale sees to it
     # Kind, holds now (NaN compares false), rows in a row it must hold, text.
     rules = (
       ('nonfinite', bad, 1, f'{" and ".join(bad)} not finite: lower lr, clip '

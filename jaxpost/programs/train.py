@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpost import optim
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
@@ -89,13 +90,16 @@ def read_outputs(model: Model, plan: head_lib.Plan, params, hidden, batch):
 
 def make_loss(model: Model, objective: Objective, layout: Layout,
               compute: Compute) -> Callable:
-  """loss(params, batch of [B, T], step, frozen) -> (loss [], {metric: []})."""
+  """loss(params, batch of [B, T], step, frozen) -> (loss [], {metric: []}).
+
+  With `scale`, of `optim.LossScaled`, the loss is that many times as large.
+  """
   plan = head_lib.Plan(
       objective.fn, model.config.vocab_size, objective.temperature, compute,
       layout, objective.reads, objective.learns, objective.divergence,
       model.config.logit_form, objective.teacher_forms)
 
-  def loss(params, batch, step=0, frozen=None):
+  def loss(params, batch, step=0, frozen=None, scale=1.0):
     params = join((frozen or {}).get('params', {}), params)
     noise = dropout = None
     if model.dropout:
@@ -106,14 +110,17 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
     hidden = run_model(
         model, params, batch, layout, compute, noise, dropout)
     if objective.coupled:
-      return objective.fn(
+      total, metrics = objective.fn(
           read_outputs(model, plan, params, hidden, batch), batch)
-    return head_lib.fused_loss(
+      return total * scale, metrics
+    # The pass that makes the loss makes gradients, too: scaled from the start.
+    total, metrics = head_lib.fused_loss(
         plan, hidden, model.head(params), next_token(batch.tokens),
-        next_token(batch.loss_weights),
+        next_token(batch.loss_weights) * scale,
         jax.tree.map(next_token, batch.arrays),
         list(zip(batch.teacher_hidden, (frozen or {}).get(
             'teacher_heads', ()))))
+    return total, jax.tree.map(lambda x: x / scale, metrics)
 
   return loss
 
@@ -171,14 +178,20 @@ def make_update(model: Model, objective: Objective,
 
   A step whose gradient is not finite changes nothing and is counted in
   `skipped_updates`; one that trains no token (all of it masked) in
-  `empty_updates`: Adam's momentum would move the weights.
+  `empty_updates`: Adam's momentum would move the weights. One whose scaled
+  gradient overflows float16 halves the scale (`overflowed_updates`); it is
+  skipped in earnest where there is nothing left to halve.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
   def update(state: TrainState, batch: Batch, frozen: dict):
+    scaled = isinstance(state.opt_state, optim.LossScaled)
+    scale = state.opt_state.scale if scaled else 1.0
     (loss, metrics), grads = accumulate(
-        lambda params, micro: loss_fn(params, micro, state.step, frozen),
-        state.params, batch)
+        lambda params, micro: loss_fn(
+            params, micro, state.step, frozen, scale), state.params, batch)
+    if scaled:
+      loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
@@ -196,10 +209,16 @@ def make_update(model: Model, objective: Objective,
       return params, opt_state
 
     params, opt_state = jax.lax.cond(
-        moves, apply, lambda s: (s.params, s.opt_state), state)
+        moves, apply,
+        lambda s: (s.params, optim.unmoved(s.opt_state, finite)), state)
     metrics = metrics | {
         'loss': loss, 'grad_norm': norm, 'lr': schedule(state.step),
         'skipped_updates': 1.0 - finite, 'empty_updates': 1.0 * empty}
+    if scaled:
+      over = ~finite & (scale > 1)
+      metrics |= {
+          'loss_scale': scale, 'overflowed_updates': 1.0 * over,
+          'skipped_updates': 1.0 * (~finite & ~over)}
     return TrainState(state.step + moves, params, opt_state), metrics
 
   def flops(state, batch, frozen):
