@@ -25,7 +25,7 @@ from jaxpost.metrics import Chrono, MetricsWriter
 from jaxpost.models import hf, lora, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.transformer import flops_per_token, join
-from jaxpost.programs import score
+from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.roles import (
@@ -229,7 +229,7 @@ def make_trainable(kit: Kit, role: str, model, params):
       dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
       optim.decayed(part.axes()))
   if kit.compute.dtype == 'float16':
-    optimizer = optim.loss_scaled(optimizer)
+    optimizer = loss_scale.scaled(optimizer)
   shardings = programs.state_shardings(part, optimizer, kit.train)
   update = programs.make_update(
       model, objective, optimizer, schedule, kit.train, kit.compute,

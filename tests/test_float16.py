@@ -10,17 +10,17 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import metrics, optim
+from jaxpost import metrics
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import model as model_lib
-from jaxpost.programs import train
+from jaxpost.programs import loss_scale, train
 from jaxpost.programs.compile import Ledger
 from jaxpost.types import Batch
 
 
 def make_update(model, loss):
   layout = tiny.one_device()
-  optimizer = optim.loss_scaled(optax.sgd(1 / abs(loss)))
+  optimizer = loss_scale.scaled(optax.sgd(1 / abs(loss)))
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
       model, train.Objective(lambda out, arrays: (loss * out.logprobs, {})),
@@ -79,7 +79,7 @@ def test_what_is_not_finite_at_scale_1_is_skipped(model, batch):
 
 
 def test_the_scale_grows_after_good_steps(model, batch, monkeypatch):
-  monkeypatch.setattr(optim, '_PATIENCE', 2)
+  monkeypatch.setattr(loss_scale, '_PATIENCE', 2)
   update, state = make_update(model, -1e-3)
   scales, batch = [], tiny.one_device().put(batch, None, 'batch')
   for _ in range(4):

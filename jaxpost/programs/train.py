@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpost import optim
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token, join
+from jaxpost.programs import loss_scale
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch, TrainState
@@ -92,7 +92,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
               compute: Compute) -> Callable:
   """loss(params, batch of [B, T], step, frozen) -> (loss [], {metric: []}).
 
-  With `scale`, of `optim.LossScaled`, the loss is that many times as large.
+  With a `scale` (loss_scale.py) the loss is that many times as large.
   """
   plan = head_lib.Plan(
       objective.fn, model.config.vocab_size, objective.temperature, compute,
@@ -185,13 +185,11 @@ def make_update(model: Model, objective: Objective,
   loss_fn = make_loss(model, objective, layout, compute)
 
   def update(state: TrainState, batch: Batch, frozen: dict):
-    scaled = isinstance(state.opt_state, optim.LossScaled)
-    scale = state.opt_state.scale if scaled else 1.0
+    scale = loss_scale.scale_of(state.opt_state)
     (loss, metrics), grads = accumulate(
         lambda params, micro: loss_fn(
             params, micro, state.step, frozen, scale), state.params, batch)
-    if scaled:
-      loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
+    loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
@@ -210,15 +208,11 @@ def make_update(model: Model, objective: Objective,
 
     params, opt_state = jax.lax.cond(
         moves, apply,
-        lambda s: (s.params, optim.unmoved(s.opt_state, finite)), state)
+        lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)
     metrics = metrics | {
         'loss': loss, 'grad_norm': norm, 'lr': schedule(state.step),
         'skipped_updates': 1.0 - finite, 'empty_updates': 1.0 * empty}
-    if scaled:
-      over = ~finite & (scale > 1)
-      metrics |= {
-          'loss_scale': scale, 'overflowed_updates': 1.0 * over,
-          'skipped_updates': 1.0 * (~finite & ~over)}
+    metrics |= loss_scale.report(state.opt_state, finite)
     return TrainState(state.step + moves, params, opt_state), metrics
 
   def flops(state, batch, frozen):
