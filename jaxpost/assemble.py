@@ -24,7 +24,8 @@ from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import Chrono, MetricsWriter
 from jaxpost.models import hf, lora, peft
 from jaxpost.models import model as model_lib
-from jaxpost.models.transformer import flops_per_token, join
+from jaxpost.models.table import join
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger

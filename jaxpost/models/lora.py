@@ -21,7 +21,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import Param, join, leaf, nest
+from jaxpost.models.table import Param, join, leaf, nest
 
 ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.models import hf, lora, stored, transformer
+from jaxpost.models import table as tables
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
 
@@ -109,9 +110,9 @@ def load(folder, model: Model, shardings: dict) -> dict:
   with contextlib.ExitStack() as stack:
     have = hf.open_file(hf.local(folder) / _WEIGHTS, stack)
     _check(hf.local(folder), model, have)
-    return transformer.nest({
+    return tables.nest({
         path: hf.load_leaf(
-            kept, have, transformer.leaf(shardings, path), np.dtype(np.float32))
+            kept, have, tables.leaf(shardings, path), np.dtype(np.float32))
         for path, kept in _kept(model).items()})
 
 

@@ -8,7 +8,6 @@ a cache needs, `decode` adds one token to each slot. All three run the same
 `_block`; they differ in what attends to what.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,34 +19,11 @@ import jax.numpy as jnp
 from jaxpost.matmul import Compute
 from jaxpost.models import attention
 from jaxpost.models import layers
+from jaxpost.models import moe
 from jaxpost.models import rope
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.table import Param, nest
 from jaxpost.types import Cache
-
-
-@dataclasses.dataclass(frozen=True)
-class Param:
-  """One row of the parameter table.
-
-  axes: logical name of each dimension; 'layers' comes first where stacked.
-  hf: name in a Llama folder, with {} for the layer; `stored.py` has others.
-  matrix: an operand of matrix products, stored transposed by HF ([out, in]).
-  """
-
-  shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  hf: str
-  init: str = 'normal'  # normal | ones | zeros
-  matrix: bool = False
-
-  @property
-  def stacked(self) -> bool:
-    return self.axes[0] == 'layers'
-
-  @property
-  def vector(self) -> bool:
-    """A norm scale or a bias: never rounded."""
-    return len(self.axes) - self.stacked == 1
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
@@ -62,7 +38,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
                  matrix=True)
 
   def vector(size, hf, init):
-    return Param((n, size), ('layers', None), block + hf, init)
+    return Param((n, size), ('layers', None), block + hf, init, exact=True)
 
   scale = 'zeros' if cfg.norm_offset else 'ones'
   norm = lambda hf: vector(d, f'{hf}_layernorm.weight', scale)
@@ -81,10 +57,11 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
                           'self_attn.o_proj'),
       'layers/mlp_norm': norm(
           'pre_feedforward' if cfg.norms == 'both' else 'post_attention'),
-      'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
-      'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
-      'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
-      'norm': Param((d,), (None,), 'model.norm.weight', scale),
+      **(moe.rows(cfg) if cfg.experts else {
+          'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
+          'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
+          'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj')}),
+      'norm': Param((d,), (None,), 'model.norm.weight', scale, exact=True),
       'layers/attention_post_norm': norm('post_attention'),
       'layers/mlp_post_norm': norm('post_feedforward'),
   }
@@ -108,30 +85,6 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     table['head'] = Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
                           'lm_head.weight')
   return table
-
-
-def nest(flat: dict) -> dict:
-  """{'layers/q': x} -> {'layers': {'q': x}}: the form of all parameters."""
-  tree = {}
-  for path, value in flat.items():
-    *parents, leaf = path.split('/')
-    node = tree
-    for name in parents:
-      node = node.setdefault(name, {})
-    node[leaf] = value
-  return tree
-
-
-def leaf(tree: dict, path: str):
-  for name in path.split('/'):
-    tree = tree[name]
-  return tree
-
-
-def join(one: dict, two: dict) -> dict:
-  """The leaves of two trees in one; where both have one, that of the second."""
-  both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
-  return one | two | {k: join(one[k], two[k]) for k in both}
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
@@ -165,10 +118,17 @@ def num_params(cfg: ModelConfig) -> int:
   return sum(math.prod(p.shape) for p in param_table(cfg).values())
 
 
+def num_active(cfg: ModelConfig) -> int:
+  """Parameters that a token passes: of the experts, the chosen ones."""
+  share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
+  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1)
+                   for p in param_table(cfg).values()))
+
+
 def flops_per_token(cfg: ModelConfig, context: float) -> float:
   """Forward FLOPs of one token that sees `context` tokens (causal: half T)."""
   embedding = cfg.padded_vocab_size * cfg.hidden_size
-  matrices = num_params(cfg) - (0 if cfg.tie_embeddings else embedding)
+  matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
   seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))
   return 2 * matrices + 4 * cfg.num_heads * cfg.head_dim * seen
 
@@ -216,7 +176,8 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute):
   out, kept = attend(q, k, v)
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
-  out = layers.mlp(p, norm(x, 'mlp_norm'), cfg, compute)
+  mlp = moe.mlp if cfg.experts else layers.mlp
+  out = mlp(p, norm(x, 'mlp_norm'), cfg, compute)
   return _add(x, norm(out, 'mlp_post_norm'), cfg), kept
 
 

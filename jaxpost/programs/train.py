@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import flops_per_token, join
+from jaxpost.models.table import join
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch, TrainState
