@@ -22,7 +22,7 @@ from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import Chrono, MetricsWriter
-from jaxpost.models import hf, lora, peft
+from jaxpost.models import hf, lora, moe, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.table import join
 from jaxpost.models.transformer import flops_per_token
@@ -70,7 +70,8 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()
-          if name.startswith('teacher_')))}
+          if name.startswith('teacher_')),
+      router=moe.loss_weights(config.router, p.model.config))}
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
   shards = train.batch_shards

@@ -136,7 +136,7 @@ class Adapted:
 
 def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
              compute, constrain=None, branch_ids=None, noise=None,
-             dropout=None):
+             dropout=None, chosen=None, routing=None):
   """`forward` of the model without adapters, with them.
 
   dropout: [B, 2] uint32, keys of what is dropped in each row.
@@ -149,7 +149,8 @@ def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
           lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate)
 
-  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise)
+  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise,
+               chosen=chosen, routing=routing)
   return forward(
       _over_targets(params, pair), tokens, positions, segment_ids,
       compute=compute, **{k: v for k, v in given.items() if v is not None})

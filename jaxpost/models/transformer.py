@@ -162,8 +162,10 @@ def layer_kinds(cfg: ModelConfig) -> list[Kind]:
       cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
 
 
-def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute):
-  """[B, T, D] -> ([B, T, D], whatever `attend` keeps)."""
+def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
+           layout, chosen=None):
+  """[B, T, D] -> ([B, T, D], whatever `attend` keeps, `moe.Routing` or None).
+  """
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
   q = layers.project('btd,dnh->btnh', y, p, 'q', compute)
@@ -176,9 +178,12 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute):
   out, kept = attend(q, k, v)
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
-  mlp = moe.mlp if cfg.experts else layers.mlp
-  out = mlp(p, norm(x, 'mlp_norm'), cfg, compute)
-  return _add(x, norm(out, 'mlp_post_norm'), cfg), kept
+  y, routing = norm(x, 'mlp_norm'), None
+  if cfg.experts:
+    out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
+  else:
+    out = layers.mlp(p, y, cfg, compute)
+  return _add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
 
 
 def _add(x, out, cfg):
@@ -196,15 +201,20 @@ _REMAT = {
 }
 
 
-def _run(params, x, tables, attend, cfg, compute, constrain):
-  """Embedded tokens through all layers; returns (normed x, kept per layer).
+def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
+  """Embedded tokens through all layers.
 
   Args:
     tables: of `rope.tables`; attend: (q, k, v, window) -> (out, kept).
+    chosen: [L, B, T, k], of `moe.mlp`, or None.
+
+  Returns:
+    (normed x, kept of each layer, `moe.Routing` of all layers or None).
   """
-  def block(p, x, kind):
-    x, kept = _block(p, x, rope.pick(tables, kind.rope),
-                     lambda *qkv: attend(*qkv, kind.window), cfg, compute)
+  def block(p, x, chosen, kind):
+    x, *kept = _block(p, x, rope.pick(tables, kind.rope),
+                      lambda *qkv: attend(*qkv, kind.window), cfg, compute,
+                      constrain, chosen)
     return constrain(x, 'batch', None, None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
@@ -217,24 +227,26 @@ def _run(params, x, tables, attend, cfg, compute, constrain):
     kept = []
     if not split:
       params = unstack_layers(params, cfg.num_layers)
-    for p, kind in zip(params['layers'], kinds):
-      x, kept_l = alike(kind)(p, x)
+    for i, (p, kind) in enumerate(zip(params['layers'], kinds)):
+      x, kept_l = alike(kind)(p, x, None if chosen is None else chosen[i])
       kept.append(kept_l)
-    return layers.rms_norm(x, params['norm'], cfg), kept
+    kept, routing = zip(*kept)
+    return (layers.rms_norm(x, params['norm'], cfg), kept,
+            jax.tree.map(lambda *y: jnp.stack(y), *routing))
   # What all layers share stays a number, which attention can make use of.
   varied = {name: jnp.array([getattr(k, name) for k in kinds])
             for name in Kind._fields if len({getattr(k, name) for k in kinds}
                                             ) > 1}
   if varied:
-    vary = _REMAT[compute.remat](lambda p, x, varied: block(
-        p, x, kinds[0]._replace(**varied)))
-    x, kept = jax.lax.scan(
-        lambda x, xs: vary(xs[0], x, xs[1]), x, (params['layers'], varied))
+    one = _REMAT[compute.remat](lambda p, x, chosen, varied: block(
+        p, x, chosen, kinds[0]._replace(**varied)))
   else:
-    x, kept = jax.lax.scan(
-        lambda x, p: alike(kinds[0])(p, x), x, params['layers'])
+    one = lambda p, x, chosen, _: alike(kinds[0])(p, x, chosen)
+  x, (kept, routing) = jax.lax.scan(
+      lambda x, xs: one(xs[0], x, *xs[1:]), x,
+      (params['layers'], chosen, varied))
   kept = kept and [[y[i] for y in kept] for i in range(cfg.num_layers)]
-  return layers.rms_norm(x, params['norm'], cfg), kept
+  return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
 def _embed(params, tokens, cfg, compute, constrain, noise=None):
@@ -256,11 +268,12 @@ def _unconstrained(x, *axes):
 
 def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
             compute: Compute, constrain=_unconstrained, branch_ids=None,
-            noise=None):
+            noise=None, chosen=None, routing=False):
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
   `constrain(x, *axes)` pins activations at layer boundaries (`Layout`);
-  `noise` [B, T, D] is added to the embeddings.
+  `noise` [B, T, D] is added to the embeddings; `chosen` [B, T, L, k] are
+  experts to take. With `routing`, a pair with the `moe.Routing` [L, B, T, ..].
   """
   x = _embed(params, tokens, cfg, compute, constrain, noise)
   x = constrain(x, 'batch', None, None)
@@ -273,9 +286,11 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
         q, k, v, segment_ids, compute, branch_ids, positions, window, cfg
     ), None
 
-  x, _ = _run(params, x, rope.tables(positions, lengths, cfg), attend, cfg,
-              compute, constrain)
-  return x
+  if chosen is not None:
+    chosen = jnp.moveaxis(chosen, 2, 0)
+  x, _, routes = _run(params, x, rope.tables(positions, lengths, cfg), attend,
+                      cfg, compute, constrain, chosen)
+  return (x, routes) if routing else x
 
 
 def document_lengths(positions, segment_ids):
@@ -302,7 +317,7 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept = _run(params, x, tables, attend, cfg, compute, constrain)
+  x, kept, _ = _run(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   return Cache(tuple(k for k, _ in kept), tuple(v for _, v in kept)), last
 
@@ -330,7 +345,8 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
           window, cfg)
       return out, None
 
-    x, _ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute)
+    x, *_ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute,
+                   constrain)
     x = constrain(x, 'batch', None, None)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs)), x[:, 0]

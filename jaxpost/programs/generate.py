@@ -96,7 +96,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
 
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(
-        weights, tokens, lengths, compute=compute, constrain=layout.constrain)
+        weights, tokens, lengths, compute=compute, constrain=layout)
     return Prefix(cache, hidden, lengths)
 
   def flops(weights, tokens, lengths):
@@ -160,7 +160,7 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
     state = record(state, tokens, logp, behaviour)
     cache, hidden = model.decode(
         weights, state.cache, tokens, state.positions, compute=compute,
-        read=read, constrain=layout.constrain)
+        read=read, constrain=layout)
     return state.replace(
         cache=cache, hidden=hidden.astype(state.hidden.dtype),
         positions=state.positions + 1)
