@@ -70,6 +70,10 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   for path in _matching(
       matrices, pattern, 'config.lora.targets', '(?:.*/)?(?:{})'):
     spec = table[path]
+    if path not in targets(table):
+      raise InputError(
+          f'config.lora.targets: {pattern!r} matches {path}; routers and '
+          'experts have no adapters here, leave them out: "q|k|v|o"')
     cut = 1 + stored.inputs(spec)
     least = min(math.prod(spec.shape[1:cut]), math.prod(spec.shape[cut:]))
     if rank > least:
@@ -85,6 +89,12 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
         ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
         matrix=True)
   return rows
+
+
+def targets(table: dict) -> list[str]:
+  """The paths of what can have an adapter."""
+  return [p for p, s in table.items() if s.matrix and s.stacked
+          and 'expert' not in s.axes and not s.exact]
 
 
 def is_adapter(path: str) -> bool:

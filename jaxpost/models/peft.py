@@ -48,9 +48,9 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
     raise InputError(
         f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a '
         'rank and a number')
-  every = stored.table(cfg, lora.adapter_rows(
-      transformer.param_table(dataclasses.replace(cfg, lora=())),
-      dataclasses.replace(cfg, lora=(1, 1.0, False, '.*'))))
+  table = transformer.param_table(dataclasses.replace(cfg, lora=()))
+  every = stored.table(cfg, lora.adapter_rows(table, dataclasses.replace(
+      cfg, lora=(1, 1.0, False, '|'.join(lora.targets(table))))))
   with contextlib.ExitStack() as stack:
     have = hf.open_file(folder / _WEIGHTS, stack)
     paths = [path.split('/')[-2] for path, kept in every.items()
