@@ -76,6 +76,8 @@ class RouterSection:
       'router_aux_loss_coef elsewhere; 0.001 is usual, but not in RL', lo=0.0)
   z_coef: float = _f(0.0, 'weight of the squared log-normaliser of the router',
                      lo=0.0)
+  replay: bool = _f(False, 'updates and scores of rollouts take the experts '
+                    'that were chosen while sampling')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,15 @@ import pytest
 import tiny
 
 from jaxpost import matmul
+from jaxpost.data import experience
 from jaxpost.errors import InputError
 from jaxpost.models import lora, moe, presets, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.programs import train
-from jaxpost.types import Batch
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Batch, Prompt
 
 SPARSE = dict(family='qwen3_moe', experts=Experts(8, 3, 24))
 
@@ -202,3 +205,62 @@ def test_every_field_of_experts_counts(model, params, fields):
   right = tiny.logits(model, params, ids)
   assert tiny.largest(tiny.logits(other, params, ids) - right) > (
       1e-3 * tiny.largest(right))
+
+
+# --------------------------------------------------------------------- replay
+
+
+def test_a_sampler_keeps_what_its_tokens_chose(model, params):
+  """At every position, and it is what training chooses in exact float32."""
+  settings = native.SamplerConfig(
+      slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
+  engine = native.NativeEngine(
+      moe.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT,
+      Ledger())
+  engine.load(params, version=0)
+  ids = tiny.tokens((3, 8))
+  rollout = engine(
+      [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
+      group_size=2, step=0, run_key=np.zeros(2, np.uint32))
+  batch = experience.to_batch(
+      rollout, range(6), np.ones((6, 6)), {}, num_rows=3, row_length=28)
+  hidden, routing = jax.jit(lambda p: model.forward(
+      p, batch.tokens, batch.positions, batch.segment_ids,
+      compute=tiny.EXACT, routing=True))(params)
+  real = batch.segment_ids > 0
+  np.testing.assert_array_equal(
+      batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
+  merged = experience.merge([rollout, rollout], [[0], [2]])
+  np.testing.assert_array_equal(merged.experts, rollout.experts[[0, 1, 4, 5]])
+  # Training takes them, whatever its router would choose.
+  other = tiny.params(model, seed=1)['layers']['router']
+  drifted = params | {'layers': params['layers'] | {'router': other}}
+  run = jax.jit(lambda p, batch: train.run_model(
+      model, p, batch, tiny.one_device(), tiny.EXACT, routing=True)[1].chosen)
+  np.testing.assert_array_equal(
+      np.moveaxis(run(drifted, batch), 0, 2), batch.experts)
+  free = run(drifted, batch.replace(experts=None))
+  assert np.any(np.moveaxis(free, 0, 2)[real] != batch.experts[real])
+
+
+def test_rollouts_are_replayed(tmp_path):
+  """In bfloat16 the sampler is nearer to the trainer then."""
+  import jaxpost
+  path = tiny.folder(
+      tmp_path / 'model', **SPARSE | dict(num_layers=3, hidden_size=64))
+
+  def mismatch(replay):
+    run = tmp_path / f'run{replay}'
+    jaxpost.run(tiny.merged(tiny.grpo_config(
+        path, router=dict(replay=replay), rl=dict(kl_coef=0.01),
+        train=dict(steps=1), rollout=dict(prompts=16, max_new_tokens=8)),
+        dict(model=dict(dtype='bfloat16'))), run)
+    row = json.loads((run / 'metrics.jsonl').read_text().splitlines()[0])
+    return abs(row['sampler_mismatch'] - 1)
+
+  with_, without = mismatch(True), mismatch(False)
+  print(with_, without)
+  assert with_ < without
+  with pytest.raises(InputError, match='replay'):
+    jaxpost.run(tiny.run_config(path, router=dict(replay=True)),
+                tmp_path / 'sft')

@@ -23,6 +23,7 @@ class Experts:
   top_k: int
   size: int  # of each, as `intermediate_size` is of a dense MLP
   normalize: bool = True  # the weights of those chosen add up to 1
+  record: bool = False  # caches keep the chosen ones, to be replayed
 
 
 @dataclasses.dataclass(frozen=True)

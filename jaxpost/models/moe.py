@@ -7,6 +7,7 @@ Nothing is dropped and nothing is padded to a capacity: tokens are sorted by
 expert, and `matmul.grouped` multiplies each run of them by its matrix.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -134,6 +135,7 @@ def route(p, x, cfg: ModelConfig, chosen=None):
                       precision=jax.lax.Precision.HIGHEST)
   if chosen is None:
     chosen = jax.lax.top_k(logits, cfg.experts.top_k)[1]
+  chosen = chosen.astype(jnp.int32)
   weights = jnp.take_along_axis(
       jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
   if cfg.experts.normalize:
@@ -170,6 +172,33 @@ def _permute(x, order, back):
 
 _permute.defvjp(lambda x, order, back: (x[order], back),
                 lambda back, g: (g[back], None, None))
+
+
+# --------------------------------------------------------------------- replay
+#
+# Sampler and trainer round differently, and a token at the edge between two
+# experts then goes different ways: its log-prob jumps, and importance ratios
+# with it. Taking the experts that were chosen while sampling in the update
+# (and in scoring, that of the reference too) keeps them together: "rollout
+# routing replay", Ma et al., arXiv:2510.11370. The router still learns: from
+# the weights of those experts.
+
+
+def record(routing: Routing | None, cfg: ModelConfig) -> tuple:
+  """`Cache.experts` of a prefill."""
+  if not cfg.experts or not cfg.experts.record:
+    return ()
+  return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
+
+
+def recording(model):
+  """The model for a sampler whose caches keep what its tokens chose."""
+  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(
+      model.config.experts, record=True))
+  bind = lambda fn: functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
+  return dataclasses.replace(
+      model, config=cfg, prefill=bind(model.prefill),
+      decode=bind(model.decode))
 
 
 # --------------------------------------------------------------- load balance
@@ -223,9 +252,9 @@ def balance_loss(sums: dict, tokens):
 def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
   """Those of `balance_loss`, of `config.router`."""
   out = section.balance_coef, section.z_coef
-  if any(out) and not cfg.experts:
-    raise InputError('config.router: balance_coef and z_coef are of mixtures '
-                     'of experts; this model has none, leave them 0')
+  if not cfg.experts and (any(out) or section.replay):
+    raise InputError('config.router: balance_coef, z_coef and replay are of '
+                     'mixtures of experts; this model has none')
   return out
 
 

@@ -317,9 +317,10 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept, _ = _run(params, x, tables, attend, cfg, compute, constrain)
+  x, kept, routes = _run(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  return Cache(tuple(k for k, _ in kept), tuple(v for _, v in kept)), last
+  experts = moe.record(routes, cfg)
+  return Cache(*map(tuple, zip(*kept)), experts), last
 
 
 def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
@@ -333,7 +334,7 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
   """
   x = _embed(weights, tokens[:, None], cfg, compute, constrain)
   tables = rope.tables(positions[:, None], positions[:, None] + 1, cfg)
-  ks, vs = list(cache.k), list(cache.v)
+  ks, vs, experts = list(cache.k), list(cache.v), list(cache.experts)
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
     def attend(q, k, v, i=i, window=kind.window):
@@ -345,11 +346,14 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
           window, cfg)
       return out, None
 
-    x, *_ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute,
-                   constrain)
+    x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg,
+                           compute, constrain)
     x = constrain(x, 'batch', None, None)
+    if experts:
+      experts[i] = write_rows(
+          experts[i], routing.chosen, positions, compute.row_writes)
   x = layers.rms_norm(x, weights['norm'], cfg)
-  return Cache(tuple(ks), tuple(vs)), x[:, 0]
+  return Cache(tuple(ks), tuple(vs), tuple(experts)), x[:, 0]
 
 
 def write_rows(cache, rows, positions, one_by_one: bool = True):

@@ -75,7 +75,7 @@ def run_model(model: Model, params, batch: Batch, layout: Layout,
   """Hidden states [B, T, D] of packed rows; with `routing`, a pair with it."""
   # What most batches lack is not passed: a model of one's own needs no more.
   given = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout,
-               routing=routing)
+               routing=routing, chosen=batch.experts)
   return model.forward(
       params, batch.tokens, batch.positions, batch.segment_ids,
       compute=compute, constrain=layout,
