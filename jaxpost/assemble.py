@@ -18,13 +18,15 @@ from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import loader
+from jaxpost.errors import InputError
 from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import Chrono, MetricsWriter
-from jaxpost.models import hf, lora, peft
+from jaxpost.models import hf, lora, moe, peft
 from jaxpost.models import model as model_lib
-from jaxpost.models.transformer import flops_per_token, join
+from jaxpost.models.table import join
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -69,7 +71,14 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()
-          if name.startswith('teacher_')))}
+          if name.startswith('teacher_')),
+      router=moe.loss_weights(config.router, p.model.config))}
+  if config.router.replay and (
+      not on_policy or p.algorithm.pack or p.algorithm.from_data(config)
+      or {'critic', 'reward_model'} & set(p.sources)):
+    raise InputError(
+        'config.router.replay: is for on-policy methods on whole completions, '
+        'without data mixed in, a critic or a reward model')
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
   shards = train.batch_shards
@@ -249,8 +258,9 @@ def make_engine(kit: Kit, slots: int = 0):
   p, r, e = kit.prepared, kit.config.rollout, kit.config.eval
   wanted = r.prompts * r.group_size if kit.algorithm.on_policy else (
       e.size * e.samples)
+  model = moe.recording(p.model) if kit.config.router.replay else p.model
   return NativeEngine(
-      p.model, SamplerConfig(
+      model, SamplerConfig(
           slots=slots or r.slots or min(wanted, 256),
           max_prompt=r.max_prompt_length, max_new_tokens=r.max_new_tokens,
           stop_ids=p.tokenizer.stop_ids,

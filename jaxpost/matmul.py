@@ -1,6 +1,6 @@
 """The one matrix product of the library, and how a program computes.
 
-Legend: einsum letters are the caller's.
+Legend: einsum letters are the caller's; of groups, N rows, E groups, D, F.
 """
 
 import dataclasses
@@ -25,6 +25,8 @@ class Compute:
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
+  group_block: rows of a product of groups; 0 is `jax.lax.ragged_dot`, which
+    multiplies every row by every group where there is no kernel for it.
   """
 
   dtype: str = 'bfloat16'
@@ -35,6 +37,7 @@ class Compute:
   q_chunk: int = 128
   head_elements: int = 2**25
   row_writes: bool = True
+  group_block: int = 32
 
 
 def compute_for(platform: str, dtype: str, remat: str) -> Compute:
@@ -45,7 +48,8 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
   residual = 'float32' if dtype == 'float16' else dtype
   return Compute(
       dtype=dtype, residual=residual, cache=dtype, unroll=False, remat=remat,
-      q_chunk=1024, head_elements=2**30, row_writes=False)
+      q_chunk=1024, head_elements=2**30, row_writes=False,
+      group_block=0 if platform == 'tpu' else 256)
 
 
 def einsum(spec: str, x, w, dtype: str):
@@ -64,9 +68,8 @@ def einsum(spec: str, x, w, dtype: str):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _einsum(spec, x, w, dtype):
-  precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else None
   return jnp.einsum(
-      spec, x.astype(dtype), w.astype(dtype), precision=precision,
+      spec, x.astype(dtype), w.astype(dtype), precision=_precision(dtype),
       preferred_element_type=jnp.float32)
 
 
@@ -90,3 +93,126 @@ def _backward(spec, dtype, residuals, g):
 
 
 _einsum.defvjp(_forward, _backward)
+
+
+# ------------------------------------------------------------------ of groups
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped(x, w, sizes, dtype: str, block: int):
+  """Each group of rows times a matrix of its own, in float32: [N, F].
+
+  Args:
+    x: [N, D], the rows of the groups after each other; those beyond give 0.
+    w: [E, D, F]; sizes: [E] int32, rows of each group.
+    dtype: of the operands, forward and backward, as of `einsum`.
+    block: see `Compute.group_block`.
+  """
+  return _rows_by_groups('nd,df->nf', x, w, sizes, dtype, block)
+
+
+def _grouped_forward(x, w, sizes, dtype, block):
+  kinds = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
+  x, w = x.astype(dtype), w.astype(dtype)
+  return grouped(x, w, sizes, dtype, block), (x, w, sizes, kinds)
+
+
+def _grouped_backward(dtype, block, residuals, g):
+  x, w, sizes, (x_kind, w_kind) = residuals
+  g = g.astype(dtype)
+  dx = _rows_by_groups('nf,df->nd', g, w, sizes, dtype, block)
+  dw = _groups_of_rows(x, g, sizes, dtype, block)
+  return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype), None
+
+
+grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _rows_by_groups(spec, x, w, sizes, dtype, block):
+  """`einsum(spec, x, w[e])` of the rows of each group e."""
+  x, w = x.astype(dtype), w.astype(dtype)
+  if not block:
+    w = w if spec == 'nd,df->nf' else w.swapaxes(1, 2)
+    y = jax.lax.ragged_dot(
+        x, w, sizes, precision=_precision(dtype),
+        preferred_element_type=jnp.float32)
+    real = jnp.arange(len(x)) < jnp.sum(sizes)
+    return jnp.where(real[:, None], y, 0)
+  parts, width = _Parts(sizes, len(x), block), w.shape[
+      2 if spec == 'nd,df->nf' else 1]
+  x = jnp.pad(x, ((0, parts.block), (0, 0)))
+
+  def part(i, y):
+    out = einsum(spec, parts.rows(x, i), _slice(w, parts.group[i]), dtype)
+    # What it writes past the end of its group, the next one writes over.
+    return jax.lax.dynamic_update_slice_in_dim(
+        y, jnp.where(parts.real(i), out, 0), parts.start[i], 0)
+
+  y = jnp.zeros((len(x), width), jnp.float32)
+  return jax.lax.fori_loop(0, parts.number, part, y)[:len(x) - parts.block]
+
+
+def _groups_of_rows(x, g, sizes, dtype, block):
+  """x^T g of the rows of each group: [E, D, F], the gradient of its matrix."""
+  if not block:
+    dims = jax.lax.RaggedDotDimensionNumbers(
+        (((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[])
+    return jax.lax.ragged_dot_general(
+        x, g, sizes, dims, precision=_precision(dtype),
+        preferred_element_type=jnp.float32)
+  parts = _Parts(sizes, len(x), block)
+  x, g = (jnp.pad(y, ((0, parts.block), (0, 0))) for y in (x, g))
+
+  def part(i, dw):
+    rows = jnp.where(parts.real(i), parts.rows(g, i), 0)
+    add = einsum('nd,nf->df', parts.rows(x, i), rows, dtype)
+    return jax.lax.dynamic_update_index_in_dim(
+        dw, _slice(dw, parts.group[i]) + add, parts.group[i], 0)
+
+  dw = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
+  return jax.lax.fori_loop(0, parts.number, part, dw)
+
+
+class _Parts:
+  """Groups of rows in blocks of one size, as many as are needed.
+
+  group, start: [blocks], the group of each and its first row.
+  """
+
+  def __init__(self, sizes, rows: int, block: int):
+    self.block = min(block, max(8, rows // len(sizes)))
+    per = -(-sizes // self.block)
+    ends = jnp.cumsum(per)
+    i = jnp.arange(rows // self.block + len(sizes))
+    self.number = ends[-1]
+    self.group = jnp.minimum(
+        jnp.sum(i[:, None] >= ends, axis=1), len(sizes) - 1)
+    self._end = jnp.cumsum(sizes)[self.group]
+    self.start = self._end - sizes[self.group] + self.block * (
+        i - (ends - per)[self.group])
+
+  def rows(self, x, i):
+    return _bits(lambda x: jax.lax.dynamic_slice_in_dim(
+        x, self.start[i], self.block), x)
+
+  def real(self, i):
+    """[block, 1]: the rows that are of the group."""
+    return (self.start[i] + jnp.arange(self.block) < self._end[i])[:, None]
+
+
+def _slice(w, i):
+  return _bits(lambda w: jax.lax.dynamic_index_in_dim(w, i, keepdims=False), w)
+
+
+def _bits(fn, x):
+  """`fn` of the bits of x: XLA:CPU widens all of a bfloat16 array to slice it,
+  which takes ten times as long as a product with a few rows."""
+  if x.dtype != jnp.bfloat16:
+    return fn(x)
+  return jax.lax.bitcast_convert_type(
+      fn(jax.lax.bitcast_convert_type(x, jnp.uint16)), jnp.bfloat16)
+
+
+def _precision(dtype: str):
+  return jax.lax.Precision.HIGHEST if dtype == 'float32' else None

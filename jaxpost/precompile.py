@@ -31,6 +31,10 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
     ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
     host = Batch(ints, ints, ints, floats, sequence_ids=ints,
                  branch_ids=ints if p.algorithm.pack else None)
+    if config.router.replay:
+      cfg = p.model.config
+      host = host.replace(experts=np.zeros(
+          (1, length, cfg.num_layers, cfg.experts.top_k), np.uint16))
   else:
     host = p.first_batch
   place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import join
+from jaxpost.models.table import join
 from jaxpost.programs.compile import Program
 from jaxpost.programs.train import Objective
 from jaxpost.sharding import Layout

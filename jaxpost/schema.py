@@ -71,6 +71,17 @@ class TrainSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterSection:
+  balance_coef: float = _f(
+      0.0, 'weight of the load-balancing loss of a mixture of experts, '
+      'router_aux_loss_coef elsewhere; 0.001 is usual, but not in RL', lo=0.0)
+  z_coef: float = _f(0.0, 'weight of the squared log-normaliser of the router',
+                     lo=0.0)
+  replay: bool = _f(False, 'updates and scores of rollouts take the experts '
+                    'that were chosen while sampling')
+
+
+@dataclasses.dataclass(frozen=True)
 class LoraSection:
   rank: int = _f(0, 'of the adapters that are trained in place of the '
                  'weights; 0: none, or that of `path`', lo=0)
@@ -251,7 +262,8 @@ class RewardSection:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
-  train: str = _f('fsdp=-1', 'sizes of data, fsdp, tensor; -1: the rest')
+  train: str = _f('fsdp=-1', 'sizes of data, fsdp, expert, tensor; -1: the '
+                  'rest')
   rollout: str = _f('data=-1', 'same devices, another shape')
   score: str = _f('', 'of frozen models: references, teachers, reward models; '
                   '"": as train')
@@ -309,6 +321,7 @@ class Config:
   model: ModelSection = ModelSection()
   data: DataSection = DataSection()
   train: TrainSection = TrainSection()
+  router: RouterSection = RouterSection()
   lora: LoraSection = LoraSection()
   optim: OptimSection = OptimSection()
   rollout: RolloutSection = RolloutSection()

@@ -16,19 +16,22 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpost.errors import InputError
 
-AXES = ('data', 'fsdp', 'tensor')
-BATCH_AXES = ('data', 'fsdp')
+AXES = ('data', 'fsdp', 'expert', 'tensor')
+BATCH_AXES = ('data', 'fsdp', 'expert')
 
 # Training gathers each layer's weights over fsdp when it is used; sampling
 # would pay that at every token, so there weights are split over tensor only.
+# Experts stay where they are in both: tokens travel to them (`models/moe.py`).
+# What is no expert is split over that axis as it is over fsdp.
 RULES = {
     'train': {
-        'batch': BATCH_AXES, 'embed': 'fsdp', 'vocab': 'tensor',
+        'batch': BATCH_AXES, 'embed': ('fsdp', 'expert'), 'vocab': 'tensor',
         'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor',
+        'expert': 'expert',
     },
     'rollout': {
         'batch': BATCH_AXES, 'vocab': 'tensor', 'heads': 'tensor',
-        'kv_heads': 'tensor', 'mlp': 'tensor',
+        'kv_heads': 'tensor', 'mlp': 'tensor', 'expert': 'expert',
     },
 }
 RULES['score'] = RULES['train']
@@ -91,19 +94,19 @@ class Layout:
     for i, axis in enumerate(axes):
       part = rules.get(axis) if axis else None
       names = (part,) if isinstance(part, str) else part or ()
+      names = tuple(n for n in names
+                    if n not in used and self.mesh.shape[n] > 1)
       size = math.prod(self.mesh.shape[n] for n in names)
-      fits = shape is None or shape[i] % size == 0
-      if size == 1 or not fits or used & set(names):
-        part = None
-      else:
-        used |= set(names)
-      parts.append(part)
+      if shape is not None and shape[i] % size:
+        names = ()
+      used |= set(names)
+      parts.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*parts)
 
   def sharding(self, axes=(), shape=None) -> NamedSharding:
     return NamedSharding(self.mesh, self.spec(axes, shape))
 
-  def constrain(self, x, *axes):
+  def __call__(self, x, *axes):
     """Pins an activation inside a program; free on one device."""
     if self.mesh.size == 1:
       return x

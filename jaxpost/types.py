@@ -59,6 +59,7 @@ class Batch:
   sequence_ids: Array | None = None  # [B, T] int32
   arrays: dict = struct.field(default_factory=dict)  # name -> [B, T, ...]
   teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distil from
+  experts: Array | None = None  # [B, T, L, k] uint16, to take (`models/moe.py`)
 
 
 @struct.dataclass
@@ -102,10 +103,14 @@ class Sampling:
 
 @struct.dataclass
 class Cache:
-  """Keys and values of what was read so far, one pair of arrays per layer."""
+  """Keys and values of what was read so far, one pair of arrays per layer.
+
+  And the experts that it passed, where these are kept to be replayed.
+  """
 
   k: tuple  # L x [S, K, length, h]
   v: tuple  # L x [S, K, length, h]
+  experts: tuple = ()  # L x [S, 1, length, k] uint16
 
 
 @struct.dataclass
@@ -136,6 +141,7 @@ class Rollout:
   version: int = 0  # updates behind the weights that made it
   occupancy: float = 1.0  # share of slot-steps that drew a wanted token
   from_data: bool = False  # completions of the data, not of a sampler
+  experts: np.ndarray | None = None  # [N, P + C, L, k] uint16, by position
 
 
 @dataclasses.dataclass

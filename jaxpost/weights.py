@@ -22,7 +22,7 @@ from jaxpost.models import config as model_config
 from jaxpost.models import hf, lora, peft
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import join, nest
+from jaxpost.models.table import join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.sharding import Layout

@@ -14,6 +14,9 @@ LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
 # With a model that has every feature of a family, in tensors that hold several
 # parameters each.
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2']
+# Of experts, with the losses of their router.
+MOE = ['moe:data=8', 'moe:expert=8', 'moe:expert=4,data=2',
+       'moe:expert=2,fsdp=2,tensor=2']
 
 
 @pytest.fixture(scope='module')
@@ -34,7 +37,7 @@ def report():
   return found | {'warnings': str(remats)}
 
 
-@pytest.mark.parametrize('layout', LAYOUTS + RICH)
+@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE)
 def test_layout(report, layout):
   assert report[layout] == 'ok'
 
@@ -53,7 +56,7 @@ def main():
   import tiny
   from jaxpost.models import hf
   from jaxpost.models import model as model_lib
-  from jaxpost.models.config import Rope
+  from jaxpost.models.config import Experts, Rope
   from jaxpost.programs import train
   from jaxpost.sharding import make_layout
   from jaxpost.sharding import to_host
@@ -69,6 +72,8 @@ def main():
       ropes=(Rope(), Rope(100.0)), layer_ropes=(0, 1), layer_windows=(0, 6),
       norm_offset=1.0, activation='gelu_tanh', embed_scale=2.0,
       attention_softcap=3.0, logit_softcap=4.0, tie_embeddings=False))
+  sparse = model_lib.build(tiny.config(
+      **shapes, family='qwen3_moe', experts=Experts(8, 3, 16)))
   compute = dataclasses.replace(
       tiny.EXACT, unroll=False, remat='dots', q_chunk=8, head_elements=20_000)
   random = np.random.RandomState(0)
@@ -94,7 +99,9 @@ def main():
     loaded = hf.load_params(folder, model, model.shardings(layout), 'float32')
     jax.tree.map(np.testing.assert_array_equal, to_host(loaded),
                  to_host(params))
-    loss = train.make_loss(model, objective, layout, compute)
+    loss = train.make_loss(
+        model, dataclasses.replace(objective, router=(0.1, 0.01))
+        if model.config.experts else objective, layout, compute)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True),
                   out_shardings=(None, model.shardings(layout)))
     return to_host(run(loaded, layout.put(batch, 'batch', None)))
@@ -102,7 +109,7 @@ def main():
   def compare(given, right, text):
     (loss, metrics), grads = right
     (loss_8, metrics_8), grads_8 = gradient(make_layout(
-        text.removeprefix('rich:'), 'train'), given)
+        text.rpartition(':')[2], 'train'), given)
     off = {'loss': abs(loss_8 / loss - 1),
            'metric': abs(metrics_8['e'] / metrics['e'] - 1)}
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads_8),
@@ -111,10 +118,13 @@ def main():
     wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
     print(text, wrong or 'ok', flush=True)
 
-  given, full = saved(plain), saved(rich)
+  given, full, experts = saved(plain), saved(rich), saved(sparse)
   right = gradient(tiny.one_device(), full)
   for text in RICH:
     compare(full, right, text)
+  right = gradient(tiny.one_device(), experts)
+  for text in MOE:
+    compare(experts, right, text)
   right = (loss, _), grads = gradient(tiny.one_device(), given)
   for text in LAYOUTS:
     compare(given, right, text)

@@ -22,7 +22,7 @@ from jaxpost.checkpoint import finished_steps
 from jaxpost.errors import InputError
 from jaxpost.models import hf, lora, peft, stored
 from jaxpost.models import model as model_lib
-from jaxpost.models.transformer import leaf
+from jaxpost.models.table import leaf
 from jaxpost.programs import train
 from jaxpost.types import Batch
 

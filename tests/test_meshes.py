@@ -9,7 +9,8 @@ import pytest
 
 from jaxpost import metrics
 
-MESHES = {'fsdp=2,tensor=2': 'data=2,tensor=2', 'data=4': 'tensor=4'}
+MESHES = {'fsdp=2,tensor=2': 'data=2,tensor=2', 'data=4': 'tensor=4',
+          'expert=2,fsdp=2': 'expert=2,tensor=2', 'expert=4': 'data=4'}
 
 
 @pytest.mark.parametrize('train', MESHES)
@@ -35,9 +36,11 @@ def main(workdir, train, rollout):
   import tiny
 
   from jaxpost import stages
+  from jaxpost.models.config import Experts
+  sparse = dict(family='qwen3_moe', experts=Experts(8, 3, 16))
   model = tiny.folder(
       pathlib.Path(workdir) / 'model', vocab_size=259, num_heads=4,
-      num_kv_heads=4)
+      num_kv_heads=4, **sparse if 'expert' in train else {})
   stages.run(tiny.grpo_config(
       model, mesh=dict(train=train, rollout=rollout), rl=dict(kl_coef=0.01),
       train=dict(steps=2)), pathlib.Path(workdir) / 'run')

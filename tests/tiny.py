@@ -14,7 +14,7 @@ from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models import hf
 from jaxpost.models import model as model_lib
-from jaxpost.models import transformer
+from jaxpost.models import table
 from jaxpost.models.config import ModelConfig
 from jaxpost.sharding import make_layout
 
@@ -39,10 +39,10 @@ def params(model, seed=0):
 
   def vary(x, spec):
     noise = 0.2 * random.standard_normal(x.shape).astype(np.float32)
-    return x + noise if spec.vector else x
+    return x + noise if spec.exact else x
 
   made = jax.jit(model.init)(jax.random.key(seed))
-  return jax.tree.map(vary, made, transformer.nest(model.table))
+  return jax.tree.map(vary, made, table.nest(model.table))
 
 
 def tokens(shape, vocab=131, seed=0):

@@ -78,6 +78,9 @@ def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict,
       np.zeros(shape, np.int32) for _ in range(4))
   loss_weights = np.zeros(shape, np.float32)
   packed = {k: np.zeros(shape, np.float32) for k in arrays}
+  experts = rollout.experts
+  if experts is not None:
+    experts = np.zeros((*shape, *experts.shape[2:]), experts.dtype)
   group = len(rollout.lengths) // len(rollout.prompts)
   for n, (row, answer) in zip(members, place):
     prompt, length = rollout.prompts[n // group], rollout.lengths[n]
@@ -90,8 +93,10 @@ def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict,
     loss_weights[row, answer:end] = weights[n, :length]
     for name, values in arrays.items():
       packed[name][row, answer:end] = values[n, :length]
+    if experts is not None:
+      experts[row, start:end] = rollout.experts[n, :end - start]
   return Batch(tokens, positions, segments, loss_weights,
-               sequence_ids=sequences, arrays=packed)
+               sequence_ids=sequences, arrays=packed, experts=experts)
 
 
 def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
@@ -116,7 +121,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
   prompts: tuple[Prompt, ...] = tuple(
       r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
   names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
-           'finished')
+           'finished', *['experts'] * (rollouts[0].experts is not None))
   return rollouts[0].replace(
       prompts=prompts, **{n: pick(n) for n in names},
       occupancy=float(np.mean([r.occupancy for r in rollouts])))

@@ -16,6 +16,17 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+  """The MLPs of a mixture, of which each token passes the `top_k` likeliest."""
+
+  num: int
+  top_k: int
+  size: int  # of each, as `intermediate_size` is of a dense MLP
+  normalize: bool = True  # the weights of those chosen add up to 1
+  record: bool = False  # caches keep the chosen ones, to be replayed
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A decoder-only transformer, in the field's terms.
 
@@ -49,6 +60,7 @@ class ModelConfig:
   logit_softcap: float = 0.0  # the same for the logits
   logit_divisor: float = 1.0  # of the logits, before the cap
   max_position: int = 32_768
+  experts: Experts | None = None  # in place of the MLP of each layer: `moe.py`
   initializer_range: float = 0.02
   num_labels: int = 0  # 1: a scalar head in place of the one for tokens
   value_head: bool = False  # a scalar head beside the one for tokens
@@ -68,8 +80,10 @@ class ModelConfig:
 def from_json(fields: dict) -> ModelConfig:
   """What `dataclasses.asdict` and JSON made of a ModelConfig, back again."""
   fields = {k: _tuples(v) for k, v in fields.items()}
+  experts = fields.get('experts')
   return ModelConfig(**fields | {
-      'ropes': tuple(Rope(**rope) for rope in fields['ropes'])})
+      'ropes': tuple(Rope(**rope) for rope in fields['ropes']),
+      'experts': experts and Experts(**experts)})
 
 
 def _tuples(value):

@@ -7,7 +7,7 @@ the `spec` here; `raw` is its `config.json` with the family's defaults.
 import dataclasses
 
 from jaxpost.errors import InputError
-from jaxpost.models.config import ModelConfig, Rope
+from jaxpost.models.config import Experts, ModelConfig, Rope
 
 _FULL, _LOCAL = 'full_attention', 'sliding_attention'
 _ACTIVATIONS = {
@@ -36,6 +36,8 @@ _NEUTRAL = {
     'auto_map': (None,), 'partial_rotary_factor': (1, None),
     'pretraining_tp': (1, None), 'use_bidirectional_attention': (False, None),
     'quantization_config': (None,), 'no_rope_layers': (None,),
+    'decoder_sparse_step': (1, None), 'mlp_only_layers': ([], None),
+    'router_jitter_noise': (0.0, None),
 }
 READ = frozenset('''
     vocab_size hidden_size intermediate_size num_hidden_layers hidden_act
@@ -49,7 +51,8 @@ _IGNORED = frozenset('''
     bos_token_id eos_token_id pad_token_id attention_dropout initializer_range
     _name_or_path output_attentions output_hidden_states return_dict
     chunk_size_feed_forward id2label label2id is_encoder_decoder problem_type
-    cache_implementation max_window_layers
+    cache_implementation max_window_layers output_router_logits
+    router_aux_loss_coef
     '''.split())
 # Type of rope scaling -> the keys it needs and those it may have.
 _SCALINGS = {
@@ -82,7 +85,8 @@ def check(raw: dict, spec: dict, where: str):
       raise InputError(
           f'{where}: {field}={raw[field]!r} is not supported (only '
           f'{values[0]!r})')
-  for field in ('use_sliding_window', 'tie_word_embeddings', *_BIASES):
+  for field in ('use_sliding_window', 'tie_word_embeddings',
+                'norm_topk_prob', *_BIASES):
     if raw.get(field) not in (True, False, None):
       raise InputError(
           f'{where}: {field}={raw[field]!r} must be true or false')
@@ -90,7 +94,9 @@ def check(raw: dict, spec: dict, where: str):
   for field in ('vocab_size', 'hidden_size', 'intermediate_size',
                 'num_hidden_layers', 'num_attention_heads', 'max_window_layers',
                 'sliding_window_pattern', 'no_rope_layer_interval',
-                'max_position_embeddings', _ORIGINAL, *optional):
+                'max_position_embeddings', 'num_experts', 'num_local_experts',
+                'num_experts_per_tok', 'moe_intermediate_size', _ORIGINAL,
+                *optional):
     value = raw.get(field)
     low = 0 if field == 'max_window_layers' else 1
     missing = field not in raw or (value is None and field in optional)
@@ -135,6 +141,20 @@ def activation(raw: dict, spec: dict, where: str) -> str:
 def biases(raw: dict, spec: dict) -> tuple:
   return tuple(name for field, names in _BIASES.items()
                if field in spec['reads'] and raw.get(field) for name in names)
+
+
+def experts(raw: dict, spec: dict, where: str) -> Experts | None:
+  """ModelConfig.experts."""
+  said = spec.get('experts')
+  if said is None:
+    return None
+  found = Experts(
+      raw[said['num']], raw['num_experts_per_tok'], raw[said['size']],
+      said.get('normalize', raw.get('norm_topk_prob')))
+  if found.top_k > found.num:
+    raise InputError(
+        f'{where}: num_experts_per_tok={found.top_k} of {found.num} experts')
+  return found
 
 
 def scalars(raw: dict, spec: dict) -> dict:
@@ -330,7 +350,12 @@ def write(cfg: ModelConfig, spec: dict) -> dict:
       'max_window_layers': types.index(_LOCAL) if local else cfg.num_layers,
       'no_rope_layers': [1 + i for i in cfg.layer_ropes] or [
           1] * cfg.num_layers}
-  return out | {k: v for k, v in every.items() if k in reads}
+  if cfg.experts:
+    said, e = spec['experts'], cfg.experts
+    every |= {said['num']: e.num, said['size']: e.size,
+              'num_experts_per_tok': e.top_k, 'norm_topk_prob': e.normalize}
+  out |= {k: v for k, v in every.items() if k in reads}
+  return out | {k: out[v] for k, v in spec.get('aliases', {}).items()}
 
 
 def _write_rope(cfg: ModelConfig, spec: dict, types: list) -> dict:

@@ -13,7 +13,9 @@ Only this file knows a family's name. A family is
     say: 'all', 'upper' (from `max_window_layers` on), 'no_rope', or n for all
     but every n-th.
   local_rope: the field with the rope base of those layers, unscaled.
-  activation_field, activations, rope_types: other spellings.
+  experts: which fields say how many there are and how large each is;
+    `normalize` where none says that their weights add up to 1.
+  activation_field, activations, rope_types, aliases: other spellings.
   ignored, reported: fields without effect here, without or with a warning.
 """
 
@@ -45,6 +47,27 @@ FAMILIES = {
         defaults=dict(num_key_value_heads=32, sliding_window=4096,
                       max_window_layers=28, max_position_embeddings=32_768,
                       head_dim=128)),
+    'qwen3_moe': dict(
+        architecture='Qwen3MoeForCausalLM', fixed=dict(qk_norm='head'),
+        experts=dict(num='num_experts', size='moe_intermediate_size'),
+        aliases={'num_local_experts': 'num_experts'}, window='all',
+        reads=('attention_bias', 'use_sliding_window', 'sliding_window',
+               'num_experts', 'num_experts_per_tok', 'moe_intermediate_size',
+               'norm_topk_prob'),
+        defaults=dict(num_key_value_heads=4, sliding_window=4096,
+                      max_position_embeddings=32_768, num_experts=128,
+                      num_experts_per_tok=8, moe_intermediate_size=768,
+                      norm_topk_prob=False)),
+    'mixtral': dict(
+        architecture='MixtralForCausalLM', window='all',
+        experts=dict(num='num_local_experts', size='intermediate_size',
+                     normalize=True),
+        names={'mlp': 'block_sparse_moe', 'gate_proj': 'w1',
+               'up_proj': 'w3', 'down_proj': 'w2'},
+        reads=('sliding_window', 'num_local_experts', 'num_experts_per_tok'),
+        defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5,
+                      rope_theta=1e6, max_position_embeddings=131_072,
+                      num_local_experts=8, num_experts_per_tok=2)),
     'gemma': dict(
         architecture='GemmaForCausalLM', fixed=_GEMMA,
         reads=('attention_bias',),
@@ -134,6 +157,8 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
         f'{where}: model_type {family!r} is not supported; supported: '
         f'{", ".join(FAMILIES)}')
   spec = FAMILIES[family]
+  aliases = spec.get('aliases', {})
+  raw = {aliases.get(k, k): v for k, v in raw.items()}
   known = {**_DEFAULTS, **spec.get('defaults', {}), **raw}
   fields_lib.check(known, spec, where)
   fixed = dict(spec.get('fixed', {}))
@@ -156,6 +181,7 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
         tie_embeddings=known['tie_word_embeddings'],
         max_position=known['max_position_embeddings'],
         num_labels=_num_labels(raw, where), layer_windows=windows,
+        experts=fields_lib.experts(known, spec, where),
         **rope, **fields_lib.scalars(known, spec), **fixed)
   except KeyError as e:
     raise InputError(f'{where}: field {e.args[0]!r} is missing') from None

@@ -23,9 +23,10 @@ import safetensors.numpy
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.models import families, stored, transformer
+from jaxpost.models import families, stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
+from jaxpost.models.table import leaf, nest
 from jaxpost.sharding import to_host
 
 _SINGLE = 'model.safetensors'
@@ -73,8 +74,8 @@ def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
     tensors = _open(local(folder), table, model.config, stack)
     for path, kept in table.items():
       flat[path] = load_leaf(
-          kept, tensors, transformer.leaf(shardings, path), np.dtype(dtype))
-  return transformer.nest(flat)
+          kept, tensors, leaf(shardings, path), np.dtype(dtype))
+  return nest(flat)
 
 
 def load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
@@ -317,8 +318,9 @@ def export_tensors(table, params, dtype):
   for group in stored.groups(table):
     values = {}
     for path, kept in group.items():
-      value = to_host(transformer.leaf(params, path))
-      values[path] = value if kept.spec.stacked else [value]
+      value = to_host(leaf(params, path))
+      values[path] = value.reshape(
+          len(kept.names), *value.shape[kept.spec.stack:])
     for i, name in enumerate(kept.names):
       parts = [stored.rows(kept, values[path][i])
                for path, kept in group.items()]

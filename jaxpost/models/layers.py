@@ -12,7 +12,7 @@ from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import ModelConfig
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     'silu': jax.nn.silu,
     'gelu': functools.partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
@@ -48,6 +48,6 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute):
   """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
   gate = project('btd,df->btf', x, p, 'gate', compute)
   up = project('btd,df->btf', x, p, 'up', compute)
-  hidden = _ACTIVATIONS[cfg.activation](gate) * up
+  hidden = ACTIVATIONS[cfg.activation](gate) * up
   return project(
       'btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute)

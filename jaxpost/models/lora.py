@@ -21,7 +21,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import Param, join, leaf, nest
+from jaxpost.models.table import Param, join, leaf, nest
 
 ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
 
@@ -70,6 +70,10 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   for path in _matching(
       matrices, pattern, 'config.lora.targets', '(?:.*/)?(?:{})'):
     spec = table[path]
+    if path not in targets(table):
+      raise InputError(
+          f'config.lora.targets: {pattern!r} matches {path}; routers and '
+          'experts have no adapters here, leave them out: "q|k|v|o"')
     cut = 1 + stored.inputs(spec)
     least = min(math.prod(spec.shape[1:cut]), math.prod(spec.shape[cut:]))
     if rank > least:
@@ -85,6 +89,12 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
         ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
         matrix=True)
   return rows
+
+
+def targets(table: dict) -> list[str]:
+  """The paths of what can have an adapter."""
+  return [p for p, s in table.items() if s.matrix and s.stacked
+          and 'expert' not in s.axes and not s.exact]
 
 
 def is_adapter(path: str) -> bool:
@@ -136,7 +146,7 @@ class Adapted:
 
 def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
              compute, constrain=None, branch_ids=None, noise=None,
-             dropout=None):
+             dropout=None, chosen=None, routing=None):
   """`forward` of the model without adapters, with them.
 
   dropout: [B, 2] uint32, keys of what is dropped in each row.
@@ -149,7 +159,8 @@ def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
           lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate)
 
-  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise)
+  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise,
+               chosen=chosen, routing=routing)
   return forward(
       _over_targets(params, pair), tokens, positions, segment_ids,
       compute=compute, **{k: v for k, v in given.items() if v is not None})

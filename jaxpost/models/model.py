@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.table import Param, nest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Model:
   """
 
   config: ModelConfig
-  table: dict[str, transformer.Param]
+  table: dict[str, Param]
   forward: Callable
   head: Callable | None
   init: Callable
@@ -42,14 +43,14 @@ class Model:
 
   def axes(self) -> dict:
     """The logical axes of every parameter, nested like the parameters."""
-    return transformer.nest({k: p.axes for k, p in self.table.items()})
+    return nest({k: p.axes for k, p in self.table.items()})
 
   def shapes(self) -> dict:
-    return transformer.nest({k: p.shape for k, p in self.table.items()})
+    return nest({k: p.shape for k, p in self.table.items()})
 
   def shardings(self, layout) -> dict:
     """The sharding of every parameter in `layout`, nested like them."""
-    return transformer.nest({
+    return nest({
         k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
 

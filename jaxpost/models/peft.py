@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.models import hf, lora, stored, transformer
+from jaxpost.models import table as tables
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
 
@@ -47,9 +48,9 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
     raise InputError(
         f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a '
         'rank and a number')
-  every = stored.table(cfg, lora.adapter_rows(
-      transformer.param_table(dataclasses.replace(cfg, lora=())),
-      dataclasses.replace(cfg, lora=(1, 1.0, False, '.*'))))
+  table = transformer.param_table(dataclasses.replace(cfg, lora=()))
+  every = stored.table(cfg, lora.adapter_rows(table, dataclasses.replace(
+      cfg, lora=(1, 1.0, False, '|'.join(lora.targets(table))))))
   with contextlib.ExitStack() as stack:
     have = hf.open_file(folder / _WEIGHTS, stack)
     paths = [path.split('/')[-2] for path, kept in every.items()
@@ -109,9 +110,9 @@ def load(folder, model: Model, shardings: dict) -> dict:
   with contextlib.ExitStack() as stack:
     have = hf.open_file(hf.local(folder) / _WEIGHTS, stack)
     _check(hf.local(folder), model, have)
-    return transformer.nest({
+    return tables.nest({
         path: hf.load_leaf(
-            kept, have, transformer.leaf(shardings, path), np.dtype(np.float32))
+            kept, have, tables.leaf(shardings, path), np.dtype(np.float32))
         for path, kept in _kept(model).items()})
 
 

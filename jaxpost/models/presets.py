@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.models.config import ModelConfig, Rope
+from jaxpost.models.config import Experts, ModelConfig, Rope
 
 
 def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128,
@@ -12,6 +12,12 @@ def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128,
       ropes=(Rope(1e6),), tie_embeddings=tied, qk_norm='head',
       max_position=40_960,
       **fields)
+
+
+def _qwen3_moe(hidden, mlp, layers, heads, kv_heads, experts) -> ModelConfig:
+  return dataclasses.replace(
+      _qwen3(hidden, mlp, layers, heads, kv_heads, tied=False),
+      family='qwen3_moe', experts=experts)
 
 
 def _llama3(hidden, mlp, layers, heads, head_dim, factor=0.0, tied=False):
@@ -50,6 +56,16 @@ PRESETS = {
     'qwen3_8b': _qwen3(4096, 12_288, 36, 32, 8, tied=False),
     'qwen3_14b': _qwen3(5120, 17_408, 40, 40, 8, tied=False),
     'qwen3_32b': _qwen3(5120, 25_600, 64, 64, 8, tied=False),
+    'tiny_moe': dataclasses.replace(
+        _qwen3(128, 384, 3, 4, 2, 32, vocab=259), family='qwen3_moe',
+        experts=Experts(8, 2, 96)),
+    'qwen3_30b_a3b': _qwen3_moe(2048, 6144, 48, 32, 4, Experts(128, 8, 768)),
+    'qwen3_235b_a22b': _qwen3_moe(
+        4096, 12_288, 94, 64, 4, Experts(128, 8, 1536)),
+    'mixtral_8x7b': ModelConfig(
+        'mixtral', 32_000, 4096, 14_336, 32, 32, 8, 128, ropes=(Rope(1e6),),
+        norm_eps=1e-5, tie_embeddings=False, max_position=32_768,
+        experts=Experts(8, 2, 14_336)),
     'llama3_2_1b': _llama3(2048, 8192, 16, 32, 64, 32.0, tied=True),
     'llama3_2_3b': _llama3(3072, 8192, 28, 24, 128, 32.0, tied=True),
     'llama3_8b': _llama3(4096, 14_336, 32, 32, 128),

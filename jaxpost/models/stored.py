@@ -12,16 +12,17 @@ import numpy as np
 
 from jaxpost.models import families, transformer
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.table import Param
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Where a parameter is kept: rows of tensors, one of each layer.
+  """Where a parameter is kept: rows of tensors, one of each layer (or expert).
 
   names: of the tensors. first: its first row in each; shape: of each tensor.
   """
 
-  spec: transformer.Param
+  spec: Param
   names: tuple[str, ...]
   shape: tuple[int, ...]
   first: int = 0
@@ -32,10 +33,11 @@ def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
   renamed = families.FAMILIES[cfg.family].get('names', {})
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():
-    name, layers = spec.hf, spec.shape[0] if spec.stacked else 1
+    name = spec.hf
     for ours, theirs in renamed.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
-    names = tuple(name.format(i) for i in range(layers))
+    names = tuple(
+        name.format(*i) for i in np.ndindex(spec.shape[:spec.stack]))
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
@@ -53,7 +55,7 @@ def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
 
 def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   """What one tensor of a parameter has in the folder."""
-  shape = spec.shape[1:] if spec.stacked else spec.shape
+  shape = spec.shape[spec.stack:]
   if spec.axes[0] == 'vocab':
     return (cfg.vocab_size, *shape[1:])
   if not spec.matrix:
@@ -63,12 +65,12 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
 
 
 def inputs(spec) -> int:
-  """Leading dimensions of a matrix (of one layer) that are its inputs.
+  """Leading dimensions of a stored matrix that are its inputs.
 
   'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
   so has the rank of adapters.
   """
-  axes = spec.axes[1:] if spec.stacked else spec.axes
+  axes = spec.axes[spec.stack:]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
@@ -80,13 +82,16 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   """
   spec = stored.spec
   out = np.zeros([end - start for start, end in bounds], dtype)
-  if not spec.stacked:
+  if not spec.stack:
     value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
     out[:len(value)] = value  # what is beyond the vocabulary stays zero
     return out
-  for i, layer in enumerate(range(*bounds[0])):
-    out[i] = _read(
-        stored, tensors[stored.names[layer]], spec.shape[1:], bounds[1:])
+  kept, n = spec.shape[:spec.stack], spec.stack
+  for at in np.ndindex(out.shape[:n]):
+    number = np.ravel_multi_index(
+        [start + i for (start, _), i in zip(bounds, at)], kept)
+    out[at] = _read(
+        stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
   return out
 
 
@@ -113,7 +118,7 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
 
 
 def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
-  """A parameter (of one layer) as it is stored: its rows of the tensor."""
+  """An entry of a parameter as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
     size = math.prod(value.shape[:inputs(stored.spec)])
     return value.reshape(size, -1).T

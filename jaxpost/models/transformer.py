@@ -8,7 +8,6 @@ a cache needs, `decode` adds one token to each slot. All three run the same
 `_block`; they differ in what attends to what.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,34 +19,11 @@ import jax.numpy as jnp
 from jaxpost.matmul import Compute
 from jaxpost.models import attention
 from jaxpost.models import layers
+from jaxpost.models import moe
 from jaxpost.models import rope
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.table import Param, nest
 from jaxpost.types import Cache
-
-
-@dataclasses.dataclass(frozen=True)
-class Param:
-  """One row of the parameter table.
-
-  axes: logical name of each dimension; 'layers' comes first where stacked.
-  hf: name in a Llama folder, with {} for the layer; `stored.py` has others.
-  matrix: an operand of matrix products, stored transposed by HF ([out, in]).
-  """
-
-  shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  hf: str
-  init: str = 'normal'  # normal | ones | zeros
-  matrix: bool = False
-
-  @property
-  def stacked(self) -> bool:
-    return self.axes[0] == 'layers'
-
-  @property
-  def vector(self) -> bool:
-    """A norm scale or a bias: never rounded."""
-    return len(self.axes) - self.stacked == 1
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
@@ -62,7 +38,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
                  matrix=True)
 
   def vector(size, hf, init):
-    return Param((n, size), ('layers', None), block + hf, init)
+    return Param((n, size), ('layers', None), block + hf, init, exact=True)
 
   scale = 'zeros' if cfg.norm_offset else 'ones'
   norm = lambda hf: vector(d, f'{hf}_layernorm.weight', scale)
@@ -81,10 +57,11 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
                           'self_attn.o_proj'),
       'layers/mlp_norm': norm(
           'pre_feedforward' if cfg.norms == 'both' else 'post_attention'),
-      'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
-      'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
-      'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
-      'norm': Param((d,), (None,), 'model.norm.weight', scale),
+      **(moe.rows(cfg) if cfg.experts else {
+          'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
+          'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
+          'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj')}),
+      'norm': Param((d,), (None,), 'model.norm.weight', scale, exact=True),
       'layers/attention_post_norm': norm('post_attention'),
       'layers/mlp_post_norm': norm('post_feedforward'),
   }
@@ -108,30 +85,6 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     table['head'] = Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
                           'lm_head.weight')
   return table
-
-
-def nest(flat: dict) -> dict:
-  """{'layers/q': x} -> {'layers': {'q': x}}: the form of all parameters."""
-  tree = {}
-  for path, value in flat.items():
-    *parents, leaf = path.split('/')
-    node = tree
-    for name in parents:
-      node = node.setdefault(name, {})
-    node[leaf] = value
-  return tree
-
-
-def leaf(tree: dict, path: str):
-  for name in path.split('/'):
-    tree = tree[name]
-  return tree
-
-
-def join(one: dict, two: dict) -> dict:
-  """The leaves of two trees in one; where both have one, that of the second."""
-  both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
-  return one | two | {k: join(one[k], two[k]) for k in both}
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
@@ -165,10 +118,17 @@ def num_params(cfg: ModelConfig) -> int:
   return sum(math.prod(p.shape) for p in param_table(cfg).values())
 
 
+def num_active(cfg: ModelConfig) -> int:
+  """Parameters that a token passes: of the experts, the chosen ones."""
+  share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
+  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1)
+                   for p in param_table(cfg).values()))
+
+
 def flops_per_token(cfg: ModelConfig, context: float) -> float:
   """Forward FLOPs of one token that sees `context` tokens (causal: half T)."""
   embedding = cfg.padded_vocab_size * cfg.hidden_size
-  matrices = num_params(cfg) - (0 if cfg.tie_embeddings else embedding)
+  matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
   seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))
   return 2 * matrices + 4 * cfg.num_heads * cfg.head_dim * seen
 
@@ -202,8 +162,10 @@ def layer_kinds(cfg: ModelConfig) -> list[Kind]:
       cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
 
 
-def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute):
-  """[B, T, D] -> ([B, T, D], whatever `attend` keeps)."""
+def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
+           layout, chosen=None):
+  """[B, T, D] -> ([B, T, D], whatever `attend` keeps, `moe.Routing` or None).
+  """
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
   q = layers.project('btd,dnh->btnh', y, p, 'q', compute)
@@ -216,8 +178,12 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute):
   out, kept = attend(q, k, v)
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
-  out = layers.mlp(p, norm(x, 'mlp_norm'), cfg, compute)
-  return _add(x, norm(out, 'mlp_post_norm'), cfg), kept
+  y, routing = norm(x, 'mlp_norm'), None
+  if cfg.experts:
+    out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
+  else:
+    out = layers.mlp(p, y, cfg, compute)
+  return _add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
 
 
 def _add(x, out, cfg):
@@ -235,15 +201,20 @@ _REMAT = {
 }
 
 
-def _run(params, x, tables, attend, cfg, compute, constrain):
-  """Embedded tokens through all layers; returns (normed x, kept per layer).
+def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
+  """Embedded tokens through all layers.
 
   Args:
     tables: of `rope.tables`; attend: (q, k, v, window) -> (out, kept).
+    chosen: [L, B, T, k], of `moe.mlp`, or None.
+
+  Returns:
+    (normed x, kept of each layer, `moe.Routing` of all layers or None).
   """
-  def block(p, x, kind):
-    x, kept = _block(p, x, rope.pick(tables, kind.rope),
-                     lambda *qkv: attend(*qkv, kind.window), cfg, compute)
+  def block(p, x, chosen, kind):
+    x, *kept = _block(p, x, rope.pick(tables, kind.rope),
+                      lambda *qkv: attend(*qkv, kind.window), cfg, compute,
+                      constrain, chosen)
     return constrain(x, 'batch', None, None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
@@ -256,24 +227,26 @@ def _run(params, x, tables, attend, cfg, compute, constrain):
     kept = []
     if not split:
       params = unstack_layers(params, cfg.num_layers)
-    for p, kind in zip(params['layers'], kinds):
-      x, kept_l = alike(kind)(p, x)
+    for i, (p, kind) in enumerate(zip(params['layers'], kinds)):
+      x, kept_l = alike(kind)(p, x, None if chosen is None else chosen[i])
       kept.append(kept_l)
-    return layers.rms_norm(x, params['norm'], cfg), kept
+    kept, routing = zip(*kept)
+    return (layers.rms_norm(x, params['norm'], cfg), kept,
+            jax.tree.map(lambda *y: jnp.stack(y), *routing))
   # What all layers share stays a number, which attention can make use of.
   varied = {name: jnp.array([getattr(k, name) for k in kinds])
             for name in Kind._fields if len({getattr(k, name) for k in kinds}
                                             ) > 1}
   if varied:
-    vary = _REMAT[compute.remat](lambda p, x, varied: block(
-        p, x, kinds[0]._replace(**varied)))
-    x, kept = jax.lax.scan(
-        lambda x, xs: vary(xs[0], x, xs[1]), x, (params['layers'], varied))
+    one = _REMAT[compute.remat](lambda p, x, chosen, varied: block(
+        p, x, chosen, kinds[0]._replace(**varied)))
   else:
-    x, kept = jax.lax.scan(
-        lambda x, p: alike(kinds[0])(p, x), x, params['layers'])
+    one = lambda p, x, chosen, _: alike(kinds[0])(p, x, chosen)
+  x, (kept, routing) = jax.lax.scan(
+      lambda x, xs: one(xs[0], x, *xs[1:]), x,
+      (params['layers'], chosen, varied))
   kept = kept and [[y[i] for y in kept] for i in range(cfg.num_layers)]
-  return layers.rms_norm(x, params['norm'], cfg), kept
+  return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
 def _embed(params, tokens, cfg, compute, constrain, noise=None):
@@ -295,11 +268,12 @@ def _unconstrained(x, *axes):
 
 def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
             compute: Compute, constrain=_unconstrained, branch_ids=None,
-            noise=None):
+            noise=None, chosen=None, routing=False):
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
   `constrain(x, *axes)` pins activations at layer boundaries (`Layout`);
-  `noise` [B, T, D] is added to the embeddings.
+  `noise` [B, T, D] is added to the embeddings; `chosen` [B, T, L, k] are
+  experts to take. With `routing`, a pair with the `moe.Routing` [L, B, T, ..].
   """
   x = _embed(params, tokens, cfg, compute, constrain, noise)
   x = constrain(x, 'batch', None, None)
@@ -312,9 +286,11 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
         q, k, v, segment_ids, compute, branch_ids, positions, window, cfg
     ), None
 
-  x, _ = _run(params, x, rope.tables(positions, lengths, cfg), attend, cfg,
-              compute, constrain)
-  return x
+  if chosen is not None:
+    chosen = jnp.moveaxis(chosen, 2, 0)
+  x, _, routes = _run(params, x, rope.tables(positions, lengths, cfg), attend,
+                      cfg, compute, constrain, chosen)
+  return (x, routes) if routing else x
 
 
 def document_lengths(positions, segment_ids):
@@ -341,9 +317,10 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept = _run(params, x, tables, attend, cfg, compute, constrain)
+  x, kept, routes = _run(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  return Cache(tuple(k for k, _ in kept), tuple(v for _, v in kept)), last
+  experts = moe.record(routes, cfg)
+  return Cache(*map(tuple, zip(*kept)), experts), last
 
 
 def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
@@ -357,7 +334,7 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
   """
   x = _embed(weights, tokens[:, None], cfg, compute, constrain)
   tables = rope.tables(positions[:, None], positions[:, None] + 1, cfg)
-  ks, vs = list(cache.k), list(cache.v)
+  ks, vs, experts = list(cache.k), list(cache.v), list(cache.experts)
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
     def attend(q, k, v, i=i, window=kind.window):
@@ -369,10 +346,14 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
           window, cfg)
       return out, None
 
-    x, _ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute)
+    x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg,
+                           compute, constrain)
     x = constrain(x, 'batch', None, None)
+    if experts:
+      experts[i] = write_rows(
+          experts[i], routing.chosen, positions, compute.row_writes)
   x = layers.rms_norm(x, weights['norm'], cfg)
-  return Cache(tuple(ks), tuple(vs)), x[:, 0]
+  return Cache(tuple(ks), tuple(vs), tuple(experts)), x[:, 0]
 
 
 def write_rows(cache, rows, positions, one_by_one: bool = True):

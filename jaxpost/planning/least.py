@@ -16,7 +16,7 @@ import math
 import jax.numpy as jnp
 
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import Param
+from jaxpost.models.table import Param
 from jaxpost.programs.generate import DecodeState
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch

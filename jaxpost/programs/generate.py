@@ -67,9 +67,12 @@ def empty_state(model: Model, slots: int, length: int, new_tokens: int,
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
     cache = lambda: tuple(
         jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
-    float32 = jnp.float32
+    float32, e = jnp.float32, cfg.experts
+    experts = tuple(
+        jnp.zeros((slots, 1, length, e.top_k), jnp.uint16)
+        for _ in range(cfg.num_layers)) if e and e.record else ()
     return DecodeState(
-        Cache(cache(), cache()),
+        Cache(cache(), cache(), experts),
         zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
         zeros(dtype=bool), zeros(dtype=bool),
         # Not 0: a slot that was never used must not look greedy.
@@ -96,7 +99,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
 
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(
-        weights, tokens, lengths, compute=compute, constrain=layout.constrain)
+        weights, tokens, lengths, compute=compute, constrain=layout)
     return Prefix(cache, hidden, lengths)
 
   def flops(weights, tokens, lengths):
@@ -160,7 +163,7 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
     state = record(state, tokens, logp, behaviour)
     cache, hidden = model.decode(
         weights, state.cache, tokens, state.positions, compute=compute,
-        read=read, constrain=layout.constrain)
+        read=read, constrain=layout)
     return state.replace(
         cache=cache, hidden=hidden.astype(state.hidden.dtype),
         positions=state.positions + 1)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import Param, flops_per_token, nest
+from jaxpost.models.table import Param, nest
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.sharding import Layout
@@ -102,6 +103,6 @@ def frozen_copy(model: Model, params, compute: Compute, shardings,
 
 
 def narrow(x, param: Param, compute: Compute):
-  """A new array of the operand type; scales and biases are never rounded."""
+  """A new array of the operand type; what is `exact` stays."""
   return jnp.array(
-      x, x.dtype if param.vector else compute.dtype, copy=True)
+      x, x.dtype if param.exact else compute.dtype, copy=True)

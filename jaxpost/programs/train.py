@@ -14,12 +14,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
+from jaxpost.models import moe
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import flops_per_token, join
+from jaxpost.models.table import join
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.sharding import Layout
 from jaxpost.types import Batch, TrainState
+
+
+_ROUTER = 'router'  # among the metrics of a micro-batch: sums, see `moe`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Objective:
   divergence: see `losses.head.Plan`; gives `outputs.divergence`.
   teacher_forms: see `losses.head.Plan`; of the teachers in memory.
   neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
+  router: weights of the losses of `moe.balance_loss`.
   """
 
   fn: Callable
@@ -54,6 +60,7 @@ class Objective:
   teacher_forms: tuple[tuple[float, float], ...] = ()
   neftune_alpha: float = 0.0
   seed: int = 0
+  router: tuple[float, float] = (0.0, 0.0)
 
 
 def next_token(x):
@@ -65,13 +72,14 @@ def next_token(x):
 
 
 def run_model(model: Model, params, batch: Batch, layout: Layout,
-              compute: Compute, noise=None, dropout=None):
-  """Hidden states [B, T, D] of packed rows."""
+              compute: Compute, noise=None, dropout=None, routing=None):
+  """Hidden states [B, T, D] of packed rows; with `routing`, a pair with it."""
   # What most batches lack is not passed: a model of one's own needs no more.
-  given = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout)
+  given = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout,
+               routing=routing, chosen=batch.experts)
   return model.forward(
       params, batch.tokens, batch.positions, batch.segment_ids,
-      compute=compute, constrain=layout.constrain,
+      compute=compute, constrain=layout,
       **{k: v for k, v in given.items() if v is not None})
 
 
@@ -90,25 +98,20 @@ def read_outputs(model: Model, plan: head_lib.Plan, params, hidden, batch):
 
 def make_loss(model: Model, objective: Objective, layout: Layout,
               compute: Compute) -> Callable:
-  """loss(params, batch of [B, T], step, frozen) -> (loss [], {metric: []}).
+  """loss(params, batch of [B, T], step, frozen, scale, tokens).
 
-  With a `scale` (loss_scale.py) the loss is that many times as large.
+  Returns (loss [], metrics): {name: []}, and the `moe.totals` of a mixture of
+  experts.
+
+  scale: the loss is that many times as large (loss_scale.py).
+  tokens: that are no padding, in the whole batch; by default in this one.
   """
   plan = head_lib.Plan(
       objective.fn, model.config.vocab_size, objective.temperature, compute,
       layout, objective.reads, objective.learns, objective.divergence,
       model.config.logit_form, objective.teacher_forms)
 
-  def loss(params, batch, step=0, frozen=None, scale=1.0):
-    params = join((frozen or {}).get('params', {}), params)
-    noise = dropout = None
-    if model.dropout:
-      dropout = jax.random.key_data(row_keys(batch, step, 1, objective.seed))
-    if objective.neftune_alpha:
-      noise = neftune(batch, step, model.config.hidden_size,
-                      objective.neftune_alpha, objective.seed)
-    hidden = run_model(
-        model, params, batch, layout, compute, noise, dropout)
+  def head_loss(params, batch, hidden, frozen, scale):
     if objective.coupled:
       total, metrics = objective.fn(
           read_outputs(model, plan, params, hidden, batch), batch)
@@ -121,6 +124,27 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
         list(zip(batch.teacher_hidden, (frozen or {}).get(
             'teacher_heads', ()))))
     return total, jax.tree.map(lambda x: x / scale, metrics)
+
+  def loss(params, batch, step=0, frozen=None, scale=1.0, tokens=None):
+    params = join((frozen or {}).get('params', {}), params)
+    noise = dropout = None
+    if model.dropout:
+      dropout = jax.random.key_data(row_keys(batch, step, 1, objective.seed))
+    if objective.neftune_alpha:
+      noise = neftune(batch, step, model.config.hidden_size,
+                      objective.neftune_alpha, objective.seed)
+    if not model.config.experts:
+      return head_loss(params, batch, run_model(
+          model, params, batch, layout, compute, noise, dropout), frozen, scale)
+    hidden, routing = run_model(
+        model, params, batch, layout, compute, noise, dropout, True)
+    sums = moe.totals(routing, batch.segment_ids > 0)
+    value, metrics = head_loss(params, batch, hidden, frozen, scale)
+    if any(objective.router):
+      terms = moe.balance_loss(
+          sums, sums['tokens'] if tokens is None else tokens)
+      value += scale * jnp.dot(jnp.array(objective.router), jnp.stack(terms))
+    return value, metrics | {_ROUTER: jax.lax.stop_gradient(sums)}
 
   return loss
 
@@ -186,10 +210,13 @@ def make_update(model: Model, objective: Objective,
 
   def update(state: TrainState, batch: Batch, frozen: dict):
     scale = loss_scale.scale_of(state.opt_state)
+    tokens = jnp.sum(batch.segment_ids > 0)
     (loss, metrics), grads = accumulate(
         lambda params, micro: loss_fn(
-            params, micro, state.step, frozen, scale), state.params, batch)
+            params, micro, state.step, frozen, scale, tokens),
+        state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
+    routing = metrics.pop(_ROUTER, None)
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
@@ -206,6 +233,8 @@ def make_update(model: Model, objective: Objective,
       params = optax.apply_updates(state.params, updates)
       return params, opt_state
 
+    if routing:
+      metrics |= moe.metrics(routing)
     params, opt_state = jax.lax.cond(
         moves, apply,
         lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)
@@ -233,7 +262,8 @@ def make_evaluate(model: Model, objective: Objective, layout: Layout,
   """
   loss_fn = make_loss(
       dataclasses.replace(model, dropout=0.0),
-      dataclasses.replace(objective, neftune_alpha=0.0), layout, compute)
+      dataclasses.replace(objective, neftune_alpha=0.0, router=(0.0, 0.0)),
+      layout, compute)
 
   def evaluate(params, batch: Batch, step, frozen: dict):
     run = lambda micro: loss_fn(params, micro, step, frozen)
@@ -243,6 +273,7 @@ def make_evaluate(model: Model, objective: Objective, layout: Layout,
     loss, metrics = jax.lax.fori_loop(
         0, batch.tokens.shape[0],
         lambda i, acc: jax.tree.map(jnp.add, acc, run(micro(i))), zeros)
+    metrics.pop(_ROUTER, None)
     return metrics | {'loss': loss}
 
   return Program('evaluate', evaluate, ledger, layout.sharding())

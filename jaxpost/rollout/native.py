@@ -224,6 +224,7 @@ class _Run:
     self.behaviour = np.zeros((total, room), np.float32)
     self.lengths = np.zeros(total, np.int32)
     self.finished = np.zeros(total, bool)
+    self.experts = None  # or what each token chose
     self.steps = 0
 
   def busy(self) -> bool:
@@ -301,13 +302,19 @@ class _Run:
     self.tokens[rows], self.logprobs[rows] = tokens[slots], logprobs[slots]
     self.behaviour[rows], self.lengths[rows] = behaviour[slots], counts[slots]
     self.finished[rows] = finished[slots]
+    if s.cache.experts:
+      found = np.stack([x[slots, 0] for x in to_host(s.cache.experts)], axis=2)
+      if self.experts is None:
+        self.experts = np.zeros(
+            (len(self.tokens), *found.shape[1:]), found.dtype)
+      self.experts[rows] = found
     self.owner[slots] = -1
 
   def rollout(self) -> Rollout:
     return Rollout(
         self.prompts, self.tokens, self.lengths, self.logprobs,
         self.behaviour, self.finished, self.step, self.engine.version,
-        self.occupancy())
+        self.occupancy(), experts=self.experts)
 
   def occupancy(self) -> float:
     """Share of slot-steps that drew a token somebody asked for."""

@@ -1,0 +1,268 @@
+"""Mixtures of experts: each token passes a few MLPs that a router chooses.
+
+Legend: B rows, T tokens, N tokens in all, D hidden size, F size of an expert,
+E experts, k of them for a token, L layers.
+
+Nothing is dropped and nothing is padded to a capacity: tokens are sorted by
+expert, and `matmul.grouped` multiplies each run of them by its matrix.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from jaxpost.errors import InputError
+from jaxpost.matmul import Compute, grouped
+from jaxpost.models import layers
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.table import Param
+from jaxpost.sharding import Layout
+
+
+def rows(cfg: ModelConfig) -> dict[str, Param]:
+  """The rows of the parameter table in place of those of a dense MLP."""
+  n, d, e, f = (
+      cfg.num_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
+  block = 'model.layers.{}.mlp.'
+
+  def matrix(name, shape, axes):
+    return Param((n, e, *shape), ('layers', 'expert', *axes),
+                 f'{block}experts.{{}}.{name}_proj.weight', matrix=True)
+
+  return {
+      'layers/router': Param(
+          (n, d, e), ('layers', 'embed', None), f'{block}gate.weight',
+          matrix=True, exact=True),
+      'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
+      'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
+      'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
+  }
+
+
+@struct.dataclass
+class Routing:
+  """Where the tokens went, in one layer or, stacked in front, in all."""
+
+  chosen: jax.Array  # [B, T, k] int32
+  logits: jax.Array  # [B, T, E] float32
+
+
+def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
+  """([B, T, D], `Routing`): the weighted sum of what k experts say.
+
+  On a mesh each device routes the rows that it holds. Over 'expert', which
+  splits rows and experts, all rows are gathered, each device does what its
+  experts have to do with them, and the sums are scattered back: k times less
+  than an exchange of tokens that is padded so that none can be dropped, and
+  as much as an exact one where k experts are on k devices.
+
+  Args:
+    layout: a `Layout`, or any function where there is one device.
+    chosen: [B, T, k], experts to take in place of the router's choice.
+  """
+  names = ('router', 'gate', 'up', 'down')
+  names += tuple(f'{n}_bias' for n in names if f'{n}_bias' in p)
+  matrices = {name: p[name] for name in names}
+  if not isinstance(layout, Layout) or layout.mesh.size == 1:
+    return _local(matrices, x, chosen, cfg, compute)
+  size = layout.mesh.shape['expert']
+  if cfg.experts.num % size:
+    raise InputError(f'config.mesh: expert={size} must divide the '
+                     f'{cfg.experts.num} experts of the model')
+  table = rows(cfg)
+  specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names
+           for s in [table[f'layers/{name}']]}
+  specs['router'] = PartitionSpec()  # which is small
+  tokens = layout.spec(('batch', None, None), x.shape)
+  split = 'expert' in jax.tree.leaves(tuple(tokens))
+  run = functools.partial(
+      _local, cfg=cfg, compute=compute, split=split, specs=specs,
+      size=size)
+  return jax.shard_map(
+      run, mesh=layout.mesh, in_specs=(specs, tokens, tokens),
+      out_specs=(tokens, Routing(tokens, tokens)), check_vma=False)(
+          matrices, x, chosen)
+
+
+def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
+  """As `mlp`, of the rows and the experts of one device of a mesh.
+
+  split: whether others on its 'expert' axis, of `size`, have other rows.
+  specs: how the matrices are split.
+  """
+  weights, routing = route(p, x, cfg, chosen)
+  flat = lambda y: y.reshape(-1, y.shape[-1])
+  given = flat(x), flat(weights), flat(routing.chosen)
+  first = 0
+  if specs:
+    p = {n: _whole(w, specs[n], compute.dtype) if n in ('gate', 'up', 'down')
+         else w for n, w in p.items()}
+  if size > 1:
+    first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
+    if split:
+      given = [jax.lax.all_gather(y, 'expert', tiled=True) for y in given]
+  out = _experts(p, *given, first, cfg, compute).astype(compute.residual)
+  if size > 1:
+    out = jax.lax.psum_scatter(out, 'expert', tiled=True) if split else (
+        jax.lax.psum(out, 'expert'))
+  if specs and 'tensor' in specs['gate']:
+    out = jax.lax.psum(out, 'tensor')
+  return out.reshape(x.shape), routing
+
+
+def _whole(w, spec, dtype):
+  """A shard of experts with all of the hidden size, moved in `dtype`.
+
+  In float32 again, so that gradients are summed in it on the way back.
+  """
+  for axis, part in enumerate(spec):
+    if part == 'fsdp':
+      w = jax.lax.all_gather(w.astype(dtype), part, axis=axis, tiled=True)
+  return w.astype(jnp.float32)
+
+
+def route(p, x, cfg: ModelConfig, chosen=None):
+  """(weights [B, T, k], `Routing`) of tokens [B, T, D].
+
+  In float32 from unrounded weights: a token at the edge between two experts
+  should go the same way in training and in sampling.
+  """
+  logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'],
+                      precision=jax.lax.Precision.HIGHEST)
+  if chosen is None:
+    chosen = jax.lax.top_k(logits, cfg.experts.top_k)[1]
+  chosen = chosen.astype(jnp.int32)
+  weights = jnp.take_along_axis(
+      jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
+  if cfg.experts.normalize:
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+  return weights, Routing(chosen, logits)
+
+
+def _experts(p, x, weights, chosen, first, cfg, compute):
+  """x [N, D], weights and chosen [N, k] -> [N, D] float32.
+
+  Of the experts in `p`, the first of which has the number `first`.
+  """
+  e = len(p['gate'])
+  number = chosen.reshape(-1) - first
+  number = jnp.where((number >= 0) & (number < e), number, e)
+  order = jnp.argsort(number)  # [N k], those of an expert together
+  back = jnp.zeros_like(order).at[order].set(
+      jnp.arange(len(order)), unique_indices=True)
+  sizes = jnp.sum(number[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
+  dot = lambda x, w: grouped(
+      x, w, sizes, compute.dtype, compute.group_block)
+  y = _permute(jnp.repeat(x, chosen.shape[1], axis=0), order, back)
+  y = layers.ACTIVATIONS[cfg.activation](dot(y, p['gate'])) * dot(y, p['up'])
+  y = dot(y.astype(compute.residual), p['down'])
+  y = _permute(y, back, order).reshape(*weights.shape, -1)
+  return jnp.sum(y * weights[..., None], axis=1)
+
+
+@jax.custom_vjp
+def _permute(x, order, back):
+  """x[order]; `back` undoes it, so that the gradient is no scatter."""
+  return x[order]
+
+
+_permute.defvjp(lambda x, order, back: (x[order], back),
+                lambda back, g: (g[back], None, None))
+
+
+# --------------------------------------------------------------------- replay
+#
+# Sampler and trainer round differently, and a token at the edge between two
+# experts then goes different ways: its log-prob jumps, and importance ratios
+# with it. Taking the experts that were chosen while sampling in the update
+# (and in scoring, that of the reference too) keeps them together: "rollout
+# routing replay", Ma et al., arXiv:2510.11370. The router still learns: from
+# the weights of those experts.
+
+
+def record(routing: Routing | None, cfg: ModelConfig) -> tuple:
+  """`Cache.experts` of a prefill."""
+  if not cfg.experts or not cfg.experts.record:
+    return ()
+  return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
+
+
+def recording(model):
+  """The model for a sampler whose caches keep what its tokens chose."""
+  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(
+      model.config.experts, record=True))
+  bind = lambda fn: functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
+  return dataclasses.replace(
+      model, config=cfg, prefill=bind(model.prefill),
+      decode=bind(model.decode))
+
+
+# --------------------------------------------------------------- load balance
+
+
+def totals(routing: Routing, real) -> dict:
+  """Sums over the real tokens [B, T], which add up over micro-batches.
+
+  Args:
+    routing: of all layers.
+
+  Returns:
+    {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: how
+    many chose an expert, their probabilities of it, the squares of their
+    log-normalisers, and how uncertain the router was of them, in nats.
+  """
+  real = real.astype(jnp.float32)
+  logp = jax.nn.log_softmax(routing.logits, axis=-1)
+  experts = jnp.arange(logp.shape[-1])
+  counts = jnp.sum(  # [L, B, T, E], 1 where one of the k is that expert
+      routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
+  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real)
+  return {
+      'tokens': jnp.sum(real), 'load': over(counts),
+      'probs': over(jnp.exp(logp)),
+      'squares': over(jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
+      'entropy': over(-jnp.sum(jnp.exp(logp) * logp, axis=-1))}
+
+
+def balance_loss(sums: dict, tokens):
+  """(load balancing, z): losses of a micro-batch, the means over layers of
+
+    E sum_e f_e P_e   (Fedus et al., arXiv:2101.03961, eq. 4 to 6), and
+    mean of (log sum_e exp logit_e)^2   (Zoph et al., arXiv:2202.08906, eq. 5),
+
+  where P_e is the mean probability of an expert and f_e the share of tokens
+  that chose it: k for all experts together, so that perfect balance gives k,
+  as in `transformers` (which takes the mean over layers before the product).
+
+  Losses of micro-batches add up to that of the batch: P_e, which has the
+  gradient, and the z loss are sums over `tokens`, the real tokens of the whole
+  batch. Only f_e, which has none, is of the micro-batch by itself.
+  """
+  share = sums['load'] / jnp.maximum(sums['tokens'], 1)
+  experts = share.shape[-1]
+  return (
+      experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens,
+      jnp.mean(sums['squares']) / tokens)
+
+
+def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
+  """Those of `balance_loss`, of `config.router`."""
+  out = section.balance_coef, section.z_coef
+  if not cfg.experts and (any(out) or section.replay):
+    raise InputError('config.router: balance_coef, z_coef and replay are of '
+                     'mixtures of experts; this model has none')
+  return out
+
+
+def metrics(sums: dict) -> dict:
+  """Of a whole batch; the load is 1 of an expert with its equal share."""
+  load = sums['load'] / jnp.mean(sums['load'], axis=-1, keepdims=True)
+  tokens = jnp.maximum(sums['tokens'], 1)
+  return {
+      'router/max_load': jnp.max(load), 'router/min_load': jnp.min(load),
+      'router/dead_experts': jnp.sum(1.0 * (load == 0)),
+      'router/entropy': jnp.mean(sums['entropy']) / tokens}

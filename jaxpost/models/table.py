@@ -1,0 +1,55 @@
+"""Rows of a parameter table, and trees of what it describes."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+  """One row of the parameter table.
+
+  axes: logical name of each dimension; 'layers' comes first where stacked.
+  hf: name in a Llama folder, with {} for the layer, and for the expert where
+    each has a tensor; `stored.py` has others.
+  matrix: an operand of matrix products, stored transposed by HF ([out, in]).
+  exact: never rounded: a norm scale, a bias or a router.
+  """
+
+  shape: tuple[int, ...]
+  axes: tuple[str | None, ...]
+  hf: str
+  init: str = 'normal'  # normal | ones | zeros
+  matrix: bool = False
+  exact: bool = False
+
+  @property
+  def stacked(self) -> bool:
+    return self.axes[0] == 'layers'
+
+  @property
+  def stack(self) -> int:
+    """Leading dimensions of which each entry is stored by itself."""
+    return self.hf.count('{}')
+
+
+def nest(flat: dict) -> dict:
+  """{'layers/q': x} -> {'layers': {'q': x}}: the form of all parameters."""
+  tree = {}
+  for path, value in flat.items():
+    *parents, leaf = path.split('/')
+    node = tree
+    for name in parents:
+      node = node.setdefault(name, {})
+    node[leaf] = value
+  return tree
+
+
+def leaf(tree: dict, path: str):
+  for name in path.split('/'):
+    tree = tree[name]
+  return tree
+
+
+def join(one: dict, two: dict) -> dict:
+  """The leaves of two trees in one; where both have one, that of the second."""
+  both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
+  return one | two | {k: join(one[k], two[k]) for k in both}

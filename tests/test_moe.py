@@ -1,0 +1,266 @@
+"""Mixtures of experts: products of groups, routing, losses of the router.
+
+Legend: N rows, E experts, D, F, B rows, T tokens, L layers, k experts a token.
+"""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost import matmul
+from jaxpost.data import experience
+from jaxpost.errors import InputError
+from jaxpost.models import lora, moe, presets, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.models.config import Experts
+from jaxpost.programs import train
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Batch, Prompt
+
+SPARSE = dict(family='qwen3_moe', experts=Experts(8, 3, 24))
+
+
+@pytest.fixture(scope='module')
+def model():
+  return model_lib.build(tiny.config(**SPARSE))
+
+
+@pytest.fixture(scope='module')
+def params(model):
+  return tiny.params(model)
+
+
+# An empty group, one that ends inside a block, and 3 rows of no group.
+SIZES = np.array([5, 0, 21, 1, 10], np.int32)
+
+
+@pytest.mark.parametrize('block', [0, 1, 8, 64])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_products_of_groups(block, dtype):
+  """Forward and backward, against a matrix for each row."""
+  random = np.random.RandomState(0)
+  draw = lambda *shape: jnp.asarray(
+      random.standard_normal(shape), dtype).astype(jnp.float32)
+  x, w, g = draw(40, 12), draw(5, 12, 20), draw(40, 20)
+  groups = np.repeat(np.arange(5), SIZES)
+  real = np.arange(40) < SIZES.sum()
+
+  def plain(x, w):
+    each = w[np.append(groups, [0] * 3)]
+    return jnp.where(real[:, None], jnp.einsum(
+        'nd,ndf->nf', x, each, precision='highest'), 0)
+
+  ours, back = jax.vjp(lambda x, w: matmul.grouped(
+      x, w, jnp.asarray(SIZES), dtype, block), x, w)
+  right, right_back = jax.vjp(plain, x, w)
+  assert ours.dtype == jnp.float32
+  for a, b in zip((ours, *back(g)), (right, *right_back(g))):
+    assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
+
+
+def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(
+    model, params):
+  """Of tokens k times, and of weights; not of tokens E times."""
+  ids, e = tiny.tokens((20, 20)), model.config.experts
+
+  def sizes(jaxpr):
+    for eqn in jaxpr.eqns:
+      for value in eqn.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else [value]:
+          if isinstance(inner, jax.extend.core.ClosedJaxpr):
+            inner = inner.jaxpr
+          if isinstance(inner, jax.extend.core.Jaxpr):
+            yield from sizes(inner)
+      yield from (math.prod(v.aval.shape) for v in eqn.outvars)
+
+  loss = lambda p: jnp.sum(tiny.hidden(model, p, ids))
+  largest = max(sizes(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
+  assert largest < 400 * (e.top_k + 1) * 32 < 400 * e.num * 32
+
+
+def one_layer_sums(logits, k, real):
+  chosen = jax.lax.top_k(logits, k)[1]
+  return moe.totals(moe.Routing(chosen[None], logits[None]), real)
+
+
+def test_balance_loss_is_that_of_transformers():
+  """Of one layer, over tokens that are no padding."""
+  torch = pytest.importorskip('torch')
+  from transformers.models.mixtral import modeling_mixtral
+  logits = np.random.RandomState(0).standard_normal((2, 9, 6)).astype('f')
+  real = np.arange(9) < np.array([[9], [5]])
+  sums = one_layer_sums(jnp.asarray(logits), 2, real)
+  theirs = modeling_mixtral.load_balancing_loss_func(
+      (torch.tensor(logits.reshape(-1, 6)),), 6, 2, torch.tensor(real))
+  balance, z = moe.balance_loss(sums, sums['tokens'])
+  assert float(balance) == pytest.approx(float(theirs), rel=1e-6)
+  right = np.mean(np.log(np.sum(np.exp(logits[real]), -1)) ** 2)
+  assert float(z) == pytest.approx(right, rel=1e-6)
+
+
+def test_losses_of_the_router_add_up_over_micro_batches():
+  """Exactly, where the shares of the experts are those of the batch."""
+  logits = np.random.RandomState(0).standard_normal((4, 7, 6)).astype('f')
+  real = np.ones((4, 7), bool)
+  real[1, 3:] = False
+  twice = one_layer_sums(np.concatenate([logits, logits]), 2,
+                         np.concatenate([real, real]))
+  whole = moe.balance_loss(twice, twice['tokens'])
+  half = moe.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
+  np.testing.assert_allclose(np.multiply(half, 2), whole, rtol=1e-6)
+  # And otherwise the z loss, and the sums that metrics are made of.
+  parts = [one_layer_sums(logits[i:i + 2], 2, real[i:i + 2]) for i in (0, 2)]
+  sums = one_layer_sums(logits, 2, real)
+  jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-6),
+               *parts, sums)
+  z = [moe.balance_loss(p, sums['tokens'])[1] for p in parts]
+  assert float(sum(z)) == pytest.approx(
+      float(moe.balance_loss(sums, sums['tokens'])[1]), rel=1e-6)
+
+
+def test_figures_of_a_router():
+  """Two layers of 4 experts: one balanced, one with all on one of them."""
+  chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
+  found = moe.metrics(moe.totals(moe.Routing(
+      jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4))), np.ones((1, 8), bool)))
+  assert {k: float(v) for k, v in found.items()} == pytest.approx({
+      'router/max_load': 4, 'router/min_load': 0, 'router/dead_experts': 3,
+      'router/entropy': math.log(4)})
+
+
+def test_losses_of_the_router_balance_it(model, params):
+  """A step against its gradient lowers it, and padding has no part in it."""
+  ids = tiny.tokens((2, 16))
+  at = np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape)
+  segments = (at < 10).astype(np.int32)
+  batch = Batch(ids, at, segments, np.zeros(ids.shape, np.float32))
+  run = lambda batch, **fields: jax.jit(jax.value_and_grad(train.make_loss(
+      model, train.Objective(lambda o, a: (-o.logprobs, {}), **fields),
+      tiny.one_device(), tiny.EXACT), has_aux=True))(params, batch)
+  (off, _), none = run(batch)
+  assert off == 0 and not any(map(np.any, jax.tree.leaves(none)))
+  (value, metrics), grads = run(batch, router=(1.0, 0.0))
+  value = float(value)
+  assert value > model.config.experts.top_k  # what balance gives
+  assert metrics['router']['tokens'] == 20
+  assert tiny.largest(grads['layers']['router']) > 0
+  assert not np.any(grads['layers']['down'][-1])
+  (other, _), other_grads = run(batch.replace(
+      tokens=np.where(segments, ids, 7)), router=(1.0, 0.0))
+  assert float(other) == pytest.approx(value, rel=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(
+      a, b, atol=1e-5 * tiny.largest(b)), other_grads, grads)
+  moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+  assert train.make_loss(
+      model, train.Objective(lambda o, a: (-o.logprobs, {}), router=(1., 0.)),
+      tiny.one_device(), tiny.EXACT)(moved, batch)[0] < value
+
+
+def test_a_run_reports_its_router(tmp_path):
+  import jaxpost
+  path = tiny.folder(tmp_path / 'model', **SPARSE)
+  jaxpost.run(tiny.run_config(
+      path, router=dict(balance_coef=0.01, z_coef=0.001),
+      train=dict(steps=2, micro_batch_size=1)), tmp_path / 'run')
+  row = json.loads(
+      (tmp_path / 'run/metrics.jsonl').read_text().splitlines()[0])
+  assert 1 < row['router/max_load'] < 8 and 0 <= row['router/min_load'] < 1
+  assert 0 < row['router/entropy'] < math.log(8)
+  with pytest.raises(InputError, match='balance_coef'):
+    jaxpost.run(tiny.run_config(
+        tiny.folder(tmp_path / 'dense'), router=dict(z_coef=0.1)),
+        tmp_path / 'other')
+
+
+def test_adapters_of_experts_are_refused(model):
+  with pytest.raises(InputError, match='layers/gate.*experts'):
+    lora.build(dataclasses.replace(
+        model.config, lora=(2, 4.0, False, 'q|gate')))
+  assert any(map(lora.is_adapter, lora.build(dataclasses.replace(
+      model.config, lora=(2, 4.0, False, 'q|k|v|o'))).table))
+
+
+def test_work_is_that_of_the_experts_that_are_chosen():
+  billions = {'qwen3_30b_a3b': (30.5, 3.3), 'qwen3_235b_a22b': (235, 22),
+              'mixtral_8x7b': (46.7, 12.9)}
+  for name, (every, active) in billions.items():
+    cfg = presets.PRESETS[name]
+    assert transformer.num_params(cfg) / 1e9 == pytest.approx(every, rel=0.01)
+    assert transformer.num_active(cfg) / 1e9 == pytest.approx(active, rel=0.02)
+    assert transformer.flops_per_token(cfg, 1) < 2.01e9 * active
+
+
+@pytest.mark.parametrize('fields', [
+    dict(experts=Experts(8, 2, 24)), dict(experts=Experts(8, 3, 24, False))])
+def test_every_field_of_experts_counts(model, params, fields):
+  ids = tiny.tokens((1, 20))
+  other = model_lib.build(tiny.config(**SPARSE | fields))
+  right = tiny.logits(model, params, ids)
+  assert tiny.largest(tiny.logits(other, params, ids) - right) > (
+      1e-3 * tiny.largest(right))
+
+
+# --------------------------------------------------------------------- replay
+
+
+def test_a_sampler_keeps_what_its_tokens_chose(model, params):
+  """At every position, and it is what training chooses in exact float32."""
+  settings = native.SamplerConfig(
+      slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
+  engine = native.NativeEngine(
+      moe.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT,
+      Ledger())
+  engine.load(params, version=0)
+  ids = tiny.tokens((3, 8))
+  rollout = engine(
+      [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
+      group_size=2, step=0, run_key=np.zeros(2, np.uint32))
+  batch = experience.to_batch(
+      rollout, range(6), np.ones((6, 6)), {}, num_rows=3, row_length=28)
+  hidden, routing = jax.jit(lambda p: model.forward(
+      p, batch.tokens, batch.positions, batch.segment_ids,
+      compute=tiny.EXACT, routing=True))(params)
+  real = batch.segment_ids > 0
+  np.testing.assert_array_equal(
+      batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
+  merged = experience.merge([rollout, rollout], [[0], [2]])
+  np.testing.assert_array_equal(merged.experts, rollout.experts[[0, 1, 4, 5]])
+  # Training takes them, whatever its router would choose.
+  other = tiny.params(model, seed=1)['layers']['router']
+  drifted = params | {'layers': params['layers'] | {'router': other}}
+  run = jax.jit(lambda p, batch: train.run_model(
+      model, p, batch, tiny.one_device(), tiny.EXACT, routing=True)[1].chosen)
+  np.testing.assert_array_equal(
+      np.moveaxis(run(drifted, batch), 0, 2), batch.experts)
+  free = run(drifted, batch.replace(experts=None))
+  assert np.any(np.moveaxis(free, 0, 2)[real] != batch.experts[real])
+
+
+def test_rollouts_are_replayed(tmp_path):
+  """In bfloat16 the sampler is nearer to the trainer then."""
+  import jaxpost
+  path = tiny.folder(
+      tmp_path / 'model', **SPARSE | dict(num_layers=3, hidden_size=64))
+
+  def mismatch(replay):
+    run = tmp_path / f'run{replay}'
+    jaxpost.run(tiny.merged(tiny.grpo_config(
+        path, router=dict(replay=replay), rl=dict(kl_coef=0.01),
+        train=dict(steps=1), rollout=dict(prompts=16, max_new_tokens=8)),
+        dict(model=dict(dtype='bfloat16'))), run)
+    row = json.loads((run / 'metrics.jsonl').read_text().splitlines()[0])
+    return abs(row['sampler_mismatch'] - 1)
+
+  with_, without = mismatch(True), mismatch(False)
+  print(with_, without)
+  assert with_ < without
+  with pytest.raises(InputError, match='replay'):
+    jaxpost.run(tiny.run_config(path, router=dict(replay=True)),
+                tmp_path / 'sft')
