@@ -13,7 +13,8 @@ import numpy as np
 from etils import epath
 
 from jaxpost import (
-    build, cache, optim, placement, plan, precompile, reward_role, weights)
+    build, cache, optim, placement, plan, precompile, reward_role, watchdog,
+    weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -100,9 +101,10 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       functools.partial(seal, kit.ledger),
       lambda metrics: p.model.dropout or p.algorithm.check_first_step(
           metrics, config),
+      functools.partial(watchdog.begin, limit_s=log.watchdog_s),
       on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
-      max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
+      max_skipped=config.optim.max_skipped,
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))

@@ -5,11 +5,8 @@ the checkpoint of that step, so that a resume finds both or neither, and the
 stream is read only after the step before it was dispatched.
 """
 
-import contextlib
 import dataclasses
-import faulthandler
 import math
-import sys
 import typing
 from collections.abc import Callable, Iterator
 
@@ -46,12 +43,12 @@ class Stage:
   meta: dict  # what goes into each checkpoint besides the stream
   seal: Callable  # after the first step a compilation is a surprise
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right
+  due: Callable  # (what is done from now on): the watchdog's
   on_policy: bool
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10
   max_skipped: int = 5
-  watchdog_s: float = 0.0
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
 
@@ -79,14 +76,11 @@ def run_stage(stage: Stage, start: int):
   """Runs the steps after `start`, the number of those done."""
   run = _Progress(stage)
   stage.chrono.pop()  # compilation is no step's time
-  with StopSignal() as stop, contextlib.ExitStack() as leave:
-    leave.callback(faulthandler.cancel_dump_traceback_later)
+  with StopSignal() as stop:
     if start == 0 and stage.evaluate:
       run.evaluate(0)
     for step in range(start + 1, stage.steps + 1):
-      if stage.watchdog_s:
-        faulthandler.dump_traceback_later(
-            stage.watchdog_s, exit=True, file=sys.__stderr__)
+      stage.due(f'step {step} of {stage.name}')
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):

@@ -22,8 +22,8 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # Imports point to a lower row; within a row only inside one room, or as in
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
-  ('__init__', 'errors', 'host', 'imports', 'matmul', 'processes', 'schema',
-   'placement', 'sharding', 'types', 'watch'),
+  ('__init__', 'cluster', 'errors', 'host', 'imports', 'matmul', 'processes',
+   'schema', 'placement', 'sharding', 'types', 'watch', 'watchdog'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
    'report', 'diagnose'),
   ('programs', 'cache'),
@@ -79,7 +79,7 @@ SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 READING = {
   ('jaxpost.algorithms.grpo', 'jaxpost.controller', 'jaxpost.loop',
    'jaxpost.rollout.native'): (48, 6500, 10),
-  ('jaxpost.algorithms.grpo', 'launch.train'): (80, 15_000, 12),
+  ('jaxpost.algorithms.grpo', 'launch.train'): (84, 15_500, 12),
 }
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 

@@ -125,11 +125,11 @@ def digest(folder, work, name):
 
 
 def main(folder, tag, names, rank, count, address):
-  from jaxpost import processes, stages
+  from jaxpost import cluster, stages
   from jaxpost.errors import InputError
   folder, rank = pathlib.Path(folder), int(rank)
   if int(count) > 1:
-    processes.connect(address, int(count), rank)
+    cluster.connect(address, int(count), rank)
   said = {}
   for name in names.split(','):
     work, run = folder / tag / name, name.rpartition('/')[2]
