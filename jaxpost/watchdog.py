@@ -28,6 +28,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = ('<', sysconfig.get_path('stdlib') + os.sep,
               sysconfig.get_path('purelib') + os.sep,
               sysconfig.get_path('platlib') + os.sep)
+# Where this library itself waits for other processes and for devices.
+_WAITING = _HERE + 'processes.py', _HERE + 'sharding.py'
 _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
 
 
@@ -125,9 +127,7 @@ def _own(frame):
   while frame and _of_library(frame.f_code.co_filename):
     waits |= any(part in frame.f_code.co_filename for part in _JAX)
     frame = frame.f_back
-  if frame and frame.f_code.co_filename == os.path.join(_HERE, 'processes.py'):
-    waits = True
-  return frame, waits
+  return frame, waits or bool(frame) and frame.f_code.co_filename in _WAITING
 
 
 def _of_library(file: str) -> bool:
@@ -195,25 +195,33 @@ def _name(i: int) -> str:
 def _late() -> str:
   """Why this process is late: it is stuck, or waits for who is."""
   at, waits = place()
+  doing = _State.doing
+  limit = f'for more than {_State.limit:g} s (config.log.watchdog_s)'
   if _State.client is not None:
+    # The others find the same: with process 0 the service would go, too.
     _exchange()
-    time.sleep(BEAT_S / 2)  # they find the same now, and read ours
-  me = f'process {_State.index} on {socket.gethostname()} (pid {os.getpid()})'
-  limit = f'more than {_State.limit:g} s (config.log.watchdog_s)'
+    time.sleep((2 if waits else 0.5) * BEAT_S)
   if not waits:
-    return f'{me} is stuck in {_State.doing}, at {at}, for {limit}'
+    return f'{_me()} is stuck in {doing}, at {at}, {limit}'
   stuck = [f'{_name(i)}, which is stuck in {said["doing"]}, at {said["at"]}'
            for i, said in _State.said.items()
            if i != _State.index and not said.get('waits', True)]
-  return f'{me} waits in {_State.doing} for ' + (
-      '; '.join(stuck) or f'its devices, at {at},') + f' for {limit}'
+  return f'{_me()} waits in {doing} for ' + (
+      '; '.join(stuck) or f'its devices, at {at},') + f' {limit}'
+
+
+def _me() -> str:
+  return f'process {_State.index} on {socket.gethostname()} (pid {os.getpid()})'
 
 
 def _suspect() -> str:
   """When JAX ends this process: it was told of a death, or lost process 0."""
-  return (f'process {_State.index} on {socket.gethostname()} ends in '
-          f'{_State.doing}: {_name(0) if _State.index else "another process"} '
-          'is gone (JAX says so above)')
+  at, waits = place()
+  if not waits:
+    return f'{_me()} is stuck in {_State.doing}, at {at}; another one gave up'
+  return (f'{_me()} ends in {_State.doing}: '
+          f'{_name(0) if _State.index else "another process"} is gone (JAX '
+          'says so above)')
 
 
 def _end(text: str, code: int = 1, stacks: bool = True):
