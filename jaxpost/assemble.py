@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from jaxpost import (
-    build, cache, optim, placement, plan, precompile, reward_role, watchdog,
-    weights)
+    build, cache, optim, placement, plan, precompile, processes, reward_role,
+    watchdog, weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -102,7 +102,8 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       lambda metrics: p.model.dropout or p.algorithm.check_first_step(
           metrics, config),
       functools.partial(watchdog.begin, limit_s=log.watchdog_s),
-      on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
+      on_policy=p.algorithm.on_policy, peers=make_peers(kit, roles, writer),
+      eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
       max_skipped=config.optim.max_skipped,
       flops_per_token=p.model.passes / 3 * flops_per_token(
@@ -110,6 +111,21 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       peak_flops=plan.peak_flops(jax.devices()))
   precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
+
+
+def make_peers(kit: Kit, roles: Roles, writer: MetricsWriter):
+  """What processes say to each other on the way; one has nobody to tell."""
+  if processes.count() == 1:
+    return None
+  from jaxpost.peers import Peers
+  from jaxpost.programs import replicas
+  digests = {}
+  for name, role in roles.trainable.items():
+    params = role.state.params
+    digests[name] = replicas.make_digest(
+        jax.tree.map(lambda x: x.sharding, params), kit.ledger)
+    digests[name].compile(params)
+  return Peers(kit.config.log.every, digests, writer.note)
 
 
 def make_parts(kit: Kit, params, workdir=None) -> tuple:

@@ -21,6 +21,7 @@ from jaxpost.sharding import to_host
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.checkpoint import Checkpointer
   from jaxpost.metrics import Chrono, MetricsWriter
+  from jaxpost.peers import Peers
 
 
 @dataclasses.dataclass
@@ -45,6 +46,7 @@ class Stage:
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right
   due: Callable  # (what is done from now on): the watchdog's
   on_policy: bool
+  peers: 'Peers | None' = None  # of a run of several processes
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10
@@ -89,7 +91,8 @@ def run_stage(stage: Stage, start: int):
         run.log_pending()  # of the step before: the device is busy with this
         if stage.on_policy:  # the next sample waits for it anyway
           jax.block_until_ready(done)
-      run.pending = step, done, item, stage.chrono.pop()
+      told = stage.peers and stage.peers.begin(step, stage.roles)
+      run.pending = step, done, item, stage.chrono.pop(), told
       if step == start + 1:
         run.first(step, done[0][1])
       leaving = stop.reached()
@@ -128,13 +131,15 @@ class _Progress:
     if self.pending is None:
       return
     stage = self.stage
-    (step, done, item, times), self.pending = self.pending, None
+    (step, done, item, times, told), self.pending = self.pending, None
     row = merge_metrics([(role, to_host(found)) for role, found in done])
     skipped = row.pop('skipped_updates')
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if skipped else max(0, self.skipped - 0.1)
     tokens = item.info['tokens']
     row |= item.info | times
+    if stage.peers:
+      row |= stage.peers.finish(told, times)
     row['skipped_updates'] = int(skipped)
     row['empty_updates'] = int(row['empty_updates'])
     row['tokens_per_s'] = tokens / times['time/step']

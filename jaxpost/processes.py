@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+import time
 
 import jax
 from jax._src import distributed  # the service has no public name
@@ -29,7 +30,7 @@ _KINDS = {kind.exit_code: kind for kind in (
 
 _rounds, _looks = itertools.count(), itertools.count()
 # Stops and runs so far; the exit code of a run that failed.
-_state = {'stops': 0, 'runs': 0, 'failed': None, 'gone': False,
+_state = {'stops': 0, 'runs': 0, 'failed': None, 'gone': False, 'waited': 0.0,
           # () -> which process is gone, in words; a moment later, or ''.
           'who_is_gone': lambda: ''}
 
@@ -142,14 +143,22 @@ def _client():
   return distributed.global_state.client
 
 
+def waited() -> float:
+  """Seconds that this process has waited for others so far."""
+  return _state['waited']
+
+
 def _wait_for(key: str) -> str:
   """The value of a key once it is there; raises what a peer failed of."""
   while True:
+    start = time.perf_counter()
     try:
       return _client().blocking_key_value_get(key, _POLL_MS)
     except jax.errors.JaxRuntimeError as error:
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise
+    finally:
+      _state['waited'] += time.perf_counter() - start
     if failure := failed_peer():
       raise failure
 

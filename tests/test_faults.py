@@ -16,6 +16,8 @@ import time
 import pytest
 import tiny
 
+from jaxpost import metrics
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
 BEAT_S, STEP_S = 6, 10  # --heartbeat_s, config.log.watchdog_s
@@ -221,3 +223,75 @@ def test_a_missing_host(absent, tmp_path):
             'process 0 does not answer at localhost') in line
     assert 'within 6 s' in line and len(text.splitlines()) < 5, text
     assert time.monotonic() - begun > 6
+
+
+# ------------------------------------------------- hosts that are only at odds
+
+BENT = '''
+import sys
+from absl import flags
+import jax, numpy as np
+from jaxpost import loop
+
+resume = loop.resume
+
+def bend(stage):
+  """Process 1 goes on from one bit more in a norm scale that all share."""
+  role = stage.roles.policy
+  params = role.state.params
+  norm = params['norm']
+  if jax.process_index() == 1:
+    local = np.asarray(norm.addressable_data(0)).copy()
+    local.view(np.uint32)[3] ^= 1
+    norm = jax.make_array_from_single_device_arrays(
+        norm.shape, norm.sharding,
+        [jax.device_put(local, jax.local_devices()[0])])
+  role.state = role.state.replace(params={**params, 'norm': norm})
+  return resume(stage)
+
+loop.resume = bend
+from launch import exits, train
+exits.run(train.main)
+'''
+SLOW = '''
+import os, time
+from absl import flags
+from jaxpost import assemble
+
+read = assemble.DataStream.__next__
+
+def slowly(self):
+  time.sleep(0.3 if os.environ['RANK'] == '1' else 0.0)
+  return read(self)
+
+assemble.DataStream.__next__ = slowly
+from launch import exits, train
+exits.run(train.main)
+'''
+
+
+@pytest.mark.long
+def test_a_replica_that_differs_stops_all(tmp_path):
+  with Cluster(tmp_path, long_run(tmp_path), head=('-c', BENT)) as run:
+    assert run.ends_within(PATIENCE_S) == [1, 1]
+    for rank in (0, 1):
+      assert re.search('replicas of the parameters differ: norm on .* of '
+                       f'process [01] on host {HOST}', run.said(rank))
+    assert not run.metrics.read_text()
+
+
+@pytest.mark.long
+def test_the_slow_host_is_named(tmp_path):
+  with Cluster(tmp_path, long_run(
+      tmp_path, train=dict(steps=12), log=dict(every=3)),
+               head=('-c', SLOW)) as run:
+    assert run.ends_within(PATIENCE_S) == [0, 0], run.said(1)
+    assert f'note: process 1 on {HOST} is the slowest' in (
+        tmp_path / 'out0').read_text()
+    found = [r for r in metrics.read_rows(run.metrics) if r['split'] == 'train']
+    spoken = [r for r in found if 'time/host_skew' in r]
+    assert [r['step'] for r in spoken] == [3, 6, 9, 12]
+    assert all(r['time/slowest_process'] == 1 for r in spoken[1:])
+    assert spoken[-1]['time/host_skew'] > 0.2
+    hashes = [r['param_hash/policy'] for r in spoken]
+    assert len(set(hashes)) == 4  # parameters move, and replicas agree

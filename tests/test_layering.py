@@ -29,7 +29,7 @@ ROWS = (
   ('programs', 'cache'),
   ('rollout', 'weights'),
   ('roles',),
-  ('algorithms', 'evaluate', 'grading', 'testing'),
+  ('algorithms', 'evaluate', 'grading', 'peers', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
    'bench', 'inference', 'reward_role', 'planning', 'precompile'),
   ('launch', 'configs', 'notebooks'),
