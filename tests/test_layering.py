@@ -31,7 +31,7 @@ ROWS = (
   ('roles',),
   ('algorithms', 'evaluate', 'grading', 'peers', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
-   'bench', 'inference', 'reward_role', 'planning', 'precompile'),
+   'bench', 'inference', 'reward_role', 'planning', 'precompile', 'scaling'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
