@@ -49,7 +49,7 @@ EXTRAS = {
   'rewards': ['jsonschema>=4.18', 'referencing>=0.30'],
   # Needs TensorFlow. The PyPI name `jetstream` is another project.
   'jetstream': ['google-jetstream==0.2.2'],
-  'pathways': ['pathwaysutils'],
+  'pathways': ['pathwaysutils>=0.1'],
   'wandb': ['wandb>=0.19'],
   # For the tests that compare with it; peft needs torch.
   'parity': ['peft>=0.17', 'torch>=2.6'],

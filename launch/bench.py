@@ -19,17 +19,15 @@ from absl import flags
 
 from jaxpost import errors, host
 
-_SHAPE = flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
-_BATCH = flags.DEFINE_integer(
-    'batch', 16, 'Rows (sft), sequences in flight (sample), completions.')
-_STEPS = flags.DEFINE_integer('steps', 5, 'Timed steps.')
-_NEW = flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
-_SAMPLES = flags.DEFINE_integer(
-    'samples', 0, 'Completions in all; 0: as many as --batch.')
-_RAGGED = flags.DEFINE_bool('ragged', False, 'Geometric lengths.')
-_MEAN = flags.DEFINE_integer('mean', 64, 'Their mean.')
-_BF16 = flags.DEFINE_bool('bf16', False, 'Operands; weights are float32.')
-_MESH = flags.DEFINE_string('mesh', 'fsdp=-1', 'As config.mesh.train.')
+flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
+_BATCH = flags.DEFINE_integer('batch', 16, 'Rows, sequences, completions.')
+flags.DEFINE_integer('steps', 5, 'Timed steps.')
+flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
+flags.DEFINE_integer('samples', 0, 'Completions; 0: as many as --batch.')
+flags.DEFINE_bool('ragged', False, 'Geometric lengths.')
+flags.DEFINE_integer('mean', 64, 'Their mean.')
+flags.DEFINE_bool('bf16', False, 'Operands; weights are float32.')
+flags.DEFINE_string('mesh', 'fsdp=-1', 'As config.mesh.train.')
 _TUNE = flags.DEFINE_bool('tune', True, 'Tune the allocator of the host.')
 _CORE = flags.DEFINE_integer('core', None, 'Use this core only.')
 _COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'For scaling: how many.')
