@@ -77,7 +77,7 @@ setuptools.setup(
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
   package_data={
     'jaxpost': ['report.css'],
-    'jaxpost.launch': ['*.sh', '*.yaml'],
+    'jaxpost.launch': ['templates/*'],
   },
   entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},
 )

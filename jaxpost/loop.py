@@ -44,7 +44,7 @@ class Stage:
   meta: dict  # what goes into each checkpoint besides the stream
   seal: Callable  # after the first step a compilation is a surprise
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right
-  due: Callable  # (what is done from now on): the watchdog's
+  due: Callable  # (step that begins): for the watchdog and the profiler
   on_policy: bool
   peers: 'Peers | None' = None  # of a run of several processes
   eval_every: int = 0
@@ -82,7 +82,7 @@ def run_stage(stage: Stage, start: int):
     if start == 0 and stage.evaluate:
       run.evaluate(0)
     for step in range(start + 1, stage.steps + 1):
-      stage.due(f'step {step} of {stage.name}')
+      stage.due(step)
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):

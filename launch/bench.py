@@ -1,7 +1,6 @@
 """Times the standard workload: sft, sample or grpo; or how it scales.
 
   python -m launch.bench sft --shape=xs --batch=4 --bf16
-  python -m launch.bench sample --batch=16 --new=512 --samples=64 --ragged
   python -m launch.bench grpo --shape=xs --batch=16 --new=128 --bf16
   python -m launch.bench scaling --processes=1,2 --batch=16
   srun python -m launch.bench sft --distributed --batch=64
