@@ -49,6 +49,7 @@ EXTRAS = {
   'rewards': ['jsonschema>=4.18', 'referencing>=0.30'],
   # Needs TensorFlow. The PyPI name `jetstream` is another project.
   'jetstream': ['google-jetstream==0.2.2'],
+  'pathways': ['pathwaysutils>=0.1'],
   'wandb': ['wandb>=0.19'],
   # For the tests that compare with it; peft needs torch.
   'parity': ['peft>=0.17', 'torch>=2.6'],
@@ -76,7 +77,7 @@ setuptools.setup(
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
   package_data={
     'jaxpost': ['report.css'],
-    'jaxpost.launch': ['*.sh', '*.yaml'],
+    'jaxpost.launch': ['templates/*'],
   },
   entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},
 )

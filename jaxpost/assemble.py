@@ -13,7 +13,8 @@ import numpy as np
 from etils import epath
 
 from jaxpost import (
-    build, cache, optim, placement, plan, precompile, reward_role, weights)
+    build, cache, optim, placement, plan, precompile, processes, profile,
+    reward_role, watchdog, weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -98,25 +99,50 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
     params: initial parameters in `kit.train`; their buffers are taken over.
   """
   p, config = kit.prepared, kit.config
+  workdir = epath.Path(workdir)
   roles, stream, engine = make_parts(kit, params, workdir)
   save, log = config.save, config.log
   stage = Stage(
       p.name, config.train.steps, roles, stream, make_evaluator(kit, engine),
-      Checkpointer(epath.Path(workdir) / 'checkpoints' / p.name,
+      Checkpointer(workdir / 'checkpoints' / p.name,
                    keep=save.keep, keep_best=save.keep_best,
                    best_mode=save.best_mode),
       writer, kit.chrono, weights.make_meta(p, workdir),
       functools.partial(seal, kit.ledger),
       lambda metrics: p.model.dropout or p.algorithm.check_first_step(
           metrics, config),
-      on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
+      functools.partial(begin_step, p, profile.Trace(
+          workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
+          config.train.steps)),
+      on_policy=p.algorithm.on_policy, peers=make_peers(kit, roles, writer),
+      eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
-      max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
+      max_skipped=config.optim.max_skipped,
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
   precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
+
+
+def begin_step(p: Prepared, trace: profile.Trace, step: int):
+  watchdog.begin(f'step {step} of {p.name}', p.config.log.watchdog_s)
+  trace.at(step)
+
+
+def make_peers(kit: Kit, roles: Roles, writer: MetricsWriter):
+  """What processes say to each other on the way; one has nobody to tell."""
+  if processes.count() == 1:
+    return None
+  from jaxpost.peers import Peers
+  from jaxpost.programs import replicas
+  digests = {}
+  for name, role in roles.trainable.items():
+    params = role.state.params
+    digests[name] = replicas.make_digest(
+        jax.tree.map(lambda x: x.sharding, params), kit.ledger)
+    digests[name].compile(params)
+  return Peers(kit.config.log.every, digests, writer.note)
 
 
 def make_parts(kit: Kit, params, workdir=None) -> tuple:

@@ -36,6 +36,7 @@ class Options:
   ragged: bool = False
   mean: int = 64
   bf16: bool = False
+  mesh: str = 'fsdp=-1'
 
 
 def even_words(completions, **columns):
@@ -52,6 +53,7 @@ def run(what: str, options: Options, workdir) -> dict:
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return dict(
       peer='jaxpost', what=what, shape=options.shape, bf16=options.bf16,
+      processes=jax.process_count(), devices=jax.device_count(),
       jax=jax.__version__, device=jax.devices()[0].device_kind,
       **figures, max_rss_mib=round(peak / 2**20))
 
@@ -70,7 +72,8 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
       rollout=dict(prompts=max(1, o.batch // 8), group_size=8,
                    max_prompt_length=64, max_new_tokens=o.new),
       rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
-      mesh=dict(rollout='data=-1' if jax.device_count() > 1 else ''))
+      mesh=dict(train=o.mesh,
+                rollout='data=-1' if jax.device_count() > 1 else ''))
   )['grpo' if on_policy else 'sft']
   source = weights.Source(presets.PRESETS[o.shape])
   sources = {'policy': source, 'reference': source} if on_policy else {

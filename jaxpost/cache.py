@@ -147,7 +147,7 @@ def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
   """
   p = kit.prepared
   wanted = p.algorithm.precompute(kit.config)
-  if kit.ledger.dry:  # a plan; these roles are gone before the first step
+  if kit.ledger.dry or not wanted:  # in a plan they are gone by the first step
     return tuple(wanted)
   sets = [(p.lookup, p.example, len(p.rows))]
   if p.eval_examples:

@@ -22,3 +22,9 @@ class Preempted(Exception):
   """The run was told to stop, has saved, and continues by the same command."""
 
   exit_code = 42
+
+
+class PeerError(RuntimeError):
+  """Another process of this run has failed or is gone: which, and of what."""
+
+  exit_code = 1

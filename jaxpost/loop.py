@@ -5,11 +5,8 @@ the checkpoint of that step, so that a resume finds both or neither, and the
 stream is read only after the step before it was dispatched.
 """
 
-import contextlib
 import dataclasses
-import faulthandler
 import math
-import sys
 import typing
 from collections.abc import Callable, Iterator
 
@@ -24,6 +21,7 @@ from jaxpost.sharding import to_host
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.checkpoint import Checkpointer
   from jaxpost.metrics import Chrono, MetricsWriter
+  from jaxpost.peers import Peers
 
 
 @dataclasses.dataclass
@@ -46,12 +44,13 @@ class Stage:
   meta: dict  # what goes into each checkpoint besides the stream
   seal: Callable  # after the first step a compilation is a surprise
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right
+  due: Callable  # (step that begins): for the watchdog and the profiler
   on_policy: bool
+  peers: 'Peers | None' = None  # of a run of several processes
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10
   max_skipped: int = 5
-  watchdog_s: float = 0.0
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
 
@@ -79,14 +78,11 @@ def run_stage(stage: Stage, start: int):
   """Runs the steps after `start`, the number of those done."""
   run = _Progress(stage)
   stage.chrono.pop()  # compilation is no step's time
-  with StopSignal() as stop, contextlib.ExitStack() as leave:
-    leave.callback(faulthandler.cancel_dump_traceback_later)
+  with StopSignal() as stop:
     if start == 0 and stage.evaluate:
       run.evaluate(0)
     for step in range(start + 1, stage.steps + 1):
-      if stage.watchdog_s:
-        faulthandler.dump_traceback_later(
-            stage.watchdog_s, exit=True, file=sys.__stderr__)
+      stage.due(step)
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):
@@ -95,7 +91,8 @@ def run_stage(stage: Stage, start: int):
         run.log_pending()  # of the step before: the device is busy with this
         if stage.on_policy:  # the next sample waits for it anyway
           jax.block_until_ready(done)
-      run.pending = step, done, item, stage.chrono.pop()
+      told = stage.peers and stage.peers.begin(step, stage.roles)
+      run.pending = step, done, item, stage.chrono.pop(), told
       if step == start + 1:
         run.first(step, done[0][1])
       leaving = stop.reached()
@@ -134,13 +131,15 @@ class _Progress:
     if self.pending is None:
       return
     stage = self.stage
-    (step, done, item, times), self.pending = self.pending, None
+    (step, done, item, times, told), self.pending = self.pending, None
     row = merge_metrics([(role, to_host(found)) for role, found in done])
     skipped = row.pop('skipped_updates')
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if skipped else max(0, self.skipped - 0.1)
     tokens = item.info['tokens']
     row |= item.info | times
+    if stage.peers:
+      row |= stage.peers.finish(told, times)
     row['skipped_updates'] = int(skipped)
     row['empty_updates'] = int(row['empty_updates'])
     row['tokens_per_s'] = tokens / times['time/step']

@@ -205,6 +205,7 @@ class MetricsWriter:
     self._remote = '://' in os.fspath(self.path)
     self._primary, self._tensorboard = primary, tensorboard
     self.watch, self._stage, self._noted = Watch(), '', False
+    self._said = set()
     self._file = self._tb = self._wandb = None
     if not primary:
       return
@@ -232,10 +233,16 @@ class MetricsWriter:
     if self.watch.add(self._stage, step, kind, text) and self._primary:
       self._board.warn(step, text)
 
+  def note(self, text: str) -> None:
+    """Says once a stage what people should know and no metric can hold."""
+    if self._primary and text[:40] not in self._said:
+      self._said.add(text[:40])
+      self._board.line(f'note: {text}')
+
   def start_stage(self, stage: str, total_steps: int,
                   resume_step: int = 0) -> None:
     """Keeps rows of earlier stages, and this one's up to a resume_step > 0."""
-    first, self._stage = not self._stage, stage
+    first, self._stage, self._said = not self._stage, stage, set()
     if not self._primary:
       return
     self._close_stage()

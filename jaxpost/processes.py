@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+import time
 
 import jax
 from jax._src import distributed  # the service has no public name
@@ -21,34 +22,22 @@ from jaxpost import errors
 _ROOT = 'jaxpost'
 _POLL_MS = 1000  # between two looks at whether a peer has failed
 _PART_MS = 10_000  # for the peers to hear of a failure
+_PART_GONE_MS = 3000  # ... when one of them is gone: they know
 _LAG = 64  # steps; far more than two processes are ever apart
 _KINDS = {kind.exit_code: kind for kind in (
-    errors.InputError, errors.NoCheckpointError, errors.Preempted)}
+    errors.InputError, errors.NoCheckpointError, errors.Preempted,
+    errors.PeerError)}
 
 _rounds, _looks = itertools.count(), itertools.count()
 # Stops and runs so far; the exit code of a run that failed.
-_state = {'stops': 0, 'runs': 0, 'failed': None}
+_state = {'stops': 0, 'runs': 0, 'failed': None, 'gone': False, 'waited': 0.0,
+          # () -> which process is gone, in words; a moment later, or ''.
+          'who_is_gone': lambda: ''}
 
 
-def connect(address: str = '', count: int | None = None,
-            index: int | None = None):
-  """Joins the other processes, before any device is used.
-
-  Args:
-    address: HOST:PORT of process 0; '' where JAX knows the cluster, and then
-      it knows the rest, too.
-    count: how many processes there are; index: which of them this is.
-
-  Raises:
-    InputError: JAX does not know this cluster.
-  """
-  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-  try:
-    jax.distributed.initialize(address or None, count, index)
-  except ValueError as e:  # something was neither given nor detected
-    raise errors.InputError(
-        f'--distributed: no cluster that JAX knows was found ({e}); give '
-        '--coordinator=HOST:PORT, --num_processes and --process_id') from e
+def joined(who_is_gone):
+  """After `cluster.connect`; `who_is_gone` explains a lost connection."""
+  _state['who_is_gone'] = who_is_gone
   atexit.register(_part)  # runs before JAX's own, which waits for the peers
 
 
@@ -132,8 +121,12 @@ def together():
     yield
   except BaseException as error:
     if count() > 1:
-      first, known = _failure(), isinstance(error, tuple(_KINDS.values()))
+      known = isinstance(error, tuple(_KINDS.values()))
+      # An error of ours may be that of a connection to who is gone.
+      gone = '' if known or failed_peer() else _state['who_is_gone']()
+      first = failed_peer() or (errors.PeerError(gone) if gone else None)
       _state['failed'] = error.exit_code if known else 1
+      _state['gone'] = bool(gone)
       if first is None:
         # With process 0 the service may have gone; `error` counts.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -150,19 +143,27 @@ def _client():
   return distributed.global_state.client
 
 
+def waited() -> float:
+  """Seconds that this process has waited for others so far."""
+  return _state['waited']
+
+
 def _wait_for(key: str) -> str:
   """The value of a key once it is there; raises what a peer failed of."""
   while True:
+    start = time.perf_counter()
     try:
       return _client().blocking_key_value_get(key, _POLL_MS)
     except jax.errors.JaxRuntimeError as error:
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise
-    if failure := _failure():
+    finally:
+      _state['waited'] += time.perf_counter() - start
+    if failure := failed_peer():
       raise failure
 
 
-def _failure() -> Exception | None:
+def failed_peer() -> Exception | None:
   """What the first of the other processes that failed said of it."""
   here = f'{_ROOT}/failed/{_state["runs"]}/'
   try:
@@ -171,7 +172,7 @@ def _failure() -> Exception | None:
     return None
   for key, text in failed:
     code, message = json.loads(text)
-    return _KINDS.get(code, RuntimeError)(
+    return _KINDS.get(code, errors.PeerError)(
         f'process {key.removeprefix(here)}: {message}')
   return None
 
@@ -181,7 +182,8 @@ def _part():
   if _state['failed'] is None:
     return
   try:
-    _client().wait_at_barrier(f'{_ROOT}/part', _PART_MS)
+    _client().wait_at_barrier(
+        f'{_ROOT}/part', _PART_GONE_MS if _state['gone'] else _PART_MS)
   except jax.errors.JaxRuntimeError:
     sys.stdout.flush()
     sys.stderr.flush()

@@ -301,8 +301,12 @@ class LogSection:
   samples_every: int = _f(10, 'steps between samples/*.jsonl', lo=1)
   tensorboard: bool = _f(True, '')
   wandb: bool = _f(False, '')
-  watchdog_s: float = _f(1800.0, 'a step that takes longer ends the process '
-                         'with all stacks; 0 is off', lo=0.0)
+  watchdog_s: float = _f(1800.0, 'a step that takes longer ends all processes '
+                         'with all stacks, and who is stuck is named; 0 is off',
+                         lo=0.0)
+  profile_from: int = _f(0, 'first step of a trace in WORKDIR/profile, for '
+                         'TensorBoard or Perfetto; 0: none', lo=0)
+  profile_steps: int = _f(3, 'steps of that trace', lo=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Runs the stages of a config in order, each from the weights before it."""
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -12,7 +13,7 @@ from etils import epath
 
 from jaxpost import assemble, build, cache, config as config_lib
 from jaxpost import (
-    host, loop, metrics, plan, processes, report, weights)
+    host, loop, metrics, plan, processes, report, watchdog, weights)
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
 from jaxpost.models import hf, lora
@@ -21,6 +22,7 @@ from jaxpost.models import hf, lora
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
 # Rows that processes compare at the start: all of most data sets.
 _HASHED, _HASHED_LAZY = 20_000, 100
+_SLOW_S = 600.0  # what else than a step may take, where watchdog_s is less
 
 
 def run(config, workdir='runs/latest', console=None) -> dict:
@@ -37,7 +39,8 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   workdir = epath.Path(workdir).expanduser()
   if processes.index():  # process 0 speaks for all
     console = rich.console.Console(quiet=True)
-  with processes.together():
+  with processes.together(), contextlib.ExitStack() as leave:
+    leave.callback(watchdog.rest)
     return _run(
         build.as_dict(config), workdir, console or rich.console.Console())
 
@@ -45,6 +48,7 @@ def run(config, workdir='runs/latest', console=None) -> dict:
 def _run(raw, workdir, console) -> dict:
   start = time.perf_counter()
   configs = config_lib.parse(raw)
+  _watch('the start of the run', *configs.values())
   check_same_run(workdir, configs, console)
   check_same_start(raw, workdir, configs)
   if is_finished(workdir, configs):
@@ -116,6 +120,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       primary=processes.index() == 0, print_every=log.every,
       console=console) as writer:
     for i, kit in enumerate(kits[done:], done):
+      _watch(f'the start of {kit.prepared.name}', kit.config)
       if params is None or kit.prepared.sources['policy'].stage != (
           kits[i - 1].prepared.name):
         params = initial_params(kit, workdir)
@@ -136,6 +141,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         before = loop.resume(stage)
         writer.start_stage(stage.name, stage.steps, before)
         loop.run_stage(stage, before)
+        _watch(f'the end of {stage.name}', kit.config)
       finally:
         stage.stream.close()
         stage.checkpointer.close()  # waits for a save under way
@@ -151,6 +157,12 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         if row['split'] == 'train':
           writer.watch.check(row['stage'], row['step'], row)
     return writer.watch.warnings
+
+
+def _watch(doing: str, *configs):
+  """Under the watchdog, which a config may have switched off."""
+  limits = [c.log.watchdog_s for c in configs]
+  watchdog.begin(doing, max(_SLOW_S, *limits) if all(limits) else 0.0)
 
 
 def stages_done(kits, workdir) -> int:

@@ -1,50 +1,78 @@
-"""Times the standard workload on this machine: sft, sample or grpo.
+"""Times the standard workload: sft, sample or grpo; or how it scales.
 
   python -m launch.bench sft --shape=xs --batch=4 --bf16
-  python -m launch.bench sample --batch=16 --new=512 --samples=64 --ragged
   python -m launch.bench grpo --shape=xs --batch=16 --new=128 --bf16
+  python -m launch.bench scaling --processes=1,2 --batch=16
+  srun python -m launch.bench sft --distributed --batch=64
 
-Prints one JSON line; jaxpost/bench.py says what is counted.
+Prints one JSON line; jaxpost/{bench,scaling}.py say what is counted.
 """
 
 import dataclasses
 import json
+import os
+import sys
 import tempfile
 
 from absl import flags
 
 from jaxpost import errors, host
 
-_SHAPE = flags.DEFINE_enum('shape', 'xs', ['xs', 's'], 'Size of the model.')
-_BATCH = flags.DEFINE_integer(
-    'batch', 16, 'Rows (sft), sequences in flight (sample), completions.')
-_STEPS = flags.DEFINE_integer('steps', 5, 'Timed steps.')
-_NEW = flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
-_SAMPLES = flags.DEFINE_integer(
-    'samples', 0, 'Completions in all; 0: as many as --batch.')
-_RAGGED = flags.DEFINE_bool(
-    'ragged', False, 'Completions of geometric length.')
-_MEAN = flags.DEFINE_integer('mean', 64, 'Their mean.')
-_BF16 = flags.DEFINE_bool(
-    'bf16', False, 'bfloat16 operands, float32 accumulation and weights.')
+flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
+_BATCH = flags.DEFINE_integer('batch', 16, 'Rows, sequences, completions.')
+flags.DEFINE_integer('steps', 5, 'Timed steps.')
+flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
+flags.DEFINE_integer('samples', 0, 'Completions; 0: as many as --batch.')
+flags.DEFINE_bool('ragged', False, 'Geometric lengths.')
+flags.DEFINE_integer('mean', 64, 'Their mean.')
+flags.DEFINE_bool('bf16', False, 'Operands; weights are float32.')
+flags.DEFINE_string('mesh', 'fsdp=-1', 'As config.mesh.train.')
 _TUNE = flags.DEFINE_bool('tune', True, 'Tune the allocator of the host.')
+_CORE = flags.DEFINE_integer('core', None, 'Use this core only.')
+_COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'For scaling: how many.')
+_WHAT = flags.DEFINE_list('workloads', ['sft', 'grpo'], 'For scaling.')
+_ROUNDS = flags.DEFINE_integer('rounds', 3, 'For scaling; the best counts.')
+flags.DEFINE_bool('distributed', False, 'As in launch.train; so are these:')
+flags.DEFINE_string('coordinator', '', '')
+flags.DEFINE_integer('num_processes', None, '')
+flags.DEFINE_integer('process_id', None, '')
 
 WHAT = ('sft', 'sample', 'grpo')
+PASSED = ('shape', 'steps', 'new', 'ragged', 'mean', 'bf16', 'mesh', 'tune')
+
+
+def scale():
+  from jaxpost import scaling
+  given = tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED)
+  counts = tuple(map(int, _COUNTS.value))
+  rows = [row for what in _WHAT.value for row in scaling.measure(
+      scaling.Plan(what, counts, _BATCH.value, _ROUNDS.value, given))]
+  print(scaling.table(rows), file=sys.stderr)
+  print(json.dumps(rows))
 
 
 def main(argv):
-  if len(argv) != 2 or argv[1] not in WHAT:
-    raise errors.InputError(
-        f'say what to time: python -m launch.bench {"|".join(WHAT)} [flags]')
+  if len(argv) != 2 or argv[1] not in (*WHAT, 'scaling'):
+    raise errors.InputError('say what to time: python -m launch.bench '
+                            f'{"|".join(WHAT)}|scaling [flags]')
+  if argv[1] == 'scaling':
+    return scale()
+  if _CORE.value is not None:
+    os.sched_setaffinity(0, {_CORE.value})
   if _TUNE.value:
     host.tune_host()
   host.use_compile_cache()
-  from jaxpost import bench
+  from jaxpost import bench, processes
+  given = flags.FLAGS
+  if given.distributed or given.coordinator:
+    from jaxpost import cluster
+    cluster.connect(given.coordinator, given.num_processes, given.process_id)
   names = [f.name for f in dataclasses.fields(bench.Options)]
-  options = bench.Options(**{n: flags.FLAGS[n].value for n in names})
+  options = bench.Options(**{n: given[n].value for n in names})
   with tempfile.TemporaryDirectory() as workdir:
     figures = bench.run(argv[1], options, workdir)
-  print(json.dumps({**figures, 'tuned': _TUNE.value}))
+  if processes.index() == 0:
+    print(json.dumps({**figures, 'tuned': _TUNE.value}))
 
 
 if __name__ == '__main__':

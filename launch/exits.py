@@ -31,7 +31,8 @@ def run(main, argv=None, words=0):
       main, argv=argv, flags_parser=functools.partial(parse, words=words)
     )
   except (
-    errors.InputError, errors.NoCheckpointError, errors.Preempted
+    errors.InputError, errors.NoCheckpointError, errors.Preempted,
+    errors.PeerError
   ) as error:
     print(f'jaxpost: {error}', file=sys.stderr)
     sys.exit(error.exit_code)

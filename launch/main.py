@@ -11,6 +11,7 @@ import sys
 VERBS = {
   'train': 'start or resume a run: --config=FILE[:args] --workdir=DIR',
   'local': 'train with several processes on this machine, as hosts would',
+  'submit': 'start a run on a TPU slice, Slurm, GKE, SkyPilot or Colab',
   'evaluate': 'score a checkpoint or a model folder on a data set',
   'sample': 'complete prompts with a checkpoint or a model folder',
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
@@ -18,7 +19,7 @@ VERBS = {
   'plan': 'compile a run for a described machine: fits, seconds, cost',
   'bench': 'time the standard workload on this machine',
 }
-WORDS = {'bench': 1, 'local': 99}  # arguments that are no flags
+WORDS = {'bench': 1, 'local': 99, 'submit': 99}  # arguments that are no flags
 
 
 def main(argv=None):

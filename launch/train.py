@@ -27,6 +27,15 @@ _PROCESSES = flags.DEFINE_integer(
     'num_processes', None, 'With --coordinator.', lower_bound=1)
 _PROCESS = flags.DEFINE_integer(
     'process_id', None, 'With --coordinator: 0, 1, ...', lower_bound=0)
+_CLUSTER = flags.DEFINE_string(
+    'cluster', '', 'How jax finds the others: "" looks by itself (TPU, GKE, '
+    'Slurm, Open MPI); "mpi4py" asks any other MPI.')
+_INIT = flags.DEFINE_float(
+    'init_timeout_s', 300.0, 'For all processes to come; then all end and the '
+    'absent are named.', lower_bound=1.0)
+_HEARTBEAT = flags.DEFINE_float(
+    'heartbeat_s', 100.0, 'A process not heard of for so long is gone: the '
+    'others end and name it.', lower_bound=3.0)
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
@@ -36,8 +45,12 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost import processes, stages
-  if _DISTRIBUTED.value or _COORDINATOR.value:
-    processes.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+  if _DISTRIBUTED.value or _COORDINATOR.value or _CLUSTER.value:
+    from jaxpost import cluster
+    cluster.connect(
+        _COORDINATOR.value, _PROCESSES.value, _PROCESS.value,
+        cluster=_CLUSTER.value, init_s=_INIT.value,
+        heartbeat_s=_HEARTBEAT.value)
   summary = stages.run(_CONFIG.value, _WORKDIR.value)
   if processes.index() == 0:
     print(json.dumps(summary))

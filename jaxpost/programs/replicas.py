@@ -1,0 +1,78 @@
+"""A hash of parameters as each device holds them, and who holds others.
+
+Legend: N devices of the mesh, P parameters.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxpost.programs.compile import Ledger, Program
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def make_digest(shardings: dict, ledger: Ledger) -> Program:
+  """digest(params) -> [N, P] uint32, of the bits of each device's shards.
+
+  It reads parameters once: a millisecond for some GB on an accelerator.
+  """
+  leaves = jax.tree.leaves(shardings)
+  mesh, specs = leaves[0].mesh, jax.tree.map(lambda s: s.spec, shardings)
+
+  def local(params):
+    return jnp.stack([_hash(x) for x in jax.tree.leaves(params)])[None]
+
+  def digest(params):
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,),
+        out_specs=PartitionSpec(mesh.axis_names), check_vma=False)(params)
+
+  return Program('digest', digest, ledger, jax.sharding.NamedSharding(
+      mesh, PartitionSpec()))
+
+
+def _hash(x):
+  """A sum of all bits that depends on their places, modulo 2^32."""
+  words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
+  words = words.astype(jnp.uint32)
+  total = jnp.zeros((), jnp.uint32)
+  for axis, size in enumerate(x.shape):  # no index of all places is made
+    shape = [1] * x.ndim
+    shape[axis] = size
+    odd = 2 * jnp.arange(size, dtype=jnp.uint32) + 1
+    total = total * 31 + jnp.sum(words * (odd * odd + axis).reshape(shape))
+  return total if x.ndim else words
+
+
+def differing(digests: np.ndarray, params: dict) -> list[tuple]:
+  """(path, device) of the shards that differ from most of their replicas.
+
+  Args:
+    digests: [N, P] of `digest`; params: what it was of.
+  """
+  out = []
+  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  for column, (path, x) in zip(digests.T, leaves):
+    mesh = x.sharding.mesh.devices.flat
+    row = {device: n for n, device in enumerate(mesh)}
+    groups = collections.defaultdict(list)
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+      groups[str(index)].append(device)
+    for devices in groups.values():
+      found = collections.Counter(column[row[d]].item() for d in devices)
+      usual = found.most_common(1)[0][0]
+      out += [(jax.tree_util.keystr(path, simple=True, separator='/'), d)
+              for d in devices if column[row[d]] != usual]
+  return out
+
+
+def combined(digests: np.ndarray) -> int:
+  """One number below 2^32 for all of it."""
+  odd = 2 * np.arange(digests.size, dtype=np.uint32) + 1
+  return int((digests.ravel() * odd).sum(dtype=np.uint32))
+
+

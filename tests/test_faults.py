@@ -1,0 +1,297 @@
+"""Six ways in which a process of a run fails; each ends all, in time, named.
+
+Two real processes on CPU, joined by gloo, started as on a cluster. What goes
+wrong on one of them is a signal from here, or code of the user's that hangs.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+
+from jaxpost import metrics
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+HOST = socket.gethostname()
+BEAT_S, STEP_S = 6, 10  # --heartbeat_s, config.log.watchdog_s
+SLACK_S = 5  # after the time limit everybody is gone
+PATIENCE_S = 240  # for a run to begin, on a busy machine
+
+# Hangs in the trainer itself: data is read and mapped there.
+HANGING_MAP = '''
+import os, time
+
+def fix(row):
+  if os.environ['RANK'] == '1' and os.path.exists(os.environ['HANG']):
+    while True:
+      time.sleep(0.1)
+  return row
+'''
+HANGING_REWARD = '''
+import os, time
+
+def slow(completions, **columns):
+  if os.environ['RANK'] == '1' and os.path.exists(os.environ['HANG']):
+    while True:
+      time.sleep(0.1)
+  return [float(len(c) % 3) for c in completions]
+'''
+# Makes the reward a function of this process: nobody can kill it.
+DRIVER = '''
+import sys
+from absl import flags
+import importlib.util
+spec = importlib.util.spec_from_file_location('rewards', sys.argv.pop(1))
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from jaxpost import stages
+run = stages.run
+def with_reward(config, workdir):
+  config = config.to_dict()
+  return run(config | {'reward': module.slow}, workdir)
+stages.run = with_reward
+from launch import exits, train
+exits.run(train.main)
+'''
+
+
+def free_address():
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    return f'localhost:{probe.getsockname()[1]}'
+
+
+class Cluster:
+  """Two launch.train, and what they have written."""
+
+  def __init__(self, folder, config, ranks=(0, 1), head=('-m', 'launch.train'),
+               more=()):
+    self.folder, self.hang = folder, folder / 'hang'
+    self.metrics = folder / 'run' / 'metrics.jsonl'
+    file, address = tiny.config_file(folder / 'config.py', config), (
+        free_address())
+    self.children = [subprocess.Popen(
+        [sys.executable, '-u', *head, f'--config={file}',
+         f'--workdir={folder}/run', f'--coordinator={address}',
+         '--num_processes=2', f'--process_id={rank}',
+         f'--heartbeat_s={BEAT_S}', *more],
+        text=True, cwd=ROOT, stdin=subprocess.DEVNULL,
+        stdout=open(folder / f'out{rank}', 'w'),
+        stderr=open(folder / f'err{rank}', 'w'),
+        env=os.environ | {
+            'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'RANK': str(rank),
+            'XLA_FLAGS': '--xla_backend_optimization_level=0',
+            'HANG': str(self.hang)}) for rank in ranks]
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    for child in self.children:
+      child.kill()
+      child.wait()
+
+  def wait_for_steps(self, number=3):
+    deadline = time.monotonic() + PATIENCE_S
+    while not self.metrics.exists() or (
+        self.metrics.read_text().count('"train"') < number):
+      assert time.monotonic() < deadline
+      assert all(c.poll() is None for c in self.children), self.said(0)
+      time.sleep(0.1)
+
+  def ends_within(self, seconds, which=(0, 1)):
+    """Exit codes, once those processes have ended in time."""
+    start, codes = time.monotonic(), []
+    for i in which:
+      left = start + seconds + SLACK_S - time.monotonic()
+      try:
+        codes.append(self.children[i].wait(max(0.1, left)))
+      except subprocess.TimeoutExpired:
+        pytest.fail(f'process {i} goes on after {seconds + SLACK_S} s:\n' +
+                    self.said(i))
+    return codes
+
+  def said(self, rank):
+    return (self.folder / f'err{rank}').read_text()
+
+  def line(self, rank):
+    """The one line about what happened, and the text it stands in."""
+    text = self.said(rank)
+    lines = [x for x in text.splitlines() if x.startswith('jaxpost: ')]
+    assert len(lines) == 1, text
+    return lines[0], text
+
+
+def long_run(folder, **over):
+  model = tiny.folder(folder / 'model', num_heads=2, num_kv_heads=2)
+  return tiny.run_config(model, **tiny.merged(dict(
+      train=dict(steps=100_000), log=dict(every=1, watchdog_s=STEP_S),
+      eval=dict(data=dict(path=''))), over))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('victim', [0, 1], ids=['coordinator', 'worker'])
+def test_a_killed_process(victim, tmp_path):
+  with Cluster(tmp_path, long_run(tmp_path)) as run:
+    run.wait_for_steps()
+    run.children[victim].kill()
+    codes = run.ends_within(BEAT_S)
+    assert codes == [-9, 1] if victim == 0 else [1, -9]
+    line, _ = run.line(1 - victim)
+    assert re.search(f'process {victim} on {HOST} .pid [0-9]+. is gone', line)
+    assert re.search('step [0-9]+ of sft', line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('victim', [0, 1], ids=['coordinator', 'worker'])
+def test_a_stopped_process(victim, tmp_path):
+  with Cluster(tmp_path, long_run(tmp_path)) as run:
+    run.wait_for_steps()
+    run.children[victim].send_signal(signal.SIGSTOP)
+    codes = run.ends_within(BEAT_S, [1 - victim])
+    assert codes == [1]
+    line, text = run.line(1 - victim)
+    assert re.search(f'process {victim} on {HOST} .pid [0-9]+. is gone', line)
+    assert 'step' in line and 'Thread' in text  # with stacks
+
+
+@pytest.mark.long
+def test_a_process_stuck_in_python(tmp_path):
+  (tmp_path / 'maps.py').write_text(HANGING_MAP)
+  rows = ''.join(f'{{"prompt": "{n}", "completion": "{n}"}}\n'
+                 for n in range(2000))
+  (tmp_path / 'rows.jsonl').write_text(rows)
+  with Cluster(tmp_path, long_run(tmp_path, data=dict(
+      path=str(tmp_path / 'rows.jsonl'), streaming=True,
+      map=f'{tmp_path}/maps.py:fix'))) as run:
+    run.wait_for_steps()
+    run.hang.touch()
+    assert run.ends_within(STEP_S + 3) == [1, 1]  # rows read ahead
+    line, text = run.line(1)
+    assert f'process 1 on {HOST}' in line and 'is stuck in step' in line
+    assert 'maps.py:7 in fix' in text
+    line, _ = run.line(0)
+    assert f'process 0 on {HOST}' in line and (
+        'process 1 on' in line), line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('killable', [True, False])
+def test_a_reward_that_hangs(killable, tmp_path):
+  """One that can be killed is, and the run ends by the share of failures."""
+  (tmp_path / 'rewards.py').write_text(HANGING_REWARD)
+  config = long_run(
+      tmp_path, algorithm='grpo', train=dict(row_length=0),
+      rollout=dict(prompts=2, group_size=2), rewards=dict(
+          timeout_s=3.0, max_failed=0.0, workers=1),
+      reward=f'{tmp_path}/rewards.py:slow' if killable else 'length')
+  head = ('-m', 'launch.train') if killable else (
+      '-c', DRIVER, str(tmp_path / 'rewards.py'))
+  with Cluster(tmp_path, config, head=head) as run:
+    run.wait_for_steps(20 if killable else 3)
+    run.hang.touch()
+    if killable:
+      assert run.ends_within(STEP_S) == [2, 2]
+      for rank in (0, 1):
+        assert 'reward slow: no answer in 3 s' in run.line(rank)[0]
+      return
+    assert run.ends_within(STEP_S) == [1, 1]
+    line, text = run.line(1)
+    assert f'process 1 on {HOST}' in line and 'is stuck in step' in line
+    assert 'rewards.py:7 in slow' in line and 'in slow' in text
+    line, _ = run.line(0)
+    assert 'process 1 on' in line and 'is stuck' in line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('absent', [0, 1])
+def test_a_missing_host(absent, tmp_path):
+  begun = time.monotonic()
+  with Cluster(tmp_path, long_run(tmp_path), ranks=[1 - absent],
+               more=['--init_timeout_s=6']) as run:
+    # Python and JAX start first.
+    assert run.ends_within(6 + 15, [0]) == [1]
+    line, text = run.line(1 - absent)
+    assert ('process 1 did not come to localhost' if absent else
+            'process 0 does not answer at localhost') in line
+    assert 'within 6 s' in line and len(text.splitlines()) < 5, text
+    assert time.monotonic() - begun > 6
+
+
+# ------------------------------------------------- hosts that are only at odds
+
+BENT = '''
+import sys
+from absl import flags
+import jax, numpy as np
+from jaxpost import loop
+
+resume = loop.resume
+
+def bend(stage):
+  """Process 1 goes on from one bit more in a norm scale that all share."""
+  role = stage.roles.policy
+  params = role.state.params
+  norm = params['norm']
+  if jax.process_index() == 1:
+    local = np.asarray(norm.addressable_data(0)).copy()
+    local.view(np.uint32)[3] ^= 1
+    norm = jax.make_array_from_single_device_arrays(
+        norm.shape, norm.sharding,
+        [jax.device_put(local, jax.local_devices()[0])])
+  role.state = role.state.replace(params={**params, 'norm': norm})
+  return resume(stage)
+
+loop.resume = bend
+from launch import exits, train
+exits.run(train.main)
+'''
+SLOW = '''
+import os, time
+from absl import flags
+from jaxpost import assemble
+
+read = assemble.DataStream.__next__
+
+def slowly(self):
+  time.sleep(0.3 if os.environ['RANK'] == '1' else 0.0)
+  return read(self)
+
+assemble.DataStream.__next__ = slowly
+from launch import exits, train
+exits.run(train.main)
+'''
+
+
+@pytest.mark.long
+def test_a_replica_that_differs_stops_all(tmp_path):
+  with Cluster(tmp_path, long_run(tmp_path), head=('-c', BENT)) as run:
+    assert run.ends_within(PATIENCE_S) == [1, 1]
+    for rank in (0, 1):
+      assert re.search('replicas of the parameters differ: norm on .* of '
+                       f'process [01] on host {HOST}', run.said(rank))
+    assert not run.metrics.read_text()
+
+
+@pytest.mark.long
+def test_the_slow_host_is_named(tmp_path):
+  with Cluster(tmp_path, long_run(
+      tmp_path, train=dict(steps=12), log=dict(every=3)),
+               head=('-c', SLOW)) as run:
+    assert run.ends_within(PATIENCE_S) == [0, 0], run.said(1)
+    assert f'note: process 1 on {HOST} is the slowest' in (
+        tmp_path / 'out0').read_text()
+    found = [r for r in metrics.read_rows(run.metrics) if r['split'] == 'train']
+    spoken = [r for r in found if 'time/host_skew' in r]
+    assert [r['step'] for r in spoken] == [3, 6, 9, 12]
+    assert all(r['time/slowest_process'] == 1 for r in spoken[1:])
+    assert spoken[-1]['time/host_skew'] > 0.2
+    hashes = [r['param_hash/policy'] for r in spoken]
+    assert len(set(hashes)) == 4  # parameters move, and replicas agree

@@ -1,0 +1,68 @@
+"""Speed-up of the standard workload: its arithmetic, and the real thing."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxpost import scaling
+from jaxpost.errors import InputError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def plan(**over):
+  return scaling.Plan(**{**dict(
+      what='sft', counts=(1, 2), batch=8, rounds=2, flags=()), **over})
+
+
+def test_figures_of_strong_and_weak_speed_up():
+  """8 rows take 1 s; two processes need 0.6 s for 8 and 1.25 s for 16."""
+  times = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
+  asked = []
+
+  def run(n, batch):
+    asked.append((n, batch))
+    return times[n, batch] + (len(asked) <= len(times))  # a slow first round
+
+  strong, weak = scaling.measure(plan(), run)
+  assert asked == 2 * [(1, 8), (1, 4), (2, 8), (2, 16)]  # interleaved
+  assert (strong['mode'], strong['batch']) == ('strong', 8)
+  assert strong['speedup'] == pytest.approx(1 / 0.6)
+  assert strong['efficiency'] == pytest.approx(1 / 1.2)
+  assert strong['communication_share'] == pytest.approx(0.1 / 0.6)
+  assert (weak['mode'], weak['batch']) == ('weak', 16)
+  assert weak['speedup'] == pytest.approx(2 / 1.25)
+  assert weak['efficiency'] == pytest.approx(0.8)
+  assert weak['communication_share'] == pytest.approx(0.2)
+  assert '80%' in scaling.table([strong, weak])
+
+
+@pytest.mark.parametrize('over, words', [
+    (dict(counts=(1, 4096)), 'a core each'),
+    (dict(batch=7), 'cannot be split over 2'),
+    (dict(what='grpo', batch=8), 'in groups of 8')])
+def test_bad_settings(over, words):
+  with pytest.raises(InputError, match=words):
+    scaling.measure(plan(**over), lambda n, batch: 1.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('what', ['sft', 'grpo'])
+def test_real_processes_on_a_core_each(what):
+  if len(os.sched_getaffinity(0)) < 2:
+    pytest.skip('one core: nothing to speed up on')
+  done = subprocess.run(
+      [sys.executable, '-m', 'launch.bench', 'scaling', '--shape=tiny',
+       f'--workloads={what}', '--batch=16', '--rounds=1', '--steps=2',
+       '--new=8'], cwd=ROOT, text=True, capture_output=True,
+      env=os.environ | {'PYTHONPATH': str(ROOT)}, timeout=600)
+  assert done.returncode == 0, done.stderr[-3000:]
+  rows = json.loads(done.stdout.splitlines()[-1])
+  assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [
+      ('strong', 2, 16), ('weak', 2, 32)]
+  assert all(0 < r['speedup'] < 4 for r in rows)  # how much is the machine's
+  assert all(0 <= r['communication_share'] < 1 for r in rows)
