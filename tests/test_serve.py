@@ -127,3 +127,70 @@ def test_waiting_ends_when_nothing_comes(engine):
 def test_what_cannot_be_served(engine, wrong, told):
   with pytest.raises(InputError, match=told):
     serve(engine, [wrong])
+
+
+def test_each_request_is_sampled_in_its_own_way(model, params):
+  ledger = Ledger()
+  engine = make_engine(model, params, ledger, top_logprobs=2)
+  plain = serve(engine, requests())
+  compiled = len(ledger.rows)
+  first = {k: c.tokens for k, (c,) in plain.items()}
+  wanted = requests()
+  ways = [
+      dict(temperature=0.0), dict(top_k=1), dict(seed=3), dict(max_tokens=5),
+      dict(forbidden_ids=(int(first[24, 0][0]),)),
+      dict(stop_ids=(int(first[25, 1][2]),)),
+      dict(stop_ids=(int(first[26, 0][2]),), min_tokens=6)]
+  told = serve(engine, [Request(r.tokens, r.prompt, r.sample, way)
+                        for r, way in zip(wanted, ways)])
+  assert len(ledger.rows) == compiled  # nothing was compiled for it
+  told = {k: c for k, (c,) in told.items()}
+  for key in (20, 0), (21, 1):
+    np.testing.assert_array_equal(told[key].tokens, told[key].top_ids[:, 0])
+    np.testing.assert_array_equal(told[key].behaviour_logprobs, 0)
+    np.testing.assert_allclose(
+        told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
+  assert (told[22, 0].tokens != first[22, 0]).any()
+  np.testing.assert_array_equal(told[23, 1].tokens, first[23, 1][:5])
+  assert not told[23, 1].finished
+  assert first[24, 0][0] not in told[24, 0].tokens
+  end = list(first[25, 1]).index(first[25, 1][2]) + 1
+  np.testing.assert_array_equal(told[25, 1].tokens, first[25, 1][:end])
+  assert told[25, 1].finished and end <= 3
+  assert len(told[26, 0].tokens) >= 6
+
+
+def test_stop_strings_cut_exactly(engine):
+  """After the token that completes the string nothing is kept."""
+  whole = {k: c for k, (c,) in serve(engine, requests()).items()}
+  text = decode(whole[21, 1].tokens)
+  string = text[5:8]  # begins and ends inside of tokens, perhaps
+  told = serve(engine, requests(stop_strings=('no such', string)))
+  for key, (c,) in told.items():
+    full = whole[key]
+    ends = [n for n in range(1, NEW + 1) if string in decode(full.tokens[:n])]
+    size = ends[0] if ends else NEW
+    np.testing.assert_array_equal(c.tokens, full.tokens[:size])
+    np.testing.assert_allclose(c.logprobs, full.logprobs[:size], atol=1e-5)
+    assert c.finished == bool(ends) and c.stop_string == (
+        string if ends else '')
+  assert len(told[21, 1][0].tokens) < NEW
+
+
+def test_broken_logits_stop_the_run(model, params):
+  engine = make_engine(model, params)
+  engine.load({**params, 'norm': params['norm'] * np.nan}, version=7)
+  with pytest.raises(FloatingPointError, match='step 5.*7 updates'):
+    serve(engine, requests(1), step=5)
+
+
+def test_more_than_fits_the_engine():
+  model = model_lib.build(tiny.config())
+  for fields, told in (
+      (dict(stop_ids=(131,)), 'stop_ids: 131 is outside'),
+      (dict(forbidden_ids=(5, 400)), 'forbidden_ids: 400 is outside')):
+    with pytest.raises(InputError, match=told):
+      native.NativeEngine(
+          model, native.SamplerConfig(**{**dict(
+              slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()),
+              **fields}), tiny.one_device('rollout'), tiny.EXACT, Ledger())
