@@ -122,7 +122,7 @@ class RolloutSection:
   top_k: int = _f(0, '0 is off', lo=0)
   top_p: float = _f(1.0, '1 is off', lo=1e-6, hi=1.0)
   slots: int = _f(0, 'sequences in flight; 0: all of a step', lo=0)
-  block: int = _f(16, 'tokens of every slot per dispatch', lo=1)
+  block: int = _f(8, 'tokens of every slot per dispatch', lo=1)
 
 
 @dataclasses.dataclass(frozen=True)

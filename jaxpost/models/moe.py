@@ -201,6 +201,14 @@ def recording(model):
       decode=bind(model.decode))
 
 
+def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple:
+  """L x [S, 1, T, k] of zeros, where a sampler keeps what tokens choose."""
+  if not cfg.experts or not cfg.experts.record:
+    return ()
+  return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),
+          ) * cfg.num_layers
+
+
 # --------------------------------------------------------------- load balance
 
 

@@ -168,9 +168,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
   """
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
-  q = layers.project('btd,dnh->btnh', y, p, 'q', compute)
-  k = layers.project('btd,dnh->btnh', y, p, 'k', compute)
-  v = layers.project('btd,dnh->btnh', y, p, 'v', compute)
+  q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg)
   if cfg.qk_norm:
     q = layers.norm_heads(q, p['q_norm'], cfg)
     k = layers.norm_heads(k, p['k_norm'], cfg)
@@ -323,26 +321,32 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   return Cache(*map(tuple, zip(*kept)), experts), last
 
 
-def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
-           compute: Compute, read: int, constrain=_unconstrained):
-  """One token per slot: ([S], [S]) -> (cache with it, hidden [S, D]).
+def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
+           cfg: ModelConfig, compute: Compute, constrain=_unconstrained):
+  """One token per slot: -> (recent with it, hidden [S, D]).
+
+  A block of T tokens only reads the cache: XLA would copy what it writes at
+  every token. What is new is in `recent` until the block ends (`extend`).
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`).
-    tokens: [S], written at `positions` [S] of the cache.
-    read: entries of the cache that attention looks at; all positions < read.
+    cache: L x [S, K, length, h], of which `filled` [S] entries count.
+    recent: L x [S, K, T, h], of which `step` count.
+    tokens: [S], at positions filled + step.
   """
   x = _embed(weights, tokens[:, None], cfg, compute, constrain)
-  tables = rope.tables(positions[:, None], positions[:, None] + 1, cfg)
-  ks, vs, experts = list(cache.k), list(cache.v), list(cache.experts)
+  positions = (filled + step)[:, None]
+  tables = rope.tables(positions, positions + 1, cfg)
+  ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
     def attend(q, k, v, i=i, window=kind.window):
-      k, v = k.astype(compute.dtype), v.astype(compute.dtype)
-      ks[i] = write_rows(ks[i], k[:, 0], positions, compute.row_writes)
-      vs[i] = write_rows(vs[i], v[:, 0], positions, compute.row_writes)
+      for kept, new in (ks, k), (vs, v):
+        new = new.astype(compute.dtype).astype(kept[i].dtype)
+        kept[i] = jax.lax.dynamic_update_slice_in_dim(
+            kept[i], new.swapaxes(1, 2), step, axis=2)
       out = attention.cached(
-          q, ks[i][:, :, :read], vs[i][:, :, :read], positions + 1, compute,
+          q, (cache.k[i], cache.v[i]), (ks[i], vs[i]), filled, step, compute,
           window, cfg)
       return out, None
 
@@ -350,28 +354,31 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
                            compute, constrain)
     x = constrain(x, 'batch', None, None)
     if experts:
-      experts[i] = write_rows(
-          experts[i], routing.chosen, positions, compute.row_writes)
+      experts[i] = jax.lax.dynamic_update_slice_in_dim(
+          experts[i], routing.chosen[:, None].astype(experts[i].dtype), step,
+          axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), tuple(experts)), x[:, 0]
 
 
-def write_rows(cache, rows, positions, one_by_one: bool = True):
-  """cache[s, :, positions[s]] = rows[s]; cache [S, K, length, h], in place.
+def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
+  """The cache with `recent` behind what is filled, in place.
 
-  A position past the end writes the last entry of its own slot: only slots
-  that are done get there.
+  cache: L x [S', K, length, h], of which the first S rows are extended;
+  recent: L x [S, K, T, h]. What goes past the end falls on the last entries
+  of its own slot, or nowhere: only slots that are done get there.
   """
-  rows = rows.astype(cache.dtype)[:, :, None]
-  positions = jnp.asarray(positions)
+  rows, _, steps, _ = recent.k[0].shape
   if not one_by_one:
-    return jax.vmap(
-        lambda c, r, at: jax.lax.dynamic_update_slice(c, r, (0, at, 0)))(
-            cache, rows, positions)
+    at = filled[:, None] + jnp.arange(steps)
+    return jax.tree.map(
+        lambda old, new: old.at[jnp.arange(rows)[:, None], :, at].set(
+            new.swapaxes(1, 2), mode='drop', unique_indices=True),
+        cache, recent)
 
   def write(s, cache):  # XLA:CPU's scatter copies
-    return jax.lax.dynamic_update_slice(
-        cache, jax.lax.dynamic_slice_in_dim(rows, s, 1),
-        (s, 0, positions[s], 0))
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(new, s, 1), (s, 0, filled[s], 0)),
+        cache, recent)
 
-  return jax.lax.fori_loop(0, cache.shape[0], write, cache)
+  return jax.lax.fori_loop(0, rows, write, cache)

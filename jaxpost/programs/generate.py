@@ -1,9 +1,10 @@
 """Prefill, insert and generate: the programs of a sampler.
 
-Legend: S slots, N prompts, P prompt tokens (padded to a rung), C completion
-tokens, K kv heads, h head size, D hidden size, L layers.
+Legend: S slots, R of them in a block, T steps of it, N prompts, P prompt
+tokens (padded to a rung), K kv heads, h head size, D hidden size, L layers.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,8 +13,11 @@ from flax import struct
 
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
+from jaxpost.models import moe
+from jaxpost.models.layers import fuse, fused
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import flops_per_token, nest, unstack_layers
+from jaxpost.models.table import nest
+from jaxpost.models.transformer import extend, flops_per_token, unstack_layers
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
@@ -28,6 +32,7 @@ class Prefix:
   cache: Cache  # L x [N, K, P, h]
   hidden: Array  # [N, D], of the last prompt token
   lengths: Array  # [N] int32
+  experts: tuple = ()  # L x [N, 1, P, k] uint16, where they are recorded
 
 
 @struct.dataclass
@@ -39,12 +44,8 @@ class DecodeState:
   positions: Array  # [S] int32, where that token will be written
   counts: Array  # [S] int32, tokens drawn so far
   active: Array  # [S] bool
-  finished: Array  # [S] bool: a stop id was drawn
   sampling: Sampling
   keys: Array  # [S, 2] uint32
-  tokens: Array  # [S, C] int32
-  logprobs: Array  # [S, C] float32
-  behaviour_logprobs: Array  # [S, C] float32
 
 
 @struct.dataclass
@@ -57,9 +58,27 @@ class Entry:
   sampling: Sampling
 
 
-def empty_state(model: Model, slots: int, length: int, new_tokens: int,
-                stop_ids: int, compute: Compute) -> Callable:
-  """A function that returns a DecodeState of `length` cache entries a slot."""
+@struct.dataclass
+class Block:
+  """What a call of `generate` drew, for the host to look at."""
+
+  tokens: Array  # [T, R] int32 of T steps and R rows
+  logprobs: Array  # [T, R] float32
+  behaviour_logprobs: Array  # [T, R] float32
+  drawn: Array  # [T, R] bool: of a slot that was active
+  active: Array  # [R] bool: goes on
+  finished: Array  # [R] bool: a stop id was drawn
+  broken: Array  # [R] bool: logits were not finite
+  top: tuple  # ids and log-probs [T, R, n] of the likeliest, or ()
+  experts: tuple  # [T, R, L, k] uint16 that the tokens passed, or ()
+
+
+def empty_state(model: Model, slots: int, length: int, sampling: Sampling,
+                compute: Compute) -> Callable:
+  """A function that returns a DecodeState of `length` cache entries a slot.
+
+  sampling: of one slot, from which the arrays take their shapes.
+  """
   cfg = model.config
   shape = (slots, cfg.num_kv_heads, length, cfg.head_dim)
 
@@ -67,19 +86,12 @@ def empty_state(model: Model, slots: int, length: int, new_tokens: int,
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
     cache = lambda: tuple(
         jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
-    float32, e = jnp.float32, cfg.experts
-    experts = tuple(
-        jnp.zeros((slots, 1, length, e.top_k), jnp.uint16)
-        for _ in range(cfg.num_layers)) if e and e.record else ()
+    full = lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x)))
     return DecodeState(
-        Cache(cache(), cache(), experts),
+        stored(Cache(cache(), cache())),
         zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
-        zeros(dtype=bool), zeros(dtype=bool),
-        # Not 0: a slot that was never used must not look greedy.
-        Sampling(zeros(dtype=float32) + 1, zeros(), zeros(dtype=float32),
-                 zeros(stop_ids), zeros()),
-        zeros(2, dtype=jnp.uint32), zeros(new_tokens),
-        zeros(new_tokens, dtype=float32), zeros(new_tokens, dtype=float32))
+        zeros(dtype=bool), jax.tree.map(full, sampling),
+        zeros(2, dtype=jnp.uint32))
 
   return init
 
@@ -100,7 +112,8 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(
         weights, tokens, lengths, compute=compute, constrain=layout)
-    return Prefix(cache, hidden, lengths)
+    kept = stored(cache.replace(experts=()))
+    return Prefix(kept, hidden, lengths, cache.experts)
 
   def flops(weights, tokens, lengths):
     del weights, lengths
@@ -110,76 +123,133 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
                  flops=flops)
 
 
-def make_insert(layout: Layout, ledger: Ledger) -> Program:
+def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """insert(state, prefix, entry, run_key, step) -> state, which is donated."""
 
   def insert(state, prefix, entry, run_key, step):
     new = entry.source >= 0
     source = jnp.maximum(entry.source, 0)
-    room = prefix.cache.k[0].shape[2]
-
-    def fork(old, rows):
-      head = jnp.where(new[:, None, None, None], rows[source], old[:, :, :room])
-      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
-
-    def pick(value, old):
-      mask = new.reshape(-1, *(1,) * (old.ndim - 1))
-      return jnp.where(mask, value, old).astype(old.dtype)
-
-    keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples)
+    pick = lambda value, old: _where(new, value, old)
+    keys = sampling_lib.slot_keys(
+        run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
     return state.replace(
-        cache=jax.tree.map(fork, state.cache, prefix.cache),
+        cache=_put_rows(state.cache, prefix.cache, new, source, compute),
         hidden=pick(prefix.hidden[source], state.hidden),
         positions=pick(prefix.lengths[source], state.positions),
         counts=pick(0, state.counts), active=pick(True, state.active),
-        finished=pick(False, state.finished),
         sampling=jax.tree.map(pick, entry.sampling, state.sampling),
-        keys=pick(keys, state.keys), tokens=pick(0, state.tokens),
-        logprobs=pick(0.0, state.logprobs),
-        behaviour_logprobs=pick(0.0, state.behaviour_logprobs))
+        keys=pick(keys, state.keys))
 
   return Program('insert', insert, ledger, slot_shardings(layout),
                  donate=(0,))
 
 
-def make_generate(model: Model, steps: int, read: int, layout: Layout,
-                  compute: Compute, ledger: Ledger) -> Program:
-  """generate(weights, state) -> (state, active [S]): `steps` tokens a slot.
+def make_move(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+  """move(state, source [S]) -> state, which is donated.
 
-  Attention reads the first `read` entries of the cache; the caller knows
-  that no slot gets past them. The state is donated; `active` is a copy that
-  the host can look at while the next call runs.
+  Slot s takes what is in slot source[s], where that is not -1, and slots
+  that were taken from are free.
+  """
+  def move(state, source):
+    new, slots = source >= 0, jnp.arange(len(source))
+    source = jnp.maximum(source, 0)
+    cache = _put_rows(state.cache, None, new, source, compute)
+    rest = state.replace(cache=None)
+    rest = jax.tree.map(lambda x: _where(new, x[source], x), rest)
+    taken = jnp.any(new & (source == slots[:, None]), axis=1)
+    return rest.replace(cache=cache, active=rest.active & ~taken)
+
+  return Program('move', move, ledger, slot_shardings(layout), donate=(0,))
+
+
+def _where(new, value, old):
+  mask = new.reshape(-1, *(1,) * (old.ndim - 1))
+  return jnp.where(mask, value, old).astype(old.dtype)
+
+
+def _put_rows(cache, rows, new, source, compute: Compute):
+  """cache[s, :, :P] = rows[source[s]] where new[s]; P entries in `rows`.
+
+  Without `rows`, of the cache itself; then no slot is both read and written.
+  """
+  if not compute.row_writes:
+    def put(old, rows):
+      head = _where(new, rows[source], old[:, :, :rows.shape[2]])
+      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
+    return jax.tree.map(put, cache, rows or cache)
+  order = jnp.argsort(~new, stable=True)
+
+  def write(i, cache):  # only what changes, in place
+    slot = order[i]
+    return jax.tree.map(lambda old, rows: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1),
+        (slot, 0, 0, 0)), cache, rows or cache)
+
+  return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
+
+
+def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
+                  layout: Layout, compute: Compute, ledger: Ledger
+                  ) -> Program:
+  """generate(weights, state) -> (state, Block): `steps` tokens a slot.
+
+  Of the first `rows` slots; attention reads the first `read` entries of
+  their caches. The caller knows that no other slot is in use, and that none
+  gets past them. The state is donated; the host can look at the block while
+  the next call runs.
+
+  top: how many of the likeliest tokens to report.
   """
 
-  def step(weights, state, uniform):
-    head = model.head(weights)
-    logits = head_lib.logits(
-        state.hidden, head, model.config.logit_form, compute.dtype)
-    if model.config.vocab_size < head.shape[0]:
-      real = jnp.arange(head.shape[0]) < model.config.vocab_size
-      logits = jnp.where(real, logits, sampling_lib._HIDE)
-    tokens, logp, behaviour = sampling_lib.draw(
-        logits, state.sampling, uniform)
-    state = record(state, tokens, logp, behaviour)
-    cache, hidden = model.decode(
-        weights, state.cache, tokens, state.positions, compute=compute,
-        read=read, constrain=layout)
-    return state.replace(
-        cache=cache, hidden=hidden.astype(state.hidden.dtype),
-        positions=state.positions + 1)
+  def step(weights, cache, filled, carry, now):
+    state, recent = carry
+    number, uniform = now
+    logits = head_logits(model, weights, state.hidden, compute)
+    drawn = sampling_lib.draw(
+        logits, state.sampling, uniform, state.counts, top)
+    recent, hidden = model.decode(
+        weights, cache, recent, drawn.tokens, filled, number,
+        compute=compute, constrain=layout)
+    stop = jnp.any(
+        drawn.tokens[:, None] == state.sampling.stop_ids, axis=-1)
+    counts = state.counts + state.active
+    full = counts >= state.sampling.max_tokens
+    return (state.replace(
+        hidden=hidden.astype(state.hidden.dtype), counts=counts,
+        active=state.active & ~stop & ~full), recent), (
+            drawn, state.active, state.active & stop)
 
   def generate(weights, state):
+    few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
+    cache = view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
+    recent = jax.tree.map(
+        lambda x: jnp.zeros((*x.shape[:2], steps, x.shape[3]), x.dtype), cache)
+    recent = recent.replace(experts=moe.no_record(model.config, rows, steps))
     # All numbers of the block at once: the generator is a loop of its own.
-    positions = state.positions + jnp.arange(steps)[:, None]
-    uniform = jax.vmap(
-        lambda p: sampling_lib.uniforms(state.keys, p))(positions)
-    state = jax.lax.fori_loop(
-        0, steps, lambda i, s: step(weights, s, uniform[i]), state)
-    return state, state.active | False
+    number = jnp.arange(steps)
+    uniform = jax.vmap(lambda n: sampling_lib.uniforms(
+        few.keys, few.positions + n))(number)
+    (few, recent), (drawn, active, stopped) = jax.lax.scan(
+        functools.partial(step, weights, cache, few.positions),
+        (few, recent), (number, uniform))
+    few = few.replace(positions=few.positions + steps)
+    rest = jax.tree.map(
+        lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
+        state.replace(cache=None), few)
+    block = Block(
+        drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
+        few.active | False, jnp.any(stopped, axis=0),
+        jnp.any(active & drawn.broken, axis=0), drawn.top,
+        tuple(jnp.stack([x[:, 0].swapaxes(0, 1) for x in recent.experts], 2)
+              for _ in recent.experts[:1]))
+    recent = recent.replace(experts=())
+    return rest.replace(cache=extend(
+        state.cache, stored(recent), state.positions, compute.row_writes
+    )), block
 
   def flops(weights, state):
-    del weights
-    return steps * state.counts.shape[0] * flops_per_token(model.config, read)
+    del weights, state
+    return steps * rows * flops_per_token(model.config, read)
 
   def shardings(shapes):
     return slot_shardings(layout)(shapes[0]), layout.sharding()
@@ -188,38 +258,54 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
                  flops=flops)
 
 
-def record(state: DecodeState, tokens, logprobs, behaviour) -> DecodeState:
-  """Appends what was drawn to the active slots and retires those that end."""
-  room = state.tokens.shape[1]
-  here = (jnp.arange(room) == state.counts[:, None]) & state.active[:, None]
-  put = lambda old, x: jnp.where(here, x[:, None], old)
-  stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
-  counts = state.counts + state.active
-  full = counts >= state.sampling.max_tokens
-  return state.replace(
-      tokens=put(state.tokens, tokens), logprobs=put(state.logprobs, logprobs),
-      behaviour_logprobs=put(state.behaviour_logprobs, behaviour),
-      counts=counts, finished=state.finished | (state.active & stop),
-      active=state.active & ~stop & ~full)
+def stored(cache: Cache) -> Cache:
+  """As it is kept: bfloat16 as integers, whose updates XLA:CPU does in place
+  where it would widen and narrow the whole array."""
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(
+      x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
+
+
+def view(cache: Cache) -> Cache:
+  """What is `stored`, to compute with."""
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(
+      x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
+
+
+def head_logits(model: Model, weights, hidden, compute: Compute):
+  """[S, D] -> [S, V] float32, what is no token hidden."""
+  head = model.head(weights)
+  logits = head_lib.logits(
+      hidden, head, model.config.logit_form, compute.dtype)
+  if model.config.vocab_size < head.shape[0]:
+    real = jnp.arange(head.shape[0]) < model.config.vocab_size
+    logits = jnp.where(real, logits, sampling_lib.HIDE)
+  return logits
 
 
 def make_prepare(model: Model, layout: Layout, compute: Compute,
                  ledger: Ledger) -> Program:
-  """prepare(params) -> sampler weights: cast, resharded, one dict a layer."""
+  """prepare(params) -> sampler weights: cast, resharded, one dict a layer.
+
+  Matrices that read the same activations become one where no device has a
+  part of them only.
+  """
+  merge, model = model.merge, model.base or model
+  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
+  apart = compute.row_writes and model.config.tie_embeddings and (
+      compute.dtype == 'bfloat16')
+  joined = fused(model.table) if layout.mesh.shape['tensor'] == 1 else {}
 
   def prepare(params):
     cast = jax.tree.map(
         lambda x, p: narrow(x, p, compute), merge(params), nest(model.table))
     if apart:
       cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
-    return unstack_layers(cast, model.config.num_layers)
+    layers = unstack_layers(cast, model.config.num_layers)['layers']
+    return {**cast, 'layers': [fuse(p, joined) for p in layers]}
 
-  merge, model = model.merge, model.base or model
-  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
-  apart = compute.cache != compute.dtype and model.config.tie_embeddings
-  layers = {
+  layers = fuse({
       k.split('/')[1]: layout.sharding(p.axes[1:], p.shape[1:])
-      for k, p in model.table.items() if p.stacked}
+      for k, p in model.table.items() if p.stacked}, joined)
   shardings = {**model.shardings(layout),
                'layers': [layers] * model.config.num_layers}
   if apart:

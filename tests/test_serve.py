@@ -1,0 +1,196 @@
+"""Serving: turns, per-request settings, stops, and what is refused."""
+
+import collections
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.errors import InputError
+from jaxpost.models import model as model_lib
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Request
+
+NEW, KEY = 12, np.array([1, 2], np.uint32)
+
+
+@pytest.fixture(scope='module')
+def model():
+  return model_lib.build(tiny.config(initializer_range=0.15))
+
+
+@pytest.fixture(scope='module')
+def params(model):
+  return tiny.params(model)
+
+
+def decode(ids):
+  """A text of one or two characters a token."""
+  return ''.join(chr(97 + i % 26) * (1 + i % 2) for i in map(int, ids))
+
+
+def make_engine(model, params, ledger=None, **fields):
+  settings = native.SamplerConfig(**{**dict(
+      slots=4, max_prompt=20, max_new_tokens=NEW, stop_ids=(), block=4,
+      max_context=60), **fields})
+  engine = native.NativeEngine(
+      model, settings, tiny.one_device('rollout'), tiny.EXACT,
+      ledger or Ledger(), decode)
+  engine.load(params, version=3)
+  return engine
+
+
+@pytest.fixture(scope='module')
+def engine(model, params):
+  return make_engine(model, params)
+
+
+def requests(count=7, **sampling):
+  random = np.random.RandomState(1)
+  return [Request(random.randint(0, 131, 3 + i, np.int32), 20 + i, i % 2,
+                  sampling) for i in range(count)]
+
+
+def serve(engine, wanted, follow=None, step=2):
+  """{(prompt, sample): Completions, turn by turn}."""
+  told = collections.defaultdict(list)
+
+  def listen(completions, idle):
+    for c in completions:
+      told[c.request.prompt, c.request.sample].append(c)
+    return follow(completions, idle) if follow else ()
+
+  serve.figures = engine.serve(
+      wanted, run_key=KEY, step=step, follow=listen)
+  return told
+
+
+def later(turns, tokens_a_turn=4):
+  """A `follow` that goes on with each text, some blocks after its turn."""
+  waiting = collections.deque()
+
+  def follow(completions, idle):
+    for c in completions:
+      text = np.concatenate([c.request.tokens, c.tokens])
+      if len(c.request.tokens) < turns[c.request.prompt]:
+        waiting.append([int(c.request.prompt) % 3, Request(
+            text, c.request.prompt, c.request.sample, c.request.sampling)])
+    for item in waiting:
+      item[0] -= 1
+    ready = [r for n, r in waiting if n < 0 or idle]
+    kept = [x for x in waiting if not (x[0] < 0 or idle)]
+    waiting.clear()
+    waiting.extend(kept)
+    return ready
+
+  return follow
+
+
+def test_turns_draw_what_one_long_sample_draws(engine):
+  whole = serve(engine, requests())
+  wanted = requests(max_tokens=4)
+  ends = {r.prompt: len(r.tokens) + NEW - 4 for r in wanted}
+  turns = serve(engine, wanted, later(ends))
+  assert len(turns) == 7
+  for key, (one,) in whole.items():
+    parts = turns[key]
+    assert [len(p.tokens) for p in parts] == [4, 4, 4]
+    np.testing.assert_array_equal(
+        np.concatenate([p.tokens for p in parts]), one.tokens)
+    np.testing.assert_allclose(
+        np.concatenate([p.logprobs for p in parts]), one.logprobs, atol=1e-5)
+  assert 0 < serve.figures['occupancy'] <= 1
+
+
+def test_waiting_ends_when_nothing_comes(engine):
+  calls = []
+
+  def follow(completions, idle):
+    del completions
+    calls.append(idle)
+    return ()
+
+  assert len(serve(engine, requests(2), follow)) == 2
+  assert calls.count(True) == 1 and calls[-1]
+  assert not serve(engine, [])
+
+
+@pytest.mark.parametrize('wrong,told', [
+    (Request(np.zeros(0, np.int32), 4), 'prompt 4: is empty'),
+    (Request(np.zeros(50, np.int32), 4), '50 tokens and 12 to draw'),
+    (Request(np.zeros(3, np.int32), 4, 0, dict(stop_ids=(131,))),
+     'stop_ids: 131 is outside the vocabulary of 131'),
+    (Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))),
+     '9 forbidden_ids, of 8'),
+])
+def test_what_cannot_be_served(engine, wrong, told):
+  with pytest.raises(InputError, match=told):
+    serve(engine, [wrong])
+
+
+def test_each_request_is_sampled_in_its_own_way(model, params):
+  ledger = Ledger()
+  engine = make_engine(model, params, ledger, top_logprobs=2)
+  plain = serve(engine, requests())
+  compiled = len(ledger.rows)
+  first = {k: c.tokens for k, (c,) in plain.items()}
+  wanted = requests()
+  ways = [
+      dict(temperature=0.0), dict(top_k=1), dict(seed=3), dict(max_tokens=5),
+      dict(forbidden_ids=(int(first[24, 0][0]),)),
+      dict(stop_ids=(int(first[25, 1][2]),)),
+      dict(stop_ids=(int(first[26, 0][2]),), min_tokens=6)]
+  told = serve(engine, [Request(r.tokens, r.prompt, r.sample, way)
+                        for r, way in zip(wanted, ways)])
+  assert len(ledger.rows) == compiled  # nothing was compiled for it
+  told = {k: c for k, (c,) in told.items()}
+  for key in (20, 0), (21, 1):
+    np.testing.assert_array_equal(told[key].tokens, told[key].top_ids[:, 0])
+    np.testing.assert_array_equal(told[key].behaviour_logprobs, 0)
+    np.testing.assert_allclose(
+        told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
+  assert (told[22, 0].tokens != first[22, 0]).any()
+  np.testing.assert_array_equal(told[23, 1].tokens, first[23, 1][:5])
+  assert not told[23, 1].finished
+  assert first[24, 0][0] not in told[24, 0].tokens
+  end = list(first[25, 1]).index(first[25, 1][2]) + 1
+  np.testing.assert_array_equal(told[25, 1].tokens, first[25, 1][:end])
+  assert told[25, 1].finished and end <= 3
+  assert len(told[26, 0].tokens) >= 6
+
+
+def test_stop_strings_cut_exactly(engine):
+  """After the token that completes the string nothing is kept."""
+  whole = {k: c for k, (c,) in serve(engine, requests()).items()}
+  text = decode(whole[21, 1].tokens)
+  string = text[5:8]  # begins and ends inside of tokens, perhaps
+  told = serve(engine, requests(stop_strings=('no such', string)))
+  for key, (c,) in told.items():
+    full = whole[key]
+    ends = [n for n in range(1, NEW + 1) if string in decode(full.tokens[:n])]
+    size = ends[0] if ends else NEW
+    np.testing.assert_array_equal(c.tokens, full.tokens[:size])
+    np.testing.assert_allclose(c.logprobs, full.logprobs[:size], atol=1e-5)
+    assert c.finished == bool(ends) and c.stop_string == (
+        string if ends else '')
+  assert len(told[21, 1][0].tokens) < NEW
+
+
+def test_broken_logits_stop_the_run(model, params):
+  engine = make_engine(model, params)
+  engine.load({**params, 'norm': params['norm'] * np.nan}, version=7)
+  with pytest.raises(FloatingPointError, match='step 5.*7 updates'):
+    serve(engine, requests(1), step=5)
+
+
+def test_more_than_fits_the_engine():
+  model = model_lib.build(tiny.config())
+  for fields, told in (
+      (dict(stop_ids=(131,)), 'stop_ids: 131 is outside'),
+      (dict(forbidden_ids=(5, 400)), 'forbidden_ids: 400 is outside')):
+    with pytest.raises(InputError, match=told):
+      native.NativeEngine(
+          model, native.SamplerConfig(**{**dict(
+              slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()),
+              **fields}), tiny.one_device('rollout'), tiny.EXACT, Ledger())
