@@ -1,0 +1,62 @@
+"""The scale of a loss whose gradients come from float16 products."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class LossScaled(NamedTuple):
+  """The state of an optimizer whose gradients come from float16 products.
+
+  A loss times `scale` keeps small gradients from becoming 0; one that makes
+  them overflow is halved, and doubled after `_PATIENCE` good steps
+  (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+  """
+
+  scale: jax.Array  # [] float32
+  good: jax.Array  # [] int32, steps since it last changed
+  inner: Any
+
+
+_FIRST, _LARGEST, _PATIENCE = 2.0**15, 2.0**24, 1000
+
+
+def scaled(optimizer) -> optax.GradientTransformation:
+  """The optimizer, taking gradients that are scaled back already."""
+  def init(params):
+    return LossScaled(jnp.float32(_FIRST), jnp.int32(0), optimizer.init(params))
+
+  def update(grads, state, params=None):
+    updates, inner = optimizer.update(grads, state.inner, params)
+    grow = state.good + 1 >= _PATIENCE
+    scale = jnp.where(grow, jnp.minimum(2 * state.scale, _LARGEST), state.scale)
+    return updates, LossScaled(
+        scale, jnp.where(grow, 0, state.good + 1), inner)
+
+  return optax.GradientTransformation(init, update)
+
+
+def unmoved(state, finite):
+  """The state after a step that moves nothing; smaller scale if it overflowed.
+  """
+  if not isinstance(state, LossScaled):
+    return state
+  return state._replace(
+      scale=jnp.where(finite, state.scale, jnp.maximum(state.scale / 2, 1.0)),
+      good=jnp.where(finite, state.good, 0))
+
+
+def scale_of(state):
+  """[] float32, or 1.0 for an optimizer without a scale."""
+  return state.scale if isinstance(state, LossScaled) else 1.0
+
+
+def report(state, finite) -> dict:
+  """What becomes of a step's `skipped_updates` where there is a scale."""
+  if not isinstance(state, LossScaled):
+    return {}
+  over = ~finite & (state.scale > 1)
+  return {'loss_scale': state.scale, 'overflowed_updates': 1.0 * over,
+          'skipped_updates': 1.0 * (~finite & ~over)}
