@@ -111,12 +111,15 @@ class Sampling:
 class Cache:
   """Keys and values of what was read so far, one pair of arrays per layer.
 
-  And the experts that it passed, where these are kept to be replayed.
+  In pages, with a table: entry i of slot s is entry i % p of page
+  table[s, i // p].
   """
 
-  k: tuple  # L x [S, K, length, h]
-  v: tuple  # L x [S, K, length, h]
-  experts: tuple = ()  # L x [S, 1, length, k] uint16
+  k: tuple  # L x [S, K, length, h], or [pages, K, p, h]
+  v: tuple  # likewise
+  table: Array | None = None  # [S, n] int32
+  experts: tuple = ()  # L x [S, 1, length, k] uint16 that these tokens passed,
+  # of a prefill or a block, where they are kept to be replayed
 
 
 @struct.dataclass

@@ -26,6 +26,7 @@ flags.DEFINE_integer('samples', 0, 'Completions; 0: as many as --batch.')
 flags.DEFINE_bool('ragged', False, 'Geometric lengths.')
 flags.DEFINE_integer('mean', 64, 'Their mean.')
 flags.DEFINE_bool('bf16', False, 'Operands; weights are float32.')
+flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling.')
 flags.DEFINE_string('mesh', 'fsdp=-1', 'As config.mesh.train.')
 _TUNE = flags.DEFINE_bool('tune', True, 'Tune the allocator of the host.')
 _CORE = flags.DEFINE_integer('core', None, 'Use this core only.')
@@ -38,7 +39,8 @@ flags.DEFINE_integer('num_processes', None, '')
 flags.DEFINE_integer('process_id', None, '')
 
 WHAT = ('sft', 'sample', 'grpo')
-PASSED = ('shape', 'steps', 'new', 'ragged', 'mean', 'bf16', 'mesh', 'tune')
+PASSED = ('shape', 'steps', 'new', 'ragged', 'mean', 'bf16', 'top_p', 'mesh',
+          'tune')
 
 
 def scale():

@@ -10,6 +10,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
+from jaxpost.rollout import pages
 from jaxpost.types import Request
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
@@ -194,3 +195,81 @@ def test_more_than_fits_the_engine():
           model, native.SamplerConfig(**{**dict(
               slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()),
               **fields}), tiny.one_device('rollout'), tiny.EXACT, Ledger())
+
+
+def same(a, b):
+  """Two dicts of single completions hold the same samples."""
+  assert set(a) == set(b)
+  for key, (one,) in a.items():
+    np.testing.assert_array_equal(one.tokens, b[key][0].tokens)
+    np.testing.assert_allclose(one.logprobs, b[key][0].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize('page,tokens', [(8, 0), (16, 80)])
+def test_pages_change_nothing(model, params, engine, page, tokens):
+  """Samples share the pages of a prompt; a full pool sends some back."""
+  paged = make_engine(
+      model, params, page_size=page, cache_tokens=tokens)
+  wanted = [Request(r.tokens, r.prompt, n, dict(max_tokens=30))
+            for r in requests(4) for n in range(3)]
+  plain = serve(engine, wanted)
+  same(serve(paged, wanted), plain)
+  if tokens:
+    assert serve.figures['requeued'] > 0
+
+
+def test_pages_hold_more_texts_than_slots_do():
+  """At most 16,384 entries and 4,096 on average, as many as fit."""
+  size, room, memory = 128, 16384, 64 * 16384
+  pool = pages.Pages(size, memory // size + 1, room)
+  lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
+  holders = 0
+  for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
+    text = str(i // 8).encode()  # 8 samples share a prompt of 512
+    if pool.admit(i, text, 0, 512, int(length)) is None:
+      break
+    holders += 1
+  assert holders >= 2 * 64 and len(pool.free) < room // size
+  assert pool.grow(0, 512) and not pool.grow(0, 10**6)
+  for i in range(holders):
+    pool.release(i)
+  assert len(pool.free) == pool.count - 1 and not pool.users and (
+      not pool.shared)
+
+
+def test_pages_are_shared_and_copied_where_they_part():
+  pool = pages.Pages(4, 11, 20)
+  first = pool.admit('a', b'x', 1, 10, 4)
+  second = pool.admit('b', b'x', 1, 10, 4)
+  assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]
+  assert [(c.row, c.place) for c in second] == [(1, 2)]
+  assert pool.held['a'][:2] == pool.held['b'][:2]
+  assert not set(pool.held['a'][2:]) & set(pool.held['b'][2:])
+  pool.release('a')
+  assert len(pool.free) == 6 and pool.admit('c', b'x', 0, 10, 18) is not None
+  assert pool.admit('d', b'y', 0, 4, 16) is None and 'd' not in pool.held
+  table = pool.table({3: 'b'}, 5, 12)
+  assert table.shape == (5, 3) and table[3].tolist() == pool.held['b'][:3]
+  assert not table[:3].any()
+
+
+@pytest.mark.parametrize('fields,told', [
+    (dict(page_size=12), 'page_size: 12 is no power of two'),
+    (dict(page_size=8, cache_tokens=40), 'cache_tokens: .*; raise it'),
+    (dict(min_new_tokens=99), 'min_new_tokens: 99 is more'),
+    (dict(stop_strings=('a', '')), 'stop_strings: "" is in every'),
+])
+def test_settings_that_cannot_work(fields, told):
+  with pytest.raises(InputError, match=told):
+    native.NativeEngine(
+        model_lib.build(tiny.config()), native.SamplerConfig(**{**dict(
+            slots=2, max_prompt=40, max_new_tokens=8, stop_ids=()), **fields}),
+        tiny.one_device('rollout'), tiny.EXACT, Ledger())
+
+
+def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):
+  engine = make_engine(model, params, slots=8)
+  # 8 slots x (60 + 4) entries x 2 x 2 layers x 2 heads x 8 x 4 bytes
+  monkeypatch.setattr(native, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
+  with pytest.raises(InputError, match='8 slots of 64 .* 5 slots would fit'):
+    serve(engine, requests())

@@ -209,6 +209,12 @@ def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple:
           ) * cfg.num_layers
 
 
+def recorded(experts: tuple) -> tuple:
+  """L x [S, 1, T, k] -> ([T, S, L, k],), or () of nothing."""
+  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),
+          ) if experts else ()
+
+
 # --------------------------------------------------------------- load balance
 
 
