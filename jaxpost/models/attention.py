@@ -16,7 +16,7 @@ _NEVER = -1e30  # finite: a fully masked row must not become NaN
 
 
 def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-           window, cfg: ModelConfig):
+           window, cfg: ModelConfig, sinks=None):
   """Causal attention inside each document of a packed row.
 
   Branches of a document (`types.Batch`) see its shared part and themselves.
@@ -32,6 +32,7 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
     window: a token sees those of its document less than this before it;
       0 is all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
+    sinks: [H], a score for each head of a key that is nothing, or None.
 
   Returns:
     [B, T, H, h].
@@ -55,9 +56,9 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
       mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
     scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end],
                     k[:, :, low:end], compute.dtype)
-    weights = jax.nn.softmax(
+    weights = _softmax(
         jnp.where(mask[:, None, :, None], _capped(scores, cfg), _NEVER),
-        axis=-1)
+        sinks is not None and sinks.reshape(kv_heads, 1, -1, 1))
     out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
                       compute.dtype))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
@@ -85,14 +86,25 @@ def _capped(scores, cfg: ModelConfig):
   return cap * jnp.tanh(scores / cap) if cap else scores
 
 
+def _softmax(scores, sinks):
+  """Over keys; `sinks`, if any, is one more score, whose share is dropped."""
+  if sinks is False:
+    return jax.nn.softmax(scores, axis=-1)
+  top = jax.lax.stop_gradient(
+      jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+  scores = jnp.exp(scores - top)
+  return scores / (
+      jnp.sum(scores, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+
+
 def cached(q, k_cache, v_cache, lengths, compute: Compute, window: int,
-           cfg: ModelConfig):
+           cfg: ModelConfig, sinks=None):
   """One query per row against the filled part of its cache.
 
   Args:
     q: [B, 1, H, h]; k_cache, v_cache: [B, K, S, h]; lengths: [B], how many
       entries of each row count.
-    window, cfg: as in `causal`.
+    window, cfg, sinks: as in `causal`.
 
   Returns:
     [B, 1, H, h].
@@ -106,8 +118,9 @@ def cached(q, k_cache, v_cache, lengths, compute: Compute, window: int,
   mask = jnp.arange(room) < lengths[:, None]
   if window:
     mask &= jnp.arange(room) >= lengths[:, None] - window
-  weights = jax.nn.softmax(
-      jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER), axis=-1)
+  weights = _softmax(
+      jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER),
+      sinks is not None and sinks.reshape(kv_heads, -1, 1))
   out = einsum(
       'bkgs,bksh->bkgh', weights.astype(compute.dtype), v_cache, kind)
   return out.reshape(batch, 1, heads, size)

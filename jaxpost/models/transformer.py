@@ -72,8 +72,12 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     width = size * (heads if cfg.qk_norm == 'wide' else 1)
     table[f'layers/{name}_norm'] = vector(
         width, f'self_attn.{name}_norm.weight', scale)
-  widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
-  for name in cfg.biases:
+  widths = dict(q=h * size, k=k * size, v=k * size, o=d)
+  if not cfg.experts:
+    widths |= dict(gate=f, up=f, down=d)
+  if 'sinks' in cfg.biases:
+    table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
+  for name in (x for x in cfg.biases if x in widths):
     hf = table[f'layers/{name}'].hf.removeprefix(block)
     table[f'layers/{name}_bias'] = vector(
         widths[name], hf.replace('.weight', '.bias'), 'zeros')
@@ -205,7 +209,8 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """Embedded tokens through all layers.
 
   Args:
-    tables: of `rope.tables`; attend: (q, k, v, window) -> (out, kept).
+    tables: of `rope.tables`.
+    attend: (q, k, v, window, sinks) -> (out, kept).
     chosen: [L, B, T, k], of `moe.mlp`, or None.
 
   Returns:
@@ -213,8 +218,8 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """
   def block(p, x, chosen, kind):
     x, *kept = _block(p, x, rope.pick(tables, kind.rope),
-                      lambda *qkv: attend(*qkv, kind.window), cfg, compute,
-                      constrain, chosen)
+                      lambda *qkv: attend(*qkv, kind.window, p.get('sinks')),
+                      cfg, compute, constrain, chosen)
     return constrain(x, 'batch', None, None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
@@ -281,10 +286,10 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   if rope.by_length(cfg):
     lengths = document_lengths(positions, segment_ids)
 
-  def attend(q, k, v, window):
+  def attend(q, k, v, window, sinks):
     return attention.causal(
-        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg
-    ), None
+        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
+        sinks), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(chosen, 2, 0)
@@ -309,9 +314,9 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   x = constrain(_embed(params, tokens, cfg, compute, constrain),
                 'batch', None, None)
 
-  def attend(q, k, v, window):
+  def attend(q, k, v, window, sinks):
     out = attention.causal(q, k, v, segment_ids, compute, None, positions,
-                           window, cfg)
+                           window, cfg, sinks)
     pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache)
             for y in (k, v)]
     return out, pair
@@ -337,13 +342,13 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
   ks, vs, experts = list(cache.k), list(cache.v), list(cache.experts)
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
-    def attend(q, k, v, i=i, window=kind.window):
+    def attend(q, k, v, i=i, window=kind.window, p=p):
       k, v = k.astype(compute.dtype), v.astype(compute.dtype)
       ks[i] = write_rows(ks[i], k[:, 0], positions, compute.row_writes)
       vs[i] = write_rows(vs[i], v[:, 0], positions, compute.row_writes)
       out = attention.cached(
           q, ks[i][:, :, :read], vs[i][:, :, :read], positions + 1, compute,
-          window, cfg)
+          window, cfg, p.get('sinks'))
       return out, None
 
     x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg,
