@@ -42,10 +42,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
 
   scale = 'zeros' if cfg.norm_offset else 'ones'
   norm = lambda hf: vector(d, f'{hf}_layernorm.weight', scale)
-
+  tokens = lambda hf: Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
+                            f'{hf}.weight')
   table = {
-      'embed': Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
-                     'model.embed_tokens.weight'),
+      'embed': tokens('model.embed_tokens'),
       'layers/attention_norm': norm('input'),
       'layers/q': stacked((d, h, size), ('embed', 'heads', None),
                           'self_attn.q_proj'),
@@ -72,22 +72,20 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     width = size * (heads if cfg.qk_norm == 'wide' else 1)
     table[f'layers/{name}_norm'] = vector(
         width, f'self_attn.{name}_norm.weight', scale)
-  widths = dict(q=h * size, k=k * size, v=k * size, o=d)
-  if not cfg.experts:
-    widths |= dict(gate=f, up=f, down=d)
+  widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
+  for name in cfg.biases:
+    if name in widths and f'layers/{name}_bias' not in table:  # of experts
+      hf = table[f'layers/{name}'].hf.removeprefix(block)
+      table[f'layers/{name}_bias'] = vector(
+          widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
-  for name in (x for x in cfg.biases if x in widths):
-    hf = table[f'layers/{name}'].hf.removeprefix(block)
-    table[f'layers/{name}_bias'] = vector(
-        widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if cfg.num_labels or cfg.value_head:
     # Zeros: what was not trained yet judges all texts alike.
     table['score'] = Param(
         (d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
-    table['head'] = Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
-                          'lm_head.weight')
+    table['head'] = tokens('lm_head')
   return table
 
 
