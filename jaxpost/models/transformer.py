@@ -28,9 +28,8 @@ from jaxpost.types import Cache
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
   """Path -> parameter: drives init, sharding, HF import, export and counts."""
-  d, f, n, size = (
-      cfg.hidden_size, cfg.intermediate_size, cfg.num_layers, cfg.head_dim)
-  h, k = cfg.num_heads, cfg.num_kv_heads
+  d, f, n = cfg.hidden_size, cfg.intermediate_size, cfg.num_layers
+  h, k, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
   block = 'model.layers.{}.'
 
   def stacked(shape, axes, hf):
