@@ -27,16 +27,7 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
     return jax.ShapeDtypeStruct(
         (rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
 
-  if on_policy:
-    ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
-    host = Batch(ints, ints, ints, floats, sequence_ids=ints,
-                 branch_ids=ints if p.algorithm.pack else None)
-    if config.router.replay:
-      cfg = p.model.config
-      host = host.replace(experts=np.zeros(
-          (1, length, cfg.num_layers, cfg.experts.top_k), np.uint16))
-  else:
-    host = p.first_batch
+  host = _rollout_row(p, length) if on_policy else p.first_batch
   place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)
   plain, whole = place(kit.update_rows), place(kit.shape[0])
   per_token = placed(np.zeros((1, length), np.float32), kit.update_rows)
@@ -79,3 +70,14 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
     for some in jobs, later:
       for done in [pool.submit(job) for job in some]:
         done.result()
+
+
+def _rollout_row(p, length: int) -> Batch:
+  """A row as rollouts are packed into it."""
+  ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
+  cfg, experts = p.model.config, None
+  if p.config.router.replay:
+    experts = np.zeros(
+        (1, length, cfg.num_layers, cfg.experts.top_k), np.uint16)
+  return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts,
+               branch_ids=ints if p.algorithm.pack else None)

@@ -81,6 +81,9 @@ CASES = {
         num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
         use_sliding_window=True, sliding_window=6)),
     'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
+    'gpt_oss': ('GptOss', dict(
+        num_local_experts=5, num_experts_per_tok=2, sliding_window=6,
+        swiglu_limit=1.5, rope_parameters=YARN | dict(truncate=False))),
     'gemma': ('Gemma', dict(hidden_act='gelu')),
     'gemma2': ('Gemma2', GEMMA_2),
     'gemma3': ('Gemma3Text', dict(
@@ -208,7 +211,7 @@ def test_logits_equal_those_of_transformers(reference, case):
 
 
 WITH_GRADIENTS = ('llama3', 'llama_biases', 'mistral', 'qwen2', 'qwen3_moe',
-                  'qwen3_moe_raw', 'mixtral', 'gemma2',
+                  'qwen3_moe_raw', 'mixtral', 'gpt_oss', 'gemma2',
                   'gemma3', 'olmo2', 'phi4_mini', 'granite')
 
 
@@ -271,7 +274,7 @@ def greedy(model, params, prompts, lengths, steps):
 
 # One of each family, and of what depends on the length of a document.
 EACH = ('llama3', 'llama_dynamic', 'mistral', 'qwen2', 'qwen3', 'qwen3_moe',
-        'mixtral', 'gemma',
+        'mixtral', 'gpt_oss', 'gemma',
         'gemma2', 'gemma3', 'olmo2', 'olmo3', 'phi3', 'phi4_mini', 'smollm3',
         'granite')
 

@@ -6,17 +6,20 @@ Legend: N rows, E experts, D, F, B rows, T tokens, L layers, k experts a token.
 import dataclasses
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny
 
 from jaxpost import matmul
 from jaxpost.data import experience
 from jaxpost.errors import InputError
-from jaxpost.models import lora, moe, presets, transformer
+from jaxpost.models import hf, lora, moe, presets, stored, transformer
+from jaxpost.models import mxfp4 as mxfp4_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.programs import train
@@ -207,6 +210,83 @@ def test_every_field_of_experts_counts(model, params, fields):
       1e-3 * tiny.largest(right))
 
 
+# ------------------------------------------------------------------ GPT-OSS
+
+
+def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
+  """A folder of 4-bit experts is one of the numbers that they stand for."""
+  torch = pytest.importorskip('torch')
+  from transformers.integrations import mxfp4
+  model = model_lib.build(tiny.config(
+      family='gpt_oss', qk_norm='', hidden_size=64, intermediate_size=32,
+      num_layers=1,
+      tie_embeddings=False, layer_windows=(6,),
+      biases=('router', 'gate', 'up', 'down', 'sinks', 'q', 'k', 'v', 'o'),
+      experts=Experts(3, 2, 32, limit=7.0, alpha=1.702)))
+  hf.save(tmp_path / 'plain', model, tiny.params(model))
+  tensors = safetensors.numpy.load_file(tmp_path / 'plain/model.safetensors')
+  random, packed = np.random.RandomState(0), dict(tensors)
+  for name in ('gate_up_proj', 'down_proj'):
+    path = f'model.layers.0.mlp.experts.{name}'
+    e, d, f = packed.pop(path).shape
+    blocks = random.randint(0, 256, (e, f, d // 32, 16), np.uint8)
+    scales = random.randint(118, 126, (e, f, d // 32), np.uint8)
+    packed |= {f'{path}_blocks': blocks, f'{path}_scales': scales}
+    tensors[path] = mxfp4.convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales)).float().numpy()
+    if tensors[path].shape != (e, d, f):
+      tensors[path] = tensors[path].swapaxes(1, 2)
+  shutil.copytree(tmp_path / 'plain', tmp_path / 'packed')
+  for folder, values in ('plain', tensors), ('packed', packed):
+    safetensors.numpy.save_file(
+        {k: np.ascontiguousarray(v) for k, v in values.items()},
+        tmp_path / folder / 'model.safetensors')
+  config = tmp_path / 'packed/config.json'
+  raw = json.loads(config.read_text())
+  config.write_text(json.dumps(raw | {
+      'quantization_config': {'quant_method': 'mxfp4'}}))
+
+  def load(folder, layout):
+    cfg = hf.read_config(tmp_path / folder)
+    hf.check(tmp_path / folder, cfg)
+    made = model_lib.build(cfg)
+    return hf.load_params(
+        tmp_path / folder, made, made.shardings(layout), 'float32')
+
+  one = tiny.one_device()
+  jax.tree.map(np.testing.assert_array_equal, load('packed', one),
+               load('plain', one))
+  config.write_text(json.dumps(raw | {
+      'quantization_config': {'quant_method': 'gptq'}}))
+  with pytest.raises(InputError, match='gptq'):
+    hf.read_config(tmp_path / 'packed')
+
+
+def test_parts_of_fused_tensors_are_read_alone(tmp_path):
+  """As shards of a mesh are: a corner of experts, inputs and outputs."""
+  cfg = tiny.config(
+      family='gpt_oss', qk_norm='', tie_embeddings=False,
+      experts=Experts(4, 2, 32, limit=7.0, alpha=1.702))
+  kept = stored.table(cfg)['layers/up']
+  whole = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
+
+  class Slice(np.ndarray):
+    def get_shape(self):
+      return list(self.shape)
+
+  tensors = {name: x.view(Slice) for name, x in zip(kept.names, whole)}
+  bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
+  np.testing.assert_array_equal(
+      stored.read(kept, tensors, bounds, np.float32),
+      whole[1:2, 2:4, 8:24, 1::2][..., 5:9])
+  blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
+  made = mxfp4_lib.Matrices(blocks.view(Slice), np.full(
+      (4, 8, 2), 127, np.uint8).view(Slice))
+  every = (slice(0, 4), slice(0, 64), slice(0, 8))
+  some = (slice(1, 3), slice(20, 50), slice(2, 5))
+  np.testing.assert_array_equal(made[some], made[every][some])
+
+
 # --------------------------------------------------------------------- replay
 
 
@@ -243,24 +323,26 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   assert np.any(np.moveaxis(free, 0, 2)[real] != batch.experts[real])
 
 
-def test_rollouts_are_replayed(tmp_path):
-  """In bfloat16 the sampler is nearer to the trainer then."""
+def test_rollouts_are_replayed(tmp_path, monkeypatch):
+  """In update and reference; with other experts the first step is wrong."""
   import jaxpost
-  path = tiny.folder(
-      tmp_path / 'model', **SPARSE | dict(num_layers=3, hidden_size=64))
+  path = tiny.folder(tmp_path / 'model', **SPARSE)
+  run = lambda name: jaxpost.run(tiny.grpo_config(
+      path, router=dict(replay=True), rl=dict(kl_coef=0.01),
+      train=dict(steps=1)), tmp_path / name)
+  run('right')
+  row = json.loads(
+      (tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
+  assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
+  right = experience.to_batch
 
-  def mismatch(replay):
-    run = tmp_path / f'run{replay}'
-    jaxpost.run(tiny.merged(tiny.grpo_config(
-        path, router=dict(replay=replay), rl=dict(kl_coef=0.01),
-        train=dict(steps=1), rollout=dict(prompts=16, max_new_tokens=8)),
-        dict(model=dict(dtype='bfloat16'))), run)
-    row = json.loads((run / 'metrics.jsonl').read_text().splitlines()[0])
-    return abs(row['sampler_mismatch'] - 1)
+  def wrong(*args):
+    batch = right(*args)
+    return batch.replace(experts=(batch.experts + 1) % 8)
 
-  with_, without = mismatch(True), mismatch(False)
-  print(with_, without)
-  assert with_ < without
+  monkeypatch.setattr(experience, 'to_batch', wrong)
+  with pytest.raises(AssertionError, match='sampler_mismatch'):
+    run('wrong')
   with pytest.raises(InputError, match='replay'):
     jaxpost.run(tiny.run_config(path, router=dict(replay=True)),
                 tmp_path / 'sft')

@@ -17,7 +17,7 @@ _NEVER = -1e30  # finite: a fully masked row must not become NaN
 
 
 def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-           window, cfg: ModelConfig):
+           window, cfg: ModelConfig, sinks=None):
   """Causal attention inside each document of a packed row.
 
   Branches of a document (`types.Batch`) see its shared part and themselves.
@@ -33,6 +33,7 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
     window: a token sees those of its document less than this before it;
       0 is all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
+    sinks: [H], a score for each head of a key that is nothing, or None.
 
   Returns:
     [B, T, H, h].
@@ -56,9 +57,9 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
       mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
     scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end],
                     k[:, :, low:end], compute.dtype)
-    weights = jax.nn.softmax(
+    weights = _softmax(
         jnp.where(mask[:, None, :, None], _capped(scores, cfg), _NEVER),
-        axis=-1)
+        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
     out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
                       compute.dtype))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
@@ -86,6 +87,17 @@ def _capped(scores, cfg: ModelConfig):
   return cap * jnp.tanh(scores / cap) if cap else scores
 
 
+def _softmax(scores, sinks):
+  """Over keys; `sinks`, if any, is one more score, whose share is dropped."""
+  if sinks is None:
+    return jax.nn.softmax(scores, axis=-1)
+  top = jax.lax.stop_gradient(
+      jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+  scores = jnp.exp(scores - top)
+  return scores / (
+      jnp.sum(scores, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+
+
 def entries(cache: Cache, layer: int, step):
   """Keys and values of a layer as [S, K, length, h], from pages if need be.
 
@@ -107,7 +119,7 @@ def entries(cache: Cache, layer: int, step):
 
 
 def cached(q, cache, recent, filled, step, compute: Compute, window: int,
-           cfg: ModelConfig):
+           cfg: ModelConfig, sinks=None):
   """One query per row against the filled part of its cache.
 
   Args:
@@ -115,7 +127,7 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
     cache: keys and values [B, K, S, h], of which `filled` [B] count.
     recent: keys and values [B, K, T, h] that came after these; those up to
       `step`, where q stands, count.
-    window, cfg: as in `causal`.
+    window, cfg, sinks: as in `causal`.
 
   Returns:
     [B, 1, H, h].
@@ -136,8 +148,9 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
     at = jnp.concatenate([
         jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
     mask &= at > filled[:, None] + step - window
-  weights = jax.nn.softmax(
-      jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER), axis=-1)
+  weights = _softmax(
+      jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER),
+      sinks if sinks is None else sinks.reshape(kv_heads, -1, 1))
   weights = weights.astype(compute.dtype)
   out = sum(einsum('bkgs,bksh->bkgh', part, v, kind) for part, v in zip(
       jnp.split(weights, [room], axis=-1), (cache[1], recent[1])))

@@ -23,6 +23,8 @@ class Experts:
   top_k: int
   size: int  # of each, as `intermediate_size` is of a dense MLP
   normalize: bool = True  # the weights of those chosen add up to 1
+  limit: float = 0.0  # of what the gate and the rest of SwiGLU may be; 0 none
+  alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (rest + 1)
   record: bool = False  # caches keep the chosen ones, to be replayed
 
 
@@ -50,7 +52,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # added to every norm scale
   qk_norm: str = ''  # '', 'head' (each by itself) or 'wide' (all heads)
-  biases: tuple[str, ...] = ()  # of q, k, v, o, gate, up, down
+  biases: tuple[str, ...] = ()  # of q, k, v, o, gate, up, down, router, sinks
   activation: str = 'silu'  # or 'gelu', 'gelu_tanh'
   tie_embeddings: bool = True
   embed_scale: float = 1.0

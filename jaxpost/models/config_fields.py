@@ -79,6 +79,9 @@ def unread(raw: dict, spec: dict) -> set:
 
 def check(raw: dict, spec: dict, where: str):
   """InputError for what is not built, by name, and for impossible values."""
+  method = (raw.get('quantization_config') or {}).get('quant_method')
+  if method and method == spec.get('quantized'):
+    raw = raw | {'quantization_config': None}
   for field, values in _NEUTRAL.items():
     known = field in spec['reads'] or field in spec.get('reported', ())
     if not known and raw.get(field) not in values:
@@ -104,7 +107,7 @@ def check(raw: dict, spec: dict, where: str):
       raise InputError(
           f'{where}: {field}={value!r} must be a whole number above {low - 1}')
   wanted = ('rope_theta', 'rms_norm_eps', *_SCALARS, 'partial_rotary_factor',
-            'rope_local_base_freq')
+            'rope_local_base_freq', 'swiglu_limit', 'swiglu_alpha')
   for field in wanted:
     off = field in _MAY_BE_OFF and raw.get(field) is None
     if field in raw and not off:
@@ -150,7 +153,11 @@ def experts(raw: dict, spec: dict, where: str) -> Experts | None:
     return None
   found = Experts(
       raw[said['num']], raw['num_experts_per_tok'], raw[said['size']],
-      said.get('normalize', raw.get('norm_topk_prob')))
+      said.get('normalize', raw.get('norm_topk_prob')),
+      *(float(raw[said[k]]) for k in ('limit', 'alpha') if k in said))
+  if found.limit and raw['hidden_act'] != 'silu':
+    raise InputError(f'{where}: hidden_act={raw["hidden_act"]!r} is not '
+                     'supported (only silu)')
   if found.top_k > found.num:
     raise InputError(
         f'{where}: num_experts_per_tok={found.top_k} of {found.num} experts')
@@ -353,7 +360,8 @@ def write(cfg: ModelConfig, spec: dict) -> dict:
   if cfg.experts:
     said, e = spec['experts'], cfg.experts
     every |= {said['num']: e.num, said['size']: e.size,
-              'num_experts_per_tok': e.top_k, 'norm_topk_prob': e.normalize}
+              'num_experts_per_tok': e.top_k, 'norm_topk_prob': e.normalize,
+              'swiglu_limit': e.limit, 'swiglu_alpha': e.alpha}
   out |= {k: v for k, v in every.items() if k in reads}
   return out | {k: out[v] for k, v in spec.get('aliases', {}).items()}
 

@@ -9,6 +9,9 @@ Only this file knows a family's name. A family is
   reads: fields of `config.json` that it has besides those of Llama.
   names: modules that its tensors are called after, where not as in Llama;
     parameters of one name are rows of one tensor, see `stored.py`.
+  fused: parameters that are, of all experts, every n-th of the last dimension
+    of one tensor, which is not transposed: (name, first, n).
+  quantized: a `quant_method` that is read.
   window: which layers see `sliding_window` tokens where `layer_types` does not
     say: 'all', 'upper' (from `max_window_layers` on), 'no_rope', or n for all
     but every n-th.
@@ -68,6 +71,28 @@ FAMILIES = {
         defaults=dict(num_key_value_heads=8, rms_norm_eps=1e-5,
                       rope_theta=1e6, max_position_embeddings=131_072,
                       num_local_experts=8, num_experts_per_tok=2)),
+    'gpt_oss': dict(
+        architecture='GptOssForCausalLM', window=2, quantized='mxfp4',
+        fixed=dict(biases=('router', 'gate', 'up', 'down', 'sinks')),
+        experts=dict(num='num_local_experts', size='intermediate_size',
+                     normalize=True, limit='swiglu_limit',
+                     alpha='swiglu_alpha'),
+        names={'gate': 'router'}, fused={
+            f'layers/{name}{kind}': (f'model.layers.{{}}.mlp.experts.{where}'
+                                     f'_proj{kind}', first, step)
+            for name, where, first, step in (
+                ('gate', 'gate_up', 0, 2), ('up', 'gate_up', 1, 2),
+                ('down', 'down', 0, 1)) for kind in ('', '_bias')},
+        reads=('attention_bias', *_WINDOW, 'num_local_experts',
+               'num_experts_per_tok', 'swiglu_limit', 'swiglu_alpha'),
+        # Spellings of what is read besides, in the files of OpenAI.
+        ignored=('experts_per_token', 'initial_context_length',
+                 'quantization_config'),
+        defaults=dict(num_key_value_heads=8, head_dim=64, sliding_window=128,
+                      attention_bias=True, rms_norm_eps=1e-5,
+                      rope_theta=150_000.0, max_position_embeddings=131_072,
+                      num_local_experts=128, num_experts_per_tok=4,
+                      swiglu_limit=7.0, swiglu_alpha=1.702)),
     'gemma': dict(
         architecture='GemmaForCausalLM', fixed=_GEMMA,
         reads=('attention_bias',),

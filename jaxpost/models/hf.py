@@ -23,7 +23,7 @@ import safetensors.numpy
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.models import families, stored
+from jaxpost.models import families, mxfp4, stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
 from jaxpost.models.table import leaf, nest
@@ -139,7 +139,7 @@ def _slices(folder, stack) -> dict:
       raise InputError(
           f'{folder / file}: lacks tensor {name}, which {_INDEX} places '
           'there; copy or download both again')
-  return found
+  return mxfp4.joined(found)
 
 
 def open_file(file, stack) -> dict:
@@ -324,7 +324,7 @@ def export_tensors(table, params, dtype):
     for i, name in enumerate(kept.names):
       parts = [stored.rows(kept, values[path][i])
                for path, kept in group.items()]
-      value = np.concatenate(parts) if len(parts) > 1 else parts[0]
+      value = stored.together(kept, parts)
       yield name, np.ascontiguousarray(value.astype(dtype))
 
 

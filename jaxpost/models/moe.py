@@ -33,6 +33,15 @@ def rows(cfg: ModelConfig) -> dict[str, Param]:
     return Param((n, e, *shape), ('layers', 'expert', *axes),
                  f'{block}experts.{{}}.{name}_proj.weight', matrix=True)
 
+  def bias(name, shape, axes):
+    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias',
+                 'zeros', exact=True)
+
+  biases = {
+      'router': bias('gate', (e,), (None,)),
+      'gate': bias('experts.{}.gate_proj', (e, f), ('expert', 'mlp')),
+      'up': bias('experts.{}.up_proj', (e, f), ('expert', 'mlp')),
+      'down': bias('experts.{}.down_proj', (e, d), ('expert', None))}
   return {
       'layers/router': Param(
           (n, d, e), ('layers', 'embed', None), f'{block}gate.weight',
@@ -40,6 +49,7 @@ def rows(cfg: ModelConfig) -> dict[str, Param]:
       'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
       'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
       'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
+      **{f'layers/{k}_bias': v for k, v in biases.items() if k in cfg.biases},
   }
 
 
@@ -105,11 +115,15 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
       given = [jax.lax.all_gather(y, 'expert', tiled=True) for y in given]
+  parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs[
+      'gate'] else 1
+  if 'down_bias' in p:  # of which each part of a sum has a share
+    p = p | {'down_bias': p['down_bias'] / parts}
   out = _experts(p, *given, first, cfg, compute).astype(compute.residual)
   if size > 1:
     out = jax.lax.psum_scatter(out, 'expert', tiled=True) if split else (
         jax.lax.psum(out, 'expert'))
-  if specs and 'tensor' in specs['gate']:
+  if parts > 1:
     out = jax.lax.psum(out, 'tensor')
   return out.reshape(x.shape), routing
 
@@ -133,6 +147,7 @@ def route(p, x, cfg: ModelConfig, chosen=None):
   """
   logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'],
                       precision=jax.lax.Precision.HIGHEST)
+  logits = logits + p.get('router_bias', 0)
   if chosen is None:
     chosen = jax.lax.top_k(logits, cfg.experts.top_k)[1]
   chosen = chosen.astype(jnp.int32)
@@ -155,13 +170,27 @@ def _experts(p, x, weights, chosen, first, cfg, compute):
   back = jnp.zeros_like(order).at[order].set(
       jnp.arange(len(order)), unique_indices=True)
   sizes = jnp.sum(number[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
-  dot = lambda x, w: grouped(
-      x, w, sizes, compute.dtype, compute.group_block)
+
+  def dot(x, name):
+    y = grouped(x, p[name], sizes, compute.dtype, compute.group_block)
+    bias = p.get(f'{name}_bias')
+    return y if bias is None else y + bias.at[number[order]].get(
+        mode='fill', fill_value=0, indices_are_sorted=True)
+
   y = _permute(jnp.repeat(x, chosen.shape[1], axis=0), order, back)
-  y = layers.ACTIVATIONS[cfg.activation](dot(y, p['gate'])) * dot(y, p['up'])
-  y = dot(y.astype(compute.residual), p['down'])
+  y = _gated(dot(y, 'gate'), dot(y, 'up'), cfg)
+  y = dot(y.astype(compute.residual), 'down')
   y = _permute(y, back, order).reshape(*weights.shape, -1)
   return jnp.sum(y * weights[..., None], axis=1)
+
+
+def _gated(gate, x, cfg):
+  """SwiGLU and its like; with a limit, that of GPT-OSS."""
+  e = cfg.experts
+  if not e.limit:
+    return layers.ACTIVATIONS[cfg.activation](gate) * x
+  gate, x = jnp.minimum(gate, e.limit), jnp.clip(x, -e.limit, e.limit)
+  return gate * jax.nn.sigmoid(e.alpha * gate) * (x + 1)
 
 
 @jax.custom_vjp

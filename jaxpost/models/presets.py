@@ -20,6 +20,18 @@ def _qwen3_moe(hidden, mlp, layers, heads, kv_heads, experts) -> ModelConfig:
       family='qwen3_moe', experts=experts)
 
 
+def _gpt_oss(layers, experts) -> ModelConfig:
+  yarn = (('rope_type', 'yarn'), ('beta_fast', 32.0), ('beta_slow', 1.0),
+          ('factor', 32.0), ('original_max_position_embeddings', 4096),
+          ('truncate', False))
+  return ModelConfig(
+      'gpt_oss', 201_088, 2880, 2880, layers, 64, 8, 64,
+      ropes=(Rope(150_000.0, yarn),), layer_windows=(128, 0) * (layers // 2),
+      norm_eps=1e-5, tie_embeddings=False, max_position=131_072,
+      biases=('router', 'gate', 'up', 'down', 'sinks', 'q', 'k', 'v', 'o'),
+      experts=Experts(experts, 4, 2880, limit=7.0, alpha=1.702))
+
+
 def _llama3(hidden, mlp, layers, heads, head_dim, factor=0.0, tied=False):
   scaling = (
       ('rope_type', 'llama3'), ('factor', factor), ('high_freq_factor', 4.0),
@@ -66,6 +78,8 @@ PRESETS = {
         'mixtral', 32_000, 4096, 14_336, 32, 32, 8, 128, ropes=(Rope(1e6),),
         norm_eps=1e-5, tie_embeddings=False, max_position=32_768,
         experts=Experts(8, 2, 14_336)),
+    'gpt_oss_20b': _gpt_oss(24, 32),
+    'gpt_oss_120b': _gpt_oss(36, 128),
     'llama3_2_1b': _llama3(2048, 8192, 16, 32, 64, 32.0, tied=True),
     'llama3_2_3b': _llama3(3072, 8192, 28, 24, 128, 32.0, tied=True),
     'llama3_8b': _llama3(4096, 14_336, 32, 32, 128),

@@ -20,29 +20,42 @@ class Stored:
   """Where a parameter is kept: rows of tensors, one of each layer (or expert).
 
   names: of the tensors. first: its first row in each; shape: of each tensor.
+  step: where it is every so many of the last dimension, from `first` on.
   """
 
   spec: Param
   names: tuple[str, ...]
   shape: tuple[int, ...]
   first: int = 0
+  step: int = 1
 
 
 def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
   """Path -> where it is kept, for `rows` or the whole parameter table."""
-  renamed = families.FAMILIES[cfg.family].get('names', {})
+  family = families.FAMILIES[cfg.family]
+  renamed, fused = (family.get(k, {}) for k in ('names', 'fused'))
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():
+    if path in fused:
+      name, first, step = fused[path]
+      spec = dataclasses.replace(spec, hf=name, matrix=False)
+      *outer, last = spec.shape[spec.stack:]
+      out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step),
+                         first, step)
+      continue
     name = spec.hf
     for ours, theirs in renamed.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
-    names = tuple(
-        name.format(*i) for i in np.ndindex(spec.shape[:spec.stack]))
+    names = _names(name, spec)
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
-  return {path: dataclasses.replace(s, shape=(ends[s.names], *s.shape[1:]))
-          for path, s in out.items()}
+  return {path: dataclasses.replace(s, shape=(
+      ends.get(s.names, s.shape[0]), *s.shape[1:])) for path, s in out.items()}
+
+
+def _names(name: str, spec: Param) -> tuple[str, ...]:
+  return tuple(name.format(*i) for i in np.ndindex(spec.shape[:spec.stack]))
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
@@ -102,6 +115,10 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
     end = min(end, tensor.get_shape()[0])
     if start >= end:  # only padding; safetensors refuses empty slices
       return np.zeros((0, *(b - a for a, b in rest)))
+    if stored.step > 1:
+      rest[-1] = tuple(stored.step * x for x in rest[-1])
+      return tensor[(slice(start, end), *(slice(*x) for x in rest))][
+          ..., stored.first::stored.step]
     rows = slice(stored.first + start, stored.first + end)
     return tensor[(rows, *(slice(*x) for x in rest))]
   cut = inputs(stored.spec)
@@ -123,3 +140,10 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
     size = math.prod(value.shape[:inputs(stored.spec)])
     return value.reshape(size, -1).T
   return value[:stored.shape[0]]
+
+
+def together(stored: Stored, parts: list) -> np.ndarray:
+  """A tensor of what `rows` gave of the parameters in it."""
+  if stored.step > 1:
+    return np.stack(parts, axis=-1).reshape(stored.shape)
+  return np.concatenate(parts) if len(parts) > 1 else parts[0]

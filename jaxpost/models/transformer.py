@@ -28,9 +28,8 @@ from jaxpost.types import Cache
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
   """Path -> parameter: drives init, sharding, HF import, export and counts."""
-  d, f, n, size = (
-      cfg.hidden_size, cfg.intermediate_size, cfg.num_layers, cfg.head_dim)
-  h, k = cfg.num_heads, cfg.num_kv_heads
+  d, f, n = cfg.hidden_size, cfg.intermediate_size, cfg.num_layers
+  h, k, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
   block = 'model.layers.{}.'
 
   def stacked(shape, axes, hf):
@@ -42,10 +41,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
 
   scale = 'zeros' if cfg.norm_offset else 'ones'
   norm = lambda hf: vector(d, f'{hf}_layernorm.weight', scale)
-
+  tokens = lambda hf: Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
+                            f'{hf}.weight')
   table = {
-      'embed': Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
-                     'model.embed_tokens.weight'),
+      'embed': tokens('model.embed_tokens'),
       'layers/attention_norm': norm('input'),
       'layers/q': stacked((d, h, size), ('embed', 'heads', None),
                           'self_attn.q_proj'),
@@ -74,16 +73,18 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
         width, f'self_attn.{name}_norm.weight', scale)
   widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
   for name in cfg.biases:
-    hf = table[f'layers/{name}'].hf.removeprefix(block)
-    table[f'layers/{name}_bias'] = vector(
-        widths[name], hf.replace('.weight', '.bias'), 'zeros')
+    if name in widths and f'layers/{name}_bias' not in table:  # of experts
+      hf = table[f'layers/{name}'].hf.removeprefix(block)
+      table[f'layers/{name}_bias'] = vector(
+          widths[name], hf.replace('.weight', '.bias'), 'zeros')
+  if 'sinks' in cfg.biases:
+    table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
   if cfg.num_labels or cfg.value_head:
     # Zeros: what was not trained yet judges all texts alike.
     table['score'] = Param(
         (d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
-    table['head'] = Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
-                          'lm_head.weight')
+    table['head'] = tokens('lm_head')
   return table
 
 
@@ -203,7 +204,8 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """Embedded tokens through all layers.
 
   Args:
-    tables: of `rope.tables`; attend: (q, k, v, window) -> (out, kept).
+    tables: of `rope.tables`.
+    attend: (q, k, v, window, sinks) -> (out, kept).
     chosen: [L, B, T, k], of `moe.mlp`, or None.
 
   Returns:
@@ -211,8 +213,8 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """
   def block(p, x, chosen, kind):
     x, *kept = _block(p, x, rope.pick(tables, kind.rope),
-                      lambda *qkv: attend(*qkv, kind.window), cfg, compute,
-                      constrain, chosen)
+                      lambda *qkv: attend(*qkv, kind.window, p.get('sinks')),
+                      cfg, compute, constrain, chosen)
     return constrain(x, 'batch', None, None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
@@ -279,10 +281,10 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   if rope.by_length(cfg):
     lengths = document_lengths(positions, segment_ids)
 
-  def attend(q, k, v, window):
+  def attend(q, k, v, window, sinks):
     return attention.causal(
-        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg
-    ), None
+        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
+        sinks), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(chosen, 2, 0)
@@ -307,9 +309,9 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   x = constrain(_embed(params, tokens, cfg, compute, constrain),
                 'batch', None, None)
 
-  def attend(q, k, v, window):
+  def attend(q, k, v, window, sinks):
     out = attention.causal(q, k, v, segment_ids, compute, None, positions,
-                           window, cfg)
+                           window, cfg, sinks)
     pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache)
             for y in (k, v)]
     return out, pair
@@ -342,14 +344,14 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
   ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
-    def attend(q, k, v, i=i, window=kind.window):
+    def attend(q, k, v, i=i, window=kind.window, p=p):
       for kept, new in (ks, k), (vs, v):
         new = new.astype(compute.dtype).astype(kept[i].dtype)
         kept[i] = jax.lax.dynamic_update_slice_in_dim(
             kept[i], new.swapaxes(1, 2), step, axis=2)
       out = attention.cached(
           q, attention.entries(cache, i, step), (ks[i], vs[i]), filled, step,
-          compute, window, cfg)
+          compute, window, cfg, p.get('sinks'))
       return out, None
 
     x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg,

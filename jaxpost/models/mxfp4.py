@@ -1,0 +1,58 @@
+"""Weights in mxfp4, as GPT-OSS stores its experts, read as floats.
+
+Legend: E experts, D inputs, F outputs.
+
+Along the inputs, 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of
+mantissa) have one scale, a power of two: OCP Microscaling Formats, 2023.
+`NAME_blocks` [E, F, D / 32, 16] holds two numbers a byte, the low bits first,
+and `NAME_scales` [E, F, D / 32] exponents plus 127.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+_BLOCKS, _SCALES, _RUN = '_blocks', '_scales', 32
+_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_VALUES, -_VALUES])
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+  """Both tensors as one slice of a safetensors file, of shape [E, D, F]."""
+
+  blocks: object
+  scales: object
+
+  def get_shape(self) -> list[int]:
+    experts, outputs, runs, _ = self.blocks.get_shape()
+    return [experts, runs * _RUN, outputs]
+
+  def get_dtype(self) -> str:
+    return 'BF16'  # which holds them exactly
+
+  def __getitem__(self, key):
+    experts, inputs, outputs = key
+    runs = slice(inputs.start // _RUN, -(-inputs.stop // _RUN))
+    packed = self.blocks[experts, outputs, runs]
+    exponents = self.scales[experts, outputs, runs].astype(np.int32) - 127
+    values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1)
+    values = np.ldexp(values.reshape(*packed.shape[:3], _RUN),
+                      exponents[..., None]).astype(ml_dtypes.bfloat16)
+    start = inputs.start - runs.start * _RUN
+    return values.reshape(*packed.shape[:2], -1)[
+        ..., start:start + inputs.stop - inputs.start].swapaxes(1, 2)
+
+
+def joined(found: dict) -> dict:
+  """Name -> (file, slice), with each pair of tensors under its one name."""
+  out = {}
+  for name, (file, tensor) in found.items():
+    pair = name.removesuffix(_BLOCKS) + _SCALES
+    if name.endswith(_BLOCKS) and pair in found:
+      out[name.removesuffix(_BLOCKS)] = file, Matrices(tensor, found[pair][1])
+    elif not (name.endswith(_SCALES)
+              and name.removesuffix(_SCALES) + _BLOCKS in found):
+      out[name] = file, tensor
+  return out
