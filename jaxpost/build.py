@@ -13,7 +13,8 @@ from collections.abc import Callable
 import ml_collections
 
 from jaxpost import config as config_lib
-from jaxpost import cache, imports, optim, reward_role, sharding, weights
+from jaxpost import (
+    cache, imports, model_checks, optim, reward_role, sharding, weights)
 from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
@@ -106,7 +107,8 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
       {p.name: weights.outcome(p) for p in before})
   tokenizer = load_tokenizer(config.model, source)
   reward_role.check_tokens(config, found, tokenizer, before)
-  check_teachers(config, found, tokenizer)
+  model_checks.check_own(config, found['policy'].config)
+  model_checks.check_teachers(config, found, tokenizer)
   rows = read_rows(config)
   evals = config.eval.data.path
   model = make_model(config, algorithm, found['policy'].config)
@@ -155,12 +157,14 @@ def load_algorithm(name: str) -> Algorithm:
 
 def model_source(section) -> weights.Source:
   """Where the weights of `config.model` come from."""
-  if section.path:
-    return weights.find(section.path, 'config.model.path', {})
-  refuse(section.preset not in presets.PRESETS,
-         f'config.model.preset: no shape is called {section.preset!r}; known: '
-         f'{", ".join(presets.PRESETS)}')
-  return weights.Source(presets.PRESETS[section.preset])
+  path, preset = section.path, section.preset
+  if ':' in preset:
+    return weights.own(preset, path)
+  if path:
+    return weights.find(path, 'config.model.path', {})
+  refuse(preset not in presets.PRESETS, 'config.model.preset: no shape is '
+         f'called {preset!r}; known: {", ".join(presets.PRESETS)}')
+  return weights.Source(presets.PRESETS[preset])
 
 
 def make_model(config, algorithm, cfg) -> model_lib.Model:
@@ -219,34 +223,6 @@ def load_tokenizer(section, source: weights.Source):
         f'than the {source.config.vocab_size} rows of the embedding of '
         f'{section.path or section.preset}')
   return tokenizer
-
-
-def check_teachers(config, found: dict, tokenizer):
-  """InputError for teachers that cannot read the student's tokens."""
-  probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
-  for i in range(sum(name.startswith('teacher_') for name in found)):
-    source = found[f'teacher_{i}']
-    key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
-    size = source.config.vocab_size
-    if source.config.num_labels:
-      raise InputError(f'{key} is a reward model, which says nothing of '
-                       'tokens; name a language model')
-    if size < tokenizer.vocab_size:
-      raise InputError(
-          f'{key} has a vocabulary of {size}, less than the '
-          f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
-          'must read what the student reads')
-    if config.distill.topk > min(size, found['policy'].config.vocab_size):
-      raise InputError(
-          f'config.distill.topk: {config.distill.topk} of '
-          f'{min(size, found["policy"].config.vocab_size)} tokens that student '
-          'and teacher share; lower it, or 0 for all of them')
-    if source.folder and (source.folder / 'tokenizer.json').exists():
-      theirs = tokenizer_lib.load(str(source.folder))
-      if theirs.encode(probe) != tokenizer.encode(probe):
-        raise InputError(
-            f'{key} has another tokenizer than {tokenizer.source}; its tokens '
-            'mean something else, so choose a teacher of the same family')
 
 
 def check_demonstrations(p: Prepared):

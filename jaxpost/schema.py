@@ -24,7 +24,8 @@ def _f(default, help_, *, lo=None, hi=None, choices=None, each=None,
 class ModelSection:
   path: str = _f('', 'Hugging Face folder or org/name[@revision]; "" starts '
                  'from random weights of `preset`')
-  preset: str = _f('tiny', 'shape of a random model (models/presets.py)')
+  preset: str = _f('tiny', 'shape of a random model (models/presets.py), '
+                  'or ./file.py:function of one of yours')
   tokenizer: str = _f('', 'folder or "bytes"; "" means the one in `path`, or '
                       '"bytes" for a random model')
   dtype: str = _f('bfloat16', 'operands of matrix products; float32 is exact; '

@@ -20,6 +20,7 @@ from jaxpost.data import hub
 from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
 from jaxpost.models import hf, lora, peft
+from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
 from jaxpost.models.table import join, nest
@@ -73,6 +74,20 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
   there = epath.Path(text).expanduser().exists()
   return Source(config, folder=folder,
                 name=str(folder.resolve()) if there else text)
+
+
+def own(code: str, path: str) -> Source:
+  """Weights of the model that ./file.py:function makes, of a folder or random.
+  """
+  model = model_lib.from_code(code)
+  if not path:
+    return Source(model.config)
+  folder = epath.Path(path).expanduser()
+  if not folder.is_dir():
+    raise InputError(f'config.model.path: {path} is no folder; a model of '
+                     'your own reads what was exported from it')
+  hf.check(folder, model.config, model.table)
+  return Source(model.config, folder=folder, name=str(folder.resolve()))
 
 
 def of_checkpoint(folder, step=None) -> Source:

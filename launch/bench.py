@@ -39,8 +39,7 @@ flags.DEFINE_integer('num_processes', None, '')
 flags.DEFINE_integer('process_id', None, '')
 
 WHAT = ('sft', 'sample', 'grpo')
-PASSED = ('shape', 'steps', 'new', 'ragged', 'mean', 'bf16', 'top_p', 'mesh',
-          'tune')
+PASSED = 'shape steps new ragged mean bf16 top_p mesh tune'.split()
 
 
 def scale():

@@ -31,13 +31,14 @@ ROWS = (
   ('roles',),
   ('algorithms', 'evaluate', 'grading', 'peers', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
-   'bench', 'inference', 'reward_role', 'planning', 'precompile', 'scaling'),
+   'bench', 'inference', 'reward_role', 'planning', 'precompile', 'scaling',
+   'model_checks'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 # Those that put a run together know their neighbours in the row.
 SAME_ROW = {
-  'build': ('config', 'reward_role'),
+  'build': ('config', 'model_checks', 'reward_role'),
   'reward_role': ('config',),
   'assemble': ('build', 'controller', 'loop', 'plan', 'precompile',
                'reward_role'),
@@ -78,8 +79,8 @@ SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 # aim of 45 modules and 6,000 lines.
 READING = {
   ('jaxpost.algorithms.grpo', 'jaxpost.controller', 'jaxpost.loop',
-   'jaxpost.rollout.native'): (52, 7_500, 10),
-  ('jaxpost.algorithms.grpo', 'launch.train'): (90, 17_000, 12),
+   'jaxpost.rollout.native'): (56, 8_500, 10),
+  ('jaxpost.algorithms.grpo', 'launch.train'): (96, 19_000, 12),
 }
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 

@@ -79,8 +79,39 @@ class ModelConfig:
     return self.logit_divisor, self.logit_softcap
 
 
-def from_json(fields: dict) -> ModelConfig:
-  """What `dataclasses.asdict` and JSON made of a ModelConfig, back again."""
+@dataclasses.dataclass(frozen=True)
+class OwnConfig:
+  """A module of the user's (`custom.py`), as far as anybody has to ask.
+
+  code: FILE.py:FUNCTION that makes it. size: its parameters. The rest is as
+  in `ModelConfig`.
+  """
+
+  vocab_size: int
+  hidden_size: int
+  size: int
+  code: str = ''
+  family: str = 'custom'
+  num_layers: int = 0
+  num_kv_heads: int = 0
+  head_dim: int = 0
+  num_labels: int = 0
+  value_head: bool = False
+  tie_embeddings: bool = False
+  logit_form: tuple[float, float] = (1.0, 0.0)
+  experts: None = None
+  ropes: tuple = ()
+  lora: tuple = ()
+
+  @property
+  def padded_vocab_size(self) -> int:
+    return self.vocab_size
+
+
+def from_json(fields: dict) -> ModelConfig | OwnConfig:
+  """What `dataclasses.asdict` and JSON made of a config, back again."""
+  if 'code' in fields:
+    return OwnConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
   return ModelConfig(**fields | {

@@ -24,7 +24,7 @@ Only this file knows a family's name. A family is
 
 from jaxpost.errors import InputError
 from jaxpost.models import config_fields as fields_lib
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig, OwnConfig
 
 _WINDOW = ('sliding_window', 'layer_types')
 _QWEN = (*_WINDOW, 'use_sliding_window', 'max_window_layers')
@@ -179,8 +179,10 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
   family = raw.get('model_type')
   if family not in FAMILIES:
     raise InputError(
-        f'{where}: model_type {family!r} is not supported; supported: '
-        f'{", ".join(FAMILIES)}')
+        f'{where}: model_type {family!r} is not supported' + (
+            '; name the code of your own model in config.model.preset, too'
+            if family == 'custom' else
+            f'; supported: {", ".join(FAMILIES)}'))
   spec = FAMILIES[family]
   aliases = spec.get('aliases', {})
   raw = {aliases.get(k, k): v for k, v in raw.items()}
@@ -228,6 +230,11 @@ def _num_labels(raw: dict, where: str) -> int:
 
 def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
   """ModelConfig -> config.json for `transformers`."""
+  if isinstance(cfg, OwnConfig):
+    return dict(
+        model_type=cfg.family, code=cfg.code, vocab_size=cfg.vocab_size,
+        bos_token_id=bos_id, pad_token_id=pad_id,
+        eos_token_id=list(stop_ids) or None)
   spec = FAMILIES[cfg.family]
   name, labels = spec['architecture'], {}
   if cfg.num_labels:

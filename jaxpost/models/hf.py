@@ -54,13 +54,13 @@ def read_config(folder) -> ModelConfig:
   return cfg
 
 
-def check(folder, cfg: ModelConfig):
+def check(folder, cfg: ModelConfig, rows=None):
   """Raises InputError unless the weights are exactly those of `cfg`.
 
   Reads headers only.
   """
   with contextlib.ExitStack() as stack:
-    _open(local(folder), stored.table(cfg), cfg, stack)
+    _open(local(folder), stored.table(cfg, rows), cfg, stack)
 
 
 def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
@@ -70,7 +70,7 @@ def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
   """
   flat = {}
   with contextlib.ExitStack() as stack:
-    table = stored.table(model.config)
+    table = stored.table(model.config, model.table)
     tensors = _open(local(folder), table, model.config, stack)
     for path, kept in table.items():
       flat[path] = load_leaf(
@@ -115,7 +115,7 @@ def _open(folder, table, cfg, stack) -> dict:
       raise InputError(
           f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
           f'{", ".join(_DTYPES)}: use an unquantised model')
-  tied = wanted['model.embed_tokens.weight']
+  tied = wanted.get('model.embed_tokens.weight')
   extra = [
       name for name, (_, tensor) in found.items() if name not in wanted
       and not name.endswith('rotary_emb.inv_freq')
@@ -289,7 +289,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
   """Shards in the order of the table, one parameter on the host at a time."""
   sizes = {
       name: math.prod(kept.shape) * dtype.itemsize
-      for group in stored.groups(stored.table(model.config))
+      for group in stored.groups(stored.table(model.config, model.table))
       for kept in group.values() for name in kept.names}
   shards = [[]]
   for name, size in sizes.items():
@@ -302,7 +302,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
       for i in range(len(shards))]
   pending, at = {}, 0
   for name, pending[name] in export_tensors(
-      stored.table(model.config), params, dtype):
+      stored.table(model.config, model.table), params, dtype):
     if name == shards[at][-1]:
       if staged is not None:
         write_file(pending, staged / files[at])

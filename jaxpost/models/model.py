@@ -6,11 +6,17 @@ provider.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 
+from jaxpost import imports
+from jaxpost.errors import InputError
 from jaxpost.models import transformer
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig, OwnConfig
 from jaxpost.models.table import Param, nest
+
+
+_CODE = 'config.model.preset'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +31,10 @@ class Model:
   prefill(params, tokens, lengths, compute=, constrain=) -> (Cache, [S, D])
   decode(weights, cache, recent, tokens, filled, step, compute=, constrain=)
     -> (recent, [S, D])
+  empty_cache(rows, entries, compute) -> Cache; None: of keys and values
   """
 
-  config: ModelConfig
+  config: ModelConfig | OwnConfig
   table: dict[str, Param]
   forward: Callable
   head: Callable | None
@@ -35,6 +42,7 @@ class Model:
   prefill: Callable
   decode: Callable
   values: Callable | None = None
+  empty_cache: Callable | None = None
   frozen: frozenset = frozenset()  # paths that training leaves as they are
   base: 'Model | None' = None  # without adapters, whose parameters
   merge: Callable = lambda params: params  # makes of those with adapters
@@ -59,8 +67,32 @@ def with_scalar_head(cfg: ModelConfig) -> ModelConfig:
   return dataclasses.replace(cfg, num_labels=1, value_head=False, lora=())
 
 
+def from_code(code: str) -> Model:
+  """What a function of the user's returns: './file.py:make'."""
+  make = imports.load_callable(code, _CODE)
+  needed = [p.name for p in inspect.signature(make).parameters.values()
+            if p.default is p.empty and p.kind not in (
+                p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+  if needed:
+    raise InputError(f'{_CODE}: {code} must need no arguments; it has '
+                     f'{", ".join(needed)}')
+  found = make()
+  if not isinstance(found, Model):
+    raise InputError(
+        f'{_CODE}: {code} returns a {type(found).__name__}, not a Model; '
+        'jaxpost.models.custom.linen or .nnx makes one of a flax module')
+  return dataclasses.replace(
+      found, config=dataclasses.replace(found.config, code=code))
+
+
 def build(cfg: ModelConfig) -> Model:
   assert not cfg.lora, 'models.lora.build makes models with adapters'
+  if isinstance(cfg, OwnConfig):
+    if cfg.num_labels or cfg.value_head:
+      raise InputError(
+          f'{_CODE}: {cfg.code} has no scalar head, which a critic or a reward '
+          'model needs; take a method without one, or a model of `presets`')
+    return from_code(cfg.code)
   bind = lambda fn: functools.partial(fn, cfg=cfg)
   return Model(
       config=cfg, table=transformer.param_table(cfg),

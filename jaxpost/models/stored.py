@@ -32,7 +32,7 @@ class Stored:
 
 def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
   """Path -> where it is kept, for `rows` or the whole parameter table."""
-  family = families.FAMILIES[cfg.family]
+  family = families.FAMILIES.get(cfg.family, {})  # {}: one's own
   renamed, fused = (family.get(k, {}) for k in ('names', 'fused'))
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():

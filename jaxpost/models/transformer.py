@@ -21,7 +21,7 @@ from jaxpost.models import attention
 from jaxpost.models import layers
 from jaxpost.models import moe
 from jaxpost.models import rope
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig, OwnConfig
 from jaxpost.models.table import Param, nest
 from jaxpost.types import Cache
 
@@ -115,7 +115,9 @@ def values(params, hidden) -> jax.Array:
                     )[..., 0]
 
 
-def num_params(cfg: ModelConfig) -> int:
+def num_params(cfg: ModelConfig | OwnConfig) -> int:
+  if isinstance(cfg, OwnConfig):
+    return cfg.size
   return sum(math.prod(p.shape) for p in param_table(cfg).values())
 
 
@@ -128,6 +130,8 @@ def num_active(cfg: ModelConfig) -> int:
 
 def flops_per_token(cfg: ModelConfig, context: float) -> float:
   """Forward FLOPs of one token that sees `context` tokens (causal: half T)."""
+  if isinstance(cfg, OwnConfig):  # as if all were matrices, once a token
+    return 2.0 * cfg.size
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
   seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))

@@ -86,13 +86,18 @@ def empty_state(model: Model, slots: int, cache_shape: tuple[int, int],
   cfg = model.config
   shape = (cache_shape[0], cfg.num_kv_heads, cache_shape[1], cfg.head_dim)
 
+  def empty_cache():
+    if model.empty_cache:
+      return model.empty_cache(*cache_shape, compute)
+    half = lambda: tuple(
+        jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
+    return stored(Cache(half(), half()))
+
   def init():
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
-    cache = lambda: tuple(
-        jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
     full = lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x)))
     return DecodeState(
-        stored(Cache(cache(), cache())),
+        empty_cache(),
         zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
         zeros(dtype=bool), jax.tree.map(full, sampling),
         zeros(2, dtype=jnp.uint32))
@@ -214,6 +219,14 @@ def _put_pages(pool, rows, copies):
   return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
 
 
+def _nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
+  """What a block of `steps` tokens will add to a cache, as it begins."""
+  recent = jax.tree.map(lambda x: jnp.zeros(
+      (rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
+  return view(recent).replace(
+      experts=moe.no_record(model.config, rows, steps))
+
+
 def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
                   layout: Layout, compute: Compute, ledger: Ledger
                   ) -> Program:
@@ -251,9 +264,7 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
       cache = view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
     else:
       cache = state.cache.replace(table=table)
-    recent = jax.tree.map(lambda x: jnp.zeros(
-        (rows, x.shape[1], steps, x.shape[3]), compute.cache), state.cache)
-    recent = recent.replace(experts=moe.no_record(model.config, rows, steps))
+    recent = _nothing_new(model, state.cache, rows, steps)
     # All numbers of the block at once: the generator is a loop of its own.
     number = jnp.arange(steps)
     uniform = jax.vmap(lambda n: sampling_lib.uniforms(
@@ -270,9 +281,9 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
         few.active | False, jnp.any(stopped, axis=0),
         jnp.any(active & drawn.broken, axis=0), drawn.top,
         moe.recorded(recent.experts))
-    recent = recent.replace(experts=())
-    cache = extend(state.cache.replace(table=table), stored(recent),
-                   state.positions[:rows], compute.row_writes)
+    cache = extend(
+        state.cache.replace(table=table), stored(recent.replace(experts=())),
+        state.positions[:rows], compute.row_writes)
     return rest.replace(cache=cache.replace(table=None)), block
 
   def flops(weights, state, table=None):
@@ -328,14 +339,17 @@ def make_prepare(model: Model, layout: Layout, compute: Compute,
         lambda x, p: narrow(x, p, compute), merge(params), nest(model.table))
     if apart:
       cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
-    layers = unstack_layers(cast, model.config.num_layers)['layers']
-    return {**cast, 'layers': [fuse(p, joined) for p in layers]}
+    if not layers:  # of a model of one's own
+      return cast
+    rows = unstack_layers(cast, model.config.num_layers)['layers']
+    return {**cast, 'layers': [fuse(p, joined) for p in rows]}
 
   layers = fuse({
       k.split('/')[1]: layout.sharding(p.axes[1:], p.shape[1:])
       for k, p in model.table.items() if p.stacked}, joined)
-  shardings = {**model.shardings(layout),
-               'layers': [layers] * model.config.num_layers}
+  shardings = model.shardings(layout)
+  if layers:
+    shardings |= {'layers': [layers] * model.config.num_layers}
   if apart:
     shardings['head'] = shardings['embed']
   return Program('reshard', prepare, ledger, shardings)

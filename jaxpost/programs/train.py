@@ -213,8 +213,8 @@ def make_update(model: Model, objective: Objective,
     tokens = jnp.sum(batch.segment_ids > 0)
     (loss, metrics), grads = accumulate(
         lambda params, micro: loss_fn(
-            params, micro, state.step, frozen, scale, tokens),
-        state.params, batch)
+            params, micro, state.step, frozen, scale, tokens), state.params,
+        batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
     routing = metrics.pop(_ROUTER, None)
     norm = optax.global_norm(grads)
@@ -238,7 +238,7 @@ def make_update(model: Model, objective: Objective,
     params, opt_state = jax.lax.cond(
         moves, apply,
         lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)
-    metrics = metrics | {
+    metrics |= {
         'loss': loss, 'grad_norm': norm, 'lr': schedule(state.step),
         'skipped_updates': 1.0 - finite, 'empty_updates': 1.0 * empty}
     metrics |= loss_scale.report(state.opt_state, finite)

@@ -1,0 +1,195 @@
+"""A flax module, linen or nnx, as a model of this library.
+
+Legend: B rows, T tokens, S slots, D hidden size, V vocabulary.
+
+The module is called with `tokens`, `positions` and `segment_ids`, int32
+[B, T], and returns hidden states [B, T, D] in which a token has seen itself
+and what is before it among the tokens of its own segment. That, and which of
+its parameters turns hidden states into logits, is enough to train and to
+sample; docs/your_model.md has two whole ones.
+
+There is no cache of keys: each new token costs a pass over the whole text. A
+model that has to sample fast brings `prefill` and `decode` of its own.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.errors import InputError
+from jaxpost.models.config import OwnConfig
+from jaxpost.models.model import Model
+from jaxpost.models.table import Param, leaf, nest
+from jaxpost.types import Cache
+
+
+def linen(module, *, vocab_size: int, head: str,
+          axes: Sequence[tuple[str, tuple]] = ()) -> Model:
+  """A `flax.linen.Module` as a model.
+
+  Args:
+    module: see above; all it has is in the collection 'params'.
+    vocab_size: V, the tokens that it knows.
+    head: path of the output embedding, [V, D] or [D, V]: 'embed/embedding'
+      where it is the input's, 'lm_head/kernel' of a Dense.
+    axes: (regular expression, logical axes) pairs; the first that fits a path
+      as a whole says how that parameter is sharded: 'embed', 'mlp', 'heads',
+      'kv_heads', 'vocab' or None for each dimension. Without one it is as
+      `nn.with_partitioning` says, or ('embed', None, ...) of a matrix.
+  """
+  import flax.linen as nn
+
+  def boxed(key):
+    variables = module.init(key, *_example())
+    _refuse(set(variables) != {'params'},
+            f'has the collections {", ".join(sorted(variables))}')
+    return variables['params']
+
+  names = nn.get_partition_spec(jax.eval_shape(boxed, jax.random.key(0)))
+  return _make(
+      lambda key: nn.unbox(boxed(key)),
+      lambda params, *inputs: module.apply({'params': params}, *inputs),
+      vocab_size, head, axes, _flat(names))
+
+
+def nnx(make_module: Callable, *, vocab_size: int, head: str,
+        axes: Sequence[tuple[str, tuple]] = ()) -> Model:
+  """As `linen`, of `make_module(rngs)`, which returns a `flax.nnx.Module`.
+
+  All its state must be `nnx.Param`s; a path is the names of `to_pure_dict`
+  with / between them.
+  """
+  from flax import nnx as lib
+  graph, abstract, rest = lib.split(
+      lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
+  _refuse(bool(jax.tree.leaves(rest)), 'has state that is no nnx.Param')
+
+  def init(key):
+    state = lib.state(make_module(lib.Rngs(key)), lib.Param)
+    return _strings(lib.to_pure_dict(state))
+
+  def apply(params, *inputs):
+    state = jax.tree.map(lambda x: x, abstract)
+    lib.replace_by_pure_dict(state, params)
+    return lib.merge(graph, state)(*inputs)
+
+  names = lib.to_pure_dict(lib.get_partition_spec(abstract))
+  return _make(init, apply, vocab_size, head, axes, _flat(_strings(names)))
+
+
+def _refuse(wrong: bool, what: str):
+  if wrong:
+    raise InputError(f'config.model.preset: the module {what}; only parameters '
+                     'can be trained, sharded and saved')
+
+
+def _example():
+  return (jnp.zeros((1, 2), jnp.int32),) * 3
+
+
+def _strings(tree):
+  return {str(k): _strings(v) for k, v in tree.items()} if isinstance(
+      tree, dict) else tree
+
+
+def _flat(tree, root='') -> dict:
+  """Nested dicts -> {'a/b': leaf}."""
+  out = {}
+  for name, value in tree.items():
+    path = f'{root}{name}'
+    out |= _flat(value, f'{path}/') if isinstance(value, dict) else {
+        path: value}
+  return out
+
+
+def _axes(path: str, shape: tuple, rules, named) -> tuple:
+  for pattern, names in rules:
+    if re.fullmatch(pattern, path):
+      if len(names) != len(shape):
+        raise InputError(
+            f'config.model.preset: axes {names} of {pattern!r} are for '
+            f'{len(names)} dimensions; {path} is {list(shape)}')
+      return tuple(names)
+  if named:
+    return (*named, *(None,) * (len(shape) - len(named)))
+  return ('embed', *(None,) * (len(shape) - 1)) if len(shape) > 1 else (
+      None,) * len(shape)
+
+
+def _make(init, apply, vocab_size, head, rules, named) -> Model:
+  shapes = {k: x.shape for k, x in _flat(
+      jax.eval_shape(init, jax.random.key(0))).items()}
+  _refuse(head not in shapes, f'has no {head!r}, which `head` names; there is '
+          f'{", ".join(shapes)}')
+  _refuse(len(shapes[head]) != 2 or vocab_size not in shapes[head],
+          f'has a {head} of {list(shapes[head])}, which is not [{vocab_size}, '
+          'width] or its transpose')
+  table = {
+      path: Param(shape, _axes(path, shape, rules, named.get(path)),
+                  path.replace('/', '.'), exact=len(shape) < 2)
+      for path, shape in shapes.items()}
+  for pattern, _ in rules:
+    _refuse(not any(re.fullmatch(pattern, p) for p in table),
+            f'has no parameter that {pattern!r} in `axes` fits; there is '
+            f'{", ".join(table)}')
+  rows = shapes[head][0] == vocab_size
+  config = OwnConfig(vocab_size, shapes[head][rows], sum(
+      math.prod(s) for s in shapes.values()))
+
+  def run(params, tokens, positions, segment_ids, compute):
+    # Rounded alike for training, scoring and sampling.
+    params = nest({path: leaf(params, path) if spec.exact else leaf(
+        params, path).astype(compute.dtype) for path, spec in table.items()})
+    exact = 'highest' if compute.dtype == 'float32' else None
+    with jax.default_matmul_precision(exact):
+      return apply(params, tokens, positions, segment_ids)
+
+  return Model(
+      config=config, table=table, forward=functools.partial(_forward, run),
+      head=lambda params: leaf(params, head) if rows else leaf(params, head).T,
+      init=lambda key, dtype=jnp.float32: jax.tree.map(
+          lambda x: x.astype(dtype), init(key)),
+      prefill=functools.partial(_prefill, run),
+      decode=functools.partial(_decode, run), empty_cache=_empty_cache)
+
+
+def _forward(run, params, tokens, positions, segment_ids, *, compute,
+             constrain):
+  del constrain
+  return run(params, tokens, positions, segment_ids, compute)
+
+
+def _prefill(run, weights, tokens, lengths, *, compute, constrain):
+  """The cache holds the tokens themselves, as [B, 1, T, 1]."""
+  del constrain
+  hidden = _read(run, weights, tokens, lengths, compute)
+  return Cache((tokens[:, None, :, None],), ()), hidden
+
+
+def _decode(run, weights, cache, recent, tokens, filled, step, *, compute,
+            constrain):
+  del constrain
+  new = jax.lax.dynamic_update_slice_in_dim(
+      recent.k[0], tokens[:, None, None, None], step, axis=2)
+  rows = jnp.pad(cache.k[0][:, 0, :, 0], ((0, 0), (0, new.shape[2])))
+  text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
+      row, new, at, axis=0))(rows, new[:, 0, :, 0], filled)
+  hidden = _read(run, weights, text, filled + step + 1, compute)
+  return Cache((new,), ()), hidden
+
+
+def _read(run, weights, tokens, lengths, compute):
+  """[S, T] -> [S, D], of the last of `lengths` tokens."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+  hidden = run(weights, tokens, positions, segment_ids, compute)
+  return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+
+
+def _empty_cache(rows: int, entries: int, compute) -> Cache:
+  del compute
+  return Cache((jnp.zeros((rows, 1, entries, 1), jnp.int32),), ())
