@@ -88,7 +88,7 @@ def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(
   assert largest < 400 * (e.top_k + 1) * 32 < 400 * e.num * 32
 
 
-@pytest.mark.parametrize('room', [7, 40])
+@pytest.mark.parametrize('room', [7, 20])
 def test_rounds_are_the_same_sum(model, params, room):
   """Of the middle half of the experts, when most tokens want one of them."""
   random = np.random.RandomState(0)
@@ -110,7 +110,7 @@ def test_rounds_are_the_same_sum(model, params, room):
       run, static_argnums=0)(room)
   alone = sum(
       np.where(np.any(chosen == e, 1), 1, 0) for e in range(2, 6)).sum()
-  assert alone > 40  # several rounds, the last one not full
+  assert alone > 20  # several rounds, the last one not full
   jax.tree.map(lambda a, b: np.testing.assert_allclose(
       a, b, atol=2e-6 * tiny.largest(b)), rounds, once)
 
