@@ -55,6 +55,13 @@ def told(cfg) -> str:
       'soft caps': cfg.attention_softcap or cfg.logit_softcap,
       'logit divisor': cfg.logit_divisor != 1,
   }
+  if cfg.experts:
+    e = cfg.experts
+    words |= {
+        f'{e.top_k} of {e.num} experts': True,
+        'whose weights do not add up to 1': not e.normalize,
+        'clamped SwiGLU': e.limit,
+  }
   return ', '.join(word for word, said in words.items() if said)
 
 

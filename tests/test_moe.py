@@ -88,6 +88,33 @@ def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(
   assert largest < 400 * (e.top_k + 1) * 32 < 400 * e.num * 32
 
 
+@pytest.mark.parametrize('room', [7, 20])
+def test_rounds_are_the_same_sum(model, params, room):
+  """Of the middle half of the experts, when most tokens want one of them."""
+  random = np.random.RandomState(0)
+  x, g = (random.standard_normal((20, 32)).astype('f') for _ in range(2))
+  chosen = np.argsort(random.uniform(size=(20, 8)), axis=1)[:, :3]
+  chosen[:15, 0] = 3
+  weights = random.uniform(size=(20, 3)).astype('f')
+  p = {k: params['layers'][k][0, 2:6] for k in ('gate', 'up', 'down')}
+  p |= {f'{k}_bias': random.standard_normal((4, n)).astype('f')
+        for k, n in (('gate', 24), ('up', 24), ('down', 32))}
+
+  def run(room):
+    out, back = jax.vjp(lambda p, x, w: moe._experts(
+        p, x, w, jnp.asarray(chosen), 2, model.config, tiny.EXACT, room),
+        *jax.tree.map(jnp.asarray, (p, x, weights)))
+    return out, back(jnp.asarray(g))
+
+  once, rounds = jax.jit(run, static_argnums=0)(0), jax.jit(
+      run, static_argnums=0)(room)
+  alone = sum(
+      np.where(np.any(chosen == e, 1), 1, 0) for e in range(2, 6)).sum()
+  assert alone > 20  # several rounds, the last one not full
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(
+      a, b, atol=2e-6 * tiny.largest(b)), rounds, once)
+
+
 def one_layer_sums(logits, k, real):
   chosen = jax.lax.top_k(logits, k)[1]
   return moe.totals(moe.Routing(chosen[None], logits[None]), real)

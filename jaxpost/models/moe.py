@@ -68,7 +68,8 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   splits rows and experts, all rows are gathered, each device does what its
   experts have to do with them, and the sums are scattered back: k times less
   than an exchange of tokens that is padded so that none can be dropped, and
-  as much as an exact one where k experts are on k devices.
+  as much as an exact one where k experts are on k devices. A device that has
+  more to do than others takes more rounds, see `_in_rounds`.
 
   Args:
     layout: a `Layout`, or any function where there is one device.
@@ -119,7 +120,10 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
       'gate'] else 1
   if 'down_bias' in p:  # of which each part of a sum has a share
     p = p | {'down_bias': p['down_bias'] / parts}
-  out = _experts(p, *given, first, cfg, compute).astype(compute.residual)
+  # Twice what a device has to do where the experts share the work evenly.
+  room = 2 * routing.chosen.size if split else 0
+  out = _experts(
+      p, *given, first, cfg, compute, room).astype(compute.residual)
   if size > 1:
     out = jax.lax.psum_scatter(out, 'expert', tiled=True) if split else (
         jax.lax.psum(out, 'expert'))
@@ -158,30 +162,98 @@ def route(p, x, cfg: ModelConfig, chosen=None):
   return weights, Routing(chosen, logits)
 
 
-def _experts(p, x, weights, chosen, first, cfg, compute):
+def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
   """x [N, D], weights and chosen [N, k] -> [N, D] float32.
 
-  Of the experts in `p`, the first of which has the number `first`.
+  Of the experts in `p`, the first of which has the number `first`. Of the
+  others `room` rows at a time are enough: see `_in_rounds`.
   """
-  e = len(p['gate'])
+  e, k = len(p['gate']), chosen.shape[1]
   number = chosen.reshape(-1) - first
   number = jnp.where((number >= 0) & (number < e), number, e)
   order = jnp.argsort(number)  # [N k], those of an expert together
+  if room and room < len(order):
+    fill = (0, -len(order) % room)
+    return _in_rounds(
+        p, x, weights, jnp.pad(order, fill),
+        jnp.pad(number[order], fill, constant_values=e), cfg, compute, room)
   back = jnp.zeros_like(order).at[order].set(
       jnp.arange(len(order)), unique_indices=True)
-  sizes = jnp.sum(number[:, None] == jnp.arange(e), axis=0, dtype=jnp.int32)
-
-  def dot(x, name):
-    y = grouped(x, p[name], sizes, compute.dtype, compute.group_block)
-    bias = p.get(f'{name}_bias')
-    return y if bias is None else y + bias.at[number[order]].get(
-        mode='fill', fill_value=0, indices_are_sorted=True)
-
-  y = _permute(jnp.repeat(x, chosen.shape[1], axis=0), order, back)
-  y = _gated(dot(y, 'gate'), dot(y, 'up'), cfg)
-  y = dot(y.astype(compute.residual), 'down')
+  y = _permute(jnp.repeat(x, k, axis=0), order, back)
+  y = _rows(p, y, number[order], cfg, compute)
   y = _permute(y, back, order).reshape(*weights.shape, -1)
   return jnp.sum(y * weights[..., None], axis=1)
+
+
+def _rows(p, y, number, cfg, compute):
+  """Rows [M, D] and the expert of each, in order, -> [M, D] float32."""
+  sizes = jnp.sum(number[:, None] == jnp.arange(len(p['gate'])), axis=0,
+                  dtype=jnp.int32)
+
+  def dot(y, name):
+    y = grouped(y, p[name], sizes, compute.dtype, compute.group_block)
+    bias = p.get(f'{name}_bias')
+    return y if bias is None else y + bias.at[number].get(
+        mode='fill', fill_value=0, indices_are_sorted=True)
+
+  y = _gated(dot(y, 'gate'), dot(y, 'up'), cfg)
+  return dot(y.astype(compute.residual), 'down')
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _in_rounds(p, x, weights, order, number, cfg, compute, room):
+  """`_experts` of some of the experts, in rounds of `room` rows.
+
+  As many rounds as there are rows: none is dropped if all tokens want the
+  experts of one device, and no memory is set aside for that. The backward
+  pass computes what is inside of a round again.
+
+  Args:
+    order: [M] int32, of N k, those of these experts first, by expert; M is a
+      multiple of `room`. number: [M], the expert of each.
+  """
+  def one(i, out):
+    pick, token, local = _round(i, order, number, weights, room)
+    y = _rows(p, x[token], local, cfg, compute)
+    return out.at[token].add(y * weights.reshape(-1)[pick][:, None])
+
+  return jax.lax.fori_loop(
+      0, _rounds(p, number, room), one, jnp.zeros(x.shape, jnp.float32))
+
+
+def _rounds(p, number, room):
+  return -(-jnp.sum(number < len(p['gate'])) // room)
+
+
+def _round(i, order, number, weights, room):
+  pick, local = (jax.lax.dynamic_slice_in_dim(y, i * room, room)
+                 for y in (order, number))
+  return pick, pick // weights.shape[1], local
+
+
+def _in_rounds_forward(p, x, weights, order, number, cfg, compute, room):
+  out = _in_rounds(p, x, weights, order, number, cfg, compute, room)
+  return out, (p, x, weights, order, number)
+
+
+def _in_rounds_backward(cfg, compute, room, saved, g):
+  p, x, weights, order, number = saved
+
+  def one(i, grads):
+    pick, token, local = _round(i, order, number, weights, room)
+    run = lambda p, x, w: _rows(p, x, local, cfg, compute) * w[:, None]
+    of_p, of_x, of_w = jax.vjp(
+        run, p, x[token], weights.reshape(-1)[pick])[1](g[token])
+    return (jax.tree.map(jnp.add, grads[0], of_p),
+            grads[1].at[token].add(of_x), grads[2].at[pick].add(of_w))
+
+  zeros = jax.tree.map(jnp.zeros_like, (p, x, weights.reshape(-1)))
+  of_p, of_x, of_w = jax.lax.fori_loop(
+      0, _rounds(p, number, room), one, zeros)
+  return of_p, of_x, of_w.reshape(weights.shape), None, None
+
+
+_in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
 
 
 def _gated(gate, x, cfg):

@@ -7,7 +7,9 @@ reducing an array of b bytes everywhere 2 b (n - 1) / n).
 Training gathers each matrix over fsdp once forward and once backward in the
 type of products, and reduces gradients in the type of parameters; over tensor
 two activations a layer are summed forward and two backward, and one again
-where the backward pass recomputes a layer.
+where the backward pass recomputes a layer. Over expert the activations of a
+layer are gathered and scattered, and so are their gradients; what is no expert
+is split over fsdp and expert together.
 """
 
 import collections
@@ -54,12 +56,19 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
     spec = layout.spec(param.axes, param.shape)
     shard = math.prod(layout.sharding(
         param.axes, param.shape).shard_shape(param.shape))
-    n, data, t = sizes['fsdp'], sizes['data'], sizes['tensor']
-    if 'fsdp' in spec:
-      times = 2 if train and param.stacked else 1
-      out['all-gather']['fsdp'] += micro * times * shard * (n - 1) * wide
+    data, t = sizes['data'], sizes['tensor']
+    for axes in _gathered(spec, param):
+      n = math.prod(sizes[a] for a in axes)
+      times, name = 2 if train and param.stacked else 1, '+'.join(axes)
+      out['all-gather'][name] += micro * times * shard * (n - 1) * wide
       if train:
-        out['reduce-scatter']['fsdp'] += micro * shard * (n - 1) * full
+        out['reduce-scatter'][name] += micro * shard * (n - 1) * full
+    if path == 'layers/router' and sizes['expert'] > 1:
+      # Twice again where the backward pass recomputes a layer.
+      passes = 1 + train * (1 + (kit.compute.remat == 'full'))
+      bytes_ = micro * param.shape[0] * activation * (sizes['expert'] - 1)
+      out['all-gather']['expert'] += passes * bytes_
+      out['reduce-scatter']['expert'] += passes * bytes_
     if train and data > 1:
       out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
     count = _sums(path, param, spec, train, kit.compute.remat)
@@ -67,6 +76,14 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       out['all-reduce']['tensor'] += (
           micro * count * activation * 2 * (t - 1) / t)
   return {k: dict(v) for k, v in out.items()}
+
+
+def _gathered(spec, param: Param):
+  """The mesh axes of each dimension that is gathered when it is used."""
+  for part, axis in zip(spec, param.axes):
+    names = (part,) if isinstance(part, str) else part or ()
+    if axis != 'expert' and {'fsdp', 'expert'} & set(names):
+      yield names
 
 
 def _sums(path: str, param: Param, spec, train: bool, remat: str) -> int:
