@@ -142,7 +142,7 @@ ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data',
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
 # These print or time what others read.
-NOT_A_RUN = ('config', 'inference', 'bench')
+NOT_A_RUN = ('config', 'inference', 'completions', 'bench')
 
 
 def leaves(kind=schema.Config, prefix=''):

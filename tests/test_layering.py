@@ -31,7 +31,8 @@ ROWS = (
   ('roles',),
   ('algorithms', 'evaluate', 'grading', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
-   'bench', 'inference', 'reward_role', 'planning', 'precompile'),
+   'bench', 'inference', 'reward_role', 'planning', 'precompile',
+   'completions', 'measure'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
@@ -45,6 +46,8 @@ SAME_ROW = {
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config'),
+  'completions': ('assemble', 'inference'),
+  'measure': ('completions', 'inference'),
   'plan': ('planning',),
   'planning': ('assemble', 'build', 'config', 'precompile'),
 }
