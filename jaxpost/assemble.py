@@ -17,7 +17,7 @@ from jaxpost import (
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
-from jaxpost.data import loader
+from jaxpost.data import loader, rollouts
 from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
@@ -98,10 +98,11 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
                    best_mode=save.best_mode),
       writer, kit.chrono, weights.make_meta(p, workdir),
       functools.partial(seal, kit.ledger),
-      lambda metrics: p.model.dropout or p.algorithm.check_first_step(
-          metrics, config),
+      lambda metrics: p.model.dropout or config.replay or (
+          p.algorithm.check_first_step(metrics, config)),
       on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
+      keep=rollouts.keeper(workdir, p.name, log.rollouts),
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
@@ -274,7 +275,9 @@ def make_controller(kit: Kit, roles: Roles, engine):
   p, config = kit.prepared, kit.config
   sampler, share = Sampler(
       engine, run_key(config.seed, 1)), p.algorithm.from_data(config)
-  if share:
+  if config.replay:
+    sampler = rollouts.Replayed(config.replay, p.name, not config.reward)
+  elif share:
     sampler = demonstrations.Mixed(
         sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
   return Controller(

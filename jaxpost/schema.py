@@ -286,6 +286,8 @@ class SaveSection:
 class LogSection:
   every: int = _f(10, 'steps between console lines without a terminal', lo=1)
   samples_every: int = _f(10, 'steps between samples/*.jsonl', lo=1)
+  rollouts: int = _f(0, 'steps between rollouts/*.npz, for config.replay; 0 '
+                     'keeps none', lo=0)
   tensorboard: bool = _f(True, '')
   wandb: bool = _f(False, '')
   watchdog_s: float = _f(1800.0, 'a step that takes longer ends the process '
@@ -305,6 +307,8 @@ class Config:
   reward: Any = _f('', 'built-in name, pkg.module:fn, ./file.py:fn or '
                    'reward_model; several as a tuple or with commas')
   reward_weights: tuple = _f((), 'one per reward; () is 1 each', each=float)
+  replay: str = _f('', 'trains on the rollouts that RUN (with log.rollouts=1) '
+                   'kept, in place of samples; reward "" takes theirs, too')
   model: ModelSection = ModelSection()
   data: DataSection = DataSection()
   train: TrainSection = TrainSection()

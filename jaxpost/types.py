@@ -136,6 +136,8 @@ class Rollout:
   version: int = 0  # updates behind the weights that made it
   occupancy: float = 1.0  # share of slot-steps that drew a wanted token
   from_data: bool = False  # completions of the data, not of a sampler
+  mask: Any = None  # [N, C] bool, tokens that the policy wrote; None: all
+  rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN
 
 
 @dataclasses.dataclass
@@ -182,8 +184,10 @@ class Item:
   updates: (role, placed batch) of each update, in order.
   info: figures of the data, `tokens` among them.
   samples: () -> rows for samples/STAGE/STEP.jsonl.
+  learnt: (`Experience`, `Credit`) of an on-policy step, for its record.
   """
 
   updates: list
   info: dict
   samples: Any = None
+  learnt: tuple = ()
