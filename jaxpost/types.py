@@ -1,7 +1,8 @@
 """The records that pass between rooms.
 
 Shape legend: B rows, T tokens a row, N sequences, P prompt tokens, C
-completion tokens, S slots, K kv heads, h head size, L layers, M stop ids.
+completion tokens, S slots, K kv heads, h head size, L layers, M stop ids, F
+forbidden ids.
 
 Everything per token is aligned with the token it speaks of: `logprobs[b, t]`
 is log p(tokens[b, t] | tokens before it). The first token of a document has
@@ -89,15 +90,20 @@ class Outputs:
 class Sampling:
   """How each slot samples: arrays, so that changing a value compiles nothing.
 
-  Example: temperature 1, top_k 0 (off), top_p 1 (off), stop_ids [2, -1]
-  (padded with -1), max_tokens 128.
+  Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off),
+  stop_ids [2, -1] and forbidden_ids [-1] (padded with -1), min_tokens 0,
+  max_tokens 128, seed 0.
   """
 
   temperature: Array  # [S] float32, 0 is greedy
   top_k: Array  # [S] int32, 0 is off
   top_p: Array  # [S] float32, 1 is off
+  min_p: Array  # [S] float32, share of the likeliest token's; 0 is off
   stop_ids: Array  # [S, M] int32, padded with -1
+  forbidden_ids: Array  # [S, F] int32, never drawn; padded with -1
+  min_tokens: Array  # [S] int32: no stop id before
   max_tokens: Array  # [S] int32
+  seed: Array  # [S] int32, another draw for each; 0 changes nothing
 
 
 @struct.dataclass
@@ -118,6 +124,37 @@ class Prompt:
   columns: dict = struct.field(pytree_node=False)  # the row's other columns
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A continuation of `tokens` that somebody wants.
+
+  `prompt` and `sample` are the address of its draws, with the run key, the
+  step and the position in the text. A further turn of a conversation keeps
+  both and brings the longer text, so its draws are those of one long sample.
+  """
+
+  tokens: np.ndarray  # [P] int32, all that was said so far
+  prompt: int  # global prompt index
+  sample: int = 0  # index within its group
+  sampling: dict = dataclasses.field(default_factory=dict)  # scalars and
+  # tuples by the names of `Sampling`, and stop_strings; the rest as configured
+  tag: Any = None  # the caller's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """What was drawn for a request: host arrays, equal on every process."""
+
+  request: Request
+  tokens: np.ndarray  # [C] int32, a stop id included
+  logprobs: np.ndarray  # [C] float32, temperature applied, no truncation
+  behaviour_logprobs: np.ndarray  # [C] float32, of what was drawn from
+  finished: bool  # by a stop id or a stop string, not by max_tokens
+  stop_string: str = ''  # that ended it; the last token completes it
+  top_ids: np.ndarray | None = None  # [C, n] int32, likeliest first
+  top_logprobs: np.ndarray | None = None  # [C, n] float32
+
+
 @struct.dataclass
 class Rollout:
   """What a sampler returns: host arrays, equal on every process.
@@ -135,6 +172,7 @@ class Rollout:
   step: int = 0  # step it was made for
   version: int = 0  # updates behind the weights that made it
   occupancy: float = 1.0  # share of slot-steps that drew a wanted token
+  figures: dict = struct.field(default_factory=dict)  # more of the engine's
   from_data: bool = False  # completions of the data, not of a sampler
   mask: Any = None  # [N, C] bool, tokens that the policy wrote; None: all
   rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN

@@ -31,21 +31,37 @@ def row():
 @functools.lru_cache(maxsize=None)
 def uniforms():
   keys = sampling.slot_keys(
-      jax.random.key(5), 3, jnp.arange(DRAWS) // 4, jnp.arange(DRAWS) % 4)
+      jax.random.key(5), 3, jnp.arange(DRAWS) // 4, jnp.arange(DRAWS) % 4,
+      jnp.zeros(DRAWS, int))
   return sampling.uniforms(keys, jnp.full(DRAWS, 17))
 
 
 def draw(row, temperature=1.0, top_k=0, top_p=1.0):
   full = lambda x, dtype: jnp.full(DRAWS, x, dtype)
-  settings = Sampling(
-      full(temperature, jnp.float32), full(top_k, jnp.int32),
-      full(top_p, jnp.float32), full(-1, jnp.int32)[:, None],
-      full(9, jnp.int32))
+  settings = slots_of(
+      DRAWS, temperature=full(temperature, jnp.float32),
+      top_k=full(top_k, jnp.int32), top_p=full(top_p, jnp.float32))
   logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
-  return [np.asarray(x) for x in _draw(logits, settings, uniforms())]
+  return _draw(logits, settings, uniforms())
 
 
-_draw = jax.jit(sampling.draw)
+def slots_of(count, **fields):
+  """Sampling of `count` slots, with defaults."""
+  full = lambda x, dtype=jnp.int32: jnp.full(count, x, dtype)
+  return Sampling(**{**dict(
+      temperature=full(1, jnp.float32), top_k=full(0),
+      top_p=full(1, jnp.float32), min_p=full(0, jnp.float32),
+      stop_ids=full(-1)[:, None], forbidden_ids=full(-1)[:, None],
+      min_tokens=full(0), max_tokens=full(9), seed=full(0)), **fields})
+
+
+def _draw(logits, settings, uniform):
+  drawn = _compiled(logits, settings, uniform, jnp.zeros(len(uniform), int))
+  return [np.asarray(x) for x in (
+      drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs)]
+
+
+_compiled = jax.jit(sampling.draw)
 
 
 def distribution(row, temperature, top_k, top_p):
@@ -95,10 +111,10 @@ def test_slots_sample_each_in_its_own_way(row):
   random = np.random.RandomState(0)
   kinds = random.randint(0, 4, DRAWS)
   pick = lambda *x: np.asarray(x)[kinds]
-  settings = Sampling(
-      pick(0.0, 1.0, 0.5, 1.0).astype(np.float32), pick(0, 1, 0, 5),
-      pick(1.0, 1.0, 1.0, 1e-9).astype(np.float32),
-      np.full((DRAWS, 1), -1), np.full(DRAWS, 9))
+  settings = slots_of(
+      DRAWS, temperature=pick(0.0, 1.0, 0.5, 1.0).astype(np.float32),
+      top_k=pick(0, 1, 0, 5),
+      top_p=pick(1.0, 1.0, 1.0, 1e-9).astype(np.float32))
   logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
   tokens, _, _ = _draw(logits, settings, uniforms())
   # Greedy, top-1 and a top-p of nearly nothing all mean the best one.
@@ -111,24 +127,21 @@ def test_slots_sample_each_in_its_own_way(row):
 def test_the_ends_of_the_distribution(uniform):
   row = np.full(V, -np.inf, np.float32)
   row[[3, 590]] = 0.0  # the first and last token cannot be drawn
-  one = lambda x, dtype: jnp.full(1, x, dtype)
-  settings = Sampling(one(1, jnp.float32), one(0, jnp.int32),
-                      one(1, jnp.float32), one(-1, jnp.int32)[:, None],
-                      one(9, jnp.int32))
-  token = sampling.draw(
-      jnp.asarray(row)[None], settings, jnp.full(1, uniform, jnp.float32))[0]
+  token = _draw(jnp.asarray(row)[None], slots_of(1),
+                jnp.full(1, uniform, jnp.float32))[0]
   assert token[0] == (3 if uniform == 0 else 590)
 
 
 def test_uniforms_depend_on_every_part_of_the_address():
-  def at(key=0, step=0, prompt=0, sample=0, position=0):
+  def at(key=0, step=0, prompt=0, sample=0, seed=0, position=0):
     keys = sampling.slot_keys(
-        jax.random.key(key), step, jnp.array([prompt]), jnp.array([sample]))
+        jax.random.key(key), step, jnp.array([prompt]), jnp.array([sample]),
+        jnp.array([seed]))
     return float(sampling.uniforms(keys, jnp.array([position]))[0])
 
   values = [at()] + [at(**{name: 1}) for name in (
-      'key', 'step', 'prompt', 'sample', 'position')]
-  assert len(set(values)) == 6 and at() == values[0]
+      'key', 'step', 'prompt', 'sample', 'seed', 'position')]
+  assert len(set(values)) == 7 and at() == values[0]
 
 
 # The engine, in exact float32.

@@ -352,7 +352,7 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`).
-    tokens: [S], written at `positions` [S] of the cache.
+    tokens: [S], written at `positions` [S] of the first S rows of the cache.
     read: entries of the cache that attention looks at; all positions < read.
   """
   x = _embed(weights, tokens[:, None], cfg, compute, constrain)
@@ -364,9 +364,9 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
       k, v = k.astype(compute.dtype), v.astype(compute.dtype)
       ks[i] = write_rows(ks[i], k[:, 0], positions, compute.row_writes)
       vs[i] = write_rows(vs[i], v[:, 0], positions, compute.row_writes)
+      part = slice(len(tokens)), slice(None), slice(read)
       out = attention.cached(
-          q, ks[i][:, :, :read], vs[i][:, :, :read], positions + 1, compute,
-          window, cfg)
+          q, ks[i][part], vs[i][part], positions + 1, compute, window, cfg)
       return out, None
 
     x, _ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute)
@@ -376,21 +376,23 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
 
 
 def write_rows(cache, rows, positions, one_by_one: bool = True):
-  """cache[s, :, positions[s]] = rows[s]; cache [S, K, length, h], in place.
+  """cache[s, :, positions[s]] = rows[s], in place.
 
-  A position past the end writes the last entry of its own slot: only slots
-  that are done get there.
+  Args:
+    cache: [S', K, length, h], of which the first S rows may be written.
+    rows: [S, K, h]; positions: [S]. A position past the end may write the
+      last entry of its own slot: only slots that are done get there.
   """
-  rows = rows.astype(cache.dtype)[:, :, None]
+  rows = rows.astype(cache.dtype)
   positions = jnp.asarray(positions)
   if not one_by_one:
-    return jax.vmap(
-        lambda c, r, at: jax.lax.dynamic_update_slice(c, r, (0, at, 0)))(
-            cache, rows, positions)
+    return cache.at[jnp.arange(len(rows)), :, positions].set(
+        rows, mode='drop', unique_indices=True)
+  rows = rows[:, :, None]
 
   def write(s, cache):  # XLA:CPU's scatter copies
     return jax.lax.dynamic_update_slice(
         cache, jax.lax.dynamic_slice_in_dim(rows, s, 1),
         (s, 0, positions[s], 0))
 
-  return jax.lax.fori_loop(0, cache.shape[0], write, cache)
+  return jax.lax.fori_loop(0, len(rows), write, cache)

@@ -1,7 +1,7 @@
 """Prefill, insert and generate: the programs of a sampler.
 
-Legend: S slots, N prompts, P prompt tokens (padded to a rung), C completion
-tokens, K kv heads, h head size, D hidden size, L layers.
+Legend: S slots, R of them in a block, T steps of it, N prompts, P prompt
+tokens (padded to a rung), K kv heads, h head size, D hidden size, L layers.
 """
 
 from collections.abc import Callable
@@ -39,12 +39,8 @@ class DecodeState:
   positions: Array  # [S] int32, where that token will be written
   counts: Array  # [S] int32, tokens drawn so far
   active: Array  # [S] bool
-  finished: Array  # [S] bool: a stop id was drawn
   sampling: Sampling
   keys: Array  # [S, 2] uint32
-  tokens: Array  # [S, C] int32
-  logprobs: Array  # [S, C] float32
-  behaviour_logprobs: Array  # [S, C] float32
 
 
 @struct.dataclass
@@ -57,9 +53,26 @@ class Entry:
   sampling: Sampling
 
 
-def empty_state(model: Model, slots: int, length: int, new_tokens: int,
-                stop_ids: int, compute: Compute) -> Callable:
-  """A function that returns a DecodeState of `length` cache entries a slot."""
+@struct.dataclass
+class Block:
+  """What a call of `generate` drew, for the host to look at."""
+
+  tokens: Array  # [T, R] int32 of T steps and R rows
+  logprobs: Array  # [T, R] float32
+  behaviour_logprobs: Array  # [T, R] float32
+  drawn: Array  # [T, R] bool: of a slot that was active
+  active: Array  # [R] bool: goes on
+  finished: Array  # [R] bool: a stop id was drawn
+  broken: Array  # [R] bool: logits were not finite
+  top: tuple  # ids and log-probs [T, R, n] of the likeliest, or ()
+
+
+def empty_state(model: Model, slots: int, length: int, sampling: Sampling,
+                compute: Compute) -> Callable:
+  """A function that returns a DecodeState of `length` cache entries a slot.
+
+  sampling: of one slot, from which the arrays take their shapes.
+  """
   cfg = model.config
   shape = (slots, cfg.num_kv_heads, length, cfg.head_dim)
 
@@ -67,16 +80,12 @@ def empty_state(model: Model, slots: int, length: int, new_tokens: int,
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
     cache = lambda: tuple(
         jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
-    float32 = jnp.float32
+    full = lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x)))
     return DecodeState(
         Cache(cache(), cache()),
         zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
-        zeros(dtype=bool), zeros(dtype=bool),
-        # Not 0: a slot that was never used must not look greedy.
-        Sampling(zeros(dtype=float32) + 1, zeros(), zeros(dtype=float32),
-                 zeros(stop_ids), zeros()),
-        zeros(2, dtype=jnp.uint32), zeros(new_tokens),
-        zeros(new_tokens, dtype=float32), zeros(new_tokens, dtype=float32))
+        zeros(dtype=bool), jax.tree.map(full, sampling),
+        zeros(2, dtype=jnp.uint32))
 
   return init
 
@@ -107,76 +116,122 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
                  flops=flops)
 
 
-def make_insert(layout: Layout, ledger: Ledger) -> Program:
+def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """insert(state, prefix, entry, run_key, step) -> state, which is donated."""
 
   def insert(state, prefix, entry, run_key, step):
     new = entry.source >= 0
     source = jnp.maximum(entry.source, 0)
-    room = prefix.cache.k[0].shape[2]
-
-    def fork(old, rows):
-      head = jnp.where(new[:, None, None, None], rows[source], old[:, :, :room])
-      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
-
-    def pick(value, old):
-      mask = new.reshape(-1, *(1,) * (old.ndim - 1))
-      return jnp.where(mask, value, old).astype(old.dtype)
-
-    keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples)
+    pick = lambda value, old: _where(new, value, old)
+    keys = sampling_lib.slot_keys(
+        run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
     return state.replace(
-        cache=jax.tree.map(fork, state.cache, prefix.cache),
+        cache=_put_rows(state.cache, prefix.cache, new, source, compute),
         hidden=pick(prefix.hidden[source], state.hidden),
         positions=pick(prefix.lengths[source], state.positions),
         counts=pick(0, state.counts), active=pick(True, state.active),
-        finished=pick(False, state.finished),
         sampling=jax.tree.map(pick, entry.sampling, state.sampling),
-        keys=pick(keys, state.keys), tokens=pick(0, state.tokens),
-        logprobs=pick(0.0, state.logprobs),
-        behaviour_logprobs=pick(0.0, state.behaviour_logprobs))
+        keys=pick(keys, state.keys))
 
   return Program('insert', insert, ledger, slot_shardings(layout),
                  donate=(0,))
 
 
-def make_generate(model: Model, steps: int, read: int, layout: Layout,
-                  compute: Compute, ledger: Ledger) -> Program:
-  """generate(weights, state) -> (state, active [S]): `steps` tokens a slot.
+def make_move(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+  """move(state, source [S]) -> state, which is donated.
 
-  Attention reads the first `read` entries of the cache; the caller knows
-  that no slot gets past them. The state is donated; `active` is a copy that
-  the host can look at while the next call runs.
+  Slot s takes what is in slot source[s], where that is not -1, and slots
+  that were taken from are free.
+  """
+  def move(state, source):
+    new, slots = source >= 0, jnp.arange(len(source))
+    source = jnp.maximum(source, 0)
+    cache = _put_rows(state.cache, None, new, source, compute)
+    rest = state.replace(cache=None)
+    rest = jax.tree.map(lambda x: _where(new, x[source], x), rest)
+    taken = jnp.any(new & (source == slots[:, None]), axis=1)
+    return rest.replace(cache=cache, active=rest.active & ~taken)
+
+  return Program('move', move, ledger, slot_shardings(layout), donate=(0,))
+
+
+def _where(new, value, old):
+  mask = new.reshape(-1, *(1,) * (old.ndim - 1))
+  return jnp.where(mask, value, old).astype(old.dtype)
+
+
+def _put_rows(cache, rows, new, source, compute: Compute):
+  """cache[s, :, :P] = rows[source[s]] where new[s]; P entries in `rows`.
+
+  Without `rows`, of the cache itself; then no slot is both read and written.
+  """
+  if not compute.row_writes:
+    def put(old, rows):
+      head = _where(new, rows[source], old[:, :, :rows.shape[2]])
+      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
+    return jax.tree.map(put, cache, rows or cache)
+  order = jnp.argsort(~new, stable=True)
+
+  def write(i, cache):  # only what changes, in place
+    slot = order[i]
+    return jax.tree.map(lambda old, rows: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1),
+        (slot, 0, 0, 0)), cache, rows or cache)
+
+  return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
+
+
+def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
+                  layout: Layout, compute: Compute, ledger: Ledger
+                  ) -> Program:
+  """generate(weights, state) -> (state, Block): `steps` tokens a slot.
+
+  Of the first `rows` slots; attention reads the first `read` entries of
+  their caches. The caller knows that no other slot is in use, and that none
+  gets past them. The state is donated; the host can look at the block while
+  the next call runs.
+
+  top: how many of the likeliest tokens to report.
   """
 
   def step(weights, state, uniform):
-    head = model.head(weights)
-    logits = head_lib.logits(
-        state.hidden, head, model.config.logit_form, compute.dtype)
-    if model.config.vocab_size < head.shape[0]:
-      real = jnp.arange(head.shape[0]) < model.config.vocab_size
-      logits = jnp.where(real, logits, sampling_lib._HIDE)
-    tokens, logp, behaviour = sampling_lib.draw(
-        logits, state.sampling, uniform)
-    state = record(state, tokens, logp, behaviour)
+    logits = head_logits(model, weights, state.hidden, compute)
+    drawn = sampling_lib.draw(
+        logits, state.sampling, uniform, state.counts, top)
+    stop = jnp.any(
+        drawn.tokens[:, None] == state.sampling.stop_ids, axis=-1)
+    counts = state.counts + state.active
+    full = counts >= state.sampling.max_tokens
     cache, hidden = model.decode(
-        weights, state.cache, tokens, state.positions, compute=compute,
+        weights, state.cache, drawn.tokens, state.positions, compute=compute,
         read=read, constrain=layout.constrain)
+    out = (drawn, state.active, state.active & stop)
     return state.replace(
         cache=cache, hidden=hidden.astype(state.hidden.dtype),
-        positions=state.positions + 1)
+        positions=state.positions + 1, counts=counts,
+        active=state.active & ~stop & ~full), out
 
   def generate(weights, state):
+    few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
     # All numbers of the block at once: the generator is a loop of its own.
-    positions = state.positions + jnp.arange(steps)[:, None]
+    positions = few.positions + jnp.arange(steps)[:, None]
     uniform = jax.vmap(
-        lambda p: sampling_lib.uniforms(state.keys, p))(positions)
-    state = jax.lax.fori_loop(
-        0, steps, lambda i, s: step(weights, s, uniform[i]), state)
-    return state, state.active | False
+        lambda p: sampling_lib.uniforms(few.keys, p))(positions)
+    few, (drawn, active, stopped) = jax.lax.scan(
+        lambda s, u: step(weights, s, u), few.replace(cache=state.cache),
+        uniform)
+    rest = jax.tree.map(
+        lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
+        state.replace(cache=None), few.replace(cache=None))
+    block = Block(
+        drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
+        few.active | False, jnp.any(stopped, axis=0),
+        jnp.any(active & drawn.broken, axis=0), drawn.top)
+    return rest.replace(cache=few.cache), block
 
   def flops(weights, state):
-    del weights
-    return steps * state.counts.shape[0] * flops_per_token(model.config, read)
+    del weights, state
+    return steps * rows * flops_per_token(model.config, read)
 
   def shardings(shapes):
     return slot_shardings(layout)(shapes[0]), layout.sharding()
@@ -185,19 +240,15 @@ def make_generate(model: Model, steps: int, read: int, layout: Layout,
                  flops=flops)
 
 
-def record(state: DecodeState, tokens, logprobs, behaviour) -> DecodeState:
-  """Appends what was drawn to the active slots and retires those that end."""
-  room = state.tokens.shape[1]
-  here = (jnp.arange(room) == state.counts[:, None]) & state.active[:, None]
-  put = lambda old, x: jnp.where(here, x[:, None], old)
-  stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
-  counts = state.counts + state.active
-  full = counts >= state.sampling.max_tokens
-  return state.replace(
-      tokens=put(state.tokens, tokens), logprobs=put(state.logprobs, logprobs),
-      behaviour_logprobs=put(state.behaviour_logprobs, behaviour),
-      counts=counts, finished=state.finished | (state.active & stop),
-      active=state.active & ~stop & ~full)
+def head_logits(model: Model, weights, hidden, compute: Compute):
+  """[S, D] -> [S, V] float32, what is no token hidden."""
+  head = model.head(weights)
+  logits = head_lib.logits(
+      hidden, head, model.config.logit_form, compute.dtype)
+  if model.config.vocab_size < head.shape[0]:
+    real = jnp.arange(head.shape[0]) < model.config.vocab_size
+    logits = jnp.where(real, logits, sampling_lib.HIDE)
+  return logits
 
 
 def make_prepare(model: Model, layout: Layout, compute: Compute,

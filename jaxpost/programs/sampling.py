@@ -7,10 +7,11 @@ depends only on (run key, step, prompt, sample, position).
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from jaxpost.types import Sampling
+from jaxpost.types import Array, Sampling
 
-_HIDE = -1e30
+HIDE = -1e30  # the logit of what cannot be drawn
 
 
 def uniforms(keys, positions):
@@ -21,60 +22,98 @@ def uniforms(keys, positions):
   return jax.vmap(one)(keys, positions)
 
 
-def slot_keys(run_key, step, prompts, samples):
-  """[S] prompt and sample indices -> [S, 2] uint32 key of each sequence."""
-  def one(prompt, sample):
+def slot_keys(run_key, step, prompts, samples, seeds):
+  """[S] prompt and sample indices, seeds -> [S, 2] uint32 key of each."""
+  def one(prompt, sample, seed):
     key = jax.random.fold_in(run_key, step)
     key = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
-    return jax.random.key_data(key)
-  return jax.vmap(one)(prompts, samples)
+    key = jax.random.key_data(key)
+    return jnp.where(seed == 0, key, jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(
+            key, impl='threefry2x32'), seed)))
+  return jax.vmap(one)(prompts, samples, seeds)
 
 
-def draw(logits, sampling: Sampling, uniform):
-  """Samples from softmax(logits / T), truncated by top-k and top-p.
+@struct.dataclass
+class Drawn:
+  """One token of every slot."""
+
+  tokens: Array  # [S] int32
+  logprobs: Array  # [S], under log_softmax(logits / T); T = 1 where greedy
+  behaviour_logprobs: Array  # [S], under the distribution drawn from
+  broken: Array  # [S] bool: logits were not finite
+  top: tuple  # ids and log-probs [S, n] of the likeliest, or ()
+
+
+def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
+  """Samples from softmax(logits / T), less what `sampling` excludes.
+
+  Excluded are forbidden ids, stop ids before `min_tokens`, and of the rest
+  what top-k, top-p and min-p cut off.
 
   Args:
-    logits: [S, V] float32; uniform: [S].
-
-  Returns:
-    (tokens [S] int32, logprobs [S], behaviour_logprobs [S]): the log-prob
-    under log_softmax(logits / T), with T = 1 where sampling is greedy, and
-    under the truncated distribution that was drawn from.
+    logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
+    top: how many of the likeliest to report, by log_softmax(logits / T).
   """
   greedy = sampling.temperature == 0
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
-  top = jnp.max(logits, axis=-1, keepdims=True)
-  weights = jnp.exp(logits - top)
+  highest = jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(logits - highest)
   total = jnp.sum(weights, axis=-1)
-  truncates = (sampling.top_k > 0) | (sampling.top_p < 1)
+  early = counts < sampling.min_tokens
+  forbidden = jnp.concatenate([
+      sampling.forbidden_ids,
+      jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
   kept = jax.lax.cond(
-      jnp.any(truncates & ~greedy), _truncate, lambda w, *_: w,
-      weights, total, sampling)
+      jnp.any(forbidden >= 0), _forbid, lambda w, _: w, weights, forbidden)
+  truncates = (sampling.top_k > 0) | (sampling.top_p < 1) | (
+      sampling.min_p > 0)
+  kept = jax.lax.cond(
+      jnp.any(truncates & ~greedy), _truncate, lambda w, _: w, kept, sampling)
   drawn, kept_total = _invert(kept, uniform)
   # An argmax over the vocabulary costs more than the draw on CPU.
   tokens = jax.lax.cond(
       jnp.any(greedy),
-      lambda: jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn),
-      lambda: drawn)
+      lambda: jnp.where(greedy, jnp.argmax(
+          jnp.where(kept > 0, logits, -jnp.inf), axis=-1), drawn),
+      lambda: drawn).astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-  scaled = picked - top[:, 0]
-  logprobs = scaled - jnp.log(total)
-  behaviour = jnp.where(greedy, 0.0, scaled - jnp.log(kept_total))
-  return tokens.astype(jnp.int32), logprobs, behaviour
+  scaled = picked - highest[:, 0]
+  best = ()
+  if top:
+    values, ids = jax.lax.top_k(logits, top)
+    best = ids, values - highest - jnp.log(total)[:, None]
+  return Drawn(
+      tokens, scaled - jnp.log(total),
+      jnp.where(greedy, 0.0, scaled - jnp.log(kept_total)),
+      ~jnp.isfinite(total), best)
 
 
-def _truncate(weights, total, sampling: Sampling):
-  """Zeroes what top-k and top-p leave out; [S, V] -> [S, V]."""
+def _forbid(weights, ids):
+  """Zeroes weights[s, ids[s, j]]; ids of -1 are nobody's."""
+  size = weights.shape[-1]
+  rows = jnp.arange(len(ids))[:, None]
+  return weights.at[rows, jnp.where(ids < 0, size, ids)].set(0, mode='drop')
+
+
+def _truncate(weights, sampling: Sampling):
+  """Zeroes what top-k, top-p and min-p leave out; [S, V] -> [S, V].
+
+  Each by the distribution before any of them; of equal weights all are kept.
+  """
   ordered = -jnp.sort(-weights, axis=-1)
   size = weights.shape[-1]
   k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, size), size)
   kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
   # The smallest set of tokens whose mass reaches top_p keeps its last token.
   before = jnp.cumsum(ordered, axis=-1) - ordered
-  inside = before < sampling.top_p[:, None] * total[:, None]
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  inside = before < sampling.top_p[:, None] * total
   last = jnp.maximum(jnp.sum(inside, axis=-1), 1)
   pth = jnp.take_along_axis(ordered, last[:, None] - 1, axis=-1)
-  return jnp.where(weights >= jnp.maximum(kth, pth), weights, 0)
+  least = jnp.maximum(jnp.maximum(kth, pth), (
+      sampling.min_p[:, None] * ordered[:, :1]))
+  return jnp.where(weights >= least, weights, 0)
 
 
 def _invert(weights, uniform, block: int = 256):

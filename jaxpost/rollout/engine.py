@@ -1,13 +1,16 @@
 """What a rollout engine can do, with the verbs of JetStream's Engine.
 
-The sampler role only needs `__call__`; the verbs are for adapters and for
-drivers of their own. `native.py` is the engine that ships.
+The sampler role needs `__call__`, and conversations need `serve`; the verbs
+are for adapters and for drivers of their own. `native.py` is the engine that
+ships, and `serve.py` its driver.
+
+Legend: S slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from jaxpost.types import Prompt, Rollout
+from jaxpost.types import Completion, Prompt, Request, Rollout
 
 
 class Engine(Protocol):
@@ -21,8 +24,8 @@ class Engine(Protocol):
   def init_decode_state(self) -> Any:
     """Slots with nothing in them."""
 
-  def prefill(self, prompts: Sequence[Prompt]) -> Any:
-    """Reads prompts once; the result may be inserted any number of times."""
+  def prefill(self, texts: Sequence[Any]) -> Any:
+    """Reads token ids once; the result may be inserted any number of times."""
 
   def unload(self):
     """Frees the weights until the next `load`."""
@@ -36,7 +39,15 @@ class Engine(Protocol):
     """Puts samples of the prefix into free slots; the key decides draws."""
 
   def generate(self, state: Any) -> tuple[Any, Any]:
-    """A block of tokens for every slot; (state, which slots go on)."""
+    """(state, `programs.generate.Block`): some tokens for every slot."""
+
+  def serve(self, requests: Iterable[Request], *, run_key: Any, step: int,
+            follow: Callable[[list[Completion], bool], Iterable[Request]]
+            ) -> dict:
+    """All requests, and those that follow from what was drawn; figures.
+
+    `follow(completions, idle)` is asked between any two blocks.
+    """
 
   def __call__(self, prompts: Sequence[Prompt], *, group_size: int,
                run_key: Any, step: int,
