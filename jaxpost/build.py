@@ -119,8 +119,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
     prepare_evaluation(out)
   if samples:
     check_sampling(config, algorithm.on_policy,
-                   algorithm.rewards or bool(evals and config.eval.samples),
-                   algorithm.greedy_baseline(config))
+                   algorithm.rewards or bool(evals and config.eval.samples))
     if algorithm.from_data(config):
       check_demonstrations(out)
     if config.rewards_tuple():
@@ -347,14 +346,9 @@ def reward_pool(config, rows):
   return pool
 
 
-def check_sampling(config, on_policy: bool, rewards=True, greedy=False):
+def check_sampling(config, on_policy: bool, rewards=True):
   """InputError where the controller could not work with this config."""
-  if config.replay:
-    refuse(config.rl.dynamic_sampling > 0 or greedy,
-           'config.replay: what was sampled again, or greedily, is not kept; '
-           'replay goes without dynamic sampling and remax')
-    rewards = False
-  if rewards and not config.rewards_tuple():
+  if rewards and not config.rewards_tuple() and not config.replay:
     raise InputError(
         'config.reward: is empty; name a built-in reward, pkg.module:fn or '
         './file.py:fn')

@@ -21,10 +21,10 @@ from jaxpost.inference import Weights, to_stderr
 from jaxpost.matmul import compute_for
 from jaxpost.metrics import write_atomic
 from jaxpost.programs.compile import Ledger
-from jaxpost.rollout import native
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
-from jaxpost.sharding import make_layout, to_host
-from jaxpost.types import Prompt, Rollout
+from jaxpost.rollout.serve import Serving
+from jaxpost.sharding import make_layout
+from jaxpost.types import Completion, Prompt, Request, Rollout
 
 _TOGETHER = 256  # sequences of a file between two writes
 _CONTEXT = 4096  # tokens of a chat at most
@@ -130,7 +130,7 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
           stop_ids=p.tokenizer.stop_ids),
       make_layout(mesh, 'rollout', '--mesh'),
       compute_for(jax.default_backend(), p.config.model.dtype, 'none'),
-      Ledger())
+      Ledger(), p.tokenizer.decode)
   engine.load(weights.params, weights.step)
   return engine
 
@@ -277,23 +277,32 @@ def chat_loop(weights: Weights, draws, mesh, first, asked, out):
   chat.encode_prompt(tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   engine = make_engine(weights, slots=1, max_prompt=_CONTEXT,
                        max_new_tokens=draws.max_new_tokens, mesh=mesh)
-  said = itertools.chain(first, _lines(asked, out))
-  for turn, text in enumerate(said):
+  for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
     messages.append({'role': 'user', 'content': text})
     ids = chat.encode_prompt(tokenizer, messages, {}, '--chat')
     if len(ids) > _CONTEXT:
       raise InputError(f'--chat: {len(ids)} tokens are more than the '
                        f'{_CONTEXT} that a chat may have; begin a new one')
-    answer = ''
-    for tokens in stream(engine, Prompt(turn, ids, messages, {}), draws):
-      now = tokenizer.decode(tokens)
-      # Half a character may be a mark of its own until the rest comes.
-      if now.startswith(answer) and not now.endswith('\ufffd'):
-        out.write(now[len(answer):])
-        out.flush()
-        answer = now
-    out.write(now[len(answer):] + '\n')
-    messages.append({'role': 'assistant', 'content': now})
+    messages.append({'role': 'assistant', 'content': _answer(
+        engine, tokenizer, Prompt(turn, ids, messages, {}), draws, out)})
+
+
+def _answer(engine, tokenizer, prompt, draws, out) -> str:
+  """Writes an answer as it comes."""
+  shown = 0
+
+  def tell(tokens):
+    nonlocal shown
+    text = tokenizer.decode(tokens)
+    # Half a character is a mark of its own until the rest comes.
+    if not text.endswith('\ufffd'):
+      out.write(text[shown:])
+      out.flush()
+      shown = max(shown, len(text))
+
+  text = tokenizer.decode(stream(engine, prompt, draws, tell).tokens)
+  out.write(text[shown:] + '\n')
+  return text
 
 
 def _lines(asked, out):
@@ -308,12 +317,20 @@ def _lines(asked, out):
       yield line.rstrip('\n')
 
 
-def stream(engine: NativeEngine, prompt: Prompt, draws: Draws):
-  """The ids of a completion so far, after each block."""
-  run = native._Run(
-      engine, [prompt], 1, assemble.run_key(draws.seed, 3), 0, _sampling(draws))
-  while run.busy():
-    run.fill()
-    run.advance()
-    tokens, counts = to_host((run.state.tokens, run.state.counts))
-    yield tokens[0, :counts[0]].tolist()
+def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell
+           ) -> Completion:
+  """One completion; `tell(ids so far)` hears of each block of it."""
+  done = []
+
+  def follow(completions, idle):
+    del idle
+    for seat in serving.seats.values():
+      if seat.parts:
+        tell(np.concatenate([part[0] for part in seat.parts]).tolist())
+    done.extend(completions)
+    return ()
+
+  serving = Serving(engine, assemble.run_key(draws.seed, 3), 0, follow, None)
+  serving.run([Request(prompt.tokens, prompt.index, 0, {
+      **_sampling(draws), 'max_tokens': draws.max_new_tokens})])
+  return done[0]

@@ -141,23 +141,19 @@ def test_killed_the_same_command_goes_on(folder, source, whole, tmp_path):
   assert out.read_bytes() == whole.read_bytes()
 
 
-def test_chat_streams_answers_and_remembers(weights):
+def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   asked, out = io.StringIO('and now?\n\nbye\n'), io.StringIO()
-  seen = []
-  engine = completions.native.NativeEngine.prefill
+  seen, stream = [], completions.stream
 
-  def prefill(self, prompts, rows=0):
+  def spy(engine, prompt, draws, tell):
     seen.append(weights.prepared.tokenizer.decode(
-        prompts[0].tokens, skip_special=False))
-    return engine(self, prompts, rows)
+        prompt.tokens, skip_special=False))
+    return stream(engine, prompt, draws, tell)
 
-  completions.native.NativeEngine.prefill = prefill
-  try:
-    completions.chat_loop(
-        weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'],
-        asked, out)
-  finally:
-    completions.native.NativeEngine.prefill = engine
+  monkeypatch.setattr(completions, 'stream', spy)
+  completions.chat_loop(
+      weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'],
+      asked, out)
   turns = [text.count('<|im_start|>user') for text in seen]
   assert turns == [1, 2, 3] and seen[2].count('<|im_start|>assistant') == 3
   assert out.getvalue().count('> ') >= 3
@@ -171,7 +167,9 @@ def test_streaming_gives_the_completion(weights):
   want = completions.complete(weights, [prompt], draws)
   engine = completions.make_engine(
       weights, slots=1, max_prompt=64, max_new_tokens=40)
-  parts = list(completions.stream(engine, prompt, draws))
+  parts = []
+  last = completions.stream(engine, prompt, draws, parts.append)
+  parts.append(last.tokens.tolist())
   assert parts[-1] == want.completions[0, :want.lengths[0]].tolist()
   assert len(parts) > 2 and all(
       b[:len(a)] == a for a, b in zip(parts, parts[1:]))
