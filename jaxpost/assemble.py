@@ -125,7 +125,8 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   policy.frozen |= distill_heads(kit, teachers)
   roles = Roles(policy, critic, frozen.get('reference'),
                 frozen.get('reward_model'), teachers)
-  samples = p.algorithm.on_policy or p.pool and config.eval.samples
+  samples = (p.algorithm.on_policy and not config.replay) or (
+      p.pool and config.eval.samples)
   engine = make_engine(kit) if samples else None
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))

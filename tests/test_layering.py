@@ -32,7 +32,7 @@ ROWS = (
   ('algorithms', 'evaluate', 'grading', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
    'bench', 'inference', 'reward_role', 'planning', 'precompile',
-   'completions', 'measure'),
+   'completions', 'measure', 'replay'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
@@ -48,6 +48,7 @@ SAME_ROW = {
   'inference': ('assemble', 'build', 'config'),
   'completions': ('assemble', 'inference'),
   'measure': ('completions', 'inference'),
+  'replay': ('assemble', 'build', 'inference', 'stages'),
   'plan': ('planning',),
   'planning': ('assemble', 'build', 'config', 'precompile'),
 }
