@@ -126,7 +126,7 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   roles = Roles(policy, critic, frozen.get('reference'),
                 frozen.get('reward_model'), teachers)
   samples = (p.algorithm.on_policy and not config.replay) or (
-      p.pool and config.eval.samples)
+      (p.pool or p.environment) and config.eval.samples)
   engine = make_engine(kit) if samples else None
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))
@@ -265,6 +265,15 @@ def run_key(seed: int, purpose: int) -> np.ndarray:
   return np.asarray(jax.random.key_data(key))
 
 
+def make_sampler(kit: Kit, engine, purpose: int):
+  """The engine in single answers, or in episodes of an environment."""
+  key = run_key(kit.config.seed, purpose)
+  if kit.prepared.environment:
+    from jaxpost import environment_role
+    return environment_role.sampler(kit.prepared, engine, key)
+  return Sampler(engine, key)
+
+
 def make_grader(p: Prepared):
   from jaxpost import grading
   return grading.Grader(p.pool, p.tokenizer, reward_role.weight(p.config))
@@ -274,8 +283,7 @@ def make_controller(kit: Kit, roles: Roles, engine):
   from jaxpost.controller import Controller
   from jaxpost.data import demonstrations
   p, config = kit.prepared, kit.config
-  sampler, share = Sampler(
-      engine, run_key(config.seed, 1)), p.algorithm.from_data(config)
+  sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
   if config.replay:
     sampler = rollouts.Replayed(config.replay, p.name, not config.reward)
   elif share:
@@ -336,7 +344,7 @@ def make_evaluator(kit: Kit, engine) -> Evaluator | None:
         grading.model_values, rows=(kit.shape[0], kit.shape[2]),
         at_once=config.rollout.prompts * config.rollout.group_size)
     sampled = SampledEval(
-        Sampler(engine, run_key(config.seed, 2)), make_grader(p),
+        make_sampler(kit, engine, 2), make_grader(p),
         p.eval_prompts, e.samples, e.pass_reward, e.temperature,
         values if 'reward_model' in p.sources else None)
   return Evaluator(held_out, sampled)

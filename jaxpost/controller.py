@@ -176,7 +176,7 @@ class Controller:
                  rollout.lengths.sum())
     return {'tokens': tokens, 'reshard_bytes': moved,
             'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
-            'slot_occupancy': rollout.occupancy}
+            'slot_occupancy': rollout.occupancy, **rollout.figures}
 
   def state(self) -> dict:
     return {'step': self.step, 'prompts': self.prompts.state(),

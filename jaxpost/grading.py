@@ -278,7 +278,9 @@ def to_groups(rollout: Rollout, tokenizer: 'Tokenizer',
     ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
            for n in range(i * size, (i + 1) * size)]
     texts = [tokenizer.decode(x) for x in ids]
-    if not isinstance(prompt.prompt, str):
+    if rollout.messages:
+      texts = list(rollout.messages[i * size:(i + 1) * size])
+    elif not isinstance(prompt.prompt, str):
       texts = [[{'role': 'assistant', 'content': t}] for t in texts]
     groups.append(Group(
         [prompt.prompt] * size, texts, ids,

@@ -64,8 +64,12 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
         evaluator.held_out.program.compile, roles.policy.state.params, full,
         roles.policy.state.step, roles.policy.frozen))
   if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
-                        config.rollout.group_size)
+    lengths = p.stream.lengths
+    if p.environment:
+      from jaxpost import environment_role
+      lengths = environment_role.lengths(p)
+    jobs += engine.jobs(
+        roles.policy.params, lengths, config.rollout.group_size)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(

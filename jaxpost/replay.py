@@ -61,8 +61,7 @@ def replay(run, step: int, row: int, stage='') -> dict:
         identical=compare(run, name, step, row, item))
   finally:
     for p in prepared:
-      if p.pool:
-        p.pool.close()
+      p.close()
 
 
 def restore(run, name: str, most: int, roles, stream) -> int:

@@ -176,6 +176,7 @@ class Rollout:
   from_data: bool = False  # completions of the data, not of a sampler
   mask: Any = None  # [N, C] bool, tokens that the policy wrote; None: all
   rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN
+  messages: tuple | None = None  # [N] lists: turns of the model and of tools
 
 
 @dataclasses.dataclass

@@ -32,17 +32,17 @@ ROWS = (
   ('algorithms', 'evaluate', 'grading', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
    'bench', 'inference', 'reward_role', 'planning', 'precompile',
-   'completions', 'measure', 'replay'),
+   'completions', 'measure', 'replay', 'environment_role'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 # Those that put a run together know their neighbours in the row.
 SAME_ROW = {
-  'build': ('config', 'reward_role'),
+  'build': ('config', 'environment_role', 'reward_role'),
   'reward_role': ('config',),
-  'assemble': ('build', 'controller', 'loop', 'plan', 'precompile',
-               'reward_role'),
-  'precompile': ('assemble',),
+  'assemble': ('build', 'controller', 'environment_role', 'loop', 'plan',
+               'precompile', 'reward_role'),
+  'precompile': ('assemble', 'environment_role'),
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config'),

@@ -132,6 +132,9 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
   rewards = rollouts[0].rewards and {
       name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)])
       for name in rollouts[0].rewards}
+  messages = rollouts[0].messages and tuple(
+      r.messages[n] for r, some in zip(rollouts, rows) for n in some)
   return rollouts[0].replace(
-      prompts=prompts, rewards=rewards, **{n: pick(n) for n in names},
+      prompts=prompts, rewards=rewards, messages=messages,
+      **{n: pick(n) for n in names},
       occupancy=float(np.mean([r.occupancy for r in rollouts])))

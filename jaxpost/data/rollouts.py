@@ -35,7 +35,8 @@ def save(path, experience: Experience, credit: Credit):
                   columns=p.columns) for p in rollout.prompts]
   arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
   arrays |= {f'credit/{k}': x for k, x in credit.arrays.items()}
-  about = dict(step=rollout.step, version=rollout.version, prompts=prompts)
+  about = dict(step=rollout.step, version=rollout.version, prompts=prompts,
+               messages=rollout.messages)
   data = io.BytesIO()
   np.savez_compressed(
       data, about=np.array(json.dumps(about, default=str)), **arrays)
@@ -64,6 +65,7 @@ def load(path) -> tuple[Rollout, dict]:
   return Rollout(
       prompts, **{name: arrays[name] for name in _ARRAYS}, step=about['step'],
       version=about['version'], mask=arrays.get('mask'),
+      messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']}), arrays
 
 
