@@ -29,7 +29,7 @@ class Env:
       n: The number.
     """
     self.told.append(n)
-    if n % 5 == 4:
+    if n % 3 == 2:
       raise ValueError('no such number')
     return f'it is {n}'
 
@@ -56,10 +56,10 @@ def parse(text):
   return [dict(name='nth', arguments={'n': len(text)})]
 
 
-def config(model, environment, **over):
+def config(model, path, **over):
   """GRPO in that environment."""
   return tiny.run_config(model, **tiny.merged(dict(
-      algorithm='grpo', environment=f'{environment}:Env',
+      algorithm='grpo', environment=f'{path}:Env',
       data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
       train=dict(row_length=0, steps=3), optim=dict(lr=1e-2),
       tools=dict(workers=3, max_turns=4, timeout_s=20.0),

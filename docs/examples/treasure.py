@@ -38,4 +38,5 @@ class Treasure:
   def _hint(self):
     if self.room == self.treasure:
       return 'The treasure is here!'
-    return f'It shines from the {"right" if self.treasure > self.room else "left"}.'
+    side = 'right' if self.treasure > self.room else 'left'
+    return f'It shines from the {side}.'

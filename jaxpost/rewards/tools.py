@@ -91,9 +91,6 @@ def _sections(text: str) -> tuple:
     elif name and line.strip():
       arguments[name] = f'{arguments[name]} {line.strip()}'.strip()
   returns = ' '.join(blocks.get('Returns', '').split())
-  head, _, rest = returns.partition(': ')
-  if rest and re.fullmatch(r'[\w\[\], |.]+', head):  # 'str: the answer'
-    returns = rest
   return ' '.join(parts[0].split()), arguments, returns
 
 
