@@ -18,8 +18,7 @@ class Compute:
     float32; 'float32' is the exact mode of tests and parity (without HIGHEST
     an accelerator would use TF32 or bfloat16 passes).
   residual: type of the residual stream and other activations.
-  cache: type that keys and values are stored in, rounded to `dtype` before.
-    XLA:CPU updates float32 in place but widens and narrows a bfloat16 array.
+  cache: type of cached keys and values, rounded to `dtype` before.
   unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
   remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
   q_chunk: rows of queries attended at a time.
@@ -40,7 +39,7 @@ class Compute:
 def compute_for(platform: str, dtype: str, remat: str) -> Compute:
   """Measured choices per platform; docs/performance.md has the figures."""
   if platform == 'cpu':
-    return Compute(dtype=dtype, remat=remat)
+    return Compute(dtype=dtype, cache=dtype, remat=remat)
   return Compute(
       dtype=dtype, residual=dtype, cache=dtype, unroll=False, remat=remat,
       q_chunk=1024, head_elements=2**30, row_writes=False)

@@ -85,29 +85,39 @@ def _capped(scores, cfg: ModelConfig):
   return cap * jnp.tanh(scores / cap) if cap else scores
 
 
-def cached(q, k_cache, v_cache, lengths, compute: Compute, window: int,
+def cached(q, cache, recent, filled, step, compute: Compute, window: int,
            cfg: ModelConfig):
   """One query per row against the filled part of its cache.
 
   Args:
-    q: [B, 1, H, h]; k_cache, v_cache: [B, K, S, h]; lengths: [B], how many
-      entries of each row count.
+    q: [B, 1, H, h].
+    cache: keys and values [B, K, S, h], of which `filled` [B] count.
+    recent: keys and values [B, K, T, h] that came after these; those up to
+      `step`, where q stands, count.
     window, cfg: as in `causal`.
 
   Returns:
     [B, 1, H, h].
   """
   batch, _, heads, size = q.shape
-  kv_heads, room = k_cache.shape[1:3]
-  kind = k_cache.dtype.name  # holds values of the operand type, see Compute
+  kv_heads, room = cache[0].shape[1:3]
+  kind = cache[0].dtype.name  # holds values of the operand type, see Compute
   q = _scaled(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, kv_heads, heads // kv_heads, size)
-  scores = einsum('bkgh,bksh->bkgs', q, k_cache, kind)
-  mask = jnp.arange(room) < lengths[:, None]
+  scores = jnp.concatenate([
+      einsum('bkgh,bksh->bkgs', q, keys, kind)
+      for keys in (cache[0], recent[0])], axis=-1)
+  entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
+  mask = jnp.concatenate([
+      entry < filled[:, None],
+      jnp.broadcast_to(new <= step, (batch, len(new)))], axis=-1)
   if window:
-    mask &= jnp.arange(room) >= lengths[:, None] - window
+    at = jnp.concatenate([
+        jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
+    mask &= at > filled[:, None] + step - window
   weights = jax.nn.softmax(
       jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER), axis=-1)
-  out = einsum(
-      'bkgs,bksh->bkgh', weights.astype(compute.dtype), v_cache, kind)
+  weights = weights.astype(compute.dtype)
+  out = sum(einsum('bkgs,bksh->bkgh', part, v, kind) for part, v in zip(
+      jnp.split(weights, [room], axis=-1), (cache[1], recent[1])))
   return out.reshape(batch, 1, heads, size)

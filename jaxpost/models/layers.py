@@ -44,10 +44,46 @@ def project(spec: str, x, p, name: str, compute: Compute):
   return y if bias is None else y + bias.reshape(y.shape[2:])
 
 
+# Matrices that read the same activations; a sampler's weights have them as
+# one, which `fused` says of which the table has.
+TOGETHER = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
+_OUT = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
+
+
+def fused(table) -> dict[str, tuple[str, ...]]:
+  """What of TOGETHER can be one matrix, by the parameter table."""
+  def alike(names):
+    specs = [table.get(f'layers/{n}') for n in names]
+    biases = {f'layers/{n}_bias' in table for n in names}
+    return all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (
+        len(biases) == 1)
+  return {k: names for k, names in TOGETHER.items() if alike(names)}
+
+
+def fuse(p: dict, joined: dict) -> dict:
+  """A layer's weights, or their shardings, with one for several."""
+  p = dict(p)
+  for name, parts in joined.items():
+    for tail, axis in (('', _OUT[name]), ('_bias', -1)):
+      if parts[0] + tail in p:
+        some = [p.pop(part + tail) for part in parts]
+        p[name + tail] = some[0] if isinstance(
+            some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
+  return p
+
+
+def project_all(spec: str, x, p, name: str, compute: Compute, cfg) -> list:
+  """`project` by each of TOGETHER[name], at once where they are one."""
+  if name not in p:
+    return [project(spec, x, p, part, compute) for part in TOGETHER[name]]
+  h, k = cfg.num_heads, cfg.num_kv_heads
+  ends = [h, h + k] if name == 'qkv' else 2
+  return jnp.split(project(spec, x, p, name, compute), ends, _OUT[name])
+
+
 def mlp(p, x, cfg: ModelConfig, compute: Compute):
   """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
-  gate = project('btd,df->btf', x, p, 'gate', compute)
-  up = project('btd,df->btf', x, p, 'up', compute)
+  gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg)
   hidden = _ACTIVATIONS[cfg.activation](gate) * up
   return project(
       'btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute)

@@ -22,8 +22,8 @@ class Model:
   values(params, hidden) -> [B, T], of a model with a scalar head
   init(key, dtype=) -> params
   prefill(params, tokens, lengths, compute=, constrain=) -> (Cache, [S, D])
-  decode(weights, cache, tokens, positions, compute=, read=, constrain=)
-    -> (Cache, [S, D])
+  decode(weights, cache, recent, tokens, filled, step, compute=, constrain=)
+    -> (recent, [S, D])
   """
 
   config: ModelConfig

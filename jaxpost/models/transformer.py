@@ -206,9 +206,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute):
   """[B, T, D] -> ([B, T, D], whatever `attend` keeps)."""
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
-  q = layers.project('btd,dnh->btnh', y, p, 'q', compute)
-  k = layers.project('btd,dnh->btnh', y, p, 'k', compute)
-  v = layers.project('btd,dnh->btnh', y, p, 'v', compute)
+  q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg)
   if cfg.qk_norm:
     q = layers.norm_heads(q, p['q_norm'], cfg)
     k = layers.norm_heads(k, p['k_norm'], cfg)
@@ -346,27 +344,33 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   return Cache(tuple(k for k, _ in kept), tuple(v for _, v in kept)), last
 
 
-def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
-           compute: Compute, read: int, constrain=_unconstrained):
-  """One token per slot: ([S], [S]) -> (cache with it, hidden [S, D]).
+def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
+           cfg: ModelConfig, compute: Compute, constrain=_unconstrained):
+  """One token per slot: -> (recent with it, hidden [S, D]).
+
+  A block of T tokens only reads the cache: XLA would copy what it writes at
+  every token. What is new is in `recent` until the block ends (`extend`).
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`).
-    tokens: [S], written at `positions` [S] of the first S rows of the cache.
-    read: entries of the cache that attention looks at; all positions < read.
+    cache: L x [S, K, length, h], of which `filled` [S] entries count.
+    recent: L x [S, K, T, h], of which `step` count.
+    tokens: [S], at positions filled + step.
   """
   x = _embed(weights, tokens[:, None], cfg, compute, constrain)
-  tables = rope.tables(positions[:, None], positions[:, None] + 1, cfg)
-  ks, vs = list(cache.k), list(cache.v)
+  positions = (filled + step)[:, None]
+  tables = rope.tables(positions, positions + 1, cfg)
+  ks, vs = list(recent.k), list(recent.v)
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
     def attend(q, k, v, i=i, window=kind.window):
-      k, v = k.astype(compute.dtype), v.astype(compute.dtype)
-      ks[i] = write_rows(ks[i], k[:, 0], positions, compute.row_writes)
-      vs[i] = write_rows(vs[i], v[:, 0], positions, compute.row_writes)
-      part = slice(len(tokens)), slice(None), slice(read)
+      for kept, new in (ks, k), (vs, v):
+        new = new.astype(compute.dtype).astype(kept[i].dtype)
+        kept[i] = jax.lax.dynamic_update_slice_in_dim(
+            kept[i], new.swapaxes(1, 2), step, axis=2)
       out = attention.cached(
-          q, ks[i][part], vs[i][part], positions + 1, compute, window, cfg)
+          q, (cache.k[i], cache.v[i]), (ks[i], vs[i]), filled, step, compute,
+          window, cfg)
       return out, None
 
     x, _ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute)
@@ -375,24 +379,24 @@ def decode(weights, cache: Cache, tokens, positions, cfg: ModelConfig,
   return Cache(tuple(ks), tuple(vs)), x[:, 0]
 
 
-def write_rows(cache, rows, positions, one_by_one: bool = True):
-  """cache[s, :, positions[s]] = rows[s], in place.
+def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
+  """The cache with `recent` behind what is filled, in place.
 
-  Args:
-    cache: [S', K, length, h], of which the first S rows may be written.
-    rows: [S, K, h]; positions: [S]. A position past the end may write the
-      last entry of its own slot: only slots that are done get there.
+  cache: L x [S', K, length, h], of which the first S rows are extended;
+  recent: L x [S, K, T, h]. What goes past the end falls on the last entries
+  of its own slot, or nowhere: only slots that are done get there.
   """
-  rows = rows.astype(cache.dtype)
-  positions = jnp.asarray(positions)
+  rows, _, steps, _ = recent.k[0].shape
   if not one_by_one:
-    return cache.at[jnp.arange(len(rows)), :, positions].set(
-        rows, mode='drop', unique_indices=True)
-  rows = rows[:, :, None]
+    at = filled[:, None] + jnp.arange(steps)
+    return jax.tree.map(
+        lambda old, new: old.at[jnp.arange(rows)[:, None], :, at].set(
+            new.swapaxes(1, 2), mode='drop', unique_indices=True),
+        cache, recent)
 
   def write(s, cache):  # XLA:CPU's scatter copies
-    return jax.lax.dynamic_update_slice(
-        cache, jax.lax.dynamic_slice_in_dim(rows, s, 1),
-        (s, 0, positions[s], 0))
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(new, s, 1), (s, 0, filled[s], 0)),
+        cache, recent)
 
-  return jax.lax.fori_loop(0, len(rows), write, cache)
+  return jax.lax.fori_loop(0, rows, write, cache)

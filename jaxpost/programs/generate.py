@@ -4,6 +4,7 @@ Legend: S slots, R of them in a block, T steps of it, N prompts, P prompt
 tokens (padded to a rung), K kv heads, h head size, D hidden size, L layers.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,9 @@ from flax import struct
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
-from jaxpost.models.transformer import flops_per_token, nest, unstack_layers
+from jaxpost.models.layers import fuse, fused
+from jaxpost.models.transformer import (
+    extend, flops_per_token, nest, unstack_layers)
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
@@ -82,7 +85,7 @@ def empty_state(model: Model, slots: int, length: int, sampling: Sampling,
         jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
     full = lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x)))
     return DecodeState(
-        Cache(cache(), cache()),
+        stored(Cache(cache(), cache())),
         zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
         zeros(dtype=bool), jax.tree.map(full, sampling),
         zeros(2, dtype=jnp.uint32))
@@ -106,7 +109,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(
         weights, tokens, lengths, compute=compute, constrain=layout.constrain)
-    return Prefix(cache, hidden, lengths)
+    return Prefix(stored(cache), hidden, lengths)
 
   def flops(weights, tokens, lengths):
     del weights, lengths
@@ -194,40 +197,47 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
   top: how many of the likeliest tokens to report.
   """
 
-  def step(weights, state, uniform):
+  def step(weights, cache, filled, carry, now):
+    state, recent = carry
+    number, uniform = now
     logits = head_logits(model, weights, state.hidden, compute)
     drawn = sampling_lib.draw(
         logits, state.sampling, uniform, state.counts, top)
+    recent, hidden = model.decode(
+        weights, cache, recent, drawn.tokens, filled, number,
+        compute=compute, constrain=layout.constrain)
     stop = jnp.any(
         drawn.tokens[:, None] == state.sampling.stop_ids, axis=-1)
     counts = state.counts + state.active
     full = counts >= state.sampling.max_tokens
-    cache, hidden = model.decode(
-        weights, state.cache, drawn.tokens, state.positions, compute=compute,
-        read=read, constrain=layout.constrain)
-    out = (drawn, state.active, state.active & stop)
-    return state.replace(
-        cache=cache, hidden=hidden.astype(state.hidden.dtype),
-        positions=state.positions + 1, counts=counts,
-        active=state.active & ~stop & ~full), out
+    return (state.replace(
+        hidden=hidden.astype(state.hidden.dtype), counts=counts,
+        active=state.active & ~stop & ~full), recent), (
+            drawn, state.active, state.active & stop)
 
   def generate(weights, state):
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
+    cache = view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
+    recent = jax.tree.map(
+        lambda x: jnp.zeros((*x.shape[:2], steps, x.shape[3]), x.dtype), cache)
     # All numbers of the block at once: the generator is a loop of its own.
-    positions = few.positions + jnp.arange(steps)[:, None]
-    uniform = jax.vmap(
-        lambda p: sampling_lib.uniforms(few.keys, p))(positions)
-    few, (drawn, active, stopped) = jax.lax.scan(
-        lambda s, u: step(weights, s, u), few.replace(cache=state.cache),
-        uniform)
+    number = jnp.arange(steps)
+    uniform = jax.vmap(lambda n: sampling_lib.uniforms(
+        few.keys, few.positions + n))(number)
+    (few, recent), (drawn, active, stopped) = jax.lax.scan(
+        functools.partial(step, weights, cache, few.positions),
+        (few, recent), (number, uniform))
+    few = few.replace(positions=few.positions + steps)
     rest = jax.tree.map(
         lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
-        state.replace(cache=None), few.replace(cache=None))
+        state.replace(cache=None), few)
     block = Block(
         drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
         few.active | False, jnp.any(stopped, axis=0),
         jnp.any(active & drawn.broken, axis=0), drawn.top)
-    return rest.replace(cache=few.cache), block
+    return rest.replace(cache=extend(
+        state.cache, stored(recent), state.positions, compute.row_writes
+    )), block
 
   def flops(weights, state):
     del weights, state
@@ -238,6 +248,19 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
 
   return Program('generate', generate, ledger, shardings, donate=(1,),
                  flops=flops)
+
+
+def stored(cache: Cache) -> Cache:
+  """As it is kept: bfloat16 as integers, whose updates XLA:CPU does in place
+  where it would widen and narrow the whole array."""
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(
+      x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
+
+
+def view(cache: Cache) -> Cache:
+  """What is `stored`, to compute with."""
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(
+      x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
 
 
 def head_logits(model: Model, weights, hidden, compute: Compute):
@@ -253,21 +276,28 @@ def head_logits(model: Model, weights, hidden, compute: Compute):
 
 def make_prepare(model: Model, layout: Layout, compute: Compute,
                  ledger: Ledger) -> Program:
-  """prepare(params) -> sampler weights: cast, resharded, one dict a layer."""
+  """prepare(params) -> sampler weights: cast, resharded, one dict a layer.
+
+  Matrices that read the same activations become one where no device has a
+  part of them only.
+  """
+  merge, model = model.merge, model.base or model
+  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
+  apart = compute.row_writes and model.config.tie_embeddings and (
+      compute.dtype == 'bfloat16')
+  joined = fused(model.table) if layout.mesh.shape['tensor'] == 1 else {}
 
   def prepare(params):
     cast = jax.tree.map(
         lambda x, p: narrow(x, p, compute), merge(params), nest(model.table))
     if apart:
       cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
-    return unstack_layers(cast, model.config.num_layers)
+    layers = unstack_layers(cast, model.config.num_layers)['layers']
+    return {**cast, 'layers': [fuse(p, joined) for p in layers]}
 
-  merge, model = model.merge, model.base or model
-  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
-  apart = compute.cache != compute.dtype and model.config.tie_embeddings
-  layers = {
+  layers = fuse({
       k.split('/')[1]: layout.sharding(p.axes[1:], p.shape[1:])
-      for k, p in model.table.items() if p.stacked}
+      for k, p in model.table.items() if p.stacked}, joined)
   shardings = {**model.shardings(layout),
                'layers': [layers] * model.config.num_layers}
   if apart:

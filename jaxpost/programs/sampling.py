@@ -59,24 +59,29 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
   highest = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - highest)
-  total = jnp.sum(weights, axis=-1)
   early = counts < sampling.min_tokens
   forbidden = jnp.concatenate([
       sampling.forbidden_ids,
       jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
-  kept = jax.lax.cond(
-      jnp.any(forbidden >= 0), _forbid, lambda w, _: w, weights, forbidden)
-  truncates = (sampling.top_k > 0) | (sampling.top_p < 1) | (
-      sampling.min_p > 0)
-  kept = jax.lax.cond(
-      jnp.any(truncates & ~greedy), _truncate, lambda w, _: w, kept, sampling)
-  drawn, kept_total = _invert(kept, uniform)
-  # An argmax over the vocabulary costs more than the draw on CPU.
-  tokens = jax.lax.cond(
-      jnp.any(greedy),
-      lambda: jnp.where(greedy, jnp.argmax(
-          jnp.where(kept > 0, logits, -jnp.inf), axis=-1), drawn),
-      lambda: drawn).astype(jnp.int32)
+  cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+
+  def all_of_it():
+    tokens, total = _invert(weights, uniform)
+    return tokens, total, total
+
+  def less():
+    kept = _forbid(weights, forbidden)
+    kept = jax.lax.cond(
+        jnp.any(cuts & ~greedy), _truncate, lambda w, _: w, kept, sampling)
+    # An argmax over the vocabulary costs more than the draw on CPU.
+    best = jnp.argmax(jnp.where(kept > 0, logits, -jnp.inf), axis=-1)
+    tokens, total = _invert(kept, uniform)
+    return jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1)
+
+  # The weights stay inside: a branch that returned them would copy them.
+  tokens, kept_total, total = jax.lax.cond(
+      jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), less, all_of_it)
+  tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   scaled = picked - highest[:, 0]
   best = ()
