@@ -36,12 +36,3 @@ def sampler(prepared, engine, run_key) -> Episodes:
       engine, run_key, prepared.environment, prepared.tokenizer,
       Limits(r.max_prompt_length, r.max_new_tokens, t.max_turns,
              t.max_result_tokens, t.lag, config.rewards.max_failed))
-
-
-def lengths(prepared) -> list[int]:
-  """Tokens of contexts that will be read: any, up to the longest episode."""
-  r = prepared.config.rollout
-  most = r.max_prompt_length + r.max_new_tokens - 1
-  return [min(prepared.stream.lengths), *(
-      1 << n for n in range(most.bit_length())
-      if 1 << n > min(prepared.stream.lengths)), most]

@@ -29,7 +29,7 @@ class Env:
       n: The number.
     """
     self.told.append(n)
-    if n % 3 == 2:
+    if n % 3 == 0:
       raise ValueError('no such number')
     return f'it is {n}'
 

@@ -133,7 +133,7 @@ def test_ppo_and_a_reward_function(folder):
   for row in train:
     assert row['reward'] == pytest.approx(
         row['rewards/environment/mean'] + row['rewards/answered/mean'])
-    assert 0.3 < row['rewards/answered/mean'] < 0.5
+    assert 0.2 < row['rewards/answered/mean'] <= 0.5
     assert np.isfinite(row['critic/vf_loss']) and row['tools/call_frequency']
   last = rows(folder / 'ppo')[-1]
   assert last['split'] == 'eval' and 0 < last['reward']

@@ -42,7 +42,7 @@ SAME_ROW = {
   'reward_role': ('config',),
   'assemble': ('build', 'controller', 'environment_role', 'loop', 'plan',
                'precompile', 'reward_role'),
-  'precompile': ('assemble', 'environment_role'),
+  'precompile': ('assemble',),
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config'),

@@ -279,7 +279,7 @@ class NativeEngine:
       read_rows: texts read at a time; None: as many as wait, up to the slots.
 
     Returns:
-      figures: occupancy, tokens_per_dispatch, host_gap_ms.
+      figures: occupancy, tokens_per_dispatch, time/host_gap (seconds).
     """
     return Serving(self, run_key, step, follow, read_rows).run(requests)
 
