@@ -4,7 +4,6 @@ Legend: N sequences, C completion tokens.
 """
 
 import logging
-import pathlib
 import time
 import typing
 
@@ -15,13 +14,11 @@ from transformers.utils import get_json_schema
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data import turns
 from jaxpost.errors import InputError
-from jaxpost.imports import load_callable
-from jaxpost.rewards import environments, tools
+from jaxpost.rewards import environments, games, tools
 from jaxpost.rollout import episodes
 from jaxpost.types import Completion, Prompt
 
-CLONE = pathlib.Path(__file__).resolve().parents[1]
-EXAMPLES = 'calculator.py:Calculator', 'treasure.py:Treasure'
+EXAMPLES = 'Calculator', 'Treasure'
 TROUBLE = '''
 import os, sys, time
 
@@ -93,13 +90,14 @@ class Hints:
     """
 
 
-@pytest.mark.parametrize('spec', EXAMPLES)
-def test_schemas_are_those_of_transformers(spec):
-  made = load_callable(f'{CLONE}/docs/examples/{spec}', 'test')()
+@pytest.mark.parametrize('name', EXAMPLES)
+def test_schemas_are_those_of_transformers(name):
+  made = vars(games)[name]()
   found = tools.of(made, 'test')
   assert 'reset' not in found and 'get_reward' not in found
-  for name, schema in found.items():
-    assert schema == get_json_schema(getattr(made, name))
+  assert found
+  for tool, schema in found.items():
+    assert schema == get_json_schema(getattr(made, tool))
 
 
 def test_schema_of_all_kinds_of_hints():
