@@ -255,8 +255,10 @@ def make_engine(kit: Kit, slots: int = 0):
           max_prompt=r.max_prompt_length, max_new_tokens=r.max_new_tokens,
           stop_ids=p.tokenizer.stop_ids,
           temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
-          block=r.block),
-      kit.rollout, kit.compute, kit.ledger)
+          min_p=r.min_p, forbidden_ids=r.forbidden_ids,
+          stop_strings=r.stop_strings, min_new_tokens=r.min_new_tokens,
+          block=r.block, page_size=r.page_size, cache_tokens=r.cache_tokens),
+      kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode)
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:

@@ -36,6 +36,7 @@ class Options:
   ragged: bool = False
   mean: int = 64
   bf16: bool = False
+  top_p: float = 1.0
 
 
 def even_words(completions, **columns):
@@ -68,7 +69,8 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
                  row_length=0 if on_policy else 512),
       optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
       rollout=dict(prompts=max(1, o.batch // 8), group_size=8,
-                   max_prompt_length=64, max_new_tokens=o.new),
+                   max_prompt_length=64, max_new_tokens=o.new,
+                   top_p=o.top_p),
       rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
       mesh=dict(rollout='data=-1' if jax.device_count() > 1 else ''))
   )['grpo' if on_policy else 'sft']
@@ -147,19 +149,21 @@ def sample(o: Options, workdir) -> dict:
   engine.load(params, 0)
   source = testing.RandomPrompts(
       o.samples, PROMPT, kit.prepared.model.config.vocab_size)
-  times, counts, occupancy = [], [], []
+  times, cpu, counts = [], [], []
   key = assemble.run_key(0, 1)
   for step in range(o.steps + 1):
     prompts, _ = next(source)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     rollout = engine(prompts, group_size=1, run_key=key, step=step)
     times.append(time.perf_counter() - start)
+    cpu.append(time.process_time() - busy)
     counts.append(int(rollout.lengths.sum()))
-    occupancy.append(rollout.occupancy)
   rates = [n / t for n, t in zip(counts[1:], times[1:])]
   return dict(
       wall_s=float(np.median(times[1:])), first_s=times[0], tokens=counts[-1],
-      tokens_per_s=float(np.median(rates)), slot_occupancy=occupancy[-1])
+      tokens_per_s=float(np.median(rates)), best_tokens_per_s=max(rates),
+      cpu_s=float(np.median(cpu[1:])), slot_occupancy=rollout.occupancy,
+      **rollout.figures)
 
 
 def grpo(o: Options, workdir) -> dict:

@@ -46,6 +46,16 @@ def use_compile_cache(folder: str = '') -> str:
   return folder
 
 
+def free_memory() -> float:
+  """Bytes that this host can still hand out; inf where it does not say."""
+  try:
+    lines = pathlib.Path('/proc/meminfo').read_text('ascii').splitlines()
+  except OSError:
+    return float('inf')
+  found = [li.split()[1] for li in lines if li.startswith('MemAvailable:')]
+  return int(found[0]) * 1024.0 if found else float('inf')
+
+
 class StopSignal:
   """SIGTERM and SIGINT: finish the step, save, leave with exit code 42.
 

@@ -109,8 +109,18 @@ class RolloutSection:
   temperature: float = _f(1.0, 'of sampling and of all log-probs', lo=1e-3)
   top_k: int = _f(0, '0 is off', lo=0)
   top_p: float = _f(1.0, '1 is off', lo=1e-6, hi=1.0)
+  min_p: float = _f(0.0, 'share of the likeliest token; 0 is off', lo=0.0,
+                    hi=1.0)
+  forbidden_ids: tuple = _f((), 'token ids that are never drawn', each=int)
+  stop_strings: tuple = _f((), 'end a completion, beside the stop ids',
+                           each=str)
+  min_new_tokens: int = _f(0, 'no stop id before', lo=0)
   slots: int = _f(0, 'sequences in flight; 0: all of a step', lo=0)
-  block: int = _f(16, 'tokens of every slot per dispatch', lo=1)
+  page_size: int = _f(0, 'cache entries of a page, a power of two; 0: every '
+                      'slot has room for the longest text', lo=0)
+  cache_tokens: int = _f(0, 'entries of all pages; 0: half of what slots '
+                         'without pages have', lo=0)
+  block: int = _f(8, 'tokens of every slot per dispatch', lo=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,10 +108,15 @@ class Sampling:
 
 @struct.dataclass
 class Cache:
-  """Keys and values of what was read so far, one pair of arrays per layer."""
+  """Keys and values of what was read so far, one pair of arrays per layer.
 
-  k: tuple  # L x [S, K, length, h]
-  v: tuple  # L x [S, K, length, h]
+  In pages, with a table: entry i of slot s is entry i % p of page
+  table[s, i // p].
+  """
+
+  k: tuple  # L x [S, K, length, h], or [pages, K, p, h]
+  v: tuple  # likewise
+  table: Array | None = None  # [S, n] int32
 
 
 @struct.dataclass

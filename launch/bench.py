@@ -27,6 +27,7 @@ _RAGGED = flags.DEFINE_bool(
 _MEAN = flags.DEFINE_integer('mean', 64, 'Their mean.')
 _BF16 = flags.DEFINE_bool(
     'bf16', False, 'bfloat16 operands, float32 accumulation and weights.')
+_TOP_P = flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling.')
 _TUNE = flags.DEFINE_bool('tune', True, 'Tune the allocator of the host.')
 
 WHAT = ('sft', 'sample', 'grpo')

@@ -330,7 +330,7 @@ def test_plan_of_the_local_backend(tmp_path):
   assert update['calls'] == 1 and not update['unknown_loops']
   assert 'fsdp' in update['collective_bytes']['all-gather']
   generate = [r for r in found['programs'] if r['program'] == 'generate']
-  assert sum(r['calls'] for r in generate) == 1  # 16 tokens are one block
+  assert sum(r['calls'] for r in generate) == 2  # 16 tokens are two blocks
   assert generate[0]['bytes_per_chip']['kv_cache'] > 0
   assert 'update' in done.stdout and 'all-gather' in done.stdout
 

@@ -32,7 +32,8 @@ STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
 # decides. Means that are 0 but for rounding are compared absolutely.
 TIES = 'rewards/accuracies'
 # Of the layout, not of the data: rows are padded to the number of devices.
-LAYOUT = 'packing_efficiency', 'slot_occupancy', 'reshard_bytes'
+LAYOUT = ('packing_efficiency', 'slot_occupancy', 'tokens_per_dispatch',
+          'reshard_bytes')
 
 REWARD = '''
 import os

@@ -36,11 +36,11 @@ def uniforms():
   return sampling.uniforms(keys, jnp.full(DRAWS, 17))
 
 
-def draw(row, temperature=1.0, top_k=0, top_p=1.0):
+def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
   full = lambda x, dtype: jnp.full(DRAWS, x, dtype)
   settings = slots_of(
       DRAWS, temperature=full(temperature, jnp.float32),
-      top_k=full(top_k, jnp.int32), top_p=full(top_p, jnp.float32))
+      top_k=full(top_k, jnp.int32), top_p=full(top_p, jnp.float32), **ids)
   logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
   return _draw(logits, settings, uniforms())
 
@@ -259,3 +259,30 @@ def test_greedy_is_the_best_of_the_full_forward(model, params):
   for i, where in enumerate(at):
     np.testing.assert_array_equal(
         best[i, where - 1], greedy.completions[i, :len(where)])
+
+
+def test_what_is_excluded_is_not_drawn(row):
+  """Forbidden ids, stop ids too early, and less than min_p of the best."""
+  order = np.argsort(-row)
+  tile = lambda ids: jnp.tile(jnp.asarray(ids, jnp.int32), (DRAWS, 1))
+  tokens, logprobs, behaviour = draw(
+      row, min_p=jnp.full(DRAWS, 0.2), forbidden_ids=tile(order[[0, -1]]),
+      stop_ids=tile([order[1], -1]), min_tokens=jnp.full(DRAWS, 1))
+  logp, _ = distribution(row, 1.0, 0, 1.0)
+  inside = logp >= logp[order[0]] + np.log(0.2)
+  inside[order[:2]] = False
+  assert set(tokens) == set(np.flatnonzero(inside))
+  kept = logp - np.log(np.exp(logp[inside]).sum())
+  np.testing.assert_allclose(behaviour, kept[tokens], atol=1e-5)
+  np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
+  best, *_ = draw(row, 0.0, forbidden_ids=tile(order[:1]))
+  assert (best == order[1]).all()
+
+
+def test_the_likeliest_are_reported(row):
+  drawn = sampling.draw(
+      jnp.asarray(row)[None], slots_of(1), jnp.full(1, 0.5),
+      jnp.zeros(1, int), top=3)
+  order, (logp, _) = np.argsort(-row), distribution(row, 1.0, 0, 1.0)
+  np.testing.assert_array_equal(drawn.top[0][0], order[:3])
+  np.testing.assert_allclose(drawn.top[1][0], logp[order[:3]], atol=1e-5)

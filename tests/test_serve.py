@@ -10,6 +10,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
+from jaxpost.rollout import pages
 from jaxpost.types import Request
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
@@ -127,3 +128,148 @@ def test_waiting_ends_when_nothing_comes(engine):
 def test_what_cannot_be_served(engine, wrong, told):
   with pytest.raises(InputError, match=told):
     serve(engine, [wrong])
+
+
+def test_each_request_is_sampled_in_its_own_way(model, params):
+  ledger = Ledger()
+  engine = make_engine(model, params, ledger, top_logprobs=2)
+  plain = serve(engine, requests())
+  compiled = len(ledger.rows)
+  first = {k: c.tokens for k, (c,) in plain.items()}
+  wanted = requests()
+  ways = [
+      dict(temperature=0.0), dict(top_k=1), dict(seed=3), dict(max_tokens=5),
+      dict(forbidden_ids=(int(first[24, 0][0]),)),
+      dict(stop_ids=(int(first[25, 1][2]),)),
+      dict(stop_ids=(int(first[26, 0][2]),), min_tokens=6)]
+  told = serve(engine, [Request(r.tokens, r.prompt, r.sample, way)
+                        for r, way in zip(wanted, ways)])
+  assert len(ledger.rows) == compiled  # nothing was compiled for it
+  told = {k: c for k, (c,) in told.items()}
+  for key in (20, 0), (21, 1):
+    np.testing.assert_array_equal(told[key].tokens, told[key].top_ids[:, 0])
+    np.testing.assert_array_equal(told[key].behaviour_logprobs, 0)
+    np.testing.assert_allclose(
+        told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
+  assert (told[22, 0].tokens != first[22, 0]).any()
+  np.testing.assert_array_equal(told[23, 1].tokens, first[23, 1][:5])
+  assert not told[23, 1].finished
+  assert first[24, 0][0] not in told[24, 0].tokens
+  end = list(first[25, 1]).index(first[25, 1][2]) + 1
+  np.testing.assert_array_equal(told[25, 1].tokens, first[25, 1][:end])
+  assert told[25, 1].finished and end <= 3
+  assert len(told[26, 0].tokens) >= 6
+
+
+def test_stop_strings_cut_exactly(engine):
+  """After the token that completes the string nothing is kept."""
+  whole = {k: c for k, (c,) in serve(engine, requests()).items()}
+  text = decode(whole[21, 1].tokens)
+  string = text[5:8]  # begins and ends inside of tokens, perhaps
+  told = serve(engine, requests(stop_strings=('no such', string)))
+  for key, (c,) in told.items():
+    full = whole[key]
+    ends = [n for n in range(1, NEW + 1) if string in decode(full.tokens[:n])]
+    size = ends[0] if ends else NEW
+    np.testing.assert_array_equal(c.tokens, full.tokens[:size])
+    np.testing.assert_allclose(c.logprobs, full.logprobs[:size], atol=1e-5)
+    assert c.finished == bool(ends) and c.stop_string == (
+        string if ends else '')
+  assert len(told[21, 1][0].tokens) < NEW
+
+
+def test_broken_logits_stop_the_run(model, params):
+  engine = make_engine(model, params)
+  engine.load({**params, 'norm': params['norm'] * np.nan}, version=7)
+  with pytest.raises(FloatingPointError, match='step 5.*7 updates'):
+    serve(engine, requests(1), step=5)
+
+
+def test_more_than_fits_the_engine():
+  model = model_lib.build(tiny.config())
+  for fields, told in (
+      (dict(stop_ids=(131,)), 'stop_ids: 131 is outside'),
+      (dict(forbidden_ids=(5, 400)), 'forbidden_ids: 400 is outside')):
+    with pytest.raises(InputError, match=told):
+      native.NativeEngine(
+          model, native.SamplerConfig(**{**dict(
+              slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()),
+              **fields}), tiny.one_device('rollout'), tiny.EXACT, Ledger())
+
+
+def same(a, b):
+  """Two dicts of single completions hold the same samples."""
+  assert set(a) == set(b)
+  for key, (one,) in a.items():
+    np.testing.assert_array_equal(one.tokens, b[key][0].tokens)
+    np.testing.assert_allclose(one.logprobs, b[key][0].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize('page,tokens', [(8, 0), (16, 80)])
+def test_pages_change_nothing(model, params, engine, page, tokens):
+  """Samples share the pages of a prompt; a full pool sends some back."""
+  paged = make_engine(
+      model, params, page_size=page, cache_tokens=tokens)
+  wanted = [Request(r.tokens, r.prompt, n, dict(max_tokens=30))
+            for r in requests(4) for n in range(3)]
+  plain = serve(engine, wanted)
+  same(serve(paged, wanted), plain)
+  if tokens:
+    assert serve.figures['requeued'] > 0
+
+
+def test_pages_hold_more_texts_than_slots_do():
+  """At most 16,384 entries and 4,096 on average, as many as fit."""
+  size, room, memory = 128, 16384, 64 * 16384
+  pool = pages.Pages(size, memory // size + 1, room)
+  lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
+  holders = 0
+  for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
+    text = str(i // 8).encode()  # 8 samples share a prompt of 512
+    if pool.admit(i, text, 0, 512, int(length)) is None:
+      break
+    holders += 1
+  assert holders >= 2 * 64 and len(pool.free) < room // size
+  assert pool.grow(0, 512) and not pool.grow(0, 10**6)
+  for i in range(holders):
+    pool.release(i)
+  assert len(pool.free) == pool.count - 1 and not pool.users and (
+      not pool.shared)
+
+
+def test_pages_are_shared_and_copied_where_they_part():
+  pool = pages.Pages(4, 11, 20)
+  first = pool.admit('a', b'x', 1, 10, 4)
+  second = pool.admit('b', b'x', 1, 10, 4)
+  assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]
+  assert [(c.row, c.place) for c in second] == [(1, 2)]
+  assert pool.held['a'][:2] == pool.held['b'][:2]
+  assert not set(pool.held['a'][2:]) & set(pool.held['b'][2:])
+  pool.release('a')
+  assert len(pool.free) == 6 and pool.admit('c', b'x', 0, 10, 18) is not None
+  assert pool.admit('d', b'y', 0, 4, 16) is None and 'd' not in pool.held
+  table = pool.table({3: 'b'}, 5, 12)
+  assert table.shape == (5, 3) and table[3].tolist() == pool.held['b'][:3]
+  assert not table[:3].any()
+
+
+@pytest.mark.parametrize('fields,told', [
+    (dict(page_size=12), 'page_size: 12 is no power of two'),
+    (dict(page_size=8, cache_tokens=40), 'cache_tokens: .*; raise it'),
+    (dict(min_new_tokens=99), 'min_new_tokens: 99 is more'),
+    (dict(stop_strings=('a', '')), 'stop_strings: "" is in every'),
+])
+def test_settings_that_cannot_work(fields, told):
+  with pytest.raises(InputError, match=told):
+    native.NativeEngine(
+        model_lib.build(tiny.config()), native.SamplerConfig(**{**dict(
+            slots=2, max_prompt=40, max_new_tokens=8, stop_ids=()), **fields}),
+        tiny.one_device('rollout'), tiny.EXACT, Ledger())
+
+
+def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):
+  engine = make_engine(model, params, slots=8)
+  # 8 slots x (60 + 4) entries x 2 x 2 layers x 2 heads x 8 x 4 bytes
+  monkeypatch.setattr(native, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
+  with pytest.raises(InputError, match='8 slots of 64 .* 5 slots would fit'):
+    serve(engine, requests())

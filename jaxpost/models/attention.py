@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import ModelConfig
+from jaxpost.types import Cache
 
 _NEVER = -1e30  # finite: a fully masked row must not become NaN
 
@@ -85,6 +86,26 @@ def _capped(scores, cfg: ModelConfig):
   return cap * jnp.tanh(scores / cap) if cap else scores
 
 
+def entries(cache: Cache, layer: int, step):
+  """Keys and values of a layer as [S, K, length, h], from pages if need be.
+
+  They are gathered at every step: of all layers at once, for a whole block,
+  they would take the room that pages save.
+  """
+  pair, table = (cache.k[layer], cache.v[layer]), cache.table
+  if table is None:
+    return pair
+  table, _ = jax.lax.optimization_barrier((table, step))
+
+  def gather(pool):
+    some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
+    flat = some.reshape(*some.shape[:2], -1, some.shape[-1])
+    return jax.lax.bitcast_convert_type(
+        flat, jnp.bfloat16) if flat.dtype == jnp.uint16 else flat
+
+  return [gather(pool) for pool in pair]
+
+
 def cached(q, cache, recent, filled, step, compute: Compute, window: int,
            cfg: ModelConfig):
   """One query per row against the filled part of its cache.
@@ -121,3 +142,37 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
   out = sum(einsum('bkgs,bksh->bkgh', part, v, kind) for part, v in zip(
       jnp.split(weights, [room], axis=-1), (cache[1], recent[1])))
   return out.reshape(batch, 1, heads, size)
+
+
+def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
+  """The cache with `recent` behind what is filled, in place.
+
+  cache: L x [S', K, length, h], of which the first S rows are extended, or
+  pages; recent: L x [S, K, T, h]. What goes past the end falls on the last
+  entries of its own slot, or nowhere: only slots that are done get there.
+  """
+  rows, _, steps, _ = recent.k[0].shape
+  at, row = filled[:, None] + jnp.arange(steps), jnp.arange(rows)[:, None]
+  if cache.table is not None:
+    size, last = cache.k[0].shape[2], cache.table.shape[1] - 1
+    row = cache.table[row, jnp.minimum(at // size, last)]
+    at = at % size
+  new = jax.tree.map(lambda x: x.swapaxes(1, 2), recent)  # [S, T, K, h]
+  old, table = cache.replace(table=None), cache.table
+  if not one_by_one:
+    out = jax.tree.map(
+        lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
+    return out.replace(table=table)
+  # XLA:CPU's scatter copies. In pages, entry by entry.
+  each = steps if table is not None else 1
+
+  def write(i, cache):
+    s, t = i // each, i % each
+    place = (row[s, t if each > 1 else 0], 0, at[s, t], 0)
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice(
+            new, (s, 0, t, 0), (1, new.shape[1], steps // each, new.shape[3])),
+        place), cache, recent)
+
+  out = jax.lax.fori_loop(0, rows * each, write, old)
+  return out.replace(table=table)

@@ -349,11 +349,13 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
   """One token per slot: -> (recent with it, hidden [S, D]).
 
   A block of T tokens only reads the cache: XLA would copy what it writes at
-  every token. What is new is in `recent` until the block ends (`extend`).
+  every token. What is new is in
+  `recent` until the block ends (`attention.extend`).
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`).
-    cache: L x [S, K, length, h], of which `filled` [S] entries count.
+    cache: L x [S, K, length, h], or pages and a table, of which `filled` [S]
+      entries count.
     recent: L x [S, K, T, h], of which `step` count.
     tokens: [S], at positions filled + step.
   """
@@ -369,34 +371,11 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
         kept[i] = jax.lax.dynamic_update_slice_in_dim(
             kept[i], new.swapaxes(1, 2), step, axis=2)
       out = attention.cached(
-          q, (cache.k[i], cache.v[i]), (ks[i], vs[i]), filled, step, compute,
-          window, cfg)
+          q, attention.entries(cache, i, step), (ks[i], vs[i]), filled, step,
+          compute, window, cfg)
       return out, None
 
     x, _ = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute)
     x = constrain(x, 'batch', None, None)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs)), x[:, 0]
-
-
-def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
-  """The cache with `recent` behind what is filled, in place.
-
-  cache: L x [S', K, length, h], of which the first S rows are extended;
-  recent: L x [S, K, T, h]. What goes past the end falls on the last entries
-  of its own slot, or nowhere: only slots that are done get there.
-  """
-  rows, _, steps, _ = recent.k[0].shape
-  if not one_by_one:
-    at = filled[:, None] + jnp.arange(steps)
-    return jax.tree.map(
-        lambda old, new: old.at[jnp.arange(rows)[:, None], :, at].set(
-            new.swapaxes(1, 2), mode='drop', unique_indices=True),
-        cache, recent)
-
-  def write(s, cache):  # XLA:CPU's scatter copies
-    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice_in_dim(new, s, 1), (s, 0, filled[s], 0)),
-        cache, recent)
-
-  return jax.lax.fori_loop(0, rows, write, cache)

@@ -14,9 +14,9 @@ from flax import struct
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
+from jaxpost.models.attention import extend
 from jaxpost.models.layers import fuse, fused
-from jaxpost.models.transformer import (
-    extend, flops_per_token, nest, unstack_layers)
+from jaxpost.models.transformer import flops_per_token, nest, unstack_layers
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
@@ -37,7 +37,7 @@ class Prefix:
 class DecodeState:
   """Everything the sampler keeps on the device."""
 
-  cache: Cache  # L x [S, K, length, h]
+  cache: Cache  # L x [S, K, length, h], or the pool of pages
   hidden: Array  # [S, D], from which the next token is drawn
   positions: Array  # [S] int32, where that token will be written
   counts: Array  # [S] int32, tokens drawn so far
@@ -54,6 +54,8 @@ class Entry:
   prompts: Array  # [S] int32, global prompt index
   samples: Array  # [S] int32, index within the group
   sampling: Sampling
+  copies: Array | None = None  # [M, 3] int32 row of the Prefix, which part of
+  # it, page where that goes; -1 is none
 
 
 @struct.dataclass
@@ -70,14 +72,15 @@ class Block:
   top: tuple  # ids and log-probs [T, R, n] of the likeliest, or ()
 
 
-def empty_state(model: Model, slots: int, length: int, sampling: Sampling,
-                compute: Compute) -> Callable:
-  """A function that returns a DecodeState of `length` cache entries a slot.
+def empty_state(model: Model, slots: int, cache_shape: tuple[int, int],
+                sampling: Sampling, compute: Compute) -> Callable:
+  """A function that returns a DecodeState.
 
+  cache_shape: slots and entries of each, or pages and entries of each.
   sampling: of one slot, from which the arrays take their shapes.
   """
   cfg = model.config
-  shape = (slots, cfg.num_kv_heads, length, cfg.head_dim)
+  shape = (cache_shape[0], cfg.num_kv_heads, cache_shape[1], cfg.head_dim)
 
   def init():
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
@@ -128,8 +131,12 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
     pick = lambda value, old: _where(new, value, old)
     keys = sampling_lib.slot_keys(
         run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
+    cache = _put_rows(
+        state.cache, prefix.cache, new, source, compute
+    ) if entry.copies is None else _put_pages(
+        state.cache, prefix.cache, entry.copies)
     return state.replace(
-        cache=_put_rows(state.cache, prefix.cache, new, source, compute),
+        cache=cache,
         hidden=pick(prefix.hidden[source], state.hidden),
         positions=pick(prefix.lengths[source], state.positions),
         counts=pick(0, state.counts), active=pick(True, state.active),
@@ -140,7 +147,8 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
                  donate=(0,))
 
 
-def make_move(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+def make_move(layout: Layout, compute: Compute, ledger: Ledger, *,
+              paged: bool) -> Program:
   """move(state, source [S]) -> state, which is donated.
 
   Slot s takes what is in slot source[s], where that is not -1, and slots
@@ -149,7 +157,8 @@ def make_move(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   def move(state, source):
     new, slots = source >= 0, jnp.arange(len(source))
     source = jnp.maximum(source, 0)
-    cache = _put_rows(state.cache, None, new, source, compute)
+    cache = state.cache if paged else _put_rows(
+        state.cache, None, new, source, compute)
     rest = state.replace(cache=None)
     rest = jax.tree.map(lambda x: _where(new, x[source], x), rest)
     taken = jnp.any(new & (source == slots[:, None]), axis=1)
@@ -184,15 +193,31 @@ def _put_rows(cache, rows, new, source, compute: Compute):
   return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
 
 
+def _put_pages(pool, rows, copies):
+  """Parts of `rows` [N, K, P, h] into pages [pages, K, p, h], in place."""
+  size = pool.k[0].shape[2]
+  rows = jax.tree.map(lambda x: jnp.pad(
+      x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
+
+  def write(i, pool):
+    row, place, page = copies[i]
+    return jax.tree.map(lambda old, rows: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice(
+            rows, (row, 0, place * size, 0), (1, *old.shape[1:])),
+        (page, 0, 0, 0)), pool, rows)
+
+  return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
+
+
 def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
                   layout: Layout, compute: Compute, ledger: Ledger
                   ) -> Program:
-  """generate(weights, state) -> (state, Block): `steps` tokens a slot.
+  """generate(weights, state, table) -> (state, Block): `steps` tokens a slot.
 
   Of the first `rows` slots; attention reads the first `read` entries of
-  their caches. The caller knows that no other slot is in use, and that none
-  gets past them. The state is donated; the host can look at the block while
-  the next call runs.
+  their caches, or the pages of `table` [rows, n]. The caller knows that no
+  other slot is in use, and that none gets past them. The state is donated;
+  the host can look at the block while the next call runs.
 
   top: how many of the likeliest tokens to report.
   """
@@ -215,11 +240,14 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
         active=state.active & ~stop & ~full), recent), (
             drawn, state.active, state.active & stop)
 
-  def generate(weights, state):
+  def generate(weights, state, table=None):
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-    cache = view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
-    recent = jax.tree.map(
-        lambda x: jnp.zeros((*x.shape[:2], steps, x.shape[3]), x.dtype), cache)
+    if table is None:
+      cache = view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
+    else:
+      cache = state.cache.replace(table=table)
+    recent = jax.tree.map(lambda x: jnp.zeros(
+        (rows, x.shape[1], steps, x.shape[3]), compute.cache), state.cache)
     # All numbers of the block at once: the generator is a loop of its own.
     number = jnp.arange(steps)
     uniform = jax.vmap(lambda n: sampling_lib.uniforms(
@@ -235,12 +263,12 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
         drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
         few.active | False, jnp.any(stopped, axis=0),
         jnp.any(active & drawn.broken, axis=0), drawn.top)
-    return rest.replace(cache=extend(
-        state.cache, stored(recent), state.positions, compute.row_writes
-    )), block
+    cache = extend(state.cache.replace(table=table), stored(recent),
+                   state.positions[:rows], compute.row_writes)
+    return rest.replace(cache=cache.replace(table=None)), block
 
-  def flops(weights, state):
-    del weights, state
+  def flops(weights, state, table=None):
+    del weights, state, table
     return steps * rows * flops_per_token(model.config, read)
 
   def shardings(shapes):

@@ -13,66 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
+from jaxpost import host
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
-from jaxpost.models import rope
 from jaxpost.models.model import Model
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
+from jaxpost.rollout import settings
+from jaxpost.rollout.pages import Copy, Pages
 from jaxpost.rollout.serve import Follow, Serving
+from jaxpost.rollout.settings import SamplerConfig, rung
 from jaxpost.sharding import Layout
-from jaxpost.types import Completion, Prompt, Request, Rollout, Sampling
-
-_IDS = 8  # at least so many stop ids and forbidden ids fit a request
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerConfig:
-  """How completions are sampled; requests may differ, see `Request.sampling`.
-
-  slots: sequences in flight. max_prompt: longest prompt, in tokens.
-  max_context: longest text with what is drawn; 0: the sum of the two others.
-  stop_ids: any of these ends a completion and is part of it; below 0: none.
-  stop_strings: likewise, and needs `decode` of the engine.
-  block: tokens per dispatch.
-  top_logprobs: how many of the likeliest tokens to report at each place.
-  """
-
-  slots: int
-  max_prompt: int
-  max_new_tokens: int
-  stop_ids: tuple[int, ...]
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  forbidden_ids: tuple[int, ...] = ()
-  stop_strings: tuple[str, ...] = ()
-  min_new_tokens: int = 0
-  block: int = 8
-  max_context: int = 0
-  top_logprobs: int = 0
-
-
-def rung(length: int, longest: int, smallest: int = 32) -> int:
-  """The least of 32, 64, 128, ... that holds `length`, at most `longest`."""
-  size = smallest
-  while size < length:
-    size *= 2
-  return min(size, longest)
-
-
-def _check_lengths(cfg, config: SamplerConfig):
-  """Cached keys must be those that training would make of the whole text."""
-  limit, longest = rope.by_length(cfg), config.max_context or (
-      config.max_prompt + config.max_new_tokens)
-  if limit and longest > limit:
-    kinds = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
-    raise InputError(
-        f'config.rollout: max_prompt_length + max_new_tokens = {longest}, but '
-        f'rope scaling {"".join(kinds & set(rope.BY_LENGTH))} turns keys '
-        f'otherwise once a text is longer than {limit}; lower them to that')
-
+from jaxpost.types import Completion, Prompt, Request, Rollout
 
 class NativeEngine:
   """`engine.Engine` on the trainer's own model. Arrays live on `layout`.
@@ -83,30 +35,35 @@ class NativeEngine:
   def __init__(self, model: Model, config: SamplerConfig, layout: Layout,
                compute: Compute, ledger: Ledger,
                decode: Callable | None = None):
-    _check_lengths(model.config, config)
-    for name in 'stop_ids', 'forbidden_ids':
-      check_ids(vars(config)[name], model.config.vocab_size, f'sampler: {name}')
     shards = layout.batch_shards
+    settings.check(model.config, config, shards)
     # One row makes a vector product, which XLA:CPU runs 8 x slower than two.
     slots = -(-max(config.slots, 2) // shards) * shards
     self.max_concurrent_decodes = slots
     self.config, self.layout, self.decode = config, layout, decode
     self.block = max(1, min(config.block, config.max_new_tokens))
-    self.room = config.max_context or config.max_prompt + config.max_new_tokens
     # A block may run past the last token that counts.
-    self.length = self.room + self.block
+    self.length = config.room + self.block
     self._model, self._compute, self._ledger = model, compute, ledger
-    self._widths = dict(
-        stop_ids=max(_IDS, len(config.stop_ids)),
-        forbidden_ids=max(_IDS, len(config.forbidden_ids)))
     self._prepare = programs.make_prepare(model, layout, compute, ledger)
+    self.page = config.page_size
+    shape = slots, self.length
+    if self.page:
+      # A text takes whole pages; one more is nobody's.
+      self.length = -(-self.length // self.page) * self.page
+      entries = config.cache_tokens or max(
+          slots * self.length // 2, self.length)
+      shape = entries // self.page + 1, self.page
+    self.cache_shape = shape
+    self.pages()  # InputError where one text does not fit
     empty = programs.empty_state(
-        model, slots, self.length, self.sampling({}), compute)
+        model, slots, shape, settings.sampling(config, {}), compute)
     self._init = Program(
         'init_state', empty, ledger, programs.slot_shardings(layout))
     self._prefill = programs.make_prefill(model, layout, compute, ledger)
     self._insert = programs.make_insert(layout, compute, ledger)
-    self._move = programs.make_move(layout, compute, ledger)
+    self._move = programs.make_move(
+        layout, compute, ledger, paged=bool(self.page))
     self._generate = {}  # (rows, entries read) -> program
     self.weights, self.version = None, 0
 
@@ -122,7 +79,35 @@ class NativeEngine:
   # ------------------------------------------------------------------- verbs
 
   def init_decode_state(self):
-    return self._init()
+    self._check_memory()
+    try:
+      return self._init()
+    except jax.errors.JaxRuntimeError as e:
+      if 'RESOURCE_EXHAUSTED' not in str(e):
+        raise
+      raise InputError(self._too_large()) from e
+
+  def _check_memory(self):
+    """InputError where the cache is larger than what the devices have left."""
+    if self._bytes() > free_bytes(self.layout):
+      raise InputError(self._too_large())
+
+  def _bytes(self) -> int:
+    """Of the cache, on all devices together."""
+    c, (rows, entries) = self._model.config, self.cache_shape
+    size = np.dtype(np.float32).itemsize // (
+        1 + (self._compute.cache == 'bfloat16'))
+    return rows * entries * 2 * c.num_layers * c.num_kv_heads * (
+        c.head_dim * size)
+
+  def _too_large(self) -> str:
+    wanted, free = self._bytes(), free_bytes(self.layout)
+    slots = self.max_concurrent_decodes
+    return (
+        f'config.rollout.slots: {slots} slots of {self.length} cache entries '
+        f'take {wanted / 2**30:.2f} GiB and {max(free, 0) / 2**30:.2f} are '
+        f'free: {max(int(slots * free / wanted), 0)} slots would fit; lower '
+        'it, or the lengths')
 
   def prefill(self, texts: Sequence[np.ndarray], rows: int = 0):
     """Reads token ids as one right-padded batch of `rows` (default: 2^n)."""
@@ -136,15 +121,21 @@ class NativeEngine:
     return self._prefill(
         self.weights, put(tokens, 'batch', None), put(lengths, 'batch'))
 
+  def pages(self) -> Pages | None:
+    """An empty pool, of an engine that has one."""
+    return Pages(self.page, self.cache_shape[0], self.length
+                 ) if self.page else None
+
   def insert(self, state, prefix, entry, run_key, step):
     return self._insert(
         state, prefix, self.layout.put(entry, 'batch', None),
         self.layout.put(run_key, None), self.layout.put(np.int32(step)))
 
-  def generate(self, state, read: int = 0, rows: int = 0):
+  def generate(self, state, read: int = 0, rows: int = 0, table=None):
+    tables = () if table is None else (self.layout.put(table),)
     return self._reader(
         rows or self.max_concurrent_decodes, read or self.length)(
-            self.weights, state)
+            self.weights, state, *tables)
 
   def move(self, state, moves: dict[int, int]):
     """The state with what is in slot s in moves[s]."""
@@ -163,11 +154,11 @@ class NativeEngine:
 
   def rung(self, length: int) -> int:
     """Tokens that a text of `length` is padded to."""
-    return rung(length, self.room)
+    return rung(length, self.config.room)
 
   def read_rung(self, length: int) -> int:
     """Cache entries that attention reads where `length` are filled."""
-    return rung(length, self.length, 64)
+    return rung(length, self.length, max(64, self.page))
 
   def row_rung(self, rows: int) -> int:
     """Slots computed where the first `rows` are in use."""
@@ -195,25 +186,11 @@ class NativeEngine:
 
   def check(self, request: Request):
     """InputError where a request cannot be served."""
-    size, given = len(request.tokens), request.sampling
-    name = f'prompt {request.prompt}'
-    if not size:
-      raise InputError(f'{name}: is empty; a text begins with some token')
-    most = self.max_tokens(request)
-    if most < 1 or size + most > self.room:
+    settings.check_request(
+        self.config, request, self._model.config.vocab_size)
+    if self.stop_strings(request) and not self.decode:
       raise InputError(
-          f'{name}: {size} tokens and {most} to draw do not fit the '
-          f'{self.room} of a slot; shorten it, or raise '
-          'config.rollout.max_prompt_length')
-    if given.get('stop_strings', self.config.stop_strings) and not self.decode:
-      raise InputError(f'{name}: stop_strings need a tokenizer')
-    for key, width in self._widths.items():
-      ids = given.get(key, ())
-      if len(ids) > width:
-        raise InputError(
-            f'{name}: {len(ids)} {key}, of {width} that fit; name as many in '
-            'the config of the engine')
-      check_ids(ids, self._model.config.vocab_size, f'{name}: {key}')
+          f'prompt {request.prompt}: stop_strings need a tokenizer')
 
   def max_tokens(self, request: Request) -> int:
     return request.sampling.get('max_tokens', self.config.max_new_tokens)
@@ -221,33 +198,29 @@ class NativeEngine:
   def stop_strings(self, request: Request) -> tuple[str, ...]:
     return request.sampling.get('stop_strings', self.config.stop_strings)
 
-  def sampling(self, given: dict) -> Sampling:
-    """One slot's, as numpy scalars and [M] ids: `given`, else the config."""
-    c = self.config
-    own = dict(stop_ids=c.stop_ids, forbidden_ids=c.forbidden_ids)
-    ids = lambda name: np.array(
-        (*given.get(name, own[name]), *(-1,) * self._widths[name])[
-            :self._widths[name]], np.int32)
-    f, i = np.float32, np.int32
-    return Sampling(
-        f(given.get('temperature', c.temperature)),
-        i(given.get('top_k', c.top_k)), f(given.get('top_p', c.top_p)),
-        f(given.get('min_p', c.min_p)), ids('stop_ids'), ids('forbidden_ids'),
-        i(given.get('min_tokens', c.min_new_tokens)),
-        i(given.get('max_tokens', c.max_new_tokens)), i(given.get('seed', 0)))
-
-  def entry(self, requests: dict[int, Request], rows: dict[int, int]):
-    """What `insert` takes, of {slot: request} and {slot: row of a prefix}."""
+  def entry(self, seats: dict, rows: dict[int, int],
+            copies: Sequence[Copy] = ()):
+    """What `insert` takes, of {slot: serve.Seat} and {slot: row of a prefix}.
+    """
     slots = self.max_concurrent_decodes
     source = np.full(slots, -1, np.int32)
     index, sample = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-    each = [self.sampling({})] * slots
-    for slot, request in requests.items():
+    each = [settings.sampling(self.config, {})] * slots
+    for slot, seat in seats.items():
+      request, drawn = seat.request, len(seat.tokens) - len(seat.request.tokens)
       source[slot], index[slot] = rows[slot], request.prompt
       sample[slot] = request.sample
-      each[slot] = self.sampling(request.sampling)
+      s = settings.sampling(self.config, request.sampling)
+      each[slot] = s.replace(
+          max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
+    table = None
+    if self.page:
+      table = np.full((rung(len(copies), 1 << 30), 3), -1, np.int32)
+      for i, copy in enumerate(copies):
+        table[i] = dataclasses.astuple(copy)
     return programs.Entry(
-        source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each))
+        source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each),
+        table)
 
   def check_finite(self, block, step: int):
     if block.broken.any():
@@ -279,7 +252,7 @@ class NativeEngine:
       read_rows: texts read at a time; None: as many as wait, up to the slots.
 
     Returns:
-      figures: occupancy, tokens_per_dispatch, time/host_gap (seconds).
+      figures: occupancy, tokens_per_dispatch, time/dispatch_gap.
     """
     return Serving(self, run_key, step, follow, read_rows).run(requests)
 
@@ -347,8 +320,12 @@ class NativeEngine:
     reads = sorted({self.read_rung(n + self.block)
                     for n in range(low, high)})
     for rows in self.row_rungs():
-      jobs += [functools.partial(
-          self._reader(rows, read).compile, weights, state) for read in reads]
+      for read in reads:
+        tables = [jax.ShapeDtypeStruct(
+            (rows, read // self.page), np.int32,
+            sharding=self.layout.sharding())] if self.page else []
+        jobs.append(functools.partial(
+            self._reader(rows, read).compile, weights, state, *tables))
     if len(self.row_rungs()) > 1:
       jobs.append(functools.partial(self._move.compile, state, self._abstract(
           (self.max_concurrent_decodes,))))
@@ -360,9 +337,12 @@ class NativeEngine:
         shape, dtype, sharding=self.layout.sharding(axes, shape))
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, where: str):
-  """InputError for ids outside the vocabulary; those below 0 mean none."""
-  wrong = [i for i in ids if i >= vocab_size]
-  if wrong:
-    raise InputError(
-        f'{where}: {wrong[0]} is outside the vocabulary of {vocab_size}')
+def free_bytes(layout: Layout) -> float:
+  """Memory that the devices of a layout have left; inf where none tells."""
+  stats = [d.memory_stats() for d in layout.mesh.local_devices]
+  if all(s and 'bytes_limit' in s for s in stats):
+    return len(layout.mesh.devices.flat) * min(
+        s['bytes_limit'] - s['bytes_in_use'] for s in stats)
+  if layout.mesh.devices.flat[0].platform == 'cpu':
+    return host.free_memory()
+  return float('inf')

@@ -26,13 +26,25 @@ Follow = Callable[[list[Completion], bool], Iterable[Request]]
 
 @dataclasses.dataclass(eq=False)
 class Seat:
-  """A request in a slot, and what was drawn for it so far."""
+  """A request on its way through the queue and a slot."""
 
   request: Request
-  used: int  # cache entries, at most, after the blocks dispatched
-  left: int  # tokens still to draw, at most, after these
+  left: int  # tokens still to draw, at most, after the blocks dispatched
+  tokens: np.ndarray  # to be read when it gets a slot
+  used: int = 0  # cache entries, at most, after the blocks dispatched
   over: bool = False
   parts: list = dataclasses.field(default_factory=list)  # of each block
+
+  def __post_init__(self):
+    self.tokens = np.ascontiguousarray(self.tokens, np.int32)
+    self.text, self.used = self.tokens.tobytes(), len(self.tokens)
+
+  def again(self) -> 'Seat':
+    """To go on later where this one is; its blocks were all looked at."""
+    drawn = [p[0] for p in self.parts]
+    return Seat(
+        self.request, self.left,
+        np.concatenate([self.request.tokens, *drawn]), parts=self.parts)
 
   def take(self, block, slot: int) -> int:
     """Keeps what the block drew in a slot; how many tokens that were."""
@@ -75,12 +87,13 @@ class Serving:
                read_rows: int | None):
     self.engine, self.run_key, self.step = engine, run_key, step
     self.follow, self.read_rows = follow, read_rows
-    self.queue = collections.deque()
-    self.seats = {}  # slot -> Seat
+    self.queue = collections.deque()  # of Seat
+    self.seats = {}  # slot -> Seat, first come first
     self.state = engine.init_decode_state()
-    self.prefix, self.at = None, {}  # contexts read: text -> row
+    self.pages = engine.pages()
+    self.prefix, self.at = None, {}  # texts that were read -> row
     self.running = collections.deque()  # (seats, block) dispatched, unseen
-    self.steps = self.rows = self.drawn = self.dispatches = 0
+    self.rows = self.drawn = self.dispatches = self.requeued = 0
     self.gap, self.seen_at = 0.0, None
 
   def run(self, requests: Iterable[Request]) -> dict:
@@ -98,90 +111,122 @@ class Serving:
         done = []
         continue
       ahead = not self.queue and any(s.left > 0 for s in self.seats.values())
-      if ahead or not self.running:
-        self.dispatch()
+      if (ahead or not self.running) and not self.dispatch():
+        ahead = False
       done = self.collect() if len(self.running) > ahead else []
 
   def enqueue(self, requests: Iterable[Request]):
     for request in requests:
       self.engine.check(request)
-      text = np.ascontiguousarray(request.tokens, np.int32).tobytes()
-      self.queue.append((text, request))
+      self.queue.append(Seat(
+          request, self.engine.max_tokens(request), request.tokens))
 
   # -------------------------------------------------------------- into slots
 
   def fill(self):
-    """Gives free slots the next requests, reading their texts if needed."""
+    """Gives free slots the next in the queue, reading texts if needed."""
     free = [s for s in range(self.engine.max_concurrent_decodes)
             if s not in self.seats]
     while free and self.queue:
-      ready, rest = [], collections.deque()
-      for item in self.queue:
-        take = item[0] in self.at and len(ready) < len(free)
-        (ready if take else rest).append(item)
-      if not ready:
+      taken, copies, room = {}, [], True
+      for seat in list(self.queue):
+        if len(taken) == len(free) or not room:
+          break
+        if seat.text in self.at:
+          found = self.place(seat)
+          room = found is not None
+          if room:
+            copies += found
+            taken[free[len(taken)]] = seat
+      if not taken and room:
         self.read()
         continue
-      self.queue = rest
-      self.seat(dict(zip(free, ready)))
-      free = free[len(ready):]
+      self.sit(taken, copies)
+      free = free[len(taken):] if room else []
+
+  def place(self, seat: Seat) -> list | None:
+    """Pages for what a seat has read; None where there is no room."""
+    if not self.pages:
+      return []
+    return self.pages.admit(
+        seat, seat.text, self.at[seat.text], len(seat.tokens),
+        self.engine.block)
 
   def read(self):
     """Prefills texts of one rung: the first that waits, and those like it."""
     engine = self.engine
-    size = engine.rung(len(self.queue[0][1].tokens))
+    size = engine.rung(len(self.queue[0].tokens))
     most = self.read_rows or engine.max_concurrent_decodes
     texts = {}
-    for text, request in self.queue:
+    for seat in self.queue:
       if len(texts) == most:
         break
-      if engine.rung(len(request.tokens)) == size:
-        texts.setdefault(text, request.tokens)
+      if engine.rung(len(seat.tokens)) == size:
+        texts.setdefault(seat.text, seat.tokens)
     self.prefix = None  # frees the last one first
     self.prefix = engine.prefill(list(texts.values()), self.read_rows or 0)
     self.at = {text: row for row, text in enumerate(texts)}
 
-  def seat(self, taken: dict[int, tuple]):
-    """Forks (text, request) of each slot from the prefix."""
-    requests = {slot: request for slot, (_, request) in taken.items()}
-    entry = self.engine.entry(
-        requests, {slot: self.at[text] for slot, (text, _) in taken.items()})
+  def sit(self, taken: dict[int, Seat], copies: list):
+    """Forks the seats from the prefix into {slot: Seat}."""
+    if not taken:
+      return
+    chosen = set(taken.values())
+    self.queue = collections.deque(x for x in self.queue if x not in chosen)
+    rows = {slot: self.at[seat.text] for slot, seat in taken.items()}
+    entry = self.engine.entry(taken, rows, copies)
     self.state = self.engine.insert(
         self.state, self.prefix, entry, self.run_key, self.step)
-    for slot, request in requests.items():
-      self.seats[slot] = Seat(
-          request, len(request.tokens), self.engine.max_tokens(request))
+    self.seats |= taken
 
   # ------------------------------------------------------------- and through
 
-  def dispatch(self):
-    """A block for all slots that can still draw something."""
+  def dispatch(self) -> bool:
+    """A block for all slots that can still draw something.
+
+    False where the blocks that run have to be looked at first.
+    """
     engine = self.engine
+    if self.pages and not self.make_room():
+      return False
     live = {s: x for s, x in self.seats.items() if x.left > 0}
     if not self.queue:
       live = self.move_together(live)
     rows = engine.row_rung(max(live) + 1)
-    most = max(x.used for x in live.values()) + engine.block
+    read = engine.read_rung(max(x.used for x in live.values()) + engine.block)
     if self.seen_at is not None and not self.running:
       self.gap += time.perf_counter() - self.seen_at
-    self.state, block = engine.generate(
-        self.state, engine.read_rung(most), rows)
+    table = self.pages and self.pages.table(live, rows, read)
+    self.state, block = engine.generate(self.state, read, rows, table)
     for seat in live.values():
       seat.used += engine.block
       seat.left -= engine.block
     self.running.append((live, block))
-    self.steps += engine.block
     self.rows += rows * engine.block
     self.dispatches += 1
+    return True
+
+  def make_room(self) -> bool:
+    """Pages for a block of every seat; the last come goes back if need be."""
+    for seat in list(self.seats.values()):
+      while seat in self.seats.values() and not self.pages.grow(
+          seat, seat.used + self.engine.block):
+        if self.running:
+          return False
+        slot, last = list(self.seats.items())[-1]
+        del self.seats[slot]
+        self.pages.release(last)
+        self.queue.appendleft(last.again())
+        self.requeued += 1
+    return True
 
   def move_together(self, live: dict[int, Seat]) -> dict[int, Seat]:
     """Moves the last rows into free ones where that makes a smaller rung."""
-    rung = self.engine.row_rung
-    if rung(len(self.seats)) == rung(max(live) + 1):
+    rung, count = self.engine.row_rung, len(self.seats)
+    if rung(count) == rung(max(live) + 1):
       return live
-    free = (s for s in range(len(self.seats)) if s not in self.seats)
-    moves = {s: next(free) for s in sorted(self.seats)
-             if s >= len(self.seats)}
+    free = (s for s in range(count) if s not in self.seats)
+    moves = {s: next(free) for s in sorted(self.seats) if s >= count}
     self.state = self.engine.move(self.state, moves)
     self.seats = {moves.get(s, s): x for s, x in self.seats.items()}
     return {s: x for s, x in self.seats.items() if x.left > 0}
@@ -203,13 +248,23 @@ class Serving:
       if seat.over:
         done.append(seat.completion(
             cut, bool(cut) or bool(block.finished[slot])))
+        if self.pages:
+          self.pages.release(seat)
     self.seats = {s: x for s, x in self.seats.items() if not x.over}
     return done
 
   def figures(self) -> dict:
-    """occupancy: share of computed slot-steps that drew a wanted token."""
+    """Of the whole call.
+
+    occupancy: share of computed slot-steps that drew a wanted token.
+    time/dispatch_gap: seconds from a block's result to the next dispatch, on
+      average; 0 where the next one ran already.
+    requeued: seats that gave up their slot because the pool was full.
+    """
+    paged = {'requeued': self.requeued} if self.pages else {}
     return {
+        **paged,
         'occupancy': self.drawn / self.rows if self.rows else 0.0,
         'tokens_per_dispatch': self.drawn / max(self.dispatches, 1),
-        'time/host_gap': self.gap}
+        'time/dispatch_gap': self.gap / max(self.dispatches, 1)}
 
