@@ -18,8 +18,7 @@ from jaxpost import (
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
-from jaxpost.data import loader
-from jaxpost.errors import InputError
+from jaxpost.data import loader, rollouts
 from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
@@ -74,12 +73,6 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
           source.config.logit_form for name, source in p.sources.items()
           if name.startswith('teacher_')),
       router=moe.loss_weights(config.router, p.model.config))}
-  if config.router.replay and (
-      not on_policy or p.algorithm.pack or p.algorithm.from_data(config)
-      or {'critic', 'reward_model'} & set(p.sources)):
-    raise InputError(
-        'config.router.replay: is for on-policy methods on whole completions, '
-        'without data mixed in, a critic or a reward model')
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
   shards = train.batch_shards
@@ -108,15 +101,16 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
                    keep=save.keep, keep_best=save.keep_best,
                    best_mode=save.best_mode),
       writer, kit.chrono, weights.make_meta(p, workdir),
-      functools.partial(seal, kit.ledger),
-      lambda metrics: p.model.dropout or p.algorithm.check_first_step(
-          metrics, config),
+      kit.ledger.seal,
+      lambda metrics: p.model.dropout or config.replay or (
+          p.algorithm.check_first_step(metrics, config)),
       functools.partial(begin_step, p, profile.Trace(
           workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
           config.train.steps)),
       on_policy=p.algorithm.on_policy, peers=make_peers(kit, roles, writer),
       eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
+      keep=rollouts.keeper(workdir, p.name, log.rollouts),
       max_skipped=config.optim.max_skipped,
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
@@ -159,7 +153,8 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   policy.frozen |= distill_heads(kit, teachers)
   roles = Roles(policy, critic, frozen.get('reference'),
                 frozen.get('reward_model'), teachers)
-  samples = p.algorithm.on_policy or p.pool and config.eval.samples
+  samples = (p.algorithm.on_policy and not config.replay) or (
+      (p.pool or p.environment) and config.eval.samples)
   engine = make_engine(kit) if samples else None
   stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
       DataStream(p.stream, p.algorithm, config, roles))
@@ -303,6 +298,15 @@ def run_key(seed: int, purpose: int) -> np.ndarray:
   return np.asarray(jax.random.key_data(key))
 
 
+def make_sampler(kit: Kit, engine, purpose: int):
+  """The engine in single answers, or in episodes of an environment."""
+  key = run_key(kit.config.seed, purpose)
+  if kit.prepared.environment:
+    from jaxpost import environment_role
+    return environment_role.sampler(kit.prepared, engine, key)
+  return Sampler(engine, key)
+
+
 def make_grader(p: Prepared):
   from jaxpost import grading
   return grading.Grader(p.pool, p.tokenizer, reward_role.weight(p.config))
@@ -312,9 +316,10 @@ def make_controller(kit: Kit, roles: Roles, engine):
   from jaxpost.controller import Controller
   from jaxpost.data import demonstrations
   p, config = kit.prepared, kit.config
-  sampler, share = Sampler(
-      engine, run_key(config.seed, 1)), p.algorithm.from_data(config)
-  if share:
+  sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
+  if config.replay:
+    sampler = rollouts.Replayed(config.replay, p.name, not config.reward)
+  elif share:
     sampler = demonstrations.Mixed(
         sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
   return Controller(
@@ -372,14 +377,10 @@ def make_evaluator(kit: Kit, engine) -> Evaluator | None:
         grading.model_values, rows=(kit.shape[0], kit.shape[2]),
         at_once=config.rollout.prompts * config.rollout.group_size)
     sampled = SampledEval(
-        Sampler(engine, run_key(config.seed, 2)), make_grader(p),
+        make_sampler(kit, engine, 2), make_grader(p),
         p.eval_prompts, e.samples, e.pass_reward, e.temperature,
         values if 'reward_model' in p.sources else None)
   return Evaluator(held_out, sampled)
-
-
-def seal(ledger: Ledger):
-  ledger.sealed = True
 
 
 def export(p: Prepared, folder, params):

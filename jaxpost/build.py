@@ -53,11 +53,17 @@ class Prepared:
   stream: object  # PackedStream or PromptStream
   eval_rows: sources.Rows | None
   pool: object = None  # RewardPool
+  environment: object = None  # EnvironmentPool
   first_batch: object = None  # its fields are those of every batch
   eval_examples: tuple = ()  # whose loss is evaluated
   eval_prompts: tuple = ()  # whose completions are
   example: Callable | None = None  # row number -> Example
   lookup: cache.Lookup = dataclasses.field(default_factory=cache.Lookup)
+
+  def close(self):
+    """Ends the worker processes."""
+    for pool in filter(None, (self.pool, self.environment)):
+      pool.close()
 
 
 def as_dict(config) -> dict:
@@ -77,8 +83,7 @@ def prepare_all(config: dict) -> list[Prepared]:
       prepared.append(prepare(name, stage, prepared))
   except BaseException:
     for p in prepared:
-      if p.pool:
-        p.pool.close()
+      p.close()
     raise
   return prepared
 
@@ -98,9 +103,8 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   if config.save.keep_best and not config.eval.data.path:
     raise InputError('config.save.keep_best: nothing is evaluated; set '
                      'config.eval.data.path')
-  if not config.data.path:
-    raise InputError('config.data.path: is empty; name a file, a folder, '
-                     'org/name or generated:arithmetic')
+  refuse(not config.data.path, 'config.data.path: is empty; name a file, a '
+         'folder, org/name or generated:arithmetic')
   source = model_source(config.model)
   found = find_weights(
       config, algorithm, source, before[-1].name if before else '',
@@ -108,6 +112,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   tokenizer = load_tokenizer(config.model, source)
   reward_role.check_tokens(config, found, tokenizer, before)
   model_checks.check_own(config, found['policy'].config)
+  model_checks.check_replay(config, algorithm, found)
   model_checks.check_teachers(config, found, tokenizer)
   rows = read_rows(config)
   evals = config.eval.data.path
@@ -116,6 +121,9 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
       name, config, algorithm, found, model, tokenizer, rows, None,
       read_held_out(config))
   samples = algorithm.on_policy or (evals and config.eval.samples)
+  if samples and config.environment:
+    from jaxpost import environment_role
+    out.environment = environment_role.start(config, algorithm, tokenizer)
   out.stream = prompt_stream(out) if algorithm.on_policy else row_stream(out)
   if out.eval_rows is not None:
     prepare_evaluation(out)
@@ -123,7 +131,8 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
     check_sampling(config, algorithm.on_policy,
                    algorithm.rewards or bool(evals and config.eval.samples))
     if algorithm.from_data(config):
-      check_demonstrations(out)
+      from jaxpost.data import demonstrations
+      demonstrations.check(tokenizer, rows, _CHECKED)
     if config.rewards_tuple():
       out.pool = reward_pool(config, rows)
   return out
@@ -225,14 +234,6 @@ def load_tokenizer(section, source: weights.Source):
   return tokenizer
 
 
-def check_demonstrations(p: Prepared):
-  """InputError for a row without a completion, where data is mixed in."""
-  from jaxpost.data import demonstrations
-  for i in range(0 if p.config.data.streaming else min(
-      len(p.rows), _CHECKED)):
-    demonstrations.render(p.tokenizer, p.rows[i], p.rows.where(i))
-
-
 def read_rows(config):
   """The training data."""
   data = config.data
@@ -295,7 +296,8 @@ def prompt_stream(p: Prepared, rows=None, per_step=0, shuffle=True):
   return PromptStream(
       rows or p.rows, p.tokenizer, per_step=per_step or rollout.prompts,
       max_prompt_length=rollout.max_prompt_length, seed=p.config.seed,
-      shuffle=shuffle, system_prompt=p.config.data.system_prompt)
+      shuffle=shuffle, system_prompt=p.config.data.system_prompt,
+      tools=p.environment and p.environment.tools)
 
 
 def reward_pool(config, rows):
@@ -324,10 +326,9 @@ def reward_pool(config, rows):
 
 def check_sampling(config, on_policy: bool, rewards=True):
   """InputError where the controller could not work with this config."""
-  if rewards and not config.rewards_tuple():
-    raise InputError(
-        'config.reward: is empty; name a built-in reward, pkg.module:fn or '
-        './file.py:fn')
+  given = config.rewards_tuple() or config.replay or config.environment
+  refuse(rewards and not given, 'config.reward: is empty; name a built-in '
+         'reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
@@ -337,10 +338,9 @@ def check_sampling(config, on_policy: bool, rewards=True):
     raise InputError(
         f'config.train.row_length: {length} is less than max_prompt_length + '
         f'max_new_tokens = {needed}; raise it or leave it 0')
-  if r.prompts * r.group_size % rl.minibatches:
-    raise InputError(
-        f'config.rl.minibatches: {rl.minibatches} does not divide the '
-        f'{r.prompts} x {r.group_size} completions of a step')
+  refuse(r.prompts * r.group_size % rl.minibatches > 0,
+         f'config.rl.minibatches: {rl.minibatches} does not divide the '
+         f'{r.prompts} x {r.group_size} completions of a step')
 
 
 def row_length(config, on_policy: bool) -> int:

@@ -72,7 +72,7 @@ class Controller:
     self.step, self.memory = step + 1, credit.memory
     info |= graded.metrics() | credit.metrics | self._figures(
         experience, moved['bytes'])
-    return Item(updates, info, graded.rows)
+    return Item(updates, info, graded.rows, (experience, credit))
 
   def _sample(self):
     """One round: (what was sampled, its grading under way; figures)."""
@@ -146,21 +146,14 @@ class Controller:
 
   def _updates(self, experience: Experience, credit: Credit) -> list:
     """(role, placed batch) of each update, in order."""
-    rl, out = self.config.rl, []
-    number = len(credit.mask)
-    for epoch in range(rl.epochs):
-      order = np.arange(number)
-      if rl.minibatches > 1:
-        order = np.random.default_rng(
-            (self.config.seed, self.step, epoch)).permutation(number)
-      for members in np.array_split(order, rl.minibatches):
-        batch = self._batch(experience, credit, members)
-        roles = self.roles
-        if self.step >= self.config.critic.warmup_steps or not roles.critic:
-          out.append(('policy', self.algorithm.prepare(
-              batch, roles, self.config)))
-        if roles.critic:
-          out.append(('critic', batch))
+    config, roles, out = self.config, self.roles, []
+    for members in rows_lib.minibatches(
+        len(credit.mask), config.rl, config.seed, self.step):
+      batch = self._batch(experience, credit, members)
+      if self.step >= config.critic.warmup_steps or not roles.critic:
+        out.append(('policy', self.algorithm.prepare(batch, roles, config)))
+      if roles.critic:
+        out.append(('critic', batch))
     return out
 
   def _batch(self, experience, credit, members) -> Batch:

@@ -88,11 +88,12 @@ class Round:
 
   @functools.cached_property
   def graded(self) -> list[Graded]:
-    if self.pending is None:
-      number = len(self.rollout.prompts)
-      size = len(self.rollout.lengths) // number
-      return [Graded([0.0] * size, {}, None)] * number
-    return self.pending.graded
+    number = len(self.rollout.prompts)
+    size = len(self.rollout.lengths) // number
+    found = self.pending.graded if self.pending else (
+        [Graded([0.0] * size, {}, None)] * number)
+    return [with_own(g, {k: x[i * size:(i + 1) * size] for k, x in (
+        self.rollout.rewards or {}).items()}) for i, g in enumerate(found)]
 
   @functools.cached_property
   def table(self) -> np.ndarray:
@@ -167,7 +168,8 @@ class Grading:
     """What the rewards and the lengths look like; call after `rewards`."""
     pool = self.grader.pool
     out = length_metrics(self.rollout)
-    if self.rollout.from_data or pool is None and self.model_scores is None:
+    if self.rollout.from_data or not (
+        pool or self.rollout.rewards or self.model_scores is not None):
       return out
     table = self.values.reshape(-1, self.group_size)
     valid = np.isfinite(table)
@@ -201,6 +203,17 @@ class Grading:
     rows = np.arange(len(scores))
     return np.asarray(scores, np.float64)[
         rows, np.maximum(self.rollout.lengths, 1) - 1]
+
+
+def with_own(graded: Graded, own: dict) -> Graded:
+  """A group with the rewards that its rollout brought along: name -> [G]."""
+  plain = {k: [None if np.isnan(r) else float(r) for r in x]
+           for k, x in own.items()}
+  add = lambda total, *more: None if None in (total, *more) else (
+      total + sum(more))
+  return dataclasses.replace(
+      graded, components={**graded.components, **plain},
+      rewards=[add(*row) for row in zip(graded.rewards, *plain.values())])
 
 
 def join(first: Grading, more: Grading) -> Grading:
@@ -265,7 +278,9 @@ def to_groups(rollout: Rollout, tokenizer: 'Tokenizer',
     ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
            for n in range(i * size, (i + 1) * size)]
     texts = [tokenizer.decode(x) for x in ids]
-    if not isinstance(prompt.prompt, str):
+    if rollout.messages:
+      texts = list(rollout.messages[i * size:(i + 1) * size])
+    elif not isinstance(prompt.prompt, str):
       texts = [[{'role': 'assistant', 'content': t}] for t in texts]
     groups.append(Group(
         [prompt.prompt] * size, texts, ids,

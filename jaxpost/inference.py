@@ -1,10 +1,8 @@
-"""Trained weights without the run that trained them: load, sample, evaluate.
+"""Trained weights without the run that trained them: load, export, evaluate.
 
 Model and tokenizer come from a run's config.json, or from a Hugging Face
 folder; data, rewards and the mesh of the run are not looked at. Also shows
 what a config reads, for which no weights are made.
-
-Legend: N prompts, n samples a prompt.
 """
 
 import contextlib
@@ -22,16 +20,13 @@ from jaxpost import config as config_lib
 from jaxpost import schema
 from jaxpost import weights as weights_lib
 from jaxpost.checkpoint import Checkpointer, finished_steps
-from jaxpost.data import chat, preview, sources
+from jaxpost.data import preview
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.matmul import compute_for
 from jaxpost.models import transformer
-from jaxpost.programs.compile import Ledger
 from jaxpost.rewards import builtin
 from jaxpost.roles import Policy, Roles
-from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.sharding import Layout, make_layout
-from jaxpost.types import Prompt, Rollout, TrainState
+from jaxpost.types import TrainState
 
 _COUNTED = 512  # rows behind the table of lengths
 _IDS = 24  # token ids shown of a row
@@ -179,76 +174,35 @@ def export(weights: Weights, folder):
   assemble.export(weights.prepared, folder, weights.params)
 
 
-# ------------------------------------------------------------------- samples
+# ---------------------------------------------------------------- evaluation
 
 
-def make_prompts(weights: Weights, texts=(), file='', as_chat=None):
-  """`Prompt`s of the rows of `file`, then of `texts`.
+def evaluate_as(run='', model='', stage='', step=None, config=None,
+                mesh='data=-1', data='', size=None, samples=None) -> dict:
+  """The metrics of a run's own config, or of `config` where one is given.
 
   Args:
-    file: any data with the column prompt, messages or text.
-    as_chat: texts are what a user says (None: if the tokenizer has a
-      template); else the model goes on with them.
+    run, model, stage, step: as in `load`.
+    config: a ConfigDict or nested dict; a model folder needs one.
+    data, size, samples: in place of those of `config.eval`.
   """
-  tokenizer, data = weights.prepared.tokenizer, weights.prepared.config.data
-  as_chat = bool(tokenizer.chat_template) if as_chat is None else as_chat
-  read = [sources.read(file)] if file else []
-  if texts:
-    read.append(sources.read('--prompt', fake_rows=[
-        {'prompt': text} for text in texts]))
-  prompts = []
-  for row, where in [(r[i], r.where(i)) for r in read for i in range(len(r))]:
-    if 'text' in row and not {'prompt', 'messages'} & set(row):
-      row = {'prompt': row['text']}  # a line of a .txt file
-    text = row.get('prompt')
-    if as_chat and isinstance(text, str):
-      row = {**row, 'prompt': [{'role': 'user', 'content': text}]}
-    plain = isinstance(row.get('prompt'), str)
-    prompt = chat.prompt_of(row, where, '' if plain else data.system_prompt)
-    tokens = chat.encode_prompt(tokenizer, prompt, row, where)
-    prompts.append(Prompt(len(prompts), tokens, prompt, row))
-  return prompts
-
-
-def complete(weights: Weights, prompts, *, n=1, seed=0, max_new_tokens=128,
-             temperature=1.0, top_k=0, top_p=1.0, mesh='data=-1') -> Rollout:
-  """n completions of each prompt; temperature 0 is greedy."""
-  p = weights.prepared
-  if p.model.head is None:
-    raise InputError(f'{p.name}: is a reward model, which writes no text')
-  engine = NativeEngine(
-      p.model, SamplerConfig(
-          slots=min(len(prompts) * n, 64),
-          max_prompt=max(len(x.tokens) for x in prompts),
-          max_new_tokens=max_new_tokens, stop_ids=p.tokenizer.stop_ids,
-          temperature=temperature, top_k=top_k, top_p=top_p),
-      make_layout(mesh, 'rollout', '--mesh'),
-      compute_for(jax.default_backend(), p.config.model.dtype, 'none'),
-      Ledger())
-  engine.load(weights.params, weights.step)
-  return engine(prompts, group_size=n, run_key=assemble.run_key(seed, 3),
-                step=0)
-
-
-def completion_rows(rollout: Rollout, tokenizer) -> list[dict]:
-  """One JSON-able row a completion."""
-  rows, size = [], len(rollout.lengths) // len(rollout.prompts)
-  for i, length in enumerate(map(int, rollout.lengths)):
-    prompt = rollout.prompts[i // size]
-    # Alone, some tokenizers drop the space that a completion begins with.
-    before = tokenizer.decode(prompt.tokens)
-    ids = rollout.completions[i, :length]
-    whole = tokenizer.decode([*prompt.tokens, *ids])
-    text = whole[len(before):] if whole.startswith(before) else (
-        tokenizer.decode(ids))
-    rows.append(dict(
-        prompt=prompt.prompt, sample=i % size, completion=text,
-        tokens=length, finished=bool(rollout.finished[i]),
-        logprob=round(float(rollout.logprobs[i, :length].sum()), 4)))
-  return rows
-
-
-# ---------------------------------------------------------------- evaluation
+  stages, wanted, name = {}, None, stage
+  if config is not None:
+    stages = config_lib.parse(build.as_dict(config))
+  if model and stages:
+    name, wanted = pick(stages, name, '--config')
+  weights = load(run, model, name, step, wanted)
+  name = weights.prepared.name
+  if run and stages:  # a stage of that name, else the last
+    wanted = stages.get(name) or pick(stages, '', '--config')[1]
+  wanted = wanted or weights.prepared.config
+  fields = dict(size=size, samples=samples)
+  if data:
+    fields['data'] = dataclasses.replace(wanted.eval.data, path=data)
+  wanted = dataclasses.replace(wanted, eval=dataclasses.replace(
+      wanted.eval, **{k: v for k, v in fields.items() if v is not None}))
+  return dict(weights=run or model, stage=name, step=weights.step,
+              **evaluate(weights, wanted, mesh))
 
 
 def evaluate(weights: Weights, config: config_lib.Config,

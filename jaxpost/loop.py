@@ -50,6 +50,7 @@ class Stage:
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10
+  keep: Callable | None = None  # (step, Experience, Credit) -> None
   max_skipped: int = 5
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
@@ -150,6 +151,8 @@ class _Progress:
     if item.samples and (
         step % stage.samples_every == 0 or step in (1, stage.steps)):
       self.samples(step, 'train', item.samples())
+    if item.learnt and stage.keep:
+      stage.keep(step, *item.learnt)
     if self.skipped >= stage.max_skipped:
       raise FloatingPointError(
           f'{stage.name}: loss or gradient was not finite in about '

@@ -59,13 +59,13 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
         evaluator.held_out.program.compile, roles.policy.state.params, full,
         roles.policy.state.step, roles.policy.frozen))
   if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
+    jobs += engine.jobs(roles.policy.params, read_lengths(p, p.stream.lengths),
                         config.rollout.group_size)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(
-        roles.policy.params, [len(x.tokens) for x in sampled.prompts],
-        sampled.samples)
+        roles.policy.params, read_lengths(p, [
+            len(x.tokens) for x in sampled.prompts]), sampled.samples)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for some in jobs, later:
       for done in [pool.submit(job) for job in some]:
@@ -81,3 +81,13 @@ def _rollout_row(p, length: int) -> Batch:
         (1, length, cfg.num_layers, cfg.experts.top_k), np.uint16)
   return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts,
                branch_ids=ints if p.algorithm.pack else None)
+
+
+def read_lengths(prepared, prompts: list[int]) -> list[int]:
+  """Tokens of the texts that a sampler reads; turns make prompts longer."""
+  if not prepared.environment:
+    return prompts
+  r = prepared.config.rollout
+  most = r.max_prompt_length + r.max_new_tokens - 1
+  longer = [1 << n for n in range(most.bit_length()) if 1 << n > min(prompts)]
+  return [*prompts, *longer, most]

@@ -272,6 +272,18 @@ class RewardSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolsSection:
+  workers: int = _f(0, 'environments at a time, a process each; 0: as many as '
+                    'sequences in flight, up to 64', lo=0)
+  timeout_s: float = _f(30.0, 'for one reset, call or get_reward', lo=0.01)
+  max_turns: int = _f(8, 'of the model in an episode', lo=1)
+  max_result_tokens: int = _f(256, 'of what a tool answers; the rest is cut',
+                              lo=1)
+  lag: int = _f(4, 'blocks after which an answer is waited for, so that runs '
+                'repeat to the bit; 0: answers count as they come', lo=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshSection:
   train: str = _f('fsdp=-1', 'sizes of data, fsdp, expert, tensor; -1: the '
                   'rest')
@@ -310,6 +322,8 @@ class SaveSection:
 class LogSection:
   every: int = _f(10, 'steps between console lines without a terminal', lo=1)
   samples_every: int = _f(10, 'steps between samples/*.jsonl', lo=1)
+  rollouts: int = _f(0, 'steps between rollouts/*.npz, for config.replay; 0 '
+                     'keeps none', lo=0)
   tensorboard: bool = _f(True, '')
   wandb: bool = _f(False, '')
   watchdog_s: float = _f(1800.0, 'a step that takes longer ends all processes '
@@ -333,6 +347,10 @@ class Config:
   reward: Any = _f('', 'built-in name, pkg.module:fn, ./file.py:fn or '
                    'reward_model; several as a tuple or with commas')
   reward_weights: tuple = _f((), 'one per reward; () is 1 each', each=float)
+  environment: str = _f('', './env.py:Class or pkg.module:Class of episodes '
+                        'with tools; its get_reward() is a reward')
+  replay: str = _f('', 'trains on the rollouts that RUN (with log.rollouts=1) '
+                   'kept, in place of samples; reward "" takes theirs, too')
   model: ModelSection = ModelSection()
   data: DataSection = DataSection()
   train: TrainSection = TrainSection()
@@ -347,6 +365,7 @@ class Config:
   rl: RlSection = RlSection()
   critic: CriticSection = CriticSection()
   rewards: RewardSection = RewardSection()
+  tools: ToolsSection = ToolsSection()
   mesh: MeshSection = MeshSection()
   eval: EvalSection = EvalSection()
   save: SaveSection = SaveSection()

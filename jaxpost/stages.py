@@ -71,8 +71,7 @@ def _run(raw, workdir, console) -> dict:
           kits, workdir, console))
     finally:
       for p in prepared:
-        if p.pool:
-          p.pool.close()
+        p.close()
 
 
 def policy_and_stream(config) -> tuple:

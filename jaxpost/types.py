@@ -184,6 +184,9 @@ class Rollout:
   figures: dict = struct.field(default_factory=dict)  # more of the engine's
   from_data: bool = False  # completions of the data, not of a sampler
   experts: np.ndarray | None = None  # [N, P + C, L, k] uint16, by position
+  mask: Any = None  # [N, C] bool, tokens that the policy wrote; None: all
+  rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN
+  messages: tuple | None = None  # [N] lists: turns of the model and of tools
 
 
 @dataclasses.dataclass
@@ -230,8 +233,10 @@ class Item:
   updates: (role, placed batch) of each update, in order.
   info: figures of the data, `tokens` among them.
   samples: () -> rows for samples/STAGE/STEP.jsonl.
+  learnt: (`Experience`, `Credit`) of an on-policy step, for its record.
   """
 
   updates: list
   info: dict
   samples: Any = None
+  learnt: tuple = ()

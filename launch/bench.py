@@ -68,8 +68,8 @@ def main(argv):
   if given.distributed or given.coordinator:
     from jaxpost import cluster
     cluster.connect(given.coordinator, given.num_processes, given.process_id)
-  names = [f.name for f in dataclasses.fields(bench.Options)]
-  options = bench.Options(**{n: given[n].value for n in names})
+  options = bench.Options(**{
+      f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
   with tempfile.TemporaryDirectory() as workdir:
     figures = bench.run(argv[1], options, workdir)
   if processes.index() == 0:

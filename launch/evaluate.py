@@ -1,15 +1,16 @@
 """Scores a checkpoint of a run, or a model folder, on held-out data.
 
+  python -m launch.evaluate --model=FOLDER --data=test.jsonl --reward=gsm8k \\
+    --n=8 --out=runs/scores
   python -m launch.evaluate --run=runs/quickstart
   python -m launch.evaluate --run=runs/quickstart --stage=sft --samples=16
-  python -m launch.evaluate --run=DIR --data=test.jsonl --size=1000
   python -m launch.evaluate --model=FOLDER --config=configs/quickstart.py
 
-Measures what the run's own config evaluates (held-out loss, pass@k), or what
---config says where one is given. Prints one line of JSON.
+With --reward (a name, pkg.module:fn or ./file.py:fn) it grades n samples of
+each prompt; --out keeps them, and the same command goes on after a kill. Else
+it measures what the run's config evaluates, or --config. One line of JSON.
 """
 
-import dataclasses
 import json
 import logging
 
@@ -27,41 +28,51 @@ _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'Config file, FILE.py[:args].', lock_config=True)
 _DATA = flags.DEFINE_string('data', '', 'Instead of config.eval.data.path.')
 _SIZE = flags.DEFINE_integer(
-    'size', None, 'Instead of config.eval.size.', lower_bound=1)
+    'size', None, 'Rows at most; instead of config.eval.size.', lower_bound=1)
 _SAMPLES = flags.DEFINE_integer(
     'samples', None, 'Instead of config.eval.samples.', lower_bound=0)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'As config.mesh.rollout.')
+_REWARD = flags.DEFINE_string('reward', '', 'As config.reward; needs --data.')
+_OUT = flags.DEFINE_string('out', '', 'With --reward: folder of what is made.')
+_COLUMNS = flags.DEFINE_string('columns', '', 'With --reward: as data.columns.')
+_MAP = flags.DEFINE_string('map', '', 'With --reward: as config.data.map.')
+_PASS = flags.DEFINE_float('pass_reward', 1.0, 'With it one has passed.')
+_N = flags.DEFINE_integer('n', 1, 'Samples a prompt.', lower_bound=1)
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
+_MAX = flags.DEFINE_integer('max_new_tokens', 512, 'At most.', lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float(
+    'temperature', 1.0, '0 is greedy.', lower_bound=0.0)
+_TOP_P = flags.DEFINE_float(
+    'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
+
+
+def by_reward(which):
+  from jaxpost import completions, inference, measure
+  rows = measure.read(_DATA.value, _COLUMNS.value, _MAP.value, _SIZE.value)
+  return dict(data=_DATA.value, graded_by=_REWARD.value, **measure.measure(
+      inference.load(*which), rows, _REWARD.value, _OUT.value,
+      completions.Draws(_N.value, _SEED.value, _MAX.value, _TEMPERATURE.value,
+                        0, _TOP_P.value), mesh=_MESH.value,
+      source=_RUN.value or _MODEL.value, pass_reward=_PASS.value))
 
 
 def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
-  if _MODEL.value and _CONFIG.value is None:
-    raise InputError('--model needs --config=FILE, which says how to evaluate')
+  if _REWARD.value and not _DATA.value:
+    raise InputError('--reward needs --data=FILE, whose prompts it grades')
+  if _MODEL.value and _CONFIG.value is None and not _REWARD.value:
+    raise InputError('--model needs --data and --reward, or --config=FILE, '
+                     'which says how to evaluate')
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost import build, config, inference
-  stages = {} if _CONFIG.value is None else config.parse(
-      build.as_dict(_CONFIG.value))
-  name, wanted = _STAGE.value, None
-  if _MODEL.value and stages:
-    name, wanted = inference.pick(stages, name, '--config')
-  weights = inference.load(
-      _RUN.value, _MODEL.value, name, _STEP.value, wanted)
-  name = weights.prepared.name
-  if _RUN.value and stages:  # a stage of that name, else the last
-    wanted = stages.get(name) or inference.pick(stages, '', '--config')[1]
-  wanted = wanted or weights.prepared.config
-  fields = dict(size=_SIZE.value, samples=_SAMPLES.value)
-  if _DATA.value:
-    fields['data'] = dataclasses.replace(wanted.eval.data, path=_DATA.value)
-  fields = {k: v for k, v in fields.items() if v is not None}
-  wanted = dataclasses.replace(
-      wanted, eval=dataclasses.replace(wanted.eval, **fields))
-  metrics = inference.evaluate(weights, wanted, _MESH.value)
-  print(json.dumps(dict(
-      weights=_RUN.value or _MODEL.value, stage=name, step=weights.step,
-      **metrics)))
+  which = _RUN.value, _MODEL.value, _STAGE.value, _STEP.value
+  if _REWARD.value:
+    return print(json.dumps(by_reward(which)))
+  from jaxpost import inference
+  print(json.dumps(inference.evaluate_as(
+      *which, _CONFIG.value, _MESH.value, _DATA.value, _SIZE.value,
+      _SAMPLES.value)))
 
 
 if __name__ == '__main__':

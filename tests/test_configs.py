@@ -103,8 +103,8 @@ def shrunk(name, model):
   config = module(name).get_config(small(name))
   over = dict(
     train=dict(steps=1, batch_size=2, row_length=96),
-    rollout=dict(prompts=2, group_size=2, max_prompt_length=48,
-                 max_new_tokens=4),
+    rollout=dict(prompts=2, group_size=2, max_new_tokens=4,
+                 max_prompt_length=96 if config.environment else 48),
     eval=dict(size=2, samples=0, every=0))
   for block in (config, *(config[stage] for stage in config.stages)):
     block.update(over)
@@ -142,7 +142,7 @@ ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data',
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
 # These print or time what others read.
-NOT_A_RUN = ('config', 'inference', 'bench')
+NOT_A_RUN = ('config', 'inference', 'completions', 'bench')
 
 
 def leaves(kind=schema.Config, prefix=''):

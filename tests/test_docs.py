@@ -71,7 +71,7 @@ def test_map_names_every_file(heading):
   block = re.search(rf'\n{heading}/\n(.*?)\n(?=\S)', text, re.S)[1]
   named = re.findall(r'^ +([\w.]+)(?:  |$)', block, re.M)
   files = [f.name for f in (CLONE / heading).rglob('*')
-           if f.suffix in ('.py', '.sh', '.yaml')]
+           if f.suffix in ('.py', '.sh', '.yaml', '.txt')]
   known = lambda names: sorted(n for n in names if n != '__init__.py')
   assert known(named) == known(files) and len(files) > 5
 

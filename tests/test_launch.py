@@ -255,7 +255,7 @@ def test_sample_draws_from_a_run_and_its_export_alike(run, call, tmp_path):
 @pytest.mark.parametrize('args, words', [
   (('--run=a', '--model=b', '--prompt=x'), ('one of --run',)),
   (('--model=/no/model', '--prompt=x'), ('/no/model', 'does not exist')),
-  (('--model=b',), ('--prompt', '--file')),
+  (('--model=b',), ('--prompt=', '--prompts=')),
   (('--model=b', '--prompt=x', '--top_p=2'), ('top_p',)),
 ])
 def test_sample_refuses(call, args, words):

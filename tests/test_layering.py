@@ -32,20 +32,23 @@ ROWS = (
   ('algorithms', 'evaluate', 'grading', 'peers', 'testing'),
   ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
    'bench', 'inference', 'reward_role', 'planning', 'precompile', 'scaling',
-   'model_checks'),
+   'model_checks', 'completions', 'measure', 'replay', 'environment_role'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 # Those that put a run together know their neighbours in the row.
 SAME_ROW = {
-  'build': ('config', 'model_checks', 'reward_role'),
+  'build': ('config', 'environment_role', 'model_checks', 'reward_role'),
   'reward_role': ('config',),
-  'assemble': ('build', 'controller', 'loop', 'plan', 'precompile',
-               'reward_role'),
+  'assemble': ('build', 'controller', 'environment_role', 'loop', 'plan',
+               'precompile', 'reward_role'),
   'precompile': ('assemble',),
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config'),
+  'completions': ('assemble', 'inference'),
+  'measure': ('completions', 'inference'),
+  'replay': ('assemble', 'build', 'inference', 'stages'),
   'plan': ('planning',),
   'planning': ('assemble', 'build', 'config', 'precompile'),
 }

@@ -230,6 +230,10 @@ def check(config):
 def check_terms(config):
   """As `check`, of what does not depend on the advantages."""
   rl, size = config.rl, config.rollout.group_size
+  refuse(bool(config.replay) and (
+      rl.dynamic_sampling > 0 or greedy_baseline(config)),
+         'config.replay: what was sampled again, or greedily, is not kept; '
+         'replay goes without rl.dynamic_sampling and remax')
   refuse(rl.kl_in == 'loss' and rl.kl_target > 0,
          'config.rl.kl_target: only a KL in the reward adapts; set '
          'config.rl.kl_in=reward')

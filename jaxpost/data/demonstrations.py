@@ -46,6 +46,12 @@ class Mixed:
     return self.sampler(prompts, group_size, step, **sampling)
 
 
+def check(tokenizer, rows, most: int):
+  """InputError for one of the first rows if it has no completion."""
+  for i in range(0 if rows.streaming else min(len(rows), most)):
+    render(tokenizer, rows[i], rows.where(i))
+
+
 def render(tokenizer, row, where) -> Example:
   """A row as its last answer is trained; InputError if it has none."""
   return chat.render(tokenizer, row, where, train_on='completion')

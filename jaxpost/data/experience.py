@@ -34,9 +34,21 @@ def token_weights(mask, aggregate: str, max_tokens: int):
 
 
 def completion_mask(rollout: Rollout) -> np.ndarray:
-  """[N, C] float32: 1 on the tokens that were sampled."""
+  """[N, C] float32: 1 on the tokens that the policy wrote."""
   steps = np.arange(rollout.completions.shape[1])
-  return (steps < rollout.lengths[:, None]).astype(np.float32)
+  written = steps < rollout.lengths[:, None]
+  if rollout.mask is not None:
+    written &= rollout.mask
+  return written.astype(np.float32)
+
+
+def minibatches(number: int, rl, seed: int, step: int):
+  """Numbers of the sequences of each update of a step, in order."""
+  for epoch in range(rl.epochs):
+    order = np.arange(number)
+    if rl.minibatches > 1:
+      order = np.random.default_rng((seed, step, epoch)).permutation(number)
+    yield from np.array_split(order, rl.minibatches)
 
 
 def prompt_lengths(rollout: Rollout) -> np.ndarray:
@@ -121,7 +133,14 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
   prompts: tuple[Prompt, ...] = tuple(
       r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
   names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
-           'finished', *['experts'] * (rollouts[0].experts is not None))
+           'finished', *(n for n in ('mask', 'experts')
+                         if vars(rollouts[0])[n] is not None))
+  rewards = rollouts[0].rewards and {
+      name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)])
+      for name in rollouts[0].rewards}
+  messages = rollouts[0].messages and tuple(
+      r.messages[n] for r, some in zip(rollouts, rows) for n in some)
   return rollouts[0].replace(
-      prompts=prompts, **{n: pick(n) for n in names},
+      prompts=prompts, rewards=rewards, messages=messages,
+      **{n: pick(n) for n in names},
       occupancy=float(np.mean([r.occupancy for r in rollouts])))

@@ -33,6 +33,9 @@ class Ledger:
           'compiled %s for new shapes %s after the first step (%.1f s)',
           name, shapes, seconds)
 
+  def seal(self):
+    self.sealed = True
+
 
 class Program:
   """A jitted function that is compiled once per set of argument shapes.

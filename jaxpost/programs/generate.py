@@ -255,10 +255,8 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
 
   def generate(weights, state, table=None):
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-    if table is None:
-      cache = view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
-    else:
-      cache = state.cache.replace(table=table)
+    cache = state.cache.replace(table=table) if table is not None else view(
+        jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
     recent = _nothing_new(model, state.cache, rows, steps)
     # All numbers of the block at once: the generator is a loop of its own.
     number, filled = jnp.arange(steps), few.positions

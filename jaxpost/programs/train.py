@@ -230,8 +230,7 @@ def make_update(model: Model, objective: Objective,
       clipped = jax.tree.map(lambda g: g * scale, grads)
       updates, opt_state = optimizer.update(
           clipped, state.opt_state, state.params)
-      params = optax.apply_updates(state.params, updates)
-      return params, opt_state
+      return optax.apply_updates(state.params, updates), opt_state
 
     if routing:
       metrics |= moe.metrics(routing)

@@ -115,6 +115,15 @@ def final_number(text):
   return last_number(text)
 
 
+def answer_of(text):
+  """What a text answers, for a vote: the boxed text, its number, or all."""
+  boxed = text.rfind('\\boxed{')
+  if boxed >= 0 and boxed > text.rfind('####'):
+    return ''.join(_braced(text, boxed + len('\\boxed{')).split())
+  number = final_number(text)
+  return text.strip() if number is None else str(number)
+
+
 def last_number(text):
   """The last number of a text as a Fraction, or None."""
   return (None, *_numbers(text))[-1]

@@ -55,7 +55,12 @@ class Keeper:
 class Worker:
   """One process with its pipes; started again by `start` after `kill`."""
 
-  def __init__(self, setup, variables, guard):
+  def __init__(
+      self, setup, variables, guard, module='jaxpost.rewards.worker', what=''):
+    """what: its name in errors; '' is that of the rewards in `setup`."""
+    self._module = module
+    self._what = what or 'reward ' + ', '.join(
+        name for name, _ in setup['rewards'])
     self._setup = setup
     self._variables = variables
     self._guard = guard
@@ -75,7 +80,7 @@ class Worker:
         raise RuntimeError('the reward pool is closed')
       self._process = subprocess.Popen(
           # -P: a math.py in the working directory is not the library's.
-          [sys.executable, '-P', '-m', 'jaxpost.rewards.worker'],
+          [sys.executable, '-P', '-m', self._module],
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
           stderr=subprocess.PIPE,
@@ -101,7 +106,6 @@ class Worker:
 
   def _greet(self):
     """Has it import the functions; InputError if it cannot."""
-    names = ', '.join(name for name, _ in self._setup['rewards'])
     timeout_s = self._setup['start_timeout_s']
     try:
       self.send(json.dumps(self._setup))
@@ -110,12 +114,12 @@ class Worker:
     except TimeoutError:
       where = self.kill()
       raise InputError(
-          f'reward {names}: importing took longer than {timeout_s:g} s{where}'
+          f'{self._what}: importing took longer than {timeout_s:g} s{where}'
       ) from None
     except WorkerDied as error:
       text = ' '.join(self.printed_text().split())[-300:]
       raise InputError(
-          f'reward {names}: the worker {error} while importing: {text}'
+          f'{self._what}: the worker {error} while importing: {text}'
       ) from None
     if 'bad' in reply:
       self.kill()

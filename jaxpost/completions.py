@@ -1,0 +1,336 @@
+"""Prompts in, completions out: lists, files that can be continued, chats.
+
+Legend: N prompts, n samples a prompt, P prompt tokens.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import rich.console
+from rich import progress
+
+from jaxpost import assemble, cache
+from jaxpost.data import chat, sources
+from jaxpost.errors import InputError
+from jaxpost.inference import Weights, to_stderr
+from jaxpost.matmul import compute_for
+from jaxpost.metrics import write_atomic
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout.native import NativeEngine, SamplerConfig
+from jaxpost.rollout.serve import Serving
+from jaxpost.sharding import make_layout
+from jaxpost.types import Completion, Prompt, Request, Rollout
+
+_TOGETHER = 256  # sequences of a file between two writes
+_CONTEXT = 4096  # tokens of a chat at most
+
+
+def make_prompts(weights: Weights, texts=(), file='', as_chat=None):
+  """`Prompt`s of the rows of `file`, then of `texts`.
+
+  Args:
+    file: any data with the column prompt, messages, prompt_ids or text.
+    as_chat: texts are what a user says (None: if the tokenizer has a
+      template); else the model goes on with them.
+  """
+  read = [sources.read(file)] if file else []
+  if texts:
+    read.append(sources.read('--prompt', fake_rows=[
+        {'prompt': text} for text in texts]))
+  return prompts_of(weights, read, as_chat)
+
+
+def prompts_of(weights: Weights, sources_, as_chat=None) -> list[Prompt]:
+  """`Prompt`s of the rows of several `sources.Rows`; see `make_prompts`."""
+  tokenizer, data = weights.prepared.tokenizer, weights.prepared.config.data
+  as_chat = bool(tokenizer.chat_template) if as_chat is None else as_chat
+  prompts = []
+  for row, where in [
+      (r[i], r.where(i)) for r in sources_ for i in range(len(r))]:
+    given = row
+    if 'text' in row and not {'prompt', 'messages'} & set(row):
+      row = {'prompt': row['text']}  # a line of a .txt file
+    text = row.get('prompt')
+    if as_chat and isinstance(text, str):
+      row = {**row, 'prompt': [{'role': 'user', 'content': text}]}
+    if row.get('prompt_ids') is not None:
+      tokens = check_ids(row['prompt_ids'], tokenizer, where)
+      prompt = tokenizer.decode(tokens, skip_special=False)
+    else:
+      plain = isinstance(row.get('prompt'), str)
+      prompt = chat.prompt_of(row, where, '' if plain else data.system_prompt)
+      tokens = chat.encode_prompt(tokenizer, prompt, row, where)
+    prompts.append(Prompt(len(prompts), tokens, prompt, given))
+  return prompts
+
+
+def check_ids(ids, tokenizer, where) -> np.ndarray:
+  """[P] int32 of a row's `prompt_ids`."""
+  size = tokenizer.vocab_size
+  if not isinstance(ids, list) or not ids or not all(
+      type(i) is int and 0 <= i < size for i in ids):
+    raise InputError(
+        f'{where}: prompt_ids: must be a list of token ids below {size}')
+  return np.asarray(ids, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+  """What decides completions besides weights and prompts.
+
+  temperature: 0 is greedy. top_k, top_p: 0 and 1 are off.
+  """
+
+  n: int = 1
+  seed: int = 0
+  max_new_tokens: int = 128
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+
+def complete(weights: Weights, prompts, draws=Draws(), mesh='data=-1'
+             ) -> Rollout:
+  """n completions of each prompt."""
+  return _draw(_engine_for(weights, prompts, draws, mesh), prompts, draws)
+
+
+def _engine_for(weights, prompts, draws, mesh) -> NativeEngine:
+  return make_engine(
+      weights, slots=min(len(prompts) * draws.n, 64),
+      max_prompt=max(len(x.tokens) for x in prompts),
+      max_new_tokens=draws.max_new_tokens, mesh=mesh)
+
+
+def _draw(engine, prompts, draws) -> Rollout:
+  return engine(
+      prompts, group_size=draws.n, run_key=assemble.run_key(draws.seed, 3),
+      step=0, sampling=_sampling(draws))
+
+
+def _sampling(draws: Draws) -> dict:
+  return dict(temperature=draws.temperature, top_k=draws.top_k,
+              top_p=draws.top_p)
+
+
+def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
+                mesh='data=-1') -> NativeEngine:
+  """A sampler that holds these weights."""
+  p = weights.prepared
+  if p.model.head is None:
+    raise InputError(f'{p.name}: is a reward model, which writes no text')
+  engine = NativeEngine(
+      p.model, SamplerConfig(
+          slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
+          stop_ids=p.tokenizer.stop_ids),
+      make_layout(mesh, 'rollout', '--mesh'),
+      compute_for(jax.default_backend(), p.config.model.dtype, 'none'),
+      Ledger(), p.tokenizer.decode)
+  engine.load(weights.params, weights.step)
+  return engine
+
+
+def completion_rows(rollout: Rollout, tokenizer) -> list[dict]:
+  """One JSON-able row a completion."""
+  rows, size = [], len(rollout.lengths) // len(rollout.prompts)
+  for i, length in enumerate(map(int, rollout.lengths)):
+    prompt = rollout.prompts[i // size]
+    rows.append(dict(
+        prompt=prompt.prompt, sample=i % size, completion=text_after(
+            tokenizer, prompt.tokens, rollout.completions[i, :length]),
+        tokens=length, finished=bool(rollout.finished[i]),
+        logprob=round(float(rollout.logprobs[i, :length].sum()), 4)))
+  return rows
+
+
+def text_after(tokenizer, prompt_ids, ids) -> str:
+  """The text of a completion where it stands.
+
+  Alone, some tokenizers drop the space that it begins with.
+  """
+  before = tokenizer.decode(prompt_ids)
+  whole = tokenizer.decode([*prompt_ids, *ids])
+  return whole[len(before):] if whole.startswith(before) else (
+      tokenizer.decode(ids))
+
+
+
+
+def finish(weights: Weights, prompts, draws, mesh, out, source, show):
+  """Completes prompts into the file `out`, or row by row to `show`."""
+  if out:
+    left = complete_file(weights, prompts, out, draws, mesh, source)
+    to_stderr(f'{out}: {len(prompts)} rows, {left} of them new')
+    return
+  rollout = complete(weights, prompts, draws, mesh)
+  for row in completion_rows(rollout, weights.prepared.tokenizer):
+    show(row)
+  cut = int((~rollout.finished).sum())
+  if cut:
+    to_stderr(f'{cut} of {len(rollout.lengths)} cut at --max_new_tokens')
+
+
+# --------------------------------------------------------------------- files
+
+
+def complete_file(weights: Weights, prompts, out, draws=Draws(),
+                  mesh='data=-1', source='') -> int:
+  """Writes {**row, completions, completion_ids, logprobs} for each prompt.
+
+  What `out` holds already stays, if it is of the same prompts and draws: the
+  same call goes on where another was killed, and the file is that of a call
+  that was not. `OUT.of.json` beside it says what it is of.
+
+  Args:
+    source: the weights, by name.
+
+  Returns:
+    How many prompts were left to do.
+  """
+  together = max(1, _TOGETHER // draws.n)
+  done = _begin(out, dict(
+      weights=[source, weights.step], draws=dataclasses.asdict(draws),
+      prompts=cache.fingerprint([p.tokens.tolist() for p in prompts])),
+      together, len(prompts))
+  if done == len(prompts):
+    return 0
+  engine = _engine_for(weights, prompts, draws, mesh)
+  tokenizer = weights.prepared.tokenizer
+  bar = progress.Progress(
+      *progress.Progress.get_default_columns(),
+      progress.MofNCompleteColumn(), console=rich.console.Console(stderr=True))
+  with open(out, 'a', encoding='utf-8') as file, bar:
+    task = bar.add_task('prompts', total=len(prompts), completed=done)
+    for start in range(done, len(prompts), together):
+      part = prompts[start:start + together]
+      rows = _rows_of(_draw(engine, part, draws), tokenizer)
+      file.write(''.join(
+          json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
+      file.flush()
+      bar.advance(task, len(part))
+  return len(prompts) - done
+
+
+def _rows_of(rollout: Rollout, tokenizer) -> list[dict]:
+  """One row a prompt: its own columns, and the completions."""
+  size = len(rollout.lengths) // len(rollout.prompts)
+  rows = []
+  for i, prompt in enumerate(rollout.prompts):
+    members = range(i * size, (i + 1) * size)
+    ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
+           for n in members]
+    rows.append({
+        **prompt.columns,
+        'completions': [text_after(tokenizer, prompt.tokens, x) for x in ids],
+        'completion_ids': ids,
+        'logprobs': [[round(float(x), 6) for x in rollout.logprobs[
+            n, :rollout.lengths[n]]] for n in members]})
+  return rows
+
+
+def _begin(out, about: dict, together: int, total: int) -> int:
+  """How many rows of the file stay; the rest of it is cut off.
+
+  Whole batches stay, as the number of sequences sampled together decides the
+  last bits of their log-probs.
+  """
+  beside, about = pathlib.Path(f'{out}.of.json'), json.loads(json.dumps(about))
+  out = pathlib.Path(out)
+  if not out.exists():
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(beside, json.dumps(about))
+    out.touch()
+    return 0
+  was = json.loads(beside.read_text()) if beside.exists() else {}
+  for key, value in about.items():
+    if was.get(key) != value:
+      raise InputError(
+          f'{out}: is there and of other {key} ({was.get(key, "unknown")}, now '
+          f'{value}); name another file, or remove it')
+  lines = out.read_bytes().splitlines(keepends=True)
+  whole = sum(line.endswith(b'\n') for line in lines)
+  kept = whole if whole == total else whole // together * together
+  os.truncate(out, sum(map(len, lines[:kept])))
+  return kept
+
+
+# --------------------------------------------------------------------- chats
+
+
+def chat_loop(weights: Weights, draws, mesh, first, asked, out):
+  """Answers what is said, line by line, until the end of `asked`.
+
+  Args:
+    first: what is said first, if anything.
+    asked: lines, such as sys.stdin; `out` gets the answers as they come.
+  """
+  tokenizer, messages = weights.prepared.tokenizer, []
+  system = weights.prepared.config.data.system_prompt
+  if system:
+    messages.append({'role': 'system', 'content': system})
+  # A template that cannot render a chat is told of before a model is loaded.
+  chat.encode_prompt(tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
+  engine = make_engine(weights, slots=1, max_prompt=_CONTEXT,
+                       max_new_tokens=draws.max_new_tokens, mesh=mesh)
+  for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
+    messages.append({'role': 'user', 'content': text})
+    ids = chat.encode_prompt(tokenizer, messages, {}, '--chat')
+    if len(ids) > _CONTEXT:
+      raise InputError(f'--chat: {len(ids)} tokens are more than the '
+                       f'{_CONTEXT} that a chat may have; begin a new one')
+    messages.append({'role': 'assistant', 'content': _answer(
+        engine, tokenizer, Prompt(turn, ids, messages, {}), draws, out)})
+
+
+def _answer(engine, tokenizer, prompt, draws, out) -> str:
+  """Writes an answer as it comes."""
+  shown = 0
+
+  def tell(tokens):
+    nonlocal shown
+    text = tokenizer.decode(tokens)
+    # Half a character is a mark of its own until the rest comes.
+    if not text.endswith('\ufffd'):
+      out.write(text[shown:])
+      out.flush()
+      shown = max(shown, len(text))
+
+  text = tokenizer.decode(stream(engine, prompt, draws, tell).tokens)
+  out.write(text[shown:] + '\n')
+  return text
+
+
+def _lines(asked, out):
+  while True:
+    out.write('> ')
+    out.flush()
+    line = asked.readline()
+    if not line:
+      out.write('\n')
+      return
+    if line.strip():
+      yield line.rstrip('\n')
+
+
+def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell
+           ) -> Completion:
+  """One completion; `tell(ids so far)` hears of each block of it."""
+  done = []
+
+  def follow(completions, idle):
+    del idle
+    for seat in serving.seats.values():
+      if seat.parts:
+        tell(np.concatenate([part[0] for part in seat.parts]).tolist())
+    done.extend(completions)
+    return ()
+
+  serving = Serving(engine, assemble.run_key(draws.seed, 3), 0, follow, None)
+  serving.run([Request(prompt.tokens, prompt.index, 0, {
+      **_sampling(draws), 'max_tokens': draws.max_new_tokens})])
+  return done[0]

@@ -1,0 +1,114 @@
+"""Two environments to start from: a calculator, and a small text game.
+
+Each is a class as TRL's `environment_factory` takes them; docs/environments.md
+says what happens to them. `treasure` and `treasure_played` are functions for
+config.data.map that make rows of the game from generated sums.
+"""
+
+import ast
+import operator
+import re
+import zlib
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub,
+              ast.Mult: operator.mul, ast.Div: operator.truediv,
+              ast.USub: operator.neg}
+_CALL = ('<tool_call>\n{"name": "move", "arguments": {"direction": "%s"}}\n'
+         '</tool_call>')
+
+
+class Calculator:
+  """A tool without a reward of its own; config.reward grades what is said."""
+
+  def reset(self, **row):
+    """The prompt has said it all."""
+
+  def calculate(self, expression: str) -> str:
+    """
+    Works out an expression of numbers, + - * / and parentheses.
+
+    Args:
+      expression: Such as (16 - 3 - 4) * 2
+
+    Returns:
+      The value.
+    """
+    if len(expression) > 200:
+      raise ValueError('an expression of 200 characters at most')
+    return f'{_value(ast.parse(expression.strip(), mode="eval").body):.10g}'
+
+
+def _value(node):
+  """The number that a syntax tree of arithmetic stands for."""
+  if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    return node.value
+  if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+  if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+    return _OPERATORS[type(node.op)](_value(node.operand))
+  raise ValueError('only numbers, + - * / and parentheses')
+
+
+class Treasure:
+  """A row of rooms, one of which has a treasure; rows have both numbers."""
+
+  def reset(self, start, treasure, **row):
+    """Puts the player into a room; what he sees is added to the prompt."""
+    self.room, self.treasure, self.moves = int(start), int(treasure), 0
+    return f' {self._view()}'
+
+  def move(self, direction: str) -> str:
+    """
+    Goes to the next room.
+
+    Args:
+      direction: Either left or right.
+
+    Returns:
+      What there is to see.
+    """
+    if direction not in ('left', 'right'):
+      raise ValueError('The direction is left or right.')
+    if self.room == self.treasure:
+      raise ValueError('The game is over.')
+    self.room += 1 if direction == 'right' else -1
+    self.moves += 1
+    return self._view()
+
+  def get_reward(self):
+    """1 for the treasure, less 0.05 for each move after the first; else 0."""
+    found = self.room == self.treasure
+    return max(0.0, 1.05 - 0.05 * self.moves) if found else 0.0
+
+  def _view(self):
+    if self.room == self.treasure:
+      return f'Room {self.room}: here it is!'
+    side = 'right' if self.treasure > self.room else 'left'
+    return f'Room {self.room}: it is {side}.'
+
+
+def treasure(row) -> dict:
+  """A row with two numbers in its prompt -> a game: start, and next to it."""
+  start, other = _numbers(row)
+  return {'prompt': [{'role': 'user', 'content': 'Find it.'}], 'start': start,
+          'treasure': start + (1 if other % 2 else -1)}
+
+
+def treasure_played(row) -> dict:
+  """A game as poorly played: the first move is right in 6 of 10."""
+  made, game = treasure(row), Treasure()
+  view = game.reset(**made)
+  right = zlib.crc32(repr(_numbers(row)).encode()) % 10 < 6
+  up = (made['treasure'] > made['start']) == right
+  direction = 'right' if up else 'left'
+  return {'messages': [
+      {'role': 'user', 'content': made['prompt'][0]['content'] + view},
+      {'role': 'assistant', 'content': _CALL % direction},
+      {'role': 'tool', 'name': 'move', 'content': game.move(direction)},
+      {'role': 'assistant', 'content': 'Done.'}]}
+
+
+def _numbers(row) -> list[int]:
+  prompt = row['prompt']
+  text = prompt if isinstance(prompt, str) else prompt[-1]['content']
+  return [int(n) for n in re.findall(r'\d+', text)[:2]]

@@ -1,0 +1,63 @@
+"""Serves a checkpoint of a run, or a model folder, as OpenAI's API does.
+
+  python -m launch.serve --model=FOLDER --port=8000
+  python -m launch.serve --run=runs/quickstart --record=asked.jsonl
+
+/v1/chat/completions and /v1/completions on loopback, until Ctrl-C. Answers
+have `token_ids` and `prompt_token_ids` beside OpenAI's fields; --record keeps
+a row of ids and log-probs of each. Requests share the slots. Prints its URL.
+"""
+
+import json
+import logging
+
+from absl import flags
+
+from jaxpost import host
+
+_RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
+_STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
+_STAGE = flags.DEFINE_string('stage', '', 'Default: the last with any.')
+_MODEL = flags.DEFINE_string('model', '', 'Hugging Face folder or org/name.')
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Who else may ask: 0.0.0.0.')
+_PORT = flags.DEFINE_integer('port', 8000, '0: any.', lower_bound=0)
+_SLOTS = flags.DEFINE_integer('slots', 8, 'Answers at a time.', lower_bound=1)
+_CONTEXT = flags.DEFINE_integer(
+    'max_context', 4096, 'Tokens of a prompt and its answer.', lower_bound=2)
+_RECORD = flags.DEFINE_string('record', '', 'File of what was asked, .jsonl.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
+_MESH = flags.DEFINE_string('mesh', 'data=-1', 'As config.mesh.rollout.')
+
+
+def main(argv):
+  del argv
+  logging.getLogger().setLevel(logging.WARNING)
+  host.tune_host()
+  host.use_compile_cache()
+  from jaxpost import assemble, completions, inference
+  from jaxpost.rollout.endpoint import Endpoint
+  weights = inference.load(
+      _RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
+  half = _CONTEXT.value // 2
+  engine = completions.make_engine(
+      weights, slots=_SLOTS.value, max_prompt=_CONTEXT.value - half,
+      max_new_tokens=half, mesh=_MESH.value)
+
+  def record(entry):
+    if _RECORD.value:
+      with open(_RECORD.value, 'a', encoding='utf-8') as file:
+        file.write(json.dumps(entry) + '\n')
+
+  endpoint = Endpoint(
+      engine, weights.prepared.tokenizer, host=_HOST.value, port=_PORT.value,
+      name=_RUN.value or _MODEL.value, record=record)
+  print(endpoint.url, flush=True)
+  try:
+    endpoint.serve(assemble.run_key(_SEED.value, 3))
+  except KeyboardInterrupt:
+    pass
+
+
+if __name__ == '__main__':
+  from . import exits
+  exits.run(main)

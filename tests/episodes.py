@@ -1,0 +1,67 @@
+"""What tests of episodes share: an environment, and a model that plays in it.
+
+A random model calls no tool, so in tests every turn that ends calls one: `nth`
+of the number of its characters.
+"""
+
+import numpy as np
+import tiny
+
+from jaxpost.data import tokenizer
+from jaxpost.models import hf
+from jaxpost.models import model as model_lib
+
+ENVIRONMENT = '''
+import os, time
+
+class Env:
+  """Counts what it is told."""
+
+  def reset(self, answer, **row):
+    self.told = []
+    return f' [{answer}]' if int(answer) % 2 else None
+
+  def nth(self, n: int) -> str:
+    """
+    Says a number.
+
+    Args:
+      n: The number.
+    """
+    self.told.append(n)
+    if n % 3 == 0:
+      raise ValueError('no such number')
+    return f'it is {n}'
+
+  def get_reward(self):
+    return len(self.told) / 4 + sum(self.told) % 7 / 70
+'''
+
+
+def folder(path):
+  """A model that ends its turns often: <|im_end|> has a long embedding."""
+  shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32,
+               num_layers=1, num_heads=2, num_kv_heads=1)
+  model = model_lib.build(tiny.config(**shape))
+  params = tiny.params(model)
+  params['embed'] = np.asarray(params['embed']) * np.where(
+      np.arange(len(params['embed'])) == 258, 5, 1)[:, None]
+  hf.save(path, model, params)
+  tokenizer.load('bytes').save(path)
+  return str(path)
+
+
+def parse(text):
+  """In the place of `turns.parse`."""
+  return [dict(name='nth', arguments={'n': len(text)})]
+
+
+def config(model, path, **over):
+  """GRPO in that environment."""
+  return tiny.run_config(model, **tiny.merged(dict(
+      algorithm='grpo', environment=f'{path}:Env',
+      data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
+      train=dict(row_length=0, steps=3), optim=dict(lr=1e-2),
+      tools=dict(workers=3, max_turns=4, timeout_s=20.0),
+      rollout=dict(prompts=4, group_size=4, max_prompt_length=48,
+                   max_new_tokens=80, slots=4, block=16)), over))

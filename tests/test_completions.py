@@ -1,0 +1,249 @@
+"""Prompt files, chats and scores: what launch.sample and launch.evaluate do.
+
+Legend: N prompts, n samples a prompt.
+"""
+
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost import completions, inference, measure
+from jaxpost.data import tokenizer
+from jaxpost.errors import InputError
+from jaxpost.evaluate import pass_at_k
+from jaxpost.rewards import math
+from jaxpost.rewards.pool import Graded
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+DRAWS = completions.Draws(n=64, max_new_tokens=4)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+  tokenizer.load('bytes').save(path)
+  return path
+
+
+@pytest.fixture(scope='module')
+def weights(folder):
+  return inference.from_folder(folder)
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+  """Twelve rows of all kinds: three batches of a file with n=64."""
+  path = tmp_path_factory.mktemp('in') / 'in.jsonl'
+  rows = [{'prompt': f'{i}+1=', 'answer': str(i + 1)} for i in range(10)]
+  rows += [{'prompt_ids': [49, 43], 'answer': 'x'},
+           {'prompt': [{'role': 'user', 'content': 'hi'}], 'answer': 'y'}]
+  path.write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  return path
+
+
+@pytest.fixture(scope='module')
+def whole(weights, source, tmp_path_factory):
+  out = tmp_path_factory.mktemp('out') / 'out.jsonl'
+  prompts = completions.make_prompts(weights, file=str(source))
+  assert completions.complete_file(weights, prompts, out, DRAWS) == 12
+  return out
+
+
+def test_rows_keep_their_columns(whole, source, weights):
+  before = [json.loads(x) for x in source.read_text().splitlines()]
+  after = [json.loads(x) for x in whole.read_text().splitlines()]
+  assert len(before) == len(after)
+  for old, new in zip(before, after):
+    assert {k: new.pop(k) for k in old} == old
+    assert set(new) == {'completions', 'completion_ids', 'logprobs'}
+    for text, ids, logprobs in zip(*(new[k] for k in (
+        'completions', 'completion_ids', 'logprobs')), strict=True):
+      assert 1 <= len(ids) == len(logprobs) <= 4 and max(logprobs) <= 0
+      assert text == weights.prepared.tokenizer.decode(ids)
+    assert len({tuple(x) for x in new['completion_ids']}) > 32
+
+
+def test_prompt_ids_are_taken_as_they_are(weights, source):
+  prompts = completions.make_prompts(weights, file=str(source))
+  assert prompts[10].tokens.tolist() == [49, 43]
+  assert prompts[11].tokens.tolist() == prompts[11].tokens.tolist()
+  for bad in ([], [999], 'x', [1.5]):
+    row = [{'prompt_ids': bad}]
+    rows = completions.sources.read('rows', fake_rows=row)
+    with pytest.raises(InputError, match=r'rows\[0\].*prompt_ids'):
+      completions.prompts_of(weights, [rows])
+
+
+@pytest.mark.parametrize('kept', [0, 3, 4, 7, 12])
+def test_a_cut_file_is_continued(weights, source, whole, tmp_path, kept):
+  """Cut anywhere, in the middle of a row, too."""
+  lines = whole.read_bytes().splitlines(keepends=True)
+  out = tmp_path / 'out.jsonl'
+  torn = lines[kept][:40] if kept < 12 else b''
+  out.write_bytes(b''.join(lines[:kept]) + torn)
+  beside = f'{out}.of.json'
+  pathlib.Path(beside).write_text(
+      pathlib.Path(f'{whole}.of.json').read_text())
+  prompts = completions.make_prompts(weights, file=str(source))
+  left = completions.complete_file(weights, prompts, out, DRAWS)
+  assert left == 12 - kept // 4 * 4
+  assert out.read_bytes() == whole.read_bytes()
+
+
+def test_a_file_of_something_else_is_refused(weights, source, whole):
+  prompts = completions.make_prompts(weights, file=str(source))
+  before = whole.read_bytes()
+  for change, word in (
+      (dict(draws=completions.Draws(n=64, max_new_tokens=4, seed=1)), 'draws'),
+      (dict(source='other'), 'weights')):
+    with pytest.raises(InputError, match=f'of other {word}'):
+      completions.complete_file(
+          weights, prompts, whole, **dict(draws=DRAWS) | change)
+  with pytest.raises(InputError, match='of other prompts'):
+    completions.complete_file(weights, prompts[:3], whole, DRAWS)
+  assert whole.read_bytes() == before
+
+
+def test_killed_the_same_command_goes_on(folder, source, whole, tmp_path):
+  out = tmp_path / 'out.jsonl'
+  code = 'import sys\nfrom launch import main\nmain.main(sys.argv[1:])\n'
+  # Stops after the first write, so that the kill comes between two.
+  stuck = (
+      'import time\nfrom rich import progress\n'
+      'progress.Progress.advance = lambda *_: time.sleep(99)\n')
+  command = ['sample', f'--model={folder}', f'--prompts={source}',
+             f'--out={out}', '--n=64', '--max_new_tokens=4', '--seed=0',
+             '--temperature=1']
+  start = lambda code: subprocess.Popen(
+      [sys.executable, '-c', code, *command], cwd=CLONE,
+      stderr=subprocess.PIPE, text=True)
+  first = start(stuck + code)
+  while not (out.exists() and out.read_bytes().count(b'\n') >= 4):
+    assert first.poll() is None, first.stderr.read()
+    time.sleep(0.02)
+  first.send_signal(signal.SIGKILL)
+  first.wait()
+  first.stderr.close()
+  assert out.read_bytes().count(b'\n') == 4
+  second = start(code)
+  error = second.communicate()[1]
+  assert second.returncode == 0, error
+  assert '12 rows, 8 of them new' in error
+  assert out.read_bytes() == whole.read_bytes()
+
+
+def test_chat_streams_answers_and_remembers(weights, monkeypatch):
+  asked, out = io.StringIO('and now?\n\nbye\n'), io.StringIO()
+  seen, stream = [], completions.stream
+
+  def spy(engine, prompt, draws, tell):
+    seen.append(weights.prepared.tokenizer.decode(
+        prompt.tokens, skip_special=False))
+    return stream(engine, prompt, draws, tell)
+
+  monkeypatch.setattr(completions, 'stream', spy)
+  completions.chat_loop(
+      weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'],
+      asked, out)
+  turns = [text.count('<|im_start|>user') for text in seen]
+  assert turns == [1, 2, 3] and seen[2].count('<|im_start|>assistant') == 3
+  assert out.getvalue().count('> ') >= 3
+  answer = seen[1].split('<|im_start|>assistant\n')[1].split('<|im_end|>')[0]
+  assert answer and out.getvalue().startswith(answer)
+
+
+def test_streaming_gives_the_completion(weights):
+  prompt, = completions.make_prompts(weights, ['17+25='])
+  draws = completions.Draws(max_new_tokens=40, seed=3)
+  want = completions.complete(weights, [prompt], draws)
+  engine = completions.make_engine(
+      weights, slots=1, max_prompt=64, max_new_tokens=40)
+  parts = []
+  last = completions.stream(engine, prompt, draws, parts.append)
+  parts.append(last.tokens.tolist())
+  assert parts[-1] == want.completions[0, :want.lengths[0]].tolist()
+  assert len(parts) > 2 and all(
+      b[:len(a)] == a for a, b in zip(parts, parts[1:]))
+
+
+# -------------------------------------------------------------------- scores
+
+
+def test_figures_by_hand():
+  """Three prompts, four samples; the third could not be graded."""
+  rows = [
+      dict(completions=['#### 4', '#### 4', '5', '6'],
+           completion_ids=[[1, 258], [1, 1], [2], [3, 258]]),
+      dict(completions=['1', '1', '2', '2'], completion_ids=[[1]] * 4),
+      dict(completions=['x'] * 4, completion_ids=[[1, 1, 1]] * 4)]
+  graded = [Graded([1.0, 1.0, 0.0, 0.0], {}, None),
+            Graded([0.0, 0.0, 1.0, 1.0], {}, None),
+            Graded([1.0, None, 1.0, 1.0], {}, None)]
+  out = measure.summary(rows, graded, (258,))
+  assert out['pass@1'] == 0.5
+  assert out['pass@2'] == pytest.approx(1 - 1 / 6)  # 1 - C(2,2)/C(4,2)
+  assert out['pass@4'] == 1
+  assert out['maj@4'] == pytest.approx((1 + 0.5) / 2)  # the second is a tie
+  assert (out['count'], out['ungraded_prompts']) == (3, 1)
+  assert out['frac_reward_differs'] == 1
+  assert out['completions/mean_length'] == pytest.approx(23 / 12)
+  assert out['completions/clipped_ratio'] == pytest.approx(10 / 12)
+  same = [Graded([1.0] * 4, {}, None), *graded[1:]]
+  assert measure.summary(rows, same, (258,))['frac_reward_differs'] == 0.5
+
+
+def test_pass_at_k_is_unbiased():
+  """The mean over all ways to draw k of n, by counting them."""
+  import itertools
+  for row in itertools.product((0, 1), repeat=5):
+    for k in range(1, 6):
+      drawn = [any(c) for c in itertools.combinations(row, k)]
+      assert pass_at_k(np.array([row], bool), k) == pytest.approx(
+          np.mean(drawn))
+
+
+@pytest.mark.parametrize('text, answer', [
+    ('so\n#### 1,234', '1234'), ('it is \\boxed{ x^2 + 1 }.', 'x^2+1'),
+    (r'first \boxed{1}, then \boxed{\frac{1}{2}}', r'\frac{1}{2}'),
+    ('it is 7', '7'), (' yes ', 'yes')])
+def test_answers_that_are_voted_on(text, answer):
+  assert math.answer_of(text) == answer
+
+
+def test_evaluate_by_a_reward(folder, tmp_path, shared_data):
+  """A reward of one's own on any rows; GSM8K's own rows as they are."""
+  reward = tmp_path / 'mine.py'
+  reward.write_text(
+      'def low(completion_ids, **_):\n'
+      '  return [float(i[0] < 64) for i in completion_ids]\n')
+  data = tmp_path / 'data.jsonl'
+  data.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+  run = lambda *args: subprocess.run(
+      [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', '--n=4',
+       '--max_new_tokens=3', *args], cwd=CLONE, capture_output=True, text=True,
+      env=os.environ)
+  out = run(f'--data={data}', f'--reward={reward}:low', f'--out={tmp_path}/o')
+  assert out.returncode == 0, out.stderr
+  have = json.loads(out.stdout.splitlines()[-1])
+  assert have['count'] == 3 and {'pass@1', 'pass@4', 'maj@4'} <= set(have)
+  rows = [json.loads(x) for x in (
+      tmp_path / 'o/completions.jsonl').read_text().splitlines()]
+  want = np.mean([ids[0] < 64 for r in rows for ids in r['completion_ids']])
+  assert have['pass@1'] == pytest.approx(want) and 0 < want < 1
+  graded = (tmp_path / 'o/graded.jsonl').read_text().splitlines()
+  assert len(graded) == 3
+  gsm8k = shared_data('gsm8k') / 'test.jsonl'
+  out = run(f'--data={gsm8k}', '--reward=gsm8k', '--size=2')
+  assert out.returncode == 0, out.stderr
+  assert json.loads(out.stdout.splitlines()[-1])['count'] == 2
+  out = run(f'--data={data}', '--reward=nothing')
+  assert out.returncode == 2 and out.stderr.count('jaxpost: ') == 1

@@ -1,0 +1,206 @@
+"""The OpenAI-compatible server: its JSON, its tokens, and many at once."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost import assemble, completions, inference
+from jaxpost.data import tokenizer
+from jaxpost.errors import InputError
+from jaxpost.rollout.endpoint import Endpoint
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+  tokenizer.load('bytes').save(path)
+  return path
+
+
+@pytest.fixture(scope='module')
+def weights(folder):
+  return inference.from_folder(folder)
+
+
+@pytest.fixture(scope='module')
+def server(weights):
+  engine = completions.make_engine(
+      weights, slots=4, max_prompt=64, max_new_tokens=64)
+  seen = []
+  endpoint = Endpoint(
+      engine, weights.prepared.tokenizer, name='nano', record=seen.append)
+  thread = threading.Thread(
+      target=endpoint.serve, args=(assemble.run_key(0, 3),))
+  thread.start()
+  yield endpoint, seen
+  endpoint.stop()
+  thread.join(60)
+  assert not thread.is_alive()
+
+
+def post(url, path, key='', raw=None, **body):
+  request = urllib.request.Request(
+      f'{url}/{path}', json.dumps(body).encode() if raw is None else raw,
+      {'Content-Type': 'application/json', 'Authorization': f'Bearer {key}'})
+  try:
+    with urllib.request.urlopen(request, timeout=300) as reply:
+      return reply.status, reply.read().decode()
+  except urllib.error.HTTPError as error:
+    return error.code, error.read().decode()
+
+
+def ask(server, path, **body):
+  code, text = post(server[0].url, path, **body)
+  assert code == 200, text
+  return json.loads(text)
+
+
+HELLO = [{'role': 'user', 'content': 'hello'}]
+
+
+def test_a_chat(server, weights):
+  found = ask(server, 'chat/completions', model='x', messages=HELLO, n=2,
+              max_tokens=9, temperature=1.0, logprobs=True, key='agent-7')
+  t = weights.prepared.tokenizer
+  text, _ = t.render(HELLO, generation_prompt=True)
+  assert found['prompt_token_ids'] == t.encode(text)
+  assert found['object'] == 'chat.completion' and found['model'] == 'nano'
+  assert [c['index'] for c in found['choices']] == [0, 1]
+  for choice in found['choices']:
+    ids = choice['token_ids']
+    assert choice['message'] == {
+        'role': 'assistant', 'content': t.decode(ids)}
+    assert 1 <= len(ids) <= 9
+    assert choice['finish_reason'] == (
+        'stop' if ids[-1] in t.stop_ids else 'length')
+    assert len(choice['logprobs']['content']) == len(ids)
+    assert all(x['logprob'] <= 0 for x in choice['logprobs']['content'])
+  assert found['choices'][0]['token_ids'] != found['choices'][1]['token_ids']
+  drawn = sum(len(c['token_ids']) for c in found['choices'])
+  assert found['usage'] == dict(
+      prompt_tokens=len(t.encode(text)), completion_tokens=drawn,
+      total_tokens=len(t.encode(text)) + drawn)
+  mine = [e for e in server[1] if e['session'] == 'agent-7']
+  assert [e['ids'] for e in mine] == [
+      c['token_ids'] for c in found['choices']]
+  assert [e['logprobs'] for e in mine] == [
+      [x['logprob'] for x in c['logprobs']['content']]
+      for c in found['choices']]
+
+
+def test_log_probs_are_those_of_the_model(server, weights):
+  found = ask(server, 'completions', prompt='1+1=', max_tokens=6, logprobs=1)
+  choice = found['choices'][0]
+  ids = np.array([[*found['prompt_token_ids'], *choice['token_ids']]])
+  logits = tiny.logits(weights.prepared.model, weights.params, ids)[0]
+  logits = logits - logits.max(-1, keepdims=True)
+  logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  start = len(found['prompt_token_ids'])
+  want = [logp[start - 1 + i, t] for i, t in enumerate(choice['token_ids'])]
+  have = choice['logprobs']['token_logprobs']
+  assert np.abs(np.array(have) - want).max() < 1e-4
+  assert ''.join(choice['logprobs']['tokens']).startswith(choice['text'][:1])
+
+
+def test_texts_ids_and_lists_of_them(server):
+  greedy = dict(max_tokens=4, temperature=0)
+  text = ask(server, 'completions', prompt='ab', **greedy)
+  ids = ask(server, 'completions', prompt=[97, 98], **greedy)
+  both = ask(server, 'completions', prompt=['ab', 'cd'], **greedy)
+  assert text['choices'][0] == ids['choices'][0] == both['choices'][0]
+  assert len(both['choices']) == 2
+
+
+def test_a_stop_string_is_left_out(server):
+  whole = ask(server, 'completions', prompt='xy', max_tokens=12, temperature=0)
+  text = whole['choices'][0]['text']
+  stop = text[3:5]
+  cut = ask(server, 'completions', prompt='xy', max_tokens=12, temperature=0,
+            stop=[stop])['choices'][0]
+  assert cut['text'] == text[:text.index(stop)]
+  assert cut['finish_reason'] == 'stop'
+
+
+def test_many_ask_at_once(server):
+  def one(i):
+    return ask(server, 'completions', prompt=[97 + i], max_tokens=5,
+               temperature=0)['choices'][0]['token_ids']
+  alone = [one(i) for i in range(12)]
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    assert list(pool.map(one, range(12))) == alone
+
+
+def test_a_stream_in_one_piece(server):
+  code, text = post(server[0].url, 'chat/completions', messages=HELLO,
+                    max_tokens=3, temperature=0, stream=True)
+  assert code == 200 and text.endswith('\n\ndata: [DONE]\n\n')
+  found = json.loads(text.split('\n\n')[0].removeprefix('data: '))
+  assert found['object'] == 'chat.completion.chunk'
+  assert found['choices'][0]['delta']['role'] == 'assistant'
+
+
+def test_calls_of_tools_are_told_apart(server, monkeypatch):
+  monkeypatch.setattr(
+      Endpoint, '_decoded', lambda self, c: '<tool_call>{"name": "f", '
+      '"arguments": {"a": 1}}</tool_call>')
+  tool = {'type': 'function', 'function': {'name': 'f'}}
+  choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2,
+               tools=[tool])['choices'][0]
+  assert choice['finish_reason'] == 'tool_calls'
+  call, = choice['message']['tool_calls']
+  assert call['function'] == {'name': 'f', 'arguments': '{"a": 1}'}
+
+
+@pytest.mark.parametrize('path, body, code, words', [
+    ('chat/completions', dict(messages=[]), 400, 'empty list'),
+    ('chat/completions', dict(messages=[{'role': 'x'}]), 400, 'none of system'),
+    ('chat/completions', dict(), 400, 'messages'),
+    ('completions', dict(prompt=''), 400, 'empty'),
+    ('completions', dict(prompt=[9999]), 400, 'token ids'),
+    ('completions', dict(prompt='a', max_tokens=999), 400, 'do not fit'),
+    ('completions', dict(prompt='a', temperature='hot'), 400, 'temperature'),
+    ('completions', dict(raw=b'{'), 400, 'Expecting'),
+    ('completions', dict(raw=b'[]'), 400, 'JSON object'),
+    ('nothing', dict(), 404, 'nothing')])
+def test_what_cannot_be_asked(server, path, body, code, words):
+  have, text = post(server[0].url, path, **body)
+  assert have == code and words in json.loads(text)['error']['message']
+  assert ask(server, 'completions', prompt='a', max_tokens=1)  # still there
+
+
+def test_a_taken_port_is_refused(server, weights):
+  port = int(server[0].url.split(':')[2].split('/')[0])
+  with pytest.raises(InputError, match='another --port'):
+    Endpoint(server[0].engine, weights.prepared.tokenizer, port=port)
+
+
+def test_the_command(folder, tmp_path):
+  child = subprocess.Popen(
+      [sys.executable, '-m', 'launch.serve', f'--model={folder}', '--port=0',
+       '--max_context=64', f'--record={tmp_path}/asked.jsonl'], cwd=CLONE,
+      env=os.environ, stdout=subprocess.PIPE, text=True)
+  try:
+    url = child.stdout.readline().strip()
+    code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3)
+    with urllib.request.urlopen(f'{url}/models') as reply:
+      assert json.load(reply)['data'][0]['id'] == folder
+    child.send_signal(signal.SIGINT)
+    assert code == 200 and child.wait(60) == 0
+  finally:
+    child.kill()
+    child.stdout.close()
+  row = json.loads((tmp_path / 'asked.jsonl').read_text())
+  assert len(row['ids']) == len(row['logprobs']) <= 3

@@ -1,0 +1,177 @@
+"""A sample of a run again, and a run on the rollouts of another.
+
+Legend: N sequences, C completion tokens.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import metrics, replay
+from jaxpost.data import rollouts
+from jaxpost.errors import InputError
+
+GRADE = '''
+def low(completion_ids, **_):
+  return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
+'''
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+@pytest.fixture(scope='module')
+def config(model, tmp_path_factory):
+  reward = tmp_path_factory.mktemp('reward') / 'grade.py'
+  reward.write_text(GRADE)
+  return tiny.grpo_config(
+      model, reward=f'{reward}:low', train=dict(steps=4), optim=dict(lr=1e-2),
+      rl=dict(minibatches=2, kl_coef=0.01), save=dict(every=2, keep=9),
+      log=dict(rollouts=1, samples_every=1))
+
+
+@pytest.fixture(scope='module')
+def run(config, tmp_path_factory):
+  folder = tmp_path_factory.mktemp('run') / 'run'
+  jaxpost.run(config, folder)
+  return folder
+
+
+def kept(run, step):
+  rows = (run / f'samples/grpo/{step}.jsonl').read_text().splitlines()
+  return [json.loads(row) for row in rows]
+
+
+@pytest.mark.parametrize('step, row', [(1, 0), (2, 7), (4, 15)])
+def test_a_sample_is_drawn_again(run, step, row):
+  """From the start, past a checkpoint, and right after one."""
+  found = replay.replay(run, step, row)
+  assert found['identical'] is True
+  theirs, arrays = rollouts.load(run / f'rollouts/grpo/{step}.npz')
+  length = theirs.lengths[row]
+  assert found['ids'] == theirs.completions[row, :length].tolist()
+  assert found['logprobs'] == [float(x) for x in theirs.logprobs[row, :length]]
+  shown = kept(run, step)[row]
+  assert found['reward'] == shown['reward'] == arrays['rewards'][row]
+  assert found['components'] == shown['components'] == {'low': shown['reward']}
+  assert found['advantage'] == pytest.approx(
+      arrays['credit/advantages'][row, 0])
+  assert len(found['texts']) == len(found['trained']) == length
+  assert found['version'] == 2 * (step - 1)
+
+
+def test_losses_of_the_samples_add_up(run):
+  """Those of an update's samples are its loss; shares are of sizes."""
+  found = [replay.replay(run, 1, row) for row in range(16)]
+  rows = [r for r in metrics.read_rows(run / 'metrics.jsonl')
+          if r['step'] == 1]
+  by_update = {}
+  for one in found:
+    by_update.setdefault(round(one['loss_of_update'], 9), []).append(one)
+  assert [len(x) for x in by_update.values()] == [8, 8]
+  for total, ones in by_update.items():
+    assert sum(x['loss'] for x in ones) == pytest.approx(total, abs=1e-6)
+    assert sum(x['loss_share'] for x in ones) == pytest.approx(1, abs=1e-3)
+  assert np.isfinite(rows[0]['loss'])
+
+
+def test_what_differs_is_told(run, tmp_path):
+  copy = tmp_path / 'run'
+  shutil.copytree(run, copy)
+  path = copy / 'rollouts/grpo/2.npz'
+  with np.load(path) as file:
+    arrays = dict(file)
+  arrays['logprobs'] = np.nextafter(arrays['logprobs'], np.float32(9))
+  np.savez(path, **arrays)
+  assert replay.replay(copy, 2, 3)['identical'] is False
+  shutil.rmtree(copy / 'rollouts')
+  assert replay.replay(copy, 2, 3)['identical'] is True  # of samples/
+  (copy / 'samples/grpo/2.jsonl').unlink()
+  before = sorted(copy.rglob('*'))
+  assert replay.replay(copy, 2, 3)['identical'] is None
+  assert sorted(copy.rglob('*')) == before
+
+
+def test_the_command(run):
+  out = subprocess.run(
+      [sys.executable, '-m', 'launch.replay', f'--run={run}', '--step=3',
+       '--row=1'], capture_output=True, text=True)
+  assert out.returncode == 0, out.stderr
+  assert 'identical to what the run has kept' in out.stderr
+  for word in ('log-prob', "components: {'low'", 'loss_share', 'advantage'):
+    assert word in out.stdout
+
+
+@pytest.mark.parametrize('step, row, words', [
+    (9, 0, 'none of the 4 steps'), (1, 16, 'none of the 16 samples'),
+    (1, -1, '--row')])
+def test_what_is_not_there_is_refused(run, step, row, words):
+  with pytest.raises(InputError, match=words):
+    replay.replay(run, step, row)
+
+
+# ------------------------------------------------------- training on rollouts
+
+
+def losses(run):
+  return [{k: v for k, v in r.items() if k not in (
+      'reshard_bytes', 'sampler_mismatch', 'slot_occupancy')
+           and not k.startswith('rewards/')}
+          for r in metrics.comparable_rows(run / 'metrics.jsonl')]
+
+
+@pytest.mark.parametrize('regrade', [True, False])
+def test_a_run_on_saved_rollouts_is_that_run(config, run, tmp_path, regrade):
+  """Whether rewards are computed again or are those that were kept."""
+  again = tiny.merged(config, dict(replay=str(run)))
+  if not regrade:
+    again['reward'] = ''
+  jaxpost.run(again, tmp_path)
+  mine, its = losses(tmp_path), losses(run)
+  keys = {'loss', 'reward', 'kl', 'grad_norm', 'completions/mean_length'}
+  assert keys <= mine[0].keys() & its[0].keys()
+  for a, b in zip(mine, its, strict=True):
+    assert all(a[k] == b[k] for k in keys)
+  for row in metrics.read_rows(tmp_path / 'metrics.jsonl'):
+    assert row['reshard_bytes'] == 0
+
+
+def test_another_learning_rate_on_the_same_rollouts(config, run, tmp_path):
+  again = tiny.merged(config, dict(replay=str(run), optim=dict(lr=1e-3)))
+  jaxpost.run(again, tmp_path)
+  mine, its = losses(tmp_path), losses(run)
+  assert mine[0]['reward'] == its[0]['reward']
+  assert mine[-1]['reward'] == its[-1]['reward']
+  assert mine[-1]['kl'] != its[-1]['kl']
+
+
+@pytest.mark.parametrize('over, words', [
+    (dict(train=dict(steps=5)), r'5\.npz: is not there'),
+    (dict(rollout=dict(prompts=2)), '16 completions of 4 prompts'),
+    (dict(rl=dict(dynamic_sampling=2)), 'config.replay'),
+    (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.replay')])
+def test_rollouts_that_do_not_fit_are_refused(
+    config, run, tmp_path, over, words):
+  again = tiny.merged(config, tiny.merged(dict(replay=str(run)), over))
+  if 'algorithm' in over:
+    again['rl']['minibatches'] = 1
+    moved = tmp_path / 'from/rollouts/remax'
+    shutil.copytree(run / 'rollouts/grpo', moved)
+    again['replay'] = str(tmp_path / 'from')
+  with pytest.raises(InputError, match=words):
+    jaxpost.run(again, tmp_path / 'run')
+
+
+def test_a_file_that_is_no_rollout(tmp_path):
+  path = tmp_path / '1.npz'
+  path.write_bytes(b'PK nothing')
+  with pytest.raises(InputError, match=r'1\.npz: not a rollout'):
+    rollouts.load(path)
