@@ -63,10 +63,9 @@ def main(argv):
   if _TUNE.value:
     host.tune_host()
   host.use_compile_cache()
-  from jaxpost import bench, processes
+  from jaxpost import bench, cluster, processes
   given = flags.FLAGS
   if given.distributed or given.coordinator:
-    from jaxpost import cluster
     cluster.connect(given.coordinator, given.num_processes, given.process_id)
   options = bench.Options(**{
       f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
