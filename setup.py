@@ -53,7 +53,8 @@ EXTRAS = {
   'wandb': ['wandb>=0.19'],
   # For the tests that compare with it; peft needs torch.
   'parity': ['peft>=0.17', 'torch>=2.6'],
-  'test': ['chex>=0.1.90', 'pytest>=8.3', 'pyyaml>=6.0', 'ruff>=0.8',
+  'test': ['chex>=0.1.90', 'pytest>=8.3', 'pytest-xdist>=3.6',
+           'pyyaml>=6.0', 'ruff>=0.8',
            *NOTEBOOK, 'array-record>=0.8', 'jsonschema>=4.18',
            'math-verify>=0.8', 'pyarrow>=17', 'referencing>=0.30'],
 }
