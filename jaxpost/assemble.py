@@ -64,9 +64,9 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   config, on_policy = p.config, p.algorithm.on_policy
   train = make_layout(config.mesh.train, 'train', devices=devices,
                       arrange=placement.arrange)
-  compute = compute_for(
+  compute = dataclasses.replace(compute_for(
       train.mesh.devices.flat[0].platform, config.model.dtype,
-      config.model.remat)
+      config.model.remat), mesh=train.mesh)
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Compute:
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
+  mesh: that training runs on; None is one device.
   """
 
   dtype: str = 'bfloat16'
@@ -35,6 +37,7 @@ class Compute:
   q_chunk: int = 128
   head_elements: int = 2**25
   row_writes: bool = True
+  mesh: Mesh | None = None
 
 
 def compute_for(platform: str, dtype: str, remat: str) -> Compute:
@@ -46,7 +49,7 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
       q_chunk=1024, head_elements=2**30, row_writes=False)
 
 
-def einsum(spec: str, x, w, dtype: str):
+def einsum(spec: str, x, w, dtype: str, out: str = 'float32'):
   """`jnp.einsum(spec, x, w)` in float32 from operands of type `dtype`.
 
   Forward and backward products take `dtype` operands and accumulate in
@@ -54,37 +57,101 @@ def einsum(spec: str, x, w, dtype: str):
   products, which then run at half the speed on CPU and miss the matrix units
   elsewhere. Every letter must occur in two of the three terms.
 
+  `out` is the type of the result, accumulated in float32 on each device; what
+  is summed over a mesh then travels in it.
+
   `w` may be a matrix with a `product` of its own, such as `lora.Adapted`.
   """
   return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(
-      spec, x, w, dtype)
+      spec, x, w, dtype, out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _einsum(spec, x, w, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _einsum(spec, x, w, dtype, out):
   precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else None
   return jnp.einsum(
       spec, x.astype(dtype), w.astype(dtype), precision=precision,
-      preferred_element_type=jnp.float32)
+      preferred_element_type=out)
 
 
-def _forward(spec, x, w, dtype):
+def _forward(spec, x, w, dtype, out):
   # Residuals are the cast operands; the empty arrays carry the input types.
   saved = (x.astype(dtype), w.astype(dtype))
   kinds = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
-  return einsum(spec, *saved, dtype), (saved, kinds)
+  return einsum(spec, *saved, dtype, out), (saved, kinds)
 
 
-def _backward(spec, dtype, residuals, g):
+def _backward(spec, dtype, result, residuals, g):
+  del result
   (x, w), (x_kind, w_kind) = residuals
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   g = g.astype(dtype)
   # Batch letters stay separate dimensions: XLA:CPU contracts [b, t] pairs at
   # full speed but not a flattened one.
-  dx = einsum(f'{out},{w_term}->{x_term}', g, w, dtype)
+  dx = einsum(f'{out},{w_term}->{x_term}', g, w, dtype, x_kind.dtype.name)
   dw = einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype)
 
 
 _einsum.defvjp(_forward, _backward)
+
+
+# --------------------------------------------------- several products of one x
+
+
+def products(spec: str, x, ws: tuple, compute: Compute) -> list:
+  """[einsum(spec, x, w) for w in ws], of matrices split over `tensor`.
+
+  The gradient by x is a sum over the matrices and over the mesh. XLA would
+  send each matrix's part around by itself; here they are added up before.
+  """
+  mesh = compute.mesh
+  if mesh is None or mesh.shape['tensor'] == 1 or any(
+      hasattr(w, 'product') for w in ws):
+    return [einsum(spec, x, w, compute.dtype) for w in ws]
+  return _products(spec, x, tuple(ws), compute.dtype, mesh)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _products(spec, x, ws, dtype, mesh):
+  del mesh
+  return [einsum(spec, x, w, dtype) for w in ws]
+
+
+def _products_forward(spec, x, ws, dtype, mesh):
+  saved = x.astype(dtype), tuple(w.astype(dtype) for w in ws)
+  kinds = jnp.zeros((0,), x.dtype), tuple(jnp.zeros((0,), w.dtype) for w in ws)
+  return _products(spec, *saved, dtype, mesh), (saved, kinds)
+
+
+def _products_backward(spec, dtype, mesh, residuals, gs):
+  (x, ws), (x_kind, w_kinds) = residuals
+  inputs, out = spec.split('->')
+  x_term, w_term = inputs.split(',')
+  gs = [g.astype(dtype) for g in gs]
+  dws = tuple(einsum(f'{x_term},{out}->{w_term}', x, g, dtype).astype(k.dtype)
+              for g, k in zip(gs, w_kinds))
+  back = f'{out},{w_term}->{x_term}'
+  letter = next(c for c in w_term if c not in x_term)  # is split, if it can be
+  size, at = mesh.shape['tensor'], w_term.index(letter)
+  split = [w.shape[at] % size == 0 for w in ws]
+  cut = lambda term: PartitionSpec(*(
+      'tensor' if c == letter else None for c in term))
+
+  def local(gs, ws):
+    own = sum(einsum(back, g, w, dtype) for g, w in zip(gs, ws))
+    return jax.lax.psum(own.astype(x_kind.dtype), 'tensor')
+
+  dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name)
+           for g, w, s in zip(gs, ws, split) if not s)
+  if any(split):
+    pick = lambda values: [v for v, s in zip(values, split) if s]
+    dx = dx + jax.shard_map(
+        local, mesh=mesh, in_specs=(cut(out), cut(w_term)),
+        out_specs=PartitionSpec(), axis_names={'tensor'}, check_vma=False)(
+            pick(gs), pick(ws))
+  return dx.astype(x_kind.dtype), dws
+
+
+_products.defvjp(_products_forward, _products_backward)
