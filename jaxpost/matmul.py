@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +115,24 @@ def products(spec: str, x, ws: tuple, compute: Compute) -> list:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _products(spec, x, ws, dtype, mesh):
-  del mesh
-  return [einsum(spec, x, w, dtype) for w in ws]
+  return [einsum(spec, x, w, dtype) for w in _gathered(spec, ws, dtype, mesh)]
+
+
+def _gathered(spec, ws, dtype, mesh):
+  """Matrices whole but for `tensor`; said alike each time, XLA does it once
+  where a layer is recomputed and differentiated."""
+  inputs, _ = spec.split('->')
+  x_term, w_term = inputs.split(',')
+  return [jax.lax.with_sharding_constraint(w.astype(dtype), NamedSharding(
+      mesh, _cut(w_term, x_term, w_term, w.shape, mesh))) for w in ws]
+
+
+def _cut(term, x_term, w_term, w_shape, mesh) -> PartitionSpec:
+  """Of an operand whose letters are `term`: over `tensor`, if it can be."""
+  letter = next(c for c in w_term if c not in x_term)
+  fits = w_shape[w_term.index(letter)] % mesh.shape['tensor'] == 0
+  return PartitionSpec(*(
+      'tensor' if c == letter and fits else None for c in term))
 
 
 def _products_forward(spec, x, ws, dtype, mesh):
@@ -133,11 +149,10 @@ def _products_backward(spec, dtype, mesh, residuals, gs):
   dws = tuple(einsum(f'{x_term},{out}->{w_term}', x, g, dtype).astype(k.dtype)
               for g, k in zip(gs, w_kinds))
   back = f'{out},{w_term}->{x_term}'
-  letter = next(c for c in w_term if c not in x_term)  # is split, if it can be
-  size, at = mesh.shape['tensor'], w_term.index(letter)
-  split = [w.shape[at] % size == 0 for w in ws]
-  cut = lambda term: PartitionSpec(*(
-      'tensor' if c == letter else None for c in term))
+  cuts = [tuple(_cut(term, x_term, w_term, w.shape, mesh) for w in ws)
+          for term in (out, w_term)]
+  split = ['tensor' in cut for cut in cuts[1]]
+  ws = _gathered(spec, ws, dtype, mesh)
 
   def local(gs, ws):
     own = sum(einsum(back, g, w, dtype) for g, w in zip(gs, ws))
@@ -148,7 +163,7 @@ def _products_backward(spec, dtype, mesh, residuals, gs):
   if any(split):
     pick = lambda values: [v for v, s in zip(values, split) if s]
     dx = dx + jax.shard_map(
-        local, mesh=mesh, in_specs=(cut(out), cut(w_term)),
+        local, mesh=mesh, in_specs=(pick(cuts[0]), pick(cuts[1])),
         out_specs=PartitionSpec(), axis_names={'tensor'}, check_vma=False)(
             pick(gs), pick(ws))
   return dx.astype(x_kind.dtype), dws
