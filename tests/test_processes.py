@@ -26,7 +26,7 @@ from jaxpost.checkpoint import finished_steps
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ON_POLICY = 'grpo', 'ppo'
 RUNS = 'sft', 'dpo', 'kto', *ON_POLICY
-LIMIT = 300  # seconds, on a busy machine
+LIMIT = 600  # seconds, on a busy machine
 STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
 # Ties of the first step, where policy and reference are equal: rounding
 # decides. Means that are 0 but for rounding are compared absolutely.
@@ -51,6 +51,7 @@ def config(folder, name, **over):
   import tiny
   task = 'generated:arithmetic:max=99,ops=+'
   base = dict(
+      mesh=dict(train=os.environ.get('MESH', 'fsdp=-1')),
       train=dict(steps=STEPS, batch_size=4), save=dict(every=MIDDLE, keep=5),
       log=dict(every=1, samples_every=1),
       eval=dict(every=MIDDLE, size=4, data=dict(
@@ -89,13 +90,13 @@ def environment(folder, devices=1, **more):
       '--xla_backend_optimization_level=0', 'GRADED': str(folder), **more}
 
 
-def start(folder, tag, names, count=1, devices=1):
+def start(folder, tag, names, count=1, devices=1, **more):
   """The driver's processes, making the runs `names` in FOLDER/tag."""
   address = free_address()
   return [subprocess.Popen(
       [sys.executable, __file__, str(folder), tag, ','.join(names),
        str(rank), str(count), address], text=True, cwd=ROOT,
-      env=environment(folder / f'{tag}.graded', devices),
+      env=environment(folder / f'{tag}.graded', devices, **more),
       stdout=subprocess.PIPE, stderr=subprocess.PIPE)
       for rank in range(count)]
 

@@ -236,14 +236,14 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
     loss, metrics, outputs, grads = _loop(plan, grad, *args)
     loss, metrics = jax.lax.psum((loss, metrics), axes)
     if grad:
-      grads = grads[0], jax.lax.psum(grads[1], axes)
+      grads = grads[0], grads[1][None]
     return loss, metrics, outputs, grads
 
   kind = head.dtype
   run = jax.shard_map(
       local, mesh=plan.layout.mesh,
       in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
-      out_specs=(whole, whole, rows, (rows, whole) if grad else ()),
+      out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
       axis_names=set(axes), check_vma=False)
   # Cast before the shards of the head are gathered: half the bytes.
   head, teachers = head.astype(plan.compute.dtype), (teachers[0], [
@@ -251,7 +251,10 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   loss, metrics, outputs, grads = run(
       hidden, head, order, labels, weights, arrays, teachers)
   if grad:
-    grads = grads[0], grads[1].astype(kind)
+    # Summed over the shards by who keeps a part of it, and there only.
+    d_head = plan.layout(
+        jnp.sum(grads[1], axis=0), 'vocab', 'embed')
+    grads = grads[0], d_head.astype(kind)
   return loss, metrics, outputs, grads
 
 

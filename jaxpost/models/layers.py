@@ -8,8 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxpost.matmul import Compute, einsum
+from jaxpost.matmul import Compute, einsum, products
 from jaxpost.models.config import ModelConfig
+from jaxpost.sharding import Layout
 
 
 ACTIVATIONS = {
@@ -17,6 +18,32 @@ ACTIVATIONS = {
     'gelu': functools.partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def embed(table, tokens, dtype: str, constrain):
+  """Rows of the table [V, D], rounded as the sampler's copy of it is.
+
+  Whole rows: from rows split over fsdp XLA would replicate the activations of
+  the global batch. Rounded before they are gathered, in half the bytes; the
+  gradient is summed in the type of the table all the same.
+  """
+  return constrain(table.astype(dtype), 'vocab', None)[tokens]
+
+
+def _embed_forward(table, tokens, dtype, constrain):
+  return embed(table, tokens, dtype, constrain), (table, tokens)
+
+
+def _embed_backward(dtype, constrain, residuals, g):
+  del dtype
+  table, tokens = residuals
+  d_table = jnp.zeros(table.shape, table.dtype).at[tokens].add(
+      g.astype(table.dtype))
+  return constrain(d_table, 'vocab', 'embed'), None
+
+
+embed.defvjp(_embed_forward, _embed_backward)
 
 
 def rms_norm(x, scale, cfg: ModelConfig):
@@ -38,8 +65,15 @@ def norm_heads(x, scale, cfg: ModelConfig):
 
 
 def project(spec: str, x, p, name: str, compute: Compute):
-  """`einsum(spec, x, p[name])`, plus its bias where the layer has one."""
-  y = einsum(spec, x, p[name], compute.dtype)
+  """`einsum(spec, x, p[name])`, plus its bias where the layer has one.
+
+  In the type of the residual stream, where it goes.
+  """
+  y = einsum(spec, x, p[name], compute.dtype, compute.residual)
+  return _biased(y, p, name)
+
+
+def _biased(y, p, name: str):
   bias = p.get(f'{name}_bias')
   return y if bias is None else y + bias.reshape(y.shape[2:])
 
@@ -72,18 +106,22 @@ def fuse(p: dict, joined: dict) -> dict:
   return p
 
 
-def project_all(spec: str, x, p, name: str, compute: Compute, cfg) -> list:
-  """`project` by each of TOGETHER[name], at once where they are one."""
+def project_all(spec: str, x, p, name: str, compute: Compute, cfg,
+                layout) -> list:
+  """Projections by TOGETHER[name], with biases; one product if it is one."""
   if name not in p:
-    return [project(spec, x, p, part, compute) for part in TOGETHER[name]]
+    mesh, parts = isinstance(layout, Layout) and layout.mesh, TOGETHER[name]
+    ys = products(
+        spec, x, tuple(p[part] for part in parts), compute.dtype, mesh or None)
+    return [_biased(y, p, part) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
   return jnp.split(project(spec, x, p, name, compute), ends, _OUT[name])
 
 
-def mlp(p, x, cfg: ModelConfig, compute: Compute):
+def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
   """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
-  gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg)
+  gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg, layout)
   hidden = ACTIVATIONS[cfg.activation](gate) * up
   return project(
       'btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute)

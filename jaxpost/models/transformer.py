@@ -173,7 +173,8 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
   """
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
-  q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg)
+  q, k, v = layers.project_all(
+      'btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
   if cfg.qk_norm:
     q = layers.norm_heads(q, p['q_norm'], cfg)
     k = layers.norm_heads(k, p['k_norm'], cfg)
@@ -185,7 +186,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
   if cfg.experts:
     out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
   else:
-    out = layers.mlp(p, y, cfg, compute)
+    out = layers.mlp(p, y, cfg, compute, layout)
   return _add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
 
 
@@ -254,11 +255,7 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
 
 
 def _embed(params, tokens, cfg, compute, constrain, noise=None):
-  # Whole rows: from rows split over fsdp XLA would replicate the activations
-  # of the global batch.
-  x = constrain(params['embed'], 'vocab', None)[tokens]
-  # Rounded as the sampler's copy of the weights is: both see one embedding.
-  x = x.astype(compute.dtype)
+  x = layers.embed(params['embed'], tokens, compute.dtype, constrain)
   if cfg.embed_scale != 1:
     x = x * jnp.asarray(cfg.embed_scale, compute.dtype)  # rounded, as in HF
   x = x.astype(compute.residual)

@@ -1,0 +1,128 @@
+"""What programs send between devices, held against the least that they must.
+
+Counted in the compiled HLO (`planning/cost.py`), on 8 pretended devices and,
+where libtpu is installed, for a described TPU slice. XLA for CPU forms no
+reduce-scatter: there a sum of gradients over fsdp is an all-reduce, which
+costs twice as much and is counted as half.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MESHES = 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=4'
+RESHARDS = {'fsdp=8': 'data=8', 'fsdp=4,tensor=2': 'data=4,tensor=2'}
+MOST = 1.05  # times the least
+
+# Many more tokens a device than the width: else XLA rather gathers those.
+DRIVER = '''
+import json, math, sys
+from jaxpost.models import presets
+presets.PRESETS['wide'] = presets._qwen3(
+    256, 768, 2, 8, 8, 32, vocab=4096, tied=False)
+from jaxpost.planning import aot, chips, cost, described
+
+topology, dtype, jobs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+chips.set_environment(chips.parse(topology))
+import jax
+
+said, look = {}, aot.look
+
+def watch(kit, name, compiled, args):
+  """Arrays above 1 % of the parameters that more devices hold than need to."""
+  state, big = args[0], {}
+  whole = sum(x.size for x in jax.tree.leaves(state.params))
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  given = [x.sharding for _, x in leaves]
+  made = jax.tree.leaves(compiled.output_shardings[0])
+  for at, shardings in ('in', given), ('out', made):
+    for (path, x), sharding in zip(leaves, shardings, strict=True):
+      shard = math.prod(sharding.shard_shape(x.shape))
+      copies = shard * kit.train.mesh.size / x.size
+      if x.size > 0.01 * whole and copies > kit.train.mesh.shape['data']:
+        big[at + jax.tree_util.keystr(path)] = copies
+  return look(kit, name, compiled, args) | {'replicated': big}
+
+out = []
+for train, rollout in jobs:
+  aot.look = look if rollout else watch
+  p, = described.prepare_all(dict(
+      algorithm='grpo' if rollout else 'sft', data=dict(path='none'),
+      reward='length', model=dict(preset='wide', dtype=dtype, remat='full'),
+      mesh=dict(train=train, rollout=rollout or 'data=-1'),
+      train=dict(batch_size=16, row_length=0 if rollout else 512)))
+  compiled = aot.compile_stage(p, chips.parse(topology), (
+      ('reshard',) if rollout else ('update',)))
+  row, = compiled.rows
+  found = cost.by_axis(row['totals'], compiled.kit.train.mesh)
+  out.append(dict(
+      least=row['least'], replicated=row.get('replicated'),
+      unknown=row['totals'].unknown, found={
+          kind: {a: x[0] for a, x in axes.items()}
+          for kind, axes in found.items()}))
+print(json.dumps(out))
+'''
+
+
+@functools.cache
+def counted(topology, dtype):
+  """{job: figures}."""
+  jobs = [(mesh, '') for mesh in MESHES] + list(RESHARDS.items())
+  done = subprocess.run(
+      [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
+      cwd=ROOT, text=True, capture_output=True,
+      env=os.environ | {'PYTHONPATH': str(ROOT)})
+  assert done.returncode == 0, done.stderr[-3000:]
+  return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1])))
+
+
+def by_axis(figures, on_cpu):
+  """{axis: (bytes that are sent, the least)}, of axes that have one."""
+  out = {}
+  for axes in figures['least'].values():
+    for axis, count in axes.items():
+      out[axis] = 0.0, out.get(axis, (0, 0.0))[1] + count
+  for kind, axes in figures['found'].items():
+    for axis, count in axes.items():
+      share = 0.5 if on_cpu and kind == 'all-reduce' and axis == 'fsdp' else 1
+      if axis in out:
+        out[axis] = out[axis][0] + share * count, out[axis][1]
+  return out
+
+
+def check(figures, on_cpu):
+  assert not figures['unknown']
+  axes = by_axis(figures, on_cpu)
+  assert axes
+  for axis, (sent, least) in axes.items():
+    assert 0 < sent <= MOST * least, (axis, sent / least, figures)
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_an_update_sends_little_more_than_the_least(mesh):
+  figures = counted('cpu:8', 'float32')[mesh, '']
+  check(figures, on_cpu=True)
+  assert not figures['replicated'], figures['replicated']
+
+
+@pytest.mark.parametrize('train', RESHARDS)
+def test_so_does_the_reshard_to_the_sampler(train):
+  figures = counted('cpu:8', 'float32')[train, RESHARDS[train]]
+  sent = sum(sum(axes.values()) for axes in figures['found'].values())
+  least = sum(sum(axes.values()) for axes in figures['least'].values())
+  assert 0 < sent <= MOST * least, figures
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason=(
+    "no libtpu, which compiles for TPUs: pip install 'jax[tpu]'"))
+@pytest.mark.parametrize('mesh', ['tensor=8'])
+def test_an_update_on_a_tpu_slice(mesh):
+  check(counted('v5e:2x4', 'bfloat16')[mesh, ''], on_cpu=False)

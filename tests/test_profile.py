@@ -1,0 +1,35 @@
+"""A trace of the steps that were asked for, and of no others."""
+
+import tiny
+
+from jaxpost import profile
+from jaxpost import stages
+
+
+def test_a_run_leaves_a_trace(tmp_path):
+  model = tiny.folder(tmp_path / 'model')
+  config = tiny.run_config(
+      model, log=dict(profile_from=2, profile_steps=2), train=dict(steps=5))
+  stages.run(config, tmp_path / 'run')
+  traces = list((tmp_path / 'run' / 'profile' / 'sft').rglob('*.xplane.pb'))
+  assert len(traces) == 1 and traces[0].stat().st_size > 1000
+
+
+def test_steps_of_a_trace(monkeypatch, tmp_path):
+  said = []
+  monkeypatch.setattr(
+      profile.jax.profiler, 'start_trace', lambda folder: said.append('start'))
+  monkeypatch.setattr(
+      profile.jax.profiler, 'stop_trace', lambda: said.append('stop'))
+  for first, last, begun, expected in (
+      (2, 9, 1, {2: 'start', 5: 'stop'}), (0, 9, 1, {}),
+      (2, 9, 4, {4: 'start', 5: 'stop'}),  # resumed inside of it
+      (8, 9, 1, {8: 'start', 9: 'stop'}), (2, 9, 6, {})):
+    trace = profile.Trace(tmp_path, first, 3, last)
+    found = {}
+    for step in range(begun, last + 1):
+      said.clear()
+      trace.at(step)
+      if said:
+        found[step], = said
+    assert found == expected, (first, last, begun)
