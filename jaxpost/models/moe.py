@@ -191,7 +191,7 @@ def _rows(p, y, number, cfg, compute):
                   dtype=jnp.int32)
 
   def dot(y, name):
-    y = grouped(y, p[name], sizes, compute.dtype, compute.group_block)
+    y = grouped(y, p[name], sizes, compute)
     bias = p.get(f'{name}_bias')
     return y if bias is None else y + bias.at[number].get(
         mode='fill', fill_value=0, indices_are_sorted=True)
