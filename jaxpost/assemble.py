@@ -75,10 +75,10 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
       router=moe.loss_weights(config.router, p.model.config))}
   if config.router.replay and (
       not on_policy or p.algorithm.pack or p.algorithm.from_data(config)
-      or {'critic', 'reward_model'} & set(p.sources)):
+      or set(p.sources) - {'policy', 'reference'}):
     raise InputError(
         'config.router.replay: is for on-policy methods on whole completions, '
-        'without data mixed in, a critic or a reward model')
+        'without data mixed in, critic, reward model or teachers')
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
   shards = train.batch_shards
