@@ -25,8 +25,10 @@ class Compute:
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
-  group_block: rows of a product of groups; 0 is `jax.lax.ragged_dot`, which
-    multiplies every row by every group where there is no kernel for it.
+  group_block: rows of a group that are multiplied at a time.
+  ragged: `jax.lax.ragged_dot` instead, where there is a kernel for it; else
+    it multiplies every row by every matrix, which it does everywhere for the
+    gradient of the matrices, so that this goes by blocks.
   """
 
   dtype: str = 'bfloat16'
@@ -38,6 +40,7 @@ class Compute:
   head_elements: int = 2**25
   row_writes: bool = True
   group_block: int = 32
+  ragged: bool = False
 
 
 def compute_for(platform: str, dtype: str, remat: str) -> Compute:
@@ -49,7 +52,7 @@ def compute_for(platform: str, dtype: str, remat: str) -> Compute:
   return Compute(
       dtype=dtype, residual=residual, cache=dtype, unroll=False, remat=remat,
       q_chunk=1024, head_elements=2**30, row_writes=False,
-      group_block=0 if platform == 'tpu' else 256)
+      group_block=256, ragged=platform == 'tpu')
 
 
 def einsum(spec: str, x, w, dtype: str, out: str = 'float32'):
@@ -102,48 +105,48 @@ _einsum.defvjp(_forward, _backward)
 # ------------------------------------------------------------------ of groups
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def grouped(x, w, sizes, dtype: str, block: int):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped(x, w, sizes, compute: Compute):
   """Each group of rows times a matrix of its own, in float32: [N, F].
 
   Args:
     x: [N, D], the rows of the groups after each other; those beyond give 0.
     w: [E, D, F]; sizes: [E] int32, rows of each group.
-    dtype: of the operands, forward and backward, as of `einsum`.
-    block: see `Compute.group_block`.
+    compute: the type of the operands, forward and backward, as of `einsum`.
   """
-  return _rows_by_groups('nd,df->nf', x, w, sizes, dtype, block)
+  return _rows_by_groups('nd,df->nf', x, w, sizes, compute)
 
 
-def _grouped_forward(x, w, sizes, dtype, block):
+def _grouped_forward(x, w, sizes, compute):
   kinds = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
-  x, w = x.astype(dtype), w.astype(dtype)
-  return grouped(x, w, sizes, dtype, block), (x, w, sizes, kinds)
+  x, w = x.astype(compute.dtype), w.astype(compute.dtype)
+  return grouped(x, w, sizes, compute), (x, w, sizes, kinds)
 
 
-def _grouped_backward(dtype, block, residuals, g):
+def _grouped_backward(compute, residuals, g):
   x, w, sizes, (x_kind, w_kind) = residuals
-  g = g.astype(dtype)
-  dx = _rows_by_groups('nf,df->nd', g, w, sizes, dtype, block)
-  dw = _groups_of_rows(x, g, sizes, dtype, block)
+  g = g.astype(compute.dtype)
+  dx = _rows_by_groups('nf,df->nd', g, w, sizes, compute)
+  dw = _groups_of_rows(x, g, sizes, compute)
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype), None
 
 
 grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _rows_by_groups(spec, x, w, sizes, dtype, block):
+def _rows_by_groups(spec, x, w, sizes, compute):
   """`einsum(spec, x, w[e])` of the rows of each group e."""
+  dtype = compute.dtype
   x, w = x.astype(dtype), w.astype(dtype)
-  if not block:
+  if compute.ragged:
     w = w if spec == 'nd,df->nf' else w.swapaxes(1, 2)
     y = jax.lax.ragged_dot(
         x, w, sizes, precision=_precision(dtype),
         preferred_element_type=jnp.float32)
     real = jnp.arange(len(x)) < jnp.sum(sizes)
     return jnp.where(real[:, None], y, 0)
-  parts, width = _Parts(sizes, len(x), block), w.shape[
-      2 if spec == 'nd,df->nf' else 1]
+  parts = _Parts(sizes, len(x), compute.group_block)
+  width = w.shape[2 if spec == 'nd,df->nf' else 1]
   x = jnp.pad(x, ((0, parts.block), (0, 0)))
 
   def part(i, y):
@@ -156,21 +159,14 @@ def _rows_by_groups(spec, x, w, sizes, dtype, block):
   return jax.lax.fori_loop(0, parts.number, part, y)[:len(x) - parts.block]
 
 
-def _groups_of_rows(x, g, sizes, dtype, block):
+def _groups_of_rows(x, g, sizes, compute):
   """x^T g of the rows of each group: [E, D, F], the gradient of its matrix."""
-  if not block:
-    dims = jax.lax.RaggedDotDimensionNumbers(
-        (((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[])
-    return jax.lax.ragged_dot_general(
-        x, g, sizes, dims, precision=_precision(dtype),
-        preferred_element_type=jnp.float32)
-  parts = _Parts(sizes, len(x), block)
+  parts = _Parts(sizes, len(x), compute.group_block)
   x, g = (jnp.pad(y, ((0, parts.block), (0, 0))) for y in (x, g))
 
   def part(i, dw):
     rows = jnp.where(parts.real(i), parts.rows(g, i), 0)
-    add = einsum('nd,nf->df', parts.rows(x, i), rows, dtype)
+    add = einsum('nd,nf->df', parts.rows(x, i), rows, compute.dtype)
     return jax.lax.dynamic_update_index_in_dim(
         dw, _slice(dw, parts.group[i]) + add, parts.group[i], 0)
 

@@ -55,7 +55,7 @@ def check_replay(config, algorithm, found: dict):
   """InputError where the experts of a rollout cannot be taken again."""
   if config.router.replay and (
       not algorithm.on_policy or algorithm.pack or algorithm.from_data(config)
-      or config.environment or {'critic', 'reward_model'} & set(found)):
+      or config.environment or set(found) - {'policy', 'reference'}):
     raise InputError(
         'config.router.replay: is for on-policy methods on whole completions, '
-        'without data mixed in, an environment, a critic or a reward model')
+        'without data mixed in, environment, critic, reward model or teachers')

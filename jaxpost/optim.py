@@ -70,5 +70,5 @@ def check(name: str, weight_decay: float):
 def decayed(axes: dict):
   """Weight decay is for matrices and embeddings, not for norms."""
   return jax.tree.map(
-      lambda a: len([x for x in a if x != 'layers']) > 1, axes,
+      lambda a: len(set(a) - {'layers', 'expert'}) > 1, axes,
       is_leaf=lambda a: isinstance(a, tuple))

@@ -73,7 +73,9 @@ def main():
       norm_offset=1.0, activation='gelu_tanh', embed_scale=2.0,
       attention_softcap=3.0, logit_softcap=4.0, tie_embeddings=False))
   sparse = model_lib.build(tiny.config(
-      **shapes, family='qwen3_moe', experts=Experts(8, 3, 16)))
+      **shapes, family='gpt_oss', tie_embeddings=False,
+      biases=('q', 'o', 'router', 'gate', 'up', 'down', 'sinks'),
+      experts=Experts(8, 3, 16, limit=1.5, alpha=1.7)))
   compute = dataclasses.replace(
       tiny.EXACT, unroll=False, remat='dots', q_chunk=8, head_elements=20_000)
   random = np.random.RandomState(0)

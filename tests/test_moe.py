@@ -44,7 +44,7 @@ def params(model):
 SIZES = np.array([5, 0, 21, 1, 10], np.int32)
 
 
-@pytest.mark.parametrize('block', [0, 1, 8, 64])
+@pytest.mark.parametrize('block', [0, 1, 8, 64])  # 0: ragged_dot
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_products_of_groups(block, dtype):
   """Forward and backward, against a matrix for each row."""
@@ -60,8 +60,10 @@ def test_products_of_groups(block, dtype):
     return jnp.where(real[:, None], jnp.einsum(
         'nd,ndf->nf', x, each, precision='highest'), 0)
 
+  compute = matmul.Compute(
+      dtype=dtype, group_block=block or 32, ragged=not block)
   ours, back = jax.vjp(lambda x, w: matmul.grouped(
-      x, w, jnp.asarray(SIZES), dtype, block), x, w)
+      x, w, jnp.asarray(SIZES), compute), x, w)
   right, right_back = jax.vjp(plain, x, w)
   assert ours.dtype == jnp.float32
   for a, b in zip((ours, *back(g)), (right, *right_back(g))):

@@ -91,8 +91,7 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   tokens = layout.spec(('batch', None, None), x.shape)
   split = 'expert' in jax.tree.leaves(tuple(tokens))
   run = functools.partial(
-      _local, cfg=cfg, compute=compute, split=split, specs=specs,
-      size=size)
+      _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size)
   return jax.shard_map(
       run, mesh=layout.mesh, in_specs=(specs, tokens, tokens),
       out_specs=(tokens, Routing(tokens, tokens)), check_vma=False)(
@@ -135,12 +134,13 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
 def _whole(w, spec, dtype):
   """A shard of experts with all of the hidden size, moved in `dtype`.
 
-  In float32 again, so that gradients are summed in it on the way back.
+  Of its own type again, in which gradients are summed on the way back.
   """
   for axis, part in enumerate(spec):
     if part == 'fsdp':
-      w = jax.lax.all_gather(w.astype(dtype), part, axis=axis, tiled=True)
-  return w.astype(jnp.float32)
+      w = jax.lax.all_gather(
+          w.astype(dtype), part, axis=axis, tiled=True).astype(w.dtype)
+  return w
 
 
 def route(p, x, cfg: ModelConfig, chosen=None):
@@ -191,7 +191,7 @@ def _rows(p, y, number, cfg, compute):
                   dtype=jnp.int32)
 
   def dot(y, name):
-    y = grouped(y, p[name], sizes, compute.dtype, compute.group_block)
+    y = grouped(y, p[name], sizes, compute)
     bias = p.get(f'{name}_bias')
     return y if bias is None else y + bias.at[number].get(
         mode='fill', fill_value=0, indices_are_sorted=True)

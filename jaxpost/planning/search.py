@@ -52,8 +52,9 @@ def search(raw: dict, options: stage.Options,
 def tensors(p: build.Prepared, chips: int) -> list[int]:
   """Sizes of the tensor axis that split heads and the MLP evenly."""
   cfg = p.model.config
+  size = cfg.experts.size if cfg.experts else cfg.intermediate_size
   return [t for t in _TENSOR if chips % t == 0 and cfg.num_heads % t == 0
-          and cfg.intermediate_size % t == 0]
+          and size % t == 0]
 
 
 def seconds_a_token(found: tuple) -> float:
