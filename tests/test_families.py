@@ -233,16 +233,18 @@ def greedy(model, params, prompts, lengths, steps):
     weights = transformer.unstack_layers(params, model.config.num_layers)
     cache, x = model.prefill(params, prompts, lengths, compute=compute)
 
+    cache = jax.tree.map(widen, cache)
+    recent = jax.tree.map(lambda c: jnp.full_like(c, 1e3), cache)
+
     def step(carry, i):
-      cache, x = carry
+      recent, x = carry
       tokens = head_lib.logits(
           x, model.head(params), model.config.logit_form, 'float32')[
               :, :131].argmax(-1).astype(jnp.int32)
-      return model.decode(weights, cache, tokens, lengths + i, read=room,
+      return model.decode(weights, cache, recent, tokens, lengths, i,
                           compute=compute), (tokens, x)
 
-    return jax.lax.scan(
-        step, (jax.tree.map(widen, cache), x), jnp.arange(steps))[1]
+    return jax.lax.scan(step, (recent, x), jnp.arange(steps))[1]
 
   return [np.asarray(x).swapaxes(0, 1) for x in run(params)]
 

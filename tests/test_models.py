@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost.models import attention
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.models import transformer
@@ -48,30 +49,45 @@ def test_cached_decode_equals_full_forward(model, params):
       ((0, 0), (0, 0), (0, room - 9), (0, 0)), constant_values=1e3)
   cache = jax.tree.map(grow, cache)
   weights = transformer.unstack_layers(params, model.config.num_layers)
-  decode = jax.jit(lambda w, *a: model.decode(
-      w, *a, compute=tiny.EXACT, read=room))
-  at = prompt.copy()
-  for _ in range(20 - 9):
-    cache, x = decode(weights, cache, ids[rows, at], at)
+  decode = jax.jit(lambda w, *a: model.decode(w, *a, compute=tiny.EXACT))
+  extend = jax.jit(attention.extend, static_argnums=3)
+  at, block, recent = prompt.copy(), 4, None
+  for i in range(20 - 9):
+    if i % block == 0:
+      if i:
+        cache = extend(cache, recent, at - block, i == block)
+      recent = jax.tree.map(
+          lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
+    recent, x = decode(
+        weights, cache, recent, ids[rows, at], at - i % block, i % block)
     close(x, full[rows, at], 1e-5)
     at += 1
 
 
-def test_decode_reads_a_prefix_of_the_cache(model, params):
-  weights = transformer.unstack_layers(params, model.config.num_layers)
-  shape = (2, model.config.num_kv_heads, 16, model.config.head_dim)
-  layers = range(model.config.num_layers)
+@pytest.mark.parametrize('one_by_one', [True, False])
+def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
+  """In rows and in pages of 4, of which the second slot has few."""
   random = np.random.RandomState(0)
-  new = lambda: tuple(
-      jnp.asarray(random.standard_normal(shape), jnp.float32) for _ in layers)
-  cache, at = Cache(new(), new()), np.array([3, 7], np.int32)
-  run = lambda read: jax.jit(lambda w, cache: model.decode(
-      w, cache, at, at, compute=tiny.EXACT, read=read))(weights, cache)
-  long, short = run(16), run(8)
-  close(short[1], long[1], 1e-6)
-  # Exactly one entry of each slot is written.
-  changed = np.any(np.asarray(long[0].k[1] != cache.k[1]), axis=(1, 3))
-  np.testing.assert_array_equal(changed, np.arange(16) == at[:, None])
+  new = lambda *shape: jnp.asarray(
+      random.standard_normal(shape), jnp.float32)
+  recent, filled = Cache((new(2, 3, 5, 7),), (new(2, 3, 5, 7),)), np.array(
+      [9, 2], np.int32)
+  rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
+  table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
+  pages = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),), table)
+  out = jax.jit(attention.extend, static_argnums=3)(
+      rows, recent, filled, one_by_one)
+  expected = np.array(rows.k[0])
+  for s, n in enumerate(filled):
+    expected[s, :, n:n + 5] = recent.k[0][s]
+  np.testing.assert_array_equal(out.k[0], expected)
+  out = jax.jit(attention.extend, static_argnums=3)(
+      pages, recent, filled, one_by_one)
+  expected = np.array(pages.v[0])
+  for s, n in enumerate(filled):
+    for t in range(n, n + 5):
+      expected[table[s, t // 4], :, t % 4] = recent.v[0][s, :, t - n]
+  np.testing.assert_array_equal(out.v[0], expected)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

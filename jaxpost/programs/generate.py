@@ -231,14 +231,9 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
     recent, hidden = model.decode(
         weights, cache, recent, drawn.tokens, filled, number,
         compute=compute, constrain=layout.constrain)
-    stop = jnp.any(
-        drawn.tokens[:, None] == state.sampling.stop_ids, axis=-1)
-    counts = state.counts + state.active
-    full = counts >= state.sampling.max_tokens
-    return (state.replace(
-        hidden=hidden.astype(state.hidden.dtype), counts=counts,
-        active=state.active & ~stop & ~full), recent), (
-            drawn, state.active, state.active & stop)
+    before, (state, stopped) = state.active, advance(state, drawn.tokens)
+    state = state.replace(hidden=hidden.astype(state.hidden.dtype))
+    return (state, recent), (drawn, before, stopped)
 
   def generate(weights, state, table=None):
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
@@ -249,13 +244,13 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
     recent = jax.tree.map(lambda x: jnp.zeros(
         (rows, x.shape[1], steps, x.shape[3]), compute.cache), state.cache)
     # All numbers of the block at once: the generator is a loop of its own.
-    number = jnp.arange(steps)
-    uniform = jax.vmap(lambda n: sampling_lib.uniforms(
-        few.keys, few.positions + n))(number)
+    number, filled = jnp.arange(steps), few.positions
+    uniform = jax.vmap(
+        lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
     (few, recent), (drawn, active, stopped) = jax.lax.scan(
-        functools.partial(step, weights, cache, few.positions),
-        (few, recent), (number, uniform))
-    few = few.replace(positions=few.positions + steps)
+        functools.partial(step, weights, cache, filled), (few, recent),
+        (number, uniform))
+    few = few.replace(positions=filled + steps)
     rest = jax.tree.map(
         lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
         state.replace(cache=None), few)
@@ -264,18 +259,26 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
         few.active | False, jnp.any(stopped, axis=0),
         jnp.any(active & drawn.broken, axis=0), drawn.top)
     cache = extend(state.cache.replace(table=table), stored(recent),
-                   state.positions[:rows], compute.row_writes)
+                   filled, compute.row_writes)
     return rest.replace(cache=cache.replace(table=None)), block
 
   def flops(weights, state, table=None):
     del weights, state, table
     return steps * rows * flops_per_token(model.config, read)
 
-  def shardings(shapes):
-    return slot_shardings(layout)(shapes[0]), layout.sharding()
+  return Program(
+      'generate', generate, ledger, lambda shapes: (
+          slot_shardings(layout)(shapes[0]), layout.sharding()),
+      donate=(1,), flops=flops)
 
-  return Program('generate', generate, ledger, shardings, donate=(1,),
-                 flops=flops)
+
+def advance(state: DecodeState, tokens):
+  """(state after these tokens, [S] which slots a stop id has ended)."""
+  stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
+  counts = state.counts + state.active
+  full = counts >= state.sampling.max_tokens
+  return state.replace(
+      counts=counts, active=state.active & ~stop & ~full), state.active & stop
 
 
 def stored(cache: Cache) -> Cache:

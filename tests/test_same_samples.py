@@ -1,0 +1,113 @@
+"""The same samples whatever the circumstances, on eight fake devices."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+NEW, KEY = 24, (7, 11)
+# name -> (mesh, devices, fields of the sampler, order of the requests)
+CASES = {
+    'few slots': ('data=1', 1, dict(slots=3), None),
+    'one token a block': ('data=1', 1, dict(slots=5, block=1), None),
+    'long blocks': ('data=1', 1, dict(slots=16, block=32), None),
+    'other order': ('data=1', 1, dict(slots=4), 3),
+    'pages': ('data=1', 1, dict(slots=6, page_size=8), None),
+    'few pages, other order': (
+        'data=1', 1, dict(slots=12, page_size=16, cache_tokens=160), 5),
+    'data=8': ('data=8', 8, dict(slots=8), 1),
+    'tensor=8': ('tensor=8', 8, dict(slots=8), None),
+    'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
+    'pages, tensor=2': ('tensor=2', 2, dict(slots=8, page_size=8), 2),
+    'as accelerators do': ('data=2', 2, dict(slots=6, row_writes=False), None),
+    'accelerator pages': (
+        'data=1', 1, dict(slots=6, page_size=8, row_writes=False), None),
+    'bfloat16': ('data=1', 1, dict(slots=5, dtype='bfloat16'), None),
+}
+
+
+@pytest.fixture(scope='module')
+def report():
+  """{case: 'ok' or what is wrong}, from one process for all of them."""
+  run = subprocess.run(
+      [sys.executable, __file__], capture_output=True, text=True, timeout=900,
+      cwd=pathlib.Path(__file__).parents[1],
+      env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+  assert run.returncode == 0, run.stderr[-3000:]
+  return dict(line.split(': ', 1) for line in run.stdout.splitlines())
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_same_samples(report, case):
+  assert report[case] == 'ok'
+
+
+def main():
+  import dataclasses
+
+  import jax
+  import numpy as np
+  import tiny
+  from jaxpost.models import model as model_lib
+  from jaxpost.programs.compile import Ledger
+  from jaxpost.rollout import native
+  from jaxpost.sharding import make_layout
+  from jaxpost.types import Request
+
+  model = model_lib.build(tiny.config(
+      num_heads=8, num_kv_heads=4, initializer_range=0.15))
+  params = tiny.params(model)
+  random = np.random.RandomState(1)
+  wanted = [Request(random.randint(0, 131, n, np.int32), 30 + n, i)
+            for n in (2, 5, 9, 17) for i in range(3)]
+
+  def sample(mesh, devices, fields, order):
+    fields = dict(fields)
+    compute = dataclasses.replace(
+        tiny.EXACT, row_writes=fields.pop('row_writes', True))
+    if 'dtype' in fields:
+      dtype = fields.pop('dtype')
+      compute = dataclasses.replace(compute, dtype=dtype, cache=dtype)
+    layout = make_layout(mesh, 'rollout', devices=jax.devices()[:devices])
+    engine = native.NativeEngine(model, native.SamplerConfig(**{**dict(
+        slots=12, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6, 7),
+        block=4), **fields}), layout, compute, Ledger())
+    engine.load(layout.put(jax.tree.map(np.asarray, params)), version=1)
+    told, requests = {}, wanted
+    if order is not None:
+      requests = [wanted[i] for i in np.random.RandomState(
+          order).permutation(len(wanted))]
+
+    def follow(completions, idle):
+      told.update({(c.request.prompt, c.request.sample): c
+                   for c in completions})
+      return ()
+
+    engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3,
+                 follow=follow)
+    return told
+
+  plain = sample('data=1', 1, {}, None)
+  exact = sum(len(c.tokens) for c in plain.values())
+  assert exact > 200 and len(plain) == len(wanted)
+  assert len({tuple(c.tokens) for c in plain.values()}) == len(wanted)
+  for name, case in CASES.items():
+    off, apart = 0.0, 0
+    for key, c in sample(*case).items():
+      ours = plain[key]
+      if ours.tokens.tolist() == c.tokens.tolist():
+        off = max(off, float(np.abs(ours.logprobs - c.logprobs).max()))
+        assert ours.finished == c.finished
+      else:
+        apart += 1
+    loose = 'dtype' in case[2]  # bfloat16: other logits, other draws
+    fine = off <= 0.3 if loose else off <= 1e-5 and apart <= exact * 3 / 1000
+    print(f'{name}: ' + ('ok' if fine else f'{apart} differ, {off} off'))
+
+
+if __name__ == '__main__':
+  main()
