@@ -13,11 +13,12 @@ import numpy as np
 from etils import epath
 
 from jaxpost import (
-    build, cache, optim, placement, plan, precompile, reward_role, weights)
+    build, cache, optim, placement, plan, precompile, processes, reward_role,
+    weights)
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
-from jaxpost.data import loader, rollouts
+from jaxpost.data import loader
 from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
@@ -102,13 +103,21 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
           p.algorithm.check_first_step(metrics, config)),
       on_policy=p.algorithm.on_policy, eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
-      keep=rollouts.keeper(workdir, p.name, log.rollouts),
+      keep=make_keeper(p.name, workdir, log.rollouts),
       max_skipped=config.optim.max_skipped, watchdog_s=log.watchdog_s,
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
   precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
   return stage
+
+
+def make_keeper(stage: str, workdir, every: int):
+  """What keeps all that a step has learnt from, if that is asked for."""
+  if not every or processes.index():
+    return None
+  from jaxpost.data import rollouts
+  return rollouts.keeper(epath.Path(workdir) / 'rollouts' / stage, every)
 
 
 def make_parts(kit: Kit, params, workdir=None) -> tuple:
@@ -287,6 +296,7 @@ def make_controller(kit: Kit, roles: Roles, engine):
   p, config = kit.prepared, kit.config
   sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
   if config.replay:
+    from jaxpost.data import rollouts
     sampler = rollouts.Replayed(config.replay, p.name, not config.reward)
   elif share:
     sampler = demonstrations.Mixed(

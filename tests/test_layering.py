@@ -85,6 +85,9 @@ READING = {
    'jaxpost.rollout.native'): (48, 7400, 10),
   ('jaxpost.algorithms.grpo', 'launch.train'): (80, 16_000, 12),
 }
+# Imported only where a field of the config asks for it, inside a function: no
+# part of what is read to understand a plain run.
+OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 
 
@@ -163,6 +166,8 @@ class Tree:
       seen[name] = by
       for other in self.edges(name, lazy == 'all' or name in lazy):
         chosen = other.startswith('jaxpost.algorithms.')
+        if other in OPTIONAL and other not in self.edges(name, lazy=False):
+          continue
         if not chosen or name.startswith('jaxpost.algorithms.'):
           todo.append((other, name))
     return seen
