@@ -45,7 +45,7 @@ SAME_ROW = {
   'precompile': ('assemble',),
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
-  'inference': ('assemble', 'build', 'config'),
+  'inference': ('assemble', 'build', 'config', 'environment_role'),
   'completions': ('assemble', 'inference'),
   'measure': ('completions', 'inference'),
   'replay': ('assemble', 'build', 'inference', 'stages'),
