@@ -2,9 +2,9 @@
 
 python -m launch.train --config=configs/text_game.py --workdir=runs/text_game
 
-Two CPU cores, no download. Fine-tuned on games of which 60 % begin with the
-right move, the model calls the tool `move` and is right about as often. GRPO
-plays the game itself; `rewards/environment/mean` goes from about 0.6 to 1.
+Two CPU cores, no download. Fine-tuned on games of somebody who goes anywhere,
+the model calls the tool `move` and finds the treasure about every other time.
+GRPO plays the game itself, and `rewards/environment/mean` rises.
 `:runlocal` is a few steps of it.
 """
 
@@ -28,14 +28,14 @@ def get_config(arg=None):
 
   config.sft = dict(
       algorithm='sft', data=dict(map=f'{games}_played'),
-      train=dict(steps=150, batch_size=8, row_length=256),
+      train=dict(steps=110, batch_size=8, row_length=256),
       optim=dict(lr=3e-3, schedule='cosine', warmup_steps=10),
   )
   config.grpo = dict(
       algorithm='grpo', data=dict(map=games),
-      train=dict(steps=40),
-      optim=dict(lr=8e-4, schedule='linear', warmup_steps=5),
-      rollout=dict(prompts=8, group_size=8, slots=32),
+      train=dict(steps=24),
+      optim=dict(lr=3e-4, warmup_steps=3),
+      rollout=dict(prompts=8, group_size=8, slots=16),
   )
   if arg.runlocal:
     config.sft.train.steps = 5

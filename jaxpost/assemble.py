@@ -18,7 +18,7 @@ from jaxpost import (
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
-from jaxpost.data import loader, rollouts
+from jaxpost.data import loader
 from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
@@ -27,6 +27,7 @@ from jaxpost.models import hf, lora, moe, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.table import join
 from jaxpost.models.transformer import flops_per_token
+from jaxpost.peers import make_peers
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -107,10 +108,11 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       functools.partial(begin_step, p, profile.Trace(
           workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
           config.train.steps)),
-      on_policy=p.algorithm.on_policy, peers=make_peers(kit, roles, writer),
+      on_policy=p.algorithm.on_policy,
+      peers=make_peers(roles, log.every, kit.ledger, writer.note),
       eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
-      keep=rollouts.keeper(workdir, p.name, log.rollouts),
+      keep=make_keeper(p.name, workdir, log.rollouts),
       max_skipped=config.optim.max_skipped,
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
@@ -124,19 +126,12 @@ def begin_step(p: Prepared, trace: profile.Trace, step: int):
   trace.at(step)
 
 
-def make_peers(kit: Kit, roles: Roles, writer: MetricsWriter):
-  """What processes say to each other on the way; one has nobody to tell."""
-  if processes.count() == 1:
+def make_keeper(stage: str, workdir, every: int):
+  """What keeps all that a step has learnt from, if that is asked for."""
+  if not every or processes.index():
     return None
-  from jaxpost.peers import Peers
-  from jaxpost.programs import replicas
-  digests = {}
-  for name, role in roles.trainable.items():
-    params = role.state.params
-    digests[name] = replicas.make_digest(
-        jax.tree.map(lambda x: x.sharding, params), kit.ledger)
-    digests[name].compile(params)
-  return Peers(kit.config.log.every, digests, writer.note)
+  from jaxpost.data import rollouts
+  return rollouts.keeper(epath.Path(workdir) / 'rollouts' / stage, every)
 
 
 def make_parts(kit: Kit, params, workdir=None) -> tuple:
@@ -318,6 +313,7 @@ def make_controller(kit: Kit, roles: Roles, engine):
   p, config = kit.prepared, kit.config
   sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
   if config.replay:
+    from jaxpost.data import rollouts
     sampler = rollouts.Replayed(config.replay, p.name, not config.reward)
   elif share:
     sampler = demonstrations.Mixed(

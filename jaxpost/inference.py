@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 from rich import text as rich_text
 
-from jaxpost import assemble, build
+from jaxpost import assemble, build, environment_role
 from jaxpost import config as config_lib
 from jaxpost import schema
 from jaxpost import weights as weights_lib
@@ -224,25 +224,26 @@ def evaluate(weights: Weights, config: config_lib.Config,
       weights.prepared, config=_on_these_devices(
           config, algorithm.on_policy, weights.layout, mesh),
       algorithm=algorithm, rows=rows, eval_rows=rows)
-  build.prepare_evaluation(p)
-  if samples:
-    build.check_sampling(config, False)
-    p.pool = build.reward_pool(config, rows)
-    if p.pool is None:
+  try:
+    if samples and config.environment:
+      p.environment = environment_role.start(config, algorithm, p.tokenizer)
+    build.prepare_evaluation(p)
+    if samples:
+      build.check_sampling(config, False)
+      p.pool = build.reward_pool(config, rows)
+    if samples and not (p.pool or p.environment):
       raise InputError('config.reward: a reward model grades in training only; '
                        'name a reward function')
-  try:
     kit = assemble.make_kit(p)
     step = kit.train.put(np.int32(weights.step))
     roles = Roles(Policy(
         p.model, TrainState(step, weights.params, None), kit.train,
         kit.shape[1], None, None))
     evaluator = assemble.make_evaluator(
-        kit, assemble.make_engine(kit) if p.pool else None)
+        kit, assemble.make_engine(kit) if samples else None)
     metrics, _ = evaluator(roles, weights.step)
   finally:
-    if p.pool:
-      p.pool.close()
+    p.close()
   return dict(data=held_out, rows=min(len(rows), config.eval.size), **metrics)
 
 
@@ -282,9 +283,15 @@ def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
     out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} '
                f'rows of {held_out}')
   on_policy = p.algorithm.on_policy
+  samples = on_policy or held_out and config.eval.samples
+  if samples and config.environment:
+    p.environment = environment_role.start(config, p.algorithm, p.tokenizer)
+    out += [f'tool: {tool["function"]["name"]} of {config.environment}'
+            for tool in p.environment.tools]
   out += _show_prompts(p, rows) if on_policy else _show_rows(p, rows)
-  if on_policy or held_out and config.eval.samples:
+  if samples:
     out += _show_rewards(p)
+  p.close()
   return out
 
 
@@ -319,8 +326,9 @@ def _show_prompts(p, count) -> list:
 def _show_rewards(p) -> list:
   config = p.config
   build.check_sampling(config, p.algorithm.on_policy)
-  pool = build.reward_pool(config, p.rows)  # imports every function
-  pool.close()
+  p.pool = pool = build.reward_pool(config, p.rows)  # imports every function
+  if pool is None:
+    return []
   specs = config.rewards_tuple()
   weights = config.reward_weights or [1.0] * len(specs)
   where = [builtin.locate(s) if isinstance(s, str) else 'in this process'

@@ -14,6 +14,7 @@ import jax
 
 from jaxpost import processes
 from jaxpost.programs import replicas
+from jaxpost.programs.compile import Ledger
 from jaxpost.roles import Roles
 from jaxpost.sharding import to_host
 
@@ -95,3 +96,16 @@ class Peers:
         f'{hosts[device.process_index]} (and {len(wrong) - 1} more shards); '
         'memory or a device is faulty, or programs differ: take that host out '
         'and start again from the last checkpoint')
+
+
+def make_peers(roles: Roles, every: int, ledger: Ledger, note: Callable):
+  """Those of a run; None of one process, which has nobody to tell."""
+  if processes.count() == 1:
+    return None
+  digests = {}
+  for name, role in roles.trainable.items():
+    params = role.state.params
+    digests[name] = replicas.make_digest(
+        jax.tree.map(lambda x: x.sharding, params), ledger)
+    digests[name].compile(params)
+  return Peers(every, digests, note)

@@ -10,6 +10,7 @@ a row of ids and log-probs of each. Requests share the slots. Prints its URL.
 
 import json
 import logging
+import signal
 
 from absl import flags
 
@@ -51,11 +52,10 @@ def main(argv):
   endpoint = Endpoint(
       engine, weights.prepared.tokenizer, host=_HOST.value, port=_PORT.value,
       name=_RUN.value or _MODEL.value, record=record)
+  for sign in signal.SIGINT, signal.SIGTERM:
+    signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
-  try:
-    endpoint.serve(assemble.run_key(_SEED.value, 3))
-  except KeyboardInterrupt:
-    pass
+  endpoint.serve(assemble.run_key(_SEED.value, 3))
 
 
 if __name__ == '__main__':

@@ -104,7 +104,7 @@ def shrunk(name, model):
   over = dict(
     train=dict(steps=1, batch_size=2, row_length=96),
     rollout=dict(prompts=2, group_size=2, max_new_tokens=4,
-                 max_prompt_length=96 if config.environment else 48),
+                 max_prompt_length=92 if config.environment else 48),
     eval=dict(size=2, samples=0, every=0))
   for block in (config, *(config[stage] for stage in config.stages)):
     block.update(over)

@@ -197,7 +197,7 @@ def test_the_command(folder, tmp_path):
     code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3)
     with urllib.request.urlopen(f'{url}/models') as reply:
       assert json.load(reply)['data'][0]['id'] == folder
-    child.send_signal(signal.SIGINT)
+    child.send_signal(signal.SIGTERM)
     assert code == 200 and child.wait(60) == 0
   finally:
     child.kill()

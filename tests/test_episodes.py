@@ -17,7 +17,8 @@ import tiny
 from test_processes import free_address
 
 import jaxpost
-from jaxpost import metrics, processes, replay
+from jaxpost import config as config_lib
+from jaxpost import inference, metrics, processes, replay
 from jaxpost.data import rollouts, turns
 from jaxpost.errors import InputError
 
@@ -151,6 +152,16 @@ def test_what_cannot_be_played_is_refused(folder, tmp_path, monkeypatch, over,
   with pytest.raises(InputError, match=words):
     jaxpost.run(config(folder, **over), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
+
+
+def test_inspect_and_evaluate_know_the_environment(folder, run):
+  made = config(folder, eval=dict(samples=2, size=2, data=dict(
+      path='generated:arithmetic:max=9,ops=+,size=4,correct=1')))
+  stage = config_lib.parse(made)['grpo']
+  shown = [str(x) for x in inference.show_stage('grpo', stage, 1)]
+  assert any('tool: nth' in line for line in shown)
+  found = inference.evaluate(inference.from_run(run), stage)
+  assert found['rows'] == 2 and found['reward'] > 0
 
 
 def main(folder, tag, rank, count, address):

@@ -45,7 +45,7 @@ SAME_ROW = {
   'precompile': ('assemble',),
   'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
   'bench': ('assemble', 'build', 'config', 'loop'),
-  'inference': ('assemble', 'build', 'config'),
+  'inference': ('assemble', 'build', 'config', 'environment_role'),
   'completions': ('assemble', 'inference'),
   'measure': ('completions', 'inference'),
   'replay': ('assemble', 'build', 'inference', 'stages'),
@@ -85,6 +85,9 @@ READING = {
    'jaxpost.rollout.native'): (56, 8_500, 10),
   ('jaxpost.algorithms.grpo', 'launch.train'): (96, 19_000, 12),
 }
+# Imported only where a field of the config asks for it, inside a function: no
+# part of what is read to understand a plain run.
+OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 
 
@@ -163,6 +166,8 @@ class Tree:
       seen[name] = by
       for other in self.edges(name, lazy == 'all' or name in lazy):
         chosen = other.startswith('jaxpost.algorithms.')
+        if other in OPTIONAL and other not in self.edges(name, lazy=False):
+          continue
         if not chosen or name.startswith('jaxpost.algorithms.'):
           todo.append((other, name))
     return seen

@@ -9,7 +9,6 @@ import json
 import numpy as np
 from etils import epath
 
-from jaxpost import processes
 from jaxpost.errors import InputError
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
@@ -17,12 +16,12 @@ _ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
            'finished')
 
 
-def keeper(run, stage: str, every: int):
+def keeper(folder, every: int):
   """(step, Experience, Credit) -> None: `save`s each `every`th step."""
   def keep(step, experience, credit):
     if step % every == 0:
-      save(epath.Path(run) / f'rollouts/{stage}/{step}.npz', experience, credit)
-  return keep if every and processes.index() == 0 else None
+      save(folder / f'{step}.npz', experience, credit)
+  return keep
 
 
 def save(path, experience: Experience, credit: Credit):

@@ -228,8 +228,7 @@ def _nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 
 
 def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
-                  layout: Layout, compute: Compute, ledger: Ledger
-                  ) -> Program:
+                  layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """generate(weights, state, table) -> (state, Block): `steps` tokens a slot.
 
   Of the first `rows` slots; attention reads the first `read` entries of

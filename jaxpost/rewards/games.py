@@ -88,19 +88,20 @@ class Treasure:
 
 
 def treasure(row) -> dict:
-  """A row with two numbers in its prompt -> a game: start, and next to it."""
+  """A row with two numbers in its prompt -> a game of one move.
+
+  The treasure is on the right in three games of four.
+  """
   start, other = _numbers(row)
   return {'prompt': [{'role': 'user', 'content': 'Find it.'}], 'start': start,
-          'treasure': start + (1 if other % 2 else -1)}
+          'treasure': start + (1 if other % 4 else -1)}
 
 
 def treasure_played(row) -> dict:
-  """A game as poorly played: the first move is right in 6 of 10."""
+  """A game as played by somebody who does not look where he goes."""
   made, game = treasure(row), Treasure()
   view = game.reset(**made)
-  right = zlib.crc32(repr(_numbers(row)).encode()) % 10 < 6
-  up = (made['treasure'] > made['start']) == right
-  direction = 'right' if up else 'left'
+  direction = ('left', 'right')[zlib.crc32(repr(_numbers(row)).encode()) % 2]
   return {'messages': [
       {'role': 'user', 'content': made['prompt'][0]['content'] + view},
       {'role': 'assistant', 'content': _CALL % direction},
