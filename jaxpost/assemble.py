@@ -27,7 +27,6 @@ from jaxpost.models import hf, lora, moe, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.table import join
 from jaxpost.models.transformer import flops_per_token
-from jaxpost.peers import make_peers
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -109,7 +108,7 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
           workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
           config.train.steps)),
       on_policy=p.algorithm.on_policy,
-      peers=make_peers(roles, log.every, kit.ledger, writer.note),
+      peers=peers_of(kit, roles, writer),
       eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
       keep=make_keeper(p.name, workdir, log.rollouts),
@@ -124,6 +123,14 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
 def begin_step(p: Prepared, trace: profile.Trace, step: int):
   watchdog.begin(f'step {step} of {p.name}', p.config.log.watchdog_s)
   trace.at(step)
+
+
+def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
+  """What processes say to each other on the way; one has nobody to tell."""
+  if processes.count() == 1:
+    return None
+  from jaxpost.peers import make_peers
+  return make_peers(roles, kit.config.log.every, kit.ledger, writer.note)
 
 
 def make_keeper(stage: str, workdir, every: int):

@@ -99,9 +99,7 @@ class Peers:
 
 
 def make_peers(roles: Roles, every: int, ledger: Ledger, note: Callable):
-  """Those of a run; None of one process, which has nobody to tell."""
-  if processes.count() == 1:
-    return None
+  """Those of a run, with the programs that they need."""
   digests = {}
   for name, role in roles.trainable.items():
     params = role.state.params
