@@ -435,6 +435,15 @@ REFUSED = [
     ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),
     ('granite', dict(logits_scaling=None), 'logits_scaling'),
     ('granite', dict(hidden_act='relu'), 'relu'),
+    ('qwen3_moe', dict(decoder_sparse_step=2), 'decoder_sparse_step'),
+    ('qwen3_moe', dict(mlp_only_layers=[0]), 'mlp_only_layers'),
+    ('qwen3_moe', dict(num_experts=4), 'num_experts_per_tok=8 of 4'),
+    ('qwen3_moe', dict(norm_topk_prob='yes'), 'norm_topk_prob'),
+    ('mixtral', dict(num_local_experts=0), 'num_local_experts'),
+    ('mixtral', dict(router_jitter_noise=0.1), 'router_jitter_noise'),
+    ('gpt_oss', dict(hidden_act='gelu'), 'hidden_act'),
+    ('gpt_oss', dict(swiglu_limit=0), 'swiglu_limit'),
+    ('gpt_oss', dict(quantization_config=dict(quant_method='awq')), 'awq'),
 ]
 
 
