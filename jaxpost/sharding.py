@@ -111,13 +111,13 @@ class Layout:
 
   def put(self, tree, *axes):
     """Host arrays, equal on every process, become global device arrays."""
-    def place(x):
-      x = np.asarray(x)
-      sharding = self.sharding(axes[:x.ndim], x.shape)
-      if jax.process_count() == 1:
-        return jax.device_put(x, sharding)
-      return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-    return jax.tree.map(place, tree)
+    tree = jax.tree.map(np.asarray, tree)
+    shardings = jax.tree.map(
+        lambda x: self.sharding(axes[:x.ndim], x.shape), tree)
+    if jax.process_count() == 1:
+      return jax.device_put(tree, shardings)  # at once: a call takes 0.5 ms
+    return jax.tree.map(lambda x, s: jax.make_array_from_callback(
+        x.shape, s, x.__getitem__), tree, shardings)
 
   def move(self, tree, *axes):
     """Device arrays in this layout; those that are in it stay as they are."""

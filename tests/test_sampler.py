@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost.matmul import compute_for
 from jaxpost.models import model as model_lib
 from jaxpost.programs import sampling
 from jaxpost.programs import score as score_lib
@@ -165,12 +166,13 @@ def prompts(count=8):
                  '', {}) for i in range(count)]
 
 
-def sample(model, params, slots=16, block=16, step=2, count=8, **fields):
+def sample(model, params, slots=16, block=16, step=2, count=8,
+           compute=tiny.EXACT, **fields):
   settings = native.SamplerConfig(**{**dict(
       slots=slots, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6),
       block=block), **fields})
   engine = native.NativeEngine(
-      model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+      model, settings, tiny.one_device('rollout'), compute, Ledger())
   engine.load(params, version=3)
   return engine(prompts(count), group_size=GROUP, step=step,
                 run_key=np.array([1, 2], np.uint32))
@@ -197,22 +199,35 @@ def as_batch(rollout):
   return Batch(tokens, positions, segments, weights), at
 
 
-@pytest.mark.parametrize('micro', [1, 4])
-def test_the_scorer_gives_the_log_probs_of_the_sampler(
-    model, params, rollout, micro):
+def scored(model, params, rollout, micro, compute):
+  """(log-probs of the sampler, of the scorer) of all tokens drawn."""
   batch, at = as_batch(rollout)
   layout = tiny.one_device()
   batch = jax.tree.map(
       lambda x: layout.put(x.reshape(micro, -1, x.shape[-1])), batch)
   score = score_lib.make_score(
-      model, layout, dataclasses.replace(tiny.EXACT, head_elements=50_000),
+      model, layout, dataclasses.replace(compute, head_elements=50_000),
       Ledger(), temperature=0.8)
-  scored = np.asarray(score(params, batch).logprobs)
-  scored = scored.reshape(-1, scored.shape[-1])
-  for i, where in enumerate(at):
-    assert len(where) == rollout.lengths[i]
-    np.testing.assert_allclose(
-        scored[i, where], rollout.logprobs[i, :len(where)], atol=1e-5)
+  found = np.asarray(score(params, batch).logprobs)
+  found = found.reshape(-1, found.shape[-1])
+  assert [len(x) for x in at] == rollout.lengths.tolist()
+  return (np.concatenate([x[:len(n)] for x, n in zip(rollout.logprobs, at)]),
+          np.concatenate([x[n] for x, n in zip(found, at)]))
+
+
+@pytest.mark.parametrize('micro', [1, 4])
+def test_the_scorer_gives_the_log_probs_of_the_sampler(
+    model, params, rollout, micro):
+  ours, theirs = scored(model, params, rollout, micro, tiny.EXACT)
+  np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_they_are_near_in_bfloat16(model, params):
+  compute = compute_for('cpu', 'bfloat16', 'none')
+  drawn = sample(model, params, temperature=0.8, compute=compute)
+  ours, theirs = scored(model, params, drawn, 1, compute)
+  assert np.exp(np.abs(ours - theirs)).mean() <= 1.02
+  assert np.abs(ours - theirs).max() > 0
 
 
 def test_what_a_rollout_holds(rollout):

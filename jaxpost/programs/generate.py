@@ -220,7 +220,6 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
 
   top: how many of the likeliest tokens to report.
   """
-
   def step(weights, cache, filled, carry, now):
     state, recent = carry
     number, uniform = now
@@ -230,9 +229,9 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
     recent, hidden = model.decode(
         weights, cache, recent, drawn.tokens, filled, number,
         compute=compute, constrain=layout.constrain)
-    before, (state, stopped) = state.active, advance(state, drawn.tokens)
-    state = state.replace(hidden=hidden.astype(state.hidden.dtype))
-    return (state, recent), (drawn, before, stopped)
+    after, stopped = advance(state, drawn.tokens)
+    after = after.replace(hidden=hidden.astype(state.hidden.dtype))
+    return (after, recent), (drawn, state.active, stopped)
 
   def generate(weights, state, table=None):
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))

@@ -127,9 +127,9 @@ class NativeEngine:
                  ) if self.page else None
 
   def insert(self, state, prefix, entry, run_key, step):
+    key, step = self.layout.put((run_key, np.int32(step)), None)
     return self._insert(
-        state, prefix, self.layout.put(entry, 'batch', None),
-        self.layout.put(run_key, None), self.layout.put(np.int32(step)))
+        state, prefix, self.layout.put(entry, 'batch', None), key, step)
 
   def generate(self, state, read: int = 0, rows: int = 0, table=None):
     tables = () if table is None else (self.layout.put(table),)

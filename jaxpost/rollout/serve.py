@@ -64,6 +64,9 @@ class Seat:
     tokens = np.concatenate([p[0] for p in self.parts])
     # A token may be one byte of a character of four.
     reach = 4 * max(map(len, strings)) + new
+    whole = decode(tokens[-reach:])
+    if not any(string in whole for string in strings):
+      return ''
     for end in range(len(tokens) - new + 1, len(tokens) + 1):
       text = decode(tokens[max(0, end - reach):end])
       for string in strings:
