@@ -38,14 +38,14 @@ class Env:
 '''
 
 
-def folder(path):
+def folder(path, length=5):
   """A model that ends its turns often: <|im_end|> has a long embedding."""
   shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32,
                num_layers=1, num_heads=2, num_kv_heads=1)
   model = model_lib.build(tiny.config(**shape))
   params = tiny.params(model)
   params['embed'] = np.asarray(params['embed']) * np.where(
-      np.arange(len(params['embed'])) == 258, 5, 1)[:, None]
+      np.arange(len(params['embed'])) == 258, length, 1)[:, None]
   hf.save(path, model, params)
   tokenizer.load('bytes').save(path)
   return str(path)

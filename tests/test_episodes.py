@@ -140,6 +140,17 @@ def test_ppo_and_a_reward_function(folder):
   assert last['split'] == 'eval' and 0 < last['reward']
 
 
+def test_the_reward_rises(folder):
+  """Who says little in a turn gets to call the tool more often."""
+  model = episodes.folder(folder / 'wordy', length=2.5)
+  made = episodes.config(
+      model, folder / 'env.py', train=dict(steps=20),
+      rollout=dict(prompts=8, slots=16))
+  jaxpost.run(made, folder / 'rises')
+  rewards = [r['reward'] for r in rows(folder / 'rises')]
+  assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15, rewards
+
+
 @pytest.mark.parametrize('over, words', [
     (dict(environment='./nothing.py:Env'), 'no file'),
     (dict(environment='json:loads'), 'making one raised TypeError'),

@@ -1,0 +1,190 @@
+"""google-jetstream 0.2.2, both ways: our engine as one of its engines, and any
+of its engines as our rollout. Needs the extra [jetstream].
+
+Legend: S slots, N sequences, C completion tokens.
+
+Only the documented verbs are used: its orchestrator does not run on current
+JAX. It returns no log-probs and takes no settings per request, so log-probs
+are computed again, and temperature and its like are those of the engine.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.errors import InputError
+from jaxpost.rollout.native import NativeEngine, rung
+from jaxpost.rollout.serve import Seat
+from jaxpost.types import Prompt, Request, Rollout
+
+
+def check():
+  """InputError where `import jetstream` is not google-jetstream."""
+  try:
+    importlib.metadata.distribution('google-jetstream')
+  except importlib.metadata.PackageNotFoundError as error:
+    found = importlib.util.find_spec('jetstream')
+    wrong = f'; the jetstream of {found.origin} is another project: pip ' \
+        'uninstall jetstream' if found else ''
+    raise InputError('jetstream: google-jetstream is not installed; pip '
+                     f"install 'jaxpost[jetstream]'{wrong}") from error
+
+
+check()
+
+from jetstream.engine import engine_api  # noqa: E402
+from jetstream.engine import tokenizer_pb2  # noqa: E402
+
+
+class JetStreamEngine(engine_api.Engine):
+  """Our engine, with a block of one token, for a loop of JetStream's."""
+
+  def __init__(self, native: NativeEngine, run_key, tokenizer_path=''):
+    """run_key: key data, [2] uint32, of all draws; the n-th insert is
+    prompt n."""
+    if native.block != 1:
+      raise InputError(f'jetstream: a block of {native.block} tokens; its '
+                       'engines make one, set config.rollout.block=1')
+    self._native, self._key, self._path = native, run_key, tokenizer_path
+    self._number = 0
+
+  def load_params(self, params, version: int = 0):
+    """Takes the trainer's parameters; returns those of the sampler."""
+    self._native.load(params, version)
+    return self._native.weights
+
+  def prefill(self, *, params, existing_prefix=None, padded_tokens,
+              true_length: int):
+    if existing_prefix is not None:
+      raise NotImplementedError('a prefix is read whole')
+    self._native.weights = params
+    text = np.asarray(padded_tokens, np.int32).reshape(-1)[:true_length]
+    return self._native.prefill([text]), text
+
+  def insert(self, prefix, decode_state, slot: int):
+    cache, text = prefix
+    number, self._number = self._number, self._number + 1
+    most = self._native.config.max_new_tokens
+    entry = self._native.entry(
+        {slot: Seat(Request(text, number), most, text)}, {slot: 0})
+    return self._native.insert(decode_state, cache, entry, self._key, 0)
+
+  def generate(self, params, decode_state):
+    self._native.weights = params
+    state, block = self._native.generate(decode_state)
+    data = jnp.stack([block.tokens[0], block.drawn[0].astype(jnp.int32),
+                      state.counts], axis=1)
+    return state, engine_api.ResultTokens(data, (0, 1), (1, 2), (2, 3), 1)
+
+  def init_decode_state(self):
+    return self._native.init_decode_state()
+
+  def get_prefix_destination_sharding(self):
+    return self._native.layout.sharding()
+
+  def get_tokenizer(self):
+    return tokenizer_pb2.TokenizerParameters(path=self._path, extra_ids=0)
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    return self._native.max_concurrent_decodes
+
+  @property
+  def samples_per_slot(self) -> int:
+    return 1
+
+  @property
+  def max_prefill_length(self) -> int:
+    return self._native.config.max_prompt
+
+  @property
+  def mesh(self):
+    return self._native.layout.mesh
+
+  @property
+  def colocated_cpus(self) -> None:
+    return None
+
+
+def drive(engine: engine_api.Engine, params, texts: Sequence[np.ndarray],
+          samples: int, max_new_tokens: int, stop_ids: Sequence[int]
+          ) -> list[list[int]]:
+  """The least loop of the documented verbs; `samples` of each text in order."""
+  state, out = engine.init_decode_state(), [[] for _ in range(
+      len(texts) * samples)]
+  waiting, seats, prefix = list(range(len(out)))[::-1], {}, (None, None)
+  while waiting or seats:
+    for slot in range(engine.max_concurrent_decodes):
+      if slot in seats or not waiting:
+        continue
+      n = waiting.pop()
+      text = texts[n // samples]
+      if prefix[0] != n // samples:
+        size = rung(len(text), engine.max_prefill_length)
+        prefix = n // samples, engine.prefill(
+            params=params, padded_tokens=jnp.asarray(
+                np.pad(text, (0, size - len(text)))), true_length=len(text))
+      state, seats[slot] = engine.insert(prefix[1], state, slot=slot), n
+    state, result = engine.generate(params, state)
+    result = result.convert_to_numpy()
+    for slot, n in list(seats.items()):
+      data = result.get_result_at_slot(slot)
+      out[n] += data.tokens[0][data.valid[0] > 0].tolist()
+      stop = next((i for i, t in enumerate(out[n]) if t in stop_ids), None)
+      if stop is not None or len(out[n]) >= max_new_tokens:
+        out[n] = out[n][:max_new_tokens if stop is None else stop + 1]
+        del seats[slot]
+  return out
+
+
+class JetStreamRollout:
+  """An engine of JetStream's in the place of `NativeEngine`.
+
+  Args:
+    max_new_tokens, stop_ids: of a completion.
+    rescore: Rollout -> [N, C] log-probs of its tokens by the policy.
+    params: the trainer's parameters -> those of the engine; default: its own
+      `load_params`, without arguments.
+  """
+
+  def __init__(self, engine: engine_api.Engine, *, max_new_tokens: int,
+               stop_ids: Sequence[int], rescore: Callable,
+               params: Callable | None = None):
+    self.engine, self.rescore = engine, rescore
+    self.max_new_tokens, self.stop_ids = max_new_tokens, tuple(stop_ids)
+    self._make = params or (lambda params: engine.load_params())
+    self.max_concurrent_decodes = engine.max_concurrent_decodes
+    self.params, self.version = None, 0
+
+  def load(self, params, version: int) -> dict:
+    self.params, self.version = self._make(params), version
+    return {'bytes': 0}
+
+  def unload(self):
+    self.params = None
+
+  def jobs(self, params, lengths, group_size: int) -> list:
+    del params, lengths, group_size
+    return []
+
+  def __call__(self, prompts: Sequence[Prompt], *, group_size: int, run_key,
+               step: int, sampling: dict | None = None) -> Rollout:
+    """All samples of all prompts; the engine has draws of its own."""
+    del run_key
+    if sampling:
+      raise InputError(f'jetstream: {", ".join(sampling)} cannot be told to '
+                       'its engines; set it where the engine is made')
+    ids = drive(self.engine, self.params, [p.tokens for p in prompts],
+                group_size, self.max_new_tokens, self.stop_ids)
+    tokens = np.array([x + [0] * (self.max_new_tokens - len(x)) for x in ids],
+                      np.int32)
+    empty = np.zeros(tokens.shape, np.float32)
+    made = Rollout(
+        tuple(prompts), tokens, np.array([len(x) for x in ids], np.int32),
+        empty, empty, np.array([x[-1] in self.stop_ids for x in ids]), step,
+        self.version)
+    logprobs = np.asarray(self.rescore(made), np.float32)
+    return made.replace(logprobs=logprobs, behaviour_logprobs=logprobs)
