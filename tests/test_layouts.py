@@ -94,7 +94,8 @@ def main():
     loaded = hf.load_params(folder, model, model.shardings(layout), 'float32')
     jax.tree.map(np.testing.assert_array_equal, to_host(loaded),
                  to_host(params))
-    loss = train.make_loss(model, objective, layout, compute)
+    on_mesh = dataclasses.replace(compute, mesh=layout.mesh)
+    loss = train.make_loss(model, objective, layout, on_mesh)
     run = jax.jit(jax.value_and_grad(loss, has_aux=True),
                   out_shardings=(None, model.shardings(layout)))
     return to_host(run(loaded, layout.put(batch, 'batch', None)))
