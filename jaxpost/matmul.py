@@ -276,7 +276,9 @@ def _products_backward(spec, dtype, mesh, residuals, gs):
 
   def local(gs, ws):
     own = sum(einsum(back, g, w, dtype) for g, w in zip(gs, ws))
-    return jax.lax.psum(own.astype(x_kind.dtype), 'tensor')
+    if mesh.devices.flat[0].platform != 'cpu':  # XLA:CPU crashes on bfloat16
+      own = own.astype(x_kind.dtype)
+    return jax.lax.psum(own, 'tensor')
 
   dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name)
            for g, w, s in zip(gs, ws, split) if not s)

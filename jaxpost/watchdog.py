@@ -8,6 +8,7 @@ notices the dead by itself, but never the stuck, and names neither.
   rest()                         nothing is due
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -23,7 +24,7 @@ import time
 BEAT_S = 1.0  # between two words of a process
 _ROOT = 'jaxpost/beat/'
 _QUICK = 3  # beats without a word: gone, where something has failed already
-_BACKSTOP_S = 3.0  # later Python is not asked any more: it may be what hangs
+_BACKSTOP_S = 4.5  # later Python is not asked any more: it may be what hangs
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = ('<', sysconfig.get_path('stdlib') + os.sep,
               sysconfig.get_path('purelib') + os.sep,
@@ -75,10 +76,12 @@ def join(client, index: int, count: int, heartbeat_s: float, failure):
 
 def leave():
   """The last word of a process that ends: nobody shall miss it."""
+  import jax
   if _State.client is not None and not _State.left.is_set():
     _State.left.set()
     _State.thread.join(2 * BEAT_S)
-    _say({'left': True})
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has gone
+      _say({'left': True})
 
 
 def gone(beats: int) -> str:
@@ -154,7 +157,7 @@ def _watch():
     if text := gone(max(_QUICK, round(_State.heartbeat / BEAT_S))):
       _end(text)
     # Who waits for a device does not hear that another process has failed.
-    failure = _State.failure()
+    failure = _State.limit and _State.failure()
     failed = failed + 1 if failure else 0
     if failed >= 2 * _QUICK:
       _end(str(failure), vars(type(failure)).get('exit_code', 1))
@@ -200,7 +203,7 @@ def _late() -> str:
   if _State.client is not None:
     # The others find the same: with process 0 the service would go, too.
     _exchange()
-    time.sleep((2 if waits else 0.5) * BEAT_S)
+    time.sleep((1.5 if waits else 0.5) * BEAT_S)
   if not waits:
     return f'{_me()} is stuck in {doing}, at {at}, {limit}'
   stuck = [f'{_name(i)}, which is stuck in {said["doing"]}, at {said["at"]}'

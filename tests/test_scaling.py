@@ -59,10 +59,10 @@ def test_real_processes_on_a_core_each(what):
       [sys.executable, '-m', 'launch.bench', 'scaling', '--shape=tiny',
        f'--workloads={what}', '--batch=16', '--rounds=1', '--steps=2',
        '--new=8'], cwd=ROOT, text=True, capture_output=True,
-      env=os.environ | {'PYTHONPATH': str(ROOT)}, timeout=600)
+      env=os.environ | {'PYTHONPATH': str(ROOT)}, timeout=1800)
   assert done.returncode == 0, done.stderr[-3000:]
   rows = json.loads(done.stdout.splitlines()[-1])
   assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [
       ('strong', 2, 16), ('weak', 2, 32)]
-  assert all(0 < r['speedup'] < 4 for r in rows)  # how much is the machine's
+  assert all(r['speedup'] > 0 for r in rows)  # how much is up to the machine
   assert all(0 <= r['communication_share'] < 1 for r in rows)

@@ -40,7 +40,7 @@ def _embed_backward(dtype, constrain, residuals, g):
   table, tokens = residuals
   d_table = jnp.zeros(table.shape, table.dtype).at[tokens].add(
       g.astype(table.dtype))
-  return constrain(d_table, 'vocab', 'embed'), None
+  return constrain(d_table, 'vocab', None), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)
