@@ -143,6 +143,8 @@ class Grading:
       scores = self._last(model_scores) * self.grader.model_weight
       failed = np.repeat([g.error is not None for g in self.graded],
                          self.group_size)
+      for own in (self.rollout.rewards or {}).values():
+        failed = failed | np.isnan(own)  # an episode that was lost
       total = np.where(failed, np.nan, np.nan_to_num(total) + scores)
       self.model_scores = scores
     self.values, baseline = total, None

@@ -16,7 +16,7 @@ from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.evaluate import pass_at_k
 from jaxpost.inference import Weights
-from jaxpost.metrics import write_atomic
+from jaxpost.metrics import json_lines, write_atomic
 from jaxpost.rewards import math
 from jaxpost.rewards.pool import Graded, Group, RewardPool
 
@@ -64,8 +64,7 @@ def measure(weights: Weights, rows, rewards, out, draws, *, mesh='data=-1',
     pool.check(['prompt', *names])  # before anything is sampled
     completions.complete_file(
         weights, prompts, out / 'completions.jsonl', draws, mesh, source)
-    lines = (out / 'completions.jsonl').read_text('utf-8').splitlines()
-    done, graded = [json.loads(line) for line in lines], []
+    done, graded = json_lines(out / 'completions.jsonl'), []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
     for start in range(0, len(groups), _TOGETHER):
       graded += pool.grade(groups[start:start + _TOGETHER])

@@ -62,6 +62,12 @@ def write_atomic(path: epath.PathLike, text: str) -> None:
   temp.replace(path)
 
 
+def json_lines(path: epath.PathLike) -> list[dict]:
+  """The objects of a .jsonl; only a line feed ends one (texts hold others)."""
+  text = epath.Path(path).read_text()
+  return [json.loads(line) for line in text.split('\n') if line]
+
+
 def read_rows(path: epath.PathLike) -> list[dict]:
   """Rows of a metrics.jsonl; a torn last line (kill -9) is left out."""
   path, rows = epath.Path(path), []

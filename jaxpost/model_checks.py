@@ -52,7 +52,13 @@ def check_own(config, cfg):
 
 
 def check_replay(config, algorithm, found: dict):
-  """InputError where the experts of a rollout cannot be taken again."""
+  """InputError where rollouts, or their experts, cannot be taken again."""
+  if config.replay and (config.router.replay or (
+      config.environment and config.reward)):
+    raise InputError(
+        'config.replay: what is kept of a rollout has neither its experts '
+        '(config.router.replay) nor the parts of a reward (config.environment '
+        'with config.reward); sample again')
   if config.router.replay and (
       not algorithm.on_policy or algorithm.pack or algorithm.from_data(config)
       or config.environment or set(found) - {'policy', 'reference'}):

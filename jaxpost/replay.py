@@ -15,6 +15,7 @@ from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.data import experience as rows_lib
 from jaxpost.data import rollouts
 from jaxpost.errors import InputError
+from jaxpost.metrics import json_lines
 from jaxpost.programs import train as programs
 
 
@@ -94,7 +95,7 @@ def compare(run, name: str, step: int, row: int, item) -> bool | None:
   path = run / 'samples' / name / f'{step}.jsonl'
   if not path.exists():
     return None
-  kept = [json.loads(line) for line in path.read_text().splitlines()]
+  kept = json_lines(path)
   theirs = [r for r in kept if r['split'] == 'train'][row]
   return all(theirs[k] == item.samples()[row][k] for k in (
       'prompt', 'completion', 'length', 'logprob'))

@@ -1,6 +1,5 @@
 """Templates of cluster jobs -> the text that `launch.submit` runs or shows."""
 
-import os
 import pathlib
 import shlex
 
@@ -22,6 +21,14 @@ PLATFORMS = {
 GIVEN = ('name', 'nodes', 'devices', 'tpu', 'zone', 'repo', 'image',
          'topology', 'accelerator', 'hours', 'retries', 'compile_cache',
          'profile')
+
+
+def beside(workdir: str, name: str) -> str:
+  """A folder next to the run's; in a bucket that is all of it, inside."""
+  parent, slash, last = workdir.rstrip('/').rpartition('/')
+  if parent.endswith(':/'):  # gs://bucket
+    return f'{parent}/{last}/{name}'
+  return f'{parent}{slash}{name}'
 
 
 def render(platform: str, words: list[str], given: dict) -> str:
@@ -50,8 +57,7 @@ def render(platform: str, words: list[str], given: dict) -> str:
               4 if slice_ else 8),
           accelerator=given['accelerator'] or {'skypilot': 'H100'}.get(
               platform, 'tpu-v5p-slice' if slice_ else 'nvidia-h100-80gb'),
-          cache=given['compile_cache'] or os.path.dirname(
-              workdir[0].rstrip('/')) + '/xla',
+          cache=given['compile_cache'] or beside(workdir[0], 'xla'),
           peers=['--distributed'] if slice_ else [
               f'--coordinator={address}', f'--num_processes={given["nodes"]}',
               '--process_id=$(PROCESS_ID)']))

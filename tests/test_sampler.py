@@ -277,21 +277,46 @@ def test_greedy_is_the_best_of_the_full_forward(model, params):
 
 
 def test_what_is_excluded_is_not_drawn(row):
-  """Forbidden ids, stop ids too early, and less than min_p of the best."""
+  """Forbidden ids, stop ids too early, and less than min_p of the best left."""
   order = np.argsort(-row)
   tile = lambda ids: jnp.tile(jnp.asarray(ids, jnp.int32), (DRAWS, 1))
   tokens, logprobs, behaviour = draw(
       row, min_p=jnp.full(DRAWS, 0.2), forbidden_ids=tile(order[[0, -1]]),
       stop_ids=tile([order[1], -1]), min_tokens=jnp.full(DRAWS, 1))
   logp, _ = distribution(row, 1.0, 0, 1.0)
-  inside = logp >= logp[order[0]] + np.log(0.2)
-  inside[order[:2]] = False
+  inside = logp >= logp[order[2]] + np.log(0.2)
+  inside[order[:2]] = inside[order[-1]] = False
   assert set(tokens) == set(np.flatnonzero(inside))
   kept = logp - np.log(np.exp(logp[inside]).sum())
   np.testing.assert_allclose(behaviour, kept[tokens], atol=1e-5)
   np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
   best, *_ = draw(row, 0.0, forbidden_ids=tile(order[:1]))
   assert (best == order[1]).all()
+
+
+@pytest.mark.parametrize('fields', [
+    dict(min_p=0.1), dict(top_k=2), dict(top_p=0.5), dict()])
+def test_what_is_excluded_may_be_far_ahead(fields):
+  """No weight of the others may vanish beside it."""
+  row = np.linspace(2, -2, V, dtype=np.float32)
+  row[0] = 120
+  if 'min_p' in fields:
+    fields = {'min_p': jnp.full(DRAWS, fields['min_p'])}
+  tokens, logprobs, behaviour = draw(row, forbidden_ids=jnp.zeros(
+      (DRAWS, 1), jnp.int32), **fields)
+  assert 0 not in tokens and np.isfinite(behaviour).all()
+  rest = row[1:] - np.log(np.exp(row[1:]).sum())
+  if not fields:
+    np.testing.assert_allclose(behaviour, rest[tokens - 1], atol=1e-5)
+  np.testing.assert_allclose(logprobs, row[tokens] - 120, atol=1e-4)
+
+
+def test_a_slot_with_nothing_left_is_broken():
+  row = jnp.zeros((1, 2))
+  drawn = sampling.draw(
+      row, slots_of(1).replace(forbidden_ids=jnp.array([[0, 1]])),
+      jnp.full(1, 0.5), jnp.zeros(1, int))
+  assert drawn.broken[0]
 
 
 def test_the_likeliest_are_reported(row):

@@ -122,14 +122,24 @@ def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
   return out
 
 
+# Of episodes: what is counted; other figures are means.
+_COUNTS = 'tools/malformed', 'episodes/failed', 'episodes/killed'
+
+
+def _wide(x, width: int):
+  """[N, C] -> [N, width], padded with 0; others as they are."""
+  return np.pad(x, ((0, 0), (0, width - x.shape[1]))) if x.ndim == 2 else x
+
+
 def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
           ) -> Rollout:
   """One rollout of the chosen groups of several."""
   size = len(rollouts[0].lengths) // len(rollouts[0].prompts)
   rows = [np.concatenate([np.arange(g * size, (g + 1) * size) for g in some])
           if len(some) else np.zeros(0, int) for some in groups]
-  pick = lambda name: np.concatenate(
-      [r.__dict__[name][i] for r, i in zip(rollouts, rows)])
+  width = max(r.completions.shape[1] for r in rollouts)
+  pick = lambda name: np.concatenate(  # episodes have rounds of some length
+      [_wide(vars(r)[name][i], width) for r, i in zip(rollouts, rows)])
   prompts: tuple[Prompt, ...] = tuple(
       r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
   names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
@@ -140,7 +150,11 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
       for name in rollouts[0].rewards}
   messages = rollouts[0].messages and tuple(
       r.messages[n] for r, some in zip(rollouts, rows) for n in some)
+  figures = {
+      k: (np.sum if k in _COUNTS else np.mean)([r.figures[k] for r in rollouts]
+                                               ).item()
+      for k in rollouts[0].figures}
   return rollouts[0].replace(
-      prompts=prompts, rewards=rewards, messages=messages,
+      prompts=prompts, rewards=rewards, messages=messages, figures=figures,
       **{n: pick(n) for n in names},
       occupancy=float(np.mean([r.occupancy for r in rollouts])))

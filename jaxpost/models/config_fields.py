@@ -213,11 +213,13 @@ def layer_types(raw: dict, spec: dict, layers: int, ropes: tuple,
                        'supported')
   if types is not None and 'layer_types' in spec['reads']:
     return types
+  pattern = 'sliding_window_pattern'
   local = {
       'all': lambda i: True,
       'upper': lambda i: i >= raw['max_window_layers'],
       'no_rope': lambda i: ropes and ropes[i] < 0,
-  }.get(rule, lambda i: (i + 1) % raw.get('sliding_window_pattern', rule))
+  }.get(rule, lambda i: (i + 1) % (
+      raw.get(pattern, rule) if pattern in spec['reads'] else rule))
   return [_LOCAL if size is not None and local(i) else _FULL
           for i in range(layers)]
 

@@ -24,6 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.models.config import OwnConfig
 from jaxpost.models.model import Model
 from jaxpost.models.table import Param, leaf, nest
+from jaxpost.sharding import RULES
 from jaxpost.types import Cache
 
 
@@ -107,6 +108,17 @@ def _flat(tree, root='') -> dict:
 
 
 def _axes(path: str, shape: tuple, rules, named) -> tuple:
+  found = _named_axes(path, shape, rules, named)
+  for name in found:
+    if name is not None and name not in RULES['train']:
+      raise InputError(
+          f'config.model.preset: axes {found} of {path}: nothing is called '
+          f'{name!r}, so that dimension would be whole on every device; known: '
+          f'{", ".join(RULES["train"])}, or None')
+  return found
+
+
+def _named_axes(path: str, shape: tuple, rules, named) -> tuple:
   for pattern, names in rules:
     if re.fullmatch(pattern, path):
       if len(names) != len(shape):

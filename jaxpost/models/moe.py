@@ -138,9 +138,20 @@ def _whole(w, spec, dtype):
   """
   for axis, part in enumerate(spec):
     if part == 'fsdp':
-      w = jax.lax.all_gather(
-          w.astype(dtype), part, axis=axis, tiled=True).astype(w.dtype)
+      w = _gathered(w, part, axis, dtype)
   return w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered(w, part, axis, dtype):
+  return jax.lax.all_gather(
+      w.astype(dtype), part, axis=axis, tiled=True).astype(w.dtype)
+
+
+_gathered.defvjp(
+    lambda w, *how: (_gathered(w, *how), None),
+    lambda part, axis, dtype, _, g: (jax.lax.psum_scatter(
+        g, part, scatter_dimension=axis, tiled=True),))
 
 
 def route(p, x, cfg: ModelConfig, chosen=None):
@@ -335,7 +346,8 @@ def totals(routing: Routing, real) -> dict:
   experts = jnp.arange(logp.shape[-1])
   counts = jnp.sum(  # [L, B, T, E], 1 where one of the k is that expert
       routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
-  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real)
+  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real,
+                              precision=jax.lax.Precision.HIGHEST)
   return {
       'tokens': jnp.sum(real), 'load': over(counts),
       'probs': over(jnp.exp(logp)),

@@ -44,7 +44,9 @@ def _hash(x):
     shape = [1] * x.ndim
     shape[axis] = size
     odd = 2 * jnp.arange(size, dtype=jnp.uint32) + 1
-    total = total * 31 + jnp.sum(words * (odd * odd + axis).reshape(shape))
+    # All factors of a word together are odd: an even one would lose its sign.
+    factor = 2 * (odd * odd + axis) if axis else odd * odd
+    total = total * 31 + jnp.sum(words * factor.reshape(shape))
   return total if x.ndim else words
 
 

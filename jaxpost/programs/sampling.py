@@ -41,7 +41,7 @@ class Drawn:
   tokens: Array  # [S] int32
   logprobs: Array  # [S], under log_softmax(logits / T); T = 1 where greedy
   behaviour_logprobs: Array  # [S], under the distribution drawn from
-  broken: Array  # [S] bool: logits were not finite
+  broken: Array  # [S] bool: logits were not finite, or nothing may be drawn
   top: tuple  # ids and log-probs [S, n] of the likeliest, or ()
 
 
@@ -67,19 +67,23 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
 
   def all_of_it():
     tokens, total = _invert(weights, uniform)
-    return tokens, total, total
+    return tokens, total, total, highest
 
   def less():
-    kept = _forbid(weights, forbidden)
+    # By the likeliest that is left: what is excluded may be far ahead of it.
+    left = _forbid(logits, forbidden)
+    top = jnp.max(left, axis=-1, keepdims=True)
+    kept = jnp.where(left > HIDE, jnp.exp(left - top), 0)
     kept = jax.lax.cond(
         jnp.any(cuts & ~greedy), _truncate, lambda w, _: w, kept, sampling)
     # An argmax over the vocabulary costs more than the draw on CPU.
-    best = jnp.argmax(jnp.where(kept > 0, logits, -jnp.inf), axis=-1)
+    best = jnp.argmax(left, axis=-1)
     tokens, total = _invert(kept, uniform)
-    return jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1)
+    return (jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1),
+            top)
 
   # The weights stay inside: a branch that returned them would copy them.
-  tokens, kept_total, total = jax.lax.cond(
+  tokens, kept_total, total, top_kept = jax.lax.cond(
       jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), less, all_of_it)
   tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
@@ -90,15 +94,15 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
     best = ids, values - highest - jnp.log(total)[:, None]
   return Drawn(
       tokens, scaled - jnp.log(total),
-      jnp.where(greedy, 0.0, scaled - jnp.log(kept_total)),
-      ~jnp.isfinite(total), best)
+      jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
+      ~jnp.isfinite(total) | ~(kept_total > 0), best)
 
 
-def _forbid(weights, ids):
-  """Zeroes weights[s, ids[s, j]]; ids of -1 are nobody's."""
-  size = weights.shape[-1]
+def _forbid(logits, ids):
+  """Hides logits[s, ids[s, j]]; ids of -1 are nobody's."""
+  size = logits.shape[-1]
   rows = jnp.arange(len(ids))[:, None]
-  return weights.at[rows, jnp.where(ids < 0, size, ids)].set(0, mode='drop')
+  return logits.at[rows, jnp.where(ids < 0, size, ids)].set(HIDE, mode='drop')
 
 
 def _truncate(weights, sampling: Sampling):

@@ -40,7 +40,7 @@ class Endpoint:
     self.engine, self.tokenizer, self.name = engine, tokenizer, name
     self.record = record or (lambda entry: None)
     self._queue, self._numbers = queue.SimpleQueue(), itertools.count()
-    self._stop = threading.Event()
+    self._stop, self._open = threading.Event(), set()
     handler = type('Handler', (_Handler,), {'endpoint': self})
     try:
       self._http = http.server.ThreadingHTTPServer((host, port), handler)
@@ -67,26 +67,36 @@ class Endpoint:
     self._stop.set()
     self._http.shutdown()
     self._http.server_close()
-    while not self._queue.empty():
-      self._queue.get()[1].cancel()
+    for future in list(self._open):  # queued, or in a slot that is gone
+      future.cancel()
 
   def ask(self, requests: list[Request]) -> list[Completion]:
     """From any thread: waits for the completions of a body."""
-    futures = []
     for request in requests:
       self.engine.check(request)  # here, where it can be told
-      futures.append(concurrent.futures.Future())
-      self._queue.put((request, futures[-1]))
-    return [future.result() for future in futures]
+    futures = [concurrent.futures.Future() for _ in requests]
+    self._open |= set(futures)
+    try:
+      for pair in zip(requests, futures):
+        self._queue.put(pair)
+      if self._stop.is_set():  # nobody may be there to answer
+        raise concurrent.futures.CancelledError
+      return [future.result() for future in futures]
+    finally:
+      self._open -= set(futures)
 
   def _follow(self, done, idle) -> list[Request]:
     for completion in done:
       completion.request.tag.set_result(completion)
+    if self._stop.is_set():
+      return []
     ready = []
     while True:
       try:
         request, future = self._queue.get(
             block=idle and not ready, timeout=_TICK_S)
+        if future.cancelled():
+          continue
         ready.append(Request(request.tokens, request.prompt, request.sample,
                              request.sampling, future))
       except queue.Empty:
@@ -138,10 +148,12 @@ class Endpoint:
   def _sampling(self, body, length: int) -> dict:
     given = {k: _field(body, k, int if k in ('top_k', 'min_tokens', 'seed')
                        else float, None) for k in _FIELDS}
-    most = _field(body, 'max_completion_tokens', int, None) or _field(
-        body, 'max_tokens', int, None)
+    most = _field(body, 'max_completion_tokens', int, _field(
+        body, 'max_tokens', int, max(1, self.engine.config.room - length)))
     stop = body.get('stop') or ()
-    given |= {'max_tokens': most or max(1, self.engine.config.room - length),
+    if not isinstance(stop, (str, list, tuple)):
+      raise InputError(f'stop: {stop!r} is no text or list of texts')
+    given |= {'max_tokens': most,
               'stop_strings': (stop,) if isinstance(stop, str) else tuple(stop)}
     return {k: v for k, v in given.items() if v is not None}
 

@@ -225,9 +225,11 @@ class _Play:
     e.tokens += zip(ids, [True] * len(ids), completion.logprobs.tolist(),
                     completion.behaviour_logprobs.tolist())
     e.turns += 1
-    ended = completion.finished and ids[-1] == owner.turns.end_id
-    text = owner.tokenizer.decode(ids[:-1] if ended else ids, False)
-    calls = turns.parse(text) if ended else []
+    stopped = completion.finished and not completion.stop_string
+    text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
+    calls = turns.parse(text) if stopped else []
+    if calls and ids[-1] != owner.turns.end_id:
+      calls = None  # no turn that the template would go on from
     e.malformed += calls is None
     e.calls, e.finished = calls or [], completion.finished and not calls
     e.messages.append({'role': 'assistant', 'content': text} | ({

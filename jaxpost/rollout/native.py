@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost import host
@@ -65,7 +66,7 @@ class NativeEngine:
     self._move = programs.make_move(
         layout, compute, ledger, paged=bool(self.page))
     self._generate = {}  # (rows, entries read) -> program
-    self.weights, self.version = None, 0
+    self.weights, self.version, self._fits = None, 0, False
 
   def load(self, params, version: int) -> dict:
     self.weights = None  # frees the last copy before the next is made
@@ -89,14 +90,15 @@ class NativeEngine:
 
   def _check_memory(self):
     """InputError where the cache is larger than what the devices have left."""
-    if self._bytes() > free_bytes(self.layout):
+    # Once: what the host's allocator keeps for the next cache looks taken.
+    if not self._fits and self._bytes() > free_bytes(self.layout):
       raise InputError(self._too_large())
+    self._fits = True
 
   def _bytes(self) -> int:
     """Of the cache, on all devices together."""
     c, (rows, entries) = self._model.config, self.cache_shape
-    size = np.dtype(np.float32).itemsize // (
-        1 + (self._compute.cache == 'bfloat16'))
+    size = jnp.dtype(self._compute.cache).itemsize
     return rows * entries * 2 * c.num_layers * c.num_kv_heads * (
         c.head_dim * size)
 
@@ -106,8 +108,8 @@ class NativeEngine:
     return (
         f'config.rollout.slots: {slots} slots of {self.length} cache entries '
         f'take {wanted / 2**30:.2f} GiB and {max(free, 0) / 2**30:.2f} are '
-        f'free: {max(int(slots * free / wanted), 0)} slots would fit; lower '
-        'it, or the lengths')
+        f'free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; '
+        'lower it, or the lengths')
 
   def prefill(self, texts: Sequence[np.ndarray], rows: int = 0):
     """Reads token ids as one right-padded batch of `rows` (default: 2^n)."""
@@ -226,8 +228,9 @@ class NativeEngine:
     if block.broken.any():
       raise FloatingPointError(
           f'sampling at step {step}: logits of the weights after '
-          f'{self.version} updates are not finite; the run has diverged: '
-          'lower the learning rate and restart from an earlier checkpoint')
+          f'{self.version} updates are not finite (the run has diverged: lower '
+          'the learning rate and restart from an earlier checkpoint), or '
+          'forbidden_ids and min_new_tokens leave no token to draw')
 
   # -------------------------------------------------------------------- calls
 

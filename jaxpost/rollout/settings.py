@@ -100,6 +100,12 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
         vars(config)[name], cfg.vocab_size, f'config.rollout.{name}')
 
 
+_INT = 2**31 - 1
+_RANGES = {
+    'temperature': (0, 1e4), 'top_p': (0, 1), 'min_p': (0, 1),
+    'top_k': (0, _INT), 'min_tokens': (0, _INT), 'seed': (0, _INT)}
+
+
 def check_ids(ids: Sequence[int], vocab_size: int, where: str):
   """InputError for ids outside the vocabulary; those below 0 mean none."""
   wrong = [i for i in ids if i >= vocab_size]
@@ -140,6 +146,13 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int):
         f'{name}: {size} tokens and {most} to draw do not fit the '
         f'{config.room} of a slot; shorten it, or raise '
         'config.rollout.max_prompt_length')
+  for key, (low, high) in _RANGES.items():
+    value = given.get(key, low)
+    if not low <= value <= high:  # NaN is in no range
+      raise InputError(f'{name}: {key}={value} is not from {low} to {high}')
+  for string in given.get('stop_strings', ()):
+    if not isinstance(string, str) or not string:
+      raise InputError(f'{name}: stop {string!r} must be a text, not empty')
   for key, width in widths(config).items():
     ids = given.get(key, ())
     if len(ids) > width:

@@ -1,0 +1,35 @@
+"""The hash of replicas: every bit of every place counts."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpost.programs import replicas
+
+
+@pytest.mark.parametrize('shape', [(), (7,), (3, 5), (3, 2, 4), (2, 3, 2, 3)])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_no_flipped_bit_is_missed(shape, dtype):
+  size = np.dtype(jax.numpy.dtype(dtype)).itemsize
+  words = np.random.RandomState(0).randint(
+      0, 2 ** (8 * size), shape, np.int64).astype(f'uint{8 * size}')
+  words = np.asarray(words)
+
+  def digest(words):
+    return replicas._hash(jax.lax.bitcast_convert_type(words, dtype))
+
+  flipped = []
+  for at in np.ndindex(shape):
+    for bit in range(8 * size):
+      other = words.copy()
+      other[at] ^= other.dtype.type(1 << bit)
+      flipped.append(other)
+  found = jax.jit(jax.vmap(digest))(np.stack(flipped))
+  assert not np.any(np.asarray(found) == np.asarray(jax.jit(digest)(words)))
+
+
+def test_places_count():
+  x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+  digest = jax.jit(replicas._hash)
+  assert digest(x) != digest(x[::-1]) != digest(x[:, ::-1]) != digest(
+      x[..., ::-1]) != digest(x)
