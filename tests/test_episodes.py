@@ -18,7 +18,7 @@ from test_processes import free_address
 
 import jaxpost
 from jaxpost import config as config_lib
-from jaxpost import inference, metrics, processes, replay
+from jaxpost import cluster, inference, metrics, replay
 from jaxpost.data import rollouts, turns
 from jaxpost.errors import InputError
 
@@ -177,7 +177,7 @@ def test_inspect_and_evaluate_know_the_environment(folder, run):
 
 def main(folder, tag, rank, count, address):
   """One of the processes of a run."""
-  processes.connect(address, int(count), int(rank))
+  cluster.connect(address, int(count), int(rank))
   turns.parse = episodes.parse
   folder = pathlib.Path(folder)
   jaxpost.run(config(folder, tools=dict(workers=2)), folder / tag)

@@ -22,7 +22,7 @@ from jaxpost import metrics
 from jaxpost.data import experience as rows_lib
 from jaxpost.programs import generate
 from jaxpost.rewards import length
-from jaxpost.sharding import Layout
+from jaxpost.sharding import AXES, Layout
 
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
@@ -121,7 +121,7 @@ def test_sampling_parameters_compile_nothing(model):
 
 
 def test_the_cache_is_split_over_the_batch_axes():
-  mesh = jax.sharding.AbstractMesh((2, 2, 2), ('data', 'fsdp', 'tensor'))
+  mesh = jax.sharding.AbstractMesh((2, 2, 1, 2), AXES)
   place = generate.slot_shardings(Layout(mesh, 'rollout'))
   cache = jax.ShapeDtypeStruct((8, 2, 64, 16), jnp.float32)
   spec = place({'k': cache})['k'].spec
@@ -133,15 +133,15 @@ def test_a_group_reads_its_prompt_once(model):
   _, stream = parts(model, rollout=dict(prompts=3, group_size=8, slots=4))
   engine, read = stream.sampler.engine, []
   prefill = engine.prefill
-  engine.prefill = lambda prompts, rows=0: (
-      read.extend(p.index for p in prompts), prefill(prompts, rows))[1]
+  engine.prefill = lambda texts, rows=0: (
+      read.extend(tuple(t) for t in texts), prefill(texts, rows))[1]
   try:
     prompts, _ = next(stream.prompts)
     stream.sampler.sync(stream.roles.policy, 0)
     stream.sampler(prompts, 8, 0)
   finally:
     stream.close()
-  assert sorted(read) == sorted(p.index for p in prompts)
+  assert sorted(read) == sorted({tuple(p.tokens) for p in prompts})
 
 
 def test_log_probs_share_one_temperature(model, tmp_path):

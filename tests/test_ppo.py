@@ -440,7 +440,7 @@ def ones(completion_ids, **columns):
 def test_critic_learns_a_constant_reward(model, tmp_path):
   """With a discount the return tells how far the end is."""
   jaxpost.run(run_config(
-      model, reward=ones, train=dict(steps=40), rl=dict(
+      model, reward=ones, train=dict(steps=80), rl=dict(
           gamma=0.5, lam=1.0, kl_coef=0.0), optim=dict(lr=0.0),
       critic=dict(lr=3e-3, value_clip=0.0)), tmp_path)
   made = [r['critic/explained_variance'] for r in rows(tmp_path)]
