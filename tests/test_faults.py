@@ -105,6 +105,7 @@ class Cluster:
       assert time.monotonic() < deadline
       assert all(c.poll() is None for c in self.children), self.said(0)
       time.sleep(0.1)
+    time.sleep(2.5)  # a beat a second tells the others of them
 
   def ends_within(self, seconds, which=(0, 1)):
     """Exit codes, once those processes have ended in time."""
