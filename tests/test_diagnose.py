@@ -103,13 +103,13 @@ def test_bad_steps_between_good_ones_count():
   """Every second step is bad: a count of bad ones in a row never ends."""
   stage = types.SimpleNamespace(
       name='x', max_skipped=4, peak_flops=0, samples_every=9, steps=99,
-      roles=None, writer=types.SimpleNamespace(write=lambda *row: None))
+      peers=None, keep=None, roles=None, writer=types.SimpleNamespace(write=lambda *row: None))
   run, last = loop._Progress(stage), 0
   with pytest.raises(FloatingPointError, match='about 5 steps up to 9'):
     for last in range(1, 40):
       bad = {'skipped_updates': float(last % 2), 'empty_updates': 0.0}
       run.pending = last, [('policy', bad)], Item([], {'tokens': 1}, None), {
-          'time/step': 1.0}
+          'time/step': 1.0}, None
       run.log_pending()
 
 
