@@ -17,7 +17,6 @@ import faulthandler
 import json
 import math
 import numbers
-import sys
 
 from jaxpost import imports
 from jaxpost.errors import InputError
@@ -27,27 +26,10 @@ from jaxpost.rewards import worker
 
 
 def main():
-  worker.die_with_owner()
-  requests, replies = worker.take_pipes()
-  printed = sys.stdout
-
-  def reply(message):
-    if not printed.closed:
-      printed.flush()
-    replies.write(json.dumps(message).encode() + b'\n')
-    replies.flush()
-
-  setup = json.loads(requests.readline())
-  sys.path[:] = setup['path']
-  faulthandler.enable(file=2)
-  reply({'start': ''})
-  faulthandler.dump_traceback_later(0.9 * setup['start_timeout_s'], file=2)
-  try:
-    environment, known = load(setup['environment'])
-  except InputError as error:
-    reply({'bad': str(error)})
+  started = worker.begin(lambda setup: load(setup['environment']))
+  if not started:
     return
-  faulthandler.cancel_dump_traceback_later()
+  setup, requests, reply, (environment, known) = started
   gives = hasattr(environment, 'get_reward')
   reply({'ready': {'tools': known, 'gives_reward': gives}})
   for line in requests:

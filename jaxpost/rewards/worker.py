@@ -28,8 +28,23 @@ _PID = os.getpid()
 
 
 def main():
-  die_with_owner()
-  requests, replies = take_pipes()
+  started = begin(lambda setup: [
+      options.load(name, spec) for name, spec in setup['rewards']])
+  if not started:
+    return
+  setup, requests, reply, rewards = started
+  reply({'ready': [{'file': r.file, 'needs': r.needs} for r in rewards]})
+  for line in requests:
+    _grade(rewards, line, reply, setup['timeout_s'])
+
+
+def begin(load):
+  """(setup, lines to come, reply, load(setup)) of a process that was started.
+
+  None where `load` finds the user's code at fault; the pool has been told.
+  """
+  _die_with_owner()
+  requests, replies = _take_pipes()
   printed = sys.stdout
 
   def reply(message):
@@ -44,23 +59,21 @@ def main():
   reply({'start': ''})
   faulthandler.dump_traceback_later(0.9 * setup['start_timeout_s'], file=2)
   try:
-    rewards = [options.load(name, spec) for name, spec in setup['rewards']]
+    loaded = load(setup)
   except InputError as error:
     reply({'bad': str(error)})
-    return
+    return None
   _end_copies()
   faulthandler.cancel_dump_traceback_later()
-  reply({'ready': [{'file': r.file, 'needs': r.needs} for r in rewards]})
-  for line in requests:
-    _grade(rewards, line, reply, setup['timeout_s'])
+  return setup, requests, reply, loaded
 
 
-def die_with_owner():
+def _die_with_owner():
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def take_pipes():
+def _take_pipes():
   """Our ends of the pipes; the user's code reads nothing, prints to stderr."""
   requests = os.fdopen(os.dup(0), 'rb')
   replies = os.fdopen(os.dup(1), 'wb')
