@@ -95,6 +95,9 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
   workdir = epath.Path(workdir)
   roles, stream, engine = make_parts(kit, params, workdir)
   save, log = config.save, config.log
+  trace = profile.Trace(
+      workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
+      config.train.steps)
   stage = Stage(
       p.name, config.train.steps, roles, stream, make_evaluator(kit, engine),
       Checkpointer(workdir / 'checkpoints' / p.name,
@@ -104,9 +107,7 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       kit.ledger.seal,
       lambda metrics: p.model.dropout or config.replay or (
           p.algorithm.check_first_step(metrics, config)),
-      functools.partial(begin_step, p, profile.Trace(
-          workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
-          config.train.steps)),
+      functools.partial(begin_step, p, trace), trace.close,
       on_policy=p.algorithm.on_policy,
       peers=peers_of(kit, roles, writer),
       eval_every=config.eval.every,

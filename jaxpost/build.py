@@ -99,7 +99,8 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   reward_role.check(config, algorithm)
   optim.check(config.optim.name, config.optim.weight_decay)
   for phase, text in vars(config.mesh).items():
-    sharding.mesh_sizes(text, f'config.mesh.{phase}')
+    if text != 'auto' or phase == 'score':
+      sharding.mesh_sizes(text, f'config.mesh.{phase}')
   if config.save.keep_best and not config.eval.data.path:
     raise InputError('config.save.keep_best: nothing is evaluated; set '
                      'config.eval.data.path')

@@ -45,6 +45,7 @@ class Stage:
   seal: Callable  # after the first step a compilation is a surprise
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right
   due: Callable  # (step that begins): for the watchdog and the profiler
+  close: Callable  # ends what is open after the last step, or an error
   on_policy: bool
   peers: 'Peers | None' = None  # of a run of several processes
   eval_every: int = 0

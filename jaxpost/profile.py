@@ -18,11 +18,16 @@ class Trace:
 
   def at(self, step: int):
     """Before each step."""
-    if self._open and step >= self._after:
-      jax.profiler.stop_trace()
-      self._open = False
+    if step >= self._after:
+      self.close()
     # Of a run that is resumed inside, the rest.
     elif not self._open and self._first <= step < self._after:
       self._folder.mkdir(parents=True, exist_ok=True)
       jax.profiler.start_trace(str(self._folder))
       self._open = True
+
+  def close(self):
+    """Ends a trace that is under way; JAX has one at a time."""
+    if self._open:
+      jax.profiler.stop_trace()
+      self._open = False

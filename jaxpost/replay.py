@@ -41,8 +41,10 @@ def replay(run, step: int, row: int, stage='') -> dict:
   if not 1 <= step <= config.train.steps:
     raise InputError(f'--step: {step} is none of the {config.train.steps} '
                      f'steps of {name}')
-  prepared = build.prepare_all(json.loads((run / 'config.json').read_text()))
+  raw = json.loads((run / 'config.json').read_text())
+  prepared = build.prepare_all(raw)
   try:
+    prepared = stages.with_meshes(prepared, raw)
     p = next(p for p in prepared if p.name == name)
     if not p.algorithm.on_policy:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; '

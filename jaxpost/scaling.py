@@ -17,6 +17,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 
 from jaxpost.errors import InputError
 
@@ -95,25 +96,29 @@ def time_step(plan: Plan, n: int, batch: int) -> float:
     probe.bind(('localhost', 0))
     address = f'localhost:{probe.getsockname()[1]}'
   cores = sorted(os.sched_getaffinity(0))
-  children = []
+  flags = ' '.join(x for x in os.environ.get('XLA_FLAGS', '').split()
+                   if 'host_platform_device_count' not in x)
+  children, logs = [], []
   for i in range(n):
     command = [sys.executable, '-m', 'launch.bench', plan.what,
                f'--batch={batch}', f'--core={cores[i]}', *plan.flags]
     if n > 1:
       command += [f'--coordinator={address}', f'--num_processes={n}',
                   f'--process_id={i}']
+    logs.append(tempfile.TemporaryFile('w+'))
     children.append(subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={'JAX_PLATFORMS': 'cpu', **os.environ}))
+        command, text=True, stdout=subprocess.PIPE, stderr=logs[-1],
+        env={'JAX_PLATFORMS': 'cpu', **os.environ, 'XLA_FLAGS': flags}))
   try:
-    said = [child.communicate() for child in children]
+    said = [child.communicate()[0] for child in children]
   finally:
     for child in children:
       child.kill()
-  for child, (_, err) in zip(children, said):
+  for child, log in zip(children, logs):
     if child.returncode:
-      raise RuntimeError(f'{" ".join(child.args)}: {err[-2000:]}')
-  return seconds(json.loads(said[0][0].splitlines()[-1]))
+      log.seek(0)
+      raise RuntimeError(f'{" ".join(child.args)}: {log.read()[-2000:]}')
+  return seconds(json.loads(said[0].splitlines()[-1]))
 
 
 def table(rows: list[dict]) -> str:

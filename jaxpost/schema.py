@@ -286,8 +286,9 @@ class ToolsSection:
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
   train: str = _f('fsdp=-1', 'sizes of data, fsdp, expert, tensor; -1: the '
-                  'rest')
-  rollout: str = _f('data=-1', 'same devices, another shape')
+                  'rest; auto: the fastest that fits, by compiling')
+  rollout: str = _f('data=-1', 'same devices, another shape; auto: the least '
+                    'split that fits')
   score: str = _f('', 'of frozen models: references, teachers, reward models; '
                   '"": as train')
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import pathlib
 import time
 
 import jax
@@ -61,6 +62,7 @@ def _run(raw, workdir, console) -> dict:
         hf.check_target(workdir / 'export')
       check_same_inputs(prepared)
       # From here on devices are used.
+      prepared = with_meshes(prepared, raw, console.print)
       kits = [assemble.make_kit(p) for p in prepared]
       if processes.index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -72,6 +74,14 @@ def _run(raw, workdir, console) -> dict:
     finally:
       for p in prepared:
         p.close()
+
+
+def with_meshes(prepared: list, raw, note=str) -> list:
+  """The stages with a mesh wherever their config says 'auto'."""
+  if not any('auto' in vars(p.config.mesh).values() for p in prepared):
+    return prepared
+  from jaxpost.planning import auto  # compiles: few need it
+  return auto.resolve(prepared, raw, note)
 
 
 def policy_and_stream(config) -> tuple:
@@ -86,7 +96,8 @@ def policy_and_stream(config) -> tuple:
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop '
                      'of your own drives one')
-  kit = assemble.make_kit(build.prepare_all(raw)[0])
+  kit = assemble.make_kit(*with_meshes(
+      build.prepare_all(raw), raw))
   roles, stream, _ = assemble.make_parts(kit, initial_params(kit, None))
   return roles.policy, stream
 
@@ -142,6 +153,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         loop.run_stage(stage, before)
         _watch(f'the end of {stage.name}', kit.config)
       finally:
+        stage.close()
         stage.stream.close()
         stage.checkpointer.close()  # waits for a save under way
       params = stage.roles.policy.params
@@ -269,11 +281,20 @@ def check_same_start(raw, workdir, configs: dict):
             f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
             'start all with the same config')
   processes.check_same(
-      {'the version of jax': jax.__version__}, 'install one everywhere')
+      {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
+      'install one everywhere')
   saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
   processes.check_same(
       {f'what {workdir} holds': [is_finished(workdir, configs), saved]},
       'give a --workdir that all processes reach')
+
+
+def code() -> str:
+  """A hash of this library as it is installed here."""
+  root = pathlib.Path(__file__).parent
+  return cache.fingerprint([
+      [str(file.relative_to(root)), file.read_text()]
+      for file in sorted(root.rglob('*.py'))])
 
 
 def check_same_inputs(prepared):

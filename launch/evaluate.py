@@ -17,6 +17,7 @@ import logging
 from absl import flags
 from ml_collections import config_flags
 
+from . import exits
 from jaxpost import host
 from jaxpost.errors import InputError
 
@@ -44,8 +45,6 @@ _TEMPERATURE = flags.DEFINE_float(
     'temperature', 1.0, '0 is greedy.', lower_bound=0.0)
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
-
-
 def by_reward(which):
   from jaxpost import completions, inference, measure
   rows = measure.read(_DATA.value, _COLUMNS.value, _MAP.value, _SIZE.value)
@@ -62,8 +61,10 @@ def main(argv):
   if _REWARD.value and not _DATA.value:
     raise InputError('--reward needs --data=FILE, whose prompts it grades')
   if _MODEL.value and _CONFIG.value is None and not _REWARD.value:
-    raise InputError('--model needs --data and --reward, or --config=FILE, '
-                     'which says how to evaluate')
+    raise InputError('--model needs --data and --reward, or --config=FILE')
+  exits.refuse(['config', 'samples'] if _REWARD.value else [
+      'out', 'columns', 'map', 'pass_reward', 'n', 'seed', 'max_new_tokens',
+      'temperature', 'top_p'], f'with --reward={_REWARD.value}')
   host.tune_host()
   host.use_compile_cache()
   which = _RUN.value, _MODEL.value, _STAGE.value, _STEP.value
@@ -76,5 +77,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
   exits.run(main)

@@ -56,6 +56,13 @@ def parse(argv, words=0):
   return rest
 
 
+def refuse(names, when):
+  """InputError where one of these flags was given; it would do nothing."""
+  for name in names:
+    if flags.FLAGS[name].present:
+      raise errors.InputError(f'--{name} does nothing {when}; leave it out')
+
+
 def flag_help(module):
   """The docstring and the flags of a command's module."""
   return f'{(module.__doc__ or "").strip()}\n\n' + flags.FLAGS.module_help(

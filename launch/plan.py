@@ -43,19 +43,19 @@ def main(argv):
   chips.set_environment(topology)
   import rich.console
   from jaxpost import build
-  from jaxpost.planning import stage, table
+  from jaxpost.planning import auto, described, search, stage, table
   console = rich.console.Console(highlight=False, width=max(
       132, shutil.get_terminal_size().columns))
   raw, plans = build.as_dict(_CONFIG.value), []
   options = stage.Options(
       topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
   if _SEARCH.value:
-    from jaxpost.planning import search
     plans = search.search(raw, options, console)
   else:
-    for plan in stage.plans(raw, options):
-      table.show(plan, console)
-      plans.append(plan)
+    for p in described.prepare_all(raw, options.stage):
+      mesh = auto.choose(p, topology, console.print)
+      plans.append(stage.plan(search.vary(p, mesh), options))
+      table.show(plans[-1], console)
   if _OUT.value:
     table.write(_OUT.value, plans)
     console.print(f'wrote {_OUT.value}')

@@ -20,6 +20,7 @@ import rich.console
 import rich.text
 from absl import flags
 
+from . import exits
 from jaxpost import host
 from jaxpost.errors import InputError
 
@@ -55,8 +56,9 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   if not (_PROMPT.value or _FILE.value or _CHAT.value):
-    raise InputError('nothing to complete; give --prompt=TEXT, --prompts=FILE '
-                     'or --chat')
+    raise InputError('nothing to complete; give --prompt, --prompts or --chat')
+  if _CHAT.value:
+    exits.refuse(['prompts', 'out', 'n', 'json'], 'with --chat')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost import completions, inference
@@ -75,5 +77,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
   exits.run(main)

@@ -43,7 +43,7 @@ SAME_ROW = {
   'assemble': ('build', 'controller', 'environment_role', 'loop', 'plan',
                'precompile', 'reward_role'),
   'precompile': ('assemble',),
-  'stages': ('assemble', 'build', 'config', 'loop', 'plan'),
+  'stages': ('assemble', 'build', 'config', 'loop', 'plan', 'planning'),
   'bench': ('assemble', 'build', 'config', 'loop'),
   'inference': ('assemble', 'build', 'config', 'environment_role'),
   'completions': ('assemble', 'inference'),
@@ -87,7 +87,8 @@ READING = {
 }
 # Imported only where a field of the config asks for it, inside a function: no
 # part of what is read to understand a plain run.
-OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts')
+OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts',
+            'jaxpost.planning.auto')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 
 

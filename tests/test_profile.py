@@ -1,7 +1,9 @@
 """A trace of the steps that were asked for, and of no others."""
 
+import pytest
 import tiny
 
+from jaxpost import loop
 from jaxpost import profile
 from jaxpost import stages
 
@@ -33,3 +35,17 @@ def test_steps_of_a_trace(monkeypatch, tmp_path):
       if said:
         found[step], = said
     assert found == expected, (first, last, begun)
+
+
+def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
+  """Else a notebook could not trace again."""
+  def fail(self):
+    raise RuntimeError('between the steps')
+  monkeypatch.setattr(loop._Progress, 'log_pending', fail)
+  model = tiny.folder(tmp_path / 'model')
+  config = tiny.run_config(
+      model, log=dict(profile_from=1, profile_steps=3), train=dict(steps=5))
+  with pytest.raises(RuntimeError, match='between the steps'):
+    stages.run(config, tmp_path / 'run')
+  profile.jax.profiler.start_trace(str(tmp_path / 'again'))
+  profile.jax.profiler.stop_trace()

@@ -76,6 +76,7 @@ class Topology:
   """A described machine.
 
   size: chips along each dimension; of GPUs slices, hosts, GPUs a host.
+  owned: the devices, where they are not described but there.
   """
 
   text: str
@@ -83,6 +84,7 @@ class Topology:
   chip: Chip
   size: tuple[int, ...]
   slices: int = 1
+  owned: tuple = ()
 
   @property
   def chips(self) -> int:
@@ -103,6 +105,24 @@ def of_kind(kind: str) -> Chip | None:
       k: CHIPS[v] for k, v in _MORE_KINDS.items()}
   found = [name for name in names if name in kind]
   return names[max(found, key=len)] if found else None
+
+
+def here(devices: list) -> Topology:
+  """The machine that these devices of a running program are.
+
+  Of a chip that is not known only the memory counts, if it is known.
+  """
+  kind, stats = devices[0].device_kind, devices[0].memory_stats()
+  chip = of_kind(kind) or Chip(kind, 0.0)
+  if stats:
+    chip = dataclasses.replace(
+        chip, memory=stats.get('bytes_limit', chip.memory))
+  names = [name for name, known in CHIPS.items() if known.kind == chip.kind]
+  slices = {d.slice_index for d in devices if d.platform == 'tpu'}
+  count = max(1, len(slices))
+  return Topology(
+      f'{len(devices)} x {kind}', names[0] if names else 'cpu', chip,
+      (len(devices) // count,), count, tuple(devices))
 
 
 def parse(text: str, slices: int = 1) -> Topology:
@@ -160,6 +180,8 @@ def set_environment(topology: Topology):
 def devices(topology: Topology) -> list:
   """The devices, as JAX describes them to its compilers."""
   import jax  # after `set_environment`
+  if topology.owned:
+    return list(topology.owned)
   if topology.local:
     found = jax.devices('cpu')
     if len(found) < topology.chips:
@@ -191,4 +213,5 @@ def devices(topology: Topology) -> list:
 
 def compiler_options(topology: Topology) -> dict | None:
   """Of a compiler that has no device to try variants on."""
-  return {'xla_gpu_autotune_level': 0} if topology.gpu else None
+  without = topology.gpu and not topology.owned
+  return {'xla_gpu_autotune_level': 0} if without else None

@@ -57,6 +57,19 @@ def tensors(p: build.Prepared, chips: int) -> list[int]:
           and size % t == 0]
 
 
+def spell(rest: str, tensor: int) -> str:
+  """The text of a mesh whose devices are split by `tensor`, else `rest`."""
+  return rest + (f',tensor={tensor}' if tensor > 1 else '')
+
+
+def timed(plan: dict) -> dict:
+  """The plan of an update alone, with what it says of a step."""
+  row = plan['programs'][0]
+  plan['step'] = plan['step'] or {'no_overlap': {
+      'step_s': row['calls'] * row['seconds']['no_overlap']}}
+  return plan
+
+
 def seconds_a_token(found: tuple) -> float:
   """Without overlap: so that what crosses the network counts."""
   step = found[1]['step']['no_overlap']
@@ -78,7 +91,7 @@ def _candidates(p, options, console) -> list:
   tried = []
 
   def attempt(tensor, remat, rows):
-    mesh = 'fsdp=-1' + (f',tensor={tensor}' if tensor > 1 else '')
+    mesh = spell('fsdp=-1', tensor)
     at_once = rows * options.topology.chips // tensor
     settings = {'mesh.train': mesh, 'model.remat': remat,
                 'train.micro_batch_size': at_once}
@@ -86,9 +99,7 @@ def _candidates(p, options, console) -> list:
       settings['train.batch_size'] = at_once
     plan = stage.plan(vary(p, settings), dataclasses.replace(
         options, only=('update',)))
-    row = plan['programs'][0]
-    plan['step'] = plan['step'] or {'no_overlap': {
-        'step_s': row['calls'] * row['seconds']['no_overlap']}}
+    row = timed(plan)['programs'][0]
     console.print(
         f'{mesh} remat={remat} rows={at_once}: ' + (
             'does NOT fit' if row['fits'] is False else 'fits') +
@@ -117,8 +128,7 @@ def _candidates(p, options, console) -> list:
 def _with_rollout(settings, plan, p, options, console) -> tuple:
   """The winner with the least split of the sampler's weights that fits."""
   for tensor in tensors(p, options.topology.chips):
-    more = settings | {'mesh.rollout': 'data=-1' + (
-        f',tensor={tensor}' if tensor > 1 else '')}
+    more = settings | {'mesh.rollout': spell('data=-1', tensor)}
     whole = stage.plan(vary(p, more), dataclasses.replace(options, only=()))
     console.print(f'mesh.rollout={more["mesh.rollout"]}: ' + (
         'fits' if whole['fits'] else 'does NOT fit'))

@@ -1,12 +1,11 @@
 """The plan of each stage of a config, as the object of plan.json."""
 
 import dataclasses
-from collections.abc import Iterator
 
 from jaxpost import build
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
-from jaxpost.planning import aot, chips, described, estimate
+from jaxpost.planning import aot, chips, estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +16,6 @@ class Options:
   only: tuple = ()
   price: float = 0.0
   stage: str = ''
-
-
-def plans(raw: dict, options: Options) -> Iterator[dict]:
-  """A plan for each stage of the config `raw`, one after the other."""
-  for p in described.prepare_all(raw, options.stage):
-    yield plan(p, options)
 
 
 def plan(p: build.Prepared, options: Options) -> dict:

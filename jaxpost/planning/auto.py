@@ -1,0 +1,91 @@
+"""`config.mesh.train=auto`: the fastest mesh that fits, by compiling for it.
+
+What a search tries, with everything but the mesh as the config has it. The
+update is compiled for each mesh; what is run then comes from JAX's cache of
+compiled programs. The same devices get the same mesh, so a run resumes
+exactly; other devices may get another.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from jaxpost import build
+from jaxpost import processes
+from jaxpost.errors import InputError
+from jaxpost.planning import chips, described, search, stage
+
+AUTO = 'auto'
+
+
+def resolve(prepared: list[build.Prepared], raw: dict,
+            note: Callable) -> list[build.Prepared]:
+  """The stages with meshes for the devices of this run in place of 'auto'.
+
+  Args:
+    raw: the config that the stages are of.
+    note: (text) -> prints it for people.
+  """
+  here = chips.here(jax.devices())
+  shapes = {p.name: p for p in described.prepare_all(raw)}
+  return [search.vary(p, processes.from_first(
+      choose(shapes[p.name], here, note))) for p in prepared]
+
+
+def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
+  """{'mesh.train': ..., 'mesh.rollout': ...}, of those that are 'auto'.
+
+  Args:
+    p: a stage without data or weights; see `described`.
+
+  Raises:
+    InputError: the update fits on no mesh.
+  """
+  found = {}
+  if p.config.mesh.train == AUTO:
+    other = p.config.mesh.rollout.replace(AUTO, 'data=-1')
+    found['mesh.train'] = _train(
+        search.vary(p, {'mesh.rollout': other}), topology)
+    note(f'config.mesh.train of {p.name}: {found["mesh.train"]}')
+  if p.config.mesh.rollout == AUTO:
+    found['mesh.rollout'] = _rollout(search.vary(p, found), topology)
+    note(f'config.mesh.rollout of {p.name}: {found["mesh.rollout"]}')
+  return found
+
+
+def _train(p, topology) -> str:
+  meshes = [search.spell('fsdp=-1', t)
+            for t in search.tensors(p, topology.chips)]
+  if len(meshes) == 1 or not topology.chip.memory:
+    return meshes[0]
+  times = {}
+  for mesh in meshes:
+    settings = {'mesh.train': mesh}
+    plan = _plan(p, settings, topology, 'update')
+    if plan['fits']:
+      times[mesh] = search.seconds_a_token((settings, search.timed(plan)))
+  if not times:
+    raise InputError(
+        f'config.mesh.train: the update of {p.name} fits on no mesh of '
+        f'{topology.text}; take more chips, shorter rows, less at a time '
+        '(config.train.micro_batch_size) or config.model.remat=full')
+  return min(times, key=times.get)
+
+
+def _rollout(p, topology) -> str:
+  """The least split of the sampler's weights that fits."""
+  meshes = [search.spell('data=-1', t)
+            for t in search.tensors(p, topology.chips)]
+  if not p.algorithm.on_policy or not topology.chip.memory:
+    return meshes[0]
+  for mesh in meshes:
+    if _plan(p, {'mesh.rollout': mesh}, topology, 'generate')['fits']:
+      return mesh
+  raise InputError(
+      f'config.mesh.rollout: the sampler of {p.name} fits on no mesh of '
+      f'{topology.text}; lower config.rollout.slots')
+
+
+def _plan(p, settings: dict, topology, program: str) -> dict:
+  return stage.plan(search.vary(p, settings), stage.Options(
+      topology, (program,)))

@@ -1,0 +1,92 @@
+"""`config.mesh.train=auto`: compiled for, chosen, run on; eight fake devices."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+RUN = '''
+import dataclasses, json, pathlib, sys
+sys.path.insert(0, 'tests')
+import jax, rich.console, tiny
+from jaxpost import metrics, stages
+from jaxpost.errors import InputError
+from jaxpost.planning import auto, chips, described, search, stage
+work = pathlib.Path(sys.argv[1])
+model = tiny.folder(work / 'model')
+config = tiny.grpo_config(model, mesh=dict(train='auto', rollout='auto'),
+                          train=dict(steps=2), save=dict(every=1))
+out = {}
+
+def pretend(memory, link=1e8):
+  """Devices of known speed: products cost nothing, the network all."""
+  chip = chips.Chip('cpu', 1e15, memory, 1e15, link, link)
+  chips.of_kind = lambda kind: chip
+
+def run(name):
+  console = rich.console.Console(record=True, width=200, quiet=False,
+                                 file=open(work / (name + '.txt'), 'w'))
+  stages.run(config, work / name, console=console)
+  return [x for x in console.export_text().splitlines() if x.startswith('config.mesh')]
+
+out['unknown'] = run('unknown')
+pretend(1e12)
+here = chips.here(jax.devices())
+p, = described.prepare_all(config)
+q = search.vary(p, {'mesh.rollout': 'data=-1'})
+plans = {m: stage.plan(search.vary(q, {'mesh.train': m}),
+                       stage.Options(here, ('update',)))
+         for m in ('fsdp=-1', 'fsdp=-1,tensor=2', 'fsdp=-1,tensor=4')}
+out['seconds'] = {m: x['programs'][0]['seconds']['no_overlap']
+                  for m, x in plans.items()}
+out['bytes'] = {m: x['programs'][0]['bytes_per_chip']['total']
+                for m, x in plans.items()}
+out['known'] = run('known')
+out['again'] = run('known')
+rows = metrics.read_rows(work / 'known' / 'metrics.jsonl')
+out['steps'] = [r['step'] for r in rows if r['split'] == 'train']
+slow = max(out['bytes'], key=out['bytes'].get)
+least = min(out['bytes'].values())
+for memory in (out['bytes'][slow] - 1, least - 1):
+  pretend(memory)
+  try:
+    out[str(memory)] = auto.choose(p, chips.here(jax.devices()), str)
+  except InputError as error:
+    out[str(memory)] = str(error)
+print(json.dumps(out))
+'''
+
+
+@pytest.fixture(scope='module')
+def out(tmp_path_factory):
+  done = subprocess.run(
+      [sys.executable, '-c', RUN, str(tmp_path_factory.mktemp('auto'))],
+      cwd=pathlib.Path(__file__).parents[1], text=True, capture_output=True,
+      timeout=600, env=os.environ | {
+          'PYTHONPATH': '.', 'JAX_PLATFORMS': 'cpu',
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=8'})
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_of_unknown_chips_everything_is_fsdp(out):
+  assert out['unknown'] == ['config.mesh.train of grpo: fsdp=-1',
+                            'config.mesh.rollout of grpo: data=-1']
+
+
+def test_the_fastest_is_chosen_and_run(out):
+  best = min(out['seconds'], key=out['seconds'].get)
+  assert len(set(out['seconds'].values())) == 3
+  assert out['known'][0] == f'config.mesh.train of grpo: {best}'
+  assert out['steps'] == [1, 2]
+
+
+def test_what_does_not_fit_is_not_chosen(out):
+  slow = max(out['bytes'], key=out['bytes'].get)
+  chosen = out[str(out['bytes'][slow] - 1)]
+  assert 'fits on no mesh' in chosen or chosen['mesh.train'] != slow
+  assert 'config.mesh.train: the update of grpo fits on no mesh' in out[
+      str(min(out['bytes'].values()) - 1)]
