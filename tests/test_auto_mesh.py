@@ -1,4 +1,4 @@
-"""`config.mesh.train=auto`: compiled for, chosen, run on; eight fake devices."""
+"""`config.mesh.train=auto`: compiled for, chosen, run on; on eight devices."""
 
 import json
 import os
@@ -30,7 +30,8 @@ def run(name):
   console = rich.console.Console(record=True, width=200, quiet=False,
                                  file=open(work / (name + '.txt'), 'w'))
   stages.run(config, work / name, console=console)
-  return [x for x in console.export_text().splitlines() if x.startswith('config.mesh')]
+  return [x for x in console.export_text().splitlines()
+          if x.startswith('config.mesh')]
 
 out['unknown'] = run('unknown')
 pretend(1e12)
