@@ -56,7 +56,7 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   if not (_PROMPT.value or _FILE.value or _CHAT.value):
-    raise InputError('nothing to complete; give --prompt, --prompts or --chat')
+    raise InputError('nothing to do; give --prompt=, --prompts= or --chat')
   if _CHAT.value:
     exits.refuse(['prompts', 'out', 'n', 'json'], 'with --chat')
   host.tune_host()
