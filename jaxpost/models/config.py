@@ -74,6 +74,10 @@ class ModelConfig:
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   @property
+  def value_dim(self) -> int:
+    return self.head_dim
+
+  @property
   def logit_form(self) -> tuple[float, float]:
     """(divisor, soft cap), as `losses.head.logits` takes them."""
     return self.logit_divisor, self.logit_softcap

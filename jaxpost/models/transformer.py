@@ -283,9 +283,9 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
     lengths = document_lengths(positions, segment_ids)
 
   def attend(q, k, v, window, sinks):
-    return attention.causal(
+    return attention.attention(
         q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
-        sinks), None
+        sinks, constrain), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(chosen, 2, 0)
@@ -311,8 +311,9 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
                 'batch', None, None)
 
   def attend(q, k, v, window, sinks):
-    out = attention.causal(q, k, v, segment_ids, compute, None, positions,
-                           window, cfg, sinks)
+    out = attention.attention(
+        q, k, v, segment_ids, compute, None, positions, window, cfg, sinks,
+        constrain)
     pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache)
             for y in (k, v)]
     return out, pair
