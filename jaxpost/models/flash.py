@@ -107,9 +107,9 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
     k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
   q = scores.scaled(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
-  kernel = {'splash': splash, 'cudnn': cudnn}[compute.attention]
   of_window = [functools.partial(
-      kernel, window=w, cfg=cfg, compute=compute) for w in windows]
+      KERNELS[compute.attention], window=w, cfg=cfg, compute=compute)
+               for w in windows]
   given = q, k, v, segment_ids, positions, sinks
   return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(
       number, of_window, *given)
@@ -160,10 +160,8 @@ def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
       head_shards=1, q_seq_shards=1, interpret=interpret,
       attn_logits_soft_cap=cfg.attention_softcap or None)
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-  # The name tells a plan what XLA cannot know of a kernel: `planning/cost.py`.
-  with jax.named_scope(f'attention_window_{window}_block_{block}'):
-    out = jax.vmap(lambda q, k, v, s: kernel(
-        q, k, v, lib.SegmentIds(s, s), sinks))(q, k, v, segment_ids)
+  out = jax.vmap(lambda q, k, v, s: kernel(
+      q, k, v, lib.SegmentIds(s, s), sinks))(q, k, v, segment_ids)
   return out.swapaxes(1, 2)[:, :length]
 
 
@@ -174,14 +172,14 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int,
           cfg: ModelConfig, compute: Compute):
   """cuDNN's fused attention over the documents of packed rows (Hopper on).
 
-  The number of documents in a row has to be known before: for rows with more
-  than one in 32 tokens, XLA does it.
+  What it keeps grows with the most documents that a row may have: where one
+  has more than one in 128 tokens, XLA does it.
   """
   if jax.__version_info__ < (0, 11, 2):
     # Offsets of keys are scaled by the number of query heads there.
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-  length, most = q.shape[1], max(16, q.shape[1] // 32)
+  length, most = q.shape[1], max(8, q.shape[1] // 128)
   unscaled = types.SimpleNamespace(
       attention_scale=1.0, attention_softcap=0.0, head_dim=q.shape[3])
 
@@ -194,7 +192,8 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int,
     del positions
     segments, q, k, v = _padded(64, segment_ids, q, k, v)
     starts, sizes = documents(segments, most + 1)
-    with jax.named_scope(f'attention_window_{window}_block_128'):
+    # The name tells a plan what is not in the arguments.
+    with jax.named_scope(f'attention_window_{window}'):
       return _packed(q, k, v, starts, sizes, window)[:, :length]
 
   firsts = jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
@@ -220,9 +219,14 @@ def documents(segment_ids, most: int):
   return jax.vmap(row)(segment_ids)
 
 
+KERNELS = {'splash': splash, 'cudnn': cudnn}
+
+
 def _packed(q, k, v, starts, sizes, window):
   # Not public: there is no other way to tell cuDNN of documents.
   from jax._src.cudnn import fused_attention_stablehlo as lib
+  if jax.default_backend() == 'cpu':  # compiled for what is only described
+    lib.check_compute_capability = lambda wanted: True
   return lib.dot_product_attention(
       q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=starts,
       kv_offsets=starts, scale=1.0, mask_type=lib.MaskType.PADDING_CAUSAL,
@@ -262,17 +266,16 @@ def errors(name: str, cfg: ModelConfig, shape, dtype: str, window: int,
   def exact(q, k, v, sink):
     compute = Compute('float32')
     return scores.chunked(q, k, v, segments, compute, None, positions, window,
-                         cfg, sink)
+                          cfg, sink)
 
   def fast(q, k, v, sink):
     compute = Compute(dtype, attention=name, forced=True)
-    run = kernel or {'splash': splash, 'cudnn': cudnn}[name]
-    out = run(scores.scaled(q, cfg).astype(dtype), k.astype(dtype),
-              v.astype(dtype), segments, positions, sink, window=window,
-              cfg=cfg, compute=compute)
+    q = scores.scaled(q, cfg)
+    out = (kernel or KERNELS[name])(
+        *(x.astype(dtype) for x in (q, k, v)), segments, positions, sink,
+        window=window, cfg=cfg, compute=compute)
     return out.astype(jnp.float32)
 
-  # Half of a gradient is enough where there is no sink to have one.
   names = ('q', 'k', 'v', 'sinks')[:3 + sinks]
   wide = [x.astype(jnp.float32) for x in (q, k, v)] + [sink] * sinks
   pad = () if sinks else (None,)
