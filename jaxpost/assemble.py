@@ -15,7 +15,6 @@ from etils import epath
 from jaxpost import (
     build, cache, optim, placement, plan, precompile, processes, profile,
     reward_role, watchdog, weights)
-from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import loader
@@ -66,8 +65,9 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   train = make_layout(config.mesh.train, 'train', devices=devices,
                       arrange=placement.arrange)
   m, ledger = config.model, ledger or Ledger()
-  compute = flash.settle(compute_for(
-      train.mesh.devices.flat[0].platform, m.dtype, m.remat, m.attention),
+  platform = train.mesh.devices.flat[0].platform
+  compute = flash.settle(
+      compute_for(platform, m.dtype, m.remat, m.attention), platform,
       p.model.config, build.row_length(config, on_policy), ledger.dry)
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
@@ -337,7 +337,7 @@ class DataStream:
   """A data set as a stream of items."""
 
   batches: loader.PackedStream
-  algorithm: Algorithm
+  algorithm: object
   config: object
   roles: Roles
 

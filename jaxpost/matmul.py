@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpost.errors import InputError
-
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
@@ -49,21 +47,15 @@ class Compute:
   forced: bool = False
 
 
-# Kernels, and where they run; cuDNN's is never taken unasked.
-_KERNELS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}
-
-
 def compute_for(platform: str, dtype: str, remat: str,
                 attention: str = 'auto') -> Compute:
-  """Measured choices per platform; docs/performance.md has the figures."""
+  """Measured choices per platform; docs/performance.md has the figures.
+
+  Of attention, too: cuDNN's is never taken unasked.
+  """
   forced = attention != 'auto'
   if not forced:
     attention = 'splash' if platform == 'tpu' else 'chunked'
-  if platform not in _KERNELS.get(attention, (platform,)):
-    raise InputError(
-        f'config.model.attention: {attention} runs on '
-        f'{_KERNELS[attention][0].upper()} only, and this is {platform}; take '
-        'auto')
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention,
               forced=forced)
   if platform == 'cpu':

@@ -189,8 +189,6 @@ def test_the_platform_chooses(monkeypatch):
 
 
 @pytest.mark.parametrize('platform, name, dtype, fields, words', [
-    ('cpu', 'splash', 'bfloat16', {}, 'splash runs on TPU only'),
-    ('tpu', 'cudnn', 'bfloat16', {}, 'cudnn runs on GPU only'),
     ('tpu', 'splash', 'float32', {}, 'splash cannot do .*dtype=float32'),
     ('tpu', 'splash', 'bfloat16', dict(branches=True), 'share_prompt'),
     ('gpu', 'cudnn', 'float32', {}, 'cudnn cannot do .*dtype=float32'),
@@ -222,6 +220,15 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
                 tmp_path / 'other')
 
 
+@pytest.mark.parametrize('platform, name, words', [
+    ('cpu', 'splash', 'splash runs on TPU only, and this is cpu'),
+    ('tpu', 'cudnn', 'cudnn runs on GPU only, and this is tpu')])
+def test_a_kernel_of_another_platform_is_refused(platform, name, words):
+  compute = compute_for(platform, 'bfloat16', 'none', name)
+  with pytest.raises(InputError, match=words):
+    flash.settle(compute, platform, tiny.config(), 512)
+
+
 # ----------------------------------------------------------------------- check
 
 
@@ -247,7 +254,7 @@ def test_a_kernel_is_checked_before_it_is_trusted(monkeypatch, caplog):
     assert set(found) == {'out', 'q', 'k', 'v', 'sinks'}
     assert 1e-4 < max(found.values()) < 0.03
   compute = compute_for('tpu', 'bfloat16', 'none')
-  settle = lambda compute: flash.settle(compute, cfg, 256)
+  settle = lambda compute: flash.settle(compute, 'tpu', cfg, 256)
   flash.trusted.cache_clear()
   monkeypatch.setitem(flash.KERNELS, 'splash', good)
   assert settle(compute) == compute and settle(compute) == compute

@@ -52,7 +52,7 @@ def entries(cache: Cache, layer: int, step):
   They are gathered at every step: of all layers at once, for a whole block,
   they would take the room that pages save.
   """
-  pair, table = (cache.k[layer], cache.v[layer]), cache.table
+  pair, table = [x[layer] for x in (cache.k, cache.v) if x], cache.table
   if table is None:
     return pair
   table, _ = jax.lax.optimization_barrier((table, step))

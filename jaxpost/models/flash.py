@@ -48,6 +48,7 @@ def _cudnn_refuses(heads, size, values, dtype, cap, sinks) -> str:
 # (heads, h, hv, dtype, soft cap, whether there are sinks) -> what of it the
 # kernel cannot do, or ''. All do segments, windows and groups of heads.
 REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
+PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
 def refusal(name: str, q_shape, v_shape, branches: bool, dtype: str,
@@ -305,17 +306,22 @@ def trusted(name: str, cfg: ModelConfig, shape, dtype: str) -> str:
       f'{x:.1e} in {k}' for k, x in wrong.items()) or ''
 
 
-def settle(compute: Compute, cfg: ModelConfig, length: int,
+def settle(compute: Compute, platform: str, cfg: ModelConfig, length: int,
            dry: bool = False) -> Compute:
   """How a run computes: with a kernel only if that is right on this device.
 
   Asked for by name and wrong, it is an InputError; else XLA takes its place.
 
   Args:
+    platform: of the devices, as JAX calls it.
     length: tokens of the rows that are trained.
     dry: nothing can be run, as the device is only described.
   """
   name = compute.attention
+  if platform not in PLATFORMS.get(name, (platform,)):
+    raise InputError(
+        f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} '
+        f'only, and this is {platform}; take auto')
   if dry or name not in REFUSALS or isinstance(cfg, OwnConfig):
     return compute
   size, values = cfg.head_dim, cfg.value_dim
