@@ -19,33 +19,33 @@ from jaxpost.models import layers, rope
 from jaxpost.models.config import LatentConfig, ModelConfig
 from jaxpost.models.table import Param
 
+_BLOCK = 'model.layers.{}.'
 _EPS = 1e-6  # of the norms of latents, whatever that of the others is
 
 
-def table(plain: dict, cfg: LatentConfig, block: str) -> dict[str, Param]:
+def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
   """The parameter table, with dense layers in a stack of their own.
 
   Args:
     plain: that of such a model without latents, all layers with experts.
-    block: how the names of a layer start.
   """
   d, f = cfg.hidden_size, cfg.intermediate_size
   old = {k.split('/')[1]: v for k, v in plain.items() if v.stacked}
 
   def matrix(hf, shape, axes):
     return Param((cfg.first_dense, *shape), ('layers', *axes),
-                 f'{block}mlp.{hf}_proj.weight', matrix=True)
+                 f'{_BLOCK}mlp.{hf}_proj.weight', matrix=True)
 
   def norms(n, first):
     return {k: dataclasses.replace(v, shape=(n, *v.shape[1:]), first=first)
             for k, v in old.items() if k.endswith('_norm')}
 
-  dense = _rows(cfg, cfg.first_dense, block, 0) | norms(cfg.first_dense, 0) | {
+  dense = _rows(cfg, cfg.first_dense, 0) | norms(cfg.first_dense, 0) | {
       'gate': matrix('gate', (d, f), ('embed', 'mlp')),
       'up': matrix('up', (d, f), ('embed', 'mlp')),
       'down': matrix('down', (f, d), ('mlp', 'embed'))}
   rest = cfg.sparse_layers, cfg.first_dense
-  sparse = _rows(cfg, rest[0], block, rest[1]) | norms(*rest) | {
+  sparse = _rows(cfg, *rest) | norms(*rest) | {
       k: v for k, v in old.items() if k not in (*'qkvo',) and (
           not k.endswith('_norm'))}
   stacks = {'dense': dense} if cfg.first_dense else {}
@@ -56,16 +56,16 @@ def table(plain: dict, cfg: LatentConfig, block: str) -> dict[str, Param]:
       **{k: v for k, v in plain.items() if not v.stacked and k != 'embed'}}
 
 
-def _rows(cfg: LatentConfig, n: int, block: str, first: int) -> dict:
+def _rows(cfg: LatentConfig, n: int, first: int) -> dict:
   """In place of q, k, v and o, of `n` layers from `first` on."""
   d, h, r = cfg.hidden_size, cfg.num_heads, cfg.kv_rank
 
   def matrix(shape, axes, hf):
     return Param((n, *shape), ('layers', *axes),
-                 f'{block}self_attn.{hf}.weight', matrix=True, first=first)
+                 f'{_BLOCK}self_attn.{hf}.weight', matrix=True, first=first)
 
   def norm(size, hf):
-    return Param((n, size), ('layers', None), f'{block}self_attn.{hf}.weight',
+    return Param((n, size), ('layers', None), f'{_BLOCK}self_attn.{hf}.weight',
                  'ones', exact=True, first=first)
 
   heads = ('embed', 'heads', None)

@@ -81,8 +81,6 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
       hf = table[f'layers/{name}'].hf.removeprefix(block)
       table[f'layers/{name}_bias'] = vector(
           widths[name], hf.replace('.weight', '.bias'), 'zeros')
-  if isinstance(cfg, LatentConfig):
-    table = mla.table(table, cfg, block)
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
   if cfg.num_labels or cfg.value_head:
@@ -91,7 +89,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
         (d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
-  return table
+  return mla.table(table, cfg) if isinstance(cfg, LatentConfig) else table
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
