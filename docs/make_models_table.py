@@ -55,12 +55,18 @@ def told(cfg) -> str:
       'soft caps': cfg.attention_softcap or cfg.logit_softcap,
       'logit divisor': cfg.logit_divisor != 1,
   }
+  if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
+    words |= {'latent attention': True,
+              'dense layers first': cfg.sparse_layers < cfg.num_layers}
   if cfg.experts:
     e = cfg.experts
     words |= {
         f'{e.top_k} of {e.num} experts': True,
         'whose weights do not add up to 1': not e.normalize,
         'clamped SwiGLU': e.limit,
+        'router by sigmoids': e.sigmoid,
+        f'of {e.top_groups} of {e.groups} groups': e.groups > 1,
+        'shared experts': e.shared,
   }
   return ', '.join(word for word, said in words.items() if said)
 

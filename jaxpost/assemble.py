@@ -15,7 +15,6 @@ from etils import epath
 from jaxpost import (
     build, cache, optim, placement, plan, precompile, processes, profile,
     reward_role, watchdog, weights)
-from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import loader
@@ -23,7 +22,7 @@ from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import Chrono, MetricsWriter
-from jaxpost.models import hf, lora, moe, peft
+from jaxpost.models import flash, hf, lora, moe, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.table import join
 from jaxpost.models.transformer import flops_per_token
@@ -65,9 +64,11 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   config, on_policy = p.config, p.algorithm.on_policy
   train = make_layout(config.mesh.train, 'train', devices=devices,
                       arrange=placement.arrange)
-  compute = compute_for(
-      train.mesh.devices.flat[0].platform, config.model.dtype,
-      config.model.remat)
+  m, ledger = config.model, ledger or Ledger()
+  platform = train.mesh.devices.flat[0].platform
+  compute = flash.settle(
+      compute_for(platform, m.dtype, m.remat, m.attention), platform,
+      p.model.config, build.row_length(config, on_policy), ledger.dry)
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()
@@ -80,7 +81,7 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
       p, train, make_layout(config.mesh.rollout, 'rollout', beside=train),
       make_layout(config.mesh.score or config.mesh.train, 'train',
                   'config.mesh.score', beside=train),
-      compute, objectives, ledger or Ledger(), Chrono(),
+      compute, objectives, ledger, Chrono(),
       build.batch_shape(config, on_policy, shards),
       build.batch_shape(config, on_policy, shards, whole=False)[0])
 
@@ -337,7 +338,7 @@ class DataStream:
   """A data set as a stream of items."""
 
   batches: loader.PackedStream
-  algorithm: Algorithm
+  algorithm: object
   config: object
   roles: Roles
 

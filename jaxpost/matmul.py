@@ -22,6 +22,8 @@ class Compute:
   cache: type of cached keys and values, rounded to `dtype` before.
   unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
   remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
+  attention: what computes it, see `models/attention.py`; forced: and nothing
+    else does, where it cannot.
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
@@ -41,18 +43,29 @@ class Compute:
   row_writes: bool = True
   group_block: int = 32
   ragged: bool = False
+  attention: str = 'chunked'
+  forced: bool = False
 
 
-def compute_for(platform: str, dtype: str, remat: str) -> Compute:
-  """Measured choices per platform; docs/performance.md has the figures."""
+def compute_for(platform: str, dtype: str, remat: str,
+                attention: str = 'auto') -> Compute:
+  """Measured choices per platform; docs/performance.md has the figures.
+
+  Of attention, too: cuDNN's is never taken unasked.
+  """
+  forced = attention != 'auto'
+  if not forced:
+    attention = 'splash' if platform == 'tpu' else 'chunked'
+  rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention,
+              forced=forced)
   if platform == 'cpu':
-    return Compute(dtype=dtype, cache=dtype, remat=remat)
+    return Compute(**rest)
   # The residual stream of many models leaves the range of float16.
   residual = 'float32' if dtype == 'float16' else dtype
   return Compute(
-      dtype=dtype, residual=residual, cache=dtype, unroll=False, remat=remat,
-      q_chunk=1024, head_elements=2**30, row_writes=False,
-      group_block=256, ragged=platform == 'tpu')
+      **rest, residual=residual, unroll=False, q_chunk=1024,
+      head_elements=2**30, row_writes=False, group_block=256,
+      ragged=platform == 'tpu')
 
 
 def einsum(spec: str, x, w, dtype: str, out: str = 'float32'):

@@ -78,7 +78,7 @@ def _rollout_row(p, length: int) -> Batch:
   cfg, experts = p.model.config, None
   if p.config.router.replay:
     experts = np.zeros(
-        (1, length, cfg.num_layers, cfg.experts.top_k), np.uint16)
+        (1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
   return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts,
                branch_ids=ints if p.algorithm.pack else None)
 

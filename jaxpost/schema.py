@@ -35,6 +35,10 @@ class ModelSection:
                         choices=('float32', 'bfloat16'))
   remat: str = _f('none', 'what the backward pass recomputes',
                   choices=('none', 'dots', 'full'))
+  attention: str = _f('auto', 'what computes it: splash (TPU), cudnn (GPU), or '
+                      'XLA, chunked or by the book; auto: splash where it can',
+                      choices=('auto', 'chunked', 'reference', 'splash',
+                               'cudnn'))
 
 
 @dataclasses.dataclass(frozen=True)

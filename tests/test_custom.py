@@ -5,10 +5,14 @@ Legend: B rows, T tokens, D hidden size.
 
 import dataclasses
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -22,7 +26,7 @@ from jaxpost.models import custom
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
-from jaxpost.sharding import make_layout
+from jaxpost.sharding import make_layout, to_host
 from jaxpost.types import Prompt
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
@@ -108,13 +112,72 @@ def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
     build.model_source(dataclasses.replace(section, preset='tiny'))
 
 
-def test_shards_follow_the_rules_and_compute_the_same(case):
-  model, params = case
-  layout = make_layout('fsdp=1', 'train', devices=jax.devices()[:1])
-  specs = {k: layout.spec(p.axes, p.shape) for k, p in model.table.items()}
-  assert len(specs) == len(model.table)
-  named = {a for p in model.table.values() for a in p.axes if a}
-  assert {'embed', 'vocab'} <= named
+# What a device of each layout has of a parameter, of [64, 259] or its like.
+LAYOUTS = {'fsdp=8': (8, 1), 'fsdp=4,tensor=2': (4, 2), 'data=8': (1, 1)}
+
+
+def main():
+  """Prints {module: {layout: (largest error, parts of each parameter)}}."""
+  out, ids = {}, tiny.tokens((8, 16), 259)
+  positions = np.broadcast_to(np.arange(16) % 10, ids.shape)
+  segments = np.broadcast_to(1 + np.arange(16) // 10, ids.shape)
+
+  def gradient(model, params, layout):
+    def loss(params, ids, positions, segments):
+      x = model.forward(params, ids, positions, segments, compute=tiny.EXACT,
+                        constrain=layout)
+      logits = jnp.einsum('btd,vd->btv', x, model.head(params),
+                          precision='highest')
+      return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    shardings = model.shardings(layout)
+    given = jax.tree.map(jax.device_put, params, shardings)
+    parts = {jax.tree_util.keystr(k, simple=True, separator='/'): [
+        n // m for n, m in zip(x.shape, x.sharding.shard_shape(x.shape))]
+             for k, x in jax.tree_util.tree_leaves_with_path(given)}
+    found = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(
+        given, *(layout.put(x, 'batch', None) for x in (
+            ids, positions, segments)))
+    return to_host(found), parts
+
+  for name, code in CODES.items():
+    model = model_lib.from_code(code)
+    params = jax.jit(model.init)(jax.random.key(0))
+    right, _ = gradient(model, params, tiny.one_device())
+    out[name] = {}
+    for text in LAYOUTS:
+      ours, parts = gradient(model, params, make_layout(text, 'train'))
+      off = jax.tree.map(
+          lambda a, b: tiny.largest(a - b) / tiny.largest(b), ours, right)
+      out[name][text] = max(jax.tree.leaves(off)), parts
+  print(json.dumps(out))
+
+
+@pytest.fixture(scope='module')
+def on_8_devices():
+  run = subprocess.run(
+      [sys.executable, __file__], capture_output=True, text=True, timeout=400,
+      cwd=EXAMPLES.parents[1], env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+  assert run.returncode == 0, run.stderr[-3000:]
+  return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('name, head, order', [
+    ('linen', 'embed/embedding', -1), ('nnx', 'head/kernel', 1)])
+def test_shards_follow_the_rules_and_compute_the_same(
+    on_8_devices, name, head, order, layout):
+  """Loss and gradients; `embed` is split over fsdp, `vocab` where it can."""
+  off, parts = on_8_devices[name][layout]
+  assert off <= 2e-5
+  fsdp, tensor = LAYOUTS[layout]
+  # 259 tokens are not even, so that side stays whole.
+  assert parts[head] == [fsdp, 1][::order]
+  if name == 'linen':
+    key = next(k for k in parts if k.endswith('query/kernel'))
+    assert parts[key] == [fsdp, tensor, 1]
 
 
 class Plain(nn.Module):
@@ -186,3 +249,7 @@ def test_modules_that_cannot_be_used(make, message):
 def test_what_a_model_of_ones_own_cannot_do(over, message, tmp_path):
   with pytest.raises(InputError, match=message):
     jaxpost.run(tiny.merged(tiny.run_config(''), over), tmp_path / 'run')
+
+
+if __name__ == '__main__':
+  main()

@@ -16,6 +16,7 @@ LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2']
 # Of experts, with the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2']
+LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
 
 
 @pytest.fixture(scope='module')
@@ -36,7 +37,7 @@ def report():
   return found | {'warnings': str(remats)}
 
 
-@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE)
+@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE + LATENT)
 def test_layout(report, layout):
   assert report[layout] == 'ok'
 
@@ -111,15 +112,20 @@ def main():
     (loss, metrics), grads = right
     (loss_8, metrics_8), grads_8 = gradient(make_layout(
         text.rpartition(':')[2], 'train'), given)
+    near = lambda a, b: tiny.largest(a - b) / (tiny.largest(b) or 1)
     off = {'loss': abs(loss_8 / loss - 1),
            'metric': abs(metrics_8['e'] / metrics['e'] - 1)}
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads_8),
                             jax.tree.leaves(grads)):
-      off[jax.tree_util.keystr(path)] = tiny.largest(a - b) / tiny.largest(b)
+      off[jax.tree_util.keystr(path)] = near(a, b)
     wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
     print(text, wrong or 'ok', flush=True)
 
   given, full, experts = saved(plain), saved(rich), saved(sparse)
+  low = saved(model_lib.build(tiny.latent(**shapes | dict(num_kv_heads=8))))
+  right = gradient(tiny.one_device(), low)
+  for text in LATENT:
+    compare(low, right, text)
   right = gradient(tiny.one_device(), full)
   for text in RICH:
     compare(full, right, text)

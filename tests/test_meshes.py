@@ -32,7 +32,34 @@ def test_grpo_reshards_between_meshes(train, tmp_path):
   assert first['reshard_bytes'] > 0
 
 
-def main(workdir, train, rollout):
+def on(devices, folder, mesh):
+  """The training rows of GRPO with experts on so many devices."""
+  run = subprocess.run(
+      [sys.executable, __file__, str(folder), *mesh],
+      capture_output=True, text=True, timeout=400,
+      cwd=pathlib.Path(__file__).parents[1],
+      env=os.environ | {
+          'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+  assert run.returncode == 0, run.stderr[-3000:]
+  return [row for row in metrics.read_rows(
+      folder / 'run' / 'metrics.jsonl') if row['split'] == 'train']
+
+
+def test_experts_on_8_devices_learn_what_they_learn_on_one(tmp_path):
+  """The same samples and rewards, and a first step that is as near as sums in
+  another order are."""
+  one, = on(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
+  many, = on(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
+  assert one['reward'] == many['reward']
+  assert one['completions/mean_length'] == many['completions/mean_length']
+  for name in ('loss', 'grad_norm', 'entropy', 'router/entropy',
+               'router/max_load'):
+    assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+  assert many['grad_norm'] > 0
+
+
+def main(workdir, train, rollout, steps='2'):
   import tiny
 
   from jaxpost import stages
@@ -43,7 +70,7 @@ def main(workdir, train, rollout):
       num_kv_heads=4, **sparse if 'expert' in train else {})
   stages.run(tiny.grpo_config(
       model, mesh=dict(train=train, rollout=rollout), rl=dict(kl_coef=0.01),
-      train=dict(steps=2)), pathlib.Path(workdir) / 'run')
+      train=dict(steps=int(steps))), pathlib.Path(workdir) / 'run')
 
 
 if __name__ == '__main__':

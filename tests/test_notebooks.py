@@ -41,9 +41,18 @@ WANTED = {
     r'before', *(rf'{name} +│ .* │ 0\.\d\d' for name in (
       'dpo', 'kto', 'grpo', 'ppo', 'distill', 'reward_model')),
   ),
+  '04_your_model': (
+    r'head/kernel +\(64, 259\) +\(.embed., .vocab.\)',
+    r'[\d,]+ parameters', r'packed and alone differ by \de-0[5-9]|e\+00',
+    r'sft: .* parameters', r'recurrent: loss 5\.\d+ -> \d\.\d+, held-out',
+    r'sampler off by \de-0[3-9]|e\+00', r'attending: loss 5\.\d+ -> \d',
+    r"'model\.safetensors'", r'tensors, such as',
+    r'first loss 5\.\d+ at random, [0-4]\.\d+ from the export',
+  ),
 }
 FIGURES = {
-  '01_sft_then_grpo': 2, '02_your_algorithm': 3, '03_every_method': 0}
+  '01_sft_then_grpo': 2, '02_your_algorithm': 3, '03_every_method': 0,
+  '04_your_model': 0}
 # Trained tokens of a preview are green.
 GREEN = ('01_sft_then_grpo',)
 FILES_MADE = {
@@ -54,6 +63,8 @@ FILES_MADE = {
     'reinforce/summary.json', 'with_critic/checkpoints/with_critic/4'),
   '03_every_method': tuple(f'{name}/summary.json' for name in (
     'sft', 'dpo', 'kto', 'grpo', 'distill', 'reward_model', 'ppo')),
+  '04_your_model': tuple(f'{name}/export/model.safetensors' for name in (
+    'recurrent', 'attending')),
 }
 
 

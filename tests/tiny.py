@@ -15,7 +15,7 @@ from jaxpost.matmul import Compute
 from jaxpost.models import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models import table
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import Experts, LatentConfig, ModelConfig
 from jaxpost.sharding import make_layout
 
 EXACT = Compute(dtype='float32', q_chunk=64)
@@ -27,6 +27,16 @@ def config(**fields) -> ModelConfig:
       num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm='head',
       tie_embeddings=True, initializer_range=0.2)
   return ModelConfig(**{**base, **fields})
+
+
+def latent(**fields) -> LatentConfig:
+  """Two layers of experts behind a dense one, as in DeepSeek-V3."""
+  base = vars(config(
+      family='deepseek_v3', qk_norm='', tie_embeddings=False, num_layers=3,
+      num_kv_heads=4, head_dim=10, attention_scale=0.3, experts=Experts(
+          8, 3, 20, shared=1, sigmoid=True, groups=4, top_groups=2, scale=1.7)))
+  own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6, first_dense=1)
+  return LatentConfig(**base | own | fields)
 
 
 def one_device(phase='train'):
@@ -82,7 +92,8 @@ def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16,
                num_layers=1, num_heads=2, num_kv_heads=1)
-  model = model_lib.build(config(**{**shape, **fields}))
+  make = latent if fields.get('family') == 'deepseek_v3' else config
+  model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
   return str(path)
 

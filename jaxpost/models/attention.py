@@ -1,101 +1,49 @@
 """Attention over packed rows, and over a cache.
 
 Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head
-size.
+size, hv that of values.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
+from jaxpost.models import flash
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.scores import (
+    NEVER, capped, chunked, reference, scaled, softmax)
 from jaxpost.types import Cache
 
-_NEVER = -1e30  # finite: a fully masked row must not become NaN
 
-
-def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-           window, cfg: ModelConfig, sinks=None):
+def attention(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
+              window, cfg: ModelConfig, sinks=None, layout=None):
   """Causal attention inside each document of a packed row.
 
   Branches of a document (`types.Batch`) see its shared part and themselves.
-
-  Queries go in chunks, each against the keys up to its own end, so that half
-  of the products is never computed and [T, T] never exists; keys before the
-  window of a chunk are left out, too. Heads come before time, so that a chunk
-  is one contiguous matrix per head and row.
+  What computes it is `compute.attention`, where that can do this; `flash.py`
+  has the kernels of accelerators and says what they can do.
 
   Args:
-    q: [B, T, H, h]; k, v: [B, T, K, h]; segment_ids, positions: [B, T];
-      branch_ids: [B, T] or None.
+    q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]; segment_ids,
+      positions: [B, T]; branch_ids: [B, T] or None.
     window: a token sees those of its document less than this before it;
       0 is all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
     sinks: [H], a score for each head of a key that is nothing, or None.
+    layout: a `Layout`, or any function where there is one device.
 
   Returns:
-    [B, T, H, h].
+    [B, T, H, hv]. InputError where the one that is asked for cannot do it.
   """
-  batch, length, heads, size = q.shape
-  kv_heads = k.shape[2]
-  shape = batch, length, kv_heads, heads // kv_heads, size
-  q = _scaled(q.reshape(shape), cfg).swapaxes(1, 2)
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  out = []
-  for start in range(0, length, compute.q_chunk):
-    end = min(start + compute.q_chunk, length)
-    low = _first_key(start, window, branch_ids)
-    mask = segment_ids[:, start:end, None] == segment_ids[:, None, low:end]
-    mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(low, end))[None]
-    if not isinstance(window, int) or window:
-      back = positions[:, start:end, None] - positions[:, None, low:end]
-      mask &= (back < window) | (window == 0)
-    if branch_ids is not None:
-      keys = branch_ids[:, None, low:end]
-      mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
-    scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end],
-                    k[:, :, low:end], compute.dtype)
-    weights = _softmax(
-        jnp.where(mask[:, None, :, None], _capped(scores, cfg), _NEVER),
-        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-    out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
-                      compute.dtype))
-  out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
-  return out.reshape(batch, length, heads, size)
+  rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
+  if compute.attention not in PLAIN:
+    if flash.chosen(q, v, branch_ids, compute, cfg, sinks):
+      return flash.attend(q, k, v, *rest, layout)
+  return PLAIN.get(compute.attention, chunked)(q, k, v, *rest)
 
 
-def _first_key(start: int, window, branch_ids) -> int:
-  """The first key that the query at `start` of a row may see.
-
-  Of branches, the shared part is nearer than its place in the row tells.
-  """
-  if branch_ids is not None or not isinstance(window, int) or not window:
-    return 0
-  return max(0, start - window + 1)
-
-
-def _scaled(q, cfg: ModelConfig):
-  if cfg.attention_scale:
-    return q * cfg.attention_scale
-  return q / math.sqrt(cfg.head_dim)
-
-
-def _capped(scores, cfg: ModelConfig):
-  cap = cfg.attention_softcap
-  return cap * jnp.tanh(scores / cap) if cap else scores
-
-
-def _softmax(scores, sinks):
-  """Over keys; `sinks`, if any, is one more score, whose share is dropped."""
-  if sinks is None:
-    return jax.nn.softmax(scores, axis=-1)
-  top = jax.lax.stop_gradient(
-      jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
-  scores = jnp.exp(scores - top)
-  return scores / (
-      jnp.sum(scores, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+# Those that run everywhere and do all that there is.
+PLAIN = {'reference': reference, 'chunked': chunked}
 
 
 def entries(cache: Cache, layer: int, step):
@@ -104,7 +52,7 @@ def entries(cache: Cache, layer: int, step):
   They are gathered at every step: of all layers at once, for a whole block,
   they would take the room that pages save.
   """
-  pair, table = (cache.k[layer], cache.v[layer]), cache.table
+  pair, table = [x[layer] for x in (cache.k, cache.v) if x], cache.table
   if table is None:
     return pair
   table, _ = jax.lax.optimization_barrier((table, step))
@@ -127,7 +75,7 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
     cache: keys and values [B, K, S, h], of which `filled` [B] count.
     recent: keys and values [B, K, T, h] that came after these; those up to
       `step`, where q stands, count.
-    window, cfg, sinks: as in `causal`.
+    window, cfg, sinks: as in `attention`.
 
   Returns:
     [B, 1, H, h].
@@ -135,7 +83,7 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
   batch, _, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
   kind = cache[0].dtype.name  # holds values of the operand type, see Compute
-  q = _scaled(q, cfg).astype(compute.dtype)
+  q = scaled(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, kv_heads, heads // kv_heads, size)
   scores = jnp.concatenate([
       einsum('bkgh,bksh->bkgs', q, keys, kind)
@@ -148,13 +96,13 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
     at = jnp.concatenate([
         jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
     mask &= at > filled[:, None] + step - window
-  weights = _softmax(
-      jnp.where(mask[:, None, None], _capped(scores, cfg), _NEVER),
+  weights = softmax(
+      jnp.where(mask[:, None, None], capped(scores, cfg), NEVER),
       sinks if sinks is None else sinks.reshape(kv_heads, -1, 1))
   weights = weights.astype(compute.dtype)
   out = sum(einsum('bkgs,bksh->bkgh', part, v, kind) for part, v in zip(
       jnp.split(weights, [room], axis=-1), (cache[1], recent[1])))
-  return out.reshape(batch, 1, heads, size)
+  return out.reshape(batch, 1, heads, -1)
 
 
 def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:

@@ -26,6 +26,13 @@ class Experts:
   limit: float = 0.0  # of what the gate and the rest of SwiGLU may be; 0 none
   alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (rest + 1)
   record: bool = False  # caches keep the chosen ones, to be replayed
+  shared: int = 0  # experts, of that size, that all tokens pass besides
+  # Of a router by sigmoids, with a bias that counts in the choice only: the
+  # best `top_groups` of `groups` are chosen from, weights times `scale`.
+  sigmoid: bool = False
+  groups: int = 1
+  top_groups: int = 1
+  scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +81,56 @@ class ModelConfig:
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   @property
+  def value_dim(self) -> int:
+    return self.head_dim
+
+  @property
+  def rope_size(self) -> int:
+    """Of what is rotated, entries of it that are left alone included."""
+    return self.head_dim
+
+  @property
+  def cached(self) -> tuple[int, tuple[int, ...]]:
+    """(heads, their sizes in keys and in values) of an entry of a cache."""
+    return self.num_kv_heads, (self.head_dim, self.head_dim)
+
+  @property
+  def sparse_layers(self) -> int:
+    """Those with experts, if there are any; they come last."""
+    return self.num_layers
+
+  @property
   def logit_form(self) -> tuple[float, float]:
     """(divisor, soft cap), as `losses.head.logits` takes them."""
     return self.logit_divisor, self.logit_softcap
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig(ModelConfig):
+  """A decoder with latent attention, `mla.py`; `head_dim` is that of keys."""
+
+  q_rank: int = 0  # of queries; 0: a plain projection
+  kv_rank: int = 0
+  rope_dim: int = 0  # entries of a head that are rotated, the last ones
+  v_dim: int = 0
+  first_dense: int = 0  # layers with an MLP in place of experts
+  interleaved: bool = True  # rotated pairs are neighbours
+
+  @property
+  def value_dim(self) -> int:
+    return self.v_dim
+
+  @property
+  def rope_size(self) -> int:
+    return self.rope_dim
+
+  @property
+  def cached(self) -> tuple[int, tuple[int, ...]]:
+    return 1, (self.kv_rank + self.rope_dim,)
+
+  @property
+  def sparse_layers(self) -> int:
+    return self.num_layers - self.first_dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +161,10 @@ class OwnConfig:
   def padded_vocab_size(self) -> int:
     return self.vocab_size
 
+  @property
+  def cached(self) -> tuple[int, tuple[int, ...]]:
+    return 0, ()  # nobody knows
+
 
 def from_json(fields: dict) -> ModelConfig | OwnConfig:
   """What `dataclasses.asdict` and JSON made of a config, back again."""
@@ -114,7 +172,8 @@ def from_json(fields: dict) -> ModelConfig | OwnConfig:
     return OwnConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
-  return ModelConfig(**fields | {
+  kind = LatentConfig if 'kv_rank' in fields else ModelConfig
+  return kind(**fields | {
       'ropes': tuple(Rope(**rope) for rope in fields['ropes']),
       'experts': experts and Experts(**experts)})
 

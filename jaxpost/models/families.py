@@ -20,17 +20,37 @@ Only this file knows a family's name. A family is
     `normalize` where none says that their weights add up to 1.
   activation_field, activations, rope_types, aliases: other spellings.
   ignored, reported: fields without effect here, without or with a warning.
+  latent: whether its attention is that of `mla.py`.
+  beyond: whether a folder may have layers after the last, which are not read.
 """
 
 from jaxpost.errors import InputError
 from jaxpost.models import config_fields as fields_lib
+from jaxpost.models import mla
 from jaxpost.models.config import ModelConfig, OwnConfig
 
 _WINDOW = ('sliding_window', 'layer_types')
 _QWEN = (*_WINDOW, 'use_sliding_window', 'max_window_layers')
 _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
 
+_DEEPSEEK = dict(
+    architecture='DeepseekV3ForCausalLM', latent=True, beyond=True,
+    experts=dict(num='n_routed_experts', size='moe_intermediate_size'),
+    reads=mla.READS, aliases={'num_local_experts': 'n_routed_experts'},
+    ignored=(*mla.ONLY, 'ep_size', 'aux_loss_alpha', 'seq_aux'),
+    # Modules that predict several tokens at once are not read.
+    reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
+    defaults=dict(
+        moe_intermediate_size=2048, n_shared_experts=1, n_routed_experts=256,
+        routed_scaling_factor=2.5, kv_lora_rank=512, q_lora_rank=1536,
+        qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=128, n_group=8,
+        topk_group=4, num_experts_per_tok=8, first_k_dense_replace=3,
+        norm_topk_prob=True, rope_interleave=True,
+        max_position_embeddings=4096))
+
 FAMILIES = {
+    'deepseek_v3': _DEEPSEEK,
+    'kimi_k2': _DEEPSEEK | dict(family='deepseek_v3'),  # as it is written
     'llama': dict(
         architecture='LlamaForCausalLM',
         reads=('attention_bias', 'mlp_bias')),
@@ -197,11 +217,13 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
       fixed['embed_scale'] = hidden ** 0.5
     fixed['activation'] = fields_lib.activation(known, spec, where)
     fixed['biases'] = fixed.get('biases', ()) + fields_lib.biases(known, spec)
-    rope, unknown = fields_lib.ropes(known, spec, layers, head_dim, where)
+    turned = known['qk_rope_head_dim'] if 'latent' in spec else head_dim
+    rope, unknown = fields_lib.ropes(known, spec, layers, turned, where)
     windows = fields_lib.windows(
         known, spec, layers, rope['layer_ropes'], where)
     cfg = ModelConfig(
-        family=family, vocab_size=known['vocab_size'], hidden_size=hidden,
+        family=spec.get('family', family),
+        vocab_size=known['vocab_size'], hidden_size=hidden,
         intermediate_size=known['intermediate_size'], num_layers=layers,
         num_heads=heads, num_kv_heads=known.get('num_key_value_heads') or heads,
         head_dim=head_dim, norm_eps=known['rms_norm_eps'],
@@ -210,6 +232,8 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
         num_labels=_num_labels(raw, where), layer_windows=windows,
         experts=fields_lib.experts(known, spec, where),
         **rope, **fields_lib.scalars(known, spec), **fixed)
+    if 'latent' in spec:
+      cfg = mla.fields(known, cfg, where)
   except KeyError as e:
     raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
   return cfg, sorted([*fields_lib.unread(raw, spec), *unknown])
@@ -250,4 +274,5 @@ def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
       rms_norm_eps=cfg.norm_eps, tie_word_embeddings=cfg.tie_embeddings,
       max_position_embeddings=cfg.max_position, torch_dtype='float32',
       bos_token_id=bos_id, pad_token_id=pad_id,
-      eos_token_id=list(stop_ids) or None, **fields_lib.write(cfg, spec))
+      eos_token_id=list(stop_ids) or None, **fields_lib.write(cfg, spec)) | (
+          mla.write(cfg) if 'latent' in spec else {})

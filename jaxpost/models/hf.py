@@ -119,6 +119,7 @@ def _open(folder, table, cfg, stack) -> dict:
   extra = [
       name for name, (_, tensor) in found.items() if name not in wanted
       and not name.endswith('rotary_emb.inv_freq')
+      and not stored.beyond(name, cfg)
       and not (name == _HEAD and tuple(tensor.get_shape()) == tied)]
   if extra:
     raise InputError(

@@ -83,11 +83,11 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
     name = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
     rows[f'{ROOT}/{path}/a'] = Param(
         (*spec.shape[:cut], rank), (*spec.axes[:cut], None),
-        f'{name}A.weight', 'uniform', matrix=True)
+        f'{name}A.weight', 'uniform', matrix=True, first=spec.first)
     rows[f'{ROOT}/{path}/b'] = Param(
         (spec.shape[0], rank, *spec.shape[cut:]),
         ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
-        matrix=True)
+        matrix=True, first=spec.first)
   return rows
 
 
@@ -181,11 +181,13 @@ def _over_targets(params: dict, fn: Callable) -> dict:
   """`params` without adapters, fn(number, W, A, B) in the place of each W."""
   if ROOT not in params:
     return params
-  layers = dict(params['layers'])
-  for i, (name, pair) in enumerate(params[ROOT]['layers'].items()):
-    layers[name] = fn(i, layers[name], pair['a'], pair['b'])
-  rest = {k: v for k, v in params.items() if k != ROOT}
-  return rest | {'layers': layers}
+  out, number = {k: v for k, v in params.items() if k != ROOT}, 0
+  for stack, pairs in params[ROOT].items():
+    out[stack] = dict(out[stack])
+    for name, pair in pairs.items():
+      out[stack][name] = fn(number, out[stack][name], pair['a'], pair['b'])
+      number += 1
+  return out
 
 
 # ------------------------------------------------------------------ freezing

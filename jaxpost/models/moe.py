@@ -12,31 +12,40 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, grouped
 from jaxpost.models import layers
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.router import Routing, route
 from jaxpost.models.table import Param
 from jaxpost.sharding import Layout
+
+
+SHARED = 'shared_'  # of what all tokens pass
 
 
 def rows(cfg: ModelConfig) -> dict[str, Param]:
   """The rows of the parameter table in place of those of a dense MLP."""
   n, d, e, f = (
-      cfg.num_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
-  block = 'model.layers.{}.mlp.'
+      cfg.sparse_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
+  block, at = 'model.layers.{}.mlp.', dict(first=cfg.num_layers - n)
 
   def matrix(name, shape, axes):
     return Param((n, e, *shape), ('layers', 'expert', *axes),
-                 f'{block}experts.{{}}.{name}_proj.weight', matrix=True)
+                 f'{block}experts.{{}}.{name}_proj.weight', matrix=True, **at)
 
   def bias(name, shape, axes):
     return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias',
-                 'zeros', exact=True)
+                 'zeros', exact=True, **at)
 
+  def shared(name, shape, axes):
+    return Param((n, *shape), ('layers', *axes),
+                 f'{block}shared_experts.{name}_proj.weight', matrix=True,
+                 **at)
+
+  s = cfg.experts.shared * f
   biases = {
       'router': bias('gate', (e,), (None,)),
       'gate': bias('experts.{}.gate_proj', (e, f), ('expert', 'mlp')),
@@ -45,20 +54,18 @@ def rows(cfg: ModelConfig) -> dict[str, Param]:
   return {
       'layers/router': Param(
           (n, d, e), ('layers', 'embed', None), f'{block}gate.weight',
-          matrix=True, exact=True),
+          matrix=True, exact=True, **at),
       'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
       'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
       'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
       **{f'layers/{k}_bias': v for k, v in biases.items() if k in cfg.biases},
+      **({'layers/router_choice': dataclasses.replace(
+          biases['router'], hf=f'{block}gate.e_score_correction_bias')}
+         if cfg.experts.sigmoid else {}),
+      **({f'layers/{SHARED}{k}': shared(k, *v) for k, v in dict(
+          gate=((d, s), ('embed', 'mlp')), up=((d, s), ('embed', 'mlp')),
+          down=((s, d), ('mlp', 'embed'))).items()} if s else {}),
   }
-
-
-@struct.dataclass
-class Routing:
-  """Where the tokens went, in one layer or, stacked in front, in all."""
-
-  chosen: jax.Array  # [B, T, k] int32
-  logits: jax.Array  # [B, T, E] float32
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
@@ -77,6 +84,7 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   """
   names = ('router', 'gate', 'up', 'down')
   names += tuple(f'{n}_bias' for n in names if f'{n}_bias' in p)
+  names += ('router_choice',) * ('router_choice' in p)
   matrices = {name: p[name] for name in names}
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return _local(matrices, x, chosen, cfg, compute)
@@ -152,25 +160,6 @@ _gathered.defvjp(
     lambda w, *how: (_gathered(w, *how), None),
     lambda part, axis, dtype, _, g: (jax.lax.psum_scatter(
         g, part, scatter_dimension=axis, tiled=True),))
-
-
-def route(p, x, cfg: ModelConfig, chosen=None):
-  """(weights [B, T, k], `Routing`) of tokens [B, T, D].
-
-  In float32 from unrounded weights: a token at the edge between two experts
-  should go the same way in training and in sampling.
-  """
-  logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'],
-                      precision=jax.lax.Precision.HIGHEST)
-  logits = logits + p.get('router_bias', 0)
-  if chosen is None:
-    chosen = jax.lax.top_k(logits, cfg.experts.top_k)[1]
-  chosen = chosen.astype(jnp.int32)
-  weights = jnp.take_along_axis(
-      jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
-  if cfg.experts.normalize:
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-  return weights, Routing(chosen, logits)
 
 
 def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
@@ -318,7 +307,7 @@ def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple:
   if not cfg.experts or not cfg.experts.record:
     return ()
   return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),
-          ) * cfg.num_layers
+          ) * cfg.sparse_layers
 
 
 def recorded(experts: tuple) -> tuple:

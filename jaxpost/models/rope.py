@@ -26,6 +26,14 @@ def by_length(cfg: ModelConfig) -> int:
   return min(limits, default=0)
 
 
+def document_lengths(positions, segment_ids):
+  """[B, T] of the last position of each token's document, plus 1."""
+  def row(positions, segments):
+    most = jax.ops.segment_max(positions, segments, positions.shape[0] + 1)
+    return most[segments] + 1
+  return jax.vmap(row)(positions, segment_ids)
+
+
 def tables(positions, lengths, cfg: ModelConfig) -> list:
   """(cos, sin) for each of `cfg.ropes`, each [B, T, 1, h] float32.
 
@@ -73,7 +81,7 @@ def _kind(rope: Rope) -> str:
 
 
 def _table(positions, lengths, rope, cfg):
-  dim = cfg.rotary_dim or cfg.head_dim
+  dim = cfg.rotary_dim or cfg.rope_size
   p, scale = dict(rope.scaling), 1.0
   kind = _kind(rope)
   if kind == 'longrope':
@@ -91,8 +99,8 @@ def _table(positions, lengths, rope, cfg):
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   if scale != 1:
     cos, sin = cos * scale, sin * scale
-  rest = ((0, 0),) * 3 + ((0, cfg.head_dim - dim),)
-  if dim < cfg.head_dim:
+  rest = ((0, 0),) * 3 + ((0, cfg.rope_size - dim),)
+  if dim < cfg.rope_size:
     cos, sin = jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
   return cos, sin
 

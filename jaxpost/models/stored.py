@@ -7,6 +7,7 @@ several parameters in one tensor, they are its rows in the order of the table.
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 
@@ -55,7 +56,17 @@ def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
 
 
 def _names(name: str, spec: Param) -> tuple[str, ...]:
-  return tuple(name.format(*i) for i in np.ndindex(spec.shape[:spec.stack]))
+  if not spec.stack:
+    return (name,)
+  return tuple(name.format(i + spec.first, *rest) for i, *rest in np.ndindex(
+      spec.shape[:spec.stack]))
+
+
+def beyond(name: str, cfg: ModelConfig) -> bool:
+  """Whether a tensor is of a layer after the last, which is not read."""
+  found = re.match(r'model\.layers\.(\d+)\.', name)
+  return bool(found) and int(found[1]) >= cfg.num_layers and (
+      'beyond' in families.FAMILIES.get(cfg.family, {}))
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:

@@ -12,6 +12,7 @@ class Param:
     each has a tensor; `stored.py` has others.
   matrix: an operand of matrix products, stored transposed by HF ([out, in]).
   exact: never rounded: a norm scale, a bias or a router.
+  first: the number of its first layer.
   """
 
   shape: tuple[int, ...]
@@ -20,6 +21,7 @@ class Param:
   init: str = 'normal'  # normal | ones | zeros
   matrix: bool = False
   exact: bool = False
+  first: int = 0
 
   @property
   def stacked(self) -> bool:

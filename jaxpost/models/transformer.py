@@ -19,11 +19,15 @@ import jax.numpy as jnp
 from jaxpost.matmul import Compute
 from jaxpost.models import attention
 from jaxpost.models import layers
+from jaxpost.models import mla
 from jaxpost.models import moe
 from jaxpost.models import rope
-from jaxpost.models.config import ModelConfig, OwnConfig
+from jaxpost.models.config import LatentConfig, ModelConfig, OwnConfig
 from jaxpost.models.table import Param, nest
 from jaxpost.types import Cache
+
+
+STACKS = ('dense', 'layers')  # of layers, in their order
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
@@ -85,7 +89,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
         (d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
-  return table
+  return mla.table(table, cfg) if isinstance(cfg, LatentConfig) else table
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
@@ -135,7 +139,8 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
   seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))
-  return 2 * matrices + 4 * cfg.num_heads * cfg.head_dim * seen
+  return 2 * matrices + 2 * cfg.num_heads * seen * (
+      cfg.head_dim + cfg.value_dim)
 
 
 @jax.custom_vjp
@@ -148,10 +153,15 @@ _unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
 
 
 def unstack_layers(params: dict, num_layers: int) -> dict:
-  """Parameters with a list of layers in place of the stacked dict."""
-  leaves, tree = jax.tree.flatten(params['layers'])
-  rows = zip(*map(_unstack, leaves), strict=True)
-  return {**params, 'layers': [tree.unflatten(row) for row in rows]}
+  """Parameters with a list of layers in place of the stacked dicts."""
+  out = []
+  for stack in (params[name] for name in STACKS if name in params):
+    leaves, tree = jax.tree.flatten(stack)
+    rows = zip(*map(_unstack, leaves), strict=True)
+    out += [tree.unflatten(row) for row in rows]
+  assert len(out) == num_layers
+  rest = {k: v for k, v in params.items() if k not in STACKS}
+  return {**rest, 'layers': out}
 
 
 class Kind(NamedTuple):
@@ -168,23 +178,33 @@ def layer_kinds(cfg: ModelConfig) -> list[Kind]:
 
 
 def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
-           layout, chosen=None):
+           layout, chosen=None, absorbed=False):
   """[B, T, D] -> ([B, T, D], whatever `attend` keeps, `moe.Routing` or None).
+
+  attend: (q, k, v, what a cache keeps of the tokens) -> (out, kept).
+  absorbed: as of `mla.attend`.
   """
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
-  q, k, v = layers.project_all(
-      'btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
-  if cfg.qk_norm:
-    q = layers.norm_heads(q, p['q_norm'], cfg)
-    k = layers.norm_heads(k, p['k_norm'], cfg)
-  q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
-  out, kept = attend(q, k, v)
+  if isinstance(cfg, LatentConfig):
+    out, kept = mla.attend(p, y, table, attend, cfg, compute, absorbed)
+  else:
+    q, k, v = layers.project_all(
+        'btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
+    if cfg.qk_norm:
+      q = layers.norm_heads(q, p['q_norm'], cfg)
+      k = layers.norm_heads(k, p['k_norm'], cfg)
+    q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
+    out, kept = attend(q, k, v, (k, v))
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
-  if cfg.experts:
+  if 'router' in p:
     out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
+    if cfg.experts.shared:
+      shared = {k.removeprefix(moe.SHARED): v for k, v in p.items()
+                if k.startswith(moe.SHARED)}
+      out = out + layers.mlp(shared, y, cfg, compute, layout)
   else:
     out = layers.mlp(p, y, cfg, compute, layout)
   return _add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
@@ -210,7 +230,7 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
 
   Args:
     tables: of `rope.tables`.
-    attend: (q, k, v, window, sinks) -> (out, kept).
+    attend: (q, k, v, keep, window, sinks) -> (out, kept).
     chosen: [L, B, T, k], of `moe.mlp`, or None.
 
   Returns:
@@ -228,16 +248,18 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
 
   kinds = layer_kinds(cfg)
   split = isinstance(params['layers'], list)  # a sampler's weights
+  sparse = cfg.num_layers - cfg.sparse_layers  # the first of them
   if compute.unroll or split:
     kept = []
     if not split:
       params = unstack_layers(params, cfg.num_layers)
     for i, (p, kind) in enumerate(zip(params['layers'], kinds)):
-      x, kept_l = alike(kind)(p, x, None if chosen is None else chosen[i])
+      x, kept_l = alike(kind)(p, x, None if chosen is None or i < sparse
+                              else chosen[i - sparse])
       kept.append(kept_l)
     kept, routing = zip(*kept)
     return (layers.rms_norm(x, params['norm'], cfg), kept,
-            jax.tree.map(lambda *y: jnp.stack(y), *routing))
+            jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:]))
   # What all layers share stays a number, which attention can make use of.
   varied = {name: jnp.array([getattr(k, name) for k in kinds])
             for name in Kind._fields if len({getattr(k, name) for k in kinds}
@@ -247,10 +269,16 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
         p, x, chosen, kinds[0]._replace(**varied)))
   else:
     one = lambda p, x, chosen, _: alike(kinds[0])(p, x, chosen)
+  first = []
+  if sparse:  # dense ones before, of a model whose layers are alike else
+    x, (first, _) = jax.lax.scan(
+        lambda x, p: one(p, x, None, {}), x, params['dense'])
+    first = first and [[y[i] for y in first] for i in range(sparse)]
   x, (kept, routing) = jax.lax.scan(
       lambda x, xs: one(xs[0], x, *xs[1:]), x,
       (params['layers'], chosen, varied))
-  kept = kept and [[y[i] for y in kept] for i in range(cfg.num_layers)]
+  kept = kept and [*(first or ()), *(
+      [y[i] for y in kept] for i in range(cfg.sparse_layers))]
   return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
@@ -280,26 +308,19 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   x = constrain(x, 'batch', None, None)
   lengths = None
   if rope.by_length(cfg):
-    lengths = document_lengths(positions, segment_ids)
+    lengths = rope.document_lengths(positions, segment_ids)
 
-  def attend(q, k, v, window, sinks):
-    return attention.causal(
+  def attend(q, k, v, keep, window, sinks):
+    del keep
+    return attention.attention(
         q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
-        sinks), None
+        sinks, constrain), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(chosen, 2, 0)
   x, _, routes = _run(params, x, rope.tables(positions, lengths, cfg), attend,
                       cfg, compute, constrain, chosen)
   return (x, routes) if routing else x
-
-
-def document_lengths(positions, segment_ids):
-  """[B, T] of the last position of each token's document, plus 1."""
-  def row(positions, segments):
-    most = jax.ops.segment_max(positions, segments, positions.shape[0] + 1)
-    return most[segments] + 1
-  return jax.vmap(row)(positions, segment_ids)
 
 
 def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
@@ -310,18 +331,20 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   x = constrain(_embed(params, tokens, cfg, compute, constrain),
                 'batch', None, None)
 
-  def attend(q, k, v, window, sinks):
-    out = attention.causal(q, k, v, segment_ids, compute, None, positions,
-                           window, cfg, sinks)
+  def attend(q, k, v, keep, window, sinks):
+    out = attention.attention(
+        q, k, v, segment_ids, compute, None, positions, window, cfg, sinks,
+        constrain)
     pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache)
-            for y in (k, v)]
+            for y in keep]
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
   x, kept, routes = _run(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts = moe.record(routes, cfg)
-  return Cache(*map(tuple, zip(*kept)), experts=experts), last
+  k, *v = map(tuple, zip(*kept))
+  return Cache(k, v[0] if v else (), experts=experts), last
 
 
 def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
@@ -345,22 +368,26 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
   ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
 
-    def attend(q, k, v, i=i, window=kind.window, p=p):
-      for kept, new in (ks, k), (vs, v):
+    def attend(q, k, v, keep, i=i, window=kind.window, p=p):
+      del k, v
+      for kept, new in zip((ks, vs), keep):
         new = new.astype(compute.dtype).astype(kept[i].dtype)
         kept[i] = jax.lax.dynamic_update_slice_in_dim(
             kept[i], new.swapaxes(1, 2), step, axis=2)
-      out = attention.cached(
-          q, attention.entries(cache, i, step), (ks[i], vs[i]), filled, step,
-          compute, window, cfg, p.get('sinks'))
+      old, new = attention.entries(cache, i, step), [ks[i], *vs[i:i + 1]]
+      if len(new) == 1:
+        old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
+      out = attention.cached(q, old, new, filled, step, compute, window, cfg,
+                             p.get('sinks'))
       return out, None
 
     x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg,
-                           compute, constrain)
+                           compute, constrain, absorbed=True)
     x = constrain(x, 'batch', None, None)
-    if experts:
-      experts[i] = jax.lax.dynamic_update_slice_in_dim(
-          experts[i], routing.chosen[:, None].astype(experts[i].dtype), step,
+    if experts and routing:
+      j = i - cfg.num_layers + cfg.sparse_layers
+      experts[j] = jax.lax.dynamic_update_slice_in_dim(
+          experts[j], routing.chosen[:, None].astype(experts[i].dtype), step,
           axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x[:, 0]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxpost.planning import hlo
+from jaxpost.planning import hlo, kernels
 
 _COLLECTIVE = re.compile(
     '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
@@ -31,9 +31,10 @@ _FREE = frozenset('''parameter constant tuple get-tuple-element bitcast while
 class Totals:
   """What a program costs one device.
 
-  flops: of matrix products and convolutions. bytes: through main memory.
-  cycles: XLA's estimate, where it writes one. collectives: {(kind, group):
-  [bytes on the wire, number]}; group is a tuple of device positions.
+  flops: of products, convolutions and kernels of attention. bytes: through
+  main memory. cycles: XLA's estimate, where it writes one. collectives:
+  {(kind, group): [bytes on the wire, number]}; group is a tuple of device
+  positions.
   unknown: loops whose number of turns nobody could tell.
   """
 
@@ -99,7 +100,11 @@ class _Counter:
   def _totals(self, name: str, fused: bool = False) -> Totals:
     out, ops = Totals(), self.computations.get(name, {})
     for op in ops.values():
-      inner = [self.totals(c, op.kind == 'fusion') for c in self.called(op)]
+      called = self.called(op)
+      if op.kind == 'conditional':  # the rest is for what a kernel cannot do
+        called = [c for c in called if any(map(
+            kernels.is_one, self.computations[c].values()))] or called
+      inner = [self.totals(c, op.kind == 'fusion') for c in called]
       if op.kind == 'conditional':  # the branch that does the most
         inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
       times = 1
@@ -114,8 +119,11 @@ class _Counter:
         out.cycles += int(found[1]) * (not fused)
       if match := _COLLECTIVE.match(op.kind):
         self.collect(out, ops, op, match[1], fused)
+      flops, moved = kernels.cost(op, [
+          a for name in op.inputs if name in ops for a in ops[name].arrays])
+      out.flops += flops
       if not fused:
-        out.bytes += self.traffic(ops, op)
+        out.bytes += self.traffic(ops, op) + moved
     return out
 
   # ------------------------------------------------------------ matrix work

@@ -11,6 +11,8 @@ _BITS = {
     's16': 16, 'u16': 16, 'f16': 16, 'bf16': 16, 's32': 32, 'u32': 32,
     'f32': 32, 's64': 64, 'u64': 64, 'f64': 64, 'c64': 64, 'c128': 128}
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?')
+
+
 @dataclasses.dataclass(frozen=True)
 class Array:
   """One array of a shape as XLA writes it: f32[2,3]{1,0:S(1)}."""
@@ -57,7 +59,8 @@ def arrays(text: str) -> tuple[Array, ...]:
 def parse(text: str) -> tuple[dict[str, dict[str, Op]], str]:
   """({computation: {name: Op}}, the name of the entry)."""
   found, ops, entry = {}, None, ''
-  for line in text.splitlines():
+  # What a kernel tells of itself has lines of its own.
+  for line in re.sub(r'\n(?="|}})', ' ', text).splitlines():
     if line.endswith('{') and ' -> ' in line and ' = ' not in line[:line.find(
         '(')]:
       head = line.split('(')[0].split()

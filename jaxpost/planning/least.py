@@ -63,7 +63,7 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       out['all-gather'][name] += micro * times * shard * (n - 1) * wide
       if train:
         out['reduce-scatter'][name] += micro * shard * (n - 1) * full
-    if path == 'layers/router' and sizes['expert'] > 1:
+    if path.endswith('/router') and sizes['expert'] > 1:
       # Twice again where the backward pass recomputes a layer.
       passes = 1 + train * (1 + (kit.compute.remat == 'full'))
       bytes_ = micro * param.shape[0] * activation * (sizes['expert'] - 1)
@@ -91,9 +91,9 @@ def _sums(path: str, param: Param, spec, train: bool, remat: str) -> int:
   if 'tensor' not in spec:
     return 0
   layers = param.shape[0] if param.stacked else 1
-  if path == 'layers/o':  # summed again where a layer is recomputed
+  if path.endswith('/o'):  # summed again where a layer is recomputed
     return layers * (1 + train + (train and remat == 'full'))
-  if path == 'layers/down':
+  if path.endswith('down'):
     return layers * (1 + train)
   if path == 'head':
     return int(train)

@@ -18,7 +18,7 @@ from jaxpost.models.attention import extend
 from jaxpost.models.layers import fuse, fused
 from jaxpost.models.model import Model
 from jaxpost.models.table import nest
-from jaxpost.models.transformer import flops_per_token, unstack_layers
+from jaxpost.models.transformer import STACKS, flops_per_token, unstack_layers
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
@@ -84,14 +84,16 @@ def empty_state(model: Model, slots: int, cache_shape: tuple[int, int],
   sampling: of one slot, from which the arrays take their shapes.
   """
   cfg = model.config
-  shape = (cache_shape[0], cfg.num_kv_heads, cache_shape[1], cfg.head_dim)
+  heads, sizes = cfg.cached
 
   def empty_cache():
     if model.empty_cache:
       return model.empty_cache(*cache_shape, compute)
-    half = lambda: tuple(
-        jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
-    return stored(Cache(half(), half()))
+    half = lambda size: tuple(
+        jnp.zeros((cache_shape[0], heads, cache_shape[1], size), compute.cache)
+        for _ in range(cfg.num_layers))
+    k, *v = map(half, sizes)
+    return stored(Cache(k, v[0] if v else ()))
 
   def init():
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
@@ -343,12 +345,16 @@ def make_prepare(model: Model, layout: Layout, compute: Compute,
     rows = unstack_layers(cast, model.config.num_layers)['layers']
     return {**cast, 'layers': [fuse(p, joined) for p in rows]}
 
-  layers = fuse({
-      k.split('/')[1]: layout.sharding(p.axes[1:], p.shape[1:])
-      for k, p in model.table.items() if p.stacked}, joined)
-  shardings = model.shardings(layout)
+  layers, shardings = [], model.shardings(layout)
+  for stack in (s for s in STACKS if s in shardings):
+    rows = {k.split('/')[1]: p for k, p in model.table.items()
+            if p.stacked and k.split('/')[0] == stack}
+    number, = {p.shape[0] for p in rows.values()} or {0}
+    layers += [fuse({k: layout.sharding(p.axes[1:], p.shape[1:])
+                     for k, p in rows.items()}, joined)] * number
   if layers:
-    shardings |= {'layers': [layers] * model.config.num_layers}
+    shardings = {k: v for k, v in shardings.items() if k not in STACKS} | {
+        'layers': layers}
   if apart:
     shardings['head'] = shardings['embed']
   return Program('reshard', prepare, ledger, shardings)

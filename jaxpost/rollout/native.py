@@ -99,8 +99,8 @@ class NativeEngine:
     """Of the cache, on all devices together."""
     c, (rows, entries) = self._model.config, self.cache_shape
     size = jnp.dtype(self._compute.cache).itemsize
-    return rows * entries * 2 * c.num_layers * c.num_kv_heads * (
-        c.head_dim * size)
+    heads, sizes = c.cached
+    return rows * entries * c.num_layers * heads * sum(sizes) * size
 
   def _too_large(self) -> str:
     wanted, free = self._bytes(), free_bytes(self.layout)

@@ -1,0 +1,346 @@
+"""Attention by kernels that never write the scores: splash (TPU), cuDNN.
+
+Legend: B rows, T tokens, H heads, K kv heads, h head size, hv that of values,
+M documents of a row.
+
+`REFUSALS` says what each cannot do. `attention.attention` is the one caller.
+"""
+
+import dataclasses
+import functools
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpost import processes
+from jaxpost.errors import InputError
+from jaxpost.matmul import Compute
+from jaxpost.models import scores
+from jaxpost.models.config import ModelConfig, OwnConfig
+from jaxpost.sharding import Layout
+
+_SHORT = 256  # tokens of a row below which a kernel is not worth its start
+_LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
+_PAD = -1  # segment of what is added to a row
+
+
+def _splash_refuses(heads, size, values, dtype, cap, sinks) -> str:
+  del heads, cap, sinks
+  if dtype != 'bfloat16':
+    return f'config.model.dtype={dtype} (bfloat16 only)'
+  wrong = [n for n in (size, values) if n % 8]
+  return f'heads of {wrong[0]} (multiples of 8 only)' if wrong else ''
+
+
+def _cudnn_refuses(heads, size, values, dtype, cap, sinks) -> str:
+  del heads
+  if dtype not in ('bfloat16', 'float16'):
+    return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
+  if size % 8 or size > 256 or size != values:
+    return (f'heads of {size} and {values} (multiples of 8 up to 256, alike '
+            'for keys and values)')
+  return 'soft caps of the scores' if cap else 'sinks' if sinks else ''
+
+
+# (heads, h, hv, dtype, soft cap, whether there are sinks) -> what of it the
+# kernel cannot do, or ''. All do segments, windows and groups of heads.
+REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
+PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
+
+
+def refusal(name: str, q_shape, v_shape, branches: bool, dtype: str,
+            cfg: ModelConfig, sinks: bool) -> str:
+  """Why a kernel cannot do a piece of work; '' if it can."""
+  if branches:
+    return ('branches of a shared prompt (config.preference.share_prompt=False '
+            'does without)')
+  return REFUSALS[name](
+      q_shape[2], q_shape[3], v_shape[3], dtype, cfg.attention_softcap, sinks)
+
+
+def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig,
+           sinks) -> bool:
+  """Whether the kernel does this; InputError if it must and cannot."""
+  why = refusal(compute.attention, q.shape, v.shape, branch_ids is not None,
+                compute.dtype, cfg, sinks is not None)
+  if why and compute.forced:
+    raise InputError(f'config.model.attention: {compute.attention} cannot do '
+                     f'{why}; auto takes another one where it must')
+  return not why and (compute.forced or q.shape[1] >= _SHORT)
+
+
+def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
+           window, cfg: ModelConfig, sinks, layout):
+  """As `attention.attention`, each device with its own rows and heads."""
+  del branch_ids  # refused
+  windows = (window,) if isinstance(window, int) else tuple(
+      sorted(set(cfg.layer_windows)))
+  number = 0 if isinstance(window, int) else jnp.searchsorted(
+      jnp.array(windows), window)
+  run = functools.partial(
+      _local, windows=windows, cfg=cfg, compute=compute)
+  given = q, k, v, segment_ids, positions, number, sinks
+  if not isinstance(layout, Layout) or layout.mesh.size == 1:
+    return run(*given)
+  rows = lambda x, heads: layout.spec(
+      ('batch', None, heads, None)[:x.ndim], x.shape)
+  queries, keys = rows(q, 'heads'), rows(k, 'kv_heads')
+  # More shards than kv heads: each takes those that its queries ask.
+  apart = queries[2] is not None and keys[2] is None
+  specs = (queries, keys, keys, rows(segment_ids, None), rows(positions, None),
+           PartitionSpec(), sinks if sinks is None else PartitionSpec(
+               queries[2]))
+  return jax.shard_map(
+      functools.partial(run, groups=q.shape[2] // k.shape[2] if apart else 0),
+      mesh=layout.mesh, in_specs=specs, out_specs=queries,
+      check_vma=False)(*given)
+
+
+def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
+           compute, groups=0):
+  """On one device; `groups` queries ask each kv head, of which all are here."""
+  if groups:
+    first = jax.lax.axis_index('tensor') * q.shape[2]
+    asked = (first + jnp.arange(q.shape[2])) // groups
+    k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
+  q = scores.scaled(q, cfg)
+  q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
+  of_window = [functools.partial(
+      KERNELS[compute.attention], window=w, cfg=cfg, compute=compute)
+               for w in windows]
+  given = q, k, v, segment_ids, positions, sinks
+  return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(
+      number, of_window, *given)
+
+
+def _padded(multiple: int, segment_ids, *arrays):
+  """Rows that are longer by a document of their own."""
+  more = -segment_ids.shape[1] % multiple
+  if not more:
+    return segment_ids, *arrays
+  return (jnp.pad(segment_ids, ((0, 0), (0, more)), constant_values=_PAD),
+          *(jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in arrays))
+
+
+# --------------------------------------------------------------------- splash
+
+
+def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
+           cfg: ModelConfig, compute: Compute, interpret: bool = False):
+  """Sparse flash attention of `jax.experimental.pallas.ops.tpu`.
+
+  Blocks that a causal mask or a window hides are left out; those that are
+  hidden by documents are not.
+
+  Args:
+    q: [B, T, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].
+    interpret: run it on the CPU, for tests.
+
+  Returns:
+    [B, T, H, hv].
+  """
+  del positions, compute
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+      splash_attention_kernel as lib, splash_attention_mask as masks)
+  length = q.shape[1]
+  segment_ids, q, k, v = _padded(
+      _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512,
+      segment_ids, q, k, v)
+  total = q.shape[1]
+  block = next(b for b in (512, 384, 256, _LANES) if total % b == 0)
+  mask = masks.LocalMask((total, total), (window - 1, 0), 0) if window else (
+      masks.CausalMask((total, total)))
+  sizes = lib.BlockSizes(**{f'block_{n}': block for n in (
+      'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq',
+      'kv_dq')})
+  kernel = lib.make_splash_mha(
+      masks.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes,
+      head_shards=1, q_seq_shards=1, interpret=interpret,
+      attn_logits_soft_cap=cfg.attention_softcap or None)
+  q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+  out = jax.vmap(lambda q, k, v, s: kernel(
+      q, k, v, lib.SegmentIds(s, s), sinks))(q, k, v, segment_ids)
+  return out.swapaxes(1, 2)[:, :length]
+
+
+# ---------------------------------------------------------------------- cuDNN
+
+
+def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int,
+          cfg: ModelConfig, compute: Compute):
+  """cuDNN's fused attention over the documents of packed rows (Hopper on).
+
+  What it keeps grows with the most documents that a row may have: where one
+  has more than one in 128 tokens, XLA does it.
+  """
+  if jax.__version_info__ < (0, 11, 2):
+    # Offsets of keys are scaled by the number of query heads there.
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+  length, most = q.shape[1], max(8, q.shape[1] // 128)
+  unscaled = types.SimpleNamespace(
+      attention_scale=1.0, attention_softcap=0.0, head_dim=q.shape[3])
+
+  @jax.checkpoint
+  def slow(q, k, v, segment_ids, positions):
+    return scores.chunked(q, k, v, segment_ids, compute, None, positions,
+                         window, unscaled).astype(q.dtype)
+
+  def fast(q, k, v, segment_ids, positions):
+    del positions
+    segments, q, k, v = _padded(64, segment_ids, q, k, v)
+    starts, sizes = documents(segments, most + 1)
+    # The name tells a plan what is not in the arguments.
+    with jax.named_scope(f'attention_window_{window}'):
+      return _packed(q, k, v, starts, sizes, window)[:, :length]
+
+  firsts = jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
+  return jax.lax.cond(jnp.max(firsts) < most, fast, slow, q, k, v,
+                      segment_ids, positions)
+
+
+def documents(segment_ids, most: int):
+  """(first token, with an end [B, M + 1]; tokens [B, M]) of each document.
+
+  -1 of those that are not there, as cuDNN wants it.
+  """
+  length = segment_ids.shape[1]
+
+  def row(segments):
+    new = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+    starts = jnp.nonzero(new, size=most + 1, fill_value=length)[0]
+    sizes = starts[1:] - starts[:-1]
+    ends = jnp.where(jnp.cumsum(starts >= length) > 1, -1, starts)
+    return ends.astype(jnp.int32), jnp.where(
+        sizes > 0, sizes, -1).astype(jnp.int32)
+
+  return jax.vmap(row)(segment_ids)
+
+
+KERNELS = {'splash': splash, 'cudnn': cudnn}
+
+
+def _packed(q, k, v, starts, sizes, window):
+  # Not public: there is no other way to tell cuDNN of documents.
+  from jax._src.cudnn import fused_attention_stablehlo as lib
+  if jax.default_backend() == 'cpu':  # compiled for what is only described
+    lib.check_compute_capability = lambda wanted: True
+  return lib.dot_product_attention(
+      q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=starts,
+      kv_offsets=starts, scale=1.0, mask_type=lib.MaskType.PADDING_CAUSAL,
+      sliding_window_length=window or None)
+
+
+# ----------------------------------------------------------------- is it right
+
+
+def errors(name: str, cfg: ModelConfig, shape, dtype: str, window: int,
+           sinks: bool, kernel=None) -> dict[str, float]:
+  """{'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from float32.
+
+  Each as the largest difference over the largest value, of one row of three
+  documents and padding.
+
+  Args:
+    shape: tokens, heads, kv heads, head size, that of values.
+    kernel: in place of the named one, for tests.
+  """
+  length, heads, kv_heads, size, values = shape
+  keys = jax.random.split(jax.random.key(0), 5)
+  draw = lambda key, *shape: jax.random.normal(key, (1, length, *shape)).astype(
+      dtype)
+  q, k, v = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size),
+             draw(keys[2], kv_heads, values))
+  g = draw(keys[3], heads, values).astype(jnp.float32)
+  sink = jax.random.normal(keys[4], (heads,)) if sinks else None
+  cuts = jnp.array([length // 7, length // 2 + 1, length - length // 9])
+  number = jnp.arange(length)
+  segments = jnp.searchsorted(cuts, number, side='right').astype(jnp.int32)
+  segments = ((segments + 1) % 4)[None]
+  start = jnp.concatenate([jnp.zeros(1, int), cuts])[
+      jnp.searchsorted(cuts, number, side='right')]
+  positions = (number - start)[None]
+
+  def exact(q, k, v, sink):
+    compute = Compute('float32')
+    return scores.chunked(q, k, v, segments, compute, None, positions, window,
+                          cfg, sink)
+
+  def fast(q, k, v, sink):
+    compute = Compute(dtype, attention=name, forced=True)
+    q = scores.scaled(q, cfg)
+    out = (kernel or KERNELS[name])(
+        *(x.astype(dtype) for x in (q, k, v)), segments, positions, sink,
+        window=window, cfg=cfg, compute=compute)
+    return out.astype(jnp.float32)
+
+  names = ('q', 'k', 'v', 'sinks')[:3 + sinks]
+  wide = [x.astype(jnp.float32) for x in (q, k, v)] + [sink] * sinks
+  pad = () if sinks else (None,)
+  right, right_back = jax.vjp(lambda *x: exact(*x, *pad), *wide)
+  out, back = jax.vjp(lambda *x: fast(*x, *pad), *wide)
+  off = lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
+  return {'out': off(out, right), **{
+      n: off(a, b) for n, a, b in zip(names, back(g), right_back(g))}}
+
+
+@functools.cache
+def trusted(name: str, cfg: ModelConfig, shape, dtype: str) -> str:
+  """'' where this device computes it right, else what is wrong.
+
+  Once in a process for each shape, of every kind of layer.
+  """
+  worst = {}
+  for window in sorted(set(cfg.layer_windows or (0,))):
+    try:
+      found = errors(name, cfg, shape, dtype, window, 'sinks' in cfg.biases)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError,
+            ValueError) as e:
+      return str(e).splitlines()[0]
+    worst = {k: max(x, worst.get(k, 0)) for k, x in found.items()}
+  wrong = {k: x for k, x in worst.items() if not x <= _TOLERANCE}
+  return wrong and 'off by ' + ', '.join(
+      f'{x:.1e} in {k}' for k, x in wrong.items()) or ''
+
+
+def settle(compute: Compute, platform: str, cfg: ModelConfig, length: int,
+           dry: bool = False) -> Compute:
+  """How a run computes: with a kernel only if that is right on this device.
+
+  Asked for by name and wrong, it is an InputError; else XLA takes its place.
+
+  Args:
+    platform: of the devices, as JAX calls it.
+    length: tokens of the rows that are trained.
+    dry: nothing can be run, as the device is only described.
+  """
+  name = compute.attention
+  if platform not in PLATFORMS.get(name, (platform,)):
+    raise InputError(
+        f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} '
+        f'only, and this is {platform}; take auto')
+  if dry or name not in REFUSALS or isinstance(cfg, OwnConfig):
+    return compute
+  size, values = cfg.head_dim, cfg.value_dim
+  shape = length, cfg.num_heads, cfg.num_kv_heads, size, values
+  queries = 1, length, cfg.num_heads
+  if refusal(name, (*queries, size), (*queries, values), False, compute.dtype,
+             cfg, 'sinks' in cfg.biases):
+    return compute  # it will not be taken, or the first program refuses
+  told = processes.gather(trusted(name, cfg, shape, compute.dtype))
+  why = next(filter(None, told), '')
+  if why and compute.forced:
+    raise InputError(f'config.model.attention: {name} is wrong on this device '
+                     f'with jax {jax.__version__}: {why}; take auto')
+  if why:
+    logging.warning('attention by %s is wrong on this device (%s); XLA '
+                    'computes it', name, why)
+    return dataclasses.replace(compute, attention='chunked')
+  return compute
+
+
+# Of the largest value; what rounding to bfloat16 does is a tenth of it.
+_TOLERANCE = 0.05

@@ -1,0 +1,112 @@
+"""Attention that XLA compiles: as it is defined, and in chunks of queries.
+
+Legend: B rows, T queries, S keys, H heads, K kv heads, G queries per kv head,
+h head size, hv that of values. Arguments are those of `attention.attention`.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.matmul import Compute, einsum
+from jaxpost.models.config import ModelConfig
+
+NEVER = -1e30  # finite: a fully masked row must not become NaN
+_LONG = 2048  # tokens of a row from which on memory counts more than time
+
+
+def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
+              window, cfg: ModelConfig, sinks=None):
+  """By the definition of `attention.attention`, with all of [B, H, T, T]."""
+  groups = q.shape[2] // k.shape[2]
+  k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+  scores = capped(einsum(
+      'btnh,bsnh->bnts', scaled(q, cfg), k, compute.dtype), cfg)
+  number = jnp.arange(q.shape[1])
+  mask = segment_ids[:, :, None] == segment_ids[:, None]
+  mask &= number[:, None] >= number
+  back = positions[:, :, None] - positions[:, None]
+  mask &= (back < window) | (window == 0)
+  if branch_ids is not None:
+    shared = branch_ids[:, None] == 0
+    mask &= shared | (branch_ids[:, :, None] == branch_ids[:, None])
+  weights = softmax(
+      jnp.where(mask[:, None], scores, NEVER),
+      sinks if sinks is None else sinks[:, None, None])
+  return einsum('bnts,bsnh->btnh', weights, v, compute.dtype)
+
+
+def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
+            window, cfg: ModelConfig, sinks=None):
+  """The same, on any device.
+
+  Queries go in chunks, each against the keys up to its own end, so that half
+  of the products is never computed and [T, T] never exists; keys before the
+  window of a chunk are left out, too. Heads come before time, so that a chunk
+  is one contiguous matrix per head and row. Of long rows the backward pass
+  computes the weights of a chunk again: kept, they would be [T, T] / 2.
+  """
+  batch, length, heads, size = q.shape
+  kv_heads = k.shape[2]
+  shape = batch, length, kv_heads, heads // kv_heads, size
+  q = scaled(q.reshape(shape), cfg).swapaxes(1, 2)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+  def chunk(q, k, v, mask):
+    scores = einsum('bktgh,bksh->bktgs', q, k, compute.dtype)
+    weights = softmax(
+        jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
+    return einsum('bktgs,bksh->bktgh', weights, v, compute.dtype)
+
+  if length > _LONG:
+    chunk = jax.checkpoint(chunk)
+  out = []
+  for start in range(0, length, compute.q_chunk):
+    end = min(start + compute.q_chunk, length)
+    low = _first_key(start, window, branch_ids)
+    mask = segment_ids[:, start:end, None] == segment_ids[:, None, low:end]
+    mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(low, end))[None]
+    if not isinstance(window, int) or window:
+      back = positions[:, start:end, None] - positions[:, None, low:end]
+      mask &= (back < window) | (window == 0)
+    if branch_ids is not None:
+      keys = branch_ids[:, None, low:end]
+      mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
+    out.append(chunk(q[:, :, start:end], k[:, :, low:end], v[:, :, low:end],
+                     mask))
+  out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
+  return out.reshape(batch, length, heads, v.shape[-1])
+
+
+def _first_key(start: int, window, branch_ids) -> int:
+  """The first key that the query at `start` of a row may see.
+
+  Of branches, the shared part is nearer than its place in the row tells.
+  """
+  if branch_ids is not None or not isinstance(window, int) or not window:
+    return 0
+  return max(0, start - window + 1)
+
+
+def scaled(q, cfg: ModelConfig):
+  if cfg.attention_scale:
+    return q * cfg.attention_scale
+  return q / math.sqrt(cfg.head_dim)
+
+
+def capped(scores, cfg: ModelConfig):
+  cap = cfg.attention_softcap
+  return cap * jnp.tanh(scores / cap) if cap else scores
+
+
+def softmax(scores, sinks):
+  """Over keys; `sinks`, if any, is one more score, whose share is dropped."""
+  if sinks is None:
+    return jax.nn.softmax(scores, axis=-1)
+  top = jax.lax.stop_gradient(
+      jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+  scores = jnp.exp(scores - top)
+  return scores / (
+      jnp.sum(scores, axis=-1, keepdims=True) + jnp.exp(sinks - top))

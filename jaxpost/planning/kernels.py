@@ -1,0 +1,70 @@
+"""What kernels cost, of which XLA knows nothing but their arguments.
+
+Legend: B rows, T tokens, H heads, h head size, hv that of values.
+
+Kernels of attention only (`models/flash.py`); others count their arguments
+as read once and no FLOPs.
+"""
+
+import math
+import re
+
+from jaxpost.planning import hlo
+
+# Products of two blocks with h, and with hv, in a pass over pairs of blocks.
+_SPLASH = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
+_SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
+# Forward, and backward with the scores again.
+_CUDNN = {'__cudnn$fmhaSoftmax': (1, 1), '__cudnn$fmhaSoftmaxBackward': (3, 2)}
+
+
+def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
+  """(FLOPs, bytes beyond reading each argument once) of a custom call.
+
+  Args:
+    given: the arguments.
+  """
+  if not is_one(op):
+    return 0.0, 0.0
+  if (name := _target(op)) in _CUDNN:
+    return _cudnn(op, _CUDNN[name], given)
+  found = _SPLASH_NAME.search(hlo.op_name(op))
+  return _splash(found[1], given) if found else (0.0, 0.0)
+
+
+def is_one(op: hlo.Op) -> bool:
+  return op.kind == 'custom-call' and (
+      _target(op) in ('tpu_custom_call', *_CUDNN))
+
+
+def _target(op: hlo.Op) -> str:
+  found = re.search(r'custom_call_target="([^"]*)"', op.text)
+  return found[1] if found else ''
+
+
+def _splash(kind: str, given: list[hlo.Array]) -> tuple[float, float]:
+  """Of the blocks that mask and window leave; [B, H, T, h], or one row."""
+  grid = given[0].dims  # which block comes next, for each that is looked at
+  q, _, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(
+      a.dims) >= 3][:3]
+  rows, (heads, length, size) = math.prod(q.dims[:-3]), q.dims[-3:]
+  blocks, some = max(grid[-2:]), min(grid[-2:])
+  pairs = sum(min(i + 1, some) for i in range(blocks)) * rows * heads
+  block, values = length // blocks, v.dims[-1]
+  with_h, with_hv = _SPLASH[kind]
+  flops = 2.0 * pairs * block**2 * (with_h * size + with_hv * values)
+  moved = pairs * block * (size + values) * (q.bytes // math.prod(q.dims))
+  once = v.bytes / values * (size + values)  # which is counted already
+  return flops, max(0.0, moved - once)
+
+
+def _cudnn(op: hlo.Op, products, given) -> tuple[float, float]:
+  """Of the causal half, or the window, as if a row were one document."""
+  q, _, v = [a for a in given if len(a.dims) == 4][:3]
+  rows, length, heads, size = q.dims
+  found = re.search(r'attention_window_(\d+)', hlo.op_name(op))
+  window = int(found[1]) if found else 0
+  window = min(window or length, length)
+  pairs = window * (window + 1) / 2 + (length - window) * window
+  return 2.0 * rows * heads * pairs * (
+      products[0] * size + products[1] * v.dims[-1]), 0.0

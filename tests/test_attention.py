@@ -1,0 +1,402 @@
+"""Attention: each implementation against its definition, both ways; choice.
+
+Legend: B rows, T tokens, H heads, K kv heads, h head size.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.errors import InputError
+from jaxpost.matmul import compute_for
+from jaxpost.models import attention, flash, scores
+
+CLONE = pathlib.Path(__file__).parents[1]
+# What a layer may have besides documents and groups of heads.
+LAYERS = {
+    'plain': {}, 'window': dict(window=40), 'cap': dict(cap=5.0),
+    'sinks': dict(sinks=True), 'scale': dict(scale=0.3),
+    'all': dict(window=150, cap=5.0, sinks=True)}
+SHAPES = {  # T, H, K, h, hv
+    'groups': (256, 4, 2, 64, 64), 'one_kv_head': (256, 3, 1, 64, 64),
+    'odd_length': (200, 2, 2, 64, 64), 'latent': (256, 2, 2, 96, 64)}
+
+
+def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
+  """Arrays of two packed rows, and what tells how to attend."""
+  length, heads, kv_heads, size, values = shape
+  random = np.random.RandomState(0)
+  draw = lambda *shape: jnp.asarray(
+      random.standard_normal((2, length, *shape)), jnp.float32)
+  qkv = draw(heads, size), draw(kv_heads, size), draw(kv_heads, values)
+  cuts = np.array([[0, 30, 31, length - 20], [0, 100, 140, length]])
+  number = np.arange(length)
+  found = np.stack([np.searchsorted(c, number, side='right') for c in cuts])
+  at = number - np.take_along_axis(cuts, found - 1, 1)
+  segments = np.where(number < length - 20, found, found % 4)
+  cfg = tiny.config(
+      num_heads=heads, num_kv_heads=kv_heads, head_dim=size,
+      attention_softcap=cap, attention_scale=scale)
+  branch = (np.where(at < 10, 0, 1 + at % 2) if branches else None)
+  rest = dict(
+      segment_ids=jnp.asarray(segments, jnp.int32), branch_ids=branch,
+      positions=jnp.asarray(at, jnp.int32), window=window, cfg=cfg)
+  sink = jnp.asarray(random.standard_normal(heads), jnp.float32)
+  return (*qkv, sink if sinks else None), rest, draw(heads, values)
+
+
+def both_ways(run, args, g):
+  """(out, gradients by q, k, v and sinks), compiled."""
+  given = [x for x in args if x is not None]
+
+  def whole(given, g):
+    out, back = jax.vjp(lambda *x: run(*x, *[None] * (4 - len(x))), *given)
+    return out, back(g.astype(out.dtype))
+
+  return jax.jit(whole)(given, g)
+
+
+def close(ours, right, tolerance):
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True):
+    assert tiny.largest(a - b) <= tolerance * tiny.largest(b)
+
+
+def plain(name, rest, compute=tiny.EXACT):
+  compute = dataclasses.replace(compute, attention=name)
+
+  def run(q, k, v, sinks):
+    return attention.attention(q, k, v, compute=compute, sinks=sinks, **rest)
+
+  return run
+
+
+def interpreted(rest):
+  """Splash, as a TPU would do it, in float32."""
+  def run(q, k, v, sinks):
+    return flash.splash(
+        scores.scaled(q, rest['cfg']), k, v, rest['segment_ids'], None, sinks,
+        window=rest['window'], cfg=rest['cfg'], compute=tiny.EXACT,
+        interpret=True)
+  return run
+
+
+@functools.cache
+def right(shape, layer, branches=False):
+  args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  return both_ways(plain('reference', rest), args, g)
+
+
+def by_hand(args, rest):
+  """[B, T, H, hv] in numpy: one query at a time."""
+  q, k, v, sinks = (None if x is None else np.asarray(x, float) for x in args)
+  cfg, out = rest['cfg'], np.zeros((*q.shape[:3], v.shape[-1]))
+  segments, at = np.asarray(rest['segment_ids']), np.asarray(rest['positions'])
+  scale = cfg.attention_scale or q.shape[3] ** -0.5
+  for b, t, n in np.ndindex(q.shape[:3]):
+    seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]
+            and at[b, t] - at[b, s] < (rest['window'] or 10**6)
+            and (rest['branch_ids'] is None or rest['branch_ids'][b, s] in (
+                0, rest['branch_ids'][b, t]))]
+    head = n // (q.shape[2] // k.shape[2])
+    score = scale * k[b, seen, head] @ q[b, t, n]
+    if cfg.attention_softcap:
+      score = cfg.attention_softcap * np.tanh(score / cfg.attention_softcap)
+    weight = np.exp(score)
+    total = weight.sum() + (0 if sinks is None else np.exp(sinks[n]))
+    out[b, t, n] = weight @ v[b, seen, head] / total
+  return out
+
+
+@pytest.mark.parametrize('layer', LAYERS)
+@pytest.mark.parametrize('branches', [False, True])
+def test_the_reference_is_the_definition(layer, branches):
+  args, rest, _ = case((50, 4, 2, 8, 6), branches=branches, **LAYERS[layer])
+  right = by_hand(args, rest)
+  out = plain('reference', rest)(*args)
+  assert tiny.largest(out - right) <= 1e-5 * tiny.largest(right)
+
+
+@pytest.mark.parametrize('shape, layer, branches', [
+    *(('groups', layer, b) for layer in LAYERS for b in (False, True)),
+    ('one_kv_head', 'all', False), ('odd_length', 'all', True),
+    ('latent', 'plain', False)])
+def test_chunks_are_the_reference(shape, layer, branches):
+  args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  close(both_ways(plain('chunked', rest), args, g),
+        right(shape, layer, branches), 1e-5)
+
+
+@pytest.mark.parametrize('shape, layer', [
+    *(('groups', layer) for layer in LAYERS), ('one_kv_head', 'all'),
+    ('odd_length', 'all'), ('latent', 'plain')])
+def test_splash_is_the_reference(shape, layer):
+  args, rest, g = case(SHAPES[shape], **LAYERS[layer])
+  close(both_ways(interpreted(rest), args, g), right(shape, layer), 1e-5)
+
+
+def test_long_rows_keep_no_weights(monkeypatch):
+  """Computed again in the backward pass, to the same numbers."""
+  args, rest, g = case(SHAPES['groups'], **LAYERS['all'])
+  compute = dataclasses.replace(tiny.EXACT, q_chunk=32)
+  run = plain('chunked', rest, compute)
+  weights = lambda: sum(np.prod(x.shape) for x in jax.tree.leaves(
+      jax.vjp(lambda *x: run(*x), *args)[1]))
+  kept, right = weights(), both_ways(run, args, g)
+  monkeypatch.setattr(scores, '_LONG', 100)
+  assert weights() < kept / 2
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(
+      a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right)
+
+
+# --------------------------------------------------------------------- choice
+
+
+def taken(monkeypatch, compute, **fields):
+  """Whether `attention` asks a kernel for this, and for which."""
+  args, rest, _ = case((300, 4, 2, 64, 64), **fields)
+  asked = []
+
+  def attend(q, *rest):
+    asked.append(rest[3].attention)
+    return q
+
+  monkeypatch.setattr(flash, 'attend', attend)
+  attention.attention(*args[:3], compute=compute, sinks=args[3], **rest)
+  return asked
+
+
+def test_the_platform_chooses(monkeypatch):
+  tpu = compute_for('tpu', 'bfloat16', 'none')
+  assert taken(monkeypatch, tpu) == ['splash']
+  assert taken(monkeypatch, tpu, **LAYERS['all']) == ['splash']
+  assert not taken(monkeypatch, tpu, branches=True)
+  assert not taken(monkeypatch, compute_for('tpu', 'float32', 'none'))
+  for platform in ('gpu', 'cpu'):  # cuDNN is taken only if it is asked for
+    assert not taken(monkeypatch, compute_for(platform, 'bfloat16', 'none'))
+  assert taken(monkeypatch, compute_for(
+      'gpu', 'bfloat16', 'none', 'cudnn')) == ['cudnn']
+
+
+@pytest.mark.parametrize('platform, name, dtype, fields, words', [
+    ('tpu', 'splash', 'float32', {}, 'splash cannot do .*dtype=float32'),
+    ('tpu', 'splash', 'bfloat16', dict(branches=True), 'share_prompt'),
+    ('gpu', 'cudnn', 'float32', {}, 'cudnn cannot do .*dtype=float32'),
+    ('gpu', 'cudnn', 'bfloat16', dict(cap=5.0), 'soft caps'),
+    ('gpu', 'cudnn', 'bfloat16', dict(sinks=True), 'sinks'),
+    ('gpu', 'cudnn', 'bfloat16', dict(branches=True), 'share_prompt')])
+def test_what_is_asked_for_and_cannot_be_is_refused_by_name(
+    monkeypatch, platform, name, dtype, fields, words):
+  with pytest.raises(InputError, match=f'config.model.attention: .*{words}'):
+    taken(monkeypatch, compute_for(platform, dtype, 'none', name), **fields)
+
+
+def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
+  import jaxpost
+  from jaxpost import metrics
+  path = tiny.folder(tmp_path / 'model')
+  losses, called = {}, []
+  for name in ('chunked', 'reference'):
+    jaxpost.run(tiny.run_config(path, model=dict(attention=name), train=dict(
+        steps=2)), tmp_path / name)
+    losses[name] = [r['loss'] for r in metrics.read_rows(
+        tmp_path / name / 'metrics.jsonl') if 'loss' in r]
+    monkeypatch.setitem(attention.PLAIN, 'reference', lambda *args: (
+        called.append(1), scores.reference(*args))[1])
+  assert called and losses['chunked'] == pytest.approx(
+      losses['reference'], rel=1e-5)
+  with pytest.raises(InputError, match='splash runs on TPU only'):
+    jaxpost.run(tiny.run_config(path, model=dict(attention='splash')),
+                tmp_path / 'other')
+
+
+@pytest.mark.parametrize('platform, name, words', [
+    ('cpu', 'splash', 'splash runs on TPU only, and this is cpu'),
+    ('tpu', 'cudnn', 'cudnn runs on GPU only, and this is tpu')])
+def test_a_kernel_of_another_platform_is_refused(platform, name, words):
+  compute = compute_for(platform, 'bfloat16', 'none', name)
+  with pytest.raises(InputError, match=words):
+    flash.settle(compute, platform, tiny.config(), 512)
+
+
+# ----------------------------------------------------------------------- check
+
+
+def one_document(q, k, v, segments, positions, sinks, **rest):
+  """Wrong: documents see each other."""
+  del positions
+  return flash.splash(q, k, v, jnp.ones_like(segments), None, sinks, **rest,
+                      interpret=True)
+
+
+def no_gradient(q, k, v, *rest, **more):
+  """Wrong: backward."""
+  stop = jax.lax.stop_gradient
+  return flash.splash(q, stop(k), v, *rest, **more, interpret=True)
+
+
+def test_a_kernel_is_checked_before_it_is_trusted(monkeypatch, caplog):
+  cfg = tiny.config(head_dim=64, biases=('sinks',), layer_windows=(40, 0))
+  shape = 256, 4, 2, 64, 64
+  good = functools.partial(flash.splash, interpret=True)
+  for window in (0, 40):
+    found = flash.errors('splash', cfg, shape, 'bfloat16', window, True, good)
+    assert set(found) == {'out', 'q', 'k', 'v', 'sinks'}
+    assert 1e-4 < max(found.values()) < 0.03
+  compute = compute_for('tpu', 'bfloat16', 'none')
+  settle = lambda compute: flash.settle(compute, 'tpu', cfg, 256)
+  flash.trusted.cache_clear()
+  monkeypatch.setitem(flash.KERNELS, 'splash', good)
+  assert settle(compute) == compute and settle(compute) == compute
+  assert flash.trusted.cache_info().misses == 1  # once for a shape
+  monkeypatch.undo()
+  for wrong, where in (one_document, 'out'), (no_gradient, 'in k'):
+    flash.trusted.cache_clear()
+    monkeypatch.setitem(flash.KERNELS, 'splash', wrong)
+    assert settle(compute).attention == 'chunked'
+    assert where in caplog.records[-1].message
+    with pytest.raises(InputError, match='splash is wrong on this device'):
+      settle(dataclasses.replace(compute, forced=True))
+  flash.trusted.cache_clear()
+
+
+def test_documents_of_a_row():
+  starts, sizes = flash.documents(jnp.array([
+      [1, 1, 2, 3, 3, 0], [7, 7, 7, 7, 7, 7]]), 4)
+  assert starts.tolist() == [[0, 2, 3, 5, 6], [0, 6, -1, -1, -1]]
+  assert sizes.tolist() == [[2, 1, 2, 1], [6, -1, -1, -1]]
+
+
+# ---------------------------------------------------------------- many devices
+
+LAYOUTS = ('tensor=8', 'data=2,fsdp=2,tensor=2', 'fsdp=8')
+
+
+def main():
+  """Prints {layout: error} of splash, each device with its own heads."""
+  from jaxpost.sharding import make_layout
+  kernel = flash.splash
+  flash.KERNELS['splash'] = functools.partial(kernel, interpret=True)
+  out = {}
+  for windows in (), (40, 0):  # alike, or one of two under a scan
+    args, rest, g = case((128, 8, 2, 16, 16), sinks=True)
+    args, rest, g = jax.tree.map(
+        lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) if hasattr(
+            x, 'ndim') and x.ndim > 1 else x, (args, rest, g))
+    rest |= dict(cfg=dataclasses.replace(rest['cfg'], layer_windows=windows))
+    if windows:
+      rest |= dict(window=jnp.asarray(40))
+    right = both_ways(plain('reference', rest), args, g)
+    for text in LAYOUTS:
+      layout = make_layout(text, 'train')
+      compute = dataclasses.replace(tiny.EXACT, attention='splash')
+
+      def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
+        return flash.attend(q, k, v, compute=compute, sinks=sinks,
+                            layout=layout, **rest)
+
+      ours = both_ways(run, args, g)
+      out[f'{text} {windows}'] = max(
+          tiny.largest(a - b) / tiny.largest(b) for a, b in zip(
+              jax.tree.leaves(ours), jax.tree.leaves(right), strict=True))
+  print(json.dumps(out))
+
+
+def test_each_device_has_its_own_rows_and_heads():
+  run = subprocess.run(
+      [sys.executable, __file__], capture_output=True, text=True, timeout=400,
+      cwd=CLONE, env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': f'{CLONE}:{CLONE}/tests'})
+  assert run.returncode == 0, run.stderr[-3000:]
+  found = json.loads(run.stdout)
+  assert len(found) == 2 * len(LAYOUTS)
+  assert {k: x for k, x in found.items() if not x <= 1e-5} == {}
+
+
+# ------------------------------------------------------- described accelerators
+
+
+def needs(package, extra):
+  return pytest.mark.skipif(
+      importlib.util.find_spec(package) is None,
+      reason=f"no {package}, which compiles for these: pip install '{extra}'")
+
+
+_UPDATE = '''
+import json, sys
+from jaxpost.planning import chips
+top = chips.parse(sys.argv[1])
+chips.set_environment(top)
+from jaxpost.planning import aot, described
+import dataclasses
+import jaxpost.models.model as model_lib
+out, kept = {}, []
+count = aot.cost.count
+aot.cost.count = lambda text, turns: (kept.append(text), count(text, turns))[1]
+for name in sys.argv[2], 'chunked':
+  p, = described.prepare_all(dict(
+      algorithm='sft', data=dict(path='none'), model=dict(
+          preset='xs', remat='full', attention=name),
+      mesh=dict(train='data=2,fsdp=2,tensor=2'),
+      train=dict(batch_size=8, row_length=1024)))
+  cfg = dataclasses.replace(p.model.config, **json.loads(sys.argv[3]))
+  p = dataclasses.replace(p, model=model_lib.build(cfg))
+  row, = aot.compile_stage(p, top, ('update',)).rows
+  out[name] = dict(
+      flops=row['totals'].flops, model=row['flops'] / 8,
+      temp=row['temp_bytes'], calls=sum(
+          kept[-1].count(f'custom_call_target="{t}') for t in (
+              'tpu_custom_call', '__cudnn$fmhaSoftmax')))
+print(json.dumps(out))
+'''
+
+
+def described(topology, name, **fields):
+  """{implementation: what its sharded train step does}, compiled for it."""
+  done = subprocess.run(
+      [sys.executable, '-c', _UPDATE, topology, name, json.dumps(fields)],
+      capture_output=True, text=True, timeout=900, cwd=CLONE,
+      env=os.environ | {'PYTHONPATH': str(CLONE)})
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  return found[name], found['chunked']
+
+
+@needs('libtpu', 'jax[tpu]')
+@pytest.mark.long
+@pytest.mark.parametrize('fields', [
+    {}, dict(num_layers=2, layer_windows=[300, 0], attention_softcap=20.0,
+             biases=['sinks'], num_kv_heads=1)])
+def test_a_train_step_with_splash_compiles_for_tpus(fields):
+  """Forward, again for the backward pass, and two kernels of that."""
+  ours, plain = described('v5e:2x4', 'splash', **fields)
+  kinds = len(set(fields.get('layer_windows', [0])))
+  assert ours['calls'] == 4 * kinds and plain['calls'] == 0
+  # What recomputation adds is a third; attention takes the causal half, of
+  # two blocks three quarters.
+  assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
+  assert ours['temp'] < plain['temp']
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.long
+@pytest.mark.parametrize('fields', [{}, dict(layer_windows=[256] * 4)])
+def test_a_train_step_with_cudnn_compiles_for_gpus(fields):
+  ours, plain = described('h200:1x1x8', 'cudnn', **fields)
+  assert ours['calls'] == 3 and plain['calls'] == 0
+  assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
+
+
+if __name__ == '__main__':
+  main()
