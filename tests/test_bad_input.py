@@ -134,7 +134,7 @@ FIELDS = {
         'sft', dict(optim=dict(name='adam', weight_decay=0.1)),
         'optim.weight_decay: optax.adam takes none; use adamw'),
     'mesh axis': ('sft', dict(mesh=dict(train='model=2')),
-                  "config.mesh.train: .*'model=2'.*data, fsdp, expert, tensor"),
+                  "config.mesh.train: .*'model=2'.*data, fsdp, expert"),
     'mesh unreadable': ('sft', dict(mesh=dict(train='fsdp:2')),
                         "mesh.train: cannot read 'fsdp:2'"),
     'mesh size': ('sft', dict(mesh=dict(rollout='data=--1')),
