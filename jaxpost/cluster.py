@@ -66,8 +66,9 @@ def connect(address: str = '', count: int | None = None,
 
 def _open_for_transfers(address: str):
   """Lets `device_put` reach other processes on CPU; accelerators can it."""
-  if jax.config.jax_platforms != 'cpu' or (
-      jax.config.jax_cross_host_transfer_socket_address):
+  given = jax.config.values
+  if given['jax_platforms'] != 'cpu' or (
+      given['jax_cross_host_transfer_socket_address']):
     return
   there = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
            ).rpartition(':')[0] or socket.gethostname()

@@ -16,6 +16,8 @@ import types
 
 import pytest
 
+from jaxpost.errors import InputError
+
 STEPS = 5
 # name -> (mesh, rollout)
 RUNS = {
@@ -124,6 +126,26 @@ def test_timeline(said):
   for lane in spans.values():  # one thing at a time
     for (_, end, _), (start, *_) in zip(sorted(lane), sorted(lane)[1:]):
       assert start >= end - 2  # microseconds, rounded
+
+
+def test_rows_that_context_does_not_split():
+  from jaxpost import phases, schema
+  devices = [types.SimpleNamespace(platform='cpu', process_index=0, id=i)
+             for i in range(4)]
+  with pytest.raises(InputError, match='row_length: 34 is no multiple of the '
+                     'context=4'):
+    phases.make_layouts(schema.MeshSection(train='context=4'), 34, devices)
+
+
+def test_weights_that_do_not_fit_the_training_devices():
+  from jaxpost import phases, schema
+  devices = [types.SimpleNamespace(platform='cpu', process_index=0, id=i)
+             for i in range(8)]
+  layouts = phases.make_layouts(schema.MeshSection(
+      train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
+  with pytest.raises(InputError, match='weights are split over 3'):
+    phases.make_bridge(
+        layouts['train'], layouts['rollout'], 'config.mesh.rollout')
 
 
 def digest(tree):
