@@ -33,7 +33,8 @@ class Timeline(Chrono):
     self.path, self.steps = None, 0
     self._zero = time.time() - time.perf_counter()  # of the clock used here
     self._lock, self._threads = threading.Lock(), {}
-    self._done = []  # (lane, name, start, end)
+    # (lane, name, start, end); the oldest go where nobody asks.
+    self._done = collections.deque(maxlen=10_000)
     self._asked = collections.defaultdict(collections.deque)
     self._last = collections.defaultdict(float)  # lane -> end of its last
     self._told = 0.0  # until when `pop` has told of them
@@ -92,7 +93,7 @@ class Timeline(Chrono):
           (lane, asked[0][0], max(asked[0][1], self._last[lane]), now)
           for lane, asked in self._asked.items() if asked]
       if not self.path:  # what is over is not asked for again
-        self._done = [x for x in self._done if x[3] > now]
+        self._done.clear()
     train, rollout = self.lanes['update'], self.lanes['sample']
     found = {lane: [] for lane in (train, rollout, *self._threads)}
     for lane, _, begin, end in spans:
@@ -117,7 +118,8 @@ class Timeline(Chrono):
     if not self.path:
       return
     with self._lock:
-      done, self._done = self._done, []
+      done = list(self._done)
+      self._done.clear()
     mine = [[lane, name, round((self._zero + start) * 1e6),
              round((end - start) * 1e6)] for lane, name, start, end in done]
     every = processes.gather(mine)
