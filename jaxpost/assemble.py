@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from jaxpost import (
-    build, cache, optim, placement, plan, precompile, processes, profile,
+    build, cache, optim, phases, plan, precompile, processes, profile,
     reward_role, watchdog, weights)
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
@@ -21,7 +21,7 @@ from jaxpost.data import loader
 from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.metrics import Chrono, MetricsWriter
+from jaxpost.metrics import MetricsWriter
 from jaxpost.models import flash, hf, lora, moe, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.table import join
@@ -29,9 +29,9 @@ from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
-from jaxpost.roles import (
-    Frozen, Policy, Roles, Sampler, Trainable, place)
-from jaxpost.sharding import Layout, make_layout, to_host
+from jaxpost.roles import Frozen, Policy, Roles, Sampler, Trainable, place
+from jaxpost.sharding import Layout, to_host
+from jaxpost.timeline import Timeline
 from jaxpost.types import Item
 
 
@@ -46,7 +46,7 @@ class Kit:
   compute: Compute
   objectives: dict  # trainable role -> Objective
   ledger: Ledger
-  chrono: Chrono
+  chrono: Timeline
   shape: tuple[int, int, int]  # rows of a step, rows at a time, tokens
   update_rows: int  # of one update
 
@@ -62,9 +62,9 @@ class Kit:
 def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   """What a stage shares on all devices of this machine, or on `devices`."""
   config, on_policy = p.config, p.algorithm.on_policy
-  train = make_layout(config.mesh.train, 'train', devices=devices,
-                      arrange=placement.arrange)
-  m, ledger = config.model, ledger or Ledger()
+  layouts = phases.make_layouts(
+      config.mesh, build.row_length(config, on_policy), devices)
+  train, m, ledger = layouts['train'], config.model, ledger or Ledger()
   platform = train.mesh.devices.flat[0].platform
   compute = flash.settle(
       compute_for(platform, m.dtype, m.remat, m.attention), platform,
@@ -78,10 +78,8 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
     objectives['critic'] = critic
   shards = train.batch_shards
   return Kit(
-      p, train, make_layout(config.mesh.rollout, 'rollout', beside=train),
-      make_layout(config.mesh.score or config.mesh.train, 'train',
-                  'config.mesh.score', beside=train),
-      compute, objectives, ledger, Chrono(),
+      p, train, layouts['rollout'], layouts['score'], compute,
+      objectives, ledger, Timeline(phases.lanes(layouts)),
       build.batch_shape(config, on_policy, shards),
       build.batch_shape(config, on_policy, shards, whole=False)[0])
 
@@ -108,8 +106,8 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       kit.ledger.seal,
       lambda metrics: p.model.dropout or config.replay or (
           p.algorithm.check_first_step(metrics, config)),
-      functools.partial(begin_step, p, trace), trace.close,
-      on_policy=p.algorithm.on_policy,
+      functools.partial(begin_step, p, kit.chrono, trace), trace.close,
+      waits=p.algorithm.on_policy and not config.rollout.lag,
       peers=peers_of(kit, roles, writer),
       eval_every=config.eval.every,
       save_every=save.every, samples_every=log.samples_every,
@@ -119,10 +117,12 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
           p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
   precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
+  kit.chrono.begin(workdir / 'timeline' / f'{p.name}.json', log.timeline_steps)
   return stage
 
 
-def begin_step(p: Prepared, trace: profile.Trace, step: int):
+def begin_step(p: Prepared, timeline: Timeline, trace, step: int):
+  timeline.flush()
   watchdog.begin(f'step {step} of {p.name}', p.config.log.watchdog_s)
   trace.at(step)
 
@@ -293,7 +293,8 @@ def make_engine(kit: Kit, slots: int = 0):
           min_p=r.min_p, forbidden_ids=r.forbidden_ids,
           stop_strings=r.stop_strings, min_new_tokens=r.min_new_tokens,
           block=r.block, page_size=r.page_size, cache_tokens=r.cache_tokens),
-      kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode)
+      kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode,
+      phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'))
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:
@@ -330,7 +331,7 @@ def make_controller(kit: Kit, roles: Roles, engine):
   return Controller(
       p.algorithm, config, roles, sampler,
       make_grader(p), p.stream, kit.chrono, (kit.shape[0], kit.shape[2]),
-      (kit.update_rows, kit.shape[2]))
+      (kit.update_rows, kit.shape[2]), engine=engine)
 
 
 @dataclasses.dataclass

@@ -98,9 +98,20 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   algorithm.check(config)
   reward_role.check(config, algorithm)
   optim.check(config.optim.name, config.optim.weight_decay)
-  for phase, text in vars(config.mesh).items():
+  for phase in ('train', 'rollout', 'score'):
+    text = vars(config.mesh)[phase]
     if text != 'auto' or phase == 'score':
       sharding.mesh_sizes(text, f'config.mesh.{phase}')
+  refuse('context' in config.mesh.rollout, 'config.mesh.rollout: sampling has '
+         'no use for context, which splits rows in training; use tensor')
+  refuse('context' in config.mesh.train and
+         config.model.attention not in ('auto', 'chunked'),
+         f'config.model.attention: {config.model.attention} cannot attend over '
+         'rows that a context axis splits; leave it auto')
+  refuse(config.mesh.rollout_devices > 0 and not (
+      algorithm.on_policy or config.eval.samples),
+         f'config.mesh.rollout_devices: {config.algorithm} samples nothing; '
+         'leave it 0')
   if config.save.keep_best and not config.eval.data.path:
     raise InputError('config.save.keep_best: nothing is evaluated; set '
                      'config.eval.data.path')
@@ -333,6 +344,11 @@ def check_sampling(config, on_policy: bool, rewards=True):
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
+  refuse(r.lag > 0 and bool(config.replay or rl.advantage == 'remax'),
+         f'config.rollout.lag: {r.lag} steps ahead there is neither a replay '
+         'nor the greedy answer of remax; set it to 0')
+  refuse(r.swap_blocks > 0 and not r.lag, 'config.rollout.swap_blocks: with '
+         'rollout.lag=0 there are no newer weights; leave it 0')
   length, needed = row_length(config, True), (
       r.max_prompt_length + r.max_new_tokens)
   if length < needed:

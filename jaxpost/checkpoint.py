@@ -90,7 +90,9 @@ class Checkpointer:
           f' {", ".join(sorted(metrics))}')
     named, _ = _flatten(state)
     _check_arrays(named)
-    arrays = {k: x for k, x in named.items() if x.size}
+    # Orbax asks for a shard; a number is written by process 0 only.
+    arrays = {k: x if x.sharding.addressable_devices else np.zeros((), x.dtype)
+              for k, x in named.items() if x.size}
     seal = {
       'step': step,
       'leaves': {k: [list(x.shape), str(x.dtype)] for k, x in named.items()},
@@ -303,13 +305,19 @@ class Checkpointer:
     }
     stored = {k: x for k, x in wanted.items() if x.size}
     if stored:
+      here = {k: x for k, x in stored.items() if x.sharding.addressable_devices}
+      some = here or {min(stored, key=lambda k: stored[k].size): np.zeros(())}
       args = ocp.args.PyTreeRestore(
-        item=stored,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
+        item=some,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(some),
         partial_restore=True,
       )
       args = ocp.args.Composite(state=args)
-      arrays |= self._orbax.restore(folder, args=args)['state']
+      found = self._orbax.restore(folder, args=args)['state']
+      arrays |= {k: found[k] if k in here else
+                 jax.make_array_from_single_device_arrays(
+                   x.shape, x.sharding, [], dtype=x.dtype)
+                 for k, x in stored.items()}
     return jax.tree.unflatten(treedef, [arrays[key] for key in wanted])
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import re
+import socket
 import tempfile
 
 import jax
@@ -18,6 +19,9 @@ from jax._src import distributed  # the service has no public name
 from jaxpost import errors
 from jaxpost import processes
 from jaxpost import watchdog
+
+
+_PATIENCE_S = 3600  # of one process with weights for another that samples
 
 
 def connect(address: str = '', count: int | None = None,
@@ -39,6 +43,7 @@ def connect(address: str = '', count: int | None = None,
   if 'proxy' in os.environ.get('JAX_PLATFORMS', ''):
     return _connect_pathways()
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  _open_for_transfers(address)
   where = address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
   try:
     with _names_absent(where, round(init_s)):
@@ -57,6 +62,25 @@ def connect(address: str = '', count: int | None = None,
                 heartbeat_s, processes.failed_peer)
   processes.joined(watchdog.who_is_gone)
   atexit.register(watchdog.leave)  # before all that
+
+
+def _open_for_transfers(address: str):
+  """Lets `device_put` reach other processes on CPU; accelerators can it."""
+  given = jax.config.values
+  if given['jax_platforms'] != 'cpu' or (
+      given['jax_cross_host_transfer_socket_address']):
+    return
+  there = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
+           ).rpartition(':')[0] or socket.gethostname()
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    probe.connect((there, 9))  # sends nothing
+    host = probe.getsockname()[0]
+  with socket.socket() as free:
+    free.bind((host, 0))
+    port = free.getsockname()[1]
+  jax.config.update('jax_cross_host_transfer_socket_address', f'{host}:{port}')
+  jax.config.update('jax_cross_host_transport_addresses', f'{host}:0,{host}:0')
+  jax.config.update('jax_cross_host_transfer_timeout_seconds', _PATIENCE_S)
 
 
 def _connect_pathways():

@@ -9,14 +9,13 @@ Every process runs it on the same values and takes the same decisions.
 """
 
 import dataclasses
-import logging
 import typing
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost import grading
+from jaxpost.ahead import Ahead
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import experience as rows_lib
 from jaxpost.roles import Roles, Sampler
@@ -25,7 +24,7 @@ from jaxpost.types import Batch, Credit, Experience, Item
 
 if typing.TYPE_CHECKING:  # passed in
   from jaxpost.data.prompts import PromptStream
-  from jaxpost.metrics import Chrono
+  from jaxpost.timeline import Timeline
 
 
 @dataclasses.dataclass
@@ -43,82 +42,61 @@ class Controller:
   sampler: Sampler
   grader: grading.Grader
   prompts: 'PromptStream'
-  chrono: 'Chrono'
+  chrono: 'Timeline'
   rows: tuple[int, int]
   update_rows: tuple[int, int]
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
+  engine: object = None  # under the sampler, to swap its weights
+
+  def __post_init__(self):
+    self.ahead = Ahead(self.algorithm, self.config, self.roles, self.sampler,
+                       self.grader, self.prompts, self.chrono, self.engine)
 
   def __iter__(self):
     return self
 
   def __next__(self) -> Item:
-    rl, step = self.config.rl, self.step
-    with self.chrono('reshard'):
-      moved = self.sampler.sync(
-          self.roles.policy, step * rl.epochs * rl.minibatches)
-    graded, info = self._sample()
-    while rl.dynamic_sampling and self._wants_more(graded, info):
-      more, newer = self._sample()
-      info |= newer
-      graded = grading.join(graded, more)
-    self.sampler.release()
-    if rl.dynamic_sampling:
-      graded = grading.keep_mixed(graded, self.config.rollout.prompts)
-    experience = self._score(graded)
+    ahead = self.ahead
+    ahead.fill(self.step, 1)
+    asked = self._ask(ahead.queue[0].graded)  # runs while others are sampled
+    ahead.fill(self.step, self.config.rollout.lag)
+    sampled = ahead.next()
+    experience = self._score(sampled.graded, asked)
     with self.chrono('pack'):
       credit = self.algorithm.credit(experience, self.config)
       updates = self._updates(experience, credit)
-    self.step, self.memory = step + 1, credit.memory
-    info |= graded.metrics() | credit.metrics | self._figures(
-        experience, moved['bytes'])
-    return Item(updates, info, graded.rows, (experience, credit))
+    info = (sampled.info | sampled.graded.metrics() | credit.metrics |
+            self._figures(experience))
+    self.step, self.memory = self.step + 1, credit.memory
+    return Item(updates, info, sampled.graded.rows, (experience, credit))
 
-  def _sample(self):
-    """One round: (what was sampled, its grading under way; figures)."""
-    prompts, info = next(self.prompts)
-    group, greedy = self.config.rollout.group_size, None
-    with self.chrono('sample'):
-      rollout = self.sampler(prompts, group, self.step)
-      if self.algorithm.greedy_baseline(self.config):
-        greedy = self.sampler(prompts, 1, self.step, temperature=0.0)
-    with self.chrono('pack'):  # workers grade while the devices score
-      return self.grader.submit(rollout, greedy), info
+  def _ask(self, graded) -> dict:
+    """Starts what programs say of a rollout: name -> [M, B / M, T]."""
+    wanted = self.algorithm.scores(self.config)
+    if not wanted and not self.roles.reward_model:
+      return {}
+    rollout = graded.rollout
+    mask = rows_lib.completion_mask(rollout)
+    with self.chrono('pack'):
+      batch = self.roles.policy.place(rows_lib.to_batch(
+          rollout, range(len(mask)), mask, {}, *self.rows))
+    with self.chrono('score'):
+      found = self._programs(batch, wanted)
+    self.chrono.watch('score', found)
+    return found
 
-  def _wants_more(self, graded, info) -> bool:
-    """Whether groups that differ in reward are still missing."""
-    with self.chrono('reward'):
-      mixed = graded.mixed()
-    wanted, rounds = self.config.rollout.prompts, graded.rounds
-    info['dynamic_sampling/rounds'] = rounds
-    info['dynamic_sampling/kept_ratio'] = float(mixed.mean())
-    if mixed.sum() >= wanted:
-      return False
-    if rounds < self.config.rl.dynamic_sampling:
-      return True
-    info['dynamic_sampling/missing'] = int(wanted - mixed.sum())
-    logging.warning(
-        'step %d: %d of %d groups differ in reward after %d rounds; the '
-        'update goes on with these (config.rl.dynamic_sampling)',
-        self.step + 1, mixed.sum(), wanted, rounds)
-    return False
-
-  def _score(self, graded) -> Experience:
+  def _score(self, graded, asked: dict) -> Experience:
     """Adds what the programs say of the rollout, and the rewards."""
-    rollout, roles = graded.rollout, self.roles
+    rollout = graded.rollout
     mask = rows_lib.completion_mask(rollout)
     arrays = {'sampler_logprobs': rollout.logprobs,
               'behaviour_logprobs': rollout.behaviour_logprobs}
-    wanted = self.algorithm.scores(self.config)
-    if wanted or roles.reward_model:
-      with self.chrono('pack'):
-        batch = roles.policy.place(rows_lib.to_batch(
-            rollout, range(len(mask)), mask, {}, *self.rows))
+    if asked:
       with self.chrono('score'):
-        found = self._programs(batch, wanted)
-      unpack = lambda x: rows_lib.from_rows(
-          rollout, to_host(x), self.rows[1], self.rows[0])
-      arrays |= {k: unpack(x) for k, x in found.items()}
+        asked = to_host(asked)
+      arrays |= {k: rows_lib.from_rows(
+          rollout, x, self.rows[1], self.rows[0]) for k, x in asked.items()}
     with self.chrono('reward'):
       rewards, baseline = graded.rewards(arrays.pop('reward_model', None))
       if self.config.rl.dynamic_sampling:  # what only filled up the step
@@ -142,7 +120,7 @@ class Controller:
       found['values'] = jnp.roll(values, 1, axis=2)
     if roles.reward_model:
       found['reward_model'] = roles.reward_model(batch).values
-    return jax.block_until_ready(found)
+    return found
 
   def _updates(self, experience: Experience, credit: Credit) -> list:
     """(role, placed batch) of each update, in order."""
@@ -170,21 +148,27 @@ class Controller:
           rollout, members, weights, credit.arrays, *self.update_rows)
     return self.roles.policy.place(host)
 
-  def _figures(self, experience, moved: int) -> dict:
-    rollout = experience.rollout
+  def _figures(self, experience) -> dict:
+    rollout, rl = experience.rollout, self.config.rl
     tokens = int(rows_lib.prompt_lengths(rollout).sum() +
                  rollout.lengths.sum())
-    return {'tokens': tokens, 'reshard_bytes': moved,
-            'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
-            'slot_occupancy': rollout.occupancy, **rollout.figures}
+    found = {'tokens': tokens,
+             'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
+             'slot_occupancy': rollout.occupancy, **rollout.figures}
+    if self.config.rollout.lag:  # in steps, of the weights that drew a token
+      age = self.step - rows_lib.versions(rollout)[
+          experience.mask > 0] / (rl.epochs * rl.minibatches)
+      found |= {'staleness/mean': float(age.mean()) if age.size else 0.0,
+                'staleness/max': float(age.max(initial=0.0))}
+    return found
 
   def state(self) -> dict:
-    return {'step': self.step, 'prompts': self.prompts.state(),
-            'memory': self.memory}
+    return {'step': self.step, 'memory': self.memory,
+            **self.ahead.state(self.step)}
 
   def restore(self, state: dict):
     self.step, self.memory = state['step'], state['memory']
-    self.prompts.restore(state['prompts'])
+    self.ahead.restore(state, self.step)
 
   def close(self):
     self.grader.close()

@@ -20,8 +20,9 @@ from jaxpost.sharding import to_host
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.checkpoint import Checkpointer
-  from jaxpost.metrics import Chrono, MetricsWriter
+  from jaxpost.metrics import MetricsWriter
   from jaxpost.peers import Peers
+  from jaxpost.timeline import Timeline
 
 
 @dataclasses.dataclass
@@ -40,13 +41,13 @@ class Stage:
   evaluate: Callable | None
   checkpointer: 'Checkpointer'
   writer: 'MetricsWriter'
-  chrono: 'Chrono'
+  chrono: 'Timeline'
   meta: dict  # what goes into each checkpoint besides the stream
   seal: Callable  # after the first step a compilation is a surprise
   checks: Callable  # (metrics of step 0) -> raises where it cannot be right
   due: Callable  # (step that begins): for the watchdog and the profiler
   close: Callable  # ends what is open after the last step, or an error
-  on_policy: bool
+  waits: bool  # the next item needs the update done
   peers: 'Peers | None' = None  # of a run of several processes
   eval_every: int = 0
   save_every: int = 0
@@ -90,8 +91,9 @@ def run_stage(stage: Stage, start: int):
       with stage.chrono('update'):
         done = [(role, stage.roles.trainable[role].update(batch))
                 for role, batch in item.updates]
+        stage.chrono.watch('update', done)
         run.log_pending()  # of the step before: the device is busy with this
-        if stage.on_policy:  # the next sample waits for it anyway
+        if stage.waits:
           jax.block_until_ready(done)
       told = stage.peers and stage.peers.begin(step, stage.roles)
       run.pending = step, done, item, stage.chrono.pop(), told

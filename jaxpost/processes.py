@@ -24,13 +24,15 @@ _POLL_MS = 1000  # between two looks at whether a peer has failed
 _PART_MS = 10_000  # for the peers to hear of a failure
 _PART_GONE_MS = 3000  # ... when one of them is gone: they know
 _LAG = 64  # steps; far more than two processes are ever apart
+_LETTER = 1 << 21  # bytes of a value of the service
 _KINDS = {kind.exit_code: kind for kind in (
     errors.InputError, errors.NoCheckpointError, errors.Preempted,
     errors.PeerError)}
 
-_rounds, _looks = itertools.count(), itertools.count()
+_rounds, _looks, _letters = (itertools.count() for _ in range(3))
 # Stops and runs so far; the exit code of a run that failed.
 _state = {'stops': 0, 'runs': 0, 'failed': None, 'gone': False, 'waited': 0.0,
+          'letters': [],  # keys of those that this process sent
           # () -> which process is gone, in words; a moment later, or ''.
           'who_is_gone': lambda: ''}
 
@@ -68,6 +70,26 @@ def gather(value) -> list:
 def from_first(value):
   """The value of process 0, of JSON."""
   return gather(value if index() == 0 else None)[0]
+
+
+def from_one(sender: int, data: bytes | None) -> bytes:
+  """Bytes that one process has, on all; those of the others are not read."""
+  if count() == 1:
+    return data
+  client, at = _client(), next(_letters)
+  here = f'{_ROOT}/letter/{at}/'
+  if index() != sender:
+    parts = int(_wait_for(f'{here}parts'))
+    return b''.join(_wait_for(f'{here}{i}', True) for i in range(parts))
+  parts = range(0, len(data), _LETTER)
+  for i, start in enumerate(parts):
+    client.key_value_set_bytes(f'{here}{i}', data[start:start + _LETTER])
+  client.key_value_set(f'{here}parts', str(len(parts)))
+  # Whoever sends again hears of the others in between, each step.
+  _state['letters'].append(here)
+  if len(_state['letters']) > _LAG:
+    client.key_value_delete(_state['letters'].pop(0))
+  return data
 
 
 def share(items: range) -> range:
@@ -148,12 +170,14 @@ def waited() -> float:
   return _state['waited']
 
 
-def _wait_for(key: str) -> str:
+def _wait_for(key: str, binary=False):
   """The value of a key once it is there; raises what a peer failed of."""
+  read = _client().blocking_key_value_get_bytes if binary else (
+      _client().blocking_key_value_get)
   while True:
     start = time.perf_counter()
     try:
-      return _client().blocking_key_value_get(key, _POLL_MS)
+      return read(key, _POLL_MS)
     except jax.errors.JaxRuntimeError as error:
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise

@@ -10,11 +10,12 @@ import typing
 import jax
 import numpy as np
 
+from jaxpost import processes
 from jaxpost.models.model import Model
 from jaxpost.models.table import join
 from jaxpost.programs.compile import Program
 from jaxpost.programs.train import Objective
-from jaxpost.sharding import Layout
+from jaxpost.sharding import Layout, owners
 from jaxpost.types import Batch, Outputs, Prompt, Rollout, TrainState
 
 if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
@@ -146,6 +147,13 @@ class Sampler:
   def __call__(self, prompts: Sequence[Prompt], group_size: int = 1,
                step: int = 0, **sampling) -> Rollout:
     """`group_size` completions of each prompt; `sampling` as in `Sampling`."""
-    return self.engine(
+    draw = lambda: self.engine(
         prompts, group_size=group_size, run_key=self.run_key, step=step,
         sampling=sampling)
+    have = owners(self.engine.layout.mesh.devices.flat)
+    if len(have) == processes.count():
+      return draw()
+    from jaxpost.data import rollouts  # of some processes, sent to the others
+    text = rollouts.to_text(draw()) if processes.index() in have else ''
+    return rollouts.from_text(processes.from_one(
+        have[0], text.encode()).decode()).replace(prompts=tuple(prompts))

@@ -138,6 +138,11 @@ class RolloutSection:
   cache_tokens: int = _f(0, 'entries of all pages; 0: half of what slots '
                          'without pages have', lo=0)
   block: int = _f(8, 'tokens of every slot per dispatch', lo=1)
+  lag: int = _f(0, 'updates that sampling runs ahead of; 1: samples while the '
+                'last update runs, 2: while it is graded and scored, too', lo=0)
+  swap_blocks: int = _f(0, 'blocks after which a rollout under way takes the '
+                        'weights of the last update; 0: the next one does',
+                        lo=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +194,8 @@ class RlSection:
                             'trained (overlong filtering)')
   importance: tuple = _f(
       (), 'corrections for a sampler that is not the policy: token_truncated, '
-      'sequence_truncated, icepop, token_mask, sequence_mask, opsm', each=str)
+      'sequence_truncated, icepop, token_mask, sequence_mask, opsm', each=str,
+      auto=())
   importance_cap: float = _f(2.0, 'of truncated ratios', lo=1.0)
   token_low: float = _f(0.5, 'ratio of a token, of icepop and token_mask',
                         lo=0.0)
@@ -289,12 +295,16 @@ class ToolsSection:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
-  train: str = _f('fsdp=-1', 'sizes of data, fsdp, expert, tensor; -1: the '
-                  'rest; auto: the fastest that fits, by compiling')
-  rollout: str = _f('data=-1', 'same devices, another shape; auto: the least '
-                    'split that fits')
+  train: str = _f('fsdp=-1', 'sizes of data, fsdp, expert, context, tensor; '
+                  '-1: the rest; auto: the fastest that fits, by compiling')
+  rollout: str = _f('data=-1', 'to sample on: the same devices, another shape; '
+                    'auto: the least split that fits')
   score: str = _f('', 'of frozen models: references, teachers, reward models; '
                   '"": as train')
+  rollout_devices: int = _f(0, 'the last devices, to sample only; training '
+                            'has the others; 0: all do both', lo=0)
+  score_devices: int = _f(0, 'before those, for frozen models only; score "" '
+                          'is fsdp=-1 then; 0: as training', lo=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,6 +344,8 @@ class LogSection:
   watchdog_s: float = _f(1800.0, 'a step that takes longer ends all processes '
                          'with all stacks, and who is stuck is named; 0 is off',
                          lo=0.0)
+  timeline_steps: int = _f(20, 'first steps whose phases, on the host and on '
+                           'devices, go to WORKDIR/timeline for Perfetto', lo=0)
   profile_from: int = _f(0, 'first step of a trace in WORKDIR/profile, for '
                          'TensorBoard or Perfetto; 0: none', lo=0)
   profile_steps: int = _f(3, 'steps of that trace', lo=1)

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpost import processes
 from jaxpost.errors import InputError
 
-AXES = ('data', 'fsdp', 'expert', 'tensor')
+AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
 BATCH_AXES = ('data', 'fsdp', 'expert')
 
 # Training gathers each layer's weights over fsdp when it is used; sampling
@@ -27,7 +28,7 @@ RULES = {
     'train': {
         'batch': BATCH_AXES, 'embed': ('fsdp', 'expert'), 'vocab': 'tensor',
         'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor',
-        'expert': 'expert',
+        'expert': 'expert', 'time': 'context',
     },
     'rollout': {
         'batch': BATCH_AXES, 'vocab': 'tensor', 'heads': 'tensor',
@@ -120,10 +121,14 @@ class Layout:
     if jax.process_count() == 1:
       return jax.device_put(tree, shardings)  # at once: a call takes 0.5 ms
     return jax.tree.map(lambda x, s: jax.make_array_from_callback(
-        x.shape, s, x.__getitem__), tree, shardings)
+        x.shape, s, x.__getitem__, dtype=x.dtype), tree, shardings)
 
   def move(self, tree, *axes):
     """Device arrays in this layout; those that are in it stay as they are."""
+    leaves = jax.tree.leaves(tree)
+    if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != (
+        set(self.mesh.devices.flat)):
+      return self.put(to_host(tree), *axes)
     return jax.tree.map(lambda x: jax.device_put(
         x, self.sharding(axes[:x.ndim], x.shape)), tree)
 
@@ -146,13 +151,46 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
 
 
-def to_host(tree: Mapping | object):
-  """Device arrays -> numpy, also when other processes hold some shards."""
-  def fetch(x):
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-      if x.is_fully_replicated:
-        return np.asarray(x.addressable_data(0))
-      from jax.experimental import multihost_utils
-      return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+def owners(devices) -> list[int]:
+  """The processes that have some of these devices."""
+  return sorted({d.process_index for d in devices})
+
+
+def to_host(tree: Mapping | object, share=True):
+  """Device arrays -> numpy, also when other processes hold some shards.
+
+  With `share` every process calls this and gets them, also those that have
+  none of the devices; without, those that have some.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  found, few = list(leaves), {}
+  for i, x in enumerate(leaves):
+    if not isinstance(x, jax.Array):
+      found[i] = np.asarray(x)
+      continue
+    mine = owners(x.sharding.device_set)
+    if share and len(mine) < processes.count():
+      few.setdefault(mine[0], []).append(i)
+    if processes.index() in mine or not share:
+      found[i] = _fetch(x)
+  for owner, which in few.items():
+    sent = None
+    if processes.index() == owner:
+      sent = b''.join(np.ascontiguousarray(found[i]).tobytes() for i in which)
+    sent, at = memoryview(processes.from_one(owner, sent)), 0
+    for i in which:
+      x = leaves[i]
+      found[i] = np.frombuffer(
+          sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (
+              np.zeros(x.shape, x.dtype))
+      at += x.nbytes
+  return treedef.unflatten(found)
+
+
+def _fetch(x: jax.Array) -> np.ndarray:
+  if x.is_fully_addressable:
     return np.asarray(x)
-  return jax.tree.map(fetch, tree)
+  if x.is_fully_replicated:
+    return np.asarray(x.addressable_data(0))
+  from jax.experimental import multihost_utils
+  return np.asarray(multihost_utils.process_allgather(x, tiled=True))

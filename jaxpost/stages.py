@@ -151,6 +151,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         before = loop.resume(stage)
         writer.start_stage(stage.name, stage.steps, before)
         loop.run_stage(stage, before)
+        kit.chrono.flush()
         _watch(f'the end of {stage.name}', kit.config)
       finally:
         stage.close()

@@ -162,6 +162,7 @@ class Completion:
   top_ids: np.ndarray | None = None  # [C, n] int32, likeliest first
   top_logprobs: np.ndarray | None = None  # [C, n] float32
   experts: np.ndarray | None = None  # [P + C, L, k] uint16, of all the text
+  versions: np.ndarray | None = None  # [C] int32, updates behind the weights
 
 
 @struct.dataclass
@@ -185,6 +186,7 @@ class Rollout:
   from_data: bool = False  # completions of the data, not of a sampler
   experts: np.ndarray | None = None  # [N, P + C, L, k] uint16, by position
   mask: Any = None  # [N, C] bool, tokens that the policy wrote; None: all
+  versions: Any = None  # [N, C] int32, `version` by token; None: all the same
   rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN
   messages: tuple | None = None  # [N] lists: turns of the model and of tools
 

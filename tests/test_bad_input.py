@@ -134,7 +134,7 @@ FIELDS = {
         'sft', dict(optim=dict(name='adam', weight_decay=0.1)),
         'optim.weight_decay: optax.adam takes none; use adamw'),
     'mesh axis': ('sft', dict(mesh=dict(train='model=2')),
-                  "config.mesh.train: .*'model=2'.*data, fsdp, expert, tensor"),
+                  "config.mesh.train: .*'model=2'.*data, fsdp, expert"),
     'mesh unreadable': ('sft', dict(mesh=dict(train='fsdp:2')),
                         "mesh.train: cannot read 'fsdp:2'"),
     'mesh size': ('sft', dict(mesh=dict(rollout='data=--1')),
@@ -143,6 +143,17 @@ FIELDS = {
                             'mesh.train: .*one of them may be -1'),
     'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')),
                         'mesh.train: .*sizes are 1 or more'),
+    'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')),
+                          'mesh.rollout: sampling has no use for context'),
+    'devices to sample nothing': (
+        'sft', dict(mesh=dict(rollout_devices=4)),
+        'mesh.rollout_devices: sft samples nothing'),
+    'lag of a greedy answer': (
+        'grpo', dict(algorithm='remax', rollout=dict(lag=1)),
+        'rollout.lag: 1 steps ahead there is neither a replay nor'),
+    'swap without a lag': (
+        'grpo', dict(rollout=dict(swap_blocks=2)),
+        'rollout.swap_blocks: with rollout.lag=0 there are no newer'),
     'no data': ('sft', dict(data=dict(path='')), 'config.data.path: is empty'),
     'rows shorter than two': (
         'sft', dict(train=dict(row_length=1)), 'row_length=1 at least 2'),
@@ -201,6 +212,10 @@ def test_field(case, model, place, monkeypatch):
 DEVICES = {
     'mesh does not fit': (
         dict(mesh=dict(train='fsdp=3')), 'mesh.train: .fsdp=3. does not fit 1'),
+    'nobody left to train': (
+        dict(algorithm='grpo', reward='length', train=dict(row_length=0),
+             mesh=dict(rollout_devices=1)),
+        'rollout_devices, score_devices: 1 of 1 device.s. leave none'),
     'mesh of a later stage': (
         dict(stages=('a', 'b'), a={}, b=dict(mesh=dict(rollout='data=2'))),
         'mesh.rollout: .data=2. does not fit 1'),

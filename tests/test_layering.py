@@ -23,21 +23,25 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
   ('__init__', 'cluster', 'errors', 'host', 'imports', 'matmul', 'processes',
-   'profile', 'schema', 'placement', 'sharding', 'types', 'watch', 'watchdog'),
+   'phases', 'profile', 'schema', 'placement', 'sharding', 'types', 'watch',
+   'watchdog'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
-   'report', 'diagnose'),
+   'report', 'diagnose', 'timeline'),
   ('programs', 'cache'),
   ('rollout', 'weights'),
   ('roles',),
   ('algorithms', 'evaluate', 'grading', 'peers', 'testing'),
-  ('config', 'build', 'assemble', 'stages', 'loop', 'controller', 'plan',
-   'bench', 'inference', 'reward_role', 'planning', 'precompile', 'scaling',
-   'model_checks', 'completions', 'measure', 'replay', 'environment_role'),
+  ('ahead', 'config', 'build', 'assemble', 'stages', 'loop', 'controller',
+   'plan', 'bench', 'inference', 'reward_role', 'planning', 'precompile',
+   'scaling', 'model_checks', 'completions', 'measure', 'replay',
+   'environment_role'),
   ('launch', 'configs', 'notebooks'),
 )
 ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
 # Those that put a run together know their neighbours in the row.
 SAME_ROW = {
+  'timeline': ('metrics',),
+  'controller': ('ahead',),
   'build': ('config', 'environment_role', 'model_checks', 'reward_role'),
   'reward_role': ('config',),
   'assemble': ('build', 'controller', 'environment_role', 'loop', 'plan',
@@ -82,8 +86,8 @@ SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 # aim of 45 modules and 6,000 lines.
 READING = {
   ('jaxpost.algorithms.grpo', 'jaxpost.controller', 'jaxpost.loop',
-   'jaxpost.rollout.native'): (56, 9_300, 10),
-  ('jaxpost.algorithms.grpo', 'launch.train'): (96, 19_000, 13),
+   'jaxpost.rollout.native'): (58, 9_900, 11),
+  ('jaxpost.algorithms.grpo', 'launch.train'): (98, 20_500, 14),
 }
 # Imported only where a field of the config asks for it, inside a function: no
 # part of what is read to understand a plain run.

@@ -121,7 +121,7 @@ def test_sampling_parameters_compile_nothing(model):
 
 
 def test_the_cache_is_split_over_the_batch_axes():
-  mesh = jax.sharding.AbstractMesh((2, 2, 1, 2), AXES)
+  mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), AXES)
   place = generate.slot_shardings(Layout(mesh, 'rollout'))
   cache = jax.ShapeDtypeStruct((8, 2, 64, 16), jnp.float32)
   spec = place({'k': cache})['k'].spec

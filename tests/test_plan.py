@@ -321,7 +321,7 @@ def test_plan_of_the_local_backend(tmp_path):
   assert set(names) == {'copy', 'init', 'update', 'score', 'reshard',
                         'init_state', 'prefill', 'insert', 'generate'}
   assert found['mesh']['rollout'] == {
-      'data': 2, 'fsdp': 1, 'expert': 1, 'tensor': 2}
+      'data': 2, 'fsdp': 1, 'expert': 1, 'context': 1, 'tensor': 2}
   update = found['programs'][names.index('update')]
   memory = update['bytes_per_chip']
   parameters = 4 * found['parameters'] / 4

@@ -90,11 +90,11 @@ def environment(folder, devices=1, **more):
       '--xla_backend_optimization_level=0', 'GRADED': str(folder), **more}
 
 
-def start(folder, tag, names, count=1, devices=1, **more):
+def start(folder, tag, names, count=1, devices=1, driver=__file__, **more):
   """The driver's processes, making the runs `names` in FOLDER/tag."""
   address = free_address()
   return [subprocess.Popen(
-      [sys.executable, __file__, str(folder), tag, ','.join(names),
+      [sys.executable, driver, str(folder), tag, ','.join(names),
        str(rank), str(count), address], text=True, cwd=ROOT,
       env=environment(folder / f'{tag}.graded', devices, **more),
       stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -293,12 +293,17 @@ def check_first_step(metrics, config):
          'sampler, reference and trainer do not compute the same model')
 
 
+def of_older(config) -> tuple:
+  """The correction for samples of older weights, where none is chosen."""
+  return ('token_truncated',) if config.rollout.lag else ()
+
+
 def method(**choices) -> Algorithm:
   """An algorithm of this family with other choices in `config.rl`."""
   return Algorithm(
-      objective, {'rl': choices}, needs=needs, check=check,
-      check_first_step=check_first_step, on_policy=True, scores=scores,
-      greedy_baseline=greedy_baseline, credit=credit)
+      objective, {'rl': dict(importance=of_older, **choices)}, needs=needs,
+      check=check, check_first_step=check_first_step, on_policy=True,
+      scores=scores, greedy_baseline=greedy_baseline, credit=credit)
 
 
 GRPO = ALGORITHM = method()  # arXiv:2402.03300

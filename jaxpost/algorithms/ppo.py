@@ -112,7 +112,7 @@ def check(config):
 PPO = ALGORITHM = Algorithm(
     objective, {'rl': dict(
         advantage='gae', scale_rewards='none', kl_estimator='k1',
-        kl_in='reward')}, critic=critic,
+        kl_in='reward', importance=grpo.of_older)}, critic=critic,
     value_head=lambda config: config.critic.shared, needs=grpo.needs,
     check=check, check_first_step=grpo.check_first_step, on_policy=True,
     scores=scores, credit=credit)

@@ -42,6 +42,13 @@ def completion_mask(rollout: Rollout) -> np.ndarray:
   return written.astype(np.float32)
 
 
+def versions(rollout: Rollout) -> np.ndarray:
+  """[N, C] int32: updates behind the weights that drew each token."""
+  if rollout.versions is not None:
+    return rollout.versions
+  return np.full(rollout.completions.shape, rollout.version, np.int32)
+
+
 def minibatches(number: int, rl, seed: int, step: int):
   """Numbers of the sequences of each update of a step, in order."""
   for epoch in range(rl.epochs):
@@ -143,7 +150,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
   prompts: tuple[Prompt, ...] = tuple(
       r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
   names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
-           'finished', *(n for n in ('mask', 'experts')
+           'finished', *(n for n in ('mask', 'experts', 'versions')
                          if vars(rollouts[0])[n] is not None))
   rewards = rollouts[0].rewards and {
       name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)])

@@ -3,6 +3,7 @@
 Legend: N sequences, C completion tokens.
 """
 
+import base64
 import io
 import json
 
@@ -30,12 +31,10 @@ def save(path, experience: Experience, credit: Credit):
   arrays = {name: vars(rollout)[name] for name in _ARRAYS}
   if rollout.mask is not None:
     arrays['mask'] = rollout.mask
-  prompts = [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt,
-                  columns=p.columns) for p in rollout.prompts]
   arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
   arrays |= {f'credit/{k}': x for k, x in credit.arrays.items()}
-  about = dict(step=rollout.step, version=rollout.version, prompts=prompts,
-               messages=rollout.messages)
+  about = dict(step=rollout.step, version=rollout.version,
+               prompts=_prompts(rollout), messages=rollout.messages)
   data = io.BytesIO()
   np.savez_compressed(
       data, about=np.array(json.dumps(about, default=str)), **arrays)
@@ -66,6 +65,40 @@ def load(path) -> tuple[Rollout, dict]:
       version=about['version'], mask=arrays.get('mask'),
       messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']}), arrays
+
+
+def to_text(rollout: Rollout) -> str:
+  """All of a rollout, to the bit, as JSON can hold it."""
+  arrays = {name: x for name, x in vars(rollout).items()
+            if isinstance(x, np.ndarray)}
+  arrays |= {f'rewards/{k}': x for k, x in (rollout.rewards or {}).items()}
+  about = {name: vars(rollout)[name] for name in (
+      'step', 'version', 'occupancy', 'figures', 'from_data', 'messages')}
+  about['prompts'] = _prompts(rollout)
+  data = io.BytesIO()
+  np.savez_compressed(
+      data, about=np.array(json.dumps(about, default=str)), **arrays)
+  return base64.b64encode(data.getvalue()).decode()
+
+
+def from_text(text: str) -> Rollout:
+  """What `to_text` was given."""
+  with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
+    arrays = dict(file)
+  about = json.loads(str(arrays.pop('about')))
+  rewards = {k.removeprefix('rewards/'): arrays.pop(k)
+             for k in list(arrays) if k.startswith('rewards/')}
+  prompts, messages = about.pop('prompts'), about.pop('messages')
+  return Rollout(
+      tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'],
+                   p['columns']) for p in prompts),
+      **arrays, **about, rewards=rewards or None,
+      messages=messages and tuple(messages))
+
+
+def _prompts(rollout: Rollout) -> list[dict]:
+  return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt,
+               columns=p.columns) for p in rollout.prompts]
 
 
 class Replayed:

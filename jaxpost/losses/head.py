@@ -11,6 +11,7 @@ couples the tokens of a sequence differentiates `token_outputs` instead.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -86,7 +87,16 @@ def token_outputs(plan: Plan, hidden, head, labels, mask) -> Outputs:
   Positions where `mask` is 0 are skipped and come out as 0.
   """
   plan = plan._replace(objective=None, divergence=None)
-  return _outputs(plan, *_arguments(hidden, head, labels, mask, {}, ()))
+  hidden, labels, part = _parts(plan, (hidden, labels, mask))
+  found = _outputs(plan, *_arguments(hidden, head, labels, part, {}, ()))
+  return jax.tree.map(lambda x: x.reshape(mask.shape), found)
+
+
+def _parts(plan, tree):
+  """Parts of rows that are split over `context`, as rows of their own."""
+  n = plan.layout.mesh.shape['context']
+  return tree if n == 1 else jax.tree.map(
+      lambda x: x.reshape(-1, x.shape[1] // n, *x.shape[2:]), tree)
 
 
 def top_tokens(plan: Plan, hidden, head, mask, k: int):
@@ -136,6 +146,9 @@ def fused_loss(plan: Plan, hidden, head, labels, weights, arrays,
   Returns:
     (loss [], {metric: []}), sums weighted by `weights`.
   """
+  hidden, labels, weights, arrays = _parts(
+      plan, (hidden, labels, weights, arrays))
+  teachers = [(_parts(plan, h), w) for h, w in teachers]
   return _fused(
       plan, *_arguments(hidden, head, labels, weights, arrays, teachers))
 
@@ -223,8 +236,8 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   gradient of the head would be summed over the mesh at every chunk.
   """
   shape = plan.layout.mesh.shape
-  axes = tuple(a for a in BATCH_AXES if shape[a] > 1)
-  if not axes or hidden.shape[0] % plan.layout.batch_shards:
+  axes = tuple(a for a in (*BATCH_AXES, 'context') if shape[a] > 1)
+  if not axes or hidden.shape[0] % math.prod(shape[a] for a in axes):
     loss, metrics, outputs, grads = _loop(
         plan, grad, hidden, head, order, labels, weights, arrays, teachers)
     if grad:

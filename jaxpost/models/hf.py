@@ -91,7 +91,7 @@ def load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
     arrays += [jax.device_put(shard, device) for device in devices]
     jax.block_until_ready(arrays)  # the host keeps one shard, not all
   return jax.make_array_from_single_device_arrays(
-      spec.shape, sharding, arrays)
+      spec.shape, sharding, arrays, dtype=dtype)
 
 
 def _open(folder, table, cfg, stack) -> dict:

@@ -65,7 +65,7 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   out = []
   for start in range(0, length, compute.q_chunk):
     end = min(start + compute.q_chunk, length)
-    low = _first_key(start, window, branch_ids)
+    low = first_key(start, window, branch_ids)
     mask = segment_ids[:, start:end, None] == segment_ids[:, None, low:end]
     mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(low, end))[None]
     if not isinstance(window, int) or window:
@@ -80,7 +80,7 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   return out.reshape(batch, length, heads, v.shape[-1])
 
 
-def _first_key(start: int, window, branch_ids) -> int:
+def first_key(start: int, window, branch_ids) -> int:
   """The first key that the query at `start` of a row may see.
 
   Of branches, the shared part is nearer than its place in the row tells.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxpost.matmul import Compute
 from jaxpost.models import attention
+from jaxpost.models import context
 from jaxpost.models import layers
 from jaxpost.models import mla
 from jaxpost.models import moe
@@ -240,7 +241,7 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
     x, *kept = _block(p, x, rope.pick(tables, kind.rope),
                       lambda *qkv: attend(*qkv, kind.window, p.get('sinks')),
                       cfg, compute, constrain, chosen)
-    return constrain(x, 'batch', None, None), kept
+    return constrain(x, 'batch', 'time', None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
   def alike(kind):
@@ -304,22 +305,30 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   `noise` [B, T, D] is added to the embeddings; `chosen` [B, T, L, k] are
   experts to take. With `routing`, a pair with the `moe.Routing` [L, B, T, ..].
   """
-  x = _embed(params, tokens, cfg, compute, constrain, noise)
-  x = constrain(x, 'batch', None, None)
+  n = context.parts(constrain)
+  order = functools.partial(context.stripe, n=n) if n > 1 else lambda x: x
+  x = _embed(params, order(tokens), cfg, compute, constrain,
+             noise if noise is None else order(noise))
+  x = constrain(x, 'batch', 'time', None)
   lengths = None
   if rope.by_length(cfg):
-    lengths = rope.document_lengths(positions, segment_ids)
+    lengths = order(rope.document_lengths(positions, segment_ids))
 
   def attend(q, k, v, keep, window, sinks):
     del keep
-    return attention.attention(
-        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
-        sinks, constrain), None
+    given = (q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
+             sinks, constrain)
+    return (context.causal if n > 1 else attention.attention)(*given), None
 
   if chosen is not None:
-    chosen = jnp.moveaxis(chosen, 2, 0)
-  x, _, routes = _run(params, x, rope.tables(positions, lengths, cfg), attend,
-                      cfg, compute, constrain, chosen)
+    chosen = jnp.moveaxis(order(chosen), 2, 0)
+  tables = rope.tables(order(positions), lengths, cfg)
+  x, _, routes = _run(
+      params, x, tables, attend, cfg, compute, constrain, chosen)
+  if n > 1:
+    x = constrain(context.unstripe(x, n), 'batch', 'time', None)
+    routes = jax.tree.map(
+        lambda y: jax.vmap(lambda y: context.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
 
 

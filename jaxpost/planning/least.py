@@ -17,6 +17,7 @@ import math
 
 import jax.numpy as jnp
 
+from jaxpost import phases
 from jaxpost.models.model import Model
 from jaxpost.models.table import Param
 from jaxpost.programs.generate import DecodeState
@@ -39,7 +40,9 @@ def of_program(kit, name: str, args) -> dict:
   if name == 'prefill':
     return of_pass(kit, model, kit.rollout, (1, *second.shape), train=False)
   if name == 'reshard':
-    return of_reshard(model, kit.train, kit.rollout, kit.compute.dtype)
+    bridge = phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout')
+    return of_reshard(model, kit.train, bridge.source if bridge else
+                      kit.rollout, kit.compute.dtype)
   return {}
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import jax
 
+from jaxpost import processes
+
 
 @dataclasses.dataclass
 class Ledger:
@@ -67,6 +69,11 @@ class Program:
       return self.outputs
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+    if key not in self._compiled and self._elsewhere(args):
+      nothing = jax.tree.map(
+          lambda x: jax.make_array_from_single_device_arrays(
+              x.shape, x.sharding, [], dtype=x.dtype), self.outputs(*args))
+      self._compiled[key] = lambda *args: nothing
     if key not in self._compiled:
       start = time.perf_counter()
       abstract = jax.tree.map(_abstract, args)
@@ -78,6 +85,12 @@ class Program:
           self.name, args, time.perf_counter() - start, compiled, flops)
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
+
+  def _elsewhere(self, args) -> bool:
+    """Whether only other processes have the devices that this runs on."""
+    return processes.count() > 1 and not any(
+        x.sharding.addressable_devices
+        for x in jax.tree.leaves(self.outputs(*args)))
 
   def outputs(self, *args):
     """The outputs as `jax.ShapeDtypeStruct`s, to compile what takes them."""

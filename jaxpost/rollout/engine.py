@@ -17,6 +17,8 @@ class Engine(Protocol):
   """Samples completions from weights that it is given."""
 
   max_concurrent_decodes: int  # slots
+  weights: Any  # that `load` made; None: none
+  version: int  # updates behind them
 
   def load(self, params: Any, version: int) -> dict:
     """Takes the trainer's parameters; returns {'bytes': ..., ...} moved."""

@@ -18,6 +18,7 @@ from jaxpost import host
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
+from jaxpost.phases import Bridge
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.rollout import settings
@@ -31,11 +32,12 @@ class NativeEngine:
   """`engine.Engine` on the trainer's own model. Arrays live on `layout`.
 
   decode: token ids -> text, for stop strings.
+  bridge: to `layout`, where the trainer has other devices.
   """
 
   def __init__(self, model: Model, config: SamplerConfig, layout: Layout,
                compute: Compute, ledger: Ledger,
-               decode: Callable | None = None):
+               decode: Callable | None = None, bridge: Bridge | None = None):
     shards = layout.batch_shards
     settings.check(model.config, config, shards)
     # One row makes a vector product, which XLA:CPU runs 8 x slower than two.
@@ -46,7 +48,9 @@ class NativeEngine:
     # A block may run past the last token that counts.
     self.length = config.room + self.block
     self._model, self._compute, self._ledger = model, compute, ledger
-    self._prepare = programs.make_prepare(model, layout, compute, ledger)
+    self._bridge = bridge
+    self._prepare = programs.make_prepare(
+        model, bridge.source if bridge else layout, compute, ledger)
     self.page = config.page_size
     shape = slots, self.length
     if self.page:
@@ -67,10 +71,17 @@ class NativeEngine:
         layout, compute, ledger, paged=bool(self.page))
     self._generate = {}  # (rows, entries read) -> program
     self.weights, self.version, self._fits = None, 0, False
+    # (blocks, function): called before that block of each call of `serve`;
+    # it may `load` other weights. What was read stays as it is.
+    self.swap = None
 
   def load(self, params, version: int) -> dict:
     self.weights = None  # frees the last copy before the next is made
-    self.weights = jax.block_until_ready(self._prepare(params))
+    self.weights = self._prepare(params)
+    if self._bridge:  # whoever trains does not wait for those who sample
+      self.weights = self._bridge(self.weights)
+    else:
+      jax.block_until_ready(self.weights)
     self.version = version
     return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights))}
 
@@ -296,7 +307,7 @@ class NativeEngine:
         np.array([len(c.tokens) for c in done], np.int32), pad('logprobs'),
         pad('behaviour_logprobs'), np.array([c.finished for c in done]),
         step, self.version, figures.pop('occupancy'), figures,
-        experts=self._experts(done))
+        experts=self._experts(done), versions=pad('versions'))
 
   def _experts(self, done: list[Completion]):
     """[N, P + C, L, k] by position, where experts are recorded."""
@@ -314,6 +325,8 @@ class NativeEngine:
     Independent of each other, so that several can run at a time.
     """
     weights, state = self._prepare.outputs(params), self._init.outputs()
+    if self._bridge:
+      weights = self._bridge.arriving(weights)
     rows = self.prefix_rows(group_size)
     jobs = [lambda: self._prepare.compile(params), self._init.compile]
     for size in sorted({self.rung(n) for n in lengths}):

@@ -47,12 +47,13 @@ class Seat:
         self.request, self.left,
         np.concatenate([self.request.tokens, *drawn]), parts=self.parts)
 
-  def take(self, block, slot: int) -> int:
+  def take(self, block, slot: int, version: int) -> int:
     """Keeps what the block drew in a slot; how many tokens that were."""
     drawn = block.drawn[:, slot]
+    versions = np.full(len(drawn), version, np.int32)
     self.parts.append([x[drawn, slot] for x in (
         block.tokens, block.logprobs, block.behaviour_logprobs,
-        *block.experts, *block.top)])
+        *block.experts, *block.top)] + [versions[drawn]])
     return int(drawn.sum())
 
   def cut(self, strings, decode) -> str:
@@ -80,14 +81,14 @@ class Seat:
     return ''
 
   def completion(self, stop_string: str, finished: bool) -> Completion:
-    drawn = [np.concatenate(x) for x in zip(*self.parts)]
+    *drawn, versions = [np.concatenate(x) for x in zip(*self.parts)]
     at = 3 + len(self.experts)
     new = len(self.tokens) - len(self.request.tokens)  # was read again
     experts = [np.concatenate([read, more[new:]])
                for read, more in zip(self.experts, drawn[3:at])]
     return Completion(
         self.request, *drawn[:3], finished, stop_string,
-        *(drawn[at:] or (None, None)), *experts)
+        *(drawn[at:] or (None, None)), *(experts or (None,)), versions)
 
 
 class Serving:
@@ -102,7 +103,8 @@ class Serving:
     self.state = engine.init_decode_state()
     self.pages = engine.pages()
     self.prefix, self.at = None, {}  # texts that were read -> row
-    self.running = collections.deque()  # (seats, block) dispatched, unseen
+    # (seats, block, version of the weights) dispatched, unseen
+    self.running = collections.deque()
     self.rows = self.drawn = self.dispatches = self.requeued = 0
     self.gap, self.seen_at = 0.0, None
 
@@ -175,7 +177,7 @@ class Serving:
         texts.setdefault(seat.text, seat.tokens)
     self.prefix = None  # frees the last one first
     self.prefix = engine.prefill(list(texts.values()), self.read_rows or 0)
-    self.prefix_experts = to_host(self.prefix.experts)
+    self.prefix_experts = to_host(self.prefix.experts, share=False)
     self.at = {text: row for row, text in enumerate(texts)}
 
   def sit(self, taken: dict[int, Seat], copies: list):
@@ -204,6 +206,8 @@ class Serving:
     engine = self.engine
     if self.pages and not self.make_room():
       return False
+    if engine.swap and self.dispatches == engine.swap[0]:
+      engine.swap[1]()
     live = {s: x for s, x in self.seats.items() if x.left > 0}
     if not self.queue:
       live = self.move_together(live)
@@ -216,7 +220,7 @@ class Serving:
     for seat in live.values():
       seat.used += engine.block
       seat.left -= engine.block
-    self.running.append((live, block))
+    self.running.append((live, block, engine.version))
     self.rows += rows * engine.block
     self.dispatches += 1
     return True
@@ -248,15 +252,15 @@ class Serving:
 
   def collect(self) -> list[Completion]:
     """Looks at the oldest block; the completions that ended in it."""
-    seats, block = self.running.popleft()
-    block = to_host(block)
+    seats, block, version = self.running.popleft()
+    block = to_host(block, share=False)
     self.seen_at = time.perf_counter()
     self.engine.check_finite(block, self.step)
     done = []
     for slot, seat in seats.items():
       if seat.over:
         continue
-      self.drawn += seat.take(block, slot)
+      self.drawn += seat.take(block, slot, version)
       cut = seat.cut(
           self.engine.stop_strings(seat.request), self.engine.decode)
       seat.over = bool(cut) or not block.active[slot]
