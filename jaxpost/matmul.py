@@ -44,7 +44,11 @@ class Compute:
 
 
 def compute_for(platform: str, dtype: str, remat: str) -> Compute:
-  """Measured choices per platform; docs/performance.md has the figures."""
+  """Measured choices per platform; docs/performance.md has the figures.
+
+  dtype: 'auto' is what `programs.probe` finds; bfloat16 where nobody asked it.
+  """
+  dtype = 'bfloat16' if dtype == 'auto' else dtype
   if platform == 'cpu':
     return Compute(dtype=dtype, cache=dtype, remat=remat)
   # The residual stream of many models leaves the range of float16.

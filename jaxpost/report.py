@@ -15,6 +15,7 @@ import rich.console
 from rich import markup
 import rich.table
 
+from jaxpost import store
 from jaxpost.errors import InputError
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
@@ -352,9 +353,9 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   text = _esc(json.dumps(config, indent=2, ensure_ascii=False))
   body += ('<h2>Config</h2><details class="box"><summary>config.json</summary>'
            f'<pre>{text}</pre></details>') * bool(config)
-  temp = workdir / '.report.html.tmp'
-  temp.write_text(
+  text = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name='
     '"viewport" content="width=device-width,initial-scale=1"><title>'
     f'{name}</title><style>{CSS.read_text()}</style></head><body>{body}</body></html>')
-  return temp.replace(workdir / 'report.html')
+  store.write(workdir / 'report.html', text.encode())
+  return workdir / 'report.html'

@@ -23,7 +23,8 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
   ('__init__', 'cluster', 'errors', 'host', 'imports', 'matmul', 'processes',
-   'profile', 'schema', 'placement', 'sharding', 'types', 'watch', 'watchdog'),
+   'profile', 'schema', 'placement', 'sharding', 'store', 'types', 'watch',
+   'watchdog'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
    'report', 'diagnose'),
   ('programs', 'cache'),
