@@ -222,7 +222,7 @@ class MetricsWriter:
       except ImportError as e:
         raise InputError('wandb is asked for and not installed: pip install '
                          'wandb, or set wandb to False') from e
-      folder = os.fspath(self.workdir.resolve())
+      folder = store.resolved(self.workdir)
       self._wandb = client.init(  # the same folder continues the same run
         project='jaxpost' if wandb is True else wandb,
         dir=None if self._remote else folder,
@@ -328,7 +328,7 @@ class MetricsWriter:
       write_atomic(self.path, self._file.getvalue())
       if self._tb is not None:
         self._tb.flush()
-      store.upload(self._board_dir, self.workdir)
+        store.upload(self._board_dir, self.workdir)
 
   def _close_stage(self) -> None:
     self.flush()

@@ -334,7 +334,8 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   rows, resumes = (_read(workdir / f'{name}.jsonl')
                    for name in ('metrics', 'resumes'))
   stages, warnings = _stages(rows), done.pop('warnings', ())
-  values, name = done or figures(workdir), _esc(workdir.resolve().name)
+  values, name = done or figures(workdir), _esc(
+    store.resolved(workdir).rpartition('/')[2])
   facts = [' → '.join(stages) or 'no rows of metrics yet',
            _seconds(sum(row.get('time/step') or 0 for row in rows))]
   facts += [f'resumed after {r["stage"]} {r["step"]}' for r in resumes]

@@ -26,6 +26,11 @@ def is_remote(path) -> bool:
   return '://' in os.fspath(path)
 
 
+def resolved(path) -> str:
+  """The path from the root on; epath would take gs: for a folder."""
+  return str(path if is_remote(path) else epath.Path(path).resolve())
+
+
 @functools.cache
 def check(path: str, key: str):
   """InputError where an object store cannot be asked; `key` named the path."""

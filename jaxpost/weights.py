@@ -75,7 +75,7 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
   folder, config = open_folder(text, key)
   there = epath.Path(text).expanduser().exists()
   return Source(config, folder=folder,
-                name=str(folder.resolve()) if there else text)
+                name=store.resolved(folder) if there else text)
 
 
 def own(code: str, path: str) -> Source:
@@ -89,7 +89,7 @@ def own(code: str, path: str) -> Source:
     raise InputError(f'config.model.path: {path} is no folder; a model of '
                      'your own reads what was exported from it')
   hf.check(folder, model.config, model.table)
-  return Source(model.config, folder=folder, name=str(folder.resolve()))
+  return Source(model.config, folder=folder, name=store.resolved(folder))
 
 
 def of_checkpoint(folder, step=None) -> Source:
@@ -260,7 +260,7 @@ def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
 
 def record(source: Source, workdir, seed: int) -> dict:
   """What finds these weights again, and knows them, as JSON."""
-  path = lambda x: x and str(x.resolve())
+  path = lambda x: x and store.resolved(x)
   return dict(
       config=dataclasses.asdict(source.config), folder=path(source.folder),
       checkpoints=path(source.checkpoints), stage=source.stage,

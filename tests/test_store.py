@@ -19,6 +19,7 @@ import tiny
 from etils import epath
 from etils.epath import backend, gpath
 
+from jaxpost import config as config_lib
 from jaxpost import inference, metrics, stages, store
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.errors import InputError
@@ -143,7 +144,7 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
       r for r in metrics.comparable_rows(where / 'metrics.jsonl')
       if r['step'] != 2 or r['split'] == 'train']
   assert rows(there) == rows(tmp_path / 'local')
-  assert len(rows(there)) == 5 and len(
+  assert len(rows(there)) == 6 and len(
       (there / 'resumes.jsonl').read_text().splitlines()) == 1
   names = lambda folder: {
       re.sub('[0-9]{5,}[^/]*', 'N', str(p.relative_to(folder)))
@@ -167,8 +168,10 @@ def test_adapters_go_both_ways(objects, tmp_path):
   store.upload(model, 'gs://bucket/model')
   stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one',
              CONSOLE)
-  merged, adapter = (inference.from_folder(f'gs://bucket/one/export{end}')
-                     for end in ('', '/adapter'))
+  plain = config_lib.parse(tiny.run_config(''))['sft']
+  merged, adapter = (
+      inference.from_folder(f'gs://bucket/one/export{end}', plain)
+      for end in ('', '/adapter'))
   for a, b in zip(*(jax.tree.leaves(w.params) for w in (merged, adapter))):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

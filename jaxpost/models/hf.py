@@ -286,10 +286,10 @@ def _staging(folder):
 
 def _write_weights(staged, model, params, dtype, max_shard_bytes):
   """Shards in the order of the table, one parameter on the host at a time."""
-  sizes = {
-      name: math.prod(kept.shape) * dtype.itemsize
-      for group in stored.groups(stored.table(model.config, model.table))
-      for kept in group.values() for name in kept.names}
+  table = stored.table(model.config, model.table)
+  shapes = {name: kept.shape for group in stored.groups(table)
+            for kept in group.values() for name in kept.names}
+  sizes = {k: math.prod(v) * dtype.itemsize for k, v in shapes.items()}
   shards = [[]]
   for name, size in sizes.items():
     full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
@@ -299,13 +299,16 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
   files = [_SINGLE] if len(shards) == 1 else [
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
-  pending, at = {}, 0
-  for name, pending[name] in export_tensors(
-      stored.table(model.config, model.table), params, dtype):
-    if name == shards[at][-1]:
+  every = export_tensors(table, params, dtype)
+  for at, names in enumerate(shards):
+    with contextlib.ExitStack() as stack:
       if staged is not None:
-        write_file(pending, staged / files[at])
-      pending, at = {}, at + 1
+        file = stack.enter_context(open(staged / files[at], 'wb'))
+        file.write(ranges.header(dtype, {n: shapes[n] for n in names}))
+      for name, (found, value) in zip(names, every):
+        assert name == found, (name, found)
+        if staged is not None:
+          value.tofile(file)
   if len(shards) > 1 and staged is not None:
     write_json(staged / _INDEX, {
         'metadata': {'total_size': sum(sizes.values())},

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file on an object store, read by ranges of bytes.
+"""Safetensors files by ranges of bytes: read on object stores, or written.
 
 The file begins with the length of its header (8 bytes, little endian) and the
 header, JSON of name -> type, shape and where the bytes are behind it.
@@ -43,6 +43,18 @@ class Tensor:
     data = self.file.read((stop - start) * size)
     return np.frombuffer(data, dtype).reshape(-1, *inner)[
         (slice(None), *rest)]
+
+
+def header(dtype, shapes: dict[str, tuple]) -> bytes:
+  """The beginning of a file of these tensors, whose bytes follow in order."""
+  name = next(k for k, v in _DTYPES.items() if v == np.dtype(dtype))
+  out, end = {'__metadata__': {'format': 'pt'}}, 0
+  for key, shape in shapes.items():
+    start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+    out[key] = dict(dtype=name, shape=list(shape), data_offsets=[start, end])
+  text = json.dumps(out, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % 8)
+  return len(text).to_bytes(8, 'little') + text
 
 
 def tensors(file: typing.BinaryIO, size: int) -> dict[str, Tensor]:
