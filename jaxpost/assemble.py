@@ -292,7 +292,7 @@ def make_engine(kit: Kit, slots: int = 0):
           min_p=r.min_p, forbidden_ids=r.forbidden_ids,
           stop_strings=r.stop_strings, min_new_tokens=r.min_new_tokens,
           block=r.block, page_size=r.page_size, cache_tokens=r.cache_tokens),
-      kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode)
+      kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode, r.share_base)
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:

@@ -137,6 +137,8 @@ class RolloutSection:
   cache_tokens: int = _f(0, 'entries of all pages; 0: half of what slots '
                          'without pages have', lo=0)
   block: int = _f(8, 'tokens of every slot per dispatch', lo=1)
+  share_base: bool = _f(False, 'sample from the frozen weights of training, '
+                        'with no copy of them: less memory, slower')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,10 @@ import pytest
 import rich.console
 import tiny
 
-from jaxpost import assemble, build, completions, inference, stages
+from jaxpost import (
+    assemble, build, completions, inference, metrics, stages)
 from jaxpost.errors import InputError
+from jaxpost.types import Prompt
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONSOLE = rich.console.Console(quiet=True)
@@ -165,3 +167,65 @@ def test_commands(made, tmp_path):
       tmp_path / 'merged', pathlib.Path(adapters['one']).parent))
   for a, b in zip(*(jax.tree.leaves(w.params) for w in (ours, theirs))):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------- a sampler's base
+
+
+def sampler(base, kind, share):
+  """(policy, engine) of a stage, loaded."""
+  made = tiny.merged(tiny.grpo_config(
+      base, lora=dict(rank=2), rollout=dict(
+          share_base=share, max_new_tokens=8, slots=4)),
+      dict(model=dict(quantise=kind)))
+  kit = assemble.make_kit(build.prepare_all(made)[0])
+  roles, stream, engine = assemble.make_parts(
+      kit, stages.initial_params(kit, None))
+  stream.close()
+  policy = roles.policy
+  noise = np.random.RandomState(0)
+  policy.state = policy.state.replace(params=jax.tree.map(
+      lambda x: x + 0.1 * noise.standard_normal(x.shape).astype(np.float32),
+      policy.state.params))
+  return policy, engine, engine.load(policy.params, 0)['bytes']
+
+
+@pytest.mark.parametrize('kind', ['', 'int8', 'nf4'])
+def test_a_sampler_shares_the_base(made, kind):
+  base, _ = made
+  policy, engine, moved = sampler(base, kind, True)
+  other, merged, more = sampler(base, kind, False)
+  fixed = pointers(policy.frozen['params'])
+  assert fixed <= pointers(engine.weights)
+  assert not fixed & pointers(merged.weights)
+  own = pointers(policy.state.params)  # which an update takes over
+  assert not own & pointers(engine.weights)
+  assert moved == sum(
+      x.nbytes for x in jax.tree.leaves(policy.state.params)) < more / 2
+  prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {})
+             for i in range(3)]
+  one, two = (e(prompts, group_size=2, run_key=assemble.run_key(0, 1))
+              for e in (engine, merged))
+  np.testing.assert_array_equal(one.completions, two.completions)
+  np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize('kind', ['', 'nf4'])
+def test_grpo_learns_on_one_base(made, tmp_path, kind):
+  config = tiny.merged(tiny.grpo_config(
+      made[0], lora=dict(rank=4), optim=dict(lr=2e-2),
+      rollout=dict(prompts=8, group_size=8, share_base=True),
+      train=dict(steps=12)), dict(model=dict(quantise=kind)))
+  stages.run(config, tmp_path, CONSOLE)
+  rows = [r for r in metrics.comparable_rows(tmp_path / 'metrics.jsonl')
+          if r['split'] == 'train']
+  rewards = [r['reward'] for r in rows]
+  assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
+  for row in rows:
+    assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_base_that_is_trained_is_not_shared(made):
+  with pytest.raises(InputError, match='share_base: is for frozen weights'):
+    build.prepare_all(tiny.grpo_config(
+        made[0], rollout=dict(share_base=True)))

@@ -47,7 +47,8 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
   return dataclasses.replace(
       plain, config=cfg, table=plain.table | rows, init=init,
       forward=functools.partial(_forward, plain.forward, cfg, dropout),
-      base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout)
+      base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout,
+      view=functools.partial(adapted, cfg=cfg))
 
 
 def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
@@ -164,6 +165,12 @@ def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
   return forward(
       _over_targets(params, pair), tokens, positions, segment_ids,
       compute=compute, **{k: v for k, v in given.items() if v is not None})
+
+
+def adapted(params: dict, cfg: ModelConfig) -> dict:
+  """Parameters of the model without adapters, whose matrices have them."""
+  return _over_targets(params, lambda number, w, a, b: Adapted(
+      w, a, b, None, scale(cfg), 0.0))
 
 
 def merge(params: dict, cfg: ModelConfig) -> dict:

@@ -46,6 +46,7 @@ class Model:
   frozen: frozenset = frozenset()  # paths that training leaves as they are
   base: 'Model | None' = None  # without adapters, whose parameters
   merge: Callable = lambda params: params  # makes of those with adapters
+  view: Callable = lambda params: params  # what `prefill` of the base takes
   passes: float = 3.0  # forward passes that an update is worth
   dropout: float = 0.0  # of what adapters read, in updates
   quantised: str = ''  # 'int8' or 'nf4': how matrices are held

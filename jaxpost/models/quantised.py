@@ -175,8 +175,10 @@ def hold(model: 'Model', kind: str) -> 'Model':
   out = dataclasses.replace(
       model, table=table, base=base, quantised=kind,
       frozen=frozenset(frozen & set(table)))
+  view = functools.partial(_view, axes)
   return dataclasses.replace(
       out, forward=functools.partial(_run, model.forward, axes),
+      view=lambda params: model.view(view(params)),
       init=lambda key, dtype=jnp.float32: convert(
           model.init(key, dtype=dtype), out),
       merge=lambda params: model.merge(convert(params, base)))
@@ -193,12 +195,16 @@ def check_frozen(model: 'Model', key: str):
 
 
 def _run(forward, axes, params, *args, **kwargs):
-  """`forward` with matrices that make themselves."""
+  return forward(_view(axes, params), *args, **kwargs)
+
+
+def _view(axes, params) -> dict:
+  """Parameters with matrices that make themselves."""
   layers = dict(params['layers'])
   for path, axis in axes.items():
     name = path.removeprefix('layers/')
     layers[name] = Quantised(axis=axis, **layers[name])
-  return forward(params | {'layers': layers}, *args, **kwargs)
+  return params | {'layers': layers}
 
 
 def convert(params: dict, model: 'Model') -> dict:

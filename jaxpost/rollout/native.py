@@ -17,6 +17,7 @@ import numpy as np
 from jaxpost import host
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
+from jaxpost.models import shared
 from jaxpost.models.model import Model
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
@@ -31,11 +32,12 @@ class NativeEngine:
   """`engine.Engine` on the trainer's own model. Arrays live on `layout`.
 
   decode: token ids -> text, for stop strings.
+  share: sample from the trainer's frozen leaves, not from a copy.
   """
 
   def __init__(self, model: Model, config: SamplerConfig, layout: Layout,
                compute: Compute, ledger: Ledger,
-               decode: Callable | None = None):
+               decode: Callable | None = None, share: bool = False):
     shards = layout.batch_shards
     settings.check(model.config, config, shards)
     # One row makes a vector product, which XLA:CPU runs 8 x slower than two.
@@ -45,8 +47,11 @@ class NativeEngine:
     self.block = max(1, min(config.block, config.max_new_tokens))
     # A block may run past the last token that counts.
     self.length = config.room + self.block
+    self._prepare = shared.Loan(model, layout) if share else (
+        programs.make_prepare(model, layout, compute, ledger))
+    if share:
+      model = shared.sampled(model)
     self._model, self._compute, self._ledger = model, compute, ledger
-    self._prepare = programs.make_prepare(model, layout, compute, ledger)
     self.page = config.page_size
     shape = slots, self.length
     if self.page:
@@ -72,7 +77,9 @@ class NativeEngine:
     self.weights = None  # frees the last copy before the next is made
     self.weights = jax.block_until_ready(self._prepare(params))
     self.version = version
-    return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights))}
+    own = {id(x) for x in jax.tree.leaves(params)}
+    return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights)
+                         if id(x) not in own)}
 
   def unload(self):
     self.weights = None
