@@ -182,8 +182,10 @@ def is_beside(source: Source, p) -> bool:
   stage `p` (build.Prepared) leaves as they are."""
   below = lambda s: s.base if s.folder and s.base else s
   policy, base = p.sources['policy'], below(source)
-  if base is source or base != below(policy) or base.config.lora or (
-      policy.config.lora not in ((), p.model.config.lora)):
+  other = below(policy)
+  if base is source or not base.name or base.config.lora or (
+      (base.name, base.config) != (other.name, other.config)) or (
+          policy.config.lora not in ((), p.model.config.lora)):
     return False
   shared = lora.on_frozen(source.config, p.model.quantised).frozen
   return shared <= p.model.frozen
