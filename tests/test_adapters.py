@@ -14,6 +14,7 @@ import tiny
 
 from jaxpost import (
     assemble, build, completions, inference, metrics, stages)
+from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.types import Prompt
 
@@ -27,6 +28,7 @@ def made(tmp_path_factory):
   """(base folder, {name: folder of an adapter on it})."""
   root = tmp_path_factory.mktemp('adapters')
   base = tiny.folder(root / 'base', num_layers=2)
+  tokenizer.load('bytes').save(base)
   runs = {
       'one': dict(lora=dict(rank=2), optim=dict(lr=3e-2)),
       'two': dict(lora=dict(rank=3, targets='q|v'), seed=1,

@@ -88,7 +88,8 @@ READING = {
 }
 # Imported only where a field of the config asks for it, inside a function: no
 # part of what is read to understand a plain run.
-OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts')
+OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts',
+            'jaxpost.models.shared')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 
 

@@ -283,3 +283,32 @@ def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:
     build.prepare_all(sft(base, **over))
   assert '\n' not in str(error.value)
+
+
+def test_an_adapter_of_codes_loads_in_peft(base, tmp_path):
+  """It is for the base as it was."""
+  torch = pytest.importorskip('torch', reason='parity with peft needs torch')
+  library = pytest.importorskip('peft', reason='peft is not installed')
+  from transformers import AutoModelForCausalLM
+  run(sft(base, train=dict(steps=2)), tmp_path / 'run')
+  adapter = tmp_path / 'run/export/adapter'
+  network = library.PeftModel.from_pretrained(
+      AutoModelForCausalLM.from_pretrained(base), adapter)
+  with torch.no_grad():
+    theirs = network(input_ids=torch.tensor(
+        tiny.tokens((2, 9))).long()).logits.numpy()
+  from jaxpost import config as config_lib
+  weights = inference.from_folder(
+      adapter, config_lib.parse(tiny.run_config(''))['sft'])
+  ours = logits(weights.prepared.model, weights.params)[..., :theirs.shape[-1]]
+  np.testing.assert_allclose(ours, theirs, atol=3e-5 * tiny.largest(theirs))
+
+
+def test_random_weights_are_quantised_too(tmp_path):
+  made = tiny.merged(sft(''), dict(
+      model=dict(path='', preset='tiny', dtype='bfloat16'),
+      train=dict(steps=2), save=dict(every=1, export=False)))
+  run(tiny.merged(made, dict(train=dict(steps=1))), tmp_path / 'halves')
+  assert run(made, tmp_path / 'halves') == run(made, tmp_path / 'whole')
+  found = inference.from_run(tmp_path / 'whole')
+  assert found.params['layers']['q']['codes'].dtype == jnp.uint8

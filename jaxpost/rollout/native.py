@@ -17,7 +17,6 @@ import numpy as np
 from jaxpost import host
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
-from jaxpost.models import shared
 from jaxpost.models.model import Model
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
@@ -47,10 +46,12 @@ class NativeEngine:
     self.block = max(1, min(config.block, config.max_new_tokens))
     # A block may run past the last token that counts.
     self.length = config.room + self.block
-    self._prepare = shared.Loan(model, layout) if share else (
-        programs.make_prepare(model, layout, compute, ledger))
     if share:
+      from jaxpost.models import shared
+      self._prepare = shared.Loan(model, layout)
       model = shared.sampled(model)
+    else:
+      self._prepare = programs.make_prepare(model, layout, compute, ledger)
     self._model, self._compute, self._ledger = model, compute, ledger
     self.page = config.page_size
     shape = slots, self.length
