@@ -220,7 +220,7 @@ def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
     return hf.load_params(
         source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep)
   return programs.random_params(
-      model, seed, jnp.dtype(dtype), shardings, ledger)
+      model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 
 def _checkpoints(source: Source, workdir):

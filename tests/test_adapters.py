@@ -206,7 +206,7 @@ def test_a_sampler_shares_the_base(made, kind):
       x.nbytes for x in jax.tree.leaves(policy.state.params)) < more / 2
   prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {})
              for i in range(3)]
-  one, two = (e(prompts, group_size=2, run_key=assemble.run_key(0, 1))
+  one, two = (e(prompts, group_size=2, run_key=assemble.run_key(0, 1), step=0)
               for e in (engine, merged))
   np.testing.assert_array_equal(one.completions, two.completions)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
