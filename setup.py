@@ -50,6 +50,8 @@ EXTRAS = {
   # Needs TensorFlow. The PyPI name `jetstream` is another project.
   'jetstream': ['google-jetstream==0.2.2'],
   'pathways': ['pathwaysutils>=0.1'],
+  'gcs': ['gcsfs>=2024.6'],  # gs:// folders
+  's3': ['s3fs>=2024.6'],  # s3:// folders
   'wandb': ['wandb>=0.19'],
   # For the tests that compare with it; peft needs torch.
   'parity': ['peft>=0.17', 'torch>=2.6'],

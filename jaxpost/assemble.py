@@ -169,8 +169,8 @@ def make_critic(kit: Kit, params, workdir) -> Trainable:
   """Weights of its own; under adapters, where it can, those of the policy."""
   p, dtype = kit.prepared, kit.config.model.param_dtype
   source = p.sources['critic']
-  model = lora.freeze(lora.build(dataclasses.replace(
-      model_lib.with_scalar_head(source.config), lora=p.model.config.lora)), '')
+  model = lora.on_frozen(model_lib.with_scalar_head(
+      source.config, p.model.config.lora), p.model.quantised)
   if model.frozen and source == p.sources['policy']:
     params = lora.beside(params, p.model, model, kit.train, dtype)
   else:
@@ -201,16 +201,19 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
     if layout == kit.train:  # what training leaves as it is is shared
       part, (params, shared) = lora.trained(model), lora.split(params, model)
     params = weights.move(params, part.shardings(layout))
+  elif layout == kit.train and weights.is_beside(source, p):
+    model, params, shared = weights.load_beside(
+        source, p, params, layout, kit.ledger)
+    part = lora.trained(model)
   else:
     params = weights.load(
         source, model, layout, config.model.param_dtype, workdir,
         seed=config.seed, ledger=kit.ledger)
   params = join(shared, score.frozen_copy(
       part, params, kit.compute, part.shardings(layout), kit.ledger))
-  make, options = score.make_score, {}
-  if name == 'reference':
-    options = dict(temperature=kit.objectives['policy'].temperature)
-  elif name.startswith('teacher_'):
+  make, options = score.make_score, {} if name != 'reference' else dict(
+      temperature=kit.objectives['policy'].temperature)
+  if name.startswith('teacher_'):
     d, make = config.distill, score.make_hidden
     if d.topk:
       make, options = score.make_topk, dict(
@@ -249,10 +252,8 @@ def make_trainable(kit: Kit, role: str, model, params):
   p, config, o = kit.prepared, kit.config, kit.config.optim
   rl, objective = config.rl, kit.objectives[role]
   updates = rl.epochs * rl.minibatches if p.algorithm.on_policy else 1
-  steps, lr = config.train.steps, o.lr
-  if role == 'critic':
-    lr = config.critic.lr or lr
-  elif 'critic' in kit.objectives:
+  steps, lr = config.train.steps, role == 'critic' and config.critic.lr or o.lr
+  if role != 'critic' and 'critic' in kit.objectives:
     steps -= config.critic.warmup_steps
   part, (params, fixed) = lora.trained(model), lora.split(params, model)
   schedule = optim.make_schedule(
@@ -294,7 +295,8 @@ def make_engine(kit: Kit, slots: int = 0):
           stop_strings=r.stop_strings, min_new_tokens=r.min_new_tokens,
           block=r.block, page_size=r.page_size, cache_tokens=r.cache_tokens),
       kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode,
-      phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'))
+      phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
+      r.share_base)
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:

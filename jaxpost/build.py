@@ -19,7 +19,7 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import lora, presets
+from jaxpost.models import lora, presets, quantised
 from jaxpost.models import model as model_lib
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
@@ -199,7 +199,12 @@ def make_model(config, algorithm, cfg) -> model_lib.Model:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(
       cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
-  return lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze)
+  model = quantised.hold(lora.freeze(
+      lora.build(cfg, config.lora.dropout), config.train.freeze),
+      config.model.quantise)
+  quantised.check_frozen(model, 'config.model.quantise')
+  model_checks.check_shared(config, model)
+  return model
 
 
 def find_weights(config, algorithm, source, last: str, earlier: dict,

@@ -159,7 +159,7 @@ def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
       every = [example(n) for n in range(number)]
       key = fingerprint([
           identity(p.sources[name]), digest(every), kit.compute.dtype,
-          kit.shape[2], spec.options, sorted(spec.arrays)])
+          p.model.quantised, kit.shape[2], spec.options, sorted(spec.arrays)])
       # Times of files may differ between hosts.
       path = workdir and epath.Path(
           workdir) / 'cache' / processes.from_first(key)

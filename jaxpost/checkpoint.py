@@ -30,10 +30,9 @@ import orbax.checkpoint as ocp
 
 from jaxpost import errors
 from jaxpost import processes
+from jaxpost import store
 
 _SEAL = 'checksums.json'
-_CHUNK = 1 << 22  # bytes read at a time
-_READERS = 8  # files read at a time; crc32 releases the GIL
 
 
 class Checkpointer:
@@ -50,8 +49,17 @@ class Checkpointer:
     if best_mode not in ('max', 'min'):
       raise errors.InputError(f"best_mode is '{best_mode}'; use 'max' or 'min'")
     self._folder = epath.Path(folder)
-    if '://' not in str(folder):  # Orbax wants absolute paths
+    if not store.is_remote(folder):  # Orbax wants absolute paths
       self._folder = self._folder.expanduser().resolve()
+    # What Orbax writes for one process goes to an object store afterwards;
+    # several write there together, which it can do on gs:// only.
+    self._spool = None
+    if store.is_remote(folder) and processes.count() == 1:
+      self._spool = epath.Path(store.folder())
+    elif str(folder).startswith('s3://'):
+      raise errors.InputError(
+        f'{folder}: several processes keep checkpoints on gs:// or on a disk'
+        ' that all of them reach; mount the bucket, or take gs://')
     self._keep, self._keep_best = keep, keep_best
     self._best_sign = 1 if best_mode == 'max' else -1
     self._async_save = async_save
@@ -102,7 +110,7 @@ class Checkpointer:
     self._make_room(step)
     args = ocp.args.Composite(
       state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
-    self._orbax.save(self._folder / str(step), args=args, force=True)
+    self._orbax.save(self._made(step), args=args, force=True)
     self._pending = step, self._thread.submit(self._finish, step, seal)
     if not self._async_save:
       self.wait()
@@ -178,13 +186,15 @@ class Checkpointer:
     self._orbax.wait_until_finished()
     if jax.process_index():
       return
-    folder = self._folder / str(step)
-    seal['files'] = _checksums(folder, _files(folder))
+    folder = self._made(step)
+    seal['files'] = store.checksums(folder, [
+      n for n in store.files(folder) if not n.startswith(_SEAL)])
+    if self._spool:
+      store.upload(folder, self._folder / str(step))
+      folder.rmtree()
     text = json.dumps(seal, sort_keys=True).encode()
-    # Written aside and renamed, so that a seal is there whole or not at all.
-    draft = folder / (_SEAL + '.tmp')
-    draft.write_bytes(b'%08x\n' % zlib.crc32(text) + text)
-    draft.replace(folder / _SEAL)
+    store.write(self._folder / str(step) / _SEAL,
+                b'%08x\n' % zlib.crc32(text) + text)
     self._saved.add(step)
     self._prune(step)
 
@@ -230,7 +240,20 @@ class Checkpointer:
     (folder / _SEAL).unlink(missing_ok=True)
     folder.rmtree()
 
+  def _made(self, step):
+    """The folder that Orbax writes a step to."""
+    return (self._spool or self._folder) / str(step)
+
   # Reading.
+
+  def _read_from(self, step):
+    """A folder with the files of a step; of those on a store, a copy."""
+    if not self._spool:
+      return self._folder / str(step)
+    here = self._spool / f'read-{step}'
+    if not here.exists():
+      store.download(self._folder / str(step), here)
+    return here
 
   def _read_seal(self, step):
     """Returns (seal or None, what is wrong with it)."""
@@ -250,11 +273,11 @@ class Checkpointer:
     seal, problem = self._read_seal(step)
     if seal is None:
       return problem
-    folder = self._folder / str(step)
+    folder = self._read_from(step)
     for name in seal['files']:
       if not (folder / name).is_file():
         return f'{step}/{name} is missing'
-    for name, found in _checksums(folder, seal['files']).items():
+    for name, found in store.checksums(folder, seal['files']).items():
       if found != seal['files'][name]:
         return f'{step}/{name} differs from its checksum'
     return ''
@@ -284,7 +307,7 @@ class Checkpointer:
 
   def _read_meta(self, step):
     args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-    return self._orbax.restore(self._folder / str(step), args=args)['meta']
+    return self._orbax.restore(self._read_from(step), args=args)['meta']
 
   def _read(self, step, template, prefix):
     """Reads the leaves below `prefix` into the shape of `template`."""
@@ -295,7 +318,7 @@ class Checkpointer:
         raise TypeError(f'the template has no sharding for {key}')
       wanted[prefix + key] = jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    folder = self._folder / str(step)
+    folder = self._read_from(step)
     seal, _ = self._read_seal(step)
     saved = {k: v for k, v in seal['leaves'].items() if k.startswith(prefix)}
     _check_match(folder, saved, wanted)
@@ -369,31 +392,3 @@ def _check_match(where, saved, wanted):
     f'{where}: {key} is {there.get(key, "absent")} in the checkpoint and'
     f' {here.get(key, "absent")} in the run{more}; the config changed since'
     ' this checkpoint: restore the old values or choose another folder')
-
-
-def _files(folder):
-  """Names of all files below `folder`, but for the seal."""
-  names, folders = [], ['']
-  while folders:
-    parent = folders.pop()
-    for path in (folder / parent).iterdir():
-      name = f'{parent}/{path.name}' if parent else path.name
-      if path.is_dir():
-        folders.append(name)
-      elif not name.startswith(_SEAL):
-        names.append(name)
-  return sorted(names)
-
-
-def _checksums(folder, names):
-  """Returns {name: [bytes, crc32]} of files below `folder`."""
-
-  def checksum(name):
-    size = crc = 0
-    with (folder / name).open('rb') as file:
-      while chunk := file.read(_CHUNK):
-        size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
-
-  with futures.ThreadPoolExecutor(_READERS) as pool:
-    return dict(zip(names, pool.map(checksum, names)))

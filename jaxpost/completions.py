@@ -161,18 +161,30 @@ def text_after(tokenizer, prompt_ids, ids) -> str:
 
 
 
-def finish(weights: Weights, prompts, draws, mesh, out, source, show):
-  """Completes prompts into the file `out`, or row by row to `show`."""
+def finish(each: dict[str, Weights], prompts, draws, mesh, out, source, show):
+  """Completes prompts into the file `out`, or row by row to `show`.
+
+  By each of the `inference.adapters`, whose names are in their rows.
+  """
   if out:
-    left = complete_file(weights, prompts, out, draws, mesh, source)
+    left = complete_file(
+        only(each, '--out'), prompts, out, draws, mesh, source)
     to_stderr(f'{out}: {len(prompts)} rows, {left} of them new')
     return
-  rollout = complete(weights, prompts, draws, mesh)
-  for row in completion_rows(rollout, weights.prepared.tokenizer):
-    show(row)
-  cut = int((~rollout.finished).sum())
-  if cut:
-    to_stderr(f'{cut} of {len(rollout.lengths)} cut at --max_new_tokens')
+  for name, weights in each.items():
+    rollout = complete(weights, prompts, draws, mesh)
+    for row in completion_rows(rollout, weights.prepared.tokenizer):
+      show(row | ({'adapter': name} if name else {}))
+    cut = int((~rollout.finished).sum())
+    if cut:
+      to_stderr(f'{cut} of {len(rollout.lengths)} cut at --max_new_tokens')
+
+
+def only(each: dict[str, Weights], flag: str) -> Weights:
+  """The weights, where there are those of one adapter at most."""
+  if len(each) > 1:
+    raise InputError(f'{flag}: is for one model; name one --adapter')
+  return next(iter(each.values()))
 
 
 # --------------------------------------------------------------------- files

@@ -17,12 +17,13 @@ from rich import text as rich_text
 
 from jaxpost import assemble, build, environment_role
 from jaxpost import config as config_lib
-from jaxpost import schema
+from jaxpost import schema, store
 from jaxpost import weights as weights_lib
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.data import preview
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.models import transformer
+from jaxpost.models import lora, transformer
+from jaxpost.models.table import join
 from jaxpost.rewards import builtin
 from jaxpost.roles import Policy, Roles
 from jaxpost.sharding import Layout, make_layout
@@ -67,6 +68,7 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
     step: None is the newest good one.
     warn: gets one line where damaged steps were passed over.
   """
+  store.check(str(run), '--run')
   run = epath.Path(run).expanduser()
   configs = run_config(run)
   name, step = find_step(run, list(configs), stage, step, warn)
@@ -88,7 +90,8 @@ def from_folder(folder, config=None, name='model') -> Weights:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     config = config_lib.Config(
         model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
-  section = dataclasses.replace(config.model, path=str(folder))
+  section = dataclasses.replace(
+      config.model, path=str(folder), quantise='')
   p = prepare_model(name, dataclasses.replace(
       config, model=section, lora=schema.LoraSection(),
       train=dataclasses.replace(config.train, freeze='')))
@@ -96,6 +99,27 @@ def from_folder(folder, config=None, name='model') -> Weights:
   params = weights_lib.load(
       p.sources['policy'], p.model, layout, section.param_dtype)
   return Weights(p, params, layout, 0)
+
+
+def adapters(base: Weights, values) -> dict[str, Weights]:
+  """Several PEFT folders, ('NAME=FOLDER', ...), that share the base.
+
+  {name: weights}; without any folder {'': base}.
+  """
+  pairs = [v.partition('=') for v in values]
+  if not all(name and folder for name, _, folder in pairs) or len(
+      {name for name, *_ in pairs}) < len(pairs):
+    raise InputError('--adapter: takes NAME=FOLDER, each name once; not '
+                     f'{", ".join(values)}')
+  out, below = {}, base.prepared.sources['policy']
+  for name, _, folder in pairs:
+    source = weights_lib.with_adapter(folder, below)
+    model = lora.on_frozen(source.config)
+    own = weights_lib.load_adapter(source, model, base.layout, None)
+    out[name] = dataclasses.replace(
+        base, params=join(base.params, own), prepared=dataclasses.replace(
+            base.prepared, model=model, sources={'policy': source}))
+  return out or {'': base}
 
 
 def run_config(run: epath.Path) -> dict[str, config_lib.Config]:

@@ -52,7 +52,10 @@ def compute_for(platform: str, dtype: str, remat: str,
   """Measured choices per platform; docs/performance.md has the figures.
 
   Of attention, too: cuDNN's is never taken unasked.
+
+  dtype: 'auto' is what `programs.probe` finds; bfloat16 where nobody asked it.
   """
+  dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
   if not forced:
     attention = 'splash' if platform == 'tpu' else 'chunked'

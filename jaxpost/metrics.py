@@ -22,6 +22,7 @@ import numpy as np
 import rich.console
 from rich import progress, table
 
+from jaxpost import store
 from jaxpost.errors import InputError
 from jaxpost.watch import Watch, nonfinite
 
@@ -54,12 +55,8 @@ def plain(value: Any) -> Any:
 
 def write_atomic(path: epath.PathLike, text: str) -> None:
   """Writes beside the file, then renames: a reader sees old or new, whole."""
-  path = epath.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temp = path.parent / f'.{path.name}.tmp'
   # A lone surrogate becomes \udXXX, which is its JSON spelling too.
-  temp.write_bytes(text.encode('utf-8', 'backslashreplace'))
-  temp.replace(path)
+  store.write(path, text.encode('utf-8', 'backslashreplace'))
 
 
 def json_lines(path: epath.PathLike) -> list[dict]:
@@ -208,7 +205,9 @@ class MetricsWriter:
     """`wandb` is False, True or the name of a project."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
-    self._remote = '://' in os.fspath(self.path)
+    # What grows is kept here where the folder is on an object store.
+    self._remote = store.is_remote(self.path)
+    self._board_dir = store.folder() if self._remote else self.workdir
     self._primary, self._tensorboard = primary, tensorboard
     self.watch, self._stage, self._noted = Watch(), '', False
     self._said = set()
@@ -223,9 +222,10 @@ class MetricsWriter:
       except ImportError as e:
         raise InputError('wandb is asked for and not installed: pip install '
                          'wandb, or set wandb to False') from e
-      folder = os.fspath(self.workdir.resolve())
+      folder = store.resolved(self.workdir)
       self._wandb = client.init(  # the same folder continues the same run
-        project='jaxpost' if wandb is True else wandb, dir=folder,
+        project='jaxpost' if wandb is True else wandb,
+        dir=None if self._remote else folder,
         id=f'{zlib.crc32(folder.encode()):08x}', resume='allow')
 
   def __enter__(self):
@@ -281,7 +281,7 @@ class MetricsWriter:
     if self._tensorboard:
       import tensorboardX  # half a second, so only where it is used
       self._tb = tensorboardX.SummaryWriter(
-        os.fspath(self.workdir / 'tensorboard' / stage), flush_secs=10,
+        os.fspath(self._board_dir / 'tensorboard' / stage), flush_secs=10,
         purge_step=resume_step + 1 if resume_step else 0)
     if self._wandb is not None:
       self._wandb.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
@@ -326,6 +326,9 @@ class MetricsWriter:
     """Makes sure that the rows so far outlive this process."""
     if self._file is not None and self._remote:
       write_atomic(self.path, self._file.getvalue())
+      if self._tb is not None:
+        self._tb.flush()
+        store.upload(self._board_dir, self.workdir)
 
   def _close_stage(self) -> None:
     self.flush()

@@ -51,6 +51,15 @@ def check_own(config, cfg):
           f'positions and segments only; set config.{fix}')
 
 
+def check_shared(config, model):
+  """InputError where a sampler cannot do with the trainer's leaves."""
+  if config.rollout.share_base and (not model.frozen or model.config.experts):
+    raise InputError(
+        'config.rollout.share_base: is for frozen weights under adapters '
+        '(config.lora.rank or config.train.freeze), and not for mixtures of '
+        'experts; leave it False')
+
+
 def check_replay(config, algorithm, found: dict):
   """InputError where rollouts, or their experts, cannot be taken again."""
   if config.replay and (config.router.replay or (

@@ -15,6 +15,7 @@ import rich.console
 from rich import markup
 import rich.table
 
+from jaxpost import store
 from jaxpost.errors import InputError
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
@@ -333,7 +334,8 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   rows, resumes = (_read(workdir / f'{name}.jsonl')
                    for name in ('metrics', 'resumes'))
   stages, warnings = _stages(rows), done.pop('warnings', ())
-  values, name = done or figures(workdir), _esc(workdir.resolve().name)
+  values, name = done or figures(workdir), _esc(
+    store.resolved(workdir).rpartition('/')[2])
   facts = [' → '.join(stages) or 'no rows of metrics yet',
            _seconds(sum(row.get('time/step') or 0 for row in rows))]
   facts += [f'resumed after {r["stage"]} {r["step"]}' for r in resumes]
@@ -352,9 +354,9 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   text = _esc(json.dumps(config, indent=2, ensure_ascii=False))
   body += ('<h2>Config</h2><details class="box"><summary>config.json</summary>'
            f'<pre>{text}</pre></details>') * bool(config)
-  temp = workdir / '.report.html.tmp'
-  temp.write_text(
+  text = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name='
     '"viewport" content="width=device-width,initial-scale=1"><title>'
     f'{name}</title><style>{CSS.read_text()}</style></head><body>{body}</body></html>')
-  return temp.replace(workdir / 'report.html')
+  store.write(workdir / 'report.html', text.encode())
+  return workdir / 'report.html'

@@ -29,10 +29,13 @@ class ModelSection:
   tokenizer: str = _f('', 'folder or "bytes"; "" means the one in `path`, or '
                       '"bytes" for a random model')
   dtype: str = _f('bfloat16', 'operands of matrix products; float32 is exact; '
-                  'float16, with a loss scale, is for GPUs before Ampere',
-                  choices=('bfloat16', 'float32', 'float16'))
+                  'float16, with a loss scale, is for GPUs before Ampere; auto '
+                  'is the fastest here, measured when a run begins',
+                  choices=('bfloat16', 'float32', 'float16', 'auto'))
   param_dtype: str = _f('float32', 'master weights',
                         choices=('float32', 'bfloat16'))
+  quantise: str = _f('', 'matrices that are not trained in 8 or 4 bits, as '
+                     'under adapters (QLoRA)', choices=('', 'int8', 'nf4'))
   remat: str = _f('none', 'what the backward pass recomputes',
                   choices=('none', 'dots', 'full'))
   attention: str = _f('auto', 'what computes it: splash (TPU), cudnn (GPU), or '
@@ -143,6 +146,8 @@ class RolloutSection:
   swap_blocks: int = _f(0, 'blocks after which a rollout under way takes the '
                         'weights of the last update; 0: the next one does',
                         lo=0)
+  share_base: bool = _f(False, 'sample from the frozen weights of training, '
+                        'with no copy of them: less memory, slower')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,11 @@ from etils import epath
 
 from jaxpost import assemble, build, cache, config as config_lib
 from jaxpost import (
-    host, loop, metrics, plan, processes, report, watchdog, weights)
+    host, loop, metrics, plan, processes, report, store, watchdog, weights)
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
 from jaxpost.models import hf, lora
+from jaxpost.programs import probe
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
@@ -37,6 +38,7 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
+  store.check(str(workdir), '--workdir')
   workdir = epath.Path(workdir).expanduser()
   if processes.index():  # process 0 speaks for all
     console = rich.console.Console(quiet=True)
@@ -48,6 +50,7 @@ def run(config, workdir='runs/latest', console=None) -> dict:
 
 def _run(raw, workdir, console) -> dict:
   start = time.perf_counter()
+  raw = settle_dtype(raw, workdir, console)
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
   check_same_run(workdir, configs, console)
@@ -84,6 +87,30 @@ def with_meshes(prepared: list, raw, note=str) -> list:
   return auto.resolve(prepared, raw, note)
 
 
+def settle_dtype(raw: dict, workdir, console) -> dict:
+  """The config with a type in place of `model.dtype='auto'`.
+
+  The one that the run began with, or the fastest of process 0.
+  """
+  names = [n for n in raw.get('stages') or () if isinstance(raw.get(n), dict)]
+  asks = lambda block: (block.get('model') or {}).get('dtype') == 'auto'
+  auto = [n for n in ('', *names) if asks(raw[n] if n else raw)]
+  if not auto:
+    return raw
+  path, kept = workdir / 'config.json', None
+  if path.exists():
+    saved = json.loads(path.read_text())
+    kept = (saved.get(auto[0]) or saved)['model'].get('dtype')
+  if not kept:
+    kept, why = processes.from_first(
+        list(probe.matmul_type()) if processes.index() == 0 else None)
+    console.out(f'config.model.dtype: auto is {kept} here ({why})',
+                highlight=False)
+  settle = lambda block: block | {'model': block['model'] | {'dtype': kept}}
+  out = settle(raw) if '' in auto else dict(raw)
+  return out | {n: settle(raw[n]) for n in auto if n}
+
+
 def policy_and_stream(config) -> tuple:
   """The parts of a run with one stage, for a loop of your own.
 
@@ -91,7 +118,8 @@ def policy_and_stream(config) -> tuple:
   algorithm the stream is a `Controller`, which has `sampler`, `prompts`, `pool`
   and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
-  raw = build.as_dict(config)
+  raw = settle_dtype(
+      build.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop '

@@ -7,6 +7,7 @@ others come from the source that is their base.
 """
 
 import dataclasses
+import functools
 import json
 import zlib
 
@@ -14,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxpost import cache, processes
+from jaxpost import cache, processes, store
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.data import hub
 from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
-from jaxpost.models import hf, lora, peft
+from jaxpost.models import hf, lora, peft, quantised
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
@@ -64,6 +65,7 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
           f'{key}: {text!r} is no stage before this one; there is '
           f'{", ".join(earlier) or "none"}')
     return earlier[name]
+  store.check(text.partition('@')[0], key)
   local = epath.Path(text.partition('@')[0]).expanduser()
   if (local / 'checkpoints').exists() or local.exists() and '@' in text:
     return of_checkpoint(*find_run(text, key))
@@ -73,7 +75,7 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
   folder, config = open_folder(text, key)
   there = epath.Path(text).expanduser().exists()
   return Source(config, folder=folder,
-                name=str(folder.resolve()) if there else text)
+                name=store.resolved(folder) if there else text)
 
 
 def own(code: str, path: str) -> Source:
@@ -87,7 +89,7 @@ def own(code: str, path: str) -> Source:
     raise InputError(f'config.model.path: {path} is no folder; a model of '
                      'your own reads what was exported from it')
   hf.check(folder, model.config, model.table)
-  return Source(model.config, folder=folder, name=str(folder.resolve()))
+  return Source(model.config, folder=folder, name=store.resolved(folder))
 
 
 def of_checkpoint(folder, step=None) -> Source:
@@ -102,8 +104,11 @@ def with_adapter(path: str, source: Source) -> Source:
   """`source` with the adapter of a PEFT folder on it; as it is without."""
   if not path:
     return source
-  spec = peft.read_spec(path, source.config)
-  return Source(dataclasses.replace(source.config, lora=spec),
+  config = source.config
+  if peft.is_judge(path) and not config.num_labels:
+    config = model_lib.with_scalar_head(config)
+  spec = peft.read_spec(path, config)
+  return Source(dataclasses.replace(config, lora=spec),
                 folder=epath.Path(path).expanduser(), base=source)
 
 
@@ -157,10 +162,14 @@ def load(source: Source, model: Model, layout: Layout, dtype: str,
   """The parameters as `model` has them, in `layout`."""
   if ledger and ledger.dry:
     return described(model, layout, dtype)
-  theirs = lora.build(source.config)
   seed = seed if source.seed is None else source.seed
+  theirs = below = lora.build(source.config)
   # An adapter is put on merged weights, whatever else has been put on them.
-  below = theirs.base if source.folder and source.base else theirs
+  if source.folder and source.base:
+    below = theirs.base
+  if source.config.lora in ((), model.config.lora):  # else they are merged
+    theirs, below = (quantised.hold(m, model.quantised) for m in (
+        theirs, below))
   params = source.base and load(
       source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
   params = join(params or {}, _own(
@@ -168,18 +177,50 @@ def load(source: Source, model: Model, layout: Layout, dtype: str,
   return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
 
 
+def is_beside(source: Source, p) -> bool:
+  """Whether it is an adapter folder on the very leaves that the policy of the
+  stage `p` (build.Prepared) leaves as they are."""
+  below = lambda s: s.base if s.folder and s.base else s
+  policy, base = p.sources['policy'], below(source)
+  other = below(policy)
+  if base is source or not base.name or base.config.lora or (
+      (base.name, base.config) != (other.name, other.config)) or (
+          policy.config.lora not in ((), p.model.config.lora)):
+    return False
+  shared = lora.on_frozen(source.config, p.model.quantised).frozen
+  return shared <= p.model.frozen
+
+
+def load_beside(source: Source, p, params, layout: Layout, ledger) -> tuple:
+  """(model, its own leaves, those that it shares with the policy)."""
+  model = lora.on_frozen(source.config, p.model.quantised)
+  return (model, load_adapter(source, model, layout, ledger),
+          lora.split(params, p.model)[1])
+
+
+def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
+  """The leaves of an adapter folder by themselves."""
+  part = lora.trained(model)
+  if ledger and ledger.dry:
+    return described(part, layout, 'float32')
+  return peft.load(source.folder, model, part.shardings(layout))
+
+
 def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
   """The leaves that a source has without its base."""
   shardings, folder = model.shardings(layout), _checkpoints(source, workdir)
+  keep = functools.partial(quantised.convert, model=model)
+  plain = lora.build(source.config)  # which is what is stored
   if folder is not None:
-    return read_checkpoint(folder, source.step, model, layout, dtype,
-                           partial=source.base is not None)
+    return keep(read_checkpoint(folder, source.step, plain, layout, dtype,
+                                partial=source.base is not None))
   if source.base is not None:
     return peft.load(source.folder, model, shardings)
-  if source.folder is not None:
-    return hf.load_params(source.folder, model, shardings, jnp.dtype(dtype))
+  if source.folder is not None:  # one by one, so that all are never whole
+    return hf.load_params(
+        source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep)
   return programs.random_params(
-      model, seed, jnp.dtype(dtype), shardings, ledger)
+      model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 
 def _checkpoints(source: Source, workdir):
@@ -192,8 +233,7 @@ def described(model: Model, layout: Layout, dtype: str, keep=None) -> dict:
   """Shapes and shardings of parameters, no memory; of the paths in `keep`."""
   return nest({
       path: jax.ShapeDtypeStruct(
-          spec.shape, jnp.float32 if lora.is_adapter(path) else (
-              jnp.dtype(dtype)),
+          spec.shape, jnp.dtype(spec.dtype or dtype),
           sharding=layout.sharding(spec.axes, spec.shape))
       for path, spec in model.table.items() if keep is None or path in keep})
 
@@ -222,7 +262,7 @@ def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
 
 def record(source: Source, workdir, seed: int) -> dict:
   """What finds these weights again, and knows them, as JSON."""
-  path = lambda x: x and str(x.resolve())
+  path = lambda x: x and store.resolved(x)
   return dict(
       config=dataclasses.asdict(source.config), folder=path(source.folder),
       checkpoints=path(source.checkpoints), stage=source.stage,

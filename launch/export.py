@@ -2,6 +2,7 @@
 
   python -m launch.export --run=runs/quickstart --out=exports/quickstart
   python -m launch.export --run=runs/quickstart --stage=sft --step=400 --out=F
+  python -m launch.export --model=ADAPTER_FOLDER --out=F  # merged into its base
 
 The last stage that has a checkpoint, and its newest good step, unless told
 otherwise. Needs config.json and checkpoints/ of the run and the tokenizer it
@@ -14,13 +15,14 @@ from absl import flags
 
 from jaxpost import host
 
-_RUN = flags.DEFINE_string('run', None, 'Folder of the run.')
+_RUN = flags.DEFINE_string('run', '', 'Folder of the run.')
+_MODEL = flags.DEFINE_string('model', '', 'Or a folder of a model or of peft.')
 _STEP = flags.DEFINE_integer(
     'step', None, 'Updates of the stage; default: the newest good checkpoint.')
 _STAGE = flags.DEFINE_string(
     'stage', '', 'Stage of the run; default: the last that has a checkpoint.')
 _OUT = flags.DEFINE_string('out', None, 'Folder to write.')
-flags.mark_flags_as_required(['run', 'out'])
+flags.mark_flags_as_required(['out'])
 
 
 def main(argv):
@@ -31,7 +33,7 @@ def main(argv):
   from jaxpost import inference
   from jaxpost.models import hf
   hf.check_target(_OUT.value)  # before minutes of reading
-  weights = inference.from_run(_RUN.value, _STAGE.value, _STEP.value)
+  weights = inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
   inference.export(weights, _OUT.value)
   inference.to_stderr(
       f'step {weights.step} of stage {weights.prepared.name}')

@@ -8,8 +8,8 @@
 A prompt is what a user says where the tokenizer has a chat template, else (or
 with --nochat) a text to go on with. Rows of IN have a column `prompt` (text or
 messages), `prompt_ids`, `messages` or `text`; lines of a .txt are prompts. OUT
-adds `completions`, `completion_ids` and `logprobs`; killed, the same command
-goes on. --chat talks in the terminal. A seed gives the same completions.
+adds `completions`, `completion_ids`, `logprobs`; killed, the same command goes
+on. --chat talks. Each --adapter answers. A seed gives the same completions.
 """
 
 import json
@@ -28,13 +28,13 @@ _RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
 _STAGE = flags.DEFINE_string('stage', '', 'Default: the last with any.')
 _MODEL = flags.DEFINE_string('model', '', 'Hugging Face folder or org/name.')
+_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'NAME=FOLDER of peft.')
 _PROMPT = flags.DEFINE_multi_string('prompt', [], 'Prompt; may be repeated.')
 _FILE = flags.DEFINE_string('prompts', '', 'Prompts, as any data here.')
 flags.DEFINE_alias('file', 'prompts')
-_OUT = flags.DEFINE_string('out', '', 'Completions, as .jsonl.')
+_OUT = flags.DEFINE_string('out', '', '.jsonl of completions.')
 _MAX = flags.DEFINE_integer('max_new_tokens', 128, 'At most.', lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float(
-    'temperature', 1.0, '0 is greedy.', lower_bound=0.0)
+_TEMPERATURE = flags.DEFINE_float('temperature', 1.0, '0 is greedy.', 0.0)
 _TOP_K = flags.DEFINE_integer('top_k', 0, '0 is off.', lower_bound=0)
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
@@ -49,7 +49,8 @@ def show(row):
   text = row['prompt'] if isinstance(row['prompt'], str) else (
       row['prompt'][-1]['content'] + '\n')
   rich.console.Console(highlight=False, soft_wrap=True).print(
-      rich.text.Text.assemble((text, 'dim'), (row['completion'], 'green')))
+      rich.text.Text.assemble((row.get('adapter', ''), 'bold'), (text, 'dim'),
+                              (row['completion'], 'green')))
 
 
 def main(argv):
@@ -62,16 +63,17 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost import completions, inference
-  weights = inference.load(
-      _RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
+  each = inference.adapters(inference.load(
+      _RUN.value, _MODEL.value, _STAGE.value, _STEP.value), _ADAPTER.value)
   draws = completions.Draws(_N.value, _SEED.value, _MAX.value,
                             _TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
   if _CHAT.value:
     return completions.chat_loop(
-        weights, draws, _MESH.value, [*_PROMPT.value], sys.stdin, sys.stdout)
+        completions.only(each, '--chat'), draws, _MESH.value,
+        [*_PROMPT.value], sys.stdin, sys.stdout)
   prompts = completions.make_prompts(
-      weights, _PROMPT.value, _FILE.value, _CHAT.value)
-  completions.finish(weights, prompts, draws, _MESH.value, _OUT.value,
+      next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
+  completions.finish(each, prompts, draws, _MESH.value, _OUT.value,
                      _RUN.value or _MODEL.value,
                      (lambda x: print(json.dumps(x))) if _JSON.value else show)
 

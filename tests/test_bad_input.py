@@ -348,6 +348,14 @@ def truncated(folder):
   path.write_bytes(path.read_bytes()[:-100])
 
 
+def index_outside(folder):
+  path = folder / 'model.safetensors'
+  names = safetensors.numpy.load_file(path)
+  path.rename(folder.parent / path.name)
+  (folder / 'model.safetensors.index.json').write_text(json.dumps(
+      {'weight_map': dict.fromkeys(names, '../model.safetensors')}))
+
+
 NORM = 'model.layers.0.input_layernorm.weight'
 # name: (edit of the folder, what the line must hold)
 MODELS = {
@@ -360,6 +368,12 @@ MODELS = {
     'tensor of another shape': (
         lambda f: tensors(f, lambda t: t.update(
             {NORM: t[NORM][:-1].copy()})), rf'{NORM}.*15'),
+    'tensor of another type': (
+        lambda f: tensors(f, lambda t: t.update(
+            {NORM: t[NORM].astype('int32')})), rf'{NORM} has type I32'),
+    'index to elsewhere': (index_outside, r"'\.\./model.safetensors', which"),
+    'code of its own': (lambda f: edit(
+        f, auto_map={'AutoModel': 'modeling.Mine'}), 'auto_map'),
     'truncated': (truncated, 'model.safetensors: '),
     'pickle only': (only_pickle, 'pytorch_model.bin.*safetensors'),
     'no weights': (lambda f: (f / 'model.safetensors').unlink(),
@@ -397,6 +411,21 @@ def test_model_section(change, wanted, model, place, monkeypatch):
   line = refused(
       tiny.merged(tiny.run_config(model), dict(model=change)), place / 'run',
       monkeypatch)
+  assert re.search(wanted, line), line
+
+
+@pytest.mark.parametrize('over, wanted', [
+    (dict(lora=dict(rank=2, targets='query')),
+     "config.lora.targets: 'query' matches none of layers/q, "),
+    (dict(lora=dict(rank=9)), 'config.lora.rank: 9 is larger than layers/'),
+    (dict(model=dict(quantise='nf4')), "config.model.quantise: 'nf4' is for"),
+    (dict(model=dict(quantise='int3')), 'config.model.quantise.*int8'),
+    (dict(model=dict(path='gs://no/model')), r'gs://no/model: .*\[gcs\]'),
+], ids=['targets', 'rank', 'quantise', 'bits', 'store'])
+def test_adapters_and_bases(over, wanted, model, place, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'gcsfs', None)
+  line = refused(tiny.merged(tiny.run_config(model), over), place / 'run',
+                 monkeypatch)
   assert re.search(wanted, line), line
 
 

@@ -1,9 +1,11 @@
 """The documentation is true: its table, its example, the files it names."""
 
+import ast
 import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -120,3 +122,18 @@ def test_reward_argument_that_is_no_column(my_reward):
   with RewardPool(f'{my_reward}:right_sum') as pool:
     with pytest.raises(InputError, match="needs the column 'answer'"):
       pool.check(['prompt', 'completion'])
+
+
+def test_adding_a_family_is_an_entry():
+  """That of the walk-through is the real one, and none has 40 lines."""
+  lines = (CLONE / 'jaxpost/models/families.py').read_text('utf-8').splitlines()
+  (table,) = [n for n in ast.parse('\n'.join(lines)).body if isinstance(
+    n, (ast.Assign, ast.AnnAssign)) and 'FAMILIES' in ast.unparse(n)[:12]]
+  entries = {
+    key.value: lines[key.lineno - 1:value.end_lineno]
+    for key, value in zip(table.value.keys, table.value.values)}
+  assert max(map(len, entries.values())) <= 40 and len(entries) > 12
+  page = (CLONE / 'docs/models.md').read_text('utf-8')
+  shown = re.search(r"```python\n('granite'.*?)```", page, re.S)[1]
+  entry = textwrap.dedent('\n'.join(entries['granite']))
+  assert re.sub(r'[\s},]', '', entry) == re.sub(r'[\s},]', '', shown)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import tracemalloc
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.models import hf
+from jaxpost.models import hf, stored
 from jaxpost.models import model as model_lib
 
 TOLERANCE = 3e-5  # of the largest logit, in float32
@@ -400,3 +401,73 @@ def test_unknown_fields_are_named_in_one_warning(export, caplog):
     hf.read_config(export)
   assert len(caplog.records) == 1
   assert 'final_softcap, use_qkv_bias' in caplog.text
+
+
+# ----------------------------------------------------------------- host memory
+
+
+def traced(fn):
+  """(bytes that numpy had at most, at a time, beyond those before; result)."""
+  tracemalloc.start()
+  try:
+    before, _ = tracemalloc.get_traced_memory()
+    result = fn()
+    return tracemalloc.get_traced_memory()[1] - before, result
+  finally:
+    tracemalloc.stop()
+
+
+@pytest.fixture
+def large(tmp_path):
+  """(model, parameters, bytes of the largest one, of all, folder)."""
+  model = model_lib.build(tiny.config(
+      hidden_size=256, intermediate_size=512, num_layers=8))
+  params = model.init(jax.random.key(0))
+  sizes = [x.nbytes for x in jax.tree.leaves(params)]
+  assert max(sizes) < sum(sizes) / 3
+  hf.save(tmp_path / 'large', model, params)
+  return model, params, max(sizes), sum(sizes), tmp_path / 'large'
+
+
+def test_loading_keeps_one_parameter_on_the_host(large, monkeypatch):
+  """Arrays on the device may be those that were read: what a read adds."""
+  model, params, largest, _, folder = large
+  peaks, read = [], stored.read
+
+  def counted(*args):
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    out = read(*args)
+    peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    return out
+
+  monkeypatch.setattr(stored, 'read', counted)
+  _, found = traced(lambda: hf.load_params(
+      folder, model, model.shardings(tiny.one_device()), 'float32'))
+  jax.tree.map(equal, found, params)
+  assert largest < max(peaks) < 1.5 * largest
+
+
+def test_export_keeps_one_parameter_on_the_host(large, tmp_path):
+  """Whatever fits into a file: tensors are written one by one."""
+  model, params, largest, every, folder = large
+  peak, _ = traced(lambda: hf.save(tmp_path / 'again', model, params))
+  assert peak < 1.5 * largest < every / 2
+  names = [p.name for p in (tmp_path / 'again').glob('*.safetensors')]
+  assert names == ['model.safetensors']
+  assert (tmp_path / 'again/model.safetensors').read_bytes() == (
+      folder / 'model.safetensors').read_bytes()
+
+
+def test_export_in_shards_is_whole(large, tmp_path):
+  model, params, largest, _, folder = large
+  hf.save(tmp_path / 'again', model, params, max_shard_bytes=largest // 4)
+  files = sorted(p.name for p in (tmp_path / 'again').glob('*.safetensors'))
+  assert len(files) > 5 and files[0].startswith('model-00001-of-')
+  index = json.loads(
+      (tmp_path / 'again/model.safetensors.index.json').read_text())
+  assert set(index['weight_map'].values()) == set(files)
+  one, other = tensors(folder), tensors(tmp_path / 'again')
+  assert one.keys() == other.keys() == index['weight_map'].keys()
+  for name in one:
+    equal(one[name], other[name])

@@ -23,8 +23,8 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
 ROWS = (
   ('__init__', 'cluster', 'errors', 'host', 'imports', 'matmul', 'processes',
-   'phases', 'profile', 'schema', 'placement', 'sharding', 'types', 'watch',
-   'watchdog'),
+   'phases', 'profile', 'schema', 'placement', 'sharding', 'store', 'types',
+   'watch', 'watchdog'),
   ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
    'report', 'diagnose', 'timeline'),
   ('programs', 'cache'),
@@ -92,7 +92,7 @@ READING = {
 # Imported only where a field of the config asks for it, inside a function: no
 # part of what is read to understand a plain run.
 OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts',
-            'jaxpost.planning.auto')
+            'jaxpost.planning.auto', 'jaxpost.models.shared')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 
 

@@ -34,18 +34,20 @@ def run(config, workdir):
           if r['split'] == 'train']
 
 
-@pytest.fixture(scope='module')
-def one(tmp_path_factory):
+@pytest.fixture(scope='module', params=['', 'int8', 'nf4'])
+def one(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('one')
-  model = tiny.folder(folder / 'nano')
-  return model, run(config(model), folder / 'run'), folder / 'run'
+  model = tiny.folder(folder / 'nano', hidden_size=64)
+  made = tiny.merged(config(model), dict(model=dict(quantise=request.param)))
+  return made, run(made, folder / 'run'), folder / 'run'
 
 
 @pytest.mark.parametrize('mesh', MESHES)
 def test_mesh(one, mesh, tmp_path):
   from safetensors.numpy import load_file
-  model, expected, folder = one
-  made = config(model, mesh=dict(train=mesh, rollout=MESHES[mesh]))
+  made, expected, folder = one
+  made = tiny.merged(made, dict(
+      mesh=dict(train=mesh, rollout=MESHES[mesh])))
   (tmp_path / 'config.json').write_text(json.dumps(made))
   done = subprocess.run(
       [sys.executable, __file__, str(tmp_path)], capture_output=True,

@@ -10,6 +10,7 @@ import json
 import numpy as np
 from etils import epath
 
+from jaxpost import store
 from jaxpost.errors import InputError
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
@@ -38,11 +39,7 @@ def save(path, experience: Experience, credit: Credit):
   data = io.BytesIO()
   np.savez_compressed(
       data, about=np.array(json.dumps(about, default=str)), **arrays)
-  path = epath.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  beside = path.parent / f'.{path.name}.tmp'
-  beside.write_bytes(data.getvalue())
-  beside.replace(path)
+  store.write(path, data.getvalue())
 
 
 def load(path) -> tuple[Rollout, dict]:

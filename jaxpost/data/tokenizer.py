@@ -11,6 +11,7 @@ import pathlib
 import shutil
 from typing import Any
 
+from jaxpost import store
 from jaxpost.data import hub
 from jaxpost.errors import InputError
 
@@ -211,6 +212,10 @@ def _stop_ids(hf, eos, config, template):
 
 
 def _folder(path):
+  if store.is_remote(path):
+    store.check(str(path), 'config.model.tokenizer')
+    return store.here(str(path), (
+      *_FILES, 'generation_config.json', 'config.json'))
   folder = pathlib.Path(path).expanduser()
   if folder.is_dir():
     return folder

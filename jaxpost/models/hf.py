@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable
 
 import jax
@@ -22,11 +21,12 @@ import numpy as np
 import safetensors.numpy
 from etils import epath
 
+from jaxpost import store
 from jaxpost.errors import InputError
-from jaxpost.models import families, mxfp4, stored
+from jaxpost.models import families, mxfp4, ranges, stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.table import leaf, nest
+from jaxpost.models.table import join, leaf, nest
 from jaxpost.sharding import to_host
 
 _SINGLE = 'model.safetensors'
@@ -41,7 +41,7 @@ write_file = functools.partial(
 
 def read_config(folder) -> ModelConfig:
   """The ModelConfig of a folder; fields that nobody reads are named once."""
-  folder = local(folder)
+  folder = opened(folder)
   path = folder / 'config.json'
   if not path.is_file():
     _weight_files(folder)  # says it better if the weights are pickles
@@ -60,22 +60,24 @@ def check(folder, cfg: ModelConfig, rows=None):
   Reads headers only.
   """
   with contextlib.ExitStack() as stack:
-    _open(local(folder), stored.table(cfg, rows), cfg, stack)
+    _open(opened(folder), stored.table(cfg, rows), cfg, stack)
 
 
-def load_params(folder, model: Model, shardings: dict, dtype) -> dict:
+def load_params(folder, model: Model, shardings: dict, dtype,
+                keep: Callable = lambda params: params) -> dict:
   """The parameters of a folder, nested, as arrays with these shardings.
 
   Each process reads the slices that its devices hold, one shard at a time.
+  `keep` makes of {path: parameter}, nested, what is kept in its place.
   """
-  flat = {}
+  out = {}
   with contextlib.ExitStack() as stack:
     table = stored.table(model.config, model.table)
-    tensors = _open(local(folder), table, model.config, stack)
+    tensors = _open(opened(folder), table, model.config, stack)
     for path, kept in table.items():
-      flat[path] = load_leaf(
-          kept, tensors, leaf(shardings, path), np.dtype(dtype))
-  return nest(flat)
+      out = join(out, keep(nest({path: load_leaf(
+          kept, tensors, leaf(shardings, path), np.dtype(dtype))})))
+  return out
 
 
 def load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
@@ -146,8 +148,11 @@ def _slices(folder, stack) -> dict:
 def open_file(file, stack) -> dict:
   """Tensor name -> open slice, until `stack` is left."""
   try:
+    if store.is_remote(file):
+      return ranges.tensors(
+          stack.enter_context(file.open('rb')), file.stat().length)
     handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
-  except (safetensors.SafetensorError, OSError) as e:
+  except (safetensors.SafetensorError, OSError, ValueError) as e:
     raise InputError(
         f'{file}: unreadable ({e}); copy or download it again') from e
   return {name: handle.get_slice(name) for name in handle.keys()}
@@ -186,11 +191,11 @@ def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
   return [folder / file for file in dict.fromkeys(index.values())], index
 
 
-def local(folder) -> pathlib.Path:
-  if '://' in str(folder):
-    raise InputError(
-        f'{folder}: weights are read from a local folder; copy it here first')
-  folder = pathlib.Path(folder).expanduser()
+def opened(folder) -> pathlib.Path | epath.Path:
+  """The folder of a model, which is there."""
+  store.check(str(folder), 'model')
+  folder = (epath if store.is_remote(folder) else pathlib).Path(
+      folder).expanduser()
   if not folder.is_dir():
     raise InputError(
         f'{folder}: no such folder; a model is a Hugging Face folder with '
@@ -256,10 +261,13 @@ def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
 @contextlib.contextmanager
 def _staging(folder):
   """A new folder that takes the place of `folder` if nothing fails."""
-  if '://' in str(folder):  # object stores have no rename
-    with tempfile.TemporaryDirectory() as staged:
-      yield pathlib.Path(staged)
-      _upload(pathlib.Path(staged), epath.Path(folder))
+  if store.is_remote(folder):
+    yield (staged := store.folder())
+    if epath.Path(folder).exists():
+      epath.Path(folder).rmtree()
+    # A folder without config.json is no model: it goes last.
+    store.upload(staged, folder, last='config.json')
+    shutil.rmtree(staged)
     return
   folder = pathlib.Path(folder).expanduser().absolute()
   staged = folder.with_name(f'.{folder.name}.new')
@@ -277,21 +285,12 @@ def _staging(folder):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _upload(staged, target):
-  if target.exists():
-    target.rmtree()
-  target.mkdir(parents=True)
-  # A folder without config.json is no model: it goes last.
-  for path in sorted(staged.iterdir(), key=lambda p: p.name == 'config.json'):
-    epath.Path(path).copy(target / path.name, overwrite=True)
-
-
 def _write_weights(staged, model, params, dtype, max_shard_bytes):
   """Shards in the order of the table, one parameter on the host at a time."""
-  sizes = {
-      name: math.prod(kept.shape) * dtype.itemsize
-      for group in stored.groups(stored.table(model.config, model.table))
-      for kept in group.values() for name in kept.names}
+  table = stored.table(model.config, model.table)
+  shapes = {name: kept.shape for group in stored.groups(table)
+            for kept in group.values() for name in kept.names}
+  sizes = {k: math.prod(v) * dtype.itemsize for k, v in shapes.items()}
   shards = [[]]
   for name, size in sizes.items():
     full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
@@ -301,13 +300,16 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
   files = [_SINGLE] if len(shards) == 1 else [
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
-  pending, at = {}, 0
-  for name, pending[name] in export_tensors(
-      stored.table(model.config, model.table), params, dtype):
-    if name == shards[at][-1]:
+  every = export_tensors(table, params, dtype)
+  for at, names in enumerate(shards):
+    with contextlib.ExitStack() as stack:
       if staged is not None:
-        write_file(pending, staged / files[at])
-      pending, at = {}, at + 1
+        file = stack.enter_context(open(staged / files[at], 'wb'))
+        file.write(ranges.header(dtype, {n: shapes[n] for n in names}))
+      for name, (found, value) in zip(names, every):
+        assert name == found, (name, found)
+        if staged is not None:
+          value.tofile(file)
   if len(shards) > 1 and staged is not None:
     write_json(staged / _INDEX, {
         'metadata': {'total_size': sum(sizes.values())},

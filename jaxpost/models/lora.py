@@ -18,10 +18,10 @@ import numpy as np
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models import model as model_lib
-from jaxpost.models import stored
+from jaxpost.models import quantised
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.table import Param, join, leaf, nest
+from jaxpost.models.table import Param, flatten, inputs, join, leaf, nest
 
 ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
 
@@ -47,7 +47,8 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
   return dataclasses.replace(
       plain, config=cfg, table=plain.table | rows, init=init,
       forward=functools.partial(_forward, plain.forward, cfg, dropout),
-      base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout)
+      base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout,
+      view=functools.partial(adapted, cfg=cfg))
 
 
 def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
@@ -74,7 +75,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       raise InputError(
           f'config.lora.targets: {pattern!r} matches {path}; routers and '
           'experts have no adapters here, leave them out: "q|k|v|o"')
-    cut = 1 + stored.inputs(spec)
+    cut = 1 + inputs(spec)
     least = min(math.prod(spec.shape[1:cut]), math.prod(spec.shape[cut:]))
     if rank > least:
       raise InputError(
@@ -83,11 +84,13 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
     name = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
     rows[f'{ROOT}/{path}/a'] = Param(
         (*spec.shape[:cut], rank), (*spec.axes[:cut], None),
-        f'{name}A.weight', 'uniform', matrix=True, first=spec.first)
+        f'{name}A.weight', 'uniform', matrix=True, dtype='float32',
+        first=spec.first)
     rows[f'{ROOT}/{path}/b'] = Param(
         (spec.shape[0], rank, *spec.shape[cut:]),
         ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
-        matrix=True, first=spec.first)
+        matrix=True, dtype='float32',
+        first=spec.first)
   return rows
 
 
@@ -154,7 +157,7 @@ def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
   def pair(number, w, a, b):
     keys = None
     if dropout is not None:
-      layers = number * len(w) + jnp.arange(len(w))
+      layers = number * len(a) + jnp.arange(len(a))
       keys = jax.vmap(lambda i: jax.vmap(
           lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate)
@@ -164,6 +167,12 @@ def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
   return forward(
       _over_targets(params, pair), tokens, positions, segment_ids,
       compute=compute, **{k: v for k, v in given.items() if v is not None})
+
+
+def adapted(params: dict, cfg: ModelConfig) -> dict:
+  """Parameters of the model without adapters, whose matrices have them."""
+  return _over_targets(params, lambda number, w, a, b: Adapted(
+      w, a, b, None, scale(cfg), 0.0))
 
 
 def merge(params: dict, cfg: ModelConfig) -> dict:
@@ -213,6 +222,12 @@ def freeze(model: Model, pattern: str) -> Model:
       model, frozen=frozenset(frozen), passes=2 + share)
 
 
+def on_frozen(cfg: ModelConfig, kind: str = '') -> Model:
+  """The model of `cfg` whose adapters are trained, its base quantised or not.
+  """
+  return quantised.hold(freeze(build(cfg), ''), kind)
+
+
 def trained(model: Model) -> Model:
   """The table of what is trained, with the shapes and shardings of that."""
   return dataclasses.replace(model, table={
@@ -231,19 +246,21 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype,
   """Parameters of `theirs` as those of `model`, the same decoder.
 
   Adapters that `model` has not, too, are merged; its own start fresh, and a
-  scalar head at zero. Leaves that `model` lacks are dropped.
+  scalar head at zero. Leaves that `model` lacks are dropped. Matrices are
+  quantised, or made whole, as `model` has them.
   """
-  if theirs.config.lora != model.config.lora:
-    params, theirs = theirs.merge(params), theirs.base or theirs
+  if theirs.config.lora not in ((), model.config.lora):
+    params = theirs.merge(params)
+  have = flatten(quantised.convert(params, model))
   key, out = jax.random.key(seed), {}
   for i, (path, spec) in enumerate(model.table.items()):
-    if path in theirs.table:
-      out[path] = leaf(params, path)
+    sharding = layout.sharding(spec.axes, spec.shape)
+    if path in have:
+      out[path] = have[path] if not model.quantised else (
+          jax.device_put(have[path], sharding))
     else:
-      kind = jnp.float32 if is_adapter(path) else dtype
       out[path] = jax.device_put(
-          np.asarray(fresh(i, spec, key)).astype(kind),
-          layout.sharding(spec.axes, spec.shape))
+          np.asarray(fresh(i, spec, key)).astype(spec.dtype or dtype), sharding)
   return nest(out)
 
 

@@ -46,8 +46,10 @@ class Model:
   frozen: frozenset = frozenset()  # paths that training leaves as they are
   base: 'Model | None' = None  # without adapters, whose parameters
   merge: Callable = lambda params: params  # makes of those with adapters
+  view: Callable = lambda params: params  # what `prefill` of the base takes
   passes: float = 3.0  # forward passes that an update is worth
   dropout: float = 0.0  # of what adapters read, in updates
+  quantised: str = ''  # 'int8' or 'nf4': how matrices are held
 
   def axes(self) -> dict:
     """The logical axes of every parameter, nested like the parameters."""
@@ -62,9 +64,9 @@ class Model:
         k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
 
-def with_scalar_head(cfg: ModelConfig) -> ModelConfig:
+def with_scalar_head(cfg: ModelConfig, lora: tuple = ()) -> ModelConfig:
   """The same decoder as a judge: reward models and critics."""
-  return dataclasses.replace(cfg, num_labels=1, value_head=False, lora=())
+  return dataclasses.replace(cfg, num_labels=1, value_head=False, lora=lora)
 
 
 def from_code(code: str) -> Model:

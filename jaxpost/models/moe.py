@@ -85,7 +85,8 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   names = ('router', 'gate', 'up', 'down')
   names += tuple(f'{n}_bias' for n in names if f'{n}_bias' in p)
   names += ('router_choice',) * ('router_choice' in p)
-  matrices = {name: p[name] for name in names}
+  matrices = {n: p[n].dense(compute.dtype) if hasattr(p[n], 'dense') else p[n]
+              for n in names}
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return _local(matrices, x, chosen, cfg, compute)
   size = layout.mesh.shape['expert']

@@ -35,7 +35,7 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
 
   Reads headers only. InputError where the folder is no adapter of it.
   """
-  folder = hf.local(folder)
+  folder = hf.opened(folder)
   if not (folder / CONFIG).is_file():
     raise InputError(f'{folder}: no folder of an adapter (it has no {CONFIG})')
   raw = hf.read_json(folder / CONFIG)
@@ -65,8 +65,15 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
 
 def base_of(folder) -> str:
   """Name or folder of the model that an adapter was trained on."""
-  return hf.read_json(hf.local(folder) / CONFIG).get(
+  return hf.read_json(hf.opened(folder) / CONFIG).get(
       'base_model_name_or_path') or ''
+
+
+def is_judge(folder) -> bool:
+  """Whether an adapter has a scalar head of its own."""
+  path = hf.opened(folder) / CONFIG
+  return path.is_file() and hf.read_json(path).get(
+      'modules_to_save') == ['score']
 
 
 def _other(folder, why) -> InputError:
@@ -108,8 +115,8 @@ def _check(folder, model: Model, have: dict):
 def load(folder, model: Model, shardings: dict) -> dict:
   """The adapters of a folder, nested, as float32 arrays."""
   with contextlib.ExitStack() as stack:
-    have = hf.open_file(hf.local(folder) / _WEIGHTS, stack)
-    _check(hf.local(folder), model, have)
+    have = hf.open_file(hf.opened(folder) / _WEIGHTS, stack)
+    _check(hf.opened(folder), model, have)
     return tables.nest({
         path: hf.load_leaf(
             kept, have, tables.leaf(shardings, path), np.dtype(np.float32))

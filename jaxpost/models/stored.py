@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpost.models import families, transformer
 from jaxpost.models.config import ModelConfig
-from jaxpost.models.table import Param
+from jaxpost.models.table import Param, inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +86,6 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
     return shape
   cut = inputs(spec)
   return math.prod(shape[cut:]), math.prod(shape[:cut])
-
-
-def inputs(spec) -> int:
-  """Leading dimensions of a stored matrix that are its inputs.
-
-  'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
-  so has the rank of adapters.
-  """
-  axes = spec.axes[spec.stack:]
-  return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
 def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:

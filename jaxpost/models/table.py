@@ -13,6 +13,7 @@ class Param:
   matrix: an operand of matrix products, stored transposed by HF ([out, in]).
   exact: never rounded: a norm scale, a bias or a router.
   first: the number of its first layer.
+  dtype: in memory; '' is that of the parameters.
   """
 
   shape: tuple[int, ...]
@@ -22,6 +23,7 @@ class Param:
   matrix: bool = False
   exact: bool = False
   first: int = 0
+  dtype: str = ''
 
   @property
   def stacked(self) -> bool:
@@ -31,6 +33,16 @@ class Param:
   def stack(self) -> int:
     """Leading dimensions of which each entry is stored by itself."""
     return self.hf.count('{}')
+
+
+def inputs(spec: Param) -> int:
+  """Leading dimensions of a stored matrix that are its inputs.
+
+  'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
+  so has the rank of adapters.
+  """
+  axes = spec.axes[spec.stack:]
+  return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
 def nest(flat: dict) -> dict:
@@ -43,6 +55,15 @@ def nest(flat: dict) -> dict:
       node = node.setdefault(name, {})
     node[leaf] = value
   return tree
+
+
+def flatten(tree: dict, prefix='') -> dict:
+  """What `nest` was given."""
+  flat = {}
+  for name, value in tree.items():
+    flat |= flatten(value, f'{prefix}{name}/') if isinstance(value, dict) else {
+        prefix + name: value}
+  return flat
 
 
 def leaf(tree: dict, path: str):

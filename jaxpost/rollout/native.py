@@ -33,11 +33,13 @@ class NativeEngine:
 
   decode: token ids -> text, for stop strings.
   bridge: to `layout`, where the trainer has other devices.
+  share: sample from the trainer's frozen leaves, not from a copy.
   """
 
   def __init__(self, model: Model, config: SamplerConfig, layout: Layout,
                compute: Compute, ledger: Ledger,
-               decode: Callable | None = None, bridge: Bridge | None = None):
+               decode: Callable | None = None, bridge: Bridge | None = None,
+               share: bool = False):
     shards = layout.batch_shards
     settings.check(model.config, config, shards)
     # One row makes a vector product, which XLA:CPU runs 8 x slower than two.
@@ -47,10 +49,15 @@ class NativeEngine:
     self.block = max(1, min(config.block, config.max_new_tokens))
     # A block may run past the last token that counts.
     self.length = config.room + self.block
+    if share:
+      from jaxpost.models import shared
+      self._prepare = shared.Loan(model, layout)
+      model = shared.sampled(model)
+    else:
+      self._prepare = programs.make_prepare(
+          model, bridge.source if bridge else layout, compute, ledger)
     self._model, self._compute, self._ledger = model, compute, ledger
     self._bridge = bridge
-    self._prepare = programs.make_prepare(
-        model, bridge.source if bridge else layout, compute, ledger)
     self.page = config.page_size
     shape = slots, self.length
     if self.page:
@@ -83,7 +90,9 @@ class NativeEngine:
     else:
       jax.block_until_ready(self.weights)
     self.version = version
-    return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights))}
+    own = {id(x) for x in jax.tree.leaves(params)}
+    return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights)
+                         if id(x) not in own)}
 
   def unload(self):
     self.weights = None

@@ -1,0 +1,73 @@
+"""Safetensors files by ranges of bytes: read on object stores, or written.
+
+The file begins with the length of its header (8 bytes, little endian) and the
+header, JSON of name -> type, shape and where the bytes are behind it.
+"""
+
+import dataclasses
+import json
+import math
+import typing
+
+import ml_dtypes
+import numpy as np
+
+_DTYPES = {
+    'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
+    'U8': np.uint8}
+_HEADER = 100_000_000  # bytes at most, as in the library of that name
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """What `safetensors.safe_open(...).get_slice(name)` gives of a local file."""
+
+  file: typing.BinaryIO
+  dtype: str
+  shape: tuple[int, ...]
+  start: int  # of its bytes in the file
+
+  def get_shape(self) -> list[int]:
+    return list(self.shape)
+
+  def get_dtype(self) -> str:
+    return self.dtype
+
+  def __getitem__(self, index) -> np.ndarray:
+    """Rows that are read, and a part of them."""
+    rows, *rest = index if isinstance(index, tuple) else (index,)
+    start, stop, _ = rows.indices(self.shape[0])
+    dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
+    size = math.prod(inner) * dtype.itemsize
+    self.file.seek(self.start + start * size)
+    data = self.file.read((stop - start) * size)
+    return np.frombuffer(data, dtype).reshape(-1, *inner)[
+        (slice(None), *rest)]
+
+
+def header(dtype, shapes: dict[str, tuple]) -> bytes:
+  """The beginning of a file of these tensors, whose bytes follow in order."""
+  name = next(k for k, v in _DTYPES.items() if v == np.dtype(dtype))
+  out, end = {'__metadata__': {'format': 'pt'}}, 0
+  for key, shape in shapes.items():
+    start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+    out[key] = dict(dtype=name, shape=list(shape), data_offsets=[start, end])
+  text = json.dumps(out, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % 8)
+  return len(text).to_bytes(8, 'little') + text
+
+
+def tensors(file: typing.BinaryIO, size: int) -> dict[str, Tensor]:
+  """Name -> tensor of an open file; ValueError where it is none, or cut."""
+  length = int.from_bytes(file.read(8), 'little')
+  if not 2 <= length <= min(_HEADER, size):
+    raise ValueError('it has no header of safetensors')
+  header = json.loads(file.read(length))
+  header.pop('__metadata__', None)
+  begin = 8 + length
+  end = begin + max((x['data_offsets'][1] for x in header.values()), default=0)
+  if end != size:
+    raise ValueError(f'its header speaks of {end} bytes and it has {size}')
+  return {name: Tensor(file, x['dtype'], tuple(x['shape']),
+                       begin + x['data_offsets'][0])
+          for name, x in header.items()}

@@ -1,0 +1,76 @@
+"""Sampling from the trainer's own leaves: a frozen base is in memory once.
+
+A sampler's copy has an array for each layer, adapters merged and matrices
+joined, which is faster. Here decoding reads the rows of stacked matrices, with
+adapters beside them and codes made into numbers, one matrix at a time.
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.matmul import einsum
+from jaxpost.models.model import Model
+from jaxpost.models.table import flatten, leaf, nest
+from jaxpost.models.transformer import unstack_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """Layer `i` of a stacked matrix, where `matmul.einsum` takes a matrix."""
+
+  stacked: typing.Any  # an array, or what has a `product`
+  i: int
+
+  def product(self, spec: str, x, dtype: str):
+    # Taken when x is there: XLA would take all rows before the loop of tokens.
+    stacked, x = jax.lax.optimization_barrier((self.stacked, x))
+    return einsum(spec, x, jax.tree.map(lambda y: y[self.i], stacked), dtype)
+
+
+def sampled(model: Model) -> Model:
+  """The model for a sampler whose weights are those that training has."""
+  return dataclasses.replace(
+      model, prefill=functools.partial(_prefill, model),
+      decode=functools.partial(_decode, model))
+
+
+def _prefill(model, weights, *args, **kwargs):
+  return model.prefill(model.view(weights), *args, **kwargs)
+
+
+def _decode(model, weights, *args, **kwargs):
+  weights = model.view(weights)
+  matrices = {path.split('/')[1] for path, spec in (
+      model.base or model).table.items() if spec.stacked and spec.matrix}
+  own = {k: v for k, v in weights['layers'].items() if k not in matrices}
+  layers = unstack_layers({'layers': own}, model.config.num_layers)['layers']
+  rows = [layer | {name: Row(weights['layers'][name], i) for name in matrices}
+          for i, layer in enumerate(layers)]
+  return model.decode(weights | {'layers': rows}, *args, **kwargs)
+
+
+class Loan:
+  """Weights of a sampler: the frozen leaves, and a copy of the trained.
+
+  A leaf that the sampler's layout has in another way is a copy, too.
+  """
+
+  def __init__(self, model: Model, layout):
+    self._model, self._shardings = model, model.shardings(layout)
+
+  def __call__(self, params) -> dict:
+    placed = jax.device_put(params, self._shardings)
+    return nest({path: x if path in self._model.frozen else jnp.copy(x)
+                 for path, x in flatten(placed).items()})
+
+  def compile(self, params):
+    pass
+
+  def outputs(self, params) -> dict:
+    return nest({path: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=leaf(self._shardings, path))
+                 for path, x in flatten(params).items()})

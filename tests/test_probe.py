@@ -1,0 +1,82 @@
+"""The type of matrix products that `config.model.dtype='auto'` stands for."""
+
+import json
+import time
+
+import pytest
+import rich.console
+import tiny
+
+from jaxpost import metrics, stages
+from jaxpost.programs import probe
+
+
+def test_this_machine_is_measured_once(tmp_path, monkeypatch):
+  start = time.perf_counter()
+  chosen, why = probe.matmul_type(tmp_path / 'cpu.json')
+  assert time.perf_counter() - start < 10  # half a second on a quiet machine
+  (rates,) = json.loads((tmp_path / 'cpu.json').read_text()).values()
+  assert set(rates) == {'float32', 'bfloat16', 'float16'}
+  assert all(rate > 0.1 for rate in rates.values())
+  assert f'bfloat16 {rates["bfloat16"]:g}' in why
+  monkeypatch.setattr(probe, 'matmul_rate', None)  # nobody asks again
+  assert probe.matmul_type(tmp_path / 'cpu.json') == (chosen, why)
+
+
+@pytest.mark.parametrize('rates, chosen', [
+    (dict(float32=50, bfloat16=100, float16=400), 'bfloat16'),
+    (dict(float32=50, bfloat16=52, float16=1), 'float32'),
+    (dict(float32=50, bfloat16=3, float16=400), 'float32')])
+def test_the_faster_of_the_safe_types(tmp_path, monkeypatch, rates, chosen):
+  monkeypatch.setattr(
+      probe, 'matmul_rate', lambda name, *_: 1e9 * rates[name])
+  assert probe.matmul_type(tmp_path / 'a' / 'cpu.json')[0] == chosen
+  (tmp_path / 'a' / 'cpu.json').write_text('{"cut')
+  assert probe.matmul_type(tmp_path / 'a' / 'cpu.json')[0] == chosen
+
+
+@pytest.mark.parametrize('kind, capability, chosen', [
+    ('gpu', '7.5', 'float16'), ('gpu', '9.0', 'bfloat16'),
+    ('tpu', '', 'bfloat16')])
+def test_accelerators_are_known(monkeypatch, kind, capability, chosen):
+  class Device:
+    platform, device_kind = kind, 'some'
+    compute_capability = capability
+
+  monkeypatch.setattr(probe.jax, 'devices', lambda: [Device()])
+  assert probe.matmul_type() == (chosen, 'of some')
+
+
+def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):
+  model, said = tiny.folder(tmp_path / 'model'), []
+  made = tiny.merged(tiny.run_config(model), dict(
+      model=dict(dtype='auto'), train=dict(steps=2), save=dict(every=1)))
+
+  class Console(rich.console.Console):
+    def out(self, text, **_):
+      said.append(text)
+
+  console = Console(quiet=True)
+  monkeypatch.setattr(probe, 'matmul_type', lambda: ('float32', 'why'))
+  stages.run(made, tmp_path / 'run', console)
+  assert 'config.model.dtype: auto is float32 here (why)' in said
+  monkeypatch.setattr(probe, 'matmul_type', lambda: ('bfloat16', 'why'))
+  stages.run(tiny.merged(made, dict(train=dict(steps=4))), tmp_path / 'run',
+             console)
+  exact = tiny.merged(made, dict(
+      model=dict(dtype='float32'), train=dict(steps=4)))
+  stages.run(exact, tmp_path / 'exact', console)
+  rows = [[r for r in metrics.comparable_rows(tmp_path / d / 'metrics.jsonl')]
+          for d in ('run', 'exact')]
+  assert rows[0] == rows[1]
+  saved = json.loads((tmp_path / 'run/config.json').read_text())
+  assert saved['model']['dtype'] == 'float32'
+
+
+def test_stages_of_their_own_type(tmp_path, monkeypatch):
+  monkeypatch.setattr(probe, 'matmul_type', lambda: ('float32', 'why'))
+  raw = dict(model=dict(dtype='bfloat16'), stages=('a', 'b'), a=dict(
+      model=dict(dtype='auto')), b=dict())
+  found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
+  assert found['a']['model']['dtype'] == 'float32'
+  assert found['model']['dtype'] == 'bfloat16' and found['b'] == {}

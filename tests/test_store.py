@@ -1,0 +1,290 @@
+"""Models and runs on an object store: a fake one, below a folder.
+
+It has what gs:// and s3:// have: no append, no folders without files, and a
+rename that copies.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+import safetensors
+import safetensors.numpy
+import tiny
+from etils import epath
+from etils.epath import backend, gpath
+
+from jaxpost import config as config_lib
+from jaxpost import inference, metrics, stages, store
+from jaxpost.checkpoint import Checkpointer
+from jaxpost.errors import InputError
+from jaxpost.models import hf, ranges
+
+CONSOLE = rich.console.Console(quiet=True)
+
+
+class Objects(backend.Backend):
+  """gs:// as files below `root`; counts what is read."""
+
+  def __init__(self, root):
+    self.root, self.read = pathlib.Path(root), 0
+
+  def _at(self, path):
+    return self.root / os.fspath(path).split('://')[1]
+
+  def open(self, path, mode):
+    assert 'a' not in mode, f'{path}: no store can append'
+    if 'w' in mode:
+      self._at(path).parent.mkdir(parents=True, exist_ok=True)
+      return open(self._at(path), mode)
+    return Counted(open(self._at(path), mode), self)
+
+  def exists(self, path):
+    return self._at(path).is_file() or self.isdir(path)
+
+  def isdir(self, path):
+    return any(p.is_file() for p in self._at(path).rglob('*'))
+
+  def listdir(self, path):
+    return [p.name for p in self._at(path).iterdir()
+            if p.is_file() or self.isdir(f'{path}/{p.name}')]
+
+  def glob(self, path):
+    folder, _, pattern = os.fspath(path).rpartition('/')
+    return [f'{folder}/{p.name}' for p in self._at(folder).glob(pattern)]
+
+  def walk(self, top, **_):
+    raise NotImplementedError(top)
+
+  def makedirs(self, path, **_):
+    pass
+
+  mkdir = makedirs
+
+  def rmtree(self, path):
+    shutil.rmtree(self._at(path))
+
+  def remove(self, path):
+    self._at(path).unlink()
+
+  def rename(self, path, dst):
+    assert not self.isdir(path), f'{path}: no store can rename a folder'
+    shutil.copyfile(self._at(path), self._at(dst))
+    self.remove(path)
+
+  replace = rename
+
+  def copy(self, path, dst, overwrite):
+    raise NotImplementedError(path, dst, overwrite)
+
+  def stat(self, path):
+    return backend.os_backend.stat(self._at(path))
+
+
+class Counted:
+  """A file that tells its store how much of it was read."""
+
+  def __init__(self, file, objects):
+    self._file, self._objects = file, objects
+
+  def read(self, size=-1):
+    data = self._file.read(size)
+    self._objects.read += len(data)
+    return data
+
+  def __getattr__(self, name):
+    return getattr(self._file, name)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self._file.close()
+
+
+@pytest.fixture
+def objects(tmp_path, monkeypatch):
+  found = Objects(tmp_path / 'objects')
+  for scheme in 'gs', 's3':
+    monkeypatch.setitem(gpath._PREFIX_TO_BACKEND, scheme, found)
+  monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
+  (tmp_path / 'cwd').mkdir()
+  monkeypatch.chdir(tmp_path / 'cwd')  # where a path taken for local would go
+  store.check.cache_clear()
+  store.here.cache_clear()
+  yield found
+  assert not list((tmp_path / 'cwd').iterdir())
+
+
+def config(model, **over):
+  return tiny.run_config(model, **tiny.merged(dict(
+      train=dict(steps=4), save=dict(every=2, export=True),
+      log=dict(tensorboard=True), eval=dict(data=dict(
+          path='generated:arithmetic:max=99,ops=+,split=test,size=20'))), over))
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
+  model = tiny.folder(tmp_path / 'model', num_layers=2)
+  stages.run(config(model), tmp_path / 'local', CONSOLE)
+  store.upload(model, f'{scheme}://bucket/model')
+  run = f'{scheme}://bucket/runs/one'
+  made = config(f'{scheme}://bucket/model')
+  stages.run(tiny.merged(made, dict(train=dict(steps=2))), run, CONSOLE)
+  there = objects.root / 'bucket/runs/one'
+  shutil.rmtree(there / 'export')
+  summary = stages.run(made, run, CONSOLE)  # goes on after step 2
+
+  rows = lambda where: [
+      r for r in metrics.comparable_rows(where / 'metrics.jsonl')
+      if r['step'] != 2 or r['split'] == 'train']
+  assert rows(there) == rows(tmp_path / 'local')
+  assert len(rows(there)) == 6 and len(
+      (there / 'resumes.jsonl').read_text().splitlines()) == 1
+  names = lambda folder: {
+      re.sub('[0-9]{5,}[^/]*', 'N', str(p.relative_to(folder)))
+      for p in folder.rglob('*') if p.is_file() and 'state' not in p.parts}
+  assert names(there) - {'resumes.jsonl'} == names(tmp_path / 'local')
+  assert summary['paths']['export'] == f'{run}/export'
+  for name in 'model.safetensors', 'config.json', 'README.md':
+    a, b = ((w / 'export' / name).read_bytes()
+            for w in (there, tmp_path / 'local'))
+    assert a == b, name
+  assert stages.run(made, run, CONSOLE) == summary  # was finished before
+
+  found = inference.from_run(run, step=4)
+  other = inference.from_folder(f'{run}/export')
+  for a, b in zip(*(jax.tree.leaves(w.params) for w in (found, other))):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_adapters_go_both_ways(objects, tmp_path):
+  model = tiny.folder(tmp_path / 'model', num_layers=2)
+  store.upload(model, 'gs://bucket/model')
+  stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one',
+             CONSOLE)
+  plain = config_lib.parse(tiny.run_config(''))['sft']
+  merged, adapter = (
+      inference.from_folder(f'gs://bucket/one/export{end}', plain)
+      for end in ('', '/adapter'))
+  for a, b in zip(*(jax.tree.leaves(w.params) for w in (merged, adapter))):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_damaged_step_is_passed_over(objects):
+  keeper = Checkpointer('gs://bucket/run', keep=2)
+  tree = {'w': jax.numpy.arange(8.0)}
+  for step in 1, 2:
+    keeper.save(step, jax.tree.map(lambda x, n=step: n * x, tree), {'at': step})
+  keeper.close()
+  file = max((p for p in (objects.root / 'bucket/run/2/state').rglob('*')
+              if p.is_file()), key=lambda p: p.stat().st_size)
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+  said = []
+  template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=x.sharding), tree)
+  again = Checkpointer('gs://bucket/run')
+  step, state, meta = again.restore(template, warn=said.append)
+  again.close()
+  assert step == 1 and meta == {'at': 1} and len(said) == 1
+  np.testing.assert_array_equal(state['w'], tree['w'])
+
+
+# --------------------------------------------------------------------- reading
+
+
+@pytest.fixture
+def tensors(objects):
+  """Random tensors of several types in a file on the store."""
+  random = np.random.RandomState(0)
+  values = {
+      'a': random.standard_normal((6, 5, 4)).astype(np.float32),
+      'b': random.standard_normal((7, 3)).astype('bfloat16'),
+      'c': random.randint(0, 255, (9,), np.uint8),
+      'd': random.standard_normal((2, 2)).astype(np.float16)}
+  path = objects.root / 'bucket/x.safetensors'
+  path.parent.mkdir(parents=True)
+  safetensors.numpy.save_file(values, path, metadata={'format': 'pt'})
+  return path
+
+
+@pytest.mark.parametrize('name, index', [
+    ('a', slice(0, 6)), ('a', (slice(2, 5), slice(1, 3))),
+    ('a', (slice(0, 6), slice(0, 5), slice(3, 4))), ('b', slice(3, 7)),
+    ('c', slice(2, 9)), ('d', (slice(1, 2), slice(0, 2)))])
+def test_slices_are_those_of_a_local_file(tensors, name, index):
+  remote = epath.Path('gs://bucket/x.safetensors')
+  with remote.open('rb') as file, safetensors.safe_open(
+      tensors, framework='np') as local:
+    mine = ranges.tensors(file, remote.stat().length)
+    assert mine.keys() == set(local.keys())
+    theirs = local.get_slice(name)
+    assert mine[name].get_shape() == theirs.get_shape()
+    assert mine[name].get_dtype() == theirs.get_dtype()
+    np.testing.assert_array_equal(mine[name][index], theirs[index], strict=True)
+
+
+def test_only_the_rows_of_a_shard_are_read(tensors, objects):
+  with epath.Path('gs://bucket/x.safetensors').open('rb') as file:
+    found = ranges.tensors(file, tensors.stat().st_size)
+    objects.read = 0
+    found['a'][slice(2, 4), slice(0, 2)]
+  assert objects.read == 2 * 5 * 4 * 4
+
+
+@pytest.mark.parametrize('data', [
+    b'', b'short', (1 << 40).to_bytes(8, 'little') + b'{}',
+    (4).to_bytes(8, 'little') + b'{"a"'])
+def test_what_is_no_safetensors(objects, tmp_path, data):
+  model = pathlib.Path(tiny.folder(tmp_path / 'model'))
+  (model / 'model.safetensors').write_bytes(data)
+  store.upload(model, 'gs://bucket/model')
+  with pytest.raises(InputError, match='model.safetensors: unreadable') as e:
+    hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
+  assert '\n' not in str(e.value)
+
+
+def test_a_cut_file_is_named(objects, tmp_path):
+  model = pathlib.Path(tiny.folder(tmp_path / 'model'))
+  file = model / 'model.safetensors'
+  file.write_bytes(file.read_bytes()[:-4])
+  store.upload(model, 'gs://bucket/model')
+  with pytest.raises(InputError, match=r'unreadable \(its header speaks of'):
+    hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize('path, package, extra', [
+    ('gs://bucket/run', 'gcsfs', r'\[gcs\]'),
+    ('s3://bucket/run', 's3fs', r'\[s3\]')])
+def test_a_missing_extra_is_named(monkeypatch, path, package, extra):
+  monkeypatch.setitem(__import__('sys').modules, package, None)
+  monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
+  store.check.cache_clear()
+  for call in (
+      lambda: stages.run(tiny.run_config(''), path, CONSOLE),
+      lambda: inference.from_run(path),
+      lambda: inference.from_folder(path)):
+    with pytest.raises(InputError, match=f'{path}: needs the extra {extra}: '
+                       'pip install') as error:
+      call()
+    assert '\n' not in str(error.value)
+
+
+def test_an_unknown_store_is_named():
+  with pytest.raises(InputError, match='--workdir: hdfs://a/b: of object'):
+    stages.run(tiny.run_config(''), 'hdfs://a/b', CONSOLE)
+
+
+def test_a_model_that_is_not_there(objects):
+  with pytest.raises(InputError, match='gs://bucket/none does not exist'):
+    stages.run(config('gs://bucket/none'), 'gs://bucket/run', CONSOLE)
