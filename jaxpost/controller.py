@@ -55,6 +55,7 @@ class Controller:
   def __next__(self) -> Item:
     rl, step = self.config.rl, self.step
     with self.chrono('reshard'):
+      self._park(True)
       moved = self.sampler.sync(
           self.roles.policy, step * rl.epochs * rl.minibatches)
     graded, info = self._sample()
@@ -63,6 +64,8 @@ class Controller:
       info |= newer
       graded = grading.join(graded, more)
     self.sampler.release()
+    with self.chrono('reshard'):
+      self._park(False)
     if rl.dynamic_sampling:
       graded = grading.keep_mixed(graded, self.config.rollout.prompts)
     experience = self._score(graded)
@@ -73,6 +76,11 @@ class Controller:
     info |= graded.metrics() | credit.metrics | self._figures(
         experience, moved['bytes'])
     return Item(updates, info, graded.rows, (experience, credit))
+
+  def _park(self, there: bool):
+    if self.config.rollout.park_optimizer:
+      for role in self.roles.trainable.values():
+        role.park(there)
 
   def _sample(self):
     """One round: (what was sampled, its grading under way; figures)."""

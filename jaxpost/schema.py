@@ -128,12 +128,16 @@ class RolloutSection:
   stop_strings: tuple = _f((), 'end a completion, beside the stop ids',
                            each=str)
   min_new_tokens: int = _f(0, 'no stop id before', lo=0)
+  top_logprobs: int = _f(0, 'of so many of the likeliest tokens at each place '
+                         'the log-probs go into samples/', lo=0)
   slots: int = _f(0, 'sequences in flight; 0: all of a step', lo=0)
   page_size: int = _f(0, 'cache entries of a page, a power of two; 0: every '
                       'slot has room for the longest text', lo=0)
   cache_tokens: int = _f(0, 'entries of all pages; 0: half of what slots '
                          'without pages have', lo=0)
   block: int = _f(8, 'tokens of every slot per dispatch', lo=1)
+  park_optimizer: bool = _f(False, 'optimizer states wait in the memory of the '
+                            'host while sampling')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@
 A prompt is what a user says where the tokenizer has a chat template, else (or
 with --nochat) a text to go on with. Rows of IN have a column `prompt` (text or
 messages), `prompt_ids`, `messages` or `text`; lines of a .txt are prompts. OUT
-adds `completions`, `completion_ids` and `logprobs`; killed, the same command
+adds `completions`, `completion_ids`, `logprobs` and, where asked for,
+`top_logprobs`; killed, the same command
 goes on. --chat talks in the terminal. A seed gives the same completions.
 """
 
@@ -37,6 +38,7 @@ _TEMPERATURE = flags.DEFINE_float(
 _TOP_K = flags.DEFINE_integer('top_k', 0, '0 is off.', lower_bound=0)
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
+_TOP = flags.DEFINE_integer('top_logprobs', 0, 'Of the likeliest, to --out.')
 _N = flags.DEFINE_integer('n', 1, 'Completions of each.', lower_bound=1)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
 _CHAT = flags.DEFINE_bool('chat', None, 'Talk; --nochat: no chat template.')
@@ -55,15 +57,14 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   if not (_PROMPT.value or _FILE.value or _CHAT.value):
-    raise InputError('nothing to complete; give --prompt=TEXT, --prompts=FILE '
-                     'or --chat')
+    raise InputError('give --prompt=TEXT, --prompts=FILE or --chat')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost import completions, inference
   weights = inference.load(
       _RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
-  draws = completions.Draws(_N.value, _SEED.value, _MAX.value,
-                            _TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+  draws = completions.Draws(*(flag.value for flag in (
+      _N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
   if _CHAT.value:
     return completions.chat_loop(
         weights, draws, _MESH.value, [*_PROMPT.value], sys.stdin, sys.stdout)
