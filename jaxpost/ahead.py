@@ -63,6 +63,9 @@ class Ahead:
     refuse(bool(few and (config.environment or config.rollout.swap_blocks)),
            'config.mesh.rollout_devices: are those of some processes only, and '
            'environments and rollout.swap_blocks need all; leave them out')
+    refuse(self.lag > 0 and config.rollout.park_optimizer,
+           'config.rollout.park_optimizer: with rollout.lag an update runs '
+           'while others are sampled; leave one of them out')
 
   @property
   def lag(self) -> int:
@@ -87,10 +90,17 @@ class Ahead:
       self.chrono.watch('reshard', self.engine.weights)
     self.version = version
 
+  def _park(self, there: bool):
+    if self.config.rollout.park_optimizer:
+      with self.chrono('reshard'):
+        for role in self.roles.trainable.values():
+          role.park(there)
+
   def _collect(self, done: int, step: int) -> Sampled:
     """The rollout of a step, after `done` steps were asked for."""
     rl, config = self.config.rl, self.config
     now = done * rl.epochs * rl.minibatches
+    self._park(True)
     if self.version is None:
       self.sync(now)
     if self.engine:
@@ -115,6 +125,7 @@ class Ahead:
     else:
       self.sampler.release()
       self.version = None
+    self._park(False)
     if rl.dynamic_sampling:
       graded = grading.keep_mixed(graded, config.rollout.prompts)
     return Sampled(graded, info)

@@ -116,7 +116,8 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
       flops_per_token=p.model.passes / 3 * flops_per_token(
           p.model.config, kit.shape[2] / 2),
       peak_flops=plan.peak_flops(jax.devices()))
-  precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
+  stage.memory = precompile.compile_all(
+      kit, roles, stream, engine, stage.evaluate)
   kit.chrono.begin(workdir / 'timeline' / f'{p.name}.json', log.timeline_steps)
   return stage
 
@@ -257,8 +258,7 @@ def make_trainable(kit: Kit, role: str, model, params):
     steps -= config.critic.warmup_steps
   part, (params, fixed) = lora.trained(model), lora.split(params, model)
   schedule = optim.make_schedule(
-      o.schedule, lr, steps * updates, o.warmup_steps * updates,
-      o.end_lr)
+      o.schedule, lr, steps * updates, o.warmup_steps * updates, o.end_lr)
   optimizer = optim.make_optimizer(
       o.name, schedule,
       dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
@@ -289,18 +289,19 @@ def make_engine(kit: Kit, slots: int = 0):
       model, SamplerConfig(
           slots=slots or r.slots or min(wanted, 256),
           max_prompt=r.max_prompt_length, max_new_tokens=r.max_new_tokens,
-          stop_ids=p.tokenizer.stop_ids,
-          temperature=r.temperature, top_k=r.top_k, top_p=r.top_p,
-          min_p=r.min_p, forbidden_ids=r.forbidden_ids,
-          stop_strings=r.stop_strings, min_new_tokens=r.min_new_tokens,
-          block=r.block, page_size=r.page_size, cache_tokens=r.cache_tokens),
-      kit.rollout, kit.compute, kit.ledger, p.tokenizer.decode,
+          stop_ids=p.tokenizer.stop_ids, temperature=r.temperature,
+          top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, block=r.block,
+          forbidden_ids=r.forbidden_ids, stop_strings=r.stop_strings,
+          min_new_tokens=r.min_new_tokens, page_size=r.page_size,
+          cache_tokens=r.cache_tokens, top_logprobs=r.top_logprobs),
+      kit.rollout, kit.compute, kit.ledger,
+      functools.partial(p.tokenizer.decode, skip_special=False),
       phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
       r.share_base)
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:
-  """Key data [2] uint32; training and evaluation draw from different ones."""
+  """[2] uint32; training and evaluation draw from different ones."""
   key = jax.random.fold_in(jax.random.key(seed), purpose)
   return np.asarray(jax.random.key_data(key))
 

@@ -4,6 +4,7 @@ Legend: N prompts, n samples a prompt, P prompt tokens.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -15,14 +16,13 @@ import rich.console
 from rich import progress
 
 from jaxpost import assemble, cache
-from jaxpost.data import chat, sources
+from jaxpost.data import chat, experience, sources
 from jaxpost.errors import InputError
 from jaxpost.inference import Weights, to_stderr
 from jaxpost.matmul import compute_for
 from jaxpost.metrics import write_atomic
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
-from jaxpost.rollout.serve import Serving
 from jaxpost.sharding import make_layout
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
@@ -83,7 +83,8 @@ def check_ids(ids, tokenizer, where) -> np.ndarray:
 class Draws:
   """What decides completions besides weights and prompts.
 
-  temperature: 0 is greedy. top_k, top_p: 0 and 1 are off.
+  temperature: 0 is greedy. top_k, top_p: 0 and 1 are off. top_logprobs: of so
+  many of the likeliest tokens at each place.
   """
 
   n: int = 1
@@ -92,6 +93,7 @@ class Draws:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  top_logprobs: int = 0
 
 
 def complete(weights: Weights, prompts, draws=Draws(), mesh='data=-1'
@@ -104,7 +106,8 @@ def _engine_for(weights, prompts, draws, mesh) -> NativeEngine:
   return make_engine(
       weights, slots=min(len(prompts) * draws.n, 64),
       max_prompt=max(len(x.tokens) for x in prompts),
-      max_new_tokens=draws.max_new_tokens, mesh=mesh)
+      max_new_tokens=draws.max_new_tokens, mesh=mesh,
+      top_logprobs=draws.top_logprobs)
 
 
 def _draw(engine, prompts, draws) -> Rollout:
@@ -115,11 +118,11 @@ def _draw(engine, prompts, draws) -> Rollout:
 
 def _sampling(draws: Draws) -> dict:
   return dict(temperature=draws.temperature, top_k=draws.top_k,
-              top_p=draws.top_p)
+              top_p=draws.top_p, top_logprobs=draws.top_logprobs)
 
 
 def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
-                mesh='data=-1') -> NativeEngine:
+                mesh='data=-1', top_logprobs=0) -> NativeEngine:
   """A sampler that holds these weights."""
   p = weights.prepared
   if p.model.head is None:
@@ -127,10 +130,10 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
   engine = NativeEngine(
       p.model, SamplerConfig(
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
-          stop_ids=p.tokenizer.stop_ids),
+          stop_ids=p.tokenizer.stop_ids, top_logprobs=top_logprobs),
       make_layout(mesh, 'rollout', '--mesh'),
       compute_for(jax.default_backend(), p.config.model.dtype, 'none'),
-      Ledger(), p.tokenizer.decode)
+      Ledger(), functools.partial(p.tokenizer.decode, skip_special=False))
   engine.load(weights.params, weights.step)
   return engine
 
@@ -242,6 +245,9 @@ def _rows_of(rollout: Rollout, tokenizer) -> list[dict]:
         'completion_ids': ids,
         'logprobs': [[round(float(x), 6) for x in rollout.logprobs[
             n, :rollout.lengths[n]]] for n in members]})
+    if rollout.top_ids is not None:
+      rows[-1]['top_logprobs'] = [experience.top_logprobs(rollout, n)[
+          'top_logprobs'] for n in members]
   return rows
 
 
@@ -288,7 +294,8 @@ def chat_loop(weights: Weights, draws, mesh, first, asked, out):
   # A template that cannot render a chat is told of before a model is loaded.
   chat.encode_prompt(tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   engine = make_engine(weights, slots=1, max_prompt=_CONTEXT,
-                       max_new_tokens=draws.max_new_tokens, mesh=mesh)
+                       max_new_tokens=draws.max_new_tokens, mesh=mesh,
+                       top_logprobs=draws.top_logprobs)
   for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
     messages.append({'role': 'user', 'content': text})
     ids = chat.encode_prompt(tokenizer, messages, {}, '--chat')
@@ -336,13 +343,11 @@ def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell
 
   def follow(completions, idle):
     del idle
-    for seat in serving.seats.values():
-      if seat.parts:
-        tell(np.concatenate([part[0] for part in seat.parts]).tolist())
     done.extend(completions)
     return ()
 
-  serving = Serving(engine, assemble.run_key(draws.seed, 3), 0, follow, None)
-  serving.run([Request(prompt.tokens, prompt.index, 0, {
-      **_sampling(draws), 'max_tokens': draws.max_new_tokens})])
+  engine.serve([Request(prompt.tokens, prompt.index, 0, {
+      **_sampling(draws), 'max_tokens': draws.max_new_tokens})],
+               run_key=assemble.run_key(draws.seed, 3), step=0, follow=follow,
+               tell=lambda request, ids: tell(ids.tolist()))
   return done[0]

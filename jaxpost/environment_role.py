@@ -20,19 +20,31 @@ def start(config, algorithm, tokenizer) -> EnvironmentPool:
         f'{tokenizer.source} has no chat template; use that of an instruct '
         'model')
   r, t = config.rollout, config.tools
+  if r.top_logprobs:
+    raise InputError('config.rollout.top_logprobs: is for single answers, not '
+                     'for the turns of config.environment; set it to 0')
   wanted = r.prompts * r.group_size if algorithm.on_policy else (
       config.eval.size * config.eval.samples)
   workers = t.workers or max(1, min(
       wanted, r.slots or wanted, _MOST) // processes.count())
-  return EnvironmentPool(
+  pool = EnvironmentPool(
       config.environment, workers=workers, timeout_s=t.timeout_s,
       most=max(r.max_prompt_length, t.max_result_tokens) * _CHARACTERS).check()
+  if pool.agent and processes.count() > 1:
+    pool.close()
+    raise InputError(
+        f'config.environment: {config.environment} is an agent that asks by '
+        f'HTTP, for a run of one process; there are {processes.count()}')
+  return pool
 
 
 def sampler(prepared, engine, run_key) -> Episodes:
-  config = prepared.config
+  config, make = prepared.config, Episodes
   r, t = config.rollout, config.tools
-  return Episodes(
+  if prepared.environment.agent:
+    from jaxpost.rollout.agents import Agents
+    make = Agents
+  return make(
       engine, run_key, prepared.environment, prepared.tokenizer,
       Limits(r.max_prompt_length, r.max_new_tokens, t.max_turns,
              t.max_result_tokens, t.lag, config.rewards.max_failed))

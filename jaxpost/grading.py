@@ -325,6 +325,7 @@ def sample_rows(rollout: Rollout, groups, graded, rewards) -> list[dict]:
         **({'error': result.error} if result.error else {}),
         components={k: v[i] for k, v in result.components.items()},
         length=int(length), finished=bool(rollout.finished[n]),
+        **experience.top_logprobs(rollout, n),
         logprob=float(rollout.logprobs[n, :length].sum()),
         prompt_index=rollout.prompts[n // size].index, sample=i,
         version=rollout.version))

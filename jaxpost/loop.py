@@ -56,6 +56,7 @@ class Stage:
   max_skipped: int = 5
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
+  memory: Callable = dict  # () -> what is in use
 
 
 def resume(stage: Stage) -> int:
@@ -141,7 +142,7 @@ class _Progress:
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if skipped else max(0, self.skipped - 0.1)
     tokens = item.info['tokens']
-    row |= item.info | times
+    row |= item.info | times | stage.memory()
     if stage.peers:
       row |= stage.peers.finish(told, times)
     row['skipped_updates'] = int(skipped)

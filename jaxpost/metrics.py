@@ -2,8 +2,9 @@
 
 One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key:
 number}; a number that is not finite is null and named in 'nonfinite'. Keys
-that depend on the clock are `time/*`, `*_per_s` and `mfu`, and no others, so
-the rest of two runs can be compared byte by byte. Imports no JAX.
+that depend on the clock are `time/*`, `*_per_s` and `mfu`, and those that
+depend on the machine `memory/*`; there are no others, so the rest of two runs
+can be compared byte by byte. Imports no JAX.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,8 +39,9 @@ SHOWN = {
 
 
 def is_clock_key(key: str) -> bool:
-  """True for the keys whose values depend on the clock."""
-  return key.startswith('time/') or key.endswith('_per_s') or key == 'mfu'
+  """True for the keys whose values depend on the clock or the machine."""
+  return key.startswith(('time/', 'memory/')) or (
+      key.endswith('_per_s') or key == 'mfu')
 
 
 def plain(value: Any) -> Any:

@@ -20,15 +20,18 @@ def peak_flops(devices) -> float:
 
 
 def make_plan(stage: str, cfg: ModelConfig, layouts: dict[str, Layout],
-              tokens_per_step: int, rows: list[dict]) -> dict:
-  """A JSON-able record of what a stage runs; the programs are `rows`."""
+              tokens_per_step: int, rows: list[dict], memory: dict) -> dict:
+  """A JSON-able record of what a stage runs; the programs are `rows`.
+
+  memory: {program: bytes a device that are in use while it runs, at most}.
+  """
   device = jax.devices()[0]
   return dict(
       stage=stage, devices=jax.device_count(), device_kind=device.device_kind,
       processes=jax.process_count(), family=cfg.family,
       parameters=transformer.num_params(cfg),
       mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
-      tokens_per_step=tokens_per_step, programs=rows)
+      tokens_per_step=tokens_per_step, programs=rows, memory=memory)
 
 
 def render(plan: dict) -> rich.table.Table:
@@ -41,7 +44,8 @@ def render(plan: dict) -> rich.table.Table:
   table = rich.table.Table(
       title=f'{plan["stage"]}: {number(plan["parameters"])} parameters, '
       f'{plan["devices"]} x {plan["device_kind"]}, mesh: {meshes}, at most '
-      f'{number(plan["tokens_per_step"])} tokens a step',
+      f'{number(plan["tokens_per_step"])} tokens a step, at most '
+      f'{_mib(plan["memory"]["peak"])} a device',
       box=rich.box.SIMPLE, title_justify='left')
   for name in ('program', 'shapes', 'arguments', 'temporaries', 'FLOPs',
                'compile s'):

@@ -10,6 +10,8 @@ import typing
 import jax
 import numpy as np
 
+from jaxpost.errors import InputError
+from jaxpost.programs import memory
 from jaxpost.roles import Roles, without_signal
 from jaxpost.types import Batch
 
@@ -17,8 +19,27 @@ if typing.TYPE_CHECKING:
   from jaxpost.assemble import Kit
 
 
-def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
-  """Compiles every program before step 0, two at a time."""
+def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
+  """What the compiled programs of a stage will need."""
+  parks = kit.config.rollout.park_optimizer
+  if parks and not memory.parks(kit.train.mesh.local_devices[0]):
+    raise InputError('config.rollout.park_optimizer: these devices reach no '
+                     'memory of the host that could hold it; set it to False')
+  trainable = roles.trainable.values()
+  held = memory.distinct([(r.state, r.frozen) for r in trainable], [
+      r.params for r in (roles.reference, roles.reward_model, *roles.teachers)
+      if r])
+  sampler = memory.distinct(
+      engine.described(roles.policy.params)) if engine else {}
+  parked = [r.state.opt_state for r in trainable if parks]
+  return memory.Memory(memory.predict(
+      kit.ledger.rows, memory.size(held), memory.size(parked),
+      memory.size({k: x for k, x in sampler.items() if k not in held})))
+
+
+def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator
+                ) -> memory.Memory:
+  """Compiles every program before step 0, two at a time; what they need."""
   p, config, length = kit.prepared, kit.config, kit.shape[2]
   on_policy, micro = p.algorithm.on_policy, kit.shape[1]
   sharding = kit.train.sharding((None, 'batch'), (1, micro))
@@ -58,18 +79,20 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator):
     later.append(functools.partial(
         evaluator.held_out.program.compile, roles.policy.state.params, full,
         roles.policy.state.step, roles.policy.frozen))
+  turns = bool(p.environment)
   if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, read_lengths(p, p.stream.lengths),
-                        config.rollout.group_size)
+    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
+                        config.rollout.group_size, turns)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(
-        roles.policy.params, read_lengths(p, [
-            len(x.tokens) for x in sampled.prompts]), sampled.samples)
+        roles.policy.params, [len(x.tokens) for x in sampled.prompts],
+        sampled.samples, turns)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for some in jobs, later:
       for done in [pool.submit(job) for job in some]:
         done.result()
+  return memory_of(kit, roles, engine)
 
 
 def _rollout_row(p, length: int) -> Batch:
@@ -82,12 +105,3 @@ def _rollout_row(p, length: int) -> Batch:
   return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts,
                branch_ids=ints if p.algorithm.pack else None)
 
-
-def read_lengths(prepared, prompts: list[int]) -> list[int]:
-  """Tokens of the texts that a sampler reads; turns make prompts longer."""
-  if not prepared.environment:
-    return prompts
-  r = prepared.config.rollout
-  most = r.max_prompt_length + r.max_new_tokens - 1
-  longer = [1 << n for n in range(most.bit_length()) if 1 << n > min(prompts)]
-  return [*prompts, *longer, most]

@@ -40,6 +40,13 @@ class Trainable:
   objective: Objective | None = None
   frozen: dict = dataclasses.field(default_factory=dict)
 
+  def park(self, there: bool):
+    """Moves the optimizer state into the memory of the host, or back."""
+    device, old = self.layout.mesh.local_devices[0], self.state.opt_state
+    kind = 'pinned_host' if there else device.default_memory().kind
+    self.state = self.state.replace(opt_state=jax.device_put(
+        old, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), old)))
+
   @property
   def params(self):
     return join(self.frozen.get('params', {}), self.state.params)

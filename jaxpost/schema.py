@@ -135,6 +135,8 @@ class RolloutSection:
   stop_strings: tuple = _f((), 'end a completion, beside the stop ids',
                            each=str)
   min_new_tokens: int = _f(0, 'no stop id before', lo=0)
+  top_logprobs: int = _f(0, 'of so many of the likeliest tokens at each place '
+                         'the log-probs go into samples/', lo=0)
   slots: int = _f(0, 'sequences in flight; 0: all of a step', lo=0)
   page_size: int = _f(0, 'cache entries of a page, a power of two; 0: every '
                       'slot has room for the longest text', lo=0)
@@ -148,6 +150,8 @@ class RolloutSection:
                         lo=0)
   share_base: bool = _f(False, 'sample from the frozen weights of training, '
                         'with no copy of them: less memory, slower')
+  park_optimizer: bool = _f(False, 'optimizer states wait in the memory of the '
+                            'host while sampling')
 
 
 @dataclasses.dataclass(frozen=True)

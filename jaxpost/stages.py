@@ -172,7 +172,8 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         plans.append(plan.make_plan(
             stage.name, kit.prepared.model.config,
             {'train': kit.train, 'rollout': kit.rollout},
-            kit.shape[0] * kit.shape[2], kit.ledger.rows))
+            kit.shape[0] * kit.shape[2], kit.ledger.rows,
+            stage.memory.predicted))
         if processes.index() == 0:
           plan.write(workdir / 'plan.json', plans)
           console.print(plan.render(plans[-1]))

@@ -93,7 +93,7 @@ class Sampling:
 
   Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off),
   stop_ids [2, -1] and forbidden_ids [-1] (padded with -1), min_tokens 0,
-  max_tokens 128, seed 0.
+  max_tokens 128, seed 0, top_logprobs 0.
   """
 
   temperature: Array  # [S] float32, 0 is greedy
@@ -105,6 +105,7 @@ class Sampling:
   min_tokens: Array  # [S] int32: no stop id before
   max_tokens: Array  # [S] int32
   seed: Array  # [S] int32, another draw for each; 0 changes nothing
+  top_logprobs: Array  # [S] int32, how many of the likeliest are reported
 
 
 @struct.dataclass
@@ -189,6 +190,8 @@ class Rollout:
   versions: Any = None  # [N, C] int32, `version` by token; None: all the same
   rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN
   messages: tuple | None = None  # [N] lists: turns of the model and of tools
+  top_ids: Any = None  # [N, C, n] int32, the likeliest at each place
+  top_logprobs: Any = None  # [N, C, n] float32, as `logprobs`
 
 
 @dataclasses.dataclass

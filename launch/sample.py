@@ -8,8 +8,9 @@
 A prompt is what a user says where the tokenizer has a chat template, else (or
 with --nochat) a text to go on with. Rows of IN have a column `prompt` (text or
 messages), `prompt_ids`, `messages` or `text`; lines of a .txt are prompts. OUT
-adds `completions`, `completion_ids`, `logprobs`; killed, the same command goes
-on. --chat talks. Each --adapter answers. A seed gives the same completions.
+adds `completions`, `completion_ids`, `logprobs` (`top_logprobs` if asked for);
+killed, the same command goes on. --chat talks. Each --adapter answers. A seed
+gives the same completions.
 """
 
 import json
@@ -38,6 +39,7 @@ _TEMPERATURE = flags.DEFINE_float('temperature', 1.0, '0 is greedy.', 0.0)
 _TOP_K = flags.DEFINE_integer('top_k', 0, '0 is off.', lower_bound=0)
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
+_TOP = flags.DEFINE_integer('top_logprobs', 0, 'Of the likeliest, to --out.')
 _N = flags.DEFINE_integer('n', 1, 'Completions of each.', lower_bound=1)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
 _CHAT = flags.DEFINE_bool('chat', None, 'Talk; --nochat: no chat template.')
@@ -65,8 +67,8 @@ def main(argv):
   from jaxpost import completions, inference
   each = inference.adapters(inference.load(
       _RUN.value, _MODEL.value, _STAGE.value, _STEP.value), _ADAPTER.value)
-  draws = completions.Draws(_N.value, _SEED.value, _MAX.value,
-                            _TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+  draws = completions.Draws(*(flag.value for flag in (
+      _N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
   if _CHAT.value:
     return completions.chat_loop(
         completions.only(each, '--chat'), draws, _MESH.value,

@@ -42,7 +42,7 @@ def main(argv):
   half = _CONTEXT.value // 2
   engine = completions.make_engine(
       weights, slots=_SLOTS.value, max_prompt=_CONTEXT.value - half,
-      max_new_tokens=half, mesh=_MESH.value)
+      max_new_tokens=half, mesh=_MESH.value, top_logprobs=20)
 
   def record(entry):
     if _RECORD.value:

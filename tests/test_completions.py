@@ -3,6 +3,7 @@
 Legend: N prompts, n samples a prompt.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -70,6 +71,20 @@ def test_rows_keep_their_columns(whole, source, weights):
       assert 1 <= len(ids) == len(logprobs) <= 4 and max(logprobs) <= 0
       assert text == weights.prepared.tokenizer.decode(ids)
     assert len({tuple(x) for x in new['completion_ids']}) > 32
+
+
+def test_the_likeliest_tokens_of_each_place(weights, source, tmp_path):
+  draws = dataclasses.replace(DRAWS, n=2, temperature=0.0, top_logprobs=2)
+  prompts = completions.make_prompts(weights, file=str(source))
+  completions.complete_file(weights, prompts, tmp_path / 'out.jsonl', draws)
+  for line in (tmp_path / 'out.jsonl').read_text().splitlines():
+    row = json.loads(line)
+    for ids, logprobs, top in zip(*(row[k] for k in (
+        'completion_ids', 'logprobs', 'top_logprobs')), strict=True):
+      assert [pairs[0][0] for pairs in top] == ids  # greedy
+      assert [len(pairs) for pairs in top] == [2] * len(ids)
+      np.testing.assert_allclose(
+          [pairs[0][1] for pairs in top], logprobs, atol=2e-6)
 
 
 def test_prompt_ids_are_taken_as_they_are(weights, source):

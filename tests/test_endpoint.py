@@ -38,7 +38,7 @@ def weights(folder):
 @pytest.fixture(scope='module')
 def server(weights):
   engine = completions.make_engine(
-      weights, slots=4, max_prompt=64, max_new_tokens=64)
+      weights, slots=4, max_prompt=64, max_new_tokens=64, top_logprobs=5)
   seen = []
   endpoint = Endpoint(
       engine, weights.prepared.tokenizer, name='nano', record=seen.append)
@@ -115,6 +115,42 @@ def test_log_probs_are_those_of_the_model(server, weights):
   assert ''.join(choice['logprobs']['tokens']).startswith(choice['text'][:1])
 
 
+def test_the_likeliest_tokens(server, weights):
+  """As many as are asked for, under the model's own distribution."""
+  found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3,
+              temperature=1.0, logprobs=True, top_logprobs=3)
+  ids = np.array([[*found['prompt_token_ids'],
+                   *found['choices'][0]['token_ids']]])
+  logits = tiny.logits(weights.prepared.model, weights.params, ids)[0]
+  logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  decode = weights.prepared.tokenizer.decode
+  for at, entry in enumerate(found['choices'][0]['logprobs']['content']):
+    row = logp[len(found['prompt_token_ids']) - 1 + at]
+    best = np.argsort(-row)[:3]
+    assert [x['token'] for x in entry['top_logprobs']] == [
+        decode([i], skip_special=False) for i in best]
+    np.testing.assert_allclose(
+        [x['logprob'] for x in entry['top_logprobs']], row[best], atol=1e-4)
+  text = ask(server, 'completions', prompt='ab', max_tokens=2, logprobs=2)
+  first, _ = text['choices'][0]['logprobs']['top_logprobs']
+  assert 1 <= len(first) <= 2 and max(first.values()) <= 0
+  plain = ask(server, 'completions', prompt='ab', max_tokens=2)
+  assert plain['choices'][0]['logprobs'] is None
+
+
+def test_a_special_token_stops(server, weights):
+  """Where it is no stop id of the tokenizer."""
+  tokenizer = weights.prepared.tokenizer
+  assert 256 not in tokenizer.stop_ids
+  found = ask(server, 'completions', prompt='ab', max_tokens=60,
+              temperature=50.0, n=16, stop='<|endoftext|>')
+  ended = [c for c in found['choices'] if 256 in c['token_ids']]
+  assert ended
+  for choice in ended:
+    assert choice['token_ids'].index(256) == len(choice['token_ids']) - 1
+    assert choice['finish_reason'] == 'stop'
+
+
 def test_texts_ids_and_lists_of_them(server):
   greedy = dict(max_tokens=4, temperature=0)
   text = ask(server, 'completions', prompt='ab', **greedy)
@@ -172,6 +208,8 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(prompt=[9999]), 400, 'token ids'),
     ('completions', dict(prompt='a', max_tokens=999), 400, 'do not fit'),
     ('completions', dict(prompt='a', temperature='hot'), 400, 'temperature'),
+    ('completions', dict(prompt='a', max_tokens=1, logprobs=6), 400,
+     'top_logprobs=6 of 5'),
     ('completions', dict(raw=b'{'), 400, 'Expecting'),
     ('completions', dict(raw=b'[]'), 400, 'JSON object'),
     ('nothing', dict(), 404, 'nothing')])

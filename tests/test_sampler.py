@@ -53,7 +53,8 @@ def slots_of(count, **fields):
       temperature=full(1, jnp.float32), top_k=full(0),
       top_p=full(1, jnp.float32), min_p=full(0, jnp.float32),
       stop_ids=full(-1)[:, None], forbidden_ids=full(-1)[:, None],
-      min_tokens=full(0), max_tokens=full(9), seed=full(0)), **fields})
+      min_tokens=full(0), max_tokens=full(9), seed=full(0),
+      top_logprobs=full(0)), **fields})
 
 
 def _draw(logits, settings, uniform):
@@ -321,8 +322,8 @@ def test_a_slot_with_nothing_left_is_broken():
 
 def test_the_likeliest_are_reported(row):
   drawn = sampling.draw(
-      jnp.asarray(row)[None], slots_of(1), jnp.full(1, 0.5),
-      jnp.zeros(1, int), top=3)
+      jnp.asarray(row)[None], slots_of(1, top_logprobs=jnp.full(1, 3)),
+      jnp.full(1, 0.5), jnp.zeros(1, int), top=3)
   order, (logp, _) = np.argsort(-row), distribution(row, 1.0, 0, 1.0)
   np.testing.assert_array_equal(drawn.top[0][0], order[:3])
   np.testing.assert_allclose(drawn.top[1][0], logp[order[:3]], atol=1e-5)

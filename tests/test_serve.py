@@ -1,6 +1,7 @@
 """Serving: turns, per-request settings, stops, and what is refused."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.rollout import pages
+from jaxpost.rollout import settings
 from jaxpost.types import Request
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
@@ -31,12 +33,12 @@ def decode(ids):
   return ''.join(chr(97 + i % 26) * (1 + i % 2) for i in map(int, ids))
 
 
-def make_engine(model, params, ledger=None, **fields):
+def make_engine(model, params, ledger=None, compute=tiny.EXACT, **fields):
   settings = native.SamplerConfig(**{**dict(
       slots=4, max_prompt=20, max_new_tokens=NEW, stop_ids=(), block=4,
       max_context=60), **fields})
   engine = native.NativeEngine(
-      model, settings, tiny.one_device('rollout'), tiny.EXACT,
+      model, settings, tiny.one_device('rollout'), compute,
       ledger or Ledger(), decode)
   engine.load(params, version=3)
   return engine
@@ -100,8 +102,78 @@ def test_turns_draw_what_one_long_sample_draws(engine):
     np.testing.assert_array_equal(
         np.concatenate([p.tokens for p in parts]), one.tokens)
     np.testing.assert_allclose(
-        np.concatenate([p.logprobs for p in parts]), one.logprobs, atol=1e-5)
+          np.concatenate([p.logprobs for p in parts]), one.logprobs, atol=1e-5)
   assert 0 < serve.figures['occupancy'] <= 1
+
+
+def talk(answers, turns=3):
+  """A `follow` in which something answers each turn, some blocks later."""
+  said, waiting = collections.Counter(), collections.deque()
+
+  def follow(completions, idle):
+    for c in completions:
+      key = c.request.prompt, c.request.sample
+      said[key] += 1
+      if said[key] < turns:
+        text = np.concatenate([
+            c.request.tokens, c.tokens, answers[said[key], key[0] % 5]])
+        waiting.append([int(key[0]) % 3, Request(
+            text, *key, c.request.sampling)])
+    for item in waiting:
+      item[0] -= 1
+    ready = [r for n, r in waiting if n < 0 or idle]
+    kept = [x for x in waiting if not (x[0] < 0 or idle)]
+    waiting.clear()
+    waiting.extend(kept)
+    return ready
+
+  return follow
+
+
+@pytest.mark.parametrize('fields', [
+    {}, dict(slots=9), dict(slots=16, max_new_tokens=40), dict(page_size=8),
+    dict(slots=9, page_size=8), dict(slots=9, page_size=8, cache_tokens=176),
+    dict(slots=9, row_writes=False),
+    dict(slots=9, page_size=8, row_writes=False), dict(slots=9, window=5)],
+    ids=str)
+def test_a_conversation_keeps_its_cache(model, params, fields):
+  """The same samples as when every turn is read from its beginning."""
+  fields = dict(fields)
+  compute = dataclasses.replace(
+      tiny.EXACT, row_writes=fields.pop('row_writes', True))
+  if 'window' in fields:
+    model = model_lib.build(dataclasses.replace(
+        model.config, layer_windows=(fields.pop('window'), 0)))
+  random = np.random.RandomState(2)
+  # Longer than what is read at a time, too; nothing of another length.
+  answers = {(turn, n): random.randint(0, 131, size, np.int32)
+             for turn in (1, 2) for n, size in enumerate([1, 5, 37, 9, 2])}
+  wanted = requests(9, max_tokens=5)
+  made = lambda: make_engine(
+      model, params, compute=compute, max_context=120, **fields)
+  keeping, reading = made(), made()
+  reading.keeps = False
+  plain = serve(reading, wanted, talk(answers))
+  read, figures = serve.figures['tokens_prefilled'], {}
+  assert serve.figures['tokens_kept'] == 0
+  told = serve(keeping, wanted, talk(answers))
+  figures = serve.figures
+  assert set(told) == set(plain) and len(plain) == 9
+  for key, parts in plain.items():
+    assert len(parts) == 3
+    for a, b in zip(parts, told[key], strict=True):
+      np.testing.assert_array_equal(a.request.tokens, b.request.tokens)
+      np.testing.assert_array_equal(a.tokens, b.tokens)
+      np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+  assert figures['tokens_kept'] > 0
+  assert figures['tokens_prefilled'] < read
+  if fields.get('slots', 4) >= 9 and not fields.get('cache_tokens'):
+    # Of the turns after the first, only what is new was read.
+    texts = sum(len(c.request.tokens) for parts in told.values()
+                for c in parts[1:])
+    more = sum(len(answers[turn, k[0] % 5]) for k in told for turn in (1, 2))
+    assert figures['tokens_kept'] == texts - more
+    assert read - figures['tokens_prefilled'] == figures['tokens_kept']
 
 
 def test_waiting_ends_when_nothing_comes(engine):
@@ -270,6 +342,6 @@ def test_settings_that_cannot_work(fields, told):
 def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):
   engine = make_engine(model, params, slots=8)
   # 8 slots x (60 + 4) entries x 2 x 2 layers x 2 heads x 8 x 4 bytes
-  monkeypatch.setattr(native, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
+  monkeypatch.setattr(settings, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
   with pytest.raises(InputError, match='8 slots of 64 .* 5 slots would fit'):
     serve(engine, requests())

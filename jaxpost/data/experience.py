@@ -130,7 +130,8 @@ def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
 
 
 # Of episodes: what is counted; other figures are means.
-_COUNTS = 'tools/malformed', 'episodes/failed', 'episodes/killed'
+_COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed',
+           'tokens_prefilled', 'tokens_kept', 'requeued')
 
 
 def _wide(x, width: int):
@@ -150,7 +151,8 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
   prompts: tuple[Prompt, ...] = tuple(
       r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
   names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
-           'finished', *(n for n in ('mask', 'experts', 'versions')
+           'finished', *(n for n in (
+               'mask', 'experts', 'versions', 'top_ids', 'top_logprobs')
                          if vars(rollouts[0])[n] is not None))
   rewards = rollouts[0].rewards and {
       name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)])
@@ -165,3 +167,16 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
       prompts=prompts, rewards=rewards, messages=messages, figures=figures,
       **{n: pick(n) for n in names},
       occupancy=float(np.mean([r.occupancy for r in rollouts])))
+
+
+def top_logprobs(rollout: Rollout, n: int) -> dict:
+  """{'top_logprobs': [C, n] pairs of id and log-prob} of completion n.
+
+  Of the likeliest at each place; {} where they were not asked for.
+  """
+  if rollout.top_ids is None:
+    return {}
+  size = rollout.lengths[n]
+  return {'top_logprobs': [
+      [[int(i), round(float(x), 6)] for i, x in zip(*at)] for at in zip(
+          rollout.top_ids[n, :size], rollout.top_logprobs[n, :size])]}

@@ -102,6 +102,20 @@ class Turns:
     head = self._tokenizer.encode(end)
     return self._tokenizer.encode(end + text)[len(head):]
 
+  def more(self, messages: list[dict], ended: bool) -> list[int]:
+    """Ids after a turn of the model: messages, and the header of the next.
+
+    Args:
+      ended: whether the turn ended with `end_id`, or was cut.
+    """
+    rest, end = self._behind(messages), self._text([self.end_id])
+    if not self._tokenizer.adds_space:
+      return self._tokenizer.encode(
+          rest[rest.index(end) + len(end):] if ended else rest)
+    head = self._tokenizer.encode(end)
+    text = rest[rest.index(end):] if ended else end + rest
+    return self._tokenizer.encode(text)[len(head):]
+
   def is_whole(self) -> bool:
     """Whether turn by turn gives what rendering a whole conversation does.
 
@@ -127,10 +141,14 @@ class Turns:
 
   def _after(self, results) -> str:
     """What a rendering has behind the words of the model."""
+    return self._behind([
+        _result(name, self.safe(said)) for name, said in results])
+
+  def _behind(self, messages) -> str:
     text = self._render([
         {'role': 'user', 'content': 'a'},
-        {'role': 'assistant', 'content': _SAID, **self._call},
-        *(_result(name, self.safe(said)) for name, said in results)], True)
+        {'role': 'assistant', 'content': _SAID, **self._call}, *messages],
+                        True)
     if _SAID not in text:
       raise InputError(
           f'config.environment: the chat template of {self._tokenizer.source} '

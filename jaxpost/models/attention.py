@@ -68,41 +68,46 @@ def entries(cache: Cache, layer: int, step):
 
 def cached(q, cache, recent, filled, step, compute: Compute, window: int,
            cfg: ModelConfig, sinks=None):
-  """One query per row against the filled part of its cache.
+  """Queries at the end of each row against the filled part of its cache.
 
   Args:
-    q: [B, 1, H, h].
+    q: [B, T', H, h], of one token or of several that follow each other.
     cache: keys and values [B, K, S, h], of which `filled` [B] count.
     recent: keys and values [B, K, T, h] that came after these; those up to
-      `step`, where q stands, count.
+      `step`, where the first query stands, and up to each later one, count.
     window, cfg, sinks: as in `attention`.
 
   Returns:
-    [B, 1, H, h].
+    [B, T', H, h].
   """
-  batch, _, heads, size = q.shape
+  batch, count, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
   kind = cache[0].dtype.name  # holds values of the operand type, see Compute
   q = scaled(q, cfg).astype(compute.dtype)
-  q = q.reshape(batch, kv_heads, heads // kv_heads, size)
+  q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+  q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
   scores = jnp.concatenate([
       einsum('bkgh,bksh->bkgs', q, keys, kind)
       for keys in (cache[0], recent[0])], axis=-1)
+  flat, scores = scores.shape, scores.reshape(
+      batch, kv_heads, count, -1, scores.shape[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
+  stands = step + jnp.arange(count)[:, None]
   mask = jnp.concatenate([
-      entry < filled[:, None],
-      jnp.broadcast_to(new <= step, (batch, len(new)))], axis=-1)
+      jnp.broadcast_to(entry < filled[:, None, None], (batch, count, room)),
+      jnp.broadcast_to(new <= stands, (batch, count, len(new)))], axis=-1)
   if window:
     at = jnp.concatenate([
         jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
-    mask &= at > filled[:, None] + step - window
+    mask &= at[:, None] > filled[:, None, None] + stands - window
   weights = softmax(
-      jnp.where(mask[:, None, None], capped(scores, cfg), NEVER),
-      sinks if sinks is None else sinks.reshape(kv_heads, -1, 1))
-  weights = weights.astype(compute.dtype)
+      jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+      sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
+  weights = weights.reshape(flat).astype(compute.dtype)
   out = sum(einsum('bkgs,bksh->bkgh', part, v, kind) for part, v in zip(
       jnp.split(weights, [room], axis=-1), (cache[1], recent[1])))
-  return out.reshape(batch, 1, heads, -1)
+  out = out.reshape(batch, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
+  return out.reshape(batch, count, heads, -1)
 
 
 def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:

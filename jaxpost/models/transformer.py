@@ -362,7 +362,8 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
 
   A block of T tokens only reads the cache: XLA would copy what it writes at
   every token. What is new is in
-  `recent` until the block ends (`attention.extend`).
+  `recent` until the block ends (`attention.extend`). Several tokens that
+  follow each other, [S, T'], give hidden [S, T', D].
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`).
@@ -371,8 +372,9 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
     recent: L x [S, K, T, h], of which `step` count.
     tokens: [S], at positions filled + step.
   """
-  x = _embed(weights, tokens[:, None], cfg, compute, constrain)
-  positions = (filled + step)[:, None]
+  some = tokens.reshape(len(tokens), -1)
+  x = _embed(weights, some, cfg, compute, constrain)
+  positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
@@ -396,7 +398,8 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
     if experts and routing:
       j = i - cfg.num_layers + cfg.sparse_layers
       experts[j] = jax.lax.dynamic_update_slice_in_dim(
-          experts[j], routing.chosen[:, None].astype(experts[i].dtype), step,
+          experts[j], routing.chosen[:, None].astype(experts[j].dtype), step,
           axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)
-  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x[:, 0]
+  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x.reshape(
+      *tokens.shape, -1)

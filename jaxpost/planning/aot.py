@@ -7,16 +7,16 @@ import collections
 import dataclasses
 import re
 
-import jax
 
 from jaxpost import assemble, build, precompile, weights
 from jaxpost.losses import head as head_lib
 from jaxpost.planning import chips, cost, least
+from jaxpost.programs import memory
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
 from jaxpost.types import Batch, Cache, TrainState
 
-SAMPLING = ('init_state', 'prefill', 'insert', 'generate')
+SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 # Before the first step, when not everything is there yet.
 START = ('init', 'copy', 'random')
 
@@ -87,26 +87,15 @@ def look(kit: assemble.Kit, name: str, compiled, args) -> dict:
 def parts(arg) -> dict:
   """Bytes a device of an argument, by what they are."""
   if isinstance(arg, TrainState):
-    return dict(parameters=size(arg.params), optimizer=size(arg.opt_state))
+    return dict(parameters=memory.size(arg.params),
+                optimizer=memory.size(arg.opt_state))
   if isinstance(arg, (DecodeState, Prefix)):
-    cache = size(arg.cache)
-    return dict(kv_cache=cache, other=size(arg) - cache)
+    cache = memory.size(arg.cache)
+    return dict(kv_cache=cache, other=memory.size(arg) - cache)
   if isinstance(arg, Cache):
-    return dict(kv_cache=size(arg))
+    return dict(kv_cache=memory.size(arg))
   if isinstance(arg, Batch):
-    return dict(batch=size(arg))
+    return dict(batch=memory.size(arg))
   if isinstance(arg, dict) and 'embed' in arg:
-    return dict(parameters=size(arg))
-  return dict(other=size(arg))
-
-
-def size(tree) -> int:
-  """Bytes on one device."""
-  return sum(shard_bytes(x) for x in jax.tree.leaves(tree))
-
-
-def shard_bytes(x) -> int:
-  count = 1
-  for n in x.sharding.shard_shape(x.shape):
-    count *= n
-  return count * x.dtype.itemsize
+    return dict(parameters=memory.size(arg))
+  return dict(other=memory.size(arg))

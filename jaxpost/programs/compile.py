@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 
 from jaxpost import processes
+from jaxpost.programs import memory as memory_lib
 
 
 @dataclasses.dataclass
@@ -29,6 +30,7 @@ class Ledger:
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
+        batch_bytes=memory_lib.batches(args),
         **(self.look(name, compiled, args) if self.look else {})))
     if self.sealed:
       logging.warning(

@@ -1,5 +1,7 @@
 """Prefill, insert and generate: the programs of a sampler.
 
+`extend.py` has the one by which a conversation goes on.
+
 Legend: S slots, R of them in a block, T steps of it, N prompts, P prompt
 tokens (padded to a rung), K kv heads, h head size, D hidden size, L layers.
 """
@@ -15,13 +17,10 @@ from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models import moe
 from jaxpost.models.attention import extend
-from jaxpost.models.layers import fuse, fused
 from jaxpost.models.model import Model
-from jaxpost.models.table import nest
-from jaxpost.models.transformer import STACKS, flops_per_token, unstack_layers
+from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.programs.score import narrow
 from jaxpost.sharding import Layout
 from jaxpost.types import Array, Cache, Sampling
 
@@ -138,25 +137,33 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """insert(state, prefix, entry, run_key, step) -> state, which is donated."""
 
   def insert(state, prefix, entry, run_key, step):
-    new = entry.source >= 0
     source = jnp.maximum(entry.source, 0)
-    pick = lambda value, old: _where(new, value, old)
-    keys = sampling_lib.slot_keys(
-        run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
     cache = _put_rows(
-        state.cache, prefix.cache, new, source, compute
+        state.cache, prefix.cache, entry.source >= 0, source, compute
     ) if entry.copies is None else _put_pages(
         state.cache, prefix.cache, entry.copies)
-    return state.replace(
-        cache=cache,
-        hidden=pick(prefix.hidden[source], state.hidden),
-        positions=pick(prefix.lengths[source], state.positions),
-        counts=pick(0, state.counts), active=pick(True, state.active),
-        sampling=jax.tree.map(pick, entry.sampling, state.sampling),
-        keys=pick(keys, state.keys))
+    return enter(state.replace(cache=cache), entry, prefix.hidden[source],
+                 prefix.lengths[source], run_key, step)
 
   return Program('insert', insert, ledger, slot_shardings(layout),
                  donate=(0,))
+
+
+def enter(state: DecodeState, entry: Entry, hidden, positions, run_key, step
+          ) -> DecodeState:
+  """The state with what `entry` says of its slots, their cache aside.
+
+  hidden: [S, D] and positions: [S], of the end of each text.
+  """
+  pick = lambda value, old: _where(entry.source >= 0, value, old)
+  keys = sampling_lib.slot_keys(
+      run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
+  return state.replace(
+      hidden=pick(hidden, state.hidden),
+      positions=pick(positions, state.positions),
+      counts=pick(0, state.counts), active=pick(True, state.active),
+      sampling=jax.tree.map(pick, entry.sampling, state.sampling),
+      keys=pick(keys, state.keys))
 
 
 def make_move(layout: Layout, compute: Compute, ledger: Ledger, *,
@@ -221,7 +228,7 @@ def _put_pages(pool, rows, copies):
   return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
 
 
-def _nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
+def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
   """What a block of `steps` tokens will add to a cache, as it begins."""
   recent = jax.tree.map(lambda x: jnp.zeros(
       (rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
@@ -257,7 +264,7 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
     cache = state.cache.replace(table=table) if table is not None else view(
         jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
-    recent = _nothing_new(model, state.cache, rows, steps)
+    recent = nothing_new(model, state.cache, rows, steps)
     # All numbers of the block at once: the generator is a loop of its own.
     number, filled = jnp.arange(steps), few.positions
     uniform = jax.vmap(
@@ -321,40 +328,3 @@ def head_logits(model: Model, weights, hidden, compute: Compute):
     logits = jnp.where(real, logits, sampling_lib.HIDE)
   return logits
 
-
-def make_prepare(model: Model, layout: Layout, compute: Compute,
-                 ledger: Ledger) -> Program:
-  """prepare(params) -> sampler weights: cast, resharded, one dict a layer.
-
-  Matrices that read the same activations become one where no device has a
-  part of them only.
-  """
-  merge, model = model.merge, model.base or model
-  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
-  apart = compute.row_writes and model.config.tie_embeddings and (
-      compute.dtype == 'bfloat16')
-  joined = fused(model.table) if layout.mesh.shape['tensor'] == 1 else {}
-
-  def prepare(params):
-    cast = jax.tree.map(
-        lambda x, p: narrow(x, p, compute), merge(params), nest(model.table))
-    if apart:
-      cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
-    if not layers:  # of a model of one's own
-      return cast
-    rows = unstack_layers(cast, model.config.num_layers)['layers']
-    return {**cast, 'layers': [fuse(p, joined) for p in rows]}
-
-  layers, shardings = [], model.shardings(layout)
-  for stack in (s for s in STACKS if s in shardings):
-    rows = {k.split('/')[1]: p for k, p in model.table.items()
-            if p.stacked and k.split('/')[0] == stack}
-    number, = {p.shape[0] for p in rows.values()} or {0}
-    layers += [fuse({k: layout.sharding(p.axes[1:], p.shape[1:])
-                     for k, p in rows.items()}, joined)] * number
-  if layers:
-    shardings = {k: v for k, v in shardings.items() if k not in STACKS} | {
-        'layers': layers}
-  if apart:
-    shardings['head'] = shardings['embed']
-  return Program('reshard', prepare, ledger, shardings)

@@ -53,7 +53,8 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
 
   Args:
     logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
-    top: how many of the likeliest to report, by log_softmax(logits / T).
+    top: how many of the likeliest to report at most, by
+      log_softmax(logits / T); zeros where no slot wants any.
   """
   greedy = sampling.temperature == 0
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
@@ -90,8 +91,13 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
   scaled = picked - highest[:, 0]
   best = ()
   if top:
-    values, ids = jax.lax.top_k(logits, top)
-    best = ids, values - highest - jnp.log(total)[:, None]
+    def likeliest():
+      values, ids = jax.lax.top_k(logits, top)
+      return ids, values - highest - jnp.log(total)[:, None]
+
+    none = lambda: (jnp.zeros((len(logits), top), jnp.int32),
+                    jnp.zeros((len(logits), top)))
+    best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), likeliest, none)
   return Drawn(
       tokens, scaled - jnp.log(total),
       jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),

@@ -93,7 +93,7 @@ class EnvironmentPool:
     self.all = [Environment(process.Worker(
         setup, variables, self._guard, 'jaxpost.rewards.env_worker',
         f'environment {spec}'), timeout_s) for _ in range(workers)]
-    self.tools, self.gives_reward = None, None
+    self.tools, self.gives_reward, self.agent = None, None, False
     self._closed = False
     atexit.register(self.close)
 
@@ -104,7 +104,9 @@ class EnvironmentPool:
     except BaseException:
       self.close()
       raise
-    self.tools = list(said['tools'].values())
+    # play(base_url, api_key) is somebody's agent, which has its own tools.
+    self.agent = 'play' in said['tools']
+    self.tools = [] if self.agent else list(said['tools'].values())
     self.gives_reward = said['gives_reward']
     return self
 

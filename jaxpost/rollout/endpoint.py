@@ -10,9 +10,12 @@ import concurrent.futures
 import http.server
 import itertools
 import json
+import logging
 import queue
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,13 +44,14 @@ class Endpoint:
     self.record = record or (lambda entry: None)
     self._queue, self._numbers = queue.SimpleQueue(), itertools.count()
     self._stop, self._open = threading.Event(), set()
+    self._ended, self._tick_s = self._stop.is_set, _TICK_S
+    self.sessions = {}  # API key -> `agents.Session`, of a run
     handler = type('Handler', (_Handler,), {'endpoint': self})
     try:
-      self._http = http.server.ThreadingHTTPServer((host, port), handler)
+      self._http = _Server((host, port), handler)
     except OSError as error:
       raise InputError(f'{host}:{port}: {error.strerror}; name another '
                        '--port') from error
-    self._http.daemon_threads = True
     self.url = f'http://{host}:{self._http.server_address[1]}/v1'
     threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
@@ -59,6 +63,18 @@ class Endpoint:
     finally:
       self.close()
 
+  def round(self, run_key, step: int, ended: Callable[[], bool]) -> dict:
+    """Answers until `ended()`, which is asked between blocks; figures.
+
+    Who asks between two rounds waits: the weights may be others by then.
+    """
+    self._ended, self._tick_s = ended, _TICK_S / 20
+    try:
+      return self.engine.serve(
+          [], run_key=run_key, step=step, follow=self._follow)
+    finally:
+      self._ended = self._stop.is_set
+
   def stop(self):
     """Ends `serve` once nothing is being sampled."""
     self._stop.set()
@@ -67,6 +83,10 @@ class Endpoint:
     self._stop.set()
     self._http.shutdown()
     self._http.server_close()
+    self.drop()
+
+  def drop(self):
+    """Refuses what was asked and not answered."""
     for future in list(self._open):  # queued, or in a slot that is gone
       future.cancel()
 
@@ -88,19 +108,19 @@ class Endpoint:
   def _follow(self, done, idle) -> list[Request]:
     for completion in done:
       completion.request.tag.set_result(completion)
-    if self._stop.is_set():
+    if self._ended():
       return []
     ready = []
     while True:
       try:
         request, future = self._queue.get(
-            block=idle and not ready, timeout=_TICK_S)
+            block=idle and not ready, timeout=self._tick_s)
         if future.cancelled():
           continue
         ready.append(Request(request.tokens, request.prompt, request.sample,
                              request.sampling, future))
       except queue.Empty:
-        if ready or not idle or self._stop.is_set():
+        if ready or not idle or self._ended():
           return ready
 
   def answer(self, path: str, body: dict, session: str) -> dict:
@@ -111,9 +131,20 @@ class Endpoint:
     requests = [
         Request(ids, number, i * count + n, self._sampling(body, len(ids)))
         for i, ids in enumerate(contexts) for n in range(count)]
-    done = self.ask(requests)
+    held = self.sessions.get(session)
+    if held:
+      requests = [self._held(held, body, requests)]
+    try:
+      done = self.ask(requests)
+    except BaseException:
+      if held:
+        held.busy.release()
+      raise
     choices = [(self._message if is_chat else self._text)(i, c, body)
                for i, c in enumerate(done)]
+    if held:
+      held.heard(body, done[0], choices[0].get('message') or {
+          'role': 'assistant', 'content': choices[0]['text']})
     for choice, c in zip(choices, done):
       self.record(dict(
           session=session, prompt_ids=c.request.tokens.tolist(),
@@ -126,6 +157,17 @@ class Endpoint:
         choices=choices, prompt_token_ids=contexts[0].tolist(),
         usage=dict(prompt_tokens=read, completion_tokens=drawn,
                    total_tokens=read + drawn))
+
+  def _held(self, held, body, requests: list[Request]) -> Request:
+    """The one request of an agent of a run, which decides how it is sampled.
+    """
+    if len(requests) > 1:
+      raise InputError('n, prompt: an episode of a run asks for one answer')
+    sampling = requests[0].sampling
+    made = held.request(body, lambda: requests[0].tokens,
+                        sampling['max_tokens'])
+    made.sampling['stop_strings'] = sampling['stop_strings']
+    return made
 
   def _chat(self, body) -> np.ndarray:
     row = {'prompt': body.get('messages'), 'tools': body.get('tools')}
@@ -153,9 +195,25 @@ class Endpoint:
     stop = body.get('stop') or ()
     if not isinstance(stop, (str, list, tuple)):
       raise InputError(f'stop: {stop!r} is no text or list of texts')
-    given |= {'max_tokens': most,
+    given |= {'max_tokens': most, 'top_logprobs': self._most(body),
               'stop_strings': (stop,) if isinstance(stop, str) else tuple(stop)}
     return {k: v for k, v in given.items() if v is not None}
+
+  def _most(self, body) -> int:
+    """How many of the likeliest are asked for: chats say it beside `logprobs`,
+    other completions by it."""
+    if 'messages' in body:
+      return _field(body, 'top_logprobs', int, 0) if body.get('logprobs') else 0
+    value = body.get('logprobs')
+    return int(value) if isinstance(value, bool) else _field(
+        body, 'logprobs', int, 0)
+
+  def _likeliest(self, c: Completion, at: int) -> list[tuple[str, float]]:
+    """(token, log-prob) of those that were asked for."""
+    if c.top_ids is None:
+      return []
+    return [(self._piece(i), float(x)) for i, x in zip(
+        c.top_ids[at], c.top_logprobs[at])]
 
   def _decoded(self, c: Completion) -> str:
     """The text, without the stop string or token that ended it."""
@@ -173,10 +231,12 @@ class Endpoint:
           id=f'call_{i}', type='function', function=dict(
               name=call['name'], arguments=json.dumps(call['arguments'])))
           for i, call in enumerate(calls)]
-    logprobs = {'content': [dict(
-        token=self._piece(i), logprob=float(x), bytes=None, top_logprobs=[])
-        for i, x in zip(c.tokens, c.logprobs)]} if body.get('logprobs') else (
-            None)
+    entry = lambda token, x: dict(token=token, logprob=float(x), bytes=None)
+    logprobs = {'content': [
+        entry(self._piece(i), x) | {'top_logprobs': [
+            entry(*pair) for pair in self._likeliest(c, at)]}
+        for at, (i, x) in enumerate(zip(c.tokens, c.logprobs))]} if body.get(
+            'logprobs') else None
     return dict(index=index, message=message, finish_reason=reason,
                 logprobs=logprobs, token_ids=c.tokens.tolist())
 
@@ -185,8 +245,11 @@ class Endpoint:
     if body.get('logprobs') is not None:
       pieces = [self._piece(i) for i in c.tokens]
       ends = list(itertools.accumulate(map(len, pieces), initial=0))
-      logprobs = dict(tokens=pieces, text_offset=ends[:-1], top_logprobs=None,
-                      token_logprobs=[float(x) for x in c.logprobs])
+      logprobs = dict(
+          tokens=pieces, text_offset=ends[:-1],
+          token_logprobs=[float(x) for x in c.logprobs],
+          top_logprobs=[dict(self._likeliest(c, at)) for at in range(
+              len(pieces))] if self._most(body) else None)
     return dict(index=index, text=self._decoded(c), logprobs=logprobs,
                 finish_reason='stop' if c.finished else 'length',
                 token_ids=c.tokens.tolist())
@@ -210,6 +273,18 @@ def _ids(ids, vocab_size: int) -> list[int]:
   if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
     raise InputError(f'prompt: token ids are ints below {vocab_size}')
   return ids
+
+
+class _Server(http.server.ThreadingHTTPServer):
+  """Clients may be gone before they are answered."""
+
+  daemon_threads = True
+
+  def handle_error(self, request, client_address):
+    if isinstance(sys.exc_info()[1], ConnectionError):
+      logging.info('%s:%d was gone before its answer', *client_address[:2])
+    else:
+      super().handle_error(request, client_address)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -18,7 +18,7 @@ class Engine(Protocol):
 
   max_concurrent_decodes: int  # slots
   weights: Any  # that `load` made; None: none
-  version: int  # updates behind them
+  version: int  # updates behind the weights that it has
 
   def load(self, params: Any, version: int) -> dict:
     """Takes the trainer's parameters; returns {'bytes': ..., ...} moved."""
@@ -32,24 +32,42 @@ class Engine(Protocol):
   def unload(self):
     """Frees the weights until the next `load`."""
 
-  def jobs(self, params: Any, lengths: Sequence[int],
-           group_size: int) -> list[Callable]:
-    """Compilations that prompts of these lengths need; may run together."""
+  def described(self, params: Any) -> Any:
+    """Shapes and shardings of the arrays that it will keep."""
+
+  def jobs(self, params: Any, lengths: Sequence[int], group_size: int,
+           turns: bool = False) -> list[Callable]:
+    """Compilations that prompts of these lengths need; may run together.
+
+    turns: of conversations, which go on.
+    """
 
   def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any,
              step: int) -> Any:
     """Puts samples of the prefix into free slots; the key decides draws."""
 
+  def extend(self, state: Any, entry: Any, more: dict, run_key: Any,
+             step: int) -> Any:
+    """As `insert`, of texts that begin with what is in their slots."""
+
   def generate(self, state: Any) -> tuple[Any, Any]:
     """(state, `programs.generate.Block`): some tokens for every slot."""
 
   def serve(self, requests: Iterable[Request], *, run_key: Any, step: int,
-            follow: Callable[[list[Completion], bool], Iterable[Request]]
+            follow: Callable[[list[Completion], bool], Iterable[Request]],
+            read_rows: int | None = None, tell: Callable | None = None
             ) -> dict:
     """All requests, and those that follow from what was drawn; figures.
 
-    `follow(completions, idle)` is asked between any two blocks.
+    `follow(completions, idle)` is asked between any two blocks. read_rows:
+    texts read at a time. tell: tell(request, ids so far), of each block.
     """
+
+  def prefix_rows(self, group_size: int) -> int:
+    """Texts to read at a time, of which each has so many samples."""
+
+  def check(self, request: Request):
+    """InputError where a request cannot be served."""
 
   def __call__(self, prompts: Sequence[Prompt], *, group_size: int,
                run_key: Any, step: int,

@@ -166,8 +166,12 @@ class JetStreamRollout:
   def unload(self):
     self.params = None
 
-  def jobs(self, params, lengths, group_size: int) -> list:
-    del params, lengths, group_size
+  def described(self, params) -> tuple:
+    del params  # its engine's own
+    return ()
+
+  def jobs(self, params, lengths, group_size: int, turns=False) -> list:
+    del params, lengths, group_size, turns
     return []
 
   def __call__(self, prompts: Sequence[Prompt], *, group_size: int, run_key,

@@ -11,27 +11,31 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxpost import host
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
+from jaxpost.models.config import OwnConfig
 from jaxpost.models.model import Model
 from jaxpost.phases import Bridge
+from jaxpost.programs import extend as extending
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.rollout import settings
+from jaxpost.programs.reshard import Reshard
+from jaxpost.rollout import collect, settings
 from jaxpost.rollout.pages import Copy, Pages
-from jaxpost.rollout.serve import Follow, Serving
+from jaxpost.rollout.serve import Follow, Serving, Tell
 from jaxpost.rollout.settings import SamplerConfig, rung
 from jaxpost.sharding import Layout
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
+_CHUNK = 32  # tokens that a conversation goes on by, at a time
+
+
 class NativeEngine:
   """`engine.Engine` on the trainer's own model. Arrays live on `layout`.
 
-  decode: token ids -> text, for stop strings.
+  decode: token ids -> text, for stop strings; special tokens are text, too.
   bridge: to `layout`, where the trainer has other devices.
   share: sample from the trainer's frozen leaves, not from a copy.
   """
@@ -51,10 +55,10 @@ class NativeEngine:
     self.length = config.room + self.block
     if share:
       from jaxpost.models import shared
-      self._prepare = shared.Loan(model, layout)
+      self._reshard = shared.Loan(model, layout)
       model = shared.sampled(model)
     else:
-      self._prepare = programs.make_prepare(
+      self._reshard = Reshard(
           model, bridge.source if bridge else layout, compute, ledger)
     self._model, self._compute, self._ledger = model, compute, ledger
     self._bridge = bridge
@@ -77,6 +81,11 @@ class NativeEngine:
     self._move = programs.make_move(
         layout, compute, ledger, paged=bool(self.page))
     self._generate = {}  # (rows, entries read) -> program
+    self._extend = {}  # entries read -> program
+    # A model of one's own reads one token after a cache, or all of a text.
+    own = isinstance(model.config, OwnConfig)
+    self.keeps = not own and not (
+        model.config.experts and model.config.experts.record)
     self.weights, self.version, self._fits = None, 0, False
     # (blocks, function): called before that block of each call of `serve`;
     # it may `load` other weights. What was read stays as it is.
@@ -84,13 +93,13 @@ class NativeEngine:
 
   def load(self, params, version: int) -> dict:
     self.weights = None  # frees the last copy before the next is made
-    self.weights = self._prepare(params)
+    self.weights = self._reshard(params)
     if self._bridge:  # whoever trains does not wait for those who sample
       self.weights = self._bridge(self.weights)
     else:
       jax.block_until_ready(self.weights)
     self.version = version
-    own = {id(x) for x in jax.tree.leaves(params)}
+    own = {id(x) for x in jax.tree.leaves(params)}  # shared, not moved
     return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights)
                          if id(x) not in own)}
 
@@ -111,25 +120,27 @@ class NativeEngine:
   def _check_memory(self):
     """InputError where the cache is larger than what the devices have left."""
     # Once: what the host's allocator keeps for the next cache looks taken.
-    if not self._fits and self._bytes() > free_bytes(self.layout):
+    if not self._fits and self.cache_bytes() > settings.free_bytes(
+        self.layout):
       raise InputError(self._too_large())
     self._fits = True
 
-  def _bytes(self) -> int:
-    """Of the cache, on all devices together."""
-    c, (rows, entries) = self._model.config, self.cache_shape
-    size = jnp.dtype(self._compute.cache).itemsize
-    heads, sizes = c.cached
-    return rows * entries * c.num_layers * heads * sum(sizes) * size
-
   def _too_large(self) -> str:
-    wanted, free = self._bytes(), free_bytes(self.layout)
-    slots = self.max_concurrent_decodes
-    return (
-        f'config.rollout.slots: {slots} slots of {self.length} cache entries '
-        f'take {wanted / 2**30:.2f} GiB and {max(free, 0) / 2**30:.2f} are '
-        f'free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; '
-        'lower it, or the lengths')
+    return settings.too_large(
+        self.max_concurrent_decodes, self.length, self.cache_bytes(),
+        settings.free_bytes(self.layout))
+
+  def described(self, params) -> tuple:
+    """Shapes and shardings of its weights and of what `serve` keeps."""
+    weights = self._reshard.outputs(params)
+    if self._bridge:
+      weights = self._bridge.arriving(weights)
+    return weights, self._init.outputs()
+
+  def cache_bytes(self) -> int:
+    """Of the cache, on all devices together."""
+    state = self._init.outputs()
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
 
   def prefill(self, texts: Sequence[np.ndarray], rows: int = 0):
     """Reads token ids as one right-padded batch of `rows` (default: 2^n)."""
@@ -152,6 +163,38 @@ class NativeEngine:
     key, step = self.layout.put((run_key, np.int32(step)), None)
     return self._insert(
         state, prefix, self.layout.put(entry, 'batch', None), key, step)
+
+  def extend(self, state, entry, more: dict, run_key, step, table=None):
+    """As `insert`, of texts whose first entries are in their slots' caches.
+
+    more: {slot: (entries that stay, [n] token ids that follow)}.
+    """
+    key, step = self.layout.put((run_key, np.int32(step)), None)
+    entry = self.layout.put(entry, 'batch', None)
+    read = self.read_rung(max(at + len(ids) for at, ids in more.values()))
+    tables = () if table is None else (self.layout.put(table),)
+    for start in range(0, max(len(x) for _, x in more.values()), _CHUNK):
+      state = self._extender(read)(
+          self.weights, state, entry, self.layout.put(
+              self._chunk(more, start), 'batch', None), key, step, *tables)
+    return state
+
+  def _chunk(self, more: dict, start: int) -> extending.More:
+    """The tokens of each from `start` on."""
+    slots = self.max_concurrent_decodes
+    tokens = np.zeros((slots, _CHUNK), np.int32)
+    lengths, filled = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+    for slot, (at, ids) in more.items():
+      part = ids[start:start + _CHUNK]
+      tokens[slot, :len(part)], lengths[slot] = part, len(part)
+      filled[slot] = at + start
+    return extending.More(tokens, lengths, filled)
+
+  def _extender(self, read: int) -> Program:
+    if read not in self._extend:
+      self._extend[read] = extending.make_extend(
+          self._model, read, self.layout, self._compute, self._ledger)
+    return self._extend[read]
 
   def generate(self, state, read: int = 0, rows: int = 0, table=None):
     tables = () if table is None else (self.layout.put(table),)
@@ -255,7 +298,8 @@ class NativeEngine:
   # -------------------------------------------------------------------- calls
 
   def serve(self, requests: Iterable[Request], *, run_key, step: int,
-            follow: Follow, read_rows: int | None = None) -> dict:
+            follow: Follow, read_rows: int | None = None,
+            tell: Tell | None = None) -> dict:
     """Samples whatever is asked for, until nobody asks for more.
 
     Turns of conversations, and anything whose next request depends on what
@@ -273,11 +317,13 @@ class NativeEngine:
         something is ready, and returning nothing ends the call. Of several
         processes every one must return the same.
       read_rows: texts read at a time; None: as many as wait, up to the slots.
+      tell: tell(request, ids so far) hears of each block, before `follow`.
 
     Returns:
-      figures: occupancy, tokens_per_dispatch, time/dispatch_gap.
+      figures: see `serve.Serving.figures`.
     """
-    return Serving(self, run_key, step, follow, read_rows).run(requests)
+    return Serving(
+        self, run_key, step, follow, read_rows, tell).run(requests)
 
   def __call__(self, prompts: Sequence[Prompt], *, group_size: int, run_key,
                step: int, sampling: dict | None = None) -> Rollout:
@@ -306,60 +352,52 @@ class NativeEngine:
     figures = self.serve(
         requests, run_key=run_key, step=step, follow=follow,
         read_rows=self.prefix_rows(group_size))
-    done.sort(key=lambda c: c.request.tag)
-    room = self.config.max_new_tokens
-    pad = lambda name: np.stack([
-        np.pad(x, (0, room - len(x)))
-        for x in (vars(c)[name] for c in done)])
-    return Rollout(
-        tuple(prompts), pad('tokens'),
-        np.array([len(c.tokens) for c in done], np.int32), pad('logprobs'),
-        pad('behaviour_logprobs'), np.array([c.finished for c in done]),
-        step, self.version, figures.pop('occupancy'), figures,
-        experts=self._experts(done), versions=pad('versions'))
-
-  def _experts(self, done: list[Completion]):
-    """[N, P + C, L, k] by position, where experts are recorded."""
-    if done[0].experts is None:
-      return None
-    room = self.config.max_prompt + self.config.max_new_tokens
-    return np.stack([np.pad(x.experts, (
-        (0, room - len(x.experts)), (0, 0), (0, 0))) for x in done])
+    return collect.rollout(
+        prompts, done, self.config, step, self.version, figures)
 
   # ------------------------------------------------------------------ compile
 
-  def jobs(self, params, lengths: Sequence[int], group_size: int) -> list:
+  def jobs(self, params, lengths: Sequence[int], group_size: int,
+           turns: bool = False) -> list:
     """Compilations that sampling from prompts of these lengths will need.
 
-    Independent of each other, so that several can run at a time.
+    Independent of each other, so that several can run at a time. turns:
+    conversations will go on.
     """
-    weights, state = self._prepare.outputs(params), self._init.outputs()
-    if self._bridge:
-      weights = self._bridge.arriving(weights)
-    rows = self.prefix_rows(group_size)
-    jobs = [lambda: self._prepare.compile(params), self._init.compile]
-    for size in sorted({self.rung(n) for n in lengths}):
+    weights, state = self.described(params)
+    rows, whole = self.prefix_rows(group_size), self.layout.sharding()
+    jobs = [lambda: self._reshard.compile(params), self._init.compile]
+    low, high = min(lengths), self.config.room
+    if not turns:  # what an environment says first makes prompts longer, too
+      high = min(max(lengths) + self.config.max_new_tokens, high)
+    # A full pool sends texts back, to be read with what they have drawn.
+    again = range(low, high) if turns or self.page else ()
+    given = lambda made: jax.tree.map(
+        lambda x: self._abstract(x.shape, x.dtype), made)
+    entry = given(self.entry({}, {}))
+    key = jax.ShapeDtypeStruct(
+        (2,), np.uint32, sharding=self.layout.sharding((None,)))
+    step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+    tables = lambda rows, read: [jax.ShapeDtypeStruct(
+        (rows, read // self.page), np.int32, sharding=whole
+    )] if self.page else []
+    for size in sorted({self.rung(n) for n in (*lengths, *again)}):
       tokens, counts = self._abstract((rows, size)), self._abstract((rows,))
       prefix = self._prefill.outputs(weights, tokens, counts)
-      entry = jax.tree.map(
-          lambda x: self._abstract(x.shape, x.dtype), self.entry({}, {}))
-      key = jax.ShapeDtypeStruct(
-          (2,), np.uint32, sharding=self.layout.sharding((None,)))
-      step = jax.ShapeDtypeStruct((), np.int32, sharding=self.layout.sharding())
       jobs += [
           functools.partial(self._prefill.compile, weights, tokens, counts),
           functools.partial(
               self._insert.compile, state, prefix, entry, key, step)]
-    low, high = min(lengths), max(lengths) + self.config.max_new_tokens
-    reads = sorted({self.read_rung(n + self.block)
-                    for n in range(low, high)})
-    for rows in self.row_rungs():
-      for read in reads:
-        tables = [jax.ShapeDtypeStruct(
-            (rows, read // self.page), np.int32,
-            sharding=self.layout.sharding())] if self.page else []
+    for read in sorted({
+        self.read_rung(n + self.block) for n in range(low, high)}):
+      jobs += [functools.partial(
+          self._reader(n, read).compile, weights, state, *tables(n, read))
+               for n in self.row_rungs()]
+      if turns and self.keeps:
         jobs.append(functools.partial(
-            self._reader(rows, read).compile, weights, state, *tables))
+            self._extender(read).compile, weights, state, entry,
+            given(self._chunk({}, 0)), key, step,
+            *tables(self.max_concurrent_decodes, read)))
     if len(self.row_rungs()) > 1:
       jobs.append(functools.partial(self._move.compile, state, self._abstract(
           (self.max_concurrent_decodes,))))
@@ -370,13 +408,3 @@ class NativeEngine:
     return jax.ShapeDtypeStruct(
         shape, dtype, sharding=self.layout.sharding(axes, shape))
 
-
-def free_bytes(layout: Layout) -> float:
-  """Memory that the devices of a layout have left; inf where none tells."""
-  stats = [d.memory_stats() for d in layout.mesh.local_devices]
-  if all(s and 'bytes_limit' in s for s in stats):
-    return len(layout.mesh.devices.flat) * min(
-        s['bytes_limit'] - s['bytes_in_use'] for s in stats)
-  if layout.mesh.devices.flat[0].platform == 'cpu':
-    return host.free_memory()
-  return float('inf')

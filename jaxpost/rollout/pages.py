@@ -76,6 +76,11 @@ class Pages:
       self.users[pages[-1]] += 1
     return True
 
+  def hand_over(self, holder, to):
+    """What one holds is another's."""
+    self.held[to] = self.held.pop(holder)
+    self.texts[to] = self.texts.pop(holder)
+
   def release(self, holder):
     text = self.texts.pop(holder)
     for page in self.held.pop(holder):

@@ -8,6 +8,10 @@ While requests wait, a block is looked at before the next is dispatched: an
 empty slot costs more than the gap. Once none wait, the next block runs while
 the host looks at the last one, and occupied slots move together, so that
 fewer rows are computed. Nothing here depends on the clock.
+
+The cache of a text that ended stays until its place is wanted. A request that
+goes on with such a text, the next turn of a conversation, has only the rest
+read; nobody waits for it, and others take its slot before one stays empty.
 """
 
 import collections
@@ -17,11 +21,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from jaxpost.rollout.kept import Shelf
 from jaxpost.sharding import to_host
 from jaxpost.types import Completion, Request
 
 # (completions, idle) -> requests; see NativeEngine.serve.
 Follow = Callable[[list[Completion], bool], Iterable[Request]]
+Tell = Callable[[Request, np.ndarray], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,10 +48,13 @@ class Seat:
 
   def again(self) -> 'Seat':
     """To go on later where this one is; its blocks were all looked at."""
-    drawn = [p[0] for p in self.parts]
-    return Seat(
-        self.request, self.left,
-        np.concatenate([self.request.tokens, *drawn]), parts=self.parts)
+    text = np.concatenate([self.request.tokens, self.drawn()])
+    return Seat(self.request, self.left, text, parts=self.parts)
+
+  def drawn(self) -> np.ndarray:
+    """[C] token ids so far."""
+    return np.concatenate([np.zeros(0, np.int32), *(
+        p[0] for p in self.parts)])
 
   def take(self, block, slot: int, version: int) -> int:
     """Keeps what the block drew in a slot; how many tokens that were."""
@@ -63,8 +72,7 @@ class Seat:
     """
     if not strings:
       return ''
-    new = len(self.parts[-1][0])
-    tokens = np.concatenate([p[0] for p in self.parts])
+    new, tokens = len(self.parts[-1][0]), self.drawn()
     # A token may be one byte of a character of four.
     reach = 4 * max(map(len, strings)) + new
     whole = decode(tokens[-reach:])
@@ -86,18 +94,20 @@ class Seat:
     new = len(self.tokens) - len(self.request.tokens)  # was read again
     experts = [np.concatenate([read, more[new:]])
                for read, more in zip(self.experts, drawn[3:at])]
+    most = self.request.sampling.get('top_logprobs')
+    top = [x[:, :most] for x in drawn[at:]] or (None, None)
     return Completion(
-        self.request, *drawn[:3], finished, stop_string,
-        *(drawn[at:] or (None, None)), *(experts or (None,)), versions)
+        self.request, *drawn[:3], finished, stop_string, *top,
+        *(experts or (None,)), versions)
 
 
 class Serving:
   """One call of `serve`: the queue, and who sits in which slot."""
 
   def __init__(self, engine, run_key, step: int, follow: Follow,
-               read_rows: int | None):
+               read_rows: int | None, tell: Tell | None = None):
     self.engine, self.run_key, self.step = engine, run_key, step
-    self.follow, self.read_rows = follow, read_rows
+    self.follow, self.read_rows, self.tell = follow, read_rows, tell
     self.queue = collections.deque()  # of Seat
     self.seats = {}  # slot -> Seat, first come first
     self.state = engine.init_decode_state()
@@ -105,7 +115,9 @@ class Serving:
     self.prefix, self.at = None, {}  # texts that were read -> row
     # (seats, block, version of the weights) dispatched, unseen
     self.running = collections.deque()
+    self.kept = Shelf(self.pages)
     self.rows = self.drawn = self.dispatches = self.requeued = 0
+    self.tokens_read = self.tokens_kept = 0
     self.gap, self.seen_at = 0.0, None
 
   def run(self, requests: Iterable[Request]) -> dict:
@@ -137,8 +149,8 @@ class Serving:
 
   def fill(self):
     """Gives free slots the next in the queue, reading texts if needed."""
-    free = [s for s in range(self.engine.max_concurrent_decodes)
-            if s not in self.seats]
+    self.go_on()
+    free = self.free()
     while free and self.queue:
       taken, copies, room = {}, [], True
       for seat in list(self.queue):
@@ -156,13 +168,65 @@ class Serving:
       self.sit(taken, copies)
       free = free[len(taken):] if room else []
 
+  def free(self) -> list[int]:
+    """Slots without a seat; those with a text worth keeping come last."""
+    keeping = self.kept.slots
+    return [s for s in range(self.engine.max_concurrent_decodes)
+            if s not in self.seats and s not in keeping] + keeping
+
   def place(self, seat: Seat) -> list | None:
     """Pages for what a seat has read; None where there is no room."""
     if not self.pages:
       return []
-    return self.pages.admit(
-        seat, seat.text, self.at[seat.text], len(seat.tokens),
-        self.engine.block)
+    while True:
+      found = self.pages.admit(
+          seat, seat.text, self.at[seat.text], len(seat.tokens),
+          self.engine.block)
+      if found is not None or not self.kept.drop():
+        return found
+
+  def grow(self, seat: Seat, entries: int) -> bool:
+    """Pages for so many entries; texts that are kept give theirs."""
+    while not self.pages.grow(seat, entries):
+      if not self.kept.drop():
+        return False
+    return True
+
+  def go_on(self):
+    """Seats whose text begins with one that is kept: the rest is read."""
+    taken, more, free = {}, {}, self.free()
+    for seat in list(self.queue) if self.kept.all and free else ():
+      kept = self.kept.begun(seat.text)
+      if not kept or not free:
+        continue
+      self.kept.take(kept)
+      slot = kept.slot
+      if self.pages:
+        slot = free[0]
+        self.pages.hand_over(kept.seat, seat)
+        if not self.grow(seat, len(seat.tokens) + self.engine.block):
+          self.pages.release(seat)
+          continue
+      free.remove(slot)
+      filled = min(len(kept.text) // seat.tokens.itemsize,
+                   len(seat.tokens) - 1)  # the last one says what is next
+      taken[slot], more[slot] = seat, (filled, seat.tokens[filled:])
+      self.tokens_kept += filled
+      self.tokens_read += len(more[slot][1])
+    if not taken:
+      return
+    entry = self.engine.entry(taken, dict.fromkeys(taken, 0))
+    self.leave_queue(taken)
+    table = self.pages and self.pages.table(
+        taken, self.engine.max_concurrent_decodes, self.engine.read_rung(
+            max(len(x.tokens) for x in taken.values())))
+    self.state = self.engine.extend(
+        self.state, entry, more, self.run_key, self.step, table)
+    self.seats |= taken
+
+  def leave_queue(self, taken: dict[int, Seat]):
+    chosen = set(taken.values())
+    self.queue = collections.deque(x for x in self.queue if x not in chosen)
 
   def read(self):
     """Prefills texts of one rung: the first that waits, and those like it."""
@@ -179,13 +243,15 @@ class Serving:
     self.prefix = engine.prefill(list(texts.values()), self.read_rows or 0)
     self.prefix_experts = to_host(self.prefix.experts, share=False)
     self.at = {text: row for row, text in enumerate(texts)}
+    self.tokens_read += sum(map(len, texts.values()))
 
   def sit(self, taken: dict[int, Seat], copies: list):
     """Forks the seats from the prefix into {slot: Seat}."""
     if not taken:
       return
-    chosen = set(taken.values())
-    self.queue = collections.deque(x for x in self.queue if x not in chosen)
+    self.leave_queue(taken)
+    if not self.pages:
+      self.kept.drop(taken)
     rows = {slot: self.at[seat.text] for slot, seat in taken.items()}
     entry = self.engine.entry(taken, rows, copies)
     self.state = self.engine.insert(
@@ -228,7 +294,7 @@ class Serving:
   def make_room(self) -> bool:
     """Pages for a block of every seat; the last come goes back if need be."""
     for seat in list(self.seats.values()):
-      while seat in self.seats.values() and not self.pages.grow(
+      while seat in self.seats.values() and not self.grow(
           seat, seat.used + self.engine.block):
         if self.running:
           return False
@@ -246,9 +312,25 @@ class Serving:
       return live
     free = (s for s in range(count) if s not in self.seats)
     moves = {s: next(free) for s in sorted(self.seats) if s >= count}
+    if not moves:
+      return live
+    self.move_kept(set(moves.values()))
     self.state = self.engine.move(self.state, moves)
     self.seats = {moves.get(s, s): x for s, x in self.seats.items()}
     return {s: x for s, x in self.seats.items() if x.left > 0}
+
+  def move_kept(self, wanted: set[int]):
+    """Texts that are kept make room in these slots, or are forgotten."""
+    if self.pages:
+      return
+    taken, moves = wanted | {*self.kept.slots}, {}
+    free = [s for s in self.free() if s not in taken]
+    for kept in self.kept.all:
+      if kept.slot in wanted and free:
+        moves[kept.slot] = kept.slot = free.pop()
+    self.kept.drop(wanted)
+    if moves:
+      self.state = self.engine.move(self.state, moves)
 
   def collect(self) -> list[Completion]:
     """Looks at the oldest block; the completions that ended in it."""
@@ -264,10 +346,14 @@ class Serving:
       cut = seat.cut(
           self.engine.stop_strings(seat.request), self.engine.decode)
       seat.over = bool(cut) or not block.active[slot]
+      if self.tell:
+        self.tell(seat.request, seat.drawn())
       if seat.over:
         done.append(seat.completion(
             cut, bool(cut) or bool(block.finished[slot])))
-        if self.pages:
+        if self.engine.keeps:
+          self.kept.add(slot, seat)
+        elif self.pages:
           self.pages.release(seat)
     self.seats = {s: x for s, x in self.seats.items() if not x.over}
     return done
@@ -279,11 +365,14 @@ class Serving:
     time/dispatch_gap: seconds from a block's result to the next dispatch, on
       average; 0 where the next one ran already.
     requeued: seats that gave up their slot because the pool was full.
+    tokens_prefilled: tokens of texts that were read. tokens_kept: those that
+      were not, because their cache was there.
     """
     paged = {'requeued': self.requeued} if self.pages else {}
     return {
         **paged,
         'occupancy': self.drawn / self.rows if self.rows else 0.0,
+        'tokens_prefilled': self.tokens_read, 'tokens_kept': self.tokens_kept,
         'tokens_per_dispatch': self.drawn / max(self.dispatches, 1),
         'time/dispatch_gap': self.gap / max(self.dispatches, 1)}
 

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxpost import host
 from jaxpost.errors import InputError
 from jaxpost.models import rope
 from jaxpost.models.config import ModelConfig
+from jaxpost.sharding import Layout
 from jaxpost.types import Request, Sampling
 
 IDS = 8  # at least so many stop ids and forbidden ids fit a request
@@ -25,7 +27,8 @@ class SamplerConfig:
   stop_ids: any of these ends a completion and is part of it; below 0: none.
   stop_strings: likewise, and needs `decode` of the engine.
   block: tokens per dispatch.
-  top_logprobs: how many of the likeliest tokens to report at each place.
+  top_logprobs: how many of the likeliest tokens to report at each place; a
+    request may ask for fewer.
   page_size: cache entries of a page, a power of two; 0: each slot has room
     for the longest text. cache_tokens: entries of all pages; 0: half of what
     slots with room for the longest text would have.
@@ -103,7 +106,8 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
 _INT = 2**31 - 1
 _RANGES = {
     'temperature': (0, 1e4), 'top_p': (0, 1), 'min_p': (0, 1),
-    'top_k': (0, _INT), 'min_tokens': (0, _INT), 'seed': (0, _INT)}
+    'top_k': (0, _INT), 'min_tokens': (0, _INT), 'seed': (0, _INT),
+    'top_logprobs': (0, _INT)}
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, where: str):
@@ -131,7 +135,8 @@ def sampling(config: SamplerConfig, given: dict) -> Sampling:
       **{name: value(name, np.float32) for name in (
           'temperature', 'top_p', 'min_p')},
       **{name: value(name, np.int32) for name in (
-          'top_k', 'min_tokens', 'max_tokens', 'seed')}, **ids)
+          'top_k', 'min_tokens', 'max_tokens', 'seed', 'top_logprobs')},
+      **ids)
 
 
 def check_request(config: SamplerConfig, request: Request, vocab_size: int):
@@ -150,6 +155,10 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int):
     value = given.get(key, low)
     if not low <= value <= high:  # NaN is in no range
       raise InputError(f'{name}: {key}={value} is not from {low} to {high}')
+  if given.get('top_logprobs', 0) > config.top_logprobs:
+    raise InputError(
+        f'{name}: top_logprobs={given["top_logprobs"]} of '
+        f'{config.top_logprobs} that config.rollout.top_logprobs allows')
   for string in given.get('stop_strings', ()):
     if not isinstance(string, str) or not string:
       raise InputError(f'{name}: stop {string!r} must be a text, not empty')
@@ -160,3 +169,26 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int):
           f'{name}: {len(ids)} {key}, of {width} that fit; name as many in '
           'the config of the engine')
     check_ids(ids, vocab_size, f'{name}: {key}')
+
+
+# --------------------------------------------------------------------- memory
+
+
+def free_bytes(layout: Layout) -> float:
+  """Memory that the devices of a layout have left; inf where none tells."""
+  stats = [d.memory_stats() for d in layout.mesh.local_devices]
+  if all(s and 'bytes_limit' in s for s in stats):
+    return len(layout.mesh.devices.flat) * min(
+        s['bytes_limit'] - s['bytes_in_use'] for s in stats)
+  if layout.mesh.devices.flat[0].platform == 'cpu':
+    return host.free_memory()
+  return float('inf')
+
+
+def too_large(slots: int, length: int, wanted: int, free: float) -> str:
+  """What is said of a cache of `wanted` bytes."""
+  return (
+      f'config.rollout.slots: {slots} slots of {length} cache entries '
+      f'take {wanted / 2**30:.2f} GiB and {max(free, 0) / 2**30:.2f} are '
+      f'free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; '
+      'lower it, or the lengths')

@@ -1,0 +1,144 @@
+"""Extend: a conversation goes on from its cache, and only what is new is read.
+
+Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden
+size, L layers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpost.matmul import Compute
+from jaxpost.models.model import Model
+from jaxpost.models.transformer import flops_per_token
+from jaxpost.programs import generate
+from jaxpost.programs.compile import Ledger, Program
+from jaxpost.sharding import Layout
+from jaxpost.types import Array, Cache
+
+
+@struct.dataclass
+class More:
+  """What follows the texts of some slots, those that an `Entry` names."""
+
+  tokens: Array  # [S, T] int32, padded on the right
+  lengths: Array  # [S] int32, of them; 0 leaves a slot as it is
+  filled: Array  # [S] int32, entries of the cache that stay
+
+
+def make_extend(model: Model, read: int, layout: Layout, compute: Compute,
+                ledger: Ledger) -> Program:
+  """extend(weights, state, entry, more, run_key, step, table) -> state.
+
+  As `insert` of texts whose first entries are in the cache of their slot, or
+  in the pages of `table` [S, n]; attention reads `read` entries of it. The
+  state is donated.
+  """
+  way = _one_by_one if compute.row_writes and (
+      layout.batch_shards == 1) else _together
+
+  def hidden_of(weights, cache, more):
+    steps = more.tokens.shape[1]
+    recent, hidden = model.decode(
+        weights, cache, generate.nothing_new(
+            model, cache.replace(table=None), len(more.tokens), steps),
+        more.tokens, more.filled, 0, compute=compute, constrain=layout)
+    last = jnp.maximum(more.lengths - 1, 0)[:, None, None]
+    return generate.stored(recent), jnp.take_along_axis(
+        hidden, last, axis=1)[:, 0]
+
+  def extend(weights, state, entry, more, run_key, step, table=None):
+    new = (entry.source >= 0) & (more.lengths > 0)
+    cache, hidden = way(functools.partial(hidden_of, weights), state, new,
+                        more, table, read)
+    return generate.enter(
+        state.replace(cache=cache), entry.replace(source=jnp.where(
+            new, 0, -1)), hidden, more.filled + more.lengths, run_key, step)
+
+  def flops(weights, state, entry, more, *rest):
+    del weights, state, entry, rest
+    return more.tokens.size * flops_per_token(model.config, read)
+
+  return Program('extend', extend, ledger, generate.slot_shardings(layout),
+                 donate=(1,), flops=flops)
+
+
+def _one_by_one(hidden_of, state, new, more: More, table, read: int):
+  """Rows in turn, only those that are new: a CPU computes padding, too."""
+  order = jnp.argsort(~new, stable=True)
+
+  def row(i, carry):
+    cache, hidden = carry
+    slot = order[i]
+    pick = lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1)
+    one = jax.tree.map(pick, more)
+    if table is None:
+      recent, last = hidden_of(generate.view(jax.tree.map(
+          lambda x: pick(x)[:, :, :read], cache)), one)
+      cache = _write(cache, recent, slot, one)
+    else:
+      recent, last = hidden_of(cache.replace(table=pick(table)), one)
+      cache = _write_pages(cache, recent, table[slot], one)
+    return cache, jax.lax.dynamic_update_slice_in_dim(
+        hidden, last.astype(hidden.dtype), slot, 0)
+
+  return jax.lax.fori_loop(0, jnp.sum(new), row, (state.cache, state.hidden))
+
+
+def _together(hidden_of, state, new, more: More, table, read: int):
+  """All slots at once."""
+  cache = state.cache.replace(table=table) if table is not None else (
+      generate.view(jax.tree.map(lambda x: x[:, :, :read], state.cache)))
+  recent, hidden = hidden_of(cache, more)
+  return _scatter(state.cache, recent, new, more, table), hidden
+
+
+def _write(cache: Cache, recent: Cache, slot, one: More) -> Cache:
+  """The first lengths[0] entries of `recent` [1, K, T, h] behind the filled.
+
+  What is padding leaves the cache as it is: it may reach past the end.
+  """
+  filled, steps = one.filled[0], one.tokens.shape[1]
+
+  def put(old, new):
+    size = min(steps, old.shape[2])
+    start = jnp.clip(filled, 0, old.shape[2] - size)
+    place = slot, 0, start, 0
+    there = jax.lax.dynamic_slice(
+        old, place, (1, old.shape[1], size, old.shape[3]))
+    at = start + jnp.arange(size) - filled
+    real = (at >= 0) & (at < one.lengths[0])
+    new = jnp.roll(new, filled - start, axis=2)[:, :, :size]
+    return jax.lax.dynamic_update_slice(old, jnp.where(
+        real[:, None], new, there), place)
+
+  return jax.tree.map(put, cache, recent)
+
+
+def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
+  """Likewise in the pages table [n] of one slot, entry by entry."""
+  size = pool.k[0].shape[2]
+
+  def write(t, pool):
+    at = one.filled[0] + t
+    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(new, t, 1, axis=2),
+        (table[at // size], 0, at % size, 0)), pool, recent)
+
+  return jax.lax.fori_loop(0, one.lengths[0], write, pool)
+
+
+def _scatter(cache: Cache, recent: Cache, new, more: More, table) -> Cache:
+  """Likewise in all slots at once."""
+  count = jnp.arange(more.tokens.shape[1])
+  at, row = more.filled[:, None] + count, jnp.arange(len(new))[:, None]
+  size = cache.k[0].shape[2]
+  if table is not None:
+    row = table[row, jnp.minimum(at // size, table.shape[1] - 1)]
+    at = at % size
+  real = new[:, None] & (count < more.lengths[:, None])
+  at = jnp.where(real, at, size)  # nowhere
+  return jax.tree.map(lambda old, x: old.at[row, :, at].set(
+      x.swapaxes(1, 2), mode='drop'), cache, recent)

@@ -1,0 +1,94 @@
+"""Memory of a run: what its programs will need, and what was in use.
+
+All bytes are of one device.
+"""
+
+import dataclasses
+import math
+import pathlib
+
+import jax
+
+from jaxpost.types import Batch
+
+# Programs that run while the sampler's weights and cache are there.
+SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate',
+            'move')
+_START = ('init', 'copy', 'random')  # when not everything is there yet
+
+
+def size(tree) -> int:
+  """Bytes of arrays, or of descriptions with shardings."""
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+             for x in jax.tree.leaves(tree))
+
+
+def parks(device) -> bool:
+  """Whether the device reaches memory of the host that keeps arrays."""
+  return 'pinned_host' in {m.kind for m in device.addressable_memories()}
+
+
+def distinct(*trees) -> dict:
+  """The arrays of several trees; roles share what they do not train."""
+  return {id(x): x for x in jax.tree.leaves(trees)}
+
+
+def batches(args) -> int:
+  """Bytes of the batches among the arguments of a program."""
+  return sum(size(x) for x in args if isinstance(x, Batch))
+
+
+def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
+            ) -> dict[str, int]:
+  """Program -> bytes in use at most while it runs; 'peak': of all of them.
+
+  Args:
+    rows: of a `compile.Ledger`.
+    held: parameters, optimizer states and frozen models, which stay.
+    parked: what of it waits elsewhere while sampling goes on.
+    sampler: its weights and its cache, what it shares with those aside.
+  """
+  prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'),
+               default=0)
+  out = {}
+  for row in rows:
+    name = row['program']
+    if name in _START:
+      continue
+    more = row['temp_bytes']
+    if name in SAMPLING:
+      more += held - parked + sampler + prefix
+      # What these make is `sampler` and `prefix`.
+      if name not in ('reshard', 'init_state', 'prefill'):
+        more += row['output_bytes'] - row['alias_bytes']
+    else:
+      more += held + row['batch_bytes'] + (
+          row['output_bytes'] - row['alias_bytes'])
+    out[name] = max(out.get(name, 0), more)
+  return out | {'peak': max(out.values(), default=held)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """What `predict` said, and what has come of it."""
+
+  predicted: dict[str, int]
+
+  def __call__(self) -> dict[str, int]:
+    return {'memory/predicted_bytes': self.predicted['peak'], **peak()}
+
+
+def peak() -> dict[str, int]:
+  """{'memory/peak_bytes': most so far}, of the fullest device of this process.
+
+  Of a CPU, whose devices do not say, all that the process has had.
+  """
+  stats = [d.memory_stats() for d in jax.local_devices()]
+  if all(s and 'peak_bytes_in_use' in s for s in stats):
+    return {'memory/peak_bytes': max(s['peak_bytes_in_use'] for s in stats)}
+  try:
+    lines = pathlib.Path('/proc/self/status').read_text('ascii').splitlines()
+  except OSError:
+    return {}
+  found = [li.split()[1] for li in lines if li.startswith('VmHWM:')]
+  return {'memory/peak_bytes': int(found[0]) * 1024} if found else {}

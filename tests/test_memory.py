@@ -1,0 +1,113 @@
+"""Memory: what is predicted before step 0, and what is then in use."""
+
+import json
+
+import jax
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import metrics, roles
+from jaxpost.errors import InputError
+from jaxpost.programs import memory
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('memory') / 'nano', num_layers=2,
+                     hidden_size=64, intermediate_size=256)
+
+
+def watched(model, folder, monkeypatch, **over):
+  """(plan, rows, most bytes of arrays that lived while it sampled, where
+  optimizer states were then)."""
+  seen, kinds = [], set()
+  call = roles.Sampler.__call__
+
+  def sample(self, *args, **kwargs):
+    serve = self.engine.serve
+
+    def look(requests, *, follow, **fields):
+      def listen(done, idle):
+        seen.append(sum(x.nbytes for x in jax.live_arrays()
+                        if x.sharding.memory_kind != 'pinned_host'))
+        return follow(done, idle)
+      return serve(requests, follow=listen, **fields)
+
+    self.engine.serve = look
+    try:
+      return call(self, *args, **kwargs)
+    finally:
+      self.engine.serve = serve
+
+  update = roles.Trainable.update
+
+  def watch(self, batch):
+    kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(
+        self.state.opt_state))
+    return update(self, batch)
+
+  monkeypatch.setattr(roles.Sampler, '__call__', sample)
+  monkeypatch.setattr(roles.Trainable, 'update', watch)
+  before = sum(x.nbytes for x in jax.live_arrays())
+  jaxpost.run(tiny.grpo_config(
+      model, **tiny.merged(dict(
+          train=dict(steps=3), rollout=dict(prompts=8, group_size=8)), over)),
+      folder)
+  plan, = json.loads((folder / 'plan.json').read_text())
+  rows = [r for r in metrics.read_rows(folder / 'metrics.jsonl')
+          if r['split'] == 'train']
+  return plan, rows, max(seen) - before, kinds
+
+
+def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
+  plan, rows, lived, _ = watched(model, tmp_path / 'run', monkeypatch)
+  found = plan['memory']
+  assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(found)
+  assert found['peak'] == max(found.values())
+  temps = max(r['temp_bytes'] for r in plan['programs']
+              if r['program'] == 'generate')
+  # What lives while it samples, without what a program has to itself.
+  assert 0.8 * (found['generate'] - temps) <= lived <= found['generate']
+  for row in rows:
+    assert row['memory/predicted_bytes'] == found['peak']
+    assert row['memory/peak_bytes'] > 0
+
+
+def test_a_parked_optimizer_changes_nothing_else(model, tmp_path, monkeypatch):
+  plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch)
+  parked, same, less, then = watched(
+      model, tmp_path / 'b', monkeypatch, rollout=dict(park_optimizer=True))
+  assert kinds == then == {'device'}  # it is back when it is wanted
+  bare = lambda rows: [
+      {k: v for k, v in r.items() if not metrics.is_clock_key(k)}
+      for r in rows]
+  assert bare(rows) == bare(same)
+  moments = plain['memory']['generate'] - parked['memory']['generate']
+  assert moments > 2 * 4 * 64 * 256 and lived - less == pytest.approx(
+      moments, rel=0.01)
+  assert plain['memory']['update'] == parked['memory']['update']
+
+
+def test_by_hand():
+  row = lambda program, **kw: dict(
+      dict(program=program, argument_bytes=0, output_bytes=0, alias_bytes=0,
+           temp_bytes=0, batch_bytes=0), **kw)
+  found = memory.predict([
+      row('init', temp_bytes=999),
+      row('update', output_bytes=100, alias_bytes=90, temp_bytes=7,
+          batch_bytes=3),
+      row('prefill', output_bytes=5, temp_bytes=2),
+      row('generate', output_bytes=50, alias_bytes=40, temp_bytes=1),
+      row('generate', output_bytes=50, alias_bytes=40, temp_bytes=4)],
+      100, 60, 30)
+  assert found == dict(
+      update=100 + 3 + 10 + 7, prefill=100 - 60 + 30 + 5 + 2,
+      generate=100 - 60 + 30 + 5 + 10 + 4, peak=120)
+
+
+def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):
+  config = tiny.grpo_config(model, rollout=dict(park_optimizer=True))
+  monkeypatch.setattr(memory, 'parks', lambda device: False)
+  with pytest.raises(InputError, match='park_optimizer'):
+    jaxpost.run(config, tmp_path / 'run')

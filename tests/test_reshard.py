@@ -1,0 +1,90 @@
+"""The trainer's parameters as the sampler's weights, in groups."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.models import lora
+from jaxpost.models import model as model_lib
+from jaxpost.programs.compile import Ledger
+from jaxpost.programs.reshard import Reshard, group_of
+
+BFLOAT16 = dataclasses.replace(tiny.EXACT, dtype='bfloat16', cache='bfloat16')
+
+
+def make(kind):
+  fields = dict(num_layers=6)
+  if kind == 'lora':
+    fields['lora'] = (2, 4.0, False, 'q|v|down')
+    return lora.build(tiny.config(**fields))
+  return model_lib.build(tiny.config(**fields))
+
+
+def params_of(model, dtype=jnp.float32):
+  made = jax.jit(model.init)(jax.random.key(3))
+  if lora.ROOT in made:
+    made[lora.ROOT] = jax.tree.map(
+        lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape),
+        made[lora.ROOT])
+  return tiny.one_device().move(
+      jax.tree.map(lambda x: x.astype(dtype), made))
+
+
+def pointers(tree):
+  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize('kind', ['plain', 'lora'])
+@pytest.mark.parametrize('compute', [tiny.EXACT, BFLOAT16],
+                         ids=lambda c: c.dtype)
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16],
+                         ids=lambda d: d.__name__)
+def test_groups_change_nothing(kind, compute, dtype):
+  model, ledger = make(kind), Ledger()
+  params, layout = params_of(model, dtype), tiny.one_device('rollout')
+  whole = Reshard(model, layout, compute, ledger)
+  assert whole.group == 6
+  each = sum(x.nbytes for x in jax.tree.leaves(whole(params)['layers'])) // 6
+  few = Reshard(model, layout, compute, ledger, most=5 * each)
+  assert few.group == 3  # 5 do not divide 6
+  one = Reshard(model, layout, compute, ledger, most=1)
+  assert one.group == 1
+  ledger.rows.clear()
+  for some in few, one:
+    a, b = whole(params), some(params)
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    shapes = some.outputs(params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), b)
+  # The layers take one program, whatever their number; its bytes are bounded.
+  rows = [r for r in ledger.rows if r['program'] == 'reshard'
+          and r['output_bytes'] >= each]
+  assert [r['output_bytes'] <= 5 * each + 64 for r in rows] == [True] * len(
+      rows) and len(ledger.rows) <= 4
+
+
+@pytest.mark.parametrize('compute,dtype,shared', [
+    (tiny.EXACT, jnp.float32, {'embed', 'norm'}),
+    (BFLOAT16, jnp.float32, {'embed', 'norm'}),
+    (BFLOAT16, jnp.bfloat16, {'embed', 'head', 'norm'})])
+def test_what_needs_no_copy_is_not_copied(compute, dtype, shared):
+  """By their buffers; a base that adapters are trained on among them."""
+  model = make('lora')
+  params = params_of(model, dtype)
+  weights = Reshard(model, tiny.one_device('rollout'), compute, Ledger())(
+      params)
+  theirs = pointers(params)
+  assert {k for k, x in weights.items()
+          if k != 'layers' and pointers(x) <= theirs} == shared
+  assert not pointers(weights['layers']) & theirs
+
+
+def test_groups_divide_the_layers():
+  assert [group_of(n, 100, 10) for n in (1, 8, 12, 13, 28, 80)] == [
+      1, 8, 6, 1, 7, 10]
+  assert group_of(36, 5, 10) == 1 and group_of(0, 5, 0) == 1
