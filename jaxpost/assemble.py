@@ -8,7 +8,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -155,7 +154,10 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   critic = make_critic(kit, params, workdir) if 'critic' in p.sources else None
   policy = make_trainable(kit, 'policy', p.model, params)
   teachers = tuple(v for k, v in frozen.items() if k.startswith('teacher_'))
-  policy.frozen |= distill_heads(kit, teachers)
+  if teachers:
+    heads = tuple(t.head_for(kit.prepared.model.config) for t in teachers)
+    policy.frozen['teacher_heads'] = weights.move(heads, tuple(
+        kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads))
   roles = Roles(policy, critic, frozen.get('reference'),
                 frozen.get('reward_model'), teachers)
   samples = (p.algorithm.on_policy and not config.replay) or (
@@ -222,30 +224,6 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
           temperature=d.temperature)
   return Frozen(params, make(model, layout, kit.compute, kit.ledger, **options),
                 layout, model)
-
-
-def distill_heads(kit: Kit, teachers) -> dict:
-  """The teachers' output embeddings, as the student's update reads them."""
-  if not teachers:
-    return {}
-  student = kit.prepared.model.config
-
-  def fit(head, vocab_size):
-    if kit.ledger.dry and isinstance(head, jax.ShapeDtypeStruct):
-      return jax.eval_shape(lambda x: fit(x, vocab_size), head)
-    # Some families pad the vocabulary of larger models further. Of a smaller
-    # one the padding goes: the number of rows tells what it lacks.
-    rows = student.padded_vocab_size
-    if vocab_size < student.vocab_size:
-      rows = vocab_size
-    if len(head) == rows:
-      return head
-    return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
-
-  heads = tuple(fit(t.model.head(t.params), t.model.config.vocab_size)
-                for t in teachers)
-  return {'teacher_heads': weights.move(heads, tuple(
-      kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads))}
 
 
 def make_trainable(kit: Kit, role: str, model, params):

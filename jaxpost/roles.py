@@ -8,6 +8,7 @@ import dataclasses
 import typing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost import processes
@@ -106,6 +107,19 @@ class Frozen:
     """What the program says of a placed batch [M, B / M, T]."""
     return self.program(
         self.params, self.layout.move(without_signal(batch), None, 'batch'))
+
+  def head_for(self, student):
+    """A teacher's output embedding [V, D], as the student's update reads it.
+
+    Some families pad the vocabulary of larger models further. Of a smaller
+    one the padding goes: the number of rows tells what it lacks.
+    """
+    size, head = self.model.config.vocab_size, self.model.head(self.params)
+    rows = student.padded_vocab_size if size >= student.vocab_size else size
+    fit = lambda head: head if len(head) == rows else jnp.pad(
+        head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
+    described = isinstance(head, jax.ShapeDtypeStruct)
+    return jax.eval_shape(fit, head) if described else fit(head)
 
   def compile(self, batch: Batch):
     """Ahead of time, for `jax.ShapeDtypeStruct`s in place of arrays."""

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from jaxpost.matmul import einsum
 from jaxpost.models.model import Model
-from jaxpost.models.table import flatten, leaf, nest
-from jaxpost.models.transformer import unstack_layers
+from jaxpost.models.table import flatten, leaf, nest, unstack_layers
 
 
 @dataclasses.dataclass(frozen=True)

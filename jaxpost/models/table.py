@@ -2,6 +2,11 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
+STACKS = ('dense', 'layers')  # of layers, in their order
+
 
 @dataclasses.dataclass(frozen=True)
 class Param:
@@ -76,3 +81,24 @@ def join(one: dict, two: dict) -> dict:
   """The leaves of two trees in one; where both have one, that of the second."""
   both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
   return one | two | {k: join(one[k], two[k]) for k in both}
+
+
+@jax.custom_vjp
+def _unstack(x):
+  """[L, ...] -> L arrays; its transpose is one stack, not L padded sums."""
+  return tuple(x)
+
+
+_unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
+
+
+def unstack_layers(params: dict, num_layers: int) -> dict:
+  """Parameters with a list of layers in place of the stacked dicts."""
+  out = []
+  for stack in (params[name] for name in STACKS if name in params):
+    leaves, tree = jax.tree.flatten(stack)
+    rows = zip(*map(_unstack, leaves), strict=True)
+    out += [tree.unflatten(row) for row in rows]
+  assert len(out) == num_layers
+  rest = {k: v for k, v in params.items() if k not in STACKS}
+  return {**rest, 'layers': out}

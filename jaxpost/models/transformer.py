@@ -24,11 +24,10 @@ from jaxpost.models import mla
 from jaxpost.models import moe
 from jaxpost.models import rope
 from jaxpost.models.config import LatentConfig, ModelConfig, OwnConfig
-from jaxpost.models.table import Param, nest
+from jaxpost.models.table import Param, nest, unstack_layers
 from jaxpost.types import Cache
 
 
-STACKS = ('dense', 'layers')  # of layers, in their order
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
@@ -142,27 +141,6 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))
   return 2 * matrices + 2 * cfg.num_heads * seen * (
       cfg.head_dim + cfg.value_dim)
-
-
-@jax.custom_vjp
-def _unstack(x):
-  """[L, ...] -> L arrays; its transpose is one stack, not L padded sums."""
-  return tuple(x)
-
-
-_unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
-
-
-def unstack_layers(params: dict, num_layers: int) -> dict:
-  """Parameters with a list of layers in place of the stacked dicts."""
-  out = []
-  for stack in (params[name] for name in STACKS if name in params):
-    leaves, tree = jax.tree.flatten(stack)
-    rows = zip(*map(_unstack, leaves), strict=True)
-    out += [tree.unflatten(row) for row in rows]
-  assert len(out) == num_layers
-  rest = {k: v for k, v in params.items() if k not in STACKS}
-  return {**rest, 'layers': out}
 
 
 class Kind(NamedTuple):

@@ -14,8 +14,7 @@ import numpy as np
 from jaxpost.matmul import Compute
 from jaxpost.models.layers import fuse, fused
 from jaxpost.models.model import Model
-from jaxpost.models.table import nest
-from jaxpost.models.transformer import STACKS, unstack_layers
+from jaxpost.models.table import STACKS, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
 from jaxpost.sharding import Layout
