@@ -149,9 +149,9 @@ def main():
       ours, parts = gradient(model, params, make_layout(text, 'train'))
       # The bias of keys has no gradient but rounding.
       least = 1e-3 * max(map(tiny.largest, jax.tree.leaves(right)))
-      off = jax.tree.map(lambda a, b: tiny.largest(a - b) / max(
-          least, tiny.largest(b)), ours, right)
-      out[name][text] = max(jax.tree.leaves(off)), parts
+      off = [tiny.largest(a - b) / max(least, tiny.largest(b)) for a, b in zip(
+          jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)]
+      out[name][text] = max(off), parts
   print(json.dumps(out))
 
 
