@@ -21,6 +21,7 @@ from jaxpost.errors import InputError
 from jaxpost.inference import Weights, to_stderr
 from jaxpost.matmul import compute_for
 from jaxpost.metrics import write_atomic
+from jaxpost.models import flash
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.sharding import make_layout
@@ -132,7 +133,9 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
           stop_ids=p.tokenizer.stop_ids, top_logprobs=top_logprobs),
       make_layout(mesh, 'rollout', '--mesh'),
-      compute_for(jax.default_backend(), p.config.model.dtype, 'none'),
+      flash.settle(compute_for(
+          jax.default_backend(), p.config.model.dtype, 'none'),
+          jax.default_backend(), p.model.config, max_prompt),
       Ledger(), functools.partial(p.tokenizer.decode, skip_special=False))
   engine.load(weights.params, weights.step)
   return engine

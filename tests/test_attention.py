@@ -377,7 +377,8 @@ def described(topology, name, **fields):
 @pytest.mark.long
 @pytest.mark.parametrize('fields', [
     {}, dict(num_layers=2, layer_windows=[300, 0], attention_softcap=20.0,
-             biases=['sinks'], num_kv_heads=1)])
+             biases=['sinks'], num_kv_heads=1),
+    dict(num_layers=1, head_dim=256)])
 def test_a_train_step_with_splash_compiles_for_tpus(fields):
   """Forward, again for the backward pass, and two kernels of that."""
   ours, plain = described('v5e:2x4', 'splash', **fields)
