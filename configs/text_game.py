@@ -2,10 +2,10 @@
 
 python -m launch.train --config=configs/text_game.py --workdir=runs/text_game
 
-Two CPU cores, no download. Fine-tuned on games of somebody who goes anywhere,
-the model calls the tool `move` and finds the treasure about every other time.
-GRPO plays the game itself; how far `rewards/environment/mean` rises is not
-measured yet (a rate of 6e-4 is too high: the calls fall apart).
+Two CPU cores, no download, about two and a half minutes. Fine-tuned on games of
+somebody who goes anywhere, the model calls the tool `move` and finds the
+treasure about every other time. GRPO plays the game itself:
+`rewards/environment/mean` goes from 0.51 to 0.66 (docs/environments.md).
 `:runlocal` is a few steps of it.
 """
 
@@ -29,12 +29,12 @@ def get_config(arg=None):
 
   config.sft = dict(
       algorithm='sft', data=dict(map=f'{games}_played'),
-      train=dict(steps=110, batch_size=8, row_length=256),
+      train=dict(steps=240, batch_size=8, row_length=256),
       optim=dict(lr=3e-3, schedule='cosine', warmup_steps=10),
   )
   config.grpo = dict(
       algorithm='grpo', data=dict(map=games),
-      train=dict(steps=100),
+      train=dict(steps=50),
       optim=dict(lr=2e-4, warmup_steps=3),
       rollout=dict(prompts=8, group_size=8, slots=16),
   )

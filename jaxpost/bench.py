@@ -4,6 +4,7 @@ Documents of 32 to 512 random tokens (log-normal), prompts of 60, AdamW. It
 runs the stages that `launch.train` runs, on data made up in memory.
 """
 
+import collections
 import dataclasses
 import resource
 import time
@@ -20,6 +21,7 @@ from jaxpost.models import model as model_lib, presets
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import probe, train as programs
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.types import Request
 
 PROMPT = 60
 
@@ -48,9 +50,9 @@ def even_words(completions, **columns):
 
 
 def run(what: str, options: Options, workdir) -> dict:
-  """One JSON-able record of figures; `what` is sft, sample or grpo."""
-  figures = {'sft': sft, 'sample': sample, 'grpo': grpo}[what](
-      options, workdir)
+  """One JSON-able record of figures; `what` names a function here."""
+  figures = {'sft': sft, 'sample': sample, 'grpo': grpo, 'reshard': reshard,
+             'turns': turns}[what](options, workdir)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return dict(
       peer='jaxpost', what=what, shape=options.shape, bf16=options.bf16,
@@ -100,7 +102,7 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
   kit = assemble.make_kit(prepared)
   params = programs.random_params(
       model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
-  if what == 'sample':
+  if what in ('sample', 'reshard', 'turns'):
     return kit, params
   writer = MetricsWriter(workdir, tensorboard=False, primary=False)
   return kit, assemble.assemble(kit, workdir, writer, params)
@@ -167,6 +169,84 @@ def sample(o: Options, workdir) -> dict:
       tokens_per_s=float(np.median(rates)), best_tokens_per_s=max(rates),
       cpu_s=float(np.median(cpu[1:])), slot_occupancy=rollout.occupancy,
       **rollout.figures)
+
+
+def reshard(o: Options, workdir) -> dict:
+  """Bytes a second, read and written, of moving the weights and of a copy."""
+  kit, params = make_stage('reshard', o, workdir)
+  engine = assemble.make_engine(kit)
+  size = sum(x.nbytes for x in jax.tree.leaves(params))
+  times, copies = [], []
+  for _ in range(o.steps + 1):
+    start = time.perf_counter()
+    written = engine.load(params, 0)['bytes']
+    times.append(time.perf_counter() - start)
+    shared = sum(x.nbytes for x in jax.tree.leaves(engine.weights)) - written
+    engine.unload()
+    start = time.perf_counter()
+    copy = jax.block_until_ready(jax.tree.map(jnp.copy, params))
+    copies.append(time.perf_counter() - start)
+    del copy
+  rate = (size + written) / min(times[1:])
+  plain = 2 * size / min(copies[1:])
+  return dict(
+      reshard_s=min(times[1:]), moved_gb=(size + written) / 1e9,
+      shared_gb=shared / 1e9, gb_per_s=rate / 1e9, copy_gb_per_s=plain / 1e9,
+      share_of_copy=rate / plain, all=[round(t, 4) for t in times])
+
+
+def turns(o: Options, workdir) -> dict:
+  """Conversations of four turns: with their cache kept, and read anew.
+
+  --batch slots, --samples conversations; a turn draws --new tokens at most,
+  and an answer of 24 follows some blocks later.
+  """
+  o = dataclasses.replace(o, samples=o.samples or o.batch, new=4 * o.new + 72)
+  kit, params = make_stage('turns', o, workdir)
+  engine = assemble.make_engine(kit, slots=o.batch)
+  engine.load(params, 0)
+  vocab = kit.prepared.model.config.vocab_size
+  out, most = {}, (o.new - 72) // 4
+  for name, keeps in (('kept', True), ('read', False)):
+    engine.keeps, spent = keeps, []
+    for _ in range(o.steps + 1):
+      talk = _Talk(testing.RandomPrompts(o.samples, PROMPT, vocab), most)
+      start, busy = time.perf_counter(), time.process_time()
+      figures = engine.serve(
+          talk.requests, run_key=assemble.run_key(0, 1), step=0,
+          follow=talk.follow, read_rows=2)
+      spent.append((time.perf_counter() - start, time.process_time() - busy))
+    wall, cpu = (float(np.median(x)) for x in zip(*spent[1:]))
+    out |= {f'{name}/{k}': x for k, x in dict(
+        wall_s=wall, cpu_s=cpu, tokens=talk.drawn, **figures).items()}
+  return out
+
+
+class _Talk:
+  """Conversations whose answers are made up."""
+
+  def __init__(self, prompts, most: int):
+    self.requests = [
+        Request(p.tokens, p.index, 0, dict(max_tokens=most))
+        for p in next(prompts)[0]]
+    self.answer = np.arange(40, 64, dtype=np.int32)
+    self.waiting, self.drawn = collections.deque(), 0
+    self.said = collections.Counter()
+
+  def follow(self, done, idle) -> list[Request]:
+    for c in done:
+      self.drawn += len(c.tokens)
+      self.said[c.request.prompt] += 1
+      if self.said[c.request.prompt] < 4:
+        self.waiting.append([4, Request(
+            np.concatenate([c.request.tokens, c.tokens, self.answer]),
+            c.request.prompt, 0, c.request.sampling)])
+    for item in self.waiting:
+      item[0] -= 1
+    ready = []
+    while self.waiting and (idle or self.waiting[0][0] < 0):
+      ready.append(self.waiting.popleft()[1])
+    return ready
 
 
 def grpo(o: Options, workdir) -> dict:

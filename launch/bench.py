@@ -1,8 +1,8 @@
-"""Times the standard workload: sft, sample or grpo; or how it scales.
+"""Times the standard workload: sft, sample or grpo; or reshard, turns, scaling.
 
   python -m launch.bench sft --shape=xs --batch=4 --bf16
   python -m launch.bench grpo --shape=xs --batch=16 --new=128 --bf16
-  python -m launch.bench scaling --processes=1,2 --batch=16
+  python -m launch.bench reshard|turns --shape=s --bf16
   srun python -m launch.bench sft --distributed --batch=64
 
 Prints one JSON line; jaxpost/{bench,scaling}.py say what is counted.
@@ -38,7 +38,7 @@ flags.DEFINE_string('coordinator', '', '')
 flags.DEFINE_integer('num_processes', None, '')
 flags.DEFINE_integer('process_id', None, '')
 
-WHAT = ('sft', 'sample', 'grpo')
+WHAT = ('sft', 'sample', 'grpo', 'reshard', 'turns')
 PASSED = 'shape steps new ragged mean bf16 top_p mesh tune'.split()
 
 

@@ -33,7 +33,7 @@ STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
 TIES = 'rewards/accuracies'
 # Of the layout, not of the data: rows are padded to the number of devices.
 LAYOUT = ('packing_efficiency', 'slot_occupancy', 'tokens_per_dispatch',
-          'reshard_bytes')
+          'tokens_prefilled', 'tokens_kept', 'reshard_bytes')
 
 REWARD = '''
 import os

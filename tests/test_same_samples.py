@@ -16,7 +16,7 @@ CASES = {
     'other order': ('data=1', 1, dict(slots=4), 3),
     'pages': ('data=1', 1, dict(slots=6, page_size=8), None),
     'few pages, other order': (
-        'data=1', 1, dict(slots=12, page_size=16, cache_tokens=160), 5),
+        'data=1', 1, dict(slots=12, page_size=16, cache_tokens=208), 5),
     'data=8': ('data=8', 8, dict(slots=8), 1),
     'tensor=8': ('tensor=8', 8, dict(slots=8), None),
     'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
@@ -75,7 +75,7 @@ def main():
     layout = make_layout(mesh, 'rollout', devices=jax.devices()[:devices])
     engine = native.NativeEngine(model, native.SamplerConfig(**{**dict(
         slots=12, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6, 7),
-        block=4), **fields}), layout, compute, Ledger())
+        block=4, max_context=80), **fields}), layout, compute, Ledger())
     engine.load(layout.put(jax.tree.map(np.asarray, params)), version=1)
     told, requests = {}, wanted
     if order is not None:
@@ -83,9 +83,17 @@ def main():
           order).permutation(len(wanted))]
 
     def follow(completions, idle):
-      told.update({(c.request.prompt, c.request.sample): c
-                   for c in completions})
-      return ()
+      """Keeps what came; each text goes on once, after three tokens more."""
+      del idle
+      more = []
+      for c in completions:
+        r, turn = c.request, c.request.tag or 0
+        told[r.prompt, r.sample, turn] = c
+        if not turn:
+          more.append(Request(np.concatenate([
+              r.tokens, c.tokens, [9, 8, 7]]).astype(np.int32), r.prompt,
+                              r.sample, dict(max_tokens=9), 1))
+      return more
 
     engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3,
                  follow=follow)
@@ -95,8 +103,9 @@ def main():
             for dtype in ('float32', 'bfloat16')}
   for plain in plains.values():
     exact = sum(len(c.tokens) for c in plain.values())
-    assert exact > 200 and len(plain) == len(wanted)
-    assert len({tuple(c.tokens) for c in plain.values()}) == len(wanted)
+    assert exact > 300 and len(plain) == 2 * len(wanted)
+    assert len({tuple(c.tokens) for k, c in plain.items() if not k[2]}) == len(
+        wanted)
   for name, case in CASES.items():
     off, apart = 0.0, 0
     plain = plains[case[2].get('dtype', 'float32')]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import engine as protocol
 from jaxpost.rollout import native
 from jaxpost.rollout import pages
 from jaxpost.rollout import settings
@@ -55,7 +57,7 @@ def requests(count=7, **sampling):
                   sampling) for i in range(count)]
 
 
-def serve(engine, wanted, follow=None, step=2):
+def serve(engine, wanted, follow=None, step=2, read_rows=None):
   """{(prompt, sample): Completions, turn by turn}."""
   told = collections.defaultdict(list)
 
@@ -65,7 +67,7 @@ def serve(engine, wanted, follow=None, step=2):
     return follow(completions, idle) if follow else ()
 
   serve.figures = engine.serve(
-      wanted, run_key=KEY, step=step, follow=listen)
+      wanted, run_key=KEY, step=step, follow=listen, read_rows=read_rows)
   return told
 
 
@@ -174,6 +176,53 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
     more = sum(len(answers[turn, k[0] % 5]) for k in told for turn in (1, 2))
     assert figures['tokens_kept'] == texts - more
     assert read - figures['tokens_prefilled'] == figures['tokens_kept']
+
+
+@pytest.mark.parametrize('fields', [
+    dict(slots=4), dict(slots=8, page_size=8, cache_tokens=168)], ids=str)
+def test_nothing_is_compiled_on_the_way(model, params, fields):
+  """Neither for turns nor for texts that a full pool sends back."""
+  ledger = Ledger()
+  engine = make_engine(model, params, ledger, max_context=0, max_prompt=30,
+                       **{**fields, 'max_new_tokens': 60})
+  wanted = requests(8, max_tokens=25)
+  for job in engine.jobs(params, [len(r.tokens) for r in wanted], 1, True):
+    job()
+  ledger.seal()
+  before = len(ledger.rows)
+  random = np.random.RandomState(2)
+  answers = {(1, n): random.randint(0, 131, 6, np.int32) for n in range(5)}
+  serve(engine, wanted, talk(answers, turns=2),
+        read_rows=engine.prefix_rows(1))
+  assert [r['program'] for r in ledger.rows[before:]] == []
+  if 'page_size' in fields:
+    assert serve.figures['requeued'] > 0
+  assert serve.figures['tokens_kept'] > 0
+
+
+def test_it_is_the_engine_that_the_protocol_describes(engine):
+  names = [n for n in vars(protocol.Engine) if not n.startswith('_')]
+  names += protocol.Engine.__annotations__
+  assert {'read_rows', 'follow', 'tell'} <= set(
+      inspect.signature(engine.serve).parameters)
+  for name in names:
+    assert hasattr(engine, name), name
+    wanted = getattr(protocol.Engine, name, None)
+    if wanted:
+      have = inspect.signature(getattr(engine, name)).parameters
+      assert list(inspect.signature(wanted).parameters)[1:] == list(
+          have)[:len(inspect.signature(wanted).parameters) - 1], name
+
+
+def test_no_empty_move_is_dispatched(model, params, monkeypatch):
+  engine, moves = make_engine(model, params, slots=8), []
+  move = engine.move
+  monkeypatch.setattr(engine, 'move', lambda state, what: moves.append(
+      dict(what)) or move(state, what))
+  wanted = [dataclasses.replace(r, sampling=dict(max_tokens=1 + 8 * (n == 7)))
+            for n, r in enumerate(requests(8))]
+  serve(engine, wanted)
+  assert moves and all(moves)
 
 
 def test_waiting_ends_when_nothing_comes(engine):

@@ -26,8 +26,11 @@ def embed(table, tokens, dtype: str, constrain):
 
   Whole rows: from rows split over fsdp XLA would replicate the activations of
   the global batch. Rounded before they are gathered, in half the bytes; the
-  gradient is summed in the type of the table all the same.
+  gradient is summed in the type of the table all the same. For a few tokens
+  the whole table would be rounded, in each block of a sampler.
   """
+  if 8 * tokens.size < len(table):
+    return constrain(table, 'vocab', None)[tokens].astype(dtype)
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
 
 

@@ -1,0 +1,151 @@
+"""Somebody else's agent, which asks by HTTP, as the environment of a run.
+
+Legend: N sequences, C completion tokens.
+"""
+
+import json
+
+import episodes
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import metrics
+from jaxpost.data import rollouts, tokenizer, turns
+
+AGENT = '''
+import json, urllib.request
+
+class Agent:
+  """Knows nothing of the library: a client of OpenAI's API, with two turns."""
+
+  def reset(self, answer, **row):
+    self.answer, self.said = int(answer), []
+
+  def play(self, base_url: str, api_key: str) -> str:
+    """
+    Talks to the model.
+
+    Args:
+      base_url: Of the API.
+      api_key: Says who asks.
+    """
+    if self.answer % 7 == 0:
+      raise ValueError('no wish to play')
+    ask = lambda messages: _ask(base_url, api_key, messages)
+    messages = [{'role': 'user', 'content': f'{self.answer}?'}]
+    for turn in range(2):
+      said = ask(messages)
+      self.said.append(said['content'])
+      messages += [said, {'role': 'user', 'content': 'again'}]
+    if self.answer % 5 == 0:  # forgets what was said
+      ask([{'role': 'user', 'content': 'bye'}])
+    return 'done'
+
+  def get_reward(self):
+    text = ''.join(self.said)
+    return sum(c < 'a' for c in text) / max(len(text), 1)
+
+
+def _ask(url, key, messages):
+  body = dict(model='x', messages=messages, max_tokens=12, temperature=0.3)
+  request = urllib.request.Request(
+      f'{url}/chat/completions', json.dumps(body).encode(), {
+          'Content-Type': 'application/json',
+          'Authorization': f'Bearer {key}'})
+  with urllib.request.urlopen(request) as reply:
+    return json.load(reply)['choices'][0]['message']
+'''
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('agents')
+  (path / 'agent.py').write_text(AGENT)
+  episodes.folder(path / 'model')
+  return path
+
+
+def config(folder, **over):
+  return tiny.run_config(str(folder / 'model'), **tiny.merged(dict(
+      algorithm='grpo', environment=f'{folder}/agent.py:Agent',
+      data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
+      train=dict(row_length=0, steps=3), optim=dict(lr=1e-2),
+      log=dict(rollouts=1), rewards=dict(max_failed=0.9),
+      tools=dict(workers=3, timeout_s=60.0), rollout=dict(
+          prompts=6, group_size=4, max_prompt_length=48, max_new_tokens=80,
+          slots=8)), over))
+
+
+@pytest.fixture(scope='module')
+def run(folder):
+  jaxpost.run(config(folder), folder / 'run')
+  return folder / 'run'
+
+
+def test_it_is_trained_on_what_it_was_told(run):
+  """Log-probs of what the agent heard are the trainer's; weights move on."""
+  rows = metrics.read_rows(run / 'metrics.jsonl')
+  assert rows[0]['ratio'] == pytest.approx(1, abs=1e-5)
+  assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
+  assert [r['step'] for r in rows] == [1, 2, 3]
+  for row in rows:
+    assert 1.5 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
+    assert row['reward'] == row['rewards/environment/mean'] > 0
+  assert len({r['loss'] for r in rows}) == 3
+
+
+def test_tokens_are_those_of_the_conversation(run):
+  """What came between two answers is the template's, and is not trained."""
+  decode = tokenizer.load('bytes').decode
+  failed = begun = 0
+  for step in 1, 2, 3:
+    rollout, arrays = rollouts.load(run / f'rollouts/grpo/{step}.npz')
+    size = len(rollout.lengths) // len(rollout.prompts)
+    for n, length in enumerate(rollout.lengths):
+      prompt = rollout.prompts[n // size]
+      answer = int(prompt.columns['answer'])
+      if answer % 7 == 0:
+        failed += 1
+        assert np.isnan(arrays['rewards'][n])
+        continue
+      ids, mask = rollout.completions[n, :length], rollout.mask[n, :length]
+      text = decode([*prompt.tokens, *ids], False)
+      between = decode(ids[~mask], False)
+      if answer % 5 == 0:  # the last of its conversations
+        begun += 1
+        assert '<|im_start|>user\nbye<|im_end|>' in text
+        assert between.count('again') == 0
+      else:
+        assert text.startswith(f'<|im_start|>user\n{answer}?<|im_end|>')
+        assert between.endswith(
+            '\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n')
+      assert not arrays['trained'][n, :length][~mask].any()
+  assert failed and begun
+  rows = metrics.read_rows(run / 'metrics.jsonl')
+  assert sum(r['episodes/failed'] for r in rows) == failed
+  assert sum(r['episodes/begun_again'] for r in rows) == begun
+
+
+def test_draws_do_not_depend_on_who_asks_first(folder, run):
+  jaxpost.run(config(folder, train=dict(steps=1), tools=dict(workers=1)),
+              folder / 'again')
+  one, _ = rollouts.load(run / 'rollouts/grpo/1.npz')
+  two, _ = rollouts.load(folder / 'again/rollouts/grpo/1.npz')
+  np.testing.assert_array_equal(one.completions, two.completions)
+  np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+
+
+def test_tokens_between_turns_are_the_templates():
+  t = tokenizer.load('bytes')
+  made = turns.Turns(t)
+  user = {'role': 'user', 'content': 'why?'}
+  said = {'role': 'assistant', 'content': 'no'}
+  head = t.encode(t.render([user], generation_prompt=True)[0])
+  whole = t.encode(t.render([user, said, user], generation_prompt=True)[0])
+  no = t.encode('no')
+  assert head + no + [made.end_id] + made.more([user], ended=True) == whole
+  assert head + no + made.more([user], ended=False) == whole
+  assert json.dumps(made.more([user], True)) == json.dumps(
+      made.more([user], False)[1:])

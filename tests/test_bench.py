@@ -1,0 +1,22 @@
+"""Benchmarks of the sampler's parts: that they measure what they say."""
+
+import pytest
+
+from jaxpost import bench
+
+
+def test_weights_are_moved_and_copied(tmp_path):
+  found = bench.run('reshard', bench.Options(
+      shape='tiny', steps=2, bf16=True), tmp_path)
+  assert found['moved_gb'] > 0 and found['shared_gb'] > 0
+  assert found['gb_per_s'] > 0 and found['share_of_copy'] == pytest.approx(
+      found['gb_per_s'] / found['copy_gb_per_s'])
+
+
+def test_turns_read_less_where_their_cache_is_kept(tmp_path):
+  found = bench.run('turns', bench.Options(
+      shape='tiny', steps=1, batch=4, new=4), tmp_path)
+  assert found['kept/tokens'] == found['read/tokens'] > 0
+  assert found['read/tokens_kept'] == 0 < found['kept/tokens_kept']
+  assert found['kept/tokens_prefilled'] + found['kept/tokens_kept'] == (
+      found['read/tokens_prefilled'])
