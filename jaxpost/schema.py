@@ -38,10 +38,8 @@ class ModelSection:
                      'under adapters (QLoRA)', choices=('', 'int8', 'nf4'))
   remat: str = _f('none', 'what the backward pass recomputes',
                   choices=('none', 'dots', 'full'))
-  attention: str = _f('auto', 'what computes it: splash (TPU), cudnn (GPU), or '
-                      'XLA, chunked or by the book; auto: splash where it can',
-                      choices=('auto', 'chunked', 'reference', 'splash',
-                               'cudnn'))
+  attention: str = _f('auto', 'auto: splash on TPU, else chunked', choices=(
+      'auto', 'chunked', 'reference', 'splash', 'cudnn'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +182,7 @@ class RlSection:
                          'average; k1+, k3+: that value, the gradient of k2',
                          auto='k3', choices=('', 'k1', 'k2', 'k3', 'abs',
                                              'k1+', 'k3+'))
-  kl_in: str = _f('', 'where it counts', auto='loss',
-                  choices=('', 'loss', 'reward'))
+  kl_in: str = _f('', 'it counts', auto='loss', choices=('', 'loss', 'reward'))
   kl_target: float = _f(0.0, 'KL that an adaptive kl_coef (in the reward) '
                         'steers to; 0 is fixed', lo=0.0)
   kl_horizon: float = _f(10_000.0, 'samples over which it adapts', lo=1.0)
@@ -206,8 +203,7 @@ class RlSection:
       'sequence_truncated, icepop, token_mask, sequence_mask, opsm', each=str,
       auto=())
   importance_cap: float = _f(2.0, 'of truncated ratios', lo=1.0)
-  token_low: float = _f(0.5, 'ratio of a token, of icepop and token_mask',
-                        lo=0.0)
+  token_low: float = _f(0.5, 'ratio of a token: icepop, token_mask', lo=0.0)
   token_high: float = _f(5.0, 'likewise', lo=0.0)
   sequence_low: float = _f(0.99, 'geometric mean, of sequence_mask', lo=0.0)
   sequence_high: float = _f(1.01, 'likewise', lo=0.0)
@@ -239,12 +235,10 @@ class NllSection:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceSection:
-  losses: tuple = _f((), 'names of losses that are summed', each=str,
-                     auto=())
+  losses: tuple = _f((), 'names; they are summed', each=str, auto=())
   loss_weights: tuple = _f((), 'one per loss; () is 1 each', each=float)
   beta: float = _f(0.1, 'strength of the reference', lo=1e-6)
-  label_smoothing: float = _f(0.0, 'share of labels taken for flipped',
-                              lo=0.0, hi=0.5)
+  label_smoothing: float = _f(0.0, 'share of flipped labels', lo=0.0, hi=0.5)
   gamma: float = _f(0.5, 'target margin of SimPO', lo=0.0)
   nll_coef: float = _f(-1.0, 'weight of the NLL of chosen answers', lo=-1.0,
                        auto=0.0)
@@ -270,16 +264,15 @@ class RewardModelSection:
 @dataclasses.dataclass(frozen=True)
 class DistillSection:
   teachers: tuple = _f((), 'folders', each=str)
-  weights: tuple = _f((), 'one per teacher; () is 1 / their number each',
-                      each=float)
+  weights: tuple = _f((), 'one per teacher; () is equal ones', each=float)
   beta: float = _f(0.5, '0: KL(teacher, student), 1: the reverse, between: '
                    'generalised Jensen-Shannon', lo=0.0, hi=1.0)
   temperature: float = _f(1.0, 'of both', lo=1e-3)
   topk: int = _f(0, 'teacher\'s most probable tokens, from a cache on disk; '
                  '0: the whole vocabulary', lo=0)
   nll_coef: float = _f(0.0, 'weight of cross entropy', lo=0.0)
-  on_policy: float = _f(1.0, 'share of steps on the student\'s own samples '
-                        '(gkd)', lo=0.0, hi=1.0)
+  on_policy: float = _f(1.0, 'share of steps on own samples (gkd)',
+                        lo=0.0, hi=1.0)
 
 
 @dataclasses.dataclass(frozen=True)

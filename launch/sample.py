@@ -8,9 +8,8 @@
 A prompt is what a user says where the tokenizer has a chat template, else (or
 with --nochat) a text to go on with. Rows of IN have a column `prompt` (text or
 messages), `prompt_ids`, `messages` or `text`; lines of a .txt are prompts. OUT
-adds `completions`, `completion_ids`, `logprobs` (`top_logprobs` if asked for);
-killed, the same command goes on. --chat talks. Each --adapter answers. A seed
-gives the same completions.
+adds `completions`, `completion_ids`, `logprobs`; killed, the same goes on.
+--chat talks. Each --adapter answers. A seed gives the same completions.
 """
 
 import json
@@ -37,8 +36,7 @@ _OUT = flags.DEFINE_string('out', '', '.jsonl of completions.')
 _MAX = flags.DEFINE_integer('max_new_tokens', 128, 'At most.', lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float('temperature', 1.0, '0 is greedy.', 0.0)
 _TOP_K = flags.DEFINE_integer('top_k', 0, '0 is off.', lower_bound=0)
-_TOP_P = flags.DEFINE_float(
-    'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
+_TOP_P = flags.DEFINE_float('top_p', 1.0, '1 is off.', 1e-6, 1.0)
 _TOP = flags.DEFINE_integer('top_logprobs', 0, 'Of the likeliest, to --out.')
 _N = flags.DEFINE_integer('n', 1, 'Completions of each.', lower_bound=1)
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
@@ -48,11 +46,11 @@ _MESH = flags.DEFINE_string('mesh', 'data=-1', 'As config.mesh.rollout.')
 
 
 def show(row):
-  text = row['prompt'] if isinstance(row['prompt'], str) else (
-      row['prompt'][-1]['content'] + '\n')
-  rich.console.Console(highlight=False, soft_wrap=True).print(
-      rich.text.Text.assemble((row.get('adapter', ''), 'bold'), (text, 'dim'),
-                              (row['completion'], 'green')))
+  text = row['prompt']
+  text = text if isinstance(text, str) else text[-1]['content'] + '\n'
+  shown = rich.text.Text.assemble((row.get('adapter', ''), 'bold'), (
+      text, 'dim'), (row['completion'], 'green'))
+  rich.console.Console(highlight=False, soft_wrap=True).print(shown)
 
 
 def main(argv):
@@ -60,8 +58,7 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   if not (_PROMPT.value or _FILE.value or _CHAT.value):
     raise InputError('nothing to do; give --prompt=, --prompts= or --chat')
-  if _CHAT.value:
-    exits.refuse(['prompts', 'out', 'n', 'json'], 'with --chat')
+  exits.refuse(_CHAT.value and ['prompts', 'out', 'n', 'json'], 'with --chat')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost import completions, inference
@@ -70,14 +67,13 @@ def main(argv):
   draws = completions.Draws(*(flag.value for flag in (
       _N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
   if _CHAT.value:
-    return completions.chat_loop(
-        completions.only(each, '--chat'), draws, _MESH.value,
-        [*_PROMPT.value], sys.stdin, sys.stdout)
+    return completions.chat_loop(completions.only(each, '--chat'), draws, (
+        _MESH.value), [*_PROMPT.value], sys.stdin, sys.stdout)
   prompts = completions.make_prompts(
       next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
+  said = (lambda x: print(json.dumps(x))) if _JSON.value else show
   completions.finish(each, prompts, draws, _MESH.value, _OUT.value,
-                     _RUN.value or _MODEL.value,
-                     (lambda x: print(json.dumps(x))) if _JSON.value else show)
+                     _RUN.value or _MODEL.value, said)
 
 
 if __name__ == '__main__':

@@ -119,7 +119,7 @@ class NativeEngine:
 
   def _check_memory(self):
     """InputError where the cache is larger than what the devices have left."""
-    # Once: what the host's allocator keeps for the next cache looks taken.
+    # Once: what the allocator keeps for the next cache looks taken.
     if not self._fits and self.cache_bytes() > settings.free_bytes(
         self.layout):
       raise InputError(self._too_large())
@@ -287,14 +287,6 @@ class NativeEngine:
         source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each),
         table)
 
-  def check_finite(self, block, step: int):
-    if block.broken.any():
-      raise FloatingPointError(
-          f'sampling at step {step}: logits of the weights after '
-          f'{self.version} updates are not finite (the run has diverged: lower '
-          'the learning rate and restart from an earlier checkpoint), or '
-          'forbidden_ids and min_new_tokens leave no token to draw')
-
   # -------------------------------------------------------------------- calls
 
   def serve(self, requests: Iterable[Request], *, run_key, step: int,
@@ -340,12 +332,7 @@ class NativeEngine:
           f'a prompt of {longest} tokens is longer than '
           f'config.rollout.max_prompt_length={self.config.max_prompt}')
     done: list[Completion] = []
-
-    def follow(completions, idle):
-      del idle
-      done.extend(completions)
-      return ()
-
+    follow = lambda completions, idle: done.extend(completions) or ()
     requests = [
         Request(p.tokens, p.index, i, sampling or {}, n * group_size + i)
         for n, p in enumerate(prompts) for i in range(group_size)]

@@ -337,7 +337,12 @@ class Serving:
     seats, block, version = self.running.popleft()
     block = to_host(block, share=False)
     self.seen_at = time.perf_counter()
-    self.engine.check_finite(block, self.step)
+    if block.broken.any():
+      raise FloatingPointError(
+          f'sampling at step {self.step}: logits of the weights after '
+          f'{self.engine.version} updates are not finite (the run has diverged: '
+          'lower the learning rate and restart from an earlier checkpoint), or '
+          'forbidden_ids and min_new_tokens leave no token to draw')
     done = []
     for slot, seat in seats.items():
       if seat.over:
