@@ -340,9 +340,10 @@ class Serving:
     if block.broken.any():
       raise FloatingPointError(
           f'sampling at step {self.step}: logits of the weights after '
-          f'{self.engine.version} updates are not finite (the run has diverged: '
-          'lower the learning rate and restart from an earlier checkpoint), or '
-          'forbidden_ids and min_new_tokens leave no token to draw')
+          f'{self.engine.version} updates are not finite (the run has '
+          'diverged: lower the learning rate and restart from an earlier '
+          'checkpoint), or forbidden_ids and min_new_tokens leave no token to '
+          'draw')
     done = []
     for slot, seat in seats.items():
       if seat.over:
