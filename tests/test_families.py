@@ -59,7 +59,8 @@ LATENT = dict(
     q_lora_rank=14, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10,
     n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
     num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1,
-    routed_scaling_factor=1.7, norm_topk_prob=True)
+    routed_scaling_factor=1.7, norm_topk_prob=True,
+    num_nextn_predict_layers=0)
 # Name -> (class of transformers, fields of its config).
 CASES = {
     'llama2': ('Llama', dict(num_key_value_heads=4)),
@@ -570,7 +571,8 @@ def test_layers_that_differ_under_scan_and_remat(reference, case):
 @pytest.mark.parametrize('family', families.FAMILIES)
 def test_classes_that_an_export_names_exist(family):
   transformers = pytest.importorskip('transformers')
-  raw = dict(BASE, model_type=family)
+  latent = 'latent' in families.FAMILIES[family]
+  raw = dict(BASE | (LATENT if latent else {}), model_type=family)
   cfg = families.from_hf(raw, 'here')[0]
   for labels in (0, 1):
     name, = families.to_hf(dataclasses.replace(

@@ -74,7 +74,7 @@ def unread(raw: dict, spec: dict) -> set:
   loud = {*spec.get('reported', ())}
   if 'activation_field' in spec:
     loud.add('hidden_act')
-  return set(raw) - silent | set(raw) & loud
+  return set(raw) - silent | {k for k in loud if raw.get(k)}
 
 
 def check(raw: dict, spec: dict, where: str):

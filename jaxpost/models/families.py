@@ -37,7 +37,8 @@ _DEEPSEEK = dict(
     architecture='DeepseekV3ForCausalLM', latent=True, beyond=True,
     experts=dict(num='n_routed_experts', size='moe_intermediate_size'),
     reads=mla.READS, aliases={'num_local_experts': 'n_routed_experts'},
-    ignored=(*mla.ONLY, 'ep_size', 'aux_loss_alpha', 'seq_aux'),
+    ignored=(*mla.ONLY, 'ep_size', 'aux_loss_alpha', 'seq_aux',
+             'qk_head_dim'),  # the sum of two others
     # Modules that predict several tokens at once are not read.
     reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
     defaults=dict(

@@ -53,17 +53,7 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   q = scaled(q.reshape(shape), cfg).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-  def chunk(q, k, v, mask):
-    scores = einsum('bktgh,bksh->bktgs', q, k, compute.dtype)
-    weights = softmax(
-        jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
-        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-    return einsum('bktgs,bksh->bktgh', weights, v, compute.dtype)
-
-  if length > _LONG:
-    chunk = jax.checkpoint(chunk)
-  out = []
-  for start in range(0, length, compute.q_chunk):
+  def chunk(start, q, k, v):
     end = min(start + compute.q_chunk, length)
     low = first_key(start, window, branch_ids)
     mask = segment_ids[:, start:end, None] == segment_ids[:, None, low:end]
@@ -74,8 +64,17 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
     if branch_ids is not None:
       keys = branch_ids[:, None, low:end]
       mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
-    out.append(chunk(q[:, :, start:end], k[:, :, low:end], v[:, :, low:end],
-                     mask))
+    scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end], k[:, :, low:end],
+                    compute.dtype)
+    weights = softmax(
+        jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
+    return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
+                  compute.dtype)
+
+  if length > _LONG:
+    chunk = jax.checkpoint(chunk, static_argnums=0)
+  out = [chunk(start, q, k, v) for start in range(0, length, compute.q_chunk)]
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
 
