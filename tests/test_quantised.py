@@ -312,3 +312,19 @@ def test_random_weights_are_quantised_too(tmp_path):
   assert run(made, tmp_path / 'halves') == run(made, tmp_path / 'whole')
   found = inference.from_run(tmp_path / 'whole')
   assert found.params['layers']['q']['codes'].dtype == jnp.uint8
+
+
+def test_a_mixture_trains_adapters_on_quantised_experts(tmp_path):
+  folder = tiny.folder(
+      tmp_path / 'moe', family='qwen3_moe', num_layers=2,
+      experts=Experts(num=4, top_k=2, size=16))
+  made = sft(folder, lora=dict(targets='q|v'), model=dict(remat='full'))
+  exact = run(tiny.merged(made, dict(model=dict(quantise=''))),
+              tmp_path / 'exact')
+  rows = run(made, tmp_path / 'nf4')
+  assert all(r['grad_norm'] > 0 for r in rows)
+  for a, b in zip(rows, exact):
+    assert a['loss'] == pytest.approx(b['loss'], rel=0.3)
+    assert a['loss'] != b['loss']
+  policy = parts(made).policy
+  assert policy.frozen['params']['layers']['gate']['codes'].ndim == 4
