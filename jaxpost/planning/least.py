@@ -9,7 +9,9 @@ type of products, and reduces gradients in the type of parameters; over tensor
 two activations a layer are summed forward and two backward, and one again
 where the backward pass recomputes a layer. Over expert the activations of a
 layer are gathered and scattered, and so are their gradients; what is no expert
-is split over fsdp and expert together.
+is split over fsdp and expert together. Over context the keys and values of a
+layer are gathered forward, and again where it is recomputed, and their
+gradients scattered; those of parameters are summed as over data.
 """
 
 import collections
@@ -53,8 +55,13 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
   sizes = dict(layout.mesh.shape)
   wide, full = (jnp.dtype(t).itemsize for t in (
       kit.compute.dtype, kit.config.model.param_dtype))
-  activation = math.ceil(rows / layout.batch_shards) * length * (
+  parts = sizes['context']
+  tokens = math.ceil(rows / layout.batch_shards) * length // parts
+  activation = tokens * (
       model.config.hidden_size * jnp.dtype(kit.compute.residual).itemsize)
+  if parts > 1:  # of the last layer, from stripes to the order of the head
+    out['all-to-all']['context'] += (
+        micro * (1 + train) * activation * (parts - 1) / parts)
   for path, param in model.table.items():
     spec = layout.spec(param.axes, param.shape)
     shard = math.prod(layout.sharding(
@@ -72,6 +79,18 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       bytes_ = micro * param.shape[0] * activation * (sizes['expert'] - 1)
       out['all-gather']['expert'] += passes * bytes_
       out['reduce-scatter']['expert'] += passes * bytes_
+    if path in ('layers/k', 'layers/v') and parts > 1:
+      one = tokens * wide * math.prod(layout.sharding(
+          param.axes, param.shape).shard_shape(param.shape)[2:])
+      again = train and kit.compute.remat != 'none'
+      out['all-gather']['context'] += (
+          micro * (1 + again) * param.shape[0] * one * (parts - 1))
+      if train:
+        out['reduce-scatter']['context'] += (
+            micro * param.shape[0] * one * (parts - 1))
+    if train and parts > 1:
+      out['all-reduce']['context'] += (
+          micro * 2 * shard * full * (parts - 1) / parts)
     if train and data > 1:
       out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
     count = _sums(path, param, spec, train, kit.compute.remat)

@@ -99,11 +99,9 @@ class Program:
     abstract = jax.tree.map(_abstract, args)
     shapes = jax.eval_shape(self._fn, *abstract)
     shardings = self._shardings(abstract)
-    if isinstance(shardings, jax.sharding.Sharding):
-      shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes, shardings)
+        lambda s, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=s), part), shardings, shapes)
 
   def _shardings(self, abstract):
     if not callable(self._out):
