@@ -157,7 +157,7 @@ RAW = dict(
     (dict(first_k_dense_replace=3), 'first_k_dense_replace=3 of 3'),
     (dict(num_key_value_heads=2), 'num_key_value_heads=2'),
     (dict(kv_lora_rank=0), 'kv_lora_rank=0'), (dict(head_dim=7), 'head_dim=7'),
-    (dict(qk_rope_head_dim=5), 'odd'), (dict(rope_interleave=1), 'interleave'),
+    (dict(qk_rope_head_dim=5), 'an even'), (dict(rope_interleave=1), 'interleave'),
     (dict(routed_scaling_factor=0), 'routed_scaling_factor')])
 def test_what_is_not_built_is_refused_by_name(fields, words):
   families.from_hf(RAW, 'config.json')

@@ -167,7 +167,6 @@ def fields(raw: dict, cfg: ModelConfig, where: str) -> LatentConfig:
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
   each = raw['n_routed_experts'] // groups
   for wrong, what in (
-      (raw['qk_rope_head_dim'] % 2, 'an odd qk_rope_head_dim'),
       (raw.get('head_dim') not in (None, size, raw['qk_rope_head_dim']),
        f'head_dim={raw.get("head_dim")} beside qk_nope_head_dim and '
        'qk_rope_head_dim'),
