@@ -211,8 +211,8 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
   path = tiny.folder(tmp_path / 'model')
   losses, called = {}, []
   for name in ('chunked', 'reference'):
-    jaxpost.run(tiny.run_config(path, model=dict(attention=name), train=dict(
-        steps=2)), tmp_path / name)
+    jaxpost.run(tiny.merged(tiny.run_config(path), dict(
+        model=dict(attention=name), train=dict(steps=2))), tmp_path / name)
     losses[name] = [r['loss'] for r in metrics.read_rows(
         tmp_path / name / 'metrics.jsonl') if 'loss' in r]
     monkeypatch.setitem(attention.PLAIN, 'reference', lambda *args: (
@@ -220,8 +220,8 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
   assert called and losses['chunked'] == pytest.approx(
       losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
-    jaxpost.run(tiny.run_config(path, model=dict(attention='splash')),
-                tmp_path / 'other')
+    jaxpost.run(tiny.merged(tiny.run_config(path), dict(
+        model=dict(attention='splash'))), tmp_path / 'other')
 
 
 @pytest.mark.parametrize('platform, name, words', [
