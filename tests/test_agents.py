@@ -31,7 +31,7 @@ class Agent:
       base_url: Of the API.
       api_key: Says who asks.
     """
-    if self.answer % 7 == 0:
+    if self.answer % 4 == 0:
       raise ValueError('no wish to play')
     ask = lambda messages: _ask(base_url, api_key, messages)
     messages = [{'role': 'user', 'content': f'{self.answer}?'}]
@@ -91,7 +91,7 @@ def test_it_is_trained_on_what_it_was_told(run):
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert [r['step'] for r in rows] == [1, 2, 3]
   for row in rows:
-    assert 1.5 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
+    assert 0 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
     assert row['reward'] == row['rewards/environment/mean'] > 0
   assert len({r['loss'] for r in rows}) == 3
 
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_conversation(run):
     for n, length in enumerate(rollout.lengths):
       prompt = rollout.prompts[n // size]
       answer = int(prompt.columns['answer'])
-      if answer % 7 == 0:
+      if answer % 4 == 0:
         failed += 1
         assert np.isnan(arrays['rewards'][n])
         continue

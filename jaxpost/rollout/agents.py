@@ -38,6 +38,7 @@ class Session:
   last: int = -1  # token drawn last
   begun: int = 0  # texts that went on with nothing before
   head: int = 0  # messages that came before the first answer
+  between: list = dataclasses.field(default_factory=list)  # ids, not drawn
   full: bool = False  # it asked for more than the tokens of an episode
   busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -73,13 +74,12 @@ class Session:
         raise InputError(
             f'messages: {len(e.context)} tokens are more than '
             'config.rollout.max_prompt_length')
-      new = len(ids) - len(self._text())
-      left = self.limits.tokens - len(e.tokens) - new
+      self.between = ids[len(self._text()):].tolist()
+      left = self.limits.tokens - len(e.tokens) - len(self.between)
       if left < 1:
         self.full = True
         raise InputError('messages: the episode has used all of '
                          'config.rollout.max_new_tokens')
-      e.tokens += [(i, False, 0.0, 0.0) for i in ids[len(ids) - new:].tolist()]
     except BaseException:
       self.busy.release()
       raise
@@ -89,6 +89,7 @@ class Session:
   def heard(self, body: dict, completion: Completion, message: dict):
     """An answer was given."""
     e = self.episode
+    e.tokens += [(i, False, 0.0, 0.0) for i in self.between]
     e.tokens += zip(
         completion.tokens.tolist(), [True] * len(completion.tokens),
         completion.logprobs.tolist(), completion.behaviour_logprobs.tolist())

@@ -134,6 +134,7 @@ class Endpoint:
     held = self.sessions.get(session)
     if held:
       requests = [self._held(held, body, requests)]
+      contexts = [requests[0].tokens]
     try:
       done = self.ask(requests)
     except BaseException:
@@ -161,7 +162,7 @@ class Endpoint:
   def _held(self, held, body, requests: list[Request]) -> Request:
     """The one request of an agent of a run, which decides how it is sampled.
     """
-    if len(requests) > 1:
+    if len(requests) != 1:
       raise InputError('n, prompt: an episode of a run asks for one answer')
     sampling = requests[0].sampling
     made = held.request(body, lambda: requests[0].tokens,
