@@ -65,6 +65,13 @@ def test_values_that_there_are_come_back(kind):
   jax.tree.map(np.testing.assert_array_equal, held, again)
 
 
+def test_codes_become_numbers_by_their_bits_as_by_a_table():
+  x = np.arange(16, dtype=np.uint8).reshape(4, 4)
+  for found in quantised._by_bits(jnp.asarray(x)), quantised._normal(
+      jnp.asarray(x)):
+    np.testing.assert_array_equal(found, quantised._NF4[x])
+
+
 def test_zeros_stay_zeros():
   for kind in quantised.KINDS:
     held = quantised.quantise(jnp.zeros((8, 4)), kind, -2)
