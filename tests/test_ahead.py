@@ -23,7 +23,8 @@ STEPS = 5
 RUNS = {
     'sync': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict()),
     'one': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict(lag=1)),
-    'three': (dict(train='fsdp=2,tensor=2', rollout='data=-1'), dict(lag=3)),
+    'three': (dict(train='fsdp=2', score_devices=2, rollout='data=-1'),
+              dict(lag=3)),
     'swap': (dict(train='fsdp=4', rollout='data=-1'),
              dict(lag=2, swap_blocks=2)),
     'same devices': (dict(train='fsdp=8', rollout='data=-1',

@@ -301,7 +301,7 @@ def of_older(config) -> tuple:
 def method(**choices) -> Algorithm:
   """An algorithm of this family with other choices in `config.rl`."""
   return Algorithm(
-      objective, {'rl': {'importance': of_older} | choices}, needs=needs,
+      objective, {'rl': {'importance': of_older, **choices}}, needs=needs,
       check=check, check_first_step=check_first_step, on_policy=True,
       scores=scores, greedy_baseline=greedy_baseline, credit=credit)
 
