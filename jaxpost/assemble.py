@@ -274,7 +274,7 @@ def make_engine(kit: Kit, slots: int = 0):
       kit.rollout, kit.compute, kit.ledger,
       functools.partial(p.tokenizer.decode, skip_special=False),
       phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
-      r.share_base)
+      r.share_base, ahead=r.lag > 0)
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:

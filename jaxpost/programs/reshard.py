@@ -32,12 +32,14 @@ class Reshard:
   Args:
     most: bytes of the layers that a program makes, on all devices together;
       it makes one at least.
+    lent: arrays that need no copy are shared; False where the weights are
+      still in use when an update takes the parameters.
   """
 
   def __init__(self, model: Model, layout: Layout, compute: Compute,
-               ledger: Ledger, most: int = GROUP_BYTES):
+               ledger: Ledger, most: int = GROUP_BYTES, lent: bool = True):
     self._merge, model = model.merge, model.base or model
-    self._compute, self._layout = compute, layout
+    self._compute, self._layout, self._lent = compute, layout, lent
     self._table, self._shardings = nest(model.table), model.shardings(layout)
     joined = fused(model.table) if layout.mesh.shape['tensor'] == 1 else {}
     self._joined = joined
@@ -104,7 +106,7 @@ class Reshard:
     for name, (source, param) in self._made.items():
       x = params[source]
       kind = x.dtype if param is None or param.exact else self._compute.dtype
-      same = x.dtype == kind and x.sharding.is_equivalent_to(
+      same = self._lent and x.dtype == kind and x.sharding.is_equivalent_to(
           self._shardings[name], x.ndim)
       (shared if same else rest)[name] = x
     sources = {source for source, _ in self._made.values()}
@@ -115,8 +117,9 @@ class Reshard:
     if not self.layers:
       return jax.tree.map(lambda x, p: narrow(x, p, self._compute),
                           self._merge(params), self._table)
+    # Without a copy in it jit would return the parameter itself.
     copy = lambda x, p: jnp.copy(x) if p is None else narrow(
-        x, p, self._compute)
+        jnp.copy(x), p, self._compute)
     return {name: copy(x, self._made[name][1]) for name, x in params.items()}
 
   def _cast_layers(self, stacked, start):

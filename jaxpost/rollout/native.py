@@ -38,12 +38,13 @@ class NativeEngine:
   decode: token ids -> text, for stop strings; special tokens are text, too.
   bridge: to `layout`, where the trainer has other devices.
   share: sample from the trainer's frozen leaves, not from a copy.
+  ahead: sampling goes on while the trainer updates its parameters.
   """
 
   def __init__(self, model: Model, config: SamplerConfig, layout: Layout,
                compute: Compute, ledger: Ledger,
                decode: Callable | None = None, bridge: Bridge | None = None,
-               share: bool = False):
+               share: bool = False, ahead: bool = False):
     shards = layout.batch_shards
     settings.check(model.config, config, shards)
     # One row makes a vector product, which XLA:CPU runs 8 x slower than two.
@@ -59,7 +60,8 @@ class NativeEngine:
       model = shared.sampled(model)
     else:
       self._reshard = Reshard(
-          model, bridge.source if bridge else layout, compute, ledger)
+          model, bridge.source if bridge else layout, compute, ledger,
+          lent=not ahead)
     self._model, self._compute, self._ledger = model, compute, ledger
     self._bridge = bridge
     self.page = config.page_size
