@@ -133,10 +133,13 @@ def test_timeline(said):
       assert start >= end - 2  # microseconds, rounded
 
 
+class Device(types.SimpleNamespace):
+  __hash__ = object.__hash__
+
+
 def test_rows_that_context_does_not_split():
   from jaxpost import phases, schema
-  devices = [types.SimpleNamespace(platform='cpu', process_index=0, id=i)
-             for i in range(4)]
+  devices = [Device(platform='cpu', process_index=0, id=i) for i in range(4)]
   with pytest.raises(InputError, match='row_length: 34 is no multiple of the '
                      'context=4'):
     phases.make_layouts(schema.MeshSection(train='context=4'), 34, devices)
@@ -144,8 +147,7 @@ def test_rows_that_context_does_not_split():
 
 def test_weights_that_do_not_fit_the_training_devices():
   from jaxpost import phases, schema
-  devices = [types.SimpleNamespace(platform='cpu', process_index=0, id=i)
-             for i in range(8)]
+  devices = [Device(platform='cpu', process_index=0, id=i) for i in range(8)]
   layouts = phases.make_layouts(schema.MeshSection(
       train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
   with pytest.raises(InputError, match='weights are split over 3'):
