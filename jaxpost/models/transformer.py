@@ -387,7 +387,7 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
     if experts and routing:
       j = i - cfg.num_layers + cfg.sparse_layers
       experts[j] = jax.lax.dynamic_update_slice_in_dim(
-          experts[j], routing.chosen[:, None].astype(experts[i].dtype), step,
+          experts[j], routing.chosen[:, None].astype(experts[j].dtype), step,
           axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x[:, 0]
