@@ -342,8 +342,8 @@ def make_prepare(model: Model, layout: Layout, compute: Compute,
       cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
     if not layers:  # of a model of one's own
       return cast
-    rows = unstack_layers(cast, model.config.num_layers)['layers']
-    return {**cast, 'layers': [fuse(p, joined) for p in rows]}
+    whole = unstack_layers(cast, model.config.num_layers)
+    return {**whole, 'layers': [fuse(p, joined) for p in whole['layers']]}
 
   layers, shardings = [], model.shardings(layout)
   for stack in (s for s in STACKS if s in shardings):
