@@ -60,7 +60,7 @@ LATENT = dict(
     n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
     num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1,
     routed_scaling_factor=1.7, norm_topk_prob=True,
-    num_nextn_predict_layers=0)
+    num_mtp_layers=0)
 # Name -> (class of transformers, fields of its config).
 CASES = {
     'llama2': ('Llama', dict(num_key_value_heads=4)),

@@ -328,3 +328,43 @@ def head_logits(model: Model, weights, hidden, compute: Compute):
     logits = jnp.where(real, logits, sampling_lib.HIDE)
   return logits
 
+<<<<<<< HEAD
+=======
+
+def make_prepare(model: Model, layout: Layout, compute: Compute,
+                 ledger: Ledger) -> Program:
+  """prepare(params) -> sampler weights: cast, resharded, one dict a layer.
+
+  Matrices that read the same activations become one where no device has a
+  part of them only.
+  """
+  merge, model = model.merge, model.base or model
+  # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
+  apart = compute.row_writes and model.config.tie_embeddings and (
+      compute.dtype == 'bfloat16')
+  joined = fused(model.table) if layout.mesh.shape['tensor'] == 1 else {}
+
+  def prepare(params):
+    cast = jax.tree.map(
+        lambda x, p: narrow(x, p, compute), merge(params), nest(model.table))
+    if apart:
+      cast |= dict(embed=jnp.copy(params['embed']), head=cast['embed'])
+    if not layers:  # of a model of one's own
+      return cast
+    whole = unstack_layers(cast, model.config.num_layers)
+    return {**whole, 'layers': [fuse(p, joined) for p in whole['layers']]}
+
+  layers, shardings = [], model.shardings(layout)
+  for stack in (s for s in STACKS if s in shardings):
+    rows = {k.split('/')[1]: p for k, p in model.table.items()
+            if p.stacked and k.split('/')[0] == stack}
+    number, = {p.shape[0] for p in rows.values()} or {0}
+    layers += [fuse({k: layout.sharding(p.axes[1:], p.shape[1:])
+                     for k, p in rows.items()}, joined)] * number
+  if layers:
+    shardings = {k: v for k, v in shardings.items() if k not in STACKS} | {
+        'layers': layers}
+  if apart:
+    shardings['head'] = shardings['embed']
+  return Program('reshard', prepare, ledger, shardings)
+>>>>>>> h42
