@@ -98,8 +98,10 @@ class Checkpointer:
           f' {", ".join(sorted(metrics))}')
     named, _ = _flatten(state)
     _check_arrays(named)
-    # Orbax asks for a shard; a number is written by process 0 only.
-    arrays = {k: x if x.sharding.addressable_devices else np.zeros((), x.dtype)
+    # Of one process only: Orbax takes numpy, and process 0 writes it.
+    alone = lambda x: processes.count() > 1 and x.is_fully_addressable
+    arrays = {k: np.zeros((), x.dtype) if not x.sharding.addressable_devices
+              else np.asarray(x) if alone(x) else x
               for k, x in named.items() if x.size}
     seal = {
       'step': step,
@@ -324,8 +326,7 @@ class Checkpointer:
     _check_match(folder, saved, wanted)
     arrays = {  # Orbax stores no arrays without elements
       k: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-      for k, x in wanted.items() if not x.size
-    }
+      for k, x in wanted.items() if not x.size}
     stored = {k: x for k, x in wanted.items() if x.size}
     if stored:
       here = {k: x for k, x in stored.items() if x.sharding.addressable_devices}
@@ -333,8 +334,7 @@ class Checkpointer:
       args = ocp.args.PyTreeRestore(
         item=some,
         restore_args=ocp.checkpoint_utils.construct_restore_args(some),
-        partial_restore=True,
-      )
+        partial_restore=True)
       args = ocp.args.Composite(state=args)
       found = self._orbax.restore(folder, args=args)['state']
       arrays |= {k: found[k] if k in here else
