@@ -186,6 +186,8 @@ def test_what_xla_for_tpu_writes():
   %q = SENT collective-permute-start(%x), PERMUTED
   %y = f32[8,128]{1,0:T(8,128)S(1)} collective-permute-done(%q)
   %z = f32[8,128]{1,0:T(8,128)} negate(%y), CYCLES
+  %s = SLICED slice-start(%z), slice={[0:4], [0:128]}
+  %v = f32[4,128]{1,0:T(8,128)S(1)} slice-done(%s)
   ROOT %t = PAIR tuple(%next, %z)
 }
 
@@ -206,6 +208,7 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   for short, long in {
     'PAIR': '(u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)})',
     'SENT': '(f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]{:S(2)})',
+    'SLICED': '((f32[8,128]{1,0:T(8,128)}), f32[4,128]{1,0:S(1)}, u32[])',
     'PERMUTED': 'source_target_pairs={{0,2},{1,3}}',
     'CYCLES': 'backend_config={"window_config":{"estimated_cycles":"100"}}',
   }.items():
@@ -214,7 +217,8 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   assert found.unknown == () and found.cycles == 4 * 100
   assert found.collectives == {('collective-permute', (0, 2)): [4 * 4096, 4]}
   # The permuted array is sent and received; it is negated from fast memory.
-  assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096), rel=0.01)
+  # Of what a slice is taken from, only that is read.
+  assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096 + 2048), rel=0.01)
 
 
 def test_axes_of_a_group():

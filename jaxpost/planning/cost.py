@@ -154,11 +154,14 @@ class _Counter:
     if op.kind in _FREE or op.kind.endswith('-done'):
       return 0.0
     results = op.arrays
+    if op.kind == 'slice-start':  # (source, destination, context)
+      return sum(op.arrays[1].bytes for end in (
+          self.shape(ops, op, 0), op.arrays[1]) if not end.fast)
     if op.kind.endswith('-start'):  # (destination, source, context)
       results = results[:1]
     if op.kind in _IN_PLACE:
       return 2.0 * _slow([self.shape(ops, op, _IN_PLACE[op.kind])])
-    if op.kind in ('dynamic-slice', 'gather', 'slice', 'slice-start'):
+    if op.kind in ('dynamic-slice', 'gather', 'slice'):
       return 2.0 * _slow(results)
     reads = 0.0
     parts = self.computations.get(
