@@ -92,7 +92,8 @@ def test_it_is_trained_on_what_it_was_told(run):
   assert [r['step'] for r in rows] == [1, 2, 3]
   for row in rows:
     assert 0 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
-    assert row['reward'] == row['rewards/environment/mean'] > 0
+    assert row['reward'] == row['rewards/environment/mean']
+  assert max(r['reward'] for r in rows) > 0  # in a step, none may have passed
   assert len({r['loss'] for r in rows}) == 3
 
 
