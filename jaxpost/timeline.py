@@ -15,7 +15,7 @@ import time
 from etils import epath
 import jax
 
-from jaxpost import processes
+from jaxpost import processes, store
 from jaxpost.metrics import Chrono
 
 _HOST = 'host'
@@ -109,8 +109,11 @@ class Timeline(Chrono):
   # -------------------------------------------------------------------- file
 
   def begin(self, path, steps: int):
-    """Writes the spans of the next `steps` steps to a file."""
-    if steps:
+    """Writes the spans of the next `steps` steps to a file.
+
+    Of a run on an object store, to which nothing can be appended, to none.
+    """
+    if steps and not store.is_remote(path):
       self.path, self.steps = epath.Path(path), steps
 
   def flush(self):

@@ -145,24 +145,6 @@ def test_splash_is_the_reference(shape, layer):
   close(both_ways(interpreted(rest), args, g), right(shape, layer), 1e-5)
 
 
-def test_long_rows_keep_no_weights(monkeypatch):
-  """Computed again in the backward pass, to the same numbers."""
-  args, rest, g = case((512, 4, 2, 32, 32), cap=5.0, sinks=True)
-  run = plain('chunked', rest, tiny.EXACT)  # in chunks of 64
-
-  def temporaries():
-    loss = lambda *args: jnp.sum(run(*args) * g)
-    return jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(
-        *args).compile().memory_analysis().temp_size_in_bytes
-
-  kept, right = temporaries(), both_ways(run, args, g)
-  assert kept > 2 * 4 * 512 * 512 / 2 * 4  # the weights, at least
-  monkeypatch.setattr(scores, '_LONG', 100)
-  assert temporaries() < kept / 2
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(
-      a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right)
-
-
 # --------------------------------------------------------------------- choice
 
 

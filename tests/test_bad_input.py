@@ -213,8 +213,8 @@ DEVICES = {
     'mesh does not fit': (
         dict(mesh=dict(train='fsdp=3')), 'mesh.train: .fsdp=3. does not fit 1'),
     'nobody left to train': (
-        dict(algorithm='grpo', reward='length', train=dict(row_length=0),
-             mesh=dict(rollout_devices=1)),
+        dict(algorithm='grpo', reward='length?max=8', train=dict(
+            row_length=0), mesh=dict(rollout_devices=1)),
         'rollout_devices, score_devices: 1 of 1 device.s. leave none'),
     'mesh of a later stage': (
         dict(stages=('a', 'b'), a={}, b=dict(mesh=dict(rollout='data=2'))),

@@ -33,7 +33,7 @@ topology, dtype, jobs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 chips.set_environment(chips.parse(topology))
 import jax
 
-said, look = {}, aot.look
+look = aot.look
 
 def watch(kit, name, compiled, args):
   """Arrays above 1 % of the parameters that more devices hold than need to."""
@@ -60,13 +60,19 @@ for train, rollout in jobs:
       train=dict(batch_size=16, row_length=0 if rollout else 512)))
   compiled = aot.compile_stage(p, chips.parse(topology), (
       ('reshard',) if rollout else ('update',)))
-  row, = compiled.rows
-  found = cost.by_axis(row['totals'], compiled.kit.train.mesh)
-  out.append(dict(
-      least=row['least'], replicated=row.get('replicated'),
-      unknown=row['totals'].unknown, found={
-          kind: {a: x[0] for a, x in axes.items()}
-          for kind, axes in found.items()}))
+  said = dict(least={}, found={}, unknown=[], replicated=None)
+  for row in compiled.rows:  # a reshard is several programs
+    said['unknown'] += row['totals'].unknown
+    said['replicated'] = row.get('replicated')
+    found = {kind: {a: x[0] for a, x in axes.items()}
+             for kind, axes in cost.by_axis(
+                 row['totals'], compiled.kit.train.mesh).items()}
+    for into, more in ('least', row['least']), ('found', found):
+      for kind, axes in more.items():
+        kept = said[into].setdefault(kind, {})
+        for axis, count in axes.items():
+          kept[axis] = kept.get(axis, 0.0) + count
+  out.append(said)
 print(json.dumps(out))
 '''
 

@@ -138,7 +138,7 @@ def test_sft_and_grpo_differ_in_few_lines():
 
 # Arguments that are handed one block of the config.
 ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data',
-             ('models/moe', 'section'): 'router',
+             ('models/moe', 'section'): 'router', ('phases', 'mesh'): 'mesh',
              ('algorithms/distill', 'd'): 'distill'}
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')

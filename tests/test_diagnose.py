@@ -103,7 +103,7 @@ def test_bad_steps_between_good_ones_count():
   """Every second step is bad: a count of bad ones in a row never ends."""
   stage = types.SimpleNamespace(
       name='x', max_skipped=4, peak_flops=0, samples_every=9, steps=99,
-      peers=None, keep=None, roles=None,
+      peers=None, keep=None, roles=None, memory=dict,
       writer=types.SimpleNamespace(write=lambda *row: None))
   run, last = loop._Progress(stage), 0
   with pytest.raises(FloatingPointError, match='about 5 steps up to 9'):

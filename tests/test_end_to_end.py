@@ -95,7 +95,8 @@ def test_what_a_run_leaves(rising):
   workdir, summary, _ = rising
   assert {p.name for p in workdir.iterdir()} == {
       'config.json', 'metrics.jsonl', 'summary.json', 'plan.json',
-      'report.html', 'tensorboard', 'checkpoints', 'samples', 'export'}
+      'report.html', 'tensorboard', 'checkpoints', 'samples', 'export',
+      'timeline'}
   assert summary == json.loads((workdir / 'summary.json').read_text())
   assert summary['steps/grpo'] == 20 and summary['wall_s'] > 0
   for key in ('reward', 'loss', 'entropy', 'sampler_mismatch', 'tokens_per_s',

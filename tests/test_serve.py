@@ -214,17 +214,6 @@ def test_it_is_the_engine_that_the_protocol_describes(engine):
           have)[:len(inspect.signature(wanted).parameters) - 1], name
 
 
-def test_no_empty_move_is_dispatched(model, params, monkeypatch):
-  engine, moves = make_engine(model, params, slots=8), []
-  move = engine.move
-  monkeypatch.setattr(engine, 'move', lambda state, what: moves.append(
-      dict(what)) or move(state, what))
-  wanted = [dataclasses.replace(r, sampling=dict(max_tokens=1 + 8 * (n == 7)))
-            for n, r in enumerate(requests(8))]
-  serve(engine, wanted)
-  assert moves and all(moves)
-
-
 def test_waiting_ends_when_nothing_comes(engine):
   calls = []
 
