@@ -47,7 +47,7 @@ WANTED = {
     r'sft: .* parameters', r'recurrent: loss \d\.\d+ -> \d\.\d+, held-out',
     r'sampler off by (?:\de-0[2-9]|0e\+00)', r'attending: loss \d\.\d+ -> \d',
     r"'model\.safetensors'", r'tensors, such as',
-    r'first loss 5\.\d+ at random, [0-4]\.\d+ from the export',
+    r'first loss \d\.\d+ at random, [0-4]\.\d+ from the export',
   ),
 }
 FIGURES = {
