@@ -84,8 +84,8 @@ def run(folder):
   return folder / 'run'
 
 
-def test_it_is_trained_on_what_it_was_told(run):
-  """Log-probs of what the agent heard are the trainer's; weights move on."""
+def test_what_it_was_told_is_what_the_trainer_computes(run):
+  """Log-probs of what the agent heard are the trainer's."""
   rows = metrics.read_rows(run / 'metrics.jsonl')
   assert rows[0]['ratio'] == pytest.approx(1, abs=1e-5)
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
@@ -93,8 +93,6 @@ def test_it_is_trained_on_what_it_was_told(run):
   for row in rows:
     assert 0 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
     assert row['reward'] == row['rewards/environment/mean']
-  assert max(r['reward'] for r in rows) > 0  # in a step, none may have passed
-  assert len({r['loss'] for r in rows}) == 3
 
 
 def test_tokens_are_those_of_the_conversation(run):

@@ -162,7 +162,7 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
   run(config(2), tmp_path / 'parts')
   parts = run(config(4), tmp_path / 'parts')
   clock = lambda row: {k: v for k, v in row.items() if not (
-      k.startswith('time/') or k.endswith('_per_s'))}
+      k.startswith(('time/', 'memory/')) or k.endswith('_per_s'))}
   assert [clock(r) for r in whole] == [clock(r) for r in parts]
   ends = []
   for name in ('whole', 'parts'):
