@@ -23,8 +23,6 @@ from jaxpost.programs import probe, train as programs
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.types import Request
 
-PROMPT = 60
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -33,6 +31,7 @@ class Options:
   shape: str = 'xs'
   batch: int = 16
   steps: int = 5
+  prompt: int = 60
   new: int = 128
   samples: int = 0
   ragged: bool = False
@@ -52,7 +51,7 @@ def even_words(completions, **columns):
 def run(what: str, options: Options, workdir) -> dict:
   """One JSON-able record of figures; `what` names a function here."""
   figures = {'sft': sft, 'sample': sample, 'grpo': grpo, 'reshard': reshard,
-             'turns': turns}[what](options, workdir)
+             'turns': turns, 'prefill': prefill}[what](options, workdir)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return dict(
       peer='jaxpost', what=what, shape=options.shape, bf16=options.bf16,
@@ -73,7 +72,7 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
                  row_length=0 if on_policy else 512),
       optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
       rollout=dict(prompts=max(1, o.batch // 8), group_size=8,
-                   max_prompt_length=64, max_new_tokens=o.new,
+                   max_prompt_length=-(-o.prompt // 64) * 64, max_new_tokens=o.new,
                    top_p=o.top_p),
       rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
       mesh=dict(train=o.mesh,
@@ -87,7 +86,7 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
   stops = (1, *range(3, 3 + vocab // o.mean)) if o.ragged else (1,)
   lengths = testing.document_lengths(4096)
   stream = testing.RandomPrompts(
-      config.rollout.prompts, PROMPT, vocab) if on_policy else PackedStream(
+      config.rollout.prompts, o.prompt, vocab) if on_policy else PackedStream(
           lambda i: testing.random_example(lengths[i], vocab, i), 4096,
           batch_size=o.batch, row_length=512, seed=0)
   pool = RewardPool(
@@ -102,7 +101,7 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
   kit = assemble.make_kit(prepared)
   params = programs.random_params(
       model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
-  if what in ('sample', 'reshard', 'turns'):
+  if what in ('sample', 'reshard', 'turns', 'prefill'):
     return kit, params
   writer = MetricsWriter(workdir, tensorboard=False, primary=False)
   return kit, assemble.assemble(kit, workdir, writer, params)
@@ -153,7 +152,7 @@ def sample(o: Options, workdir) -> dict:
   engine = assemble.make_engine(kit, slots=o.batch)
   engine.load(params, 0)
   source = testing.RandomPrompts(
-      o.samples, PROMPT, kit.prepared.model.config.vocab_size)
+      o.samples, o.prompt, kit.prepared.model.config.vocab_size)
   times, cpu, counts = [], [], []
   key = assemble.run_key(0, 1)
   for step in range(o.steps + 1):
@@ -210,7 +209,7 @@ def turns(o: Options, workdir) -> dict:
   for name, keeps in (('kept', True), ('read', False)):
     engine.keeps, spent = keeps, []
     for _ in range(o.steps + 1):
-      talk = _Talk(testing.RandomPrompts(o.samples, PROMPT, vocab), most)
+      talk = _Talk(testing.RandomPrompts(o.samples, o.prompt, vocab), most)
       start, busy = time.perf_counter(), time.process_time()
       figures = engine.serve(
           talk.requests, run_key=assemble.run_key(0, 1), step=0,
@@ -220,6 +219,26 @@ def turns(o: Options, workdir) -> dict:
     out |= {f'{name}/{k}': x for k, x in dict(
         wall_s=wall, cpu_s=cpu, tokens=talk.drawn, **figures).items()}
   return out
+
+
+def prefill(o: Options, workdir) -> dict:
+  """Texts of one token: --batch in groups of 8, and each from its own prompt."""
+  o = dataclasses.replace(o, new=1)
+  kit, params = make_stage('prefill', o, workdir)
+  engine = assemble.make_engine(kit, slots=o.batch)
+  engine.load(params, 0)
+  vocab, out = kit.prepared.model.config.vocab_size, {}
+  for name, group in (('group', 8), ('alone', 1)):
+    source = testing.RandomPrompts(o.batch // group, o.prompt, vocab)
+    times = []
+    for step in range(o.steps + 1):
+      prompts, _ = next(source)
+      start = time.perf_counter()
+      engine(prompts, group_size=group, run_key=assemble.run_key(0, 1),
+             step=step)
+      times.append(time.perf_counter() - start)
+    out[f'{name}_s'] = float(np.median(times[1:]))
+  return dict(out, share=out['group_s'] / out['alone_s'])
 
 
 class _Talk:

@@ -1,8 +1,8 @@
-"""Times the standard workload: sft, sample or grpo; or reshard, turns, scaling.
+"""Times the standard workload: sft, sample or grpo; or a part of it.
 
   python -m launch.bench sft --shape=xs --batch=4 --bf16
   python -m launch.bench grpo --shape=xs --batch=16 --new=128 --bf16
-  python -m launch.bench reshard|turns --shape=s --bf16
+  python -m launch.bench reshard|turns|prefill --shape=s --bf16
   srun python -m launch.bench sft --distributed --batch=64
 
 Prints one JSON line; jaxpost/{bench,scaling}.py say what is counted.
@@ -21,6 +21,7 @@ from jaxpost import errors, host
 flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
 _BATCH = flags.DEFINE_integer('batch', 16, 'Rows, sequences, completions.')
 flags.DEFINE_integer('steps', 5, 'Timed steps.')
+flags.DEFINE_integer('prompt', 60, 'Tokens of a prompt.')
 flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
 flags.DEFINE_integer('samples', 0, 'Completions; 0: as many as --batch.')
 flags.DEFINE_bool('ragged', False, 'Geometric lengths.')
@@ -38,8 +39,8 @@ flags.DEFINE_string('coordinator', '', '')
 flags.DEFINE_integer('num_processes', None, '')
 flags.DEFINE_integer('process_id', None, '')
 
-WHAT = ('sft', 'sample', 'grpo', 'reshard', 'turns')
-PASSED = 'shape steps new ragged mean bf16 top_p mesh tune'.split()
+WHAT = ('sft', 'sample', 'grpo', 'reshard', 'turns', 'prefill')
+PASSED = 'shape steps prompt new ragged mean bf16 top_p mesh tune'.split()
 
 
 def scale():
