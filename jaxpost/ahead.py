@@ -114,9 +114,6 @@ class Ahead:
       more, newer = self._sample(step)
       info |= newer
       graded = grading.join(graded, more)
-    if self.engine:
-      with self.chrono('wait'):  # for the update, where sampling is ahead
-        jax.block_until_ready(self.engine.weights)
     if config.rollout.swap_blocks:
       self.engine.swap = None
     info['reshard_bytes'] = self.moved

@@ -14,6 +14,7 @@ from etils import epath
 from jaxpost import (
     build, cache, optim, phases, plan, precompile, processes, profile,
     reward_role, watchdog, weights)
+from jaxpost.algorithms.base import Algorithm
 from jaxpost.build import Prepared
 from jaxpost.checkpoint import Checkpointer
 from jaxpost.data import loader
@@ -213,9 +214,10 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
         seed=config.seed, ledger=kit.ledger)
   params = join(shared, score.frozen_copy(
       part, params, kit.compute, part.shardings(layout), kit.ledger))
-  make, options = score.make_score, {} if name != 'reference' else dict(
-      temperature=kit.objectives['policy'].temperature)
-  if name.startswith('teacher_'):
+  make, options = score.make_score, {}
+  if name == 'reference':
+    options = dict(temperature=kit.objectives['policy'].temperature)
+  elif name.startswith('teacher_'):
     d, make = config.distill, score.make_hidden
     if d.topk:
       make, options = score.make_topk, dict(
@@ -230,8 +232,10 @@ def make_trainable(kit: Kit, role: str, model, params):
   p, config, o = kit.prepared, kit.config, kit.config.optim
   rl, objective = config.rl, kit.objectives[role]
   updates = rl.epochs * rl.minibatches if p.algorithm.on_policy else 1
-  steps, lr = config.train.steps, role == 'critic' and config.critic.lr or o.lr
-  if role != 'critic' and 'critic' in kit.objectives:
+  steps, lr = config.train.steps, o.lr
+  if role == 'critic':
+    lr = config.critic.lr or lr
+  elif 'critic' in kit.objectives:
     steps -= config.critic.warmup_steps
   part, (params, fixed) = lora.trained(model), lora.split(params, model)
   schedule = optim.make_schedule(
@@ -278,7 +282,7 @@ def make_engine(kit: Kit, slots: int = 0):
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:
-  """[2] uint32; training and evaluation draw from different ones."""
+  """Key data [2] uint32; training and evaluation draw from different ones."""
   key = jax.random.fold_in(jax.random.key(seed), purpose)
   return np.asarray(jax.random.key_data(key))
 
@@ -319,7 +323,7 @@ class DataStream:
   """A data set as a stream of items."""
 
   batches: loader.PackedStream
-  algorithm: object
+  algorithm: Algorithm
   config: object
   roles: Roles
 

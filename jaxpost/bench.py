@@ -1,7 +1,7 @@
 """The standard workload: SFT, sampling and GRPO of two small Qwen3 shapes.
 
-Documents of 32 to 512 random tokens (log-normal), prompts of 60, AdamW. It
-runs the stages that `launch.train` runs, on data made up in memory.
+Documents of 32 to 512 random tokens (log-normal), prompts of 60 (--prompt),
+AdamW. It runs the stages that `launch.train` runs, on data made up in memory.
 """
 
 import collections
@@ -72,8 +72,8 @@ def make_stage(what: str, o: Options, workdir) -> tuple[assemble.Kit, Stage]:
                  row_length=0 if on_policy else 512),
       optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
       rollout=dict(prompts=max(1, o.batch // 8), group_size=8,
-                   max_prompt_length=-(-o.prompt // 64) * 64, max_new_tokens=o.new,
-                   top_p=o.top_p),
+                   max_prompt_length=-(-o.prompt // 64) * 64,
+                   max_new_tokens=o.new, top_p=o.top_p),
       rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
       mesh=dict(train=o.mesh,
                 rollout='data=-1' if jax.device_count() > 1 else ''))
@@ -222,7 +222,7 @@ def turns(o: Options, workdir) -> dict:
 
 
 def prefill(o: Options, workdir) -> dict:
-  """Texts of one token: --batch in groups of 8, and each from its own prompt."""
+  """Texts of one token: --batch in groups of 8, and each read alone."""
   o = dataclasses.replace(o, new=1)
   kit, params = make_stage('prefill', o, workdir)
   engine = assemble.make_engine(kit, slots=o.batch)

@@ -13,6 +13,7 @@ import pathlib
 import jax
 import numpy as np
 import rich.console
+import rich.text
 from rich import progress
 
 from jaxpost import assemble, cache
@@ -165,8 +166,6 @@ def text_after(tokenizer, prompt_ids, ids) -> str:
       tokenizer.decode(ids))
 
 
-
-
 def finish(each: dict[str, Weights], prompts, draws, mesh, out, source, show):
   """Completes prompts into the file `out`, or row by row to `show`.
 
@@ -184,6 +183,20 @@ def finish(each: dict[str, Weights], prompts, draws, mesh, out, source, show):
     cut = int((~rollout.finished).sum())
     if cut:
       to_stderr(f'{cut} of {len(rollout.lengths)} cut at --max_new_tokens')
+
+
+def show(row: dict):
+  """A row of `completion_rows` for people: what was asked, what came."""
+  text = row['prompt']
+  text = text if isinstance(text, str) else text[-1]['content'] + '\n'
+  shown = rich.text.Text.assemble(
+      (row.get('adapter', ''), 'bold'), (text, 'dim'),
+      (row['completion'], 'green'))
+  rich.console.Console(highlight=False, soft_wrap=True).print(shown)
+
+
+def show_json(row: dict):
+  print(json.dumps(row))
 
 
 def only(each: dict[str, Weights], flag: str) -> Weights:

@@ -154,10 +154,10 @@ class RolloutSection:
 
 @dataclasses.dataclass(frozen=True)
 class RlSection:
-  advantage: str = _f('', 'how rewards become advantages', auto='group',
-                      choices=(
-      '', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline',
-      'remax', 'gae', 'best_of_n'))
+  advantage: str = _f(
+      '', 'how rewards become advantages', auto='group', choices=(
+          '', 'group', 'leave_one_out', 'reinforce_pp',
+          'reinforce_pp_baseline', 'remax', 'gae', 'best_of_n'))
   scale_rewards: str = _f(
       '', 'whose std divides the advantages of "group"', auto='group',
       choices=('', 'group', 'batch', 'none'))
@@ -166,10 +166,8 @@ class RlSection:
                       'or the raw reward', choices=('zero', 'raw'))
   loss: str = _f('', 'surrogate', auto='clip', choices=(
       '', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce'))
-  clip_low: float = _f(-1.0, 'ratio clipped at 1 - clip_low', lo=-1.0,
-                       auto=0.2)
-  clip_high: float = _f(-1.0, 'ratio clipped at 1 + clip_high', lo=-1.0,
-                        auto=0.2)
+  clip_low: float = _f(-1.0, 'ratio at least 1 - clip_low', lo=-1.0, auto=0.2)
+  clip_high: float = _f(-1.0, 'ratio at most 1 + clip_high', lo=-1.0, auto=0.2)
   dual_clip: float = _f(0.0, 'bound c of the loss where the advantage is '
                         'negative, above 1; 0 is off', lo=0.0)
   tau_pos: float = _f(1.0, 'SAPO', lo=1e-6)
@@ -182,7 +180,8 @@ class RlSection:
                          'average; k1+, k3+: that value, the gradient of k2',
                          auto='k3', choices=('', 'k1', 'k2', 'k3', 'abs',
                                              'k1+', 'k3+'))
-  kl_in: str = _f('', 'it counts', auto='loss', choices=('', 'loss', 'reward'))
+  kl_in: str = _f('', 'where it counts', auto='loss',
+                  choices=('', 'loss', 'reward'))
   kl_target: float = _f(0.0, 'KL that an adaptive kl_coef (in the reward) '
                         'steers to; 0 is fixed', lo=0.0)
   kl_horizon: float = _f(10_000.0, 'samples over which it adapts', lo=1.0)
@@ -238,7 +237,8 @@ class PreferenceSection:
   losses: tuple = _f((), 'names; they are summed', each=str, auto=())
   loss_weights: tuple = _f((), 'one per loss; () is 1 each', each=float)
   beta: float = _f(0.1, 'strength of the reference', lo=1e-6)
-  label_smoothing: float = _f(0.0, 'share of flipped labels', lo=0.0, hi=0.5)
+  label_smoothing: float = _f(0.0, 'share of labels taken for flipped',
+                              lo=0.0, hi=0.5)
   gamma: float = _f(0.5, 'target margin of SimPO', lo=0.0)
   nll_coef: float = _f(-1.0, 'weight of the NLL of chosen answers', lo=-1.0,
                        auto=0.0)
@@ -264,14 +264,14 @@ class RewardModelSection:
 @dataclasses.dataclass(frozen=True)
 class DistillSection:
   teachers: tuple = _f((), 'folders', each=str)
-  weights: tuple = _f((), 'one per teacher; () is equal ones', each=float)
+  weights: tuple = _f((), 'one per teacher; () is equal shares', each=float)
   beta: float = _f(0.5, '0: KL(teacher, student), 1: the reverse, between: '
                    'generalised Jensen-Shannon', lo=0.0, hi=1.0)
   temperature: float = _f(1.0, 'of both', lo=1e-3)
   topk: int = _f(0, 'teacher\'s most probable tokens, from a cache on disk; '
                  '0: the whole vocabulary', lo=0)
   nll_coef: float = _f(0.0, 'weight of cross entropy', lo=0.0)
-  on_policy: float = _f(1.0, 'share of steps on own samples (gkd)',
+  on_policy: float = _f(1.0, 'share of steps on its own samples (gkd)',
                         lo=0.0, hi=1.0)
 
 

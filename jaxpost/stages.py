@@ -124,8 +124,8 @@ def policy_and_stream(config) -> tuple:
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop '
                      'of your own drives one')
-  kit = assemble.make_kit(*with_meshes(
-      build.prepare_all(raw), raw))
+  prepared, = with_meshes(build.prepare_all(raw), raw)
+  kit = assemble.make_kit(prepared)
   roles, stream, _ = assemble.make_parts(kit, initial_params(kit, None))
   return roles.policy, stream
 

@@ -12,13 +12,14 @@ import queue
 import threading
 import time
 
-from etils import epath
 import jax
+from etils import epath
 
 from jaxpost import processes, store
 from jaxpost.metrics import Chrono
 
 _HOST = 'host'
+
 
 class Timeline(Chrono):
   """A Chrono that also knows when devices were busy.

@@ -1,7 +1,6 @@
 """Times the standard workload: sft, sample or grpo; or a part of it.
 
-  python -m launch.bench sft --shape=xs --batch=4 --bf16
-  python -m launch.bench grpo --shape=xs --batch=16 --new=128 --bf16
+  python -m launch.bench sft|sample|grpo --shape=xs --batch=16 --bf16
   python -m launch.bench reshard|turns|prefill --shape=s --bf16
   srun python -m launch.bench sft --distributed --batch=64
 
@@ -21,7 +20,7 @@ from jaxpost import errors, host
 flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
 _BATCH = flags.DEFINE_integer('batch', 16, 'Rows, sequences, completions.')
 flags.DEFINE_integer('steps', 5, 'Timed steps.')
-flags.DEFINE_integer('prompt', 60, 'Tokens of a prompt.')
+flags.DEFINE_integer('prompt', 60, 'Its tokens.')
 flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
 flags.DEFINE_integer('samples', 0, 'Completions; 0: as many as --batch.')
 flags.DEFINE_bool('ragged', False, 'Geometric lengths.')

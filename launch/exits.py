@@ -58,7 +58,7 @@ def parse(argv, words=0):
 
 def refuse(names, when):
   """InputError where one of these flags was given; it would do nothing."""
-  for name in names or ():
+  for name in names:
     if flags.FLAGS[name].present:
       raise errors.InputError(f'--{name} does nothing {when}; leave it out')
 

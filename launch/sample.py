@@ -12,12 +12,9 @@ adds `completions`, `completion_ids`, `logprobs`; killed, the same goes on.
 --chat talks. Each --adapter answers. A seed gives the same completions.
 """
 
-import json
 import logging
 import sys
 
-import rich.console
-import rich.text
 from absl import flags
 
 from . import exits
@@ -45,20 +42,13 @@ _JSON = flags.DEFINE_bool('json', False, 'One JSON object a completion.')
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'As config.mesh.rollout.')
 
 
-def show(row):
-  text = row['prompt']
-  text = text if isinstance(text, str) else text[-1]['content'] + '\n'
-  shown = rich.text.Text.assemble((row.get('adapter', ''), 'bold'), (
-      text, 'dim'), (row['completion'], 'green'))
-  rich.console.Console(highlight=False, soft_wrap=True).print(shown)
-
-
 def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   if not (_PROMPT.value or _FILE.value or _CHAT.value):
     raise InputError('nothing to do; give --prompt=, --prompts= or --chat')
-  exits.refuse(_CHAT.value and ['prompts', 'out', 'n', 'json'], 'with --chat')
+  if _CHAT.value:
+    exits.refuse(('prompts', 'out', 'n', 'json'), 'with --chat')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost import completions, inference
@@ -67,13 +57,15 @@ def main(argv):
   draws = completions.Draws(*(flag.value for flag in (
       _N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
   if _CHAT.value:
-    return completions.chat_loop(completions.only(each, '--chat'), draws, (
-        _MESH.value), [*_PROMPT.value], sys.stdin, sys.stdout)
+    return completions.chat_loop(
+        completions.only(each, '--chat'), draws, _MESH.value,
+        [*_PROMPT.value], sys.stdin, sys.stdout)
   prompts = completions.make_prompts(
       next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
-  said = (lambda x: print(json.dumps(x))) if _JSON.value else show
-  completions.finish(each, prompts, draws, _MESH.value, _OUT.value,
-                     _RUN.value or _MODEL.value, said)
+  completions.finish(
+      each, prompts, draws, _MESH.value, _OUT.value,
+      _RUN.value or _MODEL.value,
+      completions.show_json if _JSON.value else completions.show)
 
 
 if __name__ == '__main__':

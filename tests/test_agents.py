@@ -63,7 +63,7 @@ def _ask(url, key, messages):
 def folder(tmp_path_factory):
   path = tmp_path_factory.mktemp('agents')
   (path / 'agent.py').write_text(AGENT)
-  episodes.folder(path / 'model')
+  episodes.folder(path / 'model', length=2)
   return path
 
 
@@ -84,15 +84,16 @@ def run(folder):
   return folder / 'run'
 
 
-def test_what_it_was_told_is_what_the_trainer_computes(run):
-  """Log-probs of what the agent heard are the trainer's."""
+def test_it_is_trained_on_what_it_was_told(run):
+  """Log-probs of what the agent heard are the trainer's; weights move on."""
   rows = metrics.read_rows(run / 'metrics.jsonl')
   assert rows[0]['ratio'] == pytest.approx(1, abs=1e-5)
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert [r['step'] for r in rows] == [1, 2, 3]
   for row in rows:
     assert 0 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
-    assert row['reward'] == row['rewards/environment/mean']
+    assert row['reward'] == row['rewards/environment/mean'] > 0
+  assert len({r['loss'] for r in rows}) == 3
 
 
 def test_tokens_are_those_of_the_conversation(run):

@@ -137,6 +137,28 @@ def test_chunks_are_the_reference(shape, layer, branches):
         right(shape, layer, branches), 1e-5)
 
 
+@pytest.mark.parametrize('length, kind', [
+    (512, {}), (523, dict(cap=5.0, sinks=True, window=150)),
+    (512, dict(branches=True))])
+def test_long_rows_keep_no_weights(monkeypatch, length, kind):
+  """Computed again in the backward pass, to the same numbers."""
+  args, rest, g = case((length, 4, 2, 32, 32), **kind)
+  run = plain('chunked', rest, tiny.EXACT)  # in chunks of 64
+
+  def temporaries():
+    loss = lambda given: jnp.sum(run(*given, *[None] * (4 - len(given))) * g)
+    return jax.jit(jax.grad(loss)).lower(
+        [x for x in args if x is not None]
+    ).compile().memory_analysis().temp_size_in_bytes
+
+  kept, right = temporaries(), both_ways(run, args, g)
+  assert kept > 2 * 4 * 512 * 512 / 2 * 4  # the weights, at least
+  monkeypatch.setattr(scores, '_LONG', 100)
+  assert temporaries() < kept / 2
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(
+      a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right)
+
+
 @pytest.mark.parametrize('shape, layer', [
     *(('groups', layer) for layer in LAYERS), ('one_kv_head', 'all'),
     ('odd_length', 'all'), ('latent', 'plain')])

@@ -26,11 +26,12 @@ def embed(table, tokens, dtype: str, constrain):
 
   Whole rows: from rows split over fsdp XLA would replicate the activations of
   the global batch. Rounded before they are gathered, in half the bytes; the
-  gradient is summed in the type of the table all the same. For a few tokens
-  the whole table would be rounded, in each block of a sampler.
+  gradient is summed in the type of the table all the same. On one device
+  nothing is gathered, and few rows are less to round than the whole table.
   """
-  if 8 * tokens.size < len(table):
-    return constrain(table, 'vocab', None)[tokens].astype(dtype)
+  split = isinstance(constrain, Layout) and constrain.mesh.size > 1
+  if not split and 8 * tokens.size < len(table):
+    return table[tokens].astype(dtype)
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
 
 

@@ -4,6 +4,7 @@ Legend: B rows, T queries, S keys, H heads, K kv heads, G queries per kv head,
 h head size, hv that of values. Arguments are those of `attention.attention`.
 """
 
+import functools
 import math
 
 import jax
@@ -44,8 +45,9 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   Queries go in chunks, each against the keys up to its own end, so that half
   of the products is never computed and [T, T] never exists; keys before the
   window of a chunk are left out, too. Heads come before time, so that a chunk
-  is one contiguous matrix per head and row. Of long rows the backward pass
-  computes the weights of a chunk again: kept, they would be [T, T] / 2.
+  is one contiguous matrix per head and row. Of long rows each quarter sees the
+  keys up to its end, its chunks come one after the other, and the backward
+  pass computes their weights again: there are never those of more than one.
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
@@ -53,30 +55,56 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   q = scaled(q.reshape(shape), cfg).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-  def chunk(start, q, k, v):
-    end = min(start + compute.q_chunk, length)
-    low = first_key(start, window, branch_ids)
-    mask = segment_ids[:, start:end, None] == segment_ids[:, None, low:end]
-    mask &= (jnp.arange(start, end)[:, None] >= jnp.arange(low, end))[None]
+  def attend(low, end, start, q, segments, places, branches):
+    """Queries from `start` on against the keys from `low` to `end`."""
+    number = start + jnp.arange(q.shape[2])
+    mask = segments[:, :, None] == segment_ids[:, None, low:end]
+    mask &= (number[:, None] >= jnp.arange(low, end))[None]
     if not isinstance(window, int) or window:
-      back = positions[:, start:end, None] - positions[:, None, low:end]
+      back = places[:, :, None] - positions[:, None, low:end]
       mask &= (back < window) | (window == 0)
-    if branch_ids is not None:
+    if branches is not None:
       keys = branch_ids[:, None, low:end]
-      mask &= (keys == 0) | (keys == branch_ids[:, start:end, None])
-    scores = einsum('bktgh,bksh->bktgs', q[:, :, start:end], k[:, :, low:end],
-                    compute.dtype)
+      mask &= (keys == 0) | (keys == branches[:, :, None])
+    scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
         jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
         sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
     return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
                   compute.dtype)
 
-  if length > _LONG:
-    chunk = jax.checkpoint(chunk, static_argnums=0)
-  out = [chunk(start, q, k, v) for start in range(0, length, compute.q_chunk)]
+  out, step = [], min(compute.q_chunk, length)
+  if long := length > _LONG:
+    step = -(-length // 4)
+  for start in range(0, length, step):
+    end = min(start + step, length)
+    run = functools.partial(
+        attend, first_key(start, window, branch_ids), end)
+    some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in (
+        segment_ids, positions, branch_ids))
+    out.append(_in_turn(run, start, min(compute.q_chunk, length // 16), *some)
+               if long else run(start, *some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
+
+
+def _in_turn(run, start: int, step: int, q, *rest):
+  """`run(start, q, *rest)`, `step` queries at a time, none of it kept."""
+  count = q.shape[2] // step
+  split = lambda x, axis: jnp.moveaxis(jax.lax.slice_in_dim(
+      x, 0, count * step, axis=axis).reshape(
+          *x.shape[:axis], count, step, *x.shape[axis + 1:]), axis, 0)
+  run = jax.checkpoint(run)
+  out = jax.lax.map(lambda xs: run(*xs), (
+      start + step * jnp.arange(count), split(q, 2),
+      *jax.tree.map(lambda x: split(x, 1), rest)))
+  out = jnp.moveaxis(out, 0, 2).reshape(
+      *q.shape[:2], count * step, *out.shape[4:])
+  if left := q.shape[2] - count * step:
+    last = run(start + count * step, q[:, :, -left:], *jax.tree.map(
+        lambda x: x[:, -left:], rest))
+    out = jnp.concatenate([out, last], axis=2)
+  return out
 
 
 def first_key(start: int, window, branch_ids) -> int:

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import re
 
-
 from jaxpost import assemble, build, precompile, weights
 from jaxpost.losses import head as head_lib
 from jaxpost.planning import chips, cost, least
@@ -17,8 +16,6 @@ from jaxpost.programs.generate import DecodeState, Prefix
 from jaxpost.types import Batch, Cache, TrainState
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
-# Before the first step, when not everything is there yet.
-START = ('init', 'copy', 'random')
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from jaxpost.types import Batch
 # Programs that run while the sampler's weights and cache are there.
 SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate',
             'move')
-_START = ('init', 'copy', 'random')  # when not everything is there yet
+START = ('init', 'copy', 'random')  # when not everything is there yet
 
 
 def size(tree) -> int:
@@ -53,7 +53,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
   out = {}
   for row in rows:
     name = row['program']
-    if name in _START:
+    if name in START:
       continue
     more = row['temp_bytes']
     if name in SAMPLING:
