@@ -103,7 +103,7 @@ def main():
             for dtype in ('float32', 'bfloat16')}
   for plain in plains.values():
     exact = sum(len(c.tokens) for c in plain.values())
-    assert exact > 200 and len(plain) == 2 * len(wanted)
+    assert exact > 300 and len(plain) == 2 * len(wanted)
     assert len({tuple(c.tokens) for k, c in plain.items() if not k[2]}) == len(
         wanted)
   for name, case in CASES.items():

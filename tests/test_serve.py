@@ -214,6 +214,25 @@ def test_it_is_the_engine_that_the_protocol_describes(engine):
           have)[:len(inspect.signature(wanted).parameters) - 1], name
 
 
+@pytest.mark.parametrize('long', [(3, 13, 15), (0,)])
+def test_no_empty_move_is_dispatched(model, params, monkeypatch, long):
+  """Long texts in the last slots move to the first; nothing else does."""
+  engine, moves = make_engine(model, params, slots=16, max_new_tokens=24), []
+  move = engine.move
+  monkeypatch.setattr(engine, 'move', lambda state, what: moves.append(
+      dict(what)) or move(state, what))
+  wanted = [
+      dataclasses.replace(r, sampling=dict(max_tokens=20 if n in long else 1))
+      for n, r in enumerate(requests(16))]
+  told = serve(engine, wanted)
+  assert all(moves) and bool(moves) == (max(long) > 0)
+  for change in moves:
+    assert not {*change} & {*change.values()}
+  alone = serve(make_engine(model, params, max_new_tokens=24), wanted)
+  assert {k: [c.tokens.tolist() for c in v] for k, v in told.items()} == {
+      k: [c.tokens.tolist() for c in v] for k, v in alone.items()}
+
+
 def test_waiting_ends_when_nothing_comes(engine):
   calls = []
 
