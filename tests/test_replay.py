@@ -80,6 +80,19 @@ def test_losses_of_the_samples_add_up(run):
     assert sum(x['loss_share'] for x in ones) == pytest.approx(1, abs=1e-3)
 
 
+def test_their_sum_is_the_loss_of_the_run(config, tmp_path):
+  """Of a step with one update: a later one has seen the first."""
+  one = tiny.merged(config, dict(
+      rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
+  jaxpost.run(one, tmp_path / 'run')
+  row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
+         if r['step'] == 2][0]
+  found = [replay.replay(tmp_path / 'run', 2, n) for n in range(
+      len(kept(tmp_path / 'run', 2)))]
+  assert abs(row['loss']) > 1e-4
+  assert sum(x['loss'] for x in found) == pytest.approx(row['loss'], abs=1e-6)
+
+
 def test_what_differs_is_told(run, tmp_path):
   copy = tmp_path / 'run'
   shutil.copytree(run, copy)
