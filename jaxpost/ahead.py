@@ -58,14 +58,11 @@ class Ahead:
   moved: int = 0  # bytes, when weights were moved last
 
   def __post_init__(self):
-    config, few = self.config, self.engine and len(owners(
-        self.engine.layout.mesh.devices.flat)) < processes.count()
+    config, few = self.config, processes.count() > 1 and self.engine and len(
+        owners(self.engine.layout.mesh.devices.flat)) < processes.count()
     refuse(bool(few and (config.environment or config.rollout.swap_blocks)),
            'config.mesh.rollout_devices: are those of some processes only, and '
            'environments and rollout.swap_blocks need all; leave them out')
-    refuse(self.lag > 0 and config.rollout.park_optimizer,
-           'config.rollout.park_optimizer: with rollout.lag an update runs '
-           'while others are sampled; leave one of them out')
 
   @property
   def lag(self) -> int:

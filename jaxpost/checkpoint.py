@@ -139,6 +139,8 @@ class Checkpointer:
     finally:
       self._thread.shutdown()
       self._orbax.close()
+      if self._spool:
+        self._spool.rmtree(missing_ok=True)
 
   def latest(self):
     """Newest good step, or None where no save was ever finished.

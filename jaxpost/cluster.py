@@ -72,12 +72,20 @@ def _open_for_transfers(address: str):
     return
   there = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
            ).rpartition(':')[0] or socket.gethostname()
-  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-    probe.connect((there, 9))  # sends nothing
-    host = probe.getsockname()[0]
-  with socket.socket() as free:
+  try:
+    family, kind, *_, at = socket.getaddrinfo(
+        there.strip('[]'), 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+      probe.connect(at)  # sends nothing
+      host = probe.getsockname()[0]
+  except OSError as e:
+    raise errors.InputError(
+        f'--coordinator: {there}: {e.strerror}; give the HOST:PORT at which '
+        'this host reaches process 0') from e
+  with socket.socket(family) as free:
     free.bind((host, 0))
     port = free.getsockname()[1]
+  host = f'[{host}]' if ':' in host else host
   jax.config.update('jax_cross_host_transfer_socket_address', f'{host}:{port}')
   jax.config.update('jax_cross_host_transport_addresses', f'{host}:0,{host}:0')
   jax.config.update('jax_cross_host_transfer_timeout_seconds', _PATIENCE_S)

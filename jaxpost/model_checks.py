@@ -58,6 +58,11 @@ def check_shared(config, model):
         'config.rollout.share_base: is for frozen weights under adapters '
         '(config.lora.rank or config.train.freeze), and not for mixtures of '
         'experts; leave it False')
+  if config.rollout.share_base and config.mesh.rollout_devices:
+    raise InputError(
+        'config.rollout.share_base: the sampler has devices of its own '
+        '(config.mesh.rollout_devices), which have no leaves of training; '
+        'leave it False')
 
 
 def check_replay(config, algorithm, found: dict):

@@ -171,6 +171,8 @@ class Sampler:
     draw = lambda: self.engine(
         prompts, group_size=group_size, run_key=self.run_key, step=step,
         sampling=sampling)
+    if processes.count() == 1:
+      return draw()
     have = owners(self.engine.layout.mesh.devices.flat)
     if len(have) == processes.count():
       return draw()

@@ -50,11 +50,12 @@ def run(config, workdir='runs/latest', console=None) -> dict:
 
 def _run(raw, workdir, console) -> dict:
   start = time.perf_counter()
+  check_same_config(raw)
   raw = settle_dtype(raw, workdir, console)
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
   check_same_run(workdir, configs, console)
-  check_same_start(raw, workdir, configs)
+  check_same_start(workdir, configs)
   if is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
     return json.loads((workdir / 'summary.json').read_text())
@@ -98,10 +99,14 @@ def settle_dtype(raw: dict, workdir, console) -> dict:
   if not auto:
     return raw
   path, kept = workdir / 'config.json', None
-  if path.exists():
+  if processes.index() == 0 and path.exists():
     saved = json.loads(path.read_text())
-    kept = (saved.get(auto[0]) or saved)['model'].get('dtype')
+    blocks = [saved.get(n) or {} for n in auto if n] + [saved]
+    kept = next((b['model']['dtype'] for b in blocks
+                 if (b.get('model') or {}).get('dtype')), None)
+  kept = processes.from_first(kept)
   if not kept:
+    jax.devices()  # on all: they wait for each other
     kept, why = processes.from_first(
         list(probe.matmul_type()) if processes.index() == 0 else None)
     console.out(f'config.model.dtype: auto is {kept} here ({why})',
@@ -168,7 +173,11 @@ def _run_stages(kits, workdir, console) -> list[dict]:
             kit.train, kit.config.model.param_dtype, kit.config.seed)
       stage = assemble.assemble(kit, workdir, writer, params)
       del params
-      try:
+      with contextlib.ExitStack() as leave:
+        leave.callback(stage.checkpointer.close)  # waits for a save under way
+        leave.callback(kit.chrono.close)
+        leave.callback(stage.stream.close)
+        leave.callback(stage.close)
         plans.append(plan.make_plan(
             stage.name, kit.prepared.model.config,
             {'train': kit.train, 'rollout': kit.rollout},
@@ -182,10 +191,6 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         loop.run_stage(stage, before)
         kit.chrono.flush()
         _watch(f'the end of {stage.name}', kit.config)
-      finally:
-        stage.close()
-        stage.stream.close()
-        stage.checkpointer.close()  # waits for a save under way
       params = stage.roles.policy.params
       del stage
       gc.collect()  # the optimizer state goes before the next stage's comes
@@ -298,8 +303,8 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
         '--workdir')
 
 
-def check_same_start(raw, workdir, configs: dict):
-  """InputError where processes are given different runs."""
+def check_same_config(raw):
+  """InputError where processes are given different configs."""
   if processes.count() == 1:
     return
   plain = _spelled(raw)
@@ -310,6 +315,12 @@ def check_same_start(raw, workdir, configs: dict):
         raise InputError(
             f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
             'start all with the same config')
+
+
+def check_same_start(workdir, configs: dict):
+  """InputError where processes have other code, or see another workdir."""
+  if processes.count() == 1:
+    return
   processes.check_same(
       {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
       'install one everywhere')

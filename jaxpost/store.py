@@ -9,6 +9,7 @@ import functools
 import os
 import pathlib
 import shutil
+import socket
 import tempfile
 import zlib
 from concurrent import futures
@@ -57,7 +58,8 @@ def write(path, data: bytes):
     path.write_bytes(data)
     return
   path.parent.mkdir(parents=True, exist_ok=True)
-  draft = path.parent / f'.{path.name}.tmp'
+  draft = path.parent / (
+      f'.{path.name}.{socket.gethostname()}.{os.getpid()}.tmp')
   draft.write_bytes(data)
   draft.replace(path)
 

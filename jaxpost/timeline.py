@@ -60,9 +60,9 @@ class Timeline(Chrono):
     self._threads[lane].put(arrays[-1])
 
   def _wait(self, lane: str, waiting):
-    while True:
+    while (array := waiting.get()) is not None:
       try:
-        jax.block_until_ready(waiting.get())
+        jax.block_until_ready(array)
       except (jax.errors.JaxRuntimeError, RuntimeError):
         pass  # whoever asked for it hears of it, too
       now = time.perf_counter()
@@ -106,6 +106,12 @@ class Timeline(Chrono):
       out['time/busy/both'] = total(
           both(merged(found[train]), merged(found[rollout])))
     return out
+
+  def close(self):
+    """Ends the threads, when they have seen what they were told to watch."""
+    for waiting in self._threads.values():
+      waiting.put(None)
+    self._threads.clear()
 
   # -------------------------------------------------------------------- file
 

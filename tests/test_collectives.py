@@ -35,7 +35,7 @@ import jax
 
 look = aot.look
 
-def watch(kit, name, compiled, args):
+def watch(kit, name, compiled, args, times):
   """Arrays above 1 % of the parameters that more devices hold than need to."""
   state, big = args[0], {}
   whole = sum(x.size for x in jax.tree.leaves(state.params))
@@ -48,7 +48,7 @@ def watch(kit, name, compiled, args):
       copies = shard * kit.train.mesh.size / x.size
       if x.size > 0.01 * whole and copies > kit.train.mesh.shape['data']:
         big[at + jax.tree_util.keystr(path)] = copies
-  return look(kit, name, compiled, args) | {'replicated': big}
+  return look(kit, name, compiled, args, times) | {'replicated': big}
 
 out = []
 for train, rollout in jobs:
@@ -71,7 +71,7 @@ for train, rollout in jobs:
       for kind, axes in more.items():
         kept = said[into].setdefault(kind, {})
         for axis, count in axes.items():
-          kept[axis] = kept.get(axis, 0.0) + count
+          kept[axis] = kept.get(axis, 0.0) + count * row['times']
   out.append(said)
 print(json.dumps(out))
 '''

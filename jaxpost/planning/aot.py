@@ -5,6 +5,7 @@ No array is made: roles hold shapes and shardings in place of weights.
 
 import collections
 import dataclasses
+import functools
 import re
 
 from jaxpost import assemble, build, precompile, weights
@@ -41,7 +42,7 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
   ledger = Ledger(dry=True, options=chips.compiler_options(topology),
                   only=only)
   kit = assemble.make_kit(p, chips.devices(topology), ledger)
-  ledger.look = lambda name, compiled, args: look(kit, name, compiled, args)
+  ledger.look = functools.partial(look, kit)
   params = weights.described(
       p.model, kit.train, p.config.model.param_dtype)
   roles, stream, engine = assemble.make_parts(kit, params)
@@ -56,7 +57,7 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
   return Compiled(kit, ledger.rows, dict(held))
 
 
-def look(kit: assemble.Kit, name: str, compiled, args) -> dict:
+def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
   """What a row says beyond shapes: bytes by what they are, and the HLO."""
   micro, chunks, rows = 1, 1, 0
   for batch in (a for a in args if isinstance(a, Batch)):
@@ -78,7 +79,7 @@ def look(kit: assemble.Kit, name: str, compiled, args) -> dict:
   analysis = compiled.cost_analysis()
   return dict(
       arguments=dict(found), totals=totals,
-      micro=micro, least=least.of_program(kit, name, args),
+      micro=micro, least=least.of_program(kit, name, args, times),
       xla_flops_once=(analysis or {}).get('flops'))
 
 

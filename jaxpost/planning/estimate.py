@@ -73,7 +73,9 @@ def _calls(row: dict, rows: list, step: Step) -> float:
   """Calls a step; those of one name share them evenly."""
   same = sum(r['program'] == row['program'] for r in rows)
   calls = step.calls.get(row['program'], 0)
-  return calls if row['program'] == 'update' else calls / same
+  if row['program'] in ('update', 'reshard'):  # each does a part of it
+    return calls * row['times']
+  return calls / same
 
 
 def memory(row: dict, held: dict, sampler: int, chip: chips.Chip) -> dict:

@@ -16,6 +16,7 @@ gradients scattered; those of parameters are summed as over data.
 
 import collections
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
@@ -29,8 +30,11 @@ from jaxpost.types import Batch
 _SAMPLED = 16  # devices looked at for what a reshard moves
 
 
-def of_program(kit, name: str, args) -> dict:
-  """{kind: {axis: bytes}} of a program with these arguments."""
+def of_program(kit, name: str, args, times: int) -> dict:
+  """{kind: {axis: bytes}} of a program with these arguments.
+
+  times: runs of it that share the work.
+  """
   model, second = kit.prepared.model, args[1] if len(args) > 1 else None
   if isinstance(second, Batch):
     return of_pass(kit, model, kit.train, second.tokens.shape,
@@ -43,8 +47,8 @@ def of_program(kit, name: str, args) -> dict:
     return of_pass(kit, model, kit.rollout, (1, *second.shape), train=False)
   if name == 'reshard':
     bridge = phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout')
-    return of_reshard(model, kit.train, bridge.source if bridge else
-                      kit.rollout, kit.compute.dtype)
+    return of_reshard(model, args[0], times, kit.train, (
+        bridge.source if bridge else kit.rollout), kit.compute.dtype)
   return {}
 
 
@@ -122,12 +126,18 @@ def _sums(path: str, param: Param, spec, train: bool, remat: str) -> int:
   return 1 if path == 'embed' else 0
 
 
-def of_reshard(model: Model, train: Layout, rollout: Layout, dtype) -> dict:
-  """What devices lack of the layout they sample in, on average."""
+def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout,
+               rollout: Layout, dtype) -> dict:
+  """What devices lack of the layout they sample in, on average.
+
+  moved_of: of what a program moves; it takes so many `times` for all of it.
+  """
   moved = collections.Counter()
   devices = list(train.mesh.devices.flat)
   some = devices[::max(1, len(devices) // _SAMPLED)]
-  for param in model.table.values():
+  for path, param in model.table.items():
+    if path.split('/')[0] not in moved_of:
+      continue
     skip = int(param.stacked)
     axes, shape = param.axes[skip:], param.shape[skip:]
     old, new = (x.sharding(axes, shape) for x in (train, rollout))
@@ -144,5 +154,5 @@ def of_reshard(model: Model, train: Layout, rollout: Layout, dtype) -> dict:
     count = param.shape[0] if param.stacked else 1
     moved['+'.join(map(str, names)) or 'all'] += (
         lacking * count * jnp.dtype(dtype).itemsize)
-  return {'all-gather': {k: v for k, v in moved.items() if v}}
+  return {'all-gather': {k: v / times for k, v in moved.items() if v}}
 

@@ -18,20 +18,21 @@ class Ledger:
   rows: list[dict] = dataclasses.field(default_factory=list)
   sealed: bool = False  # after the first step a compilation is a surprise
   dry: bool = False  # a plan: nothing runs, calls return described outputs
-  look: Callable | None = None  # (name, compiled, args) -> more of its row
+  look: Callable | None = None  # (name, compiled, args, times) -> of its row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
 
-  def add(self, name: str, args, seconds: float, compiled, flops):
+  def add(self, name: str, args, seconds: float, compiled, flops, times: int):
     memory, shapes = compiled.memory_analysis(), describe(args)
     self.rows.append(dict(
         program=name, shapes=shapes, compile_s=round(seconds, 3), flops=flops,
+        times=times,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         batch_bytes=memory_lib.batches(args),
-        **(self.look(name, compiled, args) if self.look else {})))
+        **(self.look(name, compiled, args, times) if self.look else {})))
     if self.sealed:
       logging.warning(
           'compiled %s for new shapes %s after the first step (%.1f s)',
@@ -52,12 +53,13 @@ class Program:
       outputs to their shardings.
     flops: analytic FLOPs of a call, from its arguments (XLA's own count
       takes the body of a loop once).
+    times: runs of it in one call of what it is a part of.
   """
 
   def __init__(self, name: str, fn: Callable, ledger: Ledger, out_shardings,
                *, donate: tuple[int, ...] = (),
-               flops: Callable | None = None):
-    self.name = name
+               flops: Callable | None = None, times: int = 1):
+    self.name, self._times = name, times
     self._fn, self._donate, self._out = fn, donate, out_shardings
     self._ledger, self._flops = ledger, flops
     self._compiled = {}
@@ -84,7 +86,8 @@ class Program:
       compiled = jitted.lower(*abstract).compile(self._ledger.options)
       flops = self._flops(*args) if self._flops else None
       self._ledger.add(
-          self.name, args, time.perf_counter() - start, compiled, flops)
+          self.name, args, time.perf_counter() - start, compiled, flops,
+          self._times)
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 

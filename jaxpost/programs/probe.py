@@ -1,6 +1,7 @@
 """What this machine can do, measured: the yardstick of benchmarks."""
 
 import json
+import logging
 import os
 import pathlib
 import platform
@@ -47,7 +48,10 @@ def matmul_type(cache=None) -> tuple[str, str]:
   if key not in known:
     known[key] = {name: round(matmul_rate(name, 512, 5) / 1e9, 1)
                   for name in ('float32', 'bfloat16', 'float16')}
-    store.write(path, json.dumps(known).encode())
+    try:
+      store.write(path, json.dumps(known).encode())
+    except OSError as e:
+      logging.info('%s: not kept (%s): it is measured again next time', path, e)
   rates = known[key]
   faster = rates['bfloat16'] > _GAIN * rates['float32']
   return 'bfloat16' if faster else 'float32', 'GFLOP/s: ' + ', '.join(

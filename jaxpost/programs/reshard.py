@@ -68,7 +68,8 @@ class Reshard:
     self._rest = Program('reshard', self._cast, ledger, lambda shapes: {
         k: self._shardings[k] for k in shapes})
     self._some = Program(
-        'reshard', self._cast_layers, ledger, each[:self.group])
+        'reshard', self._cast_layers, ledger, each[:self.group],
+        times=self.layers // max(1, self.group))
 
   def __call__(self, params) -> dict:
     shared, rest, stacked = self._split(params)

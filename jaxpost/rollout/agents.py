@@ -20,7 +20,8 @@ from jaxpost.data.turns import Turns
 from jaxpost.errors import InputError
 from jaxpost.rewards.environments import Answer, row_of
 from jaxpost.rollout.endpoint import Endpoint
-from jaxpost.rollout.episodes import Episode, Episodes, Limits
+from jaxpost.rollout.episodes import (
+    Episode, Episodes, Limits, drawn, told)
 from jaxpost.types import Completion, Request, Rollout
 
 PLAY = 'play'  # of an environment: play(base_url, api_key) is the agent
@@ -39,24 +40,25 @@ class Session:
   begun: int = 0  # texts that went on with nothing before
   head: int = 0  # messages that came before the first answer
   between: list = dataclasses.field(default_factory=list)  # ids, not drawn
+  anew: np.ndarray | None = None  # the text asked for, if it begins again
   full: bool = False  # it asked for more than the tokens of an episode
   busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-  def ids(self, body: dict, encode) -> np.ndarray:
-    """The text that a body asks to go on with; `encode` has it anew."""
+  def ids(self, body: dict, encode) -> tuple[np.ndarray, bool]:
+    """The text that a body asks to go on with, and whether it begins again.
+
+    `encode` has it anew.
+    """
     e, messages = self.episode, body.get('messages')
     if self.known and messages and _same(
         messages[:len(self.known)], self.known) and (
             len(messages) > len(self.known)):
       between = self.turns.more(
           messages[len(self.known):], ended=self.last == self.turns.end_id)
-      return np.concatenate([self._text(), between]).astype(np.int32)
+      return np.concatenate([self._text(), between]).astype(np.int32), False
     ids, text = encode(), self._text()
-    if e.tokens and not messages and ids[:len(text)].tolist() == text.tolist():
-      return ids
-    self.begun, self.head = self.begun + 1, len(messages or 'a')
-    e.context, e.tokens, e.messages = ids, [], []
-    return ids
+    return ids, not (e.tokens and not messages and (
+        ids[:len(text)].tolist() == text.tolist()))
 
   def _text(self) -> np.ndarray:
     e = self.episode
@@ -69,13 +71,15 @@ class Session:
     if not self.busy.acquire(blocking=False):
       raise InputError('api key: an episode asks for one answer at a time')
     try:
-      ids = self.ids(body, encode)
-      if len(e.context) > self.limits.prompt:
-        raise InputError(
-            f'messages: {len(e.context)} tokens are more than '
-            'config.rollout.max_prompt_length')
-      self.between = ids[len(self._text()):].tolist()
-      left = self.limits.tokens - len(e.tokens) - len(self.between)
+      ids, anew = self.ids(body, encode)
+      if anew and len(ids) > self.limits.prompt:
+        raise InputError(f'messages: {len(ids)} tokens are more than '
+                         'config.rollout.max_prompt_length')
+      # Until it is answered nothing counts: it may still be refused.
+      self.anew = ids if anew else None
+      self.between = [] if anew else ids[len(self._text()):].tolist()
+      left = self.limits.tokens - len(self.between) - (
+          0 if anew else len(e.tokens))
       if left < 1:
         self.full = True
         raise InputError('messages: the episode has used all of '
@@ -89,10 +93,11 @@ class Session:
   def heard(self, body: dict, completion: Completion, message: dict):
     """An answer was given."""
     e = self.episode
-    e.tokens += [(i, False, 0.0, 0.0) for i in self.between]
-    e.tokens += zip(
-        completion.tokens.tolist(), [True] * len(completion.tokens),
-        completion.logprobs.tolist(), completion.behaviour_logprobs.tolist())
+    if self.anew is not None:
+      self.begun, self.head = self.begun + 1, len(body.get('messages') or 'a')
+      e.context, e.tokens, e.messages = self.anew, [], []
+    e.tokens += told(self.between, completion.versions[0])
+    e.tokens += drawn(completion)
     e.turns, e.finished = e.turns + 1, completion.finished
     asked = body.get('messages') or [
         {'role': 'user', 'content': str(body.get('prompt'))}]

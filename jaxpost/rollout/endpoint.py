@@ -128,6 +128,8 @@ class Endpoint:
     is_chat = path == '/v1/chat/completions'
     contexts = [self._chat(body)] if is_chat else self._texts(body)
     count, number = _field(body, 'n', int, 1), next(self._numbers)
+    if count < 1:
+      raise InputError(f'n: {count} is less than 1')
     requests = [
         Request(ids, number, i * count + n, self._sampling(body, len(ids)))
         for i, ids in enumerate(contexts) for n in range(count)]
@@ -265,7 +267,7 @@ def _field(body: dict, name: str, kind, default):
   if value is None:
     return default
   if isinstance(value, bool) or not isinstance(value, (int, float)) or (
-      kind is int and value != int(value)):
+      kind is int and not (value == value // 1)):
     raise InputError(f'{name}: {value!r} is no {kind.__name__}')
   return kind(value)
 

@@ -10,6 +10,7 @@ Legend: S slots.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from jaxpost.sharding import Layout
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
 
@@ -18,6 +19,7 @@ class Engine(Protocol):
 
   max_concurrent_decodes: int  # slots
   weights: Any  # that `load` made; None: none
+  layout: Layout  # of the devices that it samples on
   version: int  # updates behind the weights that it has
 
   def load(self, params: Any, version: int) -> dict:

@@ -49,7 +49,7 @@ class Episode:
   sample: int
   seat: int = -1  # of the environment that it has
   context: np.ndarray | None = None  # [P], the first turn's
-  # (id, written by the model, log-prob, behaviour log-prob)
+  # (id, written by the model, log-prob, behaviour log-prob, version)
   tokens: list = dataclasses.field(default_factory=list)
   messages: list = dataclasses.field(default_factory=list)
   calls: list = dataclasses.field(default_factory=list)  # of the last turn
@@ -61,6 +61,19 @@ class Episode:
   reward: float = np.nan
   error: str | None = None
   lost: bool = False
+
+
+def told(ids, version: int) -> list[tuple]:
+  """Entries of `Episode.tokens` that the model did not write."""
+  return [(int(i), False, 0.0, 0.0, version) for i in ids]
+
+
+def drawn(completion: Completion) -> list[tuple]:
+  """Those of a turn of the model."""
+  c = completion
+  return list(zip(
+      c.tokens.tolist(), [True] * len(c.tokens), c.logprobs.tolist(),
+      c.behaviour_logprobs.tolist(), c.versions.tolist()))
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,8 +141,8 @@ class Episodes:
                   for e in group]
       common = len(os.path.commonprefix([x.tolist() for x in contexts]))
       shared.append(prompt.replace(tokens=contexts[0][:common]))
-      rows += [[(i, False, 0.0, 0.0) for i in context[common:].tolist()] +
-               e.tokens for context, e in zip(contexts, group)]
+      rows += [[*told(context[common:], self.engine.version), *e.tokens]
+               for context, e in zip(contexts, group)]
     room = max(self.limits.tokens, *map(len, rows))
     column = lambda i, dtype: np.array(
         [[t[i] for t in row] + [0] * (room - len(row)) for row in rows], dtype)
@@ -141,6 +154,7 @@ class Episodes:
         column(3, np.float32), np.array([e.finished for e in episodes]), step,
         self.engine.version, figures.pop('occupancy'),
         figures | self.figures(episodes), mask=column(1, bool),
+        versions=column(4, np.int32),
         rewards={NAME: np.array([nan(e) for e in episodes], np.float64)},
         messages=tuple(e.messages for e in episodes))
 
@@ -222,8 +236,7 @@ class _Play:
     """A turn ended: its tools are called, or its episode is over."""
     owner, e = self.owner, self.episodes[completion.request.tag]
     ids = completion.tokens.tolist()
-    e.tokens += zip(ids, [True] * len(ids), completion.logprobs.tolist(),
-                    completion.behaviour_logprobs.tolist())
+    e.tokens += drawn(completion)
     e.turns += 1
     stopped = completion.finished and not completion.stop_string
     text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
@@ -303,7 +316,7 @@ class _Play:
     if len(e.tokens) + len(ids) >= owner.limits.tokens:
       self.end(e)
       return []
-    e.tokens += [(i, False, 0.0, 0.0) for i in ids]
+    e.tokens += told(ids, owner.engine.version)
     return [self.request(e)]
 
   def request(self, e: Episode) -> Request:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine, rung
 from jaxpost.rollout.serve import Seat
+from jaxpost.sharding import Layout
 from jaxpost.types import Prompt, Request, Rollout
 
 
@@ -157,14 +158,15 @@ class JetStreamRollout:
     self.max_new_tokens, self.stop_ids = max_new_tokens, tuple(stop_ids)
     self._make = params or (lambda params: engine.load_params())
     self.max_concurrent_decodes = engine.max_concurrent_decodes
-    self.params, self.version = None, 0
+    self.weights, self.version = None, 0
+    self.layout = Layout(engine.mesh, 'rollout')
 
   def load(self, params, version: int) -> dict:
-    self.params, self.version = self._make(params), version
+    self.weights, self.version = self._make(params), version
     return {'bytes': 0}
 
   def unload(self):
-    self.params = None
+    self.weights = None
 
   def described(self, params) -> tuple:
     del params  # its engine's own
@@ -181,7 +183,7 @@ class JetStreamRollout:
     if sampling:
       raise InputError(f'jetstream: {", ".join(sampling)} cannot be told to '
                        'its engines; set it where the engine is made')
-    ids = drive(self.engine, self.params, [p.tokens for p in prompts],
+    ids = drive(self.engine, self.weights, [p.tokens for p in prompts],
                 group_size, self.max_new_tokens, self.stop_ids)
     tokens = np.array([x + [0] * (self.max_new_tokens - len(x)) for x in ids],
                       np.int32)

@@ -340,7 +340,7 @@ class Serving:
     if block.broken.any():
       raise FloatingPointError(
           f'sampling at step {self.step}: logits of the weights after '
-          f'{self.engine.version} updates are not finite (the run has '
+          f'{version} updates are not finite (the run has '
           'diverged: lower the learning rate and restart from an earlier '
           'checkpoint), or forbidden_ids and min_new_tokens leave no token to '
           'draw')

@@ -95,6 +95,10 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
     raise InputError(
         f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
         f'max_new_tokens = {config.max_new_tokens}; lower it')
+  if config.top_logprobs > cfg.vocab_size:
+    raise InputError(
+        f'config.rollout.top_logprobs: {config.top_logprobs} of a vocabulary '
+        f'of {cfg.vocab_size}; lower it')
   if '' in config.stop_strings:
     raise InputError(
         'config.rollout.stop_strings: "" is in every text; leave it out')
