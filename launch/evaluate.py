@@ -64,8 +64,7 @@ def main(argv):
     raise InputError('--model needs --data and --reward, or --config=FILE')
   exits.refuse(['config', 'samples'] if _REWARD.value else [
       'out', 'columns', 'map', 'pass_reward', 'n', 'seed', 'max_new_tokens',
-      'temperature', 'top_p'], 'with --reward' if _REWARD.value else
-      'without --reward')
+      'temperature', 'top_p'], f'with{"" if _REWARD.value else "out"} --reward')
   host.tune_host()
   host.use_compile_cache()
   which = _RUN.value, _MODEL.value, _STAGE.value, _STEP.value

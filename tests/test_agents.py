@@ -13,6 +13,10 @@ import tiny
 import jaxpost
 from jaxpost import metrics
 from jaxpost.data import rollouts, tokenizer, turns
+from jaxpost.errors import InputError
+from jaxpost.rollout import agents
+from jaxpost.rollout.episodes import Episode, Limits
+from jaxpost.types import Completion, Prompt
 
 AGENT = '''
 import json, urllib.request
@@ -149,3 +153,25 @@ def test_tokens_between_turns_are_the_templates():
   assert head + no + made.more([user], ended=False) == whole
   assert json.dumps(made.more([user], True)) == json.dumps(
       made.more([user], False)[1:])
+
+
+def test_a_refused_request_changes_nothing():
+  """What was sampled stays, and is not taken for what was refused."""
+  t = tokenizer.load('bytes')
+  e = Episode(0, Prompt(0, np.array([1, 2], np.int32), '', {}), 0)
+  session = agents.Session(e, turns.Turns(t), Limits(prompt=9, tokens=20), {})
+  ask = lambda text: {'messages': [{'role': 'user', 'content': text}]}
+  first = session.request(ask('a'), lambda: np.array([5, 6], np.int32), 8)
+  drawn = np.array([7, 8], np.int32)
+  session.heard(ask('a'), Completion(
+      first, drawn, np.zeros(2), np.zeros(2), True,
+      versions=np.full(2, 3)), {'role': 'assistant', 'content': 'x'})
+  kept = list(e.tokens)
+  assert [x[0] for x in kept] == [7, 8] and [x[4] for x in kept] == [3, 3]
+  with pytest.raises(InputError, match='30 tokens are more'):
+    session.request(ask('b'), lambda: np.zeros(30, np.int32), 8)
+  assert e.tokens == kept and e.context.tolist() == [5, 6]
+  session.request(ask('b'), lambda: np.zeros(9, np.int32), 8)
+  session.busy.release()  # refused by the engine
+  assert e.tokens == kept and e.context.tolist() == [5, 6]
+  assert session.begun == 1

@@ -151,6 +151,16 @@ FIELDS = {
     'lag of a greedy answer': (
         'grpo', dict(algorithm='remax', rollout=dict(lag=1)),
         'rollout.lag: 1 steps ahead there is neither a replay nor'),
+    'parked while others sample': (
+        'grpo', dict(rollout=dict(lag=1, park_optimizer=True)),
+        'rollout.park_optimizer: with rollout.lag'),
+    'more of the likeliest than there are': (
+        'grpo', dict(rollout=dict(top_logprobs=5000)),
+        'rollout.top_logprobs: 5000 of a vocabulary of'),
+    'a base that is not there': (
+        'grpo', dict(lora=dict(rank=2), rollout=dict(share_base=True),
+                     mesh=dict(rollout_devices=1)),
+        'rollout.share_base: the sampler has devices of its own'),
     'swap without a lag': (
         'grpo', dict(rollout=dict(swap_blocks=2)),
         'rollout.swap_blocks: with rollout.lag=0 there are no newer'),

@@ -211,6 +211,40 @@ def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
+def test_layers_that_config_does_not_speak_of_are_refused(
+    model, params, tmp_path):
+  hf.save(tmp_path / 'model', model, params)
+  config = tmp_path / 'model/config.json'
+  config.write_text(json.dumps(
+      json.loads(config.read_text()) | dict(num_hidden_layers=2)))
+  with pytest.raises(InputError, match=r'tensor model.layers.2\.'):
+    hf.check(tmp_path / 'model', hf.read_config(tmp_path / 'model'))
+
+
+def test_the_bias_that_chooses_is_never_rounded(tmp_path):
+  """As `transformers` keeps it; in bfloat16 near values are the same."""
+  model = model_lib.build(tiny.latent())
+  params = model.init(jax.random.key(0), dtype=jnp.bfloat16)
+  choice = 14 + 1e-3 * np.arange(16, dtype=np.float32).reshape(2, 8)
+  params['layers']['router_choice'] = jnp.asarray(choice)
+  hf.save(tmp_path / 'model', model, params)
+  stored = safetensors.numpy.load_file(tmp_path / 'model/model.safetensors')
+  kinds = {k: str(v.dtype) for k, v in stored.items()}
+  assert {k for k, v in kinds.items() if v == 'float32'} == {
+      f'model.layers.{i}.mlp.gate.e_score_correction_bias' for i in (1, 2)}
+  loaded = hf.load_params(tmp_path / 'model', model, model.shardings(
+      tiny.one_device()), 'bfloat16')
+  jax.tree.map(np.testing.assert_array_equal, loaded, params)
+  assert loaded['norm'].dtype == jnp.bfloat16
+
+
+def test_heads_are_sized_by_whole_numbers():
+  for field, value in (('qk_rope_head_dim', None), ('qk_rope_head_dim', '8')):
+    raw = families.to_hf(tiny.latent()) | {field: value}
+    with pytest.raises(InputError, match=field):
+      families.from_hf(raw, 'config.json')
+
+
 def test_sizes_are_those_that_are_published():
   shape = dict(
       vocab_size=129_280, hidden_size=7168, intermediate_size=18_432,

@@ -1,11 +1,14 @@
 """The type of matrix products that `config.model.dtype='auto'` stands for."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
 import rich.console
 import tiny
+from test_processes import environment, finish, free_address
 
 from jaxpost import metrics, stages
 from jaxpost.programs import probe
@@ -80,3 +83,32 @@ def test_stages_of_their_own_type(tmp_path, monkeypatch):
   found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
   assert found['a']['model']['dtype'] == 'float32'
   assert found['model']['dtype'] == 'bfloat16' and found['b'] == {}
+
+
+BOTH = """
+import sys
+from jaxpost import cluster, stages
+import pathlib, rich.console
+cluster.connect(sys.argv[1], 2, int(sys.argv[2]))
+raw = dict(model=dict(dtype='auto'))
+print(stages.settle_dtype(raw, pathlib.Path(sys.argv[3]),
+                          rich.console.Console(quiet=True))['model']['dtype'])
+"""
+
+
+def test_processes_agree_on_it(tmp_path):
+  """Devices are asked for by all of them, or by none."""
+  address = free_address()
+  said = finish([subprocess.Popen(
+      [sys.executable, '-c', BOTH, address, str(rank), str(tmp_path)],
+      text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      env=environment(tmp_path) | {'HOME': str(tmp_path)})
+      for rank in range(2)])
+  types = [out.split()[-1] for out, _ in said]
+  assert types[0] == types[1] and types[0] in ('float32', 'bfloat16')
+
+
+def test_what_cannot_be_kept_is_measured_again(tmp_path):
+  (tmp_path / 'file').write_text('')
+  chosen, _ = probe.matmul_type(tmp_path / 'file' / 'cpu.json')
+  assert chosen in ('float32', 'bfloat16')

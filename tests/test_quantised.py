@@ -136,6 +136,17 @@ def test_a_model_computes_as_with_whole_matrices(kind, unroll):
   assert all(p.startswith('lora/') for p in lora.trained(model).table)
 
 
+def test_so_do_latents_with_dense_layers():
+  cfg = tiny.latent(lora=(2, 5.0, False, 'q_b|o'))
+  model = quantised.hold(lora.freeze(lora.build(cfg), ''), 'int8')
+  params = model.init(jax.random.key(0))
+  assert 'codes' in params['dense']['o'] and 'codes' in params['layers']['o']
+  found = logits(model, params)
+  np.testing.assert_allclose(
+      found, logits(model.base, model.merge(params)),
+      atol=3e-5 * tiny.largest(found))
+
+
 def test_experts_are_quantised_and_routers_are_not():
   experts = Experts(num=4, top_k=2, size=16)
   model = quantised.hold(model_lib.build(tiny.config(

@@ -4,6 +4,8 @@ It has what gs:// and s3:// have: no append, no folders without files, and a
 rename that copies.
 """
 
+import io
+import json
 import os
 import pathlib
 import re
@@ -260,6 +262,17 @@ def test_a_cut_file_is_named(objects, tmp_path):
   store.upload(model, 'gs://bucket/model')
   with pytest.raises(InputError, match=r'unreadable \(its header speaks of'):
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
+
+
+@pytest.mark.parametrize('header', [
+    [1], {'a': 5}, {'a': dict(dtype='F32', shape=[4])},
+    {'a': dict(dtype='F32', shape=[4], data_offsets=[0, 4])},
+    {'a': dict(dtype='F32', shape=[1], data_offsets=[4, 0])}])
+def test_a_damaged_header_is_named(header):
+  text = json.dumps(header).encode()
+  data = len(text).to_bytes(8, 'little') + text + bytes(4)
+  with pytest.raises(ValueError, match='its header'):
+    ranges.tensors(io.BytesIO(data), len(data))
 
 
 # ---------------------------------------------------------------------- errors

@@ -70,7 +70,7 @@ def unread(raw: dict, spec: dict) -> set:
   """Names of the fields of a config.json that have no effect and might."""
   silent = {*READ, *_IGNORED, *_NEUTRAL, *spec['reads'],
             spec.get('local_rope'), spec.get('activation_field'),
-            *spec.get('ignored', ())}
+            *spec.get('ignored', ()), *spec.get('reported', ())}
   loud = {*spec.get('reported', ())}
   if 'activation_field' in spec:
     loud.add('hidden_act')
@@ -79,6 +79,9 @@ def unread(raw: dict, spec: dict) -> set:
 
 def check(raw: dict, spec: dict, where: str):
   """InputError for what is not built, by name, and for impossible values."""
+  for field in ('quantization_config', 'rope_scaling', 'rope_parameters'):
+    if not isinstance(raw.get(field) or {}, dict):
+      raise InputError(f'{where}: {field}={raw[field]!r} must be an object')
   method = (raw.get('quantization_config') or {}).get('quant_method')
   if method and method == spec.get('quantized'):
     raw = raw | {'quantization_config': None}
@@ -99,7 +102,7 @@ def check(raw: dict, spec: dict, where: str):
                 'sliding_window_pattern', 'no_rope_layer_interval',
                 'max_position_embeddings', 'num_experts', 'num_local_experts',
                 'num_experts_per_tok', 'moe_intermediate_size', _ORIGINAL,
-                *optional):
+                'qk_rope_head_dim', *optional):
     value = raw.get(field)
     low = 0 if field == 'max_window_layers' else 1
     missing = field not in raw or (value is None and field in optional)
@@ -286,7 +289,7 @@ def _rope(params: dict, theta, raw: dict, spec: dict, dim: int,
   """One Rope of its parameters, and the keys of those that nobody reads."""
   theta = params.get('rope_theta', theta)
   _positive(theta, 'rope_theta', where)
-  kind = params.get('rope_type', params.get('type', 'default'))
+  kind = str(params.get('rope_type', params.get('type', 'default')))
   kind = spec.get('rope_types', {}).get(kind, kind)
   known = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
   if kind == 'default':
@@ -309,7 +312,8 @@ def _rope(params: dict, theta, raw: dict, spec: dict, dim: int,
           f'{params[_ORIGINAL]!r} among the rope parameters')
   if kind == 'dynamic':
     original = length
-  values = {n: params[n] for n in (*needs, *may) if params.get(n) is not None}
+  values = {n: params[n] for n in (*needs, *may) if params.get(n) is not None
+            and (params[n] or 'mscale' not in n)}  # 0 is none, as in HF
   if kind in ('yarn', 'longrope'):
     values['factor'] = params.get('factor') or length / original
   for name, value in values.items():

@@ -198,7 +198,7 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
   Raises InputError where the folder asks for something that is not built.
   """
   family = raw.get('model_type')
-  if family not in FAMILIES:
+  if not isinstance(family, str) or family not in FAMILIES:
     raise InputError(
         f'{where}: model_type {family!r} is not supported' + (
             '; name the code of your own model in config.model.preset, too'
@@ -245,7 +245,10 @@ def _num_labels(raw: dict, where: str) -> int:
   if not any('ForSequenceClassification' in name
              for name in raw.get('architectures') or ()):
     return 0
-  labels = len(raw.get('id2label') or (0, 1))  # transformers' default is 2
+  named = raw.get('id2label') or (0, 1)  # transformers' default is 2
+  if not isinstance(named, (dict, list, tuple)):
+    raise InputError(f'{where}: id2label={named!r} must be an object')
+  labels = len(named)
   if labels != 1:
     raise InputError(
         f'{where}: a classifier of {labels} labels; only heads of one label '

@@ -76,7 +76,8 @@ def load_params(folder, model: Model, shardings: dict, dtype,
     tensors = _open(opened(folder), table, model.config, stack)
     for path, kept in table.items():
       out = join(out, keep(nest({path: load_leaf(
-          kept, tensors, leaf(shardings, path), np.dtype(dtype))})))
+          kept, tensors, leaf(shardings, path),
+          np.dtype(kept.spec.dtype or dtype))})))
   return out
 
 
@@ -118,10 +119,11 @@ def _open(folder, table, cfg, stack) -> dict:
           f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
           f'{", ".join(_DTYPES)}: use an unquantised model')
   tied = wanted.get('model.embed_tokens.weight')
+  more = read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
   extra = [
       name for name, (_, tensor) in found.items() if name not in wanted
       and not name.endswith('rotary_emb.inv_freq')
-      and not stored.beyond(name, cfg)
+      and not stored.beyond(name, cfg, more)
       and not (name == _HEAD and tuple(tensor.get_shape()) == tied)]
   if extra:
     raise InputError(
@@ -245,7 +247,8 @@ def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
   writes = jax.process_index() == 0
   if writes:
     check_target(folder)
-  dtype = np.dtype(dtype or jnp.result_type(*jax.tree.leaves(params)))
+  dtype = np.dtype(dtype or jnp.result_type(*(
+      leaf(params, p) for p, spec in model.table.items() if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
     _write_weights(staged, model, params, dtype, max_shard_bytes)
     if writes:
@@ -288,9 +291,10 @@ def _staging(folder):
 def _write_weights(staged, model, params, dtype, max_shard_bytes):
   """Shards in the order of the table, one parameter on the host at a time."""
   table = stored.table(model.config, model.table)
-  shapes = {name: kept.shape for group in stored.groups(table)
-            for kept in group.values() for name in kept.names}
-  sizes = {k: math.prod(v) * dtype.itemsize for k, v in shapes.items()}
+  made = {name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
+          for group in stored.groups(table) for kept in group.values()
+          for name in kept.names}
+  sizes = {k: math.prod(v) * t.itemsize for k, (t, v) in made.items()}
   shards = [[]]
   for name, size in sizes.items():
     full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
@@ -305,7 +309,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
     with contextlib.ExitStack() as stack:
       if staged is not None:
         file = stack.enter_context(open(staged / files[at], 'wb'))
-        file.write(ranges.header(dtype, {n: shapes[n] for n in names}))
+        file.write(ranges.header({n: made[n] for n in names}))
       for name, (found, value) in zip(names, every):
         assert name == found, (name, found)
         if staged is not None:
@@ -328,7 +332,8 @@ def export_tensors(table, params, dtype):
       parts = [stored.rows(kept, values[path][i])
                for path, kept in group.items()]
       value = stored.together(kept, parts)
-      yield name, np.ascontiguousarray(value.astype(dtype))
+      yield name, np.ascontiguousarray(
+          value.astype(kept.spec.dtype or dtype))
 
 
 def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):

@@ -60,7 +60,8 @@ def rows(cfg: ModelConfig) -> dict[str, Param]:
       'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
       **{f'layers/{k}_bias': v for k, v in biases.items() if k in cfg.biases},
       **({'layers/router_choice': dataclasses.replace(
-          biases['router'], hf=f'{block}gate.e_score_correction_bias')}
+          biases['router'], hf=f'{block}gate.e_score_correction_bias',
+          dtype='float32')}
          if cfg.experts.sigmoid else {}),
       **({f'layers/{SHARED}{k}': shared(k, *v) for k, v in dict(
           gate=((d, s), ('embed', 'mlp')), up=((d, s), ('embed', 'mlp')),

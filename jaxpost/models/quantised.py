@@ -209,11 +209,12 @@ def _run(forward, axes, params, *args, **kwargs):
 
 def _view(axes, params) -> dict:
   """Parameters with matrices that make themselves."""
-  layers = dict(params['layers'])
   for path, axis in axes.items():
-    name = path.removeprefix('layers/')
-    layers[name] = Quantised(axis=axis, **layers[name])
-  return params | {'layers': layers}
+    stack, name = path.split('/')
+    held = params[stack]
+    params = params | {stack: held | {
+        name: Quantised(axis=axis, **held[name])}}
+  return params
 
 
 def convert(params: dict, model: 'Model') -> dict:

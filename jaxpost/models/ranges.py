@@ -45,13 +45,17 @@ class Tensor:
         (slice(None), *rest)]
 
 
-def header(dtype, shapes: dict[str, tuple]) -> bytes:
-  """The beginning of a file of these tensors, whose bytes follow in order."""
-  name = next(k for k, v in _DTYPES.items() if v == np.dtype(dtype))
+def header(tensors: dict[str, tuple]) -> bytes:
+  """The beginning of a file of these {name: (dtype, shape)}.
+
+  Their bytes follow in order.
+  """
+  names = {np.dtype(v): k for k, v in _DTYPES.items()}
   out, end = {'__metadata__': {'format': 'pt'}}, 0
-  for key, shape in shapes.items():
-    start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-    out[key] = dict(dtype=name, shape=list(shape), data_offsets=[start, end])
+  for key, (dtype, shape) in tensors.items():
+    start, end = end, end + math.prod(shape) * dtype.itemsize
+    out[key] = dict(
+        dtype=names[dtype], shape=list(shape), data_offsets=[start, end])
   text = json.dumps(out, separators=(',', ':')).encode()
   text += b' ' * (-len(text) % 8)
   return len(text).to_bytes(8, 'little') + text
@@ -63,11 +67,19 @@ def tensors(file: typing.BinaryIO, size: int) -> dict[str, Tensor]:
   if not 2 <= length <= min(_HEADER, size):
     raise ValueError('it has no header of safetensors')
   header = json.loads(file.read(length))
-  header.pop('__metadata__', None)
+  try:
+    header.pop('__metadata__', None)
+    found = {name: (x['dtype'], tuple(x['shape']), *x['data_offsets'])
+             for name, x in header.items()}
+    for kind, shape, start, end in found.values():
+      if not 0 <= start <= end or kind in _DTYPES and (
+          end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize):
+        raise ValueError('its header is damaged')
+  except (AttributeError, KeyError, TypeError) as e:
+    raise ValueError('its header is damaged') from e
   begin = 8 + length
-  end = begin + max((x['data_offsets'][1] for x in header.values()), default=0)
+  end = begin + max((x[3] for x in found.values()), default=0)
   if end != size:
     raise ValueError(f'its header speaks of {end} bytes and it has {size}')
-  return {name: Tensor(file, x['dtype'], tuple(x['shape']),
-                       begin + x['data_offsets'][0])
-          for name, x in header.items()}
+  return {name: Tensor(file, kind, shape, begin + start)
+          for name, (kind, shape, start, _) in found.items()}

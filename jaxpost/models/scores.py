@@ -45,9 +45,10 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   Queries go in chunks, each against the keys up to its own end, so that half
   of the products is never computed and [T, T] never exists; keys before the
   window of a chunk are left out, too. Heads come before time, so that a chunk
-  is one contiguous matrix per head and row. Of long rows each quarter sees the
-  keys up to its end, its chunks come one after the other, and the backward
-  pass computes their weights again: there are never those of more than one.
+  is one contiguous matrix per head and row. Of long rows each quarter (less,
+  with a short window) sees the keys up to its end, its chunks come
+  one after the other, and the backward pass computes their weights again:
+  there are never those of more than one.
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
@@ -76,13 +77,15 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   out, step = [], min(compute.q_chunk, length)
   if long := length > _LONG:
     step = -(-length // 4)
+    if isinstance(window, int) and window:
+      step = min(step, max(window, 4 * compute.q_chunk))
   for start in range(0, length, step):
     end = min(start + step, length)
     run = functools.partial(
         attend, first_key(start, window, branch_ids), end)
     some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in (
         segment_ids, positions, branch_ids))
-    out.append(_in_turn(run, start, min(compute.q_chunk, length // 16), *some)
+    out.append(_in_turn(run, start, min(compute.q_chunk, step // 4), *some)
                if long else run(start, *some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])

@@ -62,10 +62,13 @@ def _names(name: str, spec: Param) -> tuple[str, ...]:
       spec.shape[:spec.stack]))
 
 
-def beyond(name: str, cfg: ModelConfig) -> bool:
-  """Whether a tensor is of a layer after the last, which is not read."""
+def beyond(name: str, cfg: ModelConfig, more: int) -> bool:
+  """Whether a tensor is of the `more` layers after the last.
+
+  They predict several tokens at once, and are not read.
+  """
   found = re.match(r'model\.layers\.(\d+)\.', name)
-  return bool(found) and int(found[1]) >= cfg.num_layers and (
+  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < more and (
       'beyond' in families.FAMILIES.get(cfg.family, {}))
 
 

@@ -97,7 +97,7 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
   flat = {}
   for i, (path, spec) in enumerate(param_table(cfg).items()):
     if spec.init in ('ones', 'zeros'):
-      value = jnp.full(spec.shape, spec.init == 'ones', dtype)
+      value = jnp.full(spec.shape, spec.init == 'ones', spec.dtype or dtype)
     else:
       value = cfg.initializer_range * jax.random.normal(
           jax.random.fold_in(key, i), spec.shape, dtype)

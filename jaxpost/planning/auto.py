@@ -54,8 +54,12 @@ def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
 
 
 def _train(p, topology) -> str:
+  mesh = p.config.mesh
+  devices = topology.chips - mesh.rollout_devices - mesh.score_devices
   meshes = [search.spell('fsdp=-1', t)
-            for t in search.tensors(p, topology.chips)]
+            for t in search.tensors(p, devices) if _splits(p, devices // t)]
+  if not meshes:
+    build.batch_shape(p.config, p.algorithm.on_policy, devices)  # says why
   if len(meshes) == 1 or not topology.chip.memory:
     return meshes[0]
   times = {}
@@ -72,10 +76,19 @@ def _train(p, topology) -> str:
   return min(times, key=times.get)
 
 
+def _splits(p, shards: int) -> bool:
+  """Whether the batch does, over so many."""
+  try:
+    build.batch_shape(p.config, p.algorithm.on_policy, shards)
+  except InputError:
+    return False
+  return True
+
+
 def _rollout(p, topology) -> str:
   """The least split of the sampler's weights that fits."""
-  meshes = [search.spell('data=-1', t)
-            for t in search.tensors(p, topology.chips)]
+  meshes = [search.spell('data=-1', t) for t in search.tensors(
+      p, p.config.mesh.rollout_devices or topology.chips)]
   if not p.algorithm.on_policy or not topology.chip.memory:
     return meshes[0]
   for mesh in meshes:
