@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, grouped
-from jaxpost.models import layers
+from jaxpost.models import exchange, layers
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.router import Routing, route
 from jaxpost.models.table import Param
@@ -72,11 +72,10 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   """([B, T, D], `Routing`): the weighted sum of what k experts say.
 
   On a mesh each device routes the rows that it holds. Over 'expert', which
-  splits rows and experts, all rows are gathered, each device does what its
-  experts have to do with them, and the sums are scattered back: k times less
-  than an exchange of tokens that is padded so that none can be dropped, and
-  as much as an exact one where k experts are on k devices. A device that has
-  more to do than others takes more rounds, see `_in_rounds`.
+  splits rows and experts, each row goes to the devices that have its experts,
+  which do what these have to do with it, and the sums come back: see
+  `exchange`. A device that has more to do than others takes more rounds, see
+  `_in_rounds`.
 
   Args:
     layout: a `Layout`, or any function where there is one device.
@@ -100,18 +99,21 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   tokens = layout.spec(('batch', None, None), x.shape)
   split = 'expert' in jax.tree.leaves(tuple(tokens))
   run = functools.partial(
-      _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size)
+      _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size,
+      exact=layout.mesh.devices.flat[0].platform != 'cpu')
   return jax.shard_map(
       run, mesh=layout.mesh, in_specs=(specs, tokens, tokens),
       out_specs=(tokens, Routing(tokens, tokens)), check_vma=False)(
           matrices, x, chosen)
 
 
-def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
+def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
+           exact=False):
   """As `mlp`, of the rows and the experts of one device of a mesh.
 
   split: whether others on its 'expert' axis, of `size`, have other rows.
   specs: how the matrices are split.
+  exact: as of `exchange.exchange`.
   """
   weights, routing = route(p, x, cfg, chosen)
   flat = lambda y: y.reshape(-1, y.shape[-1])
@@ -123,7 +125,8 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
   if size > 1:
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
-      given = [jax.lax.all_gather(y, 'expert', tiled=True) for y in given]
+      trip, given = exchange.arriving(
+          *given, cfg.experts.num // size, exact)
   parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs[
       'gate'] else 1
   if 'down_bias' in p:  # of which each part of a sum has a share
@@ -133,8 +136,8 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
   out = _experts(
       p, *given, first, cfg, compute, room).astype(compute.residual)
   if size > 1:
-    out = jax.lax.psum_scatter(out, 'expert', tiled=True) if split else (
-        jax.lax.psum(out, 'expert'))
+    out = exchange.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (
+        split) else jax.lax.psum(out, 'expert')
   if parts > 1:
     out = jax.lax.psum(out, 'tensor')
   return out.reshape(x.shape), routing
