@@ -86,10 +86,11 @@ def main():
   crowd = 2 + np.argsort(random.uniform(size=(8, 10, 3)), axis=-1)
 
   def run(layout, chosen):
-    fn = lambda p, x: moe.mlp(
-        p, x, model.config, tiny.EXACT, layout, chosen)[0]
-    out, back = jax.vjp(fn, params, x)
-    return out, back(g)
+    def both(params, x):
+      out, back = jax.vjp(lambda p, x: moe.mlp(
+          p, x, model.config, tiny.EXACT, layout, chosen)[0], params, x)
+      return out, back(g)
+    return jax.jit(both)(params, x)
 
   for text in CASES:
     way, chosen, size = text.split(':')
@@ -97,8 +98,7 @@ def main():
     chosen = None if chosen == 'routed' else crowd % (
         8 // int(size)) + 8 // int(size)
     layout = make_layout(f'data=-1,expert={size}', 'train')
-    found, right = (jax.jit(lambda: run(on, chosen))() for on in (
-        layout, tiny.one_device()))
+    found, right = run(layout, chosen), run(tiny.one_device(), chosen)
     wrong = {
         jax.tree_util.keystr(path): float(tiny.largest(a - b))
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found),

@@ -75,10 +75,10 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       if train:
         out['reduce-scatter'][name] += micro * shard * (n - 1) * full
     if path.endswith('/router') and sizes['expert'] > 1:
-      # Twice again where the backward pass recomputes a layer.
-      passes = 1 + train * (1 + (kit.compute.remat == 'full'))
+      # Once again where the backward pass recomputes a layer.
+      trips = 2 + train * (2 + (kit.compute.remat == 'full'))
       share = model.config.experts.share(sizes['expert'])
-      out['ragged-all-to-all']['expert'] += 2 * passes * share * (
+      out['ragged-all-to-all']['expert'] += trips * share * (
           micro * param.shape[0] * activation * (sizes['expert'] - 1))
     if path in ('layers/k', 'layers/v') and parts > 1:
       one = tokens * wide * math.prod(layout.sharding(
