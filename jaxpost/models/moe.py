@@ -84,8 +84,12 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   names = ('router', 'gate', 'up', 'down')
   names += tuple(f'{n}_bias' for n in names if f'{n}_bias' in p)
   names += ('router_choice',) * ('router_choice' in p)
-  matrices = {n: p[n].dense(compute.dtype) if hasattr(p[n], 'dense') else p[n]
-              for n in names}
+  matrices = {}
+  for n in names:
+    w = p[n]
+    if hasattr(w, 'apart'):  # a matrix with its adapter
+      w, matrices[f'{n}_a'], matrices[f'{n}_b'] = w.apart()
+    matrices[n] = w.dense(compute.dtype) if hasattr(w, 'dense') else w
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return _local(matrices, x, chosen, cfg, compute)
   size = layout.mesh.shape['expert']
@@ -96,6 +100,11 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names
            for s in [table[f'layers/{name}']]}
   specs['router'] = PartitionSpec()  # which is small
+  for n in names[1:4]:
+    if f'{n}_a' in matrices:
+      of, into, onto = specs[n]
+      specs[f'{n}_a'] = PartitionSpec(of, into, None)
+      specs[f'{n}_b'] = PartitionSpec(of, None, onto)
   tokens = layout.spec(('batch', None, None), x.shape)
   split = 'expert' in jax.tree.leaves(tuple(tokens))
   run = functools.partial(
@@ -120,8 +129,7 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
   given = flat(x), flat(weights), flat(routing.chosen)
   first = 0
   if specs:
-    p = {n: _whole(w, specs[n], compute.dtype) if n in ('gate', 'up', 'down')
-         else w for n, w in p.items()}
+    p = {n: _whole(w, specs[n], compute.dtype) for n, w in p.items()}
   if size > 1:
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
@@ -194,8 +202,11 @@ def _rows(p, y, number, cfg, compute):
   sizes = jnp.sum(number[:, None] == jnp.arange(len(p['gate'])), axis=0,
                   dtype=jnp.int32)
 
-  def dot(y, name):
-    y = grouped(y, p[name], sizes, compute)
+  def dot(x, name):
+    y = grouped(x, p[name], sizes, compute)
+    if f'{name}_a' in p:  # the low rank of an adapter
+      x = grouped(x, p[f'{name}_a'], sizes, compute)
+      y = y + grouped(x, p[f'{name}_b'], sizes, compute)
     bias = p.get(f'{name}_bias')
     return y if bias is None else y + bias.at[number].get(
         mode='fill', fill_value=0, indices_are_sorted=True)

@@ -49,11 +49,13 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
         f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a '
         'rank and a number')
   table = transformer.param_table(dataclasses.replace(cfg, lora=()))
+  names = {path: lora.name(path, table[path]) for path in lora.targets(table)}
   every = stored.table(cfg, lora.adapter_rows(table, dataclasses.replace(
-      cfg, lora=(1, 1.0, False, '|'.join(lora.targets(table))))))
+      cfg, lora=(1, 1.0, False, '|'.join(names.values())))))
   with contextlib.ExitStack() as stack:
     have = hf.open_file(folder / _WEIGHTS, stack)
-    paths = [path.split('/')[-2] for path, kept in every.items()
+    paths = [names[path[len(lora.ROOT) + 1:-2]].partition('/')[2]
+             for path, kept in every.items()
              if kept.names[0] in have and path.endswith('/a')]
     if not paths:
       first = next(iter(every.values())).names[0]
