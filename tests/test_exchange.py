@@ -14,6 +14,8 @@ import pytest
 # (so that others have nothing to do, and it has several rounds of work).
 CASES = [f'{way}:{chosen}:{mesh}' for way in ('padded', 'ragged')
          for chosen in ('routed', 'crowded') for mesh in ('4', '2')]
+# With adapters of experts.
+ADAPTED = ['expert=4', 'expert=2,tensor=2', 'expert=2,fsdp=2']
 
 
 @pytest.fixture(scope='module')
@@ -29,7 +31,7 @@ def report():
   return dict(line.split(' ', 1) for line in run.stdout.splitlines())
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', CASES + ADAPTED)
 def test_experts_on_devices_are_those_on_one(report, case):
   """Forward, and the gradients of rows, experts and router, in float32."""
   assert report[case] == 'ok'
@@ -70,7 +72,7 @@ def main():
   import numpy as np
   import tiny
   from jax.sharding import PartitionSpec
-  from jaxpost.models import exchange, moe
+  from jaxpost.models import exchange, lora, moe
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts
   from jaxpost.sharding import make_layout
@@ -92,12 +94,7 @@ def main():
       return out, back(g)
     return jax.jit(both)(params, x)
 
-  for text in CASES:
-    way, chosen, size = text.split(':')
-    exchange.exchange = ways[way]
-    chosen = None if chosen == 'routed' else crowd % (
-        8 // int(size)) + 8 // int(size)
-    layout = make_layout(f'data=-1,expert={size}', 'train')
+  def compare(text, layout, chosen=None):
     found, right = run(layout, chosen), run(tiny.one_device(), chosen)
     wrong = {
         jax.tree_util.keystr(path): float(tiny.largest(a - b))
@@ -105,6 +102,21 @@ def main():
                                 jax.tree.leaves(right))
         if not tiny.largest(a - b) <= 1e-5 * tiny.largest(b)}
     print(text, wrong or 'ok')
+
+  for text in CASES:
+    way, chosen, size = text.split(':')
+    exchange.exchange = ways[way]
+    compare(text, make_layout(f'data=-1,expert={size}', 'train'),
+            None if chosen == 'routed' else crowd % (8 // int(size)) + (
+                8 // int(size)))
+  exchange.exchange = plain
+  draw = lambda *shape: random.standard_normal(shape).astype('f')
+  for name, (into, onto) in dict(
+      gate=(32, 24), up=(32, 24), down=(24, 32)).items():
+    params[name] = lora.Adapted(
+        params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, 0.0)
+  for text in ADAPTED:
+    compare(text, make_layout(text, 'train'))
 
   mesh = make_layout('expert=4', 'train').mesh
   wanted = random.uniform(size=(4, 6, 4)) < 0.4
@@ -119,7 +131,6 @@ def main():
                                    jnp.sum(x[0] * back)]), 'expert'), (
                                        trip.sent[None], trip.received[None])
 
-  exchange.exchange = plain
   for way in ways:
     (one, other), sizes = jax.jit(jax.shard_map(
         both, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), split),

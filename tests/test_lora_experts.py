@@ -104,10 +104,10 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
   assert rows[0]['grad_norm'] > 0
   one, two = (test_lora.of_folder(folder).params['layers'] for folder in (
       base, tmp_path / 'run/export'))
-  for name in one:
-    moved = np.abs(np.subtract(one[name], two[name])).max((1, 2)) > 0
-    assert np.all(moved) == np.any(moved) == (
-        name in ('q', 'gate', 'up', 'down')), name
+  moved = {name for name in one if np.any(one[name] != two[name])}
+  assert moved == {'q', 'gate', 'up', 'down'}
+  for name in moved - {'q'}:  # each expert of each layer
+    assert np.all(np.any(one[name] != two[name], axis=(2, 3))), name
 
 
 # ------------------------------------------------------------------------ peft
@@ -123,7 +123,7 @@ def based(request, tmp_path_factory):
   return folder, cfg
 
 
-@pytest.mark.parametrize('rslora', [False])
+@pytest.mark.parametrize('rslora', [False, True])
 def test_peft_loads_what_we_write(based, tmp_path, rslora):
   pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
@@ -140,3 +140,38 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   test_lora.near(test_lora.torch_logits(network.eval(), ids), ours)
   again, read = test_lora.load(folder, tmp_path / 'adapter', cfg)
   test_lora.near(test_lora.logits(again, read, ids), ours)
+  # And what it saves, in which it has put experts together.
+  network.save_pretrained(tmp_path / 'theirs')
+  raw = json.loads((tmp_path / 'theirs/adapter_config.json').read_text())
+  assert raw['target_parameters']
+  again, read = test_lora.load(folder, tmp_path / 'theirs', cfg)
+  test_lora.near(test_lora.logits(again, read, ids), ours)
+  assert again.config.lora[0] == 3 and 'experts/up' in again.config.lora[3]
+
+
+@pytest.mark.parametrize('names', [('gate_up_proj', 'down_proj'),
+                                   ('down_proj',), ('gate_up_proj',)])
+def test_parameters_that_peft_adapts(based, tmp_path, names):
+  """`target_parameters`, in which gate and up share A."""
+  folder, cfg = based
+  network = test_lora.torch_model(
+      folder, target_modules=['q_proj'], use_rslora=True,
+      target_parameters=[f'mlp.experts.{name}' for name in names])
+  network.save_pretrained(tmp_path)
+  model, params = test_lora.load(folder, tmp_path, cfg)
+  ids = tiny.tokens((2, 10))
+  test_lora.near(test_lora.logits(model, params, ids),
+                 test_lora.torch_logits(network, ids))
+  file = tmp_path / 'adapter_config.json'
+  raw = json.loads(file.read_text())
+  for fields in (dict(rank_pattern={'q_proj': 2}),
+                 dict(target_parameters=['mlp.gate.weight'])):
+    file.write_text(json.dumps(raw | fields))
+    with pytest.raises(InputError, match='|'.join(fields)):
+      peft.read_spec(tmp_path, cfg)
+
+
+def test_what_peft_cannot_tell_apart_is_not_written(tmp_path, caplog):
+  model = lora.build(config('experts/gate'))
+  peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
+  assert not (tmp_path / 'adapter').exists() and 'both need' in caplog.text
