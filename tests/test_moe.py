@@ -3,7 +3,6 @@
 Legend: N rows, E experts, D, F, B rows, T tokens, L layers, k experts a token.
 """
 
-import dataclasses
 import json
 import math
 import shutil
