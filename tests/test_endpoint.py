@@ -257,7 +257,7 @@ def test_the_command(folder, several, tmp_path):
 
 @pytest.fixture(scope='module')
 def several(folder, weights, tmp_path_factory):
-  """(endpoint, {name: weights}, values of --adapter): a base and two on it."""
+  """(endpoint, {name: weights}, values of --adapter), a base and two on it."""
   root, folders = tmp_path_factory.mktemp('adapters'), []
   for name, rank, seed in ('one', 2, 0), ('two', 3, 1):
     model = lora.build(dataclasses.replace(
@@ -320,7 +320,7 @@ def test_models_are_listed_and_others_refused(several):
 
 
 def test_adapters_that_cannot_be(weights, several, tmp_path):
-  with pytest.raises(InputError, match='one is what the model below is called'):
+  with pytest.raises(InputError, match='one is what the model below is'):
     completions.make_engines(weights, 'one', several[2])
   with pytest.raises(InputError, match='--adapter: takes NAME=FOLDER'):
     completions.make_engines(weights, 'nano', ['x'])

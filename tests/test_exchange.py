@@ -126,7 +126,7 @@ def main():
   def both(x, y):
     trip = exchange.plan(jnp.asarray(wanted), 'expert', way == 'ragged')
     there, back = exchange.send(x[0], trip), exchange.bring_back(y[0], trip)
-    real = trip.real[..., None]
+    real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)),
                                    jnp.sum(x[0] * back)]), 'expert'), (
                                        trip.sent[None], trip.received[None])

@@ -110,6 +110,22 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
     assert np.all(np.any(one[name] != two[name], axis=(2, 3))), name
 
 
+def test_on_experts_in_8_bits(tmp_path):
+  """A first update is near that on whole experts, and has a gradient."""
+  base = tiny.folder(tmp_path / 'base', family='qwen3_moe', num_layers=2,
+                     experts=EXPERTS)
+  first = []
+  for kind in '', 'int8':
+    stages.run(tiny.merged(tiny.run_config(base), dict(
+        model=dict(quantise=kind), train=dict(steps=1),
+        lora=dict(rank=2, targets='experts/.*'))), tmp_path / f'run{kind}')
+    first.append(json.loads((tmp_path / f'run{kind}/metrics.jsonl').read_text(
+        ).splitlines()[0]))
+  whole, codes = first
+  assert 0 < abs(codes['loss'] / whole['loss'] - 1) < 0.01
+  assert codes['grad_norm'] == pytest.approx(whole['grad_norm'], rel=0.1)
+
+
 # ------------------------------------------------------------------------ peft
 
 

@@ -21,8 +21,8 @@ class Trip:
   goes: bool, whether a row of its own goes to a device.
   rows: int32, the numbers of its rows, first those that go to the device.
   place: int32, where a row is among these.
-  arrived: int32, the numbers that rows have where they come from.
-  real: bool, which of what arrives is a row.
+  arrived: int32, the numbers that rows have where they come from, followed by
+    those of rows that stay away.
   sent, received: [n] int32, numbers of rows to and from each device.
   """
 
@@ -30,7 +30,6 @@ class Trip:
   rows: jax.Array
   place: jax.Array
   arrived: jax.Array
-  real: jax.Array
   sent: jax.Array
   received: jax.Array
   axis: str = struct.field(pytree_node=False)
@@ -49,18 +48,17 @@ def plan(wanted, axis: str, exact: bool) -> Trip:
   first = functools.partial(jnp.argsort, axis=1, stable=True)
   goes, comes, counts = wanted[me].T, wanted[..., me], jnp.sum(
       wanted, axis=1, dtype=jnp.int32)
-  sent, received = counts[me], counts[:, me]
   return Trip(
       goes, first(~goes), jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
-      first(~comes), jnp.arange(wanted.shape[1]) < received[:, None],
-      sent, received, axis, exact)
+      first(~comes), counts[me], counts[:, me], axis, exact)
 
 
 def arriving(x, weights, chosen, each: int, exact: bool):
   """(`Trip`, [x, weights, chosen] of the rows that want experts here).
 
   Over the axis 'expert', each device with `each` experts: [N, D], [N, k] and
-  [N, k] become [n N, ...], in which places without a row chose -1.
+  [N, k] become [n N, ...]. Whatever is where no row has arrived counts for
+  nothing, forward or backward: it chose no expert that is here.
   """
   weights, chosen = (
       jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
@@ -69,7 +67,6 @@ def arriving(x, weights, chosen, each: int, exact: bool):
   trip = plan(wanted, 'expert', exact)
   weights, chosen = (jnp.take_along_axis(y, trip.arrived[..., None], axis=1)
                      for y in (weights, chosen))
-  chosen = jnp.where(trip.real[..., None], chosen, -1)
   return trip, [y.reshape(-1, y.shape[-1]) for y in (
       send(x, trip), weights, chosen)]
 
@@ -114,12 +111,5 @@ def bring_back(y, trip: Trip):
 
 send.defvjp(lambda x, trip: (send(x, trip), trip),
             lambda trip, g: (bring_back(g, trip), None))
-
-
-def _bring_back_backward(trip, g):
-  g = send(g, trip)
-  return jnp.where(trip.real[..., None], g, 0), None
-
-
-bring_back.defvjp(
-    lambda y, trip: (bring_back(y, trip), trip), _bring_back_backward)
+bring_back.defvjp(lambda y, trip: (bring_back(y, trip), trip),
+                  lambda trip, g: (send(g, trip), None))
