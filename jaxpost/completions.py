@@ -147,7 +147,8 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
   return engine
 
 
-def make_engines(weights: Weights, name: str, folders, **settings) -> dict:
+def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,
+                 max_new_tokens, mesh='data=-1', top_logprobs=0) -> dict:
   """{name: engine} of a model, and of `inference.adapters` of it.
 
   They share the base, but where it has experts, which each copies.
@@ -156,7 +157,9 @@ def make_engines(weights: Weights, name: str, folders, **settings) -> dict:
   if name in each:
     raise InputError(f'--adapter: {name} is what the model below is called')
   share = bool(each) and not weights.prepared.model.config.experts
-  return {k: make_engine(w, share=share, **settings)
+  return {k: make_engine(
+      w, slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
+      mesh=mesh, top_logprobs=top_logprobs, share=share)
           for k, w in ({name: weights} | each).items()}
 
 

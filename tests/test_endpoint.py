@@ -320,12 +320,13 @@ def test_models_are_listed_and_others_refused(several):
 
 
 def test_adapters_that_cannot_be(weights, several, tmp_path):
-  with pytest.raises(InputError, match='one is what the model below is'):
-    completions.make_engines(weights, 'one', several[2])
-  with pytest.raises(InputError, match='--adapter: takes NAME=FOLDER'):
-    completions.make_engines(weights, 'nano', ['x'])
-  with pytest.raises(InputError, match='no folder of an adapter'):
-    completions.make_engines(weights, 'nano', [f'one={tmp_path}'])
+  for name, folders, words in (
+      ('one', several[2], 'one is what the model below is'),
+      ('nano', ['x'], '--adapter: takes NAME=FOLDER'),
+      ('nano', [f'one={tmp_path}'], 'no folder of an adapter')):
+    with pytest.raises(InputError, match=words):
+      completions.make_engines(
+          weights, name, folders, slots=2, max_prompt=8, max_new_tokens=8)
 
 
 def test_a_failure_of_one_ends_all(weights):
