@@ -234,7 +234,8 @@ def test_a_taken_port_is_refused(server, weights):
 def test_the_command(folder, several, tmp_path):
   child = subprocess.Popen(
       [sys.executable, '-m', 'launch.serve', f'--model={folder}', '--port=0',
-  """(endpoint, {name: weights}, values of --adapter): a base, two on it."""
+       '--max_context=64', f'--adapter={several[2][1]}',
+       f'--record={tmp_path}/asked.jsonl'], cwd=CLONE,
       env=os.environ, stdout=subprocess.PIPE, text=True)
   try:
     url = child.stdout.readline().strip()
