@@ -19,7 +19,7 @@ from rich import progress
 from jaxpost import assemble, cache
 from jaxpost.data import chat, experience, sources
 from jaxpost.errors import InputError
-from jaxpost.inference import Weights, to_stderr
+from jaxpost.inference import Weights, adapters, to_stderr
 from jaxpost.matmul import compute_for
 from jaxpost.metrics import write_atomic
 from jaxpost.models import flash
@@ -124,22 +124,44 @@ def _sampling(draws: Draws) -> dict:
 
 
 def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
-                mesh='data=-1', top_logprobs=0) -> NativeEngine:
-  """A sampler that holds these weights."""
-  p = weights.prepared
-  if p.model.head is None:
+                mesh='data=-1', top_logprobs=0, share=False) -> NativeEngine:
+  """A sampler that holds these weights.
+
+  share: it samples from these very leaves, slower, where no copy is wanted.
+  """
+  p, model = weights.prepared, weights.prepared.model
+  if model.head is None:
     raise InputError(f'{p.name}: is a reward model, which writes no text')
+  if share:  # nothing is trained here
+    model = dataclasses.replace(model, frozen=frozenset(model.table))
   engine = NativeEngine(
-      p.model, SamplerConfig(
+      model, SamplerConfig(
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
           stop_ids=p.tokenizer.stop_ids, top_logprobs=top_logprobs),
       make_layout(mesh, 'rollout', '--mesh'),
       flash.settle(compute_for(
           jax.default_backend(), p.config.model.dtype, 'none'),
           jax.default_backend(), p.model.config, max_prompt),
-      Ledger(), functools.partial(p.tokenizer.decode, skip_special=False))
+      Ledger(), functools.partial(p.tokenizer.decode, skip_special=False),
+      share=share)
   engine.load(weights.params, weights.step)
   return engine
+
+
+def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,
+                 max_new_tokens, mesh='data=-1', top_logprobs=0) -> dict:
+  """{name: engine} of a model, and of `inference.adapters` of it.
+
+  They share the base, but where it has experts, which each copies.
+  """
+  each = {k: w for k, w in adapters(weights, folders).items() if k}
+  if name in each:
+    raise InputError(f'--adapter: {name} is what the model below is called')
+  share = bool(each) and not weights.prepared.model.config.experts
+  return {k: make_engine(
+      w, slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
+      mesh=mesh, top_logprobs=top_logprobs, share=share)
+          for k, w in ({name: weights} | each).items()}
 
 
 def completion_rows(rollout: Rollout, tokenizer) -> list[dict]:

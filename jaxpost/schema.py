@@ -94,7 +94,7 @@ class LoraSection:
   alpha: float = _f(16.0, 'adapters count alpha / rank', lo=0.0)
   rslora: bool = _f(False, 'alpha / sqrt(rank) instead')
   targets: str = _f('q|k|v|o|gate|up|down', 'regex of the matrices that have '
-                    'one: paths, or how they end')
+                    'one: paths, or how they end; experts/gate of experts')
   dropout: float = _f(0.0, 'of what adapters read', lo=0.0, hi=0.99)
   path: str = _f('', 'PEFT folder of an adapter to start from, which decides '
                  'all of the above but the dropout')

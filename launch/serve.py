@@ -2,10 +2,12 @@
 
   python -m launch.serve --model=FOLDER --port=8000
   python -m launch.serve --run=runs/quickstart --record=asked.jsonl
+  python -m launch.serve --model=BASE --adapter=sft=DIR --adapter=dpo=DIR
 
 /v1/chat/completions and /v1/completions on loopback, until Ctrl-C. Answers
 have `token_ids` and `prompt_token_ids` beside OpenAI's fields; --record keeps
 a row of ids and log-probs of each. Requests share the slots. Prints its URL.
+Adapters have slots of their own and the base in common; `model` names one.
 """
 
 import json
@@ -20,6 +22,7 @@ _RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
 _STAGE = flags.DEFINE_string('stage', '', 'Default: the last with any.')
 _MODEL = flags.DEFINE_string('model', '', 'Hugging Face folder or org/name.')
+_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'NAME=FOLDER of peft.')
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Who else may ask: 0.0.0.0.')
 _PORT = flags.DEFINE_integer('port', 8000, '0: any.', lower_bound=0)
 _SLOTS = flags.DEFINE_integer('slots', 8, 'Answers at a time.', lower_bound=1)
@@ -39,10 +42,11 @@ def main(argv):
   from jaxpost.rollout.endpoint import Endpoint
   weights = inference.load(
       _RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
-  half = _CONTEXT.value // 2
-  engine = completions.make_engine(
-      weights, slots=_SLOTS.value, max_prompt=_CONTEXT.value - half,
-      max_new_tokens=half, mesh=_MESH.value, top_logprobs=20)
+  half, name = _CONTEXT.value // 2, _RUN.value or _MODEL.value
+  engines = completions.make_engines(
+      weights, name, _ADAPTER.value, slots=_SLOTS.value,
+      max_prompt=_CONTEXT.value - half, max_new_tokens=half, mesh=_MESH.value,
+      top_logprobs=20)
 
   def record(entry):
     if _RECORD.value:
@@ -50,8 +54,8 @@ def main(argv):
         file.write(json.dumps(entry) + '\n')
 
   endpoint = Endpoint(
-      engine, weights.prepared.tokenizer, host=_HOST.value, port=_PORT.value,
-      name=_RUN.value or _MODEL.value, record=record)
+      engines.pop(name), weights.prepared.tokenizer, host=_HOST.value,
+      port=_PORT.value, name=name, record=record, more=engines)
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)

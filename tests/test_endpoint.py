@@ -1,6 +1,7 @@
 """The OpenAI-compatible server: its JSON, its tokens, and many at once."""
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,17 +9,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
+import jax
 import numpy as np
 import pytest
+import test_lora
 import tiny
 
 from jaxpost import assemble, completions, inference
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
+from jaxpost.models import lora, peft
 from jaxpost.rollout.endpoint import Endpoint
+from jaxpost.rollout.line import Turns
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -225,16 +231,18 @@ def test_a_taken_port_is_refused(server, weights):
     Endpoint(server[0].engine, weights.prepared.tokenizer, port=port)
 
 
-def test_the_command(folder, tmp_path):
+def test_the_command(folder, several, tmp_path):
   child = subprocess.Popen(
       [sys.executable, '-m', 'launch.serve', f'--model={folder}', '--port=0',
-       '--max_context=64', f'--record={tmp_path}/asked.jsonl'], cwd=CLONE,
+       '--max_context=64', f'--adapter={several[2][1]}',
+       f'--record={tmp_path}/asked.jsonl'], cwd=CLONE,
       env=os.environ, stdout=subprocess.PIPE, text=True)
   try:
     url = child.stdout.readline().strip()
-    code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3)
+    code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3,
+                   model='two')
     with urllib.request.urlopen(f'{url}/models') as reply:
-      assert json.load(reply)['data'][0]['id'] == folder
+      assert [m['id'] for m in json.load(reply)['data']] == [folder, 'two']
     child.send_signal(signal.SIGTERM)
     assert code == 200 and child.wait(60) == 0
   finally:
@@ -242,3 +250,116 @@ def test_the_command(folder, tmp_path):
     child.stdout.close()
   row = json.loads((tmp_path / 'asked.jsonl').read_text())
   assert len(row['ids']) == len(row['logprobs']) <= 3
+  assert row['model'] == 'two'
+
+
+# -------------------------------------------------------------------- adapters
+
+
+@pytest.fixture(scope='module')
+def several(folder, weights, tmp_path_factory):
+  """(endpoint, {name: weights}, values of --adapter), a base and two on it."""
+  root, folders = tmp_path_factory.mktemp('adapters'), []
+  for name, rank, seed in ('one', 2, 0), ('two', 3, 1):
+    model = lora.build(dataclasses.replace(
+        weights.prepared.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
+    params = test_lora.params_of(model, seed, b=0.5)
+    peft.writer(model, params, folder)(root / name)
+    folders.append(f'{name}={root / name}')
+  engines = completions.make_engines(
+      weights, 'nano', folders, slots=2, max_prompt=32, max_new_tokens=32)
+  endpoint = Endpoint(engines.pop('nano'), weights.prepared.tokenizer,
+                      name='nano', more=engines)
+  thread = threading.Thread(
+      target=endpoint.serve, args=(assemble.run_key(0, 3),))
+  thread.start()
+  yield (endpoint, {'nano': weights} | inference.adapters(weights, folders),
+         folders)
+  endpoint.stop()
+  thread.join(60)
+  assert not thread.is_alive()
+
+
+def test_a_body_names_an_adapter(several):
+  """Many at once; each is answered by whom it asks, from the one base."""
+  endpoint, each, _ = several
+  prompts = ['ab', '1+2=', 'x']
+
+  def one(pair):
+    return ask(several, 'completions', model=pair[0], prompt=pair[1],
+               max_tokens=6, temperature=0)
+
+  pairs = [(name, text) for text in prompts for name in each]
+  with concurrent.futures.ThreadPoolExecutor(9) as pool:
+    found = dict(zip(pairs, pool.map(one, pairs)))
+  draws = completions.Draws(max_new_tokens=6, temperature=0.0)
+  for name, w in each.items():
+    rollout = completions.complete(w, completions.make_prompts(
+        w, prompts, as_chat=False), draws)
+    for text, ids, length in zip(
+        prompts, rollout.completions, rollout.lengths):
+      mine = found[name, text]
+      assert mine['model'] == name
+      assert mine['choices'][0]['token_ids'] == ids[:length].tolist()
+  assert len({str(found[name, 'ab']['choices']) for name in each}) == 3
+  own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(
+      each['nano'].params)}
+  for engine in endpoint.engines.values():
+    assert own <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(
+        engine.weights)}
+
+
+def test_models_are_listed_and_others_refused(several):
+  url = several[0].url
+  with urllib.request.urlopen(f'{url}/models') as reply:
+    assert [m['id'] for m in json.load(reply)['data']] == [
+        'nano', 'one', 'two']
+  for body in (dict(model='three'), dict()):
+    code, text = post(url, 'completions', prompt='a', max_tokens=1, **body)
+    assert code == 404 and json.loads(text)['error']['message'].endswith(
+        'there is nano, one, two')
+
+
+def test_adapters_that_cannot_be(weights, several, tmp_path):
+  for name, folders, words in (
+      ('one', several[2], 'one is what the model below is'),
+      ('nano', ['x'], '--adapter: takes NAME=FOLDER'),
+      ('nano', [f'one={tmp_path}'], 'no folder of an adapter')):
+    with pytest.raises(InputError, match=words):
+      completions.make_engines(
+          weights, name, folders, slots=2, max_prompt=8, max_new_tokens=8)
+
+
+def test_a_failure_of_one_ends_all(weights):
+  """What waits for the others is refused, and `serve` raises."""
+  class Broken:
+    def serve(self, *args, **kwargs):
+      raise ValueError('broken')
+
+  engine = completions.make_engine(
+      weights, slots=2, max_prompt=32, max_new_tokens=32)
+  endpoint = Endpoint(engine, weights.prepared.tokenizer, more={
+      'other': Broken()})
+  with pytest.raises(ValueError, match='broken'):
+    endpoint.serve(assemble.run_key(0, 3))
+
+
+def test_turns_are_in_order():
+  turns, seen = Turns(), []
+
+  def wait(i):
+    with turns:
+      seen.append(i)
+
+  turns.acquire()
+  threads = [threading.Thread(target=wait, args=(i,)) for i in range(5)]
+  for i, thread in enumerate(threads):
+    thread.start()
+    while len(turns._line) < i + 2:
+      time.sleep(0.001)
+  turns.release()
+  turns.acquire()  # after all who have waited
+  assert seen == [0, 1, 2, 3, 4]
+  turns.release()
+  for thread in threads:
+    thread.join()

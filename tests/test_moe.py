@@ -3,7 +3,6 @@
 Legend: N rows, E experts, D, F, B rows, T tokens, L layers, k experts a token.
 """
 
-import dataclasses
 import json
 import math
 import shutil
@@ -18,7 +17,7 @@ import tiny
 from jaxpost import matmul
 from jaxpost.data import experience
 from jaxpost.errors import InputError
-from jaxpost.models import hf, lora, moe, presets, stored, transformer
+from jaxpost.models import hf, moe, presets, stored, transformer
 from jaxpost.models import mxfp4 as mxfp4_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
@@ -209,14 +208,6 @@ def test_a_run_reports_its_router(tmp_path):
     jaxpost.run(tiny.run_config(
         tiny.folder(tmp_path / 'dense'), router=dict(z_coef=0.1)),
         tmp_path / 'other')
-
-
-def test_adapters_of_experts_are_refused(model):
-  with pytest.raises(InputError, match='layers/gate.*experts'):
-    lora.build(dataclasses.replace(
-        model.config, lora=(2, 4.0, False, 'q|gate')))
-  assert any(map(lora.is_adapter, lora.build(dataclasses.replace(
-      model.config, lora=(2, 4.0, False, 'q|k|v|o'))).table))
 
 
 def test_work_is_that_of_the_experts_that_are_chosen():

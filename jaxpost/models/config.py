@@ -1,6 +1,7 @@
 """What defines a decoder: numbers only, no behaviour."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Experts:
   groups: int = 1
   top_groups: int = 1
   scale: float = 1.0
+
+  def share(self, devices: int) -> float:
+    """Of the tokens, those that want one of a device's experts, if all experts
+    are as likely."""
+    others = self.num - self.num // devices
+    return 1 - math.comb(others, self.top_k) / math.comb(self.num, self.top_k)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (each side
 of any number of dimensions) gets A [L, in, r] and B [L, r, out] and acts as
-x W + scale (x A) B. `ModelConfig.lora` is (rank, alpha, rslora, targets).
+x W + scale (x A) B. Those of E experts [L, E, in, out] get a pair each: A
+[L, E, in, r], B [L, E, r, out]. `ModelConfig.lora` is (rank, alpha, rslora,
+targets).
 """
 
 import dataclasses
@@ -38,6 +40,9 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
   if not cfg.lora:
     return plain
   rows = adapter_rows(plain.table, cfg)
+  if dropout and any('expert' in spec.axes for spec in rows.values()):
+    raise InputError('config.lora.dropout: is not for adapters of experts; '
+                     'set it to 0')
 
   def init(key, dtype=jnp.float32):
     return plain.init(key, dtype=dtype) | nest({
@@ -66,30 +71,33 @@ def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
 def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   """The rows of A and B. InputError where there can be none."""
   rank, *_, pattern = cfg.lora
-  rows, matrices = {}, [p for p, s in table.items() if s.matrix and s.stacked]
-  # 'q' is any path that ends in /q, too.
-  for path in _matching(
-      matrices, pattern, 'config.lora.targets', '(?:.*/)?(?:{})'):
+  rows = {}
+  names = {name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
+  # 'q' is any path that ends in /q, too; experts are asked for by that word.
+  for path in map(names.get, _matching(
+      names, pattern, 'config.lora.targets',
+      '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')):
     spec = table[path]
     if path not in targets(table):
       raise InputError(
-          f'config.lora.targets: {pattern!r} matches {path}; routers and '
-          'experts have no adapters here, leave them out: "q|k|v|o"')
-    cut = 1 + inputs(spec)
-    least = min(math.prod(spec.shape[1:cut]), math.prod(spec.shape[cut:]))
+          f'config.lora.targets: {pattern!r} matches {path}; routers have no '
+          'adapters here, leave them out: "q|k|v|o"')
+    cut = spec.stack + inputs(spec)
+    least = min(math.prod(spec.shape[spec.stack:cut]),
+                math.prod(spec.shape[cut:]))
     if rank > least:
       raise InputError(
           f'config.lora.rank: {rank} is larger than {path}, whose rank is at '
           f'most {least}; lower it')
-    name = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
+    hf = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
     rows[f'{ROOT}/{path}/a'] = Param(
         (*spec.shape[:cut], rank), (*spec.axes[:cut], None),
-        f'{name}A.weight', 'uniform', matrix=True, dtype='float32',
+        f'{hf}A.weight', 'uniform', matrix=True, dtype='float32',
         first=spec.first)
     rows[f'{ROOT}/{path}/b'] = Param(
-        (spec.shape[0], rank, *spec.shape[cut:]),
-        ('layers', 'rank', *spec.axes[cut:]), f'{name}B.weight', 'zeros',
-        matrix=True, dtype='float32',
+        (*spec.shape[:spec.stack], rank, *spec.shape[cut:]),
+        (*spec.axes[:spec.stack], 'rank', *spec.axes[cut:]),
+        f'{hf}B.weight', 'zeros', matrix=True, dtype='float32',
         first=spec.first)
   return rows
 
@@ -97,7 +105,13 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
 def targets(table: dict) -> list[str]:
   """The paths of what can have an adapter."""
   return [p for p, s in table.items() if s.matrix and s.stacked
-          and 'expert' not in s.axes and not s.exact]
+          and not s.exact]
+
+
+def name(path: str, spec: Param) -> str:
+  """What `config.lora.targets` calls it: layers/experts/gate for those."""
+  stack, _, last = path.rpartition('/')
+  return f'{stack}/experts/{last}' if 'expert' in spec.axes else path
 
 
 def is_adapter(path: str) -> bool:
@@ -108,7 +122,7 @@ def fresh(number: int, spec: Param, key):
   """A starts uniform within 1 / sqrt(inputs), as in PEFT; the rest at 0."""
   if spec.init != 'uniform':
     return jnp.zeros(spec.shape)
-  bound = 1 / math.sqrt(math.prod(spec.shape[1:-1]))
+  bound = 1 / math.sqrt(math.prod(spec.shape[spec.stack:-1]))
   return jax.random.uniform(
       jax.random.fold_in(key, number), spec.shape, minval=-bound, maxval=bound)
 
@@ -129,6 +143,10 @@ class Adapted:
   keys: jax.Array | None
   scale: float
   rate: float
+
+  def apart(self) -> tuple:
+    """(W, A, scale B), for what multiplies groups of rows by each."""
+    return self.w, self.a, self.scale * self.b
 
   def product(self, spec: str, x, dtype: str):
     """x W + scale (dropout(x) A) B, as `einsum` would of W alone."""
@@ -181,7 +199,10 @@ def merge(params: dict, cfg: ModelConfig) -> dict:
     del number
     dot = functools.partial(
         jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
-    return (w + scale(cfg) * jax.vmap(dot)(a, b)).astype(w.dtype)
+    of_layers = jax.vmap(dot)
+    if a.ndim == b.ndim == 4:  # of experts; of others one has fewer
+      of_layers = jax.vmap(of_layers)
+    return (w + scale(cfg) * of_layers(a, b)).astype(w.dtype)
 
   return _over_targets(params, add)
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, grouped
-from jaxpost.models import layers
+from jaxpost.models import exchange, layers
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.router import Routing, route
 from jaxpost.models.table import Param
@@ -73,11 +73,10 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   """([B, T, D], `Routing`): the weighted sum of what k experts say.
 
   On a mesh each device routes the rows that it holds. Over 'expert', which
-  splits rows and experts, all rows are gathered, each device does what its
-  experts have to do with them, and the sums are scattered back: k times less
-  than an exchange of tokens that is padded so that none can be dropped, and
-  as much as an exact one where k experts are on k devices. A device that has
-  more to do than others takes more rounds, see `_in_rounds`.
+  splits rows and experts, each row goes to the devices that have its experts,
+  which do what these have to do with it, and the sums come back: see
+  `exchange`. A device that has more to do than others takes more rounds, see
+  `_in_rounds`.
 
   Args:
     layout: a `Layout`, or any function where there is one device.
@@ -86,8 +85,12 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   names = ('router', 'gate', 'up', 'down')
   names += tuple(f'{n}_bias' for n in names if f'{n}_bias' in p)
   names += ('router_choice',) * ('router_choice' in p)
-  matrices = {n: p[n].dense(compute.dtype) if hasattr(p[n], 'dense') else p[n]
-              for n in names}
+  matrices = {}
+  for n in names:
+    w = p[n]
+    if hasattr(w, 'apart'):  # a matrix with its adapter
+      w, matrices[f'{n}_a'], matrices[f'{n}_b'] = w.apart()
+    matrices[n] = w.dense(compute.dtype) if hasattr(w, 'dense') else w
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return _local(matrices, x, chosen, cfg, compute)
   size = layout.mesh.shape['expert']
@@ -98,33 +101,41 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names
            for s in [table[f'layers/{name}']]}
   specs['router'] = PartitionSpec()  # which is small
+  for n in names[1:4]:
+    if f'{n}_a' in matrices:
+      of, into, onto = specs[n]
+      specs[f'{n}_a'] = PartitionSpec(of, into, None)
+      specs[f'{n}_b'] = PartitionSpec(of, None, onto)
   tokens = layout.spec(('batch', None, None), x.shape)
   split = 'expert' in jax.tree.leaves(tuple(tokens))
   run = functools.partial(
-      _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size)
+      _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size,
+      exact=layout.mesh.devices.flat[0].platform != 'cpu')
   return jax.shard_map(
       run, mesh=layout.mesh, in_specs=(specs, tokens, tokens),
       out_specs=(tokens, Routing(tokens, tokens)), check_vma=False)(
           matrices, x, chosen)
 
 
-def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
+def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
+           exact=False):
   """As `mlp`, of the rows and the experts of one device of a mesh.
 
   split: whether others on its 'expert' axis, of `size`, have other rows.
   specs: how the matrices are split.
+  exact: as of `exchange.exchange`.
   """
   weights, routing = route(p, x, cfg, chosen)
   flat = lambda y: y.reshape(-1, y.shape[-1])
   given = flat(x), flat(weights), flat(routing.chosen)
   first = 0
   if specs:
-    p = {n: _whole(w, specs[n], compute.dtype) if n in ('gate', 'up', 'down')
-         else w for n, w in p.items()}
+    p = {n: _whole(w, specs[n], compute.dtype) for n, w in p.items()}
   if size > 1:
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
-      given = [jax.lax.all_gather(y, 'expert', tiled=True) for y in given]
+      trip, given = exchange.arriving(
+          *given, cfg.experts.num // size, exact)
   parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs[
       'gate'] else 1
   if 'down_bias' in p:  # of which each part of a sum has a share
@@ -134,8 +145,8 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1):
   out = _experts(
       p, *given, first, cfg, compute, room).astype(compute.residual)
   if size > 1:
-    out = jax.lax.psum_scatter(out, 'expert', tiled=True) if split else (
-        jax.lax.psum(out, 'expert'))
+    out = exchange.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (
+        split) else jax.lax.psum(out, 'expert')
   if parts > 1:
     out = jax.lax.psum(out, 'tensor')
   return out.reshape(x.shape), routing
@@ -192,8 +203,11 @@ def _rows(p, y, number, cfg, compute):
   sizes = jnp.sum(number[:, None] == jnp.arange(len(p['gate'])), axis=0,
                   dtype=jnp.int32)
 
-  def dot(y, name):
-    y = grouped(y, p[name], sizes, compute)
+  def dot(x, name):
+    y = grouped(x, p[name], sizes, compute)
+    if f'{name}_a' in p:  # the low rank of an adapter
+      x = grouped(x, p[f'{name}_a'], sizes, compute)
+      y = y + grouped(x, p[f'{name}_b'], sizes, compute)
     bias = p.get(f'{name}_bias')
     return y if bias is None else y + bias.at[number].get(
         mode='fill', fill_value=0, indices_are_sorted=True)

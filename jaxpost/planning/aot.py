@@ -72,7 +72,9 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
-  totals = cost.count(compiled.as_text(), turns)
+  experts = kit.prepared.model.config.experts
+  totals = cost.count(compiled.as_text(), turns, lambda number: (
+      experts.share(number) if experts else 1.0))
   found = collections.Counter()
   for arg in args:
     found.update(parts(arg))

@@ -55,21 +55,25 @@ class Totals:
       mine[1] += times * number
 
 
-def count(text: str, turns: Callable = lambda name: None) -> Totals:
+def count(text: str, turns: Callable = lambda name: None,
+          share: Callable = lambda number: 1.0) -> Totals:
   """Totals of a compiled program.
 
   Args:
     text: `compiled.as_text()`.
     turns: the name of a loop whose end is decided while it runs (its
       `op_name`) -> how often it runs at most, or None.
+    share: how much of what it may send a ragged exchange between so many
+      devices sends.
   """
-  return _Counter(text, turns).total()
+  return _Counter(text, turns, share).total()
 
 
 class _Counter:
   """One walk over the computations of a program."""
 
-  def __init__(self, text, turns):
+  def __init__(self, text, turns, share):
+    self.share = share
     self.computations, self.entry = hlo.parse(text)
     self.turns = turns
     self.callers = {}  # computation -> (computation, hlo.Op) that runs it
@@ -183,8 +187,10 @@ class _Counter:
     number = len(group) if kind != 'collective-permute' else 2
     if number < 2:
       return
-    size = sum(a.bytes for name in op.inputs if name in ops
-               for a in ops[name].arrays)
+    ragged = kind == 'ragged-all-to-all'  # then follow places and sizes
+    size = sum(a.bytes for name in op.inputs[:1 if ragged else None]
+               if name in ops for a in ops[name].arrays)
+    size *= self.share(number) if ragged else 1
     if kind == 'all-reduce' and fused and any(
         o.kind == 'dynamic-slice' for o in ops.values()):
       kind = 'reduce-scatter'  # as XLA for TPU writes it

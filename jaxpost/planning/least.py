@@ -7,11 +7,12 @@ reducing an array of b bytes everywhere 2 b (n - 1) / n).
 Training gathers each matrix over fsdp once forward and once backward in the
 type of products, and reduces gradients in the type of parameters; over tensor
 two activations a layer are summed forward and two backward, and one again
-where the backward pass recomputes a layer. Over expert the activations of a
-layer are gathered and scattered, and so are their gradients; what is no expert
-is split over fsdp and expert together. Over context the keys and values of a
-layer are gathered forward, and again where it is recomputed, and their
-gradients scattered; those of parameters are summed as over data.
+where the backward pass recomputes a layer. Over expert a token goes to each
+device that has one of its experts, were all as likely, and back; so do the
+gradients; what is no expert is split over fsdp and expert together. Over
+context the keys and values of a layer are gathered forward, and again where it
+is recomputed, and their gradients scattered; those of parameters are summed as
+over data.
 """
 
 import collections
@@ -78,11 +79,11 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       if train:
         out['reduce-scatter'][name] += micro * shard * (n - 1) * full
     if path.endswith('/router') and sizes['expert'] > 1:
-      # Twice again where the backward pass recomputes a layer.
-      passes = 1 + train * (1 + (kit.compute.remat == 'full'))
-      bytes_ = micro * param.shape[0] * activation * (sizes['expert'] - 1)
-      out['all-gather']['expert'] += passes * bytes_
-      out['reduce-scatter']['expert'] += passes * bytes_
+      # Once again where the backward pass recomputes a layer.
+      trips = 2 + train * (2 + (kit.compute.remat == 'full'))
+      share = model.config.experts.share(sizes['expert'])
+      out['ragged-all-to-all']['expert'] += trips * share * (
+          micro * param.shape[0] * activation * (sizes['expert'] - 1))
     if path in ('layers/k', 'layers/v') and parts > 1:
       one = tokens * wide * math.prod(layout.sharding(
           param.axes, param.shape).shard_shape(param.shape)[2:])

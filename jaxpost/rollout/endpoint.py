@@ -7,6 +7,7 @@ recorded: what an agent was told can be trained on without encoding it again.
 """
 
 import concurrent.futures
+import functools
 import http.server
 import itertools
 import json
@@ -21,6 +22,7 @@ import numpy as np
 
 from jaxpost.data import chat, turns
 from jaxpost.errors import InputError
+from jaxpost.rollout.line import Turns
 from jaxpost.types import Completion, Request
 
 _MOST = 1 << 24  # bytes of a request
@@ -35,14 +37,18 @@ class Endpoint:
     tokenizer: a `Tokenizer`; chats need its template.
     name: of the model, in answers.
     record: called with a dict for each completion: prompt_ids, ids, logprobs,
-      finish_reason, session (the API key that the client gave).
+      finish_reason, model, session (the API key that the client gave).
+    more: {name: engine} of others, such as adapters. With any, a body has to
+      name whom it asks; else whatever it says is `name`.
   """
 
   def __init__(self, engine, tokenizer, *, host='127.0.0.1', port=0,
-               name='policy', record=None):
+               name='policy', record=None, more=None):
     self.engine, self.tokenizer, self.name = engine, tokenizer, name
+    self.engines = {name: engine} | (more or {})
     self.record = record or (lambda entry: None)
-    self._queue, self._numbers = queue.SimpleQueue(), itertools.count()
+    self._queues = {name: queue.SimpleQueue() for name in self.engines}
+    self._turns, self._numbers = Turns(), itertools.count()
     self._stop, self._open = threading.Event(), set()
     self._ended, self._tick_s = self._stop.is_set, _TICK_S
     self.sessions = {}  # API key -> `agents.Session`, of a run
@@ -56,10 +62,21 @@ class Endpoint:
     threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
   def serve(self, run_key, step: int = 0) -> dict:
-    """Answers until `stop` is called, from any thread; figures."""
+    """Answers until `stop` is called, from any thread; figures of each.
+
+    Engines take turns, a block at a time: programs of several devices that
+    two threads start would wait for each other.
+    """
     try:
-      return self.engine.serve(
-          [], run_key=run_key, step=step, follow=self._follow)
+      with concurrent.futures.ThreadPoolExecutor(len(self.engines)) as pool:
+        jobs = {name: pool.submit(self._drive, name, run_key, step)
+                for name in self.engines}
+        try:
+          for job in concurrent.futures.as_completed(jobs.values()):
+            job.result()
+        finally:
+          self._stop.set()  # where one has failed, too
+      return {name: job.result() for name, job in jobs.items()}
     finally:
       self.close()
 
@@ -70,10 +87,15 @@ class Endpoint:
     """
     self._ended, self._tick_s = ended, _TICK_S / 20
     try:
-      return self.engine.serve(
-          [], run_key=run_key, step=step, follow=self._follow)
+      return self._drive(self.name, run_key, step)
     finally:
       self._ended = self._stop.is_set
+
+  def _drive(self, name: str, run_key, step: int) -> dict:
+    with self._turns:
+      return self.engines[name].serve(
+          [], run_key=run_key, step=step,
+          follow=functools.partial(self._follow, self._queues[name]))
 
   def stop(self):
     """Ends `serve` once nothing is being sampled."""
@@ -90,30 +112,49 @@ class Endpoint:
     for future in list(self._open):  # queued, or in a slot that is gone
       future.cancel()
 
-  def ask(self, requests: list[Request]) -> list[Completion]:
+  def lacks(self, body: dict) -> str:
+    """What is wrong with the model that a body names, if anything."""
+    if len(self.engines) == 1 or body.get('model') in self.engines:
+      return ''
+    return (f'model: there is no {body.get("model")!r}; there is '
+            f'{", ".join(self.engines)}')
+
+  def _named(self, body: dict) -> str:
+    return body['model'] if len(self.engines) > 1 else self.name
+
+  def ask(self, requests: list[Request], name='') -> list[Completion]:
     """From any thread: waits for the completions of a body."""
+    name = name or self.name
     for request in requests:
-      self.engine.check(request)  # here, where it can be told
+      self.engines[name].check(request)  # here, where it can be told
     futures = [concurrent.futures.Future() for _ in requests]
     self._open |= set(futures)
     try:
       for pair in zip(requests, futures):
-        self._queue.put(pair)
+        self._queues[name].put(pair)
       if self._stop.is_set():  # nobody may be there to answer
         raise concurrent.futures.CancelledError
       return [future.result() for future in futures]
     finally:
       self._open -= set(futures)
 
-  def _follow(self, done, idle) -> list[Request]:
+  def _follow(self, waiting, done, idle) -> list[Request]:
     for completion in done:
       completion.request.tag.set_result(completion)
     if self._ended():
       return []
+    self._turns.release()
+    try:
+      return self._next(waiting, idle)
+    finally:
+      self._turns.acquire()
+
+  def _next(self, waiting, idle) -> list[Request]:
+    """What was asked; where nothing else is to be done, once there is any."""
     ready = []
     while True:
       try:
-        request, future = self._queue.get(
+        request, future = waiting.get(
             block=idle and not ready, timeout=self._tick_s)
         if future.cancelled():
           continue
@@ -125,7 +166,7 @@ class Endpoint:
 
   def answer(self, path: str, body: dict, session: str) -> dict:
     """What is sent back for a body; InputError for what it cannot be."""
-    is_chat = path == '/v1/chat/completions'
+    is_chat, name = path == '/v1/chat/completions', self._named(body)
     contexts = [self._chat(body)] if is_chat else self._texts(body)
     count, number = _field(body, 'n', int, 1), next(self._numbers)
     if count < 1:
@@ -138,7 +179,7 @@ class Endpoint:
       requests = [self._held(held, body, requests)]
       contexts = [requests[0].tokens]
     try:
-      done = self.ask(requests)
+      done = self.ask(requests, name)
     except BaseException:
       if held:
         held.busy.release()
@@ -150,12 +191,12 @@ class Endpoint:
           'role': 'assistant', 'content': choices[0]['text']})
     for choice, c in zip(choices, done):
       self.record(dict(
-          session=session, prompt_ids=c.request.tokens.tolist(),
+          session=session, model=name, prompt_ids=c.request.tokens.tolist(),
           ids=c.tokens.tolist(), logprobs=[float(x) for x in c.logprobs],
           finish_reason=choice['finish_reason']))
     read, drawn = sum(map(len, contexts)), sum(len(c.tokens) for c in done)
     return dict(
-        id=f'cmpl-{number}', created=int(time.time()), model=self.name,
+        id=f'cmpl-{number}', created=int(time.time()), model=name,
         object='chat.completion' if is_chat else 'text_completion',
         choices=choices, prompt_token_ids=contexts[0].tolist(),
         usage=dict(prompt_tokens=read, completion_tokens=drawn,
@@ -299,7 +340,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
   def do_GET(self):
     if self.path.rstrip('/') == '/v1/models':
       self._send(200, dict(object='list', data=[
-          dict(id=self.endpoint.name, object='model', owned_by='jaxpost')]))
+          dict(id=name, object='model', owned_by='jaxpost')
+          for name in self.endpoint.engines]))
     else:
       self._refuse(404, f'{self.path}: there is nothing')
 
@@ -316,6 +358,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       body = json.loads(data)
       if not isinstance(body, dict):
         raise InputError('the body must be a JSON object')
+      if self.endpoint.lacks(body):
+        return self._refuse(404, self.endpoint.lacks(body))
       found = self.endpoint.answer(self.path, body, session)
     except (InputError, ValueError) as error:
       return self._refuse(400, str(error))
