@@ -113,6 +113,36 @@ class Layout:
       return x
     return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
+  def kept(self, axes, shape, over) -> PartitionSpec:
+    """How an array that is summed over mesh axes `over` is split by them."""
+    return PartitionSpec(*(
+        part if part and set(_names(part)) <= set(over) else None
+        for part in self.spec(axes, shape)))
+
+  def sum_over_tokens(self, fn, tokens, *axes):
+    """fn(*tokens), a sum over tokens, kept in parts.
+
+    Each device sums over its own, then who keeps a part gets that part of all
+    (`summed`). The partitioner would sum all of it everywhere, or move the
+    activations of rows that are split over `context`.
+
+    Args:
+      fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
+      tokens: arrays [B, T, ...].
+
+    Returns:
+      The array, or None: no part of it is kept, or tokens cannot be split.
+    """
+    rows = self.spec(('batch', 'time'), tokens[0].shape)
+    over = tuple(a for part in rows for a in _names(part))
+    kept = self.kept(axes, jax.eval_shape(fn, *tokens).shape, over)
+    if not any(kept):
+      return None
+    return jax.shard_map(
+        lambda *tokens: summed(fn(*tokens), kept, over), mesh=self.mesh,
+        in_specs=rows, out_specs=kept, axis_names=set(over),
+        check_vma=False)(*tokens)
+
   def put(self, tree, *axes):
     """Host arrays, equal on every process, become global device arrays."""
     tree = jax.tree.map(np.asarray, tree)
@@ -131,6 +161,20 @@ class Layout:
       return self.put(to_host(tree), *axes)
     return jax.tree.map(lambda x: jax.device_put(
         x, self.sharding(axes[:x.ndim], x.shape)), tree)
+
+
+def _names(part) -> tuple[str, ...]:
+  """The mesh axes in one place of a PartitionSpec."""
+  return (part,) if isinstance(part, str) else part or ()
+
+
+def summed(x, kept: PartitionSpec, over: Sequence[str]):
+  """In a `shard_map` over mesh axes `over`: what is kept here of the sum."""
+  rest = [a for a in over if not any(a in _names(part) for part in kept)]
+  for i, part in enumerate(kept):
+    if part:
+      x = jax.lax.psum_scatter(x, part, scatter_dimension=i, tiled=True)
+  return jax.lax.psum(x, tuple(rest)) if rest else x
 
 
 def make_layout(text: str, phase: str, key: str = '', devices=None,

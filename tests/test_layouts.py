@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
-           'data=2,fsdp=2,tensor=2', 'context=8']
+           'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
 # With a model that has every feature of a family, in tensors that hold several
 # parameters each.
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2',

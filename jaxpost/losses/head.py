@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
-from jaxpost.sharding import BATCH_AXES, Layout
+from jaxpost.sharding import BATCH_AXES, Layout, summed
 from jaxpost.types import Outputs
 
 _HIDE = -1e30
@@ -244,19 +244,20 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
       grads = grads[0], grads[1].astype(head.dtype)
     return loss, metrics, outputs, grads
   rows, whole = PartitionSpec(axes), PartitionSpec()
+  kept = plan.layout.kept(('vocab', 'embed'), head.shape, axes)
 
   def local(*args):
     loss, metrics, outputs, grads = _loop(plan, grad, *args)
     loss, metrics = jax.lax.psum((loss, metrics), axes)
     if grad:
-      grads = grads[0], grads[1][None]
+      grads = grads[0], summed(grads[1], kept, axes)
     return loss, metrics, outputs, grads
 
   kind = head.dtype
   run = jax.shard_map(
       local, mesh=plan.layout.mesh,
       in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
-      out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
+      out_specs=(whole, whole, rows, (rows, kept) if grad else ()),
       axis_names=set(axes), check_vma=False)
   # Cast before the shards of the head are gathered: half the bytes.
   head, teachers = head.astype(plan.compute.dtype), (teachers[0], [
@@ -264,10 +265,8 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   loss, metrics, outputs, grads = run(
       hidden, head, order, labels, weights, arrays, teachers)
   if grad:
-    # Summed over the shards by who keeps a part of it, and there only.
-    d_head = plan.layout(
-        jnp.sum(grads[1], axis=0), 'vocab', 'embed')
-    grads = grads[0], d_head.astype(kind)
+    grads = grads[0], plan.layout(
+        grads[1].astype(kind), 'vocab', 'embed')
   return loss, metrics, outputs, grads
 
 
