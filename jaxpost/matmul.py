@@ -82,8 +82,8 @@ def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
   `out` is the type of the result, accumulated in float32 on each device; what
   is summed over a mesh then travels in it.
 
-  `layout`, a `sharding.Layout`, sums the gradient of a parameter w with a
-  dimension d, the embedding's, by who keeps it; x is [B, T, ...].
+  `layout`, a `sharding.Layout`, sums the gradient of a parameter w by who
+  keeps it; x is [B, T, ...] then, and letters of w mean _DIMENSIONS.
 
   `w` may be a matrix with a `product` of its own, such as `lora.Adapted`.
   """
@@ -120,12 +120,16 @@ def _backward(spec, dtype, result, layout, residuals, g):
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype)
 
 
+# Letters of a parameter in an einsum and the logical axes they stand for.
+_DIMENSIONS = {'d': 'embed', 'n': 'heads', 'f': 'mlp'}
+
+
 def _matrix_gradient(spec, x, g, dtype, layout):
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   product = lambda x, g: einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
   kept = None if layout is None else layout.sum_over_tokens(
-      product, (x, g), *('embed' if c == 'd' else None for c in w_term))
+      product, (x, g), *(_DIMENSIONS.get(c) for c in w_term))
   return product(x, g) if kept is None else kept
 
 

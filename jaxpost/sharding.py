@@ -113,18 +113,12 @@ class Layout:
       return x
     return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-  def kept(self, axes, shape, over) -> PartitionSpec:
-    """How an array that is summed over mesh axes `over` is split by them."""
-    return PartitionSpec(*(
-        part if part and set(_names(part)) <= set(over) else None
-        for part in self.spec(axes, shape)))
-
   def sum_over_tokens(self, fn, tokens, *axes):
     """fn(*tokens), a sum over tokens, kept in parts.
 
-    Each device sums over its own, then who keeps a part gets that part of all
-    (`summed`). The partitioner would sum all of it everywhere, or move the
-    activations of rows that are split over `context`.
+    Each device sums over its own, then who keeps a part sums that (`reduced`).
+    The partitioner would sum all of it everywhere, or move the activations of
+    rows that are split over `context`.
 
     Args:
       fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
@@ -135,13 +129,37 @@ class Layout:
     """
     rows = self.spec(('batch', 'time'), tokens[0].shape)
     over = tuple(a for part in rows for a in _names(part))
-    kept = self.kept(axes, jax.eval_shape(fn, *tokens).shape, over)
-    if not any(kept):
+    spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
+    if not any(set(_names(part)) & set(over) for part in spec):
       return None
-    return jax.shard_map(
-        lambda *tokens: summed(fn(*tokens), kept, over), mesh=self.mesh,
-        in_specs=rows, out_specs=kept, axis_names=set(over),
+    sums = jax.shard_map(
+        lambda *tokens: fn(*tokens)[None], mesh=self.mesh, in_specs=rows,
+        out_specs=PartitionSpec(over), axis_names=set(over),
         check_vma=False)(*tokens)
+    return self.reduced(sums, axes, over)
+
+  def reduced(self, sums, axes, over):
+    """[n, ...] on as many devices -> their sum, each part by who keeps it.
+
+    Args:
+      sums: split over the mesh axes `over` in their first dimension.
+      axes: the other dimensions.
+    """
+    spec = self.spec(axes, sums.shape[1:])
+    kept = [part if set(_names(part)) & set(over) else None for part in spec]
+    left = tuple(a for a in over if not any(a in _names(p) for p in kept))
+
+    def local(x):
+      x = x[0]
+      for i, part in enumerate(kept):
+        if part:
+          x = jax.lax.psum_scatter(x, part, scatter_dimension=i, tiled=True)
+      return jax.lax.psum(x, left) if left else x
+
+    rest = (None if mine else part for part, mine in zip(spec, kept))
+    return jax.shard_map(local, mesh=self.mesh, check_vma=False,
+                         in_specs=PartitionSpec(over, *rest), out_specs=spec)(
+                             sums)
 
   def put(self, tree, *axes):
     """Host arrays, equal on every process, become global device arrays."""
@@ -166,15 +184,6 @@ class Layout:
 def _names(part) -> tuple[str, ...]:
   """The mesh axes in one place of a PartitionSpec."""
   return (part,) if isinstance(part, str) else part or ()
-
-
-def summed(x, kept: PartitionSpec, over: Sequence[str]):
-  """In a `shard_map` over mesh axes `over`: what is kept here of the sum."""
-  rest = [a for a in over if not any(a in _names(part) for part in kept)]
-  for i, part in enumerate(kept):
-    if part:
-      x = jax.lax.psum_scatter(x, part, scatter_dimension=i, tiled=True)
-  return jax.lax.psum(x, tuple(rest)) if rest else x
 
 
 def make_layout(text: str, phase: str, key: str = '', devices=None,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
-from jaxpost.sharding import BATCH_AXES, Layout, summed
+from jaxpost.sharding import BATCH_AXES, Layout
 from jaxpost.types import Outputs
 
 _HIDE = -1e30
@@ -89,14 +89,24 @@ def token_outputs(plan: Plan, hidden, head, labels, mask) -> Outputs:
   plan = plan._replace(objective=None, divergence=None)
   hidden, labels, part = _parts(plan, (hidden, labels, mask))
   found = _outputs(plan, *_arguments(hidden, head, labels, part, {}, ()))
-  return jax.tree.map(lambda x: x.reshape(mask.shape), found)
+  return _parts(plan, found, mask.shape)
 
 
-def _parts(plan, tree):
-  """Parts of rows that are split over `context`, as rows of their own."""
-  n = plan.layout.mesh.shape['context']
-  return tree if n == 1 else jax.tree.map(
-      lambda x: x.reshape(-1, x.shape[1] // n, *x.shape[2:]), tree)
+def _parts(plan, tree, back=()):
+  """Parts of rows that are split over `context`, as rows of their own.
+
+  On each shard first parts, then second ones: nothing moves. `back`: to rows.
+  """
+  n, shards = plan.layout.mesh.shape['context'], plan.layout.batch_shards
+
+  def move(x):
+    rows, length, *rest = back or x.shape
+    split = (n, -1) if back else (-1, n)
+    x = x.reshape(shards if rows % shards == 0 else 1, *split, length // n,
+                  *rest).swapaxes(1, 2)
+    return x.reshape(back or (-1, length // n, *rest))
+
+  return tree if n == 1 else jax.tree.map(move, tree)
 
 
 def top_tokens(plan: Plan, hidden, head, mask, k: int):
@@ -244,20 +254,19 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
       grads = grads[0], grads[1].astype(head.dtype)
     return loss, metrics, outputs, grads
   rows, whole = PartitionSpec(axes), PartitionSpec()
-  kept = plan.layout.kept(('vocab', 'embed'), head.shape, axes)
 
   def local(*args):
     loss, metrics, outputs, grads = _loop(plan, grad, *args)
     loss, metrics = jax.lax.psum((loss, metrics), axes)
     if grad:
-      grads = grads[0], summed(grads[1], kept, axes)
+      grads = grads[0], grads[1][None]
     return loss, metrics, outputs, grads
 
   kind = head.dtype
   run = jax.shard_map(
       local, mesh=plan.layout.mesh,
       in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
-      out_specs=(whole, whole, rows, (rows, kept) if grad else ()),
+      out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
       axis_names=set(axes), check_vma=False)
   # Cast before the shards of the head are gathered: half the bytes.
   head, teachers = head.astype(plan.compute.dtype), (teachers[0], [
@@ -265,8 +274,8 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   loss, metrics, outputs, grads = run(
       hidden, head, order, labels, weights, arrays, teachers)
   if grad:
-    grads = grads[0], plan.layout(
-        grads[1].astype(kind), 'vocab', 'embed')
+    d_head = plan.layout.reduced(grads[1], ('vocab', 'embed'), axes)
+    grads = grads[0], d_head.astype(kind)
   return loss, metrics, outputs, grads
 
 

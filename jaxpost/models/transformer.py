@@ -305,7 +305,7 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   x, _, routes = _run(
       params, x, tables, attend, cfg, compute, constrain, chosen)
   if n > 1:
-    x = constrain(context.unstripe(x, n), 'batch', 'time', None)
+    x = context.in_order(x, constrain)
     routes = jax.tree.map(
         lambda y: jax.vmap(lambda y: context.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
