@@ -128,9 +128,9 @@ class Layout:
       The array, or None: no part of it is kept, or tokens cannot be split.
     """
     rows = self.spec(('batch', 'time'), tokens[0].shape)
-    over = tuple(a for part in rows for a in _names(part))
+    over = tuple(a for part in rows for a in axes_of(part))
     spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
-    if not any(set(_names(part)) & set(over) for part in spec):
+    if not any(set(axes_of(part)) & set(over) for part in spec):
       return None
     sums = jax.shard_map(
         lambda *tokens: fn(*tokens)[None], mesh=self.mesh, in_specs=rows,
@@ -146,8 +146,8 @@ class Layout:
       axes: the other dimensions.
     """
     spec = self.spec(axes, sums.shape[1:])
-    kept = [part if set(_names(part)) & set(over) else None for part in spec]
-    left = tuple(a for a in over if not any(a in _names(p) for p in kept))
+    kept = [part if set(axes_of(part)) & set(over) else None for part in spec]
+    left = tuple(a for a in over if not any(a in axes_of(p) for p in kept))
 
     def local(x):
       x = x[0]
@@ -181,7 +181,7 @@ class Layout:
         x, self.sharding(axes[:x.ndim], x.shape)), tree)
 
 
-def _names(part) -> tuple[str, ...]:
+def axes_of(part) -> tuple[str, ...]:
   """The mesh axes in one place of a PartitionSpec."""
   return (part,) if isinstance(part, str) else part or ()
 

@@ -93,10 +93,7 @@ def token_outputs(plan: Plan, hidden, head, labels, mask) -> Outputs:
 
 
 def _parts(plan, tree, back=()):
-  """Parts of rows that are split over `context`, as rows of their own.
-
-  On each shard first parts, then second ones: nothing moves. `back`: to rows.
-  """
+  """Parts of rows split over `context`, as rows where they are, or `back`."""
   n, shards = plan.layout.mesh.shape['context'], plan.layout.batch_shards
 
   def move(x):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.scores import NEVER, capped, first_key, scaled, softmax
-from jaxpost.sharding import Layout
+from jaxpost.sharding import Layout, axes_of
 
 
 def parts(layout) -> int:
@@ -50,8 +50,14 @@ def in_order(x, layout: Layout):
     return unstripe(x.reshape(len(x), part, -1), n)
 
   split = layout.spec(('batch', 'time'), x.shape)
-  return jax.shard_map(local, mesh=layout.mesh, in_specs=split,
-                       out_specs=split, check_vma=False)(x)
+  return jax.shard_map(local, **_by(layout, split), in_specs=split,
+                       out_specs=split)(x)
+
+
+def _by(layout: Layout, split) -> dict:
+  """The mesh axes that arrays are split over; gradients are whole in others."""
+  return dict(mesh=layout.mesh, check_vma=False, axis_names={
+      a for part in split for a in axes_of(part)})
 
 
 def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
@@ -82,9 +88,9 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   return jax.shard_map(
       lambda *given: local(*given[:5], window if number else given[5],
                            given[6]),
-      mesh=layout.mesh,
+      **_by(layout, split),
       in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
-      out_specs=split, check_vma=False)(
+      out_specs=split)(
           q, k, v, mine, rows, None if number else window, sinks)
 
 
@@ -104,16 +110,14 @@ def _part(q, k, v, mine, rows, window, sinks, compute, cfg, n):
     end = min(start + compute.q_chunk, part)
     low = first_key(start * n, window, rows[2])
     seen, some = slice(low, end * n), slice(start, end)
-    both = lambda i: (mine[i][:, some, None], rows[i][:, None, seen])
-    here, there = both(0)
-    mask = here == there
-    mask &= mine[3][:, some, None] >= jnp.arange(low, end * n)
+    here = [x if x is None else x[:, some, None] for x in mine]
+    there = [x if x is None else x[:, None, seen] for x in rows]
+    mask = here[0] == there[0]
+    mask &= here[3] >= jnp.arange(low, end * n)
     if not isinstance(window, int) or window:
-      here, there = both(1)
-      mask &= (here - there < window) | (window == 0)
-    if rows[2] is not None:
-      here, there = both(2)
-      mask &= (there == 0) | (there == here)
+      mask &= (here[1] - there[1] < window) | (window == 0)
+    if there[2] is not None:
+      mask &= (there[2] == 0) | (there[2] == here[2])
     scores = einsum('bktgh,bksh->bktgs', q[:, :, some], k[:, :, seen],
                     compute.dtype)
     weights = softmax(
