@@ -71,7 +71,7 @@ def compute_for(platform: str, dtype: str, remat: str,
       ragged=platform == 'tpu')
 
 
-def einsum(spec: str, x, w, dtype: str, out: str = 'float32'):
+def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
   """`jnp.einsum(spec, x, w)` in float32 from operands of type `dtype`.
 
   Forward and backward products take `dtype` operands and accumulate in
@@ -82,27 +82,32 @@ def einsum(spec: str, x, w, dtype: str, out: str = 'float32'):
   `out` is the type of the result, accumulated in float32 on each device; what
   is summed over a mesh then travels in it.
 
+  `layout`, a `sharding.Layout`, sums the gradient of a parameter w by who
+  keeps it; x is [B, T, ...] then, and letters of w mean _DIMENSIONS.
+
   `w` may be a matrix with a `product` of its own, such as `lora.Adapted`.
   """
   return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(
-      spec, x, w, dtype, out)
+      spec, x, w, dtype, out, layout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _einsum(spec, x, w, dtype, out):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
+def _einsum(spec, x, w, dtype, out, layout):
+  del layout
   return jnp.einsum(
       spec, x.astype(dtype), w.astype(dtype), precision=_precision(dtype),
       preferred_element_type=out)
 
 
-def _forward(spec, x, w, dtype, out):
+def _forward(spec, x, w, dtype, out, layout):
+  del layout
   # Residuals are the cast operands; the empty arrays carry the input types.
   saved = (x.astype(dtype), w.astype(dtype))
   kinds = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
   return einsum(spec, *saved, dtype, out), (saved, kinds)
 
 
-def _backward(spec, dtype, result, residuals, g):
+def _backward(spec, dtype, result, layout, residuals, g):
   del result
   (x, w), (x_kind, w_kind) = residuals
   inputs, out = spec.split('->')
@@ -111,8 +116,21 @@ def _backward(spec, dtype, result, residuals, g):
   # Batch letters stay separate dimensions: XLA:CPU contracts [b, t] pairs at
   # full speed but not a flattened one.
   dx = einsum(f'{out},{w_term}->{x_term}', g, w, dtype, x_kind.dtype.name)
-  dw = einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
+  dw = _matrix_gradient(spec, x, g, dtype, layout)
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype)
+
+
+# Letters of a parameter in an einsum and the logical axes they stand for.
+_DIMENSIONS = {'d': 'embed', 'n': 'heads', 'f': 'mlp'}
+
+
+def _matrix_gradient(spec, x, g, dtype, layout):
+  inputs, out = spec.split('->')
+  x_term, w_term = inputs.split(',')
+  product = lambda x, g: einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
+  kept = None if layout is None else layout.sum_over_tokens(
+      product, (x, g), *(_DIMENSIONS.get(c) for c in w_term))
+  return product(x, g) if kept is None else kept
 
 
 _einsum.defvjp(_forward, _backward)
@@ -237,21 +255,22 @@ def _precision(dtype: str):
 # --------------------------------------------------- several products of one x
 
 
-def products(spec: str, x, ws: tuple, dtype: str, mesh=None) -> list:
+def products(spec: str, x, ws: tuple, dtype: str, layout=None) -> list:
   """[einsum(spec, x, w) for w in ws], of matrices split over `tensor`.
 
   The gradient by x is a sum over the matrices and over the mesh. XLA would
   send each matrix's part around by itself; here they are added up before.
   """
-  if mesh is None or mesh.shape['tensor'] == 1 or any(
+  if layout is None or layout.mesh.shape['tensor'] == 1 or any(
       hasattr(w, 'product') for w in ws):
-    return [einsum(spec, x, w, dtype) for w in ws]
-  return _products(spec, x, tuple(ws), dtype, mesh)
+    return [einsum(spec, x, w, dtype, layout=layout) for w in ws]
+  return _products(spec, x, tuple(ws), dtype, layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _products(spec, x, ws, dtype, mesh):
-  return [einsum(spec, x, w, dtype) for w in _gathered(spec, ws, dtype, mesh)]
+def _products(spec, x, ws, dtype, layout):
+  return [einsum(spec, x, w, dtype)
+          for w in _gathered(spec, ws, dtype, layout.mesh)]
 
 
 def _gathered(spec, ws, dtype, mesh):
@@ -271,18 +290,19 @@ def _cut(term, x_term, w_term, w_shape, mesh) -> PartitionSpec:
       'tensor' if c == letter and fits else None for c in term))
 
 
-def _products_forward(spec, x, ws, dtype, mesh):
+def _products_forward(spec, x, ws, dtype, layout):
   saved = x.astype(dtype), tuple(w.astype(dtype) for w in ws)
   kinds = jnp.zeros((0,), x.dtype), tuple(jnp.zeros((0,), w.dtype) for w in ws)
-  return _products(spec, *saved, dtype, mesh), (saved, kinds)
+  return _products(spec, *saved, dtype, layout), (saved, kinds)
 
 
-def _products_backward(spec, dtype, mesh, residuals, gs):
+def _products_backward(spec, dtype, layout, residuals, gs):
   (x, ws), (x_kind, w_kinds) = residuals
+  mesh = layout.mesh
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   gs = [g.astype(dtype) for g in gs]
-  dws = tuple(einsum(f'{x_term},{out}->{w_term}', x, g, dtype).astype(k.dtype)
+  dws = tuple(_matrix_gradient(spec, x, g, dtype, layout).astype(k.dtype)
               for g, k in zip(gs, w_kinds))
   back = f'{out},{w_term}->{x_term}'
   cuts = [tuple(_cut(term, x_term, w_term, w.shape, mesh) for w in ws)

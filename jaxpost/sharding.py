@@ -113,6 +113,54 @@ class Layout:
       return x
     return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
+  def sum_over_tokens(self, fn, tokens, *axes):
+    """fn(*tokens), a sum over tokens, kept in parts.
+
+    Each device sums over its own, then who keeps a part sums that (`reduced`).
+    The partitioner would sum all of it everywhere, or move the activations of
+    rows that are split over `context`.
+
+    Args:
+      fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
+      tokens: arrays [B, T, ...].
+
+    Returns:
+      The array, or None: no part of it is kept, or tokens cannot be split.
+    """
+    rows = self.spec(('batch', 'time'), tokens[0].shape)
+    over = tuple(a for part in rows for a in axes_of(part))
+    spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
+    if not any(set(axes_of(part)) & set(over) for part in spec):
+      return None
+    sums = jax.shard_map(
+        lambda *tokens: fn(*tokens)[None], mesh=self.mesh, in_specs=rows,
+        out_specs=PartitionSpec(over), axis_names=set(over),
+        check_vma=False)(*tokens)
+    return self.reduced(sums, axes, over)
+
+  def reduced(self, sums, axes, over):
+    """[n, ...] on as many devices -> their sum, each part by who keeps it.
+
+    Args:
+      sums: split over the mesh axes `over` in their first dimension.
+      axes: the other dimensions.
+    """
+    spec = self.spec(axes, sums.shape[1:])
+    kept = [part if set(axes_of(part)) & set(over) else None for part in spec]
+    left = tuple(a for a in over if not any(a in axes_of(p) for p in kept))
+
+    def local(x):
+      x = x[0]
+      for i, part in enumerate(kept):
+        if part:
+          x = jax.lax.psum_scatter(x, part, scatter_dimension=i, tiled=True)
+      return jax.lax.psum(x, left) if left else x
+
+    rest = (None if mine else part for part, mine in zip(spec, kept))
+    return jax.shard_map(local, mesh=self.mesh, check_vma=False,
+                         in_specs=PartitionSpec(over, *rest), out_specs=spec)(
+                             sums)
+
   def put(self, tree, *axes):
     """Host arrays, equal on every process, become global device arrays."""
     tree = jax.tree.map(np.asarray, tree)
@@ -131,6 +179,11 @@ class Layout:
       return self.put(to_host(tree), *axes)
     return jax.tree.map(lambda x: jax.device_put(
         x, self.sharding(axes[:x.ndim], x.shape)), tree)
+
+
+def axes_of(part) -> tuple[str, ...]:
+  """The mesh axes in one place of a PartitionSpec."""
+  return (part,) if isinstance(part, str) else part or ()
 
 
 def make_layout(text: str, phase: str, key: str = '', devices=None,

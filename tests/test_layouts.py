@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
-           'data=2,fsdp=2,tensor=2', 'context=8']
+           'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
 # With a model that has every feature of a family, in tensors that hold several
 # parameters each.
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2',
@@ -28,7 +28,7 @@ RL = ['grpo:fsdp=8', 'grpo:data=2,fsdp=2,tensor=2', 'gspo:fsdp=4,tensor=2',
 def report():
   """{layout: 'ok' or what is wrong}, from one process for all of them."""
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=400,
+      [sys.executable, __file__], capture_output=True, text=True, timeout=1200,
       cwd=pathlib.Path(__file__).parents[1],
       env=os.environ | {
           'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '

@@ -221,6 +221,42 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096 + 2048), rel=0.01)
 
 
+def test_a_collective_in_links_of_a_chain_counts_once():
+  """XLA for TPU writes it again in each product that it overlaps with."""
+  text = '''HloModule jit_f, is_scheduled=true
+
+%first (p: bf16[8,128]) -> (bf16[8,128], bf16[16,128], u32[]) {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %g = bf16[16,128]{1,0} all-gather(%p), GATHER
+  ROOT %s = PAIR custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%last (q: bf16[8,128], r: bf16[16,128], t: u32[]) -> bf16[16,128] {
+  %q = bf16[8,128]{1,0} parameter(0)
+  %r = bf16[16,128]{1,0} parameter(1)
+  %h = bf16[16,128]{1,0} all-gather(%q), GATHER
+  %t = u32[] parameter(2)
+  ROOT %d = WHOLE custom-call(%q, %r, %h, %t), TARGET="AsyncCollectiveDone"
+}
+
+ENTRY %main (a: bf16[8,128]) -> bf16[16,128] {
+  %a = bf16[8,128]{1,0} parameter(0)
+  %x = PAIR fusion(%a), kind=kCustom, calls=%first
+  %b = bf16[8,128]{1,0} get-tuple-element(%x), index=0
+  %c = bf16[16,128]{1,0} get-tuple-element(%x), index=1
+  %e = u32[] get-tuple-element(%x), index=2
+  ROOT %y = bf16[16,128]{1,0} fusion(%b, %c, %e), kind=kCustom, calls=%last
+}
+'''
+  for short, long in {
+    'PAIR': '(bf16[8,128]{1,0}, bf16[16,128]{1,0}, u32[])',
+    'WHOLE': 'bf16[16,128]{1,0}', 'TARGET': 'custom_call_target',
+    'GATHER': 'replica_groups={{0,1}}, frontend_attributes={chain_id="8"}',
+  }.items():
+    text = text.replace(short, long)
+  assert cost.count(text).collectives == {('all-gather', (0, 1)): [2048, 1]}
+
+
 def test_axes_of_a_group():
   class Mesh:
     shape = {'data': 2, 'fsdp': 4, 'tensor': 2}

@@ -1,9 +1,17 @@
-"""Speed-up of the standard workload: its arithmetic."""
+"""Speed-up of the standard workload: its arithmetic, and the real thing."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from jaxpost import scaling
 from jaxpost.errors import InputError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def plan(**over):
@@ -40,3 +48,21 @@ def test_figures_of_strong_and_weak_speed_up():
 def test_bad_settings(over, words):
   with pytest.raises(InputError, match=words):
     scaling.measure(plan(**over), lambda n, batch: 1.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('what', ['sft', 'grpo'])
+def test_real_processes_on_a_core_each(what):
+  if len(os.sched_getaffinity(0)) < 2:
+    pytest.skip('one core: nothing to speed up on')
+  done = subprocess.run(
+      [sys.executable, '-m', 'launch.bench', 'scaling', '--shape=tiny',
+       f'--workloads={what}', '--batch=16', '--rounds=1', '--steps=2',
+       '--new=8'], cwd=ROOT, text=True, capture_output=True,
+      env=os.environ | {'PYTHONPATH': str(ROOT)}, timeout=1800)
+  assert done.returncode == 0, done.stderr[-3000:]
+  rows = json.loads(done.stdout.splitlines()[-1])
+  assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [
+      ('strong', 2, 16), ('weak', 2, 32)]
+  assert all(r['speedup'] > 0 for r in rows)  # how much is up to the machine
+  assert all(0 <= r['communication_share'] < 1 for r in rows)

@@ -89,14 +89,21 @@ def token_outputs(plan: Plan, hidden, head, labels, mask) -> Outputs:
   plan = plan._replace(objective=None, divergence=None)
   hidden, labels, part = _parts(plan, (hidden, labels, mask))
   found = _outputs(plan, *_arguments(hidden, head, labels, part, {}, ()))
-  return jax.tree.map(lambda x: x.reshape(mask.shape), found)
+  return _parts(plan, found, mask.shape)
 
 
-def _parts(plan, tree):
-  """Parts of rows that are split over `context`, as rows of their own."""
-  n = plan.layout.mesh.shape['context']
-  return tree if n == 1 else jax.tree.map(
-      lambda x: x.reshape(-1, x.shape[1] // n, *x.shape[2:]), tree)
+def _parts(plan, tree, back=()):
+  """Parts of rows split over `context`, as rows where they are, or `back`."""
+  n, shards = plan.layout.mesh.shape['context'], plan.layout.batch_shards
+
+  def move(x):
+    rows, length, *rest = back or x.shape
+    split = (n, -1) if back else (-1, n)
+    x = x.reshape(shards if rows % shards == 0 else 1, *split, length // n,
+                  *rest).swapaxes(1, 2)
+    return x.reshape(back or (-1, length // n, *rest))
+
+  return tree if n == 1 else jax.tree.map(move, tree)
 
 
 def top_tokens(plan: Plan, hidden, head, mask, k: int):
@@ -264,9 +271,7 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   loss, metrics, outputs, grads = run(
       hidden, head, order, labels, weights, arrays, teachers)
   if grad:
-    # Summed over the shards by who keeps a part of it, and there only.
-    d_head = plan.layout(
-        jnp.sum(grads[1], axis=0), 'vocab', 'embed')
+    d_head = plan.layout.reduced(grads[1], ('vocab', 'embed'), axes)
     grads = grads[0], d_head.astype(kind)
   return loss, metrics, outputs, grads
 

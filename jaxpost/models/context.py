@@ -10,12 +10,14 @@ parts read the keys up to the same place, and no product behind it is computed
 in each layer once; nothing else of a layer crosses the axis.
 """
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.scores import NEVER, capped, first_key, scaled, softmax
-from jaxpost.sharding import Layout
+from jaxpost.sharding import Layout, axes_of
 
 
 def parts(layout) -> int:
@@ -36,43 +38,92 @@ def unstripe(x, n: int):
   return split.swapaxes(1, 2).reshape(x.shape)
 
 
+def in_order(x, layout: Layout):
+  """Striped [B, T, D] -> [B, T, D], still split: each token travels once."""
+  n, part = parts(layout), x.shape[1] // parts(layout)
+  if part % n:
+    return layout(unstripe(x, n), 'batch', 'time', None)
+
+  def local(x):  # of my stripe, a run of each part
+    x = x.reshape(len(x), n, part // n, x.shape[-1])
+    x = jax.lax.all_to_all(x, 'context', 1, 1, tiled=True)
+    return unstripe(x.reshape(len(x), part, -1), n)
+
+  split = layout.spec(('batch', 'time'), x.shape)
+  return jax.shard_map(local, **_by(layout, split), in_specs=split,
+                       out_specs=split)(x)
+
+
+def _by(layout: Layout, split) -> dict:
+  """The mesh axes that arrays are split over; gradients are whole in others."""
+  return dict(mesh=layout.mesh, check_vma=False, axis_names={
+      a for part in split for a in axes_of(part)})
+
+
 def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
            window, cfg: ModelConfig, sinks, layout: Layout):
-  """As `attention.attention`, of striped q, k and v; the rest is in order."""
-  n, kv_heads = parts(layout), k.shape[2]
-  batch, length, heads, size = q.shape
-  part = length // n
+  """As `attention.attention`, of striped q, k and v; the rest is in order.
+
+  Each device for itself: left to the partitioner, the gradients of keys and
+  values were summed everywhere.
+  """
+  n, length = parts(layout), q.shape[1]
+  k, v = (x.astype(compute.dtype) for x in (k, v))
+  if layout.mesh.devices.flat[0].platform == 'cpu':
+    k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
+  rows = segment_ids, positions, branch_ids
+  mine = *(x if x is None else stripe(x, n) for x in rows), (
+      stripe(jnp.arange(length)[None], n))
+  split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
+  rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (
+      PartitionSpec(split[0]))
+
+  def local(q, k, v, mine, rows, window, sinks):
+    k, v = (unstripe(jax.lax.all_gather(x, 'context', axis=1, tiled=True), n)
+            for x in (k, v))
+    return _part(q, k, v, mine, rows, window, sinks, compute, cfg, n)
+
+  # A number is known where this is compiled; of layers in a scan it is not.
+  number = isinstance(window, int)
+  return jax.shard_map(
+      lambda *given: local(*given[:5], window if number else given[5],
+                           given[6]),
+      **_by(layout, split),
+      in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
+      out_specs=split)(
+          q, k, v, mine, rows, None if number else window, sinks)
+
+
+def _part(q, k, v, mine, rows, window, sinks, compute, cfg, n):
+  """The queries of one part [B, t, H, h] against all keys before them.
+
+  mine: segments, positions, branches and places in the row [B or 1, t] of
+    the queries; rows: the first three of [B, T] keys.
+  """
+  batch, part, heads, size = q.shape
+  kv_heads = k.shape[2]
   q = scaled(q, cfg).reshape(
-      batch, n, part, kv_heads, heads // kv_heads, size)
-  q = layout(q.swapaxes(2, 3), 'batch', 'time', 'kv_heads')
-  k, v = (unstripe(layout(x.astype(compute.dtype), 'batch', None, 'kv_heads'),
-                   n).swapaxes(1, 2) for x in (k, v))
-  mine = lambda x: layout(
-      stripe(x, n).reshape(batch, n, part), 'batch', 'time')
-  both = lambda x, some, seen: (
-      mine(x)[:, :, some, None], x[:, None, None, seen])
-  place = jnp.arange(part) * n + jnp.arange(n)[:, None]  # in the row
+      batch, part, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
   out = []
   for start in range(0, part, compute.q_chunk):
     end = min(start + compute.q_chunk, part)
-    low = first_key(start * n, window, branch_ids)
+    low = first_key(start * n, window, rows[2])
     seen, some = slice(low, end * n), slice(start, end)
-    here, there = both(segment_ids, some, seen)
-    mask = here == there
-    mask &= place[:, some, None] >= jnp.arange(low, end * n)
+    here = [x if x is None else x[:, some, None] for x in mine]
+    there = [x if x is None else x[:, None, seen] for x in rows]
+    mask = here[0] == there[0]
+    mask &= here[3] >= jnp.arange(low, end * n)
     if not isinstance(window, int) or window:
-      here, there = both(positions, some, seen)
-      mask &= (here - there < window) | (window == 0)
-    if branch_ids is not None:
-      here, there = both(branch_ids, some, seen)
-      mask &= (there == 0) | (there == here)
-    scores = einsum('bnktgh,bksh->bnktgs', q[:, :, :, some], k[:, :, seen],
+      mask &= (here[1] - there[1] < window) | (window == 0)
+    if there[2] is not None:
+      mask &= (there[2] == 0) | (there[2] == here[2])
+    scores = einsum('bktgh,bksh->bktgs', q[:, :, some], k[:, :, seen],
                     compute.dtype)
     weights = softmax(
-        jnp.where(mask[:, :, None, :, None], capped(scores, cfg),
-                  NEVER),
+        jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
         sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-    out.append(einsum('bnktgs,bksh->bnktgh', weights, v[:, :, seen],
+    out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, seen],
                       compute.dtype))
-  out = jnp.concatenate(out, axis=3).swapaxes(2, 3)
-  return out.reshape(batch, length, heads, -1)
+  out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
+  return out.reshape(batch, part, heads, -1)

@@ -42,9 +42,13 @@ def _embed_forward(table, tokens, dtype, constrain):
 def _embed_backward(dtype, constrain, residuals, g):
   del dtype
   table, tokens = residuals
-  d_table = jnp.zeros(table.shape, table.dtype).at[tokens].add(
+  add = lambda tokens, g: jnp.zeros(table.shape, table.dtype).at[tokens].add(
       g.astype(table.dtype))
-  return constrain(d_table, 'vocab', None), None
+  kept = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed') if (
+      isinstance(constrain, Layout)) else None
+  if kept is not None:
+    return constrain(kept, 'vocab', 'embed'), None
+  return constrain(add(tokens, g), 'vocab', None), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)
@@ -68,12 +72,13 @@ def norm_heads(x, scale, cfg: ModelConfig):
   return rms_norm(x, scale, cfg)
 
 
-def project(spec: str, x, p, name: str, compute: Compute):
+def project(spec: str, x, p, name: str, compute: Compute, layout=None):
   """`einsum(spec, x, p[name])`, plus its bias where the layer has one.
 
   In the type of the residual stream, where it goes.
   """
-  y = einsum(spec, x, p[name], compute.dtype, compute.residual)
+  y = einsum(spec, x, p[name], compute.dtype, compute.residual,
+             layout if isinstance(layout, Layout) else None)
   return _biased(y, p, name)
 
 
@@ -114,13 +119,14 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg,
                 layout) -> list:
   """Projections by TOGETHER[name], with biases; one product if it is one."""
   if name not in p:
-    mesh, parts = isinstance(layout, Layout) and layout.mesh, TOGETHER[name]
-    ys = products(
-        spec, x, tuple(p[part] for part in parts), compute.dtype, mesh or None)
+    parts = TOGETHER[name]
+    ys = products(spec, x, tuple(p[part] for part in parts), compute.dtype,
+                  layout if isinstance(layout, Layout) else None)
     return [_biased(y, p, part) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
-  return jnp.split(project(spec, x, p, name, compute), ends, _OUT[name])
+  return jnp.split(
+      project(spec, x, p, name, compute, layout), ends, _OUT[name])
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
@@ -128,4 +134,5 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
   gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg, layout)
   hidden = ACTIVATIONS[cfg.activation](gate) * up
   return project(
-      'btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute)
+      'btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute,
+      layout)

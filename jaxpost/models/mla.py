@@ -85,7 +85,7 @@ def _rows(cfg: LatentConfig, n: int, first: int) -> dict:
 
 
 def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute,
-           absorbed: bool):
+           absorbed: bool, layout=None):
   """[B, T, D] -> ([B, T, H, hv], whatever `attend_to` keeps).
 
   Args:
@@ -95,7 +95,8 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute,
   """
   norm = lambda x, name: layers.rms_norm(
       x, p[name], dataclasses.replace(cfg, norm_eps=_EPS))
-  project = lambda spec, x, name: layers.project(spec, x, p, name, compute)
+  project = lambda spec, x, name: layers.project(
+      spec, x, p, name, compute, layout)
   if cfg.q_rank:
     q = project('btr,rnh->btnh', norm(
         project('btd,dr->btr', y, 'q_a'), 'q_a_norm'), 'q_b')

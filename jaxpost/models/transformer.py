@@ -166,7 +166,8 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
   if isinstance(cfg, LatentConfig):
-    out, kept = mla.attend(p, y, table, attend, cfg, compute, absorbed)
+    out, kept = mla.attend(
+        p, y, table, attend, cfg, compute, absorbed, layout)
   else:
     q, k, v = layers.project_all(
         'btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
@@ -175,7 +176,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
       k = layers.norm_heads(k, p['k_norm'], cfg)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
     out, kept = attend(q, k, v, (k, v))
-  out = layers.project('btnh,nhd->btd', out, p, 'o', compute)
+  out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
   if 'router' in p:
@@ -304,7 +305,7 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   x, _, routes = _run(
       params, x, tables, attend, cfg, compute, constrain, chosen)
   if n > 1:
-    x = constrain(context.unstripe(x, n), 'batch', 'time', None)
+    x = context.in_order(x, constrain)
     routes = jax.tree.map(
         lambda y: jax.vmap(lambda y: context.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
