@@ -112,12 +112,14 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
     raise InputError('--adapter: takes NAME=FOLDER, each name once; not '
                      f'{", ".join(values)}')
   out, below = {}, base.prepared.sources['policy']
+  # What the base has of adapters or codes becomes a part of its matrices.
+  params = base.prepared.model.merge(base.params) if pairs else {}
   for name, _, folder in pairs:
     source = weights_lib.with_adapter(folder, below)
     model = lora.on_frozen(source.config)
     own = weights_lib.load_adapter(source, model, base.layout, None)
     out[name] = dataclasses.replace(
-        base, params=join(base.params, own), prepared=dataclasses.replace(
+        base, params=join(params, own), prepared=dataclasses.replace(
             base.prepared, model=model, sources={'policy': source}))
   return out or {'': base}
 

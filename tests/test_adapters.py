@@ -139,6 +139,27 @@ def test_adapters_share_the_base_and_answer_as_alone(made):
   assert inference.adapters(weights, []) == {'': weights}
 
 
+@pytest.mark.parametrize('stage', ['one', 'codes'])
+def test_an_adapter_on_a_run_with_one_of_its_own(made, tmp_path, stage):
+  """The run's is a part of the base then, and in codes it is whole again."""
+  base, adapters = made
+  run = tmp_path / 'codes'
+  if stage == 'codes':
+    stages.run(tiny.merged(tiny.run_config(base), dict(
+        lora=dict(rank=2), model=dict(quantise='int8'), train=dict(steps=2),
+        optim=dict(lr=3e-2))), run, CONSOLE)
+  else:
+    run = pathlib.Path(adapters['one']).parents[1]
+  weights = inference.from_run(run)
+  found = inference.adapters(weights, [f'two={adapters["two"]}'])['two']
+  assert {p.split('/')[2] for p in found.prepared.model.table
+          if p.startswith('lora/')} == {'q', 'v'}
+  merged = weights.prepared.model.merge(weights.params)
+  own = {k: v for k, v in found.params.items() if k != 'lora'}
+  jax.tree.map(np.testing.assert_array_equal, own, merged)
+  assert set(found.params['lora']['layers']) == {'q', 'v'}
+
+
 @pytest.mark.parametrize('values', [['x'], ['=x'], ['a=x', 'a=y']])
 def test_a_bad_flag_is_one_line(made, values):
   with pytest.raises(InputError, match='--adapter: takes NAME=FOLDER'):

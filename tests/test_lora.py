@@ -274,6 +274,15 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   near(torch_logits(network, ids), logits(model, params, ids))
 
 
+@pytest.mark.parametrize('targets', ['q', 'q|o', 'gate', 'q|k|v'])
+def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
+  """In Phi-3 `peft` has one adapter for q, k and v together."""
+  model = lora.build(tiny.config(family='phi3', lora=(2, 4.0, False, targets)))
+  peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
+  assert not (tmp_path / 'adapter').exists()
+  assert 'keeps the matrices in one tensor' in caplog.text
+
+
 # ------------------------------------------------------------------------ runs
 
 

@@ -16,7 +16,7 @@ import tiny
 
 from jaxpost import metrics
 from jaxpost.errors import InputError
-from jaxpost.models import families, hf, lora, transformer
+from jaxpost.models import families, hf, lora, peft, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models import config as config_lib
 from jaxpost.programs.compile import Ledger
@@ -210,6 +210,21 @@ def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
   loaded = hf.load_params(tmp_path / 'model', model, model.shardings(
       tiny.one_device()), 'float32')
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+@pytest.mark.parametrize('targets', ['dense/.*', 'layers/o', 'q_b|o'])
+def test_adapters_of_one_stack_come_back(tmp_path, targets):
+  cfg = tiny.latent(lora=(2, 5.0, False, targets))
+  model = lora.build(cfg)
+  params = model.init(jax.random.key(0))
+  peft.writer(model, params, 'base')(tmp_path)
+  read = lora.build(dataclasses.replace(
+      cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
+  adapters = lambda m: {p for p in m.table if lora.is_adapter(p)}
+  assert adapters(read) == adapters(model)
+  loaded = peft.load(tmp_path, read, lora.trained(read).shardings(
+      tiny.one_device()))
+  jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 
 def test_layers_that_config_does_not_speak_of_are_refused(

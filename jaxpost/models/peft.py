@@ -8,6 +8,7 @@ modules of its `transformers`; what it has put together is read, too.
 Legend: E experts, r rank, F size of an expert.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -56,12 +57,14 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
         'rank and a number')
   with contextlib.ExitStack() as stack:
     have, every, names = _open(folder, raw, cfg, stack)
-    paths = [names[path[len(lora.ROOT) + 1:-2]].partition('/')[2]
+    paths = [names[path.removeprefix(f'{lora.ROOT}/')[:-2]]
              for path, kept in every.items()
              if kept.names[0] in have and path.endswith('/a')]
     if not paths:
       first = next(iter(every.values())).names[0]
       raise _other(folder, f'no tensor like {first} is in it')
+    if len({name.partition('/')[0] for name in names.values()}) == 1:
+      paths = [path.partition('/')[2] for path in paths]  # of one stack: short
     spec = (rank, float(alpha), bool(raw.get('use_rslora')), '|'.join(paths))
     _check(folder, lora.build(dataclasses.replace(cfg, lora=spec)), have)
   return spec
@@ -188,7 +191,10 @@ def _kept(model: Model) -> dict:
     rows['score'] = dataclasses.replace(
         score, hf=f'base_model.model.{score.hf}')
   kept = stored.table(model.config, rows)
-  fused = [k.names[0] for k in kept.values() if k.first]
+  below = stored.table(model.config, (model.base or model).table)
+  count = collections.Counter(k.names[0] for k in below.values())
+  fused = [kept[p].names[0] for p in rows if lora.is_adapter(p) and count[
+      below[p.removeprefix(f'{lora.ROOT}/')[:-2]].names[0]] > 1]
   if fused:
     raise InputError(f'{fused[0]}: is one adapter in `peft` and several here, '
                      'as this family keeps the matrices in one tensor')
