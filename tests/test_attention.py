@@ -159,6 +159,49 @@ def test_long_rows_keep_no_weights(monkeypatch, length, kind):
       a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right)
 
 
+PARTS = """
+import sys
+sys.path.insert(0, 'tests')
+import jax, jax.numpy as jnp, numpy as np
+import test_attention as t, tiny
+from jaxpost.models import context, scores
+from jaxpost.sharding import make_layout
+
+layout = make_layout('context=2', 'train')
+args, rest, g = t.case((512, 4, 2, 32, 32), cap=5.0, sinks=True, window=150)
+order = lambda x: layout(context.stripe(x, 2), 'batch', 'time')
+
+def run(*args):
+  q, k, v = map(order, args[:3])
+  out = context.causal(q, k, v, compute=tiny.EXACT, sinks=args[3],
+                       layout=layout, **rest)
+  return context.unstripe(out, 2)
+
+def compiled():
+  loss = lambda *args: jnp.sum(run(*args) * g)
+  made = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*args).compile()
+  return made.memory_analysis().temp_size_in_bytes, made(*args)
+
+right = jax.grad(lambda *args: jnp.sum(t.plain(
+    'reference', rest)(*args) * g), (0, 1, 2, 3))(*args)
+kept, one = compiled()
+scores._LONG = 100
+less, two = compiled()
+for found in one, two:
+  t.close(found, right, 1e-5)
+assert less < kept / 2, (less, kept)
+"""
+
+
+def test_so_do_rows_that_are_split():
+  done = subprocess.run(
+      [sys.executable, '-c', PARTS], cwd=CLONE, text=True, timeout=600,
+      capture_output=True, env=os.environ | {
+          'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu',
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=2'})
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize('shape, layer', [
     *(('groups', layer) for layer in LAYERS), ('one_kv_head', 'all'),
     ('odd_length', 'all'), ('latent', 'plain')])

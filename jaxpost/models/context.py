@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpost.matmul import Compute, einsum
+from jaxpost.matmul import Compute
+from jaxpost.models import scores
 from jaxpost.models.config import ModelConfig
-from jaxpost.models.scores import NEVER, capped, first_key, scaled, softmax
 from jaxpost.sharding import Layout, axes_of
 
 
@@ -81,7 +81,8 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   def local(q, k, v, mine, rows, window, sinks):
     k, v = (unstripe(jax.lax.all_gather(x, 'context', axis=1, tiled=True), n)
             for x in (k, v))
-    return _part(q, k, v, mine, rows, window, sinks, compute, cfg, n)
+    return scores.in_chunks(
+        q, k, v, mine, rows, window, compute, cfg, sinks, n)
 
   # A number is known where this is compiled; of layers in a scan it is not.
   number = isinstance(window, int)
@@ -92,38 +93,3 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
       in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
       out_specs=split)(
           q, k, v, mine, rows, None if number else window, sinks)
-
-
-def _part(q, k, v, mine, rows, window, sinks, compute, cfg, n):
-  """The queries of one part [B, t, H, h] against all keys before them.
-
-  mine: segments, positions, branches and places in the row [B or 1, t] of
-    the queries; rows: the first three of [B, T] keys.
-  """
-  batch, part, heads, size = q.shape
-  kv_heads = k.shape[2]
-  q = scaled(q, cfg).reshape(
-      batch, part, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
-  k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-  out = []
-  for start in range(0, part, compute.q_chunk):
-    end = min(start + compute.q_chunk, part)
-    low = first_key(start * n, window, rows[2])
-    seen, some = slice(low, end * n), slice(start, end)
-    here = [x if x is None else x[:, some, None] for x in mine]
-    there = [x if x is None else x[:, None, seen] for x in rows]
-    mask = here[0] == there[0]
-    mask &= here[3] >= jnp.arange(low, end * n)
-    if not isinstance(window, int) or window:
-      mask &= (here[1] - there[1] < window) | (window == 0)
-    if there[2] is not None:
-      mask &= (there[2] == 0) | (there[2] == here[2])
-    scores = einsum('bktgh,bksh->bktgs', q[:, :, some], k[:, :, seen],
-                    compute.dtype)
-    weights = softmax(
-        jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
-        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-    out.append(einsum('bktgs,bksh->bktgh', weights, v[:, :, seen],
-                      compute.dtype))
-  out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
-  return out.reshape(batch, part, heads, -1)

@@ -1,7 +1,8 @@
 """Attention that XLA compiles: as it is defined, and in chunks of queries.
 
-Legend: B rows, T queries, S keys, H heads, K kv heads, G queries per kv head,
-h head size, hv that of values. Arguments are those of `attention.attention`.
+Legend: B rows, T queries (t of a part), S keys, H heads, K kv heads, G queries
+per kv head, h head size, hv that of values. Arguments are those of
+`attention.attention`.
 """
 
 import functools
@@ -40,33 +41,45 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
 
 def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
             window, cfg: ModelConfig, sinks=None):
-  """The same, on any device.
+  """The same, on any device: see `in_chunks`."""
+  rows = segment_ids, positions, branch_ids
+  return in_chunks(q, k, v, (*rows, jnp.arange(q.shape[1])[None]), rows,
+                   window, compute, cfg, sinks)
+
+
+def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig,
+              sinks, n: int = 1):
+  """The queries of one of n parts of a row against all keys before them.
 
   Queries go in chunks, each against the keys up to its own end, so that half
   of the products is never computed and [T, T] never exists; keys before the
   window of a chunk are left out, too. Heads come before time, so that a chunk
   is one contiguous matrix per head and row. Of long rows each quarter (less,
-  with a short window) sees the keys up to its end, its chunks come
-  one after the other, and the backward pass computes their weights again:
-  there are never those of more than one.
+  with a short window) sees the keys up to its end, its chunks come one after
+  the other, and the backward pass computes their weights again: there are
+  never those of more than one.
+
+  Args:
+    q: [B, t, H, h], every nth of T = n t tokens. k, v: [B, T, K, h].
+    mine: segments, positions, branches (or None) and places in the row of the
+      queries [B or 1, t]. rows: the first three of [B, T] keys.
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
-  shape = batch, length, kv_heads, heads // kv_heads, size
-  q = scaled(q.reshape(shape), cfg).swapaxes(1, 2)
+  q = scaled(q, cfg).reshape(
+      batch, length, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-  def attend(low, end, start, q, segments, places, branches):
-    """Queries from `start` on against the keys from `low` to `end`."""
-    number = start + jnp.arange(q.shape[2])
-    mask = segments[:, :, None] == segment_ids[:, None, low:end]
-    mask &= (number[:, None] >= jnp.arange(low, end))[None]
+  def attend(low, end, q, *mine):
+    """Queries against the keys from `low` to `end`."""
+    here = [x if x is None else x[:, :, None] for x in mine]
+    there = [x if x is None else x[:, None, low:end] for x in rows]
+    mask = here[0] == there[0]
+    mask &= here[3] >= jnp.arange(low, end)
     if not isinstance(window, int) or window:
-      back = places[:, :, None] - positions[:, None, low:end]
-      mask &= (back < window) | (window == 0)
-    if branches is not None:
-      keys = branch_ids[:, None, low:end]
-      mask &= (keys == 0) | (keys == branches[:, :, None])
+      mask &= (here[1] - there[1] < window) | (window == 0)
+    if there[2] is not None:
+      mask &= (there[2] == 0) | (there[2] == here[2])
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
         jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
@@ -75,37 +88,35 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
                   compute.dtype)
 
   out, step = [], min(compute.q_chunk, length)
-  if long := length > _LONG:
+  if long := n * length > _LONG:
     step = -(-length // 4)
     if isinstance(window, int) and window:
-      step = min(step, max(window, 4 * compute.q_chunk))
+      step = min(step, max(window // n, 4 * compute.q_chunk))
   for start in range(0, length, step):
     end = min(start + step, length)
     run = functools.partial(
-        attend, first_key(start, window, branch_ids), end)
-    some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in (
-        segment_ids, positions, branch_ids))
-    out.append(_in_turn(run, start, min(compute.q_chunk, step // 4), *some)
-               if long else run(start, *some))
+        attend, first_key(n * start, window, rows[2]), n * end)
+    some = q[:, :, start:end], *(
+        x if x is None else x[:, start:end] for x in mine)
+    out.append(_in_turn(run, min(compute.q_chunk, step // 4), *some)
+               if long else run(*some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
 
 
-def _in_turn(run, start: int, step: int, q, *rest):
-  """`run(start, q, *rest)`, `step` queries at a time, none of it kept."""
+def _in_turn(run, step: int, q, *rest):
+  """`run(q, *rest)`, `step` queries at a time, none of it kept."""
   count = q.shape[2] // step
   split = lambda x, axis: jnp.moveaxis(jax.lax.slice_in_dim(
       x, 0, count * step, axis=axis).reshape(
           *x.shape[:axis], count, step, *x.shape[axis + 1:]), axis, 0)
   run = jax.checkpoint(run)
   out = jax.lax.map(lambda xs: run(*xs), (
-      start + step * jnp.arange(count), split(q, 2),
-      *jax.tree.map(lambda x: split(x, 1), rest)))
+      split(q, 2), *jax.tree.map(lambda x: split(x, 1), rest)))
   out = jnp.moveaxis(out, 0, 2).reshape(
       *q.shape[:2], count * step, *out.shape[4:])
   if left := q.shape[2] - count * step:
-    last = run(start + count * step, q[:, :, -left:], *jax.tree.map(
-        lambda x: x[:, -left:], rest))
+    last = run(q[:, :, -left:], *jax.tree.map(lambda x: x[:, -left:], rest))
     out = jnp.concatenate([out, last], axis=2)
   return out
 

@@ -111,11 +111,9 @@ class _Counter:
       inner = [self.totals(c, op.kind == 'fusion') for c in called]
       if op.kind == 'conditional':  # the branch that does the most
         inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
-      times = 1
-      if op.kind == 'while':
-        times = self.trips(name, op)
-        if times is None:
-          times, out.unknown = 1, (*out.unknown, hlo.op_name(op))
+      times = self.trips(name, op) if op.kind == 'while' else 1
+      if times is None:
+        times, out.unknown = 1, (*out.unknown, hlo.op_name(op))
       for part in inner:
         out.add(part, times)
       out.flops += self.flops(ops, op)
