@@ -163,7 +163,8 @@ def test_figures_of_a_router():
       jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4))), np.ones((1, 8), bool)))
   assert {k: float(v) for k, v in found.items()} == pytest.approx({
       'router/max_load': 4, 'router/min_load': 0, 'router/dead_experts': 3,
-      'router/entropy': math.log(4)})
+      'router/entropy': math.log(4), 'router/balance_loss': 1,
+      'router/z_loss': math.log(4) ** 2})
 
 
 def test_losses_of_the_router_balance_it(model, params):

@@ -109,11 +109,10 @@ def check(raw: dict, spec: dict, where: str):
     if not missing and (type(value) is not int or value < low):
       raise InputError(
           f'{where}: {field}={value!r} must be a whole number above {low - 1}')
-  wanted = ('rope_theta', 'rms_norm_eps', *_SCALARS, 'partial_rotary_factor',
-            'rope_local_base_freq', 'swiglu_limit', 'swiglu_alpha')
-  for field in wanted:
-    off = field in _MAY_BE_OFF and raw.get(field) is None
-    if field in raw and not off:
+  for field in ('rope_theta', 'rms_norm_eps', *_SCALARS, 'swiglu_limit',
+                'swiglu_alpha', 'partial_rotary_factor',
+                'rope_local_base_freq'):
+    if field in raw and not (field in _MAY_BE_OFF and raw[field] is None):
       _positive(raw[field], field, where)
   if type(raw['tie_word_embeddings']) is not bool:
     raise InputError(
@@ -128,7 +127,7 @@ def check(raw: dict, spec: dict, where: str):
 
 
 def _positive(value, field: str, where: str):
-  if type(value) not in (int, float) or not value > 0:
+  if type(value) not in (int, float) or not 0 < value < float('inf'):
     raise InputError(f'{where}: {field}={value!r} must be above 0')
 
 
@@ -151,8 +150,7 @@ def biases(raw: dict, spec: dict) -> tuple:
 
 def experts(raw: dict, spec: dict, where: str) -> Experts | None:
   """ModelConfig.experts."""
-  said = spec.get('experts')
-  if said is None:
+  if not (said := spec.get('experts')):
     return None
   found = Experts(
       raw[said['num']], raw['num_experts_per_tok'], raw[said['size']],
@@ -193,10 +191,9 @@ def windows(raw: dict, spec: dict, layers: int, ropes: tuple,
 
 
 def _window(raw: dict, spec: dict):
-  if 'use_sliding_window' in spec['reads'] and not raw.get(
-      'use_sliding_window'):
-    return None
-  return raw.get('sliding_window') if 'window' in spec else None
+  off = 'use_sliding_window' in spec['reads'] and not raw.get(
+      'use_sliding_window')
+  return raw.get('sliding_window') if 'window' in spec and not off else None
 
 
 def layer_types(raw: dict, spec: dict, layers: int, ropes: tuple,
@@ -299,27 +296,28 @@ def _rope(params: dict, theta, raw: dict, spec: dict, dim: int,
         f'{where}: rope type {kind!r} is not supported (default, '
         f'{", ".join(_SCALINGS)})')
   needs, may = _SCALINGS[kind]
-  missing = [n for n in needs if n not in params]
-  if missing:
+  if missing := [n for n in needs if n not in params]:
     raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
   length = raw['max_position_embeddings']
-  original = params.get(_ORIGINAL) or length
+  original = kind != 'dynamic' and params.get(_ORIGINAL) or length
   if _ORIGINAL in spec['reads']:
     original = raw[_ORIGINAL]
     if params.get(_ORIGINAL, original) != original:
       raise InputError(
           f'{where}: {_ORIGINAL} is {original!r}, and '
           f'{params[_ORIGINAL]!r} among the rope parameters')
-  if kind == 'dynamic':
-    original = length
   values = {n: params[n] for n in (*needs, *may) if params.get(n) is not None
             and (params[n] or 'mscale' not in n)}  # 0 is none, as in HF
   if kind in ('yarn', 'longrope'):
     values['factor'] = params.get('factor') or length / original
-  for name, value in values.items():
-    _check_scaling(name, value, dim, where)
   if kind != 'linear':
     values[_ORIGINAL] = original
+  for name, value in values.items():
+    _check_scaling(name, value, dim, where)
+  if kind == 'llama3' and (
+      values['low_freq_factor'] >= values['high_freq_factor']):
+    raise InputError(
+        f'{where}: rope_parameters.low_freq_factor must be below the high one')
   pairs = [(k, tuple(v) if isinstance(v, list) else v)
            for k, v in sorted(values.items())]
   return Rope(float(theta), (('rope_type', kind), *pairs)), _extra(
@@ -331,8 +329,10 @@ def _extra(params: dict, known: set) -> list:
 
 
 def _check_scaling(name: str, value, dim: int, where: str):
-  if name == 'truncate':
+  if name == 'truncate' and type(value) is bool:
     return
+  if name == 'truncate':
+    raise InputError(f'{where}: {name}={value!r} must be true or false')
   if not name.endswith(('short_factor', 'long_factor')):
     return _positive(value, f'rope_parameters.{name}', where)
   if not isinstance(value, list) or len(value) != dim // 2:

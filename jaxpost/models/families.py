@@ -207,36 +207,46 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
   spec = FAMILIES[family]
   aliases = spec.get('aliases', {})
   raw = {aliases.get(k, k): v for k, v in raw.items()}
+  try:
+    return _read(raw, spec, family, where)
+  except InputError:
+    raise
+  except KeyError as e:
+    raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
+  except (AttributeError, OverflowError, TypeError, ValueError) as e:
+    raise InputError(
+        f'{where}: a field has a value of another kind than it may: {e}') from e
+
+
+def _read(raw: dict, spec: dict, family: str, where: str
+          ) -> tuple[ModelConfig, list[str]]:
   known = {**_DEFAULTS, **spec.get('defaults', {}), **raw}
   fields_lib.check(known, spec, where)
   fixed = dict(spec.get('fixed', {}))
-  try:
-    hidden, heads = known['hidden_size'], known['num_attention_heads']
-    layers = known['num_hidden_layers']
-    head_dim = known.get('head_dim') or hidden // heads
-    if fixed.get('embed_scale'):
-      fixed['embed_scale'] = hidden ** 0.5
-    fixed['activation'] = fields_lib.activation(known, spec, where)
-    fixed['biases'] = fixed.get('biases', ()) + fields_lib.biases(known, spec)
-    turned = known['qk_rope_head_dim'] if 'latent' in spec else head_dim
-    rope, unknown = fields_lib.ropes(known, spec, layers, turned, where)
-    windows = fields_lib.windows(
-        known, spec, layers, rope['layer_ropes'], where)
-    cfg = ModelConfig(
-        family=spec.get('family', family),
-        vocab_size=known['vocab_size'], hidden_size=hidden,
-        intermediate_size=known['intermediate_size'], num_layers=layers,
-        num_heads=heads, num_kv_heads=known.get('num_key_value_heads') or heads,
-        head_dim=head_dim, norm_eps=known['rms_norm_eps'],
-        tie_embeddings=known['tie_word_embeddings'],
-        max_position=known['max_position_embeddings'],
-        num_labels=_num_labels(raw, where), layer_windows=windows,
-        experts=fields_lib.experts(known, spec, where),
-        **rope, **fields_lib.scalars(known, spec), **fixed)
-    if 'latent' in spec:
-      cfg = mla.fields(known, cfg, where)
-  except KeyError as e:
-    raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
+  hidden, heads = known['hidden_size'], known['num_attention_heads']
+  layers = known['num_hidden_layers']
+  head_dim = known.get('head_dim') or hidden // heads
+  if fixed.get('embed_scale'):
+    fixed['embed_scale'] = hidden ** 0.5
+  fixed['activation'] = fields_lib.activation(known, spec, where)
+  fixed['biases'] = fixed.get('biases', ()) + fields_lib.biases(known, spec)
+  turned = known['qk_rope_head_dim'] if 'latent' in spec else head_dim
+  rope, unknown = fields_lib.ropes(known, spec, layers, turned, where)
+  windows = fields_lib.windows(
+      known, spec, layers, rope['layer_ropes'], where)
+  cfg = ModelConfig(
+      family=spec.get('family', family),
+      vocab_size=known['vocab_size'], hidden_size=hidden,
+      intermediate_size=known['intermediate_size'], num_layers=layers,
+      num_heads=heads, num_kv_heads=known.get('num_key_value_heads') or heads,
+      head_dim=head_dim, norm_eps=known['rms_norm_eps'],
+      tie_embeddings=known['tie_word_embeddings'],
+      max_position=known['max_position_embeddings'],
+      num_labels=_num_labels(raw, where), layer_windows=windows,
+      experts=fields_lib.experts(known, spec, where),
+      **rope, **fields_lib.scalars(known, spec), **fixed)
+  if 'latent' in spec:
+    cfg = mla.fields(known, cfg, where)
   return cfg, sorted([*fields_lib.unread(raw, spec), *unknown])
 
 

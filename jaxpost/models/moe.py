@@ -338,9 +338,6 @@ def recorded(experts: tuple) -> tuple:
 def totals(routing: Routing, real) -> dict:
   """Sums over the real tokens [B, T], which add up over micro-batches.
 
-  Args:
-    routing: of all layers.
-
   Returns:
     {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: how
     many chose an expert, their probabilities of it, the squares of their
@@ -394,7 +391,9 @@ def metrics(sums: dict) -> dict:
   """Of a whole batch; the load is 1 of an expert with its equal share."""
   load = sums['load'] / jnp.mean(sums['load'], axis=-1, keepdims=True)
   tokens = jnp.maximum(sums['tokens'], 1)
+  balance, z = balance_loss(sums, tokens)
   return {
+      'router/balance_loss': balance, 'router/z_loss': z,
       'router/max_load': jnp.max(load), 'router/min_load': jnp.min(load),
       'router/dead_experts': jnp.sum(1.0 * (load == 0)),
       'router/entropy': jnp.mean(sums['entropy']) / tokens}
