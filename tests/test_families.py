@@ -427,6 +427,39 @@ def test_every_field_that_is_read_counts(reference, case):
       assert wrong != right or value == raw[field], (field, value)
 
 
+ORIGINAL = 'original_max_position_embeddings'
+# (case, rope parameter, another value, tokens of the row that shows it).
+ROPES = [
+    ('llama_linear', 'factor', 9.0, 40), ('llama_dynamic', 'factor', 9.0, 60),
+    ('llama_yarn', 'factor', 9.0, 40), ('llama_yarn', 'rope_theta', 90.0, 40),
+    ('gpt_oss', 'beta_fast', 4.0, 40), ('gpt_oss', 'beta_slow', 3.0, 40),
+    ('gpt_oss', 'truncate', True, 40), ('gpt_oss', ORIGINAL, 32, 40),
+    ('gpt_oss', 'attention_factor', 3.0, 40),
+    ('deepseek_v3', 'mscale', 2.0, 40),
+    ('deepseek_v3', 'mscale_all_dim', 2.0, 40),
+    ('phi3_longrope', 'long_factor', [9.0, 5.0, 3.0, 1.5], 40),
+    ('phi3_longrope', 'short_factor', [2.0, 1.5, 1.2, 1.0], 12),
+    ('phi3_longrope', 'attention_factor', 3.0, 40)]
+
+
+@pytest.mark.parametrize('case,key,other,length', ROPES)
+def test_rope_parameters_change_the_logits(reference, case, key, other, length):
+  folder = reference(case)[0]
+  raw = json.loads((folder / 'config.json').read_text())
+  if case == 'gpt_oss':  # some of its few entries are between the two betas
+    raw['rope_parameters'][ORIGINAL] = 64
+  changes = dict(rope_parameters=raw['rope_parameters'] | {key: other})
+  if key in raw:
+    changes[key] = other
+  right, wrong = (model_lib.build(families.from_hf(raw | x, 'here')[0])
+                  for x in ({}, changes))
+  ids = tiny.tokens((1, length), vocab=90)
+  params = hf.load_params(
+      folder, right, right.shardings(tiny.one_device()), 'float32')
+  ours, theirs = (tiny.logits(m, params, ids) for m in (right, wrong))
+  assert tiny.largest(ours - theirs) > 1e-3 * tiny.largest(ours)
+
+
 LAYERS = dict(layer_types=[FULL, LOCAL])
 # (family, what its config.json says, a word of the complaint).
 REFUSED = [

@@ -33,6 +33,7 @@ _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
 _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
+_GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _HEAD = 'lm_head.weight'
 write_file = functools.partial(
@@ -233,13 +234,15 @@ def check_target(folder):
 
 
 def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
-         pad_id=None, card: str = '', tokenizer_save: Callable | None = None,
+         pad_id=None, generation: dict | None = None, card: str = '',
+         tokenizer_save: Callable | None = None,
          max_shard_bytes: int = 4 << 30, dtype=None):
   """Writes a folder that `transformers` and vLLM load, all or nothing.
 
   Every process calls it; process 0 writes.
 
   Args:
+    generation: how to sample, as `read_generation` gives it.
     card: text of the model card, below its title.
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
     dtype: of the stored tensors; by default that of the parameters.
@@ -253,7 +256,7 @@ def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
     _write_weights(staged, model, params, dtype, max_shard_bytes)
     if writes:
       _write_texts(staged, pathlib.PurePath(str(folder)).name, model.config,
-                   dtype, stop_ids, bos_id, pad_id, card)
+                   dtype, stop_ids, bos_id, pad_id, generation or {}, card)
       if tokenizer_save is not None:
         tokenizer_save(staged)
   if jax.process_count() > 1:
@@ -321,29 +324,47 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
 
 
 def export_tensors(table, params, dtype):
-  """(name, tensor) in the order of the table; a collective across processes."""
+  """(name, tensor) in the order of the table; a collective across processes.
+
+  One layer of the parameters in a tensor is on the host at a time.
+  """
   for group in stored.groups(table):
-    values = {}
-    for path, kept in group.items():
-      value = to_host(leaf(params, path))
-      values[path] = value.reshape(
-          len(kept.names), *value.shape[kept.spec.stack:])
-    for i, name in enumerate(kept.names):
-      parts = [stored.rows(kept, values[path][i])
+    entries = [_entries(leaf(params, path), kept.spec)
                for path, kept in group.items()]
-      value = stored.together(kept, parts)
+    kept = next(iter(group.values()))
+    for name, *values in zip(kept.names, *entries, strict=True):
+      value = stored.together(kept, list(map(
+          stored.rows, group.values(), values)))
       yield name, np.ascontiguousarray(
-          value.astype(kept.spec.dtype or dtype))
+          value.astype(kept.spec.dtype or dtype, copy=False))
 
 
-def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, card):
+def _entries(x, spec):
+  """What is stored by itself of a parameter, in order; fetched by the layer."""
+  layers = map(to_host, (x[i] for i in range(len(x)))) if spec.stack else [
+      to_host(x)]
+  for layer in layers:
+    yield from layer.reshape(-1, *spec.shape[spec.stack:])
+
+
+def read_generation(folder) -> dict:
+  """What a folder says of sampling: temperature, top_p and so on."""
+  path = epath.Path(folder) / _GENERATION
+  if not path.is_file():
+    return {}
+  return {k: v for k, v in read_json(path).items()
+          if not k.startswith(('_', 'transformers')) and not k.endswith('_id')}
+
+
+def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id,
+                 generation, card):
   config = families.to_hf(cfg, stop_ids, bos_id, pad_id)
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
   write_json(staged / 'config.json', config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id',
                                 'pad_token_id') if config[k] is not None}
-  write_json(staged / 'generation_config.json', ids)
+  write_json(staged / _GENERATION, generation | ids)
   task = 'text-classification' if cfg.num_labels else 'text-generation'
   (staged / 'README.md').write_text(
       f'---\nlibrary_name: transformers\npipeline_tag: {task}\n'
