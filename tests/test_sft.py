@@ -210,3 +210,24 @@ def test_mixtures_are_trained_with_their_shares(model, tmp_path):
   first, second = (sum(r[f'data/{n}/documents'] for r in rows)
                    for n in (0, 1))
   assert 0.6 < first / (first + second) < 0.9
+
+
+def test_from_scratch_on_a_text_file(tmp_path):
+  """The recipe's path: no folder, no prompt, all of the text is trained."""
+  from configs import pretrain_text
+  words = 'the cat sat on the mat and the dog ran to the cat'.split()
+  draw = np.random.RandomState(0)
+  for name, count in ('train', 200), ('held', 20):
+    (tmp_path / f'{name}.txt').write_text('\n\n'.join(
+        ' '.join(draw.choice(words, 12)) for _ in range(count)))
+  config = pretrain_text.get_config('runlocal=True')
+  config.data.path = str(tmp_path / 'train.txt')
+  config.eval.data.path = str(tmp_path / 'held.txt')
+  config.train.update(steps=30)
+  config.optim.update(lr=3e-3, warmup_steps=0, schedule='constant')
+  config.log.tensorboard = False
+  jaxpost.run(config, tmp_path / 'run')
+  rows = metrics.read_rows(tmp_path / 'run/metrics.jsonl')
+  train = [r['loss'] for r in rows if r['split'] == 'train']
+  held = [r['loss'] for r in rows if r['split'] == 'eval'][-1]
+  assert train[0] > 5 and train[-1] < 2.5 and held < 2.5
