@@ -203,7 +203,7 @@ def make_model(config, algorithm, cfg) -> model_lib.Model:
       lora.build(cfg, config.lora.dropout), config.train.freeze),
       config.model.quantise)
   quantised.check_frozen(model, 'config.model.quantise')
-  model_checks.check_shared(config, model)
+  model_checks.check_sampler(config, model)
   return model
 
 

@@ -51,8 +51,13 @@ def check_own(config, cfg):
           f'positions and segments only; set config.{fix}')
 
 
-def check_shared(config, model):
-  """InputError where a sampler cannot do with the trainer's leaves."""
+def check_sampler(config, model):
+  """InputError where no sampler of this model could do what is asked."""
+  most, rows = config.rollout.top_logprobs, model.config.vocab_size
+  if most > rows:
+    raise InputError(
+        f'config.rollout.top_logprobs: {most} of a vocabulary of {rows}; '
+        'lower it')
   if config.rollout.share_base and (not model.frozen or model.config.experts):
     raise InputError(
         'config.rollout.share_base: is for frozen weights under adapters '
