@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models.config import ModelConfig
@@ -43,7 +44,7 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
             window, cfg: ModelConfig, sinks=None):
   """The same, on any device: see `in_chunks`."""
   rows = segment_ids, positions, branch_ids
-  return in_chunks(q, k, v, (*rows, jnp.arange(q.shape[1])[None]), rows,
+  return in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows,
                    window, compute, cfg, sinks)
 
 
@@ -66,8 +67,8 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig,
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
-  q = scaled(q, cfg).reshape(
-      batch, length, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+  shape = batch, length, kv_heads, heads // kv_heads, size
+  q = scaled(q.reshape(shape), cfg).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
   def attend(low, end, q, *mine):
