@@ -357,6 +357,7 @@ def test_an_episode_token_by_token(pool):
   assert (rollout.behaviour_logprobs - rollout.logprobs)[
       rollout.mask].tolist() == [-1] * rollout.mask.sum()
   assert not rollout.logprobs[~rollout.mask].any()
+  assert (rollout.versions[rollout.mask] == 4).all()  # of before a swap
   assert rollout.rewards['environment'].tolist() == [2, 0]
   assert rollout.finished.tolist() == [True, True]
   assert (rollout.step, rollout.version, rollout.occupancy) == (3, 5, 0.5)
