@@ -163,11 +163,26 @@ def sample(o: Options, workdir) -> dict:
     cpu.append(time.process_time() - busy)
     counts.append(int(rollout.lengths.sum()))
   rates = [n / t for n, t in zip(counts[1:], times[1:])]
+  # Prefill counted, as if it were decoding, too.
+  slots = engine.max_concurrent_decodes
+  seconds = float(np.median(times[1:])) * rollout.occupancy * slots / counts[-1]
+  read = decode_bytes(engine, o.prompt + counts[-1] / o.samples / 2)
+  bandwidth = probe.memory_rate()
   return dict(
       wall_s=float(np.median(times[1:])), first_s=times[0], tokens=counts[-1],
       tokens_per_s=float(np.median(rates)), best_tokens_per_s=max(rates),
       cpu_s=float(np.median(cpu[1:])), slot_occupancy=rollout.occupancy,
-      **rollout.figures)
+      **rollout.figures, decode_s=seconds, decode_bytes=read,
+      bytes_per_s=bandwidth, share_of_bandwidth=read / bandwidth / seconds)
+
+
+def decode_bytes(engine, filled: float) -> float:
+  """That a token of all slots reads at least: weights, `filled` entries."""
+  weights = dict(engine.weights)
+  if 'head' in weights:  # else the embedding is read whole, as the head
+    del weights['embed']
+  weights = sum(x.nbytes for x in jax.tree.leaves(weights))
+  return weights + engine.cache_bytes() * filled / engine.length
 
 
 def reshard(o: Options, workdir) -> dict:

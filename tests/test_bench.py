@@ -13,6 +13,19 @@ def test_weights_are_moved_and_copied(tmp_path):
       found['gb_per_s'] / found['copy_gb_per_s'])
 
 
+def test_a_step_is_held_against_what_it_reads(tmp_path):
+  found = bench.run('sample', bench.Options(
+      shape='tiny', steps=1, batch=1, new=8), tmp_path)
+  assert 320 * 128 * 4 < found['decode_bytes'] < 4e6  # embedding, 0.9 M
+  longer = bench.run('sample', bench.Options(
+      shape='tiny', steps=1, batch=1, new=8, prompt=100), tmp_path)
+  assert found['tokens'] == longer['tokens']
+  entry = 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, sizes
+  assert longer['decode_bytes'] - found['decode_bytes'] == 40 * entry
+  assert 0 < found['share_of_bandwidth'] == pytest.approx(
+      found['decode_bytes'] / found['decode_s'] / found['bytes_per_s'])
+
+
 def test_turns_read_less_where_their_cache_is_kept(tmp_path):
   found = bench.run('turns', bench.Options(
       shape='tiny', steps=1, batch=4, new=4), tmp_path)

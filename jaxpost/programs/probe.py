@@ -29,6 +29,19 @@ def matmul_rate(dtype, size: int = 2048, rounds: int = 8) -> float:
   return best
 
 
+def memory_rate(size: int = 2**28, rounds: int = 8) -> float:
+  """Bytes a second at which an array of `size` bytes is summed, the best."""
+  x = jnp.ones(size // 4, jnp.float32)
+  total = jax.jit(jnp.sum)
+  total(x).block_until_ready()
+  best = 0.0
+  for _ in range(rounds):
+    start = time.perf_counter()
+    total(x).block_until_ready()
+    best = max(best, size / (time.perf_counter() - start))
+  return best
+
+
 def matmul_type(cache=None) -> tuple[str, str]:
   """(type of products that is fastest here and safe, a line that says why).
 
