@@ -3,6 +3,7 @@
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models.config import OwnConfig
+from jaxpost.rollout import settings
 
 _PAIRS = 'dpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
 
@@ -53,11 +54,8 @@ def check_own(config, cfg):
 
 def check_sampler(config, model):
   """InputError where no sampler of this model could do what is asked."""
-  most, rows = config.rollout.top_logprobs, model.config.vocab_size
-  if most > rows:
-    raise InputError(
-        f'config.rollout.top_logprobs: {most} of a vocabulary of {rows}; '
-        'lower it')
+  settings.check_likeliest(
+      config.rollout.top_logprobs, model.config.vocab_size)
   if config.rollout.share_base and (not model.frozen or model.config.experts):
     raise InputError(
         'config.rollout.share_base: is for frozen weights under adapters '

@@ -54,8 +54,8 @@ def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
 
 
 def _train(p, topology) -> str:
-  mesh = p.config.mesh
-  devices = topology.chips - mesh.rollout_devices - mesh.score_devices
+  asked = p.config.mesh
+  devices = topology.chips - asked.rollout_devices - asked.score_devices
   meshes = [search.spell('fsdp=-1', t)
             for t in search.tensors(p, devices) if _splits(p, devices // t)]
   if not meshes:

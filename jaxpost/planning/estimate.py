@@ -70,7 +70,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
 
 
 def _calls(row: dict, rows: list, step: Step) -> float:
-  """Calls a step; those of one name share them evenly."""
+  """Calls a step. Programs of one name share them: evenly, or as they say."""
   same = sum(r['program'] == row['program'] for r in rows)
   calls = step.calls.get(row['program'], 0)
   if row['program'] in ('update', 'reshard'):  # each does a part of it

@@ -156,4 +156,3 @@ def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout,
     moved['+'.join(map(str, names)) or 'all'] += (
         lacking * count * jnp.dtype(dtype).itemsize)
   return {'all-gather': {k: v / times for k, v in moved.items() if v}}
-

@@ -86,6 +86,14 @@ def _check_pages(config: SamplerConfig, shards: int):
         '0, or give config.mesh.rollout a tensor axis only')
 
 
+def check_likeliest(most: int, vocab_size: int):
+  """InputError where `top_logprobs` are more than there are tokens."""
+  if most > vocab_size:
+    raise InputError(
+        f'config.rollout.top_logprobs: {most} of a vocabulary of {vocab_size}; '
+        'lower it')
+
+
 def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
   """InputError where no sampler could work like this."""
   _check_lengths(cfg, config)
@@ -95,10 +103,7 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
     raise InputError(
         f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
         f'max_new_tokens = {config.max_new_tokens}; lower it')
-  if config.top_logprobs > cfg.vocab_size:
-    raise InputError(
-        f'config.rollout.top_logprobs: {config.top_logprobs} of a vocabulary '
-        f'of {cfg.vocab_size}; lower it')
+  check_likeliest(config.top_logprobs, cfg.vocab_size)
   if '' in config.stop_strings:
     raise InputError(
         'config.rollout.stop_strings: "" is in every text; leave it out')
