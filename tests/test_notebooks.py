@@ -44,8 +44,10 @@ WANTED = {
   '04_your_model': (
     r'head/kernel +\(64, 259\) +\(.embed., .vocab.\)',
     r'[\d,]+ parameters', r'packed and alone differ by (?:\de-0[5-9]|0e\+00)',
-    r'sft: .* parameters', r'recurrent: loss [5-7]\.\d+ -> [0-2]\.\d+, held-out',
-    r'sampler off by (?:\de-0[2-9]|0e\+00)', r'attending: loss [5-7]\.\d+ -> [0-2]\.',
+    r'sft: .* parameters',
+    r'recurrent: loss [5-7]\.\d+ -> [0-2]\.\d+, held-out',
+    r'sampler off by (?:\de-0[2-9]|0e\+00)',
+    r'attending: loss [5-7]\.\d+ -> [0-2]\.\d+, held-out',
     r"'model\.safetensors'", r'tensors, such as',
     r'first loss [5-7]\.\d+ at random, [0-2]\.\d+ from the export',
   ),
