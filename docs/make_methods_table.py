@@ -33,7 +33,7 @@ with each method, seed 0, on two CPU cores; what is measured is held out.
 `tests/test_learning.py` holds the gains. pass@1 is of 256 sums with 4 samples
 each; `rewards/accuracies`, of 256 pairs or labels, is put at 0.5 before
 training where policy and reference are still one and all is a tie. ORPO, CPO
-and SimPO start from a quarter of that training.
+and SimPO start from a tenth of that training.
 
 | algorithm | metric | before | after | steps | its own choices | set here |
 |---|---|---|---|---|---|---|

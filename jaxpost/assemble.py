@@ -383,5 +383,7 @@ def export(p: Prepared, folder, params):
   hf.save(folder, model_lib.build(dataclasses.replace(
       p.model.config, value_head=False, lora=())), p.model.merge(params),
           stop_ids=t.stop_ids, bos_id=t.bos_id, pad_id=pad,
-          generation=hf.read_generation(t.source),
+          # Of the model, whoever the tokenizer is from.
+          generation=hf.read_generation(
+              p.config.model.path if p.config.model.tokenizer else t.source),
           tokenizer_save=lambda path: (save(path), adapter(path / 'adapter')))

@@ -19,7 +19,7 @@ from rich import progress
 from jaxpost import assemble, cache
 from jaxpost.data import chat, experience, sources
 from jaxpost.errors import InputError
-from jaxpost.inference import Weights, adapters, to_stderr
+from jaxpost.inference import Weights, adapters, merged, to_stderr
 from jaxpost.matmul import compute_for
 from jaxpost.metrics import write_atomic
 from jaxpost.models import flash
@@ -152,8 +152,13 @@ def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,
                  max_new_tokens, mesh='data=-1', top_logprobs=0) -> dict:
   """{name: engine} of a model, and of `inference.adapters` of it.
 
-  They share the base, but where it has experts, which each copies.
+  They share the base, with what it has of adapters or codes merged, but where
+  it has experts, which each copies.
   """
+  if folders:  # once, and as samplers have it
+    weights, layout = merged(weights), make_layout(mesh, 'rollout', '--mesh')
+    weights = dataclasses.replace(weights, layout=layout, params=jax.device_put(
+        weights.params, weights.prepared.model.shardings(layout)))
   each = {k: w for k, w in adapters(weights, folders).items() if k}
   if name in each:
     raise InputError(f'--adapter: {name} is what the model below is called')

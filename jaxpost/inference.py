@@ -101,6 +101,14 @@ def from_folder(folder, config=None, name='model') -> Weights:
   return Weights(p, params, layout, 0)
 
 
+def merged(base: Weights) -> Weights:
+  """What the base has of adapters or codes is a part of its matrices."""
+  p = base.prepared
+  return dataclasses.replace(
+      base, params=p.model.merge(base.params), prepared=dataclasses.replace(
+          p, model=p.model.base or p.model))
+
+
 def adapters(base: Weights, values) -> dict[str, Weights]:
   """Several PEFT folders, ('NAME=FOLDER', ...), that share the base.
 
@@ -112,8 +120,7 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
     raise InputError('--adapter: takes NAME=FOLDER, each name once; not '
                      f'{", ".join(values)}')
   out, below = {}, base.prepared.sources['policy']
-  # What the base has of adapters or codes becomes a part of its matrices.
-  params = base.prepared.model.merge(base.params) if pairs else {}
+  params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
     source = weights_lib.with_adapter(folder, below)
     model = lora.on_frozen(source.config)

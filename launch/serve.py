@@ -46,7 +46,7 @@ def main(argv):
   engines = completions.make_engines(
       weights, name, _ADAPTER.value, slots=_SLOTS.value,
       max_prompt=_CONTEXT.value - half, max_new_tokens=half, mesh=_MESH.value,
-      top_logprobs=20)
+      top_logprobs=min(20, weights.prepared.model.config.vocab_size))
 
   def record(entry):
     if _RECORD.value:

@@ -24,7 +24,8 @@ from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.models import lora, peft
 from jaxpost.rollout.endpoint import Endpoint
-from jaxpost.rollout.line import Turns
+from jaxpost.rollout.line import Line
+from jaxpost.rollout.settings import SamplerConfig
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -309,12 +310,40 @@ def test_a_body_names_an_adapter(several):
         engine.weights)}
 
 
+SEVERAL = '''
+import json, sys
+import jax
+from jaxpost import completions, inference
+
+weights = inference.from_folder(sys.argv[1])
+engines = completions.make_engines(
+    weights, 'base', sys.argv[2:], slots=2, max_prompt=8, max_new_tokens=8)
+where = {name: {
+    shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)
+    for shard in x.addressable_shards} for name, engine in engines.items()}
+print(json.dumps([
+    jax.device_count(), len(where['base']),
+    *(len(where['base'] - found) for found in where.values())]))
+'''
+
+
+def test_adapters_share_the_base_on_several_devices(several, folder):
+  done = subprocess.run(
+      [sys.executable, '-c', SEVERAL, folder, *several[2]], cwd=CLONE,
+      text=True, capture_output=True, env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=2'})
+  assert done.returncode == 0, done.stderr[-3000:]
+  devices, parts, *lacking = json.loads(done.stdout.splitlines()[-1])
+  assert devices == 2 and parts >= 2 * 9
+  assert lacking == [0, 0, 0]
+
+
 def test_models_are_listed_and_others_refused(several):
   url = several[0].url
   with urllib.request.urlopen(f'{url}/models') as reply:
     assert [m['id'] for m in json.load(reply)['data']] == [
         'nano', 'one', 'two']
-  for body in (dict(model='three'), dict()):
+  for body in (dict(model='three'), dict(model=['one']), dict()):
     code, text = post(url, 'completions', prompt='a', max_tokens=1, **body)
     assert code == 404 and json.loads(text)['error']['message'].endswith(
         'there is nano, one, two')
@@ -332,34 +361,50 @@ def test_adapters_that_cannot_be(weights, several, tmp_path):
 
 def test_a_failure_of_one_ends_all(weights):
   """What waits for the others is refused, and `serve` raises."""
+  asked = threading.Event()
+
   class Broken:
     def serve(self, *args, **kwargs):
+      asked.wait(60)
       raise ValueError('broken')
 
-  engine = completions.make_engine(
-      weights, slots=2, max_prompt=32, max_new_tokens=32)
-  endpoint = Endpoint(engine, weights.prepared.tokenizer, more={
+  class Waiting:  # has been asked, and is never done
+    config = SamplerConfig(1, 8, 8, ())
+
+    def check(self, request):
+      asked.set()
+
+    def serve(self, *args, follow, **kwargs):
+      while follow((), False) is not None and not endpoint._stop.is_set():
+        time.sleep(0.01)
+
+  endpoint = Endpoint(Waiting(), weights.prepared.tokenizer, name='nano', more={
       'other': Broken()})
-  with pytest.raises(ValueError, match='broken'):
-    endpoint.serve(assemble.run_key(0, 3))
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    answer = pool.submit(post, endpoint.url, 'completions', model='nano',
+                         prompt='a', max_tokens=1)
+    with pytest.raises(ValueError, match='broken'):
+      endpoint.serve(assemble.run_key(0, 3))
+    code, text = answer.result(60)
+  assert code == 503 and 'error' in json.loads(text)
 
 
 def test_turns_are_in_order():
-  turns, seen = Turns(), []
+  line, seen = Line(), []
 
   def wait(i):
-    with turns:
+    with line:
       seen.append(i)
 
-  turns.acquire()
+  line.acquire()
   threads = [threading.Thread(target=wait, args=(i,)) for i in range(5)]
   for i, thread in enumerate(threads):
     thread.start()
-    while len(turns._line) < i + 2:
+    while len(line._waiting) < i + 2:
       time.sleep(0.001)
-  turns.release()
-  turns.acquire()  # after all who have waited
+  line.release()
+  line.acquire()  # after all who have waited
   assert seen == [0, 1, 2, 3, 4]
-  turns.release()
+  line.release()
   for thread in threads:
     thread.join()

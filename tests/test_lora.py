@@ -557,6 +557,10 @@ def test_bad_config_is_one_line(base, over, text):
 @pytest.mark.parametrize('changes, text', [
     (dict(use_dora=True), 'use_dora=True is not supported'),
     (dict(rank_pattern={'q_proj': 4}), 'rank_pattern=.* is not supported'),
+    (dict(rank_pattern={'q_proj': 4}, r=None), 'r=None and'),
+    (dict(rank_pattern=['q_proj']), 'rank_pattern=.* must be an object'),
+    (dict(target_parameters='q'), "target_parameters='q' must be a list"),
+    (dict(target_parameters=[5]), r'target_parameters=\[5\] must be a list'),
     (dict(r=0), 'r=0 and'), (dict(r=4), r'has shape \[2, 16\], not \[4, 16\]'),
     (dict(peft_type='IA3'), "peft_type='IA3'")])
 def test_adapter_folder_that_is_refused(base, tmp_path, changes, text):

@@ -1,7 +1,6 @@
 """Attention over rows that are split over the `context` axis of the mesh.
 
-Legend: B rows, T tokens, n parts, t queries of a part, K kv heads, G queries
-per kv head, h head size.
+Legend: B rows, T tokens, D width, n parts of a row.
 
 Token i of a row is token i // n of part i % n, so that every part has as much
 of the early tokens, which see little, as of the late ones: chunk by chunk all
@@ -64,8 +63,8 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
            window, cfg: ModelConfig, sinks, layout: Layout):
   """As `attention.attention`, of striped q, k and v; the rest is in order.
 
-  Each device for itself: left to the partitioner, the gradients of keys and
-  values were summed everywhere.
+  Each device for itself: the partitioner would sum the gradients of keys and
+  values everywhere.
   """
   n, length = parts(layout), q.shape[1]
   k, v = (x.astype(compute.dtype) for x in (k, v))

@@ -45,7 +45,6 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
   if not (folder / CONFIG).is_file():
     raise InputError(f'{folder}: no folder of an adapter (it has no {CONFIG})')
   raw = hf.read_json(folder / CONFIG)
-  _check_patterns(folder / CONFIG, raw)
   for field, values in _PLAIN.items():
     if field in raw and raw[field] not in values:
       raise InputError(f'{folder / CONFIG}: {field}={raw[field]!r} is not '
@@ -55,6 +54,7 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
     raise InputError(
         f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a '
         'rank and a number')
+  _check_patterns(folder / CONFIG, raw)
   with contextlib.ExitStack() as stack:
     have, every, names = _open(folder, raw, cfg, stack)
     paths = [names[path.removeprefix(f'{lora.ROOT}/')[:-2]]
@@ -75,6 +75,9 @@ def _check_patterns(path, raw: dict):
   twice = {'rank_pattern': 'r', 'alpha_pattern': 'lora_alpha'}
   given = {k: raw.get(k) or {} for k in twice}
   for field, patterns in given.items():
+    if not isinstance(patterns, dict):
+      raise InputError(f'{path}: {field}={patterns!r} must be an object')
+  for field, patterns in given.items():
     if patterns and (raw.get('use_rslora') or len(patterns) > 1 or any(
         patterns.keys() != x.keys() for x in given.values()) or any(
             not k.endswith('gate_up_proj') or v != 2 * raw[twice[field]]
@@ -91,7 +94,11 @@ def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
   every = stored.table(cfg, lora.adapter_rows(table, dataclasses.replace(
       cfg, lora=(1, 1.0, False, '|'.join(names.values())))))
   have = hf.open_file(folder / _WEIGHTS, stack)
-  given = {x.rpartition('.')[2] for x in raw.get('target_parameters') or ()}
+  given = raw.get('target_parameters') or []
+  if not isinstance(given, list) or any(type(x) is not str for x in given):
+    raise InputError(f'{folder / CONFIG}: target_parameters={given!r} must be '
+                     'a list of names')
+  given = {x.rpartition('.')[2] for x in given}
   if given:
     _check_experts(folder / CONFIG, given, cfg)
     have = _apart(folder, have, given, raw, every, cfg)

@@ -17,7 +17,6 @@ from jaxpost.programs.generate import DecodeState, Prefix
 from jaxpost.types import Batch, Cache, TrainState
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
-START = memory.START
 
 
 @dataclasses.dataclass

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from jaxpost.planning import aot, chips, cost
+from jaxpost.programs import memory as memory_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip) -> dict:
       batch=given.get('batch', 0), other=given.get('other', 0),
       outputs=row['output_bytes'] - row['alias_bytes'],
       temporaries=row['temp_bytes'], elsewhere=0)
-  if name not in aot.START:
+  if name not in memory_lib.START:
     stays = sum(held.values())
     if name in aot.SAMPLING:  # the sampler's copy and slots besides
       out['elsewhere'] = stays + max(0, sampler - row['argument_bytes'])

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpost.data import chat, turns
 from jaxpost.errors import InputError
-from jaxpost.rollout.line import Turns
+from jaxpost.rollout.line import Line
 from jaxpost.types import Completion, Request
 
 _MOST = 1 << 24  # bytes of a request
@@ -48,7 +48,7 @@ class Endpoint:
     self.engines = {name: engine} | (more or {})
     self.record = record or (lambda entry: None)
     self._queues = {name: queue.SimpleQueue() for name in self.engines}
-    self._turns, self._numbers = Turns(), itertools.count()
+    self._turns, self._numbers = Line(), itertools.count()
     self._stop, self._open = threading.Event(), set()
     self._ended, self._tick_s = self._stop.is_set, _TICK_S
     self.sessions = {}  # API key -> `agents.Session`, of a run
@@ -114,10 +114,11 @@ class Endpoint:
 
   def lacks(self, body: dict) -> str:
     """What is wrong with the model that a body names, if anything."""
-    if len(self.engines) == 1 or body.get('model') in self.engines:
+    name = body.get('model')
+    if len(self.engines) == 1 or isinstance(name, str) and (
+        name in self.engines):
       return ''
-    return (f'model: there is no {body.get("model")!r}; there is '
-            f'{", ".join(self.engines)}')
+    return f'model: there is no {name!r}; there is {", ".join(self.engines)}'
 
   def _named(self, body: dict) -> str:
     return body['model'] if len(self.engines) > 1 else self.name

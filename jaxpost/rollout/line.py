@@ -4,29 +4,29 @@ import collections
 import threading
 
 
-class Turns:
+class Line:
   """A lock that goes to whoever has waited longest.
 
   `threading.Lock` may go again and again to the thread that gives it back.
   """
 
   def __init__(self):
-    self._line, self._lock = collections.deque(), threading.Lock()
+    self._waiting, self._lock = collections.deque(), threading.Lock()
 
   def acquire(self):
     mine = threading.Lock()
     mine.acquire()
     with self._lock:
-      self._line.append(mine)
-      first = len(self._line) == 1
+      self._waiting.append(mine)
+      first = len(self._waiting) == 1
     if not first:
       mine.acquire()
 
   def release(self):
     with self._lock:
-      self._line.popleft()
-      if self._line:
-        self._line[0].release()
+      self._waiting.popleft()
+      if self._waiting:
+        self._waiting[0].release()
 
   def __enter__(self):
     self.acquire()
