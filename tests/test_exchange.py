@@ -15,7 +15,9 @@ import pytest
 CASES = [f'{way}:{chosen}:{mesh}' for way in ('padded', 'ragged')
          for chosen in ('routed', 'crowded') for mesh in ('4', '2')]
 # With adapters of experts.
-ADAPTED = ['expert=4', 'expert=2,tensor=2', 'expert=2,fsdp=2']
+ADAPTED = [f'adapted:{way}:{chosen}:{mesh}' for way, chosen in (
+    ('padded', 'routed'), ('ragged', 'crowded')) for mesh in (
+        'expert=4', 'expert=2,tensor=2', 'expert=2,fsdp=2')]
 
 
 @pytest.fixture(scope='module')
@@ -35,6 +37,16 @@ def report():
 def test_experts_on_devices_are_those_on_one(report, case):
   """Forward, and the gradients of rows, experts and router, in float32."""
   assert report[case] == 'ok'
+
+
+def test_parts_of_a_row_stay_where_they_are(report):
+  assert report['context=4'] == 'ok'
+
+
+@pytest.mark.parametrize('way', ['padded', 'ragged'])
+def test_rows_arrive_as_they_left(report, way):
+  """Those that a device wants of another, in order, against numpy."""
+  assert report[f'arrived:{way}'] == 'ok'
 
 
 @pytest.mark.parametrize('way', ['padded', 'ragged'])
@@ -87,6 +99,9 @@ def main():
   x, g = random.standard_normal((2, 8, 10, 32)).astype('f')
   crowd = 2 + np.argsort(random.uniform(size=(8, 10, 3)), axis=-1)
 
+  def crowded(chosen, size):
+    return None if chosen == 'routed' else crowd % (8 // size) + 8 // size
+
   def run(layout, chosen):
     def both(params, x):
       out, back = jax.vjp(lambda p, x: moe.mlp(
@@ -107,8 +122,7 @@ def main():
     way, chosen, size = text.split(':')
     exchange.exchange = ways[way]
     compare(text, make_layout(f'data=-1,expert={size}', 'train'),
-            None if chosen == 'routed' else crowd % (8 // int(size)) + (
-                8 // int(size)))
+            crowded(chosen, int(size)))
   exchange.exchange = plain
   draw = lambda *shape: random.standard_normal(shape).astype('f')
   for name, (into, onto) in dict(
@@ -116,7 +130,20 @@ def main():
     params[name] = lora.Adapted(
         params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, 0.0)
   for text in ADAPTED:
-    compare(text, make_layout(text, 'train'))
+    _, way, chosen, mesh = text.split(':')
+    exchange.exchange, layout = ways[way], make_layout(mesh, 'train')
+    compare(text, layout, crowded(chosen, layout.mesh.shape['expert']))
+  exchange.exchange = plain
+
+  layout, rows = make_layout('context=4', 'train'), x[..., :8, :]
+  placed = jax.device_put(rows, layout.sharding(('batch', 'time', None)))
+  local = jax.jit(lambda p, x: moe.mlp(
+      p, x, model.config, tiny.EXACT, layout)[0])
+  near = tiny.largest(local(params, placed) - jax.jit(lambda p, x: moe.mlp(
+      p, x, model.config, tiny.EXACT, tiny.one_device())[0])(params, rows))
+  text = local.lower(params, placed).compile().as_text()
+  print('context=4', 'ok' if near < 1e-4 and 'all-' not in text else (
+      f'{near}, {[li for li in text.splitlines() if "all-" in li]}'))
 
   mesh = make_layout('expert=4', 'train').mesh
   wanted = random.uniform(size=(4, 6, 4)) < 0.4
@@ -129,14 +156,19 @@ def main():
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)),
                                    jnp.sum(x[0] * back)]), 'expert'), (
-                                       trip.sent[None], trip.received[None])
+                                       trip.sent[None], trip.received[None],
+                                       there[None])
 
   for way in ways:
-    (one, other), sizes = jax.jit(jax.shard_map(
+    (one, other), (*sizes, there) = jax.jit(jax.shard_map(
         both, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), split),
         check_vma=False))(x.astype('f'), y.astype('f'))
     near = abs(one - other) < 1e-4 < abs(one)
     print(f'transpose:{way}', 'ok' if near else f'{one}, {other}')
+    lost = [(i, to) for i in range(4) for to in range(4)
+            for rows in [x[i, wanted[i, :, to]].astype('f')]
+            if not np.array_equal(there[to, i, :len(rows)], rows)]
+    print(f'arrived:{way}', lost or 'ok')
   counts = wanted.sum(1)
   good = np.array_equal(sizes, [counts, counts.T])
   print('sent', 'ok' if good else f'{sizes}, {counts}')

@@ -106,7 +106,7 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
       of, into, onto = specs[n]
       specs[f'{n}_a'] = PartitionSpec(of, into, None)
       specs[f'{n}_b'] = PartitionSpec(of, None, onto)
-  tokens = layout.spec(('batch', None, None), x.shape)
+  tokens = layout.spec(('batch', 'time', None), x.shape)
   split = 'expert' in jax.tree.leaves(tuple(tokens))
   run = functools.partial(
       _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size,
