@@ -207,6 +207,34 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
 
 
+def zeros(shape, dtype, sharding: NamedSharding) -> jax.Array:
+  """Made where they are."""
+  return jnp.zeros(shape, dtype, device=sharding)
+
+
+def write(x, piece, at, sharding: NamedSharding):
+  """`x` with pieces in the place of what is from `at` on in each shard.
+
+  Nothing travels between devices.
+
+  Args:
+    piece: of as many shards, each of the same number of dimensions.
+    at: [dimensions] int32.
+    sharding: of both.
+  """
+  def local(x, piece, at):
+    # XLA:CPU would widen all of x to float32: bits stay what they are.
+    bits = lambda x, to: x if x.dtype.itemsize != 2 else (
+        jax.lax.bitcast_convert_type(x, to))
+    return bits(jax.lax.dynamic_update_slice(
+        bits(x, jnp.uint16), bits(piece, jnp.uint16), list(at)), x.dtype)
+
+  spec = sharding.spec
+  return jax.shard_map(
+      local, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()),
+      out_specs=spec)(x, piece, at)
+
+
 def owners(devices) -> list[int]:
   """The processes that have some of these devices."""
   return sorted({d.process_index for d in devices})

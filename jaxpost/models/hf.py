@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import math
+import mmap
 import os
 import pathlib
 import shutil
@@ -21,6 +22,7 @@ import numpy as np
 import safetensors.numpy
 from etils import epath
 
+from jaxpost import sharding as sharding_lib
 from jaxpost import store
 from jaxpost.errors import InputError
 from jaxpost.models import families, mxfp4, ranges, stored
@@ -36,6 +38,7 @@ _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _HEAD = 'lm_head.weight'
+_PIECE = 16 << 20  # bytes that are read at a time
 write_file = functools.partial(
     safetensors.numpy.save_file, metadata={'format': 'pt'})
 
@@ -65,11 +68,14 @@ def check(folder, cfg: ModelConfig, rows=None):
 
 
 def load_params(folder, model: Model, shardings: dict, dtype,
-                keep: Callable = lambda params: params) -> dict:
+                keep: Callable = lambda params: params,
+                write: Callable = sharding_lib.write) -> dict:
   """The parameters of a folder, nested, as arrays with these shardings.
 
-  Each process reads the slices that its devices hold, one shard at a time.
-  `keep` makes of {path: parameter}, nested, what is kept in its place.
+  Each process reads the slices that its devices hold, a piece at a time: the
+  host has no more than that. `keep` makes of {path: parameter}, nested, what
+  is kept in its place; `write` may take over the buffers of its first
+  argument, or else a parameter is in memory twice.
   """
   out = {}
   with contextlib.ExitStack() as stack:
@@ -78,24 +84,40 @@ def load_params(folder, model: Model, shardings: dict, dtype,
     for path, kept in table.items():
       out = join(out, keep(nest({path: load_leaf(
           kept, tensors, leaf(shardings, path),
-          np.dtype(kept.spec.dtype or dtype))})))
+          np.dtype(kept.spec.dtype or dtype), write)})))
   return out
 
 
-def load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
-  spec = kept.spec
-  holders = {}  # devices of each distinct shard: replicas are read once
-  for device, index in sharding.addressable_devices_indices_map(
-      spec.shape).items():
-    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, spec.shape))
-    holders.setdefault(bounds, []).append(device)
-  arrays = []
-  for bounds, devices in holders.items():
-    shard = stored.read(kept, tensors, bounds, dtype)
-    arrays += [jax.device_put(shard, device) for device in devices]
-    jax.block_until_ready(arrays)  # the host keeps one shard, not all
-  return jax.make_array_from_single_device_arrays(
-      spec.shape, sharding, arrays, dtype=dtype)
+def load_leaf(kept, tensors, sharding, dtype, write) -> jax.Array:
+  shape, holders = kept.spec.shape, {}  # replicas are read once
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
+    holders.setdefault(starts, []).append(device)
+  local = sharding.shard_shape(shape)
+  size = stored.piece(kept, local, _PIECE // dtype.itemsize)
+
+  def place(at):
+    """What begins there in each shard."""
+    arrays = []
+    for starts, devices in holders.items():
+      part = stored.read(kept, tensors, [
+          (s + i, s + i + n) for s, i, n in zip(starts, at, size)], dtype)
+      arrays += [jax.device_put(part, device) for device in devices]
+      jax.block_until_ready(arrays)  # the host keeps one, not all
+    return jax.make_array_from_single_device_arrays(
+        tuple(n // l * s for n, l, s in zip(shape, local, size)), sharding,
+        arrays, dtype=dtype)
+
+  if not holders:  # only other processes have some of it
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [], dtype=dtype)
+  if size == local:
+    return place([0] * len(shape))
+  out = sharding_lib.zeros(shape, dtype, sharding)
+  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
+    at = np.multiply(at, size, dtype=np.int32)
+    out = write(out, place(at), at, sharding)
+  return out
 
 
 def _open(folder, table, cfg, stack) -> dict:
@@ -151,14 +173,15 @@ def _slices(folder, stack) -> dict:
 def open_file(file, stack) -> dict:
   """Tensor name -> open slice, until `stack` is left."""
   try:
+    handle = stack.enter_context(file.open('rb'))
     if store.is_remote(file):
-      return ranges.tensors(
-          stack.enter_context(file.open('rb')), file.stat().length)
-    handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
-  except (safetensors.SafetensorError, OSError, ValueError) as e:
+      return ranges.tensors(handle, file.stat().length)
+    mapped = stack.enter_context(mmap.mmap(
+        handle.fileno(), 0, access=mmap.ACCESS_READ))
+    return ranges.tensors(mapped, len(mapped))
+  except (OSError, ValueError) as e:
     raise InputError(
         f'{file}: unreadable ({e}); copy or download it again') from e
-  return {name: handle.get_slice(name) for name in handle.keys()}
 
 
 def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:

@@ -91,6 +91,21 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
+def piece(stored: Stored, shape, most: int) -> tuple[int, ...]:
+  """The part of a shard of this shape that is read at a time.
+
+  Some layers (or experts), or of one the rows of its tensor; `most` elements,
+  or the one row that has more. Parts of this shape make up the shard.
+  """
+  spec, shape = stored.spec, list(shape)
+  row = spec.stack + (inputs(spec) if spec.matrix else 0)
+  for i in (*range(spec.stack), row):
+    fits = most // math.prod(shape[:i] + shape[i + 1:])
+    shape[i] = next(n for n in range(min(max(fits, 1), shape[i]), 0, -1)
+                    if shape[i] % n == 0)
+  return tuple(shape)
+
+
 def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   """Elements `bounds` = ((start, end), ...) of a parameter.
 
@@ -98,10 +113,10 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
     tensors: name -> open slice of a safetensors file.
   """
   spec = stored.spec
-  out = np.zeros([end - start for start, end in bounds], dtype)
+  out = np.empty([end - start for start, end in bounds], dtype)
   if not spec.stack:
     value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
-    out[:len(value)] = value  # what is beyond the vocabulary stays zero
+    out[:len(value)], out[len(value):] = value, 0  # beyond the vocabulary
     return out
   kept, n = spec.shape[:spec.stack], spec.stack
   for at in np.ndindex(out.shape[:n]):
