@@ -207,27 +207,21 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
 
 
-def zeros(shape, dtype, sharding: NamedSharding) -> jax.Array:
-  """Made where they are."""
-  return jnp.zeros(shape, dtype, device=sharding)
-
-
-def write(x, piece, at, sharding: NamedSharding):
-  """`x` with pieces in the place of what is from `at` on in each shard.
-
-  Nothing travels between devices.
+def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...]):
+  """`x` with pieces from `at` on in each shard; None: zeros of this shape.
 
   Args:
-    piece: of as many shards, each of the same number of dimensions.
+    piece: of as many shards.
     at: [dimensions] int32.
-    sharding: of both.
   """
   def local(x, piece, at):
-    # XLA:CPU would widen all of x to float32: bits stay what they are.
+    if x is None:
+      x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
+    # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
     bits = lambda x, to: x if x.dtype.itemsize != 2 else (
         jax.lax.bitcast_convert_type(x, to))
     return bits(jax.lax.dynamic_update_slice(
-        bits(x, jnp.uint16), bits(piece, jnp.uint16), list(at)), x.dtype)
+        bits(x, jnp.uint16), bits(piece, jnp.uint16), list(at)), piece.dtype)
 
   spec = sharding.spec
   return jax.shard_map(

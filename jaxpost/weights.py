@@ -25,7 +25,6 @@ from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
 from jaxpost.models.table import join, nest
-from jaxpost.programs import reshard
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.sharding import Layout
@@ -205,7 +204,7 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
   if ledger and ledger.dry:
     return described(part, layout, 'float32')
   return peft.load(
-      source.folder, model, part.shardings(layout), reshard.write)
+      source.folder, model, part.shardings(layout), programs.write)
 
 
 def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
@@ -217,11 +216,11 @@ def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype,
                                 partial=source.base is not None))
   if source.base is not None:
-    return peft.load(source.folder, model, shardings, reshard.write)
+    return peft.load(source.folder, model, shardings, programs.write)
   if source.folder is not None:  # one by one, so that all are never whole
     return hf.load_params(
         source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep,
-        reshard.write)
+        programs.write)
   return programs.random_params(
       model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 

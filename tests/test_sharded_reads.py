@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 import safetensors.numpy
 import test_processes
 
@@ -53,8 +52,8 @@ def count_reads():
 def load(folder, model, layout, piece):
   """Its parameters, the way that a run has them."""
   from jaxpost import weights
-  from jaxpost.models import hf
-  hf._PIECE = piece
+  from jaxpost.models import hf, stored
+  stored._PIECE = piece
   source = weights.Source(model.config, folder=hf.opened(folder), name='x')
   return weights.load(source, model, layout, 'float32')
 

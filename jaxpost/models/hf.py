@@ -28,7 +28,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import families, mxfp4, ranges, stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.table import join, leaf, nest
+from jaxpost.models.table import join, leaf, nest, parts
 from jaxpost.sharding import to_host
 
 _SINGLE = 'model.safetensors'
@@ -38,7 +38,6 @@ _DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _HEAD = 'lm_head.weight'
-_PIECE = 16 << 20  # bytes that are read at a time
 write_file = functools.partial(
     safetensors.numpy.save_file, metadata={'format': 'pt'})
 
@@ -82,41 +81,9 @@ def load_params(folder, model: Model, shardings: dict, dtype,
     table = stored.table(model.config, model.table)
     tensors = _open(opened(folder), table, model.config, stack)
     for path, kept in table.items():
-      out = join(out, keep(nest({path: load_leaf(
+      out = join(out, keep(nest({path: stored.load(
           kept, tensors, leaf(shardings, path),
           np.dtype(kept.spec.dtype or dtype), write)})))
-  return out
-
-
-def load_leaf(kept, tensors, sharding, dtype, write) -> jax.Array:
-  shape, holders = kept.spec.shape, {}  # replicas are read once
-  for device, index in sharding.addressable_devices_indices_map(shape).items():
-    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
-    holders.setdefault(starts, []).append(device)
-  local = sharding.shard_shape(shape)
-  size = stored.piece(kept, local, _PIECE // dtype.itemsize)
-
-  def place(at):
-    """What begins there in each shard."""
-    arrays = []
-    for starts, devices in holders.items():
-      part = stored.read(kept, tensors, [
-          (s + i, s + i + n) for s, i, n in zip(starts, at, size)], dtype)
-      arrays += [jax.device_put(part, device) for device in devices]
-      jax.block_until_ready(arrays)  # the host keeps one, not all
-    return jax.make_array_from_single_device_arrays(
-        tuple(n // l * s for n, l, s in zip(shape, local, size)), sharding,
-        arrays, dtype=dtype)
-
-  if not holders:  # only other processes have some of it
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [], dtype=dtype)
-  if size == local:
-    return place([0] * len(shape))
-  out = sharding_lib.zeros(shape, dtype, sharding)
-  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
-    at = np.multiply(at, size, dtype=np.int32)
-    out = write(out, place(at), at, sharding)
   return out
 
 
@@ -259,7 +226,8 @@ def check_target(folder):
 def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
          pad_id=None, generation: dict | None = None, card: str = '',
          tokenizer_save: Callable | None = None,
-         max_shard_bytes: int = 4 << 30, dtype=None):
+         max_shard_bytes: int = 4 << 30, dtype=None,
+         merge: Callable = lambda params: params):
   """Writes a folder that `transformers` and vLLM load, all or nothing.
 
   Every process calls it; process 0 writes.
@@ -269,14 +237,17 @@ def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
     card: text of the model card, below its title.
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
     dtype: of the stored tensors; by default that of the parameters.
+    merge: makes `params` those of `model`; asked layer by layer.
   """
   writes = jax.process_index() == 0
   if writes:
     check_target(folder)
+  made = jax.eval_shape(merge, params)
   dtype = np.dtype(dtype or jnp.result_type(*(
-      leaf(params, p) for p, spec in model.table.items() if not spec.dtype)))
+      leaf(made, p).dtype for p, spec in model.table.items()
+      if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
-    _write_weights(staged, model, params, dtype, max_shard_bytes)
+    _write_weights(staged, model, params, dtype, max_shard_bytes, merge)
     if writes:
       _write_texts(staged, pathlib.PurePath(str(folder)).name, model.config,
                    dtype, stop_ids, bos_id, pad_id, generation or {}, card)
@@ -314,7 +285,7 @@ def _staging(folder):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_weights(staged, model, params, dtype, max_shard_bytes):
+def _write_weights(staged, model, params, dtype, max_shard_bytes, merge):
   """Shards in the order of the table, one parameter on the host at a time."""
   table = stored.table(model.config, model.table)
   made = {name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
@@ -330,7 +301,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
   files = [_SINGLE] if len(shards) == 1 else [
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
-  every = export_tensors(table, params, dtype)
+  every = export_tensors(table, params, dtype, merge)
   for at, names in enumerate(shards):
     with contextlib.ExitStack() as stack:
       if staged is not None:
@@ -346,13 +317,13 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
         'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
 
 
-def export_tensors(table, params, dtype):
+def export_tensors(table, params, dtype, merge=lambda params: params):
   """(name, tensor) in the order of the table; a collective across processes.
 
-  One layer of the parameters in a tensor is on the host at a time.
+  One layer of the parameters in a tensor is merged, and on the host, at a time.
   """
   for group in stored.groups(table):
-    entries = [_entries(leaf(params, path), kept.spec)
+    entries = [_entries(parts(params, path), path, kept.spec, merge)
                for path, kept in group.items()]
     kept = next(iter(group.values()))
     for name, *values in zip(kept.names, *entries, strict=True):
@@ -362,11 +333,12 @@ def export_tensors(table, params, dtype):
           value.astype(kept.spec.dtype or dtype, copy=False))
 
 
-def _entries(x, spec):
+def _entries(made_of, path, spec, merge):
   """What is stored by itself of a parameter, in order; fetched by the layer."""
-  layers = map(to_host, (x[i] for i in range(len(x)))) if spec.stack else [
-      to_host(x)]
-  for layer in layers:
+  own, beside = made_of
+  for i in range(spec.shape[0] if spec.stack else 1):
+    some = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own)
+    layer = to_host(leaf(merge(beside | some), path))
     yield from layer.reshape(-1, *spec.shape[spec.stack:])
 
 

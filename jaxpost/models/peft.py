@@ -246,7 +246,7 @@ def load(folder, model: Model, shardings: dict,
         folder, hf.read_json(folder / CONFIG), model.config, stack)
     _check(folder, model, have)
     return tables.nest({
-        path: hf.load_leaf(
+        path: stored.load(
             kept, have, tables.leaf(shardings, path), np.dtype(np.float32),
             write)
         for path, kept in _kept(model).items()})

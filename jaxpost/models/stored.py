@@ -9,11 +9,14 @@ import dataclasses
 import math
 import re
 
+import jax
 import numpy as np
 
 from jaxpost.models import families, transformer
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.table import Param, inputs
+
+_PIECE = 16 << 20  # bytes that are read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
-def piece(stored: Stored, shape, most: int) -> tuple[int, ...]:
+def _piece(stored: Stored, shape, most: int) -> tuple[int, ...]:
   """The part of a shard of this shape that is read at a time.
 
   Some layers (or experts), or of one the rows of its tensor; `most` elements,
@@ -124,6 +127,42 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
         [start + i for (start, _), i in zip(bounds, at)], kept)
     out[at] = _read(
         stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
+  return out
+
+
+def load(stored: Stored, tensors: dict, sharding, dtype, write) -> jax.Array:
+  """A parameter; the host has one piece of it at a time.
+
+  Args: as those of `read` and of `hf.load_params`.
+  """
+  shape, holders = stored.spec.shape, {}  # replicas are read once
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
+    holders.setdefault(starts, []).append(device)
+  local = sharding.shard_shape(shape)
+  size = _piece(stored, local, _PIECE // dtype.itemsize)
+
+  def place(at):
+    """What begins there in each shard."""
+    arrays = []
+    for starts, devices in holders.items():
+      part = read(stored, tensors, [
+          (s + i, s + i + n) for s, i, n in zip(starts, at, size)], dtype)
+      arrays += [jax.device_put(part, device) for device in devices]
+      jax.block_until_ready(arrays)  # the host keeps one, not all
+    return jax.make_array_from_single_device_arrays(
+        tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding,
+        arrays, dtype=dtype)
+
+  if not holders:  # only other processes have some of it
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [], dtype=dtype)
+  if size == local:
+    return place([0] * len(shape))
+  out = None
+  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
+    at = np.multiply(at, size, dtype=np.int32)
+    out = write(out, place(at), at, sharding, shape)
   return out
 
 

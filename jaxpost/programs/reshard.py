@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost import sharding
 from jaxpost.matmul import Compute
 from jaxpost.models.layers import fuse, fused
 from jaxpost.models.model import Model
@@ -21,7 +20,6 @@ from jaxpost.programs.score import narrow
 from jaxpost.sharding import Layout
 
 GROUP_BYTES = 2**30
-write = jax.jit(sharding.write, donate_argnums=0, static_argnums=3)  # in place
 
 
 class Reshard:
