@@ -22,13 +22,13 @@ from jaxpost.evaluate import Evaluator, HeldOut
 from jaxpost.loop import Stage
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.metrics import MetricsWriter
-from jaxpost.models import flash, hf, lora, moe, peft
+from jaxpost.models import flash, hf, lora, moe, peft, quantised
 from jaxpost.models import model as model_lib
 from jaxpost.models.table import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
-from jaxpost.programs.compile import Ledger
+from jaxpost.programs.compile import Ledger, after
 from jaxpost.roles import Frozen, Policy, Roles, Sampler, Trainable, place
 from jaxpost.sharding import Layout, to_host
 from jaxpost.timeline import Timeline
@@ -379,10 +379,14 @@ def export(p: Prepared, folder, params):
   if p.algorithm.scalar_head:
     pad = reward_role.pad_id(t)
     save = functools.partial(reward_role.save_tokenizer, t)
+  merge = p.model.merge  # operation by operation: fused, sums round otherwise
+  if p.model.quantised:
+    merge = after(functools.partial(
+        quantised.convert, model=p.model.base), merge)
   adapter = peft.writer(p.model, params, weights.below_adapter(p))
   hf.save(folder, model_lib.build(dataclasses.replace(
-      p.model.config, value_head=False, lora=())), p.model.merge(params),
-          stop_ids=t.stop_ids, bos_id=t.bos_id, pad_id=pad,
+      p.model.config, value_head=False, lora=())), params,
+          merge=merge, stop_ids=t.stop_ids, bos_id=t.bos_id, pad_id=pad,
           # Of the model, whoever the tokenizer is from.
           generation=hf.read_generation(
               p.config.model.path if p.config.model.tokenizer else t.source),

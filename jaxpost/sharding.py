@@ -207,6 +207,28 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
 
 
+def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...]):
+  """`x` with pieces from `at` on in each shard; None: zeros of this shape.
+
+  Args:
+    piece: of as many shards.
+    at: [dimensions] int32.
+  """
+  def local(x, piece, at):
+    if x is None:
+      x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
+    # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
+    bits = lambda x, to: x if x.dtype.itemsize != 2 else (
+        jax.lax.bitcast_convert_type(x, to))
+    return bits(jax.lax.dynamic_update_slice(
+        bits(x, jnp.uint16), bits(piece, jnp.uint16), list(at)), piece.dtype)
+
+  spec = sharding.spec
+  return jax.shard_map(
+      local, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()),
+      out_specs=spec)(x, piece, at)
+
+
 def owners(devices) -> list[int]:
   """The processes that have some of these devices."""
   return sorted({d.process_index for d in devices})

@@ -203,7 +203,8 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
   part = lora.trained(model)
   if ledger and ledger.dry:
     return described(part, layout, 'float32')
-  return peft.load(source.folder, model, part.shardings(layout))
+  return peft.load(
+      source.folder, model, part.shardings(layout), programs.write)
 
 
 def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
@@ -215,10 +216,11 @@ def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype,
                                 partial=source.base is not None))
   if source.base is not None:
-    return peft.load(source.folder, model, shardings)
+    return peft.load(source.folder, model, shardings, programs.write)
   if source.folder is not None:  # one by one, so that all are never whole
     return hf.load_params(
-        source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep)
+        source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep,
+        programs.write)
   return programs.random_params(
       model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 

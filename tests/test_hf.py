@@ -15,6 +15,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.models import hf, stored
 from jaxpost.models import model as model_lib
+from jaxpost.programs import train
 
 TOLERANCE = 3e-5  # of the largest logit, in float32
 # Not what a config would default to, so that ignoring a field shows.
@@ -436,7 +437,7 @@ def traced(fn):
 def large(tmp_path):
   """(model, parameters, bytes of the largest one, of all, folder)."""
   model = model_lib.build(tiny.config(
-      hidden_size=256, intermediate_size=512, num_layers=8))
+      hidden_size=256, intermediate_size=1024, num_layers=10))
   params = model.init(jax.random.key(0))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
   assert max(sizes) < sum(sizes) / 3
@@ -444,23 +445,37 @@ def large(tmp_path):
   return model, params, max(sizes), sum(sizes), tmp_path / 'large'
 
 
-def test_loading_keeps_one_parameter_on_the_host(large, monkeypatch):
-  """Arrays on the device may be those that were read: what a read adds."""
-  model, params, largest, _, folder = large
-  peaks, read = [], stored.read
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
+  """... and no parameter twice on the device.
 
-  def counted(*args):
-    tracemalloc.reset_peak()
-    before, _ = tracemalloc.get_traced_memory()
-    out = read(*args)
-    peaks.append(tracemalloc.get_traced_memory()[1] - before)
+  What numpy has in the end is on the device, which is this host.
+  """
+  model, params, _, every, folder = large
+  tensor = max(x.nbytes for x in tensors(folder).values())
+  monkeypatch.setattr(stored, '_PIECE', tensor // 4)
+  written, held = [], []
+
+  def write(x, piece, at, *sharding):
+    held.append(sum(x.nbytes for x in jax.live_arrays()))
+    out = train.write(x, piece, at, *sharding)
+    assert x is None or x.is_deleted()
+    written.append(piece.nbytes)
     return out
 
-  monkeypatch.setattr(stored, 'read', counted)
-  _, found = traced(lambda: hf.load_params(
-      folder, model, model.shardings(tiny.one_device()), 'float32'))
-  jax.tree.map(equal, found, params)
-  assert largest < max(peaks) < 1.5 * largest
+  read = lambda: hf.load_params(
+      folder, model, model.shardings(tiny.one_device()), dtype, write=write)
+  jax.block_until_ready(read())  # compiles
+  written.clear()
+  held.clear()
+  before = sum(x.nbytes for x in jax.live_arrays())
+  peak, (found, kept) = traced(lambda: (
+      jax.block_until_ready(read()), tracemalloc.get_traced_memory()[0]))
+  assert peak - kept < 1.5 * tensor < every / 8
+  jax.tree.map(equal, found, jax.tree.map(lambda x: x.astype(dtype), params))
+  assert max(written) <= tensor // 4 and sum(written) > every / 4
+  owned = sum(x.nbytes for x in jax.tree.leaves(found))
+  assert max(held) - before < owned + 1.5 * tensor
 
 
 def test_export_keeps_one_layer_on_the_host(large, tmp_path):

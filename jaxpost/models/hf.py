@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import math
+import mmap
 import os
 import pathlib
 import shutil
@@ -21,12 +22,13 @@ import numpy as np
 import safetensors.numpy
 from etils import epath
 
+from jaxpost import sharding as sharding_lib
 from jaxpost import store
 from jaxpost.errors import InputError
 from jaxpost.models import families, mxfp4, ranges, stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.table import join, leaf, nest
+from jaxpost.models.table import join, leaf, nest, parts
 from jaxpost.sharding import to_host
 
 _SINGLE = 'model.safetensors'
@@ -65,37 +67,24 @@ def check(folder, cfg: ModelConfig, rows=None):
 
 
 def load_params(folder, model: Model, shardings: dict, dtype,
-                keep: Callable = lambda params: params) -> dict:
+                keep: Callable = lambda params: params,
+                write: Callable = sharding_lib.write) -> dict:
   """The parameters of a folder, nested, as arrays with these shardings.
 
-  Each process reads the slices that its devices hold, one shard at a time.
-  `keep` makes of {path: parameter}, nested, what is kept in its place.
+  Each process reads the slices that its devices hold, a piece at a time: the
+  host has no more than that. `keep` makes of {path: parameter}, nested, what
+  is kept in its place; `write` may take over the buffers of its first
+  argument, or else a parameter is in memory twice.
   """
   out = {}
   with contextlib.ExitStack() as stack:
     table = stored.table(model.config, model.table)
     tensors = _open(opened(folder), table, model.config, stack)
     for path, kept in table.items():
-      out = join(out, keep(nest({path: load_leaf(
+      out = join(out, keep(nest({path: stored.load(
           kept, tensors, leaf(shardings, path),
-          np.dtype(kept.spec.dtype or dtype))})))
+          np.dtype(kept.spec.dtype or dtype), write)})))
   return out
-
-
-def load_leaf(kept, tensors, sharding, dtype) -> jax.Array:
-  spec = kept.spec
-  holders = {}  # devices of each distinct shard: replicas are read once
-  for device, index in sharding.addressable_devices_indices_map(
-      spec.shape).items():
-    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, spec.shape))
-    holders.setdefault(bounds, []).append(device)
-  arrays = []
-  for bounds, devices in holders.items():
-    shard = stored.read(kept, tensors, bounds, dtype)
-    arrays += [jax.device_put(shard, device) for device in devices]
-    jax.block_until_ready(arrays)  # the host keeps one shard, not all
-  return jax.make_array_from_single_device_arrays(
-      spec.shape, sharding, arrays, dtype=dtype)
 
 
 def _open(folder, table, cfg, stack) -> dict:
@@ -151,14 +140,15 @@ def _slices(folder, stack) -> dict:
 def open_file(file, stack) -> dict:
   """Tensor name -> open slice, until `stack` is left."""
   try:
+    handle = stack.enter_context(file.open('rb'))
     if store.is_remote(file):
-      return ranges.tensors(
-          stack.enter_context(file.open('rb')), file.stat().length)
-    handle = stack.enter_context(safetensors.safe_open(file, framework='np'))
-  except (safetensors.SafetensorError, OSError, ValueError) as e:
+      return ranges.tensors(handle, file.stat().length)
+    mapped = stack.enter_context(mmap.mmap(
+        handle.fileno(), 0, access=mmap.ACCESS_READ))
+    return ranges.tensors(mapped, len(mapped))
+  except (OSError, ValueError) as e:
     raise InputError(
         f'{file}: unreadable ({e}); copy or download it again') from e
-  return {name: handle.get_slice(name) for name in handle.keys()}
 
 
 def _weight_files(folder) -> tuple[list[pathlib.Path], dict[str, str]]:
@@ -236,7 +226,8 @@ def check_target(folder):
 def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
          pad_id=None, generation: dict | None = None, card: str = '',
          tokenizer_save: Callable | None = None,
-         max_shard_bytes: int = 4 << 30, dtype=None):
+         max_shard_bytes: int = 4 << 30, dtype=None,
+         merge: Callable = lambda params: params):
   """Writes a folder that `transformers` and vLLM load, all or nothing.
 
   Every process calls it; process 0 writes.
@@ -246,14 +237,17 @@ def save(folder, model: Model, params: dict, *, stop_ids=(), bos_id=None,
     card: text of the model card, below its title.
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
     dtype: of the stored tensors; by default that of the parameters.
+    merge: makes `params` those of `model`; asked layer by layer.
   """
   writes = jax.process_index() == 0
   if writes:
     check_target(folder)
+  made = jax.eval_shape(merge, params)
   dtype = np.dtype(dtype or jnp.result_type(*(
-      leaf(params, p) for p, spec in model.table.items() if not spec.dtype)))
+      leaf(made, p).dtype for p, spec in model.table.items()
+      if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
-    _write_weights(staged, model, params, dtype, max_shard_bytes)
+    _write_weights(staged, model, params, dtype, max_shard_bytes, merge)
     if writes:
       _write_texts(staged, pathlib.PurePath(str(folder)).name, model.config,
                    dtype, stop_ids, bos_id, pad_id, generation or {}, card)
@@ -291,7 +285,7 @@ def _staging(folder):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_weights(staged, model, params, dtype, max_shard_bytes):
+def _write_weights(staged, model, params, dtype, max_shard_bytes, merge):
   """Shards in the order of the table, one parameter on the host at a time."""
   table = stored.table(model.config, model.table)
   made = {name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
@@ -307,7 +301,7 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
   files = [_SINGLE] if len(shards) == 1 else [
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
       for i in range(len(shards))]
-  every = export_tensors(table, params, dtype)
+  every = export_tensors(table, params, dtype, merge)
   for at, names in enumerate(shards):
     with contextlib.ExitStack() as stack:
       if staged is not None:
@@ -323,13 +317,13 @@ def _write_weights(staged, model, params, dtype, max_shard_bytes):
         'weight_map': {n: f for f, s in zip(files, shards) for n in s}})
 
 
-def export_tensors(table, params, dtype):
+def export_tensors(table, params, dtype, merge=lambda params: params):
   """(name, tensor) in the order of the table; a collective across processes.
 
-  One layer of the parameters in a tensor is on the host at a time.
+  One layer of the parameters in a tensor is merged, and on the host, at a time.
   """
   for group in stored.groups(table):
-    entries = [_entries(leaf(params, path), kept.spec)
+    entries = [_entries(parts(params, path), path, kept.spec, merge)
                for path, kept in group.items()]
     kept = next(iter(group.values()))
     for name, *values in zip(kept.names, *entries, strict=True):
@@ -339,11 +333,12 @@ def export_tensors(table, params, dtype):
           value.astype(kept.spec.dtype or dtype, copy=False))
 
 
-def _entries(x, spec):
+def _entries(made_of, path, spec, merge):
   """What is stored by itself of a parameter, in order; fetched by the layer."""
-  layers = map(to_host, (x[i] for i in range(len(x)))) if spec.stack else [
-      to_host(x)]
-  for layer in layers:
+  own, beside = made_of
+  for i in range(spec.shape[0] if spec.stack else 1):
+    some = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own)
+    layer = to_host(leaf(merge(beside | some), path))
     yield from layer.reshape(-1, *spec.shape[spec.stack:])
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxpost import sharding
 from jaxpost.errors import InputError
 from jaxpost.models import families, hf, lora, stored, transformer
 from jaxpost.models import table as tables
@@ -243,7 +244,8 @@ def _check(folder, model: Model, have: dict):
                  'no place')
 
 
-def load(folder, model: Model, shardings: dict) -> dict:
+def load(folder, model: Model, shardings: dict,
+         write: Callable = sharding.write) -> dict:
   """The adapters of a folder, nested, as float32 arrays."""
   folder = hf.opened(folder)
   with contextlib.ExitStack() as stack:
@@ -251,8 +253,9 @@ def load(folder, model: Model, shardings: dict) -> dict:
         folder, hf.read_json(folder / CONFIG), model.config, stack)
     _check(folder, model, have)
     return tables.nest({
-        path: hf.load_leaf(
-            kept, have, tables.leaf(shardings, path), np.dtype(np.float32))
+        path: stored.load(
+            kept, have, tables.leaf(shardings, path), np.dtype(np.float32),
+            write)
         for path, kept in _kept(model).items()})
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files by ranges of bytes: read on object stores, or written.
+"""Safetensors files by ranges of bytes, on disks and object stores, or written.
 
 The file begins with the length of its header (8 bytes, little endian) and the
 header, JSON of name -> type, shape and where the bytes are behind it.
@@ -7,6 +7,7 @@ header, JSON of name -> type, shape and where the bytes are behind it.
 import dataclasses
 import json
 import math
+import mmap
 import typing
 
 import ml_dtypes
@@ -20,9 +21,13 @@ _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """What `safetensors.safe_open(...).get_slice(name)` gives of a local file."""
+  """As `safetensors.safe_open(...).get_slice(name)` of a local file.
 
-  file: typing.BinaryIO
+  Of a mapped file what is asked for is read, and is then on the host once:
+  its pages are given back. Of others, whole rows are.
+  """
+
+  file: typing.BinaryIO | mmap.mmap
   dtype: str
   shape: tuple[int, ...]
   start: int  # of its bytes in the file
@@ -39,10 +44,18 @@ class Tensor:
     start, stop, _ = rows.indices(self.shape[0])
     dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
     size = math.prod(inner) * dtype.itemsize
-    self.file.seek(self.start + start * size)
-    data = self.file.read((stop - start) * size)
-    return np.frombuffer(data, dtype).reshape(-1, *inner)[
+    begin, count = self.start + start * size, (stop - start) * size
+    if mapped := isinstance(self.file, mmap.mmap):
+      data = memoryview(self.file)[begin:begin + count]
+    else:
+      self.file.seek(begin)
+      data = self.file.read(count)
+    out = np.frombuffer(data, dtype).reshape(-1, *inner)[
         (slice(None), *rest)]
+    if mapped:
+      out, page = out.copy(), begin - begin % mmap.PAGESIZE
+      self.file.madvise(mmap.MADV_DONTNEED, page, begin + count - page)
+    return out
 
 
 def header(tensors: dict[str, tuple]) -> bytes:

@@ -9,11 +9,14 @@ import dataclasses
 import math
 import re
 
+import jax
 import numpy as np
 
 from jaxpost.models import families, transformer
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.table import Param, inputs
+
+_PIECE = 16 << 20  # bytes that are read at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,21 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
+def _piece(stored: Stored, shape, most: int) -> tuple[int, ...]:
+  """The part of a shard of this shape that is read at a time.
+
+  Some layers (or experts), or of one the rows of its tensor; `most` elements,
+  or the one row that has more. Parts of this shape make up the shard.
+  """
+  spec, shape = stored.spec, list(shape)
+  row = spec.stack + (inputs(spec) if spec.matrix else 0)
+  for i in (*range(spec.stack), row):
+    fits = most // math.prod(shape[:i] + shape[i + 1:])
+    shape[i] = next(n for n in range(min(max(fits, 1), shape[i]), 0, -1)
+                    if shape[i] % n == 0)
+  return tuple(shape)
+
+
 def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   """Elements `bounds` = ((start, end), ...) of a parameter.
 
@@ -98,10 +116,10 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
     tensors: name -> open slice of a safetensors file.
   """
   spec = stored.spec
-  out = np.zeros([end - start for start, end in bounds], dtype)
+  out = np.empty([end - start for start, end in bounds], dtype)
   if not spec.stack:
     value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
-    out[:len(value)] = value  # what is beyond the vocabulary stays zero
+    out[:len(value)], out[len(value):] = value, 0  # beyond the vocabulary
     return out
   kept, n = spec.shape[:spec.stack], spec.stack
   for at in np.ndindex(out.shape[:n]):
@@ -109,6 +127,42 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
         [start + i for (start, _), i in zip(bounds, at)], kept)
     out[at] = _read(
         stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
+  return out
+
+
+def load(stored: Stored, tensors: dict, sharding, dtype, write) -> jax.Array:
+  """A parameter; the host has one piece of it at a time.
+
+  Args: as those of `read` and of `hf.load_params`.
+  """
+  shape, holders = stored.spec.shape, {}  # replicas are read once
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
+    holders.setdefault(starts, []).append(device)
+  local = sharding.shard_shape(shape)
+  size = _piece(stored, local, _PIECE // dtype.itemsize)
+
+  def place(at):
+    """What begins there in each shard."""
+    arrays = []
+    for starts, devices in holders.items():
+      part = read(stored, tensors, [
+          (s + i, s + i + n) for s, i, n in zip(starts, at, size)], dtype)
+      arrays += [jax.device_put(part, device) for device in devices]
+      jax.block_until_ready(arrays)  # the host keeps one, not all
+    return jax.make_array_from_single_device_arrays(
+        tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding,
+        arrays, dtype=dtype)
+
+  if not holders:  # only other processes have some of it
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [], dtype=dtype)
+  if size == local:
+    return place([0] * len(shape))
+  out = None
+  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
+    at = np.multiply(at, size, dtype=np.int32)
+    out = write(out, place(at), at, sharding, shape)
   return out
 
 

@@ -77,6 +77,17 @@ def leaf(tree: dict, path: str):
   return tree
 
 
+def parts(tree: dict, path: str) -> tuple[dict, dict]:
+  """(what `Model.merge` makes a parameter of, what it asks besides), nested.
+
+  Its leaf, or its codes, and its adapter; the type of the norm is that of what
+  was quantised.
+  """
+  own = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
+  return nest(own), {k: x for k, x in tree.items()
+                     if k == 'norm' and own.keys() != {path}}
+
+
 def join(one: dict, two: dict) -> dict:
   """The leaves of two trees in one; where both have one, that of the second."""
   both = [k for k, v in two.items() if k in one and isinstance(v, dict)]

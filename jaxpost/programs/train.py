@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpost import sharding as sharding_lib
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models import moe
@@ -24,6 +25,8 @@ from jaxpost.sharding import Layout
 from jaxpost.types import Batch, TrainState
 
 
+write = jax.jit(  # in place: what is read goes to its shards
+    sharding_lib.write, donate_argnums=0, static_argnums=(3, 4))
 _ROUTER = 'router'  # among the metrics of a micro-batch: sums, see `moe`
 
 

@@ -1,0 +1,146 @@
+"""What is read of a folder: by two real processes, and onto eight devices.
+
+`main` below is what the processes run; the tests look at what they print.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import safetensors.numpy
+import test_processes
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SHAPE = dict(vocab_size=259, hidden_size=64,
+             intermediate_size=96, num_layers=6, num_heads=8, num_kv_heads=4,
+             tie_embeddings=False)
+LAYOUTS = ['dense:fsdp=8', 'dense:fsdp=4,tensor=2', 'fused:tensor=4,data=2',
+           'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2',
+           'latent:expert=2,fsdp=2,tensor=2', 'packed:expert=2,tensor=2,data=2']
+
+
+def models():
+  import tiny
+  from jaxpost.models.config import Experts
+  return dict(
+      dense=tiny.config(**SHAPE),
+      fused=tiny.config(**SHAPE, family='phi3', biases=('q', 'k', 'v', 'o')),
+      moe=tiny.config(**SHAPE, family='qwen3_moe', experts=Experts(8, 2, 24)),
+      packed=tiny.config(
+          **SHAPE | dict(family='gpt_oss', qk_norm=''), experts=Experts(
+              8, 2, 24, limit=1.5, alpha=1.7),
+          biases=('q', 'o', 'router', 'gate', 'up', 'down', 'sinks')),
+      latent=tiny.latent())
+
+
+def count_reads():
+  """[bytes of matrices, of vectors] that are read from now on."""
+  from jaxpost.models import ranges
+  read, count = ranges.Tensor.__getitem__, [0, 0]
+
+  def counted(tensor, index):
+    out = read(tensor, index)
+    count[len(tensor.shape) == 1] += out.nbytes
+    return out
+
+  ranges.Tensor.__getitem__ = counted
+  return count
+
+
+def load(folder, model, layout, piece):
+  """Its parameters, the way that a run has them."""
+  from jaxpost import weights
+  from jaxpost.models import hf, stored
+  stored._PIECE = piece
+  source = weights.Source(model.config, folder=hf.opened(folder), name='x')
+  return weights.load(source, model, layout, 'float32')
+
+
+def of_two(folder, rank, address):
+  """What one of two processes reads, and whether it has its shards."""
+  from jaxpost import cluster
+  from jaxpost.models import model as model_lib
+  from jaxpost.models.table import leaf
+  from jaxpost.sharding import make_layout
+  cluster.connect(address, 2, int(rank))
+  count = count_reads()
+  model = model_lib.build(models()['dense'])
+  params = load(folder, model, make_layout('fsdp=2', 'train'), 4096)
+  whole = np.load(pathlib.Path(folder) / 'whole.npz')
+  for path in model.table:
+    for shard in leaf(params, path).addressable_shards:
+      np.testing.assert_array_equal(
+          shard.data, whole[path][shard.index], strict=True)
+  print(json.dumps(count))
+
+
+def onto_eight(folder):
+  """Whether the parameters are those of one device, in each layout."""
+  import jax
+  import tiny
+  from jaxpost.models import hf
+  from jaxpost.models import model as model_lib
+  from jaxpost.sharding import make_layout, to_host
+  given = {}
+  for name, config in models().items():
+    model = model_lib.build(config)
+    given[name] = tiny.params(model)
+    hf.save(pathlib.Path(folder) / name, model, given[name])
+  for text in LAYOUTS:
+    name, _, mesh = text.partition(':')
+    model = model_lib.build(models()[name])
+    found = load(pathlib.Path(folder) / name, model,
+                 make_layout(mesh, 'train'), 2048)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
+                 to_host(found), to_host(given[name]))
+    jax.tree.map(lambda x, sharding: check(x.sharding == sharding), found,
+                 model.shardings(make_layout(mesh, 'train')))
+
+
+def check(holds):
+  assert holds
+
+
+def start(devices, *arguments):
+  return subprocess.Popen(
+      [sys.executable, __file__, *map(str, arguments)], text=True, cwd=ROOT,
+      env=test_processes.environment('', devices),
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_each_process_reads_its_own(tmp_path):
+  """Matrices are split over both, and read once; norms are not split."""
+  import tiny
+  from jaxpost.models import hf
+  from jaxpost.models import model as model_lib
+  from jaxpost.models.table import flatten
+  model = model_lib.build(models()['dense'])
+  params = tiny.params(model)
+  hf.save(tmp_path / 'model', model, params, max_shard_bytes=100_000)
+  np.savez(tmp_path / 'model/whole.npz', **flatten(params))
+  files = list((tmp_path / 'model').glob('*.safetensors'))
+  sizes = [x.nbytes for f in files
+           for x in safetensors.numpy.load_file(f).values() if x.ndim > 1]
+  vectors = sum(x.nbytes for f in files
+                for x in safetensors.numpy.load_file(f).values() if x.ndim == 1)
+  assert len(files) > 5 and vectors < sum(sizes) / 20
+  address = test_processes.free_address()
+  counts = [json.loads(out.splitlines()[-1])
+            for out, _ in test_processes.finish([
+                start(1, tmp_path / 'model', rank, address)
+                for rank in (0, 1)])]
+  assert sum(own for own, _ in counts) == sum(sizes)
+  for own, shared in counts:
+    assert own <= 1.05 * sum(sizes) / 2
+    assert shared <= vectors
+
+
+def test_pieces_make_up_the_shards(tmp_path):
+  test_processes.finish([start(8, tmp_path)])
+
+
+if __name__ == '__main__':
+  sys.path.insert(0, str(ROOT / 'tests'))
+  (of_two if len(sys.argv) > 2 else onto_eight)(*sys.argv[1:])
