@@ -3,7 +3,6 @@
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models.config import OwnConfig
-from jaxpost.rollout import settings
 
 _PAIRS = 'dpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
 
@@ -54,6 +53,7 @@ def check_own(config, cfg):
 
 def check_sampler(config, model):
   """InputError where no sampler of this model could do what is asked."""
+  from jaxpost.rollout import settings  # an SFT run does not read it
   settings.check_likeliest(
       config.rollout.top_logprobs, model.config.vocab_size)
   if config.rollout.share_base and (not model.frozen or model.config.experts):
