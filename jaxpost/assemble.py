@@ -68,7 +68,7 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   platform = train.mesh.devices.flat[0].platform
   compute = flash.settle(
       compute_for(platform, m.dtype, m.remat, m.attention), platform,
-      p.model.config, build.row_length(config, on_policy), ledger.dry)
+      precompile.attended(p, train), ledger.dry)
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()

@@ -25,6 +25,7 @@ from jaxpost.metrics import write_atomic
 from jaxpost.models import flash
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
+from jaxpost.rollout.settings import rung
 from jaxpost.sharding import make_layout
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
@@ -141,11 +142,18 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
       make_layout(mesh, 'rollout', '--mesh'),
       flash.settle(compute_for(
           jax.default_backend(), p.config.model.dtype, 'none'),
-          jax.default_backend(), p.model.config, max_prompt),
+          jax.default_backend(), attended(p.model.config, max_prompt,
+                                          max_prompt + max_new_tokens)),
       Ledger(), functools.partial(p.tokenizer.decode, skip_special=False),
       share=share)
   engine.load(weights.params, weights.step)
   return engine
+
+
+def attended(cfg, longest: int, room: int) -> list:
+  """What `flash.settle` takes, of reading prompts of so many tokens."""
+  sizes = {rung(n, room) for n in range(1, longest + 1)}
+  return [(cfg, n) for n in sorted(sizes)]
 
 
 def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,

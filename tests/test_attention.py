@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -18,9 +19,10 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost import processes
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, flash, scores
+from jaxpost.models import attention, flash, kernel_check, scores
 
 CLONE = pathlib.Path(__file__).parents[1]
 # What a layer may have besides documents and groups of heads.
@@ -277,7 +279,7 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
 def test_a_kernel_of_another_platform_is_refused(platform, name, words):
   compute = compute_for(platform, 'bfloat16', 'none', name)
   with pytest.raises(InputError, match=words):
-    flash.settle(compute, platform, tiny.config(), 512)
+    flash.settle(compute, platform, [(tiny.config(), 512)])
 
 
 # ----------------------------------------------------------------------- check
@@ -296,29 +298,156 @@ def no_gradient(q, k, v, *rest, **more):
   return flash.splash(q, stop(k), v, *rest, **more, interpret=True)
 
 
-def test_a_kernel_is_checked_before_it_is_trusted(monkeypatch, caplog):
-  cfg = tiny.config(head_dim=64, biases=('sinks',), layer_windows=(40, 0))
-  shape = 256, 4, 2, 64, 64
-  good = functools.partial(flash.splash, interpret=True)
-  for window in (0, 40):
-    found = flash.errors('splash', cfg, shape, 'bfloat16', window, True, good)
+def not_there(*args, **more):
+  """As where another version of JAX calls it otherwise."""
+  return jax.lax.make_splash(*args, **more)
+
+
+GOOD = functools.partial(flash.splash, interpret=True)
+SETTLED = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def of_one_length(wrong, length):
+  """Wrong in rows of that length alone."""
+  def kernel(q, *rest, **more):
+    return (wrong if q.shape[1] == length else GOOD)(q, *rest, **more)
+  return kernel
+
+
+@pytest.fixture
+def settle(monkeypatch, tmp_path):
+  """settle(kernel, *lengths) of rows as a TPU would; nothing known before."""
+  monkeypatch.setenv('HOME', str(tmp_path))
+  kernel_check.trusted.cache_clear()
+
+  def run(kernel, *lengths, cfg=SETTLED, **fields):
+    monkeypatch.setitem(flash.KERNELS, 'splash', kernel)
+    compute = compute_for('tpu', 'bfloat16', 'none')
+    return flash.settle(
+        dataclasses.replace(compute, **fields), 'tpu',
+        [(cfg, n) for n in lengths])
+
+  yield run
+  kernel_check.trusted.cache_clear()
+
+
+def test_a_kernel_is_measured_forward_and_backward(monkeypatch):
+  monkeypatch.setitem(flash.KERNELS, 'splash', GOOD)
+  work = flash.work(dataclasses.replace(
+      SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256)
+  assert work.windows == (0, 40)
+  for window in work.windows:
+    found = kernel_check.errors('splash', work, 'bfloat16', window)
     assert set(found) == {'out', 'q', 'k', 'v', 'sinks'}
     assert 1e-4 < max(found.values()) < 0.03
+
+
+@pytest.mark.parametrize('wrong, where', [
+    (one_document, 'in out'), (no_gradient, r'off by 1\.0e\+00 in k'),
+    (not_there, 'AttributeError: .* no attribute .make_splash')])
+def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(
+    monkeypatch, caplog, settle, wrong, where):
+  compute = settle(of_one_length(wrong, 384), 256, 384)
+  assert compute.attention == 'splash'
+  assert [w.length for w in compute.doubted] == [384]
+  line, = [r.message for r in caplog.records if r.levelname == 'WARNING']
+  assert 'splash is wrong on' in line and 'rows of 384 tokens' in line
+  assert re.search(where, line)
+  asked = []
+  monkeypatch.setattr(flash, 'attend', lambda q, *rest: asked.append(
+      q.shape[1]) or q)
+  for length in 256, 384:
+    args, rest, _ = case((length, 4, 2, 64, 64))
+    rest['cfg'] = SETTLED
+    attention.attention(*args[:3], compute=compute, **rest)
+  assert asked == [256]
+
+
+def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
+  asked, errors = [], kernel_check.errors
+
+  def counted(name, work, dtype, window):
+    asked.append((work.length, dtype, window))
+    return errors(name, work, dtype, window)
+
+  monkeypatch.setattr(kernel_check, 'errors', counted)
+  first = settle(of_one_length(one_document, 384), 128, 256, 384, 256)
+  assert asked == [(256, 'bfloat16', 0), (384, 'bfloat16', 0)]  # 128: none
+  assert settle(flash.KERNELS['splash'], 384, 256) == first
+  assert len(asked) == 2
+  # Of another run on this machine: what was right is known.
+  note = tmp_path / '.cache/jaxpost/attention.json'
+  key, = json.loads(note.read_text())
+  assert jax.__version__ in key and jax.devices()[0].device_kind in key
+  kernel_check.trusted.cache_clear()
+  assert settle(flash.KERNELS['splash'], 384, 256) == first
+  assert asked[2:] == [(384, 'bfloat16', 0)]
+  settle(GOOD, 256, cfg=dataclasses.replace(
+      SETTLED, layer_windows=(40, 0)))
+  settle(GOOD, 256, dtype='float32')  # which it refuses by itself
+  assert asked[3:] == [(256, 'bfloat16', 0), (256, 'bfloat16', 40)]
+  note.write_text('{"cut')
+  kernel_check.trusted.cache_clear()
+  settle(GOOD, 256)
+  assert asked[5:] == [(256, 'bfloat16', 0)]
+
+
+def test_nothing_is_checked_where_there_is_no_choice(monkeypatch, settle):
+  monkeypatch.setattr(kernel_check, 'errors', None)
+  assert settle(None, 256, forced=True).doubted == ()
+  assert settle(None, 256, attention='chunked').doubted == ()
+  for platform in 'cpu', 'gpu':
+    compute = compute_for(platform, 'bfloat16', 'none')
+    assert flash.settle(compute, platform, [(SETTLED, 256)]) == compute
   compute = compute_for('tpu', 'bfloat16', 'none')
-  settle = lambda compute: flash.settle(compute, 'tpu', cfg, 256)
-  flash.trusted.cache_clear()
-  monkeypatch.setitem(flash.KERNELS, 'splash', good)
-  assert settle(compute) == compute and settle(compute) == compute
-  assert flash.trusted.cache_info().misses == 1  # once for a shape
-  monkeypatch.undo()
-  for wrong, where in (one_document, 'out'), (no_gradient, 'in k'):
-    flash.trusted.cache_clear()
-    monkeypatch.setitem(flash.KERNELS, 'splash', wrong)
-    assert settle(compute).attention == 'chunked'
-    assert where in caplog.records[-1].message
-    with pytest.raises(InputError, match='splash is wrong on this device'):
-      settle(dataclasses.replace(compute, forced=True))
-  flash.trusted.cache_clear()
+  assert flash.settle(compute, 'tpu', [(SETTLED, 256)], dry=True) == compute
+  # And never by a program: what is settled is only looked up.
+  traced = dict(compute=dataclasses.replace(
+      compute, doubted=(flash.work(SETTLED, 256),)))
+  args, rest, _ = case((256, 4, 2, 64, 64))
+  rest['cfg'] = SETTLED
+  jax.jit(lambda q, k, v: attention.attention(
+      q, k, v, **traced, **rest)).lower(*args[:3])
+
+
+def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
+  whys = []
+
+  def gather(mine):
+    whys.append(mine)
+    return [mine, ['off by 2.0e+00 in v'] * len(mine)]
+
+  monkeypatch.setattr(processes, 'gather', gather)
+  assert [w.length for w in settle(GOOD, 256).doubted] == [256]
+  assert [w.length for w in settle(GOOD, 256).doubted] == [256]
+  assert whys == [[''], ['']]  # asked each time, whatever a process knows
+
+
+def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
+  """Rows of every role, and what the sampler reads texts in."""
+  from jaxpost import assemble, build
+  seen, settle = [], flash.settle
+  monkeypatch.setattr(flash, 'settle', lambda compute, platform, uses, dry: (
+      seen.append(uses), settle(compute, platform, uses, dry))[1])
+  path = tiny.folder(tmp_path / 'model')
+  other = tiny.folder(tmp_path / 'other', head_dim=32)
+  rows = lambda uses: {(cfg.head_dim, n) for cfg, n in uses}
+  size = tiny.config().head_dim
+
+  def uses(config):
+    p, = build.prepare_all(config)
+    try:
+      assemble.make_kit(p)
+    finally:
+      p.close()
+    return rows(seen[-1])
+
+  assert uses(tiny.run_config(path, algorithm='distill', distill=dict(
+      teachers=(other,)), train=dict(row_length=96))) == {
+          (size, 96), (32, 96)}
+  found = uses(tiny.grpo_config(path, rollout=dict(
+      max_prompt_length=100, max_new_tokens=60), train=dict(row_length=0)))
+  assert found == {(size, n) for n in (32, 64, 128, 160)}
 
 
 def test_documents_of_a_row():
@@ -394,7 +523,7 @@ import dataclasses
 import jaxpost.models.model as model_lib
 out, kept = {}, []
 count = aot.cost.count
-aot.cost.count = lambda text, turns: (kept.append(text), count(text, turns))[1]
+aot.cost.count = lambda *args: (kept.append(args[0]), count(*args))[1]
 for name in sys.argv[2], 'chunked':
   p, = described.prepare_all(dict(
       algorithm='sft', data=dict(path='none'), model=dict(
