@@ -640,5 +640,6 @@ def test_classes_that_an_export_names_exist(family):
   for labels in (0, 1):
     name, = families.to_hf(dataclasses.replace(
         cfg, num_labels=labels))['architectures']
-    # Of Granite there is none with a scalar head; it is read back here alone.
-    assert hasattr(transformers, name) or (labels, family) == (1, 'granite')
+    # Of these there is none with a scalar head; they are read back here alone.
+    assert hasattr(transformers, name) or labels and family in (
+        'granite', 'olmoe')
