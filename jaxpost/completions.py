@@ -135,25 +135,22 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
     raise InputError(f'{p.name}: is a reward model, which writes no text')
   if share:  # nothing is trained here
     model = dataclasses.replace(model, frozen=frozenset(model.table))
+  platform = jax.default_backend()
+  compute = compute_for(platform, p.config.model.dtype, 'none')
+  if flash.unproven(compute):
+    from jaxpost.programs import kernel_check
+    room = max_prompt + max_new_tokens
+    compute = kernel_check.settle(compute, [
+        (model.config, rung(n, room)) for n in range(1, room + 1)])
   engine = NativeEngine(
       model, SamplerConfig(
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
           stop_ids=p.tokenizer.stop_ids, top_logprobs=top_logprobs),
       make_layout(mesh, 'rollout', '--mesh'),
-      flash.settle(compute_for(
-          jax.default_backend(), p.config.model.dtype, 'none'),
-          jax.default_backend(), attended(p.model.config, max_prompt,
-                                          max_prompt + max_new_tokens)),
-      Ledger(), functools.partial(p.tokenizer.decode, skip_special=False),
-      share=share)
+      compute, Ledger(),
+      functools.partial(p.tokenizer.decode, skip_special=False), share=share)
   engine.load(weights.params, weights.step)
   return engine
-
-
-def attended(cfg, longest: int, room: int) -> list:
-  """What `flash.settle` takes, of reading prompts of so many tokens."""
-  sizes = {rung(n, room) for n in range(1, longest + 1)}
-  return [(cfg, n) for n in sorted(sizes)]
 
 
 def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,

@@ -10,7 +10,6 @@ import typing
 import jax
 import numpy as np
 
-from jaxpost import build
 from jaxpost.errors import InputError
 from jaxpost.models import context
 from jaxpost.programs import memory
@@ -39,17 +38,16 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
       memory.size({k: x for k, x in sampler.items() if k not in held})))
 
 
-def attended(p, layout) -> list[tuple]:
+def attended(p, layout, length: int) -> list[tuple]:
   """(ModelConfig, tokens of a row) of all that attention will be asked for.
 
-  Of packed rows, if a row is not split over devices and has no branches, and
-  of all lengths that the sampler may read texts in.
+  Of packed rows of `length`, if none is split over devices or has branches,
+  and of all lengths that the sampler may read texts in.
   """
   from jaxpost.rollout.settings import rung
   config, on_policy, out = p.config, p.algorithm.on_policy, []
   branches = not on_policy and p.first_batch.branch_ids is not None
   if context.parts(layout) == 1 and not branches:
-    length = build.row_length(config, on_policy)
     out += [(x.config, length) for x in (p.model, *p.sources.values())]
   r = config.rollout
   if on_policy or config.eval.samples:

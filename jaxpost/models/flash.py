@@ -6,7 +6,6 @@ M documents of a row.
 `REFUSALS` says what each cannot do. `attention.attention` is the one caller.
 """
 
-import dataclasses
 import functools
 import types
 from typing import NamedTuple
@@ -259,26 +258,26 @@ def work(cfg: ModelConfig, length: int) -> Work:
       tuple(sorted(set(cfg.layer_windows or (0,)))), 'sinks' in cfg.biases)
 
 
-def settle(compute: Compute, platform: str, uses, dry: bool = False) -> Compute:
-  """How a run computes: by a kernel only what that does right on this device.
-
-  What is asked for by name is not checked, nor is what XLA compiles.
-
-  Args:
-    platform: of the devices, as JAX calls it.
-    uses: (ModelConfig, tokens of a row) of all that will be attended.
-    dry: nothing can be run, as the device is only described.
-  """
+def check_platform(compute: Compute, platform: str):
+  """InputError where what was asked for runs elsewhere."""
   name = compute.attention
   if platform not in PLATFORMS.get(name, (platform,)):
     raise InputError(
         f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} '
         f'only, and this is {platform}; take auto')
-  if dry or compute.forced or name not in KERNELS:
-    return compute
-  from jaxpost.models import kernel_check
-  asked = {work(cfg, n) for cfg, n in uses if not isinstance(cfg, OwnConfig)}
-  return dataclasses.replace(compute, doubted=kernel_check.doubted(
-      name, compute.dtype, [w for w in asked if w.length >= _SHORT and not (
-          REFUSALS[name](w.heads, w.head_dim, w.value_dim, compute.dtype,
-                         w.attention_softcap, w.sinks))]))
+
+
+def unproven(compute: Compute) -> bool:
+  """Whether it is a kernel that nobody asked for: `kernel_check.settle`."""
+  return compute.attention in KERNELS and not compute.forced
+
+
+def asks(name: str, dtype: str, cfg: ModelConfig | OwnConfig, length: int
+         ) -> Work | None:
+  """What such a model asks of a kernel in rows of that length, if anything."""
+  if isinstance(cfg, OwnConfig) or length < _SHORT:
+    return None
+  it = work(cfg, length)
+  return None if REFUSALS[name](
+      it.heads, it.head_dim, it.value_dim, dtype, it.attention_softcap,
+      it.sinks) else it

@@ -2,9 +2,10 @@
 
 Legend: T tokens, H heads, K kv heads, h head size, hv that of values.
 
-Before anything of a run is compiled; `flash.settle` asks.
+Before anything of a run is compiled. `models/flash.py` has the kernels.
 """
 
+import dataclasses
 import functools
 import json
 import logging
@@ -29,13 +30,18 @@ _FAILURES = (jax.errors.JaxRuntimeError, AssertionError, AttributeError,
              ImportError, RuntimeError, TypeError, ValueError)
 
 
-def doubted(name: str, dtype: str, works) -> tuple[Work, ...]:
-  """Those that the kernel does wrong, on any process: all decide alike.
+def settle(compute: Compute, uses) -> Compute:
+  """How a run computes: by a kernel only what that does right on this device.
 
-  Each is computed once in a process. What was right is kept in
+  What it does wrong on any process goes to XLA on all. Each shape is computed
+  once in a process; what was right is kept in
   ~/.cache/jaxpost/attention.json, and not computed again.
+
+  Args:
+    uses: (ModelConfig, tokens of a row) of all that will be attended.
   """
-  works = sorted(works)
+  name, dtype = compute.attention, compute.dtype
+  works = sorted({flash.asks(name, dtype, *use) for use in uses} - {None})
   path = pathlib.Path.home() / '.cache/jaxpost/attention.json'
   keys, kept = [_key(name, dtype, work) for work in works], _read(path)
   whys = ['' if key in kept else trusted(name, work, dtype)
@@ -55,7 +61,7 @@ def doubted(name: str, dtype: str, works) -> tuple[Work, ...]:
           'attention by %s is wrong on %s with jax %s for rows of %d tokens, '
           '%s: %s; XLA computes these', name, device, jax.__version__,
           work.length, _words(work), why)
-  return tuple(out)
+  return dataclasses.replace(compute, doubted=tuple(out))
 
 
 def _words(work: Work) -> str:
