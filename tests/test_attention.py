@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from test_processes import environment, finish, free_address
 
 from jaxpost import processes
 from jaxpost.errors import InputError
@@ -421,6 +422,35 @@ def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
   assert [w.length for w in settle(GOOD, 256).doubted] == [256]
   assert [w.length for w in settle(GOOD, 256).doubted] == [256]
   assert whys == [[''], ['']]  # asked each time, whatever a process knows
+
+
+EACH = """
+import sys
+sys.path.insert(0, 'tests')
+import tiny
+from jaxpost import cluster
+from jaxpost.matmul import compute_for
+from jaxpost.programs import kernel_check
+rank = int(sys.argv[2])
+cluster.connect(sys.argv[1], 2, rank)
+kernel_check.errors = lambda name, work, *rest: {
+    'out': float(rank and work.length == 384)}
+cfg = tiny.config(head_dim=64)
+compute = kernel_check.settle(compute_for('tpu', 'bfloat16', 'none'), [
+    (cfg, n) for n in (512, 384, 256)])
+print([w.length for w in compute.doubted])
+"""
+
+
+def test_processes_agree_on_what_is_wrong(tmp_path):
+  """One of them finds a shape wrong: neither uses it."""
+  address = free_address()
+  said = finish([subprocess.Popen(
+      [sys.executable, '-c', EACH, address, str(rank)], text=True, cwd=CLONE,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+      env=environment(tmp_path) | {'HOME': str(tmp_path / str(rank))})
+      for rank in range(2)])
+  assert [out.splitlines()[-1] for out, _ in said] == ['[384]', '[384]']
 
 
 def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
