@@ -315,7 +315,7 @@ def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
 
   The packed row is computed under a scan over layers, in chunks of queries.
   """
-  import torch
+  torch = pytest.importorskip('torch')
   folder, network = reference(case)
   model, params = load(folder)
   # Where a document's length decides, it is on one side of the limit.
@@ -364,7 +364,7 @@ def test_windows_reach_into_the_shared_part_of_branches(reference, case):
 
 @pytest.mark.parametrize('case', ['gemma2', 'granite'])
 def test_the_sampler_writes_what_transformers_writes(reference, case):
-  import torch
+  torch = pytest.importorskip('torch')
   folder, network = reference(case)
   model, params = load(folder)
   settings = native.SamplerConfig(
