@@ -634,8 +634,8 @@ def test_layers_that_differ_under_scan_and_remat(reference, case):
 @pytest.mark.parametrize('family', families.FAMILIES)
 def test_classes_that_an_export_names_exist(family):
   transformers = pytest.importorskip('transformers')
-  with_labels = transformers.models.auto.modeling_auto.\
-      MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+  from transformers.models.auto import modeling_auto
+  with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
   latent = 'latent' in families.FAMILIES[family]
   raw = dict(BASE | (LATENT if latent else {}), model_type=family)
