@@ -1,11 +1,13 @@
 """Writes docs/models.md: every family beside `transformers`, as measured.
 
-  python docs/make_models_table.py
+  python docs/make_models_table.py [CASE ...]
 
-Runs the cases of tests/test_families.py: random tiny models, weights of std
-0.5, exact float32 on both sides. Takes a few minutes.
+Runs the cases of tests/test_families.py, or those alone and keeps the rows of
+the others: random tiny models, weights of std 0.5, exact float32 on both
+sides. Takes a few minutes.
 """
 
+import json
 import pathlib
 import sys
 import tempfile
@@ -15,20 +17,24 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
 BEGIN, END = '<!-- measured -->', '<!-- end of measured -->'
 
 
-def rows() -> list[str]:
-  """Markdown lines of the table."""
+def rows(kept: dict) -> list[str]:
+  """Markdown lines of the table; {case: line} of those not to be measured."""
   import test_families as families
   lines = ['| case | family | what differs from a plain Llama | logits |'
            ' gradients |', '|---|---|---|---|---|']
   for case in families.CASES:
+    if case in kept:
+      lines.append(kept[case])
+      continue
     with tempfile.TemporaryDirectory() as folder:
       folder = pathlib.Path(folder)
       network = families.make(case, folder)
       cfg = families.hf.read_config(folder)
+      written = json.loads((folder / 'config.json').read_text())
       errors = (families.logit_error(folder, network),
                 families.gradient_error(folder, network))
     lines.append(
-        f'| {case} | `{cfg.family}` | {told(cfg)} | '
+        f'| {case} | `{written["model_type"]}` | {told(cfg)} | '
         f'{errors[0]:.0e} | {errors[1]:.0e} |')
     print(lines[-1], flush=True)
   return lines
@@ -75,6 +81,9 @@ if __name__ == '__main__':
   path = ROOT / 'docs' / 'models.md'
   text = path.read_text(encoding='utf-8')
   head, rest = text.split(BEGIN)
-  tail = rest.split(END)[1]
-  path.write_text('\n'.join([head + BEGIN, *rows(), END]) + tail,
+  table, tail = rest.split(END)
+  here = {line.split('|')[1].strip(): line for line in table.splitlines()[3:]}
+  kept = {k: x for k, x in here.items() if sys.argv[1:] and (
+      k not in sys.argv[1:])}
+  path.write_text('\n'.join([head + BEGIN, *rows(kept), END]) + tail,
                   encoding='utf-8')

@@ -66,9 +66,12 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
       config.mesh, build.row_length(config, on_policy), devices)
   train, m, ledger = layouts['train'], config.model, ledger or Ledger()
   platform = train.mesh.devices.flat[0].platform
-  compute = flash.settle(
-      compute_for(platform, m.dtype, m.remat, m.attention), platform,
-      p.model.config, build.row_length(config, on_policy), ledger.dry)
+  compute = compute_for(platform, m.dtype, m.remat, m.attention)
+  flash.check_platform(compute, platform)
+  if flash.unproven(compute) and not ledger.dry:
+    from jaxpost.programs import kernel_check
+    compute = kernel_check.settle(compute, precompile.attended(
+        p, train, build.row_length(config, on_policy)))
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()

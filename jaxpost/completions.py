@@ -25,6 +25,7 @@ from jaxpost.metrics import write_atomic
 from jaxpost.models import flash
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
+from jaxpost.rollout.settings import rung
 from jaxpost.sharding import make_layout
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
@@ -134,16 +135,20 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
     raise InputError(f'{p.name}: is a reward model, which writes no text')
   if share:  # nothing is trained here
     model = dataclasses.replace(model, frozen=frozenset(model.table))
+  platform = jax.default_backend()
+  compute = compute_for(platform, p.config.model.dtype, 'none')
+  if flash.unproven(compute):
+    from jaxpost.programs import kernel_check
+    room = max_prompt + max_new_tokens
+    compute = kernel_check.settle(compute, [
+        (model.config, rung(n, room)) for n in range(1, room + 1)])
   engine = NativeEngine(
       model, SamplerConfig(
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
           stop_ids=p.tokenizer.stop_ids, top_logprobs=top_logprobs),
       make_layout(mesh, 'rollout', '--mesh'),
-      flash.settle(compute_for(
-          jax.default_backend(), p.config.model.dtype, 'none'),
-          jax.default_backend(), p.model.config, max_prompt),
-      Ledger(), functools.partial(p.tokenizer.decode, skip_special=False),
-      share=share)
+      compute, Ledger(),
+      functools.partial(p.tokenizer.decode, skip_special=False), share=share)
   engine.load(weights.params, weights.step)
   return engine
 

@@ -23,7 +23,8 @@ class Compute:
   unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
   remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
   attention: what computes it, see `models/attention.py`; forced: and nothing
-    else does, where it cannot.
+    else does, where it cannot. doubted: what of it (`flash.Work`) was found
+    wrong on this device, which XLA does.
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
@@ -45,6 +46,7 @@ class Compute:
   ragged: bool = False
   attention: str = 'chunked'
   forced: bool = False
+  doubted: tuple = ()
 
 
 def compute_for(platform: str, dtype: str, remat: str,

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
+from jaxpost.models import context
 from jaxpost.programs import memory
 from jaxpost.roles import Roles, without_signal
 from jaxpost.types import Batch
@@ -35,6 +36,27 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   return memory.Memory(memory.predict(
       kit.ledger.rows, memory.size(held), memory.size(parked),
       memory.size({k: x for k, x in sampler.items() if k not in held})))
+
+
+def attended(p, layout, length: int) -> list[tuple]:
+  """(ModelConfig, tokens of a row) of all that attention will be asked for.
+
+  Of packed rows of `length`, if none is split over devices or has branches,
+  and of all lengths that the sampler may read texts in.
+  """
+  from jaxpost.rollout.settings import rung
+  config, on_policy, out = p.config, p.algorithm.on_policy, []
+  branches = not on_policy and p.first_batch.branch_ids is not None
+  if context.parts(layout) == 1 and not branches:
+    out += [(x.config, length) for x in (p.model, *p.sources.values())]
+  r = config.rollout
+  if on_policy or config.eval.samples:
+    room = r.max_prompt_length + r.max_new_tokens
+    # Texts that go on, or that a full pool sent back, are read as a whole.
+    longest = room if p.environment or r.page_size else r.max_prompt_length
+    out += [(p.model.config, n) for n in {
+        rung(n, room) for n in range(1, longest + 1)}]
+  return out
 
 
 def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator

@@ -78,10 +78,12 @@ print(json.dumps(out))
 '''
 
 
+ALL = *((mesh, '') for mesh in MESHES), *RESHARDS.items()
+
+
 @functools.cache
-def counted(topology, dtype):
+def counted(topology, dtype, jobs=ALL):
   """{job: figures}."""
-  jobs = [(mesh, '') for mesh in MESHES] + list(RESHARDS.items())
   done = subprocess.run(
       [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
       cwd=ROOT, text=True, capture_output=True,
@@ -142,4 +144,5 @@ def test_so_does_the_reshard_to_the_sampler(train):
     "no libtpu, which compiles for TPUs: pip install 'jax[tpu]'"))
 @pytest.mark.parametrize('mesh', ['tensor=8'])
 def test_an_update_on_a_tpu_slice(mesh):
-  check(counted('v5e:2x4', 'bfloat16')[mesh, ''])
+  job = mesh, ''
+  check(counted('v5e:2x4', 'bfloat16', (job,))[job])

@@ -5,7 +5,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -125,15 +124,12 @@ def test_reward_argument_that_is_no_column(my_reward):
 
 
 def test_adding_a_family_is_an_entry():
-  """That of the walk-through is the real one, and none has 40 lines."""
+  """None of the table has 40 lines; test_new_family.py adds another."""
   lines = (CLONE / 'jaxpost/models/families.py').read_text('utf-8').splitlines()
   (table,) = [n for n in ast.parse('\n'.join(lines)).body if isinstance(
     n, (ast.Assign, ast.AnnAssign)) and 'FAMILIES' in ast.unparse(n)[:12]]
-  entries = {
-    key.value: lines[key.lineno - 1:value.end_lineno]
-    for key, value in zip(table.value.keys, table.value.values)}
-  assert max(map(len, entries.values())) <= 40 and len(entries) > 12
+  lengths = [value.end_lineno - key.lineno + 1
+             for key, value in zip(table.value.keys, table.value.values)]
+  assert max(lengths) <= 40 and len(lengths) > 12
   page = (CLONE / 'docs/models.md').read_text('utf-8')
-  shown = re.search(r"```python\n('granite'.*?)```", page, re.S)[1]
-  entry = textwrap.dedent('\n'.join(entries['granite']))
-  assert re.sub(r'[\s},]', '', entry) == re.sub(r'[\s},]', '', shown)
+  assert f'The longest entry has {max(lengths)} lines' in page

@@ -89,10 +89,11 @@ READING = {
    'jaxpost.rollout.native'): (58, 10_850, 11),
   ('jaxpost.algorithms.grpo', 'launch.train'): (108, 21_500, 14),
 }
-# Imported only where a field of the config asks for it, inside a function: no
-# part of what is read to understand a plain run.
+# Imported only where a field of the config, or a device with a kernel, asks for
+# it, inside a function: no part of what is read to understand a plain run.
 OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts',
-            'jaxpost.planning.auto', 'jaxpost.models.shared')
+            'jaxpost.planning.auto', 'jaxpost.models.shared',
+            'jaxpost.programs.kernel_check')
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
 
 

@@ -37,7 +37,7 @@ _NEUTRAL = {
     'pretraining_tp': (1, None), 'use_bidirectional_attention': (False, None),
     'quantization_config': (None,), 'no_rope_layers': (None,),
     'decoder_sparse_step': (1, None), 'mlp_only_layers': ([], None),
-    'router_jitter_noise': (0.0, None),
+    'router_jitter_noise': (0.0, None), 'clip_qkv': (None,),
 }
 READ = frozenset('''
     vocab_size hidden_size intermediate_size num_hidden_layers hidden_act

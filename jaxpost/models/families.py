@@ -161,6 +161,15 @@ FAMILIES = {
         fixed=dict(norms='post', qk_norm='wide'),
         reads=('attention_bias', *_WINDOW),
         defaults=dict(rms_norm_eps=1e-5, rope_theta=5e5, sliding_window=4096)),
+    'olmoe': dict(
+        architecture='OlmoeForCausalLM', fixed=dict(qk_norm='wide'),
+        experts=dict(num='num_experts', size='intermediate_size'),
+        aliases={'num_local_experts': 'num_experts'},
+        reads=('attention_bias', 'num_experts', 'num_experts_per_tok',
+               'norm_topk_prob'),
+        defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096,
+                      num_experts=64, num_experts_per_tok=8,
+                      norm_topk_prob=False)),
     'phi3': dict(
         architecture='Phi3ForCausalLM', window='all',
         reads=('sliding_window', 'partial_rotary_factor',

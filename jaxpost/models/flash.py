@@ -6,16 +6,14 @@ M documents of a row.
 `REFUSALS` says what each cannot do. `attention.attention` is the one caller.
 """
 
-import dataclasses
 import functools
-import logging
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpost import processes
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models import scores
@@ -45,6 +43,20 @@ def _cudnn_refuses(heads, size, values, dtype, cap, sinks) -> str:
   return 'soft caps of the scores' if cap else 'sinks' if sinks else ''
 
 
+class Work(NamedTuple):
+  """What decides whether a kernel is right; of heads as in `ModelConfig`."""
+
+  length: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  value_dim: int
+  attention_scale: float
+  attention_softcap: float
+  windows: tuple[int, ...]
+  sinks: bool
+
+
 # (heads, h, hv, dtype, soft cap, whether there are sinks) -> what of it the
 # kernel cannot do, or ''. All do segments, windows and groups of heads.
 REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
@@ -69,7 +81,8 @@ def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig,
   if why and compute.forced:
     raise InputError(f'config.model.attention: {compute.attention} cannot do '
                      f'{why}; auto takes another one where it must')
-  return not why and (compute.forced or q.shape[1] >= _SHORT)
+  return not why and (compute.forced or (
+      q.shape[1] >= _SHORT and work(cfg, q.shape[1]) not in compute.doubted))
 
 
 def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
@@ -234,117 +247,37 @@ def _packed(q, k, v, starts, sizes, window):
       sliding_window_length=window or None)
 
 
-# ----------------------------------------------------------------- is it right
+# --------------------------------------------------------------------- choice
 
 
-def errors(name: str, cfg: ModelConfig, shape, dtype: str, window: int,
-           sinks: bool, kernel=None) -> dict[str, float]:
-  """{'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from float32.
-
-  Each as the largest difference over the largest value, of one row of three
-  documents and padding.
-
-  Args:
-    shape: tokens, heads, kv heads, head size, that of values.
-    kernel: in place of the named one, for tests.
-  """
-  length, heads, kv_heads, size, values = shape
-  keys = jax.random.split(jax.random.key(0), 5)
-  draw = lambda key, *shape: jax.random.normal(key, (1, length, *shape)).astype(
-      dtype)
-  q, k, v = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size),
-             draw(keys[2], kv_heads, values))
-  g = draw(keys[3], heads, values).astype(jnp.float32)
-  sink = jax.random.normal(keys[4], (heads,)) if sinks else None
-  cuts = jnp.array([length // 7, length // 2 + 1, length - length // 9])
-  number = jnp.arange(length)
-  segments = jnp.searchsorted(cuts, number, side='right').astype(jnp.int32)
-  segments = ((segments + 1) % 4)[None]
-  start = jnp.concatenate([jnp.zeros(1, int), cuts])[
-      jnp.searchsorted(cuts, number, side='right')]
-  positions = (number - start)[None]
-
-  def exact(q, k, v, sink):
-    # One chunk: operation by operation, each shape is compiled by itself.
-    compute = Compute('float32', q_chunk=length)
-    return scores.chunked(q, k, v, segments, compute, None, positions, window,
-                          cfg, sink)
-
-  def fast(q, k, v, sink):
-    compute = Compute(dtype, attention=name, forced=True)
-    q = scores.scaled(q, cfg)
-    out = (kernel or KERNELS[name])(
-        *(x.astype(dtype) for x in (q, k, v)), segments, positions, sink,
-        window=window, cfg=cfg, compute=compute)
-    return out.astype(jnp.float32)
-
-  names = ('q', 'k', 'v', 'sinks')[:3 + sinks]
-  wide = [x.astype(jnp.float32) for x in (q, k, v)] + [sink] * sinks
-  pad = () if sinks else (None,)
-  right, right_back = jax.vjp(lambda *x: exact(*x, *pad), *wide)
-  out, back = jax.vjp(lambda *x: fast(*x, *pad), *wide)
-  off = lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
-  return {'out': off(out, right), **{
-      n: off(a, b) for n, a, b in zip(names, back(g), right_back(g))}}
+def work(cfg: ModelConfig, length: int) -> Work:
+  """What a model asks for in rows of so many tokens."""
+  return Work(
+      length, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.value_dim,
+      cfg.attention_scale, cfg.attention_softcap,
+      tuple(sorted(set(cfg.layer_windows or (0,)))), 'sinks' in cfg.biases)
 
 
-@functools.cache
-def trusted(name: str, cfg: ModelConfig, shape, dtype: str) -> str:
-  """'' where this device computes it right, else what is wrong.
-
-  Once in a process for each shape, of every kind of layer.
-  """
-  worst = {}
-  for window in sorted(set(cfg.layer_windows or (0,))):
-    try:
-      found = errors(name, cfg, shape, dtype, window, 'sinks' in cfg.biases)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError,
-            ValueError) as e:
-      return str(e).splitlines()[0]
-    worst = {k: max(x, worst.get(k, 0)) for k, x in found.items()}
-  wrong = {k: x for k, x in worst.items() if not x <= _TOLERANCE}
-  return wrong and 'off by ' + ', '.join(
-      f'{x:.1e} in {k}' for k, x in wrong.items()) or ''
-
-
-def settle(compute: Compute, platform: str, cfg: ModelConfig, length: int,
-           dry: bool = False) -> Compute:
-  """How a run computes: with a kernel only if that is right on this device.
-
-  Asked for by name and wrong, it is an InputError; else XLA takes its place.
-
-  Args:
-    platform: of the devices, as JAX calls it.
-    length: tokens of the rows that are trained.
-    dry: nothing can be run, as the device is only described.
-  """
+def check_platform(compute: Compute, platform: str):
+  """InputError where what was asked for runs elsewhere."""
   name = compute.attention
   if platform not in PLATFORMS.get(name, (platform,)):
     raise InputError(
         f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} '
         f'only, and this is {platform}; take auto')
-  if dry or name not in REFUSALS or isinstance(cfg, OwnConfig):
-    return compute
-  size, values = cfg.head_dim, cfg.value_dim
-  # The reference writes its scores: not of all heads, or of endless rows.
-  kv_heads = min(cfg.num_kv_heads, 2)
-  shape = (min(length, 4096), cfg.num_heads // cfg.num_kv_heads * kv_heads,
-           kv_heads, size, values)
-  queries = 1, length, cfg.num_heads
-  if refusal(name, (*queries, size), (*queries, values), False, compute.dtype,
-             cfg, 'sinks' in cfg.biases):
-    return compute  # it will not be taken, or the first program refuses
-  told = processes.gather(trusted(name, cfg, shape, compute.dtype))
-  why = next(filter(None, told), '')
-  if why and compute.forced:
-    raise InputError(f'config.model.attention: {name} is wrong on this device '
-                     f'with jax {jax.__version__}: {why}; take auto')
-  if why:
-    logging.warning('attention by %s is wrong on this device (%s); XLA '
-                    'computes it', name, why)
-    return dataclasses.replace(compute, attention='chunked')
-  return compute
 
 
-# Of the largest value; what rounding to bfloat16 does is a tenth of it.
-_TOLERANCE = 0.05
+def unproven(compute: Compute) -> bool:
+  """Whether it is a kernel that nobody asked for: `kernel_check.settle`."""
+  return compute.attention in KERNELS and not compute.forced
+
+
+def asks(name: str, dtype: str, cfg: ModelConfig | OwnConfig, length: int
+         ) -> Work | None:
+  """What such a model asks of a kernel in rows of that length, if anything."""
+  if isinstance(cfg, OwnConfig) or length < _SHORT:
+    return None
+  it = work(cfg, length)
+  return None if REFUSALS[name](
+      it.heads, it.head_dim, it.value_dim, dtype, it.attention_softcap,
+      it.sinks) else it
