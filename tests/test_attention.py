@@ -400,8 +400,7 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   for other in (
       *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
       *(compute_for('tpu', 'bfloat16', 'none', name) for name in (
-          'splash', 'chunked', 'reference')),
-      compute_for('gpu', 'bfloat16', 'none', 'cudnn')):
+          'chunked', 'reference'))):
     assert not flash.unproven(other)
   # And never by a program: what is settled is only looked up.
   compute = dataclasses.replace(compute, doubted=(flash.work(SETTLED, 256),))
@@ -409,6 +408,19 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   rest['cfg'] = SETTLED
   jax.jit(lambda q, k, v: attention.attention(
       q, k, v, compute=compute, **rest)).lower(*args[:3])
+
+
+def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
+  """Of short rows, too, which nothing else would take there."""
+  monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {
+      'v': float(work.length == 64)})
+  for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
+    compute = compute_for(platform, 'bfloat16', 'none', name)
+    assert flash.unproven(compute)
+    assert kernel_check.settle(compute, [(SETTLED, 256)]) == compute
+    with pytest.raises(InputError, match=f'attention: {name} is wrong on .* '
+                       'for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '):
+      kernel_check.settle(compute, [(SETTLED, 256), (SETTLED, 64)])
 
 
 def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):

@@ -102,7 +102,7 @@ def check(raw: dict, spec: dict, where: str):
                 'sliding_window_pattern', 'no_rope_layer_interval',
                 'max_position_embeddings', 'num_experts', 'num_local_experts',
                 'num_experts_per_tok', 'moe_intermediate_size', _ORIGINAL,
-                'qk_rope_head_dim', *optional):
+                'qk_rope_head_dim', 'n_routed_experts', *optional):
     value = raw.get(field)
     low = 0 if field == 'max_window_layers' else 1
     missing = field not in raw or (value is None and field in optional)

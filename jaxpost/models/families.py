@@ -201,6 +201,22 @@ _DEFAULTS = dict(
     hidden_act='silu', max_position_embeddings=2048)
 
 
+def _names(value) -> bool:
+  return isinstance(value, list) and all(isinstance(x, str) for x in value)
+
+
+# What a field has to be where the rest of its value is not looked at before.
+_KINDS = {
+    **dict.fromkeys(('hidden_act', 'hidden_activation'), (
+        'a name', lambda x: isinstance(x, str))),
+    **dict.fromkeys(('architectures', 'layer_types'), (
+        'a list of names', _names)),
+    'no_rope_layers': ('a list of 0 and 1', lambda x: isinstance(
+        x, list) and all(y in (0, 1) for y in x)),
+    'num_nextn_predict_layers': (
+        'a whole number', lambda x: type(x) is int and x >= 0)}
+
+
 def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
   """config.json -> (ModelConfig, names of fields nobody reads).
 
@@ -214,6 +230,9 @@ def from_hf(raw: dict, where: str) -> tuple[ModelConfig, list[str]]:
             if family == 'custom' else
             f'; supported: {", ".join(FAMILIES)}'))
   spec = FAMILIES[family]
+  for field, (kind, right) in _KINDS.items():
+    if raw.get(field) is not None and not right(raw[field]):
+      raise InputError(f'{where}: {field}={raw[field]!r} must be {kind}')
   aliases = spec.get('aliases', {})
   raw = {aliases.get(k, k): v for k, v in raw.items()}
   try:

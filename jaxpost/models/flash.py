@@ -268,16 +268,16 @@ def check_platform(compute: Compute, platform: str):
 
 
 def unproven(compute: Compute) -> bool:
-  """Whether it is a kernel that nobody asked for: `kernel_check.settle`."""
-  return compute.attention in KERNELS and not compute.forced
+  """Whether it is a kernel, which may be wrong: `kernel_check.settle`."""
+  return compute.attention in KERNELS
 
 
-def asks(name: str, dtype: str, cfg: ModelConfig | OwnConfig, length: int
+def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int
          ) -> Work | None:
   """What such a model asks of a kernel in rows of that length, if anything."""
-  if isinstance(cfg, OwnConfig) or length < _SHORT:
+  if isinstance(cfg, OwnConfig) or (length < _SHORT and not compute.forced):
     return None
   it = work(cfg, length)
-  return None if REFUSALS[name](
-      it.heads, it.head_dim, it.value_dim, dtype, it.attention_softcap,
-      it.sinks) else it
+  return None if REFUSALS[compute.attention](
+      it.heads, it.head_dim, it.value_dim, compute.dtype,
+      it.attention_softcap, it.sinks) else it

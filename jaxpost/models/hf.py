@@ -109,7 +109,8 @@ def _open(folder, table, cfg, stack) -> dict:
           f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
           f'{", ".join(_DTYPES)}: use an unquantised model')
   tied = wanted.get('model.embed_tokens.weight')
-  more = read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
+  more = 'beyond' in families.FAMILIES.get(cfg.family, {}) and read_json(
+      folder / 'config.json').get('num_nextn_predict_layers') or 0
   extra = [
       name for name, (_, tensor) in found.items() if name not in wanted
       and not name.endswith('rotary_emb.inv_freq')

@@ -71,8 +71,7 @@ def beyond(name: str, cfg: ModelConfig, more: int) -> bool:
   They predict several tokens at once, and are not read.
   """
   found = re.match(r'model\.layers\.(\d+)\.', name)
-  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < more and (
-      'beyond' in families.FAMILIES.get(cfg.family, {}))
+  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < more
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost import processes, store
+from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models import flash, scores
 from jaxpost.models.flash import Work
@@ -33,7 +34,8 @@ _FAILURES = (jax.errors.JaxRuntimeError, AssertionError, AttributeError,
 def settle(compute: Compute, uses) -> Compute:
   """How a run computes: by a kernel only what that does right on this device.
 
-  What it does wrong on any process goes to XLA on all. Each shape is computed
+  What it does wrong on any process goes to XLA on all; InputError where it was
+  asked for by name. Each shape is computed
   once in a process; what was right is kept in
   ~/.cache/jaxpost/attention.json, and not computed again.
 
@@ -41,7 +43,7 @@ def settle(compute: Compute, uses) -> Compute:
     uses: (ModelConfig, tokens of a row) of all that will be attended.
   """
   name, dtype = compute.attention, compute.dtype
-  works = sorted({flash.asks(name, dtype, *use) for use in uses} - {None})
+  works = sorted({flash.asks(compute, *use) for use in uses} - {None})
   path = pathlib.Path.home() / '.cache/jaxpost/attention.json'
   keys, kept = [_key(name, dtype, work) for work in works], _read(path)
   whys = ['' if key in kept else trusted(name, work, dtype)
@@ -55,6 +57,11 @@ def settle(compute: Compute, uses) -> Compute:
   out, device = [], jax.local_devices()[0].device_kind
   for work, told in zip(works, zip(*processes.gather(whys))):
     why = next(filter(None, told), '')
+    if why and compute.forced:
+      raise InputError(
+          f'config.model.attention: {name} is wrong on {device} with jax '
+          f'{jax.__version__} for rows of {work.length} tokens, '
+          f'{_words(work)}: {why}; take auto')
     if why:
       out.append(work)
       logging.warning(
