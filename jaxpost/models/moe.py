@@ -184,16 +184,16 @@ def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
   e, k = len(p['gate']), chosen.shape[1]
   number = chosen.reshape(-1) - first
   number = jnp.where((number >= 0) & (number < e), number, e)
-  order = jnp.argsort(number)  # [N k], those of an expert together
+  order, number = exchange.in_order(number, e + 1)  # [N k], by expert
   if room and room < len(order):
     fill = (0, -len(order) % room)
     return _in_rounds(
         p, x, weights, jnp.pad(order, fill),
-        jnp.pad(number[order], fill, constant_values=e), cfg, compute, room)
+        jnp.pad(number, fill, constant_values=e), cfg, compute, room)
   back = jnp.zeros_like(order).at[order].set(
       jnp.arange(len(order)), unique_indices=True)
   y = _permute(jnp.repeat(x, k, axis=0), order, back)
-  y = _rows(p, y, number[order], cfg, compute)
+  y = _rows(p, y, number, cfg, compute)
   y = _permute(y, back, order).reshape(*weights.shape, -1)
   return jnp.sum(y * weights[..., None], axis=1)
 
