@@ -233,12 +233,13 @@ def _in_rounds(p, x, weights, order, number, cfg, compute, room):
     y = _rows(p, x[token], local, cfg, compute)
     return out.at[token].add(y * weights.reshape(-1)[pick][:, None])
 
-  return jax.lax.fori_loop(
-      0, _rounds(p, number, room), one, jnp.zeros(x.shape, jnp.float32))
+  return _rounds(p, number, room, one, jnp.zeros(x.shape, jnp.float32))
 
 
-def _rounds(p, number, room):
-  return -(-jnp.sum(number < len(p['gate'])) // room)
+def _rounds(p, number, room, one, out):
+  turns = -(-jnp.sum(number < len(p['gate'])) // room)
+  with jax.named_scope('rounds'):  # which plans look for
+    return jax.lax.fori_loop(0, turns, one, out)
 
 
 def _round(i, order, number, weights, room):
@@ -264,8 +265,7 @@ def _in_rounds_backward(cfg, compute, room, saved, g):
             grads[1].at[token].add(of_x), grads[2].at[pick].add(of_w))
 
   zeros = jax.tree.map(jnp.zeros_like, (p, x, weights.reshape(-1)))
-  of_p, of_x, of_w = jax.lax.fori_loop(
-      0, _rounds(p, number, room), one, zeros)
+  of_p, of_x, of_w = _rounds(p, number, room, one, zeros)
   return of_p, of_x, of_w.reshape(weights.shape), None, None
 
 
