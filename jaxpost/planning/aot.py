@@ -74,9 +74,9 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
   experts = kit.prepared.model.config.experts
 
   def turns(loop):
-    if loop.endswith('rounds/while'):
+    if re.search(r'\brounds\)*/while$', loop):
       return 1
-    if loop.endswith('blocks/while'):
+    if re.search(r'\bblocks\)*/while$', loop):
       return _blocks(kit, name, rows * length)
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks

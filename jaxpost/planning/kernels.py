@@ -49,7 +49,8 @@ def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
 
   A round of experts (`models/moe.py`) then has rows for half of its room.
   """
-  real = math.prod(x.dims) / (2 if '/rounds/' in hlo.op_name(op) else 1)
+  half = re.search(r'\brounds\)*/', hlo.op_name(op))
+  real = math.prod(x.dims) / (2 if half else 1)
   return 2.0 * real * op.arrays[0].dims[-1], 0.0
 
 
