@@ -192,7 +192,7 @@ def _rows_by_groups(spec, x, w, sizes, compute):
         y, jnp.where(parts.real(i), out, 0), parts.start[i], 0)
 
   y = jnp.zeros((len(x), width), jnp.float32)
-  return jax.lax.fori_loop(0, parts.number, part, y)[:len(x) - parts.block]
+  return parts.loop(part, y)[:len(x) - parts.block]
 
 
 def _groups_of_rows(x, g, sizes, compute):
@@ -207,7 +207,7 @@ def _groups_of_rows(x, g, sizes, compute):
         dw, _slice(dw, parts.group[i]) + add, parts.group[i], 0)
 
   dw = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
-  return jax.lax.fori_loop(0, parts.number, part, dw)
+  return parts.loop(part, dw)
 
 
 class _Parts:
@@ -227,6 +227,10 @@ class _Parts:
     self._end = jnp.cumsum(sizes)[self.group]
     self.start = self._end - sizes[self.group] + self.block * (
         i - (ends - per)[self.group])
+
+  def loop(self, part, out):
+    with jax.named_scope('blocks'):  # which plans look for
+      return jax.lax.fori_loop(0, self.number, part, out)
 
   def rows(self, x, i):
     return _bits(lambda x: jax.lax.dynamic_slice_in_dim(

@@ -257,6 +257,23 @@ ENTRY %main (a: bf16[8,128]) -> bf16[16,128] {
   assert cost.count(text).collectives == {('all-gather', (0, 1)): [2048, 1]}
 
 
+@pytest.mark.parametrize('scope, real', [('', 64), ('rounds/while/body/', 32)])
+def test_products_of_groups_by_a_kernel(scope, real):
+  """Of 16 x 8 matrices; half of a round's rows, were experts as likely."""
+  name = f'jit(f)/while/body/{scope}ragged_dot_general/ragged-dot-none'
+  text = '''HloModule jit_f, is_scheduled=true
+
+ENTRY %main (s: s32[4], x: bf16[64,16], w: bf16[3,16,8]) -> f32[64,8] {
+  %s = s32[4]{0} parameter(0)
+  %x = bf16[64,16]{1,0} parameter(1)
+  %w = bf16[3,16,8]{2,1,0} parameter(2)
+  ROOT %y = f32[64,8]{1,0} custom-call(%s, %x, %w), CALL
+}
+'''.replace('CALL', 'custom_call_target="tpu_custom_call", '
+           f'metadata={{op_name="{name}"}}')
+  assert cost.count(text).flops == 2 * real * 16 * 8
+
+
 def test_axes_of_a_group():
   class Mesh:
     shape = {'data': 2, 'fsdp': 4, 'tensor': 2}
@@ -374,6 +391,20 @@ def test_plan_of_the_local_backend(tmp_path):
   assert sum(r['calls'] for r in generate) == 2  # 16 tokens are two blocks
   assert generate[0]['bytes_per_chip']['kv_cache'] > 0
   assert 'update' in done.stdout and 'all-gather' in done.stdout
+
+
+@pytest.mark.parametrize('mesh', ['data=4', 'expert=4'])
+def test_products_of_experts_are_counted(mesh, tmp_path):
+  """In loops that only a run knows the turns of; blocks are not all full."""
+  out = tmp_path / 'plan.json'
+  done = plan(
+    '--config=configs/sft_gsm8k.py:model=tiny_moe', '--topology=cpu:4',
+    f'--config.mesh.train={mesh}', '--config.train.batch_size=4',
+    '--config.eval.data.path=', '--programs=update', f'--out={out}')
+  assert done.returncode == 0, done.stderr[-2000:]
+  update, = json.loads(out.read_text())[0]['programs']
+  flops = update['flops']
+  assert 1 <= flops['program'] / flops['model'] < 1.3
 
 
 @pytest.mark.parametrize('algorithm', ['dpo', 'kto', 'reward_model', 'ppo'])

@@ -7,8 +7,6 @@ and one sum comes back. Nothing is dropped: what arrives has room for all rows
 of all devices, which is what a gather of them would take.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -36,6 +34,28 @@ class Trip:
   exact: bool = struct.field(pytree_node=False)
 
 
+def in_order(number, kinds: int):
+  """(order, number[order]) along the last axis, those alike as they were.
+
+  By one key that holds the number and the place: a stable sort with places
+  beside takes XLA for TPU three times as long to compile, and sorts thrice
+  as much.
+
+  Args:
+    number: [..., M], integers from 0 to below `kinds`.
+  """
+  size = number.shape[-1]
+  bits = (size - 1).bit_length()
+  if (kinds - 1).bit_length() + bits > 32:
+    order = jnp.argsort(number, axis=-1)
+    return order, jnp.take_along_axis(number, order, axis=-1)
+  keys = jax.lax.sort(
+      number.astype(jnp.uint32) << bits | jnp.arange(size, dtype=jnp.uint32),
+      is_stable=False)
+  return (keys & (2**bits - 1)).astype(jnp.int32), (
+      keys >> bits).astype(number.dtype)
+
+
 def plan(wanted, axis: str, exact: bool) -> Trip:
   """The trips of one device.
 
@@ -45,12 +65,12 @@ def plan(wanted, axis: str, exact: bool) -> Trip:
     exact: as of `exchange`.
   """
   me = jax.lax.axis_index(axis)
-  first = functools.partial(jnp.argsort, axis=1, stable=True)
+  first = lambda yes: in_order(~yes, 2)[0]
   goes, comes, counts = wanted[me].T, wanted[..., me], jnp.sum(
       wanted, axis=1, dtype=jnp.int32)
   return Trip(
-      goes, first(~goes), jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
-      first(~comes), counts[me], counts[:, me], axis, exact)
+      goes, first(goes), jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
+      first(comes), counts[me], counts[:, me], axis, exact)
 
 
 def arriving(x, weights, chosen, each: int, exact: bool):

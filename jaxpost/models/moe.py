@@ -184,16 +184,16 @@ def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
   e, k = len(p['gate']), chosen.shape[1]
   number = chosen.reshape(-1) - first
   number = jnp.where((number >= 0) & (number < e), number, e)
-  order = jnp.argsort(number)  # [N k], those of an expert together
+  order, number = exchange.in_order(number, e + 1)  # [N k], by expert
   if room and room < len(order):
     fill = (0, -len(order) % room)
     return _in_rounds(
         p, x, weights, jnp.pad(order, fill),
-        jnp.pad(number[order], fill, constant_values=e), cfg, compute, room)
+        jnp.pad(number, fill, constant_values=e), cfg, compute, room)
   back = jnp.zeros_like(order).at[order].set(
       jnp.arange(len(order)), unique_indices=True)
   y = _permute(jnp.repeat(x, k, axis=0), order, back)
-  y = _rows(p, y, number[order], cfg, compute)
+  y = _rows(p, y, number, cfg, compute)
   y = _permute(y, back, order).reshape(*weights.shape, -1)
   return jnp.sum(y * weights[..., None], axis=1)
 
@@ -233,12 +233,13 @@ def _in_rounds(p, x, weights, order, number, cfg, compute, room):
     y = _rows(p, x[token], local, cfg, compute)
     return out.at[token].add(y * weights.reshape(-1)[pick][:, None])
 
-  return jax.lax.fori_loop(
-      0, _rounds(p, number, room), one, jnp.zeros(x.shape, jnp.float32))
+  return _rounds(p, number, room, one, jnp.zeros(x.shape, jnp.float32))
 
 
-def _rounds(p, number, room):
-  return -(-jnp.sum(number < len(p['gate'])) // room)
+def _rounds(p, number, room, one, out):
+  turns = -(-jnp.sum(number < len(p['gate'])) // room)
+  with jax.named_scope('rounds'):  # which plans look for
+    return jax.lax.fori_loop(0, turns, one, out)
 
 
 def _round(i, order, number, weights, room):
@@ -264,8 +265,7 @@ def _in_rounds_backward(cfg, compute, room, saved, g):
             grads[1].at[token].add(of_x), grads[2].at[pick].add(of_w))
 
   zeros = jax.tree.map(jnp.zeros_like, (p, x, weights.reshape(-1)))
-  of_p, of_x, of_w = jax.lax.fori_loop(
-      0, _rounds(p, number, room), one, zeros)
+  of_p, of_x, of_w = _rounds(p, number, room, one, zeros)
   return of_p, of_x, of_w.reshape(weights.shape), None, None
 
 

@@ -58,7 +58,10 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
 
 def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
   """What a row says beyond shapes: bytes by what they are, and the HLO."""
-  micro, chunks, rows = 1, 1, 0
+  micro, chunks, rows, length = 1, 1, 0, 0
+  if name == 'prefill':
+    rows, length = args[1].shape
+    rows = -(-rows // kit.rollout.batch_shards)
   for batch in (a for a in args if isinstance(a, Batch)):
     micro, rows, length = batch.tokens.shape
     shards = kit.train.batch_shards
@@ -67,11 +70,16 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
         rows, length, kit.prepared.model.config.padded_vocab_size,
         kit.compute.head_elements))
 
+  experts = kit.prepared.model.config.experts
+
   def turns(loop):
+    if re.search(r'\brounds\)*/while$', loop):
+      return 1
+    if re.search(r'\bblocks\)*/while$', loop):
+      return _blocks(kit, name, rows * length)
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
-  experts = kit.prepared.model.config.experts
   totals = cost.count(compiled.as_text(), turns, lambda number: (
       experts.share(number) if experts else 1.0))
   found = collections.Counter()
@@ -82,6 +90,18 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
       arguments=dict(found), totals=totals,
       micro=micro, least=least.of_program(kit, name, args, times),
       xla_flops_once=(analysis or {}).get('flops'))
+
+
+def _blocks(kit: assemble.Kit, name: str, tokens: int) -> int:
+  """Blocks of rows that the experts of a device multiply, were each as likely.
+
+  Args:
+    tokens: of a device; `context` does not split them here.
+  """
+  layout = kit.rollout if name in SAMPLING else kit.train
+  experts = kit.prepared.model.config.experts
+  return -(-tokens * experts.top_k // kit.compute.group_block) + (
+      experts.num // layout.mesh.shape['expert'])
 
 
 def parts(arg) -> dict:

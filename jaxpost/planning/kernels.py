@@ -2,8 +2,8 @@
 
 Legend: B rows, T tokens, H heads, h head size, hv that of values.
 
-Kernels of attention only (`models/flash.py`); others count their arguments
-as read once and no FLOPs.
+Kernels of attention (`models/flash.py`) and of groups of rows (`matmul.py`);
+others count their arguments as read once and no FLOPs.
 """
 
 import math
@@ -28,6 +28,8 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
     return 0.0, 0.0
   if (name := _target(op)) in _CUDNN:
     return _cudnn(op, _CUDNN[name], given)
+  if hlo.op_name(op).endswith('/ragged-dot-none'):
+    return _groups(op, given[-2])
   found = _SPLASH_NAME.search(hlo.op_name(op))
   return _splash(found[1], given) if found else (0.0, 0.0)
 
@@ -40,6 +42,16 @@ def is_one(op: hlo.Op) -> bool:
 def _target(op: hlo.Op) -> str:
   found = re.search(r'custom_call_target="([^"]*)"', op.text)
   return found[1] if found else ''
+
+
+def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
+  """Of `jax.lax.ragged_dot`, with rows [N, D], were groups equally large.
+
+  A round of experts (`models/moe.py`) then has rows for half of its room.
+  """
+  half = re.search(r'\brounds\)*/', hlo.op_name(op))
+  real = math.prod(x.dims) / (2 if half else 1)
+  return 2.0 * real * op.arrays[0].dims[-1], 0.0
 
 
 def _splash(kind: str, given: list[hlo.Array]) -> tuple[float, float]:
