@@ -146,8 +146,7 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
       model, SamplerConfig(
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
           stop_ids=p.tokenizer.stop_ids, top_logprobs=top_logprobs),
-      make_layout(mesh, 'rollout', '--mesh'),
-      compute, Ledger(),
+      make_layout(mesh, 'rollout', '--mesh'), compute, Ledger(),
       functools.partial(p.tokenizer.decode, skip_special=False), share=share)
   engine.load(weights.params, weights.step)
   return engine
