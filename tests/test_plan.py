@@ -173,6 +173,27 @@ def test_groups_of_devices(text, group):
   assert hlo.group_of(op) == group
 
 
+@pytest.mark.parametrize('target, does, group, sent', [
+  ('{1,2}x{0:3}', 'ALL_REDUCE', (0, 4), 4096),  # 2 b (2 - 1) / 2
+  ('{0:3}x{0:7}', 'ALL_REDUCE', (0, 8, 16, 24), 6144),
+  ('{0,1}x{0:3}', 'ALL_GATHER', (0, 4), 4096)])
+def test_what_is_sent_between_slices(target, does, group, sent):
+  about = (f'is_host_transfer=true, frontend_attributes={{'
+           f'_xla_megascale_target="{target}",'
+           f'_xla_megascale_transfer_type="{does}"}}')
+  found = cost.count(f'''HloModule m
+
+ENTRY %main (p: f32[1024]) -> f32[1024] {{
+  %p = f32[1024]{{0}} parameter(0)
+  %t = token[] after-all()
+  %a = (f32[1024]{{0}}, u32[], token[]) send(%p, %t), channel_id=6, {about}
+  %b = (f32[1024]{{0}}, u32[], token[]) recv(%t), channel_id=7, {about}
+  ROOT %x = f32[1024]{{0}} get-tuple-element(%b), index=0
+}}
+''').collectives
+  assert found == {(does.lower().replace('_', '-'), group): [sent, 1]}
+
+
 def test_what_xla_for_tpu_writes():
   """Tiled layouts, fast memory, cycles, a counter that takes two at a time."""
   text = '''HloModule jit_f, is_scheduled=true

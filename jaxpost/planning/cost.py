@@ -16,9 +16,6 @@ import numpy as np
 
 from jaxpost.planning import hlo, kernels
 
-_COLLECTIVE = re.compile(
-    '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
-    '|collective-broadcast|ragged-all-to-all)(-start)?$')
 # Written in place: the input that holds what is new.
 _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
 # These move nothing: names, or halves of what was counted where it started.
@@ -119,8 +116,8 @@ class _Counter:
       out.flops += self.flops(ops, op)
       if found := re.search(r'"estimated_cycles":"(\d+)"', op.text):
         out.cycles += int(found[1]) * (not fused)
-      if match := _COLLECTIVE.match(op.kind):
-        self.collect(out, ops, op, match[1], fused)
+      if kind := hlo.collective(op):
+        self.collect(out, ops, op, kind, fused)
       flops, moved = kernels.cost(op, [
           a for name in op.inputs if name in ops for a in ops[name].arrays])
       out.flops += flops

@@ -10,6 +10,9 @@ _BITS = {
     'pred': 8, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 'f8e4m3fn': 8, 'f8e5m2': 8,
     's16': 16, 'u16': 16, 'f16': 16, 'bf16': 16, 's32': 32, 'u32': 32,
     'f32': 32, 's64': 64, 'u64': 64, 'f64': 64, 'c64': 64, 'c128': 128}
+_COLLECTIVE = re.compile(
+    '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
+    '|collective-broadcast|ragged-all-to-all)(-start)?$')
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?')
 
 
@@ -107,8 +110,25 @@ def constant(op: Op) -> int | None:
   return int(op.inner) if re.fullmatch(r'-?\d+', op.inner) else None
 
 
+def collective(op: Op) -> str:
+  """Which one an instruction is, or begins: 'all-reduce', ...; or ''.
+
+  Between slices XLA for TPU writes a send and a recv that say what they do.
+  """
+  if op.kind == 'send':
+    found = re.search(r'megascale_transfer_type="(\w+)"', op.text)
+    name = found[1].lower().replace('_', '-') if found else ''
+    return {'one-to-one': 'collective-permute'}.get(name, name)
+  found = _COLLECTIVE.match(op.kind)
+  return found[1] if found else ''
+
+
 def group_of(op: Op) -> tuple[int, ...]:
   """The first group of devices that take part, as positions in the mesh."""
+  if found := re.search(
+      r'megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"', op.text):
+    slices, chips = map(_count, found.groups())
+    return tuple(range(0, slices * chips, chips))
   if 'collective-permute' in op.kind:
     pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', op.text)
     return (int(pairs[1]), int(pairs[2])) if pairs else ()
@@ -129,6 +149,12 @@ def group_of(op: Op) -> tuple[int, ...]:
     pick = tuple(slice(None) if n in along else 0 for n in sizes)
     return tuple(ids.reshape(tuple(sizes.values()))[pick].ravel().tolist())
   return ()
+
+
+def _count(text: str) -> int:
+  """Of what XLA writes as '1,2' or '0:3'."""
+  ends = [_ints(part.replace(':', ',')) for part in text.split(',')]
+  return sum(end[-1] - end[0] + 1 for end in ends)
 
 
 def _ints(text: str) -> tuple[int, ...]:
