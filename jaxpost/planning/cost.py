@@ -167,13 +167,36 @@ class _Counter:
         op.attribute('calls').lstrip('%'), {}) if op.kind == 'fusion' else {}
     for i, name in enumerate(op.inputs):
       given = ops[name].arrays if name in ops else ()
-      reads += min(_slow(given), _touched(parts, i, _slow(given)))
+      reads += min(_slow(given), self.touched(parts, i, _slow(given)))
     written = _slow(results)
     for inner in parts.values():  # in place
       if inner.root and inner.kind in _IN_PLACE:
         written = min(written, parts[
             inner.inputs[_IN_PLACE[inner.kind]]].arrays[0].bytes)
     return reads + written
+
+  def touched(self, parts: dict, number: int, default: float) -> float:
+    """Bytes of an argument of a fusion that it looks at: slices, or all."""
+    names = {o.name for o in parts.values()
+             if o.kind == 'parameter' and o.inner == str(number)}
+    size = 0.0 if parts else default
+    for op in parts.values():
+      if not names & set(op.inputs):
+        continue
+      if op.kind in ('bitcast', 'convert', 'copy'):
+        names.add(op.name)
+      elif op.kind in ('dynamic-slice', 'gather', 'slice') and (
+          op.inputs[0] in names):
+        size += op.arrays[0].bytes
+      elif op.kind in _IN_PLACE and op.inputs[0] in names:
+        size += parts[op.inputs[_IN_PLACE[op.kind]]].arrays[0].bytes
+      elif op.kind == 'fusion':  # in a fusion
+        inner = self.computations[op.attribute('calls').lstrip('%')]
+        size += sum(self.touched(inner, i, default)
+                    for i, name in enumerate(op.inputs) if name in names)
+      else:
+        return default
+    return size
 
   # -------------------------------------------------------------- the network
 
@@ -333,28 +356,6 @@ class _Counter:
 
 def _slow(given: Sequence[hlo.Array]) -> float:
   return float(sum(a.bytes for a in given if not a.fast))
-
-
-def _touched(parts: dict, number: int, default: float) -> float:
-  """Bytes of an argument of a fusion that it looks at: slices, or all."""
-  if not parts:
-    return default
-  names = [o.name for o in parts.values()
-           if o.kind == 'parameter' and o.inner == str(number)]
-  size, names = 0.0, set(names)
-  for op in parts.values():
-    if not names & set(op.inputs):
-      continue
-    if op.kind in ('bitcast', 'convert', 'copy'):
-      names.add(op.name)
-    elif op.kind in ('dynamic-slice', 'gather', 'slice') and (
-        op.inputs[0] in names):
-      size += op.arrays[0].bytes
-    elif op.kind in _IN_PLACE and op.inputs[0] in names:
-      size += parts[op.inputs[_IN_PLACE[op.kind]]].arrays[0].bytes
-    else:
-      return default
-  return size
 
 
 def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
