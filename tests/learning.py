@@ -69,7 +69,7 @@ def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
       data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=1'),
       train=dict(steps=steps, row_length=0),
       optim=dict(lr=lr, schedule='linear'),
-      eval=dict(samples=4, temperature=1.0)), over))
+      eval=dict(samples=4, temperature=1.0)), over), gain=0.12)
 
 
 def pairs(algorithm, lr=3e-4, steps=60, start='start', **over) -> Case:
