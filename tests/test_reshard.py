@@ -1,6 +1,11 @@
 """The trainer's parameters as the sampler's weights, in groups."""
 
 import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -88,3 +93,40 @@ def test_groups_divide_the_layers():
   assert [group_of(n, 100, 10) for n in (1, 8, 12, 13, 28, 80)] == [
       1, 8, 6, 1, 7, 10]
   assert group_of(36, 5, 10) == 1 and group_of(0, 5, 0) == 1
+
+
+MESHES = """
+import json, sys
+sys.path.insert(0, 'tests')
+import jax, tiny
+import test_reshard as here
+from jaxpost.sharding import make_layout
+
+model = here.make('plain')
+train, rollout = (make_layout(text, phase) for text, phase in (
+    ('fsdp=8', 'train'), ('data=8', 'rollout')))
+params = jax.device_put(jax.jit(model.init)(jax.random.key(3)),
+                        model.shardings(train))
+weights = here.Reshard(model, rollout, tiny.EXACT, here.Ledger())
+described = weights.outputs(params)
+made = weights(params)
+parts = lambda x: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+print(json.dumps(dict(
+    meshes=[str(dict(m.shape)) for m in {
+        x.sharding.mesh for tree in (made, described)
+        for x in jax.tree.leaves(tree)}],
+    shared=parts(made['norm']) == parts(params['norm']),
+    right=weights.shared_bytes == params['norm'].nbytes)))
+"""
+
+
+def test_weights_are_of_one_mesh_those_that_are_shared_too():
+  """What cuDNN's attention asks for, and a copy of nothing more."""
+  done = subprocess.run(
+      [sys.executable, '-c', MESHES], capture_output=True, text=True,
+      cwd=pathlib.Path(__file__).parents[1], env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=8'})
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert len(found['meshes']) == 1 and "'data': 8" in found['meshes'][0]
+  assert found['shared'] and found['right']

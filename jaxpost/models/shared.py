@@ -62,9 +62,12 @@ class Loan:
     self._model, self._shardings = model, model.shardings(layout)
 
   def __call__(self, params) -> dict:
-    placed = jax.device_put(params, self._shardings)
-    return nest({path: x if path in self._model.frozen else jnp.copy(x)
-                 for path, x in flatten(placed).items()})
+    placed, given = jax.device_put(params, self._shardings), flatten(params)
+    weights = {path: x if path in self._model.frozen else jnp.copy(x)
+               for path, x in flatten(placed).items()}
+    self.shared_bytes = sum(
+        x.nbytes for path, x in weights.items() if x is given[path])
+    return nest(weights)
 
   def compile(self, params):
     pass

@@ -34,6 +34,9 @@ class Reshard:
       it makes one at least.
     lent: arrays that need no copy are shared; False where the weights are
       still in use when an update takes the parameters.
+
+  Attributes:
+    shared_bytes: of what the last call took as it was.
   """
 
   def __init__(self, model: Model, layout: Layout, compute: Compute,
@@ -73,6 +76,7 @@ class Reshard:
 
   def __call__(self, params) -> dict:
     shared, rest, stacked = self._split(params)
+    self.shared_bytes = sum(x.nbytes for x in shared.values())
     weights = shared | (self._rest(rest) if rest else {})
     if self.layers:
       weights['layers'] = [
@@ -109,7 +113,10 @@ class Reshard:
       kind = x.dtype if param is None or param.exact else self._compute.dtype
       same = self._lent and x.dtype == kind and x.sharding.is_equivalent_to(
           self._shardings[name], x.ndim)
-      (shared if same else rest)[name] = x
+      if same:
+        shared[name] = relabelled(x, self._shardings[name])
+      else:
+        rest[name] = x
     sources = {source for source, _ in self._made.values()}
     return shared, rest, {k: x for k, x in params.items() if k not in sources}
 
@@ -134,6 +141,21 @@ class Reshard:
             for name in self._stacks}
     return [fuse(p, self._joined) for p in unstack_layers(
         cast, self.group)['layers']]
+
+
+def relabelled(x, sharding):
+  """The same buffers with an equivalent sharding, of another mesh.
+
+  Programs with a kernel that is partitioned by its own rules (cuDNN) take
+  arrays of one mesh only.
+  """
+  if x.sharding == sharding:
+    return x
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.make_array_from_single_device_arrays(
+      x.shape, sharding, [shard.data for shard in x.addressable_shards],
+      dtype=x.dtype)
 
 
 def _size(param, compute: Compute) -> int:

@@ -102,9 +102,9 @@ class NativeEngine:
     else:
       jax.block_until_ready(self.weights)
     self.version = version
-    own = {id(x) for x in jax.tree.leaves(params)}  # shared, not moved
-    return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights)
-                         if id(x) not in own)}
+    shared = 0 if self._bridge else self._reshard.shared_bytes
+    return {'bytes': sum(
+        x.nbytes for x in jax.tree.leaves(self.weights)) - shared}
 
   def unload(self):
     self.weights = None
