@@ -353,21 +353,30 @@ def test_what_stays_on_the_devices_counts():
 
 
 _LEAST = '''
-import json
+import json, math
 from jaxpost.planning import aot, chips, described, table
-p, = described.prepare_all(dict(
-  algorithm='sft', data=dict(path='none'), model=dict(
-    preset='xs', dtype='float32'), mesh=dict(train='fsdp=4'),
-  train=dict(batch_size=4, row_length=64)))
-row = aot.compile_stage(p, chips.parse('cpu:4'), ('update',)).rows[0]
+def update(**over):
+  p, = described.prepare_all(dict(
+    algorithm='sft', data=dict(path='none'), model=dict(
+      preset='xs', dtype='float32'), mesh=dict(train='fsdp=4'),
+    train=dict(batch_size=4, row_length=64), **over))
+  return p, aot.compile_stage(p, chips.parse('cpu:4'), ('update',)).rows[0]
+_, row = update()
+p, some = update(lora=dict(rank=4))
 print(json.dumps(dict(least=row['least'], flops=[
   row['flops'], row['totals'].flops * 4], micro=row['micro'],
-  unknown=row['totals'].unknown)))
+  unknown=row['totals'].unknown, adapters=[
+    some['least']['reduce-scatter']['fsdp'], sum(
+      4 * math.prod(x.shape) for path, x in p.model.table.items()
+      if path not in p.model.frozen and 'embed' in x.axes)])))
 '''
 
 
 def test_least_traffic_of_fsdp():
-  """Twice all layers, once embedding (tied) forward; gradients once."""
+  """Twice all layers, once embedding (tied) forward; gradients once.
+
+  Gradients of what is trained.
+  """
   from jaxpost.models import presets, transformer
   found = json.loads(run(_LEAST, devices=4))
   table = transformer.param_table(presets.PRESETS['xs'])
@@ -379,6 +388,8 @@ def test_least_traffic_of_fsdp():
   assert found['least']['reduce-scatter']['fsdp'] == 3 * (layers + embed)
   model, counted = found['flops']
   assert counted == pytest.approx(model, rel=0.1)  # no rematerialisation
+  sent, adapters = found['adapters']  # of what is frozen there are none
+  assert 0 < sent == adapters * 3 / 4 < 3 * layers / 10
 
 
 # ------------------------------------------------------------------- commands

@@ -72,11 +72,12 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
     shard = math.prod(layout.sharding(
         param.axes, param.shape).shard_shape(param.shape))
     data, t = sizes['data'], sizes['tensor']
+    learns = train and path not in model.frozen
     for axes in _gathered(spec, param):
       n = math.prod(sizes[a] for a in axes)
       times, name = 2 if train and param.stacked else 1, '+'.join(axes)
       out['all-gather'][name] += micro * times * shard * (n - 1) * wide
-      if train:
+      if learns:
         out['reduce-scatter'][name] += micro * shard * (n - 1) * full
     if path.endswith('/router') and sizes['expert'] > 1:
       # Once again where the backward pass recomputes a layer.
@@ -93,10 +94,10 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       if train:
         out['reduce-scatter']['context'] += (
             micro * param.shape[0] * one * (parts - 1))
-    if train and parts > 1:
+    if learns and parts > 1:
       out['all-reduce']['context'] += (
           micro * 2 * shard * full * (parts - 1) / parts)
-    if train and data > 1:
+    if learns and data > 1:
       out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
     count = _sums(path, param, spec, train, kit.compute.remat)
     if count:

@@ -1,0 +1,107 @@
+"""Programs of the main configs, compiled for NVIDIA GPUs that are not there.
+
+Of Qwen3-1.7B with two of its layers. Needs the CUDA plugin, not a GPU.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+MESHES = {8: 'fsdp=8', 64: 'fsdp=16,tensor=4'}
+CONFIGS = {
+    'sft': ('sft_gsm8k', {}), 'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
+    # cuDNN does no branches of a shared prompt.
+    'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16),
+                           preference=dict(share_prompt=False))),
+    'grpo': ('grpo_gsm8k', {}),
+    'ppo': ('ppo_gsm8k', {})}
+# What attends over whole rows, and so by cuDNN.
+ATTEND = {
+    'sft': {'update'}, 'lora': {'update'}, 'dpo': {'update', 'score'},
+    'grpo': {'update', 'score', 'prefill'},
+    'ppo': {'update', 'score', 'values', 'prefill'}}
+
+DRIVER = '''
+import dataclasses, importlib, json, math, re, sys
+
+from jaxpost.models import presets
+from jaxpost.planning import aot, chips, cost, described
+
+name, gpus, mesh, over = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+topology = chips.parse(f'h200:1x{gpus // 8}x8')
+chips.set_environment(topology)
+presets.PRESETS['qwen3_1_7b'] = dataclasses.replace(
+    presets.PRESETS['qwen3_1_7b'], num_layers=2)
+config = importlib.import_module(f'configs.{name}').get_config()
+config.model.update(path='qwen3_1_7b', attention='cudnn', remat='full')
+config.mesh.train = mesh
+config.eval.data.path = ''
+for section, fields in json.loads(over).items():
+  config[section].update(fields)
+p, = described.prepare_all(config.to_dict())
+vocabulary, texts, look = p.model.config.padded_vocab_size, {}, aot.look
+
+def watch(kit, name, compiled, args, times):
+  texts.setdefault(name, []).append(compiled.as_text())
+  return look(kit, name, compiled, args, times)
+
+aot.look = watch
+compiled = aot.compile_stage(p, topology)
+kit, out = compiled.kit, {}
+for row in compiled.rows:
+  text = texts[row['program']].pop(0)
+  each = vocabulary // kit.train.mesh.shape['tensor']
+  # Tokens by vocabulary: the largest array of logits, in tokens of a device.
+  wide = [math.prod(map(int, dims.split(','))) // each for dims in re.findall(
+      r'(?:f32|bf16)\\[([\\d,]+)\\]', text) if str(each) in dims.split(',')]
+  said = out.setdefault(row['program'], [])
+  said.append(dict(
+      shapes=row['shapes'], kernels=len(set(re.findall(
+          r'custom_call_target="(__cudnn.fmha\\w*)"', text))),
+      wide=max(wide, default=0), most=max(
+          p.model.config.hidden_size, kit.compute.head_elements // each),
+      unknown=row['totals'].unknown, least=row['least'], found={
+          kind: {a: x[0] for a, x in axes.items()}
+          for kind, axes in cost.by_axis(
+              row['totals'], kit.train.mesh).items()}))
+print(json.dumps(out))
+'''
+
+
+@functools.cache
+def compiled(name, gpus):
+  """{program: [what is in it, ...]}."""
+  config, over = CONFIGS[name]
+  done = subprocess.run(
+      [sys.executable, '-c', DRIVER, config, str(gpus), MESHES[gpus],
+       json.dumps(over)], capture_output=True, text=True, cwd=CLONE,
+      env=os.environ | {'PYTHONPATH': str(CLONE)})
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec('jax_cuda13_plugin') is None, reason=(
+        "no jax_cuda13_plugin, which compiles for these: "
+        "pip install 'jax[cuda13]'"))
+@pytest.mark.long
+@pytest.mark.parametrize('gpus', MESHES)
+@pytest.mark.parametrize('name', CONFIGS)
+def test_programs_of_a_config_compile_for_gpus(name, gpus):
+  found = compiled(name, gpus)
+  assert ATTEND[name] <= found.keys()
+  for program, each in found.items():
+    for one in each:
+      assert bool(one['kernels']) == (program in ATTEND[name]), program
+      assert one['wide'] <= one['most'], (program, one)
+      assert not one['unknown'], (program, one)
+  for one in found['update']:
+    sent, least = (one[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
+    assert 0 < sent <= 1.05 * least
