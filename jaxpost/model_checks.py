@@ -53,9 +53,10 @@ def check_own(config, cfg):
 
 def check_sampler(config, model):
   """InputError where no sampler of this model could do what is asked."""
-  from jaxpost.rollout import settings  # an SFT run does not read it
-  settings.check_likeliest(
-      config.rollout.top_logprobs, model.config.vocab_size)
+  if config.rollout.top_logprobs:
+    from jaxpost.rollout import settings  # which no SFT run reads
+    settings.check_likeliest(
+        config.rollout.top_logprobs, model.config.vocab_size)
   if config.rollout.share_base and (not model.frozen or model.config.experts):
     raise InputError(
         'config.rollout.share_base: is for frozen weights under adapters '
