@@ -19,7 +19,7 @@ from jaxpost.loop import Stage
 from jaxpost.metrics import MetricsWriter
 from jaxpost.models import model as model_lib, presets
 from jaxpost.models.transformer import flops_per_token
-from jaxpost.programs import probe, train as programs
+from jaxpost.programs import memory as memory_lib, probe, train as programs
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.types import Request
 
@@ -166,7 +166,9 @@ def sample(o: Options, workdir) -> dict:
   # Prefill counted, as if it were decoding, too.
   slots = engine.max_concurrent_decodes
   seconds = float(np.median(times[1:])) * rollout.occupancy * slots / counts[-1]
-  read = decode_bytes(engine, o.prompt + counts[-1] / o.samples / 2)
+  filled = (o.prompt + counts[-1] / o.samples / 2) / engine.length
+  _, state = engine.described(params)
+  read = decode_bytes(engine.weights, state.cache, filled)
   bandwidth = probe.memory_rate()
   return dict(
       wall_s=float(np.median(times[1:])), first_s=times[0], tokens=counts[-1],
@@ -176,13 +178,14 @@ def sample(o: Options, workdir) -> dict:
       bytes_per_s=bandwidth, share_of_bandwidth=read / bandwidth / seconds)
 
 
-def decode_bytes(engine, filled: float) -> float:
-  """That a token of all slots reads at least: weights, `filled` entries."""
-  weights = dict(engine.weights)
+def decode_bytes(weights: dict, cache, filled: float) -> float:
+  """That a device reads at least for a token of all slots.
+
+  filled: share of the cache.
+  """
   if 'head' in weights:  # else the embedding is read whole, as the head
-    del weights['embed']
-  weights = sum(x.nbytes for x in jax.tree.leaves(weights))
-  return weights + engine.cache_bytes() * filled / engine.length
+    weights = {k: x for k, x in weights.items() if k != 'embed'}
+  return memory_lib.size(weights) + memory_lib.size(cache) * filled
 
 
 def reshard(o: Options, workdir) -> dict:

@@ -10,6 +10,7 @@ import re
 
 from jaxpost import assemble, build, precompile, weights
 from jaxpost.losses import head as head_lib
+from jaxpost.models import context
 from jaxpost.planning import chips, cost, least
 from jaxpost.programs import memory
 from jaxpost.programs.compile import Ledger
@@ -96,9 +97,10 @@ def _blocks(kit: assemble.Kit, name: str, tokens: int) -> int:
   """Blocks of rows that the experts of a device multiply, were each as likely.
 
   Args:
-    tokens: of a device; `context` does not split them here.
+    tokens: of whole rows; `context` splits them.
   """
   layout = kit.rollout if name in SAMPLING else kit.train
+  tokens //= context.parts(layout)
   experts = kit.prepared.model.config.experts
   return -(-tokens * experts.top_k // kit.compute.group_block) + (
       experts.num // layout.mesh.shape['expert'])
