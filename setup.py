@@ -19,6 +19,7 @@ CORE = [
   'etils[epath]>=1.9',
   'flax>=0.12; python_version < "3.12"',
   'flax>=0.12.9; python_version >= "3.12"',
+  'fsspec>=2024.6',
   'grain>=0.2.12',
   'huggingface_hub>=1.0',
   'jax>=0.10.2',

@@ -207,26 +207,50 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
 
 
-def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...]):
+def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
+          rows: NamedSharding | None = None, row: int = 0, moves=()):
   """`x` with pieces from `at` on in each shard; None: zeros of this shape.
 
   Args:
-    piece: of as many shards.
+    piece: of as many shards, or sharded by `rows`.
     at: [dimensions] int32.
+    moves: ((dimension or None, axes), ...): mesh axes that split `row` of
+      pieces, and of `x` that dimension or none.
   """
+  # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
+  bits = lambda x, to: x if x.dtype.itemsize != 2 else (
+      jax.lax.bitcast_convert_type(x, to))
+
   def local(x, piece, at):
     if x is None:
       x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
-    # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
-    bits = lambda x, to: x if x.dtype.itemsize != 2 else (
-        jax.lax.bitcast_convert_type(x, to))
+    dtype, piece = piece.dtype, bits(piece, jnp.uint16)
+    for dimension, axes in reversed(moves):
+      piece = jax.lax.all_gather(piece, axes, axis=row, tiled=True) if (
+          dimension is None) else jax.lax.all_to_all(
+              piece, axes, dimension, row, tiled=True)
     return bits(jax.lax.dynamic_update_slice(
-        bits(x, jnp.uint16), bits(piece, jnp.uint16), list(at)), piece.dtype)
+        bits(x, jnp.uint16), piece, list(at)), dtype)
 
   spec = sharding.spec
   return jax.shard_map(
-      local, mesh=sharding.mesh, in_specs=(spec, spec, PartitionSpec()),
-      out_specs=spec)(x, piece, at)
+      local, mesh=sharding.mesh, out_specs=spec, check_vma=False, in_specs=(
+          spec, (rows or sharding).spec, PartitionSpec()))(x, piece, at)
+
+
+def relabelled(x, sharding):
+  """The same buffers with an equivalent sharding, of another mesh or spelling.
+
+  Programs with a kernel that is partitioned by its own rules (cuDNN) take
+  arrays of one mesh only.
+  """
+  if x.sharding == sharding:
+    return x
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.make_array_from_single_device_arrays(
+      x.shape, sharding, [shard.data for shard in x.addressable_shards],
+      dtype=x.dtype)
 
 
 def owners(devices) -> list[int]:

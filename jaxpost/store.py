@@ -15,6 +15,7 @@ import zlib
 from concurrent import futures
 
 from etils import epath
+from fsspec import caching
 
 from jaxpost.errors import InputError
 
@@ -91,6 +92,16 @@ def folder() -> pathlib.Path:
   made = tempfile.mkdtemp(prefix='jaxpost-')
   atexit.register(shutil.rmtree, made, ignore_errors=True)
   return pathlib.Path(made)
+
+
+def exactly(file):
+  """A file opened for reading that reads what is asked for, and not ahead.
+
+  fsspec reads 5 MB more at every place.
+  """
+  if ahead := getattr(file, 'cache', None):
+    file.cache = caching.BaseCache(ahead.blocksize, ahead.fetcher, ahead.size)
+  return file
 
 
 def upload(source, target, last: str = ''):

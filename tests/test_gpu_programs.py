@@ -20,7 +20,8 @@ CONFIGS = {
     # cuDNN does no branches of a shared prompt.
     'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16),
                            preference=dict(share_prompt=False))),
-    'grpo': ('grpo_gsm8k', {}),
+    # With a reference, whose log-probs are a program of their own.
+    'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
     'ppo': ('ppo_gsm8k', {})}
 # What attends over whole rows, and so by cuDNN.
 ATTEND = {

@@ -20,6 +20,7 @@ import safetensors.numpy
 import tiny
 from etils import epath
 from etils.epath import backend, gpath
+from fsspec import spec
 
 from jaxpost import config as config_lib
 from jaxpost import inference, metrics, stages, store
@@ -303,3 +304,20 @@ def test_an_unknown_store_is_named():
 def test_a_model_that_is_not_there(objects):
   with pytest.raises(InputError, match='gs://bucket/none does not exist'):
     stages.run(config('gs://bucket/none'), 'gs://bucket/run', CONSOLE)
+
+
+def test_a_slice_of_an_object_is_all_that_is_fetched():
+  """fsspec would read megabytes ahead at every slice."""
+  data, fetched = os.urandom(20_000_000), []
+
+  class Object(spec.AbstractBufferedFile):
+    def _fetch_range(self, start, end):
+      fetched.append(end - start)
+      return data[start:end]
+
+  read = lambda file: (file.seek(7_000_000), file.read(1000))[1]
+  assert read(Object(None, 'x', size=len(data))) == data[7_000_000:7_001_000]
+  assert fetched.pop() > 1_000_000
+  file = store.exactly(Object(None, 'x', size=len(data)))
+  assert read(file) == data[7_000_000:7_001_000]
+  assert fetched == [1000]

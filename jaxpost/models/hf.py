@@ -143,7 +143,7 @@ def open_file(file, stack) -> dict:
   try:
     handle = stack.enter_context(file.open('rb'))
     if store.is_remote(file):
-      return ranges.tensors(handle, file.stat().length)
+      return ranges.tensors(store.exactly(handle), file.stat().length)
     mapped = stack.enter_context(mmap.mmap(
         handle.fileno(), 0, access=mmap.ACCESS_READ))
     return ranges.tensors(mapped, len(mapped))

@@ -11,10 +11,12 @@ import re
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.models import families, transformer
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.table import Param, inputs
+from jaxpost.sharding import axes_of, relabelled
 
 _PIECE = 16 << 20  # bytes that are read at a time
 
@@ -93,15 +95,48 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
-def _piece(stored: Stored, shape, most: int) -> tuple[int, ...]:
+def _row(spec: Param) -> int:
+  """The dimension of a parameter along which a tensor has its rows."""
+  return spec.stack + (inputs(spec) if spec.matrix else 0)
+
+
+def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
+  """How devices that want this sharding share what there is to read.
+
+  Axes of the mesh that split columns, and those of replicas, split rows: no
+  byte is asked for twice, and whole rows are.
+
+  Returns:
+    The sharding, and the moves that undo it (`sharding.write`).
+  """
+  row, parts = _row(spec), [axes_of(part) for part in to.spec]
+  parts += [()] * (len(spec.shape) - len(parts))
+  moves = [(i, axes) for i, axes in enumerate(parts)
+           if axes and i >= spec.stack and i != row]
+  used = {a for axes in parts for a in axes}
+  moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
+  rows, out = to.shard_shape(spec.shape)[row], []
+  for i, axes in moves:
+    size = math.prod(to.mesh.shape[a] for a in axes)
+    if size == 1 or rows % size:
+      continue
+    rows //= size
+    parts[row] += axes
+    if i is not None:
+      parts[i] = ()
+    out.append((i, axes))
+  return NamedSharding(to.mesh, PartitionSpec(
+      *(part or None for part in parts))), tuple(out)
+
+
+def _piece(spec: Param, shape, most: int) -> tuple[int, ...]:
   """The part of a shard of this shape that is read at a time.
 
   Some layers (or experts), or of one the rows of its tensor; `most` elements,
   or the one row that has more. Parts of this shape make up the shard.
   """
-  spec, shape = stored.spec, list(shape)
-  row = spec.stack + (inputs(spec) if spec.matrix else 0)
-  for i in (*range(spec.stack), row):
+  shape = list(shape)
+  for i in (*range(spec.stack), _row(spec)):
     fits = most // math.prod(shape[:i] + shape[i + 1:])
     shape[i] = next(n for n in range(min(max(fits, 1), shape[i]), 0, -1)
                     if shape[i] % n == 0)
@@ -129,24 +164,35 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   return out
 
 
-def load(stored: Stored, tensors: dict, sharding, dtype, write) -> jax.Array:
+def load(stored: Stored, tensors: dict, to: NamedSharding, dtype,
+         write) -> jax.Array:
   """A parameter; the host has one piece of it at a time.
+
+  What is larger than a piece is read by all devices together, a part each,
+  and they send each other what they need: a collective.
 
   Args: as those of `read` and of `hf.load_params`.
   """
-  shape, holders = stored.spec.shape, {}  # replicas are read once
+  spec, shape = stored.spec, stored.spec.shape
+  row, large = _row(spec), math.prod(shape) * dtype.itemsize > _PIECE
+  sharding, moves = _by_rows(spec, to) if large else (to, ())
+  local = sharding.shard_shape(shape)
+  split = to.shard_shape(shape)[row] // local[row]
+  size = _piece(spec, local, _PIECE // dtype.itemsize)
+  holders = {}  # replicas are read once
   for device, index in sharding.addressable_devices_indices_map(shape).items():
     starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
     holders.setdefault(starts, []).append(device)
-  local = sharding.shard_shape(shape)
-  size = _piece(stored, local, _PIECE // dtype.itemsize)
 
   def place(at):
     """What begins there in each shard."""
     arrays = []
     for starts, devices in holders.items():
-      part = read(stored, tensors, [
-          (s + i, s + i + n) for s, i, n in zip(starts, at, size)], dtype)
+      begin = np.add(starts, at)
+      # What is split is a piece of a shard's rows, and not these themselves.
+      begin[row] += starts[row] // local[row] % split * (
+          size[row] - local[row])
+      part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
       arrays += [jax.device_put(part, device) for device in devices]
       jax.block_until_ready(arrays)  # the host keeps one, not all
     return jax.make_array_from_single_device_arrays(
@@ -154,15 +200,15 @@ def load(stored: Stored, tensors: dict, sharding, dtype, write) -> jax.Array:
         arrays, dtype=dtype)
 
   if not holders:  # only other processes have some of it
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [], dtype=dtype)
-  if size == local:
+    return jax.make_array_from_single_device_arrays(shape, to, [], dtype=dtype)
+  if not large:
     return place([0] * len(shape))
   out = None
   for at in np.ndindex(*(n // s for n, s in zip(local, size))):
     at = np.multiply(at, size, dtype=np.int32)
-    out = write(out, place(at), at, sharding, shape)
-  return out
+    at[row] *= split
+    out = write(out, place(at), at, to, shape, sharding, row, moves)
+  return relabelled(out, to)
 
 
 def _read(stored, tensor, shape, bounds) -> np.ndarray:

@@ -17,7 +17,7 @@ from jaxpost.models.model import Model
 from jaxpost.models.table import STACKS, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
-from jaxpost.sharding import Layout
+from jaxpost.sharding import Layout, relabelled
 
 GROUP_BYTES = 2**30
 
@@ -141,21 +141,6 @@ class Reshard:
             for name in self._stacks}
     return [fuse(p, self._joined) for p in unstack_layers(
         cast, self.group)['layers']]
-
-
-def relabelled(x, sharding):
-  """The same buffers with an equivalent sharding, of another mesh.
-
-  Programs with a kernel that is partitioned by its own rules (cuDNN) take
-  arrays of one mesh only.
-  """
-  if x.sharding == sharding:
-    return x
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  return jax.make_array_from_single_device_arrays(
-      x.shape, sharding, [shard.data for shard in x.addressable_shards],
-      dtype=x.dtype)
 
 
 def _size(param, compute: Compute) -> int:

@@ -26,7 +26,7 @@ from jaxpost.types import Batch, TrainState
 
 
 write = jax.jit(  # in place: what is read goes to its shards
-    sharding_lib.write, donate_argnums=0, static_argnums=(3, 4))
+    sharding_lib.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7))
 _ROUTER = 'router'  # among the metrics of a micro-batch: sums, see `moe`
 
 
