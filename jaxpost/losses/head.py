@@ -380,7 +380,7 @@ def _chunk(plan, grad, h, head, labels, weights, arrays, teachers):
   if pull:
     d_logits += pull(jnp.where(weights != 0, g.divergence, 0))[0]
   d_logits = d_logits * _slope(plan, logits)
-  d_h = einsum('bcv,vd->bcd', d_logits, head, dtype)
+  d_h = einsum('bcv,vd->bcd', d_logits, head, dtype, h.dtype.name)
   # [D, V]: the form that XLA:CPU contracts without copying d_logits.
   d_head = einsum('bcd,bcv->dv', h, d_logits, dtype)
   return loss, metrics, outputs, (d_h, d_head)
