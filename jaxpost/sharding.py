@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,25 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
   return sizes
 
 
+class Shared(NamedTuple):
+  """What stands for a parameter that a program reads in two places.
+
+  value: the parameter in the type of products, gathered; it has no gradient.
+  sums: [n, ...], which nobody reads. Its gradient is that of the parameter, in
+    parts: both readers' are added up before they are sent.
+  """
+
+  value: jax.Array
+  sums: jax.Array
+
+  shape = property(lambda self: self.sums.shape[1:])
+  dtype = property(lambda self: self.sums.dtype)
+
+  def astype(self, dtype):
+    del dtype  # which it has
+    return self.value
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """A mesh and the rules by which a phase uses it."""
@@ -114,7 +134,12 @@ class Layout:
       return x
     return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-  def sum_over_tokens(self, fn, tokens, *axes):
+  def of_tokens(self, shape) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """(the partition of tokens [B, T], the mesh axes that have a part in it)"""
+    rows = self.spec(('batch', 'time'), shape)
+    return rows, tuple(a for part in rows for a in axes_of(part))
+
+  def sum_over_tokens(self, fn, tokens, *axes, of=None):
     """fn(*tokens), a sum over tokens, kept in parts.
 
     Each device sums over its own, then who keeps a part sums that (`reduced`).
@@ -124,20 +149,22 @@ class Layout:
     Args:
       fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
       tokens: arrays [B, T, ...].
+      of: the parameter whose gradient it is.
 
     Returns:
       The array, or None: no part of it is kept, or tokens cannot be split.
+      What a `Shared` parameter takes, of one.
     """
-    rows = self.spec(('batch', 'time'), tokens[0].shape)
-    over = tuple(a for part in rows for a in axes_of(part))
+    rows, over = self.of_tokens(tokens[0].shape)
     spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
-    if not any(set(axes_of(part)) & set(over) for part in spec):
+    shared = isinstance(of, Shared)
+    if not shared and not any(set(axes_of(part)) & set(over) for part in spec):
       return None
     sums = jax.shard_map(
         lambda *tokens: fn(*tokens)[None], mesh=self.mesh, in_specs=rows,
         out_specs=PartitionSpec(over), axis_names=set(over),
         check_vma=False)(*tokens)
-    return self.reduced(sums, axes, over)
+    return Shared(None, sums) if shared else self.reduced(sums, axes, over)
 
   def reduced(self, sums, axes, over):
     """[n, ...] on as many devices -> their sum, each part by who keeps it.

@@ -1,7 +1,7 @@
 """What programs send between devices, held against the least that they must.
 
 Counted in the compiled HLO (`planning/cost.py`), on 8 pretended devices and,
-where libtpu is installed, for a described TPU slice.
+where what compiles for them is installed, for described TPUs and GPUs.
 """
 
 import functools
@@ -24,8 +24,9 @@ MOST = 1.05  # times the least
 DRIVER = '''
 import json, math, sys
 from jaxpost.models import presets
-presets.PRESETS['wide'] = presets._qwen3(
-    256, 768, 2, 8, 8, 32, vocab=4096, tied=False)
+for name in 'wide', 'tied':
+  presets.PRESETS[name] = presets._qwen3(
+      256, 768, 2, 8, 8, 32, vocab=4096, tied=name == 'tied')
 from jaxpost.planning import aot, chips, cost, described
 
 topology, dtype, jobs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -51,11 +52,11 @@ def watch(kit, name, compiled, args, times):
   return look(kit, name, compiled, args, times) | {'replicated': big}
 
 out = []
-for train, rollout in jobs:
+for train, rollout, preset in jobs:
   aot.look = look if rollout else watch
   p, = described.prepare_all(dict(
       algorithm='grpo' if rollout else 'sft', data=dict(path='none'),
-      reward='length', model=dict(preset='wide', dtype=dtype, remat='full'),
+      reward='length', model=dict(preset=preset, dtype=dtype, remat='full'),
       mesh=dict(train=train, rollout=rollout or 'data=-1'),
       train=dict(batch_size=16, row_length=0 if rollout else 512)))
   compiled = aot.compile_stage(p, chips.parse(topology), (
@@ -78,7 +79,9 @@ print(json.dumps(out))
 '''
 
 
-ALL = *((mesh, '') for mesh in MESHES), *RESHARDS.items()
+UPDATES = *((mesh, '', 'wide') for mesh in MESHES), *(
+    (mesh, '', 'tied') for mesh in MESHES if 'fsdp' in mesh)
+ALL = *UPDATES, *((*meshes, 'wide') for meshes in RESHARDS.items())
 
 
 @functools.cache
@@ -124,25 +127,30 @@ def check(figures):
     assert 0 < sent <= MOST * least, (axis, sent / least, figures)
 
 
-@pytest.mark.parametrize('mesh', MESHES)
-def test_an_update_sends_little_more_than_the_least(mesh):
-  figures = counted('cpu:8', 'float32')[mesh, '']
+@pytest.mark.parametrize('job', UPDATES, ids=' '.join)
+def test_an_update_sends_little_more_than_the_least(job):
+  figures = counted('cpu:8', 'float32')[job]
   check(figures)
   assert figures['replicated'] == {}  # looked for, and none found
 
 
 @pytest.mark.parametrize('train', RESHARDS)
 def test_so_does_the_reshard_to_the_sampler(train):
-  figures = counted('cpu:8', 'float32')[train, RESHARDS[train]]
+  figures = counted('cpu:8', 'float32')[train, RESHARDS[train], 'wide']
   sent = sum(sum(axes.values()) for axes in figures['found'].values())
   least = sum(sum(axes.values()) for axes in figures['least'].values())
   assert 0 < sent <= MOST * least, figures
 
 
+def described(topology, mesh, preset, package):
+  return pytest.param(topology, (mesh, '', preset), marks=pytest.mark.skipif(
+      importlib.util.find_spec(package) is None,
+      reason=f'no {package}, which compiles for these'))
+
+
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason=(
-    "no libtpu, which compiles for TPUs: pip install 'jax[tpu]'"))
-@pytest.mark.parametrize('mesh', ['tensor=8'])
-def test_an_update_on_a_tpu_slice(mesh):
-  job = mesh, ''
-  check(counted('v5e:2x4', 'bfloat16', (job,))[job])
+@pytest.mark.parametrize('topology, job', [
+    described('v5e:2x4', 'tensor=8', 'wide', 'libtpu'),
+    described('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin')])
+def test_an_update_for_described_chips(topology, job):
+  check(counted(topology, 'bfloat16', (job,))[job])

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
-from jaxpost.sharding import BATCH_AXES, Layout
+from jaxpost.sharding import BATCH_AXES, Layout, Shared
 from jaxpost.types import Outputs
 
 _HIDE = -1e30
@@ -202,8 +202,8 @@ def _fused_forward(plan, *args):
 def _fused_backward(plan, grads, cotangents):
   del plan
   scale, _ = cotangents  # metrics are not differentiated
-  d_hidden, d_head = ((scale * g).astype(g.dtype) for g in grads)
-  return d_hidden, d_head, None, None, None, None, None
+  grads = jax.tree.map(lambda g: (scale * g).astype(g.dtype), grads)
+  return *grads, None, None, None, None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -259,20 +259,20 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
       grads = grads[0], grads[1][None]
     return loss, metrics, outputs, grads
 
-  kind = head.dtype
   run = jax.shard_map(
       local, mesh=plan.layout.mesh,
       in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
       out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
       axis_names=set(axes), check_vma=False)
   # Cast before the shards of the head are gathered: half the bytes.
-  head, teachers = head.astype(plan.compute.dtype), (teachers[0], [
+  table, teachers = head.astype(plan.compute.dtype), (teachers[0], [
       w.astype(plan.compute.dtype) for w in teachers[1]])
   loss, metrics, outputs, grads = run(
-      hidden, head, order, labels, weights, arrays, teachers)
+      hidden, table, order, labels, weights, arrays, teachers)
   if grad:
-    d_head = plan.layout.reduced(grads[1], ('vocab', 'embed'), axes)
-    grads = grads[0], d_head.astype(kind)
+    grads = grads[0], Shared(None, grads[1]) if isinstance(head, Shared) else (
+        plan.layout.reduced(grads[1], ('vocab', 'embed'), axes)
+        .astype(head.dtype))
   return loss, metrics, outputs, grads
 
 

@@ -4,13 +4,14 @@ Legend: B rows, T tokens, D hidden size, F MLP size, N heads, h head size.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum, products
 from jaxpost.models.config import ModelConfig
-from jaxpost.sharding import Layout
+from jaxpost.sharding import Layout, Shared
 
 
 ACTIVATIONS = {
@@ -35,6 +36,27 @@ def embed(table, tokens, dtype: str, constrain):
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
 
 
+def share(table, tokens, dtype: str, layout: Layout):
+  """A table [V, D] that is embedding and head, both of tokens [B, T].
+
+  Its gradient is summed over devices once, where these have parts of tokens.
+  """
+  over = layout.of_tokens(tokens.shape)[1]
+  if not over or len(tokens) % layout.batch_shards:
+    return table
+  n, kind = math.prod(layout.mesh.shape[a] for a in over), table.dtype
+
+  @jax.custom_vjp
+  def make(table):
+    small = layout(table.astype(dtype), 'vocab', 'embed')  # then gathered
+    return Shared(layout(small, 'vocab', None),
+                  jnp.zeros((n, *table.shape), jnp.float32))
+
+  make.defvjp(lambda table: (make(table), None), lambda _, g: (
+      layout.reduced(g.sums, ('vocab', 'embed'), over).astype(kind),))
+  return make(table)
+
+
 def _embed_forward(table, tokens, dtype, constrain):
   return embed(table, tokens, dtype, constrain), (table, tokens)
 
@@ -44,10 +66,11 @@ def _embed_backward(dtype, constrain, residuals, g):
   table, tokens = residuals
   add = lambda tokens, g: jnp.zeros(table.shape, table.dtype).at[tokens].add(
       g.astype(table.dtype))
-  kept = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed') if (
-      isinstance(constrain, Layout)) else None
+  kept = constrain.sum_over_tokens(
+      add, (tokens, g), 'vocab', 'embed', of=table) if (
+          isinstance(constrain, Layout)) else None
   if kept is not None:
-    return constrain(kept, 'vocab', 'embed'), None
+    return kept, None
   return constrain(add(tokens, g), 'vocab', None), None
 
 

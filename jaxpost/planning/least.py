@@ -99,7 +99,8 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
           micro * 2 * shard * full * (parts - 1) / parts)
     if learns and data > 1:
       out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
-    count = _sums(path, param, spec, train, kit.compute.remat)
+    count = _sums(path, param, spec, train, kit.compute.remat,
+                  tied=bool(model.head) and 'head' not in model.table)
     if count:
       out['all-reduce']['tensor'] += (
           micro * count * activation * 2 * (t - 1) / t)
@@ -114,7 +115,8 @@ def _gathered(spec, param: Param):
       yield names
 
 
-def _sums(path: str, param: Param, spec, train: bool, remat: str) -> int:
+def _sums(path: str, param: Param, spec, train: bool, remat: str,
+          tied: bool) -> int:
   """How often the activations are summed over tensor because of a matrix."""
   if 'tensor' not in spec:
     return 0
@@ -123,9 +125,7 @@ def _sums(path: str, param: Param, spec, train: bool, remat: str) -> int:
     return layers * (1 + train + (train and remat == 'full'))
   if path.endswith('down'):
     return layers * (1 + train)
-  if path == 'head':
-    return int(train)
-  return 1 if path == 'embed' else 0
+  return {'head': int(train), 'embed': 1 + (train and tied)}.get(path, 0)
 
 
 def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout,

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpost import sharding as sharding_lib
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
+from jaxpost.models import layers
 from jaxpost.models import moe
 from jaxpost.models.model import Model
 from jaxpost.models.table import join
@@ -130,6 +131,9 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
 
   def loss(params, batch, step=0, frozen=None, scale=1.0, tokens=None):
     params = join((frozen or {}).get('params', {}), params)
+    if model.head and model.config.tie_embeddings:
+      params |= {'embed': layers.share(
+          params['embed'], batch.tokens, compute.dtype, layout)}
     noise = dropout = None
     if model.dropout:
       dropout = jax.random.key_data(row_keys(batch, step, 1, objective.seed))
