@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpost import sharding as sharding_lib
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
-from jaxpost.models import layers
-from jaxpost.models import moe
+from jaxpost.models import layers, moe
 from jaxpost.models.model import Model
 from jaxpost.models.table import join
 from jaxpost.models.transformer import flops_per_token
