@@ -17,11 +17,13 @@ def tune_host() -> bool:
 
   Worth 1.3 x on a training step there (it saves the page faults). Call it
   before JAX runs anything; launchers do, importing the library does not.
-  Memory is then not given back to the system before the process ends.
+  Memory is then not given back to the system before the process ends. Of a
+  GPU's memory JAX may take 0.92, not 0.75, unless the environment says.
 
   Returns:
-    Whether it took effect (glibc only).
+    Whether malloc took it (glibc only).
   """
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
   try:
     mallopt = ctypes.CDLL(None).mallopt
   except (OSError, AttributeError):

@@ -239,7 +239,8 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
   """`x` with pieces from `at` on in each shard; None: zeros of this shape.
 
   Args:
-    piece: of as many shards, or sharded by `rows`.
+    piece: of as many shards, or sharded by `rows`; those from `row` on may be
+      one dimension.
     at: [dimensions] int32.
     moves: ((dimension or None, axes), ...): mesh axes that split `row` of
       pieces, and of `x` that dimension or none.
@@ -256,6 +257,8 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
       piece = jax.lax.all_gather(piece, axes, axis=row, tiled=True) if (
           dimension is None) else jax.lax.all_to_all(
               piece, axes, dimension, row, tiled=True)
+    piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1:]) if (
+        piece.ndim < len(shape)) else piece
     return bits(jax.lax.dynamic_update_slice(
         bits(x, jnp.uint16), piece, list(at)), dtype)
 

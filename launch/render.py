@@ -20,7 +20,7 @@ PLATFORMS = {
 
 GIVEN = ('name', 'nodes', 'devices', 'tpu', 'zone', 'repo', 'image',
          'topology', 'accelerator', 'hours', 'retries', 'compile_cache',
-         'profile')
+         'profile', 'volume')
 
 
 def beside(workdir: str, name: str) -> str:
@@ -40,6 +40,13 @@ def render(platform: str, words: list[str], given: dict) -> str:
       w.startswith('--config=') for w in words):
     raise InputError(f'{platform} needs {", ".join(missing)}' if missing else
                      'write --config=... and --workdir=... behind --')
+  claim, _, mount = given['volume'].partition(':')
+  below = bool(mount) and workdir[0].startswith(f'{mount.rstrip("/")}/')
+  if platform == 'gke' and not below and '://' not in workdir[0]:
+    raise InputError(
+        f'gke: each pod would have a {workdir[0]} of its own, and none after '
+        'it is replaced; give a gs:// folder, or --volume=CLAIM:/MOUNT and a '
+        '--workdir below /MOUNT')
   if given['profile']:
     words = [*words, f'--config.log.profile_from={given["profile"]}']
   slice_ = given['topology'] or given['tpu']
@@ -53,6 +60,7 @@ def render(platform: str, words: list[str], given: dict) -> str:
   return env.from_string((TEMPLATES / template).read_text()).render(
       given | dict(
           words=words, train=' '.join(map(quote, words)), tpu=slice_,
+          claim=claim, mount=mount,
           workdir=workdir[0], devices=given['devices'] or (
               4 if slice_ else 8),
           accelerator=given['accelerator'] or {'skypilot': 'H100'}.get(

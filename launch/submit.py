@@ -30,6 +30,8 @@ flags.DEFINE_string('tpu', '', 'Name of a TPU slice that is up.')
 flags.DEFINE_string('zone', '', 'Its zone.')
 flags.DEFINE_string('repo', '', 'Git address of your clone.')
 flags.DEFINE_string('image', '', 'Container with jaxpost at /jaxpost.')
+flags.DEFINE_string(
+    'volume', '', 'CLAIM:/MOUNT, a volume on GKE that all pods write.')
 flags.DEFINE_string('topology', '', 'Of a TPU slice on GKE: 2x2x4.')
 flags.DEFINE_string('accelerator', '', 'As the cluster calls it.')
 flags.DEFINE_integer('hours', 24, 'Time limit of a Slurm job.')

@@ -191,6 +191,14 @@ class Plain(nn.Module):
         nn.initializers.lecun_normal(), ('embed', 'mlp')))(x)
 
 
+class Scaled(nn.Module):
+
+  @nn.compact
+  def __call__(self, tokens, positions, segment_ids):
+    return nn.Embed(11, 8, name='embed')(tokens) * self.param(
+        'scale', nn.initializers.ones, ())
+
+
 def test_axes_come_from_rules_then_metadata_then_a_default():
   found = custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[
       ('embed/.*', ('vocab', None))]).table
@@ -228,6 +236,8 @@ class Dropping(nnx.Module):
                           axes=[('embed/.*', ('vocab',))]), '1 dimensions'),
     (lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding',
                           axes=[('emb', ('vocab', None))]), "'emb' in `axes`"),
+    (lambda: custom.linen(Scaled(), vocab_size=11, head='embed/embedding'),
+     'scale without a dimension'),
     (lambda: custom.linen(Counting(), vocab_size=11, head='embed/embedding'),
      'collections params, state'),
     (lambda: custom.nnx(Dropping, vocab_size=11, head='embed/embedding'),

@@ -10,8 +10,11 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
+
+from jaxpost.programs.compile import GPU_OPTIONS, options
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 MESHES = {8: 'fsdp=8', 64: 'fsdp=16,tensor=4'}
@@ -74,6 +77,16 @@ for row in compiled.rows:
               row['totals'], kit.train.mesh).items()}))
 print(json.dumps(out))
 '''
+
+
+def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
+  on = lambda kind: [types.SimpleNamespace(sharding=types.SimpleNamespace(
+      device_set=[types.SimpleNamespace(platform=kind)]))]
+  assert options(on('cpu')) is None and options([]) is None
+  assert options(on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
+  name = 'xla_gpu_enable_latency_hiding_scheduler'
+  monkeypatch.setenv('XLA_FLAGS', f'--{name}=false')
+  assert GPU_OPTIONS.keys() - options(on('gpu')) == {name}
 
 
 @functools.cache

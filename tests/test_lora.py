@@ -556,6 +556,7 @@ def test_bad_config_is_one_line(base, over, text):
 
 @pytest.mark.parametrize('changes, text', [
     (dict(use_dora=True), 'use_dora=True is not supported'),
+    (dict(init_lora_weights='pissa'), "weights='pissa' is not supported"),
     (dict(rank_pattern={'q_proj': 4}), 'rank_pattern=.* is not supported'),
     (dict(rank_pattern={'q_proj': 4}, r=None), 'r=None and'),
     (dict(rank_pattern=['q_proj']), 'rank_pattern=.* must be an object'),

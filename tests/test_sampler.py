@@ -102,6 +102,11 @@ def test_draws_follow_the_distribution(row, temperature, top_k, top_p):
   assert abs(chi2 - degrees) < 4 * np.sqrt(2 * degrees), (chi2, degrees)
 
 
+def test_a_temperature_that_would_overflow_is_greedy(row):
+  assert (draw(row, 2e-38)[0] == row.argmax()).all()
+  assert np.isfinite(draw(row, 2e-38)[1]).all()
+
+
 def test_greedy_takes_the_best_and_draws_at_temperature_1(row):
   tokens, logprobs, behaviour = draw(row, temperature=0.0, top_k=3)
   assert (tokens == row.argmax()).all() and (behaviour == 0).all()

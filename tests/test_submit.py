@@ -25,10 +25,11 @@ WORDS = ['--config=configs/sft_gsm8k.py:model=tiny',
 GIVEN = dict(
     name='try', nodes=4, devices=0, tpu='', zone='', repo='', image='',
     topology='', accelerator='', hours=24, retries=2, compile_cache='',
-    profile=0)
+    profile=0, volume='')
 MORE = {
     'tpu': dict(tpu='pod', zone='us-east5-a', repo='https://host/you.git'),
-    'slurm': {}, 'gke': dict(image='img:1'), 'skypilot': {},
+    'slurm': {}, 'skypilot': {},
+    'gke': dict(image='img:1', volume='runs:/data'),
     'colab': dict(repo='https://host/you.git')}
 
 
@@ -69,6 +70,10 @@ def test_jobset(over, limits, peers):
   pod, = spec['template']['spec']['containers']
   assert pod['command'] == ['python', '-m', 'launch.train', *peers, *WORDS]
   assert pod['resources']['limits'] == limits and pod['image'] == 'img:1'
+  volume, = spec['template']['spec']['volumes']
+  mount, = pod['volumeMounts']
+  assert volume['persistentVolumeClaim'] == {'claimName': 'runs'}
+  assert mount == {'name': volume['name'], 'mountPath': '/data'}
   names = [v['name'] for v in pod['env']]
   assert names[0] == 'JAX_COMPILATION_CACHE_DIR'
   assert ('PROCESS_ID' in names) == ('nvidia.com/gpu' in limits)
@@ -189,3 +194,10 @@ def test_bad_input_is_one_line(arguments, words):
 def test_what_is_missing_is_said():
   with pytest.raises(InputError, match='gke needs --image'):
     job('gke', image='')
+  for volume in '', 'runs:/other':  # no pod would find what another wrote
+    with pytest.raises(InputError, match='gke: each pod would have'):
+      job('gke', volume=volume)
+  found = yaml.safe_load(job('gke', volume='', words=[
+      WORDS[0], '--workdir=gs://bucket/run']))
+  assert 'volumes' not in found['spec']['replicatedJobs'][0]['template'][
+      'spec']['template']['spec']

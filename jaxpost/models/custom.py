@@ -140,6 +140,8 @@ def _make(init, apply, vocab_size, head, rules, named) -> Model:
   _refuse(len(shapes[head]) != 2 or vocab_size not in shapes[head],
           f'has a {head} of {list(shapes[head])}, which is not [{vocab_size}, '
           'width] or its transpose')
+  for path, shape in shapes.items():
+    _refuse(not shape, f'has {path} without a dimension; give it shape [1]')
   table = {
       path: Param(shape, _axes(path, shape, rules, named.get(path)),
                   path.replace('/', '.'), exact=len(shape) < 2)

@@ -34,6 +34,8 @@ _PLAIN = {
     'alora_invocation_tokens': (None,), 'layers_to_transform': (None,),
     'layer_replication': (None,), 'modules_to_save': (None, [], ['score']),
     'trainable_token_indices': (None,),
+    # Others, as PiSSA, change the weights below, too.
+    'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal'),
 }
 
 

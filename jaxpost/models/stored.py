@@ -129,17 +129,32 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
       *(part or None for part in parts))), tuple(out)
 
 
-def _piece(spec: Param, shape, most: int) -> tuple[int, ...]:
+def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
+  """A matrix with one dimension of outputs, as it is stored.
+
+  So that the rows of a head can be split, too.
+  """
+  row, parts = _row(spec), [*to.spec, *[None] * len(spec.shape)]
+  if not spec.matrix or any(parts[row + 1:]):
+    return spec, to
+  shape = *spec.shape[:row], math.prod(spec.shape[row:])
+  return dataclasses.replace(
+      spec, shape=shape, axes=spec.axes[:row + 1]), NamedSharding(
+          to.mesh, PartitionSpec(*parts[:row + 1]))
+
+
+def _piece(spec: Param, shape, most: int, unit: int = 1) -> tuple[int, ...]:
   """The part of a shard of this shape that is read at a time.
 
-  Some layers (or experts), or of one the rows of its tensor; `most` elements,
-  or the one row that has more. Parts of this shape make up the shard.
+  Some layers (or experts), or of one the rows of its tensor, `unit` by `unit`;
+  `most` elements, or the one unit that has more. Parts of this shape make up
+  the shard.
   """
   shape = list(shape)
-  for i in (*range(spec.stack), _row(spec)):
+  for i, step in *((i, 1) for i in range(spec.stack)), (_row(spec), unit):
     fits = most // math.prod(shape[:i] + shape[i + 1:])
-    shape[i] = next(n for n in range(min(max(fits, 1), shape[i]), 0, -1)
-                    if shape[i] % n == 0)
+    shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1)
+                    if shape[i] % n == 0 == n % step)
   return tuple(shape)
 
 
@@ -173,42 +188,54 @@ def load(stored: Stored, tensors: dict, to: NamedSharding, dtype,
 
   Args: as those of `read` and of `hf.load_params`.
   """
-  spec, shape = stored.spec, stored.spec.shape
-  row, large = _row(spec), math.prod(shape) * dtype.itemsize > _PIECE
-  sharding, moves = _by_rows(spec, to) if large else (to, ())
-  local = sharding.shard_shape(shape)
-  split = to.shard_shape(shape)[row] // local[row]
-  size = _piece(spec, local, _PIECE // dtype.itemsize)
-  holders = {}  # replicas are read once
-  for device, index in sharding.addressable_devices_indices_map(shape).items():
-    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
-    holders.setdefault(starts, []).append(device)
-
-  def place(at):
-    """What begins there in each shard."""
-    arrays = []
-    for starts, devices in holders.items():
-      begin = np.add(starts, at)
-      # What is split is a piece of a shard's rows, and not these themselves.
-      begin[row] += starts[row] // local[row] % split * (
-          size[row] - local[row])
-      part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
-      arrays += [jax.device_put(part, device) for device in devices]
-      jax.block_until_ready(arrays)  # the host keeps one, not all
-    return jax.make_array_from_single_device_arrays(
-        tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding,
-        arrays, dtype=dtype)
-
-  if not holders:  # only other processes have some of it
-    return jax.make_array_from_single_device_arrays(shape, to, [], dtype=dtype)
-  if not large:
-    return place([0] * len(shape))
+  whole = stored.spec.shape
+  if not to.addressable_devices_indices_map(whole):  # others have some of it
+    return jax.make_array_from_single_device_arrays(whole, to, [], dtype=dtype)
+  if math.prod(whole) * dtype.itemsize <= _PIECE:
+    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype,
+                  [0] * len(whole))
+  spec, goal = _flat(stored.spec, to)
+  stored, row = dataclasses.replace(stored, spec=spec), _row(spec)
+  sharding, moves = _by_rows(spec, goal)
+  local = sharding.shard_shape(spec.shape)
+  split = goal.shard_shape(spec.shape)[row] // local[row]
+  # What is gathered is a piece with its copies; its rows are whole heads.
+  copies = math.prod(to.mesh.shape[a] for dimension, axes in moves
+                     for a in axes if dimension is None)
+  head = 1 if spec.shape == whole else math.prod(whole[row + 1:])
+  size = _piece(spec, local, _PIECE // dtype.itemsize // copies,
+                head // math.gcd(head, split))
   out = None
   for at in np.ndindex(*(n // s for n, s in zip(local, size))):
-    at = np.multiply(at, size, dtype=np.int32)
+    at = np.multiply(at, size)
     at[row] *= split
-    out = write(out, place(at), at, to, shape, sharding, row, moves)
+    piece = _place(stored, tensors, sharding, size, split, dtype, at)
+    start = np.zeros(len(whole), np.int32)
+    start[:row + 1] = *at[:row], at[row] // head
+    out = write(out, piece, start, to, whole, sharding, row, moves)
   return relabelled(out, to)
+
+
+def _place(stored: Stored, tensors, sharding, size, split: int, dtype, at):
+  """What begins at `at` in each shard, `size` of it on each device.
+
+  split: of a shard's rows a piece is read by so many devices, a part each.
+  """
+  shape, row, holders = stored.spec.shape, _row(stored.spec), {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
+    holders.setdefault(starts, []).append(device)  # replicas are read once
+  local, arrays = sharding.shard_shape(shape), []
+  for starts, devices in holders.items():
+    begin = np.add(starts, at)
+    # The devices split the piece, and not the shard: theirs are side by side.
+    begin[row] += starts[row] // local[row] % split * (size[row] - local[row])
+    part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
+    arrays += [jax.device_put(part, device) for device in devices]
+    jax.block_until_ready(arrays)  # the host keeps one, not all
+  return jax.make_array_from_single_device_arrays(
+      tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding,
+      arrays, dtype=dtype)
 
 
 def _read(stored, tensor, shape, bounds) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -40,6 +41,16 @@ class Ledger:
 
   def seal(self):
     self.sealed = True
+
+
+# Collectives beside products, and layers' worth of them together; XLA leaves
+# the first off and the others at 30 MB. What XLA_FLAGS names stays as it is.
+GPU_OPTIONS = {
+    'xla_gpu_enable_latency_hiding_scheduler': True,
+    'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
+    'xla_gpu_reduce_scatter_combine_threshold_bytes': 128 << 20,
+    'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
+}
 
 
 class Program:
@@ -83,7 +94,8 @@ class Program:
       abstract = jax.tree.map(_abstract, args)
       jitted = jax.jit(self._fn, donate_argnums=self._donate,
                        out_shardings=self._shardings(abstract))
-      compiled = jitted.lower(*abstract).compile(self._ledger.options)
+      compiled = jitted.lower(*abstract).compile(
+          options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
       self._ledger.add(
           self.name, args, time.perf_counter() - start, compiled, flops,
@@ -110,6 +122,15 @@ class Program:
     if not callable(self._out):
       return self._out
     return self._out(jax.eval_shape(self._fn, *abstract))
+
+
+def options(arguments, more: dict | None = None) -> dict | None:
+  """Of the compiler, for the devices of these arguments."""
+  devices = (d for x in arguments for d in x.sharding.device_set)
+  given = os.environ.get('XLA_FLAGS', '')
+  ours = {k: v for k, v in GPU_OPTIONS.items() if k not in given} if (
+      getattr(next(devices, None), 'platform', '') == 'gpu') else {}
+  return ours | (more or {}) or None
 
 
 def _abstract(x):

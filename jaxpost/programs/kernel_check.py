@@ -88,9 +88,10 @@ def _key(name: str, dtype: str, work: Work) -> str:
 
 def _read(path) -> dict:
   try:
-    return json.loads(path.read_text())
+    found = json.loads(path.read_text())
   except (OSError, ValueError):  # not there, or cut: it is checked again
     return {}
+  return found if isinstance(found, dict) else {}
 
 
 @functools.cache

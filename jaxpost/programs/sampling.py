@@ -12,6 +12,7 @@ from flax import struct
 from jaxpost.types import Array, Sampling
 
 HIDE = -1e30  # the logit of what cannot be drawn
+_GREEDY = 1e-4  # a lower temperature is 0: quotients would overflow
 
 
 def uniforms(keys, positions):
@@ -56,7 +57,7 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
     top: how many of the likeliest to report at most, by
       log_softmax(logits / T); zeros where no slot wants any.
   """
-  greedy = sampling.temperature == 0
+  greedy = sampling.temperature < _GREEDY
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
   highest = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - highest)
