@@ -21,8 +21,8 @@ MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2',
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
 # Of policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
-RL = ['grpo:fsdp=8', 'grpo:data=2,fsdp=2,tensor=2', 'gspo:fsdp=4,tensor=2',
-      'gspo:context=4,data=2']
+RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + [
+    'gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
 
 
 @pytest.fixture(scope='module')
@@ -159,10 +159,12 @@ def main():
   right = gradient(tiny.one_device(), experts)
   for text in MOE:
     compare(experts, right, text)
-  for text in RL:
-    learnt = surrogate(text.partition(':')[0])
-    compare(given, gradient(tiny.one_device(), given, learnt=learnt), text,
-            learnt)
+  for name in 'grpo', 'gspo':
+    learnt = surrogate(name)
+    right = gradient(tiny.one_device(), given, learnt=learnt)
+    for text in RL:
+      if text.startswith(name):
+        compare(given, right, text, learnt)
   right = (loss, _), grads = gradient(tiny.one_device(), given)
   for text in LAYOUTS:
     compare(given, right, text)
