@@ -88,10 +88,9 @@ class Ahead:
     self.version = version
 
   def _park(self, there: bool):
-    if self.config.rollout.park_optimizer:
+    if self.config.rollout.park:
       with self.chrono('reshard'):
-        for role in self.roles.trainable.values():
-          role.park(there)
+        self.roles.park(there)
 
   def _collect(self, done: int, step: int) -> Sampled:
     """The rollout of a step, after `done` steps were asked for."""

@@ -352,8 +352,8 @@ def check_sampling(config, on_policy: bool, rewards=True):
   refuse(r.lag > 0 and bool(config.replay or rl.advantage == 'remax'),
          f'config.rollout.lag: {r.lag} steps ahead there is neither a replay '
          'nor the greedy answer of remax; set it to 0')
-  refuse(r.lag > 0 and r.park_optimizer, 'config.rollout.park_optimizer: with '
-         'rollout.lag an update runs meanwhile; leave one of them out')
+  refuse(r.lag > 0 and r.park, 'config.rollout.park: with rollout.lag an '
+         'update runs meanwhile; leave one of them out')
   refuse(r.swap_blocks > 0 and not r.lag, 'config.rollout.swap_blocks: with '
          'rollout.lag=0 there are no newer weights; leave it 0')
   length, needed = row_length(config, True), (

@@ -22,9 +22,9 @@ if typing.TYPE_CHECKING:
 
 def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   """What the compiled programs of a stage will need."""
-  parks = kit.config.rollout.park_optimizer
+  parks = kit.config.rollout.park
   if parks and not memory.parks(kit.train.mesh.local_devices[0]):
-    raise InputError('config.rollout.park_optimizer: these devices reach no '
+    raise InputError('config.rollout.park: these devices reach no '
                      'memory of the host that could hold it; set it to False')
   trainable = roles.trainable.values()
   held = memory.distinct([(r.state, r.frozen) for r in trainable], [
@@ -32,7 +32,7 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
       if r])
   sampler = memory.distinct(
       engine.described(roles.policy.params)) if engine else {}
-  parked = [r.state.opt_state for r in trainable if parks]
+  parked = roles.idle() if parks else {}
   return memory.Memory(memory.predict(
       kit.ledger.rows, memory.size(held), memory.size(parked),
       memory.size({k: x for k, x in sampler.items() if k not in held})))

@@ -14,6 +14,7 @@ import numpy as np
 from jaxpost import processes
 from jaxpost.models.model import Model
 from jaxpost.models.table import join
+from jaxpost.programs import memory
 from jaxpost.programs.compile import Program
 from jaxpost.programs.train import Objective
 from jaxpost.sharding import Layout, owners
@@ -40,13 +41,6 @@ class Trainable:
   score_program: Program
   objective: Objective | None = None
   frozen: dict = dataclasses.field(default_factory=dict)
-
-  def park(self, there: bool):
-    """Moves the optimizer state into the memory of the host, or back."""
-    device, old = self.layout.mesh.local_devices[0], self.state.opt_state
-    kind = 'pinned_host' if there else device.default_memory().kind
-    self.state = self.state.replace(opt_state=jax.device_put(
-        old, jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), old)))
 
   @property
   def params(self):
@@ -148,6 +142,31 @@ class Roles:
   def trainable(self) -> dict[str, Trainable]:
     both = {'policy': self.policy, 'critic': self.critic}
     return {k: v for k, v in both.items() if v is not None}
+
+  def idle(self) -> dict:
+    """{id: array} of what nobody reads while the policy samples.
+
+    Optimizer states, the critic and the reference, but for what these share
+    with the policy; a reward model grades meanwhile.
+    """
+    used = memory.distinct(self.policy.params)
+    found = memory.distinct(
+        [(r.state, r.frozen) for r in self.trainable.values()],
+        self.reference and self.reference.params)
+    return {k: x for k, x in found.items() if k not in used}
+
+  def park(self, there: bool):
+    """Moves what is idle into the memory of the host, or back."""
+    device = self.policy.layout.mesh.local_devices[0]
+    kind = 'pinned_host' if there else device.default_memory().kind
+    idle = self.idle()
+    moved = dict(zip(idle, jax.device_put(list(idle.values()), [
+        x.sharding.with_memory_kind(kind) for x in idle.values()])))
+    change = lambda tree: jax.tree.map(lambda x: moved.get(id(x), x), tree)
+    for role in self.trainable.values():
+      role.state, role.frozen = change(role.state), change(role.frozen)
+    if self.reference:
+      self.reference.params = change(self.reference.params)
 
 
 @dataclasses.dataclass

@@ -148,8 +148,8 @@ class RolloutSection:
                         lo=0)
   share_base: bool = _f(False, 'sample from the frozen weights of training, '
                         'with no copy of them: less memory, slower')
-  park_optimizer: bool = _f(False, 'optimizer states wait in the memory of the '
-                            'host while sampling')
+  park: bool = _f(False, 'optimizer states, critic and reference wait in the '
+                  'memory of the host while sampling')
 
 
 @dataclasses.dataclass(frozen=True)

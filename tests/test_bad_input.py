@@ -152,8 +152,8 @@ FIELDS = {
         'grpo', dict(algorithm='remax', rollout=dict(lag=1)),
         'rollout.lag: 1 steps ahead there is neither a replay nor'),
     'parked while others sample': (
-        'grpo', dict(rollout=dict(lag=1, park_optimizer=True)),
-        'rollout.park_optimizer: with rollout.lag'),
+        'grpo', dict(rollout=dict(lag=1, park=True)),
+        'rollout.park: with rollout.lag'),
     'more of the likeliest than there are': (
         'grpo', dict(rollout=dict(top_logprobs=5000)),
         'rollout.top_logprobs: 5000 of a vocabulary of'),

@@ -9,6 +9,8 @@ import tiny
 import jaxpost
 from jaxpost import metrics, roles
 from jaxpost.errors import InputError
+from jaxpost.models import hf
+from jaxpost.models import model as model_lib
 from jaxpost.programs import memory
 
 
@@ -74,18 +76,24 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
     assert row['memory/peak_bytes'] > 0
 
 
-def test_a_parked_optimizer_changes_nothing_else(model, tmp_path, monkeypatch):
-  plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch)
+def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
+  """Of the optimizer and a reference."""
+  kl = dict(rl=dict(kl_coef=0.1))
+  plain, rows, lived, kinds = watched(
+      model, tmp_path / 'a', monkeypatch, **kl)
   parked, same, less, then = watched(
-      model, tmp_path / 'b', monkeypatch, rollout=dict(park_optimizer=True))
+      model, tmp_path / 'b', monkeypatch, rollout=dict(park=True), **kl)
   assert kinds == then == {'device'}  # it is back when it is wanted
   bare = lambda rows: [
       {k: v for k, v in r.items() if not metrics.is_clock_key(k)}
       for r in rows]
   assert bare(rows) == bare(same)
-  moments = plain['memory']['generate'] - parked['memory']['generate']
-  assert moments > 2 * 4 * 64 * 256 and lived - less == pytest.approx(
-      moments, rel=0.01)
+  idle = plain['memory']['generate'] - parked['memory']['generate']
+  policy = model_lib.build(hf.read_config(model))
+  # Two moments and a reference.
+  assert idle == pytest.approx(3 * memory.size(policy.init(
+      jax.random.key(0))), rel=0.01)
+  assert lived - less == pytest.approx(idle, rel=0.01)
   assert plain['memory']['update'] == parked['memory']['update']
 
 
@@ -107,7 +115,7 @@ def test_by_hand():
 
 
 def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):
-  config = tiny.grpo_config(model, rollout=dict(park_optimizer=True))
+  config = tiny.grpo_config(model, rollout=dict(park=True))
   monkeypatch.setattr(memory, 'parks', lambda device: False)
-  with pytest.raises(InputError, match='park_optimizer'):
+  with pytest.raises(InputError, match='config.rollout.park: these'):
     jaxpost.run(config, tmp_path / 'run')
