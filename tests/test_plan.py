@@ -425,6 +425,25 @@ def test_plan_of_the_local_backend(tmp_path):
   assert 'update' in done.stdout and 'all-gather' in done.stdout
 
 
+def test_a_sampler_with_more_devices_than_training(tmp_path):
+  """Axes and shares of its programs are those of its own mesh."""
+  out = tmp_path / 'plan.json'
+  done = plan(
+    '--config=configs/grpo_gsm8k.py:model=tiny', '--topology=cpu:8',
+    '--config.mesh.train=data=2', '--config.mesh.rollout=data=3,tensor=2',
+    '--config.mesh.rollout_devices=6', '--config.eval.data.path=',
+    '--config.rollout.slots=6', '--config.rollout.max_prompt_length=32',
+    '--config.rollout.max_new_tokens=16', '--programs=insert,generate',
+    f'--out={out}')
+  assert done.returncode == 0, done.stderr[-2000:]
+  found, = json.loads(out.read_text())
+  assert found['devices'] == 8
+  generate = [r for r in found['programs'] if r['program'] == 'generate'][-1]
+  assert generate['devices'] == 6
+  assert 'tensor' in generate['collective_bytes']['all-reduce']
+  assert 0.8 < generate['flops']['program'] / generate['flops']['model'] < 1.5
+
+
 @pytest.mark.parametrize('mesh', ['data=4', 'expert=4'])
 def test_products_of_experts_are_counted(mesh, tmp_path):
   """In loops that only a run knows the turns of; blocks are not all full."""

@@ -8,6 +8,8 @@ import dataclasses
 import functools
 import re
 
+import jax
+
 from jaxpost import assemble, build, precompile, weights
 from jaxpost.losses import head as head_lib
 from jaxpost.models import context
@@ -15,6 +17,7 @@ from jaxpost.planning import chips, cost, least
 from jaxpost.programs import memory
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
+from jaxpost.sharding import Layout
 from jaxpost.types import Batch, Cache, TrainState
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
@@ -60,12 +63,13 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
 def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
   """What a row says beyond shapes: bytes by what they are, and the HLO."""
   micro, chunks, rows, length = 1, 1, 0, 0
+  layout = layout_of(kit, name, args)
+  shards = layout.batch_shards
   if name == 'prefill':
     rows, length = args[1].shape
-    rows = -(-rows // kit.rollout.batch_shards)
+    rows = -(-rows // shards)
   for batch in (a for a in args if isinstance(a, Batch)):
     micro, rows, length = batch.tokens.shape
-    shards = kit.train.batch_shards
     rows = rows // shards if rows % shards == 0 else rows
     chunks = -(-length // head_lib.chunk_length(
         rows, length, kit.prepared.model.config.padded_vocab_size,
@@ -77,7 +81,7 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
     if re.search(r'\brounds\)*/while$', loop):
       return 1
     if re.search(r'\bblocks\)*/while$', loop):
-      return _blocks(kit, name, rows * length)
+      return _blocks(kit, layout, rows * length)
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
@@ -88,18 +92,26 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
     found.update(parts(arg))
   analysis = compiled.cost_analysis()
   return dict(
-      arguments=dict(found), totals=totals,
-      micro=micro, least=least.of_program(kit, name, args, times),
+      arguments=dict(found), totals=totals, mesh=layout.mesh,
+      micro=micro, least=least.of_program(kit, layout, name, args, times),
       xla_flops_once=(analysis or {}).get('flops'))
 
 
-def _blocks(kit: assemble.Kit, name: str, tokens: int) -> int:
+def layout_of(kit: assemble.Kit, name: str, args) -> Layout:
+  """Whose devices a program runs on; a reshard on those that train."""
+  if name in SAMPLING:
+    return kit.rollout
+  first = next(iter(jax.tree.leaves(args)), None)
+  mesh = getattr(getattr(first, 'sharding', None), 'mesh', None)
+  return kit.score if mesh == kit.score.mesh != kit.train.mesh else kit.train
+
+
+def _blocks(kit: assemble.Kit, layout: Layout, tokens: int) -> int:
   """Blocks of rows that the experts of a device multiply, were each as likely.
 
   Args:
     tokens: of whole rows; `context` splits them.
   """
-  layout = kit.rollout if name in SAMPLING else kit.train
   tokens //= context.parts(layout)
   experts = kit.prepared.model.config.experts
   return -(-tokens * experts.top_k // kit.compute.group_block) + (

@@ -91,6 +91,11 @@ class Topology:
     return math.prod(self.size) * self.slices
 
   @property
+  def devices(self) -> int:
+    """That JAX shows; those that are there were counted as chips."""
+    return len(self.owned) or self.chips * self.chip.devices
+
+  @property
   def gpu(self) -> bool:
     return self.name in GPUS
 

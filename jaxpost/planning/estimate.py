@@ -57,16 +57,17 @@ def step_of(kit) -> Step:
 def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
   """One JSON-able object for each program."""
   kit, step = compiled.kit, step_of(compiled.kit)
-  hosts = dict(host_of(topology, kit.train.mesh))
   sampler = max((r['argument_bytes'] for r in compiled.rows
                  if r['program'] == 'generate'), default=0)
   out = []
   for row in compiled.rows:
     out.append(dict(
         program=row['program'], shapes=row['shapes'],
+        devices=row['mesh'].size,
         calls=_calls(row, compiled.rows, step), compile_s=row['compile_s'],
         **memory(row, compiled.held, sampler, topology.chip),
-        **work(row, kit.train.mesh, topology, hosts)))
+        **work(row, row['mesh'], topology, dict(host_of(
+            topology, row['mesh'])))))
   return out
 
 
@@ -156,7 +157,8 @@ def summary(kit, topology: chips.Topology, rows: list, price: float) -> dict:
       continue
     seconds = sum(r['calls'] * r['seconds'][name] for r in used)
     rate = step.trained / seconds
-    model = sum(r['calls'] * r['flops']['model'] for r in used)
+    model = sum(r['calls'] * r['flops']['model'] * r['devices']
+                for r in used) / topology.devices
     out[name] = dict(
         step_s=seconds, tokens_per_s=rate,
         tokens_per_s_per_chip=rate / topology.chips,

@@ -31,21 +31,21 @@ from jaxpost.types import Batch
 _SAMPLED = 16  # devices looked at for what a reshard moves
 
 
-def of_program(kit, name: str, args, times: int) -> dict:
+def of_program(kit, layout: Layout, name: str, args, times: int) -> dict:
   """{kind: {axis: bytes}} of a program with these arguments.
 
-  times: runs of it that share the work.
+  layout: it runs in; times: runs of it that share the work.
   """
   model, second = kit.prepared.model, args[1] if len(args) > 1 else None
   if isinstance(second, Batch):
-    return of_pass(kit, model, kit.train, second.tokens.shape,
+    return of_pass(kit, model, layout, second.tokens.shape,
                    train=name == 'update')
   if isinstance(second, DecodeState):
     block = min(kit.config.rollout.block, kit.config.rollout.max_new_tokens)
-    return of_pass(kit, model, kit.rollout,
+    return of_pass(kit, model, layout,
                    (block, second.positions.shape[0], 1), train=False)
   if name == 'prefill':
-    return of_pass(kit, model, kit.rollout, (1, *second.shape), train=False)
+    return of_pass(kit, model, layout, (1, *second.shape), train=False)
   if name == 'reshard':
     bridge = phases.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout')
     return of_reshard(model, args[0], times, kit.train, (

@@ -37,7 +37,7 @@ def plan(p: build.Prepared, options: Options) -> dict:
   return dict(
       stage=p.name, algorithm=p.config.algorithm, topology=topology.text,
       slices=topology.slices, chips=topology.chips,
-      devices=kit.train.mesh.size,
+      devices=topology.devices,
       device_kind=kit.train.mesh.devices.flat[0].device_kind,
       memory_per_device=topology.chip.memory, family=p.model.config.family,
       parameters=transformer.num_params(p.model.config),
