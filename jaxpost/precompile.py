@@ -33,9 +33,15 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   sampler = memory.distinct(
       engine.described(roles.policy.params)) if engine else {}
   parked = roles.idle() if parks else {}
-  return memory.Memory(memory.predict(
-      kit.ledger.rows, memory.size(held), memory.size(parked),
-      memory.size({k: x for k, x in sampler.items() if k not in held})))
+  own = {k: x for k, x in sampler.items() if k not in held}
+  out = {}
+  for mesh in dict.fromkeys(x.mesh for x in (kit.train, kit.rollout, kit.score)):
+    device, ids = mesh.devices.flat[0], {d.id for d in mesh.devices.flat}
+    found = memory.predict(
+        [r for r in kit.ledger.rows if r['device'] in ids],
+        *(memory.size(x, device) for x in (held, parked, own)))
+    out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
+  return memory.Memory(out)
 
 
 def attended(p, layout, length: int) -> list[tuple]:

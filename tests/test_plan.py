@@ -392,6 +392,66 @@ def test_least_traffic_of_fsdp():
   assert 0 < sent == adapters * 3 / 4 < 3 * layers / 10
 
 
+_PHASES = """
+import json, sys
+from jaxpost import precompile
+from jaxpost.planning import aot, chips, described, estimate
+compile_all, said = precompile.compile_all, []
+precompile.compile_all = lambda *a: said.append(compile_all(*a))
+
+def look(mesh, **rollout):
+  p, = described.prepare_all(dict(
+    algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh,
+    model=dict(preset='tiny', dtype='float32'), rl=dict(kl_coef=0.1),
+    rollout=dict(prompts=4, group_size=2, max_prompt_length=16,
+                 max_new_tokens=16, **rollout)))
+  top = chips.parse('cpu:8')
+  found = aot.compile_stage(p, top, (
+    'reshard', 'init_state', 'generate', 'score', 'update'))
+  rows = {r['program']: {k: v for k, v in r.items() if k not in (
+    'mesh', 'totals')} for r in found.rows}
+  moved = sum(r['output_bytes'] * r['times'] for r in found.rows
+              if r['program'] == 'reshard')
+  return dict(rows=rows, predicted=said.pop().predicted, moved=moved, plan={
+    r['program']: r['bytes_per_chip'] for r in estimate.programs(found, top)})
+print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
+  sys.argv[1::2], sys.argv[2::2])]))
+"""
+
+
+def phases(*pairs):
+  return json.loads(run(_PHASES, *(
+    json.dumps(x) for pair in pairs for x in pair), devices=8))
+
+
+def test_devices_are_charged_with_what_they_hold():
+  apart, = phases((dict(train='fsdp=2', rollout='data=-1', rollout_devices=4,
+                        score_devices=2), {}))
+  rows, plan, predicted = (apart[k] for k in ('rows', 'plan', 'predicted'))
+  state = rows['update']['arguments']
+  adam = state['parameters'], state['optimizer']
+  assert rows['update']['held'] == dict(
+    parameters=adam[0], optimizer=adam[1], frozen=0)
+  assert plan['update']['elsewhere'] == 0
+  for name in ('init_state', 'generate'):  # devices that train nothing
+    assert not any(rows[name]['held'].values())
+  assert plan['generate']['elsewhere'] == 0
+  sampler = rows['generate']['argument_bytes']
+  assert plan['init_state']['elsewhere'] == sampler
+  assert predicted['init_state'] < 1.1 * sampler < sum(adam)
+  assert rows['score']['held'] == dict(
+    parameters=0, optimizer=0, frozen=rows['score']['arguments']['parameters'])
+  for name, held in dict(
+      score=rows['score']['arguments']['parameters'], update=sum(adam)).items():
+    row = rows[name]
+    assert predicted[name] == pytest.approx(
+      held + row['temp_bytes'] + row['batch_bytes'] +
+      row['output_bytes'] - row['alias_bytes'], rel=1e-5)  # the step's number
+  whole = apart['moved']  # weights in their new layout, before they leave
+  assert predicted['reshard'] >= sum(adam) + whole
+  assert plan['reshard']['total'] >= sum(adam) + whole
+
+
 # ------------------------------------------------------------------- commands
 
 

@@ -27,12 +27,11 @@ SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 class Compiled:
   """A stage whose programs are compiled.
 
-  held: bytes a device of what stays there from step to step.
+  rows: with 'held': bytes of what stays on their devices from step to step.
   """
 
   kit: assemble.Kit
   rows: list
-  held: dict
 
 
 def compile_stage(p: build.Prepared, topology: chips.Topology,
@@ -51,13 +50,20 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
   roles, stream, engine = assemble.make_parts(kit, params)
   evaluator = assemble.make_evaluator(kit, engine)
   precompile.compile_all(kit, roles, stream, engine, evaluator)
+  for row in ledger.rows:
+    row['held'] = held_on(row['mesh'].devices.flat[0], roles)
+  return Compiled(kit, ledger.rows)
+
+
+def held_on(device, roles) -> dict:
+  """Bytes on a device of what stays there from step to step."""
   held = collections.Counter()
   for role in roles.trainable.values():
-    held.update(parts(role.state))
+    held.update(parts(role.state, device))
   for role in (roles.reference, roles.reward_model, *roles.teachers):
     if role:
-      held.update(frozen=sum(parts(role.params).values()))
-  return Compiled(kit, ledger.rows, dict(held))
+      held.update(frozen=memory.size(role.params, device))
+  return dict(held)
 
 
 def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
@@ -118,11 +124,11 @@ def _blocks(kit: assemble.Kit, layout: Layout, tokens: int) -> int:
       experts.num // layout.mesh.shape['expert'])
 
 
-def parts(arg) -> dict:
-  """Bytes a device of an argument, by what they are."""
+def parts(arg, device=None) -> dict:
+  """Bytes a device of an argument, by what they are; or of those on one."""
   if isinstance(arg, TrainState):
-    return dict(parameters=memory.size(arg.params),
-                optimizer=memory.size(arg.opt_state))
+    return dict(parameters=memory.size(arg.params, device),
+                optimizer=memory.size(arg.opt_state, device))
   if isinstance(arg, (DecodeState, Prefix)):
     cache = memory.size(arg.cache)
     return dict(kv_cache=cache, other=memory.size(arg) - cache)

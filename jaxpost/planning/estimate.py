@@ -59,13 +59,19 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
   kit, step = compiled.kit, step_of(compiled.kit)
   sampler = max((r['argument_bytes'] for r in compiled.rows
                  if r['program'] == 'generate'), default=0)
+  moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows
+              if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
+    beside = 0
+    if not _shared(row['mesh'], kit.rollout.mesh):
+      # Weights wait there, all of them, for those who sample.
+      beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')
     out.append(dict(
         program=row['program'], shapes=row['shapes'],
         devices=row['mesh'].size,
         calls=_calls(row, compiled.rows, step), compile_s=row['compile_s'],
-        **memory(row, compiled.held, sampler, topology.chip),
+        **memory(row, row['held'], sampler, topology.chip, beside),
         **work(row, row['mesh'], topology, dict(host_of(
             topology, row['mesh'])))))
   return out
@@ -80,8 +86,16 @@ def _calls(row: dict, rows: list, step: Step) -> float:
   return calls / same
 
 
-def memory(row: dict, held: dict, sampler: int, chip: chips.Chip) -> dict:
-  """Whether the program fits beside what stays on the devices."""
+def _shared(mesh, other) -> bool:
+  return mesh.devices.flat[0] in set(other.devices.flat)
+
+
+def memory(row: dict, held: dict, sampler: int, chip: chips.Chip,
+           beside: int = 0) -> dict:
+  """Whether the program fits beside what stays on its devices.
+
+  held: bytes of that; sampler: those of the sampler's programs; beside: more.
+  """
   name, given = row['program'], row['arguments']
   out = dict(
       parameters=given.get('parameters', 0),
@@ -95,7 +109,7 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip) -> dict:
       out['elsewhere'] = stays + max(0, sampler - row['argument_bytes'])
     else:
       own = given.get('parameters', 0) + given.get('optimizer', 0)
-      out['elsewhere'] = max(0, stays - own)
+      out['elsewhere'] = max(0, stays - own) + beside
   out['total'] = (row['argument_bytes'] + out['outputs'] + row['temp_bytes'] +
                   out['elsewhere'])
   fits = out['total'] <= chip.memory if chip.memory else None

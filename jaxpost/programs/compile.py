@@ -27,7 +27,8 @@ class Ledger:
     memory, shapes = compiled.memory_analysis(), describe(args)
     self.rows.append(dict(
         program=name, shapes=shapes, compile_s=round(seconds, 3), flops=flops,
-        times=times,
+        times=times, device=min(d.id for x in jax.tree.leaves(
+            compiled.output_shardings)[:1] for d in x.device_set),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,

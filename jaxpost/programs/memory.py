@@ -17,10 +17,11 @@ SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate',
 START = ('init', 'copy', 'random')  # when not everything is there yet
 
 
-def size(tree) -> int:
-  """Bytes of arrays, or of descriptions with shardings."""
+def size(tree, device=None) -> int:
+  """Bytes of arrays, or of descriptions with shardings; those on `device`."""
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-             for x in jax.tree.leaves(tree))
+             for x in jax.tree.leaves(tree)
+             if device is None or device in x.sharding.device_set)
 
 
 def parks(device) -> bool:
@@ -43,13 +44,16 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
   """Program -> bytes in use at most while it runs; 'peak': of all of them.
 
   Args:
-    rows: of a `compile.Ledger`.
+    rows: of a `compile.Ledger`, of programs on the same devices.
     held: parameters, optimizer states and frozen models, which stay.
     parked: what of it waits elsewhere while sampling goes on.
-    sampler: its weights and its cache, what it shares with those aside.
+    sampler: its weights and its cache, what it shares with those aside; 0:
+      it has other devices.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'),
                default=0)
+  moved = 0 if sampler else sum(
+      r['output_bytes'] * r['times'] for r in rows if r['program'] == 'reshard')
   out = {}
   for row in rows:
     name = row['program']
@@ -59,7 +63,9 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
     if name in SAMPLING:
       more += held - parked + sampler + prefix
       # What these make is `sampler` and `prefix`.
-      if name not in ('reshard', 'init_state', 'prefill'):
+      if name == 'reshard':
+        more += moved  # on its way to other devices
+      elif name not in ('init_state', 'prefill'):
         more += row['output_bytes'] - row['alias_bytes']
     else:
       more += held + row['batch_bytes'] + (
