@@ -35,11 +35,13 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   parked = roles.idle() if parks else {}
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
-  for mesh in dict.fromkeys(x.mesh for x in (kit.train, kit.rollout, kit.score)):
+  for mesh in dict.fromkeys(
+      x.mesh for x in (kit.train, kit.rollout, kit.score)):
     device, ids = mesh.devices.flat[0], {d.id for d in mesh.devices.flat}
     found = memory.predict(
         [r for r in kit.ledger.rows if r['device'] in ids],
-        *(memory.size(x, device) for x in (held, parked, own)))
+        *(memory.size(x, device) for x in (held, parked, own)),
+        ahead=kit.config.rollout.lag > 0)
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
 

@@ -452,6 +452,23 @@ def test_devices_are_charged_with_what_they_hold():
   assert plan['reshard']['total'] >= sum(adam) + whole
 
 
+def test_a_sampler_ahead_stays_during_the_update():
+  """On the devices that train; where it has its own they know nothing of it."""
+  same, own = dict(train='fsdp=8', rollout='data=-1'), dict(
+    train='fsdp=4', rollout='data=-1', rollout_devices=4)
+  plain, ahead, apart = phases(
+    (same, {}), (same, dict(lag=1)), (own, dict(lag=1)))
+  sampler = ahead['rows']['generate']['argument_bytes']
+  assert sampler > 2_000_000
+  for what in ('update', 'score'):
+    more = ahead['predicted'][what] - plain['predicted'][what]
+    assert more == pytest.approx(sampler, rel=0.02)  # it reads not all
+    more = [x['plan'][what]['elsewhere'] for x in (plain, ahead)]
+    assert more[1] - more[0] == sampler
+  frozen = apart['rows']['update']['held']['frozen']
+  assert apart['plan']['update']['elsewhere'] == frozen
+
+
 # ------------------------------------------------------------------- commands
 
 

@@ -63,7 +63,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
               if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
-    beside = 0
+    beside = sampler * (kit.config.rollout.lag > 0)  # it goes on meanwhile
     if not _shared(row['mesh'], kit.rollout.mesh):
       # Weights wait there, all of them, for those who sample.
       beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')

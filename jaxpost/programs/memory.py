@@ -39,8 +39,8 @@ def batches(args) -> int:
   return sum(size(x) for x in args if isinstance(x, Batch))
 
 
-def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
-            ) -> dict[str, int]:
+def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0,
+            ahead: bool = False) -> dict[str, int]:
   """Program -> bytes in use at most while it runs; 'peak': of all of them.
 
   Args:
@@ -49,6 +49,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
     parked: what of it waits elsewhere while sampling goes on.
     sampler: its weights and its cache, what it shares with those aside; 0:
       it has other devices.
+    ahead: it is there while the others run, too; see `ahead.py`.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'),
                default=0)
@@ -68,7 +69,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0
       elif name not in ('init_state', 'prefill'):
         more += row['output_bytes'] - row['alias_bytes']
     else:
-      more += held + row['batch_bytes'] + (
+      more += held + sampler * ahead + row['batch_bytes'] + (
           row['output_bytes'] - row['alias_bytes'])
     out[name] = max(out.get(name, 0), more)
   return out | {'peak': max(out.values(), default=held)}
