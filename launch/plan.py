@@ -13,6 +13,7 @@ docs/planning.md says how to read what it prints.
 
 import logging
 import shutil
+import sys
 
 from absl import flags
 from ml_collections import config_flags
@@ -31,7 +32,8 @@ _PRICE = flags.DEFINE_float(
     'price', 0.0, 'USD for a chip and hour.', lower_bound=0.0)
 _OUT = flags.DEFINE_string('out', '', 'File for the plan as JSON.')
 _SEARCH = flags.DEFINE_bool(
-    'search', False, 'Try meshes, rematerialisation and batch sizes.')
+    'search', False, 'Try meshes, rematerialisation and batch sizes: fsdp with '
+    'each tensor axis, and up to six with data, expert or context besides.')
 flags.mark_flags_as_required(['config', 'topology'])
 
 
@@ -50,7 +52,7 @@ def main(argv):
   options = stage.Options(
       topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
   if _SEARCH.value:
-    plans = search.search(raw, options, console)
+    plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:
     for p in described.prepare_all(raw, options.stage):
       mesh = auto.choose(p, topology, console.print)

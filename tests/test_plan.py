@@ -642,3 +642,69 @@ def test_search_ranks_what_fits(monkeypatch):
   assert best['settings']['model.remat'] == 'dots'  # none does not fit
   assert '--config.mesh.train=fsdp=-1,tensor=2' in out.getvalue()
   assert '--config.model.remat=dots' in out.getvalue()
+
+
+def shape(path, train=None, **over):
+  """A stage of this model; `train` comes after its rows were made."""
+  from jaxpost.planning import search
+  p, = described.prepare_all(dict(
+    algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
+  return search.vary(p, {f'train.{k}': v for k, v in (train or {}).items()})
+
+
+@pytest.mark.parametrize('path, topology, train, has', [
+  ('llama3_70b', 'v5p:16x16x32', {}, {  # shards of 8,192 / 64 = 128 lanes
+    'fsdp=-1,tensor=8': 1024, 'data=16,fsdp=64,tensor=8': 1024}),
+  ('qwen3_30b_a3b', 'v5p:4x4x4', dict(row_length=4096), {
+    'fsdp=-1,expert=8': 64, 'data=4,fsdp=2,expert=8': 64}),
+  ('llama3_8b', 'v5p:4x4x4', dict(row_length=32768), {
+    'fsdp=-1,context=4': 16}),
+  ('llama3_8b', 'v5p:2x2x4', {}, {'fsdp=-1': 16, 'fsdp=-1,tensor=8': 2})])
+def test_meshes_to_try(path, topology, train, has):
+  from jaxpost.planning import meshes
+  found = meshes.training(shape(path, train), chips.parse(topology), False)
+  assert has.items() <= found.items() and len(found) <= 10
+  assert next(iter(found)) == 'fsdp=-1'
+  assert path == 'llama3_8b' and train or not any('context' in m for m in found)
+  if path == 'llama3_8b' and not train:
+    assert len(found) == 4  # no shard is narrow: nothing but fsdp and tensor
+
+
+def test_gpus_have_no_lanes_and_batches_split():
+  from jaxpost.planning import meshes
+  p = shape('llama3_70b', dict(batch_size=64))
+  assert not any('data' in m for m in meshes.training(
+    p, chips.parse('h200:16x8x8'), False))
+  assert meshes.training(p, chips.parse('h200:1x64x8'), True) == {
+    'fsdp=-1,tensor=8': 64}
+
+
+@pytest.mark.parametrize('mesh, shards', [
+  ({}, 8), (dict(rollout_devices=4), 4),
+  (dict(rollout_devices=2, score_devices=2), 4)])
+def test_devices_are_counted_not_chips(mesh, shards):
+  """A tpu7x chip is two; those of other phases train nothing."""
+  from jaxpost.planning import meshes
+  p, = described.prepare_all(dict(
+    algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh,
+    model=dict(path='qwen3_8b')))
+  top = chips.parse('tpu7x:1x2x2')
+  assert meshes.training(p, top, False)['fsdp=-1'] == shards
+  tensor = mesh.get('rollout_devices', 8)
+  assert meshes.sampling(p, top)[-1] == f'data=-1,tensor={tensor}'
+
+
+def test_launch_line():
+  """With what the user gave, but for what is proposed."""
+  from jaxpost.planning import search
+  assert search.launch_line((
+    '--config', 'my.py:model=qwen3_8b', '--topology=v6e:2x2', '--search',
+    '--config.train.row_length=4096', '--config.mesh.train=fsdp=2',
+    '-config.model.remat', 'none', '--noconfig.save.keep_best',
+    '--config.data.path=a b'), {
+      '--config.mesh.train': 'fsdp=-1', '--config.train.batch_size': 8}) == (
+        'python -m launch.train --config=my.py:model=qwen3_8b '
+        '--config.train.row_length=4096 --config.mesh.train=fsdp=-1 '
+        "--config.model.remat=none --noconfig.save.keep_best "
+        "'--config.data.path=a b' --config.train.batch_size=8 "
+        '--workdir=runs/planned')

@@ -13,7 +13,7 @@ import jax
 from jaxpost import build
 from jaxpost import processes
 from jaxpost.errors import InputError
-from jaxpost.planning import chips, described, search, stage
+from jaxpost.planning import chips, described, meshes, search, stage
 
 AUTO = 'auto'
 
@@ -54,20 +54,24 @@ def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
 
 
 def _train(p, topology) -> str:
-  asked = p.config.mesh
-  devices = topology.chips - asked.rollout_devices - asked.score_devices
-  meshes = [search.spell('fsdp=-1', t)
-            for t in search.tensors(p, devices) if _splits(p, devices // t)]
-  if not meshes:
-    build.batch_shape(p.config, p.algorithm.on_policy, devices)  # says why
-  if len(meshes) == 1 or not topology.chip.memory:
-    return meshes[0]
-  times = {}
-  for mesh in meshes:
+  found = list(meshes.training(p, topology, fixed=True))
+  if not found:
+    build.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(
+        p, topology))  # says why
+  if len(found) == 1 or not topology.chip.memory:
+    return found[0]
+  times, errors = {}, []
+  for mesh in found:
     settings = {'mesh.train': mesh}
-    plan = _plan(p, settings, topology, 'update')
+    try:
+      plan = _plan(p, settings, topology, 'update')
+    except InputError as error:  # not every stage knows every axis
+      errors.append(error)
+      continue
     if plan['fits']:
       times[mesh] = search.seconds_a_token((settings, search.timed(plan)))
+  if len(errors) == len(found):
+    raise errors[0]
   if not times:
     raise InputError(
         f'config.mesh.train: the update of {p.name} fits on no mesh of '
@@ -76,22 +80,12 @@ def _train(p, topology) -> str:
   return min(times, key=times.get)
 
 
-def _splits(p, shards: int) -> bool:
-  """Whether the batch does, over so many."""
-  try:
-    build.batch_shape(p.config, p.algorithm.on_policy, shards)
-  except InputError:
-    return False
-  return True
-
-
 def _rollout(p, topology) -> str:
   """The least split of the sampler's weights that fits."""
-  meshes = [search.spell('data=-1', t) for t in search.tensors(
-      p, p.config.mesh.rollout_devices or topology.chips)]
+  found = meshes.sampling(p, topology)
   if not p.algorithm.on_policy or not topology.chip.memory:
-    return meshes[0]
-  for mesh in meshes:
+    return found[0]
+  for mesh in found:
     if _plan(p, {'mesh.rollout': mesh}, topology, 'generate')['fits']:
       return mesh
   raise InputError(

@@ -7,6 +7,8 @@ time are tried then.
 """
 
 import dataclasses
+import re
+import shlex
 
 import rich.box
 import rich.console
@@ -14,22 +16,26 @@ import rich.table
 
 from jaxpost import build
 from jaxpost.errors import InputError
-from jaxpost.planning import chips, described, stage, table
+from jaxpost.planning import chips, described, meshes, stage, table
 
-_TENSOR = (1, 2, 4, 8)
 _REMAT = ('none', 'dots')
 _MOST_ROWS = 8  # of a shard at a time
 
 
-def search(raw: dict, options: stage.Options,
-           console: rich.console.Console) -> list[dict]:
-  """The best plan of each stage, after the ranked list and a launch line."""
+def search(raw: dict, options: stage.Options, console: rich.console.Console,
+           words: tuple = ('--config=FILE',)) -> list[dict]:
+  """The best plan of each stage, after the ranked list and a launch line.
+
+  words: of the command that asked, whose config the line is to have, too.
+  """
   best = []
   if not options.topology.chip.memory:
     raise InputError(
         f'--search: {options.topology.text}: only chips of known speed and '
         f'memory can be ranked; for example {chips.EXAMPLES}')
   for p in described.prepare_all(raw, options.stage):
+    p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace(
+        'auto', 'data=-1')})
     found = _candidates(p, options, console)
     fitting = sorted((f for f in found if f[1]['fits'] is not False),
                      key=seconds_a_token)
@@ -42,24 +48,25 @@ def search(raw: dict, options: stage.Options,
     console.print(ranking(fitting))
     prefix = f'--config.{p.name}.' if len(
         described.prepare_all(raw)) > 1 else '--config.'
-    console.print('python -m launch.train --config=FILE --workdir=DIR ' +
-                  ' '.join(f'{prefix}{k}={v}'
-                           for k, v in fitting[0][0].items()))
+    console.print(launch_line(words, {
+        prefix + k: v for k, v in fitting[0][0].items()}), soft_wrap=True)
     best.append({**fitting[0][1], 'settings': fitting[0][0]})
   return best
 
 
-def tensors(p: build.Prepared, chips: int) -> list[int]:
-  """Sizes of the tensor axis that split heads and the MLP evenly."""
-  cfg = p.model.config
-  size = cfg.experts.size if cfg.experts else cfg.intermediate_size
-  return [t for t in _TENSOR if chips % t == 0 and cfg.num_heads % t == 0
-          and size % t == 0]
-
-
-def spell(rest: str, tensor: int) -> str:
-  """The text of a mesh whose devices are split by `tensor`, else `rest`."""
-  return rest + (f',tensor={tensor}' if tensor > 1 else '')
+def launch_line(words: tuple, proposed: dict) -> str:
+  """`launch.train` with the config of a command, and what is proposed."""
+  given, rest = {}, list(words)
+  while rest:
+    word = '--' + rest.pop(0).lstrip('-')
+    name, equals, _ = word.partition('=')
+    if not re.match(r'--(no)?config(\.|$)', name):
+      continue
+    value = rest and not equals and not rest[0].startswith('-')
+    given[name] = f'{word}={rest.pop(0)}' if value else word
+  given |= {k: f'{k}={v}' for k, v in proposed.items()}
+  return ' '.join(['python -m launch.train', *map(
+      shlex.quote, given.values()), '--workdir=runs/planned'])
 
 
 def timed(plan: dict) -> dict:
@@ -88,11 +95,10 @@ def vary(p: build.Prepared, settings: dict) -> build.Prepared:
 
 def _candidates(p, options, console) -> list:
   """[(settings, plan)] of what was tried."""
-  tried = []
+  shards, tried = meshes.training(p, options.topology, fixed=False), []
 
-  def attempt(tensor, remat, rows):
-    mesh = spell('fsdp=-1', tensor)
-    at_once = rows * options.topology.chips // tensor
+  def attempt(mesh, remat, rows):
+    at_once = rows * shards[mesh]
     settings = {'mesh.train': mesh, 'model.remat': remat,
                 'train.micro_batch_size': at_once}
     if not p.algorithm.on_policy and p.config.train.batch_size < at_once:
@@ -108,12 +114,19 @@ def _candidates(p, options, console) -> list:
     tried.append((settings, plan))
     return row['fits'] is not False, seconds_a_token((settings, plan))
 
-  frugal = {t: attempt(t, 'full', 1) for t in tensors(
-      p, options.topology.chips)}
-  good = [t for t, (fits, _) in frugal.items() if fits]
+  frugal, errors = {}, []
+  for mesh in shards:
+    try:
+      frugal[mesh] = attempt(mesh, 'full', 1)
+    except InputError as error:  # not every stage knows every axis
+      errors.append(error)
+      console.print(f'{mesh}: {error}')
+  if not frugal:
+    raise errors[0]
+  good = [m for m, (fits, _) in frugal.items() if fits]
   if not good:
     return tried
-  best = min(good, key=lambda t: frugal[t][1])
+  best = min(good, key=lambda m: frugal[m][1])
   for remat in _REMAT:
     attempt(best, remat, 1)
   rows, last = 2, frugal[best][1]
@@ -127,8 +140,8 @@ def _candidates(p, options, console) -> list:
 
 def _with_rollout(settings, plan, p, options, console) -> tuple:
   """The winner with the least split of the sampler's weights that fits."""
-  for tensor in tensors(p, options.topology.chips):
-    more = settings | {'mesh.rollout': spell('data=-1', tensor)}
+  for mesh in meshes.sampling(p, options.topology):
+    more = settings | {'mesh.rollout': mesh}
     whole = stage.plan(vary(p, more), dataclasses.replace(options, only=()))
     console.print(f'mesh.rollout={more["mesh.rollout"]}: ' + (
         'fits' if whole['fits'] else 'does NOT fit'))

@@ -1,0 +1,148 @@
+"""The meshes that a search compiles for: a bounded list, made without devices.
+
+`fsdp` over all devices, with each tensor axis, is always in it. Of the rest a
+few are: those that would send the least for a token, and whose state fits.
+"""
+
+import itertools
+import math
+import types
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxpost import build
+from jaxpost.errors import InputError
+from jaxpost.matmul import compute_for
+from jaxpost.planning import chips, least
+from jaxpost.sharding import AXES, Layout
+
+_TENSOR = (1, 2, 4, 8)
+_CONTEXT = (2, 4, 8)
+_LONG = 16_384  # tokens of a row that is worth splitting
+_LANES = 128  # XLA for TPU sums narrower shards of gradients everywhere
+_MORE = 6  # meshes besides `fsdp` and `tensor`
+_STATE = 3  # copies of what is trained: itself and Adam's moments
+
+
+def train_devices(p: build.Prepared, topology: chips.Topology) -> int:
+  mesh = p.config.mesh
+  return topology.devices - mesh.rollout_devices - mesh.score_devices
+
+
+def rollout_devices(p: build.Prepared, topology: chips.Topology) -> int:
+  return p.config.mesh.rollout_devices or train_devices(p, topology)
+
+
+def tensors(p: build.Prepared, devices: int) -> list[int]:
+  """Sizes of the tensor axis that split heads and the MLP evenly."""
+  cfg = p.model.config
+  size = cfg.experts.size if cfg.experts else cfg.intermediate_size
+  return [t for t in _TENSOR if devices % t == 0 and cfg.num_heads % t == 0
+          and size % t == 0]
+
+
+def sampling(p: build.Prepared, topology: chips.Topology) -> list[str]:
+  """Meshes of the sampler, the least split of its weights first."""
+  return ['data=-1' + (f',tensor={t}' if t > 1 else '')
+          for t in tensors(p, rollout_devices(p, topology))]
+
+
+def training(p: build.Prepared, topology: chips.Topology, fixed: bool
+             ) -> dict[str, int]:
+  """{mesh: batch shards} of those to compile an update for.
+
+  Args:
+    fixed: the batch is that of the config, which has to split over the
+      shards; else it is one row a shard.
+  """
+  devices, plain, more = train_devices(p, topology), {}, []
+  for sizes in _all(p, topology, devices):
+    shards = sizes['data'] * sizes['fsdp'] * sizes['expert']
+    shape = 1, shards, build.row_length(p.config, p.algorithm.on_policy)
+    if fixed:
+      try:
+        rows, micro, length = build.batch_shape(
+            p.config, p.algorithm.on_policy, shards)
+      except InputError:
+        continue
+      shape = rows // micro, micro, length
+    if sizes['data'] * sizes['expert'] * sizes['context'] == 1:
+      plain[_spell(sizes)] = shards
+    elif seconds := _seconds_a_token(p, topology, sizes, shape):
+      more.append((seconds, sizes, shards))
+  return plain | {_spell(sizes): shards for sizes, shards in _few(more)}
+
+
+def _all(p, topology, devices: int):
+  """The sizes of every mesh that splits the model evenly."""
+  cfg = p.model.config
+  experts = [e for e in range(1, cfg.experts.num + 1)
+             if cfg.experts.num % e == 0] if cfg.experts else [1]
+  length = build.row_length(p.config, p.algorithm.on_policy)
+  contexts = [1, *(c for c in _CONTEXT if length >= _LONG and length % c == 0
+                   and p.config.model.attention == 'auto')]
+  for t, e, c in itertools.product(tensors(p, devices), experts, contexts):
+    left, odd = divmod(devices, t * e * c)
+    if odd or not left:
+      continue
+    sizes = dict(data=1, fsdp=left, expert=e, context=c, tensor=t)
+    yield sizes
+    wide = [m for m in range(2, left) if left % m == 0 and
+            cfg.hidden_size % (m * e) == 0 and
+            cfg.hidden_size // (m * e) >= _LANES]
+    tpu = not topology.gpu and not topology.local
+    if tpu and wide and cfg.hidden_size < _LANES * left * e:
+      yield sizes | dict(data=left // wide[-1], fsdp=wide[-1])
+
+
+def _spell(sizes: dict) -> str:
+  """The text of a mesh; what is left is fsdp, unless data says how much."""
+  given = {k: n for k, n in sizes.items() if n > 1 or k == 'fsdp'}
+  if sizes['data'] == 1:
+    given['fsdp'] = -1
+  return ','.join(f'{k}={n}' for k, n in given.items())
+
+
+def _few(found: list) -> list:
+  """The best of each kind first, then the second of each."""
+  found, kinds = sorted(found, key=lambda x: x[0]), {}
+  for place, (_, sizes, shards) in enumerate(found):
+    kind = sizes['expert'], sizes['context'], sizes['data'] > 1
+    kinds.setdefault(kind, []).append((place, sizes, shards))
+  ranked = sorted((turn, *x) for some in kinds.values()
+                  for turn, x in enumerate(some))
+  return [(sizes, shards) for *_, sizes, shards in ranked[:_MORE]]
+
+
+def _seconds_a_token(p, topology, sizes: dict, shape) -> float | None:
+  """Of the least that an update sends; None where its state does not fit."""
+  m, chip = p.config.model, topology.chip
+  layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
+  state = sum(
+      math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape)) *
+      jnp.dtype(m.param_dtype).itemsize *
+      (1 if path in p.model.frozen else _STATE)
+      for path, x in p.model.table.items())
+  if chip.memory and state > chip.memory:
+    return None
+  kit = types.SimpleNamespace(config=p.config, compute=compute_for(
+      'gpu' if topology.gpu else 'cpu' if topology.local else 'tpu',
+      m.dtype, 'full'))
+  sent = least.of_pass(kit, p.model, layout, shape, train=True)
+  return sum(
+      size / _rate(topology, sizes, name.split('+')[0])
+      for axes in sent.values() for name, size in axes.items()
+  ) / math.prod(shape)
+
+
+def _rate(topology, sizes: dict, outer: str) -> float:
+  """Bytes/s along an axis, or several of which one is the outermost."""
+  inner = AXES[AXES.index(outer):]
+  near = topology.devices // topology.slices
+  if topology.gpu:
+    owned = topology.owned
+    near = sum(d.process_index == owned[0].process_index for d in owned) or (
+        topology.size[-1])
+  far = math.prod(sizes[a] for a in inner) > near
+  return (topology.chip.network if far else topology.chip.link) or 1.0
