@@ -103,8 +103,9 @@ def _made_rows(p: build.Prepared) -> tuple:
       p.config, train=dataclasses.replace(p.config.train, batch_size=1))
   error = None
   for kind in _ROWS:
+    # Of few rows grain shuffles slowly: 5 minutes for a row of 32,768 tokens.
     q = dataclasses.replace(p, config=small, rows=sources.read_sources(
-        f'generated:arithmetic{kind}:max=9,size=8'))
+        f'generated:arithmetic{kind}:max=99,size=4096'))
     try:
       return q.rows, build.row_stream(q), q.first_batch, q.example
     except InputError as e:
