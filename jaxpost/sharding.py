@@ -235,12 +235,11 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
 
 
 def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
-          rows: NamedSharding | None = None, row: int = 0, moves=()):
+          rows: NamedSharding, row: int, moves: tuple):
   """`x` with pieces from `at` on in each shard; None: zeros of this shape.
 
   Args:
-    piece: of as many shards, or sharded by `rows`; those from `row` on may be
-      one dimension.
+    piece: sharded by `rows`; its dimensions from `row` on may be one.
     at: [dimensions] int32.
     moves: ((dimension or None, axes), ...): mesh axes that split `row` of
       pieces, and of `x` that dimension or none.
@@ -265,7 +264,7 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
   spec = sharding.spec
   return jax.shard_map(
       local, mesh=sharding.mesh, out_specs=spec, check_vma=False, in_specs=(
-          spec, (rows or sharding).spec, PartitionSpec()))(x, piece, at)
+          spec, rows.spec, PartitionSpec()))(x, piece, at)
 
 
 def relabelled(x, sharding):

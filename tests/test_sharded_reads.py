@@ -96,14 +96,14 @@ def onto_eight(folder):
   from jaxpost.models import hf
   from jaxpost.models import model as model_lib
   from jaxpost.sharding import make_layout, to_host
-  given = {}
+  given, count = {}, count_reads()
   for name, config in models().items():
     model = model_lib.build(config)
     given[name] = tiny.params(model)
     hf.save(pathlib.Path(folder) / name, model, given[name])
   for text in LAYOUTS:
     name, _, mesh = text.partition(':')
-    model, count = model_lib.build(models()[name]), count_reads()
+    model, count[:] = model_lib.build(models()[name]), (0, 0)
     found = load(pathlib.Path(folder) / name, model,
                  make_layout(mesh, 'train'), 2048)
     if name == 'dense':  # heads and kv heads are fewer than devices
