@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
 from jaxpost.programs.compile import GPU_OPTIONS, options
@@ -87,6 +88,26 @@ def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
   name = 'xla_gpu_enable_latency_hiding_scheduler'
   monkeypatch.setenv('XLA_FLAGS', f'--{name}=false')
   assert GPU_OPTIONS.keys() - options(on('gpu')) == {name}
+
+
+def test_this_compiler_knows_what_is_asked():
+  """Of GPUs it would end the run at its first program."""
+  lowered = jax.jit(lambda x: x + 1).lower(1.0)
+  lowered.compile(GPU_OPTIONS)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='No such compile opt'):
+    lowered.compile({'xla_gpu_no_such_thing': True})
+
+
+@pytest.mark.parametrize('given, then', [({}, '0.92'), (
+    {'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5'}, '.5')])
+def test_memory_that_jax_takes_of_a_gpu(given, then):
+  name = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
+  environment = {k: v for k, v in os.environ.items() if k != name} | given
+  said = subprocess.run(
+      [sys.executable, '-c', 'import os, jaxpost; jaxpost.tune_host(); '
+       f'print(os.environ["{name}"])'], capture_output=True, text=True,
+      cwd=CLONE, env=environment | {'PYTHONPATH': str(CLONE)})
+  assert said.stdout.strip() == then, said.stderr
 
 
 @functools.cache

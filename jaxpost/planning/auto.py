@@ -45,7 +45,7 @@ def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
   if p.config.mesh.train == AUTO:
     other = p.config.mesh.rollout.replace(AUTO, 'data=-1')
     found['mesh.train'] = _train(
-        search.vary(p, {'mesh.rollout': other}), topology)
+        search.vary(p, {'mesh.rollout': other}), topology, note)
     note(f'config.mesh.train of {p.name}: {found["mesh.train"]}')
   if p.config.mesh.rollout == AUTO:
     found['mesh.rollout'] = _rollout(search.vary(p, found), topology)
@@ -53,7 +53,7 @@ def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
   return found
 
 
-def _train(p, topology) -> str:
+def _train(p, topology, note: Callable) -> str:
   found = list(meshes.training(p, topology, fixed=True))
   if not found:
     build.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(
@@ -67,6 +67,7 @@ def _train(p, topology) -> str:
       plan = _plan(p, settings, topology, 'update')
     except InputError as error:  # not every stage knows every axis
       errors.append(error)
+      note(f'{mesh}: {error}')
       continue
     if plan['fits']:
       times[mesh] = search.seconds_a_token((settings, search.timed(plan)))

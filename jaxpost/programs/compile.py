@@ -44,8 +44,8 @@ class Ledger:
     self.sealed = True
 
 
-# Collectives beside products, and layers' worth of them together; XLA leaves
-# the first off and the others at 30 MB. What XLA_FLAGS names stays as it is.
+# Collectives beside products, and layers' worth of them together. What
+# XLA_FLAGS names stays as it is.
 GPU_OPTIONS = {
     'xla_gpu_enable_latency_hiding_scheduler': True,
     'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
