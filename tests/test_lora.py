@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
+import safetensors.numpy
 import tiny
 
 from jaxpost import assemble, build, inference, metrics, stages
@@ -274,13 +275,76 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   near(torch_logits(network, ids), logits(model, params, ids))
 
 
-@pytest.mark.parametrize('targets', ['q', 'q|o', 'gate', 'q|k|v'])
+FUSED = dict(family='phi3', qk_norm=False, tie_embeddings=False)
+
+
+@pytest.fixture(scope='module')
+def phi(tmp_path_factory):
+  """As `based`, of a family that keeps q, k and v, gate and up together."""
+  folder, cfg = tmp_path_factory.mktemp('phi') / 'base', tiny.config(**FUSED)
+  model = model_lib.build(cfg)
+  hf.save(folder, model, tiny.params(model))
+  return folder, cfg
+
+
+@pytest.mark.parametrize('fields', [
+    dict(target_modules='all-linear'),
+    dict(target_modules=['qkv_proj'], use_rslora=True)])
+def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
+  """Of `peft`: they share A."""
+  folder, cfg = phi
+  network = torch_model(folder, **fields)
+  network.save_pretrained(tmp_path)
+  model, params = load(folder, tmp_path, cfg)
+  ids = tiny.tokens((2, 10))
+  near(logits(model, params, ids), torch_logits(network, ids))
+  q, k = (params['lora']['layers'][n]['a'] for n in 'qk')
+  np.testing.assert_array_equal(q.reshape(k.shape), k)
+
+
+@pytest.mark.parametrize('rslora', [False, True])
+@pytest.mark.parametrize('targets', ['q|k|v', 'o|gate|up', ALL])
+def test_peft_loads_adapters_of_matrices_in_one_tensor(
+    phi, tmp_path, targets, rslora):
+  """Ours have an A each: those stand side by side."""
+  pytest.importorskip('torch', reason='parity with peft needs torch')
+  library = pytest.importorskip('peft', reason='peft is not installed')
+  from transformers import AutoModelForCausalLM
+  folder, cfg = phi
+  model = lora.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
+  params = params_of(model) | hf.load_params(
+      folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
+  peft.writer(model, params, str(folder))(tmp_path / 'adapter')
+  network = library.PeftModel.from_pretrained(
+      AutoModelForCausalLM.from_pretrained(folder), tmp_path / 'adapter')
+  ids = tiny.tokens((2, 10))
+  near(logits(model, params, ids), torch_logits(network, ids))
+  again, read = load(folder, tmp_path / 'adapter', cfg)
+  jax.tree.map(np.testing.assert_array_equal, read, params)
+  assert lora.scale(again.config) == pytest.approx(lora.scale(model.config))
+
+
+def test_matrices_mixed_by_an_adapter_are_refused(phi, tmp_path):
+  folder, cfg = phi
+  model = lora.build(dataclasses.replace(cfg, lora=(2, 4.0, False, 'q|k|v')))
+  peft.writer(model, params_of(model), str(folder))(tmp_path)
+  file = tmp_path / 'adapter_model.safetensors'
+  tensors = dict(safetensors.numpy.load_file(file))
+  name = 'base_model.model.model.layers.0.self_attn.qkv_proj.lora_B.weight'
+  assert not tensors[name][0, 2:].any()
+  tensors[name][0, 2] = 1.0
+  safetensors.numpy.save_file(tensors, file)
+  with pytest.raises(InputError, match='qkv_proj.* mixes the matrices in it'):
+    load(folder, tmp_path, cfg)
+
+
+@pytest.mark.parametrize('targets', ['q', 'q|o', 'gate'])
 def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
   """In Phi-3 `peft` has one adapter for q, k and v together."""
-  model = lora.build(tiny.config(family='phi3', lora=(2, 4.0, False, targets)))
+  model = lora.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
   peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists()
-  assert 'keeps the matrices in one tensor' in caplog.text
+  assert 'keeps in one tensor: all need adapters' in caplog.text
 
 
 # ------------------------------------------------------------------------ runs

@@ -3,7 +3,8 @@
 A folder has adapter_config.json and adapter_model.safetensors; its tensors
 are the adapter rows of the parameter table under their HF names. Those of
 experts are written a tensor for each, which `peft` puts together for the
-modules of its `transformers`; what it has put together is read, too.
+modules of its `transformers`; what it has put together is read, too. Matrices
+that a family keeps in one tensor have one adapter there (`_kept`).
 
 Legend: E experts, r rank, F size of an expert.
 """
@@ -57,7 +58,7 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
     raise InputError(
         f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a '
         'rank and a number')
-  _check_patterns(folder / CONFIG, raw)
+  _check_patterns(folder / CONFIG, raw, cfg)
   with contextlib.ExitStack() as stack:
     have, every, names = _open(folder, raw, cfg, stack)
     paths = [names[path.removeprefix(f'{lora.ROOT}/')[:-2]]
@@ -69,25 +70,40 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
     if len({name.partition('/')[0] for name in names.values()}) == 1:
       paths = [path.partition('/')[2] for path in paths]  # of one stack: short
     spec = (rank, float(alpha), bool(raw.get('use_rslora')), '|'.join(paths))
-    _check(folder, lora.build(dataclasses.replace(cfg, lora=spec)), have)
+    model = lora.build(dataclasses.replace(cfg, lora=spec))
+    _check(folder, _kept(model, _apart_in(raw)), have)
   return spec
 
 
-def _check_patterns(path, raw: dict):
-  """InputError for other ranks than `r`, but twice of gate and up together."""
-  twice = {'rank_pattern': 'r', 'alpha_pattern': 'lora_alpha'}
-  given = {k: raw.get(k) or {} for k in twice}
+def _check_patterns(path, raw: dict, cfg: ModelConfig):
+  """InputError for other ranks than `r`, but of matrices in one tensor.
+
+  Those have so many times the rank and alpha as there are of them.
+  """
+  given = {k: raw.get(k) or {} for k in ('rank_pattern', 'alpha_pattern')}
   for field, patterns in given.items():
     if not isinstance(patterns, dict):
       raise InputError(f'{path}: {field}={patterns!r} must be an object')
-  for field, patterns in given.items():
-    if patterns and (raw.get('use_rslora') or len(patterns) > 1 or any(
-        patterns.keys() != x.keys() for x in given.values()) or any(
-            not k.endswith('gate_up_proj') or v != 2 * raw[twice[field]]
-            for k, v in patterns.items())):
-      raise InputError(f'{path}: {field}={patterns!r} is not supported (only '
-                       'twice the rank and alpha of gate_up_proj, without '
-                       'use_rslora)')
+  names = [k.names[0] for k in stored.table(
+      dataclasses.replace(cfg, lora=())).values()]
+  parts = {name.split('.')[-2]: n for name, n in collections.Counter(
+      names).items() if n > 1}
+  if cfg.experts:
+    parts['gate_up_proj'] = 2  # in `peft`
+  wanted = {field: {k: x * parts.get(k.rpartition('.')[2], 0)
+                    for k in given['rank_pattern']} for field, x in (
+      ('rank_pattern', raw['r']), ('alpha_pattern', raw['lora_alpha']))}
+  if any(given.values()) and (given != wanted or raw.get('use_rslora')):
+    said = ', '.join(f'{k}={v!r}' for k, v in given.items() if v)
+    some = ', '.join(f'{n} times r and lora_alpha for {k}'
+                     for k, n in parts.items()) or 'none of this model'
+    raise InputError(f'{path}: {said} is not supported (only {some}, without '
+                     'use_rslora)')
+
+
+def _apart_in(raw: dict) -> set:
+  """The modules whose matrices have an A each."""
+  return {k.rpartition('.')[2] for k in raw.get('rank_pattern') or {}}
 
 
 def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
@@ -193,23 +209,40 @@ def _other(folder, why) -> InputError:
                     'model than this one')
 
 
-def _kept(model: Model) -> dict:
-  """Where an adapter folder has the rows of the table: path -> `Stored`."""
+def _kept(model: Model, apart: set | None = None) -> dict:
+  """Where an adapter folder has the rows of the table: path -> `Stored`.
+
+  apart: modules of several matrices where each has rows of A, and columns of
+    B, of its own; None is all. In others they share A.
+  """
   rows = {p: s for p, s in model.table.items() if lora.is_adapter(p)}
   if model.config.num_labels:
     score = model.table['score']
     rows['score'] = dataclasses.replace(
         score, hf=f'base_model.model.{score.hf}')
   kept = stored.table(model.config, rows)
+  _check_written(model, kept)
   below = stored.table(model.config, (model.base or model).table)
   count = collections.Counter(k.names[0] for k in below.values())
-  fused = [kept[p].names[0] for p in rows if lora.is_adapter(p) and count[
-      below[p.removeprefix(f'{lora.ROOT}/')[:-2]].names[0]] > 1]
-  if fused:
-    raise InputError(f'{fused[0]}: is one adapter in `peft` and several here, '
-                     'as this family keeps the matrices in one tensor')
-  _check_written(model, kept)
+  here = collections.Counter(k.names[0] for k in kept.values())
+  for path in [p[:-2] for p in rows if p.endswith('/a')]:
+    a, b = kept[f'{path}/a'], kept[f'{path}/b']
+    parts = count[below[path.removeprefix(f'{lora.ROOT}/')].names[0]]
+    if here[a.names[0]] < parts:
+      raise InputError(f'{a.names[0]}: is of {parts} matrices in `peft`, which '
+                       'this family keeps in one tensor: all need adapters, '
+                       'or none')
+    if apart is None or _module(a) in apart:
+      kept[f'{path}/b'] = dataclasses.replace(
+          b, column=a.first, shape=(b.shape[0], a.shape[0]))
+    else:
+      kept[f'{path}/a'] = dataclasses.replace(
+          a, first=0, shape=(a.shape[0] // parts, a.shape[1]))
   return kept
+
+
+def _module(kept: stored.Stored) -> str:
+  return kept.names[0].split('.lora_')[0].rpartition('.')[2]
 
 
 def _check_written(model: Model, kept: dict):
@@ -217,23 +250,21 @@ def _check_written(model: Model, kept: dict):
   paths = {path[:-2]: k for path, k in kept.items() if path.endswith('/a')}
   experts = {p.rpartition('/')[2] for p, k in paths.items()
              if k.spec.stack > 1}
-  module = lambda k: k.names[0].split('.lora_')[0].rpartition('.')[2]
-  taken = {module(k) for k in paths.values() if k.spec.stack > 1}
+  taken = {_module(k) for k in paths.values() if k.spec.stack > 1}
   if not experts:
     return
   if len(experts & {'gate', 'up'}) == 1:
     raise InputError('experts/gate and experts/up are one matrix in `peft`: '
                      'both need adapters, or neither')
   if 'fused' in families.FAMILIES.get(model.config.family, {}) or any(
-      module(k) in taken for k in paths.values() if k.spec.stack == 1):
+      _module(k) in taken for k in paths.values() if k.spec.stack == 1):
     raise InputError('`peft` cannot tell which matrices adapters of experts '
                      f'are of in a {model.config.family} model')
 
 
-def _check(folder, model: Model, have: dict):
+def _check(folder, kept: dict, have: dict):
   """InputError unless the tensors are those of the rows."""
-  wanted = {name: kept.shape for kept in _kept(model).values()
-            for name in kept.names}
+  wanted = {name: k.shape for k in kept.values() for name in k.names}
   for name, shape in wanted.items():
     if name not in have:
       raise _other(folder, f'tensor {name} {list(shape)} is missing')
@@ -251,14 +282,25 @@ def load(folder, model: Model, shardings: dict,
   """The adapters of a folder, nested, as float32 arrays."""
   folder = hf.opened(folder)
   with contextlib.ExitStack() as stack:
-    have, *_ = _open(
-        folder, hf.read_json(folder / CONFIG), model.config, stack)
-    _check(folder, model, have)
+    raw = hf.read_json(folder / CONFIG)
+    have, *_ = _open(folder, raw, model.config, stack)
+    kept = _kept(model, _apart_in(raw))
+    _check(folder, kept, have)
+    _check_blocks(folder, kept, have)
     return tables.nest({
         path: stored.load(
-            kept, have, tables.leaf(shardings, path), np.dtype(np.float32),
-            write)
-        for path, kept in _kept(model).items()})
+            k, have, tables.leaf(shardings, path), np.dtype(np.float32), write)
+        for path, k in kept.items()})
+
+
+def _check_blocks(folder, kept: dict, have: dict):
+  """InputError where a matrix uses columns of B that are of another."""
+  for k in [k for p, k in kept.items() if p.endswith('/b')]:
+    rank, *out = k.spec.shape[k.spec.stack:]
+    for name in k.names if k.shape[1] > rank else ():
+      rows = have[name][:][k.first:k.first + math.prod(out)]
+      if np.delete(rows, slice(k.column, k.column + rank), axis=1).any():
+        raise _other(folder, f'tensor {name} mixes the matrices in it')
 
 
 def writer(model: Model, params: dict, base: str) -> Callable:
@@ -278,17 +320,20 @@ def writer(model: Model, params: dict, base: str) -> Callable:
     logging.warning('no adapter/ is written: %s', e)
     return lambda folder: None
   tensors = dict(hf.export_tensors(table, params, np.dtype(np.float32)))
-  if rslora and any(k.spec.stack > 1 for k in table.values()):
-    # `peft` doubles the rank of gate and up, whose root would count.
+  wide = {_module(k): k.shape[1] // rank for p, k in table.items()
+          if p.endswith('/b') and k.shape[1] > rank}
+  if rslora and (wide or any(k.spec.stack > 1 for k in table.values())):
+    # `peft` would take the root of all ranks in a tensor together.
     alpha, rslora = alpha * math.sqrt(rank), False
   modules = sorted({
-      kept.names[0].split('.lora_')[0].rpartition('.')[2]
-      for path, kept in table.items() if lora.is_adapter(path)})
+      _module(k) for path, k in table.items() if lora.is_adapter(path)})
   scalar = bool(model.config.num_labels)
   spec = dict(
       peft_type='LORA', task_type='SEQ_CLS' if scalar else 'CAUSAL_LM',
       base_model_name_or_path=base, r=rank, lora_alpha=alpha,
       use_rslora=rslora, target_modules=modules, lora_dropout=model.dropout,
+      rank_pattern={k: n * rank for k, n in wide.items()},
+      alpha_pattern={k: n * alpha for k, n in wide.items()},
       bias='none', fan_in_fan_out=False, inference_mode=True,
       modules_to_save=['score'] if scalar else None)
 

@@ -27,6 +27,7 @@ class Stored:
 
   names: of the tensors. first: its first row in each; shape: of each tensor.
   step: where it is every so many of the last dimension, from `first` on.
+  column: the first one of a matrix, where others have columns of their own.
   """
 
   spec: Param
@@ -34,6 +35,7 @@ class Stored:
   shape: tuple[int, ...]
   first: int = 0
   step: int = 1
+  column: int = 0
 
 
 def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
@@ -252,8 +254,8 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
     rows = slice(stored.first + start, stored.first + end)
     return tensor[(rows, *(slice(*x) for x in rest))]
   cut = inputs(stored.spec)
-  sides = [(shape[:cut], bounds[:cut], 0), (shape[cut:], bounds[cut:],
-                                            stored.first)]
+  sides = [(shape[:cut], bounds[:cut], stored.column),
+           (shape[cut:], bounds[cut:], stored.first)]
   # A side of several dimensions is read whole below its first one.
   ranges = [slice(first + b[0][0] * math.prod(s[1:]),
                   first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
@@ -268,7 +270,9 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
   """An entry of a parameter as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
     size = math.prod(value.shape[:inputs(stored.spec)])
-    return value.reshape(size, -1).T
+    value, more = value.reshape(size, -1).T, stored.shape[1] - size
+    return np.pad(value, ((0, 0), (stored.column, more - stored.column))) if (
+        more) else value
   return value[:stored.shape[0]]
 
 
