@@ -156,8 +156,7 @@ def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,
                  max_new_tokens, mesh='data=-1', top_logprobs=0) -> dict:
   """{name: engine} of a model, and of `inference.adapters` of it.
 
-  They share the base, with what it has of adapters or codes merged, but where
-  it has experts, which each copies.
+  They share the base, with what it has of adapters or codes merged.
   """
   if folders:  # once, and as samplers have it
     weights, layout = merged(weights), make_layout(mesh, 'rollout', '--mesh')
@@ -166,10 +165,9 @@ def make_engines(weights: Weights, name: str, folders, *, slots, max_prompt,
   each = {k: w for k, w in adapters(weights, folders).items() if k}
   if name in each:
     raise InputError(f'--adapter: {name} is what the model below is called')
-  share = bool(each) and not weights.prepared.model.config.experts
   return {k: make_engine(
       w, slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,
-      mesh=mesh, top_logprobs=top_logprobs, share=share)
+      mesh=mesh, top_logprobs=top_logprobs, share=bool(each))
           for k, w in ({name: weights} | each).items()}
 
 

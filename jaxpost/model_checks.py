@@ -43,7 +43,8 @@ def check_own(config, cfg):
       'preference.share_prompt=False': config.algorithm in _PAIRS and (
           config.preference.share_prompt),
       'nll.neftune_alpha=0': config.nll.neftune_alpha,
-      'rollout.page_size=0': config.rollout.page_size}
+      'rollout.page_size=0': config.rollout.page_size,
+      'rollout.share_base=False': config.rollout.share_base}
   for fix, wrong in asked.items():
     if wrong:
       raise InputError(
@@ -57,11 +58,10 @@ def check_sampler(config, model):
     from jaxpost.rollout import settings  # which no SFT run reads
     settings.check_likeliest(
         config.rollout.top_logprobs, model.config.vocab_size)
-  if config.rollout.share_base and (not model.frozen or model.config.experts):
+  if config.rollout.share_base and not model.frozen:
     raise InputError(
         'config.rollout.share_base: is for frozen weights under adapters '
-        '(config.lora.rank or config.train.freeze), and not for mixtures of '
-        'experts; leave it False')
+        '(config.lora.rank or config.train.freeze); leave it False')
   if config.rollout.share_base and config.mesh.rollout_devices:
     raise InputError(
         'config.rollout.share_base: the sampler has devices of its own '

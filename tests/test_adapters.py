@@ -16,6 +16,7 @@ from jaxpost import (
     assemble, build, completions, inference, metrics, stages)
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
+from jaxpost.models.config import Experts
 from jaxpost.types import Prompt
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -195,10 +196,11 @@ def test_commands(made, tmp_path):
 # ----------------------------------------------------------- a sampler's base
 
 
-def sampler(base, kind, share):
+def sampler(base, kind, share, targets=''):
   """(policy, engine) of a stage, loaded."""
   made = tiny.merged(tiny.grpo_config(
-      base, lora=dict(rank=2), rollout=dict(
+      base, lora=dict(rank=2) | (dict(targets=targets) if targets else {}),
+      rollout=dict(
           share_base=share, max_new_tokens=8, slots=4)),
       dict(model=dict(quantise=kind)))
   kit = assemble.make_kit(build.prepare_all(made)[0])
@@ -215,9 +217,12 @@ def sampler(base, kind, share):
 
 @pytest.mark.parametrize('kind', ['', 'int8', 'nf4'])
 def test_a_sampler_shares_the_base(made, kind):
-  base, _ = made
-  policy, engine, moved = sampler(base, kind, True)
-  other, merged, more = sampler(base, kind, False)
+  check_shared(made[0], kind)
+
+
+def check_shared(base, kind, targets=''):
+  policy, engine, moved = sampler(base, kind, True, targets)
+  other, merged, more = sampler(base, kind, False, targets)
   fixed = pointers(policy.frozen['params'])
   assert fixed <= pointers(engine.weights)
   assert not fixed & pointers(merged.weights)
@@ -231,6 +236,23 @@ def test_a_sampler_shares_the_base(made, kind):
               for e in (engine, merged))
   np.testing.assert_array_equal(one.completions, two.completions)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+
+
+EXPERTS = dict(
+    qwen3_moe=('q|o|experts/(gate|up|down)', dict(experts=Experts(4, 2, 16))),
+    # One dense layer, two of experts; its kv_b is used from both sides.
+    deepseek_v3=('q_b|kv_b|o|dense/gate|experts/(gate|up|down)', dict(
+        num_kv_heads=2)))
+
+
+@pytest.mark.parametrize('family', EXPERTS)
+@pytest.mark.parametrize('kind', ['', 'int8'])
+def test_a_sampler_shares_experts(tmp_path, kind, family):
+  targets, shape = EXPERTS[family]
+  base = tiny.folder(tmp_path / 'base', family=family, num_layers=3,
+                     tie_embeddings=False, **shape)
+  tokenizer.load('bytes').save(base)
+  check_shared(base, kind, targets)
 
 
 @pytest.mark.parametrize('kind', ['', 'nf4'])

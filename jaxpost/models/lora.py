@@ -148,6 +148,13 @@ class Adapted:
     """(W, A, scale B), for what multiplies groups of rows by each."""
     return self.w, self.a, self.scale * self.b
 
+  def dense(self, dtype):
+    """W + scale A B, of one layer."""
+    w = self.w.dense('float32') if hasattr(self.w, 'dense') else self.w
+    return (w + self.scale * jnp.tensordot(
+        self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(
+            dtype)
+
   def product(self, spec: str, x, dtype: str):
     """x W + scale (dropout(x) A) B, as `einsum` would of W alone."""
     inputs, out = spec.split('->')

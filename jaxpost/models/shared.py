@@ -2,32 +2,17 @@
 
 A sampler's copy has an array for each layer, adapters merged and matrices
 joined, which is faster. Here decoding reads the rows of stacked matrices, with
-adapters beside them and codes made into numbers, one matrix at a time.
+adapters beside them and codes made into numbers, one layer at a time.
 """
 
 import dataclasses
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.matmul import einsum
 from jaxpost.models.model import Model
-from jaxpost.models.table import flatten, leaf, nest, unstack_layers
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """Layer `i` of a stacked matrix, where `matmul.einsum` takes a matrix."""
-
-  stacked: typing.Any  # an array, or what has a `product`
-  i: int
-
-  def product(self, spec: str, x, dtype: str):
-    # Taken when x is there: XLA would take all rows before the loop of tokens.
-    stacked, x = jax.lax.optimization_barrier((self.stacked, x))
-    return einsum(spec, x, jax.tree.map(lambda y: y[self.i], stacked), dtype)
+from jaxpost.models.table import STACKS, flatten, leaf, nest
 
 
 def sampled(model: Model) -> Model:
@@ -43,13 +28,16 @@ def _prefill(model, weights, *args, **kwargs):
 
 def _decode(model, weights, *args, **kwargs):
   weights = model.view(weights)
-  matrices = {path.split('/')[1] for path, spec in (
-      model.base or model).table.items() if spec.stacked and spec.matrix}
-  own = {k: v for k, v in weights['layers'].items() if k not in matrices}
-  layers = unstack_layers({'layers': own}, model.config.num_layers)['layers']
-  rows = [layer | {name: Row(weights['layers'][name], i) for name in matrices}
-          for i, layer in enumerate(layers)]
-  return model.decode(weights | {'layers': rows}, *args, **kwargs)
+  layers = [functools.partial(_layer, weights[name], i)
+            for name in STACKS if name in weights
+            for i in range(len(jax.tree.leaves(weights[name])[0]))]
+  return model.decode(weights | {'layers': layers}, *args, **kwargs)
+
+
+def _layer(stack, i, x):
+  # Taken when x is there: XLA would take all rows before the loop of tokens.
+  stack, _ = jax.lax.optimization_barrier((stack, x))
+  return jax.tree.map(lambda y: y[i], stack)
 
 
 class Loan:

@@ -345,7 +345,8 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
   follow each other, [S, T'], give hidden [S, T', D].
 
   Args:
-    weights: parameters with a list of layers (`unstack_layers`).
+    weights: parameters with a list of layers (`unstack_layers`), or of what
+      makes one of x, its input.
     cache: L x [S, K, length, h], or pages and a table, of which `filled` [S]
       entries count.
     recent: L x [S, K, T, h], of which `step` count.
@@ -357,6 +358,7 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
   for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
+    p = p(x) if callable(p) else p
 
     def attend(q, k, v, keep, i=i, window=kind.window, p=p):
       del k, v
