@@ -132,7 +132,7 @@ class RolloutSection:
   forbidden_ids: tuple = _f((), 'token ids that are never drawn', each=int)
   stop_strings: tuple = _f((), 'end a completion, beside the stop ids',
                            each=str)
-  min_new_tokens: int = _f(0, 'no stop id before', lo=0)
+  min_new_tokens: int = _f(0, 'no stop id or string before', lo=0)
   top_logprobs: int = _f(0, 'of so many of the likeliest tokens at each place '
                          'the log-probs go into samples/', lo=0)
   slots: int = _f(0, 'sequences in flight; 0: all of a step', lo=0)

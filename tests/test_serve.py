@@ -307,6 +307,26 @@ def test_stop_strings_cut_exactly(engine):
   assert len(told[21, 1][0].tokens) < NEW
 
 
+def test_no_stop_string_before_the_least(engine):
+  """Of a string that comes again and again, what is complete by then is none.
+
+  In one block and over several, and where it lies across that place.
+  """
+  whole = {k: c for k, (c,) in serve(engine, requests()).items()}
+  text, seen = decode(whole[21, 1].tokens), set()
+  for string in (text[0], text[3:5], text[6]):
+    ends = [n for n in range(1, NEW + 1) if decode(
+        whole[21, 1].tokens[:n]).endswith(string)]
+    for least in (0, ends[0], ends[0] - 1, 5, 20):
+      told, = serve(engine, requests(
+          stop_strings=(string,), min_tokens=least))[21, 1]
+      size = min([n for n in ends if n > least], default=NEW)
+      assert len(told.tokens) == size, (string, least)
+      assert told.stop_string == (string if size in ends else '')
+      seen.add(size)
+  assert len(seen) > 3
+
+
 def test_broken_logits_stop_the_run(model, params):
   engine = make_engine(model, params)
   engine.load({**params, 'norm': params['norm'] * np.nan}, version=7)

@@ -65,10 +65,11 @@ class Seat:
         *block.experts, *block.top)] + [versions[drawn]])
     return int(drawn.sum())
 
-  def cut(self, strings, decode) -> str:
+  def cut(self, strings, decode, least: int = 0) -> str:
     """The stop string that the last block completed, or ''.
 
-    Drops the tokens after the one that completes it.
+    Drops the tokens after the one that completes it. What the first `least`
+    tokens complete does not count.
     """
     if not strings:
       return ''
@@ -79,9 +80,10 @@ class Seat:
     if not any(string in whole for string in strings):
       return ''
     for end in range(len(tokens) - new + 1, len(tokens) + 1):
-      text = decode(tokens[max(0, end - reach):end])
-      for string in strings:
-        if string in text:
+      start = max(0, end - reach)
+      text, early = (decode(tokens[start:x]) for x in (end, max(start, least)))
+      for string in strings if end > least else ():
+        if text.find(string, max(0, len(early) - len(string) + 1)) >= 0:
           drop = len(tokens) - end
           if drop:
             self.parts[-1] = [x[:-drop] for x in self.parts[-1]]
@@ -350,7 +352,9 @@ class Serving:
         continue
       self.drawn += seat.take(block, slot, version)
       cut = seat.cut(
-          self.engine.stop_strings(seat.request), self.engine.decode)
+          self.engine.stop_strings(seat.request), self.engine.decode,
+          seat.request.sampling.get(
+              'min_tokens', self.engine.config.min_new_tokens))
       seat.over = bool(cut) or not block.active[slot]
       if self.tell:
         self.tell(seat.request, seat.drawn())
