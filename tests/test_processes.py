@@ -290,26 +290,84 @@ def test_what_is_wrong_on_one_process_ends_the_other(said):
   assert first == f'process 1: {second}'
 
 
-def launch(folder, module, arguments):
+def launch(folder, module, arguments, root=ROOT):
   return subprocess.Popen(
-      [sys.executable, '-m', module, *arguments], cwd=ROOT, text=True,
+      [sys.executable, '-m', module, *arguments], cwd=root, text=True,
       env=environment(folder / 'graded'), stdout=subprocess.PIPE,
       stderr=subprocess.PIPE)
 
 
-def test_different_configs_are_refused_everywhere(folder):
-  import tiny
-  file = tiny.config_file(folder / 'plain.py', config(folder, 'sft'))
+def refused(folder, file, *arguments, rank_1=(), root_1=ROOT,
+            workdir='refused'):
+  """The line that two launch.train end with, exit code 2, on both alike.
+
+  rank_1: more arguments of the second; root_1: the code that it runs.
+  """
   address = free_address()
   results = finish([launch(folder, 'launch.train', [
-      f'--config={file}', f'--workdir={folder}/refused',
-      f'--config.seed={rank}', f'--coordinator={address}',
-      '--num_processes=2', f'--process_id={rank}']) for rank in (0, 1)], 2)
+      f'--config={file}', f'--workdir={folder}/{workdir}', *arguments, *more,
+      f'--coordinator={address}', '--num_processes=2', f'--process_id={rank}'],
+      root) for rank, (more, root) in enumerate((((), ROOT), (rank_1, root_1)))
+      ], 2)
+  lines = []
   for _, err in results:
-    line, = [x for x in err.splitlines() if x.startswith('jaxpost: ')]
-    assert 'config.seed: 0 on process 0 and 1 on process 1' in line
     assert 'Traceback' not in err
+    lines += [x for x in err.splitlines() if x.startswith('jaxpost: ')]
+  first, second = lines
+  assert first == second
+  return first
+
+
+@pytest.fixture(scope='module')
+def plain(folder):
+  """The config file of a run of one step."""
+  import tiny
+  return tiny.config_file(folder / 'plain.py', config(
+      folder, 'sft', train=dict(steps=1), eval=dict(data=dict(path=''))))
+
+
+def test_different_configs_are_refused_everywhere(folder, plain):
+  line = refused(folder, plain, rank_1=['--config.seed=1'])
+  assert 'config.seed: 0 on process 0 and 1 on process 1' in line
   assert not (folder / 'refused').exists()
+
+
+def test_different_code_is_refused_everywhere(folder, plain):
+  """Process 1 runs from a copy of the sources that differs by a comment."""
+  for room in 'jaxpost', 'launch':
+    shutil.copytree(ROOT / room, folder / 'newer' / room)
+  with open(folder / 'newer' / 'jaxpost' / 'losses' / 'head.py', 'a') as file:
+    file.write('# newer\n')
+  line = refused(folder, plain, root_1=folder / 'newer')
+  assert line.startswith('jaxpost: the code of jaxpost of process 1 (')
+  assert line.endswith('); install one everywhere')
+  assert not (folder / 'refused').exists()
+
+
+@pytest.mark.parametrize('flag, wanted', [
+    ('mesh.train=fsdp=3', "config.mesh.train: 'fsdp=3' does not fit 2 device"),
+    ('train.batch_size=3', 'config.train: 3 rows at a time do not split over 2')
+], ids=['mesh', 'batch'])
+def test_what_does_not_fit_the_devices_of_both(flag, wanted, folder, plain):
+  assert wanted in refused(folder, plain, f'--config.{flag}')
+  assert not (folder / 'refused').exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_everywhere(folder, plain):
+  """The weights at config.model.path are others than those of the run."""
+  import tiny
+  from jaxpost import stages
+  model = tiny.folder(folder / 'wide', num_heads=4, num_kv_heads=4)
+  stages.run(tiny.merged(
+      config(folder, 'sft', train=dict(steps=1), eval=dict(data=dict(path=''))),
+      dict(model=dict(path=model))), folder / 'begun')
+  shutil.rmtree(model)
+  tiny.folder(folder / 'wide', num_heads=4, num_kv_heads=4, hidden_size=32)
+  line = refused(folder, plain, f'--config.model.path={model}',
+                 '--config.train.steps=2', workdir='begun')
+  assert f'{folder}/begun/checkpoints/sft/1: ' in line
+  assert '[320, 16] in the checkpoint and float32 [320, 32] in the run' in line
+  assert finished_steps(folder / 'begun' / 'checkpoints' / 'sft') == [1]
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(folder):
