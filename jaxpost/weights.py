@@ -302,7 +302,7 @@ def make_meta(p, workdir) -> dict:
   InputError where the weights below those that are trained have changed since
   the stage began.
   """
-  meta = dict(model=dataclasses.asdict(p.model.config))
+  meta = dict(model=json.loads(json.dumps(dataclasses.asdict(p.model.config))))
   if p.model.frozen:
     base = record(p.sources['policy'], workdir, p.config.seed)
     folder = epath.Path(workdir) / 'checkpoints' / p.name

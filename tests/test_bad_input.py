@@ -496,6 +496,17 @@ def test_changed_config_that_would_corrupt(case, begun, capsys):
       p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
 
 
+def test_a_checkpoint_of_another_model_of_the_same_shapes(model, place):
+  """The folder at config.model.path has other weights than when it began."""
+  shutil.copytree(model, place / 'model')
+  config = tiny.run_config(str(place / 'model'), train=dict(steps=1))
+  stages.run(config, place / 'run')
+  edit(place / 'model', rms_norm_eps=1e-3)
+  line = said(tiny.merged(config, dict(train=dict(steps=2))), place / 'run')
+  assert re.search('config.model.path of sft: .* norm_eps 0.001, in the '
+                   'checkpoint 1e-06', line), line
+
+
 @pytest.mark.parametrize('change', [
     dict(save=dict(every=1)), dict(log=dict(every=3)),
     dict(eval=dict(every=2)), dict(rewards=dict(workers=1)),
