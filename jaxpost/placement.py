@@ -1,5 +1,6 @@
 """The order of devices in a mesh, for the network that joins them."""
 
+import collections
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +18,8 @@ def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
   """
   if devices[0].platform != 'tpu':  # hosts follow each other
     return np.array(devices).reshape(shape)
-  slices = len({d.slice_index for d in devices if hasattr(d, 'slice_index')})
-  if slices < 2:
-    return mesh_utils.create_device_mesh(
-        shape, devices, allow_split_physical_axes=True)
+  held = collections.Counter(getattr(d, 'slice_index', 0) for d in devices)
+  slices = len(held)
   outer = next((i for i, n in enumerate(shape) if n % slices == 0), None)
   if outer is None:
     raise InputError(
@@ -28,5 +27,14 @@ def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
         f'the {slices} slices; data or fsdp should be')
   across = tuple(slices if i == outer else 1 for i in range(len(shape)))
   inside = tuple(n // m for n, m in zip(shape, across))
-  return mesh_utils.create_hybrid_device_mesh(
-      inside, across, devices, allow_split_physical_axes=True)
+  try:
+    if slices == 1:
+      return mesh_utils.create_device_mesh(
+          shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        inside, across, devices, allow_split_physical_axes=True)
+  except (AssertionError, ValueError) as e:  # chips are missing there
+    raise InputError(
+        f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
+        'by slice, fill no equal blocks; change rollout_devices, score_devices'
+    ) from e
