@@ -22,11 +22,14 @@ MOST = 1.05  # times the least
 
 # Many more tokens a device than the width: else XLA rather gathers those.
 DRIVER = '''
-import json, math, sys
+import dataclasses, json, math, sys
 from jaxpost.models import presets
 for name in 'wide', 'tied':
   presets.PRESETS[name] = presets._qwen3(
       256, 768, 2, 8, 8, 32, vocab=4096, tied=name == 'tied')
+presets.PRESETS['moe'] = dataclasses.replace(
+    presets.PRESETS['wide'], family='qwen3_moe',
+    experts=presets.Experts(8, 2, 256))
 from jaxpost.planning import aot, chips, cost, described
 
 topology, dtype, jobs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -36,36 +39,62 @@ import jax
 look = aot.look
 
 def watch(kit, name, compiled, args, times):
-  """Arrays above 1 % of the parameters that more devices hold than need to."""
-  state, big = args[0], {}
-  whole = sum(x.size for x in jax.tree.leaves(state.params))
-  leaves = jax.tree_util.tree_leaves_with_path(state)
-  given = [x.sharding for _, x in leaves]
-  made = jax.tree.leaves(compiled.output_shardings[0])
-  for at, shardings in ('in', given), ('out', made):
+  """Arrays above 1 % of the parameters, by path: on how many more devices each
+  is than it needs to be; 0 where it is on no more."""
+  table = kit.prepared.model.table
+  whole = sum(math.prod(x.shape) for x in table.values())
+  experts = [k.split('/')[-1] for k, x in table.items() if 'expert' in x.axes]
+  layout, copies = aot.layout_of(kit, name, args), {}
+  many = lambda *names: math.prod(layout.mesh.shape[n] for n in names)
+
+  def note(what, tree, kept, shardings=None):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    shardings = shardings or [x.sharding for _, x in leaves]
     for (path, x), sharding in zip(leaves, shardings, strict=True):
-      shard = math.prod(sharding.shard_shape(x.shape))
-      copies = shard * kit.train.mesh.size / x.size
-      axes = kit.train.mesh.shape
-      if x.size > 0.01 * whole and copies > axes['data'] * axes['context']:
-        big[at + jax.tree_util.keystr(path)] = copies
-  return look(kit, name, compiled, args, times) | {'replicated': big}
+      path = f'{name} {what}{jax.tree_util.keystr(path)}'
+      found = math.prod(sharding.shard_shape(x.shape)) * layout.mesh.size / (
+          max(1, x.size))
+      if x.size > 0.01 * whole:
+        copies[path] = found if found > kept(path) else 0
+
+  # Whoever trains or scores keeps a part of each matrix for all axes but those
+  # of rows; whoever samples for tensor, and of experts for their axis, too.
+  part = lambda path: many('data', 'context')
+  weights = lambda path: many('data', 'fsdp', 'context') * (
+      1 if any(f"['{k}']" in path for k in experts) else many('expert'))
+  alone, out = lambda path: 1, compiled.output_shardings
+  if name == 'update':
+    note('in', args[0], part)
+    note('out', args[0], part, jax.tree.leaves(out[0]))
+  elif name == 'score':
+    note('reference', args[0], part)
+  elif name == 'insert':
+    note('state', args[0].cache, alone)
+    note('prompts', args[1].cache, alone)
+  elif name == 'generate':
+    note('weights', args[0], weights)
+    note('state', args[1].cache, alone)
+    note('state out', args[1].cache, alone, jax.tree.leaves(out[0].cache))
+  return look(kit, name, compiled, args, times) | {'copies': copies}
 
 out = []
-for train, rollout, preset in jobs:
-  aot.look = look if rollout else watch
+for train, rollout, preset, *score in jobs:
+  aot.look = look if rollout and not score else watch
+  programs = ('score', 'insert', 'generate') if score else (
+      ('reshard',) if rollout else ('update',))
   p, = described.prepare_all(dict(
       algorithm='grpo' if rollout else 'sft', data=dict(path='none'),
       reward='length', model=dict(preset=preset, dtype=dtype, remat='full'),
-      mesh=dict(train=train, rollout=rollout or 'data=-1'),
+      mesh=dict(train=train, rollout=rollout or 'data=-1',
+                **({'score': score[0]} if score else {})),
+      rl=dict(kl_coef=0.1 if score else 0.0),
+      rollout=dict(prompts=16, max_prompt_length=64, max_new_tokens=16),
       train=dict(batch_size=16, row_length=0 if rollout else 512)))
-  compiled = aot.compile_stage(p, chips.parse(topology), (
-      ('reshard',) if rollout else ('update',)))
-  said = dict(least={}, found={}, unknown=[], replicated=None)
+  compiled = aot.compile_stage(p, chips.parse(topology), programs)
+  said = dict(least={}, found={}, unknown=[], copies={})
   for row in compiled.rows:  # a reshard is several programs
     said['unknown'] += row['totals'].unknown
-    if 'replicated' in row:
-      said['replicated'] = (said['replicated'] or {}) | row['replicated']
+    said['copies'] |= row.get('copies', {})
     found = {kind: {a: x[0] for a, x in axes.items()}
              for kind, axes in cost.by_axis(
                  row['totals'], compiled.kit.train.mesh).items()}
@@ -81,6 +110,10 @@ print(json.dumps(out))
 
 UPDATES = *((mesh, '', 'wide') for mesh in MESHES), *(
     (mesh, '', 'tied') for mesh in MESHES if 'fsdp' in mesh)
+# Training, sampling, the model, scoring: who holds what between the updates.
+HELD = (('fsdp=8', 'data=8', 'wide', ''),
+        ('fsdp=8', 'data=4,tensor=2', 'tied', 'fsdp=4,tensor=2'),
+        ('fsdp=2,expert=4', 'data=2,expert=2,tensor=2', 'moe', ''))
 ALL = *UPDATES, *((*meshes, 'wide') for meshes in RESHARDS.items())
 
 
@@ -131,7 +164,22 @@ def check(figures):
 def test_an_update_sends_little_more_than_the_least(job):
   figures = counted('cpu:8', 'float32')[job]
   check(figures)
-  assert figures['replicated'] == {}  # looked for, and none found
+  looked(figures, 'update in.params', 'update in.opt_state', 'update out')
+
+
+def looked(figures, *places):
+  """Large arrays were found in each of these, none of them replicated."""
+  copies = figures['copies']
+  assert not {path: n for path, n in copies.items() if n}
+  for place in places:
+    assert any(path.startswith(place) for path in copies), (place, copies)
+
+
+@pytest.mark.parametrize('job', HELD, ids=' '.join)
+def test_who_samples_or_scores_holds_nothing_twice(job):
+  looked(counted('cpu:8', 'float32', HELD)[job], 'score reference',
+         'generate weights', 'generate state.k', 'generate state.v',
+         'generate state out', 'insert state', 'insert prompts')
 
 
 @pytest.mark.parametrize('train', RESHARDS)
