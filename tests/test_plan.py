@@ -13,6 +13,7 @@ from jaxpost.errors import InputError
 from jaxpost.planning import chips
 from jaxpost.planning import cost
 from jaxpost.planning import described
+from jaxpost.planning import estimate
 from jaxpost.planning import hlo
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -393,7 +394,7 @@ def test_least_traffic_of_fsdp():
 
 
 _PHASES = """
-import json, sys
+import dataclasses, json, sys
 from jaxpost import precompile
 from jaxpost.planning import aot, chips, described, estimate
 compile_all, said = precompile.compile_all, []
@@ -412,8 +413,14 @@ def look(mesh, **rollout):
     'mesh', 'totals')} for r in found.rows}
   moved = sum(r['output_bytes'] * r['times'] for r in found.rows
               if r['program'] == 'reshard')
-  return dict(rows=rows, predicted=said.pop().predicted, moved=moved, plan={
-    r['program']: r['bytes_per_chip'] for r in estimate.programs(found, top)})
+  fast = dataclasses.replace(top, chip=chips.CHIPS['h200'])
+  programs = estimate.programs(found, fast)
+  return dict(
+    rows=rows, predicted=said.pop().predicted, moved=moved,
+    plan={r['program']: r['bytes_per_chip'] for r in programs},
+    took=[[r['program'], r['runs_on'], r['calls'], r['seconds']]
+          for r in programs],
+    step=estimate.summary(found.kit, fast, programs, 0.0))
 print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
   sys.argv[1::2], sys.argv[2::2])]))
 """
@@ -467,6 +474,45 @@ def test_a_sampler_ahead_stays_during_the_update():
     assert more[1] - more[0] == sampler
   frozen = apart['rows']['update']['held']['frozen']
   assert apart['plan']['update']['elsewhere'] == frozen
+
+
+def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices():
+  same = dict(train='fsdp=8', rollout='data=-1')
+  own = dict(train='fsdp=-1', rollout='data=-1', rollout_devices=4)
+  three = own | dict(score_devices=2)
+  together, apart, all_apart = phases(
+    (same, dict(lag=1)), (own, dict(lag=1)), (three, dict(lag=2)))
+  for name in 'roofline', 'no_overlap':
+    for found in together, apart, all_apart:
+      s = {}
+      for program, on, calls, seconds in found['took']:
+        what = 'sample' if program in ('init_state', 'generate') else program
+        s[what, on] = s.get((what, on), 0.0) + calls * seconds[name]
+      assert all(s.values())
+      if found is together:
+        assert {on for _, on in s} == {'train'}
+        least = sum(s.values())
+      elif found is apart:  # scores are of the rollout that is being sampled
+        least = max(s['sample', 'rollout'], s['update', 'train']) + (
+          s['score', 'train'] + s['reshard', 'train'])
+      else:  # the policy's score has to be where the policy is
+        least = s['reshard', 'train'] + max(
+          s['sample', 'rollout'], s['score', 'score'],
+          s['update', 'train'] + s['score', 'train'])
+      assert found['step'][name]['step_s'] == pytest.approx(least)
+      assert found['step'][name]['tokens_per_s'] == pytest.approx(
+        8 * 32 / least)
+
+
+@pytest.mark.parametrize('lag, wanted', [(0, 27.5), (1, 19.5), (2, 13.5)])
+def test_seconds_of_a_step_ahead(lag, wanted):
+  """Sampling takes 13 s, updates 8, scores 4, and values 2 elsewhere."""
+  rows = [dict(program=name, calls=calls, runs_on=on, seconds=dict(x=took))
+          for name, calls, on, took in (
+            ('reshard', 1, 'train', 0.5), ('generate', 24, 'rollout', 0.5),
+            ('prefill', 2, 'rollout', 0.5), ('update', 2, 'train', 4.0),
+            ('score', 1, 'train', 4.0), ('values', 1, 'score', 2.0))]
+  assert estimate.step_seconds(rows, 'x', lag) == wanted
 
 
 # ------------------------------------------------------------------- commands

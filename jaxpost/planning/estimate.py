@@ -3,8 +3,12 @@
 A program takes as long as the slowest of its three parts, were they perfectly
 overlapped: products at the peak rate, bytes through the memory, bytes over
 the network. The sum of the three is what it takes without any overlap.
+
+Programs of a step follow each other. Where sampling is ahead (`ahead.py`),
+those on devices of their own run at the same time.
 """
 
+import collections
 import dataclasses
 import math
 
@@ -12,6 +16,8 @@ import numpy as np
 
 from jaxpost.planning import aot, chips, cost
 from jaxpost.programs import memory as memory_lib
+
+_SCORING = 'score', 'values'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +75,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
       beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')
     out.append(dict(
         program=row['program'], shapes=row['shapes'],
-        devices=row['mesh'].size,
+        devices=row['mesh'].size, runs_on=_runs_on(kit, row['mesh']),
         calls=_calls(row, compiled.rows, step), compile_s=row['compile_s'],
         **memory(row, row['held'], sampler, topology.chip, beside),
         **work(row, row['mesh'], topology, dict(host_of(
@@ -84,6 +90,12 @@ def _calls(row: dict, rows: list, step: Step) -> float:
   if row['program'] in ('update', 'reshard'):  # each does a part of it
     return calls * row['times']
   return calls / same
+
+
+def _runs_on(kit, mesh) -> str:
+  """The phase whose devices these are; training, if it shares them."""
+  return next(name for name in ('train', 'rollout', 'score')
+              if _shared(mesh, vars(kit)[name].mesh))
 
 
 def _shared(mesh, other) -> bool:
@@ -162,6 +174,23 @@ def host_of(topology: chips.Topology, mesh) -> list[tuple]:
   return list(enumerate(np.zeros(mesh.size, int).tolist()))
 
 
+def step_seconds(rows: list, name: str, lag: int) -> float:
+  """Of all programs; beside an update those that `lag` lets run meanwhile.
+
+  With 1 that is sampling, with more the scores of the rollout before it, too.
+  Weights move when sampling and the update are done; both wait for them.
+  """
+  alone, sides = 0.0, collections.Counter()
+  for r in rows:
+    took = r['calls'] * r['seconds'][name]
+    if not lag or r['program'] == 'reshard' or (
+        lag == 1 and r['program'] in _SCORING):
+      alone += took
+    else:
+      sides[r['runs_on']] += took
+  return alone + max(sides.values(), default=0.0)
+
+
 def summary(kit, topology: chips.Topology, rows: list, price: float) -> dict:
   """Seconds a step, rates and cost, with and without overlap, and by XLA."""
   step, out = step_of(kit), {}
@@ -169,7 +198,7 @@ def summary(kit, topology: chips.Topology, rows: list, price: float) -> dict:
     used = [r for r in rows if r['calls']]
     if not used or any(r['seconds'][name] is None for r in used):
       continue
-    seconds = sum(r['calls'] * r['seconds'][name] for r in used)
+    seconds = step_seconds(used, name, kit.config.rollout.lag)
     rate = step.trained / seconds
     model = sum(r['calls'] * r['flops']['model'] * r['devices']
                 for r in used) / topology.devices
