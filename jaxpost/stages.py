@@ -304,9 +304,12 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
 
 
 def check_same_config(raw):
-  """InputError where processes are given different configs."""
+  """InputError where processes have other code, or other configs."""
   if processes.count() == 1:
     return
+  processes.check_same(  # first: other code may have other fields
+      {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
+      'install one everywhere')
   plain = _spelled(raw)
   if len(set(processes.gather(cache.fingerprint(plain)))) > 1:
     every = processes.gather(plain)
@@ -318,12 +321,9 @@ def check_same_config(raw):
 
 
 def check_same_start(workdir, configs: dict):
-  """InputError where processes have other code, or see another workdir."""
+  """InputError where processes see another workdir."""
   if processes.count() == 1:
     return
-  processes.check_same(
-      {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
-      'install one everywhere')
   saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
   processes.check_same(
       {f'what {workdir} holds': [is_finished(workdir, configs), saved]},

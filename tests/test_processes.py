@@ -333,12 +333,16 @@ def test_different_configs_are_refused_everywhere(folder, plain):
 
 
 def test_different_code_is_refused_everywhere(folder, plain):
-  """Process 1 runs from a copy of the sources that differs by a comment."""
+  """Process 1 runs from a copy of the sources that differs by a comment.
+
+  That its config differs, too, may come from its code.
+  """
   for room in 'jaxpost', 'launch':
     shutil.copytree(ROOT / room, folder / 'newer' / room)
   with open(folder / 'newer' / 'jaxpost' / 'losses' / 'head.py', 'a') as file:
     file.write('# newer\n')
-  line = refused(folder, plain, root_1=folder / 'newer')
+  line = refused(folder, plain, rank_1=['--config.seed=1'],
+                 root_1=folder / 'newer')
   assert line.startswith('jaxpost: the code of jaxpost of process 1 (')
   assert line.endswith('); install one everywhere')
   assert not (folder / 'refused').exists()
