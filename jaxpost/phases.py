@@ -18,7 +18,7 @@ from jaxpost.sharding import Layout, make_layout, owners
 
 _COPIES = 'copies'
 # Axes of a sampling mesh over which weights are whole.
-_WHOLE = ('data', 'fsdp')
+WHOLE = ('data', 'fsdp')
 
 
 def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
@@ -82,7 +82,7 @@ class Bridge:
   def __call__(self, tree):
     """Arrays in `source`, as a program has left them, in `target`."""
     leaves, treedef = jax.tree.flatten(tree)
-    parts = _parts(self.target.mesh, _WHOLE)
+    parts = _parts(self.target.mesh, WHOLE)
     copies = _parts(self.source.mesh, (_COPIES,))
     arrived = [copy(leaves, copies[i % len(copies)], part)
                for i, part in enumerate(parts)]
@@ -102,7 +102,7 @@ def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
   ours, theirs = (set(x.mesh.devices.flat) for x in (train, target))
   if ours == theirs:
     return None
-  part = _parts(target.mesh, _WHOLE)[0]
+  part = _parts(target.mesh, WHOLE)[0]
   copies, left = divmod(len(ours), part.size)
   if left:
     raise InputError(

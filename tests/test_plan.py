@@ -420,6 +420,8 @@ def look(mesh, **rollout):
     plan={r['program']: r['bytes_per_chip'] for r in programs},
     took=[[r['program'], r['runs_on'], r['calls'], r['seconds']]
           for r in programs],
+    copied=sum(r['calls'] * x['bytes'] for r in programs
+               for x in r['collective_bytes'].get('copy', {}).values()),
     step=estimate.summary(found.kit, fast, programs, 0.0))
 print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
   sys.argv[1::2], sys.argv[2::2])]))
@@ -476,12 +478,18 @@ def test_a_sampler_ahead_stays_during_the_update():
   assert apart['plan']['update']['elsewhere'] == frozen
 
 
-def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices():
+@pytest.fixture(scope='module')
+def ahead():
+  """Sampling on the devices that train; beside them; scores beside, too."""
   same = dict(train='fsdp=8', rollout='data=-1')
   own = dict(train='fsdp=-1', rollout='data=-1', rollout_devices=4)
-  three = own | dict(score_devices=2)
-  together, apart, all_apart = phases(
-    (same, dict(lag=1)), (own, dict(lag=1)), (three, dict(lag=2)))
+  few = dict(train='fsdp=-1', rollout='data=2,tensor=2', rollout_devices=4,
+             score_devices=2)
+  return phases((same, dict(lag=1)), (own, dict(lag=1)), (few, dict(lag=2)))
+
+
+def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices(ahead):
+  together, apart, all_apart = ahead
   for name in 'roofline', 'no_overlap':
     for found in together, apart, all_apart:
       s = {}
@@ -502,6 +510,22 @@ def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices():
       assert found['step'][name]['step_s'] == pytest.approx(least)
       assert found['step'][name]['tokens_per_s'] == pytest.approx(
         8 * 32 / least)
+
+
+def test_weights_that_go_to_other_devices_are_sent(ahead):
+  """By each training device, to as many of them as there are for one."""
+  together, apart, all_apart = ahead
+  assert together['copied'] == 0
+  assert apart['copied'] == apart['moved'] > 0
+  assert all_apart['copied'] == 2 * all_apart['moved'] > 0  # two train
+  link = chips.CHIPS['h200'].link
+  for found in apart, all_apart:
+    network = sum(calls * seconds['network']
+                  for name, _, calls, seconds in found['took']
+                  if name == 'reshard')
+    assert network > found['copied'] / link
+    step = found['step']['roofline']['seconds']['reshard']
+    assert step >= network
 
 
 @pytest.mark.parametrize('lag, wanted', [(0, 27.5), (1, 19.5), (2, 13.5)])

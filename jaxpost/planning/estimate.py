@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 
+from jaxpost import phases
 from jaxpost.planning import aot, chips, cost
 from jaxpost.programs import memory as memory_lib
 
@@ -79,7 +80,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
         calls=_calls(row, compiled.rows, step), compile_s=row['compile_s'],
         **memory(row, row['held'], sampler, topology.chip, beside),
         **work(row, row['mesh'], topology, dict(host_of(
-            topology, row['mesh'])))))
+            topology, row['mesh'])), _handed_over(kit, row, topology))))
   return out
 
 
@@ -96,6 +97,20 @@ def _runs_on(kit, mesh) -> str:
   """The phase whose devices these are; training, if it shares them."""
   return next(name for name in ('train', 'rollout', 'score')
               if _shared(mesh, vars(kit)[name].mesh))
+
+
+def _handed_over(kit, row: dict, topology: chips.Topology) -> dict:
+  """What a training device then sends to those that sample; see `phases`."""
+  ours, theirs = kit.train.mesh, kit.rollout.mesh
+  if row['program'] != 'reshard' or _shared(ours, theirs):
+    return {}
+  whole = math.prod(theirs.shape[a] for a in phases.WHOLE)
+  copies = ours.size * whole // theirs.size
+  times = math.ceil(whole / copies)
+  hosts = {host for mesh in (ours, theirs)
+           for _, host in host_of(topology, mesh)}
+  return dict(bytes=times * row['output_bytes'], number=times,
+              between_hosts=len(hosts) > 1)
 
 
 def _shared(mesh, other) -> bool:
@@ -129,10 +144,21 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip,
               if chip.memory else None, bytes_per_chip=out)
 
 
-def work(row: dict, mesh, topology: chips.Topology, hosts: dict) -> dict:
-  """FLOPs, bytes, seconds and the share of the peak."""
+def work(row: dict, mesh, topology: chips.Topology, hosts: dict,
+         handed: dict | None = None) -> dict:
+  """FLOPs, bytes, seconds and the share of the peak.
+
+  handed: what leaves for other devices afterwards, or nothing.
+  """
   totals, chip = row['totals'], topology.chip
   sent, wire = {}, 0.0
+  least = {k: {a: float(n) for a, n in v.items()}
+           for k, v in row['least'].items()}
+  if handed:
+    rate = chip.network if handed['between_hosts'] else chip.link
+    wire += handed['bytes'] / rate if rate else 0.0
+    sent['copy'] = dict(rollout=handed)
+    least['copy'] = dict(rollout=float(handed['bytes']))
   for kind, axes in cost.by_axis(totals, mesh).items():
     for axis, (count, number, group) in axes.items():
       far = len({hosts[i] for i in group}) > 1
@@ -149,8 +175,6 @@ def work(row: dict, mesh, topology: chips.Topology, hosts: dict) -> dict:
       network=wire if chip.link else None)
   known = [x for x in parts.values() if x is not None]
   seconds = max(known) if known else None
-  least = {k: {a: float(n) for a, n in v.items()}
-           for k, v in row['least'].items()}
   return dict(
       flops=dict(model=model, program=totals.flops,
                  xla_once=row['xla_flops_once']),
