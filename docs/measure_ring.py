@@ -1,0 +1,184 @@
+"""Attention over `context`: keys and values gathered, or sent round a ring.
+
+    python docs/measure_ring.py                       # on a core each
+    python docs/measure_ring.py --topology=v5p:2x2x2  # compiled for chips
+
+The first way is `jaxpost/models/context.py`; the second (arXiv:2310.01889, of
+stripes, arXiv:2311.09431) is here only. Forward and backward of one layer.
+
+Legend: B rows, t tokens of a part, H heads, K kv heads, h head size.
+"""
+
+import functools
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+from absl import app, flags
+
+_TOPOLOGY = flags.DEFINE_string('topology', '', 'Compile for these chips.')
+_TOKENS = flags.DEFINE_integer('tokens', 4096, 'Of the row.')
+_PROCESSES = flags.DEFINE_integer('processes', 2, 'Each with a core.')
+_RANK = flags.DEFINE_integer('rank', -1, 'Of a process of this program.')
+_ADDRESS = flags.DEFINE_string('address', '', 'Of the first of them.')
+
+
+def ring(q, k, v, segments, n, chunk):
+  """Striped [B, t, H, h] -> the same: n times the keys of another part.
+
+  What was summed so far is rescaled by the new largest score; the backward
+  pass computes the scores of a part again.
+  """
+  import jax
+  import jax.numpy as jnp
+  me, step = jax.lax.axis_index('context'), min(chunk, q.shape[1])
+  b, t, heads, size = q.shape
+  q = (q / size**0.5).reshape(b, t, k.shape[2], -1, size)
+
+  @jax.checkpoint
+  def part(q, k, v, documents, number):
+    """(sum of weights x values, sum of weights, largest score) by chunks."""
+    out = []
+    for start in range(0, t, step):
+      end = min(start + step, t)
+      scores = jnp.einsum('btkgh,bskh->bkgts', q[:, start:end], k[:, :end],
+                          preferred_element_type=jnp.float32)
+      ahead = jnp.arange(start, end)[:, None] * n + me >= (
+          jnp.arange(end) * n + number)
+      same = segments[:, start:end, None] == documents[:, None, :end]
+      scores = jnp.where((ahead & same)[:, None, None], scores, -1e30)
+      top = jax.lax.stop_gradient(scores.max(-1))
+      weights = jnp.exp(scores - top[..., None])
+      out.append((jnp.einsum('bkgts,bskh->bkgth', weights.astype(v.dtype),
+                             v[:, :end], preferred_element_type=jnp.float32),
+                  weights.sum(-1), top))
+    return [jnp.concatenate(x, axis=3) for x in zip(*out)]
+
+  total, norm, documents = 0.0, 0.0, segments
+  best = jnp.full((b, k.shape[2], q.shape[3], t), -1e30)
+  for i in range(n):
+    some, weight, top = part(q, k, v, documents, (me + i) % n)
+    new = jnp.maximum(best, top)
+    old, add = jnp.exp(best - new), jnp.exp(top - new)
+    total = total * old[..., None] + some * add[..., None]
+    norm, best = norm * old + weight * add, new
+    if i + 1 < n:
+      k, v, documents = (jax.lax.ppermute(x, 'context', [
+          ((j + 1) % n, j) for j in range(n)]) for x in (k, v, documents))
+  out = total / norm[..., None]
+  return out.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, size)
+
+
+def programs(layout, tokens, compute, cfg):
+  """{name: gradients by q, k and v of a row} and what they take."""
+  import jax
+  import jax.numpy as jnp
+  from jaxpost.models import context
+  n = layout.mesh.shape['context']
+  shapes = [(1, tokens, heads, cfg.head_dim) for heads in (
+      cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
+  split = layout.spec(('batch', 'time', None, None), shapes[0])
+  # Four documents.
+  segments = jnp.repeat(jnp.arange(4), tokens // 4)[None]
+  places = jnp.arange(tokens)[None]
+
+  def gathered(q, k, v):
+    return context.causal(q, k, v, segments, compute, None, places, 0, cfg,
+                          None, layout)
+
+  def round_a_ring(q, k, v):
+    k, v = (x.astype(compute.dtype) for x in (k, v))
+    return jax.shard_map(
+        functools.partial(ring, n=n, chunk=compute.q_chunk),
+        mesh=layout.mesh, out_specs=split, check_vma=False,
+        in_specs=(split, split, split, jax.P(*split[:2])))(
+            q.astype(compute.dtype), k, v, context.stripe(segments, n))
+
+  def gradients(attend):
+    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attend(
+        q, k, v))), argnums=(0, 1, 2)))
+
+  sharding = jax.sharding.NamedSharding(layout.mesh, split)
+  given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding)
+           for s in shapes]
+  return {name: gradients(fn) for name, fn in dict(
+      gathered=gathered, ring=round_a_ring).items()}, given
+
+
+def described():
+  """Bytes of the programs compiled for chips that are not there."""
+  from jaxpost.planning import chips
+  topology = chips.parse(_TOPOLOGY.value)
+  chips.set_environment(topology)
+  from jaxpost import sharding
+  from jaxpost.matmul import compute_for
+  from jaxpost.models import presets
+  from jaxpost.planning import cost
+  devices = chips.devices(topology)
+  layout = sharding.make_layout(
+      f'context={len(devices)}', 'train', devices=devices)
+  cfg = presets.PRESETS['llama3_8b']
+  compute = compute_for('tpu', 'bfloat16', 'none', 'chunked')
+  made, given = programs(layout, _TOKENS.value, compute, cfg)
+  for name, program in made.items():
+    compiled = program.lower(*given).compile()
+    totals = cost.count(compiled.as_text())
+    print(name, f'{compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f}'
+          ' MiB of temporaries,',
+          f'{sum(x for x, _ in totals.collectives.values()) / 2**20:.0f} MiB '
+          f'sent, {totals.bytes / 2**30:.1f} GiB read and written,',
+          f'{totals.cycles / 1e6:.1f} M cycles by XLA', flush=True)
+
+
+def timed():
+  """Seconds on processes with a core each, after checking they agree."""
+  os.sched_setaffinity(0, {_RANK.value})
+  from jaxpost import cluster
+  cluster.connect(_ADDRESS.value, _PROCESSES.value, _RANK.value)
+  import jax
+  import numpy as np
+  from jaxpost import sharding
+  from jaxpost.matmul import Compute
+  from jaxpost.models import presets
+  layout = sharding.make_layout(f'context={_PROCESSES.value}', 'train')
+  made, given = programs(layout, _TOKENS.value, Compute('float32'),
+                         presets.PRESETS['s'])
+  random = np.random.RandomState(0)
+  whole = [random.standard_normal(x.shape).astype(np.float32) for x in given]
+  arrays = [jax.make_array_from_callback(x.shape, x.sharding, lambda i, w=w: w[
+      i]) for x, w in zip(given, whole)]
+  out = {name: program(*arrays) for name, program in made.items()}
+  for one, two in zip(*out.values()):
+    for a, b in zip(one.addressable_shards, two.addressable_shards):
+      np.testing.assert_allclose(a.data, b.data, rtol=1e-3, atol=1e-4)
+  seconds = {name: [] for name in made}
+  for _ in range(7):
+    for name, program in made.items():
+      start = time.perf_counter()
+      jax.block_until_ready(program(*arrays))
+      seconds[name].append(time.perf_counter() - start)
+  if not _RANK.value:
+    for name, values in seconds.items():
+      print(f'{name}: {statistics.median(values):.3f} s, of '
+            f'{min(values):.3f} to {max(values):.3f}')
+
+
+def main(_):
+  if _TOPOLOGY.value:
+    return described()
+  if _RANK.value >= 0:
+    return timed()
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    address = f'localhost:{s.getsockname()[1]}'
+  done = [subprocess.Popen([sys.executable, *sys.argv, f'--rank={rank}',
+                            f'--address={address}'])
+          for rank in range(_PROCESSES.value)]
+  return max(p.wait() for p in done)
+
+
+if __name__ == '__main__':
+  app.run(main)
