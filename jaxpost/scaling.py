@@ -12,6 +12,7 @@ and would measure nothing.
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import statistics
@@ -67,6 +68,35 @@ def measure(plan: Plan, run=None) -> list[dict]:
   best = {k: min(v) for k, v in times.items()}
   return [figures(plan.what, mode, n, plan.batch, best)
           for n in plan.counts if n > 1 for mode in _MODES]
+
+
+def recorded(path: str) -> list[dict]:
+  """Rows of all that a file of what `launch.bench` printed has enough for.
+
+  A step of n processes with a batch is compared with one process's steps with
+  that batch and with its n-th part.
+  """
+  times = {}
+  try:
+    with open(path, encoding='utf-8') as file:
+      for line in file:
+        r = json.loads(line)
+        found, key = times.setdefault(r['what'], {}), (
+            r['processes'], r['batch'])
+        found[key] = min(seconds(r), found.get(key, math.inf))
+  except (OSError, ValueError, KeyError, TypeError) as e:
+    raise InputError(f'--records: {path}: no lines of `launch.bench sft` or '
+                     f'`grpo` ({e!r})') from e
+  rows = [figures(what, mode, n, batch, found)
+          for what, found in times.items() for n, whole in sorted(found)
+          for mode, batch in (('strong', whole), ('weak', whole // n))
+          if n > 1 and {(1, batch), (1, whole // n)} <= found.keys()]
+  if not rows:
+    have = sorted({key for found in times.values() for key in found})
+    raise InputError(
+        f'--records: {path}: has (processes, batch) {have}; n processes with B '
+        'rows need one with B / n, and for strong speed-up one with B')
+  return rows
 
 
 def figures(what: str, mode: str, n: int, batch: int, times: dict) -> dict:

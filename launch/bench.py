@@ -2,7 +2,8 @@
 
   python -m launch.bench sft|sample|grpo --shape=xs --batch=16 --bf16
   python -m launch.bench reshard|turns|prefill --shape=s --bf16
-  srun python -m launch.bench sft --distributed --batch=64
+  srun python -m launch.bench sft --distributed --batch=64 >> runs.jsonl
+  python -m launch.bench scaling --processes=1,2 | --records=runs.jsonl
 
 Prints one JSON line; jaxpost/{bench,scaling}.py say what is counted.
 """
@@ -33,6 +34,8 @@ _CORE = flags.DEFINE_integer('core', None, 'Use this core only.')
 _COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'For scaling: how many.')
 _WHAT = flags.DEFINE_list('workloads', ['sft', 'grpo'], 'For scaling.')
 _ROUNDS = flags.DEFINE_integer('rounds', 3, 'For scaling; the best counts.')
+_RECORDS = flags.DEFINE_string(
+    'records', '', 'For scaling: a file of lines printed before, of a cluster.')
 flags.DEFINE_bool('distributed', False, 'As in launch.train; so are these:')
 flags.DEFINE_string('coordinator', '', '')
 flags.DEFINE_integer('num_processes', None, '')
@@ -45,9 +48,12 @@ PASSED = 'shape steps prompt new ragged mean bf16 top_p mesh tune'.split()
 def scale():
   from jaxpost import scaling
   given = tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED)
-  counts = tuple(map(int, _COUNTS.value))
-  rows = [row for what in _WHAT.value for row in scaling.measure(
-      scaling.Plan(what, counts, _BATCH.value, _ROUNDS.value, given))]
+  if _RECORDS.value:
+    rows = scaling.recorded(_RECORDS.value)
+  else:
+    counts = tuple(map(int, _COUNTS.value))
+    rows = [row for what in _WHAT.value for row in scaling.measure(
+        scaling.Plan(what, counts, _BATCH.value, _ROUNDS.value, given))]
   print(scaling.table(rows), file=sys.stderr)
   print(json.dumps(rows))
 

@@ -50,6 +50,27 @@ def test_bad_settings(over, words):
     scaling.measure(plan(**over), lambda n, batch: 1.0)
 
 
+def test_figures_of_what_a_cluster_has_printed(tmp_path):
+  """Of each setting the best; others than all that are needed are left out."""
+  file = tmp_path / 'runs.jsonl'
+  times = [(1, 8, 3.0), (1, 8, 1.0), (1, 4, 0.5), (2, 8, 0.6), (2, 16, 1.25),
+           (4, 8, 0.1)]
+  file.write_text(''.join(json.dumps(dict(
+      what='sft', processes=n, batch=batch, all=[9.0, 9.0, t, t, 8.0])) + '\n'
+      for n, batch, t in times))
+  found = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
+  strong, weak = scaling.measure(plan(), lambda n, batch: found[n, batch])
+  assert scaling.recorded(file) == [
+      strong, scaling.figures('sft', 'weak', 2, 4, found), weak]
+  for text, words in (('', r'has \(processes, batch\) \[\]; n processes'),
+                      ('{"what": "sample"}', 'no lines of .launch.bench sft')):
+    file.write_text(text)
+    with pytest.raises(InputError, match=words):
+      scaling.recorded(file)
+  with pytest.raises(InputError, match='no lines of'):
+    scaling.recorded(tmp_path / 'none')
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('what', ['sft', 'grpo'])
 def test_real_processes_on_a_core_each(what):
