@@ -54,8 +54,8 @@ def run(what: str, options: Options, workdir) -> dict:
              'turns': turns, 'prefill': prefill}[what](options, workdir)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return dict(
-      peer='jaxpost', what=what, shape=options.shape, bf16=options.bf16,
-      batch=options.batch, processes=jax.process_count(),
+      peer='jaxpost', what=what, **dataclasses.asdict(options),
+      processes=jax.process_count(),
       devices=jax.device_count(), jax=jax.__version__,
       device=jax.devices()[0].device_kind,
       **figures, max_rss_mib=round(peak / 2**20))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxpost.diagnose import diagnosis, merge_metrics
-from jaxpost.errors import InputError, Preempted
+from jaxpost.errors import Preempted
 from jaxpost.host import StopSignal
 from jaxpost.roles import Roles
 from jaxpost.sharding import to_host
@@ -67,11 +67,6 @@ def resume(stage: Stage) -> int:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       states(stage))
   step, restored, meta = stage.checkpointer.restore(template)
-  for key, now in stage.meta['model'].items():  # shapes do not show all of it
-    if (then := meta['model'].get(key, now)) != now:
-      raise InputError(
-          f'config.model.path of {stage.name}: a model with {key} {now!r}, in '
-          f'the checkpoint {then!r}; bring it back or take another --workdir')
   for name, role in stage.roles.trainable.items():
     role.state = restored[name]
   stage.stream.restore(meta['stream'])

@@ -48,8 +48,9 @@ def check_own(config, cfg):
   for fix, wrong in asked.items():
     if wrong:
       raise InputError(
-          f'config.{fix.partition("=")[0]}: {cfg.code} is called with tokens, '
-          f'positions and segments only; set config.{fix}')
+          f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
+          'is called with parameters, tokens, positions and segments only; '
+          f'set config.{fix}')
 
 
 def check_sampler(config, model):

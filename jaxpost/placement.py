@@ -36,5 +36,5 @@ def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
   except (AssertionError, ValueError) as e:  # chips are missing there
     raise InputError(
         f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
-        'by slice, fill no equal blocks; change rollout_devices, score_devices'
-    ) from e
+        'by slice, have no order in a mesh (do they fill equal blocks?): '
+        f'{str(e)[:200]}') from e

@@ -22,6 +22,9 @@ import tempfile
 
 from jaxpost.errors import InputError
 
+# What runs have to have in common.
+_ALIKE = ('shape', 'bf16', 'mesh', 'prompt', 'new', 'ragged', 'mean', 'top_p',
+          'device', 'jax')
 _MODES = {'strong': lambda batch, n: batch, 'weak': lambda batch, n: batch * n}
 
 
@@ -76,21 +79,28 @@ def recorded(path: str) -> list[dict]:
   A step of n processes with a batch is compared with one process's steps with
   that batch and with its n-th part.
   """
-  times = {}
+  times, kinds = {}, set()
   try:
     with open(path, encoding='utf-8') as file:
-      for line in file:
+      for line in filter(str.strip, file):
         r = json.loads(line)
+        kinds.add(tuple(f'{k}={r[k]}' for k in _ALIKE) + (
+            f'devices of a process={r["devices"] / r["processes"]}',))
         found, key = times.setdefault(r['what'], {}), (
             r['processes'], r['batch'])
         found[key] = min(seconds(r), found.get(key, math.inf))
   except (OSError, ValueError, KeyError, TypeError) as e:
     raise InputError(f'--records: {path}: no lines of `launch.bench sft` or '
                      f'`grpo` ({e!r})') from e
+  if len(kinds) > 1:
+    one, two, *_ = sorted(kinds)
+    raise InputError(f'--records: {path}: lines of different workloads: '
+                     f'{sorted({*one} ^ {*two})}; keep them apart')
   rows = [figures(what, mode, n, batch, found)
           for what, found in times.items() for n, whole in sorted(found)
           for mode, batch in (('strong', whole), ('weak', whole // n))
-          if n > 1 and {(1, batch), (1, whole // n)} <= found.keys()]
+          if n > 1 and whole % n == 0 and (
+              {(1, batch), (1, whole // n)} <= found.keys())]
   if not rows:
     have = sorted({key for found in times.values() for key in found})
     raise InputError(

@@ -176,7 +176,7 @@ def looked(figures, *places):
 
 
 @pytest.mark.parametrize('job', HELD, ids=' '.join)
-def test_who_samples_or_scores_holds_nothing_twice(job):
+def test_who_samples_or_scores_holds_no_more_than_its_mesh_asks(job):
   looked(counted('cpu:8', 'float32', HELD)[job], 'score reference',
          'generate weights', 'generate state.k', 'generate state.v',
          'generate state out', 'insert state', 'insert prompts')

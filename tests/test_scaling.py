@@ -50,19 +50,26 @@ def test_bad_settings(over, words):
     scaling.measure(plan(**over), lambda n, batch: 1.0)
 
 
+RUN = dict(what='sft', shape='xs', bf16=True, mesh='fsdp=-1', prompt=60, new=9,
+           ragged=False, mean=64, top_p=1.0, device='cpu', jax='1')
+
+
 def test_figures_of_what_a_cluster_has_printed(tmp_path):
   """Of each setting the best; others than all that are needed are left out."""
   file = tmp_path / 'runs.jsonl'
   times = [(1, 8, 3.0), (1, 8, 1.0), (1, 4, 0.5), (2, 8, 0.6), (2, 16, 1.25),
            (4, 8, 0.1)]
   file.write_text(''.join(json.dumps(dict(
-      what='sft', processes=n, batch=batch, all=[9.0, 9.0, t, t, 8.0])) + '\n'
-      for n, batch, t in times))
+      RUN, processes=n, devices=4 * n, batch=batch, all=[
+          9.0, 9.0, t, t, 8.0])) + '\n\n' for n, batch, t in times))
   found = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
   strong, weak = scaling.measure(plan(), lambda n, batch: found[n, batch])
   assert scaling.recorded(file) == [
       strong, scaling.figures('sft', 'weak', 2, 4, found), weak]
-  for text, words in (('', r'has \(processes, batch\) \[\]; n processes'),
+  mixed = file.read_text() + json.dumps(dict(
+      RUN, bf16=False, processes=1, devices=4, batch=8, all=[9.0] * 3))
+  for text, words in ((mixed, 'different workloads: .*bf16=False.*bf16=True'),
+                      ('', r'has \(processes, batch\) \[\]; n processes'),
                       ('{"what": "sample"}', 'no lines of .launch.bench sft')):
     file.write_text(text)
     with pytest.raises(InputError, match=words):

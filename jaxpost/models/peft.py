@@ -71,7 +71,7 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
       paths = [path.partition('/')[2] for path in paths]  # of one stack: short
     spec = (rank, float(alpha), bool(raw.get('use_rslora')), '|'.join(paths))
     model = lora.build(dataclasses.replace(cfg, lora=spec))
-    _check(folder, _kept(model, _apart_in(raw)), have)
+    _check(folder, _kept(model, _with_own_a(raw)), have)
   return spec
 
 
@@ -87,8 +87,8 @@ def _check_patterns(path, raw: dict, cfg: ModelConfig):
   names = [k.names[0] for k in stored.table(
       dataclasses.replace(cfg, lora=())).values()]
   parts = {name.split('.')[-2]: n for name, n in collections.Counter(
-      names).items() if n > 1}
-  if cfg.experts:
+      names).items() if n > 1 and name.endswith('.weight')}
+  if cfg.experts and 'fused' not in families.FAMILIES.get(cfg.family, {}):
     parts['gate_up_proj'] = 2  # in `peft`
   wanted = {field: {k: x * parts.get(k.rpartition('.')[2], 0)
                     for k in given['rank_pattern']} for field, x in (
@@ -101,7 +101,7 @@ def _check_patterns(path, raw: dict, cfg: ModelConfig):
                      'use_rslora)')
 
 
-def _apart_in(raw: dict) -> set:
+def _with_own_a(raw: dict) -> set:
   """The modules whose matrices have an A each."""
   return {k.rpartition('.')[2] for k in raw.get('rank_pattern') or {}}
 
@@ -209,10 +209,10 @@ def _other(folder, why) -> InputError:
                     'model than this one')
 
 
-def _kept(model: Model, apart: set | None = None) -> dict:
+def _kept(model: Model, own_a: set | None = None) -> dict:
   """Where an adapter folder has the rows of the table: path -> `Stored`.
 
-  apart: modules of several matrices where each has rows of A, and columns of
+  own_a: modules of several matrices where each has rows of A, and columns of
     B, of its own; None is all. In others they share A.
   """
   rows = {p: s for p, s in model.table.items() if lora.is_adapter(p)}
@@ -232,7 +232,7 @@ def _kept(model: Model, apart: set | None = None) -> dict:
       raise InputError(f'{a.names[0]}: is of {parts} matrices in `peft`, which '
                        'this family keeps in one tensor: all need adapters, '
                        'or none')
-    if apart is None or _module(a) in apart:
+    if own_a is None or _module(a) in own_a:
       kept[f'{path}/b'] = dataclasses.replace(
           b, column=a.first, shape=(b.shape[0], a.shape[0]))
     else:
@@ -284,7 +284,7 @@ def load(folder, model: Model, shardings: dict,
   with contextlib.ExitStack() as stack:
     raw = hf.read_json(folder / CONFIG)
     have, *_ = _open(folder, raw, model.config, stack)
-    kept = _kept(model, _apart_in(raw))
+    kept = _kept(model, _with_own_a(raw))
     _check(folder, kept, have)
     _check_blocks(folder, kept, have)
     return tables.nest({

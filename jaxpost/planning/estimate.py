@@ -19,6 +19,7 @@ from jaxpost.planning import aot, chips, cost
 from jaxpost.programs import memory as memory_lib
 
 _SCORING = 'score', 'values'
+_WAITED_FOR = 'reshard', 'hidden'  # by both sides, or by an update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +203,13 @@ def step_seconds(rows: list, name: str, lag: int) -> float:
   """Of all programs; beside an update those that `lag` lets run meanwhile.
 
   With 1 that is sampling, with more the scores of the rollout before it, too.
-  Weights move when sampling and the update are done; both wait for them.
+  Weights move when sampling and the update are done; both wait for them, and
+  an update for what its teachers say of its batch.
   """
   alone, sides = 0.0, collections.Counter()
   for r in rows:
     took = r['calls'] * r['seconds'][name]
-    if not lag or r['program'] == 'reshard' or (
+    if not lag or r['program'] in _WAITED_FOR or (
         lag == 1 and r['program'] in _SCORING):
       alone += took
     else:

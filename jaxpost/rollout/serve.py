@@ -16,6 +16,7 @@ read; nobody waits for it, and others take its slot before one stays empty.
 
 import collections
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -83,7 +84,9 @@ class Seat:
       start = max(0, end - reach)
       text, early = (decode(tokens[start:x]) for x in (end, max(start, least)))
       for string in strings if end > least else ():
-        if text.find(string, max(0, len(early) - len(string) + 1)) >= 0:
+        # Half a character may decode to something else.
+        known = len(os.path.commonprefix([early, text]))
+        if text.find(string, max(0, known - len(string) + 1)) >= 0:
           drop = len(tokens) - end
           if drop:
             self.parts[-1] = [x[:-drop] for x in self.parts[-1]]
