@@ -79,11 +79,13 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
       router=moe.loss_weights(config.router, p.model.config))}
   if critic := p.algorithm.critic(config):
     objectives['critic'] = critic
+  shape = functools.partial(
+      build.batch_shape, config, on_policy, train.batch_shards,
+      tokens=compute.micro_tokens)
   return Kit(
       p, train, layouts['rollout'], layouts['score'], compute,
-      objectives, ledger, Timeline(phases.lanes(layouts)),
-      build.batch_shape(config, on_policy, train.batch_shards),
-      build.batch_shape(config, on_policy, train.batch_shards, whole=False)[0])
+      objectives, ledger, Timeline(phases.lanes(layouts)), shape(),
+      shape(whole=False)[0])
 
 
 def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:

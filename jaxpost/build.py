@@ -375,11 +375,11 @@ def row_length(config, on_policy: bool) -> int:
   return 512
 
 
-def batch_shape(config, on_policy: bool, shards: int, whole=True
-                ) -> tuple[int, int, int]:
+def batch_shape(config, on_policy: bool, shards: int, whole=True, tokens=8192):
   """(rows of a step, rows at a time, tokens a row), fixed for the run.
 
-  whole: all sequences of a step, not those of one minibatch.
+  whole: all sequences of a step, not of one minibatch. tokens: of a device at
+  a time, on-policy, if `train.micro_batch_size` is 0.
   """
   length = row_length(config, on_policy)
   rows, micro = config.train.batch_size, config.train.micro_batch_size
@@ -388,9 +388,9 @@ def batch_shape(config, on_policy: bool, shards: int, whole=True
     a_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
     count = r.prompts * r.group_size
     part = math.ceil(count // config.rl.minibatches / a_row)
-    # No more at a time than the least of the two has.
-    micro = micro or min(
-        math.ceil(part / shards), max(1, 8192 // length)) * shards
+    own = math.ceil(part / shards)  # in equal parts: empty ones are skipped
+    micro = micro or shards * math.ceil(
+        own / min(own, math.ceil(own * length / tokens)))
     rows = math.ceil(count / a_row) if whole else part
   micro = micro or rows
   if micro % shards:

@@ -27,6 +27,8 @@ class Compute:
     wrong on this device, which XLA does.
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
+  micro_tokens: of a device at a time in an on-policy update; in small parts
+    less is computed that completions leave empty.
   head_elements: most logits (tokens x vocabulary) that exist at a time.
   group_block: rows of a group that are multiplied at a time.
   ragged: `jax.lax.ragged_dot` instead, where there is a kernel for it; else
@@ -40,6 +42,7 @@ class Compute:
   unroll: bool = True
   remat: str = 'none'
   q_chunk: int = 128
+  micro_tokens: int = 2048
   head_elements: int = 2**25
   row_writes: bool = True
   group_block: int = 32
@@ -69,7 +72,7 @@ def compute_for(platform: str, dtype: str, remat: str,
   residual = 'float32' if dtype == 'float16' else dtype
   return Compute(
       **rest, residual=residual, unroll=False, q_chunk=1024,
-      head_elements=2**30, row_writes=False, group_block=256,
+      micro_tokens=8192, head_elements=2**30, row_writes=False, group_block=256,
       ragged=platform == 'tpu')
 
 

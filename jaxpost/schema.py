@@ -70,7 +70,7 @@ class TrainSection:
   row_length: int = _f(0, 'tokens of a row; 0: 512 for data, the longest '
                        'prompt and completion for rollouts', lo=0, auto=0)
   micro_batch_size: int = _f(0, 'rows at a time; 0: all for data, about 8,192 '
-                             'tokens a device for rollouts', lo=0)
+                             'tokens a device for rollouts (CPU: 2,048)', lo=0)
   freeze: str = _f('', 'regex of whole paths of parameters that stay as they '
                    'are, such as "embed|.*norm"; with LoRA "" is all but the '
                    'adapters')
