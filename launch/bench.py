@@ -1,9 +1,8 @@
 """Times the standard workload: sft, sample or grpo; or a part of it.
 
-  python -m launch.bench sft|sample|grpo --shape=xs --batch=16 --bf16
-  python -m launch.bench reshard|turns|prefill --shape=s --bf16
+  python -m launch.bench sft|sample|grpo|reshard|turns|prefill --shape=s --bf16
   srun python -m launch.bench sft --distributed --batch=64 >> runs.jsonl
-  python -m launch.bench scaling --processes=1,2 | --records=runs.jsonl
+  python -m launch.bench scaling --processes=1,2 or --records=runs.jsonl
 
 Prints one JSON line; jaxpost/{bench,scaling}.py say what is counted.
 """
@@ -34,8 +33,7 @@ _CORE = flags.DEFINE_integer('core', None, 'Use this core only.')
 _COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'For scaling: how many.')
 _WHAT = flags.DEFINE_list('workloads', ['sft', 'grpo'], 'For scaling.')
 _ROUNDS = flags.DEFINE_integer('rounds', 3, 'For scaling; the best counts.')
-_RECORDS = flags.DEFINE_string(
-    'records', '', 'For scaling: a file of lines printed before, of a cluster.')
+_RECORDS = flags.DEFINE_string('records', '', 'For scaling: printed lines.')
 flags.DEFINE_bool('distributed', False, 'As in launch.train; so are these:')
 flags.DEFINE_string('coordinator', '', '')
 flags.DEFINE_integer('num_processes', None, '')
@@ -47,13 +45,10 @@ PASSED = 'shape steps prompt new ragged mean bf16 top_p mesh tune'.split()
 
 def scale():
   from jaxpost import scaling
-  given = tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED)
-  if _RECORDS.value:
-    rows = scaling.recorded(_RECORDS.value)
-  else:
-    counts = tuple(map(int, _COUNTS.value))
-    rows = [row for what in _WHAT.value for row in scaling.measure(
-        scaling.Plan(what, counts, _BATCH.value, _ROUNDS.value, given))]
+  rest = (tuple(map(int, _COUNTS.value)), _BATCH.value, _ROUNDS.value,
+          tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED))
+  rows = scaling.recorded(_RECORDS.value) if _RECORDS.value else sum(
+      (scaling.measure(scaling.Plan(what, *rest)) for what in _WHAT.value), [])
   print(scaling.table(rows), file=sys.stderr)
   print(json.dumps(rows))
 
@@ -70,15 +65,14 @@ def main(argv):
     host.tune_host()
   host.use_compile_cache()
   from jaxpost import bench, cluster, processes
-  given = flags.FLAGS
-  if given.distributed or given.coordinator:
+  if (given := flags.FLAGS).distributed or given.coordinator:
     cluster.connect(given.coordinator, given.num_processes, given.process_id)
   options = bench.Options(**{
       f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
   with tempfile.TemporaryDirectory() as workdir:
-    figures = bench.run(argv[1], options, workdir)
+    found = bench.run(argv[1], options, workdir) | {'tuned': _TUNE.value}
   if processes.index() == 0:
-    print(json.dumps({**figures, 'tuned': _TUNE.value}))
+    print(json.dumps(found))
 
 
 if __name__ == '__main__':
