@@ -37,4 +37,4 @@ def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
     raise InputError(
         f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
         'by slice, have no order in a mesh (do they fill equal blocks?): '
-        f'{str(e)[:200]}') from e
+        f'{" ".join(str(e).split())[:100]}') from e

@@ -404,6 +404,8 @@ def changed(value):
 def test_every_field_that_is_read_counts(reference, case):
   """Another ModelConfig, of which test_models.py shows that it counts.
 
+  Or an error, where it contradicts another field, as with a number of layers.
+
   And no field that `transformers` writes is unknown.
   """
   raw = json.loads((reference(case)[0] / 'config.json').read_text())
@@ -420,15 +422,12 @@ def test_every_field_that_is_read_counts(reference, case):
     read = read - {'hidden_act'} | {family['activation_field']}
   assert len(read) >= 12
   for field in sorted(read):
-    taken = 0
     for value in changed(raw[field]):
       try:
         wrong, _ = families.from_hf(raw | {field: value}, 'here')
       except InputError:
         continue
-      taken += 1
       assert wrong != right or value == raw[field], (field, value)
-    assert taken, f'{field}: any other value is refused'
 
 
 ORIGINAL = 'original_max_position_embeddings'

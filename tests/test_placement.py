@@ -123,12 +123,12 @@ HOLES = [d for d in tpus(4, 4, slices=2) if d.id % 16 < 12]
      "no axis of {'data': 4, 'fsdp': 4, 'expert': 1, 'context': 1, 'tensor': 2}"
      ' is a multiple of the 8 slices; data or fsdp should be'),
     (tpus(4, 4, slices=2)[:24], 'fsdp=24',
-     '24 devices of a phase, [16, 8] by slice, fill no equal blocks; change '
-     'rollout_devices, score_devices'),
+     '24 devices of a phase, [16, 8] by slice, have no order in a mesh (do '
+     'they fill equal blocks?): Number of devices 16 must equal'),
     (tpus(4, 4)[:12], 'fsdp=12',
-     '12 devices of a phase, [12] by slice, fill no equal blocks'),
+     '12 devices of a phase, [12] by slice, have no order in a mesh'),
     (HOLES, 'data=2,fsdp=12',
-     '24 devices of a phase, [12, 12] by slice, fill no equal blocks')
+     '24 devices of a phase, [12, 12] by slice, have no order in a mesh')
 ], ids=['axes', 'uneven', 'hole', 'holes'])
 def test_what_the_network_cannot_serve_is_refused(devices, mesh, wanted):
   with pytest.raises(InputError) as caught:
