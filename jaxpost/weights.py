@@ -112,10 +112,10 @@ def with_adapter(path: str, source: Source) -> Source:
                 folder=epath.Path(path).expanduser(), base=source)
 
 
-def _read_meta(folder, step):
+def _read_meta(folder, step, warn=print):
   checkpointer = Checkpointer(folder)
   try:
-    return checkpointer.restore_meta(step)
+    return checkpointer.restore_meta(step, warn=warn)
   finally:
     checkpointer.close()
 
@@ -304,7 +304,7 @@ def make_meta(p, workdir) -> dict:
   """
   meta = dict(model=dataclasses.asdict(p.model.config))
   folder = epath.Path(workdir) / 'checkpoints' / p.name
-  saved = _read_meta(folder, None) if finished_steps(folder) else None
+  saved = finished_steps(folder) and _read_meta(folder, None, lambda _: None)
   if saved:  # shapes do not show all of it
     was = dataclasses.asdict(model_config.from_json(saved['model']))
     for k in [k for k, v in meta['model'].items() if was.get(k) != v]:
