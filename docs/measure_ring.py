@@ -3,8 +3,9 @@
     python docs/measure_ring.py                       # on a core each
     python docs/measure_ring.py --topology=v5p:2x2x2  # compiled for chips
 
-The first way is `jaxpost/models/context.py`; the second (arXiv:2310.01889, of
-stripes, arXiv:2311.09431) is here only. Forward and backward of one layer.
+The first way is `jaxpost/models/context.py`, for chips with XLA's products and
+with their kernel; the second (arXiv:2310.01889, of stripes, arXiv:2311.09431)
+is here only. Forward and backward of one layer.
 
 Legend: B rows, t tokens of a part, H heads, K kv heads, h head size.
 """
@@ -72,11 +73,11 @@ def ring(q, k, v, segments, n, chunk):
   return out.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, size)
 
 
-def programs(layout, tokens, compute, cfg):
+def programs(layout, tokens, computes, cfg):
   """{name: gradients by q, k and v of a row} and what they take."""
   import jax
   import jax.numpy as jnp
-  from jaxpost.models import context
+  from jaxpost.models import attention, context
   n = layout.mesh.shape['context']
   shapes = [(1, tokens, heads, cfg.head_dim) for heads in (
       cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
@@ -85,11 +86,12 @@ def programs(layout, tokens, compute, cfg):
   segments = jnp.repeat(jnp.arange(4), tokens // 4)[None]
   places = jnp.arange(tokens)[None]
 
-  def gathered(q, k, v):
-    return context.causal(q, k, v, segments, compute, None, places, 0, cfg,
-                          None, layout)
+  def gathered(q, k, v, compute):
+    return attention.attention(
+        q, k, v, segments, compute, None, places, 0, cfg, None, layout)
 
   def round_a_ring(q, k, v):
+    compute = computes['gathered']
     k, v = (x.astype(compute.dtype) for x in (k, v))
     return jax.shard_map(
         functools.partial(ring, n=n, chunk=compute.q_chunk),
@@ -104,8 +106,9 @@ def programs(layout, tokens, compute, cfg):
   sharding = jax.sharding.NamedSharding(layout.mesh, split)
   given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding)
            for s in shapes]
-  return {name: gradients(fn) for name, fn in dict(
-      gathered=gathered, ring=round_a_ring).items()}, given
+  made = {name: gradients(functools.partial(gathered, compute=compute))
+          for name, compute in computes.items()}
+  return made | dict(ring=gradients(round_a_ring)), given
 
 
 def described():
@@ -121,8 +124,10 @@ def described():
   layout = sharding.make_layout(
       f'context={len(devices)}', 'train', devices=devices)
   cfg = presets.PRESETS['llama3_8b']
-  compute = compute_for('tpu', 'bfloat16', 'none', 'chunked')
-  made, given = programs(layout, _TOKENS.value, compute, cfg)
+  made, given = programs(layout, _TOKENS.value, {
+      name: compute_for('tpu', 'bfloat16', 'none', attention)
+      for name, attention in (('gathered', 'chunked'), ('kernel', 'splash'))
+  }, cfg)
   for name, program in made.items():
     compiled = program.lower(*given).compile()
     totals = cost.count(compiled.as_text())
@@ -145,8 +150,8 @@ def timed():
   from jaxpost.matmul import Compute
   from jaxpost.models import presets
   layout = sharding.make_layout(f'context={_PROCESSES.value}', 'train')
-  made, given = programs(layout, _TOKENS.value, Compute('float32'),
-                         presets.PRESETS['s'])
+  made, given = programs(layout, _TOKENS.value, dict(
+      gathered=Compute('float32')), presets.PRESETS['s'])
   random = np.random.RandomState(0)
   whole = [random.standard_normal(x.shape).astype(np.float32) for x in given]
   arrays = [jax.make_array_from_callback(x.shape, x.sharding, lambda i, w=w: w[

@@ -71,7 +71,7 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   if flash.unproven(compute) and not ledger.dry:
     from jaxpost.programs import kernel_check
     compute = kernel_check.settle(compute, precompile.attended(
-        p, train, build.row_length(config, on_policy)))
+        p, layouts, build.row_length(config, on_policy)))
   objectives = {'policy': dataclasses.replace(
       p.algorithm.objective(config), teacher_forms=tuple(
           source.config.logit_form for name, source in p.sources.items()

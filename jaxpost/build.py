@@ -105,7 +105,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   refuse('context' in config.mesh.rollout, 'config.mesh.rollout: sampling has '
          'no use for context, which splits rows in training; use tensor')
   refuse('context' in config.mesh.train and
-         config.model.attention not in ('auto', 'chunked'),
+         config.model.attention in ('reference', 'cudnn'),
          f'config.model.attention: {config.model.attention} cannot attend over '
          'rows that a context axis splits; leave it auto')
   refuse(config.mesh.rollout_devices > 0 and not (

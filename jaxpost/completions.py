@@ -141,7 +141,7 @@ def make_engine(weights: Weights, *, slots, max_prompt, max_new_tokens,
     from jaxpost.programs import kernel_check
     room = max_prompt + max_new_tokens
     compute = kernel_check.settle(compute, [
-        (model.config, rung(n, room)) for n in range(1, room + 1)])
+        (model.config, rung(n, room), 1) for n in range(1, room + 1)])
   engine = NativeEngine(
       model, SamplerConfig(
           slots=slots, max_prompt=max_prompt, max_new_tokens=max_new_tokens,

@@ -33,24 +33,26 @@ def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
   train = make_layout(
       mesh.train, 'train', devices=every[:left] if own else devices,
       arrange=placement.arrange)
-  parts = train.mesh.shape['context']
-  if row_length % parts:
-    raise InputError(
-        f'config.train.row_length: {row_length} is no multiple of the context='
-        f'{parts} that config.mesh.train splits rows by; use one')
   after = left + mesh.score_devices
 
   def other(text, phase, key, mine):
     return make_layout(text, phase, key, mine or None, arrange=(
         placement.arrange if mine else None), beside=None if mine else train)
 
-  return dict(
+  out = dict(
       train=train,
       rollout=other(mesh.rollout, 'rollout', 'config.mesh.rollout',
                     every[after:]),
       score=other(mesh.score or ('fsdp=-1' if mesh.score_devices else
                                  mesh.train), 'train', 'config.mesh.score',
                   every[left:after]))
+  for phase in 'train', 'score':
+    parts = out[phase].mesh.shape['context']
+    if row_length % parts:
+      raise InputError(
+          f'config.train.row_length: {row_length} is no multiple of the '
+          f'context={parts} that config.mesh.{phase} splits rows by; use one')
+  return out
 
 
 def lanes(layouts: dict[str, Layout]) -> dict:

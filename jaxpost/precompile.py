@@ -46,23 +46,25 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   return memory.Memory(out)
 
 
-def attended(p, layout, length: int) -> list[tuple]:
-  """(ModelConfig, tokens of a row) of all that attention will be asked for.
+def attended(p, layouts: dict, length: int) -> list[tuple]:
+  """(ModelConfig, tokens, parts of a row) of all that will be attended.
 
-  Of packed rows of `length`, if none is split over devices or has branches,
-  and of all lengths that the sampler may read texts in.
+  Of packed rows of `length`, if none has branches, and of all lengths that the
+  sampler may read texts in.
   """
   from jaxpost.rollout.settings import rung
   config, on_policy, out = p.config, p.algorithm.on_policy, []
   branches = not on_policy and p.first_batch.branch_ids is not None
-  if context.parts(layout) == 1 and not branches:
-    out += [(x.config, length) for x in (p.model, *p.sources.values())]
+  if not branches:
+    out += [(x.config, length, context.parts(layouts[phase]))
+            for x in (p.model, *p.sources.values())
+            for phase in ('train', 'score')]
   r = config.rollout
   if on_policy or config.eval.samples:
     room = r.max_prompt_length + r.max_new_tokens
     # Texts that go on, or that a full pool sent back, are read as a whole.
     longest = room if p.environment or r.page_size else r.max_prompt_length
-    out += [(p.model.config, n) for n in {
+    out += [(p.model.config, n, 1) for n in {
         rung(n, room) for n in range(1, longest + 1)}]
   return out
 

@@ -23,7 +23,7 @@ from test_processes import environment, finish, free_address
 from jaxpost import processes
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, flash, scores
+from jaxpost.models import attention, context, flash, scores
 from jaxpost.programs import kernel_check
 
 CLONE = pathlib.Path(__file__).parents[1]
@@ -85,13 +85,15 @@ def plain(name, rest, compute=tiny.EXACT):
   return run
 
 
-def interpreted(rest):
-  """Splash, as a TPU would do it, in float32."""
+def interpreted(rest, n=1):
+  """Splash, as a TPU would do it, in float32; a row as n stripes."""
   def run(q, k, v, sinks):
-    return flash.splash(
-        scores.scaled(q, rest['cfg']), k, v, rest['segment_ids'], None, sinks,
+    q = scores.scaled(q, rest['cfg'])
+    return jnp.stack([flash.splash(
+        q[:, i::n], k, v, rest['segment_ids'], None, sinks,
         window=rest['window'], cfg=rest['cfg'], compute=tiny.EXACT,
-        interpret=True)
+        stripe=(i, n), interpret=True) for i in range(n)], axis=2).reshape(
+            *q.shape[:3], v.shape[-1])
   return run
 
 
@@ -214,6 +216,15 @@ def test_splash_is_the_reference(shape, layer):
   close(both_ways(interpreted(rest), args, g), right(shape, layer), 1e-5)
 
 
+@pytest.mark.parametrize('n', [2, 4])
+@pytest.mark.parametrize('shape, layer', [
+    ('groups', 'plain'), ('groups', 'all'), ('odd_length', 'window'),
+    ('latent', 'plain')])
+def test_splash_of_stripes_is_the_reference(shape, layer, n):
+  args, rest, g = case(SHAPES[shape], **LAYERS[layer])
+  close(both_ways(interpreted(rest, n), args, g), right(shape, layer), 1e-5)
+
+
 # --------------------------------------------------------------------- choice
 
 
@@ -322,20 +333,21 @@ def settle(monkeypatch, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   kernel_check.trusted.cache_clear()
 
-  def run(kernel, *lengths, cfg=SETTLED, **fields):
+  def run(kernel, *lengths, cfg=SETTLED, parts=1, **fields):
     monkeypatch.setitem(flash.KERNELS, 'splash', kernel)
     compute = dataclasses.replace(
         compute_for('tpu', 'bfloat16', 'none'), **fields)
-    return kernel_check.settle(compute, [(cfg, n) for n in lengths])
+    return kernel_check.settle(compute, [(cfg, n, parts) for n in lengths])
 
   yield run
   kernel_check.trusted.cache_clear()
 
 
-def test_a_kernel_is_measured_forward_and_backward(monkeypatch):
+@pytest.mark.parametrize('parts', [1, 2])
+def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
   monkeypatch.setitem(flash.KERNELS, 'splash', GOOD)
   work = flash.work(dataclasses.replace(
-      SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256)
+      SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts)
   assert work.windows == (0, 40)
   for window in work.windows:
     found = kernel_check.errors('splash', work, 'bfloat16', window)
@@ -362,6 +374,17 @@ def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(
     rest['cfg'] = SETTLED
     attention.attention(*args[:3], compute=compute, **rest)
   assert asked == [256]
+
+
+def test_a_wrong_stripe_goes_to_xla(monkeypatch, settle):
+  """Of a row in parts, whose work is another than that of a whole one."""
+  def kernel(q, *rest, stripe=(0, 1), **more):
+    part, n = stripe
+    return GOOD(q, *rest, stripe=(jnp.where(part == 1, 0, part), n), **more)
+
+  assert not settle(kernel, 512).doubted
+  assert [(w.length, w.parts) for w in settle(
+      kernel, 512, parts=2).doubted] == [(512, 2)]
 
 
 def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
@@ -405,7 +428,7 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
           'chunked', 'reference'))):
     assert not flash.unproven(other)
   # And never by a program: what is settled is only looked up.
-  compute = dataclasses.replace(compute, doubted=(flash.work(SETTLED, 256),))
+  compute = dataclasses.replace(compute, doubted=(flash.work(SETTLED, 256, 1),))
   args, rest, _ = case((256, 4, 2, 64, 64))
   rest['cfg'] = SETTLED
   jax.jit(lambda q, k, v: attention.attention(
@@ -419,10 +442,10 @@ def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
     assert flash.unproven(compute)
-    assert kernel_check.settle(compute, [(SETTLED, 256)]) == compute
+    assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
     with pytest.raises(InputError, match=f'attention: {name} is wrong on .* '
                        'for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '):
-      kernel_check.settle(compute, [(SETTLED, 256), (SETTLED, 64)])
+      kernel_check.settle(compute, [(SETTLED, n, 1) for n in (256, 64)])
 
 
 def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
@@ -451,7 +474,7 @@ kernel_check.errors = lambda name, work, *rest: {
     'out': float(rank and work.length == 384)}
 cfg = tiny.config(head_dim=64)
 compute = kernel_check.settle(compute_for('tpu', 'bfloat16', 'none'), [
-    (cfg, n) for n in (512, 384, 256)])
+    (cfg, n, 1) for n in (512, 384, 256)])
 print([w.length for w in compute.doubted])
 """
 
@@ -475,7 +498,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   asked = []
   monkeypatch.setattr(flash, 'unproven', lambda compute: True)
   monkeypatch.setattr(kernel_check, 'settle', lambda compute, uses: (
-      asked.append({(cfg.head_dim, n) for cfg, n in uses}), compute)[1])
+      asked.append({(cfg.head_dim, *row) for cfg, *row in uses}), compute)[1])
   path = tiny.folder(tmp_path / 'model')
   other = tiny.folder(tmp_path / 'other', head_dim=32)
   size = tiny.config().head_dim
@@ -490,22 +513,25 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
 
   distill = tiny.run_config(path, algorithm='distill', distill=dict(
       teachers=(other,)), train=dict(row_length=96))
-  assert uses(distill) == {(size, 96), (32, 96)}
+  assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
+  with monkeypatch.context() as split:
+    split.setattr(context, 'parts', lambda layout: 2)
+    assert uses(distill) == {(size, 96, 2), (32, 96, 2)}
   with pytest.raises(IndexError):  # a device that is only described
     uses(distill, ledger=Ledger(dry=True))
   rollout = dict(max_prompt_length=100, max_new_tokens=60)
   found = uses(tiny.grpo_config(path, rollout=rollout))
-  assert found == {(size, n) for n in (32, 64, 128, 160)}
+  assert found == {(size, n, 1) for n in (32, 64, 128, 160)}
   pairs = tiny.run_config(path, algorithm='dpo', data=dict(
       path='generated:arithmetic_pairs:max=99,ops=+,split=train,size=40'),
       train=dict(row_length=128))
   assert uses(pairs) == set()  # pairs that share their prompt go to XLA
   assert uses(tiny.merged(pairs, dict(
-      preference=dict(share_prompt=False)))) == {(size, 128)}
+      preference=dict(share_prompt=False)))) == {(size, 128, 1)}
   completions.make_engine(
       inference.from_folder(path, config_lib.parse(distill)['distill']),
       slots=2, max_prompt=40, max_new_tokens=60)
-  assert asked.pop() == {(size, n) for n in (32, 64, 100)}
+  assert asked.pop() == {(size, n, 1) for n in (32, 64, 100)}
 
 
 def test_documents_of_a_row():
@@ -517,14 +543,16 @@ def test_documents_of_a_row():
 
 # ---------------------------------------------------------------- many devices
 
-LAYOUTS = ('tensor=8', 'data=2,fsdp=2,tensor=2', 'fsdp=8')
+LAYOUTS = ('tensor=8', 'data=2,fsdp=2,tensor=2', 'fsdp=8', 'context=8',
+           'data=2,context=2,tensor=2', 'context=2,tensor=4')
 
 
 def main():
-  """Prints {layout: error} of splash, each device with its own heads."""
+  """Prints {layout: error} of splash, each device with its own share."""
   from jaxpost.sharding import make_layout
   kernel = flash.splash
   flash.KERNELS['splash'] = functools.partial(kernel, interpret=True)
+  flash.REFUSALS['splash'] = lambda *_: ''  # in float32, too
   out = {}
   for windows in (), (40, 0):  # alike, or one of two under a scan
     args, rest, g = case((128, 8, 2, 16, 16), sinks=True)
@@ -537,11 +565,14 @@ def main():
     right = both_ways(plain('reference', rest), args, g)
     for text in LAYOUTS:
       layout = make_layout(text, 'train')
-      compute = dataclasses.replace(tiny.EXACT, attention='splash')
+      compute = dataclasses.replace(
+          tiny.EXACT, attention='splash', forced=True)
 
       def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
-        return flash.attend(q, k, v, compute=compute, sinks=sinks,
-                            layout=layout, **rest)
+        n = context.parts(layout)
+        q, k, v = (context.stripe(x, n) for x in (q, k, v))
+        return context.unstripe(attention.attention(
+            q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n)
 
       ours = both_ways(run, args, g)
       out[f'{text} {windows}'] = max(
@@ -550,7 +581,7 @@ def main():
   print(json.dumps(out))
 
 
-def test_each_device_has_its_own_rows_and_heads():
+def test_each_device_has_its_own_rows_heads_and_stripe():
   run = subprocess.run(
       [sys.executable, __file__], capture_output=True, text=True, timeout=400,
       cwd=CLONE, env=os.environ | {
@@ -586,9 +617,9 @@ for name in sys.argv[2], 'chunked':
   p, = described.prepare_all(dict(
       algorithm='sft', data=dict(path='none'), model=dict(
           preset='xs', remat='full', attention=name),
-      mesh=dict(train='data=2,fsdp=2,tensor=2'),
+      mesh=dict(train=sys.argv[3]),
       train=dict(batch_size=8, row_length=1024)))
-  cfg = dataclasses.replace(p.model.config, **json.loads(sys.argv[3]))
+  cfg = dataclasses.replace(p.model.config, **json.loads(sys.argv[4]))
   p = dataclasses.replace(p, model=model_lib.build(cfg))
   row, = aot.compile_stage(p, top, ('update',)).rows
   out[name] = dict(
@@ -607,10 +638,10 @@ print(json.dumps(out))
 '''
 
 
-def described(topology, name, **fields):
+def described(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
   """{implementation: what its sharded train step does}, compiled for it."""
   done = subprocess.run(
-      [sys.executable, '-c', _UPDATE, topology, name, json.dumps(fields)],
+      [sys.executable, '-c', _UPDATE, topology, name, mesh, json.dumps(fields)],
       capture_output=True, text=True, timeout=900, cwd=CLONE,
       env=os.environ | {'PYTHONPATH': str(CLONE)})
   assert done.returncode == 0, done.stderr[-3000:]
@@ -636,6 +667,17 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
   # blocks three quarters; XLA has 2, 2 and 4, of one chunk all.
   assert ours['flops'] - plain['flops'] == pytest.approx(
       (0.75 * 11 - 8) * ours['product'], rel=1e-3)
+
+
+@needs('libtpu', 'jax[tpu]')
+@pytest.mark.long
+def test_so_does_one_of_stripes():
+  ours, plain = described('v5e:2x4', 'splash', 'data=2,context=2,tensor=2')
+  assert len(ours['calls']) == 4 and not plain['calls']
+  assert plain['pairs'] and not ours['pairs']
+  # The 512 queries of a stripe are one block, so none of its keys is left out.
+  assert ours['flops'] - plain['flops'] == pytest.approx(
+      (11 - 8) * ours['product'], rel=1e-3)
 
 
 @needs('jax_cuda13_plugin', 'jax[cuda13]')

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
-from jaxpost.models import flash
+from jaxpost.models import context, flash
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.scores import (
     NEVER, capped, chunked, reference, scaled, softmax)
@@ -30,15 +30,18 @@ def attention(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
       0 is all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
     sinks: [H], a score for each head of a key that is nothing, or None.
-    layout: a `Layout`, or any function where there is one device.
+    layout: a `Layout`, or any function where there is one device. Where it
+      splits rows, q, k and v are striped, see `context.py`.
 
   Returns:
     [B, T, H, hv]. InputError where the one that is asked for cannot do it.
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
   if compute.attention not in PLAIN:
-    if flash.chosen(q, v, branch_ids, compute, cfg, sinks):
+    if flash.chosen(q, v, branch_ids, compute, cfg, sinks, layout):
       return flash.attend(q, k, v, *rest, layout)
+  if context.parts(layout) > 1:
+    return context.causal(q, k, v, *rest, layout)
   return PLAIN.get(compute.attention, chunked)(q, k, v, *rest)
 
 

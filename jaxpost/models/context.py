@@ -37,6 +37,11 @@ def unstripe(x, n: int):
   return split.swapaxes(1, 2).reshape(x.shape)
 
 
+def gather(x, n: int):
+  """On a device: its stripe [B, t, ...] of n -> the rows [B, T, ...]."""
+  return unstripe(jax.lax.all_gather(x, 'context', axis=1, tiled=True), n)
+
+
 def in_order(x, layout: Layout):
   """Striped [B, T, D] -> [B, T, D], still split: each token travels once."""
   n, part = parts(layout), x.shape[1] // parts(layout)
@@ -78,8 +83,7 @@ def causal(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
       PartitionSpec(split[0]))
 
   def local(q, k, v, mine, rows, window, sinks):
-    k, v = (unstripe(jax.lax.all_gather(x, 'context', axis=1, tiled=True), n)
-            for x in (k, v))
+    k, v = (gather(x, n) for x in (k, v))
     return scores.in_chunks(
         q, k, v, mine, rows, window, compute, cfg, sinks, n)
 

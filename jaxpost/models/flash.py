@@ -1,7 +1,7 @@
 """Attention by kernels that never write the scores: splash (TPU), cuDNN.
 
-Legend: B rows, T tokens, H heads, K kv heads, h head size, hv that of values,
-M documents of a row.
+Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
+that of values, M documents of a row, n parts of it.
 
 `REFUSALS` says what each cannot do. `attention.attention` is the one caller.
 """
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
-from jaxpost.models import scores
+from jaxpost.models import context, scores
 from jaxpost.models.config import ModelConfig, OwnConfig
 from jaxpost.sharding import Layout
 
@@ -25,16 +25,17 @@ _LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
 _PAD = -1  # segment of what is added to a row
 
 
-def _splash_refuses(heads, size, values, dtype, cap, sinks) -> str:
-  del heads, cap, sinks
+def _splash_refuses(parts, size, values, dtype, cap, sinks) -> str:
+  del parts, cap, sinks
   if dtype != 'bfloat16':
     return f'config.model.dtype={dtype} (bfloat16 only)'
   wrong = [n for n in (size, values) if n % 8]
   return f'heads of {wrong[0]} (multiples of 8 only)' if wrong else ''
 
 
-def _cudnn_refuses(heads, size, values, dtype, cap, sinks) -> str:
-  del heads
+def _cudnn_refuses(parts, size, values, dtype, cap, sinks) -> str:
+  if parts > 1:
+    return 'rows that are split over context'
   if dtype not in ('bfloat16', 'float16'):
     return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
   if size % 8 or size > 256 or size != values:
@@ -47,6 +48,7 @@ class Work(NamedTuple):
   """What decides whether a kernel is right; of heads as in `ModelConfig`."""
 
   length: int
+  parts: int  # of a row, over `context`
   heads: int
   kv_heads: int
   head_dim: int
@@ -57,50 +59,55 @@ class Work(NamedTuple):
   sinks: bool
 
 
-# (heads, h, hv, dtype, soft cap, whether there are sinks) -> what of it the
-# kernel cannot do, or ''. All do segments, windows and groups of heads.
+# (n, h, hv, dtype, soft cap, whether there are sinks) -> what of it the kernel
+# cannot do, or ''. All do segments, windows and groups of heads.
 REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
 PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
-def refusal(name: str, q_shape, v_shape, branches: bool, dtype: str,
-            cfg: ModelConfig, sinks: bool) -> str:
+def refusal(name: str, parts: int, size: int, values: int, branches: bool,
+            dtype: str, cfg: ModelConfig, sinks: bool) -> str:
   """Why a kernel cannot do a piece of work; '' if it can."""
   if branches:
     return ('branches of a shared prompt (config.preference.share_prompt=False '
             'does without)')
   return REFUSALS[name](
-      q_shape[2], q_shape[3], v_shape[3], dtype, cfg.attention_softcap, sinks)
+      parts, size, values, dtype, cfg.attention_softcap, sinks)
 
 
-def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig,
-           sinks) -> bool:
+def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks,
+           layout) -> bool:
   """Whether the kernel does this; InputError if it must and cannot."""
-  why = refusal(compute.attention, q.shape, v.shape, branch_ids is not None,
-                compute.dtype, cfg, sinks is not None)
+  parts = context.parts(layout)
+  why = refusal(
+      compute.attention, parts, q.shape[3], v.shape[3], branch_ids is not None,
+      compute.dtype, cfg, sinks is not None)
   if why and compute.forced:
     raise InputError(f'config.model.attention: {compute.attention} cannot do '
                      f'{why}; auto takes another one where it must')
   return not why and (compute.forced or (
-      q.shape[1] >= _SHORT and work(cfg, q.shape[1]) not in compute.doubted))
+      q.shape[1] >= _SHORT * parts and work(
+          cfg, q.shape[1], parts) not in compute.doubted))
 
 
 def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
            window, cfg: ModelConfig, sinks, layout):
-  """As `attention.attention`, each device with its own rows and heads."""
+  """As `attention.attention`, each device with its own rows and heads.
+
+  Over `context` it has one of n stripes of the queries, and gathers all keys.
+  """
   del branch_ids  # refused
   windows = (window,) if isinstance(window, int) else tuple(
       sorted(set(cfg.layer_windows)))
   number = 0 if isinstance(window, int) else jnp.searchsorted(
       jnp.array(windows), window)
-  run = functools.partial(
-      _local, windows=windows, cfg=cfg, compute=compute)
+  run = functools.partial(_local, windows=windows, cfg=cfg, compute=compute,
+                          parts=context.parts(layout))
   given = q, k, v, segment_ids, positions, number, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return run(*given)
-  rows = lambda x, heads: layout.spec(
-      ('batch', None, heads, None)[:x.ndim], x.shape)
-  queries, keys = rows(q, 'heads'), rows(k, 'kv_heads')
+  rows = lambda x, *axes: layout.spec(('batch', *axes, None)[:x.ndim], x.shape)
+  queries, keys = rows(q, 'time', 'heads'), rows(k, 'time', 'kv_heads')
   # More shards than kv heads: each takes those that its queries ask.
   apart = queries[2] is not None and keys[2] is None
   specs = (queries, keys, keys, rows(segment_ids, None), rows(positions, None),
@@ -113,7 +120,7 @@ def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
 
 
 def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
-           compute, groups=0):
+           compute, parts, groups=0):
   """On one device; `groups` queries ask each kv head, of which all are here."""
   if groups:
     first = jax.lax.axis_index('tensor') * q.shape[2]
@@ -121,8 +128,12 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
     k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
   q = scores.scaled(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
+  more = {}
+  if parts > 1:
+    k, v = (context.gather(x, parts) for x in (k, v))
+    more = dict(stripe=(jax.lax.axis_index('context'), parts))
   of_window = [functools.partial(
-      KERNELS[compute.attention], window=w, cfg=cfg, compute=compute)
+      KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more)
                for w in windows]
   given = q, k, v, segment_ids, positions, sinks
   return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(
@@ -142,31 +153,39 @@ def _padded(multiple: int, segment_ids, *arrays):
 
 
 def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
-           cfg: ModelConfig, compute: Compute, interpret: bool = False):
+           cfg: ModelConfig, compute: Compute, stripe=(0, 1),
+           interpret: bool = False):
   """Sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
   Blocks that a causal mask or a window hides are left out; those that are
   hidden by documents are not.
 
   Args:
-    q: [B, T, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].
+    q: [B, t, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].
+    stripe: (i, n): query j is of token n j + i; i may be traced.
     interpret: run it on the CPU, for tests.
 
   Returns:
-    [B, T, H, hv].
+    [B, t, H, hv].
   """
   del positions, compute
   from jax.experimental.pallas.ops.tpu.splash_attention import (
       splash_attention_kernel as lib, splash_attention_mask as masks)
+  part, n = stripe
   length = q.shape[1]
-  segment_ids, q, k, v = _padded(
-      _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512,
-      segment_ids, q, k, v)
-  total = q.shape[1]
-  block = next(b for b in (512, 384, 256, _LANES) if total % b == 0)
-  mask = masks.LocalMask((total, total), (window - 1, 0), 0) if window else (
-      masks.CausalMask((total, total)))
-  sizes = lib.BlockSizes(**{f'block_{n}': block for n in (
+  multiple = _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512
+  mine, q = _padded(multiple, segment_ids.reshape(
+      len(q), length, n)[..., part], q)
+  block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
+  if n > 1:  # every part as the last: the kernel's mask is one for all
+    behind = functools.partial(_behind, places=n - 1 - part, most=n - 1)
+    segment_ids, k, v = behind(segment_ids, fill=_PAD), behind(k), behind(v)
+  segment_ids, k, v = _padded(block, segment_ids, k, v)
+  shape = q.shape[1], k.shape[1]
+  mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (
+      masks.CausalMask(shape))
+  mask.q_sequence = mask.q_sequence * n + n - 1
+  sizes = lib.BlockSizes(**{f'block_{of}': block for of in (
       'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq',
       'kv_dq')})
   kernel = lib.make_splash_mha(
@@ -174,9 +193,15 @@ def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
       head_shards=1, q_seq_shards=1, interpret=interpret,
       attn_logits_soft_cap=cfg.attention_softcap or None)
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-  out = jax.vmap(lambda q, k, v, s: kernel(
-      q, k, v, lib.SegmentIds(s, s), sinks))(q, k, v, segment_ids)
+  out = jax.vmap(lambda q, k, v, *s: kernel(
+      q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, mine, segment_ids)
   return out.swapaxes(1, 2)[:, :length]
+
+
+def _behind(x, places, most: int, fill=0):
+  """[B, T, ...] -> [B, T + most, ...]: so many places later."""
+  room = jnp.full((len(x), x.shape[1] + most, *x.shape[2:]), fill, x.dtype)
+  return jax.lax.dynamic_update_slice_in_dim(room, x, places, axis=1)
 
 
 # ---------------------------------------------------------------------- cuDNN
@@ -250,10 +275,10 @@ def _packed(q, k, v, starts, sizes, window):
 # --------------------------------------------------------------------- choice
 
 
-def work(cfg: ModelConfig, length: int) -> Work:
-  """What a model asks for in rows of so many tokens."""
+def work(cfg: ModelConfig, length: int, parts: int) -> Work:
+  """What a model asks for in rows of so many tokens, in so many parts."""
   return Work(
-      length, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.value_dim,
+      length, parts, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.value_dim,
       cfg.attention_scale, cfg.attention_softcap,
       tuple(sorted(set(cfg.layer_windows or (0,)))), 'sinks' in cfg.biases)
 
@@ -272,12 +297,13 @@ def unproven(compute: Compute) -> bool:
   return compute.attention in KERNELS
 
 
-def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int
-         ) -> Work | None:
-  """What such a model asks of a kernel in rows of that length, if anything."""
-  if isinstance(cfg, OwnConfig) or (length < _SHORT and not compute.forced):
+def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int,
+         parts: int) -> Work | None:
+  """What such a model asks of a kernel in such rows, if anything."""
+  if isinstance(cfg, OwnConfig) or (
+      length < _SHORT * parts and not compute.forced):
     return None
-  it = work(cfg, length)
+  it = work(cfg, length, parts)
   return None if REFUSALS[compute.attention](
-      it.heads, it.head_dim, it.value_dim, compute.dtype,
-      it.attention_softcap, it.sinks) else it
+      parts, it.head_dim, it.value_dim, compute.dtype, it.attention_softcap,
+      it.sinks) else it

@@ -109,10 +109,10 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute,
   q_turned = _turn(q[..., plain:], table, cfg)
   keep = (jnp.concatenate([latent, turned.astype(latent.dtype)], -1),)
   if absorbed:
-    both = p['kv_b']
-    if hasattr(both, 'dense'):  # with an adapter, or in codes
-      both = both.dense(compute.dtype)
-    up, down = both[..., :plain], both[..., plain:]
+    w = p['kv_b']
+    if hasattr(w, 'dense'):  # with an adapter, or in codes
+      w = w.dense(compute.dtype)
+    up, down = w[..., :plain], w[..., plain:]
     q = einsum('btnh,rnh->btnr', q[..., :plain], up, compute.dtype)
     q = jnp.concatenate([q, q_turned.astype(q.dtype)], axis=-1)
     out, kept = attend_to(q, None, None, keep)

@@ -295,9 +295,9 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
 
   def attend(q, k, v, keep, window, sinks):
     del keep
-    given = (q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
-             sinks, constrain)
-    return (context.causal if n > 1 else attention.attention)(*given), None
+    return attention.attention(
+        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
+        sinks, constrain), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)

@@ -55,14 +55,24 @@ def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
 
 
 def _splash(kind: str, given: list[hlo.Array]) -> tuple[float, float]:
-  """Of the blocks that mask and window leave; [B, H, T, h], or one row."""
-  grid = given[0].dims  # which block comes next, for each that is looked at
-  q, _, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(
+  """Of the blocks that mask and window leave; [B, H, T, h], or one row.
+
+  Queries may be one of n stripes of the row; keys are all of it.
+  """
+  down, across = given[0].dims[-2:]  # blocks of queries, and of keys: those
+  # that are looked at, where the other's are counted
+  q, k, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(
       a.dims) >= 3][:3]
   rows, (heads, length, size) = math.prod(q.dims[:-3]), q.dims[-3:]
-  blocks, some = max(grid[-2:]), min(grid[-2:])
-  pairs = sum(min(i + 1, some) for i in range(blocks)) * rows * heads
-  block, values = length // blocks, v.dims[-1]
+  n = max(1, (k.dims[-2] - 1) // length)
+  if kind == 'dkv':
+    block = k.dims[-2] // across
+    pairs = sum(min(max(0, length // block - j // n), down)
+                for j in range(across))
+  else:
+    block = length // down
+    pairs = sum(min((i + 1) * n, across) for i in range(down))
+  pairs, values = pairs * rows * heads, v.dims[-1]
   with_h, with_hv = _SPLASH[kind]
   flops = 2.0 * pairs * block**2 * (with_h * size + with_hv * values)
   moved = pairs * block * (size + values) * (q.bytes // math.prod(q.dims))

@@ -40,7 +40,8 @@ def settle(compute: Compute, uses) -> Compute:
   ~/.cache/jaxpost/attention.json, and not computed again.
 
   Args:
-    uses: (ModelConfig, tokens of a row) of all that will be attended.
+    uses: (ModelConfig, tokens of a row, into how many parts it is split) of
+      all that will be attended.
   """
   name, dtype = compute.attention, compute.dtype
   works = sorted({flash.asks(compute, *use) for use in uses} - {None})
@@ -72,7 +73,8 @@ def settle(compute: Compute, uses) -> Compute:
 
 
 def _words(work: Work) -> str:
-  return (f'{work.heads} heads of {work.head_dim} on {work.kv_heads}'
+  return (f'{f"{work.parts} parts, " if work.parts > 1 else ""}'
+          f'{work.heads} heads of {work.head_dim} on {work.kv_heads}'
           f'{", sinks" * work.sinks}'
           f'{", a soft cap" if work.attention_softcap else ""}')
 
@@ -150,11 +152,14 @@ def errors(name: str, work: Work, dtype: str, window: int) -> dict[str, float]:
                           work, sinks)
 
   def fast(q, k, v, sinks=None):
-    q = scores.scaled(q, work)
-    out = flash.KERNELS[name](
-        *(x.astype(dtype) for x in (q, k, v)), segments, positions, sinks,
-        window=window, cfg=work, compute=compute)
-    return out.astype(jnp.float32)
+    q, k, v = (x.astype(dtype) for x in (scores.scaled(q, work), k, v))
+    run = lambda q, **stripe: flash.KERNELS[name](
+        q, k, v, segments, positions, sinks, window=window, cfg=work,
+        compute=compute, **stripe).astype(jnp.float32)
+    if (n := work.parts) == 1:
+      return run(q)
+    return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)],
+                     axis=2).reshape(rows, length, heads, values)
 
   @jax.jit
   def measured(given, g):
