@@ -19,7 +19,7 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import lora, presets, quantised
+from jaxpost.models import context, lora, presets, quantised
 from jaxpost.models import model as model_lib
 
 _CHECKED = 20_000  # documents tokenised (and so checked) before step 0
@@ -105,7 +105,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   refuse('context' in config.mesh.rollout, 'config.mesh.rollout: sampling has '
          'no use for context, which splits rows in training; use tensor')
   refuse('context' in config.mesh.train and
-         config.model.attention in ('reference', 'cudnn'),
+         config.model.attention in context.WHOLE,
          f'config.model.attention: {config.model.attention} cannot attend over '
          'rows that a context axis splits; leave it auto')
   refuse(config.mesh.rollout_devices > 0 and not (

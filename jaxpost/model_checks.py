@@ -49,8 +49,8 @@ def check_own(config, cfg):
     if wrong:
       raise InputError(
           f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
-          'is called with parameters, tokens, positions and segments only; '
-          f'set config.{fix}')
+          'is called with parameters, tokens, positions and segments only, '
+          f'and samples from a copy; set config.{fix}')
 
 
 def check_sampler(config, model):

@@ -17,7 +17,7 @@ from jaxpost import (
     host, loop, metrics, plan, processes, report, store, watchdog, weights)
 from jaxpost.checkpoint import Checkpointer, finished_steps
 from jaxpost.errors import InputError
-from jaxpost.models import hf, lora
+from jaxpost.models import config as model_config, hf, lora
 from jaxpost.programs import probe
 
 # Changing these does not change what a run computes, or only from here on.
@@ -66,6 +66,7 @@ def _run(raw, workdir, console) -> dict:
         hf.check_target(workdir / 'export')
       check_same_inputs(prepared)
       # From here on devices are used.
+      check_same_models(prepared, workdir)
       prepared = with_meshes(prepared, raw, console.print)
       kits = [assemble.make_kit(p) for p in prepared]
       if processes.index() == 0:
@@ -356,6 +357,18 @@ def check_same_inputs(prepared):
     values |= {f'the {role} of {p.name}': cache.fingerprint(
         weights.outline(source)) for role, source in p.sources.items()}
   processes.check_same(values, 'give all processes the same files')
+
+
+def check_same_models(prepared, workdir):
+  """InputError where shapes would not show that a checkpoint is of another."""
+  for p in prepared:
+    saved = weights.saved_meta(p, workdir)
+    was = saved and dataclasses.asdict(model_config.from_json(saved['model']))
+    for k, v in dataclasses.asdict(p.model.config).items() if saved else ():
+      if was.get(k) != v:
+        raise InputError(
+            f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
+            f'{was.get(k)!r}; bring it back or change --workdir')
 
 
 def digest(rows) -> str:

@@ -299,27 +299,27 @@ def _recall(saved: dict | None, checkpoints) -> Source | None:
 def make_meta(p, workdir) -> dict:
   """What is kept in each checkpoint of the stage `p` (build.Prepared).
 
-  InputError where the model, or the weights below those that are trained, have
-  changed since the stage began.
+  InputError where the weights below those that are trained have changed since
+  the stage began.
   """
   meta = dict(model=dataclasses.asdict(p.model.config))
-  folder = epath.Path(workdir) / 'checkpoints' / p.name
-  saved = finished_steps(folder) and _read_meta(folder, None, lambda _: None)
-  if saved:  # shapes do not show all of it
-    was = dataclasses.asdict(model_config.from_json(saved['model']))
-    for k in [k for k, v in meta['model'].items() if was.get(k) != v]:
-      raise InputError(
-          f'config.model.path of {p.name}: has {k} {meta["model"][k]!r}, in '
-          f'the checkpoint {was.get(k)!r}; bring it back or change --workdir')
   if p.model.frozen:
+    saved = saved_meta(p, workdir)
     base = record(p.sources['policy'], workdir, p.config.seed)
     if saved and saved['base']['fingerprint'] != base['fingerprint']:
       raise InputError(
           f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
-          f'weights have changed since {folder} was made on top of them; bring '
-          'the old ones back or choose another --workdir')
+          f'weights have changed since {p.name} of {workdir} was made on top '
+          'of them; bring the old ones back or choose another --workdir')
     meta['base'] = base
   return meta
+
+
+def saved_meta(p, workdir) -> dict | None:
+  """That of the newest checkpoint of the stage `p`."""
+  folder = epath.Path(workdir) / 'checkpoints' / p.name
+  return _read_meta(folder, None, lambda _: None) if (
+      finished_steps(folder)) else None
 
 
 def outcome(p) -> Source:

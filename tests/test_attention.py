@@ -170,7 +170,7 @@ import sys
 sys.path.insert(0, 'tests')
 import jax, jax.numpy as jnp, numpy as np
 import test_attention as t, tiny
-from jaxpost.models import context, scores
+from jaxpost.models import attention, context, scores
 from jaxpost.sharding import make_layout
 
 layout = make_layout('context=2', 'train')
@@ -179,8 +179,8 @@ order = lambda x: layout(context.stripe(x, 2), 'batch', 'time')
 
 def run(*args):
   q, k, v = map(order, args[:3])
-  out = context.causal(q, k, v, compute=tiny.EXACT, sinks=args[3],
-                       layout=layout, **rest)
+  out = attention.attention(q, k, v, compute=tiny.EXACT, sinks=args[3],
+                            layout=layout, **rest)
   return context.unstripe(out, 2)
 
 def compiled():

@@ -54,9 +54,20 @@ least = min(out['bytes'].values())
 for memory in (out['bytes'][slow] - 1, least - 1):
   pretend(memory)
   try:
-    out[str(memory)] = auto.choose(p, chips.here(jax.devices()), str)
+    out[str(memory)] = auto.choose(p, chips.here(jax.devices()), print)
   except InputError as error:
     out[str(memory)] = str(error)
+pretend(1e12)
+plan, notes = auto._plan, []
+
+def knows_not_all(p, settings, *rest):
+  if 'tensor=2' in settings.get('mesh.train', ''):
+    raise InputError('no such axis')
+  return plan(p, settings, *rest)
+
+auto._plan = knows_not_all
+auto.choose(p, chips.here(jax.devices()), notes.append)
+out['notes'] = notes
 print(json.dumps(out))
 '''
 
@@ -91,3 +102,8 @@ def test_what_does_not_fit_is_not_chosen(out):
   assert 'fits on no mesh' in chosen or chosen['mesh.train'] != slow
   assert 'config.mesh.train: the update of grpo fits on no mesh' in out[
       str(min(out['bytes'].values()) - 1)]
+
+
+def test_what_is_left_out_is_named(out):
+  assert out['notes'][0] == 'fsdp=-1,tensor=2: no such axis'
+  assert len(out['notes']) == 3

@@ -507,6 +507,19 @@ def test_a_checkpoint_of_another_model_of_the_same_shapes(model, place):
                    'checkpoint 1e-06', line), line
 
 
+def test_a_model_that_has_changed_since_a_stage_ended(model, place):
+  """The next one would read its weights as those of another."""
+  shutil.copytree(model, place / 'model')
+  two = tiny.run_config(str(place / 'model'), train=dict(steps=1))
+  config = dict(two, stages=['first', 'second'], first={}, second={})
+  stages.run(config, place / 'run')
+  shutil.rmtree(place / 'run/checkpoints/second')
+  (place / 'run/summary.json').unlink()
+  edit(place / 'model', rms_norm_eps=1e-3)
+  assert 'config.model.path of first: has norm_eps 0.001' in said(
+      config, place / 'run')
+
+
 @pytest.mark.parametrize('change', [
     dict(save=dict(every=1)), dict(log=dict(every=3)),
     dict(eval=dict(every=2)), dict(rewards=dict(workers=1)),

@@ -252,27 +252,35 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
     near(ours[name], theirs[name], 1e-3)
 
 
-@pytest.mark.parametrize('rslora', [False, True])
-def test_peft_loads_what_we_write(based, tmp_path, rslora):
+def read_by_peft(based, out, targets, rslora):
+  """Adapters on a base, written, read by `peft` and by us: what we read."""
   pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
   folder, cfg = based
-  model = lora.build(dataclasses.replace(
-      cfg, lora=(3, 5.0, rslora, 'v|o|up')))
+  model = lora.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
   params = params_of(model) | hf.load_params(
       folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
-  peft.writer(model, params, str(folder))(tmp_path / 'adapter')
+  peft.writer(model, params, str(folder))(out)
   network = library.PeftModel.from_pretrained(
-      AutoModelForCausalLM.from_pretrained(folder), tmp_path / 'adapter')
+      AutoModelForCausalLM.from_pretrained(folder), out)
   ids = tiny.tokens((2, 10))
   near(logits(model, params, ids), torch_logits(network, ids))
-  again, read = load(folder, tmp_path / 'adapter', cfg)
-  assert again.config.lora == (3, 5.0, rslora, 'v|o|up')
+  again, read = load(folder, out, cfg)
   jax.tree.map(np.testing.assert_array_equal, read, params)
+  assert lora.scale(again.config) == pytest.approx(lora.scale(model.config))
+  return again, read
+
+
+@pytest.mark.parametrize('rslora', [False, True])
+def test_peft_loads_what_we_write(based, tmp_path, rslora):
+  again, read = read_by_peft(based, tmp_path / 'adapter', 'v|o|up', rslora)
+  assert again.config.lora == (3, 5.0, rslora, 'v|o|up')
   # `transformers` finds the base by itself.
+  from transformers import AutoModelForCausalLM
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'adapter')
-  near(torch_logits(network, ids), logits(model, params, ids))
+  ids = tiny.tokens((2, 10))
+  near(torch_logits(network, ids), logits(again, read, ids))
 
 
 FUSED = dict(family='phi3', qk_norm=False, tie_embeddings=False)
@@ -307,21 +315,7 @@ def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
 def test_peft_loads_adapters_of_matrices_in_one_tensor(
     phi, tmp_path, targets, rslora):
   """Ours have an A each: those stand side by side."""
-  pytest.importorskip('torch', reason='parity with peft needs torch')
-  library = pytest.importorskip('peft', reason='peft is not installed')
-  from transformers import AutoModelForCausalLM
-  folder, cfg = phi
-  model = lora.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
-  params = params_of(model) | hf.load_params(
-      folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
-  peft.writer(model, params, str(folder))(tmp_path / 'adapter')
-  network = library.PeftModel.from_pretrained(
-      AutoModelForCausalLM.from_pretrained(folder), tmp_path / 'adapter')
-  ids = tiny.tokens((2, 10))
-  near(logits(model, params, ids), torch_logits(network, ids))
-  again, read = load(folder, tmp_path / 'adapter', cfg)
-  jax.tree.map(np.testing.assert_array_equal, read, params)
-  assert lora.scale(again.config) == pytest.approx(lora.scale(model.config))
+  read_by_peft(phi, tmp_path / 'adapter', targets, rslora)
 
 
 def test_matrices_mixed_by_an_adapter_are_refused(phi, tmp_path):

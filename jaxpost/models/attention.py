@@ -6,12 +6,14 @@ size, hv that of values.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import context, flash
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.scores import (
-    NEVER, capped, chunked, reference, scaled, softmax)
+    NEVER, capped, chunked, in_chunks, reference, scaled, softmax)
+from jaxpost.sharding import Layout
 from jaxpost.types import Cache
 
 
@@ -37,16 +39,50 @@ def attention(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
     [B, T, H, hv]. InputError where the one that is asked for cannot do it.
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
+  parts = context.parts(layout)
   if compute.attention not in PLAIN:
-    if flash.chosen(q, v, branch_ids, compute, cfg, sinks, layout):
-      return flash.attend(q, k, v, *rest, layout)
-  if context.parts(layout) > 1:
-    return context.causal(q, k, v, *rest, layout)
+    if flash.chosen(q, v, branch_ids, compute, cfg, sinks, parts):
+      return flash.attend(q, k, v, *rest, layout, parts)
+  if parts > 1:
+    return _split(q, k, v, *rest, layout, parts)
   return PLAIN.get(compute.attention, chunked)(q, k, v, *rest)
 
 
 # Those that run everywhere and do all that there is.
 PLAIN = {'reference': reference, 'chunked': chunked}
+
+
+def _split(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
+           window, cfg: ModelConfig, sinks, layout: Layout, n: int):
+  """As `attention`, of striped q, k and v; the rest is in order.
+
+  Each device for itself: the partitioner would sum the gradients of keys and
+  values everywhere.
+  """
+  length = q.shape[1]
+  k, v = (x.astype(compute.dtype) for x in (k, v))
+  if layout.mesh.devices.flat[0].platform == 'cpu':
+    k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
+  rows = segment_ids, positions, branch_ids
+  mine = *(x if x is None else context.stripe(x, n) for x in rows), (
+      context.stripe(jnp.arange(length)[None], n))
+  split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
+  rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (
+      PartitionSpec(split[0]))
+
+  def local(q, k, v, mine, rows, window, sinks):
+    k, v = map(flash.gather, (k, v))
+    return in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
+
+  # A number is known where this is compiled; of layers in a scan it is not.
+  number = isinstance(window, int)
+  return jax.shard_map(
+      lambda *given: local(*given[:5], window if number else given[5],
+                           given[6]),
+      **context.by(layout, split),
+      in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
+      out_specs=split)(
+          q, k, v, mine, rows, None if number else window, sinks)
 
 
 def entries(cache: Cache, layer: int, step):

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
-from jaxpost.models import context, scores
+from jaxpost.models import scores
 from jaxpost.models.config import ModelConfig, OwnConfig
 from jaxpost.sharding import Layout
 
@@ -76,9 +76,8 @@ def refusal(name: str, parts: int, size: int, values: int, branches: bool,
 
 
 def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks,
-           layout) -> bool:
+           parts: int) -> bool:
   """Whether the kernel does this; InputError if it must and cannot."""
-  parts = context.parts(layout)
   why = refusal(
       compute.attention, parts, q.shape[3], v.shape[3], branch_ids is not None,
       compute.dtype, cfg, sinks is not None)
@@ -91,18 +90,18 @@ def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks,
 
 
 def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-           window, cfg: ModelConfig, sinks, layout):
+           window, cfg: ModelConfig, sinks, layout, parts: int):
   """As `attention.attention`, each device with its own rows and heads.
 
-  Over `context` it has one of n stripes of the queries, and gathers all keys.
+  Of rows in parts it has one stripe of the queries, and gathers all keys.
   """
   del branch_ids  # refused
   windows = (window,) if isinstance(window, int) else tuple(
       sorted(set(cfg.layer_windows)))
   number = 0 if isinstance(window, int) else jnp.searchsorted(
       jnp.array(windows), window)
-  run = functools.partial(_local, windows=windows, cfg=cfg, compute=compute,
-                          parts=context.parts(layout))
+  run = functools.partial(
+      _local, windows=windows, cfg=cfg, compute=compute, parts=parts)
   given = q, k, v, segment_ids, positions, number, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return run(*given)
@@ -130,7 +129,7 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
   more = {}
   if parts > 1:
-    k, v = (context.gather(x, parts) for x in (k, v))
+    k, v = map(gather, (k, v))
     more = dict(stripe=(jax.lax.axis_index('context'), parts))
   of_window = [functools.partial(
       KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more)
@@ -138,6 +137,12 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
   given = q, k, v, segment_ids, positions, sinks
   return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(
       number, of_window, *given)
+
+
+def gather(x):
+  """On a device: its stripe [B, t, ...] of a row -> [B, T, ...]."""
+  x = jax.lax.all_gather(x, 'context', axis=2)
+  return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def _padded(multiple: int, segment_ids, *arrays):
@@ -184,7 +189,7 @@ def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
   shape = q.shape[1], k.shape[1]
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (
       masks.CausalMask(shape))
-  mask.q_sequence = mask.q_sequence * n + n - 1
+  mask.q_sequence = mask.q_sequence * n + n - 1  # a query's place among keys
   sizes = lib.BlockSizes(**{f'block_{of}': block for of in (
       'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq',
       'kv_dq')})
@@ -278,8 +283,8 @@ def _packed(q, k, v, starts, sizes, window):
 def work(cfg: ModelConfig, length: int, parts: int) -> Work:
   """What a model asks for in rows of so many tokens, in so many parts."""
   return Work(
-      length, parts, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.value_dim,
-      cfg.attention_scale, cfg.attention_softcap,
+      length, parts, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
+      cfg.value_dim, cfg.attention_scale, cfg.attention_softcap,
       tuple(sorted(set(cfg.layer_windows or (0,)))), 'sinks' in cfg.biases)
 
 

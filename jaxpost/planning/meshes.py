@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from jaxpost import build
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
+from jaxpost.models import context
 from jaxpost.planning import chips, least
 from jaxpost.sharding import AXES, Layout
 
@@ -81,7 +82,7 @@ def _all(p, topology, devices: int):
              if cfg.experts.num % e == 0] if cfg.experts else [1]
   length = build.row_length(p.config, p.algorithm.on_policy)
   contexts = [1, *(c for c in _CONTEXT if length >= _LONG and length % c == 0
-                   and p.config.model.attention == 'auto')]
+                   and p.config.model.attention not in context.WHOLE)]
   for t, e, c in itertools.product(tensors(p, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)
     if odd or not left:
