@@ -124,10 +124,12 @@ def described():
   layout = sharding.make_layout(
       f'context={len(devices)}', 'train', devices=devices)
   cfg = presets.PRESETS['llama3_8b']
+  ways = {'gathered': 'chunked', 'gathered, splash': 'splash'}
+  if topology.gpu:
+    del ways['gathered, splash']
   made, given = programs(layout, _TOKENS.value, {
-      name: compute_for('tpu', 'bfloat16', 'none', attention)
-      for name, attention in (('gathered', 'chunked'), ('kernel', 'splash'))
-  }, cfg)
+      name: compute_for('gpu' if topology.gpu else 'tpu', 'bfloat16', 'none',
+                        attention) for name, attention in ways.items()}, cfg)
   for name, program in made.items():
     compiled = program.lower(*given).compile()
     totals = cost.count(compiled.as_text())

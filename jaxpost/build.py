@@ -104,7 +104,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
       sharding.mesh_sizes(text, f'config.mesh.{phase}')
   refuse('context' in config.mesh.rollout, 'config.mesh.rollout: sampling has '
          'no use for context, which splits rows in training; use tensor')
-  refuse('context' in config.mesh.train and
+  refuse('context' in config.mesh.train + config.mesh.score and
          config.model.attention in context.WHOLE,
          f'config.model.attention: {config.model.attention} cannot attend over '
          'rows that a context axis splits; leave it auto')

@@ -56,9 +56,10 @@ def attended(p, layouts: dict, length: int) -> list[tuple]:
   config, on_policy, out = p.config, p.algorithm.on_policy, []
   branches = not on_policy and p.first_batch.branch_ids is not None
   if not branches:
-    out += [(x.config, length, context.parts(layouts[phase]))
-            for x in (p.model, *p.sources.values())
-            for phase in ('train', 'score')]
+    trained = {'policy': p.model, 'critic': p.sources.get('critic', p.model)}
+    out += [(x.config, length, context.parts(layouts[
+        'train' if name in trained else 'score']))
+            for name, x in (p.sources | trained).items()]
   r = config.rollout
   if on_policy or config.eval.samples:
     room = r.max_prompt_length + r.max_new_tokens

@@ -362,9 +362,10 @@ def check_same_inputs(prepared):
 def check_same_models(prepared, workdir):
   """InputError where shapes would not show that a checkpoint is of another."""
   for p in prepared:
-    saved = weights.saved_meta(p, workdir)
-    was = saved and dataclasses.asdict(model_config.from_json(saved['model']))
-    for k, v in dataclasses.asdict(p.model.config).items() if saved else ():
+    if not (saved := weights.saved_meta(p, workdir)):
+      continue
+    was = dataclasses.asdict(model_config.from_json(saved['model']))
+    for k, v in dataclasses.asdict(p.model.config).items():
       if was.get(k) != v:
         raise InputError(
             f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '

@@ -34,7 +34,8 @@ LAYERS = {
     'all': dict(window=150, cap=5.0, sinks=True)}
 SHAPES = {  # T, H, K, h, hv
     'groups': (256, 4, 2, 64, 64), 'one_kv_head': (256, 3, 1, 64, 64),
-    'odd_length': (200, 2, 2, 64, 64), 'latent': (256, 2, 2, 96, 64)}
+    'odd_length': (200, 2, 2, 64, 64), 'latent': (256, 2, 2, 96, 64),
+    'blocks': (1280, 1, 1, 8, 8)}  # two, of a stripe of two
 
 
 def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
@@ -210,7 +211,7 @@ def test_so_do_rows_that_are_split():
 
 @pytest.mark.parametrize('shape, layer', [
     *(('groups', layer) for layer in LAYERS), ('one_kv_head', 'all'),
-    ('odd_length', 'all'), ('latent', 'plain')])
+    ('odd_length', 'all'), ('latent', 'plain'), ('blocks', 'all')])
 def test_splash_is_the_reference(shape, layer):
   args, rest, g = case(SHAPES[shape], **LAYERS[layer])
   close(both_ways(interpreted(rest), args, g), right(shape, layer), 1e-5)
@@ -218,8 +219,8 @@ def test_splash_is_the_reference(shape, layer):
 
 @pytest.mark.parametrize('n', [2, 4])
 @pytest.mark.parametrize('shape, layer', [
-    ('groups', 'plain'), ('groups', 'all'), ('odd_length', 'window'),
-    ('latent', 'plain')])
+    ('groups', 'plain'), ('groups', 'all'), ('odd_length', 'all'),
+    ('latent', 'plain'), ('blocks', 'plain'), ('blocks', 'all')])
 def test_splash_of_stripes_is_the_reference(shape, layer, n):
   args, rest, g = case(SHAPES[shape], **LAYERS[layer])
   close(both_ways(interpreted(rest, n), args, g), right(shape, layer), 1e-5)
@@ -493,7 +494,7 @@ def test_processes_agree_on_what_is_wrong(tmp_path):
 def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   """Rows of every role, and what the sampler reads texts in."""
   from jaxpost import assemble, build, completions, config as config_lib
-  from jaxpost import inference
+  from jaxpost import inference, precompile
   from jaxpost.programs.compile import Ledger
   asked = []
   monkeypatch.setattr(flash, 'unproven', lambda compute: True)
@@ -514,9 +515,12 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   distill = tiny.run_config(path, algorithm='distill', distill=dict(
       teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
-  with monkeypatch.context() as split:
-    split.setattr(context, 'parts', lambda layout: 2)
-    assert uses(distill) == {(size, 96, 2), (32, 96, 2)}
+  with monkeypatch.context() as split:  # a student here, a teacher there
+    split.setattr(context, 'parts', lambda layout: layout)
+    p, = build.prepare_all(distill)
+    p.close()
+    assert {(cfg.head_dim, *row) for cfg, *row in precompile.attended(
+        p, dict(train=2, score=4), 96)} == {(size, 96, 2), (32, 96, 4)}
   with pytest.raises(IndexError):  # a device that is only described
     uses(distill, ledger=Ledger(dry=True))
   rollout = dict(max_prompt_length=100, max_new_tokens=60)
@@ -610,14 +614,15 @@ chips.set_environment(top)
 from jaxpost.planning import aot, described
 import dataclasses
 import jaxpost.models.model as model_lib
-out, kept = {}, []
+out, kept, mesh = {}, [], sys.argv[3]
+queries = 1024 // int((re.findall(r'context=(\d+)', mesh) or [1])[0])
 count = aot.cost.count
 aot.cost.count = lambda *args: (kept.append(args[0]), count(*args))[1]
 for name in sys.argv[2], 'chunked':
   p, = described.prepare_all(dict(
       algorithm='sft', data=dict(path='none'), model=dict(
           preset='xs', remat='full', attention=name),
-      mesh=dict(train=sys.argv[3]),
+      mesh=dict(train=mesh),
       train=dict(batch_size=8, row_length=1024)))
   cfg = dataclasses.replace(p.model.config, **json.loads(sys.argv[4]))
   p = dataclasses.replace(p, model=model_lib.build(cfg))
@@ -627,10 +632,10 @@ for name in sys.argv[2], 'chunked':
       # One product of all queries and keys of a device, which has 2 rows.
       product=2 * 2 * 1024**2 * cfg.num_heads // 2 * cfg.head_dim * (
           cfg.num_layers),
-      # What has arrays with a place for each pair of tokens.
+      # What has arrays with a place for each query and key.
       pairs=[(re.findall('op_name="([^"]*)', li) or [''])[0]
              for li in kept[-1].splitlines() if re.search(
-                 r'\[[0-9,]*1024,(?:[0-9]+,)?1024[],]', li)],
+                 rf'\[[0-9,]*{queries},(?:[0-9]+,)?1024[],]', li)],
       calls=[(re.findall('op_name="([^"]*)', li) or [''])[0]
              for li in kept[-1].splitlines() if re.search(
                  'custom_call_target="(tpu_custom_call|__cudnn.fmha)', li)])
@@ -667,6 +672,33 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
   # blocks three quarters; XLA has 2, 2 and 4, of one chunk all.
   assert ours['flops'] - plain['flops'] == pytest.approx(
       (0.75 * 11 - 8) * ours['product'], rel=1e-3)
+
+
+@pytest.mark.parametrize('tokens, n, window', [
+    (1024, 1, 0), (1024, 1, 300), (1280, 2, 0), (600, 2, 0), (4096, 4, 0),
+    (9216, 4, 700), (8192, 8, 128), (5000, 8, 0)])
+def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
+  """As the kernel itself finds them."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import (
+      splash_attention_kernel as lib)
+  from jaxpost.planning import kernels
+  made, process = [], lib.mask_info_lib.process_mask
+
+  def kept(mask, block, **more):
+    out = process(mask, block, **more)
+    made.append((*mask.shape[1:], block[0], np.count_nonzero(
+        out[0].block_mask)))
+    return out
+
+  monkeypatch.setattr(lib.mask_info_lib, 'process_mask', kept)
+  given = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32)
+           for t in (tokens // n, tokens, tokens)]
+  jax.eval_shape(functools.partial(
+      flash.splash, positions=None, sinks=None, window=window,
+      cfg=tiny.config(), compute=tiny.EXACT, stripe=(0, n), interpret=True),
+      *given, segment_ids=jax.ShapeDtypeStruct((1, tokens), jnp.int32))
+  (*sizes, blocks), = set(made)  # forward, and for dq
+  assert kernels.splash_blocks(*sizes, n, window) == blocks
 
 
 @needs('libtpu', 'jax[tpu]')

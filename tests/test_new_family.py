@@ -45,7 +45,8 @@ def copy(tmp_path):
 def run(copy, *args):
   return subprocess.run(
       [sys.executable, *args], cwd=copy, text=True, capture_output=True,
-      timeout=600, env=os.environ | {'PYTHONPATH': f'{copy}:{copy}/tests'})
+      timeout=600, env=os.environ | {
+          'PYTHONPATH': f'{copy}:{copy}/tests', 'PYTEST_ADDOPTS': ''})
 
 
 MEASURE = '''

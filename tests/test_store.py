@@ -4,12 +4,14 @@ It has what gs:// and s3:// have: no append, no folders without files, and a
 rename that copies.
 """
 
+import contextlib
 import io
 import json
 import os
 import pathlib
 import re
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -234,6 +236,22 @@ def test_slices_are_those_of_a_local_file(tensors, name, index):
     assert mine[name].get_shape() == theirs.get_shape()
     assert mine[name].get_dtype() == theirs.get_dtype()
     np.testing.assert_array_equal(mine[name][index], theirs[index], strict=True)
+
+
+def test_a_frame_that_is_kept_keeps_no_file_open(tensors, monkeypatch):
+  """A watchdog on another thread looks at all frames, at any moment."""
+  kept, frombuffer = [], np.frombuffer
+
+  def looked_at(*args):
+    frame = sys._getframe()
+    while frame := frame.f_back:
+      kept.append(frame)
+    return frombuffer(*args)
+
+  monkeypatch.setattr(np, 'frombuffer', looked_at)
+  with contextlib.ExitStack() as stack:
+    read = hf.open_file(epath.Path(tensors), stack)['a'][slice(1, 3)]
+  assert kept and read.shape[0] == 2
 
 
 def test_only_the_rows_of_a_shard_are_read(tensors, objects):

@@ -5,8 +5,8 @@ Legend: B rows, T tokens (t of a part), D width, n parts of a row.
 Token i of a row is token i // n of part i % n, so that every part has as much
 of the early tokens, which see little, as of the late ones: chunk by chunk all
 parts read the keys up to the same place, and no product behind it is computed
-(striped attention, arXiv:2311.09431). Keys and values of a row are gathered,
-in each layer once; nothing else of a layer crosses the axis.
+(striped attention, arXiv:2311.09431). Keys and values of a row are gathered by
+`attention.py` in each layer once; nothing else of a layer crosses the axis.
 """
 
 import jax

@@ -25,17 +25,15 @@ _LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
 _PAD = -1  # segment of what is added to a row
 
 
-def _splash_refuses(parts, size, values, dtype, cap, sinks) -> str:
-  del parts, cap, sinks
+def _splash_refuses(size, values, dtype, cap, sinks) -> str:
+  del cap, sinks
   if dtype != 'bfloat16':
     return f'config.model.dtype={dtype} (bfloat16 only)'
   wrong = [n for n in (size, values) if n % 8]
   return f'heads of {wrong[0]} (multiples of 8 only)' if wrong else ''
 
 
-def _cudnn_refuses(parts, size, values, dtype, cap, sinks) -> str:
-  if parts > 1:
-    return 'rows that are split over context'
+def _cudnn_refuses(size, values, dtype, cap, sinks) -> str:
   if dtype not in ('bfloat16', 'float16'):
     return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
   if size % 8 or size > 256 or size != values:
@@ -59,28 +57,21 @@ class Work(NamedTuple):
   sinks: bool
 
 
-# (n, h, hv, dtype, soft cap, whether there are sinks) -> what of it the kernel
+# (h, hv, dtype, soft cap, whether there are sinks) -> what of it the kernel
 # cannot do, or ''. All do segments, windows and groups of heads.
 REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
 PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
-def refusal(name: str, parts: int, size: int, values: int, branches: bool,
-            dtype: str, cfg: ModelConfig, sinks: bool) -> str:
-  """Why a kernel cannot do a piece of work; '' if it can."""
-  if branches:
-    return ('branches of a shared prompt (config.preference.share_prompt=False '
-            'does without)')
-  return REFUSALS[name](
-      parts, size, values, dtype, cfg.attention_softcap, sinks)
-
-
 def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks,
            parts: int) -> bool:
   """Whether the kernel does this; InputError if it must and cannot."""
-  why = refusal(
-      compute.attention, parts, q.shape[3], v.shape[3], branch_ids is not None,
-      compute.dtype, cfg, sinks is not None)
+  why = REFUSALS[compute.attention](
+      q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap,
+      sinks is not None)
+  if branch_ids is not None:
+    why = ('branches of a shared prompt (config.preference.share_prompt=False '
+           'does without)')
   if why and compute.forced:
     raise InputError(f'config.model.attention: {compute.attention} cannot do '
                      f'{why}; auto takes another one where it must')
@@ -121,16 +112,16 @@ def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
 def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
            compute, parts, groups=0):
   """On one device; `groups` queries ask each kv head, of which all are here."""
-  if groups:
-    first = jax.lax.axis_index('tensor') * q.shape[2]
-    asked = (first + jnp.arange(q.shape[2])) // groups
-    k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
   q = scores.scaled(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
   more = {}
   if parts > 1:
     k, v = map(gather, (k, v))
     more = dict(stripe=(jax.lax.axis_index('context'), parts))
+  if groups:
+    first = jax.lax.axis_index('tensor') * q.shape[2]
+    asked = (first + jnp.arange(q.shape[2])) // groups
+    k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
   of_window = [functools.partial(
       KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more)
                for w in windows]
@@ -182,14 +173,16 @@ def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
   mine, q = _padded(multiple, segment_ids.reshape(
       len(q), length, n)[..., part], q)
   block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
-  if n > 1:  # every part as the last: the kernel's mask is one for all
-    behind = functools.partial(_behind, places=n - 1 - part, most=n - 1)
-    segment_ids, k, v = behind(segment_ids, fill=_PAD), behind(k), behind(v)
+  if n > 1:
+    # Key j moves to place j + n - 1 - part, where query j is at n j + n - 1: a
+    # mask has to be known, and that is the same for all parts.
+    segment_ids, k, v = (_behind(x, part, n, fill) for x, fill in (
+        (segment_ids, _PAD), (k, 0), (v, 0)))
   segment_ids, k, v = _padded(block, segment_ids, k, v)
   shape = q.shape[1], k.shape[1]
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (
       masks.CausalMask(shape))
-  mask.q_sequence = mask.q_sequence * n + n - 1  # a query's place among keys
+  mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
   sizes = lib.BlockSizes(**{f'block_{of}': block for of in (
       'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq',
       'kv_dq')})
@@ -198,15 +191,18 @@ def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
       head_shards=1, q_seq_shards=1, interpret=interpret,
       attn_logits_soft_cap=cfg.attention_softcap or None)
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-  out = jax.vmap(lambda q, k, v, *s: kernel(
-      q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, mine, segment_ids)
+  # The name tells a plan what is not in the arguments.
+  with jax.named_scope(f'attention_stripes_{n}_window_{window}'):
+    out = jax.vmap(lambda q, k, v, *s: kernel(
+        q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, mine, segment_ids)
   return out.swapaxes(1, 2)[:, :length]
 
 
-def _behind(x, places, most: int, fill=0):
-  """[B, T, ...] -> [B, T + most, ...]: so many places later."""
-  room = jnp.full((len(x), x.shape[1] + most, *x.shape[2:]), fill, x.dtype)
-  return jax.lax.dynamic_update_slice_in_dim(room, x, places, axis=1)
+def _behind(x, part, n: int, fill):
+  """[B, T, ...], n - 1 - part places later; what falls off no query sees."""
+  more = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2),
+                 constant_values=fill)
+  return jax.lax.dynamic_slice_in_dim(more, part, x.shape[1], axis=1)
 
 
 # ---------------------------------------------------------------------- cuDNN
@@ -310,5 +306,5 @@ def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int,
     return None
   it = work(cfg, length, parts)
   return None if REFUSALS[compute.attention](
-      parts, it.head_dim, it.value_dim, compute.dtype, it.attention_softcap,
+      it.head_dim, it.value_dim, compute.dtype, it.attention_softcap,
       it.sinks) else it

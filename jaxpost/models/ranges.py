@@ -45,16 +45,17 @@ class Tensor:
     dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
     size = math.prod(inner) * dtype.itemsize
     begin, count = self.start + start * size, (stop - start) * size
-    if mapped := isinstance(self.file, mmap.mmap):
-      data = memoryview(self.file)[begin:begin + count]
-    else:
-      self.file.seek(begin)
-      data = self.file.read(count)
-    out = np.frombuffer(data, dtype).reshape(-1, *inner)[
+    part = lambda data: np.frombuffer(data, dtype).reshape(-1, *inner)[
         (slice(None), *rest)]
-    if mapped:
-      out, page = out.copy(), begin - begin % mmap.PAGESIZE
-      self.file.madvise(mmap.MADV_DONTNEED, page, begin + count - page)
+    if not isinstance(self.file, mmap.mmap):
+      self.file.seek(begin)
+      return part(self.file.read(count))
+    # Given back here: a thread that looks at the stack (`watchdog.place`) keeps
+    # what a frame holds, and a file that somebody holds cannot be closed.
+    with memoryview(self.file)[begin:begin + count] as data:
+      out = part(data).copy()
+    page = begin - begin % mmap.PAGESIZE
+    self.file.madvise(mmap.MADV_DONTNEED, page, begin + count - page)
     return out
 
 

@@ -31,7 +31,7 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
   if hlo.op_name(op).endswith('/ragged-dot-none'):
     return _groups(op, given[-2])
   found = _SPLASH_NAME.search(hlo.op_name(op))
-  return _splash(found[1], given) if found else (0.0, 0.0)
+  return _splash(op, found[1], given) if found else (0.0, 0.0)
 
 
 def is_one(op: hlo.Op) -> bool:
@@ -54,30 +54,37 @@ def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
   return 2.0 * real * op.arrays[0].dims[-1], 0.0
 
 
-def _splash(kind: str, given: list[hlo.Array]) -> tuple[float, float]:
-  """Of the blocks that mask and window leave; [B, H, T, h], or one row.
-
-  Queries may be one of n stripes of the row; keys are all of it.
-  """
-  down, across = given[0].dims[-2:]  # blocks of queries, and of keys: those
-  # that are looked at, where the other's are counted
+def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:
+  """Of the blocks that mask and window leave; [B, H, T, h], or one row."""
+  down, across = given[0].dims[-2:]  # of blocks: across is fewer than there
+  # are where they are gone through by query, down where by key
   q, k, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(
       a.dims) >= 3][:3]
   rows, (heads, length, size) = math.prod(q.dims[:-3]), q.dims[-3:]
-  n = max(1, (k.dims[-2] - 1) // length)
-  if kind == 'dkv':
-    block = k.dims[-2] // across
-    pairs = sum(min(max(0, length // block - j // n), down)
-                for j in range(across))
-  else:
-    block = length // down
-    pairs = sum(min((i + 1) * n, across) for i in range(down))
-  pairs, values = pairs * rows * heads, v.dims[-1]
+  keys, values = k.dims[-2], v.dims[-1]
+  block = keys // across if kind == 'dkv' else length // down
+  n, window = map(int, re.search(
+      r'attention_stripes_(\d+)_window_(\d+)', hlo.op_name(op)).groups())
+  pairs = rows * heads * splash_blocks(length, keys, block, n, window)
   with_h, with_hv = _SPLASH[kind]
   flops = 2.0 * pairs * block**2 * (with_h * size + with_hv * values)
   moved = pairs * block * (size + values) * (q.bytes // math.prod(q.dims))
   once = v.bytes / values * (size + values)  # which is counted already
   return flops, max(0.0, moved - once)
+
+
+def splash_blocks(queries: int, keys: int, block: int, n: int,
+                  window: int) -> int:
+  """Pairs of blocks with a query that sees a key, in a row of n stripes.
+
+  Query j is where key n j + n - 1 is, see `flash.splash`.
+  """
+  pairs = 0
+  for start in range(0, queries, block):
+    first, last = n * start + n - 1, n * (start + block) - 1
+    pairs += min(last, keys - 1) // block + 1
+    pairs -= max(0, first - window + 1) // block if window else 0
+  return pairs
 
 
 def _cudnn(op: hlo.Op, products, given) -> tuple[float, float]:

@@ -117,7 +117,8 @@ def errors(name: str, work: Work, dtype: str, window: int) -> dict[str, float]:
   """{'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from float32.
 
   Each as the largest difference over the largest value, of packed rows, forward
-  and backward; of long ones of fewer heads.
+  and backward; of long ones of fewer heads. Of a row in stripes one after the
+  other.
   """
   length, size, values = work.length, work.head_dim, work.value_dim
   kv_heads, rows = min(work.kv_heads, _HEADS), 2
