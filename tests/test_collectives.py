@@ -202,3 +202,38 @@ def described(topology, mesh, preset, package):
     described('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin')])
 def test_an_update_for_described_chips(topology, job):
   check(counted(topology, 'bfloat16', (job,))[job])
+
+
+LOOPS = r"""
+import json, re, sys
+from jaxpost.planning import chips
+topology = chips.parse('cpu:8')
+chips.set_environment(topology)
+from jaxpost.planning import aot, described
+out, texts, count = {}, [], aot.cost.count
+aot.cost.count = lambda *args: (texts.append(args[0]), count(*args))[1]
+for mesh in sys.argv[1:]:
+  p, = described.prepare_all(dict(
+      algorithm='grpo', reward='exact_match', data=dict(path='none'),
+      model=dict(preset='tiny'), mesh=dict(rollout=mesh),
+      rollout=dict(prompts=4, group_size=4, max_new_tokens=64)))
+  aot.compile_stage(p, topology, ('generate',))
+  sent = [line for line in texts[-1].splitlines() if re.search(
+      r' (all-\w+|reduce-scatter|collective-permute)(-start)?\(', line)]
+  out[mesh] = [len(sent), len([x for x in sent if '/while/' in x])]
+print(json.dumps(out))
+"""
+
+
+def test_slots_on_devices_of_their_own_wait_for_nobody():
+  """No token asks another device, only what the host reads of a block is."""
+  done = subprocess.run(
+      [sys.executable, '-c', LOOPS, 'data=8', 'fsdp=4,data=2',
+       'data=4,tensor=2'], capture_output=True, text=True, timeout=600,
+      cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)})
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  for mesh in 'data=8', 'fsdp=4,data=2':
+    sent, each_token = found[mesh]
+    assert sent and not each_token, mesh
+  assert found['data=4,tensor=2'][1]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
@@ -237,7 +238,8 @@ def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 
 
 def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
-                  layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+                  layout: Layout, compute: Compute, ledger: Ledger,
+                  whole: bool) -> Program:
   """generate(weights, state, table) -> (state, Block): `steps` tokens a slot.
 
   Of the first `rows` slots; attention reads the first `read` entries of
@@ -245,46 +247,30 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
   other slot is in use, and that none gets past them. The state is donated;
   the host can look at the block while the next call runs.
 
-  top: how many of the likeliest tokens to report.
+  Args:
+    top: how many of the likeliest tokens to report.
+    whole: devices that differ in their slots have the same weights.
   """
-  def step(weights, cache, filled, carry, now):
-    state, recent = carry
-    number, uniform = now
-    logits = head_logits(model, weights, state.hidden, compute)
-    drawn = sampling_lib.draw(
-        logits, state.sampling, uniform, state.counts, top)
-    recent, hidden = model.decode(
-        weights, cache, recent, drawn.tokens, filled, number,
-        compute=compute, constrain=layout)
-    after, stopped = advance(state, drawn.tokens)
-    after = after.replace(hidden=hidden.astype(state.hidden.dtype))
-    return (after, recent), (drawn, state.active, stopped)
+  shards = layout.batch_shards
+  apart = whole and layout.mesh.shape['expert'] == 1 and (
+      layout.mesh.size == shards > 1)
+  draw = functools.partial(_draw, model, steps, read, top, compute)
 
   def generate(weights, state, table=None):
-    few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-    cache = state.cache.replace(table=table) if table is not None else view(
-        jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
-    recent = nothing_new(model, state.cache, rows, steps)
-    # All numbers of the block at once: the generator is a loop of its own.
-    number, filled = jnp.arange(steps), few.positions
-    uniform = jax.vmap(
-        lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
-    (few, recent), (drawn, active, stopped) = jax.lax.scan(
-        functools.partial(step, weights, cache, filled), (few, recent),
-        (number, uniform))
-    few = few.replace(positions=filled + steps)
-    rest = jax.tree.map(
-        lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
-        state.replace(cache=None), few)
-    block = Block(
-        drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
-        few.active | False, jnp.any(stopped, axis=0),
-        jnp.any(active & drawn.broken, axis=0), drawn.top,
-        moe.recorded(recent.experts))
-    cache = extend(
-        state.cache.replace(table=table), stored(recent.replace(experts=())),
-        filled, compute.row_writes)
-    return rest.replace(cache=cache.replace(table=None)), block
+    if not apart or rows < len(state.active):
+      return draw(rows, layout, weights, state, table)
+    # On each device its own slots, which know nothing of each other. The
+    # partitioner would ask all devices, at each token, which branch a draw
+    # takes, and bring what is written to a cache to all of them.
+    slots = layout.spec(('batch',))
+    later = PartitionSpec(None, *slots)
+    return jax.shard_map(
+        functools.partial(draw, rows // shards, lambda x, *axes: x),
+        mesh=layout.mesh, check_vma=False, in_specs=(PartitionSpec(), slots),
+        out_specs=(slots, Block(
+            tokens=later, logprobs=later, behaviour_logprobs=later, drawn=later,
+            active=slots, finished=slots, broken=slots, top=later,
+            experts=later)))(weights, state)
 
   def flops(weights, state, table=None):
     del weights, state, table
@@ -294,6 +280,48 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
       'generate', generate, ledger, lambda shapes: (
           slot_shardings(layout)(shapes[0]), layout.sharding()),
       donate=(1,), flops=flops)
+
+
+def _draw(model: Model, steps: int, read: int, top: int, compute: Compute,
+          rows: int, constrain: Callable, weights, state, table=None):
+  """What `generate` does with these slots."""
+  def step(cache, filled, carry, now):
+    state, recent = carry
+    number, uniform = now
+    logits = head_logits(model, weights, state.hidden, compute)
+    drawn = sampling_lib.draw(
+        logits, state.sampling, uniform, state.counts, top)
+    recent, hidden = model.decode(
+        weights, cache, recent, drawn.tokens, filled, number,
+        compute=compute, constrain=constrain)
+    after, stopped = advance(state, drawn.tokens)
+    after = after.replace(hidden=hidden.astype(state.hidden.dtype))
+    return (after, recent), (drawn, state.active, stopped)
+
+  few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
+  cache = state.cache.replace(table=table) if table is not None else view(
+      jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
+  recent = nothing_new(model, state.cache, rows, steps)
+  # All numbers of the block at once: the generator is a loop of its own.
+  number, filled = jnp.arange(steps), few.positions
+  uniform = jax.vmap(
+      lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
+  (few, recent), (drawn, active, stopped) = jax.lax.scan(
+      functools.partial(step, cache, filled), (few, recent),
+      (number, uniform))
+  few = few.replace(positions=filled + steps)
+  rest = jax.tree.map(
+      lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
+      state.replace(cache=None), few)
+  block = Block(
+      drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
+      few.active | False, jnp.any(stopped, axis=0),
+      jnp.any(active & drawn.broken, axis=0), drawn.top,
+      moe.recorded(recent.experts))
+  cache = extend(
+      state.cache.replace(table=table), stored(recent.replace(experts=())),
+      filled, compute.row_writes)
+  return rest.replace(cache=cache.replace(table=None)), block
 
 
 def advance(state: DecodeState, tokens):
