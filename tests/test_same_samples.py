@@ -18,6 +18,7 @@ CASES = {
     'few pages, other order': (
         'data=1', 1, dict(slots=12, page_size=16, cache_tokens=208), 5),
     'data=8': ('data=8', 8, dict(slots=8), 1),
+    'slots of each of two': ('data=2', 2, dict(slots=6), 4),
     'tensor=8': ('tensor=8', 8, dict(slots=8), None),
     'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
     'pages, tensor=2': ('tensor=2', 2, dict(slots=8, page_size=8), 2),
@@ -62,7 +63,8 @@ def main():
       num_heads=8, num_kv_heads=4, initializer_range=0.15))
   params = tiny.params(model)
   random = np.random.RandomState(1)
-  wanted = [Request(random.randint(0, 131, n, np.int32), 30 + n, i)
+  settings = dict(top_logprobs=0), dict(top_k=40), dict(temperature=0.0)
+  wanted = [Request(random.randint(0, 131, n, np.int32), 30 + n, i, settings[i])
             for n in (2, 5, 9, 17) for i in range(3)]
 
   def sample(mesh, devices, fields, order):
@@ -75,7 +77,8 @@ def main():
     layout = make_layout(mesh, 'rollout', devices=jax.devices()[:devices])
     engine = native.NativeEngine(model, native.SamplerConfig(**{**dict(
         slots=12, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6, 7),
-        block=4, max_context=80), **fields}), layout, compute, Ledger())
+        block=4, max_context=80, top_logprobs=2), **fields}), layout, compute,
+                                 Ledger())
     engine.load(layout.put(jax.tree.map(np.asarray, params)), version=1)
     told, requests = {}, wanted
     if order is not None:
@@ -114,6 +117,10 @@ def main():
       if ours.tokens.tolist() == c.tokens.tolist():
         off = max(off, float(np.abs(ours.logprobs - c.logprobs).max()))
         assert ours.finished == c.finished
+        assert c.top_ids.shape[1] == c.request.sampling.get('top_logprobs', 2)
+        off = max([off, *np.abs(ours.top_logprobs - c.top_logprobs).flat])
+        if 'dtype' not in case[2]:
+          assert ours.top_ids.tolist() == c.top_ids.tolist()
       else:
         apart += 1
     loose = 'dtype' in case[2]

@@ -18,6 +18,7 @@ from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models import moe
 from jaxpost.models.attention import extend
+from jaxpost.models.config import OwnConfig
 from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
@@ -238,8 +239,7 @@ def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 
 
 def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
-                  layout: Layout, compute: Compute, ledger: Ledger,
-                  whole: bool) -> Program:
+                  layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """generate(weights, state, table) -> (state, Block): `steps` tokens a slot.
 
   Of the first `rows` slots; attention reads the first `read` entries of
@@ -249,28 +249,28 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
 
   Args:
     top: how many of the likeliest tokens to report.
-    whole: devices that differ in their slots have the same weights.
   """
-  shards = layout.batch_shards
-  apart = whole and layout.mesh.shape['expert'] == 1 and (
-      layout.mesh.size == shards > 1)
-  draw = functools.partial(_draw, model, steps, read, top, compute)
+  block = functools.partial(_block, model, steps, read, top, compute)
+  shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
+  # These axes leave weights whole. A model of one's own may ask for a mesh.
+  apart = layout.mesh.size == shards > 1 and not isinstance(
+      model.config, OwnConfig)
 
   def generate(weights, state, table=None):
-    if not apart or rows < len(state.active):
-      return draw(rows, layout, weights, state, table)
+    if not apart or table is not None or rows < len(state.active):
+      return block(rows, layout, weights, state, table)
     # On each device its own slots, which know nothing of each other. The
     # partitioner would ask all devices, at each token, which branch a draw
     # takes, and bring what is written to a cache to all of them.
-    slots = layout.spec(('batch',))
-    later = PartitionSpec(None, *slots)
+    split = layout.spec(('batch',))
+    by_step = PartitionSpec(None, *split)
     return jax.shard_map(
-        functools.partial(draw, rows // shards, lambda x, *axes: x),
-        mesh=layout.mesh, check_vma=False, in_specs=(PartitionSpec(), slots),
-        out_specs=(slots, Block(
-            tokens=later, logprobs=later, behaviour_logprobs=later, drawn=later,
-            active=slots, finished=slots, broken=slots, top=later,
-            experts=later)))(weights, state)
+        functools.partial(block, rows // shards, lambda x, *axes: x),
+        mesh=layout.mesh, check_vma=False, in_specs=(PartitionSpec(), split),
+        out_specs=(split, Block(
+            tokens=by_step, logprobs=by_step, behaviour_logprobs=by_step,
+            drawn=by_step, active=split, finished=split, broken=split,
+            top=by_step, experts=by_step)))(weights, state)
 
   def flops(weights, state, table=None):
     del weights, state, table
@@ -282,9 +282,12 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
       donate=(1,), flops=flops)
 
 
-def _draw(model: Model, steps: int, read: int, top: int, compute: Compute,
-          rows: int, constrain: Callable, weights, state, table=None):
-  """What `generate` does with these slots."""
+def _block(model: Model, steps: int, read: int, top: int, compute: Compute,
+           rows: int, constrain: Callable, weights, state, table=None):
+  """`generate`, of all slots or of those of a device; rows: of these.
+
+  constrain: a `Layout`, or any function where the device works alone.
+  """
   def step(cache, filled, carry, now):
     state, recent = carry
     number, uniform = now

@@ -55,7 +55,7 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
   Args:
     logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
     top: how many of the likeliest to report at most, by
-      log_softmax(logits / T); zeros where no slot wants any.
+      log_softmax(logits / T); zeros where none of these slots wants any.
   """
   greedy = sampling.temperature < _GREEDY
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]

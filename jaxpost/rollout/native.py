@@ -83,7 +83,8 @@ class NativeEngine:
     self._insert = programs.make_insert(layout, compute, ledger)
     self._move = programs.make_move(
         layout, compute, ledger, paged=bool(self.page))
-    self._generate, self._extend = {}, {}  # by rows and entries read; by those
+    self._generate = {}  # (rows, entries read) -> program
+    self._extend = {}  # entries read -> program
     # A model of one's own reads one token after a cache, or all of a text.
     own = isinstance(model.config, OwnConfig)
     self.keeps = not own and not (
@@ -214,8 +215,7 @@ class NativeEngine:
     if (rows, read) not in self._generate:
       self._generate[rows, read] = programs.make_generate(
           self._model, self.block, rows, read, self.config.top_logprobs,
-          self.layout, self._compute, self._ledger,
-          whole=isinstance(self._reshard, Reshard))
+          self.layout, self._compute, self._ledger)
     return self._generate[rows, read]
 
   # ------------------------------------------------------------------ ladders
