@@ -238,6 +238,45 @@ def check_shared(base, kind, targets=''):
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
 
 
+SPLIT = """
+import sys
+sys.path.insert(0, 'tests')
+import numpy as np, tiny
+from jaxpost import assemble, build, stages
+from jaxpost.types import Prompt
+out = []
+for mesh, share in (('data=-1', False), ('data=-1', True),
+                    ('data=2,tensor=2', True)):
+  p, = build.prepare_all(tiny.merged(tiny.grpo_config(
+      sys.argv[1], lora=dict(rank=4), mesh=dict(train='fsdp=-1', rollout=mesh),
+      rollout=dict(share_base=share, max_new_tokens=8, slots=8)),
+      dict(model=dict(quantise=sys.argv[2]))))
+  kit = assemble.make_kit(p)
+  roles, stream, engine = assemble.make_parts(
+      kit, stages.initial_params(kit, None))
+  stream.close()
+  engine.load(roles.policy.params, 0)
+  prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {})
+             for i in range(4)]
+  out.append(engine(prompts, group_size=2, step=0,
+                    run_key=assemble.run_key(0, 1)))
+for one in out:
+  np.testing.assert_array_equal(one.completions, out[0].completions)
+  np.testing.assert_allclose(one.logprobs, out[0].logprobs, atol=1e-4)
+"""
+
+
+@pytest.mark.parametrize('kind', ['', 'int8'])
+def test_a_sampler_on_a_mesh_shares_the_base(tmp_path, kind):
+  base = tiny.folder(tmp_path / 'base', num_heads=8, num_kv_heads=8)
+  done = subprocess.run(
+      [sys.executable, '-c', SPLIT, base, kind], cwd=ROOT, text=True,
+      capture_output=True, timeout=600, env=os.environ | {
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
+          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)})
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
 EXPERTS = dict(
     qwen3_moe=('q|o|experts/(gate|up|down)', dict(experts=Experts(4, 2, 16))),
     # One dense layer, two of experts; its kv_b is used from both sides.
