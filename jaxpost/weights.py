@@ -6,6 +6,7 @@ folder, and a checkpoint of a run that froze parameters, hold some leaves; the
 others come from the source that is their base.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -112,12 +113,9 @@ def with_adapter(path: str, source: Source) -> Source:
                 folder=epath.Path(path).expanduser(), base=source)
 
 
-def _read_meta(folder, step, warn=print):
-  checkpointer = Checkpointer(folder)
-  try:
-    return checkpointer.restore_meta(step, warn=warn)
-  finally:
-    checkpointer.close()
+def _read_meta(folder, step):
+  with contextlib.closing(Checkpointer(folder)) as checkpointer:
+    return checkpointer.restore_meta(step)
 
 
 def open_folder(text: str, key: str) -> tuple:
@@ -318,8 +316,10 @@ def make_meta(p, workdir) -> dict:
 def saved_meta(p, workdir) -> dict | None:
   """That of the newest checkpoint of the stage `p`."""
   folder = epath.Path(workdir) / 'checkpoints' / p.name
-  return _read_meta(folder, None, lambda _: None) if (
-      finished_steps(folder)) else None
+  if not finished_steps(folder):
+    return None
+  with contextlib.closing(Checkpointer(folder)) as checkpointer:
+    return checkpointer.newest_meta()
 
 
 def outcome(p) -> Source:
