@@ -92,7 +92,7 @@ def _alpha_score(log_ratio, alpha):
 F_DIVERGENCES: dict[str, Callable] = {
     'reverse_kl': lambda x, alpha: x,
     'forward_kl': lambda x, alpha: -jnp.expm1(jnp.minimum(-x, _MAX_EXPONENT)),
-    'js_divergence': lambda x, alpha: _log_sigmoid(x) + math.log(2),
+    'js_divergence': lambda x, alpha: jax.nn.log_sigmoid(x) + math.log(2),
     'alpha_divergence': _alpha_score,
 }
 
