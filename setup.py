@@ -80,7 +80,7 @@ setuptools.setup(
   ],
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
   package_data={
-    'jaxpost': ['report.css'],
+    'jaxpost': ['monitor/report.css'],
     'jaxpost.launch': ['templates/*'],
   },
   entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},

@@ -14,7 +14,7 @@ reference's log-probs on disk and no second model in memory.
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 MODELS = {
     'qwen3_0_6b': 'Qwen/Qwen3-0.6B',

@@ -12,7 +12,7 @@ metric is pass@1 of the greedy answers to test questions (split `eval`).
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 MODELS = {
     'qwen3_0_6b': 'Qwen/Qwen3-0.6B',

@@ -12,7 +12,7 @@ metrics are rewards/margins and rewards/accuracies on held-out answers (split
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 MODELS = {
     'qwen3_0_6b': 'Qwen/Qwen3-0.6B',

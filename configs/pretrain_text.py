@@ -13,7 +13,7 @@ many tokens as the shape. `:runlocal` needs no network: seconds on 2 CPU cores.
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 STORIES = 'roneneldan/TinyStories:TinyStoriesV2-GPT4-{}.txt'
 

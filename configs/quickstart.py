@@ -10,7 +10,7 @@ pass@1 of five seeds and the time are in the README.
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 
 def get_config(arg=None):

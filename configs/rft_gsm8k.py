@@ -13,7 +13,7 @@ answer, or prompt and answer.
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 MODELS = {
     'qwen3_0_6b': 'Qwen/Qwen3-0.6B',

@@ -12,7 +12,7 @@ rewards/accuracies of stage `dpo` on held-out pairs (split `eval`).
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 DATA = 'HuggingFaceH4/ultrafeedback_binarized:data/{}-00000-of-00001.parquet'
 MADE = 'generated:arithmetic{}:max=9,split={}'

@@ -13,7 +13,7 @@ and accuracy: not measured yet. The metrics are rewards/accuracies of stage
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 DATA = 'HuggingFaceH4/ultrafeedback_binarized:data/{}-00000-of-00001.parquet'
 MADE = 'generated:arithmetic{}:max=9,split={}'

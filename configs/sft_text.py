@@ -12,7 +12,7 @@ folder, `:runlocal` is a random model, no network: a minute on 2 CPU cores.
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 STORIES = 'roneneldan/TinyStories:TinyStoriesV2-GPT4-{}.txt'
 

@@ -11,7 +11,7 @@ treasure about every other time. GRPO plays the game itself:
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 
 def get_config(arg=None):
@@ -19,9 +19,9 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict(defaults())
   config.stages = ('sft', 'grpo')
 
-  games = 'jaxpost.rewards.games:treasure'
+  games = 'jaxpost.environments.examples:treasure'
   config.model.preset = 'tiny'
-  config.environment = 'jaxpost.rewards.games:Treasure'
+  config.environment = 'jaxpost.environments.examples:Treasure'
   config.tools.update(max_turns=2, workers=8)
   config.rollout.update(max_prompt_length=80, max_new_tokens=192)
   config.optim.b2 = 0.98

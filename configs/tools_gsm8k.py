@@ -11,7 +11,7 @@ docs/environments.md. `:model=NAME` takes a hub id or a folder.
 
 import ml_collections
 
-from jaxpost.config import defaults, parse_arg
+from jaxpost import defaults, parse_arg
 
 DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
@@ -23,7 +23,7 @@ def get_config(arg=None):
   config.model.path = arg.model
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:gsm8k'
-  config.environment = 'jaxpost.rewards.games:Calculator'
+  config.environment = 'jaxpost.environments.examples:Calculator'
   config.tools.max_turns = 6
   config.reward = 'gsm8k'  # of the last turn
   config.train.update(steps=200)

@@ -1,4 +1,4 @@
-"""Writes docs/config.md from jaxpost/schema.py: every field, as a table.
+"""Writes docs/config.md from jaxpost/stage/schema.py: every field, as a table.
 
   python docs/make_config_table.py
 """
@@ -11,11 +11,11 @@ import typing
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxpost.config import Config  # noqa: E402
+from jaxpost.stage.config import Config  # noqa: E402
 
 HEAD = '''# Every field of a config
 
-Made by `python docs/make_config_table.py` from `jaxpost/schema.py`; change it
+Made by `python docs/make_config_table.py` from `jaxpost/stage/schema.py`; change it
 there. A config file starts from `jaxpost.defaults()` and sets what differs;
 `--config.a.b=value` on the command line wins over the file. An unknown key, a
 value of another type or outside its range ends the run with exit code 2

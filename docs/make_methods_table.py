@@ -21,7 +21,8 @@ jaxpost.use_compile_cache()
 
 import learning  # noqa: E402
 
-from jaxpost import build, config as config_lib  # noqa: E402
+from jaxpost.stage import algorithms  # noqa: E402
+from jaxpost.stage import config as config_lib
 
 PAGE = ROOT / 'docs' / 'methods.md'
 KEPT = '<!-- measured '
@@ -51,7 +52,7 @@ def choices(name: str, case: dict) -> tuple[str, str]:
   """(what the method brings along, what the case sets beside it)."""
   plain = config_lib.defaults()
   config, = config_lib.parse(dict(algorithm=name, reward='x')).values()
-  own = build.load_algorithm(name).defaults
+  own = algorithms.load_algorithm(name).defaults
   resolved = config_lib.resolve(config, own)
   say = lambda section, field, value: f'`{section}.{field}={value}`'
   return ', '.join(

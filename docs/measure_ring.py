@@ -3,7 +3,7 @@
     python docs/measure_ring.py                       # on a core each
     python docs/measure_ring.py --topology=v5p:2x2x2  # compiled for chips
 
-The first way is `jaxpost/models/context.py`, for chips with XLA's products and
+The first way is `jaxpost/models/context_parallel.py`, for chips with XLA's products and
 with their kernel; the second (arXiv:2310.01889, of stripes, arXiv:2311.09431)
 is here only. Forward and backward of one layer.
 
@@ -77,7 +77,8 @@ def programs(layout, tokens, computes, cfg):
   """{name: gradients by q, k and v of a row} and what they take."""
   import jax
   import jax.numpy as jnp
-  from jaxpost.models import attention, context
+
+  from jaxpost.models import attention, context_parallel
   n = layout.mesh.shape['context']
   shapes = [(1, tokens, heads, cfg.head_dim) for heads in (
       cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
@@ -97,7 +98,7 @@ def programs(layout, tokens, computes, cfg):
         functools.partial(ring, n=n, chunk=compute.q_chunk),
         mesh=layout.mesh, out_specs=split, check_vma=False,
         in_specs=(split, split, split, jax.P(*split[:2])))(
-            q.astype(compute.dtype), k, v, context.stripe(segments, n))
+            q.astype(compute.dtype), k, v, context_parallel.stripe(segments, n))
 
   def gradients(attend):
     return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attend(
@@ -113,15 +114,15 @@ def programs(layout, tokens, computes, cfg):
 
 def described():
   """Bytes of the programs compiled for chips that are not there."""
-  from jaxpost.planning import chips
+  from jaxpost.hardware import chips
   topology = chips.parse(_TOPOLOGY.value)
   chips.set_environment(topology)
-  from jaxpost import sharding
+  from jaxpost.distributed import mesh
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
   from jaxpost.planning import cost
   devices = chips.devices(topology)
-  layout = sharding.make_layout(
+  layout = mesh.make_layout(
       f'context={len(devices)}', 'train', devices=devices)
   cfg = presets.PRESETS['llama3_8b']
   ways = {'gathered': 'chunked', 'gathered, splash': 'splash'}
@@ -144,14 +145,15 @@ def described():
 def timed():
   """Seconds on processes with a core each, after checking they agree."""
   os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[_RANK.value]})
-  from jaxpost import cluster
+  from jaxpost.distributed import cluster
   cluster.connect(_ADDRESS.value, _PROCESSES.value, _RANK.value)
   import jax
   import numpy as np
-  from jaxpost import sharding
+
+  from jaxpost.distributed import mesh
   from jaxpost.matmul import Compute
   from jaxpost.models import presets
-  layout = sharding.make_layout(f'context={_PROCESSES.value}', 'train')
+  layout = mesh.make_layout(f'context={_PROCESSES.value}', 'train')
   made, given = programs(layout, _TOKENS.value, dict(
       gathered=Compute('float32')), presets.PRESETS['s'])
   random = np.random.RandomState(0)

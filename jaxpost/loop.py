@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxpost.diagnose import diagnosis, merge_metrics
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import Preempted
-from jaxpost.host import StopSignal
+from jaxpost.hardware.host import StopSignal
+from jaxpost.monitor.nonfinite import diagnosis, merge_metrics
 from jaxpost.roles import Roles
-from jaxpost.sharding import to_host
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
-  from jaxpost.checkpoint import Checkpointer
-  from jaxpost.metrics import MetricsWriter
-  from jaxpost.peers import Peers
-  from jaxpost.timeline import Timeline
+  from jaxpost.monitor.host_health import Peers
+  from jaxpost.monitor.metrics import MetricsWriter
+  from jaxpost.monitor.timeline import Timeline
+  from jaxpost.storage.checkpoint import Checkpointer
 
 
 @dataclasses.dataclass

@@ -3,25 +3,20 @@
 Legend: M micro-batches, B rows, T tokens.
 """
 
-from collections.abc import Callable, Sequence
 import dataclasses
-import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost import processes
+from jaxpost.distributed import transfer
+from jaxpost.distributed.mesh import Layout
+from jaxpost.hardware import memory
 from jaxpost.models.model import Model
-from jaxpost.models.table import join
-from jaxpost.programs import memory
+from jaxpost.models.parameters import join
 from jaxpost.programs.compile import Program
-from jaxpost.programs.train import Objective
-from jaxpost.sharding import Layout, owners
-from jaxpost.types import Batch, Outputs, Prompt, Rollout, TrainState
-
-if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
-  from jaxpost.rollout.engine import Engine
+from jaxpost.types import Batch, Objective, Outputs, TrainState
 
 
 @dataclasses.dataclass
@@ -100,7 +95,7 @@ class Frozen:
   def __call__(self, batch: Batch):
     """What the program says of a placed batch [M, B / M, T]."""
     return self.program(
-        self.params, self.layout.move(without_signal(batch), None, 'batch'))
+        self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
 
   def head_for(self, student):
     """A teacher's output embedding [V, D], as the student's update reads it.
@@ -169,33 +164,3 @@ class Roles:
       self.reference.params = change(self.reference.params)
 
 
-@dataclasses.dataclass
-class Sampler:
-  """Completions from the policy's weights."""
-
-  engine: 'Engine'
-  run_key: np.ndarray  # [2] uint32
-
-  def sync(self, policy: Policy, version: int) -> dict:
-    """Moves the policy's weights into the sampling layout; bytes moved."""
-    return self.engine.load(policy.params, version)
-
-  def release(self):
-    """Frees the sampling copy of the weights."""
-    self.engine.unload()
-
-  def __call__(self, prompts: Sequence[Prompt], group_size: int = 1,
-               step: int = 0, **sampling) -> Rollout:
-    """`group_size` completions of each prompt; `sampling` as in `Sampling`."""
-    draw = lambda: self.engine(
-        prompts, group_size=group_size, run_key=self.run_key, step=step,
-        sampling=sampling)
-    if processes.count() == 1:
-      return draw()
-    have = owners(self.engine.layout.mesh.devices.flat)
-    if len(have) == processes.count():
-      return draw()
-    from jaxpost.data import rollouts  # of some processes, sent to the others
-    text = rollouts.to_text(draw()) if processes.index() in have else ''
-    return rollouts.from_text(processes.from_one(
-        have[0], text.encode()).decode()).replace(prompts=tuple(prompts))

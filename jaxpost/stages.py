@@ -1,54 +1,65 @@
 """Runs the stages of a config in order, each from the weights before it."""
 
 import contextlib
-import dataclasses
 import gc
 import json
-import pathlib
 import time
 
 import jax
-import numpy as np
 import rich.console
 from etils import epath
 
-from jaxpost import assemble, build, cache, config as config_lib
-from jaxpost import (
-    host, loop, metrics, plan, processes, report, store, watchdog, weights)
-from jaxpost.checkpoint import Checkpointer, finished_steps
+from jaxpost import loop
+from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError
-from jaxpost.models import config as model_config, hf, lora
-from jaxpost.programs import probe
+from jaxpost.formats import hf
+from jaxpost.hardware import host, probe
+from jaxpost.models import lora
+from jaxpost.monitor import metrics, program_table, report
+from jaxpost.stage import assemble, export, load_weights, prepare, sources
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import kit as kit_lib
+from jaxpost.stage.consistency import (
+  check_same_config,
+  check_same_inputs,
+  check_same_models,
+  check_same_run,
+  check_same_start,
+  is_finished,
+  spelled,
+)
+from jaxpost.storage import object_store
+from jaxpost.storage.checkpoint import Checkpointer, finished_steps
 
-# Changing these does not change what a run computes, or only from here on.
-_FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
-# Rows that processes compare at the start: all of most data sets.
-_HASHED, _HASHED_LAZY = 20_000, 100
 _SLOW_S = 600.0  # what else than a step may take, where watchdog_s is less
 
 
-def run(config, workdir='runs/latest', console=None) -> dict:
+def run(config, workdir='runs/latest', console=None, choose_mesh=None) -> dict:
   """Starts or resumes the run in `workdir`; returns what summary.json holds.
 
   Args:
-    config: a ConfigDict or nested dict (`jaxpost.config.defaults()` has all
+    config: a ConfigDict or nested dict (`jaxpost.defaults()` has all
       fields).
     workdir: the run's folder.
+    console: a rich console for progress; None prints to standard output.
+    choose_mesh: resolves `config.mesh` fields that are 'auto', as
+      `jaxpost.planning.auto.resolve` does; None refuses them.
 
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
-  store.check(str(workdir), '--workdir')
+  object_store.check(str(workdir), '--workdir')
   workdir = epath.Path(workdir).expanduser()
-  if processes.index():  # process 0 speaks for all
+  if coordination.index():  # process 0 speaks for all
     console = rich.console.Console(quiet=True)
-  with processes.together(), contextlib.ExitStack() as leave:
+  with coordination.together(), contextlib.ExitStack() as leave:
     leave.callback(watchdog.rest)
     return _run(
-        build.as_dict(config), workdir, console or rich.console.Console())
+        prepare.as_dict(config), workdir, console or rich.console.Console(),
+        choose_mesh)
 
 
-def _run(raw, workdir, console) -> dict:
+def _run(raw, workdir, console, choose_mesh) -> dict:
   start = time.perf_counter()
   check_same_config(raw)
   raw = settle_dtype(raw, workdir, console)
@@ -60,20 +71,20 @@ def _run(raw, workdir, console) -> dict:
     console.out(f'{workdir}: was finished before', highlight=False)
     return json.loads((workdir / 'summary.json').read_text())
   with host.StopSignal(at_once=True):
-    prepared = build.prepare_all(raw)
+    prepared = prepare.prepare_all(raw)
     try:
       if prepared[-1].config.save.export:
         hf.check_target(workdir / 'export')
       check_same_inputs(prepared)
       # From here on devices are used.
       check_same_models(prepared, workdir)
-      prepared = with_meshes(prepared, raw, console.print)
-      kits = [assemble.make_kit(p) for p in prepared]
-      if processes.index() == 0:
+      prepared = with_meshes(prepared, raw, choose_mesh, console.print)
+      kits = [kit_lib.make_kit(p) for p in prepared]
+      if coordination.index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / 'summary.json').unlink(missing_ok=True)
-        metrics.write_atomic(
-            workdir / 'config.json', json.dumps(_spelled(raw), indent=1))
+        object_store.write_text(
+            workdir / 'config.json', json.dumps(spelled(raw), indent=1))
       return _finish(workdir, console, prepared, start, _run_stages(
           kits, workdir, console))
     finally:
@@ -81,12 +92,14 @@ def _run(raw, workdir, console) -> dict:
         p.close()
 
 
-def with_meshes(prepared: list, raw, note=str) -> list:
+def with_meshes(prepared: list, raw, choose_mesh, note=str) -> list:
   """The stages with a mesh wherever their config says 'auto'."""
   if not any('auto' in vars(p.config.mesh).values() for p in prepared):
     return prepared
-  from jaxpost.planning import auto  # compiles: few need it
-  return auto.resolve(prepared, raw, note)
+  if choose_mesh is None:
+    raise InputError('config.mesh: auto needs a planner; start the run by jaxpost.run or launch.train, or pass '
+                     'choose_mesh=jaxpost.planning.auto.resolve')
+  return choose_mesh(prepared, raw, note)
 
 
 def settle_dtype(raw: dict, workdir, console) -> dict:
@@ -100,16 +113,16 @@ def settle_dtype(raw: dict, workdir, console) -> dict:
   if not auto:
     return raw
   path, kept = workdir / 'config.json', None
-  if processes.index() == 0 and path.exists():
+  if coordination.index() == 0 and path.exists():
     saved = json.loads(path.read_text())
     blocks = [saved.get(n) or {} for n in auto if n] + [saved]
     kept = next((b['model']['dtype'] for b in blocks
                  if (b.get('model') or {}).get('dtype')), None)
-  kept = processes.from_first(kept)
+  kept = coordination.from_first(kept)
   if not kept:
     jax.devices()  # on all: they wait for each other
-    kept, why = processes.from_first(
-        list(probe.matmul_type()) if processes.index() == 0 else None)
+    kept, why = coordination.from_first(
+        list(probe.matmul_type()) if coordination.index() == 0 else None)
     console.out(f'config.model.dtype: auto is {kept} here ({why})',
                 highlight=False)
   settle = lambda block: block | {'model': block['model'] | {'dtype': kept}}
@@ -117,7 +130,7 @@ def settle_dtype(raw: dict, workdir, console) -> dict:
   return out | {n: settle(raw[n]) for n in auto if n}
 
 
-def policy_and_stream(config) -> tuple:
+def policy_and_stream(config, choose_mesh=None) -> tuple:
   """The parts of a run with one stage, for a loop of your own.
 
   `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy
@@ -125,13 +138,13 @@ def policy_and_stream(config) -> tuple:
   and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
   raw = settle_dtype(
-      build.as_dict(config), epath.Path(''), rich.console.Console())
+      prepare.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop '
                      'of your own drives one')
-  prepared, = with_meshes(build.prepare_all(raw), raw)
-  kit = assemble.make_kit(prepared)
+  prepared, = with_meshes(prepare.prepare_all(raw), raw, choose_mesh)
+  kit = kit_lib.make_kit(prepared)
   roles, stream, _ = assemble.make_parts(kit, initial_params(kit, None))
   return roles.policy, stream
 
@@ -143,25 +156,25 @@ def _finish(workdir, console, prepared, start, warnings) -> dict:
   if prepared[-1].config.save.export:
     paths['export'] = str(workdir / 'export')
   summary = None
-  if processes.index() == 0:
+  if coordination.index() == 0:
     summary = metrics.summary(workdir, {
         **report.figures(workdir),
         'wall_s': round(time.perf_counter() - start, 1), 'paths': paths
     }, warnings)
     report.write_report(workdir)
     report.terminal_summary(workdir, console)
-  return processes.from_first(summary)
+  return coordination.from_first(summary)
 
 
 def _run_stages(kits, workdir, console) -> list[dict]:
   """What is left of the stages, and the export; the warnings."""
   log, save = kits[-1].config.log, kits[-1].config.save
   done = stages_done(kits, workdir)
-  params, plans = None, plan.read(
+  params, plans = None, program_table.read(
       workdir / 'plan.json', [kit.prepared.name for kit in kits[:done]])
   with metrics.MetricsWriter(
       workdir, tensorboard=log.tensorboard, wandb=log.wandb,
-      primary=processes.index() == 0, print_every=log.every,
+      primary=coordination.index() == 0, print_every=log.every,
       console=console) as writer:
     for i, kit in enumerate(kits[done:], done):
       _watch(f'the start of {kit.prepared.name}', kit.config)
@@ -179,14 +192,14 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         leave.callback(kit.chrono.close)
         leave.callback(stage.stream.close)
         leave.callback(stage.close)
-        plans.append(plan.make_plan(
+        plans.append(program_table.make_plan(
             stage.name, kit.prepared.model.config,
             {'train': kit.train, 'rollout': kit.rollout},
             kit.shape[0] * kit.shape[2], kit.ledger.rows,
             stage.memory.predicted))
-        if processes.index() == 0:
-          plan.write(workdir / 'plan.json', plans)
-          console.print(plan.render(plans[-1]))
+        if coordination.index() == 0:
+          program_table.write(workdir / 'plan.json', plans)
+          console.print(program_table.render(plans[-1]))
         before = loop.resume(stage)
         writer.start_stage(stage.name, stage.steps, before)
         loop.run_stage(stage, before)
@@ -198,7 +211,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
     if save.export:
       if params is None:
         params = final_params(kits[-1], workdir)
-      assemble.export(kits[-1].prepared, workdir / 'export', params)
+      export.export(kits[-1].prepared, workdir / 'export', params)
     if done == len(kits):  # nobody has looked at the rows
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':
@@ -229,19 +242,12 @@ def stages_done(kits, workdir) -> int:
   return 0
 
 
-def is_finished(workdir, configs: dict) -> bool:
-  """Whether nothing is left to do; asks no device."""
-  name, config = list(configs.items())[-1]
-  steps = finished_steps(workdir / 'checkpoints' / name)
-  exported = not config.save.export or (workdir / 'export').exists()
-  return bool(steps) and steps[0] >= config.train.steps and exported and (
-      workdir / 'summary.json').exists()
 
 
 def initial_params(kit, workdir) -> dict:
   """The weights that a stage starts from, in the training layout of `kit`."""
   p = kit.prepared
-  return weights.load(
+  return load_weights.load(
       p.sources['policy'], p.model, kit.train, p.config.model.param_dtype,
       workdir, seed=p.config.seed, ledger=kit.ledger)
 
@@ -249,152 +255,26 @@ def initial_params(kit, workdir) -> dict:
 def final_params(kit, workdir) -> dict:
   """The weights that a finished stage has left."""
   p = kit.prepared
-  return weights.load(
-      weights.outcome(p), p.model, kit.train, p.config.model.param_dtype,
+  return load_weights.load(
+      sources.outcome(p), p.model, kit.train, p.config.model.param_dtype,
       workdir, ledger=kit.ledger)
 
 
-def check_same_run(workdir, configs: dict, console):
-  """Shows what changed since the run began; refuses what would corrupt it.
-
-  Stages of which nothing is saved may change in any way.
-  """
-  path = workdir / 'config.json'
-  if not path.exists():
-    return
-  try:
-    old = config_lib.parse(json.loads(path.read_text()))
-  except InputError as e:
-    raise InputError(
-        f'{path}: is of another version ({e}); choose another --workdir'
-    ) from e
-  done = {n: finished_steps(workdir / 'checkpoints' / n) for n in old}
-  begun = [name for name, steps in done.items() if steps]
-  if begun != list(configs)[:len(begun)]:
-    raise InputError(
-        f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
-        f'stay the first, not {", ".join(configs)}; set them back or choose '
-        'another --workdir')
-  for name, config in configs.items():
-    changes = difference(
-        _spelled(vars(old[name])), _spelled(vars(config))
-    ) if name in old else {}
-    for key, (was, now) in changes.items():
-      if key != 'stages':
-        console.out(f'config.{key} of {name}: {was!r} in {path}, now {now!r}',
-                    highlight=False)
-    for key in changes if name in begun else ():
-      _refuse(workdir, name, key, *changes[key], name == begun[-1],
-              done[name][0])
 
 
-def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
-  """InputError where a stage that has begun cannot go on with a change."""
-  free = key == 'stages' or any(
-      key == f or key.startswith(f + '.') for f in _FREE)
-  if key == 'train.steps' and (not newest or now < done):
-    raise InputError(
-        f'config.train.steps: {now} of {stage}, but {workdir} holds its step '
-        f'{done}' + ('' if newest else ' and a later stage has begun from it')
-        + f'; set it back to {was} or choose another --workdir')
-  if not free:
-    raise InputError(
-        f'{workdir}: config.{key} of {stage} differs from the run that is '
-        f'being resumed ({was!r}, now {now!r}); set it back or choose another '
-        '--workdir')
 
 
-def check_same_config(raw):
-  """InputError where processes have other code, or other configs."""
-  if processes.count() == 1:
-    return
-  processes.check_same(  # first: other code may have other fields
-      {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
-      'install one everywhere')
-  plain = _spelled(raw)
-  if len(set(processes.gather(cache.fingerprint(plain)))) > 1:
-    every = processes.gather(plain)
-    for i, other in enumerate(every):
-      for key, (was, now) in difference(every[0], other).items():
-        raise InputError(
-            f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
-            'start all with the same config')
 
 
-def check_same_start(workdir, configs: dict):
-  """InputError where processes see another workdir."""
-  if processes.count() == 1:
-    return
-  saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
-  processes.check_same(
-      {f'what {workdir} holds': [is_finished(workdir, configs), saved]},
-      'give a --workdir that all processes reach')
 
 
-def code() -> str:
-  """A hash of this library as it is installed here."""
-  root = pathlib.Path(__file__).parent
-  return cache.fingerprint([
-      [str(file.relative_to(root)), file.read_text()]
-      for file in sorted(root.rglob('*.py'))])
 
 
-def check_same_inputs(prepared):
-  """InputError where processes see different data, tokens or weights."""
-  if processes.count() == 1:
-    return
-  values = {}
-  for p in prepared:
-    rows, held_out = p.config.data.path, p.config.eval.data.path
-    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(p.rows)
-    if p.eval_rows is not None:
-      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = (
-          digest(p.eval_rows))
-    first = p.first_batch
-    values[f'the tokenizer of {p.name}'] = cache.fingerprint([
-        p.tokenizer.encode(str(p.rows[0])),
-        first is not None and first.tokens.tolist()])
-    values |= {f'the {role} of {p.name}': cache.fingerprint(
-        weights.outline(source)) for role, source in p.sources.items()}
-  processes.check_same(values, 'give all processes the same files')
 
 
-def check_same_models(prepared, workdir):
-  """InputError where shapes would not show that a checkpoint is of another."""
-  for p in prepared:
-    if not (saved := weights.saved_meta(p, workdir)):
-      continue
-    was = dataclasses.asdict(model_config.from_json(saved['model']))
-    for k, v in dataclasses.asdict(p.model.config).items():
-      if was.get(k) != v:
-        raise InputError(
-            f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
-            f'{was.get(k)!r}; bring it back or change --workdir')
 
 
-def digest(rows) -> str:
-  """Of the number of the rows, and of up to _HASHED of them."""
-  most = _HASHED_LAZY if rows.streaming else _HASHED
-  chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
-  return cache.fingerprint([len(rows), list(rows.sizes), *(
-      json.dumps(rows[n], default=str) for n in chosen.tolist())])
 
 
-def _spelled(value):
-  """What JSON makes of a config; functions by name, the same each time."""
-  def spell(x):
-    if dataclasses.is_dataclass(x):
-      return vars(x)
-    named = x if hasattr(x, '__qualname__') else type(x)
-    return f'{named.__module__}:{named.__qualname__}' if callable(x) else str(x)
-  return json.loads(json.dumps(value, default=spell))
 
 
-def difference(old, new, prefix='') -> dict:
-  """{dotted key: (old, new)} of the leaves that differ."""
-  if isinstance(old, dict) and isinstance(new, dict):
-    out = {}
-    for key in sorted({*old, *new}):
-      out |= difference(old.get(key), new.get(key), f'{prefix}{key}.')
-    return out
-  return {} if old == new else {prefix[:-1]: (old, new)}

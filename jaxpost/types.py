@@ -10,10 +10,11 @@ no prediction, so its weight is 0.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from flax import struct
 import numpy as np
+from flax import struct
 
 Array = Any  # jax.Array or np.ndarray
 
@@ -245,3 +246,39 @@ class Item:
   info: dict
   samples: Any = None
   learnt: tuple = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """Outputs of a model and a batch -> loss and metrics.
+
+  fn: (outputs, arrays) -> (loss, {metric: value}), each of one shape and
+    elementwise in tokens, for `Batch.loss_weights` to sum; `arrays` is
+    `Batch.arrays`. It sees chunks of rows: no sum over tokens in it.
+  coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
+    instead, sums that are weighted already: for losses of sequences and pairs,
+    which cost one more product with the head, and for scalar heads.
+  token_means: the metrics of a coupled fn are sums over tokens weighted by
+    `loss_weights`; like those of other fns they are reported as means,
+    whatever the weights add up to (Dr. GRPO's are not 1).
+  reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
+    differentiated through stand in `learns`, too.
+  arrays: names in `Batch.arrays` that are filled before the update.
+  divergence: see `losses.head.Plan`; gives `outputs.divergence`.
+  teacher_forms: see `losses.head.Plan`; of the teachers in memory.
+  neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
+  router: weights of the losses of `moe.balance_loss`.
+  """
+
+  fn: Callable
+  coupled: bool = False
+  token_means: bool = False
+  reads: tuple[str, ...] = ()
+  learns: tuple[str, ...] = ()
+  arrays: tuple[str, ...] = ()
+  temperature: float = 1.0
+  divergence: Callable | None = None
+  teacher_forms: tuple[tuple[float, float], ...] = ()
+  neftune_alpha: float = 0.0
+  seed: int = 0
+  router: tuple[float, float] = (0.0, 0.0)

@@ -15,7 +15,8 @@ import tempfile
 
 from absl import flags
 
-from jaxpost import errors, host
+from jaxpost import errors
+from jaxpost.hardware import host
 
 flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
 _BATCH = flags.DEFINE_integer('batch', 16, 'Rows, sequences, completions.')
@@ -44,7 +45,7 @@ PASSED = 'shape steps prompt new ragged mean bf16 top_p mesh tune'.split()
 
 
 def scale():
-  from jaxpost import scaling
+  from jaxpost.tools import scaling
   rest = (tuple(map(int, _COUNTS.value)), _BATCH.value, _ROUNDS.value,
           tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED))
   rows = scaling.recorded(_RECORDS.value) if _RECORDS.value else sum(
@@ -64,14 +65,15 @@ def main(argv):
   if _TUNE.value:
     host.tune_host()
   host.use_compile_cache()
-  from jaxpost import bench, cluster, processes
+  from jaxpost.distributed import cluster, coordination
+  from jaxpost.tools import bench
   if (given := flags.FLAGS).distributed or given.coordinator:
     cluster.connect(given.coordinator, given.num_processes, given.process_id)
   options = bench.Options(**{
       f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
   with tempfile.TemporaryDirectory() as workdir:
     found = bench.run(argv[1], options, workdir) | {'tuned': _TUNE.value}
-  if processes.index() == 0:
+  if coordination.index() == 0:
     print(json.dumps(found))
 
 

@@ -17,9 +17,10 @@ import logging
 from absl import flags
 from ml_collections import config_flags
 
-from . import exits
-from jaxpost import host
 from jaxpost.errors import InputError
+from jaxpost.hardware import host
+
+from . import exits
 
 _RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
@@ -46,9 +47,9 @@ _TEMPERATURE = flags.DEFINE_float(
 _TOP_P = flags.DEFINE_float(
     'top_p', 1.0, '1 is off.', lower_bound=1e-6, upper_bound=1.0)
 def by_reward(which):
-  from jaxpost import completions, inference, measure
-  rows = measure.read(_DATA.value, _COLUMNS.value, _MAP.value, _SIZE.value)
-  return dict(data=_DATA.value, graded_by=_REWARD.value, **measure.measure(
+  from jaxpost.tools import completions, inference, score_dataset
+  rows = score_dataset.read(_DATA.value, _COLUMNS.value, _MAP.value, _SIZE.value)
+  return dict(data=_DATA.value, graded_by=_REWARD.value, **score_dataset.measure(
       inference.load(*which), rows, _REWARD.value, _OUT.value,
       completions.Draws(_N.value, _SEED.value, _MAX.value, _TEMPERATURE.value,
                         0, _TOP_P.value), mesh=_MESH.value,
@@ -70,7 +71,7 @@ def main(argv):
   which = _RUN.value, _MODEL.value, _STAGE.value, _STEP.value
   if _REWARD.value:
     return print(json.dumps(by_reward(which)))
-  from jaxpost import inference
+  from jaxpost.tools import inference
   print(json.dumps(inference.evaluate_as(
       *which, _CONFIG.value, _MESH.value, _DATA.value, _SIZE.value,
       _SAMPLES.value)))

@@ -9,8 +9,7 @@ import os
 import sys
 import traceback
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 from jaxpost import errors
 

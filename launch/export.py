@@ -13,7 +13,7 @@ import logging
 
 from absl import flags
 
-from jaxpost import host
+from jaxpost.hardware import host
 
 _RUN = flags.DEFINE_string('run', '', 'Folder of the run.')
 _MODEL = flags.DEFINE_string('model', '', 'Or a folder of a model or of peft.')
@@ -30,8 +30,8 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost import inference
-  from jaxpost.models import hf
+  from jaxpost.formats import hf
+  from jaxpost.tools import inference
   hf.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
   inference.export(weights, _OUT.value)

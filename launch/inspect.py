@@ -26,8 +26,10 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   import rich.console
-  from jaxpost import build, config, inference
-  stages = config.parse(build.as_dict(_CONFIG.value))
+
+  from jaxpost.stage import config, prepare
+  from jaxpost.tools import inference
+  stages = config.parse(prepare.as_dict(_CONFIG.value))
   if _STAGE.value:
     stages = dict([inference.pick(stages, _STAGE.value, '--config')])
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)

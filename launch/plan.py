@@ -40,26 +40,27 @@ flags.mark_flags_as_required(['config', 'topology'])
 def main(argv):
   del argv
   logging.getLogger().setLevel(logging.ERROR)
-  from jaxpost.planning import chips
+  from jaxpost.hardware import chips
   topology = chips.parse(_TOPOLOGY.value, _SLICES.value)
   chips.set_environment(topology)
   import rich.console
-  from jaxpost import build
-  from jaxpost.planning import auto, described, search, stage, table
+
+  from jaxpost.planning import auto, dry_run, search, stage, tables
+  from jaxpost.stage import prepare
   console = rich.console.Console(highlight=False, width=max(
       132, shutil.get_terminal_size().columns))
-  raw, plans = build.as_dict(_CONFIG.value), []
+  raw, plans = prepare.as_dict(_CONFIG.value), []
   options = stage.Options(
       topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
   if _SEARCH.value:
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:
-    for p in described.prepare_all(raw, options.stage):
+    for p in dry_run.prepare_all(raw, options.stage):
       mesh = auto.choose(p, topology, console.print)
       plans.append(stage.plan(search.vary(p, mesh), options))
-      table.show(plans[-1], console)
+      tables.show(plans[-1], console)
   if _OUT.value:
-    table.write(_OUT.value, plans)
+    tables.write(_OUT.value, plans)
     console.print(f'wrote {_OUT.value}')
 
 

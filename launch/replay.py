@@ -17,7 +17,7 @@ import rich.console
 import rich.table
 from absl import flags
 
-from jaxpost import host
+from jaxpost.hardware import host
 
 _RUN = flags.DEFINE_string('run', None, 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'From 1.')
@@ -49,8 +49,8 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost import replay
-  found = replay.replay(_RUN.value, _STEP.value, _ROW.value, _STAGE.value)
+  from jaxpost.tools import reproduce
+  found = reproduce.replay(_RUN.value, _STEP.value, _ROW.value, _STAGE.value)
   if _JSON.value:
     print(json.dumps(found, default=str))
   else:

@@ -17,9 +17,10 @@ import sys
 
 from absl import flags
 
-from . import exits
-from jaxpost import host
 from jaxpost.errors import InputError
+from jaxpost.hardware import host
+
+from . import exits
 
 _RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
@@ -51,7 +52,7 @@ def main(argv):
     exits.refuse(('prompts', 'out', 'n', 'json'), 'with --chat')
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost import completions, inference
+  from jaxpost.tools import completions, inference
   each = inference.adapters(inference.load(
       _RUN.value, _MODEL.value, _STAGE.value, _STEP.value), _ADAPTER.value)
   draws = completions.Draws(*(flag.value for flag in (

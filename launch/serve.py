@@ -16,7 +16,7 @@ import signal
 
 from absl import flags
 
-from jaxpost import host
+from jaxpost.hardware import host
 
 _RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
@@ -38,8 +38,9 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost import assemble, completions, inference
-  from jaxpost.rollout.endpoint import Endpoint
+  from jaxpost.environments.openai_server import Endpoint
+  from jaxpost.stage import assemble
+  from jaxpost.tools import completions, inference
   weights = inference.load(
       _RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
   half, name = _CONTEXT.value // 2, _RUN.value or _MODEL.value

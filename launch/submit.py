@@ -20,6 +20,7 @@ import tempfile
 from absl import flags
 
 from jaxpost.errors import InputError
+
 from . import render
 
 _DRY = flags.DEFINE_bool('dry_run', False, 'Print what would run.')

@@ -13,7 +13,7 @@ import logging
 from absl import flags
 from ml_collections import config_flags
 
-from jaxpost import host
+from jaxpost.hardware import host
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'Config file, FILE.py[:args].', lock_config=True)
@@ -44,15 +44,16 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost import processes, stages
+  import jaxpost
+  from jaxpost.distributed import coordination
   if _DISTRIBUTED.value or _COORDINATOR.value or _CLUSTER.value:
-    from jaxpost import cluster
+    from jaxpost.distributed import cluster
     cluster.connect(
         _COORDINATOR.value, _PROCESSES.value, _PROCESS.value,
         cluster=_CLUSTER.value, init_s=_INIT.value,
         heartbeat_s=_HEARTBEAT.value)
-  summary = stages.run(_CONFIG.value, _WORKDIR.value)
-  if processes.index() == 0:
+  summary = jaxpost.run(_CONFIG.value, _WORKDIR.value)
+  if coordination.index() == 0:
     print(json.dumps(summary))
 
 

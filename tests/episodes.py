@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 
 from jaxpost.data import tokenizer
-from jaxpost.models import hf
+from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 
 ENVIRONMENT = '''

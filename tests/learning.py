@@ -14,8 +14,8 @@ import rich.console
 import tiny
 
 import jaxpost
-from jaxpost import metrics
-from jaxpost.config import defaults
+from jaxpost.monitor import metrics
+from jaxpost.stage.config import defaults
 
 QUIET = rich.console.Console(quiet=True)
 SUMS = 'generated:arithmetic{}:max=99,ops=+,split={}'

@@ -12,11 +12,14 @@ import pytest
 import rich.console
 import tiny
 
-from jaxpost import (
-    assemble, build, completions, inference, metrics, stages)
+from jaxpost import stages
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.models.config import Experts
+from jaxpost.monitor import metrics
+from jaxpost.stage import assemble, prepare
+from jaxpost.stage import kit as kit_lib
+from jaxpost.tools import completions, inference
 from jaxpost.types import Prompt
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -44,7 +47,7 @@ def made(tmp_path_factory):
 
 
 def parts(config):
-  kit = assemble.make_kit(build.prepare_all(config)[0])
+  kit = kit_lib.make_kit(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
   return roles
@@ -68,7 +71,7 @@ def test_a_teacher_on_the_base_of_the_student(made, kind):
   roles = build_with(adapters['two'])
   (teacher,) = roles.teachers
   assert shares(teacher, roles.policy)
-  rows = roles.policy.place(build.prepare_all(tiny.run_config(
+  rows = roles.policy.place(prepare.prepare_all(tiny.run_config(
       base))[0].first_batch)
   found = np.asarray(teacher(rows))
   (alone,) = build_with(str(pathlib.Path(adapters['two']).parent)).teachers
@@ -87,7 +90,7 @@ def test_a_reward_model_on_the_base_of_the_policy(made):
   roles = build_with(adapters['judge'])
   judge = roles.reward_model
   assert shares(judge, roles.policy) and 'score' in judge.params
-  rows = roles.policy.place(build.prepare_all(tiny.run_config(
+  rows = roles.policy.place(prepare.prepare_all(tiny.run_config(
       base))[0].first_batch)
   found = np.asarray(judge(rows).values)
   alone = build_with(str(pathlib.Path(adapters['judge']).parent)).reward_model
@@ -203,7 +206,7 @@ def sampler(base, kind, share, targets=''):
       rollout=dict(
           share_base=share, max_new_tokens=8, slots=4)),
       dict(model=dict(quantise=kind)))
-  kit = assemble.make_kit(build.prepare_all(made)[0])
+  kit = kit_lib.make_kit(prepare.prepare_all(made)[0])
   roles, stream, engine = assemble.make_parts(
       kit, stages.initial_params(kit, None))
   stream.close()
@@ -242,16 +245,17 @@ SPLIT = """
 import sys
 sys.path.insert(0, 'tests')
 import numpy as np, tiny
-from jaxpost import assemble, build, stages
+from jaxpost.stage import assemble, kit as kit_lib, prepare
+from jaxpost import stages
 from jaxpost.types import Prompt
 out = []
 for mesh, share in (('data=-1', False), ('data=-1', True),
                     ('data=2,tensor=2', True)):
-  p, = build.prepare_all(tiny.merged(tiny.grpo_config(
+  p, = prepare.prepare_all(tiny.merged(tiny.grpo_config(
       sys.argv[1], lora=dict(rank=4), mesh=dict(train='fsdp=-1', rollout=mesh),
       rollout=dict(share_base=share, max_new_tokens=8, slots=8)),
       dict(model=dict(quantise=sys.argv[2]))))
-  kit = assemble.make_kit(p)
+  kit = kit_lib.make_kit(p)
   roles, stream, engine = assemble.make_parts(
       kit, stages.initial_params(kit, None))
   stream.close()
@@ -311,5 +315,5 @@ def test_grpo_learns_on_one_base(made, tmp_path, kind):
 
 def test_a_base_that_is_trained_is_not_shared(made):
   with pytest.raises(InputError, match='share_base: is for frozen weights'):
-    build.prepare_all(tiny.grpo_config(
+    prepare.prepare_all(tiny.grpo_config(
         made[0], rollout=dict(share_base=True)))

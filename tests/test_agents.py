@@ -11,11 +11,12 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import metrics
-from jaxpost.data import rollouts, tokenizer, turns
+from jaxpost.data import tokenizer
+from jaxpost.environments import agents, turns
+from jaxpost.environments.episodes import Episode, Limits
 from jaxpost.errors import InputError
-from jaxpost.rollout import agents
-from jaxpost.rollout.episodes import Episode, Limits
+from jaxpost.monitor import metrics
+from jaxpost.rollout import rollout_files
 from jaxpost.types import Completion, Prompt
 
 AGENT = '''
@@ -105,7 +106,7 @@ def test_tokens_are_those_of_the_conversation(run):
   decode = tokenizer.load('bytes').decode
   failed = begun = 0
   for step in 1, 2, 3:
-    rollout, arrays = rollouts.load(run / f'rollouts/grpo/{step}.npz')
+    rollout, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
     size = len(rollout.lengths) // len(rollout.prompts)
     for n, length in enumerate(rollout.lengths):
       prompt = rollout.prompts[n // size]
@@ -135,8 +136,8 @@ def test_tokens_are_those_of_the_conversation(run):
 def test_draws_do_not_depend_on_who_asks_first(folder, run):
   jaxpost.run(config(folder, train=dict(steps=1), tools=dict(workers=1)),
               folder / 'again')
-  one, _ = rollouts.load(run / 'rollouts/grpo/1.npz')
-  two, _ = rollouts.load(folder / 'again/rollouts/grpo/1.npz')
+  one, _ = rollout_files.load(run / 'rollouts/grpo/1.npz')
+  two, _ = rollout_files.load(folder / 'again/rollouts/grpo/1.npz')
   np.testing.assert_array_equal(one.completions, two.completions)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
 

@@ -138,7 +138,8 @@ class Device(types.SimpleNamespace):
 
 
 def test_rows_that_context_does_not_split():
-  from jaxpost import phases, schema
+  from jaxpost.distributed import phases
+  from jaxpost.stage import schema
   devices = [Device(platform='cpu', process_index=0, id=i) for i in range(4)]
   with pytest.raises(InputError, match='row_length: 34 is no multiple of the '
                      'context=4'):
@@ -146,12 +147,13 @@ def test_rows_that_context_does_not_split():
 
 
 def test_weights_that_do_not_fit_the_training_devices():
-  from jaxpost import phases, schema
+  from jaxpost.distributed import phases, transfer
+  from jaxpost.stage import schema
   devices = [Device(platform='cpu', process_index=0, id=i) for i in range(8)]
   layouts = phases.make_layouts(schema.MeshSection(
       train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
   with pytest.raises(InputError, match='weights are split over 3'):
-    phases.make_bridge(
+    transfer.make_bridge(
         layouts['train'], layouts['rollout'], 'config.mesh.rollout')
 
 
@@ -166,6 +168,7 @@ def by_hand(given):
   """Weights and tokens of a run whose phases wait for each other."""
   import jax
   import numpy as np
+
   from jaxpost import stages
   policy, stream = stages.policy_and_stream(given)
   config_, lag, drawn = stream.config, given['rollout']['lag'], []
@@ -211,11 +214,13 @@ def by_stream(given, versions):
 
 
 def main(folder):
-  from jaxpost import metrics, stages, weights
+  from jaxpost import stages
+  from jaxpost.distributed.mesh import make_layout
   from jaxpost.models import model as model_lib
-  from jaxpost.sharding import make_layout
+  from jaxpost.monitor import metrics
+  from jaxpost.stage import find_weights, load_weights
   folder, said = pathlib.Path(folder), {}
-  shape = weights.open_folder(f'{folder}/model', '')[1]
+  shape = find_weights.open_folder(f'{folder}/model', '')[1]
   model, layout = model_lib.build(shape), make_layout('fsdp=-1', 'train')
   for name in RUNS:
     given, versions = config(folder, name), []
@@ -236,7 +241,7 @@ def main(folder):
             work / 'metrics.jsonl') if row['split'] == 'train']
         found['events'] = json.loads(
             (work / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
-      found[tag] = digest(weights.read_checkpoint(
+      found[tag] = digest(load_weights.read_checkpoint(
           work / 'checkpoints' / 'grpo', STEPS, model, layout, 'float32'))
     said[name] = found
   print(json.dumps(said))

@@ -20,11 +20,11 @@ import pytest
 import tiny
 from test_processes import environment, finish, free_address
 
-from jaxpost import processes
+from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
+from jaxpost.hardware import kernel_check
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, context, flash, scores
-from jaxpost.programs import kernel_check
+from jaxpost.models import attention, attention_kernels, attention_xla, context_parallel
 
 CLONE = pathlib.Path(__file__).parents[1]
 # What a layer may have besides documents and groups of heads.
@@ -89,8 +89,8 @@ def plain(name, rest, compute=tiny.EXACT):
 def interpreted(rest, n=1):
   """Splash, as a TPU would do it, in float32; a row as n stripes."""
   def run(q, k, v, sinks):
-    q = scores.scaled(q, rest['cfg'])
-    return jnp.stack([flash.splash(
+    q = attention_xla.scaled(q, rest['cfg'])
+    return jnp.stack([attention_kernels.splash(
         q[:, i::n], k, v, rest['segment_ids'], None, sinks,
         window=rest['window'], cfg=rest['cfg'], compute=tiny.EXACT,
         stripe=(i, n), interpret=True) for i in range(n)], axis=2).reshape(
@@ -160,7 +160,7 @@ def test_long_rows_keep_no_weights(monkeypatch, length, kind):
 
   kept, right = temporaries(), both_ways(run, args, g)
   assert kept > 2 * 4 * 512 * 512 / 2 * 4  # the weights, at least
-  monkeypatch.setattr(scores, '_LONG', 100)
+  monkeypatch.setattr(attention_xla, '_LONG', 100)
   assert temporaries() < kept / 2
   jax.tree.map(lambda a, b: np.testing.assert_allclose(
       a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right)
@@ -171,18 +171,18 @@ import sys
 sys.path.insert(0, 'tests')
 import jax, jax.numpy as jnp, numpy as np
 import test_attention as t, tiny
-from jaxpost.models import attention, context, scores
-from jaxpost.sharding import make_layout
+from jaxpost.models import attention, context_parallel, attention_xla
+from jaxpost.distributed.mesh import make_layout
 
 layout = make_layout('context=2', 'train')
 args, rest, g = t.case((512, 4, 2, 32, 32), cap=5.0, sinks=True, window=150)
-order = lambda x: layout(context.stripe(x, 2), 'batch', 'time')
+order = lambda x: layout(context_parallel.stripe(x, 2), 'batch', 'time')
 
 def run(*args):
   q, k, v = map(order, args[:3])
   out = attention.attention(q, k, v, compute=tiny.EXACT, sinks=args[3],
                             layout=layout, **rest)
-  return context.unstripe(out, 2)
+  return context_parallel.unstripe(out, 2)
 
 def compiled():
   loss = lambda *args: jnp.sum(run(*args) * g)
@@ -192,7 +192,7 @@ def compiled():
 right = jax.grad(lambda *args: jnp.sum(t.plain(
     'reference', rest)(*args) * g), (0, 1, 2, 3))(*args)
 kept, one = compiled()
-scores._LONG = 100
+attention_xla._LONG = 100
 less, two = compiled()
 for found in one, two:
   t.close(found, right, 1e-5)
@@ -238,7 +238,7 @@ def taken(monkeypatch, compute, **fields):
     asked.append(rest[3].attention)
     return q
 
-  monkeypatch.setattr(flash, 'attend', attend)
+  monkeypatch.setattr(attention_kernels, 'attend', attend)
   attention.attention(*args[:3], compute=compute, sinks=args[3], **rest)
   return asked
 
@@ -270,7 +270,7 @@ def test_what_is_asked_for_and_cannot_be_is_refused_by_name(
 
 def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
   import jaxpost
-  from jaxpost import metrics
+  from jaxpost.monitor import metrics
   path = tiny.folder(tmp_path / 'model')
   losses, called = {}, []
   for name in ('chunked', 'reference'):
@@ -279,7 +279,7 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
     losses[name] = [r['loss'] for r in metrics.read_rows(
         tmp_path / name / 'metrics.jsonl') if 'loss' in r]
     monkeypatch.setitem(attention.PLAIN, 'reference', lambda *args: (
-        called.append(1), scores.reference(*args))[1])
+        called.append(1), attention_xla.reference(*args))[1])
   assert called and losses['chunked'] == pytest.approx(
       losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
@@ -293,7 +293,7 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
 def test_a_kernel_of_another_platform_is_refused(platform, name, words):
   compute = compute_for(platform, 'bfloat16', 'none', name)
   with pytest.raises(InputError, match=words):
-    flash.check_platform(compute, platform)
+    attention_kernels.check_platform(compute, platform)
 
 
 # ----------------------------------------------------------------------- check
@@ -302,14 +302,14 @@ def test_a_kernel_of_another_platform_is_refused(platform, name, words):
 def one_document(q, k, v, segments, positions, sinks, **rest):
   """Wrong: documents see each other."""
   del positions
-  return flash.splash(q, k, v, jnp.ones_like(segments), None, sinks, **rest,
+  return attention_kernels.splash(q, k, v, jnp.ones_like(segments), None, sinks, **rest,
                       interpret=True)
 
 
 def no_gradient(q, k, v, *rest, **more):
   """Wrong: backward."""
   stop = jax.lax.stop_gradient
-  return flash.splash(q, stop(k), v, *rest, **more, interpret=True)
+  return attention_kernels.splash(q, stop(k), v, *rest, **more, interpret=True)
 
 
 def not_there(*args, **more):
@@ -317,7 +317,7 @@ def not_there(*args, **more):
   return jax.lax.make_splash(*args, **more)
 
 
-GOOD = functools.partial(flash.splash, interpret=True)
+GOOD = functools.partial(attention_kernels.splash, interpret=True)
 SETTLED = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64)
 
 
@@ -335,7 +335,7 @@ def settle(monkeypatch, tmp_path):
   kernel_check.trusted.cache_clear()
 
   def run(kernel, *lengths, cfg=SETTLED, parts=1, **fields):
-    monkeypatch.setitem(flash.KERNELS, 'splash', kernel)
+    monkeypatch.setitem(attention_kernels.KERNELS, 'splash', kernel)
     compute = dataclasses.replace(
         compute_for('tpu', 'bfloat16', 'none'), **fields)
     return kernel_check.settle(compute, [(cfg, n, parts) for n in lengths])
@@ -346,8 +346,8 @@ def settle(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('parts', [1, 2])
 def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
-  monkeypatch.setitem(flash.KERNELS, 'splash', GOOD)
-  work = flash.work(dataclasses.replace(
+  monkeypatch.setitem(attention_kernels.KERNELS, 'splash', GOOD)
+  work = attention_kernels.work(dataclasses.replace(
       SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts)
   assert work.windows == (0, 40)
   for window in work.windows:
@@ -368,7 +368,7 @@ def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(
   assert 'splash is wrong on' in line and 'rows of 384 tokens' in line
   assert re.search(where, line)
   asked = []
-  monkeypatch.setattr(flash, 'attend', lambda q, *rest: asked.append(
+  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *rest: asked.append(
       q.shape[1]) or q)
   for length in 256, 384:
     args, rest, _ = case((length, 4, 2, 64, 64))
@@ -398,14 +398,14 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
   monkeypatch.setattr(kernel_check, 'errors', counted)
   first = settle(of_one_length(one_document, 384), 128, 256, 384, 256)
   assert asked == [(256, 'bfloat16', 0), (384, 'bfloat16', 0)]  # 128: none
-  assert settle(flash.KERNELS['splash'], 384, 256) == first
+  assert settle(attention_kernels.KERNELS['splash'], 384, 256) == first
   assert len(asked) == 2
   # Of another run on this machine: what was right is known.
   note = tmp_path / '.cache/jaxpost/attention.json'
   key, = json.loads(note.read_text())
   assert jax.__version__ in key and jax.devices()[0].device_kind in key
   kernel_check.trusted.cache_clear()
-  assert settle(flash.KERNELS['splash'], 384, 256) == first
+  assert settle(attention_kernels.KERNELS['splash'], 384, 256) == first
   assert asked[2:] == [(384, 'bfloat16', 0)]
   settle(GOOD, 256, cfg=dataclasses.replace(
       SETTLED, layer_windows=(40, 0)))
@@ -422,14 +422,14 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
 def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   monkeypatch.setattr(kernel_check, 'errors', None)
   compute = compute_for('tpu', 'bfloat16', 'none')
-  assert flash.unproven(compute)
+  assert attention_kernels.unproven(compute)
   for other in (
       *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
       *(compute_for('tpu', 'bfloat16', 'none', name) for name in (
           'chunked', 'reference'))):
-    assert not flash.unproven(other)
+    assert not attention_kernels.unproven(other)
   # And never by a program: what is settled is only looked up.
-  compute = dataclasses.replace(compute, doubted=(flash.work(SETTLED, 256, 1),))
+  compute = dataclasses.replace(compute, doubted=(attention_kernels.work(SETTLED, 256, 1),))
   args, rest, _ = case((256, 4, 2, 64, 64))
   rest['cfg'] = SETTLED
   jax.jit(lambda q, k, v: attention.attention(
@@ -442,7 +442,7 @@ def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
       'v': float(work.length == 64)})
   for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
-    assert flash.unproven(compute)
+    assert attention_kernels.unproven(compute)
     assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
     with pytest.raises(InputError, match=f'attention: {name} is wrong on .* '
                        'for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '):
@@ -456,7 +456,7 @@ def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
     whys.append(mine)
     return [mine, ['off by 2.0e+00 in v'] * len(mine)]
 
-  monkeypatch.setattr(processes, 'gather', gather)
+  monkeypatch.setattr(coordination, 'gather', gather)
   assert [w.length for w in settle(GOOD, 256).doubted] == [256]
   assert [w.length for w in settle(GOOD, 256).doubted] == [256]
   assert whys == [[''], ['']]  # asked each time, whatever a process knows
@@ -466,15 +466,15 @@ EACH = """
 import sys
 sys.path.insert(0, 'tests')
 import tiny
-from jaxpost import cluster
+from jaxpost.distributed import cluster
 from jaxpost.matmul import compute_for
-from jaxpost.programs import kernel_check
+from jaxpost.hardware import kernel_check as kernel_check_lib
 rank = int(sys.argv[2])
 cluster.connect(sys.argv[1], 2, rank)
-kernel_check.errors = lambda name, work, *rest: {
+kernel_check_lib.errors = lambda name, work, *rest: {
     'out': float(rank and work.length == 384)}
 cfg = tiny.config(head_dim=64)
-compute = kernel_check.settle(compute_for('tpu', 'bfloat16', 'none'), [
+compute = kernel_check_lib.settle(compute_for('tpu', 'bfloat16', 'none'), [
     (cfg, n, 1) for n in (512, 384, 256)])
 print([w.length for w in compute.doubted])
 """
@@ -493,11 +493,13 @@ def test_processes_agree_on_what_is_wrong(tmp_path):
 
 def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   """Rows of every role, and what the sampler reads texts in."""
-  from jaxpost import assemble, build, completions, config as config_lib
-  from jaxpost import inference, precompile
   from jaxpost.programs.compile import Ledger
+  from jaxpost.stage import config as config_lib
+  from jaxpost.stage import kit as kit_lib
+  from jaxpost.stage import prepare
+  from jaxpost.tools import completions, inference
   asked = []
-  monkeypatch.setattr(flash, 'unproven', lambda compute: True)
+  monkeypatch.setattr(attention_kernels, 'unproven', lambda compute: True)
   monkeypatch.setattr(kernel_check, 'settle', lambda compute, uses: (
       asked.append({(cfg.head_dim, *row) for cfg, *row in uses}), compute)[1])
   path = tiny.folder(tmp_path / 'model')
@@ -505,9 +507,9 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   size = tiny.config().head_dim
 
   def uses(config, **kit):
-    p, = build.prepare_all(config)
+    p, = prepare.prepare_all(config)
     try:
-      assemble.make_kit(p, **kit)
+      kit_lib.make_kit(p, **kit)
     finally:
       p.close()
     return asked.pop()
@@ -516,10 +518,10 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
       teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
   with monkeypatch.context() as split:  # a student here, a teacher there
-    split.setattr(context, 'parts', lambda layout: layout)
-    p, = build.prepare_all(distill)
+    split.setattr(context_parallel, 'parts', lambda layout: layout)
+    p, = prepare.prepare_all(distill)
     p.close()
-    assert {(cfg.head_dim, *row) for cfg, *row in precompile.attended(
+    assert {(cfg.head_dim, *row) for cfg, *row in kit_lib.attended(
         p, dict(train=2, score=4), 96)} == {(size, 96, 2), (32, 96, 4)}
   with pytest.raises(IndexError):  # a device that is only described
     uses(distill, ledger=Ledger(dry=True))
@@ -539,7 +541,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
 
 
 def test_documents_of_a_row():
-  starts, sizes = flash.documents(jnp.array([
+  starts, sizes = attention_kernels.documents(jnp.array([
       [1, 1, 2, 3, 3, 0], [7, 7, 7, 7, 7, 7]]), 4)
   assert starts.tolist() == [[0, 2, 3, 5, 6], [0, 6, -1, -1, -1]]
   assert sizes.tolist() == [[2, 1, 2, 1], [6, -1, -1, -1]]
@@ -553,10 +555,10 @@ LAYOUTS = ('tensor=8', 'data=2,fsdp=2,tensor=2', 'fsdp=8', 'context=8',
 
 def main():
   """Prints {layout: error} of splash, each device with its own share."""
-  from jaxpost.sharding import make_layout
-  kernel = flash.splash
-  flash.KERNELS['splash'] = functools.partial(kernel, interpret=True)
-  flash.REFUSALS['splash'] = lambda *_: ''  # in float32, too
+  from jaxpost.distributed.mesh import make_layout
+  kernel = attention_kernels.splash
+  attention_kernels.KERNELS['splash'] = functools.partial(kernel, interpret=True)
+  attention_kernels.REFUSALS['splash'] = lambda *_: ''  # in float32, too
   out = {}
   for windows in (), (40, 0):  # alike, or one of two under a scan
     args, rest, g = case((128, 8, 2, 16, 16), sinks=True)
@@ -573,9 +575,9 @@ def main():
           tiny.EXACT, attention='splash', forced=True)
 
       def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
-        n = context.parts(layout)
-        q, k, v = (context.stripe(x, n) for x in (q, k, v))
-        return context.unstripe(attention.attention(
+        n = context_parallel.parts(layout)
+        q, k, v = (context_parallel.stripe(x, n) for x in (q, k, v))
+        return context_parallel.unstripe(attention.attention(
             q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n)
 
       ours = both_ways(run, args, g)
@@ -608,10 +610,10 @@ def needs(package, extra):
 
 _UPDATE = r'''
 import json, re, sys
-from jaxpost.planning import chips
+from jaxpost.hardware import chips
 top = chips.parse(sys.argv[1])
 chips.set_environment(top)
-from jaxpost.planning import aot, described
+from jaxpost.planning import aot, dry_run
 import dataclasses
 import jaxpost.models.model as model_lib
 out, kept, mesh = {}, [], sys.argv[3]
@@ -619,7 +621,7 @@ queries = 1024 // int((re.findall(r'context=(\d+)', mesh) or [1])[0])
 count = aot.cost.count
 aot.cost.count = lambda *args: (kept.append(args[0]), count(*args))[1]
 for name in sys.argv[2], 'chunked':
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
       algorithm='sft', data=dict(path='none'), model=dict(
           preset='xs', remat='full', attention=name),
       mesh=dict(train=mesh),
@@ -679,8 +681,8 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
     (9216, 4, 700), (8192, 8, 128), (5000, 8, 0)])
 def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
   """As the kernel itself finds them."""
-  from jax.experimental.pallas.ops.tpu.splash_attention import (
-      splash_attention_kernel as lib)
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as lib
+
   from jaxpost.planning import kernels
   made, process = [], lib.mask_info_lib.process_mask
 
@@ -694,7 +696,7 @@ def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
   given = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32)
            for t in (tokens // n, tokens, tokens)]
   jax.eval_shape(functools.partial(
-      flash.splash, positions=None, sinks=None, window=window,
+      attention_kernels.splash, positions=None, sinks=None, window=window,
       cfg=tiny.config(), compute=tiny.EXACT, stripe=(0, n), interpret=True),
       *given, segment_ids=jax.ShapeDtypeStruct((1, tokens), jnp.int32))
   (*sizes, blocks), = set(made)  # forward, and for dq

@@ -12,9 +12,11 @@ RUN = '''
 import dataclasses, json, pathlib, sys
 sys.path.insert(0, 'tests')
 import jax, rich.console, tiny
-from jaxpost import metrics, stages
+from jaxpost.monitor import metrics
+import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.planning import auto, chips, described, search, stage
+from jaxpost.planning import auto, dry_run, search, stage
+from jaxpost.hardware import chips
 work = pathlib.Path(sys.argv[1])
 model = tiny.folder(work / 'model')
 config = tiny.grpo_config(model, mesh=dict(train='auto', rollout='auto'),
@@ -29,14 +31,14 @@ def pretend(memory, link=1e8):
 def run(name):
   console = rich.console.Console(record=True, width=200, quiet=False,
                                  file=open(work / (name + '.txt'), 'w'))
-  stages.run(config, work / name, console=console)
+  jaxpost.run(config, work / name, console=console)
   return [x for x in console.export_text().splitlines()
           if x.startswith('config.mesh')]
 
 out['unknown'] = run('unknown')
 pretend(1e12)
 here = chips.here(jax.devices())
-p, = described.prepare_all(config)
+p, = dry_run.prepare_all(config)
 q = search.vary(p, {'mesh.rollout': 'data=-1'})
 plans = {m: stage.plan(search.vary(q, {'mesh.train': m}),
                        stage.Options(here, ('update',)))

@@ -17,9 +17,9 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from jaxpost import assemble
 from jaxpost import stages
 from jaxpost.errors import InputError
+from jaxpost.stage import assemble
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = '{"prompt": "1+1=", "completion": "2"}'
@@ -241,11 +241,10 @@ def test_field_that_depends_on_the_devices(case, model, place, monkeypatch):
 
 
 def test_rows_that_do_not_split():
-  from jaxpost import build
-  from jaxpost import config
+  from jaxpost.stage import batch_shape, config
   parsed = config.parse(dict(train=dict(batch_size=6)))['sft']
   with pytest.raises(InputError, match='6 rows at a time do not split over 4'):
-    build.batch_shape(parsed, False, 4)
+    batch_shape.batch_shape(parsed, False, 4)
 
 
 def lines(*text):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpost import bench
+from jaxpost.tools import bench
 
 
 def test_weights_are_moved_and_copied(tmp_path):

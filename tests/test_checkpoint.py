@@ -23,9 +23,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpost import checkpoint
-from jaxpost import errors
-from jaxpost import types
+from jaxpost import errors, types
+from jaxpost.storage import checkpoint
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SEAL = 'checksums.json'

@@ -12,9 +12,9 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CODE = '''
 import json
-from jaxpost import cluster, processes
+from jaxpost.distributed import cluster, coordination
 cluster.connect(init_s=60)
-print(json.dumps(processes.gather([processes.index(), processes.count()])))
+print(json.dumps(coordination.gather([coordination.index(), coordination.count()])))
 '''
 # What the launchers of these clusters set, as jax/_src/clusters reads it.
 CLUSTERS = {
@@ -57,7 +57,7 @@ def test_an_unknown_cluster_is_one_line():
 @pytest.mark.parametrize('installed', [True, False])
 def test_pathways(installed, tmp_path):
   """One process drives all hosts: it only says that it is there."""
-  code = 'from jaxpost import cluster\ncluster.connect()\nprint("on")'
+  code = 'from jaxpost.distributed import cluster\ncluster.connect()\nprint("on")'
   if installed:
     (tmp_path / 'pathwaysutils.py').write_text(
         'def initialize():\n  print("Pathways")\n')

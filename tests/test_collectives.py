@@ -30,7 +30,8 @@ for name in 'wide', 'tied':
 presets.PRESETS['moe'] = dataclasses.replace(
     presets.PRESETS['wide'], family='qwen3_moe',
     experts=presets.Experts(8, 2, 256))
-from jaxpost.planning import aot, chips, cost, described
+from jaxpost.planning import aot, cost, dry_run
+from jaxpost.hardware import chips
 
 topology, dtype, jobs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 chips.set_environment(chips.parse(topology))
@@ -82,7 +83,7 @@ for train, rollout, preset, *score in jobs:
   aot.look = look if rollout and not score else watch
   programs = ('score', 'insert', 'generate') if score else (
       ('reshard',) if rollout else ('update',))
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
       algorithm='grpo' if rollout else 'sft', data=dict(path='none'),
       reward='length', model=dict(preset=preset, dtype=dtype, remat='full'),
       mesh=dict(train=train, rollout=rollout or 'data=-1',
@@ -206,10 +207,10 @@ def test_an_update_for_described_chips(topology, job):
 
 LOOPS = r"""
 import json, sys
-from jaxpost.planning import chips
+from jaxpost.hardware import chips
 topology = chips.parse('cpu:8')
 chips.set_environment(topology)
-from jaxpost.planning import aot, described, hlo
+from jaxpost.planning import aot, dry_run, hlo
 out, texts, count = {}, [], aot.cost.count
 aot.cost.count = lambda *args: (texts.append(args[0]), count(*args))[1]
 
@@ -230,7 +231,7 @@ def sent(text):
 
 for mesh in sys.argv[1:]:
   texts.clear()
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
       algorithm='grpo', reward='exact_match', data=dict(path='none'),
       model=dict(preset='tiny'), mesh=dict(rollout=mesh),
       rollout=dict(prompts=4, group_size=4, max_new_tokens=64)))

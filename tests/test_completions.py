@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost import completions, inference, measure
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
-from jaxpost.evaluate import pass_at_k
 from jaxpost.rewards import math
-from jaxpost.rewards.pool import Graded
+from jaxpost.rewards.groups import Graded
+from jaxpost.stage.evaluate import pass_at_k
+from jaxpost.tools import completions, inference, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 DRAWS = completions.Draws(n=64, max_new_tokens=4)
@@ -203,7 +203,7 @@ def test_figures_by_hand():
   graded = [Graded([1.0, 1.0, 0.0, 0.0], {}, None),
             Graded([0.0, 0.0, 1.0, 1.0], {}, None),
             Graded([1.0, None, 1.0, 1.0], {}, None)]
-  out = measure.summary(rows, graded, (258,))
+  out = score_dataset.summary(rows, graded, (258,))
   assert out['pass@1'] == 0.5
   assert out['pass@2'] == pytest.approx(1 - 1 / 6)  # 1 - C(2,2)/C(4,2)
   assert out['pass@4'] == 1
@@ -213,7 +213,7 @@ def test_figures_by_hand():
   assert out['completions/mean_length'] == pytest.approx(23 / 12)
   assert out['completions/clipped_ratio'] == pytest.approx(10 / 12)
   same = [Graded([1.0] * 4, {}, None), *graded[1:]]
-  assert measure.summary(rows, same, (258,))['frac_reward_differs'] == 0.5
+  assert score_dataset.summary(rows, same, (258,))['frac_reward_differs'] == 0.5
 
 
 def test_pass_at_k_is_unbiased():

@@ -15,10 +15,10 @@ import ml_collections
 import pytest
 import rich.console
 
-from jaxpost import build
-from jaxpost import config as schema
 from jaxpost import stages
 from jaxpost.errors import InputError
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as schema
 from tests import tiny
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -84,7 +84,7 @@ def test_variant_parses(name, variant):
   assert list(parsed) == list(config.stages or [config.algorithm])
   for stage in parsed.values():
     assert stage.data.path
-    algorithm = build.load_algorithm(stage.algorithm)
+    algorithm = algorithms.load_algorithm(stage.algorithm)
     algorithm.check(schema.resolve(stage, algorithm.defaults))
 
 

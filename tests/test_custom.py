@@ -19,14 +19,16 @@ import tiny
 from flax import nnx
 
 import jaxpost
-from jaxpost import build, metrics
-from jaxpost.config import parse
+from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.models import custom
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
-from jaxpost.sharding import make_layout, to_host
+from jaxpost.stage import prepare
+from jaxpost.stage.config import parse
 from jaxpost.types import Prompt
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
@@ -106,10 +108,10 @@ def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
   assert json.loads((export / 'config.json').read_text())['code'] == code
   section, = (x.model for x in parse(tiny.merged(tiny.run_config(''), dict(
       model=dict(preset=code, path=str(export))))).values())
-  source = build.model_source(section)
+  source = prepare.model_source(section)
   assert source.folder is not None
   with pytest.raises(InputError, match="'custom'.*config.model.preset"):
-    build.model_source(dataclasses.replace(section, preset='tiny'))
+    prepare.model_source(dataclasses.replace(section, preset='tiny'))
 
 
 # What a device of each layout has of a parameter, of [64, 259] or its like.

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxpost.data import generated
-from jaxpost.data import sources
+from jaxpost.data import generated, sources
 from jaxpost.errors import InputError
 
 

@@ -7,10 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from jaxpost.data import chat
-from jaxpost.data import loader
-from jaxpost.data import prompts
-from jaxpost.data import sources
+from jaxpost.data import chat, loader, prompts, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 

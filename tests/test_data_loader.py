@@ -5,13 +5,7 @@ import collections
 import numpy as np
 import pytest
 
-from jaxpost.data import chat
-from jaxpost.data import generated
-from jaxpost.data import loader
-from jaxpost.data import packing
-from jaxpost.data import preview
-from jaxpost.data import prompts
-from jaxpost.data import sources
+from jaxpost.data import chat, generated, loader, packing, preview, prompts, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 

@@ -9,10 +9,9 @@ import rich.console
 import tiny
 
 import jaxpost
-from jaxpost import diagnose
 from jaxpost import loop
-from jaxpost import metrics
-from jaxpost.checkpoint import finished_steps
+from jaxpost.monitor import metrics, nonfinite
+from jaxpost.storage.checkpoint import finished_steps
 from jaxpost.types import Item
 
 # Cross entropy that is NaN on tokens the model finds unlikely.
@@ -76,7 +75,7 @@ def test_a_bad_step_changes_nothing_and_names_rows_and_terms(model, tmp_path):
   found = policy.update(item.updates[0][1])
   assert float(found['skipped_updates']) == 1
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
-  text = diagnose.diagnosis(
+  text = nonfinite.diagnosis(
       item, [('policy', found)], jaxpost.Roles(policy))
   terms = text.removeprefix('; not finite: ').split(', ')
   assert {'policy loss', 'policy trap', f'loss in rows {row}',

@@ -10,9 +10,10 @@ import shutil
 import sys
 
 import pytest
-from test_processes import finish, start as start_all
+from test_processes import finish
+from test_processes import start as start_all
 
-from jaxpost import metrics
+from jaxpost.monitor import metrics
 
 STEPS, MIDDLE = 4, 2
 REWARD = '''
@@ -37,7 +38,8 @@ def config(folder, name):
 
 
 def main(folder, tag, names, rank, count, address):
-  from jaxpost import cluster, stages
+  from jaxpost import stages
+  from jaxpost.distributed import cluster
   folder = pathlib.Path(folder)
   if int(count) > 1:
     cluster.connect(address, int(count), int(rank))

@@ -16,17 +16,16 @@ import optax
 import pytest
 import tiny
 
-from jaxpost import cache
-from jaxpost import config as config_lib
 from jaxpost import roles as roles_lib
 from jaxpost.algorithms import distill
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
 from jaxpost.losses import head as head_lib
 from jaxpost.models import model as model_lib
-from jaxpost.programs import score
-from jaxpost.programs import train
+from jaxpost.programs import score, train
 from jaxpost.programs.compile import Ledger
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import precompute
 from jaxpost.types import Batch
 
 GOLDEN = json.loads(
@@ -268,7 +267,7 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
 
   def run(rows, length, micro, elements):
     compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-    lookup = cache.Lookup()
+    lookup = precompute.Lookup()
     if topk:
       spec = distill.precompute(config)['teacher_0']
       program = score.make_topk(
@@ -279,8 +278,8 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
             roles_lib.place(layout, micro, batch))))
         return {k: np.asarray(x).reshape(-1, length, topk)
                 for k, x in found.items()}
-      lookup = cache.Lookup(spec.arrays)
-      lookup.fill(documents(), cache.read(
+      lookup = precompute.Lookup(spec.arrays)
+      lookup.fill(documents(), precompute.read(
           documents().__getitem__, 5, spec.arrays, topk_of, len(rows), length))
     made = [lookup.attach(n, e) for n, e in enumerate(documents())]
     batch = roles_lib.place(layout, micro, packing.to_batch(
@@ -309,8 +308,8 @@ def test_long_documents_keep_the_values_of_what_fits():
   example = dataclasses.replace(documents()[4], arrays={})
   fields = {'seen': ((), np.int32)}
   run = lambda batch: {'seen': batch.tokens}
-  values = cache.read(lambda n: (None, example)[n], 2, fields, run, 2, 8)
-  lookup = cache.Lookup(fields)
+  values = precompute.read(lambda n: (None, example)[n], 2, fields, run, 2, 8)
+  lookup = precompute.Lookup(fields)
   lookup.fill([None, example], values)
   assert lookup.attach(0, None) is None
   seen = lookup.attach(1, example).arrays['seen']

@@ -14,16 +14,15 @@ import pytest
 import rich.console
 import tiny
 
-from jaxpost import assemble
-from jaxpost import build
-from jaxpost import cache
-from jaxpost import config as config_lib
-from jaxpost import metrics
 from jaxpost import stages
-from jaxpost import weights
 from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
+from jaxpost.stage import assemble, find_weights, load_weights, precompute, prepare
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import kit as kit_lib
+from jaxpost.storage import array_cache
 
 TASK = 'generated:arithmetic:max=99,ops=+'
 QUIET = rich.console.Console(quiet=True)
@@ -127,7 +126,7 @@ def test_completions_of_the_data_are_those_of_distill(small, big):
 
 
 def test_shares_of_steps_are_those_of_the_seed():
-  from jaxpost.data.demonstrations import Mixed
+  from jaxpost.rl.demonstrations import Mixed
   steps = [[Mixed(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)]
            for seed in (0, 0, 1)]
   assert steps[0] == steps[1] != steps[2]
@@ -166,8 +165,8 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
   assert [clock(r) for r in whole] == [clock(r) for r in parts]
   ends = []
   for name in ('whole', 'parts'):
-    source = weights.find(str(tmp_path / name), 'end', {})
-    ends.append(weights.load(
+    source = find_weights.find(str(tmp_path / name), 'end', {})
+    ends.append(load_weights.load(
         source, model_lib.build(source.config), tiny.one_device(), 'float32'))
   jax.tree.map(np.testing.assert_array_equal, *ends)
 
@@ -211,9 +210,9 @@ def paths(big, small):
       seen.append(path)
       return {}
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(cache, 'load_or_make', record)
+      patch.setattr(precompute, 'load_or_make', record)
       assemble.make_parts(
-          kit := assemble.make_kit(build.prepare_all(config)[0]),
+          kit := kit_lib.make_kit(prepare.prepare_all(config)[0]),
           stages.initial_params(kit, None), workdir)
     return seen
   return find
@@ -246,13 +245,13 @@ def test_arrays_on_disk_are_whole_or_made_again(tmp_path, harm):
   def make():
     made.append(1)
     return {'ids': np.arange(12).reshape(4, 3), 'p': np.ones(4, np.float32)}
-  cache.load_or_make(tmp_path / 'x', make)
+  array_cache.load_or_make(tmp_path / 'x', make)
   file = tmp_path / 'x' / 'ids.npy'
   if harm == 'truncated':
     file.write_bytes(file.read_bytes()[:-4])
   elif harm == 'unfinished':
     (tmp_path / 'x' / 'index.json').unlink()
-  found = cache.load_or_make(tmp_path / 'x', make)
+  found = array_cache.load_or_make(tmp_path / 'x', make)
   assert len(made) == 1 + (harm != 'none')
   jax.tree.map(np.testing.assert_array_equal, dict(found), make())
   assert sorted(f.name for f in (tmp_path / 'x').iterdir()) == [
@@ -298,7 +297,7 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
      'config.reward: is empty')])
 def test_bad_input(small, big, over, message):
   with pytest.raises(InputError, match=message) as error:
-    build.prepare_all(settings(small, big, **over))
+    prepare.prepare_all(settings(small, big, **over))
   assert '\n' not in str(error.value)
 
 
@@ -308,30 +307,30 @@ def test_bad_input(small, big, over, message):
 def test_teachers_that_cannot_teach(small, tmp_path, fields, message):
   wrong = tiny.folder(tmp_path / 'wrong', **fields)
   with pytest.raises(InputError, match=message):
-    build.prepare_all(settings(small, wrong))
+    prepare.prepare_all(settings(small, wrong))
 
 
 def test_another_tokenizer_is_refused(small, big, tmp_path):
   from jaxpost.data import tokenizer
   path = pathlib.Path(tiny.folder(tmp_path / 'other'))
   tokenizer.load('bytes').save(path)
-  build.prepare_all(settings(small, str(path)))  # the same one
+  prepare.prepare_all(settings(small, str(path)))  # the same one
   file = path / 'tokenizer.json'
   found = json.loads(file.read_text())
   vocab = found['model']['vocab']
   vocab['1'], vocab['2'] = vocab['2'], vocab['1']
   file.write_text(json.dumps(found))
   with pytest.raises(InputError, match='another tokenizer than bytes'):
-    build.prepare_all(settings(small, str(path)))
+    prepare.prepare_all(settings(small, str(path)))
 
 
 def test_rows_without_a_completion_are_named(small, big, tmp_path):
   file = tmp_path / 'prompts.jsonl'
   file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
   over = tiny.merged(GKD, dict(data=dict(path=str(file))))
-  build.prepare_all(settings(small, big, **over))
+  prepare.prepare_all(settings(small, big, **over))
   with pytest.raises(InputError, match='prompts.jsonl:1: needs the columns'):
-    build.prepare_all(settings(small, big, **tiny.merged(
+    prepare.prepare_all(settings(small, big, **tiny.merged(
         over, dict(distill=dict(on_policy=0.5)))))
 
 

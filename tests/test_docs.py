@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -23,12 +23,12 @@ def test_config_table_is_up_to_date():
      'sys.stdout.reconfigure(encoding="utf-8"); print(m.page(), end="")'],
     cwd=CLONE / 'docs', check=True, capture_output=True, encoding='utf-8')
   assert (CLONE / 'docs/config.md').read_text('utf-8') == made.stdout, (
-    'docs/config.md is not of this jaxpost/schema.py; run '
+    'docs/config.md is not of this jaxpost/stage/schema.py; run '
     'python docs/make_config_table.py')
 
 
 def test_config_table_tells_every_field():
-  from jaxpost import config
+  from jaxpost.stage import config
   text = (CLONE / 'docs/config.md').read_text('utf-8')
 
   def names(value, prefix=''):
@@ -125,7 +125,7 @@ def test_reward_argument_that_is_no_column(my_reward):
 
 def test_adding_a_family_is_an_entry():
   """None of the table has 40 lines; test_new_family.py adds another."""
-  lines = (CLONE / 'jaxpost/models/families.py').read_text('utf-8').splitlines()
+  lines = (CLONE / 'jaxpost/formats/families.py').read_text('utf-8').splitlines()
   (table,) = [n for n in ast.parse('\n'.join(lines)).body if isinstance(
     n, (ast.Assign, ast.AnnAssign)) and 'FAMILIES' in ast.unparse(n)[:12]]
   lengths = [value.end_lineno - key.lineno + 1

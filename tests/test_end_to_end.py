@@ -18,17 +18,15 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import config as config_lib
-from jaxpost import metrics
-from jaxpost.algorithms import grpo
-from jaxpost.algorithms import sft
+from jaxpost.algorithms import grpo, sft
 from jaxpost.data import examples as examples_lib
-from jaxpost.data import experience
 from jaxpost.data import packing
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
-from jaxpost.types import Prompt
-from jaxpost.types import Rollout
+from jaxpost.rl import batching
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = 'generated:arithmetic:max=99,ops=+'
@@ -188,7 +186,7 @@ def test_sft_imports_nothing_of_rl(model, tmp_path):
   children, modules = json.loads(out.splitlines()[-1])
   assert children == []
   wrong = [m for m in modules if m.startswith((
-      'jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller',
+      'jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.rl.controller',
       'jaxpost.algorithms.grpo', 'jaxpost.programs.generate',
       'jaxpost.programs.sampling', 'jaxpost.data.prompts'))]
   assert wrong == []
@@ -286,13 +284,13 @@ def grpo_loss():
   objective = grpo.objective(config)
   values = np.random.RandomState(0).standard_normal((12, 1))
   made = rollout()
-  mask = experience.completion_mask(made) * (np.arange(12) != 5)[:, None]
+  mask = batching.completion_mask(made) * (np.arange(12) != 5)[:, None]
   arrays = dict(advantages=values * mask, sampler_logprobs=made.logprobs,
                 ref_logprobs=made.logprobs * 3)
-  weights = experience.token_weights(mask, 'token', 6)
+  weights = batching.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = experience.to_batch(
+    batch = batching.to_batch(
         made, range(12), weights, arrays, num_rows, length)
     return losses(objective, batch, micro)
 

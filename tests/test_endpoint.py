@@ -19,13 +19,15 @@ import pytest
 import test_lora
 import tiny
 
-from jaxpost import assemble, completions, inference
 from jaxpost.data import tokenizer
+from jaxpost.environments.fair_lock import Line
+from jaxpost.environments.openai_server import Endpoint
 from jaxpost.errors import InputError
-from jaxpost.models import lora, peft
-from jaxpost.rollout.endpoint import Endpoint
-from jaxpost.rollout.line import Line
-from jaxpost.rollout.settings import SamplerConfig
+from jaxpost.formats import peft
+from jaxpost.models import lora
+from jaxpost.rollout.sampler_config import SamplerConfig
+from jaxpost.stage import assemble
+from jaxpost.tools import completions, inference
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -313,7 +315,7 @@ def test_a_body_names_an_adapter(several):
 SEVERAL = '''
 import json, sys
 import jax
-from jaxpost import completions, inference
+from jaxpost.tools import completions, inference
 
 weights = inference.from_folder(sys.argv[1])
 engines = completions.make_engines(

@@ -12,10 +12,9 @@ import pytest
 from transformers.utils import get_json_schema
 
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.data import turns
+from jaxpost.environments import episodes, examples, tool_schema, turns
+from jaxpost.environments import pool as pool_lib
 from jaxpost.errors import InputError
-from jaxpost.rewards import environments, games, tools
-from jaxpost.rollout import episodes
 from jaxpost.types import Completion, Prompt
 
 EXAMPLES = 'Calculator', 'Treasure'
@@ -92,8 +91,8 @@ class Hints:
 
 @pytest.mark.parametrize('name', EXAMPLES)
 def test_schemas_are_those_of_transformers(name):
-  made = vars(games)[name]()
-  found = tools.of(made, 'test')
+  made = vars(examples)[name]()
+  found = tool_schema.of(made, 'test')
   assert 'reset' not in found and 'get_reward' not in found
   assert found
   for tool, schema in found.items():
@@ -101,7 +100,7 @@ def test_schemas_are_those_of_transformers(name):
 
 
 def test_schema_of_all_kinds_of_hints():
-  have = tools.schema(Hints().many, 'test')['function']
+  have = tool_schema.schema(Hints().many, 'test')['function']
   want = get_json_schema(Hints().many)['function']
   for key, value in want['parameters']['properties'].items():
     mine = have['parameters']['properties'][key]
@@ -127,7 +126,7 @@ def test_schema_of_all_kinds_of_hints():
 def test_a_class_that_is_no_environment(tmp_path, body, words):
   (tmp_path / 'env.py').write_text(f'class E:\n  {body}\n')
   with pytest.raises(InputError, match=words):
-    environments.EnvironmentPool(f'{tmp_path}/env.py:E', workers=1).check()
+    pool_lib.EnvironmentPool(f'{tmp_path}/env.py:E', workers=1).check()
 
 
 # ----------------------------------------------------------------- processes
@@ -137,7 +136,7 @@ def test_a_class_that_is_no_environment(tmp_path, body, words):
 def pool(tmp_path_factory):
   path = tmp_path_factory.mktemp('env') / 'env.py'
   path.write_text(TROUBLE)
-  made = environments.EnvironmentPool(
+  made = pool_lib.EnvironmentPool(
       f'{path}:Trouble', workers=2, timeout_s=3.0, most=1000).check()
   yield made
   made.close()
@@ -148,11 +147,11 @@ def test_what_goes_wrong_in_a_process(pool):
   ask = lambda **request: one.submit(**request).result()
   do = lambda what: ask(verb='call', name='do', arguments={'what': what})
   assert ask(verb='reset', row={'answer': 'go'}).value == 'go'
-  assert do('it') == environments.Answer('it')
-  assert do('raise') == environments.Answer(error='not possible')
+  assert do('it') == pool_lib.Answer('it')
+  assert do('raise') == pool_lib.Answer(error='not possible')
   assert do('quit').error == '3' and not do('quit').lost
   start = time.monotonic()
-  assert do('print') == environments.Answer('print')
+  assert do('print') == pool_lib.Answer('print')
   much = do('much').value
   assert len(much) == 1000 + len(' [cut]') and much.endswith('[cut]')
   assert time.monotonic() - start < 30
@@ -438,14 +437,14 @@ def test_observations_may_differ_within_a_group(pool, monkeypatch):
   """What the group shares is the prompt; the rest of each is untrained."""
   script = {(0, 0): ['a<|im_end|>'], (0, 1): ['b<|im_end|>']}
   answers = iter([' north', ' south'])
-  submit = environments.Environment.submit
+  submit = pool_lib.Environment.submit
 
   def other(self, **request):
     if request['verb'] == 'reset':
       request['row'] = {'answer': next(answers)}
     return submit(self, **request)
 
-  monkeypatch.setattr(environments.Environment, 'submit', other)
+  monkeypatch.setattr(pool_lib.Environment, 'submit', other)
   rollout, _ = play(pool, script, [prompt(0)], 2)
   head = BYTES.decode(rollout.prompts[0].tokens, False)
   assert head == '<|im_start|>user\nq0 '

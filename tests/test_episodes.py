@@ -17,10 +17,13 @@ import tiny
 from test_processes import free_address
 
 import jaxpost
-from jaxpost import config as config_lib
-from jaxpost import cluster, inference, metrics, replay
-from jaxpost.data import rollouts, turns
+from jaxpost.distributed import cluster
+from jaxpost.environments import turns
 from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
+from jaxpost.rollout import rollout_files
+from jaxpost.stage import config as config_lib
+from jaxpost.tools import inference, reproduce
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REWARD = '''
@@ -77,7 +80,7 @@ def test_only_the_tokens_of_the_policy_are_trained(run):
   decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(
       errors='replace')
   for step in 1, 2, 3:
-    rollout, arrays = rollouts.load(run / f'rollouts/grpo/{step}.npz')
+    rollout, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
     inside = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
     assert not rollout.mask[~inside].any()
     assert (arrays['trained'] == rollout.mask).all()
@@ -92,7 +95,7 @@ def test_only_the_tokens_of_the_policy_are_trained(run):
 
 
 def test_the_observation_is_in_the_prompt(run):
-  rollout, _ = rollouts.load(run / 'rollouts/grpo/1.npz')
+  rollout, _ = rollout_files.load(run / 'rollouts/grpo/1.npz')
   for prompt in rollout.prompts:
     text = bytes(int(i) for i in prompt.tokens if i < 256).decode()
     answer = prompt.columns['answer']
@@ -110,7 +113,7 @@ def test_it_repeats_to_the_bit_and_resumes(folder, run):
 
 
 def test_an_episode_is_replayed(run):
-  found = replay.replay(run, 3, 5)
+  found = reproduce.replay(run, 3, 5)
   assert found['identical'] is True
   assert 0 < sum(found['trained']) < len(found['trained'])
   assert found['components'] == {'environment': found['reward']}
@@ -197,7 +200,7 @@ def test_two_processes_play_what_one_plays(folder, run):
       child.kill()
   for child, (out, err) in zip(children, said):
     assert child.returncode == 0, out[-2000:] + err[-4000:]
-  mine, its = (rollouts.load(x / 'rollouts/grpo/1.npz')[0]
+  mine, its = (rollout_files.load(x / 'rollouts/grpo/1.npz')[0]
                for x in (folder / 'two', run))
   same = (mine.completions == its.completions).all(axis=1)
   assert same.mean() > 0.9, same

@@ -84,12 +84,13 @@ def main():
   import numpy as np
   import tiny
   from jax.sharding import PartitionSpec
-  from jaxpost.models import exchange, lora, moe
+
+  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.models import expert_parallel, lora, moe
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts
-  from jaxpost.sharding import make_layout
   jax.lax.ragged_all_to_all = ragged
-  plain = exchange.exchange
+  plain = expert_parallel.exchange
   ways = {'padded': plain, 'ragged': lambda *args: plain(*args[:4], True)}
   model = model_lib.build(tiny.config(
       family='qwen3_moe', experts=Experts(8, 3, 24)))
@@ -120,10 +121,10 @@ def main():
 
   for text in CASES:
     way, chosen, size = text.split(':')
-    exchange.exchange = ways[way]
+    expert_parallel.exchange = ways[way]
     compare(text, make_layout(f'data=-1,expert={size}', 'train'),
             crowded(chosen, int(size)))
-  exchange.exchange = plain
+  expert_parallel.exchange = plain
   draw = lambda *shape: random.standard_normal(shape).astype('f')
   for name, (into, onto) in dict(
       gate=(32, 24), up=(32, 24), down=(24, 32)).items():
@@ -131,9 +132,9 @@ def main():
         params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, 0.0)
   for text in ADAPTED:
     _, way, chosen, mesh = text.split(':')
-    exchange.exchange, layout = ways[way], make_layout(mesh, 'train')
+    expert_parallel.exchange, layout = ways[way], make_layout(mesh, 'train')
     compare(text, layout, crowded(chosen, layout.mesh.shape['expert']))
-  exchange.exchange = plain
+  expert_parallel.exchange = plain
 
   layout, rows = make_layout('context=4', 'train'), x[..., :8, :]
   placed = jax.device_put(rows, layout.sharding(('batch', 'time', None)))
@@ -151,8 +152,8 @@ def main():
   split = PartitionSpec('expert')
 
   def both(x, y):
-    trip = exchange.plan(jnp.asarray(wanted), 'expert', way == 'ragged')
-    there, back = exchange.send(x[0], trip), exchange.bring_back(y[0], trip)
+    trip = expert_parallel.plan(jnp.asarray(wanted), 'expert', way == 'ragged')
+    there, back = expert_parallel.send(x[0], trip), expert_parallel.bring_back(y[0], trip)
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)),
                                    jnp.sum(x[0] * back)]), 'expert'), (

@@ -20,11 +20,11 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
+from jaxpost.formats import config_json, families, hf, tensor_layout
 from jaxpost.losses import head as head_lib
 from jaxpost.models import config as config_lib
-from jaxpost.models import config_fields
-from jaxpost.models import families, hf, presets, stored, transformer
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets, transformer
 from jaxpost.models import rope as rope_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -232,7 +232,7 @@ def gradient_error(folder, network) -> float:
 
   grads = jax.jit(jax.grad(ours))(params)
   found = dict(hf.export_tensors(
-      stored.table(model.config), grads, np.dtype('float32')))
+      tensor_layout.table(model.config), grads, np.dtype('float32')))
   assert set(theirs) == set(found)
   return max(difference(found[k], g) if np.any(g) else tiny.largest(found[k])
              for k, g in theirs.items())
@@ -414,7 +414,7 @@ def test_every_field_that_is_read_counts(reference, case):
   assert {*unknown} == {k for k in family.get('reported', ()) if raw.get(k)}
   # A list of all layers wins over the rules that make one.
   over = ('layer_types', 'max_window_layers', 'sliding_window_pattern')
-  read = {*config_fields.READ, *family['reads']} & set(raw) - {
+  read = {*config_json.READ, *family['reads']} & set(raw) - {
       *over, 'no_rope_layer_interval', 'use_sliding_window'}
   if 'longrope' not in str(raw):
     read.discard('original_max_position_embeddings')

@@ -16,7 +16,7 @@ import time
 import pytest
 import tiny
 
-from jaxpost import metrics
+from jaxpost.monitor import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
@@ -257,15 +257,15 @@ exits.run(train.main)
 SLOW = '''
 import os, time
 from absl import flags
-from jaxpost import assemble
+from jaxpost.stage import assemble as assemble_lib
 
-read = assemble.DataStream.__next__
+read = assemble_lib.DataStream.__next__
 
 def slowly(self):
   time.sleep(0.3 if os.environ['RANK'] == '1' else 0.0)
   return read(self)
 
-assemble.DataStream.__next__ = slowly
+assemble_lib.DataStream.__next__ = slowly
 from launch import exits, train
 exits.run(train.main)
 '''

@@ -10,9 +10,10 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import metrics
+from jaxpost import types
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs import loss_scale, train
 from jaxpost.programs.compile import Ledger
 from jaxpost.types import Batch
@@ -23,7 +24,7 @@ def make_update(model, loss):
   optimizer = loss_scale.scaled(optax.sgd(1 / abs(loss)))
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
-      model, train.Objective(lambda out, arrays: (loss * out.logprobs, {})),
+      model, types.Objective(lambda out, arrays: (loss * out.logprobs, {})),
       optimizer, lambda step: 1.0, layout, Compute('float16'), Ledger(),
       clip_norm=1e9, shardings=shardings)
   return update, train.make_state(

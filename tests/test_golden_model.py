@@ -10,7 +10,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.models import hf
+from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native

@@ -36,8 +36,9 @@ ATTEND = {
 DRIVER = '''
 import dataclasses, importlib, json, math, re, sys
 
+from jaxpost.hardware import chips
 from jaxpost.models import presets
-from jaxpost.planning import aot, chips, cost, described
+from jaxpost.planning import aot, cost, dry_run
 
 name, gpus, mesh, over = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 topology = chips.parse(f'h200:1x{gpus // 8}x8')
@@ -50,7 +51,7 @@ config.mesh.train = mesh
 config.eval.data.path = ''
 for section, fields in json.loads(over).items():
   config[section].update(fields)
-p, = described.prepare_all(config.to_dict())
+p, = dry_run.prepare_all(config.to_dict())
 vocabulary, texts, look = p.model.config.padded_vocab_size, {}, aot.look
 
 def watch(kit, name, compiled, args, times):

@@ -16,16 +16,15 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import build
-from jaxpost import config as config_lib
-from jaxpost import grading
-from jaxpost import metrics
-from jaxpost import reward_role
 from jaxpost.algorithms import grpo
-from jaxpost.data import experience as rows_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
+from jaxpost.rl import batching as rows_lib
+from jaxpost.rl import grading
+from jaxpost.stage import algorithms, checks
+from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
 METHODS = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo',
@@ -46,7 +45,7 @@ def config_of(name, **over):
   parsed = config_lib.parse(tiny.merged(
       dict(algorithm=name, reward='x'), over))
   return config_lib.resolve(
-      next(iter(parsed.values())), build.load_algorithm(name).defaults)
+      next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
 @functools.lru_cache
@@ -284,7 +283,7 @@ def test_what_cannot_work_is_refused(case):
 
 def test_what_the_controller_cannot_do_is_refused():
   with pytest.raises(InputError, match='minibatches: 3 does not divide'):
-    build.check_sampling(config_of('grpo', rl=dict(minibatches=3)), True)
+    checks.check_sampling(config_of('grpo', rl=dict(minibatches=3)), True)
 
 
 @pytest.mark.parametrize('name,text', [
@@ -293,7 +292,7 @@ def test_what_the_controller_cannot_do_is_refused():
 def test_what_a_reward_model_cannot_grade_is_refused(name, text):
   config = config_of(name, reward=('reward_model',))
   with pytest.raises(InputError, match=text):
-    reward_role.check(config, build.load_algorithm(name))
+    checks.check_reward_model(config, algorithms.load_algorithm(name))
 
 
 # ------------------------------------------------------------ whole runs

@@ -11,14 +11,15 @@ import optax
 import pytest
 import tiny
 
+from jaxpost import types
 from jaxpost.algorithms import sft
-from jaxpost.config import parse
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import compute_for
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger
+from jaxpost.stage.config import parse
 from jaxpost.types import Batch, TrainState
 
 B, T, D, V, REAL = 3, 10, 8, 24, 21
@@ -257,7 +258,7 @@ def biggest_array(elements) -> int:
       tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
   update = train.make_update(
       model,
-      train.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
+      types.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
       optimizer, lambda step: 0.1, layout, compute, Ledger(), clip_norm=1.0,
       shardings=shardings)
   like = lambda s, dtype, place: jax.ShapeDtypeStruct(s, dtype, sharding=place)

@@ -13,7 +13,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.models import hf, stored
+from jaxpost.formats import hf, tensor_layout
 from jaxpost.models import model as model_lib
 from jaxpost.programs import train
 
@@ -453,7 +453,7 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
   """
   model, params, _, every, folder = large
   tensor = max(x.nbytes for x in tensors(folder).values())
-  monkeypatch.setattr(stored, '_PIECE', tensor // 4)
+  monkeypatch.setattr(tensor_layout, '_PIECE', tensor // 4)
   written, held = [], []
 
   def write(x, piece, at, *sharding):

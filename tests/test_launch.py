@@ -19,7 +19,7 @@ import tiny
 from absl import app, flags
 
 from jaxpost import stages
-from jaxpost.models import hf
+from jaxpost.formats import hf
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
@@ -302,7 +302,7 @@ def test_inspect_works_where_it_is_installed(tmp_path):
   away.mkdir()
   (away / 'train.jsonl').write_text('{"prompt": "a [b]", "completion": "c"}\n')
   (away / 'my.py').write_text(
-    'import ml_collections\nfrom jaxpost.config import defaults\n'
+    'import ml_collections\nfrom jaxpost.stage.config import defaults\n'
     'def get_config():\n  config = ml_collections.ConfigDict(defaults())\n'
     "  config.data.path = 'train.jsonl'\n  return config\n")
   done = subprocess.run(

@@ -19,57 +19,40 @@ import pytest
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
-# Imports point to a lower row; within a row only inside one room, or as in
-# SAME_ROW. A room is a folder of jaxpost/ or a file at its top.
+# Imports point strictly down: to a room in a lower row, or inside one room. A
+# room is a folder of jaxpost/ or a file at its root; top row first.
 ROWS = (
-  ('__init__', 'cluster', 'errors', 'host', 'imports', 'matmul', 'processes',
-   'phases', 'profile', 'schema', 'placement', 'sharding', 'store', 'types',
-   'watch', 'watchdog'),
-  ('models', 'losses', 'data', 'rewards', 'optim', 'checkpoint', 'metrics',
-   'report', 'diagnose', 'timeline'),
-  ('programs', 'cache'),
-  ('rollout', 'weights'),
-  ('roles',),
-  ('algorithms', 'evaluate', 'grading', 'peers', 'testing'),
-  ('ahead', 'config', 'build', 'assemble', 'stages', 'loop', 'controller',
-   'plan', 'bench', 'inference', 'reward_role', 'planning', 'precompile',
-   'scaling', 'model_checks', 'completions', 'measure', 'replay',
-   'environment_role'),
   ('launch', 'configs', 'notebooks'),
+  ('tools', '__init__'),
+  ('stages', 'planning'),
+  ('stage', 'testing'),
+  ('rl', 'loop'),
+  ('monitor',),
+  ('algorithms', 'environments'),
+  ('rollout',),
+  ('roles',),
+  ('programs',),
+  ('data', 'formats', 'hardware'),
+  ('models', 'losses', 'rewards', 'storage'),
+  ('distributed', 'workers'),
+  ('imports', 'matmul', 'types'),
+  ('errors',),
 )
-ROW = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
-# Those that put a run together know their neighbours in the row.
-SAME_ROW = {
-  'timeline': ('metrics',),
-  'controller': ('ahead',),
-  'build': ('config', 'environment_role', 'model_checks', 'reward_role'),
-  'reward_role': ('config',),
-  'assemble': ('build', 'controller', 'environment_role', 'loop', 'plan',
-               'precompile', 'reward_role'),
-  'precompile': ('assemble',),
-  'stages': ('assemble', 'build', 'config', 'loop', 'plan', 'planning'),
-  'bench': ('assemble', 'build', 'config', 'loop'),
-  'inference': ('assemble', 'build', 'config', 'environment_role'),
-  'completions': ('assemble', 'inference'),
-  'measure': ('completions', 'inference'),
-  'replay': ('assemble', 'build', 'inference', 'stages'),
-  'plan': ('planning',),
-  'planning': ('assemble', 'build', 'config', 'precompile'),
-}
+ROW = {room: -row for row, rooms in enumerate(ROWS) for room in rooms}
 
 # Who may import a dependency; the rest of the tree goes through them.
 GATES = {
   'grain': ('jaxpost/data/loader.py',),
-  'orbax': ('jaxpost/checkpoint.py',),
+  'orbax': ('jaxpost/storage/checkpoint.py',),
   'transformers': ('jaxpost/data/tokenizer.py',),
   'tokenizers': ('jaxpost/data/tokenizer.py',),
-  'safetensors': ('jaxpost/models/hf.py',),
-  'huggingface_hub': ('jaxpost/data/hub.py',),
+  'safetensors': ('jaxpost/formats/hf.py',),
+  'huggingface_hub': ('jaxpost/storage/hub.py',),
   'jetstream': ('jaxpost/rollout/jetstream.py',),
-  'tensorboardX': ('jaxpost/metrics.py',),
-  'wandb': ('jaxpost/metrics.py',),
+  'tensorboardX': ('jaxpost/monitor/metrics.py',),
+  'wandb': ('jaxpost/monitor/metrics.py',),
   'absl': ('launch/',),
-  'ml_collections': ('configs/', 'launch/', 'jaxpost/build.py'),
+  'ml_collections': ('configs/', 'launch/', 'jaxpost/stage/prepare.py'),
   'jax': ('jaxpost/', 'launch/'),
 }
 FORBIDDEN = ('torch', 'tensorflow', 'clu', 'seqio', 'ray', 'chex')
@@ -78,23 +61,23 @@ PICKLES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib', 'shelve',
 GENERIC = ('launch', 'configs', 'tests', 'notebooks')
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
-SHORT = {'jaxpost/loop.py': 200, 'jaxpost/controller.py': 200}
+SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}
 SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 # Roots -> most modules, lines and links of a chain that they may import. The
 # first is what explains on-policy training. The second is a whole run from
 # its command on, with what all the other methods need of it; it is over the
 # aim of 45 modules and 6,000 lines.
 READING = {
-  ('jaxpost.algorithms.grpo', 'jaxpost.controller', 'jaxpost.loop',
+  ('jaxpost.algorithms.grpo', 'jaxpost.rl.controller', 'jaxpost.loop',
    'jaxpost.rollout.native'): (58, 11_040, 11),
   ('jaxpost.algorithms.grpo', 'launch.train'): (108, 21_930, 14),
 }
 # Imported only where a field of the config, or a device with a kernel, asks for
 # it, inside a function: no part of what is read to understand a plain run.
-OPTIONAL = ('jaxpost.environment_role', 'jaxpost.data.rollouts',
-            'jaxpost.planning.auto', 'jaxpost.models.shared',
-            'jaxpost.programs.kernel_check')
-NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.controller')
+OPTIONAL = ('jaxpost.environments.factory', 'jaxpost.rollout.rollout_files',
+            'jaxpost.planning.auto', 'jaxpost.models.shared_weights',
+            'jaxpost.hardware.kernel_check')
+NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.rl.controller')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +208,7 @@ def layers(tree):
       to = room(found.target)
       if found.target.split('.')[0] not in ('jaxpost', 'launch', 'configs'):
         continue
-      if to == own or to not in ROW or to in SAME_ROW.get(own, ()):
-        continue
-      if ROW[own] == 0 == ROW[to] or ROW[to] < ROW[own]:
+      if to == own or to not in ROW or ROW[to] < ROW[own]:
         continue
       if own == '__init__' and found.when == 'lazy':
         continue
@@ -495,27 +476,27 @@ def _code(module):
 # Rule -> a file, and what breaks the rule when appended to it.
 RULES = {
   layers: ('jaxpost/losses/head.py', 'from jaxpost.models import layers\n'),
-  generic_names: ('jaxpost/build.py', 'import configs\n'),
-  gatekeepers: ('jaxpost/optim.py', 'def f():\n  import grain\n'),
-  declared: ('jaxpost/optim.py', 'import pandas\n'),
+  generic_names: ('jaxpost/stage/prepare.py', 'import configs\n'),
+  gatekeepers: ('jaxpost/stage/optim.py', 'def f():\n  import grain\n'),
+  declared: ('jaxpost/stage/optim.py', 'import pandas\n'),
   jit: ('jaxpost/roles.py', 'f = jax.jit(print)\n'),
   cycles: ('jaxpost/errors.py',
            'def f():\n  from jaxpost.imports import load_callable\n'),
   rewards_without_jax: ('jaxpost/imports.py', 'import jax.numpy as jnp\n'),
-  sft_is_plain: ('jaxpost/optim.py', 'import jaxpost.rewards.pool\n'),
-  grpo_is_readable: ('jaxpost/optim.py', '#\n' * 9999),
+  sft_is_plain: ('jaxpost/stage/optim.py', 'import jaxpost.rewards.pool\n'),
+  grpo_is_readable: ('jaxpost/stage/optim.py', '#\n' * 9999),
   sizes: ('jaxpost/loop.py', '#\n' * 200),
-  functions: ('jaxpost/optim.py', 'def f():\n' + '  print()\n' * 60),
+  functions: ('jaxpost/stage/optim.py', 'def f():\n' + '  print()\n' * 60),
   model_config: ('jaxpost/models/model.py', 'class ModelConfig:\n' + ''.join(
     f'  f{i}: int = 0\n' for i in range(33))),
   docstrings: ('jaxpost/data/new.py', 'X = 1\n'),
-  families: ('jaxpost/build.py', 'def f(c):\n  return c.family == "llama"\n'),
-  excepts: ('jaxpost/build.py', 'try:\n  1\nexcept Exception:\n  pass\n'),
-  no_pickle: ('jaxpost/metrics.py', 'import pickle\n'),
-  getattr_config: ('jaxpost/build.py',
+  families: ('jaxpost/stage/prepare.py', 'def f(c):\n  return c.family == "llama"\n'),
+  excepts: ('jaxpost/stage/prepare.py', 'try:\n  1\nexcept Exception:\n  pass\n'),
+  no_pickle: ('jaxpost/monitor/metrics.py', 'import pickle\n'),
+  getattr_config: ('jaxpost/stage/prepare.py',
                    'def f(x):\n  return getattr(x.config, "lr", 1)\n'),
-  forwarded_kwargs: ('jaxpost/build.py', 'def f(**kw):\n  return f(**kw)\n'),
-  inheritance: ('jaxpost/optim.py',
+  forwarded_kwargs: ('jaxpost/stage/prepare.py', 'def f(**kw):\n  return f(**kw)\n'),
+  inheritance: ('jaxpost/stage/optim.py',
                 'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
 }
 

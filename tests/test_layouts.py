@@ -60,14 +60,16 @@ def main():
   import jax
   import numpy as np
   import tiny
-  from jaxpost import build
-  from jaxpost import config as config_lib
-  from jaxpost.models import hf
+
+  from jaxpost import types
+  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.transfer import to_host
+  from jaxpost.formats import hf
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts, Rope
   from jaxpost.programs import train
-  from jaxpost.sharding import make_layout
-  from jaxpost.sharding import to_host
+  from jaxpost.stage import algorithms
+  from jaxpost.stage import config as config_lib
   from jaxpost.types import Batch
 
   # 8 heads divide over tensor=8, 4 kv heads do not; 150 rows are no multiple.
@@ -95,7 +97,7 @@ def main():
       np.broadcast_to(np.arange(16, dtype=np.int32) % 10, shape),
       np.broadcast_to(1 + np.arange(16, dtype=np.int32) // 10, shape),
       weights.astype(np.float32) / 64)
-  objective = train.Objective(
+  objective = types.Objective(
       lambda o, a: (-o.logprobs - 0.1 * o.entropy, {'e': o.entropy}),
       reads=('entropy',), learns=('entropy',), temperature=0.9)
 
@@ -108,7 +110,7 @@ def main():
 
   def surrogate(name):
     """(objective, batch) of a method on a rollout."""
-    found = build.load_algorithm(name)
+    found = algorithms.load_algorithm(name)
     settings = config_lib.resolve(config_lib.parse(tiny.grpo_config(
         '', algorithm=name, rl=dict(
             kl_coef=0.1, entropy_coef=0.01, importance=('icepop',))

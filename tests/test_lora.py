@@ -17,14 +17,19 @@ import rich.console
 import safetensors.numpy
 import tiny
 
-from jaxpost import assemble, build, inference, metrics, stages
-from jaxpost import config as config_lib
-from jaxpost.checkpoint import finished_steps
+from jaxpost import stages, types
 from jaxpost.errors import InputError
-from jaxpost.models import hf, lora, peft, stored
+from jaxpost.formats import hf, peft, tensor_layout
+from jaxpost.models import lora
 from jaxpost.models import model as model_lib
-from jaxpost.models.table import leaf
+from jaxpost.models.parameters import leaf
+from jaxpost.monitor import metrics
 from jaxpost.programs import train
+from jaxpost.stage import assemble, prepare
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import kit as kit_lib
+from jaxpost.storage.checkpoint import finished_steps
+from jaxpost.tools import inference
 from jaxpost.types import Batch
 
 ALL = 'q|k|v|o|gate|up|down'
@@ -137,7 +142,7 @@ def rows_batch(shape=(4, 12)):
 
 def gradient(model, params, batch, micro, step=0, unroll=True):
   loss = train.make_loss(
-      model, train.Objective(lambda o, a: (-o.logprobs, {})),
+      model, types.Objective(lambda o, a: (-o.logprobs, {})),
       tiny.one_device(), dataclasses.replace(tiny.EXACT, unroll=unroll))
   own, fixed = lora.split(params, model)
   split = jax.tree.map(lambda x: jnp.reshape(x, (-1, micro, *x.shape[1:])),
@@ -245,7 +250,7 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   assert float(value) == pytest.approx(loss.item(), rel=1e-5)
   theirs = {name.replace('.default', ''): p.grad.numpy()
             for name, p in network.named_parameters() if p.requires_grad}
-  ours = dict(hf.export_tensors(stored.table(
+  ours = dict(hf.export_tensors(tensor_layout.table(
       model.config, lora.trained(model).table), grads, np.float32))
   assert ours.keys() == theirs.keys()
   for name in ours:
@@ -370,7 +375,7 @@ def seal(workdir, stage, step=None):
 
 def parts(config):
   """(kit, roles, stream) of the stage, before its first step."""
-  kit = assemble.make_kit(build.prepare_all(config)[0])
+  kit = kit_lib.make_kit(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   return kit, roles, stream
 
@@ -608,7 +613,7 @@ def adapter(folder, base, cfg=None, **changes):
     (dict(train=dict(freeze='[')), 'freeze: .* is no regular expression')])
 def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:
-    build.prepare_all(sft(base, **over))
+    prepare.prepare_all(sft(base, **over))
   assert '\n' not in str(error.value)
 
 
@@ -625,7 +630,7 @@ def test_bad_config_is_one_line(base, over, text):
 def test_adapter_folder_that_is_refused(base, tmp_path, changes, text):
   path = adapter(tmp_path / 'adapter', base, **changes)
   with pytest.raises(InputError, match=text) as error:
-    build.prepare_all(sft(base, lora=dict(rank=0, path=path)))
+    prepare.prepare_all(sft(base, lora=dict(rank=0, path=path)))
   assert '\n' not in str(error.value)
 
 
@@ -638,13 +643,13 @@ def test_adapter_of_another_model_is_refused(base, tmp_path, fields, text):
   cfg = dataclasses.replace(hf.read_config(base), **fields)
   path = adapter(tmp_path / 'adapter', base, cfg)
   with pytest.raises(InputError, match=text):
-    build.prepare_all(sft(base, lora=dict(path=path)))
+    prepare.prepare_all(sft(base, lora=dict(path=path)))
 
 
 def test_folder_that_is_no_adapter(base, tmp_path):
   with pytest.raises(InputError, match='it has no adapter_config.json'):
-    build.prepare_all(sft(base, lora=dict(path=base)))
+    prepare.prepare_all(sft(base, lora=dict(path=base)))
   path = adapter(tmp_path / 'adapter', base)
   (tmp_path / 'adapter/adapter_model.safetensors').write_bytes(b'short')
   with pytest.raises(InputError, match='adapter_model.safetensors: unreadable'):
-    build.prepare_all(sft(base, lora=dict(path=path)))
+    prepare.prepare_all(sft(base, lora=dict(path=path)))

@@ -15,7 +15,8 @@ import tiny
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.models import hf, lora, peft, quantised
+from jaxpost.formats import hf, peft
+from jaxpost.models import lora, quantization
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 
@@ -115,10 +116,10 @@ def test_on_experts_in_8_bits():
   plain = lora.freeze(lora.build(config()), '')
   codes = lora.on_frozen(plain.config, 'int8')
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()
-  held = quantised.convert(params, codes)
+  held = quantization.convert(params, codes)
   (loss, _), grads = test_lora.gradient(codes, held, batch, 4)
   (same, _), right = test_lora.gradient(
-      plain, quantised.convert(held, plain), batch, 4)
+      plain, quantization.convert(held, plain), batch, 4)
   assert float(loss) == pytest.approx(float(same), rel=1e-6)
   jax.tree.map(lambda a, b: test_lora.near(a, b, 1e-4), grads, right)
   exact = test_lora.gradient(plain, params, batch, 4)[0][0]

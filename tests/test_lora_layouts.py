@@ -11,8 +11,8 @@ import pytest
 import rich.console
 import tiny
 
-from jaxpost import metrics
 from jaxpost import stages
+from jaxpost.monitor import metrics
 
 ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {'fsdp=4,tensor=2': 'data=4,tensor=2', 'data=2,fsdp=4': 'data=8'}

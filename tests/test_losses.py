@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpost.losses import importance
-from jaxpost.losses import policy_gradient
+from jaxpost.losses import importance, policy_gradient
 from jaxpost.losses import values as values_lib
 from jaxpost.losses.policy_gradient import SurrogateOptions
 

@@ -10,8 +10,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxpost.losses import advantages
-from jaxpost.losses import importance
+from jaxpost.losses import advantages, importance
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
                     .read_text())

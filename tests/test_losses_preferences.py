@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.losses import divergences
-from jaxpost.losses import preferences
-from jaxpost.losses.preferences import Pairs, PreferenceOptions
+from jaxpost.losses import divergences, preferences
+from jaxpost.losses import pairs as pairs_lib
+from jaxpost.losses.pairs import Pairs, PreferenceOptions
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
                     .read_text())
@@ -81,7 +81,7 @@ def test_pairs(case, names, weights, options):
   golden = CASES[f'trl/{case}']
   close(value, golden['loss'])
   close(jnp.sqrt(jnp.sum(gradient**2)), golden['grad_norm'])
-  metrics = preferences.pair_metrics(pairs, options)
+  metrics = pairs_lib.pair_metrics(pairs, options)
   assert set(metrics) <= set(golden['metrics'])
   for name, x in metrics.items():
     close(x.mean(), golden['metrics'][name])
@@ -173,10 +173,10 @@ def test_policy_equal_to_reference():
                       'bco_pair': 2 * np.log(2), 'ipo': 25}.items():
     loss = preferences.LOSSES[name](pairs, PreferenceOptions())
     close(loss, np.full(6, value))
-  for f in preferences.F_DIVERGENCES:
+  for f in pairs_lib.F_DIVERGENCES:
     close(preferences.sigmoid(pairs, PreferenceOptions(f_divergence=f)),
           np.full(6, np.log(2)))
-  for name, x in preferences.pair_metrics(pairs, PreferenceOptions()).items():
+  for name, x in pairs_lib.pair_metrics(pairs, PreferenceOptions()).items():
     assert 'rewards/' not in name or not x.any()
 
 
@@ -210,7 +210,7 @@ def test_padding(name):
   for ours, theirs in zip(gradient, alone):
     assert not ours.ravel()[~valid].any()
     close(ours.ravel()[valid], theirs)
-  metrics = preferences.pair_metrics(pairs, SMOOTH)
+  metrics = pairs_lib.pair_metrics(pairs, SMOOTH)
   assert all(not x.ravel()[~valid].any() for x in metrics.values())
 
 
@@ -228,7 +228,7 @@ def test_permutation_of_pairs(name):
 @pytest.mark.parametrize('name, f_divergence', [
     *((name, 'reverse_kl') for name in preferences.LOSSES),
     *((name, f) for name in preferences.WITH_F_DIVERGENCE
-      for f in preferences.F_DIVERGENCES if f != 'reverse_kl')])
+      for f in pairs_lib.F_DIVERGENCES if f != 'reverse_kl')])
 def test_extreme_pairs_stay_finite(name, f_divergence):
   """Log-ratios of +-1e4, and log-probabilities of 0 and -1e4."""
   far = np.array([0, -1e4, 0, -1e4, 0, 0, -1e4, -1e4], np.float32)

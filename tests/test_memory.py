@@ -7,11 +7,13 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import metrics, roles
+from jaxpost import roles
 from jaxpost.errors import InputError
-from jaxpost.models import hf
+from jaxpost.formats import hf
+from jaxpost.hardware import memory
 from jaxpost.models import model as model_lib
-from jaxpost.programs import memory
+from jaxpost.monitor import metrics
+from jaxpost.rollout import sampler
 
 
 @pytest.fixture(scope='module')
@@ -24,7 +26,7 @@ def watched(model, folder, monkeypatch, **over):
   """(plan, rows, most bytes of arrays that lived while it sampled, where
   optimizer states were then)."""
   seen, kinds = [], set()
-  call = roles.Sampler.__call__
+  call = sampler.Sampler.__call__
 
   def sample(self, *args, **kwargs):
     serve = self.engine.serve
@@ -49,7 +51,7 @@ def watched(model, folder, monkeypatch, **over):
         self.state.opt_state))
     return update(self, batch)
 
-  monkeypatch.setattr(roles.Sampler, '__call__', sample)
+  monkeypatch.setattr(sampler.Sampler, '__call__', sample)
   monkeypatch.setattr(roles.Trainable, 'update', watch)
   before = sum(x.nbytes for x in jax.live_arrays())
   jaxpost.run(tiny.grpo_config(

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost import assemble, build, stages
-from jaxpost.models import hf
+from jaxpost import stages
+from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
-from jaxpost.models.table import leaf, nest
+from jaxpost.models.parameters import leaf, nest
+from jaxpost.stage import export, kit, prepare
 
 SHAPES = dict(
     dense=dict(hidden_size=64, intermediate_size=128),
@@ -29,10 +30,10 @@ def bases(tmp_path_factory):
 
 def prepared(base, kind, dtype, targets):
   """(a stage with adapters, parameters whose adapters count)."""
-  p = build.prepare_all(tiny.merged(tiny.run_config(base), dict(
+  p = prepare.prepare_all(tiny.merged(tiny.run_config(base), dict(
       lora=dict(rank=3, alpha=8.0, targets=targets),
       model=dict(quantise=kind, param_dtype=dtype))))[0]
-  params = stages.initial_params(assemble.make_kit(p), None)
+  params = stages.initial_params(kit.make_kit(p), None)
   random = np.random.RandomState(0)
   return p, nest({path: x if not path.startswith('lora/') else (
       0.2 * random.standard_normal(x.shape).astype(np.float32))
@@ -48,7 +49,7 @@ def test_bytes_are_those_of_merged_parameters(
   experts = '|layers/experts/(gate|up|down)' * (name == 'moe')
   p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if (
       experts) else 'q|k|v|o|gate|up|down')
-  assemble.export(p, tmp_path / 'new', params)
+  export.export(p, tmp_path / 'new', params)
   hf.save(tmp_path / 'old', model_lib.build(dataclasses.replace(
       p.model.config, lora=())), p.model.merge(params))
   written, right = (
@@ -68,7 +69,7 @@ def test_one_layer_is_merged_at_a_time(bases, tmp_path, monkeypatch, kind):
 
   before = sum(x.nbytes for x in jax.live_arrays())
   monkeypatch.setattr(hf, 'to_host', fetched)
-  assemble.export(p, tmp_path / 'out', params)
+  export.export(p, tmp_path / 'out', params)
   matrix = 4 * 64 * 128  # of one layer
   assert len(held) > 9 * LAYERS
   # What it is made of, itself, and the one before, as this is the host, too.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxpost import metrics
+from jaxpost.monitor import metrics
 
 MESHES = {'fsdp=2,tensor=2': 'data=2,tensor=2', 'data=4': 'tensor=4',
           'expert=2,fsdp=2': 'expert=2,tensor=2', 'expert=4': 'data=4'}

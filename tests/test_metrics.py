@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxpost import metrics
 from jaxpost.errors import InputError
-from jaxpost.watch import Watch
+from jaxpost.monitor import metrics
+from jaxpost.monitor.alerts import Watch
+from jaxpost.storage import object_store
 
 
 def make_writer(workdir, terminal=False, **options):
@@ -65,7 +66,7 @@ def test_row_is_one_valid_json_line(tmp_path):
 def test_rows_survive_kill_9(tmp_path):
   code = (
     'import os, signal, sys\n'
-    'from jaxpost import metrics\n'
+    'from jaxpost.monitor import metrics\n'
     'w = metrics.MetricsWriter(sys.argv[1], tensorboard=False)\n'
     "w.start_stage('sft', 9)\n"
     "for i in range(1, 4): w.write(i, 'train', {'loss': 1.0})\n"
@@ -139,7 +140,7 @@ def test_start_keeps_earlier_and_drops_later(tmp_path):
 
 def test_atomic_write_leaves_the_old_file_on_failure(tmp_path, monkeypatch):
   path = tmp_path / 'summary.json'
-  metrics.write_atomic(path, 'old')
+  object_store.write_text(path, 'old')
 
   def crash(*_):
     raise OSError('disk full')
@@ -147,7 +148,7 @@ def test_atomic_write_leaves_the_old_file_on_failure(tmp_path, monkeypatch):
   monkeypatch.setattr('os.replace', crash)
   monkeypatch.setattr('pathlib.Path.replace', crash)
   with pytest.raises(OSError, match='disk full'):
-    metrics.write_atomic(path, 'new')
+    object_store.write_text(path, 'new')
   assert path.read_text() == 'old'
 
 

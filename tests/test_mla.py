@@ -14,11 +14,12 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from jaxpost import metrics
 from jaxpost.errors import InputError
-from jaxpost.models import families, hf, lora, peft, transformer
-from jaxpost.models import model as model_lib
+from jaxpost.formats import families, hf, peft
 from jaxpost.models import config as config_lib
+from jaxpost.models import lora, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.types import Prompt

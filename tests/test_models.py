@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost.models import attention
+from jaxpost.models import attention, presets, transformer
 from jaxpost.models import model as model_lib
-from jaxpost.models import presets
-from jaxpost.models import transformer
 from jaxpost.models.config import Rope
 from jaxpost.types import Cache
 

@@ -14,15 +14,17 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from jaxpost import matmul
-from jaxpost.data import experience
+from jaxpost import matmul, types
 from jaxpost.errors import InputError
-from jaxpost.models import hf, moe, presets, stored, transformer
-from jaxpost.models import mxfp4 as mxfp4_lib
+from jaxpost.formats import hf, tensor_layout
+from jaxpost.formats import mxfp4 as mxfp4_lib
 from jaxpost.models import model as model_lib
+from jaxpost.models import moe, presets, transformer
+from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import Experts
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger
+from jaxpost.rl import batching
 from jaxpost.rollout import native
 from jaxpost.types import Batch, Prompt
 
@@ -118,7 +120,7 @@ def test_rounds_are_the_same_sum(model, params, room):
 
 def one_layer_sums(logits, k, real):
   chosen = jax.lax.top_k(logits, k)[1]
-  return moe.totals(moe.Routing(chosen[None], logits[None]), real)
+  return routing_lib.totals(moe.Routing(chosen[None], logits[None]), real)
 
 
 def test_balance_loss_is_that_of_transformers():
@@ -130,7 +132,7 @@ def test_balance_loss_is_that_of_transformers():
   sums = one_layer_sums(jnp.asarray(logits), 2, real)
   theirs = modeling_mixtral.load_balancing_loss_func(
       (torch.tensor(logits.reshape(-1, 6)),), 6, 2, torch.tensor(real))
-  balance, z = moe.balance_loss(sums, sums['tokens'])
+  balance, z = routing_lib.balance_loss(sums, sums['tokens'])
   assert float(balance) == pytest.approx(float(theirs), rel=1e-6)
   right = np.mean(np.log(np.sum(np.exp(logits[real]), -1)) ** 2)
   assert float(z) == pytest.approx(right, rel=1e-6)
@@ -143,23 +145,23 @@ def test_losses_of_the_router_add_up_over_micro_batches():
   real[1, 3:] = False
   twice = one_layer_sums(np.concatenate([logits, logits]), 2,
                          np.concatenate([real, real]))
-  whole = moe.balance_loss(twice, twice['tokens'])
-  half = moe.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
+  whole = routing_lib.balance_loss(twice, twice['tokens'])
+  half = routing_lib.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
   np.testing.assert_allclose(np.multiply(half, 2), whole, rtol=1e-6)
   # And otherwise the z loss, and the sums that metrics are made of.
   parts = [one_layer_sums(logits[i:i + 2], 2, real[i:i + 2]) for i in (0, 2)]
   sums = one_layer_sums(logits, 2, real)
   jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-6),
                *parts, sums)
-  z = [moe.balance_loss(p, sums['tokens'])[1] for p in parts]
+  z = [routing_lib.balance_loss(p, sums['tokens'])[1] for p in parts]
   assert float(sum(z)) == pytest.approx(
-      float(moe.balance_loss(sums, sums['tokens'])[1]), rel=1e-6)
+      float(routing_lib.balance_loss(sums, sums['tokens'])[1]), rel=1e-6)
 
 
 def test_figures_of_a_router():
   """Two layers of 4 experts: one balanced, one with all on one of them."""
   chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
-  found = moe.metrics(moe.totals(moe.Routing(
+  found = routing_lib.metrics(routing_lib.totals(moe.Routing(
       jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4))), np.ones((1, 8), bool)))
   assert {k: float(v) for k, v in found.items()} == pytest.approx({
       'router/max_load': 4, 'router/min_load': 0, 'router/dead_experts': 3,
@@ -174,7 +176,7 @@ def test_losses_of_the_router_balance_it(model, params):
   segments = (at < 10).astype(np.int32)
   batch = Batch(ids, at, segments, np.zeros(ids.shape, np.float32))
   run = lambda batch, **fields: jax.jit(jax.value_and_grad(train.make_loss(
-      model, train.Objective(lambda o, a: (-o.logprobs, {}), **fields),
+      model, types.Objective(lambda o, a: (-o.logprobs, {}), **fields),
       tiny.one_device(), tiny.EXACT), has_aux=True))(params, batch)
   (off, _), none = run(batch)
   assert off == 0 and not any(map(np.any, jax.tree.leaves(none)))
@@ -191,7 +193,7 @@ def test_losses_of_the_router_balance_it(model, params):
       a, b, atol=1e-5 * tiny.largest(b)), other_grads, grads)
   moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
   assert train.make_loss(
-      model, train.Objective(lambda o, a: (-o.logprobs, {}), router=(1., 0.)),
+      model, types.Objective(lambda o, a: (-o.logprobs, {}), router=(1., 0.)),
       tiny.one_device(), tiny.EXACT)(moved, batch)[0] < value
 
 
@@ -288,7 +290,7 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path):
   cfg = tiny.config(
       family='gpt_oss', qk_norm='', tie_embeddings=False,
       experts=Experts(4, 2, 32, limit=7.0, alpha=1.702))
-  kept = stored.table(cfg)['layers/up']
+  kept = tensor_layout.table(cfg)['layers/up']
   whole = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
 
   class Slice(np.ndarray):
@@ -298,7 +300,7 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path):
   tensors = {name: x.view(Slice) for name, x in zip(kept.names, whole)}
   bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
   np.testing.assert_array_equal(
-      stored.read(kept, tensors, bounds, np.float32),
+      tensor_layout.read(kept, tensors, bounds, np.float32),
       whole[1:2, 2:4, 8:24, 1::2][..., 5:9])
   blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
   made = mxfp4_lib.Matrices(blocks.view(Slice), np.full(
@@ -316,14 +318,14 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   settings = native.SamplerConfig(
       slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
   engine = native.NativeEngine(
-      moe.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT,
+      routing_lib.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT,
       Ledger())
   engine.load(params, version=0)
   ids = tiny.tokens((3, 8))
   rollout = engine(
       [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
       group_size=2, step=0, run_key=np.zeros(2, np.uint32))
-  batch = experience.to_batch(
+  batch = batching.to_batch(
       rollout, range(6), np.ones((6, 6)), {}, num_rows=3, row_length=28)
   hidden, routing = jax.jit(lambda p: model.forward(
       p, batch.tokens, batch.positions, batch.segment_ids,
@@ -331,7 +333,7 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   real = batch.segment_ids > 0
   np.testing.assert_array_equal(
       batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
-  merged = experience.merge([rollout, rollout], [[0], [2]])
+  merged = batching.merge([rollout, rollout], [[0], [2]])
   np.testing.assert_array_equal(merged.experts, rollout.experts[[0, 1, 4, 5]])
   # Training takes them, whatever its router would choose.
   other = tiny.params(model, seed=1)['layers']['router']
@@ -355,13 +357,13 @@ def test_rollouts_are_replayed(tmp_path, monkeypatch):
   row = json.loads(
       (tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
-  right = experience.to_batch
+  right = batching.to_batch
 
   def wrong(*args):
     batch = right(*args)
     return batch.replace(experts=(batch.experts + 1) % 8)
 
-  monkeypatch.setattr(experience, 'to_batch', wrong)
+  monkeypatch.setattr(batching, 'to_batch', wrong)
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     run('wrong')
   with pytest.raises(InputError, match='replay'):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-FAMILIES, CASES = 'jaxpost/models/families.py', 'tests/test_families.py'
+FAMILIES, CASES = 'jaxpost/formats/families.py', 'tests/test_families.py'
 
 
 def blocks():

@@ -11,14 +11,12 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import build
-from jaxpost import config as config_lib
 from jaxpost.algorithms import online_dpo
-from jaxpost.data import experience as rows_lib
 from jaxpost.errors import InputError
-from jaxpost.types import Experience
-from jaxpost.types import Prompt
-from jaxpost.types import Rollout
+from jaxpost.rl import batching as rows_lib
+from jaxpost.stage import batch_shape
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Experience, Prompt, Rollout
 
 GROUPS, SIZE, C = 3, 4, 5
 NAN = np.nan
@@ -79,7 +77,7 @@ def test_truncated_samples_are_left_out():
 @pytest.mark.parametrize('share', [True, False])
 def test_pairs_hold_the_sampled_tokens(share):
   config = settings(preference=dict(share_prompt=share))
-  rows, length = build.batch_shape(config, True, 1)[::2]
+  rows, length = batch_shape.batch_shape(config, True, 1)[::2]
   assert length == 2 * (5 + C)
   data = experience([[1, 3, 0, 2], [1, 1, 1, 1], [NAN, 5, NAN, 4]])
   credit = online_dpo.credit(data, config)
@@ -111,7 +109,7 @@ def test_pairs_hold_the_sampled_tokens(share):
 @pytest.mark.parametrize('share', [True, False])
 def test_every_step_has_one_shape(share):
   config = settings(preference=dict(share_prompt=share))
-  rows, length = build.batch_shape(config, True, 1)[::2]
+  rows, length = batch_shape.batch_shape(config, True, 1)[::2]
 
   def shapes(rewards):
     data = experience(rewards)

@@ -16,13 +16,13 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import build
-from jaxpost import config as config_lib
-from jaxpost import metrics
-from jaxpost.data import experience as rows_lib
+from jaxpost.distributed.mesh import AXES, Layout
+from jaxpost.monitor import metrics
 from jaxpost.programs import generate
 from jaxpost.rewards import length
-from jaxpost.sharding import AXES, Layout
+from jaxpost.rl import batching as rows_lib
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
 
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
@@ -169,7 +169,7 @@ def config_of(name, **over):
   parsed = config_lib.parse(tiny.merged(
       dict(algorithm=name, reward='x'), over))
   return config_lib.resolve(
-      next(iter(parsed.values())), build.load_algorithm(name).defaults)
+      next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
 def test_the_default_kl_has_a_gradient():

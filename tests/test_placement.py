@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpost import placement
+from jaxpost.distributed import phases
+from jaxpost.distributed.mesh import AXES, parse_mesh
 from jaxpost.errors import InputError
-from jaxpost.sharding import AXES, parse_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def gpus(hosts, each=8):
 def placed(devices, mesh):
   """(the devices in their mesh, {axis: its place})."""
   sizes = parse_mesh(mesh, len(devices), 'config.mesh.train')
-  found = placement.arrange(devices, tuple(sizes.values()))
+  found = phases.arrange(devices, tuple(sizes.values()))
   assert found.shape == tuple(sizes.values())
   assert {d.id for d in found.flat} == {d.id for d in devices}
   return found, {axis: at for at, axis in enumerate(AXES)}

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.planning import chips
-from jaxpost.planning import cost
-from jaxpost.planning import described
-from jaxpost.planning import estimate
-from jaxpost.planning import hlo
+from jaxpost.hardware import chips
+from jaxpost.planning import cost, dry_run, hlo, roofline
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -71,12 +68,12 @@ def test_peak_of_a_device_by_its_kind():
 
 def test_shapes_by_any_of_their_names():
   for name in ('qwen3_8b', 'Qwen/Qwen3-8B', 'qwen3-8b'):
-    assert described.named_shape(name).hidden_size == 4096
+    assert dry_run.named_shape(name).hidden_size == 4096
   for name in ('llama3_70b', 'meta-llama/Meta-Llama-3-70B-Instruct'):
-    assert described.named_shape(name).num_layers == 80
-  assert described.named_shape('qwen9_1b') is None
+    assert dry_run.named_shape(name).num_layers == 80
+  assert dry_run.named_shape('qwen9_1b') is None
   with pytest.raises(InputError, match="did you mean 'qwen3_8b'"):
-    described.shape_of('qwen3_8', 'config.model.path')
+    dry_run.shape_of('qwen3_8', 'config.model.path')
 
 
 @pytest.mark.parametrize('name, billions', [
@@ -84,7 +81,7 @@ def test_shapes_by_any_of_their_names():
   ('llama3_8b', 8.03), ('llama3_70b', 70.55), ('llama3_2_3b', 3.21)])
 def test_named_shapes_have_the_published_size(name, billions):
   from jaxpost.models import transformer
-  shape = described.named_shape(name)
+  shape = dry_run.named_shape(name)
   assert transformer.num_params(shape) / 1e9 == pytest.approx(
     billions, abs=0.01)
 
@@ -325,10 +322,10 @@ class FourChips:
 
 @pytest.mark.parametrize('far, network', [(False, 0.5), (True, 7.2)])
 def test_roofline(far, network):
-  from jaxpost.planning import estimate
+  from jaxpost.planning import roofline
   topology = chips.parse('v6e:2x2')
   hosts = {i: i // 2 if far else 0 for i in range(4)}
-  found = estimate.work(row(), FourChips, topology, hosts)
+  found = roofline.work(row(), FourChips, topology, hosts)
   seconds = found['seconds']
   assert seconds['compute'] == 1.0 and seconds['memory'] == 0.5
   assert seconds['network'] == pytest.approx(network)
@@ -340,24 +337,25 @@ def test_roofline(far, network):
 
 
 def test_what_stays_on_the_devices_counts():
-  from jaxpost.planning import estimate
+  from jaxpost.planning import roofline
   held = dict(parameters=10, optimizer=20, frozen=5)
   given = dict(program='generate', arguments=dict(parameters=7, kv_cache=3),
                argument_bytes=10, output_bytes=4, alias_bytes=3, temp_bytes=2)
   chip = chips.Chip('', 1.0, memory=50)
-  found = estimate.memory(given, held, 10, chip)
+  found = roofline.memory(given, held, 10, chip)
   assert found['fits'] and found['free_bytes'] == 50 - (10 + 1 + 2 + 35)
   given |= dict(program='update', arguments=dict(parameters=10, optimizer=20),
                 argument_bytes=30, temp_bytes=30)
-  found = estimate.memory(given, held, 10, chip)
+  found = roofline.memory(given, held, 10, chip)
   assert not found['fits'] and found['free_bytes'] == 50 - (30 + 1 + 30 + 5)
 
 
 _LEAST = '''
 import json, math
-from jaxpost.planning import aot, chips, described, table
+from jaxpost.planning import aot, dry_run, tables
+from jaxpost.hardware import chips
 def update(**over):
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
     algorithm='sft', data=dict(path='none'), model=dict(
       preset='xs', dtype='float32'), mesh=dict(train='fsdp=4'),
     train=dict(batch_size=4, row_length=64), **over))
@@ -395,13 +393,14 @@ def test_least_traffic_of_fsdp():
 
 _PHASES = """
 import dataclasses, json, sys
-from jaxpost import precompile
-from jaxpost.planning import aot, chips, described, estimate
-compile_all, said = precompile.compile_all, []
-precompile.compile_all = lambda *a: said.append(compile_all(*a))
+from jaxpost.stage import precompile as precompile_lib
+from jaxpost.planning import aot, dry_run, roofline
+from jaxpost.hardware import chips
+compile_all, said = precompile_lib.compile_all, []
+precompile_lib.compile_all = lambda *a: said.append(compile_all(*a))
 
 def look(mesh, **rollout):
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
     algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh,
     model=dict(preset='tiny', dtype='float32'), rl=dict(kl_coef=0.1),
     rollout=dict(prompts=4, group_size=2, max_prompt_length=16,
@@ -414,7 +413,7 @@ def look(mesh, **rollout):
   moved = sum(r['output_bytes'] * r['times'] for r in found.rows
               if r['program'] == 'reshard')
   fast = dataclasses.replace(top, chip=chips.CHIPS['h200'])
-  programs = estimate.programs(found, fast)
+  programs = roofline.programs(found, fast)
   return dict(
     rows=rows, predicted=said.pop().predicted, moved=moved,
     plan={r['program']: r['bytes_per_chip'] for r in programs},
@@ -422,7 +421,7 @@ def look(mesh, **rollout):
           for r in programs],
     copied=sum(r['calls'] * x['bytes'] for r in programs
                for x in r['collective_bytes'].get('copy', {}).values()),
-    step=estimate.summary(found.kit, fast, programs, 0.0))
+    step=roofline.summary(found.kit, fast, programs, 0.0))
 print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
   sys.argv[1::2], sys.argv[2::2])]))
 """
@@ -536,7 +535,7 @@ def test_seconds_of_a_step_ahead(lag, wanted):
             ('reshard', 1, 'train', 0.5), ('generate', 24, 'rollout', 0.5),
             ('prefill', 2, 'rollout', 0.5), ('update', 2, 'train', 4.0),
             ('score', 1, 'train', 4.0), ('values', 1, 'score', 2.0))]
-  assert estimate.step_seconds(rows, 'x', lag) == wanted
+  assert roofline.step_seconds(rows, 'x', lag) == wanted
 
 
 # ------------------------------------------------------------------- commands
@@ -607,7 +606,7 @@ def test_products_of_experts_are_counted(mesh, tmp_path):
 
 @pytest.mark.parametrize('algorithm', ['dpo', 'kto', 'reward_model', 'ppo'])
 def test_other_methods_are_described(algorithm):
-  found, = described.prepare_all(dict(
+  found, = dry_run.prepare_all(dict(
     algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
   assert found.name == algorithm
   if found.algorithm.on_policy:
@@ -689,8 +688,8 @@ def test_search_ranks_what_fits(monkeypatch):
   import io
 
   import rich.console
-  from jaxpost.planning import search
-  from jaxpost.planning import stage
+
+  from jaxpost.planning import search, stage
 
   def fake(p, options):
     tensor = 2 if 'tensor=2' in p.config.mesh.train else 1
@@ -717,7 +716,7 @@ def test_search_ranks_what_fits(monkeypatch):
 def shape(path, train=None, **over):
   """A stage of this model; `train` comes after its rows were made."""
   from jaxpost.planning import search
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
     algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
   return search.vary(p, {f'train.{k}': v for k, v in (train or {}).items()})
 
@@ -755,7 +754,7 @@ def test_gpus_have_no_lanes_and_batches_split():
 def test_devices_are_counted_not_chips(mesh, shards):
   """A tpu7x chip is two; those of other phases train nothing."""
   from jaxpost.planning import meshes
-  p, = described.prepare_all(dict(
+  p, = dry_run.prepare_all(dict(
     algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh,
     model=dict(path='qwen3_8b')))
   top = chips.parse('tpu7x:1x2x2')

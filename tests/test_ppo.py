@@ -19,22 +19,19 @@ import test_layouts
 import tiny
 
 import jaxpost
-from jaxpost import config as config_lib
-from jaxpost import inference
-from jaxpost import metrics
 from jaxpost import stages
-from jaxpost import weights as weights_lib
 from jaxpost.algorithms import ppo
-from jaxpost.data import experience as rows_lib
-from jaxpost.diagnose import merge_metrics
 from jaxpost.errors import InputError
-from jaxpost.models import hf
+from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
+from jaxpost.monitor.nonfinite import merge_metrics
 from jaxpost.programs import train as programs
-from jaxpost.types import Experience
-from jaxpost.types import Outputs
-from jaxpost.types import Prompt
-from jaxpost.types import Rollout
+from jaxpost.rl import batching as rows_lib
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import load_weights as weights_lib
+from jaxpost.tools import inference
+from jaxpost.types import Experience, Outputs, Prompt, Rollout
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDEN = json.loads((ROOT / 'tests/golden/losses.json').read_text())
@@ -481,7 +478,8 @@ def test_eight_devices_compute_what_one_does():
 
 def main():
   """Losses and gradients of one saved rollout in each layout."""
-  from jaxpost.sharding import make_layout, to_host
+  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.transfer import to_host
   config = stage_config(rl=dict(epochs=2), critic=dict(shared=True))
   batch = laid_out(config, 24, 8)
 

@@ -15,26 +15,17 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost import build
-from jaxpost import config as config_lib
-from jaxpost.algorithms import kto
-from jaxpost.algorithms import online_dpo
-from jaxpost.algorithms import preference
-from jaxpost.data import generated
-from jaxpost.data import packing
-from jaxpost.data import sources
+from jaxpost.algorithms import kto, online_dpo, preference
+from jaxpost.data import generated, packing, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
-from jaxpost.programs import score
-from jaxpost.programs import train
+from jaxpost.programs import score, train
 from jaxpost.programs.compile import Ledger
-from jaxpost.roles import Frozen
-from jaxpost.roles import Policy
-from jaxpost.roles import Roles
-from jaxpost.types import Batch
-from jaxpost.types import Outputs
-from jaxpost.types import TrainState
+from jaxpost.roles import Frozen, Policy, Roles
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Batch, Outputs, TrainState
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
                     .read_text())
@@ -49,7 +40,7 @@ def settings(algorithm, **fields):
   config, = config_lib.parse(tiny.merged(config_lib.defaults(), dict(
       algorithm=algorithm, preference=fields,
       model=dict(dtype='float32')))).values()
-  found = build.load_algorithm(algorithm)
+  found = algorithms.load_algorithm(algorithm)
   config = config_lib.resolve(config, found.defaults)
   found.check(config)
   return found, config

@@ -36,9 +36,10 @@ def main():
   import jax
   import test_preference as cases
   import tiny
+
+  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
-  from jaxpost.sharding import make_layout
-  from jaxpost.sharding import to_host
   model = model_lib.build(tiny.config(vocab_size=259, num_layers=1))
   models = model, tiny.params(model), tiny.params(model, seed=1)
   for method in METHODS:

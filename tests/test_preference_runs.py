@@ -10,10 +10,10 @@ import pytest
 import rich.console
 import tiny
 
-from jaxpost import cache
-from jaxpost import metrics
 from jaxpost import stages
-from jaxpost.checkpoint import Checkpointer
+from jaxpost.monitor import metrics
+from jaxpost.stage import precompute
+from jaxpost.storage.checkpoint import Checkpointer
 
 TASK = 'generated:arithmetic_{}:max=99,split={},size={}'
 METHODS = {'dpo': 'pairs', 'kto': 'labels'}
@@ -67,7 +67,7 @@ def test_reference_on_disk(model, algorithm, tmp_path, monkeypatch):
   plain = run(made(), tmp_path / 'plain')
   half = run(made(train=dict(steps=2), **on_disk), tmp_path / 'disk')
   # Nothing is left to score.
-  monkeypatch.setattr(cache, 'read', lambda *args: pytest.fail('scores'))
+  monkeypatch.setattr(precompute, 'read', lambda *args: pytest.fail('scores'))
   whole = run(made(**on_disk), tmp_path / 'disk')
   assert whole[:3] == half[:3]
   for one, two in zip(plain, [r for r in whole if r not in half[3:]]):
@@ -92,8 +92,8 @@ def test_what_is_kept_is_of_these_weights_and_data(
   run(config_of(model, 'dpo', **on_disk), tmp_path / 'first')
   kept = sorted(p.name for p in (tmp_path / 'first/cache').iterdir())
   assert len(kept) == 2  # of the rows, and of those held out
-  read, count = cache.read, []
-  monkeypatch.setattr(cache, 'read', lambda *args: (
+  read, count = precompute.read, []
+  monkeypatch.setattr(precompute, 'read', lambda *args: (
       count.append(1), read(*args))[1])
   other = tiny.folder(tmp_path / 'other', initializer_range=0.1)
   for n, (path, over, new) in enumerate([

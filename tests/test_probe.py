@@ -12,8 +12,9 @@ import rich.console
 import tiny
 from test_processes import environment, finish, free_address
 
-from jaxpost import metrics, stages
-from jaxpost.programs import probe
+from jaxpost import stages
+from jaxpost.hardware import probe
+from jaxpost.monitor import metrics
 
 
 def test_this_machine_is_measured_once(tmp_path, monkeypatch):
@@ -89,7 +90,8 @@ def test_stages_of_their_own_type(tmp_path, monkeypatch):
 
 BOTH = """
 import sys
-from jaxpost import cluster, stages
+from jaxpost.distributed import cluster
+from jaxpost import stages
 import pathlib, rich.console
 cluster.connect(sys.argv[1], 2, int(sys.argv[2]))
 raw = dict(model=dict(dtype='auto'))

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpost import metrics
-from jaxpost.checkpoint import finished_steps
+from jaxpost.monitor import metrics
+from jaxpost.storage.checkpoint import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ON_POLICY = 'grpo', 'ppo'
@@ -115,11 +115,12 @@ def finish(children, code=0):
 
 def digest(folder, work, name):
   """Of the parameters in the middle of a run, bit for bit."""
-  from jaxpost import weights
+  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
-  from jaxpost.sharding import make_layout, to_host
-  shape = weights.open_folder(str(folder / 'model'), '')[1]
-  params = to_host(weights.read_checkpoint(
+  from jaxpost.stage import find_weights, load_weights
+  shape = find_weights.open_folder(str(folder / 'model'), '')[1]
+  params = to_host(load_weights.read_checkpoint(
       work / 'checkpoints' / name, MIDDLE, model_lib.build(shape),
       make_layout('fsdp=-1', 'train'), 'float32'))
   return hashlib.sha256(b''.join(
@@ -127,7 +128,8 @@ def digest(folder, work, name):
 
 
 def main(folder, tag, names, rank, count, address):
-  from jaxpost import cluster, stages
+  from jaxpost import stages
+  from jaxpost.distributed import cluster
   from jaxpost.errors import InputError
   folder, rank = pathlib.Path(folder), int(rank)
   if int(count) > 1:
@@ -360,6 +362,7 @@ def test_what_does_not_fit_the_devices_of_both(flag, wanted, folder, plain):
 def test_a_checkpoint_of_another_model_is_refused_everywhere(folder, plain):
   """The weights at config.model.path are others than those of the run."""
   import tiny
+
   from jaxpost import stages
   model = tiny.folder(folder / 'wide', num_heads=4, num_kv_heads=4)
   stages.run(tiny.merged(

@@ -3,9 +3,8 @@
 import pytest
 import tiny
 
-from jaxpost import loop
-from jaxpost import profile
-from jaxpost import stages
+from jaxpost import loop, stages
+from jaxpost.monitor import timeline
 
 
 def test_a_run_leaves_a_trace(tmp_path):
@@ -20,14 +19,14 @@ def test_a_run_leaves_a_trace(tmp_path):
 def test_steps_of_a_trace(monkeypatch, tmp_path):
   said = []
   monkeypatch.setattr(
-      profile.jax.profiler, 'start_trace', lambda folder: said.append('start'))
+      timeline.jax.profiler, 'start_trace', lambda folder: said.append('start'))
   monkeypatch.setattr(
-      profile.jax.profiler, 'stop_trace', lambda: said.append('stop'))
+      timeline.jax.profiler, 'stop_trace', lambda: said.append('stop'))
   for first, last, begun, expected in (
       (2, 9, 1, {2: 'start', 5: 'stop'}), (0, 9, 1, {}),
       (2, 9, 4, {4: 'start', 5: 'stop'}),  # resumed inside of it
       (8, 9, 1, {8: 'start', 9: 'stop'}), (2, 9, 6, {})):
-    trace = profile.Trace(tmp_path, first, 3, last)
+    trace = timeline.Trace(tmp_path, first, 3, last)
     found = {}
     for step in range(begun, last + 1):
       said.clear()
@@ -47,5 +46,5 @@ def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
       model, log=dict(profile_from=1, profile_steps=3), train=dict(steps=5))
   with pytest.raises(RuntimeError, match='between the steps'):
     stages.run(config, tmp_path / 'run')
-  profile.jax.profiler.start_trace(str(tmp_path / 'again'))
-  profile.jax.profiler.stop_trace()
+  timeline.jax.profiler.start_trace(str(tmp_path / 'again'))
+  timeline.jax.profiler.stop_trace()

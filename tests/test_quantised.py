@@ -11,14 +11,18 @@ import pytest
 import rich.console
 import tiny
 
-from jaxpost import assemble, build, inference, metrics, stages
+from jaxpost import stages, types
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models import lora, quantised
+from jaxpost.models import lora, quantization
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
-from jaxpost.models.table import flatten
+from jaxpost.models.parameters import flatten
+from jaxpost.monitor import metrics
 from jaxpost.programs import train
+from jaxpost.stage import assemble, prepare
+from jaxpost.stage import kit as kit_lib
+from jaxpost.tools import inference
 from jaxpost.types import Batch
 
 ALL = 'q|k|v|o|gate|up|down'
@@ -32,7 +36,7 @@ def normal(shape, seed=0):
 
 
 def back(held, axis, dtype='float32'):
-  return np.asarray(quantised.Quantised(axis=axis, **held).dense(dtype))
+  return np.asarray(quantization.Quantised(axis=axis, **held).dense(dtype))
 
 
 def rms(x):
@@ -42,54 +46,54 @@ def rms(x):
 # --------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize('kind', quantised.KINDS)
+@pytest.mark.parametrize('kind', quantization.KINDS)
 @pytest.mark.parametrize('shape, axis', [((128, 48), -2), ((4, 96, 20), -2),
                                          ((256, 4, 8), -3)])
 def test_what_is_lost(kind, shape, axis):
   w = normal(shape)
-  held = quantised.quantise(jnp.asarray(w), kind, axis)
+  held = quantization.quantise(jnp.asarray(w), kind, axis)
   packed = 2 if kind == 'nf4' else 1
   assert held['codes'].size * packed == w.size
   assert held['scales'].size == w.size // (48 if 96 in shape else 64)
   assert 0.5 * LOST[kind] < rms(back(held, axis) - w) / rms(w) < LOST[kind]
 
 
-@pytest.mark.parametrize('kind', quantised.KINDS)
+@pytest.mark.parametrize('kind', quantization.KINDS)
 def test_values_that_there_are_come_back(kind):
-  values = quantised._NF4 if kind == 'nf4' else np.arange(-127, 128, 2) / 127
+  values = quantization._NF4 if kind == 'nf4' else np.arange(-127, 128, 2) / 127
   w = np.resize(values, (64, 8)).astype(np.float32) * 0.5
   w[0] = 0.5  # a power of two in each block, which scales hold exactly
-  held = quantised.quantise(jnp.asarray(w), kind, -2)
+  held = quantization.quantise(jnp.asarray(w), kind, -2)
   np.testing.assert_allclose(back(held, -2), w, rtol=1e-6)
-  again = quantised.quantise(jnp.asarray(back(held, -2)), kind, -2)
+  again = quantization.quantise(jnp.asarray(back(held, -2)), kind, -2)
   jax.tree.map(np.testing.assert_array_equal, held, again)
 
 
 def test_codes_become_numbers_by_their_bits_as_by_a_table():
   x = np.arange(16, dtype=np.uint8).reshape(4, 4)
-  for found in quantised._by_bits(jnp.asarray(x)), quantised._normal(
+  for found in quantization._by_bits(jnp.asarray(x)), quantization._normal(
       jnp.asarray(x)):
-    np.testing.assert_array_equal(found, quantised._NF4[x])
+    np.testing.assert_array_equal(found, quantization._NF4[x])
 
 
 def test_zeros_stay_zeros():
-  for kind in quantised.KINDS:
-    held = quantised.quantise(jnp.zeros((8, 4)), kind, -2)
+  for kind in quantization.KINDS:
+    held = quantization.quantise(jnp.zeros((8, 4)), kind, -2)
     assert not np.any(back(held, -2))
 
 
 def test_nf4_takes_the_nearest_value():
   w = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
-  found = back(quantised.quantise(jnp.asarray(w), 'nf4', -2), -2)
-  nearest = np.abs(w - quantised._NF4).min(1)
+  found = back(quantization.quantise(jnp.asarray(w), 'nf4', -2), -2)
+  nearest = np.abs(w - quantization._NF4).min(1)
   np.testing.assert_allclose(np.abs(found - w)[:, 0], nearest, atol=1e-6)
 
 
-@pytest.mark.parametrize('kind', quantised.KINDS)
+@pytest.mark.parametrize('kind', quantization.KINDS)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_products_are_those_of_the_whole_matrix(kind, dtype):
   x, w = normal((2, 5, 64)), jnp.asarray(normal((64, 2, 24), 1))
-  held = quantised.Quantised(axis=-3, **quantised.quantise(w, kind, -3))
+  held = quantization.Quantised(axis=-3, **quantization.quantise(w, kind, -3))
   def loss(x, w):
     return jnp.sum(jnp.sin(einsum('btd,dnh->btnh', x, w, dtype)))
   ours, theirs = (jax.jit(jax.value_and_grad(loss))(x, m) for m in (
@@ -103,7 +107,7 @@ def test_products_are_those_of_the_whole_matrix(kind, dtype):
 
 def held_model(kind, rank=3, **fields):
   spec = (rank, 5.0, False, ALL) if rank else ()
-  return quantised.hold(lora.freeze(
+  return quantization.hold(lora.freeze(
       lora.build(tiny.config(lora=spec, **fields)), ''), kind)
 
 
@@ -116,7 +120,7 @@ def logits(model, params, compute=tiny.EXACT):
                    np.asarray(model.head(params)))
 
 
-@pytest.mark.parametrize('kind', quantised.KINDS)
+@pytest.mark.parametrize('kind', quantization.KINDS)
 @pytest.mark.parametrize('unroll', [True, False])
 def test_a_model_computes_as_with_whole_matrices(kind, unroll):
   model = held_model(kind)
@@ -138,7 +142,7 @@ def test_a_model_computes_as_with_whole_matrices(kind, unroll):
 
 def test_so_do_latents_with_dense_layers():
   cfg = tiny.latent(lora=(2, 5.0, False, 'q_b|o'))
-  model = quantised.hold(lora.freeze(lora.build(cfg), ''), 'int8')
+  model = quantization.hold(lora.freeze(lora.build(cfg), ''), 'int8')
   params = model.init(jax.random.key(0))
   assert 'codes' in params['dense']['o'] and 'codes' in params['layers']['o']
   found = logits(model, params)
@@ -149,7 +153,7 @@ def test_so_do_latents_with_dense_layers():
 
 def test_experts_are_quantised_and_routers_are_not():
   experts = Experts(num=4, top_k=2, size=16)
-  model = quantised.hold(model_lib.build(tiny.config(
+  model = quantization.hold(model_lib.build(tiny.config(
       family='qwen3_moe', experts=experts)), 'int8')
   params = tiny.params(model)
   assert params['layers']['gate']['codes'].shape == (2, 4, 32, 16)
@@ -170,7 +174,7 @@ def test_no_matrix_of_another_layer_is_whole():
     model = held_model(kind, **shape)
     compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', unroll=False)
     loss = train.make_loss(
-        model, train.Objective(lambda o, a: (-o.logprobs, {})),
+        model, types.Objective(lambda o, a: (-o.logprobs, {})),
         tiny.one_device(), compute)
     own, fixed = lora.split(jax.eval_shape(functools.partial(
         model.init, dtype=jnp.bfloat16), jax.random.key(0)), model)
@@ -179,7 +183,7 @@ def test_no_matrix_of_another_layer_is_whole():
             own, fixed, rows).compile()
     temporary[kind] = done.memory_analysis().temp_size_in_bytes
   matrices = sum(2 * math.prod(model.base.table[p].shape)
-                 for p in quantised.matrices(model.base.table))
+                 for p in quantization.matrices(model.base.table))
   assert temporary['nf4'] < temporary[''] + matrices / 4
 
 
@@ -204,7 +208,7 @@ def run(config, workdir):
 
 
 def parts(config):
-  kit = assemble.make_kit(build.prepare_all(config)[0])
+  kit = kit_lib.make_kit(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
   return roles
@@ -219,7 +223,7 @@ def test_only_adapters_are_trained_on_codes(base):
     policy = parts(sft(base, kind)).policy
     assert list(policy.state.params) == ['lora']
     fixed = flatten(policy.frozen['params'])
-    for path in quantised.matrices(policy.model.base.table):
+    for path in quantization.matrices(policy.model.base.table):
       size = math.prod(policy.model.base.table[path].shape)
       assert fixed[f'{path}/codes'].nbytes == size * bits // 8
       assert fixed[f'{path}/scales'].dtype == jnp.bfloat16
@@ -227,7 +231,7 @@ def test_only_adapters_are_trained_on_codes(base):
 
 
 def test_run_resumes_and_exports_what_it_computed(base, tmp_path):
-  from jaxpost import config as config_lib
+  from jaxpost.stage import config as config_lib
   rows = run(sft(base), tmp_path / 'whole')
   assert len({r['loss'] for r in rows}) == 4
   run(sft(base, train=dict(steps=2)), tmp_path / 'halves')
@@ -255,7 +259,7 @@ def test_reference_of_dpo_shares_the_codes(base):
   assert fixed <= pointers(roles.reference.params)
 
 
-@pytest.mark.parametrize('kind', quantised.KINDS)
+@pytest.mark.parametrize('kind', quantization.KINDS)
 def test_grpo_learns_on_codes(base, tmp_path, kind):
   """The sampler has the weights that training multiplies with."""
   rows = run(tiny.merged(tiny.grpo_config(
@@ -299,7 +303,7 @@ def test_ppo_has_a_critic_on_the_same_codes(base):
     (dict(model=dict(quantise='int4')), 'quantise')])
 def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:
-    build.prepare_all(sft(base, **over))
+    prepare.prepare_all(sft(base, **over))
   assert '\n' not in str(error.value)
 
 
@@ -315,7 +319,7 @@ def test_an_adapter_of_codes_loads_in_peft(base, tmp_path):
   with torch.no_grad():
     theirs = network(input_ids=torch.tensor(
         tiny.tokens((2, 9))).long()).logits.numpy()
-  from jaxpost import config as config_lib
+  from jaxpost.stage import config as config_lib
   weights = inference.from_folder(
       adapter, config_lib.parse(tiny.run_config(''))['sft'])
   ours = logits(weights.prepared.model, weights.params)[..., :theirs.shape[-1]]

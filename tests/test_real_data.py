@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 import rich.console
 
-from configs import grpo_gsm8k
-from configs import sft_gsm8k
-from jaxpost import build
+from configs import grpo_gsm8k, sft_gsm8k
 from jaxpost import stages
-from jaxpost.data import chat
-from jaxpost.data import loader
-from jaxpost.data import preferences
-from jaxpost.data import sources
+from jaxpost.data import chat, loader, preferences, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
+from jaxpost.stage import prepare
 from tests import tiny
 
 REWARD = '''
@@ -187,7 +183,7 @@ def test_a_vocabulary_too_small_is_refused(shared_data, gsm8k):
   config.data.path = gsm8k
   config.model.tokenizer = str(shared_data('tokenizers/qwen3'))
   with pytest.raises(InputError, match='151669 tokens .* 259 rows') as caught:
-    build.prepare_all(config.to_dict())
+    prepare.prepare_all(config.to_dict())
   assert '\n' not in str(caught.value)
 
 
@@ -214,7 +210,7 @@ def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
       path=gsm8k, columns='prompt=question,completion=answer'),
     train=dict(row_length=512))
   plain['model'].update(preset='tiny')
-  stage, = build.prepare_all(plain)
+  stage, = prepare.prepare_all(plain)
   assert stage.rows[0]['prompt'].startswith('Natalia sold clips')
   assert stage.rows[0]['completion'].endswith('#### 72')
   example = stage.algorithm.render(
@@ -230,16 +226,16 @@ def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
   both = tiny.merged(plain, dict(data=dict(
     path=str(other), columns='question=problem,answer=solution',
     map='jaxpost.data.maps:gsm8k')))
-  stage, = build.prepare_all(both)
+  stage, = prepare.prepare_all(both)
   assert stage.rows[0]['prompt'][0]['content'].startswith('Natalia')
   assert stage.rows[0]['answer'] == rows[0]['answer']
 
   without = tiny.merged(both, dict(data=dict(columns='')))
   with pytest.raises(InputError, match=r'other\.jsonl:1: map_fn raised'):
-    build.prepare_all(without)
+    prepare.prepare_all(without)
   wrong = tiny.merged(plain, dict(data=dict(columns='prompt=qestion')))
   with pytest.raises(InputError, match=r'train\.jsonl:1: .*mean question'):
-    build.prepare_all(wrong)
+    prepare.prepare_all(wrong)
 
 
 # ------------------------------------------------- preferences and SFT samples

@@ -13,9 +13,10 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import metrics, replay
-from jaxpost.data import rollouts
 from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
+from jaxpost.rollout import rollout_files
+from jaxpost.tools import reproduce
 
 GRADE = '''
 def low(completion_ids, **_):
@@ -53,9 +54,9 @@ def kept(run, step):
 @pytest.mark.parametrize('step, row', [(1, 0), (2, 7), (4, 15)])
 def test_a_sample_is_drawn_again(run, step, row):
   """From the start, past a checkpoint, and right after one."""
-  found = replay.replay(run, step, row)
+  found = reproduce.replay(run, step, row)
   assert found['identical'] is True
-  theirs, arrays = rollouts.load(run / f'rollouts/grpo/{step}.npz')
+  theirs, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
   length = theirs.lengths[row]
   assert found['ids'] == theirs.completions[row, :length].tolist()
   assert found['logprobs'] == [float(x) for x in theirs.logprobs[row, :length]]
@@ -70,7 +71,7 @@ def test_a_sample_is_drawn_again(run, step, row):
 
 def test_losses_of_the_samples_add_up(run):
   """Those of an update's samples are its loss; shares are of sizes."""
-  found = [replay.replay(run, 1, row) for row in range(16)]
+  found = [reproduce.replay(run, 1, row) for row in range(16)]
   by_update = {}
   for one in found:
     by_update.setdefault(round(one['loss_of_update'], 9), []).append(one)
@@ -87,7 +88,7 @@ def test_their_sum_is_the_loss_of_the_run(config, tmp_path):
   jaxpost.run(one, tmp_path / 'run')
   row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
          if r['step'] == 2][0]
-  found = [replay.replay(tmp_path / 'run', 2, n) for n in range(
+  found = [reproduce.replay(tmp_path / 'run', 2, n) for n in range(
       len(kept(tmp_path / 'run', 2)))]
   assert abs(row['loss']) > 1e-4
   assert sum(x['loss'] for x in found) == pytest.approx(row['loss'], abs=1e-6)
@@ -101,12 +102,12 @@ def test_what_differs_is_told(run, tmp_path):
     arrays = dict(file)
   arrays['logprobs'] = np.nextafter(arrays['logprobs'], np.float32(9))
   np.savez(path, **arrays)
-  assert replay.replay(copy, 2, 3)['identical'] is False
+  assert reproduce.replay(copy, 2, 3)['identical'] is False
   shutil.rmtree(copy / 'rollouts')
-  assert replay.replay(copy, 2, 3)['identical'] is True  # of samples/
+  assert reproduce.replay(copy, 2, 3)['identical'] is True  # of samples/
   (copy / 'samples/grpo/2.jsonl').unlink()
   before = sorted(copy.rglob('*'))
-  assert replay.replay(copy, 2, 3)['identical'] is None
+  assert reproduce.replay(copy, 2, 3)['identical'] is None
   assert sorted(copy.rglob('*')) == before
 
 
@@ -125,7 +126,7 @@ def test_the_command(run):
     (1, -1, '--row')])
 def test_what_is_not_there_is_refused(run, step, row, words):
   with pytest.raises(InputError, match=words):
-    replay.replay(run, step, row)
+    reproduce.replay(run, step, row)
 
 
 # ------------------------------------------------------- training on rollouts
@@ -184,4 +185,4 @@ def test_a_file_that_is_no_rollout(tmp_path):
   path = tmp_path / '1.npz'
   path.write_bytes(b'PK nothing')
   with pytest.raises(InputError, match=r'1\.npz: not a rollout'):
-    rollouts.load(path)
+    rollout_files.load(path)

@@ -9,9 +9,8 @@ import re
 import pytest
 import rich.console
 
-from jaxpost import metrics
-from jaxpost import report
 from jaxpost.errors import InputError
+from jaxpost.monitor import metrics, report
 
 HOSTILE = ('<script>alert("1")</script>&amp;\'"><img src=x onerror=alert(2)>'
            '</pre></body><!-- \x00 \x1b[31m \ud83d')

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost.distributed import transfer
 from jaxpost.models import lora
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
@@ -35,8 +36,8 @@ def params_of(model, dtype=jnp.float32):
     made[lora.ROOT] = jax.tree.map(
         lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape),
         made[lora.ROOT])
-  return tiny.one_device().move(
-      jax.tree.map(lambda x: x.astype(dtype), made))
+  return transfer.move(
+      tiny.one_device(),       jax.tree.map(lambda x: x.astype(dtype), made))
 
 
 def pointers(tree):
@@ -100,7 +101,7 @@ import json, sys
 sys.path.insert(0, 'tests')
 import jax, tiny
 import test_reshard as here
-from jaxpost.sharding import make_layout
+from jaxpost.distributed.mesh import make_layout
 
 model = here.make('plain')
 train, rollout = (make_layout(text, phase) for text, phase in (

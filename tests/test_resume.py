@@ -5,9 +5,9 @@ compared with it, in the rows of their metrics and in every bit of their final
 state. What runs in a process of its own runs by the launcher's command.
 """
 
-import functools
 import collections
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -23,12 +23,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost import metrics
 from jaxpost import stages
-from jaxpost.checkpoint import finished_steps
-from jaxpost.errors import InputError
-from jaxpost.errors import NoCheckpointError
-from jaxpost.errors import Preempted
+from jaxpost.errors import InputError, NoCheckpointError, Preempted
+from jaxpost.monitor import metrics
+from jaxpost.storage.checkpoint import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = 'generated:arithmetic:max=99,ops=+'
@@ -115,7 +113,8 @@ def seal(folder, step=None):
 def state(workdir, stage, step=None):
   """{leaf: bytes} of a checkpoint, and its meta."""
   import jax
-  from jaxpost.checkpoint import Checkpointer
+
+  from jaxpost.storage.checkpoint import Checkpointer
   folder = workdir / 'checkpoints' / stage
   step = max(finished_steps(folder)) if step is None else step
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])

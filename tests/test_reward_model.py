@@ -17,23 +17,18 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import build
-from jaxpost import config as config_lib
-from jaxpost import metrics
-from jaxpost import reward_role
 from jaxpost import stages
-from jaxpost.algorithms import grpo
-from jaxpost.algorithms import reward_model
-from jaxpost.data import generated
-from jaxpost.data import packing
-from jaxpost.data import sources
+from jaxpost.algorithms import grpo, reward_model
+from jaxpost.data import generated, packing, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import hf
+from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
-from jaxpost.types import Batch
-from jaxpost.types import Outputs
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import export, prepare
+from jaxpost.types import Batch, Outputs
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
                     .read_text())
@@ -223,9 +218,9 @@ def trained_folder(path, source, seed=0, **fields):
       params['score'].shape).astype(np.float32)
   tokenizer = TOKENIZER
   hf.save(path, model, params, stop_ids=tokenizer.stop_ids,
-          pad_id=reward_role.pad_id(tokenizer),
+          pad_id=export.pad_id(tokenizer),
           tokenizer_save=functools.partial(
-              reward_role.save_tokenizer, tokenizer))
+              export.save_tokenizer, tokenizer))
   return model, params
 
 
@@ -290,8 +285,8 @@ def test_padding_never_ends_a_text(tmp_path):
   """A tokenizer that pads with its end of turn gets another token for it."""
   ends = dataclasses.replace(TOKENIZER, pad_id=TOKENIZER.eos_id)
   assert ends.pad_id in ends.stop_ids
-  assert reward_role.pad_id(ends) == 256
-  reward_role.save_tokenizer(ends, tmp_path)
+  assert export.pad_id(ends) == 256
+  export.save_tokenizer(ends, tmp_path)
   assert tokenizer_lib.load(str(tmp_path)).pad_id == 256
 
 
@@ -381,12 +376,12 @@ def test_stages_hand_over_and_evaluate(nano, tmp_path):
   other = tiny.grpo_config(nano, reward='reward_model', reward_model=dict(
       path=str(tmp_path / 'run')), train=dict(steps=1))
   with pytest.raises(InputError, match='is a language model'):
-    build.prepare_all(other)
+    prepare.prepare_all(other)
 
 
 def refused(config, match):
   with pytest.raises(InputError, match=match):
-    build.prepare_all(config)
+    prepare.prepare_all(config)
 
 
 def test_what_cannot_work_is_refused(nano, judge, tmp_path):

@@ -13,11 +13,10 @@ import time
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
 from jaxpost.rewards import code
-from jaxpost.rewards import sandbox
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.workers import call, sandbox
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -204,7 +203,7 @@ HOSTILE = {
 def jails():
   """Processes of sandboxes that live."""
   shown = subprocess.check_output(['ps', 'axwwo', 'pid=,args='], text=True)
-  return [line for line in shown.splitlines() if 'jaxpost.rewards.jail' in line
+  return [line for line in shown.splitlines() if 'jaxpost.workers.jail' in line
           or "channel = open(3, 'rb'" in line]
 
 
@@ -305,7 +304,7 @@ def test_what_a_program_can_reach(tmp_path, monkeypatch):
 def test_no_sandbox_outlives_what_started_it():
   before = set(jails())
   parent = subprocess.Popen(
-      [sys.executable, '-c', 'from jaxpost.rewards import sandbox as s\n'
+      [sys.executable, '-c', 'from jaxpost.workers import sandbox as s\n'
        's.run_tests("import time; time.sleep(50)", ["1"],'
        ' s.Limits(timeout_s=40.0))'],
       env={**os.environ, 'PYTHONPATH': str(CLONE)})
@@ -332,8 +331,9 @@ def test_packages_only_when_asked_for():
 
 REFUSED = '''
 import sys
-from jaxpost.rewards.pool import Group, RewardPool
 from jaxpost.errors import InputError
+from jaxpost.rewards.groups import Group
+from jaxpost.rewards.pool import RewardPool
 if __name__ == '__main__':
   text = '```python\\nx = 1\\n```'
   for spec in ('code', 'code?insecure=true'):

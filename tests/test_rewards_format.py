@@ -10,11 +10,11 @@ import urllib.request
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
 from jaxpost.rewards import format as forms
 from jaxpost.rewards import length
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.workers import call
 
 
 def chat(text):

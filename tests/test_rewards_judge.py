@@ -8,10 +8,10 @@ import time
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
 from jaxpost.rewards import judge
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.workers import call
 
 
 class Double(http.server.ThreadingHTTPServer):

@@ -10,7 +10,7 @@ from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
 from jaxpost.rewards import math as math_rewards
 from jaxpost.rewards.format import text_of
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 F = fractions.Fraction

@@ -8,9 +8,8 @@ import re
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import builtin
-from jaxpost.rewards import options
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards import builtin, options
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.rewards.pool import Group
+from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 FUNCTIONS = '''
@@ -525,7 +525,8 @@ def test_close_ends_children_and_busy_workers(pool_of, tmp_path, monkeypatch):
 
 PARENT = '''
 import sys, time
-from jaxpost.rewards.pool import Group, RewardPool
+from jaxpost.rewards.groups import Group
+from jaxpost.rewards.pool import RewardPool
 if __name__ == '__main__':
   pool = RewardPool(sys.argv[1] + ':spawns', workers=2, timeout_s=60.0)
   pool.check()

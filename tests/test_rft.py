@@ -8,14 +8,12 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import config as config_lib
-from jaxpost import metrics
 from jaxpost.algorithms import rft
-from jaxpost.data import experience as rows_lib
 from jaxpost.errors import InputError
-from jaxpost.types import Experience
-from jaxpost.types import Prompt
-from jaxpost.types import Rollout
+from jaxpost.monitor import metrics
+from jaxpost.rl import batching as rows_lib
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Experience, Prompt, Rollout
 
 NAN = float('nan')
 

@@ -53,10 +53,11 @@ def main():
   import jax
   import numpy as np
   import tiny
+
+  from jaxpost.distributed.mesh import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.programs.compile import Ledger
   from jaxpost.rollout import native
-  from jaxpost.sharding import make_layout
   from jaxpost.types import Request
 
   model = model_lib.build(tiny.config(

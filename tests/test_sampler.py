@@ -15,9 +15,7 @@ from jaxpost.programs import sampling
 from jaxpost.programs import score as score_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
-from jaxpost.types import Batch
-from jaxpost.types import Prompt
-from jaxpost.types import Sampling
+from jaxpost.types import Batch, Prompt, Sampling
 
 DRAWS, V = 20_000, 600  # V: more than one block of the inverted distribution
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxpost import scaling
 from jaxpost.errors import InputError
+from jaxpost.tools import scaling
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -12,9 +12,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import engine as protocol
-from jaxpost.rollout import native
-from jaxpost.rollout import pages
-from jaxpost.rollout import settings
+from jaxpost.rollout import kv_cache, native, sampler_config
 from jaxpost.types import Request
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
@@ -370,7 +368,7 @@ def test_pages_change_nothing(model, params, engine, page, tokens):
 def test_pages_hold_more_texts_than_slots_do():
   """At most 16,384 entries and 4,096 on average, as many as fit."""
   size, room, memory = 128, 16384, 64 * 16384
-  pool = pages.Pages(size, memory // size + 1, room)
+  pool = kv_cache.Pages(size, memory // size + 1, room)
   lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
   holders = 0
   for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
@@ -387,7 +385,7 @@ def test_pages_hold_more_texts_than_slots_do():
 
 
 def test_pages_are_shared_and_copied_where_they_part():
-  pool = pages.Pages(4, 11, 20)
+  pool = kv_cache.Pages(4, 11, 20)
   first = pool.admit('a', b'x', 1, 10, 4)
   second = pool.admit('b', b'x', 1, 10, 4)
   assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]
@@ -419,6 +417,6 @@ def test_settings_that_cannot_work(fields, told):
 def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):
   engine = make_engine(model, params, slots=8)
   # 8 slots x (60 + 4) entries x 2 x 2 layers x 2 heads x 8 x 4 bytes
-  monkeypatch.setattr(settings, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
+  monkeypatch.setattr(sampler_config, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
   with pytest.raises(InputError, match='8 slots of 64 .* 5 slots would fit'):
     serve(engine, requests())

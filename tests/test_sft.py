@@ -10,12 +10,12 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import config as config_lib
-from jaxpost import metrics
 from jaxpost.algorithms import sft
 from jaxpost.losses import head as head_lib
 from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
+from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json')

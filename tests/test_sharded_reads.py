@@ -26,6 +26,7 @@ MESHES = ['fsdp=2', 'tensor=2', 'data=2']  # of two processes
 
 def models():
   import tiny
+
   from jaxpost.models.config import Experts
   return dict(
       dense=tiny.config(**SHAPE),
@@ -43,8 +44,8 @@ def count_reads():
 
   Of whole rows: an object store knows nothing less.
   """
-  from jaxpost.models import ranges
-  read, count = ranges.Tensor.__getitem__, [0, 0]
+  from jaxpost.formats import safetensors_file
+  read, count = safetensors_file.Tensor.__getitem__, [0, 0]
 
   def counted(tensor, index):
     rows, *_ = index if isinstance(index, tuple) else (index,)
@@ -52,17 +53,17 @@ def count_reads():
     count[len(tensor.shape) == 1] += 4 * size * math.prod(tensor.shape[1:])
     return read(tensor, index)
 
-  ranges.Tensor.__getitem__ = counted
+  safetensors_file.Tensor.__getitem__ = counted
   return count
 
 
 def load(folder, model, layout, piece):
   """Its parameters, the way that a run has them."""
-  from jaxpost import weights
-  from jaxpost.models import hf, stored
-  stored._PIECE = piece
-  source = weights.Source(model.config, folder=hf.opened(folder), name='x')
-  return weights.load(source, model, layout, 'float32')
+  from jaxpost.formats import hf, tensor_layout
+  from jaxpost.stage import load_weights, sources
+  tensor_layout._PIECE = piece
+  source = sources.Source(model.config, folder=hf.opened(folder), name='x')
+  return load_weights.load(source, model, layout, 'float32')
 
 
 def of_two(folder, rank, address):
@@ -70,10 +71,10 @@ def of_two(folder, rank, address):
 
   A layout of `data` has all on both.
   """
-  from jaxpost import cluster
+  from jaxpost.distributed import cluster
+  from jaxpost.distributed.mesh import make_layout
   from jaxpost.models import model as model_lib
-  from jaxpost.models.table import leaf
-  from jaxpost.sharding import make_layout
+  from jaxpost.models.parameters import leaf
   cluster.connect(address, 2, int(rank))
   count, counts = count_reads(), {}
   model = model_lib.build(models()['dense'])
@@ -93,9 +94,11 @@ def onto_eight(folder):
   """Whether the parameters are those of one device, in each layout."""
   import jax
   import tiny
-  from jaxpost.models import hf
+
+  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.transfer import to_host
+  from jaxpost.formats import hf
   from jaxpost.models import model as model_lib
-  from jaxpost.sharding import make_layout, to_host
   given, count = {}, count_reads()
   for name, config in models().items():
     model = model_lib.build(config)
@@ -130,9 +133,10 @@ def start(devices, *arguments):
 def test_each_process_reads_its_own(tmp_path):
   """No row of a matrix is read twice, whoever has which part of it."""
   import tiny
-  from jaxpost.models import hf
+
+  from jaxpost.formats import hf
   from jaxpost.models import model as model_lib
-  from jaxpost.models.table import flatten
+  from jaxpost.models.parameters import flatten
   model = model_lib.build(models()['dense'])
   params = tiny.params(model)
   hf.save(tmp_path / 'model', model, params, max_shard_bytes=100_000)

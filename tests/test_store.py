@@ -24,11 +24,14 @@ from etils import epath
 from etils.epath import backend, gpath
 from fsspec import spec
 
-from jaxpost import config as config_lib
-from jaxpost import inference, metrics, stages, store
-from jaxpost.checkpoint import Checkpointer
+from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.models import hf, ranges
+from jaxpost.formats import hf, safetensors_file
+from jaxpost.monitor import metrics
+from jaxpost.stage import config as config_lib
+from jaxpost.storage import object_store
+from jaxpost.storage.checkpoint import Checkpointer
+from jaxpost.tools import inference
 
 CONSOLE = rich.console.Console(quiet=True)
 
@@ -120,8 +123,8 @@ def objects(tmp_path, monkeypatch):
   monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
   (tmp_path / 'cwd').mkdir()
   monkeypatch.chdir(tmp_path / 'cwd')  # where a path taken for local would go
-  store.check.cache_clear()
-  store.here.cache_clear()
+  object_store.check.cache_clear()
+  object_store.here.cache_clear()
   yield found
   assert not list((tmp_path / 'cwd').iterdir())
 
@@ -137,7 +140,7 @@ def config(model, **over):
 def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
   stages.run(config(model), tmp_path / 'local', CONSOLE)
-  store.upload(model, f'{scheme}://bucket/model')
+  object_store.upload(model, f'{scheme}://bucket/model')
   run = f'{scheme}://bucket/runs/one'
   made = config(f'{scheme}://bucket/model')
   stages.run(tiny.merged(made, dict(train=dict(steps=2))), run, CONSOLE)
@@ -172,7 +175,7 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
 
 def test_adapters_go_both_ways(objects, tmp_path):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
-  store.upload(model, 'gs://bucket/model')
+  object_store.upload(model, 'gs://bucket/model')
   stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one',
              CONSOLE)
   plain = config_lib.parse(tiny.run_config(''))['sft']
@@ -230,7 +233,7 @@ def test_slices_are_those_of_a_local_file(tensors, name, index):
   remote = epath.Path('gs://bucket/x.safetensors')
   with remote.open('rb') as file, safetensors.safe_open(
       tensors, framework='np') as local:
-    mine = ranges.tensors(file, remote.stat().length)
+    mine = safetensors_file.tensors(file, remote.stat().length)
     assert mine.keys() == set(local.keys())
     theirs = local.get_slice(name)
     assert mine[name].get_shape() == theirs.get_shape()
@@ -256,7 +259,7 @@ def test_a_frame_that_is_kept_keeps_no_file_open(tensors, monkeypatch):
 
 def test_only_the_rows_of_a_shard_are_read(tensors, objects):
   with epath.Path('gs://bucket/x.safetensors').open('rb') as file:
-    found = ranges.tensors(file, tensors.stat().st_size)
+    found = safetensors_file.tensors(file, tensors.stat().st_size)
     objects.read = 0
     found['a'][slice(2, 4), slice(0, 2)]
   assert objects.read == 2 * 5 * 4 * 4
@@ -268,7 +271,7 @@ def test_only_the_rows_of_a_shard_are_read(tensors, objects):
 def test_what_is_no_safetensors(objects, tmp_path, data):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   (model / 'model.safetensors').write_bytes(data)
-  store.upload(model, 'gs://bucket/model')
+  object_store.upload(model, 'gs://bucket/model')
   with pytest.raises(InputError, match='model.safetensors: unreadable') as e:
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
   assert '\n' not in str(e.value)
@@ -278,7 +281,7 @@ def test_a_cut_file_is_named(objects, tmp_path):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   file = model / 'model.safetensors'
   file.write_bytes(file.read_bytes()[:-4])
-  store.upload(model, 'gs://bucket/model')
+  object_store.upload(model, 'gs://bucket/model')
   with pytest.raises(InputError, match=r'unreadable \(its header speaks of'):
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
 
@@ -291,7 +294,7 @@ def test_a_damaged_header_is_named(header):
   text = json.dumps(header).encode()
   data = len(text).to_bytes(8, 'little') + text + bytes(4)
   with pytest.raises(ValueError, match='its header'):
-    ranges.tensors(io.BytesIO(data), len(data))
+    safetensors_file.tensors(io.BytesIO(data), len(data))
 
 
 # ---------------------------------------------------------------------- errors
@@ -303,7 +306,7 @@ def test_a_damaged_header_is_named(header):
 def test_a_missing_extra_is_named(monkeypatch, path, package, extra):
   monkeypatch.setitem(__import__('sys').modules, package, None)
   monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
-  store.check.cache_clear()
+  object_store.check.cache_clear()
   for call in (
       lambda: stages.run(tiny.run_config(''), path, CONSOLE),
       lambda: inference.from_run(path),
@@ -336,6 +339,6 @@ def test_a_slice_of_an_object_is_all_that_is_fetched():
   read = lambda file: (file.seek(7_000_000), file.read(1000))[1]
   assert read(Object(None, 'x', size=len(data))) == data[7_000_000:7_001_000]
   assert fetched.pop() > 1_000_000
-  file = store.exactly(Object(None, 'x', size=len(data)))
+  file = object_store.exactly(Object(None, 'x', size=len(data)))
   assert read(file) == data[7_000_000:7_001_000]
   assert fetched == [1000]

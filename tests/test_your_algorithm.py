@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import metrics
 from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
 LIMITS = {'reinforce.py': 60, 'actor_critic.py': 150}

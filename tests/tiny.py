@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.config import defaults
+from jaxpost.distributed.mesh import make_layout
+from jaxpost.formats import hf
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
-from jaxpost.models import hf
 from jaxpost.models import model as model_lib
-from jaxpost.models import table
+from jaxpost.models import parameters
 from jaxpost.models.config import Experts, LatentConfig, ModelConfig
-from jaxpost.sharding import make_layout
+from jaxpost.stage.config import defaults
 
 EXACT = Compute(dtype='float32', q_chunk=64)
 
@@ -52,7 +52,7 @@ def params(model, seed=0):
     return x + noise if spec.exact else x
 
   made = jax.jit(model.init)(jax.random.key(seed))
-  return jax.tree.map(vary, made, table.nest(model.table))
+  return jax.tree.map(vary, made, parameters.nest(model.table))
 
 
 def tokens(shape, vocab=131, seed=0):

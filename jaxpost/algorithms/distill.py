@@ -16,12 +16,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import (
-    Algorithm, Precompute, expect, refuse, refuse_unread)
+from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse, refuse_unread
 from jaxpost.algorithms.sft import render_text
+from jaxpost.distributed import transfer
 from jaxpost.losses import divergences
-from jaxpost.programs.train import Objective
-from jaxpost.types import Credit, Experience
+from jaxpost.types import Credit, Experience, Objective
 
 _NEVER = -1e30  # as the head hides tokens that a model lacks
 
@@ -88,7 +87,7 @@ def needs(config) -> tuple:
 def prepare(batch, roles, config):
   """Adds what the teachers say, in the layout of training."""
   del config
-  move = lambda x: roles.policy.layout.move(x, None, 'batch', None)
+  move = lambda x: transfer.move(roles.policy.layout, x, None, 'batch', None)
   return batch.replace(
       teacher_hidden=tuple(move(t(batch)) for t in roles.teachers))
 

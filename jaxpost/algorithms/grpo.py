@@ -11,9 +11,7 @@ import numpy as np
 
 from jaxpost.algorithms.base import Algorithm, expect, refuse, refuse_unread
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
-from jaxpost.programs.train import Objective
-from jaxpost.types import Credit, Experience
-
+from jaxpost.types import Credit, Experience, Objective
 
 _COMPARING = 'group', 'leave_one_out', 'reinforce_pp_baseline'
 # Fields of `config.rl` that only some choices read; the rest always count.

@@ -15,7 +15,7 @@ from jaxpost.algorithms import preference
 from jaxpost.algorithms.base import Algorithm, expect, refuse
 from jaxpost.data import preferences as data
 from jaxpost.losses import preferences, reduce
-from jaxpost.programs.train import Objective
+from jaxpost.types import Objective
 
 LOSSES = ('kto', 'apo_zero_unpaired')
 

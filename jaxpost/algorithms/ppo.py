@@ -18,8 +18,7 @@ from jaxpost.algorithms import grpo
 from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.losses import advantages
 from jaxpost.losses import values as values_lib
-from jaxpost.programs.train import Objective
-from jaxpost.types import Credit, Experience
+from jaxpost.types import Credit, Experience, Objective
 
 
 def objective(config) -> Objective:

@@ -14,11 +14,12 @@ import numpy as np
 
 from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse
 from jaxpost.data import preferences as data
+from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
+from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
-from jaxpost.losses.preferences import (
-    LOSSES, REFERENCE_FREE, WITH_F_DIVERGENCE)
-from jaxpost.programs.train import Objective
+from jaxpost.losses.preferences import LOSSES, REFERENCE_FREE, WITH_F_DIVERGENCE
+from jaxpost.types import Objective
 
 # Fields of config.preference and the losses that read them; a field that
 # none of the losses of a run reads must stay as it is.
@@ -38,9 +39,9 @@ REF_LOGPROBS = Precompute(
 _OF_MEANS = ('orpo', 'simpo')  # their reward is a mean over tokens
 
 
-def options_of(config) -> preferences.PreferenceOptions:
+def options_of(config) -> pairs_lib.PreferenceOptions:
   p = config.preference
-  return preferences.PreferenceOptions(
+  return pairs_lib.PreferenceOptions(
       p.beta, p.label_smoothing, p.ipo_average, p.gamma,
       f_divergence=p.f_divergence)
 
@@ -68,7 +69,7 @@ def objective(config) -> Objective:
         outputs.entropy, batch.loss_weights != 0, batch.sequence_ids)
     entropy = sum(reduce.split_pairs(
         reduce.sequence_max(entropy, batch.sequence_ids))) / 2
-    metrics = preferences.pair_metrics(
+    metrics = pairs_lib.pair_metrics(
         _means(pairs) if names[0] in _OF_MEANS else pairs, options)
     metrics = {k: total(v) for k, v in (
         metrics | {'entropy': entropy}).items()}
@@ -94,7 +95,7 @@ def pairs_of(outputs, batch, compared: bool):
   valid = (pair_weights > 0) & (of_rejected > 0)
   nll_scale = largest(batch.arrays['nll_weights'])[0] / jnp.where(
       valid, pair_weights, 1)
-  return preferences.Pairs(
+  return pairs_lib.Pairs(
       *total(outputs.logprobs), *total(reference), *total(jnp.ones_like(
           weights)), valid, nll_scale), pair_weights
 
@@ -121,8 +122,8 @@ def prepare(batch, roles, config):
   del config
   if roles.reference is None:
     return batch
-  found = roles.policy.layout.move(
-      roles.reference(batch).logprobs, None, 'batch', None)
+  found = transfer.move(
+      roles.policy.layout,       roles.reference(batch).logprobs, None, 'batch', None)
   return batch.replace(arrays={**batch.arrays, 'ref_logprobs': found})
 
 

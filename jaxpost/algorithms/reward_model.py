@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpost.algorithms.base import Algorithm, expect
 from jaxpost.data import preferences
 from jaxpost.losses import reduce, values
-from jaxpost.programs.train import Objective
+from jaxpost.types import Objective
 
 _PER = {'bradley_terry': 'pair', 'regression': 'sequence', 'process': 'token'}
 

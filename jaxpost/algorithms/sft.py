@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import chat
-from jaxpost.programs.train import Objective
+from jaxpost.types import Objective
 
 
 def objective(config) -> Objective:

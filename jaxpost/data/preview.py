@@ -6,8 +6,7 @@ own. The last line says how much of the rows packing fills.
 """
 
 import numpy as np
-from rich import table
-from rich import text
+from rich import table, text
 
 from jaxpost.data import packing
 

@@ -9,8 +9,7 @@ import bisect
 import itertools
 
 from jaxpost import types
-from jaxpost.data import chat
-from jaxpost.data import loader
+from jaxpost.data import chat, loader
 from jaxpost.errors import InputError
 
 

@@ -18,12 +18,9 @@ import re
 from etils import epath
 
 from jaxpost import imports
-from jaxpost.data import files
-from jaxpost.data import generated
-from jaxpost.data import hub
-from jaxpost.data import lazy
-from jaxpost.data import maps
+from jaxpost.data import files, generated, lazy, maps
 from jaxpost.errors import InputError
+from jaxpost.storage import hub
 
 _SPLIT_WORDS = {
   'train': 'train',

@@ -11,9 +11,8 @@ import pathlib
 import shutil
 from typing import Any
 
-from jaxpost import store
-from jaxpost.data import hub
 from jaxpost.errors import InputError
+from jaxpost.storage import hub, object_store
 
 CHATML = (
   '{%- for message in messages %}'
@@ -212,9 +211,9 @@ def _stop_ids(hf, eos, config, template):
 
 
 def _folder(path):
-  if store.is_remote(path):
-    store.check(str(path), 'config.model.tokenizer')
-    return store.here(str(path), (
+  if object_store.is_remote(path):
+    object_store.check(str(path), 'config.model.tokenizer')
+    return object_store.here(str(path), (
       *_FILES, 'generation_config.json', 'config.json'))
   folder = pathlib.Path(path).expanduser()
   if folder.is_dir():
@@ -304,8 +303,8 @@ def _tags(template):
 def _bytes():
   """A tokenizer in which id i < 256 is byte i, with a ChatML template."""
   import tokenizers
-  from tokenizers import decoders, models, pre_tokenizers
   import transformers
+  from tokenizers import decoders, models, pre_tokenizers
 
   # The printable stand-ins that byte-level tokenizers use for bytes.
   plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpost.distributed.mesh import BATCH_AXES, Layout, Shared
 from jaxpost.matmul import Compute, einsum
-from jaxpost.sharding import BATCH_AXES, Layout, Shared
 from jaxpost.types import Outputs
 
 _HIDE = -1e30

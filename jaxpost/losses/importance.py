@@ -7,12 +7,12 @@ Host arrays (numpy): weights enter the loss as constants, once per batch, by
 multiplication with the loss of a token.
 """
 
-from collections.abc import Callable
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
-from jaxpost.losses.advantages import same_shape
+from jaxpost.losses.shapes import same_shape
 
 _MAX_LOG_RATIO = 20.0
 

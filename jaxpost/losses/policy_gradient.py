@@ -8,13 +8,13 @@ r = pi / pi_old throughout, its logarithm held within +-20. `LOSSES` holds the
 surrogates by name, `KL` the estimators.
 """
 
-from collections.abc import Callable
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses.advantages import same_shape
+from jaxpost.losses.shapes import same_shape
 
 _MAX_LOG_RATIO = 20.0  # exp(20) is as good as infinite and stays finite
 _MAX_LOG_SEQUENCE_RATIO = 10.0

@@ -8,93 +8,25 @@ and d = c - r.
 To add one, write that function and name it there.
 """
 
-from collections.abc import Callable
-import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.errors import InputError
-from jaxpost.losses.advantages import same_shape
+from jaxpost.losses.pairs import F_DIVERGENCES, MAX_EXPONENT, Pairs, PreferenceOptions, implicit_rewards, zero_padding
+from jaxpost.losses.shapes import same_shape
 
 _log_sigmoid, _sigmoid = jax.nn.log_sigmoid, jax.nn.sigmoid
-_MAX_EXPONENT = 40.0  # the square of its exponential is still finite
 
 
-class Pairs(NamedTuple):
-  """Preference pairs, all arrays [..., P]; padded where not `valid`.
-
-  Attributes:
-    chosen, rejected: log-probabilities of the policy, summed over tokens.
-    ref_chosen, ref_rejected: of the reference; 0 where there is none.
-    chosen_length, rejected_length: tokens summed over; valid: bool.
-    nll_scale: [] or [..., P], makes -chosen * nll_scale, summed with the
-      weights of the pairs, the mean NLL of the chosen tokens of the global
-      batch. For weights of 1 / pairs: pairs / chosen tokens.
-  """
-
-  chosen: Any
-  rejected: Any
-  ref_chosen: Any
-  ref_rejected: Any
-  chosen_length: Any
-  rejected_length: Any
-  valid: Any
-  nll_scale: Any = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class PreferenceOptions:
-  """What the losses read; each reads its own part.
-
-  Attributes:
-    beta: inverse temperature of the implicit reward beta * log-ratio.
-    label_smoothing: share of labels held to be wrong.
-    ipo_average: 'ipo' takes means over tokens, as TRL does; its paper, sums.
-    gamma: target margin of 'simpo'.
-    simpo_alpha: AlphaPO's alpha for 'simpo'; 0 is SimPO.
-    discopop_tau: temperature of the blend of 'discopop'.
-    f_divergence: what c and r become in WITH_F_DIVERGENCE: a key of
-      F_DIVERGENCES. The other losses refuse all but 'reverse_kl'.
-    f_alpha: alpha of 'alpha_divergence'.
-  """
-
-  beta: float = 0.1
-  label_smoothing: float = 0.0
-  ipo_average: bool = True
-  gamma: float = 0.5
-  simpo_alpha: float = 0.0
-  discopop_tau: float = 0.05
-  f_divergence: str = 'reverse_kl'
-  f_alpha: float = 0.5
-
-  def __post_init__(self):
-    if self.beta <= 0:
-      raise InputError(f'beta is {self.beta}: give a number above 0')
-    if not 0 <= self.label_smoothing < 0.5:
-      raise InputError(
-          f'label_smoothing is {self.label_smoothing}: give 0 to below 0.5')
-    if self.f_divergence not in F_DIVERGENCES:
-      raise InputError(f'f_divergence is {self.f_divergence!r}: give one of '
-                       + ', '.join(F_DIVERGENCES))
 
 
-def _alpha_score(log_ratio, alpha):
-  if abs(alpha - 1) < 1e-6:
-    return log_ratio
-  exponent = jnp.minimum((alpha - 1) * log_ratio, _MAX_EXPONENT)
-  return jnp.expm1(exponent) / (alpha - 1)
 
 
-# f'(ratio), 0 at a ratio of 1 (arXiv:2309.16240): fn(log ratio, alpha).
-F_DIVERGENCES: dict[str, Callable] = {
-    'reverse_kl': lambda x, alpha: x,
-    'forward_kl': lambda x, alpha: -jnp.expm1(jnp.minimum(-x, _MAX_EXPONENT)),
-    'js_divergence': lambda x, alpha: jax.nn.log_sigmoid(x) + math.log(2),
-    'alpha_divergence': _alpha_score,
-}
 
 
 def _scores(pairs, options):
@@ -104,10 +36,6 @@ def _scores(pairs, options):
           score(pairs.rejected - pairs.ref_rejected, alpha))
 
 
-def _rewards(pairs, options):
-  """(beta c, beta r) [..., P]."""
-  return (options.beta * (pairs.chosen - pairs.ref_chosen),
-          options.beta * (pairs.rejected - pairs.ref_rejected))
 
 
 def _margin(pairs, options):
@@ -161,7 +89,7 @@ def nca_pair(pairs, options):
 
   NCA (arXiv:2402.05369), for K = 2.
   """
-  chosen, rejected = _rewards(pairs, options)
+  chosen, rejected = implicit_rewards(pairs, options)
   return -_log_sigmoid(chosen) - (
       _log_sigmoid(-chosen) + _log_sigmoid(-rejected)) / 2
 
@@ -178,13 +106,13 @@ def robust(pairs, options):
 
 def bco_pair(pairs, options):
   """-log s(beta c) - log s(-beta r): BCO (arXiv:2404.04656), without shift."""
-  chosen, rejected = _rewards(pairs, options)
+  chosen, rejected = implicit_rewards(pairs, options)
   return -_log_sigmoid(chosen) - _log_sigmoid(-rejected)
 
 
 def sppo_hard(pairs, options):
   """(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2: SPPO (arXiv:2405.00675)."""
-  chosen, rejected = _rewards(pairs, options)
+  chosen, rejected = implicit_rewards(pairs, options)
   return ((chosen - 0.5)**2 + (rejected + 0.5)**2) / options.beta**2
 
 
@@ -221,13 +149,13 @@ def _transport(upper, lower, pairs, options):
 
 def apo_zero(pairs, options):
   """1 - s(beta c) + s(beta r): APO-zero (arXiv:2408.06266)."""
-  chosen, rejected = _rewards(pairs, options)
+  chosen, rejected = implicit_rewards(pairs, options)
   return _sigmoid(-chosen) + _sigmoid(rejected)
 
 
 def apo_down(pairs, options):
   """s(beta c) + 1 - s(beta d): APO-down (arXiv:2408.06266)."""
-  chosen, rejected = _rewards(pairs, options)
+  chosen, rejected = implicit_rewards(pairs, options)
   return _sigmoid(chosen) + _sigmoid(rejected - chosen)
 
 
@@ -240,7 +168,7 @@ def discopop(pairs, options):
   scaled = margin / options.discopop_tau
   # exp(-margin) alone overflows where the blend gives it no weight.
   return -_log_sigmoid(margin) * _sigmoid(-scaled) + jnp.exp(
-      jnp.minimum(_log_sigmoid(scaled) - margin, _MAX_EXPONENT))
+      jnp.minimum(_log_sigmoid(scaled) - margin, MAX_EXPONENT))
 
 
 def sigmoid_norm(pairs, options):
@@ -297,7 +225,7 @@ def simpo(pairs, options):
   chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   if alpha := options.simpo_alpha:
     chosen, rejected = (
-        -jnp.expm1(jnp.minimum(-alpha * x, _MAX_EXPONENT)) / alpha
+        -jnp.expm1(jnp.minimum(-alpha * x, MAX_EXPONENT)) / alpha
         for x in (chosen, rejected))
   return _logistic(
       options.beta * (chosen - rejected) - options.gamma, options)
@@ -342,31 +270,14 @@ def weighted(names, weights, pairs: Pairs, options: PreferenceOptions):
   if options.f_divergence != 'reverse_kl' and plain:
     raise InputError(f'f_divergence is {options.f_divergence!r}, which '
                      f"{sorted(plain)} do not have: give 'reverse_kl'")
-  pairs = _clean(pairs)
+  pairs = zero_padding(pairs)
   loss = sum(
       w * LOSSES[name](pairs, options) for name, w in zip(names, weights))
   return jnp.where(pairs.valid, loss, 0)
 
 
-def _clean(pairs):
-  """The pairs, with 0 for whatever the padding holds."""
-  same_shape('arrays of Pairs [..., P]', None, *pairs[:-1])
-  clean = Pairs(*(jnp.where(pairs.valid, x, 0) for x in pairs))
-  return clean._replace(valid=pairs.valid)
 
 
-def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict:
-  """{metric: [..., P]}, 0 where not valid; rewards are beta * log-ratio."""
-  pairs = jax.tree.map(jax.lax.stop_gradient, _clean(pairs))
-  chosen, rejected = _rewards(pairs, options)
-  return {
-      'rewards/chosen': chosen,
-      'rewards/rejected': rejected,
-      'rewards/margins': chosen - rejected,
-      'rewards/accuracies': (chosen > rejected).astype(chosen.dtype),
-      'logps/chosen': pairs.chosen,
-      'logps/rejected': pairs.rejected,
-  }
 
 
 def kto(log_ratio, label, z, beta: float = 0.1, desirable_weight: float = 1.0,

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute, einsum
-from jaxpost.models import context, flash
+from jaxpost.models import attention_kernels, context_parallel
+from jaxpost.models.attention_xla import NEVER, capped, chunked, in_chunks, reference, scaled, softmax
 from jaxpost.models.config import ModelConfig
-from jaxpost.models.scores import (
-    NEVER, capped, chunked, in_chunks, reference, scaled, softmax)
-from jaxpost.sharding import Layout
 from jaxpost.types import Cache
 
 
@@ -39,10 +38,10 @@ def attention(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
     [B, T, H, hv]. InputError where the one that is asked for cannot do it.
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
-  parts = context.parts(layout)
+  parts = context_parallel.parts(layout)
   if compute.attention not in PLAIN:
-    if flash.chosen(q, v, branch_ids, compute, cfg, sinks, parts):
-      return flash.attend(q, k, v, *rest, layout, parts)
+    if attention_kernels.chosen(q, v, branch_ids, compute, cfg, sinks, parts):
+      return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
     return _split(q, k, v, *rest, layout, parts)
   return PLAIN.get(compute.attention, chunked)(q, k, v, *rest)
@@ -64,14 +63,14 @@ def _split(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   if layout.mesh.devices.flat[0].platform == 'cpu':
     k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
   rows = segment_ids, positions, branch_ids
-  mine = *(x if x is None else context.stripe(x, n) for x in rows), (
-      context.stripe(jnp.arange(length)[None], n))
+  mine = *(x if x is None else context_parallel.stripe(x, n) for x in rows), (
+      context_parallel.stripe(jnp.arange(length)[None], n))
   split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
   rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (
       PartitionSpec(split[0]))
 
   def local(q, k, v, mine, rows, window, sinks):
-    k, v = map(flash.gather, (k, v))
+    k, v = map(attention_kernels.gather, (k, v))
     return in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
 
   # A number is known where this is compiled; of layers in a scan it is not.
@@ -79,7 +78,7 @@ def _split(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   return jax.shard_map(
       lambda *given: local(*given[:5], window if number else given[5],
                            given[6]),
-      **context.by(layout, split),
+      **context_parallel.by(layout, split),
       in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
       out_specs=split)(
           q, k, v, mine, rows, None if number else window, sinks)

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxpost.distributed.mesh import RULES
 from jaxpost.errors import InputError
 from jaxpost.models.config import OwnConfig
 from jaxpost.models.model import Model
-from jaxpost.models.table import Param, leaf, nest
-from jaxpost.sharding import RULES
+from jaxpost.models.parameters import Param, leaf, nest
 from jaxpost.types import Cache
 
 

@@ -9,10 +9,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxpost.distributed.mesh import Layout, Shared
 from jaxpost.matmul import Compute, einsum, products
 from jaxpost.models.config import ModelConfig
-from jaxpost.sharding import Layout, Shared
-
 
 ACTIVATIONS = {
     'silu': jax.nn.silu,

@@ -20,10 +20,10 @@ import numpy as np
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models import model as model_lib
-from jaxpost.models import quantised
+from jaxpost.models import quantization
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.model import Model
-from jaxpost.models.table import Param, flatten, inputs, join, leaf, nest
+from jaxpost.models.parameters import Param, flatten, inputs, join, leaf, nest
 
 ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
 
@@ -253,7 +253,7 @@ def freeze(model: Model, pattern: str) -> Model:
 def on_frozen(cfg: ModelConfig, kind: str = '') -> Model:
   """The model of `cfg` whose adapters are trained, its base quantised or not.
   """
-  return quantised.hold(freeze(build(cfg), ''), kind)
+  return quantization.hold(freeze(build(cfg), ''), kind)
 
 
 def trained(model: Model) -> Model:
@@ -279,7 +279,7 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype,
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)
-  have = flatten(quantised.convert(params, model))
+  have = flatten(quantization.convert(params, model))
   key, out = jax.random.key(seed), {}
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)

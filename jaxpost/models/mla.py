@@ -17,7 +17,7 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import layers, rope
 from jaxpost.models.config import LatentConfig, ModelConfig
-from jaxpost.models.table import Param
+from jaxpost.models.parameters import Param
 
 _BLOCK = 'model.layers.{}.'
 _EPS = 1e-6  # of the norms of latents, whatever that of the others is

@@ -13,8 +13,7 @@ from jaxpost import imports
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.models.config import ModelConfig, OwnConfig
-from jaxpost.models.table import Param, nest
-
+from jaxpost.models.parameters import Param, nest
 
 _CODE = 'config.model.preset'
 

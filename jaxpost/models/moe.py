@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, grouped
-from jaxpost.models import exchange, layers
+from jaxpost.models import expert_parallel, layers
 from jaxpost.models.config import ModelConfig
-from jaxpost.models.router import Routing, route
-from jaxpost.models.table import Param
-from jaxpost.sharding import Layout
-
+from jaxpost.models.parameters import Param
+from jaxpost.models.routing import Routing, route
 
 SHARED = 'shared_'  # of what all tokens pass
 
@@ -134,7 +133,7 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
   if size > 1:
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
-      trip, given = exchange.arriving(
+      trip, given = expert_parallel.arriving(
           *given, cfg.experts.num // size, exact)
   parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs[
       'gate'] else 1
@@ -145,7 +144,7 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
   out = _experts(
       p, *given, first, cfg, compute, room).astype(compute.residual)
   if size > 1:
-    out = exchange.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (
+    out = expert_parallel.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (
         split) else jax.lax.psum(out, 'expert')
   if parts > 1:
     out = jax.lax.psum(out, 'tensor')
@@ -184,7 +183,7 @@ def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
   e, k = len(p['gate']), chosen.shape[1]
   number = chosen.reshape(-1) - first
   number = jnp.where((number >= 0) & (number < e), number, e)
-  order, number = exchange.in_order(number, e + 1)  # [N k], by expert
+  order, number = expert_parallel.in_order(number, e + 1)  # [N k], by expert
   if room and room < len(order):
     fill = (0, -len(order) % room)
     return _in_rounds(
@@ -301,99 +300,20 @@ _permute.defvjp(lambda x, order, back: (x[order], back),
 # the weights of those experts.
 
 
-def record(routing: Routing | None, cfg: ModelConfig) -> tuple:
-  """`Cache.experts` of a prefill."""
-  if not cfg.experts or not cfg.experts.record:
-    return ()
-  return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
 
 
-def recording(model):
-  """The model for a sampler whose caches keep what its tokens chose."""
-  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(
-      model.config.experts, record=True))
-  bind = lambda fn: functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
-  return dataclasses.replace(
-      model, config=cfg, prefill=bind(model.prefill),
-      decode=bind(model.decode))
 
 
-def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple:
-  """L x [S, 1, T, k] of zeros, where a sampler keeps what tokens choose."""
-  if not cfg.experts or not cfg.experts.record:
-    return ()
-  return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),
-          ) * cfg.sparse_layers
 
 
-def recorded(experts: tuple) -> tuple:
-  """L x [S, 1, T, k] -> ([T, S, L, k],), or () of nothing."""
-  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),
-          ) if experts else ()
 
 
 # --------------------------------------------------------------- load balance
 
 
-def totals(routing: Routing, real) -> dict:
-  """Sums over the real tokens [B, T], which add up over micro-batches.
-
-  Returns:
-    {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: how
-    many chose an expert, their probabilities of it, the squares of their
-    log-normalisers, and how uncertain the router was of them, in nats.
-  """
-  real = real.astype(jnp.float32)
-  logp = jax.nn.log_softmax(routing.logits, axis=-1)
-  experts = jnp.arange(logp.shape[-1])
-  counts = jnp.sum(  # [L, B, T, E], 1 where one of the k is that expert
-      routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
-  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real,
-                              precision=jax.lax.Precision.HIGHEST)
-  return {
-      'tokens': jnp.sum(real), 'load': over(counts),
-      'probs': over(jnp.exp(logp)),
-      'squares': over(jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
-      'entropy': over(-jnp.sum(jnp.exp(logp) * logp, axis=-1))}
 
 
-def balance_loss(sums: dict, tokens):
-  """(load balancing, z): losses of a micro-batch, the means over layers of
-
-    E sum_e f_e P_e   (Fedus et al., arXiv:2101.03961, eq. 4 to 6), and
-    mean of (log sum_e exp logit_e)^2   (Zoph et al., arXiv:2202.08906, eq. 5),
-
-  where P_e is the mean probability of an expert and f_e the share of tokens
-  that chose it: k for all experts together, so that perfect balance gives k,
-  as in `transformers` (which takes the mean over layers before the product).
-
-  Losses of micro-batches add up to that of the batch: P_e, which has the
-  gradient, and the z loss are sums over `tokens`, the real tokens of the whole
-  batch. Only f_e, which has none, is of the micro-batch by itself.
-  """
-  share = sums['load'] / jnp.maximum(sums['tokens'], 1)
-  experts = share.shape[-1]
-  return (
-      experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens,
-      jnp.mean(sums['squares']) / tokens)
 
 
-def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
-  """Those of `balance_loss`, of `config.router`."""
-  out = section.balance_coef, section.z_coef
-  if not cfg.experts and (any(out) or section.replay):
-    raise InputError('config.router: balance_coef, z_coef and replay are of '
-                     'mixtures of experts; this model has none')
-  return out
 
 
-def metrics(sums: dict) -> dict:
-  """Of a whole batch; the load is 1 of an expert with its equal share."""
-  load = sums['load'] / jnp.mean(sums['load'], axis=-1, keepdims=True)
-  tokens = jnp.maximum(sums['tokens'], 1)
-  balance, z = balance_loss(sums, tokens)
-  return {
-      'router/balance_loss': balance, 'router/z_loss': z,
-      'router/max_load': jnp.max(load), 'router/min_load': jnp.min(load),
-      'router/dead_experts': jnp.sum(1.0 * (load == 0)),
-      'router/entropy': jnp.mean(sums['entropy']) / tokens}

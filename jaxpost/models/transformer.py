@@ -17,17 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute
-from jaxpost.models import attention
-from jaxpost.models import context
-from jaxpost.models import layers
-from jaxpost.models import mla
-from jaxpost.models import moe
-from jaxpost.models import rope
+from jaxpost.models import attention, context_parallel, layers, mla, moe, rope
+from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import LatentConfig, ModelConfig, OwnConfig
-from jaxpost.models.table import Param, nest, unstack_layers
+from jaxpost.models.parameters import Param, nest, unstack_layers
 from jaxpost.types import Cache
-
-
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
@@ -284,8 +278,8 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   `noise` [B, T, D] is added to the embeddings; `chosen` [B, T, L, k] are
   experts to take. With `routing`, a pair with the `moe.Routing` [L, B, T, ..].
   """
-  n = context.parts(constrain)
-  order = functools.partial(context.stripe, n=n) if n > 1 else lambda x: x
+  n = context_parallel.parts(constrain)
+  order = functools.partial(context_parallel.stripe, n=n) if n > 1 else lambda x: x
   x = _embed(params, order(tokens), cfg, compute, constrain,
              noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
@@ -305,9 +299,9 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   x, _, routes = _run(
       params, x, tables, attend, cfg, compute, constrain, chosen)
   if n > 1:
-    x = context.in_order(x, constrain)
+    x = context_parallel.in_order(x, constrain)
     routes = jax.tree.map(
-        lambda y: jax.vmap(lambda y: context.unstripe(y, n))(y), routes)
+        lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
 
 
@@ -330,7 +324,7 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   tables = rope.tables(positions, lengths[:, None], cfg)
   x, kept, routes = _run(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  experts = moe.record(routes, cfg)
+  experts = routing_lib.record(routes, cfg)
   k, *v = map(tuple, zip(*kept))
   return Cache(k, v[0] if v else (), experts=experts), last
 

@@ -10,14 +10,15 @@ import re
 
 import jax
 
-from jaxpost import assemble, build, precompile, weights
+from jaxpost.distributed.mesh import Layout
+from jaxpost.hardware import chips, memory
 from jaxpost.losses import head as head_lib
-from jaxpost.models import context
-from jaxpost.planning import chips, cost, least
-from jaxpost.programs import memory
+from jaxpost.models import context_parallel
+from jaxpost.planning import cost, traffic_bound
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
-from jaxpost.sharding import Layout
+from jaxpost.stage import assemble, load_weights, precompile, prepare
+from jaxpost.stage import kit as kit_lib
 from jaxpost.types import Batch, Cache, TrainState
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
@@ -30,11 +31,11 @@ class Compiled:
   rows: with 'held': bytes of what stays on their devices from step to step.
   """
 
-  kit: assemble.Kit
+  kit: kit_lib.Kit
   rows: list
 
 
-def compile_stage(p: build.Prepared, topology: chips.Topology,
+def compile_stage(p: prepare.Prepared, topology: chips.Topology,
                   only: tuple = ()) -> Compiled:
   """Compiles what a run of this stage would, before its first step.
 
@@ -43,9 +44,9 @@ def compile_stage(p: build.Prepared, topology: chips.Topology,
   """
   ledger = Ledger(dry=True, options=chips.compiler_options(topology),
                   only=only)
-  kit = assemble.make_kit(p, chips.devices(topology), ledger)
+  kit = kit_lib.make_kit(p, chips.devices(topology), ledger)
   ledger.look = functools.partial(look, kit)
-  params = weights.described(
+  params = load_weights.described(
       p.model, kit.train, p.config.model.param_dtype)
   roles, stream, engine = assemble.make_parts(kit, params)
   evaluator = assemble.make_evaluator(kit, engine)
@@ -66,7 +67,7 @@ def held_on(device, roles) -> dict:
   return dict(held)
 
 
-def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
+def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
   """What a row says beyond shapes: bytes by what they are, and the HLO."""
   micro, chunks, rows, length = 1, 1, 0, 0
   layout = layout_of(kit, name, args)
@@ -99,11 +100,11 @@ def look(kit: assemble.Kit, name: str, compiled, args, times: int) -> dict:
   analysis = compiled.cost_analysis()
   return dict(
       arguments=dict(found), totals=totals, mesh=layout.mesh,
-      micro=micro, least=least.of_program(kit, layout, name, args, times),
+      micro=micro, least=traffic_bound.of_program(kit, layout, name, args, times),
       xla_flops_once=(analysis or {}).get('flops'))
 
 
-def layout_of(kit: assemble.Kit, name: str, args) -> Layout:
+def layout_of(kit: kit_lib.Kit, name: str, args) -> Layout:
   """Whose devices a program runs on; a reshard on those that train."""
   if name in SAMPLING:
     return kit.rollout
@@ -112,13 +113,13 @@ def layout_of(kit: assemble.Kit, name: str, args) -> Layout:
   return kit.score if mesh == kit.score.mesh != kit.train.mesh else kit.train
 
 
-def _blocks(kit: assemble.Kit, layout: Layout, tokens: int) -> int:
+def _blocks(kit: kit_lib.Kit, layout: Layout, tokens: int) -> int:
   """Blocks of rows that the experts of a device multiply, were each as likely.
 
   Args:
     tokens: of whole rows; `context` splits them.
   """
-  tokens //= context.parts(layout)
+  tokens //= context_parallel.parts(layout)
   experts = kit.prepared.model.config.experts
   return -(-tokens * experts.top_k // kit.compute.group_block) + (
       experts.num // layout.mesh.shape['expert'])

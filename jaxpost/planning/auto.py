@@ -10,16 +10,17 @@ from collections.abc import Callable
 
 import jax
 
-from jaxpost import build
-from jaxpost import processes
+from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.planning import chips, described, meshes, search, stage
+from jaxpost.hardware import chips
+from jaxpost.planning import dry_run, meshes, search, stage
+from jaxpost.stage import batch_shape, prepare
 
 AUTO = 'auto'
 
 
-def resolve(prepared: list[build.Prepared], raw: dict,
-            note: Callable) -> list[build.Prepared]:
+def resolve(prepared: list[prepare.Prepared], raw: dict,
+            note: Callable) -> list[prepare.Prepared]:
   """The stages with meshes for the devices of this run in place of 'auto'.
 
   Args:
@@ -27,12 +28,12 @@ def resolve(prepared: list[build.Prepared], raw: dict,
     note: (text) -> prints it for people.
   """
   here = chips.here(jax.devices())
-  shapes = {p.name: p for p in described.prepare_all(raw)}
-  return [search.vary(p, processes.from_first(
+  shapes = {p.name: p for p in dry_run.prepare_all(raw)}
+  return [search.vary(p, coordination.from_first(
       choose(shapes[p.name], here, note))) for p in prepared]
 
 
-def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
+def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dict:
   """{'mesh.train': ..., 'mesh.rollout': ...}, of those that are 'auto'.
 
   Args:
@@ -56,7 +57,7 @@ def choose(p: build.Prepared, topology: chips.Topology, note: Callable) -> dict:
 def _train(p, topology, note: Callable) -> str:
   found = list(meshes.training(p, topology, fixed=True))
   if not found:
-    build.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(
+    batch_shape.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(
         p, topology))  # says why
   if len(found) == 1 or not topology.chip.memory:
     return found[0]

@@ -11,12 +11,13 @@ import types
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxpost import build
+from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
+from jaxpost.hardware import chips
 from jaxpost.matmul import compute_for
-from jaxpost.models import context
-from jaxpost.planning import chips, least
-from jaxpost.sharding import AXES, Layout
+from jaxpost.models import context_parallel
+from jaxpost.planning import traffic_bound
+from jaxpost.stage import batch_shape, prepare
 
 _TENSOR = (1, 2, 4, 8)
 _CONTEXT = (2, 4, 8)
@@ -26,16 +27,16 @@ _MORE = 6  # meshes besides `fsdp` and `tensor`
 _STATE = 3  # copies of what is trained: itself and Adam's moments
 
 
-def train_devices(p: build.Prepared, topology: chips.Topology) -> int:
+def train_devices(p: prepare.Prepared, topology: chips.Topology) -> int:
   mesh = p.config.mesh
   return topology.devices - mesh.rollout_devices - mesh.score_devices
 
 
-def rollout_devices(p: build.Prepared, topology: chips.Topology) -> int:
+def rollout_devices(p: prepare.Prepared, topology: chips.Topology) -> int:
   return p.config.mesh.rollout_devices or train_devices(p, topology)
 
 
-def tensors(p: build.Prepared, devices: int) -> list[int]:
+def tensors(p: prepare.Prepared, devices: int) -> list[int]:
   """Sizes of the tensor axis that split heads and the MLP evenly."""
   cfg = p.model.config
   size = cfg.experts.size if cfg.experts else cfg.intermediate_size
@@ -43,13 +44,13 @@ def tensors(p: build.Prepared, devices: int) -> list[int]:
           and size % t == 0]
 
 
-def sampling(p: build.Prepared, topology: chips.Topology) -> list[str]:
+def sampling(p: prepare.Prepared, topology: chips.Topology) -> list[str]:
   """Meshes of the sampler, the least split of its weights first."""
   return ['data=-1' + (f',tensor={t}' if t > 1 else '')
           for t in tensors(p, rollout_devices(p, topology))]
 
 
-def training(p: build.Prepared, topology: chips.Topology, fixed: bool
+def training(p: prepare.Prepared, topology: chips.Topology, fixed: bool
              ) -> dict[str, int]:
   """{mesh: batch shards} of those to compile an update for.
 
@@ -60,10 +61,10 @@ def training(p: build.Prepared, topology: chips.Topology, fixed: bool
   devices, plain, more = train_devices(p, topology), {}, []
   for sizes in _all(p, topology, devices):
     shards = sizes['data'] * sizes['fsdp'] * sizes['expert']
-    shape = 1, shards, build.row_length(p.config, p.algorithm.on_policy)
+    shape = 1, shards, batch_shape.row_length(p.config, p.algorithm.on_policy)
     if fixed:
       try:
-        rows, micro, length = build.batch_shape(
+        rows, micro, length = batch_shape.batch_shape(
             p.config, p.algorithm.on_policy, shards)
       except InputError:
         continue
@@ -80,9 +81,9 @@ def _all(p, topology, devices: int):
   cfg = p.model.config
   experts = [e for e in range(1, cfg.experts.num + 1)
              if cfg.experts.num % e == 0] if cfg.experts else [1]
-  length = build.row_length(p.config, p.algorithm.on_policy)
+  length = batch_shape.row_length(p.config, p.algorithm.on_policy)
   contexts = [1, *(c for c in _CONTEXT if length >= _LONG and length % c == 0
-                   and p.config.model.attention not in context.WHOLE)]
+                   and p.config.model.attention not in context_parallel.WHOLE)]
   for t, e, c in itertools.product(tensors(p, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)
     if odd or not left:
@@ -130,7 +131,7 @@ def _seconds_a_token(p, topology, sizes: dict, shape) -> float | None:
   kit = types.SimpleNamespace(config=p.config, compute=compute_for(
       'gpu' if topology.gpu else 'cpu' if topology.local else 'tpu',
       m.dtype, 'full'))
-  sent = least.of_pass(kit, p.model, layout, shape, train=True)
+  sent = traffic_bound.of_pass(kit, p.model, layout, shape, train=True)
   return sum(
       size / _rate(topology, sizes, name.split('+')[0])
       for axes in sent.values() for name, size in axes.items()

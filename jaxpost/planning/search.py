@@ -14,9 +14,10 @@ import rich.box
 import rich.console
 import rich.table
 
-from jaxpost import build
 from jaxpost.errors import InputError
-from jaxpost.planning import chips, described, meshes, stage, table
+from jaxpost.hardware import chips
+from jaxpost.planning import dry_run, meshes, stage, tables
+from jaxpost.stage import prepare
 
 _REMAT = ('none', 'dots')
 _MOST_ROWS = 8  # of a shard at a time
@@ -33,7 +34,7 @@ def search(raw: dict, options: stage.Options, console: rich.console.Console,
     raise InputError(
         f'--search: {options.topology.text}: only chips of known speed and '
         f'memory can be ranked; for example {chips.EXAMPLES}')
-  for p in described.prepare_all(raw, options.stage):
+  for p in dry_run.prepare_all(raw, options.stage):
     p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace(
         'auto', 'data=-1')})
     found = _candidates(p, options, console)
@@ -47,7 +48,7 @@ def search(raw: dict, options: stage.Options, console: rich.console.Console,
       fitting[0] = _with_rollout(*fitting[0], p, options, console)
     console.print(ranking(fitting))
     prefix = f'--config.{p.name}.' if len(
-        described.prepare_all(raw)) > 1 else '--config.'
+        dry_run.prepare_all(raw)) > 1 else '--config.'
     console.print(launch_line(words, {
         prefix + k: v for k, v in fitting[0][0].items()}), soft_wrap=True)
     best.append({**fitting[0][1], 'settings': fitting[0][0]})
@@ -83,7 +84,7 @@ def seconds_a_token(found: tuple) -> float:
   return step['step_s'] / found[1]['trained_tokens']
 
 
-def vary(p: build.Prepared, settings: dict) -> build.Prepared:
+def vary(p: prepare.Prepared, settings: dict) -> prepare.Prepared:
   """The stage with {'section.field': value} in its config."""
   config = p.config
   for key, value in settings.items():
@@ -109,7 +110,7 @@ def _candidates(p, options, console) -> list:
     console.print(
         f'{mesh} remat={remat} rows={at_once}: ' + (
             'does NOT fit' if row['fits'] is False else 'fits') +
-        f', {table.gib(row["bytes_per_chip"]["total"])} GiB, '
+        f', {tables.gib(row["bytes_per_chip"]["total"])} GiB, '
         f'{1e6 * seconds_a_token((settings, plan)):.3f} us a token')
     tried.append((settings, plan))
     return row['fits'] is not False, seconds_a_token((settings, plan))
@@ -159,7 +160,7 @@ def ranking(found: list) -> rich.table.Table:
     row = next(r for r in plan['programs'] if r['program'] == 'update')
     out.add_row(
         ' '.join(f'{k}={v}' for k, v in settings.items()),
-        table.gib(row['bytes_per_chip']['total']),
+        tables.gib(row['bytes_per_chip']['total']),
         f'{1e6 * seconds_a_token((settings, plan)):.3f}',
         f'{row["flops"]["model"] and row["roofline_mfu"] or 0:.1%}')
   return out

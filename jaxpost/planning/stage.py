@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from jaxpost import build
 from jaxpost.errors import InputError
+from jaxpost.hardware import chips
 from jaxpost.models import transformer
-from jaxpost.planning import aot, chips, estimate
+from jaxpost.planning import aot, roofline
+from jaxpost.stage import prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Options:
   stage: str = ''
 
 
-def plan(p: build.Prepared, options: Options) -> dict:
+def plan(p: prepare.Prepared, options: Options) -> dict:
   """Compiles a stage's programs; InputError where none has a wanted name."""
   topology = options.topology
   compiled = aot.compile_stage(p, topology, options.only)
@@ -26,8 +27,8 @@ def plan(p: build.Prepared, options: Options) -> dict:
   if not compiled.rows:
     raise InputError(
         f'--programs: {",".join(options.only)}: {p.name} has none of these')
-  rows = estimate.programs(compiled, topology)
-  step = estimate.step_of(kit)
+  rows = roofline.programs(compiled, topology)
+  step = roofline.step_of(kit)
   layouts = dict(train=kit.train)
   if p.algorithm.on_policy:
     layouts |= dict(rollout=kit.rollout)
@@ -44,6 +45,6 @@ def plan(p: build.Prepared, options: Options) -> dict:
       mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
       trained_tokens=step.trained, sampled_tokens=step.sampled,
       fits=None if not topology.chip.memory else all(r['fits'] for r in rows),
-      programs=rows, step=estimate.summary(
+      programs=rows, step=roofline.summary(
           kit, topology, rows, options.price) if whole or (
               'update' in options.only and not step.sampled) else {})

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import jax
 
-from jaxpost import processes
-from jaxpost.programs import memory as memory_lib
+from jaxpost.distributed import coordination
+from jaxpost.hardware import memory as memory_lib
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ class Program:
 
   def _elsewhere(self, args) -> bool:
     """Whether only other processes have the devices that this runs on."""
-    return processes.count() > 1 and not any(
+    return coordination.count() > 1 and not any(
         x.sharding.addressable_devices
         for x in jax.tree.leaves(self.outputs(*args)))
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.sharding import Layout
 from jaxpost.types import Array, Cache
 
 

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
-from jaxpost.models import moe
+from jaxpost.models import routing
 from jaxpost.models.attention import extend
 from jaxpost.models.config import OwnConfig
 from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.sharding import Layout
 from jaxpost.types import Array, Cache, Sampling
 
 
@@ -235,7 +235,7 @@ def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
   recent = jax.tree.map(lambda x: jnp.zeros(
       (rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
   return view(recent).replace(
-      experts=moe.no_record(model.config, rows, steps))
+      experts=routing.no_record(model.config, rows, steps))
 
 
 def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
@@ -320,7 +320,7 @@ def _block(model: Model, steps: int, read: int, top: int, compute: Compute,
       drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
       few.active | False, jnp.any(stopped, axis=0),
       jnp.any(active & drawn.broken, axis=0), drawn.top,
-      moe.recorded(recent.experts))
+      routing.recorded(recent.experts))
   cache = extend(
       state.cache.replace(table=table), stored(recent.replace(experts=())),
       filled, compute.row_writes)

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpost.distributed.mesh import Layout
+from jaxpost.distributed.transfer import relabelled
 from jaxpost.matmul import Compute
 from jaxpost.models.layers import fuse, fused
 from jaxpost.models.model import Model
-from jaxpost.models.table import STACKS, nest, unstack_layers
+from jaxpost.models.parameters import STACKS, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
-from jaxpost.sharding import Layout, relabelled
 
 GROUP_BYTES = 2**30
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
 from jaxpost.models.model import Model
-from jaxpost.models.table import Param, nest
+from jaxpost.models.parameters import Param, nest
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.sharding import Layout
 
 
 def make_score(model: Model, layout: Layout, compute: Compute,

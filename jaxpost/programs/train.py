@@ -12,58 +12,24 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpost import sharding as sharding_lib
+from jaxpost.distributed import transfer
+from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head as head_lib
 from jaxpost.matmul import Compute
-from jaxpost.models import layers, moe
+from jaxpost.models import layers
+from jaxpost.models import routing as routing_lib
 from jaxpost.models.model import Model
-from jaxpost.models.table import join
+from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.sharding import Layout
-from jaxpost.types import Batch, TrainState
-
+from jaxpost.types import Batch, Objective, TrainState
 
 write = jax.jit(  # in place: what is read goes to its shards
-    sharding_lib.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7))
+    transfer.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7))
 _ROUTER = 'router'  # among the metrics of a micro-batch: sums, see `moe`
 
 
-@dataclasses.dataclass(frozen=True)
-class Objective:
-  """Outputs of a model and a batch -> loss and metrics.
-
-  fn: (outputs, arrays) -> (loss, {metric: value}), each of one shape and
-    elementwise in tokens, for `Batch.loss_weights` to sum; `arrays` is
-    `Batch.arrays`. It sees chunks of rows: no sum over tokens in it.
-  coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
-    instead, sums that are weighted already: for losses of sequences and pairs,
-    which cost one more product with the head, and for scalar heads.
-  token_means: the metrics of a coupled fn are sums over tokens weighted by
-    `loss_weights`; like those of other fns they are reported as means,
-    whatever the weights add up to (Dr. GRPO's are not 1).
-  reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
-    differentiated through stand in `learns`, too.
-  arrays: names in `Batch.arrays` that are filled before the update.
-  divergence: see `losses.head.Plan`; gives `outputs.divergence`.
-  teacher_forms: see `losses.head.Plan`; of the teachers in memory.
-  neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
-  router: weights of the losses of `moe.balance_loss`.
-  """
-
-  fn: Callable
-  coupled: bool = False
-  token_means: bool = False
-  reads: tuple[str, ...] = ()
-  learns: tuple[str, ...] = ()
-  arrays: tuple[str, ...] = ()
-  temperature: float = 1.0
-  divergence: Callable | None = None
-  teacher_forms: tuple[tuple[float, float], ...] = ()
-  neftune_alpha: float = 0.0
-  seed: int = 0
-  router: tuple[float, float] = (0.0, 0.0)
 
 
 def next_token(x):
@@ -144,10 +110,10 @@ def make_loss(model: Model, objective: Objective, layout: Layout,
           model, params, batch, layout, compute, noise, dropout), frozen, scale)
     hidden, routing = run_model(
         model, params, batch, layout, compute, noise, dropout, True)
-    sums = moe.totals(routing, batch.segment_ids > 0)
+    sums = routing_lib.totals(routing, batch.segment_ids > 0)
     value, metrics = head_loss(params, batch, hidden, frozen, scale)
     if any(objective.router):
-      terms = moe.balance_loss(
+      terms = routing_lib.balance_loss(
           sums, sums['tokens'] if tokens is None else tokens)
       value += scale * jnp.dot(jnp.array(objective.router), jnp.stack(terms))
     return value, metrics | {_ROUTER: jax.lax.stop_gradient(sums)}
@@ -239,7 +205,7 @@ def make_update(model: Model, objective: Objective,
       return optax.apply_updates(state.params, updates), opt_state
 
     if routing:
-      metrics |= moe.metrics(routing)
+      metrics |= routing_lib.metrics(routing)
     params, opt_state = jax.lax.cond(
         moves, apply,
         lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)

@@ -12,9 +12,8 @@ import math
 import re
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
-from jaxpost.rewards import sandbox
 from jaxpost.rewards.format import text_of
+from jaxpost.workers import call, sandbox
 
 _FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*(\S*)\s*$')
 _PYTHON = ('python', 'python3', 'py')

@@ -10,7 +10,7 @@ import re
 import sys
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
+from jaxpost.workers import call
 
 
 def text_of(completion):

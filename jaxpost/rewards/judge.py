@@ -17,8 +17,8 @@ import urllib.error
 import urllib.request
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
 from jaxpost.rewards.format import text_of
+from jaxpost.workers import call
 
 TEMPLATE = '''You grade the answer of an assistant.
 

@@ -21,8 +21,8 @@ import urllib.parse
 
 from jaxpost.errors import InputError
 from jaxpost.imports import load_callable
-from jaxpost.rewards import call
 from jaxpost.rewards import verl
+from jaxpost.workers import call
 
 _VERL = 'verl:'
 

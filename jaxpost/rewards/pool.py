@@ -9,7 +9,6 @@ Nothing is ever scored 0 for a failure, and too many of them stop the run.
 import atexit
 import collections
 import concurrent.futures
-import dataclasses
 import json
 import logging
 import math
@@ -19,8 +18,8 @@ import threading
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
-from jaxpost.rewards import call
-from jaxpost.rewards import process
+from jaxpost.rewards.groups import Graded, stats_of
+from jaxpost.workers import call, process
 
 _LOG = logging.getLogger(__name__)
 _WINDOW = 100  # groups over which the share of failures is taken
@@ -29,29 +28,8 @@ _TAKE_S = 10.0  # seconds for a group to reach its worker
 _SHOWN = 2000  # characters of what a group's functions printed
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-  """The completions of one prompt; all lists have one entry a completion.
-
-  Texts for plain prompts; lists of messages for conversational ones:
-    Group(['2+2='] * 2, ['4', '5'], [[19], [20]], {'answer': ['4'] * 2})
-  """
-
-  prompts: list
-  completions: list
-  completion_ids: list  # of lists of int
-  columns: dict  # name -> list
 
 
-@dataclasses.dataclass(frozen=True)
-class Graded:
-  """Rewards of a group: the weighted sum over the functions that gave one."""
-
-  rewards: list  # of float or None: none of the functions gave one
-  components: dict  # function name -> list of float or None
-  error: str | None  # why the group is masked
-  timed_out: bool = False
-  logged: tuple = ()  # (name, value) that the functions gave to log_metric
 
 
 class Pending:
@@ -309,18 +287,6 @@ def _settle(future, function, *arguments):
     future.set_exception(error)
 
 
-def stats_of(graded):
-  """Counts over `Graded` groups, and means of what the functions logged."""
-  logged = collections.defaultdict(list)
-  for name, value in (pair for g in graded for pair in g.logged):
-    logged[f'logged/{name}'].append(value)
-  return {
-      **{name: sum(v) / len(v) for name, v in logged.items()},
-      'groups': len(graded),
-      'failed_groups': sum(g.error is not None for g in graded),
-      'timeouts': sum(g.timed_out for g in graded),
-      'masked_rows': sum(r is None for g in graded for r in g.rewards),
-  }
 
 
 def _request(group, step):

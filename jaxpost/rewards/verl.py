@@ -10,8 +10,8 @@ import asyncio
 import inspect
 import numbers
 
-from jaxpost.rewards import call
 from jaxpost.rewards.format import text_of
+from jaxpost.workers import call
 
 
 def adapt(compute_score):

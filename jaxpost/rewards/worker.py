@@ -20,8 +20,8 @@ import signal
 import sys
 
 from jaxpost.errors import InputError
-from jaxpost.rewards import call
 from jaxpost.rewards import options
+from jaxpost.workers import call
 
 _PR_SET_PDEATHSIG = 1
 _PID = os.getpid()

@@ -10,7 +10,7 @@ Legend: S slots.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from jaxpost.sharding import Layout
+from jaxpost.distributed.mesh import Layout
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
 

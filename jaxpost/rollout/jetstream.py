@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine, rung
-from jaxpost.rollout.serve import Seat
-from jaxpost.sharding import Layout
+from jaxpost.rollout.scheduler import Seat
 from jaxpost.types import Prompt, Request, Rollout
 
 
@@ -36,8 +36,10 @@ def check():
 
 check()
 
-from jetstream.engine import engine_api  # noqa: E402
-from jetstream.engine import tokenizer_pb2  # noqa: E402
+from jetstream.engine import (
+  engine_api,  # noqa: E402
+  tokenizer_pb2,  # noqa: E402
+)
 
 
 class JetStreamEngine(engine_api.Engine):

@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
+from jaxpost.distributed.mesh import Layout
+from jaxpost.distributed.transfer import Bridge
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models.config import OwnConfig
 from jaxpost.models.model import Model
-from jaxpost.phases import Bridge
 from jaxpost.programs import extend as extending
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.reshard import Reshard
-from jaxpost.rollout import collect, settings
-from jaxpost.rollout.pages import Copy, Pages
-from jaxpost.rollout.serve import Follow, Serving, Tell
-from jaxpost.rollout.settings import SamplerConfig, rung
-from jaxpost.sharding import Layout
+from jaxpost.rollout import sampler, sampler_config
+from jaxpost.rollout.kv_cache import Copy, Pages
+from jaxpost.rollout.sampler_config import SamplerConfig, rung
+from jaxpost.rollout.scheduler import Follow, Serving, Tell
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
 _CHUNK = 32  # tokens that a conversation goes on by, at a time
@@ -46,7 +46,7 @@ class NativeEngine:
                decode: Callable | None = None, bridge: Bridge | None = None,
                share: bool = False, ahead: bool = False):
     shards = layout.batch_shards
-    settings.check(model.config, config, shards)
+    sampler_config.check(model.config, config, shards)
     # Than two rows, XLA:CPU multiplies one 11 x slower in bfloat16.
     self.least = 1 if compute.dtype == 'float32' else 2
     slots = -(-max(config.slots, self.least) // shards) * shards
@@ -56,9 +56,9 @@ class NativeEngine:
     # A block may run past the last token that counts.
     self.length = config.room + self.block
     if share:
-      from jaxpost.models import shared
-      self._reshard = shared.Loan(model, layout)
-      model = shared.sampled(model)
+      from jaxpost.models import shared_weights
+      self._reshard = shared_weights.Loan(model, layout)
+      model = shared_weights.sampled(model)
     else:
       self._reshard = Reshard(
           model, bridge.source if bridge else layout, compute, ledger,
@@ -76,7 +76,7 @@ class NativeEngine:
     self.cache_shape = shape
     self.pages()  # InputError where one text does not fit
     empty = programs.empty_state(
-        model, slots, shape, settings.sampling(config, {}), compute)
+        model, slots, shape, sampler_config.sampling(config, {}), compute)
     self._init = Program(
         'init_state', empty, ledger, programs.slot_shardings(layout))
     self._prefill = programs.make_prefill(model, layout, compute, ledger)
@@ -123,15 +123,15 @@ class NativeEngine:
   def _check_memory(self):
     """InputError where the cache is larger than what the devices have left."""
     # Once: what the allocator keeps for the next cache looks taken.
-    if not self._fits and self.cache_bytes() > settings.free_bytes(
+    if not self._fits and self.cache_bytes() > sampler_config.free_bytes(
         self.layout):
       raise InputError(self._too_large())
     self._fits = True
 
   def _too_large(self) -> str:
-    return settings.too_large(
+    return sampler_config.too_large(
         self.max_concurrent_decodes, self.length, self.cache_bytes(),
-        settings.free_bytes(self.layout))
+        sampler_config.free_bytes(self.layout))
 
   def described(self, params) -> tuple:
     """Shapes and shardings of its weights and of what `serve` keeps."""
@@ -254,7 +254,7 @@ class NativeEngine:
 
   def check(self, request: Request):
     """InputError where a request cannot be served."""
-    settings.check_request(
+    sampler_config.check_request(
         self.config, request, self._model.config.vocab_size)
     if self.stop_strings(request) and not self.decode:
       raise InputError(
@@ -273,12 +273,12 @@ class NativeEngine:
     slots = self.max_concurrent_decodes
     source = np.full(slots, -1, np.int32)
     index, sample = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-    each = [settings.sampling(self.config, {})] * slots
+    each = [sampler_config.sampling(self.config, {})] * slots
     for slot, seat in seats.items():
       request, drawn = seat.request, len(seat.tokens) - len(seat.request.tokens)
       source[slot], index[slot] = rows[slot], request.prompt
       sample[slot] = request.sample
-      s = settings.sampling(self.config, request.sampling)
+      s = sampler_config.sampling(self.config, request.sampling)
       each[slot] = s.replace(
           max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
     table = None
@@ -342,7 +342,7 @@ class NativeEngine:
     figures = self.serve(
         requests, run_key=run_key, step=step, follow=follow,
         read_rows=self.prefix_rows(group_size))
-    return collect.rollout(
+    return sampler.rollout(
         prompts, done, self.config, step, self.version, figures)
 
   # ------------------------------------------------------------------ compile

@@ -1,0 +1,234 @@
+"""Meshes, and the one place where logical axes become mesh axes.
+
+A parameter or activation names its dimensions ('embed', 'heads', ...); a
+phase (train, rollout, score) has a mesh and a dict of rules. `Layout` joins
+the two. What design documents call pjit is `jax.jit` with shardings.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpost.errors import InputError
+
+AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
+BATCH_AXES = ('data', 'fsdp', 'expert')
+
+# Training gathers each layer's weights over fsdp when it is used; sampling
+# would pay that at every token, so there weights are split over tensor only.
+# Experts stay where they are in both: tokens travel to them (`models/moe.py`).
+# What is no expert is split over that axis as it is over fsdp.
+RULES = {
+    'train': {
+        'batch': BATCH_AXES, 'embed': ('fsdp', 'expert'), 'vocab': 'tensor',
+        'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor',
+        'expert': 'expert', 'time': 'context',
+    },
+    'rollout': {
+        'batch': BATCH_AXES, 'vocab': 'tensor', 'heads': 'tensor',
+        'kv_heads': 'tensor', 'mlp': 'tensor', 'expert': 'expert',
+    },
+}
+RULES['score'] = RULES['train']
+
+
+def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
+  """'fsdp=-1,tensor=2' -> {'data': 1, 'fsdp': num_devices // 2, 'tensor': 2}.
+
+  One size may be -1: whatever is left. `key` names the config field in errors.
+  """
+  sizes = mesh_sizes(text, key)
+  free = [name for name, size in sizes.items() if size == -1]
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if num_devices % fixed or (not free and fixed != num_devices):
+    raise InputError(
+        f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
+        f'multiply to {num_devices}, and one of them may be -1')
+  if free:
+    sizes[free[0]] = num_devices // fixed
+  return sizes
+
+
+def mesh_sizes(text: str, key: str) -> dict[str, int]:
+  """The size of every axis as written: what can be read without a device."""
+  sizes = dict.fromkeys(AXES, 1)
+  for item in filter(None, text.replace(' ', '').split(',')):
+    name, _, size = item.partition('=')
+    if name not in AXES or not re.fullmatch('-?[0-9]+', size):
+      raise InputError(
+          f'{key}: cannot read {item!r} in {text!r}; write for example '
+          f'"fsdp=-1,tensor=2" with the axes {", ".join(AXES)}')
+    sizes[name] = int(size)
+  wrong = [n for n in sizes.values() if n < 1 and n != -1]
+  if wrong or list(sizes.values()).count(-1) > 1:
+    raise InputError(
+        f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
+  return sizes
+
+
+class Shared(NamedTuple):
+  """What stands for a parameter that a program reads in two places.
+
+  value: the parameter in the type of products, gathered; it has no gradient.
+  sums: [n, ...], which nobody reads. Its gradient is that of the parameter, in
+    parts: both readers' are added up before they are sent.
+  """
+
+  value: jax.Array
+  sums: jax.Array
+
+  shape = property(lambda self: self.sums.shape[1:])
+  dtype = property(lambda self: self.sums.dtype)
+
+  def astype(self, dtype):
+    del dtype  # which it has
+    return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A mesh and the rules by which a phase uses it."""
+
+  mesh: Mesh
+  phase: str = 'train'
+
+  @property
+  def batch_shards(self) -> int:
+    """Number of parts the batch dimension is split into."""
+    return math.prod(self.mesh.shape[a] for a in BATCH_AXES)
+
+  def spec(self, axes: Sequence[str | None], shape=None) -> PartitionSpec:
+    """The partition of an array whose dimensions are called `axes`.
+
+    A dimension that its mesh axis does not divide (4 KV heads on 8 tensor
+    shards) stays whole.
+    """
+    rules = RULES[self.phase]
+    parts, used = [], set()
+    for i, axis in enumerate(axes):
+      part = rules.get(axis) if axis else None
+      names = (part,) if isinstance(part, str) else part or ()
+      names = tuple(n for n in names
+                    if n not in used and self.mesh.shape[n] > 1)
+      size = math.prod(self.mesh.shape[n] for n in names)
+      if shape is not None and shape[i] % size:
+        names = ()
+      used |= set(names)
+      parts.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*parts)
+
+  def sharding(self, axes=(), shape=None) -> NamedSharding:
+    return NamedSharding(self.mesh, self.spec(axes, shape))
+
+  def __call__(self, x, *axes):
+    """Pins an activation inside a program; free on one device."""
+    if self.mesh.size == 1:
+      return x
+    return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+  def of_tokens(self, shape) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """(the partition of tokens [B, T], the mesh axes that have a part in it)"""
+    rows = self.spec(('batch', 'time'), shape)
+    return rows, tuple(a for part in rows for a in axes_of(part))
+
+  def sum_over_tokens(self, fn, tokens, *axes, of=None):
+    """fn(*tokens), a sum over tokens, kept in parts.
+
+    Each device sums over its own, then who keeps a part sums that (`reduced`).
+    The partitioner would sum all of it everywhere, or move the activations of
+    rows that are split over `context`.
+
+    Args:
+      fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
+      tokens: arrays [B, T, ...].
+      of: the parameter whose gradient it is.
+
+    Returns:
+      The array, or None: no part of it is kept, or tokens cannot be split.
+      What a `Shared` parameter takes, of one.
+    """
+    rows, over = self.of_tokens(tokens[0].shape)
+    spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
+    shared = isinstance(of, Shared)
+    if not shared and not any(set(axes_of(part)) & set(over) for part in spec):
+      return None
+    sums = jax.shard_map(
+        lambda *tokens: fn(*tokens)[None], mesh=self.mesh, in_specs=rows,
+        out_specs=PartitionSpec(over), axis_names=set(over),
+        check_vma=False)(*tokens)
+    return Shared(None, sums) if shared else self.reduced(sums, axes, over)
+
+  def reduced(self, sums, axes, over):
+    """[n, ...] on as many devices -> their sum, each part by who keeps it.
+
+    Args:
+      sums: split over the mesh axes `over` in their first dimension.
+      axes: the other dimensions.
+    """
+    if self.mesh.size == 1:
+      return jnp.sum(sums, axis=0)
+    spec = self.spec(axes, sums.shape[1:])
+    kept = [part if set(axes_of(part)) & set(over) else None for part in spec]
+    left = tuple(a for a in over if not any(a in axes_of(p) for p in kept))
+
+    def local(x):
+      x = x[0]
+      for i, part in enumerate(kept):
+        if part:
+          x = jax.lax.psum_scatter(x, part, scatter_dimension=i, tiled=True)
+      return jax.lax.psum(x, left) if left else x
+
+    rest = (None if mine else part for part, mine in zip(spec, kept))
+    return jax.shard_map(local, mesh=self.mesh, check_vma=False,
+                         in_specs=PartitionSpec(over, *rest), out_specs=spec)(
+                             sums)
+
+  def put(self, tree, *axes):
+    """Host arrays, equal on every process, become global device arrays."""
+    tree = jax.tree.map(np.asarray, tree)
+    shardings = jax.tree.map(
+        lambda x: self.sharding(axes[:x.ndim], x.shape), tree)
+    if jax.process_count() == 1:
+      return jax.device_put(tree, shardings)  # at once: a call takes 0.5 ms
+    return jax.tree.map(lambda x, s: jax.make_array_from_callback(
+        x.shape, s, x.__getitem__, dtype=x.dtype), tree, shardings)
+
+
+def axes_of(part) -> tuple[str, ...]:
+  """The mesh axes in one place of a PartitionSpec."""
+  return (part,) if isinstance(part, str) else part or ()
+
+
+def make_layout(text: str, phase: str, key: str = '', devices=None,
+                beside: Layout | None = None, arrange=None) -> Layout:
+  """The layout that `config.mesh.<phase>` describes, over all devices.
+
+  `beside` is a layout on the same devices whose order is kept: a jitted
+  reshard refuses another one. `arrange` orders the devices for a new one.
+  """
+  if beside is not None:
+    devices = list(beside.mesh.devices.flat)
+  given = jax.devices() if devices is None else devices
+  sizes = parse_mesh(text, len(given), key or f'config.mesh.{phase}')
+  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+  if devices is None and arrange is None:
+    return Layout(jax.make_mesh(shape, tuple(sizes), axis_types=types), phase)
+  placed = (arrange or np.reshape)(given, shape)
+  return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
+
+
+
+
+
+
+
+
+
+

@@ -1,0 +1,226 @@
+"""Arrays between hosts, devices and meshes: reads to the host, copies over a bridge.
+
+A phase with devices of its own gets its weights over a `Bridge`: a program lays
+them out on the training devices as the other mesh wants them, then each shard is
+copied to its device, inside one process or from one process to another.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpost.distributed import coordination
+from jaxpost.distributed.mesh import Layout
+from jaxpost.errors import InputError
+
+_COPIES = 'copies'
+
+
+# Axes of a sampling mesh over which weights are whole.
+WHOLE = ('data', 'fsdp')
+
+
+@dataclasses.dataclass(frozen=True)
+class Bridge:
+  """From training devices to a sampling mesh of others.
+
+  source: the training devices, as several copies of one part of the target.
+  target: where arrays arrive.
+  """
+
+  source: Layout
+  target: Layout
+
+  def arriving(self, tree):
+    """What `__call__` returns, described."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=self._sharding(x)), tree)
+
+  def __call__(self, tree):
+    """Arrays in `source`, as a program has left them, in `target`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    parts = _parts(self.target.mesh, WHOLE)
+    copies = _parts(self.source.mesh, (_COPIES,))
+    arrived = [copy(leaves, copies[i % len(copies)], part)
+               for i, part in enumerate(parts)]
+    return treedef.unflatten(
+        [_whole(x.shape, x.dtype, self._sharding(x), found)
+         for x, *found in zip(leaves, *arrived)])
+
+  def _sharding(self, x) -> NamedSharding:
+    return NamedSharding(self.target.mesh, x.sharding.spec)
+
+
+def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
+  """None where both have the same devices.
+
+  `key` names the config field of the target's mesh, in errors.
+  """
+  ours, theirs = (set(x.mesh.devices.flat) for x in (train, target))
+  if ours == theirs:
+    return None
+  part = _parts(target.mesh, WHOLE)[0]
+  copies, left = divmod(len(ours), part.size)
+  if left:
+    raise InputError(
+        f'{key}: weights are split over {part.size} devices there, and '
+        f'{len(ours)} training devices are no multiple of that; take a '
+        'smaller tensor or expert axis')
+  mesh = Mesh(
+      train.mesh.devices.reshape(copies, *part.devices.shape),
+      (_COPIES, *part.axis_names), axis_types=(AxisType.Auto,) * (
+          1 + part.devices.ndim))
+  return Bridge(Layout(mesh, target.phase), target)
+
+
+def _parts(mesh: Mesh, axes) -> list[Mesh]:
+  """Meshes of the same axes, `axes` of size 1, that make up the mesh."""
+  names = mesh.axis_names
+  inner = tuple(1 if n in axes else mesh.shape[n] for n in names)
+  order = [i for i, n in enumerate(names) if n in axes] + [
+      i for i, n in enumerate(names) if n not in axes]
+  rows = mesh.devices.transpose(order).reshape(-1, math.prod(inner))
+  kept = [i for i, n in enumerate(names) if n != _COPIES]
+  return [Mesh(row.reshape([inner[i] for i in kept]),
+               [names[i] for i in kept],
+               axis_types=(AxisType.Auto,) * len(kept)) for row in rows]
+
+
+def copy(arrays: list, source: Mesh, target: Mesh) -> list:
+  """The shards on `source` of arrays, as arrays on `target`."""
+  here = [_whole(x.shape, x.dtype, NamedSharding(source, x.sharding.spec), [x])
+          for x in arrays]
+  there = [NamedSharding(target, x.sharding.spec) for x in arrays]
+  if coordination.count() == 1:
+    return jax.device_put(here, there)
+  if owners(source.devices.flat) != owners(target.devices.flat):
+    sent = jax.device_put(here, there)  # all of them together
+    coordination.gather(None)  # nobody leaves while others still ask for it
+    return sent
+  pair = dict(zip(source.devices.flat, target.devices.flat))
+  if any(a.process_index != b.process_index for a, b in pair.items()):
+    raise InputError(
+        'config.mesh.rollout_devices: some processes would both train and '
+        'sample, and with others; take the devices of whole processes')
+  return [jax.make_array_from_single_device_arrays(
+      x.shape, s, [jax.device_put(part.data, pair[part.device])
+                   for part in x.addressable_shards], dtype=x.dtype)
+          for x, s in zip(here, there)]
+
+
+def _whole(shape, dtype, sharding: NamedSharding, arrays: list):
+  """One array of the shards that `arrays` have on its devices."""
+  local = sharding.mesh.local_devices
+  shards = {s.device: s.data for x in arrays for s in x.addressable_shards
+            if s.device in local}
+  return jax.make_array_from_single_device_arrays(
+      shape, sharding, [shards[d] for d in local],
+      dtype=dtype)
+
+
+def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
+          rows: NamedSharding, row: int, moves: tuple):
+  """`x` with pieces from `at` on in each shard; None: zeros of this shape.
+
+  Args:
+    piece: sharded by `rows`; its dimensions from `row` on may be one.
+    at: [dimensions] int32.
+    moves: ((dimension or None, axes), ...): mesh axes that split `row` of
+      pieces, and of `x` that dimension or none.
+  """
+  # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
+  bits = lambda x, to: x if x.dtype.itemsize != 2 else (
+      jax.lax.bitcast_convert_type(x, to))
+
+  def local(x, piece, at):
+    if x is None:
+      x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
+    dtype, piece = piece.dtype, bits(piece, jnp.uint16)
+    for dimension, axes in reversed(moves):
+      piece = jax.lax.all_gather(piece, axes, axis=row, tiled=True) if (
+          dimension is None) else jax.lax.all_to_all(
+              piece, axes, dimension, row, tiled=True)
+    piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1:]) if (
+        piece.ndim < len(shape)) else piece
+    return bits(jax.lax.dynamic_update_slice(
+        bits(x, jnp.uint16), piece, list(at)), dtype)
+
+  spec = sharding.spec
+  return jax.shard_map(
+      local, mesh=sharding.mesh, out_specs=spec, check_vma=False, in_specs=(
+          spec, rows.spec, PartitionSpec()))(x, piece, at)
+
+
+def relabelled(x, sharding):
+  """The same buffers with an equivalent sharding, of another mesh or spelling.
+
+  Programs with a kernel that is partitioned by its own rules (cuDNN) take
+  arrays of one mesh only.
+  """
+  if x.sharding == sharding:
+    return x
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.make_array_from_single_device_arrays(
+      x.shape, sharding, [shard.data for shard in x.addressable_shards],
+      dtype=x.dtype)
+
+
+def owners(devices) -> list[int]:
+  """The processes that have some of these devices."""
+  return sorted({d.process_index for d in devices})
+
+
+def to_host(tree: Mapping | object, share=True):
+  """Device arrays -> numpy, also when other processes hold some shards.
+
+  With `share` every process calls this and gets them, also those that have
+  none of the devices; without, those that have some.
+  """
+  leaves, treedef = jax.tree.flatten(tree)
+  found, few = list(leaves), {}
+  for i, x in enumerate(leaves):
+    if not isinstance(x, jax.Array):
+      found[i] = np.asarray(x)
+      continue
+    mine = owners(x.sharding.device_set)
+    if share and len(mine) < coordination.count():
+      few.setdefault(mine[0], []).append(i)
+    if coordination.index() in mine or not share:
+      found[i] = _fetch(x)
+  for owner, which in few.items():
+    sent = None
+    if coordination.index() == owner:
+      sent = b''.join(np.ascontiguousarray(found[i]).tobytes() for i in which)
+    sent, at = memoryview(coordination.from_one(owner, sent)), 0
+    for i in which:
+      x = leaves[i]
+      found[i] = np.frombuffer(
+          sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (
+              np.zeros(x.shape, x.dtype))
+      at += x.nbytes
+  return treedef.unflatten(found)
+
+
+def _fetch(x: jax.Array) -> np.ndarray:
+  if x.is_fully_addressable:
+    return np.asarray(x)
+  if x.is_fully_replicated:
+    return np.asarray(x.addressable_data(0))
+  from jax.experimental import multihost_utils
+  return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def move(layout: Layout, tree, *axes):
+  """Device arrays in `layout`; those that are in it already stay as they are."""
+  leaves = jax.tree.leaves(tree)
+  if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != (
+      set(layout.mesh.devices.flat)):
+    return layout.put(to_host(tree), *axes)
+  return jax.tree.map(lambda x: jax.device_put(
+      x, layout.sharding(axes[:x.ndim], x.shape)), tree)

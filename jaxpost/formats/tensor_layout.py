@@ -1,0 +1,285 @@
+"""How parameters lie in the tensors of a Hugging Face folder.
+
+Matrices are stored transposed ([out, in]) and reshaped to the table's shape;
+the vocabulary is cut to the tokens that there are. Where a family keeps
+several parameters in one tensor, they are its rows in the order of the table.
+"""
+
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpost.distributed.mesh import axes_of
+from jaxpost.distributed.transfer import relabelled
+from jaxpost.formats import families
+from jaxpost.models import transformer
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.parameters import Param, inputs
+
+_PIECE = 16 << 20  # bytes that are read at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """Where a parameter is kept: rows of tensors, one of each layer (or expert).
+
+  names: of the tensors. first: its first row in each; shape: of each tensor.
+  step: where it is every so many of the last dimension, from `first` on.
+  column: the first one of a matrix, where others have columns of their own.
+  """
+
+  spec: Param
+  names: tuple[str, ...]
+  shape: tuple[int, ...]
+  first: int = 0
+  step: int = 1
+  column: int = 0
+
+
+def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
+  """Path -> where it is kept, for `rows` or the whole parameter table."""
+  family = families.FAMILIES.get(cfg.family, {})  # {}: one's own
+  renamed, fused = (family.get(k, {}) for k in ('names', 'fused'))
+  out, ends = {}, {}
+  for path, spec in (rows or transformer.param_table(cfg)).items():
+    if path in fused:
+      name, first, step = fused[path]
+      spec = dataclasses.replace(spec, hf=name, matrix=False)
+      *outer, last = spec.shape[spec.stack:]
+      out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step),
+                         first, step)
+      continue
+    name = spec.hf
+    for ours, theirs in renamed.items():
+      name = name.replace(f'.{ours}.', f'.{theirs}.')
+    names = _names(name, spec)
+    shape, first = _shape(spec, cfg), ends.get(names, 0)
+    ends[names] = first + shape[0]
+    out[path] = Stored(spec, names, shape, first)
+  return {path: dataclasses.replace(s, shape=(
+      ends.get(s.names, s.shape[0]), *s.shape[1:])) for path, s in out.items()}
+
+
+def _names(name: str, spec: Param) -> tuple[str, ...]:
+  if not spec.stack:
+    return (name,)
+  return tuple(name.format(i + spec.first, *rest) for i, *rest in np.ndindex(
+      spec.shape[:spec.stack]))
+
+
+def beyond(name: str, cfg: ModelConfig, more: int) -> bool:
+  """Whether a tensor is of the `more` layers after the last.
+
+  They predict several tokens at once, and are not read.
+  """
+  found = re.match(r'model\.layers\.(\d+)\.', name)
+  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < more
+
+
+def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
+  """The table's rows, those that share tensors together."""
+  out = {}
+  for path, stored in table.items():
+    out.setdefault(stored.names[0], {})[path] = stored
+  return list(out.values())
+
+
+def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
+  """What one tensor of a parameter has in the folder."""
+  shape = spec.shape[spec.stack:]
+  if spec.axes[0] == 'vocab':
+    return (cfg.vocab_size, *shape[1:])
+  if not spec.matrix:
+    return shape
+  cut = inputs(spec)
+  return math.prod(shape[cut:]), math.prod(shape[:cut])
+
+
+def _row(spec: Param) -> int:
+  """The dimension of a parameter along which a tensor has its rows."""
+  return spec.stack + (inputs(spec) if spec.matrix else 0)
+
+
+def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
+  """How devices that want this sharding share what there is to read.
+
+  Axes of the mesh that split columns, and those of replicas, split rows: no
+  byte is asked for twice, and whole rows are.
+
+  Returns:
+    The sharding, and the moves that undo it (`sharding.write`).
+  """
+  row, parts = _row(spec), [axes_of(part) for part in to.spec]
+  parts += [()] * (len(spec.shape) - len(parts))
+  moves = [(i, axes) for i, axes in enumerate(parts)
+           if axes and i >= spec.stack and i != row]
+  used = {a for axes in parts for a in axes}
+  moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
+  rows, out = to.shard_shape(spec.shape)[row], []
+  for i, axes in moves:
+    size = math.prod(to.mesh.shape[a] for a in axes)
+    if size == 1 or rows % size:
+      continue
+    rows //= size
+    parts[row] += axes
+    if i is not None:
+      parts[i] = ()
+    out.append((i, axes))
+  return NamedSharding(to.mesh, PartitionSpec(
+      *(part or None for part in parts))), tuple(out)
+
+
+def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
+  """A matrix with one dimension of outputs, as it is stored.
+
+  So that the rows of a head can be split, too.
+  """
+  row, parts = _row(spec), [*to.spec, *[None] * len(spec.shape)]
+  if not spec.matrix or any(parts[row + 1:]):
+    return spec, to
+  shape = *spec.shape[:row], math.prod(spec.shape[row:])
+  return dataclasses.replace(
+      spec, shape=shape, axes=spec.axes[:row + 1]), NamedSharding(
+          to.mesh, PartitionSpec(*parts[:row + 1]))
+
+
+def _piece(spec: Param, shape, most: int, unit: int = 1) -> tuple[int, ...]:
+  """The part of a shard of this shape that is read at a time.
+
+  Some layers (or experts), or of one the rows of its tensor, `unit` by `unit`;
+  `most` elements, or the one unit that has more. Parts of this shape make up
+  the shard.
+  """
+  shape = list(shape)
+  for i, step in *((i, 1) for i in range(spec.stack)), (_row(spec), unit):
+    fits = most // math.prod(shape[:i] + shape[i + 1:])
+    shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1)
+                    if shape[i] % n == 0 == n % step)
+  return tuple(shape)
+
+
+def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
+  """Elements `bounds` = ((start, end), ...) of a parameter.
+
+  Args:
+    tensors: name -> open slice of a safetensors file.
+  """
+  spec = stored.spec
+  out = np.empty([end - start for start, end in bounds], dtype)
+  if not spec.stack:
+    value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
+    out[:len(value)], out[len(value):] = value, 0  # beyond the vocabulary
+    return out
+  kept, n = spec.shape[:spec.stack], spec.stack
+  for at in np.ndindex(out.shape[:n]):
+    number = np.ravel_multi_index(
+        [start + i for (start, _), i in zip(bounds, at)], kept)
+    out[at] = _read(
+        stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
+  return out
+
+
+def load(stored: Stored, tensors: dict, to: NamedSharding, dtype,
+         write) -> jax.Array:
+  """A parameter; the host has one piece of it at a time.
+
+  What is larger than a piece is read by all devices together, a part each,
+  and they send each other what they need: a collective.
+
+  Args: as those of `read` and of `hf.load_params`.
+  """
+  whole = stored.spec.shape
+  if not to.addressable_devices_indices_map(whole):  # others have some of it
+    return jax.make_array_from_single_device_arrays(whole, to, [], dtype=dtype)
+  if math.prod(whole) * dtype.itemsize <= _PIECE:
+    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype,
+                  [0] * len(whole))
+  spec, goal = _flat(stored.spec, to)
+  stored, row = dataclasses.replace(stored, spec=spec), _row(spec)
+  sharding, moves = _by_rows(spec, goal)
+  local = sharding.shard_shape(spec.shape)
+  split = goal.shard_shape(spec.shape)[row] // local[row]
+  # What is gathered is a piece with its copies; its rows are whole heads.
+  copies = math.prod(to.mesh.shape[a] for dimension, axes in moves
+                     for a in axes if dimension is None)
+  head = 1 if spec.shape == whole else math.prod(whole[row + 1:])
+  size = _piece(spec, local, _PIECE // dtype.itemsize // copies,
+                head // math.gcd(head, split))
+  out = None
+  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
+    at = np.multiply(at, size)
+    at[row] *= split
+    piece = _place(stored, tensors, sharding, size, split, dtype, at)
+    start = np.zeros(len(whole), np.int32)
+    start[:row + 1] = *at[:row], at[row] // head
+    out = write(out, piece, start, to, whole, sharding, row, moves)
+  return relabelled(out, to)
+
+
+def _place(stored: Stored, tensors, sharding, size, split: int, dtype, at):
+  """What begins at `at` in each shard, `size` of it on each device.
+
+  split: of a shard's rows a piece is read by so many devices, a part each.
+  """
+  shape, row, holders = stored.spec.shape, _row(stored.spec), {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
+    holders.setdefault(starts, []).append(device)  # replicas are read once
+  local, arrays = sharding.shard_shape(shape), []
+  for starts, devices in holders.items():
+    begin = np.add(starts, at)
+    # The devices split the piece, and not the shard: theirs are side by side.
+    begin[row] += starts[row] // local[row] % split * (size[row] - local[row])
+    part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
+    arrays += [jax.device_put(part, device) for device in devices]
+    jax.block_until_ready(arrays)  # the host keeps one, not all
+  return jax.make_array_from_single_device_arrays(
+      tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding,
+      arrays, dtype=dtype)
+
+
+def _read(stored, tensor, shape, bounds) -> np.ndarray:
+  """Elements `bounds` of one stored tensor, in the table's shape."""
+  if not stored.spec.matrix:
+    (start, end), *rest = bounds
+    end = min(end, tensor.get_shape()[0])
+    if start >= end:  # only padding; safetensors refuses empty slices
+      return np.zeros((0, *(b - a for a, b in rest)))
+    if stored.step > 1:
+      rest[-1] = tuple(stored.step * x for x in rest[-1])
+      return tensor[(slice(start, end), *(slice(*x) for x in rest))][
+          ..., stored.first::stored.step]
+    rows = slice(stored.first + start, stored.first + end)
+    return tensor[(rows, *(slice(*x) for x in rest))]
+  cut = inputs(stored.spec)
+  sides = [(shape[:cut], bounds[:cut], stored.column),
+           (shape[cut:], bounds[cut:], stored.first)]
+  # A side of several dimensions is read whole below its first one.
+  ranges = [slice(first + b[0][0] * math.prod(s[1:]),
+                  first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
+  value = tensor[ranges[1], ranges[0]].T
+  value = value.reshape([
+      n for s, b, _ in sides for n in (b[0][1] - b[0][0], *s[1:])])
+  inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b, _ in sides]
+  return value[(*inner[0], *inner[1])]
+
+
+def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
+  """An entry of a parameter as it is stored: its rows of the tensor."""
+  if stored.spec.matrix:
+    size = math.prod(value.shape[:inputs(stored.spec)])
+    value, more = value.reshape(size, -1).T, stored.shape[1] - size
+    return np.pad(value, ((0, 0), (stored.column, more - stored.column))) if (
+        more) else value
+  return value[:stored.shape[0]]
+
+
+def together(stored: Stored, parts: list) -> np.ndarray:
+  """A tensor of what `rows` gave of the parameters in it."""
+  if stored.step > 1:
+    return np.stack(parts, axis=-1).reshape(stored.shape)
+  return np.concatenate(parts) if len(parts) > 1 else parts[0]

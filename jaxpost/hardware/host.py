@@ -1,0 +1,101 @@
+"""The host process: its allocator, its compile cache, its signals."""
+
+import ctypes
+import os
+import pathlib
+import signal
+import threading
+
+from jaxpost.errors import Preempted
+
+# glibc's mallopt parameters, from malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+
+
+def tune_host() -> bool:
+  """Makes malloc keep its pages: XLA on CPU allocates temporaries every step.
+
+  Worth 1.3 x on a training step there (it saves the page faults). Call it
+  before JAX runs anything; launchers do, importing the library does not.
+  Memory is then not given back to the system before the process ends. Of a
+  GPU's memory JAX may take 0.92, not 0.75, unless the environment says.
+
+  Returns:
+    Whether malloc took it (glibc only).
+  """
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
+  try:
+    mallopt = ctypes.CDLL(None).mallopt
+  except (OSError, AttributeError):
+    return False
+  return all(mallopt(which, value) for which, value in (
+      (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1),
+      (_TOP_PAD, 64 << 20)))
+
+
+def use_compile_cache(folder: str = '') -> str:
+  """Keeps compiled programs between runs; returns the folder.
+
+  JAX_COMPILATION_CACHE_DIR wins over `folder`, which defaults to
+  ~/.cache/jaxpost/xla.
+  """
+  import jax
+  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or folder or str(
+      pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
+  jax.config.update('jax_compilation_cache_dir', folder)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  return folder
+
+
+def free_memory() -> float:
+  """Bytes that this host can still hand out; inf where it does not say."""
+  try:
+    lines = pathlib.Path('/proc/meminfo').read_text('ascii').splitlines()
+  except OSError:
+    return float('inf')
+  found = [li.split()[1] for li in lines if li.startswith('MemAvailable:')]
+  return int(found[0]) * 1024.0 if found else float('inf')
+
+
+class StopSignal:
+  """SIGTERM and SIGINT: finish the step, save, leave with exit code 42.
+
+  With `at_once` there is no step to finish, as before the first one: Preempted
+  is raised where the signal arrives. One of these may stand inside another.
+  """
+
+  def __init__(self, at_once=False):
+    self.received = None
+    self._at_once = at_once
+    self._old = {}
+
+  def __enter__(self):
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._old[number] = signal.signal(number, self._note)
+    return self
+
+  def __exit__(self, kind, *_):
+    for number, handler in self._old.items():
+      signal.signal(number, handler)
+    if kind is None and self.received is not None:  # after the last look
+      signal.raise_signal(self.received)
+
+  def _note(self, number, frame):
+    del frame
+    if self.received is not None:  # asked twice: leave now
+      signal.signal(number, self._old[number])
+      signal.raise_signal(number)
+    self.received = number
+    if self._at_once:
+      raise Preempted(
+          'told to stop between two steps; run the same command to go on')
+
+  def reached(self) -> bool:
+    """To be asked once a step: true everywhere once one process was told.
+
+    Of several processes process 0 answers; no device is waited for.
+    """
+    from jaxpost.distributed import coordination
+    return coordination.any_told(self.received is not None)

@@ -1,0 +1,342 @@
+"""What a run says of itself: files, TensorBoard, wandb, console, warnings.
+
+One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key:
+number}; a number that is not finite is null and named in 'nonfinite'. Keys
+that depend on the clock are `time/*`, `*_per_s` and `mfu`, and those that
+depend on the machine `memory/*`; there are no others, so the rest of two runs
+can be compared byte by byte. Imports no JAX.
+"""
+
+import contextlib
+import datetime
+import io
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import rich.console
+from etils import epath
+from rich import progress, table
+
+from jaxpost.errors import InputError
+from jaxpost.monitor.alerts import Watch, nonfinite
+from jaxpost.storage import object_store
+
+ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
+# What the console shows of a row, where present, and by which name.
+SHOWN = {
+  'loss': 'loss', 'reward': 'reward', 'pass@1': 'pass@1',
+  'rewards/accuracies': 'acc', 'rewards/margins': 'margin',
+  'mean_token_accuracy': 'acc', 'kl': 'kl', 'entropy': 'ent',
+  'completions/mean_length': 'len', 'tokens_per_s': 'tok/s',
+  'time/step': 's/step',
+}
+
+
+def is_clock_key(key: str) -> bool:
+  """True for the keys whose values depend on the clock or the machine."""
+  return key.startswith(('time/', 'memory/')) or (
+      key.endswith('_per_s') or key == 'mfu')
+
+
+def plain(value: Any) -> Any:
+  """What JSON can hold: arrays as lists, numbers not finite as null."""
+  if isinstance(value, Mapping):
+    return {str(k): plain(v) for k, v in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [plain(v) for v in value]
+  if isinstance(value, (np.ndarray, np.generic)):
+    return plain(value.tolist())
+  return None if value != value or value in (math.inf, -math.inf) else value
+
+
+def json_lines(path: epath.PathLike) -> list[dict]:
+  """The objects of a .jsonl; only a line feed ends one (texts hold others)."""
+  text = epath.Path(path).read_text()
+  return [json.loads(line) for line in text.split('\n') if line]
+
+
+def read_rows(path: epath.PathLike) -> list[dict]:
+  """Rows of a metrics.jsonl; a torn last line (kill -9) is left out."""
+  path, rows = epath.Path(path), []
+  text = path.read_bytes().decode('utf-8', 'replace') if path.exists() else ''
+  lines = text.rstrip('\0\r\n ').split('\n')
+  for number, line in enumerate(lines, 1):
+    try:
+      row = json.loads(line)
+      row['stage'], row['split'], row['step']
+      rows.append(row)
+    except (ValueError, KeyError, TypeError) as e:
+      if number < len(lines):
+        raise InputError(f'{path}:{number}: not a row of metrics; remove the '
+                         'line or move the file away') from e
+  return rows
+
+
+def comparable_rows(path: epath.PathLike) -> list[dict]:
+  """Rows without what depends on the clock: equal for equal runs."""
+  return [{k: v for k, v in row.items() if not is_clock_key(k)}
+          for row in read_rows(path)]
+
+
+def summary(workdir: epath.PathLike, figures: Mapping[str, float],
+            warnings: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+  """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
+  out = plain({**figures, 'warnings': warnings})
+  object_store.write_text(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
+  return out
+
+
+def short_number(x: float | None) -> str:
+  """Four digits of a number, for people: 0.1235, 12.35k, 1.2e-06."""
+  if x is None or not math.isfinite(x):
+    return str(x)
+  for unit, name in ((1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
+    if abs(x) >= (1e4 if name == 'k' else unit):
+      return f'{x / unit:.4g}{name}'
+  return f'{x:.4g}' if x == 0 or abs(x) >= 1e-3 else f'{x:.2g}'
+
+
+class Chrono:
+  """Host seconds per phase; a phase inside another is not counted twice."""
+
+  def __init__(self):
+    self._open, self._spent = [], {}
+    self._start = self._mark = time.perf_counter()
+
+  def _settle(self) -> None:
+    now = time.perf_counter()
+    for phase in self._open[-1:]:
+      self._spent[phase] = self._spent.get(phase, 0.0) + now - self._mark
+    self._mark = now
+
+  @contextlib.contextmanager
+  def __call__(self, phase: str):
+    self._settle()
+    self._open.append(phase)
+    try:
+      yield
+    finally:
+      self._settle()
+      self._open.pop()
+
+  def pop(self) -> dict[str, float]:
+    """{'time/PHASE': seconds, ..., 'time/step': all} since the last pop."""
+    self._settle()
+    out = {f'time/{phase}': s for phase, s in self._spent.items()}
+    out['time/step'] = self._mark - self._start
+    self._start, self._spent = self._mark, {}
+    return out
+
+
+class _Board:
+  """The console: a bar per stage on a terminal, plain lines elsewhere."""
+
+  def __init__(self, console: rich.console.Console, every: int):
+    self._console, self._every, self._bar = console, every, None
+    if console.is_terminal and not console.is_dumb_terminal:
+      self._bar = progress.Progress(
+        progress.TextColumn('[bold]{task.description}'),
+        progress.BarColumn(bar_width=16), progress.MofNCompleteColumn(),
+        progress.TextColumn('{task.fields[eta]}', style='cyan'),
+        progress.TextColumn('{task.fields[shown]}', markup=False,
+                            table_column=table.Column(no_wrap=True, ratio=1)),
+        console=console, refresh_per_second=2, expand=True)
+
+  def start(self, stage: str, total: int, done: int) -> None:
+    self._stage, self._total, self._mark, self._next = stage, total, None, 0
+    if self._bar is not None:
+      self._bar.start()
+      self._task = self._bar.add_task(stage, total=total, completed=done,
+                                      eta='', shown='')
+
+  def _eta(self, step: int) -> str:
+    """Time left, from the second row on: the first one compiles."""
+    start, first = self._mark = self._mark or (time.monotonic(), step)
+    pace = (time.monotonic() - start) / max(1, step - first)
+    left = datetime.timedelta(seconds=round(pace * abs(self._total - step)))
+    return '' if step in (first, self._total) else f'left {left}'
+
+  def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+    names = SHOWN if split == 'train' else SHOWN | {k: k for k in values}
+    shown = '  '.join(f'{name} {short_number(values[key])}'
+                      for key, name in names.items() if key in values)
+    if split != 'train':
+      self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
+    elif self._bar is not None:
+      self._bar.update(self._task, completed=step, eta=self._eta(step),
+                       shown=shown)
+    elif step >= min(self._next, self._total):
+      self._next = step + self._every
+      self.line(f'{self._stage} {step}/{self._total}  {shown}  '
+                f'{self._eta(step)}'.rstrip())
+
+  def line(self, text: str, style: str | None = None) -> None:
+    self._console.out(text, style=style, highlight=False)
+
+  def warn(self, step: int, text: str) -> None:
+    self.line(f'warning: {self._stage} step {step}: {text}', 'yellow')
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.stop()
+
+
+class MetricsWriter:
+  """Writes the rows of a run; on any process but the first it does nothing.
+
+  A context manager: bar and files are closed on any exception. A row must be
+  written before the checkpoint of its step is final, or a resume lacks it.
+  """
+
+  def __init__(self, workdir: epath.PathLike, *, tensorboard: bool = True,
+               wandb: bool | str = False, primary: bool = True,
+               console: rich.console.Console | None = None,
+               print_every: int = 10):
+    """`wandb` is False, True or the name of a project."""
+    self.workdir = epath.Path(workdir)
+    self.path = self.workdir / 'metrics.jsonl'
+    # What grows is kept here where the folder is on an object store.
+    self._remote = object_store.is_remote(self.path)
+    self._board_dir = object_store.folder() if self._remote else self.workdir
+    self._primary, self._tensorboard = primary, tensorboard
+    self.watch, self._stage, self._noted = Watch(), '', False
+    self._said = set()
+    self._file = self._tb = self._wandb = None
+    if not primary:
+      return
+    self.workdir.mkdir(parents=True, exist_ok=True)
+    self._board = _Board(console or rich.console.Console(), print_every)
+    if wandb:
+      try:
+        import wandb as client
+      except ImportError as e:
+        raise InputError('wandb is asked for and not installed: pip install '
+                         'wandb, or set wandb to False') from e
+      folder = object_store.resolved(self.workdir)
+      self._wandb = client.init(  # the same folder continues the same run
+        project='jaxpost' if wandb is True else wandb,
+        dir=None if self._remote else folder,
+        id=f'{zlib.crc32(folder.encode()):08x}', resume='allow')
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *_):
+    self.close()
+
+  def warn(self, step: int, kind: str, text: str) -> None:
+    """Prints a warning once per kind and stage; counts it every time."""
+    if self.watch.add(self._stage, step, kind, text) and self._primary:
+      self._board.warn(step, text)
+
+  def note(self, text: str) -> None:
+    """Says once a stage what people should know and no metric can hold."""
+    if self._primary and text[:40] not in self._said:
+      self._said.add(text[:40])
+      self._board.line(f'note: {text}')
+
+  def start_stage(self, stage: str, total_steps: int,
+                  resume_step: int = 0) -> None:
+    """Keeps rows of earlier stages, and this one's up to a resume_step > 0."""
+    first, self._stage, self._said = not self._stage, stage, set()
+    if not self._primary:
+      return
+    self._close_stage()
+    rows = read_rows(self.path)
+    # Behind the first row of this stage, those of others are of later stages.
+    mine = ([row['stage'] for row in rows] + [stage]).index(stage)
+    kept = rows[:mine] + [row for row in rows[mine:] if row['stage'] == stage
+                          and 0 < resume_step >= row['step']]
+    text = ''.join(json.dumps(row) + '\n' for row in kept)
+    object_store.write_text(self.path, text)
+    for name in {stage} | {row['stage'] for row in rows[mine:]}:
+      for old in (self.workdir / 'samples' / name).glob('[0-9]*.jsonl'):
+        if name != stage or not 0 < resume_step >= int(old.stem):
+          old.unlink()
+    for row in kept if first else ():  # levels and warnings go on
+      if row['split'] == 'train':
+        self.watch.check(row['stage'], row['step'], row)
+    self._board.start(stage, total_steps, resume_step)
+    if resume_step:
+      lost = len(rows) - len(kept)
+      self._board.line(f'{stage} resumes after step {resume_step}; rows of '
+                       f'metrics past it, dropped: {lost}')
+      now = {'stage': stage, 'step': resume_step, 'rows_dropped': lost}
+      file = self.workdir / 'resumes.jsonl'
+      old = file.read_text() if file.exists() else ''
+      object_store.write_text(file, old + json.dumps(now) + '\n')
+    # Object stores cannot append: there flush() writes the whole file.
+    self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
+    self._file.write(text if self._remote else '')
+    if self._tensorboard:
+      import tensorboardX  # half a second, so only where it is used
+      self._tb = tensorboardX.SummaryWriter(
+        os.fspath(self._board_dir / 'tensorboard' / stage), flush_secs=10,
+        purge_step=resume_step + 1 if resume_step else 0)
+    if self._wandb is not None:
+      self._wandb.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
+
+  def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+    """One row: to every sink, and in split 'train' under watch."""
+    if not self._primary:
+      return
+    values = {k: int(v) if isinstance(v, (int, np.integer)) else float(v)
+              for k, v in values.items()}
+    assert not set(ROW_KEYS) & set(values), f'{ROW_KEYS} are taken'
+    row = {'stage': self._stage, 'split': split, 'step': int(step)}
+    bad = [k for k in nonfinite(values) if not is_clock_key(k)]
+    row |= plain(values) | ({'nonfinite': bad} if bad else {})
+    self._file.write(json.dumps(row) + '\n')
+    if self._remote and step % 50 == 0:
+      self.flush()
+    tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items()
+            if math.isfinite(v)}
+    for tag, value in tags.items() if self._tb is not None else ():
+      self._tb.add_scalar(tag, value, step)
+    if self._wandb is not None:
+      self._wandb.log({**tags, f'{self._stage}/step': step})
+    self._board.row(step, split, values)
+    if split == 'train':
+      for text in self.watch.check(self._stage, step, values):
+        self._board.warn(step, text)
+      near = abs(values.get('loss', 1)) < 0.01 and not self._noted
+      if near and 'frac_reward_zero_std' in values:
+        self._noted = True
+        self._board.line('note: a loss near 0 is expected, as advantages of a '
+                         'group sum to 0: watch reward and kl')
+
+  def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
+    if self._primary:
+      text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n'
+                     for row in rows)
+      object_store.write_text(self.workdir / f'samples/{self._stage}/{step}.jsonl', text)
+
+  def flush(self) -> None:
+    """Makes sure that the rows so far outlive this process."""
+    if self._file is not None and self._remote:
+      object_store.write_text(self.path, self._file.getvalue())
+      if self._tb is not None:
+        self._tb.flush()
+        object_store.upload(self._board_dir, self.workdir)
+
+  def _close_stage(self) -> None:
+    self.flush()
+    for sink in filter(None, (self._file, self._tb)):
+      sink.close()
+    self._file = self._tb = None
+
+  def close(self) -> None:
+    """Closes the bar and the files; a second call does nothing."""
+    if self._primary:
+      self._board.close()
+      self._close_stage()
+      if self._wandb is not None:
+        self._wandb.finish()
+      self._wandb = None

@@ -1,0 +1,159 @@
+"""The least that a program has to send: what its layout asks for, no more.
+
+Per micro-batch, in bytes that one device receives (a ring's count: gathering
+n shards of s bytes is (n - 1) s, reducing and keeping a shard as much,
+reducing an array of b bytes everywhere 2 b (n - 1) / n).
+
+Training gathers each matrix over fsdp once forward and once backward in the
+type of products, and reduces gradients in the type of parameters; over tensor
+two activations a layer are summed forward and two backward, and one again
+where the backward pass recomputes a layer. Over expert a token goes to each
+device that has one of its experts, were all as likely, and back; so do the
+gradients; what is no expert is split over fsdp and expert together. Over
+context the keys and values of a layer are gathered forward, and again where it
+is recomputed, and their gradients scattered; those of parameters are summed as
+over data.
+"""
+
+import collections
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from jaxpost.distributed import transfer
+from jaxpost.distributed.mesh import Layout
+from jaxpost.models.model import Model
+from jaxpost.models.parameters import Param
+from jaxpost.programs.generate import DecodeState
+from jaxpost.types import Batch
+
+_SAMPLED = 16  # devices looked at for what a reshard moves
+
+
+def of_program(kit, layout: Layout, name: str, args, times: int) -> dict:
+  """{kind: {axis: bytes}} of a program with these arguments.
+
+  layout: it runs in; times: runs of it that share the work.
+  """
+  model, second = kit.prepared.model, args[1] if len(args) > 1 else None
+  if isinstance(second, Batch):
+    return of_pass(kit, model, layout, second.tokens.shape,
+                   train=name == 'update')
+  if isinstance(second, DecodeState):
+    block = min(kit.config.rollout.block, kit.config.rollout.max_new_tokens)
+    return of_pass(kit, model, layout,
+                   (block, second.positions.shape[0], 1), train=False)
+  if name == 'prefill':
+    return of_pass(kit, model, layout, (1, *second.shape), train=False)
+  if name == 'reshard':
+    bridge = transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout')
+    return of_reshard(model, args[0], times, kit.train, (
+        bridge.source if bridge else kit.rollout), kit.compute.dtype)
+  return {}
+
+
+def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
+  """A pass over tokens [M, B, T], or an update on them."""
+  out = collections.defaultdict(collections.Counter)
+  micro, rows, length = shape
+  sizes = dict(layout.mesh.shape)
+  wide, full = (jnp.dtype(t).itemsize for t in (
+      kit.compute.dtype, kit.config.model.param_dtype))
+  parts = sizes['context']
+  tokens = math.ceil(rows / layout.batch_shards) * length // parts
+  activation = tokens * (
+      model.config.hidden_size * jnp.dtype(kit.compute.residual).itemsize)
+  if parts > 1:  # of the last layer, from stripes to the order of the head
+    out['all-to-all']['context'] += (
+        micro * (1 + train) * activation * (parts - 1) / parts)
+  for path, param in model.table.items():
+    spec = layout.spec(param.axes, param.shape)
+    shard = math.prod(layout.sharding(
+        param.axes, param.shape).shard_shape(param.shape))
+    data, t = sizes['data'], sizes['tensor']
+    learns = train and path not in model.frozen
+    for axes in _gathered(spec, param):
+      n = math.prod(sizes[a] for a in axes)
+      times, name = 2 if train and param.stacked else 1, '+'.join(axes)
+      out['all-gather'][name] += micro * times * shard * (n - 1) * wide
+      if learns:
+        out['reduce-scatter'][name] += micro * shard * (n - 1) * full
+    if path.endswith('/router') and sizes['expert'] > 1:
+      # Once again where the backward pass recomputes a layer.
+      trips = 2 + train * (2 + (kit.compute.remat == 'full'))
+      share = model.config.experts.share(sizes['expert'])
+      out['ragged-all-to-all']['expert'] += trips * share * (
+          micro * param.shape[0] * activation * (sizes['expert'] - 1))
+    if path in ('layers/k', 'layers/v') and parts > 1:
+      one = tokens * wide * math.prod(layout.sharding(
+          param.axes, param.shape).shard_shape(param.shape)[2:])
+      again = train and kit.compute.remat != 'none'
+      out['all-gather']['context'] += (
+          micro * (1 + again) * param.shape[0] * one * (parts - 1))
+      if train:
+        out['reduce-scatter']['context'] += (
+            micro * param.shape[0] * one * (parts - 1))
+    if learns and parts > 1:
+      out['all-reduce']['context'] += (
+          micro * 2 * shard * full * (parts - 1) / parts)
+    if learns and data > 1:
+      out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
+    count = _sums(path, param, spec, train, kit.compute.remat,
+                  tied=bool(model.head) and 'head' not in model.table)
+    if count:
+      out['all-reduce']['tensor'] += (
+          micro * count * activation * 2 * (t - 1) / t)
+  return {k: dict(v) for k, v in out.items()}
+
+
+def _gathered(spec, param: Param):
+  """The mesh axes of each dimension that is gathered when it is used."""
+  for part, axis in zip(spec, param.axes):
+    names = (part,) if isinstance(part, str) else part or ()
+    if axis != 'expert' and {'fsdp', 'expert'} & set(names):
+      yield names
+
+
+def _sums(path: str, param: Param, spec, train: bool, remat: str,
+          tied: bool) -> int:
+  """How often the activations are summed over tensor because of a matrix."""
+  if 'tensor' not in spec:
+    return 0
+  layers = param.shape[0] if param.stacked else 1
+  if path.endswith('/o'):  # summed again where a layer is recomputed
+    return layers * (1 + train + (train and remat == 'full'))
+  if path.endswith('down'):
+    return layers * (1 + train)
+  return {'head': int(train), 'embed': 1 + (train and tied)}.get(path, 0)
+
+
+def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout,
+               rollout: Layout, dtype) -> dict:
+  """What devices lack of the layout they sample in, on average.
+
+  moved_of: of what a program moves; it takes so many `times` for all of it.
+  """
+  moved = collections.Counter()
+  devices = list(train.mesh.devices.flat)
+  some = devices[::max(1, len(devices) // _SAMPLED)]
+  for path, param in model.table.items():
+    if path.split('/')[0] not in moved_of:
+      continue
+    skip = int(param.stacked)
+    axes, shape = param.axes[skip:], param.shape[skip:]
+    old, new = (x.sharding(axes, shape) for x in (train, rollout))
+    have, want = (x.devices_indices_map(shape) for x in (old, new))
+    lacking = 0.0
+    for d in some:
+      whole, both = 1, 1
+      for a, b, n in zip(have[d], want[d], shape):
+        a, b = a.indices(n), b.indices(n)
+        whole *= b[1] - b[0]
+        both *= max(0, min(a[1], b[1]) - max(a[0], b[0]))
+      lacking += (whole - both) / len(some)
+    names = [part for part in old.spec if part and part not in new.spec]
+    count = param.shape[0] if param.stacked else 1
+    moved['+'.join(map(str, names)) or 'all'] += (
+        lacking * count * jnp.dtype(dtype).itemsize)
+  return {'all-gather': {k: v / times for k, v in moved.items() if v}}

@@ -1,0 +1,174 @@
+"""Reads a run's config: what a user wrote, checked against the schema.
+
+`defaults()` gives the nested dict that config files start from; `parse()`
+turns what a user wrote into one frozen `Config` per stage, or raises
+InputError naming the key, the value and the fix. Nothing below `build` reads
+a config.
+"""
+
+import dataclasses
+import difflib
+import math
+import pathlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpost.errors import InputError
+from jaxpost.stage.schema import Config
+
+
+def defaults() -> dict:
+  """Every field at its default, as nested dicts: where config files start."""
+  return dataclasses.asdict(Config())
+
+
+def parse(config: Mapping) -> dict[str, Config]:
+  """{stage name: Config}, in order; a run without `stages` has one."""
+  config = dict(config)
+  names = _check('config.stages', config.get('stages') or (), tuple,
+                 Config.__dataclass_fields__['stages'].metadata)
+  blocks = {k: v for k, v in config.items()
+            if k not in _FIELDS and isinstance(v, Mapping)}
+  for name in names:
+    if name in _FIELDS:
+      raise InputError(f'config.stages: {name!r} is a field of every config; '
+                       'give the stage another name')
+    if name not in blocks:
+      raise InputError(f'config.stages: there is no block config.{name}; '
+                       f'blocks: {", ".join(blocks) or "none"}')
+  if names:  # a block that no stage names may wait for its turn
+    config = {k: v for k, v in config.items() if k not in blocks}
+  base = _build(Config, config, 'config')
+  if not names:
+    return {stage_name(base.algorithm): base}
+  plain = dataclasses.asdict(base)
+  stages = {}
+  for name, block in blocks.items():
+    _build(Config, block, f'config.{name}')  # names the block in its errors
+    stages[name] = _build(Config, _merge(plain, block), 'config')
+  return {name: stages[name] for name in names}
+
+
+def stage_name(algorithm: str) -> str:
+  """What the only stage of a run is called: 'sft', or a user's file."""
+  target = algorithm.partition(':')[0]
+  if target.endswith('.py'):
+    return pathlib.PurePath(target).stem
+  return target.rpartition('.')[2]
+
+
+def resolve(config: Config, defaults: Mapping) -> Config:
+  """Fields left to the algorithm take what it brings along, or `auto`.
+
+  Args:
+    defaults: {section: {field: value, or a function of the config}}.
+  """
+  for section, block in vars(config).items():
+    if not dataclasses.is_dataclass(block):
+      continue
+    given, new = defaults.get(section, {}), {}
+    for field in dataclasses.fields(block):
+      auto = field.metadata.get('auto')
+      if auto is not None and vars(block)[field.name] == field.default:
+        value = given.get(field.name, auto)
+        new[field.name] = value(config) if callable(value) else value
+    config = dataclasses.replace(
+        config, **{section: dataclasses.replace(block, **new)})
+  return config
+
+
+_FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
+
+
+def _merge(base: Mapping, over: Mapping) -> dict:
+  """`over` on top of `base`, block by block."""
+  out = dict(base)
+  for key, value in over.items():
+    nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+    out[key] = _merge(out[key], value) if nested else value
+  return out
+
+
+def _build(kind, values: Mapping, where: str):
+  """A dataclass from a mapping, checked field by field."""
+  fields = {f.name: f for f in dataclasses.fields(kind)}
+  for key in values:
+    if key not in fields:
+      near = difflib.get_close_matches(key, fields, 1)
+      hint = f'did you mean {where}.{near[0]}?' if near else (
+          f'known: {", ".join(fields)}')
+      raise InputError(f'{where}.{key}: unknown key; {hint}')
+  hints = typing.get_type_hints(kind)
+  out = {}
+  for key, value in values.items():
+    name, field = f'{where}.{key}', fields[key]
+    if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
+      if not isinstance(value, Mapping):
+        raise InputError(f'{name}: want a block of fields, got {value!r}')
+      out[key] = dict(value) if hints[key] is dict else (
+          _build(hints[key], value, name))
+    else:
+      out[key] = _check(name, value, hints[key], field.metadata)
+  return kind(**out)
+
+
+def _check(name: str, value, kind, meta: types.MappingProxyType):
+  """The value as the type of its field, inside its range."""
+  if kind is Any:
+    return value
+  if kind is float and type(value) is int:
+    value = float(value)
+  if kind is tuple and isinstance(value, list):
+    value = tuple(value)
+  if type(value) is not kind:
+    raise InputError(
+        f'{name}: want {kind.__name__}, got {value!r} '
+        f'({type(value).__name__})')
+  if kind is tuple:
+    limits = {**meta, 'each': None}
+    return tuple(_check(f'{name}[{i}]', x, meta['each'], limits)
+                 for i, x in enumerate(value))
+  if kind is float and not math.isfinite(value):
+    raise InputError(f'{name}: {value!r} is not a finite number')
+  if meta['choices'] and value not in meta['choices']:
+    near = difflib.get_close_matches(str(value), meta['choices'], 1)
+    raise InputError(
+        f'{name}: {value!r} is not one of {", ".join(meta["choices"])}' +
+        (f'; did you mean {near[0]!r}?' if near else ''))
+  if meta['lo'] is not None and value < meta['lo']:
+    raise InputError(f'{name}: {value!r} is below {meta["lo"]!r}')
+  if meta['hi'] is not None and value > meta['hi']:
+    raise InputError(f'{name}: {value!r} is above {meta["hi"]!r}')
+  return value
+
+
+def parse_arg(arg: str | None, **options):
+  """Reads what follows the colon of `--config=x.py:model=xs,runlocal`.
+
+  `options` are the names a config file knows and their defaults; a bare name
+  means True. Returns an object with these attributes.
+  """
+  values = dict(options)
+  for item in filter(None, (arg or '').split(',')):
+    name, has_value, value = item.partition('=')
+    if name not in options:
+      near = difflib.get_close_matches(name, options, 1)
+      raise InputError(
+          f'--config: no argument {name!r}; ' + (
+              f'did you mean {near[0]!r}?' if near else
+              f'known: {", ".join(options)}'))
+    kind = type(options[name])
+    if kind is bool:
+      value = value if has_value else 'true'
+      if value.lower() not in ('true', 'false', '1', '0'):
+        raise InputError(f'--config: {name}={value} must be true or false')
+      values[name] = value.lower() in ('true', '1')
+    else:
+      try:
+        values[name] = kind(value)
+      except ValueError:
+        raise InputError(
+            f'--config: {name}={value!r} is no {kind.__name__}') from None
+  return types.SimpleNamespace(**values)

@@ -1,0 +1,178 @@
+"""TODO."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+
+from jaxpost.distributed import coordination
+from jaxpost.errors import InputError
+from jaxpost.models import config as model_config
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import load_weights, sources
+from jaxpost.storage import array_cache
+from jaxpost.storage.checkpoint import finished_steps
+
+# Changing these does not change what a run computes, or only from here on.
+_FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
+
+
+# Rows that processes compare at the start: all of most data sets.
+_HASHED, _HASHED_LAZY = 20_000, 100
+
+
+def is_finished(workdir, configs: dict) -> bool:
+  """Whether nothing is left to do; asks no device."""
+  name, config = list(configs.items())[-1]
+  steps = finished_steps(workdir / 'checkpoints' / name)
+  exported = not config.save.export or (workdir / 'export').exists()
+  return bool(steps) and steps[0] >= config.train.steps and exported and (
+      workdir / 'summary.json').exists()
+
+
+def check_same_run(workdir, configs: dict, console):
+  """Shows what changed since the run began; refuses what would corrupt it.
+
+  Stages of which nothing is saved may change in any way.
+  """
+  path = workdir / 'config.json'
+  if not path.exists():
+    return
+  try:
+    old = config_lib.parse(json.loads(path.read_text()))
+  except InputError as e:
+    raise InputError(
+        f'{path}: is of another version ({e}); choose another --workdir'
+    ) from e
+  done = {n: finished_steps(workdir / 'checkpoints' / n) for n in old}
+  begun = [name for name, steps in done.items() if steps]
+  if begun != list(configs)[:len(begun)]:
+    raise InputError(
+        f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
+        f'stay the first, not {", ".join(configs)}; set them back or choose '
+        'another --workdir')
+  for name, config in configs.items():
+    changes = difference(
+        spelled(vars(old[name])), spelled(vars(config))
+    ) if name in old else {}
+    for key, (was, now) in changes.items():
+      if key != 'stages':
+        console.out(f'config.{key} of {name}: {was!r} in {path}, now {now!r}',
+                    highlight=False)
+    for key in changes if name in begun else ():
+      _refuse(workdir, name, key, *changes[key], name == begun[-1],
+              done[name][0])
+
+
+def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
+  """InputError where a stage that has begun cannot go on with a change."""
+  free = key == 'stages' or any(
+      key == f or key.startswith(f + '.') for f in _FREE)
+  if key == 'train.steps' and (not newest or now < done):
+    raise InputError(
+        f'config.train.steps: {now} of {stage}, but {workdir} holds its step '
+        f'{done}' + ('' if newest else ' and a later stage has begun from it')
+        + f'; set it back to {was} or choose another --workdir')
+  if not free:
+    raise InputError(
+        f'{workdir}: config.{key} of {stage} differs from the run that is '
+        f'being resumed ({was!r}, now {now!r}); set it back or choose another '
+        '--workdir')
+
+
+def check_same_config(raw):
+  """InputError where processes have other code, or other configs."""
+  if coordination.count() == 1:
+    return
+  coordination.check_same(  # first: other code may have other fields
+      {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
+      'install one everywhere')
+  plain = spelled(raw)
+  if len(set(coordination.gather(array_cache.fingerprint(plain)))) > 1:
+    every = coordination.gather(plain)
+    for i, other in enumerate(every):
+      for key, (was, now) in difference(every[0], other).items():
+        raise InputError(
+            f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
+            'start all with the same config')
+
+
+def check_same_start(workdir, configs: dict):
+  """InputError where processes see another workdir."""
+  if coordination.count() == 1:
+    return
+  saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
+  coordination.check_same(
+      {f'what {workdir} holds': [is_finished(workdir, configs), saved]},
+      'give a --workdir that all processes reach')
+
+
+def code() -> str:
+  """A hash of this library as it is installed here."""
+  root = pathlib.Path(__file__).parents[1]
+  return array_cache.fingerprint([
+      [str(file.relative_to(root)), file.read_text()]
+      for file in sorted(root.rglob('*.py'))])
+
+
+def check_same_inputs(prepared):
+  """InputError where processes see different data, tokens or weights."""
+  if coordination.count() == 1:
+    return
+  values = {}
+  for p in prepared:
+    rows, held_out = p.config.data.path, p.config.eval.data.path
+    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(p.rows)
+    if p.eval_rows is not None:
+      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = (
+          digest(p.eval_rows))
+    first = p.first_batch
+    values[f'the tokenizer of {p.name}'] = array_cache.fingerprint([
+        p.tokenizer.encode(str(p.rows[0])),
+        first is not None and first.tokens.tolist()])
+    values |= {f'the {role} of {p.name}': array_cache.fingerprint(
+        sources.outline(source)) for role, source in p.sources.items()}
+  coordination.check_same(values, 'give all processes the same files')
+
+
+def check_same_models(prepared, workdir):
+  """InputError where shapes would not show that a checkpoint is of another."""
+  for p in prepared:
+    if not (saved := load_weights.saved_meta(p, workdir)):
+      continue
+    was = dataclasses.asdict(model_config.from_json(saved['model']))
+    for k, v in dataclasses.asdict(p.model.config).items():
+      if was.get(k) != v:
+        raise InputError(
+            f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
+            f'{was.get(k)!r}; bring it back or change --workdir')
+
+
+def digest(rows) -> str:
+  """Of the number of the rows, and of up to _HASHED of them."""
+  most = _HASHED_LAZY if rows.streaming else _HASHED
+  chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
+  return array_cache.fingerprint([len(rows), list(rows.sizes), *(
+      json.dumps(rows[n], default=str) for n in chosen.tolist())])
+
+
+def spelled(value):
+  """What JSON makes of a config; functions by name, the same each time."""
+  def spell(x):
+    if dataclasses.is_dataclass(x):
+      return vars(x)
+    named = x if hasattr(x, '__qualname__') else type(x)
+    return f'{named.__module__}:{named.__qualname__}' if callable(x) else str(x)
+  return json.loads(json.dumps(value, default=spell))
+
+
+def difference(old, new, prefix='') -> dict:
+  """{dotted key: (old, new)} of the leaves that differ."""
+  if isinstance(old, dict) and isinstance(new, dict):
+    out = {}
+    for key in sorted({*old, *new}):
+      out |= difference(old.get(key), new.get(key), f'{prefix}{key}.')
+    return out
+  return {} if old == new else {prefix[:-1]: (old, new)}

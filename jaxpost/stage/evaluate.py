@@ -1,0 +1,119 @@
+"""Evaluation during training: held-out loss, and pass@k from samples.
+
+Legend: N prompts, k samples a prompt.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxpost.distributed.transfer import to_host
+from jaxpost.programs.compile import Program
+from jaxpost.roles import Roles
+from jaxpost.rollout.sampler import Sampler
+from jaxpost.types import Batch
+
+
+@dataclasses.dataclass
+class HeldOut:
+  """The objective and its metrics on held-out documents.
+
+  batches: host batches, weights normalised over all of them.
+  program: `programs.train.make_evaluate`.
+  prepare: (placed batch, roles) -> batch, as in training.
+  """
+
+  batches: list[Batch]
+  program: Program
+  prepare: Callable
+
+  def __call__(self, roles: Roles) -> dict:
+    """Means over all the documents, however they fall into batches."""
+    policy, totals = roles.policy, {}
+    for batch in self.batches:
+      placed = self.prepare(policy.place(batch), roles)
+      found = to_host(self.program(
+          policy.state.params, placed, policy.state.step, policy.frozen))
+      for name, value in found.items():
+        totals[name] = totals.get(name, 0.0) + float(value)
+    # Losses of pairs and labels are no negative log-likelihood.
+    if set(totals) >= {'loss', 'entropy'} and 'rewards/chosen' not in totals:
+      nll = totals.get('nll', totals['loss'])
+      totals['perplexity'] = math.exp(min(nll, 50.0))
+    return totals
+
+
+def pass_at_k(passed: np.ndarray, k: int) -> float:
+  """Chance that one of k samples passes, unbiased, from [N, n] bool.
+
+  1 - C(n - c, k) / C(n, k), Chen et al. 2021 (arXiv:2107.03374), eq. 1.
+  """
+  n = passed.shape[1]
+  chances = [1 - math.comb(n - int(c), k) / math.comb(n, k)
+             for c in passed.sum(axis=1)]
+  return float(np.mean(chances))
+
+
+@dataclasses.dataclass
+class SampledEval:
+  """pass@k of completions of held-out prompts, graded as in training.
+
+  Prompts of which a sample could not be graded are left out and counted. The
+  reward functions say what has passed; a reward model does where it is alone.
+
+  score: (rollout, roles) -> [N k, C] values of the reward model, if there is
+    one.
+  """
+
+  sampler: Sampler
+  grader: object  # grading.Grader
+  prompts: tuple  # of Prompt
+  samples: int
+  pass_reward: float
+  temperature: float
+  score: Callable | None = None
+
+  def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
+    engine = self.sampler.engine
+    held = engine.weights, engine.version  # of a controller that runs ahead
+    self.sampler.sync(roles.policy, step)
+    rollout = self.sampler(
+        self.prompts, self.samples, step, temperature=self.temperature)
+    self.sampler.release()
+    engine.weights, engine.version = held
+    graded = self.grader.submit(rollout, None)
+    scores = self.score and self.score(rollout, roles)
+    rewards = graded.rewards(scores)[0].reshape(-1, self.samples)
+    whole = np.isfinite(rewards).all(axis=1)
+    out = {'completions/mean_length': float(rollout.lengths.mean()),
+           'completions/clipped_ratio': float(1 - rollout.finished.mean()),
+           'ungraded_prompts': int((~whole).sum())}
+    if whole.any():
+      told = graded.parts[0].table if self.grader.pool else rewards
+      passed = told[whole] >= self.pass_reward
+      ks = sorted({1, self.samples} | {
+          2**i for i in range(int(math.log2(self.samples)) + 1)})
+      out |= {f'pass@{k}': pass_at_k(passed, k) for k in ks}
+      out['reward'] = float(rewards[whole].mean())
+    if graded.model_scores is not None:
+      out['rewards/reward_model/mean'] = float(graded.model_scores.mean())
+    return out, graded.rows()
+
+
+@dataclasses.dataclass
+class Evaluator:
+  """Everything `eval.*` asks for. Call it with the roles and the step."""
+
+  held_out: HeldOut | None = None
+  sampled: SampledEval | None = None
+
+  def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
+    """(metrics, sample rows)."""
+    metrics, rows = {}, []
+    if self.sampled is not None:
+      metrics, rows = self.sampled(roles, step)
+    if self.held_out is not None:
+      metrics |= self.held_out(roles)
+    return metrics, rows
