@@ -37,8 +37,7 @@ CORE = [
 ]
 
 DATA = ['array-record>=0.8', 'datasets>=4.0', 'pyarrow>=17']
-NOTEBOOK = ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10',
-            'nbformat>=5.10']
+NOTEBOOK = ['ipykernel>=6.29', 'matplotlib>=3.9', 'nbclient>=0.10', 'nbformat>=5.10']
 
 EXTRAS = {
   'tpu': ['jax[tpu]'],
@@ -56,10 +55,19 @@ EXTRAS = {
   'wandb': ['wandb>=0.19'],
   # For the tests that compare with it; peft needs torch.
   'parity': ['peft>=0.17', 'torch>=2.6'],
-  'test': ['chex>=0.1.90', 'pytest>=8.3', 'pytest-xdist>=3.6',
-           'pyyaml>=6.0', 'ruff>=0.8',
-           *NOTEBOOK, 'array-record>=0.8', 'jsonschema>=4.18',
-           'math-verify>=0.8', 'pyarrow>=17', 'referencing>=0.30'],
+  'test': [
+    'chex>=0.1.90',
+    'pytest>=8.3',
+    'pytest-xdist>=3.6',
+    'pyyaml>=6.0',
+    'ruff>=0.8',
+    *NOTEBOOK,
+    'array-record>=0.8',
+    'jsonschema>=4.18',
+    'math-verify>=0.8',
+    'pyarrow>=17',
+    'referencing>=0.30',
+  ],
 }
 
 setuptools.setup(
@@ -73,15 +81,8 @@ setuptools.setup(
   python_requires='>=3.11,<3.14',
   install_requires=CORE,
   extras_require=EXTRAS,
-  packages=[
-    *setuptools.find_packages(include=['jaxpost', 'jaxpost.*']),
-    'jaxpost.launch',
-    'jaxpost.configs',
-  ],
+  packages=[*setuptools.find_packages(include=['jaxpost', 'jaxpost.*']), 'jaxpost.launch', 'jaxpost.configs'],
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
-  package_data={
-    'jaxpost': ['monitor/report.css'],
-    'jaxpost.launch': ['templates/*'],
-  },
+  package_data={'jaxpost': ['monitor/report.css'], 'jaxpost.launch': ['templates/*']},
   entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},
 )

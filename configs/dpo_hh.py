@@ -17,16 +17,15 @@ import ml_collections
 from jaxpost import defaults, parse_arg
 
 MODELS = {
-    'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
-    'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
-    'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
+  'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
+  'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
+  'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
 }
 DATA = 'Anthropic/hh-rlhf:helpful-base/{}.jsonl.gz'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, model='qwen3_0_6b', method='dpo', loss='',
-                  runlocal=False)
+  arg = parse_arg(arg, model='qwen3_0_6b', method='dpo', loss='', runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = arg.method
   config.model.path = MODELS.get(arg.model, arg.model)

@@ -15,17 +15,12 @@ import ml_collections
 
 from jaxpost import defaults, parse_arg
 
-MODELS = {
-    'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
-    'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
-    'qwen3_4b': 'Qwen/Qwen3-4B',
-}
+MODELS = {'qwen3_0_6b': 'Qwen/Qwen3-0.6B', 'qwen3_1_7b': 'Qwen/Qwen3-1.7B', 'qwen3_4b': 'Qwen/Qwen3-4B'}
 DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, model='qwen3_0_6b', teacher='qwen3_1_7b',
-                  runlocal=False)
+  arg = parse_arg(arg, model='qwen3_0_6b', teacher='qwen3_1_7b', runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = 'gkd'
   config.model.path = MODELS.get(arg.model, arg.model)

@@ -19,8 +19,7 @@ STORIES = 'roneneldan/TinyStories:TinyStoriesV2-GPT4-{}.txt'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, preset='qwen3_0_6b', tokenizer='Qwen/Qwen3-0.6B-Base',
-                  runlocal=False)
+  arg = parse_arg(arg, preset='qwen3_0_6b', tokenizer='Qwen/Qwen3-0.6B-Base', runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = 'sft'
   config.model.update(preset=arg.preset, tokenizer=arg.tokenizer, remat='full')

@@ -29,20 +29,20 @@ def get_config(arg=None):
   config.optim.b2 = 0.98
 
   config.sft = dict(
-      algorithm='sft',
-      data=dict(path=f'{task},split=train,size=20000,correct=0.6'),
-      train=dict(steps=1000, batch_size=16, row_length=256),
-      optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
-      eval=dict(every=100),
+    algorithm='sft',
+    data=dict(path=f'{task},split=train,size=20000,correct=0.6'),
+    train=dict(steps=1000, batch_size=16, row_length=256),
+    optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
+    eval=dict(every=100),
   )
   config.grpo = dict(
-      algorithm='grpo',
-      data=dict(path=f'{task},split=train,size=20000,correct=1'),
-      train=dict(steps=120),
-      optim=dict(lr=8e-4, schedule='linear', warmup_steps=5),
-      rollout=dict(prompts=64, group_size=8),
-      rl=dict(kl_coef=0.001),
-      eval=dict(every=20),
+    algorithm='grpo',
+    data=dict(path=f'{task},split=train,size=20000,correct=1'),
+    train=dict(steps=120),
+    optim=dict(lr=8e-4, schedule='linear', warmup_steps=5),
+    rollout=dict(prompts=64, group_size=8),
+    rl=dict(kl_coef=0.001),
+    eval=dict(every=20),
   )
   if arg.short:
     config.sft.train.steps = 20

@@ -17,9 +17,9 @@ import ml_collections
 from jaxpost import defaults, parse_arg
 
 MODELS = {
-    'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
-    'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
-    'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
+  'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
+  'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
+  'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
 }
 DATA = 'Anthropic/hh-rlhf:helpful-base/{}.jsonl.gz'
 

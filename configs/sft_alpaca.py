@@ -14,10 +14,7 @@ import ml_collections
 
 from jaxpost import defaults, parse_arg
 
-MODELS = {
-    'qwen3_0_6b': 'Qwen/Qwen3-0.6B-Base',
-    'qwen3_1_7b': 'Qwen/Qwen3-1.7B-Base',
-}
+MODELS = {'qwen3_0_6b': 'Qwen/Qwen3-0.6B-Base', 'qwen3_1_7b': 'Qwen/Qwen3-1.7B-Base'}
 
 
 def get_config(arg=None):

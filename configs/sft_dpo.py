@@ -28,15 +28,20 @@ def get_config(arg=None):
   config.eval.update(every=100, size=1024)
   config.save.every = 100
   config.sft = dict(
-      algorithm='sft', optim=dict(lr=2e-5), train=dict(steps=1000),
-      data=dict(path=DATA.format('train_sft')),
-      eval=dict(data=dict(path=DATA.format('test_sft'))))
+    algorithm='sft',
+    optim=dict(lr=2e-5),
+    train=dict(steps=1000),
+    data=dict(path=DATA.format('train_sft')),
+    eval=dict(data=dict(path=DATA.format('test_sft'))),
+  )
   config.dpo = dict(
-      algorithm='dpo', optim=dict(lr=5e-7), train=dict(steps=1000),
-      preference=dict(precompute_ref=True),
-      data=dict(path=DATA.format('train_prefs'),
-                map='jaxpost.data.maps:ultrafeedback'),
-      eval=dict(data=dict(path=DATA.format('test_prefs'))))
+    algorithm='dpo',
+    optim=dict(lr=5e-7),
+    train=dict(steps=1000),
+    preference=dict(precompute_ref=True),
+    data=dict(path=DATA.format('train_prefs'), map='jaxpost.data.maps:ultrafeedback'),
+    eval=dict(data=dict(path=DATA.format('test_prefs'))),
+  )
 
   if arg.runlocal:
     config.model.update(path='', preset='tiny', tokenizer='bytes')

@@ -36,11 +36,16 @@ def get_config(arg=None):
   config.sft.eval = dict(data=dict(path=DATA.format('test_sft')))
   config.judge = dict(algorithm='reward_model', train=dict(steps=600))
   config.ppo = dict(
-      algorithm='ppo', init_from='stage:sft', reward='reward_model',
-      reward_model=dict(path='stage:judge'),
-      train=dict(steps=200, row_length=0, micro_batch_size=0),
-      optim=dict(lr=1e-6), critic=dict(path='stage:judge', lr=1e-5),
-      rl=dict(minibatches=4, kl_coef=0.02), eval=dict(samples=1))
+    algorithm='ppo',
+    init_from='stage:sft',
+    reward='reward_model',
+    reward_model=dict(path='stage:judge'),
+    train=dict(steps=200, row_length=0, micro_batch_size=0),
+    optim=dict(lr=1e-6),
+    critic=dict(path='stage:judge', lr=1e-5),
+    rl=dict(minibatches=4, kl_coef=0.02),
+    eval=dict(samples=1),
+  )
 
   if arg.runlocal:
     config.model.update(path='', preset='tiny', tokenizer='bytes')

@@ -1,6 +1,6 @@
 """Writes docs/config.md from jaxpost/stage/schema.py: every field, as a table.
 
-  python docs/make_config_table.py
+python docs/make_config_table.py
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxpost.stage.config import Config  # noqa: E402
 
-HEAD = '''# Every field of a config
+HEAD = """# Every field of a config
 
 Made by `python docs/make_config_table.py` from `jaxpost/stage/schema.py`; change it
 there. A config file starts from `jaxpost.defaults()` and sets what differs;
@@ -29,7 +29,7 @@ before anything starts, and the message names the key and the nearest one:
 With `config.stages = ('sft', 'grpo')` each name is a block,
 `config.sft = dict(...)`, whose fields override those of the config for that
 stage; stages run in this order, each from the weights of the one before.
-'''
+"""
 COLUMNS = ('field', 'type', 'default', 'values', 'meaning')
 
 
@@ -42,8 +42,7 @@ def table(kind, prefix: str) -> list[str]:
     if dataclasses.is_dataclass(hint) or hint is dict:  # `user` is open
       continue
     name = 'any' if hint is typing.Any else hint.__name__
-    cells = (f'`{prefix}{field.name}`', name, f'`{field.default!r}`',
-             values(field.metadata), field.metadata['help'])
+    cells = (f'`{prefix}{field.name}`', name, f'`{field.default!r}`', values(field.metadata), field.metadata['help'])
     cells = [cell.replace('|', '\\|') for cell in cells]
     lines.append(f'| {" | ".join(cells)} |')
   return lines
@@ -66,14 +65,12 @@ def sections(kind, prefix='') -> list[str]:
   for field in dataclasses.fields(kind):
     if dataclasses.is_dataclass(hints[field.name]):
       name = f'{prefix}{field.name}'
-      lines += ['', f'## {name}', '', *table(hints[field.name], f'{name}.'),
-                *sections(hints[field.name], f'{name}.')]
+      lines += ['', f'## {name}', '', *table(hints[field.name], f'{name}.'), *sections(hints[field.name], f'{name}.')]
   return lines
 
 
 def page() -> str:
-  lines = ['', '## The config itself', '', *table(Config, ''),
-           *sections(Config)]
+  lines = ['', '## The config itself', '', *table(Config, ''), *sections(Config)]
   return HEAD + '\n'.join(lines) + '\n'
 
 

@@ -22,11 +22,11 @@ jaxpost.use_compile_cache()
 import learning  # noqa: E402
 
 from jaxpost.stage import algorithms  # noqa: E402
-from jaxpost.stage import config as config_lib
+from jaxpost.stage import config as config_lib  # noqa: E402
 
 PAGE = ROOT / 'docs' / 'methods.md'
 KEPT = '<!-- measured '
-HEAD = '''# What each method learns
+HEAD = """# What each method learns
 
 Made by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.6 M
 parameters) that has seen sums of numbers up to 99, half of them right, goes on
@@ -38,11 +38,11 @@ and SimPO start from a tenth of that training.
 
 | algorithm | metric | before | after | steps | its own choices | set here |
 |---|---|---|---|---|---|---|
-'''
-TAIL = '''
+"""
+TAIL = """
 "Its own choices" stand in for fields that a config leaves at their defaults;
 whatever a config or the command line sets wins.
-'''
+"""
 
 
 SECTIONS = 'rl', 'preference', 'critic', 'distill', 'reward_model'
@@ -51,15 +51,13 @@ SECTIONS = 'rl', 'preference', 'critic', 'distill', 'reward_model'
 def choices(name: str, case: dict) -> tuple[str, str]:
   """(what the method brings along, what the case sets beside it)."""
   plain = config_lib.defaults()
-  config, = config_lib.parse(dict(algorithm=name, reward='x')).values()
+  (config,) = config_lib.parse(dict(algorithm=name, reward='x')).values()
   own = algorithms.load_algorithm(name).defaults
   resolved = config_lib.resolve(config, own)
   say = lambda section, field, value: f'`{section}.{field}={value}`'
-  return ', '.join(
-      say(s, f, vars(vars(resolved)[s])[f])
-      for s in SECTIONS for f in own.get(s, ())), ', '.join(
-          say(s, f, value) for s in SECTIONS for f, value in case[s].items()
-          if value != plain[s][f])
+  return ', '.join(say(s, f, vars(vars(resolved)[s])[f]) for s in SECTIONS for f in own.get(s, ())), ', '.join(
+    say(s, f, value) for s in SECTIONS for f, value in case[s].items() if value != plain[s][f]
+  )
 
 
 def known() -> dict:
@@ -68,7 +66,7 @@ def known() -> dict:
     return {}
   for line in PAGE.read_text().splitlines():
     if line.startswith(KEPT):
-      return json.loads(line[len(KEPT):-len(' -->')])
+      return json.loads(line[len(KEPT) : -len(' -->')])
   return {}
 
 
@@ -86,12 +84,11 @@ def main(names):
 
 def write(figures: dict):
   rows = [
-      f'| `{name}` | {f["metric"]} | {f["before"]:.3f} | {f["after"]:.3f} | '
-      f'{f["steps"]} | ' + ' | '.join(
-          choices(name, learning.CASES[name].config)) + ' |'
-      for name, f in figures.items()]
-  PAGE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + KEPT +
-                  json.dumps(figures) + ' -->\n')
+    f'| `{name}` | {f["metric"]} | {f["before"]:.3f} | {f["after"]:.3f} | '
+    f'{f["steps"]} | ' + ' | '.join(choices(name, learning.CASES[name].config)) + ' |'
+    for name, f in figures.items()
+  ]
+  PAGE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + KEPT + json.dumps(figures) + ' -->\n')
 
 
 if __name__ == '__main__':

@@ -20,8 +20,8 @@ BEGIN, END = '<!-- measured -->', '<!-- end of measured -->'
 def rows(kept: dict) -> list[str]:
   """Markdown lines of the table; {case: line} of those not to be measured."""
   import test_families as families
-  lines = ['| case | family | what differs from a plain Llama | logits |'
-           ' gradients |', '|---|---|---|---|---|']
+
+  lines = ['| case | family | what differs from a plain Llama | logits | gradients |', '|---|---|---|---|---|']
   for case in families.CASES:
     if case in kept:
       lines.append(kept[case])
@@ -31,11 +31,8 @@ def rows(kept: dict) -> list[str]:
       network = families.make(case, folder)
       cfg = families.hf.read_config(folder)
       written = json.loads((folder / 'config.json').read_text())
-      errors = (families.logit_error(folder, network),
-                families.gradient_error(folder, network))
-    lines.append(
-        f'| {case} | `{written["model_type"]}` | {told(cfg)} | '
-        f'{errors[0]:.0e} | {errors[1]:.0e} |')
+      errors = (families.logit_error(folder, network), families.gradient_error(folder, network))
+    lines.append(f'| {case} | `{written["model_type"]}` | {told(cfg)} | {errors[0]:.0e} | {errors[1]:.0e} |')
     print(lines[-1], flush=True)
   return lines
 
@@ -44,36 +41,35 @@ def told(cfg) -> str:
   """What a ModelConfig has that a plain Llama has not, in words."""
   scaled = [dict(r.scaling)['rope_type'] for r in cfg.ropes if r.scaling]
   words = {
-      f'rope {" ".join(scaled)}': scaled,
-      'two rope bases': len(cfg.ropes) > 1,
-      'layers without rope': -1 in cfg.layer_ropes,
-      'rotates a part of a head': cfg.rotary_dim,
-      'sliding window': any(cfg.layer_windows),
-      'of some layers': len(set(cfg.layer_windows)) > 1,
-      f'norms {cfg.norms}': cfg.norms != 'pre',
-      'norm scale + 1': cfg.norm_offset,
-      f'q and k norms ({cfg.qk_norm})': cfg.qk_norm,
-      f'biases of {" ".join(cfg.biases)}': cfg.biases,
-      cfg.activation: cfg.activation != 'silu',
-      'scaled embeddings': cfg.embed_scale != 1,
-      'residual multiplier': cfg.residual_scale != 1,
-      'attention scale': cfg.attention_scale,
-      'soft caps': cfg.attention_softcap or cfg.logit_softcap,
-      'logit divisor': cfg.logit_divisor != 1,
+    f'rope {" ".join(scaled)}': scaled,
+    'two rope bases': len(cfg.ropes) > 1,
+    'layers without rope': -1 in cfg.layer_ropes,
+    'rotates a part of a head': cfg.rotary_dim,
+    'sliding window': any(cfg.layer_windows),
+    'of some layers': len(set(cfg.layer_windows)) > 1,
+    f'norms {cfg.norms}': cfg.norms != 'pre',
+    'norm scale + 1': cfg.norm_offset,
+    f'q and k norms ({cfg.qk_norm})': cfg.qk_norm,
+    f'biases of {" ".join(cfg.biases)}': cfg.biases,
+    cfg.activation: cfg.activation != 'silu',
+    'scaled embeddings': cfg.embed_scale != 1,
+    'residual multiplier': cfg.residual_scale != 1,
+    'attention scale': cfg.attention_scale,
+    'soft caps': cfg.attention_softcap or cfg.logit_softcap,
+    'logit divisor': cfg.logit_divisor != 1,
   }
   if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
-    words |= {'latent attention': True,
-              'dense layers first': cfg.sparse_layers < cfg.num_layers}
+    words |= {'latent attention': True, 'dense layers first': cfg.sparse_layers < cfg.num_layers}
   if cfg.experts:
     e = cfg.experts
     words |= {
-        f'{e.top_k} of {e.num} experts': True,
-        'whose weights do not add up to 1': not e.normalize,
-        'clamped SwiGLU': e.limit,
-        'router by sigmoids': e.sigmoid,
-        f'of {e.top_groups} of {e.groups} groups': e.groups > 1,
-        'shared experts': e.shared,
-  }
+      f'{e.top_k} of {e.num} experts': True,
+      'whose weights do not add up to 1': not e.normalize,
+      'clamped SwiGLU': e.limit,
+      'router by sigmoids': e.sigmoid,
+      f'of {e.top_groups} of {e.groups} groups': e.groups > 1,
+      'shared experts': e.shared,
+    }
   return ', '.join(word for word, said in words.items() if said)
 
 
@@ -83,7 +79,5 @@ if __name__ == '__main__':
   head, rest = text.split(BEGIN)
   table, tail = rest.split(END)
   here = {line.split('|')[1].strip(): line for line in table.splitlines()[3:]}
-  kept = {k: x for k, x in here.items() if sys.argv[1:] and (
-      k not in sys.argv[1:])}
-  path.write_text('\n'.join([head + BEGIN, *rows(kept), END]) + tail,
-                  encoding='utf-8')
+  kept = {k: x for k, x in here.items() if sys.argv[1:] and (k not in sys.argv[1:])}
+  path.write_text('\n'.join([head + BEGIN, *rows(kept), END]) + tail, encoding='utf-8')

@@ -35,6 +35,7 @@ def ring(q, k, v, segments, n, chunk):
   """
   import jax
   import jax.numpy as jnp
+
   me, step = jax.lax.axis_index('context'), min(chunk, q.shape[1])
   b, t, heads, size = q.shape
   q = (q / size**0.5).reshape(b, t, k.shape[2], -1, size)
@@ -45,17 +46,19 @@ def ring(q, k, v, segments, n, chunk):
     out = []
     for start in range(0, t, step):
       end = min(start + step, t)
-      scores = jnp.einsum('btkgh,bskh->bkgts', q[:, start:end], k[:, :end],
-                          preferred_element_type=jnp.float32)
-      ahead = jnp.arange(start, end)[:, None] * n + me >= (
-          jnp.arange(end) * n + number)
+      scores = jnp.einsum('btkgh,bskh->bkgts', q[:, start:end], k[:, :end], preferred_element_type=jnp.float32)
+      ahead = jnp.arange(start, end)[:, None] * n + me >= (jnp.arange(end) * n + number)
       same = segments[:, start:end, None] == documents[:, None, :end]
       scores = jnp.where((ahead & same)[:, None, None], scores, -1e30)
       top = jax.lax.stop_gradient(scores.max(-1))
       weights = jnp.exp(scores - top[..., None])
-      out.append((jnp.einsum('bkgts,bskh->bkgth', weights.astype(v.dtype),
-                             v[:, :end], preferred_element_type=jnp.float32),
-                  weights.sum(-1), top))
+      out.append(
+        (
+          jnp.einsum('bkgts,bskh->bkgth', weights.astype(v.dtype), v[:, :end], preferred_element_type=jnp.float32),
+          weights.sum(-1),
+          top,
+        )
+      )
     return [jnp.concatenate(x, axis=3) for x in zip(*out)]
 
   total, norm, documents = 0.0, 0.0, segments
@@ -67,8 +70,9 @@ def ring(q, k, v, segments, n, chunk):
     total = total * old[..., None] + some * add[..., None]
     norm, best = norm * old + weight * add, new
     if i + 1 < n:
-      k, v, documents = (jax.lax.ppermute(x, 'context', [
-          ((j + 1) % n, j) for j in range(n)]) for x in (k, v, documents))
+      k, v, documents = (
+        jax.lax.ppermute(x, 'context', [((j + 1) % n, j) for j in range(n)]) for x in (k, v, documents)
+      )
   out = total / norm[..., None]
   return out.transpose(0, 3, 1, 2, 4).reshape(b, t, heads, size)
 
@@ -79,73 +83,82 @@ def programs(layout, tokens, computes, cfg):
   import jax.numpy as jnp
 
   from jaxpost.models import attention, context_parallel
+
   n = layout.mesh.shape['context']
-  shapes = [(1, tokens, heads, cfg.head_dim) for heads in (
-      cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
+  shapes = [(1, tokens, heads, cfg.head_dim) for heads in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
   split = layout.spec(('batch', 'time', None, None), shapes[0])
   # Four documents.
   segments = jnp.repeat(jnp.arange(4), tokens // 4)[None]
   places = jnp.arange(tokens)[None]
 
   def gathered(q, k, v, compute):
-    return attention.attention(
-        q, k, v, segments, compute, None, places, 0, cfg, None, layout)
+    return attention.attention(q, k, v, segments, compute, None, places, 0, cfg, None, layout)
 
   def round_a_ring(q, k, v):
     compute = computes['gathered']
     k, v = (x.astype(compute.dtype) for x in (k, v))
     return jax.shard_map(
-        functools.partial(ring, n=n, chunk=compute.q_chunk),
-        mesh=layout.mesh, out_specs=split, check_vma=False,
-        in_specs=(split, split, split, jax.P(*split[:2])))(
-            q.astype(compute.dtype), k, v, context_parallel.stripe(segments, n))
+      functools.partial(ring, n=n, chunk=compute.q_chunk),
+      mesh=layout.mesh,
+      out_specs=split,
+      check_vma=False,
+      in_specs=(split, split, split, jax.P(*split[:2])),
+    )(q.astype(compute.dtype), k, v, context_parallel.stripe(segments, n))
 
   def gradients(attend):
-    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attend(
-        q, k, v))), argnums=(0, 1, 2)))
+    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attend(q, k, v))), argnums=(0, 1, 2)))
 
   sharding = jax.sharding.NamedSharding(layout.mesh, split)
-  given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding)
-           for s in shapes]
-  made = {name: gradients(functools.partial(gathered, compute=compute))
-          for name, compute in computes.items()}
+  given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes]
+  made = {name: gradients(functools.partial(gathered, compute=compute)) for name, compute in computes.items()}
   return made | dict(ring=gradients(round_a_ring)), given
 
 
 def described():
   """Bytes of the programs compiled for chips that are not there."""
   from jaxpost.hardware import chips
+
   topology = chips.parse(_TOPOLOGY.value)
   chips.set_environment(topology)
   from jaxpost.distributed import mesh
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
   from jaxpost.planning import cost
+
   devices = chips.devices(topology)
-  layout = mesh.make_layout(
-      f'context={len(devices)}', 'train', devices=devices)
+  layout = mesh.make_layout(f'context={len(devices)}', 'train', devices=devices)
   cfg = presets.PRESETS['llama3_8b']
   ways = {'gathered': 'chunked', 'gathered, splash': 'splash'}
   if topology.gpu:
     del ways['gathered, splash']
-  made, given = programs(layout, _TOKENS.value, {
-      name: compute_for('gpu' if topology.gpu else 'tpu', 'bfloat16', 'none',
-                        attention) for name, attention in ways.items()}, cfg)
+  made, given = programs(
+    layout,
+    _TOKENS.value,
+    {
+      name: compute_for('gpu' if topology.gpu else 'tpu', 'bfloat16', 'none', attention)
+      for name, attention in ways.items()
+    },
+    cfg,
+  )
   for name, program in made.items():
     compiled = program.lower(*given).compile()
     totals = cost.count(compiled.as_text())
     assert not totals.unknown, totals.unknown
-    print(name, f'{compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f}'
-          ' MiB of temporaries,',
-          f'{sum(x for x, _ in totals.collectives.values()) / 2**20:.0f} MiB '
-          f'sent, {totals.bytes / 2**30:.1f} GiB read and written,',
-          f'{totals.cycles / 1e6:.1f} M cycles by XLA', flush=True)
+    print(
+      name,
+      f'{compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f} MiB of temporaries,',
+      f'{sum(x for x, _ in totals.collectives.values()) / 2**20:.0f} MiB '
+      f'sent, {totals.bytes / 2**30:.1f} GiB read and written,',
+      f'{totals.cycles / 1e6:.1f} M cycles by XLA',
+      flush=True,
+    )
 
 
 def timed():
   """Seconds on processes with a core each, after checking they agree."""
   os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[_RANK.value]})
   from jaxpost.distributed import cluster
+
   cluster.connect(_ADDRESS.value, _PROCESSES.value, _RANK.value)
   import jax
   import numpy as np
@@ -153,13 +166,12 @@ def timed():
   from jaxpost.distributed import mesh
   from jaxpost.matmul import Compute
   from jaxpost.models import presets
+
   layout = mesh.make_layout(f'context={_PROCESSES.value}', 'train')
-  made, given = programs(layout, _TOKENS.value, dict(
-      gathered=Compute('float32')), presets.PRESETS['s'])
+  made, given = programs(layout, _TOKENS.value, dict(gathered=Compute('float32')), presets.PRESETS['s'])
   random = np.random.RandomState(0)
   whole = [random.standard_normal(x.shape).astype(np.float32) for x in given]
-  arrays = [jax.make_array_from_callback(x.shape, x.sharding, lambda i, w=w: w[
-      i]) for x, w in zip(given, whole)]
+  arrays = [jax.make_array_from_callback(x.shape, x.sharding, lambda i, w=w: w[i]) for x, w in zip(given, whole)]
   out = {name: program(*arrays) for name, program in made.items()}
   for one, two in zip(*out.values()):
     for a, b in zip(one.addressable_shards, two.addressable_shards):
@@ -172,8 +184,7 @@ def timed():
       seconds[name].append(time.perf_counter() - start)
   if not _RANK.value:
     for name, values in seconds.items():
-      print(f'{name}: {statistics.median(values):.3f} s, of '
-            f'{min(values):.3f} to {max(values):.3f}')
+      print(f'{name}: {statistics.median(values):.3f} s, of {min(values):.3f} to {max(values):.3f}')
 
 
 def main(_):
@@ -184,9 +195,10 @@ def main(_):
   with socket.socket() as s:
     s.bind(('localhost', 0))
     address = f'localhost:{s.getsockname()[1]}'
-  done = [subprocess.Popen([sys.executable, *sys.argv, f'--rank={rank}',
-                            f'--address={address}'])
-          for rank in range(_PROCESSES.value)]
+  done = [
+    subprocess.Popen([sys.executable, *sys.argv, f'--rank={rank}', f'--address={address}'])
+    for rank in range(_PROCESSES.value)
+  ]
   return int(any([p.wait() for p in done]))
 
 

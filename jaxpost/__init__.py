@@ -12,23 +12,23 @@ import importlib
 __version__ = '0.1.0'
 
 _WHERE = {
-    'defaults': 'jaxpost.stage.config',
-    'parse_arg': 'jaxpost.stage.config',
-    'tune_host': 'jaxpost.hardware.host',
-    'use_compile_cache': 'jaxpost.hardware.host',
-    'Batch': 'jaxpost.types',
-    'Rollout': 'jaxpost.types',
-    'TrainState': 'jaxpost.types',
-    'Objective': 'jaxpost.types',
-    'Outputs': 'jaxpost.types',
-    'Experience': 'jaxpost.types',
-    'Credit': 'jaxpost.types',
-    'Algorithm': 'jaxpost.algorithms.base',
-    'Policy': 'jaxpost.roles',
-    'Sampler': 'jaxpost.rollout.sampler',
-    'Frozen': 'jaxpost.roles',
-    'Roles': 'jaxpost.roles',
-    'Stage': 'jaxpost.loop',
+  'defaults': 'jaxpost.stage.config',
+  'parse_arg': 'jaxpost.stage.config',
+  'tune_host': 'jaxpost.hardware.host',
+  'use_compile_cache': 'jaxpost.hardware.host',
+  'Batch': 'jaxpost.types',
+  'Rollout': 'jaxpost.types',
+  'TrainState': 'jaxpost.types',
+  'Objective': 'jaxpost.types',
+  'Outputs': 'jaxpost.types',
+  'Experience': 'jaxpost.types',
+  'Credit': 'jaxpost.types',
+  'Algorithm': 'jaxpost.algorithms.base',
+  'Policy': 'jaxpost.roles',
+  'Sampler': 'jaxpost.rollout.sampler',
+  'Frozen': 'jaxpost.roles',
+  'Roles': 'jaxpost.roles',
+  'Stage': 'jaxpost.loop',
 }
 __all__ = ['run', 'policy_and_stream', *_WHERE]
 
@@ -39,17 +39,20 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   A mesh of 'auto' is chosen by compiling for the devices of this run.
   """
   from jaxpost import stages
+
   return stages.run(config, workdir, console, _choose_mesh)
 
 
 def policy_and_stream(config) -> tuple:
   """(policy, stream) for a training loop of your own; see `jaxpost.stages`."""
   from jaxpost import stages
+
   return stages.policy_and_stream(config, _choose_mesh)
 
 
 def _choose_mesh(prepared, raw, note):
   from jaxpost.planning import auto  # compiles candidates; only `auto` needs it
+
   return auto.resolve(prepared, raw, note)
 
 

@@ -25,28 +25,16 @@ def load_callable(spec, what):
     return spec
   target, _, name = str(spec).rpartition(':')
   if not target or not name:
-    raise InputError(
-      f'{what}: {spec!r} names no function; write pkg.module:function or'
-      ' ./file.py:function'
-    )
+    raise InputError(f'{what}: {spec!r} names no function; write pkg.module:function or ./file.py:function')
   module = load_module(target, what)
   found = module
   for part in name.split('.'):
     if not hasattr(found, part):
-      there = [
-        n
-        for n, v in vars(module).items()
-        if callable(v) and not n.startswith('_')
-      ]
-      raise InputError(
-        f'{what}: {target} has no {name!r}; it has'
-        f' {", ".join(sorted(there)) or "no functions"}'
-      )
+      there = [n for n, v in vars(module).items() if callable(v) and not n.startswith('_')]
+      raise InputError(f'{what}: {target} has no {name!r}; it has {", ".join(sorted(there)) or "no functions"}')
     found = getattr(found, part)
   if not callable(found):
-    raise InputError(
-      f'{what}: {spec} is a {type(found).__name__}, not a function'
-    )
+    raise InputError(f'{what}: {spec} is a {type(found).__name__}, not a function')
   return found
 
 
@@ -69,9 +57,7 @@ def _load_module(name, what):
         f'{what}: no module {error.name!r}; is it installed, or its folder'
         ' on PYTHONPATH? (a file is written ./file.py:function)'
       ) from error
-    raise InputError(
-      f'{what}: {name} imports {error.name!r}, which is not installed'
-    ) from error
+    raise InputError(f'{what}: {name} imports {error.name!r}, which is not installed') from error
   except SyntaxError as error:
     raise _syntax(error, what) from error
 
@@ -93,9 +79,7 @@ def _load_file(target, what):
   try:
     module_spec.loader.exec_module(module)
   except ModuleNotFoundError as error:
-    raise InputError(
-      f'{what}: {target} imports {error.name!r}, which is not installed'
-    ) from error
+    raise InputError(f'{what}: {target} imports {error.name!r}, which is not installed') from error
   except SyntaxError as error:
     raise _syntax(error, what) from error
   finally:
@@ -105,6 +89,4 @@ def _load_file(target, what):
 
 
 def _syntax(error, what):
-  return InputError(
-    f'{what}: {error.filename}:{error.lineno}:{error.offset}: {error.msg}'
-  )
+  return InputError(f'{what}: {error.filename}:{error.lineno}:{error.offset}: {error.msg}')

@@ -63,9 +63,7 @@ def resume(stage: Stage) -> int:
   """Restores the newest good checkpoint, if there is one; steps done."""
   if stage.checkpointer.latest() is None:
     return 0
-  template = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      states(stage))
+  template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), states(stage))
   step, restored, meta = stage.checkpointer.restore(template)
   for name, role in stage.roles.trainable.items():
     role.state = restored[name]
@@ -90,8 +88,7 @@ def run_stage(stage: Stage, start: int):
       with stage.chrono('data'):
         item = next(stage.stream)
       with stage.chrono('update'):
-        done = [(role, stage.roles.trainable[role].update(batch))
-                for role, batch in item.updates]
+        done = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
         stage.chrono.watch('update', done)
         run.log_pending()  # of the step before: the device is busy with this
         if stage.waits:
@@ -104,15 +101,12 @@ def run_stage(stage: Stage, start: int):
       last = step == stage.steps
       if last or stage.eval_every and step % stage.eval_every == 0:
         run.evaluate(step)
-      if last or leaving or (
-          stage.save_every and step % stage.save_every == 0):
+      if last or leaving or (stage.save_every and step % stage.save_every == 0):
         run.save(step)
       stage.checkpointer.check()
       if leaving:
         stage.checkpointer.wait()
-        raise Preempted(
-            f'{stage.name}: told to stop, saved at step {step}; run the same '
-            'command to go on')
+        raise Preempted(f'{stage.name}: told to stop, saved at step {step}; run the same command to go on')
     run.log_pending()
 
 
@@ -152,17 +146,17 @@ class _Progress:
       rate = 3 * stage.flops_per_token * row['tokens_per_s']
       row['mfu'] = rate / stage.peak_flops
     stage.writer.write(step, 'train', row)
-    if item.samples and (
-        step % stage.samples_every == 0 or step in (1, stage.steps)):
+    if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
       self.samples(step, 'train', item.samples())
     if item.learnt and stage.keep:
       stage.keep(step, *item.learnt)
     if self.skipped >= stage.max_skipped:
       raise FloatingPointError(
-          f'{stage.name}: loss or gradient was not finite in about '
-          f'{self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
-          'inspect the data of those steps (config.optim.max_skipped sets the '
-          f'limit){diagnosis(item, done, stage.roles)}')
+        f'{stage.name}: loss or gradient was not finite in about '
+        f'{self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
+        'inspect the data of those steps (config.optim.max_skipped sets the '
+        f'limit){diagnosis(item, done, stage.roles)}'
+      )
 
   def evaluate(self, step: int):
     if self.stage.evaluate is None:
@@ -188,8 +182,5 @@ class _Progress:
     stage = self.stage
     stage.writer.flush()  # its rows must not be younger than a checkpoint
     evaluated, scores = self.scores
-    metrics = {k: v for k, v in scores.items() if math.isfinite(v)} if (
-        evaluated == step) else None
-    stage.checkpointer.save(
-        step, states(stage),
-        {**stage.meta, 'stream': stage.stream.state()}, metrics)
+    metrics = {k: v for k, v in scores.items() if math.isfinite(v)} if (evaluated == step) else None
+    stage.checkpointer.save(step, states(stage), {**stage.meta, 'stream': stage.stream.state()}, metrics)

@@ -52,8 +52,7 @@ class Compute:
   doubted: tuple = ()
 
 
-def compute_for(platform: str, dtype: str, remat: str,
-                attention: str = 'auto') -> Compute:
+def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') -> Compute:
   """Measured choices per platform; docs/performance.md has the figures.
 
   Of attention, too: cuDNN's is never taken unasked.
@@ -64,16 +63,22 @@ def compute_for(platform: str, dtype: str, remat: str,
   forced = attention != 'auto'
   if not forced:
     attention = 'splash' if platform == 'tpu' else 'chunked'
-  rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention,
-              forced=forced)
+  rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':
     return Compute(**rest)
   # The residual stream of many models leaves the range of float16.
   residual = 'float32' if dtype == 'float16' else dtype
   return Compute(
-      **rest, residual=residual, unroll=False, q_chunk=1024,
-      micro_tokens=8192, head_elements=2**30, row_writes=False, group_block=256,
-      ragged=platform == 'tpu')
+    **rest,
+    residual=residual,
+    unroll=False,
+    q_chunk=1024,
+    micro_tokens=8192,
+    head_elements=2**30,
+    row_writes=False,
+    group_block=256,
+    ragged=platform == 'tpu',
+  )
 
 
 def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
@@ -92,16 +97,13 @@ def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
 
   `w` may be a matrix with a `product` of its own, such as `lora.Adapted`.
   """
-  return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(
-      spec, x, w, dtype, out, layout)
+  return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(spec, x, w, dtype, out, layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
 def _einsum(spec, x, w, dtype, out, layout):
   del layout
-  return jnp.einsum(
-      spec, x.astype(dtype), w.astype(dtype), precision=_precision(dtype),
-      preferred_element_type=out)
+  return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), precision=_precision(dtype), preferred_element_type=out)
 
 
 def _forward(spec, x, w, dtype, out, layout):
@@ -133,8 +135,7 @@ def _matrix_gradient(spec, x, g, dtype, layout):
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   product = lambda x, g: einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
-  kept = None if layout is None else layout.sum_over_tokens(
-      product, (x, g), *(_DIMENSIONS.get(c) for c in w_term))
+  kept = None if layout is None else layout.sum_over_tokens(product, (x, g), *(_DIMENSIONS.get(c) for c in w_term))
   return product(x, g) if kept is None else kept
 
 
@@ -179,9 +180,7 @@ def _rows_by_groups(spec, x, w, sizes, compute):
   x, w = x.astype(dtype), w.astype(dtype)
   if compute.ragged:
     w = w if spec == 'nd,df->nf' else w.swapaxes(1, 2)
-    y = jax.lax.ragged_dot(
-        x, w, sizes, precision=_precision(dtype),
-        preferred_element_type=jnp.float32)
+    y = jax.lax.ragged_dot(x, w, sizes, precision=_precision(dtype), preferred_element_type=jnp.float32)
     real = jnp.arange(len(x)) < jnp.sum(sizes)
     return jnp.where(real[:, None], y, 0)
   parts = _Parts(sizes, len(x), compute.group_block)
@@ -191,11 +190,10 @@ def _rows_by_groups(spec, x, w, sizes, compute):
   def part(i, y):
     out = einsum(spec, parts.rows(x, i), _slice(w, parts.group[i]), dtype)
     # What it writes past the end of its group, the next one writes over.
-    return jax.lax.dynamic_update_slice_in_dim(
-        y, jnp.where(parts.real(i), out, 0), parts.start[i], 0)
+    return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(parts.real(i), out, 0), parts.start[i], 0)
 
   y = jnp.zeros((len(x), width), jnp.float32)
-  return parts.loop(part, y)[:len(x) - parts.block]
+  return parts.loop(part, y)[: len(x) - parts.block]
 
 
 def _groups_of_rows(x, g, sizes, compute):
@@ -206,8 +204,7 @@ def _groups_of_rows(x, g, sizes, compute):
   def part(i, dw):
     rows = jnp.where(parts.real(i), parts.rows(g, i), 0)
     add = einsum('nd,nf->df', parts.rows(x, i), rows, compute.dtype)
-    return jax.lax.dynamic_update_index_in_dim(
-        dw, _slice(dw, parts.group[i]) + add, parts.group[i], 0)
+    return jax.lax.dynamic_update_index_in_dim(dw, _slice(dw, parts.group[i]) + add, parts.group[i], 0)
 
   dw = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
   return parts.loop(part, dw)
@@ -225,19 +222,16 @@ class _Parts:
     ends = jnp.cumsum(per)
     i = jnp.arange(rows // self.block + len(sizes))
     self.number = ends[-1]
-    self.group = jnp.minimum(
-        jnp.sum(i[:, None] >= ends, axis=1), len(sizes) - 1)
+    self.group = jnp.minimum(jnp.sum(i[:, None] >= ends, axis=1), len(sizes) - 1)
     self._end = jnp.cumsum(sizes)[self.group]
-    self.start = self._end - sizes[self.group] + self.block * (
-        i - (ends - per)[self.group])
+    self.start = self._end - sizes[self.group] + self.block * (i - (ends - per)[self.group])
 
   def loop(self, part, out):
     with jax.named_scope('blocks'):  # which plans look for
       return jax.lax.fori_loop(0, self.number, part, out)
 
   def rows(self, x, i):
-    return _bits(lambda x: jax.lax.dynamic_slice_in_dim(
-        x, self.start[i], self.block), x)
+    return _bits(lambda x: jax.lax.dynamic_slice_in_dim(x, self.start[i], self.block), x)
 
   def real(self, i):
     """[block, 1]: the rows that are of the group."""
@@ -253,8 +247,7 @@ def _bits(fn, x):
   which takes ten times as long as a product with a few rows."""
   if x.dtype != jnp.bfloat16:
     return fn(x)
-  return jax.lax.bitcast_convert_type(
-      fn(jax.lax.bitcast_convert_type(x, jnp.uint16)), jnp.bfloat16)
+  return jax.lax.bitcast_convert_type(fn(jax.lax.bitcast_convert_type(x, jnp.uint16)), jnp.bfloat16)
 
 
 def _precision(dtype: str):
@@ -270,16 +263,14 @@ def products(spec: str, x, ws: tuple, dtype: str, layout=None) -> list:
   The gradient by x is a sum over the matrices and over the mesh. XLA would
   send each matrix's part around by itself; here they are added up before.
   """
-  if layout is None or layout.mesh.shape['tensor'] == 1 or any(
-      hasattr(w, 'product') for w in ws):
+  if layout is None or layout.mesh.shape['tensor'] == 1 or any(hasattr(w, 'product') for w in ws):
     return [einsum(spec, x, w, dtype, layout=layout) for w in ws]
   return _products(spec, x, tuple(ws), dtype, layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _products(spec, x, ws, dtype, layout):
-  return [einsum(spec, x, w, dtype)
-          for w in _gathered(spec, ws, dtype, layout.mesh)]
+  return [einsum(spec, x, w, dtype) for w in _gathered(spec, ws, dtype, layout.mesh)]
 
 
 def _gathered(spec, ws, dtype, mesh):
@@ -287,16 +278,17 @@ def _gathered(spec, ws, dtype, mesh):
   where a layer is recomputed and differentiated."""
   inputs, _ = spec.split('->')
   x_term, w_term = inputs.split(',')
-  return [jax.lax.with_sharding_constraint(w.astype(dtype), NamedSharding(
-      mesh, _cut(w_term, x_term, w_term, w.shape, mesh))) for w in ws]
+  return [
+    jax.lax.with_sharding_constraint(w.astype(dtype), NamedSharding(mesh, _cut(w_term, x_term, w_term, w.shape, mesh)))
+    for w in ws
+  ]
 
 
 def _cut(term, x_term, w_term, w_shape, mesh) -> PartitionSpec:
   """Of an operand whose letters are `term`: over `tensor`, if it can be."""
   letter = next(c for c in w_term if c not in x_term)
   fits = w_shape[w_term.index(letter)] % mesh.shape['tensor'] == 0
-  return PartitionSpec(*(
-      'tensor' if c == letter and fits else None for c in term))
+  return PartitionSpec(*('tensor' if c == letter and fits else None for c in term))
 
 
 def _products_forward(spec, x, ws, dtype, layout):
@@ -311,11 +303,9 @@ def _products_backward(spec, dtype, layout, residuals, gs):
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   gs = [g.astype(dtype) for g in gs]
-  dws = tuple(_matrix_gradient(spec, x, g, dtype, layout).astype(k.dtype)
-              for g, k in zip(gs, w_kinds))
+  dws = tuple(_matrix_gradient(spec, x, g, dtype, layout).astype(k.dtype) for g, k in zip(gs, w_kinds))
   back = f'{out},{w_term}->{x_term}'
-  cuts = [tuple(_cut(term, x_term, w_term, w.shape, mesh) for w in ws)
-          for term in (out, w_term)]
+  cuts = [tuple(_cut(term, x_term, w_term, w.shape, mesh) for w in ws) for term in (out, w_term)]
   split = ['tensor' in cut for cut in cuts[1]]
   ws = _gathered(spec, ws, dtype, mesh)
 
@@ -325,14 +315,17 @@ def _products_backward(spec, dtype, layout, residuals, gs):
       own = own.astype(x_kind.dtype)
     return jax.lax.psum(own, 'tensor')
 
-  dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name)
-           for g, w, s in zip(gs, ws, split) if not s)
+  dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name) for g, w, s in zip(gs, ws, split) if not s)
   if any(split):
     pick = lambda values: [v for v, s in zip(values, split) if s]
     dx = dx + jax.shard_map(
-        local, mesh=mesh, in_specs=(pick(cuts[0]), pick(cuts[1])),
-        out_specs=PartitionSpec(), axis_names={'tensor'}, check_vma=False)(
-            pick(gs), pick(ws))
+      local,
+      mesh=mesh,
+      in_specs=(pick(cuts[0]), pick(cuts[1])),
+      out_specs=PartitionSpec(),
+      axis_names={'tensor'},
+      check_vma=False,
+    )(pick(gs), pick(ws))
   return dx.astype(x_kind.dtype), dws
 
 

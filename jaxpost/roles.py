@@ -47,15 +47,13 @@ class Trainable:
 
   def update(self, batch: Batch) -> dict:
     """One optimizer step on host rows or placed ones; metrics on the device."""
-    self.state, metrics = self.update_program(
-        self.state, self._placed(batch), self.frozen)
+    self.state, metrics = self.update_program(self.state, self._placed(batch), self.frozen)
     return metrics
 
   def score(self, batch: Batch) -> Outputs:
     """Outputs [M, B / M, T] of the tokens with a weight; a scalar head's
     values of all tokens."""
-    return self.score_program(
-        self.params, without_signal(self._placed(batch)))
+    return self.score_program(self.params, without_signal(self._placed(batch)))
 
   def _placed(self, batch):
     return batch if batch.tokens.ndim == 3 else self.place(batch)
@@ -94,8 +92,7 @@ class Frozen:
 
   def __call__(self, batch: Batch):
     """What the program says of a placed batch [M, B / M, T]."""
-    return self.program(
-        self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
+    return self.program(self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
 
   def head_for(self, student):
     """A teacher's output embedding [V, D], as the student's update reads it.
@@ -105,17 +102,18 @@ class Frozen:
     """
     size, head = self.model.config.vocab_size, self.model.head(self.params)
     rows = student.padded_vocab_size if size >= student.vocab_size else size
-    fit = lambda head: head if len(head) == rows else jnp.pad(
-        head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
+    fit = lambda head: head if len(head) == rows else jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
     described = isinstance(head, jax.ShapeDtypeStruct)
     return jax.eval_shape(fit, head) if described else fit(head)
 
   def compile(self, batch: Batch):
     """Ahead of time, for `jax.ShapeDtypeStruct`s in place of arrays."""
-    self.program.compile(self.params, jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype,
-            sharding=self.layout.sharding((None, 'batch'), x.shape)), batch))
+    self.program.compile(
+      self.params,
+      jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.sharding((None, 'batch'), x.shape)), batch
+      ),
+    )
 
 
 def without_signal(batch: Batch) -> Batch:
@@ -146,8 +144,8 @@ class Roles:
     """
     used = memory.distinct(self.policy.params)
     found = memory.distinct(
-        [(r.state, r.frozen) for r in self.trainable.values()],
-        self.reference and self.reference.params)
+      [(r.state, r.frozen) for r in self.trainable.values()], self.reference and self.reference.params
+    )
     return {k: x for k, x in found.items() if k not in used}
 
   def park(self, there: bool):
@@ -155,12 +153,11 @@ class Roles:
     device = self.policy.layout.mesh.local_devices[0]
     kind = 'pinned_host' if there else device.default_memory().kind
     idle = self.idle()
-    moved = dict(zip(idle, jax.device_put(list(idle.values()), [
-        x.sharding.with_memory_kind(kind) for x in idle.values()])))
+    moved = dict(
+      zip(idle, jax.device_put(list(idle.values()), [x.sharding.with_memory_kind(kind) for x in idle.values()]))
+    )
     change = lambda tree: jax.tree.map(lambda x: moved.get(id(x), x), tree)
     for role in self.trainable.values():
       role.state, role.frozen = change(role.state), change(role.frozen)
     if self.reference:
       self.reference.params = change(self.reference.params)
-
-

@@ -54,9 +54,7 @@ def run(config, workdir='runs/latest', console=None, choose_mesh=None) -> dict:
     console = rich.console.Console(quiet=True)
   with coordination.together(), contextlib.ExitStack() as leave:
     leave.callback(watchdog.rest)
-    return _run(
-        prepare.as_dict(config), workdir, console or rich.console.Console(),
-        choose_mesh)
+    return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh)
 
 
 def _run(raw, workdir, console, choose_mesh) -> dict:
@@ -83,10 +81,8 @@ def _run(raw, workdir, console, choose_mesh) -> dict:
       if coordination.index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / 'summary.json').unlink(missing_ok=True)
-        object_store.write_text(
-            workdir / 'config.json', json.dumps(spelled(raw), indent=1))
-      return _finish(workdir, console, prepared, start, _run_stages(
-          kits, workdir, console))
+        object_store.write_text(workdir / 'config.json', json.dumps(spelled(raw), indent=1))
+      return _finish(workdir, console, prepared, start, _run_stages(kits, workdir, console))
     finally:
       for p in prepared:
         p.close()
@@ -97,8 +93,10 @@ def with_meshes(prepared: list, raw, choose_mesh, note=str) -> list:
   if not any('auto' in vars(p.config.mesh).values() for p in prepared):
     return prepared
   if choose_mesh is None:
-    raise InputError('config.mesh: auto needs a planner; start the run by jaxpost.run or launch.train, or pass '
-                     'choose_mesh=jaxpost.planning.auto.resolve')
+    raise InputError(
+      'config.mesh: auto needs a planner; start the run by jaxpost.run or launch.train, or pass '
+      'choose_mesh=jaxpost.planning.auto.resolve'
+    )
   return choose_mesh(prepared, raw, note)
 
 
@@ -116,15 +114,12 @@ def settle_dtype(raw: dict, workdir, console) -> dict:
   if coordination.index() == 0 and path.exists():
     saved = json.loads(path.read_text())
     blocks = [saved.get(n) or {} for n in auto if n] + [saved]
-    kept = next((b['model']['dtype'] for b in blocks
-                 if (b.get('model') or {}).get('dtype')), None)
+    kept = next((b['model']['dtype'] for b in blocks if (b.get('model') or {}).get('dtype')), None)
   kept = coordination.from_first(kept)
   if not kept:
     jax.devices()  # on all: they wait for each other
-    kept, why = coordination.from_first(
-        list(probe.matmul_type()) if coordination.index() == 0 else None)
-    console.out(f'config.model.dtype: auto is {kept} here ({why})',
-                highlight=False)
+    kept, why = coordination.from_first(list(probe.matmul_type()) if coordination.index() == 0 else None)
+    console.out(f'config.model.dtype: auto is {kept} here ({why})', highlight=False)
   settle = lambda block: block | {'model': block['model'] | {'dtype': kept}}
   out = settle(raw) if '' in auto else dict(raw)
   return out | {n: settle(raw[n]) for n in auto if n}
@@ -137,13 +132,11 @@ def policy_and_stream(config, choose_mesh=None) -> tuple:
   algorithm the stream is a `Controller`, which has `sampler`, `prompts`, `pool`
   and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
-  raw = settle_dtype(
-      prepare.as_dict(config), epath.Path(''), rich.console.Console())
+  raw = settle_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))
   if len(names) > 1:
-    raise InputError(f'config.stages: {", ".join(names)} are several; a loop '
-                     'of your own drives one')
-  prepared, = with_meshes(prepare.prepare_all(raw), raw, choose_mesh)
+    raise InputError(f'config.stages: {", ".join(names)} are several; a loop of your own drives one')
+  (prepared,) = with_meshes(prepare.prepare_all(raw), raw, choose_mesh)
   kit = kit_lib.make_kit(prepared)
   roles, stream, _ = assemble.make_parts(kit, initial_params(kit, None))
   return roles.policy, stream
@@ -151,16 +144,14 @@ def policy_and_stream(config, choose_mesh=None) -> tuple:
 
 def _finish(workdir, console, prepared, start, warnings) -> dict:
   """summary.json, which says that the run is finished, and the report."""
-  paths = {'metrics': str(workdir / 'metrics.jsonl'),
-           'report': str(workdir / 'report.html')}
+  paths = {'metrics': str(workdir / 'metrics.jsonl'), 'report': str(workdir / 'report.html')}
   if prepared[-1].config.save.export:
     paths['export'] = str(workdir / 'export')
   summary = None
   if coordination.index() == 0:
-    summary = metrics.summary(workdir, {
-        **report.figures(workdir),
-        'wall_s': round(time.perf_counter() - start, 1), 'paths': paths
-    }, warnings)
+    summary = metrics.summary(
+      workdir, {**report.figures(workdir), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}, warnings
+    )
     report.write_report(workdir)
     report.terminal_summary(workdir, console)
   return coordination.from_first(summary)
@@ -170,21 +161,28 @@ def _run_stages(kits, workdir, console) -> list[dict]:
   """What is left of the stages, and the export; the warnings."""
   log, save = kits[-1].config.log, kits[-1].config.save
   done = stages_done(kits, workdir)
-  params, plans = None, program_table.read(
-      workdir / 'plan.json', [kit.prepared.name for kit in kits[:done]])
+  params, plans = None, program_table.read(workdir / 'plan.json', [kit.prepared.name for kit in kits[:done]])
   with metrics.MetricsWriter(
-      workdir, tensorboard=log.tensorboard, wandb=log.wandb,
-      primary=coordination.index() == 0, print_every=log.every,
-      console=console) as writer:
+    workdir,
+    tensorboard=log.tensorboard,
+    wandb=log.wandb,
+    primary=coordination.index() == 0,
+    print_every=log.every,
+    console=console,
+  ) as writer:
     for i, kit in enumerate(kits[done:], done):
       _watch(f'the start of {kit.prepared.name}', kit.config)
-      if params is None or kit.prepared.sources['policy'].stage != (
-          kits[i - 1].prepared.name):
+      if params is None or kit.prepared.sources['policy'].stage != (kits[i - 1].prepared.name):
         params = initial_params(kit, workdir)
       else:
         params = lora.adopt(
-            params, kits[i - 1].prepared.model, kit.prepared.model,
-            kit.train, kit.config.model.param_dtype, kit.config.seed)
+          params,
+          kits[i - 1].prepared.model,
+          kit.prepared.model,
+          kit.train,
+          kit.config.model.param_dtype,
+          kit.config.seed,
+        )
       stage = assemble.assemble(kit, workdir, writer, params)
       del params
       with contextlib.ExitStack() as leave:
@@ -192,11 +190,16 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         leave.callback(kit.chrono.close)
         leave.callback(stage.stream.close)
         leave.callback(stage.close)
-        plans.append(program_table.make_plan(
-            stage.name, kit.prepared.model.config,
+        plans.append(
+          program_table.make_plan(
+            stage.name,
+            kit.prepared.model.config,
             {'train': kit.train, 'rollout': kit.rollout},
-            kit.shape[0] * kit.shape[2], kit.ledger.rows,
-            stage.memory.predicted))
+            kit.shape[0] * kit.shape[2],
+            kit.ledger.rows,
+            stage.memory.predicted,
+          )
+        )
         if coordination.index() == 0:
           program_table.write(workdir / 'plan.json', plans)
           console.print(program_table.render(plans[-1]))
@@ -242,39 +245,17 @@ def stages_done(kits, workdir) -> int:
   return 0
 
 
-
-
 def initial_params(kit, workdir) -> dict:
   """The weights that a stage starts from, in the training layout of `kit`."""
   p = kit.prepared
   return load_weights.load(
-      p.sources['policy'], p.model, kit.train, p.config.model.param_dtype,
-      workdir, seed=p.config.seed, ledger=kit.ledger)
+    p.sources['policy'], p.model, kit.train, p.config.model.param_dtype, workdir, seed=p.config.seed, ledger=kit.ledger
+  )
 
 
 def final_params(kit, workdir) -> dict:
   """The weights that a finished stage has left."""
   p = kit.prepared
   return load_weights.load(
-      sources.outcome(p), p.model, kit.train, p.config.model.param_dtype,
-      workdir, ledger=kit.ledger)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
+    sources.outcome(p), p.model, kit.train, p.config.model.param_dtype, workdir, ledger=kit.ledger
+  )

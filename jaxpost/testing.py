@@ -61,8 +61,7 @@ class RandomPrompts:
 
   def __next__(self):
     start, self.index = self.index, self.index + self.per_step
-    return tuple(
-        self.prompt(i) for i in range(start, self.index)), {}
+    return tuple(self.prompt(i) for i in range(start, self.index)), {}
 
   def state(self) -> dict:
     return {'index': self.index}

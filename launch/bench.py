@@ -46,18 +46,25 @@ PASSED = 'shape steps prompt new ragged mean bf16 top_p mesh tune'.split()
 
 def scale():
   from jaxpost.tools import scaling
-  rest = (tuple(map(int, _COUNTS.value)), _BATCH.value, _ROUNDS.value,
-          tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED))
-  rows = scaling.recorded(_RECORDS.value) if _RECORDS.value else sum(
-      (scaling.measure(scaling.Plan(what, *rest)) for what in _WHAT.value), [])
+
+  rest = (
+    tuple(map(int, _COUNTS.value)),
+    _BATCH.value,
+    _ROUNDS.value,
+    tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED),
+  )
+  rows = (
+    scaling.recorded(_RECORDS.value)
+    if _RECORDS.value
+    else sum((scaling.measure(scaling.Plan(what, *rest)) for what in _WHAT.value), [])
+  )
   print(scaling.table(rows), file=sys.stderr)
   print(json.dumps(rows))
 
 
 def main(argv):
   if len(argv) != 2 or argv[1] not in (*WHAT, 'scaling'):
-    raise errors.InputError('say what to time: python -m launch.bench '
-                            f'{"|".join(WHAT)}|scaling [flags]')
+    raise errors.InputError(f'say what to time: python -m launch.bench {"|".join(WHAT)}|scaling [flags]')
   if argv[1] == 'scaling':
     return scale()
   if _CORE.value is not None:
@@ -67,10 +74,10 @@ def main(argv):
   host.use_compile_cache()
   from jaxpost.distributed import cluster, coordination
   from jaxpost.tools import bench
+
   if (given := flags.FLAGS).distributed or given.coordinator:
     cluster.connect(given.coordinator, given.num_processes, given.process_id)
-  options = bench.Options(**{
-      f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
+  options = bench.Options(**{f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
   with tempfile.TemporaryDirectory() as workdir:
     found = bench.run(argv[1], options, workdir) | {'tuned': _TUNE.value}
   if coordination.index() == 0:
@@ -79,4 +86,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main, words=1)

@@ -15,8 +15,15 @@ from jaxpost import errors
 
 # What a config file, or an override of one, raises while it is read.
 CONFIG_ERRORS = (
-  flags.Error, AttributeError, ImportError, LookupError, NameError, OSError,
-  SyntaxError, TypeError, ValueError,
+  flags.Error,
+  AttributeError,
+  ImportError,
+  LookupError,
+  NameError,
+  OSError,
+  SyntaxError,
+  TypeError,
+  ValueError,
 )
 
 
@@ -26,13 +33,8 @@ def run(main, argv=None, words=0):
   `words`: how many arguments that are no flags the command takes.
   """
   try:
-    app.run(
-      main, argv=argv, flags_parser=functools.partial(parse, words=words)
-    )
-  except (
-    errors.InputError, errors.NoCheckpointError, errors.Preempted,
-    errors.PeerError
-  ) as error:
+    app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
+  except (errors.InputError, errors.NoCheckpointError, errors.Preempted, errors.PeerError) as error:
     print(f'jaxpost: {error}', file=sys.stderr)
     sys.exit(error.exit_code)
 
@@ -49,9 +51,7 @@ def parse(argv, words=0):
   except CONFIG_ERRORS as error:
     raise errors.InputError(_one_line(error, argv)) from error
   if len(rest) > 1 + words:
-    raise errors.InputError(
-      f'{rest[1 + words]!r} is no flag; flags are written --name=value'
-    )
+    raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
   return rest
 
 
@@ -64,9 +64,7 @@ def refuse(names, when):
 
 def flag_help(module):
   """The docstring and the flags of a command's module."""
-  return f'{(module.__doc__ or "").strip()}\n\n' + flags.FLAGS.module_help(
-    module
-  ).strip()
+  return f'{(module.__doc__ or "").strip()}\n\n' + flags.FLAGS.module_help(module).strip()
 
 
 def _one_line(error, argv):
@@ -83,7 +81,8 @@ def _one_line(error, argv):
     return text
   configs = {
     os.path.abspath(arg.partition('=')[2].partition(':')[0])
-    for arg in argv if arg.startswith(('--config=', '-config='))
+    for arg in argv
+    if arg.startswith(('--config=', '-config='))
   }
   where = [
     f'{frame.filename}:{frame.lineno}: '

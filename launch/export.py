@@ -17,10 +17,8 @@ from jaxpost.hardware import host
 
 _RUN = flags.DEFINE_string('run', '', 'Folder of the run.')
 _MODEL = flags.DEFINE_string('model', '', 'Or a folder of a model or of peft.')
-_STEP = flags.DEFINE_integer(
-    'step', None, 'Updates of the stage; default: the newest good checkpoint.')
-_STAGE = flags.DEFINE_string(
-    'stage', '', 'Stage of the run; default: the last that has a checkpoint.')
+_STEP = flags.DEFINE_integer('step', None, 'Updates of the stage; default: the newest good checkpoint.')
+_STAGE = flags.DEFINE_string('stage', '', 'Stage of the run; default: the last that has a checkpoint.')
 _OUT = flags.DEFINE_string('out', None, 'Folder to write.')
 flags.mark_flags_as_required(['out'])
 
@@ -32,14 +30,15 @@ def main(argv):
   host.use_compile_cache()
   from jaxpost.formats import hf
   from jaxpost.tools import inference
+
   hf.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
   inference.export(weights, _OUT.value)
-  inference.to_stderr(
-      f'step {weights.step} of stage {weights.prepared.name}')
+  inference.to_stderr(f'step {weights.step} of stage {weights.prepared.name}')
   print(_OUT.value)
 
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main)

@@ -15,8 +15,7 @@ import logging
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'Config file, FILE.py[:args].', lock_config=True)
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
 _ROWS = flags.DEFINE_integer('rows', 3, 'Rows of each stage.', lower_bound=0)
 _STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
 flags.mark_flags_as_required(['config'])
@@ -29,6 +28,7 @@ def main(argv):
 
   from jaxpost.stage import config, prepare
   from jaxpost.tools import inference
+
   stages = config.parse(prepare.as_dict(_CONFIG.value))
   if _STAGE.value:
     stages = dict([inference.pick(stages, _STAGE.value, '--config')])
@@ -41,4 +41,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main)

@@ -19,23 +19,24 @@ from absl import flags
 
 from jaxpost.errors import InputError
 
-_PROCESSES = flags.DEFINE_integer(
-    'processes', 2, 'How many.', lower_bound=1, upper_bound=64)
-_DEVICES = flags.DEFINE_integer(
-    'devices', None, 'CPU devices that each pretends to have.', lower_bound=1)
+_PROCESSES = flags.DEFINE_integer('processes', 2, 'How many.', lower_bound=1, upper_bound=64)
+_DEVICES = flags.DEFINE_integer('devices', None, 'CPU devices that each pretends to have.', lower_bound=1)
 GRACE_S = 30.0  # for the others, once one has failed
 
 
 def start(arguments, rank) -> subprocess.Popen:
   env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', **os.environ}
   if _DEVICES.value:
-    env['XLA_FLAGS'] += (
-        f' --xla_force_host_platform_device_count={_DEVICES.value}')
+    env['XLA_FLAGS'] += f' --xla_force_host_platform_device_count={_DEVICES.value}'
   # In a session of its own: Ctrl-C reaches it once, from here.
   return subprocess.Popen(
-      [sys.executable, '-u', '-m', f'{__package__}.train', *arguments,
-       f'--process_id={rank}'], env=env, text=True, start_new_session=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    [sys.executable, '-u', '-m', f'{__package__}.train', *arguments, f'--process_id={rank}'],
+    env=env,
+    text=True,
+    start_new_session=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
 
 
 def copy(rank, source, target):
@@ -51,18 +52,15 @@ def worst(codes) -> int:
 
 def main(argv):
   if not argv[1:]:
-    raise InputError('nothing to start; write launch.train\'s flags behind --')
+    raise InputError("nothing to start; write launch.train's flags behind --")
   running, failed = [], 0.0
   for number in signal.SIGTERM, signal.SIGINT:
-    signal.signal(number, lambda number, frame: [
-        p.send_signal(number) for p in running])
+    signal.signal(number, lambda number, frame: [p.send_signal(number) for p in running])
   with socket.socket() as probe:
     probe.bind(('localhost', 0))
     address = f'localhost:{probe.getsockname()[1]}'
   for rank in range(_PROCESSES.value):
-    running.append(start([
-        *argv[1:], f'--coordinator={address}',
-        f'--num_processes={_PROCESSES.value}'], rank))
+    running.append(start([*argv[1:], f'--coordinator={address}', f'--num_processes={_PROCESSES.value}'], rank))
     p = running[-1]
     for pair in (p.stdout, sys.stdout), (p.stderr, sys.stderr):
       threading.Thread(target=copy, args=(rank, *pair)).start()
@@ -77,4 +75,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main, words=99)

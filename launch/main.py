@@ -52,10 +52,7 @@ def usage():
   """What `jaxpost --help` prints."""
   width = max(map(len, VERBS))
   lines = [f'  {verb:{width}}  {what}' for verb, what in VERBS.items()]
-  return '\n'.join([
-    'usage: jaxpost COMMAND [flags]', '', *lines, '',
-    '`jaxpost COMMAND --help` lists its flags.',
-  ])
+  return '\n'.join(['usage: jaxpost COMMAND [flags]', '', *lines, '', '`jaxpost COMMAND --help` lists its flags.'])
 
 
 if __name__ == '__main__':

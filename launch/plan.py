@@ -18,22 +18,19 @@ import sys
 from absl import flags
 from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'Config file, FILE.py[:args].', lock_config=True)
-_TOPOLOGY = flags.DEFINE_string(
-    'topology', None, 'v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
-_SLICES = flags.DEFINE_integer(
-    'slices', 1, 'TPU slices, joined by the data centre network.',
-    lower_bound=1)
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
+_TOPOLOGY = flags.DEFINE_string('topology', None, 'v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
+_SLICES = flags.DEFINE_integer('slices', 1, 'TPU slices, joined by the data centre network.', lower_bound=1)
 _STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
-_PROGRAMS = flags.DEFINE_list(
-    'programs', [], 'Only these, as update,generate; default: all.')
-_PRICE = flags.DEFINE_float(
-    'price', 0.0, 'USD for a chip and hour.', lower_bound=0.0)
+_PROGRAMS = flags.DEFINE_list('programs', [], 'Only these, as update,generate; default: all.')
+_PRICE = flags.DEFINE_float('price', 0.0, 'USD for a chip and hour.', lower_bound=0.0)
 _OUT = flags.DEFINE_string('out', '', 'File for the plan as JSON.')
 _SEARCH = flags.DEFINE_bool(
-    'search', False, 'Try meshes, rematerialisation and batch sizes: fsdp with '
-    'each tensor axis, and up to six with data, expert or context besides.')
+  'search',
+  False,
+  'Try meshes, rematerialisation and batch sizes: fsdp with '
+  'each tensor axis, and up to six with data, expert or context besides.',
+)
 flags.mark_flags_as_required(['config', 'topology'])
 
 
@@ -41,17 +38,17 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.ERROR)
   from jaxpost.hardware import chips
+
   topology = chips.parse(_TOPOLOGY.value, _SLICES.value)
   chips.set_environment(topology)
   import rich.console
 
   from jaxpost.planning import auto, dry_run, search, stage, tables
   from jaxpost.stage import prepare
-  console = rich.console.Console(highlight=False, width=max(
-      132, shutil.get_terminal_size().columns))
+
+  console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
   raw, plans = prepare.as_dict(_CONFIG.value), []
-  options = stage.Options(
-      topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
+  options = stage.Options(topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
   if _SEARCH.value:
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:
@@ -66,4 +63,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main)

@@ -25,22 +25,33 @@ _ROW = flags.DEFINE_integer('row', 0, 'Sample of that step, from 0.')
 _STAGE = flags.DEFINE_string('stage', '', 'Default: the last.')
 _JSON = flags.DEFINE_bool('json', False, 'One JSON object.')
 flags.mark_flags_as_required(['run', 'step'])
-_SAID = {None: 'the run has kept no sample of this step to compare with',
-         True: 'identical to what the run has kept',
-         False: 'NOT what the run has kept'}
+_SAID = {
+  None: 'the run has kept no sample of this step to compare with',
+  True: 'identical to what the run has kept',
+  False: 'NOT what the run has kept',
+}
 
 
 def show(found, console):
   """Prompt and tokens as a table, then the figures."""
   console.print(found['prompt'], style='dim', markup=False)
   table = rich.table.Table('token', 'text', 'log-prob', 'advantage')
-  for i, text, logprob, advantage, trained in zip(*(found[k] for k in (
-      'ids', 'texts', 'logprobs', 'advantages', 'trained'))):
-    table.add_row(str(i), repr(text), f'{logprob:.6f}',
-                  f'{advantage:.4f}' if trained else '-')
+  for i, text, logprob, advantage, trained in zip(
+    *(found[k] for k in ('ids', 'texts', 'logprobs', 'advantages', 'trained'))
+  ):
+    table.add_row(str(i), repr(text), f'{logprob:.6f}', f'{advantage:.4f}' if trained else '-')
   console.print(table)
-  for key in ('reward', 'components', 'error', 'advantage', 'loss',
-              'loss_of_update', 'loss_share', 'finished', 'version'):
+  for key in (
+    'reward',
+    'components',
+    'error',
+    'advantage',
+    'loss',
+    'loss_of_update',
+    'loss_share',
+    'finished',
+    'version',
+  ):
     console.print(f'{key}: {found[key]}', markup=False, highlight=False)
 
 
@@ -50,6 +61,7 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.tools import reproduce
+
   found = reproduce.replay(_RUN.value, _STEP.value, _ROW.value, _STAGE.value)
   if _JSON.value:
     print(json.dumps(found, default=str))
@@ -62,4 +74,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main)

@@ -53,20 +53,23 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.tools import completions, inference
-  each = inference.adapters(inference.load(
-      _RUN.value, _MODEL.value, _STAGE.value, _STEP.value), _ADAPTER.value)
-  draws = completions.Draws(*(flag.value for flag in (
-      _N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
+
+  each = inference.adapters(inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value), _ADAPTER.value)
+  draws = completions.Draws(*(flag.value for flag in (_N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
   if _CHAT.value:
     return completions.chat_loop(
-        completions.only(each, '--chat'), draws, _MESH.value,
-        [*_PROMPT.value], sys.stdin, sys.stdout)
-  prompts = completions.make_prompts(
-      next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
+      completions.only(each, '--chat'), draws, _MESH.value, [*_PROMPT.value], sys.stdin, sys.stdout
+    )
+  prompts = completions.make_prompts(next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
   completions.finish(
-      each, prompts, draws, _MESH.value, _OUT.value,
-      _RUN.value or _MODEL.value,
-      completions.show_json if _JSON.value else completions.show)
+    each,
+    prompts,
+    draws,
+    _MESH.value,
+    _OUT.value,
+    _RUN.value or _MODEL.value,
+    completions.show_json if _JSON.value else completions.show,
+  )
 
 
 if __name__ == '__main__':

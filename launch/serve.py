@@ -26,8 +26,7 @@ _ADAPTER = flags.DEFINE_multi_string('adapter', [], 'NAME=FOLDER of peft.')
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Who else may ask: 0.0.0.0.')
 _PORT = flags.DEFINE_integer('port', 8000, '0: any.', lower_bound=0)
 _SLOTS = flags.DEFINE_integer('slots', 8, 'Answers at a time.', lower_bound=1)
-_CONTEXT = flags.DEFINE_integer(
-    'max_context', 4096, 'Tokens of a prompt and its answer.', lower_bound=2)
+_CONTEXT = flags.DEFINE_integer('max_context', 4096, 'Tokens of a prompt and its answer.', lower_bound=2)
 _RECORD = flags.DEFINE_string('record', '', 'File of what was asked, .jsonl.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'As config.mesh.rollout.')
@@ -41,13 +40,19 @@ def main(argv):
   from jaxpost.environments.openai_server import Endpoint
   from jaxpost.stage import assemble
   from jaxpost.tools import completions, inference
-  weights = inference.load(
-      _RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
+
+  weights = inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
   half, name = _CONTEXT.value // 2, _RUN.value or _MODEL.value
   engines = completions.make_engines(
-      weights, name, _ADAPTER.value, slots=_SLOTS.value,
-      max_prompt=_CONTEXT.value - half, max_new_tokens=half, mesh=_MESH.value,
-      top_logprobs=min(20, weights.prepared.model.config.vocab_size))
+    weights,
+    name,
+    _ADAPTER.value,
+    slots=_SLOTS.value,
+    max_prompt=_CONTEXT.value - half,
+    max_new_tokens=half,
+    mesh=_MESH.value,
+    top_logprobs=min(20, weights.prepared.model.config.vocab_size),
+  )
 
   def record(entry):
     if _RECORD.value:
@@ -55,8 +60,14 @@ def main(argv):
         file.write(json.dumps(entry) + '\n')
 
   endpoint = Endpoint(
-      engines.pop(name), weights.prepared.tokenizer, host=_HOST.value,
-      port=_PORT.value, name=name, record=record, more=engines)
+    engines.pop(name),
+    weights.prepared.tokenizer,
+    host=_HOST.value,
+    port=_PORT.value,
+    name=name,
+    record=record,
+    more=engines,
+  )
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
@@ -65,4 +76,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main)

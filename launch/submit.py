@@ -31,26 +31,21 @@ flags.DEFINE_string('tpu', '', 'Name of a TPU slice that is up.')
 flags.DEFINE_string('zone', '', 'Its zone.')
 flags.DEFINE_string('repo', '', 'Git address of your clone.')
 flags.DEFINE_string('image', '', 'Container with jaxpost at /jaxpost.')
-flags.DEFINE_string(
-    'volume', '', 'CLAIM:/MOUNT, a volume on GKE that all pods write.')
+flags.DEFINE_string('volume', '', 'CLAIM:/MOUNT, a volume on GKE that all pods write.')
 flags.DEFINE_string('topology', '', 'Of a TPU slice on GKE: 2x2x4.')
 flags.DEFINE_string('accelerator', '', 'As the cluster calls it.')
 flags.DEFINE_integer('hours', 24, 'Time limit of a Slurm job.')
 flags.DEFINE_integer('retries', 3, 'After failures; preemption is not one.')
-flags.DEFINE_string(
-    'compile_cache', '', 'Where compiled programs stay; "": WORKDIR/../xla.')
-flags.DEFINE_integer(
-    'profile', 0, 'First of three steps that are traced; 0: none.')
+flags.DEFINE_string('compile_cache', '', 'Where compiled programs stay; "": WORKDIR/../xla.')
+flags.DEFINE_integer('profile', 0, 'First of three steps that are traced; 0: none.')
 
 
 def main(argv):
   if argv[1:2] == [] or argv[1] not in render.PLATFORMS:
-    raise InputError(
-        f'say where: launch.submit {"|".join(render.PLATFORMS)}')
+    raise InputError(f'say where: launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
   given = {name: flags.FLAGS[name].value for name in render.GIVEN}
-  text, command = render.render(platform, words, given), (
-      render.PLATFORMS[platform][1])
+  text, command = render.render(platform, words, given), (render.PLATFORMS[platform][1])
   print(text, end='', flush=True)
   if _DRY.value or not command:
     return
@@ -62,4 +57,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main, words=99)

@@ -15,27 +15,23 @@ from ml_collections import config_flags
 
 from jaxpost.hardware import host
 
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'Config file, FILE.py[:args].', lock_config=True)
-_WORKDIR = flags.DEFINE_string(
-    'workdir', None, 'Folder of the run: new, or one to resume.')
-_DISTRIBUTED = flags.DEFINE_bool(
-    'distributed', False, 'One of several processes, in a cluster jax knows.')
-_COORDINATOR = flags.DEFINE_string(
-    'coordinator', '', 'HOST:PORT of process 0, where jax does not know it.')
-_PROCESSES = flags.DEFINE_integer(
-    'num_processes', None, 'With --coordinator.', lower_bound=1)
-_PROCESS = flags.DEFINE_integer(
-    'process_id', None, 'With --coordinator: 0, 1, ...', lower_bound=0)
+_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: new, or one to resume.')
+_DISTRIBUTED = flags.DEFINE_bool('distributed', False, 'One of several processes, in a cluster jax knows.')
+_COORDINATOR = flags.DEFINE_string('coordinator', '', 'HOST:PORT of process 0, where jax does not know it.')
+_PROCESSES = flags.DEFINE_integer('num_processes', None, 'With --coordinator.', lower_bound=1)
+_PROCESS = flags.DEFINE_integer('process_id', None, 'With --coordinator: 0, 1, ...', lower_bound=0)
 _CLUSTER = flags.DEFINE_string(
-    'cluster', '', 'How jax finds the others: "" looks by itself (TPU, GKE, '
-    'Slurm, Open MPI); "mpi4py" asks any other MPI.')
+  'cluster',
+  '',
+  'How jax finds the others: "" looks by itself (TPU, GKE, Slurm, Open MPI); "mpi4py" asks any other MPI.',
+)
 _INIT = flags.DEFINE_float(
-    'init_timeout_s', 300.0, 'For all processes to come; then all end and the '
-    'absent are named.', lower_bound=1.0)
+  'init_timeout_s', 300.0, 'For all processes to come; then all end and the absent are named.', lower_bound=1.0
+)
 _HEARTBEAT = flags.DEFINE_float(
-    'heartbeat_s', 100.0, 'A process not heard of for so long is gone: the '
-    'others end and name it.', lower_bound=3.0)
+  'heartbeat_s', 100.0, 'A process not heard of for so long is gone: the others end and name it.', lower_bound=3.0
+)
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
@@ -46,12 +42,18 @@ def main(argv):
   host.use_compile_cache()
   import jaxpost
   from jaxpost.distributed import coordination
+
   if _DISTRIBUTED.value or _COORDINATOR.value or _CLUSTER.value:
     from jaxpost.distributed import cluster
+
     cluster.connect(
-        _COORDINATOR.value, _PROCESSES.value, _PROCESS.value,
-        cluster=_CLUSTER.value, init_s=_INIT.value,
-        heartbeat_s=_HEARTBEAT.value)
+      _COORDINATOR.value,
+      _PROCESSES.value,
+      _PROCESS.value,
+      cluster=_CLUSTER.value,
+      init_s=_INIT.value,
+      heartbeat_s=_HEARTBEAT.value,
+    )
   summary = jaxpost.run(_CONFIG.value, _WORKDIR.value)
   if coordination.index() == 0:
     print(json.dumps(summary))
@@ -59,4 +61,5 @@ def main(argv):
 
 if __name__ == '__main__':
   from . import exits
+
   exits.run(main)

@@ -26,9 +26,7 @@ for _name, _value in {
 
 
 def pytest_addoption(parser):
-  parser.addoption(
-    '--long', action='store_true', help='also run the tests marked long'
-  )
+  parser.addoption('--long', action='store_true', help='also run the tests marked long')
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,9 +41,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope='session')
 def shared_data():
   """shared_data(name) -> path of that data, or the test is skipped."""
-  root = pathlib.Path(
-    os.environ.get('JAXPOST_SHARED', CLONE.parent / 'shared')
-  )
+  root = pathlib.Path(os.environ.get('JAXPOST_SHARED', CLONE.parent / 'shared'))
 
   def find(name):
     path = root / 'data' / name

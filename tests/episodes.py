@@ -40,12 +40,10 @@ class Env:
 
 def folder(path, length=5):
   """A model that ends its turns often: <|im_end|> has a long embedding."""
-  shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32,
-               num_layers=1, num_heads=2, num_kv_heads=1)
+  shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
   model = model_lib.build(tiny.config(**shape))
   params = tiny.params(model)
-  params['embed'] = np.asarray(params['embed']) * np.where(
-      np.arange(len(params['embed'])) == 258, length, 1)[:, None]
+  params['embed'] = np.asarray(params['embed']) * np.where(np.arange(len(params['embed'])) == 258, length, 1)[:, None]
   hf.save(path, model, params)
   tokenizer.load('bytes').save(path)
   return str(path)
@@ -58,10 +56,18 @@ def parse(text):
 
 def config(model, path, **over):
   """GRPO in that environment."""
-  return tiny.run_config(model, **tiny.merged(dict(
-      algorithm='grpo', environment=f'{path}:Env',
-      data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
-      train=dict(row_length=0, steps=3), optim=dict(lr=1e-2),
-      tools=dict(workers=3, max_turns=4, timeout_s=20.0),
-      rollout=dict(prompts=4, group_size=4, max_prompt_length=48,
-                   max_new_tokens=80, slots=4, block=16)), over))
+  return tiny.run_config(
+    model,
+    **tiny.merged(
+      dict(
+        algorithm='grpo',
+        environment=f'{path}:Env',
+        data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
+        train=dict(row_length=0, steps=3),
+        optim=dict(lr=1e-2),
+        tools=dict(workers=3, max_turns=4, timeout_s=20.0),
+        rollout=dict(prompts=4, group_size=4, max_prompt_length=48, max_new_tokens=80, slots=4, block=16),
+      ),
+      over,
+    ),
+  )

@@ -23,16 +23,22 @@ SUMS = 'generated:arithmetic{}:max=99,ops=+,split={}'
 
 def base(kind='', **over) -> dict:
   """The config that all cases share; `kind` of data ('_pairs', ...)."""
-  return tiny.merged(tiny.merged(defaults(), dict(
-      model=dict(preset='tiny'),
-      data=dict(path=SUMS.format(kind, 'train') + ',size=6000'),
-      train=dict(batch_size=16, row_length=256),
-      optim=dict(b2=0.98, warmup_steps=5),
-      rollout=dict(max_prompt_length=32, max_new_tokens=4, prompts=32,
-                   group_size=8),
-      eval=dict(size=256, data=dict(
-          path=SUMS.format(kind, 'test') + ',size=256')),
-      save=dict(export=False), log=dict(tensorboard=False))), over)
+  return tiny.merged(
+    tiny.merged(
+      defaults(),
+      dict(
+        model=dict(preset='tiny'),
+        data=dict(path=SUMS.format(kind, 'train') + ',size=6000'),
+        train=dict(batch_size=16, row_length=256),
+        optim=dict(b2=0.98, warmup_steps=5),
+        rollout=dict(max_prompt_length=32, max_new_tokens=4, prompts=32, group_size=8),
+        eval=dict(size=256, data=dict(path=SUMS.format(kind, 'test') + ',size=256')),
+        save=dict(export=False),
+        log=dict(tensorboard=False),
+      ),
+    ),
+    over,
+  )
 
 
 def start_config() -> dict:
@@ -41,9 +47,12 @@ def start_config() -> dict:
   Until it has learned what they teach: the middle of that way is elsewhere
   with every seed and every rounding.
   """
-  return base(algorithm='sft', data=dict(
-      path=SUMS.format('', 'train') + ',size=6000,correct=0.5'),
-      train=dict(steps=1000), optim=dict(lr=3e-3, schedule='cosine'))
+  return base(
+    algorithm='sft',
+    data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=0.5'),
+    train=dict(steps=1000),
+    optim=dict(lr=3e-3, schedule='cosine'),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,46 +73,69 @@ class Case:
 
 def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
   """On-policy: the share of held-out answers that are right."""
-  return Case(tiny.merged(base(
-      algorithm=algorithm, reward='exact_match',
-      data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=1'),
-      train=dict(steps=steps, row_length=0),
-      optim=dict(lr=lr, schedule='linear'),
-      eval=dict(samples=4, temperature=1.0)), over), gain=0.12)
+  return Case(
+    tiny.merged(
+      base(
+        algorithm=algorithm,
+        reward='exact_match',
+        data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=1'),
+        train=dict(steps=steps, row_length=0),
+        optim=dict(lr=lr, schedule='linear'),
+        eval=dict(samples=4, temperature=1.0),
+      ),
+      over,
+    ),
+    gain=0.12,
+  )
 
 
 def pairs(algorithm, lr=3e-4, steps=60, start='start', **over) -> Case:
   """Preferences: the share of held-out pairs that are put right."""
-  return Case(tiny.merged(base(
-      '_pairs', algorithm=algorithm, train=dict(steps=steps),
-      optim=dict(lr=lr)), over), 'rewards/accuracies', start=start)
+  return Case(
+    tiny.merged(base('_pairs', algorithm=algorithm, train=dict(steps=steps), optim=dict(lr=lr)), over),
+    'rewards/accuracies',
+    start=start,
+  )
 
 
 CASES = {
-    'grpo': online('grpo'), 'dr_grpo': online('dr_grpo'),
-    'dapo': online('dapo'), 'gspo': online('gspo'),
-    'cispo': online('cispo'), 'sapo': online('sapo'),
-    'rloo': online('rloo'), 'reinforce_pp': online('reinforce_pp'),
-    'reinforce_pp_baseline': online('reinforce_pp_baseline'),
-    'remax': online('remax', steps=100),
-    'ppo': online('ppo', critic=dict(lr=2e-3), rl=dict(minibatches=2)),
-    'rft': online('rft'), 'online_dpo': online('online_dpo', steps=100),
-    'dpo': pairs('dpo'), 'orpo': pairs('orpo', 1e-3, start='early'),
-    'cpo': pairs('cpo', 1e-3, start='early'),
-    'simpo': pairs('simpo', start='early', preference=dict(beta=2.0)),
-    # At equal weights it rather lowers bad answers and all others with them.
-    'kto': pairs(
-        'kto', lr=5e-4, preference=dict(undesirable_weight=0.2),
-        data=dict(path=SUMS.format('_labels', 'train') + ',size=6000'),
-        eval=dict(data=dict(
-            path=SUMS.format('_labels', 'test') + ',size=256'))),
-    'reward_model': pairs('reward_model', lr=1e-3),
-    'distill': Case(base(
-        algorithm='distill', train=dict(steps=60),
-        optim=dict(lr=1e-3, schedule='linear'),
-        distill=dict(teachers=('TEACHER',))), 'divergence', -0.03),
-    'gkd': online('gkd', distill=dict(teachers=('TEACHER',)),
-                  lr=1e-3, rollout=dict(prompts=64, group_size=2)),
+  'grpo': online('grpo'),
+  'dr_grpo': online('dr_grpo'),
+  'dapo': online('dapo'),
+  'gspo': online('gspo'),
+  'cispo': online('cispo'),
+  'sapo': online('sapo'),
+  'rloo': online('rloo'),
+  'reinforce_pp': online('reinforce_pp'),
+  'reinforce_pp_baseline': online('reinforce_pp_baseline'),
+  'remax': online('remax', steps=100),
+  'ppo': online('ppo', critic=dict(lr=2e-3), rl=dict(minibatches=2)),
+  'rft': online('rft'),
+  'online_dpo': online('online_dpo', steps=100),
+  'dpo': pairs('dpo'),
+  'orpo': pairs('orpo', 1e-3, start='early'),
+  'cpo': pairs('cpo', 1e-3, start='early'),
+  'simpo': pairs('simpo', start='early', preference=dict(beta=2.0)),
+  # At equal weights it rather lowers bad answers and all others with them.
+  'kto': pairs(
+    'kto',
+    lr=5e-4,
+    preference=dict(undesirable_weight=0.2),
+    data=dict(path=SUMS.format('_labels', 'train') + ',size=6000'),
+    eval=dict(data=dict(path=SUMS.format('_labels', 'test') + ',size=256')),
+  ),
+  'reward_model': pairs('reward_model', lr=1e-3),
+  'distill': Case(
+    base(
+      algorithm='distill',
+      train=dict(steps=60),
+      optim=dict(lr=1e-3, schedule='linear'),
+      distill=dict(teachers=('TEACHER',)),
+    ),
+    'divergence',
+    -0.03,
+  ),
+  'gkd': online('gkd', distill=dict(teachers=('TEACHER',)), lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
 
 
@@ -111,37 +143,42 @@ def run(name: str, config: dict, folder: pathlib.Path) -> list[dict]:
   """The rows of evaluation."""
   shutil.rmtree(folder / name, ignore_errors=True)
   jaxpost.run(config, folder / name, QUIET)
-  return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl')
-          if row['split'] == 'eval']
+  return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl') if row['split'] == 'eval']
 
 
 def train_rows(name: str, folder: pathlib.Path) -> list[dict]:
   """Of a case that was measured."""
-  return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl')
-          if row['split'] == 'train']
+  return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl') if row['split'] == 'train']
 
 
 def make_start(folder: pathlib.Path):
   """The starts, and a teacher that has seen right sums only."""
   run('start', start_config(), folder)
   run('early', tiny.merged(start_config(), dict(train=dict(steps=100))), folder)
-  run('teacher', tiny.merged(start_config(), dict(
-      init_from=str(folder / 'start'), train=dict(steps=400), data=dict(
-          path=SUMS.format('', 'train') + ',size=6000,correct=1'))), folder)
+  run(
+    'teacher',
+    tiny.merged(
+      start_config(),
+      dict(
+        init_from=str(folder / 'start'),
+        train=dict(steps=400),
+        data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=1'),
+      ),
+    ),
+    folder,
+  )
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
   """{before, after, seconds} of a case, whose start is in `folder`."""
   case, begun = CASES[name], time.perf_counter()
-  config = tiny.merged(case.config, dict(
-      seed=seed, init_from=str(folder / case.start)))
+  config = tiny.merged(case.config, dict(seed=seed, init_from=str(folder / case.start)))
   if config['distill']['teachers']:
-    config = tiny.merged(config, dict(distill=dict(
-        teachers=(str(folder / 'teacher'),))))
+    config = tiny.merged(config, dict(distill=dict(teachers=(str(folder / 'teacher'),))))
   rows = run(name, config, folder)
   before, after = (row[case.metric] for row in (rows[0], rows[-1]))
   if case.metric == 'rewards/accuracies' and not before:
     before = 0.5  # nothing but ties: the policy is its reference
-  return dict(metric=case.metric, before=before, after=after,
-              steps=config['train']['steps'],
-              seconds=time.perf_counter() - begun)
+  return dict(
+    metric=case.metric, before=before, after=after, steps=config['train']['steps'], seconds=time.perf_counter() - begun
+  )

@@ -73,14 +73,23 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **over):
-  return tiny.run_config(str(folder / 'model'), **tiny.merged(dict(
-      algorithm='grpo', environment=f'{folder}/agent.py:Agent',
-      data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
-      train=dict(row_length=0, steps=3), optim=dict(lr=1e-2),
-      log=dict(rollouts=1), rewards=dict(max_failed=0.9),
-      tools=dict(workers=3, timeout_s=60.0), rollout=dict(
-          prompts=6, group_size=4, max_prompt_length=48, max_new_tokens=80,
-          slots=8)), over))
+  return tiny.run_config(
+    str(folder / 'model'),
+    **tiny.merged(
+      dict(
+        algorithm='grpo',
+        environment=f'{folder}/agent.py:Agent',
+        data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
+        train=dict(row_length=0, steps=3),
+        optim=dict(lr=1e-2),
+        log=dict(rollouts=1),
+        rewards=dict(max_failed=0.9),
+        tools=dict(workers=3, timeout_s=60.0),
+        rollout=dict(prompts=6, group_size=4, max_prompt_length=48, max_new_tokens=80, slots=8),
+      ),
+      over,
+    ),
+  )
 
 
 @pytest.fixture(scope='module')
@@ -124,8 +133,7 @@ def test_tokens_are_those_of_the_conversation(run):
         assert between.count('again') == 0
       else:
         assert text.startswith(f'<|im_start|>user\n{answer}?<|im_end|>')
-        assert between.endswith(
-            '\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n')
+        assert between.endswith('\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n')
       assert not arrays['trained'][n, :length][~mask].any()
   assert failed and begun
   rows = metrics.read_rows(run / 'metrics.jsonl')
@@ -134,8 +142,7 @@ def test_tokens_are_those_of_the_conversation(run):
 
 
 def test_draws_do_not_depend_on_who_asks_first(folder, run):
-  jaxpost.run(config(folder, train=dict(steps=1), tools=dict(workers=1)),
-              folder / 'again')
+  jaxpost.run(config(folder, train=dict(steps=1), tools=dict(workers=1)), folder / 'again')
   one, _ = rollout_files.load(run / 'rollouts/grpo/1.npz')
   two, _ = rollout_files.load(folder / 'again/rollouts/grpo/1.npz')
   np.testing.assert_array_equal(one.completions, two.completions)
@@ -152,8 +159,7 @@ def test_tokens_between_turns_are_the_templates():
   no = t.encode('no')
   assert head + no + [made.end_id] + made.more([user], ended=True) == whole
   assert head + no + made.more([user], ended=False) == whole
-  assert json.dumps(made.more([user], True)) == json.dumps(
-      made.more([user], False)[1:])
+  assert json.dumps(made.more([user], True)) == json.dumps(made.more([user], False)[1:])
 
 
 def test_a_refused_request_changes_nothing():
@@ -164,9 +170,11 @@ def test_a_refused_request_changes_nothing():
   ask = lambda text: {'messages': [{'role': 'user', 'content': text}]}
   first = session.request(ask('a'), lambda: np.array([5, 6], np.int32), 8)
   drawn = np.array([7, 8], np.int32)
-  session.heard(ask('a'), Completion(
-      first, drawn, np.zeros(2), np.zeros(2), True,
-      versions=np.full(2, 3)), {'role': 'assistant', 'content': 'x'})
+  session.heard(
+    ask('a'),
+    Completion(first, drawn, np.zeros(2), np.zeros(2), True, versions=np.full(2, 3)),
+    {'role': 'assistant', 'content': 'x'},
+  )
   kept = list(e.tokens)
   assert [x[0] for x in kept] == [7, 8] and [x[4] for x in kept] == [3, 3]
   with pytest.raises(InputError, match='30 tokens are more'):

@@ -21,45 +21,53 @@ from jaxpost.errors import InputError
 STEPS = 5
 # name -> (mesh, rollout)
 RUNS = {
-    'sync': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict()),
-    'one': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict(lag=1)),
-    'three': (dict(train='fsdp=2', score_devices=2, rollout='data=-1'),
-              dict(lag=3)),
-    'swap': (dict(train='fsdp=4', rollout='data=-1'),
-             dict(lag=2, swap_blocks=2)),
-    'same devices': (dict(train='fsdp=8', rollout='data=-1',
-                          rollout_devices=0), dict(lag=1)),
-    'rounds': (dict(train='fsdp=4', rollout='data=-1'), dict(lag=2)),
+  'sync': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict()),
+  'one': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict(lag=1)),
+  'three': (dict(train='fsdp=2', score_devices=2, rollout='data=-1'), dict(lag=3)),
+  'swap': (dict(train='fsdp=4', rollout='data=-1'), dict(lag=2, swap_blocks=2)),
+  'same devices': (dict(train='fsdp=8', rollout='data=-1', rollout_devices=0), dict(lag=1)),
+  'rounds': (dict(train='fsdp=4', rollout='data=-1'), dict(lag=2)),
 }
 
 
 def config(folder, name):
   import tiny
+
   mesh, rollout = RUNS[name]
   return tiny.grpo_config(
-      f'{folder}/model', mesh=dict(rollout_devices=4) | mesh,
-      rollout=dict(block=2, max_new_tokens=8, **rollout),
-      rl=dict(kl_coef=0.01, dynamic_sampling=3 * (name == 'rounds')),
-      train=dict(steps=STEPS),
-      save=dict(every=2, keep=9), optim=dict(lr=1e-2),
-      eval=dict(every=2, samples=2, size=4, data=dict(
-          path='generated:arithmetic:max=99,ops=+,split=test,size=8,'
-          'correct=1')))
+    f'{folder}/model',
+    mesh=dict(rollout_devices=4) | mesh,
+    rollout=dict(block=2, max_new_tokens=8, **rollout),
+    rl=dict(kl_coef=0.01, dynamic_sampling=3 * (name == 'rounds')),
+    train=dict(steps=STEPS),
+    save=dict(every=2, keep=9),
+    optim=dict(lr=1e-2),
+    eval=dict(
+      every=2, samples=2, size=4, data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=8,correct=1')
+    ),
+  )
 
 
 @pytest.fixture(scope='module')
 def said(tmp_path_factory):
   import tiny
+
   folder = tmp_path_factory.mktemp('ahead')
   tiny.folder(folder / 'model', num_heads=4, num_kv_heads=4)
   run = subprocess.run(
-      [sys.executable, __file__, str(folder)], capture_output=True, text=True,
-      timeout=600, cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
-                       '--xla_backend_optimization_level=0',
-          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.:tests'})
+    [sys.executable, __file__, str(folder)],
+    capture_output=True,
+    text=True,
+    timeout=600,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': '.:tests',
+    },
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   return json.loads(run.stdout.splitlines()[-1])
 
@@ -78,8 +86,7 @@ def test_lags_differ(said):
 def test_resumes_to_the_bit(said, name):
   """Evaluations in between take no weights away; nothing is sampled twice."""
   rows, again = said[name]['rows'], said[name]['resumed']
-  assert [r['step'] for r in rows if r['split'] == 'train'] == [
-      *range(1, STEPS + 1)]
+  assert [r['step'] for r in rows if r['split'] == 'train'] == [*range(1, STEPS + 1)]
   assert again == rows
   assert said[name]['params'] == said[name]['resumed params']
 
@@ -88,13 +95,11 @@ def test_resumes_to_the_bit(said, name):
 def test_staleness_is_bounded(said, name):
   lag = RUNS[name][1]['lag']
   rows = [r for r in said[name]['rows'] if r['split'] == 'train']
-  assert [r['staleness/max'] for r in rows] == [
-      min(lag, step) for step in range(STEPS)]
+  assert [r['staleness/max'] for r in rows] == [min(lag, step) for step in range(STEPS)]
   if name != 'swap':
     assert all(r['staleness/mean'] == r['staleness/max'] for r in rows)
   else:  # the first two blocks of a rollout are of older weights
-    assert all(r['staleness/max'] - 1 < r['staleness/mean'] <
-               r['staleness/max'] for r in rows[2:])
+    assert all(r['staleness/max'] - 1 < r['staleness/mean'] < r['staleness/max'] for r in rows[2:])
   assert rows[-1]['importance_weight'] != 1
 
 
@@ -115,14 +120,12 @@ def test_timeline(said):
     assert busy['train'] > 0
   assert sum(r['time/busy/rollout'] for r in said['one']['times']) > 0
   events = said['one']['events']
-  lanes = {(e['pid'], e['tid']): e['args']['name'] for e in events
-           if e['name'] == 'thread_name'}
+  lanes = {(e['pid'], e['tid']): e['args']['name'] for e in events if e['name'] == 'thread_name'}
   assert set(lanes.values()) == {'host', 'train', 'rollout', 'weights'}
   spans = {}
   for e in events:
     if e['ph'] == 'X':
-      spans.setdefault(lanes[e['pid'], e['tid']], []).append(
-          (e['ts'], e['ts'] + e['dur'], e['name']))
+      spans.setdefault(lanes[e['pid'], e['tid']], []).append((e['ts'], e['ts'] + e['dur'], e['name']))
   names = {lane: {name for *_, name in x} for lane, x in spans.items()}
   assert names['train'] == {'score', 'update'}
   assert names['rollout'] == {'sample'} and names['weights'] == {'reshard'}
@@ -140,28 +143,27 @@ class Device(types.SimpleNamespace):
 def test_rows_that_context_does_not_split():
   from jaxpost.distributed import phases
   from jaxpost.stage import schema
+
   devices = [Device(platform='cpu', process_index=0, id=i) for i in range(4)]
-  with pytest.raises(InputError, match='row_length: 34 is no multiple of the '
-                     'context=4'):
+  with pytest.raises(InputError, match='row_length: 34 is no multiple of the context=4'):
     phases.make_layouts(schema.MeshSection(train='context=4'), 34, devices)
 
 
 def test_weights_that_do_not_fit_the_training_devices():
   from jaxpost.distributed import phases, transfer
   from jaxpost.stage import schema
+
   devices = [Device(platform='cpu', process_index=0, id=i) for i in range(8)]
-  layouts = phases.make_layouts(schema.MeshSection(
-      train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
+  layouts = phases.make_layouts(schema.MeshSection(train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
   with pytest.raises(InputError, match='weights are split over 3'):
-    transfer.make_bridge(
-        layouts['train'], layouts['rollout'], 'config.mesh.rollout')
+    transfer.make_bridge(layouts['train'], layouts['rollout'], 'config.mesh.rollout')
 
 
 def digest(tree):
   import jax
   import numpy as np
-  return hashlib.sha256(b''.join(
-      np.asarray(x).tobytes() for x in jax.tree.leaves(tree))).hexdigest()
+
+  return hashlib.sha256(b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))).hexdigest()
 
 
 def by_hand(given):
@@ -170,24 +172,22 @@ def by_hand(given):
   import numpy as np
 
   from jaxpost import stages
+
   policy, stream = stages.policy_and_stream(given)
   config_, lag, drawn = stream.config, given['rollout']['lag'], []
   host = lambda: jax.tree.map(np.array, policy.params)
-  placed = lambda tree: jax.tree.map(
-      lambda x, like: jax.device_put(x, like.sharding), tree, policy.params)
+  placed = lambda tree: jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tree, policy.params)
   after = [host()]  # each update
   for step in range(STEPS):
     version = max(0, step - lag)
     old = types.SimpleNamespace(params=placed(after[version]))
     stream.sampler.sync(old, version)
-    rollout = stream.sampler(
-        next(stream.prompts)[0], config_.rollout.group_size, step)
+    rollout = stream.sampler(next(stream.prompts)[0], config_.rollout.group_size, step)
     stream.sampler.release()
     drawn.append(rollout.completions)
     graded = stream.grader.submit(rollout)
     experience = stream._score(graded, stream._ask(graded))
-    updates = stream._updates(
-        experience, stream.algorithm.credit(experience, config_))
+    updates = stream._updates(experience, stream.algorithm.credit(experience, config_))
     jax.block_until_ready([policy.update(batch) for _, batch in updates])
     stream.step += 1
     after.append(host())
@@ -198,14 +198,14 @@ def by_hand(given):
 def by_stream(given, versions):
   """The same of the controller; nothing waits that need not."""
   from jaxpost import stages
+
   policy, stream = stages.policy_and_stream(given)
   drawn = []
   for _ in range(STEPS):
     item = next(stream)
     rollout = item.learnt[0].rollout
     drawn.append(rollout.completions)
-    every = [{int(v) for v, n in zip(column, rollout.lengths) if n > i}
-             for i, column in enumerate(rollout.versions.T)]
+    every = [{int(v) for v, n in zip(column, rollout.lengths) if n > i} for i, column in enumerate(rollout.versions.T)]
     versions.append([sorted(x) for x in every])
     for _, batch in item.updates:
       policy.update(batch)
@@ -219,6 +219,7 @@ def main(folder):
   from jaxpost.models import model as model_lib
   from jaxpost.monitor import metrics
   from jaxpost.stage import find_weights, load_weights
+
   folder, said = pathlib.Path(folder), {}
   shape = find_weights.open_folder(f'{folder}/model', '')[1]
   model, layout = model_lib.build(shape), make_layout('fsdp=-1', 'train')
@@ -237,12 +238,9 @@ def main(folder):
       stages.run(given, work)
       found[what] = metrics.comparable_rows(work / 'metrics.jsonl')
       if what == 'rows':
-        found['times'] = [row for row in metrics.read_rows(
-            work / 'metrics.jsonl') if row['split'] == 'train']
-        found['events'] = json.loads(
-            (work / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
-      found[tag] = digest(load_weights.read_checkpoint(
-          work / 'checkpoints' / 'grpo', STEPS, model, layout, 'float32'))
+        found['times'] = [row for row in metrics.read_rows(work / 'metrics.jsonl') if row['split'] == 'train']
+        found['events'] = json.loads((work / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
+      found[tag] = digest(load_weights.read_checkpoint(work / 'checkpoints' / 'grpo', STEPS, model, layout, 'float32'))
     said[name] = found
   print(json.dumps(said))
 

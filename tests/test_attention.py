@@ -29,34 +29,42 @@ from jaxpost.models import attention, attention_kernels, attention_xla, context_
 CLONE = pathlib.Path(__file__).parents[1]
 # What a layer may have besides documents and groups of heads.
 LAYERS = {
-    'plain': {}, 'window': dict(window=40), 'cap': dict(cap=5.0),
-    'sinks': dict(sinks=True), 'scale': dict(scale=0.3),
-    'all': dict(window=150, cap=5.0, sinks=True)}
+  'plain': {},
+  'window': dict(window=40),
+  'cap': dict(cap=5.0),
+  'sinks': dict(sinks=True),
+  'scale': dict(scale=0.3),
+  'all': dict(window=150, cap=5.0, sinks=True),
+}
 SHAPES = {  # T, H, K, h, hv
-    'groups': (256, 4, 2, 64, 64), 'one_kv_head': (256, 3, 1, 64, 64),
-    'odd_length': (200, 2, 2, 64, 64), 'latent': (256, 2, 2, 96, 64),
-    'blocks': (1280, 1, 1, 8, 8)}  # two, of a stripe of two
+  'groups': (256, 4, 2, 64, 64),
+  'one_kv_head': (256, 3, 1, 64, 64),
+  'odd_length': (200, 2, 2, 64, 64),
+  'latent': (256, 2, 2, 96, 64),
+  'blocks': (1280, 1, 1, 8, 8),
+}  # two, of a stripe of two
 
 
 def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
   """Arrays of two packed rows, and what tells how to attend."""
   length, heads, kv_heads, size, values = shape
   random = np.random.RandomState(0)
-  draw = lambda *shape: jnp.asarray(
-      random.standard_normal((2, length, *shape)), jnp.float32)
+  draw = lambda *shape: jnp.asarray(random.standard_normal((2, length, *shape)), jnp.float32)
   qkv = draw(heads, size), draw(kv_heads, size), draw(kv_heads, values)
   cuts = np.array([[0, 30, 31, length - 20], [0, 100, 140, length]])
   number = np.arange(length)
   found = np.stack([np.searchsorted(c, number, side='right') for c in cuts])
   at = number - np.take_along_axis(cuts, found - 1, 1)
   segments = np.where(number < length - 20, found, found % 4)
-  cfg = tiny.config(
-      num_heads=heads, num_kv_heads=kv_heads, head_dim=size,
-      attention_softcap=cap, attention_scale=scale)
-  branch = (np.where(at < 10, 0, 1 + at % 2) if branches else None)
+  cfg = tiny.config(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, attention_softcap=cap, attention_scale=scale)
+  branch = np.where(at < 10, 0, 1 + at % 2) if branches else None
   rest = dict(
-      segment_ids=jnp.asarray(segments, jnp.int32), branch_ids=branch,
-      positions=jnp.asarray(at, jnp.int32), window=window, cfg=cfg)
+    segment_ids=jnp.asarray(segments, jnp.int32),
+    branch_ids=branch,
+    positions=jnp.asarray(at, jnp.int32),
+    window=window,
+    cfg=cfg,
+  )
   sink = jnp.asarray(random.standard_normal(heads), jnp.float32)
   return (*qkv, sink if sinks else None), rest, draw(heads, values)
 
@@ -88,13 +96,29 @@ def plain(name, rest, compute=tiny.EXACT):
 
 def interpreted(rest, n=1):
   """Splash, as a TPU would do it, in float32; a row as n stripes."""
+
   def run(q, k, v, sinks):
     q = attention_xla.scaled(q, rest['cfg'])
-    return jnp.stack([attention_kernels.splash(
-        q[:, i::n], k, v, rest['segment_ids'], None, sinks,
-        window=rest['window'], cfg=rest['cfg'], compute=tiny.EXACT,
-        stripe=(i, n), interpret=True) for i in range(n)], axis=2).reshape(
-            *q.shape[:3], v.shape[-1])
+    return jnp.stack(
+      [
+        attention_kernels.splash(
+          q[:, i::n],
+          k,
+          v,
+          rest['segment_ids'],
+          None,
+          sinks,
+          window=rest['window'],
+          cfg=rest['cfg'],
+          compute=tiny.EXACT,
+          stripe=(i, n),
+          interpret=True,
+        )
+        for i in range(n)
+      ],
+      axis=2,
+    ).reshape(*q.shape[:3], v.shape[-1])
+
   return run
 
 
@@ -111,10 +135,13 @@ def by_hand(args, rest):
   segments, at = np.asarray(rest['segment_ids']), np.asarray(rest['positions'])
   scale = cfg.attention_scale or q.shape[3] ** -0.5
   for b, t, n in np.ndindex(q.shape[:3]):
-    seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]
-            and at[b, t] - at[b, s] < (rest['window'] or 10**6)
-            and (rest['branch_ids'] is None or rest['branch_ids'][b, s] in (
-                0, rest['branch_ids'][b, t]))]
+    seen = [
+      s
+      for s in range(t + 1)
+      if segments[b, s] == segments[b, t]
+      and at[b, t] - at[b, s] < (rest['window'] or 10**6)
+      and (rest['branch_ids'] is None or rest['branch_ids'][b, s] in (0, rest['branch_ids'][b, t]))
+    ]
     head = n // (q.shape[2] // k.shape[2])
     score = scale * k[b, seen, head] @ q[b, t, n]
     if cfg.attention_softcap:
@@ -134,19 +161,23 @@ def test_the_reference_is_the_definition(layer, branches):
   assert tiny.largest(out - right) <= 1e-5 * tiny.largest(right)
 
 
-@pytest.mark.parametrize('shape, layer, branches', [
+@pytest.mark.parametrize(
+  'shape, layer, branches',
+  [
     *(('groups', layer, b) for layer in LAYERS for b in (False, True)),
-    ('one_kv_head', 'all', False), ('odd_length', 'all', True),
-    ('latent', 'plain', False)])
+    ('one_kv_head', 'all', False),
+    ('odd_length', 'all', True),
+    ('latent', 'plain', False),
+  ],
+)
 def test_chunks_are_the_reference(shape, layer, branches):
   args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
-  close(both_ways(plain('chunked', rest), args, g),
-        right(shape, layer, branches), 1e-5)
+  close(both_ways(plain('chunked', rest), args, g), right(shape, layer, branches), 1e-5)
 
 
-@pytest.mark.parametrize('length, kind', [
-    (512, {}), (523, dict(cap=5.0, sinks=True, window=150)),
-    (512, dict(branches=True))])
+@pytest.mark.parametrize(
+  'length, kind', [(512, {}), (523, dict(cap=5.0, sinks=True, window=150)), (512, dict(branches=True))]
+)
 def test_long_rows_keep_no_weights(monkeypatch, length, kind):
   """Computed again in the backward pass, to the same numbers."""
   args, rest, g = case((length, 4, 2, 32, 32), **kind)
@@ -154,16 +185,17 @@ def test_long_rows_keep_no_weights(monkeypatch, length, kind):
 
   def temporaries():
     loss = lambda given: jnp.sum(run(*given, *[None] * (4 - len(given))) * g)
-    return jax.jit(jax.grad(loss)).lower(
-        [x for x in args if x is not None]
-    ).compile().memory_analysis().temp_size_in_bytes
+    return (
+      jax.jit(jax.grad(loss)).lower([x for x in args if x is not None]).compile().memory_analysis().temp_size_in_bytes
+    )
 
   kept, right = temporaries(), both_ways(run, args, g)
   assert kept > 2 * 4 * 512 * 512 / 2 * 4  # the weights, at least
   monkeypatch.setattr(attention_xla, '_LONG', 100)
   assert temporaries() < kept / 2
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(
-      a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * tiny.largest(b)), both_ways(run, args, g), right
+  )
 
 
 PARTS = """
@@ -202,25 +234,44 @@ assert less < kept / 2, (less, kept)
 
 def test_so_do_rows_that_are_split():
   done = subprocess.run(
-      [sys.executable, '-c', PARTS], cwd=CLONE, text=True, timeout=600,
-      capture_output=True, env=os.environ | {
-          'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu',
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=2'})
+    [sys.executable, '-c', PARTS],
+    cwd=CLONE,
+    text=True,
+    timeout=600,
+    capture_output=True,
+    env=os.environ
+    | {'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=2'},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize('shape, layer', [
-    *(('groups', layer) for layer in LAYERS), ('one_kv_head', 'all'),
-    ('odd_length', 'all'), ('latent', 'plain'), ('blocks', 'all')])
+@pytest.mark.parametrize(
+  'shape, layer',
+  [
+    *(('groups', layer) for layer in LAYERS),
+    ('one_kv_head', 'all'),
+    ('odd_length', 'all'),
+    ('latent', 'plain'),
+    ('blocks', 'all'),
+  ],
+)
 def test_splash_is_the_reference(shape, layer):
   args, rest, g = case(SHAPES[shape], **LAYERS[layer])
   close(both_ways(interpreted(rest), args, g), right(shape, layer), 1e-5)
 
 
 @pytest.mark.parametrize('n', [2, 4])
-@pytest.mark.parametrize('shape, layer', [
-    ('groups', 'plain'), ('groups', 'all'), ('odd_length', 'all'),
-    ('latent', 'plain'), ('blocks', 'plain'), ('blocks', 'all')])
+@pytest.mark.parametrize(
+  'shape, layer',
+  [
+    ('groups', 'plain'),
+    ('groups', 'all'),
+    ('odd_length', 'all'),
+    ('latent', 'plain'),
+    ('blocks', 'plain'),
+    ('blocks', 'all'),
+  ],
+)
 def test_splash_of_stripes_is_the_reference(shape, layer, n):
   args, rest, g = case(SHAPES[shape], **LAYERS[layer])
   close(both_ways(interpreted(rest, n), args, g), right(shape, layer), 1e-5)
@@ -251,19 +302,21 @@ def test_the_platform_chooses(monkeypatch):
   assert not taken(monkeypatch, compute_for('tpu', 'float32', 'none'))
   for platform in ('gpu', 'cpu'):  # cuDNN is taken only if it is asked for
     assert not taken(monkeypatch, compute_for(platform, 'bfloat16', 'none'))
-  assert taken(monkeypatch, compute_for(
-      'gpu', 'bfloat16', 'none', 'cudnn')) == ['cudnn']
+  assert taken(monkeypatch, compute_for('gpu', 'bfloat16', 'none', 'cudnn')) == ['cudnn']
 
 
-@pytest.mark.parametrize('platform, name, dtype, fields, words', [
+@pytest.mark.parametrize(
+  'platform, name, dtype, fields, words',
+  [
     ('tpu', 'splash', 'float32', {}, 'splash cannot do .*dtype=float32'),
     ('tpu', 'splash', 'bfloat16', dict(branches=True), 'share_prompt'),
     ('gpu', 'cudnn', 'float32', {}, 'cudnn cannot do .*dtype=float32'),
     ('gpu', 'cudnn', 'bfloat16', dict(cap=5.0), 'soft caps'),
     ('gpu', 'cudnn', 'bfloat16', dict(sinks=True), 'sinks'),
-    ('gpu', 'cudnn', 'bfloat16', dict(branches=True), 'share_prompt')])
-def test_what_is_asked_for_and_cannot_be_is_refused_by_name(
-    monkeypatch, platform, name, dtype, fields, words):
+    ('gpu', 'cudnn', 'bfloat16', dict(branches=True), 'share_prompt'),
+  ],
+)
+def test_what_is_asked_for_and_cannot_be_is_refused_by_name(monkeypatch, platform, name, dtype, fields, words):
   with pytest.raises(InputError, match=f'config.model.attention: .*{words}'):
     taken(monkeypatch, compute_for(platform, dtype, 'none', name), **fields)
 
@@ -271,25 +324,29 @@ def test_what_is_asked_for_and_cannot_be_is_refused_by_name(
 def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
   import jaxpost
   from jaxpost.monitor import metrics
+
   path = tiny.folder(tmp_path / 'model')
   losses, called = {}, []
   for name in ('chunked', 'reference'):
-    jaxpost.run(tiny.merged(tiny.run_config(path), dict(
-        model=dict(attention=name), train=dict(steps=2))), tmp_path / name)
-    losses[name] = [r['loss'] for r in metrics.read_rows(
-        tmp_path / name / 'metrics.jsonl') if 'loss' in r]
-    monkeypatch.setitem(attention.PLAIN, 'reference', lambda *args: (
-        called.append(1), attention_xla.reference(*args))[1])
-  assert called and losses['chunked'] == pytest.approx(
-      losses['reference'], rel=1e-5)
+    jaxpost.run(
+      tiny.merged(tiny.run_config(path), dict(model=dict(attention=name), train=dict(steps=2))), tmp_path / name
+    )
+    losses[name] = [r['loss'] for r in metrics.read_rows(tmp_path / name / 'metrics.jsonl') if 'loss' in r]
+    monkeypatch.setitem(
+      attention.PLAIN, 'reference', lambda *args: (called.append(1), attention_xla.reference(*args))[1]
+    )
+  assert called and losses['chunked'] == pytest.approx(losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
-    jaxpost.run(tiny.merged(tiny.run_config(path), dict(
-        model=dict(attention='splash'))), tmp_path / 'other')
+    jaxpost.run(tiny.merged(tiny.run_config(path), dict(model=dict(attention='splash'))), tmp_path / 'other')
 
 
-@pytest.mark.parametrize('platform, name, words', [
+@pytest.mark.parametrize(
+  'platform, name, words',
+  [
     ('cpu', 'splash', 'splash runs on TPU only, and this is cpu'),
-    ('tpu', 'cudnn', 'cudnn runs on GPU only, and this is tpu')])
+    ('tpu', 'cudnn', 'cudnn runs on GPU only, and this is tpu'),
+  ],
+)
 def test_a_kernel_of_another_platform_is_refused(platform, name, words):
   compute = compute_for(platform, 'bfloat16', 'none', name)
   with pytest.raises(InputError, match=words):
@@ -302,8 +359,7 @@ def test_a_kernel_of_another_platform_is_refused(platform, name, words):
 def one_document(q, k, v, segments, positions, sinks, **rest):
   """Wrong: documents see each other."""
   del positions
-  return attention_kernels.splash(q, k, v, jnp.ones_like(segments), None, sinks, **rest,
-                      interpret=True)
+  return attention_kernels.splash(q, k, v, jnp.ones_like(segments), None, sinks, **rest, interpret=True)
 
 
 def no_gradient(q, k, v, *rest, **more):
@@ -323,8 +379,10 @@ SETTLED = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64)
 
 def of_one_length(wrong, length):
   """Wrong in rows of that length alone."""
+
   def kernel(q, *rest, **more):
     return (wrong if q.shape[1] == length else GOOD)(q, *rest, **more)
+
   return kernel
 
 
@@ -336,8 +394,7 @@ def settle(monkeypatch, tmp_path):
 
   def run(kernel, *lengths, cfg=SETTLED, parts=1, **fields):
     monkeypatch.setitem(attention_kernels.KERNELS, 'splash', kernel)
-    compute = dataclasses.replace(
-        compute_for('tpu', 'bfloat16', 'none'), **fields)
+    compute = dataclasses.replace(compute_for('tpu', 'bfloat16', 'none'), **fields)
     return kernel_check.settle(compute, [(cfg, n, parts) for n in lengths])
 
   yield run
@@ -347,8 +404,7 @@ def settle(monkeypatch, tmp_path):
 @pytest.mark.parametrize('parts', [1, 2])
 def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
   monkeypatch.setitem(attention_kernels.KERNELS, 'splash', GOOD)
-  work = attention_kernels.work(dataclasses.replace(
-      SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts)
+  work = attention_kernels.work(dataclasses.replace(SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts)
   assert work.windows == (0, 40)
   for window in work.windows:
     found = kernel_check.errors('splash', work, 'bfloat16', window)
@@ -356,20 +412,23 @@ def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
     assert 1e-4 < max(found.values()) < 0.03
 
 
-@pytest.mark.parametrize('wrong, where', [
-    (one_document, 'in out'), (no_gradient, r'off by 1\.0e\+00 in k'),
-    (not_there, 'AttributeError: .* no attribute .make_splash')])
-def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(
-    monkeypatch, caplog, settle, wrong, where):
+@pytest.mark.parametrize(
+  'wrong, where',
+  [
+    (one_document, 'in out'),
+    (no_gradient, r'off by 1\.0e\+00 in k'),
+    (not_there, 'AttributeError: .* no attribute .make_splash'),
+  ],
+)
+def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(monkeypatch, caplog, settle, wrong, where):
   compute = settle(of_one_length(wrong, 384), 256, 384)
   assert compute.attention == 'splash'
   assert [w.length for w in compute.doubted] == [384]
-  line, = [r.message for r in caplog.records if r.levelname == 'WARNING']
+  (line,) = [r.message for r in caplog.records if r.levelname == 'WARNING']
   assert 'splash is wrong on' in line and 'rows of 384 tokens' in line
   assert re.search(where, line)
   asked = []
-  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *rest: asked.append(
-      q.shape[1]) or q)
+  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *rest: asked.append(q.shape[1]) or q)
   for length in 256, 384:
     args, rest, _ = case((length, 4, 2, 64, 64))
     rest['cfg'] = SETTLED
@@ -379,13 +438,13 @@ def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(
 
 def test_a_wrong_stripe_goes_to_xla(monkeypatch, settle):
   """Of a row in parts, whose work is another than that of a whole one."""
+
   def kernel(q, *rest, stripe=(0, 1), **more):
     part, n = stripe
     return GOOD(q, *rest, stripe=(jnp.where(part == 1, 0, part), n), **more)
 
   assert not settle(kernel, 512).doubted
-  assert [(w.length, w.parts) for w in settle(
-      kernel, 512, parts=2).doubted] == [(512, 2)]
+  assert [(w.length, w.parts) for w in settle(kernel, 512, parts=2).doubted] == [(512, 2)]
 
 
 def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
@@ -402,13 +461,12 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
   assert len(asked) == 2
   # Of another run on this machine: what was right is known.
   note = tmp_path / '.cache/jaxpost/attention.json'
-  key, = json.loads(note.read_text())
+  (key,) = json.loads(note.read_text())
   assert jax.__version__ in key and jax.devices()[0].device_kind in key
   kernel_check.trusted.cache_clear()
   assert settle(attention_kernels.KERNELS['splash'], 384, 256) == first
   assert asked[2:] == [(384, 'bfloat16', 0)]
-  settle(GOOD, 256, cfg=dataclasses.replace(
-      SETTLED, layer_windows=(40, 0)))
+  settle(GOOD, 256, cfg=dataclasses.replace(SETTLED, layer_windows=(40, 0)))
   settle(GOOD, 256, dtype='float32')  # which it refuses by itself
   assert asked[3:] == [(256, 'bfloat16', 0), (256, 'bfloat16', 40)]
   for damaged in '{"cut', 'null':
@@ -424,28 +482,27 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   compute = compute_for('tpu', 'bfloat16', 'none')
   assert attention_kernels.unproven(compute)
   for other in (
-      *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
-      *(compute_for('tpu', 'bfloat16', 'none', name) for name in (
-          'chunked', 'reference'))):
+    *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
+    *(compute_for('tpu', 'bfloat16', 'none', name) for name in ('chunked', 'reference')),
+  ):
     assert not attention_kernels.unproven(other)
   # And never by a program: what is settled is only looked up.
   compute = dataclasses.replace(compute, doubted=(attention_kernels.work(SETTLED, 256, 1),))
   args, rest, _ = case((256, 4, 2, 64, 64))
   rest['cfg'] = SETTLED
-  jax.jit(lambda q, k, v: attention.attention(
-      q, k, v, compute=compute, **rest)).lower(*args[:3])
+  jax.jit(lambda q, k, v: attention.attention(q, k, v, compute=compute, **rest)).lower(*args[:3])
 
 
 def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   """Of short rows, too, which nothing else would take there."""
-  monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {
-      'v': float(work.length == 64)})
+  monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
   for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
     assert attention_kernels.unproven(compute)
     assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
-    with pytest.raises(InputError, match=f'attention: {name} is wrong on .* '
-                       'for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '):
+    with pytest.raises(
+      InputError, match=f'attention: {name} is wrong on .* for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '
+    ):
       kernel_check.settle(compute, [(SETTLED, n, 1) for n in (256, 64)])
 
 
@@ -483,11 +540,19 @@ print([w.length for w in compute.doubted])
 def test_processes_agree_on_what_is_wrong(tmp_path):
   """One of them finds a shape wrong: neither uses it."""
   address = free_address()
-  said = finish([subprocess.Popen(
-      [sys.executable, '-c', EACH, address, str(rank)], text=True, cwd=CLONE,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      env=environment(tmp_path) | {'HOME': str(tmp_path / str(rank))})
-      for rank in range(2)])
+  said = finish(
+    [
+      subprocess.Popen(
+        [sys.executable, '-c', EACH, address, str(rank)],
+        text=True,
+        cwd=CLONE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path) | {'HOME': str(tmp_path / str(rank))},
+      )
+      for rank in range(2)
+    ]
+  )
   assert [out.splitlines()[-1] for out, _ in said] == ['[384]', '[384]']
 
 
@@ -498,64 +563,77 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   from jaxpost.stage import kit as kit_lib
   from jaxpost.stage import prepare
   from jaxpost.tools import completions, inference
+
   asked = []
   monkeypatch.setattr(attention_kernels, 'unproven', lambda compute: True)
-  monkeypatch.setattr(kernel_check, 'settle', lambda compute, uses: (
-      asked.append({(cfg.head_dim, *row) for cfg, *row in uses}), compute)[1])
+  monkeypatch.setattr(
+    kernel_check,
+    'settle',
+    lambda compute, uses: (asked.append({(cfg.head_dim, *row) for cfg, *row in uses}), compute)[1],
+  )
   path = tiny.folder(tmp_path / 'model')
   other = tiny.folder(tmp_path / 'other', head_dim=32)
   size = tiny.config().head_dim
 
   def uses(config, **kit):
-    p, = prepare.prepare_all(config)
+    (p,) = prepare.prepare_all(config)
     try:
       kit_lib.make_kit(p, **kit)
     finally:
       p.close()
     return asked.pop()
 
-  distill = tiny.run_config(path, algorithm='distill', distill=dict(
-      teachers=(other,)), train=dict(row_length=96))
+  distill = tiny.run_config(path, algorithm='distill', distill=dict(teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
   with monkeypatch.context() as split:  # a student here, a teacher there
     split.setattr(context_parallel, 'parts', lambda layout: layout)
-    p, = prepare.prepare_all(distill)
+    (p,) = prepare.prepare_all(distill)
     p.close()
-    assert {(cfg.head_dim, *row) for cfg, *row in kit_lib.attended(
-        p, dict(train=2, score=4), 96)} == {(size, 96, 2), (32, 96, 4)}
+    assert {(cfg.head_dim, *row) for cfg, *row in kit_lib.attended(p, dict(train=2, score=4), 96)} == {
+      (size, 96, 2),
+      (32, 96, 4),
+    }
   with pytest.raises(IndexError):  # a device that is only described
     uses(distill, ledger=Ledger(dry=True))
   rollout = dict(max_prompt_length=100, max_new_tokens=60)
   found = uses(tiny.grpo_config(path, rollout=rollout))
   assert found == {(size, n, 1) for n in (32, 64, 128, 160)}
-  pairs = tiny.run_config(path, algorithm='dpo', data=dict(
-      path='generated:arithmetic_pairs:max=99,ops=+,split=train,size=40'),
-      train=dict(row_length=128))
+  pairs = tiny.run_config(
+    path,
+    algorithm='dpo',
+    data=dict(path='generated:arithmetic_pairs:max=99,ops=+,split=train,size=40'),
+    train=dict(row_length=128),
+  )
   assert uses(pairs) == set()  # pairs that share their prompt go to XLA
-  assert uses(tiny.merged(pairs, dict(
-      preference=dict(share_prompt=False)))) == {(size, 128, 1)}
+  assert uses(tiny.merged(pairs, dict(preference=dict(share_prompt=False)))) == {(size, 128, 1)}
   completions.make_engine(
-      inference.from_folder(path, config_lib.parse(distill)['distill']),
-      slots=2, max_prompt=40, max_new_tokens=60)
+    inference.from_folder(path, config_lib.parse(distill)['distill']), slots=2, max_prompt=40, max_new_tokens=60
+  )
   assert asked.pop() == {(size, n, 1) for n in (32, 64, 100)}
 
 
 def test_documents_of_a_row():
-  starts, sizes = attention_kernels.documents(jnp.array([
-      [1, 1, 2, 3, 3, 0], [7, 7, 7, 7, 7, 7]]), 4)
+  starts, sizes = attention_kernels.documents(jnp.array([[1, 1, 2, 3, 3, 0], [7, 7, 7, 7, 7, 7]]), 4)
   assert starts.tolist() == [[0, 2, 3, 5, 6], [0, 6, -1, -1, -1]]
   assert sizes.tolist() == [[2, 1, 2, 1], [6, -1, -1, -1]]
 
 
 # ---------------------------------------------------------------- many devices
 
-LAYOUTS = ('tensor=8', 'data=2,fsdp=2,tensor=2', 'fsdp=8', 'context=8',
-           'data=2,context=2,tensor=2', 'context=2,tensor=4')
+LAYOUTS = (
+  'tensor=8',
+  'data=2,fsdp=2,tensor=2',
+  'fsdp=8',
+  'context=8',
+  'data=2,context=2,tensor=2',
+  'context=2,tensor=4',
+)
 
 
 def main():
   """Prints {layout: error} of splash, each device with its own share."""
   from jaxpost.distributed.mesh import make_layout
+
   kernel = attention_kernels.splash
   attention_kernels.KERNELS['splash'] = functools.partial(kernel, interpret=True)
   attention_kernels.REFUSALS['splash'] = lambda *_: ''  # in float32, too
@@ -563,36 +641,45 @@ def main():
   for windows in (), (40, 0):  # alike, or one of two under a scan
     args, rest, g = case((128, 8, 2, 16, 16), sinks=True)
     args, rest, g = jax.tree.map(
-        lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) if hasattr(
-            x, 'ndim') and x.ndim > 1 else x, (args, rest, g))
+      lambda x: jnp.tile(x, (4,) + (1,) * (x.ndim - 1)) if hasattr(x, 'ndim') and x.ndim > 1 else x, (args, rest, g)
+    )
     rest |= dict(cfg=dataclasses.replace(rest['cfg'], layer_windows=windows))
     if windows:
       rest |= dict(window=jnp.asarray(40))
     right = both_ways(plain('reference', rest), args, g)
     for text in LAYOUTS:
       layout = make_layout(text, 'train')
-      compute = dataclasses.replace(
-          tiny.EXACT, attention='splash', forced=True)
+      compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)
 
       def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
         n = context_parallel.parts(layout)
         q, k, v = (context_parallel.stripe(x, n) for x in (q, k, v))
-        return context_parallel.unstripe(attention.attention(
-            q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n)
+        return context_parallel.unstripe(
+          attention.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n
+        )
 
       ours = both_ways(run, args, g)
       out[f'{text} {windows}'] = max(
-          tiny.largest(a - b) / tiny.largest(b) for a, b in zip(
-              jax.tree.leaves(ours), jax.tree.leaves(right), strict=True))
+        tiny.largest(a - b) / tiny.largest(b)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
+      )
   print(json.dumps(out))
 
 
 def test_each_device_has_its_own_rows_heads_and_stripe():
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=400,
-      cwd=CLONE, env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': f'{CLONE}:{CLONE}/tests'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=400,
+    cwd=CLONE,
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': f'{CLONE}:{CLONE}/tests',
+    },
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   found = json.loads(run.stdout)
   assert len(found) == 2 * len(LAYOUTS)
@@ -604,11 +691,11 @@ def test_each_device_has_its_own_rows_heads_and_stripe():
 
 def needs(package, extra):
   return pytest.mark.skipif(
-      importlib.util.find_spec(package) is None,
-      reason=f"no {package}, which compiles for these: pip install '{extra}'")
+    importlib.util.find_spec(package) is None, reason=f"no {package}, which compiles for these: pip install '{extra}'"
+  )
 
 
-_UPDATE = r'''
+_UPDATE = r"""
 import json, re, sys
 from jaxpost.hardware import chips
 top = chips.parse(sys.argv[1])
@@ -642,15 +729,19 @@ for name in sys.argv[2], 'chunked':
              for li in kept[-1].splitlines() if re.search(
                  'custom_call_target="(tpu_custom_call|__cudnn.fmha)', li)])
 print(json.dumps(out))
-'''
+"""
 
 
 def described(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
   """{implementation: what its sharded train step does}, compiled for it."""
   done = subprocess.run(
-      [sys.executable, '-c', _UPDATE, topology, name, mesh, json.dumps(fields)],
-      capture_output=True, text=True, timeout=900, cwd=CLONE,
-      env=os.environ | {'PYTHONPATH': str(CLONE)})
+    [sys.executable, '-c', _UPDATE, topology, name, mesh, json.dumps(fields)],
+    capture_output=True,
+    text=True,
+    timeout=900,
+    cwd=CLONE,
+    env=os.environ | {'PYTHONPATH': str(CLONE)},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads(done.stdout.splitlines()[-1])
   return found[name], found['chunked']
@@ -658,10 +749,14 @@ def described(topology, name, mesh='data=2,fsdp=2,tensor=2', **fields):
 
 @needs('libtpu', 'jax[tpu]')
 @pytest.mark.long
-@pytest.mark.parametrize('fields', [
-    {}, dict(num_layers=2, layer_windows=[300, 0], attention_softcap=20.0,
-             biases=['sinks'], num_kv_heads=1),
-    dict(num_layers=1, head_dim=256)])
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {},
+    dict(num_layers=2, layer_windows=[300, 0], attention_softcap=20.0, biases=['sinks'], num_kv_heads=1),
+    dict(num_layers=1, head_dim=256),
+  ],
+)
 def test_a_train_step_with_splash_compiles_for_tpus(fields):
   """Forward, again for the backward pass, and two kernels of that."""
   ours, plain = described('v5e:2x4', 'splash', **fields)
@@ -672,34 +767,43 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
   assert 1.1 * ours['model'] < ours['flops']
   # Products of queries with keys: 2 forward, 2 again, 3 and 4 backward, of two
   # blocks three quarters; XLA has 2, 2 and 4, of one chunk all.
-  assert ours['flops'] - plain['flops'] == pytest.approx(
-      (0.75 * 11 - 8) * ours['product'], rel=1e-3)
+  assert ours['flops'] - plain['flops'] == pytest.approx((0.75 * 11 - 8) * ours['product'], rel=1e-3)
 
 
-@pytest.mark.parametrize('tokens, n, window', [
-    (1024, 1, 0), (1024, 1, 300), (1280, 2, 0), (600, 2, 0), (4096, 4, 0),
-    (9216, 4, 700), (8192, 8, 128), (5000, 8, 0)])
+@pytest.mark.parametrize(
+  'tokens, n, window',
+  [(1024, 1, 0), (1024, 1, 300), (1280, 2, 0), (600, 2, 0), (4096, 4, 0), (9216, 4, 700), (8192, 8, 128), (5000, 8, 0)],
+)
 def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
   """As the kernel itself finds them."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as lib
 
   from jaxpost.planning import kernels
+
   made, process = [], lib.mask_info_lib.process_mask
 
   def kept(mask, block, **more):
     out = process(mask, block, **more)
-    made.append((*mask.shape[1:], block[0], np.count_nonzero(
-        out[0].block_mask)))
+    made.append((*mask.shape[1:], block[0], np.count_nonzero(out[0].block_mask)))
     return out
 
   monkeypatch.setattr(lib.mask_info_lib, 'process_mask', kept)
-  given = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32)
-           for t in (tokens // n, tokens, tokens)]
-  jax.eval_shape(functools.partial(
-      attention_kernels.splash, positions=None, sinks=None, window=window,
-      cfg=tiny.config(), compute=tiny.EXACT, stripe=(0, n), interpret=True),
-      *given, segment_ids=jax.ShapeDtypeStruct((1, tokens), jnp.int32))
-  (*sizes, blocks), = set(made)  # forward, and for dq
+  given = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32) for t in (tokens // n, tokens, tokens)]
+  jax.eval_shape(
+    functools.partial(
+      attention_kernels.splash,
+      positions=None,
+      sinks=None,
+      window=window,
+      cfg=tiny.config(),
+      compute=tiny.EXACT,
+      stripe=(0, n),
+      interpret=True,
+    ),
+    *given,
+    segment_ids=jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+  )
+  ((*sizes, blocks),) = set(made)  # forward, and for dq
   assert kernels.splash_blocks(*sizes, n, window) == blocks
 
 
@@ -710,8 +814,7 @@ def test_so_does_one_of_stripes():
   assert len(ours['calls']) == 4 and not plain['calls']
   assert plain['pairs'] and not ours['pairs']
   # The 512 queries of a stripe are one block, so none of its keys is left out.
-  assert ours['flops'] - plain['flops'] == pytest.approx(
-      (11 - 8) * ours['product'], rel=1e-3)
+  assert ours['flops'] - plain['flops'] == pytest.approx((11 - 8) * ours['product'], rel=1e-3)
 
 
 @needs('jax_cuda13_plugin', 'jax[cuda13]')
@@ -720,8 +823,7 @@ def test_so_does_one_of_stripes():
 def test_a_train_step_with_cudnn_compiles_for_gpus(fields):
   ours, plain = described('h200:1x1x8', 'cudnn', **fields)
   # Scores only where a row has more documents than the kernel is told of.
-  scores = [[name for name in x['pairs'] if re.search(
-      '/(dot_general|exp)$', name)] for x in (ours, plain)]
+  scores = [[name for name in x['pairs'] if re.search('/(dot_general|exp)$', name)] for x in (ours, plain)]
   assert all(scores) and not any('branch' in name for name in scores[1])
   assert all('branch_0_fun' in name for name in scores[0])
   # XLA has a turn of the loop over layers in front of it, besides.

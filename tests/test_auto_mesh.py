@@ -77,18 +77,20 @@ print(json.dumps(out))
 @pytest.fixture(scope='module')
 def out(tmp_path_factory):
   done = subprocess.run(
-      [sys.executable, '-c', RUN, str(tmp_path_factory.mktemp('auto'))],
-      cwd=pathlib.Path(__file__).parents[1], text=True, capture_output=True,
-      timeout=600, env=os.environ | {
-          'PYTHONPATH': '.', 'JAX_PLATFORMS': 'cpu',
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8'})
+    [sys.executable, '-c', RUN, str(tmp_path_factory.mktemp('auto'))],
+    cwd=pathlib.Path(__file__).parents[1],
+    text=True,
+    capture_output=True,
+    timeout=600,
+    env=os.environ
+    | {'PYTHONPATH': '.', 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_of_unknown_chips_everything_is_fsdp(out):
-  assert out['unknown'] == ['config.mesh.train of grpo: fsdp=-1',
-                            'config.mesh.rollout of grpo: data=-1']
+  assert out['unknown'] == ['config.mesh.train of grpo: fsdp=-1', 'config.mesh.rollout of grpo: data=-1']
 
 
 def test_the_fastest_is_chosen_and_run(out):
@@ -102,8 +104,7 @@ def test_what_does_not_fit_is_not_chosen(out):
   slow = max(out['bytes'], key=out['bytes'].get)
   chosen = out[str(out['bytes'][slow] - 1)]
   assert 'fits on no mesh' in chosen or chosen['mesh.train'] != slow
-  assert 'config.mesh.train: the update of grpo fits on no mesh' in out[
-      str(min(out['bytes'].values()) - 1)]
+  assert 'config.mesh.train: the update of grpo fits on no mesh' in out[str(min(out['bytes'].values()) - 1)]
 
 
 def test_what_is_left_out_is_named(out):

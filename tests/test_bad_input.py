@@ -23,7 +23,7 @@ from jaxpost.stage import assemble
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = '{"prompt": "1+1=", "completion": "2"}'
-REWARDS = '''
+REWARDS = """
 import time
 
 def fine(completions, **columns):
@@ -45,7 +45,7 @@ def needs_more(completions, gold):
   return [1.0] * len(completions)
 
 constant = 7
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -77,8 +77,10 @@ def said(config, workdir) -> str:
 
 def refused(config, workdir, monkeypatch, devices=False) -> str:
   """The same, before anything is compiled or written."""
+
   def compiled(*unused):
     raise AssertionError('got as far as compiling')
+
   monkeypatch.setattr(assemble, 'assemble', compiled)
   if not devices:
     monkeypatch.setattr(assemble, 'make_kit', compiled)
@@ -89,159 +91,131 @@ def refused(config, workdir, monkeypatch, devices=False) -> str:
 
 # name: (grpo or sft, what is changed, what the line must hold)
 FIELDS = {
-    'unknown key': ('sft', dict(sede=1), 'config.sede: .*config.seed'),
-    'unknown key in a block': (
-        'sft', dict(train=dict(step=1)), 'config.train.step: .*train.steps'),
-    'unknown key in a block in a block': (
-        'sft', dict(eval=dict(data=dict(paht='x'))),
-        'config.eval.data.paht: .*config.eval.data.path'),
-    'unknown key in a stage': (
-        'sft', dict(stages=('a',), a=dict(optim=dict(lrr=1.0))),
-        'config.a.optim.lrr: .*lr'),
-    'text for a number': (
-        'sft', dict(train=dict(steps='10')), "train.steps: want int, got '10'"),
-    'float for an int': (
-        'sft', dict(train=dict(steps=10.0)), 'train.steps: want int, got 10.0'),
-    'bool for an int': (
-        'sft', dict(seed=True), 'config.seed: want int, got True'),
-    'text for a tuple': (
-        'sft', dict(reward_weights='1,2'), 'reward_weights: want tuple'),
-    'text for tuple of stages': (
-        'sft', dict(stages='sft'), 'config.stages: want tuple'),
-    'a number for a block': (
-        'sft', dict(train=3), 'config.train: want a block'),
-    'nan': ('sft', dict(optim=dict(lr=float('nan'))), 'optim.lr: nan is not'),
-    'infinity': ('sft', dict(optim=dict(lr=float('inf'))), 'optim.lr: inf is'),
-    'negative': ('sft', dict(optim=dict(lr=-1.0)), 'optim.lr: -1.0 is below'),
-    'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),
-    'no choice': ('sft', dict(data=dict(overlong='trunkate')),
-                  "data.overlong: 'trunkate'.*did you mean 'truncate'"),
-    'stage called like a block': (
-        'sft', dict(stages=('rl',)), "'rl' is a field of every config"),
-    'stage without block': (
-        'sft', dict(stages=('sft', 'grop'), sft={}), 'no block config.grop'),
-    'algorithm': ('sft', dict(algorithm='sff'),
-                  "no 'sff'; did you mean 'sft'.*built in: sft, dpo"),
-    'algorithm of a user': (
-        'sft', dict(algorithm='my.module'), "config.algorithm: no module 'my'"),
-    'not an algorithm': ('sft', dict(algorithm='json.decoder'),
-                         'config.algorithm: json.decoder has no ALGORITHM'),
-    'preset': ('sft', dict(model=dict(path='', preset='tinny')),
-               "model.preset: .*'tinny'.*tiny"),
-    'optimizer': ('sft', dict(optim=dict(name='adamv')),
-                  "optim.name: .*'adamv'.*adamw"),
-    'optimizer without decay': (
-        'sft', dict(optim=dict(name='adam', weight_decay=0.1)),
-        'optim.weight_decay: optax.adam takes none; use adamw'),
-    'mesh axis': ('sft', dict(mesh=dict(train='model=2')),
-                  "config.mesh.train: .*'model=2'.*data, fsdp, expert"),
-    'mesh unreadable': ('sft', dict(mesh=dict(train='fsdp:2')),
-                        "mesh.train: cannot read 'fsdp:2'"),
-    'mesh size': ('sft', dict(mesh=dict(rollout='data=--1')),
-                  "mesh.rollout: cannot read 'data=--1'"),
-    'mesh with two rests': ('sft', dict(mesh=dict(train='fsdp=-1,data=-1')),
-                            'mesh.train: .*one of them may be -1'),
-    'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')),
-                        'mesh.train: .*sizes are 1 or more'),
-    'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')),
-                          'mesh.rollout: sampling has no use for context'),
-    'devices to sample nothing': (
-        'sft', dict(mesh=dict(rollout_devices=4)),
-        'mesh.rollout_devices: sft samples nothing'),
-    'lag of a greedy answer': (
-        'grpo', dict(algorithm='remax', rollout=dict(lag=1)),
-        'rollout.lag: 1 steps ahead there is neither a replay nor'),
-    'parked while others sample': (
-        'grpo', dict(rollout=dict(lag=1, park=True)),
-        'rollout.park: with rollout.lag'),
-    'more of the likeliest than there are': (
-        'grpo', dict(rollout=dict(top_logprobs=5000)),
-        'rollout.top_logprobs: 5000 of a vocabulary of'),
-    'a base that is not there': (
-        'grpo', dict(lora=dict(rank=2), rollout=dict(share_base=True),
-                     mesh=dict(rollout_devices=1)),
-        'rollout.share_base: the sampler has devices of its own'),
-    'swap without a lag': (
-        'grpo', dict(rollout=dict(swap_blocks=2)),
-        'rollout.swap_blocks: with rollout.lag=0 there are no newer'),
-    'no data': ('sft', dict(data=dict(path='')), 'config.data.path: is empty'),
-    'rows shorter than two': (
-        'sft', dict(train=dict(row_length=1)), 'row_length=1 at least 2'),
-    'no reward': ('grpo', dict(reward=''), 'config.reward: is empty'),
-    'group of one': ('grpo', dict(rollout=dict(group_size=1)),
-                     'rollout.group_size: .*at least 2'),
-    'rows too short to roll out': (
-        'grpo', dict(train=dict(row_length=20)),
-        'train.row_length: 20 .* = 36; raise it'),
-    'prompts too long': (
-        'grpo', dict(rollout=dict(max_prompt_length=3)),
-        'all 200 prompts are longer than max_prompt_length=3'),
-    'weights of rewards': (
-        'grpo', dict(reward_weights=(1.0, 2.0)),
-        'reward_weights: 2 weights for 1 rewards'),
-    'weight of text': (
-        'grpo', dict(reward_weights=('1',)),
-        "config.reward_weights.0.: want float, got '1'"),
-    'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is a int'),
-    'reward unknown': ('grpo', dict(reward='exact_mach'),
-                       "exact_mach.*exact_match"),
-    'reward without module': (
-        'grpo', dict(reward='my_rewards:fn'), "no module 'my_rewards'"),
-    'reward without file': (
-        'grpo', dict(reward='./reward.py:fine'), 'no file ./reward.py'),
-    'reward without function': (
-        'grpo', dict(reward='./rewards.py:fin'),
-        "rewards.py has no 'fin'; it has fine"),
-    'reward that is none': (
-        'grpo', dict(reward='./rewards.py:constant'),
-        'constant is a int, not a function'),
-    'reward that cannot be imported': (
-        'grpo', dict(reward='./breaks.py:fine'),
-        'raised OSError: no GPU here at .*breaks.py:1'),
-    'reward that needs another column': (
-        'grpo', dict(reward='./rewards.py:needs_more'),
-        "needs_more .*rewards.py.*needs the column 'gold', the data has: .*answ"
-    ),
-    'init_from no run': ('sft', dict(init_from='.'),
-                         'config.init_from: . is neither the folder of a run'),
-    'init_from no step': ('sft', dict(init_from='.@x'),
-                          "config.init_from: 'x' in '.@x' is no step"),
+  'unknown key': ('sft', dict(sede=1), 'config.sede: .*config.seed'),
+  'unknown key in a block': ('sft', dict(train=dict(step=1)), 'config.train.step: .*train.steps'),
+  'unknown key in a block in a block': (
+    'sft',
+    dict(eval=dict(data=dict(paht='x'))),
+    'config.eval.data.paht: .*config.eval.data.path',
+  ),
+  'unknown key in a stage': ('sft', dict(stages=('a',), a=dict(optim=dict(lrr=1.0))), 'config.a.optim.lrr: .*lr'),
+  'text for a number': ('sft', dict(train=dict(steps='10')), "train.steps: want int, got '10'"),
+  'float for an int': ('sft', dict(train=dict(steps=10.0)), 'train.steps: want int, got 10.0'),
+  'bool for an int': ('sft', dict(seed=True), 'config.seed: want int, got True'),
+  'text for a tuple': ('sft', dict(reward_weights='1,2'), 'reward_weights: want tuple'),
+  'text for tuple of stages': ('sft', dict(stages='sft'), 'config.stages: want tuple'),
+  'a number for a block': ('sft', dict(train=3), 'config.train: want a block'),
+  'nan': ('sft', dict(optim=dict(lr=float('nan'))), 'optim.lr: nan is not'),
+  'infinity': ('sft', dict(optim=dict(lr=float('inf'))), 'optim.lr: inf is'),
+  'negative': ('sft', dict(optim=dict(lr=-1.0)), 'optim.lr: -1.0 is below'),
+  'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),
+  'no choice': ('sft', dict(data=dict(overlong='trunkate')), "data.overlong: 'trunkate'.*did you mean 'truncate'"),
+  'stage called like a block': ('sft', dict(stages=('rl',)), "'rl' is a field of every config"),
+  'stage without block': ('sft', dict(stages=('sft', 'grop'), sft={}), 'no block config.grop'),
+  'algorithm': ('sft', dict(algorithm='sff'), "no 'sff'; did you mean 'sft'.*built in: sft, dpo"),
+  'algorithm of a user': ('sft', dict(algorithm='my.module'), "config.algorithm: no module 'my'"),
+  'not an algorithm': ('sft', dict(algorithm='json.decoder'), 'config.algorithm: json.decoder has no ALGORITHM'),
+  'preset': ('sft', dict(model=dict(path='', preset='tinny')), "model.preset: .*'tinny'.*tiny"),
+  'optimizer': ('sft', dict(optim=dict(name='adamv')), "optim.name: .*'adamv'.*adamw"),
+  'optimizer without decay': (
+    'sft',
+    dict(optim=dict(name='adam', weight_decay=0.1)),
+    'optim.weight_decay: optax.adam takes none; use adamw',
+  ),
+  'mesh axis': ('sft', dict(mesh=dict(train='model=2')), "config.mesh.train: .*'model=2'.*data, fsdp, expert"),
+  'mesh unreadable': ('sft', dict(mesh=dict(train='fsdp:2')), "mesh.train: cannot read 'fsdp:2'"),
+  'mesh size': ('sft', dict(mesh=dict(rollout='data=--1')), "mesh.rollout: cannot read 'data=--1'"),
+  'mesh with two rests': ('sft', dict(mesh=dict(train='fsdp=-1,data=-1')), 'mesh.train: .*one of them may be -1'),
+  'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')), 'mesh.train: .*sizes are 1 or more'),
+  'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
+  'devices to sample nothing': ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
+  'lag of a greedy answer': (
+    'grpo',
+    dict(algorithm='remax', rollout=dict(lag=1)),
+    'rollout.lag: 1 steps ahead there is neither a replay nor',
+  ),
+  'parked while others sample': ('grpo', dict(rollout=dict(lag=1, park=True)), 'rollout.park: with rollout.lag'),
+  'more of the likeliest than there are': (
+    'grpo',
+    dict(rollout=dict(top_logprobs=5000)),
+    'rollout.top_logprobs: 5000 of a vocabulary of',
+  ),
+  'a base that is not there': (
+    'grpo',
+    dict(lora=dict(rank=2), rollout=dict(share_base=True), mesh=dict(rollout_devices=1)),
+    'rollout.share_base: the sampler has devices of its own',
+  ),
+  'swap without a lag': (
+    'grpo',
+    dict(rollout=dict(swap_blocks=2)),
+    'rollout.swap_blocks: with rollout.lag=0 there are no newer',
+  ),
+  'no data': ('sft', dict(data=dict(path='')), 'config.data.path: is empty'),
+  'rows shorter than two': ('sft', dict(train=dict(row_length=1)), 'row_length=1 at least 2'),
+  'no reward': ('grpo', dict(reward=''), 'config.reward: is empty'),
+  'group of one': ('grpo', dict(rollout=dict(group_size=1)), 'rollout.group_size: .*at least 2'),
+  'rows too short to roll out': ('grpo', dict(train=dict(row_length=20)), 'train.row_length: 20 .* = 36; raise it'),
+  'prompts too long': (
+    'grpo',
+    dict(rollout=dict(max_prompt_length=3)),
+    'all 200 prompts are longer than max_prompt_length=3',
+  ),
+  'weights of rewards': ('grpo', dict(reward_weights=(1.0, 2.0)), 'reward_weights: 2 weights for 1 rewards'),
+  'weight of text': ('grpo', dict(reward_weights=('1',)), "config.reward_weights.0.: want float, got '1'"),
+  'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is a int'),
+  'reward unknown': ('grpo', dict(reward='exact_mach'), 'exact_mach.*exact_match'),
+  'reward without module': ('grpo', dict(reward='my_rewards:fn'), "no module 'my_rewards'"),
+  'reward without file': ('grpo', dict(reward='./reward.py:fine'), 'no file ./reward.py'),
+  'reward without function': ('grpo', dict(reward='./rewards.py:fin'), "rewards.py has no 'fin'; it has fine"),
+  'reward that is none': ('grpo', dict(reward='./rewards.py:constant'), 'constant is a int, not a function'),
+  'reward that cannot be imported': (
+    'grpo',
+    dict(reward='./breaks.py:fine'),
+    'raised OSError: no GPU here at .*breaks.py:1',
+  ),
+  'reward that needs another column': (
+    'grpo',
+    dict(reward='./rewards.py:needs_more'),
+    "needs_more .*rewards.py.*needs the column 'gold', the data has: .*answ",
+  ),
+  'init_from no run': ('sft', dict(init_from='.'), 'config.init_from: . is neither the folder of a run'),
+  'init_from no step': ('sft', dict(init_from='.@x'), "config.init_from: 'x' in '.@x' is no step"),
 }
 
 
 @pytest.mark.parametrize('case', FIELDS)
 def test_field(case, model, place, monkeypatch):
   kind, change, wanted = FIELDS[case]
-  base = tiny.run_config(model) if kind == 'sft' else tiny.grpo_config(
-      model, reward='exact_match', rewards=dict(workers=1))
-  line = refused(
-      tiny.merged(base, change), place / 'run', monkeypatch)
+  base = (
+    tiny.run_config(model) if kind == 'sft' else tiny.grpo_config(model, reward='exact_match', rewards=dict(workers=1))
+  )
+  line = refused(tiny.merged(base, change), place / 'run', monkeypatch)
   assert re.search(wanted, line), line
 
 
 DEVICES = {
-    'mesh does not fit': (
-        dict(mesh=dict(train='fsdp=3')), 'mesh.train: .fsdp=3. does not fit 1'),
-    'nobody left to train': (
-        dict(algorithm='grpo', reward='length?max=8', train=dict(
-            row_length=0), mesh=dict(rollout_devices=1)),
-        'rollout_devices, score_devices: 1 of 1 device.s. leave none'),
-    'mesh of a later stage': (
-        dict(stages=('a', 'b'), a={}, b=dict(mesh=dict(rollout='data=2'))),
-        'mesh.rollout: .data=2. does not fit 1'),
+  'mesh does not fit': (dict(mesh=dict(train='fsdp=3')), 'mesh.train: .fsdp=3. does not fit 1'),
+  'nobody left to train': (
+    dict(algorithm='grpo', reward='length?max=8', train=dict(row_length=0), mesh=dict(rollout_devices=1)),
+    'rollout_devices, score_devices: 1 of 1 device.s. leave none',
+  ),
+  'mesh of a later stage': (
+    dict(stages=('a', 'b'), a={}, b=dict(mesh=dict(rollout='data=2'))),
+    'mesh.rollout: .data=2. does not fit 1',
+  ),
 }
 
 
 @pytest.mark.parametrize('case', DEVICES)
 def test_field_that_depends_on_the_devices(case, model, place, monkeypatch):
   change, wanted = DEVICES[case]
-  line = refused(tiny.run_config(model, **change), place / 'run', monkeypatch,
-                 devices=True)
+  line = refused(tiny.run_config(model, **change), place / 'run', monkeypatch, devices=True)
   assert re.search(wanted, line), line
 
 
 def test_rows_that_do_not_split():
   from jaxpost.stage import batch_shape, config
+
   parsed = config.parse(dict(train=dict(batch_size=6)))['sft']
   with pytest.raises(InputError, match='6 rows at a time do not split over 4'):
     batch_shape.batch_shape(parsed, False, 4)
@@ -253,70 +227,85 @@ def lines(*text):
 
 # name: (file, its bytes or None, config.data, what the line must hold)
 DATA = {
-    'missing': ('train.jsonl', lines(GOOD), dict(path='trian.jsonl'),
-                'trian.jsonl: no such file; did you mean train.jsonl'),
-    'missing folder': ('train.jsonl', lines(GOOD), dict(path='dat/x.jsonl'),
-                       'dat/x.jsonl: no such file, nor is there a folder dat'),
-    'empty': ('empty.jsonl', b'', dict(path='empty.jsonl'),
-              'empty.jsonl: holds no rows'),
-    'bad line': ('bad.jsonl', lines(GOOD, '{"prompt": "a",, }'),
-                 dict(path='bad.jsonl'), r'bad.jsonl:2:16'),
-    'torn line': ('bad.jsonl', lines(GOOD, GOOD[:-9]), dict(path='bad.jsonl'),
-                  r'bad.jsonl:2:'),
-    'no object': ('bad.jsonl', lines(GOOD, '[1]'), dict(path='bad.jsonl'),
-                  'bad.jsonl:2: .*list'),
-    'renamed from nothing': (
-        'x.jsonl', lines('{"question": "a", "answer": "b"}'),
-        dict(path='x.jsonl', columns='prompt=questoin,completion=answer'),
-        "x.jsonl:1: no column 'questoin'.*did you mean question"),
-    'columns unreadable': ('x.jsonl', lines(GOOD),
-                           dict(path='x.jsonl', columns='prompt'),
-                           "columns: 'prompt' must be target=source"),
-    'no known column': ('x.jsonl', lines(GOOD, '{"question": "a"}'),
-                        dict(path='x.jsonl'), 'x.jsonl:2: .*question'),
-    'prompt without completion': (
-        'x.jsonl', lines('{"prompt": "a"}'), dict(path='x.jsonl'),
-        'x.jsonl:1: .*completion'),
-    'null content': (
-        'x.jsonl', lines(json.dumps({'messages': [
-            {'role': 'user', 'content': 'a'},
-            {'role': 'assistant', 'content': None}]})), dict(path='x.jsonl'),
-        r'x.jsonl:1: messages\[1\].content'),
-    'null column': (
-        'x.jsonl', lines('{"prompt": "a", "completion": null}'),
-        dict(path='x.jsonl'), 'x.jsonl:1: completion'),
-    'no assistant': (
-        'x.jsonl', lines(json.dumps(
-            {'messages': [{'role': 'user', 'content': 'a'}]})),
-        dict(path='x.jsonl'), 'x.jsonl:1: .*assistant'),
-    'unknown role': (
-        'x.jsonl', lines(json.dumps({'messages': [
-            {'role': 'usr', 'content': 'a'},
-            {'role': 'assistant', 'content': 'b'}]})), dict(path='x.jsonl'),
-        r"x.jsonl:1: messages\[0\].role.*'usr'"),
-    'not utf-8': ('x.jsonl', lines(GOOD) + b'{"prompt": "\xff\xfe", "co": 1}\n',
-                  dict(path='x.jsonl'), r'x.jsonl:2.*UTF-8'),
-    'broken gzip': ('x.jsonl.gz', b'\x1f\x8b\x08\x00nonsense',
-                    dict(path='x.jsonl.gz'), 'x.jsonl.gz'),
-    'broken parquet': ('x.parquet', b'PAR1 and so on', dict(path='x.parquet'),
-                       'x.parquet'),
-    'unknown kind': ('x.csv', b'a,b\n', dict(path='x.csv'), 'x.csv: .*jsonl'),
-    'folder without data': ('empty/notes.md', b'x', dict(path='empty'),
-                            'empty: .*jsonl'),
-    'only a prompt fits': (
-        'x.jsonl', lines(json.dumps({'prompt': 'a' * 99, 'completion': 'b'})),
-        dict(path='x.jsonl'), 'no.* trained token within 64 tokens'),
-    'generator': ('x', b'', dict(path='generated:arithmetik'),
-                  'generated:arithmetik: there is no such data'),
-    'option of a generator': (
-        'x', b'', dict(path='generated:arithmetic:maximum=3'),
-        "unknown option 'maximum'"),
-    'map of a file': ('x.jsonl', lines(GOOD),
-                      dict(path='x.jsonl', map='./maps.py:fn'),
-                      'no file ./maps.py'),
-    'map that raises': ('x.jsonl', lines(GOOD),
-                        dict(path='x.jsonl', map='./rewards.py:raises'),
-                        'x.jsonl:1: .*raised KeyError'),
+  'missing': (
+    'train.jsonl',
+    lines(GOOD),
+    dict(path='trian.jsonl'),
+    'trian.jsonl: no such file; did you mean train.jsonl',
+  ),
+  'missing folder': (
+    'train.jsonl',
+    lines(GOOD),
+    dict(path='dat/x.jsonl'),
+    'dat/x.jsonl: no such file, nor is there a folder dat',
+  ),
+  'empty': ('empty.jsonl', b'', dict(path='empty.jsonl'), 'empty.jsonl: holds no rows'),
+  'bad line': ('bad.jsonl', lines(GOOD, '{"prompt": "a",, }'), dict(path='bad.jsonl'), r'bad.jsonl:2:16'),
+  'torn line': ('bad.jsonl', lines(GOOD, GOOD[:-9]), dict(path='bad.jsonl'), r'bad.jsonl:2:'),
+  'no object': ('bad.jsonl', lines(GOOD, '[1]'), dict(path='bad.jsonl'), 'bad.jsonl:2: .*list'),
+  'renamed from nothing': (
+    'x.jsonl',
+    lines('{"question": "a", "answer": "b"}'),
+    dict(path='x.jsonl', columns='prompt=questoin,completion=answer'),
+    "x.jsonl:1: no column 'questoin'.*did you mean question",
+  ),
+  'columns unreadable': (
+    'x.jsonl',
+    lines(GOOD),
+    dict(path='x.jsonl', columns='prompt'),
+    "columns: 'prompt' must be target=source",
+  ),
+  'no known column': ('x.jsonl', lines(GOOD, '{"question": "a"}'), dict(path='x.jsonl'), 'x.jsonl:2: .*question'),
+  'prompt without completion': ('x.jsonl', lines('{"prompt": "a"}'), dict(path='x.jsonl'), 'x.jsonl:1: .*completion'),
+  'null content': (
+    'x.jsonl',
+    lines(json.dumps({'messages': [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': None}]})),
+    dict(path='x.jsonl'),
+    r'x.jsonl:1: messages\[1\].content',
+  ),
+  'null column': (
+    'x.jsonl',
+    lines('{"prompt": "a", "completion": null}'),
+    dict(path='x.jsonl'),
+    'x.jsonl:1: completion',
+  ),
+  'no assistant': (
+    'x.jsonl',
+    lines(json.dumps({'messages': [{'role': 'user', 'content': 'a'}]})),
+    dict(path='x.jsonl'),
+    'x.jsonl:1: .*assistant',
+  ),
+  'unknown role': (
+    'x.jsonl',
+    lines(json.dumps({'messages': [{'role': 'usr', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]})),
+    dict(path='x.jsonl'),
+    r"x.jsonl:1: messages\[0\].role.*'usr'",
+  ),
+  'not utf-8': (
+    'x.jsonl',
+    lines(GOOD) + b'{"prompt": "\xff\xfe", "co": 1}\n',
+    dict(path='x.jsonl'),
+    r'x.jsonl:2.*UTF-8',
+  ),
+  'broken gzip': ('x.jsonl.gz', b'\x1f\x8b\x08\x00nonsense', dict(path='x.jsonl.gz'), 'x.jsonl.gz'),
+  'broken parquet': ('x.parquet', b'PAR1 and so on', dict(path='x.parquet'), 'x.parquet'),
+  'unknown kind': ('x.csv', b'a,b\n', dict(path='x.csv'), 'x.csv: .*jsonl'),
+  'folder without data': ('empty/notes.md', b'x', dict(path='empty'), 'empty: .*jsonl'),
+  'only a prompt fits': (
+    'x.jsonl',
+    lines(json.dumps({'prompt': 'a' * 99, 'completion': 'b'})),
+    dict(path='x.jsonl'),
+    'no.* trained token within 64 tokens',
+  ),
+  'generator': ('x', b'', dict(path='generated:arithmetik'), 'generated:arithmetik: there is no such data'),
+  'option of a generator': ('x', b'', dict(path='generated:arithmetic:maximum=3'), "unknown option 'maximum'"),
+  'map of a file': ('x.jsonl', lines(GOOD), dict(path='x.jsonl', map='./maps.py:fn'), 'no file ./maps.py'),
+  'map that raises': (
+    'x.jsonl',
+    lines(GOOD),
+    dict(path='x.jsonl', map='./rewards.py:raises'),
+    'x.jsonl:1: .*raised KeyError',
+  ),
 }
 
 
@@ -325,13 +314,11 @@ def test_data(case, model, place, monkeypatch):
   name, content, data, wanted = DATA[case]
   (place / name).parent.mkdir(exist_ok=True)
   (place / name).write_bytes(content)
-  line = refused(
-      tiny.run_config(model, data=data), place / 'run', monkeypatch)
+  line = refused(tiny.run_config(model, data=data), place / 'run', monkeypatch)
   assert re.search(wanted, line), line
   # Held-out data is looked at as early.
   if case in ('missing', 'bad line', 'null content'):
-    line = refused(tiny.run_config(model, eval=dict(data=dict(
-        path=data['path']))), place / 'run', monkeypatch)
+    line = refused(tiny.run_config(model, eval=dict(data=dict(path=data['path']))), place / 'run', monkeypatch)
     assert re.search(wanted, line), line
 
 
@@ -361,39 +348,34 @@ def index_outside(folder):
   path = folder / 'model.safetensors'
   names = safetensors.numpy.load_file(path)
   path.rename(folder.parent / path.name)
-  (folder / 'model.safetensors.index.json').write_text(json.dumps(
-      {'weight_map': dict.fromkeys(names, '../model.safetensors')}))
+  (folder / 'model.safetensors.index.json').write_text(
+    json.dumps({'weight_map': dict.fromkeys(names, '../model.safetensors')})
+  )
 
 
 NORM = 'model.layers.0.input_layernorm.weight'
 # name: (edit of the folder, what the line must hold)
 MODELS = {
-    'missing tensor': (
-        lambda f: tensors(f, lambda t: t.pop(NORM)), f'{NORM}'),
-    'extra tensor': (
-        lambda f: tensors(f, lambda t: t.update(
-            {'model.layers.0.lora.weight': t[NORM]})),
-        'model.layers.0.lora.weight'),
-    'tensor of another shape': (
-        lambda f: tensors(f, lambda t: t.update(
-            {NORM: t[NORM][:-1].copy()})), rf'{NORM}.*15'),
-    'tensor of another type': (
-        lambda f: tensors(f, lambda t: t.update(
-            {NORM: t[NORM].astype('int32')})), rf'{NORM} has type I32'),
-    'index to elsewhere': (index_outside, r"'\.\./model.safetensors', which"),
-    'code of its own': (lambda f: edit(
-        f, auto_map={'AutoModel': 'modeling.Mine'}), 'auto_map'),
-    'truncated': (truncated, 'model.safetensors: '),
-    'pickle only': (only_pickle, 'pytorch_model.bin.*safetensors'),
-    'no weights': (lambda f: (f / 'model.safetensors').unlink(),
-                   'safetensors'),
-    'unknown model_type': (lambda f: edit(f, model_type='mamba'),
-                           "'mamba'.*llama, mistral"),
-    'no config': (lambda f: (f / 'config.json').unlink(), 'config.json'),
-    'bad config': (lambda f: (f / 'config.json').write_text('{'),
-                   'config.json'),
-    'size of text': (lambda f: edit(f, hidden_size='16'), "hidden_size='16'"),
-    'too few embeddings': (lambda f: None, '259 tokens are more than the 100'),
+  'missing tensor': (lambda f: tensors(f, lambda t: t.pop(NORM)), f'{NORM}'),
+  'extra tensor': (
+    lambda f: tensors(f, lambda t: t.update({'model.layers.0.lora.weight': t[NORM]})),
+    'model.layers.0.lora.weight',
+  ),
+  'tensor of another shape': (lambda f: tensors(f, lambda t: t.update({NORM: t[NORM][:-1].copy()})), rf'{NORM}.*15'),
+  'tensor of another type': (
+    lambda f: tensors(f, lambda t: t.update({NORM: t[NORM].astype('int32')})),
+    rf'{NORM} has type I32',
+  ),
+  'index to elsewhere': (index_outside, r"'\.\./model.safetensors', which"),
+  'code of its own': (lambda f: edit(f, auto_map={'AutoModel': 'modeling.Mine'}), 'auto_map'),
+  'truncated': (truncated, 'model.safetensors: '),
+  'pickle only': (only_pickle, 'pytorch_model.bin.*safetensors'),
+  'no weights': (lambda f: (f / 'model.safetensors').unlink(), 'safetensors'),
+  'unknown model_type': (lambda f: edit(f, model_type='mamba'), "'mamba'.*llama, mistral"),
+  'no config': (lambda f: (f / 'config.json').unlink(), 'config.json'),
+  'bad config': (lambda f: (f / 'config.json').write_text('{'), 'config.json'),
+  'size of text': (lambda f: edit(f, hidden_size='16'), "hidden_size='16'"),
+  'too few embeddings': (lambda f: None, '259 tokens are more than the 100'),
 }
 
 
@@ -405,53 +387,58 @@ def test_model(case, model, place, monkeypatch):
   else:
     shutil.copytree(model, place / 'model')
   change(place / 'model')
-  line = refused(
-      tiny.run_config(str(place / 'model')), place / 'run', monkeypatch)
+  line = refused(tiny.run_config(str(place / 'model')), place / 'run', monkeypatch)
   assert re.search(wanted, line), line
   assert str(place / 'model') in line
 
 
-@pytest.mark.parametrize('change, wanted', [
+@pytest.mark.parametrize(
+  'change, wanted',
+  [
     (dict(path='./no_such/model'), 'config.model.path: ./no_such/model does'),
     (dict(tokenizer=''), 'tokenizer'),
     (dict(tokenizer='./none'), './none'),
-], ids=['folder', 'no tokenizer in it', 'tokenizer'])
+  ],
+  ids=['folder', 'no tokenizer in it', 'tokenizer'],
+)
 def test_model_section(change, wanted, model, place, monkeypatch):
-  line = refused(
-      tiny.merged(tiny.run_config(model), dict(model=change)), place / 'run',
-      monkeypatch)
+  line = refused(tiny.merged(tiny.run_config(model), dict(model=change)), place / 'run', monkeypatch)
   assert re.search(wanted, line), line
 
 
-@pytest.mark.parametrize('over, wanted', [
-    (dict(lora=dict(rank=2, targets='query')),
-     "config.lora.targets: 'query' matches none of layers/q, "),
+@pytest.mark.parametrize(
+  'over, wanted',
+  [
+    (dict(lora=dict(rank=2, targets='query')), "config.lora.targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(rank=9)), 'config.lora.rank: 9 is larger than layers/'),
     (dict(model=dict(quantise='nf4')), "config.model.quantise: 'nf4' is for"),
     (dict(model=dict(quantise='int3')), 'config.model.quantise.*int8'),
     (dict(model=dict(path='gs://no/model')), r'gs://no/model: .*\[gcs\]'),
-], ids=['targets', 'rank', 'quantise', 'bits', 'store'])
+  ],
+  ids=['targets', 'rank', 'quantise', 'bits', 'store'],
+)
 def test_adapters_and_bases(over, wanted, model, place, monkeypatch):
   monkeypatch.setitem(sys.modules, 'gcsfs', None)
-  line = refused(tiny.merged(tiny.run_config(model), over), place / 'run',
-                 monkeypatch)
+  line = refused(tiny.merged(tiny.run_config(model), over), place / 'run', monkeypatch)
   assert re.search(wanted, line), line
 
 
 # Rewards that fail for every group of the first batch.
 
 
-@pytest.mark.parametrize('name, wanted', [
+@pytest.mark.parametrize(
+  'name, wanted',
+  [
     ('raises', "raised KeyError: 'gold' at .*rewards.py:8"),
     ('hangs', r'no answer in 0.5 s'),
     ('not_a_number', 'returned nan at 0'),
     ('too_short', 'returned 1 rewards for 4 completions'),
-])
-def test_reward_that_never_works_stops_the_run(
-    name, wanted, model, place):
+  ],
+)
+def test_reward_that_never_works_stops_the_run(name, wanted, model, place):
   config = tiny.grpo_config(
-      model, reward=f'./rewards.py:{name}', train=dict(steps=1),
-      rewards=dict(workers=1, timeout_s=0.5))
+    model, reward=f'./rewards.py:{name}', train=dict(steps=1), rewards=dict(workers=1, timeout_s=0.5)
+  )
   line = said(config, place / 'run')
   assert re.search(wanted, line), line
   assert name in line and 'rewards.py' in line, line
@@ -472,13 +459,13 @@ def begun(model, tmp_path_factory):
 
 
 CHANGES = {
-    'lr': (dict(optim=dict(lr=1e-4)), 'config.optim.lr of sft .*0.003, now'),
-    'seed': (dict(seed=5), 'config.seed of sft .*0, now 5'),
-    'data': (dict(data=dict(shuffle=False)), 'config.data.shuffle'),
-    'batch': (dict(train=dict(batch_size=4)), 'config.train.batch_size'),
-    'stages': (dict(stages=('a',), a={}), 'config.stages: sft of .*begun'),
-    'algorithm': (dict(algorithm='grpo', reward='length'), 'config.stages: '),
-    'fewer steps': (dict(train=dict(steps=1)), 'train.steps: 1 of sft.*step 2'),
+  'lr': (dict(optim=dict(lr=1e-4)), 'config.optim.lr of sft .*0.003, now'),
+  'seed': (dict(seed=5), 'config.seed of sft .*0, now 5'),
+  'data': (dict(data=dict(shuffle=False)), 'config.data.shuffle'),
+  'batch': (dict(train=dict(batch_size=4)), 'config.train.batch_size'),
+  'stages': (dict(stages=('a',), a={}), 'config.stages: sft of .*begun'),
+  'algorithm': (dict(algorithm='grpo', reward='length'), 'config.stages: '),
+  'fewer steps': (dict(train=dict(steps=1)), 'train.steps: 1 of sft.*step 2'),
 }
 
 
@@ -491,8 +478,7 @@ def test_changed_config_that_would_corrupt(case, begun, capsys):
   if case == 'lr':
     shown = ''.join(capsys.readouterr().out.split())
     assert f'config.optim.lrofsft:0.003in{workdir}/config.json,now' in shown
-  assert before == {
-      p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
+  assert before == {p: p.read_bytes() for p in workdir.rglob('*') if p.is_file()}
 
 
 def test_a_checkpoint_of_another_model_of_the_same_shapes(model, place):
@@ -502,8 +488,7 @@ def test_a_checkpoint_of_another_model_of_the_same_shapes(model, place):
   stages.run(config, place / 'run')
   edit(place / 'model', rms_norm_eps=1e-3)
   line = said(tiny.merged(config, dict(train=dict(steps=2))), place / 'run')
-  assert re.search('config.model.path of sft: has norm_eps 0.001, in the '
-                   'checkpoint 1e-06', line), line
+  assert re.search('config.model.path of sft: has norm_eps 0.001, in the checkpoint 1e-06', line), line
 
 
 def test_a_model_that_has_changed_since_a_stage_ended(model, place):
@@ -515,15 +500,20 @@ def test_a_model_that_has_changed_since_a_stage_ended(model, place):
   shutil.rmtree(place / 'run/checkpoints/second')
   (place / 'run/summary.json').unlink()
   edit(place / 'model', rms_norm_eps=1e-3)
-  assert 'config.model.path of first: has norm_eps 0.001' in said(
-      config, place / 'run')
+  assert 'config.model.path of first: has norm_eps 0.001' in said(config, place / 'run')
 
 
-@pytest.mark.parametrize('change', [
-    dict(save=dict(every=1)), dict(log=dict(every=3)),
-    dict(eval=dict(every=2)), dict(rewards=dict(workers=1)),
+@pytest.mark.parametrize(
+  'change',
+  [
+    dict(save=dict(every=1)),
+    dict(log=dict(every=3)),
+    dict(eval=dict(every=2)),
+    dict(rewards=dict(workers=1)),
     dict(train=dict(steps=4)),
-], ids=lambda change: '.'.join(change))
+  ],
+  ids=lambda change: '.'.join(change),
+)
 def test_changed_config_that_may(change, begun, tmp_path):
   config, workdir = begun
   shutil.copytree(workdir, tmp_path / 'run')
@@ -543,10 +533,14 @@ def test_first_mistakes_can_be_corrected(model, place):
   stages.run(config, workdir)
   # A second stage that failed may change; the first, which is saved, may not.
   rl = tiny.grpo_config(
-      model, stages=('sft', 'online'), reward='./rewards.py:raises',
-      train=dict(steps=1), sft=dict(algorithm='sft', reward='', train=dict(
-          row_length=64), rollout=dict(prompts=8, group_size=8)),
-      online=dict(algorithm='grpo'), rewards=dict(workers=1))
+    model,
+    stages=('sft', 'online'),
+    reward='./rewards.py:raises',
+    train=dict(steps=1),
+    sft=dict(algorithm='sft', reward='', train=dict(row_length=64), rollout=dict(prompts=8, group_size=8)),
+    online=dict(algorithm='grpo'),
+    rewards=dict(workers=1),
+  )
   line = said(rl, workdir)
   assert 'raised KeyError' in line
   fixed = tiny.merged(rl, dict(reward='./rewards.py:fine'))
@@ -561,31 +555,32 @@ def test_first_mistakes_can_be_corrected(model, place):
 def launch(place, *arguments):
   """(exit code, stderr) of the launcher where JAX has no device."""
   done = subprocess.run(
-      [sys.executable, '-m', 'launch.train', *arguments], cwd=place, text=True,
-      env={**os.environ, 'JAX_PLATFORMS': 'none_at_all',
-           'PYTHONPATH': str(ROOT)}, capture_output=True, timeout=120)
+    [sys.executable, '-m', 'launch.train', *arguments],
+    cwd=place,
+    text=True,
+    env={**os.environ, 'JAX_PLATFORMS': 'none_at_all', 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    timeout=120,
+  )
   assert done.stdout == ''
   return done.returncode, done.stderr
 
 
 CONFIG = '--config=config.py', '--workdir=run'
 LAUNCHES = {
-    'unknown key': ((*CONFIG, '--config.trian.steps=3'), 'trian'),
-    'ill-typed': ((*CONFIG, '--config.train.steps=many'), 'many'),
-    'value': ((*CONFIG, '--config.optim.lr=nan'),
-              'config.optim.lr: nan is not a finite number'),
-    'data': ((*CONFIG, '--config.data.path=trian.jsonl'),
-             'trian.jsonl: no such file; did you mean train.jsonl'),
-    'model': ((*CONFIG, '--config.model.path=./mdel'), './mdel does not exist'),
-    'algorithm': ((*CONFIG, '--config.algorithm=spt'), "there is no 'spt'"),
-    'mesh': ((*CONFIG, '--config.mesh.train=model=8'), 'config.mesh.train'),
-    'config file': (('--config=cnfig.py', '--workdir=run'), 'cnfig.py'),
-    'flag': ((*CONFIG, '--wrokdir=x'), 'wrokdir'),
-    'no workdir': (CONFIG[:1], 'workdir'),
-    'word': ((*CONFIG, 'steps=3'), "'steps=3' is no flag"),
-    'syntax': (('--config=syntax.py', '--workdir=run'), 'syntax.py'),
-    'config that raises': (('--config=raises.py', '--workdir=run'),
-                           'raises.py:2: NameError'),
+  'unknown key': ((*CONFIG, '--config.trian.steps=3'), 'trian'),
+  'ill-typed': ((*CONFIG, '--config.train.steps=many'), 'many'),
+  'value': ((*CONFIG, '--config.optim.lr=nan'), 'config.optim.lr: nan is not a finite number'),
+  'data': ((*CONFIG, '--config.data.path=trian.jsonl'), 'trian.jsonl: no such file; did you mean train.jsonl'),
+  'model': ((*CONFIG, '--config.model.path=./mdel'), './mdel does not exist'),
+  'algorithm': ((*CONFIG, '--config.algorithm=spt'), "there is no 'spt'"),
+  'mesh': ((*CONFIG, '--config.mesh.train=model=8'), 'config.mesh.train'),
+  'config file': (('--config=cnfig.py', '--workdir=run'), 'cnfig.py'),
+  'flag': ((*CONFIG, '--wrokdir=x'), 'wrokdir'),
+  'no workdir': (CONFIG[:1], 'workdir'),
+  'word': ((*CONFIG, 'steps=3'), "'steps=3' is no flag"),
+  'syntax': (('--config=syntax.py', '--workdir=run'), 'syntax.py'),
+  'config that raises': (('--config=raises.py', '--workdir=run'), 'raises.py:2: NameError'),
 }
 
 

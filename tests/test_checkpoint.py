@@ -38,34 +38,18 @@ def make_state(seed, width=16):
   draw = np.random.default_rng(seed)
   params = {
     'embed': np.zeros((width, 8), np.float32),
-    'layers': {
-      'w': np.zeros((2, 8, 8), jnp.bfloat16),
-      'bias': None,
-      'nothing': np.zeros((0, 8), np.float32),
-    },
+    'layers': {'w': np.zeros((2, 8, 8), jnp.bfloat16), 'bias': None, 'nothing': np.zeros((0, 8), np.float32)},
   }
-  tx = optax.chain(
-    optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1, 0, 9))
-  )
-  state = types.TrainState(
-    step=np.int32(seed),
-    params=params,
-    opt_state=jax.eval_shape(tx.init, params),
-  )
-  state = jax.tree.map(
-    lambda x: jnp.asarray((9 * draw.normal(size=x.shape)).astype(x.dtype)),
-    state,
-  )
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1, 0, 9)))
+  state = types.TrainState(step=np.int32(seed), params=params, opt_state=jax.eval_shape(tx.init, params))
+  state = jax.tree.map(lambda x: jnp.asarray((9 * draw.normal(size=x.shape)).astype(x.dtype)), state)
   odd = np.array([math.nan, -0.0, 1e-40, math.inf], np.float32)
   state.params['head.out/proj'] = jnp.asarray(odd)
   return state
 
 
 def template(state):
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    state,
-  )
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def digest(tree):
@@ -116,8 +100,7 @@ def start_child(code, *args, env=()):
   paths = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': paths, **dict(env)}
   return subprocess.Popen(
-    [sys.executable, '-c', code, *map(str, args)],
-    env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    [sys.executable, '-c', code, *map(str, args)], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
   )
 
 
@@ -152,9 +135,7 @@ def test_restore_params_reads_no_optimizer_state(tmp_path):
   assert digest(layers) == digest(params['layers'])
   seen = []
   original = ck._orbax.restore
-  ck._orbax.restore = lambda folder, args: (
-    seen.append(args['state'].item), original(folder, args=args)
-  )[1]
+  ck._orbax.restore = lambda folder, args: (seen.append(args['state'].item), original(folder, args=args))[1]
   ck.restore_params(template(params))
   assert all(key.startswith('params/') for key in seen[0]) and len(seen) == 1
   ck.close()
@@ -163,9 +144,7 @@ def test_restore_params_reads_no_optimizer_state(tmp_path):
 def test_state_may_be_donated_once_save_returns(tmp_path):
   state = {'w': jnp.arange(1 << 20, dtype=jnp.float32), 'b': jnp.ones((8, 8))}
   before = digest(state)
-  wipe = jax.jit(
-    lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0
-  )
+  wipe = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
   ck = checkpoint.Checkpointer(tmp_path)
   for step in range(1, 6):
     copy = jax.tree.map(jnp.copy, state)

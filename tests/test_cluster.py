@@ -10,29 +10,40 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CODE = '''
+CODE = """
 import json
 from jaxpost.distributed import cluster, coordination
 cluster.connect(init_s=60)
 print(json.dumps(coordination.gather([coordination.index(), coordination.count()])))
-'''
+"""
 # What the launchers of these clusters set, as jax/_src/clusters reads it.
 CLUSTERS = {
-    'slurm': lambda rank, job: dict(
-        SLURM_JOB_ID=str(job), SLURM_STEP_NODELIST='localhost',
-        SLURM_NTASKS='2', SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank),
-        SLURM_STEP_NUM_NODES='1'),
-    'ompi': lambda rank, job: dict(
-        OMPI_MCA_orte_hnp_uri=f'{job}.0;tcp://127.0.0.1:40000',
-        OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_RANK=str(rank),
-        OMPI_COMM_WORLD_LOCAL_RANK=str(rank))}
+  'slurm': lambda rank, job: dict(
+    SLURM_JOB_ID=str(job),
+    SLURM_STEP_NODELIST='localhost',
+    SLURM_NTASKS='2',
+    SLURM_PROCID=str(rank),
+    SLURM_LOCALID=str(rank),
+    SLURM_STEP_NUM_NODES='1',
+  ),
+  'ompi': lambda rank, job: dict(
+    OMPI_MCA_orte_hnp_uri=f'{job}.0;tcp://127.0.0.1:40000',
+    OMPI_COMM_WORLD_SIZE='2',
+    OMPI_COMM_WORLD_RANK=str(rank),
+    OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+  ),
+}
 
 
 def run(code, **env):
   return subprocess.Popen(
-      [sys.executable, '-c', code], cwd=ROOT, text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', **env})
+    [sys.executable, '-c', code],
+    cwd=ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    env=os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', **env},
+  )
 
 
 @pytest.mark.parametrize('name', CLUSTERS)
@@ -47,9 +58,12 @@ def test_two_processes_meet(name):
 
 def test_an_unknown_cluster_is_one_line():
   done = subprocess.run(
-      [sys.executable, '-m', 'launch.train', '--distributed',
-       '--config=configs/quickstart.py', '--workdir=/no/where'], cwd=ROOT,
-      text=True, capture_output=True, env=os.environ | {'JAX_PLATFORMS': 'cpu'})
+    [sys.executable, '-m', 'launch.train', '--distributed', '--config=configs/quickstart.py', '--workdir=/no/where'],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
   assert done.returncode == 2 and 'Traceback' not in done.stderr
   assert '--coordinator=HOST:PORT, --num_processes' in done.stderr
 
@@ -59,10 +73,8 @@ def test_pathways(installed, tmp_path):
   """One process drives all hosts: it only says that it is there."""
   code = 'from jaxpost.distributed import cluster\ncluster.connect()\nprint("on")'
   if installed:
-    (tmp_path / 'pathwaysutils.py').write_text(
-        'def initialize():\n  print("Pathways")\n')
-  child = run(code, JAX_PLATFORMS='proxy,cpu',
-              PYTHONPATH=f'{tmp_path}:{ROOT}')
+    (tmp_path / 'pathwaysutils.py').write_text('def initialize():\n  print("Pathways")\n')
+  child = run(code, JAX_PLATFORMS='proxy,cpu', PYTHONPATH=f'{tmp_path}:{ROOT}')
   out, err = child.communicate(timeout=300)
   if installed:
     assert out.split() == ['Pathways', 'on'], err

@@ -15,8 +15,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MESHES = ('fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=4',
-          'fsdp=2,context=4', 'fsdp=2,context=2,tensor=2')
+MESHES = ('fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=4', 'fsdp=2,context=4', 'fsdp=2,context=2,tensor=2')
 RESHARDS = {'fsdp=8': 'data=8', 'fsdp=4,tensor=2': 'data=4,tensor=2'}
 MOST = 1.05  # times the least
 
@@ -109,12 +108,13 @@ print(json.dumps(out))
 '''
 
 
-UPDATES = *((mesh, '', 'wide') for mesh in MESHES), *(
-    (mesh, '', 'tied') for mesh in MESHES if 'fsdp' in mesh)
+UPDATES = *((mesh, '', 'wide') for mesh in MESHES), *((mesh, '', 'tied') for mesh in MESHES if 'fsdp' in mesh)
 # Training, sampling, the model, scoring: who holds what between the updates.
-HELD = (('fsdp=8', 'data=8', 'wide', ''),
-        ('fsdp=8', 'data=4,tensor=2', 'tied', 'fsdp=4,tensor=2'),
-        ('fsdp=2,expert=4', 'data=2,expert=2,tensor=2', 'moe', ''))
+HELD = (
+  ('fsdp=8', 'data=8', 'wide', ''),
+  ('fsdp=8', 'data=4,tensor=2', 'tied', 'fsdp=4,tensor=2'),
+  ('fsdp=2,expert=4', 'data=2,expert=2,tensor=2', 'moe', ''),
+)
 ALL = *UPDATES, *((*meshes, 'wide') for meshes in RESHARDS.items())
 
 
@@ -122,9 +122,12 @@ ALL = *UPDATES, *((*meshes, 'wide') for meshes in RESHARDS.items())
 def counted(topology, dtype, jobs=ALL):
   """{job: figures}."""
   done = subprocess.run(
-      [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
-      cwd=ROOT, text=True, capture_output=True,
-      env=os.environ | {'PYTHONPATH': str(ROOT)})
+    [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1])))
 
@@ -143,8 +146,7 @@ def by_axis(figures):
       sent, least = out.get(axis, (0.0, 0.0))
       out[axis] = sent + count, least
   whole = sum(least for _, least in out.values())
-  if any('+' in axis and sent > 1e-2 * whole
-         for axis, (sent, _) in out.items()):
+  if any('+' in axis and sent > 1e-2 * whole for axis, (sent, _) in out.items()):
     return {'all': (sum(sent for sent, _ in out.values()), whole)}
   return out
 
@@ -178,9 +180,16 @@ def looked(figures, *places):
 
 @pytest.mark.parametrize('job', HELD, ids=' '.join)
 def test_who_samples_or_scores_holds_no_more_than_its_mesh_asks(job):
-  looked(counted('cpu:8', 'float32', HELD)[job], 'score reference',
-         'generate weights', 'generate state.k', 'generate state.v',
-         'generate state out', 'insert state', 'insert prompts')
+  looked(
+    counted('cpu:8', 'float32', HELD)[job],
+    'score reference',
+    'generate weights',
+    'generate state.k',
+    'generate state.v',
+    'generate state out',
+    'insert state',
+    'insert prompts',
+  )
 
 
 @pytest.mark.parametrize('train', RESHARDS)
@@ -192,15 +201,20 @@ def test_so_does_the_reshard_to_the_sampler(train):
 
 
 def described(topology, mesh, preset, package):
-  return pytest.param(topology, (mesh, '', preset), marks=pytest.mark.skipif(
-      importlib.util.find_spec(package) is None,
-      reason=f'no {package}, which compiles for these'))
+  return pytest.param(
+    topology,
+    (mesh, '', preset),
+    marks=pytest.mark.skipif(
+      importlib.util.find_spec(package) is None, reason=f'no {package}, which compiles for these'
+    ),
+  )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('topology, job', [
-    described('v5e:2x4', 'tensor=8', 'wide', 'libtpu'),
-    described('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin')])
+@pytest.mark.parametrize(
+  'topology, job',
+  [described('v5e:2x4', 'tensor=8', 'wide', 'libtpu'), described('h200:1x1x8', 'fsdp=8', 'tied', 'jax_cuda13_plugin')],
+)
 def test_an_update_for_described_chips(topology, job):
   check(counted(topology, 'bfloat16', (job,))[job])
 
@@ -244,9 +258,13 @@ print(json.dumps(out))
 def test_slots_on_devices_of_their_own_wait_for_nobody():
   """No token asks another device, only what the host reads of a block is."""
   done = subprocess.run(
-      [sys.executable, '-c', LOOPS, 'data=8', 'fsdp=4,data=2',
-       'data=4,tensor=2'], capture_output=True, text=True, timeout=600,
-      cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)})
+    [sys.executable, '-c', LOOPS, 'data=8', 'fsdp=4,data=2', 'data=4,tensor=2'],
+    capture_output=True,
+    text=True,
+    timeout=600,
+    cwd=ROOT,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads(done.stdout.splitlines()[-1])
   for mesh, programs in found.items():

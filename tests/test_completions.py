@@ -45,8 +45,7 @@ def source(tmp_path_factory):
   """Twelve rows of all kinds: three batches of a file with n=64."""
   path = tmp_path_factory.mktemp('in') / 'in.jsonl'
   rows = [{'prompt': f'{i}+1=', 'answer': str(i + 1)} for i in range(10)]
-  rows += [{'prompt_ids': [49, 43], 'answer': 'x'},
-           {'prompt': [{'role': 'user', 'content': 'hi'}], 'answer': 'y'}]
+  rows += [{'prompt_ids': [49, 43], 'answer': 'x'}, {'prompt': [{'role': 'user', 'content': 'hi'}], 'answer': 'y'}]
   path.write_text(''.join(json.dumps(r) + '\n' for r in rows))
   return path
 
@@ -66,8 +65,7 @@ def test_rows_keep_their_columns(whole, source, weights):
   for old, new in zip(before, after):
     assert {k: new.pop(k) for k in old} == old
     assert set(new) == {'completions', 'completion_ids', 'logprobs'}
-    for text, ids, logprobs in zip(*(new[k] for k in (
-        'completions', 'completion_ids', 'logprobs')), strict=True):
+    for text, ids, logprobs in zip(*(new[k] for k in ('completions', 'completion_ids', 'logprobs')), strict=True):
       assert 1 <= len(ids) == len(logprobs) <= 4 and max(logprobs) <= 0
       assert text == weights.prepared.tokenizer.decode(ids)
     assert len({tuple(x) for x in new['completion_ids']}) > 32
@@ -79,12 +77,10 @@ def test_the_likeliest_tokens_of_each_place(weights, source, tmp_path):
   completions.complete_file(weights, prompts, tmp_path / 'out.jsonl', draws)
   for line in (tmp_path / 'out.jsonl').read_text().splitlines():
     row = json.loads(line)
-    for ids, logprobs, top in zip(*(row[k] for k in (
-        'completion_ids', 'logprobs', 'top_logprobs')), strict=True):
+    for ids, logprobs, top in zip(*(row[k] for k in ('completion_ids', 'logprobs', 'top_logprobs')), strict=True):
       assert [pairs[0][0] for pairs in top] == ids  # greedy
       assert [len(pairs) for pairs in top] == [2] * len(ids)
-      np.testing.assert_allclose(
-          [pairs[0][1] for pairs in top], logprobs, atol=2e-6)
+      np.testing.assert_allclose([pairs[0][1] for pairs in top], logprobs, atol=2e-6)
 
 
 def test_prompt_ids_are_taken_as_they_are(weights, source):
@@ -106,8 +102,7 @@ def test_a_cut_file_is_continued(weights, source, whole, tmp_path, kept):
   torn = lines[kept][:40] if kept < 12 else b''
   out.write_bytes(b''.join(lines[:kept]) + torn)
   beside = f'{out}.of.json'
-  pathlib.Path(beside).write_text(
-      pathlib.Path(f'{whole}.of.json').read_text())
+  pathlib.Path(beside).write_text(pathlib.Path(f'{whole}.of.json').read_text())
   prompts = completions.make_prompts(weights, file=str(source))
   left = completions.complete_file(weights, prompts, out, DRAWS)
   assert left == 12 - kept // 4 * 4
@@ -118,11 +113,11 @@ def test_a_file_of_something_else_is_refused(weights, source, whole):
   prompts = completions.make_prompts(weights, file=str(source))
   before = whole.read_bytes()
   for change, word in (
-      (dict(draws=completions.Draws(n=64, max_new_tokens=4, seed=1)), 'draws'),
-      (dict(source='other'), 'weights')):
+    (dict(draws=completions.Draws(n=64, max_new_tokens=4, seed=1)), 'draws'),
+    (dict(source='other'), 'weights'),
+  ):
     with pytest.raises(InputError, match=f'of other {word}'):
-      completions.complete_file(
-          weights, prompts, whole, **dict(draws=DRAWS) | change)
+      completions.complete_file(weights, prompts, whole, **dict(draws=DRAWS) | change)
   with pytest.raises(InputError, match='of other prompts'):
     completions.complete_file(weights, prompts[:3], whole, DRAWS)
   assert whole.read_bytes() == before
@@ -132,15 +127,20 @@ def test_killed_the_same_command_goes_on(folder, source, whole, tmp_path):
   out = tmp_path / 'out.jsonl'
   code = 'import sys\nfrom launch import main\nmain.main(sys.argv[1:])\n'
   # Stops after the first write, so that the kill comes between two.
-  stuck = (
-      'import time\nfrom rich import progress\n'
-      'progress.Progress.advance = lambda *_: time.sleep(99)\n')
-  command = ['sample', f'--model={folder}', f'--prompts={source}',
-             f'--out={out}', '--n=64', '--max_new_tokens=4', '--seed=0',
-             '--temperature=1']
+  stuck = 'import time\nfrom rich import progress\nprogress.Progress.advance = lambda *_: time.sleep(99)\n'
+  command = [
+    'sample',
+    f'--model={folder}',
+    f'--prompts={source}',
+    f'--out={out}',
+    '--n=64',
+    '--max_new_tokens=4',
+    '--seed=0',
+    '--temperature=1',
+  ]
   start = lambda code: subprocess.Popen(
-      [sys.executable, '-c', code, *command], cwd=CLONE,
-      stderr=subprocess.PIPE, text=True)
+    [sys.executable, '-c', code, *command], cwd=CLONE, stderr=subprocess.PIPE, text=True
+  )
   first = start(stuck + code)
   while not (out.exists() and out.read_bytes().count(b'\n') >= 4):
     assert first.poll() is None, first.stderr.read()
@@ -161,14 +161,11 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   seen, stream = [], completions.stream
 
   def spy(engine, prompt, draws, tell):
-    seen.append(weights.prepared.tokenizer.decode(
-        prompt.tokens, skip_special=False))
+    seen.append(weights.prepared.tokenizer.decode(prompt.tokens, skip_special=False))
     return stream(engine, prompt, draws, tell)
 
   monkeypatch.setattr(completions, 'stream', spy)
-  completions.chat_loop(
-      weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'],
-      asked, out)
+  completions.chat_loop(weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out)
   turns = [text.count('<|im_start|>user') for text in seen]
   assert turns == [1, 2, 3] and seen[2].count('<|im_start|>assistant') == 3
   assert out.getvalue().count('> ') >= 3
@@ -177,17 +174,15 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
 
 
 def test_streaming_gives_the_completion(weights):
-  prompt, = completions.make_prompts(weights, ['17+25='])
+  (prompt,) = completions.make_prompts(weights, ['17+25='])
   draws = completions.Draws(max_new_tokens=40, seed=3)
   want = completions.complete(weights, [prompt], draws)
-  engine = completions.make_engine(
-      weights, slots=1, max_prompt=64, max_new_tokens=40)
+  engine = completions.make_engine(weights, slots=1, max_prompt=64, max_new_tokens=40)
   parts = []
   last = completions.stream(engine, prompt, draws, parts.append)
   parts.append(last.tokens.tolist())
-  assert parts[-1] == want.completions[0, :want.lengths[0]].tolist()
-  assert len(parts) > 2 and all(
-      b[:len(a)] == a for a, b in zip(parts, parts[1:]))
+  assert parts[-1] == want.completions[0, : want.lengths[0]].tolist()
+  assert len(parts) > 2 and all(b[: len(a)] == a for a, b in zip(parts, parts[1:]))
 
 
 # -------------------------------------------------------------------- scores
@@ -196,13 +191,15 @@ def test_streaming_gives_the_completion(weights):
 def test_figures_by_hand():
   """Three prompts, four samples; the third could not be graded."""
   rows = [
-      dict(completions=['#### 4', '#### 4', '5', '6'],
-           completion_ids=[[1, 258], [1, 1], [2], [3, 258]]),
-      dict(completions=['1', '1', '2', '2'], completion_ids=[[1]] * 4),
-      dict(completions=['x'] * 4, completion_ids=[[1, 1, 1]] * 4)]
-  graded = [Graded([1.0, 1.0, 0.0, 0.0], {}, None),
-            Graded([0.0, 0.0, 1.0, 1.0], {}, None),
-            Graded([1.0, None, 1.0, 1.0], {}, None)]
+    dict(completions=['#### 4', '#### 4', '5', '6'], completion_ids=[[1, 258], [1, 1], [2], [3, 258]]),
+    dict(completions=['1', '1', '2', '2'], completion_ids=[[1]] * 4),
+    dict(completions=['x'] * 4, completion_ids=[[1, 1, 1]] * 4),
+  ]
+  graded = [
+    Graded([1.0, 1.0, 0.0, 0.0], {}, None),
+    Graded([0.0, 0.0, 1.0, 1.0], {}, None),
+    Graded([1.0, None, 1.0, 1.0], {}, None),
+  ]
   out = score_dataset.summary(rows, graded, (258,))
   assert out['pass@1'] == 0.5
   assert out['pass@2'] == pytest.approx(1 - 1 / 6)  # 1 - C(2,2)/C(4,2)
@@ -219,17 +216,23 @@ def test_figures_by_hand():
 def test_pass_at_k_is_unbiased():
   """The mean over all ways to draw k of n, by counting them."""
   import itertools
+
   for row in itertools.product((0, 1), repeat=5):
     for k in range(1, 6):
       drawn = [any(c) for c in itertools.combinations(row, k)]
-      assert pass_at_k(np.array([row], bool), k) == pytest.approx(
-          np.mean(drawn))
+      assert pass_at_k(np.array([row], bool), k) == pytest.approx(np.mean(drawn))
 
 
-@pytest.mark.parametrize('text, answer', [
-    ('so\n#### 1,234', '1234'), ('it is \\boxed{ x^2 + 1 }.', 'x^2+1'),
+@pytest.mark.parametrize(
+  'text, answer',
+  [
+    ('so\n#### 1,234', '1234'),
+    ('it is \\boxed{ x^2 + 1 }.', 'x^2+1'),
     (r'first \boxed{1}, then \boxed{\frac{1}{2}}', r'\frac{1}{2}'),
-    ('it is 7', '7'), (' yes ', 'yes')])
+    ('it is 7', '7'),
+    (' yes ', 'yes'),
+  ],
+)
 def test_answers_that_are_voted_on(text, answer):
   assert math.answer_of(text) == answer
 
@@ -237,21 +240,21 @@ def test_answers_that_are_voted_on(text, answer):
 def test_evaluate_by_a_reward(folder, tmp_path, shared_data):
   """A reward of one's own on any rows; GSM8K's own rows as they are."""
   reward = tmp_path / 'mine.py'
-  reward.write_text(
-      'def low(completion_ids, **_):\n'
-      '  return [float(i[0] < 64) for i in completion_ids]\n')
+  reward.write_text('def low(completion_ids, **_):\n  return [float(i[0] < 64) for i in completion_ids]\n')
   data = tmp_path / 'data.jsonl'
   data.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
   run = lambda *args: subprocess.run(
-      [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', '--n=4',
-       '--max_new_tokens=3', *args], cwd=CLONE, capture_output=True, text=True,
-      env=os.environ)
+    [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', '--n=4', '--max_new_tokens=3', *args],
+    cwd=CLONE,
+    capture_output=True,
+    text=True,
+    env=os.environ,
+  )
   out = run(f'--data={data}', f'--reward={reward}:low', f'--out={tmp_path}/o')
   assert out.returncode == 0, out.stderr
   have = json.loads(out.stdout.splitlines()[-1])
   assert have['count'] == 3 and {'pass@1', 'pass@4', 'maj@4'} <= set(have)
-  rows = [json.loads(x) for x in (
-      tmp_path / 'o/completions.jsonl').read_text().splitlines()]
+  rows = [json.loads(x) for x in (tmp_path / 'o/completions.jsonl').read_text().splitlines()]
   want = np.mean([ids[0] < 64 for r in rows for ids in r['completion_ids']])
   assert have['pass@1'] == pytest.approx(want) and 0 < want < 1
   graded = (tmp_path / 'o/graded.jsonl').read_text().splitlines()

@@ -22,8 +22,7 @@ from jaxpost.stage import config as schema
 from tests import tiny
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-FILES = sorted(
-  f for f in (CLONE / 'configs').glob('*.py') if f.stem != '__init__')
+FILES = sorted(f for f in (CLONE / 'configs').glob('*.py') if f.stem != '__init__')
 NAMES = [f.stem for f in FILES]
 SMALL = ('runlocal', 'short')  # at least one of them a file
 
@@ -41,9 +40,8 @@ def arguments(name):
 
 
 METHODS = {
-    'grpo_gsm8k': ('dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo',
-                   'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
-    'dpo_hh': ('orpo', 'cpo', 'simpo'),
+  'grpo_gsm8k': ('dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
+  'dpo_hh': ('orpo', 'cpo', 'simpo'),
 }
 
 
@@ -52,8 +50,7 @@ def variants(name):
   found = arguments(name)
   switches = [k for k, v in found.items() if isinstance(v, bool)]
   models = vars(module(name)).get('MODELS', {}) if 'model' in found else {}
-  return ['', *switches, *(f'model={m}' for m in models),
-          *(f'method={m}' for m in METHODS.get(name, ()))]
+  return ['', *switches, *(f'model={m}' for m in models), *(f'method={m}' for m in METHODS.get(name, ()))]
 
 
 def small(name):
@@ -75,8 +72,7 @@ def test_docstring_has_the_command(name):
   assert len(FILES[NAMES.index(name)].read_text().splitlines()) <= 60
 
 
-@pytest.mark.parametrize(
-  'name, variant', [(n, v) for n in NAMES for v in variants(n)])
+@pytest.mark.parametrize('name, variant', [(n, v) for n in NAMES for v in variants(n)])
 def test_variant_parses(name, variant):
   config = module(name).get_config(variant)
   assert isinstance(config, ml_collections.ConfigDict)
@@ -103,9 +99,9 @@ def shrunk(name, model):
   config = module(name).get_config(small(name))
   over = dict(
     train=dict(steps=1, batch_size=2, row_length=96),
-    rollout=dict(prompts=2, group_size=2, max_new_tokens=4,
-                 max_prompt_length=92 if config.environment else 48),
-    eval=dict(size=2, samples=0, every=0))
+    rollout=dict(prompts=2, group_size=2, max_new_tokens=4, max_prompt_length=92 if config.environment else 48),
+    eval=dict(size=2, samples=0, every=0),
+  )
   for block in (config, *(config[stage] for stage in config.stages)):
     block.update(over)
   config.model.update(path=model, tokenizer='bytes')
@@ -128,8 +124,7 @@ def test_trains_offline(name, model, tmp_path):
 
 
 def test_sft_and_grpo_differ_in_few_lines():
-  one, two = ((CLONE / f'configs/{a}_gsm8k.py').read_text().splitlines()
-              for a in ('sft', 'grpo'))
+  one, two = ((CLONE / f'configs/{a}_gsm8k.py').read_text().splitlines() for a in ('sft', 'grpo'))
   lines = [x for x in difflib.ndiff(one, two) if x.startswith('+ ')]
   assert len(lines) <= 15, '\n'.join(lines)
 
@@ -137,9 +132,13 @@ def test_sft_and_grpo_differ_in_few_lines():
 # ---------------------------------------------------------- the schema itself
 
 # Arguments that are handed one block of the config.
-ARGUMENTS = {('build', 'section'): 'model', ('build', 'data'): 'data',
-             ('models/moe', 'section'): 'router', ('phases', 'mesh'): 'mesh',
-             ('algorithms/distill', 'd'): 'distill'}
+ARGUMENTS = {
+  ('build', 'section'): 'model',
+  ('build', 'data'): 'data',
+  ('models/moe', 'section'): 'router',
+  ('phases', 'mesh'): 'mesh',
+  ('algorithms/distill', 'd'): 'distill',
+}
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
 # These print or time what others read.
@@ -161,8 +160,7 @@ def reads(text):
     tree = ast.parse(code)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for scope in functions:
-      alias = {a.arg: ARGUMENTS[name, a.arg] for a in scope.args.args
-               if (name, a.arg) in ARGUMENTS}
+      alias = {a.arg: ARGUMENTS[name, a.arg] for a in scope.args.args if (name, a.arg) in ARGUMENTS}
       for node in ast.walk(scope):
         if isinstance(node, ast.Assign):
           for target, value in _pairs(node):
@@ -199,9 +197,10 @@ def _path(node, alias):
 
 def source():
   return {
-    f.stem if f.parent.name == 'jaxpost' else f'{f.parent.name}/{f.stem}':
-    f.read_text() for f in sorted((CLONE / 'jaxpost').rglob('*.py'))
-    if f.stem not in NOT_A_RUN or f.parent.name != 'jaxpost'}
+    f.stem if f.parent.name == 'jaxpost' else f'{f.parent.name}/{f.stem}': f.read_text()
+    for f in sorted((CLONE / 'jaxpost').rglob('*.py'))
+    if f.stem not in NOT_A_RUN or f.parent.name != 'jaxpost'
+  }
 
 
 @pytest.fixture(scope='module')
@@ -212,15 +211,13 @@ def found():
 @pytest.mark.parametrize('leaf', list(leaves()))
 def test_field_is_read(leaf, found):
   if leaf not in OF_CONFIG:
-    assert found[leaf], (
-      f'config.{leaf} changes nothing: no module reads it; remove it from'
-      ' config.py, or use it')
+    assert found[leaf], f'config.{leaf} changes nothing: no module reads it; remove it from config.py, or use it'
 
 
 def test_a_field_that_nobody_reads_is_noticed():
-  text = {k: re.sub(r'\.end_lr\b', '.lr', v).replace(
-    'config.save, config.log', 'config.log, config.log')
-    for k, v in source().items()}
+  text = {
+    k: re.sub(r'\.end_lr\b', '.lr', v).replace('config.save, config.log', 'config.log, config.log')
+    for k, v in source().items()
+  }
   lost = set(leaves()) - set(reads(text)) - set(OF_CONFIG)
-  assert lost == {'optim.end_lr', 'save.every', 'save.keep',
-                  'save.best_mode'}
+  assert lost == {'optim.end_lr', 'save.every', 'save.keep', 'save.best_mode'}

@@ -32,8 +32,7 @@ from jaxpost.stage.config import parse
 from jaxpost.types import Prompt
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
-CODES = {name: f'{EXAMPLES}/{name}_decoder.py:make'
-         for name in ('linen', 'nnx')}
+CODES = {name: f'{EXAMPLES}/{name}_decoder.py:make' for name in ('linen', 'nnx')}
 
 
 @pytest.fixture(scope='module', params=CODES)
@@ -51,8 +50,9 @@ def hidden(model, params, ids, positions=None, segments=None):
   if positions is None:
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     segments = np.ones_like(ids)
-  return np.asarray(jax.jit(lambda p: model.forward(
-      p, ids, positions, segments, compute=tiny.EXACT, constrain=None))(params))
+  return np.asarray(
+    jax.jit(lambda p: model.forward(p, ids, positions, segments, compute=tiny.EXACT, constrain=None))(params)
+  )
 
 
 def test_packed_documents_do_not_see_each_other(case):
@@ -60,54 +60,59 @@ def test_packed_documents_do_not_see_each_other(case):
   model, params = case
   ids = tiny.tokens((1, 12))
   one, two = (hidden(model, params, part) for part in (ids[:, :7], ids[:, 7:]))
-  packed = hidden(
-      model, params, ids, np.r_[:7, :5][None], np.r_[[1] * 7, [2] * 5][None])
-  np.testing.assert_allclose(
-      packed, np.concatenate([one, two], 1), rtol=1e-5, atol=1e-5)
+  packed = hidden(model, params, ids, np.r_[:7, :5][None], np.r_[[1] * 7, [2] * 5][None])
+  np.testing.assert_allclose(packed, np.concatenate([one, two], 1), rtol=1e-5, atol=1e-5)
 
 
 def test_greedy_sampling_is_what_the_whole_text_says(case):
   model, params = case
   engine = native.NativeEngine(
-      model, native.SamplerConfig(
-          slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4,
-          temperature=0.0),
-      tiny.one_device('rollout'), tiny.EXACT, Ledger())
+    model,
+    native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4, temperature=0.0),
+    tiny.one_device('rollout'),
+    tiny.EXACT,
+    Ledger(),
+  )
   engine.load(params, version=0)
   ids = tiny.tokens((3, 8))
   sizes = 8, 5, 3
   rollout = engine(
-      [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(sizes)],
-      group_size=1, step=0, run_key=np.zeros(2, np.uint32))
+    [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(sizes)], group_size=1, step=0, run_key=np.zeros(2, np.uint32)
+  )
   for i, n in enumerate(sizes):
     text = np.r_[ids[i, :n], rollout.completions[i]][None]
     logits = hidden(model, params, text) @ np.asarray(model.head(params)).T
-    logp = jax.nn.log_softmax(logits[0, n - 1:-1])
+    logp = jax.nn.log_softmax(logits[0, n - 1 : -1])
     np.testing.assert_array_equal(np.argmax(logp, -1), rollout.completions[i])
-    np.testing.assert_allclose(
-        np.max(logp, -1), rollout.logprobs[i], atol=1e-5)
+    np.testing.assert_allclose(np.max(logp, -1), rollout.logprobs[i], atol=1e-5)
 
 
 def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
   """GRPO's first step checks the sampler's log-probs against the trainer's."""
   task = 'generated:arithmetic:max=5,ops=+,split=train,correct=1'
-  config = tiny.merged(tiny.run_config(''), dict(
-      stages=('sft', 'online'), model=dict(preset=code),
-      data=dict(path=task), save=dict(export=True), reward='exact_match',
+  config = tiny.merged(
+    tiny.run_config(''),
+    dict(
+      stages=('sft', 'online'),
+      model=dict(preset=code),
+      data=dict(path=task),
+      save=dict(export=True),
+      reward='exact_match',
       sft=dict(algorithm='sft', train=dict(steps=12)),
-      online=dict(algorithm='grpo', train=dict(row_length=0, steps=2),
-                  rollout=dict(prompts=4, group_size=2))))
+      online=dict(algorithm='grpo', train=dict(row_length=0, steps=2), rollout=dict(prompts=4, group_size=2)),
+    ),
+  )
   jaxpost.run(config, tmp_path / 'run')
   rows = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')
-  losses = [r['loss'] for r in rows
-            if r['stage'] == 'sft' and r['split'] == 'train']
+  losses = [r['loss'] for r in rows if r['stage'] == 'sft' and r['split'] == 'train']
   assert losses[-1] < 0.7 * losses[0]
   mismatch = [r['sampler_mismatch'] for r in rows if 'sampler_mismatch' in r]
   assert mismatch and max(mismatch) < 1.001
   export = tmp_path / 'run' / 'export'
   assert json.loads((export / 'config.json').read_text())['code'] == code
-  section, = (x.model for x in parse(tiny.merged(tiny.run_config(''), dict(
-      model=dict(preset=code, path=str(export))))).values())
+  (section,) = (
+    x.model for x in parse(tiny.merged(tiny.run_config(''), dict(model=dict(preset=code, path=str(export))))).values()
+  )
   source = prepare.model_source(section)
   assert source.folder is not None
   with pytest.raises(InputError, match="'custom'.*config.model.preset"):
@@ -126,20 +131,21 @@ def main():
 
   def gradient(model, params, layout):
     def loss(params, ids, positions, segments):
-      x = model.forward(params, ids, positions, segments, compute=tiny.EXACT,
-                        constrain=layout)
-      logits = jnp.einsum('btd,vd->btv', x, model.head(params),
-                          precision='highest')
+      x = model.forward(params, ids, positions, segments, compute=tiny.EXACT, constrain=layout)
+      logits = jnp.einsum('btd,vd->btv', x, model.head(params), precision='highest')
       return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
 
     shardings = model.shardings(layout)
     given = jax.tree.map(jax.device_put, params, shardings)
-    parts = {jax.tree_util.keystr(k, simple=True, separator='/'): [
-        n // m for n, m in zip(x.shape, x.sharding.shard_shape(x.shape))]
-             for k, x in jax.tree_util.tree_leaves_with_path(given)}
+    parts = {
+      jax.tree_util.keystr(k, simple=True, separator='/'): [
+        n // m for n, m in zip(x.shape, x.sharding.shard_shape(x.shape))
+      ]
+      for k, x in jax.tree_util.tree_leaves_with_path(given)
+    }
     found = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(
-        given, *(layout.put(x, 'batch', None) for x in (
-            ids, positions, segments)))
+      given, *(layout.put(x, 'batch', None) for x in (ids, positions, segments))
+    )
     return to_host(found), parts
 
   for name, code in CODES.items():
@@ -151,8 +157,10 @@ def main():
       ours, parts = gradient(model, params, make_layout(text, 'train'))
       # The bias of keys has no gradient but rounding.
       least = 1e-3 * max(map(tiny.largest, jax.tree.leaves(right)))
-      off = [tiny.largest(a - b) / max(least, tiny.largest(b)) for a, b in zip(
-          jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)]
+      off = [
+        tiny.largest(a - b) / max(least, tiny.largest(b))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(right), strict=True)
+      ]
       out[name][text] = max(off), parts
   print(json.dumps(out))
 
@@ -160,19 +168,21 @@ def main():
 @pytest.fixture(scope='module')
 def on_8_devices():
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=400,
-      cwd=EXAMPLES.parents[1], env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=400,
+    cwd=EXAMPLES.parents[1],
+    env=os.environ
+    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   return json.loads(run.stdout)
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('name, head, order', [
-    ('linen', 'embed/embedding', -1), ('nnx', 'head/kernel', 1)])
-def test_shards_follow_the_rules_and_compute_the_same(
-    on_8_devices, name, head, order, layout):
+@pytest.mark.parametrize('name, head, order', [('linen', 'embed/embedding', -1), ('nnx', 'head/kernel', 1)])
+def test_shards_follow_the_rules_and_compute_the_same(on_8_devices, name, head, order, layout):
   """Loss and gradients; `embed` is split over fsdp, `vocab` where it can."""
   off, parts = on_8_devices[name][layout]
   assert off <= 2e-5
@@ -185,25 +195,20 @@ def test_shards_follow_the_rules_and_compute_the_same(
 
 
 class Plain(nn.Module):
-
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
     x = nn.Embed(11, 8, name='embed')(tokens)
-    return nn.Dense(8, kernel_init=nn.with_partitioning(
-        nn.initializers.lecun_normal(), ('embed', 'mlp')))(x)
+    return nn.Dense(8, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp')))(x)
 
 
 class Scaled(nn.Module):
-
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
-    return nn.Embed(11, 8, name='embed')(tokens) * self.param(
-        'scale', nn.initializers.ones, ())
+    return nn.Embed(11, 8, name='embed')(tokens) * self.param('scale', nn.initializers.ones, ())
 
 
 def test_axes_come_from_rules_then_metadata_then_a_default():
-  found = custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[
-      ('embed/.*', ('vocab', None))]).table
+  found = custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab', None))]).table
   assert found['embed/embedding'].axes == ('vocab', None)
   assert found['Dense_0/kernel'].axes == ('embed', 'mlp')
   assert found['Dense_0/bias'].axes == (None,)
@@ -212,7 +217,6 @@ def test_axes_come_from_rules_then_metadata_then_a_default():
 
 
 class Counting(nn.Module):
-
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
     self.variable('state', 'calls', lambda: np.zeros(()))
@@ -220,7 +224,6 @@ class Counting(nn.Module):
 
 
 class Dropping(nnx.Module):
-
   def __init__(self, rngs):
     self.embed = nnx.Embed(11, 8, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -229,37 +232,50 @@ class Dropping(nnx.Module):
     return self.drop(self.embed(tokens))
 
 
-@pytest.mark.parametrize('make, message', [
-    (lambda: custom.linen(Plain(), vocab_size=11, head='head'),
-     "has no 'head'.*embed/embedding"),
-    (lambda: custom.linen(Plain(), vocab_size=12, head='embed/embedding'),
-     r'\[11, 8\], which is not \[12'),
-    (lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding',
-                          axes=[('embed/.*', ('vocab',))]), '1 dimensions'),
-    (lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding',
-                          axes=[('emb', ('vocab', None))]), "'emb' in `axes`"),
-    (lambda: custom.linen(Scaled(), vocab_size=11, head='embed/embedding'),
-     'scale without a dimension'),
-    (lambda: custom.linen(Counting(), vocab_size=11, head='embed/embedding'),
-     'collections params, state'),
-    (lambda: custom.nnx(Dropping, vocab_size=11, head='embed/embedding'),
-     'no nnx.Param')])
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    (lambda: custom.linen(Plain(), vocab_size=11, head='head'), "has no 'head'.*embed/embedding"),
+    (lambda: custom.linen(Plain(), vocab_size=12, head='embed/embedding'), r'\[11, 8\], which is not \[12'),
+    (
+      lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab',))]),
+      '1 dimensions',
+    ),
+    (
+      lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('emb', ('vocab', None))]),
+      "'emb' in `axes`",
+    ),
+    (lambda: custom.linen(Scaled(), vocab_size=11, head='embed/embedding'), 'scale without a dimension'),
+    (lambda: custom.linen(Counting(), vocab_size=11, head='embed/embedding'), 'collections params, state'),
+    (lambda: custom.nnx(Dropping, vocab_size=11, head='embed/embedding'), 'no nnx.Param'),
+  ],
+)
 def test_modules_that_cannot_be_used(make, message):
   with pytest.raises(InputError, match=f'config.model.preset.*{message}'):
     make()
 
 
-@pytest.mark.parametrize('over, message', [
+@pytest.mark.parametrize(
+  'over, message',
+  [
     (dict(model=dict(preset='./nowhere.py:make')), 'no file ./nowhere.py'),
     (dict(model=dict(preset='json:dumps')), 'json:dumps'),
-    (dict(model=dict(preset=CODES['nnx']), algorithm='ppo',
-          reward='exact_match', train=dict(row_length=0)), 'no scalar head'),
-    (dict(model=dict(preset=CODES['nnx']), algorithm='dpo', data=dict(
-        path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')),
-     'share_prompt'),
-    (dict(model=dict(preset=CODES['nnx']), nll=dict(neftune_alpha=1.0)),
-     'neftune_alpha'),
-    (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'targets')])
+    (
+      dict(model=dict(preset=CODES['nnx']), algorithm='ppo', reward='exact_match', train=dict(row_length=0)),
+      'no scalar head',
+    ),
+    (
+      dict(
+        model=dict(preset=CODES['nnx']),
+        algorithm='dpo',
+        data=dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20'),
+      ),
+      'share_prompt',
+    ),
+    (dict(model=dict(preset=CODES['nnx']), nll=dict(neftune_alpha=1.0)), 'neftune_alpha'),
+    (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'targets'),
+  ],
+)
 def test_what_a_model_of_ones_own_cannot_do(over, message, tmp_path):
   with pytest.raises(InputError, match=message):
     jaxpost.run(tiny.merged(tiny.run_config(''), over), tmp_path / 'run')

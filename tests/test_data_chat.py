@@ -18,9 +18,7 @@ THOUGHT = {'role': 'assistant', 'content': '<think>\nhm\n</think>\n\nA1'}
 CALL = {
   'role': 'assistant',
   'content': None,
-  'tool_calls': [
-    {'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}
-  ],
+  'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}],
 }
 RESULT = {'role': 'tool', 'content': 'R'}
 Q, A = '<|im_start|>user\n', '<|im_start|>assistant\n'
@@ -43,9 +41,7 @@ def plain():
 def marked(tokenizer, example):
   """The text with [[trained]] parts, as token runs."""
   out, cuts = '', np.flatnonzero(np.diff(example.loss_mask)) + 1
-  for run, mask in zip(
-    np.split(example.tokens, cuts), np.split(example.loss_mask, cuts)
-  ):
+  for run, mask in zip(np.split(example.tokens, cuts), np.split(example.loss_mask, cuts)):
     part = tokenizer.decode(run, skip_special=False)
     out += f'[[{part}]]' if mask[0] else part
   return out
@@ -60,58 +56,36 @@ def test_qwen3_two_turns(qwen):
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
   head = f'{Q}Q1{END}\n{A}[[A1{END}]]\n{Q}Q2{END}\n{A}'
   assert render(qwen, row) == f'{head}{EMPTY}[[A2{END}]]\n'
-  assert render(qwen, row, enable_thinking=True) == (
-    f'{head}[[{EMPTY}A2{END}]]\n'
-  )
-  assert render(qwen, row, train_on='completion') == (
-    f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n'
-  )
+  assert render(qwen, row, enable_thinking=True) == (f'{head}[[{EMPTY}A2{END}]]\n')
+  assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
   assert render(qwen, row, train_on='all').startswith('[[<|im_start|>')
 
 
 def test_qwen3_system_and_reasoning(qwen):
   row = {'messages': [{'role': 'system', 'content': 'S'}, USER, THOUGHT]}
-  assert render(qwen, row) == (
-    f'<|im_start|>system\nS{END}\n{Q}Q1{END}\n'
-    f'{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
-  )
+  assert render(qwen, row) == (f'<|im_start|>system\nS{END}\n{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n')
   kept_apart = {'role': 'assistant', 'reasoning_content': 'hm', 'content': 'A1'}
-  assert render(qwen, {'messages': [USER, kept_apart]}) == (
-    f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
-  )
+  assert render(qwen, {'messages': [USER, kept_apart]}) == (f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n')
 
 
 def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
   row = {'messages': [USER, THOUGHT, USER_2, ANSWER_2]}
   with pytest.raises(InputError, match='a.jsonl:1: message 1.*reasoning'):
     chat.render(qwen, row, 'a.jsonl:1')
-  assert render(qwen, row, train_on='completion') == (
-    f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n'
-  )
+  assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
 
 
 def test_qwen3_does_not_join_header_and_content(qwen):
   # As one text, the line breaks before and after the cut are one token.
-  row = {
-    'messages': [
-      USER,
-      {'role': 'assistant', 'content': '\nA1'},
-      USER_2,
-      ANSWER_2,
-    ]
-  }
-  assert render(qwen, row, enable_thinking=True).startswith(
-    f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n'
-  )
+  row = {'messages': [USER, {'role': 'assistant', 'content': '\nA1'}, USER_2, ANSWER_2]}
+  assert render(qwen, row, enable_thinking=True).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
 
 
 def test_qwen3_tool_calls(qwen):
   row = {'messages': [USER, CALL, RESULT, ANSWER_2]}
   call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
   assert render(qwen, row) == (
-    f'{Q}Q1{END}\n{A}[[{call}{END}]]\n'
-    f'{Q}<tool_response>\nR\n</tool_response>{END}\n'
-    f'{A}{EMPTY}[[A2{END}]]\n'
+    f'{Q}Q1{END}\n{A}[[{call}{END}]]\n{Q}<tool_response>\nR\n</tool_response>{END}\n{A}{EMPTY}[[A2{END}]]\n'
   )
   tools = [{'type': 'function', 'function': {'name': 'f'}}]
   shown = render(qwen, {**row, 'tools': json.dumps(tools)})
@@ -131,18 +105,13 @@ def test_tokens_equal_those_of_transformers(qwen):
     assert got.tolist() == want
     prompt = chat.render_prompt(qwen, {'messages': messages}, 'x')
     assert prompt.tolist() == qwen.hf.apply_chat_template(
-      messages[:-1],
-      add_generation_prompt=True,
-      enable_thinking=False,
-      return_dict=False,
+      messages[:-1], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
 
 
 @pytest.mark.parametrize('content', ['A1', ' A1', '\nA1', '\n\n A1', 'é', ''])
 @pytest.mark.parametrize('thinking', [True, False])
-def test_the_prompt_of_a_sampler_is_the_untrained_head(
-  qwen, plain, content, thinking
-):
+def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, thinking):
   answer = {'role': 'assistant', 'content': content}
   rows = [
     {'prompt': [USER], 'completion': [answer]},
@@ -158,10 +127,7 @@ def test_the_prompt_of_a_sampler_is_the_untrained_head(
       assert not example.loss_mask[:head].any()
 
 
-@pytest.mark.parametrize(
-  'content',
-  ['\ue000', 'assistant', '<|im_start|>assistant\nA', 'A1<|im_end|>', '<b>'],
-)
+@pytest.mark.parametrize('content', ['\ue000', 'assistant', '<|im_start|>assistant\nA', 'A1<|im_end|>', '<b>'])
 def test_contents_that_look_like_the_template(plain, content):
   answer = {'role': 'assistant', 'content': content}
   row = {'messages': [USER, answer, USER, answer]}
@@ -179,12 +145,8 @@ def test_generation_markers_decide(tmp_path):
   tokenizer = tokenizer_lib.load('bytes', str(template))
   assert tokenizer.has_markers
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
-  assert render(tokenizer, row) == (
-    'user: Q1;assistant: [[A1!]];user: Q2;assistant: [[A2!]];'
-  )
-  assert render(tokenizer, row, train_on='completion') == (
-    'user: Q1;assistant: A1!;user: Q2;assistant: [[A2!]];'
-  )
+  assert render(tokenizer, row) == ('user: Q1;assistant: [[A1!]];user: Q2;assistant: [[A2!]];')
+  assert render(tokenizer, row, train_on='completion') == ('user: Q1;assistant: A1!;user: Q2;assistant: [[A2!]];')
 
 
 def test_a_header_is_not_sought_in_earlier_turns(tmp_path):
@@ -222,9 +184,7 @@ def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
   assert render(plain, row, train_on='all') == f'[[17+25=42{END}]]'
   # This tokenizer begins each text with a space; the join must not.
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
-  example = chat.render(
-    stories, {'prompt': 'Once upon', 'completion': ' a time'}, 'x'
-  )
+  example = chat.render(stories, {'prompt': 'Once upon', 'completion': ' a time'}, 'x')
   assert stories.decode(example.tokens) == 'Once upon a time'
   assert stories.decode(chat.render(stories, row, 'x').tokens) == '17+25=42'
 
@@ -253,18 +213,17 @@ def test_the_weight_of_a_turn_scales_its_tokens(plain):
   assert weights(plain, row) == [0.25] * 3
   # Without fractions the mask is what it was: bool.
   row = {'messages': [USER, {**ANSWER, 'weight': 0}, USER_2, ANSWER_2]}
-  assert render(plain, row) == (
-    f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}[[A2{END}]]\n')
+  assert render(plain, row) == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}[[A2{END}]]\n')
   assert chat.render(plain, row, 'x').loss_mask.dtype == bool
 
 
-def test_weights_with_generation_markers_and_joint_encoding(
-    tmp_path, shared_data):
+def test_weights_with_generation_markers_and_joint_encoding(tmp_path, shared_data):
   template = tmp_path / 'marked.jinja'
   template.write_text(
     '{% for m in messages %}{% if m.role == "assistant" %}{% generation %}'
     '{{ m.content }}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}'
-    ';{% endfor %}')
+    ';{% endfor %}'
+  )
   row = {'messages': [USER, {**ANSWER, 'weight': 0.5}, USER_2, ANSWER_2]}
   for source in ('bytes', shared_data('stories260K/hf')):
     tokenizer = tokenizer_lib.load(source, str(template))
@@ -291,29 +250,21 @@ BAD_ROWS = [
     {'messages': [USER, {'role': 'bot', 'content': 'x'}]},
     r"messages\[1\].role: 'bot' is none of system, developer, user",
   ),
-  (
-    {'messages': [{'role': 'user', 'content': None}]},
-    r'messages\[0\].content: is null',
-  ),
-  (
-    {'messages': [{'role': 'user', 'content': 3}]},
-    r'messages\[0\].content: is a int',
-  ),
-  (
-    {'messages': [{'role': 'user', 'content': IMAGE}]},
-    r"messages\[0\].content\[0\]: 'image': only text",
-  ),
+  ({'messages': [{'role': 'user', 'content': None}]}, r'messages\[0\].content: is null'),
+  ({'messages': [{'role': 'user', 'content': 3}]}, r'messages\[0\].content: is a int'),
+  ({'messages': [{'role': 'user', 'content': IMAGE}]}, r"messages\[0\].content\[0\]: 'image': only text"),
   ({'messages': [USER]}, 'has no assistant turn, so nothing to train on'),
   ({'prompt': 'a', 'completion': [ANSWER]}, 'prompt is a str and completio'),
   ({'prompt': [USER], 'completion': []}, 'completion: is an empty list'),
   ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
   ({'prompt': 1, 'completion': 2}, 'prompt: is a int, must be a list'),
-  ({'messages': [USER, {**ANSWER, 'weight': -1}]},
-   r'messages\[1\].weight: -1 is no number >= 0'),
+  ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is no number >= 0'),
   ({'messages': [USER, {**ANSWER, 'weight': True}]}, 'weight: True is no numb'),
   ({'messages': [USER, {**ANSWER, 'weight': float('inf')}]}, 'weight: inf is'),
-  ({'messages': [{**USER, 'weight': 1}, ANSWER]},
-   r'messages\[0\].weight: 1 on a turn of the user; only turns of the ass'),
+  (
+    {'messages': [{**USER, 'weight': 1}, ANSWER]},
+    r'messages\[0\].weight: 1 on a turn of the user; only turns of the ass',
+  ),
   ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools: bad JSON'),
   ({'messages': [USER, ANSWER], 'tools': 3}, 'tools: must be a list'),
 ]
@@ -328,7 +279,7 @@ def test_bad_rows_are_named(plain, row, message):
 
 def test_weights_and_training_on_all_exclude_each_other(plain):
   row = {'messages': [USER, {**ANSWER, 'weight': 1}]}
-  with pytest.raises(InputError, match="x: messages with a weight, and train"):
+  with pytest.raises(InputError, match='x: messages with a weight, and train'):
     chat.render(plain, row, 'x', train_on='all')
 
 

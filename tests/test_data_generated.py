@@ -18,9 +18,7 @@ def test_generated_arithmetic_is_right_and_pure():
 
 
 def problems(options):
-  found = [
-    r['prompt'][0]['content'] for r in generated.rows('arithmetic', options)
-  ]
+  found = [r['prompt'][0]['content'] for r in generated.rows('arithmetic', options)]
   assert len(set(found)) == len(found)
   return set(found)
 
@@ -30,14 +28,10 @@ def test_generated_splits_share_no_problem():
     train = problems(f'{options},split=train')
     test = problems(f'{options},split=test')
     assert train and test
-    mirrored = {
-      f'{t[:-1].split("+")[1]}+{t.split("+")[0]}=' for t in test if '+' in t
-    }
+    mirrored = {f'{t[:-1].split("+")[1]}+{t.split("+")[0]}=' for t in test if '+' in t}
     assert not train & (test | mirrored)
   # Other options do not move a problem into the other split.
-  assert not problems('max=30,split=test') & problems(
-    'max=40,correct=1,size=9999'
-  )
+  assert not problems('max=30,split=test') & problems('max=40,correct=1,size=9999')
 
 
 def test_generated_slips_are_wrong_and_as_frequent_as_asked():
@@ -69,9 +63,9 @@ def test_generated_judgements_share_the_problems():
         assert {content(r['prompt']): r['answer'] for r in rows} == answers
   for name in NAMES:
     train, test = (
-      {content(r['prompt'])
-       for r in generated.rows(f'arithmetic_{name}', f'max=30,split={split}')}
-      for split in ('train', 'test'))
+      {content(r['prompt']) for r in generated.rows(f'arithmetic_{name}', f'max=30,split={split}')}
+      for split in ('train', 'test')
+    )
     assert train and test and not train & test
 
 
@@ -80,8 +74,7 @@ def test_generated_pairs_prefer_the_answer():
     rows = generated.rows('arithmetic_pairs', f'ops=+-*,max=50,noise={noise}')
     right = [content(r['chosen']) == r['answer'] for r in rows]
     assert abs(sum(right) / len(right) - (1 - noise)) < 0.03
-    assert all((content(r['rejected']) == r['answer']) != ok
-               for r, ok in zip(rows, right))
+    assert all((content(r['rejected']) == r['answer']) != ok for r, ok in zip(rows, right))
     assert all(r['chosen'] != r['rejected'] for r in rows)
 
 

@@ -36,15 +36,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
       else:
         self._error('RevisionNotFound')
     elif path.startswith('/api/datasets/org/name/tree/'):
-      self._json(
-        [
-          {'type': 'file', 'path': f, 'size': len(d), 'oid': 'x'}
-          for f, d in FILES.items()
-        ]
-      )
-    elif path.startswith('/datasets/org/name/resolve/main/') and (
-      path.split('/main/')[1] in FILES
-    ):
+      self._json([{'type': 'file', 'path': f, 'size': len(d), 'oid': 'x'} for f, d in FILES.items()])
+    elif path.startswith('/datasets/org/name/resolve/main/') and (path.split('/main/')[1] in FILES):
       self._send(200, FILES[path.split('/main/')[1]])
     elif '/org/name/' in path:
       self._error('EntryNotFound')
@@ -100,12 +93,7 @@ for path in sys.argv[1:]:
 
 
 def read(paths, home, **settings):
-  environment = {
-    **os.environ,
-    'HF_HOME': str(home),
-    'HF_HUB_OFFLINE': '0',
-    **settings,
-  }
+  environment = {**os.environ, 'HF_HOME': str(home), 'HF_HUB_OFFLINE': '0', **settings}
   for name in ('HF_TOKEN', 'http_proxy', 'HTTP_PROXY'):
     environment.pop(name, None)
   done = subprocess.run(
@@ -139,11 +127,6 @@ def test_rows_come_from_the_hub_and_then_from_its_cache(endpoint, tmp_path):
   assert "has no file 'data/none.jsonl'" in got[4]
   assert "org/name has no revision 'v9'" in got[5]
   assert 'there is no dataset org/other' in got[6]
-  offline = read(
-    ['org/name:train', 'org/other'],
-    tmp_path,
-    HF_ENDPOINT=endpoint,
-    HF_HUB_OFFLINE='1',
-  )
+  offline = read(['org/name:train', 'org/other'], tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE='1')
   assert offline[0].startswith('one|two ')
   assert 'not in the local cache and the hub is off' in offline[1]

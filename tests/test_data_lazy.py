@@ -38,11 +38,7 @@ def write_array_record(path, rows):
   return str(path)
 
 
-WRITERS = {
-  'jsonl': write_lines,
-  'parquet': write_parquet,
-  'array_record': write_array_record,
-}
+WRITERS = {'jsonl': write_lines, 'parquet': write_parquet, 'array_record': write_array_record}
 
 
 def even(r):
@@ -56,9 +52,14 @@ def stream_of(rows, batch_size=2, **options):
     return rows[i] and chat.render(tokenizer, rows[i], rows.where(i))
 
   return loader.PackedStream(
-    example, len(rows), batch_size=batch_size, where=rows.where,
-    sizes=rows.sizes, weights=rows.weights,
-    **{'row_length': 48, 'seed': 3, 'window': 16, **options})
+    example,
+    len(rows),
+    batch_size=batch_size,
+    where=rows.where,
+    sizes=rows.sizes,
+    weights=rows.weights,
+    **{'row_length': 48, 'seed': 3, 'window': 16, **options},
+  )
 
 
 def take(stream, n):
@@ -69,17 +70,14 @@ def take(stream, n):
 
 
 def mixture(tmp_path, weights=(), sizes=(30, 70), **options):
-  paths = [
-    write_lines(tmp_path / f'{name}.jsonl', [row(i, name) for i in range(n)])
-    for name, n in zip('ab', sizes)]
+  paths = [write_lines(tmp_path / f'{name}.jsonl', [row(i, name) for i in range(n)]) for name, n in zip('ab', sizes)]
   return sources.read_sources(' + '.join(paths), weights=weights, **options)
 
 
 def test_without_weights_sources_stand_one_after_the_other(tmp_path):
   rows = mixture(tmp_path)
   assert len(rows) == 100 and rows.sizes == (30, 70) and rows.weights == ()
-  assert [r['prompt'] for r in rows] == [
-    *(f'a{n}' for n in range(30)), *(f'b{n}' for n in range(70))]
+  assert [r['prompt'] for r in rows] == [*(f'a{n}' for n in range(30)), *(f'b{n}' for n in range(70))]
   assert rows.where(29).endswith('a.jsonl:30')
   assert rows.where(30).endswith('b.jsonl:1')
   assert rows[-1] == rows[99] and rows.name.count(' + ') == 1
@@ -130,10 +128,8 @@ def test_a_mixture_resumes_exactly(tmp_path):
   counts = collections.Counter()
   for _, info in batches:
     counts.update({k: v for k, v in info.items() if 'documents' in k})
-  assert counts['data/0/documents'] + counts['data/1/documents'] == (
-    counts['documents'])
-  assert counts['data/0/documents'] == pytest.approx(
-    0.75 * counts['documents'], abs=4)
+  assert counts['data/0/documents'] + counts['data/1/documents'] == (counts['documents'])
+  assert counts['data/0/documents'] == pytest.approx(0.75 * counts['documents'], abs=4)
   other = stream_of(mixture(tmp_path, (1, 1)))
   with pytest.raises(InputError, match='weight_ppm_of_source_0=750000 and'):
     other.restore(states[3])
@@ -161,8 +157,16 @@ def test_one_source_has_no_counts_and_an_unweighted_state_no_new_keys(tmp_path):
   stream.close()
   assert not [k for k in info if k.startswith('data/')]
   assert set(stream.state()) == {
-    'window', 'row', 'num_rows', 'row_length', 'seed', 'shuffle', 'packing',
-    'overlong', 'window_size'}
+    'window',
+    'row',
+    'num_rows',
+    'row_length',
+    'seed',
+    'shuffle',
+    'packing',
+    'overlong',
+    'window_size',
+  }
 
 
 def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
@@ -173,15 +177,13 @@ def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
   def read(*arguments, **named):
     return list(sources.read_sources(*arguments, **named))
 
-  same = [{'prompt': 'x0', 'completion': 'y'}, {'prompt': 'x0',
-                                               'completion': 'z'}]
+  same = [{'prompt': 'x0', 'completion': 'y'}, {'prompt': 'x0', 'completion': 'z'}]
   columns = ('prompt=q,completion=a', 'prompt=p,completion=b')
   assert read((first, second), columns) == same
   assert read(f'{first} + {second}', ' + '.join(columns)) == same
   assert read((first, first), columns[0]) == [same[0]] * 2
   assert read((third, third), map_fn=even) == [row(0), row(2)] * 2
-  assert read((third, third), map_fn=('', even)) == [
-    *map(row, range(4)), row(0), row(2)]
+  assert read((third, third), map_fn=('', even)) == [*map(row, range(4)), row(0), row(2)]
   for arguments, message in [
     (((first, second, third), columns), '2 columns for 3 sources'),
     (((first, second), '', ('x:y',) * 3), '3 map for 2 sources'),
@@ -198,17 +200,17 @@ def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
 def test_prompts_of_a_mixture(tmp_path):
   rows = mixture(tmp_path, (1, 1), sizes=(4, 12))
   make = lambda rows, longest=9: prompts.PromptStream(
-    rows, tokenizer_lib.load('bytes'), per_step=4, max_prompt_length=longest,
-    seed=0)
+    rows, tokenizer_lib.load('bytes'), per_step=4, max_prompt_length=longest, seed=0
+  )
   stream = make(rows)
   names = [p.prompt[0] for _ in range(10) for p in next(stream)[0]]
   assert names.count('a') == names.count('b') == 20
   assert len(stream) == 16
   # Too long: b10, b11.
   assert make(rows, 2).skipped == 2 and len(make(rows, 2)) == 14
-  long = sources.read_sources((
-    write_lines(tmp_path / 'c.jsonl', [row(1)]),
-    write_lines(tmp_path / 'd.jsonl', [row(1, 'x' * 20)])), weights=(1, 1))
+  long = sources.read_sources(
+    (write_lines(tmp_path / 'c.jsonl', [row(1)]), write_lines(tmp_path / 'd.jsonl', [row(1, 'x' * 20)])), weights=(1, 1)
+  )
   with pytest.raises(InputError, match='all 1 prompts of source 1 are longer'):
     make(long)
 
@@ -230,24 +232,24 @@ def test_streaming_reads_the_same_rows(tmp_path, kind):
   assert lazy[-1] == eager[-1] and list(lazy) == list(eager)
 
 
-@pytest.mark.parametrize('text', [
-  '\ufeff{"n": 0}\n\n  \n{"n": 1}\r\n\r\n {"n": 2}',
-  '{"n": 0}\n{"n": 1}\n\n\t\n{"n": 2}\n\n\n',
-  '\ufeff\n\n{"n": 0}\n{"n": 1}\n{"n": 2}\n',
-])
+@pytest.mark.parametrize(
+  'text',
+  [
+    '\ufeff{"n": 0}\n\n  \n{"n": 1}\r\n\r\n {"n": 2}',
+    '{"n": 0}\n{"n": 1}\n\n\t\n{"n": 2}\n\n\n',
+    '\ufeff\n\n{"n": 0}\n{"n": 1}\n{"n": 2}\n',
+  ],
+)
 @pytest.mark.parametrize('chunk', [1, 2, 3, 7, 1 << 20])
-def test_lines_are_found_whatever_stands_between(
-    tmp_path, monkeypatch, text, chunk):
+def test_lines_are_found_whatever_stands_between(tmp_path, monkeypatch, text, chunk):
   from jaxpost.data import lazy as lazy_lib
 
   monkeypatch.setattr(lazy_lib, '_CHUNK', chunk)
   path = tmp_path / 'a.jsonl'
   path.write_bytes(text.encode())
-  eager, lazy = (
-    sources.read(path, streaming=streaming) for streaming in (False, True))
+  eager, lazy = (sources.read(path, streaming=streaming) for streaming in (False, True))
   assert list(lazy) == list(eager) == [{'n': n} for n in range(3)]
-  assert [lazy.where(i) for i in range(3)] == [
-    eager.where(i) for i in range(3)]
+  assert [lazy.where(i) for i in range(3)] == [eager.where(i) for i in range(3)]
 
 
 def test_streaming_a_folder_and_its_splits(tmp_path):
@@ -271,8 +273,7 @@ def test_many_files_are_not_all_open(tmp_path):
 
 def test_bad_rows_are_named_when_they_are_reached(tmp_path):
   path = tmp_path / 'a.jsonl'
-  path.write_bytes(
-    b'{"n": 0}\n\n{"n": }\n[1]\n{"n": "\xff"}\n{"n": 5, "n": 5}\n')
+  path.write_bytes(b'{"n": 0}\n\n{"n": }\n[1]\n{"n": "\xff"}\n{"n": 5, "n": 5}\n')
   lazy = sources.read(path, streaming=True)
   assert len(lazy) == 5 and lazy[0] == {'n': 0}
   for i, message in [
@@ -314,9 +315,7 @@ def test_what_cannot_be_streamed_is_said_at_once(tmp_path):
 @pytest.mark.parametrize('kind', WRITERS)
 def test_a_stream_of_lazy_rows_is_that_of_rows_in_memory(tmp_path, kind):
   path = WRITERS[kind](tmp_path / f'a.{kind}', [row(n) for n in range(40)])
-  eager, lazy = (
-    stream_of(sources.read(path, streaming=streaming))
-    for streaming in (False, True))
+  eager, lazy = (stream_of(sources.read(path, streaming=streaming)) for streaming in (False, True))
   states = []
   for (want, info), (got, same) in zip(take(eager, 8), take(lazy, 8)):
     np.testing.assert_array_equal(want.tokens, got.tokens)
@@ -366,14 +365,15 @@ def test_a_lazy_mixture(tmp_path):
 
 
 def test_prompts_are_made_when_reached(tmp_path):
-  path = write_lines(tmp_path / 'a.jsonl', [
-    row(n, 'q' * (1 + n % 3)) for n in range(20)])
+  path = write_lines(tmp_path / 'a.jsonl', [row(n, 'q' * (1 + n % 3)) for n in range(20)])
   short = lambda r: r if r['prompt'][-1] != '5' else None
-  make = lambda per_step, longest, streaming=True, map_fn=short: (
-    prompts.PromptStream(
-      sources.read(path, map_fn=map_fn, streaming=streaming),
-      tokenizer_lib.load('bytes'), per_step=per_step,
-      max_prompt_length=longest, seed=0))
+  make = lambda per_step, longest, streaming=True, map_fn=short: prompts.PromptStream(
+    sources.read(path, map_fn=map_fn, streaming=streaming),
+    tokenizer_lib.load('bytes'),
+    per_step=per_step,
+    max_prompt_length=longest,
+    seed=0,
+  )
   stream = make(3, 4)
   found = [p for _ in range(8) for p in next(stream)[0]]
   # Indices count on over what was left out.

@@ -21,13 +21,7 @@ def example(row):
 
 def make(batch_size=3, documents=example, **options):
   options = {'seed': 5, 'window': 16, **options}
-  return loader.PackedStream(
-    documents,
-    NUM_ROWS,
-    batch_size=batch_size,
-    row_length=ROW_LENGTH,
-    **options,
-  )
+  return loader.PackedStream(documents, NUM_ROWS, batch_size=batch_size, row_length=ROW_LENGTH, **options)
 
 
 def uneven(row):
@@ -47,9 +41,7 @@ def documents(batches):
   """Every segment of the batches, as (tokens, positions) in order."""
   found = []
   for batch in batches:
-    for tokens, positions, ids in zip(
-      batch.tokens, batch.positions, batch.segment_ids
-    ):
+    for tokens, positions, ids in zip(batch.tokens, batch.positions, batch.segment_ids):
       for s in range(1, ids.max() + 1):
         found.append((tokens[ids == s].tolist(), positions[ids == s].tolist()))
   return found
@@ -83,12 +75,8 @@ def test_to_batch_isolates_documents():
   batch = packing.to_batch(rows, 6, 2)
   np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 9, 0], [0] * 6])
   np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 0, 1, 0], [0] * 6])
-  np.testing.assert_array_equal(
-    batch.segment_ids, [[1, 1, 1, 2, 2, 0], [0] * 6]
-  )
-  np.testing.assert_allclose(
-    batch.loss_weights[0], np.array([0, 0, 1, 0, 1, 0]) / 2, rtol=1e-6
-  )
+  np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 2, 2, 0], [0] * 6])
+  np.testing.assert_allclose(batch.loss_weights[0], np.array([0, 0, 1, 0, 1, 0]) / 2, rtol=1e-6)
   assert batch.loss_weights.dtype == np.float32
   assert batch.tokens.dtype == np.int32
 
@@ -147,18 +135,8 @@ def test_resume_at_each_batch_continues_the_same(packed):
     for want, got in zip(batches[n:], take(resumed, 14 - n)):
       assert want[1] == got[1]
       for a, b in zip(
-        (
-          want[0].tokens,
-          want[0].positions,
-          want[0].segment_ids,
-          want[0].loss_weights,
-        ),
-        (
-          got[0].tokens,
-          got[0].positions,
-          got[0].segment_ids,
-          got[0].loss_weights,
-        ),
+        (want[0].tokens, want[0].positions, want[0].segment_ids, want[0].loss_weights),
+        (got[0].tokens, got[0].positions, got[0].segment_ids, got[0].loss_weights),
       ):
         np.testing.assert_array_equal(a, b)
     assert resumed.state() == states[-1]
@@ -202,38 +180,18 @@ def test_epochs_are_shuffled_anew_and_by_seed():
   orders = [epoch(s, n) for s in (0, 1) for n in (0, 1)]
   assert all(sorted(o) == list(range(NUM_ROWS)) for o in orders)
   assert len({tuple(o) for o in orders}) == 4
-  assert [loader.order(4, 0, shuffle=False)[i] for i in range(6)] == [
-    0,
-    1,
-    2,
-    3,
-    0,
-    1,
-  ]
+  assert [loader.order(4, 0, shuffle=False)[i] for i in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
 def long_example(row):
   """Document 2 is over-long; document 3 is and its prompt fills the row."""
   length = 50 if row in (2, 3) else 10
-  return chat.Example(
-    np.full(length, row, np.int32),
-    np.arange(length) >= (40 if row == 3 else 1),
-  )
+  return chat.Example(np.full(length, row, np.int32), np.arange(length) >= (40 if row == 3 else 1))
 
 
-@pytest.mark.parametrize(
-  'overlong, truncated, dropped', [('truncate', 1, 1), ('drop', 0, 2)]
-)
+@pytest.mark.parametrize('overlong, truncated, dropped', [('truncate', 1, 1), ('drop', 0, 2)])
 def test_overlong_documents_are_counted(overlong, truncated, dropped):
-  stream = loader.PackedStream(
-    long_example,
-    6,
-    batch_size=1,
-    row_length=32,
-    seed=0,
-    window=6,
-    overlong=overlong,
-  )
+  stream = loader.PackedStream(long_example, 6, batch_size=1, row_length=32, seed=0, window=6, overlong=overlong)
   counts = collections.Counter()
   for batch, info in stream:
     assert batch.tokens.shape == (1, 32)
@@ -263,9 +221,7 @@ def test_nothing_to_train_on_is_an_error_not_a_hang():
   def untrained(row):
     return chat.Example(np.array([1, 2]), np.array([True, False]))
 
-  stream = loader.PackedStream(
-    untrained, 6, batch_size=1, row_length=32, seed=0, window=2
-  )
+  stream = loader.PackedStream(untrained, 6, batch_size=1, row_length=32, seed=0, window=2)
   with pytest.raises(InputError, match='none of the 6 documents'):
     next(stream)
 
@@ -274,9 +230,7 @@ def test_an_error_in_the_thread_reaches_the_caller():
   def broken(row):
     raise InputError(f'a.jsonl:{row}: broken')
 
-  stream = loader.PackedStream(
-    broken, 6, batch_size=1, row_length=32, seed=0, window=2
-  )
+  stream = loader.PackedStream(broken, 6, batch_size=1, row_length=32, seed=0, window=2)
   with pytest.raises(InputError, match='broken'):
     next(stream)
 
@@ -309,7 +263,7 @@ def test_eval_batches_hold_each_example_once():
 
 
 def test_eval_batches_leave_out_what_is_not_there():
-  batch, = loader.eval_batches([None, example(1), None], 1, ROW_LENGTH)
+  (batch,) = loader.eval_batches([None, example(1), None], 1, ROW_LENGTH)
   assert documents([batch])[0][0] == example(1).tokens.tolist()
   with pytest.raises(InputError, match='none of the 0 documents'):
     loader.eval_batches([None], 1, ROW_LENGTH)
@@ -358,14 +312,9 @@ def test_prompt_of_a_chat_ends_before_the_last_answer():
     {'role': 'user', 'content': 'c'},
     {'role': 'assistant', 'content': 'd'},
   ]
-  stream = prompt_stream(
-    rows=[{'messages': chat_row}], per_step=1, system_prompt='Be brief.'
-  )
+  stream = prompt_stream(rows=[{'messages': chat_row}], per_step=1, system_prompt='Be brief.')
   (prompt,), _ = next(stream)
-  assert prompt.prompt == [
-    {'role': 'system', 'content': 'Be brief.'},
-    *chat_row[:3],
-  ]
+  assert prompt.prompt == [{'role': 'system', 'content': 'Be brief.'}, *chat_row[:3]]
   text = tokenizer_lib.load('bytes').decode(prompt.tokens, False)
   assert text.endswith('c<|im_end|>\n<|im_start|>assistant\n')
 
@@ -373,12 +322,8 @@ def test_prompt_of_a_chat_ends_before_the_last_answer():
 def test_preview_shows_trained_text_and_fill():
   tokenizer = tokenizer_lib.load('bytes')
   row = {'prompt': 'ab', 'completion': 'cd'}
-  found = preview.preview(
-    [chat.render(tokenizer, row, 'x')], tokenizer, row_length=10
-  )
+  found = preview.preview([chat.render(tokenizer, row, 'x')], tokenizer, row_length=10)
   assert 'abcd<|im_end|>' in found[0].plain
-  styles = {
-    found[0].plain[s.start : s.end]: str(s.style) for s in found[0].spans
-  }
+  styles = {found[0].plain[s.start : s.end]: str(s.style) for s in found[0].spans}
   assert styles['cd<|im_end|>'] == 'green' and styles['ab'] == 'dim'
   assert '50.0% filled' in found[1].caption

@@ -18,13 +18,10 @@ def plain(length, trained=1, weight=1.0):
 def pair(prompt, chosen, rejected, share=True, last=False):
   """Two answers to a prompt; each answer's tokens tell which it is."""
   p = np.arange(100, 100 + prompt)
-  sides = [np.append(p, 200 + np.arange(chosen)),
-           np.append(p, 300 + np.arange(rejected))]
+  sides = [np.append(p, 200 + np.arange(chosen)), np.append(p, 300 + np.arange(rejected))]
   start = prompt - 1 if share else 0
-  numbers = np.repeat(
-    [0, 1, 2], [start, *(len(s) - start for s in sides)]).astype(np.int32)
-  lay = lambda arrays: np.concatenate(
-    [arrays[0][:start], *(a[start:] for a in arrays)])
+  numbers = np.repeat([0, 1, 2], [start, *(len(s) - start for s in sides)]).astype(np.int32)
+  lay = lambda arrays: np.concatenate([arrays[0][:start], *(a[start:] for a in arrays)])
   positions = lay([np.arange(len(s)) for s in sides])
   scored = positions >= prompt
   mask = scored.astype(np.float32)
@@ -33,10 +30,14 @@ def pair(prompt, chosen, rejected, share=True, last=False):
     mask[[len(sides[0]) - 1, -1]] = 1
   tokens = lay(sides)
   return Example(
-    tokens, mask, positions, None if share else numbers,
-    numbers if share else None, np.where(scored, numbers, 0),
-    {'margin': (scored * 0.5).astype(np.float32),
-     'topk': np.stack([tokens, tokens + 1], -1)})
+    tokens,
+    mask,
+    positions,
+    None if share else numbers,
+    numbers if share else None,
+    np.where(scored, numbers, 0),
+    {'margin': (scored * 0.5).astype(np.float32), 'topk': np.stack([tokens, tokens + 1], -1)},
+  )
 
 
 def visible(batch, row):
@@ -55,17 +56,15 @@ def contexts(batch):
     seen = visible(batch, r)
     for t in np.flatnonzero(batch.loss_weights[r]):
       left = np.flatnonzero(seen[t - 1])
-      found.append((
-        tuple(batch.tokens[r, left].tolist()),
-        tuple(batch.positions[r, left].tolist()), int(batch.tokens[r, t])))
+      found.append(
+        (tuple(batch.tokens[r, left].tolist()), tuple(batch.positions[r, left].tolist()), int(batch.tokens[r, t]))
+      )
   return sorted(found)
 
 
 @pytest.mark.parametrize('prompt', [1, 2, 7])
 def test_shared_prompts_predict_what_copies_do(prompt):
-  shared, apart = (
-    packing.to_batch([[pair(prompt, 5, 3, share)] * 2], LENGTH, 1)
-    for share in (True, False))
+  shared, apart = (packing.to_batch([[pair(prompt, 5, 3, share)] * 2], LENGTH, 1) for share in (True, False))
   assert contexts(shared) == contexts(apart)
   tokens, positions, first = contexts(shared)[0]
   assert tokens == tuple(range(100, 100 + prompt)) and first == 200
@@ -83,8 +82,7 @@ def test_branches_do_not_see_each_other():
       assert block.any() == (a == b)
   assert not seen[np.ix_(segments == 1, segments == 2)].any()
   # p[:-1], p[-1] c1..., p[-1] c2...
-  assert batch.tokens[0, :10].tolist() == [
-    100, 101, 102, 200, 201, 202, 203, 102, 300, 301]
+  assert batch.tokens[0, :10].tolist() == [100, 101, 102, 200, 201, 202, 203, 102, 300, 301]
   assert batch.positions[0, :10].tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4]
   assert batch.branch_ids[0, :10].tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]
   assert ids[:10].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 2, 2]
@@ -95,24 +93,23 @@ def test_arrays_are_copied_in_their_kind():
   assert batch.arrays['margin'].dtype == np.float32
   assert batch.arrays['topk'].shape == (3, LENGTH, 2)
   assert batch.arrays['topk'].dtype == np.int32
-  np.testing.assert_array_equal(
-    batch.arrays['margin'], np.where(batch.sequence_ids > 0, 0.5, 0))
-  np.testing.assert_array_equal(
-    batch.arrays['topk'][..., 1],
-    np.where(batch.segment_ids > 0, batch.tokens + 1, 0))
+  np.testing.assert_array_equal(batch.arrays['margin'], np.where(batch.sequence_ids > 0, 0.5, 0))
+  np.testing.assert_array_equal(batch.arrays['topk'][..., 1], np.where(batch.segment_ids > 0, batch.tokens + 1, 0))
   with pytest.raises(ValueError, match='carry other arrays'):
     packing.to_batch([[plain(3), pair(2, 2, 2)]], LENGTH, 1)
 
 
 def random_rows(rng, kind):
   """Rows of documents of one kind, each within LENGTH."""
+
   def make():
     a, b, c = rng.integers(1, 9, 3)
     return {
       'plain': lambda: plain(a + b, rng.integers(0, a + b + 1), rng.random()),
       'shared': lambda: pair(a, b, c),
       'apart': lambda: pair(a, b, c, share=False),
-      'last': lambda: pair(a, b, c, last=True)}[kind]()
+      'last': lambda: pair(a, b, c, last=True),
+    }[kind]()
 
   examples = [make() for _ in range(rng.integers(1, 9))]
   rows = packing.pack([len(e.tokens) for e in examples], LENGTH)
@@ -129,15 +126,12 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
   trained = [e for e in examples if e.trained.any()]
   pairs = len(trained)
   sequences = pairs if kind == 'plain' else 2 * pairs
-  wanted = {
-    'token': mask.sum(dtype=np.float64), 'sequence': sequences, 'pair': pairs}
+  wanted = {'token': mask.sum(dtype=np.float64), 'sequence': sequences, 'pair': pairs}
   for per, total in wanted.items():
     batch = packing.to_batch(rows, LENGTH, size, per=per)
     assert batch.loss_weights.dtype == np.float32
-    np.testing.assert_allclose(
-      batch.loss_weights, mask / max(total, 1e-30), rtol=1e-6)
-    assert (batch.segment_ids > 0).sum() == sum(
-      len(e.tokens) for e in examples)
+    np.testing.assert_allclose(batch.loss_weights, mask / max(total, 1e-30), rtol=1e-6)
+    assert (batch.segment_ids > 0).sum() == sum(len(e.tokens) for e in examples)
     assert not batch.loss_weights[batch.segment_ids == 0].any()
     assert not batch.loss_weights[:, 0].any()
     if kind == 'last' and per == 'pair':
@@ -155,27 +149,25 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
       assert (tokens[ids % 2 == 1] // 100 == 2).all()
       assert (tokens[(ids > 0) & (ids % 2 == 0)] // 100 == 3).all()
     assert (batch.branch_ids is not None) == (kind != 'apart')
-  chosen = (batch.arrays['nll_weights'] if kind != 'plain' else mask)
+  chosen = batch.arrays['nll_weights'] if kind != 'plain' else mask
   if kind != 'plain':
     assert chosen.sum() == pytest.approx(1, rel=1e-5)
     assert ((chosen > 0) == (mask > 0) & (batch.sequence_ids % 2 == 1)).all()
     np.testing.assert_allclose(
       packing.to_batch(rows, LENGTH, size, False, 'pair').arrays['nll_weights'],
-      np.where(batch.sequence_ids % 2 == 1, mask, 0))
+      np.where(batch.sequence_ids % 2 == 1, mask, 0),
+    )
 
 
 def test_the_weight_of_a_message_is_kept():
-  batch = packing.to_batch(
-    [[plain(4, 2, 0.5), plain(3, 1, 2.0)]], 8, 1, per='token')
-  np.testing.assert_allclose(
-    batch.loss_weights[0], np.array([0, 0, 0.5, 0.5, 0, 0, 2, 0]) / 3,
-    rtol=1e-6)
+  batch = packing.to_batch([[plain(4, 2, 0.5), plain(3, 1, 2.0)]], 8, 1, per='token')
+  np.testing.assert_allclose(batch.loss_weights[0], np.array([0, 0, 0.5, 0.5, 0, 0, 2, 0]) / 3, rtol=1e-6)
 
 
 def test_the_first_token_of_a_segment_is_predicted_by_nothing():
   both = Example(
-    np.arange(1, 7), np.ones(6, bool), np.array([0, 1, 2, 0, 1, 2]),
-    segment_ids=np.array([1, 1, 1, 2, 2, 2]))
+    np.arange(1, 7), np.ones(6, bool), np.array([0, 1, 2, 0, 1, 2]), segment_ids=np.array([1, 1, 1, 2, 2, 2])
+  )
   batch = packing.to_batch([[both]], 8, 1, normalise=False)
   assert batch.loss_weights[0].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
   assert both.trained.tolist() == [False, True, True, False, True, True]
@@ -199,8 +191,7 @@ def test_cut_takes_from_the_longer_answer_never_the_prompt(share):
     assert abs(sizes[0] - sizes[1]) <= 1 or less <= 4
     assert answers(cut) == [a[:n] for a, n in zip(answers(whole), sizes)]
     one = packing.to_batch([[cut]], LENGTH, 1)
-    assert {c for c in contexts(one)} <= {
-      c for c in contexts(packing.to_batch([[whole]], LENGTH, 1))}
+    assert {c for c in contexts(one)} <= {c for c in contexts(packing.to_batch([[whole]], LENGTH, 1))}
   assert whole.cut(total - 13) is None
 
 
@@ -210,8 +201,7 @@ def test_cut_keeps_the_token_that_a_score_is_read_at():
   assert answers(cut) == [[200, 201, 202, 208], [300, 301, 302, 304]]
   batch = packing.to_batch([[cut]], LENGTH, 1, per='pair')
   assert batch.tokens[0, batch.loss_weights[0] > 0].tolist() == [208, 304]
-  assert batch.positions[0, :13].tolist() == [
-    0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7]
+  assert batch.positions[0, :13].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7]
   assert cut.arrays['topk'][:, 0].tolist() == cut.tokens.tolist()
 
 

@@ -15,13 +15,15 @@ ANSWER = {'role': 'assistant', 'content': 'A1'}
 USER_2 = {'role': 'user', 'content': 'Q2'}
 GOOD = [{'role': 'assistant', 'content': 'yes, this'}]
 BAD = [{'role': 'assistant', 'content': 'no'}]
-CALL = {'role': 'assistant', 'content': None, 'tool_calls': [
-  {'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}]}
+CALL = {
+  'role': 'assistant',
+  'content': None,
+  'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}],
+}
 PAIRS = [
   {'prompt': [USER], 'chosen': GOOD, 'rejected': BAD},
   {'prompt': [USER, ANSWER, USER_2], 'chosen': GOOD, 'rejected': BAD},
-  {'prompt': [USER], 'rejected': BAD,
-   'chosen': [CALL, {'role': 'tool', 'content': 'R'}, *GOOD]},
+  {'prompt': [USER], 'rejected': BAD, 'chosen': [CALL, {'role': 'tool', 'content': 'R'}, *GOOD]},
   {'prompt': 'Q1: ', 'chosen': ' yes, this', 'rejected': ' no'},
 ]
 THOUGHT = [{'role': 'assistant', 'content': '<think>\nhm\n</think>\n\nA1'}]
@@ -43,17 +45,15 @@ def tokenizer(request, shared_data):
 def unrolled(example):
   """Per answer: its tokens with its prompt, what is trained, what is scored."""
   found = []
-  parts = (
-    example.branch_ids if example.branch_ids is not None
-    else example.segment_ids)
+  parts = example.branch_ids if example.branch_ids is not None else example.segment_ids
   head = np.flatnonzero(parts == 0)
   for n in range(1, parts.max() + 1):
     at = np.append(head, np.flatnonzero(parts == n))
     assert example.positions[at].tolist() == list(range(len(at)))
     assert set(example.sequence_ids[at].tolist()) == {0, n}
-    found.append((
-      example.tokens[at].tolist(), example.loss_mask[at].tolist(),
-      (example.sequence_ids[at] == n).tolist()))
+    found.append(
+      (example.tokens[at].tolist(), example.loss_mask[at].tolist(), (example.sequence_ids[at] == n).tolist())
+    )
   return found
 
 
@@ -69,15 +69,13 @@ def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
       preferences.render_pair(tokenizer, row, 'x')
     return
   shared, apart = (
-    preferences.render_pair(
-      tokenizer, row, 'x', share_prompt=share, enable_thinking=thinking)
-    for share in (True, False))
+    preferences.render_pair(tokenizer, row, 'x', share_prompt=share, enable_thinking=thinking)
+    for share in (True, False)
+  )
   assert unrolled(shared) == unrolled(apart)
   assert len(shared.tokens) < len(apart.tokens)
   assert shared.segment_ids is None and apart.branch_ids is None
-  for side, (tokens, mask, scored) in zip(
-    ('chosen', 'rejected'), unrolled(shared)
-  ):
+  for side, (tokens, mask, scored) in zip(('chosen', 'rejected'), unrolled(shared)):
     given = {'prompt': row['prompt'], 'completion': row[side]}
     want = chat.render(tokenizer, given, 'x', enable_thinking=thinking)
     stop = np.flatnonzero(want.loss_mask)[-1] + 1
@@ -86,8 +84,7 @@ def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
     assert not want.loss_mask[stop:].any()
     if row[side][0] is CALL:
       continue  # Qwen3 writes turns before the last without a <think> block
-    prompt = chat.render_prompt(
-      tokenizer, row, 'x', enable_thinking=thinking).tolist()
+    prompt = chat.render_prompt(tokenizer, row, 'x', enable_thinking=thinking).tolist()
     assert tokens[: len(prompt)] == prompt and not any(mask[: len(prompt)])
     assert mask[len(prompt)]
 
@@ -96,13 +93,10 @@ def test_a_header_that_only_one_answer_has(shared_data):
   # Qwen3 opens an empty <think> block before an answer without reasoning.
   qwen = load(shared_data('tokenizers/qwen3'))
   row = {'prompt': [USER], 'chosen': THOUGHT, 'rejected': BAD}
-  shared, apart = (
-    preferences.render_pair(qwen, row, 'x', share_prompt=share)
-    for share in (True, False))
+  shared, apart = (preferences.render_pair(qwen, row, 'x', share_prompt=share) for share in (True, False))
   assert unrolled(shared) == unrolled(apart)
   (good, mask, _), (bad, bad_mask, _) = unrolled(shared)
-  text = lambda ids, mask: qwen.decode(
-    np.asarray(ids)[np.asarray(mask) > 0], skip_special=False)
+  text = lambda ids, mask: qwen.decode(np.asarray(ids)[np.asarray(mask) > 0], skip_special=False)
   assert text(good, mask) == '<think>\nhm\n</think>\n\nA1<|im_end|>'
   assert text(bad, bad_mask) == 'no<|im_end|>'
 
@@ -114,19 +108,16 @@ def test_prompts_that_become_other_tokens_are_shared_as_far_as_they_go(same):
   for other in (50, 60):
     tokens = np.arange(1, 9, dtype=np.int32)
     tokens[same:] += other
-    sides.append(preferences._Side(
-      tokens, np.arange(8) >= 5.0, np.arange(8) >= 5))
+    sides.append(preferences._Side(tokens, np.arange(8) >= 5.0, np.arange(8) >= 5))
   example = preferences._join(sides, True)
   batch = packing.to_batch([[example]], 32, 1)
   assert batch.branch_ids is not None  # the same fields as of other rows
   assert example.sequence_ids.max() == 2
   if same:
-    assert [ids for ids, _, _ in unrolled(example)] == [
-      side.tokens.tolist() for side in sides]
+    assert [ids for ids, _, _ in unrolled(example)] == [side.tokens.tolist() for side in sides]
     assert (example.branch_ids == 0).sum() == same - 1
   else:
-    assert example.tokens.tolist() == [
-      *sides[0].tokens.tolist(), *sides[1].tokens.tolist()]
+    assert example.tokens.tolist() == [*sides[0].tokens.tolist(), *sides[1].tokens.tolist()]
     assert not example.branch_ids.any()
     assert example.segment_ids.tolist() == [1] * 8 + [2] * 8
 
@@ -152,25 +143,25 @@ def test_prompts_that_are_not_named(plain):
   row = {'chosen': f'{head} same x', 'rejected': f'{head} same y'}
   assert preferences.pair_of(row, 'x') == (head, ' same x', ' same y')
   # A last turn that is not shared belongs to the answers.
-  row = {'chosen': f'{head} x\n\nHuman: d\n\nAssistant: e',
-         'rejected': f'{head} y\n\nHuman: f\n\nAssistant: g'}
+  row = {'chosen': f'{head} x\n\nHuman: d\n\nAssistant: e', 'rejected': f'{head} y\n\nHuman: f\n\nAssistant: g'}
   assert preferences.pair_of(row, 'x')[0] == head
 
 
 def test_margins(plain):
   for extra, margin in [
-    ({}, 0), ({'margin': 1.5}, 1.5), ({'margin': None}, 0),
+    ({}, 0),
+    ({'margin': 1.5}, 1.5),
+    ({'margin': None}, 0),
     ({'score_chosen': 8.0, 'score_rejected': 5}, 3),
-    ({'score_chosen': 8.0}, 0)]:
+    ({'score_chosen': 8.0}, 0),
+  ]:
     made = preferences.render_pair(plain, {**PAIRS[0], **extra}, 'x')
-    np.testing.assert_array_equal(
-      made.arrays['margin'], np.where(made.sequence_ids > 0, margin, 0))
+    np.testing.assert_array_equal(made.arrays['margin'], np.where(made.sequence_ids > 0, margin, 0))
 
 
 def test_reward_models_read_the_last_token(plain):
   for share in (True, False):
-    made = preferences.render_pair(
-      plain, PAIRS[1], 'x', train_on='last', share_prompt=share)
+    made = preferences.render_pair(plain, PAIRS[1], 'x', train_on='last', share_prompt=share)
     both = preferences.render_pair(plain, PAIRS[1], 'x', share_prompt=share)
     assert made.tokens.tolist() == both.tokens.tolist()
     assert made.sequence_ids.tolist() == both.sequence_ids.tolist()
@@ -185,9 +176,7 @@ def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
   for label, value in ((True, 1), (False, -1)):
     row = {'prompt': [USER], 'completion': GOOD, 'label': label}
     other = {'prompt': [USER_2], 'completion': BAD, 'label': True}
-    shared, apart = (
-      preferences.render_unpaired(plain, row, other, 'x', share_prompt=share)
-      for share in (True, False))
+    shared, apart = (preferences.render_unpaired(plain, row, other, 'x', share_prompt=share) for share in (True, False))
     assert unrolled(shared) == unrolled(apart)
     (own, mask, _), (kl, kl_mask, scored) = unrolled(shared)
     text = functools.partial(plain.decode, skip_special=False)
@@ -198,8 +187,7 @@ def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
     assert sum(scored) == 3
     assert shared.scored.sum() == shared.trained.sum() + 3
     ids = shared.sequence_ids
-    np.testing.assert_array_equal(
-      shared.arrays['label'], np.where(ids == 1, value, 0))
+    np.testing.assert_array_equal(shared.arrays['label'], np.where(ids == 1, value, 0))
     np.testing.assert_array_equal(shared.arrays['kl_mask'], ids == 2)
     whole = {'messages': [USER, *GOOD], 'label': label}
     same = preferences.render_unpaired(plain, whole, other, 'x')
@@ -213,8 +201,7 @@ def test_mismatched_rows_ask_something_else():
   rows = sources.read('x', fake_rows=rows)
   found = [preferences.mismatched(rows, i) for i in range(16)]
   assert found == [preferences.mismatched(rows, i) for i in range(16)]
-  assert all(rows[i]['prompt'] != rows[j]['prompt']
-             for i, j in enumerate(found))
+  assert all(rows[i]['prompt'] != rows[j]['prompt'] for i, j in enumerate(found))
   assert len(set(found)) > 6
   alike = sources.read('x', fake_rows=[rows[0], rows[1]])
   assert [preferences.mismatched(alike, i) for i in (0, 1)] == [1, 0]
@@ -223,8 +210,7 @@ def test_mismatched_rows_ask_something_else():
 
 
 def test_steps_are_judged_at_their_separators(plain):
-  row = {'prompt': 'Q: ', 'completions': ['one', 'two', 'three'],
-         'labels': [True, False, 0.25]}
+  row = {'prompt': 'Q: ', 'completions': ['one', 'two', 'three'], 'labels': [True, False, 0.25]}
   made = preferences.render_steps(plain, row, 'x')
   assert plain.decode(made.tokens) == 'Q: one\ntwo\nthree\n'
   at = np.flatnonzero(made.loss_mask)
@@ -241,10 +227,7 @@ def test_steps_are_judged_at_their_separators(plain):
 
 
 def test_scores_are_read_at_the_last_token(plain):
-  for row in (
-    {'prompt': [USER], 'completion': GOOD, 'score': 2.5},
-    {'messages': [USER, *GOOD], 'score': 2.5},
-  ):
+  for row in ({'prompt': [USER], 'completion': GOOD, 'score': 2.5}, {'messages': [USER, *GOOD], 'score': 2.5}):
     made = preferences.render_scored(plain, row, 'x')
     assert np.flatnonzero(made.loss_mask).tolist() == [len(made.tokens) - 1]
     assert made.tokens[-1] == 258
@@ -276,15 +259,12 @@ BAD_PAIRS = [
   ({**MESSAGES, 'rejected': []}, 'rejected: is an empty list'),
   ({**MESSAGES, 'rejected': GOOD}, 'rejected: equals chosen'),
   ({**MESSAGES, 'rejected': [USER]}, 'rejected: is empty'),
-  ({**MESSAGES, 'chosen': [{'role': 'assistant', 'content': ''}]},
-   'chosen: is empty'),
-  ({**MESSAGES, 'chosen': [{'role': 'assistant', 'content': None}]},
-   r'chosen\[0\].content: is null'),
+  ({**MESSAGES, 'chosen': [{'role': 'assistant', 'content': ''}]}, 'chosen: is empty'),
+  ({**MESSAGES, 'chosen': [{'role': 'assistant', 'content': None}]}, r'chosen\[0\].content: is null'),
   ({**MESSAGES, 'chosen': [{**GOOD[0], 'weight': 0}]}, 'chosen: the weights'),
   ({**MESSAGES, 'margin': 'x'}, "margin: 'x' is no number"),
   ({**MESSAGES, 'margin': float('nan')}, 'margin: nan is no number'),
-  ({**MESSAGES, 'score_chosen': True, 'score_rejected': 1},
-   'score_chosen: True is no number'),
+  ({**MESSAGES, 'score_chosen': True, 'score_rejected': 1}, 'score_chosen: True is no number'),
   ({'chosen': [USER, *GOOD], 'rejected': [USER]}, 'rejected: is only the beg'),
   ({'chosen': [USER, *GOOD], 'rejected': [USER_2, *BAD]}, 'needs the column p'),
 ]
@@ -301,8 +281,7 @@ def test_other_bad_rows_are_named(plain):
   kto = {'prompt': [USER], 'completion': GOOD, 'label': True}
   steps = {'prompt': 'q', 'completions': ['a'], 'labels': [True]}
   score = {'prompt': 'q', 'completion': 'a', 'score': 1}
-  unpaired = lambda row, other=kto: preferences.render_unpaired(
-    plain, row, other, 'a.jsonl:7')
+  unpaired = lambda row, other=kto: preferences.render_unpaired(plain, row, other, 'a.jsonl:7')
   stepwise = lambda row: preferences.render_steps(plain, row, 'a.jsonl:7')
   scored = lambda row: preferences.render_scored(plain, row, 'a.jsonl:7')
   for render, row, message in [
@@ -329,13 +308,20 @@ def test_other_bad_rows_are_named(plain):
 
 
 def pair_stream(length, overlong, rows=40, **options):
-  data = sources.read(
-    f'generated:arithmetic_pairs:size={rows},digits=3')
+  data = sources.read(f'generated:arithmetic_pairs:size={rows},digits=3')
   tokenizer = load('bytes')
   return loader.PackedStream(
     lambda i: preferences.render_pair(tokenizer, data[i], data.where(i)),
-    len(data), batch_size=2, row_length=length, seed=0, overlong=overlong,
-    window=rows, where=data.where, per='pair', **options)
+    len(data),
+    batch_size=2,
+    row_length=length,
+    seed=0,
+    overlong=overlong,
+    window=rows,
+    where=data.where,
+    per='pair',
+    **options,
+  )
 
 
 def test_a_stream_of_pairs():
@@ -355,8 +341,7 @@ def test_a_stream_of_pairs():
   stream.close()
   for a, b in zip(seen, again):
     np.testing.assert_array_equal(a.sequence_ids, b.sequence_ids)
-    np.testing.assert_array_equal(
-      a.arrays['nll_weights'], b.arrays['nll_weights'])
+    np.testing.assert_array_equal(a.arrays['nll_weights'], b.arrays['nll_weights'])
 
 
 def test_pairs_too_long_for_a_row():
@@ -381,10 +366,13 @@ def test_evaluation_divides_by_all_its_pairs():
   batches = loader.eval_batches(made, 2, 80, per='pair')
   assert len(batches) > 1
   weights, nll, ids = (
-    np.concatenate(arrays) for arrays in (
+    np.concatenate(arrays)
+    for arrays in (
       [b.loss_weights for b in batches],
       [b.arrays['nll_weights'] for b in batches],
-      [b.sequence_ids for b in batches]))
+      [b.sequence_ids for b in batches],
+    )
+  )
   np.testing.assert_allclose(weights, (ids > 0) / 11, rtol=1e-6)
   chosen = ids % 2 == 1
   np.testing.assert_allclose(nll, chosen / chosen.sum(), rtol=1e-6)
@@ -395,11 +383,10 @@ def test_preview_tells_the_answers_apart(plain):
   other = {'prompt': 'R:', 'completion': 'else'}
   own = {'prompt': 'Q:', 'completion': 'good', 'label': False}
   pair, unpaired = (
-    preview.preview([made], plain)[0] for made in (
-      preferences.render_pair(plain, row, 'x'),
-      preferences.render_unpaired(plain, own, other, 'x')))
-  styles = lambda text: {
-    text.plain[s.start : s.end]: str(s.style) for s in text.spans}
+    preview.preview([made], plain)[0]
+    for made in (preferences.render_pair(plain, row, 'x'), preferences.render_unpaired(plain, own, other, 'x'))
+  )
+  styles = lambda text: {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
   assert styles(pair)['good<|im_end|>'] == 'green'
   assert styles(pair)['bad<|im_end|>'] == 'red'
   assert 'margin 2' in pair.plain and '[answer 2]' in pair.plain

@@ -70,10 +70,7 @@ def test_json_files(tmp_path, name, data, places):
 
 
 def test_columnar_files(tmp_path):
-  for path in (
-    write_parquet(tmp_path / 'a.parquet'),
-    write_array_record(tmp_path / 'a.array_record'),
-  ):
+  for path in (write_parquet(tmp_path / 'a.parquet'), write_array_record(tmp_path / 'a.array_record')):
     rows = sources.read(path)
     assert list(rows) == ROWS and rows.where(2) == f'{path}[2]'
 
@@ -86,11 +83,7 @@ def test_text_files(tmp_path):
   path = write(tmp_path / 'b.txt', 'a\nb\r\n\r\nc\n\n\n\nd\n')
   rows = sources.read(path)
   assert [r['text'] for r in rows] == ['a\nb', 'c', 'd']
-  assert [rows.where(i) for i in range(3)] == [
-    f'{path}:1',
-    f'{path}:4',
-    f'{path}:8',
-  ]
+  assert [rows.where(i) for i in range(3)] == [f'{path}:1', f'{path}:4', f'{path}:8']
 
 
 def test_folders(tmp_path):
@@ -121,9 +114,7 @@ def test_folders_saved_by_datasets(tmp_path):
   assert list(sources.read(tmp_path / 'one')) == ROWS
   for split in ('train', 'test'):
     write_arrow(tmp_path / 'both' / split, ROWS[:2])
-  write(
-    tmp_path / 'both' / 'dataset_dict.json', '{"splits": ["train", "test"]}'
-  )
+  write(tmp_path / 'both' / 'dataset_dict.json', '{"splits": ["train", "test"]}')
   assert list(sources.read(f'{tmp_path}/both:test')) == ROWS[:2]
   assert list(sources.read(tmp_path / 'both' / 'train')) == ROWS[:2]
   with pytest.raises(InputError, match='the splits train, test'):
@@ -161,17 +152,9 @@ BAD_FILES = [
     '[{"conversations": [{"from": "bot", "value": "x"}]}]',
     r"a.json\[0\]: conversations\[0\].from: 'bot' is none of system, human",
   ),
-  (
-    'a.json',
-    '[{"conversations": [{"role": "user"}]}]',
-    r'conversations\[0\]: must be an object with from and value',
-  ),
+  ('a.json', '[{"conversations": [{"role": "user"}]}]', r'conversations\[0\]: must be an object with from and value'),
   ('a.json', '[{"conversations": "hi"}]', 'must be a list of turns'),
-  (
-    'a.json',
-    '[{"conversations": [{"from": "function_call", "value": "x"}]}]',
-    r'conversations\[0\].value: bad JSON',
-  ),
+  ('a.json', '[{"conversations": [{"from": "function_call", "value": "x"}]}]', r'conversations\[0\].value: bad JSON'),
   ('a.json', '[{"instruction": "", "output": "x"}]', 'instruction: is empty'),
   ('a.json', '[{"instruction": "x", "output": null}]', 'output: is empty'),
   ('a.json', '[{"instruction": "x", "output": 4}]', 'output: is a int'),
@@ -206,10 +189,7 @@ def test_damaged_archives(tmp_path):
       sources.read(path)
 
 
-@pytest.mark.parametrize(
-  'extra, name',
-  [('pyarrow', 'a.parquet'), ('array_record.python', 'a.array_record')],
-)
+@pytest.mark.parametrize('extra, name', [('pyarrow', 'a.parquet'), ('array_record.python', 'a.array_record')])
 def test_missing_extras_say_what_to_install(tmp_path, monkeypatch, extra, name):
   monkeypatch.setitem(sys.modules, extra, None)
   path = write(tmp_path / name, 'x')
@@ -234,23 +214,14 @@ def test_columns_rename_and_keep():
   def read(columns):
     return sources.read('x', columns, fake_rows=rows)[0]
 
-  assert read('prompt=question, completion=answer') == {
-    'prompt': 'q',
-    'completion': 'a',
-    'level': 1,
-  }
+  assert read('prompt=question, completion=answer') == {'prompt': 'q', 'completion': 'a', 'level': 1}
   assert read('prompt=question,completion=answer,answer=answer') == {
     'prompt': 'q',
     'completion': 'a',
     'answer': 'a',
     'level': 1,
   }
-  with pytest.raises(
-    InputError,
-    match=(
-      r"x\[0\]: no column 'questoin'; it has question, answer, level \(did"
-    ),
-  ):
+  with pytest.raises(InputError, match=(r"x\[0\]: no column 'questoin'; it has question, answer, level \(did")):
     read('prompt=questoin')
   for bad in ('prompt', 'prompt=', 'a=b,a=c'):
     with pytest.raises(InputError, match='^columns: '):
@@ -258,10 +229,7 @@ def test_columns_rename_and_keep():
 
 
 def test_map_fn_maps_drops_and_counts(tmp_path):
-  write(
-    tmp_path / 'mine.py',
-    "def odd(row):\n  return {'n': row['n']} if row['n'] % 2 else None\n",
-  )
+  write(tmp_path / 'mine.py', "def odd(row):\n  return {'n': row['n']} if row['n'] % 2 else None\n")
   data = [{'n': n, 'x': 0} for n in range(5)]
   rows = sources.read('x', map_fn=f'{tmp_path}/mine.py:odd', fake_rows=data)
   assert list(rows) == [{'n': 1}, {'n': 3}]
@@ -302,11 +270,7 @@ def test_sharegpt_and_alpaca_rows():
     'messages': [
       {'role': 'system', 'content': 's'},
       {'role': 'user', 'content': 'a'},
-      {
-        'role': 'assistant',
-        'content': '',
-        'tool_calls': [{'type': 'function', 'function': {'name': 'f'}}],
-      },
+      {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': {'name': 'f'}}]},
       {'role': 'tool', 'content': 'r'},
       {'role': 'assistant', 'content': 'b'},
     ],

@@ -13,11 +13,7 @@ def test_bytes_tokenizer_round_trips_and_exports(tmp_path):
   assert ids == [*text.removesuffix('<|im_end|>').encode(), 258]
   assert tokenizer.decode(ids, skip_special=False) == text
   assert tokenizer.decode(ids) == text.removesuffix('<|im_end|>')
-  assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (
-    259,
-    258,
-    256,
-  )
+  assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (259, 258, 256)
   assert tokenizer.stop_ids == (258,) and tokenizer.bos_id is None
   tokenizer.save(tmp_path)
   import transformers
@@ -37,15 +33,9 @@ def test_bytes_tokenizer_round_trips_and_exports(tmp_path):
     ('tokenizers/qwen3', 151645, (151645,), 151669),
   ],
 )
-def test_shared_tokenizers_load_and_save(
-  shared_data, tmp_path, name, eos, stop_ids, size
-):
+def test_shared_tokenizers_load_and_save(shared_data, tmp_path, name, eos, stop_ids, size):
   tokenizer = tokenizer_lib.load(shared_data(name))
-  assert (tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (
-    eos,
-    stop_ids,
-    size,
-  )
+  assert (tokenizer.eos_id, tokenizer.stop_ids, tokenizer.vocab_size) == (eos, stop_ids, size)
   tokenizer.save(tmp_path)
   again = tokenizer_lib.load(tmp_path)
   text = 'One day, a girl.\n  12'

@@ -15,7 +15,7 @@ from jaxpost.storage.checkpoint import finished_steps
 from jaxpost.types import Item
 
 # Cross entropy that is NaN on tokens the model finds unlikely.
-POISON = '''
+POISON = """
 import jax.numpy as jnp
 
 from jaxpost import Algorithm, Objective
@@ -32,7 +32,7 @@ def objective(config):
 
 
 ALGORITHM = Algorithm(objective, render=sft.render_text)
-'''
+"""
 QUIET = rich.console.Console(quiet=True)
 
 
@@ -45,8 +45,7 @@ def poisoned(model, folder, limit, **over):
   folder.mkdir(exist_ok=True)  # one each: modules are loaded once
   file = folder / 'poison.py'
   file.write_text(POISON.replace('LIMIT', repr(limit)))
-  return tiny.run_config(model, **tiny.merged(dict(
-      algorithm=str(file), train=dict(steps=30, batch_size=4)), over))
+  return tiny.run_config(model, **tiny.merged(dict(algorithm=str(file), train=dict(steps=30, batch_size=4)), over))
 
 
 def first(config):
@@ -62,8 +61,7 @@ def middle(model, folder):
   """(nll that only the worst row of the first batch exceeds, that row)."""
   policy, item = first(poisoned(model, folder / 'never', 1e9))
   batch = item.updates[0][1]
-  nll = np.where(np.asarray(batch.loss_weights) > 0,
-                 -np.asarray(policy.score(batch).logprobs), 0)
+  nll = np.where(np.asarray(batch.loss_weights) > 0, -np.asarray(policy.score(batch).logprobs), 0)
   worst = nll.max(axis=-1).reshape(-1)
   return float(np.sort(worst)[-2:].mean()), worst.argmax()
 
@@ -75,41 +73,44 @@ def test_a_bad_step_changes_nothing_and_names_rows_and_terms(model, tmp_path):
   found = policy.update(item.updates[0][1])
   assert float(found['skipped_updates']) == 1
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
-  text = nonfinite.diagnosis(
-      item, [('policy', found)], jaxpost.Roles(policy))
+  text = nonfinite.diagnosis(item, [('policy', found)], jaxpost.Roles(policy))
   terms = text.removeprefix('; not finite: ').split(', ')
-  assert {'policy loss', 'policy trap', f'loss in rows {row}',
-          f'trap in rows {row}'} <= set(terms)
+  assert {'policy loss', 'policy trap', f'loss in rows {row}', f'trap in rows {row}'} <= set(terms)
   assert not [t for t in terms if 'nll' in t or 'logprobs' in t]
 
 
 def test_the_run_stops_at_the_limit_and_saves_no_nan(model, tmp_path):
-  config = poisoned(model, tmp_path, 0.5, optim=dict(max_skipped=3),
-                    save=dict(every=2))
-  with pytest.raises(FloatingPointError, match=(
-      r'about 3 steps up to 3.*not finite: policy .*trap in rows 0, 1, 2, 3')):
+  config = poisoned(model, tmp_path, 0.5, optim=dict(max_skipped=3), save=dict(every=2))
+  with pytest.raises(
+    FloatingPointError, match=(r'about 3 steps up to 3.*not finite: policy .*trap in rows 0, 1, 2, 3')
+  ):
     jaxpost.run(config, tmp_path / 'run', QUIET)
-  rows = [r for r in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')
-          if r['split'] == 'train']
+  rows = [r for r in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if r['split'] == 'train']
   assert [r['skipped_updates'] for r in rows] == [1, 1, 1]
   assert finished_steps(tmp_path / 'run' / 'checkpoints' / 'poison') == [2]
-  policy, _ = first({**config, 'algorithm': 'sft',
-                     'init_from': f'{tmp_path}/run@2'})
+  policy, _ = first({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@2'})
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(policy.params))
 
 
 def test_bad_steps_between_good_ones_count():
   """Every second step is bad: a count of bad ones in a row never ends."""
   stage = types.SimpleNamespace(
-      name='x', max_skipped=4, peak_flops=0, samples_every=9, steps=99,
-      peers=None, keep=None, roles=None, memory=dict,
-      writer=types.SimpleNamespace(write=lambda *row: None))
+    name='x',
+    max_skipped=4,
+    peak_flops=0,
+    samples_every=9,
+    steps=99,
+    peers=None,
+    keep=None,
+    roles=None,
+    memory=dict,
+    writer=types.SimpleNamespace(write=lambda *row: None),
+  )
   run, last = loop._Progress(stage), 0
   with pytest.raises(FloatingPointError, match='about 5 steps up to 9'):
     for last in range(1, 40):
       bad = {'skipped_updates': float(last % 2), 'empty_updates': 0.0}
-      run.pending = last, [('policy', bad)], Item([], {'tokens': 1}, None), {
-          'time/step': 1.0}, None
+      run.pending = last, [('policy', bad)], Item([], {'tokens': 1}, None), {'time/step': 1.0}, None
       run.log_pending()
 
 
@@ -117,10 +118,9 @@ def test_a_run_that_trains_nothing_says_so(model, tmp_path):
   """A reward that is always None: counted in each row, said once."""
   config = tiny.grpo_config(model, reward=nothing, train=dict(steps=11))
   summary = jaxpost.run(config, tmp_path, QUIET)
-  warning, = (w for w in summary['warnings'] if w['kind'] == 'empty')
+  (warning,) = (w for w in summary['warnings'] if w['kind'] == 'empty')
   assert 'does the reward return None' in warning['text']
-  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl')
-          if r['split'] == 'train']
+  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert [r['empty_updates'] for r in rows] == [1] * 11
 
 

@@ -16,35 +16,40 @@ from test_processes import start as start_all
 from jaxpost.monitor import metrics
 
 STEPS, MIDDLE = 4, 2
-REWARD = '''
+REWARD = """
 def low(completion_ids, **columns):
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
-'''
+"""
 LAGS = {'sync': 0, 'ahead': 2}
 
 
 def config(folder, name):
   import tiny
+
   return tiny.run_config(
-      str(folder / 'model'), algorithm='grpo',
-      reward=f'{folder}/rewards.py:low',
-      mesh=dict(train='fsdp=2', rollout='data=2', rollout_devices=2),
-      train=dict(steps=STEPS, row_length=0), save=dict(every=MIDDLE, keep=9),
-      log=dict(every=1, samples_every=1), rl=dict(kl_coef=0.01),
-      rollout=dict(prompts=3, group_size=4, lag=LAGS[name]),
-      eval=dict(every=MIDDLE, samples=2, size=4, data=dict(
-          path='generated:arithmetic:max=99,ops=+,split=test,size=8,'
-          'correct=1')))
+    str(folder / 'model'),
+    algorithm='grpo',
+    reward=f'{folder}/rewards.py:low',
+    mesh=dict(train='fsdp=2', rollout='data=2', rollout_devices=2),
+    train=dict(steps=STEPS, row_length=0),
+    save=dict(every=MIDDLE, keep=9),
+    log=dict(every=1, samples_every=1),
+    rl=dict(kl_coef=0.01),
+    rollout=dict(prompts=3, group_size=4, lag=LAGS[name]),
+    eval=dict(
+      every=MIDDLE, samples=2, size=4, data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=8,correct=1')
+    ),
+  )
 
 
 def main(folder, tag, names, rank, count, address):
   from jaxpost import stages
   from jaxpost.distributed import cluster
+
   folder = pathlib.Path(folder)
   if int(count) > 1:
     cluster.connect(address, int(count), int(rank))
-  said = {name: stages.run(config(folder, name.rpartition('_')[2]),
-                           folder / tag / name) for name in names.split(',')}
+  said = {name: stages.run(config(folder, name.rpartition('_')[2]), folder / tag / name) for name in names.split(',')}
   print(json.dumps(said))
 
 
@@ -55,6 +60,7 @@ def start(folder, tag, names, count, devices):
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   import tiny
+
   root = tmp_path_factory.mktemp('disjoint')
   tiny.folder(root / 'model', num_heads=4, num_kv_heads=4)
   (root / 'rewards.py').write_text(REWARD)
@@ -70,9 +76,10 @@ def folder(tmp_path_factory):
 
 
 def rows(folder, tag, name):
-  return [{k: v for k, v in row.items() if not k.startswith('param_hash/')}
-          for row in metrics.comparable_rows(
-              folder / tag / name / 'metrics.jsonl')]
+  return [
+    {k: v for k, v in row.items() if not k.startswith('param_hash/')}
+    for row in metrics.comparable_rows(folder / tag / name / 'metrics.jsonl')
+  ]
 
 
 @pytest.mark.parametrize('name', LAGS)
@@ -87,12 +94,9 @@ def test_resumes_to_the_bit(folder, name):
 
 
 def test_both_are_in_the_timeline(folder):
-  events = json.loads((folder / 'two' / 'ahead' / 'timeline' / 'grpo.json'
-                       ).read_text().rstrip(',\n') + ']')
-  lanes = {(e['pid'], e['tid']): e['args']['name'] for e in events
-           if e['name'] == 'thread_name'}
-  busy = {(e['pid'], lanes[e['pid'], e['tid']]) for e in events
-          if e['ph'] == 'X'}
+  events = json.loads((folder / 'two' / 'ahead' / 'timeline' / 'grpo.json').read_text().rstrip(',\n') + ']')
+  lanes = {(e['pid'], e['tid']): e['args']['name'] for e in events if e['name'] == 'thread_name'}
+  busy = {(e['pid'], lanes[e['pid'], e['tid']]) for e in events if e['ph'] == 'X'}
   assert {(0, 'train'), (1, 'rollout'), (1, 'weights')} <= busy
   assert (1, 'train') not in busy
 

@@ -28,23 +28,19 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import precompute
 from jaxpost.types import Batch
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 
 
 def of(**fields):
   """A config whose `distill` has one teacher, or these fields."""
-  plain = config_lib.parse(dict(
-      algorithm='distill', distill=dict(teachers=('teacher',)) | fields))
+  plain = config_lib.parse(dict(algorithm='distill', distill=dict(teachers=('teacher',)) | fields))
   return plain['distill']
 
 
 def plan(config, vocab, elements=2**20):
   o = distill.objective(config)
   compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-  return head_lib.Plan(
-      o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads,
-      o.learns, o.divergence)
+  return head_lib.Plan(o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads, o.learns, o.divergence)
 
 
 # ------------------------------------------------------------------ the head
@@ -55,15 +51,20 @@ def plan(config, vocab, elements=2**20):
 def test_figures_of_trl_through_the_head(name, elements):
   beta, temperature = map(float, re.findall(r'beta(.*)_T(.*)', name)[0])
   inputs = GOLDEN['inputs']
-  student, teacher = (
-      jnp.asarray(inputs[k]) for k in ('student_logits', 'teacher_logits'))
+  student, teacher = (jnp.asarray(inputs[k]) for k in ('student_logits', 'teacher_logits'))
   labels = jnp.asarray(inputs['kd_labels'])
   mask = (labels != -100).astype(jnp.float32)
   vocab = student.shape[-1]
   head = jnp.eye(vocab)
   loss, found = head_lib.fused_loss(
-      plan(of(beta=beta, temperature=temperature), vocab, elements), student,
-      head, jnp.maximum(labels, 0), mask / mask.sum(), {}, [(teacher, head)])
+    plan(of(beta=beta, temperature=temperature), vocab, elements),
+    student,
+    head,
+    jnp.maximum(labels, 0),
+    mask / mask.sum(),
+    {},
+    [(teacher, head)],
+  )
   assert float(loss) == pytest.approx(GOLDEN['cases'][name], rel=1e-5)
   assert float(found['divergence']) == pytest.approx(float(loss))
 
@@ -76,15 +77,15 @@ def case():
   """A student of 21 tokens; teachers of 21 (wider) and of 17 tokens."""
   random = np.random.RandomState(0)
   normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
-  weights = np.abs(random.standard_normal((B, T))) * (
-      random.uniform(size=(B, T)) > 0.4)
+  weights = np.abs(random.standard_normal((B, T))) * (random.uniform(size=(B, T)) > 0.4)
   weights[1] = 0
   return dict(
-      hidden=normal(B, T, D), head=normal(V, D),
-      labels=jnp.asarray(random.randint(0, 17, (B, T))),
-      weights=jnp.asarray(weights, jnp.float32),
-      teachers=[(normal(B, T, 12), normal(V, 12)),
-                (normal(B, T, 6), normal(17, 6))])
+    hidden=normal(B, T, D),
+    head=normal(V, D),
+    labels=jnp.asarray(random.randint(0, 17, (B, T))),
+    weights=jnp.asarray(weights, jnp.float32),
+    teachers=[(normal(B, T, 12), normal(V, 12)), (normal(B, T, 6), normal(17, 6))],
+  )
 
 
 def dense(case, config, hidden, head):
@@ -102,67 +103,82 @@ def dense(case, config, hidden, head):
     else:
       m = jnp.log((1 - d.beta) * jnp.exp(s) + d.beta * jnp.exp(t))
       total += share * (d.beta * kl(t, m) + (1 - d.beta) * kl(s, m))
-  logp = jnp.take_along_axis(
-      jax.nn.log_softmax(logits), case['labels'][..., None], -1)[..., 0]
+  logp = jnp.take_along_axis(jax.nn.log_softmax(logits), case['labels'][..., None], -1)[..., 0]
   return jnp.sum(case['weights'] * (total - d.nll_coef * logp))
 
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3, 1])
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
 def test_gradients_are_those_of_all_logits(case, beta, elements):
-  config = of(teachers=('a', 'b'), weights=(1.0, 3.0), beta=beta,
-              temperature=1.7, nll_coef=0.4)
+  config = of(teachers=('a', 'b'), weights=(1.0, 3.0), beta=beta, temperature=1.7, nll_coef=0.4)
   args = case['hidden'], case['head']
-  ours = jax.jit(jax.value_and_grad(lambda h, w: head_lib.fused_loss(
-      plan(config, REAL, elements), h, w, case['labels'], case['weights'], {},
-      case['teachers'])[0], (0, 1)))(*args)
-  theirs = jax.value_and_grad(
-      lambda h, w: dense(case, config, h, w), (0, 1))(*args)
+  ours = jax.jit(
+    jax.value_and_grad(
+      lambda h, w: head_lib.fused_loss(
+        plan(config, REAL, elements), h, w, case['labels'], case['weights'], {}, case['teachers']
+      )[0],
+      (0, 1),
+    )
+  )(*args)
+  theirs = jax.value_and_grad(lambda h, w: dense(case, config, h, w), (0, 1))(*args)
   for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
     np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b))
 
 
 def test_weights_of_teachers(case):
   """Normalised, and one each by default."""
+
   def loss(**fields):
     count = len(fields['teachers'])
-    return float(head_lib.fused_loss(
-        plan(of(**fields), REAL), case['hidden'], case['head'],
-        case['labels'], case['weights'], {},
-        case['teachers'][-count:] if fields['teachers'] == ('b',) else (
-            case['teachers'][:count]))[0])
+    return float(
+      head_lib.fused_loss(
+        plan(of(**fields), REAL),
+        case['hidden'],
+        case['head'],
+        case['labels'],
+        case['weights'],
+        {},
+        case['teachers'][-count:] if fields['teachers'] == ('b',) else (case['teachers'][:count]),
+      )[0]
+    )
 
   a, b = loss(teachers=('a',)), loss(teachers=('b',))
   both = ('a', 'b')
   assert loss(teachers=both) == pytest.approx((a + b) / 2, rel=1e-5)
-  assert loss(teachers=both, weights=(2.0, 6.0)) == pytest.approx(
-      a / 4 + 3 * b / 4, rel=1e-5)
+  assert loss(teachers=both, weights=(2.0, 6.0)) == pytest.approx(a / 4 + 3 * b / 4, rel=1e-5)
   assert loss(teachers=both, weights=(0.0, 2.0)) == pytest.approx(b, rel=1e-5)
 
 
-@pytest.mark.parametrize('fields', [
-    dict(beta=0.9), dict(temperature=2.0), dict(nll_coef=0.3),
-    dict(weights=(1.0, 3.0))])
+@pytest.mark.parametrize(
+  'fields', [dict(beta=0.9), dict(temperature=2.0), dict(nll_coef=0.3), dict(weights=(1.0, 3.0))]
+)
 def test_every_field_changes_the_loss(case, fields):
-  one, two = (float(head_lib.fused_loss(
-      plan(of(teachers=('a', 'b'), **more), REAL), case['hidden'],
-      case['head'], case['labels'], case['weights'], {},
-      case['teachers'])[0]) for more in ({}, fields))
+  one, two = (
+    float(
+      head_lib.fused_loss(
+        plan(of(teachers=('a', 'b'), **more), REAL),
+        case['hidden'],
+        case['head'],
+        case['labels'],
+        case['weights'],
+        {},
+        case['teachers'],
+      )[0]
+    )
+    for more in ({}, fields)
+  )
   assert abs(one - two) > 1e-3
 
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
 def test_top_tokens(case, elements):
   p = plan(of(), REAL, elements)._replace(objective=None, temperature=0.7)
-  ids, logprobs = jax.jit(lambda h, w: head_lib.top_tokens(
-      p, h, w, case['weights'], 5))(case['hidden'], case['head'])
-  logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL],
-                      precision='highest')
+  ids, logprobs = jax.jit(lambda h, w: head_lib.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
+  logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL], precision='highest')
   top, place = jax.lax.top_k(jax.nn.log_softmax(logits / 0.7), 5)
   mask = (case['weights'] != 0)[..., None]
   np.testing.assert_array_equal(ids, jnp.where(mask, place, 0))
-  np.testing.assert_allclose(
-      logprobs, jnp.where(mask, top, 0), rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(logprobs, jnp.where(mask, top, 0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
@@ -171,18 +187,23 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   whole = of(beta=beta, temperature=0.8)
   kept = of(beta=beta, temperature=0.8, topk=REAL)
   ids, logprobs = head_lib.top_tokens(
-      plan(whole, REAL)._replace(objective=None, temperature=0.8), *teacher,
-      case['weights'], REAL)
+    plan(whole, REAL)._replace(objective=None, temperature=0.8), *teacher, case['weights'], REAL
+  )
+
   def run(config, arrays, teachers):
-    return jax.value_and_grad(lambda h: head_lib.fused_loss(
-        plan(config, REAL, B * V * 3), h, case['head'], case['labels'],
-        case['weights'], arrays, teachers)[0])(case['hidden'])
+    return jax.value_and_grad(
+      lambda h: head_lib.fused_loss(
+        plan(config, REAL, B * V * 3), h, case['head'], case['labels'], case['weights'], arrays, teachers
+      )[0]
+    )(case['hidden'])
+
   full = run(whole, {}, [teacher])
   cached = run(kept, dict(teacher_0_ids=ids, teacher_0_logprobs=logprobs), ())
   for a, b in zip(full, cached):
     np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(a))
-  few = run(of(beta=beta, temperature=0.8, topk=3), dict(
-      teacher_0_ids=ids[..., :3], teacher_0_logprobs=logprobs[..., :3]), ())
+  few = run(
+    of(beta=beta, temperature=0.8, topk=3), dict(teacher_0_ids=ids[..., :3], teacher_0_logprobs=logprobs[..., :3]), ()
+  )
   assert 0 < few[0] < full[0]  # what is merged cannot differ
 
 
@@ -193,12 +214,9 @@ def biggest_array(make, elements) -> int:
   """Elements of the largest array in a compiled program."""
   model = model_lib.build(tiny.config(vocab_size=WIDE, num_layers=1))
   layout = tiny.one_device()
-  compute = dataclasses.replace(
-      tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
-  like = lambda s, dtype: jax.ShapeDtypeStruct(
-      s, dtype, sharding=layout.sharding())
-  params = jax.tree.map(lambda s: like(s, jnp.float32), model.shapes(),
-                        is_leaf=lambda x: isinstance(x, tuple))
+  compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
+  like = lambda s, dtype: jax.ShapeDtypeStruct(s, dtype, sharding=layout.sharding())
+  params = jax.tree.map(lambda s: like(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple))
   ints = like((MICRO, ROWS, LENGTH), jnp.int32)
   batch = Batch(ints, ints, ints, like(ints.shape, jnp.float32))
   text = make(model, layout, compute, params, batch, like).as_text()
@@ -209,20 +227,26 @@ def biggest_array(make, elements) -> int:
 def compiled_update(model, layout, compute, params, batch, like):
   optimizer = optax.sgd(0.1)
   update = train.make_update(
-      model, distill.objective(of()), optimizer, lambda step: 0.1, layout,
-      compute, Ledger(), clip_norm=1.0,
-      shardings=train.state_shardings(model, optimizer, layout))
+    model,
+    distill.objective(of()),
+    optimizer,
+    lambda step: 0.1,
+    layout,
+    compute,
+    Ledger(),
+    clip_norm=1.0,
+    shardings=train.state_shardings(model, optimizer, layout),
+  )
   state = train.TrainState(like((), jnp.int32), params, optimizer.init({}))
   return update.compile(
-      state, batch.replace(teacher_hidden=(
-          like((*batch.tokens.shape, 48), jnp.bfloat16),)),
-      {'teacher_heads': (like((WIDE, 48), jnp.bfloat16),)})
+    state,
+    batch.replace(teacher_hidden=(like((*batch.tokens.shape, 48), jnp.bfloat16),)),
+    {'teacher_heads': (like((WIDE, 48), jnp.bfloat16),)},
+  )
 
 
 def compiled_topk(model, layout, compute, params, batch, like):
-  return score.make_topk(
-      model, layout, compute, Ledger(), k=4, vocab_size=WIDE,
-      temperature=1.0).compile(params, batch)
+  return score.make_topk(model, layout, compute, Ledger(), k=4, vocab_size=WIDE, temperature=1.0).compile(params, batch)
 
 
 @pytest.mark.parametrize('make', [compiled_update, compiled_topk])
@@ -253,11 +277,12 @@ def documents():
 
 
 ARRANGED = {  # rows of documents, row length, rows at a time, head elements
-    'one a row': ([[0], [1], [2], [3], [4]], 20, 5, 2**20),
-    'packed': ([[4, 0], [1, 3], [2]], 33, 3, 2**20),
-    'padded': ([[4, 0], [], [1, 3], [2]], 64, 4, 2**20),
-    'micro-batches': ([[4, 0], [1, 3], [2], []], 33, 1, 2**20),
-    'small chunks': ([[4, 0], [1, 3], [2]], 33, 3, 3 * 192 * 4)}
+  'one a row': ([[0], [1], [2], [3], [4]], 20, 5, 2**20),
+  'packed': ([[4, 0], [1, 3], [2]], 33, 3, 2**20),
+  'padded': ([[4, 0], [], [1, 3], [2]], 64, 4, 2**20),
+  'micro-batches': ([[4, 0], [1, 3], [2], []], 33, 1, 2**20),
+  'small chunks': ([[4, 0], [1, 3], [2]], 33, 3, 3 * 192 * 4),
+}
 
 
 @pytest.mark.parametrize('topk', [0, 7])
@@ -270,37 +295,32 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
     lookup = precompute.Lookup()
     if topk:
       spec = distill.precompute(config)['teacher_0']
-      program = score.make_topk(
-          teacher, layout, compute, Ledger(), k=topk, vocab_size=131,
-          temperature=1.0)
+      program = score.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
+
       def topk_of(batch):
-        found = spec.read(program(theirs, roles_lib.without_signal(
-            roles_lib.place(layout, micro, batch))))
-        return {k: np.asarray(x).reshape(-1, length, topk)
-                for k, x in found.items()}
+        found = spec.read(program(theirs, roles_lib.without_signal(roles_lib.place(layout, micro, batch))))
+        return {k: np.asarray(x).reshape(-1, length, topk) for k, x in found.items()}
+
       lookup = precompute.Lookup(spec.arrays)
-      lookup.fill(documents(), precompute.read(
-          documents().__getitem__, 5, spec.arrays, topk_of, len(rows), length))
+      lookup.fill(documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), length))
     made = [lookup.attach(n, e) for n, e in enumerate(documents())]
-    batch = roles_lib.place(layout, micro, packing.to_batch(
-        [[made[n] for n in row] for row in rows], length, len(rows)))
+    batch = roles_lib.place(
+      layout, micro, packing.to_batch([[made[n] for n in row] for row in rows], length, len(rows))
+    )
     frozen = {}
     if not topk:
       hidden = score.make_hidden(teacher, layout, compute, Ledger())
       batch = batch.replace(teacher_hidden=(hidden(theirs, batch),))
       frozen = {'teacher_heads': (teacher.head(theirs),)}
-    loss = train.make_loss(
-        student, distill.objective(config), layout, compute)
-    return jax.jit(lambda p, b: train.accumulate(
-        lambda p, micro: loss(p, micro, 0, frozen), p, b))(params, batch)
+    loss = train.make_loss(student, distill.objective(config), layout, compute)
+    return jax.jit(lambda p, b: train.accumulate(lambda p, micro: loss(p, micro, 0, frozen), p, b))(params, batch)
 
   (loss, _), grads = run(*ARRANGED['one a row'])
   for name in list(ARRANGED)[1:]:
     (other, _), others = run(*ARRANGED[name])
     assert float(other) == pytest.approx(float(loss), rel=1e-5), name
     for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads)):
-      np.testing.assert_allclose(
-          a, b, atol=2e-5 * tiny.largest(b), err_msg=name)
+      np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b), err_msg=name)
 
 
 def test_long_documents_keep_the_values_of_what_fits():

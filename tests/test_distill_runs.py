@@ -33,8 +33,7 @@ QUIET = rich.console.Console(quiet=True)
 
 @pytest.fixture(scope='module')
 def big(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('models') / 'big',
-                     hidden_size=32, num_layers=2)
+  return tiny.folder(tmp_path_factory.mktemp('models') / 'big', hidden_size=32, num_layers=2)
 
 
 @pytest.fixture(scope='module')
@@ -43,15 +42,23 @@ def small(tmp_path_factory):
 
 
 def settings(student, teacher, **over):
-  return tiny.run_config(student, **tiny.merged(dict(
-      algorithm='distill', distill=dict(teachers=(teacher,)),
-      train=dict(steps=2), data=dict(path=f'{TASK},split=train,size=40'),
-      eval=dict(data=dict(path=f'{TASK},split=test,size=8'))), over))
+  return tiny.run_config(
+    student,
+    **tiny.merged(
+      dict(
+        algorithm='distill',
+        distill=dict(teachers=(teacher,)),
+        train=dict(steps=2),
+        data=dict(path=f'{TASK},split=train,size=40'),
+        eval=dict(data=dict(path=f'{TASK},split=test,size=8')),
+      ),
+      over,
+    ),
+  )
 
 
 def rows_of(workdir, split='train'):
-  return [row for row in metrics.read_rows(
-      pathlib.Path(workdir) / 'metrics.jsonl') if row['split'] == split]
+  return [row for row in metrics.read_rows(pathlib.Path(workdir) / 'metrics.jsonl') if row['split'] == split]
 
 
 def run(config, workdir):
@@ -59,8 +66,7 @@ def run(config, workdir):
   return rows_of(workdir)
 
 
-GKD = dict(algorithm='gkd', train=dict(row_length=0), eval=dict(data=dict(
-    path='')))
+GKD = dict(algorithm='gkd', train=dict(row_length=0), eval=dict(data=dict(path='')))
 
 
 def first_loss(config) -> float:
@@ -73,13 +79,10 @@ def first_loss(config) -> float:
     stream.close()
 
 
-@pytest.mark.parametrize('over', [
-    {}, dict(distill=dict(topk=9)), dict(
-        **GKD, distill=dict(on_policy=0.5), seed=1)])
+@pytest.mark.parametrize('over', [{}, dict(distill=dict(topk=9)), dict(**GKD, distill=dict(on_policy=0.5), seed=1)])
 def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
   with caplog.at_level(logging.WARNING):
-    rows = run(settings(small, big, **tiny.merged(
-        over, dict(train=dict(steps=4)))), tmp_path)
+    rows = run(settings(small, big, **tiny.merged(over, dict(train=dict(steps=4)))), tmp_path)
   assert 'compiled' not in caplog.text
   assert all(row['divergence'] > 0 for row in rows)
   if 'algorithm' in over:  # both kinds of steps
@@ -89,16 +92,12 @@ def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
     start, end = rows_of(tmp_path, 'eval')
     assert start['loss'] == pytest.approx(start['divergence'])
     assert end['divergence'] < start['divergence']
-    assert start['perplexity'] == pytest.approx(
-        math.exp(start['nll']), rel=1e-5)
+    assert start['perplexity'] == pytest.approx(math.exp(start['nll']), rel=1e-5)
 
 
-@pytest.mark.parametrize('beta, over', [
-    (1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(topk=16)))])
-def test_a_student_that_is_its_teacher_learns_nothing(
-    small, tmp_path, over, beta):
-  rows = run(settings(small, small, **tiny.merged(over, dict(
-      distill=dict(beta=beta), train=dict(steps=1)))), tmp_path)
+@pytest.mark.parametrize('beta, over', [(1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(topk=16)))])
+def test_a_student_that_is_its_teacher_learns_nothing(small, tmp_path, over, beta):
+  rows = run(settings(small, small, **tiny.merged(over, dict(distill=dict(beta=beta), train=dict(steps=1)))), tmp_path)
   assert rows[0]['divergence'] == pytest.approx(0, abs=1e-6)
   assert rows[0]['grad_norm'] < 1e-4
 
@@ -108,27 +107,24 @@ def test_the_first_step_is_checked(small, big):
   distill.check_first_step({'divergence': 1e-7}, same)
   with pytest.raises(AssertionError, match='divergence is 0.1'):
     distill.check_first_step({'divergence': 0.1}, same)
-  for other in (dict(distill=dict(teachers=(big,))), dict(init_from=big),
-                dict(distill=dict(teachers=(small, big)))):
-    distill.check_first_step({'divergence': 0.1}, config_lib.parse(
-        settings(small, small, **other))['distill'])
+  for other in (dict(distill=dict(teachers=(big,))), dict(init_from=big), dict(distill=dict(teachers=(small, big)))):
+    distill.check_first_step({'divergence': 0.1}, config_lib.parse(settings(small, small, **other))['distill'])
 
 
 def test_completions_of_the_data_are_those_of_distill(small, big):
   """gkd with on_policy = 0 is distill, on the same rows."""
-  over = dict(data=dict(path=f'{TASK},split=train,size=4', packing=False),
-              distill=dict(nll_coef=0.5), train=dict(batch_size=4))
-  ours = settings(small, big, **tiny.merged(over, GKD), rollout=dict(
-      prompts=4, group_size=2, max_new_tokens=8))
+  over = dict(
+    data=dict(path=f'{TASK},split=train,size=4', packing=False), distill=dict(nll_coef=0.5), train=dict(batch_size=4)
+  )
+  ours = settings(small, big, **tiny.merged(over, GKD), rollout=dict(prompts=4, group_size=2, max_new_tokens=8))
   ours['distill']['on_policy'] = 0.0
-  assert first_loss(ours) == pytest.approx(
-      first_loss(settings(small, big, **over)), rel=1e-6)
+  assert first_loss(ours) == pytest.approx(first_loss(settings(small, big, **over)), rel=1e-6)
 
 
 def test_shares_of_steps_are_those_of_the_seed():
   from jaxpost.rl.demonstrations import Mixed
-  steps = [[Mixed(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)]
-           for seed in (0, 0, 1)]
+
+  steps = [[Mixed(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)] for seed in (0, 0, 1)]
   assert steps[0] == steps[1] != steps[2]
   assert np.mean(steps[0]) == pytest.approx(0.3, abs=0.03)
 
@@ -139,11 +135,10 @@ def plain_loss(small, big):
   return first_loss(settings(small, big))
 
 
-@pytest.mark.parametrize('fields, same', [
-    (dict(topk=2), False), (dict(topk=259), True),
-    (dict(teachers=('big', 'small')), False)])
-def test_what_is_read_of_teachers_changes_the_loss(
-    small, big, plain_loss, fields, same):
+@pytest.mark.parametrize(
+  'fields, same', [(dict(topk=2), False), (dict(topk=259), True), (dict(teachers=('big', 'small')), False)]
+)
+def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, fields, same):
   """But for a cache of all tokens, which is the whole distribution."""
   if 'teachers' in fields:
     fields = dict(teachers=(big, small))
@@ -151,23 +146,18 @@ def test_what_is_read_of_teachers_changes_the_loss(
   assert (loss == pytest.approx(plain_loss, rel=1e-5)) == same
 
 
-@pytest.mark.parametrize('over', [
-    dict(distill=dict(topk=9)), dict(
-        **GKD, seed=1, distill=dict(on_policy=0.5))])
+@pytest.mark.parametrize('over', [dict(distill=dict(topk=9)), dict(**GKD, seed=1, distill=dict(on_policy=0.5))])
 def test_resume_is_bitwise(small, big, tmp_path, over):
-  config = lambda steps: settings(
-      small, big, **tiny.merged(over, dict(train=dict(steps=steps))))
+  config = lambda steps: settings(small, big, **tiny.merged(over, dict(train=dict(steps=steps))))
   whole = run(config(4), tmp_path / 'whole')
   run(config(2), tmp_path / 'parts')
   parts = run(config(4), tmp_path / 'parts')
-  clock = lambda row: {k: v for k, v in row.items() if not (
-      k.startswith(('time/', 'memory/')) or k.endswith('_per_s'))}
+  clock = lambda row: {k: v for k, v in row.items() if not (k.startswith(('time/', 'memory/')) or k.endswith('_per_s'))}
   assert [clock(r) for r in whole] == [clock(r) for r in parts]
   ends = []
   for name in ('whole', 'parts'):
     source = find_weights.find(str(tmp_path / name), 'end', {})
-    ends.append(load_weights.load(
-        source, model_lib.build(source.config), tiny.one_device(), 'float32'))
+    ends.append(load_weights.load(source, model_lib.build(source.config), tiny.one_device(), 'float32'))
   jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
@@ -203,29 +193,40 @@ def test_the_cache_is_used_again(small, big, tmp_path, monkeypatch):
 @pytest.fixture(scope='module')
 def paths(big, small):
   """(config) -> where training and evaluation would keep their arrays."""
+
   def find(config, workdir):
     seen = []
+
     def record(path, make):
       del make
       seen.append(path)
       return {}
+
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(precompute, 'load_or_make', record)
       assemble.make_parts(
-          kit := kit_lib.make_kit(prepare.prepare_all(config)[0]),
-          stages.initial_params(kit, None), workdir)
+        kit := kit_lib.make_kit(prepare.prepare_all(config)[0]), stages.initial_params(kit, None), workdir
+      )
     return seen
+
   return find
 
 
-@pytest.mark.parametrize('over', [
-    dict(distill=dict(temperature=2.0)), dict(distill=dict(topk=4)),
-    dict(data=dict(train_on='all')), dict(model=dict(dtype='bfloat16')),
-    dict(train=dict(row_length=48)), 'weights', 'data'])
+@pytest.mark.parametrize(
+  'over',
+  [
+    dict(distill=dict(temperature=2.0)),
+    dict(distill=dict(topk=4)),
+    dict(data=dict(train_on='all')),
+    dict(model=dict(dtype='bfloat16')),
+    dict(train=dict(row_length=48)),
+    'weights',
+    'data',
+  ],
+)
 def test_the_cache_knows_what_it_is_of(small, tmp_path, paths, over):
   shape = dict(hidden_size=32, num_layers=2)
-  config = settings(small, tiny.folder(tmp_path / 'teacher', **shape),
-                    distill=dict(topk=5))
+  config = settings(small, tiny.folder(tmp_path / 'teacher', **shape), distill=dict(topk=5))
   before = paths(config, tmp_path)
   assert len(set(before)) == 2 and before == paths(config, tmp_path)
   if over == 'weights':
@@ -242,9 +243,11 @@ def test_the_cache_knows_what_it_is_of(small, tmp_path, paths, over):
 @pytest.mark.parametrize('harm', ['none', 'truncated', 'unfinished'])
 def test_arrays_on_disk_are_whole_or_made_again(tmp_path, harm):
   made = []
+
   def make():
     made.append(1)
     return {'ids': np.arange(12).reshape(4, 3), 'p': np.ones(4, np.float32)}
+
   array_cache.load_or_make(tmp_path / 'x', make)
   file = tmp_path / 'x' / 'ids.npy'
   if harm == 'truncated':
@@ -254,8 +257,7 @@ def test_arrays_on_disk_are_whole_or_made_again(tmp_path, harm):
   found = array_cache.load_or_make(tmp_path / 'x', make)
   assert len(made) == 1 + (harm != 'none')
   jax.tree.map(np.testing.assert_array_equal, dict(found), make())
-  assert sorted(f.name for f in (tmp_path / 'x').iterdir()) == [
-      'ids.npy', 'index.json', 'p.npy']  # no drafts stay
+  assert sorted(f.name for f in (tmp_path / 'x').iterdir()) == ['ids.npy', 'index.json', 'p.npy']  # no drafts stay
 
 
 # ------------------------------------------------------------------- stages
@@ -266,10 +268,10 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
   config = settings(small, big, stages=('one', 'two', 'three'))
   config['eval']['data']['path'] = ''
   config |= dict(
-      one=dict(train=dict(steps=2)),
-      two=dict(train=dict(steps=1), distill=dict(teachers=('stage:one',))),
-      three=dict(train=dict(steps=1), init_from=big, distill=dict(
-          teachers=('stage:one',), topk=4)))
+    one=dict(train=dict(steps=2)),
+    two=dict(train=dict(steps=1), distill=dict(teachers=('stage:one',))),
+    three=dict(train=dict(steps=1), init_from=big, distill=dict(teachers=('stage:one',), topk=4)),
+  )
   rows = run(config, tmp_path)
   assert [r['stage'] for r in rows] == ['one', 'one', 'two', 'three']
   assert rows[0]['divergence'] > 1e-3 and rows[3]['divergence'] > 1e-3
@@ -279,11 +281,12 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize('over, message', [
+@pytest.mark.parametrize(
+  'over, message',
+  [
     (dict(distill=dict(teachers=())), 'distill.teachers: is empty'),
     (dict(distill=dict(teachers=('',))), r'teachers\[0\]: is empty'),
-    (dict(distill=dict(teachers=('/nowhere',))),
-     r'teachers\[0\]: /nowhere does not exist'),
+    (dict(distill=dict(teachers=('/nowhere',))), r'teachers\[0\]: /nowhere does not exist'),
     (dict(distill=dict(teachers=('stage:none',))), 'is no stage before this'),
     (dict(distill=dict(weights=(1.0, 2.0))), '2 weights for 1 teachers'),
     (dict(distill=dict(weights=(0.0,))), 'not all 0'),
@@ -293,17 +296,19 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
     (dict(**GKD, distill=dict(topk=4)), 'set it to 0, or config.algorithm'),
     (dict(**GKD, distill=dict(nll_coef=1.0)), 'nll_coef: is for completions'),
     (dict(**GKD, rl=dict(kl_coef=0.1)), 'rl.kl_coef: gkd would ignore'),
-    (tiny.merged(GKD, dict(eval=dict(samples=1, data=dict(path=TASK)))),
-     'config.reward: is empty')])
+    (tiny.merged(GKD, dict(eval=dict(samples=1, data=dict(path=TASK)))), 'config.reward: is empty'),
+  ],
+)
 def test_bad_input(small, big, over, message):
   with pytest.raises(InputError, match=message) as error:
     prepare.prepare_all(settings(small, big, **over))
   assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('fields, message', [
-    (dict(vocab_size=200), 'vocabulary of 200, less than the 259 tokens'),
-    (dict(num_labels=1), 'is a reward model')])
+@pytest.mark.parametrize(
+  'fields, message',
+  [(dict(vocab_size=200), 'vocabulary of 200, less than the 259 tokens'), (dict(num_labels=1), 'is a reward model')],
+)
 def test_teachers_that_cannot_teach(small, tmp_path, fields, message):
   wrong = tiny.folder(tmp_path / 'wrong', **fields)
   with pytest.raises(InputError, match=message):
@@ -312,6 +317,7 @@ def test_teachers_that_cannot_teach(small, tmp_path, fields, message):
 
 def test_another_tokenizer_is_refused(small, big, tmp_path):
   from jaxpost.data import tokenizer
+
   path = pathlib.Path(tiny.folder(tmp_path / 'other'))
   tokenizer.load('bytes').save(path)
   prepare.prepare_all(settings(small, str(path)))  # the same one
@@ -330,42 +336,43 @@ def test_rows_without_a_completion_are_named(small, big, tmp_path):
   over = tiny.merged(GKD, dict(data=dict(path=str(file))))
   prepare.prepare_all(settings(small, big, **over))
   with pytest.raises(InputError, match='prompts.jsonl:1: needs the columns'):
-    prepare.prepare_all(settings(small, big, **tiny.merged(
-        over, dict(distill=dict(on_policy=0.5)))))
+    prepare.prepare_all(settings(small, big, **tiny.merged(over, dict(distill=dict(on_policy=0.5)))))
 
 
 @pytest.mark.parametrize('vocab', [270, 400])
 def test_vocabularies_may_differ(small, tmp_path, vocab):
   """The smaller one counts, whoever has it, padded or not."""
   other = tiny.folder(tmp_path / 'other', hidden_size=32, vocab_size=vocab)
-  wider, narrower = (first_loss(settings(*pair)) for pair in (
-      (small, other), (other, small)))
+  wider, narrower = (first_loss(settings(*pair)) for pair in ((small, other), (other, small)))
   assert 0 < wider < 1 and 0 < narrower < 1
 
 
 # ----------------------------------------------------------------- meshes
 
-MESHES = {'one': ('data=1', ''), 'both': ('fsdp=4,tensor=2', 'data=2,tensor=4'),
-          'wide': ('fsdp=2,tensor=4', 'data=8')}
+MESHES = {'one': ('data=1', ''), 'both': ('fsdp=4,tensor=2', 'data=2,tensor=4'), 'wide': ('fsdp=2,tensor=4', 'data=8')}
 KINDS = {'whole': {}, 'topk': dict(distill=dict(topk=6))}
 
 
 def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
   done = subprocess.run(
-      [sys.executable, __file__, str(tmp_path)], capture_output=True,
-      text=True, timeout=500, cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
-                       '--xla_backend_optimization_level=0',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+    [sys.executable, __file__, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=500,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': '.',
+    },
+  )
   assert done.returncode == 0, done.stderr[-3000:]
-  found = measure(tmp_path / 'one', ['one']) | json.loads(
-      done.stdout.splitlines()[-1])
+  found = measure(tmp_path / 'one', ['one']) | json.loads(done.stdout.splitlines()[-1])
   assert len(found) == len(KINDS) * len(MESHES)
   for kind in KINDS:
     for name in MESHES:
-      assert found[f'{kind} {name}'] == pytest.approx(
-          found[f'{kind} one'], rel=2e-5), (kind, name)
+      assert found[f'{kind} {name}'] == pytest.approx(found[f'{kind} one'], rel=2e-5), (kind, name)
   assert found['whole one'] != found['topk one']
 
 
@@ -373,16 +380,16 @@ def measure(folder, names) -> dict:
   """{'kind mesh': [loss, norm of the gradient]} of the first step."""
   shape = dict(num_heads=4, num_kv_heads=4)
   small, big = (
-      tiny.folder(folder / 'small', **shape),
-      tiny.folder(folder / 'big', hidden_size=32, num_layers=2, **shape))
+    tiny.folder(folder / 'small', **shape),
+    tiny.folder(folder / 'big', hidden_size=32, num_layers=2, **shape),
+  )
   found = {}
   for kind, over in KINDS.items():
     for name in names:
       on, reading = MESHES[name]
-      policy, stream = stages.policy_and_stream(settings(small, big, **(
-          tiny.merged(over, dict(
-              mesh=dict(train=on, score=reading),
-              train=dict(batch_size=4))))))
+      policy, stream = stages.policy_and_stream(
+        settings(small, big, **(tiny.merged(over, dict(mesh=dict(train=on, score=reading), train=dict(batch_size=4)))))
+      )
       got = policy.update(next(stream).updates[0][1])
       found[f'{kind} {name}'] = [float(got['loss']), float(got['grad_norm'])]
       stream.close()
@@ -398,35 +405,46 @@ EASY = 'generated:arithmetic:max=9,ops=+,correct=1'
 def teacher(tmp_path_factory):
   """A run that learnt sums of one digit."""
   folder = tmp_path_factory.mktemp('teacher')
-  start = tiny.folder(folder / 'start', hidden_size=64, num_layers=2,
-                      intermediate_size=128, num_heads=4, num_kv_heads=4,
-                      initializer_range=0.05)
+  start = tiny.folder(
+    folder / 'start',
+    hidden_size=64,
+    num_layers=2,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=4,
+    initializer_range=0.05,
+  )
   run(lesson(start, algorithm='sft', train=dict(steps=150)), folder / 'run')
   return str(folder / 'run')
 
 
 def lesson(start, **over):
-  return tiny.run_config(start, **tiny.merged(dict(
-      data=dict(path=f'{EASY},split=train'), optim=dict(lr=5e-3, b2=0.98),
-      train=dict(steps=80, batch_size=4, row_length=128),
-      eval=dict(size=64, data=dict(path=f'{EASY},split=test')),
-      rollout=dict(prompts=16, group_size=1, max_new_tokens=6)), over))
+  return tiny.run_config(
+    start,
+    **tiny.merged(
+      dict(
+        data=dict(path=f'{EASY},split=train'),
+        optim=dict(lr=5e-3, b2=0.98),
+        train=dict(steps=80, batch_size=4, row_length=128),
+        eval=dict(size=64, data=dict(path=f'{EASY},split=test')),
+        rollout=dict(prompts=16, group_size=1, max_new_tokens=6),
+      ),
+      over,
+    ),
+  )
 
 
 @pytest.fixture(scope='module')
 def pupil(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('pupil') / 'model',
-                     hidden_size=32, intermediate_size=64,
-                     initializer_range=0.05)
+  return tiny.folder(
+    tmp_path_factory.mktemp('pupil') / 'model', hidden_size=32, intermediate_size=64, initializer_range=0.05
+  )
 
 
-@pytest.mark.parametrize('fields', [
-    dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, topk=8)])
-def test_students_come_nearer_to_their_teacher(
-    teacher, pupil, tmp_path, fields):
+@pytest.mark.parametrize('fields', [dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, topk=8)])
+def test_students_come_nearer_to_their_teacher(teacher, pupil, tmp_path, fields):
   """On sums that neither has seen, by the divergence that was trained."""
-  run(lesson(pupil, algorithm='distill', distill=dict(
-      teachers=(teacher,), **fields)), tmp_path)
+  run(lesson(pupil, algorithm='distill', distill=dict(teachers=(teacher,), **fields)), tmp_path)
   before, after = (r['divergence'] for r in rows_of(tmp_path, 'eval'))
   print(f'distill {fields}: {before:.4f} -> {after:.4f}')
   assert after < 0.5 * before
@@ -434,19 +452,22 @@ def test_students_come_nearer_to_their_teacher(
 
 def test_what_students_write_brings_them_nearer(teacher, pupil, tmp_path):
   def divergence(name, **over):
-    run(lesson(pupil, algorithm='distill', distill=dict(teachers=(teacher,)),
-               train=dict(steps=1), optim=dict(lr=0.0), **over),
-        tmp_path / name)
+    run(
+      lesson(
+        pupil, algorithm='distill', distill=dict(teachers=(teacher,)), train=dict(steps=1), optim=dict(lr=0.0), **over
+      ),
+      tmp_path / name,
+    )
     return rows_of(tmp_path / name, 'eval')[0]['divergence']
 
-  run(lesson(pupil, algorithm='gkd', train=dict(row_length=0), distill=dict(
-      teachers=(teacher,), on_policy=0.5)), tmp_path / 'gkd')
-  before, after = (
-      divergence('before'), divergence('after', init_from=f'{tmp_path}/gkd'))
+  run(
+    lesson(pupil, algorithm='gkd', train=dict(row_length=0), distill=dict(teachers=(teacher,), on_policy=0.5)),
+    tmp_path / 'gkd',
+  )
+  before, after = (divergence('before'), divergence('after', init_from=f'{tmp_path}/gkd'))
   print(f'gkd: {before:.4f} -> {after:.4f}')
   assert after < 0.5 * before
 
 
 if __name__ == '__main__':
-  print(json.dumps(measure(
-      pathlib.Path(sys.argv[1]) / 'many', [n for n in MESHES if n != 'one'])))
+  print(json.dumps(measure(pathlib.Path(sys.argv[1]) / 'many', [n for n in MESHES if n != 'one'])))

@@ -19,16 +19,24 @@ LONGEST = {'concepts.md': 80, 'your_reward.md': 60}
 
 def test_config_table_is_up_to_date():
   made = subprocess.run(
-    [sys.executable, '-c', 'import sys, make_config_table as m; '
-     'sys.stdout.reconfigure(encoding="utf-8"); print(m.page(), end="")'],
-    cwd=CLONE / 'docs', check=True, capture_output=True, encoding='utf-8')
+    [
+      sys.executable,
+      '-c',
+      'import sys, make_config_table as m; sys.stdout.reconfigure(encoding="utf-8"); print(m.page(), end="")',
+    ],
+    cwd=CLONE / 'docs',
+    check=True,
+    capture_output=True,
+    encoding='utf-8',
+  )
   assert (CLONE / 'docs/config.md').read_text('utf-8') == made.stdout, (
-    'docs/config.md is not of this jaxpost/stage/schema.py; run '
-    'python docs/make_config_table.py')
+    'docs/config.md is not of this jaxpost/stage/schema.py; run python docs/make_config_table.py'
+  )
 
 
 def test_config_table_tells_every_field():
   from jaxpost.stage import config
+
   text = (CLONE / 'docs/config.md').read_text('utf-8')
 
   def names(value, prefix=''):
@@ -57,8 +65,7 @@ def test_what_a_page_names_is_there(page):
   assert len(text.splitlines()) <= LONGEST.get(page.name, 10_000)
 
 
-@pytest.mark.parametrize(
-  'page', [CLONE / 'README.md', *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize('page', [CLONE / 'README.md', *PAGES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
   for target in re.findall(r'\]\(([^)#]+)', page.read_text('utf-8')):
     if '://' not in target:
@@ -71,8 +78,7 @@ def test_map_names_every_file(heading):
   text = (CLONE / 'README.md').read_text('utf-8')
   block = re.search(rf'\n{heading}/\n(.*?)\n(?=\S)', text, re.S)[1]
   named = re.findall(r'^ +([\w.]+)(?:  |$)', block, re.M)
-  files = [f.name for f in (CLONE / heading).rglob('*')
-           if f.suffix in ('.py', '.sh', '.yaml', '.txt')]
+  files = [f.name for f in (CLONE / heading).rglob('*') if f.suffix in ('.py', '.sh', '.yaml', '.txt')]
   known = lambda names: sorted(n for n in names if n != '__init__.py')
   assert known(named) == known(files) and len(files) > 5
 
@@ -88,19 +94,16 @@ def my_reward(tmp_path):
 
 def group(*texts, answer):
   said = [[{'role': 'assistant', 'content': text}] for text in texts]
-  return Group(['2+2='] * len(texts), said, [[0]] * len(texts),
-               {'answer': [answer] * len(texts)})
+  return Group(['2+2='] * len(texts), said, [[0]] * len(texts), {'answer': [answer] * len(texts)})
 
 
 def test_reward_example(my_reward):
   with RewardPool(f'{my_reward}:right_sum') as pool:
     pool.check(['prompt', 'completion', 'answer'])
-    right, unknown = pool.grade([
-      group('4', '5', '?', answer='4'), group('4', answer=None)])
+    right, unknown = pool.grade([group('4', '5', '?', answer='4'), group('4', answer=None)])
     assert right.rewards == [1.0, pytest.approx(0.1), 0.0]
     assert unknown.rewards == [None]
-    assert pool.stats == dict(
-      groups=2, failed_groups=0, timeouts=0, masked_rows=1)
+    assert pool.stats == dict(groups=2, failed_groups=0, timeouts=0, masked_rows=1)
 
 
 def test_reward_failure_is_no_zero(my_reward):
@@ -126,10 +129,12 @@ def test_reward_argument_that_is_no_column(my_reward):
 def test_adding_a_family_is_an_entry():
   """None of the table has 40 lines; test_new_family.py adds another."""
   lines = (CLONE / 'jaxpost/formats/families.py').read_text('utf-8').splitlines()
-  (table,) = [n for n in ast.parse('\n'.join(lines)).body if isinstance(
-    n, (ast.Assign, ast.AnnAssign)) and 'FAMILIES' in ast.unparse(n)[:12]]
-  lengths = [value.end_lineno - key.lineno + 1
-             for key, value in zip(table.value.keys, table.value.values)]
+  (table,) = [
+    n
+    for n in ast.parse('\n'.join(lines)).body
+    if isinstance(n, (ast.Assign, ast.AnnAssign)) and 'FAMILIES' in ast.unparse(n)[:12]
+  ]
+  lengths = [value.end_lineno - key.lineno + 1 for key, value in zip(table.value.keys, table.value.values)]
   assert max(lengths) <= 40 and len(lengths) > 12
   page = (CLONE / 'docs/models.md').read_text('utf-8')
   assert f'The longest entry has {max(lengths)} lines' in page

@@ -18,37 +18,36 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope='module')
 def one(folder):
   """What one process says of its runs: {name: (steps, digest)}."""
-  (out, _), = real.finish(real.start(folder, 'one', real.RUNS))
+  ((out, _),) = real.finish(real.start(folder, 'one', real.RUNS))
   return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
 def four(folder, one):
   """What each of four says of theirs."""
-  return [json.loads(out.splitlines()[-1]) for out, _ in real.finish(
-      real.start(folder, 'quad', real.RUNS, 4))]
+  return [json.loads(out.splitlines()[-1]) for out, _ in real.finish(real.start(folder, 'quad', real.RUNS, 4))]
 
 
 @pytest.mark.parametrize('name', real.RUNS)
 def test_four_make_the_run_that_one_makes(folder, one, four, name):
   assert [said[name][0] for said in four] == [one[name][0]] * 4
   assert len({said[name][1] for said in four}) == 1
-  real.check_rows(real.rows(folder, 'quad', name),
-                  real.rows(folder, 'one', name))
+  real.check_rows(real.rows(folder, 'quad', name), real.rows(folder, 'one', name))
 
 
 @pytest.mark.parametrize('name', real.ON_POLICY)
 def test_four_sample_and_grade_each_prompt_once(folder, one, four, name):
   real.test_the_same_is_sampled_and_graded(four, folder, 'quad', name)
-  graded = {tag: sorted(line.split(' ', 1)[1] for line in (
-      folder / f'{tag}.graded').read_text().splitlines())
-      for tag in ('one', 'quad')}
+  graded = {
+    tag: sorted(line.split(' ', 1)[1] for line in (folder / f'{tag}.graded').read_text().splitlines())
+    for tag in ('one', 'quad')
+  }
   assert graded['one'] == graded['quad']
 
 
-@pytest.mark.parametrize('count, devices, mesh', [
-    (2, 1, 'fsdp=-1'), (4, 1, 'data=2,fsdp=2'), (2, 2, 'fsdp=2,tensor=2'),
-    (1, 4, 'tensor=4')])
+@pytest.mark.parametrize(
+  'count, devices, mesh', [(2, 1, 'fsdp=-1'), (4, 1, 'data=2,fsdp=2'), (2, 2, 'fsdp=2,tensor=2'), (1, 4, 'tensor=4')]
+)
 def test_every_stage_goes_on_elsewhere(folder, one, count, devices, mesh):
   """The middle of each run of one process, on other meshes and processes."""
   tag = f'from_one_on_{count}x{devices}_{mesh.replace(",", "_")}'
@@ -57,14 +56,11 @@ def test_every_stage_goes_on_elsewhere(folder, one, count, devices, mesh):
     shutil.copytree(folder / 'one' / name, work)
     shutil.rmtree(work / 'checkpoints' / name / str(real.STEPS))
     (work / 'summary.json').unlink()
-  results = real.finish(real.start(
-      folder, tag, real.RUNS, count, devices, MESH=mesh))
+  results = real.finish(real.start(folder, tag, real.RUNS, count, devices, MESH=mesh))
   for out, _ in results:
     said = json.loads(out.splitlines()[-1])
-    assert {k: v[1] for k, v in said.items()} == {
-        k: v[1] for k, v in one.items()}  # the state that was restored
+    assert {k: v[1] for k, v in said.items()} == {k: v[1] for k, v in one.items()}  # the state that was restored
   for name in real.RUNS:
     resumed = (folder / tag / name / 'resumes.jsonl').read_text().splitlines()
     assert [json.loads(line)['step'] for line in resumed] == [real.MIDDLE]
-    real.check_rows(
-        real.rows(folder, tag, name), real.rows(folder, 'one', name))
+    real.check_rows(real.rows(folder, tag, name), real.rows(folder, 'one', name))

@@ -38,19 +38,22 @@ def model(tmp_path_factory):
 
 
 def rows(workdir, split='train', stage=None):
-  return [r for r in metrics.read_rows(workdir / 'metrics.jsonl')
-          if r['split'] == split and stage in (None, r['stage'])]
+  return [
+    r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split and stage in (None, r['stage'])
+  ]
 
 
 def test_overfits_one_batch(tmp_path):
   """Nothing is left to learn: each text follows from its first letter."""
   texts = ['abcabdac', 'bafgeade', 'cbafdegc', 'dcbabcef']
-  (tmp_path / 'four.jsonl').write_text(
-      ''.join(json.dumps({'text': t}) + '\n' for t in texts))
+  (tmp_path / 'four.jsonl').write_text(''.join(json.dumps({'text': t}) + '\n' for t in texts))
   model = tiny.folder(tmp_path / 'model', hidden_size=32, num_layers=2)
   config = tiny.run_config(
-      model, data=dict(path=str(tmp_path / 'four.jsonl'), train_on='all'),
-      train=dict(steps=120, batch_size=1), optim=dict(lr=1e-2))
+    model,
+    data=dict(path=str(tmp_path / 'four.jsonl'), train_on='all'),
+    train=dict(steps=120, batch_size=1),
+    optim=dict(lr=1e-2),
+  )
   jaxpost.run(config, tmp_path / 'run')
   losses = [r['loss'] for r in rows(tmp_path / 'run')]
   assert losses[0] > 3 and losses[-1] < 0.01, losses[::20]
@@ -61,9 +64,13 @@ def rising(model, tmp_path_factory):
   """(folder, summary, log) of GRPO with a reward in this process."""
   workdir = tmp_path_factory.mktemp('grpo') / 'run'
   config = tiny.grpo_config(
-      model, train=dict(steps=20), optim=dict(lr=1e-2),
-      rollout=dict(prompts=8, group_size=8, max_new_tokens=8),
-      save=dict(export=True), log=dict(tensorboard=True))
+    model,
+    train=dict(steps=20),
+    optim=dict(lr=1e-2),
+    rollout=dict(prompts=8, group_size=8, max_new_tokens=8),
+    save=dict(export=True),
+    log=dict(tensorboard=True),
+  )
   heard = []
   handler = logging.Handler()
   handler.emit = lambda record: heard.append(record.getMessage())
@@ -85,20 +92,26 @@ def test_reward_rises(rising):
 
 def test_reward_of_this_process_is_announced(rising):
   _, _, heard = rising
-  assert [h for h in heard if 'low_share runs inside this process' in h
-          and 'cannot be killed' in h], heard
+  assert [h for h in heard if 'low_share runs inside this process' in h and 'cannot be killed' in h], heard
 
 
 def test_what_a_run_leaves(rising):
   workdir, summary, _ = rising
   assert {p.name for p in workdir.iterdir()} == {
-      'config.json', 'metrics.jsonl', 'summary.json', 'plan.json',
-      'report.html', 'tensorboard', 'checkpoints', 'samples', 'export',
-      'timeline'}
+    'config.json',
+    'metrics.jsonl',
+    'summary.json',
+    'plan.json',
+    'report.html',
+    'tensorboard',
+    'checkpoints',
+    'samples',
+    'export',
+    'timeline',
+  }
   assert summary == json.loads((workdir / 'summary.json').read_text())
   assert summary['steps/grpo'] == 20 and summary['wall_s'] > 0
-  for key in ('reward', 'loss', 'entropy', 'sampler_mismatch', 'tokens_per_s',
-              'completions/mean_length', 'time/step'):
+  for key in ('reward', 'loss', 'entropy', 'sampler_mismatch', 'tokens_per_s', 'completions/mean_length', 'time/step'):
     assert np.isfinite(summary[f'{key}/grpo']), key
   assert summary['paths'].keys() == {'metrics', 'report', 'export'}
   assert all(pathlib.Path(p).exists() for p in summary['paths'].values())
@@ -106,8 +119,7 @@ def test_what_a_run_leaves(rising):
     assert key in ('wall_s', 'paths', 'warnings') or key.endswith('/grpo')
   for row in rows(workdir):
     assert row['stage'] == 'grpo' and 'nonfinite' not in row
-  assert sorted(int(p.stem) for p in (workdir / 'samples/grpo').iterdir()) == [
-      1, 10, 20]
+  assert sorted(int(p.stem) for p in (workdir / 'samples/grpo').iterdir()) == [1, 10, 20]
   sample = json.loads((workdir / 'samples/grpo/20.jsonl').open().readline())
   assert {'prompt', 'completion', 'reward', 'components'} <= sample.keys()
 
@@ -122,9 +134,7 @@ def test_first_step_of_grpo_is_on_policy(rising):
 
 def test_several_updates_of_one_rollout(model, tmp_path):
   """The first of them is checked to be on-policy; the last one is not."""
-  config = tiny.grpo_config(
-      model, rl=dict(epochs=2, kl_coef=0.01),
-      train=dict(steps=2))
+  config = tiny.grpo_config(model, rl=dict(epochs=2, kl_coef=0.01), train=dict(steps=2))
   jaxpost.run(config, tmp_path)
   first, second = rows(tmp_path)
   assert first['ratio'] != 1 and first['kl'] > 0
@@ -134,20 +144,22 @@ def test_several_updates_of_one_rollout(model, tmp_path):
 def test_a_stage_starts_from_the_weights_before_it(model, tmp_path):
   """Its evaluation, its samples and its reference are those of the last."""
   config = tiny.grpo_config(
-      model, stages=('one', 'two', 'online'), train=dict(steps=6),
-      optim=dict(lr=1e-2), rl=dict(kl_coef=0.1),
-      eval=dict(samples=1, temperature=0.0, data=dict(
-          path=f'{TASK},split=test,size=8,correct=1')),
-      one=dict(algorithm='sft', train=dict(row_length=64)),
-      two=dict(algorithm='sft', train=dict(row_length=64)),
-      online=dict(train=dict(steps=2)))
+    model,
+    stages=('one', 'two', 'online'),
+    train=dict(steps=6),
+    optim=dict(lr=1e-2),
+    rl=dict(kl_coef=0.1),
+    eval=dict(samples=1, temperature=0.0, data=dict(path=f'{TASK},split=test,size=8,correct=1')),
+    one=dict(algorithm='sft', train=dict(row_length=64)),
+    two=dict(algorithm='sft', train=dict(row_length=64)),
+    online=dict(train=dict(steps=2)),
+  )
   workdir = tmp_path / 'run'
   jaxpost.run(config, workdir)
-  before, = [r for r in rows(workdir, 'eval', 'one') if r['step'] == 6]
+  (before,) = [r for r in rows(workdir, 'eval', 'one') if r['step'] == 6]
   after = rows(workdir, 'eval', 'two')[0]
   assert after['step'] == 0
-  assert [after[k] for k in ('loss', 'entropy')] == [
-      before[k] for k in ('loss', 'entropy')]
+  assert [after[k] for k in ('loss', 'entropy')] == [before[k] for k in ('loss', 'entropy')]
   assert rows(workdir, 'eval', 'two')[1]['loss'] != after['loss']
 
   def samples(stage, step):
@@ -163,7 +175,7 @@ def test_a_stage_starts_from_the_weights_before_it(model, tmp_path):
 
 
 # Runs SFT with a held-out loss, and prints what it imported and started.
-IMPORTED = '''
+IMPORTED = """
 import json, os, sys
 sys.path.insert(0, sys.argv[3])
 import jaxpost
@@ -172,23 +184,36 @@ assert summary['perplexity/sft'] > 1
 children = open(f'/proc/self/task/{os.getpid()}/children').read().split()
 print(json.dumps([children, sorted(
     m for m in sys.modules if m.startswith('jaxpost.'))]))
-'''
+"""
 
 
 def test_sft_imports_nothing_of_rl(model, tmp_path):
-  config = tiny.run_config(model, train=dict(steps=2), eval=dict(data=dict(
-      path=f'{TASK},split=test,size=8')))
+  config = tiny.run_config(model, train=dict(steps=2), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
   (tmp_path / 'config.json').write_text(json.dumps(config))
   out = subprocess.run(
-      [sys.executable, '-c', IMPORTED, str(tmp_path / 'config.json'),
-       str(tmp_path / 'run'), str(ROOT)], check=True, text=True,
-      stdout=subprocess.PIPE, env=os.environ).stdout
+    [sys.executable, '-c', IMPORTED, str(tmp_path / 'config.json'), str(tmp_path / 'run'), str(ROOT)],
+    check=True,
+    text=True,
+    stdout=subprocess.PIPE,
+    env=os.environ,
+  ).stdout
   children, modules = json.loads(out.splitlines()[-1])
   assert children == []
-  wrong = [m for m in modules if m.startswith((
-      'jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.rl.controller',
-      'jaxpost.algorithms.grpo', 'jaxpost.programs.generate',
-      'jaxpost.programs.sampling', 'jaxpost.data.prompts'))]
+  wrong = [
+    m
+    for m in modules
+    if m.startswith(
+      (
+        'jaxpost.rollout',
+        'jaxpost.rewards',
+        'jaxpost.rl.controller',
+        'jaxpost.algorithms.grpo',
+        'jaxpost.programs.generate',
+        'jaxpost.programs.sampling',
+        'jaxpost.data.prompts',
+      )
+    )
+  ]
   assert wrong == []
   assert 'jaxpost.algorithms.sft' in modules
 
@@ -202,26 +227,21 @@ def examples(count=7, longest=12, seed=0):
   for _ in range(count):
     size = random.randint(3, longest + 1)
     mask = np.arange(size) >= random.randint(1, size)
-    made.append(examples_lib.Example(
-        random.randint(0, 131, size).astype(np.int32), mask))
+    made.append(examples_lib.Example(random.randint(0, 131, size).astype(np.int32), mask))
   return made
 
 
 def laid_out(docs, row_length, num_rows, packed):
   lengths = [len(d.tokens) for d in docs]
-  found = packing.pack(lengths, row_length) if packed else [
-      [i] for i in range(len(docs))]
-  return packing.to_batch([[docs[i] for i in r] for r in found], row_length,
-                          num_rows)
+  found = packing.pack(lengths, row_length) if packed else [[i] for i in range(len(docs))]
+  return packing.to_batch([[docs[i] for i in r] for r in found], row_length, num_rows)
 
 
 def losses(objective, batch, micro):
   """(loss, metrics, gradients) of [B, T] rows, `micro` rows at a time."""
   model, params = weights()
-  loss = programs.make_loss(
-      model, objective, tiny.one_device(), tiny.EXACT)
-  split = jax.tree.map(
-      lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
+  loss = programs.make_loss(model, objective, tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
   step = jax.jit(lambda p, b: programs.accumulate(loss, p, b))
   (value, extra), grads = step(params, split)
   return float(value), extra, grads
@@ -235,16 +255,17 @@ def weights():
 
 # (row length, rows, rows at a time, packed)
 LAYOUTS = {
-    'one row': (96, 1, 1, True), 'micro-batches': (12, 8, 2, False),
-    'longer and empty rows': (40, 9, 9, False),
-    'packed, empty micro-batches': (24, 8, 2, True)}
+  'one row': (96, 1, 1, True),
+  'micro-batches': (12, 8, 2, False),
+  'longer and empty rows': (40, 9, 9, False),
+  'packed, empty micro-batches': (24, 8, 2, True),
+}
 
 
 def assert_same(one, other):
   assert one[0] == pytest.approx(other[0], rel=1e-6)
   for key in other[1]:
-    assert float(one[1][key]) == pytest.approx(
-        float(other[1][key]), rel=2e-6, abs=1e-7), key
+    assert float(one[1][key]) == pytest.approx(float(other[1][key]), rel=2e-6, abs=1e-7), key
   for a, b in zip(jax.tree.leaves(one[2]), jax.tree.leaves(other[2])):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
@@ -269,36 +290,34 @@ def rollout(seed=3):
   draw = lambda n: random.randint(0, 131, n).astype(np.int32)
   lengths = random.randint(1, 7, 12)
   return Rollout(
-      prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3)),
-      completions=np.stack([draw(6) for _ in lengths]), lengths=lengths,
-      logprobs=-np.ones((12, 6), np.float32),
-      behaviour_logprobs=-np.ones((12, 6), np.float32),
-      finished=lengths < 6)
+    prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3)),
+    completions=np.stack([draw(6) for _ in lengths]),
+    lengths=lengths,
+    logprobs=-np.ones((12, 6), np.float32),
+    behaviour_logprobs=-np.ones((12, 6), np.float32),
+    finished=lengths < 6,
+  )
 
 
 @pytest.fixture(scope='module')
 def grpo_loss():
-  config = config_lib.parse(dict(algorithm='grpo', reward='x', rl=dict(
-      kl_coef=0.1, entropy_coef=0.01)))['grpo']
+  config = config_lib.parse(dict(algorithm='grpo', reward='x', rl=dict(kl_coef=0.1, entropy_coef=0.01)))['grpo']
   config = config_lib.resolve(config, grpo.GRPO.defaults)
   objective = grpo.objective(config)
   values = np.random.RandomState(0).standard_normal((12, 1))
   made = rollout()
   mask = batching.completion_mask(made) * (np.arange(12) != 5)[:, None]
-  arrays = dict(advantages=values * mask, sampler_logprobs=made.logprobs,
-                ref_logprobs=made.logprobs * 3)
+  arrays = dict(advantages=values * mask, sampler_logprobs=made.logprobs, ref_logprobs=made.logprobs * 3)
   weights = batching.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = batching.to_batch(
-        made, range(12), weights, arrays, num_rows, length)
+    batch = batching.to_batch(made, range(12), weights, arrays, num_rows, length)
     return losses(objective, batch, micro)
 
   return compute, compute(11, 12, 12)
 
 
-@pytest.mark.parametrize('layout', [
-    (48, 3, 3), (24, 8, 2), (160, 1, 1)])
+@pytest.mark.parametrize('layout', [(48, 3, 3), (24, 8, 2), (160, 1, 1)])
 def test_grpo_loss_does_not_depend_on_the_layout(layout, grpo_loss):
   compute, expected = grpo_loss
   assert abs(expected[0]) > 1e-3

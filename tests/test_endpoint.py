@@ -46,13 +46,10 @@ def weights(folder):
 
 @pytest.fixture(scope='module')
 def server(weights):
-  engine = completions.make_engine(
-      weights, slots=4, max_prompt=64, max_new_tokens=64, top_logprobs=5)
+  engine = completions.make_engine(weights, slots=4, max_prompt=64, max_new_tokens=64, top_logprobs=5)
   seen = []
-  endpoint = Endpoint(
-      engine, weights.prepared.tokenizer, name='nano', record=seen.append)
-  thread = threading.Thread(
-      target=endpoint.serve, args=(assemble.run_key(0, 3),))
+  endpoint = Endpoint(engine, weights.prepared.tokenizer, name='nano', record=seen.append)
+  thread = threading.Thread(target=endpoint.serve, args=(assemble.run_key(0, 3),))
   thread.start()
   yield endpoint, seen
   endpoint.stop()
@@ -62,8 +59,10 @@ def server(weights):
 
 def post(url, path, key='', raw=None, **body):
   request = urllib.request.Request(
-      f'{url}/{path}', json.dumps(body).encode() if raw is None else raw,
-      {'Content-Type': 'application/json', 'Authorization': f'Bearer {key}'})
+    f'{url}/{path}',
+    json.dumps(body).encode() if raw is None else raw,
+    {'Content-Type': 'application/json', 'Authorization': f'Bearer {key}'},
+  )
   try:
     with urllib.request.urlopen(request, timeout=300) as reply:
       return reply.status, reply.read().decode()
@@ -81,8 +80,17 @@ HELLO = [{'role': 'user', 'content': 'hello'}]
 
 
 def test_a_chat(server, weights):
-  found = ask(server, 'chat/completions', model='x', messages=HELLO, n=2,
-              max_tokens=9, temperature=1.0, logprobs=True, key='agent-7')
+  found = ask(
+    server,
+    'chat/completions',
+    model='x',
+    messages=HELLO,
+    n=2,
+    max_tokens=9,
+    temperature=1.0,
+    logprobs=True,
+    key='agent-7',
+  )
   t = weights.prepared.tokenizer
   text, _ = t.render(HELLO, generation_prompt=True)
   assert found['prompt_token_ids'] == t.encode(text)
@@ -90,24 +98,19 @@ def test_a_chat(server, weights):
   assert [c['index'] for c in found['choices']] == [0, 1]
   for choice in found['choices']:
     ids = choice['token_ids']
-    assert choice['message'] == {
-        'role': 'assistant', 'content': t.decode(ids)}
+    assert choice['message'] == {'role': 'assistant', 'content': t.decode(ids)}
     assert 1 <= len(ids) <= 9
-    assert choice['finish_reason'] == (
-        'stop' if ids[-1] in t.stop_ids else 'length')
+    assert choice['finish_reason'] == ('stop' if ids[-1] in t.stop_ids else 'length')
     assert len(choice['logprobs']['content']) == len(ids)
     assert all(x['logprob'] <= 0 for x in choice['logprobs']['content'])
   assert found['choices'][0]['token_ids'] != found['choices'][1]['token_ids']
   drawn = sum(len(c['token_ids']) for c in found['choices'])
   assert found['usage'] == dict(
-      prompt_tokens=len(t.encode(text)), completion_tokens=drawn,
-      total_tokens=len(t.encode(text)) + drawn)
+    prompt_tokens=len(t.encode(text)), completion_tokens=drawn, total_tokens=len(t.encode(text)) + drawn
+  )
   mine = [e for e in server[1] if e['session'] == 'agent-7']
-  assert [e['ids'] for e in mine] == [
-      c['token_ids'] for c in found['choices']]
-  assert [e['logprobs'] for e in mine] == [
-      [x['logprob'] for x in c['logprobs']['content']]
-      for c in found['choices']]
+  assert [e['ids'] for e in mine] == [c['token_ids'] for c in found['choices']]
+  assert [e['logprobs'] for e in mine] == [[x['logprob'] for x in c['logprobs']['content']] for c in found['choices']]
 
 
 def test_log_probs_are_those_of_the_model(server, weights):
@@ -126,20 +129,16 @@ def test_log_probs_are_those_of_the_model(server, weights):
 
 def test_the_likeliest_tokens(server, weights):
   """As many as are asked for, under the model's own distribution."""
-  found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3,
-              temperature=1.0, logprobs=True, top_logprobs=3)
-  ids = np.array([[*found['prompt_token_ids'],
-                   *found['choices'][0]['token_ids']]])
+  found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
+  ids = np.array([[*found['prompt_token_ids'], *found['choices'][0]['token_ids']]])
   logits = tiny.logits(weights.prepared.model, weights.params, ids)[0]
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   decode = weights.prepared.tokenizer.decode
   for at, entry in enumerate(found['choices'][0]['logprobs']['content']):
     row = logp[len(found['prompt_token_ids']) - 1 + at]
     best = np.argsort(-row)[:3]
-    assert [x['token'] for x in entry['top_logprobs']] == [
-        decode([i], skip_special=False) for i in best]
-    np.testing.assert_allclose(
-        [x['logprob'] for x in entry['top_logprobs']], row[best], atol=1e-4)
+    assert [x['token'] for x in entry['top_logprobs']] == [decode([i], skip_special=False) for i in best]
+    np.testing.assert_allclose([x['logprob'] for x in entry['top_logprobs']], row[best], atol=1e-4)
   text = ask(server, 'completions', prompt='ab', max_tokens=2, logprobs=2)
   first, _ = text['choices'][0]['logprobs']['top_logprobs']
   assert 1 <= len(first) <= 2 and max(first.values()) <= 0
@@ -151,8 +150,7 @@ def test_a_special_token_stops(server, weights):
   """Where it is no stop id of the tokenizer."""
   tokenizer = weights.prepared.tokenizer
   assert 256 not in tokenizer.stop_ids
-  found = ask(server, 'completions', prompt='ab', max_tokens=60,
-              temperature=50.0, n=16, stop='<|endoftext|>')
+  found = ask(server, 'completions', prompt='ab', max_tokens=60, temperature=50.0, n=16, stop='<|endoftext|>')
   ended = [c for c in found['choices'] if 256 in c['token_ids']]
   assert ended
   for choice in ended:
@@ -173,24 +171,22 @@ def test_a_stop_string_is_left_out(server):
   whole = ask(server, 'completions', prompt='xy', max_tokens=12, temperature=0)
   text = whole['choices'][0]['text']
   stop = text[3:5]
-  cut = ask(server, 'completions', prompt='xy', max_tokens=12, temperature=0,
-            stop=[stop])['choices'][0]
-  assert cut['text'] == text[:text.index(stop)]
+  cut = ask(server, 'completions', prompt='xy', max_tokens=12, temperature=0, stop=[stop])['choices'][0]
+  assert cut['text'] == text[: text.index(stop)]
   assert cut['finish_reason'] == 'stop'
 
 
 def test_many_ask_at_once(server):
   def one(i):
-    return ask(server, 'completions', prompt=[97 + i], max_tokens=5,
-               temperature=0)['choices'][0]['token_ids']
+    return ask(server, 'completions', prompt=[97 + i], max_tokens=5, temperature=0)['choices'][0]['token_ids']
+
   alone = [one(i) for i in range(12)]
   with concurrent.futures.ThreadPoolExecutor(12) as pool:
     assert list(pool.map(one, range(12))) == alone
 
 
 def test_a_stream_in_one_piece(server):
-  code, text = post(server[0].url, 'chat/completions', messages=HELLO,
-                    max_tokens=3, temperature=0, stream=True)
+  code, text = post(server[0].url, 'chat/completions', messages=HELLO, max_tokens=3, temperature=0, stream=True)
   assert code == 200 and text.endswith('\n\ndata: [DONE]\n\n')
   found = json.loads(text.split('\n\n')[0].removeprefix('data: '))
   assert found['object'] == 'chat.completion.chunk'
@@ -199,17 +195,18 @@ def test_a_stream_in_one_piece(server):
 
 def test_calls_of_tools_are_told_apart(server, monkeypatch):
   monkeypatch.setattr(
-      Endpoint, '_decoded', lambda self, c: '<tool_call>{"name": "f", '
-      '"arguments": {"a": 1}}</tool_call>')
+    Endpoint, '_decoded', lambda self, c: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+  )
   tool = {'type': 'function', 'function': {'name': 'f'}}
-  choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2,
-               tools=[tool])['choices'][0]
+  choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2, tools=[tool])['choices'][0]
   assert choice['finish_reason'] == 'tool_calls'
-  call, = choice['message']['tool_calls']
+  (call,) = choice['message']['tool_calls']
   assert call['function'] == {'name': 'f', 'arguments': '{"a": 1}'}
 
 
-@pytest.mark.parametrize('path, body, code, words', [
+@pytest.mark.parametrize(
+  'path, body, code, words',
+  [
     ('chat/completions', dict(messages=[]), 400, 'empty list'),
     ('chat/completions', dict(messages=[{'role': 'x'}]), 400, 'none of system'),
     ('chat/completions', dict(), 400, 'messages'),
@@ -217,11 +214,12 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(prompt=[9999]), 400, 'token ids'),
     ('completions', dict(prompt='a', max_tokens=999), 400, 'do not fit'),
     ('completions', dict(prompt='a', temperature='hot'), 400, 'temperature'),
-    ('completions', dict(prompt='a', max_tokens=1, logprobs=6), 400,
-     'top_logprobs=6 of 5'),
+    ('completions', dict(prompt='a', max_tokens=1, logprobs=6), 400, 'top_logprobs=6 of 5'),
     ('completions', dict(raw=b'{'), 400, 'Expecting'),
     ('completions', dict(raw=b'[]'), 400, 'JSON object'),
-    ('nothing', dict(), 404, 'nothing')])
+    ('nothing', dict(), 404, 'nothing'),
+  ],
+)
 def test_what_cannot_be_asked(server, path, body, code, words):
   have, text = post(server[0].url, path, **body)
   assert have == code and words in json.loads(text)['error']['message']
@@ -236,14 +234,24 @@ def test_a_taken_port_is_refused(server, weights):
 
 def test_the_command(folder, several, tmp_path):
   child = subprocess.Popen(
-      [sys.executable, '-m', 'launch.serve', f'--model={folder}', '--port=0',
-       '--max_context=64', f'--adapter={several[2][1]}',
-       f'--record={tmp_path}/asked.jsonl'], cwd=CLONE,
-      env=os.environ, stdout=subprocess.PIPE, text=True)
+    [
+      sys.executable,
+      '-m',
+      'launch.serve',
+      f'--model={folder}',
+      '--port=0',
+      '--max_context=64',
+      f'--adapter={several[2][1]}',
+      f'--record={tmp_path}/asked.jsonl',
+    ],
+    cwd=CLONE,
+    env=os.environ,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   try:
     url = child.stdout.readline().strip()
-    code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3,
-                   model='two')
+    code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3, model='two')
     with urllib.request.urlopen(f'{url}/models') as reply:
       assert [m['id'] for m in json.load(reply)['data']] == [folder, 'two']
     child.send_signal(signal.SIGTERM)
@@ -264,20 +272,15 @@ def several(folder, weights, tmp_path_factory):
   """(endpoint, {name: weights}, values of --adapter), a base and two on it."""
   root, folders = tmp_path_factory.mktemp('adapters'), []
   for name, rank, seed in ('one', 2, 0), ('two', 3, 1):
-    model = lora.build(dataclasses.replace(
-        weights.prepared.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
+    model = lora.build(dataclasses.replace(weights.prepared.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
     params = test_lora.params_of(model, seed, b=0.5)
     peft.writer(model, params, folder)(root / name)
     folders.append(f'{name}={root / name}')
-  engines = completions.make_engines(
-      weights, 'nano', folders, slots=2, max_prompt=32, max_new_tokens=32)
-  endpoint = Endpoint(engines.pop('nano'), weights.prepared.tokenizer,
-                      name='nano', more=engines)
-  thread = threading.Thread(
-      target=endpoint.serve, args=(assemble.run_key(0, 3),))
+  engines = completions.make_engines(weights, 'nano', folders, slots=2, max_prompt=32, max_new_tokens=32)
+  endpoint = Endpoint(engines.pop('nano'), weights.prepared.tokenizer, name='nano', more=engines)
+  thread = threading.Thread(target=endpoint.serve, args=(assemble.run_key(0, 3),))
   thread.start()
-  yield (endpoint, {'nano': weights} | inference.adapters(weights, folders),
-         folders)
+  yield (endpoint, {'nano': weights} | inference.adapters(weights, folders), folders)
   endpoint.stop()
   thread.join(60)
   assert not thread.is_alive()
@@ -289,30 +292,25 @@ def test_a_body_names_an_adapter(several):
   prompts = ['ab', '1+2=', 'x']
 
   def one(pair):
-    return ask(several, 'completions', model=pair[0], prompt=pair[1],
-               max_tokens=6, temperature=0)
+    return ask(several, 'completions', model=pair[0], prompt=pair[1], max_tokens=6, temperature=0)
 
   pairs = [(name, text) for text in prompts for name in each]
   with concurrent.futures.ThreadPoolExecutor(9) as pool:
     found = dict(zip(pairs, pool.map(one, pairs)))
   draws = completions.Draws(max_new_tokens=6, temperature=0.0)
   for name, w in each.items():
-    rollout = completions.complete(w, completions.make_prompts(
-        w, prompts, as_chat=False), draws)
-    for text, ids, length in zip(
-        prompts, rollout.completions, rollout.lengths):
+    rollout = completions.complete(w, completions.make_prompts(w, prompts, as_chat=False), draws)
+    for text, ids, length in zip(prompts, rollout.completions, rollout.lengths):
       mine = found[name, text]
       assert mine['model'] == name
       assert mine['choices'][0]['token_ids'] == ids[:length].tolist()
   assert len({str(found[name, 'ab']['choices']) for name in each}) == 3
-  own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(
-      each['nano'].params)}
+  own = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(each['nano'].params)}
   for engine in endpoint.engines.values():
-    assert own <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(
-        engine.weights)}
+    assert own <= {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)}
 
 
-SEVERAL = '''
+SEVERAL = """
 import json, sys
 import jax
 from jaxpost.tools import completions, inference
@@ -326,14 +324,17 @@ where = {name: {
 print(json.dumps([
     jax.device_count(), len(where['base']),
     *(len(where['base'] - found) for found in where.values())]))
-'''
+"""
 
 
 def test_adapters_share_the_base_on_several_devices(several, folder):
   done = subprocess.run(
-      [sys.executable, '-c', SEVERAL, folder, *several[2]], cwd=CLONE,
-      text=True, capture_output=True, env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=2'})
+    [sys.executable, '-c', SEVERAL, folder, *several[2]],
+    cwd=CLONE,
+    text=True,
+    capture_output=True,
+    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   devices, parts, *lacking = json.loads(done.stdout.splitlines()[-1])
   assert devices == 2 and parts >= 2 * 9
@@ -343,22 +344,20 @@ def test_adapters_share_the_base_on_several_devices(several, folder):
 def test_models_are_listed_and_others_refused(several):
   url = several[0].url
   with urllib.request.urlopen(f'{url}/models') as reply:
-    assert [m['id'] for m in json.load(reply)['data']] == [
-        'nano', 'one', 'two']
+    assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'one', 'two']
   for body in (dict(model='three'), dict(model=['one']), dict()):
     code, text = post(url, 'completions', prompt='a', max_tokens=1, **body)
-    assert code == 404 and json.loads(text)['error']['message'].endswith(
-        'there is nano, one, two')
+    assert code == 404 and json.loads(text)['error']['message'].endswith('there is nano, one, two')
 
 
 def test_adapters_that_cannot_be(weights, several, tmp_path):
   for name, folders, words in (
-      ('one', several[2], 'one is what the model below is'),
-      ('nano', ['x'], '--adapter: takes NAME=FOLDER'),
-      ('nano', [f'one={tmp_path}'], 'no folder of an adapter')):
+    ('one', several[2], 'one is what the model below is'),
+    ('nano', ['x'], '--adapter: takes NAME=FOLDER'),
+    ('nano', [f'one={tmp_path}'], 'no folder of an adapter'),
+  ):
     with pytest.raises(InputError, match=words):
-      completions.make_engines(
-          weights, name, folders, slots=2, max_prompt=8, max_new_tokens=8)
+      completions.make_engines(weights, name, folders, slots=2, max_prompt=8, max_new_tokens=8)
 
 
 def test_a_failure_of_one_ends_all(weights):
@@ -380,11 +379,9 @@ def test_a_failure_of_one_ends_all(weights):
       while follow((), False) is not None and not endpoint._stop.is_set():
         time.sleep(0.01)
 
-  endpoint = Endpoint(Waiting(), weights.prepared.tokenizer, name='nano', more={
-      'other': Broken()})
+  endpoint = Endpoint(Waiting(), weights.prepared.tokenizer, name='nano', more={'other': Broken()})
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    answer = pool.submit(post, endpoint.url, 'completions', model='nano',
-                         prompt='a', max_tokens=1)
+    answer = pool.submit(post, endpoint.url, 'completions', model='nano', prompt='a', max_tokens=1)
     with pytest.raises(ValueError, match='broken'):
       endpoint.serve(assemble.run_key(0, 3))
     code, text = answer.result(60)

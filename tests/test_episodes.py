@@ -51,8 +51,7 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **over):
-  return episodes.config(str(folder / 'model'), folder / 'env.py',
-                         **tiny.merged(dict(log=dict(rollouts=1)), over))
+  return episodes.config(str(folder / 'model'), folder / 'env.py', **tiny.merged(dict(log=dict(rollouts=1)), over))
 
 
 @pytest.fixture(scope='module')
@@ -77,8 +76,7 @@ def test_the_sampler_is_the_policy(run):
 
 
 def test_only_the_tokens_of_the_policy_are_trained(run):
-  decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(
-      errors='replace')
+  decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors='replace')
   for step in 1, 2, 3:
     rollout, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
     inside = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
@@ -99,8 +97,7 @@ def test_the_observation_is_in_the_prompt(run):
   for prompt in rollout.prompts:
     text = bytes(int(i) for i in prompt.tokens if i < 256).decode()
     answer = prompt.columns['answer']
-    assert text.endswith(
-        f'= [{answer}]\nassistant\n' if int(answer) % 2 else '=\nassistant\n')
+    assert text.endswith(f'= [{answer}]\nassistant\n' if int(answer) % 2 else '=\nassistant\n')
 
 
 def test_it_repeats_to_the_bit_and_resumes(folder, run):
@@ -108,8 +105,8 @@ def test_it_repeats_to_the_bit_and_resumes(folder, run):
   jaxpost.run(config(folder, train=dict(steps=2)), again)
   jaxpost.run(config(folder, train=dict(steps=3)), again)
   assert metrics.comparable_rows(again / 'metrics.jsonl') == [
-      {k: v for k, v in row.items()}
-      for row in metrics.comparable_rows(run / 'metrics.jsonl')]
+    {k: v for k, v in row.items()} for row in metrics.comparable_rows(run / 'metrics.jsonl')
+  ]
 
 
 def test_an_episode_is_replayed(run):
@@ -128,15 +125,16 @@ def test_it_is_trained_on_again_without_an_environment(folder, run):
 
 def test_ppo_and_a_reward_function(folder):
   over = dict(
-      algorithm='ppo', reward=f'{folder}/reward.py:answered',
-      train=dict(steps=2), eval=dict(samples=2, size=2, data=dict(
-          path='generated:arithmetic:max=9,ops=+,size=4,correct=1')))
+    algorithm='ppo',
+    reward=f'{folder}/reward.py:answered',
+    train=dict(steps=2),
+    eval=dict(samples=2, size=2, data=dict(path='generated:arithmetic:max=9,ops=+,size=4,correct=1')),
+  )
   jaxpost.run(config(folder, **over), folder / 'ppo')
   train = [r for r in rows(folder / 'ppo') if r['split'] == 'train']
   assert train[0]['ratio'] == pytest.approx(1, abs=1e-5)
   for row in train:
-    assert row['reward'] == pytest.approx(
-        row['rewards/environment/mean'] + row['rewards/answered/mean'])
+    assert row['reward'] == pytest.approx(row['rewards/environment/mean'] + row['rewards/answered/mean'])
     assert 0.2 < row['rewards/answered/mean'] <= 0.5
     assert np.isfinite(row['critic/vf_loss']) and row['tools/call_frequency']
   last = rows(folder / 'ppo')[-1]
@@ -146,21 +144,22 @@ def test_ppo_and_a_reward_function(folder):
 def test_the_reward_rises(folder):
   """Who says little in a turn gets to call the tool more often."""
   model = episodes.folder(folder / 'wordy', length=2.5)
-  made = episodes.config(
-      model, folder / 'env.py', train=dict(steps=20),
-      rollout=dict(prompts=8, slots=16))
+  made = episodes.config(model, folder / 'env.py', train=dict(steps=20), rollout=dict(prompts=8, slots=16))
   jaxpost.run(made, folder / 'rises')
   rewards = [r['reward'] for r in rows(folder / 'rises')]
   assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15, rewards
 
 
-@pytest.mark.parametrize('over, words', [
+@pytest.mark.parametrize(
+  'over, words',
+  [
     (dict(environment='./nothing.py:Env'), 'no file'),
     (dict(environment='json:loads'), 'making one raised TypeError'),
     (dict(data=dict(path='text.jsonl')), 'is plain text'),
-    (dict(tools=dict(max_turns=0)), 'config.tools.max_turns')])
-def test_what_cannot_be_played_is_refused(folder, tmp_path, monkeypatch, over,
-                                          words):
+    (dict(tools=dict(max_turns=0)), 'config.tools.max_turns'),
+  ],
+)
+def test_what_cannot_be_played_is_refused(folder, tmp_path, monkeypatch, over, words):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'text.jsonl').write_text('{"prompt": "a", "answer": "1"}\n')
   with pytest.raises(InputError, match=words):
@@ -169,8 +168,9 @@ def test_what_cannot_be_played_is_refused(folder, tmp_path, monkeypatch, over,
 
 
 def test_inspect_and_evaluate_know_the_environment(folder, run):
-  made = config(folder, eval=dict(samples=2, size=2, data=dict(
-      path='generated:arithmetic:max=9,ops=+,size=4,correct=1')))
+  made = config(
+    folder, eval=dict(samples=2, size=2, data=dict(path='generated:arithmetic:max=9,ops=+,size=4,correct=1'))
+  )
   stage = config_lib.parse(made)['grpo']
   shown = [str(x) for x in inference.show_stage('grpo', stage, 1)]
   assert any('tool: nth' in line for line in shown)
@@ -188,11 +188,17 @@ def main(folder, tag, rank, count, address):
 
 def test_two_processes_play_what_one_plays(folder, run):
   address = free_address()
-  children = [subprocess.Popen(
+  children = [
+    subprocess.Popen(
       [sys.executable, __file__, str(folder), 'two', str(rank), '2', address],
-      cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      env=os.environ | {'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
-      for rank in range(2)]
+      cwd=ROOT,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      env=os.environ | {'PYTHONPATH': f'{ROOT}:{ROOT}/tests'},
+    )
+    for rank in range(2)
+  ]
   try:
     said = [child.communicate(timeout=500) for child in children]
   finally:
@@ -200,8 +206,7 @@ def test_two_processes_play_what_one_plays(folder, run):
       child.kill()
   for child, (out, err) in zip(children, said):
     assert child.returncode == 0, out[-2000:] + err[-4000:]
-  mine, its = (rollout_files.load(x / 'rollouts/grpo/1.npz')[0]
-               for x in (folder / 'two', run))
+  mine, its = (rollout_files.load(x / 'rollouts/grpo/1.npz')[0] for x in (folder / 'two', run))
   same = (mine.completions == its.completions).all(axis=1)
   assert same.mean() > 0.9, same
   assert np.abs(mine.logprobs - its.logprobs)[same].max() < 1e-4

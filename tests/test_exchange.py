@@ -12,23 +12,29 @@ import pytest
 
 # Where tokens go: where the router sends them; all to experts of one device
 # (so that others have nothing to do, and it has several rounds of work).
-CASES = [f'{way}:{chosen}:{mesh}' for way in ('padded', 'ragged')
-         for chosen in ('routed', 'crowded') for mesh in ('4', '2')]
+CASES = [
+  f'{way}:{chosen}:{mesh}' for way in ('padded', 'ragged') for chosen in ('routed', 'crowded') for mesh in ('4', '2')
+]
 # With adapters of experts.
-ADAPTED = [f'adapted:{way}:{chosen}:{mesh}' for way, chosen in (
-    ('padded', 'routed'), ('ragged', 'crowded')) for mesh in (
-        'expert=4', 'expert=2,tensor=2', 'expert=2,fsdp=2')]
+ADAPTED = [
+  f'adapted:{way}:{chosen}:{mesh}'
+  for way, chosen in (('padded', 'routed'), ('ragged', 'crowded'))
+  for mesh in ('expert=4', 'expert=2,tensor=2', 'expert=2,fsdp=2')
+]
 
 
 @pytest.fixture(scope='module')
 def report():
   """{case: 'ok' or what is wrong}."""
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=400,
-      cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=400,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   return dict(line.split(' ', 1) for line in run.stdout.splitlines())
 
@@ -60,13 +66,12 @@ def test_no_more_rows_travel_than_want_to(report):
   assert report['sent'] == 'ok'
 
 
-def ragged(operand, output, input_offsets, send_sizes, output_offsets,
-           recv_sizes, *, axis_name):
+def ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
   """What `jax.lax.ragged_all_to_all` says it does, which XLA:CPU has not."""
   import jax
   import jax.numpy as jnp
-  every = [jax.lax.all_gather(y, axis_name) for y in (
-      operand, input_offsets, send_sizes, output_offsets)]
+
+  every = [jax.lax.all_gather(y, axis_name) for y in (operand, input_offsets, send_sizes, output_offsets)]
   me, at = jax.lax.axis_index(axis_name), jnp.arange(len(output))
   for given, starts, sizes, ends in zip(*every):
     place = at - ends[me]
@@ -89,13 +94,12 @@ def main():
   from jaxpost.models import expert_parallel, lora, moe
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts
+
   jax.lax.ragged_all_to_all = ragged
   plain = expert_parallel.exchange
   ways = {'padded': plain, 'ragged': lambda *args: plain(*args[:4], True)}
-  model = model_lib.build(tiny.config(
-      family='qwen3_moe', experts=Experts(8, 3, 24)))
-  params = {k: tiny.params(model)['layers'][k][0] for k in (
-      'router', 'gate', 'up', 'down')}
+  model = model_lib.build(tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24)))
+  params = {k: tiny.params(model)['layers'][k][0] for k in ('router', 'gate', 'up', 'down')}
   random = np.random.RandomState(0)
   x, g = random.standard_normal((2, 8, 10, 32)).astype('f')
   crowd = 2 + np.argsort(random.uniform(size=(8, 10, 3)), axis=-1)
@@ -105,31 +109,28 @@ def main():
 
   def run(layout, chosen):
     def both(params, x):
-      out, back = jax.vjp(lambda p, x: moe.mlp(
-          p, x, model.config, tiny.EXACT, layout, chosen)[0], params, x)
+      out, back = jax.vjp(lambda p, x: moe.mlp(p, x, model.config, tiny.EXACT, layout, chosen)[0], params, x)
       return out, back(g)
+
     return jax.jit(both)(params, x)
 
   def compare(text, layout, chosen=None):
     found, right = run(layout, chosen), run(tiny.one_device(), chosen)
     wrong = {
-        jax.tree_util.keystr(path): float(tiny.largest(a - b))
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found),
-                                jax.tree.leaves(right))
-        if not tiny.largest(a - b) <= 1e-5 * tiny.largest(b)}
+      jax.tree_util.keystr(path): float(tiny.largest(a - b))
+      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right))
+      if not tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
+    }
     print(text, wrong or 'ok')
 
   for text in CASES:
     way, chosen, size = text.split(':')
     expert_parallel.exchange = ways[way]
-    compare(text, make_layout(f'data=-1,expert={size}', 'train'),
-            crowded(chosen, int(size)))
+    compare(text, make_layout(f'data=-1,expert={size}', 'train'), crowded(chosen, int(size)))
   expert_parallel.exchange = plain
   draw = lambda *shape: random.standard_normal(shape).astype('f')
-  for name, (into, onto) in dict(
-      gate=(32, 24), up=(32, 24), down=(24, 32)).items():
-    params[name] = lora.Adapted(
-        params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, 0.0)
+  for name, (into, onto) in dict(gate=(32, 24), up=(32, 24), down=(24, 32)).items():
+    params[name] = lora.Adapted(params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, 0.0)
   for text in ADAPTED:
     _, way, chosen, mesh = text.split(':')
     expert_parallel.exchange, layout = ways[way], make_layout(mesh, 'train')
@@ -138,13 +139,16 @@ def main():
 
   layout, rows = make_layout('context=4', 'train'), x[..., :8, :]
   placed = jax.device_put(rows, layout.sharding(('batch', 'time', None)))
-  local = jax.jit(lambda p, x: moe.mlp(
-      p, x, model.config, tiny.EXACT, layout)[0])
-  near = tiny.largest(local(params, placed) - jax.jit(lambda p, x: moe.mlp(
-      p, x, model.config, tiny.EXACT, tiny.one_device())[0])(params, rows))
+  local = jax.jit(lambda p, x: moe.mlp(p, x, model.config, tiny.EXACT, layout)[0])
+  near = tiny.largest(
+    local(params, placed)
+    - jax.jit(lambda p, x: moe.mlp(p, x, model.config, tiny.EXACT, tiny.one_device())[0])(params, rows)
+  )
   text = local.lower(params, placed).compile().as_text()
-  print('context=4', 'ok' if near < 1e-4 and 'all-' not in text else (
-      f'{near}, {[li for li in text.splitlines() if "all-" in li]}'))
+  print(
+    'context=4',
+    'ok' if near < 1e-4 and 'all-' not in text else (f'{near}, {[li for li in text.splitlines() if "all-" in li]}'),
+  )
 
   mesh = make_layout('expert=4', 'train').mesh
   wanted = random.uniform(size=(4, 6, 4)) < 0.4
@@ -155,20 +159,25 @@ def main():
     trip = expert_parallel.plan(jnp.asarray(wanted), 'expert', way == 'ragged')
     there, back = expert_parallel.send(x[0], trip), expert_parallel.bring_back(y[0], trip)
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
-    return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)),
-                                   jnp.sum(x[0] * back)]), 'expert'), (
-                                       trip.sent[None], trip.received[None],
-                                       there[None])
+    return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)), jnp.sum(x[0] * back)]), 'expert'), (
+      trip.sent[None],
+      trip.received[None],
+      there[None],
+    )
 
   for way in ways:
-    (one, other), (*sizes, there) = jax.jit(jax.shard_map(
-        both, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), split),
-        check_vma=False))(x.astype('f'), y.astype('f'))
+    (one, other), (*sizes, there) = jax.jit(
+      jax.shard_map(both, mesh=mesh, in_specs=split, out_specs=(PartitionSpec(), split), check_vma=False)
+    )(x.astype('f'), y.astype('f'))
     near = abs(one - other) < 1e-4 < abs(one)
     print(f'transpose:{way}', 'ok' if near else f'{one}, {other}')
-    lost = [(i, to) for i in range(4) for to in range(4)
-            for rows in [x[i, wanted[i, :, to]].astype('f')]
-            if not np.array_equal(there[to, i, :len(rows)], rows)]
+    lost = [
+      (i, to)
+      for i in range(4)
+      for to in range(4)
+      for rows in [x[i, wanted[i, :, to]].astype('f')]
+      if not np.array_equal(there[to, i, : len(rows)], rows)
+    ]
     print(f'arrived:{way}', lost or 'ok')
   counts = wanted.sum(1)
   good = np.array_equal(sizes, [counts, counts.T])

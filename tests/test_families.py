@@ -33,14 +33,27 @@ from jaxpost.types import Prompt
 LOGITS, GRADIENTS = 3e-5, 1e-3  # of the largest
 LENGTH = 40
 BASE = dict(
-    vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    rms_norm_eps=0.05, max_position_embeddings=64, bos_token_id=None,
-    eos_token_id=None, pad_token_id=None)
+  vocab_size=131,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=8,
+  rms_norm_eps=0.05,
+  max_position_embeddings=64,
+  bos_token_id=None,
+  eos_token_id=None,
+  pad_token_id=None,
+)
 FULL, LOCAL = 'full_attention', 'sliding_attention'
 GEMMA_2 = dict(
-    sliding_window=6, layer_types=[LOCAL, FULL], query_pre_attn_scalar=24,
-    attn_logit_softcapping=4.0, final_logit_softcapping=9.0)
+  sliding_window=6,
+  layer_types=[LOCAL, FULL],
+  query_pre_attn_scalar=24,
+  attn_logit_softcapping=4.0,
+  final_logit_softcapping=9.0,
+)
 
 
 def rope(kind='default', theta=500.0, **fields):
@@ -48,101 +61,157 @@ def rope(kind='default', theta=500.0, **fields):
 
 
 def longrope(**fields):
-  return rope('longrope', short_factor=[1.0, 1.2, 1.5, 2.0],
-              long_factor=[1.5, 3.0, 5.0, 9.0], **fields)
+  return rope('longrope', short_factor=[1.0, 1.2, 1.5, 2.0], long_factor=[1.5, 3.0, 5.0, 9.0], **fields)
 
 
-YARN = rope('yarn', factor=4.0, original_max_position_embeddings=16,
-            beta_fast=8.0, beta_slow=1.0)
+YARN = rope('yarn', factor=4.0, original_max_position_embeddings=16, beta_fast=8.0, beta_slow=1.0)
 LATENT = dict(
-    num_hidden_layers=3, num_key_value_heads=4, head_dim=4, kv_lora_rank=12,
-    q_lora_rank=14, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=10,
-    n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
-    num_experts_per_tok=3, moe_intermediate_size=20, first_k_dense_replace=1,
-    routed_scaling_factor=1.7, norm_topk_prob=True,
-    num_mtp_layers=0)
+  num_hidden_layers=3,
+  num_key_value_heads=4,
+  head_dim=4,
+  kv_lora_rank=12,
+  q_lora_rank=14,
+  qk_rope_head_dim=4,
+  qk_nope_head_dim=6,
+  v_head_dim=10,
+  n_routed_experts=8,
+  n_shared_experts=2,
+  n_group=4,
+  topk_group=2,
+  num_experts_per_tok=3,
+  moe_intermediate_size=20,
+  first_k_dense_replace=1,
+  routed_scaling_factor=1.7,
+  norm_topk_prob=True,
+  num_mtp_layers=0,
+)
 # Name -> (class of transformers, fields of its config).
 CASES = {
-    'llama2': ('Llama', dict(num_key_value_heads=4)),
-    'llama3': ('Llama', dict(rope_parameters=rope(
-        'llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        original_max_position_embeddings=32), tie_word_embeddings=True)),
-    'llama_biases': ('Llama', dict(
-        attention_bias=True, mlp_bias=True, hidden_act='gelu')),
-    'llama_linear': ('Llama', dict(rope_parameters=rope('linear', factor=3.0))),
-    'llama_dynamic': ('Llama', dict(
-        max_position_embeddings=24, rope_parameters=rope(
-            'dynamic', factor=3.0))),
-    'llama_yarn': ('Llama', dict(rope_parameters=YARN)),
-    'mistral': ('Mistral', dict(sliding_window=6)),
-    'qwen2': ('Qwen2', dict(
-        use_sliding_window=True, max_window_layers=1, sliding_window=6)),
-    'qwen2_yarn': ('Qwen2', dict(
-        tie_word_embeddings=True, rope_parameters=YARN | dict(
-            attention_factor=1.3, truncate=False))),
-    'qwen3': ('Qwen3', dict(tie_word_embeddings=True, attention_bias=True)),
-    'qwen3_moe': ('Qwen3Moe', dict(
-        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
-        norm_topk_prob=True, attention_bias=True)),
-    'qwen3_moe_raw': ('Qwen3Moe', dict(
-        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
-        use_sliding_window=True, sliding_window=6)),
-    'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
-    'gpt_oss': ('GptOss', dict(
-        num_local_experts=5, num_experts_per_tok=2, sliding_window=6,
-        swiglu_limit=1.5, rope_parameters=YARN | dict(truncate=False))),
-    'deepseek_v3': ('DeepseekV3', LATENT | dict(
-        rope_parameters=YARN | dict(mscale=0.8, mscale_all_dim=0.6))),
-    'moonlight': ('DeepseekV3', LATENT | dict(
-        q_lora_rank=None, rope_interleave=False, n_group=1, topk_group=1,
-        norm_topk_prob=False, first_k_dense_replace=0)),
-    'kimi_k2': ('DeepseekV3', LATENT | dict(
-        n_group=1, topk_group=1, n_shared_experts=1,
-        routed_scaling_factor=2.827, rope_parameters=YARN | dict(
-            mscale=1.0, mscale_all_dim=1.0))),
-    'gemma': ('Gemma', dict(hidden_act='gelu')),
-    'gemma2': ('Gemma2', GEMMA_2),
-    'gemma3': ('Gemma3Text', dict(
-        num_hidden_layers=3, sliding_window=6, sliding_window_pattern=2,
-        query_pre_attn_scalar=24, rope_parameters={
-            FULL: rope('linear', 5000.0, factor=8.0),
-            LOCAL: rope(theta=100.0)})),
-    'olmo2': ('Olmo2', {}),
-    'olmo3': ('Olmo3', dict(sliding_window=6, layer_types=[LOCAL, FULL],
-                            rope_parameters={FULL: YARN, LOCAL: rope()})),
-    'olmoe': ('Olmoe', dict(num_experts=6, num_experts_per_tok=2)),
-    'phi3': ('Phi3', dict(sliding_window=12)),
-    'phi3_longrope': ('Phi3', dict(
-        original_max_position_embeddings=16, rope_parameters=longrope())),
-    'phi4_mini': ('Phi3', dict(
-        head_dim=16, hidden_size=64, original_max_position_embeddings=16,
-        tie_word_embeddings=True, rope_parameters=longrope(
-            partial_rotary_factor=0.5))),
-    'smollm3': ('SmolLM3', dict(
-        num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
-    'granite': ('Granite', dict(
-        embedding_multiplier=3.0, residual_multiplier=0.4,
-        attention_multiplier=0.2, logits_scaling=2.5, attention_bias=True)),
+  'llama2': ('Llama', dict(num_key_value_heads=4)),
+  'llama3': (
+    'Llama',
+    dict(
+      rope_parameters=rope(
+        'llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+      ),
+      tie_word_embeddings=True,
+    ),
+  ),
+  'llama_biases': ('Llama', dict(attention_bias=True, mlp_bias=True, hidden_act='gelu')),
+  'llama_linear': ('Llama', dict(rope_parameters=rope('linear', factor=3.0))),
+  'llama_dynamic': ('Llama', dict(max_position_embeddings=24, rope_parameters=rope('dynamic', factor=3.0))),
+  'llama_yarn': ('Llama', dict(rope_parameters=YARN)),
+  'mistral': ('Mistral', dict(sliding_window=6)),
+  'qwen2': ('Qwen2', dict(use_sliding_window=True, max_window_layers=1, sliding_window=6)),
+  'qwen2_yarn': (
+    'Qwen2',
+    dict(tie_word_embeddings=True, rope_parameters=YARN | dict(attention_factor=1.3, truncate=False)),
+  ),
+  'qwen3': ('Qwen3', dict(tie_word_embeddings=True, attention_bias=True)),
+  'qwen3_moe': (
+    'Qwen3Moe',
+    dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True, attention_bias=True),
+  ),
+  'qwen3_moe_raw': (
+    'Qwen3Moe',
+    dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, use_sliding_window=True, sliding_window=6),
+  ),
+  'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
+  'gpt_oss': (
+    'GptOss',
+    dict(
+      num_local_experts=5,
+      num_experts_per_tok=2,
+      sliding_window=6,
+      swiglu_limit=1.5,
+      rope_parameters=YARN | dict(truncate=False),
+    ),
+  ),
+  'deepseek_v3': ('DeepseekV3', LATENT | dict(rope_parameters=YARN | dict(mscale=0.8, mscale_all_dim=0.6))),
+  'moonlight': (
+    'DeepseekV3',
+    LATENT
+    | dict(
+      q_lora_rank=None, rope_interleave=False, n_group=1, topk_group=1, norm_topk_prob=False, first_k_dense_replace=0
+    ),
+  ),
+  'kimi_k2': (
+    'DeepseekV3',
+    LATENT
+    | dict(
+      n_group=1,
+      topk_group=1,
+      n_shared_experts=1,
+      routed_scaling_factor=2.827,
+      rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+    ),
+  ),
+  'gemma': ('Gemma', dict(hidden_act='gelu')),
+  'gemma2': ('Gemma2', GEMMA_2),
+  'gemma3': (
+    'Gemma3Text',
+    dict(
+      num_hidden_layers=3,
+      sliding_window=6,
+      sliding_window_pattern=2,
+      query_pre_attn_scalar=24,
+      rope_parameters={FULL: rope('linear', 5000.0, factor=8.0), LOCAL: rope(theta=100.0)},
+    ),
+  ),
+  'olmo2': ('Olmo2', {}),
+  'olmo3': ('Olmo3', dict(sliding_window=6, layer_types=[LOCAL, FULL], rope_parameters={FULL: YARN, LOCAL: rope()})),
+  'olmoe': ('Olmoe', dict(num_experts=6, num_experts_per_tok=2)),
+  'phi3': ('Phi3', dict(sliding_window=12)),
+  'phi3_longrope': ('Phi3', dict(original_max_position_embeddings=16, rope_parameters=longrope())),
+  'phi4_mini': (
+    'Phi3',
+    dict(
+      head_dim=16,
+      hidden_size=64,
+      original_max_position_embeddings=16,
+      tie_word_embeddings=True,
+      rope_parameters=longrope(partial_rotary_factor=0.5),
+    ),
+  ),
+  'smollm3': ('SmolLM3', dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
+  'granite': (
+    'Granite',
+    dict(
+      embedding_multiplier=3.0,
+      residual_multiplier=0.4,
+      attention_multiplier=0.2,
+      logits_scaling=2.5,
+      attention_bias=True,
+    ),
+  ),
 }
 # What is published says besides, or otherwise than `transformers` writes it.
-WRITTEN = {'kimi_k2': dict(
-    model_type='kimi_k2', architectures=['DeepseekV3ForCausalLM'],
-    scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1,
-    ep_size=1, aux_loss_alpha=0.001, seq_aux=True,
-    num_nextn_predict_layers=0)}
+WRITTEN = {
+  'kimi_k2': dict(
+    model_type='kimi_k2',
+    architectures=['DeepseekV3ForCausalLM'],
+    scoring_func='sigmoid',
+    topk_method='noaux_tc',
+    moe_layer_freq=1,
+    ep_size=1,
+    aux_loss_alpha=0.001,
+    seq_aux=True,
+    num_nextn_predict_layers=0,
+  )
+}
 
 
 def make(case, folder):
   """Writes a model of `transformers` with random weights; returns it."""
   torch = pytest.importorskip('torch')
   import transformers
+
   kind, fields = CASES[case]
   fields = BASE | fields
   config = getattr(transformers, f'{kind}Config')(**fields)
   torch.manual_seed(0)
   name = kind.removesuffix('Text')
-  network = getattr(transformers, f'{name}ForCausalLM')._from_config(
-      config, attn_implementation='eager').eval()
+  network = getattr(transformers, f'{name}ForCausalLM')._from_config(config, attn_implementation='eager').eval()
   ones = not name.startswith('Gemma')  # Gemma adds 1 to its scales
   with torch.no_grad():
     for path, p in network.named_parameters():
@@ -152,8 +221,7 @@ def make(case, folder):
         buffer.copy_(0.2 * torch.randn_like(buffer))
   network.save_pretrained(folder)
   path = pathlib.Path(folder) / 'config.json'
-  path.write_text(json.dumps(
-      json.loads(path.read_text()) | WRITTEN.get(case, {})))
+  path.write_text(json.dumps(json.loads(path.read_text()) | WRITTEN.get(case, {})))
   return network
 
 
@@ -174,12 +242,12 @@ def reference(tmp_path_factory):
 def load(folder):
   model = model_lib.build(hf.read_config(folder))
   hf.check(folder, model.config)
-  return model, hf.load_params(
-      folder, model, model.shardings(tiny.one_device()), 'float32')
+  return model, hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
 
 
 def torch_logits(network, ids):
   import torch
+
   with torch.no_grad():
     return network(torch.tensor(ids).long()).logits.numpy()
 
@@ -193,13 +261,13 @@ def logit_error(folder, network) -> float:
   model, params = load(folder)
   lengths = (LENGTH, 12) if rope_lib.by_length(model.config) else (LENGTH,)
   rows = [tiny.tokens((2, n)) for n in lengths]
-  return max(difference(tiny.logits(model, params, ids),
-                        torch_logits(network, ids)) for ids in rows)
+  return max(difference(tiny.logits(model, params, ids), torch_logits(network, ids)) for ids in rows)
 
 
 def stored_gradients(network):
   """Under the names of a folder: experts are fused in memory, not there."""
   import torch
+
   saved = copy.deepcopy(network)
   with torch.no_grad():
     for of, p in zip(network.parameters(), saved.parameters()):
@@ -215,27 +283,23 @@ def stored_gradients(network):
 def gradient_error(folder, network) -> float:
   """The largest over tensors, each relative to its largest entry."""
   import torch
+
   ids = tiny.tokens((2, LENGTH))
-  weights = np.random.RandomState(1).standard_normal(
-      (*ids.shape, 131)).astype(np.float32)
+  weights = np.random.RandomState(1).standard_normal((*ids.shape, 131)).astype(np.float32)
   network.zero_grad()
-  loss = torch.sum(torch.log_softmax(network(
-      torch.tensor(ids).long()).logits, -1) * torch.tensor(weights))
+  loss = torch.sum(torch.log_softmax(network(torch.tensor(ids).long()).logits, -1) * torch.tensor(weights))
   loss.backward()
   theirs = stored_gradients(network)
   model, params = load(folder)
 
   def ours(params):
-    out = head_lib.logits(tiny.hidden(model, params, ids), model.head(params),
-                          model.config.logit_form, 'float32')
+    out = head_lib.logits(tiny.hidden(model, params, ids), model.head(params), model.config.logit_form, 'float32')
     return jnp.sum(jax.nn.log_softmax(out[..., :131]) * weights)
 
   grads = jax.jit(jax.grad(ours))(params)
-  found = dict(hf.export_tensors(
-      tensor_layout.table(model.config), grads, np.dtype('float32')))
+  found = dict(hf.export_tensors(tensor_layout.table(model.config), grads, np.dtype('float32')))
   assert set(theirs) == set(found)
-  return max(difference(found[k], g) if np.any(g) else tiny.largest(found[k])
-             for k, g in theirs.items())
+  return max(difference(found[k], g) if np.any(g) else tiny.largest(found[k]) for k, g in theirs.items())
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -249,28 +313,30 @@ def test_gradients_equal_those_of_torch(reference, case):
 
 
 def tensors(folder):
-  return {name: value for path in sorted(folder.glob('*.safetensors'))
-          for name, value in safetensors.numpy.load_file(path).items()}
+  return {
+    name: value
+    for path in sorted(folder.glob('*.safetensors'))
+    for name, value in safetensors.numpy.load_file(path).items()
+  }
 
 
 @pytest.mark.parametrize('case', CASES)
 def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   """And a folder that `transformers` computes the same logits from."""
   from transformers import AutoModelForCausalLM
+
   folder, network = reference(case)
   model, params = load(folder)
   hf.save(tmp_path / 'x', model, params)
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
-               tensors(folder), tensors(tmp_path / 'x'))
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), tensors(folder), tensors(tmp_path / 'x'))
   again = hf.read_config(tmp_path / 'x')
   assert again == model.config
-  assert config_lib.from_json(json.loads(json.dumps(
-      dataclasses.asdict(model.config)))) == model.config  # of a checkpoint
-  exported = AutoModelForCausalLM.from_pretrained(
-      tmp_path / 'x', attn_implementation='eager').eval()
+  assert (
+    config_lib.from_json(json.loads(json.dumps(dataclasses.asdict(model.config)))) == model.config
+  )  # of a checkpoint
+  exported = AutoModelForCausalLM.from_pretrained(tmp_path / 'x', attn_implementation='eager').eval()
   ids = tiny.tokens((2, LENGTH))
-  np.testing.assert_array_equal(
-      torch_logits(exported, ids), torch_logits(network, ids))
+  np.testing.assert_array_equal(torch_logits(exported, ids), torch_logits(network, ids))
 
 
 def greedy(model, params, prompts, lengths, steps):
@@ -278,8 +344,7 @@ def greedy(model, params, prompts, lengths, steps):
   room, compute = prompts.shape[1] + steps, tiny.EXACT
   # What is beyond a prompt must not be read: make it harmful.
   beyond = (np.arange(room) >= lengths[:, None])[:, None, :, None]
-  widen = lambda c: jnp.where(beyond, 1e3, jnp.pad(
-      c, ((0, 0), (0, 0), (0, steps), (0, 0))))
+  widen = lambda c: jnp.where(beyond, 1e3, jnp.pad(c, ((0, 0), (0, 0), (0, steps), (0, 0))))
 
   @jax.jit
   def run(params):
@@ -291,11 +356,10 @@ def greedy(model, params, prompts, lengths, steps):
 
     def step(carry, i):
       recent, x = carry
-      tokens = head_lib.logits(
-          x, model.head(params), model.config.logit_form, 'float32')[
-              :, :131].argmax(-1).astype(jnp.int32)
-      return model.decode(weights, cache, recent, tokens, lengths, i,
-                          compute=compute), (tokens, x)
+      tokens = (
+        head_lib.logits(x, model.head(params), model.config.logit_form, 'float32')[:, :131].argmax(-1).astype(jnp.int32)
+      )
+      return model.decode(weights, cache, recent, tokens, lengths, i, compute=compute), (tokens, x)
 
     return jax.lax.scan(step, (recent, x), jnp.arange(steps))[1]
 
@@ -319,21 +383,19 @@ def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
   tokens, hidden = greedy(model, params, padded, lengths, steps)
   whole, ends = np.full((2, 30), 130, np.int32), lengths + steps
   for row, n in enumerate(lengths):
-    whole[row, :ends[row]] = [*ids[row, :n], *tokens[row]]
-    text = network.generate(
-        torch.tensor(ids[row:row + 1, :n]).long(), max_new_tokens=steps,
-        do_sample=False)[0, n:].numpy()
+    whole[row, : ends[row]] = [*ids[row, :n], *tokens[row]]
+    text = network.generate(torch.tensor(ids[row : row + 1, :n]).long(), max_new_tokens=steps, do_sample=False)[
+      0, n:
+    ].numpy()
     np.testing.assert_array_equal(tokens[row], text)
   real = np.arange(30) < ends[:, None]
   at = np.where(real, np.arange(30), 0)
-  alone = np.asarray(tiny.hidden(
-      model, params, whole, segments=real.astype(np.int32), positions=at))
+  alone = np.asarray(tiny.hidden(model, params, whole, segments=real.astype(np.int32), positions=at))
   for row, n in enumerate(lengths):
-    assert difference(hidden[row], alone[row, n - 1:n - 1 + steps]) <= LOGITS
+    assert difference(hidden[row], alone[row, n - 1 : n - 1 + steps]) <= LOGITS
   compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=16)
   segments = np.repeat([1, 2], ends)[None]
-  packed = tiny.hidden(model, params, whole[real][None], compute, segments,
-                       at[real][None])
+  packed = tiny.hidden(model, params, whole[real][None], compute, segments, at[real][None])
   assert difference(packed[0], alone[real]) <= LOGITS
 
 
@@ -342,14 +404,18 @@ def test_windows_reach_into_the_shared_part_of_branches(reference, case):
   model, params = load(reference(case)[0])
   ids = tiny.tokens((1, 28))
   prompt, one, two = ids[:, :8], ids[:, 8:18], ids[:, 18:]
-  whole = lambda branch: tiny.hidden(
-      model, params, np.concatenate([prompt, branch], 1))[0, 8:]
+  whole = lambda branch: tiny.hidden(model, params, np.concatenate([prompt, branch], 1))[0, 8:]
   at = np.arange(8, 18)
-  forward = jax.jit(lambda p: model.forward(
-      p, ids, np.concatenate([np.arange(8), at, at])[None],
-      np.ones((1, 28), np.int32), branch_ids=np.repeat(
-          [0, 1, 2], (8, 10, 10))[None],
-      compute=dataclasses.replace(tiny.EXACT, q_chunk=4)))
+  forward = jax.jit(
+    lambda p: model.forward(
+      p,
+      ids,
+      np.concatenate([np.arange(8), at, at])[None],
+      np.ones((1, 28), np.int32),
+      branch_ids=np.repeat([0, 1, 2], (8, 10, 10))[None],
+      compute=dataclasses.replace(tiny.EXACT, q_chunk=4),
+    )
+  )
   out = forward(params)[0]
   assert difference(out[8:18], whole(one)) <= 1e-5
   assert difference(out[18:], whole(two)) <= 1e-5
@@ -360,31 +426,24 @@ def test_the_sampler_writes_what_transformers_writes(reference, case):
   torch = pytest.importorskip('torch')
   folder, network = reference(case)
   model, params = load(folder)
-  settings = native.SamplerConfig(
-      slots=2, max_prompt=8, max_new_tokens=8, stop_ids=(-2,), temperature=0.0)
-  engine = native.NativeEngine(
-      model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+  settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=8, stop_ids=(-2,), temperature=0.0)
+  engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
   engine.load(params, version=0)
   ids = tiny.tokens((2, 8))
-  rollout = engine([Prompt(i, ids[i], '', {}) for i in range(2)],
-                   group_size=1, step=0, run_key=np.zeros(2, np.uint32))
+  rollout = engine([Prompt(i, ids[i], '', {}) for i in range(2)], group_size=1, step=0, run_key=np.zeros(2, np.uint32))
   for row in range(2):
-    text = network.generate(torch.tensor(ids[row:row + 1]).long(),
-                            max_new_tokens=8, do_sample=False)[0].numpy()
+    text = network.generate(torch.tensor(ids[row : row + 1]).long(), max_new_tokens=8, do_sample=False)[0].numpy()
     np.testing.assert_array_equal(rollout.completions[row], text[8:])
     whole = torch_logits(network, text[None])[0].astype(np.float64)
     logp = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
-    np.testing.assert_allclose(
-        rollout.logprobs[row], logp[np.arange(7, 15), text[8:]], atol=1e-4)
+    np.testing.assert_allclose(rollout.logprobs[row], logp[np.arange(7, 15), text[8:]], atol=1e-4)
 
 
 def test_the_sampler_refuses_lengths_that_training_reads_otherwise(reference):
   model, _ = load(reference('phi4_mini')[0])
-  settings = native.SamplerConfig(
-      slots=1, max_prompt=8, max_new_tokens=9, stop_ids=(2,))
+  settings = native.SamplerConfig(slots=1, max_prompt=8, max_new_tokens=9, stop_ids=(2,))
   with pytest.raises(InputError, match='longrope.*16'):
-    native.NativeEngine(
-        model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+    native.NativeEngine(model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
 
 
 def changed(value):
@@ -414,8 +473,7 @@ def test_every_field_that_is_read_counts(reference, case):
   assert {*unknown} == {k for k in family.get('reported', ()) if raw.get(k)}
   # A list of all layers wins over the rules that make one.
   over = ('layer_types', 'max_window_layers', 'sliding_window_pattern')
-  read = {*config_json.READ, *family['reads']} & set(raw) - {
-      *over, 'no_rope_layer_interval', 'use_sliding_window'}
+  read = {*config_json.READ, *family['reads']} & set(raw) - {*over, 'no_rope_layer_interval', 'use_sliding_window'}
   if 'longrope' not in str(raw):
     read.discard('original_max_position_embeddings')
   if 'activation_field' in family:
@@ -433,16 +491,21 @@ def test_every_field_that_is_read_counts(reference, case):
 ORIGINAL = 'original_max_position_embeddings'
 # (case, rope parameter, another value, tokens of the row that shows it).
 ROPES = [
-    ('llama_linear', 'factor', 9.0, 40), ('llama_dynamic', 'factor', 9.0, 60),
-    ('llama_yarn', 'factor', 9.0, 40), ('llama_yarn', 'rope_theta', 90.0, 40),
-    ('gpt_oss', 'beta_fast', 4.0, 40), ('gpt_oss', 'beta_slow', 3.0, 40),
-    ('gpt_oss', 'truncate', True, 40), ('gpt_oss', ORIGINAL, 32, 40),
-    ('gpt_oss', 'attention_factor', 3.0, 40),
-    ('deepseek_v3', 'mscale', 2.0, 40),
-    ('deepseek_v3', 'mscale_all_dim', 2.0, 40),
-    ('phi3_longrope', 'long_factor', [9.0, 5.0, 3.0, 1.5], 40),
-    ('phi3_longrope', 'short_factor', [2.0, 1.5, 1.2, 1.0], 12),
-    ('phi3_longrope', 'attention_factor', 3.0, 40)]
+  ('llama_linear', 'factor', 9.0, 40),
+  ('llama_dynamic', 'factor', 9.0, 60),
+  ('llama_yarn', 'factor', 9.0, 40),
+  ('llama_yarn', 'rope_theta', 90.0, 40),
+  ('gpt_oss', 'beta_fast', 4.0, 40),
+  ('gpt_oss', 'beta_slow', 3.0, 40),
+  ('gpt_oss', 'truncate', True, 40),
+  ('gpt_oss', ORIGINAL, 32, 40),
+  ('gpt_oss', 'attention_factor', 3.0, 40),
+  ('deepseek_v3', 'mscale', 2.0, 40),
+  ('deepseek_v3', 'mscale_all_dim', 2.0, 40),
+  ('phi3_longrope', 'long_factor', [9.0, 5.0, 3.0, 1.5], 40),
+  ('phi3_longrope', 'short_factor', [2.0, 1.5, 1.2, 1.0], 12),
+  ('phi3_longrope', 'attention_factor', 3.0, 40),
+]
 
 
 @pytest.mark.parametrize('case,key,other,length', ROPES)
@@ -454,11 +517,9 @@ def test_rope_parameters_change_the_logits(reference, case, key, other, length):
   changes = dict(rope_parameters=raw['rope_parameters'] | {key: other})
   if key in raw:
     changes[key] = other
-  right, wrong = (model_lib.build(families.from_hf(raw | x, 'here')[0])
-                  for x in ({}, changes))
+  right, wrong = (model_lib.build(families.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
   ids = tiny.tokens((1, length), vocab=90)
-  params = hf.load_params(
-      folder, right, right.shardings(tiny.one_device()), 'float32')
+  params = hf.load_params(folder, right, right.shardings(tiny.one_device()), 'float32')
   ours, theirs = (tiny.logits(m, params, ids) for m in (right, wrong))
   assert tiny.largest(ours - theirs) > 1e-3 * tiny.largest(ours)
 
@@ -466,61 +527,64 @@ def test_rope_parameters_change_the_logits(reference, case, key, other, length):
 LAYERS = dict(layer_types=[FULL, LOCAL])
 # (family, what its config.json says, a word of the complaint).
 REFUSED = [
-    ('mistral', dict(attention_bias=True), 'attention_bias'),
-    ('mistral', dict(sliding_window=0), 'sliding_window'),
-    ('mistral', LAYERS, 'layer_types'), ('llama', LAYERS, 'layer_types'),
-    ('llama', dict(sliding_window=8), 'sliding_window'),
-    ('llama', dict(quantization_config=dict(bits=4)), 'quantization_config'),
-    ('llama', dict(auto_map=dict(AutoModel='x.Y')), 'auto_map'),
-    ('llama', dict(rope_scaling=dict(type='linear')), 'lacks factor'),
-    ('llama', dict(rope_scaling=dict(type='yarn', factor='4')), 'factor'),
-    ('llama', dict(rope_scaling=dict(type='mrope')), 'mrope'),
-    ('llama', dict(rope_scaling=dict(type=['yarn'])), 'yarn'),
-    ('llama', dict(rope_scaling=5), 'rope_scaling=5'),
-    ('llama', dict(quantization_config='x'), 'quantization_config'),
-    ('llama', dict(architectures=['LlamaForSequenceClassification'],
-                   id2label=5), 'id2label=5'),
-    (['llama'], {}, 'model_type'),
-    ('llama', dict(hidden_act=['silu']), r"hidden_act=\['silu'\] must be"),
-    ('llama', dict(architectures=5), 'architectures=5 must be a list'),
-    ('llama', dict(rope_theta=float('inf')), 'rope_theta'),
-    ('llama', dict(rope_parameters=rope('yarn', factor=4.0, truncate='no')),
-     'truncate'),
-    ('llama', dict(rope_parameters=rope(
-        'yarn', factor=4.0, original_max_position_embeddings=-4)),
-     'original_max_position_embeddings=-4'),
-    ('llama', dict(rope_parameters=rope(
-        'llama3', factor=4.0, low_freq_factor=2.0, high_freq_factor=2.0)),
-     'low_freq_factor must be below'),
-    ('qwen3', dict(layer_types=[['a'], ['b']]), 'layer_types=.* must be'),
-    ('smollm3', dict(no_rope_layers=[[1], [0]]), 'no_rope_layers=.* must'),
-    ('deepseek_v3', dict(n_routed_experts=None), 'n_routed_experts=None must'),
-    ('deepseek_v3', dict(num_nextn_predict_layers='1'), "layers='1' must be"),
-    ('llama', dict(rope_parameters={FULL: rope()}), FULL),
-    ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor'),
-    ('qwen2', LAYERS, 'no sliding_window'),
-    ('qwen2', dict(layer_types=['linear_attention'] * 2), 'linear_attention'),
-    ('gemma2', dict(query_pre_attn_scalar=0), 'query_pre_attn_scalar'),
-    ('gemma2', dict(attn_logit_softcapping='50'), 'attn_logit_softcapping'),
-    ('gemma3_text', dict(use_bidirectional_attention=True), 'bidirectional'),
-    ('gemma3_text', dict(layer_types=[FULL]), 'layer_types'),
-    ('gemma3_text', dict(rope_parameters=rope()), 'rope_parameters'),
-    ('gemma3', {}, 'gemma3_text'),
-    ('phi3', dict(rope_parameters=longrope(), head_dim=16), 'short_factor'),
-    ('phi3', dict(partial_rotary_factor=0.3, head_dim=10), 'rotates 3'),
-    ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),
-    ('granite', dict(logits_scaling=None), 'logits_scaling'),
-    ('granite', dict(hidden_act='relu'), 'relu'),
-    ('qwen3_moe', dict(decoder_sparse_step=2), 'decoder_sparse_step'),
-    ('qwen3_moe', dict(mlp_only_layers=[0]), 'mlp_only_layers'),
-    ('qwen3_moe', dict(num_experts=4), 'num_experts_per_tok=8 of 4'),
-    ('qwen3_moe', dict(norm_topk_prob='yes'), 'norm_topk_prob'),
-    ('mixtral', dict(num_local_experts=0), 'num_local_experts'),
-    ('olmoe', dict(clip_qkv=8.0), 'clip_qkv'),
-    ('mixtral', dict(router_jitter_noise=0.1), 'router_jitter_noise'),
-    ('gpt_oss', dict(hidden_act='gelu'), 'hidden_act'),
-    ('gpt_oss', dict(swiglu_limit=0), 'swiglu_limit'),
-    ('gpt_oss', dict(quantization_config=dict(quant_method='awq')), 'awq'),
+  ('mistral', dict(attention_bias=True), 'attention_bias'),
+  ('mistral', dict(sliding_window=0), 'sliding_window'),
+  ('mistral', LAYERS, 'layer_types'),
+  ('llama', LAYERS, 'layer_types'),
+  ('llama', dict(sliding_window=8), 'sliding_window'),
+  ('llama', dict(quantization_config=dict(bits=4)), 'quantization_config'),
+  ('llama', dict(auto_map=dict(AutoModel='x.Y')), 'auto_map'),
+  ('llama', dict(rope_scaling=dict(type='linear')), 'lacks factor'),
+  ('llama', dict(rope_scaling=dict(type='yarn', factor='4')), 'factor'),
+  ('llama', dict(rope_scaling=dict(type='mrope')), 'mrope'),
+  ('llama', dict(rope_scaling=dict(type=['yarn'])), 'yarn'),
+  ('llama', dict(rope_scaling=5), 'rope_scaling=5'),
+  ('llama', dict(quantization_config='x'), 'quantization_config'),
+  ('llama', dict(architectures=['LlamaForSequenceClassification'], id2label=5), 'id2label=5'),
+  (['llama'], {}, 'model_type'),
+  ('llama', dict(hidden_act=['silu']), r"hidden_act=\['silu'\] must be"),
+  ('llama', dict(architectures=5), 'architectures=5 must be a list'),
+  ('llama', dict(rope_theta=float('inf')), 'rope_theta'),
+  ('llama', dict(rope_parameters=rope('yarn', factor=4.0, truncate='no')), 'truncate'),
+  (
+    'llama',
+    dict(rope_parameters=rope('yarn', factor=4.0, original_max_position_embeddings=-4)),
+    'original_max_position_embeddings=-4',
+  ),
+  (
+    'llama',
+    dict(rope_parameters=rope('llama3', factor=4.0, low_freq_factor=2.0, high_freq_factor=2.0)),
+    'low_freq_factor must be below',
+  ),
+  ('qwen3', dict(layer_types=[['a'], ['b']]), 'layer_types=.* must be'),
+  ('smollm3', dict(no_rope_layers=[[1], [0]]), 'no_rope_layers=.* must'),
+  ('deepseek_v3', dict(n_routed_experts=None), 'n_routed_experts=None must'),
+  ('deepseek_v3', dict(num_nextn_predict_layers='1'), "layers='1' must be"),
+  ('llama', dict(rope_parameters={FULL: rope()}), FULL),
+  ('llama', dict(partial_rotary_factor=0.5), 'partial_rotary_factor'),
+  ('qwen2', LAYERS, 'no sliding_window'),
+  ('qwen2', dict(layer_types=['linear_attention'] * 2), 'linear_attention'),
+  ('gemma2', dict(query_pre_attn_scalar=0), 'query_pre_attn_scalar'),
+  ('gemma2', dict(attn_logit_softcapping='50'), 'attn_logit_softcapping'),
+  ('gemma3_text', dict(use_bidirectional_attention=True), 'bidirectional'),
+  ('gemma3_text', dict(layer_types=[FULL]), 'layer_types'),
+  ('gemma3_text', dict(rope_parameters=rope()), 'rope_parameters'),
+  ('gemma3', {}, 'gemma3_text'),
+  ('phi3', dict(rope_parameters=longrope(), head_dim=16), 'short_factor'),
+  ('phi3', dict(partial_rotary_factor=0.3, head_dim=10), 'rotates 3'),
+  ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),
+  ('granite', dict(logits_scaling=None), 'logits_scaling'),
+  ('granite', dict(hidden_act='relu'), 'relu'),
+  ('qwen3_moe', dict(decoder_sparse_step=2), 'decoder_sparse_step'),
+  ('qwen3_moe', dict(mlp_only_layers=[0]), 'mlp_only_layers'),
+  ('qwen3_moe', dict(num_experts=4), 'num_experts_per_tok=8 of 4'),
+  ('qwen3_moe', dict(norm_topk_prob='yes'), 'norm_topk_prob'),
+  ('mixtral', dict(num_local_experts=0), 'num_local_experts'),
+  ('olmoe', dict(clip_qkv=8.0), 'clip_qkv'),
+  ('mixtral', dict(router_jitter_noise=0.1), 'router_jitter_noise'),
+  ('gpt_oss', dict(hidden_act='gelu'), 'hidden_act'),
+  ('gpt_oss', dict(swiglu_limit=0), 'swiglu_limit'),
+  ('gpt_oss', dict(quantization_config=dict(quant_method='awq')), 'awq'),
 ]
 
 
@@ -534,35 +598,38 @@ def test_what_is_not_built_is_refused_by_name(family, fields, word):
 
 def test_unknown_fields_and_keys_are_reported():
   read = lambda **fields: families.from_hf(BASE | fields, 'here')[1]
-  assert read(model_type='gemma2', hidden_act='silu', clip_all=8) == [
-      'clip_all', 'hidden_act']
-  assert read(model_type='llama', rope_scaling=dict(
-      type='linear', factor=2.0, alpha=3), logits_scaling=2.0) == [
-          'logits_scaling', 'rope_parameters.alpha']
-  assert read(model_type='phi3', auto_map=dict(AutoModel='x.Y')) == [
-      'auto_map']
+  assert read(model_type='gemma2', hidden_act='silu', clip_all=8) == ['clip_all', 'hidden_act']
+  assert read(model_type='llama', rope_scaling=dict(type='linear', factor=2.0, alpha=3), logits_scaling=2.0) == [
+    'logits_scaling',
+    'rope_parameters.alpha',
+  ]
+  assert read(model_type='phi3', auto_map=dict(AutoModel='x.Y')) == ['auto_map']
 
 
 def test_older_spellings_are_read():
   read = lambda **fields: families.from_hf(BASE | fields, 'here')[0]
   scaling = {k: v for k, v in longrope().items() if not k.startswith('rope')}
   new = dict(original_max_position_embeddings=16)
-  assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'),
-              rope_theta=500.0, **new) == read(
-                  model_type='phi3', rope_parameters=longrope(), **new)
+  assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'), rope_theta=500.0, **new) == read(
+    model_type='phi3', rope_parameters=longrope(), **new
+  )
   assert read(
-      model_type='gemma3_text', rope_theta=9.0, rope_local_base_freq=5.0,
-      rope_scaling=dict(rope_type='linear', factor=8.0), sliding_window=6,
-      sliding_window_pattern=2) == read(
-          model_type='gemma3_text', sliding_window=6,
-          layer_types=[LOCAL, FULL], rope_parameters={
-              FULL: rope('linear', 9.0, factor=8.0), LOCAL: rope(theta=5.0)})
-  layers = read(model_type='qwen2', use_sliding_window=True,
-                max_window_layers=1, sliding_window=6).layer_windows
+    model_type='gemma3_text',
+    rope_theta=9.0,
+    rope_local_base_freq=5.0,
+    rope_scaling=dict(rope_type='linear', factor=8.0),
+    sliding_window=6,
+    sliding_window_pattern=2,
+  ) == read(
+    model_type='gemma3_text',
+    sliding_window=6,
+    layer_types=[LOCAL, FULL],
+    rope_parameters={FULL: rope('linear', 9.0, factor=8.0), LOCAL: rope(theta=5.0)},
+  )
+  layers = read(model_type='qwen2', use_sliding_window=True, max_window_layers=1, sliding_window=6).layer_windows
   assert layers == (0, 6)
   assert read(model_type='gemma2', sliding_window=6).layer_windows == (6, 0)
-  assert read(model_type='smollm3', no_rope_layer_interval=2).layer_ropes == (
-      0, -1)
+  assert read(model_type='smollm3', no_rope_layer_interval=2).layer_ropes == (0, -1)
 
 
 @pytest.mark.parametrize('name', presets.PRESETS)
@@ -573,28 +640,38 @@ def test_presets_are_what_their_config_json_says(name):
 
 
 RICH = dict(
-    family='gemma3_text', norms='both', norm_offset=1.0, num_layers=2,
-    activation='gelu_tanh', attention_scale=0.5, attention_softcap=2.0,
-    logit_softcap=1.5, embed_scale=4.0, layer_windows=(8, 0),
-    layer_ropes=(1, 0), ropes=(config_lib.Rope(1e6), config_lib.Rope(1e4)))
+  family='gemma3_text',
+  norms='both',
+  norm_offset=1.0,
+  num_layers=2,
+  activation='gelu_tanh',
+  attention_scale=0.5,
+  attention_softcap=2.0,
+  logit_softcap=1.5,
+  embed_scale=4.0,
+  layer_windows=(8, 0),
+  layer_ropes=(1, 0),
+  ropes=(config_lib.Rope(1e6), config_lib.Rope(1e4)),
+)
 
 
 def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
   """A teacher that is the student has nothing to teach; the run checks it."""
   import jaxpost
+
   path = tiny.folder(tmp_path / 'model', **RICH)
-  jaxpost.run(tiny.run_config(
-      path, algorithm='distill', distill=dict(teachers=(path,)),
-      train=dict(steps=1)), tmp_path / 'run')
+  jaxpost.run(
+    tiny.run_config(path, algorithm='distill', distill=dict(teachers=(path,)), train=dict(steps=1)), tmp_path / 'run'
+  )
 
 
 def test_sampler_and_training_give_the_same_logprobs(tmp_path):
   """Of texts longer than the window, by the metrics of a first step."""
   import jaxpost
+
   path = tiny.folder(tmp_path / 'model', **RICH)
   jaxpost.run(tiny.grpo_config(path, train=dict(steps=1)), tmp_path / 'run')
-  rows = [json.loads(line) for line in (
-      tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+  rows = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
   row = next(r for r in rows if 'sampler_mismatch' in r)
   assert abs(row['sampler_mismatch'] - 1) <= 1e-4  # a mean ratio
   assert abs(row['ratio'] - 1) <= 1e-4
@@ -602,9 +679,11 @@ def test_sampler_and_training_give_the_same_logprobs(tmp_path):
 
 def test_the_table_of_the_docs_has_every_case():
   text = (pathlib.Path(__file__).parents[1] / 'docs/models.md').read_text()
-  found = {cells[1].strip(): [float(x) for x in cells[-3:-1]] for cells in (
-      line.split('|') for line in text.splitlines()) if len(cells) == 7 and
-           cells[1].strip() in CASES}
+  found = {
+    cells[1].strip(): [float(x) for x in cells[-3:-1]]
+    for cells in (line.split('|') for line in text.splitlines())
+    if len(cells) == 7 and cells[1].strip() in CASES
+  }
   assert list(found) == list(CASES)
   assert all(x <= LOGITS and y <= GRADIENTS for x, y in found.values())
 
@@ -617,13 +696,12 @@ def test_layers_that_differ_under_scan_and_remat(reference, case):
 
   def gradient(**fields):
     compute = dataclasses.replace(tiny.EXACT, **fields)
-    return jax.jit(jax.grad(lambda p: jnp.sum(jnp.cos(
-        tiny.hidden(model, p, ids, compute)))))(params)
+    return jax.jit(jax.grad(lambda p: jnp.sum(jnp.cos(tiny.hidden(model, p, ids, compute)))))(params)
 
   right = gradient(remat='full')
   jax.tree.map(
-      lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4),
-      gradient(unroll=False, remat='full'), right)
+    lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4), gradient(unroll=False, remat='full'), right
+  )
 
 
 @pytest.mark.parametrize('family', families.FAMILIES)
@@ -631,14 +709,13 @@ def test_classes_that_an_export_names_exist(family):
   transformers = pytest.importorskip('transformers')
   pytest.importorskip('torch')  # what is imported now asks for it
   from transformers.models.auto import modeling_auto
+
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
   latent = 'latent' in families.FAMILIES[family]
   raw = dict(BASE | (LATENT if latent else {}), model_type=family)
   cfg = families.from_hf(raw, 'here')[0]
   for labels in (0, 1):
-    name, = families.to_hf(dataclasses.replace(
-        cfg, num_labels=labels))['architectures']
+    (name,) = families.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']
     # Of some there is none with a scalar head; they are read back here alone.
-    assert hasattr(transformers, name) or labels and (
-        cfg.family not in with_labels)
+    assert hasattr(transformers, name) or labels and (cfg.family not in with_labels)

@@ -25,7 +25,7 @@ SLACK_S = 5  # after the time limit everybody is gone
 PATIENCE_S = 240  # for a run to begin, on a busy machine
 
 # Hangs in the trainer itself: data is read and mapped there.
-HANGING_MAP = '''
+HANGING_MAP = """
 import os, time
 
 def fix(row):
@@ -33,8 +33,8 @@ def fix(row):
     while True:
       time.sleep(0.1)
   return row
-'''
-HANGING_REWARD = '''
+"""
+HANGING_REWARD = """
 import os, time
 
 def slow(completions, **columns):
@@ -42,9 +42,9 @@ def slow(completions, **columns):
     while True:
       time.sleep(0.1)
   return [float(len(c) % 3) for c in completions]
-'''
+"""
 # Makes the reward a function of this process: nobody can kill it.
-DRIVER = '''
+DRIVER = """
 import sys
 from absl import flags
 import importlib.util
@@ -59,7 +59,7 @@ def with_reward(config, workdir):
 stages.run = with_reward
 from launch import exits, train
 exits.run(train.main)
-'''
+"""
 
 
 def free_address():
@@ -71,24 +71,40 @@ def free_address():
 class Cluster:
   """Two launch.train, and what they have written."""
 
-  def __init__(self, folder, config, ranks=(0, 1), head=('-m', 'launch.train'),
-               more=()):
+  def __init__(self, folder, config, ranks=(0, 1), head=('-m', 'launch.train'), more=()):
     self.folder, self.hang = folder, folder / 'hang'
     self.metrics = folder / 'run' / 'metrics.jsonl'
-    file, address = tiny.config_file(folder / 'config.py', config), (
-        free_address())
-    self.children = [subprocess.Popen(
-        [sys.executable, '-u', *head, f'--config={file}',
-         f'--workdir={folder}/run', f'--coordinator={address}',
-         '--num_processes=2', f'--process_id={rank}',
-         f'--heartbeat_s={BEAT_S}', *more],
-        text=True, cwd=ROOT, stdin=subprocess.DEVNULL,
+    file, address = tiny.config_file(folder / 'config.py', config), (free_address())
+    self.children = [
+      subprocess.Popen(
+        [
+          sys.executable,
+          '-u',
+          *head,
+          f'--config={file}',
+          f'--workdir={folder}/run',
+          f'--coordinator={address}',
+          '--num_processes=2',
+          f'--process_id={rank}',
+          f'--heartbeat_s={BEAT_S}',
+          *more,
+        ],
+        text=True,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
         stdout=open(folder / f'out{rank}', 'w'),
         stderr=open(folder / f'err{rank}', 'w'),
-        env=os.environ | {
-            'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'RANK': str(rank),
-            'XLA_FLAGS': '--xla_backend_optimization_level=0',
-            'HANG': str(self.hang)}) for rank in ranks]
+        env=os.environ
+        | {
+          'JAX_PLATFORMS': 'cpu',
+          'PYTHONPATH': str(ROOT),
+          'RANK': str(rank),
+          'XLA_FLAGS': '--xla_backend_optimization_level=0',
+          'HANG': str(self.hang),
+        },
+      )
+      for rank in ranks
+    ]
 
   def __enter__(self):
     return self
@@ -100,8 +116,7 @@ class Cluster:
 
   def wait_for_steps(self, number=3):
     deadline = time.monotonic() + PATIENCE_S
-    while not self.metrics.exists() or (
-        self.metrics.read_text().count('"train"') < number):
+    while not self.metrics.exists() or (self.metrics.read_text().count('"train"') < number):
       assert time.monotonic() < deadline
       assert all(c.poll() is None for c in self.children), self.said(0)
       time.sleep(0.1)
@@ -115,8 +130,7 @@ class Cluster:
       try:
         codes.append(self.children[i].wait(max(0.1, left)))
       except subprocess.TimeoutExpired:
-        pytest.fail(f'process {i} goes on after {seconds + SLACK_S} s:\n' +
-                    self.said(i))
+        pytest.fail(f'process {i} goes on after {seconds + SLACK_S} s:\n' + self.said(i))
     return codes
 
   def said(self, rank):
@@ -132,9 +146,12 @@ class Cluster:
 
 def long_run(folder, **over):
   model = tiny.folder(folder / 'model', num_heads=2, num_kv_heads=2)
-  return tiny.run_config(model, **tiny.merged(dict(
-      train=dict(steps=100_000), log=dict(every=1, watchdog_s=STEP_S),
-      eval=dict(data=dict(path=''))), over))
+  return tiny.run_config(
+    model,
+    **tiny.merged(
+      dict(train=dict(steps=100_000), log=dict(every=1, watchdog_s=STEP_S), eval=dict(data=dict(path=''))), over
+    ),
+  )
 
 
 @pytest.mark.long
@@ -166,12 +183,12 @@ def test_a_stopped_process(victim, tmp_path):
 @pytest.mark.long
 def test_a_process_stuck_in_python(tmp_path):
   (tmp_path / 'maps.py').write_text(HANGING_MAP)
-  rows = ''.join(f'{{"prompt": "{n}", "completion": "{n}"}}\n'
-                 for n in range(2000))
+  rows = ''.join(f'{{"prompt": "{n}", "completion": "{n}"}}\n' for n in range(2000))
   (tmp_path / 'rows.jsonl').write_text(rows)
-  with Cluster(tmp_path, long_run(tmp_path, data=dict(
-      path=str(tmp_path / 'rows.jsonl'), streaming=True,
-      map=f'{tmp_path}/maps.py:fix'))) as run:
+  with Cluster(
+    tmp_path,
+    long_run(tmp_path, data=dict(path=str(tmp_path / 'rows.jsonl'), streaming=True, map=f'{tmp_path}/maps.py:fix')),
+  ) as run:
     run.wait_for_steps()
     run.hang.touch()
     assert run.ends_within(STEP_S + 3) == [1, 1]  # rows read ahead
@@ -179,8 +196,7 @@ def test_a_process_stuck_in_python(tmp_path):
     assert f'process 1 on {HOST}' in line and 'is stuck in step' in line
     assert 'maps.py:7 in fix' in text
     line, _ = run.line(0)
-    assert f'process 0 on {HOST}' in line and (
-        'process 1 on' in line), line
+    assert f'process 0 on {HOST}' in line and ('process 1 on' in line), line
 
 
 @pytest.mark.long
@@ -189,12 +205,14 @@ def test_a_reward_that_hangs(killable, tmp_path):
   """One that can be killed is, and the run ends by the share of failures."""
   (tmp_path / 'rewards.py').write_text(HANGING_REWARD)
   config = long_run(
-      tmp_path, algorithm='grpo', train=dict(row_length=0),
-      rollout=dict(prompts=2, group_size=2), rewards=dict(
-          timeout_s=3.0, max_failed=0.0, workers=1),
-      reward=f'{tmp_path}/rewards.py:slow' if killable else 'length')
-  head = ('-m', 'launch.train') if killable else (
-      '-c', DRIVER, str(tmp_path / 'rewards.py'))
+    tmp_path,
+    algorithm='grpo',
+    train=dict(row_length=0),
+    rollout=dict(prompts=2, group_size=2),
+    rewards=dict(timeout_s=3.0, max_failed=0.0, workers=1),
+    reward=f'{tmp_path}/rewards.py:slow' if killable else 'length',
+  )
+  head = ('-m', 'launch.train') if killable else ('-c', DRIVER, str(tmp_path / 'rewards.py'))
   with Cluster(tmp_path, config, head=head) as run:
     run.wait_for_steps(20 if killable else 3)
     run.hang.touch()
@@ -215,13 +233,11 @@ def test_a_reward_that_hangs(killable, tmp_path):
 @pytest.mark.parametrize('absent', [0, 1])
 def test_a_missing_host(absent, tmp_path):
   begun = time.monotonic()
-  with Cluster(tmp_path, long_run(tmp_path), ranks=[1 - absent],
-               more=['--init_timeout_s=6']) as run:
+  with Cluster(tmp_path, long_run(tmp_path), ranks=[1 - absent], more=['--init_timeout_s=6']) as run:
     # Python and JAX start first.
     assert run.ends_within(6 + 15, [0]) == [1]
     line, text = run.line(1 - absent)
-    assert ('process 1 did not come to localhost' if absent else
-            'process 0 does not answer at localhost') in line
+    assert ('process 1 did not come to localhost' if absent else 'process 0 does not answer at localhost') in line
     assert 'within 6 s' in line and len(text.splitlines()) < 5, text
     assert time.monotonic() - begun > 6
 
@@ -254,7 +270,7 @@ loop.resume = bend
 from launch import exits, train
 exits.run(train.main)
 '''
-SLOW = '''
+SLOW = """
 import os, time
 from absl import flags
 from jaxpost.stage import assemble as assemble_lib
@@ -268,7 +284,7 @@ def slowly(self):
 assemble_lib.DataStream.__next__ = slowly
 from launch import exits, train
 exits.run(train.main)
-'''
+"""
 
 
 @pytest.mark.long
@@ -276,19 +292,15 @@ def test_a_replica_that_differs_stops_all(tmp_path):
   with Cluster(tmp_path, long_run(tmp_path), head=('-c', BENT)) as run:
     assert run.ends_within(PATIENCE_S) == [1, 1]
     for rank in (0, 1):
-      assert re.search('replicas of the parameters differ: norm on .* of '
-                       f'process [01] on host {HOST}', run.said(rank))
+      assert re.search(f'replicas of the parameters differ: norm on .* of process [01] on host {HOST}', run.said(rank))
     assert not run.metrics.read_text()
 
 
 @pytest.mark.long
 def test_the_slow_host_is_named(tmp_path):
-  with Cluster(tmp_path, long_run(
-      tmp_path, train=dict(steps=12), log=dict(every=3)),
-               head=('-c', SLOW)) as run:
+  with Cluster(tmp_path, long_run(tmp_path, train=dict(steps=12), log=dict(every=3)), head=('-c', SLOW)) as run:
     assert run.ends_within(PATIENCE_S) == [0, 0], run.said(1)
-    assert f'note: process 1 on {HOST} is the slowest' in (
-        tmp_path / 'out0').read_text()
+    assert f'note: process 1 on {HOST} is the slowest' in (tmp_path / 'out0').read_text()
     found = [r for r in metrics.read_rows(run.metrics) if r['split'] == 'train']
     spoken = [r for r in found if 'time/host_skew' in r]
     assert [r['step'] for r in spoken] == [3, 6, 9, 12]

@@ -24,11 +24,17 @@ def make_update(model, loss):
   optimizer = loss_scale.scaled(optax.sgd(1 / abs(loss)))
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
-      model, types.Objective(lambda out, arrays: (loss * out.logprobs, {})),
-      optimizer, lambda step: 1.0, layout, Compute('float16'), Ledger(),
-      clip_norm=1e9, shardings=shardings)
-  return update, train.make_state(
-      tiny.params(model), optimizer, shardings, Ledger())
+    model,
+    types.Objective(lambda out, arrays: (loss * out.logprobs, {})),
+    optimizer,
+    lambda step: 1.0,
+    layout,
+    Compute('float16'),
+    Ledger(),
+    clip_norm=1e9,
+    shardings=shardings,
+  )
+  return update, train.make_state(tiny.params(model), optimizer, shardings, Ledger())
 
 
 @pytest.fixture(scope='module')
@@ -47,8 +53,7 @@ def step(model, batch, loss, scale=None):
   update, state = make_update(model, loss)
   batch = tiny.one_device().put(batch, None, 'batch')
   if scale:
-    state = state.replace(opt_state=state.opt_state._replace(
-        scale=tiny.one_device().put(np.float32(scale))))
+    state = state.replace(opt_state=state.opt_state._replace(scale=tiny.one_device().put(np.float32(scale))))
   before = jax.tree.map(np.array, state.params)
   state, found = update(state, batch, {})
   moved = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.params)
@@ -57,8 +62,7 @@ def step(model, batch, loss, scale=None):
 
 def test_small_gradients_live(model, batch):
   """1e-8 is 0 in float16; what the scale saves is right to its digits."""
-  size = lambda tree: np.concatenate([np.ravel(x) for x in
-                                      jax.tree.leaves(tree)])
+  size = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
   plain = size(step(model, batch, -1.0)[0])
   small = size(step(model, batch, -1e-6)[0])
   lost = size(step(model, batch, -1e-6, scale=1.0)[0])
@@ -99,18 +103,21 @@ def test_a_run_learns_what_it_learns_in_float32(algorithm, tmp_path):
 
   def losses(dtype):
     kind = '_pairs' if algorithm == 'dpo' else ''
-    config = tiny.grpo_config(folder) if algorithm == 'grpo' else (
-        tiny.run_config(folder, algorithm=algorithm, data=dict(
-            path=f'generated:arithmetic{kind}:max=9,ops=+,split=train,size=64')))
-    config = tiny.merged(config, dict(
-        model=dict(dtype=dtype), train=dict(steps=4)))
+    config = (
+      tiny.grpo_config(folder)
+      if algorithm == 'grpo'
+      else (
+        tiny.run_config(
+          folder, algorithm=algorithm, data=dict(path=f'generated:arithmetic{kind}:max=9,ops=+,split=train,size=64')
+        )
+      )
+    )
+    config = tiny.merged(config, dict(model=dict(dtype=dtype), train=dict(steps=4)))
     jaxpost.run(config, tmp_path / dtype)
-    return [r for r in metrics.read_rows(tmp_path / dtype / 'metrics.jsonl')
-            if r['split'] == 'train']
+    return [r for r in metrics.read_rows(tmp_path / dtype / 'metrics.jsonl') if r['split'] == 'train']
 
   exact, half = losses('float32'), losses('float16')
   if algorithm != 'grpo':  # its samples part ways
-    np.testing.assert_allclose([r['loss'] for r in half],
-                               [r['loss'] for r in exact], rtol=2e-3)
+    np.testing.assert_allclose([r['loss'] for r in half], [r['loss'] for r in exact], rtol=2e-3)
   assert all(r['loss_scale'] >= 2.0**10 for r in half)
   assert all('loss_scale' not in r for r in exact)

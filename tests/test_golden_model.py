@@ -23,8 +23,7 @@ TOLERANCE = 3e-5  # of the largest logit, in float32
 def load(folder):
   model = model_lib.build(hf.read_config(folder))
   hf.check(folder, model.config)
-  return model, hf.load_params(
-      folder, model, model.shardings(tiny.one_device()), 'float32')
+  return model, hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
 
 
 def make():
@@ -38,9 +37,7 @@ def make():
 def test_logits_of_a_tiny_model(name, tmp_path):
   golden = np.load(GOLDEN / f'{name}.npz')
   (tmp_path / 'config.json').write_text(str(golden['config']))
-  safetensors.numpy.save_file(
-      make().weights(json.loads(str(golden['config']))),
-      tmp_path / 'model.safetensors')
+  safetensors.numpy.save_file(make().weights(json.loads(str(golden['config']))), tmp_path / 'model.safetensors')
   ours = tiny.logits(*load(tmp_path), golden['tokens'].astype(np.int32))[0]
   off = tiny.largest(ours - golden['logits'])
   assert off <= TOLERANCE * tiny.largest(golden['logits'])
@@ -69,15 +66,12 @@ def test_greedy_text_of_a_real_model(stories):
   tokenizer = tokenizer_lib.load(str(folder))
   assert tokenizer.bos_id == golden['bos'] == ids[0]
   settings = native.SamplerConfig(
-      slots=2, max_prompt=32, max_new_tokens=len(ids) - 1,
-      stop_ids=tokenizer.stop_ids, temperature=0.0)
-  engine = native.NativeEngine(
-      model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+    slots=2, max_prompt=32, max_new_tokens=len(ids) - 1, stop_ids=tokenizer.stop_ids, temperature=0.0
+  )
+  engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
   engine.load(params, version=0)
-  prompts = [Prompt(i, np.array(ids[:n], np.int32), '', {})
-             for i, n in enumerate((1, 9))]
-  rollout = engine(prompts, group_size=1, step=0,
-                   run_key=np.zeros(2, np.uint32))
+  prompts = [Prompt(i, np.array(ids[:n], np.int32), '', {}) for i, n in enumerate((1, 9))]
+  rollout = engine(prompts, group_size=1, step=0, run_key=np.zeros(2, np.uint32))
   assert rollout.completions[0].tolist() == ids[1:]
   assert tokenizer.decode(rollout.completions[0]) == golden['greedy_text']
-  assert rollout.completions[1].tolist()[:len(ids) - 9] == ids[9:]
+  assert rollout.completions[1].tolist()[: len(ids) - 9] == ids[9:]

@@ -20,20 +20,24 @@ from jaxpost.programs.compile import GPU_OPTIONS, options
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 MESHES = {8: 'fsdp=8', 64: 'fsdp=16,tensor=4'}
 CONFIGS = {
-    'sft': ('sft_gsm8k', {}), 'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
-    # cuDNN does no branches of a shared prompt.
-    'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16),
-                           preference=dict(share_prompt=False))),
-    # With a reference, whose log-probs are a program of their own.
-    'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
-    'ppo': ('ppo_gsm8k', {})}
+  'sft': ('sft_gsm8k', {}),
+  'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
+  # cuDNN does no branches of a shared prompt.
+  'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16), preference=dict(share_prompt=False))),
+  # With a reference, whose log-probs are a program of their own.
+  'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
+  'ppo': ('ppo_gsm8k', {}),
+}
 # What attends over whole rows, and so by cuDNN.
 ATTEND = {
-    'sft': {'update'}, 'lora': {'update'}, 'dpo': {'update', 'score'},
-    'grpo': {'update', 'score', 'prefill'},
-    'ppo': {'update', 'score', 'values', 'prefill'}}
+  'sft': {'update'},
+  'lora': {'update'},
+  'dpo': {'update', 'score'},
+  'grpo': {'update', 'score', 'prefill'},
+  'ppo': {'update', 'score', 'values', 'prefill'},
+}
 
-DRIVER = '''
+DRIVER = """
 import dataclasses, importlib, json, math, re, sys
 
 from jaxpost.hardware import chips
@@ -78,12 +82,13 @@ for row in compiled.rows:
           for kind, axes in cost.by_axis(
               row['totals'], kit.train.mesh).items()}))
 print(json.dumps(out))
-'''
+"""
 
 
 def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
-  on = lambda kind: [types.SimpleNamespace(sharding=types.SimpleNamespace(
-      device_set=[types.SimpleNamespace(platform=kind)]))]
+  on = lambda kind: [
+    types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=kind)]))
+  ]
   assert options(on('cpu')) is None and options([]) is None
   assert options(on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
   name = 'xla_gpu_enable_latency_hiding_scheduler'
@@ -99,15 +104,17 @@ def test_this_compiler_knows_what_is_asked():
     lowered.compile({'xla_gpu_no_such_thing': True})
 
 
-@pytest.mark.parametrize('given, then', [({}, '0.92'), (
-    {'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5'}, '.5')])
+@pytest.mark.parametrize('given, then', [({}, '0.92'), ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5'}, '.5')])
 def test_memory_that_jax_takes_of_a_gpu(given, then):
   name = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
   environment = {k: v for k, v in os.environ.items() if k != name} | given
   said = subprocess.run(
-      [sys.executable, '-c', 'import os, jaxpost; jaxpost.tune_host(); '
-       f'print(os.environ["{name}"])'], capture_output=True, text=True,
-      cwd=CLONE, env=environment | {'PYTHONPATH': str(CLONE)})
+    [sys.executable, '-c', f'import os, jaxpost; jaxpost.tune_host(); print(os.environ["{name}"])'],
+    capture_output=True,
+    text=True,
+    cwd=CLONE,
+    env=environment | {'PYTHONPATH': str(CLONE)},
+  )
   assert said.stdout.strip() == then, said.stderr
 
 
@@ -116,17 +123,20 @@ def compiled(name, gpus):
   """{program: [what is in it, ...]}."""
   config, over = CONFIGS[name]
   done = subprocess.run(
-      [sys.executable, '-c', DRIVER, config, str(gpus), MESHES[gpus],
-       json.dumps(over)], capture_output=True, text=True, cwd=CLONE,
-      env=os.environ | {'PYTHONPATH': str(CLONE)})
+    [sys.executable, '-c', DRIVER, config, str(gpus), MESHES[gpus], json.dumps(over)],
+    capture_output=True,
+    text=True,
+    cwd=CLONE,
+    env=os.environ | {'PYTHONPATH': str(CLONE)},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec('jax_cuda13_plugin') is None, reason=(
-        "no jax_cuda13_plugin, which compiles for these: "
-        "pip install 'jax[cuda13]'"))
+  importlib.util.find_spec('jax_cuda13_plugin') is None,
+  reason=("no jax_cuda13_plugin, which compiles for these: pip install 'jax[cuda13]'"),
+)
 @pytest.mark.long
 @pytest.mark.parametrize('gpus', MESHES)
 @pytest.mark.parametrize('name', CONFIGS)

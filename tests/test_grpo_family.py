@@ -27,10 +27,8 @@ from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
-METHODS = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo',
-           'reinforce_pp', 'reinforce_pp_baseline', 'remax')
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json')
-                    .read_text())
+METHODS = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax')
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 N, C = 12, 6
 
 
@@ -42,10 +40,8 @@ def weights():
 
 def config_of(name, **over):
   """The resolved config of a method."""
-  parsed = config_lib.parse(tiny.merged(
-      dict(algorithm=name, reward='x'), over))
-  return config_lib.resolve(
-      next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
+  parsed = config_lib.parse(tiny.merged(dict(algorithm=name, reward='x'), over))
+  return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
 @functools.lru_cache
@@ -56,11 +52,15 @@ def rollout(seed=3):
   lengths = random.randint(1, C + 1, N)
   prompts = tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3))
   completions = np.stack([draw(C) for _ in lengths])
-  logprobs = np.stack([
-      by_the_model(prompts[n // 4].tokens, completions[n]) for n in range(N)])
+  logprobs = np.stack([by_the_model(prompts[n // 4].tokens, completions[n]) for n in range(N)])
   return Rollout(
-      prompts=prompts, completions=completions, lengths=lengths,
-      logprobs=logprobs, behaviour_logprobs=logprobs, finished=lengths < C)
+    prompts=prompts,
+    completions=completions,
+    lengths=lengths,
+    logprobs=logprobs,
+    behaviour_logprobs=logprobs,
+    finished=lengths < C,
+  )
 
 
 def by_the_model(prompt, completion):
@@ -69,43 +69,45 @@ def by_the_model(prompt, completion):
   row = np.concatenate([prompt, completion])
   padded = np.pad(row, (0, 16 - len(row)))[None]
   logits = tiny.logits(model, params, padded)[0]
-  logp = jax.nn.log_softmax(logits[len(prompt) - 1:len(row) - 1])
+  logp = jax.nn.log_softmax(logits[len(prompt) - 1 : len(row) - 1])
   return np.asarray(logp)[np.arange(C), completion]
 
 
 def experience(seed=3, **fields):
   made = rollout(seed)
   random = np.random.RandomState(seed + 1)
-  noise = lambda: (made.logprobs + 0.1 * random.standard_normal(
-      made.logprobs.shape)).astype(np.float32)
-  arrays = dict(sampler_logprobs=made.logprobs, behaviour_logprobs=noise(),
-                old_logprobs=noise(), ref_logprobs=noise())
+  noise = lambda: (made.logprobs + 0.1 * random.standard_normal(made.logprobs.shape)).astype(np.float32)
+  arrays = dict(sampler_logprobs=made.logprobs, behaviour_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
   rewards = random.standard_normal(N)
   rewards[5] = np.nan
-  return Experience(**{**dict(
-      rollout=made, rewards=rewards, mask=rows_lib.completion_mask(made),
-      arrays=arrays, baseline=random.standard_normal(3)), **fields})
+  return Experience(
+    **{
+      **dict(
+        rollout=made,
+        rewards=rewards,
+        mask=rows_lib.completion_mask(made),
+        arrays=arrays,
+        baseline=random.standard_normal(3),
+      ),
+      **fields,
+    }
+  )
 
 
 def outcome(config, given, length=11, rows=12, micro=12):
   """(loss, metrics, gradients, credit) of one update in a layout."""
   credit = grpo.credit(given, config)
   weighted = rows_lib.token_weights(credit.mask, config.rl.aggregate, C)
-  batch = rows_lib.to_batch(
-      given.rollout, range(N), weighted, credit.arrays, rows, length)
+  batch = rows_lib.to_batch(given.rollout, range(N), weighted, credit.arrays, rows, length)
   model, params = weights()
-  loss = programs.make_loss(
-      model, grpo.objective(config), tiny.one_device(), tiny.EXACT)
-  split = jax.tree.map(
-      lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
-  (value, extra), grads = jax.jit(
-      lambda p, b: programs.accumulate(loss, p, b))(params, split)
+  loss = programs.make_loss(model, grpo.objective(config), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
+  (value, extra), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
   return float(value), extra, grads, credit
 
 
 def update_of(name, **over):
-  return config_of(name, **tiny.merged(dict(
-      rl=dict(kl_coef=0.1, entropy_coef=0.01, epochs=2)), over))
+  return config_of(name, **tiny.merged(dict(rl=dict(kl_coef=0.1, entropy_coef=0.01, epochs=2)), over))
 
 
 @pytest.mark.parametrize('name', METHODS)
@@ -118,32 +120,39 @@ def test_loss_does_not_depend_on_the_layout(name):
     # Its terms hold log-probs near 5 and cancel: 1e-6 is 2e-7 of a term.
     assert other == pytest.approx(loss, rel=2e-6, abs=1e-6)
     for key, value in found.items():
-      assert float(found_2[key]) == pytest.approx(
-          float(value), rel=1e-5, abs=1e-6), key
+      assert float(found_2[key]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), key
     for a, b in zip(jax.tree.leaves(grads_2), jax.tree.leaves(grads)):
       assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
 # Every field of config.rl, the value it is changed to, and with what.
 CHANGES = {
-    'advantage': ('leave_one_out', {}), 'scale_rewards': ('none', {}),
-    'std_eps': (0.5, {}), 'singleton': ('raw', {}),
-    'loss': ('sapo', {}), 'clip_low': (0.05, {}), 'clip_high': (0.05, {}),
-    'dual_clip': (1.01, {}), 'tau_pos': (2.0, dict(loss='sapo')),
-    'tau_neg': (2.0, dict(loss='sapo')), 'aggregate': ('sequence', {}),
-    'kl_coef': (0.3, {}), 'kl_estimator': ('k2', {}), 'kl_in': ('reward', {}),
-    'kl_target': (0.001, dict(kl_in='reward')),
-    'kl_horizon': (10.0, dict(kl_in='reward', kl_target=0.001)),
-    'entropy_coef': (0.5, {}), 'gamma': (0.5, dict(advantage='reinforce_pp')),
-    'mask_truncated': (True, {}), 'importance': (('token_truncated',), {}),
-    'importance_cap': (1.0, dict(importance=('token_truncated',))),
-    'token_low': (0.95, dict(importance=('icepop',))),
-    'token_high': (1.05, dict(importance=('icepop',))),
-    'sequence_low': (1.02, dict(importance=('sequence_mask',),
-                                  sequence_high=9.0)),
-    'sequence_high': (1.0001, dict(importance=('sequence_mask',),
-                                   sequence_low=0.1)),
-    'opsm_threshold': (1e-4, dict(importance=('opsm',), opsm_threshold=9.0)),
+  'advantage': ('leave_one_out', {}),
+  'scale_rewards': ('none', {}),
+  'std_eps': (0.5, {}),
+  'singleton': ('raw', {}),
+  'loss': ('sapo', {}),
+  'clip_low': (0.05, {}),
+  'clip_high': (0.05, {}),
+  'dual_clip': (1.01, {}),
+  'tau_pos': (2.0, dict(loss='sapo')),
+  'tau_neg': (2.0, dict(loss='sapo')),
+  'aggregate': ('sequence', {}),
+  'kl_coef': (0.3, {}),
+  'kl_estimator': ('k2', {}),
+  'kl_in': ('reward', {}),
+  'kl_target': (0.001, dict(kl_in='reward')),
+  'kl_horizon': (10.0, dict(kl_in='reward', kl_target=0.001)),
+  'entropy_coef': (0.5, {}),
+  'gamma': (0.5, dict(advantage='reinforce_pp')),
+  'mask_truncated': (True, {}),
+  'importance': (('token_truncated',), {}),
+  'importance_cap': (1.0, dict(importance=('token_truncated',))),
+  'token_low': (0.95, dict(importance=('icepop',))),
+  'token_high': (1.05, dict(importance=('icepop',))),
+  'sequence_low': (1.02, dict(importance=('sequence_mask',), sequence_high=9.0)),
+  'sequence_high': (1.0001, dict(importance=('sequence_mask',), sequence_low=0.1)),
+  'opsm_threshold': (1e-4, dict(importance=('opsm',), opsm_threshold=9.0)),
 }
 # A field is refused where nothing reads it.
 UNREAD = [field for field, (_, also) in CHANGES.items() if also]
@@ -170,8 +179,7 @@ ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'lam'}
 
 def fingerprint(result):
   loss, _, grads, credit = result
-  return [loss, json.dumps(credit.memory, sort_keys=True),
-          *(float(jnp.abs(g).sum()) for g in jax.tree.leaves(grads))]
+  return [loss, json.dumps(credit.memory, sort_keys=True), *(float(jnp.abs(g).sum()) for g in jax.tree.leaves(grads))]
 
 
 @pytest.mark.parametrize('field', CHANGES)
@@ -182,8 +190,7 @@ def test_no_field_is_a_no_op(field):
     rewards[:3] = np.nan  # one valid sample is left
   given = experience(rewards=rewards)
   base = fingerprint(outcome(update_of('grpo', rl=also), given))
-  changed = fingerprint(outcome(
-      update_of('grpo', rl={**also, field: value}), given))
+  changed = fingerprint(outcome(update_of('grpo', rl={**also, field: value}), given))
   assert base != changed
 
 
@@ -192,11 +199,16 @@ def test_the_table_of_fields_is_whole():
   assert fields - set(CHANGES) - ELSEWHERE <= {'keep_reward'}
 
 
-@pytest.mark.parametrize('name,case', [
-    ('grpo', 'verl/grpo_std/score'), ('dr_grpo', 'verl/dr_grpo/score2'),
+@pytest.mark.parametrize(
+  'name,case',
+  [
+    ('grpo', 'verl/grpo_std/score'),
+    ('dr_grpo', 'verl/dr_grpo/score2'),
     ('rloo', 'verl/rloo/score'),
     ('reinforce_pp', 'verl/reinforce_pp_g1/score2'),
-    ('reinforce_pp_baseline', 'verl/reinforce_pp_baseline/score')])
+    ('reinforce_pp_baseline', 'verl/reinforce_pp_baseline/score'),
+  ],
+)
 def test_credit_gives_the_advantages_of_verl(name, case):
   inputs = GOLDEN['inputs']
   mask = np.array(inputs['mask'], np.float32)
@@ -204,10 +216,17 @@ def test_credit_gives_the_advantages_of_verl(name, case):
   made = rollout()
   lengths = mask.sum(1).astype(int)
   given = Experience(
-      dataclasses.replace(
-          made, lengths=lengths, completions=np.zeros(mask.shape, np.int32),
-          finished=np.ones(8, bool), prompts=made.prompts[:2]),
-      score, mask, dict(sampler_logprobs=np.zeros_like(mask)))
+    dataclasses.replace(
+      made,
+      lengths=lengths,
+      completions=np.zeros(mask.shape, np.int32),
+      finished=np.ones(8, bool),
+      prompts=made.prompts[:2],
+    ),
+    score,
+    mask,
+    dict(sampler_logprobs=np.zeros_like(mask)),
+  )
   found = grpo.credit(given, config_of(name)).arrays['advantages']
   expected = np.array(GOLDEN['cases'][case], np.float64)
   if expected.ndim == 3:  # advantages and returns
@@ -232,8 +251,7 @@ def test_what_is_masked_has_no_gradient():
   assert cut.any() and not cut.all()
   _, _, grads, credit = outcome(config, given)
   assert not credit.mask[cut].any() and not credit.mask[5].any()
-  assert credit.metrics['masked_truncated'] == (cut & ~np.isnan(
-      given.rewards)).sum()
+  assert credit.metrics['masked_truncated'] == (cut & ~np.isnan(given.rewards)).sum()
   noisy = dict(given.arrays)
   for key in noisy:
     noisy[key] = np.where(credit.mask > 0, noisy[key], 1e3).astype(np.float32)
@@ -243,8 +261,7 @@ def test_what_is_masked_has_no_gradient():
 
 
 def test_adaptive_kl_is_remembered():
-  config = config_of('rloo', rl=dict(
-      kl_coef=0.1, kl_target=1e-6, kl_horizon=10.0))
+  config = config_of('rloo', rl=dict(kl_coef=0.1, kl_target=1e-6, kl_horizon=10.0))
   first = grpo.credit(experience(), config)
   assert first.memory['kl_coef'] != 0.1
   again = grpo.credit(experience(memory=first.memory), config)
@@ -252,26 +269,22 @@ def test_adaptive_kl_is_remembered():
 
 
 BAD = {
-    'group of one': (dict(rollout=dict(group_size=1)), 'group_size: 1 sample'),
-    'foreign advantage': (dict(rl=dict(advantage='gae')), 'belongs to .*ppo'),
-    'target in the loss': (
-        dict(rl=dict(kl_target=0.1, kl_coef=0.1)), 'kl_in=reward'),
-    'target of nothing': (dict(rl=dict(kl_target=0.1, kl_in='reward')),
-                          'needs a kl_coef'),
-    'gradient in the reward': (
-        dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1 or k3'),
-    'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
-    'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))),
-                   'would each multiply'),
-    'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0,
-                                token_high=2.0)), 'nothing is kept'),
-    'dual clip': (dict(rl=dict(dual_clip=0.5)), 'must be above 1'),
-    'clip': (dict(rl=dict(clip_low=-0.5)), 'must not be below 0'),
-    'unread gamma': (dict(rl=dict(gamma=0.9)), 'gamma: advantage=.group.'),
-    'unread tau': (dict(rl=dict(tau_pos=2.0)), 'tau_pos: .* would ignore it'),
-    'unread cap': (dict(rl=dict(importance_cap=3.0)), 'importance_cap: '),
-    'unread lam': (dict(rl=dict(lam=0.5)), 'lam: '),
-    'unread threshold': (dict(rl=dict(opsm_threshold=0.5)), 'opsm_thresh')}
+  'group of one': (dict(rollout=dict(group_size=1)), 'group_size: 1 sample'),
+  'foreign advantage': (dict(rl=dict(advantage='gae')), 'belongs to .*ppo'),
+  'target in the loss': (dict(rl=dict(kl_target=0.1, kl_coef=0.1)), 'kl_in=reward'),
+  'target of nothing': (dict(rl=dict(kl_target=0.1, kl_in='reward')), 'needs a kl_coef'),
+  'gradient in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1 or k3'),
+  'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
+  'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))), 'would each multiply'),
+  'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0, token_high=2.0)), 'nothing is kept'),
+  'dual clip': (dict(rl=dict(dual_clip=0.5)), 'must be above 1'),
+  'clip': (dict(rl=dict(clip_low=-0.5)), 'must not be below 0'),
+  'unread gamma': (dict(rl=dict(gamma=0.9)), 'gamma: advantage=.group.'),
+  'unread tau': (dict(rl=dict(tau_pos=2.0)), 'tau_pos: .* would ignore it'),
+  'unread cap': (dict(rl=dict(importance_cap=3.0)), 'importance_cap: '),
+  'unread lam': (dict(rl=dict(lam=0.5)), 'lam: '),
+  'unread threshold': (dict(rl=dict(opsm_threshold=0.5)), 'opsm_thresh'),
+}
 
 
 @pytest.mark.parametrize('case', BAD)
@@ -286,9 +299,9 @@ def test_what_the_controller_cannot_do_is_refused():
     checks.check_sampling(config_of('grpo', rl=dict(minibatches=3)), True)
 
 
-@pytest.mark.parametrize('name,text', [
-    ('dapo', 'scores of a reward model always'),
-    ('remax', 'does not grade the greedy answer')])
+@pytest.mark.parametrize(
+  'name,text', [('dapo', 'scores of a reward model always'), ('remax', 'does not grade the greedy answer')]
+)
 def test_what_a_reward_model_cannot_grade_is_refused(name, text):
   config = config_of(name, reward=('reward_model',))
   with pytest.raises(InputError, match=text):
@@ -305,16 +318,14 @@ def model(tmp_path_factory):
 
 def run(config, workdir):
   jaxpost.run(config, workdir)
-  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl')
-          if row['split'] == 'train']
+  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
 
 
 @pytest.mark.parametrize('name', METHODS)
 def test_every_method_runs_and_starts_on_policy(name, model, tmp_path):
   """The checks of the first step run inside: ratio 1, KL 0, nothing cut."""
   kl = {} if name == 'dapo' else dict(kl_coef=0.01)
-  first, second = run(tiny.grpo_config(
-      model, algorithm=name, train=dict(steps=2), rl=kl), tmp_path)
+  first, second = run(tiny.grpo_config(model, algorithm=name, train=dict(steps=2), rl=kl), tmp_path)
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert first['grad_norm'] > 0 and np.isfinite(second['loss'])
@@ -323,10 +334,9 @@ def test_every_method_runs_and_starts_on_policy(name, model, tmp_path):
 @pytest.mark.parametrize('loss', ['clip', 'gspo'])
 def test_metrics_are_means_whatever_the_weights_add_up_to(loss, model):
   """Completions shorter than the constant of Dr. GRPO: the ratio stays 1."""
-  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(
-      model, algorithm='dr_grpo', rl=dict(loss=loss)))
+  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, algorithm='dr_grpo', rl=dict(loss=loss)))
   try:
-    (_, batch), = next(stream).updates
+    ((_, batch),) = next(stream).updates
   finally:
     stream.close()
   found = policy.update(batch.replace(loss_weights=batch.loss_weights * 0.5))
@@ -336,8 +346,7 @@ def test_metrics_are_means_whatever_the_weights_add_up_to(loss, model):
 
 def test_minibatches_and_epochs_are_updates(model):
   """Two passes in four parts, each with weights of its own that sum to 1."""
-  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(
-      model, rl=dict(epochs=2, minibatches=4)))
+  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, rl=dict(epochs=2, minibatches=4)))
   try:
     item = next(stream)
   finally:
@@ -346,8 +355,7 @@ def test_minibatches_and_epochs_are_updates(model):
   for _, batch in item.updates:
     assert float(batch.loss_weights.sum()) == pytest.approx(1, rel=1e-5)
   for start in (0, 4):
-    tokens = sum(int((b.sequence_ids > 0).sum())
-                 for _, b in item.updates[start:start + 4])
+    tokens = sum(int((b.sequence_ids > 0).sum()) for _, b in item.updates[start : start + 4])
     assert tokens == item.info['completion_tokens']
   for _, batch in item.updates:
     policy.update(batch)
@@ -362,12 +370,10 @@ def ends_with_even(completion_ids, **columns):
 
 def test_dynamic_sampling_fills_the_batch(model, tmp_path):
   base = tiny.grpo_config(
-      model, reward=ends_with_even, train=dict(steps=3),
-      rollout=dict(prompts=8, group_size=2, max_new_tokens=2))
-  plain = run(tiny.merged(base, dict(rl=dict(dynamic_sampling=0))),
-              tmp_path / 'plain')
-  filled = run(tiny.merged(base, dict(rl=dict(dynamic_sampling=20))),
-               tmp_path / 'filled')
+    model, reward=ends_with_even, train=dict(steps=3), rollout=dict(prompts=8, group_size=2, max_new_tokens=2)
+  )
+  plain = run(tiny.merged(base, dict(rl=dict(dynamic_sampling=0))), tmp_path / 'plain')
+  filled = run(tiny.merged(base, dict(rl=dict(dynamic_sampling=20))), tmp_path / 'filled')
   assert max(r['frac_reward_zero_std'] for r in plain) > 0
   for row in filled:
     assert row['frac_reward_zero_std'] == 0
@@ -376,9 +382,7 @@ def test_dynamic_sampling_fills_the_batch(model, tmp_path):
 
 def test_dynamic_sampling_says_when_it_cannot(model, tmp_path, caplog):
   constant = lambda completions, **columns: [1.0] * len(completions)
-  row, = run(tiny.grpo_config(
-      model, reward=constant, train=dict(steps=1),
-      rl=dict(dynamic_sampling=3)), tmp_path)
+  (row,) = run(tiny.grpo_config(model, reward=constant, train=dict(steps=1), rl=dict(dynamic_sampling=3)), tmp_path)
   assert row['dynamic_sampling/rounds'] == 3
   assert row['dynamic_sampling/missing'] == 4
   assert '0 of 4 groups differ in reward after 3 rounds' in caplog.text
@@ -394,8 +398,9 @@ def test_groups_that_only_fill_up_are_not_trained(model):
     seen.append(len(completions))
     return [float(i if len(seen) == 1 else 1) for i in range(len(completions))]
 
-  policy, stream = jaxpost.policy_and_stream(tiny.grpo_config(
-      model, reward=one_group, rl=dict(dynamic_sampling=1, kl_coef=0.1)))
+  policy, stream = jaxpost.policy_and_stream(
+    tiny.grpo_config(model, reward=one_group, rl=dict(dynamic_sampling=1, kl_coef=0.1))
+  )
   try:
     item = next(stream)
   finally:
@@ -414,11 +419,11 @@ def test_keep_mixed_takes_the_first_that_differ():
     def __init__(self, table):
       self.table, self.groups = np.array(table, float), [None] * len(table)
 
-  found = grading.keep_mixed(grading.Grading(None, [
-      Part([[1, 1], [0, 1], [np.nan, 1]]), Part([[0, 0], [1, 0], [0, 1]])]), 2)
+  found = grading.keep_mixed(
+    grading.Grading(None, [Part([[1, 1], [0, 1], [np.nan, 1]]), Part([[0, 0], [1, 0], [0, 1]])]), 2
+  )
   assert found.chosen == [[1], [1]]
-  short = grading.keep_mixed(grading.Grading(None, [
-      Part([[1, 1], [0, 1], [1, 1]])]), 2)
+  short = grading.keep_mixed(grading.Grading(None, [Part([[1, 1], [0, 1], [1, 1]])]), 2)
   assert short.chosen == [[0, 1]]
 
 
@@ -427,8 +432,8 @@ def test_sampled_rollouts_merge_in_order():
   both = rows_lib.merge([one, two], [[2, 0], [1]])
   assert [p.index for p in both.prompts] == [2, 0, 1]
   np.testing.assert_array_equal(
-      both.completions, np.concatenate([
-          one.completions[8:12], one.completions[:4], two.completions[4:8]]))
+    both.completions, np.concatenate([one.completions[8:12], one.completions[:4], two.completions[4:8]])
+  )
 
 
 def test_rows_and_sequences_are_inverse():
@@ -436,15 +441,13 @@ def test_rows_and_sequences_are_inverse():
   values = np.random.RandomState(0).standard_normal((N, C)).astype(np.float32)
   mask = rows_lib.completion_mask(made)
   for length, rows in ((11, 12), (40, 4)):
-    batch = rows_lib.to_batch(
-        made, range(N), mask, {'x': values}, rows, length)
+    batch = rows_lib.to_batch(made, range(N), mask, {'x': values}, rows, length)
     back = rows_lib.from_rows(made, batch.arrays['x'][None], length, rows)
     np.testing.assert_array_equal(back, values * mask)
     assert (batch.sequence_ids > 0).sum() == made.lengths.sum()
 
 
-@pytest.mark.parametrize('aggregate,total', [
-    ('token', 1.0), ('sequence', 1.0), ('constant', None)])
+@pytest.mark.parametrize('aggregate,total', [('token', 1.0), ('sequence', 1.0), ('constant', None)])
 def test_weights_of_tokens(aggregate, total):
   mask = rows_lib.completion_mask(rollout())
   mask[5] = 0
@@ -454,8 +457,6 @@ def test_weights_of_tokens(aggregate, total):
   else:
     assert weights_[0, 0] == pytest.approx(1 / (11 * C))
   if aggregate == 'sequence':
-    np.testing.assert_allclose(
-        weights_.sum(1), (mask.sum(1) > 0) / 11, rtol=1e-6)
+    np.testing.assert_allclose(weights_.sum(1), (mask.sum(1) > 0) / 11, rtol=1e-6)
   order = list(itertools.chain(range(6, N), range(6)))
-  np.testing.assert_allclose(
-      rows_lib.token_weights(mask[order], aggregate, C), weights_[order])
+  np.testing.assert_allclose(rows_lib.token_weights(mask[order], aggregate, C), weights_[order])

@@ -29,21 +29,22 @@ B, T, D, V, REAL = 3, 10, 8, 24, 21
 def case():
   random = np.random.RandomState(0)
   normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
-  weights = np.abs(random.standard_normal((B, T))) * (
-      random.uniform(size=(B, T)) > 0.4)
+  weights = np.abs(random.standard_normal((B, T))) * (random.uniform(size=(B, T)) > 0.4)
   weights[1] = 0  # a row of padding only
   return dict(
-      hidden=normal(B, T, D), head=normal(V, D),
-      labels=jnp.asarray(random.randint(0, REAL, (B, T))),
-      weights=jnp.asarray(weights, jnp.float32),
-      arrays={'advantages': normal(B, T), 'old': -jnp.abs(normal(B, T))})
+    hidden=normal(B, T, D),
+    head=normal(V, D),
+    labels=jnp.asarray(random.randint(0, REAL, (B, T))),
+    weights=jnp.asarray(weights, jnp.float32),
+    arrays={'advantages': normal(B, T), 'old': -jnp.abs(normal(B, T))},
+  )
 
 
 def objective(outputs, arrays):
   """Uses all it can: ratio, clip, entropy."""
   ratio = jnp.exp(outputs.logprobs - arrays['old'])
   gain = jnp.minimum(ratio, jnp.clip(ratio, 0.5, 2)) * arrays['advantages']
-  loss = -gain + 0.3 * outputs.entropy ** 2
+  loss = -gain + 0.3 * outputs.entropy**2
   return loss, {'ratio': ratio, 'entropy': outputs.entropy}
 
 
@@ -60,19 +61,16 @@ def dense(case, temperature, hidden, head):
 
 
 def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective):
-  compute = dataclasses.replace(
-      tiny.EXACT, head_elements=elements, dtype=dtype)
+  compute = dataclasses.replace(tiny.EXACT, head_elements=elements, dtype=dtype)
   return head_lib.Plan(fn, REAL, temperature, compute, tiny.one_device())
 
 
-@pytest.mark.parametrize('elements,temperature', [
-    (2**20, 1.0), (B * V * 4, 0.7), (B * V * 3, 1.0), (1, 1.3)])
-def test_values_and_gradients_are_those_of_all_logits(
-    case, elements, temperature):
+@pytest.mark.parametrize('elements,temperature', [(2**20, 1.0), (B * V * 4, 0.7), (B * V * 3, 1.0), (1, 1.3)])
+def test_values_and_gradients_are_those_of_all_logits(case, elements, temperature):
   def fused(hidden, head):
     return head_lib.fused_loss(
-        plan(elements, temperature), hidden, head, case['labels'],
-        case['weights'], case['arrays'])
+      plan(elements, temperature), hidden, head, case['labels'], case['weights'], case['arrays']
+    )
 
   def reference(hidden, head):
     return dense(case, temperature, hidden, head)[:2]
@@ -93,13 +91,11 @@ def test_values_and_gradients_are_those_of_all_logits(
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
 def test_outputs_of_tokens_that_count(case, elements):
   outputs = head_lib.token_outputs(
-      plan(elements, 0.7, fn=None), case['hidden'], case['head'],
-      case['labels'], case['weights'])
+    plan(elements, 0.7, fn=None), case['hidden'], case['head'], case['labels'], case['weights']
+  )
   expected = dense(case, 0.7, case['hidden'], case['head'])[2]
-  for a, b in ((outputs.logprobs, expected.logprobs),
-               (outputs.entropy, expected.entropy)):
-    np.testing.assert_allclose(
-        a, jnp.where(case['weights'] != 0, b, 0), rtol=1e-5, atol=1e-5)
+  for a, b in ((outputs.logprobs, expected.logprobs), (outputs.entropy, expected.entropy)):
+    np.testing.assert_allclose(a, jnp.where(case['weights'] != 0, b, 0), rtol=1e-5, atol=1e-5)
 
 
 def test_what_has_no_weight_has_no_say(case):
@@ -107,9 +103,11 @@ def test_what_has_no_weight_has_no_say(case):
   off = case['weights'] == 0
   arrays = jax.tree.map(lambda x: jnp.where(off, 1e30, x), case['arrays'])
   labels = jnp.where(off, REAL - 1, case['labels'])
-  run = jax.jit(jax.value_and_grad(
-      lambda h, labels, a: head_lib.fused_loss(
-          plan(B * V * 3), h, case['head'], labels, case['weights'], a)[0]))
+  run = jax.jit(
+    jax.value_and_grad(
+      lambda h, labels, a: head_lib.fused_loss(plan(B * V * 3), h, case['head'], labels, case['weights'], a)[0]
+    )
+  )
   noisy = run(case['hidden'], labels, arrays)
   clean = run(case['hidden'], case['labels'], case['arrays'])
   for a, b in zip(noisy, clean):
@@ -135,30 +133,33 @@ def all_outputs(case, temperature, form, hidden, head):
   logp = jax.nn.log_softmax(logits)
   picked = jnp.take_along_axis(logp, case['labels'][..., None], -1)[..., 0]
   counts = case['weights'] != 0
-  return head_lib.Outputs(**{k: jnp.where(counts, v, 0) for k, v in dict(
-      logprobs=picked, entropy=-jnp.sum(jnp.exp(logp) * logp, axis=-1),
-      lse=jax.nn.logsumexp(logits, axis=-1),
-      mean_logprob=logp.mean(axis=-1)).items()})
+  return head_lib.Outputs(
+    **{
+      k: jnp.where(counts, v, 0)
+      for k, v in dict(
+        logprobs=picked,
+        entropy=-jnp.sum(jnp.exp(logp) * logp, axis=-1),
+        lse=jax.nn.logsumexp(logits, axis=-1),
+        mean_logprob=logp.mean(axis=-1),
+      ).items()
+    }
+  )
 
 
 def couple(outputs, arrays):
   """A loss in which the tokens of a row depend on each other."""
   sums = jnp.sum(outputs.logprobs * arrays['advantages'], axis=1)
-  return jnp.sum(jax.nn.sigmoid(sums)) + sum(
-      jnp.sum(jnp.sum(outputs.__dict__[k], axis=1) ** 2) for k in FIELDS)
+  return jnp.sum(jax.nn.sigmoid(sums)) + sum(jnp.sum(jnp.sum(outputs.__dict__[k], axis=1) ** 2) for k in FIELDS)
 
 
 def elementwise(outputs, arrays):
-  return (outputs.logprobs * arrays['advantages'] + sum(
-      outputs.__dict__[k] ** 2 for k in FIELDS)), {}
+  return (outputs.logprobs * arrays['advantages'] + sum(outputs.__dict__[k] ** 2 for k in FIELDS)), {}
 
 
 @pytest.mark.parametrize('coupled', [True, False])
-@pytest.mark.parametrize('elements,form', [
-    (2**20, PLAIN), (B * V * 3, PLAIN), (B * V * 3, CAPPED)])
+@pytest.mark.parametrize('elements,form', [(2**20, PLAIN), (B * V * 3, PLAIN), (B * V * 3, CAPPED)])
 def test_gradients_of_all_outputs(case, coupled, elements, form):
-  spec = plan(elements, 0.7, fn=elementwise)._replace(
-      reads=FIELDS, learns=FIELDS, form=form)
+  spec = plan(elements, 0.7, fn=elementwise)._replace(reads=FIELDS, learns=FIELDS, form=form)
 
   def ours(hidden, head):
     args = hidden, head, case['labels'], case['weights']
@@ -170,8 +171,7 @@ def test_gradients_of_all_outputs(case, coupled, elements, form):
     outputs = all_outputs(case, 0.7, form, hidden, head)
     if coupled:
       return couple(outputs, case['arrays'])
-    return jnp.sum(
-        elementwise(outputs, case['arrays'])[0] * case['weights'])
+    return jnp.sum(elementwise(outputs, case['arrays'])[0] * case['weights'])
 
   args = case['hidden'], case['head']
   value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
@@ -190,26 +190,24 @@ def test_a_divergence_from_teachers_is_differentiated(case):
 
   def between(logits, others, arrays):
     student = jax.nn.log_softmax(logits)
-    return sum(jnp.sum(jax.nn.softmax(x) * (
-        jax.nn.log_softmax(x) - student), axis=-1) for x in others
-               ) * jnp.abs(arrays['old'])
+    return sum(jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - student), axis=-1) for x in others) * jnp.abs(
+      arrays['old']
+    )
 
-  spec = plan(B * V * 3, fn=lambda o, a: (o.divergence ** 2, {}))._replace(
-      reads=(), learns=(), divergence=between, form=forms[0],
-      teacher_forms=forms[1:])
+  spec = plan(B * V * 3, fn=lambda o, a: (o.divergence**2, {}))._replace(
+    reads=(), learns=(), divergence=between, form=forms[0], teacher_forms=forms[1:]
+  )
 
   def ours(hidden, head):
-    return head_lib.fused_loss(spec, hidden, head, case['labels'],
-                               case['weights'], case['arrays'], teachers)[0]
+    return head_lib.fused_loss(spec, hidden, head, case['labels'], case['weights'], case['arrays'], teachers)[0]
 
   def dense_loss(hidden, head):
-    student, *others = (jnp.where(
-        jnp.arange(V) < REAL,
-        shaped(jnp.einsum('btd,vd->btv', h, w), form), -1e30)
-                        for form, (h, w) in zip(
-                            forms, [(hidden, head), *teachers]))
+    student, *others = (
+      jnp.where(jnp.arange(V) < REAL, shaped(jnp.einsum('btd,vd->btv', h, w), form), -1e30)
+      for form, (h, w) in zip(forms, [(hidden, head), *teachers])
+    )
     found = between(student, others, case['arrays'])
-    return jnp.sum(case['weights'] * found ** 2)
+    return jnp.sum(case['weights'] * found**2)
 
   args = case['hidden'], case['head']
   value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
@@ -221,25 +219,32 @@ def test_a_divergence_from_teachers_is_differentiated(case):
 
 def test_no_tokens_give_no_loss(case):
   loss, metrics = head_lib.fused_loss(
-      plan(), case['hidden'], case['head'], case['labels'],
-      jnp.zeros((B, T)), case['arrays'])
+    plan(), case['hidden'], case['head'], case['labels'], jnp.zeros((B, T)), case['arrays']
+  )
   assert loss == 0 and metrics['ratio'] == 0
 
 
 def test_without_entropy_nothing_else_changes(case):
-  simple = lambda outputs, arrays: (
-      -outputs.logprobs * arrays['advantages'], {})
-  run = lambda entropy: jax.jit(jax.value_and_grad(
+  simple = lambda outputs, arrays: (-outputs.logprobs * arrays['advantages'], {})
+  run = lambda entropy: jax.jit(
+    jax.value_and_grad(
       lambda h: head_lib.fused_loss(
-          plan(fn=simple)._replace(
-              reads=('entropy',) * entropy, learns=()), h, case['head'],
-          case['labels'], case['weights'], case['arrays'])[0]))(case['hidden'])
+        plan(fn=simple)._replace(reads=('entropy',) * entropy, learns=()),
+        h,
+        case['head'],
+        case['labels'],
+        case['weights'],
+        case['arrays'],
+      )[0]
+    )
+  )(case['hidden'])
   for a, b in zip(run(True), run(False)):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize('rows,length,vocab,elements', [
-    (2, 100, 50, 1000), (2, 100, 50, 999), (4, 7, 50, 1), (1, 64, 8, 10**9)])
+@pytest.mark.parametrize(
+  'rows,length,vocab,elements', [(2, 100, 50, 1000), (2, 100, 50, 999), (4, 7, 50, 1), (1, 64, 8, 10**9)]
+)
 def test_chunks_hold_what_they_may(rows, length, vocab, elements):
   chunk = head_lib.chunk_length(rows, length, vocab, elements)
   assert 1 <= chunk <= length
@@ -254,24 +259,32 @@ def biggest_array(elements) -> int:
   model = model_lib.build(tiny.config(vocab_size=640, num_layers=1))
   layout, optimizer = tiny.one_device(), optax.sgd(0.1)
   shardings = train.state_shardings(model, optimizer, layout)
-  compute = dataclasses.replace(
-      tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
+  compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
   update = train.make_update(
-      model,
-      types.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
-      optimizer, lambda step: 0.1, layout, compute, Ledger(), clip_norm=1.0,
-      shardings=shardings)
+    model,
+    types.Objective(lambda o, a: (-o.logprobs, {}), reads=('entropy',)),
+    optimizer,
+    lambda step: 0.1,
+    layout,
+    compute,
+    Ledger(),
+    clip_norm=1.0,
+    shardings=shardings,
+  )
   like = lambda s, dtype, place: jax.ShapeDtypeStruct(s, dtype, sharding=place)
   state = train.TrainState(
-      like((), jnp.int32, shardings.step),
-      jax.tree.map(lambda s, place: like(s, jnp.float32, place),
-                   model.shapes(), shardings.params,
-                   is_leaf=lambda x: isinstance(x, tuple)),
-      jax.tree.map(lambda x: x, optimizer.init({})))
+    like((), jnp.int32, shardings.step),
+    jax.tree.map(
+      lambda s, place: like(s, jnp.float32, place),
+      model.shapes(),
+      shardings.params,
+      is_leaf=lambda x: isinstance(x, tuple),
+    ),
+    jax.tree.map(lambda x: x, optimizer.init({})),
+  )
   ints = like((MICRO, ROWS, LENGTH), jnp.int32, layout.sharding())
   floats = like(ints.shape, jnp.float32, layout.sharding())
-  text = update.compile(
-      state, Batch(ints, ints, ints, floats), {}).as_text()
+  text = update.compile(state, Batch(ints, ints, ints, floats), {}).as_text()
   shapes = re.findall(r'\b(?:f32|bf16|s32|pred|u32)\[([\d,]+)\]', text)
   return max(math.prod(map(int, s.split(','))) for s in shapes)
 
@@ -287,20 +300,27 @@ def test_the_update_never_holds_all_logits():
 def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
   """At a vocabulary of 151,936, where the logits are what there is."""
   config = dataclasses.replace(
-      presets.PRESETS['tiny'], vocab_size=151_936, hidden_size=64,
-      intermediate_size=128, num_layers=1)
+    presets.PRESETS['tiny'], vocab_size=151_936, hidden_size=64, intermediate_size=128, num_layers=1
+  )
   model = model_lib.build(config)
   layout, compute = tiny.one_device(), compute_for('cpu', 'bfloat16', 'none')
   optimizer = optax.adamw(1e-3)
   shardings = train.state_shardings(model, optimizer, layout)
   update = train.make_update(
-      model, sft.objective(parse({})['sft']), optimizer, lambda step: 1e-3,
-      layout, compute, Ledger(), clip_norm=1.0, shardings=shardings)
+    model,
+    sft.objective(parse({})['sft']),
+    optimizer,
+    lambda step: 1e-3,
+    layout,
+    compute,
+    Ledger(),
+    clip_norm=1.0,
+    shardings=shardings,
+  )
   shapes = jax.tree.map(
-      lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(),
-      is_leaf=lambda x: isinstance(x, tuple))
-  state = jax.eval_shape(lambda p: TrainState(
-      jnp.zeros((), jnp.int32), p, optimizer.init(p)), shapes)
+    lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
+  )
+  state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, optimizer.init(p)), shapes)
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
   state = jax.tree.map(place, state, shardings)
   rows = layout.sharding((None, 'batch', None))
@@ -311,18 +331,15 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
     batch = jax.tree.map(lambda x: x[0], batch)
 
     def loss(params):
-      hidden = model.forward(params, batch.tokens, batch.positions,
-                             batch.segment_ids, compute=compute)
+      hidden = model.forward(params, batch.tokens, batch.positions, batch.segment_ids, compute=compute)
       logits = jnp.einsum('btd,vd->btv', hidden, model.head(params))
       labels = jax.nn.one_hot(train.next_token(batch.tokens), logits.shape[-1])
       logp = jnp.sum(labels * jax.nn.log_softmax(logits), axis=-1)
       return -jnp.sum(logp * train.next_token(batch.loss_weights))
 
     grads = jax.grad(loss)(state.params)
-    updates, opt_state = optimizer.update(
-        grads, state.opt_state, state.params)
-    return TrainState(
-        state.step, optax.apply_updates(state.params, updates), opt_state)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    return TrainState(state.step, optax.apply_updates(state.params, updates), opt_state)
 
   dense = jax.jit(one_hot_step, donate_argnums=0).lower(state, batch).compile()
   ours = update.compile(state, batch, {}).memory_analysis().temp_size_in_bytes

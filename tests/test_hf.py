@@ -20,34 +20,45 @@ from jaxpost.programs import train
 TOLERANCE = 3e-5  # of the largest logit, in float32
 # Not what a config would default to, so that ignoring a field shows.
 BASE = dict(
-    vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=0.05,
-    max_position_embeddings=256)
+  vocab_size=131,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  rms_norm_eps=0.05,
+  max_position_embeddings=256,
+)
 LLAMA3 = dict(
-    rope_type='llama3', rope_theta=5000.0, factor=8.0, low_freq_factor=1.0,
-    high_freq_factor=4.0, original_max_position_embeddings=32)
+  rope_type='llama3',
+  rope_theta=5000.0,
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=32,
+)
 CASES = {
-    'llama': ('llama', dict(rope_parameters=dict(
-        rope_type='default', rope_theta=500.0))),
-    'llama3_rope': ('llama', dict(
-        rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=32)),
-    'llama_mha': ('llama', dict(num_key_value_heads=4, head_dim=16)),
-    'qwen3': ('qwen3', dict(head_dim=16, tie_word_embeddings=True)),
-    'qwen3_untied': ('qwen3', dict(head_dim=16, num_key_value_heads=1)),
+  'llama': ('llama', dict(rope_parameters=dict(rope_type='default', rope_theta=500.0))),
+  'llama3_rope': ('llama', dict(rope_parameters=LLAMA3, tie_word_embeddings=True, head_dim=32)),
+  'llama_mha': ('llama', dict(num_key_value_heads=4, head_dim=16)),
+  'qwen3': ('qwen3', dict(head_dim=16, tie_word_embeddings=True)),
+  'qwen3_untied': ('qwen3', dict(head_dim=16, num_key_value_heads=1)),
 }
 
 
 def load(folder, dtype='float32'):
   model = model_lib.build(hf.read_config(folder))
-  params = hf.load_params(
-      folder, model, model.shardings(tiny.one_device()), dtype)
+  params = hf.load_params(folder, model, model.shardings(tiny.one_device()), dtype)
   return model, params
 
 
 def tensors(folder):
   """Every tensor stored in a folder."""
-  return {name: value for path in sorted(folder.glob('*.safetensors'))
-          for name, value in safetensors.numpy.load_file(path).items()}
+  return {
+    name: value
+    for path in sorted(folder.glob('*.safetensors'))
+    for name, value in safetensors.numpy.load_file(path).items()
+  }
 
 
 def equal(a, b):
@@ -64,6 +75,7 @@ def reference(tmp_path_factory):
   """case -> (folder, ids [2, 40], logits of transformers), made once."""
   torch = pytest.importorskip('torch')
   import transformers
+
   made = {}
 
   def make(case):
@@ -88,6 +100,7 @@ def reference(tmp_path_factory):
 
 def torch_logits(network, ids, **kwargs):
   import torch
+
   with torch.no_grad():
     return network(torch.tensor(ids).long(), **kwargs).logits.numpy()
 
@@ -105,11 +118,10 @@ def test_logits_equal_those_of_transformers(reference, case):
 def test_far_positions_equal_those_of_transformers(reference):
   torch = pytest.importorskip('torch')
   from transformers import AutoModelForCausalLM
+
   folder, ids, _ = reference('llama')
   positions = np.arange(40, dtype=np.int32)[None].repeat(2, 0) * 3000
-  theirs = torch_logits(
-      AutoModelForCausalLM.from_pretrained(folder), ids,
-      position_ids=torch.tensor(positions).long())
+  theirs = torch_logits(AutoModelForCausalLM.from_pretrained(folder), ids, position_ids=torch.tensor(positions).long())
   ours = tiny.logits(*load(folder), ids, positions=positions)
   assert difference(ours, theirs) <= TOLERANCE
 
@@ -121,33 +133,42 @@ def scaled(**fields):
 SPLIT = dict(num_attention_heads=8, num_key_value_heads=4)
 # Wrong fields that fit the weights, and must change the logits.
 CHANGES = [
-    ('llama', dict(rope_parameters=None, rope_theta=510.0)),
-    ('llama', dict(rms_norm_eps=1e-6)),
-    ('llama', dict(hidden_act='gelu')),
-    ('qwen3', dict(use_sliding_window=True, sliding_window=8, layer_types=[
-        'full_attention', 'sliding_attention'])),
-    ('llama', dict(tie_word_embeddings=True)),
-    ('llama', SPLIT | dict(head_dim=4)),
-    ('llama3_rope', scaled(rope_theta=5100.0)),
-    ('llama3_rope', scaled(factor=9.0)),
-    ('llama3_rope', scaled(low_freq_factor=2.0)),
-    ('llama3_rope', scaled(high_freq_factor=5.0)),
-    ('llama3_rope', scaled(original_max_position_embeddings=64)),
-    ('llama3_rope', scaled(rope_type='default')),
+  ('llama', dict(rope_parameters=None, rope_theta=510.0)),
+  ('llama', dict(rms_norm_eps=1e-6)),
+  ('llama', dict(hidden_act='gelu')),
+  ('qwen3', dict(use_sliding_window=True, sliding_window=8, layer_types=['full_attention', 'sliding_attention'])),
+  ('llama', dict(tie_word_embeddings=True)),
+  ('llama', SPLIT | dict(head_dim=4)),
+  ('llama3_rope', scaled(rope_theta=5100.0)),
+  ('llama3_rope', scaled(factor=9.0)),
+  ('llama3_rope', scaled(low_freq_factor=2.0)),
+  ('llama3_rope', scaled(high_freq_factor=5.0)),
+  ('llama3_rope', scaled(original_max_position_embeddings=64)),
+  ('llama3_rope', scaled(rope_type='default')),
 ]
 # Wrong fields that must be refused.
 REFUSED = [
-    *[('llama', x) for x in (
-        dict(vocab_size=130), dict(hidden_size=64), dict(head_dim=4),
-        dict(intermediate_size=64), dict(num_hidden_layers=1),
-        dict(num_hidden_layers=3), dict(num_key_value_heads=4),
-        dict(num_key_value_heads=None), dict(model_type='qwen3'),
-        dict(hidden_act='relu'), dict(attention_bias=True))],
-    ('llama3_rope', dict(tie_word_embeddings=False)),
-    ('llama3_rope', scaled(rope_type='ntk')),
-    ('qwen3', dict(model_type='llama')),
-    ('qwen3', dict(head_dim=8)),
-    ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
+  *[
+    ('llama', x)
+    for x in (
+      dict(vocab_size=130),
+      dict(hidden_size=64),
+      dict(head_dim=4),
+      dict(intermediate_size=64),
+      dict(num_hidden_layers=1),
+      dict(num_hidden_layers=3),
+      dict(num_key_value_heads=4),
+      dict(num_key_value_heads=None),
+      dict(model_type='qwen3'),
+      dict(hidden_act='relu'),
+      dict(attention_bias=True),
+    )
+  ],
+  ('llama3_rope', dict(tie_word_embeddings=False)),
+  ('llama3_rope', scaled(rope_type='ntk')),
+  ('qwen3', dict(model_type='llama')),
+  ('qwen3', dict(head_dim=8)),
+  ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
 ]
 
 
@@ -185,21 +206,23 @@ def test_how_to_sample_goes_along(reference, tmp_path):
   """What a folder says of it, but for the ids, which the tokenizer has."""
   folder, _, _ = reference('llama')
   said = dict(temperature=0.6, top_p=0.95, do_sample=True)
-  (tmp_path / 'generation_config.json').write_text(json.dumps(said | dict(
-      eos_token_id=99, transformers_version='5', _from_model_config=True)))
+  (tmp_path / 'generation_config.json').write_text(
+    json.dumps(said | dict(eos_token_id=99, transformers_version='5', _from_model_config=True))
+  )
   assert hf.read_generation(tmp_path) == said
   assert hf.read_generation('bytes') == {}
   model, params = load(folder)
-  hf.save(tmp_path / 'x', model, params, stop_ids=(7,), bos_id=1, pad_id=0,
-          generation=hf.read_generation(tmp_path))
+  hf.save(tmp_path / 'x', model, params, stop_ids=(7,), bos_id=1, pad_id=0, generation=hf.read_generation(tmp_path))
   assert json.loads((tmp_path / 'x/generation_config.json').read_text()) == (
-      said | dict(bos_token_id=1, eos_token_id=[7], pad_token_id=0))
+    said | dict(bos_token_id=1, eos_token_id=[7], pad_token_id=0)
+  )
 
 
 @pytest.mark.parametrize('case', ['llama3_rope', 'qwen3_untied'])
 def test_export_is_what_transformers_computes(reference, tmp_path, case):
   torch = pytest.importorskip('torch')
   from transformers import AutoModelForCausalLM
+
   folder, ids, theirs = reference(case)
   model, params = load(folder)
   hf.save(tmp_path / 'x', model, params, stop_ids=(7, 9), bos_id=1, pad_id=0)
@@ -208,8 +231,7 @@ def test_export_is_what_transformers_computes(reference, tmp_path, case):
   assert network.generation_config.eos_token_id == [7, 9]
   np.testing.assert_array_equal(torch_logits(network, ids), theirs)
   network.generation_config.eos_token_id = None
-  text = network.generate(torch.tensor(ids[:1, :8]).long(),
-                          max_new_tokens=16, do_sample=False)[0].numpy()
+  text = network.generate(torch.tensor(ids[:1, :8]).long(), max_new_tokens=16, do_sample=False)[0].numpy()
   ours = tiny.logits(model, params, text[None].astype(np.int32))[0]
   np.testing.assert_array_equal(ours.argmax(-1)[7:-1], text[8:])
 
@@ -228,21 +250,18 @@ def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
   files = sorted(folder.glob('*.safetensors'))
   if limit == 9000:
     assert len(files) > 2
-    assert all(f.stat().st_size < limit + 2000 or len(
-        safetensors.numpy.load_file(f)) == 1 for f in files)
+    assert all(f.stat().st_size < limit + 2000 or len(safetensors.numpy.load_file(f)) == 1 for f in files)
   else:
     assert [f.name for f in files] == ['model.safetensors']
   again, loaded = load(folder, dtype)
-  assert again.config == dataclasses.replace(
-      model.config, initializer_range=again.config.initializer_range)
+  assert again.config == dataclasses.replace(model.config, initializer_range=again.config.initializer_range)
   jax.tree.map(equal, params, loaded)
 
 
 @pytest.fixture
 def export(tmp_path):
   folder, model = tmp_path / 'model', model_lib.build(tiny.config())
-  hf.save(folder, model, tiny.params(model), card='About it.',
-          max_shard_bytes=20_000)
+  hf.save(folder, model, tiny.params(model), card='About it.', max_shard_bytes=20_000)
   return folder
 
 
@@ -257,11 +276,14 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
   with pytest.raises(OSError):
     hf.save(export, model, params, tokenizer_save=fail)
   jax.tree.map(equal, before, tensors(export))  # the old one is untouched
-  hf.save(export, model, params, tokenizer_save=lambda folder: (
-      folder / 'tokenizer.json').write_text('{}'))
+  hf.save(export, model, params, tokenizer_save=lambda folder: (folder / 'tokenizer.json').write_text('{}'))
   assert sorted(p.name for p in export.iterdir()) == [
-      'README.md', 'config.json', 'generation_config.json',
-      'model.safetensors', 'tokenizer.json']
+    'README.md',
+    'config.json',
+    'generation_config.json',
+    'model.safetensors',
+    'tokenizer.json',
+  ]
   assert [p.name for p in tmp_path.iterdir()] == ['model']
   (export / 'README.md').unlink()
   with pytest.raises(InputError, match='not replaced'):
@@ -272,8 +294,8 @@ def test_card_is_one_that_the_hub_reads(export):
   yaml = pytest.importorskip('yaml')
   _, front, text = (export / 'README.md').read_text().split('---\n')
   assert yaml.safe_load(front) == dict(
-      library_name='transformers', pipeline_tag='text-generation',
-      tags=['qwen3', 'jaxpost'])
+    library_name='transformers', pipeline_tag='text-generation', tags=['qwen3', 'jaxpost']
+  )
   assert 'About it.' in text
 
 
@@ -315,37 +337,25 @@ def cut(folder):
 
 
 BROKEN = {
-    'wrong shape': (
-        lambda f: rewrite(f, Q, np.zeros((32, 31), np.float32)),
-        [Q, '[32, 31]', '[32, 32]', 'model-0000']),
-    'integers': (
-        lambda f: rewrite(f, Q, np.zeros((32, 32), np.int32)),
-        [Q, 'I32', 'unquantised']),
-    'gone from its file': (
-        lambda f: rewrite(f, Q, None), [Q, 'model-0000', 'lacks']),
-    'extra': (
-        lambda f: put(f, 'model.layers.2.mlp.up_proj.weight',
-                      np.zeros((3, 2), np.float32)),
-        ['model.layers.2.mlp.up_proj.weight', '[3, 2]', '2 layers']),
-    'truncated': (cut, ['model-00002', 'unreadable', 'again']),
-    'garbage': (
-        lambda f: sorted(f.glob('*.safetensors'))[0].write_bytes(b'x' * 99),
-        ['model-00001', 'unreadable']),
-    'outside': (
-        lambda f: index(f, Q, '../x.safetensors'), ['../x.safetensors', Q]),
-    'absolute': (lambda f: index(f, Q, '/etc/passwd'), ['/etc/passwd', Q]),
-    'not there': (
-        lambda f: index(f, Q, 'no.safetensors'), ['no.safetensors', 'no such']),
-    'index not json': (
-        lambda f: (f / 'model.safetensors.index.json').write_text('{"a": '),
-        ['model.safetensors.index.json:1:', 'bad JSON']),
-    'index empty': (
-        lambda f: (f / 'model.safetensors.index.json').write_text('{}'),
-        ['weight_map']),
-    'pickles only': (
-        lambda f: drop_weights(f, 'pytorch_model.bin'),
-        ['pytorch_model.bin', 'convert to safetensors']),
-    'nothing': (drop_weights, ['no weights', 'config.json']),
+  'wrong shape': (lambda f: rewrite(f, Q, np.zeros((32, 31), np.float32)), [Q, '[32, 31]', '[32, 32]', 'model-0000']),
+  'integers': (lambda f: rewrite(f, Q, np.zeros((32, 32), np.int32)), [Q, 'I32', 'unquantised']),
+  'gone from its file': (lambda f: rewrite(f, Q, None), [Q, 'model-0000', 'lacks']),
+  'extra': (
+    lambda f: put(f, 'model.layers.2.mlp.up_proj.weight', np.zeros((3, 2), np.float32)),
+    ['model.layers.2.mlp.up_proj.weight', '[3, 2]', '2 layers'],
+  ),
+  'truncated': (cut, ['model-00002', 'unreadable', 'again']),
+  'garbage': (lambda f: sorted(f.glob('*.safetensors'))[0].write_bytes(b'x' * 99), ['model-00001', 'unreadable']),
+  'outside': (lambda f: index(f, Q, '../x.safetensors'), ['../x.safetensors', Q]),
+  'absolute': (lambda f: index(f, Q, '/etc/passwd'), ['/etc/passwd', Q]),
+  'not there': (lambda f: index(f, Q, 'no.safetensors'), ['no.safetensors', 'no such']),
+  'index not json': (
+    lambda f: (f / 'model.safetensors.index.json').write_text('{"a": '),
+    ['model.safetensors.index.json:1:', 'bad JSON'],
+  ),
+  'index empty': (lambda f: (f / 'model.safetensors.index.json').write_text('{}'), ['weight_map']),
+  'pickles only': (lambda f: drop_weights(f, 'pytorch_model.bin'), ['pytorch_model.bin', 'convert to safetensors']),
+  'nothing': (drop_weights, ['no weights', 'config.json']),
 }
 
 
@@ -363,8 +373,7 @@ def test_broken_weights_are_named(export, what):
 def test_harmless_extra_tensors_pass(export):
   embed = tensors(export)['model.embed_tokens.weight']
   put(export, 'lm_head.weight', embed)
-  put(export, 'model.layers.0.self_attn.rotary_emb.inv_freq',
-      np.zeros(4, np.float32))
+  put(export, 'model.layers.0.self_attn.rotary_emb.inv_freq', np.zeros(4, np.float32))
   hf.check(export, hf.read_config(export))
   put(export, 'lm_head.weight', embed[:-1])
   with pytest.raises(InputError, match='lm_head'):
@@ -372,15 +381,14 @@ def test_harmless_extra_tensors_pass(export):
 
 
 CONFIGS = {
-    'unknown family': (dict(model_type='mamba'), 'mamba'),
-    'remote code': (dict(auto_map={'AutoModel': 'x.Y'}), 'auto_map'),
-    'text as number': (dict(hidden_size='32'), 'hidden_size'),
-    'zero': (dict(num_hidden_layers=0), 'num_hidden_layers'),
-    'heads': (dict(num_key_value_heads=3), 'num_key_value_heads'),
-    'eps': (dict(rms_norm_eps=None), 'rms_norm_eps'),
-    'tie': (dict(tie_word_embeddings='yes'), 'tie_word_embeddings'),
-    'partial rope': (dict(rope_parameters=dict(
-        rope_theta=1.0, partial_rotary_factor=0.5)), 'partial_rotary_factor'),
+  'unknown family': (dict(model_type='mamba'), 'mamba'),
+  'remote code': (dict(auto_map={'AutoModel': 'x.Y'}), 'auto_map'),
+  'text as number': (dict(hidden_size='32'), 'hidden_size'),
+  'zero': (dict(num_hidden_layers=0), 'num_hidden_layers'),
+  'heads': (dict(num_key_value_heads=3), 'num_key_value_heads'),
+  'eps': (dict(rms_norm_eps=None), 'rms_norm_eps'),
+  'tie': (dict(tie_word_embeddings='yes'), 'tie_word_embeddings'),
+  'partial rope': (dict(rope_parameters=dict(rope_theta=1.0, partial_rotary_factor=0.5)), 'partial_rotary_factor'),
 }
 
 
@@ -396,8 +404,10 @@ def test_bad_config_is_named(export, what):
 def test_config_that_cannot_be_read(export, tmp_path):
   path = export / 'config.json'
   for text, words in (
-      ('{"model_type": "qwen3"}', 'is missing'), ('[1]', 'JSON object'),
-      ('{\n"a": 1,}', 'config.json:2:')):
+    ('{"model_type": "qwen3"}', 'is missing'),
+    ('[1]', 'JSON object'),
+    ('{\n"a": 1,}', 'config.json:2:'),
+  ):
     path.write_text(text)
     with pytest.raises(InputError, match=words):
       hf.read_config(export)
@@ -436,8 +446,7 @@ def traced(fn):
 @pytest.fixture
 def large(tmp_path):
   """(model, parameters, bytes of the largest one, of all, folder)."""
-  model = model_lib.build(tiny.config(
-      hidden_size=256, intermediate_size=1024, num_layers=10))
+  model = model_lib.build(tiny.config(hidden_size=256, intermediate_size=1024, num_layers=10))
   params = model.init(jax.random.key(0))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
   assert max(sizes) < sum(sizes) / 3
@@ -463,14 +472,12 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
     written.append(piece.nbytes)
     return out
 
-  read = lambda: hf.load_params(
-      folder, model, model.shardings(tiny.one_device()), dtype, write=write)
+  read = lambda: hf.load_params(folder, model, model.shardings(tiny.one_device()), dtype, write=write)
   jax.block_until_ready(read())  # compiles
   written.clear()
   held.clear()
   before = sum(x.nbytes for x in jax.live_arrays())
-  peak, (found, kept) = traced(lambda: (
-      jax.block_until_ready(read()), tracemalloc.get_traced_memory()[0]))
+  peak, (found, kept) = traced(lambda: (jax.block_until_ready(read()), tracemalloc.get_traced_memory()[0]))
   assert peak - kept < 1.5 * tensor < every / 8
   jax.tree.map(equal, found, jax.tree.map(lambda x: x.astype(dtype), params))
   assert max(written) <= tensor // 4 and sum(written) > every / 4
@@ -485,8 +492,7 @@ def test_export_keeps_one_layer_on_the_host(large, tmp_path):
   assert peak < 2.5 * largest / model.config.num_layers < every / 6
   names = [p.name for p in (tmp_path / 'again').glob('*.safetensors')]
   assert names == ['model.safetensors']
-  assert (tmp_path / 'again/model.safetensors').read_bytes() == (
-      folder / 'model.safetensors').read_bytes()
+  assert (tmp_path / 'again/model.safetensors').read_bytes() == (folder / 'model.safetensors').read_bytes()
 
 
 def test_export_in_shards_is_whole(large, tmp_path):
@@ -494,8 +500,7 @@ def test_export_in_shards_is_whole(large, tmp_path):
   hf.save(tmp_path / 'again', model, params, max_shard_bytes=largest // 4)
   files = sorted(p.name for p in (tmp_path / 'again').glob('*.safetensors'))
   assert len(files) > 5 and files[0].startswith('model-00001-of-')
-  index = json.loads(
-      (tmp_path / 'again/model.safetensors.index.json').read_text())
+  index = json.loads((tmp_path / 'again/model.safetensors.index.json').read_text())
   assert set(index['weight_map'].values()) == set(files)
   one, other = tensors(folder), tensors(tmp_path / 'again')
   assert one.keys() == other.keys() == index['weight_map'].keys()

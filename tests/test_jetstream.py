@@ -19,17 +19,17 @@ from jaxpost.rollout import native
 from jaxpost.types import Prompt
 
 KEY, NEW = np.array([1, 2], np.uint32), 7
-INSTALLED = any(d.name == 'google-jetstream'
-                for d in importlib.metadata.distributions())
+INSTALLED = any(d.name == 'google-jetstream' for d in importlib.metadata.distributions())
 installed = pytest.mark.skipif(
-    not INSTALLED, reason="google-jetstream is not installed; it needs "
-    "TensorFlow: pip install 'jaxpost[jetstream]' in an environment of its own")
+  not INSTALLED,
+  reason='google-jetstream is not installed; it needs '
+  "TensorFlow: pip install 'jaxpost[jetstream]' in an environment of its own",
+)
 
 
 @pytest.mark.skipif(INSTALLED, reason='google-jetstream is installed')
 @pytest.mark.parametrize('other', [False, True])
-def test_what_is_missing_or_another_project_is_named(
-    other, tmp_path, monkeypatch):
+def test_what_is_missing_or_another_project_is_named(other, tmp_path, monkeypatch):
   if other:
     (tmp_path / 'jetstream').mkdir()
     (tmp_path / 'jetstream/__init__.py').write_text('')
@@ -52,18 +52,19 @@ def params():
 
 def engine(params, block):
   made = native.NativeEngine(
-      model_lib.build(tiny.config(initializer_range=0.15)),
-      native.SamplerConfig(slots=3, max_prompt=16, max_new_tokens=NEW,
-                           stop_ids=(5,), block=block, temperature=0.0),
-      tiny.one_device('rollout'), tiny.EXACT, Ledger())
+    model_lib.build(tiny.config(initializer_range=0.15)),
+    native.SamplerConfig(slots=3, max_prompt=16, max_new_tokens=NEW, stop_ids=(5,), block=block, temperature=0.0),
+    tiny.one_device('rollout'),
+    tiny.EXACT,
+    Ledger(),
+  )
   made.load(params, 0)
   return made
 
 
 def prompts():
   random = np.random.RandomState(0)
-  return [Prompt(i, random.randint(0, 131, 3 + i, np.int32), '', {})
-          for i in range(5)]
+  return [Prompt(i, random.randint(0, 131, 3 + i, np.int32), '', {}) for i in range(5)]
 
 
 @pytest.mark.long
@@ -73,9 +74,7 @@ def test_ours_does_what_its_mock_does(jetstream, params):
   ours = jetstream.JetStreamEngine(engine(params, 1), KEY)
   assert isinstance(ours, jetstream.engine_api.Engine)
   weights, text = ours.load_params(params), prompts()[2].tokens
-  prefix = ours.prefill(
-      params=weights, padded_tokens=np.pad(text, (0, 11)),
-      true_length=len(text))
+  prefix = ours.prefill(params=weights, padded_tokens=np.pad(text, (0, 11)), true_length=len(text))
   state = ours.insert(prefix, ours.init_decode_state(), slot=1)
   want = engine(params, 4)(prompts()[2:3], group_size=1, run_key=KEY, step=0)
   for i in range(want.lengths[0]):
@@ -100,8 +99,8 @@ def test_the_least_loop_gives_what_our_loop_gives(jetstream, params):
     return np.where(np.arange(NEW) < rollout.lengths[:, None], -1.0, 0)
 
   rollout = jetstream.JetStreamRollout(
-      ours, max_new_tokens=NEW, stop_ids=(5,), rescore=rescore,
-      params=ours.load_params)
+    ours, max_new_tokens=NEW, stop_ids=(5,), rescore=rescore, params=ours.load_params
+  )
   rollout.load(params, 3)
   have = rollout(prompts(), group_size=2, run_key=KEY, step=4)
   assert (have.completions == want.completions).all()
@@ -110,18 +109,18 @@ def test_the_least_loop_gives_what_our_loop_gives(jetstream, params):
   assert (have.step, have.version) == (4, 3)
   assert have.logprobs.sum() == -have.lengths.sum()
   with pytest.raises(InputError, match='temperature'):
-    rollout(prompts(), group_size=1, run_key=KEY, step=0,
-            sampling={'temperature': 1.0})
+    rollout(prompts(), group_size=1, run_key=KEY, step=0, sampling={'temperature': 1.0})
 
 
 @pytest.mark.long
 @installed
 def test_its_mock_engine_is_a_rollout(jetstream):
   from jetstream.engine import mock_engine
+
   mock = mock_engine.TestEngine(batch_size=2, cache_length=64, weight=2.0)
   rollout = jetstream.JetStreamRollout(
-      mock, max_new_tokens=3, stop_ids=(399,),
-      rescore=lambda made: np.zeros(made.completions.shape))
+    mock, max_new_tokens=3, stop_ids=(399,), rescore=lambda made: np.zeros(made.completions.shape)
+  )
   rollout.load(None, 1)
   texts = [np.array([2, 65, 66], np.int32), np.array([2, 65], np.int32)]
   asked = [Prompt(i, x, '', {}) for i, x in enumerate(texts)]

@@ -52,7 +52,8 @@ def run(tmp_path_factory):
   (root / 'grade.py').write_text(
     'def grade(completion_ids, **_):\n'
     '  return [sum(n * i for n, i in enumerate(c, 1)) % 97 / 97 for c in'
-    ' completion_ids]\n')
+    ' completion_ids]\n'
+  )
   config.reward = f'{root}/grade.py:grade'
   folder = root / 'run'
   stages.run(config, folder, rich.console.Console(quiet=True))
@@ -83,9 +84,9 @@ def own_flags():
   def take_away():
     found = flags.FLAGS.find_module_defining_flag
     mine = {
-      name: flags.FLAGS[name] for name in flags.FLAGS
-      if name.split('.')[0] == 'config' or (
-        found(name, 'launch.').startswith('launch.'))
+      name: flags.FLAGS[name]
+      for name in flags.FLAGS
+      if name.split('.')[0] == 'config' or (found(name, 'launch.').startswith('launch.'))
     }
     for name in mine:
       delattr(flags.FLAGS, name)
@@ -135,20 +136,16 @@ def test_export_equals_that_of_the_run(run, call, tmp_path):
   mine, its = weights(out), weights(run / 'export')
   assert mine.keys() == its.keys()
   assert all(np.array_equal(mine[k], its[k]) for k in its)
-  assert {f.name for f in out.iterdir()} == {
-    f.name for f in (run / 'export').iterdir()}
+  assert {f.name for f in out.iterdir()} == {f.name for f in (run / 'export').iterdir()}
 
 
-def test_export_of_a_stage_and_a_step_loads_in_transformers(
-  run, call, tmp_path
-):
+def test_export_of_a_stage_and_a_step_loads_in_transformers(run, call, tmp_path):
   torch = pytest.importorskip('torch')
   import transformers
+
   out = tmp_path / 'out'
-  bare = elsewhere(run, tmp_path / 'bare', 'sft', reward='./gone.py:reward',
-                   data=dict(map='./gone.py:map'))
-  code, _, stderr = call(
-    'export', f'--run={bare}', '--stage=sft', '--step=1', f'--out={out}')
+  bare = elsewhere(run, tmp_path / 'bare', 'sft', reward='./gone.py:reward', data=dict(map='./gone.py:map'))
+  code, _, stderr = call('export', f'--run={bare}', '--stage=sft', '--step=1', f'--out={out}')
   assert code == 0 and 'step 1 of stage sft' in stderr
   last = weights(run / 'export')
   assert any(not np.array_equal(v, last[k]) for k, v in weights(out).items())
@@ -158,21 +155,23 @@ def test_export_of_a_stage_and_a_step_loads_in_transformers(
   with torch.no_grad():
     want = theirs(torch.tensor(ids)).logits.numpy()
   model = tiny.model_lib.build(hf.read_config(out))
-  params = hf.load_params(
-    out, model, model.shardings(tiny.one_device()), 'float32')
+  params = hf.load_params(out, model, model.shardings(tiny.one_device()), 'float32')
   have = tiny.logits(model, params, ids)
   assert tiny.largest(have - want) <= 3e-5 * tiny.largest(want)
 
 
-@pytest.mark.parametrize('flag, code, words', [
-  ('--run=/no/run', 2, ('/no/run', '--workdir')),
-  ('--run={run}/export', 2, ('not the config of a run', '--model')),
-  ('--stage=dpo', 2, ("'dpo'", 'sft, grpo')),
-  ('--step=7', 3, ('step 7 is not there', 'there is 2')),
-  ('--step=x', 2, ('step', 'x')),
-  ('--out={run}', 2, ('no export',)),
-  ('--nonsense', 2, ('nonsense',)),
-])
+@pytest.mark.parametrize(
+  'flag, code, words',
+  [
+    ('--run=/no/run', 2, ('/no/run', '--workdir')),
+    ('--run={run}/export', 2, ('not the config of a run', '--model')),
+    ('--stage=dpo', 2, ("'dpo'", 'sft, grpo')),
+    ('--step=7', 3, ('step 7 is not there', 'there is 2')),
+    ('--step=x', 2, ('step', 'x')),
+    ('--out={run}', 2, ('no export',)),
+    ('--nonsense', 2, ('nonsense',)),
+  ],
+)
 def test_export_refuses(run, call, tmp_path, flag, code, words):
   given = {'--run': run, '--out': tmp_path / 'out'}
   name, _, value = flag.format(run=run).partition('=')
@@ -207,13 +206,11 @@ def test_damaged_steps_are_passed_over_with_a_word(run, call, tmp_path):
 
 
 def test_sample_tells_the_greedy_story(shared_data, call, tmp_path):
-  story = json.loads(
-    (shared_data('stories260K') / 'golden_greedy.json').read_text())
+  story = json.loads((shared_data('stories260K') / 'golden_greedy.json').read_text())
   # A space that begins a completion is kept.
   start, rest = story['greedy_text'][:11], story['greedy_text'][11:]
   assert rest.startswith(' ')
-  args = (f'--model={shared_data(STORY)}', '--temperature=0', '--nochat',
-          '--max_new_tokens=16')
+  args = (f'--model={shared_data(STORY)}', '--temperature=0', '--nochat', '--max_new_tokens=16')
   prompts = '--prompt=', f'--prompt={start}'
   code, out, err = call('sample', *args, *prompts)
   assert code == 0 and '2 of 2 cut' in err
@@ -232,32 +229,33 @@ def test_sample_tells_the_greedy_story(shared_data, call, tmp_path):
 
 def test_sample_draws_from_a_run_and_its_export_alike(run, call, tmp_path):
   file = tmp_path / 'prompts.jsonl'
-  file.write_text('{"prompt": "1+1="}\n{"messages": '
-                  '[{"role": "user", "content": "2+2="}]}\n')
-  args = ('--json', '--n=2', '--max_new_tokens=4', f'--file={file}',
-          '--prompt=17+25=')
+  file.write_text('{"prompt": "1+1="}\n{"messages": [{"role": "user", "content": "2+2="}]}\n')
+  args = ('--json', '--n=2', '--max_new_tokens=4', f'--file={file}', '--prompt=17+25=')
   code, out, _ = call('sample', f'--run={run}', *args)
   assert code == 0
   rows = [json.loads(line) for line in out.splitlines()]
   asked = ['1+1=', '2+2=', '17+25=']
   assert [(r['prompt'][-1]['content'], r['sample']) for r in rows] == [
-    (prompt, n) for prompt in asked for n in range(2)]
+    (prompt, n) for prompt in asked for n in range(2)
+  ]
   assert rows[0]['completion'] != rows[1]['completion']
   assert all(r['logprob'] < 0 and 1 <= r['tokens'] <= 4 for r in rows)
   folder = f'--model={run / "export"}'
   same = [json.loads(x) for x in call('sample', folder, *args)[1].splitlines()]
   assert [r['completion'] for r in same] == [r['completion'] for r in rows]
   other = call('sample', folder, *args, '--seed=1')[1]
-  assert [json.loads(x)['completion'] for x in other.splitlines()] != [
-    r['completion'] for r in rows]
+  assert [json.loads(x)['completion'] for x in other.splitlines()] != [r['completion'] for r in rows]
 
 
-@pytest.mark.parametrize('args, words', [
-  (('--run=a', '--model=b', '--prompt=x'), ('one of --run',)),
-  (('--model=/no/model', '--prompt=x'), ('/no/model', 'does not exist')),
-  (('--model=b',), ('--prompt=', '--prompts=')),
-  (('--model=b', '--prompt=x', '--top_p=2'), ('top_p',)),
-])
+@pytest.mark.parametrize(
+  'args, words',
+  [
+    (('--run=a', '--model=b', '--prompt=x'), ('one of --run',)),
+    (('--model=/no/model', '--prompt=x'), ('/no/model', 'does not exist')),
+    (('--model=b',), ('--prompt=', '--prompts=')),
+    (('--model=b', '--prompt=x', '--top_p=2'), ('top_p',)),
+  ],
+)
 def test_sample_refuses(call, args, words):
   refused(call('sample', *args), 2, *words)
 
@@ -267,8 +265,8 @@ def test_sample_refuses(call, args, words):
 
 def test_inspect_shows_rows_prompts_and_rewards(call):
   code, out, _ = call(
-    'inspect', QUICKSTART, '--rows=2', '--config.sft.data.path='
-    'generated:arithmetic:max=9,size=40,correct=1')
+    'inspect', QUICKSTART, '--rows=2', '--config.sft.data.path=generated:arithmetic:max=9,size=40,correct=1'
+  )
   assert code == 0
   sft, grpo = out.split('grpo: grpo, 120 steps')
   assert '631,872 parameters' in sft and '40 rows of' in sft
@@ -280,14 +278,17 @@ def test_inspect_shows_rows_prompts_and_rewards(call):
     assert 'exact_match (jaxpost.rewards.math:exact_match), weight 1' in part
 
 
-@pytest.mark.parametrize('args, words', [
-  ((QUICKSTART, '--stage=dpo'), ("'dpo'", 'sft, grpo')),
-  ((QUICKSTART, '--config.reward=./no.py:fn'), ('no.py',)),
-  ((QUICKSTART, '--config.model.path=/no/model'), ('/no/model',)),
-  ((QUICKSTART, '--config.sft.data.path=no.jsonl'), ('no.jsonl',)),
-  (('--config=/no/file.py',), ('/no/file.py',)),
-  ((), ('config',)),
-])
+@pytest.mark.parametrize(
+  'args, words',
+  [
+    ((QUICKSTART, '--stage=dpo'), ("'dpo'", 'sft, grpo')),
+    ((QUICKSTART, '--config.reward=./no.py:fn'), ('no.py',)),
+    ((QUICKSTART, '--config.model.path=/no/model'), ('/no/model',)),
+    ((QUICKSTART, '--config.sft.data.path=no.jsonl'), ('no.jsonl',)),
+    (('--config=/no/file.py',), ('/no/file.py',)),
+    ((), ('config',)),
+  ],
+)
 def test_inspect_refuses(call, args, words):
   refused(call('inspect', *args), 2, *words)
 
@@ -304,12 +305,15 @@ def test_inspect_works_where_it_is_installed(tmp_path):
   (away / 'my.py').write_text(
     'import ml_collections\nfrom jaxpost.stage.config import defaults\n'
     'def get_config():\n  config = ml_collections.ConfigDict(defaults())\n'
-    "  config.data.path = 'train.jsonl'\n  return config\n")
+    "  config.data.path = 'train.jsonl'\n  return config\n"
+  )
   done = subprocess.run(
-    [sys.executable, '-c', 'from jaxpost.launch import main; main.main()',
-     'inspect', '--config=my.py'],
-    cwd=away, text=True, capture_output=True,
-    env=os.environ | {'PYTHONPATH': str(site)})
+    [sys.executable, '-c', 'from jaxpost.launch import main; main.main()', 'inspect', '--config=my.py'],
+    cwd=away,
+    text=True,
+    capture_output=True,
+    env=os.environ | {'PYTHONPATH': str(site)},
+  )
   assert done.returncode == 0, done.stderr
   assert 'train.jsonl:1: 7 tokens' in done.stdout and 'a [b]c' in done.stdout
 
@@ -330,8 +334,7 @@ def test_evaluate_measures_what_training_did(run, call, tmp_path, stage):
   have, want = json.loads(out), last_eval(run, stage)
   assert (have['stage'], have['step'], have['rows']) == (stage, 2, 4)
   assert have['weights'] == str(there) and 'split=test' in have['data']
-  names = {k for k in want if not k.startswith('time/')} - {
-    'stage', 'split', 'step'}
+  names = {k for k in want if not k.startswith('time/')} - {'stage', 'split', 'step'}
   assert {'pass@1', 'pass@2'} <= names and ('loss' in names) == (stage == 'sft')
   for name in names:
     assert have[name] == pytest.approx(want[name], rel=1e-5), name
@@ -347,20 +350,23 @@ def test_evaluate_takes_other_data_and_folders(run, call, tmp_path):
   assert have['rows'] == 3 and have['data'] == str(data)
   assert 'pass@1' not in have
   code, out, _ = call(
-    'evaluate', f'--model={run / "export"}', '--stage=sft', QUICKSTART,
-    '--config.model.dtype=float32', *args)
+    'evaluate', f'--model={run / "export"}', '--stage=sft', QUICKSTART, '--config.model.dtype=float32', *args
+  )
   assert code == 0
   folder = json.loads(out)
   assert folder['loss'] != have['loss']
   assert folder['loss'] == pytest.approx(have['loss'], rel=0.2)
 
 
-@pytest.mark.parametrize('args, words', [
-  (('--model=x',), ('--config',)),
-  (('--run=/no/run',), ('/no/run',)),
-  (('--run={run}', '--samples=0'), ('config.eval.samples',)),
-  (('--run={run}', '--data=no.jsonl'), ('no.jsonl',)),
-])
+@pytest.mark.parametrize(
+  'args, words',
+  [
+    (('--model=x',), ('--config',)),
+    (('--run=/no/run',), ('/no/run',)),
+    (('--run={run}', '--samples=0'), ('config.eval.samples',)),
+    (('--run={run}', '--data=no.jsonl'), ('no.jsonl',)),
+  ],
+)
 def test_evaluate_refuses(run, call, args, words):
   refused(call('evaluate', *(a.format(run=run) for a in args)), 2, *words)
 

@@ -56,9 +56,12 @@ GATES = {
   'jax': ('jaxpost/', 'launch/'),
 }
 FORBIDDEN = ('torch', 'tensorflow', 'clu', 'seqio', 'ray', 'chex')
-PICKLES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib', 'shelve',
-           'marshal')
+PICKLES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib', 'shelve', 'marshal')
 GENERIC = ('launch', 'configs', 'tests', 'notebooks')
+
+# All programs of a run are compiled in programs/; hardware/ times and checks
+# devices with small ones of its own.
+JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}
@@ -68,15 +71,18 @@ SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
 # its command on, with what all the other methods need of it; it is over the
 # aim of 45 modules and 6,000 lines.
 READING = {
-  ('jaxpost.algorithms.grpo', 'jaxpost.rl.controller', 'jaxpost.loop',
-   'jaxpost.rollout.native'): (58, 11_040, 11),
+  ('jaxpost.algorithms.grpo', 'jaxpost.rl.controller', 'jaxpost.loop', 'jaxpost.rollout.native'): (58, 11_040, 11),
   ('jaxpost.algorithms.grpo', 'launch.train'): (108, 21_930, 14),
 }
 # Imported only where a field of the config, or a device with a kernel, asks for
 # it, inside a function: no part of what is read to understand a plain run.
-OPTIONAL = ('jaxpost.environments.factory', 'jaxpost.rollout.rollout_files',
-            'jaxpost.planning.auto', 'jaxpost.models.shared_weights',
-            'jaxpost.hardware.kernel_check')
+OPTIONAL = (
+  'jaxpost.environments.factory',
+  'jaxpost.rollout.rollout_files',
+  'jaxpost.planning.auto',
+  'jaxpost.models.shared_weights',
+  'jaxpost.hardware.kernel_check',
+)
 NOT_IN_SFT = ('jaxpost.rollout', 'jaxpost.rewards', 'jaxpost.rl.controller')
 
 
@@ -92,10 +98,7 @@ class Tree:
 
   def __init__(self, text):
     self.text = text
-    self.name = {
-      re.sub(r'/__init__$', '', file[:-3]).replace('/', '.'): file
-      for file in text
-    }
+    self.name = {re.sub(r'/__init__$', '', file[:-3]).replace('/', '.'): file for file in text}
     self.ast = {f: parse(t, f) for f, t in text.items()}
     self.imports = {f: tuple(self._imports(f)) for f in text}
 
@@ -115,7 +118,7 @@ class Tree:
       elif isinstance(node, ast.ImportFrom):
         base = node.module or ''
         if node.level:
-          parts = file[:-3].split('/')[:-node.level]
+          parts = file[:-3].split('/')[: -node.level]
           base = '.'.join([*parts, *filter(None, [base])])
         for alias in node.names:
           deep = f'{base}.{alias.name}'
@@ -126,6 +129,7 @@ class Tree:
           yield Import(name.value, node.lineno, 'lazy')
       for child in ast.iter_child_nodes(node):
         yield from visit(child, _when(node, child, when))
+
     return visit(self.ast[file], 'eager')
 
   def edges(self, name, lazy):
@@ -184,8 +188,7 @@ def _when(node, child, when):
 
 def _called(call):
   func = call.func
-  return func.attr if isinstance(func, ast.Attribute) else getattr(
-    func, 'id', '')
+  return func.attr if isinstance(func, ast.Attribute) else getattr(func, 'id', '')
 
 
 def room(module):
@@ -237,10 +240,7 @@ def gatekeepers(tree):
       top = found.target.split('.')[0]
       gates = GATES.get(top)
       if gates and not file.startswith(gates):
-        yield (
-          f'{file}:{found.line}: imports {top}; only {" ".join(gates)} may:'
-          ' call a function there'
-        )
+        yield (f'{file}:{found.line}: imports {top}; only {" ".join(gates)} may: call a function there')
       if top in FORBIDDEN:
         yield f'{file}:{found.line}: imports {top}; do without it'
 
@@ -252,8 +252,7 @@ def declared(tree):
     re.split(r'[\[<>=!;]', value)[0].strip().lower().replace('_', '-')
     for value in re.findall(r"'([A-Za-z][\w.\-\[\]]*[<>=\[][^']*)'", setup)
   }
-  names = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint',
-           'jetstream': 'google-jetstream'}
+  names = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint', 'jetstream': 'google-jetstream'}
   for file, imports in tree.imports.items():
     for found in imports:
       top = found.target.split('.')[0]
@@ -271,7 +270,7 @@ def jit(tree):
       used = (node.module or '').split('.')[0] == 'jax' and any(
         alias.name in ('jit', 'pjit', 'pmap') for alias in node.names
       )
-    if used and not file.startswith('jaxpost/programs/'):
+    if used and not file.startswith(JITS):
       yield f'{file}:{node.lineno}: jits; move the program to programs/'
 
 
@@ -280,7 +279,7 @@ def cycles(tree):
 
   def visit(name, path):
     if name in path:
-      ring = [*path[path.index(name):], name]
+      ring = [*path[path.index(name) :], name]
       yield f'{" -> ".join(ring)}: a cycle; move what both need below them'
     elif name not in done:
       for other in tree.edges(name, lazy=True):
@@ -298,8 +297,7 @@ def rewards_without_jax(tree):
     for found in tree.imports[tree.name[name]]:
       if found.target.split('.')[0] in ('jax', 'jaxlib', 'flax', 'optax'):
         yield (
-          f'{tree.name[name]}:{found.line}: imports {found.target}, and'
-          ' rewards/ imports this file; rewards use no jax'
+          f'{tree.name[name]}:{found.line}: imports {found.target}, and rewards/ imports this file; rewards use no jax'
         )
 
 
@@ -333,8 +331,7 @@ def reading(tree, roots):
 
   @functools.cache
   def links(name):
-    return max((1 + links(other) for other in tree.edges(name, lazy=True)
-                if other in seen), default=0)
+    return max((1 + links(other) for other in tree.edges(name, lazy=True) if other in seen), default=0)
 
   return len(real), lines, max(map(links, seen), default=0)
 
@@ -345,8 +342,7 @@ def reading(tree, roots):
 def sizes(tree):
   for file, text in tree.text.items():
     limit = SHORT.get(file, MAX_FILE)
-    main = any(isinstance(n, ast.FunctionDef) and n.name == 'main'
-               for n in tree.ast[file].body)
+    main = any(isinstance(n, ast.FunctionDef) and n.name == 'main' for n in tree.ast[file].body)
     if file.startswith('launch/') and main:
       limit = MAX_MAIN
     lines = len(text.splitlines())
@@ -358,10 +354,7 @@ def functions(tree):
   for file, node in tree.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
     lines = node.end_lineno - node.lineno + 1
     if lines > MAX_FUNCTION:
-      yield (
-        f'{file}:{node.lineno}: {node.name} has {lines} lines, of'
-        f' {MAX_FUNCTION} allowed; name its steps'
-      )
+      yield (f'{file}:{node.lineno}: {node.name} has {lines} lines, of {MAX_FUNCTION} allowed; name its steps')
 
 
 def model_config(tree):
@@ -379,9 +372,7 @@ def model_config(tree):
 
 def docstrings(tree):
   for file, module in tree.ast.items():
-    if not ast.get_docstring(module) and (
-      module.body or not file.endswith('__init__.py')
-    ):
+    if not ast.get_docstring(module) and (module.body or not file.endswith('__init__.py')):
       yield f'{file}: no docstring; say what it is for and its shapes'
 
 
@@ -391,8 +382,7 @@ def families(tree):
     names = {getattr(s, 'attr', getattr(s, 'id', '')) for s in sides}
     if names & {'family', 'model_type'} and not file.endswith('families.py'):
       yield (
-        f'{file}:{node.lineno}: asks for the family; make the difference a'
-        ' field of ModelConfig that families.py sets'
+        f'{file}:{node.lineno}: asks for the family; make the difference a field of ModelConfig that families.py sets'
       )
 
 
@@ -402,15 +392,12 @@ def excepts(tree):
     # BaseException may be caught by who raises it again, or hands it over to
     # who waits for it in another thread.
     passed = any(
-      isinstance(n, ast.Raise) or isinstance(n, ast.Call) and any(
-        ast.unparse(a) == node.name for a in n.args)
-      for part in node.body for n in ast.walk(part)
+      isinstance(n, ast.Raise) or isinstance(n, ast.Call) and any(ast.unparse(a) == node.name for a in n.args)
+      for part in node.body
+      for n in ast.walk(part)
     )
     if kind in ('', 'Exception') or 'BaseException' in kind and not passed:
-      yield (
-        f'{file}:{node.lineno}: catches everything; name the errors, or use'
-        ' finally'
-      )
+      yield (f'{file}:{node.lineno}: catches everything; name the errors, or use finally')
 
 
 def no_pickle(tree):
@@ -428,10 +415,7 @@ def getattr_config(tree):
     if _called(node) in ('getattr', 'hasattr') and node.args:
       of = ast.unparse(node.args[0]).split('.')[-1]
       if of in ('config', 'cfg', 'section'):
-        yield (
-          f'{file}:{node.lineno}: {_called(node)} on a config; name the field,'
-          ' and give it a default in config.py'
-        )
+        yield (f'{file}:{node.lineno}: {_called(node)} on a config; name the field, and give it a default in config.py')
 
 
 def forwarded_kwargs(tree):
@@ -440,19 +424,14 @@ def forwarded_kwargs(tree):
     if node.args.kwarg and public and node not in _nested(tree.ast[file]):
       for call in ast.walk(node):
         if isinstance(call, ast.Call) and any(
-          k.arg is None and ast.unparse(k.value) == node.args.kwarg.arg
-          for k in call.keywords
+          k.arg is None and ast.unparse(k.value) == node.args.kwarg.arg for k in call.keywords
         ):
-          yield (
-            f'{file}:{call.lineno}: forwards **{node.args.kwarg.arg}; name the'
-            ' arguments'
-          )
+          yield (f'{file}:{call.lineno}: forwards **{node.args.kwarg.arg}; name the arguments')
 
 
 def _nested(module):
   outer = [n for n in ast.walk(module) if isinstance(n, ast.FunctionDef)]
-  return [n for o in outer for n in ast.walk(o)
-          if n is not o and isinstance(n, ast.FunctionDef)]
+  return [n for o in outer for n in ast.walk(o) if n is not o and isinstance(n, ast.FunctionDef)]
 
 
 def inheritance(tree):
@@ -463,14 +442,12 @@ def inheritance(tree):
     for base in bases[node.name] & set(bases):
       for grand in (bases[base] & set(bases)) - {base}:
         yield (
-          f'{file}:{node.lineno}: {node.name} -> {base} -> {grand}: inherits'
-          ' twice; use a field or a function instead'
+          f'{file}:{node.lineno}: {node.name} -> {base} -> {grand}: inherits twice; use a field or a function instead'
         )
 
 
 def _code(module):
-  return [n for n in module.body if not (
-    isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+  return [n for n in module.body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
 
 
 # Rule -> a file, and what breaks the rule when appended to it.
@@ -480,24 +457,20 @@ RULES = {
   gatekeepers: ('jaxpost/stage/optim.py', 'def f():\n  import grain\n'),
   declared: ('jaxpost/stage/optim.py', 'import pandas\n'),
   jit: ('jaxpost/roles.py', 'f = jax.jit(print)\n'),
-  cycles: ('jaxpost/errors.py',
-           'def f():\n  from jaxpost.imports import load_callable\n'),
+  cycles: ('jaxpost/errors.py', 'def f():\n  from jaxpost.imports import load_callable\n'),
   rewards_without_jax: ('jaxpost/imports.py', 'import jax.numpy as jnp\n'),
   sft_is_plain: ('jaxpost/stage/optim.py', 'import jaxpost.rewards.pool\n'),
   grpo_is_readable: ('jaxpost/stage/optim.py', '#\n' * 9999),
   sizes: ('jaxpost/loop.py', '#\n' * 200),
   functions: ('jaxpost/stage/optim.py', 'def f():\n' + '  print()\n' * 60),
-  model_config: ('jaxpost/models/model.py', 'class ModelConfig:\n' + ''.join(
-    f'  f{i}: int = 0\n' for i in range(33))),
+  model_config: ('jaxpost/models/model.py', 'class ModelConfig:\n' + ''.join(f'  f{i}: int = 0\n' for i in range(33))),
   docstrings: ('jaxpost/data/new.py', 'X = 1\n'),
   families: ('jaxpost/stage/prepare.py', 'def f(c):\n  return c.family == "llama"\n'),
   excepts: ('jaxpost/stage/prepare.py', 'try:\n  1\nexcept Exception:\n  pass\n'),
   no_pickle: ('jaxpost/monitor/metrics.py', 'import pickle\n'),
-  getattr_config: ('jaxpost/stage/prepare.py',
-                   'def f(x):\n  return getattr(x.config, "lr", 1)\n'),
+  getattr_config: ('jaxpost/stage/prepare.py', 'def f(x):\n  return getattr(x.config, "lr", 1)\n'),
   forwarded_kwargs: ('jaxpost/stage/prepare.py', 'def f(**kw):\n  return f(**kw)\n'),
-  inheritance: ('jaxpost/stage/optim.py',
-                'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
+  inheritance: ('jaxpost/stage/optim.py', 'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
 }
 
 
@@ -523,8 +496,12 @@ def imported(*names):
   """The modules a fresh interpreter has after importing these."""
   code = f'import sys, {", ".join(names)}; print(*sys.modules)'
   return subprocess.run(
-    [sys.executable, '-c', code], cwd=CLONE, check=True, text=True,
-    capture_output=True, env=os.environ | {'PYTHONPATH': str(CLONE)},
+    [sys.executable, '-c', code],
+    cwd=CLONE,
+    check=True,
+    text=True,
+    capture_output=True,
+    env=os.environ | {'PYTHONPATH': str(CLONE)},
   ).stdout.split()
 
 
@@ -538,22 +515,18 @@ def test_importing_sft_imports_nothing_of_on_policy():
 
 def readme_map(text):
   """{'': text of the tree of jaxpost/, 'room': text of that folder's entry}."""
-  blocks = [b for b in re.findall(r'```\w*\n(.*?)```', text, re.S)
-            if re.search(r'^\W*jaxpost/', b, re.M)]
+  blocks = [b for b in re.findall(r'```\w*\n(.*?)```', text, re.S) if re.search(r'^\W*jaxpost/', b, re.M)]
   assert blocks, 'README.md: no code block with the tree of jaxpost/'
   lines = blocks[0].splitlines()
-  start = next(i for i, li in enumerate(lines)
-               if re.match(r'\W*jaxpost/', li))
+  start = next(i for i, li in enumerate(lines) if re.match(r'\W*jaxpost/', li))
   rooms, now, body = collections.defaultdict(str), '', []
-  for line in lines[start + 1:]:
+  for line in lines[start + 1 :]:
     if line and re.match(r'[\w.]', line):
       break
     entry = re.match(r'\W*(\w+)/(?:\s|$)', line)
     if entry:
       now = entry[1]
-    elif re.match(r'\W*\w+\.py\b', line) and not (
-      now and len(line) - len(line.lstrip(' │├└─|`-')) > 4
-    ):
+    elif re.match(r'\W*\w+\.py\b', line) and not (now and len(line) - len(line.lstrip(' │├└─|`-')) > 4):
       now = ''
     rooms[now] += line + '\n'
     body.append(line)

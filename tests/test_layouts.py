@@ -9,34 +9,36 @@ import tempfile
 
 import pytest
 
-LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2',
-           'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
+LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
 # With a model that has every feature of a family, in tensors that hold several
 # parameters each.
-RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2',
-        'rich:fsdp=2,context=2,tensor=2']
+RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,tensor=2']
 # Of experts, with the losses of their router.
-MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2',
-       'moe:expert=2,context=2,fsdp=2']
+MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
 # Of policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
-RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + [
-    'gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
+RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
 
 
 @pytest.fixture(scope='module')
 def report():
   """{layout: 'ok' or what is wrong}, from one process for all of them."""
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=1200,
-      cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
-                       '--xla_backend_optimization_level=0',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.',
-          # A cached program would not warn again.
-          'JAX_ENABLE_COMPILATION_CACHE': '0'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=1200,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': '.',
+      # A cached program would not warn again.
+      'JAX_ENABLE_COMPILATION_CACHE': '0',
+    },
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   found = dict(line.split(' ', 1) for line in run.stdout.splitlines())
   remats = run.stderr.count('Involuntary full rematerialization')
@@ -73,33 +75,53 @@ def main():
   from jaxpost.types import Batch
 
   # 8 heads divide over tensor=8, 4 kv heads do not; 150 rows are no multiple.
-  shapes = dict(
-      vocab_size=150, vocab_multiple=192, num_heads=8, num_kv_heads=4)
+  shapes = dict(vocab_size=150, vocab_multiple=192, num_heads=8, num_kv_heads=4)
   plain = model_lib.build(tiny.config(**shapes))
-  rich = model_lib.build(tiny.config(
-      **shapes, family='phi3', norms='both', qk_norm='wide',
-      biases=('q', 'k', 'v', 'o', 'gate', 'up', 'down'), rotary_dim=4,
-      ropes=(Rope(), Rope(100.0)), layer_ropes=(0, 1), layer_windows=(0, 6),
-      norm_offset=1.0, activation='gelu_tanh', embed_scale=2.0,
-      attention_softcap=3.0, logit_softcap=4.0, tie_embeddings=False))
-  sparse = model_lib.build(tiny.config(
-      **shapes, family='gpt_oss', tie_embeddings=False,
+  rich = model_lib.build(
+    tiny.config(
+      **shapes,
+      family='phi3',
+      norms='both',
+      qk_norm='wide',
+      biases=('q', 'k', 'v', 'o', 'gate', 'up', 'down'),
+      rotary_dim=4,
+      ropes=(Rope(), Rope(100.0)),
+      layer_ropes=(0, 1),
+      layer_windows=(0, 6),
+      norm_offset=1.0,
+      activation='gelu_tanh',
+      embed_scale=2.0,
+      attention_softcap=3.0,
+      logit_softcap=4.0,
+      tie_embeddings=False,
+    )
+  )
+  sparse = model_lib.build(
+    tiny.config(
+      **shapes,
+      family='gpt_oss',
+      tie_embeddings=False,
       biases=('q', 'o', 'router', 'gate', 'up', 'down', 'sinks'),
-      experts=Experts(8, 3, 16, limit=1.5, alpha=1.7)))
-  compute = dataclasses.replace(
-      tiny.EXACT, unroll=False, remat='dots', q_chunk=8, head_elements=20_000)
+      experts=Experts(8, 3, 16, limit=1.5, alpha=1.7),
+    )
+  )
+  compute = dataclasses.replace(tiny.EXACT, unroll=False, remat='dots', q_chunk=8, head_elements=20_000)
   random = np.random.RandomState(0)
   shape = 8, 16
   weights = random.uniform(size=shape) * (random.uniform(size=shape) > 0.3)
   weights[5] = 0
   batch = Batch(
-      tiny.tokens(shape, 150),
-      np.broadcast_to(np.arange(16, dtype=np.int32) % 10, shape),
-      np.broadcast_to(1 + np.arange(16, dtype=np.int32) // 10, shape),
-      weights.astype(np.float32) / 64)
+    tiny.tokens(shape, 150),
+    np.broadcast_to(np.arange(16, dtype=np.int32) % 10, shape),
+    np.broadcast_to(1 + np.arange(16, dtype=np.int32) // 10, shape),
+    weights.astype(np.float32) / 64,
+  )
   objective = types.Objective(
-      lambda o, a: (-o.logprobs - 0.1 * o.entropy, {'e': o.entropy}),
-      reads=('entropy',), learns=('entropy',), temperature=0.9)
+    lambda o, a: (-o.logprobs - 0.1 * o.entropy, {'e': o.entropy}),
+    reads=('entropy',),
+    learns=('entropy',),
+    temperature=0.9,
+  )
 
   plain_sft = objective, batch
 
@@ -111,41 +133,39 @@ def main():
   def surrogate(name):
     """(objective, batch) of a method on a rollout."""
     found = algorithms.load_algorithm(name)
-    settings = config_lib.resolve(config_lib.parse(tiny.grpo_config(
-        '', algorithm=name, rl=dict(
-            kl_coef=0.1, entropy_coef=0.01, importance=('icepop',))
-    ))[name], found.defaults)
-    arrays = {k: random.normal(size=shape).astype(np.float32)
-              for k in ('advantages', 'importance_weights')}
-    arrays |= {f'{k}_logprobs': np.float32(-5 + 0.5 * random.normal(size=shape))
-               for k in ('sampler', 'behaviour', 'old', 'ref')}
+    settings = config_lib.resolve(
+      config_lib.parse(
+        tiny.grpo_config('', algorithm=name, rl=dict(kl_coef=0.1, entropy_coef=0.01, importance=('icepop',)))
+      )[name],
+      found.defaults,
+    )
+    arrays = {k: random.normal(size=shape).astype(np.float32) for k in ('advantages', 'importance_weights')}
+    arrays |= {
+      f'{k}_logprobs': np.float32(-5 + 0.5 * random.normal(size=shape)) for k in ('sampler', 'behaviour', 'old', 'ref')
+    }
     return found.objective(settings), batch.replace(
-        arrays=arrays, sequence_ids=np.where(
-            batch.loss_weights > 0, batch.segment_ids, 0))
+      arrays=arrays, sequence_ids=np.where(batch.loss_weights > 0, batch.segment_ids, 0)
+    )
 
   def gradient(layout, given, compute=compute, learnt=None):
     model, folder, params = given
     objective, batch = learnt or plain_sft
     loaded = hf.load_params(folder, model, model.shardings(layout), 'float32')
-    jax.tree.map(np.testing.assert_array_equal, to_host(loaded),
-                 to_host(params))
+    jax.tree.map(np.testing.assert_array_equal, to_host(loaded), to_host(params))
     loss = train.make_loss(
-        model, dataclasses.replace(objective, router=(0.1, 0.01))
-        if model.config.experts else objective, layout, compute)
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True),
-                  out_shardings=(None, model.shardings(layout)))
+      model, dataclasses.replace(objective, router=(0.1, 0.01)) if model.config.experts else objective, layout, compute
+    )
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), out_shardings=(None, model.shardings(layout)))
     return to_host(run(loaded, layout.put(batch, 'batch', None)))
 
   def compare(given, right, text, learnt=None):
     (loss, metrics), grads = right
-    (loss_8, metrics_8), grads_8 = gradient(make_layout(
-        text.rpartition(':')[2], 'train'), given, learnt=learnt)
+    (loss_8, metrics_8), grads_8 = gradient(make_layout(text.rpartition(':')[2], 'train'), given, learnt=learnt)
     near = lambda a, b: tiny.largest(a - b) / (tiny.largest(b) or 1)
     off = {'loss': abs(loss_8 / loss - 1)}
     for k in metrics.keys() - {'router'}:
       off[k] = abs(metrics_8[k] - metrics[k]) / max(abs(metrics[k]), 0.01)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads_8),
-                            jax.tree.leaves(grads)):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(grads_8), jax.tree.leaves(grads)):
       off[jax.tree_util.keystr(path)] = near(a, b)
     wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
     print(text, wrong or 'ok', flush=True)
@@ -171,11 +191,13 @@ def main():
   for text in LAYOUTS:
     compare(given, right, text)
   (low, _), grads_8 = gradient(
-      make_layout('data=2,fsdp=2,tensor=2', 'train'), given,
-      dataclasses.replace(compute, dtype='bfloat16', residual='bfloat16'))
+    make_layout('data=2,fsdp=2,tensor=2', 'train'),
+    given,
+    dataclasses.replace(compute, dtype='bfloat16', residual='bfloat16'),
+  )
   near = abs(low / loss - 1) < 0.01 and all(
-      tiny.largest(a - b) < 0.1 * tiny.largest(b) for a, b in zip(
-          jax.tree.leaves(grads_8), jax.tree.leaves(grads)))
+    tiny.largest(a - b) < 0.1 * tiny.largest(b) for a, b in zip(jax.tree.leaves(grads_8), jax.tree.leaves(grads))
+  )
   print('bfloat16', 'ok' if near else f'{low} against {loss}')
 
 

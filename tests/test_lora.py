@@ -35,9 +35,7 @@ from jaxpost.types import Batch
 ALL = 'q|k|v|o|gate|up|down'
 SUMS = 'generated:arithmetic:max=99,ops=+,split={},size=40'
 PAIRS = 'generated:arithmetic_pairs:max=99,split=train,size=60'
-SHAPES = {
-    'qwen3': dict(), 'llama': dict(family='llama', qk_norm=False,
-                                   tie_embeddings=False)}
+SHAPES = {'qwen3': dict(), 'llama': dict(family='llama', qk_norm=False, tie_embeddings=False)}
 
 
 def config(targets=ALL, rank=3, rslora=False, **fields):
@@ -49,8 +47,7 @@ def params_of(model, seed=0, b=0.2):
   random = np.random.RandomState(seed)
   params = tiny.params(model, seed)
   for pair in params[lora.ROOT]['layers'].values():
-    pair['b'] = jnp.asarray(b * random.standard_normal(
-        pair['b'].shape).astype(np.float32))
+    pair['b'] = jnp.asarray(b * random.standard_normal(pair['b'].shape).astype(np.float32))
   return params
 
 
@@ -60,13 +57,10 @@ def without(params):
 
 def logits(model, params, ids, compute=tiny.EXACT):
   """Of the model itself: `tiny.logits` builds one from its config."""
-  positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32),
-                              ids.shape)
-  x = jax.jit(functools.partial(model.forward, compute=compute))(
-      params, ids, positions, np.ones_like(ids))
-  out = jnp.einsum('btd,vd->btv', x.astype(jnp.float32), model.head(params),
-                   precision='highest')
-  return np.asarray(out)[..., :model.config.vocab_size]
+  positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+  x = jax.jit(functools.partial(model.forward, compute=compute))(params, ids, positions, np.ones_like(ids))
+  out = jnp.einsum('btd,vd->btv', x.astype(jnp.float32), model.head(params), precision='highest')
+  return np.asarray(out)[..., : model.config.vocab_size]
 
 
 def near(one, two, tolerance=3e-5):
@@ -87,20 +81,19 @@ def test_rank_0_is_the_model_itself():
 @pytest.mark.parametrize('unroll', [True, False])
 def test_fresh_adapters_change_nothing(dtype, unroll):
   model = lora.build(config())
-  compute = dataclasses.replace(
-      tiny.EXACT, dtype=dtype, residual=dtype, unroll=unroll)
+  compute = dataclasses.replace(tiny.EXACT, dtype=dtype, residual=dtype, unroll=unroll)
   params, ids = tiny.params(model), tiny.tokens((2, 9))
-  assert all(np.any(p['a']) and not np.any(p['b'])
-             for p in params[lora.ROOT]['layers'].values())
+  assert all(np.any(p['a']) and not np.any(p['b']) for p in params[lora.ROOT]['layers'].values())
   # XLA fuses the two programs in other ways.
-  near(logits(model, params, ids, compute),
-       logits(model.base, without(params), ids, compute),
-       {'float32': 2e-6, 'bfloat16': 1e-2}[dtype])
+  near(
+    logits(model, params, ids, compute),
+    logits(model.base, without(params), ids, compute),
+    {'float32': 2e-6, 'bfloat16': 1e-2}[dtype],
+  )
 
 
 @pytest.mark.parametrize('unroll', [True, False])
-@pytest.mark.parametrize('targets, rslora', [
-    (ALL, False), ('layers/[qo]', True)])
+@pytest.mark.parametrize('targets, rslora', [(ALL, False), ('layers/[qo]', True)])
 def test_merged_weights_compute_the_same(targets, rslora, unroll):
   model = lora.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
@@ -134,28 +127,29 @@ def test_adapters_are_sharded_as_their_matrices():
 
 
 def rows_batch(shape=(4, 12)):
-  return Batch(tiny.tokens(shape), *(
-      np.broadcast_to(x, shape).astype(np.int32)
-      for x in (np.arange(shape[1]), 1)),
-      loss_weights=np.full(shape, 1 / math.prod(shape), np.float32))
+  return Batch(
+    tiny.tokens(shape),
+    *(np.broadcast_to(x, shape).astype(np.int32) for x in (np.arange(shape[1]), 1)),
+    loss_weights=np.full(shape, 1 / math.prod(shape), np.float32),
+  )
 
 
 def gradient(model, params, batch, micro, step=0, unroll=True):
   loss = train.make_loss(
-      model, types.Objective(lambda o, a: (-o.logprobs, {})),
-      tiny.one_device(), dataclasses.replace(tiny.EXACT, unroll=unroll))
+    model,
+    types.Objective(lambda o, a: (-o.logprobs, {})),
+    tiny.one_device(),
+    dataclasses.replace(tiny.EXACT, unroll=unroll),
+  )
   own, fixed = lora.split(params, model)
-  split = jax.tree.map(lambda x: jnp.reshape(x, (-1, micro, *x.shape[1:])),
-                       batch)
-  return jax.jit(lambda p, b: train.accumulate(
-      lambda p, m: loss(p, m, step, {'params': fixed}), p, b))(own, split)
+  split = jax.tree.map(lambda x: jnp.reshape(x, (-1, micro, *x.shape[1:])), batch)
+  return jax.jit(lambda p, b: train.accumulate(lambda p, m: loss(p, m, step, {'params': fixed}), p, b))(own, split)
 
 
 def test_dropout_keeps_the_mean():
   x = jnp.ones((2, 500, 4))
   keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))
-  adapted = lora.Adapted(jnp.zeros((4, 4)), jnp.eye(4), jnp.eye(4), keys,
-                         scale=2.0, rate=0.3)
+  adapted = lora.Adapted(jnp.zeros((4, 4)), jnp.eye(4), jnp.eye(4), keys, scale=2.0, rate=0.3)
   y = np.asarray(adapted.product('btd,df->btf', x, 'float32'))
   assert np.mean(y == 0) == pytest.approx(0.3, abs=0.03)
   np.testing.assert_allclose(y[y != 0], 2 / 0.7, rtol=1e-6)
@@ -167,8 +161,7 @@ def test_dropout_depends_on_text_and_step_not_on_place(unroll):
   model = lora.freeze(lora.build(config('q|o'), dropout=0.4), '')
   params, batch = params_of(model), rows_batch()
   (one, _), grads = gradient(model, params, batch, 4)
-  (two, _), other = gradient(
-      model, params, jax.tree.map(lambda x: x[::-1], batch), 2, unroll=unroll)
+  (two, _), other = gradient(model, params, jax.tree.map(lambda x: x[::-1], batch), 2, unroll=unroll)
   assert float(one) == pytest.approx(float(two), rel=1e-6)
   jax.tree.map(lambda a, b: near(a, b, 1e-5), grads, other)
   plain = gradient(dataclasses.replace(model, dropout=0.0), params, batch, 4)
@@ -176,9 +169,9 @@ def test_dropout_depends_on_text_and_step_not_on_place(unroll):
   assert len({round(float(x), 6) for x in (one, plain[0][0], later[0][0])}) == 3
   # Where adapters say little, so does what they drop.
   weak = params_of(model, b=1e-3)
-  near(gradient(model, weak, batch, 4)[0][0],
-       gradient(dataclasses.replace(model, dropout=0.0), weak, batch, 4)[0][0],
-       1e-3)
+  near(
+    gradient(model, weak, batch, 4)[0][0], gradient(dataclasses.replace(model, dropout=0.0), weak, batch, 4)[0][0], 1e-3
+  )
 
 
 # ------------------------------------------------------------------------ peft
@@ -199,10 +192,11 @@ def torch_model(folder, **fields):
   torch = pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
-  network = AutoModelForCausalLM.from_pretrained(
-      folder, attn_implementation='eager')
-  network = library.get_peft_model(network, library.LoraConfig(**{
-      **dict(task_type='CAUSAL_LM', r=3, lora_alpha=5), **fields}))
+
+  network = AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager')
+  network = library.get_peft_model(
+    network, library.LoraConfig(**{**dict(task_type='CAUSAL_LM', r=3, lora_alpha=5), **fields})
+  )
   torch.manual_seed(0)
   with torch.no_grad():
     for name, p in network.named_parameters():
@@ -213,6 +207,7 @@ def torch_model(folder, **fields):
 
 def torch_logits(network, ids):
   import torch
+
   with torch.no_grad():
     return network(input_ids=torch.tensor(ids).long()).logits.numpy()
 
@@ -220,16 +215,14 @@ def torch_logits(network, ids):
 def load(folder, adapter, cfg):
   """(model, parameters) of a base folder with an adapter folder on it."""
   layout = tiny.one_device()
-  model = lora.freeze(lora.build(dataclasses.replace(
-      cfg, lora=peft.read_spec(adapter, cfg))), '')
-  params = hf.load_params(
-      folder, model.base, model.base.shardings(layout), 'float32')
+  model = lora.freeze(lora.build(dataclasses.replace(cfg, lora=peft.read_spec(adapter, cfg))), '')
+  params = hf.load_params(folder, model.base, model.base.shardings(layout), 'float32')
   return model, params | peft.load(adapter, model, model.shardings(layout))
 
 
-@pytest.mark.parametrize('fields', [
-    dict(target_modules='all-linear'),
-    dict(target_modules=['q_proj', 'down_proj'], use_rslora=True)])
+@pytest.mark.parametrize(
+  'fields', [dict(target_modules='all-linear'), dict(target_modules=['q_proj', 'down_proj'], use_rslora=True)]
+)
 def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   torch = pytest.importorskip('torch', reason='parity with peft needs torch')
   folder, cfg = based
@@ -244,14 +237,15 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   logp = network(input_ids=ids).logits[:, :-1].log_softmax(-1)
   loss = -logp.gather(-1, ids[:, 1:, None]).sum() / ids.numel()
   loss.backward()
-  (value, _), grads = gradient(model, params, Batch(
-      batch.tokens, batch.positions, batch.segment_ids,
-      batch.loss_weights * (batch.positions > 0)), 2)
+  (value, _), grads = gradient(
+    model,
+    params,
+    Batch(batch.tokens, batch.positions, batch.segment_ids, batch.loss_weights * (batch.positions > 0)),
+    2,
+  )
   assert float(value) == pytest.approx(loss.item(), rel=1e-5)
-  theirs = {name.replace('.default', ''): p.grad.numpy()
-            for name, p in network.named_parameters() if p.requires_grad}
-  ours = dict(hf.export_tensors(tensor_layout.table(
-      model.config, lora.trained(model).table), grads, np.float32))
+  theirs = {name.replace('.default', ''): p.grad.numpy() for name, p in network.named_parameters() if p.requires_grad}
+  ours = dict(hf.export_tensors(tensor_layout.table(model.config, lora.trained(model).table), grads, np.float32))
   assert ours.keys() == theirs.keys()
   for name in ours:
     near(ours[name], theirs[name], 1e-3)
@@ -262,13 +256,12 @@ def read_by_peft(based, out, targets, rslora):
   pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
+
   folder, cfg = based
   model = lora.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
-  params = params_of(model) | hf.load_params(
-      folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
+  params = params_of(model) | hf.load_params(folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
   peft.writer(model, params, str(folder))(out)
-  network = library.PeftModel.from_pretrained(
-      AutoModelForCausalLM.from_pretrained(folder), out)
+  network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out)
   ids = tiny.tokens((2, 10))
   near(logits(model, params, ids), torch_logits(network, ids))
   again, read = load(folder, out, cfg)
@@ -283,6 +276,7 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   assert again.config.lora == (3, 5.0, rslora, 'v|o|up')
   # `transformers` finds the base by itself.
   from transformers import AutoModelForCausalLM
+
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'adapter')
   ids = tiny.tokens((2, 10))
   near(torch_logits(network, ids), logits(again, read, ids))
@@ -300,9 +294,9 @@ def phi(tmp_path_factory):
   return folder, cfg
 
 
-@pytest.mark.parametrize('fields', [
-    dict(target_modules='all-linear'),
-    dict(target_modules=['qkv_proj'], use_rslora=True)])
+@pytest.mark.parametrize(
+  'fields', [dict(target_modules='all-linear'), dict(target_modules=['qkv_proj'], use_rslora=True)]
+)
 def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
   """Of `peft`: they share A."""
   folder, cfg = phi
@@ -317,8 +311,7 @@ def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
 
 @pytest.mark.parametrize('rslora', [False, True])
 @pytest.mark.parametrize('targets', ['q|k|v', 'o|gate|up', ALL])
-def test_peft_loads_adapters_of_matrices_in_one_tensor(
-    phi, tmp_path, targets, rslora):
+def test_peft_loads_adapters_of_matrices_in_one_tensor(phi, tmp_path, targets, rslora):
   """Ours have an A each: those stand side by side."""
   read_by_peft(phi, tmp_path / 'adapter', targets, rslora)
 
@@ -355,10 +348,19 @@ def base(tmp_path_factory):
 
 
 def sft(base, **over):
-  return tiny.run_config(base, **tiny.merged(dict(
-      lora=dict(rank=2), train=dict(steps=4), save=dict(every=2, export=True),
-      eval=dict(every=2, samples=2, size=4, data=dict(
-          path=SUMS.format('test'))), reward='exact_match'), over))
+  return tiny.run_config(
+    base,
+    **tiny.merged(
+      dict(
+        lora=dict(rank=2),
+        train=dict(steps=4),
+        save=dict(every=2, export=True),
+        eval=dict(every=2, samples=2, size=4, data=dict(path=SUMS.format('test'))),
+        reward='exact_match',
+      ),
+      over,
+    ),
+  )
 
 
 def run(config, workdir):
@@ -368,8 +370,7 @@ def run(config, workdir):
 
 def seal(workdir, stage, step=None):
   folder = workdir / 'checkpoints' / stage
-  text = (folder / str(step or max(finished_steps(folder)))
-          / 'checksums.json').read_bytes().partition(b'\n')[2]
+  text = (folder / str(step or max(finished_steps(folder))) / 'checksums.json').read_bytes().partition(b'\n')[2]
   return json.loads(text)
 
 
@@ -421,8 +422,7 @@ def test_only_adapters_are_trained_and_kept(base):
   own = sum(x.size for x in state)
   moments = [x for x in jax.tree.leaves(policy.state.opt_state) if x.ndim]
   assert sum(x.nbytes for x in moments) == 2 * 4 * own
-  assert own == 2 * 2 * sum((
-      16 + 16, 16 + 8, 16 + 8, 16 + 16, 3 * (16 + 16)))
+  assert own == 2 * 2 * sum((16 + 16, 16 + 8, 16 + 8, 16 + 16, 3 * (16 + 16)))
   assert all(np.any(p['b']) for p in policy.params['lora']['layers'].values())
 
 
@@ -431,8 +431,7 @@ def test_checkpoint_holds_no_base(trained):
   params = {k for k in leaves if k.startswith('policy/params/')}
   assert params and all('/lora/' in k for k in params)
   floats = [s for s, _ in leaves.values() if s]
-  assert sum(map(math.prod, floats)) == 3 * sum(
-      math.prod(leaves[k][0]) for k in params)
+  assert sum(map(math.prod, floats)) == 3 * sum(math.prod(leaves[k][0]) for k in params)
 
 
 def test_run_exports_merged_weights_and_an_adapter(base, trained):
@@ -440,15 +439,13 @@ def test_run_exports_merged_weights_and_an_adapter(base, trained):
   assert weights.step == 4
   found = text_logits(weights.prepared.model, weights.params)
   plain = of_folder(base)
-  assert tiny.largest(found - text_logits(
-      plain.prepared.model, plain.params)) > 1e-3
+  assert tiny.largest(found - text_logits(plain.prepared.model, plain.params)) > 1e-3
   # The merged folder, the adapter folder as a model, and as a start.
   for source in ('export', 'export/adapter'):
     other = of_folder(trained / source)
     assert not other.prepared.model.config.lora
     near(text_logits(other.prepared.model, other.params), found)
-  _, roles, stream = parts(sft(base, lora=dict(
-      rank=0, path=str(trained / 'export/adapter'))))
+  _, roles, stream = parts(sft(base, lora=dict(rank=0, path=str(trained / 'export/adapter'))))
   stream.close()
   near(text_logits(roles.policy.model, roles.policy.params), found)
   assert roles.policy.model.config.lora == (2, 16.0, False, ALL)
@@ -473,10 +470,8 @@ def test_resume_is_exact_and_knows_the_base(base, trained, tmp_path):
 
 
 def test_freezing_by_regex(base, tmp_path):
-  run(sft(base, lora=dict(rank=0), train=dict(
-      freeze='embed|layers/.*norm|norm')), tmp_path)
-  params = {k.split('/params/')[1] for k in seal(tmp_path, 'sft')['leaves']
-            if '/params/' in k}
+  run(sft(base, lora=dict(rank=0), train=dict(freeze='embed|layers/.*norm|norm')), tmp_path)
+  params = {k.split('/params/')[1] for k in seal(tmp_path, 'sft')['leaves'] if '/params/' in k}
   assert params == {f'layers/{n}' for n in ALL.split('|')}
   before, after = of_folder(base), inference.from_run(tmp_path)
   for path in before.prepared.model.table:
@@ -485,18 +480,19 @@ def test_freezing_by_regex(base, tmp_path):
 
 
 def test_reference_of_dpo_is_the_start_without_a_copy(base):
-  over = dict(algorithm='dpo', data=dict(path=PAIRS),
-              train=dict(batch_size=4, row_length=96),
-              eval=dict(data=dict(path=''), samples=0))
+  over = dict(
+    algorithm='dpo',
+    data=dict(path=PAIRS),
+    train=dict(batch_size=4, row_length=96),
+    eval=dict(data=dict(path=''), samples=0),
+  )
   kit, roles, stream = parts(sft(base, **over))
   try:
     policy, reference = roles.policy, roles.reference
     fixed = pointers(policy.frozen['params'])
     assert fixed <= pointers(reference.params)
-    copied = [x for x in jax.tree.leaves(reference.params)
-              if x.unsafe_buffer_pointer() not in fixed]
-    assert sum(x.nbytes for x in copied) == sum(
-        x.nbytes for x in jax.tree.leaves(policy.state.params))
+    copied = [x for x in jax.tree.leaves(reference.params) if x.unsafe_buffer_pointer() not in fixed]
+    assert sum(x.nbytes for x in copied) == sum(x.nbytes for x in jax.tree.leaves(policy.state.params))
     placed = policy.place(kit.prepared.first_batch)
     start = np.asarray(reference(placed).logprobs)
     np.testing.assert_array_equal(start, policy.score(placed).logprobs)
@@ -510,10 +506,17 @@ def test_reference_of_dpo_is_the_start_without_a_copy(base):
 
 def test_grpo_learns_with_adapters(base, tmp_path):
   """The checks of the first step hold: ratio 1, the sampler agrees."""
-  rows = run(tiny.grpo_config(
-      base, lora=dict(rank=4), rl=dict(kl_coef=0.01),
-      optim=dict(lr=2e-2), rollout=dict(prompts=8, group_size=8),
-      train=dict(steps=12)), tmp_path)
+  rows = run(
+    tiny.grpo_config(
+      base,
+      lora=dict(rank=4),
+      rl=dict(kl_coef=0.01),
+      optim=dict(lr=2e-2),
+      rollout=dict(prompts=8, group_size=8),
+      train=dict(steps=12),
+    ),
+    tmp_path,
+  )
   rewards = [r['reward'] for r in rows if r['split'] == 'train']
   assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
   for row in rows[-3:]:
@@ -522,24 +525,30 @@ def test_grpo_learns_with_adapters(base, tmp_path):
 
 
 def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
-  run(tiny.merged(sft(base), dict(
-      algorithm='reward_model', data=dict(path=PAIRS),
-      train=dict(batch_size=4, row_length=96),
-      eval=dict(data=dict(path=''), samples=0))), tmp_path / 'rm')
+  run(
+    tiny.merged(
+      sft(base),
+      dict(
+        algorithm='reward_model',
+        data=dict(path=PAIRS),
+        train=dict(batch_size=4, row_length=96),
+        eval=dict(data=dict(path=''), samples=0),
+      ),
+    ),
+    tmp_path / 'rm',
+  )
   leaves = seal(tmp_path / 'rm', 'reward_model')['leaves']
   assert 'policy/params/score' in leaves
   assert 'policy/params/lora/layers/q/a' in leaves
   assert 'policy/params/embed' not in leaves
   saved = json.loads((tmp_path / 'rm/export/adapter' / peft.CONFIG).read_text())
   assert saved['modules_to_save'] == ['score']
-  run(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2), train=dict(
-      steps=2)), tmp_path / 'ppo')
+  run(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2), train=dict(steps=2)), tmp_path / 'ppo')
   leaves = seal(tmp_path / 'ppo', 'ppo')['leaves']
   assert 'policy/params/lora/layers/q/a' in leaves
   assert {'critic/params/score', 'critic/params/lora/layers/q/a'} <= set(leaves)
   assert 'critic/params/embed' not in leaves
-  _, roles, stream = parts(tiny.grpo_config(
-      base, algorithm='ppo', lora=dict(rank=2)))
+  _, roles, stream = parts(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2)))
   stream.close()
   both = [pointers(r.frozen['params']) for r in roles.trainable.values()]
   assert both[0] == both[1]
@@ -547,26 +556,29 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
 
 
 # The adapters go on, are merged for others, or for whole weights.
-@pytest.mark.parametrize('second', [
-    dict(), dict(lora=dict(rank=3)), dict(lora=dict(rank=0, dropout=0.0))],
-    ids=['same', 'other', 'whole'])
+@pytest.mark.parametrize(
+  'second', [dict(), dict(lora=dict(rank=3)), dict(lora=dict(rank=0, dropout=0.0))], ids=['same', 'other', 'whole']
+)
 def test_stages(base, tmp_path, second):
   made = lambda steps: sft(
-      base, stages=('one', 'two'), one=dict(), lora=dict(dropout=0.1),
-      eval=dict(data=dict(path=''), samples=0), two=tiny.merged(dict(
-          algorithm='dpo', data=dict(path=PAIRS), train=dict(
-              steps=steps, batch_size=4, row_length=96)), second))
+    base,
+    stages=('one', 'two'),
+    one=dict(),
+    lora=dict(dropout=0.1),
+    eval=dict(data=dict(path=''), samples=0),
+    two=tiny.merged(
+      dict(algorithm='dpo', data=dict(path=PAIRS), train=dict(steps=steps, batch_size=4, row_length=96)), second
+    ),
+  )
   run(made(4), tmp_path / 'at_once')
   run(made(2), tmp_path / 'halves')
   shutil.rmtree(tmp_path / 'halves/export')
   run(made(4), tmp_path / 'halves')  # reads the stages before from the disk
-  files = [tmp_path / d / 'export/model.safetensors'
-           for d in ('at_once', 'halves')]
+  files = [tmp_path / d / 'export/model.safetensors' for d in ('at_once', 'halves')]
   assert files[0].read_bytes() == files[1].read_bytes()
   found = inference.from_run(tmp_path / 'halves')
   other = of_folder(tmp_path / 'halves/export')
-  near(text_logits(other.prepared.model, other.params),
-       text_logits(found.prepared.model, found.params))
+  near(text_logits(other.prepared.model, other.params), text_logits(found.prepared.model, found.params))
   # Only adapters of a model with a name make a folder for peft.
   assert (tmp_path / 'halves/export/adapter').exists() == (second == {})
 
@@ -576,12 +588,13 @@ def test_a_run_goes_on_from_another_run(base, trained):
   stream.close()
   at = inference.from_run(trained, step=2)
   np.testing.assert_array_equal(
-      text_logits(at.prepared.model, at.params),
-      text_logits(roles.policy.model, roles.policy.params))
+    text_logits(at.prepared.model, at.params), text_logits(roles.policy.model, roles.policy.params)
+  )
 
 
 def test_recipe():
   from configs import sft_gsm8k
+
   made = config_lib.parse(sft_gsm8k.get_config('lora=16').to_dict())['sft']
   assert (made.lora.rank, made.lora.alpha) == (16, 32.0)
   assert made.model.param_dtype == 'bfloat16'
@@ -601,23 +614,27 @@ def adapter(folder, base, cfg=None, **changes):
   return str(folder)
 
 
-@pytest.mark.parametrize('over, text', [
-    (dict(lora=dict(targets='query')),
-     "targets: 'query' matches none of layers/q, "),
+@pytest.mark.parametrize(
+  'over, text',
+  [
+    (dict(lora=dict(targets='query')), "targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(targets='(q')), 'targets: .* is no regular expression'),
     (dict(lora=dict(rank=9)), r'rank: 9 is larger than layers/k, .* at most 8'),
-    (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'),
-     'lora.dropout: what is trained on policy'),
+    (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'), 'lora.dropout: what is trained on policy'),
     (dict(train=dict(freeze='heads')), "freeze: 'heads' matches none of embed"),
     (dict(train=dict(freeze='.*')), "freeze: '.*' leaves nothing to train"),
-    (dict(train=dict(freeze='[')), 'freeze: .* is no regular expression')])
+    (dict(train=dict(freeze='[')), 'freeze: .* is no regular expression'),
+  ],
+)
 def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:
     prepare.prepare_all(sft(base, **over))
   assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('changes, text', [
+@pytest.mark.parametrize(
+  'changes, text',
+  [
     (dict(use_dora=True), 'use_dora=True is not supported'),
     (dict(init_lora_weights='pissa'), "weights='pissa' is not supported"),
     (dict(rank_pattern={'q_proj': 4}), 'rank_pattern=.* is not supported'),
@@ -625,8 +642,11 @@ def test_bad_config_is_one_line(base, over, text):
     (dict(rank_pattern=['q_proj']), 'rank_pattern=.* must be an object'),
     (dict(target_parameters='q'), "target_parameters='q' must be a list"),
     (dict(target_parameters=[5]), r'target_parameters=\[5\] must be a list'),
-    (dict(r=0), 'r=0 and'), (dict(r=4), r'has shape \[2, 16\], not \[4, 16\]'),
-    (dict(peft_type='IA3'), "peft_type='IA3'")])
+    (dict(r=0), 'r=0 and'),
+    (dict(r=4), r'has shape \[2, 16\], not \[4, 16\]'),
+    (dict(peft_type='IA3'), "peft_type='IA3'"),
+  ],
+)
 def test_adapter_folder_that_is_refused(base, tmp_path, changes, text):
   path = adapter(tmp_path / 'adapter', base, **changes)
   with pytest.raises(InputError, match=text) as error:
@@ -634,11 +654,14 @@ def test_adapter_folder_that_is_refused(base, tmp_path, changes, text):
   assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('fields, text', [
+@pytest.mark.parametrize(
+  'fields, text',
+  [
     (dict(hidden_size=32), 'has shape .* of another model'),
     (dict(num_layers=1), 'layers.1.* is missing; the adapter is of another'),
     (dict(num_layers=3), 'layers.2.* have no place; the adapter is of another'),
-])
+  ],
+)
 def test_adapter_of_another_model_is_refused(base, tmp_path, fields, text):
   cfg = dataclasses.replace(hf.read_config(base), **fields)
   path = adapter(tmp_path / 'adapter', base, cfg)

@@ -22,20 +22,18 @@ from jaxpost.models.config import Experts
 
 EXPERTS = Experts(4, 2, 24)
 FAMILIES = {
-    'qwen3_moe': dict(experts=EXPERTS),
-    'mixtral': dict(qk_norm='', tie_embeddings=False, intermediate_size=24,
-                    experts=EXPERTS)}
+  'qwen3_moe': dict(experts=EXPERTS),
+  'mixtral': dict(qk_norm='', tie_embeddings=False, intermediate_size=24, experts=EXPERTS),
+}
 ALL = 'q|experts/(gate|up|down)'
 
 
 def config(targets=ALL, rank=3, rslora=False, family='qwen3_moe', **fields):
-  return tiny.config(lora=(rank, 5.0, rslora, targets), family=family,
-                     **FAMILIES[family] | fields)
+  return tiny.config(lora=(rank, 5.0, rslora, targets), family=family, **FAMILIES[family] | fields)
 
 
 def test_experts_are_targets_where_they_are_named():
-  found = lambda targets: set(
-      lora.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
+  found = lambda targets: set(lora.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
   assert found('q|k|v|o|gate|up|down') == set('qkvo')
   assert found(ALL) == {'q', 'gate', 'up', 'down'}
   assert found('layers/experts/.*') == {'gate', 'up', 'down'}
@@ -43,9 +41,8 @@ def test_experts_are_targets_where_they_are_named():
   assert rows['lora/layers/gate/a'].shape == (2, 4, 32, 3)
   assert rows['lora/layers/gate/b'].shape == (2, 4, 3, 24)
   assert rows['lora/layers/down/a'].axes == ('layers', 'expert', 'mlp', None)
-  a = np.asarray(lora.build(config(rank=8)).init(
-      jax.random.key(0))['lora']['layers']['down']['a'])
-  assert np.std(a) == pytest.approx((1 / 24) ** 0.5 / 3 ** 0.5, rel=0.1)
+  a = np.asarray(lora.build(config(rank=8)).init(jax.random.key(0))['lora']['layers']['down']['a'])
+  assert np.std(a) == pytest.approx((1 / 24) ** 0.5 / 3**0.5, rel=0.1)
 
 
 def test_what_cannot_be_is_refused():
@@ -60,17 +57,14 @@ def test_what_cannot_be_is_refused():
 
 
 @pytest.mark.parametrize('unroll', [True, False])
-@pytest.mark.parametrize('targets, rslora', [
-    (ALL, False), ('experts/down', True)])
+@pytest.mark.parametrize('targets, rslora', [(ALL, False), ('experts/down', True)])
 def test_merged_experts_compute_the_same(targets, rslora, unroll):
   model = lora.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
   params, ids = test_lora.params_of(model), tiny.tokens((2, 9))
   found = test_lora.logits(model, params, ids, compute)
-  test_lora.near(found, test_lora.logits(
-      model.base, model.merge(params), ids, compute))
-  plain = test_lora.logits(
-      model.base, test_lora.without(params), ids, compute)
+  test_lora.near(found, test_lora.logits(model.base, model.merge(params), ids, compute))
+  plain = test_lora.logits(model.base, test_lora.without(params), ids, compute)
   assert tiny.largest(found - plain) > 0.1 * tiny.largest(plain)
 
 
@@ -80,31 +74,29 @@ def test_gradients_are_those_of_the_merged_matrices():
   params, batch = test_lora.params_of(model), test_lora.rows_batch()
   _, grads = test_lora.gradient(model, params, batch, 4)
   whole = dataclasses.replace(
-      model, forward=model.base.forward, frozen=frozenset(),
-      table=model.base.table, config=model.base.config)
+    model, forward=model.base.forward, frozen=frozenset(), table=model.base.table, config=model.base.config
+  )
   _, of_w = test_lora.gradient(whole, model.merge(params), batch, 4)
   scale = lora.scale(model.config)
   for name, pair in params['lora']['layers'].items():
     dw, have = of_w['layers'][name], grads['lora']['layers'][name]
-    test_lora.near(have['a'], scale * jnp.einsum(
-        'lexf,lerf->lexr', dw, pair['b'], precision='highest'), 1e-4)
-    test_lora.near(have['b'], scale * jnp.einsum(
-        'lexf,lexr->lerf', dw, pair['a'], precision='highest'), 1e-4)
+    test_lora.near(have['a'], scale * jnp.einsum('lexf,lerf->lexr', dw, pair['b'], precision='highest'), 1e-4)
+    test_lora.near(have['b'], scale * jnp.einsum('lexf,lexr->lerf', dw, pair['a'], precision='highest'), 1e-4)
 
 
 @pytest.mark.parametrize('method', ['sft', 'grpo'])
 def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
-  base = tiny.folder(tmp_path / 'base', family='qwen3_moe', num_layers=2,
-                     experts=EXPERTS)
+  base = tiny.folder(tmp_path / 'base', family='qwen3_moe', num_layers=2, experts=EXPERTS)
   make = tiny.run_config if method == 'sft' else tiny.grpo_config
-  stages.run(tiny.merged(make(base), dict(
-      lora=dict(rank=2, targets=ALL), optim=dict(lr=3e-2),
-      train=dict(steps=2), save=dict(export=True))), tmp_path / 'run')
-  rows = [json.loads(line) for line in (
-      tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+  stages.run(
+    tiny.merged(
+      make(base), dict(lora=dict(rank=2, targets=ALL), optim=dict(lr=3e-2), train=dict(steps=2), save=dict(export=True))
+    ),
+    tmp_path / 'run',
+  )
+  rows = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
   assert rows[0]['grad_norm'] > 0
-  one, two = (test_lora.of_folder(folder).params['layers'] for folder in (
-      base, tmp_path / 'run/export'))
+  one, two = (test_lora.of_folder(folder).params['layers'] for folder in (base, tmp_path / 'run/export'))
   moved = {name for name in one if np.any(one[name] != two[name])}
   assert moved == {'q', 'gate', 'up', 'down'}
   for name in moved - {'q'}:  # each expert of each layer
@@ -118,8 +110,7 @@ def test_on_experts_in_8_bits():
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()
   held = quantization.convert(params, codes)
   (loss, _), grads = test_lora.gradient(codes, held, batch, 4)
-  (same, _), right = test_lora.gradient(
-      plain, quantization.convert(held, plain), batch, 4)
+  (same, _), right = test_lora.gradient(plain, quantization.convert(held, plain), batch, 4)
   assert float(loss) == pytest.approx(float(same), rel=1e-6)
   jax.tree.map(lambda a, b: test_lora.near(a, b, 1e-4), grads, right)
   exact = test_lora.gradient(plain, params, batch, 4)[0][0]
@@ -144,13 +135,14 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
+
   folder, cfg = based
   model = lora.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, ALL)))
   params = test_lora.params_of(model) | hf.load_params(
-      folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
+    folder, model.base, model.base.shardings(tiny.one_device()), 'float32'
+  )
   peft.writer(model, params, str(folder))(tmp_path / 'adapter')
-  network = library.PeftModel.from_pretrained(
-      AutoModelForCausalLM.from_pretrained(folder), tmp_path / 'adapter')
+  network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / 'adapter')
   ids = tiny.tokens((2, 10))
   ours = test_lora.logits(model, params, ids)
   test_lora.near(test_lora.torch_logits(network.eval(), ids), ours)
@@ -165,23 +157,20 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   assert again.config.lora[0] == 3 and 'experts/up' in again.config.lora[3]
 
 
-@pytest.mark.parametrize('names', [('gate_up_proj', 'down_proj'),
-                                   ('down_proj',), ('gate_up_proj',)])
+@pytest.mark.parametrize('names', [('gate_up_proj', 'down_proj'), ('down_proj',), ('gate_up_proj',)])
 def test_parameters_that_peft_adapts(based, tmp_path, names):
   """`target_parameters`, in which gate and up share A."""
   folder, cfg = based
   network = test_lora.torch_model(
-      folder, target_modules=['q_proj'], use_rslora=True,
-      target_parameters=[f'mlp.experts.{name}' for name in names])
+    folder, target_modules=['q_proj'], use_rslora=True, target_parameters=[f'mlp.experts.{name}' for name in names]
+  )
   network.save_pretrained(tmp_path)
   model, params = test_lora.load(folder, tmp_path, cfg)
   ids = tiny.tokens((2, 10))
-  test_lora.near(test_lora.logits(model, params, ids),
-                 test_lora.torch_logits(network, ids))
+  test_lora.near(test_lora.logits(model, params, ids), test_lora.torch_logits(network, ids))
   file = tmp_path / 'adapter_config.json'
   raw = json.loads(file.read_text())
-  for fields in (dict(rank_pattern={'q_proj': 2}),
-                 dict(target_parameters=['mlp.gate.weight'])):
+  for fields in (dict(rank_pattern={'q_proj': 2}), dict(target_parameters=['mlp.gate.weight'])):
     file.write_text(json.dumps(raw | fields))
     with pytest.raises(InputError, match='|'.join(fields)):
       peft.read_spec(tmp_path, cfg)

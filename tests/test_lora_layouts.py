@@ -21,17 +21,24 @@ MESHES = {'fsdp=4,tensor=2': 'data=4,tensor=2', 'data=2,fsdp=4': 'data=8'}
 def config(model, **over):
   """DPO: a reference; and samples of an evaluation."""
   task = 'generated:arithmetic_pairs:max=99,split={},size=40'
-  return tiny.run_config(model, **tiny.merged(dict(
-      algorithm='dpo', lora=dict(rank=2, dropout=0.2),
-      data=dict(path=task.format('train')),
-      train=dict(steps=3, batch_size=8, row_length=96),
-      save=dict(export=True)), over))
+  return tiny.run_config(
+    model,
+    **tiny.merged(
+      dict(
+        algorithm='dpo',
+        lora=dict(rank=2, dropout=0.2),
+        data=dict(path=task.format('train')),
+        train=dict(steps=3, batch_size=8, row_length=96),
+        save=dict(export=True),
+      ),
+      over,
+    ),
+  )
 
 
 def run(config, workdir):
   stages.run(config, workdir, rich.console.Console(quiet=True))
-  return [r for r in metrics.comparable_rows(workdir / 'metrics.jsonl')
-          if r['split'] == 'train']
+  return [r for r in metrics.comparable_rows(workdir / 'metrics.jsonl') if r['split'] == 'train']
 
 
 @pytest.fixture(scope='module', params=['', 'int8', 'nf4'])
@@ -45,27 +52,31 @@ def one(request, tmp_path_factory):
 @pytest.mark.parametrize('mesh', MESHES)
 def test_mesh(one, mesh, tmp_path):
   from safetensors.numpy import load_file
+
   made, expected, folder = one
-  made = tiny.merged(made, dict(
-      mesh=dict(train=mesh, rollout=MESHES[mesh])))
+  made = tiny.merged(made, dict(mesh=dict(train=mesh, rollout=MESHES[mesh])))
   (tmp_path / 'config.json').write_text(json.dumps(made))
   done = subprocess.run(
-      [sys.executable, __file__, str(tmp_path)], capture_output=True,
-      text=True, timeout=300, cwd=ROOT, env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
-                       '--xla_backend_optimization_level=0',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.:tests'})
+    [sys.executable, __file__, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    cwd=ROOT,
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': '.:tests',
+    },
+  )
   assert done.returncode == 0, done.stderr[-3000:]
-  found = [r for r in metrics.comparable_rows(
-      tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
+  found = [r for r in metrics.comparable_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
   assert len(found) == len(expected) == 3
   for mine, theirs in zip(found, expected):
     for key in ('loss', 'grad_norm', 'rewards/margins'):
-      assert mine[key] == pytest.approx(
-          theirs[key], rel=1e-3, abs=1e-5), key
+      assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), key
   for name in ('model', 'adapter/adapter_model'):
-    a, b = (load_file(f / f'export/{name}.safetensors')
-            for f in (tmp_path / 'run', folder))
+    a, b = (load_file(f / f'export/{name}.safetensors') for f in (tmp_path / 'run', folder))
     assert a.keys() == b.keys()
     for key in a:
       np.testing.assert_allclose(a[key], b[key], atol=1e-3, err_msg=key)

@@ -20,20 +20,18 @@ from jaxpost.losses import importance, policy_gradient
 from jaxpost.losses import values as values_lib
 from jaxpost.losses.policy_gradient import SurrogateOptions
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
-                    .read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
-OLD, NEW, REF, GAINS, MASK = (
-    INPUTS[k] for k in ('old', 'new', 'ref', 'adv_grpo_score2', 'mask'))
+OLD, NEW, REF, GAINS, MASK = (INPUTS[k] for k in ('old', 'new', 'ref', 'adv_grpo_score2', 'mask'))
 close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 # What a batch's weights are under each way of averaging.
 WEIGHTS = {
-    'token-mean': MASK / MASK.sum(),
-    'seq-mean-token-sum': MASK / len(MASK),
-    'seq-mean-token-mean': MASK / MASK.sum(1, keepdims=True) / len(MASK),
-    'seq-mean-token-sum-norm': MASK / MASK.size,
+  'token-mean': MASK / MASK.sum(),
+  'seq-mean-token-sum': MASK / len(MASK),
+  'seq-mean-token-mean': MASK / MASK.sum(1, keepdims=True) / len(MASK),
+  'seq-mean-token-sum-norm': MASK / MASK.size,
 }
 
 
@@ -44,41 +42,37 @@ def sequence_mean(x):
 
 def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
   """(loss, gradient, per-token metrics, per-token loss)."""
+
   def loss(x):
-    per_token, metrics = policy_gradient.LOSSES[name](
-        x, OLD, gains, options, sequence_mean)
+    per_token, metrics = policy_gradient.LOSSES[name](x, OLD, gains, options, sequence_mean)
     return jnp.sum(per_token * scale * weights), (metrics, per_token)
 
-  (value, (metrics, per_token)), gradient = jax.value_and_grad(
-      loss, has_aux=True)(jnp.asarray(new))
+  (value, (metrics, per_token)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(new))
   return value, gradient, metrics, per_token
 
 
-@pytest.mark.parametrize('case, name, mean, options', [
-    *[(f'verl/ppo_clip0.2_dual3/{mean}', 'clip', mean, dict(dual_clip=3.0))
-      for mean in WEIGHTS],
-    ('verl/ppo_clip0.2_0.28/token-mean', 'clip', 'token-mean',
-     dict(clip_high=0.28)),
+@pytest.mark.parametrize(
+  'case, name, mean, options',
+  [
+    *[(f'verl/ppo_clip0.2_dual3/{mean}', 'clip', mean, dict(dual_clip=3.0)) for mean in WEIGHTS],
+    ('verl/ppo_clip0.2_0.28/token-mean', 'clip', 'token-mean', dict(clip_high=0.28)),
     ('trl/grpo_loss_grpo_eps0.2', 'clip', 'seq-mean-token-mean', {}),
     ('trl/grpo_loss_bnpo_eps0.2', 'clip', 'token-mean', {}),
     ('trl/grpo_loss_dapo_eps0.2', 'clip', 'token-mean', {}),
     ('trl/grpo_loss_dr_grpo_eps0.2', 'clip', 'seq-mean-token-sum-norm', {}),
-    ('trl/grpo_loss_dapo_0.2_0.28', 'clip', 'token-mean',
-     dict(clip_high=0.28)),
-    ('trl/grpo_loss_cispo_max1.05', 'cispo', 'token-mean',
-     dict(clip_low=1.0, clip_high=0.05)),
+    ('trl/grpo_loss_dapo_0.2_0.28', 'clip', 'token-mean', dict(clip_high=0.28)),
+    ('trl/grpo_loss_cispo_max1.05', 'cispo', 'token-mean', dict(clip_low=1.0, clip_high=0.05)),
     ('verl/sapo', 'sapo', 'seq-mean-token-mean', {}),
     ('trl/grpo_loss_sapo_eps0.2', 'sapo', 'seq-mean-token-mean', {}),
-    ('verl/gspo', 'gspo', 'seq-mean-token-mean',
-     dict(clip_low=0.03, clip_high=0.04)),
-    ('trl/gspo_grpo_0.03_0.04', 'gspo', 'seq-mean-token-mean',
-     dict(clip_low=0.03, clip_high=0.04)),
+    ('verl/gspo', 'gspo', 'seq-mean-token-mean', dict(clip_low=0.03, clip_high=0.04)),
+    ('trl/gspo_grpo_0.03_0.04', 'gspo', 'seq-mean-token-mean', dict(clip_low=0.03, clip_high=0.04)),
     ('verl/geo_mean', 'geo_mean', 'seq-mean-token-mean', {}),
     ('verl/gpg', 'reinforce', 'token-mean', {}),
-], ids=lambda x: x if isinstance(x, str) and '/' in x else '')
+  ],
+  ids=lambda x: x if isinstance(x, str) and '/' in x else '',
+)
 def test_surrogates(case, name, mean, options):
-  value, gradient, metrics, _ = run(
-      name, WEIGHTS[mean], SurrogateOptions(**options))
+  value, gradient, metrics, _ = run(name, WEIGHTS[mean], SurrogateOptions(**options))
   golden = CASES[case]
   close(value, golden['loss'])
   close(gradient, golden['grad'])
@@ -89,9 +83,10 @@ def test_surrogates(case, name, mean, options):
   for key, theirs in golden['metrics'].items():
     if key in averages:
       close(averages[key], theirs)
-  compared = {'trl/grpo_loss_cispo_max1.05': {'cispo_clip_ratio'},
-              'trl/gspo_grpo_0.03_0.04': {'clip_ratio/low_mean',
-                                          'clip_ratio/high_mean'}}
+  compared = {
+    'trl/grpo_loss_cispo_max1.05': {'cispo_clip_ratio'},
+    'trl/gspo_grpo_0.03_0.04': {'clip_ratio/low_mean', 'clip_ratio/high_mean'},
+  }
   assert compared.get(case, set()) <= averages.keys() & golden['metrics']
 
 
@@ -112,12 +107,11 @@ def test_kl(name):
     close(value, CASES[f'verl/kl_penalty/{theirs}'])
 
 
-@pytest.mark.parametrize('name, case', [
-    ('k1', 'kl'), ('k2', 'mse'), ('k3', 'low_var_kl'), ('k3+', 'k3+')])
+@pytest.mark.parametrize('name, case', [('k1', 'kl'), ('k2', 'mse'), ('k3', 'low_var_kl'), ('k3+', 'k3+')])
 def test_kl_gradients(name, case):
-  value, gradient = jax.value_and_grad(lambda x: jnp.sum(
-      policy_gradient.KL[name](x, REF) * WEIGHTS['token-mean']))(
-          jnp.asarray(NEW))
+  value, gradient = jax.value_and_grad(lambda x: jnp.sum(policy_gradient.KL[name](x, REF) * WEIGHTS['token-mean']))(
+    jnp.asarray(NEW)
+  )
   close(value, CASES[f'verl/kl_loss_grad/{case}']['loss'])
   close(gradient, CASES[f'verl/kl_loss_grad/{case}']['grad'])
 
@@ -130,6 +124,7 @@ def test_straight_through_k1_has_the_gradient_of_k2():
 
 def test_k3_in_the_loss():
   """TRL's dapo loss with beta 0.04: surrogate and KL, mean over tokens."""
+
   def loss(new):
     values, *_ = policy_gradient.clipped_surrogate(new, OLD, GAINS, 0.2, 0.2)
     values += 0.04 * policy_gradient.kl_k3(new, REF)
@@ -139,18 +134,15 @@ def test_k3_in_the_loss():
   value, gradient = jax.value_and_grad(loss)(jnp.asarray(NEW))
   close(value, golden['loss'])
   close(gradient, golden['grad'])
-  close(np.sum(policy_gradient.kl_k3(NEW, REF) * WEIGHTS['token-mean']),
-        golden['metrics']['kl'])
+  close(np.sum(policy_gradient.kl_k3(NEW, REF) * WEIGHTS['token-mean']), golden['metrics']['kl'])
 
 
-@pytest.mark.parametrize('case, cap', [
-    ('verl/ppo_tis_cap2', 2.0), ('trl/grpo_dapo_tis_cap3', 3.0)])
+@pytest.mark.parametrize('case, cap', [('verl/ppo_tis_cap2', 2.0), ('trl/grpo_dapo_tis_cap3', 3.0)])
 def test_surrogate_with_correction(case, cap):
   weights = importance.correction(
-      ('token_truncated',), OLD - INPUTS['roll'], MASK,
-      importance.CorrectionOptions(cap=cap))
-  value, gradient, *_ = run(
-      'clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=weights)
+    ('token_truncated',), OLD - INPUTS['roll'], MASK, importance.CorrectionOptions(cap=cap)
+  )
+  value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=weights)
   close(value, CASES[case]['loss'])
   close(gradient, CASES[case]['grad'])
 
@@ -158,11 +150,10 @@ def test_surrogate_with_correction(case, cap):
 def test_off_policy_sequence_masking():
   """It compares the sampler with the policy being trained."""
   kept = policy_gradient.off_policy_kept(
-      NEW, OLD, GAINS, 0.02, lambda x: np.sum(
-          x * MASK, 1, keepdims=True) / MASK.sum(1, keepdims=True) + 0 * x)
+    NEW, OLD, GAINS, 0.02, lambda x: np.sum(x * MASK, 1, keepdims=True) / MASK.sum(1, keepdims=True) + 0 * x
+  )
   assert 0 < np.sum(kept * MASK) < MASK.sum()
-  value, gradient, *_ = run(
-      'clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept)
+  value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=kept)
   close(value, CASES['trl/grpo_dapo_opsm0.02']['loss'])
   close(gradient, CASES['trl/grpo_dapo_opsm0.02']['grad'])
 
@@ -170,15 +161,12 @@ def test_off_policy_sequence_masking():
 def test_dual_clip():
   new = INPUTS['new_bigratio']
   loss, golden = CASES['verl/ppo_dual3_triggered']
-  value, gradient, metrics, _ = run(
-      'clip', WEIGHTS['token-mean'], SurrogateOptions(dual_clip=3.0), new=new)
+  value, gradient, metrics, _ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(dual_clip=3.0), new=new)
   close(value, loss)
   taken = metrics['clip_ratio/dual_mean']
-  close(np.sum(taken * WEIGHTS['token-mean']),
-        golden['actor/pg_clipfrac_lower'])
+  close(np.sum(taken * WEIGHTS['token-mean']), golden['actor/pg_clipfrac_lower'])
   assert not np.asarray(gradient)[taken == 1].any()
-  assert 'clip_ratio/dual_mean' not in run(
-      'clip', MASK, SurrogateOptions())[2]
+  assert 'clip_ratio/dual_mean' not in run('clip', MASK, SurrogateOptions())[2]
   with pytest.raises(ValueError, match='dual_clip 0.5'):
     run('clip', MASK, SurrogateOptions(dual_clip=0.5))
 
@@ -186,26 +174,22 @@ def test_dual_clip():
 def test_clip_is_reported_where_it_removes_the_gradient():
   new = jnp.log(jnp.array([[0.5, 0.5, 1.5, 1.5]]))
   gains = jnp.array([[1.0, -1.0, 1.0, -1.0]])
-  *_, low, high = policy_gradient.clipped_surrogate(
-      new, jnp.zeros((1, 4)), gains, 0.2, 0.2)
+  *_, low, high = policy_gradient.clipped_surrogate(new, jnp.zeros((1, 4)), gains, 0.2, 0.2)
   np.testing.assert_array_equal(low, [[0, 1, 0, 0]])
   np.testing.assert_array_equal(high, [[0, 0, 1, 0]])
-  gradient = jax.grad(lambda x: policy_gradient.clipped_surrogate(
-      x, jnp.zeros((1, 4)), gains, 0.2, 0.2)[0].sum())(new)
+  gradient = jax.grad(lambda x: policy_gradient.clipped_surrogate(x, jnp.zeros((1, 4)), gains, 0.2, 0.2)[0].sum())(new)
   np.testing.assert_array_equal(gradient[0] != 0, [1, 0, 0, 1])
 
 
 @pytest.mark.parametrize('name', policy_gradient.LOSSES)
 def test_at_the_first_step(name):
   """Ratio 1 exactly, nothing clipped, the policy gradient -A, KL 0."""
-  _, gradient, metrics, per_token = run(
-      name, MASK, SurrogateOptions(dual_clip=3.0), new=OLD)
+  _, gradient, metrics, per_token = run(name, MASK, SurrogateOptions(dual_clip=3.0), new=OLD)
   np.testing.assert_array_equal(metrics.pop('ratio'), np.ones_like(OLD))
   for clipped in metrics.values():
     assert not clipped.any()
   close(gradient, -GAINS * MASK)
-  value = {'cispo': OLD, 'reinforce': OLD,
-           'sapo': np.where(GAINS > 0, 2, 2 / 1.05)}.get(name, 1)
+  value = {'cispo': OLD, 'reinforce': OLD, 'sapo': np.where(GAINS > 0, 2, 2 / 1.05)}.get(name, 1)
   close(per_token, -GAINS * value)
   for estimator in policy_gradient.KL.values():
     assert not np.any(estimator(OLD, OLD))
@@ -215,8 +199,7 @@ def test_at_the_first_step(name):
 @pytest.mark.parametrize('name', policy_gradient.LOSSES)
 def test_extreme_ratios_stay_finite(name, size):
   for gains in (GAINS, -GAINS):
-    value, gradient, metrics, per_token = run(
-        name, MASK, SurrogateOptions(), new=OLD + size, gains=gains)
+    value, gradient, metrics, per_token = run(name, MASK, SurrogateOptions(), new=OLD + size, gains=gains)
     for x in (value, gradient, per_token, *metrics.values()):
       assert np.isfinite(x).all()
 
@@ -224,8 +207,7 @@ def test_extreme_ratios_stay_finite(name, size):
 @pytest.mark.parametrize('size', [1e4, -1e4])
 @pytest.mark.parametrize('name', policy_gradient.KL)
 def test_extreme_kl_stays_finite(name, size):
-  value, gradient = jax.value_and_grad(lambda x: policy_gradient.KL[name](
-      x, REF).sum())(jnp.asarray(REF + size))
+  value, gradient = jax.value_and_grad(lambda x: policy_gradient.KL[name](x, REF).sum())(jnp.asarray(REF + size))
   assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
@@ -242,15 +224,12 @@ def test_value_loss():
   """By hand: clipped up, clipped down, inside, and clipped but not worse."""
   values = jnp.array([[2.0, -2.0, 0.1, 2.0]])
   returns = np.array([[0.0, 0.0, 1.0, 3.0]])
-  loss, clipped = values_lib.clipped_value_loss(
-      values, np.zeros((1, 4)), returns, 0.5)
+  loss, clipped = values_lib.clipped_value_loss(values, np.zeros((1, 4)), returns, 0.5)
   close(loss, [[2.0, 2.0, 0.405, 3.125]])
   np.testing.assert_array_equal(clipped, [[0, 0, 0, 1]])
-  gradient = jax.grad(lambda v: values_lib.clipped_value_loss(
-      v, np.zeros((1, 4)), returns, 0.5)[0].sum())(values)
+  gradient = jax.grad(lambda v: values_lib.clipped_value_loss(v, np.zeros((1, 4)), returns, 0.5)[0].sum())(values)
   close(gradient, [[2.0, -2.0, -0.9, 0.0]])
-  loss, clipped = values_lib.clipped_value_loss(
-      values, np.zeros((1, 4)), returns)
+  loss, clipped = values_lib.clipped_value_loss(values, np.zeros((1, 4)), returns)
   close(loss, [[2.0, 2.0, 0.405, 0.5]])
   assert not clipped.any()
 
@@ -262,8 +241,7 @@ def test_explained_variance():
   assert explained(returns) == 1
   close(explained(np.full((1, 4), 7.0)), 0)
   close(explained(np.array([[1.0, 2.0, 3.0, 0.0]])), 1 - (2 / 9) / (14 / 9))
-  assert np.isnan(values_lib.explained_variance(
-      returns, np.ones((1, 4)), np.ones((1, 4))))
+  assert np.isnan(values_lib.explained_variance(returns, np.ones((1, 4)), np.ones((1, 4))))
 
 
 def test_bradley_terry():
@@ -285,4 +263,4 @@ def test_regression_losses():
   loss = values_lib.process_reward_loss(logits, labels)
   close(loss[:, :2], -y * np.log(p) - (1 - y) * np.log(1 - p))
   close(loss[:, 2], 1e4)
-  close(values_lib.REGRESSION['mse'](logits, labels), (logits - labels)**2)
+  close(values_lib.REGRESSION['mse'](logits, labels), (logits - labels) ** 2)

@@ -12,12 +12,10 @@ import pytest
 
 from jaxpost.losses import advantages, importance
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
-                    .read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
-OLD, SAMPLER, MASK, TOOLS, VALUES = (
-    INPUTS[k] for k in ('old', 'roll', 'mask', 'mask_mt', 'values'))
+OLD, SAMPLER, MASK, TOOLS, VALUES = (INPUTS[k] for k in ('old', 'roll', 'mask', 'mask_mt', 'values'))
 EVERY = np.ones((2, 4), bool)
 close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
@@ -28,18 +26,20 @@ def at_the_end(scores, mask):
   return scores[:, None] * (np.arange(mask.shape[1]) == last[:, None])
 
 
-@pytest.mark.parametrize('case, options', [
+@pytest.mark.parametrize(
+  'case, options',
+  [
     ('verl/grpo_std/score', {}),
     ('verl/dr_grpo/score', dict(scale=False)),
     ('verl/dr_grpo/score2', dict(scale='none')),
     ('trlformula/grpo_adv_group/score2', dict(scale='group', eps=1e-4)),
     ('trlformula/grpo_adv_batch/score2', dict(scale='batch', eps=1e-4)),
     ('trlformula/grpo_adv_none/score2', dict(scale='none')),
-])
+  ],
+)
 def test_group_relative(case, options):
   rewards = INPUTS[case.rpartition('/')[2]].reshape(2, 4)
-  close(advantages.group_relative(rewards, EVERY, **options).ravel(),
-        CASES[case])
+  close(advantages.group_relative(rewards, EVERY, **options).ravel(), CASES[case])
 
 
 def test_leave_one_out():
@@ -52,18 +52,15 @@ def test_leave_one_out():
 def test_singletons_both_ways():
   rewards = INPUTS['score2'].reshape(8, 1)
   valid = np.ones((8, 1), bool)
-  close(advantages.group_relative(rewards, valid, singleton='raw').ravel(),
-        CASES['verl/grpo_singleton_groups'])
+  close(advantages.group_relative(rewards, valid, singleton='raw').ravel(), CASES['verl/grpo_singleton_groups'])
   assert not advantages.group_relative(rewards, valid).any()
   # One valid sample of three, beside an ordinary group.
   rewards = np.array([[np.nan, 3.0, np.nan], [0.0, 2.0, np.nan]])
   valid = np.isfinite(rewards)
   for scale in ('group', 'none'):
-    ours = advantages.group_relative(
-        rewards, valid, scale=scale, singleton='raw')
+    ours = advantages.group_relative(rewards, valid, scale=scale, singleton='raw')
     close(ours[0], [0, 3 / (1 + 1e-6 * (scale == 'group')), 0])
-  close(advantages.leave_one_out(rewards, valid, singleton='raw'),
-        [[0, 3, 0], [-2, 2, 0]])
+  close(advantages.leave_one_out(rewards, valid, singleton='raw'), [[0, 3, 0], [-2, 2, 0]])
   close(advantages.leave_one_out(rewards, valid), [[0, 0, 0], [-2, 2, 0]])
 
 
@@ -71,37 +68,34 @@ def test_singletons_both_ways():
 def test_groups_that_teach_nothing_get_zero(scale):
   """Equal rewards, a single valid sample, none; masked samples get 0."""
   nan = np.nan
-  rewards = np.array(
-      [[0.1, 0.1, 0.1], [1, nan, nan], [nan] * 3, [0, nan, 1]])
+  rewards = np.array([[0.1, 0.1, 0.1], [1, nan, nan], [nan] * 3, [0, nan, 1]])
   valid = np.isfinite(rewards)
   ours = advantages.group_relative(rewards, valid, scale=scale)
   assert not ours[:3].any() and ours[3, 1] == 0
   assert not advantages.leave_one_out(rewards, valid)[:3].any()
   if scale == 'group':
     close(ours[3], [-np.sqrt(0.5), 0, np.sqrt(0.5)])
-  np.testing.assert_array_equal(
-      advantages.uniform(rewards, valid), [True, True, False, False])
+  np.testing.assert_array_equal(advantages.uniform(rewards, valid), [True, True, False, False])
 
 
 def test_best_of_n():
   nan = np.nan
   rewards = np.array([[1, 3, 3], [nan, -5, nan], [nan] * 3, [nan, 1, 2]])
   np.testing.assert_array_equal(
-      advantages.best_of_n(rewards, np.isfinite(rewards)),
-      [[0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]])
+    advantages.best_of_n(rewards, np.isfinite(rewards)), [[0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]]
+  )
 
 
 def test_whiten():
   ours = advantages.whiten(VALUES, MASK)
   close(ours, CASES['verl/masked_whiten'] * MASK)
-  close(advantages.whiten(VALUES, MASK, shift_mean=False),
-        (ours + VALUES[MASK > 0].mean()) * MASK)
+  close(advantages.whiten(VALUES, MASK, shift_mean=False), (ours + VALUES[MASK > 0].mean()) * MASK)
 
 
-@pytest.mark.parametrize('case, gamma', [
-    ('verl/reinforce_pp_g0.9/score', 0.9),
-    ('verl/reinforce_pp_g0.9/score2', 0.9),
-    ('verl/reinforce_pp_g1/score2', 1.0)])
+@pytest.mark.parametrize(
+  'case, gamma',
+  [('verl/reinforce_pp_g0.9/score', 0.9), ('verl/reinforce_pp_g0.9/score2', 0.9), ('verl/reinforce_pp_g1/score2', 1.0)],
+)
 def test_reinforce_plus_plus(case, gamma):
   rewards = at_the_end(INPUTS[case.rpartition('/')[2]], MASK)
   golden = np.array(CASES[case])
@@ -113,13 +107,11 @@ def test_reinforce_plus_plus(case, gamma):
 
 def test_reinforce_plus_plus_baseline():
   rewards = INPUTS['score'].reshape(2, 4)
-  close(advantages.reinforce_plus_plus_baseline(rewards, EVERY, MASK),
-        CASES['verl/reinforce_pp_baseline/score'])
+  close(advantages.reinforce_plus_plus_baseline(rewards, EVERY, MASK), CASES['verl/reinforce_pp_baseline/score'])
   # A sample without a reward counts neither as 0 nor in the whitening.
   valid = EVERY.copy()
   valid[0, 1] = False
-  ours = advantages.reinforce_plus_plus_baseline(
-      np.where(valid, rewards, np.nan), valid, MASK)
+  ours = advantages.reinforce_plus_plus_baseline(np.where(valid, rewards, np.nan), valid, MASK)
   assert not ours[1].any()
   kept = MASK * valid.reshape(-1, 1) > 0
   close(ours[kept].mean(), 0)
@@ -131,21 +123,17 @@ def test_reinforce_plus_plus_baseline():
 def test_remax():
   rewards = np.array([[0.0, 9, 2, 9], [1, 0, 3, 0]])
   mask = np.array([[1, 0, 1, 0], [1, 1, 1, 0]])
-  close(advantages.remax(rewards, mask, [0.5, 1.0]),
-        [[1.5, 0, 1.5, 0], [3, 2, 2, 0]])
+  close(advantages.remax(rewards, mask, [0.5, 1.0]), [[1.5, 0, 1.5, 0], [3, 2, 2, 0]])
 
 
 def test_tool_tokens_take_no_discount():
   """Two trained tokens are one step apart, whatever is between them."""
   rewards, mask = [[0.0, 9, 9, 2, 9]], [[1, 0, 0, 1, 0]]
   close(advantages.returns_to_go(rewards, mask, 0.5), [[1, 0, 0, 2, 0]])
-  close(advantages.gae(rewards, np.zeros((1, 5)), mask, 0.5, 1.0)[1],
-        [[1, 0, 0, 2, 0]])
+  close(advantages.gae(rewards, np.zeros((1, 5)), mask, 0.5, 1.0)[1], [[1, 0, 0, 2, 0]])
 
 
-@pytest.mark.parametrize('case, mask', [
-    ('verl/gae_g0.99_l0.95', MASK),
-    ('verl/gae_g0.99_l0.95_multiturn_mask', TOOLS)])
+@pytest.mark.parametrize('case, mask', [('verl/gae_g0.99_l0.95', MASK), ('verl/gae_g0.99_l0.95_multiturn_mask', TOOLS)])
 def test_gae(case, mask):
   """verl's advantages are whitened, its returns are of those that are not."""
   rewards = at_the_end(INPUTS['score2'], mask)
@@ -181,41 +169,35 @@ def test_shapes_that_would_broadcast_are_refused():
 def weights(*names, ratio=None, mask=None, **options):
   ratio = np.exp(OLD - SAMPLER) if ratio is None else np.array(ratio)
   return importance.correction(
-      names, np.log(ratio), MASK if mask is None else np.array(mask),
-      importance.CorrectionOptions(**options))
+    names, np.log(ratio), MASK if mask is None else np.array(mask), importance.CorrectionOptions(**options)
+  )
 
 
 def test_token_truncated():
-  close(weights('token_truncated', cap=1.05),
-        CASES['verl/rollout_is/token_1.05'])
+  close(weights('token_truncated', cap=1.05), CASES['verl/rollout_is/token_1.05'])
 
 
 def test_methods_by_hand():
   ratio = [[0.4, 1.0, 6.0, 9.0], [1.01, 1.0, 1.0, 9.0]]
   mask = [[1, 1, 1, 0], [1, 1, 1, 0]]
-  run = lambda *names, **options: weights(
-      *names, ratio=ratio, mask=mask, **options)
+  run = lambda *names, **options: weights(*names, ratio=ratio, mask=mask, **options)
   kept = [[0, 1, 0, 0], [1, 1, 1, 0]]
   close(run('token_mask'), kept)
   close(run('icepop'), np.multiply(kept, ratio))
-  close(run('icepop', token_low=0.0), np.multiply(
-      [[1, 1, 0, 0], [1, 1, 1, 0]], ratio))
+  close(run('icepop', token_low=0.0), np.multiply([[1, 1, 0, 0], [1, 1, 1, 0]], ratio))
   close(run('sequence_truncated'), [[2, 2, 2, 0], [1.01] * 3 + [0]])
   close(run('sequence_mask'), [[0] * 4, [1, 1, 1, 0]])
   # (0.4 * 6)^(1/3) = 1.34: the mean is geometric.
   close(run('sequence_mask', sequence_high=1.35)[0], [1, 1, 1, 0])
   close(run('sequence_mask', sequence_high=1.33)[0], [0] * 4)
-  close(run('sequence_mask', 'token_truncated'),
-        [[0] * 4, [1.01, 1, 1, 0]])
+  close(run('sequence_mask', 'token_truncated'), [[0] * 4, [1.01, 1, 1, 0]])
 
 
 @pytest.mark.parametrize('name', importance.METHODS)
 def test_weights_are_bounded_and_masked(name):
   """Whatever the ratio, and with garbage where the mask is 0."""
   log_ratio = np.array([[1e4, -1e4, np.nan], [np.nan] * 3, [0, 0, np.inf]])
-  ours = importance.correction(
-      (name,), log_ratio, [[1, 1, 0], [0, 0, 0], [1, 1, 0]],
-      importance.CorrectionOptions())
+  ours = importance.correction((name,), log_ratio, [[1, 1, 0], [0, 0, 0], [1, 1, 0]], importance.CorrectionOptions())
   assert np.isfinite(ours).all() and ours.max() <= 2
   assert not ours[1].any() and not ours[:, 2].any()
   np.testing.assert_array_equal(ours[2], [1, 1, 0])
@@ -223,11 +205,11 @@ def test_weights_are_bounded_and_masked(name):
 
 def test_off_policy_metrics():
   ours = importance.off_policy_metrics(OLD, SAMPLER, MASK)
-  close([ours[f'rollout_corr/{k}'] for k in CASES['verl/offpolicy_metrics']],
-        list(CASES['verl/offpolicy_metrics'].values()))
+  close(
+    [ours[f'rollout_corr/{k}'] for k in CASES['verl/offpolicy_metrics']], list(CASES['verl/offpolicy_metrics'].values())
+  )
   # A sequence without trained tokens is not a sequence of perplexity 1.
   widen = lambda x, fill: np.concatenate([x, np.full((1, 6), fill)])
-  wider = importance.off_policy_metrics(
-      widen(OLD, np.nan), widen(SAMPLER, np.nan), widen(MASK, 0))
+  wider = importance.off_policy_metrics(widen(OLD, np.nan), widen(SAMPLER, np.nan), widen(MASK, 0))
   assert wider == ours
   assert importance.off_policy_metrics(OLD, OLD, 0 * MASK) == {}

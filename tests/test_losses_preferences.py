@@ -17,8 +17,7 @@ from jaxpost.losses import divergences, preferences
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses.pairs import Pairs, PreferenceOptions
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
-                    .read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
 LENGTHS = INPUTS['pair_completion_mask'].sum(1)
@@ -39,22 +38,23 @@ def summed_logprobs(logits):
 def golden_pairs(logits):
   policy = summed_logprobs(logits)
   ref = summed_logprobs(INPUTS['pair_ref_logits'])
-  return Pairs(policy[:2], policy[2:], ref[:2], ref[2:], LENGTHS[:2],
-               LENGTHS[2:], np.ones(2, bool), 2 / LENGTHS[:2].sum())
+  return Pairs(
+    policy[:2], policy[2:], ref[:2], ref[2:], LENGTHS[:2], LENGTHS[2:], np.ones(2, bool), 2 / LENGTHS[:2].sum()
+  )
 
 
 def some_pairs(seed=0, n=6, scale=5.0):
   draw = np.random.default_rng(seed)
   logprobs = -np.abs(draw.normal(size=(4, n)) * scale) - 1
   lengths = draw.integers(2, 9, (2, n))
-  return Pairs(*(x.astype(np.float32) for x in (*logprobs, *lengths)),
-               np.ones(n, bool), 0.2)
+  return Pairs(*(x.astype(np.float32) for x in (*logprobs, *lengths)), np.ones(n, bool), 0.2)
 
 
-@pytest.mark.parametrize('case, names, weights, options', [
+@pytest.mark.parametrize(
+  'case, names, weights, options',
+  [
     ('dpo_hinge_beta0.1', ['hinge'], [1], {}),
-    ('dpo_exo_pair_beta0.1_ls0.001', ['exo_pair'], [1],
-     dict(label_smoothing=0.001)),
+    ('dpo_exo_pair_beta0.1_ls0.001', ['exo_pair'], [1], dict(label_smoothing=0.001)),
     ('dpo_robust_beta0.1_ls0.1', ['robust'], [1], dict(label_smoothing=0.1)),
     ('dpo_bco_pair_beta0.1', ['bco_pair'], [1], {}),
     ('dpo_sppo_hard_beta0.1', ['sppo_hard'], [1], {}),
@@ -63,11 +63,14 @@ def some_pairs(seed=0, n=6, scale=5.0):
     ('dpo_apo_down_beta0.1', ['apo_down'], [1], {}),
     ('dpo_discopop_beta0.1', ['discopop'], [1], {}),
     ('dpo_sigmoid_norm_beta0.1', ['sigmoid_norm'], [1], {}),
-    *[(f'dpo_sigmoid_fdiv_{name}', ['sigmoid'], [1], dict(f_divergence=name))
-      for name in ('forward_kl', 'js_divergence', 'alpha_divergence')],
-    ('dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]',
-     ['sigmoid', 'bco_pair', 'sft'], [0.8, 0.2, 1.0], {}),
-], ids=lambda x: x if isinstance(x, str) else '')
+    *[
+      (f'dpo_sigmoid_fdiv_{name}', ['sigmoid'], [1], dict(f_divergence=name))
+      for name in ('forward_kl', 'js_divergence', 'alpha_divergence')
+    ],
+    ('dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]', ['sigmoid', 'bco_pair', 'sft'], [0.8, 0.2, 1.0], {}),
+  ],
+  ids=lambda x: x if isinstance(x, str) else '',
+)
 def test_pairs(case, names, weights, options):
   """The loss, the norm of its gradient by the logits, and the metrics."""
   options = PreferenceOptions(**options)
@@ -76,8 +79,7 @@ def test_pairs(case, names, weights, options):
     pairs = golden_pairs(logits)
     return preferences.weighted(names, weights, pairs, options).mean(), pairs
 
-  (value, pairs), gradient = jax.value_and_grad(loss, has_aux=True)(
-      jnp.asarray(INPUTS['pair_logits']))
+  (value, pairs), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(INPUTS['pair_logits']))
   golden = CASES[f'trl/{case}']
   close(value, golden['loss'])
   close(jnp.sqrt(jnp.sum(gradient**2)), golden['grad_norm'])
@@ -87,16 +89,19 @@ def test_pairs(case, names, weights, options):
     close(x.mean(), golden['metrics'][name])
 
 
-@pytest.mark.parametrize('case, name, alpha', [
+@pytest.mark.parametrize(
+  'case, name, alpha',
+  [
     ('cpo_simpo_alpha0.0_beta2.0_gamma0.5', 'simpo', 0.0),
     ('cpo_simpo_alpha0.25_beta2.0_gamma0.5', 'simpo', 0.25),
     ('cpo_sigmoid_alpha0.0_beta2.0_gamma0.5', 'cpo', 0.0),
-    ('cpo_hinge_alpha0.0_beta2.0_gamma0.5', 'cpo_hinge', 0.0)])
+    ('cpo_hinge_alpha0.0_beta2.0_gamma0.5', 'cpo_hinge', 0.0),
+  ],
+)
 def test_reference_free(case, name, alpha):
   chosen, rejected = INPUTS['avg_chosen'], INPUTS['avg_rejected']
   n = 7.0 if name == 'simpo' else 1.0  # only simpo takes means
-  pairs = Pairs(n * chosen, n * rejected, chosen + 1, rejected - 1,
-                np.full(4, n), np.full(4, n), np.ones(4, bool))
+  pairs = Pairs(n * chosen, n * rejected, chosen + 1, rejected - 1, np.full(4, n), np.full(4, n), np.ones(4, bool))
   options = PreferenceOptions(beta=2.0, gamma=0.5, simpo_alpha=alpha)
   close(preferences.LOSSES[name](pairs, options), CASES[f'trl/{case}'])
 
@@ -107,36 +112,30 @@ def by_hand(name, p, o):
   mean_c, mean_r = p.chosen / p.chosen_length, p.rejected / p.rejected_length
   odds = lambda x: np.log(np.exp(x) / (1 - np.exp(x)))
   return {
-      'sigmoid': lambda: nll(b * (c - r)),
-      'ipo': lambda: (c / p.chosen_length - r / p.rejected_length - 5)**2,
-      'nca_pair': lambda: nll(b * c) + (nll(-b * c) + nll(-b * r)) / 2,
-      'apo_zero': lambda: 1 - sigmoid(b * c) + sigmoid(b * r),
-      'orpo': lambda: b * nll(odds(mean_c) - odds(mean_r)),
-      'cpo': lambda: nll(b * (p.chosen - p.rejected)),
-      'simpo': lambda: nll(b * (mean_c - mean_r) - 0.5),
+    'sigmoid': lambda: nll(b * (c - r)),
+    'ipo': lambda: (c / p.chosen_length - r / p.rejected_length - 5) ** 2,
+    'nca_pair': lambda: nll(b * c) + (nll(-b * c) + nll(-b * r)) / 2,
+    'apo_zero': lambda: 1 - sigmoid(b * c) + sigmoid(b * r),
+    'orpo': lambda: b * nll(odds(mean_c) - odds(mean_r)),
+    'cpo': lambda: nll(b * (p.chosen - p.rejected)),
+    'simpo': lambda: nll(b * (mean_c - mean_r) - 0.5),
   }[name]()
 
 
-@pytest.mark.parametrize('name', [
-    'sigmoid', 'ipo', 'nca_pair', 'apo_zero', 'orpo', 'cpo', 'simpo'])
+@pytest.mark.parametrize('name', ['sigmoid', 'ipo', 'nca_pair', 'apo_zero', 'orpo', 'cpo', 'simpo'])
 def test_pairs_by_hand(name):
   pairs, options = some_pairs(), PreferenceOptions()
-  close(preferences.LOSSES[name](pairs, options),
-        by_hand(name, pairs, options))
+  close(preferences.LOSSES[name](pairs, options), by_hand(name, pairs, options))
 
 
 def test_options_of_pairs():
   pairs = some_pairs()
-  d = (pairs.chosen - pairs.ref_chosen) - (
-      pairs.rejected - pairs.ref_rejected)
-  close(preferences.ipo(pairs, PreferenceOptions(ipo_average=False)),
-        (d - 5)**2)
-  close(preferences.sigmoid(pairs, SMOOTH),
-        0.9 * nll(0.1 * d) + 0.1 * nll(-0.1 * d))
+  d = (pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)
+  close(preferences.ipo(pairs, PreferenceOptions(ipo_average=False)), (d - 5) ** 2)
+  close(preferences.sigmoid(pairs, SMOOTH), 0.9 * nll(0.1 * d) + 0.1 * nll(-0.1 * d))
   alpha = PreferenceOptions(f_divergence='alpha_divergence', f_alpha=1.0)
   close(preferences.sigmoid(pairs, alpha), nll(0.1 * d))
-  for wrong in (dict(beta=0.0), dict(label_smoothing=0.5),
-                dict(f_divergence='js')):
+  for wrong in (dict(beta=0.0), dict(label_smoothing=0.5), dict(f_divergence='js')):
     with pytest.raises(InputError):
       PreferenceOptions(**wrong)
   with pytest.raises(InputError, match='label_smoothing is 0'):
@@ -146,14 +145,17 @@ def test_options_of_pairs():
   with pytest.raises(InputError, match='one weight for each'):
     preferences.weighted(['ipo'], [], pairs, PreferenceOptions())
   with pytest.raises(ValueError, match=r'\(6,\).*\(1,\)'):
-    preferences.weighted(['ipo'], [1], pairs._replace(
-        ref_chosen=np.zeros(1)), PreferenceOptions())
+    preferences.weighted(['ipo'], [1], pairs._replace(ref_chosen=np.zeros(1)), PreferenceOptions())
 
 
-@pytest.mark.parametrize('name, score', [
+@pytest.mark.parametrize(
+  'name, score',
+  [
     ('forward_kl', lambda x: 1 - np.exp(-x)),
     ('js_divergence', lambda x: np.log(2) - nll(x)),
-    ('alpha_divergence', lambda x: 2 - 2 * np.exp(-x / 2))])
+    ('alpha_divergence', lambda x: 2 - 2 * np.exp(-x / 2)),
+  ],
+)
 def test_f_divergence_of_means(name, score):
   """Constants of the derivative show where lengths differ."""
   pairs = some_pairs(scale=1.0)
@@ -161,21 +163,26 @@ def test_f_divergence_of_means(name, score):
   r = score(pairs.rejected - pairs.ref_rejected) / pairs.rejected_length
   options = PreferenceOptions(f_divergence=name)
   close(preferences.sigmoid_norm(pairs, options), nll(0.1 * (c - r)))
-  close(preferences.ipo(pairs, options), (c - r - 5)**2)
+  close(preferences.ipo(pairs, options), (c - r - 5) ** 2)
 
 
 def test_policy_equal_to_reference():
   """Step 0: DPO is ln 2, rewards are 0, no pair is ranked."""
   pairs = some_pairs()
   pairs = pairs._replace(ref_chosen=pairs.chosen, ref_rejected=pairs.rejected)
-  for name, value in {'sigmoid': np.log(2), 'sigmoid_norm': np.log(2),
-                      'aot': np.log(2), 'hinge': 1, 'apo_zero': 1,
-                      'bco_pair': 2 * np.log(2), 'ipo': 25}.items():
+  for name, value in {
+    'sigmoid': np.log(2),
+    'sigmoid_norm': np.log(2),
+    'aot': np.log(2),
+    'hinge': 1,
+    'apo_zero': 1,
+    'bco_pair': 2 * np.log(2),
+    'ipo': 25,
+  }.items():
     loss = preferences.LOSSES[name](pairs, PreferenceOptions())
     close(loss, np.full(6, value))
   for f in pairs_lib.F_DIVERGENCES:
-    close(preferences.sigmoid(pairs, PreferenceOptions(f_divergence=f)),
-          np.full(6, np.log(2)))
+    close(preferences.sigmoid(pairs, PreferenceOptions(f_divergence=f)), np.full(6, np.log(2)))
   for name, x in pairs_lib.pair_metrics(pairs, PreferenceOptions()).items():
     assert 'rewards/' not in name or not x.any()
 
@@ -193,12 +200,10 @@ def test_padding(name):
     wide[places] = x
     return wide.reshape(2, 4)
 
-  pairs = Pairs(*(widen(x) for x in full))._replace(
-      valid=valid.reshape(2, 4), nll_scale=0.2)
+  pairs = Pairs(*(widen(x) for x in full))._replace(valid=valid.reshape(2, 4), nll_scale=0.2)
 
   def loss(arrays, pairs):
-    pairs = pairs._replace(
-        chosen=arrays[0], rejected=arrays[1])
+    pairs = pairs._replace(chosen=arrays[0], rejected=arrays[1])
     losses = preferences.weighted([name], [2.0], pairs, SMOOTH)
     return losses.sum(), losses
 
@@ -218,67 +223,61 @@ def test_padding(name):
 def test_permutation_of_pairs(name):
   """The losses move along; those of optimal transport keep their set."""
   pairs, order = some_pairs(), np.array([3, 0, 5, 1, 4, 2])
-  moved = pairs._replace(**{k: x[order] for k, x in pairs._asdict().items()
-                            if k != 'nll_scale'})
+  moved = pairs._replace(**{k: x[order] for k, x in pairs._asdict().items() if k != 'nll_scale'})
   ours = preferences.LOSSES[name](moved, SMOOTH)
   expected = preferences.LOSSES[name](pairs, SMOOTH)
   close(ours, expected if name.startswith('aot') else expected[order])
 
 
-@pytest.mark.parametrize('name, f_divergence', [
+@pytest.mark.parametrize(
+  'name, f_divergence',
+  [
     *((name, 'reverse_kl') for name in preferences.LOSSES),
-    *((name, f) for name in preferences.WITH_F_DIVERGENCE
-      for f in pairs_lib.F_DIVERGENCES if f != 'reverse_kl')])
+    *((name, f) for name in preferences.WITH_F_DIVERGENCE for f in pairs_lib.F_DIVERGENCES if f != 'reverse_kl'),
+  ],
+)
 def test_extreme_pairs_stay_finite(name, f_divergence):
   """Log-ratios of +-1e4, and log-probabilities of 0 and -1e4."""
   far = np.array([0, -1e4, 0, -1e4, 0, 0, -1e4, -1e4], np.float32)
-  pairs = Pairs(far, far[::-1], far[[1, 0, 2, 3, 4, 5, 6, 7]], 0 * far,
-                np.ones(8), np.ones(8), np.ones(8, bool))
-  options = PreferenceOptions(
-      label_smoothing=0.1, f_divergence=f_divergence, simpo_alpha=0.25)
+  pairs = Pairs(far, far[::-1], far[[1, 0, 2, 3, 4, 5, 6, 7]], 0 * far, np.ones(8), np.ones(8), np.ones(8, bool))
+  options = PreferenceOptions(label_smoothing=0.1, f_divergence=f_divergence, simpo_alpha=0.25)
 
   def loss(chosen, rejected):
-    losses = preferences.LOSSES[name](
-        pairs._replace(chosen=chosen, rejected=rejected), options)
+    losses = preferences.LOSSES[name](pairs._replace(chosen=chosen, rejected=rejected), options)
     return losses.sum(), losses
 
-  gradient, losses = jax.grad(loss, argnums=(0, 1), has_aux=True)(
-      pairs.chosen, pairs.rejected)
+  gradient, losses = jax.grad(loss, argnums=(0, 1), has_aux=True)(pairs.chosen, pairs.rejected)
   assert np.isfinite(losses).all() and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize('case, fn, extra', [
-    ('kto_beta0.1', preferences.kto, True),
-    ('kto_apo_zero_unpaired', preferences.apo_zero_unpaired, False)])
+@pytest.mark.parametrize(
+  'case, fn, extra',
+  [('kto_beta0.1', preferences.kto, True), ('kto_apo_zero_unpaired', preferences.apo_zero_unpaired, False)],
+)
 def test_kto(case, fn, extra):
   """Rows 0 and 2 are desirable; z is the mean KL that the case names."""
   golden = CASES[f'trl/{case}']
-  log_ratio = (summed_logprobs(INPUTS['pair_logits'])
-               - summed_logprobs(INPUTS['pair_ref_logits']))
+  log_ratio = summed_logprobs(INPUTS['pair_logits']) - summed_logprobs(INPUTS['pair_ref_logits'])
   label = np.array([True, False, True, False])
   gap = np.subtract(golden['KL_policy'], golden['KL_ref'])
   args = (max(0.0, gap.mean()),) if extra else ()
   close(fn(log_ratio, label, *args).mean(), golden['loss'])
-  twice = fn(log_ratio, label, *args, desirable_weight=2.0,
-             undesirable_weight=0.5)
+  twice = fn(log_ratio, label, *args, desirable_weight=2.0, undesirable_weight=0.5)
   close(twice, fn(log_ratio, label, *args) * np.where(label, 2, 0.5))
 
 
 def test_kto_takes_z_as_a_constant():
   label = np.array([True, False])
-  gradient = jax.jacobian(lambda z: preferences.kto(
-      np.ones(2), label, z))(0.5)
+  gradient = jax.jacobian(lambda z: preferences.kto(np.ones(2), label, z))(0.5)
   assert not gradient.any()
   for size in (1e4, -1e4):
     x = jnp.full(2, size)
-    assert np.isfinite(jax.grad(
-        lambda x: preferences.kto(x, label, 0.0).sum())(x)).all()
+    assert np.isfinite(jax.grad(lambda x: preferences.kto(x, label, 0.0).sum())(x)).all()
 
 
 # ------------------------------------------------------------- distillation
 
-STUDENT, TEACHER = (
-    jnp.asarray(INPUTS[k]) for k in ('student_logits', 'teacher_logits'))
+STUDENT, TEACHER = (jnp.asarray(INPUTS[k]) for k in ('student_logits', 'teacher_logits'))
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.9])
@@ -286,8 +285,7 @@ STUDENT, TEACHER = (
 def test_generalized_jsd(beta, temperature):
   labelled = INPUTS['kd_labels'] != -100
   ours = divergences.generalized_jsd(STUDENT, TEACHER, beta, temperature)
-  close(ours[labelled].mean(),
-        CASES[f'trl/gkd_jsd/beta{beta}_T{temperature}'])
+  close(ours[labelled].mean(), CASES[f'trl/gkd_jsd/beta{beta}_T{temperature}'])
 
 
 def test_directions():
@@ -295,8 +293,7 @@ def test_directions():
   kl = lambda p, q: (np.exp(p) * (p - q)).sum(-1)
   close(divergences.forward_kl(STUDENT, TEACHER), kl(t, s))
   close(divergences.reverse_kl(STUDENT, TEACHER), kl(s, t))
-  close(divergences.forward_kl(STUDENT, TEACHER, 2.0),
-        divergences.forward_kl(STUDENT / 2, TEACHER / 2))
+  close(divergences.forward_kl(STUDENT, TEACHER, 2.0), divergences.forward_kl(STUDENT / 2, TEACHER / 2))
   with pytest.raises(ValueError, match='beta 1.5'):
     divergences.generalized_jsd(STUDENT, TEACHER, 1.5)
   with pytest.raises(ValueError, match=r'\(2, 5, 11\), \(2, 1, 11\)'):
@@ -307,8 +304,7 @@ def test_directions():
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
 def test_padded_vocabulary(beta, hidden):
   """Changes nothing and takes no gradient; nor do students equal to theirs."""
-  pad = lambda x: jnp.pad(
-      x, ((0, 0), (0, 0), (0, 3)), constant_values=hidden)
+  pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 3)), constant_values=hidden)
   loss = lambda s, t: divergences.generalized_jsd(s, t, beta).sum()
   value, gradient = jax.value_and_grad(loss)(pad(STUDENT), pad(TEACHER))
   expected, theirs = jax.value_and_grad(loss)(STUDENT, TEACHER)
@@ -321,8 +317,7 @@ def test_padded_vocabulary(beta, hidden):
 
 
 def top(k, temperature=1.0):
-  logprobs, ids = jax.lax.top_k(
-      jax.nn.log_softmax(TEACHER / temperature), k)
+  logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(TEACHER / temperature), k)
   return ids, logprobs
 
 
@@ -330,8 +325,7 @@ def top(k, temperature=1.0):
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
 def test_topk_of_all_is_the_whole(beta, outside):
   whole = lambda s: divergences.generalized_jsd(s, TEACHER, beta, 0.9).sum()
-  part = lambda s: divergences.topk_jsd(
-      s, *top(11, 0.9), beta, 0.9, outside).sum()
+  part = lambda s: divergences.topk_jsd(s, *top(11, 0.9), beta, 0.9, outside).sum()
   value, gradient = jax.value_and_grad(part)(STUDENT)
   expected, theirs = jax.value_and_grad(whole)(STUDENT)
   close(value, expected)
@@ -343,8 +337,8 @@ def test_topk_by_hand():
   ids, logprobs = np.array([[2, 0]]), np.log([[0.6, 0.2]])
   kl = lambda p, q: np.sum(p * np.log(np.divide(p, q)))
   run = lambda beta, outside: divergences.topk_jsd(
-      jnp.asarray(student), ids, jnp.asarray(logprobs), beta,
-      outside=outside)[0]
+    jnp.asarray(student), ids, jnp.asarray(logprobs), beta, outside=outside
+  )[0]
   s, t = [0.2, 0.5, 0.3], [0.6, 0.2, 0.2]
   close(run(0.0, 'tail'), kl(t, s))
   close(run(1.0, 'tail'), kl(s, t))
@@ -374,9 +368,8 @@ def test_extreme_logits_stay_finite(beta, outside):
   student = STUDENT.at[..., 0].set(1e4).at[..., -1].set(-1e30)
   ids, logprobs = top(4)
   part = lambda s: divergences.topk_jsd(s, ids, logprobs, beta, 1.0, outside)
-  whole = lambda s: divergences.generalized_jsd(
-      s, TEACHER.at[..., -1].set(-1e30), beta)
+  whole = lambda s: divergences.generalized_jsd(s, TEACHER.at[..., -1].set(-1e30), beta)
   for loss in (part, whole):
     losses, pull = jax.vjp(loss, student)
-    gradient, = pull(jnp.ones_like(losses))
+    (gradient,) = pull(jnp.ones_like(losses))
     assert np.isfinite(losses).all() and np.isfinite(gradient).all()

@@ -18,8 +18,7 @@ from jaxpost.rollout import sampler
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-  return tiny.folder(tmp_path_factory.mktemp('memory') / 'nano', num_layers=2,
-                     hidden_size=64, intermediate_size=256)
+  return tiny.folder(tmp_path_factory.mktemp('memory') / 'nano', num_layers=2, hidden_size=64, intermediate_size=256)
 
 
 def watched(model, folder, monkeypatch, **over):
@@ -33,9 +32,9 @@ def watched(model, folder, monkeypatch, **over):
 
     def look(requests, *, follow, **fields):
       def listen(done, idle):
-        seen.append(sum(x.nbytes for x in jax.live_arrays()
-                        if x.sharding.memory_kind != 'pinned_host'))
+        seen.append(sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind != 'pinned_host'))
         return follow(done, idle)
+
       return serve(requests, follow=listen, **fields)
 
     self.engine.serve = look
@@ -47,20 +46,18 @@ def watched(model, folder, monkeypatch, **over):
   update = roles.Trainable.update
 
   def watch(self, batch):
-    kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(
-        self.state.opt_state))
+    kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(self.state.opt_state))
     return update(self, batch)
 
   monkeypatch.setattr(sampler.Sampler, '__call__', sample)
   monkeypatch.setattr(roles.Trainable, 'update', watch)
   before = sum(x.nbytes for x in jax.live_arrays())
-  jaxpost.run(tiny.grpo_config(
-      model, **tiny.merged(dict(
-          train=dict(steps=3), rollout=dict(prompts=8, group_size=8)), over)),
-      folder)
-  plan, = json.loads((folder / 'plan.json').read_text())
-  rows = [r for r in metrics.read_rows(folder / 'metrics.jsonl')
-          if r['split'] == 'train']
+  jaxpost.run(
+    tiny.grpo_config(model, **tiny.merged(dict(train=dict(steps=3), rollout=dict(prompts=8, group_size=8)), over)),
+    folder,
+  )
+  (plan,) = json.loads((folder / 'plan.json').read_text())
+  rows = [r for r in metrics.read_rows(folder / 'metrics.jsonl') if r['split'] == 'train']
   return plan, rows, max(seen) - before, kinds
 
 
@@ -69,8 +66,7 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
   found = plan['memory']
   assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(found)
   assert found['peak'] == max(found.values())
-  temps = max(r['temp_bytes'] for r in plan['programs']
-              if r['program'] == 'generate')
+  temps = max(r['temp_bytes'] for r in plan['programs'] if r['program'] == 'generate')
   # What lives while it samples, without what a program has to itself.
   assert 0.8 * (found['generate'] - temps) <= lived <= found['generate']
   for row in rows:
@@ -81,39 +77,38 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
 def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
   """Of the optimizer and a reference."""
   kl = dict(rl=dict(kl_coef=0.1))
-  plain, rows, lived, kinds = watched(
-      model, tmp_path / 'a', monkeypatch, **kl)
-  parked, same, less, then = watched(
-      model, tmp_path / 'b', monkeypatch, rollout=dict(park=True), **kl)
+  plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch, **kl)
+  parked, same, less, then = watched(model, tmp_path / 'b', monkeypatch, rollout=dict(park=True), **kl)
   assert kinds == then == {'device'}  # it is back when it is wanted
-  bare = lambda rows: [
-      {k: v for k, v in r.items() if not metrics.is_clock_key(k)}
-      for r in rows]
+  bare = lambda rows: [{k: v for k, v in r.items() if not metrics.is_clock_key(k)} for r in rows]
   assert bare(rows) == bare(same)
   idle = plain['memory']['generate'] - parked['memory']['generate']
   policy = model_lib.build(hf.read_config(model))
   # Two moments and a reference.
-  assert idle == pytest.approx(3 * memory.size(policy.init(
-      jax.random.key(0))), rel=0.01)
+  assert idle == pytest.approx(3 * memory.size(policy.init(jax.random.key(0))), rel=0.01)
   assert lived - less == pytest.approx(idle, rel=0.01)
   assert plain['memory']['update'] == parked['memory']['update']
 
 
 def test_by_hand():
   row = lambda program, **kw: dict(
-      dict(program=program, argument_bytes=0, output_bytes=0, alias_bytes=0,
-           temp_bytes=0, batch_bytes=0), **kw)
-  found = memory.predict([
+    dict(program=program, argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0, batch_bytes=0), **kw
+  )
+  found = memory.predict(
+    [
       row('init', temp_bytes=999),
-      row('update', output_bytes=100, alias_bytes=90, temp_bytes=7,
-          batch_bytes=3),
+      row('update', output_bytes=100, alias_bytes=90, temp_bytes=7, batch_bytes=3),
       row('prefill', output_bytes=5, temp_bytes=2),
       row('generate', output_bytes=50, alias_bytes=40, temp_bytes=1),
-      row('generate', output_bytes=50, alias_bytes=40, temp_bytes=4)],
-      100, 60, 30)
+      row('generate', output_bytes=50, alias_bytes=40, temp_bytes=4),
+    ],
+    100,
+    60,
+    30,
+  )
   assert found == dict(
-      update=100 + 3 + 10 + 7, prefill=100 - 60 + 30 + 5 + 2,
-      generate=100 - 60 + 30 + 5 + 10 + 4, peak=120)
+    update=100 + 3 + 10 + 7, prefill=100 - 60 + 30 + 5 + 2, generate=100 - 60 + 30 + 5 + 10 + 4, peak=120
+  )
 
 
 def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):

@@ -15,46 +15,54 @@ from jaxpost.models.parameters import leaf, nest
 from jaxpost.stage import export, kit, prepare
 
 SHAPES = dict(
-    dense=dict(hidden_size=64, intermediate_size=128),
-    fused=dict(family='phi3', qk_norm=''),
-    moe=dict(family='qwen3_moe', experts=Experts(4, 2, 16)))
+  dense=dict(hidden_size=64, intermediate_size=128),
+  fused=dict(family='phi3', qk_norm=''),
+  moe=dict(family='qwen3_moe', experts=Experts(4, 2, 16)),
+)
 LAYERS = 6
 
 
 @pytest.fixture(scope='module')
 def bases(tmp_path_factory):
   root = tmp_path_factory.mktemp('bases')
-  return {name: tiny.folder(root / name, num_layers=LAYERS, **fields)
-          for name, fields in SHAPES.items()}
+  return {name: tiny.folder(root / name, num_layers=LAYERS, **fields) for name, fields in SHAPES.items()}
 
 
 def prepared(base, kind, dtype, targets):
   """(a stage with adapters, parameters whose adapters count)."""
-  p = prepare.prepare_all(tiny.merged(tiny.run_config(base), dict(
-      lora=dict(rank=3, alpha=8.0, targets=targets),
-      model=dict(quantise=kind, param_dtype=dtype))))[0]
+  p = prepare.prepare_all(
+    tiny.merged(
+      tiny.run_config(base),
+      dict(lora=dict(rank=3, alpha=8.0, targets=targets), model=dict(quantise=kind, param_dtype=dtype)),
+    )
+  )[0]
   params = stages.initial_params(kit.make_kit(p), None)
   random = np.random.RandomState(0)
-  return p, nest({path: x if not path.startswith('lora/') else (
-      0.2 * random.standard_normal(x.shape).astype(np.float32))
-                  for path in p.model.table for x in [leaf(params, path)]})
+  return p, nest(
+    {
+      path: x if not path.startswith('lora/') else (0.2 * random.standard_normal(x.shape).astype(np.float32))
+      for path in p.model.table
+      for x in [leaf(params, path)]
+    }
+  )
 
 
-@pytest.mark.parametrize('name, kind, dtype', [
-    ('dense', '', 'float32'), ('dense', 'nf4', 'bfloat16'),
-    ('fused', '', 'bfloat16'), ('fused', 'int8', 'float32'),
-    ('moe', '', 'float32')])
-def test_bytes_are_those_of_merged_parameters(
-    bases, tmp_path, name, kind, dtype):
+@pytest.mark.parametrize(
+  'name, kind, dtype',
+  [
+    ('dense', '', 'float32'),
+    ('dense', 'nf4', 'bfloat16'),
+    ('fused', '', 'bfloat16'),
+    ('fused', 'int8', 'float32'),
+    ('moe', '', 'float32'),
+  ],
+)
+def test_bytes_are_those_of_merged_parameters(bases, tmp_path, name, kind, dtype):
   experts = '|layers/experts/(gate|up|down)' * (name == 'moe')
-  p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if (
-      experts) else 'q|k|v|o|gate|up|down')
+  p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if (experts) else 'q|k|v|o|gate|up|down')
   export.export(p, tmp_path / 'new', params)
-  hf.save(tmp_path / 'old', model_lib.build(dataclasses.replace(
-      p.model.config, lora=())), p.model.merge(params))
-  written, right = (
-      (tmp_path / way / 'model.safetensors').read_bytes()
-      for way in ('new', 'old'))
+  hf.save(tmp_path / 'old', model_lib.build(dataclasses.replace(p.model.config, lora=())), p.model.merge(params))
+  written, right = ((tmp_path / way / 'model.safetensors').read_bytes() for way in ('new', 'old'))
   assert written == right
 
 

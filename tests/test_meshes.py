@@ -9,23 +9,28 @@ import pytest
 
 from jaxpost.monitor import metrics
 
-MESHES = {'fsdp=2,tensor=2': 'data=2,tensor=2', 'data=4': 'tensor=4',
-          'expert=2,fsdp=2': 'expert=2,tensor=2', 'expert=4': 'data=4'}
+MESHES = {
+  'fsdp=2,tensor=2': 'data=2,tensor=2',
+  'data=4': 'tensor=4',
+  'expert=2,fsdp=2': 'expert=2,tensor=2',
+  'expert=4': 'data=4',
+}
 
 
 @pytest.mark.parametrize('train', MESHES)
 def test_grpo_reshards_between_meshes(train, tmp_path):
   """The step-0 checks run in float32: sampler and reference must agree."""
   run = subprocess.run(
-      [sys.executable, __file__, str(tmp_path), train, MESHES[train]],
-      capture_output=True, text=True, timeout=400,
-      cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=4',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+    [sys.executable, __file__, str(tmp_path), train, MESHES[train]],
+    capture_output=True,
+    text=True,
+    timeout=400,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+  )
   assert run.returncode == 0, run.stderr[-3000:]
-  first, *_ = [row for row in metrics.read_rows(
-      tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
+  first, *_ = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
   assert 0 <= first['kl'] < 1e-9
@@ -35,26 +40,26 @@ def test_grpo_reshards_between_meshes(train, tmp_path):
 def on(devices, folder, mesh):
   """The training rows of GRPO with experts on so many devices."""
   run = subprocess.run(
-      [sys.executable, __file__, str(folder), *mesh],
-      capture_output=True, text=True, timeout=400,
-      cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+    [sys.executable, __file__, str(folder), *mesh],
+    capture_output=True,
+    text=True,
+    timeout=400,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+  )
   assert run.returncode == 0, run.stderr[-3000:]
-  return [row for row in metrics.read_rows(
-      folder / 'run' / 'metrics.jsonl') if row['split'] == 'train']
+  return [row for row in metrics.read_rows(folder / 'run' / 'metrics.jsonl') if row['split'] == 'train']
 
 
 def test_experts_on_8_devices_learn_what_they_learn_on_one(tmp_path):
   """The same samples and rewards, and a first step that is as near as sums in
   another order are."""
-  one, = on(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
-  many, = on(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
+  (one,) = on(1, tmp_path / 'one', ('expert=1', 'expert=1', '1'))
+  (many,) = on(8, tmp_path / 'many', ('expert=4,fsdp=2', 'expert=2,data=4', '1'))
   assert one['reward'] == many['reward']
   assert one['completions/mean_length'] == many['completions/mean_length']
-  for name in ('loss', 'grad_norm', 'entropy', 'router/entropy',
-               'router/max_load'):
+  for name in ('loss', 'grad_norm', 'entropy', 'router/entropy', 'router/max_load'):
     assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
   assert many['grad_norm'] > 0
 
@@ -64,13 +69,17 @@ def main(workdir, train, rollout, steps='2'):
 
   from jaxpost import stages
   from jaxpost.models.config import Experts
+
   sparse = dict(family='qwen3_moe', experts=Experts(8, 3, 16))
   model = tiny.folder(
-      pathlib.Path(workdir) / 'model', vocab_size=259, num_heads=4,
-      num_kv_heads=4, **sparse if 'expert' in train else {})
-  stages.run(tiny.grpo_config(
-      model, mesh=dict(train=train, rollout=rollout), rl=dict(kl_coef=0.01),
-      train=dict(steps=int(steps))), pathlib.Path(workdir) / 'run')
+    pathlib.Path(workdir) / 'model', vocab_size=259, num_heads=4, num_kv_heads=4, **sparse if 'expert' in train else {}
+  )
+  stages.run(
+    tiny.grpo_config(
+      model, mesh=dict(train=train, rollout=rollout), rl=dict(kl_coef=0.01), train=dict(steps=int(steps))
+    ),
+    pathlib.Path(workdir) / 'run',
+  )
 
 
 if __name__ == '__main__':

@@ -22,8 +22,8 @@ from jaxpost.storage import object_store
 def make_writer(workdir, terminal=False, **options):
   out = io.StringIO()
   console = rich.console.Console(
-    file=out, force_terminal=terminal, width=120,
-    _environ={'TERM': 'xterm', 'COLUMNS': '120', 'LINES': '40'})
+    file=out, force_terminal=terminal, width=120, _environ={'TERM': 'xterm', 'COLUMNS': '120', 'LINES': '40'}
+  )
   options.setdefault('tensorboard', False)
   return metrics.MetricsWriter(workdir, console=console, **options), out
 
@@ -52,15 +52,16 @@ def test_row_is_one_valid_json_line(tmp_path):
   writer, _ = make_writer(tmp_path)
   with writer:
     writer.start_stage('sft', 2)
-    writer.write(1, 'train', {
-      'loss': np.float32(0.5), 'n': np.int64(7), 'kl': math.nan,
-      'grad_norm': math.inf, 'mfu': math.nan})
+    writer.write(
+      1, 'train', {'loss': np.float32(0.5), 'n': np.int64(7), 'kl': math.nan, 'grad_norm': math.inf, 'mfu': math.nan}
+    )
     # Flushed per line: another process reads it while this one runs.
     text = (tmp_path / 'metrics.jsonl').read_text()
   assert text == (
     '{"stage": "sft", "split": "train", "step": 1, "loss": 0.5, "n": 7, '
     '"kl": null, "grad_norm": null, "mfu": null, '
-    '"nonfinite": ["kl", "grad_norm"]}\n')
+    '"nonfinite": ["kl", "grad_norm"]}\n'
+  )
 
 
 def test_rows_survive_kill_9(tmp_path):
@@ -71,7 +72,8 @@ def test_rows_survive_kill_9(tmp_path):
     "w.start_stage('sft', 9)\n"
     "for i in range(1, 4): w.write(i, 'train', {'loss': 1.0})\n"
     "assert 'jax' not in sys.modules\n"
-    'os.kill(os.getpid(), signal.SIGKILL)\n')
+    'os.kill(os.getpid(), signal.SIGKILL)\n'
+  )
   root = pathlib.Path(__file__).resolve().parents[1]
   run = subprocess.run([sys.executable, '-c', code, tmp_path], cwd=root)
   assert run.returncode == -9
@@ -110,12 +112,10 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
   write_run(tmp_path / 'cut', plan)
   printed = write_run(tmp_path / 'cut', plan[1:], resume=2)
   assert 'dropped: 7' in printed  # b 3, 4, eval; c eval, 1, 2, eval
-  whole, cut = (metrics.comparable_rows(tmp_path / d / 'metrics.jsonl')
-                for d in ('whole', 'cut'))
+  whole, cut = (metrics.comparable_rows(tmp_path / d / 'metrics.jsonl') for d in ('whole', 'cut'))
   assert whole == cut
   assert len(cut) == 16 and 'time/step' not in cut[1]
-  assert json.loads((tmp_path / 'cut/resumes.jsonl').read_text()) == {
-    'stage': 'b', 'step': 2, 'rows_dropped': 7}
+  assert json.loads((tmp_path / 'cut/resumes.jsonl').read_text()) == {'stage': 'b', 'step': 2, 'rows_dropped': 7}
 
 
 def test_start_keeps_earlier_and_drops_later(tmp_path):
@@ -126,12 +126,9 @@ def test_start_keeps_earlier_and_drops_later(tmp_path):
     writer.start_stage('b', 3, resume_step=2)
   path = tmp_path / 'metrics.jsonl'
   a = [('a', 'eval', 0), ('a', 'train', 1), ('a', 'train', 2), ('a', 'eval', 2)]
-  assert keys(path) == a + [
-    ('b', 'eval', 0), ('b', 'train', 1), ('b', 'train', 2)]
-  left = sorted(str(p.relative_to(tmp_path / 'samples'))
-                for p in (tmp_path / 'samples').rglob('*.*'))
-  assert left == ['a/1.jsonl', 'a/2.jsonl', 'b/1.jsonl', 'b/2.jsonl',
-                  'b/notes.txt']
+  assert keys(path) == a + [('b', 'eval', 0), ('b', 'train', 1), ('b', 'train', 2)]
+  left = sorted(str(p.relative_to(tmp_path / 'samples')) for p in (tmp_path / 'samples').rglob('*.*'))
+  assert left == ['a/1.jsonl', 'a/2.jsonl', 'b/1.jsonl', 'b/2.jsonl', 'b/notes.txt']
   writer, _ = make_writer(tmp_path)
   with writer:  # from the start: nothing of the stage stays, step 0 included
     writer.start_stage('b', 3)
@@ -168,7 +165,7 @@ def test_tensorboard_has_tags(tmp_path):
   with writer:
     writer.start_stage('sft', 2)
     writer.write(1, 'train', {'loss': 1.0, 'kl': math.nan})
-  events, = (tmp_path / 'tensorboard/sft').iterdir()
+  (events,) = (tmp_path / 'tensorboard/sft').iterdir()
   data = events.read_bytes()
   assert b'sft/train/loss' in data and b'sft/train/kl' not in data
 
@@ -179,8 +176,8 @@ def test_wandb_missing_and_present(tmp_path, monkeypatch):
     make_writer(tmp_path, wandb=True)
   calls = []
   run = types.SimpleNamespace(
-    define_metric=lambda *a, **k: None, log=calls.append,
-    finish=lambda: calls.append('finish'))
+    define_metric=lambda *a, **k: None, log=calls.append, finish=lambda: calls.append('finish')
+  )
   fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
   monkeypatch.setitem(sys.modules, 'wandb', fake)
   for _ in range(2):
@@ -210,17 +207,24 @@ def test_pipe_gets_plain_lines(tmp_path):
   with writer:
     writer.start_stage('grpo', 25)
     for step in range(1, 26):
-      writer.write(step, 'train', {
-        'loss': 0.5, 'reward': 0.25, 'kl': 1e-5, 'tokens_per_s': 12345.6,
-        'completions/mean_length': 31.0, 'other': 3.0})
+      writer.write(
+        step,
+        'train',
+        {
+          'loss': 0.5,
+          'reward': 0.25,
+          'kl': 1e-5,
+          'tokens_per_s': 12345.6,
+          'completions/mean_length': 31.0,
+          'other': 3.0,
+        },
+      )
     writer.write(25, 'eval', {'pass@1': 0.75, '[red]odd': 2.0})
   lines = out.getvalue().splitlines()
   assert '\x1b' not in out.getvalue() and '\r' not in out.getvalue()
-  assert lines[0] == (
-    'grpo 1/25  loss 0.5  reward 0.25  kl 1e-05  len 31  tok/s 12.35k')
+  assert lines[0] == ('grpo 1/25  loss 0.5  reward 0.25  kl 1e-05  len 31  tok/s 12.35k')
   assert re.fullmatch(r'grpo 11/25 .* left \d:\d\d:\d\d', lines[1])
-  assert [s.split('/')[0] for s in lines[:4]] == [
-    'grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
+  assert [s.split('/')[0] for s in lines[:4]] == ['grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
   assert lines[4:] == ['grpo 25 eval  pass@1 0.75  [red]odd 2']
 
 
@@ -250,21 +254,31 @@ def run_watch(rows, stage='grpo'):
   return {w['kind']: (w['step'], w['count']) for w in watch.warnings}
 
 
-HEALTHY = {'loss': 0.1, 'reward': 0.5, 'entropy': 2.0, 'sampler_mismatch': 1.0,
-           'completions/mean_length': 40.0, 'completions/clipped_ratio': 0.1,
-           'frac_reward_zero_std': 0.3, 'grad_norm': 1.0}
+HEALTHY = {
+  'loss': 0.1,
+  'reward': 0.5,
+  'entropy': 2.0,
+  'sampler_mismatch': 1.0,
+  'completions/mean_length': 40.0,
+  'completions/clipped_ratio': 0.1,
+  'frac_reward_zero_std': 0.3,
+  'grad_norm': 1.0,
+}
 
 
-@pytest.mark.parametrize('kind, sick, steps', [
-  ('entropy', {'entropy': 0.1}, 10),
-  ('clipped', {'completions/clipped_ratio': 0.6}, 10),
-  ('length', {'completions/mean_length': 130.0}, 10),
-  ('flat', {'frac_reward_zero_std': 0.95}, 10),
-  ('mismatch', {'sampler_mismatch': 1.06}, 1),
-  ('nonfinite', {'loss': math.nan}, 1),
-  ('nonfinite', {'grad_norm': math.inf}, 1),
-  ('nonfinite', {'loss': None}, 1),
-])
+@pytest.mark.parametrize(
+  'kind, sick, steps',
+  [
+    ('entropy', {'entropy': 0.1}, 10),
+    ('clipped', {'completions/clipped_ratio': 0.6}, 10),
+    ('length', {'completions/mean_length': 130.0}, 10),
+    ('flat', {'frac_reward_zero_std': 0.95}, 10),
+    ('mismatch', {'sampler_mismatch': 1.06}, 1),
+    ('nonfinite', {'loss': math.nan}, 1),
+    ('nonfinite', {'grad_norm': math.inf}, 1),
+    ('nonfinite', {'loss': None}, 1),
+  ],
+)
 def test_watch(kind, sick, steps):
   healthy = [HEALTHY] * 8
   sick = HEALTHY | sick
@@ -288,8 +302,7 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
   def steps(writer, first, last):
     for step in range(first, last + 1):
       flat = 0.95 if step > 3 else 0.1
-      writer.write(step, 'train', HEALTHY | {
-        'loss': 0.001, 'frac_reward_zero_std': flat})
+      writer.write(step, 'train', HEALTHY | {'loss': 0.001, 'frac_reward_zero_std': flat})
 
   writer, out = make_writer(tmp_path / 'whole')
   with writer:
@@ -302,36 +315,36 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
   assert text.count('note: a loss near 0 is expected') == 1
   assert text.count('warning: grpo step 13: 95% of groups') == 1
   assert text.count('warning: sft step 1: slow [b]disk') == 1
-  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [
-    ('mine', 2), ('flat', 8)]
+  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [('mine', 2), ('flat', 8)]
   for first, last in ((1, 15), (11, 20)):
     writer, out = make_writer(tmp_path / 'cut')
     with writer:
       writer.start_stage('grpo', 20, first - 1)
       steps(writer, first, last)
-  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [
-    ('flat', 8)]
+  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [('flat', 8)]
 
 
 def test_samples_hold_anything(tmp_path):
   writer, _ = make_writer(tmp_path)
-  row = {'prompt': [{'role': 'user', 'content': 'Grüße 你好 \n'}],
-         'completion': 'half \ud83d', 'reward': math.nan,
-         'lengths': np.array([1, 2]), 'components': {'f': np.float32(0.5)}}
+  row = {
+    'prompt': [{'role': 'user', 'content': 'Grüße 你好 \n'}],
+    'completion': 'half \ud83d',
+    'reward': math.nan,
+    'lengths': np.array([1, 2]),
+    'components': {'f': np.float32(0.5)},
+  }
   with writer:
     writer.start_stage('grpo', 1)
     writer.samples(1, [row, {'prompt': 'x'}])
   text = (tmp_path / 'samples/grpo/1.jsonl').read_bytes().decode('utf-8')
   first, second = (json.loads(line) for line in text.split('\n')[:-1])
-  assert first == row | {'reward': None, 'lengths': [1, 2],
-                         'components': {'f': 0.5}}
+  assert first == row | {'reward': None, 'lengths': [1, 2], 'components': {'f': 0.5}}
   assert second == {'prompt': 'x'} and '你好' in text
 
 
 def test_summary(tmp_path):
   warnings = [{'kind': 'flat', 'count': 2}]
-  out = metrics.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5},
-                        warnings)
+  out = metrics.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5}, warnings)
   assert out == {'loss/sft': None, 'x/y/sft': 1.5, 'warnings': warnings}
   assert json.loads((tmp_path / 'summary.json').read_text()) == out
 
@@ -356,14 +369,21 @@ def test_chrono_counts_each_second_once(monkeypatch):
   with pytest.raises(KeyError), chrono('update'):
     now[0] += 16
     raise KeyError
-  assert chrono.pop() == {'time/wait': 5, 'time/sample': 2, 'time/update': 16,
-                          'time/step': 31}
+  assert chrono.pop() == {'time/wait': 5, 'time/sample': 2, 'time/update': 16, 'time/step': 31}
   now[0] += 1
   assert chrono.pop() == {'time/step': 1}
 
 
 def test_short_number():
-  cases = {0.12346: '0.1235', 12345.6: '12.35k', 1.234e-6: '1.2e-06', 0: '0',
-           2.5e7: '25M', 3e10: '30G', -20000: '-20k', 9999.0: '9999'}
+  cases = {
+    0.12346: '0.1235',
+    12345.6: '12.35k',
+    1.234e-6: '1.2e-06',
+    0: '0',
+    2.5e7: '25M',
+    3e10: '30G',
+    -20000: '-20k',
+    9999.0: '9999',
+  }
   assert {x: metrics.short_number(x) for x in cases} == cases
   assert metrics.short_number(math.nan) == 'nan'

@@ -41,11 +41,19 @@ def other(**fields):
   return model_lib.build(tiny.latent(**fields))
 
 
-@pytest.mark.parametrize('fields', [
-    dict(interleaved=False), dict(attention_scale=0.2), dict(norm_eps=0.5),
-    *(dict(experts=dataclasses.replace(tiny.latent().experts, **change))
-      for change in (dict(scale=1.0), dict(groups=2), dict(top_groups=4),
-                     dict(normalize=False), dict(top_k=2)))], ids=str)
+@pytest.mark.parametrize(
+  'fields',
+  [
+    dict(interleaved=False),
+    dict(attention_scale=0.2),
+    dict(norm_eps=0.5),
+    *(
+      dict(experts=dataclasses.replace(tiny.latent().experts, **change))
+      for change in (dict(scale=1.0), dict(groups=2), dict(top_groups=4), dict(normalize=False), dict(top_k=2))
+    ),
+  ],
+  ids=str,
+)
 def test_every_field_counts(model, params, fields):
   ids = tiny.tokens((1, 20))
   right = tiny.logits(model, params, ids)
@@ -58,8 +66,8 @@ def test_a_bias_that_only_chooses(model, params):
   choice = jnp.zeros((2, 8)).at[:, jnp.array([2, 3, 4])].set(9.0)
   pushed = params | {'layers': params['layers'] | {'router_choice': choice}}
   run = lambda p: model.forward(
-      p, tiny.tokens((1, 9)), np.arange(9)[None], np.ones((1, 9), np.int32),
-      compute=tiny.EXACT, routing=True)
+    p, tiny.tokens((1, 9)), np.arange(9)[None], np.ones((1, 9), np.int32), compute=tiny.EXACT, routing=True
+  )
   _, routing = jax.jit(run)(pushed)
   assert routing.chosen.shape == (2, 1, 9, 3)
   assert set(np.unique(routing.chosen)) == {2, 3, 4}
@@ -79,20 +87,25 @@ def test_layers_under_a_scan_are_those_in_a_row(model, params):
 
 def test_a_cache_keeps_latents(model, params):
   engine = native.NativeEngine(
-      model, native.SamplerConfig(
-          slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4,
-          temperature=0.0), tiny.one_device('rollout'), tiny.EXACT, Ledger())
+    model,
+    native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4, temperature=0.0),
+    tiny.one_device('rollout'),
+    tiny.EXACT,
+    Ledger(),
+  )
   engine.load(params, version=0)
-  shapes = {x.shape for x in jax.tree.leaves(jax.eval_shape(
-      engine._init._fn).cache)}
+  shapes = {x.shape for x in jax.tree.leaves(jax.eval_shape(engine._init._fn).cache)}
   assert {s[-1] for s in shapes} == {12 + 4} and {s[1] for s in shapes} == {1}
   ids = tiny.tokens((3, 8))
   rollout = engine(
-      [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
-      group_size=1, step=0, run_key=np.zeros(2, np.uint32))
+    [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
+    group_size=1,
+    step=0,
+    run_key=np.zeros(2, np.uint32),
+  )
   for i, n in enumerate((8, 5, 3)):
     text = np.r_[ids[i, :n], rollout.completions[i]][None]
-    logp = jax.nn.log_softmax(tiny.logits(model, params, text)[0, n - 1:-1])
+    logp = jax.nn.log_softmax(tiny.logits(model, params, text)[0, n - 1 : -1])
     np.testing.assert_array_equal(logp.argmax(-1), rollout.completions[i])
     np.testing.assert_allclose(logp.max(-1), rollout.logprobs[i], atol=1e-5)
 
@@ -103,34 +116,29 @@ def test_adapters_of_latents():
   stacks = {p.split('/')[1] for p in model.table if lora.is_adapter(p)}
   assert stacks == {'dense', 'layers'}
   random = np.random.RandomState(0)
-  params = jax.tree.map(
-      lambda x: x + 0.1 * random.standard_normal(x.shape).astype('f'),
-      model.init(jax.random.key(0)))
+  params = jax.tree.map(lambda x: x + 0.1 * random.standard_normal(x.shape).astype('f'), model.init(jax.random.key(0)))
   ids = tiny.tokens((2, 12))
   at = np.broadcast_to(np.arange(12), ids.shape)
-  run = lambda m, p: jax.jit(lambda p: m.forward(
-      p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
+  run = lambda m, p: jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
   adapted, merged = run(model, params), run(model.base, model.merge(params))
   assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
   plain = {k: v for k, v in params.items() if k != lora.ROOT}
   assert tiny.largest(adapted - run(model.base, plain)) > 1e-2
-  found = lambda targets: {p.split('/')[1] for p in lora.build(
-      tiny.latent(lora=(2, 5.0, False, targets))).table if lora.is_adapter(p)}
+  found = lambda targets: {
+    p.split('/')[1] for p in lora.build(tiny.latent(lora=(2, 5.0, False, targets))).table if lora.is_adapter(p)
+  }
   assert found('up') == {'dense'} and found('experts/up') == {'layers'}
 
 
-@pytest.mark.parametrize('over', [
-    dict(router=dict(replay=True)), dict(lora=dict(rank=2, targets='kv_b|o'))],
-    ids=['replay', 'lora'])
+@pytest.mark.parametrize(
+  'over', [dict(router=dict(replay=True)), dict(lora=dict(rank=2, targets='kv_b|o'))], ids=['replay', 'lora']
+)
 def test_grpo(tmp_path, over):
   """Its first step holds the sampler's log-probs against the trainer's."""
   import jaxpost
-  path = tiny.folder(
-      tmp_path / 'model', family='deepseek_v3', num_layers=2, num_heads=2,
-      num_kv_heads=2)
-  jaxpost.run(tiny.grpo_config(
-      path, **over, rl=dict(kl_coef=0.01), train=dict(steps=1)),
-      tmp_path / 'run')
+
+  path = tiny.folder(tmp_path / 'model', family='deepseek_v3', num_layers=2, num_heads=2, num_kv_heads=2)
+  jaxpost.run(tiny.grpo_config(path, **over, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
   row = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
   assert row['grad_norm'] > 0
@@ -140,27 +148,47 @@ def test_grpo(tmp_path, over):
 
 
 RAW = dict(
-    model_type='deepseek_v3', vocab_size=131, hidden_size=32,
-    intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=14,
-    qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=6, n_routed_experts=8,
-    n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20,
-    first_k_dense_replace=1)
+  model_type='deepseek_v3',
+  vocab_size=131,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=3,
+  num_attention_heads=4,
+  num_key_value_heads=4,
+  kv_lora_rank=12,
+  q_lora_rank=14,
+  qk_rope_head_dim=4,
+  qk_nope_head_dim=6,
+  v_head_dim=6,
+  n_routed_experts=8,
+  n_group=4,
+  topk_group=2,
+  num_experts_per_tok=3,
+  moe_intermediate_size=20,
+  first_k_dense_replace=1,
+)
 
 
-@pytest.mark.parametrize('fields, words', [
+@pytest.mark.parametrize(
+  'fields, words',
+  [
     (dict(scoring_func='softmax'), 'scoring_func'),
     (dict(topk_method='greedy'), 'topk_method'),
     (dict(moe_layer_freq=2), 'moe_layer_freq'),
     (dict(quantization_config=dict(quant_method='fp8')), 'fp8'),
     (dict(attention_bias=True), 'attention_bias'),
-    (dict(n_group=3), 'n_group=3 of 8'), (dict(topk_group=5), 'topk_group=5'),
+    (dict(n_group=3), 'n_group=3 of 8'),
+    (dict(topk_group=5), 'topk_group=5'),
     (dict(num_experts_per_tok=5), 'num_experts_per_tok=5 of 2 groups'),
     (dict(first_k_dense_replace=3), 'first_k_dense_replace=3 of 3'),
     (dict(num_key_value_heads=2), 'num_key_value_heads=2'),
-    (dict(kv_lora_rank=0), 'kv_lora_rank=0'), (dict(head_dim=7), 'head_dim=7'),
-    (dict(qk_rope_head_dim=5), 'even'), (dict(rope_interleave=1), 'interleave'),
-    (dict(routed_scaling_factor=0), 'routed_scaling_factor')])
+    (dict(kv_lora_rank=0), 'kv_lora_rank=0'),
+    (dict(head_dim=7), 'head_dim=7'),
+    (dict(qk_rope_head_dim=5), 'even'),
+    (dict(rope_interleave=1), 'interleave'),
+    (dict(routed_scaling_factor=0), 'routed_scaling_factor'),
+  ],
+)
 def test_what_is_not_built_is_refused_by_name(fields, words):
   families.from_hf(RAW, 'config.json')
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
@@ -169,26 +197,22 @@ def test_what_is_not_built_is_refused_by_name(fields, words):
 
 
 def test_scale_of_yarn():
-  scaling = dict(type='yarn', factor=40, mscale=1.0, mscale_all_dim=1.0,
-                 original_max_position_embeddings=4096)
-  plain, scaled = (families.from_hf(RAW | dict(
-      rope_scaling=x), 'here')[0] for x in (None, scaling))
+  scaling = dict(type='yarn', factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
+  plain, scaled = (families.from_hf(RAW | dict(rope_scaling=x), 'here')[0] for x in (None, scaling))
   grown = (0.1 * np.log(40) + 1) ** 2
-  assert scaled.attention_scale == pytest.approx(
-      plain.attention_scale * grown)
-  assert plain.attention_scale == pytest.approx(10 ** -0.5)
+  assert scaled.attention_scale == pytest.approx(plain.attention_scale * grown)
+  assert plain.attention_scale == pytest.approx(10**-0.5)
 
 
 def test_kimi_is_read_and_written_as_deepseek():
-  cfg, unread = families.from_hf(RAW | dict(
-      model_type='kimi_k2', n_group=1, topk_group=1,
-      auto_map=dict(AutoModel='x.Y')), 'here')
+  cfg, unread = families.from_hf(
+    RAW | dict(model_type='kimi_k2', n_group=1, topk_group=1, auto_map=dict(AutoModel='x.Y')), 'here'
+  )
   assert cfg.family == 'deepseek_v3' and unread == ['auto_map']
   raw = families.to_hf(cfg)
   assert raw['model_type'] == 'deepseek_v3'
   assert families.from_hf(raw, 'here')[0] == cfg
-  assert config_lib.from_json(json.loads(json.dumps(
-      dataclasses.asdict(cfg)))) == cfg
+  assert config_lib.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
@@ -196,8 +220,7 @@ def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
   file = tmp_path / 'model/model.safetensors'
   tensors = safetensors.numpy.load_file(file)
   first = tensors['model.layers.2.self_attn.o_proj.weight']
-  safetensors.numpy.save_file(tensors | {
-      'model.layers.3.eh_proj.weight': first}, file)
+  safetensors.numpy.save_file(tensors | {'model.layers.3.eh_proj.weight': first}, file)
   config = tmp_path / 'model/config.json'
   raw = json.loads(config.read_text()) | dict(num_nextn_predict_layers=1)
   config.write_text(json.dumps(raw))
@@ -205,11 +228,10 @@ def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
     cfg = hf.read_config(tmp_path / 'model')
   assert 'num_nextn_predict_layers' in caplog.text
   assert cfg == dataclasses.replace(  # what a folder does not hold
-      model.config, attention_scale=cfg.attention_scale,
-      initializer_range=cfg.initializer_range)
+    model.config, attention_scale=cfg.attention_scale, initializer_range=cfg.initializer_range
+  )
   hf.check(tmp_path / 'model', cfg)
-  loaded = hf.load_params(tmp_path / 'model', model, model.shardings(
-      tiny.one_device()), 'float32')
+  loaded = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'float32')
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
@@ -219,21 +241,17 @@ def test_adapters_of_one_stack_come_back(tmp_path, targets):
   model = lora.build(cfg)
   params = model.init(jax.random.key(0))
   peft.writer(model, params, 'base')(tmp_path)
-  read = lora.build(dataclasses.replace(
-      cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
+  read = lora.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
   adapters = lambda m: {p for p in m.table if lora.is_adapter(p)}
   assert adapters(read) == adapters(model)
-  loaded = peft.load(tmp_path, read, lora.trained(read).shardings(
-      tiny.one_device()))
+  loaded = peft.load(tmp_path, read, lora.trained(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 
-def test_layers_that_config_does_not_speak_of_are_refused(
-    model, params, tmp_path):
+def test_layers_that_config_does_not_speak_of_are_refused(model, params, tmp_path):
   hf.save(tmp_path / 'model', model, params)
   config = tmp_path / 'model/config.json'
-  config.write_text(json.dumps(
-      json.loads(config.read_text()) | dict(num_hidden_layers=2)))
+  config.write_text(json.dumps(json.loads(config.read_text()) | dict(num_hidden_layers=2)))
   with pytest.raises(InputError, match=r'tensor model.layers.2\.'):
     hf.check(tmp_path / 'model', hf.read_config(tmp_path / 'model'))
 
@@ -248,9 +266,9 @@ def test_the_bias_that_chooses_is_never_rounded(tmp_path):
   stored = safetensors.numpy.load_file(tmp_path / 'model/model.safetensors')
   kinds = {k: str(v.dtype) for k, v in stored.items()}
   assert {k for k, v in kinds.items() if v == 'float32'} == {
-      f'model.layers.{i}.mlp.gate.e_score_correction_bias' for i in (1, 2)}
-  loaded = hf.load_params(tmp_path / 'model', model, model.shardings(
-      tiny.one_device()), 'bfloat16')
+    f'model.layers.{i}.mlp.gate.e_score_correction_bias' for i in (1, 2)
+  }
+  loaded = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'bfloat16')
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   assert loaded['norm'].dtype == jnp.bfloat16
 
@@ -264,9 +282,13 @@ def test_heads_are_sized_by_whole_numbers():
 
 def test_sizes_are_those_that_are_published():
   shape = dict(
-      vocab_size=129_280, hidden_size=7168, intermediate_size=18_432,
-      num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128)
-  cfg, _ = families.from_hf(
-      dict(model_type='deepseek_v3') | shape, 'here')
+    vocab_size=129_280,
+    hidden_size=7168,
+    intermediate_size=18_432,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+  )
+  cfg, _ = families.from_hf(dict(model_type='deepseek_v3') | shape, 'here')
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(671, rel=0.01)
   assert transformer.num_active(cfg) / 1e9 == pytest.approx(37, rel=0.03)

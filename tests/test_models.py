@@ -14,8 +14,8 @@ from jaxpost.models.config import Rope
 from jaxpost.types import Cache
 
 LLAMA3 = dict(
-    rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-    original_max_position_embeddings=32)
+  rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
 
 
 @pytest.fixture(scope='module')
@@ -43,8 +43,10 @@ def test_cached_decode_equals_full_forward(model, params):
   close(last, full[rows, prompt - 1], 1e-5)
   # What is beyond a prompt in the cache must not be read: make it harmful.
   grow = lambda x: jnp.pad(
-      jnp.where((jnp.arange(9) < prompt[:, None])[:, None, :, None], x, 1e3),
-      ((0, 0), (0, 0), (0, room - 9), (0, 0)), constant_values=1e3)
+    jnp.where((jnp.arange(9) < prompt[:, None])[:, None, :, None], x, 1e3),
+    ((0, 0), (0, 0), (0, room - 9), (0, 0)),
+    constant_values=1e3,
+  )
   cache = jax.tree.map(grow, cache)
   weights = transformer.unstack_layers(params, model.config.num_layers)
   decode = jax.jit(lambda w, *a: model.decode(w, *a, compute=tiny.EXACT))
@@ -54,10 +56,8 @@ def test_cached_decode_equals_full_forward(model, params):
     if i % block == 0:
       if i:
         cache = extend(cache, recent, at - block, i == block)
-      recent = jax.tree.map(
-          lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
-    recent, x = decode(
-        weights, cache, recent, ids[rows, at], at - i % block, i % block)
+      recent = jax.tree.map(lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
+    recent, x = decode(weights, cache, recent, ids[rows, at], at - i % block, i % block)
     close(x, full[rows, at], 1e-5)
     at += 1
 
@@ -66,21 +66,17 @@ def test_cached_decode_equals_full_forward(model, params):
 def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
   """In rows and in pages of 4, of which the second slot has few."""
   random = np.random.RandomState(0)
-  new = lambda *shape: jnp.asarray(
-      random.standard_normal(shape), jnp.float32)
-  recent, filled = Cache((new(2, 3, 5, 7),), (new(2, 3, 5, 7),)), np.array(
-      [9, 2], np.int32)
+  new = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+  recent, filled = Cache((new(2, 3, 5, 7),), (new(2, 3, 5, 7),)), np.array([9, 2], np.int32)
   rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
   table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
   pages = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),), table)
-  out = jax.jit(attention.extend, static_argnums=3)(
-      rows, recent, filled, one_by_one)
+  out = jax.jit(attention.extend, static_argnums=3)(rows, recent, filled, one_by_one)
   expected = np.array(rows.k[0])
   for s, n in enumerate(filled):
-    expected[s, :, n:n + 5] = recent.k[0][s]
+    expected[s, :, n : n + 5] = recent.k[0][s]
   np.testing.assert_array_equal(out.k[0], expected)
-  out = jax.jit(attention.extend, static_argnums=3)(
-      pages, recent, filled, one_by_one)
+  out = jax.jit(attention.extend, static_argnums=3)(pages, recent, filled, one_by_one)
   expected = np.array(pages.v[0])
   for s, n in enumerate(filled):
     for t in range(n, n + 5):
@@ -114,7 +110,7 @@ def test_gradients_flow_only_from_the_past(model, params, q_chunk):
   gradient = jax.jit(jax.grad(output))
   for t in (0, 4, 9):
     rows = np.abs(gradient(params['embed'], t)[ids[0]]).max(axis=1)
-    assert (rows[:t + 1] > 0).all() and (rows[t + 1:] == 0).all()
+    assert (rows[: t + 1] > 0).all() and (rows[t + 1 :] == 0).all()
 
 
 @pytest.mark.parametrize('q_chunk', [5, 64])
@@ -126,19 +122,20 @@ def test_packing_isolates_documents(model, params, q_chunk):
   packed = tiny.hidden(model, params, ids, compute, segments, positions)
   start = 0
   for n in lengths:
-    alone = tiny.hidden(model, params, ids[:, start:start + n], compute)
-    close(packed[:, start:start + n], alone, 1e-6)
+    alone = tiny.hidden(model, params, ids[:, start : start + n], compute)
+    close(packed[:, start : start + n], alone, 1e-6)
     start += n
   mixed = tiny.hidden(model, params, ids, compute, positions=positions)
   assert tiny.largest(mixed - packed) > 0.1  # segment_ids are what isolates
 
 
 COMPUTES = {
-    'scan': dict(unroll=False),
-    'dots': dict(remat='dots'), 'full': dict(remat='full'),
-    'scan_dots': dict(unroll=False, remat='dots'),
-    'scan_full': dict(unroll=False, remat='full'),
-    'chunks': dict(q_chunk=5),
+  'scan': dict(unroll=False),
+  'dots': dict(remat='dots'),
+  'full': dict(remat='full'),
+  'scan_dots': dict(unroll=False, remat='dots'),
+  'scan_full': dict(unroll=False, remat='full'),
+  'chunks': dict(q_chunk=5),
 }
 
 
@@ -163,9 +160,7 @@ def test_how_it_is_computed_does_not_matter(gradients, name):
   run, (value, grads) = gradients
   other, other_grads = run(**COMPUTES[name])
   assert abs(other - value) <= 1e-5 * abs(value)
-  jax.tree.map(lambda a, b: close(a / tiny.largest(b), b / tiny.largest(b),
-                                  1e-5), other_grads, grads)
-
+  jax.tree.map(lambda a, b: close(a / tiny.largest(b), b / tiny.largest(b), 1e-5), other_grads, grads)
 
 
 def scaled(theta=100.0, **fields):
@@ -173,17 +168,26 @@ def scaled(theta=100.0, **fields):
 
 
 FIELDS = [
-    dict(ropes=(scaled(theta=110.0),)), dict(norm_eps=1e-3), dict(qk_norm=''),
-    dict(ropes=(scaled(factor=9.0),)),
-    dict(ropes=(scaled(low_freq_factor=2.0),)),
-    dict(ropes=(scaled(high_freq_factor=5.0),)),
-    dict(ropes=(scaled(original_max_position_embeddings=48),)),
-    dict(ropes=(Rope(100.0),)), dict(layer_ropes=(0, -1)),
-    dict(layer_windows=(0, 8)), dict(rotary_dim=4), dict(norm_offset=0.5),
-    dict(activation='gelu'), dict(activation='gelu_tanh'),
-    dict(embed_scale=2.0), dict(residual_scale=0.5),
-    dict(attention_scale=0.3), dict(attention_softcap=1.0),
-    dict(logit_softcap=1.0), dict(logit_divisor=1.5),
+  dict(ropes=(scaled(theta=110.0),)),
+  dict(norm_eps=1e-3),
+  dict(qk_norm=''),
+  dict(ropes=(scaled(factor=9.0),)),
+  dict(ropes=(scaled(low_freq_factor=2.0),)),
+  dict(ropes=(scaled(high_freq_factor=5.0),)),
+  dict(ropes=(scaled(original_max_position_embeddings=48),)),
+  dict(ropes=(Rope(100.0),)),
+  dict(layer_ropes=(0, -1)),
+  dict(layer_windows=(0, 8)),
+  dict(rotary_dim=4),
+  dict(norm_offset=0.5),
+  dict(activation='gelu'),
+  dict(activation='gelu_tanh'),
+  dict(embed_scale=2.0),
+  dict(residual_scale=0.5),
+  dict(attention_scale=0.3),
+  dict(attention_softcap=1.0),
+  dict(logit_softcap=1.0),
+  dict(logit_divisor=1.5),
 ]
 
 
@@ -191,9 +195,7 @@ FIELDS = [
 def test_every_field_counts(fields):
   cfg = tiny.config(ropes=(scaled(),))
   ids, weights = tiny.tokens((1, 40)), tiny.params(model_lib.build(cfg), 3)
-  right, wrong = (
-      tiny.logits(model_lib.build(c), weights, ids)
-      for c in (cfg, dataclasses.replace(cfg, **fields)))
+  right, wrong = (tiny.logits(model_lib.build(c), weights, ids) for c in (cfg, dataclasses.replace(cfg, **fields)))
   assert tiny.largest(wrong - right) > 1e-3 * tiny.largest(right)
 
 
@@ -202,14 +204,11 @@ def test_the_padded_vocabulary_is_zero_and_counted(model):
   assert cfg.padded_vocab_size == 192
   untied = model_lib.build(tiny.config(tie_embeddings=False))
   for m in (model, untied):
-    made = jax.jit(lambda key, m=m: m.init(key, dtype=jnp.bfloat16))(
-        jax.random.key(0))
-    assert not np.any(made['embed'][131:]) and np.all(
-        np.any(made['embed'][:131], axis=1))
+    made = jax.jit(lambda key, m=m: m.init(key, dtype=jnp.bfloat16))(jax.random.key(0))
+    assert not np.any(made['embed'][131:]) and np.all(np.any(made['embed'][:131], axis=1))
     assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype('bfloat16')}
     assert jax.tree.map(jnp.shape, made) == m.shapes()
-    assert transformer.num_params(m.config) == sum(
-        x.size for x in jax.tree.leaves(made))
+    assert transformer.num_params(m.config) == sum(x.size for x in jax.tree.leaves(made))
   assert np.any(untied.head(made) != made['embed'])
   assert model.head({'embed': 1}) == 1
 
@@ -219,9 +218,11 @@ def test_flops_of_a_token_are_those_of_its_products(model):
   ids = tiny.tokens((1, 64))
   compute = dataclasses.replace(tiny.EXACT, q_chunk=64)
   weights = model.init(jax.random.key(0))
-  compiled = jax.jit(lambda p: jnp.einsum(
-      'btd,vd->btv', tiny.hidden(model, p, ids, compute), model.head(p))
-  ).lower(weights).compile()
+  compiled = (
+    jax.jit(lambda p: jnp.einsum('btd,vd->btv', tiny.hidden(model, p, ids, compute), model.head(p)))
+    .lower(weights)
+    .compile()
+  )
   ours = 64 * transformer.flops_per_token(model.config, 64)
   assert 0.9 < compiled.cost_analysis()['flops'] / ours < 1.2
 
@@ -229,20 +230,30 @@ def test_flops_of_a_token_are_those_of_its_products(model):
 def test_a_window_saves_the_products_outside_it(model):
   cfg = model.config
   window = dataclasses.replace(cfg, layer_windows=(0, 16))
-  saved = transformer.flops_per_token(cfg, 64) - transformer.flops_per_token(
-      window, 64)
+  saved = transformer.flops_per_token(cfg, 64) - transformer.flops_per_token(window, 64)
   assert saved == 4 * cfg.num_heads * cfg.head_dim * (64 - 16)
-  assert transformer.flops_per_token(window, 9) == (
-      transformer.flops_per_token(cfg, 9))
+  assert transformer.flops_per_token(window, 9) == (transformer.flops_per_token(cfg, 9))
 
 
 def test_presets_have_the_size_in_their_name():
-  billions = {'qwen3_0_6b': 0.596, 'qwen3_1_7b': 1.72, 'qwen3_4b': 4.02,
-              'qwen3_8b': 8.19, 'llama3_2_1b': 1.236, 'llama3_2_3b': 3.213,
-              'llama3_1_8b': 8.03, 'llama3_1_70b': 70.55,
-              'qwen2_5_0_5b': 0.494, 'qwen2_5_1_5b': 1.544,
-              'qwen2_5_7b': 7.616, 'gemma3_1b': 1.0, 'gemma3_4b_text': 3.88,
-              'olmo2_7b': 7.3, 'smollm3_3b': 3.075, 'mistral_7b': 7.242}
+  billions = {
+    'qwen3_0_6b': 0.596,
+    'qwen3_1_7b': 1.72,
+    'qwen3_4b': 4.02,
+    'qwen3_8b': 8.19,
+    'llama3_2_1b': 1.236,
+    'llama3_2_3b': 3.213,
+    'llama3_1_8b': 8.03,
+    'llama3_1_70b': 70.55,
+    'qwen2_5_0_5b': 0.494,
+    'qwen2_5_1_5b': 1.544,
+    'qwen2_5_7b': 7.616,
+    'gemma3_1b': 1.0,
+    'gemma3_4b_text': 3.88,
+    'olmo2_7b': 7.3,
+    'smollm3_3b': 3.075,
+    'mistral_7b': 7.242,
+  }
   for name, size in billions.items():
     count = transformer.num_params(presets.PRESETS[name]) / 1e9
     assert abs(count - size) < 0.01 * size, (name, count)

@@ -50,29 +50,24 @@ SIZES = np.array([5, 0, 21, 1, 10], np.int32)
 def test_products_of_groups(block, dtype):
   """Forward and backward, against a matrix for each row."""
   random = np.random.RandomState(0)
-  draw = lambda *shape: jnp.asarray(
-      random.standard_normal(shape), dtype).astype(jnp.float32)
+  draw = lambda *shape: jnp.asarray(random.standard_normal(shape), dtype).astype(jnp.float32)
   x, w, g = draw(40, 12), draw(5, 12, 20), draw(40, 20)
   groups = np.repeat(np.arange(5), SIZES)
   real = np.arange(40) < SIZES.sum()
 
   def plain(x, w):
     each = w[np.append(groups, [0] * 3)]
-    return jnp.where(real[:, None], jnp.einsum(
-        'nd,ndf->nf', x, each, precision='highest'), 0)
+    return jnp.where(real[:, None], jnp.einsum('nd,ndf->nf', x, each, precision='highest'), 0)
 
-  compute = matmul.Compute(
-      dtype=dtype, group_block=block or 32, ragged=not block)
-  ours, back = jax.vjp(lambda x, w: matmul.grouped(
-      x, w, jnp.asarray(SIZES), compute), x, w)
+  compute = matmul.Compute(dtype=dtype, group_block=block or 32, ragged=not block)
+  ours, back = jax.vjp(lambda x, w: matmul.grouped(x, w, jnp.asarray(SIZES), compute), x, w)
   right, right_back = jax.vjp(plain, x, w)
   assert ours.dtype == jnp.float32
   for a, b in zip((ours, *back(g)), (right, *right_back(g))):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
-def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(
-    model, params):
+def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params):
   """Of tokens k times, and of weights; not of tokens E times."""
   ids, e = tiny.tokens((20, 20)), model.config.experts
 
@@ -100,22 +95,19 @@ def test_rounds_are_the_same_sum(model, params, room):
   chosen[:15, 0] = 3
   weights = random.uniform(size=(20, 3)).astype('f')
   p = {k: params['layers'][k][0, 2:6] for k in ('gate', 'up', 'down')}
-  p |= {f'{k}_bias': random.standard_normal((4, n)).astype('f')
-        for k, n in (('gate', 24), ('up', 24), ('down', 32))}
+  p |= {f'{k}_bias': random.standard_normal((4, n)).astype('f') for k, n in (('gate', 24), ('up', 24), ('down', 32))}
 
   def run(room):
-    out, back = jax.vjp(lambda p, x, w: moe._experts(
-        p, x, w, jnp.asarray(chosen), 2, model.config, tiny.EXACT, room),
-        *jax.tree.map(jnp.asarray, (p, x, weights)))
+    out, back = jax.vjp(
+      lambda p, x, w: moe._experts(p, x, w, jnp.asarray(chosen), 2, model.config, tiny.EXACT, room),
+      *jax.tree.map(jnp.asarray, (p, x, weights)),
+    )
     return out, back(jnp.asarray(g))
 
-  once, rounds = jax.jit(run, static_argnums=0)(0), jax.jit(
-      run, static_argnums=0)(room)
-  alone = sum(
-      np.where(np.any(chosen == e, 1), 1, 0) for e in range(2, 6)).sum()
+  once, rounds = jax.jit(run, static_argnums=0)(0), jax.jit(run, static_argnums=0)(room)
+  alone = sum(np.where(np.any(chosen == e, 1), 1, 0) for e in range(2, 6)).sum()
   assert alone > 20  # several rounds, the last one not full
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(
-      a, b, atol=2e-6 * tiny.largest(b)), rounds, once)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * tiny.largest(b)), rounds, once)
 
 
 def one_layer_sums(logits, k, real):
@@ -127,11 +119,11 @@ def test_balance_loss_is_that_of_transformers():
   """Of one layer, over tokens that are no padding."""
   torch = pytest.importorskip('torch')
   from transformers.models.mixtral import modeling_mixtral
+
   logits = np.random.RandomState(0).standard_normal((2, 9, 6)).astype('f')
   real = np.arange(9) < np.array([[9], [5]])
   sums = one_layer_sums(jnp.asarray(logits), 2, real)
-  theirs = modeling_mixtral.load_balancing_loss_func(
-      (torch.tensor(logits.reshape(-1, 6)),), 6, 2, torch.tensor(real))
+  theirs = modeling_mixtral.load_balancing_loss_func((torch.tensor(logits.reshape(-1, 6)),), 6, 2, torch.tensor(real))
   balance, z = routing_lib.balance_loss(sums, sums['tokens'])
   assert float(balance) == pytest.approx(float(theirs), rel=1e-6)
   right = np.mean(np.log(np.sum(np.exp(logits[real]), -1)) ** 2)
@@ -143,30 +135,34 @@ def test_losses_of_the_router_add_up_over_micro_batches():
   logits = np.random.RandomState(0).standard_normal((4, 7, 6)).astype('f')
   real = np.ones((4, 7), bool)
   real[1, 3:] = False
-  twice = one_layer_sums(np.concatenate([logits, logits]), 2,
-                         np.concatenate([real, real]))
+  twice = one_layer_sums(np.concatenate([logits, logits]), 2, np.concatenate([real, real]))
   whole = routing_lib.balance_loss(twice, twice['tokens'])
   half = routing_lib.balance_loss(one_layer_sums(logits, 2, real), twice['tokens'])
   np.testing.assert_allclose(np.multiply(half, 2), whole, rtol=1e-6)
   # And otherwise the z loss, and the sums that metrics are made of.
-  parts = [one_layer_sums(logits[i:i + 2], 2, real[i:i + 2]) for i in (0, 2)]
+  parts = [one_layer_sums(logits[i : i + 2], 2, real[i : i + 2]) for i in (0, 2)]
   sums = one_layer_sums(logits, 2, real)
-  jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-6),
-               *parts, sums)
+  jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-6), *parts, sums)
   z = [routing_lib.balance_loss(p, sums['tokens'])[1] for p in parts]
-  assert float(sum(z)) == pytest.approx(
-      float(routing_lib.balance_loss(sums, sums['tokens'])[1]), rel=1e-6)
+  assert float(sum(z)) == pytest.approx(float(routing_lib.balance_loss(sums, sums['tokens'])[1]), rel=1e-6)
 
 
 def test_figures_of_a_router():
   """Two layers of 4 experts: one balanced, one with all on one of them."""
   chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
-  found = routing_lib.metrics(routing_lib.totals(moe.Routing(
-      jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4))), np.ones((1, 8), bool)))
-  assert {k: float(v) for k, v in found.items()} == pytest.approx({
-      'router/max_load': 4, 'router/min_load': 0, 'router/dead_experts': 3,
-      'router/entropy': math.log(4), 'router/balance_loss': 1,
-      'router/z_loss': math.log(4) ** 2})
+  found = routing_lib.metrics(
+    routing_lib.totals(moe.Routing(jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4))), np.ones((1, 8), bool))
+  )
+  assert {k: float(v) for k, v in found.items()} == pytest.approx(
+    {
+      'router/max_load': 4,
+      'router/min_load': 0,
+      'router/dead_experts': 3,
+      'router/entropy': math.log(4),
+      'router/balance_loss': 1,
+      'router/z_loss': math.log(4) ** 2,
+    }
+  )
 
 
 def test_losses_of_the_router_balance_it(model, params):
@@ -175,9 +171,12 @@ def test_losses_of_the_router_balance_it(model, params):
   at = np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape)
   segments = (at < 10).astype(np.int32)
   batch = Batch(ids, at, segments, np.zeros(ids.shape, np.float32))
-  run = lambda batch, **fields: jax.jit(jax.value_and_grad(train.make_loss(
-      model, types.Objective(lambda o, a: (-o.logprobs, {}), **fields),
-      tiny.one_device(), tiny.EXACT), has_aux=True))(params, batch)
+  run = lambda batch, **fields: jax.jit(
+    jax.value_and_grad(
+      train.make_loss(model, types.Objective(lambda o, a: (-o.logprobs, {}), **fields), tiny.one_device(), tiny.EXACT),
+      has_aux=True,
+    )
+  )(params, batch)
   (off, _), none = run(batch)
   assert off == 0 and not any(map(np.any, jax.tree.leaves(none)))
   (value, metrics), grads = run(batch, router=(1.0, 0.0))
@@ -186,36 +185,35 @@ def test_losses_of_the_router_balance_it(model, params):
   assert metrics['router']['tokens'] == 20
   assert tiny.largest(grads['layers']['router']) > 0
   assert not np.any(grads['layers']['down'][-1])
-  (other, _), other_grads = run(batch.replace(
-      tokens=np.where(segments, ids, 7)), router=(1.0, 0.0))
+  (other, _), other_grads = run(batch.replace(tokens=np.where(segments, ids, 7)), router=(1.0, 0.0))
   assert float(other) == pytest.approx(value, rel=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(
-      a, b, atol=1e-5 * tiny.largest(b)), other_grads, grads)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(b)), other_grads, grads)
   moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-  assert train.make_loss(
-      model, types.Objective(lambda o, a: (-o.logprobs, {}), router=(1., 0.)),
-      tiny.one_device(), tiny.EXACT)(moved, batch)[0] < value
+  assert (
+    train.make_loss(
+      model, types.Objective(lambda o, a: (-o.logprobs, {}), router=(1.0, 0.0)), tiny.one_device(), tiny.EXACT
+    )(moved, batch)[0]
+    < value
+  )
 
 
 def test_a_run_reports_its_router(tmp_path):
   import jaxpost
+
   path = tiny.folder(tmp_path / 'model', **SPARSE)
-  jaxpost.run(tiny.run_config(
-      path, router=dict(balance_coef=0.01, z_coef=0.001),
-      train=dict(steps=2, micro_batch_size=1)), tmp_path / 'run')
-  row = json.loads(
-      (tmp_path / 'run/metrics.jsonl').read_text().splitlines()[0])
+  jaxpost.run(
+    tiny.run_config(path, router=dict(balance_coef=0.01, z_coef=0.001), train=dict(steps=2, micro_batch_size=1)),
+    tmp_path / 'run',
+  )
+  row = json.loads((tmp_path / 'run/metrics.jsonl').read_text().splitlines()[0])
   assert 1 < row['router/max_load'] < 8 and 0 <= row['router/min_load'] < 1
   assert 0 < row['router/entropy'] < math.log(8)
   with pytest.raises(InputError, match='balance_coef'):
-    jaxpost.run(tiny.run_config(
-        tiny.folder(tmp_path / 'dense'), router=dict(z_coef=0.1)),
-        tmp_path / 'other')
+    jaxpost.run(tiny.run_config(tiny.folder(tmp_path / 'dense'), router=dict(z_coef=0.1)), tmp_path / 'other')
 
 
 def test_work_is_that_of_the_experts_that_are_chosen():
-  billions = {'qwen3_30b_a3b': (30.5, 3.3), 'qwen3_235b_a22b': (235, 22),
-              'mixtral_8x7b': (46.7, 12.9)}
+  billions = {'qwen3_30b_a3b': (30.5, 3.3), 'qwen3_235b_a22b': (235, 22), 'mixtral_8x7b': (46.7, 12.9)}
   for name, (every, active) in billions.items():
     cfg = presets.PRESETS[name]
     assert transformer.num_params(cfg) / 1e9 == pytest.approx(every, rel=0.01)
@@ -223,14 +221,12 @@ def test_work_is_that_of_the_experts_that_are_chosen():
     assert transformer.flops_per_token(cfg, 1) < 2.01e9 * active
 
 
-@pytest.mark.parametrize('fields', [
-    dict(experts=Experts(8, 2, 24)), dict(experts=Experts(8, 3, 24, False))])
+@pytest.mark.parametrize('fields', [dict(experts=Experts(8, 2, 24)), dict(experts=Experts(8, 3, 24, False))])
 def test_every_field_of_experts_counts(model, params, fields):
   ids = tiny.tokens((1, 20))
   other = model_lib.build(tiny.config(**SPARSE | fields))
   right = tiny.logits(model, params, ids)
-  assert tiny.largest(tiny.logits(other, params, ids) - right) > (
-      1e-3 * tiny.largest(right))
+  assert tiny.largest(tiny.logits(other, params, ids) - right) > (1e-3 * tiny.largest(right))
 
 
 # ------------------------------------------------------------------ GPT-OSS
@@ -240,12 +236,20 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
   """A folder of 4-bit experts is one of the numbers that they stand for."""
   torch = pytest.importorskip('torch')
   from transformers.integrations import mxfp4
-  model = model_lib.build(tiny.config(
-      family='gpt_oss', qk_norm='', hidden_size=64, intermediate_size=32,
+
+  model = model_lib.build(
+    tiny.config(
+      family='gpt_oss',
+      qk_norm='',
+      hidden_size=64,
+      intermediate_size=32,
       num_layers=1,
-      tie_embeddings=False, layer_windows=(6,),
+      tie_embeddings=False,
+      layer_windows=(6,),
       biases=('router', 'gate', 'up', 'down', 'sinks', 'q', 'k', 'v', 'o'),
-      experts=Experts(3, 2, 32, limit=7.0, alpha=1.702)))
+      experts=Experts(3, 2, 32, limit=7.0, alpha=1.702),
+    )
+  )
   hf.save(tmp_path / 'plain', model, tiny.params(model))
   tensors = safetensors.numpy.load_file(tmp_path / 'plain/model.safetensors')
   random, packed = np.random.RandomState(0), dict(tensors)
@@ -255,32 +259,27 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     blocks = random.randint(0, 256, (e, f, d // 32, 16), np.uint8)
     scales = random.randint(118, 126, (e, f, d // 32), np.uint8)
     packed |= {f'{path}_blocks': blocks, f'{path}_scales': scales}
-    tensors[path] = mxfp4.convert_moe_packed_tensors(
-        torch.tensor(blocks), torch.tensor(scales)).float().numpy()
+    tensors[path] = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
     if tensors[path].shape != (e, d, f):
       tensors[path] = tensors[path].swapaxes(1, 2)
   shutil.copytree(tmp_path / 'plain', tmp_path / 'packed')
   for folder, values in ('plain', tensors), ('packed', packed):
     safetensors.numpy.save_file(
-        {k: np.ascontiguousarray(v) for k, v in values.items()},
-        tmp_path / folder / 'model.safetensors')
+      {k: np.ascontiguousarray(v) for k, v in values.items()}, tmp_path / folder / 'model.safetensors'
+    )
   config = tmp_path / 'packed/config.json'
   raw = json.loads(config.read_text())
-  config.write_text(json.dumps(raw | {
-      'quantization_config': {'quant_method': 'mxfp4'}}))
+  config.write_text(json.dumps(raw | {'quantization_config': {'quant_method': 'mxfp4'}}))
 
   def load(folder, layout):
     cfg = hf.read_config(tmp_path / folder)
     hf.check(tmp_path / folder, cfg)
     made = model_lib.build(cfg)
-    return hf.load_params(
-        tmp_path / folder, made, made.shardings(layout), 'float32')
+    return hf.load_params(tmp_path / folder, made, made.shardings(layout), 'float32')
 
   one = tiny.one_device()
-  jax.tree.map(np.testing.assert_array_equal, load('packed', one),
-               load('plain', one))
-  config.write_text(json.dumps(raw | {
-      'quantization_config': {'quant_method': 'gptq'}}))
+  jax.tree.map(np.testing.assert_array_equal, load('packed', one), load('plain', one))
+  config.write_text(json.dumps(raw | {'quantization_config': {'quant_method': 'gptq'}}))
   with pytest.raises(InputError, match='gptq'):
     hf.read_config(tmp_path / 'packed')
 
@@ -288,8 +287,8 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
 def test_parts_of_fused_tensors_are_read_alone(tmp_path):
   """As shards of a mesh are: a corner of experts, inputs and outputs."""
   cfg = tiny.config(
-      family='gpt_oss', qk_norm='', tie_embeddings=False,
-      experts=Experts(4, 2, 32, limit=7.0, alpha=1.702))
+    family='gpt_oss', qk_norm='', tie_embeddings=False, experts=Experts(4, 2, 32, limit=7.0, alpha=1.702)
+  )
   kept = tensor_layout.table(cfg)['layers/up']
   whole = np.random.RandomState(0).standard_normal((2, 4, 32, 64)).astype('f')
 
@@ -300,11 +299,10 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path):
   tensors = {name: x.view(Slice) for name, x in zip(kept.names, whole)}
   bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
   np.testing.assert_array_equal(
-      tensor_layout.read(kept, tensors, bounds, np.float32),
-      whole[1:2, 2:4, 8:24, 1::2][..., 5:9])
+    tensor_layout.read(kept, tensors, bounds, np.float32), whole[1:2, 2:4, 8:24, 1::2][..., 5:9]
+  )
   blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
-  made = mxfp4_lib.Matrices(blocks.view(Slice), np.full(
-      (4, 8, 2), 127, np.uint8).view(Slice))
+  made = mxfp4_lib.Matrices(blocks.view(Slice), np.full((4, 8, 2), 127, np.uint8).view(Slice))
   every = (slice(0, 4), slice(0, 64), slice(0, 8))
   some = (slice(1, 3), slice(20, 50), slice(2, 5))
   np.testing.assert_array_equal(made[some], made[every][some])
@@ -315,33 +313,31 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path):
 
 def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   """At every position, and it is what training chooses in exact float32."""
-  settings = native.SamplerConfig(
-      slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
-  engine = native.NativeEngine(
-      routing_lib.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT,
-      Ledger())
+  settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
+  engine = native.NativeEngine(routing_lib.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
   engine.load(params, version=0)
   ids = tiny.tokens((3, 8))
   rollout = engine(
-      [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
-      group_size=2, step=0, run_key=np.zeros(2, np.uint32))
-  batch = batching.to_batch(
-      rollout, range(6), np.ones((6, 6)), {}, num_rows=3, row_length=28)
-  hidden, routing = jax.jit(lambda p: model.forward(
-      p, batch.tokens, batch.positions, batch.segment_ids,
-      compute=tiny.EXACT, routing=True))(params)
+    [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((8, 5, 3))],
+    group_size=2,
+    step=0,
+    run_key=np.zeros(2, np.uint32),
+  )
+  batch = batching.to_batch(rollout, range(6), np.ones((6, 6)), {}, num_rows=3, row_length=28)
+  hidden, routing = jax.jit(
+    lambda p: model.forward(p, batch.tokens, batch.positions, batch.segment_ids, compute=tiny.EXACT, routing=True)
+  )(params)
   real = batch.segment_ids > 0
-  np.testing.assert_array_equal(
-      batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
+  np.testing.assert_array_equal(batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
   merged = batching.merge([rollout, rollout], [[0], [2]])
   np.testing.assert_array_equal(merged.experts, rollout.experts[[0, 1, 4, 5]])
   # Training takes them, whatever its router would choose.
   other = tiny.params(model, seed=1)['layers']['router']
   drifted = params | {'layers': params['layers'] | {'router': other}}
-  run = jax.jit(lambda p, batch: train.run_model(
-      model, p, batch, tiny.one_device(), tiny.EXACT, routing=True)[1].chosen)
-  np.testing.assert_array_equal(
-      np.moveaxis(run(drifted, batch), 0, 2), batch.experts)
+  run = jax.jit(
+    lambda p, batch: train.run_model(model, p, batch, tiny.one_device(), tiny.EXACT, routing=True)[1].chosen
+  )
+  np.testing.assert_array_equal(np.moveaxis(run(drifted, batch), 0, 2), batch.experts)
   free = run(drifted, batch.replace(experts=None))
   assert np.any(np.moveaxis(free, 0, 2)[real] != batch.experts[real])
 
@@ -349,13 +345,13 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
 def test_rollouts_are_replayed(tmp_path, monkeypatch):
   """In update and reference; with other experts the first step is wrong."""
   import jaxpost
+
   path = tiny.folder(tmp_path / 'model', **SPARSE)
-  run = lambda name: jaxpost.run(tiny.grpo_config(
-      path, router=dict(replay=True), rl=dict(kl_coef=0.01),
-      train=dict(steps=1)), tmp_path / name)
+  run = lambda name: jaxpost.run(
+    tiny.grpo_config(path, router=dict(replay=True), rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / name
+  )
   run('right')
-  row = json.loads(
-      (tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
+  row = json.loads((tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
   right = batching.to_batch
 
@@ -367,5 +363,4 @@ def test_rollouts_are_replayed(tmp_path, monkeypatch):
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     run('wrong')
   with pytest.raises(InputError, match='replay'):
-    jaxpost.run(tiny.run_config(path, router=dict(replay=True)),
-                tmp_path / 'sft')
+    jaxpost.run(tiny.run_config(path, router=dict(replay=True)), tmp_path / 'sft')

@@ -17,8 +17,7 @@ FAMILIES, CASES = 'jaxpost/formats/families.py', 'tests/test_families.py'
 def blocks():
   """(the entry, the case), as the docs print them."""
   page = (CLONE / 'docs/models.md').read_text('utf-8')
-  entry, case = re.findall(
-      r'```python\n(.*?)```', page.split('## Adding a family')[1], re.S)
+  entry, case = re.findall(r'```python\n(.*?)```', page.split('## Adding a family')[1], re.S)
   return entry, case
 
 
@@ -27,15 +26,13 @@ def add(folder, file, table, block):
   path = folder / file
   text = path.read_text('utf-8')
   assert text.count(f'\n{table} = {{\n') == 1
-  path.write_text(text.replace(
-      f'\n{table} = {{\n', f'\n{table} = {{\n{block}'), 'utf-8')
+  path.write_text(text.replace(f'\n{table} = {{\n', f'\n{table} = {{\n{block}'), 'utf-8')
 
 
 @pytest.fixture
 def copy(tmp_path):
   """Sources and tests of families."""
-  shutil.copytree(CLONE / 'jaxpost', tmp_path / 'jaxpost',
-                  ignore=shutil.ignore_patterns('__pycache__'))
+  shutil.copytree(CLONE / 'jaxpost', tmp_path / 'jaxpost', ignore=shutil.ignore_patterns('__pycache__'))
   (tmp_path / 'tests').mkdir()
   for name in 'conftest.py', 'test_families.py', 'tiny.py':
     shutil.copy(CLONE / 'tests' / name, tmp_path / 'tests')
@@ -44,12 +41,16 @@ def copy(tmp_path):
 
 def run(copy, *args):
   return subprocess.run(
-      [sys.executable, *args], cwd=copy, text=True, capture_output=True,
-      timeout=600, env=os.environ | {
-          'PYTHONPATH': f'{copy}:{copy}/tests', 'PYTEST_ADDOPTS': ''})
+    [sys.executable, *args],
+    cwd=copy,
+    text=True,
+    capture_output=True,
+    timeout=600,
+    env=os.environ | {'PYTHONPATH': f'{copy}:{copy}/tests', 'PYTEST_ADDOPTS': ''},
+  )
 
 
-MEASURE = '''
+MEASURE = """
 import json, pathlib, sys
 import jaxpost, test_families as families
 folder = pathlib.Path('model')
@@ -58,7 +59,7 @@ print(json.dumps(dict(
     source=jaxpost.__file__, config=json.loads(
         (folder / 'config.json').read_text())['model_type'],
     logits=families.logit_error(folder, network))))
-'''
+"""
 
 
 def test_a_family_is_added_as_the_docs_say(copy):
@@ -66,8 +67,7 @@ def test_a_family_is_added_as_the_docs_say(copy):
   entry, case = blocks()
   name = re.match(r"'(\w+)': dict\(", entry)[1]
   assert len(entry.splitlines()) <= 40 and case.startswith(f"'{name}': (")
-  sources = ''.join(p.read_text('utf-8') for p in (
-      CLONE / 'jaxpost').rglob('*.py'))
+  sources = ''.join(p.read_text('utf-8') for p in (CLONE / 'jaxpost').rglob('*.py'))
   assert name not in sources.lower()  # nothing was made ready for it
   add(copy, CASES, 'CASES', case)
   before = run(copy, '-c', MEASURE, name)
@@ -79,7 +79,6 @@ def test_a_family_is_added_as_the_docs_say(copy):
   assert found['source'].startswith(str(copy)) and found['config'] == name
   assert 0 < found['logits'] <= 3e-5
   # And all else that the families are held to.
-  done = run(copy, '-m', 'pytest', '-q', '-p', 'no:cacheprovider',
-             'tests/test_families.py', '-k', name)
+  done = run(copy, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_families.py', '-k', name)
   passed = re.search(r'^(\d+) passed, \d+ deselected', done.stdout, re.M)
   assert passed and int(passed[1]) >= 5, done.stdout[-3000:]

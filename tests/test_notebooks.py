@@ -17,56 +17,78 @@ FILES = sorted((CLONE / 'notebooks').glob('*.ipynb'))
 # What the outputs of a notebook have to hold, in this order.
 WANTED = {
   '01_sft_then_grpo': (
-    r'Device', r'\d\+\d+=<\|im_end\|>', r'sft: .* parameters',
-    r'sft 0 eval  loss 5\.', r'sft 20/20', r'\[1\.0, 0\.1, 0\.0\]',
-    r'cannot be killed', r'grpo 4/4  .*reward',
-    r'"components": \{"right_sum"', r'completions \(64, 8\)',
+    r'Device',
+    r'\d\+\d+=<\|im_end\|>',
+    r'sft: .* parameters',
+    r'sft 0 eval  loss 5\.',
+    r'sft 20/20',
+    r'\[1\.0, 0\.1, 0\.0\]',
+    r'cannot be killed',
+    r'grpo 4/4  .*reward',
+    r'"components": \{"right_sum"',
+    r'completions \(64, 8\)',
     r'largest difference (0\.0e\+00|\d\.\de-0[3-9])',
     r'2: reward 0\.\d+, kl 0\.0',
-    r'model\.safetensors', r'<\|im_start\|>user\n17\+25=', r'88\+77= \S',
+    r'model\.safetensors',
+    r'<\|im_start\|>user\n17\+25=',
+    r'88\+77= \S',
   ),
   '02_your_algorithm': (
-    r'sft 20/20', r"'advantages': array\(\[\[ 0\.5,  0\.5\]",
-    r'reinforce: .* parameters', r'reinforce 4/4  .*reward',
+    r'sft 20/20',
+    r"'advantages': array\(\[\[ 0\.5,  0\.5\]",
+    r'reinforce: .* parameters',
+    r'reinforce 4/4  .*reward',
     r'reinforce: held-out pass@1 0\.\d\d before, 0\.\d\d after',
-    r'values +\[', r'with_critic 4/4  .*reward',
+    r'values +\[',
+    r'with_critic 4/4  .*reward',
     r'with_critic: held-out pass@1 0\.\d\d before, 0\.\d\d after',
   ),
   '03_every_method': (
-    r'sft 20/20', r'start: 0\.\d\d',
-    *(rf'{name}: pass@1 0\.\d\d -> 0\.\d\d' for name in (
-      'dpo, from pairs', 'kto, from labels', 'grpo, from a verifier',
-      'ppo, from a verifier', 'distill, from a teacher')),
+    r'sft 20/20',
+    r'start: 0\.\d\d',
+    *(
+      rf'{name}: pass@1 0\.\d\d -> 0\.\d\d'
+      for name in (
+        'dpo, from pairs',
+        'kto, from labels',
+        'grpo, from a verifier',
+        'ppo, from a verifier',
+        'distill, from a teacher',
+      )
+    ),
     r'reward_model, from pairs: accuracy 0\.00 -> 0\.[1-9]',
-    r'before', *(rf'{name} +│ .* │ 0\.\d\d' for name in (
-      'dpo', 'kto', 'grpo', 'ppo', 'distill', 'reward_model')),
+    r'before',
+    *(rf'{name} +│ .* │ 0\.\d\d' for name in ('dpo', 'kto', 'grpo', 'ppo', 'distill', 'reward_model')),
   ),
   '04_your_model': (
     r'head/kernel +\(64, 259\) +\(.embed., .vocab.\)',
-    r'[\d,]+ parameters', r'packed and alone differ by (?:\de-0[5-9]|0e\+00)',
+    r'[\d,]+ parameters',
+    r'packed and alone differ by (?:\de-0[5-9]|0e\+00)',
     r'sft: .* parameters',
     r'recurrent: loss [5-7]\.\d+ -> [0-2]\.\d+, held-out',
     r'sampler off by (?:\de-0[2-9]|0e\+00)',
     r'attending: loss [5-7]\.\d+ -> [0-2]\.\d+, held-out',
-    r"'model\.safetensors'", r'tensors, such as',
+    r"'model\.safetensors'",
+    r'tensors, such as',
     r'first loss [5-7]\.\d+ at random, [0-2]\.\d+ from the export',
   ),
 }
-FIGURES = {
-  '01_sft_then_grpo': 2, '02_your_algorithm': 3, '03_every_method': 0,
-  '04_your_model': 0}
+FIGURES = {'01_sft_then_grpo': 2, '02_your_algorithm': 3, '03_every_method': 0, '04_your_model': 0}
 # Trained tokens of a preview are green.
 GREEN = ('01_sft_then_grpo',)
 FILES_MADE = {
   '01_sft_then_grpo': (
-    'sft/summary.json', 'grpo/summary.json', 'grpo/report.html',
-    'grpo/export/model.safetensors', 'by_hand/tokenizer.json'),
-  '02_your_algorithm': (
-    'reinforce/summary.json', 'with_critic/checkpoints/with_critic/4'),
-  '03_every_method': tuple(f'{name}/summary.json' for name in (
-    'sft', 'dpo', 'kto', 'grpo', 'distill', 'reward_model', 'ppo')),
-  '04_your_model': tuple(f'{name}/export/model.safetensors' for name in (
-    'recurrent', 'attending')),
+    'sft/summary.json',
+    'grpo/summary.json',
+    'grpo/report.html',
+    'grpo/export/model.safetensors',
+    'by_hand/tokenizer.json',
+  ),
+  '02_your_algorithm': ('reinforce/summary.json', 'with_critic/checkpoints/with_critic/4'),
+  '03_every_method': tuple(
+    f'{name}/summary.json' for name in ('sft', 'dpo', 'kto', 'grpo', 'distill', 'reward_model', 'ppo')
+  ),
+  '04_your_model': tuple(f'{name}/export/model.safetensors' for name in ('recurrent', 'attending')),
 }
 
 
@@ -102,37 +124,31 @@ def test_stored_bare(path):
     compile(cell.source, cell.id, 'exec')
     assert max(map(len, cell.source.splitlines())) <= 80, cell.id
   text = path.read_text('utf-8')
-  found = re.findall(
-    r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|[A-Z]:\\\\|~/', text)
+  found = re.findall(r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|[A-Z]:\\\\|~/', text)
   assert not found, found
   kernel = book.metadata.kernelspec
-  assert (kernel.name, set(book.metadata)) == (
-    'python3', {'kernelspec', 'language_info'})
+  assert (kernel.name, set(book.metadata)) == ('python3', {'kernelspec', 'language_info'})
 
 
 @pytest.mark.parametrize('path', FILES, ids=name)
 def test_runs(path, tmp_path, monkeypatch):
   monkeypatch.setenv('JAXPOST_SHORT', '1')
-  monkeypatch.setenv('PYTHONPATH', os.pathsep.join(
-    [str(CLONE), *filter(None, [os.environ.get('PYTHONPATH')])]))
+  monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(CLONE), *filter(None, [os.environ.get('PYTHONPATH')])]))
   monkeypatch.setenv('IPYTHONDIR', str(tmp_path / 'ipython'))
   work = tmp_path / 'work'
   work.mkdir()
   book = read(path)
-  nbclient.NotebookClient(
-    book, timeout=600, resources={'metadata': {'path': str(work)}}).execute()
-  outputs = [output for cell in book.cells if cell.cell_type == 'code'
-             for output in cell.outputs]
+  nbclient.NotebookClient(book, timeout=600, resources={'metadata': {'path': str(work)}}).execute()
+  outputs = [output for cell in book.cells if cell.cell_type == 'code' for output in cell.outputs]
   text, at = '\n'.join(map(text_of, outputs)), 0
   text = re.sub(r'\x1b\[[\d;]*m', '', text)
   for wanted in WANTED[path.stem]:
     found = re.compile(wanted).search(text, at)
-    assert found, f'no {wanted!r} after {text[max(0, at - 200):at]!r}'
+    assert found, f'no {wanted!r} after {text[max(0, at - 200) : at]!r}'
     at = found.end()
   figures = ['image/png' in output.get('data', {}) for output in outputs]
   assert sum(figures) == FIGURES[path.stem]
-  green = [o for o in outputs if 'color: #008000' in
-           o.get('data', {}).get('text/html', '')]
+  green = [o for o in outputs if 'color: #008000' in o.get('data', {}).get('text/html', '')]
   assert bool(green) == (path.stem in GREEN)
   for file in FILES_MADE[path.stem]:
     assert list(work.glob(f'runs/*/{file}')), file

@@ -25,22 +25,27 @@ NAN = np.nan
 def experience(rewards, finished=True):
   """Three prompts of 3, 4, 5 tokens; all tokens differ."""
   n = GROUPS * SIZE
-  prompts = tuple(Prompt(i, 500 + np.arange(10 * i, 10 * i + 3 + i), '', {})
-                  for i in range(GROUPS))
+  prompts = tuple(Prompt(i, 500 + np.arange(10 * i, 10 * i + 3 + i), '', {}) for i in range(GROUPS))
   lengths = 2 + np.arange(n) % 4
   completions = 100 + np.arange(n * C).reshape(n, C)
   rollout = Rollout(
-      prompts, completions.astype(np.int32), lengths, np.zeros((n, C)),
-      np.zeros((n, C)), np.broadcast_to(finished, n))
-  return Experience(rollout, np.array(rewards, float).ravel(),
-                    rows_lib.completion_mask(rollout), {})
+    prompts, completions.astype(np.int32), lengths, np.zeros((n, C)), np.zeros((n, C)), np.broadcast_to(finished, n)
+  )
+  return Experience(rollout, np.array(rewards, float).ravel(), rows_lib.completion_mask(rollout), {})
 
 
 def settings(**over):
-  config, = config_lib.parse(tiny.merged(config_lib.defaults(), tiny.merged(
-      dict(algorithm='online_dpo', rollout=dict(
-          prompts=GROUPS, group_size=SIZE, max_prompt_length=5,
-          max_new_tokens=C)), over))).values()
+  (config,) = config_lib.parse(
+    tiny.merged(
+      config_lib.defaults(),
+      tiny.merged(
+        dict(
+          algorithm='online_dpo', rollout=dict(prompts=GROUPS, group_size=SIZE, max_prompt_length=5, max_new_tokens=C)
+        ),
+        over,
+      ),
+    )
+  ).values()
   config = config_lib.resolve(config, online_dpo.ONLINE_DPO.defaults)
   online_dpo.ONLINE_DPO.check(config)
   return config
@@ -53,11 +58,8 @@ def chosen(rewards, finished=True, **over):
 
 def test_best_and_worst_of_each_group():
   found, made = chosen([[1, 3, 0, 2], [1, 1, 1, 1], [NAN, 5, NAN, 4]])
-  np.testing.assert_array_equal(
-      found.reshape(GROUPS, SIZE),
-      [[0, 1, -1, 0], [0, 0, 0, 0], [0, 1, 0, -1]])
-  assert made.metrics == dict(
-      pairs=2, groups_without_pair=1, reward_gap=(3 + 1) / 2)
+  np.testing.assert_array_equal(found.reshape(GROUPS, SIZE), [[0, 1, -1, 0], [0, 0, 0, 0], [0, 1, 0, -1]])
+  assert made.metrics == dict(pairs=2, groups_without_pair=1, reward_gap=(3 + 1) / 2)
 
 
 def test_groups_that_have_no_two_rewards_are_counted():
@@ -68,8 +70,7 @@ def test_groups_that_have_no_two_rewards_are_counted():
 
 def test_truncated_samples_are_left_out():
   finished = np.array([True, False, True, True] * GROUPS)
-  found, made = chosen([[1, 3, 0, 2]] * 3, finished, rl=dict(
-      mask_truncated=True))
+  found, made = chosen([[1, 3, 0, 2]] * 3, finished, rl=dict(mask_truncated=True))
   np.testing.assert_array_equal(found.reshape(GROUPS, SIZE)[0], [0, 0, -1, 1])
   assert made.metrics['masked_truncated'] == 3
 
@@ -83,8 +84,7 @@ def test_pairs_hold_the_sampled_tokens(share):
   credit = online_dpo.credit(data, config)
   batch = online_dpo.pack(data, credit, range(12), config, rows, length)
   assert batch.tokens.shape == (rows, length)
-  assert batch.loss_weights.sum() == pytest.approx(
-      data.rollout.lengths[[1, 2, 9, 11]].sum() / 2)
+  assert batch.loss_weights.sum() == pytest.approx(data.rollout.lengths[[1, 2, 9, 11]].sum() / 2)
   assert set(batch.arrays) == {'nll_weights'}
   found = {}
   for r in range(rows):
@@ -95,11 +95,8 @@ def test_pairs_hold_the_sampled_tokens(share):
       prompt = data.rollout.prompts[n // SIZE].tokens
       assert batch.tokens[r, start] == prompt[-1]
       assert batch.positions[r, start] == len(prompt) - 1
-      np.testing.assert_array_equal(
-          batch.tokens[r, at],
-          data.rollout.completions[n, :data.rollout.lengths[n]])
-      np.testing.assert_array_equal(
-          batch.positions[r, at], len(prompt) + np.arange(len(at)))
+      np.testing.assert_array_equal(batch.tokens[r, at], data.rollout.completions[n, : data.rollout.lengths[n]])
+      np.testing.assert_array_equal(batch.positions[r, at], len(prompt) + np.arange(len(at)))
       found[n] = number % 2
   assert found == {1: 1, 2: 0, 9: 1, 11: 0}  # the chosen ones are odd
   times = (batch.tokens == 500).sum()
@@ -113,10 +110,10 @@ def test_every_step_has_one_shape(share):
 
   def shapes(rewards):
     data = experience(rewards)
-    batch = online_dpo.pack(data, online_dpo.credit(data, config), range(12),
-                            config, rows, length)
-    return {k: np.shape(v) for k, v in vars(batch).items() if k != 'arrays'
-            and v is not None and len(v)}, batch.loss_weights.sum()
+    batch = online_dpo.pack(data, online_dpo.credit(data, config), range(12), config, rows, length)
+    return {
+      k: np.shape(v) for k, v in vars(batch).items() if k != 'arrays' and v is not None and len(v)
+    }, batch.loss_weights.sum()
 
   full, some = shapes([[1, 3, 0, 2]] * 3)
   empty, none = shapes([[1, 1, 1, 1]] * 3)
@@ -124,17 +121,22 @@ def test_every_step_has_one_shape(share):
   assert {'branch_ids', 'sequence_ids'} <= set(full)
 
 
-@pytest.mark.parametrize('over, message', [
+@pytest.mark.parametrize(
+  'over, message',
+  [
     (dict(rollout=dict(group_size=1)), 'group_size: 1 sample is no pair'),
     (dict(rl=dict(minibatches=2)), 'rl.minibatches: would tear pairs'),
     (dict(rl=dict(kl_coef=0.1)), r'rl.kl_coef: online_dpo \(.*\) would ignore'),
     (dict(rl=dict(entropy_coef=0.1)), 'rl.entropy_coef: online_dpo'),
     (dict(rl=dict(importance=('icepop',))), 'rl.importance: online_dpo'),
     (dict(train=dict(row_length=12)), 'row_length: 12 has no room'),
-    (dict(train=dict(row_length=30), rollout=dict(group_size=2),
-          preference=dict(share_prompt=False)), 'row_length: 30 has no room'),
+    (
+      dict(train=dict(row_length=30), rollout=dict(group_size=2), preference=dict(share_prompt=False)),
+      'row_length: 30 has no room',
+    ),
     (dict(preference=dict(losses=('ipo2',))), "did you mean 'ipo'"),
-])
+  ],
+)
 def test_bad_input(over, message):
   with pytest.raises(InputError, match=f'config.*{message}'):
     settings(**over)
@@ -143,18 +145,14 @@ def test_bad_input(over, message):
 def test_a_run(tmp_path):
   """The step before anything is learnt holds, and each program is one."""
   model = tiny.folder(tmp_path / 'nano')
-  config = tiny.grpo_config(
-      model, algorithm='online_dpo', train=dict(steps=3),
-      rl=dict(dynamic_sampling=2))
+  config = tiny.grpo_config(model, algorithm='online_dpo', train=dict(steps=3), rl=dict(dynamic_sampling=2))
   jaxpost.run(config, tmp_path / 'run')
-  rows = [json.loads(line)
-          for line in (tmp_path / 'run/metrics.jsonl').open()]
+  rows = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').open()]
   assert rows[0]['loss'] == pytest.approx(np.log(2), abs=1e-5)
   assert rows[0]['rewards/margins'] == pytest.approx(0, abs=1e-5)
   assert rows[-1]['rewards/margins'] != 0
   assert all(r['pairs'] + r['groups_without_pair'] == 4 for r in rows)
-  programs = [p['program'] for p in json.loads(
-      (tmp_path / 'run/plan.json').read_text())[0]['programs']]
+  programs = [p['program'] for p in json.loads((tmp_path / 'run/plan.json').read_text())[0]['programs']]
   assert programs.count('update') == programs.count('score') == 1
 
 
@@ -162,8 +160,8 @@ def test_a_run_without_a_pair_goes_on(tmp_path):
   """Nothing to prefer is no error: loss 0, gradient 0, counted."""
   constant = lambda completions, **columns: [1.0] * len(completions)
   config = tiny.grpo_config(
-      tiny.folder(tmp_path / 'nano'), algorithm='online_dpo',
-      reward=constant, train=dict(steps=2))
+    tiny.folder(tmp_path / 'nano'), algorithm='online_dpo', reward=constant, train=dict(steps=2)
+  )
   jaxpost.run(config, tmp_path / 'run')
   for line in (tmp_path / 'run/metrics.jsonl').open():
     row = types.SimpleNamespace(**json.loads(line))

@@ -26,55 +26,31 @@ from jaxpost.stage import config as config_lib
 
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
-    'finished rows go on decoding': 'test_sampler.py:'
-        'test_slots_and_blocks_do_not_matter',
-    'a group is prefilled once for each sample': 'test_peer_defects.py:'
-        'test_a_group_reads_its_prompt_once',
-    'another temperature compiles again': 'test_peer_defects.py:'
-        'test_sampling_parameters_compile_nothing',
-    'the cache is replicated': 'test_peer_defects.py:'
-        'test_the_cache_is_split_over_the_batch_axes',
-    'each process trains on all samples': 'test_processes.py:'
-        'test_each_group_is_graded_once_by_one_of_two',
-    'PPO rounds rewards': 'test_ppo.py:test_rewards_are_not_rounded',
-    'PPO KL at a temperature': 'test_ppo.py:'
-        'test_first_step_is_on_policy_at_any_temperature',
-    'GRPO KL at a temperature': 'test_peer_defects.py:'
-        'test_log_probs_share_one_temperature',
-    'the same draws each step': 'test_sampler.py:'
-        'test_another_step_draws_other_tokens',
-    'stale stop ids': 'test_peer_defects.py:'
-        'test_sampling_parameters_compile_nothing',
-    'a stale sampling policy': 'test_peer_defects.py:'
-        'test_the_sampler_has_the_newest_weights',
-    'k1 KL in the loss by default': 'test_peer_defects.py:'
-        'test_the_default_kl_has_a_gradient',
-    'ratio silently 1': 'test_peer_defects.py:'
-        'test_later_updates_are_off_policy',
-    'overlong penalty in characters': 'test_peer_defects.py:'
-        'test_overlong_counts_tokens',
-    'dynamic sampling ignored': 'test_grpo_family.py:'
-        'test_dynamic_sampling_fills_the_batch',
-    'the list of rewards is changed': 'test_peer_defects.py:'
-        'test_the_config_is_not_changed',
-    'resume replays the data': 'test_resume.py:'
-        'test_killed_at_any_moment',
-    'all logits at once': 'test_head.py:'
-        'test_the_update_never_holds_all_logits',
-    'rows padded to the longest possible': 'test_peer_defects.py:'
-        'test_short_completions_share_rows',
-    'left padding': 'test_peer_defects.py:'
-        'test_short_completions_share_rows',
-    'rewards without a timeout': 'test_rewards_pool.py:'
-        'test_a_hang_costs_the_others_nothing',
-    'a failed reward is 0': 'test_rewards_pool.py:'
-        'test_a_bad_reward_masks_its_group_only',
-    'text is tokenised again for training': 'test_peer_defects.py:'
-        'test_trained_tokens_are_those_that_were_sampled',
-    'loss depends on the accumulation': 'test_grpo_family.py:'
-        'test_loss_does_not_depend_on_the_layout',
-    'NaN of a group of one': 'test_losses_advantages.py:'
-        'test_singletons_both_ways',
+  'finished rows go on decoding': 'test_sampler.py:test_slots_and_blocks_do_not_matter',
+  'a group is prefilled once for each sample': 'test_peer_defects.py:test_a_group_reads_its_prompt_once',
+  'another temperature compiles again': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
+  'the cache is replicated': 'test_peer_defects.py:test_the_cache_is_split_over_the_batch_axes',
+  'each process trains on all samples': 'test_processes.py:test_each_group_is_graded_once_by_one_of_two',
+  'PPO rounds rewards': 'test_ppo.py:test_rewards_are_not_rounded',
+  'PPO KL at a temperature': 'test_ppo.py:test_first_step_is_on_policy_at_any_temperature',
+  'GRPO KL at a temperature': 'test_peer_defects.py:test_log_probs_share_one_temperature',
+  'the same draws each step': 'test_sampler.py:test_another_step_draws_other_tokens',
+  'stale stop ids': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
+  'a stale sampling policy': 'test_peer_defects.py:test_the_sampler_has_the_newest_weights',
+  'k1 KL in the loss by default': 'test_peer_defects.py:test_the_default_kl_has_a_gradient',
+  'ratio silently 1': 'test_peer_defects.py:test_later_updates_are_off_policy',
+  'overlong penalty in characters': 'test_peer_defects.py:test_overlong_counts_tokens',
+  'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch',
+  'the list of rewards is changed': 'test_peer_defects.py:test_the_config_is_not_changed',
+  'resume replays the data': 'test_resume.py:test_killed_at_any_moment',
+  'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
+  'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
+  'left padding': 'test_peer_defects.py:test_short_completions_share_rows',
+  'rewards without a timeout': 'test_rewards_pool.py:test_a_hang_costs_the_others_nothing',
+  'a failed reward is 0': 'test_rewards_pool.py:test_a_bad_reward_masks_its_group_only',
+  'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_those_that_were_sampled',
+  'loss depends on the accumulation': 'test_grpo_family.py:test_loss_does_not_depend_on_the_layout',
+  'NaN of a group of one': 'test_losses_advantages.py:test_singletons_both_ways',
 }
 
 
@@ -104,15 +80,15 @@ def test_sampling_parameters_compile_nothing(model):
     before = len(engine._ledger.rows)
     prompts, _ = next(stream.prompts)
     stream.sampler.sync(stream.roles.policy, 0)
-    made = [stream.sampler(prompts, 4, 0, **options) for options in (
-        dict(temperature=0.0), dict(temperature=0.5, top_k=3),
-        dict(top_p=0.5), dict(max_tokens=2))]
+    made = [
+      stream.sampler(prompts, 4, 0, **options)
+      for options in (dict(temperature=0.0), dict(temperature=0.5, top_k=3), dict(top_p=0.5), dict(max_tokens=2))
+    ]
     assert len(engine._ledger.rows) == before
     assert made[-1].lengths.max() == 2
     # What stops is read anew, too: stop at whatever greedy says first.
     first = int(made[0].completions[0, 0])
-    engine.config = dataclasses.replace(engine.config, stop_ids=(
-        first,) * len(engine.config.stop_ids))
+    engine.config = dataclasses.replace(engine.config, stop_ids=(first,) * len(engine.config.stop_ids))
     stopped = stream.sampler(prompts, 4, 0, temperature=0.0)
     assert stopped.lengths[0] == 1 and stopped.finished[0]
     assert len(engine._ledger.rows) == before
@@ -133,8 +109,7 @@ def test_a_group_reads_its_prompt_once(model):
   _, stream = parts(model, rollout=dict(prompts=3, group_size=8, slots=4))
   engine, read = stream.sampler.engine, []
   prefill = engine.prefill
-  engine.prefill = lambda texts, rows=0: (
-      read.extend(tuple(t) for t in texts), prefill(texts, rows))[1]
+  engine.prefill = lambda texts, rows=0: (read.extend(tuple(t) for t in texts), prefill(texts, rows))[1]
   try:
     prompts, _ = next(stream.prompts)
     stream.sampler.sync(stream.roles.policy, 0)
@@ -145,31 +120,26 @@ def test_a_group_reads_its_prompt_once(model):
 
 
 def test_log_probs_share_one_temperature(model, tmp_path):
-  jaxpost.run(tiny.grpo_config(
-      model, train=dict(steps=1), rl=dict(kl_coef=0.1),
-      rollout=dict(temperature=0.6)), tmp_path)
-  row, = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl')
-          if r['split'] == 'train']
+  jaxpost.run(
+    tiny.grpo_config(model, train=dict(steps=1), rl=dict(kl_coef=0.1), rollout=dict(temperature=0.6)), tmp_path
+  )
+  (row,) = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert abs(row['kl']) < 1e-8  # the reference is the policy
 
 
 def test_the_sampler_has_the_newest_weights(model, tmp_path):
   """At every step the sampler's log-probs are those of the policy."""
-  jaxpost.run(tiny.grpo_config(
-      model, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
-  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl')
-          if r['split'] == 'train']
+  jaxpost.run(tiny.grpo_config(model, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
+  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert rows[0]['loss'] != rows[-1]['loss']
   for row in rows:
     assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
 
 
 def config_of(name, **over):
-  parsed = config_lib.parse(tiny.merged(
-      dict(algorithm=name, reward='x'), over))
-  return config_lib.resolve(
-      next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
+  parsed = config_lib.parse(tiny.merged(dict(algorithm=name, reward='x'), over))
+  return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
 def test_the_default_kl_has_a_gradient():
@@ -180,8 +150,7 @@ def test_the_default_kl_has_a_gradient():
 
 def test_later_updates_are_off_policy(model):
   """The old log-probs stay those of the rollout."""
-  policy, stream = parts(
-      model, rl=dict(epochs=3), optim=dict(lr=5e-2))
+  policy, stream = parts(model, rl=dict(epochs=3), optim=dict(lr=5e-2))
   try:
     item = next(stream)
   finally:
@@ -196,8 +165,7 @@ def test_later_updates_are_off_policy(model):
 
 def test_overlong_counts_tokens():
   """Not characters: both have 90 tokens, of which one is a long word."""
-  found = length.Overlong(max=100, buffer=20)(
-      completion_ids=[list(range(90)), list(range(90))])
+  found = length.Overlong(max=100, buffer=20)(completion_ids=[list(range(90)), list(range(90))])
   assert found == [-0.5, -0.5]
 
 
@@ -212,6 +180,7 @@ def test_the_config_is_not_changed(model):
 @functools.lru_cache
 def rollout():
   from test_grpo_family import rollout as make
+
   return make()
 
 

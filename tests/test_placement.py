@@ -29,16 +29,13 @@ class Device:
 def tpus(x, y, z=1, slices=1, kind='TPU v5 lite'):
   """Slices of x * y * z chips in the order of JAX; a host has 2 x 2 of them."""
   out = []
-  for s, k, j, i, b, a in itertools.product(
-      range(slices), range(z), range(y // 2), range(x // 2), (0, 1), (0, 1)):
-    out.append(Device(len(out), len(out) // 4, (2 * i + a, 2 * j + b, k), s,
-                      device_kind=kind))
+  for s, k, j, i, b, a in itertools.product(range(slices), range(z), range(y // 2), range(x // 2), (0, 1), (0, 1)):
+    out.append(Device(len(out), len(out) // 4, (2 * i + a, 2 * j + b, k), s, device_kind=kind))
   return out
 
 
 def gpus(hosts, each=8):
-  return [Device(n, n // each, platform='gpu', device_kind='NVIDIA H200')
-          for n in range(hosts * each)]
+  return [Device(n, n // each, platform='gpu', device_kind='NVIDIA H200') for n in range(hosts * each)]
 
 
 def placed(devices, mesh):
@@ -57,10 +54,15 @@ def along(found, axis):
 
 # mesh of 4 slices of 4 x 4 chips: the axis that crosses their network.
 CROSSES = {
-    'data=4,fsdp=16': 'data', 'data=4,fsdp=4,tensor=4': 'data',
-    'data=8,fsdp=8': 'data', 'fsdp=64': 'fsdp', 'fsdp=16,tensor=4': 'fsdp',
-    'data=2,fsdp=32': 'fsdp', 'fsdp=8,expert=2,context=2,tensor=2': 'fsdp',
-    'data=2,fsdp=2,tensor=16': 'tensor'}
+  'data=4,fsdp=16': 'data',
+  'data=4,fsdp=4,tensor=4': 'data',
+  'data=8,fsdp=8': 'data',
+  'fsdp=64': 'fsdp',
+  'fsdp=16,tensor=4': 'fsdp',
+  'data=2,fsdp=32': 'fsdp',
+  'fsdp=8,expert=2,context=2,tensor=2': 'fsdp',
+  'data=2,fsdp=2,tensor=16': 'tensor',
+}
 
 
 @pytest.mark.parametrize('kind', ['TPU v5 lite', 'TPU v4'])
@@ -78,8 +80,7 @@ def test_the_outermost_axis_crosses_the_slow_network(mesh, kind):
         assert slices == sorted(slices) and set(slices) == set(range(4))
 
 
-@pytest.mark.parametrize('mesh', [
-    'fsdp=4,tensor=4', 'fsdp=16', 'data=2,fsdp=2,tensor=4'])
+@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=4', 'fsdp=16', 'data=2,fsdp=2,tensor=4'])
 def test_the_innermost_axis_goes_from_neighbour_to_neighbour(mesh):
   """Of the chips of one slice, which JAX numbers host by host."""
   devices = tpus(4, 4)
@@ -87,23 +88,30 @@ def test_the_innermost_axis_goes_from_neighbour_to_neighbour(mesh):
   inner = max(at for at, n in enumerate(found.shape) if n > 1)
 
   def steps(order):
-    return {sum(abs(a - b) for a, b in zip(x.coords, y.coords))
-            for line in along(order, inner) for x, y in zip(line, line[1:])}
+    return {
+      sum(abs(a - b) for a, b in zip(x.coords, y.coords))
+      for line in along(order, inner)
+      for x, y in zip(line, line[1:])
+    }
 
   assert steps(found) == {1}
   assert steps(np.array(devices).reshape(found.shape)) > {1}
 
 
-@pytest.mark.parametrize('mesh, inside', [
+@pytest.mark.parametrize(
+  'mesh, inside',
+  [
     ('data=2,fsdp=2,tensor=8', ['tensor']),
     ('fsdp=4,tensor=8', ['tensor']),
-    ('data=4,fsdp=8', ['fsdp']), ('fsdp=4,context=2,tensor=4', [
-        'context', 'tensor']), ('fsdp=-1', [])])
+    ('data=4,fsdp=8', ['fsdp']),
+    ('fsdp=4,context=2,tensor=4', ['context', 'tensor']),
+    ('fsdp=-1', []),
+  ],
+)
 def test_inner_axes_stay_within_a_host_of_gpus(mesh, inside):
   found, axes = placed(gpus(4), mesh)
   for axis in AXES:
-    hosts = [len({d.process_index for d in line})
-             for line in along(found, axes[axis])]
+    hosts = [len({d.process_index for d in line}) for line in along(found, axes[axis])]
     if found.shape[axes[axis]] == 1 or axis in inside:
       assert set(hosts) == {1}, axis
     else:
@@ -118,18 +126,26 @@ def test_a_phase_may_have_some_of_the_slices():
 HOLES = [d for d in tpus(4, 4, slices=2) if d.id % 16 < 12]
 
 
-@pytest.mark.parametrize('devices, mesh, wanted', [
-    (tpus(2, 2, slices=8), 'data=4,fsdp=4,tensor=2',
-     "no axis of {'data': 4, 'fsdp': 4, 'expert': 1, 'context': 1, 'tensor': 2}"
-     ' is a multiple of the 8 slices; data or fsdp should be'),
-    (tpus(4, 4, slices=2)[:24], 'fsdp=24',
-     '24 devices of a phase, [16, 8] by slice, have no order in a mesh (do '
-     'they fill equal blocks?): Number of devices 16 must equal'),
-    (tpus(4, 4)[:12], 'fsdp=12',
-     '12 devices of a phase, [12] by slice, have no order in a mesh'),
-    (HOLES, 'data=2,fsdp=12',
-     '24 devices of a phase, [12, 12] by slice, have no order in a mesh')
-], ids=['axes', 'uneven', 'hole', 'holes'])
+@pytest.mark.parametrize(
+  'devices, mesh, wanted',
+  [
+    (
+      tpus(2, 2, slices=8),
+      'data=4,fsdp=4,tensor=2',
+      "no axis of {'data': 4, 'fsdp': 4, 'expert': 1, 'context': 1, 'tensor': 2}"
+      ' is a multiple of the 8 slices; data or fsdp should be',
+    ),
+    (
+      tpus(4, 4, slices=2)[:24],
+      'fsdp=24',
+      '24 devices of a phase, [16, 8] by slice, have no order in a mesh (do '
+      'they fill equal blocks?): Number of devices 16 must equal',
+    ),
+    (tpus(4, 4)[:12], 'fsdp=12', '12 devices of a phase, [12] by slice, have no order in a mesh'),
+    (HOLES, 'data=2,fsdp=12', '24 devices of a phase, [12, 12] by slice, have no order in a mesh'),
+  ],
+  ids=['axes', 'uneven', 'hole', 'holes'],
+)
 def test_what_the_network_cannot_serve_is_refused(devices, mesh, wanted):
   with pytest.raises(InputError) as caught:
     placed(devices, mesh)

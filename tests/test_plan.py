@@ -19,39 +19,59 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 def run(code, *args, devices=1, **env):
   """A program in a process of its own; what it prints."""
   done = subprocess.run(
-    [sys.executable, '-c', code, *args], capture_output=True, text=True,
-    timeout=300, cwd=CLONE, env=os.environ | {
-      'PYTHONPATH': '.', 'XLA_FLAGS':
-      f'--xla_force_host_platform_device_count={devices}', **env})
+    [sys.executable, '-c', code, *args],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    cwd=CLONE,
+    env=os.environ | {'PYTHONPATH': '.', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', **env},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   return done.stdout
 
 
 def plan(*args):
   return subprocess.run(
-    [sys.executable, '-m', 'launch.plan', *args], capture_output=True,
-    text=True, timeout=300, cwd=CLONE)
+    [sys.executable, '-m', 'launch.plan', *args], capture_output=True, text=True, timeout=300, cwd=CLONE
+  )
 
 
 # ---------------------------------------------------------------- topologies
 
 
-@pytest.mark.parametrize('text, slices, count', [
-  ('v6e:16x16', 1, 256), ('v6e:8x8', 2, 128), ('v5p:16x20x28', 1, 8960),
-  ('v4:2x2x4', 1, 16), ('h200:1x8x8', 1, 64), ('h100:2x4x8', 1, 64),
-  ('cpu', 1, 1), ('cpu:8', 1, 8)])
+@pytest.mark.parametrize(
+  'text, slices, count',
+  [
+    ('v6e:16x16', 1, 256),
+    ('v6e:8x8', 2, 128),
+    ('v5p:16x20x28', 1, 8960),
+    ('v4:2x2x4', 1, 16),
+    ('h200:1x8x8', 1, 64),
+    ('h100:2x4x8', 1, 64),
+    ('cpu', 1, 1),
+    ('cpu:8', 1, 8),
+  ],
+)
 def test_topology(text, slices, count):
   topology = chips.parse(text, slices)
   assert topology.chips == count and topology.slices == slices
   assert topology.gpu == text.startswith('h')
 
 
-@pytest.mark.parametrize('text, slices, words', [
-  ('v7e:8x8', 1, 'did you mean .v6e.'), ('h20:1x8x8', 1, "'h200'"),
-  ('v6e', 1, 'v6e has 2 numbers; write for example v6e:16x16'),
-  ('v5p:8x8', 1, 'v5p has 3 numbers'), ('v6e:32x16', 1, 'largest slice'),
-  ('h200:8x8', 1, 'slices x hosts'), ('h200:1x8x8', 2, 'h200:2x8x8'),
-  ('cpu:0', 1, 'cpu:8'), ('quantum:3', 1, 'known: v4, v5e')])
+@pytest.mark.parametrize(
+  'text, slices, words',
+  [
+    ('v7e:8x8', 1, 'did you mean .v6e.'),
+    ('h20:1x8x8', 1, "'h200'"),
+    ('v6e', 1, 'v6e has 2 numbers; write for example v6e:16x16'),
+    ('v5p:8x8', 1, 'v5p has 3 numbers'),
+    ('v6e:32x16', 1, 'largest slice'),
+    ('h200:8x8', 1, 'slices x hosts'),
+    ('h200:1x8x8', 2, 'h200:2x8x8'),
+    ('cpu:0', 1, 'cpu:8'),
+    ('quantum:3', 1, 'known: v4, v5e'),
+  ],
+)
 def test_unknown_topology_is_refused(text, slices, words):
   with pytest.raises(InputError, match=words) as error:
     chips.parse(text, slices)
@@ -76,19 +96,27 @@ def test_shapes_by_any_of_their_names():
     dry_run.shape_of('qwen3_8', 'config.model.path')
 
 
-@pytest.mark.parametrize('name, billions', [
-  ('qwen3_8b', 8.19), ('qwen3_14b', 14.77), ('qwen3_32b', 32.76),
-  ('llama3_8b', 8.03), ('llama3_70b', 70.55), ('llama3_2_3b', 3.21)])
+@pytest.mark.parametrize(
+  'name, billions',
+  [
+    ('qwen3_8b', 8.19),
+    ('qwen3_14b', 14.77),
+    ('qwen3_32b', 32.76),
+    ('llama3_8b', 8.03),
+    ('llama3_70b', 70.55),
+    ('llama3_2_3b', 3.21),
+  ],
+)
 def test_named_shapes_have_the_published_size(name, billions):
   from jaxpost.models import transformer
+
   shape = dry_run.named_shape(name)
-  assert transformer.num_params(shape) / 1e9 == pytest.approx(
-    billions, abs=0.01)
+  assert transformer.num_params(shape) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 # ----------------------------------------------------------------------- HLO
 
-_LOOPS = '''
+_LOOPS = """
 import jax, jax.numpy as jnp, json
 from jaxpost.planning import cost
 
@@ -109,7 +137,7 @@ print(json.dumps(dict(
   known=cost.count(text).flops, unknown=len(cost.count(text).unknown),
   told=cost.count(text, lambda name: 3).flops,
   xla=compiled.cost_analysis()['flops'])))
-'''
+"""
 
 
 def test_loops_count_as_often_as_they_turn():
@@ -121,7 +149,7 @@ def test_loops_count_as_often_as_they_turn():
   assert found['xla'] < 4 * product  # which is why this is counted here
 
 
-_COLLECTIVES = '''
+_COLLECTIVES = """
 import jax, jax.numpy as jnp, json
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxpost.planning import cost
@@ -143,7 +171,7 @@ text = jax.jit(f).lower(put((16, 32)), put((32, 32), 'fsdp')).compile(
                     'while-loop-invariant-code-motion'}).as_text()
 print(json.dumps({k: {a: x[:2] for a, x in v.items()}
                   for k, v in cost.by_axis(cost.count(text), mesh).items()}))
-'''
+"""
 
 
 def test_collectives_by_kind_and_axis():
@@ -156,30 +184,37 @@ def test_collectives_by_kind_and_axis():
   assert found['reduce-scatter']['fsdp'] == [16 * 32 * 4 * 3 / 4, 1]
 
 
-@pytest.mark.parametrize('text, group', [
-  ('replica_groups={{0,2},{1,3}}', (0, 2)),
-  ('replica_groups=[2,4]<=[4,2]T(1,0), use', (0, 2, 4, 6)),
-  ('replica_groups=[8,2]<=[16], use', (0, 1)),
-  ("replica_groups=mesh['axis_0'=8,'axis_1'=2] {'axis_0'}, use",
-   tuple(range(0, 16, 2))),
-  ("replica_groups=mesh['axis_0'=2,'axis_1'=8], device_ids=([8,2]T(1,0)) "
-   "{'axis_0'}, use", (0, 1)),
-  ("replica_groups=mesh['axis_0'=1,'axis_1'=8,'axis_2'=2] "
-   "{'axis_1','axis_2'}, use", tuple(range(16)))])
+@pytest.mark.parametrize(
+  'text, group',
+  [
+    ('replica_groups={{0,2},{1,3}}', (0, 2)),
+    ('replica_groups=[2,4]<=[4,2]T(1,0), use', (0, 2, 4, 6)),
+    ('replica_groups=[8,2]<=[16], use', (0, 1)),
+    ("replica_groups=mesh['axis_0'=8,'axis_1'=2] {'axis_0'}, use", tuple(range(0, 16, 2))),
+    ("replica_groups=mesh['axis_0'=2,'axis_1'=8], device_ids=([8,2]T(1,0)) {'axis_0'}, use", (0, 1)),
+    ("replica_groups=mesh['axis_0'=1,'axis_1'=8,'axis_2'=2] {'axis_1','axis_2'}, use", tuple(range(16))),
+  ],
+)
 def test_groups_of_devices(text, group):
   op = hlo.Op('x', 'all-reduce', (), (), f', channel_id=1, {text}', '', False)
   assert hlo.group_of(op) == group
 
 
-@pytest.mark.parametrize('target, does, group, sent', [
-  ('{1,2}x{0:3}', 'ALL_REDUCE', (0, 4), 4096),  # 2 b (2 - 1) / 2
-  ('{0:3}x{0:7}', 'ALL_REDUCE', (0, 8, 16, 24), 6144),
-  ('{0,1}x{0:3}', 'ALL_GATHER', (0, 4), 4096)])
+@pytest.mark.parametrize(
+  'target, does, group, sent',
+  [
+    ('{1,2}x{0:3}', 'ALL_REDUCE', (0, 4), 4096),  # 2 b (2 - 1) / 2
+    ('{0:3}x{0:7}', 'ALL_REDUCE', (0, 8, 16, 24), 6144),
+    ('{0,1}x{0:3}', 'ALL_GATHER', (0, 4), 4096),
+  ],
+)
 def test_what_is_sent_between_slices(target, does, group, sent):
-  about = (f'is_host_transfer=true, frontend_attributes={{'
-           f'_xla_megascale_target="{target}",'
-           f'_xla_megascale_transfer_type="{does}"}}')
-  found = cost.count(f'''HloModule m
+  about = (
+    f'is_host_transfer=true, frontend_attributes={{'
+    f'_xla_megascale_target="{target}",'
+    f'_xla_megascale_transfer_type="{does}"}}'
+  )
+  found = cost.count(f"""HloModule m
 
 ENTRY %main (p: f32[1024]) -> f32[1024] {{
   %p = f32[1024]{{0}} parameter(0)
@@ -188,13 +223,13 @@ ENTRY %main (p: f32[1024]) -> f32[1024] {{
   %b = (f32[1024]{{0}}, u32[], token[]) recv(%t), channel_id=7, {about}
   ROOT %x = f32[1024]{{0}} get-tuple-element(%b), index=0
 }}
-''').collectives
+""").collectives
   assert found == {(does.lower().replace('_', '-'), group): [sent, 1]}
 
 
 def test_what_xla_for_tpu_writes():
   """Tiled layouts, fast memory, cycles, a counter that takes two at a time."""
-  text = '''HloModule jit_f, is_scheduled=true
+  text = """HloModule jit_f, is_scheduled=true
 
 %body (p: (u32[], f32[8,128])) -> (u32[], f32[8,128]) {
   %p = PAIR parameter(0)
@@ -223,7 +258,7 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   %start = PAIR tuple(%zero, %a)
   ROOT %w = PAIR while(%start), condition=%cond, body=%body
 }
-'''
+"""
   for short, long in {
     'PAIR': '(u32[]{:T(128)}, f32[8,128]{1,0:T(8,128)})',
     'SENT': '(f32[8,128]{1,0}, f32[8,128]{1,0}, u32[]{:S(2)})',
@@ -242,7 +277,7 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
 
 def test_a_collective_in_links_of_a_chain_counts_once():
   """XLA for TPU writes it again in each product that it overlaps with."""
-  text = '''HloModule jit_f, is_scheduled=true
+  text = """HloModule jit_f, is_scheduled=true
 
 %first (p: bf16[8,128]) -> (bf16[8,128], bf16[16,128], u32[]) {
   %p = bf16[8,128]{1,0} parameter(0)
@@ -266,10 +301,11 @@ ENTRY %main (a: bf16[8,128]) -> bf16[16,128] {
   %e = u32[] get-tuple-element(%x), index=2
   ROOT %y = bf16[16,128]{1,0} fusion(%b, %c, %e), kind=kCustom, calls=%last
 }
-'''
+"""
   for short, long in {
     'PAIR': '(bf16[8,128]{1,0}, bf16[16,128]{1,0}, u32[])',
-    'WHOLE': 'bf16[16,128]{1,0}', 'TARGET': 'custom_call_target',
+    'WHOLE': 'bf16[16,128]{1,0}',
+    'TARGET': 'custom_call_target',
     'GATHER': 'replica_groups={{0,1}}, frontend_attributes={chain_id="8"}',
   }.items():
     text = text.replace(short, long)
@@ -280,7 +316,7 @@ ENTRY %main (a: bf16[8,128]) -> bf16[16,128] {
 def test_products_of_groups_by_a_kernel(scope, real):
   """Of 16 x 8 matrices; half of a round's rows, were experts as likely."""
   name = f'jit(f)/while/body/{scope}ragged_dot_general/ragged-dot-none'
-  text = '''HloModule jit_f, is_scheduled=true
+  text = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (s: s32[4], x: bf16[64,16], w: bf16[3,16,8]) -> f32[64,8] {
   %s = s32[4]{0} parameter(0)
@@ -288,29 +324,33 @@ ENTRY %main (s: s32[4], x: bf16[64,16], w: bf16[3,16,8]) -> f32[64,8] {
   %w = bf16[3,16,8]{2,1,0} parameter(2)
   ROOT %y = f32[64,8]{1,0} custom-call(%s, %x, %w), CALL
 }
-'''.replace('CALL', 'custom_call_target="tpu_custom_call", '
-           f'metadata={{op_name="{name}"}}')
+""".replace('CALL', f'custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}')
   assert cost.count(text).flops == 2 * real * 16 * 8
 
 
 def test_axes_of_a_group():
   class Mesh:
     shape = {'data': 2, 'fsdp': 4, 'tensor': 2}
-  found = cost.by_axis(cost.Totals(collectives={
-    ('all-reduce', (0, 8)): [1, 1], ('all-reduce', (0, 2, 4, 6)): [2, 1],
-    ('all-reduce', tuple(range(0, 16, 2))): [3, 1]}), Mesh)
-  assert {k: v[0] for k, v in found['all-reduce'].items()} == {
-    'data': 1, 'fsdp': 2, 'data+fsdp': 3}
+
+  found = cost.by_axis(
+    cost.Totals(
+      collectives={
+        ('all-reduce', (0, 8)): [1, 1],
+        ('all-reduce', (0, 2, 4, 6)): [2, 1],
+        ('all-reduce', tuple(range(0, 16, 2))): [3, 1],
+      }
+    ),
+    Mesh,
+  )
+  assert {k: v[0] for k, v in found['all-reduce'].items()} == {'data': 1, 'fsdp': 2, 'data+fsdp': 3}
 
 
 # ---------------------------------------------------------- roofline, minimum
 
 
 def row(**over):
-  totals = cost.Totals(918e12, 820e9, 0, {
-    ('all-gather', (0, 1, 2, 3)): [90e9, 1]})
-  return dict(program='update', flops=4 * 459e12, totals=totals, least={},
-              xla_flops_once=None, **over)
+  totals = cost.Totals(918e12, 820e9, 0, {('all-gather', (0, 1, 2, 3)): [90e9, 1]})
+  return dict(program='update', flops=4 * 459e12, totals=totals, least={}, xla_flops_once=None, **over)
 
 
 class FourChips:
@@ -323,6 +363,7 @@ class FourChips:
 @pytest.mark.parametrize('far, network', [(False, 0.5), (True, 7.2)])
 def test_roofline(far, network):
   from jaxpost.planning import roofline
+
   topology = chips.parse('v6e:2x2')
   hosts = {i: i // 2 if far else 0 for i in range(4)}
   found = roofline.work(row(), FourChips, topology, hosts)
@@ -338,19 +379,25 @@ def test_roofline(far, network):
 
 def test_what_stays_on_the_devices_counts():
   from jaxpost.planning import roofline
+
   held = dict(parameters=10, optimizer=20, frozen=5)
-  given = dict(program='generate', arguments=dict(parameters=7, kv_cache=3),
-               argument_bytes=10, output_bytes=4, alias_bytes=3, temp_bytes=2)
+  given = dict(
+    program='generate',
+    arguments=dict(parameters=7, kv_cache=3),
+    argument_bytes=10,
+    output_bytes=4,
+    alias_bytes=3,
+    temp_bytes=2,
+  )
   chip = chips.Chip('', 1.0, memory=50)
   found = roofline.memory(given, held, 10, chip)
   assert found['fits'] and found['free_bytes'] == 50 - (10 + 1 + 2 + 35)
-  given |= dict(program='update', arguments=dict(parameters=10, optimizer=20),
-                argument_bytes=30, temp_bytes=30)
+  given |= dict(program='update', arguments=dict(parameters=10, optimizer=20), argument_bytes=30, temp_bytes=30)
   found = roofline.memory(given, held, 10, chip)
   assert not found['fits'] and found['free_bytes'] == 50 - (30 + 1 + 30 + 5)
 
 
-_LEAST = '''
+_LEAST = """
 import json, math
 from jaxpost.planning import aot, dry_run, tables
 from jaxpost.hardware import chips
@@ -368,7 +415,7 @@ print(json.dumps(dict(least=row['least'], flops=[
     some['least']['reduce-scatter']['fsdp'], sum(
       4 * math.prod(x.shape) for path, x in p.model.table.items()
       if path not in p.model.frozen and 'embed' in x.axes)])))
-'''
+"""
 
 
 def test_least_traffic_of_fsdp():
@@ -377,6 +424,7 @@ def test_least_traffic_of_fsdp():
   Gradients of what is trained.
   """
   from jaxpost.models import presets, transformer
+
   found = json.loads(run(_LEAST, devices=4))
   table = transformer.param_table(presets.PRESETS['xs'])
   split = {k: np.prod(v.shape) for k, v in table.items() if 'embed' in v.axes}
@@ -428,18 +476,15 @@ print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
 
 
 def phases(*pairs):
-  return json.loads(run(_PHASES, *(
-    json.dumps(x) for pair in pairs for x in pair), devices=8))
+  return json.loads(run(_PHASES, *(json.dumps(x) for pair in pairs for x in pair), devices=8))
 
 
 def test_devices_are_charged_with_what_they_hold():
-  apart, = phases((dict(train='fsdp=2', rollout='data=-1', rollout_devices=4,
-                        score_devices=2), {}))
+  (apart,) = phases((dict(train='fsdp=2', rollout='data=-1', rollout_devices=4, score_devices=2), {}))
   rows, plan, predicted = (apart[k] for k in ('rows', 'plan', 'predicted'))
   state = rows['update']['arguments']
   adam = state['parameters'], state['optimizer']
-  assert rows['update']['held'] == dict(
-    parameters=adam[0], optimizer=adam[1], frozen=0)
+  assert rows['update']['held'] == dict(parameters=adam[0], optimizer=adam[1], frozen=0)
   assert plan['update']['elsewhere'] == 0
   for name in ('init_state', 'generate'):  # devices that train nothing
     assert not any(rows[name]['held'].values())
@@ -447,14 +492,12 @@ def test_devices_are_charged_with_what_they_hold():
   sampler = rows['generate']['argument_bytes']
   assert plan['init_state']['elsewhere'] == sampler
   assert predicted['init_state'] < 1.1 * sampler < sum(adam)
-  assert rows['score']['held'] == dict(
-    parameters=0, optimizer=0, frozen=rows['score']['arguments']['parameters'])
-  for name, held in dict(
-      score=rows['score']['arguments']['parameters'], update=sum(adam)).items():
+  assert rows['score']['held'] == dict(parameters=0, optimizer=0, frozen=rows['score']['arguments']['parameters'])
+  for name, held in dict(score=rows['score']['arguments']['parameters'], update=sum(adam)).items():
     row = rows[name]
     assert predicted[name] == pytest.approx(
-      held + row['temp_bytes'] + row['batch_bytes'] +
-      row['output_bytes'] - row['alias_bytes'], rel=1e-5)  # the step's number
+      held + row['temp_bytes'] + row['batch_bytes'] + row['output_bytes'] - row['alias_bytes'], rel=1e-5
+    )  # the step's number
   whole = apart['moved']  # weights in their new layout, before they leave
   assert predicted['reshard'] >= sum(adam) + whole
   assert plan['reshard']['total'] >= sum(adam) + whole
@@ -462,10 +505,8 @@ def test_devices_are_charged_with_what_they_hold():
 
 def test_a_sampler_ahead_stays_during_the_update():
   """On the devices that train; where it has its own they know nothing of it."""
-  same, own = dict(train='fsdp=8', rollout='data=-1'), dict(
-    train='fsdp=4', rollout='data=-1', rollout_devices=4)
-  plain, ahead, apart = phases(
-    (same, {}), (same, dict(lag=1)), (own, dict(lag=1)))
+  same, own = dict(train='fsdp=8', rollout='data=-1'), dict(train='fsdp=4', rollout='data=-1', rollout_devices=4)
+  plain, ahead, apart = phases((same, {}), (same, dict(lag=1)), (own, dict(lag=1)))
   sampler = ahead['rows']['generate']['argument_bytes']
   assert sampler > 2_000_000
   for what in ('update', 'score'):
@@ -482,8 +523,7 @@ def ahead():
   """Sampling on the devices that train; beside them; scores beside, too."""
   same = dict(train='fsdp=8', rollout='data=-1')
   own = dict(train='fsdp=-1', rollout='data=-1', rollout_devices=4)
-  few = dict(train='fsdp=-1', rollout='data=2,tensor=2', rollout_devices=4,
-             score_devices=2)
+  few = dict(train='fsdp=-1', rollout='data=2,tensor=2', rollout_devices=4, score_devices=2)
   return phases((same, dict(lag=1)), (own, dict(lag=1)), (few, dict(lag=2)))
 
 
@@ -500,15 +540,13 @@ def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices(ahead):
         assert {on for _, on in s} == {'train'}
         least = sum(s.values())
       elif found is apart:  # scores are of the rollout that is being sampled
-        least = max(s['sample', 'rollout'], s['update', 'train']) + (
-          s['score', 'train'] + s['reshard', 'train'])
+        least = max(s['sample', 'rollout'], s['update', 'train']) + (s['score', 'train'] + s['reshard', 'train'])
       else:  # the policy's score has to be where the policy is
         least = s['reshard', 'train'] + max(
-          s['sample', 'rollout'], s['score', 'score'],
-          s['update', 'train'] + s['score', 'train'])
+          s['sample', 'rollout'], s['score', 'score'], s['update', 'train'] + s['score', 'train']
+        )
       assert found['step'][name]['step_s'] == pytest.approx(least)
-      assert found['step'][name]['tokens_per_s'] == pytest.approx(
-        8 * 32 / least)
+      assert found['step'][name]['tokens_per_s'] == pytest.approx(8 * 32 / least)
 
 
 def test_weights_that_go_to_other_devices_are_sent(ahead):
@@ -519,9 +557,7 @@ def test_weights_that_go_to_other_devices_are_sent(ahead):
   assert all_apart['copied'] == 2 * all_apart['moved'] > 0  # two train
   link = chips.CHIPS['h200'].link
   for found in apart, all_apart:
-    network = sum(calls * seconds['network']
-                  for name, _, calls, seconds in found['took']
-                  if name == 'reshard')
+    network = sum(calls * seconds['network'] for name, _, calls, seconds in found['took'] if name == 'reshard')
     assert network > found['copied'] / link
     step = found['step']['roofline']['seconds']['reshard']
     assert step >= network
@@ -530,11 +566,17 @@ def test_weights_that_go_to_other_devices_are_sent(ahead):
 @pytest.mark.parametrize('lag, wanted', [(0, 27.5), (1, 19.5), (2, 13.5)])
 def test_seconds_of_a_step_ahead(lag, wanted):
   """Sampling takes 13 s, updates 8, scores 4, and values 2 elsewhere."""
-  rows = [dict(program=name, calls=calls, runs_on=on, seconds=dict(x=took))
-          for name, calls, on, took in (
-            ('reshard', 1, 'train', 0.5), ('generate', 24, 'rollout', 0.5),
-            ('prefill', 2, 'rollout', 0.5), ('update', 2, 'train', 4.0),
-            ('score', 1, 'train', 4.0), ('values', 1, 'score', 2.0))]
+  rows = [
+    dict(program=name, calls=calls, runs_on=on, seconds=dict(x=took))
+    for name, calls, on, took in (
+      ('reshard', 1, 'train', 0.5),
+      ('generate', 24, 'rollout', 0.5),
+      ('prefill', 2, 'rollout', 0.5),
+      ('update', 2, 'train', 4.0),
+      ('score', 1, 'train', 4.0),
+      ('values', 1, 'score', 2.0),
+    )
+  ]
   assert roofline.step_seconds(rows, 'x', lag) == wanted
 
 
@@ -545,18 +587,22 @@ def test_plan_of_the_local_backend(tmp_path):
   """All programs of GRPO, without weights, data, tokenizer or devices."""
   out = tmp_path / 'plan.json'
   done = plan(
-    '--config=configs/grpo_gsm8k.py:model=tiny', '--topology=cpu:4',
-    '--config.model.dtype=float32', '--config.eval.data.path=',
-    '--config.rollout.max_prompt_length=32', '--config.rl.kl_coef=0.1',
-    '--config.rollout.max_new_tokens=16', '--config.rollout.prompts=4',
-    '--config.mesh.rollout=data=2,tensor=2', f'--out={out}')
+    '--config=configs/grpo_gsm8k.py:model=tiny',
+    '--topology=cpu:4',
+    '--config.model.dtype=float32',
+    '--config.eval.data.path=',
+    '--config.rollout.max_prompt_length=32',
+    '--config.rl.kl_coef=0.1',
+    '--config.rollout.max_new_tokens=16',
+    '--config.rollout.prompts=4',
+    '--config.mesh.rollout=data=2,tensor=2',
+    f'--out={out}',
+  )
   assert done.returncode == 0, done.stderr[-2000:]
-  found, = json.loads(out.read_text())
+  (found,) = json.loads(out.read_text())
   names = [r['program'] for r in found['programs']]
-  assert set(names) == {'copy', 'init', 'update', 'score', 'reshard',
-                        'init_state', 'prefill', 'insert', 'generate'}
-  assert found['mesh']['rollout'] == {
-      'data': 2, 'fsdp': 1, 'expert': 1, 'context': 1, 'tensor': 2}
+  assert set(names) == {'copy', 'init', 'update', 'score', 'reshard', 'init_state', 'prefill', 'insert', 'generate'}
+  assert found['mesh']['rollout'] == {'data': 2, 'fsdp': 1, 'expert': 1, 'context': 1, 'tensor': 2}
   update = found['programs'][names.index('update')]
   memory = update['bytes_per_chip']
   parameters = 4 * found['parameters'] / 4
@@ -575,14 +621,20 @@ def test_a_sampler_with_more_devices_than_training(tmp_path):
   """Axes and shares of its programs are those of its own mesh."""
   out = tmp_path / 'plan.json'
   done = plan(
-    '--config=configs/grpo_gsm8k.py:model=tiny', '--topology=cpu:8',
-    '--config.mesh.train=data=2', '--config.mesh.rollout=data=3,tensor=2',
-    '--config.mesh.rollout_devices=6', '--config.eval.data.path=',
-    '--config.rollout.slots=6', '--config.rollout.max_prompt_length=32',
-    '--config.rollout.max_new_tokens=16', '--programs=insert,generate',
-    f'--out={out}')
+    '--config=configs/grpo_gsm8k.py:model=tiny',
+    '--topology=cpu:8',
+    '--config.mesh.train=data=2',
+    '--config.mesh.rollout=data=3,tensor=2',
+    '--config.mesh.rollout_devices=6',
+    '--config.eval.data.path=',
+    '--config.rollout.slots=6',
+    '--config.rollout.max_prompt_length=32',
+    '--config.rollout.max_new_tokens=16',
+    '--programs=insert,generate',
+    f'--out={out}',
+  )
   assert done.returncode == 0, done.stderr[-2000:]
-  found, = json.loads(out.read_text())
+  (found,) = json.loads(out.read_text())
   assert found['devices'] == 8
   generate = [r for r in found['programs'] if r['program'] == 'generate'][-1]
   assert generate['devices'] == 6
@@ -595,19 +647,23 @@ def test_products_of_experts_are_counted(mesh, tmp_path):
   """In loops that only a run knows the turns of; blocks are not all full."""
   out = tmp_path / 'plan.json'
   done = plan(
-    '--config=configs/sft_gsm8k.py:model=tiny_moe', '--topology=cpu:4',
-    f'--config.mesh.train={mesh}', '--config.train.batch_size=4',
-    '--config.eval.data.path=', '--programs=update', f'--out={out}')
+    '--config=configs/sft_gsm8k.py:model=tiny_moe',
+    '--topology=cpu:4',
+    f'--config.mesh.train={mesh}',
+    '--config.train.batch_size=4',
+    '--config.eval.data.path=',
+    '--programs=update',
+    f'--out={out}',
+  )
   assert done.returncode == 0, done.stderr[-2000:]
-  update, = json.loads(out.read_text())[0]['programs']
+  (update,) = json.loads(out.read_text())[0]['programs']
   flops = update['flops']
   assert 1 <= flops['program'] / flops['model'] < 1.3
 
 
 @pytest.mark.parametrize('algorithm', ['dpo', 'kto', 'reward_model', 'ppo'])
 def test_other_methods_are_described(algorithm):
-  found, = dry_run.prepare_all(dict(
-    algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
+  (found,) = dry_run.prepare_all(dict(algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
   assert found.name == algorithm
   if found.algorithm.on_policy:
     assert found.stream.lengths == [512]
@@ -615,19 +671,22 @@ def test_other_methods_are_described(algorithm):
     assert found.first_batch.tokens.shape[1] == 512
 
 
-@pytest.mark.parametrize('args, words', [
-  (['--topology=v6x:2x2'], "did you mean 'v6e'"),
-  (['--topology=cpu', '--config.model.path=qwen3_80b'], 'did you mean'),
-  (['--topology=cpu:4', '--config.mesh.train=fsdp=3'],
-   'config.mesh.train: .fsdp=3. does not fit 4'),
-  (['--topology=cpu', '--programs=generate'], 'has none of these'),
-  (['--topology=cpu', '--search'], 'only chips of known speed')])
+@pytest.mark.parametrize(
+  'args, words',
+  [
+    (['--topology=v6x:2x2'], "did you mean 'v6e'"),
+    (['--topology=cpu', '--config.model.path=qwen3_80b'], 'did you mean'),
+    (['--topology=cpu:4', '--config.mesh.train=fsdp=3'], 'config.mesh.train: .fsdp=3. does not fit 4'),
+    (['--topology=cpu', '--programs=generate'], 'has none of these'),
+    (['--topology=cpu', '--search'], 'only chips of known speed'),
+  ],
+)
 def test_bad_input_is_one_line(args, words):
   import re
-  done = plan('--config=configs/sft_gsm8k.py:model=tiny',
-              '--config.eval.data.path=', *args)
+
+  done = plan('--config=configs/sft_gsm8k.py:model=tiny', '--config.eval.data.path=', *args)
   assert done.returncode == 2, done.stderr[-2000:]
-  line, = [x for x in done.stderr.splitlines() if x.startswith('jaxpost')]
+  (line,) = [x for x in done.stderr.splitlines() if x.startswith('jaxpost')]
   assert re.search(words, line)
 
 
@@ -636,9 +695,10 @@ def test_bad_input_is_one_line(args, words):
 
 def needs(package, extra):
   import importlib.util
+
   return pytest.mark.skipif(
-    importlib.util.find_spec(package) is None,
-    reason=f"no {package}, which compiles for these: pip install '{extra}'")
+    importlib.util.find_spec(package) is None, reason=f"no {package}, which compiles for these: pip install '{extra}'"
+  )
 
 
 @needs('libtpu', 'jax[tpu]')
@@ -647,20 +707,24 @@ def needs(package, extra):
 def test_plan_for_tpus(slices, tmp_path):
   out = tmp_path / 'plan.json'
   done = plan(
-    '--config=configs/sft_gsm8k.py:model=xs', '--topology=v5e:2x2',
-    f'--slices={slices}', '--config.model.remat=full',
+    '--config=configs/sft_gsm8k.py:model=xs',
+    '--topology=v5e:2x2',
+    f'--slices={slices}',
+    '--config.model.remat=full',
     '--config.mesh.train=' + ('fsdp=-1' if slices == 1 else 'data=2,fsdp=-1'),
-    '--config.train.batch_size=8', '--config.train.row_length=256',
-    '--programs=update', '--price=1', f'--out={out}')
+    '--config.train.batch_size=8',
+    '--config.train.row_length=256',
+    '--programs=update',
+    '--price=1',
+    f'--out={out}',
+  )
   assert done.returncode == 0, done.stderr[-2000:]
-  found, = json.loads(out.read_text())
-  update, = found['programs']
+  (found,) = json.loads(out.read_text())
+  (update,) = found['programs']
   assert found['chips'] == 4 * slices and update['fits']
   assert update['seconds']['xla'] > 0 and not update['unknown_loops']
   assert found['step']['roofline']['usd_per_million_tokens'] > 0
-  far = {axis: x['between_hosts']
-         for kind in update['collective_bytes'].values()
-         for axis, x in kind.items()}
+  far = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
   assert far['fsdp'] is False
   assert slices == 1 or far['data'] is True
 
@@ -670,16 +734,18 @@ def test_plan_for_tpus(slices, tmp_path):
 def test_plan_for_gpus(tmp_path):
   out = tmp_path / 'plan.json'
   done = plan(
-    '--config=configs/sft_gsm8k.py:model=xs', '--topology=h200:1x2x8',
-    '--config.mesh.train=fsdp=2,tensor=8', '--config.train.row_length=256',
-    '--programs=update', f'--out={out}')
+    '--config=configs/sft_gsm8k.py:model=xs',
+    '--topology=h200:1x2x8',
+    '--config.mesh.train=fsdp=2,tensor=8',
+    '--config.train.row_length=256',
+    '--programs=update',
+    f'--out={out}',
+  )
   assert done.returncode == 0, done.stderr[-2000:]
-  found, = json.loads(out.read_text())
-  update, = found['programs']
+  (found,) = json.loads(out.read_text())
+  (update,) = found['programs']
   assert found['chips'] == 16 and update['fits']
-  far = {axis: x['between_hosts']
-         for kind in update['collective_bytes'].values()
-         for axis, x in kind.items()}
+  far = {axis: x['between_hosts'] for kind in update['collective_bytes'].values() for axis, x in kind.items()}
   assert far['fsdp'] is True and far['tensor'] is False
 
 
@@ -695,18 +761,24 @@ def test_search_ranks_what_fits(monkeypatch):
     tensor = 2 if 'tensor=2' in p.config.mesh.train else 1
     remat = p.config.model.remat
     seconds = {'full': 4.0, 'dots': 3.0, 'none': 2.0}[remat] / tensor
-    row = dict(program='update', calls=1, fits='tensor' not in
-               p.config.mesh.train or tensor == 2 and remat != 'none',
-               bytes_per_chip=dict(total=2**30), roofline_mfu=0.5,
-               flops=dict(model=1.0), seconds=dict(no_overlap=seconds))
-    return dict(fits=row['fits'], programs=[row], trained_tokens=1000,
-                step=dict(no_overlap=dict(step_s=seconds)))
+    row = dict(
+      program='update',
+      calls=1,
+      fits='tensor' not in p.config.mesh.train or tensor == 2 and remat != 'none',
+      bytes_per_chip=dict(total=2**30),
+      roofline_mfu=0.5,
+      flops=dict(model=1.0),
+      seconds=dict(no_overlap=seconds),
+    )
+    return dict(fits=row['fits'], programs=[row], trained_tokens=1000, step=dict(no_overlap=dict(step_s=seconds)))
 
   monkeypatch.setattr(stage, 'plan', fake)
   out = io.StringIO()
-  best, = search.search(dict(algorithm='sft', data=dict(path='none')),
-                        stage.Options(chips.parse('v6e:2x2')),
-                        rich.console.Console(file=out, width=200))
+  (best,) = search.search(
+    dict(algorithm='sft', data=dict(path='none')),
+    stage.Options(chips.parse('v6e:2x2')),
+    rich.console.Console(file=out, width=200),
+  )
   assert best['settings']['mesh.train'] == 'fsdp=-1,tensor=2'
   assert best['settings']['model.remat'] == 'dots'  # none does not fit
   assert '--config.mesh.train=fsdp=-1,tensor=2' in out.getvalue()
@@ -716,21 +788,31 @@ def test_search_ranks_what_fits(monkeypatch):
 def shape(path, train=None, **over):
   """A stage of this model; `train` comes after its rows were made."""
   from jaxpost.planning import search
-  p, = dry_run.prepare_all(dict(
-    algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
+
+  (p,) = dry_run.prepare_all(dict(algorithm='sft', data=dict(path='none'), model=dict(path=path), **over))
   return search.vary(p, {f'train.{k}': v for k, v in (train or {}).items()})
 
 
-@pytest.mark.parametrize('path, topology, train, has', [
-  ('llama3_70b', 'v5p:16x16x32', {}, {  # shards of 8,192 / 64 = 128 lanes
-    'fsdp=-1,tensor=8': 1024, 'data=16,fsdp=64,tensor=8': 1024}),
-  ('qwen3_30b_a3b', 'v5p:4x4x4', dict(row_length=4096), {
-    'fsdp=-1,expert=8': 64, 'data=4,fsdp=2,expert=8': 64}),
-  ('llama3_8b', 'v5p:4x4x4', dict(row_length=32768), {
-    'fsdp=-1,context=4': 16}),
-  ('llama3_8b', 'v5p:2x2x4', {}, {'fsdp=-1': 16, 'fsdp=-1,tensor=8': 2})])
+@pytest.mark.parametrize(
+  'path, topology, train, has',
+  [
+    (
+      'llama3_70b',
+      'v5p:16x16x32',
+      {},
+      {  # shards of 8,192 / 64 = 128 lanes
+        'fsdp=-1,tensor=8': 1024,
+        'data=16,fsdp=64,tensor=8': 1024,
+      },
+    ),
+    ('qwen3_30b_a3b', 'v5p:4x4x4', dict(row_length=4096), {'fsdp=-1,expert=8': 64, 'data=4,fsdp=2,expert=8': 64}),
+    ('llama3_8b', 'v5p:4x4x4', dict(row_length=32768), {'fsdp=-1,context=4': 16}),
+    ('llama3_8b', 'v5p:2x2x4', {}, {'fsdp=-1': 16, 'fsdp=-1,tensor=8': 2}),
+  ],
+)
 def test_meshes_to_try(path, topology, train, has):
   from jaxpost.planning import meshes
+
   found = meshes.training(shape(path, train), chips.parse(topology), False)
   assert has.items() <= found.items() and len(found) <= 10
   assert next(iter(found)) == 'fsdp=-1'
@@ -741,22 +823,22 @@ def test_meshes_to_try(path, topology, train, has):
 
 def test_gpus_have_no_lanes_and_batches_split():
   from jaxpost.planning import meshes
+
   p = shape('llama3_70b', dict(batch_size=64))
-  assert not any('data' in m for m in meshes.training(
-    p, chips.parse('h200:16x8x8'), False))
-  assert meshes.training(p, chips.parse('h200:1x64x8'), True) == {
-    'fsdp=-1,tensor=8': 64}
+  assert not any('data' in m for m in meshes.training(p, chips.parse('h200:16x8x8'), False))
+  assert meshes.training(p, chips.parse('h200:1x64x8'), True) == {'fsdp=-1,tensor=8': 64}
 
 
-@pytest.mark.parametrize('mesh, shards', [
-  ({}, 8), (dict(rollout_devices=4), 4),
-  (dict(rollout_devices=2, score_devices=2), 4)])
+@pytest.mark.parametrize(
+  'mesh, shards', [({}, 8), (dict(rollout_devices=4), 4), (dict(rollout_devices=2, score_devices=2), 4)]
+)
 def test_devices_are_counted_not_chips(mesh, shards):
   """A tpu7x chip is two; those of other phases train nothing."""
   from jaxpost.planning import meshes
-  p, = dry_run.prepare_all(dict(
-    algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh,
-    model=dict(path='qwen3_8b')))
+
+  (p,) = dry_run.prepare_all(
+    dict(algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh, model=dict(path='qwen3_8b'))
+  )
   top = chips.parse('tpu7x:1x2x2')
   assert meshes.training(p, top, False)['fsdp=-1'] == shards
   tensor = mesh.get('rollout_devices', 8)
@@ -766,14 +848,25 @@ def test_devices_are_counted_not_chips(mesh, shards):
 def test_launch_line():
   """With what the user gave, but for what is proposed."""
   from jaxpost.planning import search
-  assert search.launch_line((
-    '--config', 'my.py:model=qwen3_8b', '--topology=v6e:2x2', '--search',
-    '--config.train.row_length=4096', '--config.mesh.train=fsdp=2',
-    '-config.model.remat', 'none', '--noconfig.save.keep_best',
-    '--config.data.path=a b'), {
-      '--config.mesh.train': 'fsdp=-1', '--config.train.batch_size': 8}) == (
-        'python -m launch.train --config=my.py:model=qwen3_8b '
-        '--config.train.row_length=4096 --config.mesh.train=fsdp=-1 '
-        "--config.model.remat=none --noconfig.save.keep_best "
-        "'--config.data.path=a b' --config.train.batch_size=8 "
-        '--workdir=runs/planned')
+
+  assert search.launch_line(
+    (
+      '--config',
+      'my.py:model=qwen3_8b',
+      '--topology=v6e:2x2',
+      '--search',
+      '--config.train.row_length=4096',
+      '--config.mesh.train=fsdp=2',
+      '-config.model.remat',
+      'none',
+      '--noconfig.save.keep_best',
+      '--config.data.path=a b',
+    ),
+    {'--config.mesh.train': 'fsdp=-1', '--config.train.batch_size': 8},
+  ) == (
+    'python -m launch.train --config=my.py:model=qwen3_8b '
+    '--config.train.row_length=4096 --config.mesh.train=fsdp=-1 '
+    '--config.model.remat=none --noconfig.save.keep_best '
+    "'--config.data.path=a b' --config.train.batch_size=8 "
+    '--workdir=runs/planned'
+  )

@@ -40,8 +40,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 def stage_config(**over):
-  config = config_lib.parse(tiny.merged(
-      dict(algorithm='ppo', reward='x'), over))['ppo']
+  config = config_lib.parse(tiny.merged(dict(algorithm='ppo', reward='x'), over))['ppo']
   config = config_lib.resolve(config, ppo.PPO.defaults)
   ppo.check(config)
   return config
@@ -52,11 +51,13 @@ def rollout(count=12, longest=6, groups=3, seed=3):
   draw = lambda n: random.randint(0, 131, n).astype(np.int32)
   lengths = random.randint(1, longest + 1, count)
   return Rollout(
-      prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(groups)),
-      completions=np.stack([draw(longest) for _ in lengths]), lengths=lengths,
-      logprobs=-np.ones((count, longest), np.float32),
-      behaviour_logprobs=-np.ones((count, longest), np.float32),
-      finished=lengths < longest)
+    prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(groups)),
+    completions=np.stack([draw(longest) for _ in lengths]),
+    lengths=lengths,
+    logprobs=-np.ones((count, longest), np.float32),
+    behaviour_logprobs=-np.ones((count, longest), np.float32),
+    finished=lengths < longest,
+  )
 
 
 def graded(rewards=None, mask=None, made=None, **arrays):
@@ -67,27 +68,27 @@ def graded(rewards=None, mask=None, made=None, **arrays):
   normal = lambda: random.standard_normal(shape).astype(np.float32)
   mask = rows_lib.completion_mask(made) if mask is None else mask
   rewards = random.standard_normal(shape[0]) if rewards is None else rewards
-  found = dict(values=normal(), old_logprobs=normal() / 5 - 1,
-               ref_logprobs=normal() / 5 - 1, sampler_logprobs=made.logprobs,
-               behaviour_logprobs=made.behaviour_logprobs)
-  return Experience(made, np.asarray(rewards, np.float64), mask,
-                    {**found, **arrays})
+  found = dict(
+    values=normal(),
+    old_logprobs=normal() / 5 - 1,
+    ref_logprobs=normal() / 5 - 1,
+    sampler_logprobs=made.logprobs,
+    behaviour_logprobs=made.behaviour_logprobs,
+  )
+  return Experience(made, np.asarray(rewards, np.float64), mask, {**found, **arrays})
 
 
 # --------------------------------------------------------------------- credit
 
 
-@pytest.mark.parametrize('case, mask', [
-    ('verl/gae_g0.99_l0.95', 'mask'),
-    ('verl/gae_g0.99_l0.95_multiturn_mask', 'mask_mt')])
+@pytest.mark.parametrize(
+  'case, mask', [('verl/gae_g0.99_l0.95', 'mask'), ('verl/gae_g0.99_l0.95_multiturn_mask', 'mask_mt')]
+)
 def test_credit_gives_the_figures_of_verl(case, mask):
   mask = INPUTS[mask]
-  made = rollout(8, 6, 2).replace(
-      lengths=INPUTS['mask'].sum(axis=1).astype(int))
+  made = rollout(8, 6, 2).replace(lengths=INPUTS['mask'].sum(axis=1).astype(int))
   values = np.where(mask > 0, INPUTS['values'], np.nan)
-  credit = ppo.credit(
-      graded(INPUTS['score2'], mask, made, values=values),
-      stage_config(rl=dict(gamma=0.99, lam=0.95)))
+  credit = ppo.credit(graded(INPUTS['score2'], mask, made, values=values), stage_config(rl=dict(gamma=0.99, lam=0.95)))
   white, returns = np.array(GOLDEN['cases'][case]) * mask
   close(credit.arrays['advantages'], white)
   close(credit.arrays['returns'], returns)
@@ -101,8 +102,8 @@ def test_rewards_are_not_rounded():
   credit = ppo.credit(one, stage_config(rl=dict(gamma=1.0, lam=1.0)))
   assert credit.arrays['returns'].dtype == np.float32
   np.testing.assert_array_equal(
-      credit.arrays['returns'],
-      np.float32(rewards)[:, None] * rows_lib.completion_mask(one.rollout))
+    credit.arrays['returns'], np.float32(rewards)[:, None] * rows_lib.completion_mask(one.rollout)
+  )
 
 
 def test_kl_is_taken_from_the_reward_of_each_token():
@@ -113,8 +114,7 @@ def test_kl_is_taken_from_the_reward_of_each_token():
   close(credit.arrays['returns'], -0.5 * kl)
   close(credit.metrics['kl'], kl.sum() / one.mask.sum())
   one.memory = {'kl_coef': 2.0}  # adapted before
-  config = stage_config(rl=dict(
-      kl_coef=0.5, gamma=1.0, lam=0.0, kl_target=1.0, kl_horizon=12.0))
+  config = stage_config(rl=dict(kl_coef=0.5, gamma=1.0, lam=0.0, kl_target=1.0, kl_horizon=12.0))
   credit = ppo.credit(one, config)
   close(credit.arrays['returns'], -2.0 * kl)
   close(credit.memory['kl_coef'], 2.0 * 0.8)
@@ -135,10 +135,8 @@ def test_ungraded_samples_are_left_out():
 def test_explained_variance_is_of_the_values_before_the_update():
   one = graded()
   perfect = ppo.credit(one, stage_config(rl=dict(lam=1.0))).arrays['returns']
-  metrics_of = lambda v: ppo.credit(
-      graded(one.rewards, values=v), stage_config(rl=dict(lam=1.0))).metrics
-  assert metrics_of(perfect)['critic/explained_variance'] == (
-      pytest.approx(1, abs=1e-6))
+  metrics_of = lambda v: ppo.credit(graded(one.rewards, values=v), stage_config(rl=dict(lam=1.0))).metrics
+  assert metrics_of(perfect)['critic/explained_variance'] == (pytest.approx(1, abs=1e-6))
   # Equal returns leave nothing to explain: no figure rather than NaN.
   flat = ppo.credit(graded(np.ones(12)), stage_config(rl=dict(lam=1.0)))
   assert 'critic/explained_variance' not in flat.metrics
@@ -146,8 +144,11 @@ def test_explained_variance_is_of_the_values_before_the_update():
 
 # ----------------------------------------------------------------- objectives
 
-KINDS = {'separate': {}, 'shared': dict(critic=dict(shared=True, coef=0.5)),
-         'shared gspo': dict(critic=dict(shared=True), rl=dict(loss='gspo'))}
+KINDS = {
+  'separate': {},
+  'shared': dict(critic=dict(shared=True, coef=0.5)),
+  'shared gspo': dict(critic=dict(shared=True), rl=dict(loss='gspo')),
+}
 
 
 @functools.lru_cache
@@ -155,8 +156,7 @@ def weights(kind):
   heads = dict(num_labels=1) if kind == 'critic' else dict(value_head=True)
   model = model_lib.build(tiny.config(num_layers=1, **heads))
   params = tiny.params(model)
-  params['score'] = np.random.RandomState(1).standard_normal(
-      params['score'].shape).astype(np.float32)
+  params['score'] = np.random.RandomState(1).standard_normal(params['score'].shape).astype(np.float32)
   return model, params
 
 
@@ -164,22 +164,17 @@ def losses(role, config, batch, micro):
   """(loss, metrics, gradients) of [B, T] rows, `micro` rows at a time."""
   model, params = weights(role)
   objective = {'critic': ppo.value_objective, 'policy': ppo.objective}[role]
-  loss = programs.make_loss(
-      model, objective(config), tiny.one_device(), tiny.EXACT)
-  split = jax.tree.map(
-      lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
-  (value, extra), grads = jax.jit(
-      lambda p, b: programs.accumulate(loss, p, b))(params, split)
+  loss = programs.make_loss(model, objective(config), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
+  (value, extra), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
   return float(value), extra, grads
 
 
 def laid_out(config, length, num_rows, members=range(12)):
   one = graded()
   credit = ppo.credit(one, config)
-  token_weights = rows_lib.token_weights(
-      credit.mask, config.rl.aggregate, 6)
-  return rows_lib.to_batch(one.rollout, list(members), token_weights,
-                           credit.arrays, num_rows, length)
+  token_weights = rows_lib.token_weights(credit.mask, config.rl.aggregate, 6)
+  return rows_lib.to_batch(one.rollout, list(members), token_weights, credit.arrays, num_rows, length)
 
 
 @functools.lru_cache
@@ -188,21 +183,22 @@ def one_each(role, kind):
   return config, losses(role, config, laid_out(config, 11, 12), 12)
 
 
-@pytest.mark.parametrize('role, kind, length, num_rows, micro, members', [
+@pytest.mark.parametrize(
+  'role, kind, length, num_rows, micro, members',
+  [
     ('policy', 'shared', 24, 8, 2, range(11, -1, -1)),
     ('policy', 'shared', 160, 1, 1, range(12)),
     ('policy', 'shared gspo', 48, 3, 3, range(11, -1, -1)),
-    ('critic', 'separate', 24, 8, 2, range(11, -1, -1))])
-def test_losses_do_not_depend_on_the_layout(
-    role, kind, length, num_rows, micro, members):
+    ('critic', 'separate', 24, 8, 2, range(11, -1, -1)),
+  ],
+)
+def test_losses_do_not_depend_on_the_layout(role, kind, length, num_rows, micro, members):
   config, expected = one_each(role, kind)
   assert abs(expected[0]) > 1e-3
-  found = losses(role, config, laid_out(config, length, num_rows, members),
-                 micro)
+  found = losses(role, config, laid_out(config, length, num_rows, members), micro)
   assert found[0] == pytest.approx(expected[0], rel=1e-5)
   for key in expected[1]:
-    assert float(found[1][key]) == pytest.approx(
-        float(expected[1][key]), rel=1e-5, abs=1e-6), key
+    assert float(found[1][key]) == pytest.approx(float(expected[1][key]), rel=1e-5, abs=1e-6), key
   for a, b in zip(jax.tree.leaves(found[2]), jax.tree.leaves(expected[2])):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
@@ -211,8 +207,7 @@ def test_shared_loss_is_the_sum_of_both():
   """And of each gradient: the policy's alone, and coef times the critic's."""
   config, (loss, found, grads) = one_each('policy', 'shared')
   batch = laid_out(config, 11, 12)
-  alone, _, first = losses(
-      'policy', stage_config(rl=dict(epochs=2)), batch, 12)
+  alone, _, first = losses('policy', stage_config(rl=dict(epochs=2)), batch, 12)
   value, metrics_, second = losses('critic', config, batch, 12)
   # The two models differ in which heads they have; the rest is alike.
   assert loss == pytest.approx(alone + 0.5 * value, rel=1e-5)
@@ -231,8 +226,7 @@ def test_value_is_read_before_the_token():
   fn = ppo.value_objective(config).fn
   assert fn(exact, batch)[0] == 0
   late = Outputs(values=jnp.asarray(returns))
-  expected = np.sum(batch.loss_weights / 2 * (
-      np.roll(returns, 1, axis=1) - returns)**2)
+  expected = np.sum(batch.loss_weights / 2 * (np.roll(returns, 1, axis=1) - returns) ** 2)
   assert expected > 0.1
   assert float(fn(late, batch)[0]) == pytest.approx(expected, rel=1e-5)
 
@@ -240,19 +234,27 @@ def test_value_is_read_before_the_token():
 # ------------------------------------------------ fields change what comes out
 
 FIELDS = {
-    'rl.gamma': 0.9, 'rl.lam': 0.5, 'rl.kl_coef': 0.1, 'rl.loss': 'cispo',
-    'rl.clip_low': 0.02, 'rl.clip_high': 0.02, 'rl.entropy_coef': 0.1,
-    'rl.aggregate': 'sequence', 'rl.mask_truncated': True,
-    'rl.importance': ('token_truncated',), 'critic.value_clip': 0.01,
-    'critic.shared': True}
+  'rl.gamma': 0.9,
+  'rl.lam': 0.5,
+  'rl.kl_coef': 0.1,
+  'rl.loss': 'cispo',
+  'rl.clip_low': 0.02,
+  'rl.clip_high': 0.02,
+  'rl.entropy_coef': 0.1,
+  'rl.aggregate': 'sequence',
+  'rl.mask_truncated': True,
+  'rl.importance': ('token_truncated',),
+  'critic.value_clip': 0.01,
+  'critic.shared': True,
+}
 # Of those that count only beside others.
 WITH = {
-    'rl.kl_estimator': ('k3', dict(rl=dict(kl_coef=0.1))),
-    'rl.kl_in': ('loss', dict(rl=dict(kl_coef=0.1))),
-    'rl.kl_target': (0.05, dict(rl=dict(kl_coef=0.1))),
-    'rl.kl_horizon': (20.0, dict(rl=dict(kl_coef=0.1, kl_target=0.05))),
-    'rl.dual_clip': (1.01, {}),
-    'critic.coef': (0.7, dict(critic=dict(shared=True))),
+  'rl.kl_estimator': ('k3', dict(rl=dict(kl_coef=0.1))),
+  'rl.kl_in': ('loss', dict(rl=dict(kl_coef=0.1))),
+  'rl.kl_target': (0.05, dict(rl=dict(kl_coef=0.1))),
+  'rl.kl_horizon': (20.0, dict(rl=dict(kl_coef=0.1, kl_target=0.05))),
+  'rl.dual_clip': (1.01, {}),
+  'critic.coef': (0.7, dict(critic=dict(shared=True))),
 }
 
 
@@ -261,20 +263,15 @@ def outcome(config) -> list[float]:
   one = graded()
   credit = ppo.credit(one, config)
   weights_ = rows_lib.token_weights(credit.mask, config.rl.aggregate, 6)
-  batch = jax.tree.map(jnp.asarray, rows_lib.to_batch(
-      one.rollout, range(12), weights_, credit.arrays, 12, 11))
+  batch = jax.tree.map(jnp.asarray, rows_lib.to_batch(one.rollout, range(12), weights_, credit.arrays, 12, 11))
   random = np.random.RandomState(4)
-  draw = lambda: jnp.asarray(
-      random.standard_normal(batch.tokens.shape), jnp.float32)
-  outputs = Outputs(logprobs=draw() / 3 - 1, entropy=1 + draw()**2,
-                    values=draw())
+  draw = lambda: jnp.asarray(random.standard_normal(batch.tokens.shape), jnp.float32)
+  outputs = Outputs(logprobs=draw() / 3 - 1, entropy=1 + draw() ** 2, values=draw())
   out = [*credit.memory.values()]
   for objective in ppo.PPO.objective(config), ppo.PPO.critic(config):
     if objective:
-      loss, _ = objective.fn(
-          outputs, batch if objective.coupled else batch.arrays)
-      out.append(float(jnp.sum(
-          loss if objective.coupled else loss * batch.loss_weights)))
+      loss, _ = objective.fn(outputs, batch if objective.coupled else batch.arrays)
+      out.append(float(jnp.sum(loss if objective.coupled else loss * batch.loss_weights)))
   return out
 
 
@@ -289,7 +286,9 @@ def test_field_changes_the_result(field):
   assert np.isfinite(after).all() and before != after
 
 
-@pytest.mark.parametrize('over, key', [
+@pytest.mark.parametrize(
+  'over, key',
+  [
     (dict(rl=dict(advantage='group')), 'rl.advantage'),
     (dict(rl=dict(scale_rewards='batch')), 'rl.scale_rewards'),
     (dict(rl=dict(singleton='raw')), 'rl.singleton'),
@@ -298,7 +297,9 @@ def test_field_changes_the_result(field):
     (dict(critic=dict(warmup_steps=100)), 'critic.warmup_steps'),
     (dict(critic=dict(shared=True, lr=1e-4)), 'critic.lr'),
     (dict(critic=dict(shared=True, path='x')), 'critic.path'),
-    (dict(critic=dict(shared=True, warmup_steps=1)), 'critic.warmup_steps')])
+    (dict(critic=dict(shared=True, warmup_steps=1)), 'critic.warmup_steps'),
+  ],
+)
 def test_what_cannot_work_is_refused(over, key):
   with pytest.raises(InputError, match=f'config.{key}: '):
     stage_config(**over)
@@ -313,14 +314,13 @@ def model(tmp_path_factory):
 
 
 def run_config(model, **over):
-  return tiny.grpo_config(model, **tiny.merged(dict(
-      algorithm='ppo', rollout=dict(temperature=0.6), rl=dict(kl_coef=0.05)),
-      over))
+  return tiny.grpo_config(
+    model, **tiny.merged(dict(algorithm='ppo', rollout=dict(temperature=0.6), rl=dict(kl_coef=0.05)), over)
+  )
 
 
 def rows(workdir, split='train'):
-  return [r for r in metrics.read_rows(workdir / 'metrics.jsonl')
-          if r['split'] == split]
+  return [r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split]
 
 
 def states(workdir, step):
@@ -328,12 +328,16 @@ def states(workdir, step):
   w = inference.from_run(workdir, step=step)
   models = {'policy': w.prepared.model}
   if not w.prepared.config.critic.shared:
-    models['critic'] = model_lib.build(
-        model_lib.with_scalar_head(w.prepared.model.config))
-  return {role: jax.tree.leaves(jax.tree.map(
-      np.asarray, weights_lib.read_checkpoint(
-          workdir / 'checkpoints' / 'ppo', step, m, w.layout, 'float32',
-          role=role))) for role, m in models.items()}
+    models['critic'] = model_lib.build(model_lib.with_scalar_head(w.prepared.model.config))
+  return {
+    role: jax.tree.leaves(
+      jax.tree.map(
+        np.asarray,
+        weights_lib.read_checkpoint(workdir / 'checkpoints' / 'ppo', step, m, w.layout, 'float32', role=role),
+      )
+    )
+    for role, m in models.items()
+  }
 
 
 def same(one, other):
@@ -350,17 +354,19 @@ def test_first_step_is_on_policy_at_any_temperature(model, tmp_path):
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
   assert first['values/mean'] == first['critic/vf_clipfrac'] == 0
   assert second['values/mean'] != 0
-  assert {'critic/vf_loss', 'critic/grad_norm', 'critic/explained_variance',
-          'returns/mean'} <= set(second)
+  assert {'critic/vf_loss', 'critic/grad_norm', 'critic/explained_variance', 'returns/mean'} <= set(second)
 
 
 @pytest.mark.parametrize('shared', [False, True])
 def test_resume_is_bitwise(model, tmp_path, shared):
   """4 steps, and 2 and 2: policy, critic, their optimizers, the KL's memory."""
   config = lambda steps: run_config(
-      model, critic=dict(shared=shared), train=dict(steps=steps),
-      save=dict(every=2), rl=dict(
-          minibatches=2, kl_target=0.01, kl_horizon=16.0))
+    model,
+    critic=dict(shared=shared),
+    train=dict(steps=steps),
+    save=dict(every=2),
+    rl=dict(minibatches=2, kl_target=0.01, kl_horizon=16.0),
+  )
   jaxpost.run(config(4), tmp_path / 'whole')
   jaxpost.run(config(2), tmp_path / 'parts')
   jaxpost.run(config(4), tmp_path / 'parts')
@@ -368,8 +374,7 @@ def test_resume_is_bitwise(model, tmp_path, shared):
   assert sorted(one) == (['policy'] if shared else ['critic', 'policy'])
   for role in one:
     assert same(one[role], other[role]), role
-  one, other = (metrics.comparable_rows(tmp_path / name / 'metrics.jsonl')
-                for name in ('whole', 'parts'))
+  one, other = (metrics.comparable_rows(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'parts'))
   assert one == other
   assert len({r['kl_coef'] for r in one if r['split'] == 'train'}) > 2
 
@@ -380,10 +385,15 @@ def test_warm_up_trains_the_critic_only(model, tmp_path):
   params = tiny.params(judge, seed=5)
   params['score'] = np.ones_like(params['score'])
   hf.save(tmp_path / 'judge', judge, params)
-  jaxpost.run(run_config(
-      model, critic=dict(warmup_steps=2, path=str(tmp_path / 'judge'),
-                         lr=1e-3),
-      train=dict(steps=3), save=dict(every=1, keep=4)), tmp_path / 'run')
+  jaxpost.run(
+    run_config(
+      model,
+      critic=dict(warmup_steps=2, path=str(tmp_path / 'judge'), lr=1e-3),
+      train=dict(steps=3),
+      save=dict(every=1, keep=4),
+    ),
+    tmp_path / 'run',
+  )
   found = [states(tmp_path / 'run', n) for n in (1, 2, 3)]
   assert same(found[0]['policy'], found[1]['policy'])
   assert not same(found[1]['policy'], found[2]['policy'])
@@ -397,17 +407,17 @@ def test_warm_up_trains_the_critic_only(model, tmp_path):
 
 def test_groups_of_one_and_the_values_that_are_trained(model):
   """What the critic is clipped against is what it said of the rollout."""
-  policy, controller = stages.policy_and_stream(run_config(
-      model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3)))
+  policy, controller = stages.policy_and_stream(
+    run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
+  )
   seen = []
   controller.algorithm = dataclasses.replace(
-      controller.algorithm, credit=lambda e, c: seen.append(
-          ppo.credit(e, c)) or seen[-1])
+    controller.algorithm, credit=lambda e, c: seen.append(ppo.credit(e, c)) or seen[-1]
+  )
   try:
     for _ in range(3):
       item = next(controller)
-      done = [(role, controller.roles.trainable[role].update(batch))
-              for role, batch in item.updates]
+      done = [(role, controller.roles.trainable[role].update(batch)) for role, batch in item.updates]
   finally:
     controller.close()
   assert 'frac_reward_zero_std' not in item.info
@@ -415,15 +425,14 @@ def test_groups_of_one_and_the_values_that_are_trained(model):
   kept = credit.mask > 0
   error = credit.arrays['values'] - credit.arrays['returns']
   assert np.abs(credit.arrays['values'][kept]).max() > 1e-3
-  assert found['critic/vf_loss'] == pytest.approx(
-      np.mean(error[kept]**2) / 2, rel=1e-4)
+  assert found['critic/vf_loss'] == pytest.approx(np.mean(error[kept] ** 2) / 2, rel=1e-4)
   assert policy.state.step == 3
 
 
 def test_shared_critic_is_left_out_of_the_export(model, tmp_path):
-  jaxpost.run(run_config(
-      model, critic=dict(shared=True), train=dict(steps=2),
-      save=dict(export=True)), tmp_path / 'run')
+  jaxpost.run(
+    run_config(model, critic=dict(shared=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
+  )
   assert rows(tmp_path / 'run')[1]['values/mean'] != 0
   cfg = hf.read_config(tmp_path / 'run/export')
   assert not cfg.value_head and not cfg.num_labels
@@ -437,10 +446,17 @@ def ones(completion_ids, **columns):
 
 def test_critic_learns_a_constant_reward(model, tmp_path):
   """With a discount the return tells how far the end is."""
-  jaxpost.run(run_config(
-      model, reward=ones, train=dict(steps=80), rl=dict(
-          gamma=0.5, lam=1.0, kl_coef=0.0), optim=dict(lr=0.0),
-      critic=dict(lr=3e-3, value_clip=0.0)), tmp_path)
+  jaxpost.run(
+    run_config(
+      model,
+      reward=ones,
+      train=dict(steps=80),
+      rl=dict(gamma=0.5, lam=1.0, kl_coef=0.0),
+      optim=dict(lr=0.0),
+      critic=dict(lr=3e-3, value_clip=0.0),
+    ),
+    tmp_path,
+  )
   made = [r['critic/explained_variance'] for r in rows(tmp_path)]
   assert made[0] < 0.1 and np.mean(made[-5:]) > 0.5, made
 
@@ -450,12 +466,18 @@ def test_learns(tmp_path):
 
   The critic explains 0 of the variance of the returns at first, then 0.7.
   """
-  jaxpost.run(tiny.sums_config(
-      tmp_path, algorithm='ppo', train=dict(steps=40), optim=dict(lr=3e-3),
+  jaxpost.run(
+    tiny.sums_config(
+      tmp_path,
+      algorithm='ppo',
+      train=dict(steps=40),
+      optim=dict(lr=3e-3),
       critic=dict(lr=3e-3, value_clip=0.0),
-      rl=dict(minibatches=2, lam=1.0)), tmp_path / 'run')
-  of = lambda split: [r for r in rows(tmp_path / 'run', split)
-                      if r['stage'] == 'online']
+      rl=dict(minibatches=2, lam=1.0),
+    ),
+    tmp_path / 'run',
+  )
+  of = lambda split: [r for r in rows(tmp_path / 'run', split) if r['stage'] == 'online']
   before, after = (r['pass@1'] for r in of('eval'))
   assert before < 0.35 and after > before + 0.2, (before, after)
   explained = [r['critic/explained_variance'] for r in of('train')]
@@ -464,22 +486,30 @@ def test_learns(tmp_path):
 
 # --------------------------------------------------- eight devices against one
 
+
 def test_eight_devices_compute_what_one_does():
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=300,
-      cwd=ROOT, env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
-                       '--xla_backend_optimization_level=0',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': f'.{os.pathsep}tests'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    cwd=ROOT,
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': f'.{os.pathsep}tests',
+    },
+  )
   assert run.returncode == 0, run.stderr[-3000:]
-  assert run.stdout.splitlines() == [
-      f'{x} {y} ok' for y in ('policy', 'critic') for x in test_layouts.LAYOUTS]
+  assert run.stdout.splitlines() == [f'{x} {y} ok' for y in ('policy', 'critic') for x in test_layouts.LAYOUTS]
 
 
 def main():
   """Losses and gradients of one saved rollout in each layout."""
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.distributed.transfer import to_host
+
   config = stage_config(rl=dict(epochs=2), critic=dict(shared=True))
   batch = laid_out(config, 24, 8)
 
@@ -488,8 +518,7 @@ def main():
     placed = jax.device_put(params, model.shardings(layout))
     objective = {'critic': ppo.value_objective, 'policy': ppo.objective}[role]
     loss = programs.make_loss(model, objective(config), layout, tiny.EXACT)
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True),
-                  out_shardings=(None, model.shardings(layout)))
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), out_shardings=(None, model.shardings(layout)))
     return to_host(run(placed, layout.put(batch, 'batch', None)))
 
   for role in 'policy', 'critic':
@@ -497,8 +526,9 @@ def main():
     for text in test_layouts.LAYOUTS:
       (loss_8, _), grads_8 = gradient(role, make_layout(text, 'train'))
       off = [abs(loss_8 / loss - 1)] + [
-          tiny.largest(a - b) / max(tiny.largest(b), 1e-9) for a, b in zip(
-              jax.tree.leaves(grads_8), jax.tree.leaves(grads))]
+        tiny.largest(a - b) / max(tiny.largest(b), 1e-9)
+        for a, b in zip(jax.tree.leaves(grads_8), jax.tree.leaves(grads))
+      ]
       print(text, role, 'ok' if max(off) <= 1e-5 else off, flush=True)
 
 

@@ -27,8 +27,7 @@ from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch, Outputs, TrainState
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
-                    .read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
 METHODS = ('dpo', 'orpo', 'cpo', 'simpo', 'kto')
@@ -37,9 +36,9 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 def settings(algorithm, **fields):
   """(Algorithm, Config) with these fields of `config.preference`."""
-  config, = config_lib.parse(tiny.merged(config_lib.defaults(), dict(
-      algorithm=algorithm, preference=fields,
-      model=dict(dtype='float32')))).values()
+  (config,) = config_lib.parse(
+    tiny.merged(config_lib.defaults(), dict(algorithm=algorithm, preference=fields, model=dict(dtype='float32')))
+  ).values()
   found = algorithms.load_algorithm(algorithm)
   config = config_lib.resolve(config, found.defaults)
   found.check(config)
@@ -57,8 +56,7 @@ def side_by_side(x):
 def golden_outputs(logits):
   """[4, 7, V] -> log-probs of each token [4, 7], by those before it."""
   ids = INPUTS['pair_ids'].astype(int)[:, 1:, None]
-  logprobs = jnp.take_along_axis(
-      jax.nn.log_softmax(logits)[:, :-1], ids, axis=2)[..., 0]
+  logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], ids, axis=2)[..., 0]
   return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
@@ -68,38 +66,48 @@ def golden_batch():
   chosen = mask * (number == 1)
   ref = side_by_side(golden_outputs(INPUTS['pair_ref_logits']))
   return Batch(
-      None, None, None, mask / 2, sequence_ids=(mask * number).astype(int),
-      arrays={'ref_logprobs': ref, 'nll_weights': chosen / chosen.sum()})
+    None,
+    None,
+    None,
+    mask / 2,
+    sequence_ids=(mask * number).astype(int),
+    arrays={'ref_logprobs': ref, 'nll_weights': chosen / chosen.sum()},
+  )
 
 
-@pytest.mark.parametrize('case, fields', [
+@pytest.mark.parametrize(
+  'case, fields',
+  [
     ('dpo_hinge_beta0.1', dict(losses=('hinge',))),
-    ('dpo_exo_pair_beta0.1_ls0.001',
-     dict(losses=('exo_pair',), label_smoothing=0.001)),
-    ('dpo_robust_beta0.1_ls0.1',
-     dict(losses=('robust',), label_smoothing=0.1)),
-    *[(f'dpo_{name}_beta0.1', dict(losses=(name,))) for name in (
-        'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_down',
-        'discopop', 'sigmoid_norm')],
-    *[(f'dpo_sigmoid_fdiv_{name}', dict(f_divergence=name))
-      for name in ('forward_kl', 'js_divergence', 'alpha_divergence')],
-    ('dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]', dict(
-        losses=('sigmoid', 'bco_pair', 'sft'), loss_weights=(0.8, 0.2, 1.0))),
-    ('dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]', dict(
-        losses=('sigmoid', 'bco_pair'), loss_weights=(0.8, 0.2),
-        nll_coef=1.0)),
-])
+    ('dpo_exo_pair_beta0.1_ls0.001', dict(losses=('exo_pair',), label_smoothing=0.001)),
+    ('dpo_robust_beta0.1_ls0.1', dict(losses=('robust',), label_smoothing=0.1)),
+    *[
+      (f'dpo_{name}_beta0.1', dict(losses=(name,)))
+      for name in ('bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_down', 'discopop', 'sigmoid_norm')
+    ],
+    *[
+      (f'dpo_sigmoid_fdiv_{name}', dict(f_divergence=name))
+      for name in ('forward_kl', 'js_divergence', 'alpha_divergence')
+    ],
+    (
+      'dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]',
+      dict(losses=('sigmoid', 'bco_pair', 'sft'), loss_weights=(0.8, 0.2, 1.0)),
+    ),
+    (
+      'dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]',
+      dict(losses=('sigmoid', 'bco_pair'), loss_weights=(0.8, 0.2), nll_coef=1.0),
+    ),
+  ],
+)
 def test_dpo_is_that_of_trl(case, fields):
   algorithm, config = settings('dpo', **fields)
   batch, golden = golden_batch(), CASES[f'trl/{case}']
 
   def loss(logits):
     logprobs = side_by_side(golden_outputs(logits))
-    return algorithm.objective(config).fn(
-        Outputs(logprobs, jnp.ones_like(logprobs)), batch)
+    return algorithm.objective(config).fn(Outputs(logprobs, jnp.ones_like(logprobs)), batch)
 
-  (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(
-      jnp.asarray(INPUTS['pair_logits']))
+  (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(INPUTS['pair_logits']))
   close(value, golden['loss'])
   close(jnp.sqrt(jnp.sum(gradient**2)), golden['grad_norm'])
   for name, want in golden['metrics'].items():
@@ -111,8 +119,8 @@ def test_dpo_is_that_of_trl(case, fields):
 def test_kto_is_that_of_trl(case):
   golden = CASES[f'trl/{case}']
   algorithm, config = settings(
-      'kto', losses=(case.removesuffix('_beta0.1').removeprefix('kto_')
-                     if 'apo' in case else 'kto',))
+    'kto', losses=(case.removesuffix('_beta0.1').removeprefix('kto_') if 'apo' in case else 'kto',)
+  )
   # Rows 0 and 2 are desirable. A second sequence holds the mismatched ones.
   mask = np.pad(INPUTS['pair_completion_mask'], ((0, 0), (0, 2)))
   ids = mask.astype(int)
@@ -124,11 +132,14 @@ def test_kto_is_that_of_trl(case):
   z = kto.mismatch((logprobs - ref)[None], (ids == 2)[None] * 1.0, ids[None])
   close(z, max(0, np.subtract(golden['KL_policy'], golden['KL_ref']).mean()))
   batch = Batch(
-      None, None, None, mask / 4, sequence_ids=ids,
-      arrays={'ref_logprobs': ref, 'label': label, 'label_weights': mask / 2,
-              'kl': np.full_like(mask, z)})
-  loss, metrics = algorithm.objective(config).fn(
-      Outputs(jnp.asarray(logprobs), jnp.ones_like(mask)), batch)
+    None,
+    None,
+    None,
+    mask / 4,
+    sequence_ids=ids,
+    arrays={'ref_logprobs': ref, 'label': label, 'label_weights': mask / 2, 'kl': np.full_like(mask, z)},
+  )
+  loss, metrics = algorithm.objective(config).fn(Outputs(jnp.asarray(logprobs), jnp.ones_like(mask)), batch)
   close(loss, golden['loss'])
   for name, want in golden['metrics'].items():
     close(metrics[name], want)
@@ -149,8 +160,7 @@ def examples(algorithm, share_prompt=True, number=6):
   found, config = settings(algorithm, share_prompt=share_prompt)
   kind = 'labels' if algorithm == 'kto' else 'pairs'
   rows = sources.read(f'generated:arithmetic_{kind}:size={number},seed=3')
-  render = found.render(
-      rows, tokenizer_lib.load('bytes'), config)
+  render = found.render(rows, tokenizer_lib.load('bytes'), config)
   return [render(n) for n in range(number)]
 
 
@@ -158,42 +168,34 @@ def packed(algorithm, share_prompt=True, row_length=80, rows=6, order=1):
   made = examples(algorithm, share_prompt)[::order]
   filled = packing.pack([len(e.tokens) for e in made], row_length)
   found, _ = settings(algorithm)
-  return packing.to_batch(
-      [[made[i] for i in row] for row in filled], row_length, rows,
-      per=found.per)
+  return packing.to_batch([[made[i] for i in row] for row in filled], row_length, rows, per=found.per)
 
 
-def computed(models, algorithm, batch, micro_batches=1, layout=None,
-             **fields):
+def computed(models, algorithm, batch, micro_batches=1, layout=None, **fields):
   """(loss, metrics, gradients) as an update computes them."""
   model, params, ref_params = models
   if algorithm == 'kto' and ref_params is not params:
     params, ref_params = ref_params, params  # for a z above 0
   found, config = settings(algorithm, **fields)
   layout, ledger = layout or tiny.one_device(), Ledger()
-  params, ref_params = (
-      jax.device_put(x, model.shardings(layout)) for x in (params, ref_params))
+  params, ref_params = (jax.device_put(x, model.shardings(layout)) for x in (params, ref_params))
   read = score.make_score(model, layout, tiny.EXACT, ledger)
   policy = Policy(
-      model, TrainState(jnp.zeros((), int), params, None), layout,
-      len(batch.tokens) // micro_batches, None, read)
+    model, TrainState(jnp.zeros((), int), params, None), layout, len(batch.tokens) // micro_batches, None, read
+  )
   reference = Frozen(ref_params, read, layout, model)
-  placed = found.prepare(
-      policy.place(batch), Roles(policy, reference=reference), config)
-  loss = train.make_loss(
-      model, found.objective(config), layout, tiny.EXACT)
-  (value, metrics), grads = jax.jit(lambda params, batch: train.accumulate(
-      lambda params, micro: loss(params, micro, 0, {}), params, batch))(
-          params, placed)
+  placed = found.prepare(policy.place(batch), Roles(policy, reference=reference), config)
+  loss = train.make_loss(model, found.objective(config), layout, tiny.EXACT)
+  (value, metrics), grads = jax.jit(
+    lambda params, batch: train.accumulate(lambda params, micro: loss(params, micro, 0, {}), params, batch)
+  )(params, placed)
   return value, metrics, grads
 
 
 def same(a, b, tolerance=1e-5):
   for one, two in zip(a[:2], b[:2]):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(
-        x, y, rtol=tolerance, atol=tolerance), one, two)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(
-      x, y, atol=tolerance * tiny.largest(y)), a[2], b[2])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), one, two)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance * tiny.largest(y)), a[2], b[2])
 
 
 @pytest.mark.parametrize('algorithm', METHODS)
@@ -203,10 +205,8 @@ def test_layout_of_a_batch_changes_nothing(models, algorithm):
   assert float(one[0]) > 0.01 and tiny.largest(one[2]['embed']) > 1e-3
   if algorithm == 'kto':
     assert float(one[1]['kl']) > 0.1
-  same(computed(models, algorithm, packed(
-      algorithm, share_prompt=False, row_length=120)), one)
-  same(computed(models, algorithm, packed(
-      algorithm, row_length=250, rows=4, order=-1), 2), one)
+  same(computed(models, algorithm, packed(algorithm, share_prompt=False, row_length=120)), one)
+  same(computed(models, algorithm, packed(algorithm, row_length=250, rows=4, order=-1), 2), one)
 
 
 def test_the_prompt_is_read_once():
@@ -217,10 +217,8 @@ def test_the_prompt_is_read_once():
 def drawn(algorithm):
   """A batch with random log-probs of policy and reference."""
   batch, random = packed(algorithm), np.random.default_rng(0)
-  draw = lambda: -random.uniform(
-      0.1, 2, batch.tokens.shape).astype(np.float32)
-  batch.arrays.update(
-      ref_logprobs=draw(), kl=np.full_like(batch.loss_weights, 0.7))
+  draw = lambda: -random.uniform(0.1, 2, batch.tokens.shape).astype(np.float32)
+  batch.arrays.update(ref_logprobs=draw(), kl=np.full_like(batch.loss_weights, 0.7))
   return batch, Outputs(draw(), -draw())
 
 
@@ -228,8 +226,7 @@ def drawn(algorithm):
 def test_only_trained_tokens_have_a_gradient(algorithm):
   found, config = settings(algorithm)
   batch, outputs = drawn(algorithm)
-  fn = lambda logprobs: found.objective(config).fn(
-      outputs.replace(logprobs=logprobs), batch)[0]
+  fn = lambda logprobs: found.objective(config).fn(outputs.replace(logprobs=logprobs), batch)[0]
   gradient = jax.grad(fn)(outputs.logprobs)
   np.testing.assert_array_equal(gradient != 0, batch.loss_weights > 0)
   if algorithm == 'kto':
@@ -240,16 +237,13 @@ def test_only_trained_tokens_have_a_gradient(algorithm):
 def test_a_policy_that_is_its_reference(models, algorithm):
   model, params, _ = models
   found, config = settings(algorithm)
-  loss, metrics, _ = computed(
-      (model, params, params), algorithm, packed(algorithm))
+  loss, metrics, _ = computed((model, params, params), algorithm, packed(algorithm))
   want = math.log(2) if algorithm == 'dpo' else 0.5
   assert float(loss) == pytest.approx(want, abs=1e-6)
-  found.check_first_step({'loss': float(loss)} | {
-      k: float(v) for k, v in metrics.items()}, config)
+  found.check_first_step({'loss': float(loss)} | {k: float(v) for k, v in metrics.items()}, config)
   wrong = computed(models, algorithm, packed(algorithm))
   with pytest.raises(AssertionError, match='its own reference'):
-    found.check_first_step({'loss': float(wrong[0])} | {
-        k: float(v) for k, v in wrong[1].items()}, config)
+    found.check_first_step({'loss': float(wrong[0])} | {k: float(v) for k, v in wrong[1].items()}, config)
 
 
 def test_rewards_without_a_reference():
@@ -271,7 +265,9 @@ def test_nll_of_a_method():
 # ------------------------------------------------- every field, and bad ones
 
 
-@pytest.mark.parametrize('algorithm, fields', [
+@pytest.mark.parametrize(
+  'algorithm, fields',
+  [
     ('dpo', dict(losses=('hinge',))),
     ('dpo', dict(losses=('sigmoid', 'ipo'))),
     ('dpo', dict(losses=('sigmoid',), loss_weights=(0.5,))),
@@ -284,11 +280,12 @@ def test_nll_of_a_method():
     ('kto', dict(desirable_weight=2.0)),
     ('kto', dict(undesirable_weight=2.0)),
     ('kto', dict(losses=('apo_zero_unpaired',))),
-], ids=str)
+  ],
+  ids=str,
+)
 def test_every_field_counts(algorithm, fields):
   """What share_prompt and precompute_ref change is no result: see the runs."""
-  base = {k: v for k, v in fields.items() if k == 'losses'
-          and 'ipo_average' in fields}
+  base = {k: v for k, v in fields.items() if k == 'losses' and 'ipo_average' in fields}
   batch, outputs = drawn(algorithm)
   values = []
   for some in (base, fields):
@@ -298,26 +295,23 @@ def test_every_field_counts(algorithm, fields):
 
 
 def test_no_field_is_left_out():
-  tested = {name for mark in test_every_field_counts.pytestmark
-            for _, fields in mark.args[1] for name in fields}
+  tested = {name for mark in test_every_field_counts.pytestmark for _, fields in mark.args[1] for name in fields}
   section = config_lib.defaults()['preference']
   assert tested | {'share_prompt', 'precompute_ref'} == set(section)
 
 
-@pytest.mark.parametrize('algorithm, fields, message', [
+@pytest.mark.parametrize(
+  'algorithm, fields, message',
+  [
     ('dpo', dict(losses=('sigmod',)), "no 'sigmod'; did you mean 'sigmoid'"),
     ('dpo', dict(losses=('kto',)), "config.algorithm='kto'"),
-    ('dpo', dict(losses=('ipo', 'sft'), loss_weights=(1.0,)),
-     '1 weights for 2 losses'),
-    ('dpo', dict(losses=('ipo',), label_smoothing=0.1),
-     'label_smoothing: ipo would ignore it'),
+    ('dpo', dict(losses=('ipo', 'sft'), loss_weights=(1.0,)), '1 weights for 2 losses'),
+    ('dpo', dict(losses=('ipo',), label_smoothing=0.1), 'label_smoothing: ipo would ignore it'),
     ('dpo', dict(label_smoothing=0.5), 'less than 0.5'),
     ('dpo', dict(losses=('exo_pair',)), "'exo_pair' needs a number"),
-    ('dpo', dict(losses=('aot',), f_divergence='forward_kl'),
-     'f_divergence: aot would ignore it'),
+    ('dpo', dict(losses=('aot',), f_divergence='forward_kl'), 'f_divergence: aot would ignore it'),
     ('dpo', dict(ipo_average=False), 'ipo_average: sigmoid would ignore it'),
-    ('dpo', dict(gamma=1.0), 'gamma: sigmoid would ignore it; it is read by '
-     'simpo'),
+    ('dpo', dict(gamma=1.0), 'gamma: sigmoid would ignore it; it is read by simpo'),
     ('dpo', dict(desirable_weight=2.0), 'desirable_weight: sigmoid would'),
     ('dpo', dict(losses=('sft',), nll_coef=1.0), 'is that NLL already'),
     ('cpo', dict(precompute_ref=True), 'nothing reads a reference in cpo'),
@@ -328,7 +322,9 @@ def test_no_field_is_left_out():
     ('kto', dict(nll_coef=1.0), 'no chosen answers'),
     ('kto', dict(label_smoothing=0.1), 'label_smoothing: kto would ignore'),
     ('online_dpo', dict(precompute_ref=True), 'not known before'),
-], ids=str)
+  ],
+  ids=str,
+)
 def test_bad_fields(algorithm, fields, message):
   with pytest.raises(InputError, match='config.preference.*' + message):
     settings(algorithm, **fields)
@@ -347,7 +343,6 @@ def test_answers_count_whole():
 
 def test_the_sampler_s_temperature():
   config = settings('online_dpo')[1]
-  warm = dataclasses.replace(config, rollout=dataclasses.replace(
-      config.rollout, temperature=0.7))
+  warm = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, temperature=0.7))
   assert online_dpo.objective(warm).temperature == 0.7
   assert preference.objective(warm).temperature == 1.0

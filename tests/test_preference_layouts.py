@@ -16,18 +16,23 @@ METHODS = {'dpo': test_layouts.LAYOUTS, 'orpo': FEW, 'simpo': FEW, 'kto': FEW}
 def report():
   """{'method layout': 'ok' or what is wrong}, from one process."""
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=300,
-      cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8 '
-                       '--xla_backend_optimization_level=0',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.:tests'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONPATH': '.:tests',
+    },
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())
 
 
-@pytest.mark.parametrize('method, layout', [
-    (method, layout) for method in METHODS for layout in METHODS[method]])
+@pytest.mark.parametrize('method, layout', [(method, layout) for method in METHODS for layout in METHODS[method]])
 def test_layout(report, method, layout):
   assert report[f'{method} {layout}'] == 'ok'
 
@@ -40,21 +45,18 @@ def main():
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
+
   model = model_lib.build(tiny.config(vocab_size=259, num_layers=1))
   models = model, tiny.params(model), tiny.params(model, seed=1)
   for method in METHODS:
     batch = cases.packed(method, rows=8)
     one = to_host(cases.computed(models, method, batch))
     for text in METHODS[method]:
-      found = to_host(cases.computed(
-          models, method, batch, layout=make_layout(text, 'train')))
+      found = to_host(cases.computed(models, method, batch, layout=make_layout(text, 'train')))
       off = {'loss': abs(found[0] / one[0] - 1)}
-      off |= {k: abs(found[1][k] - one[1][k]) / max(abs(one[1][k]), 0.1)
-              for k in one[1]}
-      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found[2]),
-                              jax.tree.leaves(one[2])):
-        off[jax.tree_util.keystr(path)] = (
-            tiny.largest(a - b) / tiny.largest(b))
+      off |= {k: abs(found[1][k] - one[1][k]) / max(abs(one[1][k]), 0.1) for k in one[1]}
+      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found[2]), jax.tree.leaves(one[2])):
+        off[jax.tree_util.keystr(path)] = tiny.largest(a - b) / tiny.largest(b)
       wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
       print(f'{method} {text}: {wrong or "ok"}', flush=True)
 

@@ -26,11 +26,19 @@ def model(tmp_path_factory):
 
 def config_of(folder, algorithm, size=60, **over):
   kind = METHODS[algorithm]
-  return tiny.run_config(folder, **tiny.merged(dict(
-      algorithm=algorithm, seed=1,
-      train=dict(steps=4, batch_size=4, row_length=96),
-      data=dict(path=TASK.format(kind, 'train', size)),
-      eval=dict(data=dict(path=TASK.format(kind, 'test', 8)))), over))
+  return tiny.run_config(
+    folder,
+    **tiny.merged(
+      dict(
+        algorithm=algorithm,
+        seed=1,
+        train=dict(steps=4, batch_size=4, row_length=96),
+        data=dict(path=TASK.format(kind, 'train', size)),
+        eval=dict(data=dict(path=TASK.format(kind, 'test', 8))),
+      ),
+      over,
+    ),
+  )
 
 
 def run(config, workdir):
@@ -39,18 +47,18 @@ def run(config, workdir):
 
 
 def programs(workdir):
-  return [row['program'] for row in json.loads(
-      (workdir / 'plan.json').read_text())[0]['programs']]
+  return [row['program'] for row in json.loads((workdir / 'plan.json').read_text())[0]['programs']]
 
 
 def leaves(workdir, algorithm, step):
   """{leaf: bytes} of a checkpoint."""
   folder = workdir / 'checkpoints' / algorithm
-  _, _, seal = (folder / str(step) / 'checksums.json').read_bytes().partition(
-      b'\n')
+  _, _, seal = (folder / str(step) / 'checksums.json').read_bytes().partition(b'\n')
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  tree = {k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here)
-          for k, (shape, dtype) in json.loads(seal)['leaves'].items()}
+  tree = {
+    k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here)
+    for k, (shape, dtype) in json.loads(seal)['leaves'].items()
+  }
   checkpointer = Checkpointer(folder)
   try:
     _, found, _ = checkpointer.restore(tree, step)
@@ -85,22 +93,23 @@ def test_reference_on_disk(model, algorithm, tmp_path, monkeypatch):
   assert 'copy' not in programs(tmp_path / 'disk')
 
 
-def test_what_is_kept_is_of_these_weights_and_data(
-    model, tmp_path, monkeypatch):
+def test_what_is_kept_is_of_these_weights_and_data(model, tmp_path, monkeypatch):
   """Other data, rendering or weights: computed anew, beside the first."""
   on_disk = dict(train=dict(steps=1), preference=dict(precompute_ref=True))
   run(config_of(model, 'dpo', **on_disk), tmp_path / 'first')
   kept = sorted(p.name for p in (tmp_path / 'first/cache').iterdir())
   assert len(kept) == 2  # of the rows, and of those held out
   read, count = precompute.read, []
-  monkeypatch.setattr(precompute, 'read', lambda *args: (
-      count.append(1), read(*args))[1])
+  monkeypatch.setattr(precompute, 'read', lambda *args: (count.append(1), read(*args))[1])
   other = tiny.folder(tmp_path / 'other', initializer_range=0.1)
-  for n, (path, over, new) in enumerate([
+  for n, (path, over, new) in enumerate(
+    [
       (model, {}, 0),
       (model, dict(size=61), 1),  # of the rows alone
       (model, dict(preference=dict(share_prompt=False)), 2),
-      (other, {}, 2)]):
+      (other, {}, 2),
+    ]
+  ):
     folder = tmp_path / f'again{n}'
     shutil.copytree(tmp_path / 'first/cache', folder / 'cache')
     count.clear()
@@ -115,8 +124,7 @@ def test_resume_is_bitwise(model, tmp_path):
   two = run(config_of(model, 'dpo'), tmp_path / 'two')
   train = lambda rows: [r for r in rows if r['split'] == 'train']
   assert train(one) == train(two) and len(train(one)) == 4
-  assert leaves(tmp_path / 'one', 'dpo', 4) == leaves(
-      tmp_path / 'two', 'dpo', 4)
+  assert leaves(tmp_path / 'one', 'dpo', 4) == leaves(tmp_path / 'two', 'dpo', 4)
 
 
 def test_step_zero_in_bfloat16(model, tmp_path):

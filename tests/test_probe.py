@@ -29,21 +29,24 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
   assert probe.matmul_type(tmp_path / 'cpu.json') == (chosen, why)
 
 
-@pytest.mark.parametrize('rates, chosen', [
+@pytest.mark.parametrize(
+  'rates, chosen',
+  [
     (dict(float32=50, bfloat16=100, float16=400), 'bfloat16'),
     (dict(float32=50, bfloat16=52, float16=1), 'float32'),
-    (dict(float32=50, bfloat16=3, float16=400), 'float32')])
+    (dict(float32=50, bfloat16=3, float16=400), 'float32'),
+  ],
+)
 def test_the_faster_of_the_safe_types(tmp_path, monkeypatch, rates, chosen):
-  monkeypatch.setattr(
-      probe, 'matmul_rate', lambda name, *_: 1e9 * rates[name])
+  monkeypatch.setattr(probe, 'matmul_rate', lambda name, *_: 1e9 * rates[name])
   assert probe.matmul_type(tmp_path / 'a' / 'cpu.json')[0] == chosen
   (tmp_path / 'a' / 'cpu.json').write_text('{"cut')
   assert probe.matmul_type(tmp_path / 'a' / 'cpu.json')[0] == chosen
 
 
-@pytest.mark.parametrize('kind, capability, chosen', [
-    ('gpu', '7.5', 'float16'), ('gpu', '9.0', 'bfloat16'),
-    ('tpu', '', 'bfloat16')])
+@pytest.mark.parametrize(
+  'kind, capability, chosen', [('gpu', '7.5', 'float16'), ('gpu', '9.0', 'bfloat16'), ('tpu', '', 'bfloat16')]
+)
 def test_accelerators_are_known(monkeypatch, kind, capability, chosen):
   class Device:
     platform, device_kind = kind, 'some'
@@ -55,8 +58,7 @@ def test_accelerators_are_known(monkeypatch, kind, capability, chosen):
 
 def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):
   model, said = tiny.folder(tmp_path / 'model'), []
-  made = tiny.merged(tiny.run_config(model), dict(
-      model=dict(dtype='auto'), train=dict(steps=2), save=dict(every=1)))
+  made = tiny.merged(tiny.run_config(model), dict(model=dict(dtype='auto'), train=dict(steps=2), save=dict(every=1)))
 
   class Console(rich.console.Console):
     def out(self, text, **_):
@@ -67,13 +69,10 @@ def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):
   stages.run(made, tmp_path / 'run', console)
   assert 'config.model.dtype: auto is float32 here (why)' in said
   monkeypatch.setattr(probe, 'matmul_type', lambda: ('bfloat16', 'why'))
-  stages.run(tiny.merged(made, dict(train=dict(steps=4))), tmp_path / 'run',
-             console)
-  exact = tiny.merged(made, dict(
-      model=dict(dtype='float32'), train=dict(steps=4)))
+  stages.run(tiny.merged(made, dict(train=dict(steps=4))), tmp_path / 'run', console)
+  exact = tiny.merged(made, dict(model=dict(dtype='float32'), train=dict(steps=4)))
   stages.run(exact, tmp_path / 'exact', console)
-  rows = [[r for r in metrics.comparable_rows(tmp_path / d / 'metrics.jsonl')]
-          for d in ('run', 'exact')]
+  rows = [[r for r in metrics.comparable_rows(tmp_path / d / 'metrics.jsonl')] for d in ('run', 'exact')]
   assert rows[0] == rows[1]
   saved = json.loads((tmp_path / 'run/config.json').read_text())
   assert saved['model']['dtype'] == 'float32'
@@ -81,8 +80,7 @@ def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):
 
 def test_stages_of_their_own_type(tmp_path, monkeypatch):
   monkeypatch.setattr(probe, 'matmul_type', lambda: ('float32', 'why'))
-  raw = dict(model=dict(dtype='bfloat16'), stages=('a', 'b'), a=dict(
-      model=dict(dtype='auto')), b=dict())
+  raw = dict(model=dict(dtype='bfloat16'), stages=('a', 'b'), a=dict(model=dict(dtype='auto')), b=dict())
   found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
   assert found['a']['model']['dtype'] == 'float32'
   assert found['model']['dtype'] == 'bfloat16' and found['b'] == {}
@@ -102,18 +100,23 @@ print(stages.settle_dtype(raw, pathlib.Path(sys.argv[3]),
 
 def test_processes_agree_on_it(tmp_path):
   """The first one's machine decides: that of the other has measured else."""
-  address, key = free_address(), ' '.join(
-      [probe._cpu(), str(os.cpu_count()), jax.__version__])
+  address, key = free_address(), ' '.join([probe._cpu(), str(os.cpu_count()), jax.__version__])
   for rank, fast in enumerate(('float32', 'bfloat16')):
     file = tmp_path / str(rank) / '.cache/jaxpost/cpu.json'
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({key: dict(
-        float32=1.0, bfloat16=1.0, float16=1.0) | {fast: 9.0}}))
-  said = finish([subprocess.Popen(
-      [sys.executable, '-c', BOTH, address, str(rank), str(tmp_path)],
-      text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      env=environment(tmp_path) | {'HOME': str(tmp_path / str(rank))})
-      for rank in range(2)])
+    file.write_text(json.dumps({key: dict(float32=1.0, bfloat16=1.0, float16=1.0) | {fast: 9.0}}))
+  said = finish(
+    [
+      subprocess.Popen(
+        [sys.executable, '-c', BOTH, address, str(rank), str(tmp_path)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(tmp_path) | {'HOME': str(tmp_path / str(rank))},
+      )
+      for rank in range(2)
+    ]
+  )
   assert [out.split()[-1] for out, _ in said] == ['float32', 'float32']
 
 

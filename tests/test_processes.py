@@ -32,10 +32,16 @@ STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
 # decides. Means that are 0 but for rounding are compared absolutely.
 TIES = 'rewards/accuracies'
 # Of the layout, not of the data: rows are padded to the number of devices.
-LAYOUT = ('packing_efficiency', 'slot_occupancy', 'tokens_per_dispatch',
-          'tokens_prefilled', 'tokens_kept', 'reshard_bytes')
+LAYOUT = (
+  'packing_efficiency',
+  'slot_occupancy',
+  'tokens_per_dispatch',
+  'tokens_prefilled',
+  'tokens_kept',
+  'reshard_bytes',
+)
 
-REWARD = '''
+REWARD = """
 import os
 
 def low(prompts, completion_ids, trainer_state, **columns):
@@ -43,37 +49,50 @@ def low(prompts, completion_ids, trainer_state, **columns):
     text = prompts[0][0]['content']
     file.write(f'{os.getppid()} {trainer_state.global_step} {text}\\n')
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
-'''
+"""
 
 
 def config(folder, name, **over):
   """Nested dicts of the run called `name`."""
   import tiny
+
   task = 'generated:arithmetic:max=99,ops=+'
   base = dict(
-      mesh=dict(train=os.environ.get('MESH', 'fsdp=-1')),
-      train=dict(steps=STEPS, batch_size=4), save=dict(every=MIDDLE, keep=5),
-      log=dict(every=1, samples_every=1),
-      eval=dict(every=MIDDLE, size=4, data=dict(
-          path=f'{task},split=test,size=8,correct=1')))
+    mesh=dict(train=os.environ.get('MESH', 'fsdp=-1')),
+    train=dict(steps=STEPS, batch_size=4),
+    save=dict(every=MIDDLE, keep=5),
+    log=dict(every=1, samples_every=1),
+    eval=dict(every=MIDDLE, size=4, data=dict(path=f'{task},split=test,size=8,correct=1')),
+  )
   sampled = dict(
-      algorithm=name, reward=f'{folder}/rewards.py:low',
-      train=dict(row_length=0), rollout=dict(prompts=3, group_size=4),
-      rl=dict(kl_coef=0.05), eval=dict(samples=2),
-      save=dict(export=name == 'grpo'))
+    algorithm=name,
+    reward=f'{folder}/rewards.py:low',
+    train=dict(row_length=0),
+    rollout=dict(prompts=3, group_size=4),
+    rl=dict(kl_coef=0.05),
+    eval=dict(samples=2),
+    save=dict(export=name == 'grpo'),
+  )
   pairs = 'generated:arithmetic_pairs:max=9,size=40,split='
-  special = {'dpo': dict(
-      algorithm='dpo', train=dict(row_length=256), data=dict(
-          path=f'{pairs}train'), eval=dict(data=dict(path=f'{pairs}test')),
-      preference=dict(precompute_ref=True))}
+  special = {
+    'dpo': dict(
+      algorithm='dpo',
+      train=dict(row_length=256),
+      data=dict(path=f'{pairs}train'),
+      eval=dict(data=dict(path=f'{pairs}test')),
+      preference=dict(precompute_ref=True),
+    )
+  }
   labels = 'generated:arithmetic_labels:max=9,size=40,split='
   special['kto'] = dict(
-      algorithm='kto', train=dict(row_length=256), data=dict(
-          path=f'{labels}train'), eval=dict(data=dict(path=f'{labels}test')))
+    algorithm='kto',
+    train=dict(row_length=256),
+    data=dict(path=f'{labels}train'),
+    eval=dict(data=dict(path=f'{labels}test')),
+  )
   for name_ in ON_POLICY:
     special[name_] = sampled
-  return tiny.run_config(str(folder / 'model'), **tiny.merged(
-      tiny.merged(base, special.get(name, {})), over))
+  return tiny.run_config(str(folder / 'model'), **tiny.merged(tiny.merged(base, special.get(name, {})), over))
 
 
 def free_address():
@@ -84,21 +103,29 @@ def free_address():
 
 def environment(folder, devices=1, **more):
   return os.environ | {
-      'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'XLA_FLAGS':
-      f'--xla_force_host_platform_device_count={devices} '
-      '--xla_backend_optimization_level=0', 'GRADED': str(folder), **more}
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(ROOT),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0',
+    'GRADED': str(folder),
+    **more,
+  }
 
 
 def start(folder, tag, names, count=1, devices=1, driver=__file__, **more):
   """The driver's processes, making the runs `names` in FOLDER/tag."""
   address = free_address()
-  return [subprocess.Popen(
-      [sys.executable, driver, str(folder), tag, ','.join(names),
-       str(rank), str(count), address], text=True, cwd=ROOT,
+  return [
+    subprocess.Popen(
+      [sys.executable, driver, str(folder), tag, ','.join(names), str(rank), str(count), address],
+      text=True,
+      cwd=ROOT,
       env=environment(folder / f'{tag}.graded', devices, **more),
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-      for rank in range(count)]
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for rank in range(count)
+  ]
 
 
 def finish(children, code=0):
@@ -119,18 +146,21 @@ def digest(folder, work, name):
   from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
   from jaxpost.stage import find_weights, load_weights
+
   shape = find_weights.open_folder(str(folder / 'model'), '')[1]
-  params = to_host(load_weights.read_checkpoint(
-      work / 'checkpoints' / name, MIDDLE, model_lib.build(shape),
-      make_layout('fsdp=-1', 'train'), 'float32'))
-  return hashlib.sha256(b''.join(
-      np.asarray(x).tobytes() for x in jax.tree.leaves(params))).hexdigest()
+  params = to_host(
+    load_weights.read_checkpoint(
+      work / 'checkpoints' / name, MIDDLE, model_lib.build(shape), make_layout('fsdp=-1', 'train'), 'float32'
+    )
+  )
+  return hashlib.sha256(b''.join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))).hexdigest()
 
 
 def main(folder, tag, names, rank, count, address):
   from jaxpost import stages
   from jaxpost.distributed import cluster
   from jaxpost.errors import InputError
+
   folder, rank = pathlib.Path(folder), int(rank)
   if int(count) > 1:
     cluster.connect(address, int(count), rank)
@@ -151,43 +181,37 @@ def main(folder, tag, names, rank, count, address):
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   import tiny
+
   root = tmp_path_factory.mktemp('processes')
   tiny.folder(root / 'model', num_heads=4, num_kv_heads=4)
   (root / 'rewards.py').write_text(REWARD)
   for rank in (0, 1):
     (root / f'host{rank}').mkdir()
-    row = lambda n, answer: json.dumps(
-        {'prompt': f'{n}+1=', 'completion': str(answer)}) + '\n'
+    row = lambda n, answer: json.dumps({'prompt': f'{n}+1=', 'completion': str(answer)}) + '\n'
     rows = [row(n, n + 1) for n in range(20)]
     if rank:  # late in the file: no batch of a short run reads it
       rows[17] = row(17, 99)
     (root / f'host{rank}' / 'other.jsonl').write_text(''.join(rows))
-    (root / f'host{rank}' / 'broken.jsonl').write_text(
-        ''.join(rows[:9]) + '{' * rank + '\n')
+    (root / f'host{rank}' / 'broken.jsonl').write_text(''.join(rows[:9]) + '{' * rank + '\n')
   return root
 
 
 @pytest.fixture(scope='module')
 def said(folder):
   """{tag: what each process said} of all runs of the driver."""
-  begun = {
-      'one': start(folder, 'one', RUNS),
-      'two': start(folder, 'two', (*RUNS, 'other.jsonl', 'broken.jsonl'), 2)}
+  begun = {'one': start(folder, 'one', RUNS), 'two': start(folder, 'two', (*RUNS, 'other.jsonl', 'broken.jsonl'), 2)}
   done = {tag: finish(children) for tag, children in begun.items()}
   for there, back in ('one', 'four_after_one'), ('two', 'one_after_two'):
     for name in 'sft', 'grpo':
       shutil.copytree(folder / there / name, folder / back / name)
-      shutil.rmtree(
-          folder / back / name / 'checkpoints' / name / str(STEPS))
+      shutil.rmtree(folder / back / name / 'checkpoints' / name / str(STEPS))
       (folder / back / name / 'summary.json').unlink()
   begun = {
-      'four': start(folder, 'four', (
-          'sft', 'grpo', '../four_after_one/sft', '../four_after_one/grpo'),
-          2, devices=2),
-      'one_after_two': start(folder, 'one_after_two', ('sft', 'grpo'))}
+    'four': start(folder, 'four', ('sft', 'grpo', '../four_after_one/sft', '../four_after_one/grpo'), 2, devices=2),
+    'one_after_two': start(folder, 'one_after_two', ('sft', 'grpo')),
+  }
   done |= {tag: finish(children) for tag, children in begun.items()}
-  return {tag: [json.loads(out.splitlines()[-1]) for out, _ in results]
-          for tag, results in done.items()}
+  return {tag: [json.loads(out.splitlines()[-1]) for out, _ in results] for tag, results in done.items()}
 
 
 def rows(folder, tag, name):
@@ -197,19 +221,18 @@ def rows(folder, tag, name):
 def samples(folder, tag, name):
   """{(step, split, prompt index, sample): row}."""
   return {
-      (int(file.stem), row['split'], row['prompt_index'], row['sample']): row
-      for file in (folder / tag / name / 'samples' / name).glob('*.jsonl')
-      for row in map(json.loads, file.read_text().splitlines())}
+    (int(file.stem), row['split'], row['prompt_index'], row['sample']): row
+    for file in (folder / tag / name / 'samples' / name).glob('*.jsonl')
+    for row in map(json.loads, file.read_text().splitlines())
+  }
 
 
 def check_rows(these, those):
   """The rows of two layouts, as near as the design promises them to be."""
-  assert [(r['step'], r['split']) for r in these] == [
-      (r['step'], r['split']) for r in those]
+  assert [(r['step'], r['split']) for r in these] == [(r['step'], r['split']) for r in those]
   for a, b in zip(these, those):
     # What only several processes have to say.
-    a, b = ({k: v for k, v in row.items() if not k.startswith('param_hash/')}
-            for row in (a, b))
+    a, b = ({k: v for k, v in row.items() if not k.startswith('param_hash/')} for row in (a, b))
     assert set(a) == set(b)
     for key in set(a) - {TIES, *LAYOUT}:
       if isinstance(b[key], float):
@@ -218,16 +241,14 @@ def check_rows(these, those):
         assert a[key] == b[key], (a, key)
 
 
-@pytest.mark.parametrize('tag, name', [
-    *(('two', name) for name in RUNS), ('four', 'sft'), ('four', 'grpo')])
+@pytest.mark.parametrize('tag, name', [*(('two', name) for name in RUNS), ('four', 'sft'), ('four', 'grpo')])
 def test_rows_are_those_of_one_process(said, folder, tag, name):
   assert all(s[name][0] == STEPS for s in said[tag])
   assert said[tag][0][name] == said[tag][1][name]
   check_rows(rows(folder, tag, name), rows(folder, 'one', name))
 
 
-@pytest.mark.parametrize('tag, name', [
-    ('two', 'grpo'), ('two', 'ppo'), ('four', 'grpo')])
+@pytest.mark.parametrize('tag, name', [('two', 'grpo'), ('two', 'ppo'), ('four', 'grpo')])
 def test_the_same_is_sampled_and_graded(said, folder, tag, name):
   """Prompts exactly; of tokens at most 3 in 1,000 may flip."""
   these, those = (samples(folder, t, name) for t in (tag, 'one'))
@@ -244,27 +265,21 @@ def test_the_same_is_sampled_and_graded(said, folder, tag, name):
 
 
 def test_each_group_is_graded_once_by_one_of_two(said, folder):
-  graded = {tag: [line.split(' ', 1) for line in (
-      folder / f'{tag}.graded').read_text().splitlines()]
-      for tag in ('one', 'two')}
-  assert sorted(line for _, line in graded['two']) == sorted(
-      line for _, line in graded['one'])
-  shares = [sum(pid == who for pid, _ in graded['two'])
-            for who in {pid for pid, _ in graded['two']}]
+  graded = {
+    tag: [line.split(' ', 1) for line in (folder / f'{tag}.graded').read_text().splitlines()] for tag in ('one', 'two')
+  }
+  assert sorted(line for _, line in graded['two']) == sorted(line for _, line in graded['one'])
+  shares = [sum(pid == who for pid, _ in graded['two']) for who in {pid for pid, _ in graded['two']}]
   # Steps of 3 prompts; 4 held-out ones at steps 0, 2 and 4.
-  assert sorted(shares) == [len(ON_POLICY) * n for n in (
-      STEPS * 1 + 3 * 2, STEPS * 2 + 3 * 2)]
+  assert sorted(shares) == [len(ON_POLICY) * n for n in (STEPS * 1 + 3 * 2, STEPS * 2 + 3 * 2)]
 
 
 @pytest.mark.parametrize('name', ['sft', 'grpo'])
-@pytest.mark.parametrize('tag, origin', [
-    ('one_after_two', 'two'), ('four_after_one', 'one')])
-def test_resumes_with_another_number_of_processes(
-    said, folder, tag, origin, name):
+@pytest.mark.parametrize('tag, origin', [('one_after_two', 'two'), ('four_after_one', 'one')])
+def test_resumes_with_another_number_of_processes(said, folder, tag, origin, name):
   resumes = (folder / tag / name / 'resumes.jsonl').read_text().splitlines()
   assert [json.loads(line)['step'] for line in resumes] == [MIDDLE]
-  found = said['four'][0][f'../four_after_one/{name}'] if (
-      tag == 'four_after_one') else said[tag][0][name]
+  found = said['four'][0][f'../four_after_one/{name}'] if (tag == 'four_after_one') else said[tag][0][name]
   assert found == said[origin][0][name]  # restored bit for bit
   check_rows(rows(folder, tag, name), rows(folder, origin, name))
 
@@ -274,16 +289,14 @@ def test_one_process_writes(said, folder):
     files = {path.name for path in (folder / 'two' / name).iterdir()}
     assert files == {path.name for path in (folder / 'one' / name).iterdir()}
   for name in 'sft', 'grpo':
-    assert finished_steps(folder / 'two' / name / 'checkpoints' / name) == [
-        STEPS, MIDDLE]
+    assert finished_steps(folder / 'two' / name / 'checkpoints' / name) == [STEPS, MIDDLE]
   a, b = ((folder / tag / 'dpo' / 'cache') for tag in ('one', 'two'))
   assert [p.name for p in a.iterdir()] == [p.name for p in b.iterdir()]
 
 
 def test_different_data_is_refused_everywhere(said):
   assert said['two'][0]['other.jsonl'] == said['two'][1]['other.jsonl']
-  assert said['two'][0]['other.jsonl'].startswith(
-      'config.data.path of sft: what is in other.jsonl of process 1')
+  assert said['two'][0]['other.jsonl'].startswith('config.data.path of sft: what is in other.jsonl of process 1')
 
 
 def test_what_is_wrong_on_one_process_ends_the_other(said):
@@ -294,23 +307,41 @@ def test_what_is_wrong_on_one_process_ends_the_other(said):
 
 def launch(folder, module, arguments, root=ROOT):
   return subprocess.Popen(
-      [sys.executable, '-m', module, *arguments], cwd=root, text=True,
-      env=environment(folder / 'graded'), stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE)
+    [sys.executable, '-m', module, *arguments],
+    cwd=root,
+    text=True,
+    env=environment(folder / 'graded'),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
 
 
-def refused(folder, file, *arguments, rank_1=(), root_1=ROOT,
-            workdir='refused'):
+def refused(folder, file, *arguments, rank_1=(), root_1=ROOT, workdir='refused'):
   """The line that two launch.train end with, exit code 2, on both alike.
 
   rank_1: more arguments of the second; root_1: the code that it runs.
   """
   address = free_address()
-  results = finish([launch(folder, 'launch.train', [
-      f'--config={file}', f'--workdir={folder}/{workdir}', *arguments, *more,
-      f'--coordinator={address}', '--num_processes=2', f'--process_id={rank}'],
-      root) for rank, (more, root) in enumerate((((), ROOT), (rank_1, root_1)))
-      ], 2)
+  results = finish(
+    [
+      launch(
+        folder,
+        'launch.train',
+        [
+          f'--config={file}',
+          f'--workdir={folder}/{workdir}',
+          *arguments,
+          *more,
+          f'--coordinator={address}',
+          '--num_processes=2',
+          f'--process_id={rank}',
+        ],
+        root,
+      )
+      for rank, (more, root) in enumerate((((), ROOT), (rank_1, root_1)))
+    ],
+    2,
+  )
   lines = []
   for _, err in results:
     assert 'Traceback' not in err
@@ -324,8 +355,10 @@ def refused(folder, file, *arguments, rank_1=(), root_1=ROOT,
 def plain(folder):
   """The config file of a run of one step."""
   import tiny
-  return tiny.config_file(folder / 'plain.py', config(
-      folder, 'sft', train=dict(steps=1), eval=dict(data=dict(path=''))))
+
+  return tiny.config_file(
+    folder / 'plain.py', config(folder, 'sft', train=dict(steps=1), eval=dict(data=dict(path='')))
+  )
 
 
 def test_different_configs_are_refused_everywhere(folder, plain):
@@ -343,17 +376,20 @@ def test_different_code_is_refused_everywhere(folder, plain):
     shutil.copytree(ROOT / room, folder / 'newer' / room)
   with open(folder / 'newer' / 'jaxpost' / 'losses' / 'head.py', 'a') as file:
     file.write('# newer\n')
-  line = refused(folder, plain, rank_1=['--config.seed=1'],
-                 root_1=folder / 'newer')
+  line = refused(folder, plain, rank_1=['--config.seed=1'], root_1=folder / 'newer')
   assert line.startswith('jaxpost: the code of jaxpost of process 1 (')
   assert line.endswith('); install one everywhere')
   assert not (folder / 'refused').exists()
 
 
-@pytest.mark.parametrize('flag, wanted', [
+@pytest.mark.parametrize(
+  'flag, wanted',
+  [
     ('mesh.train=fsdp=3', "config.mesh.train: 'fsdp=3' does not fit 2 device"),
-    ('train.batch_size=3', 'config.train: 3 rows at a time do not split over 2')
-], ids=['mesh', 'batch'])
+    ('train.batch_size=3', 'config.train: 3 rows at a time do not split over 2'),
+  ],
+  ids=['mesh', 'batch'],
+)
 def test_what_does_not_fit_the_devices_of_both(flag, wanted, folder, plain):
   assert wanted in refused(folder, plain, f'--config.{flag}')
   assert not (folder / 'refused').exists()
@@ -364,27 +400,29 @@ def test_a_checkpoint_of_another_model_is_refused_everywhere(folder, plain):
   import tiny
 
   from jaxpost import stages
+
   model = tiny.folder(folder / 'wide', num_heads=4, num_kv_heads=4)
-  stages.run(tiny.merged(
-      config(folder, 'sft', train=dict(steps=1), eval=dict(data=dict(path=''))),
-      dict(model=dict(path=model))), folder / 'begun')
+  stages.run(
+    tiny.merged(
+      config(folder, 'sft', train=dict(steps=1), eval=dict(data=dict(path=''))), dict(model=dict(path=model))
+    ),
+    folder / 'begun',
+  )
   shutil.rmtree(model)
   tiny.folder(folder / 'wide', num_heads=4, num_kv_heads=4, hidden_size=32)
-  line = refused(folder, plain, f'--config.model.path={model}',
-                 '--config.train.steps=2', workdir='begun')
-  assert ('config.model.path of sft: has hidden_size 32, in the checkpoint 16; '
-          'bring it back') in line
+  line = refused(folder, plain, f'--config.model.path={model}', '--config.train.steps=2', workdir='begun')
+  assert ('config.model.path of sft: has hidden_size 32, in the checkpoint 16; bring it back') in line
   assert finished_steps(folder / 'begun' / 'checkpoints' / 'sft') == [1]
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(folder):
   import tiny
-  file = tiny.config_file(folder / 'long.py', config(
-      folder, 'sft', train=dict(steps=5000), save=dict(every=0),
-      eval=dict(data=dict(path=''))))
+
+  file = tiny.config_file(
+    folder / 'long.py', config(folder, 'sft', train=dict(steps=5000), save=dict(every=0), eval=dict(data=dict(path='')))
+  )
   work = folder / 'stopped'
-  run = launch(folder, 'launch.local', [
-      '--processes=2', '--', f'--config={file}', f'--workdir={work}'])
+  run = launch(folder, 'launch.local', ['--processes=2', '--', f'--config={file}', f'--workdir={work}'])
   try:
     deadline, seen = time.monotonic() + LIMIT, work / 'metrics.jsonl'
     while not seen.exists() or seen.read_text().count('\n') < 3:

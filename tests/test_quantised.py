@@ -47,8 +47,7 @@ def rms(x):
 
 
 @pytest.mark.parametrize('kind', quantization.KINDS)
-@pytest.mark.parametrize('shape, axis', [((128, 48), -2), ((4, 96, 20), -2),
-                                         ((256, 4, 8), -3)])
+@pytest.mark.parametrize('shape, axis', [((128, 48), -2), ((4, 96, 20), -2), ((256, 4, 8), -3)])
 def test_what_is_lost(kind, shape, axis):
   w = normal(shape)
   held = quantization.quantise(jnp.asarray(w), kind, axis)
@@ -71,8 +70,7 @@ def test_values_that_there_are_come_back(kind):
 
 def test_codes_become_numbers_by_their_bits_as_by_a_table():
   x = np.arange(16, dtype=np.uint8).reshape(4, 4)
-  for found in quantization._by_bits(jnp.asarray(x)), quantization._normal(
-      jnp.asarray(x)):
+  for found in quantization._by_bits(jnp.asarray(x)), quantization._normal(jnp.asarray(x)):
     np.testing.assert_array_equal(found, quantization._NF4[x])
 
 
@@ -94,10 +92,11 @@ def test_nf4_takes_the_nearest_value():
 def test_products_are_those_of_the_whole_matrix(kind, dtype):
   x, w = normal((2, 5, 64)), jnp.asarray(normal((64, 2, 24), 1))
   held = quantization.Quantised(axis=-3, **quantization.quantise(w, kind, -3))
+
   def loss(x, w):
     return jnp.sum(jnp.sin(einsum('btd,dnh->btnh', x, w, dtype)))
-  ours, theirs = (jax.jit(jax.value_and_grad(loss))(x, m) for m in (
-      held, held.dense(dtype)))
+
+  ours, theirs = (jax.jit(jax.value_and_grad(loss))(x, m) for m in (held, held.dense(dtype)))
   for a, b in zip(ours, theirs):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
@@ -107,17 +106,14 @@ def test_products_are_those_of_the_whole_matrix(kind, dtype):
 
 def held_model(kind, rank=3, **fields):
   spec = (rank, 5.0, False, ALL) if rank else ()
-  return quantization.hold(lora.freeze(
-      lora.build(tiny.config(lora=spec, **fields)), ''), kind)
+  return quantization.hold(lora.freeze(lora.build(tiny.config(lora=spec, **fields)), ''), kind)
 
 
 def logits(model, params, compute=tiny.EXACT):
   ids = tiny.tokens((2, 9))
   positions = np.broadcast_to(np.arange(9, dtype=np.int32), ids.shape)
-  x = jax.jit(functools.partial(model.forward, compute=compute))(
-      params, ids, positions, np.ones_like(ids))
-  return np.einsum('btd,vd->btv', np.asarray(x, np.float32),
-                   np.asarray(model.head(params)))
+  x = jax.jit(functools.partial(model.forward, compute=compute))(params, ids, positions, np.ones_like(ids))
+  return np.einsum('btd,vd->btv', np.asarray(x, np.float32), np.asarray(model.head(params)))
 
 
 @pytest.mark.parametrize('kind', quantization.KINDS)
@@ -131,12 +127,9 @@ def test_a_model_computes_as_with_whole_matrices(kind, unroll):
   merged = model.merge(params)
   assert set(flatten(merged)) == set(model.base.table)
   found = logits(model, params, compute)
-  np.testing.assert_allclose(
-      found, logits(model.base, merged, compute),
-      atol=3e-5 * tiny.largest(found))
+  np.testing.assert_allclose(found, logits(model.base, merged, compute), atol=3e-5 * tiny.largest(found))
   # What is frozen is in codes, and nothing of it is trained.
-  assert {p for p in model.table if 'codes' in p} == {
-      f'layers/{n}/codes' for n in ALL.split('|')}
+  assert {p for p in model.table if 'codes' in p} == {f'layers/{n}/codes' for n in ALL.split('|')}
   assert all(p.startswith('lora/') for p in lora.trained(model).table)
 
 
@@ -146,44 +139,36 @@ def test_so_do_latents_with_dense_layers():
   params = model.init(jax.random.key(0))
   assert 'codes' in params['dense']['o'] and 'codes' in params['layers']['o']
   found = logits(model, params)
-  np.testing.assert_allclose(
-      found, logits(model.base, model.merge(params)),
-      atol=3e-5 * tiny.largest(found))
+  np.testing.assert_allclose(found, logits(model.base, model.merge(params)), atol=3e-5 * tiny.largest(found))
 
 
 def test_experts_are_quantised_and_routers_are_not():
   experts = Experts(num=4, top_k=2, size=16)
-  model = quantization.hold(model_lib.build(tiny.config(
-      family='qwen3_moe', experts=experts)), 'int8')
+  model = quantization.hold(model_lib.build(tiny.config(family='qwen3_moe', experts=experts)), 'int8')
   params = tiny.params(model)
   assert params['layers']['gate']['codes'].shape == (2, 4, 32, 16)
   assert params['layers']['router'].dtype == jnp.float32
   found = logits(model, params)
-  np.testing.assert_allclose(
-      found, logits(model.base, model.merge(params)),
-      atol=3e-5 * tiny.largest(found))
+  np.testing.assert_allclose(found, logits(model.base, model.merge(params)), atol=3e-5 * tiny.largest(found))
 
 
 def test_no_matrix_of_another_layer_is_whole():
   """Neither kept for the backward pass, nor taken out of the loop."""
   shape = dict(hidden_size=128, intermediate_size=256, num_layers=16)
-  rows = Batch(*(np.ones((2, 1, 8), np.int32),) * 3,
-               loss_weights=np.ones((2, 1, 8), np.float32))
+  rows = Batch(*(np.ones((2, 1, 8), np.int32),) * 3, loss_weights=np.ones((2, 1, 8), np.float32))
   temporary = {}
   for kind in '', 'nf4':
     model = held_model(kind, **shape)
     compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', unroll=False)
-    loss = train.make_loss(
-        model, types.Objective(lambda o, a: (-o.logprobs, {})),
-        tiny.one_device(), compute)
-    own, fixed = lora.split(jax.eval_shape(functools.partial(
-        model.init, dtype=jnp.bfloat16), jax.random.key(0)), model)
-    done = jax.jit(lambda p, f, b, loss=loss: train.accumulate(
-        lambda p, m: loss(p, m, 0, {'params': f}), p, b)).lower(
-            own, fixed, rows).compile()
+    loss = train.make_loss(model, types.Objective(lambda o, a: (-o.logprobs, {})), tiny.one_device(), compute)
+    own, fixed = lora.split(jax.eval_shape(functools.partial(model.init, dtype=jnp.bfloat16), jax.random.key(0)), model)
+    done = (
+      jax.jit(lambda p, f, b, loss=loss: train.accumulate(lambda p, m: loss(p, m, 0, {'params': f}), p, b))
+      .lower(own, fixed, rows)
+      .compile()
+    )
     temporary[kind] = done.memory_analysis().temp_size_in_bytes
-  matrices = sum(2 * math.prod(model.base.table[p].shape)
-                 for p in quantization.matrices(model.base.table))
+  matrices = sum(2 * math.prod(model.base.table[p].shape) for p in quantization.matrices(model.base.table))
   assert temporary['nf4'] < temporary[''] + matrices / 4
 
 
@@ -196,15 +181,17 @@ def base(tmp_path_factory):
 
 
 def sft(base, kind='nf4', **over):
-  return tiny.merged(tiny.run_config(base), tiny.merged(dict(
-      lora=dict(rank=2), model=dict(quantise=kind), train=dict(steps=4),
-      save=dict(every=2, export=True)), over))
+  return tiny.merged(
+    tiny.run_config(base),
+    tiny.merged(
+      dict(lora=dict(rank=2), model=dict(quantise=kind), train=dict(steps=4), save=dict(every=2, export=True)), over
+    ),
+  )
 
 
 def run(config, workdir):
   stages.run(config, workdir, rich.console.Console(quiet=True))
-  return [r for r in metrics.comparable_rows(workdir / 'metrics.jsonl')
-          if r['split'] == 'train']
+  return [r for r in metrics.comparable_rows(workdir / 'metrics.jsonl') if r['split'] == 'train']
 
 
 def parts(config):
@@ -232,20 +219,18 @@ def test_only_adapters_are_trained_on_codes(base):
 
 def test_run_resumes_and_exports_what_it_computed(base, tmp_path):
   from jaxpost.stage import config as config_lib
+
   rows = run(sft(base), tmp_path / 'whole')
   assert len({r['loss'] for r in rows}) == 4
   run(sft(base, train=dict(steps=2)), tmp_path / 'halves')
   assert run(sft(base), tmp_path / 'halves') == rows
-  files = [tmp_path / d / 'export/model.safetensors'
-           for d in ('whole', 'halves')]
+  files = [tmp_path / d / 'export/model.safetensors' for d in ('whole', 'halves')]
   assert files[0].read_bytes() == files[1].read_bytes()
   found = inference.from_run(tmp_path / 'whole')
   made = logits(found.prepared.model, found.params)
   plain = config_lib.parse(tiny.run_config(''))['sft']
   other = inference.from_folder(tmp_path / 'whole/export', plain)
-  np.testing.assert_allclose(
-      logits(other.prepared.model, other.params), made,
-      atol=3e-5 * tiny.largest(made))
+  np.testing.assert_allclose(logits(other.prepared.model, other.params), made, atol=3e-5 * tiny.largest(made))
   # On the whole base, the adapter is near to what was trained with.
   other = inference.from_folder(tmp_path / 'whole/export/adapter', plain)
   near = logits(other.prepared.model, other.params)
@@ -253,8 +238,7 @@ def test_run_resumes_and_exports_what_it_computed(base, tmp_path):
 
 
 def test_reference_of_dpo_shares_the_codes(base):
-  roles = parts(sft(base, algorithm='dpo', data=dict(path=PAIRS),
-                    train=dict(batch_size=4, row_length=96)))
+  roles = parts(sft(base, algorithm='dpo', data=dict(path=PAIRS), train=dict(batch_size=4, row_length=96)))
   fixed = pointers(roles.policy.frozen['params'])
   assert fixed <= pointers(roles.reference.params)
 
@@ -262,10 +246,20 @@ def test_reference_of_dpo_shares_the_codes(base):
 @pytest.mark.parametrize('kind', quantization.KINDS)
 def test_grpo_learns_on_codes(base, tmp_path, kind):
   """The sampler has the weights that training multiplies with."""
-  rows = run(tiny.merged(tiny.grpo_config(
-      base, lora=dict(rank=4), rl=dict(kl_coef=0.01), optim=dict(lr=2e-2),
-      rollout=dict(prompts=8, group_size=8), train=dict(steps=12)),
-      dict(model=dict(quantise=kind))), tmp_path)
+  rows = run(
+    tiny.merged(
+      tiny.grpo_config(
+        base,
+        lora=dict(rank=4),
+        rl=dict(kl_coef=0.01),
+        optim=dict(lr=2e-2),
+        rollout=dict(prompts=8, group_size=8),
+        train=dict(steps=12),
+      ),
+      dict(model=dict(quantise=kind)),
+    ),
+    tmp_path,
+  )
   rewards = [r['reward'] for r in rows]
   assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
   for row in rows:
@@ -274,33 +268,42 @@ def test_grpo_learns_on_codes(base, tmp_path, kind):
 
 def test_stages_change_how_matrices_are_held(base, tmp_path):
   """Adapters go on over another base; without any, they are merged."""
-  made = sft(base, stages=('one', 'two', 'three', 'four'), one=dict(),
-             two=dict(model=dict(quantise='')),
-             three=dict(model=dict(quantise='int8')),
-             four=dict(model=dict(quantise=''), lora=dict(rank=0)),
-             train=dict(steps=2))
+  made = sft(
+    base,
+    stages=('one', 'two', 'three', 'four'),
+    one=dict(),
+    two=dict(model=dict(quantise='')),
+    three=dict(model=dict(quantise='int8')),
+    four=dict(model=dict(quantise=''), lora=dict(rank=0)),
+    train=dict(steps=2),
+  )
   rows = run(made, tmp_path)
   losses = [r['loss'] for r in rows]
-  assert [r['stage'] for r in rows] == [
-      s for s in ('one', 'two', 'three', 'four') for _ in range(2)]
+  assert [r['stage'] for r in rows] == [s for s in ('one', 'two', 'three', 'four') for _ in range(2)]
   assert losses[-1] < losses[0]
   assert inference.from_run(tmp_path, 'three').prepared.model.quantised
   assert not inference.from_run(tmp_path).prepared.model.quantised
 
 
 def test_ppo_has_a_critic_on_the_same_codes(base):
-  roles = parts(tiny.merged(tiny.grpo_config(
-      base, algorithm='ppo', lora=dict(rank=2)),
-      dict(model=dict(quantise='int8'))))
+  roles = parts(
+    tiny.merged(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2)), dict(model=dict(quantise='int8')))
+  )
   both = [pointers(r.frozen['params']) for r in roles.trainable.values()]
   assert both[0] == both[1]
 
 
-@pytest.mark.parametrize('over, text', [
-    (dict(lora=dict(rank=0)), "quantise: 'nf4' is for weights that are not "
-     'trained, and layers/q is; set config.lora.rank'),
+@pytest.mark.parametrize(
+  'over, text',
+  [
+    (
+      dict(lora=dict(rank=0)),
+      "quantise: 'nf4' is for weights that are not trained, and layers/q is; set config.lora.rank",
+    ),
     (dict(train=dict(freeze='embed')), 'layers/q is; set'),
-    (dict(model=dict(quantise='int4')), 'quantise')])
+    (dict(model=dict(quantise='int4')), 'quantise'),
+  ],
+)
 def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:
     prepare.prepare_all(sft(base, **over))
@@ -312,24 +315,24 @@ def test_an_adapter_of_codes_loads_in_peft(base, tmp_path):
   torch = pytest.importorskip('torch', reason='parity with peft needs torch')
   library = pytest.importorskip('peft', reason='peft is not installed')
   from transformers import AutoModelForCausalLM
+
   run(sft(base, train=dict(steps=2)), tmp_path / 'run')
   adapter = tmp_path / 'run/export/adapter'
-  network = library.PeftModel.from_pretrained(
-      AutoModelForCausalLM.from_pretrained(base), adapter)
+  network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
   with torch.no_grad():
-    theirs = network(input_ids=torch.tensor(
-        tiny.tokens((2, 9))).long()).logits.numpy()
+    theirs = network(input_ids=torch.tensor(tiny.tokens((2, 9))).long()).logits.numpy()
   from jaxpost.stage import config as config_lib
-  weights = inference.from_folder(
-      adapter, config_lib.parse(tiny.run_config(''))['sft'])
-  ours = logits(weights.prepared.model, weights.params)[..., :theirs.shape[-1]]
+
+  weights = inference.from_folder(adapter, config_lib.parse(tiny.run_config(''))['sft'])
+  ours = logits(weights.prepared.model, weights.params)[..., : theirs.shape[-1]]
   np.testing.assert_allclose(ours, theirs, atol=3e-5 * tiny.largest(theirs))
 
 
 def test_random_weights_are_quantised_too(tmp_path):
-  made = tiny.merged(sft(''), dict(
-      model=dict(path='', preset='tiny', dtype='bfloat16'),
-      train=dict(steps=2), save=dict(every=1, export=False)))
+  made = tiny.merged(
+    sft(''),
+    dict(model=dict(path='', preset='tiny', dtype='bfloat16'), train=dict(steps=2), save=dict(every=1, export=False)),
+  )
   run(tiny.merged(made, dict(train=dict(steps=1))), tmp_path / 'halves')
   assert run(made, tmp_path / 'halves') == run(made, tmp_path / 'whole')
   found = inference.from_run(tmp_path / 'whole')
@@ -337,12 +340,9 @@ def test_random_weights_are_quantised_too(tmp_path):
 
 
 def test_a_mixture_trains_adapters_on_quantised_experts(tmp_path):
-  folder = tiny.folder(
-      tmp_path / 'moe', family='qwen3_moe', num_layers=2,
-      experts=Experts(num=4, top_k=2, size=16))
+  folder = tiny.folder(tmp_path / 'moe', family='qwen3_moe', num_layers=2, experts=Experts(num=4, top_k=2, size=16))
   made = sft(folder, lora=dict(targets='q|v'), model=dict(remat='full'))
-  exact = run(tiny.merged(made, dict(model=dict(quantise=''))),
-              tmp_path / 'exact')
+  exact = run(tiny.merged(made, dict(model=dict(quantise=''))), tmp_path / 'exact')
   rows = run(made, tmp_path / 'nf4')
   assert all(r['grad_norm'] > 0 for r in rows)
   for a, b in zip(rows, exact):

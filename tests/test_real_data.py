@@ -38,8 +38,7 @@ def train(config, workdir):
 
 def stories_config(shared_data, **over):
   folder = str(shared_data('stories260K/hf'))
-  return tiny.merged(
-    tiny.run_config(folder), tiny.merged(dict(model=dict(tokenizer='')), over))
+  return tiny.merged(tiny.run_config(folder), tiny.merged(dict(model=dict(tokenizer='')), over))
 
 
 def stories(shared_data):
@@ -57,29 +56,34 @@ def text_file(path, documents):
 
 
 def sft_config(shared_data, path, train_on, held_out, **over):
-  return stories_config(shared_data, **tiny.merged(dict(
-    data=text_file(path / 'train.txt', train_on),
-    train=dict(batch_size=4, row_length=256),
-    eval=dict(size=64, data=text_file(path / 'held_out.txt', held_out))), over))
+  return stories_config(
+    shared_data,
+    **tiny.merged(
+      dict(
+        data=text_file(path / 'train.txt', train_on),
+        train=dict(batch_size=4, row_length=256),
+        eval=dict(size=64, data=text_file(path / 'held_out.txt', held_out)),
+      ),
+      over,
+    ),
+  )
 
 
 def test_stories_have_the_loss_that_they_are_known_for(shared_data, tmp_path):
   documents = stories(shared_data)
   held_out = documents[-64:]
-  config = sft_config(
-    shared_data, tmp_path, documents[:64], held_out,
-    train=dict(steps=1), optim=dict(lr=0.0))
+  config = sft_config(shared_data, tmp_path, documents[:64], held_out, train=dict(steps=1), optim=dict(lr=0.0))
   before, after = train(config, tmp_path / 'run')['eval']
   assert before['loss'] == pytest.approx(after['loss'], abs=1e-6)
   assert 1.1 < before['loss'] < 1.5
   # transformers, float32, on the same tokens: those of the text and its end.
-  assert before['loss'] == pytest.approx(
-    torch_loss(shared_data('stories260K/hf'), held_out), abs=2e-5)
+  assert before['loss'] == pytest.approx(torch_loss(shared_data('stories260K/hf'), held_out), abs=2e-5)
 
 
 def torch_loss(folder, documents):
   torch = pytest.importorskip('torch')
   import transformers
+
   model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   total = count = 0.0
@@ -97,8 +101,8 @@ def test_sft_lowers_the_held_out_loss(shared_data, tmp_path):
   file = shared_data('text/tinyshakespeare.txt')
   speeches = file.read_text().split('\n\n')
   config = sft_config(
-    shared_data, tmp_path, speeches[:800], speeches[-64:],
-    train=dict(steps=20), optim=dict(lr=2e-3, schedule='cosine'))
+    shared_data, tmp_path, speeches[:800], speeches[-64:], train=dict(steps=20), optim=dict(lr=2e-3, schedule='cosine')
+  )
   rows = train(config, tmp_path / 'run')
   losses = [r['loss'] for r in rows['eval']]
   assert losses[1] < losses[0] - 1.0
@@ -112,13 +116,16 @@ def test_grpo_raises_the_reward_of_a_file(shared_data, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'rewards.py').write_text(REWARD)
   prompts = [' '.join(d.split()[:4]) for d in stories(shared_data)[:64]]
-  (tmp_path / 'prompts.jsonl').write_text(
-    ''.join(json.dumps(dict(prompt=p)) + '\n' for p in prompts))
+  (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps(dict(prompt=p)) + '\n' for p in prompts))
   config = stories_config(
-    shared_data, algorithm='grpo', reward='./rewards.py:letters',
-    data=dict(path='prompts.jsonl'), train=dict(steps=15, row_length=0),
-    optim=dict(lr=1e-3), rollout=dict(
-      prompts=4, group_size=8, max_prompt_length=16, max_new_tokens=16))
+    shared_data,
+    algorithm='grpo',
+    reward='./rewards.py:letters',
+    data=dict(path='prompts.jsonl'),
+    train=dict(steps=15, row_length=0),
+    optim=dict(lr=1e-3),
+    rollout=dict(prompts=4, group_size=8, max_prompt_length=16, max_new_tokens=16),
+  )
   rows = train(config, tmp_path / 'run')['train']
   rewards = [r['reward'] for r in rows]
   assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
@@ -127,8 +134,7 @@ def test_grpo_raises_the_reward_of_a_file(shared_data, tmp_path, monkeypatch):
   last = tmp_path / 'run' / 'samples' / 'grpo' / '15.jsonl'
   samples = [json.loads(line) for line in last.read_text().splitlines()]
   assert len(samples) == 32 and {s['prompt'] for s in samples} <= set(prompts)
-  shares = [s['completion'].count('e') / max(len(s['completion']), 1)
-            for s in samples]
+  shares = [s['completion'].count('e') / max(len(s['completion']), 1) for s in samples]
   assert np.mean(shares) == pytest.approx(rewards[-1], abs=1e-6)
 
 
@@ -162,10 +168,9 @@ def test_recipes_train_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
   config.data.path = gsm8k
   config.eval.data.path = ''
   config.train.update(steps=1, batch_size=2)
-  config.rollout.update(
-    group_size=2, max_prompt_length=128, max_new_tokens=4)
+  config.rollout.update(group_size=2, max_prompt_length=128, max_new_tokens=4)
   config.log.tensorboard = config.save.export = False
-  row, = train(config, tmp_path)['train']
+  (row,) = train(config, tmp_path)['train']
   # A random model knows nothing of 151,936 tokens.
   assert row['entropy'] == pytest.approx(np.log(151_936), rel=0.05)
   if recipe is sft_gsm8k:
@@ -206,27 +211,24 @@ def test_map_reads_every_problem(shared_data):
 
 def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
   plain = tiny.run_config(
-    '', data=dict(
-      path=gsm8k, columns='prompt=question,completion=answer'),
-    train=dict(row_length=512))
+    '', data=dict(path=gsm8k, columns='prompt=question,completion=answer'), train=dict(row_length=512)
+  )
   plain['model'].update(preset='tiny')
-  stage, = prepare.prepare_all(plain)
+  (stage,) = prepare.prepare_all(plain)
   assert stage.rows[0]['prompt'].startswith('Natalia sold clips')
   assert stage.rows[0]['completion'].endswith('#### 72')
-  example = stage.algorithm.render(
-    stage.rows, stage.tokenizer, stage.config)(0)
+  example = stage.algorithm.render(stage.rows, stage.tokenizer, stage.config)(0)
   trained = stage.tokenizer.decode(example.tokens[example.loss_mask])
   assert trained.startswith('Natalia sold 48/2') and '####' in trained
 
   # columns first, then map: other names for what the map reads.
   other = tmp_path / 'other.jsonl'
   rows = [json.loads(line) for line in open(gsm8k)]
-  other.write_text(''.join(json.dumps(
-    dict(problem=r['question'], solution=r['answer'])) + '\n' for r in rows))
-  both = tiny.merged(plain, dict(data=dict(
-    path=str(other), columns='question=problem,answer=solution',
-    map='jaxpost.data.maps:gsm8k')))
-  stage, = prepare.prepare_all(both)
+  other.write_text(''.join(json.dumps(dict(problem=r['question'], solution=r['answer'])) + '\n' for r in rows))
+  both = tiny.merged(
+    plain, dict(data=dict(path=str(other), columns='question=problem,answer=solution', map='jaxpost.data.maps:gsm8k'))
+  )
+  (stage,) = prepare.prepare_all(both)
   assert stage.rows[0]['prompt'][0]['content'].startswith('Natalia')
   assert stage.rows[0]['answer'] == rows[0]['answer']
 
@@ -250,11 +252,8 @@ def rendered(tokenizer, rows, share_prompt=True):
   """All pairs of a source, and that they hold what their row says."""
   made = []
   for n in range(len(rows)):
-    example = preferences.render_pair(
-      tokenizer, rows[n], rows.where(n), share_prompt=share_prompt)
-    chosen, rejected = (
-      tokenizer.decode(example.tokens[example.sequence_ids == i])
-      for i in (1, 2))
+    example = preferences.render_pair(tokenizer, rows[n], rows.where(n), share_prompt=share_prompt)
+    chosen, rejected = (tokenizer.decode(example.tokens[example.sequence_ids == i]) for i in (1, 2))
     _, want, other = preferences.pair_of(rows[n], 'x')
     if isinstance(want, str):
       assert (chosen, rejected) == (want, other)
@@ -279,8 +278,7 @@ def test_hh_rlhf_pairs(shared_data, qwen_tokenizer):
     except InputError as error:
       refused.append(str(error))
       continue
-    assert (prompt + chosen, prompt + rejected) == (
-      raw[n]['chosen'], raw[n]['rejected'])
+    assert (prompt + chosen, prompt + rejected) == (raw[n]['chosen'], raw[n]['rejected'])
     # To the last turn of both, bar the five whose dialogues differ before.
     shared += not ('\n\nAssistant:' in chosen or '\n\nAssistant:' in rejected)
   # Four of them have an empty answer.
@@ -291,8 +289,7 @@ def test_hh_rlhf_pairs(shared_data, qwen_tokenizer):
   assert mapped.dropped == 4 and len(mapped) == 2308
   shares = rendered(qwen_tokenizer, mapped[:400])
   apart = rendered(qwen_tokenizer, mapped[:400], share_prompt=False)
-  saved = 1 - sum(len(e.tokens) for e in shares) / sum(
-    len(e.tokens) for e in apart)
+  saved = 1 - sum(len(e.tokens) for e in shares) / sum(len(e.tokens) for e in apart)
   assert 0.2 < saved < 0.5
   texts = raw[:80]
   rendered(qwen_tokenizer, sources.read('raw', fake_rows=list(texts)))
@@ -322,20 +319,17 @@ def test_unpaired_rows(shared_data, qwen_tokenizer):
   labels = []
   for n in range(len(rows)):
     other = preferences.mismatched(rows, n)
-    made = preferences.render_unpaired(
-      qwen_tokenizer, rows[n], rows[other], rows.where(n))
-    own, kl = (
-      qwen_tokenizer.decode(made.tokens[made.sequence_ids == i]).strip()
-      for i in (1, 2))
+    made = preferences.render_unpaired(qwen_tokenizer, rows[n], rows[other], rows.where(n))
+    own, kl = (qwen_tokenizer.decode(made.tokens[made.sequence_ids == i]).strip() for i in (1, 2))
     assert rows[n]['messages'][-1]['content'].strip() in own
     assert rows[other]['messages'][-1]['content'].strip() in kl
     labels.append(made.arrays['label'].sum() > 0)
   assert labels == [row['label'] for row in rows] and sum(labels) == 150
 
 
-@pytest.mark.parametrize('name, size', [
-  ('alpaca_en_demo.json', 999), ('glaive_toolcall_en_demo.json', 300),
-  ('v1_sft_demo.jsonl', 500)])
+@pytest.mark.parametrize(
+  'name, size', [('alpaca_en_demo.json', 999), ('glaive_toolcall_en_demo.json', 300), ('v1_sft_demo.jsonl', 500)]
+)
 def test_sft_samples(shared_data, qwen_tokenizer, name, size):
   path = str(shared_data(f'sft/{name}'))
   rows = sources.read(path)
@@ -366,15 +360,19 @@ def test_math_problems(shared_data):
 
 
 def test_mixture_of_real_files(shared_data, qwen_tokenizer):
-  paths = [str(shared_data(f'sft/{name}')) for name in (
-    'alpaca_en_demo.json', 'v1_sft_demo.jsonl')]
+  paths = [str(shared_data(f'sft/{name}')) for name in ('alpaca_en_demo.json', 'v1_sft_demo.jsonl')]
   rows = sources.read_sources(' + '.join(paths), weights=(1, 3))
   stream = loader.PackedStream(
-    lambda i: chat.render(qwen_tokenizer, rows[i], rows.where(i)), len(rows),
-    batch_size=4, row_length=1024, seed=0, window=256, sizes=rows.sizes,
-    weights=rows.weights)
+    lambda i: chat.render(qwen_tokenizer, rows[i], rows.where(i)),
+    len(rows),
+    batch_size=4,
+    row_length=1024,
+    seed=0,
+    window=256,
+    sizes=rows.sizes,
+    weights=rows.weights,
+  )
   infos = [next(stream)[1] for _ in range(12)]
   stream.close()
-  first, second = (
-    sum(info[f'data/{n}/documents'] for info in infos) for n in (0, 1))
+  first, second = (sum(info[f'data/{n}/documents'] for info in infos) for n in (0, 1))
   assert second / (first + second) == pytest.approx(0.75, abs=0.06)

@@ -18,10 +18,10 @@ from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
 from jaxpost.tools import reproduce
 
-GRADE = '''
+GRADE = """
 def low(completion_ids, **_):
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -34,9 +34,14 @@ def config(model, tmp_path_factory):
   reward = tmp_path_factory.mktemp('reward') / 'grade.py'
   reward.write_text(GRADE)
   return tiny.grpo_config(
-      model, reward=f'{reward}:low', train=dict(steps=4), optim=dict(lr=1e-2),
-      rl=dict(minibatches=2, kl_coef=0.01), save=dict(every=2, keep=9),
-      log=dict(rollouts=1, samples_every=1))
+    model,
+    reward=f'{reward}:low',
+    train=dict(steps=4),
+    optim=dict(lr=1e-2),
+    rl=dict(minibatches=2, kl_coef=0.01),
+    save=dict(every=2, keep=9),
+    log=dict(rollouts=1, samples_every=1),
+  )
 
 
 @pytest.fixture(scope='module')
@@ -63,8 +68,7 @@ def test_a_sample_is_drawn_again(run, step, row):
   shown = kept(run, step)[row]
   assert found['reward'] == shown['reward'] == arrays['rewards'][row]
   assert found['components'] == shown['components'] == {'low': shown['reward']}
-  assert found['advantage'] == pytest.approx(
-      arrays['credit/advantages'][row, 0])
+  assert found['advantage'] == pytest.approx(arrays['credit/advantages'][row, 0])
   assert len(found['texts']) == len(found['trained']) == length
   assert found['version'] == 2 * (step - 1)
 
@@ -83,13 +87,10 @@ def test_losses_of_the_samples_add_up(run):
 
 def test_their_sum_is_the_loss_of_the_run(config, tmp_path):
   """Of a step with one update: a later one has seen the first."""
-  one = tiny.merged(config, dict(
-      rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
+  one = tiny.merged(config, dict(rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
   jaxpost.run(one, tmp_path / 'run')
-  row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
-         if r['step'] == 2][0]
-  found = [reproduce.replay(tmp_path / 'run', 2, n) for n in range(
-      len(kept(tmp_path / 'run', 2)))]
+  row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if r['step'] == 2][0]
+  found = [reproduce.replay(tmp_path / 'run', 2, n) for n in range(len(kept(tmp_path / 'run', 2)))]
   assert abs(row['loss']) > 1e-4
   assert sum(x['loss'] for x in found) == pytest.approx(row['loss'], abs=1e-6)
 
@@ -113,17 +114,17 @@ def test_what_differs_is_told(run, tmp_path):
 
 def test_the_command(run):
   out = subprocess.run(
-      [sys.executable, '-m', 'launch.replay', f'--run={run}', '--step=3',
-       '--row=1'], capture_output=True, text=True)
+    [sys.executable, '-m', 'launch.replay', f'--run={run}', '--step=3', '--row=1'], capture_output=True, text=True
+  )
   assert out.returncode == 0, out.stderr
   assert 'identical to what the run has kept' in out.stderr
   for word in ('log-prob', "components: {'low'", 'loss_share', 'advantage'):
     assert word in out.stdout
 
 
-@pytest.mark.parametrize('step, row, words', [
-    (9, 0, 'none of the 4 steps'), (1, 16, 'none of the 16 samples'),
-    (1, -1, '--row')])
+@pytest.mark.parametrize(
+  'step, row, words', [(9, 0, 'none of the 4 steps'), (1, 16, 'none of the 16 samples'), (1, -1, '--row')]
+)
 def test_what_is_not_there_is_refused(run, step, row, words):
   with pytest.raises(InputError, match=words):
     reproduce.replay(run, step, row)
@@ -133,10 +134,14 @@ def test_what_is_not_there_is_refused(run, step, row, words):
 
 
 def losses(run):
-  return [{k: v for k, v in r.items() if k not in (
-      'reshard_bytes', 'sampler_mismatch', 'slot_occupancy')
-           and not k.startswith('rewards/')}
-          for r in metrics.comparable_rows(run / 'metrics.jsonl')]
+  return [
+    {
+      k: v
+      for k, v in r.items()
+      if k not in ('reshard_bytes', 'sampler_mismatch', 'slot_occupancy') and not k.startswith('rewards/')
+    }
+    for r in metrics.comparable_rows(run / 'metrics.jsonl')
+  ]
 
 
 @pytest.mark.parametrize('regrade', [True, False])
@@ -164,13 +169,16 @@ def test_another_learning_rate_on_the_same_rollouts(config, run, tmp_path):
   assert mine[-1]['kl'] != its[-1]['kl']
 
 
-@pytest.mark.parametrize('over, words', [
+@pytest.mark.parametrize(
+  'over, words',
+  [
     (dict(train=dict(steps=5)), r'5\.npz: is not there'),
     (dict(rollout=dict(prompts=2)), '16 completions of 4 prompts'),
     (dict(rl=dict(dynamic_sampling=2)), 'config.replay'),
-    (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.replay')])
-def test_rollouts_that_do_not_fit_are_refused(
-    config, run, tmp_path, over, words):
+    (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.replay'),
+  ],
+)
+def test_rollouts_that_do_not_fit_are_refused(config, run, tmp_path, over, words):
   again = tiny.merged(config, tiny.merged(dict(replay=str(run)), over))
   if 'algorithm' in over:
     again['rl']['minibatches'] = 1

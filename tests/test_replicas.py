@@ -11,8 +11,7 @@ from jaxpost.programs import replicas
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_no_flipped_bit_is_missed(shape, dtype):
   size = np.dtype(jax.numpy.dtype(dtype)).itemsize
-  words = np.random.RandomState(0).randint(
-      0, 2 ** (8 * size), shape, np.int64).astype(f'uint{8 * size}')
+  words = np.random.RandomState(0).randint(0, 2 ** (8 * size), shape, np.int64).astype(f'uint{8 * size}')
   words = np.asarray(words)
 
   def digest(words):
@@ -31,5 +30,4 @@ def test_no_flipped_bit_is_missed(shape, dtype):
 def test_places_count():
   x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
   digest = jax.jit(replicas._hash)
-  assert digest(x) != digest(x[::-1]) != digest(x[:, ::-1]) != digest(
-      x[..., ::-1]) != digest(x)
+  assert digest(x) != digest(x[::-1]) != digest(x[:, ::-1]) != digest(x[..., ::-1]) != digest(x)

@@ -33,11 +33,8 @@ def make(kind):
 def params_of(model, dtype=jnp.float32):
   made = jax.jit(model.init)(jax.random.key(3))
   if lora.ROOT in made:
-    made[lora.ROOT] = jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape),
-        made[lora.ROOT])
-  return transfer.move(
-      tiny.one_device(),       jax.tree.map(lambda x: x.astype(dtype), made))
+    made[lora.ROOT] = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape), made[lora.ROOT])
+  return transfer.move(tiny.one_device(), jax.tree.map(lambda x: x.astype(dtype), made))
 
 
 def pointers(tree):
@@ -45,10 +42,8 @@ def pointers(tree):
 
 
 @pytest.mark.parametrize('kind', ['plain', 'lora'])
-@pytest.mark.parametrize('compute', [tiny.EXACT, BFLOAT16],
-                         ids=lambda c: c.dtype)
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16],
-                         ids=lambda d: d.__name__)
+@pytest.mark.parametrize('compute', [tiny.EXACT, BFLOAT16], ids=lambda c: c.dtype)
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 def test_groups_change_nothing(kind, compute, dtype):
   model, ledger = make(kind), Ledger()
   params, layout = params_of(model, dtype), tiny.one_device('rollout')
@@ -65,34 +60,32 @@ def test_groups_change_nothing(kind, compute, dtype):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(np.testing.assert_array_equal, a, b)
     shapes = some.outputs(params)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), b)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), b)
   # The layers take one program, whatever their number; its bytes are bounded.
-  rows = [r for r in ledger.rows if r['program'] == 'reshard'
-          and r['output_bytes'] >= each]
-  assert [r['output_bytes'] <= 5 * each + 64 for r in rows] == [True] * len(
-      rows) and len(ledger.rows) <= 4
+  rows = [r for r in ledger.rows if r['program'] == 'reshard' and r['output_bytes'] >= each]
+  assert [r['output_bytes'] <= 5 * each + 64 for r in rows] == [True] * len(rows) and len(ledger.rows) <= 4
 
 
-@pytest.mark.parametrize('compute,dtype,shared', [
+@pytest.mark.parametrize(
+  'compute,dtype,shared',
+  [
     (tiny.EXACT, jnp.float32, {'embed', 'norm'}),
     (BFLOAT16, jnp.float32, {'embed', 'norm'}),
-    (BFLOAT16, jnp.bfloat16, {'embed', 'head', 'norm'})])
+    (BFLOAT16, jnp.bfloat16, {'embed', 'head', 'norm'}),
+  ],
+)
 def test_what_needs_no_copy_is_not_copied(compute, dtype, shared):
   """By their buffers; a base that adapters are trained on among them."""
   model = make('lora')
   params = params_of(model, dtype)
-  weights = Reshard(model, tiny.one_device('rollout'), compute, Ledger())(
-      params)
+  weights = Reshard(model, tiny.one_device('rollout'), compute, Ledger())(params)
   theirs = pointers(params)
-  assert {k for k, x in weights.items()
-          if k != 'layers' and pointers(x) <= theirs} == shared
+  assert {k for k, x in weights.items() if k != 'layers' and pointers(x) <= theirs} == shared
   assert not pointers(weights['layers']) & theirs
 
 
 def test_groups_divide_the_layers():
-  assert [group_of(n, 100, 10) for n in (1, 8, 12, 13, 28, 80)] == [
-      1, 8, 6, 1, 7, 10]
+  assert [group_of(n, 100, 10) for n in (1, 8, 12, 13, 28, 80)] == [1, 8, 6, 1, 7, 10]
   assert group_of(36, 5, 10) == 1 and group_of(0, 5, 0) == 1
 
 
@@ -124,9 +117,12 @@ print(json.dumps(dict(
 def test_weights_are_of_one_mesh_those_that_are_shared_too():
   """What cuDNN's attention asks for, and a copy of nothing more."""
   done = subprocess.run(
-      [sys.executable, '-c', MESHES], capture_output=True, text=True,
-      cwd=pathlib.Path(__file__).parents[1], env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8'})
+    [sys.executable, '-c', MESHES],
+    capture_output=True,
+    text=True,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads(done.stdout.splitlines()[-1])
   assert len(found['meshes']) == 1 and "'data': 8" in found['meshes'][0]

@@ -34,12 +34,12 @@ STEPS = {'sft': 8, 'grpo': 6}
 LIMIT = 240  # seconds for a process, on a busy machine
 
 # Never all equal, so that GRPO learns.
-REWARD = '''
+REWARD = """
 def remainder(completion_ids, **columns):
   return [float(sum(ids) % 7) for ids in completion_ids]
-'''
+"""
 # The launcher, and a file of how often compilation found its cache.
-COUNTED = '''
+COUNTED = """
 import atexit, collections, json, os, runpy, sys
 import jax
 seen = collections.Counter()
@@ -47,7 +47,7 @@ jax.monitoring.register_event_listener(lambda e, **_: seen.update([e]))
 atexit.register(
     lambda: open(os.environ['EVENTS'], 'w').write(json.dumps(seen)))
 runpy.run_module('launch.train', run_name='__main__')
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -61,24 +61,35 @@ def command(model, tmp_path_factory):
   folder = tmp_path_factory.mktemp('config')
   (folder / 'rewards.py').write_text(REWARD)
   both = tiny.run_config(
-      model, stages=('sft', 'grpo'), reward=f'{folder}/rewards.py:remainder',
-      save=dict(every=2, export=True),
-      eval=dict(every=3, samples=2, data=dict(
-          path=f'{TASK},split=test,size=8,correct=1')),
-      sft=dict(algorithm='sft', train=dict(steps=STEPS['sft'])),
-      grpo=dict(algorithm='grpo', train=dict(steps=STEPS['grpo'], row_length=0),
-                data=dict(path=f'{TASK},split=train,size=200,correct=1'),
-                rollout=dict(prompts=4, group_size=4), rl=dict(kl_coef=0.05)))
+    model,
+    stages=('sft', 'grpo'),
+    reward=f'{folder}/rewards.py:remainder',
+    save=dict(every=2, export=True),
+    eval=dict(every=3, samples=2, data=dict(path=f'{TASK},split=test,size=8,correct=1')),
+    sft=dict(algorithm='sft', train=dict(steps=STEPS['sft'])),
+    grpo=dict(
+      algorithm='grpo',
+      train=dict(steps=STEPS['grpo'], row_length=0),
+      data=dict(path=f'{TASK},split=train,size=200,correct=1'),
+      rollout=dict(prompts=4, group_size=4),
+      rl=dict(kl_coef=0.05),
+    ),
+  )
   path = tiny.config_file(folder / 'both.py', both)
   return lambda workdir, *more: [
-      sys.executable, '-m', 'launch.train', f'--config={path}',
-      f'--workdir={workdir}', *more]
+    sys.executable,
+    '-m',
+    'launch.train',
+    f'--config={path}',
+    f'--workdir={workdir}',
+    *more,
+  ]
 
 
 def start(arguments, **variables):
   return subprocess.Popen(
-      arguments, cwd=ROOT, text=True, env={**os.environ, **variables},
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    arguments, cwd=ROOT, text=True, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  )
 
 
 def finish(process, code=0):
@@ -105,8 +116,7 @@ def baseline(command, tmp_path_factory):
 def seal(folder, step=None):
   """What a checkpoint's seal says of its leaves and files, {name: crc}."""
   step = max(finished_steps(folder)) if step is None else step
-  _, _, text = (folder / str(step) / 'checksums.json').read_bytes().partition(
-      b'\n')
+  _, _, text = (folder / str(step) / 'checksums.json').read_bytes().partition(b'\n')
   return json.loads(text)
 
 
@@ -115,11 +125,14 @@ def state(workdir, stage, step=None):
   import jax
 
   from jaxpost.storage.checkpoint import Checkpointer
+
   folder = workdir / 'checkpoints' / stage
   step = max(finished_steps(folder)) if step is None else step
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  tree = {k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here)
-          for k, (shape, dtype) in seal(folder, step)['leaves'].items()}
+  tree = {
+    k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here)
+    for k, (shape, dtype) in seal(folder, step)['leaves'].items()
+  }
   checkpointer = Checkpointer(folder)
   try:
     _, leaves, meta = checkpointer.restore(tree, step)
@@ -130,22 +143,24 @@ def state(workdir, stage, step=None):
 
 def assert_same_run(workdir, expected):
   """Rows, final states, samples and exported weights, bit for bit."""
-  mine, theirs = (metrics.comparable_rows(d / 'metrics.jsonl')
-                  for d in (workdir, expected))
+  mine, theirs = (metrics.comparable_rows(d / 'metrics.jsonl') for d in (workdir, expected))
   assert mine == theirs
   for stage, steps in STEPS.items():
     assert max(finished_steps(workdir / 'checkpoints' / stage)) == steps
     assert state(workdir, stage) == state(expected, stage)
   for pattern in ('samples/*/*.jsonl', 'export/*.safetensors'):
     files = sorted(p.relative_to(expected) for p in expected.glob(pattern))
-    assert files == sorted(
-        p.relative_to(workdir) for p in workdir.glob(pattern))
+    assert files == sorted(p.relative_to(workdir) for p in workdir.glob(pattern))
     for file in files:
       assert (workdir / file).read_bytes() == (expected / file).read_bytes()
-  figures = [{k: v for k, v in json.loads(
-      (d / 'summary.json').read_text()).items()
-      if k not in ('wall_s', 'paths') and 'time' not in k and 'per_s' not in k}
-      for d in (workdir, expected)]
+  figures = [
+    {
+      k: v
+      for k, v in json.loads((d / 'summary.json').read_text()).items()
+      if k not in ('wall_s', 'paths') and 'time' not in k and 'per_s' not in k
+    }
+    for d in (workdir, expected)
+  ]
   assert figures[0] == figures[1]
 
 
@@ -160,22 +175,18 @@ def test_the_baseline_learns_in_both_stages(baseline):
     first, last = (state(baseline, stage, s)[0] for s in (steps - 2, steps))
     assert first != last
   evals = [(r['stage'], r['step']) for r in rows if r['split'] == 'eval']
-  assert evals == [('sft', 0), ('sft', 3), ('sft', 6), ('sft', 8),
-                   ('grpo', 0), ('grpo', 3), ('grpo', 6)]
+  assert evals == [('sft', 0), ('sft', 3), ('sft', 6), ('sft', 8), ('grpo', 0), ('grpo', 3), ('grpo', 6)]
 
 
 def test_each_program_is_compiled_once(baseline):
   for plan in json.loads((baseline / 'plan.json').read_text()):
-    shapes = collections.Counter(
-        (r['program'], r['shapes']) for r in plan['programs'])
+    shapes = collections.Counter((r['program'], r['shapes']) for r in plan['programs'])
     assert {k: n for k, n in shapes.items() if n > 1} == {}
-    names = {'update', 'generate', 'prefill', 'insert', 'reshard',
-             {'sft': 'evaluate', 'grpo': 'score'}[plan['stage']]}
+    names = {'update', 'generate', 'prefill', 'insert', 'reshard', {'sft': 'evaluate', 'grpo': 'score'}[plan['stage']]}
     assert names <= {r['program'] for r in plan['programs']}
 
 
-def test_repeated_run_is_equal_and_finds_its_programs(
-    command, baseline, tmp_path):
+def test_repeated_run_is_equal_and_finds_its_programs(command, baseline, tmp_path):
   _, *rest = command(tmp_path / 'again')
   arguments = [sys.executable, '-c', COUNTED, *rest[2:]]
   events = tmp_path / 'events.json'
@@ -214,9 +225,11 @@ def start_time(pid):
 def unfinished(workdir, stage, since=0.0):
   """Steps whose writing began after `since` and has not ended."""
   with contextlib.suppress(OSError):
-    return [p.name for p in (workdir / 'checkpoints' / stage).iterdir()
-            if not (p / 'checksums.json').exists()
-            and p.stat().st_mtime > since]
+    return [
+      p.name
+      for p in (workdir / 'checkpoints' / stage).iterdir()
+      if not (p / 'checksums.json').exists() and p.stat().st_mtime > since
+    ]
   return []
 
 
@@ -254,17 +267,14 @@ def test_killed_at_any_moment(command, baseline, tmp_path):
   """kill -9 in both stages, in the middle of writes and of steps."""
   workdir, draw = tmp_path / 'killed', random.Random(7)
   inside = 0
-  for stage, writing in (('sft', True), ('sft', False),
-                         ('grpo', False), ('grpo', True)):
+  for stage, writing in (('sft', True), ('sft', False), ('grpo', False), ('grpo', True)):
     begin, process = time.time(), start(command(workdir))
     try:
       if writing:
-        started = wait_for(
-            process, functools.partial(unfinished, workdir, stage, begin))
+        started = wait_for(process, functools.partial(unfinished, workdir, stage, begin))
       else:
         least = draw.randint(1, 3) + train_rows(workdir, stage)
-        started = wait_for(process, functools.partial(
-            has_rows, workdir, stage, least))
+        started = wait_for(process, functools.partial(has_rows, workdir, stage, least))
         time.sleep(draw.uniform(0, 0.05))
       workers = descendants(process.pid)
       process.kill()
@@ -287,8 +297,7 @@ def test_told_to_stop(command, baseline, tmp_path):
   for stage, rows in (('sft', 0), ('sft', 3), ('grpo', 1)):
     process = start(command(workdir))
     try:
-      assert wait_for(
-          process, functools.partial(has_rows, workdir, stage, rows))
+      assert wait_for(process, functools.partial(has_rows, workdir, stage, rows))
       workers = descendants(process.pid)
       process.terminate()
       _, err = finish(process, code=42)
@@ -309,8 +318,7 @@ def test_told_to_stop(command, baseline, tmp_path):
 
 
 def everything(workdir):
-  return {p: (p.read_bytes(), p.stat().st_mtime_ns)
-          for p in workdir.rglob('*') if p.is_file()}
+  return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in workdir.rglob('*') if p.is_file()}
 
 
 def test_finished_run_started_again_changes_nothing(command, baseline):
@@ -318,8 +326,7 @@ def test_finished_run_started_again_changes_nothing(command, baseline):
   out, _ = finish(start(command(baseline)))
   assert time.monotonic() - begin < 20
   assert 'was finished before' in out
-  assert json.loads(out.splitlines()[-1]) == json.loads(
-      (baseline / 'summary.json').read_text())
+  assert json.loads(out.splitlines()[-1]) == json.loads((baseline / 'summary.json').read_text())
   assert everything(baseline) == before
 
 
@@ -348,6 +355,7 @@ def sft(model, tmp_path_factory):
 
 def copy(workdir, target):
   import shutil
+
   shutil.copytree(workdir, target)
   (target / 'summary.json').unlink()
   return target
@@ -360,8 +368,7 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path):
   assert run(config, tmp_path / 'run')['steps/sft'] == 6
   same_rows(tmp_path / 'run', sft[1])
   assert state(tmp_path / 'run', 'sft') == state(sft[1], 'sft')
-  assert json.loads((tmp_path / 'run/config.json').read_text())[
-      'train']['steps'] == 6
+  assert json.loads((tmp_path / 'run/config.json').read_text())['train']['steps'] == 6
   with pytest.raises(InputError, match='train.steps: 4 of sft.* its step 6'):
     run(short, tmp_path / 'run')
 
@@ -397,8 +404,7 @@ def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):
 def test_init_from_starts_from_those_weights(sft, model, tmp_path):
   config, other = sft
   for where, step in (('', 6), ('@2', 2)):
-    child = tiny.merged(config, dict(
-        init_from=f'{other}{where}', optim=dict(lr=0.0), train=dict(steps=1)))
+    child = tiny.merged(config, dict(init_from=f'{other}{where}', optim=dict(lr=0.0), train=dict(steps=1)))
     run(child, tmp_path / f'run{step}')
     mine, _ = state(tmp_path / f'run{step}', 'sft')
     theirs, _ = state(other, 'sft', step)
@@ -411,13 +417,14 @@ def test_init_from_starts_from_those_weights(sft, model, tmp_path):
 def test_keep_and_keep_best(model, tmp_path):
   """The loss falls, so that the first step has the largest."""
   config = tiny.run_config(
-      model, optim=dict(lr=1e-2), eval=dict(
-          every=1, data=dict(path=f'{TASK},split=test,size=8,correct=1')),
-      save=dict(every=1, keep=2, keep_best='loss', best_mode='max'))
+    model,
+    optim=dict(lr=1e-2),
+    eval=dict(every=1, data=dict(path=f'{TASK},split=test,size=8,correct=1')),
+    save=dict(every=1, keep=2, keep_best='loss', best_mode='max'),
+  )
   run(config, tmp_path / 'run')
   rows = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')
-  losses = {r['step']: r['loss'] for r in rows
-            if r['split'] == 'eval' and r['step']}
+  losses = {r['step']: r['loss'] for r in rows if r['split'] == 'eval' and r['step']}
   best = max(losses, key=losses.get)
   assert best < 5, losses
   folder = tmp_path / 'run' / 'checkpoints' / 'sft'
@@ -426,8 +433,7 @@ def test_keep_and_keep_best(model, tmp_path):
 
 def damage(folder):
   """Flips one bit in the largest file of a step."""
-  file = max((p for p in folder.rglob('*') if p.is_file()),
-             key=lambda p: p.stat().st_size)
+  file = max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
   content = bytearray(file.read_bytes())
   content[len(content) // 2] ^= 1
   file.write_bytes(content)
@@ -440,8 +446,7 @@ def test_damaged_checkpoints(sft, tmp_path, capsys):
   folder = workdir / 'checkpoints' / 'sft'
   damage(folder / '6')
   run(config, workdir)
-  lines = [line for line in capsys.readouterr().out.splitlines()
-           if 'checksum' in line]
+  lines = [line for line in capsys.readouterr().out.splitlines() if 'checksum' in line]
   assert len(lines) == 1 and 'using step 4' in lines[0]
   assert 'step 6 (6/' in lines[0]
   same_rows(workdir, expected)
@@ -460,13 +465,11 @@ def test_a_second_stage_needs_the_weights_it_began_from(sft, model, tmp_path):
   """Never from an older step than the one that the stage before ended with."""
   config, first = sft
   workdir = copy(first, tmp_path / 'run')
-  both = tiny.merged(config, dict(
-      stages=('sft', 'more'), sft={}, more=dict(seed=1)))
+  both = tiny.merged(config, dict(stages=('sft', 'more'), sft={}, more=dict(seed=1)))
   damage(workdir / 'checkpoints' / 'sft' / '6')
   run(both, workdir)  # the first stage makes its last steps again
   rows = metrics.read_rows(workdir / 'metrics.jsonl')
-  assert [(r['stage'], r['step']) for r in rows] == [
-      (s, n) for s in ('sft', 'more') for n in range(1, 7)]
+  assert [(r['stage'], r['step']) for r in rows] == [(s, n) for s in ('sft', 'more') for n in range(1, 7)]
   assert state(workdir, 'sft') == state(first, 'sft')
   # Now that the second has begun, the first is not made anew.
   damage(workdir / 'checkpoints' / 'sft' / '6')

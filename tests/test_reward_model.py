@@ -30,17 +30,16 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import export, prepare
 from jaxpost.types import Batch, Outputs
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json')
-                    .read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 TASK = 'generated:arithmetic'
 KINDS = {'bradley_terry': 'pairs', 'regression': 'scores', 'process': 'steps'}
 TOKENIZER = tokenizer_lib.load('bytes')
 
 
 def stage_config(kind, **over):
-  return config_lib.parse(tiny.merged(dict(
-      algorithm='reward_model', reward_model=dict(loss=kind)), over))[
-          'reward_model']
+  return config_lib.parse(tiny.merged(dict(algorithm='reward_model', reward_model=dict(loss=kind)), over))[
+    'reward_model'
+  ]
 
 
 def examples(kind, share_prompt=True):
@@ -55,28 +54,22 @@ def examples(kind, share_prompt=True):
 
 @functools.lru_cache
 def weights():
-  model = model_lib.build(tiny.config(
-      num_layers=1, vocab_size=259, num_labels=1))
+  model = model_lib.build(tiny.config(num_layers=1, vocab_size=259, num_labels=1))
   params = tiny.params(model)
-  params['score'] = np.random.RandomState(1).standard_normal(
-      params['score'].shape).astype(np.float32)
+  params['score'] = np.random.RandomState(1).standard_normal(params['score'].shape).astype(np.float32)
   return model, params
 
 
 def losses(config, docs, row_length, num_rows, micro, packed):
   """(loss, metrics, gradients) of documents laid out in rows."""
   model, params = weights()
-  found = packing.pack([len(d.tokens) for d in docs], row_length) if (
-      packed) else [[n] for n in range(len(docs))]
+  found = packing.pack([len(d.tokens) for d in docs], row_length) if (packed) else [[n] for n in range(len(docs))]
   batch = packing.to_batch(
-      [[docs[n] for n in row] for row in found], row_length, num_rows,
-      per=reward_model.REWARD_MODEL.mean_per(config))
-  loss = programs.make_loss(model, reward_model.objective(config),
-                            tiny.one_device(), tiny.EXACT)
-  split = jax.tree.map(
-      lambda x: jnp.asarray(x).reshape(-1, micro, *x.shape[1:]), batch)
-  (value, extra), grads = jax.jit(
-      lambda p, b: programs.accumulate(loss, p, b))(params, split)
+    [[docs[n] for n in row] for row in found], row_length, num_rows, per=reward_model.REWARD_MODEL.mean_per(config)
+  )
+  loss = programs.make_loss(model, reward_model.objective(config), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, *x.shape[1:]), batch)
+  (value, extra), grads = jax.jit(lambda p, b: programs.accumulate(loss, p, b))(params, split)
   return float(value), extra, grads
 
 
@@ -85,20 +78,22 @@ def one_each(kind):
   return losses(*examples(kind, False), 128, 7, 7, False)
 
 
-@pytest.mark.parametrize('kind, share, length, num_rows, micro, turned', [
+@pytest.mark.parametrize(
+  'kind, share, length, num_rows, micro, turned',
+  [
     ('bradley_terry', True, 160, 4, 2, True),
     ('bradley_terry', False, 320, 3, 3, False),
-    ('regression', True, 90, 6, 2, True), ('process', True, 200, 4, 2, True)])
-def test_losses_do_not_depend_on_the_layout(
-    kind, share, length, num_rows, micro, turned):
+    ('regression', True, 90, 6, 2, True),
+    ('process', True, 200, 4, 2, True),
+  ],
+)
+def test_losses_do_not_depend_on_the_layout(kind, share, length, num_rows, micro, turned):
   config, docs = examples(kind, share)
   expected = one_each(kind)
-  found = losses(config, docs[::-1] if turned else docs, length, num_rows,
-                 micro, True)
+  found = losses(config, docs[::-1] if turned else docs, length, num_rows, micro, True)
   assert found[0] == pytest.approx(expected[0], rel=1e-5)
   for key in expected[1]:
-    assert float(found[1][key]) == pytest.approx(
-        float(expected[1][key]), rel=1e-5, abs=1e-6), key
+    assert float(found[1][key]) == pytest.approx(float(expected[1][key]), rel=1e-5, abs=1e-6), key
   for a, b in zip(jax.tree.leaves(found[2]), jax.tree.leaves(expected[2])):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
@@ -107,28 +102,27 @@ def pair_batch(chosen, rejected, margin=0.0):
   """P pairs of two tokens each, in one row; the second of each is read."""
   count = len(chosen)
   scores = np.stack([chosen, rejected], axis=1).reshape(-1)
-  row = lambda x: jnp.asarray(np.stack(
-      [np.full_like(x, 9), x], axis=1).reshape(1, -1))
+  row = lambda x: jnp.asarray(np.stack([np.full_like(x, 9), x], axis=1).reshape(1, -1))
   number = np.arange(1, 2 * count + 1)
   weights_ = np.tile([0, 1 / count], 2 * count).astype(np.float32)[None]
   batch = Batch(
-      *[np.zeros((1, 4 * count), np.int32)] * 3, loss_weights=weights_,
-      sequence_ids=jnp.asarray(np.repeat(number, 2)[None]),
-      arrays={'margin': jnp.full((1, 4 * count), margin, jnp.float32)})
+    *[np.zeros((1, 4 * count), np.int32)] * 3,
+    loss_weights=weights_,
+    sequence_ids=jnp.asarray(np.repeat(number, 2)[None]),
+    arrays={'margin': jnp.full((1, 4 * count), margin, jnp.float32)},
+  )
   return Outputs(values=row(np.float32(scores))), batch
 
 
 @pytest.mark.parametrize('coef, name', [(0.0, 'bt'), (0.01, 'bt_center')])
 def test_bradley_terry_gives_the_figures_of_trl(coef, name):
-  outputs, batch = pair_batch(
-      GOLDEN['inputs']['rm_chosen'], GOLDEN['inputs']['rm_rejected'])
+  outputs, batch = pair_batch(GOLDEN['inputs']['rm_chosen'], GOLDEN['inputs']['rm_rejected'])
   config = stage_config('bradley_terry', reward_model=dict(centre_coef=coef))
   loss, found = reward_model.objective(config).fn(outputs, batch)
-  assert float(loss) == pytest.approx(
-      GOLDEN['cases']['trlformula/rm_bt_center0.01'][name], rel=1e-5)
+  assert float(loss) == pytest.approx(GOLDEN['cases']['trlformula/rm_bt_center0.01'][name], rel=1e-5)
   assert float(found['rewards/accuracies']) == 0.5 - 0.25 * (
-      np.sum(np.greater(*[GOLDEN['inputs'][f'rm_{k}'] for k in (
-          'chosen', 'rejected')])) == 1)
+    np.sum(np.greater(*[GOLDEN['inputs'][f'rm_{k}'] for k in ('chosen', 'rejected')])) == 1
+  )
 
 
 def test_margin_of_the_data_counts():
@@ -146,16 +140,16 @@ def test_first_step_is_checked():
   with pytest.raises(AssertionError, match='all scores are 0'):
     reward_model.check_first_step({**fine, 'loss': 0.7}, config)
   # A model that was trained before, or a margin: nothing is known.
-  reward_model.check_first_step(
-      {**fine, 'loss': 0.7, 'rewards/chosen': 0.1}, config)
+  reward_model.check_first_step({**fine, 'loss': 0.7, 'rewards/chosen': 0.1}, config)
 
 
 # -------------------------------------------------------------------- learning
 
 
 def rows(workdir, split='train', stage=None):
-  return [r for r in metrics.read_rows(workdir / 'metrics.jsonl')
-          if r['split'] == split and stage in (None, r['stage'])]
+  return [
+    r for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == split and stage in (None, r['stage'])
+  ]
 
 
 @pytest.fixture(scope='module')
@@ -180,23 +174,26 @@ def letters(kind, count, seed):
       yield row | {'completion': text, 'score': text.count('a') / 3 - 1}
     else:
       steps = [word() for _ in range(3)]
-      yield row | {'completions': steps,
-                   'labels': [s.count('a') > 3 for s in steps]}
+      yield row | {'completions': steps, 'labels': [s.count('a') > 3 for s in steps]}
 
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_learns(kind, nano, tmp_path):
   """Held-out words are judged better than before."""
   for name, count, seed in (('train', 2000, 1), ('test', 200, 2)):
-    (tmp_path / f'{name}.jsonl').write_text(''.join(
-        json.dumps(row) + '\n' for row in letters(kind, count, seed)))
-  jaxpost.run(tiny.run_config(
-      nano, algorithm='reward_model', reward_model=dict(loss=kind),
-      data=dict(path=str(tmp_path / 'train.jsonl')), train=dict(
-          steps=100, batch_size=8, row_length=128),
+    (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in letters(kind, count, seed)))
+  jaxpost.run(
+    tiny.run_config(
+      nano,
+      algorithm='reward_model',
+      reward_model=dict(loss=kind),
+      data=dict(path=str(tmp_path / 'train.jsonl')),
+      train=dict(steps=100, batch_size=8, row_length=128),
       optim=dict(lr=1e-2, schedule='cosine', warmup_steps=10, b2=0.98),
-      eval=dict(size=200, data=dict(path=str(tmp_path / 'test.jsonl')))),
-              tmp_path / 'run')
+      eval=dict(size=200, data=dict(path=str(tmp_path / 'test.jsonl'))),
+    ),
+    tmp_path / 'run',
+  )
   before, after = rows(tmp_path / 'run', 'eval')
   print(kind, before, after)
   assert after['loss'] < 0.5 * before['loss']
@@ -214,13 +211,16 @@ def trained_folder(path, source, seed=0, **fields):
   cfg = model_lib.with_scalar_head(hf.read_config(source))
   model = model_lib.build(dataclasses.replace(cfg, **fields))
   params = tiny.params(model, seed)
-  params['score'] = np.random.RandomState(seed).standard_normal(
-      params['score'].shape).astype(np.float32)
+  params['score'] = np.random.RandomState(seed).standard_normal(params['score'].shape).astype(np.float32)
   tokenizer = TOKENIZER
-  hf.save(path, model, params, stop_ids=tokenizer.stop_ids,
-          pad_id=export.pad_id(tokenizer),
-          tokenizer_save=functools.partial(
-              export.save_tokenizer, tokenizer))
+  hf.save(
+    path,
+    model,
+    params,
+    stop_ids=tokenizer.stop_ids,
+    pad_id=export.pad_id(tokenizer),
+    tokenizer_save=functools.partial(export.save_tokenizer, tokenizer),
+  )
   return model, params
 
 
@@ -240,18 +240,18 @@ def test_transformers_gives_the_same_scores(nano, tmp_path):
   """In a padded batch and alone, through AutoModelForSequenceClassification."""
   torch = pytest.importorskip('torch')
   import transformers
+
   model, params = trained_folder(tmp_path / 'judge', nano)
-  theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-      tmp_path / 'judge').eval()
+  theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / 'judge').eval()
   assert theirs.config.num_labels == 1
   ours, pad = scores(model, params, TEXTS), theirs.config.pad_token_id
   assert pad not in TOKENIZER.stop_ids
   longest = max(map(len, TEXTS)) + 2
   with torch.no_grad():
-    padded = theirs(torch.tensor(
-        [t + [pad] * (longest - len(t)) for t in TEXTS]),
-        attention_mask=torch.tensor(
-            [[1] * len(t) + [0] * (longest - len(t)) for t in TEXTS])).logits
+    padded = theirs(
+      torch.tensor([t + [pad] * (longest - len(t)) for t in TEXTS]),
+      attention_mask=torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in TEXTS]),
+    ).logits
     alone = [theirs(torch.tensor([t])).logits[0, 0].item() for t in TEXTS]
   assert np.ptp(ours) > 0.1
   np.testing.assert_allclose(padded[:, 0], ours, rtol=1e-4, atol=1e-5)
@@ -262,23 +262,28 @@ def test_transformers_gives_the_same_scores(nano, tmp_path):
 def test_a_folder_of_transformers_is_read(family, tmp_path):
   torch = pytest.importorskip('torch')
   import transformers
+
   config = getattr(transformers, f'{family}Config')(
-      vocab_size=259, hidden_size=16, intermediate_size=16,
-      num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-      head_dim=8, num_labels=1, pad_token_id=256)
+    vocab_size=259,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_labels=1,
+    pad_token_id=256,
+  )
   torch.manual_seed(0)
-  theirs = getattr(transformers, f'{family}ForSequenceClassification')(
-      config).eval()
+  theirs = getattr(transformers, f'{family}ForSequenceClassification')(config).eval()
   theirs.save_pretrained(tmp_path)
   cfg = hf.read_config(tmp_path)
   assert cfg.num_labels == 1
   model = model_lib.build(cfg)
-  params = hf.load_params(
-      tmp_path, model, model.shardings(tiny.one_device()), 'float32')
+  params = hf.load_params(tmp_path, model, model.shardings(tiny.one_device()), 'float32')
   with torch.no_grad():
     expected = [theirs(torch.tensor([t])).logits[0, 0].item() for t in TEXTS]
-  np.testing.assert_allclose(
-      scores(model, params, TEXTS), expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(scores(model, params, TEXTS), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_never_ends_a_text(tmp_path):
@@ -294,8 +299,7 @@ def test_padding_never_ends_a_text(tmp_path):
 
 
 def judged(nano, judge, **over):
-  return tiny.grpo_config(nano, **tiny.merged(dict(
-      reward='reward_model', reward_model=dict(path=str(judge))), over))
+  return tiny.grpo_config(nano, **tiny.merged(dict(reward='reward_model', reward_model=dict(path=str(judge))), over))
 
 
 @pytest.fixture(scope='module')
@@ -309,8 +313,8 @@ def graded(config, **changes):
   _, controller = stages.policy_and_stream(config)
   seen = []
   controller.algorithm = dataclasses.replace(
-      controller.algorithm,
-      credit=lambda e, c: seen.append(e) or grpo.credit(e, c), **changes)
+    controller.algorithm, credit=lambda e, c: seen.append(e) or grpo.credit(e, c), **changes
+  )
   try:
     item = next(controller)
   finally:
@@ -320,49 +324,50 @@ def graded(config, **changes):
 
 def texts_of(rollout):
   size = len(rollout.lengths) // len(rollout.prompts)
-  return [[*rollout.prompts[n // size].tokens,
-           *rollout.completions[n, :length]]
-          for n, length in enumerate(rollout.lengths)]
+  return [
+    [*rollout.prompts[n // size].tokens, *rollout.completions[n, :length]] for n, length in enumerate(rollout.lengths)
+  ]
 
 
 def test_reward_is_the_score_of_the_text_alone(nano, judge):
   """At its last token: packed with others or not; beside a function, too."""
   folder, model, params = judge
   long = dict(max_new_tokens=24, prompts=16)
-  found, item = graded(judged(
-      nano, folder, train=dict(row_length=120), rollout=long))
+  found, item = graded(judged(nano, folder, train=dict(row_length=120), rollout=long))
   expected = scores(model, params, texts_of(found.rollout))
   assert np.ptp(expected) > 0.1 and np.ptp(found.rollout.lengths) > 0
   np.testing.assert_allclose(found.rewards, expected, rtol=1e-4, atol=1e-5)
-  assert item.info['rewards/reward_model/mean'] == pytest.approx(
-      expected.mean(), rel=1e-4)
-  mixed, _ = graded(judged(
-      nano, folder, reward=(tiny.low_share, 'reward_model'), rollout=long,
-      reward_weights=(2.0, 0.5)))
-  np.testing.assert_array_equal(
-      mixed.rollout.completions, found.rollout.completions)
-  functions = np.array(tiny.low_share(
-      [mixed.rollout.completions[n, :length].tolist()
-       for n, length in enumerate(mixed.rollout.lengths)]))
-  np.testing.assert_allclose(
-      mixed.rewards, 2 * functions + 0.5 * expected, rtol=1e-4, atol=1e-5)
+  assert item.info['rewards/reward_model/mean'] == pytest.approx(expected.mean(), rel=1e-4)
+  mixed, _ = graded(
+    judged(nano, folder, reward=(tiny.low_share, 'reward_model'), rollout=long, reward_weights=(2.0, 0.5))
+  )
+  np.testing.assert_array_equal(mixed.rollout.completions, found.rollout.completions)
+  functions = np.array(
+    tiny.low_share([mixed.rollout.completions[n, :length].tolist() for n, length in enumerate(mixed.rollout.lengths)])
+  )
+  np.testing.assert_allclose(mixed.rewards, 2 * functions + 0.5 * expected, rtol=1e-4, atol=1e-5)
 
 
 def test_stages_hand_over_and_evaluate(nano, tmp_path):
   """SFT, a reward model from it, GRPO from the SFT model against that."""
-  held_out = dict(samples=2, pass_reward=-100.0, data=dict(
-      path=f'{TASK}:max=99,split=test,size=8'))
+  held_out = dict(samples=2, pass_reward=-100.0, data=dict(path=f'{TASK}:max=99,split=test,size=8'))
   config = tiny.grpo_config(
-      nano, stages=('sft', 'judge', 'online'), train=dict(steps=2),
-      save=dict(export=True), eval=held_out,
-      sft=dict(algorithm='sft', train=dict(row_length=64), eval=dict(
-          samples=0)),
-      judge=dict(algorithm='reward_model', train=dict(
-          steps=4, row_length=128, batch_size=4),
-                 eval=dict(data=dict(path='')),
-                 data=dict(path=f'{TASK}_pairs:max=99,split=train,size=64')),
-      online=dict(init_from='stage:sft'), reward='reward_model',
-      reward_model=dict(path='stage:judge'))
+    nano,
+    stages=('sft', 'judge', 'online'),
+    train=dict(steps=2),
+    save=dict(export=True),
+    eval=held_out,
+    sft=dict(algorithm='sft', train=dict(row_length=64), eval=dict(samples=0)),
+    judge=dict(
+      algorithm='reward_model',
+      train=dict(steps=4, row_length=128, batch_size=4),
+      eval=dict(data=dict(path='')),
+      data=dict(path=f'{TASK}_pairs:max=99,split=train,size=64'),
+    ),
+    online=dict(init_from='stage:sft'),
+    reward='reward_model',
+    reward_model=dict(path='stage:judge'),
+  )
   jaxpost.run(config, tmp_path / 'run')
   first = rows(tmp_path / 'run', stage='online')[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-4)
@@ -373,8 +378,9 @@ def test_stages_hand_over_and_evaluate(nano, tmp_path):
     assert row['pass@1'] == row['pass@2'] == 1
   assert not hf.read_config(tmp_path / 'run/export').num_labels
   # The run's own reward model, of another run.
-  other = tiny.grpo_config(nano, reward='reward_model', reward_model=dict(
-      path=str(tmp_path / 'run')), train=dict(steps=1))
+  other = tiny.grpo_config(
+    nano, reward='reward_model', reward_model=dict(path=str(tmp_path / 'run')), train=dict(steps=1)
+  )
   with pytest.raises(InputError, match='is a language model'):
     prepare.prepare_all(other)
 
@@ -388,17 +394,18 @@ def test_what_cannot_work_is_refused(nano, judge, tmp_path):
   folder = judge[0]
   refused(judged(nano, ''), 'reward_model.path: is empty')
   refused(judged(nano, nano), 'is a language model')
-  refused(judged(nano, folder, rl=dict(dynamic_sampling=3)),
-          'config.rl.dynamic_sampling')
+  refused(judged(nano, folder, rl=dict(dynamic_sampling=3)), 'config.rl.dynamic_sampling')
   refused(judged(nano, folder, algorithm='remax'), 'the greedy answer')
   trained_folder(tmp_path / 'other', nano, vocab_size=200)
   refused(judged(nano, tmp_path / 'other'), 'has a vocabulary of 200')
   held_out = dict(samples=1, data=dict(path=f'{TASK}:split=test,size=4'))
-  refused(tiny.run_config(
-      nano, algorithm='reward_model', reward='exact_match', eval=held_out,
-      data=dict(path=f'{TASK}_pairs:size=20')), 'writes no text')
-  refused(tiny.run_config(nano, reward='reward_model', eval=held_out),
-          'has none beside reward_model')
+  refused(
+    tiny.run_config(
+      nano, algorithm='reward_model', reward='exact_match', eval=held_out, data=dict(path=f'{TASK}_pairs:size=20')
+    ),
+    'writes no text',
+  )
+  refused(tiny.run_config(nano, reward='reward_model', eval=held_out), 'has none beside reward_model')
   refused(tiny.run_config(str(folder)), 'these weights are of a reward model')
 
 
@@ -415,5 +422,4 @@ def test_another_tokenizer_is_refused(nano, judge, tmp_path):
     path.write_text(json.dumps(made))
 
   hf.save(tmp_path / 'turned', model, params, tokenizer_save=save)
-  refused(judged(nano, tmp_path / 'turned'),
-          "reads other tokens than the policy: 'a' is 98 there and 97 here")
+  refused(judged(nano, tmp_path / 'turned'), "reads other tokens than the policy: 'a' is 98 there and 97 here")

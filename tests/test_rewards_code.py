@@ -23,10 +23,8 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 def allowed():
   """Whether the kernel lets a process make namespaces; asks no code of ours."""
-  call_it = ('import ctypes, sys\n'
-             'sys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)')
-  return sys.platform == 'linux' and not subprocess.run(
-      [sys.executable, '-c', call_it]).returncode
+  call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
+  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', call_it]).returncode
 
 
 ALLOWED = allowed()
@@ -52,7 +50,9 @@ def reward():
 # ------------------------------------------------------------------- scoring
 
 
-@pytest.mark.parametrize('text, program', [
+@pytest.mark.parametrize(
+  'text, program',
+  [
     ('', ''),
     ('no code', ''),
     ('```python\na\n```\n```py\nb\nc\n```', 'b\nc'),
@@ -65,12 +65,15 @@ def reward():
     ('````python\n```\nx\n```\n````', '```\nx\n```'),
     ('```python\nnot closed', 'not closed'),
     ('text ```python inline``` text', ''),
-])
+  ],
+)
 def test_last_block(text, program):
   assert code.last_block(text) == program
 
 
-@pytest.mark.parametrize('text, whole, share', [
+@pytest.mark.parametrize(
+  'text, whole, share',
+  [
     (fenced(RIGHT), 1.0, 1.0),
     (fenced(WRONG), 0.0, 0.5),
     (fenced('def add(a, b)'), 0.0, 0.0),
@@ -79,7 +82,8 @@ def test_last_block(text, program):
     (fenced('x = "\0"'), 0.0, 0.0),
     (RIGHT, 0.0, 0.0),
     ('', 0.0, 0.0),
-])
+  ],
+)
 def test_tests(reward, text, whole, share):
   shares = code.Code(timeout=10.0, memory_mb=256, share=True)
   for completion in (text, [{'role': 'assistant', 'content': text}]):
@@ -95,8 +99,7 @@ def test_columns(reward):
   never = 'def test_it():\n  assert add(1, 1) == 3'
   assert reward([text], tests=[never]) == [0]
   needs = ['assert math.isclose(add(1, two), 3)']
-  assert reward([text], test_list=[needs], test_imports=[['import math']],
-                test_setup_code=['two = 2']) == [1]
+  assert reward([text], test_list=[needs], test_imports=[['import math']], test_setup_code=['two = 2']) == [1]
   assert reward([text], test_list=[needs]) == [0]
   for bad in (None, [], '', [' '], [3], {'a': 1}):
     assert reward([text], tests=[bad]) == [None]
@@ -108,14 +111,16 @@ def test_inputs_and_outputs(reward):
   columns = dict(inputs=[['1 2\n', '3 4\n']], outputs=[['3', '7\n']])
   right = 'a, b = map(int, input().split())\nprint(a + b, " \\n")'
   for program, wanted in (
-      (right, 1), ('print(3)', 0), (right + '\nraise SystemExit(1)', 0),
-      ('if __name__ == "__main__":\n  ' + right.replace('\n', '\n  '), 1)):
+    (right, 1),
+    ('print(3)', 0),
+    (right + '\nraise SystemExit(1)', 0),
+    ('if __name__ == "__main__":\n  ' + right.replace('\n', '\n  '), 1),
+  ):
     assert reward([fenced(program)], **columns) == [wanted]
   shares = code.Code(timeout=10.0, share=True)
   assert shares([fenced('print(3)')], **columns) == [0.5]
   echo = fenced('print(open(0, encoding="utf-8").read())')
-  assert reward([echo], inputs=[['\u00e4\U0001f600']],
-                outputs=[['\u00e4\U0001f600']]) == [1]
+  assert reward([echo], inputs=[['\u00e4\U0001f600']], outputs=[['\u00e4\U0001f600']]) == [1]
 
 
 @namespaces
@@ -124,18 +129,16 @@ def test_in_a_pool():
     with pytest.raises(InputError, match="'tests' or 'test_list' or 'inputs'"):
       pool.check(['answer'])
     pool.check(['test_list'])
-    chat = [[{'role': 'assistant', 'content': fenced(t)}]
-            for t in (RIGHT, WRONG, 'while True: pass')]
+    chat = [[{'role': 'assistant', 'content': fenced(t)}] for t in (RIGHT, WRONG, 'while True: pass')]
     columns = {'test_list': [TESTS] * 3}
-    graded, = pool.grade([Group(['p'] * 3, chat, [[1]] * 3, columns)])
+    (graded,) = pool.grade([Group(['p'] * 3, chat, [[1]] * 3, columns)])
     assert graded.rewards == [1.0, 0.5, 0.0] and graded.error is None
 
 
 @namespaces
 def test_a_limit_that_would_kill_the_worker_is_refused():
   """The programs' own limit has to end them: that is a 0, the other a mask."""
-  group = Group(['p'] * 9, [fenced(RIGHT)] * 9, [[1]] * 9,
-                {'test_list': [TESTS] * 9})
+  group = Group(['p'] * 9, [fenced(RIGHT)] * 9, [[1]] * 9, {'test_list': [TESTS] * 9})
   with RewardPool('code?timeout=4', timeout_s=10.0) as pool:
     with pytest.raises(InputError, match='may take 12 s, more than config.rew'):
       pool.grade([group])
@@ -144,19 +147,19 @@ def test_a_limit_that_would_kill_the_worker_is_refused():
 # ------------------------------------------------------------------- cheating
 
 CHEATS = {
-    'exit': 'import sys\nsys.exit(0)',
-    'os exit': 'import os\nos._exit(0)',
-    'exit in the test': 'import os\nadd = lambda a, b: os._exit(0)',
-    'prints': 'print("passed", "OK", "True")\nraise SystemExit',
-    'every channel': (
-        'import os\nfor i in range(64):\n  try: os.write(i, b"+" * 99)\n'
-        '  except OSError: pass\nos._exit(0)'),
-    'exit function': 'import atexit\natexit.register(print, "passed")',
-    'thread': (
-        'import os, time\nfrom threading import Timer\n'
-        'Timer(0.1, os._exit, [0]).start()\ndef add(a, b): time.sleep(1)'),
-    'signal': 'import os\nos.kill(os.getpid(), 9)',
-    'stop': 'import os\nos.kill(os.getpid(), 19)',
+  'exit': 'import sys\nsys.exit(0)',
+  'os exit': 'import os\nos._exit(0)',
+  'exit in the test': 'import os\nadd = lambda a, b: os._exit(0)',
+  'prints': 'print("passed", "OK", "True")\nraise SystemExit',
+  'every channel': (
+    'import os\nfor i in range(64):\n  try: os.write(i, b"+" * 99)\n  except OSError: pass\nos._exit(0)'
+  ),
+  'exit function': 'import atexit\natexit.register(print, "passed")',
+  'thread': (
+    'import os, time\nfrom threading import Timer\nTimer(0.1, os._exit, [0]).start()\ndef add(a, b): time.sleep(1)'
+  ),
+  'signal': 'import os\nos.kill(os.getpid(), 9)',
+  'stop': 'import os\nos.kill(os.getpid(), 19)',
 }
 
 
@@ -171,40 +174,42 @@ def test_cheats_pass_nothing(cheat):
 def test_what_should_be_printed_is_not_inside():
   """Nor is one test when another runs, nor anything of the one before."""
   look = 'import gc, os, sys\nprint(sorted(os.listdir()), os.environ)'
-  shown, = sandbox.run_inputs(look, ['in'], LIMITS)
+  (shown,) = sandbox.run_inputs(look, ['in'], LIMITS)
   assert "['solution.py']" in shown
   leave = 'import os\nprint(sorted(os.listdir()))\nopen("left", "w")'
-  assert sandbox.run_inputs(leave, ['', ''], LIMITS) == [
-      "['solution.py']\n"] * 2
+  assert sandbox.run_inputs(leave, ['', ''], LIMITS) == ["['solution.py']\n"] * 2
 
 
 # ------------------------------------------------------------------ hostility
 
 HOSTILE = {
-    'loop': 'while True: pass',
-    'deaf loop': ('import signal\nfor s in range(1, 32):\n'
-                  '  try: signal.signal(s, signal.SIG_IGN)\n'
-                  '  except OSError: pass\nwhile True: pass'),
-    'fork bomb': 'import os\nwhile True:\n  try: os.fork()\n  except: pass',
-    '100 MB': 'for _ in range(100): print("x" * 1_000_000)',
-    'endless print': 'while True: print("x" * 1_000_000)',
-    'memory': 'x = []\nwhile True: x.append(bytearray(10**7))',
-    'disk': 'f = open("x", "wb")\nwhile True: f.write(bytes(10**6))',
-    'files': 'for i in range(10**6): open(str(i), "w").close()',
-    'recursion': 'def f(): f()\nf()',
-    'kills all': 'import os\nos.kill(-1, 9)\nos.kill(1, 9)',
-    'crash': 'import ctypes\nctypes.string_at(0)',
-    'daemon': ('import os, time\nif os.fork() == 0:\n  os.setsid()\n'
-               '  if os.fork() == 0: time.sleep(1000)\n  os._exit(0)\n'
-               'time.sleep(1000)'),
+  'loop': 'while True: pass',
+  'deaf loop': (
+    'import signal\nfor s in range(1, 32):\n'
+    '  try: signal.signal(s, signal.SIG_IGN)\n'
+    '  except OSError: pass\nwhile True: pass'
+  ),
+  'fork bomb': 'import os\nwhile True:\n  try: os.fork()\n  except: pass',
+  '100 MB': 'for _ in range(100): print("x" * 1_000_000)',
+  'endless print': 'while True: print("x" * 1_000_000)',
+  'memory': 'x = []\nwhile True: x.append(bytearray(10**7))',
+  'disk': 'f = open("x", "wb")\nwhile True: f.write(bytes(10**6))',
+  'files': 'for i in range(10**6): open(str(i), "w").close()',
+  'recursion': 'def f(): f()\nf()',
+  'kills all': 'import os\nos.kill(-1, 9)\nos.kill(1, 9)',
+  'crash': 'import ctypes\nctypes.string_at(0)',
+  'daemon': (
+    'import os, time\nif os.fork() == 0:\n  os.setsid()\n'
+    '  if os.fork() == 0: time.sleep(1000)\n  os._exit(0)\n'
+    'time.sleep(1000)'
+  ),
 }
 
 
 def jails():
   """Processes of sandboxes that live."""
   shown = subprocess.check_output(['ps', 'axwwo', 'pid=,args='], text=True)
-  return [line for line in shown.splitlines() if 'jaxpost.workers.jail' in line
-          or "channel = open(3, 'rb'" in line]
+  return [line for line in shown.splitlines() if 'jaxpost.workers.jail' in line or "channel = open(3, 'rb'" in line]
 
 
 @namespaces
@@ -220,7 +225,7 @@ def test_hostile_programs_fail_and_end(name):
   assert sandbox.run_tests(RIGHT, TESTS, LIMITS) == [True, True]
 
 
-INSPECT = '''
+INSPECT = """
 import ctypes, os, socket
 def tried(name, fn):
   try: print(name, 'yes', fn())
@@ -254,7 +259,7 @@ tried('root', lambda: os.setuid(0))
 tried('here', lambda: write('x'))
 tried('tmp', lambda: write('/tmp/y'))
 print('ids', os.getuid(), os.getpid() < 10, sorted(os.environ))
-'''
+"""
 
 
 @namespaces
@@ -266,20 +271,24 @@ def test_what_is_shown_cannot_be_written(tmp_path, monkeypatch):
   shown.chmod(0o777)
   binds = sandbox._binds(False)
   monkeypatch.setattr(sandbox, '_binds', lambda packages: [*binds, str(shown)])
-  program = ('import os\nfor p in input().split():\n'
-             '  try: open(p + "/x", "w")\n'
-             '  except OSError as e: print(e.strerror)\n'
-             'print(os.listdir(p))')
-  printed, = sandbox.run_inputs(program, [f'/ /usr /etc /dev {shown}'], LIMITS)
+  program = (
+    'import os\nfor p in input().split():\n'
+    '  try: open(p + "/x", "w")\n'
+    '  except OSError as e: print(e.strerror)\n'
+    'print(os.listdir(p))'
+  )
+  (printed,) = sandbox.run_inputs(program, [f'/ /usr /etc /dev {shown}'], LIMITS)
   assert printed == 'Read-only file system\n' * 5 + '[]\n'
 
 
 @namespaces
 def test_processes_are_few():
-  program = ('import os, time\nfor i in range(1000):\n  try:\n'
-             '    if os.fork() == 0: time.sleep(100)\n'
-             '  except OSError: break\nprint(i)')
-  printed, = sandbox.run_inputs(program, [''], LIMITS)
+  program = (
+    'import os, time\nfor i in range(1000):\n  try:\n'
+    '    if os.fork() == 0: time.sleep(100)\n'
+    '  except OSError: break\nprint(i)'
+  )
+  (printed,) = sandbox.run_inputs(program, [''], LIMITS)
   assert 1 < int(printed) <= LIMITS.processes
 
 
@@ -289,7 +298,7 @@ def test_what_a_program_can_reach(tmp_path, monkeypatch):
   (tmp_path / 'secret').write_text('secret')
   with socket.create_server(('127.0.0.1', 0)) as server:
     port = server.getsockname()[1]
-    shown, = sandbox.run_inputs(INSPECT, [f'{tmp_path}\n{port}\n'], LIMITS)
+    (shown,) = sandbox.run_inputs(INSPECT, [f'{tmp_path}\n{port}\n'], LIMITS)
   lines = [line.split(maxsplit=2) for line in shown.splitlines()]
   yes = [line[0] for line in lines if line[1] == 'yes']
   no = [line[0] for line in lines if line[1] == 'no']
@@ -304,10 +313,15 @@ def test_what_a_program_can_reach(tmp_path, monkeypatch):
 def test_no_sandbox_outlives_what_started_it():
   before = set(jails())
   parent = subprocess.Popen(
-      [sys.executable, '-c', 'from jaxpost.workers import sandbox as s\n'
-       's.run_tests("import time; time.sleep(50)", ["1"],'
-       ' s.Limits(timeout_s=40.0))'],
-      env={**os.environ, 'PYTHONPATH': str(CLONE)})
+    [
+      sys.executable,
+      '-c',
+      'from jaxpost.workers import sandbox as s\n'
+      's.run_tests("import time; time.sleep(50)", ["1"],'
+      ' s.Limits(timeout_s=40.0))',
+    ],
+    env={**os.environ, 'PYTHONPATH': str(CLONE)},
+  )
   deadline = time.monotonic() + 10
   while len(set(jails()) - before) < 4 and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -329,7 +343,7 @@ def test_packages_only_when_asked_for():
 
 # ------------------------------------------------------------ where it is not
 
-REFUSED = '''
+REFUSED = """
 import sys
 from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Group
@@ -345,7 +359,7 @@ if __name__ == '__main__':
         print(graded.rewards, graded.error)
       except InputError as error:
         print('refused:', error)
-'''
+"""
 
 
 @namespaces
@@ -353,11 +367,10 @@ if __name__ == '__main__':
 def test_refused_without_namespaces_unless_one_insists(tmp_path):
   """In a user namespace that may make no further ones."""
   (tmp_path / 'main.py').write_text(REFUSED)
-  command = ('echo 0 >/proc/sys/user/max_user_namespaces'
-             f' && exec {sys.executable} {tmp_path}/main.py')
+  command = f'echo 0 >/proc/sys/user/max_user_namespaces && exec {sys.executable} {tmp_path}/main.py'
   shown = subprocess.check_output(
-      ['unshare', '-Ur', 'sh', '-c', command], text=True,
-      env={**os.environ, 'PYTHONPATH': str(CLONE)})
+    ['unshare', '-Ur', 'sh', '-c', command], text=True, env={**os.environ, 'PYTHONPATH': str(CLONE)}
+  )
   refused, insisted = shown.splitlines()
   assert refused.startswith('refused: reward code: the sandbox cannot be set')
   assert 'unshare(user' in refused and 'insecure=true' in refused
@@ -369,8 +382,7 @@ def test_insecure_has_limits_and_leaves_nothing(tmp_path, monkeypatch):
   monkeypatch.setattr(sandbox.tempfile, 'tempdir', None)
   limits = sandbox.Limits(timeout_s=1.0, memory_mb=256, insecure=True)
   assert sandbox.run_tests(RIGHT, TESTS, limits) == [True, True]
-  assert sandbox.run_inputs('print(input())', ['a', 'b'], limits) == [
-      'a\n', 'b\n']
+  assert sandbox.run_inputs('print(input())', ['a', 'b'], limits) == ['a\n', 'b\n']
   for name in ('loop', '100 MB', 'memory'):
     assert sandbox.run_inputs(HOSTILE[name], [''], limits) == [None]
   assert list(tmp_path.iterdir()) == []
@@ -379,6 +391,7 @@ def test_insecure_has_limits_and_leaves_nothing(tmp_path, monkeypatch):
 @namespaces
 def test_a_sandbox_that_breaks_is_an_error_and_no_zero(monkeypatch):
   """It is killed while programs run, as a kernel out of memory might."""
+
   class Popen(subprocess.Popen):
     def __init__(self, *args, **kwargs):
       super().__init__(*args, **kwargs)

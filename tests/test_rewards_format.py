@@ -24,13 +24,15 @@ def chat(text):
 def both(reward, text, **columns):
   """The reward of a text, which is that of a message with this text."""
   columns = {k: [v] for k, v in columns.items()}
-  plain, = reward(completions=[text], **columns)
-  message, = reward(completions=[chat(text)], **columns)
+  (plain,) = reward(completions=[text], **columns)
+  (message,) = reward(completions=[chat(text)], **columns)
   assert plain == message
   return plain
 
 
-@pytest.mark.parametrize('text, reward', [
+@pytest.mark.parametrize(
+  'text, reward',
+  [
     ('<think>\na\n</think>\nb', 1.0),
     ('<think></think>', 1.0),
     ('<think>\u00e4\n\n\U0001f600</think>', 1.0),
@@ -40,19 +42,26 @@ def both(reward, text, **columns):
     ('<think>a<think>b</think>', 0.0),
     ('<think>a</think><think>', 0.0),
     ('', 0.0),
-])
+  ],
+)
 def test_think_format(text, reward):
   assert both(forms.think_format, text) == reward
 
 
 def test_think_format_as_trl():
   """TRL 1.10, think_format_reward: [1, 1, 0, 0] for texts of these kinds."""
-  texts = ['<think>\nThis is my reasoning.\n</think>\nThis is my answer.',
-           '<think>a</think>', '<think>\nno end', 'no <think>a</think>']
+  texts = [
+    '<think>\nThis is my reasoning.\n</think>\nThis is my answer.',
+    '<think>a</think>',
+    '<think>\nno end',
+    'no <think>a</think>',
+  ]
   assert forms.think_format(list(map(chat, texts))) == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize('text, reward', [
+@pytest.mark.parametrize(
+  'text, reward',
+  [
     ('<think>a</think><answer>b</answer>', 1.0),
     (' <think>a\n</think>\n\n<answer>\u00e4</answer>\n', 1.0),
     ('<think>a</think> b <answer>c</answer>', 0.0),
@@ -63,7 +72,8 @@ def test_think_format_as_trl():
     ('<think>a<answer>b</think></answer>', 0.0),
     ('<think>a</think><answer>b', 0.0),
     ('', 0.0),
-])
+  ],
+)
 def test_tag_format(text, reward):
   assert both(forms.TagFormat(), text) == reward
 
@@ -89,18 +99,22 @@ def test_regex_match():
   assert option(['\u00e4'], pattern=['x']) == [1]
 
 
-SCHEMA = {'type': 'object', 'required': ['name'], 'properties': {
-    'name': {'type': 'string'}, 'age': {'type': 'integer', 'minimum': 0}}}
+SCHEMA = {
+  'type': 'object',
+  'required': ['name'],
+  'properties': {'name': {'type': 'string'}, 'age': {'type': 'integer', 'minimum': 0}},
+}
 
 
 @pytest.fixture
 def jsonschema():
-  return pytest.importorskip(
-      'jsonschema', reason="not installed: pip install 'jaxpost[rewards]'")
+  return pytest.importorskip('jsonschema', reason="not installed: pip install 'jaxpost[rewards]'")
 
 
 @pytest.mark.usefixtures('jsonschema')
-@pytest.mark.parametrize('text, reward', [
+@pytest.mark.parametrize(
+  'text, reward',
+  [
     ('{"name": "a", "age": 3}', 1.0),
     ('```json\n{"name": "\u00e4"}\n```', 1.0),
     ('{"name": "a", "age": -1}', 0.0),
@@ -111,7 +125,8 @@ def jsonschema():
     ('\ud800', 0.0),
     ('[' * 100_000, 0.0),
     ('1' * 10_000, 0.0),
-])
+  ],
+)
 def test_json_schema(text, reward, tmp_path):
   path = tmp_path / 'schema.json'
   path.write_text(json.dumps(SCHEMA))
@@ -142,8 +157,7 @@ def test_json_schema_fetches_nothing(tmp_path):
   (tmp_path / 'schema.json').write_text('{}')
   serve = functools.partial(Quiet, directory=str(tmp_path))
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), serve) as server:
-    threading.Thread(
-        target=server.serve_forever, args=(0.05,), daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     url = f'http://127.0.0.1:{server.server_port}/schema.json'
     assert urllib.request.urlopen(url).read() == b'{}'
     with pytest.raises(call.RewardError, match=f'refers to .*{url}'):
@@ -152,7 +166,6 @@ def test_json_schema_fetches_nothing(tmp_path):
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-
   def log_message(self, *unused):
     pass
 
@@ -170,10 +183,8 @@ def of_lengths(reward, *lengths):
 def test_overlong_as_trl():
   """TRL 1.10, get_soft_overlong_punishment(100, 20)."""
   reward = length.Overlong(max=100, buffer=20)
-  assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == [
-      0, 0, -0.25, -0.5, -1, -1]
-  assert of_lengths(length.Overlong(100, 20, 0.5), 0, 90, 100, 900) == [
-      0, -0.25, -0.5, -0.5]
+  assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == [0, 0, -0.25, -0.5, -1, -1]
+  assert of_lengths(length.Overlong(100, 20, 0.5), 0, 90, 100, 900) == [0, -0.25, -0.5, -0.5]
   assert of_lengths(length.Overlong(100), 100, 101) == [0, -1]
 
 
@@ -186,8 +197,7 @@ def test_length():
 def test_repetition_as_trl():
   """The example of TRL 1.10, get_repetition_penalty_reward(2, -1.0)."""
   reward = length.Repetition(ngram=2, penalty=-1.0)
-  assert reward(completion_ids=[[1, 2, 3, 4], [5] * 5, [5], []]) == [
-      0, -0.75, 0, 0]
+  assert reward(completion_ids=[[1, 2, 3, 4], [5] * 5, [5], []]) == [0, -0.75, 0, 0]
   triples = length.Repetition(penalty=-2.0)
   assert triples(completion_ids=[[1, 2, 3, 1, 2, 3]]) == [-0.5]
 
@@ -204,14 +214,21 @@ def test_cosine_length():
 
 
 def test_in_a_pool_with_weights():
-  specs = ('exact_match', 'overlong?max=4&buffer=2', 'length?max=10',
-           'repetition?ngram=1', 'cosine_length?max=4&by=exact_match',
-           'tag_format', 'think_format', 'regex_match?pattern=^a$')
+  specs = (
+    'exact_match',
+    'overlong?max=4&buffer=2',
+    'length?max=10',
+    'repetition?ngram=1',
+    'cosine_length?max=4&by=exact_match',
+    'tag_format',
+    'think_format',
+    'regex_match?pattern=^a$',
+  )
   with RewardPool(specs, weights=(1.0,) + (0.5,) * 7) as pool:
     pool.check(['answer'])
-    graded, = pool.grade([Group(
-        ['p'] * 3, [chat('a'), chat(''), chat('\u00e4')],
-        [[1], [], [1, 2, 2, 2]], {'answer': ['a'] * 3})])
+    (graded,) = pool.grade(
+      [Group(['p'] * 3, [chat('a'), chat(''), chat('\u00e4')], [[1], [], [1, 2, 2, 2]], {'answer': ['a'] * 3})]
+    )
   assert graded.error is None
   parts = graded.components
   assert parts['exact_match'] == parts['regex_match'] == [1, 0, 0]

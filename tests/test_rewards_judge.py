@@ -35,7 +35,6 @@ class Double(http.server.ThreadingHTTPServer):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-
   def do_POST(self):
     size = int(self.headers['Content-Length'])
     body, double = json.loads(self.rfile.read(size)), self.server
@@ -53,8 +52,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
       double.busy -= 1
     status = answer if isinstance(answer, int) else 200
     if isinstance(answer, str):
-      answer = json.dumps({'choices': [{'message': {
-          'role': 'assistant', 'content': answer}}]}).encode()
+      answer = json.dumps({'choices': [{'message': {'role': 'assistant', 'content': answer}}]}).encode()
     elif isinstance(answer, int):
       answer = b'{"error": "told to fail"}'
     try:
@@ -94,27 +92,28 @@ def template(tmp_path):
   return str(path)
 
 
-def scores(server, *texts, prompts=None, time_limit_s=None, columns=None,
-           **options):
+def scores(server, *texts, prompts=None, time_limit_s=None, columns=None, **options):
   reward = judge.Judge(server.url, 'm', pause=0.01, **options)
-  return reward(prompts or ['p'] * len(texts), list(texts),
-                time_limit_s=time_limit_s, **(columns or {}))
+  return reward(prompts or ['p'] * len(texts), list(texts), time_limit_s=time_limit_s, **(columns or {}))
 
 
 def test_scores(double, template):
   said = {
-      'right': 'Good. Score: 10', 'wrong': 'score = 0', 'half': '**Score:** 5',
-      'two': 'Score: 1\nno, Score: 7.5', '': 'Score: 2', '\u00e4\U0001f600':
-      'Score: 3', 'beyond': 'Score: 11', 'none': 'I like it',
+    'right': 'Good. Score: 10',
+    'wrong': 'score = 0',
+    'half': '**Score:** 5',
+    'two': 'Score: 1\nno, Score: 7.5',
+    '': 'Score: 2',
+    '\u00e4\U0001f600': 'Score: 3',
+    'beyond': 'Score: 11',
+    'none': 'I like it',
   }
   server = double(lambda text, attempt: said[text.split('|')[1]])
   got = scores(server, *said, template=template, retries=1)
   assert got == [1.0, 0.0, 0.5, 0.75, 0.2, 0.3, None, None]
   chat = [[{'role': 'assistant', 'content': text}] for text in said]
-  prompt = [{'role': 'system', 'content': 's'},
-            {'role': 'user', 'content': 'u'}]
-  assert scores(server, *chat, template=template, retries=0,
-                prompts=[prompt] * 8) == got
+  prompt = [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}]
+  assert scores(server, *chat, template=template, retries=0, prompts=[prompt] * 8) == got
   path, headers, body = server.requests[-1]
   assert path == '/v1/chat/completions' and 'Authorization' not in headers
   assert body['model'] == 'm' and body['temperature'] == 0
@@ -125,8 +124,7 @@ def test_scores(double, template):
 
 def test_scale_and_pattern(double):
   server = double(lambda text, attempt: 'Score: 3 <mark>-1</mark>')
-  assert scores(server, 'a', score='<mark>(.*?)</mark>', min=-1.0,
-                max=1.0) == [0.0]
+  assert scores(server, 'a', score='<mark>(.*?)</mark>', min=-1.0, max=1.0) == [0.0]
   assert scores(server, 'a', min=1.0, max=5.0) == [0.5]
   assert scores(server, 'a', score='(mark)', retries=0) == [None]
   server.plan = lambda text, attempt: 'Score: -3'
@@ -141,13 +139,23 @@ def test_what_is_filled_in_stays_as_it_is(double, tmp_path):
   reward = judge.Judge(server.url, 'm', template=str(path))
   assert reward.needs_columns == ('answer',)
   assert reward(['p'], ['{answer} {min}'], answer=[4], other=['x']) == [0.5]
-  assert list(server.seen) == [
-      '{"json": 1} {{answer} {min}} 4: {answer} {min}']
+  assert list(server.seen) == ['{"json": 1} {{answer} {min}} 4: {answer} {min}']
 
 
-@pytest.mark.parametrize('first', [
-    500, 503, 408, 'no score', b'garbage', b'{"choices": []}', b'[]',
-    b'{"choices": [{"message": {"content": null}}]}', b'[' * 100_000])
+@pytest.mark.parametrize(
+  'first',
+  [
+    500,
+    503,
+    408,
+    'no score',
+    b'garbage',
+    b'{"choices": []}',
+    b'[]',
+    b'{"choices": [{"message": {"content": null}}]}',
+    b'[' * 100_000,
+  ],
+)
 def test_what_passes_is_tried_again(double, first):
   server = double(lambda text, attempt: first if attempt < 3 else 'Score: 5')
   assert scores(server, 'a', 'b') == [0.5, 0.5]
@@ -177,8 +185,7 @@ def test_garbage_to_the_end_is_none_and_no_zero(double):
   server = double(lambda text, attempt: b'garbage')
   logged = {}
   reward = judge.Judge(server.url, 'm', pause=0.01, retries=2)
-  assert reward(['p'] * 2, ['a', 'b'], log_metric=logged.__setitem__) == [
-      None, None]
+  assert reward(['p'] * 2, ['a', 'b'], log_metric=logged.__setitem__) == [None, None]
   assert logged == {'judge_without_score': 1.0}
   assert sorted(server.seen.values()) == [3, 3]
 
@@ -189,11 +196,15 @@ def test_one_that_fails_for_good_masks_itself(double):
   assert sum(server.seen.values()) == 3
 
 
-@pytest.mark.parametrize('status, message', [
+@pytest.mark.parametrize(
+  'status, message',
+  [
     (401, 'no request was answered: HTTP 401 .*told to fail'),
-    (404, 'HTTP 404'), (500, 'HTTP 500'),
+    (404, 'HTTP 404'),
+    (500, 'HTTP 500'),
     (302, 'HTTP 302'),  # a key must not go elsewhere
-])
+  ],
+)
 def test_a_server_that_never_answers_fails_the_group(double, status, message):
   server = double(lambda text, attempt: status)
   with pytest.raises(call.RewardError, match=message):
@@ -210,14 +221,11 @@ def test_no_server(double):
 
 
 def test_timeouts(double):
-  server = double(lambda text, attempt: 2.0 if 'slow' in text and (
-      attempt == 1 or 'always' in text) else 'Score: 5')
-  assert scores(server, 'slow', 'fast', 'always slow', timeout=0.3,
-                retries=1) == [0.5, 0.5, None]
+  server = double(lambda text, attempt: 2.0 if 'slow' in text and (attempt == 1 or 'always' in text) else 'Score: 5')
+  assert scores(server, 'slow', 'fast', 'always slow', timeout=0.3, retries=1) == [0.5, 0.5, None]
   # Shortly before the worker would be killed, what is there is returned.
   start = time.monotonic()
-  assert scores(server, 'fast', 'always slow', timeout=9.0,
-                time_limit_s=1.0) == [0.5, None]
+  assert scores(server, 'fast', 'always slow', timeout=9.0, time_limit_s=1.0) == [0.5, None]
   assert time.monotonic() - start < 1.0
 
 
@@ -237,14 +245,12 @@ def test_in_a_pool_with_a_key(double, template, monkeypatch, tmp_path):
   server = double(lambda text, attempt: 'Score: 8' if 'a' in text else 'hm')
   monkeypatch.setenv('MY_API_KEY', 'canary-1')
   (tmp_path / 'answer.txt').write_text('{completion}={answer}')
-  spec = (f'judge?url={server.url}&model=m&api_key_env=MY_API_KEY&pause=0'
-          f'&template={tmp_path}/answer.txt')
+  spec = f'judge?url={server.url}&model=m&api_key_env=MY_API_KEY&pause=0&template={tmp_path}/answer.txt'
   with RewardPool(spec, timeout_s=20.0) as pool:
     assert pool.names == ('judge',)
     with pytest.raises(InputError, match="needs the column 'answer'"):
       pool.check(['question'])
-    graded, = pool.grade([Group(['p'] * 2, ['a', 'b'], [[1]] * 2,
-                                {'answer': ['4'] * 2})])
+    (graded,) = pool.grade([Group(['p'] * 2, ['a', 'b'], [[1]] * 2, {'answer': ['4'] * 2})])
     assert graded.rewards == [0.8, None] and graded.error is None
     assert pool.stats['logged/judge_without_score'] == 0.5
     assert pool.stats['masked_rows'] == 1

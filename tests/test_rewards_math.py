@@ -16,7 +16,9 @@ from jaxpost.rewards.pool import RewardPool
 F = fractions.Fraction
 
 
-@pytest.mark.parametrize('text, number', [
+@pytest.mark.parametrize(
+  'text, number',
+  [
     ('', None),
     ('none at all', None),
     ('18', 18),
@@ -50,12 +52,15 @@ F = fractions.Fraction
     ('12, 13', 13),
     ('**42**', 42),
     ('007', 7),
-])
+  ],
+)
 def test_last_number(text, number):
   assert math_rewards.last_number(text) == number
 
 
-@pytest.mark.parametrize('text, number', [
+@pytest.mark.parametrize(
+  'text, number',
+  [
     ('#### 18', 18),
     ('#### 18 eggs in 3 days', 18),
     ('5\n#### $1,000\nso 7', 1000),
@@ -71,24 +76,21 @@ def test_last_number(text, number):
     ('#### Step 2\n6 * 3 = 18', 18),
     ('so 18 apples', 18),
     ('no idea', None),
-])
+  ],
+)
 def test_final_number(text, number):
   assert math_rewards.final_number(text) == number
 
 
 def test_a_number_of_10000_digits_costs_nothing():
   digits = '9' * 10_000
-  assert math_rewards.numeric_match(
-      [digits, digits + '1', '1/' + digits], [digits, digits, '9']
-  ) == [1.0, 0.0, 0.0]
+  assert math_rewards.numeric_match([digits, digits + '1', '1/' + digits], [digits, digits, '9']) == [1.0, 0.0, 0.0]
 
 
 def test_an_unreadable_answer_is_no_verdict():
   for reward in (math_rewards.numeric_match, math_rewards.gsm8k):
     assert reward(['7', 'x', '7'], [7, '7', 'none']) == [1.0, 0.0, None]
-  assert math_rewards.exact_match(
-      [' a\n', 'b', 'a b', 'None'], ['a', 'a', 'a  b', None]
-  ) == [1.0, 0.0, 0.0, None]
+  assert math_rewards.exact_match([' a\n', 'b', 'a b', 'None'], ['a', 'a', 'a  b', None]) == [1.0, 0.0, 0.0, None]
 
 
 def test_text_of():
@@ -102,33 +104,30 @@ def test_text_of():
 
 
 MATH = [
-    # text, answer, reward
-    (r'so \boxed{63}', '63', 1.0),
-    (r'so \boxed{64}', '63', 0.0),
-    (r'It is $x = \frac{126}{2}$, thus \boxed{\frac{126}{2}}.', '63', 1.0),
-    ('63, I think', '63', 0.0),  # no LaTeX
-    ('', '63', 0.0),
-    ('\u00e4\u4e16 \U0001f600', '63', 0.0),
-    (r'\boxed{\frac{1}{2}}', '0.5', 1.0),
-    (r'\boxed{(x+1)^2}', '$x^2+2x+1$', 1.0),
-    (r'\boxed{63}', 'no idea', None),
-    (r'\boxed{63}', '', None),
-    (r'\boxed{63}', None, None),
+  # text, answer, reward
+  (r'so \boxed{63}', '63', 1.0),
+  (r'so \boxed{64}', '63', 0.0),
+  (r'It is $x = \frac{126}{2}$, thus \boxed{\frac{126}{2}}.', '63', 1.0),
+  ('63, I think', '63', 0.0),  # no LaTeX
+  ('', '63', 0.0),
+  ('\u00e4\u4e16 \U0001f600', '63', 0.0),
+  (r'\boxed{\frac{1}{2}}', '0.5', 1.0),
+  (r'\boxed{(x+1)^2}', '$x^2+2x+1$', 1.0),
+  (r'\boxed{63}', 'no idea', None),
+  (r'\boxed{63}', '', None),
+  (r'\boxed{63}', None, None),
 ]
 
 
 def test_math_verify():
   """The first four are TRL's accuracy_reward for 63: [1, 0, 1, 0]."""
-  pytest.importorskip(
-      'math_verify', reason="not installed: pip install 'jaxpost[math]'")
+  pytest.importorskip('math_verify', reason="not installed: pip install 'jaxpost[math]'")
   texts, answers, rewards = zip(*MATH)
   assert math_rewards.MathVerify()(texts, answers) == list(rewards)
   chat = [[{'role': 'assistant', 'content': t}] for t in texts]
   with RewardPool('math_verify', timeout_s=60.0) as pool:
     pool.check(['answer'])
-    graded, = pool.grade([Group(
-        ['p'] * len(chat), chat, [[1]] * len(chat),
-        {'answer': list(answers)})])
+    (graded,) = pool.grade([Group(['p'] * len(chat), chat, [[1]] * len(chat), {'answer': list(answers)})])
   assert graded.error is None
   assert graded.rewards == list(rewards)
 
@@ -139,11 +138,9 @@ def test_math_verify_that_is_not_installed(monkeypatch):
     math_rewards.MathVerify()
 
 
-@pytest.mark.parametrize(
-    'text', ['', '\u00e4 \U0001f600', '\ud800', '{' * 9999])
+@pytest.mark.parametrize('text', ['', '\u00e4 \U0001f600', '\ud800', '{' * 9999])
 def test_odd_texts_are_wrong_and_no_error(text):
-  for reward in (math_rewards.exact_match, math_rewards.numeric_match,
-                 math_rewards.gsm8k):
+  for reward in (math_rewards.exact_match, math_rewards.numeric_match, math_rewards.gsm8k):
     for said in (text, [{'role': 'assistant', 'content': text}]):
       assert reward([said], ['42']) == [0.0]
 
@@ -169,7 +166,6 @@ def test_unknown_builtin_is_named_with_a_suggestion():
 
 def test_names():
   fn = text_of
-  assert builtin.short_names(('gsm8k', './a.py:f', 'b:f', fn)) == (
-      'gsm8k', './a.py:f', 'b:f', 'text_of')
+  assert builtin.short_names(('gsm8k', './a.py:f', 'b:f', fn)) == ('gsm8k', './a.py:f', 'b:f', 'text_of')
   with pytest.raises(InputError, match='given twice'):
     builtin.short_names(('gsm8k', 'gsm8k'))

@@ -13,7 +13,7 @@ from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio
 import os
 from typing import Optional
@@ -87,7 +87,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None,
 async def slow_score(data_source, solution_str, ground_truth, extra_info):
   await asyncio.sleep(0.3)
   return float(solution_str == ground_truth)
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -99,8 +99,9 @@ def file(tmp_path_factory):
 
 def group(*completions, **columns):
   size = len(completions)
-  return Group(['p'] * size, list(completions), [[1] * len(c) for c in (
-      completions)], {k: [v] * size for k, v in columns.items()})
+  return Group(
+    ['p'] * size, list(completions), [[1] * len(c) for c in (completions)], {k: [v] * size for k, v in columns.items()}
+  )
 
 
 def graded(specs, *groups, step=None):
@@ -108,7 +109,9 @@ def graded(specs, *groups, step=None):
     return pool.grade(list(groups), step), pool.stats, pool.names
 
 
-@pytest.mark.parametrize('spec, rewards', [
+@pytest.mark.parametrize(
+  'spec, rewards',
+  [
     ('scaled?scale=-2.5', [-2.5, 0.0]),
     ('scaled', [1.0, 0.0]),
     ('shown?flag=true&name=a%2Cb%26c%25', [121.0, 121.0]),
@@ -116,20 +119,21 @@ def graded(specs, *groups, step=None):
     ('get_factory?size=1', [0.0, -1.0]),
     ('get_factory?low=-3&size=0', [-3.0, -3.0]),
     ('Made?bonus=7', [7.0, 7.0]),
-])
+  ],
+)
 def test_options(file, spec, rewards):
   """A column of an option's name does not replace it."""
   column = {'scale': 9} if 'scale=' in spec else {'size': 9, 'bonus': 9}
-  (result,), _, names = graded(
-      f'{file}:{spec}', group('a', 'bb', answer='a', **column))
+  (result,), _, names = graded(f'{file}:{spec}', group('a', 'bb', answer='a', **column))
   assert result.error is None
   assert result.rewards == rewards
   assert names == (spec.partition('?')[0],)
 
 
-@pytest.mark.parametrize('spec, message', [
-    ('scaled?scael=2', "reward scaled: unknown option 'scael'; did you mean"
-                       " 'scale'"),
+@pytest.mark.parametrize(
+  'spec, message',
+  [
+    ('scaled?scael=2', "reward scaled: unknown option 'scael'; did you mean 'scale'"),
     ('scaled?completions=2', "unknown option 'completions'; there are"),
     ('scaled?scale=much', "option scale='much' is no float"),
     ('scaled?scale=nan', "option scale='nan' is no float"),
@@ -141,7 +145,8 @@ def test_options(file, spec, rewards):
     ('get_factory', 'wrong signature'),
     ('no_reward?size=2', 'made a int, not a reward function'),
     ('breaks?', r'raised KeyError: 1 at .*mine.py:\d+'),
-])
+  ],
+)
 def test_bad_options(file, spec, message):
   with RewardPool(f'{file}:{spec}') as pool:
     with pytest.raises(InputError, match=message) as caught:
@@ -149,7 +154,9 @@ def test_bad_options(file, spec, message):
   assert '\n' not in str(caught.value)
 
 
-@pytest.mark.parametrize('spec, message', [
+@pytest.mark.parametrize(
+  'spec, message',
+  [
     ('overlong', "reward overlong: needs the option 'max'"),
     ('overlong?max=10&bufer=2', "unknown option 'bufer'; did you mean"),
     ('overlong?max=10&buffer=20', 'reward overlong: options max=10, buffer=20'),
@@ -163,7 +170,8 @@ def test_bad_options(file, spec, message):
     ('judge?model=m&url=http://key@host/v1', 'is no address'),
     ('judge?model=m&url=http://host/v1&score=a', 'has no group'),
     ('judge?model=m&url=http://host/v1&template=none.txt', 'No such file'),
-])
+  ],
+)
 def test_bad_options_of_builtins(spec, message):
   with RewardPool(spec) as pool:
     with pytest.raises(InputError, match=message):
@@ -187,19 +195,25 @@ class Len:
 
 
 def test_names_with_options():
-  names = builtin.short_names((
-      'regex_match?pattern=a', 'regex_match?pattern=b', 'a:f?x=1', 'b:f',
-      'regex_match', len, Len(), 'judge?url=http://host:80/v1&model=m'))
-  assert names == ('regex_match', 'regex_match_2', 'a:f', 'b:f',
-                   'regex_match_3', 'len', 'len_2', 'judge')
+  names = builtin.short_names(
+    (
+      'regex_match?pattern=a',
+      'regex_match?pattern=b',
+      'a:f?x=1',
+      'b:f',
+      'regex_match',
+      len,
+      Len(),
+      'judge?url=http://host:80/v1&model=m',
+    )
+  )
+  assert names == ('regex_match', 'regex_match_2', 'a:f', 'b:f', 'regex_match_3', 'len', 'len_2', 'judge')
   with pytest.raises(InputError, match='given twice'):
     builtin.short_names(('overlong?max=3', 'overlong?max=3'))
 
 
 def test_one_reward_twice_has_two_components(file):
-  (result,), _, _ = graded(
-      ('regex_match?pattern=a', 'regex_match?pattern=^a%2B$&full=true'),
-      group('aa', 'ab'))
+  (result,), _, _ = graded(('regex_match?pattern=a', 'regex_match?pattern=^a%2B$&full=true'), group('aa', 'ab'))
   assert result.components == {'regex_match': [1, 1], 'regex_match_2': [1, 0]}
 
 
@@ -221,8 +235,7 @@ def test_an_option_lets_its_secret_through(file, monkeypatch):
 def test_what_trl_passes(file):
   """Also to async functions; metrics are means over all that was logged."""
   specs = f'{file}:trl_extras', f'{file}:trl_async'
-  results, stats, _ = graded(
-      specs, group('a', 'bbb', answer='x'), group('cc', answer='x'), step=7)
+  results, stats, _ = graded(specs, group('a', 'bbb', answer='x'), group('cc', answer='x'), step=7)
   assert [r.error for r in results] == [None, None]
   assert [r.rewards for r in results] == [[7.0, 7.0], [7.0]]
   assert stats['logged/letters'] == (1 + 3 + 2 + 100 + 100) / 5
@@ -246,17 +259,20 @@ def test_columns_of_these_names_are_refused(file):
 
 
 def verl_group(*texts, source='plain', truth='4', **columns):
-  return group(*texts, data_source=source,
-               reward_model={'ground_truth': truth, 'style': 'rule'}, **columns)
+  return group(*texts, data_source=source, reward_model={'ground_truth': truth, 'style': 'rule'}, **columns)
 
 
 def test_verl(file):
   spec = f'verl:{file}:compute_score?bonus=0.5'
   chat = [{'role': 'assistant', 'content': '4'}]
   results, stats, names = graded(
-      spec, verl_group('4', '5', '', '\u00e4', extra_info={'index': 3}),
-      verl_group('4', 'b', source='dict'), verl_group('bad', '4'),
-      verl_group('4', source='no score'), verl_group(chat, source='dict'))
+    spec,
+    verl_group('4', '5', '', '\u00e4', extra_info={'index': 3}),
+    verl_group('4', 'b', source='dict'),
+    verl_group('bad', '4'),
+    verl_group('4', source='no score'),
+    verl_group(chat, source='dict'),
+  )
   assert names == ('compute_score',)
   assert results[0].rewards == [1.0, 0.0, 0.0, 0.0]
   assert results[1].rewards == [1.5, 0.5]
@@ -270,7 +286,7 @@ def test_verl(file):
 def test_verl_async_scores_overlap(file):
   with RewardPool(f'verl:{file}:slow_score', timeout_s=2.0) as pool:
     pool.check(['data_source', 'reward_model'])
-    result, = pool.grade([verl_group(*'45' * 8)])
+    (result,) = pool.grade([verl_group(*'45' * 8)])
   assert result.rewards == [1.0, 0.0] * 8  # 4.8 s one after the other
 
 
@@ -278,10 +294,10 @@ def test_verl_needs_its_columns(file):
   with RewardPool(f'verl:{file}:compute_score') as pool:
     with pytest.raises(InputError, match="the column 'data_source'"):
       pool.check(['answer'])
-    result, = pool.grade([verl_group('4', extra_info={'index': 3})])
+    (result,) = pool.grade([verl_group('4', extra_info={'index': 3})])
     assert result.error is None
     odd = group('4', data_source='a', reward_model='4')
-    result, = pool.grade([odd])
+    (result,) = pool.grade([odd])
   assert "'reward_model' must be {'ground_truth'" in result.error
 
 

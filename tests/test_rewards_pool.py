@@ -19,7 +19,7 @@ from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import os
 import re
 import subprocess
@@ -197,7 +197,7 @@ def unrelated(a, b=1):
 
 
 not_callable = 3
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -213,10 +213,7 @@ def pool_of(file):
   pools = []
 
   def make(*names, **settings):
-    pools.append(RewardPool(
-        tuple(f'{file}:{name}' for name in names),
-        **{'timeout_s': 1.0, **settings}
-    ))
+    pools.append(RewardPool(tuple(f'{file}:{name}' for name in names), **{'timeout_s': 1.0, **settings}))
     return pools[-1]
 
   yield make
@@ -247,39 +244,37 @@ def wait_dead(pids, seconds=5.0):
 
 
 BAD = {
-    'raises': 'raised ValueError: no such thing at .*mine.py:LINE',
-    'raises_below': r'raised \w+: missing \), .* at .*mine.py:\d+',
-    'exits': r'raised SystemExit: 3 at .*mine.py:\d+',
-    'sleeps': r'no answer in 1 s at .*mine.py:\d+',
-    'spins': r'no answer in 1 s at .*mine.py:\d+',
-    'holds_the_gil': r'no answer in 1 s at .*mine.py:\d+',
-    'leaves': 'the worker exited with code 0',
-    'leaves_a_child_behind': 'the worker exited with code 7',
-    'crashes': r'the worker died of SIGSEGV at .*mine.py:\d+',
-    'closes_everything': 'the worker (closed|exited)',
-    'nan': 'returned nan at 1; None says',
-    'inf': 'returned -inf at 1; None says',
-    'beyond': 'returned a number beyond float32 at 0',
-    'none': 'returned NoneType None, not a list of 2 numbers',
-    'text': "returned str '1' at 0, not a number",
-    'is_text': "returned str '12', not a list",
-    'short': 'returned 1 rewards for 2 completions',
-    'long': 'returned 3 rewards for 2 completions',
-    'number': 'returned float 1.0, not a list',
-    'generator': 'returned generator .*, not a list',
-    'endless': 'returned callable_iterator .*, not a list',
-    'mapping': 'returned dict .*, not a list',
-    'complex_number': r'returned complex 1j at 0, not a number',
-    'nested': r'returned list \[1.0\] at 0, not a number',
+  'raises': 'raised ValueError: no such thing at .*mine.py:LINE',
+  'raises_below': r'raised \w+: missing \), .* at .*mine.py:\d+',
+  'exits': r'raised SystemExit: 3 at .*mine.py:\d+',
+  'sleeps': r'no answer in 1 s at .*mine.py:\d+',
+  'spins': r'no answer in 1 s at .*mine.py:\d+',
+  'holds_the_gil': r'no answer in 1 s at .*mine.py:\d+',
+  'leaves': 'the worker exited with code 0',
+  'leaves_a_child_behind': 'the worker exited with code 7',
+  'crashes': r'the worker died of SIGSEGV at .*mine.py:\d+',
+  'closes_everything': 'the worker (closed|exited)',
+  'nan': 'returned nan at 1; None says',
+  'inf': 'returned -inf at 1; None says',
+  'beyond': 'returned a number beyond float32 at 0',
+  'none': 'returned NoneType None, not a list of 2 numbers',
+  'text': "returned str '1' at 0, not a number",
+  'is_text': "returned str '12', not a list",
+  'short': 'returned 1 rewards for 2 completions',
+  'long': 'returned 3 rewards for 2 completions',
+  'number': 'returned float 1.0, not a list',
+  'generator': 'returned generator .*, not a list',
+  'endless': 'returned callable_iterator .*, not a list',
+  'mapping': 'returned dict .*, not a list',
+  'complex_number': r'returned complex 1j at 0, not a number',
+  'nested': r'returned list \[1.0\] at 0, not a number',
 }
 
 
 @pytest.mark.parametrize('name', BAD)
 def test_a_bad_reward_masks_its_group_only(pool_of, name):
   pool = pool_of(name, 'fine')
-  good, bad, after = pool.grade(
-      [group('a', 'bb'), group('bad', 'bb'), group('a', 'bb')]
-  )
+  good, bad, after = pool.grade([group('a', 'bb'), group('bad', 'bb'), group('a', 'bb')])
   assert good.rewards == after.rewards == [2.0, 3.0]
   assert good.error is after.error is None
   assert bad.rewards == [None, None]
@@ -288,15 +283,12 @@ def test_a_bad_reward_masks_its_group_only(pool_of, name):
   assert re.match(expected, bad.error), bad.error
   assert '\n' not in bad.error
   assert bad.components == {name: [None, None], 'fine': [None, None]}
-  assert pool.stats == {
-      'groups': 3,
-      'failed_groups': 1,
-      'timeouts': int('no answer' in BAD[name]),
-      'masked_rows': 2,
-  }
+  assert pool.stats == {'groups': 3, 'failed_groups': 1, 'timeouts': int('no answer' in BAD[name]), 'masked_rows': 2}
 
 
-@pytest.mark.parametrize('name, rewards', [
+@pytest.mark.parametrize(
+  'name, rewards',
+  [
     ('awaited', [1.0, 1.0]),
     ('none_for_some', [1.0, None]),
     ('numpy_scalars', [0.5, 2.0]),
@@ -305,7 +297,8 @@ def test_a_bad_reward_masks_its_group_only(pool_of, name):
     ('prints', [1.0, 1.0]),
     ('reads', [0.0, 0.0]),
     ('only_what_it_names', [1.0, 0.0]),
-])
+  ],
+)
 def test_odd_but_good(pool_of, name, rewards):
   pool = pool_of(name, timeout_s=20.0)
   graded = pool.grade([group('bad', 'none', answer='bad')] * 2)
@@ -332,7 +325,7 @@ def test_children_of_a_call(pool_of, tmp_path, monkeypatch):
 
 def test_weights_and_none_components(pool_of):
   pool = pool_of('fine', 'none_for_some', weights=(0.5, -2.0))
-  graded, = pool.grade([group('a', 'none')])
+  (graded,) = pool.grade([group('a', 'none')])
   assert graded.rewards == [0.5 * 1 - 2.0, 0.5 * 4]
   assert graded.components == {'fine': [1, 4], 'none_for_some': [1, None]}
 
@@ -374,12 +367,9 @@ def test_conversational_and_builtin():
   prompt = [{'role': 'user', 'content': '2+2?'}]
   with RewardPool(('gsm8k', 'think_format')) as pool:
     pool.check(('answer',))
-    graded, = pool.grade(
-        [Group([prompt], [messages], [[1]], {'answer': ['#### 4']})]
-    )
+    (graded,) = pool.grade([Group([prompt], [messages], [[1]], {'answer': ['#### 4']})])
     assert graded.components == {'gsm8k': [1.0], 'think_format': [0.0]}
-    with pytest.raises(InputError, match="gsm8k .*needs the column 'answer',"
-                                         ' the data has: question'):
+    with pytest.raises(InputError, match="gsm8k .*needs the column 'answer', the data has: question"):
       pool.check(('question',))
 
 
@@ -415,7 +405,9 @@ def test_too_many_failures_stop_the_run(pool_of):
   assert pool.stats['failed_groups'] == 3
 
 
-@pytest.mark.parametrize('spec, message', [
+@pytest.mark.parametrize(
+  'spec, message',
+  [
     ('{file}:nope', "has no 'nope'"),
     ('{file}:not_callable', 'is a int, not a function'),
     ('{file}:positional', 'mine.py.*wrong signature .completions, /.'),
@@ -428,15 +420,16 @@ def test_too_many_failures_stop_the_run(pool_of):
     ('{folder}/missing.py:f', "imports 'no_such_package'"),
     ('{folder}/hanging.py:f', r'took longer than 1 s at .*hanging.py:2'),
     ('no.such.module:f', "no module 'no"),
-])
+  ],
+)
 def test_check_names_function_and_fault(file, tmp_path, spec, message):
   sources = {
-      'broken': 'x = 1\ndef f(:\n',
-      'raising': '\n\nundefined\n',
-      'leaving': 'import sys; sys.exit()\n',
-      'dying': 'import os; print("farewell", flush=True); os._exit(5)\n',
-      'missing': 'import no_such_package\n',
-      'hanging': '\nwhile True: pass\n',
+    'broken': 'x = 1\ndef f(:\n',
+    'raising': '\n\nundefined\n',
+    'leaving': 'import sys; sys.exit()\n',
+    'dying': 'import os; print("farewell", flush=True); os._exit(5)\n',
+    'missing': 'import no_such_package\n',
+    'hanging': '\nwhile True: pass\n',
   }
   for name, source in sources.items():
     (tmp_path / f'{name}.py').write_text(source)
@@ -449,15 +442,18 @@ def test_check_names_function_and_fault(file, tmp_path, spec, message):
   assert '\n' not in str(caught.value)
 
 
-@pytest.mark.parametrize('settings, message', [
+@pytest.mark.parametrize(
+  'settings, message',
+  [
     ({'rewards': ()}, 'none is given'),
-    ({'rewards': 'gsm8', }, "mean 'gsm8k'"),
+    ({'rewards': 'gsm8'}, "mean 'gsm8k'"),
     ({'rewards': 'gsm8k', 'weights': (1.0, 2.0)}, '2 weights for 1'),
     ({'rewards': 'gsm8k', 'weights': (float('nan'),)}, 'nan is not finite'),
     ({'rewards': 'gsm8k', 'workers': 0}, 'workers: 0'),
     ({'rewards': 'gsm8k', 'timeout_s': float('inf')}, 'timeout_s: inf'),
     ({'rewards': 'gsm8k', 'max_failed': 1.5}, 'max_failed: 1.5'),
-])
+  ],
+)
 def test_bad_settings(settings, message):
   with pytest.raises(InputError, match=message):
     RewardPool(**settings)
@@ -493,16 +489,16 @@ def test_secrets_stay_here(pool_of, monkeypatch):
   names = 'A_TOKEN', 'my_secret', 'X_API_KEY', 'TOKENIZERS_PARALLELISM', 'HOME'
   for name in names:
     monkeypatch.setenv(name, 'x')
-  graded, = pool_of('environment').grade([group(*names)])
+  (graded,) = pool_of('environment').grade([group(*names)])
   assert graded.rewards == [0, 0, 0, 1, 1]
-  graded, = pool_of('environment', keep_env=True).grade([group(*names)])
+  (graded,) = pool_of('environment', keep_env=True).grade([group(*names)])
   assert graded.rewards == [1] * 5
 
 
 def test_what_is_printed_is_logged_up_to_a_limit(pool_of, caplog):
   with caplog.at_level(logging.INFO):
     pool_of('prints', timeout_s=20.0).grade([group('a')])
-  record, = [r for r in caplog.records if 'printed' in r.message]
+  (record,) = [r for r in caplog.records if 'printed' in r.message]
   assert 'printed 50000020 bytes' in record.message
   assert len(record.message) < 3000
 
@@ -523,7 +519,7 @@ def test_close_ends_children_and_busy_workers(pool_of, tmp_path, monkeypatch):
     pool.submit([group('a')])
 
 
-PARENT = '''
+PARENT = """
 import sys, time
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
@@ -532,7 +528,7 @@ if __name__ == '__main__':
   pool.check()
   pool.submit([Group(['p'], ['bad'], [[1]], {})] * 2)
   time.sleep(60.0 if len(sys.argv) == 2 else 1.0)
-'''
+"""
 
 
 @pytest.mark.parametrize('kill', [True, False])
@@ -542,9 +538,9 @@ def test_no_worker_outlives_its_parent(file, tmp_path, kill):
   root = pathlib.Path(__file__).resolve().parents[1]
   seen = tmp_path / 'pids'
   parent = subprocess.Popen(
-      [sys.executable, tmp_path / 'parent.py', file] + ['exit'] * (not kill),
-      env={**os.environ, 'PYTHONPATH': str(root), 'PIDS': str(seen)},
-      stderr=subprocess.PIPE,
+    [sys.executable, tmp_path / 'parent.py', file] + ['exit'] * (not kill),
+    env={**os.environ, 'PYTHONPATH': str(root), 'PIDS': str(seen)},
+    stderr=subprocess.PIPE,
   )
   deadline = time.monotonic() + 20
   while time.monotonic() < deadline:
@@ -556,8 +552,7 @@ def test_no_worker_outlives_its_parent(file, tmp_path, kill):
   if kill:
     assert len(pids) == 4 and all(map(alive, pids))
     children = pathlib.Path(f'/proc/{parent.pid}/task')
-    pids += [int(p) for t in children.iterdir()
-             for p in (t / 'children').read_text().split()]
+    pids += [int(p) for t in children.iterdir() for p in (t / 'children').read_text().split()]
     parent.kill()
   _, errors = parent.communicate(timeout=20)
   assert errors == b''
@@ -567,11 +562,9 @@ def test_no_worker_outlives_its_parent(file, tmp_path, kill):
 def test_no_jax_and_no_numpy_here():
   root = pathlib.Path(__file__).resolve().parents[1]
   code = (
-      'import sys, jaxpost.rewards.pool, jaxpost.rewards.worker\n'
-      'import jaxpost.rewards.math, jaxpost.rewards.format\n'
-      'print({"jax", "numpy", "flax"} & set(sys.modules))'
+    'import sys, jaxpost.rewards.pool, jaxpost.rewards.worker\n'
+    'import jaxpost.rewards.math, jaxpost.rewards.format\n'
+    'print({"jax", "numpy", "flax"} & set(sys.modules))'
   )
-  out = subprocess.check_output(
-      [sys.executable, '-c', code], cwd=root, text=True
-  )
+  out = subprocess.check_output([sys.executable, '-c', code], cwd=root, text=True)
   assert out == 'set()\n'

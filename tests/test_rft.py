@@ -19,8 +19,7 @@ NAN = float('nan')
 
 
 def stage_config(**over):
-  config = config_lib.parse(tiny.merged(
-      dict(algorithm='rft', reward='x'), over))['rft']
+  config = config_lib.parse(tiny.merged(dict(algorithm='rft', reward='x'), over))['rft']
   config = config_lib.resolve(config, rft.RFT.defaults)
   rft.check(config)
   return config
@@ -31,14 +30,14 @@ def graded(rewards, lengths):
   rewards, lengths = np.array(rewards, float), np.array(lengths)
   groups, count = len(rewards), rewards.size
   made = Rollout(
-      prompts=tuple(Prompt(i, np.arange(3, dtype=np.int32), '', {})
-                    for i in range(groups)),
-      completions=np.zeros((count, 5), np.int32), lengths=lengths.ravel(),
-      logprobs=-np.ones((count, 5), np.float32),
-      behaviour_logprobs=-np.ones((count, 5), np.float32),
-      finished=lengths.ravel() < 5)
-  return Experience(made, rewards.ravel(), rows_lib.completion_mask(made), {},
-                    memory={'kept': 'as it was'})
+    prompts=tuple(Prompt(i, np.arange(3, dtype=np.int32), '', {}) for i in range(groups)),
+    completions=np.zeros((count, 5), np.int32),
+    lengths=lengths.ravel(),
+    logprobs=-np.ones((count, 5), np.float32),
+    behaviour_logprobs=-np.ones((count, 5), np.float32),
+    finished=lengths.ravel() < 5,
+  )
+  return Experience(made, rewards.ravel(), rows_lib.completion_mask(made), {}, memory={'kept': 'as it was'})
 
 
 REWARDS = [[0, 2, 1], [1, 1, 0.5], [0.9, 0, NAN], [NAN, NAN, NAN]]
@@ -55,14 +54,12 @@ def test_the_best_of_each_group_is_kept():
   credit = rft.credit(one, stage_config())
   assert kept(credit) == [1, 3]
   np.testing.assert_array_equal(credit.mask[[1, 3]], one.mask[[1, 3]])
-  assert credit.metrics == {
-      'rft/kept': 2, 'rft/dropped': 2, 'rft/kept_reward': 1.5}
+  assert credit.metrics == {'rft/kept': 2, 'rft/dropped': 2, 'rft/kept_reward': 1.5}
   assert credit.arrays == {} and credit.memory == one.memory
   lower = rft.credit(one, stage_config(rl=dict(keep_reward=0.9)))
   assert kept(lower) == [1, 3, 6]
   none = rft.credit(one, stage_config(rl=dict(keep_reward=3.0)))
-  assert kept(none) == [] and none.metrics == {
-      'rft/kept': 0, 'rft/dropped': 4}
+  assert kept(none) == [] and none.metrics == {'rft/kept': 0, 'rft/dropped': 4}
 
 
 def test_a_truncated_best_gives_way():
@@ -72,9 +69,9 @@ def test_a_truncated_best_gives_way():
   assert credit.metrics['masked_truncated'] == 1
 
 
-@pytest.mark.parametrize('aggregate, expected', [
-    ('token', [1 / 7, 1 / 7]), ('sequence', [1 / 10, 1 / 4]),
-    ('constant', [1 / 10, 1 / 10])])
+@pytest.mark.parametrize(
+  'aggregate, expected', [('token', [1 / 7, 1 / 7]), ('sequence', [1 / 10, 1 / 4]), ('constant', [1 / 10, 1 / 10])]
+)
 def test_weight_of_a_token(aggregate, expected):
   """Of those kept alone, of 5 and of 2 tokens."""
   config = stage_config(rl=dict(aggregate=aggregate))
@@ -84,11 +81,17 @@ def test_weight_of_a_token(aggregate, expected):
   assert weights[~mask.any(axis=1)].sum() == 0
 
 
-@pytest.mark.parametrize('over, key', [
-    (dict(advantage='group'), 'advantage'), (dict(loss='cispo'), 'loss'),
-    (dict(kl_coef=0.1), 'kl_coef'), (dict(entropy_coef=0.1), 'entropy_coef'),
+@pytest.mark.parametrize(
+  'over, key',
+  [
+    (dict(advantage='group'), 'advantage'),
+    (dict(loss='cispo'), 'loss'),
+    (dict(kl_coef=0.1), 'kl_coef'),
+    (dict(entropy_coef=0.1), 'entropy_coef'),
     (dict(importance=('icepop',)), 'importance'),
-    (dict(clip_high=0.3), 'clip_high')])
+    (dict(clip_high=0.3), 'clip_high'),
+  ],
+)
 def test_what_cross_entropy_cannot_use_is_refused(over, key):
   with pytest.raises(InputError, match=f'config.rl.{key}: '):
     stage_config(rl=over)
@@ -97,8 +100,7 @@ def test_what_cross_entropy_cannot_use_is_refused(over, key):
 def test_nothing_kept_moves_nothing(tmp_path):
   """Neither the loss nor the weights; each step says so."""
   model = tiny.folder(tmp_path / 'model')
-  config = lambda bar: tiny.grpo_config(
-      model, algorithm='rft', rl=dict(keep_reward=bar), train=dict(steps=2))
+  config = lambda bar: tiny.grpo_config(model, algorithm='rft', rl=dict(keep_reward=bar), train=dict(steps=2))
   jaxpost.run(config(2.0), tmp_path / 'none')
   for row in metrics.read_rows(tmp_path / 'none/metrics.jsonl'):
     assert row['loss'] == row['grad_norm'] == row['rft/kept'] == 0
@@ -111,10 +113,10 @@ def test_nothing_kept_moves_nothing(tmp_path):
 
 def test_learns(tmp_path):
   """Small sums after a short SFT: pass@1 0.21 before, 0.50 after."""
-  jaxpost.run(tiny.sums_config(
-      tmp_path, algorithm='rft', train=dict(steps=40),
-      optim=dict(lr=3e-3)), tmp_path / 'run')
+  jaxpost.run(tiny.sums_config(tmp_path, algorithm='rft', train=dict(steps=40), optim=dict(lr=3e-3)), tmp_path / 'run')
   before, after = [
-      r['pass@1'] for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
-      if (r['stage'], r['split']) == ('online', 'eval')]
+    r['pass@1']
+    for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl')
+    if (r['stage'], r['split']) == ('online', 'eval')
+  ]
   assert before < 0.35 and after > before + 0.15, (before, after)

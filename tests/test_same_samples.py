@@ -10,22 +10,20 @@ import pytest
 NEW, KEY = 24, (7, 11)
 # name -> (mesh, devices, fields of the sampler, order of the requests)
 CASES = {
-    'few slots': ('data=1', 1, dict(slots=3), None),
-    'one token a block': ('data=1', 1, dict(slots=5, block=1), None),
-    'long blocks': ('data=1', 1, dict(slots=16, block=32), None),
-    'other order': ('data=1', 1, dict(slots=4), 3),
-    'pages': ('data=1', 1, dict(slots=6, page_size=8), None),
-    'few pages, other order': (
-        'data=1', 1, dict(slots=12, page_size=16, cache_tokens=208), 5),
-    'data=8': ('data=8', 8, dict(slots=8), 1),
-    'slots of each of two': ('data=2', 2, dict(slots=6), 4),
-    'tensor=8': ('tensor=8', 8, dict(slots=8), None),
-    'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
-    'pages, tensor=2': ('tensor=2', 2, dict(slots=8, page_size=8), 2),
-    'as accelerators do': ('data=2', 2, dict(slots=6, row_writes=False), None),
-    'accelerator pages': (
-        'data=1', 1, dict(slots=6, page_size=8, row_writes=False), None),
-    'bfloat16': ('data=1', 1, dict(slots=5, dtype='bfloat16'), None),
+  'few slots': ('data=1', 1, dict(slots=3), None),
+  'one token a block': ('data=1', 1, dict(slots=5, block=1), None),
+  'long blocks': ('data=1', 1, dict(slots=16, block=32), None),
+  'other order': ('data=1', 1, dict(slots=4), 3),
+  'pages': ('data=1', 1, dict(slots=6, page_size=8), None),
+  'few pages, other order': ('data=1', 1, dict(slots=12, page_size=16, cache_tokens=208), 5),
+  'data=8': ('data=8', 8, dict(slots=8), 1),
+  'slots of each of two': ('data=2', 2, dict(slots=6), 4),
+  'tensor=8': ('tensor=8', 8, dict(slots=8), None),
+  'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
+  'pages, tensor=2': ('tensor=2', 2, dict(slots=8, page_size=8), 2),
+  'as accelerators do': ('data=2', 2, dict(slots=6, row_writes=False), None),
+  'accelerator pages': ('data=1', 1, dict(slots=6, page_size=8, row_writes=False), None),
+  'bfloat16': ('data=1', 1, dict(slots=5, dtype='bfloat16'), None),
 }
 
 
@@ -33,11 +31,14 @@ CASES = {
 def report():
   """{case: 'ok' or what is wrong}, from one process for all of them."""
   run = subprocess.run(
-      [sys.executable, __file__], capture_output=True, text=True, timeout=900,
-      cwd=pathlib.Path(__file__).parents[1],
-      env=os.environ | {
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-          'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'})
+    [sys.executable, __file__],
+    capture_output=True,
+    text=True,
+    timeout=900,
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ
+    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+  )
   assert run.returncode == 0, run.stderr[-3000:]
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())
 
@@ -60,31 +61,39 @@ def main():
   from jaxpost.rollout import native
   from jaxpost.types import Request
 
-  model = model_lib.build(tiny.config(
-      num_heads=8, num_kv_heads=4, initializer_range=0.15))
+  model = model_lib.build(tiny.config(num_heads=8, num_kv_heads=4, initializer_range=0.15))
   params = tiny.params(model)
   random = np.random.RandomState(1)
   settings = dict(top_logprobs=0), dict(top_k=40), dict(temperature=0.0)
-  wanted = [Request(random.randint(0, 131, n, np.int32), 30 + n, i, settings[i])
-            for n in (2, 5, 9, 17) for i in range(3)]
+  wanted = [
+    Request(random.randint(0, 131, n, np.int32), 30 + n, i, settings[i]) for n in (2, 5, 9, 17) for i in range(3)
+  ]
 
   def sample(mesh, devices, fields, order):
     fields = dict(fields)
-    compute = dataclasses.replace(
-        tiny.EXACT, row_writes=fields.pop('row_writes', True))
+    compute = dataclasses.replace(tiny.EXACT, row_writes=fields.pop('row_writes', True))
     if 'dtype' in fields:
       dtype = fields.pop('dtype')
       compute = dataclasses.replace(compute, dtype=dtype, cache=dtype)
     layout = make_layout(mesh, 'rollout', devices=jax.devices()[:devices])
-    engine = native.NativeEngine(model, native.SamplerConfig(**{**dict(
-        slots=12, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6, 7),
-        block=4, max_context=80, top_logprobs=2), **fields}), layout, compute,
-                                 Ledger())
+    engine = native.NativeEngine(
+      model,
+      native.SamplerConfig(
+        **{
+          **dict(
+            slots=12, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6, 7), block=4, max_context=80, top_logprobs=2
+          ),
+          **fields,
+        }
+      ),
+      layout,
+      compute,
+      Ledger(),
+    )
     engine.load(layout.put(jax.tree.map(np.asarray, params)), version=1)
     told, requests = {}, wanted
     if order is not None:
-      requests = [wanted[i] for i in np.random.RandomState(
-          order).permutation(len(wanted))]
+      requests = [wanted[i] for i in np.random.RandomState(order).permutation(len(wanted))]
 
     def follow(completions, idle):
       """Keeps what came; each text goes on once, after three tokens more."""
@@ -94,22 +103,25 @@ def main():
         r, turn = c.request, c.request.tag or 0
         told[r.prompt, r.sample, turn] = c
         if not turn:
-          more.append(Request(np.concatenate([
-              r.tokens, c.tokens, [9, 8, 7]]).astype(np.int32), r.prompt,
-                              r.sample, dict(max_tokens=9), 1))
+          more.append(
+            Request(
+              np.concatenate([r.tokens, c.tokens, [9, 8, 7]]).astype(np.int32),
+              r.prompt,
+              r.sample,
+              dict(max_tokens=9),
+              1,
+            )
+          )
       return more
 
-    engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3,
-                 follow=follow)
+    engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3, follow=follow)
     return told
 
-  plains = {dtype: sample('data=1', 1, dict(dtype=dtype), None)
-            for dtype in ('float32', 'bfloat16')}
+  plains = {dtype: sample('data=1', 1, dict(dtype=dtype), None) for dtype in ('float32', 'bfloat16')}
   for plain in plains.values():
     exact = sum(len(c.tokens) for c in plain.values())
     assert exact > 300 and len(plain) == 2 * len(wanted)
-    assert len({tuple(c.tokens) for k, c in plain.items() if not k[2]}) == len(
-        wanted)
+    assert len({tuple(c.tokens) for k, c in plain.items() if not k[2]}) == len(wanted)
   for name, case in CASES.items():
     off, apart = 0.0, 0
     plain = plains[case[2].get('dtype', 'float32')]

@@ -29,17 +29,19 @@ def row():
 
 @functools.lru_cache(maxsize=None)
 def uniforms():
-  keys = sampling.slot_keys(
-      jax.random.key(5), 3, jnp.arange(DRAWS) // 4, jnp.arange(DRAWS) % 4,
-      jnp.zeros(DRAWS, int))
+  keys = sampling.slot_keys(jax.random.key(5), 3, jnp.arange(DRAWS) // 4, jnp.arange(DRAWS) % 4, jnp.zeros(DRAWS, int))
   return sampling.uniforms(keys, jnp.full(DRAWS, 17))
 
 
 def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
   full = lambda x, dtype: jnp.full(DRAWS, x, dtype)
   settings = slots_of(
-      DRAWS, temperature=full(temperature, jnp.float32),
-      top_k=full(top_k, jnp.int32), top_p=full(top_p, jnp.float32), **ids)
+    DRAWS,
+    temperature=full(temperature, jnp.float32),
+    top_k=full(top_k, jnp.int32),
+    top_p=full(top_p, jnp.float32),
+    **ids,
+  )
   logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
   return _draw(logits, settings, uniforms())
 
@@ -47,18 +49,28 @@ def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
 def slots_of(count, **fields):
   """Sampling of `count` slots, with defaults."""
   full = lambda x, dtype=jnp.int32: jnp.full(count, x, dtype)
-  return Sampling(**{**dict(
-      temperature=full(1, jnp.float32), top_k=full(0),
-      top_p=full(1, jnp.float32), min_p=full(0, jnp.float32),
-      stop_ids=full(-1)[:, None], forbidden_ids=full(-1)[:, None],
-      min_tokens=full(0), max_tokens=full(9), seed=full(0),
-      top_logprobs=full(0)), **fields})
+  return Sampling(
+    **{
+      **dict(
+        temperature=full(1, jnp.float32),
+        top_k=full(0),
+        top_p=full(1, jnp.float32),
+        min_p=full(0, jnp.float32),
+        stop_ids=full(-1)[:, None],
+        forbidden_ids=full(-1)[:, None],
+        min_tokens=full(0),
+        max_tokens=full(9),
+        seed=full(0),
+        top_logprobs=full(0),
+      ),
+      **fields,
+    }
+  )
 
 
 def _draw(logits, settings, uniform):
   drawn = _compiled(logits, settings, uniform, jnp.zeros(len(uniform), int))
-  return [np.asarray(x) for x in (
-      drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs)]
+  return [np.asarray(x) for x in (drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs)]
 
 
 _compiled = jax.jit(sampling.draw)
@@ -78,8 +90,7 @@ def distribution(row, temperature, top_k, top_p):
   return logp, kept - np.log(np.sum(np.exp(kept)))
 
 
-SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8),
-            (1.3, 40, 0.7)]
+SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.3, 40, 0.7)]
 
 
 @pytest.mark.parametrize('temperature,top_k,top_p', SETTINGS)
@@ -117,9 +128,11 @@ def test_slots_sample_each_in_its_own_way(row):
   kinds = random.randint(0, 4, DRAWS)
   pick = lambda *x: np.asarray(x)[kinds]
   settings = slots_of(
-      DRAWS, temperature=pick(0.0, 1.0, 0.5, 1.0).astype(np.float32),
-      top_k=pick(0, 1, 0, 5),
-      top_p=pick(1.0, 1.0, 1.0, 1e-9).astype(np.float32))
+    DRAWS,
+    temperature=pick(0.0, 1.0, 0.5, 1.0).astype(np.float32),
+    top_k=pick(0, 1, 0, 5),
+    top_p=pick(1.0, 1.0, 1.0, 1e-9).astype(np.float32),
+  )
   logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
   tokens, _, _ = _draw(logits, settings, uniforms())
   # Greedy, top-1 and a top-p of nearly nothing all mean the best one.
@@ -132,20 +145,16 @@ def test_slots_sample_each_in_its_own_way(row):
 def test_the_ends_of_the_distribution(uniform):
   row = np.full(V, -np.inf, np.float32)
   row[[3, 590]] = 0.0  # the first and last token cannot be drawn
-  token = _draw(jnp.asarray(row)[None], slots_of(1),
-                jnp.full(1, uniform, jnp.float32))[0]
+  token = _draw(jnp.asarray(row)[None], slots_of(1), jnp.full(1, uniform, jnp.float32))[0]
   assert token[0] == (3 if uniform == 0 else 590)
 
 
 def test_uniforms_depend_on_every_part_of_the_address():
   def at(key=0, step=0, prompt=0, sample=0, seed=0, position=0):
-    keys = sampling.slot_keys(
-        jax.random.key(key), step, jnp.array([prompt]), jnp.array([sample]),
-        jnp.array([seed]))
+    keys = sampling.slot_keys(jax.random.key(key), step, jnp.array([prompt]), jnp.array([sample]), jnp.array([seed]))
     return float(sampling.uniforms(keys, jnp.array([position]))[0])
 
-  values = [at()] + [at(**{name: 1}) for name in (
-      'key', 'step', 'prompt', 'sample', 'seed', 'position')]
+  values = [at()] + [at(**{name: 1}) for name in ('key', 'step', 'prompt', 'sample', 'seed', 'position')]
   assert len(set(values)) == 7 and at() == values[0]
 
 
@@ -166,20 +175,16 @@ def params(model):
 
 def prompts(count=8):
   random = np.random.RandomState(1)
-  return [Prompt(10 + i, random.randint(0, 131, 2 + 3 * i % 17, np.int32),
-                 '', {}) for i in range(count)]
+  return [Prompt(10 + i, random.randint(0, 131, 2 + 3 * i % 17, np.int32), '', {}) for i in range(count)]
 
 
-def sample(model, params, slots=16, block=16, step=2, count=8,
-           compute=tiny.EXACT, **fields):
-  settings = native.SamplerConfig(**{**dict(
-      slots=slots, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6),
-      block=block), **fields})
-  engine = native.NativeEngine(
-      model, settings, tiny.one_device('rollout'), compute, Ledger())
+def sample(model, params, slots=16, block=16, step=2, count=8, compute=tiny.EXACT, **fields):
+  settings = native.SamplerConfig(
+    **{**dict(slots=slots, max_prompt=20, max_new_tokens=NEW, stop_ids=(5, 6), block=block), **fields}
+  )
+  engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), compute, Ledger())
   engine.load(params, version=3)
-  return engine(prompts(count), group_size=GROUP, step=step,
-                run_key=np.array([1, 2], np.uint32))
+  return engine(prompts(count), group_size=GROUP, step=step, run_key=np.array([1, 2], np.uint32))
 
 
 @pytest.fixture(scope='module')
@@ -195,9 +200,9 @@ def as_batch(rollout):
   segments, at = np.zeros(shape, np.int32), []
   for i in range(n):
     prompt = rollout.prompts[i // GROUP].tokens
-    row = np.append(prompt, rollout.completions[i, :rollout.lengths[i]])
-    tokens[i, :len(row)], segments[i, :len(row)] = row, 1
-    weights[i, len(prompt):len(row)] = 1
+    row = np.append(prompt, rollout.completions[i, : rollout.lengths[i]])
+    tokens[i, : len(row)], segments[i, : len(row)] = row, 1
+    weights[i, len(prompt) : len(row)] = 1
     at.append(np.arange(len(prompt), len(row)))
   positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
   return Batch(tokens, positions, segments, weights), at
@@ -207,21 +212,21 @@ def scored(model, params, rollout, micro, compute):
   """(log-probs of the sampler, of the scorer) of all tokens drawn."""
   batch, at = as_batch(rollout)
   layout = tiny.one_device()
-  batch = jax.tree.map(
-      lambda x: layout.put(x.reshape(micro, -1, x.shape[-1])), batch)
+  batch = jax.tree.map(lambda x: layout.put(x.reshape(micro, -1, x.shape[-1])), batch)
   score = score_lib.make_score(
-      model, layout, dataclasses.replace(compute, head_elements=50_000),
-      Ledger(), temperature=0.8)
+    model, layout, dataclasses.replace(compute, head_elements=50_000), Ledger(), temperature=0.8
+  )
   found = np.asarray(score(params, batch).logprobs)
   found = found.reshape(-1, found.shape[-1])
   assert [len(x) for x in at] == rollout.lengths.tolist()
-  return (np.concatenate([x[:len(n)] for x, n in zip(rollout.logprobs, at)]),
-          np.concatenate([x[n] for x, n in zip(found, at)]))
+  return (
+    np.concatenate([x[: len(n)] for x, n in zip(rollout.logprobs, at)]),
+    np.concatenate([x[n] for x, n in zip(found, at)]),
+  )
 
 
 @pytest.mark.parametrize('micro', [1, 4])
-def test_the_scorer_gives_the_log_probs_of_the_sampler(
-    model, params, rollout, micro):
+def test_the_scorer_gives_the_log_probs_of_the_sampler(model, params, rollout, micro):
   ours, theirs = scored(model, params, rollout, micro, tiny.EXACT)
   np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -239,14 +244,13 @@ def test_what_a_rollout_holds(rollout):
   beyond = np.arange(NEW) >= rollout.lengths[:, None]
   for i, length in enumerate(rollout.lengths):
     assert rollout.finished[i] == stops[i, length - 1]
-    assert not stops[i, :length - 1].any()
+    assert not stops[i, : length - 1].any()
     assert rollout.finished[i] or length == NEW
   assert 0 < rollout.finished.sum() < len(rollout.lengths)
   for x in (rollout.completions, rollout.logprobs):
     assert (x[beyond] == 0).all()
   # Nothing was truncated: what was drawn from is the distribution itself.
-  np.testing.assert_allclose(
-      rollout.behaviour_logprobs, rollout.logprobs, atol=1e-6)
+  np.testing.assert_allclose(rollout.behaviour_logprobs, rollout.logprobs, atol=1e-6)
   assert (rollout.step, rollout.version) == (2, 3)
 
 
@@ -261,8 +265,7 @@ def test_slots_and_blocks_do_not_matter(model, params, rollout, slots, block):
   assert flips(other, rollout) <= 3 * rollout.lengths.sum() / 1000
   same = np.all(other.completions == rollout.completions, axis=1)
   np.testing.assert_array_equal(other.lengths[same], rollout.lengths[same])
-  np.testing.assert_allclose(
-      other.logprobs[same], rollout.logprobs[same], atol=1e-5)
+  np.testing.assert_allclose(other.logprobs[same], rollout.logprobs[same], atol=1e-5)
 
 
 def test_another_step_draws_other_tokens(model, params, rollout):
@@ -276,8 +279,7 @@ def test_greedy_is_the_best_of_the_full_forward(model, params):
   batch, at = as_batch(greedy)
   best = tiny.logits(model, params, batch.tokens).argmax(-1)
   for i, where in enumerate(at):
-    np.testing.assert_array_equal(
-        best[i, where - 1], greedy.completions[i, :len(where)])
+    np.testing.assert_array_equal(best[i, where - 1], greedy.completions[i, : len(where)])
 
 
 def test_what_is_excluded_is_not_drawn(row):
@@ -285,8 +287,12 @@ def test_what_is_excluded_is_not_drawn(row):
   order = np.argsort(-row)
   tile = lambda ids: jnp.tile(jnp.asarray(ids, jnp.int32), (DRAWS, 1))
   tokens, logprobs, behaviour = draw(
-      row, min_p=jnp.full(DRAWS, 0.2), forbidden_ids=tile(order[[0, -1]]),
-      stop_ids=tile([order[1], -1]), min_tokens=jnp.full(DRAWS, 1))
+    row,
+    min_p=jnp.full(DRAWS, 0.2),
+    forbidden_ids=tile(order[[0, -1]]),
+    stop_ids=tile([order[1], -1]),
+    min_tokens=jnp.full(DRAWS, 1),
+  )
   logp, _ = distribution(row, 1.0, 0, 1.0)
   inside = logp >= logp[order[2]] + np.log(0.2)
   inside[order[:2]] = inside[order[-1]] = False
@@ -298,16 +304,14 @@ def test_what_is_excluded_is_not_drawn(row):
   assert (best == order[1]).all()
 
 
-@pytest.mark.parametrize('fields', [
-    dict(min_p=0.1), dict(top_k=2), dict(top_p=0.5), dict()])
+@pytest.mark.parametrize('fields', [dict(min_p=0.1), dict(top_k=2), dict(top_p=0.5), dict()])
 def test_what_is_excluded_may_be_far_ahead(fields):
   """No weight of the others may vanish beside it."""
   row = np.linspace(2, -2, V, dtype=np.float32)
   row[0] = 120
   if 'min_p' in fields:
     fields = {'min_p': jnp.full(DRAWS, fields['min_p'])}
-  tokens, logprobs, behaviour = draw(row, forbidden_ids=jnp.zeros(
-      (DRAWS, 1), jnp.int32), **fields)
+  tokens, logprobs, behaviour = draw(row, forbidden_ids=jnp.zeros((DRAWS, 1), jnp.int32), **fields)
   assert 0 not in tokens and np.isfinite(behaviour).all()
   rest = row[1:] - np.log(np.exp(row[1:]).sum())
   if not fields:
@@ -318,15 +322,15 @@ def test_what_is_excluded_may_be_far_ahead(fields):
 def test_a_slot_with_nothing_left_is_broken():
   row = jnp.zeros((1, 2))
   drawn = sampling.draw(
-      row, slots_of(1).replace(forbidden_ids=jnp.array([[0, 1]])),
-      jnp.full(1, 0.5), jnp.zeros(1, int))
+    row, slots_of(1).replace(forbidden_ids=jnp.array([[0, 1]])), jnp.full(1, 0.5), jnp.zeros(1, int)
+  )
   assert drawn.broken[0]
 
 
 def test_the_likeliest_are_reported(row):
   drawn = sampling.draw(
-      jnp.asarray(row)[None], slots_of(1, top_logprobs=jnp.full(1, 3)),
-      jnp.full(1, 0.5), jnp.zeros(1, int), top=3)
+    jnp.asarray(row)[None], slots_of(1, top_logprobs=jnp.full(1, 3)), jnp.full(1, 0.5), jnp.zeros(1, int), top=3
+  )
   order, (logp, _) = np.argsort(-row), distribution(row, 1.0, 0, 1.0)
   np.testing.assert_array_equal(drawn.top[0][0], order[:3])
   np.testing.assert_allclose(drawn.top[1][0], logp[order[:3]], atol=1e-5)

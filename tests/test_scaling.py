@@ -15,8 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def plan(**over):
-  return scaling.Plan(**{**dict(
-      what='sft', counts=(1, 2), batch=8, rounds=2, flags=()), **over})
+  return scaling.Plan(**{**dict(what='sft', counts=(1, 2), batch=8, rounds=2, flags=()), **over})
 
 
 def test_figures_of_strong_and_weak_speed_up():
@@ -41,36 +40,53 @@ def test_figures_of_strong_and_weak_speed_up():
   assert '80%' in scaling.table([strong, weak])
 
 
-@pytest.mark.parametrize('over, words', [
+@pytest.mark.parametrize(
+  'over, words',
+  [
     (dict(counts=(1, 4096)), 'a core each'),
     (dict(batch=7), 'cannot be split over 2'),
-    (dict(what='grpo', batch=8), 'in groups of 8')])
+    (dict(what='grpo', batch=8), 'in groups of 8'),
+  ],
+)
 def test_bad_settings(over, words):
   with pytest.raises(InputError, match=words):
     scaling.measure(plan(**over), lambda n, batch: 1.0)
 
 
-RUN = dict(what='sft', shape='xs', bf16=True, mesh='fsdp=-1', prompt=60, new=9,
-           ragged=False, mean=64, top_p=1.0, device='cpu', jax='1')
+RUN = dict(
+  what='sft',
+  shape='xs',
+  bf16=True,
+  mesh='fsdp=-1',
+  prompt=60,
+  new=9,
+  ragged=False,
+  mean=64,
+  top_p=1.0,
+  device='cpu',
+  jax='1',
+)
 
 
 def test_figures_of_what_a_cluster_has_printed(tmp_path):
   """Of each setting the best; others than all that are needed are left out."""
   file = tmp_path / 'runs.jsonl'
-  times = [(1, 8, 3.0), (1, 8, 1.0), (1, 4, 0.5), (2, 8, 0.6), (2, 16, 1.25),
-           (4, 8, 0.1)]
-  file.write_text(''.join(json.dumps(dict(
-      RUN, processes=n, devices=4 * n, batch=batch, all=[
-          9.0, 9.0, t, t, 8.0])) + '\n\n' for n, batch, t in times))
+  times = [(1, 8, 3.0), (1, 8, 1.0), (1, 4, 0.5), (2, 8, 0.6), (2, 16, 1.25), (4, 8, 0.1)]
+  file.write_text(
+    ''.join(
+      json.dumps(dict(RUN, processes=n, devices=4 * n, batch=batch, all=[9.0, 9.0, t, t, 8.0])) + '\n\n'
+      for n, batch, t in times
+    )
+  )
   found = {(1, 8): 1.0, (1, 4): 0.5, (2, 8): 0.6, (2, 16): 1.25}
   strong, weak = scaling.measure(plan(), lambda n, batch: found[n, batch])
-  assert scaling.recorded(file) == [
-      strong, scaling.figures('sft', 'weak', 2, 4, found), weak]
-  mixed = file.read_text() + json.dumps(dict(
-      RUN, bf16=False, processes=1, devices=4, batch=8, all=[9.0] * 3))
-  for text, words in ((mixed, 'different workloads: .*bf16=False.*bf16=True'),
-                      ('', r'has \(processes, batch\) \[\]; n processes'),
-                      ('{"what": "sample"}', 'no lines of .launch.bench sft')):
+  assert scaling.recorded(file) == [strong, scaling.figures('sft', 'weak', 2, 4, found), weak]
+  mixed = file.read_text() + json.dumps(dict(RUN, bf16=False, processes=1, devices=4, batch=8, all=[9.0] * 3))
+  for text, words in (
+    (mixed, 'different workloads: .*bf16=False.*bf16=True'),
+    ('', r'has \(processes, batch\) \[\]; n processes'),
+    ('{"what": "sample"}', 'no lines of .launch.bench sft'),
+  ):
     file.write_text(text)
     with pytest.raises(InputError, match=words):
       scaling.recorded(file)
@@ -84,13 +100,26 @@ def test_real_processes_on_a_core_each(what):
   if len(os.sched_getaffinity(0)) < 2:
     pytest.skip('one core: nothing to speed up on')
   done = subprocess.run(
-      [sys.executable, '-m', 'launch.bench', 'scaling', '--shape=tiny',
-       f'--workloads={what}', '--batch=16', '--rounds=1', '--steps=2',
-       '--new=8'], cwd=ROOT, text=True, capture_output=True,
-      env=os.environ | {'PYTHONPATH': str(ROOT)}, timeout=1800)
+    [
+      sys.executable,
+      '-m',
+      'launch.bench',
+      'scaling',
+      '--shape=tiny',
+      f'--workloads={what}',
+      '--batch=16',
+      '--rounds=1',
+      '--steps=2',
+      '--new=8',
+    ],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    env=os.environ | {'PYTHONPATH': str(ROOT)},
+    timeout=1800,
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   rows = json.loads(done.stdout.splitlines()[-1])
-  assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [
-      ('strong', 2, 16), ('weak', 2, 32)]
+  assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [('strong', 2, 16), ('weak', 2, 32)]
   assert all(r['speedup'] > 0 for r in rows)  # how much is up to the machine
   assert all(0 <= r['communication_share'] < 1 for r in rows)

@@ -34,12 +34,10 @@ def decode(ids):
 
 
 def make_engine(model, params, ledger=None, compute=tiny.EXACT, **fields):
-  settings = native.SamplerConfig(**{**dict(
-      slots=4, max_prompt=20, max_new_tokens=NEW, stop_ids=(), block=4,
-      max_context=60), **fields})
-  engine = native.NativeEngine(
-      model, settings, tiny.one_device('rollout'), compute,
-      ledger or Ledger(), decode)
+  settings = native.SamplerConfig(
+    **{**dict(slots=4, max_prompt=20, max_new_tokens=NEW, stop_ids=(), block=4, max_context=60), **fields}
+  )
+  engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), compute, ledger or Ledger(), decode)
   engine.load(params, version=3)
   return engine
 
@@ -51,8 +49,7 @@ def engine(model, params):
 
 def requests(count=7, **sampling):
   random = np.random.RandomState(1)
-  return [Request(random.randint(0, 131, 3 + i, np.int32), 20 + i, i % 2,
-                  sampling) for i in range(count)]
+  return [Request(random.randint(0, 131, 3 + i, np.int32), 20 + i, i % 2, sampling) for i in range(count)]
 
 
 def serve(engine, wanted, follow=None, step=2, read_rows=None):
@@ -64,8 +61,7 @@ def serve(engine, wanted, follow=None, step=2, read_rows=None):
       told[c.request.prompt, c.request.sample].append(c)
     return follow(completions, idle) if follow else ()
 
-  serve.figures = engine.serve(
-      wanted, run_key=KEY, step=step, follow=listen, read_rows=read_rows)
+  serve.figures = engine.serve(wanted, run_key=KEY, step=step, follow=listen, read_rows=read_rows)
   return told
 
 
@@ -77,8 +73,9 @@ def later(turns, tokens_a_turn=4):
     for c in completions:
       text = np.concatenate([c.request.tokens, c.tokens])
       if len(c.request.tokens) < turns[c.request.prompt]:
-        waiting.append([int(c.request.prompt) % 3, Request(
-            text, c.request.prompt, c.request.sample, c.request.sampling)])
+        waiting.append(
+          [int(c.request.prompt) % 3, Request(text, c.request.prompt, c.request.sample, c.request.sampling)]
+        )
     for item in waiting:
       item[0] -= 1
     ready = [r for n, r in waiting if n < 0 or idle]
@@ -99,10 +96,8 @@ def test_turns_draw_what_one_long_sample_draws(engine):
   for key, (one,) in whole.items():
     parts = turns[key]
     assert [len(p.tokens) for p in parts] == [4, 4, 4]
-    np.testing.assert_array_equal(
-        np.concatenate([p.tokens for p in parts]), one.tokens)
-    np.testing.assert_allclose(
-          np.concatenate([p.logprobs for p in parts]), one.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), one.tokens)
+    np.testing.assert_allclose(np.concatenate([p.logprobs for p in parts]), one.logprobs, atol=1e-5)
   assert 0 < serve.figures['occupancy'] <= 1
 
 
@@ -115,10 +110,8 @@ def talk(answers, turns=3):
       key = c.request.prompt, c.request.sample
       said[key] += 1
       if said[key] < turns:
-        text = np.concatenate([
-            c.request.tokens, c.tokens, answers[said[key], key[0] % 5]])
-        waiting.append([int(key[0]) % 3, Request(
-            text, *key, c.request.sampling)])
+        text = np.concatenate([c.request.tokens, c.tokens, answers[said[key], key[0] % 5]])
+        waiting.append([int(key[0]) % 3, Request(text, *key, c.request.sampling)])
     for item in waiting:
       item[0] -= 1
     ready = [r for n, r in waiting if n < 0 or idle]
@@ -130,27 +123,34 @@ def talk(answers, turns=3):
   return follow
 
 
-@pytest.mark.parametrize('fields', [
-    {}, dict(slots=9), dict(slots=16, max_new_tokens=40), dict(page_size=8),
-    dict(slots=9, page_size=8), dict(slots=9, page_size=8, cache_tokens=176),
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {},
+    dict(slots=9),
+    dict(slots=16, max_new_tokens=40),
+    dict(page_size=8),
+    dict(slots=9, page_size=8),
+    dict(slots=9, page_size=8, cache_tokens=176),
     dict(slots=9, row_writes=False),
-    dict(slots=9, page_size=8, row_writes=False), dict(slots=9, window=5)],
-    ids=str)
+    dict(slots=9, page_size=8, row_writes=False),
+    dict(slots=9, window=5),
+  ],
+  ids=str,
+)
 def test_a_conversation_keeps_its_cache(model, params, fields):
   """The same samples as when every turn is read from its beginning."""
   fields = dict(fields)
-  compute = dataclasses.replace(
-      tiny.EXACT, row_writes=fields.pop('row_writes', True))
+  compute = dataclasses.replace(tiny.EXACT, row_writes=fields.pop('row_writes', True))
   if 'window' in fields:
-    model = model_lib.build(dataclasses.replace(
-        model.config, layer_windows=(fields.pop('window'), 0)))
+    model = model_lib.build(dataclasses.replace(model.config, layer_windows=(fields.pop('window'), 0)))
   random = np.random.RandomState(2)
   # Longer than what is read at a time, too; nothing of another length.
-  answers = {(turn, n): random.randint(0, 131, size, np.int32)
-             for turn in (1, 2) for n, size in enumerate([1, 5, 37, 9, 2])}
+  answers = {
+    (turn, n): random.randint(0, 131, size, np.int32) for turn in (1, 2) for n, size in enumerate([1, 5, 37, 9, 2])
+  }
   wanted = requests(9, max_tokens=5)
-  made = lambda: make_engine(
-      model, params, compute=compute, max_context=120, **fields)
+  made = lambda: make_engine(model, params, compute=compute, max_context=120, **fields)
   keeping, reading = made(), made()
   reading.keeps = False
   plain = serve(reading, wanted, talk(answers))
@@ -169,20 +169,17 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
   assert figures['tokens_prefilled'] < read
   if fields.get('slots', 4) >= 9 and not fields.get('cache_tokens'):
     # Of the turns after the first, only what is new was read.
-    texts = sum(len(c.request.tokens) for parts in told.values()
-                for c in parts[1:])
+    texts = sum(len(c.request.tokens) for parts in told.values() for c in parts[1:])
     more = sum(len(answers[turn, k[0] % 5]) for k in told for turn in (1, 2))
     assert figures['tokens_kept'] == texts - more
     assert read - figures['tokens_prefilled'] == figures['tokens_kept']
 
 
-@pytest.mark.parametrize('fields', [
-    dict(slots=4), dict(slots=8, page_size=8, cache_tokens=168)], ids=str)
+@pytest.mark.parametrize('fields', [dict(slots=4), dict(slots=8, page_size=8, cache_tokens=168)], ids=str)
 def test_nothing_is_compiled_on_the_way(model, params, fields):
   """Neither for turns nor for texts that a full pool sends back."""
   ledger = Ledger()
-  engine = make_engine(model, params, ledger, max_context=0, max_prompt=30,
-                       **{**fields, 'max_new_tokens': 60})
+  engine = make_engine(model, params, ledger, max_context=0, max_prompt=30, **{**fields, 'max_new_tokens': 60})
   wanted = requests(8, max_tokens=25)
   for job in engine.jobs(params, [len(r.tokens) for r in wanted], 1, True):
     job()
@@ -190,8 +187,7 @@ def test_nothing_is_compiled_on_the_way(model, params, fields):
   before = len(ledger.rows)
   random = np.random.RandomState(2)
   answers = {(1, n): random.randint(0, 131, 6, np.int32) for n in range(5)}
-  serve(engine, wanted, talk(answers, turns=2),
-        read_rows=engine.prefix_rows(1))
+  serve(engine, wanted, talk(answers, turns=2), read_rows=engine.prefix_rows(1))
   assert [r['program'] for r in ledger.rows[before:]] == []
   if 'page_size' in fields:
     assert serve.figures['requeued'] > 0
@@ -201,15 +197,15 @@ def test_nothing_is_compiled_on_the_way(model, params, fields):
 def test_it_is_the_engine_that_the_protocol_describes(engine):
   names = [n for n in vars(protocol.Engine) if not n.startswith('_')]
   names += protocol.Engine.__annotations__
-  assert {'read_rows', 'follow', 'tell'} <= set(
-      inspect.signature(engine.serve).parameters)
+  assert {'read_rows', 'follow', 'tell'} <= set(inspect.signature(engine.serve).parameters)
   for name in names:
     assert hasattr(engine, name), name
     wanted = getattr(protocol.Engine, name, None)
     if wanted:
       have = inspect.signature(getattr(engine, name)).parameters
-      assert list(inspect.signature(wanted).parameters)[1:] == list(
-          have)[:len(inspect.signature(wanted).parameters) - 1], name
+      assert (
+        list(inspect.signature(wanted).parameters)[1:] == list(have)[: len(inspect.signature(wanted).parameters) - 1]
+      ), name
 
 
 @pytest.mark.parametrize('long', [(3, 13, 15), (0,)])
@@ -217,18 +213,18 @@ def test_no_empty_move_is_dispatched(model, params, monkeypatch, long):
   """Long texts in the last slots move to the first; nothing else does."""
   engine, moves = make_engine(model, params, slots=16, max_new_tokens=24), []
   move = engine.move
-  monkeypatch.setattr(engine, 'move', lambda state, what: moves.append(
-      dict(what)) or move(state, what))
+  monkeypatch.setattr(engine, 'move', lambda state, what: moves.append(dict(what)) or move(state, what))
   wanted = [
-      dataclasses.replace(r, sampling=dict(max_tokens=20 if n in long else 1))
-      for n, r in enumerate(requests(16))]
+    dataclasses.replace(r, sampling=dict(max_tokens=20 if n in long else 1)) for n, r in enumerate(requests(16))
+  ]
   told = serve(engine, wanted)
   assert all(moves) and bool(moves) == (max(long) > 0)
   for change in moves:
     assert not {*change} & {*change.values()}
   alone = serve(make_engine(model, params, max_new_tokens=24), wanted)
   assert {k: [c.tokens.tolist() for c in v] for k, v in told.items()} == {
-      k: [c.tokens.tolist() for c in v] for k, v in alone.items()}
+    k: [c.tokens.tolist() for c in v] for k, v in alone.items()
+  }
 
 
 def test_waiting_ends_when_nothing_comes(engine):
@@ -244,14 +240,15 @@ def test_waiting_ends_when_nothing_comes(engine):
   assert not serve(engine, [])
 
 
-@pytest.mark.parametrize('wrong,told', [
+@pytest.mark.parametrize(
+  'wrong,told',
+  [
     (Request(np.zeros(0, np.int32), 4), 'prompt 4: is empty'),
     (Request(np.zeros(50, np.int32), 4), '50 tokens and 12 to draw'),
-    (Request(np.zeros(3, np.int32), 4, 0, dict(stop_ids=(131,))),
-     'stop_ids: 131 is outside the vocabulary of 131'),
-    (Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))),
-     '9 forbidden_ids, of 8'),
-])
+    (Request(np.zeros(3, np.int32), 4, 0, dict(stop_ids=(131,))), 'stop_ids: 131 is outside the vocabulary of 131'),
+    (Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))), '9 forbidden_ids, of 8'),
+  ],
+)
 def test_what_cannot_be_served(engine, wrong, told):
   with pytest.raises(InputError, match=told):
     serve(engine, [wrong])
@@ -265,19 +262,21 @@ def test_each_request_is_sampled_in_its_own_way(model, params):
   first = {k: c.tokens for k, (c,) in plain.items()}
   wanted = requests()
   ways = [
-      dict(temperature=0.0), dict(top_k=1), dict(seed=3), dict(max_tokens=5),
-      dict(forbidden_ids=(int(first[24, 0][0]),)),
-      dict(stop_ids=(int(first[25, 1][2]),)),
-      dict(stop_ids=(int(first[26, 0][2]),), min_tokens=6)]
-  told = serve(engine, [Request(r.tokens, r.prompt, r.sample, way)
-                        for r, way in zip(wanted, ways)])
+    dict(temperature=0.0),
+    dict(top_k=1),
+    dict(seed=3),
+    dict(max_tokens=5),
+    dict(forbidden_ids=(int(first[24, 0][0]),)),
+    dict(stop_ids=(int(first[25, 1][2]),)),
+    dict(stop_ids=(int(first[26, 0][2]),), min_tokens=6),
+  ]
+  told = serve(engine, [Request(r.tokens, r.prompt, r.sample, way) for r, way in zip(wanted, ways)])
   assert len(ledger.rows) == compiled  # nothing was compiled for it
   told = {k: c for k, (c,) in told.items()}
   for key in (20, 0), (21, 1):
     np.testing.assert_array_equal(told[key].tokens, told[key].top_ids[:, 0])
     np.testing.assert_array_equal(told[key].behaviour_logprobs, 0)
-    np.testing.assert_allclose(
-        told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
+    np.testing.assert_allclose(told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
   assert (told[22, 0].tokens != first[22, 0]).any()
   np.testing.assert_array_equal(told[23, 1].tokens, first[23, 1][:5])
   assert not told[23, 1].finished
@@ -300,8 +299,7 @@ def test_stop_strings_cut_exactly(engine):
     size = ends[0] if ends else NEW
     np.testing.assert_array_equal(c.tokens, full.tokens[:size])
     np.testing.assert_allclose(c.logprobs, full.logprobs[:size], atol=1e-5)
-    assert c.finished == bool(ends) and c.stop_string == (
-        string if ends else '')
+    assert c.finished == bool(ends) and c.stop_string == (string if ends else '')
   assert len(told[21, 1][0].tokens) < NEW
 
 
@@ -313,11 +311,9 @@ def test_no_stop_string_before_the_least(engine):
   whole = {k: c for k, (c,) in serve(engine, requests()).items()}
   text, seen = decode(whole[21, 1].tokens), set()
   for string in (text[0], text[3:5], text[6]):
-    ends = [n for n in range(1, NEW + 1) if decode(
-        whole[21, 1].tokens[:n]).endswith(string)]
+    ends = [n for n in range(1, NEW + 1) if decode(whole[21, 1].tokens[:n]).endswith(string)]
     for least in (0, ends[0], ends[0] - 1, 5, 20):
-      told, = serve(engine, requests(
-          stop_strings=(string,), min_tokens=least))[21, 1]
+      (told,) = serve(engine, requests(stop_strings=(string,), min_tokens=least))[21, 1]
       size = min([n for n in ends if n > least], default=NEW)
       assert len(told.tokens) == size, (string, least)
       assert told.stop_string == (string if size in ends else '')
@@ -335,13 +331,17 @@ def test_broken_logits_stop_the_run(model, params):
 def test_more_than_fits_the_engine():
   model = model_lib.build(tiny.config())
   for fields, told in (
-      (dict(stop_ids=(131,)), 'stop_ids: 131 is outside'),
-      (dict(forbidden_ids=(5, 400)), 'forbidden_ids: 400 is outside')):
+    (dict(stop_ids=(131,)), 'stop_ids: 131 is outside'),
+    (dict(forbidden_ids=(5, 400)), 'forbidden_ids: 400 is outside'),
+  ):
     with pytest.raises(InputError, match=told):
       native.NativeEngine(
-          model, native.SamplerConfig(**{**dict(
-              slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()),
-              **fields}), tiny.one_device('rollout'), tiny.EXACT, Ledger())
+        model,
+        native.SamplerConfig(**{**dict(slots=2, max_prompt=8, max_new_tokens=8, stop_ids=()), **fields}),
+        tiny.one_device('rollout'),
+        tiny.EXACT,
+        Ledger(),
+      )
 
 
 def same(a, b):
@@ -355,10 +355,8 @@ def same(a, b):
 @pytest.mark.parametrize('page,tokens', [(8, 0), (16, 80)])
 def test_pages_change_nothing(model, params, engine, page, tokens):
   """Samples share the pages of a prompt; a full pool sends some back."""
-  paged = make_engine(
-      model, params, page_size=page, cache_tokens=tokens)
-  wanted = [Request(r.tokens, r.prompt, n, dict(max_tokens=30))
-            for r in requests(4) for n in range(3)]
+  paged = make_engine(model, params, page_size=page, cache_tokens=tokens)
+  wanted = [Request(r.tokens, r.prompt, n, dict(max_tokens=30)) for r in requests(4) for n in range(3)]
   plain = serve(engine, wanted)
   same(serve(paged, wanted), plain)
   if tokens:
@@ -380,8 +378,7 @@ def test_pages_hold_more_texts_than_slots_do():
   assert pool.grow(0, 512) and not pool.grow(0, 10**6)
   for i in range(holders):
     pool.release(i)
-  assert len(pool.free) == pool.count - 1 and not pool.users and (
-      not pool.shared)
+  assert len(pool.free) == pool.count - 1 and not pool.users and (not pool.shared)
 
 
 def test_pages_are_shared_and_copied_where_they_part():
@@ -400,18 +397,24 @@ def test_pages_are_shared_and_copied_where_they_part():
   assert not table[:3].any()
 
 
-@pytest.mark.parametrize('fields,told', [
+@pytest.mark.parametrize(
+  'fields,told',
+  [
     (dict(page_size=12), 'page_size: 12 is no power of two'),
     (dict(page_size=8, cache_tokens=40), 'cache_tokens: .*; raise it'),
     (dict(min_new_tokens=99), 'min_new_tokens: 99 is more'),
     (dict(stop_strings=('a', '')), 'stop_strings: "" is in every'),
-])
+  ],
+)
 def test_settings_that_cannot_work(fields, told):
   with pytest.raises(InputError, match=told):
     native.NativeEngine(
-        model_lib.build(tiny.config()), native.SamplerConfig(**{**dict(
-            slots=2, max_prompt=40, max_new_tokens=8, stop_ids=()), **fields}),
-        tiny.one_device('rollout'), tiny.EXACT, Ledger())
+      model_lib.build(tiny.config()),
+      native.SamplerConfig(**{**dict(slots=2, max_prompt=40, max_new_tokens=8, stop_ids=()), **fields}),
+      tiny.one_device('rollout'),
+      tiny.EXACT,
+      Ledger(),
+    )
 
 
 def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):

@@ -18,8 +18,7 @@ from jaxpost.programs import train as programs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json')
-                    .read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 TASK = 'generated:arithmetic:max=99,ops=+'
 B, T = 4, 12
 
@@ -39,37 +38,36 @@ def case():
   segments[3, 10:] = 0
   weights[3, 10:] = 0
   batch = Batch(
-      tiny.tokens((B, T)),
-      np.concatenate([np.arange(8), np.arange(4)])[None].repeat(B, 0).astype(
-          np.int32), segments, weights / weights.sum())
+    tiny.tokens((B, T)),
+    np.concatenate([np.arange(8), np.arange(4)])[None].repeat(B, 0).astype(np.int32),
+    segments,
+    weights / weights.sum(),
+  )
   return model, tiny.params(model), batch
 
 
 def value_and_grad(case, made, micro=B, step=0):
   model, params, batch = case
   loss = programs.make_loss(model, made, tiny.one_device(), tiny.EXACT)
-  split = jax.tree.map(
-      lambda x: jnp.asarray(x).reshape(-1, micro, T), batch)
-  return jax.jit(lambda p: programs.accumulate(
-      lambda p, b: loss(p, b, step), p, split))(params)
+  split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, T), batch)
+  return jax.jit(lambda p: programs.accumulate(lambda p, b: loss(p, b, step), p, split))(params)
 
 
 def dense(case):
   """Log-probs [B, T, V] of the tokens, and of the vocabulary."""
   model, params, batch = case
-  logits = tiny.logits(model, params, batch.tokens, segments=batch.segment_ids,
-                       positions=batch.positions)
+  logits = tiny.logits(model, params, batch.tokens, segments=batch.segment_ids, positions=batch.positions)
   return np.roll(logits, 1, axis=1).astype(np.float64), batch
 
 
-@pytest.mark.parametrize('nll', [
-    dict(kind='dft'), dict(label_smoothing=0.2), dict(z_loss=0.01),
-    dict(label_smoothing=0.1, z_loss=0.1, kind='dft')])
+@pytest.mark.parametrize(
+  'nll',
+  [dict(kind='dft'), dict(label_smoothing=0.2), dict(z_loss=0.01), dict(label_smoothing=0.1, z_loss=0.1, kind='dft')],
+)
 def test_losses_are_those_of_their_papers(case, nll):
   logits, batch = dense(case)
   lse = np.log(np.exp(logits).sum(-1))
-  logp = np.take_along_axis(
-      logits, batch.tokens[..., None], -1)[..., 0] - lse
+  logp = np.take_along_axis(logits, batch.tokens[..., None], -1)[..., 0] - lse
   loss = -logp * np.exp(logp) if nll.get('kind') == 'dft' else -logp
   smooth = nll.get('label_smoothing', 0)
   loss = (1 - smooth) * loss + smooth * (lse - logits.mean(-1))
@@ -79,9 +77,9 @@ def test_losses_are_those_of_their_papers(case, nll):
   assert float(value) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize('nll', [
-    dict(kind='dft'), dict(label_smoothing=0.2), dict(z_loss=0.01),
-    dict(neftune_alpha=5.0)])
+@pytest.mark.parametrize(
+  'nll', [dict(kind='dft'), dict(label_smoothing=0.2), dict(z_loss=0.01), dict(neftune_alpha=5.0)]
+)
 def test_micro_batches_and_rows_in_any_order_give_one_gradient(case, nll):
   (value, _), grads = value_and_grad(case, objective(**nll))
   model, params, batch = case
@@ -99,14 +97,11 @@ def test_dft_of_trl():
   logits = np.array(inputs['student_logits'])
   labels = np.array(inputs['kd_labels'])
   logp = np.asarray(jax.nn.log_softmax(logits))
-  counts = np.concatenate(
-      [labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
+  counts = np.concatenate([labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
   shifted = np.where(counts, np.roll(labels, -1, axis=1), 0)
   picked = np.take_along_axis(logp, shifted[..., None], -1)[..., 0]
-  loss, _ = objective(kind='dft').fn(
-      head_lib.Outputs(logprobs=picked, entropy=picked), {})
-  assert float(loss[counts].mean()) == pytest.approx(
-      GOLDEN['cases']['trl/dft_loss'], rel=2e-5)
+  loss, _ = objective(kind='dft').fn(head_lib.Outputs(logprobs=picked, entropy=picked), {})
+  assert float(loss[counts].mean()) == pytest.approx(GOLDEN['cases']['trl/dft_loss'], rel=2e-5)
 
 
 def test_cross_entropy_of_torch():
@@ -115,14 +110,12 @@ def test_cross_entropy_of_torch():
   hidden = jnp.array(inputs['ce_hidden'], jnp.float32)
   weight = jnp.array(inputs['ce_W'], jnp.float32)
   labels = np.array(inputs['kd_labels'])
-  counts = np.concatenate(
-      [labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
+  counts = np.concatenate([labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
   shifted = np.where(counts, np.roll(labels, -1, axis=1), 0)
-  plan = head_lib.Plan(
-      objective().fn, 11, 1.0, tiny.EXACT, tiny.one_device())
+  plan = head_lib.Plan(objective().fn, 11, 1.0, tiny.EXACT, tiny.one_device())
   loss, _ = head_lib.fused_loss(
-      plan, hidden, weight, jnp.asarray(shifted),
-      jnp.asarray(counts / counts.sum(), jnp.float32), {})
+    plan, hidden, weight, jnp.asarray(shifted), jnp.asarray(counts / counts.sum(), jnp.float32), {}
+  )
   for name in ('torch/ref_ce_shifted_mean', 'trl/chunked_ce'):
     expected = np.ravel(GOLDEN['cases'][name])[0]
     assert float(loss) == pytest.approx(expected, rel=2e-5)
@@ -153,25 +146,20 @@ def model(tmp_path_factory):
 def losses(config, workdir):
   jaxpost.run(config, workdir)
   rows = metrics.read_rows(workdir / 'metrics.jsonl')
-  return [r['loss'] for r in rows if r['split'] == 'train'], [
-      r['loss'] for r in rows if r['split'] == 'eval']
+  return [r['loss'] for r in rows if r['split'] == 'train'], [r['loss'] for r in rows if r['split'] == 'eval']
 
 
-@pytest.mark.parametrize('field,value', [
-    ('kind', 'dft'), ('label_smoothing', 0.1), ('z_loss', 0.1),
-    ('neftune_alpha', 50.0)])
+@pytest.mark.parametrize(
+  'field,value', [('kind', 'dft'), ('label_smoothing', 0.1), ('z_loss', 0.1), ('neftune_alpha', 50.0)]
+)
 def test_no_field_is_a_no_op(field, value, model, tmp_path):
-  base = tiny.run_config(
-      model, train=dict(steps=3),
-      eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
+  base = tiny.run_config(model, train=dict(steps=3), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
   plain, held_out = losses(base, tmp_path / 'plain')
-  other, held_out_2 = losses(
-      tiny.merged(base, dict(nll={field: value})), tmp_path / 'other')
+  other, held_out_2 = losses(tiny.merged(base, dict(nll={field: value})), tmp_path / 'other')
   assert plain[0] != other[0]
   if field == 'neftune_alpha':  # noise is for training
     assert held_out[0] == held_out_2[0] and held_out[-1] != held_out_2[-1]
-    again, _ = losses(
-        tiny.merged(base, dict(nll={field: value})), tmp_path / 'again')
+    again, _ = losses(tiny.merged(base, dict(nll={field: value})), tmp_path / 'again')
     assert again == other
 
 
@@ -180,14 +168,14 @@ def test_a_batch_that_trains_nothing_moves_nothing(case):
   import optax
 
   from jaxpost.programs.compile import Ledger
+
   model, params, batch = case
   layout, optimizer = tiny.one_device(), optax.adam(0.1)
   shardings = programs.state_shardings(model, optimizer, layout)
   update = programs.make_update(
-      model, objective(), optimizer, lambda step: 0.1, layout, tiny.EXACT,
-      Ledger(), clip_norm=1.0, shardings=shardings)
-  state = programs.make_state(
-      jax.tree.map(jnp.array, params), optimizer, shardings, Ledger())
+    model, objective(), optimizer, lambda step: 0.1, layout, tiny.EXACT, Ledger(), clip_norm=1.0, shardings=shardings
+  )
+  state = programs.make_state(jax.tree.map(jnp.array, params), optimizer, shardings, Ledger())
   place = lambda b: layout.put(jax.tree.map(lambda x: x[None], b), None)
   state, found = update(state, place(batch), {})
   assert found['empty_updates'] == 0 and int(state.step) == 1
@@ -195,31 +183,28 @@ def test_a_batch_that_trains_nothing_moves_nothing(case):
   masked = batch.replace(loss_weights=np.zeros_like(batch.loss_weights))
   state, found = update(state, place(masked), {})
   assert found['empty_updates'] == 1 and found['skipped_updates'] == 0
-  jax.tree.map(np.testing.assert_array_equal, before,
-               jax.tree.map(np.asarray, state))
+  jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state))
 
 
 def test_mixtures_are_trained_with_their_shares(model, tmp_path):
   one, two = (f'{TASK},size=40,seed={n}' for n in (1, 2))
-  config = tiny.run_config(model, data=dict(
-      path=f'{one} + {two}', weights=(0.75, 0.25)), train=dict(
-          steps=8, batch_size=4))
+  config = tiny.run_config(
+    model, data=dict(path=f'{one} + {two}', weights=(0.75, 0.25)), train=dict(steps=8, batch_size=4)
+  )
   jaxpost.run(config, tmp_path)
-  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl')
-          if r['split'] == 'train']
-  first, second = (sum(r[f'data/{n}/documents'] for r in rows)
-                   for n in (0, 1))
+  rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  first, second = (sum(r[f'data/{n}/documents'] for r in rows) for n in (0, 1))
   assert 0.6 < first / (first + second) < 0.9
 
 
 def test_from_scratch_on_a_text_file(tmp_path):
   """The recipe's path: no folder, no prompt, all of the text is trained."""
   from configs import pretrain_text
+
   words = 'the cat sat on the mat and the dog ran to the cat'.split()
   draw = np.random.RandomState(0)
   for name, count in ('train', 200), ('held', 20):
-    (tmp_path / f'{name}.txt').write_text('\n\n'.join(
-        ' '.join(draw.choice(words, 12)) for _ in range(count)))
+    (tmp_path / f'{name}.txt').write_text('\n\n'.join(' '.join(draw.choice(words, 12)) for _ in range(count)))
   config = pretrain_text.get_config('runlocal=True')
   config.data.path = str(tmp_path / 'train.txt')
   config.eval.data.path = str(tmp_path / 'held.txt')

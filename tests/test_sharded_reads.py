@@ -14,12 +14,18 @@ import safetensors.numpy
 import test_processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SHAPE = dict(vocab_size=259, hidden_size=64,
-             intermediate_size=96, num_layers=6, num_heads=8, num_kv_heads=4,
-             tie_embeddings=False)
-LAYOUTS = ['dense:fsdp=8', 'dense:fsdp=4,tensor=2', 'fused:tensor=4,data=2',
-           'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2',
-           'latent:expert=2,fsdp=2,tensor=2', 'packed:expert=2,tensor=2,data=2']
+SHAPE = dict(
+  vocab_size=259, hidden_size=64, intermediate_size=96, num_layers=6, num_heads=8, num_kv_heads=4, tie_embeddings=False
+)
+LAYOUTS = [
+  'dense:fsdp=8',
+  'dense:fsdp=4,tensor=2',
+  'fused:tensor=4,data=2',
+  'moe:expert=4,data=2',
+  'moe:expert=2,fsdp=2,tensor=2',
+  'latent:expert=2,fsdp=2,tensor=2',
+  'packed:expert=2,tensor=2,data=2',
+]
 
 MESHES = ['fsdp=2', 'tensor=2', 'data=2']  # of two processes
 
@@ -28,15 +34,18 @@ def models():
   import tiny
 
   from jaxpost.models.config import Experts
+
   return dict(
-      dense=tiny.config(**SHAPE),
-      fused=tiny.config(**SHAPE, family='phi3', biases=('q', 'k', 'v', 'o')),
-      moe=tiny.config(**SHAPE, family='qwen3_moe', experts=Experts(8, 2, 24)),
-      packed=tiny.config(
-          **SHAPE | dict(family='gpt_oss', qk_norm=''), experts=Experts(
-              8, 2, 24, limit=1.5, alpha=1.7),
-          biases=('q', 'o', 'router', 'gate', 'up', 'down', 'sinks')),
-      latent=tiny.latent())
+    dense=tiny.config(**SHAPE),
+    fused=tiny.config(**SHAPE, family='phi3', biases=('q', 'k', 'v', 'o')),
+    moe=tiny.config(**SHAPE, family='qwen3_moe', experts=Experts(8, 2, 24)),
+    packed=tiny.config(
+      **SHAPE | dict(family='gpt_oss', qk_norm=''),
+      experts=Experts(8, 2, 24, limit=1.5, alpha=1.7),
+      biases=('q', 'o', 'router', 'gate', 'up', 'down', 'sinks'),
+    ),
+    latent=tiny.latent(),
+  )
 
 
 def count_reads():
@@ -45,6 +54,7 @@ def count_reads():
   Of whole rows: an object store knows nothing less.
   """
   from jaxpost.formats import safetensors_file
+
   read, count = safetensors_file.Tensor.__getitem__, [0, 0]
 
   def counted(tensor, index):
@@ -61,6 +71,7 @@ def load(folder, model, layout, piece):
   """Its parameters, the way that a run has them."""
   from jaxpost.formats import hf, tensor_layout
   from jaxpost.stage import load_weights, sources
+
   tensor_layout._PIECE = piece
   source = sources.Source(model.config, folder=hf.opened(folder), name='x')
   return load_weights.load(source, model, layout, 'float32')
@@ -75,6 +86,7 @@ def of_two(folder, rank, address):
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.models.parameters import leaf
+
   cluster.connect(address, 2, int(rank))
   count, counts = count_reads(), {}
   model = model_lib.build(models()['dense'])
@@ -85,8 +97,7 @@ def of_two(folder, rank, address):
     counts[mesh] = list(count)
     for path in model.table:
       for shard in leaf(params, path).addressable_shards:
-        np.testing.assert_array_equal(
-            shard.data, whole[path][shard.index], strict=True)
+        np.testing.assert_array_equal(shard.data, whole[path][shard.index], strict=True)
   print(json.dumps(counts))
 
 
@@ -99,6 +110,7 @@ def onto_eight(folder):
   from jaxpost.distributed.transfer import to_host
   from jaxpost.formats import hf
   from jaxpost.models import model as model_lib
+
   given, count = {}, count_reads()
   for name, config in models().items():
     model = model_lib.build(config)
@@ -107,16 +119,18 @@ def onto_eight(folder):
   for text in LAYOUTS:
     name, _, mesh = text.partition(':')
     model, count[:] = model_lib.build(models()[name]), (0, 0)
-    found = load(pathlib.Path(folder) / name, model,
-                 make_layout(mesh, 'train'), 2048)
+    found = load(pathlib.Path(folder) / name, model, make_layout(mesh, 'train'), 2048)
     if name == 'dense':  # heads and kv heads are fewer than devices
-      check(count[0] == sum(x.nbytes for x in safetensors.numpy.load_file(
-          pathlib.Path(folder) / name / 'model.safetensors').values()
-                            if x.ndim > 1))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
-                 to_host(found), to_host(given[name]))
-    jax.tree.map(lambda x, sharding: check(x.sharding == sharding), found,
-                 model.shardings(make_layout(mesh, 'train')))
+      check(
+        count[0]
+        == sum(
+          x.nbytes
+          for x in safetensors.numpy.load_file(pathlib.Path(folder) / name / 'model.safetensors').values()
+          if x.ndim > 1
+        )
+      )
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), to_host(found), to_host(given[name]))
+    jax.tree.map(lambda x, sharding: check(x.sharding == sharding), found, model.shardings(make_layout(mesh, 'train')))
 
 
 def check(holds):
@@ -125,9 +139,13 @@ def check(holds):
 
 def start(devices, *arguments):
   return subprocess.Popen(
-      [sys.executable, __file__, *map(str, arguments)], text=True, cwd=ROOT,
-      env=test_processes.environment('', devices),
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    [sys.executable, __file__, *map(str, arguments)],
+    text=True,
+    cwd=ROOT,
+    env=test_processes.environment('', devices),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
 
 
 def test_each_process_reads_its_own(tmp_path):
@@ -137,21 +155,20 @@ def test_each_process_reads_its_own(tmp_path):
   from jaxpost.formats import hf
   from jaxpost.models import model as model_lib
   from jaxpost.models.parameters import flatten
+
   model = model_lib.build(models()['dense'])
   params = tiny.params(model)
   hf.save(tmp_path / 'model', model, params, max_shard_bytes=100_000)
   np.savez(tmp_path / 'model/whole.npz', **flatten(params))
   files = list((tmp_path / 'model').glob('*.safetensors'))
-  sizes = [x.nbytes for f in files
-           for x in safetensors.numpy.load_file(f).values() if x.ndim > 1]
-  vectors = sum(x.nbytes for f in files
-                for x in safetensors.numpy.load_file(f).values() if x.ndim == 1)
+  sizes = [x.nbytes for f in files for x in safetensors.numpy.load_file(f).values() if x.ndim > 1]
+  vectors = sum(x.nbytes for f in files for x in safetensors.numpy.load_file(f).values() if x.ndim == 1)
   assert len(files) > 5 and vectors < sum(sizes) / 20
   address = test_processes.free_address()
-  counts = [json.loads(out.splitlines()[-1])
-            for out, _ in test_processes.finish([
-                start(1, tmp_path / 'model', rank, address)
-                for rank in (0, 1)])]
+  counts = [
+    json.loads(out.splitlines()[-1])
+    for out, _ in test_processes.finish([start(1, tmp_path / 'model', rank, address) for rank in (0, 1)])
+  ]
   for mesh in MESHES:
     assert sum(count[mesh][0] for count in counts) == sum(sizes)
     for count in counts:

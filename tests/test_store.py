@@ -59,8 +59,7 @@ class Objects(backend.Backend):
     return any(p.is_file() for p in self._at(path).rglob('*'))
 
   def listdir(self, path):
-    return [p.name for p in self._at(path).iterdir()
-            if p.is_file() or self.isdir(f'{path}/{p.name}')]
+    return [p.name for p in self._at(path).iterdir() if p.is_file() or self.isdir(f'{path}/{p.name}')]
 
   def glob(self, path):
     folder, _, pattern = os.fspath(path).rpartition('/')
@@ -130,10 +129,18 @@ def objects(tmp_path, monkeypatch):
 
 
 def config(model, **over):
-  return tiny.run_config(model, **tiny.merged(dict(
-      train=dict(steps=4), save=dict(every=2, export=True),
-      log=dict(tensorboard=True), eval=dict(data=dict(
-          path='generated:arithmetic:max=99,ops=+,split=test,size=20'))), over))
+  return tiny.run_config(
+    model,
+    **tiny.merged(
+      dict(
+        train=dict(steps=4),
+        save=dict(every=2, export=True),
+        log=dict(tensorboard=True),
+        eval=dict(data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=20')),
+      ),
+      over,
+    ),
+  )
 
 
 @pytest.mark.parametrize('scheme', ['gs', 's3'])
@@ -149,21 +156,20 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
   summary = stages.run(made, run, CONSOLE)  # goes on after step 2
 
   rows = lambda where: [
-      r for r in metrics.comparable_rows(where / 'metrics.jsonl')
-      if r['step'] != 2 or r['split'] == 'train']
+    r for r in metrics.comparable_rows(where / 'metrics.jsonl') if r['step'] != 2 or r['split'] == 'train'
+  ]
   assert rows(there) == rows(tmp_path / 'local')
-  assert len(rows(there)) == 6 and len(
-      (there / 'resumes.jsonl').read_text().splitlines()) == 1
+  assert len(rows(there)) == 6 and len((there / 'resumes.jsonl').read_text().splitlines()) == 1
   names = lambda folder: {
-      re.sub('[0-9]{5,}[^/]*', 'N', str(p.relative_to(folder)))
-      for p in folder.rglob('*') if p.is_file() and 'state' not in p.parts}
+    re.sub('[0-9]{5,}[^/]*', 'N', str(p.relative_to(folder)))
+    for p in folder.rglob('*')
+    if p.is_file() and 'state' not in p.parts
+  }
   # To which nothing can be appended: no timeline.
-  assert names(there) - {'resumes.jsonl'} == names(tmp_path / 'local') - {
-      'timeline/sft.json'}
+  assert names(there) - {'resumes.jsonl'} == names(tmp_path / 'local') - {'timeline/sft.json'}
   assert summary['paths']['export'] == f'{run}/export'
   for name in 'model.safetensors', 'config.json', 'README.md':
-    a, b = ((w / 'export' / name).read_bytes()
-            for w in (there, tmp_path / 'local'))
+    a, b = ((w / 'export' / name).read_bytes() for w in (there, tmp_path / 'local'))
     assert a == b, name
   assert stages.run(made, run, CONSOLE) == summary  # was finished before
 
@@ -176,12 +182,9 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
 def test_adapters_go_both_ways(objects, tmp_path):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
   object_store.upload(model, 'gs://bucket/model')
-  stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one',
-             CONSOLE)
+  stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one', CONSOLE)
   plain = config_lib.parse(tiny.run_config(''))['sft']
-  merged, adapter = (
-      inference.from_folder(f'gs://bucket/one/export{end}', plain)
-      for end in ('', '/adapter'))
+  merged, adapter = (inference.from_folder(f'gs://bucket/one/export{end}', plain) for end in ('', '/adapter'))
   for a, b in zip(*(jax.tree.leaves(w.params) for w in (merged, adapter))):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -192,14 +195,14 @@ def test_a_damaged_step_is_passed_over(objects):
   for step in 1, 2:
     keeper.save(step, jax.tree.map(lambda x, n=step: n * x, tree), {'at': step})
   keeper.close()
-  file = max((p for p in (objects.root / 'bucket/run/2/state').rglob('*')
-              if p.is_file()), key=lambda p: p.stat().st_size)
+  file = max(
+    (p for p in (objects.root / 'bucket/run/2/state').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size
+  )
   data = bytearray(file.read_bytes())
   data[len(data) // 2] ^= 1
   file.write_bytes(data)
   said = []
-  template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=x.sharding), tree)
+  template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
   again = Checkpointer('gs://bucket/run')
   step, state, meta = again.restore(template, warn=said.append)
   again.close()
@@ -215,24 +218,31 @@ def tensors(objects):
   """Random tensors of several types in a file on the store."""
   random = np.random.RandomState(0)
   values = {
-      'a': random.standard_normal((6, 5, 4)).astype(np.float32),
-      'b': random.standard_normal((7, 3)).astype('bfloat16'),
-      'c': random.randint(0, 255, (9,), np.uint8),
-      'd': random.standard_normal((2, 2)).astype(np.float16)}
+    'a': random.standard_normal((6, 5, 4)).astype(np.float32),
+    'b': random.standard_normal((7, 3)).astype('bfloat16'),
+    'c': random.randint(0, 255, (9,), np.uint8),
+    'd': random.standard_normal((2, 2)).astype(np.float16),
+  }
   path = objects.root / 'bucket/x.safetensors'
   path.parent.mkdir(parents=True)
   safetensors.numpy.save_file(values, path, metadata={'format': 'pt'})
   return path
 
 
-@pytest.mark.parametrize('name, index', [
-    ('a', slice(0, 6)), ('a', (slice(2, 5), slice(1, 3))),
-    ('a', (slice(0, 6), slice(0, 5), slice(3, 4))), ('b', slice(3, 7)),
-    ('c', slice(2, 9)), ('d', (slice(1, 2), slice(0, 2)))])
+@pytest.mark.parametrize(
+  'name, index',
+  [
+    ('a', slice(0, 6)),
+    ('a', (slice(2, 5), slice(1, 3))),
+    ('a', (slice(0, 6), slice(0, 5), slice(3, 4))),
+    ('b', slice(3, 7)),
+    ('c', slice(2, 9)),
+    ('d', (slice(1, 2), slice(0, 2))),
+  ],
+)
 def test_slices_are_those_of_a_local_file(tensors, name, index):
   remote = epath.Path('gs://bucket/x.safetensors')
-  with remote.open('rb') as file, safetensors.safe_open(
-      tensors, framework='np') as local:
+  with remote.open('rb') as file, safetensors.safe_open(tensors, framework='np') as local:
     mine = safetensors_file.tensors(file, remote.stat().length)
     assert mine.keys() == set(local.keys())
     theirs = local.get_slice(name)
@@ -265,9 +275,9 @@ def test_only_the_rows_of_a_shard_are_read(tensors, objects):
   assert objects.read == 2 * 5 * 4 * 4
 
 
-@pytest.mark.parametrize('data', [
-    b'', b'short', (1 << 40).to_bytes(8, 'little') + b'{}',
-    (4).to_bytes(8, 'little') + b'{"a"'])
+@pytest.mark.parametrize(
+  'data', [b'', b'short', (1 << 40).to_bytes(8, 'little') + b'{}', (4).to_bytes(8, 'little') + b'{"a"']
+)
 def test_what_is_no_safetensors(objects, tmp_path, data):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   (model / 'model.safetensors').write_bytes(data)
@@ -286,10 +296,16 @@ def test_a_cut_file_is_named(objects, tmp_path):
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
 
 
-@pytest.mark.parametrize('header', [
-    [1], {'a': 5}, {'a': dict(dtype='F32', shape=[4])},
+@pytest.mark.parametrize(
+  'header',
+  [
+    [1],
+    {'a': 5},
+    {'a': dict(dtype='F32', shape=[4])},
     {'a': dict(dtype='F32', shape=[4], data_offsets=[0, 4])},
-    {'a': dict(dtype='F32', shape=[1], data_offsets=[4, 0])}])
+    {'a': dict(dtype='F32', shape=[1], data_offsets=[4, 0])},
+  ],
+)
 def test_a_damaged_header_is_named(header):
   text = json.dumps(header).encode()
   data = len(text).to_bytes(8, 'little') + text + bytes(4)
@@ -300,19 +316,19 @@ def test_a_damaged_header_is_named(header):
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize('path, package, extra', [
-    ('gs://bucket/run', 'gcsfs', r'\[gcs\]'),
-    ('s3://bucket/run', 's3fs', r'\[s3\]')])
+@pytest.mark.parametrize(
+  'path, package, extra', [('gs://bucket/run', 'gcsfs', r'\[gcs\]'), ('s3://bucket/run', 's3fs', r'\[s3\]')]
+)
 def test_a_missing_extra_is_named(monkeypatch, path, package, extra):
   monkeypatch.setitem(__import__('sys').modules, package, None)
   monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
   object_store.check.cache_clear()
   for call in (
-      lambda: stages.run(tiny.run_config(''), path, CONSOLE),
-      lambda: inference.from_run(path),
-      lambda: inference.from_folder(path)):
-    with pytest.raises(InputError, match=f'{path}: needs the extra {extra}: '
-                       'pip install') as error:
+    lambda: stages.run(tiny.run_config(''), path, CONSOLE),
+    lambda: inference.from_run(path),
+    lambda: inference.from_folder(path),
+  ):
+    with pytest.raises(InputError, match=f'{path}: needs the extra {extra}: pip install') as error:
       call()
     assert '\n' not in str(error.value)
 

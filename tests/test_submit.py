@@ -20,17 +20,30 @@ sys.path.insert(0, str(CLONE))
 from jaxpost.errors import InputError  # noqa: E402
 from launch import render  # noqa: E402
 
-WORDS = ['--config=configs/sft_gsm8k.py:model=tiny',
-         "--workdir=/data/it's a run", '--config.data.columns=a=b,c=d']
+WORDS = ['--config=configs/sft_gsm8k.py:model=tiny', "--workdir=/data/it's a run", '--config.data.columns=a=b,c=d']
 GIVEN = dict(
-    name='try', nodes=4, devices=0, tpu='', zone='', repo='', image='',
-    topology='', accelerator='', hours=24, retries=2, compile_cache='',
-    profile=0, volume='')
+  name='try',
+  nodes=4,
+  devices=0,
+  tpu='',
+  zone='',
+  repo='',
+  image='',
+  topology='',
+  accelerator='',
+  hours=24,
+  retries=2,
+  compile_cache='',
+  profile=0,
+  volume='',
+)
 MORE = {
-    'tpu': dict(tpu='pod', zone='us-east5-a', repo='https://host/you.git'),
-    'slurm': {}, 'skypilot': {},
-    'gke': dict(image='img:1', volume='runs:/data'),
-    'colab': dict(repo='https://host/you.git')}
+  'tpu': dict(tpu='pod', zone='us-east5-a', repo='https://host/you.git'),
+  'slurm': {},
+  'skypilot': {},
+  'gke': dict(image='img:1', volume='runs:/data'),
+  'colab': dict(repo='https://host/you.git'),
+}
 
 
 def job(platform, words=WORDS, **over):
@@ -38,16 +51,13 @@ def job(platform, words=WORDS, **over):
 
 
 def submit(*arguments):
-  return subprocess.run(
-      [sys.executable, '-m', 'launch.submit', *arguments], cwd=CLONE,
-      text=True, capture_output=True)
+  return subprocess.run([sys.executable, '-m', 'launch.submit', *arguments], cwd=CLONE, text=True, capture_output=True)
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'slurm'])
 def test_scripts_are_of_bash(platform, tmp_path):
   text = job(platform)
-  done = subprocess.run(['bash', '-n'], input=text, text=True,
-                        capture_output=True)
+  done = subprocess.run(['bash', '-n'], input=text, text=True, capture_output=True)
   assert done.returncode == 0 and not done.stderr
   assert '{{' not in text and 'JAX_COMPILATION_CACHE_DIR=/data/xla' in text
   # What a shell would split or expand stands in quotes.
@@ -56,54 +66,60 @@ def test_scripts_are_of_bash(platform, tmp_path):
       assert not re.search(r'[^"\w]\$(TPU|ZONE|REPO)\b', line), line
 
 
-@pytest.mark.parametrize('over, limits, peers', [
+@pytest.mark.parametrize(
+  'over, limits, peers',
+  [
     (dict(topology='2x2x4'), {'google.com/tpu': 4}, ['--distributed']),
-    (dict(devices=8, nodes=2), {'nvidia.com/gpu': 8}, [
-        '--coordinator=try-hosts-0-0.try:8476', '--num_processes=2',
-        '--process_id=$(PROCESS_ID)'])])
+    (
+      dict(devices=8, nodes=2),
+      {'nvidia.com/gpu': 8},
+      ['--coordinator=try-hosts-0-0.try:8476', '--num_processes=2', '--process_id=$(PROCESS_ID)'],
+    ),
+  ],
+)
 def test_jobset(over, limits, peers):
   found = yaml.safe_load(job('gke', **over))
   assert found['kind'] == 'JobSet' and found['metadata']['name'] == 'try'
   assert found['spec']['failurePolicy']['maxRestarts'] == 2
   spec = found['spec']['replicatedJobs'][0]['template']['spec']
   assert spec['completions'] == spec['parallelism'] == over.get('nodes', 4)
-  pod, = spec['template']['spec']['containers']
+  (pod,) = spec['template']['spec']['containers']
   assert pod['command'] == ['python', '-m', 'launch.train', *peers, *WORDS]
   assert pod['resources']['limits'] == limits and pod['image'] == 'img:1'
-  volume, = spec['template']['spec']['volumes']
-  mount, = pod['volumeMounts']
+  (volume,) = spec['template']['spec']['volumes']
+  (mount,) = pod['volumeMounts']
   assert volume['persistentVolumeClaim'] == {'claimName': 'runs'}
   assert mount == {'name': volume['name'], 'mountPath': '/data'}
   names = [v['name'] for v in pod['env']]
   assert names[0] == 'JAX_COMPILATION_CACHE_DIR'
   assert ('PROCESS_ID' in names) == ('nvidia.com/gpu' in limits)
   rules = spec['podFailurePolicy']['rules']
-  assert {tuple(r['onExitCodes']['values']): r['action'] for r in rules
-          if 'onExitCodes' in r} == {(2, 3): 'FailJob', (42,): 'Ignore'}
+  assert {tuple(r['onExitCodes']['values']): r['action'] for r in rules if 'onExitCodes' in r} == {
+    (2, 3): 'FailJob',
+    (42,): 'Ignore',
+  }
   selector = spec['template']['spec']['nodeSelector']
-  assert ('cloud.google.com/gke-tpu-topology' in selector) == (
-      'topology' in over)
+  assert ('cloud.google.com/gke-tpu-topology' in selector) == ('topology' in over)
 
 
 def test_skypilot():
   found = yaml.safe_load(job('skypilot', nodes=2))
   assert found['num_nodes'] == 2
   assert found['resources']['accelerators'] == 'H100:8'
-  assert found['resources']['job_recovery'] == {
-      'recover_on_exit_codes': [42], 'max_restarts_on_errors': 2}
+  assert found['resources']['job_recovery'] == {'recover_on_exit_codes': [42], 'max_restarts_on_errors': 2}
   for part in found['setup'], found['run']:
     assert subprocess.run(['bash', '-n'], input=part, text=True).returncode == 0
   words = shlex.split(found['run'].splitlines()[-1])
-  assert words[-len(WORDS):] == WORDS
+  assert words[-len(WORDS) :] == WORDS
 
 
 def test_colab_is_python():
   text = job('colab')
-  plain = '\n'.join('' if line[:1] in '!%' else line
-                    for line in text.splitlines())
+  plain = '\n'.join('' if line[:1] in '!%' else line for line in text.splitlines())
   ast.parse(plain)
-  call, = [n for n in ast.walk(ast.parse(plain)) if isinstance(n, ast.Call)
-           and ast.unparse(n.func) == 'subprocess.call']
+  (call,) = [
+    n for n in ast.walk(ast.parse(plain)) if isinstance(n, ast.Call) and ast.unparse(n.func) == 'subprocess.call'
+  ]
   words = call.args[0].elts[-1].value
   assert ast.literal_eval(words) == WORDS
   assert text.count('# %%') == 3
@@ -111,8 +127,7 @@ def test_colab_is_python():
 
 def test_profile_and_cache():
   for platform in render.PLATFORMS:
-    text = job(platform, profile=10, compile_cache='gs://bucket/xla',
-               topology='2x2')
+    text = job(platform, profile=10, compile_cache='gs://bucket/xla', topology='2x2')
     assert '--config.log.profile_from=10' in text
     assert 'gs://bucket/xla' in text
 
@@ -121,30 +136,36 @@ def test_profile_and_cache():
 
 
 DOUBLES = {
-    'gcloud': 'for last; do :; done\nexec bash -c "${last#--command=}"',
-    'git': 'mkdir -p jaxpost/.venv/bin\ncp fake jaxpost/.venv/bin/python\n'
-           'cp fake jaxpost/.venv/bin/pip',
-    'srun': 'shift\nexec "$@"', 'scontrol': 'echo "scontrol $*"',
-    'sleep': '', 'seq': 'exec /usr/bin/env -i /usr/bin/seq "$@"'}
+  'gcloud': 'for last; do :; done\nexec bash -c "${last#--command=}"',
+  'git': 'mkdir -p jaxpost/.venv/bin\ncp fake jaxpost/.venv/bin/python\ncp fake jaxpost/.venv/bin/pip',
+  'srun': 'shift\nexec "$@"',
+  'scontrol': 'echo "scontrol $*"',
+  'sleep': '',
+  'seq': 'exec /usr/bin/env -i /usr/bin/seq "$@"',
+}
 # Exits with the next of the codes in a file; pip does nothing.
-FAKE = '''#!/bin/bash
+FAKE = """#!/bin/bash
 case "$0" in *pip) exit 0 ;; esac
 printf '%s\\n' "$@" > "$HOME/said"
 code=$(head -n 1 "$HOME/codes")
 sed -i 1d "$HOME/codes"
 echo "ran, $code"
 exit "$code"
-'''
+"""
 
 
-@pytest.mark.parametrize('platform, codes, runs, code', [
+@pytest.mark.parametrize(
+  'platform, codes, runs, code',
+  [
     ('tpu', [42, 1, 134, 0], 4, 0),
     ('tpu', [1, 1, 1, 1, 0], 3, 1),  # two retries
     ('tpu', [42, 2], 2, 2),
     ('slurm', [1, 0], 2, 0),
     ('slurm', [1, 1, 1, 1, 0], 3, 1),
     ('slurm', [3], 1, 3),
-    ('slurm', [1, 42], 2, 42)])
+    ('slurm', [1, 42], 2, 42),
+  ],
+)
 def test_it_begins_again(platform, codes, runs, code, tmp_path):
   bin_ = tmp_path / 'bin'
   bin_.mkdir()
@@ -159,16 +180,17 @@ def test_it_begins_again(platform, codes, runs, code, tmp_path):
     (bin_ / 'python').symlink_to(tmp_path / 'fake')
     (tmp_path / '.venv' / 'bin' / 'activate').write_text('')
   done = subprocess.run(
-      ['bash', '-c', job(platform)], cwd=tmp_path, text=True,
-      capture_output=True, env=dict(
-          PATH=f'{bin_}:{os.environ["PATH"]}', HOME=str(tmp_path),
-          SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_ID='7'))
+    ['bash', '-c', job(platform)],
+    cwd=tmp_path,
+    text=True,
+    capture_output=True,
+    env=dict(PATH=f'{bin_}:{os.environ["PATH"]}', HOME=str(tmp_path), SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_ID='7'),
+  )
   assert done.returncode == code, done.stdout + done.stderr
   assert done.stdout.count('ran, ') == runs
   said = (tmp_path / 'said').read_text().splitlines()
   assert said == ['-m', 'launch.train', '--distributed', *WORDS]
-  assert ('scontrol requeue 7' in done.stdout) == (
-      platform == 'slurm' and code == 42)
+  assert ('scontrol requeue 7' in done.stdout) == (platform == 'slurm' and code == 42)
 
 
 # ------------------------------------------------------------------- command
@@ -180,11 +202,15 @@ def test_dry_run_prints_and_runs_nothing():
   assert '#SBATCH --nodes=3' in done.stdout
 
 
-@pytest.mark.parametrize('arguments, words', [
+@pytest.mark.parametrize(
+  'arguments, words',
+  [
     ([], 'say where: launch.submit tpu|slurm'),
     (['lsf'], 'say where'),
     (['slurm', '--', '--config=x'], '--workdir=... behind --'),
-    (['tpu', '--tpu=a', '--', *WORDS], 'tpu needs --zone, --repo')])
+    (['tpu', '--tpu=a', '--', *WORDS], 'tpu needs --zone, --repo'),
+  ],
+)
 def test_bad_input_is_one_line(arguments, words):
   done = submit('--dry_run', *arguments)
   assert done.returncode == 2 and words in done.stderr
@@ -197,7 +223,5 @@ def test_what_is_missing_is_said():
   for volume in '', 'runs:/other':  # no pod would find what another wrote
     with pytest.raises(InputError, match='gke: each pod would have'):
       job('gke', volume=volume)
-  found = yaml.safe_load(job('gke', volume='', words=[
-      WORDS[0], '--workdir=gs://bucket/run']))
-  assert 'volumes' not in found['spec']['replicatedJobs'][0]['template'][
-      'spec']['template']['spec']
+  found = yaml.safe_load(job('gke', volume='', words=[WORDS[0], '--workdir=gs://bucket/run']))
+  assert 'volumes' not in found['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']

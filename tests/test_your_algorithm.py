@@ -23,8 +23,7 @@ def model(tmp_path_factory):
 
 def run(config, workdir):
   jaxpost.run(config, workdir)
-  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl')
-          if row['split'] == 'train']
+  return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
 
 
 @pytest.mark.parametrize('name', LIMITS)
@@ -33,9 +32,16 @@ def test_it_is_short(name):
 
 
 def test_reinforce_raises_its_reward(model, tmp_path):
-  rows = run(tiny.grpo_config(
-      model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=30),
-      rollout=dict(prompts=8, group_size=4), optim=dict(lr=2e-2)), tmp_path)
+  rows = run(
+    tiny.grpo_config(
+      model,
+      algorithm=str(EXAMPLES / 'reinforce.py'),
+      train=dict(steps=30),
+      rollout=dict(prompts=8, group_size=4),
+      optim=dict(lr=2e-2),
+    ),
+    tmp_path,
+  )
   reward = [r['reward'] for r in rows]
   assert np.mean(reward[-5:]) > np.mean(reward[:5]) + 0.2
   assert rows[-1]['baseline'] > rows[0]['baseline']
@@ -44,10 +50,11 @@ def test_reinforce_raises_its_reward(model, tmp_path):
 def test_it_has_options_of_its_own(model, tmp_path):
   first = {}
   for rate in (0.1, 1.0):
-    config = ml_collections.ConfigDict(tiny.grpo_config(
-        model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=1)))
+    config = ml_collections.ConfigDict(
+      tiny.grpo_config(model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=1))
+    )
     config.user.rate = rate
-    row, = run(config, tmp_path / str(rate))
+    (row,) = run(config, tmp_path / str(rate))
     first[rate] = row['baseline']
     assert row['baseline'] == pytest.approx(rate * row['reward'])
   config.user.rate = 0.5
@@ -58,8 +65,12 @@ def test_it_has_options_of_its_own(model, tmp_path):
 
 def test_its_memory_survives_a_resume(model, tmp_path):
   config = tiny.grpo_config(
-      model, algorithm=str(EXAMPLES / 'reinforce.py'), save=dict(every=2),
-      train=dict(steps=4), optim=dict(schedule='constant'))
+    model,
+    algorithm=str(EXAMPLES / 'reinforce.py'),
+    save=dict(every=2),
+    train=dict(steps=4),
+    optim=dict(schedule='constant'),
+  )
   whole = run(config, tmp_path / 'whole')
   run(tiny.merged(config, dict(train=dict(steps=2))), tmp_path / 'parts')
   parts = run(config, tmp_path / 'parts')
@@ -68,8 +79,7 @@ def test_its_memory_survives_a_resume(model, tmp_path):
 
 
 def test_actor_critic_trains_two_roles_in_two_stages(model, tmp_path):
-  spec = importlib.util.spec_from_file_location(
-      'actor_critic', EXAMPLES / 'actor_critic.py')
+  spec = importlib.util.spec_from_file_location('actor_critic', EXAMPLES / 'actor_critic.py')
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   small = tiny.grpo_config(model)
@@ -80,8 +90,8 @@ def test_actor_critic_trains_two_roles_in_two_stages(model, tmp_path):
   config['eval'] = small['eval']
   config['warm']['train'] = dict(steps=2, batch_size=2, row_length=64)
   config['online'] |= dict(
-      train=dict(steps=40), rollout=dict(prompts=8, group_size=4),
-      optim=dict(lr=2e-2), critic=dict(lr=2e-2))
+    train=dict(steps=40), rollout=dict(prompts=8, group_size=4), optim=dict(lr=2e-2), critic=dict(lr=2e-2)
+  )
   rows = run(config, tmp_path)
   assert [r['stage'] for r in rows] == ['warm'] * 2 + ['online'] * 40
   online = rows[2:]

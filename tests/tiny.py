@@ -23,18 +23,35 @@ EXACT = Compute(dtype='float32', q_chunk=64)
 
 def config(**fields) -> ModelConfig:
   base = dict(
-      family='qwen3', vocab_size=131, hidden_size=32, intermediate_size=48,
-      num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm='head',
-      tie_embeddings=True, initializer_range=0.2)
+    family='qwen3',
+    vocab_size=131,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm='head',
+    tie_embeddings=True,
+    initializer_range=0.2,
+  )
   return ModelConfig(**{**base, **fields})
 
 
 def latent(**fields) -> LatentConfig:
   """Two layers of experts behind a dense one, as in DeepSeek-V3."""
-  base = vars(config(
-      family='deepseek_v3', qk_norm='', tie_embeddings=False, num_layers=3,
-      num_kv_heads=4, head_dim=10, attention_scale=0.3, experts=Experts(
-          8, 3, 20, shared=1, sigmoid=True, groups=4, top_groups=2, scale=1.7)))
+  base = vars(
+    config(
+      family='deepseek_v3',
+      qk_norm='',
+      tie_embeddings=False,
+      num_layers=3,
+      num_kv_heads=4,
+      head_dim=10,
+      attention_scale=0.3,
+      experts=Experts(8, 3, 20, shared=1, sigmoid=True, groups=4, top_groups=2, scale=1.7),
+    )
+  )
   own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6, first_dense=1)
   return LatentConfig(**base | own | fields)
 
@@ -79,9 +96,8 @@ def _forward(cfg, compute):
 def logits(model, weights, ids, **kwargs):
   """[B, T] tokens -> [B, T, V] in numpy, without the padded vocabulary."""
   x = hidden(model, weights, jnp.asarray(ids), **kwargs)
-  out = head_lib.logits(
-      x, model.head(weights), model.config.logit_form, 'float32')
-  return np.asarray(out)[..., :model.config.vocab_size]
+  out = head_lib.logits(x, model.head(weights), model.config.logit_form, 'float32')
+  return np.asarray(out)[..., : model.config.vocab_size]
 
 
 def largest(x) -> float:
@@ -90,8 +106,7 @@ def largest(x) -> float:
 
 def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer; its path."""
-  shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16,
-               num_layers=1, num_heads=2, num_kv_heads=1)
+  shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
   make = latent if fields.get('family') == 'deepseek_v3' else config
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
@@ -110,37 +125,58 @@ def merged(base, over):
 def run_config(model, **over):
   """A config, as nested dicts: SFT of sums that takes a second."""
   task = 'generated:arithmetic:max=99,ops=+'
-  return merged(defaults(), merged(dict(
-      model=dict(path=model, tokenizer='bytes', dtype='float32'),
-      data=dict(path=f'{task},split=train,size=200'),
-      train=dict(steps=6, batch_size=2, row_length=64),
-      optim=dict(lr=3e-3), save=dict(export=False),
-      log=dict(tensorboard=False, watchdog_s=300.0),
-      rollout=dict(max_prompt_length=32, max_new_tokens=4),
-      eval=dict(size=8)), over))
+  return merged(
+    defaults(),
+    merged(
+      dict(
+        model=dict(path=model, tokenizer='bytes', dtype='float32'),
+        data=dict(path=f'{task},split=train,size=200'),
+        train=dict(steps=6, batch_size=2, row_length=64),
+        optim=dict(lr=3e-3),
+        save=dict(export=False),
+        log=dict(tensorboard=False, watchdog_s=300.0),
+        rollout=dict(max_prompt_length=32, max_new_tokens=4),
+        eval=dict(size=8),
+      ),
+      over,
+    ),
+  )
 
 
 def grpo_config(model, **over):
   """GRPO towards small tokens, graded in this process."""
-  return run_config(model, **merged(dict(
-      algorithm='grpo', reward=low_share, train=dict(row_length=0),
-      rollout=dict(prompts=4, group_size=4)), over))
+  return run_config(
+    model,
+    **merged(
+      dict(algorithm='grpo', reward=low_share, train=dict(row_length=0), rollout=dict(prompts=4, group_size=4)), over
+    ),
+  )
 
 
 def sums_config(folder_, **over):
   """A short SFT on small sums, and RL as `over` says in stage 'online'."""
   task = 'generated:arithmetic:max=5,ops=+,split=train,correct=1'
   model = folder(
-      f'{folder_}/model', hidden_size=64, intermediate_size=128, num_layers=2,
-      num_heads=4, num_kv_heads=2, head_dim=16, initializer_range=0.05)
+    f'{folder_}/model',
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    initializer_range=0.05,
+  )
   return run_config(
-      model, stages=('sft', 'online'), reward='exact_match',
-      data=dict(path=task), train=dict(batch_size=16, row_length=128),
-      optim=dict(b2=0.98, schedule='linear', warmup_steps=5),
-      eval=dict(samples=8, size=64, data=dict(path=task)),
-      sft=dict(algorithm='sft', optim=dict(lr=1e-2), train=dict(steps=50)),
-      online=merged(dict(train=dict(row_length=0), rollout=dict(
-          prompts=32, group_size=4)), over))
+    model,
+    stages=('sft', 'online'),
+    reward='exact_match',
+    data=dict(path=task),
+    train=dict(batch_size=16, row_length=128),
+    optim=dict(b2=0.98, schedule='linear', warmup_steps=5),
+    eval=dict(samples=8, size=64, data=dict(path=task)),
+    sft=dict(algorithm='sft', optim=dict(lr=1e-2), train=dict(steps=50)),
+    online=merged(dict(train=dict(row_length=0), rollout=dict(prompts=32, group_size=4)), over),
+  )
 
 
 def low_share(completion_ids, **columns):
@@ -151,7 +187,5 @@ def low_share(completion_ids, **columns):
 
 def config_file(path, config):
   """Writes nested dicts as a config file for the launchers."""
-  path.write_text(
-      'import ml_collections\n\n\ndef get_config():\n'
-      f'  return ml_collections.ConfigDict({config!r})\n')
+  path.write_text(f'import ml_collections\n\n\ndef get_config():\n  return ml_collections.ConfigDict({config!r})\n')
   return path

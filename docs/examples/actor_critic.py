@@ -24,8 +24,12 @@ def actor(config):
     return -gain - bonus * outputs.entropy, {'entropy': outputs.entropy}
 
   return Objective(
-      loss, reads=('entropy',), learns=('entropy',) if bonus else (),
-      arrays=('advantages',), temperature=config.rollout.temperature)
+    loss,
+    reads=('entropy',),
+    learns=('entropy',) if bonus else (),
+    arrays=('advantages',),
+    temperature=config.rollout.temperature,
+  )
 
 
 def critic(config):
@@ -49,8 +53,9 @@ def credit(experience, config):
   mask = experience.mask * graded[:, None]
   returns = np.nan_to_num(experience.rewards)[:, None] * mask
   advantages = (returns - experience.arrays['values']) * mask
-  return Credit({'advantages': advantages, 'returns': returns}, mask,
-                metrics={'advantages/std': float(advantages.std())})
+  return Credit(
+    {'advantages': advantages, 'returns': returns}, mask, metrics={'advantages/std': float(advantages.std())}
+  )
 
 
 def check_first_step(metrics, config):
@@ -61,8 +66,13 @@ def check_first_step(metrics, config):
 
 
 ALGORITHM = Algorithm(
-    actor, critic=critic, on_policy=True, credit=credit,
-    scores=lambda config: ('values',), check_first_step=check_first_step)
+  actor,
+  critic=critic,
+  on_policy=True,
+  credit=credit,
+  scores=lambda config: ('values',),
+  check_first_step=check_first_step,
+)
 
 
 def get_config():
@@ -76,11 +86,17 @@ def get_config():
   config.eval.data.path = f'{task},split=test,size=64'
   config.eval.update(samples=4, size=64)
   config.warm = dict(
-      algorithm='sft', data=dict(path=f'{task},correct=0.6'),
-      train=dict(steps=300, batch_size=16, row_length=256),
-      optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20))
+    algorithm='sft',
+    data=dict(path=f'{task},correct=0.6'),
+    train=dict(steps=300, batch_size=16, row_length=256),
+    optim=dict(lr=3e-3, schedule='cosine', warmup_steps=20),
+  )
   config.online = dict(
-      algorithm=__file__, data=dict(path=f'{task},correct=1'),
-      train=dict(steps=60), optim=dict(lr=3e-4, warmup_steps=5),
-      rollout=dict(prompts=32, group_size=8), critic=dict(lr=1e-3))
+    algorithm=__file__,
+    data=dict(path=f'{task},correct=1'),
+    train=dict(steps=60),
+    optim=dict(lr=3e-4, warmup_steps=5),
+    rollout=dict(prompts=32, group_size=8),
+    critic=dict(lr=1e-3),
+  )
   return config

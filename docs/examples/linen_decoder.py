@@ -24,19 +24,21 @@ class Decoder(nn.Module):
     x = nn.Embed(self.vocab_size, self.width, name='embed')(tokens)
     x += nn.Embed(1024, self.width, name='places')(positions)
     order = jnp.arange(tokens.shape[1])
-    sees = (order[:, None] >= order)[None] & (
-        segment_ids[:, :, None] == segment_ids[:, None])
+    sees = (order[:, None] >= order)[None] & (segment_ids[:, :, None] == segment_ids[:, None])
     for _ in range(self.layers):
-      x += nn.MultiHeadDotProductAttention(self.heads)(
-          nn.RMSNorm()(x), mask=sees[:, None])
-      x += nn.Dense(self.width)(nn.gelu(
-          nn.Dense(4 * self.width)(nn.RMSNorm()(x))))
+      x += nn.MultiHeadDotProductAttention(self.heads)(nn.RMSNorm()(x), mask=sees[:, None])
+      x += nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.RMSNorm()(x))))
     return nn.RMSNorm()(x)
 
 
 def make():
   return custom.linen(
-      Decoder(259), vocab_size=259, head='embed/embedding', axes=[
-          (r'embed/embedding', ('vocab', 'embed')),
-          (r'.*/(query|key|value)/kernel', ('embed', 'heads', None)),
-          (r'.*/out/kernel', ('heads', None, 'embed'))])
+    Decoder(259),
+    vocab_size=259,
+    head='embed/embedding',
+    axes=[
+      (r'embed/embedding', ('vocab', 'embed')),
+      (r'.*/(query|key|value)/kernel', ('embed', 'heads', None)),
+      (r'.*/out/kernel', ('heads', None, 'embed')),
+    ],
+  )

@@ -26,20 +26,16 @@ class Mixer(nnx.Module):
     y = self.norm(x)
     keep = jax.nn.sigmoid(self.gate(y)) * ~starts[..., None]
     new = (1 - keep) * self.value(y)
-    _, state = jax.lax.associative_scan(
-        lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (keep, new), axis=1)
+    _, state = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (keep, new), axis=1)
     return x + self.out(jax.nn.silu(state))
 
 
 class Decoder(nnx.Module):
-
   def __init__(self, vocab_size, width, layers, rngs):
     self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
     self.mixers = nnx.List([Mixer(width, rngs) for _ in range(layers)])
-    self.widen = nnx.List([
-        nnx.Linear(width, 4 * width, rngs=rngs) for _ in range(layers)])
-    self.narrow = nnx.List([
-        nnx.Linear(4 * width, width, rngs=rngs) for _ in range(layers)])
+    self.widen = nnx.List([nnx.Linear(width, 4 * width, rngs=rngs) for _ in range(layers)])
+    self.narrow = nnx.List([nnx.Linear(4 * width, width, rngs=rngs) for _ in range(layers)])
     self.norm = nnx.RMSNorm(width, rngs=rngs)
     self.head = nnx.Linear(width, vocab_size, use_bias=False, rngs=rngs)
 
@@ -54,5 +50,8 @@ class Decoder(nnx.Module):
 
 def make():
   return custom.nnx(
-      lambda rngs: Decoder(259, 64, 4, rngs), vocab_size=259,
-      head='head/kernel', axes=[(r'head/kernel', ('embed', 'vocab'))])
+    lambda rngs: Decoder(259, 64, 4, rngs),
+    vocab_size=259,
+    head='head/kernel',
+    axes=[(r'head/kernel', ('embed', 'vocab'))],
+  )

@@ -11,12 +11,11 @@ from jaxpost import Algorithm, Credit, Objective
 
 def objective(config):
   """-A log p of each sampled token (Williams 1992)."""
-  def loss(outputs, arrays):
-    return -arrays['advantages'] * outputs.logprobs, {
-        'entropy': outputs.entropy}
 
-  return Objective(loss, reads=('entropy',), arrays=('advantages',),
-                   temperature=config.rollout.temperature)
+  def loss(outputs, arrays):
+    return -arrays['advantages'] * outputs.logprobs, {'entropy': outputs.entropy}
+
+  return Objective(loss, reads=('entropy',), arrays=('advantages',), temperature=config.rollout.temperature)
 
 
 def credit(experience, config):
@@ -29,9 +28,8 @@ def credit(experience, config):
     mean = float(experience.rewards[graded].mean())
     baseline += config.user.get('rate', 0.1) * (mean - baseline)
   return Credit(
-      {'advantages': advantages[:, None] * mask}, mask,
-      metrics={'baseline': baseline},
-      memory={'baseline': baseline})  # saved with each checkpoint
+    {'advantages': advantages[:, None] * mask}, mask, metrics={'baseline': baseline}, memory={'baseline': baseline}
+  )  # saved with each checkpoint
 
 
 ALGORITHM = Algorithm(objective, on_policy=True, credit=credit)

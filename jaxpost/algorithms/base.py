@@ -124,18 +124,16 @@ def expect(metrics: dict, limits: dict, why: str):
   for name, (value, tolerance) in limits.items():
     # Written so that NaN fails too.
     if name in metrics and not abs(metrics[name] - value) <= tolerance:
-      raise AssertionError(
-          f'{name} is {metrics[name]} at the first step and must be {value}: '
-          f'{why}')
+      raise AssertionError(f'{name} is {metrics[name]} at the first step and must be {value}: {why}')
 
 
 def refuse_unread(block, read, by: str, section='rl'):
   """InputError for a field of config.SECTION that is set and not in `read`."""
   for field in dataclasses.fields(block):
-    refuse(field.name not in read and vars(block)[field.name] not in (
-        field.default, field.metadata['auto']),
-           f'config.{section}.{field.name}: {by} would ignore it; leave it '
-           f'{field.default!r}')
+    refuse(
+      field.name not in read and vars(block)[field.name] not in (field.default, field.metadata['auto']),
+      f'config.{section}.{field.name}: {by} would ignore it; leave it {field.default!r}',
+    )
 
 
 def refuse(wrong: bool, text: str):

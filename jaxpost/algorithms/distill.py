@@ -33,21 +33,17 @@ def objective(config) -> Objective:
   d = config.distill
 
   def loss(outputs, arrays):
-    metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs,
-               'entropy': outputs.entropy}
+    metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs, 'entropy': outputs.entropy}
     # The student's own samples are no text to imitate.
     given = arrays.get('from_data', 1.0)
     return outputs.divergence - d.nll_coef * given * outputs.logprobs, metrics
 
-  return Objective(loss, reads=('entropy',),
-                   divergence=from_cache(d) if d.topk else from_logits(d))
+  return Objective(loss, reads=('entropy',), divergence=from_cache(d) if d.topk else from_logits(d))
 
 
 def objective_on_policy(config) -> Objective:
   """The same; cross entropy is of completions of the data alone."""
-  return dataclasses.replace(
-      objective(config),
-      arrays=('from_data',) if config.distill.nll_coef else ())
+  return dataclasses.replace(objective(config), arrays=('from_data',) if config.distill.nll_coef else ())
 
 
 def shares(d) -> list:
@@ -61,21 +57,28 @@ def from_logits(d):
 
   Tokens that the teacher lacks are left out of the student's, too.
   """
+
   def divergence(logits, teachers, arrays):
     del arrays
-    return sum(w * divergences.generalized_jsd(
-        jnp.where(theirs > _NEVER / 2, logits, _NEVER), theirs, d.beta,
-        d.temperature) for w, theirs in zip(shares(d), teachers))
+    return sum(
+      w * divergences.generalized_jsd(jnp.where(theirs > _NEVER / 2, logits, _NEVER), theirs, d.beta, d.temperature)
+      for w, theirs in zip(shares(d), teachers)
+    )
+
   return divergence
 
 
 def from_cache(d):
   """For `losses.head.Plan.divergence`: of the teachers' top k and the rest."""
+
   def divergence(logits, teachers, arrays):
     del teachers
-    return sum(w * divergences.topk_jsd(
-        logits, arrays[f'teacher_{i}_ids'], arrays[f'teacher_{i}_logprobs'],
-        d.beta, d.temperature) for i, w in enumerate(shares(d)))
+    return sum(
+      w
+      * divergences.topk_jsd(logits, arrays[f'teacher_{i}_ids'], arrays[f'teacher_{i}_logprobs'], d.beta, d.temperature)
+      for i, w in enumerate(shares(d))
+    )
+
   return divergence
 
 
@@ -88,8 +91,7 @@ def prepare(batch, roles, config):
   """Adds what the teachers say, in the layout of training."""
   del config
   move = lambda x: transfer.move(roles.policy.layout, x, None, 'batch', None)
-  return batch.replace(
-      teacher_hidden=tuple(move(t(batch)) for t in roles.teachers))
+  return batch.replace(teacher_hidden=tuple(move(t(batch)) for t in roles.teachers))
 
 
 def precompute(config) -> dict:
@@ -99,21 +101,20 @@ def precompute(config) -> dict:
   def of(i):
     names = f'teacher_{i}_ids', f'teacher_{i}_logprobs'
     return Precompute(
-        {names[0]: ((d.topk,), np.int32), names[1]: ((d.topk,), np.float32)},
-        lambda found: dict(zip(names, found)), (d.topk, d.temperature))
+      {names[0]: ((d.topk,), np.int32), names[1]: ((d.topk,), np.float32)},
+      lambda found: dict(zip(names, found)),
+      (d.topk, d.temperature),
+    )
 
-  return {f'teacher_{i}': of(i) for i in range(
-      len(d.teachers) if d.topk else 0)}
+  return {f'teacher_{i}': of(i) for i in range(len(d.teachers) if d.topk else 0)}
 
 
 def credit(experience: Experience, config) -> Credit:
   """Every completion is trained, whatever its reward."""
   arrays = {}
   if config.distill.nll_coef:
-    arrays['from_data'] = np.full_like(
-        experience.mask, experience.rollout.from_data)
-  return Credit(arrays, experience.mask, {
-      'on_policy': 1.0 - experience.rollout.from_data})
+    arrays['from_data'] = np.full_like(experience.mask, experience.rollout.from_data)
+  return Credit(arrays, experience.mask, {'on_policy': 1.0 - experience.rollout.from_data})
 
 
 def from_data(config) -> float:
@@ -123,39 +124,47 @@ def from_data(config) -> float:
 def check(config):
   """InputError for what cannot work on data."""
   d = config.distill
-  refuse(not d.teachers, 'config.distill.teachers: is empty; name a folder, '
-         'org/name, RUN[@step] or stage:NAME')
+  refuse(not d.teachers, 'config.distill.teachers: is empty; name a folder, org/name, RUN[@step] or stage:NAME')
   for i, text in enumerate(d.teachers):
-    refuse(not text, f'config.distill.teachers[{i}]: is empty; name a folder, '
-           'org/name, RUN[@step] or stage:NAME')
-  refuse(len(d.weights) not in (0, len(d.teachers)),
-         f'config.distill.weights: {len(d.weights)} weights for '
-         f'{len(d.teachers)} teachers; give one each, or ()')
-  refuse(any(w < 0 for w in d.weights) or bool(d.weights and not sum(
-      d.weights)), f'config.distill.weights: {d.weights} must be 0 or more, '
-         'and not all 0')
+    refuse(not text, f'config.distill.teachers[{i}]: is empty; name a folder, org/name, RUN[@step] or stage:NAME')
+  refuse(
+    len(d.weights) not in (0, len(d.teachers)),
+    f'config.distill.weights: {len(d.weights)} weights for {len(d.teachers)} teachers; give one each, or ()',
+  )
+  refuse(
+    any(w < 0 for w in d.weights) or bool(d.weights and not sum(d.weights)),
+    f'config.distill.weights: {d.weights} must be 0 or more, and not all 0',
+  )
 
 
 def check_on_data(config):
   check(config)
-  refuse(config.distill.on_policy != 1.0,
-         'config.distill.on_policy: distill trains on the data alone; set '
-         'config.algorithm=gkd to mix in samples of the student')
-  refuse(bool(config.distill.topk and config.data.streaming),
-         'config.distill.topk: is found for all rows before the first step, '
-         'and config.data.streaming reads them when needed; set one of them '
-         'to its default')
+  refuse(
+    config.distill.on_policy != 1.0,
+    'config.distill.on_policy: distill trains on the data alone; set '
+    'config.algorithm=gkd to mix in samples of the student',
+  )
+  refuse(
+    bool(config.distill.topk and config.data.streaming),
+    'config.distill.topk: is found for all rows before the first step, '
+    'and config.data.streaming reads them when needed; set one of them '
+    'to its default',
+  )
 
 
 def check_on_policy(config):
   """InputError for what cannot work on samples."""
   check(config)
   d = config.distill
-  refuse(d.topk > 0, 'config.distill.topk: a cache knows no samples that are '
-         'still to be made; set it to 0, or config.algorithm=distill')
-  refuse(d.on_policy == 1.0 and d.nll_coef > 0,
-         'config.distill.nll_coef: is for completions of the data, and '
-         'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0')
+  refuse(
+    d.topk > 0,
+    'config.distill.topk: a cache knows no samples that are still to be made; set it to 0, or config.algorithm=distill',
+  )
+  refuse(
+    d.on_policy == 1.0 and d.nll_coef > 0,
+    'config.distill.nll_coef: is for completions of the data, and '
+    'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0',
+  )
   refuse_unread(config.rl, ('aggregate', 'epochs', 'minibatches'), 'gkd')
 
 
@@ -166,15 +175,27 @@ def check_first_step(metrics, config):
     start = config.model.path
   if start and set(config.distill.teachers) == {start}:
     exact = config.model.dtype == 'float32'
-    expect(metrics, {'divergence': (0.0, 1e-5 if exact else 1e-2)},
-           'student and teacher are the same model')
+    expect(metrics, {'divergence': (0.0, 1e-5 if exact else 1e-2)}, 'student and teacher are the same model')
 
 
 DISTILL = ALGORITHM = Algorithm(
-    objective, needs=needs, prepare=prepare, precompute=precompute,
-    render=render_text, check=check_on_data, check_first_step=check_first_step)
+  objective,
+  needs=needs,
+  prepare=prepare,
+  precompute=precompute,
+  render=render_text,
+  check=check_on_data,
+  check_first_step=check_first_step,
+)
 GKD = Algorithm(
-    objective_on_policy, {'rl': dict(aggregate='token', dynamic_sampling=0)},
-    needs=needs, prepare=prepare, check=check_on_policy,
-    check_first_step=check_first_step, on_policy=True, rewards=False,
-    from_data=from_data, credit=credit)
+  objective_on_policy,
+  {'rl': dict(aggregate='token', dynamic_sampling=0)},
+  needs=needs,
+  prepare=prepare,
+  check=check_on_policy,
+  check_first_step=check_first_step,
+  on_policy=True,
+  rewards=False,
+  from_data=from_data,
+  credit=credit,
+)

@@ -23,8 +23,7 @@ LOSSES = ('kto', 'apo_zero_unpaired')
 def objective(config) -> Objective:
   """1 - sigmoid(beta (log-ratio - z)), or of its negative where bad."""
   p = config.preference
-  weigh = dict(beta=p.beta, desirable_weight=p.desirable_weight,
-               undesirable_weight=p.undesirable_weight)
+  weigh = dict(beta=p.beta, desirable_weight=p.desirable_weight, undesirable_weight=p.undesirable_weight)
   shifted = p.losses == ('kto',)
 
   def over_sequences(outputs, batch):
@@ -42,31 +41,30 @@ def objective(config) -> Objective:
       z = jnp.zeros(())
       loss = preferences.apo_zero_unpaired(ratio, good, **weigh)
     metrics = {
-        'kl': z, 'rewards/accuracies': (ratio > z) == good,
-        'entropy': each(reduce.sequence_mean(outputs.entropy, mask, ids))}
+      'kl': z,
+      'rewards/accuracies': (ratio > z) == good,
+      'entropy': each(reduce.sequence_mean(outputs.entropy, mask, ids)),
+    }
     metrics = {k: (weights * v).sum() for k, v in metrics.items()}
     shares = each(arrays['label_weights'])
     for name, of in (('chosen', good), ('rejected', ~good)):
       metrics[f'rewards/{name}'] = (shares * of * p.beta * ratio).sum()
       metrics[f'logps/{name}'] = (shares * of * logps).sum()
-    metrics['rewards/margins'] = (
-        metrics['rewards/chosen'] - metrics['rewards/rejected'])
+    metrics['rewards/margins'] = metrics['rewards/chosen'] - metrics['rewards/rejected']
     return (weights * loss).sum(), metrics
 
   return Objective(
-      over_sequences, coupled=True, reads=('entropy',),
-      arrays=('ref_logprobs', *(['kl'] if shifted else [])))
+    over_sequences, coupled=True, reads=('entropy',), arrays=('ref_logprobs', *(['kl'] if shifted else []))
+  )
 
 
 def prepare(batch, roles, config):
   """Adds the reference's log-probs and z, of the whole batch, per token."""
-  read = batch.replace(
-      loss_weights=(batch.sequence_ids > 0).astype(jnp.float32))
+  read = batch.replace(loss_weights=(batch.sequence_ids > 0).astype(jnp.float32))
   arrays = {**preference.prepare(read, roles, config).arrays}
   if config.preference.losses == ('kto',):
     moved = roles.policy.score(read).logprobs - arrays['ref_logprobs']
-    arrays['kl'] = jnp.full_like(batch.loss_weights, mismatch(
-        moved, arrays['kl_mask'], batch.sequence_ids))
+    arrays['kl'] = jnp.full_like(batch.loss_weights, mismatch(moved, arrays['kl_mask'], batch.sequence_ids))
   return batch.replace(arrays=arrays)
 
 
@@ -83,27 +81,30 @@ def mismatch(log_ratios, kl_mask, sequence_ids):
 
 def render(rows, tokenizer, config):
   """Row number -> Example: an answer, and one that belongs elsewhere."""
+
   def answer(n):
     other = rows[data.mismatched(rows, n)]
     example = data.render_unpaired(
-        tokenizer, rows[n], other, rows.where(n),
-        share_prompt=config.preference.share_prompt)
+      tokenizer, rows[n], other, rows.where(n), share_prompt=config.preference.share_prompt
+    )
     return preference.whole(example, rows.where(n))
+
   return answer
 
 
 def check(config):
   """InputError for names and fields that cannot work together."""
   p = config.preference
-  refuse(len(p.losses) != 1, f'config.preference.losses: {len(p.losses)} of '
-         f'them; kto learns by one, {" or ".join(LOSSES)}')
+  refuse(
+    len(p.losses) != 1, f'config.preference.losses: {len(p.losses)} of them; kto learns by one, {" or ".join(LOSSES)}'
+  )
   preference.check_name(p.losses[0], LOSSES)
-  refuse(bool(p.loss_weights), 'config.preference.loss_weights: kto has one '
-         'loss; weigh its labels with desirable_weight and '
-         'undesirable_weight')
+  refuse(
+    bool(p.loss_weights),
+    'config.preference.loss_weights: kto has one loss; weigh its labels with desirable_weight and undesirable_weight',
+  )
   preference.check_fields(config)
-  refuse(p.nll_coef > 0, 'config.preference.nll_coef: kto has no chosen '
-         'answers; set it to 0')
+  refuse(p.nll_coef > 0, 'config.preference.nll_coef: kto has no chosen answers; set it to 0')
 
 
 def check_first_step(metrics, config):
@@ -118,7 +119,13 @@ def check_first_step(metrics, config):
 
 
 KTO = ALGORITHM = Algorithm(
-    objective, {'preference': dict(losses=('kto',), nll_coef=0.0)},
-    needs=preference.needs, prepare=prepare,
-    precompute=preference.precompute, check=check,
-    check_first_step=check_first_step, render=render, per='label')
+  objective,
+  {'preference': dict(losses=('kto',), nll_coef=0.0)},
+  needs=preference.needs,
+  prepare=prepare,
+  precompute=preference.precompute,
+  check=check,
+  check_first_step=check_first_step,
+  render=render,
+  per='label',
+)

@@ -20,8 +20,7 @@ from jaxpost.types import Batch, Credit, Experience
 
 def objective(config):
   """That of DPO, at the temperature of the sampler."""
-  return dataclasses.replace(
-      preference.objective(config), temperature=config.rollout.temperature)
+  return dataclasses.replace(preference.objective(config), temperature=config.rollout.temperature)
 
 
 def credit(experience: Experience, config) -> Credit:
@@ -34,8 +33,7 @@ def credit(experience: Experience, config) -> Credit:
     metrics['masked_truncated'] = int((valid & cut).sum())
     valid &= ~cut
   valid &= experience.mask.any(axis=1)
-  rewards, valid = (x.reshape(groups, -1)
-                    for x in (experience.rewards, valid))
+  rewards, valid = (x.reshape(groups, -1) for x in (experience.rewards, valid))
   best = np.where(valid, rewards, -np.inf).argmax(axis=1)
   worst = np.where(valid, rewards, np.inf).argmin(axis=1)
   every = np.arange(groups)
@@ -45,16 +43,14 @@ def credit(experience: Experience, config) -> Credit:
   choice[every[differs], best[differs]] = 1
   choice[every[differs], worst[differs]] = -1
   gap = rewards[every, best] - rewards[every, worst]
-  metrics |= {'pairs': int(differs.sum()),
-              'groups_without_pair': int((~differs).sum())}
+  metrics |= {'pairs': int(differs.sum()), 'groups_without_pair': int((~differs).sum())}
   if differs.any():
     metrics['reward_gap'] = float(gap[differs].mean())
   choice = choice.reshape(-1, 1) * experience.mask
   return Credit({'choice': choice}, np.abs(choice), metrics)
 
 
-def pack(experience: Experience, credit: Credit, members, config, rows: int,
-         row_length: int) -> Batch:
+def pack(experience: Experience, credit: Credit, members, config, rows: int, row_length: int) -> Batch:
   """Rows of pairs, in the tokens that were sampled; [rows, row_length]."""
   rollout, sign = experience.rollout, credit.arrays['choice'].sum(axis=1)
   size = len(sign) // max(experience.groups, 1)
@@ -69,17 +65,14 @@ def pack(experience: Experience, credit: Credit, members, config, rows: int,
 
   share = config.preference.share_prompt
   examples = [
-      pair(rollout.prompts[g].tokens, answer(both[True]), answer(both[False]),
-           share) for g, both in sorted(sides.items())]
+    pair(rollout.prompts[g].tokens, answer(both[True]), answer(both[False]), share) for g, both in sorted(sides.items())
+  ]
   packed = packing.pack([len(e.tokens) for e in examples], row_length)
-  batch = packing.to_batch(
-      [[examples[i] for i in row] for row in packed], row_length, rows,
-      per='pair')
+  batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, rows, per='pair')
   # The same fields with no pair or branch at all: an update has one shape.
   zeros = np.zeros((rows, row_length), np.int32)
   given = lambda x: zeros if x is None else x
-  return batch.replace(sequence_ids=given(batch.sequence_ids),
-                       branch_ids=given(batch.branch_ids))
+  return batch.replace(sequence_ids=given(batch.sequence_ids), branch_ids=given(batch.branch_ids))
 
 
 def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
@@ -88,23 +81,21 @@ def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
   shared, own = prompt[:head], prompt[head:]
   sides = [np.concatenate([own, tokens]) for tokens, _ in (chosen, rejected)]
   masks = [np.concatenate([0 * own, mask]) for _, mask in (chosen, rejected)]
-  numbers = np.repeat(
-      np.arange(3, dtype=np.int32), [head, *map(len, sides)])
+  numbers = np.repeat(np.arange(3, dtype=np.int32), [head, *map(len, sides)])
   mask = np.concatenate([0 * shared, *masks]).astype(np.float32)
   return Example(
-      np.concatenate([shared, *sides]).astype(np.int32), mask,
-      positions=np.concatenate([
-          np.arange(head), *(head + np.arange(len(s)) for s in sides)]
-                               ).astype(np.int32),
-      segment_ids=None if share_prompt else numbers,
-      branch_ids=numbers if share_prompt else None,
-      sequence_ids=np.where(mask > 0, numbers, 0).astype(np.int32))
+    np.concatenate([shared, *sides]).astype(np.int32),
+    mask,
+    positions=np.concatenate([np.arange(head), *(head + np.arange(len(s)) for s in sides)]).astype(np.int32),
+    segment_ids=None if share_prompt else numbers,
+    branch_ids=numbers if share_prompt else None,
+    sequence_ids=np.where(mask > 0, numbers, 0).astype(np.int32),
+  )
 
 
 def two_rows(config) -> int:
   """Tokens of two prompts with their completions."""
-  return 2 * (
-      config.rollout.max_prompt_length + config.rollout.max_new_tokens)
+  return 2 * (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
 
 
 def pair_length(config) -> int:
@@ -117,26 +108,34 @@ def check(config):
   """InputError for combinations that cannot work."""
   rl, size = config.rl, config.rollout.group_size
   preference.check(config)
-  refuse(size < 2, 'config.rollout.group_size: 1 sample is no pair; use at '
-         'least 2')
+  refuse(size < 2, 'config.rollout.group_size: 1 sample is no pair; use at least 2')
   length, longest = config.train.row_length, pair_length(config)
-  rows = math.ceil(config.rollout.prompts * size / max(
-      1, length // (two_rows(config) // 2)))
-  refuse(length // longest * rows < config.rollout.prompts,
-         f'config.train.row_length: {length} has no room for the pairs of a '
-         f'step, of up to {longest} tokens each; leave it 0')
-  refuse(config.preference.precompute_ref, 'config.preference.precompute_ref: '
-         'samples are not known before they are drawn; set it to False')
-  refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; '
-         'use rl.epochs, or fewer rollout.prompts')
-  refuse_unread(rl, ('epochs', 'minibatches', 'dynamic_sampling',
-                     'mask_truncated'),
-                'online_dpo (preference.beta holds the policy)')
+  rows = math.ceil(config.rollout.prompts * size / max(1, length // (two_rows(config) // 2)))
+  refuse(
+    length // longest * rows < config.rollout.prompts,
+    f'config.train.row_length: {length} has no room for the pairs of a '
+    f'step, of up to {longest} tokens each; leave it 0',
+  )
+  refuse(
+    config.preference.precompute_ref,
+    'config.preference.precompute_ref: samples are not known before they are drawn; set it to False',
+  )
+  refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; use rl.epochs, or fewer rollout.prompts')
+  refuse_unread(
+    rl, ('epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated'), 'online_dpo (preference.beta holds the policy)'
+  )
 
 
 ONLINE_DPO = ALGORITHM = preference.method(
-    ('sigmoid',), objective=objective, check=check,
-    defaults={'preference': dict(losses=('sigmoid',), nll_coef=0.0),
-              'rl': dict(dynamic_sampling=0),
-              'train': dict(row_length=two_rows)},
-    on_policy=True, credit=credit, pack=pack)
+  ('sigmoid',),
+  objective=objective,
+  check=check,
+  defaults={
+    'preference': dict(losses=('sigmoid',), nll_coef=0.0),
+    'rl': dict(dynamic_sampling=0),
+    'train': dict(row_length=two_rows),
+  },
+  on_policy=True,
+  credit=credit,
+  pack=pack,
+)

@@ -36,11 +36,9 @@ def objective(config) -> Objective:
       loss, metrics = policy.fn(outputs, batch.arrays)
       loss, metrics = total(loss), {k: total(x) for k, x in metrics.items()}
     value_loss, more = critic.fn(outputs, batch)
-    return loss + config.critic.coef * value_loss, metrics | {
-        f'critic/{name}': x for name, x in more.items()}
+    return loss + config.critic.coef * value_loss, metrics | {f'critic/{name}': x for name, x in more.items()}
 
-  return dataclasses.replace(
-      policy, fn=both, coupled=True, arrays=policy.arrays + critic.arrays)
+  return dataclasses.replace(policy, fn=both, coupled=True, arrays=policy.arrays + critic.arrays)
 
 
 def value_objective(config) -> Objective:
@@ -51,13 +49,12 @@ def value_objective(config) -> Objective:
     # The first token of a row has no weight, so what wraps never counts.
     values = jnp.where(weights > 0, jnp.roll(outputs.values, 1, axis=1), 0)
     loss, is_clipped = values_lib.clipped_value_loss(
-        values, arrays['values'], arrays['returns'], config.critic.value_clip)
+      values, arrays['values'], arrays['returns'], config.critic.value_clip
+    )
     total = lambda x: jnp.sum(weights * x)
-    return total(loss), {'vf_loss': total(loss),
-                         'vf_clipfrac': total(is_clipped)}
+    return total(loss), {'vf_loss': total(loss), 'vf_clipfrac': total(is_clipped)}
 
-  return Objective(clipped, coupled=True, token_means=True,
-                   arrays=('values', 'returns'))
+  return Objective(clipped, coupled=True, token_means=True, arrays=('values', 'returns'))
 
 
 def critic(config) -> Objective | None:
@@ -74,15 +71,12 @@ def credit(experience: Experience, config) -> Credit:
   mask, metrics = grpo.trained_tokens(experience, valid, config)
   kl, memory, kl_metrics = grpo.kl_in_reward(experience, mask, config)
   values = np.where(mask > 0, experience.arrays['values'], 0)
-  gains, returns = advantages.gae(
-      grpo.token_rewards(experience, mask, kl), values, mask, rl.gamma, rl.lam)
-  out = grpo.finish(experience, advantages.whiten(gains, mask), mask,
-                    metrics | kl_metrics, memory, config)
+  gains, returns = advantages.gae(grpo.token_rewards(experience, mask, kl), values, mask, rl.gamma, rl.lam)
+  out = grpo.finish(experience, advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config)
   out.arrays.update(values=values, returns=returns)
   counted = mask > 0
   if counted.any():
-    out.metrics.update({'values/mean': float(values[counted].mean()),
-                        'returns/mean': float(returns[counted].mean())})
+    out.metrics.update({'values/mean': float(values[counted].mean()), 'returns/mean': float(returns[counted].mean())})
     explained = values_lib.explained_variance(values, returns, mask)
     if np.isfinite(explained):  # equal returns have nothing to explain
       out.metrics['critic/explained_variance'] = explained
@@ -92,26 +86,35 @@ def credit(experience: Experience, config) -> Credit:
 def check(config):
   """InputError for combinations that cannot work."""
   rl, c = config.rl, config.critic
-  refuse(rl.advantage != 'gae',
-         f'config.rl.advantage: {rl.advantage!r} asks no critic, and ppo has '
-         'one; leave it empty, or use the algorithm grpo')
-  refuse(rl.scale_rewards != 'none',
-         'config.rl.scale_rewards: ppo whitens advantages over the batch '
-         'instead; leave it empty')
+  refuse(
+    rl.advantage != 'gae',
+    f'config.rl.advantage: {rl.advantage!r} asks no critic, and ppo has one; leave it empty, or use the algorithm grpo',
+  )
+  refuse(
+    rl.scale_rewards != 'none', 'config.rl.scale_rewards: ppo whitens advantages over the batch instead; leave it empty'
+  )
   for name in ('path', 'lr', 'warmup_steps'):
-    refuse(c.shared and bool(vars(c)[name]),
-           f'config.critic.{name}: a shared critic has no weights and no '
-           'optimizer of its own; unset it or config.critic.shared')
-  refuse(c.warmup_steps >= config.train.steps,
-         f'config.critic.warmup_steps: {c.warmup_steps} leaves the policy '
-         f'none of {config.train.steps} steps; lower it')
+    refuse(
+      c.shared and bool(vars(c)[name]),
+      f'config.critic.{name}: a shared critic has no weights and no '
+      'optimizer of its own; unset it or config.critic.shared',
+    )
+  refuse(
+    c.warmup_steps >= config.train.steps,
+    f'config.critic.warmup_steps: {c.warmup_steps} leaves the policy none of {config.train.steps} steps; lower it',
+  )
   grpo.check_terms(config)
 
 
 PPO = ALGORITHM = Algorithm(
-    objective, {'rl': dict(
-        advantage='gae', scale_rewards='none', kl_estimator='k1',
-        kl_in='reward', importance=grpo.of_older)}, critic=critic,
-    value_head=lambda config: config.critic.shared, needs=grpo.needs,
-    check=check, check_first_step=grpo.check_first_step, on_policy=True,
-    scores=scores, credit=credit)
+  objective,
+  {'rl': dict(advantage='gae', scale_rewards='none', kl_estimator='k1', kl_in='reward', importance=grpo.of_older)},
+  critic=critic,
+  value_head=lambda config: config.critic.shared,
+  needs=grpo.needs,
+  check=check,
+  check_first_step=grpo.check_first_step,
+  on_policy=True,
+  scores=scores,
+  credit=credit,
+)

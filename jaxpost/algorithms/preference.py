@@ -23,27 +23,22 @@ from jaxpost.types import Objective
 
 # Fields of config.preference and the losses that read them; a field that
 # none of the losses of a run reads must stay as it is.
-_SMOOTHED = ('sigmoid', 'robust', 'exo_pair', 'aot', 'aot_unpaired',
-             'sigmoid_norm', 'cpo', 'simpo')
+_SMOOTHED = ('sigmoid', 'robust', 'exo_pair', 'aot', 'aot_unpaired', 'sigmoid_norm', 'cpo', 'simpo')
 _READERS = {
-    'label_smoothing': (0.0, _SMOOTHED),
-    'gamma': (0.5, ('simpo',)),
-    'f_divergence': ('reverse_kl', WITH_F_DIVERGENCE),
-    'ipo_average': (True, ('ipo',)),
-    'desirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
-    'undesirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
+  'label_smoothing': (0.0, _SMOOTHED),
+  'gamma': (0.5, ('simpo',)),
+  'f_divergence': ('reverse_kl', WITH_F_DIVERGENCE),
+  'ipo_average': (True, ('ipo',)),
+  'desirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
+  'undesirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
 }
-REF_LOGPROBS = Precompute(
-    {'ref_logprobs': ((), np.float32)},
-    lambda found: {'ref_logprobs': found.logprobs})
+REF_LOGPROBS = Precompute({'ref_logprobs': ((), np.float32)}, lambda found: {'ref_logprobs': found.logprobs})
 _OF_MEANS = ('orpo', 'simpo')  # their reward is a mean over tokens
 
 
 def options_of(config) -> pairs_lib.PreferenceOptions:
   p = config.preference
-  return pairs_lib.PreferenceOptions(
-      p.beta, p.label_smoothing, p.ipo_average, p.gamma,
-      f_divergence=p.f_divergence)
+  return pairs_lib.PreferenceOptions(p.beta, p.label_smoothing, p.ipo_average, p.gamma, f_divergence=p.f_divergence)
 
 
 def weights_of(config) -> tuple:
@@ -58,30 +53,24 @@ def reads_reference(config) -> bool:
 def objective(config) -> Objective:
   """The losses of `config.preference` and the NLL of chosen answers."""
   p, options = config.preference, options_of(config)
-  names, weights, compared = p.losses, weights_of(config), (
-      reads_reference(config))
+  names, weights, compared = p.losses, weights_of(config), (reads_reference(config))
 
   def over_pairs(outputs, batch):
     pairs, pair_weights = pairs_of(outputs, batch, compared)
     total = lambda x: (pair_weights * x).sum()
     loss = total(preferences.weighted(names, weights, pairs, options))
-    entropy = reduce.sequence_mean(
-        outputs.entropy, batch.loss_weights != 0, batch.sequence_ids)
-    entropy = sum(reduce.split_pairs(
-        reduce.sequence_max(entropy, batch.sequence_ids))) / 2
-    metrics = pairs_lib.pair_metrics(
-        _means(pairs) if names[0] in _OF_MEANS else pairs, options)
-    metrics = {k: total(v) for k, v in (
-        metrics | {'entropy': entropy}).items()}
+    entropy = reduce.sequence_mean(outputs.entropy, batch.loss_weights != 0, batch.sequence_ids)
+    entropy = sum(reduce.split_pairs(reduce.sequence_max(entropy, batch.sequence_ids))) / 2
+    metrics = pairs_lib.pair_metrics(_means(pairs) if names[0] in _OF_MEANS else pairs, options)
+    metrics = {k: total(v) for k, v in (metrics | {'entropy': entropy}).items()}
     if p.nll_coef:
-      metrics['nll_loss'] = -(
-          batch.arrays['nll_weights'] * outputs.logprobs).sum()
+      metrics['nll_loss'] = -(batch.arrays['nll_weights'] * outputs.logprobs).sum()
       loss += p.nll_coef * metrics['nll_loss']
     return loss, metrics
 
   return Objective(
-      over_pairs, coupled=True, reads=('entropy',),
-      arrays=('nll_weights', *(['ref_logprobs'] if compared else [])))
+    over_pairs, coupled=True, reads=('entropy',), arrays=('nll_weights', *(['ref_logprobs'] if compared else []))
+  )
 
 
 def pairs_of(outputs, batch, compared: bool):
@@ -93,18 +82,18 @@ def pairs_of(outputs, batch, compared: bool):
   reference = batch.arrays['ref_logprobs'] if compared else 0 * weights
   pair_weights, of_rejected = largest(weights)
   valid = (pair_weights > 0) & (of_rejected > 0)
-  nll_scale = largest(batch.arrays['nll_weights'])[0] / jnp.where(
-      valid, pair_weights, 1)
+  nll_scale = largest(batch.arrays['nll_weights'])[0] / jnp.where(valid, pair_weights, 1)
   return pairs_lib.Pairs(
-      *total(outputs.logprobs), *total(reference), *total(jnp.ones_like(
-          weights)), valid, nll_scale), pair_weights
+    *total(outputs.logprobs), *total(reference), *total(jnp.ones_like(weights)), valid, nll_scale
+  ), pair_weights
 
 
 def _means(pairs):
   """The pairs with log-probs that are means over tokens; no reference."""
   return pairs._replace(
-      chosen=pairs.chosen / jnp.maximum(pairs.chosen_length, 1),
-      rejected=pairs.rejected / jnp.maximum(pairs.rejected_length, 1))
+    chosen=pairs.chosen / jnp.maximum(pairs.chosen_length, 1),
+    rejected=pairs.rejected / jnp.maximum(pairs.rejected_length, 1),
+  )
 
 
 def needs(config) -> tuple:
@@ -113,8 +102,7 @@ def needs(config) -> tuple:
 
 def precompute(config) -> dict:
   """The log-probs of the reference, which is not read in training then."""
-  return {'reference': REF_LOGPROBS} if (
-      config.preference.precompute_ref) else {}
+  return {'reference': REF_LOGPROBS} if (config.preference.precompute_ref) else {}
 
 
 def prepare(batch, roles, config):
@@ -122,18 +110,17 @@ def prepare(batch, roles, config):
   del config
   if roles.reference is None:
     return batch
-  found = transfer.move(
-      roles.policy.layout,       roles.reference(batch).logprobs, None, 'batch', None)
+  found = transfer.move(roles.policy.layout, roles.reference(batch).logprobs, None, 'batch', None)
   return batch.replace(arrays={**batch.arrays, 'ref_logprobs': found})
 
 
 def render(rows, tokenizer, config):
   """Row number -> Example of a pair: chosen is sequence 1, rejected 2."""
+
   def pair(n):
-    example = data.render_pair(
-        tokenizer, rows[n], rows.where(n),
-        share_prompt=config.preference.share_prompt)
+    example = data.render_pair(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
     return whole(example, rows.where(n))
+
   return pair
 
 
@@ -141,8 +128,9 @@ def whole(example, where: str):
   """The Example, if each of its tokens counts fully or not at all."""
   if not np.isin(example.loss_mask, (0, 1)).all():
     raise InputError(
-        f'{where}: a message has a weight other than 0 and 1; answers are '
-        'compared whole, so leave the turn out (0) or remove the weight')
+      f'{where}: a message has a weight other than 0 and 1; answers are '
+      'compared whole, so leave the turn out (0) or remove the weight'
+    )
   return example
 
 
@@ -152,19 +140,23 @@ def check(config):
   for name in p.losses:
     check_name(name, LOSSES)
   check_fields(config)
-  refuse(p.losses.count('sft') > 0 and p.nll_coef > 0,
-         "config.preference.nll_coef: the loss 'sft' is that NLL already; "
-         'set one of the two')
-  refuse('exo_pair' in p.losses and not p.label_smoothing,
-         "config.preference.label_smoothing: is 0, and 'exo_pair' needs a "
-         'number above it, such as 0.001')
+  refuse(
+    p.losses.count('sft') > 0 and p.nll_coef > 0,
+    "config.preference.nll_coef: the loss 'sft' is that NLL already; set one of the two",
+  )
+  refuse(
+    'exo_pair' in p.losses and not p.label_smoothing,
+    "config.preference.label_smoothing: is 0, and 'exo_pair' needs a number above it, such as 0.001",
+  )
   plain = set(p.losses) - set(WITH_F_DIVERGENCE) - set(REFERENCE_FREE)
-  refuse(p.f_divergence != 'reverse_kl' and bool(plain),
-         f'config.preference.f_divergence: {", ".join(sorted(plain))} hold to '
-         'reverse_kl; leave it, or drop them')
-  refuse(p.precompute_ref and not reads_reference(config),
-         'config.preference.precompute_ref: nothing reads a reference in '
-         f'{", ".join(p.losses)}; set it to False')
+  refuse(
+    p.f_divergence != 'reverse_kl' and bool(plain),
+    f'config.preference.f_divergence: {", ".join(sorted(plain))} hold to reverse_kl; leave it, or drop them',
+  )
+  refuse(
+    p.precompute_ref and not reads_reference(config),
+    f'config.preference.precompute_ref: nothing reads a reference in {", ".join(p.losses)}; set it to False',
+  )
 
 
 def check_name(name: str, known):
@@ -173,24 +165,28 @@ def check_name(name: str, known):
   hint = f'did you mean {near[0]!r}? ' if near else ''
   if name in ('kto', 'apo_zero_unpaired'):
     hint = "of single answers: set config.algorithm='kto'. "
-  refuse(name not in known, f'config.preference.losses: there is no {name!r}; '
-         f'{hint}known: {", ".join(known)}')
+  refuse(name not in known, f'config.preference.losses: there is no {name!r}; {hint}known: {", ".join(known)}')
 
 
 def check_fields(config):
   """InputError for fields that no loss of `config.preference` reads."""
   p = config.preference
-  refuse(bool(p.loss_weights) and len(p.loss_weights) != len(p.losses),
-         f'config.preference.loss_weights: {len(p.loss_weights)} weights for '
-         f'{len(p.losses)} losses ({", ".join(p.losses)}); give one each, '
-         'or ()')
-  refuse(p.label_smoothing >= 0.5, 'config.preference.label_smoothing: '
-         f'{p.label_smoothing} would turn the preferences round; give less '
-         'than 0.5')
+  refuse(
+    bool(p.loss_weights) and len(p.loss_weights) != len(p.losses),
+    f'config.preference.loss_weights: {len(p.loss_weights)} weights for '
+    f'{len(p.losses)} losses ({", ".join(p.losses)}); give one each, '
+    'or ()',
+  )
+  refuse(
+    p.label_smoothing >= 0.5,
+    f'config.preference.label_smoothing: {p.label_smoothing} would turn the preferences round; give less than 0.5',
+  )
   for field, (default, readers) in _READERS.items():
-    refuse(vars(p)[field] != default and not set(readers) & set(p.losses),
-           f'config.preference.{field}: {", ".join(p.losses)} would ignore '
-           f'it; it is read by {", ".join(readers)}; leave it {default!r}')
+    refuse(
+      vars(p)[field] != default and not set(readers) & set(p.losses),
+      f'config.preference.{field}: {", ".join(p.losses)} would ignore '
+      f'it; it is read by {", ".join(readers)}; leave it {default!r}',
+    )
 
 
 def check_first_step(metrics, config):
@@ -199,24 +195,31 @@ def check_first_step(metrics, config):
   if not reads_reference(config) or not metrics.get('logps/chosen'):
     return  # or no pair in this batch
   # Sums over an answer, from programs that may round bfloat16 elsewhere.
-  limits = {f'rewards/{name}': (0.0, 1e-4 if exact else 0.5 * p.beta)
-            for name in ('chosen', 'rejected', 'margins')}
-  if p.losses == ('sigmoid',) and not p.nll_coef and (
-      p.f_divergence == 'reverse_kl'):
+  limits = {f'rewards/{name}': (0.0, 1e-4 if exact else 0.5 * p.beta) for name in ('chosen', 'rejected', 'margins')}
+  if p.losses == ('sigmoid',) and not p.nll_coef and (p.f_divergence == 'reverse_kl'):
     scale = weights_of(config)[0]
-    limits['loss'] = scale * math.log(2), scale * (
-        1e-4 if exact else 0.25 * p.beta)
+    limits['loss'] = scale * math.log(2), scale * (1e-4 if exact else 0.25 * p.beta)
   expect(metrics, limits, 'the policy is its own reference before it learns')
 
 
 def method(losses: tuple, nll_coef=0.0, **choices) -> Algorithm:
   """An algorithm of this family with its own losses."""
-  return Algorithm(**{**dict(
-      objective=objective,
-      defaults={'preference': dict(losses=losses, nll_coef=nll_coef)},
-      needs=needs, prepare=prepare, precompute=precompute, check=check,
-      check_first_step=check_first_step, render=render, per='pair'),
-                      **choices})
+  return Algorithm(
+    **{
+      **dict(
+        objective=objective,
+        defaults={'preference': dict(losses=losses, nll_coef=nll_coef)},
+        needs=needs,
+        prepare=prepare,
+        precompute=precompute,
+        check=check,
+        check_first_step=check_first_step,
+        render=render,
+        per='pair',
+      ),
+      **choices,
+    }
+  )
 
 
 DPO = ALGORITHM = method(('sigmoid',))  # arXiv:2305.18290

@@ -26,8 +26,7 @@ def objective(config) -> Objective:
   """The loss of `config.reward_model.loss`."""
   if config.reward_model.loss == 'bradley_terry':
     return _bradley_terry(config.reward_model.centre_coef)
-  return {'regression': _REGRESSION, 'process': _PROCESS}[
-      config.reward_model.loss]
+  return {'regression': _REGRESSION, 'process': _PROCESS}[config.reward_model.loss]
 
 
 def _bradley_terry(centre_coef: float) -> Objective:
@@ -36,19 +35,19 @@ def _bradley_terry(centre_coef: float) -> Objective:
   def pairs(outputs, batch):
     weights, ids = batch.loss_weights, batch.sequence_ids
     # One token of a sequence has a weight: the sum picks what stands there.
-    at_end = lambda x: reduce.split_pairs(
-        reduce.sequence_sum(jnp.where(weights > 0, x, 0), ids))
+    at_end = lambda x: reduce.split_pairs(reduce.sequence_sum(jnp.where(weights > 0, x, 0), ids))
     chosen, rejected = at_end(outputs.values)
     margin, _ = at_end(batch.arrays['margin'])
     weight, _ = at_end(weights)  # [B, P], 0 where there is no pair
-    loss = jax.vmap(lambda *row: values.bradley_terry(*row, centre_coef))(
-        chosen, rejected, margin)
+    loss = jax.vmap(lambda *row: values.bradley_terry(*row, centre_coef))(chosen, rejected, margin)
     total = lambda x: jnp.sum(weight * x)
     return total(loss), {
-        'rewards/chosen': total(chosen), 'rewards/rejected': total(rejected),
-        'rewards/margins': total(chosen - rejected),
-        'rewards/accuracies': total(chosen > rejected),
-        'margin': total(jnp.abs(margin))}  # what the data asks for
+      'rewards/chosen': total(chosen),
+      'rewards/rejected': total(rejected),
+      'rewards/margins': total(chosen - rejected),
+      'rewards/accuracies': total(chosen > rejected),
+      'margin': total(jnp.abs(margin)),
+    }  # what the data asks for
 
   return Objective(pairs, coupled=True)
 
@@ -62,32 +61,32 @@ def _per_token(loss: Callable, metrics: Callable) -> Objective:
     scores = jnp.where(read, outputs.values, 0)
     labels = batch.arrays['label']
     total = lambda x: jnp.sum(batch.loss_weights * x)
-    return total(loss(scores, labels)), {
-        name: total(x) for name, x in metrics(scores, labels).items()}
+    return total(loss(scores, labels)), {name: total(x) for name, x in metrics(scores, labels).items()}
 
   return Objective(tokens, coupled=True)
 
 
 _REGRESSION = _per_token(
-    values.REGRESSION['mse'], lambda scores, labels: {
-        'rewards/mean': scores, 'labels/mean': labels,
-        'rewards/error': jnp.abs(scores - labels)})
+  values.REGRESSION['mse'],
+  lambda scores, labels: {'rewards/mean': scores, 'labels/mean': labels, 'rewards/error': jnp.abs(scores - labels)},
+)
 _PROCESS = _per_token(
-    values.process_reward_loss, lambda scores, labels: {
-        'rewards/mean': jax.nn.sigmoid(scores), 'labels/mean': labels,
-        'rewards/accuracies': (scores > 0) == (labels > 0.5)})
+  values.process_reward_loss,
+  lambda scores, labels: {
+    'rewards/mean': jax.nn.sigmoid(scores),
+    'labels/mean': labels,
+    'rewards/accuracies': (scores > 0) == (labels > 0.5),
+  },
+)
 
 
 def render(rows, tokenizer, config) -> Callable:
   """Row number -> Example, of the columns that the loss asks for."""
   kind = config.reward_model.loss
   if kind == 'bradley_terry':
-    make = functools.partial(
-        preferences.render_pair, train_on='last',
-        share_prompt=config.preference.share_prompt)
+    make = functools.partial(preferences.render_pair, train_on='last', share_prompt=config.preference.share_prompt)
   else:
-    make = {'regression': preferences.render_scored,
-            'process': preferences.render_steps}[kind]
+    make = {'regression': preferences.render_scored, 'process': preferences.render_steps}[kind]
 
   def one(n):
     row = rows[n]  # None: dropped by the map of a source that is streamed
@@ -99,12 +98,14 @@ def render(rows, tokenizer, config) -> Callable:
 def check_first_step(metrics, config):
   """A head of zeros judges all texts alike: log 2 a pair without a margin."""
   names = 'rewards/chosen', 'rewards/rejected', 'margin'
-  if config.reward_model.loss == 'bradley_terry' and not any(
-      metrics[name] for name in names):
-    expect(metrics, {'loss': (math.log(2), 1e-5)},
-           'all scores are 0 before the head has learnt anything')
+  if config.reward_model.loss == 'bradley_terry' and not any(metrics[name] for name in names):
+    expect(metrics, {'loss': (math.log(2), 1e-5)}, 'all scores are 0 before the head has learnt anything')
 
 
 REWARD_MODEL = ALGORITHM = Algorithm(
-    objective, render=render, check_first_step=check_first_step,
-    per=lambda config: _PER[config.reward_model.loss], scalar_head=True)
+  objective,
+  render=render,
+  check_first_step=check_first_step,
+  per=lambda config: _PER[config.reward_model.loss],
+  scalar_head=True,
+)

@@ -15,22 +15,18 @@ from jaxpost.algorithms.base import Algorithm, refuse, refuse_unread
 from jaxpost.losses import advantages
 from jaxpost.types import Credit, Experience
 
-_READ = ('advantage', 'aggregate', 'keep_reward', 'mask_truncated',
-         'dynamic_sampling', 'epochs', 'minibatches')
+_READ = ('advantage', 'aggregate', 'keep_reward', 'mask_truncated', 'dynamic_sampling', 'epochs', 'minibatches')
 
 
 def credit(experience: Experience, config) -> Credit:
   """Rewards -> the completions that are kept."""
   rl, rewards = config.rl, experience.rewards
-  mask, metrics = grpo.trained_tokens(
-      experience, np.isfinite(rewards), config)
+  mask, metrics = grpo.trained_tokens(experience, np.isfinite(rewards), config)
   valid = mask.any(axis=1)
   shape = (experience.groups, -1)
-  best = advantages.best_of_n(
-      rewards.reshape(shape), valid.reshape(shape)).reshape(-1)
+  best = advantages.best_of_n(rewards.reshape(shape), valid.reshape(shape)).reshape(-1)
   keep = best & (np.where(valid, rewards, -np.inf) >= rl.keep_reward)
-  metrics |= {'rft/kept': int(keep.sum()),
-              'rft/dropped': int(experience.groups - keep.sum())}
+  metrics |= {'rft/kept': int(keep.sum()), 'rft/dropped': int(experience.groups - keep.sum())}
   if keep.any():
     metrics['rft/kept_reward'] = float(rewards[keep].mean())
   return Credit({}, mask * keep[:, None], metrics, experience.memory)
@@ -39,15 +35,18 @@ def credit(experience: Experience, config) -> Credit:
 def check(config):
   """InputError for what cross entropy on samples cannot use."""
   rl = config.rl
-  refuse(rl.advantage != 'best_of_n',
-         f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
-         'each group; leave it empty, or use the algorithm grpo')
+  refuse(
+    rl.advantage != 'best_of_n',
+    f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
+    'each group; leave it empty, or use the algorithm grpo',
+  )
   refuse_unread(rl, _READ, 'the cross entropy of rft')
-  refuse(rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
-         'config.rl.dynamic_sampling: one sample never differs; set it to 0 '
-         'or config.rollout.group_size to at least 2')
+  refuse(
+    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
+    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
+  )
 
 
 RFT = ALGORITHM = Algorithm(
-    sft.objective, {'rl': dict(advantage='best_of_n')}, check=check,
-    on_policy=True, credit=credit)
+  sft.objective, {'rl': dict(advantage='best_of_n')}, check=check, on_policy=True, credit=credit
+)

@@ -25,24 +25,21 @@ def objective(config) -> Objective:
     if o.kind == 'dft':
       loss = -jax.lax.stop_gradient(jnp.exp(logp)) * logp
     if o.label_smoothing:
-      loss = ((1 - o.label_smoothing) * loss
-              - o.label_smoothing * outputs.mean_logprob)
+      loss = (1 - o.label_smoothing) * loss - o.label_smoothing * outputs.mean_logprob
     if o.z_loss:
       metrics['z_loss'] = outputs.lse**2
       loss += o.z_loss * metrics['z_loss']
     return loss, metrics
 
-  learns = [name for name, used in (
-      ('mean_logprob', o.label_smoothing), ('lse', o.z_loss)) if used]
-  return Objective(cross_entropy, reads=('entropy', *learns),
-                   learns=tuple(learns), neftune_alpha=o.neftune_alpha,
-                   seed=config.seed)
+  learns = [name for name, used in (('mean_logprob', o.label_smoothing), ('lse', o.z_loss)) if used]
+  return Objective(
+    cross_entropy, reads=('entropy', *learns), learns=tuple(learns), neftune_alpha=o.neftune_alpha, seed=config.seed
+  )
 
 
 def render_text(rows, tokenizer, config) -> Callable:
   """Row number -> Example: a document whose answers are trained."""
-  return lambda n: chat.render(
-      tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
+  return lambda n: chat.render(tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
 
 
 SFT = ALGORITHM = Algorithm(objective, render=render_text)

@@ -23,8 +23,7 @@ _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
-def render(
-    tokenizer, row, where, *, train_on='assistant', enable_thinking=False):
+def render(tokenizer, row, where, *, train_on='assistant', enable_thinking=False):
   """One row as an Example.
 
   Args:
@@ -50,21 +49,17 @@ def render(
     text = check_text(row['text'], f'{where}: text')
     ids = [*_bos(tokenizer), *tokenizer.encode(text), tokenizer.eos_id]
     return _example(ids, [True] * len(ids))
-  empty = [
-    c
-    for c in ('messages', 'prompt', 'completion', 'text')
-    if c in row and row[c] is None
-  ]
+  empty = [c for c in ('messages', 'prompt', 'completion', 'text') if c in row and row[c] is None]
   if empty:
     raise InputError(f'{where}: {empty[0]}: is null')
   raise InputError(
     f'{where}: needs the columns messages, or prompt and completion, or'
     f' text; it has {", ".join(map(str, row)) or "none"} (rename with'
-    ' columns=, e.g. prompt=question,completion=answer)')
+    ' columns=, e.g. prompt=question,completion=answer)'
+  )
 
 
-def render_prompt(
-    tokenizer, row, where, *, enable_thinking=False, system_prompt=''):
+def render_prompt(tokenizer, row, where, *, enable_thinking=False, system_prompt=''):
   """The tokens [T] int32 that a sampler continues for this row."""
   prompt = prompt_of(row, where, system_prompt)
   return encode_prompt(tokenizer, prompt, row, where, enable_thinking)
@@ -76,9 +71,7 @@ def prompt_of(row, where, system_prompt=''):
     prompt = row['prompt']
     if isinstance(prompt, str):
       if system_prompt:
-        raise InputError(
-          f'{where}: prompt: is plain text, and a system prompt goes only'
-          ' before messages')
+        raise InputError(f'{where}: prompt: is plain text, and a system prompt goes only before messages')
       return check_text(prompt, f'{where}: prompt')
     messages = check_messages(prompt, f'{where}: prompt')
   elif row.get('messages') is not None:
@@ -87,17 +80,16 @@ def prompt_of(row, where, system_prompt=''):
     if turns:
       messages = messages[: turns[-1]]
     if not messages:
-      raise InputError(
-        f'{where}: messages: nothing stands before the last assistant turn')
+      raise InputError(f'{where}: messages: nothing stands before the last assistant turn')
   else:
     raise InputError(
       f'{where}: needs the column prompt or messages; it has'
       f' {", ".join(map(str, row)) or "none"} (rename with columns=, e.g.'
-      ' prompt=question)')
+      ' prompt=question)'
+    )
   if system_prompt:
     if messages[0]['role'] in ('system', 'developer'):
-      raise InputError(
-        f'{where}: has a system message of its own and system_prompt is set')
+      raise InputError(f'{where}: has a system message of its own and system_prompt is set')
     messages = [{'role': 'system', 'content': system_prompt}, *messages]
   return messages
 
@@ -110,11 +102,7 @@ def encode_prompt(tokenizer, prompt, row, where, enable_thinking=False):
       raise InputError(f'{where}: prompt: is empty')
   else:
     text, _ = tokenizer.render(
-      prompt,
-      generation_prompt=True,
-      tools=_tools(row, where),
-      enable_thinking=enable_thinking,
-      where=where,
+      prompt, generation_prompt=True, tools=_tools(row, where), enable_thinking=enable_thinking, where=where
     )
     ids = tokenizer.encode(text)
   return np.asarray(ids, np.int32)
@@ -134,17 +122,14 @@ def check_text(text, where):
 def check_messages(messages, where):
   """`messages` with null contents of tool calls made empty, if sound."""
   if not isinstance(messages, (list, tuple)):
-    raise InputError(
-      f'{where}: is a {type(messages).__name__}, must be a list of messages')
+    raise InputError(f'{where}: is a {type(messages).__name__}, must be a list of messages')
   if not messages:
     raise InputError(f'{where}: is an empty list')
   checked = []
   for n, message in enumerate(messages):
     at = f'{where}[{n}]'
     if not isinstance(message, dict):
-      raise InputError(
-        f'{at}: is a {type(message).__name__}, must be an object with role'
-        ' and content')
+      raise InputError(f'{at}: is a {type(message).__name__}, must be an object with role and content')
     role = message.get('role')
     if role not in ROLES:
       raise InputError(f'{at}.role: {role!r} is none of {", ".join(ROLES)}')
@@ -169,24 +154,18 @@ def _check_weight(message, where):
   if not number or not math.isfinite(weight) or weight < 0:
     raise InputError(f'{where}: {weight!r} is no number >= 0')
   if weight and message['role'] != 'assistant':
-    raise InputError(
-      f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of'
-      ' the assistant are trained')
+    raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
 
 
 def _join_parts(parts, where):
   texts = []
   for n, part in enumerate(parts):
     key = 'value' if isinstance(part, dict) and 'value' in part else 'text'
-    if (
-      not isinstance(part, dict)
-      or part.get('type') != 'text'
-      or key not in part
-    ):
+    if not isinstance(part, dict) or part.get('type') != 'text' or key not in part:
       kind = part.get('type') if isinstance(part, dict) else part
       raise InputError(
-        f'{where}[{n}]: {kind!r}: only text is supported, as a string or as'
-        ' parts {"type": "text", "text": ...}')
+        f'{where}[{n}]: {kind!r}: only text is supported, as a string or as parts {{"type": "text", "text": ...}}'
+      )
     texts.append(check_text(part[key], f'{where}[{n}].{key}'))
   return ''.join(texts)
 
@@ -196,19 +175,12 @@ def _pair(tokenizer, row, where, train_on, enable_thinking):
   if isinstance(prompt, str) != isinstance(completion, str):
     raise InputError(
       f'{where}: prompt is a {type(prompt).__name__} and completion a'
-      f' {type(completion).__name__}; both text or both lists of messages')
+      f' {type(completion).__name__}; both text or both lists of messages'
+    )
   if not isinstance(prompt, str):
     prompt = check_messages(prompt, f'{where}: prompt')
     completion = check_messages(completion, f'{where}: completion')
-    return _chat(
-      tokenizer,
-      prompt + completion,
-      len(prompt),
-      row,
-      where,
-      train_on,
-      enable_thinking,
-    )
+    return _chat(tokenizer, prompt + completion, len(prompt), row, where, train_on, enable_thinking)
   check_text(prompt, f'{where}: prompt')
   check_text(completion, f'{where}: completion')
   head = [*_bos(tokenizer), *tokenizer.encode(prompt)]
@@ -230,9 +202,7 @@ def continuation(tokenizer, prompt, text):
 def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
   """A chat of which the assistant turns from message `first` on are trained."""
   tools = _tools(row, where)
-  turns = [
-    n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant'
-  ]
+  turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
   if not turns and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
   if train_on == 'completion':
@@ -247,20 +217,19 @@ def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
     if any('weight' in m for m in messages):
       raise InputError(
         f"{where}: messages with a weight, and train_on='all' trains every"
-        " token alike; use 'assistant', or drop the weights")
+        " token alike; use 'assistant', or drop the weights"
+      )
     spans, weights = [(0, len(text))], [1]
   elif tokenizer.has_markers:
     every = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
     if len(marked) != len(every):
       raise InputError(
         f'{where}: the chat template marks {len(marked)} generations for'
-        f' {len(every)} assistant turns; repair its generation markers')
+        f' {len(every)} assistant turns; repair its generation markers'
+      )
     spans = [marked[every.index(n)] for n in turns]
   else:
-    spans = [
-      _span(tokenizer, text_of, text, messages, n, where, enable_thinking)
-      for n in turns
-    ]
+    spans = [_span(tokenizer, text_of, text, messages, n, where, enable_thinking) for n in turns]
   for n, (start, end) in zip(turns, spans):
     _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
   return _example(*_encode_spans(tokenizer, text, spans, weights, where))
@@ -278,22 +247,20 @@ def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
   if sentinel is None:
     raise InputError(f'{where}: holds all private characters used as marks')
   other = {'role': 'assistant', 'content': sentinel}
-  changed, _ = text_of(
-    messages[:n] + [other] + messages[n + 1 :],
-    enable_thinking=enable_thinking,
-  )
+  changed, _ = text_of(messages[:n] + [other] + messages[n + 1 :], enable_thinking=enable_thinking)
   if sentinel not in changed:
     raise InputError(
       f'{where}: the chat template leaves out message {n}, so its tokens'
-      ' cannot be told apart; train on text, or give another template')
+      ' cannot be told apart; train on text, or give another template'
+    )
   start = len(os.path.commonprefix([text, changed]))
-  end = len(text) - len(
-    os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
+  end = len(text) - len(os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
   start = _begin(text_of, text, messages[:n], start, enable_thinking)
   if end < start:
     raise InputError(
       f'{where}: the chat template renders message {n} otherwise than its'
-      ' generation prompt; add generation markers to the template')
+      ' generation prompt; add generation markers to the template'
+    )
   tail = text[end:]
   for special in tokenizer.special_texts:
     if tail.startswith(special):
@@ -336,7 +303,8 @@ def _check_reasoning(message, rendered, where):
     raise InputError(
       f'{where}: the chat template drops its reasoning, as templates do once'
       " later turns follow; set train_on='completion' (last turn only) or"
-      ' make it the last turn of a row of its own')
+      ' make it the last turn of a row of its own'
+    )
 
 
 def _encode_spans(tokenizer, text, spans, weights, where):
@@ -362,7 +330,8 @@ def _encode_spans(tokenizer, text, spans, weights, where):
     if any(a < s < b for s in starts):
       raise InputError(
         f'{where}: the tokenizer joins {text[a:b]!r} across the begin of an'
-        f' assistant turn (token {n}); its template does not suit it')
+        f' assistant turn (token {n}); its template does not suit it'
+      )
   return ids, mask
 
 
@@ -389,5 +358,4 @@ def _bos(tokenizer):
 def _example(ids, mask):
   mask = np.asarray(mask, np.float32)
   whole = ((mask == 0) | (mask == 1)).all()
-  return Example(
-    np.asarray(ids, np.int32), mask.astype(bool) if whole else mask)
+  return Example(np.asarray(ids, np.int32), mask.astype(bool) if whole else mask)

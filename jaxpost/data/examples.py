@@ -54,9 +54,7 @@ class Example:
     if self.sequence_ids is None:
       return self._at(np.arange(length), np.arange(length))
     # A sequence's tokens, with what is not trained between them.
-    found = [
-      np.flatnonzero(self.sequence_ids == n)
-      for n in np.unique(self.sequence_ids) if n]
+    found = [np.flatnonzero(self.sequence_ids == n) for n in np.unique(self.sequence_ids) if n]
     spans = sorted((at[0], at[-1] + 1) for at in found)
     sizes = _level([b - a for a, b in spans], total - length)
     if sizes is None:

@@ -11,12 +11,7 @@ import zlib
 from jaxpost.errors import InputError
 
 KINDS = ('.jsonl', '.json', '.txt', '.parquet', '.array_record', '.arrow')
-_NOT_DATA = (
-  'dataset_info.json',
-  'dataset_infos.json',
-  'dataset_dict.json',
-  'state.json',
-)
+_NOT_DATA = ('dataset_info.json', 'dataset_infos.json', 'dataset_dict.json', 'state.json')
 _SEPARATOR = '<|endoftext|>'
 _EXTRA = "pip install 'jaxpost[data]'"
 
@@ -65,8 +60,8 @@ def open_file(path, name):
   }
   if kind(path.name) not in readers:
     raise InputError(
-      f'{name}: unknown format; data is {", ".join(KINDS)} (the first three'
-      ' also .gz) or a folder of them')
+      f'{name}: unknown format; data is {", ".join(KINDS)} (the first three also .gz) or a folder of them'
+    )
   mark, reader = readers[kind(path.name)]
   return name + mark, reader(path, name)
 
@@ -92,9 +87,7 @@ def _lines(path, name):
   except (EOFError, zlib.error, gzip.BadGzipFile) as error:
     raise InputError(f'{name}: damaged gzip file: {error}') from error
   except OSError as error:
-    raise InputError(
-      f'{name}: unreadable: {error.strerror or error}'
-    ) from error
+    raise InputError(f'{name}: unreadable: {error.strerror or error}') from error
 
 
 def _bytes(path, name):
@@ -109,9 +102,7 @@ def decode(data, name, first_line):
     before = data[: error.start]
     line = first_line + before.count(b'\n')
     column = error.start - before.rfind(b'\n')
-    raise InputError(
-      f'{name}:{line}:{column}: not UTF-8 (byte 0x{data[error.start]:02x})'
-    ) from error
+    raise InputError(f'{name}:{line}:{column}: not UTF-8 (byte 0x{data[error.start]:02x})') from error
 
 
 def _unique(pairs):
@@ -132,10 +123,7 @@ def parse(text, name, line=0):
     hint = ''
     if not line and error.msg == 'Extra data':
       hint = ' (one object a line? name the file .jsonl)'
-    raise InputError(
-      f'{name}:{line or error.lineno}:{error.colno}: bad JSON:'
-      f' {error.msg}{hint}'
-    ) from error
+    raise InputError(f'{name}:{line or error.lineno}:{error.colno}: bad JSON: {error.msg}{hint}') from error
   except (ValueError, RecursionError) as error:
     at = f'{name}:{line}' if line else name
     raise InputError(f'{at}: bad JSON: {error}') from error
@@ -153,8 +141,7 @@ def _json(path, name):
     raise InputError(f'{name}: is empty')
   rows = parse(decode(data, name, 1), name)
   if not isinstance(rows, list):
-    raise InputError(
-      f'{name}: holds one {type(rows).__name__}, must be a list of objects')
+    raise InputError(f'{name}: holds one {type(rows).__name__}, must be a list of objects')
   yield from enumerate(rows)
 
 
@@ -184,9 +171,7 @@ def _arrow(path, name):
   try:
     import pyarrow
   except ImportError as error:
-    raise InputError(
-      f'{name}: reading arrow needs pyarrow: {_EXTRA}'
-    ) from error
+    raise InputError(f'{name}: reading arrow needs pyarrow: {_EXTRA}') from error
   try:
     with path.open('rb') as file:
       yield from _batches(pyarrow.ipc.open_stream(file))
@@ -220,9 +205,7 @@ def import_parquet(name):
   try:
     from pyarrow import lib, parquet
   except ImportError as error:
-    raise InputError(
-      f'{name}: reading parquet needs pyarrow: {_EXTRA}'
-    ) from error
+    raise InputError(f'{name}: reading parquet needs pyarrow: {_EXTRA}') from error
   return lib, parquet
 
 
@@ -231,9 +214,7 @@ def import_array_record(name):
   try:
     from array_record.python import array_record_module
   except ImportError as error:
-    raise InputError(
-      f'{name}: reading ArrayRecord needs array_record: {_EXTRA}'
-    ) from error
+    raise InputError(f'{name}: reading ArrayRecord needs array_record: {_EXTRA}') from error
   return array_record_module
 
 

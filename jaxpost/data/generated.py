@@ -20,11 +20,7 @@ _ARITHMETIC = {
   'seed': 0,
 }
 _NOISY = {**_ARITHMETIC, 'noise': 0.0}  # share of the judgements turned round
-_SOLVE = {
-  '+': operator.add,
-  '-': operator.sub,
-  '*': operator.mul,
-}
+_SOLVE = {'+': operator.add, '-': operator.sub, '*': operator.mul}
 _SHARES = ('correct', 'noise')
 
 
@@ -43,20 +39,16 @@ def rows(name, options=''):
     'arithmetic_steps': (arithmetic_steps, _NOISY),
   }
   if name not in makers:
-    raise InputError(
-      f'generated:{name}: there is no such data; there is {", ".join(makers)}')
+    raise InputError(f'generated:{name}: there is no such data; there is {", ".join(makers)}')
   maker, defaults = makers[name]
   options = _options(name, options, defaults)
   top = _check(name, options)
   # Bytes, not hash(): equal in every process.
   draw = random.Random(zlib.crc32(repr(sorted(options.items())).encode()))
-  problems = _problems(
-    top, options['ops'], options['split'], options['size'], draw)
+  problems = _problems(top, options['ops'], options['split'], options['size'], draw)
   made = [maker(*problem, options, draw) for problem in problems]
   if not made:
-    raise InputError(
-      f'generated:{name}: no {options["split"]} problems with operands up to'
-      f' {top}')
+    raise InputError(f'generated:{name}: no {options["split"]} problems with operands up to {top}')
   return made
 
 
@@ -82,12 +74,7 @@ def arithmetic_pairs(a, op, b, options, draw):
   sides = [_said(answer), _said(_slip(a, op, b, answer, draw))]
   if draw.random() < options['noise']:
     sides.reverse()
-  return {
-    **_asked(a, op, b),
-    'chosen': sides[0],
-    'rejected': sides[1],
-    'answer': str(answer),
-  }
+  return {**_asked(a, op, b), 'chosen': sides[0], 'rejected': sides[1], 'answer': str(answer)}
 
 
 def arithmetic_labels(a, op, b, options, draw):
@@ -131,20 +118,14 @@ def arithmetic_steps(a, op, b, options, draw):
   steps.append(str(total))
   labels.append(slip == len(parts))
   noisy = [label != (draw.random() < options['noise']) for label in labels]
-  return {
-    **_asked(a, op, b),
-    'completions': steps,
-    'labels': noisy,
-    'answer': str(_SOLVE[op](a, b)),
-  }
+  return {**_asked(a, op, b), 'completions': steps, 'labels': noisy, 'answer': str(_SOLVE[op](a, b))}
 
 
 def _check(name, options):
   """The largest operand, if the options are sound."""
   split, ops = options['split'], options['ops']
   if split not in ('train', 'test'):
-    raise InputError(
-      f'generated:{name}: split={split!r} is neither train nor test')
+    raise InputError(f'generated:{name}: split={split!r} is neither train nor test')
   if not ops or set(ops) - set('+-*'):
     raise InputError(f'generated:{name}: ops={ops!r}: only + - and *')
   for share in _SHARES:
@@ -227,14 +208,9 @@ def _options(name, options, defaults):
   found = dict(defaults)
   for key, value in pairs:
     if key not in defaults:
-      raise InputError(
-        f'generated:{name}: unknown option {key!r}; there are'
-        f' {", ".join(defaults)}')
+      raise InputError(f'generated:{name}: unknown option {key!r}; there are {", ".join(defaults)}')
     try:
       found[key] = type(defaults[key])(value)
     except ValueError as error:
-      raise InputError(
-        f'generated:{name}: {key}={value!r} is no'
-        f' {type(defaults[key]).__name__}'
-      ) from error
+      raise InputError(f'generated:{name}: {key}={value!r} is no {type(defaults[key]).__name__}') from error
   return found

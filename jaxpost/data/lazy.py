@@ -24,18 +24,16 @@ def open_files(found):
   Args:
     found: [(an `epath.Path`, what to call it in errors)].
   """
-  makers = {
-    '.jsonl': _Lines, '.parquet': _Parquet, '.array_record': _ArrayRecord}
+  makers = {'.jsonl': _Lines, '.parquet': _Parquet, '.array_record': _ArrayRecord}
   handles, groups = _Recent(32), _Recent(4)
   opened = []
   for path, name in found:
     kind = files.kind(path.name)
     if kind not in makers or path.name.lower().endswith('.gz'):
       raise InputError(
-        f'{name}: cannot be read with streaming, only {", ".join(KINDS)}; make'
-        ' it one of them, or turn streaming off')
-    opened.append(
-      makers[kind](path, name, groups if kind == '.parquet' else handles))
+        f'{name}: cannot be read with streaming, only {", ".join(KINDS)}; make it one of them, or turn streaming off'
+      )
+    opened.append(makers[kind](path, name, groups if kind == '.parquet' else handles))
   return opened
 
 
@@ -68,13 +66,10 @@ class _Lines:
     try:
       starts, firsts, size = self._scan()
     except OSError as error:
-      raise InputError(
-        f'{name}: unreadable: {error.strerror or error}'
-      ) from error
+      raise InputError(f'{name}: unreadable: {error.strerror or error}') from error
     self._starts = np.append(starts, size)
     self._numbers = None  # i + 1
-    blank = [
-      i for i in np.flatnonzero(np.isin(firsts, _SPACE)) if not self._line(i)]
+    blank = [i for i in np.flatnonzero(np.isin(firsts, _SPACE)) if not self._line(i)]
     if blank:
       kept = np.setdiff1d(np.arange(len(starts)), blank)
       self._numbers = kept + 1
@@ -132,9 +127,9 @@ class _Parquet:
   def __init__(self, path, name, groups):
     self._path, self._name, self._groups = path, name, groups
     self._lib, self._parquet = files.import_parquet(name)
-    sizes = self._with_file(lambda file: [
-      file.metadata.row_group(g).num_rows
-      for g in range(file.metadata.num_row_groups)])
+    sizes = self._with_file(
+      lambda file: [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
+    )
     self._starts = np.append(0, np.cumsum(sizes, dtype=np.int64))
 
   def _with_file(self, use):
@@ -149,8 +144,7 @@ class _Parquet:
 
   def __getitem__(self, i):
     group = int(np.searchsorted(self._starts, i, 'right')) - 1
-    table = self._groups.get((self._name, group), lambda: self._with_file(
-      lambda file: file.read_row_group(group)))
+    table = self._groups.get((self._name, group), lambda: self._with_file(lambda file: file.read_row_group(group)))
     return table.slice(i - int(self._starts[group]), 1).to_pylist()[0]
 
   def where(self, i):
@@ -184,7 +178,7 @@ class _ArrayRecord:
     return self._size
 
   def __getitem__(self, i):
-    record, = self._with_reader(lambda reader: reader.read([i]))
+    (record,) = self._with_reader(lambda reader: reader.read([i]))
     return files.parse(files.decode(record, self.where(i), 1), self.where(i))
 
   def where(self, i):

@@ -33,9 +33,7 @@ def order(num_rows, seed, shuffle=True, sizes=(), weights=()):
   if len(sizes) != len(weights) or sum(sizes) != num_rows:
     raise ValueError(f'{num_rows} rows are not {sizes}, of {len(weights)}')
   starts = np.append(0, np.cumsum(sizes)).tolist()
-  mixed = [
-    _endless(a, b, (seed, n) if shuffle else None)
-    for n, (a, b) in enumerate(zip(starts, starts[1:]))]
+  mixed = [_endless(a, b, (seed, n) if shuffle else None) for n, (a, b) in enumerate(zip(starts, starts[1:]))]
   return grain.MapDataset.mix(mixed, weights=_shares(weights).tolist())
 
 
@@ -75,9 +73,23 @@ class PackedStream:
   """
 
   def __init__(
-      self, examples_fn, num_rows, *, batch_size, row_length, seed,
-      shuffle=True, window=0, packing=True, overlong='truncate', prefetch=2,
-      where=None, per='token', sizes=(), weights=()):
+    self,
+    examples_fn,
+    num_rows,
+    *,
+    batch_size,
+    row_length,
+    seed,
+    shuffle=True,
+    window=0,
+    packing=True,
+    overlong='truncate',
+    prefetch=2,
+    where=None,
+    per='token',
+    sizes=(),
+    weights=(),
+  ):
     """See the class.
 
     Args:
@@ -98,12 +110,9 @@ class PackedStream:
       sizes, weights: rows and weight of each source, see `order`.
     """
     if overlong not in _OVERLONG:
-      raise InputError(
-        f'overlong={overlong!r} is none of {", ".join(_OVERLONG)}')
+      raise InputError(f'overlong={overlong!r} is none of {", ".join(_OVERLONG)}')
     if batch_size < 1 or row_length < 2:
-      raise InputError(
-        f'batch_size={batch_size} must be at least 1 and'
-        f' row_length={row_length} at least 2')
+      raise InputError(f'batch_size={batch_size} must be at least 1 and row_length={row_length} at least 2')
     self._examples_fn = examples_fn
     self._order = order(num_rows, seed, shuffle, sizes, weights)
     self._num_rows = num_rows
@@ -155,7 +164,8 @@ class PackedStream:
       if state.get(key) != mine:
         raise InputError(
           f'data: the saved position is of {key}={state.get(key)} and this'
-          f' run has {key}={mine}; go back to that, or start a new run')
+          f' run has {key}={mine}; go back to that, or start a new run'
+        )
     self.close()
     self._position = (state['window'], state['row'])
 
@@ -176,10 +186,7 @@ class PackedStream:
     self._queue = queue.Queue(self._prefetch)
     self._stopped = threading.Event()
     self._thread = threading.Thread(
-      target=_fill,
-      daemon=True,
-      name='data',
-      args=(self._batches(*self._position), self._queue, self._stopped),
+      target=_fill, daemon=True, name='data', args=(self._batches(*self._position), self._queue, self._stopped)
     )
     self._thread.start()
 
@@ -203,7 +210,8 @@ class PackedStream:
       if barren >= self._num_rows:
         raise InputError(
           f'data: none of the {self._num_rows} documents has a trained'
-          f' token within {self._row_length} tokens; raise row_length')
+          f' token within {self._row_length} tokens; raise row_length'
+        )
       while row < len(packed):
         take = self._batch_size - len(rows)
         rows += packed[row : row + take]
@@ -219,19 +227,16 @@ class PackedStream:
 
   def _finish(self, rows, counts, documents):
     examples = [[example for _, example in row] for row in rows]
-    batch = packing_lib.to_batch(
-      examples, self._row_length, self._batch_size, per=self._per)
+    batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
     real = int((batch.segment_ids > 0).sum())
-    sources = np.searchsorted(
-      self._stops, [number for row in rows for number, _ in row], 'right')
+    sources = np.searchsorted(self._stops, [number for row in rows for number, _ in row], 'right')
     info = {
       'packing_efficiency': real / batch.tokens.size,
       'tokens': real,
       'documents': sum(map(len, rows)),
       'epochs': documents / self._num_rows,
       **counts,
-      **{f'data/{n}/documents': int((sources == n).sum())
-         for n in range(len(self._stops))},
+      **{f'data/{n}/documents': int((sources == n).sum()) for n in range(len(self._stops))},
     }
     return batch, info
 
@@ -245,9 +250,7 @@ class PackedStream:
 
     The counts are of documents that were cut, and that were left out.
     """
-    numbers = [
-      self._order[i]
-      for i in range(window * self._window, (window + 1) * self._window)]
+    numbers = [self._order[i] for i in range(window * self._window, (window + 1) * self._window)]
     # In the order of the files, where reading is cheap.
     made = {row: self._examples_fn(row) for row in sorted(set(numbers))}
     kept, counts = [], {'truncated': 0, 'dropped': 0}
@@ -274,7 +277,8 @@ class PackedStream:
       raise InputError(
         f'{self._where(row)}: has {len(example.tokens)} tokens, row_length is'
         f" {self._row_length}; raise it or set overlong='truncate' or"
-        " 'drop'")
+        " 'drop'"
+      )
     if self._overlong == 'drop':
       return None
     return example.cut(self._row_length)
@@ -311,15 +315,10 @@ def eval_batches(examples, batch_size, row_length, per='token'):
   given = [e for e in examples if e is not None]
   cut = [c for e in given if (c := e.cut(row_length)) is not None]
   if not any(e.trained.any() for e in cut):
-    raise InputError(
-      f'evaluation: none of the {len(given)} documents has a trained token'
-      f' within {row_length} tokens')
+    raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
   rows = packing_lib.pack([len(e.tokens) for e in cut], row_length)
   whole = packing_lib.to_batch(
-    [[cut[i] for i in row] for row in rows], row_length,
-    -(-len(rows) // batch_size) * batch_size, per=per)
+    [[cut[i] for i in row] for row in rows], row_length, -(-len(rows) // batch_size) * batch_size, per=per
+  )
   take = lambda n: lambda x: x[n : n + batch_size]
-  return [
-    jax.tree.map(take(n), whole)
-    for n in range(0, len(whole.tokens), batch_size)
-  ]
+  return [jax.tree.map(take(n), whole) for n in range(0, len(whole.tokens), batch_size)]

@@ -24,12 +24,9 @@ _ROLES = {
 }
 _CALCULATOR = re.compile('<<[^<>]*>>')
 _INSTRUCTION = (
-  'Solve the problem step by step. End with the answer alone, as a number,'
-  " on a line of its own: '#### answer'."
+  "Solve the problem step by step. End with the answer alone, as a number, on a line of its own: '#### answer'."
 )
-_BOXED = (
-  'Solve the problem step by step. End with the answer alone in \\boxed{}.'
-)
+_BOXED = 'Solve the problem step by step. End with the answer alone in \\boxed{}.'
 
 
 def gsm8k(row):
@@ -93,8 +90,7 @@ def ultrafeedback(row):
     if isinstance(side, str):
       side = [{'role': 'assistant', 'content': side}]
     elif side and side[0]['role'] != 'assistant':
-      if [m['content'] for m in side[: len(prompt)]] != [
-        m['content'] for m in prompt]:
+      if [m['content'] for m in side[: len(prompt)]] != [m['content'] for m in prompt]:
         raise ValueError(f'{name} does not begin with the prompt')
       side = side[len(prompt) :]
     sides[name] = side
@@ -126,10 +122,7 @@ def text(row):
   """
   if 'text' in row:
     return row
-  parts = (
-    [row['messages']]
-    if 'messages' in row
-    else [row['prompt'], row['completion']])
+  parts = [row['messages']] if 'messages' in row else [row['prompt'], row['completion']]
   return {'text': ''.join(map(_joined, parts))}
 
 
@@ -150,9 +143,7 @@ def sharegpt(row, where='the row'):
   turns = row['conversations']
   if not isinstance(turns, list):
     raise InputError(f'{where}: conversations: must be a list of turns')
-  messages = [
-    _turn(turn, f'{where}: conversations[{n}]') for n, turn in enumerate(turns)
-  ]
+  messages = [_turn(turn, f'{where}: conversations[{n}]') for n, turn in enumerate(turns)]
   if row.get('system'):
     messages = [{'role': 'system', 'content': row['system']}, *messages]
   kept = {k: v for k, v in row.items() if k not in ('conversations', 'system')}
@@ -168,8 +159,7 @@ def _turn(turn, where):
     raise InputError(f'{where}: must be an object with from and value')
   role = turn['from']
   if role not in _ROLES:
-    raise InputError(
-      f'{where}.from: {role!r} is none of {", ".join(_ROLES)}')
+    raise InputError(f'{where}.from: {role!r} is none of {", ".join(_ROLES)}')
   message = {'role': _ROLES[role], 'content': turn['value']}
   if role != 'function_call':
     return message
@@ -180,11 +170,7 @@ def _turn(turn, where):
   calls = call if isinstance(call, list) else [call]
   if not all(isinstance(c, dict) and 'name' in c for c in calls):
     raise InputError(f'{where}.value: a function call needs a name')
-  return {
-    'role': 'assistant',
-    'content': '',
-    'tool_calls': [{'type': 'function', 'function': c} for c in calls],
-  }
+  return {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': c} for c in calls]}
 
 
 def alpaca(row, where='the row'):
@@ -196,9 +182,7 @@ def alpaca(row, where='the row'):
     return row
   for column in ('instruction', 'input', 'output', 'system'):
     if not isinstance(row.get(column) or '', str):
-      raise InputError(
-        f'{where}: {column}: is a {type(row[column]).__name__}, must be a'
-        ' string')
+      raise InputError(f'{where}: {column}: is a {type(row[column]).__name__}, must be a string')
   if not row['instruction'] or row['output'] is None:
     empty = 'output' if row['instruction'] else 'instruction'
     raise InputError(f'{where}: {empty}: is empty')

@@ -71,10 +71,8 @@ def to_batch(rows, row_length, num_rows, normalise=True, per='token'):
     raise ValueError(f'per={per!r} is none of {", ".join(PER)}')
   shape = num_rows, row_length
   every = [example for row in rows for example in row]
-  named = [n for n in ('branch_ids', 'sequence_ids')
-           if any(vars(example)[n] is not None for example in every)]
-  fields = {n: np.zeros(shape, np.int32)
-            for n in ('tokens', 'positions', 'segment_ids', *named)}
+  named = [n for n in ('branch_ids', 'sequence_ids') if any(vars(example)[n] is not None for example in every)]
+  fields = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *named)}
   mask, arrays = np.zeros(shape, np.float32), _empty_arrays(every, shape)
   owners = np.full(shape, -1, np.int64)
   taken = 0
@@ -94,23 +92,21 @@ def to_batch(rows, row_length, num_rows, normalise=True, per='token'):
   if per == 'label':
     arrays['label_weights'] = sum(
       _divided(of, normalise and len(np.unique(owners[of > 0])))
-      for of in (np.where(good, mask, 0)
-                 for good in (arrays['label'] > 0, arrays['label'] < 0)))
+      for of in (np.where(good, mask, 0) for good in (arrays['label'] > 0, arrays['label'] < 0))
+    )
   if per == 'token':
     total = _sum(mask)
   else:
     found = np.unique(owners[mask > 0])
     total = len(np.unique(found // 2) if per == 'pair' else found)
-  return types.Batch(
-    **fields, loss_weights=_divided(mask, normalise and total), arrays=arrays)
+  return types.Batch(**fields, loss_weights=_divided(mask, normalise and total), arrays=arrays)
 
 
 def _fill(fields, place, example):
   """Writes the numbers of one Example, counted on from those of its row."""
   row, length = place[0], len(example.tokens)
   fields['tokens'][place] = example.tokens
-  fields['positions'][place] = (
-    np.arange(length) if example.positions is None else example.positions)
+  fields['positions'][place] = np.arange(length) if example.positions is None else example.positions
   ids = 1 if example.segment_ids is None else example.segment_ids
   fields['segment_ids'][place] = fields['segment_ids'][row].max() + ids
   if example.branch_ids is not None:
@@ -142,9 +138,7 @@ def _empty_arrays(examples, shape):
   names = sorted(examples[0].arrays)
   for example in examples:
     if sorted(example.arrays) != names:
-      raise ValueError(
-        f'documents of one batch carry other arrays: {names} and'
-        f' {sorted(example.arrays)}')
+      raise ValueError(f'documents of one batch carry other arrays: {names} and {sorted(example.arrays)}')
   out = {}
   for name in names:
     array = examples[0].arrays[name]

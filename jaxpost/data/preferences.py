@@ -31,9 +31,7 @@ class _Side:
   arrays: dict = dataclasses.field(default_factory=dict)  # name -> [T]
 
 
-def render_pair(
-    tokenizer, row, where, *, train_on='completion', share_prompt=True,
-    enable_thinking=False):
+def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=True, enable_thinking=False):
   """A chosen and a rejected answer: sequences 1 and 2.
 
   Args:
@@ -54,17 +52,14 @@ def render_pair(
   margin = _margin(row, where)
   sides = []
   for name, answer in (('chosen', chosen), ('rejected', rejected)):
-    side = _side(
-      tokenizer, prompt, answer, row, f'{where}: {name}', enable_thinking)
+    side = _side(tokenizer, prompt, answer, row, f'{where}: {name}', enable_thinking)
     if train_on == 'last':
       side = _last_only(side)
     sides.append(_with(side, margin=margin * side.scored))
   return _join(sides, share_prompt)
 
 
-def render_unpaired(
-    tokenizer, row, other_row, where, *, share_prompt=True,
-    enable_thinking=False):
+def render_unpaired(tokenizer, row, other_row, where, *, share_prompt=True, enable_thinking=False):
   """A good or bad answer (sequence 1), and one to another prompt (2).
 
   Sequence 2 is the completion of `other_row` after this row's prompt. It has
@@ -84,7 +79,8 @@ def render_unpaired(
   if isinstance(other, str) != isinstance(prompt, str):
     raise InputError(
       f'{where}: is text where another row has messages, or the other way'
-      ' round; KTO pairs each prompt with the completion of another row')
+      ' round; KTO pairs each prompt with the completion of another row'
+    )
   own = _side(tokenizer, prompt, completion, row, where, enable_thinking)
   kl = _side(tokenizer, prompt, other, row, where, enable_thinking)
   own = _with(own, label=(2 * label - 1) * own.scored, kl_mask=0 * own.loss)
@@ -100,9 +96,7 @@ def mismatched(rows, i):
   """
   size = len(rows)
   if size < 2:
-    raise InputError(
-      f'{rows.name}: KTO pairs each prompt with the completion of another row'
-      ' and there is only one row')
+    raise InputError(f'{rows.name}: KTO pairs each prompt with the completion of another row and there is only one row')
   asked, _ = _answer_of(rows[i], rows.where(i))
   begin = zlib.crc32(b'%d' % i)
   found = None
@@ -114,14 +108,11 @@ def mismatched(rows, i):
     if _answer_of(rows[j], rows.where(j))[0] != asked:
       break
   if found is None:
-    raise InputError(
-      f'{rows.where(i)}: no other row is left to pair it with; map_fn dropped'
-      ' those near it')
+    raise InputError(f'{rows.where(i)}: no other row is left to pair it with; map_fn dropped those near it')
   return found
 
 
-def render_steps(
-    tokenizer, row, where, *, separator='\n', enable_thinking=False):
+def render_steps(tokenizer, row, where, *, separator='\n', enable_thinking=False):
   """Steps of a solution, each judged: the labels of a process reward model.
 
   The separator follows each step; its last token (of the step, if it is '')
@@ -139,10 +130,8 @@ def render_steps(
     if not isinstance(found, (list, tuple)) or not found:
       raise InputError(f'{where}: {column}: must be a list that is not empty')
   if len(steps) != len(labels):
-    raise InputError(
-      f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
-  head = chat.render_prompt(
-    tokenizer, row, where, enable_thinking=enable_thinking).tolist()
+    raise InputError(f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
+  head = chat.render_prompt(tokenizer, row, where, enable_thinking=enable_thinking).tolist()
   text = row['prompt'] if isinstance(row['prompt'], str) else ''
   tokens, marks = list(head), {}
   for n, (step, label) in enumerate(zip(steps, labels)):
@@ -172,8 +161,7 @@ def render_scored(tokenizer, row, where, *, enable_thinking=False):
   _needs(row, ('score',), where)
   score = number(row['score'], f'{where}: score', True)
   prompt, completion = _answer_of(row, where)
-  side = _last_only(
-    _side(tokenizer, prompt, completion, row, where, enable_thinking))
+  side = _last_only(_side(tokenizer, prompt, completion, row, where, enable_thinking))
   return _join([_with(side, label=score * side.loss)], False)
 
 
@@ -182,16 +170,12 @@ def pair_of(row, where):
   _needs(row, ('chosen', 'rejected'), where)
   sides = []
   for name in ('chosen', 'rejected'):
-    check = chat.check_text if isinstance(row[name], str) else (
-      chat.check_messages)
+    check = chat.check_text if isinstance(row[name], str) else (chat.check_messages)
     sides.append(check(row[name], f'{where}: {name}'))
   if isinstance(sides[0], str) != isinstance(sides[1], str):
-    raise InputError(
-      f'{where}: of chosen and rejected one is text and one a list of'
-      ' messages; both the same')
+    raise InputError(f'{where}: of chosen and rejected one is text and one a list of messages; both the same')
   if sides[0] == sides[1]:
-    raise InputError(
-      f'{where}: rejected: equals chosen, so there is nothing to prefer')
+    raise InputError(f'{where}: rejected: equals chosen, so there is nothing to prefer')
   if 'prompt' in row:
     _needs(row, ('prompt',), where)
     prompt = _prompt(row['prompt'], sides[0], 'chosen', where)
@@ -219,18 +203,16 @@ def _shared(chosen, rejected, where):
       raise InputError(
         f'{where}: needs the column prompt: chosen and rejected are texts'
         f' that share no {_ASKED!r} (rename with columns=, e.g.'
-        ' prompt=question)')
+        ' prompt=question)'
+      )
     return same[:cut], chosen[cut:], rejected[cut:]
   size = min(len(chosen), len(rejected))
   cut = next((n for n in range(size) if chosen[n] != rejected[n]), size)
   if not cut:
-    raise InputError(
-      f'{where}: needs the column prompt: chosen and rejected do not begin'
-      ' with the same message')
+    raise InputError(f'{where}: needs the column prompt: chosen and rejected do not begin with the same message')
   if cut == size:
     short = 'chosen' if len(chosen) == cut else 'rejected'
-    raise InputError(
-      f'{where}: {short}: is only the begin of the other conversation')
+    raise InputError(f'{where}: {short}: is only the begin of the other conversation')
   return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
@@ -240,8 +222,7 @@ def _answer_of(row, where):
     messages = chat.check_messages(row['messages'], f'{where}: messages')
     turns = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
     if not turns or not turns[-1]:
-      raise InputError(
-        f'{where}: messages: needs a prompt and then a turn of the assistant')
+      raise InputError(f'{where}: messages: needs a prompt and then a turn of the assistant')
     prompt, completion = messages[: turns[-1]], messages[turns[-1] :]
   else:
     _needs(row, ('prompt', 'completion'), where)
@@ -259,15 +240,18 @@ def _prompt(prompt, answer, name, where):
   if isinstance(prompt, str) != isinstance(answer, str):
     raise InputError(
       f'{where}: prompt is a {type(prompt).__name__} and {name} a'
-      f' {type(answer).__name__}; both text or both lists of messages')
+      f' {type(answer).__name__}; both text or both lists of messages'
+    )
   check = chat.check_text if isinstance(prompt, str) else chat.check_messages
   return check(prompt, f'{where}: prompt')
 
 
 def _not_empty(answer, where):
-  text = answer if isinstance(answer, str) else ''.join(
-    m['content'] + str(m.get('tool_calls', ''))
-    for m in answer if m['role'] == 'assistant')
+  text = (
+    answer
+    if isinstance(answer, str)
+    else ''.join(m['content'] + str(m.get('tool_calls', '')) for m in answer if m['role'] == 'assistant')
+  )
   if not text.strip():
     raise InputError(f'{where}: is empty')
 
@@ -278,7 +262,8 @@ def _needs(row, columns, where):
       raise InputError(
         f'{where}: needs the column {column}; it has'
         f' {", ".join(map(str, row)) or "none"} (rename with columns=, e.g.'
-        f' {column}=...)')
+        f' {column}=...)'
+      )
     if row[column] is None:
       raise InputError(f'{where}: {column}: is null')
 
@@ -286,8 +271,7 @@ def _needs(row, columns, where):
 def _label(row, where):
   _needs(row, ('label',), where)
   if row['label'] not in (True, False):
-    raise InputError(
-      f'{where}: label: {row["label"]!r} is neither true (good) nor false')
+    raise InputError(f'{where}: label: {row["label"]!r} is neither true (good) nor false')
   return bool(row['label'])
 
 
@@ -297,9 +281,7 @@ def _margin(row, where):
   scores = [row.get('score_chosen'), row.get('score_rejected')]
   if None in scores:
     return 0.0
-  better, worse = (
-    number(score, f'{where}: score_{name}')
-    for score, name in zip(scores, ('chosen', 'rejected')))
+  better, worse = (number(score, f'{where}: score_{name}') for score, name in zip(scores, ('chosen', 'rejected')))
   return better - worse
 
 
@@ -308,16 +290,16 @@ def _side(tokenizer, prompt, answer, row, where, enable_thinking):
   made = chat.render(
     tokenizer,
     {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')},
-    where, enable_thinking=enable_thinking)
+    where,
+    enable_thinking=enable_thinking,
+  )
   if made.loss_mask[:1].any():
     raise InputError(f'{where}: nothing stands before it; the prompt is empty')
   if not made.trained.any():
     raise InputError(f'{where}: the weights leave nothing of it to train on')
   # What a template writes after the answer is of no use to anyone.
   stop = np.flatnonzero(made.trained)[-1] + 1
-  return _Side(
-    made.tokens[:stop], made.loss_mask[:stop].astype(np.float32),
-    made.trained[:stop])
+  return _Side(made.tokens[:stop], made.loss_mask[:stop].astype(np.float32), made.trained[:stop])
 
 
 def _last_only(side):
@@ -342,20 +324,16 @@ def _join(sides, share_prompt):
     return np.concatenate([arrays[0][:start], *(a[start:] for a in arrays)])
 
   sizes = [len(side.tokens) - start for side in sides]
-  numbers = np.repeat(
-    np.arange(len(sides) + 1, dtype=np.int32), [start, *sizes])
+  numbers = np.repeat(np.arange(len(sides) + 1, dtype=np.int32), [start, *sizes])
   scored = laid([side.scored for side in sides])
   return Example(
     tokens=laid([side.tokens for side in sides]),
     loss_mask=laid([side.loss for side in sides]),
-    positions=laid([
-      np.arange(len(side.tokens), dtype=np.int32) for side in sides]),
+    positions=laid([np.arange(len(side.tokens), dtype=np.int32) for side in sides]),
     segment_ids=None if common else numbers,
     branch_ids=numbers * bool(common) if branches else None,
     sequence_ids=np.where(scored, numbers, 0).astype(np.int32),
-    arrays={
-      name: laid([side.arrays[name] for side in sides])
-      for name in sides[0].arrays},
+    arrays={name: laid([side.arrays[name] for side in sides]) for name in sides[0].arrays},
   )
 
 

@@ -84,13 +84,10 @@ def _summary(examples, row_length):
   trained = np.array([int(e.trained.sum()) for e in examples])
   out = table.Table('', 'min', 'median', 'max', 'total')
   for name, of in (('tokens', lengths), ('trained', trained)):
-    out.add_row(
-      name, str(of.min()), f'{np.median(of):.0f}', str(of.max()), str(of.sum()))
+    out.add_row(name, str(of.min()), f'{np.median(of):.0f}', str(of.max()), str(of.sum()))
   if row_length:
     cut = np.minimum(lengths, row_length).tolist()
     rows = packing.pack(cut, row_length)
     fill = sum(cut) / (len(rows) * row_length)
-    out.caption = (
-      f'{len(rows)} rows of {row_length}, {fill:.1%} filled,'
-      f' {int((lengths > row_length).sum())} over-long')
+    out.caption = f'{len(rows)} rows of {row_length}, {fill:.1%} filled, {int((lengths > row_length).sum())} over-long'
   return out

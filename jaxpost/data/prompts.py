@@ -22,8 +22,18 @@ class PromptStream:
   """
 
   def __init__(
-      self, rows, tokenizer, *, per_step, max_prompt_length, seed, shuffle=True,
-      system_prompt='', enable_thinking=False, tools=None):
+    self,
+    rows,
+    tokenizer,
+    *,
+    per_step,
+    max_prompt_length,
+    seed,
+    shuffle=True,
+    system_prompt='',
+    enable_thinking=False,
+    tools=None,
+  ):
     """See the class.
 
     Args:
@@ -51,8 +61,7 @@ class PromptStream:
     if not rows.streaming:
       self._prompts, sizes = self._read_all()
     self._num_prompts = len(rows) if rows.streaming else len(self._prompts)
-    self._order = loader.order(
-      self._num_prompts, seed, shuffle, sizes, rows.weights)
+    self._order = loader.order(self._num_prompts, seed, shuffle, sizes, rows.weights)
     self._per_step = per_step
     self._index = 0
     self._meaning = {
@@ -80,7 +89,8 @@ class PromptStream:
       raise InputError(
         f'{rows.name}: all {self.skipped} prompts{of} are longer than'
         f' max_prompt_length={self._longest}; the longest has {longest}'
-        ' tokens')
+        ' tokens'
+      )
     return found, tuple(sizes)
 
   def _read(self, n):
@@ -92,11 +102,11 @@ class PromptStream:
     shown = row
     if self._tools:
       if isinstance(prompt, str):
-        raise InputError(f'{where}: prompt: is plain text, and an environment '
-                         'answers in chats; make it a list of messages')
+        raise InputError(
+          f'{where}: prompt: is plain text, and an environment answers in chats; make it a list of messages'
+        )
       shown = {'tools': self._tools}
-    tokens = chat.encode_prompt(
-      self._tokenizer, prompt, shown, where, self._thinking)
+    tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where, self._thinking)
     return tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'}
 
   @property
@@ -131,7 +141,8 @@ class PromptStream:
       if barren >= self._num_prompts:
         raise InputError(
           f'{self._rows.name}: none of the {self._num_prompts} prompts is kept'
-          f' and within max_prompt_length={self._longest} tokens')
+          f' and within max_prompt_length={self._longest} tokens'
+        )
     epochs = self._index / self._num_prompts
     return tuple(prompts), {'epochs': epochs, 'skipped': self.skipped}
 
@@ -145,8 +156,7 @@ class PromptStream:
       if found is None or len(found[0]) > self._longest:
         return None
       tokens, prompt, columns = found
-    return types.Prompt(
-      index=index, tokens=tokens, prompt=prompt, columns=columns)
+    return types.Prompt(index=index, tokens=tokens, prompt=prompt, columns=columns)
 
   def state(self):
     """Where the stream stands: ints only."""
@@ -158,5 +168,6 @@ class PromptStream:
       if state.get(key) != mine:
         raise InputError(
           f'prompts: the saved position is of {key}={state.get(key)} and this'
-          f' run has {key}={mine}; go back to that, or start a new run')
+          f' run has {key}={mine}; go back to that, or start a new run'
+        )
     self._index = state['index']

@@ -146,16 +146,13 @@ def read_sources(path, columns='', map_fn=None, weights=(), streaming=False):
   maps_ = _for_all(map_fn, paths, 'map')
   weights = tuple(weights)
   if weights and len(weights) != len(paths):
-    raise InputError(
-      f'data: {len(weights)} weights for {len(paths)} sources; give one each')
+    raise InputError(f'data: {len(weights)} weights for {len(paths)} sources; give one each')
   for path, weight in zip(paths, weights):
     if not 0 < weight < math.inf:
       raise InputError(
-        f'data: the weight of {path} is {weight:g}; it must be above 0 (leave'
-        ' a source out that is not wanted)')
-  parts = [
-    read(p, c, m or None, streaming=streaming)
-    for p, c, m in zip(paths, columns, maps_)]
+        f'data: the weight of {path} is {weight:g}; it must be above 0 (leave a source out that is not wanted)'
+      )
+  parts = [read(p, c, m or None, streaming=streaming) for p, c, m in zip(paths, columns, maps_)]
   if len(parts) == 1:
     return parts[0]
   return Chain(' + '.join(paths), parts, weights, streaming)
@@ -176,9 +173,7 @@ def _for_all(value, paths, what):
   if len(value) == 1:
     return list(value) * len(paths)
   if value and len(value) != len(paths):
-    raise InputError(
-      f'data: {len(value)} {what} for {len(paths)} sources; give one for all'
-      ' or one each')
+    raise InputError(f'data: {len(value)} {what} for {len(paths)} sources; give one for all or one each')
   return list(value) or [''] * len(paths)
 
 
@@ -204,8 +199,7 @@ def read(path, columns='', map_fn=None, fake_rows=None, streaming=False):
 
   def prepare(row, where):
     if not isinstance(row, dict):
-      raise InputError(
-        f'{where}: the row is a {type(row).__name__}, must be an object')
+      raise InputError(f'{where}: the row is a {type(row).__name__}, must be an object')
     row = _rename(row, renames, where) if renames else row
     if map_fn is not None:
       row = _mapped(map_fn, row, where)
@@ -257,8 +251,7 @@ def _find(path):
     raise _missing(local, path)
   repo, revision, file = named
   whole = bool(files.kind(file))
-  found = epath.Path(
-    hub.download(repo, 'dataset', revision, file if whole else ''))
+  found = epath.Path(hub.download(repo, 'dataset', revision, file if whole else ''))
   if whole:
     return [(found, path)]
   return _find_local(found, path, file)
@@ -284,9 +277,7 @@ def _find_local(local, path, split):
       found = [f for f in found if splits[f] == split]
   if not found:
     there = ', '.join(sorted(f.name for f in local.iterdir())[:8])
-    raise InputError(
-      f'{path}: no data in this folder ({", ".join(files.KINDS)}); it has'
-      f' {there or "nothing"}')
+    raise InputError(f'{path}: no data in this folder ({", ".join(files.KINDS)}); it has {there or "nothing"}')
   return [(f, str(f)) for f in found]
 
 
@@ -299,9 +290,8 @@ def _choose(split, names, path):
   if split:
     raise InputError(f'{path}: has no split {split!r}; it has {listed}')
   raise InputError(
-    f'{path}: has the splits {listed}; name one, e.g. {path}:{names[0]}'
-    if names
-    else f'{path}: has no splits')
+    f'{path}: has the splits {listed}; name one, e.g. {path}:{names[0]}' if names else f'{path}: has no splits'
+  )
 
 
 def _split_of(parts):
@@ -315,10 +305,7 @@ def _missing(local, path):
     return InputError(f'{path}: no such file, nor is there a folder {folder}')
   names = [f.name for f in folder.iterdir()]
   near = difflib.get_close_matches(local.name, names, 1, 0.4)
-  hint = (
-    f'did you mean {folder / near[0]}?'
-    if near
-    else (f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}'))
+  hint = f'did you mean {folder / near[0]}?' if near else (f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}')
   return InputError(f'{path}: no such file; {hint}')
 
 
@@ -327,8 +314,7 @@ def _parse_columns(columns):
   for part in filter(None, (p.strip() for p in columns.split(','))):
     target, equals, source = (p.strip() for p in part.partition('='))
     if not (target and equals and source):
-      raise InputError(
-        f'columns: {part!r} must be target=source, e.g. prompt=question')
+      raise InputError(f'columns: {part!r} must be target=source, e.g. prompt=question')
     if target in renames:
       raise InputError(f'columns: {target!r} is given twice')
     renames[target] = source
@@ -341,8 +327,8 @@ def _rename(row, renames, where):
       near = difflib.get_close_matches(source, map(str, row), 1)
       raise InputError(
         f'{where}: no column {source!r}; it has'
-        f' {", ".join(map(str, row)) or "none"}'
-        + (f' (did you mean {near[0]}?)' if near else ''))
+        f' {", ".join(map(str, row)) or "none"}' + (f' (did you mean {near[0]}?)' if near else '')
+      )
   kept = {k: v for k, v in row.items() if k not in renames.values()}
   return kept | {target: row[source] for target, source in renames.items()}
 
@@ -354,13 +340,10 @@ def _mapped(map_fn, row, where):
     raise InputError(f'{where}: {error}') from error
   except (LookupError, TypeError, ValueError, AttributeError) as error:
     raise InputError(
-      f'{where}: map_fn raised {type(error).__name__}: {error}; the row has'
-      f' {", ".join(map(str, row)) or "no columns"}'
+      f'{where}: map_fn raised {type(error).__name__}: {error}; the row has {", ".join(map(str, row)) or "no columns"}'
     ) from error
   if made is not None and not isinstance(made, dict):
-    raise InputError(
-      f'{where}: map_fn returned a {type(made).__name__}, must return a row'
-      ' (dict) or None to drop it')
+    raise InputError(f'{where}: map_fn returned a {type(made).__name__}, must return a row (dict) or None to drop it')
   return made
 
 
@@ -368,8 +351,6 @@ def _recognise(row, where):
   """Sharegpt and alpaca rows in TRL's columns, others as they are."""
   if 'conversations' in row and not {'messages', 'prompt'} & set(row):
     return maps.sharegpt(row, where)
-  if {'instruction', 'output'} <= set(row) and not (
-    {'messages', 'prompt', 'completion'} & set(row)
-  ):
+  if {'instruction', 'output'} <= set(row) and not ({'messages', 'prompt', 'completion'} & set(row)):
     return maps.alpaca(row, where)
   return row

@@ -21,17 +21,10 @@ CHATML = (
   '{%- endfor %}'
   '{%- if add_generation_prompt %}'
   "{{- '<|im_start|>assistant\\n' }}"
-  '{%- endif %}')
-# Tokens that end a turn: a template that writes one means the sampler stops.
-_TURN_ENDS = (
-  '<|im_end|>',
-  '<|eot_id|>',
-  '<|eom_id|>',
-  '<end_of_turn>',
-  '<|end|>',
-  '<|eot|>',
-  '<turn|>',
+  '{%- endif %}'
 )
+# Tokens that end a turn: a template that writes one means the sampler stops.
+_TURN_ENDS = ('<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<end_of_turn>', '<|end|>', '<|eot|>', '<turn|>')
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -69,11 +62,7 @@ class Tokenizer:
 
   def decode(self, ids, skip_special=True):
     ids = [int(i) for i in ids]
-    return self.hf.decode(
-      ids,
-      skip_special_tokens=skip_special,
-      clean_up_tokenization_spaces=False,
-    )
+    return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
   def offsets(self, text):
     """Token ids of `text` and for each the (start, end) of its characters."""
@@ -96,9 +85,7 @@ class Tokenizer:
     """Whether the template marks what the assistant generates."""
     return 'generation' in _tags(self.chat_template or '')
 
-  def render(
-      self, messages, *, generation_prompt=False, tools=None,
-      enable_thinking=False, where='chat'):
+  def render(self, messages, *, generation_prompt=False, tools=None, enable_thinking=False, where='chat'):
     """A chat as text, and the (start, end) spans that the template marks.
 
     Args:
@@ -114,7 +101,8 @@ class Tokenizer:
     if not self.chat_template:
       raise InputError(
         f'{where}: messages need a chat template and {self.source} has none;'
-        ' use an instruct tokenizer, or give a template file')
+        ' use an instruct tokenizer, or give a template file'
+      )
     named = self.hf.special_tokens_map
     try:
       texts, spans = chat_template_utils.render_jinja_template(
@@ -129,9 +117,7 @@ class Tokenizer:
         **named,
       )
     except (jinja2.TemplateError, TypeError) as error:
-      raise InputError(
-        f'{where}: the chat template of {self.source} refuses it: {error}'
-      ) from error
+      raise InputError(f'{where}: the chat template of {self.source} refuses it: {error}') from error
     return texts[0], list(spans[0]) if self.has_markers else []
 
   def save(self, folder):
@@ -148,8 +134,7 @@ class Tokenizer:
       if path.is_file():
         shutil.copyfile(path, folder / name)
     if self.chat_template:
-      (folder / 'chat_template.jinja').write_text(
-        self.chat_template, encoding='utf-8')
+      (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
 
 
 def load(path, chat_template=''):
@@ -183,9 +168,7 @@ def load(path, chat_template=''):
   if eos is None:
     eos = hf.get_vocab().get('<|endoftext|>')
   if eos is None:
-    raise InputError(
-      f'{path}: the tokenizer has no end-of-text token; set "eos_token" in'
-      ' its tokenizer_config.json')
+    raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
   return Tokenizer(
     hf=hf,
     source=source,
@@ -204,17 +187,14 @@ def _stop_ids(hf, eos, config, template):
   if more is not None:
     ids += more if isinstance(more, list) else [more]
   vocabulary = hf.get_vocab()
-  ids += [
-    vocabulary[t] for t in _TURN_ENDS if t in template and t in vocabulary
-  ]
+  ids += [vocabulary[t] for t in _TURN_ENDS if t in template and t in vocabulary]
   return tuple(dict.fromkeys(ids))
 
 
 def _folder(path):
   if object_store.is_remote(path):
     object_store.check(str(path), 'config.model.tokenizer')
-    return object_store.here(str(path), (
-      *_FILES, 'generation_config.json', 'config.json'))
+    return object_store.here(str(path), (*_FILES, 'generation_config.json', 'config.json'))
   folder = pathlib.Path(path).expanduser()
   if folder.is_dir():
     return folder
@@ -222,9 +202,7 @@ def _folder(path):
     raise InputError(f'{path}: a tokenizer is a folder, this is a file')
   named = hub.parse(str(path))
   if named is None:
-    raise InputError(
-      f'{path}: no such folder; a tokenizer is a Hugging Face folder,'
-      " 'org/name' or 'bytes'")
+    raise InputError(f"{path}: no such folder; a tokenizer is a Hugging Face folder, 'org/name' or 'bytes'")
   repo, revision, file = named
   if file:
     raise InputError(f'{path}: name the repository of a tokenizer, no file')
@@ -242,9 +220,7 @@ def _from_folder(folder):
     cls = transformers.AutoTokenizer
   else:
     there = ', '.join(sorted(p.name for p in folder.iterdir())[:8])
-    raise InputError(
-      f'{folder}: no tokenizer here (tokenizer.json); the folder has'
-      f' {there or "nothing"}')
+    raise InputError(f'{folder}: no tokenizer here (tokenizer.json); the folder has {there or "nothing"}')
   for name in files:
     if name.endswith('.json'):
       found = _json(folder / name)
@@ -256,9 +232,7 @@ def _from_folder(folder):
     first = str(error).strip().splitlines()[0]
     raise InputError(f'{folder}: unreadable tokenizer: {first}') from error
   if not hf.is_fast:
-    raise InputError(
-      f'{folder}: only fast tokenizers are supported; save one with a'
-      ' tokenizer.json')
+    raise InputError(f'{folder}: only fast tokenizers are supported; save one with a tokenizer.json')
   return hf
 
 
@@ -277,9 +251,7 @@ def _json(path):
     with open(path, encoding='utf-8') as file:
       found = json.load(file)
   except json.JSONDecodeError as error:
-    raise InputError(
-      f'{path}:{error.lineno}:{error.colno}: bad JSON: {error.msg}'
-    ) from error
+    raise InputError(f'{path}:{error.lineno}:{error.colno}: bad JSON: {error.msg}') from error
   except UnicodeDecodeError as error:
     raise InputError(f'{path}: not UTF-8 at byte {error.start}') from error
   if not isinstance(found, dict):
@@ -294,10 +266,7 @@ def _first(ids):
 def _tags(template):
   """The words that open jinja statements in a template."""
   parts = template.split('{%')[1:]
-  return {
-    p.lstrip('-+ \n\t').split(' ', 1)[0].split('%', 1)[0].rstrip('-')
-    for p in parts
-  }
+  return {p.lstrip('-+ \n\t').split(' ', 1)[0].split('%', 1)[0].rstrip('-') for p in parts}
 
 
 def _bytes():
@@ -317,10 +286,7 @@ def _bytes():
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens(['<|endoftext|>', '<|im_start|>', '<|im_end|>'])
   hf = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tokenizer,
-    eos_token='<|im_end|>',
-    pad_token='<|endoftext|>',
-    clean_up_tokenization_spaces=False,
+    tokenizer_object=tokenizer, eos_token='<|im_end|>', pad_token='<|endoftext|>', clean_up_tokenization_spaces=False
   )
   hf.chat_template = CHATML
   return hf

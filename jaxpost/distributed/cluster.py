@@ -22,9 +22,15 @@ from jaxpost.distributed import coordination, watchdog
 _PATIENCE_S = 3600  # of one process with weights for another that samples
 
 
-def connect(address: str = '', count: int | None = None,
-            index: int | None = None, *, cluster: str = '',
-            init_s: float = 300.0, heartbeat_s: float = 100.0):
+def connect(
+  address: str = '',
+  count: int | None = None,
+  index: int | None = None,
+  *,
+  cluster: str = '',
+  init_s: float = 300.0,
+  heartbeat_s: float = 100.0,
+):
   """Joins the other processes, before any device is used.
 
   Args:
@@ -46,18 +52,21 @@ def connect(address: str = '', count: int | None = None,
   try:
     with _names_absent(where, round(init_s)):
       jax.distributed.initialize(
-          address or None, count, index,
-          cluster_detection_method=cluster or None,
-          initialization_timeout=round(init_s) + 2,
-          # JAX's own word comes second: it names nobody.
-          heartbeat_timeout_seconds=round(heartbeat_s) + 3)
+        address or None,
+        count,
+        index,
+        cluster_detection_method=cluster or None,
+        initialization_timeout=round(init_s) + 2,
+        # JAX's own word comes second: it names nobody.
+        heartbeat_timeout_seconds=round(heartbeat_s) + 3,
+      )
   except ValueError as e:  # something was neither given nor detected
     raise errors.InputError(
-        f'--distributed: no cluster that JAX knows was found ({e}); give '
-        '--coordinator=HOST:PORT, --num_processes and --process_id') from e
+      f'--distributed: no cluster that JAX knows was found ({e}); give '
+      '--coordinator=HOST:PORT, --num_processes and --process_id'
+    ) from e
   state = distributed.global_state
-  watchdog.join(state.client, state.process_id, state.num_processes,
-                heartbeat_s, coordination.failed_peer)
+  watchdog.join(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_peer)
   coordination.joined(watchdog.who_is_gone)
   atexit.register(watchdog.leave)  # before all that
 
@@ -65,21 +74,18 @@ def connect(address: str = '', count: int | None = None,
 def _open_for_transfers(address: str):
   """Lets `device_put` reach other processes on CPU; accelerators can it."""
   given = jax.config.values
-  if given['jax_platforms'] != 'cpu' or (
-      given['jax_cross_host_transfer_socket_address']):
+  if given['jax_platforms'] != 'cpu' or (given['jax_cross_host_transfer_socket_address']):
     return
-  there = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
-           ).rpartition(':')[0] or socket.gethostname()
+  there = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')).rpartition(':')[0] or socket.gethostname()
   try:
-    family, kind, *_, at = socket.getaddrinfo(
-        there.strip('[]'), 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, *_, at = socket.getaddrinfo(there.strip('[]'), 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
       probe.connect(at)  # sends nothing
       host = probe.getsockname()[0]
   except OSError as e:
     raise errors.InputError(
-        f'--coordinator: {there}: {e.strerror}; give the HOST:PORT at which '
-        'this host reaches process 0') from e
+      f'--coordinator: {there}: {e.strerror}; give the HOST:PORT at which this host reaches process 0'
+    ) from e
   with socket.socket(family) as free:
     free.bind((host, 0))
     port = free.getsockname()[1]
@@ -92,9 +98,9 @@ def _open_for_transfers(address: str):
 def _connect_pathways():
   """One process drives all hosts: there is nobody to meet."""
   if importlib.util.find_spec('pathwaysutils') is None:
-    raise errors.InputError(
-        'JAX_PLATFORMS=proxy asks for Pathways: pip install pathwaysutils')
+    raise errors.InputError('JAX_PLATFORMS=proxy asks for Pathways: pip install pathwaysutils')
   import pathwaysutils
+
   pathwaysutils.initialize()
 
 
@@ -107,8 +113,7 @@ def _names_absent(address: str, seconds: int):
   """
   service = distributed._jax
   make, stderr = service.get_distributed_runtime_service, os.dup(2)
-  service.get_distributed_runtime_service = functools.partial(
-      make, cluster_register_timeout=seconds)
+  service.get_distributed_runtime_service = functools.partial(make, cluster_register_timeout=seconds)
   kept = tempfile.TemporaryFile()
 
   def restore() -> str:
@@ -122,15 +127,17 @@ def _names_absent(address: str, seconds: int):
     hosts = os.environ.get('TPU_WORKER_HOSTNAMES', '').split(',')
     if found:
       absent = sorted(map(int, found[1].split()))
-      names = [f'{i} on {hosts[i]}' if i < len(hosts) and hosts[i] else str(i)
-               for i in absent]
-      return (f'process {", ".join(names)} did not come to {address} within '
-              f'{seconds} s (--init_timeout_s); look at its log')
+      names = [f'{i} on {hosts[i]}' if i < len(hosts) and hosts[i] else str(i) for i in absent]
+      return (
+        f'process {", ".join(names)} did not come to {address} within {seconds} s (--init_timeout_s); look at its log'
+      )
     if 'newer incarnation' in text:
       return f'two processes came to {address} with one --process_id'
     if 'RegisterTask' in text:
-      return (f'process 0 does not answer at {address} within {seconds} s '
-              '(--init_timeout_s): is it started, can this host reach it?')
+      return (
+        f'process 0 does not answer at {address} within {seconds} s '
+        '(--init_timeout_s): is it started, can this host reach it?'
+      )
     os.write(2, text.encode())
     return 'JAX gave up while it started (see above)'
 

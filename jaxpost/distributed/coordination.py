@@ -25,16 +25,22 @@ _PART_MS = 10_000  # for the peers to hear of a failure
 _PART_GONE_MS = 3000  # ... when one of them is gone: they know
 _LAG = 64  # steps; far more than two processes are ever apart
 _LETTER = 1 << 21  # bytes of a value of the service
-_KINDS = {kind.exit_code: kind for kind in (
-    errors.InputError, errors.NoCheckpointError, errors.Preempted,
-    errors.PeerError)}
+_KINDS = {
+  kind.exit_code: kind for kind in (errors.InputError, errors.NoCheckpointError, errors.Preempted, errors.PeerError)
+}
 
 _rounds, _looks, _letters = (itertools.count() for _ in range(3))
 # Stops and runs so far; the exit code of a run that failed.
-_state = {'stops': 0, 'runs': 0, 'failed': None, 'gone': False, 'waited': 0.0,
-          'letters': [],  # keys of those that this process sent
-          # () -> which process is gone, in words; a moment later, or ''.
-          'who_is_gone': lambda: ''}
+_state = {
+  'stops': 0,
+  'runs': 0,
+  'failed': None,
+  'gone': False,
+  'waited': 0.0,
+  'letters': [],  # keys of those that this process sent
+  # () -> which process is gone, in words; a moment later, or ''.
+  'who_is_gone': lambda: '',
+}
 
 
 def joined(who_is_gone):
@@ -83,7 +89,7 @@ def from_one(sender: int, data: bytes | None) -> bytes:
     return b''.join(_wait_for(f'{here}{i}', True) for i in range(parts))
   parts = range(0, len(data), _LETTER)
   for i, start in enumerate(parts):
-    client.key_value_set_bytes(f'{here}{i}', data[start:start + _LETTER])
+    client.key_value_set_bytes(f'{here}{i}', data[start : start + _LETTER])
   client.key_value_set(f'{here}parts', str(len(parts)))
   # Whoever sends again hears of the others in between, each step.
   _state['letters'].append(here)
@@ -94,7 +100,7 @@ def from_one(sender: int, data: bytes | None) -> bytes:
 
 def share(items: range) -> range:
   """Those of some numbered things that this process sees to."""
-  return items[index()::count()]
+  return items[index() :: count()]
 
 
 def check_same(values: dict, hint: str):
@@ -109,8 +115,8 @@ def check_same(values: dict, hint: str):
       if other.get(name) != first:
         shown = lambda x: f' ({x})' if len(str(x)) < 80 else ''
         raise errors.InputError(
-            f'{name} of process {i}{shown(other.get(name))} differs from that '
-            f'of process 0{shown(first)}; {hint}')
+          f'{name} of process {i}{shown(other.get(name))} differs from that of process 0{shown(first)}; {hint}'
+        )
 
 
 def any_told(told: bool) -> bool:
@@ -153,8 +159,8 @@ def together():
         # With process 0 the service may have gone; `error` counts.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
           _client().key_value_set(
-              f'{_ROOT}/failed/{_state["runs"]}/{index()}',
-              json.dumps([_state['failed'], str(error) or repr(error)]))
+            f'{_ROOT}/failed/{_state["runs"]}/{index()}', json.dumps([_state['failed'], str(error) or repr(error)])
+          )
       elif not known:  # what happened here followed from that
         _state['failed'] = vars(type(first)).get('exit_code', 1)
         raise first from error
@@ -172,8 +178,7 @@ def waited() -> float:
 
 def _wait_for(key: str, binary=False):
   """The value of a key once it is there; raises what a peer failed of."""
-  read = _client().blocking_key_value_get_bytes if binary else (
-      _client().blocking_key_value_get)
+  read = _client().blocking_key_value_get_bytes if binary else (_client().blocking_key_value_get)
   while True:
     start = time.perf_counter()
     try:
@@ -196,8 +201,7 @@ def failed_peer() -> Exception | None:
     return None
   for key, text in failed:
     code, message = json.loads(text)
-    return _KINDS.get(code, errors.PeerError)(
-        f'process {key.removeprefix(here)}: {message}')
+    return _KINDS.get(code, errors.PeerError)(f'process {key.removeprefix(here)}: {message}')
   return None
 
 
@@ -206,8 +210,7 @@ def _part():
   if _state['failed'] is None:
     return
   try:
-    _client().wait_at_barrier(
-        f'{_ROOT}/part', _PART_GONE_MS if _state['gone'] else _PART_MS)
+    _client().wait_at_barrier(f'{_ROOT}/part', _PART_GONE_MS if _state['gone'] else _PART_MS)
   except jax.errors.JaxRuntimeError:
     sys.stdout.flush()
     sys.stderr.flush()

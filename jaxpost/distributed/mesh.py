@@ -26,15 +26,24 @@ BATCH_AXES = ('data', 'fsdp', 'expert')
 # Experts stay where they are in both: tokens travel to them (`models/moe.py`).
 # What is no expert is split over that axis as it is over fsdp.
 RULES = {
-    'train': {
-        'batch': BATCH_AXES, 'embed': ('fsdp', 'expert'), 'vocab': 'tensor',
-        'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor',
-        'expert': 'expert', 'time': 'context',
-    },
-    'rollout': {
-        'batch': BATCH_AXES, 'vocab': 'tensor', 'heads': 'tensor',
-        'kv_heads': 'tensor', 'mlp': 'tensor', 'expert': 'expert',
-    },
+  'train': {
+    'batch': BATCH_AXES,
+    'embed': ('fsdp', 'expert'),
+    'vocab': 'tensor',
+    'heads': 'tensor',
+    'kv_heads': 'tensor',
+    'mlp': 'tensor',
+    'expert': 'expert',
+    'time': 'context',
+  },
+  'rollout': {
+    'batch': BATCH_AXES,
+    'vocab': 'tensor',
+    'heads': 'tensor',
+    'kv_heads': 'tensor',
+    'mlp': 'tensor',
+    'expert': 'expert',
+  },
 }
 RULES['score'] = RULES['train']
 
@@ -49,8 +58,9 @@ def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if num_devices % fixed or (not free and fixed != num_devices):
     raise InputError(
-        f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
-        f'multiply to {num_devices}, and one of them may be -1')
+      f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
+      f'multiply to {num_devices}, and one of them may be -1'
+    )
   if free:
     sizes[free[0]] = num_devices // fixed
   return sizes
@@ -63,13 +73,12 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
     name, _, size = item.partition('=')
     if name not in AXES or not re.fullmatch('-?[0-9]+', size):
       raise InputError(
-          f'{key}: cannot read {item!r} in {text!r}; write for example '
-          f'"fsdp=-1,tensor=2" with the axes {", ".join(AXES)}')
+        f'{key}: cannot read {item!r} in {text!r}; write for example "fsdp=-1,tensor=2" with the axes {", ".join(AXES)}'
+      )
     sizes[name] = int(size)
   wrong = [n for n in sizes.values() if n < 1 and n != -1]
   if wrong or list(sizes.values()).count(-1) > 1:
-    raise InputError(
-        f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
+    raise InputError(f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
   return sizes
 
 
@@ -115,8 +124,7 @@ class Layout:
     for i, axis in enumerate(axes):
       part = rules.get(axis) if axis else None
       names = (part,) if isinstance(part, str) else part or ()
-      names = tuple(n for n in names
-                    if n not in used and self.mesh.shape[n] > 1)
+      names = tuple(n for n in names if n not in used and self.mesh.shape[n] > 1)
       size = math.prod(self.mesh.shape[n] for n in names)
       if shape is not None and shape[i] % size:
         names = ()
@@ -160,9 +168,13 @@ class Layout:
     if not shared and not any(set(axes_of(part)) & set(over) for part in spec):
       return None
     sums = jax.shard_map(
-        lambda *tokens: fn(*tokens)[None], mesh=self.mesh, in_specs=rows,
-        out_specs=PartitionSpec(over), axis_names=set(over),
-        check_vma=False)(*tokens)
+      lambda *tokens: fn(*tokens)[None],
+      mesh=self.mesh,
+      in_specs=rows,
+      out_specs=PartitionSpec(over),
+      axis_names=set(over),
+      check_vma=False,
+    )(*tokens)
     return Shared(None, sums) if shared else self.reduced(sums, axes, over)
 
   def reduced(self, sums, axes, over):
@@ -186,19 +198,19 @@ class Layout:
       return jax.lax.psum(x, left) if left else x
 
     rest = (None if mine else part for part, mine in zip(spec, kept))
-    return jax.shard_map(local, mesh=self.mesh, check_vma=False,
-                         in_specs=PartitionSpec(over, *rest), out_specs=spec)(
-                             sums)
+    return jax.shard_map(local, mesh=self.mesh, check_vma=False, in_specs=PartitionSpec(over, *rest), out_specs=spec)(
+      sums
+    )
 
   def put(self, tree, *axes):
     """Host arrays, equal on every process, become global device arrays."""
     tree = jax.tree.map(np.asarray, tree)
-    shardings = jax.tree.map(
-        lambda x: self.sharding(axes[:x.ndim], x.shape), tree)
+    shardings = jax.tree.map(lambda x: self.sharding(axes[: x.ndim], x.shape), tree)
     if jax.process_count() == 1:
       return jax.device_put(tree, shardings)  # at once: a call takes 0.5 ms
-    return jax.tree.map(lambda x, s: jax.make_array_from_callback(
-        x.shape, s, x.__getitem__, dtype=x.dtype), tree, shardings)
+    return jax.tree.map(
+      lambda x, s: jax.make_array_from_callback(x.shape, s, x.__getitem__, dtype=x.dtype), tree, shardings
+    )
 
 
 def axes_of(part) -> tuple[str, ...]:
@@ -206,8 +218,9 @@ def axes_of(part) -> tuple[str, ...]:
   return (part,) if isinstance(part, str) else part or ()
 
 
-def make_layout(text: str, phase: str, key: str = '', devices=None,
-                beside: Layout | None = None, arrange=None) -> Layout:
+def make_layout(
+  text: str, phase: str, key: str = '', devices=None, beside: Layout | None = None, arrange=None
+) -> Layout:
   """The layout that `config.mesh.<phase>` describes, over all devices.
 
   `beside` is a layout on the same devices whose order is kept: a jitted
@@ -222,13 +235,3 @@ def make_layout(text: str, phase: str, key: str = '', devices=None,
     return Layout(jax.make_mesh(shape, tuple(sizes), axis_types=types), phase)
   placed = (arrange or np.reshape)(given, shape)
   return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)
-
-
-
-
-
-
-
-
-
-

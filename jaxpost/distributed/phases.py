@@ -26,55 +26,40 @@ def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
   own = mesh.rollout_devices + mesh.score_devices
   if own >= len(every):
     raise InputError(
-        f'config.mesh.rollout_devices, score_devices: {own} of {len(every)} '
-        'device(s) leave none to train on')
+      f'config.mesh.rollout_devices, score_devices: {own} of {len(every)} device(s) leave none to train on'
+    )
   left = len(every) - own
-  train = make_layout(
-      mesh.train, 'train', devices=every[:left] if own else devices,
-      arrange=phases.arrange)
+  train = make_layout(mesh.train, 'train', devices=every[:left] if own else devices, arrange=phases.arrange)
   after = left + mesh.score_devices
 
   def other(text, phase, key, mine):
-    return make_layout(text, phase, key, mine or None, arrange=(
-        phases.arrange if mine else None), beside=None if mine else train)
+    return make_layout(
+      text, phase, key, mine or None, arrange=(phases.arrange if mine else None), beside=None if mine else train
+    )
 
   out = dict(
-      train=train,
-      rollout=other(mesh.rollout, 'rollout', 'config.mesh.rollout',
-                    every[after:]),
-      score=other(mesh.score or ('fsdp=-1' if mesh.score_devices else
-                                 mesh.train), 'train', 'config.mesh.score',
-                  every[left:after]))
+    train=train,
+    rollout=other(mesh.rollout, 'rollout', 'config.mesh.rollout', every[after:]),
+    score=other(
+      mesh.score or ('fsdp=-1' if mesh.score_devices else mesh.train), 'train', 'config.mesh.score', every[left:after]
+    ),
+  )
   for phase in 'train', 'score':
     parts = out[phase].mesh.shape['context']
     if row_length % parts:
       raise InputError(
-          f'config.train.row_length: {row_length} is no multiple of the '
-          f'context={parts} that config.mesh.{phase} splits rows by; use one')
+        f'config.train.row_length: {row_length} is no multiple of the '
+        f'context={parts} that config.mesh.{phase} splits rows by; use one'
+      )
   return out
 
 
 def lanes(layouts: dict[str, Layout]) -> dict:
   """Phase of a step -> name of the devices that it keeps busy."""
-  same = lambda name: layouts[name].mesh.devices.flat[0] == (
-      layouts['train'].mesh.devices.flat[0])
+  same = lambda name: layouts[name].mesh.devices.flat[0] == (layouts['train'].mesh.devices.flat[0])
   train = 'devices' if same('rollout') and same('score') else 'train'
   rollout = train if same('rollout') else 'rollout'
-  return {'update': train, 'score': train if same('score') else 'score',
-          'sample': rollout, 'reshard': 'weights'}
-
-
-
-
-
-
-
-
-
-
-
-
-
+  return {'update': train, 'score': train if same('score') else 'score', 'sample': rollout, 'reshard': 'weights'}
 
 
 def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
@@ -90,18 +75,17 @@ def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
   outer = next((i for i, n in enumerate(shape) if n % slices == 0), None)
   if outer is None:
     raise InputError(
-        f'config.mesh: no axis of {dict(zip(AXES, shape))} is a multiple of '
-        f'the {slices} slices; data or fsdp should be')
+      f'config.mesh: no axis of {dict(zip(AXES, shape))} is a multiple of the {slices} slices; data or fsdp should be'
+    )
   across = tuple(slices if i == outer else 1 for i in range(len(shape)))
   inside = tuple(n // m for n, m in zip(shape, across))
   try:
     if slices == 1:
-      return mesh_utils.create_device_mesh(
-          shape, devices, allow_split_physical_axes=True)
-    return mesh_utils.create_hybrid_device_mesh(
-        inside, across, devices, allow_split_physical_axes=True)
+      return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
   except (AssertionError, ValueError) as e:  # chips are missing there
     raise InputError(
-        f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
-        'by slice, have no order in a mesh (do they fill equal blocks?): '
-        f'{" ".join(str(e).split())[:100]}') from e
+      f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
+      'by slice, have no order in a mesh (do they fill equal blocks?): '
+      f'{" ".join(str(e).split())[:100]}'
+    ) from e

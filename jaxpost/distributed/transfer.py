@@ -38,19 +38,17 @@ class Bridge:
 
   def arriving(self, tree):
     """What `__call__` returns, described."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=self._sharding(x)), tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), tree)
 
   def __call__(self, tree):
     """Arrays in `source`, as a program has left them, in `target`."""
     leaves, treedef = jax.tree.flatten(tree)
     parts = _parts(self.target.mesh, WHOLE)
     copies = _parts(self.source.mesh, (_COPIES,))
-    arrived = [copy(leaves, copies[i % len(copies)], part)
-               for i, part in enumerate(parts)]
+    arrived = [copy(leaves, copies[i % len(copies)], part) for i, part in enumerate(parts)]
     return treedef.unflatten(
-        [_whole(x.shape, x.dtype, self._sharding(x), found)
-         for x, *found in zip(leaves, *arrived)])
+      [_whole(x.shape, x.dtype, self._sharding(x), found) for x, *found in zip(leaves, *arrived)]
+    )
 
   def _sharding(self, x) -> NamedSharding:
     return NamedSharding(self.target.mesh, x.sharding.spec)
@@ -68,13 +66,15 @@ def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
   copies, left = divmod(len(ours), part.size)
   if left:
     raise InputError(
-        f'{key}: weights are split over {part.size} devices there, and '
-        f'{len(ours)} training devices are no multiple of that; take a '
-        'smaller tensor or expert axis')
+      f'{key}: weights are split over {part.size} devices there, and '
+      f'{len(ours)} training devices are no multiple of that; take a '
+      'smaller tensor or expert axis'
+    )
   mesh = Mesh(
-      train.mesh.devices.reshape(copies, *part.devices.shape),
-      (_COPIES, *part.axis_names), axis_types=(AxisType.Auto,) * (
-          1 + part.devices.ndim))
+    train.mesh.devices.reshape(copies, *part.devices.shape),
+    (_COPIES, *part.axis_names),
+    axis_types=(AxisType.Auto,) * (1 + part.devices.ndim),
+  )
   return Bridge(Layout(mesh, target.phase), target)
 
 
@@ -82,19 +82,18 @@ def _parts(mesh: Mesh, axes) -> list[Mesh]:
   """Meshes of the same axes, `axes` of size 1, that make up the mesh."""
   names = mesh.axis_names
   inner = tuple(1 if n in axes else mesh.shape[n] for n in names)
-  order = [i for i, n in enumerate(names) if n in axes] + [
-      i for i, n in enumerate(names) if n not in axes]
+  order = [i for i, n in enumerate(names) if n in axes] + [i for i, n in enumerate(names) if n not in axes]
   rows = mesh.devices.transpose(order).reshape(-1, math.prod(inner))
   kept = [i for i, n in enumerate(names) if n != _COPIES]
-  return [Mesh(row.reshape([inner[i] for i in kept]),
-               [names[i] for i in kept],
-               axis_types=(AxisType.Auto,) * len(kept)) for row in rows]
+  return [
+    Mesh(row.reshape([inner[i] for i in kept]), [names[i] for i in kept], axis_types=(AxisType.Auto,) * len(kept))
+    for row in rows
+  ]
 
 
 def copy(arrays: list, source: Mesh, target: Mesh) -> list:
   """The shards on `source` of arrays, as arrays on `target`."""
-  here = [_whole(x.shape, x.dtype, NamedSharding(source, x.sharding.spec), [x])
-          for x in arrays]
+  here = [_whole(x.shape, x.dtype, NamedSharding(source, x.sharding.spec), [x]) for x in arrays]
   there = [NamedSharding(target, x.sharding.spec) for x in arrays]
   if coordination.count() == 1:
     return jax.device_put(here, there)
@@ -105,26 +104,25 @@ def copy(arrays: list, source: Mesh, target: Mesh) -> list:
   pair = dict(zip(source.devices.flat, target.devices.flat))
   if any(a.process_index != b.process_index for a, b in pair.items()):
     raise InputError(
-        'config.mesh.rollout_devices: some processes would both train and '
-        'sample, and with others; take the devices of whole processes')
-  return [jax.make_array_from_single_device_arrays(
-      x.shape, s, [jax.device_put(part.data, pair[part.device])
-                   for part in x.addressable_shards], dtype=x.dtype)
-          for x, s in zip(here, there)]
+      'config.mesh.rollout_devices: some processes would both train and '
+      'sample, and with others; take the devices of whole processes'
+    )
+  return [
+    jax.make_array_from_single_device_arrays(
+      x.shape, s, [jax.device_put(part.data, pair[part.device]) for part in x.addressable_shards], dtype=x.dtype
+    )
+    for x, s in zip(here, there)
+  ]
 
 
 def _whole(shape, dtype, sharding: NamedSharding, arrays: list):
   """One array of the shards that `arrays` have on its devices."""
   local = sharding.mesh.local_devices
-  shards = {s.device: s.data for x in arrays for s in x.addressable_shards
-            if s.device in local}
-  return jax.make_array_from_single_device_arrays(
-      shape, sharding, [shards[d] for d in local],
-      dtype=dtype)
+  shards = {s.device: s.data for x in arrays for s in x.addressable_shards if s.device in local}
+  return jax.make_array_from_single_device_arrays(shape, sharding, [shards[d] for d in local], dtype=dtype)
 
 
-def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
-          rows: NamedSharding, row: int, moves: tuple):
+def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...], rows: NamedSharding, row: int, moves: tuple):
   """`x` with pieces from `at` on in each shard; None: zeros of this shape.
 
   Args:
@@ -134,26 +132,25 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...],
       pieces, and of `x` that dimension or none.
   """
   # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
-  bits = lambda x, to: x if x.dtype.itemsize != 2 else (
-      jax.lax.bitcast_convert_type(x, to))
+  bits = lambda x, to: x if x.dtype.itemsize != 2 else (jax.lax.bitcast_convert_type(x, to))
 
   def local(x, piece, at):
     if x is None:
       x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
     dtype, piece = piece.dtype, bits(piece, jnp.uint16)
     for dimension, axes in reversed(moves):
-      piece = jax.lax.all_gather(piece, axes, axis=row, tiled=True) if (
-          dimension is None) else jax.lax.all_to_all(
-              piece, axes, dimension, row, tiled=True)
-    piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1:]) if (
-        piece.ndim < len(shape)) else piece
-    return bits(jax.lax.dynamic_update_slice(
-        bits(x, jnp.uint16), piece, list(at)), dtype)
+      piece = (
+        jax.lax.all_gather(piece, axes, axis=row, tiled=True)
+        if (dimension is None)
+        else jax.lax.all_to_all(piece, axes, dimension, row, tiled=True)
+      )
+    piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1 :]) if (piece.ndim < len(shape)) else piece
+    return bits(jax.lax.dynamic_update_slice(bits(x, jnp.uint16), piece, list(at)), dtype)
 
   spec = sharding.spec
   return jax.shard_map(
-      local, mesh=sharding.mesh, out_specs=spec, check_vma=False, in_specs=(
-          spec, rows.spec, PartitionSpec()))(x, piece, at)
+    local, mesh=sharding.mesh, out_specs=spec, check_vma=False, in_specs=(spec, rows.spec, PartitionSpec())
+  )(x, piece, at)
 
 
 def relabelled(x, sharding):
@@ -167,8 +164,8 @@ def relabelled(x, sharding):
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   return jax.make_array_from_single_device_arrays(
-      x.shape, sharding, [shard.data for shard in x.addressable_shards],
-      dtype=x.dtype)
+    x.shape, sharding, [shard.data for shard in x.addressable_shards], dtype=x.dtype
+  )
 
 
 def owners(devices) -> list[int]:
@@ -200,9 +197,7 @@ def to_host(tree: Mapping | object, share=True):
     sent, at = memoryview(coordination.from_one(owner, sent)), 0
     for i in which:
       x = leaves[i]
-      found[i] = np.frombuffer(
-          sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (
-              np.zeros(x.shape, x.dtype))
+      found[i] = np.frombuffer(sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (np.zeros(x.shape, x.dtype))
       at += x.nbytes
   return treedef.unflatten(found)
 
@@ -213,14 +208,13 @@ def _fetch(x: jax.Array) -> np.ndarray:
   if x.is_fully_replicated:
     return np.asarray(x.addressable_data(0))
   from jax.experimental import multihost_utils
+
   return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def move(layout: Layout, tree, *axes):
   """Device arrays in `layout`; those that are in it already stay as they are."""
   leaves = jax.tree.leaves(tree)
-  if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != (
-      set(layout.mesh.devices.flat)):
+  if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != (set(layout.mesh.devices.flat)):
     return layout.put(to_host(tree), *axes)
-  return jax.tree.map(lambda x: jax.device_put(
-      x, layout.sharding(axes[:x.ndim], x.shape)), tree)
+  return jax.tree.map(lambda x: jax.device_put(x, layout.sharding(axes[: x.ndim], x.shape)), tree)

@@ -26,14 +26,18 @@ _ROOT = 'jaxpost/beat/'
 _QUICK = 3  # beats without a word: gone, where something has failed already
 _BACKSTOP_S = 4.5  # later Python is not asked any more: it may be what hangs
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = ('<', sysconfig.get_path('stdlib') + os.sep,
-              sysconfig.get_path('purelib') + os.sep,
-              sysconfig.get_path('platlib') + os.sep)
+_LIBRARIES = (
+  '<',
+  sysconfig.get_path('stdlib') + os.sep,
+  sysconfig.get_path('purelib') + os.sep,
+  sysconfig.get_path('platlib') + os.sep,
+)
 # Where this library itself waits for other processes and for devices.
 _WAITING = (
-    f'{_HERE}distributed{os.sep}coordination.py',
-    f'{_HERE}distributed{os.sep}transfer.py',
-    f'{_HERE}distributed{os.sep}mesh.py')
+  f'{_HERE}distributed{os.sep}coordination.py',
+  f'{_HERE}distributed{os.sep}transfer.py',
+  f'{_HERE}distributed{os.sep}mesh.py',
+)
 _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
 
 
@@ -53,8 +57,7 @@ def begin(doing: str, limit_s: float):
   faulthandler.cancel_dump_traceback_later()
   if limit_s:
     _start()
-    faulthandler.dump_traceback_later(
-        limit_s + _BACKSTOP_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s + _BACKSTOP_S, exit=True, file=sys.__stderr__)
 
 
 def rest():
@@ -80,6 +83,7 @@ def join(client, index: int, count: int, heartbeat_s: float, failure):
 def leave():
   """The last word of a process that ends: nobody shall miss it."""
   import jax
+
   if _State.client is not None and not _State.left.is_set():
     _State.left.set()
     _State.thread.join(2 * BEAT_S)
@@ -92,8 +96,9 @@ def gone(beats: int) -> str:
   for i, missed in sorted(_State.missed.items()):
     if i != _State.index and missed >= beats:
       said = _State.said.get(i)
-      return (f'{_name(i)} is gone: not heard of for {missed * BEAT_S:.0f} s' +
-              (f'; it was in {said["doing"]}, at {said["at"]}' if said else ''))
+      return f'{_name(i)} is gone: not heard of for {missed * BEAT_S:.0f} s' + (
+        f'; it was in {said["doing"]}, at {said["at"]}' if said else ''
+      )
   return ''
 
 
@@ -169,13 +174,12 @@ def _watch():
 def _exchange():
   """Says what this process does, hears what the others do."""
   import jax
+
   at, waits = place()
   _State.beat += 1
   try:
-    _say(dict(beat=_State.beat, host=socket.gethostname(), pid=os.getpid(),
-              doing=_State.doing, at=at, waits=waits))
-    found = {int(key.removeprefix(_ROOT)): json.loads(text)
-             for key, text in _State.client.key_value_dir_get(_ROOT)}
+    _say(dict(beat=_State.beat, host=socket.gethostname(), pid=os.getpid(), doing=_State.doing, at=at, waits=waits))
+    found = {int(key.removeprefix(_ROOT)): json.loads(text) for key, text in _State.client.key_value_dir_get(_ROOT)}
   except jax.errors.JaxRuntimeError:  # the service is part of process 0
     found = {i: said for i, said in _State.said.items() if i}
   for i in _State.missed:
@@ -188,14 +192,12 @@ def _exchange():
 
 
 def _say(word: dict):
-  _State.client.key_value_set(
-      f'{_ROOT}{_State.index}', json.dumps(word), allow_overwrite=True)
+  _State.client.key_value_set(f'{_ROOT}{_State.index}', json.dumps(word), allow_overwrite=True)
 
 
 def _name(i: int) -> str:
   said = _State.said.get(i, {})
-  return f'process {i}' + (
-      f' on {said["host"]} (pid {said["pid"]})' if 'host' in said else '')
+  return f'process {i}' + (f' on {said["host"]} (pid {said["pid"]})' if 'host' in said else '')
 
 
 def _late() -> str:
@@ -209,11 +211,12 @@ def _late() -> str:
     time.sleep((1.5 if waits else 0.5) * BEAT_S)
   if not waits:
     return f'{_me()} is stuck in {doing}, at {at}, {limit}'
-  stuck = [f'{_name(i)}, which is stuck in {said["doing"]}, at {said["at"]}'
-           for i, said in _State.said.items()
-           if i != _State.index and not said.get('waits', True)]
-  return f'{_me()} waits in {doing} for ' + (
-      '; '.join(stuck) or f'its devices, at {at},') + f' {limit}'
+  stuck = [
+    f'{_name(i)}, which is stuck in {said["doing"]}, at {said["at"]}'
+    for i, said in _State.said.items()
+    if i != _State.index and not said.get('waits', True)
+  ]
+  return f'{_me()} waits in {doing} for ' + ('; '.join(stuck) or f'its devices, at {at},') + f' {limit}'
 
 
 def _me() -> str:
@@ -225,9 +228,9 @@ def _suspect() -> str:
   at, waits = place()
   if not waits:
     return f'{_me()} is stuck in {_State.doing}, at {at}; another one gave up'
-  return (f'{_me()} ends in {_State.doing}: '
-          f'{_name(0) if _State.index else "another process"} is gone (JAX '
-          'says so above)')
+  return (
+    f'{_me()} ends in {_State.doing}: {_name(0) if _State.index else "another process"} is gone (JAX says so above)'
+  )
 
 
 def _end(text: str, code: int = 1, stacks: bool = True):
@@ -249,6 +252,7 @@ def on_abort(explain, stacks: bool = True):
   Its own callback cannot be used: it takes no Python function (std::bad_cast).
   A deadlock here (who aborts waits for Python) ends with `begin`'s limit.
   """
+
   def last_words(number):
     del number
     _end(explain(), stacks=stacks)

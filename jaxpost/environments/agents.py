@@ -49,15 +49,11 @@ class Session:
     `encode` has it anew.
     """
     e, messages = self.episode, body.get('messages')
-    if self.known and messages and _same(
-        messages[:len(self.known)], self.known) and (
-            len(messages) > len(self.known)):
-      between = self.turns.more(
-          messages[len(self.known):], ended=self.last == self.turns.end_id)
+    if self.known and messages and _same(messages[: len(self.known)], self.known) and (len(messages) > len(self.known)):
+      between = self.turns.more(messages[len(self.known) :], ended=self.last == self.turns.end_id)
       return np.concatenate([self._text(), between]).astype(np.int32), False
     ids, text = encode(), self._text()
-    return ids, not (e.tokens and not messages and (
-        ids[:len(text)].tolist() == text.tolist()))
+    return ids, not (e.tokens and not messages and (ids[: len(text)].tolist() == text.tolist()))
 
   def _text(self) -> np.ndarray:
     e = self.episode
@@ -72,22 +68,18 @@ class Session:
     try:
       ids, anew = self.ids(body, encode)
       if anew and len(ids) > self.limits.prompt:
-        raise InputError(f'messages: {len(ids)} tokens are more than '
-                         'config.rollout.max_prompt_length')
+        raise InputError(f'messages: {len(ids)} tokens are more than config.rollout.max_prompt_length')
       # Until it is answered nothing counts: it may still be refused.
       self.anew = ids if anew else None
-      self.between = [] if anew else ids[len(self._text()):].tolist()
-      left = self.limits.tokens - len(self.between) - (
-          0 if anew else len(e.tokens))
+      self.between = [] if anew else ids[len(self._text()) :].tolist()
+      left = self.limits.tokens - len(self.between) - (0 if anew else len(e.tokens))
       if left < 1:
         self.full = True
-        raise InputError('messages: the episode has used all of '
-                         'config.rollout.max_new_tokens')
+        raise InputError('messages: the episode has used all of config.rollout.max_new_tokens')
     except BaseException:
       self.busy.release()
       raise
-    return Request(ids, e.prompt.index, e.sample, {
-        **self.sampling, 'max_tokens': max(1, min(most, left))})
+    return Request(ids, e.prompt.index, e.sample, {**self.sampling, 'max_tokens': max(1, min(most, left))})
 
   def heard(self, body: dict, completion: Completion, message: dict):
     """An answer was given."""
@@ -98,10 +90,9 @@ class Session:
     e.tokens += told(self.between, completion.versions[0])
     e.tokens += drawn(completion)
     e.turns, e.finished = e.turns + 1, completion.finished
-    asked = body.get('messages') or [
-        {'role': 'user', 'content': str(body.get('prompt'))}]
+    asked = body.get('messages') or [{'role': 'user', 'content': str(body.get('prompt'))}]
     self.known = [*asked, message]
-    e.messages = self.known[self.head:]
+    e.messages = self.known[self.head :]
     self.last = int(completion.tokens[-1])
     self.busy.release()
 
@@ -109,8 +100,7 @@ class Session:
 def _same(one: list, two: list) -> bool:
   """Whether messages say the same; clients add fields that are empty."""
   said = lambda m: {k: v for k, v in m.items() if v not in (None, [], '')}
-  return len(one) == len(two) and all(
-      isinstance(a, dict) and said(a) == said(b) for a, b in zip(one, two))
+  return len(one) == len(two) and all(isinstance(a, dict) and said(a) == said(b) for a, b in zip(one, two))
 
 
 class Agents(Episodes):
@@ -121,16 +111,13 @@ class Agents(Episodes):
     self.endpoint = Endpoint(engine, tokenizer)
     weakref.finalize(self, self.endpoint.close)
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling
-               ) -> Rollout:
-    episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in
-                enumerate(prompts) for i in range(group_size)]
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling) -> Rollout:
+    episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
     play = _Play(self, episodes, step, sampling)
     figures = self.endpoint.round(self.run_key, step, play.ended)
     self.count(episodes)
     self.endpoint.drop()  # of agents that were killed
-    figures['episodes/begun_again'] = sum(
-        max(0, s.begun - 1) for s in play.sessions.values())
+    figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in play.sessions.values())
     return self.rollout(episodes, prompts, group_size, step, figures)
 
 
@@ -142,8 +129,7 @@ class _Play:
     self.free, self.playing = list(owner.pool.all), []
     self.sessions = {}
     for e in episodes:
-      self.sessions[f'{step}-{e.prompt.index}-{e.sample}'] = Session(
-          e, owner.turns, owner.limits, sampling)
+      self.sessions[f'{step}-{e.prompt.index}-{e.sample}'] = Session(e, owner.turns, owner.limits, sampling)
     owner.endpoint.sessions = self.sessions
     self.keys = {s.episode: key for key, s in self.sessions.items()}
 
@@ -156,16 +142,15 @@ class _Play:
       self.settle(episode, futures)
     while self.waiting and self.free:
       episode, environment = self.waiting.popleft(), self.free.pop(0)
-      self.playing.append((episode, environment, self.begin(
-          episode, environment)))
+      self.playing.append((episode, environment, self.begin(episode, environment)))
     return not self.playing and not self.waiting
 
   def begin(self, e: Episode, environment) -> list[concurrent.futures.Future]:
     """Answers to come; each waits for the one before."""
     verbs = [
-        dict(verb='reset', row=row_of(e.prompt.columns, e.prompt.prompt)),
-        dict(verb='call', name=PLAY, arguments=dict(
-            base_url=self.owner.endpoint.url, api_key=self.keys[e]))]
+      dict(verb='reset', row=row_of(e.prompt.columns, e.prompt.prompt)),
+      dict(verb='call', name=PLAY, arguments=dict(base_url=self.owner.endpoint.url, api_key=self.keys[e])),
+    ]
     if self.owner.pool.gives_reward:
       verbs.append(dict(verb='reward'))
     return [environment.submit(**verb) for verb in verbs]
@@ -173,8 +158,7 @@ class _Play:
   def settle(self, e: Episode, futures):
     answers: list[Answer] = [future.result() for future in futures]
     full = self.sessions[self.keys[e]].full  # it ends there, as others do
-    wrong = [a for i, a in enumerate(answers) if a.error and (
-        a.lost or not (full and i == 1))]
+    wrong = [a for i, a in enumerate(answers) if a.error and (a.lost or not (full and i == 1))]
     if wrong:
       e.error, e.lost = wrong[0].error, wrong[0].lost
     elif not e.turns:

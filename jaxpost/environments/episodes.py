@@ -72,9 +72,11 @@ def told(ids, version: int) -> list[tuple]:
 def drawn(completion: Completion) -> list[tuple]:
   """Those of a turn of the model."""
   c = completion
-  return list(zip(
-      c.tokens.tolist(), [True] * len(c.tokens), c.logprobs.tolist(),
-      c.behaviour_logprobs.tolist(), c.versions.tolist()))
+  return list(
+    zip(
+      c.tokens.tolist(), [True] * len(c.tokens), c.logprobs.tolist(), c.behaviour_logprobs.tolist(), c.versions.tolist()
+    )
+  )
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,16 +92,15 @@ class Pending:
 class Episodes:
   """In the place of `roles.Sampler`, for prompts that are conversations."""
 
-  def __init__(self, engine, run_key, pool: EnvironmentPool, tokenizer,
-               limits: Limits):
+  def __init__(self, engine, run_key, pool: EnvironmentPool, tokenizer, limits: Limits):
     self.engine, self.run_key, self.pool = engine, run_key, pool
     self.tokenizer, self.limits = tokenizer, limits
     self.turns = turns.Turns(tokenizer)
     self.recent = collections.deque(maxlen=_WINDOW)  # errors or None
     if not self.turns.is_whole():
       logging.info(
-          'the chat template renders earlier turns otherwise than they were '
-          'sampled; training reads what was sampled')
+        'the chat template renders earlier turns otherwise than they were sampled; training reads what was sampled'
+      )
 
   def sync(self, policy, version: int) -> dict:
     return self.engine.load(policy.params, version)
@@ -107,15 +108,16 @@ class Episodes:
   def release(self):
     self.engine.unload()
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling
-               ) -> Rollout:
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling) -> Rollout:
     """`group_size` episodes of each prompt; `sampling` as in `Sampling`."""
-    play = _Play(self, [
-        Episode(n * group_size + i, prompt, i) for n, prompt in
-        enumerate(prompts) for i in range(group_size)], sampling)
+    play = _Play(
+      self,
+      [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)],
+      sampling,
+    )
     figures = self.engine.serve(
-        [], run_key=self.run_key, step=step, follow=play.follow,
-        read_rows=self.engine.prefix_rows(group_size))
+      [], run_key=self.run_key, step=step, follow=play.follow, read_rows=self.engine.prefix_rows(group_size)
+    )
     assert not play.waiting and not play.pending, 'episodes were left out'
     self.count(play.episodes)
     return self.rollout(play.episodes, prompts, group_size, step, figures)
@@ -125,51 +127,56 @@ class Episodes:
     first = not self.recent
     self.recent.extend(e.error for e in episodes)
     errors = [error for error in self.recent if error]
-    if errors and (first and len(errors) == len(episodes) or (
-        len(self.recent) >= _ENOUGH and
-        len(errors) > self.limits.failed * len(self.recent))):
+    if errors and (
+      first
+      and len(errors) == len(episodes)
+      or (len(self.recent) >= _ENOUGH and len(errors) > self.limits.failed * len(self.recent))
+    ):
       raise InputError(
-          f'config.environment: {len(errors)} of the last {len(self.recent)} '
-          f'episodes were lost: {errors[-1]}')
+        f'config.environment: {len(errors)} of the last {len(self.recent)} episodes were lost: {errors[-1]}'
+      )
 
   def rollout(self, episodes, prompts, size, step, figures) -> Rollout:
     """Groups share what all their contexts begin with; the rest of one goes
     before its first turn, untrained."""
     shared, rows = [], []
     for n, prompt in enumerate(prompts):
-      group = episodes[n * size:(n + 1) * size]
-      contexts = [prompt.tokens if e.context is None else e.context
-                  for e in group]
+      group = episodes[n * size : (n + 1) * size]
+      contexts = [prompt.tokens if e.context is None else e.context for e in group]
       common = len(os.path.commonprefix([x.tolist() for x in contexts]))
       shared.append(prompt.replace(tokens=contexts[0][:common]))
-      rows += [[*told(context[common:], self.engine.version), *e.tokens]
-               for context, e in zip(contexts, group)]
+      rows += [[*told(context[common:], self.engine.version), *e.tokens] for context, e in zip(contexts, group)]
     room = max(self.limits.tokens, *map(len, rows))
-    column = lambda i, dtype: np.array(
-        [[t[i] for t in row] + [0] * (room - len(row)) for row in rows], dtype)
-    nan = lambda e: np.nan if e.error else e.reward if (
-        self.pool.gives_reward) else 0.0
+    column = lambda i, dtype: np.array([[t[i] for t in row] + [0] * (room - len(row)) for row in rows], dtype)
+    nan = lambda e: np.nan if e.error else e.reward if (self.pool.gives_reward) else 0.0
     return Rollout(
-        tuple(shared), column(0, np.int32),
-        np.array([len(row) for row in rows], np.int32), column(2, np.float32),
-        column(3, np.float32), np.array([e.finished for e in episodes]), step,
-        self.engine.version, figures.pop('occupancy'),
-        figures | self.figures(episodes), mask=column(1, bool),
-        versions=column(4, np.int32),
-        rewards={NAME: np.array([nan(e) for e in episodes], np.float64)},
-        messages=tuple(e.messages for e in episodes))
+      tuple(shared),
+      column(0, np.int32),
+      np.array([len(row) for row in rows], np.int32),
+      column(2, np.float32),
+      column(3, np.float32),
+      np.array([e.finished for e in episodes]),
+      step,
+      self.engine.version,
+      figures.pop('occupancy'),
+      figures | self.figures(episodes),
+      mask=column(1, bool),
+      versions=column(4, np.int32),
+      rewards={NAME: np.array([nan(e) for e in episodes], np.float64)},
+      messages=tuple(e.messages for e in episodes),
+    )
 
   def figures(self, episodes) -> dict:
     """TRL's names for what tools did, and what became of the episodes."""
     called = sum(e.called for e in episodes)
     return {
-        'tools/call_frequency': called / len(episodes),
-        'tools/failure_frequency':
-            sum(e.failures for e in episodes) / max(called, 1),
-        'tools/malformed': sum(e.malformed for e in episodes),
-        'episodes/turns': float(np.mean([e.turns for e in episodes])),
-        'episodes/failed': sum(e.error is not None for e in episodes),
-        'episodes/killed': sum(e.lost for e in episodes)}
+      'tools/call_frequency': called / len(episodes),
+      'tools/failure_frequency': sum(e.failures for e in episodes) / max(called, 1),
+      'tools/malformed': sum(e.malformed for e in episodes),
+      'episodes/turns': float(np.mean([e.turns for e in episodes])),
+      'episodes/failed': sum(e.error is not None for e in episodes),
+      'episodes/killed': sum(e.lost for e in episodes),
+    }
 
 
 class _Play:
@@ -205,16 +212,20 @@ class _Play:
     while self.waiting and self.free:
       episode = self.waiting.popleft()
       episode.seat = self.free.pop(0)
-      self.ask(episode, 'reset', dict(
-          row=row_of(episode.prompt.columns, episode.prompt.prompt)))
+      self.ask(episode, 'reset', dict(row=row_of(episode.prompt.columns, episode.prompt.prompt)))
 
   def ask(self, episode: Episode, verb: str, *requests):
     """Sends requests to the episode's environment, if it is here."""
     at, process = divmod(episode.seat, coordination.count())
     here = process == coordination.index()
-    self.pending.append(Pending(episode, verb, [
-        self.owner.pool.all[at].submit(verb=verb, **request)
-        for request in requests] if here else [], self.clock))
+    self.pending.append(
+      Pending(
+        episode,
+        verb,
+        [self.owner.pool.all[at].submit(verb=verb, **request) for request in requests] if here else [],
+        self.clock,
+      )
+    )
 
   def due(self, idle: bool) -> list[Pending]:
     """Those whose answers count now; the rest stays pending."""
@@ -226,9 +237,7 @@ class _Play:
       due = [p for p in self.pending if p.born <= last]
     else:
       if idle:
-        concurrent.futures.wait(
-            [p.futures[-1] for p in self.pending],
-            return_when=concurrent.futures.FIRST_COMPLETED)
+        concurrent.futures.wait([p.futures[-1] for p in self.pending], return_when=concurrent.futures.FIRST_COMPLETED)
       due = [p for p in self.pending if p.futures[-1].done()]
     self.pending = [p for p in self.pending if p not in due]
     return due
@@ -246,9 +255,10 @@ class _Play:
       calls = None  # no turn that the template would go on from
     e.malformed += calls is None
     e.calls, e.finished = calls or [], completion.finished and not calls
-    e.messages.append({'role': 'assistant', 'content': text} | ({
-        'tool_calls': [{'type': 'function', 'function': c} for c in calls]
-    } if calls else {}))
+    e.messages.append(
+      {'role': 'assistant', 'content': text}
+      | ({'tool_calls': [{'type': 'function', 'function': c} for c in calls]} if calls else {})
+    )
     if calls and e.turns < owner.limits.turns:
       e.called += len(calls)
       self.ask(e, 'call', *calls)
@@ -267,9 +277,7 @@ class _Play:
 
   def after(self, pending: Pending, answers: list[Answer]) -> list[Request]:
     """What follows from an environment's answers."""
-    e, error = pending.episode, next((
-        a for a in answers if a.lost or a.error and pending.verb != 'call'),
-        None)
+    e, error = pending.episode, next((a for a in answers if a.lost or a.error and pending.verb != 'call'), None)
     if error:
       e.error, e.lost = error.error, error.lost
       self.leave(e)
@@ -289,12 +297,12 @@ class _Play:
     if observation:
       messages = [dict(m) for m in e.prompt.prompt]
       messages[-1]['content'] += owner.turns.safe(observation)
-      e.context = chat.encode_prompt(
-          owner.tokenizer, messages, {'tools': owner.pool.tools},
-          f'prompt {e.prompt.index}')
+      e.context = chat.encode_prompt(owner.tokenizer, messages, {'tools': owner.pool.tools}, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
-      e.error = (f'reset: with its observation the prompt has {len(e.context)} '
-                 'tokens, more than config.rollout.max_prompt_length')
+      e.error = (
+        f'reset: with its observation the prompt has {len(e.context)} '
+        'tokens, more than config.rollout.max_prompt_length'
+      )
       e.context = None
       self.leave(e)
       return []
@@ -310,7 +318,7 @@ class _Play:
         text = json.dumps({'error': answer.error})
       ids = owner.tokenizer.encode(text)
       if len(ids) > owner.limits.result:
-        text = owner.tokenizer.decode(ids[:owner.limits.result]) + ' [cut]'
+        text = owner.tokenizer.decode(ids[: owner.limits.result]) + ' [cut]'
       results.append((call['name'], text))
       e.messages.append({'role': 'tool', 'name': call['name'], 'content': text})
     ids = owner.turns.answers(results)
@@ -323,15 +331,17 @@ class _Play:
   def request(self, e: Episode) -> Request:
     said = np.array([t[0] for t in e.tokens], np.int32)
     return Request(
-        np.concatenate([e.context, said]), e.prompt.index, e.sample,
-        {**self.sampling,
-         'max_tokens': self.owner.limits.tokens - len(e.tokens)}, e.number)
+      np.concatenate([e.context, said]),
+      e.prompt.index,
+      e.sample,
+      {**self.sampling, 'max_tokens': self.owner.limits.tokens - len(e.tokens)},
+      e.number,
+    )
 
 
 def collect(due: list[Pending]) -> list[list[Answer]]:
   """The answers to all of them, on every process."""
-  found = {i: [vars(f.result()) for f in p.futures]
-           for i, p in enumerate(due) if p.futures}
+  found = {i: [vars(f.result()) for f in p.futures] for i, p in enumerate(due) if p.futures}
   if coordination.count() > 1 and due:
     shares = coordination.gather([[i, x] for i, x in found.items()])
     found = {i: x for share in shares for i, x in share}

@@ -10,11 +10,14 @@ import operator
 import re
 import zlib
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub,
-              ast.Mult: operator.mul, ast.Div: operator.truediv,
-              ast.USub: operator.neg}
-_CALL = ('<tool_call>\n{"name": "move", "arguments": {"direction": "%s"}}\n'
-         '</tool_call>')
+_OPERATORS = {
+  ast.Add: operator.add,
+  ast.Sub: operator.sub,
+  ast.Mult: operator.mul,
+  ast.Div: operator.truediv,
+  ast.USub: operator.neg,
+}
+_CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "%s"}}\n</tool_call>'
 
 
 class Calculator:
@@ -93,8 +96,11 @@ def treasure(row) -> dict:
   The treasure is on the right in three games of four.
   """
   start, other = _numbers(row)
-  return {'prompt': [{'role': 'user', 'content': 'Find it.'}], 'start': start,
-          'treasure': start + (1 if other % 4 else -1)}
+  return {
+    'prompt': [{'role': 'user', 'content': 'Find it.'}],
+    'start': start,
+    'treasure': start + (1 if other % 4 else -1),
+  }
 
 
 def treasure_played(row) -> dict:
@@ -102,11 +108,14 @@ def treasure_played(row) -> dict:
   made, game = treasure(row), Treasure()
   view = game.reset(**made)
   direction = ('left', 'right')[zlib.crc32(repr(_numbers(row)).encode()) % 2]
-  return {'messages': [
+  return {
+    'messages': [
       {'role': 'user', 'content': made['prompt'][0]['content'] + view},
       {'role': 'assistant', 'content': _CALL % direction},
       {'role': 'tool', 'name': 'move', 'content': game.move(direction)},
-      {'role': 'assistant', 'content': 'Done.'}]}
+      {'role': 'assistant', 'content': 'Done.'},
+    ]
+  }
 
 
 def _numbers(row) -> list[int]:

@@ -43,8 +43,7 @@ class Endpoint:
       name whom it asks; else whatever it says is `name`.
   """
 
-  def __init__(self, engine, tokenizer, *, host='127.0.0.1', port=0,
-               name='policy', record=None, more=None):
+  def __init__(self, engine, tokenizer, *, host='127.0.0.1', port=0, name='policy', record=None, more=None):
     self.engine, self.tokenizer, self.name = engine, tokenizer, name
     self.engines = {name: engine} | (more or {})
     self.record = record or (lambda entry: None)
@@ -57,8 +56,7 @@ class Endpoint:
     try:
       self._http = _Server((host, port), handler)
     except OSError as error:
-      raise InputError(f'{host}:{port}: {error.strerror}; name another '
-                       '--port') from error
+      raise InputError(f'{host}:{port}: {error.strerror}; name another --port') from error
     self.url = f'http://{host}:{self._http.server_address[1]}/v1'
     threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
@@ -70,8 +68,7 @@ class Endpoint:
     """
     try:
       with concurrent.futures.ThreadPoolExecutor(len(self.engines)) as pool:
-        jobs = {name: pool.submit(self._drive, name, run_key, step)
-                for name in self.engines}
+        jobs = {name: pool.submit(self._drive, name, run_key, step) for name in self.engines}
         try:
           for job in concurrent.futures.as_completed(jobs.values()):
             job.result()
@@ -95,8 +92,8 @@ class Endpoint:
   def _drive(self, name: str, run_key, step: int) -> dict:
     with self._turns:
       return self.engines[name].serve(
-          [], run_key=run_key, step=step,
-          follow=functools.partial(self._follow, self._queues[name]))
+        [], run_key=run_key, step=step, follow=functools.partial(self._follow, self._queues[name])
+      )
 
   def stop(self):
     """Ends `serve` once nothing is being sampled."""
@@ -116,8 +113,7 @@ class Endpoint:
   def lacks(self, body: dict) -> str:
     """What is wrong with the model that a body names, if anything."""
     name = body.get('model')
-    if len(self.engines) == 1 or isinstance(name, str) and (
-        name in self.engines):
+    if len(self.engines) == 1 or isinstance(name, str) and (name in self.engines):
       return ''
     return f'model: there is no {name!r}; there is {", ".join(self.engines)}'
 
@@ -156,12 +152,10 @@ class Endpoint:
     ready = []
     while True:
       try:
-        request, future = waiting.get(
-            block=idle and not ready, timeout=self._tick_s)
+        request, future = waiting.get(block=idle and not ready, timeout=self._tick_s)
         if future.cancelled():
           continue
-        ready.append(Request(request.tokens, request.prompt, request.sample,
-                             request.sampling, future))
+        ready.append(Request(request.tokens, request.prompt, request.sample, request.sampling, future))
       except queue.Empty:
         if ready or not idle or self._ended():
           return ready
@@ -174,8 +168,10 @@ class Endpoint:
     if count < 1:
       raise InputError(f'n: {count} is less than 1')
     requests = [
-        Request(ids, number, i * count + n, self._sampling(body, len(ids)))
-        for i, ids in enumerate(contexts) for n in range(count)]
+      Request(ids, number, i * count + n, self._sampling(body, len(ids)))
+      for i, ids in enumerate(contexts)
+      for n in range(count)
+    ]
     held = self.sessions.get(session)
     if held:
       requests = [self._held(held, body, requests)]
@@ -186,63 +182,71 @@ class Endpoint:
       if held:
         held.busy.release()
       raise
-    choices = [(self._message if is_chat else self._text)(i, c, body)
-               for i, c in enumerate(done)]
+    choices = [(self._message if is_chat else self._text)(i, c, body) for i, c in enumerate(done)]
     if held:
-      held.heard(body, done[0], choices[0].get('message') or {
-          'role': 'assistant', 'content': choices[0]['text']})
+      held.heard(body, done[0], choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']})
     for choice, c in zip(choices, done):
-      self.record(dict(
-          session=session, model=name, prompt_ids=c.request.tokens.tolist(),
-          ids=c.tokens.tolist(), logprobs=[float(x) for x in c.logprobs],
-          finish_reason=choice['finish_reason']))
+      self.record(
+        dict(
+          session=session,
+          model=name,
+          prompt_ids=c.request.tokens.tolist(),
+          ids=c.tokens.tolist(),
+          logprobs=[float(x) for x in c.logprobs],
+          finish_reason=choice['finish_reason'],
+        )
+      )
     read, drawn = sum(map(len, contexts)), sum(len(c.tokens) for c in done)
     return dict(
-        id=f'cmpl-{number}', created=int(time.time()), model=name,
-        object='chat.completion' if is_chat else 'text_completion',
-        choices=choices, prompt_token_ids=contexts[0].tolist(),
-        usage=dict(prompt_tokens=read, completion_tokens=drawn,
-                   total_tokens=read + drawn))
+      id=f'cmpl-{number}',
+      created=int(time.time()),
+      model=name,
+      object='chat.completion' if is_chat else 'text_completion',
+      choices=choices,
+      prompt_token_ids=contexts[0].tolist(),
+      usage=dict(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn),
+    )
 
   def _held(self, held, body, requests: list[Request]) -> Request:
-    """The one request of an agent of a run, which decides how it is sampled.
-    """
+    """The one request of an agent of a run, which decides how it is sampled."""
     if len(requests) != 1:
       raise InputError('n, prompt: an episode of a run asks for one answer')
     sampling = requests[0].sampling
-    made = held.request(body, lambda: requests[0].tokens,
-                        sampling['max_tokens'])
+    made = held.request(body, lambda: requests[0].tokens, sampling['max_tokens'])
     made.sampling['stop_strings'] = sampling['stop_strings']
     return made
 
   def _chat(self, body) -> np.ndarray:
     row = {'prompt': body.get('messages'), 'tools': body.get('tools')}
-    return chat.encode_prompt(
-        self.tokenizer, chat.check_messages(row['prompt'], 'messages'), row,
-        'messages')
+    return chat.encode_prompt(self.tokenizer, chat.check_messages(row['prompt'], 'messages'), row, 'messages')
 
   def _texts(self, body) -> list[np.ndarray]:
     """A text, token ids, or a list of either."""
     prompt, encode = body.get('prompt'), self.tokenizer.encode
-    if isinstance(prompt, str) or prompt and isinstance(prompt, list) and (
-        isinstance(prompt[0], int)):
+    if isinstance(prompt, str) or prompt and isinstance(prompt, list) and (isinstance(prompt[0], int)):
       prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
       raise InputError('prompt: must be a text, token ids, or a list of either')
-    return [np.asarray(encode(chat.check_text(p, 'prompt')) if isinstance(
-        p, str) else _ids(p, self.tokenizer.vocab_size), np.int32)
-            for p in prompt]
+    return [
+      np.asarray(
+        encode(chat.check_text(p, 'prompt')) if isinstance(p, str) else _ids(p, self.tokenizer.vocab_size), np.int32
+      )
+      for p in prompt
+    ]
 
   def _sampling(self, body, length: int) -> dict:
-    given = {k: _field(body, k, int if k in ('top_k', 'min_tokens', 'seed')
-                       else float, None) for k in _FIELDS}
-    most = _field(body, 'max_completion_tokens', int, _field(
-        body, 'max_tokens', int, max(1, self.engine.config.room - length)))
+    given = {k: _field(body, k, int if k in ('top_k', 'min_tokens', 'seed') else float, None) for k in _FIELDS}
+    most = _field(
+      body, 'max_completion_tokens', int, _field(body, 'max_tokens', int, max(1, self.engine.config.room - length))
+    )
     stop = body.get('stop') or ()
     if not isinstance(stop, (str, list, tuple)):
       raise InputError(f'stop: {stop!r} is no text or list of texts')
-    given |= {'max_tokens': most, 'top_logprobs': self._most(body),
-              'stop_strings': (stop,) if isinstance(stop, str) else tuple(stop)}
+    given |= {
+      'max_tokens': most,
+      'top_logprobs': self._most(body),
+      'stop_strings': (stop,) if isinstance(stop, str) else tuple(stop),
+    }
     return {k: v for k, v in given.items() if v is not None}
 
   def _most(self, body) -> int:
@@ -251,21 +255,18 @@ class Endpoint:
     if 'messages' in body:
       return _field(body, 'top_logprobs', int, 0) if body.get('logprobs') else 0
     value = body.get('logprobs')
-    return int(value) if isinstance(value, bool) else _field(
-        body, 'logprobs', int, 0)
+    return int(value) if isinstance(value, bool) else _field(body, 'logprobs', int, 0)
 
   def _likeliest(self, c: Completion, at: int) -> list[tuple[str, float]]:
     """(token, log-prob) of those that were asked for."""
     if c.top_ids is None:
       return []
-    return [(self._piece(i), float(x)) for i, x in zip(
-        c.top_ids[at], c.top_logprobs[at])]
+    return [(self._piece(i), float(x)) for i, x in zip(c.top_ids[at], c.top_logprobs[at])]
 
   def _decoded(self, c: Completion) -> str:
     """The text, without the stop string or token that ended it."""
     text = self.tokenizer.decode(c.tokens)
-    return text[:text.index(c.stop_string)] if c.stop_string and (
-        c.stop_string in text) else text
+    return text[: text.index(c.stop_string)] if c.stop_string and (c.stop_string in text) else text
 
   def _message(self, index: int, c: Completion, body) -> dict:
     message = {'role': 'assistant', 'content': self._decoded(c)}
@@ -273,18 +274,22 @@ class Endpoint:
     reason = 'stop' if c.finished else 'length'
     if calls:
       reason, message['content'] = 'tool_calls', None
-      message['tool_calls'] = [dict(
-          id=f'call_{i}', type='function', function=dict(
-              name=call['name'], arguments=json.dumps(call['arguments'])))
-          for i, call in enumerate(calls)]
+      message['tool_calls'] = [
+        dict(id=f'call_{i}', type='function', function=dict(name=call['name'], arguments=json.dumps(call['arguments'])))
+        for i, call in enumerate(calls)
+      ]
     entry = lambda token, x: dict(token=token, logprob=float(x), bytes=None)
-    logprobs = {'content': [
-        entry(self._piece(i), x) | {'top_logprobs': [
-            entry(*pair) for pair in self._likeliest(c, at)]}
-        for at, (i, x) in enumerate(zip(c.tokens, c.logprobs))]} if body.get(
-            'logprobs') else None
-    return dict(index=index, message=message, finish_reason=reason,
-                logprobs=logprobs, token_ids=c.tokens.tolist())
+    logprobs = (
+      {
+        'content': [
+          entry(self._piece(i), x) | {'top_logprobs': [entry(*pair) for pair in self._likeliest(c, at)]}
+          for at, (i, x) in enumerate(zip(c.tokens, c.logprobs))
+        ]
+      }
+      if body.get('logprobs')
+      else None
+    )
+    return dict(index=index, message=message, finish_reason=reason, logprobs=logprobs, token_ids=c.tokens.tolist())
 
   def _text(self, index: int, c: Completion, body) -> dict:
     logprobs = None
@@ -292,13 +297,18 @@ class Endpoint:
       pieces = [self._piece(i) for i in c.tokens]
       ends = list(itertools.accumulate(map(len, pieces), initial=0))
       logprobs = dict(
-          tokens=pieces, text_offset=ends[:-1],
-          token_logprobs=[float(x) for x in c.logprobs],
-          top_logprobs=[dict(self._likeliest(c, at)) for at in range(
-              len(pieces))] if self._most(body) else None)
-    return dict(index=index, text=self._decoded(c), logprobs=logprobs,
-                finish_reason='stop' if c.finished else 'length',
-                token_ids=c.tokens.tolist())
+        tokens=pieces,
+        text_offset=ends[:-1],
+        token_logprobs=[float(x) for x in c.logprobs],
+        top_logprobs=[dict(self._likeliest(c, at)) for at in range(len(pieces))] if self._most(body) else None,
+      )
+    return dict(
+      index=index,
+      text=self._decoded(c),
+      logprobs=logprobs,
+      finish_reason='stop' if c.finished else 'length',
+      token_ids=c.tokens.tolist(),
+    )
 
   def _piece(self, token) -> str:
     return self.tokenizer.decode([token], skip_special=False)
@@ -309,8 +319,7 @@ def _field(body: dict, name: str, kind, default):
   value = body.get(name)
   if value is None:
     return default
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or (
-      kind is int and not (value == value // 1)):
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and not (value == value // 1)):
     raise InputError(f'{name}: {value!r} is no {kind.__name__}')
   return kind(value)
 
@@ -341,9 +350,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self):
     if self.path.rstrip('/') == '/v1/models':
-      self._send(200, dict(object='list', data=[
-          dict(id=name, object='model', owned_by='jaxpost')
-          for name in self.endpoint.engines]))
+      self._send(
+        200,
+        dict(object='list', data=[dict(id=name, object='model', owned_by='jaxpost') for name in self.endpoint.engines]),
+      )
     else:
       self._refuse(404, f'{self.path}: there is nothing')
 
@@ -382,8 +392,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self._write(200, 'text/event-stream', text.encode())
 
   def _refuse(self, code: int, text: str):
-    self._send(code, {'error': dict(
-        message=text, type='invalid_request_error', code=code)})
+    self._send(code, {'error': dict(message=text, type='invalid_request_error', code=code)})
 
   def _send(self, code: int, found: dict):
     self._write(code, 'application/json', json.dumps(found).encode())

@@ -54,16 +54,14 @@ class Environment:
       return Answer(**worker.receive(self._timeout_s))
     except TimeoutError:
       self._lost, where = True, worker.kill()
-      return Answer(error=f'{verb}: no answer in {self._timeout_s:g} s{where}',
-                    lost=True)
+      return Answer(error=f'{verb}: no answer in {self._timeout_s:g} s{where}', lost=True)
     except process.WorkerDied as error:
       self._lost = True
       return Answer(error=f'{verb}: the process {error}', lost=True)
     finally:
       printed, count = worker.take_printed()
       if count:
-        _LOG.info('an environment printed %d bytes: %s', count,
-                  printed[-_SHOWN:])
+        _LOG.info('an environment printed %d bytes: %s', count, printed[-_SHOWN:])
 
   def greet(self) -> dict:
     return self._thread.submit(self._worker.start).result()
@@ -83,16 +81,22 @@ class EnvironmentPool:
     most: characters of an answer at most.
   """
 
-  def __init__(self, spec: str, *, workers: int, timeout_s=30.0, most=1 << 16,
-               start_timeout_s=120.0):
-    setup = {'path': process.search_path(), 'environment': spec,
-             'timeout_s': timeout_s, 'most': most,
-             'start_timeout_s': start_timeout_s}
+  def __init__(self, spec: str, *, workers: int, timeout_s=30.0, most=1 << 16, start_timeout_s=120.0):
+    setup = {
+      'path': process.search_path(),
+      'environment': spec,
+      'timeout_s': timeout_s,
+      'most': most,
+      'start_timeout_s': start_timeout_s,
+    }
     variables, _ = process.environment(keep_env=False)
     self._guard = process.Keeper()
-    self.all = [Environment(process.Worker(
-        setup, variables, self._guard, 'jaxpost.environments.worker',
-        f'environment {spec}'), timeout_s) for _ in range(workers)]
+    self.all = [
+      Environment(
+        process.Worker(setup, variables, self._guard, 'jaxpost.environments.worker', f'environment {spec}'), timeout_s
+      )
+      for _ in range(workers)
+    ]
     self.tools, self.gives_reward, self.agent = None, None, False
     self._closed = False
     atexit.register(self.close)
@@ -127,6 +131,6 @@ def row_of(columns: dict, prompt) -> dict:
     json.dumps(row)
   except (TypeError, ValueError) as error:
     raise InputError(
-        f'environment: a row holds what JSON cannot carry ({error}); drop the '
-        'column with config.data.map') from error
+      f'environment: a row holds what JSON cannot carry ({error}); drop the column with config.data.map'
+    ) from error
   return row

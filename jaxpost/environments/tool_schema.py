@@ -14,20 +14,27 @@ import typing
 from jaxpost.errors import InputError
 
 _NOT_TOOLS = ('reset', 'get_reward', 'close')
-_NAMES = {int: 'integer', float: 'number', str: 'string', bool: 'boolean',
-          list: 'array', dict: 'object', type(None): 'null'}
-_SECTION = re.compile(r'^\s*(Args|Returns|Raises|Examples?|Yields|Notes?):\s*$',
-                      re.M)
+_NAMES = {
+  int: 'integer',
+  float: 'number',
+  str: 'string',
+  bool: 'boolean',
+  list: 'array',
+  dict: 'object',
+  type(None): 'null',
+}
+_SECTION = re.compile(r'^\s*(Args|Returns|Raises|Examples?|Yields|Notes?):\s*$', re.M)
 _ARGUMENT = re.compile(r'^(\s*)(\w+)(?:\s*\([^)]*\))?\s*:\s*(.*)$')
 
 
 def of(environment, what: str) -> dict:
   """{name: schema} of its tools; InputError for a method that cannot be one."""
-  names = [n for n in dir(type(environment)) if not n.startswith('_')
-           and n not in _NOT_TOOLS
-           and callable(inspect.getattr_static(type(environment), n))]
-  if not callable(vars(type(environment)).get('reset')) and not hasattr(
-      environment, 'reset'):
+  names = [
+    n
+    for n in dir(type(environment))
+    if not n.startswith('_') and n not in _NOT_TOOLS and callable(inspect.getattr_static(type(environment), n))
+  ]
+  if not callable(vars(type(environment)).get('reset')) and not hasattr(environment, 'reset'):
     raise InputError(f'{what}: has no method reset(self, **row)')
   if not names:
     raise InputError(f'{what}: has no public method that could be a tool')
@@ -38,8 +45,7 @@ def schema(method, what: str) -> dict:
   """{'type': 'function', 'function': {...}} of a method."""
   text = inspect.getdoc(method)
   if not text:
-    raise InputError(f'{what}: has no docstring, which tells the model what '
-                     'the tool does')
+    raise InputError(f'{what}: has no docstring, which tells the model what the tool does')
   head, arguments, returns = _sections(text)
   hints, properties, required = typing.get_type_hints(method), {}, []
   for p in inspect.signature(method).parameters.values():
@@ -48,15 +54,13 @@ def schema(method, what: str) -> dict:
     if p.name not in hints or p.name not in arguments:
       lacks = 'type' if p.name not in hints else 'line under Args:'
       raise InputError(f'{what}: argument {p.name} has no {lacks}')
-    properties[p.name] = {
-        **_type(hints[p.name]), 'description': arguments[p.name]}
+    properties[p.name] = {**_type(hints[p.name]), 'description': arguments[p.name]}
     if p.default is p.empty:
       required.append(p.name)
   parameters = {'type': 'object', 'properties': properties}
   if required:
     parameters['required'] = required
-  function = dict(
-      name=method.__name__, description=head, parameters=parameters)
+  function = dict(name=method.__name__, description=head, parameters=parameters)
   if returns and 'return' in hints:
     function['return'] = {**_type(hints['return']), 'description': returns}
   return {'type': 'function', 'function': function}
@@ -101,17 +105,17 @@ def _type(hint) -> dict:
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if origin is typing.Literal:
     kinds = {type(a) for a in args}
-    return {**(_type(kinds.pop()) if len(kinds) == 1 else {}),
-            'enum': list(args)}
+    return {**(_type(kinds.pop()) if len(kinds) == 1 else {}), 'enum': list(args)}
   if origin in (typing.Union, types.UnionType):
     real = [_type(a) for a in args if a is not type(None)]
-    out = real[0] if len(real) == 1 else (
-        {'type': [r['type'] for r in real]}
-        if all(set(r) == {'type'} for r in real) else {'anyOf': real})
+    out = (
+      real[0]
+      if len(real) == 1
+      else ({'type': [r['type'] for r in real]} if all(set(r) == {'type'} for r in real) else {'anyOf': real})
+    )
     return {**out, **({'nullable': True} if type(None) in args else {})}
   if origin in (list, tuple):
     return {'type': 'array', **({'items': _type(args[0])} if args else {})}
   if origin is dict:
-    return {'type': 'object', **(
-        {'additionalProperties': _type(args[1])} if len(args) > 1 else {})}
+    return {'type': 'object', **({'additionalProperties': _type(args[1])} if len(args) > 1 else {})}
   return {}

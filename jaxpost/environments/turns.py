@@ -34,8 +34,9 @@ def parse(text: str) -> list[dict] | None:
   for part in inside:
     found = _FUNCTION.search(part)
     if found:
-      calls.append(dict(name=found[1].strip(), arguments={
-          k.strip(): _value(v) for k, v in _PARAMETER.findall(found[2])}))
+      calls.append(
+        dict(name=found[1].strip(), arguments={k.strip(): _value(v) for k, v in _PARAMETER.findall(found[2])})
+      )
       continue
     try:
       read = json.loads(part)
@@ -52,8 +53,7 @@ def _call(call) -> dict | None:
   arguments = call.get('arguments', call.get('parameters', {}))
   if isinstance(arguments, str):
     arguments = _value(arguments)
-  return dict(name=call['name'], arguments=arguments) if isinstance(
-      arguments, dict) else None
+  return dict(name=call['name'], arguments=arguments) if isinstance(arguments, dict) else None
 
 
 def _value(text: str):
@@ -77,16 +77,16 @@ class Turns:
     try:
       rest = self._after([('tool', 'x')])
     except InputError:  # some templates want the call that is answered
-      self._call = {'tool_calls': [{
-          'type': 'function', 'id': 'call00000',
-          'function': {'name': 'tool', 'arguments': {}}}]}
+      self._call = {
+        'tool_calls': [{'type': 'function', 'id': 'call00000', 'function': {'name': 'tool', 'arguments': {}}}]
+      }
       rest = self._after([('tool', 'x')])
     ends = {rest.find(self._text([i])): i for i in tokenizer.stop_ids}
     ends.pop(-1, None)
     if not ends:
       raise InputError(
-          f'config.environment: the chat template of {tokenizer.source} ends '
-          'no turn with a token at which sampling stops')
+        f'config.environment: the chat template of {tokenizer.source} ends no turn with a token at which sampling stops'
+      )
     self.end_id = ends[min(ends)]
 
   def answers(self, results) -> list[int]:
@@ -96,11 +96,11 @@ class Turns:
       results: [(name of the tool, text), ...].
     """
     rest, end = self._after(results), self._text([self.end_id])
-    text = rest[rest.index(end) + len(end):]
+    text = rest[rest.index(end) + len(end) :]
     if not self._tokenizer.adds_space:
       return self._tokenizer.encode(text)
     head = self._tokenizer.encode(end)
-    return self._tokenizer.encode(end + text)[len(head):]
+    return self._tokenizer.encode(end + text)[len(head) :]
 
   def more(self, messages: list[dict], ended: bool) -> list[int]:
     """Ids after a turn of the model: messages, and the header of the next.
@@ -110,11 +110,10 @@ class Turns:
     """
     rest, end = self._behind(messages), self._text([self.end_id])
     if not self._tokenizer.adds_space:
-      return self._tokenizer.encode(
-          rest[rest.index(end) + len(end):] if ended else rest)
+      return self._tokenizer.encode(rest[rest.index(end) + len(end) :] if ended else rest)
     head = self._tokenizer.encode(end)
-    text = rest[rest.index(end):] if ended else end + rest
-    return self._tokenizer.encode(text)[len(head):]
+    text = rest[rest.index(end) :] if ended else end + rest
+    return self._tokenizer.encode(text)[len(head) :]
 
   def is_whole(self) -> bool:
     """Whether turn by turn gives what rendering a whole conversation does.
@@ -125,13 +124,10 @@ class Turns:
     user = [{'role': 'user', 'content': 'a'}]
     said = lambda text: {'role': 'assistant', 'content': text, **self._call}
     end = self._text([self.end_id])
-    ours = ''.join([
-        self._render(user, True), 'b', end,
-        self._text(self.answers([('tool', 'x')])), 'c', end])
+    ours = ''.join([self._render(user, True), 'b', end, self._text(self.answers([('tool', 'x')])), 'c', end])
     if self._call:
       return False  # a rendering spells the call, too
-    return self._render([*user, said('b'), _result('tool', 'x'), said('c')],
-                        False).startswith(ours)
+    return self._render([*user, said('b'), _result('tool', 'x'), said('c')], False).startswith(ours)
 
   def safe(self, text: str) -> str:
     """A tool's text in which no token of the template can be forged."""
@@ -141,29 +137,27 @@ class Turns:
 
   def _after(self, results) -> str:
     """What a rendering has behind the words of the model."""
-    return self._behind([
-        _result(name, self.safe(said)) for name, said in results])
+    return self._behind([_result(name, self.safe(said)) for name, said in results])
 
   def _behind(self, messages) -> str:
-    text = self._render([
-        {'role': 'user', 'content': 'a'},
-        {'role': 'assistant', 'content': _SAID, **self._call}, *messages],
-                        True)
+    text = self._render(
+      [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': _SAID, **self._call}, *messages], True
+    )
     if _SAID not in text:
       raise InputError(
-          f'config.environment: the chat template of {self._tokenizer.source} '
-          'leaves out what the model says before a tool answers')
-    return text[text.index(_SAID) + len(_SAID):]
+        f'config.environment: the chat template of {self._tokenizer.source} '
+        'leaves out what the model says before a tool answers'
+      )
+    return text[text.index(_SAID) + len(_SAID) :]
 
   def _render(self, messages, prompt: bool) -> str:
     return self._tokenizer.render(
-        messages, generation_prompt=prompt, enable_thinking=self._thinking,
-        where='config.environment')[0]
+      messages, generation_prompt=prompt, enable_thinking=self._thinking, where='config.environment'
+    )[0]
 
   def _text(self, ids) -> str:
     return self._tokenizer.decode(ids, skip_special=False)
 
 
 def _result(name: str, text: str) -> dict:
-  return {'role': 'tool', 'name': name, 'tool_call_id': 'call00000',
-          'content': text}
+  return {'role': 'tool', 'name': name, 'tool_call_id': 'call00000', 'content': text}

@@ -55,21 +55,18 @@ def load(spec: str) -> tuple:
 def serve(environment, known, request: dict, most: int) -> dict:
   verb = request['verb']
   if verb == 'call':
-    text, error = tool_schema.run(
-        environment, request['name'], request['arguments'], known)
+    text, error = tool_schema.run(environment, request['name'], request['arguments'], known)
     key, text = ('value', text) if error is None else ('error', error)
     return {key: _sound(text, most)}
   try:
-    value = environment.get_reward() if verb == 'reward' else (
-        environment.reset(**request['row']))
+    value = environment.get_reward() if verb == 'reward' else (environment.reset(**request['row']))
   except BaseException as error:  # likewise
     return {'error': f'{verb} {call.describe(error)}'}
   if verb == 'reset':
     return {'value': None if value is None else _sound(str(value), most)}
   if hasattr(value, 'item'):
     value = value.item()
-  if value is not None and not (
-      isinstance(value, numbers.Real) and math.isfinite(value)):
+  if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
     return {'error': f'get_reward returned {value!r}, no finite number'[:300]}
   return {'value': None if value is None else float(value)}
 

@@ -38,11 +38,9 @@ class Matrices:
     packed = self.blocks[experts, outputs, runs]
     exponents = self.scales[experts, outputs, runs].astype(np.int32) - 127
     values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1)
-    values = np.ldexp(values.reshape(*packed.shape[:3], _RUN),
-                      exponents[..., None]).astype(ml_dtypes.bfloat16)
+    values = np.ldexp(values.reshape(*packed.shape[:3], _RUN), exponents[..., None]).astype(ml_dtypes.bfloat16)
     start = inputs.start - runs.start * _RUN
-    return values.reshape(*packed.shape[:2], -1)[
-        ..., start:start + inputs.stop - inputs.start].swapaxes(1, 2)
+    return values.reshape(*packed.shape[:2], -1)[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
 
 
 def joined(found: dict) -> dict:
@@ -52,7 +50,6 @@ def joined(found: dict) -> dict:
     pair = name.removesuffix(_BLOCKS) + _SCALES
     if name.endswith(_BLOCKS) and pair in found:
       out[name.removesuffix(_BLOCKS)] = file, Matrices(tensor, found[pair][1])
-    elif not (name.endswith(_SCALES)
-              and name.removesuffix(_SCALES) + _BLOCKS in found):
+    elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in found):
       out[name] = file, tensor
   return out

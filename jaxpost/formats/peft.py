@@ -31,13 +31,19 @@ from jaxpost.models.model import Model
 CONFIG, _WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 # What changes the function, and the values at which it does not.
 _PLAIN = {
-    'peft_type': ('LORA',), 'bias': ('none',), 'use_dora': (False,),
-    'fan_in_fan_out': (False,), 'lora_bias': (False,), 'use_qalora': (False,),
-    'alora_invocation_tokens': (None,), 'layers_to_transform': (None,),
-    'layer_replication': (None,), 'modules_to_save': (None, [], ['score']),
-    'trainable_token_indices': (None,),
-    # Others, as PiSSA, change the weights below, too.
-    'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal'),
+  'peft_type': ('LORA',),
+  'bias': ('none',),
+  'use_dora': (False,),
+  'fan_in_fan_out': (False,),
+  'lora_bias': (False,),
+  'use_qalora': (False,),
+  'alora_invocation_tokens': (None,),
+  'layers_to_transform': (None,),
+  'layer_replication': (None,),
+  'modules_to_save': (None, [], ['score']),
+  'trainable_token_indices': (None,),
+  # Others, as PiSSA, change the weights below, too.
+  'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal'),
 }
 
 
@@ -52,19 +58,18 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
   raw = hf.read_json(folder / CONFIG)
   for field, values in _PLAIN.items():
     if field in raw and raw[field] not in values:
-      raise InputError(f'{folder / CONFIG}: {field}={raw[field]!r} is not '
-                       f'supported (only {values[0]!r})')
+      raise InputError(f'{folder / CONFIG}: {field}={raw[field]!r} is not supported (only {values[0]!r})')
   rank, alpha = raw.get('r'), raw.get('lora_alpha')
   if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
-    raise InputError(
-        f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a '
-        'rank and a number')
+    raise InputError(f'{folder / CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be a rank and a number')
   _check_patterns(folder / CONFIG, raw, cfg)
   with contextlib.ExitStack() as stack:
     have, every, names = _open(folder, raw, cfg, stack)
-    paths = [names[path.removeprefix(f'{lora.ROOT}/')[:-2]]
-             for path, kept in every.items()
-             if kept.names[0] in have and path.endswith('/a')]
+    paths = [
+      names[path.removeprefix(f'{lora.ROOT}/')[:-2]]
+      for path, kept in every.items()
+      if kept.names[0] in have and path.endswith('/a')
+    ]
     if not paths:
       first = next(iter(every.values())).names[0]
       raise _other(folder, f'no tensor like {first} is in it')
@@ -85,21 +90,20 @@ def _check_patterns(path, raw: dict, cfg: ModelConfig):
   for field, patterns in given.items():
     if not isinstance(patterns, dict):
       raise InputError(f'{path}: {field}={patterns!r} must be an object')
-  names = [k.names[0] for k in tensor_layout.table(
-      dataclasses.replace(cfg, lora=())).values()]
-  parts = {name.split('.')[-2]: n for name, n in collections.Counter(
-      names).items() if n > 1 and name.endswith('.weight')}
+  names = [k.names[0] for k in tensor_layout.table(dataclasses.replace(cfg, lora=())).values()]
+  parts = {
+    name.split('.')[-2]: n for name, n in collections.Counter(names).items() if n > 1 and name.endswith('.weight')
+  }
   if cfg.experts and 'fused' not in families.FAMILIES.get(cfg.family, {}):
     parts['gate_up_proj'] = 2  # in `peft`
-  wanted = {field: {k: x * parts.get(k.rpartition('.')[2], 0)
-                    for k in given['rank_pattern']} for field, x in (
-      ('rank_pattern', raw['r']), ('alpha_pattern', raw['lora_alpha']))}
+  wanted = {
+    field: {k: x * parts.get(k.rpartition('.')[2], 0) for k in given['rank_pattern']}
+    for field, x in (('rank_pattern', raw['r']), ('alpha_pattern', raw['lora_alpha']))
+  }
   if any(given.values()) and (given != wanted or raw.get('use_rslora')):
     said = ', '.join(f'{k}={v!r}' for k, v in given.items() if v)
-    some = ', '.join(f'{n} times r and lora_alpha for {k}'
-                     for k, n in parts.items()) or 'none of this model'
-    raise InputError(f'{path}: {said} is not supported (only {some}, without '
-                     'use_rslora)')
+    some = ', '.join(f'{n} times r and lora_alpha for {k}' for k, n in parts.items()) or 'none of this model'
+    raise InputError(f'{path}: {said} is not supported (only {some}, without use_rslora)')
 
 
 def _with_own_a(raw: dict) -> set:
@@ -111,13 +115,13 @@ def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
   """(tensors, {path: `Stored`} of all possible adapters, {path: its name})."""
   table = transformer.param_table(dataclasses.replace(cfg, lora=()))
   names = {path: lora.name(path, table[path]) for path in lora.targets(table)}
-  every = tensor_layout.table(cfg, lora.adapter_rows(table, dataclasses.replace(
-      cfg, lora=(1, 1.0, False, '|'.join(names.values())))))
+  every = tensor_layout.table(
+    cfg, lora.adapter_rows(table, dataclasses.replace(cfg, lora=(1, 1.0, False, '|'.join(names.values()))))
+  )
   have = hf.open_file(folder / _WEIGHTS, stack)
   given = raw.get('target_parameters') or []
   if not isinstance(given, list) or any(type(x) is not str for x in given):
-    raise InputError(f'{folder / CONFIG}: target_parameters={given!r} must be '
-                     'a list of names')
+    raise InputError(f'{folder / CONFIG}: target_parameters={given!r} must be a list of names')
   given = {x.rpartition('.')[2] for x in given}
   if given:
     _check_experts(folder / CONFIG, given, cfg)
@@ -126,11 +130,12 @@ def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
 
 
 def _check_experts(path, given: set, cfg: ModelConfig):
-  if given - {'gate_up_proj', 'down_proj'} or not cfg.experts or (
-      'fused' in families.FAMILIES.get(cfg.family, {})):
-    raise InputError(f'{path}: target_parameters={sorted(given)} is not '
-                     'supported (only gate_up_proj and down_proj of experts, '
-                     'of families whose folders have a tensor for each)')
+  if given - {'gate_up_proj', 'down_proj'} or not cfg.experts or ('fused' in families.FAMILIES.get(cfg.family, {})):
+    raise InputError(
+      f'{path}: target_parameters={sorted(given)} is not '
+      'supported (only gate_up_proj and down_proj of experts, '
+      'of families whose folders have a tensor for each)'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +153,7 @@ class _Part:
     return self.read()[self.index][index]
 
 
-def _apart(folder, have: dict, given: set, raw: dict, every: dict,
-           cfg: ModelConfig) -> dict:
+def _apart(folder, have: dict, given: set, raw: dict, every: dict, cfg: ModelConfig) -> dict:
   """Tensors of single experts in place of those that `peft` keeps of all.
 
   There A is [E r, in] and B [out, r E], in which all experts are beside each
@@ -162,7 +166,7 @@ def _apart(folder, have: dict, given: set, raw: dict, every: dict,
   @functools.lru_cache(maxsize=1)
   def whole(name, both):
     value = have[name][:]
-    if both and (value[f:, :r * e].any() or value[:f, r * e:].any()):
+    if both and (value[f:, : r * e].any() or value[:f, r * e :].any()):
       raise _other(folder, f'tensor {name} mixes gate and up')
     return value
 
@@ -176,38 +180,36 @@ def _apart(folder, have: dict, given: set, raw: dict, every: dict,
     skip = r * (pairs and name == 'up')
     for at, own in enumerate(kept.names):
       layer, i = kept.spec.first + at // e, at % e
-      theirs = (f'base_model.model.model.layers.{layer}.mlp.experts.{inner}'
-                f'lora_{side.upper()}.weight')
+      theirs = f'base_model.model.model.layers.{layer}.mlp.experts.{inner}lora_{side.upper()}.weight'
       if theirs not in have:
         continue
       shape = have[theirs].get_shape()
       if shape[side == 'b'] != e * rank:
         raise _other(folder, f'tensor {theirs} has shape {shape}')
       rows = {'gate': slice(f), 'up': slice(f, None)}.get(name, slice(None))
-      index = (slice(i * rank + skip, i * rank + skip + r), slice(None)) if (
-          side == 'a') else (rows, slice(i + skip * e, (skip + r) * e, e))
+      index = (
+        (slice(i * rank + skip, i * rank + skip + r), slice(None))
+        if (side == 'a')
+        else (rows, slice(i + skip * e, (skip + r) * e, e))
+      )
       out.pop(theirs, None)
-      out[own] = _Part(functools.partial(
-          whole, theirs, side == 'b' and rank > r), shape, index)
+      out[own] = _Part(functools.partial(whole, theirs, side == 'b' and rank > r), shape, index)
   return out
 
 
 def base_of(folder) -> str:
   """Name or folder of the model that an adapter was trained on."""
-  return hf.read_json(hf.opened(folder) / CONFIG).get(
-      'base_model_name_or_path') or ''
+  return hf.read_json(hf.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
 
 
 def is_judge(folder) -> bool:
   """Whether an adapter has a scalar head of its own."""
   path = hf.opened(folder) / CONFIG
-  return path.is_file() and hf.read_json(path).get(
-      'modules_to_save') == ['score']
+  return path.is_file() and hf.read_json(path).get('modules_to_save') == ['score']
 
 
 def _other(folder, why) -> InputError:
-  return InputError(f'{folder / _WEIGHTS}: {why}; the adapter is of another '
-                    'model than this one')
+  return InputError(f'{folder / _WEIGHTS}: {why}; the adapter is of another model than this one')
 
 
 def _kept(model: Model, own_a: set | None = None) -> dict:
@@ -219,8 +221,7 @@ def _kept(model: Model, own_a: set | None = None) -> dict:
   rows = {p: s for p, s in model.table.items() if lora.is_adapter(p)}
   if model.config.num_labels:
     score = model.table['score']
-    rows['score'] = dataclasses.replace(
-        score, hf=f'base_model.model.{score.hf}')
+    rows['score'] = dataclasses.replace(score, hf=f'base_model.model.{score.hf}')
   kept = tensor_layout.table(model.config, rows)
   _check_written(model, kept)
   below = tensor_layout.table(model.config, (model.base or model).table)
@@ -230,15 +231,15 @@ def _kept(model: Model, own_a: set | None = None) -> dict:
     a, b = kept[f'{path}/a'], kept[f'{path}/b']
     parts = count[below[path.removeprefix(f'{lora.ROOT}/')].names[0]]
     if here[a.names[0]] < parts:
-      raise InputError(f'{a.names[0]}: is of {parts} matrices in `peft`, which '
-                       'this family keeps in one tensor: all need adapters, '
-                       'or none')
+      raise InputError(
+        f'{a.names[0]}: is of {parts} matrices in `peft`, which '
+        'this family keeps in one tensor: all need adapters, '
+        'or none'
+      )
     if own_a is None or _module(a) in own_a:
-      kept[f'{path}/b'] = dataclasses.replace(
-          b, column=a.first, shape=(b.shape[0], a.shape[0]))
+      kept[f'{path}/b'] = dataclasses.replace(b, column=a.first, shape=(b.shape[0], a.shape[0]))
     else:
-      kept[f'{path}/a'] = dataclasses.replace(
-          a, first=0, shape=(a.shape[0] // parts, a.shape[1]))
+      kept[f'{path}/a'] = dataclasses.replace(a, first=0, shape=(a.shape[0] // parts, a.shape[1]))
   return kept
 
 
@@ -249,18 +250,16 @@ def _module(kept: tensor_layout.Stored) -> str:
 def _check_written(model: Model, kept: dict):
   """InputError where `peft` would not put adapters of experts together."""
   paths = {path[:-2]: k for path, k in kept.items() if path.endswith('/a')}
-  experts = {p.rpartition('/')[2] for p, k in paths.items()
-             if k.spec.stack > 1}
+  experts = {p.rpartition('/')[2] for p, k in paths.items() if k.spec.stack > 1}
   taken = {_module(k) for k in paths.values() if k.spec.stack > 1}
   if not experts:
     return
   if len(experts & {'gate', 'up'}) == 1:
-    raise InputError('experts/gate and experts/up are one matrix in `peft`: '
-                     'both need adapters, or neither')
+    raise InputError('experts/gate and experts/up are one matrix in `peft`: both need adapters, or neither')
   if 'fused' in families.FAMILIES.get(model.config.family, {}) or any(
-      _module(k) in taken for k in paths.values() if k.spec.stack == 1):
-    raise InputError('`peft` cannot tell which matrices adapters of experts '
-                     f'are of in a {model.config.family} model')
+    _module(k) in taken for k in paths.values() if k.spec.stack == 1
+  ):
+    raise InputError(f'`peft` cannot tell which matrices adapters of experts are of in a {model.config.family} model')
 
 
 def _check(folder, kept: dict, have: dict):
@@ -270,16 +269,13 @@ def _check(folder, kept: dict, have: dict):
     if name not in have:
       raise _other(folder, f'tensor {name} {list(shape)} is missing')
     if tuple(have[name].get_shape()) != shape:
-      raise _other(folder, f'tensor {name} has shape '
-                   f'{have[name].get_shape()}, not {list(shape)}')
+      raise _other(folder, f'tensor {name} has shape {have[name].get_shape()}, not {list(shape)}')
   extra = sorted(set(have) - set(wanted))
   if extra:
-    raise _other(folder, f'tensor {extra[0]} and {len(extra) - 1} more have '
-                 'no place')
+    raise _other(folder, f'tensor {extra[0]} and {len(extra) - 1} more have no place')
 
 
-def load(folder, model: Model, shardings: dict,
-         write: Callable = transfer.write) -> dict:
+def load(folder, model: Model, shardings: dict, write: Callable = transfer.write) -> dict:
   """The adapters of a folder, nested, as float32 arrays."""
   folder = hf.opened(folder)
   with contextlib.ExitStack() as stack:
@@ -288,18 +284,20 @@ def load(folder, model: Model, shardings: dict,
     kept = _kept(model, _with_own_a(raw))
     _check(folder, kept, have)
     _check_blocks(folder, kept, have)
-    return tables.nest({
-        path: tensor_layout.load(
-            k, have, tables.leaf(shardings, path), np.dtype(np.float32), write)
-        for path, k in kept.items()})
+    return tables.nest(
+      {
+        path: tensor_layout.load(k, have, tables.leaf(shardings, path), np.dtype(np.float32), write)
+        for path, k in kept.items()
+      }
+    )
 
 
 def _check_blocks(folder, kept: dict, have: dict):
   """InputError where a matrix uses columns of B that are of another."""
   for k in [k for p, k in kept.items() if p.endswith('/b')]:
-    rank, *out = k.spec.shape[k.spec.stack:]
+    rank, *out = k.spec.shape[k.spec.stack :]
     for name in k.names if k.shape[1] > rank else ():
-      rows = have[name][:][k.first:k.first + math.prod(out)]
+      rows = have[name][:][k.first : k.first + math.prod(out)]
       if np.delete(rows, slice(k.column, k.column + rank), axis=1).any():
         raise _other(folder, f'tensor {name} mixes the matrices in it')
 
@@ -321,22 +319,28 @@ def writer(model: Model, params: dict, base: str) -> Callable:
     logging.warning('no adapter/ is written: %s', e)
     return lambda folder: None
   tensors = dict(hf.export_tensors(table, params, np.dtype(np.float32)))
-  wide = {_module(k): k.shape[1] // rank for p, k in table.items()
-          if p.endswith('/b') and k.shape[1] > rank}
+  wide = {_module(k): k.shape[1] // rank for p, k in table.items() if p.endswith('/b') and k.shape[1] > rank}
   if rslora and (wide or any(k.spec.stack > 1 for k in table.values())):
     # `peft` would take the root of all ranks in a tensor together.
     alpha, rslora = alpha * math.sqrt(rank), False
-  modules = sorted({
-      _module(k) for path, k in table.items() if lora.is_adapter(path)})
+  modules = sorted({_module(k) for path, k in table.items() if lora.is_adapter(path)})
   scalar = bool(model.config.num_labels)
   spec = dict(
-      peft_type='LORA', task_type='SEQ_CLS' if scalar else 'CAUSAL_LM',
-      base_model_name_or_path=base, r=rank, lora_alpha=alpha,
-      use_rslora=rslora, target_modules=modules, lora_dropout=model.dropout,
-      rank_pattern={k: n * rank for k, n in wide.items()},
-      alpha_pattern={k: n * alpha for k, n in wide.items()},
-      bias='none', fan_in_fan_out=False, inference_mode=True,
-      modules_to_save=['score'] if scalar else None)
+    peft_type='LORA',
+    task_type='SEQ_CLS' if scalar else 'CAUSAL_LM',
+    base_model_name_or_path=base,
+    r=rank,
+    lora_alpha=alpha,
+    use_rslora=rslora,
+    target_modules=modules,
+    lora_dropout=model.dropout,
+    rank_pattern={k: n * rank for k, n in wide.items()},
+    alpha_pattern={k: n * alpha for k, n in wide.items()},
+    bias='none',
+    fan_in_fan_out=False,
+    inference_mode=True,
+    modules_to_save=['score'] if scalar else None,
+  )
 
   def write(folder):
     folder = pathlib.Path(folder)

@@ -13,9 +13,7 @@ import typing
 import ml_dtypes
 import numpy as np
 
-_DTYPES = {
-    'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
-    'U8': np.uint8}
+_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16, 'U8': np.uint8}
 _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 
@@ -45,14 +43,13 @@ class Tensor:
     dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
     size = math.prod(inner) * dtype.itemsize
     begin, count = self.start + start * size, (stop - start) * size
-    part = lambda data: np.frombuffer(data, dtype).reshape(-1, *inner)[
-        (slice(None), *rest)]
+    part = lambda data: np.frombuffer(data, dtype).reshape(-1, *inner)[(slice(None), *rest)]
     if not isinstance(self.file, mmap.mmap):
       self.file.seek(begin)
       return part(self.file.read(count))
     # Given back here: a thread that looks at the stack (`watchdog.place`) keeps
     # what a frame holds, and a file that somebody holds cannot be closed.
-    with memoryview(self.file)[begin:begin + count] as data:
+    with memoryview(self.file)[begin : begin + count] as data:
       out = part(data).copy()
     page = begin - begin % mmap.PAGESIZE
     self.file.madvise(mmap.MADV_DONTNEED, page, begin + count - page)
@@ -68,8 +65,7 @@ def header(tensors: dict[str, tuple]) -> bytes:
   out, end = {'__metadata__': {'format': 'pt'}}, 0
   for key, (dtype, shape) in tensors.items():
     start, end = end, end + math.prod(shape) * dtype.itemsize
-    out[key] = dict(
-        dtype=names[dtype], shape=list(shape), data_offsets=[start, end])
+    out[key] = dict(dtype=names[dtype], shape=list(shape), data_offsets=[start, end])
   text = json.dumps(out, separators=(',', ':')).encode()
   text += b' ' * (-len(text) % 8)
   return len(text).to_bytes(8, 'little') + text
@@ -83,11 +79,13 @@ def tensors(file: typing.BinaryIO, size: int) -> dict[str, Tensor]:
   header = json.loads(file.read(length))
   try:
     header.pop('__metadata__', None)
-    found = {name: (x['dtype'], tuple(x['shape']), *x['data_offsets'])
-             for name, x in header.items()}
+    found = {name: (x['dtype'], tuple(x['shape']), *x['data_offsets']) for name, x in header.items()}
     for kind, shape, start, end in found.values():
-      if not 0 <= start <= end or kind in _DTYPES and (
-          end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize):
+      if (
+        not 0 <= start <= end
+        or kind in _DTYPES
+        and (end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize)
+      ):
         raise ValueError('its header is damaged')
   except (AttributeError, KeyError, TypeError) as e:
     raise ValueError('its header is damaged') from e
@@ -95,5 +93,4 @@ def tensors(file: typing.BinaryIO, size: int) -> dict[str, Tensor]:
   end = begin + max((x[3] for x in found.values()), default=0)
   if end != size:
     raise ValueError(f'its header speaks of {end} bytes and it has {size}')
-  return {name: Tensor(file, kind, shape, begin + start)
-          for name, (kind, shape, start, _) in found.items()}
+  return {name: Tensor(file, kind, shape, begin + start) for name, (kind, shape, start, _) in found.items()}

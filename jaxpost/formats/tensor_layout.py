@@ -49,9 +49,8 @@ def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
     if path in fused:
       name, first, step = fused[path]
       spec = dataclasses.replace(spec, hf=name, matrix=False)
-      *outer, last = spec.shape[spec.stack:]
-      out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step),
-                         first, step)
+      *outer, last = spec.shape[spec.stack :]
+      out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step), first, step)
       continue
     name = spec.hf
     for ours, theirs in renamed.items():
@@ -60,15 +59,13 @@ def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
-  return {path: dataclasses.replace(s, shape=(
-      ends.get(s.names, s.shape[0]), *s.shape[1:])) for path, s in out.items()}
+  return {path: dataclasses.replace(s, shape=(ends.get(s.names, s.shape[0]), *s.shape[1:])) for path, s in out.items()}
 
 
 def _names(name: str, spec: Param) -> tuple[str, ...]:
   if not spec.stack:
     return (name,)
-  return tuple(name.format(i + spec.first, *rest) for i, *rest in np.ndindex(
-      spec.shape[:spec.stack]))
+  return tuple(name.format(i + spec.first, *rest) for i, *rest in np.ndindex(spec.shape[: spec.stack]))
 
 
 def beyond(name: str, cfg: ModelConfig, more: int) -> bool:
@@ -90,7 +87,7 @@ def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
 
 def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
   """What one tensor of a parameter has in the folder."""
-  shape = spec.shape[spec.stack:]
+  shape = spec.shape[spec.stack :]
   if spec.axes[0] == 'vocab':
     return (cfg.vocab_size, *shape[1:])
   if not spec.matrix:
@@ -115,8 +112,7 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
   """
   row, parts = _row(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
-  moves = [(i, axes) for i, axes in enumerate(parts)
-           if axes and i >= spec.stack and i != row]
+  moves = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row]
   used = {a for axes in parts for a in axes}
   moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
   rows, out = to.shard_shape(spec.shape)[row], []
@@ -129,8 +125,7 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
     if i is not None:
       parts[i] = ()
     out.append((i, axes))
-  return NamedSharding(to.mesh, PartitionSpec(
-      *(part or None for part in parts))), tuple(out)
+  return NamedSharding(to.mesh, PartitionSpec(*(part or None for part in parts))), tuple(out)
 
 
 def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
@@ -139,12 +134,12 @@ def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
   So that the rows of a head can be split, too.
   """
   row, parts = _row(spec), [*to.spec, *[None] * len(spec.shape)]
-  if not spec.matrix or any(parts[row + 1:]):
+  if not spec.matrix or any(parts[row + 1 :]):
     return spec, to
   shape = *spec.shape[:row], math.prod(spec.shape[row:])
-  return dataclasses.replace(
-      spec, shape=shape, axes=spec.axes[:row + 1]), NamedSharding(
-          to.mesh, PartitionSpec(*parts[:row + 1]))
+  return dataclasses.replace(spec, shape=shape, axes=spec.axes[: row + 1]), NamedSharding(
+    to.mesh, PartitionSpec(*parts[: row + 1])
+  )
 
 
 def _piece(spec: Param, shape, most: int, unit: int = 1) -> tuple[int, ...]:
@@ -156,9 +151,8 @@ def _piece(spec: Param, shape, most: int, unit: int = 1) -> tuple[int, ...]:
   """
   shape = list(shape)
   for i, step in *((i, 1) for i in range(spec.stack)), (_row(spec), unit):
-    fits = most // math.prod(shape[:i] + shape[i + 1:])
-    shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1)
-                    if shape[i] % n == 0 == n % step)
+    fits = most // math.prod(shape[:i] + shape[i + 1 :])
+    shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1) if shape[i] % n == 0 == n % step)
   return tuple(shape)
 
 
@@ -172,19 +166,16 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   out = np.empty([end - start for start, end in bounds], dtype)
   if not spec.stack:
     value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
-    out[:len(value)], out[len(value):] = value, 0  # beyond the vocabulary
+    out[: len(value)], out[len(value) :] = value, 0  # beyond the vocabulary
     return out
-  kept, n = spec.shape[:spec.stack], spec.stack
+  kept, n = spec.shape[: spec.stack], spec.stack
   for at in np.ndindex(out.shape[:n]):
-    number = np.ravel_multi_index(
-        [start + i for (start, _), i in zip(bounds, at)], kept)
-    out[at] = _read(
-        stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
+    number = np.ravel_multi_index([start + i for (start, _), i in zip(bounds, at)], kept)
+    out[at] = _read(stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
   return out
 
 
-def load(stored: Stored, tensors: dict, to: NamedSharding, dtype,
-         write) -> jax.Array:
+def load(stored: Stored, tensors: dict, to: NamedSharding, dtype, write) -> jax.Array:
   """A parameter; the host has one piece of it at a time.
 
   What is larger than a piece is read by all devices together, a part each,
@@ -196,26 +187,23 @@ def load(stored: Stored, tensors: dict, to: NamedSharding, dtype,
   if not to.addressable_devices_indices_map(whole):  # others have some of it
     return jax.make_array_from_single_device_arrays(whole, to, [], dtype=dtype)
   if math.prod(whole) * dtype.itemsize <= _PIECE:
-    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype,
-                  [0] * len(whole))
+    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype, [0] * len(whole))
   spec, goal = _flat(stored.spec, to)
   stored, row = dataclasses.replace(stored, spec=spec), _row(spec)
   sharding, moves = _by_rows(spec, goal)
   local = sharding.shard_shape(spec.shape)
   split = goal.shard_shape(spec.shape)[row] // local[row]
   # What is gathered is a piece with its copies; its rows are whole heads.
-  copies = math.prod(to.mesh.shape[a] for dimension, axes in moves
-                     for a in axes if dimension is None)
-  head = 1 if spec.shape == whole else math.prod(whole[row + 1:])
-  size = _piece(spec, local, _PIECE // dtype.itemsize // copies,
-                head // math.gcd(head, split))
+  copies = math.prod(to.mesh.shape[a] for dimension, axes in moves for a in axes if dimension is None)
+  head = 1 if spec.shape == whole else math.prod(whole[row + 1 :])
+  size = _piece(spec, local, _PIECE // dtype.itemsize // copies, head // math.gcd(head, split))
   out = None
   for at in np.ndindex(*(n // s for n, s in zip(local, size))):
     at = np.multiply(at, size)
     at[row] *= split
     piece = _place(stored, tensors, sharding, size, split, dtype, at)
     start = np.zeros(len(whole), np.int32)
-    start[:row + 1] = *at[:row], at[row] // head
+    start[: row + 1] = *at[:row], at[row] // head
     out = write(out, piece, start, to, whole, sharding, row, moves)
   return relabelled(out, to)
 
@@ -238,8 +226,8 @@ def _place(stored: Stored, tensors, sharding, size, split: int, dtype, at):
     arrays += [jax.device_put(part, device) for device in devices]
     jax.block_until_ready(arrays)  # the host keeps one, not all
   return jax.make_array_from_single_device_arrays(
-      tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding,
-      arrays, dtype=dtype)
+    tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding, arrays, dtype=dtype
+  )
 
 
 def _read(stored, tensor, shape, bounds) -> np.ndarray:
@@ -251,19 +239,15 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
       return np.zeros((0, *(b - a for a, b in rest)))
     if stored.step > 1:
       rest[-1] = tuple(stored.step * x for x in rest[-1])
-      return tensor[(slice(start, end), *(slice(*x) for x in rest))][
-          ..., stored.first::stored.step]
+      return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: stored.step]
     rows = slice(stored.first + start, stored.first + end)
     return tensor[(rows, *(slice(*x) for x in rest))]
   cut = inputs(stored.spec)
-  sides = [(shape[:cut], bounds[:cut], stored.column),
-           (shape[cut:], bounds[cut:], stored.first)]
+  sides = [(shape[:cut], bounds[:cut], stored.column), (shape[cut:], bounds[cut:], stored.first)]
   # A side of several dimensions is read whole below its first one.
-  ranges = [slice(first + b[0][0] * math.prod(s[1:]),
-                  first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
+  ranges = [slice(first + b[0][0] * math.prod(s[1:]), first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
   value = tensor[ranges[1], ranges[0]].T
-  value = value.reshape([
-      n for s, b, _ in sides for n in (b[0][1] - b[0][0], *s[1:])])
+  value = value.reshape([n for s, b, _ in sides for n in (b[0][1] - b[0][0], *s[1:])])
   inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b, _ in sides]
   return value[(*inner[0], *inner[1])]
 
@@ -271,11 +255,10 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
 def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
   """An entry of a parameter as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
-    size = math.prod(value.shape[:inputs(stored.spec)])
+    size = math.prod(value.shape[: inputs(stored.spec)])
     value, more = value.reshape(size, -1).T, stored.shape[1] - size
-    return np.pad(value, ((0, 0), (stored.column, more - stored.column))) if (
-        more) else value
-  return value[:stored.shape[0]]
+    return np.pad(value, ((0, 0), (stored.column, more - stored.column))) if (more) else value
+  return value[: stored.shape[0]]
 
 
 def together(stored: Stored, parts: list) -> np.ndarray:

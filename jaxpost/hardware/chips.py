@@ -35,27 +35,23 @@ class Chip:
 _GIB = 2**30
 # Of tpu7x JAX shows two devices a chip; the figures are of one device.
 CHIPS = {
-    'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, 6.2e9, 1.05e9, 1,
-               (16, 16, 16)),
-    'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, 3.1e9, 1.5e9,
-                1, (16, 16)),
-    'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, 6.2e9, 1.75e9, 1,
-                (16, 20, 28)),
-    'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, 12.5e9,
-                1.75e9, 1, (16, 16)),
-    'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, 12.5e9, 0, 2,
-                  (16, 24, 24)),
-    'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, 50e9),
-    'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, 50e9),
-    'a100': Chip('A100', 312e12), 'l4': Chip('L4', 121e12),
-    't4': Chip('T4', 65e12),
+  'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, 6.2e9, 1.05e9, 1, (16, 16, 16)),
+  'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, 3.1e9, 1.5e9, 1, (16, 16)),
+  'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, 6.2e9, 1.75e9, 1, (16, 20, 28)),
+  'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, 12.5e9, 1.75e9, 1, (16, 16)),
+  'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, 12.5e9, 0, 2, (16, 24, 24)),
+  'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, 50e9),
+  'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, 50e9),
+  'a100': Chip('A100', 312e12),
+  'l4': Chip('L4', 121e12),
+  't4': Chip('T4', 65e12),
 }
 _MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
 # Names that are taken for the GPU of a described cluster: those of one
 # generation whose compiler target is known.
 GPUS = ('h100', 'h200')
 # What the compiler asks of a GPU that is not there (GpuTargetConfigProto).
-_TARGET = '''
+_TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
  shared_memory_per_block: 49152 shared_memory_per_core: 233472
  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -67,7 +63,7 @@ gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 patch: 0 }}
 device_description_str: "NVIDIA {kind}" runtime_version {{ major: 13 }}
-'''
+"""
 EXAMPLES = 'v5p:8x8x8, v6e:16x16 (TPU), h200:1x8x8 (slices x hosts x GPUs), cpu'
 
 
@@ -106,8 +102,7 @@ class Topology:
 
 def of_kind(kind: str) -> Chip | None:
   """The chip that a `device_kind` names; of several the longest name."""
-  names = {c.kind: c for c in CHIPS.values()} | {
-      k: CHIPS[v] for k, v in _MORE_KINDS.items()}
+  names = {c.kind: c for c in CHIPS.values()} | {k: CHIPS[v] for k, v in _MORE_KINDS.items()}
   found = [name for name in names if name in kind]
   return names[max(found, key=len)] if found else None
 
@@ -120,14 +115,13 @@ def here(devices: list) -> Topology:
   kind, stats = devices[0].device_kind, devices[0].memory_stats()
   chip = of_kind(kind) or Chip(kind, 0.0)
   if stats:
-    chip = dataclasses.replace(
-        chip, memory=stats.get('bytes_limit', chip.memory))
+    chip = dataclasses.replace(chip, memory=stats.get('bytes_limit', chip.memory))
   names = [name for name, known in CHIPS.items() if known.kind == chip.kind]
   slices = {d.slice_index for d in devices if d.platform == 'tpu'}
   count = max(1, len(slices))
   return Topology(
-      f'{len(devices)} x {kind}', names[0] if names else 'cpu', chip,
-      (len(devices) // count,), count, tuple(devices))
+    f'{len(devices)} x {kind}', names[0] if names else 'cpu', chip, (len(devices) // count,), count, tuple(devices)
+  )
 
 
 def parse(text: str, slices: int = 1) -> Topology:
@@ -137,32 +131,29 @@ def parse(text: str, slices: int = 1) -> Topology:
   if name not in known:
     near = difflib.get_close_matches(name, known, 1, 0.4)
     raise InputError(
-        f'--topology: {text!r}: there is no chip {name!r}; ' +
-        (f'did you mean {near[0]!r}? ' if near else '') +
-        f'known: {", ".join(known)}; for example {EXAMPLES}')
+      f'--topology: {text!r}: there is no chip {name!r}; '
+      + (f'did you mean {near[0]!r}? ' if near else '')
+      + f'known: {", ".join(known)}; for example {EXAMPLES}'
+    )
   if name == 'cpu':
     if size and not re.fullmatch('[1-9][0-9]*', size) or slices != 1:
-      raise InputError(
-          f'--topology: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
+      raise InputError(f'--topology: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
     return Topology(text, name, Chip('cpu', 0.0), (int(size or 1),))
   chip = CHIPS[name]
   wanted = 3 if name in GPUS else len(chip.largest)
   if not re.fullmatch('x'.join(['[1-9][0-9]*'] * wanted), size):
-    what = {2: '16x16', 3: '8x8x8'}[wanted] if name not in GPUS else (
-        '1x8x8: slices x hosts x GPUs of a host')
-    raise InputError(
-        f'--topology: {text!r}: a size of {name} has {wanted} numbers; write '
-        f'for example {name}:{what}')
+    what = {2: '16x16', 3: '8x8x8'}[wanted] if name not in GPUS else ('1x8x8: slices x hosts x GPUs of a host')
+    raise InputError(f'--topology: {text!r}: a size of {name} has {wanted} numbers; write for example {name}:{what}')
   numbers = tuple(int(n) for n in size.split('x'))
   if name in GPUS:
     if slices != 1:
-      raise InputError('--slices: of GPUs they are the first number of '
-                       f'--topology, as in {name}:{slices}x8x8')
+      raise InputError(f'--slices: of GPUs they are the first number of --topology, as in {name}:{slices}x8x8')
     return Topology(text, name, chip, numbers)
   if math.prod(numbers) > math.prod(chip.largest):
     raise InputError(
-        f'--topology: {text!r}: the largest slice of {name} is '
-        f'{"x".join(map(str, chip.largest))}; --slices=N joins several')
+      f'--topology: {text!r}: the largest slice of {name} is '
+      f'{"x".join(map(str, chip.largest))}; --slices=N joins several'
+    )
   return Topology(text, name, chip, numbers, slices)
 
 
@@ -171,48 +162,53 @@ def set_environment(topology: Topology):
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # several plans at a time
-  for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL',
-               'TPU_MIN_LOG_LEVEL'):
+  for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL', 'TPU_MIN_LOG_LEVEL'):
     os.environ.setdefault(name, '3')
   if not topology.local:  # what was compiled could not be loaded here
     os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
   if topology.local and topology.chips > 1:
     os.environ['XLA_FLAGS'] = (
-        os.environ.get('XLA_FLAGS', '') +
-        f' --xla_force_host_platform_device_count={topology.chips}')
+      os.environ.get('XLA_FLAGS', '') + f' --xla_force_host_platform_device_count={topology.chips}'
+    )
 
 
 def devices(topology: Topology) -> list:
   """The devices, as JAX describes them to its compilers."""
   import jax  # after `set_environment`
+
   if topology.owned:
     return list(topology.owned)
   if topology.local:
     found = jax.devices('cpu')
     if len(found) < topology.chips:
       raise InputError(
-          f'--topology: {topology.text}: JAX has started with {len(found)} '
-          'devices; the command sets their number, a notebook cannot')
-    return found[:topology.chips]
+        f'--topology: {topology.text}: JAX has started with {len(found)} '
+        'devices; the command sets their number, a notebook cannot'
+      )
+    return found[: topology.chips]
   from jax.experimental import topologies
+
   chip, size = topology.chip, 'x'.join(map(str, topology.size))
   try:
     if topology.gpu:
       return topologies.get_topology_desc(
-          topology.name, 'cuda', topology=size,
-          target_config=_TARGET.format(
-              kind=chip.kind, memory=int(chip.memory),
-              bandwidth=int(chip.bandwidth))).devices
+        topology.name,
+        'cuda',
+        topology=size,
+        target_config=_TARGET.format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth)),
+      ).devices
     more = {'num_slices': topology.slices} if topology.slices > 1 else {}
     if topology.name == 'v4':  # both cores of a chip as one device
       more['chip_config_name'] = 'megacore'
-    return topologies.get_topology_desc(
-        topology.text, 'tpu', **more).devices
+    return topologies.get_topology_desc(topology.text, 'tpu', **more).devices
   except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
     lacks = 'jax[cuda13]' if topology.gpu else 'jax[tpu]'
     reason = str(e).splitlines()[0]
-    hint = f'choose another size ({EXAMPLES})' if 'INVALID' in reason else (
-        f"the compiler comes with pip install '{lacks}'; it needs no device")
+    hint = (
+      f'choose another size ({EXAMPLES})'
+      if 'INVALID' in reason
+      else (f"the compiler comes with pip install '{lacks}'; it needs no device")
+    )
     raise InputError(f'--topology: {topology.text}: {reason}; {hint}') from e
 
 

@@ -28,9 +28,10 @@ def tune_host() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
   except (OSError, AttributeError):
     return False
-  return all(mallopt(which, value) for which, value in (
-      (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1),
-      (_TOP_PAD, 64 << 20)))
+  return all(
+    mallopt(which, value)
+    for which, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1), (_TOP_PAD, 64 << 20))
+  )
 
 
 def use_compile_cache(folder: str = '') -> str:
@@ -40,8 +41,10 @@ def use_compile_cache(folder: str = '') -> str:
   ~/.cache/jaxpost/xla.
   """
   import jax
-  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or folder or str(
-      pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
+
+  folder = (
+    os.environ.get('JAX_COMPILATION_CACHE_DIR') or folder or str(pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
+  )
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
@@ -89,8 +92,7 @@ class StopSignal:
       signal.raise_signal(number)
     self.received = number
     if self._at_once:
-      raise Preempted(
-          'told to stop between two steps; run the same command to go on')
+      raise Preempted('told to stop between two steps; run the same command to go on')
 
   def reached(self) -> bool:
     """To be asked once a step: true everywhere once one process was told.
@@ -98,4 +100,5 @@ class StopSignal:
     Of several processes process 0 answers; no device is waited for.
     """
     from jaxpost.distributed import coordination
+
     return coordination.any_told(self.received is not None)

@@ -28,8 +28,15 @@ _HEADS = 2  # kv heads, with all that ask them: the others are as these
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
 # What a kernel, or JAX on its way to one, says of what it cannot do.
-_FAILURES = (jax.errors.JaxRuntimeError, AssertionError, AttributeError,
-             ImportError, RuntimeError, TypeError, ValueError)
+_FAILURES = (
+  jax.errors.JaxRuntimeError,
+  AssertionError,
+  AttributeError,
+  ImportError,
+  RuntimeError,
+  TypeError,
+  ValueError,
+)
 
 
 def settle(compute: Compute, uses) -> Compute:
@@ -48,8 +55,7 @@ def settle(compute: Compute, uses) -> Compute:
   works = sorted({attention_kernels.asks(compute, *use) for use in uses} - {None})
   path = pathlib.Path.home() / '.cache/jaxpost/attention.json'
   keys, kept = [_key(name, dtype, work) for work in works], _read(path)
-  whys = ['' if key in kept else trusted(name, work, dtype)
-          for key, work in zip(keys, works)]
+  whys = ['' if key in kept else trusted(name, work, dtype) for key, work in zip(keys, works)]
   right = {key: 1 for key, why in zip(keys, whys) if not why}
   if not right.keys() <= kept.keys():
     try:
@@ -61,32 +67,40 @@ def settle(compute: Compute, uses) -> Compute:
     why = next(filter(None, told), '')
     if why and compute.forced:
       raise InputError(
-          f'config.model.attention: {name} is wrong on {device} with jax '
-          f'{jax.__version__} for rows of {work.length} tokens, '
-          f'{_words(work)}: {why}; take auto')
+        f'config.model.attention: {name} is wrong on {device} with jax '
+        f'{jax.__version__} for rows of {work.length} tokens, '
+        f'{_words(work)}: {why}; take auto'
+      )
     if why:
       out.append(work)
       logging.warning(
-          'attention by %s is wrong on %s with jax %s for rows of %d tokens, '
-          '%s: %s; XLA computes these', name, device, jax.__version__,
-          work.length, _words(work), why)
+        'attention by %s is wrong on %s with jax %s for rows of %d tokens, %s: %s; XLA computes these',
+        name,
+        device,
+        jax.__version__,
+        work.length,
+        _words(work),
+        why,
+      )
   return dataclasses.replace(compute, doubted=tuple(out))
 
 
 def _words(work: Work) -> str:
-  return (f'{f"{work.parts} parts, " if work.parts > 1 else ""}'
-          f'{work.heads} heads of {work.head_dim} on {work.kv_heads}'
-          f'{", sinks" * work.sinks}'
-          f'{", a soft cap" if work.attention_softcap else ""}')
+  return (
+    f'{f"{work.parts} parts, " if work.parts > 1 else ""}'
+    f'{work.heads} heads of {work.head_dim} on {work.kv_heads}'
+    f'{", sinks" * work.sinks}'
+    f'{", a soft cap" if work.attention_softcap else ""}'
+  )
 
 
 def _key(name: str, dtype: str, work: Work) -> str:
   """The kernel, its options and shape, and all that it runs on."""
   device = jax.local_devices()[0]
-  code = zlib.crc32(pathlib.Path(attention_kernels.__file__).read_bytes(), zlib.crc32(
-      device.client.platform_version.encode()))
-  return ' '.join(map(str, (
-      name, dtype, *work, jax.__version__, device.device_kind, code)))
+  code = zlib.crc32(
+    pathlib.Path(attention_kernels.__file__).read_bytes(), zlib.crc32(device.client.platform_version.encode())
+  )
+  return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
 
 
 def _read(path) -> dict:
@@ -109,8 +123,9 @@ def trusted(name: str, work: Work, dtype: str) -> str:
       found = errors(name, work, dtype, window)
     except _FAILURES as e:
       return f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
-    wrong += [f'{x:.1e} in {k}{f" with window {window}" if window else ""}'
-              for k, x in found.items() if not x <= _TOLERANCE]
+    wrong += [
+      f'{x:.1e} in {k}{f" with window {window}" if window else ""}' for k, x in found.items() if not x <= _TOLERANCE
+    ]
   return wrong and f'off by {", ".join(wrong)}' or ''
 
 
@@ -130,46 +145,39 @@ def errors(name: str, work: Work, dtype: str, window: int) -> dict[str, float]:
     kv_heads = 1
   heads = groups * kv_heads
   keys = jax.random.split(jax.random.key(0), 5)
-  draw = lambda key, *shape: jax.random.normal(
-      key, (rows, length, *shape)).astype(dtype)
-  given = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size),
-           draw(keys[2], kv_heads, values))
+  draw = lambda key, *shape: jax.random.normal(key, (rows, length, *shape)).astype(dtype)
+  given = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size), draw(keys[2], kv_heads, values))
   given += (jax.random.normal(keys[4], (heads,)),) if work.sinks else ()
   g = draw(keys[3], heads, values).astype(jnp.float32)
   # Three documents and padding, and three that fill the row.
-  cuts = jnp.array([
-      [length // 7, length // 2 + 1, length - length // 9],
-      [length // 3, length // 2 + length // 8, length]])[:rows]
+  cuts = jnp.array(
+    [[length // 7, length // 2 + 1, length - length // 9], [length // 3, length // 2 + length // 8, length]]
+  )[:rows]
   number = jnp.arange(length)
   found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(cuts)
   segments = ((found + 1) % 4).astype(jnp.int32)
   starts = jnp.concatenate([jnp.zeros((rows, 1), int), cuts], axis=1)
   positions = number - jnp.take_along_axis(starts, found, axis=1)
-  exactly = Compute('float32', q_chunk=max(16, min(
-      length, _SCORES // (heads * length))))
+  exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
   compute = Compute(dtype, attention=name)
 
   def exact(q, k, v, sinks=None):
-    return attention_xla.chunked(q, k, v, segments, exactly, None, positions, window,
-                          work, sinks)
+    return attention_xla.chunked(q, k, v, segments, exactly, None, positions, window, work, sinks)
 
   def fast(q, k, v, sinks=None):
     q, k, v = (x.astype(dtype) for x in (attention_xla.scaled(q, work), k, v))
     run = lambda q, **stripe: attention_kernels.KERNELS[name](
-        q, k, v, segments, positions, sinks, window=window, cfg=work,
-        compute=compute, **stripe).astype(jnp.float32)
+      q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe
+    ).astype(jnp.float32)
     if (n := work.parts) == 1:
       return run(q)
-    return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)],
-                     axis=2).reshape(rows, length, heads, values)
+    return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 
   @jax.jit
   def measured(given, g):
-    right, right_back = jax.vjp(
-        exact, *(x.astype(jnp.float32) for x in given))
+    right, right_back = jax.vjp(exact, *(x.astype(jnp.float32) for x in given))
     out, back = jax.vjp(fast, *given)
     pairs = zip((out, *back(g)), (right, *right_back(g)))
     return [jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]
 
-  return dict(zip(('out', 'q', 'k', 'v', 'sinks'),
-                  map(float, measured(given, g))))
+  return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(given, g))))

@@ -12,16 +12,17 @@ import jax
 from jaxpost.types import Batch
 
 # Programs that run while the sampler's weights and cache are there.
-SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate',
-            'move')
+SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate', 'move')
 START = ('init', 'copy', 'random')  # when not everything is there yet
 
 
 def size(tree, device=None) -> int:
   """Bytes of arrays, or of descriptions with shardings; those on `device`."""
-  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-             for x in jax.tree.leaves(tree)
-             if device is None or device in x.sharding.device_set)
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+    if device is None or device in x.sharding.device_set
+  )
 
 
 def parks(device) -> bool:
@@ -39,8 +40,7 @@ def batches(args) -> int:
   return sum(size(x) for x in args if isinstance(x, Batch))
 
 
-def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0,
-            ahead: bool = False) -> dict[str, int]:
+def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahead: bool = False) -> dict[str, int]:
   """Program -> bytes in use at most while it runs; 'peak': of all of them.
 
   Args:
@@ -51,10 +51,8 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0,
       it has other devices.
     ahead: it is there while the others run, too; see `ahead.py`.
   """
-  prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'),
-               default=0)
-  moved = 0 if sampler else sum(
-      r['output_bytes'] * r['times'] for r in rows if r['program'] == 'reshard')
+  prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
+  moved = 0 if sampler else sum(r['output_bytes'] * r['times'] for r in rows if r['program'] == 'reshard')
   out = {}
   for row in rows:
     name = row['program']
@@ -69,8 +67,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0,
       elif name not in ('init_state', 'prefill'):
         more += row['output_bytes'] - row['alias_bytes']
     else:
-      more += held + sampler * ahead + row['batch_bytes'] + (
-          row['output_bytes'] - row['alias_bytes'])
+      more += held + sampler * ahead + row['batch_bytes'] + (row['output_bytes'] - row['alias_bytes'])
     out[name] = max(out.get(name, 0), more)
   return out | {'peak': max(out.values(), default=held)}
 

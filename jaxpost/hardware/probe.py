@@ -18,8 +18,7 @@ _GAIN = 1.1  # by which bfloat16 must be faster than float32, which is exact
 def matmul_rate(dtype, size: int = 2048, rounds: int = 8) -> float:
   """FLOP/s of a square product with float32 accumulation, best of `rounds`."""
   x = jnp.ones((size, size), dtype)
-  product = jax.jit(lambda a, b: jnp.matmul(
-      a, b, preferred_element_type=jnp.float32))
+  product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
   product(x, x).block_until_ready()
   best = 0.0
   for _ in range(rounds):
@@ -59,8 +58,7 @@ def matmul_type(cache=None) -> tuple[str, str]:
   key = ' '.join([_cpu(), str(os.cpu_count()), jax.__version__])
   known = _read(path)
   if key not in known:
-    known[key] = {name: round(matmul_rate(name, 512, 5) / 1e9, 1)
-                  for name in ('float32', 'bfloat16', 'float16')}
+    known[key] = {name: round(matmul_rate(name, 512, 5) / 1e9, 1) for name in ('float32', 'bfloat16', 'float16')}
     try:
       object_store.write(path, json.dumps(known).encode())
     except OSError as e:
@@ -68,7 +66,8 @@ def matmul_type(cache=None) -> tuple[str, str]:
   rates = known[key]
   faster = rates['bfloat16'] > _GAIN * rates['float32']
   return 'bfloat16' if faster else 'float32', 'GFLOP/s: ' + ', '.join(
-      f'{name} {rate:g}' for name, rate in rates.items())
+    f'{name} {rate:g}' for name, rate in rates.items()
+  )
 
 
 def _read(path) -> dict:
@@ -84,6 +83,5 @@ def _cpu() -> str:
     lines = pathlib.Path('/proc/cpuinfo').read_text('utf-8').splitlines()
   except OSError:
     lines = []
-  names = [li.partition(':')[2].strip() for li in lines
-           if li.startswith('model name')]
+  names = [li.partition(':')[2].strip() for li in lines if li.startswith('model name')]
   return names[0] if names else f'{platform.machine()} {platform.processor()}'

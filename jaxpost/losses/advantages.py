@@ -13,8 +13,7 @@ import numpy as np
 from jaxpost.losses.shapes import same_shape
 
 
-def group_relative(rewards, valid, *, scale: bool | str = True,
-                   eps: float = 1e-6, singleton: str = 'zero'):
+def group_relative(rewards, valid, *, scale: bool | str = True, eps: float = 1e-6, singleton: str = 'zero'):
   """(r - mean) / (std + eps) within each group, over its valid samples.
 
   GRPO (arXiv:2402.03300), section 4.1.2, with the unbiased std. Without
@@ -107,7 +106,7 @@ def whiten(x, mask, *, shift_mean: bool = True):
   mask, x = _tokens('x, mask [S, C]', mask, x)
   count = mask.sum()
   mean = x.sum() / max(count, 1)
-  variance = ((x - mean)**2 * mask).sum() / max(count - 1, 1)
+  variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
   white = (x - mean) / np.sqrt(variance + 1e-8)
   if not shift_mean:
     white = white + mean
@@ -126,8 +125,7 @@ def returns_to_go(token_rewards, mask, gamma: float = 1.0):
   Returns:
     [S, C] float32.
   """
-  mask, rewards = _tokens(
-      'token_rewards, mask [S, C]', mask, token_rewards)
+  mask, rewards = _tokens('token_rewards, mask [S, C]', mask, token_rewards)
   returns, total = np.zeros_like(rewards), np.zeros(len(rewards))
   for t in reversed(range(rewards.shape[1])):
     total = np.where(mask[:, t], rewards[:, t] + gamma * total, total)
@@ -140,8 +138,7 @@ def reinforce_plus_plus(token_rewards, mask, gamma: float = 1.0):
   return whiten(returns_to_go(token_rewards, mask, gamma), mask)
 
 
-def reinforce_plus_plus_baseline(rewards, valid, mask, *,
-                                 singleton: str = 'zero'):
+def reinforce_plus_plus_baseline(rewards, valid, mask, *, singleton: str = 'zero'):
   """r - mean of the group on every token, whitened over the batch.
 
   REINFORCE++-baseline (arXiv:2501.03262).
@@ -155,8 +152,7 @@ def reinforce_plus_plus_baseline(rewards, valid, mask, *,
   """
   rewards, valid = _groups(rewards, valid)
   mask = np.asarray(mask, bool)
-  same_shape('rewards [N, G] and mask [N * G, C]', 1,
-             rewards.ravel(), mask[:, 0])
+  same_shape('rewards [N, G] and mask [N * G, C]', 1, rewards.ravel(), mask[:, 0])
   _, centred = _centred(rewards, valid, singleton)
   mask = mask & valid.reshape(-1, 1)
   return whiten(np.where(mask, centred.reshape(-1, 1), 0), mask)
@@ -176,8 +172,7 @@ def remax(token_rewards, mask, greedy_rewards, gamma: float = 1.0):
   """
   greedy = np.asarray(greedy_rewards, np.float64)
   returns = returns_to_go(token_rewards, mask, gamma)
-  same_shape('token_rewards [S, C] and greedy_rewards [S]', 1,
-             returns[:, 0], greedy)
+  same_shape('token_rewards [S, C] and greedy_rewards [S]', 1, returns[:, 0], greedy)
   gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)
   return gains.astype(np.float32)
 
@@ -195,8 +190,7 @@ def gae(token_rewards, values, mask, gamma: float = 1.0, lam: float = 1.0):
   Returns:
     (advantages, returns = A + V) [S, C] float32; advantages not whitened.
   """
-  mask, rewards, values = _tokens(
-      'token_rewards, values, mask [S, C]', mask, token_rewards, values)
+  mask, rewards, values = _tokens('token_rewards, values, mask [S, C]', mask, token_rewards, values)
   gains = np.zeros_like(values)
   after = gain = np.zeros(len(values))
   for t in reversed(range(values.shape[1])):
@@ -208,8 +202,7 @@ def gae(token_rewards, values, mask, gamma: float = 1.0, lam: float = 1.0):
   return gains.astype(np.float32), (gains + values).astype(np.float32)
 
 
-def adaptive_kl(coef: float, kl: float, target: float, horizon: float,
-                steps: int) -> float:
+def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
   """The KL coefficient after `steps` samples whose mean KL was `kl`.
 
   coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon): Ziegler et al.

@@ -30,8 +30,7 @@ def reverse_kl(student_logits, teacher_logits, temperature: float = 1.0):
   return generalized_jsd(student_logits, teacher_logits, 1.0, temperature)
 
 
-def generalized_jsd(student_logits, teacher_logits, beta: float = 0.5,
-                    temperature: float = 1.0):
+def generalized_jsd(student_logits, teacher_logits, beta: float = 0.5, temperature: float = 1.0):
   """beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T.
 
   GKD (arXiv:2306.13649), eq. 1, in the convention of TRL: beta = 0 stands for
@@ -44,15 +43,13 @@ def generalized_jsd(student_logits, teacher_logits, beta: float = 0.5,
   Returns:
     [...] float32, nats; not multiplied by temperature^2.
   """
-  same_shape('student_logits, teacher_logits [..., V]', None,
-             student_logits, teacher_logits)
-  return _divergence(_log_probs(student_logits, temperature),
-                     _log_probs(teacher_logits, temperature), beta)
+  same_shape('student_logits, teacher_logits [..., V]', None, student_logits, teacher_logits)
+  return _divergence(_log_probs(student_logits, temperature), _log_probs(teacher_logits, temperature), beta)
 
 
-def topk_jsd(student_logits, teacher_ids, teacher_logprobs,
-             beta: float = 0.5, temperature: float = 1.0,
-             outside: str = 'tail'):
+def topk_jsd(
+  student_logits, teacher_ids, teacher_logprobs, beta: float = 0.5, temperature: float = 1.0, outside: str = 'tail'
+):
   """`generalized_jsd` from the k most probable tokens of the teacher.
 
   beta = 0 is KL(T || S), beta = 1 KL(S || T), as there.
@@ -73,18 +70,19 @@ def topk_jsd(student_logits, teacher_ids, teacher_logprobs,
   Returns:
     [...] float32.
   """
-  same_shape('teacher_ids, teacher_logprobs [..., k]', None,
-             teacher_ids, teacher_logprobs)
-  same_shape('leading axes of student_logits [..., V] and teacher_ids'
-             ' [..., k]', None, student_logits[..., 0], teacher_ids[..., 0])
+  same_shape('teacher_ids, teacher_logprobs [..., k]', None, teacher_ids, teacher_logprobs)
+  same_shape(
+    'leading axes of student_logits [..., V] and teacher_ids [..., k]',
+    None,
+    student_logits[..., 0],
+    teacher_ids[..., 0],
+  )
   teacher = jnp.maximum(teacher_logprobs.astype(jnp.float32), _NEVER)
   student = _log_probs(student_logits, temperature)
   kept = jnp.take_along_axis(student, teacher_ids, axis=-1)
   if outside == 'renormalise':
-    return _divergence(jax.nn.log_softmax(kept), jax.nn.log_softmax(teacher),
-                       beta)
-  rest = jnp.put_along_axis(
-      student, teacher_ids, _NEVER, axis=-1, inplace=False)
+    return _divergence(jax.nn.log_softmax(kept), jax.nn.log_softmax(teacher), beta)
+  rest = jnp.put_along_axis(student, teacher_ids, _NEVER, axis=-1, inplace=False)
   rest = jnp.maximum(jax.nn.logsumexp(rest, axis=-1, keepdims=True), _FLOOR)
   if outside == 'tail':
     tail = _log_rest(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
@@ -92,10 +90,8 @@ def topk_jsd(student_logits, teacher_ids, teacher_logprobs,
     teacher = jax.nn.log_softmax(teacher)
     tail = jnp.full_like(rest, _FLOOR)
   else:
-    raise ValueError(
-        f"outside {outside!r}: want 'tail', 'zero' or 'renormalise'")
-  return _divergence(jnp.concatenate([kept, rest], axis=-1),
-                     jnp.concatenate([teacher, tail], axis=-1), beta)
+    raise ValueError(f"outside {outside!r}: want 'tail', 'zero' or 'renormalise'")
+  return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
 
 
 def _log_probs(logits, temperature):
@@ -124,6 +120,5 @@ def _divergence(student, teacher, beta):
     return _kl(teacher, student)
   if beta == 1:
     return _kl(student, teacher)
-  mixture = jnp.logaddexp(
-      student + math.log1p(-beta), teacher + math.log(beta))
+  mixture = jnp.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
   return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)

@@ -99,8 +99,7 @@ def _parts(plan, tree, back=()):
   def move(x):
     rows, length, *rest = back or x.shape
     split = (n, -1) if back else (-1, n)
-    x = x.reshape(shards if rows % shards == 0 else 1, *split, length // n,
-                  *rest).swapaxes(1, 2)
+    x = x.reshape(shards if rows % shards == 0 else 1, *split, length // n, *rest).swapaxes(1, 2)
     return x.reshape(back or (-1, length // n, *rest))
 
   return tree if n == 1 else jax.tree.map(move, tree)
@@ -126,21 +125,19 @@ def top_tokens(plan: Plan, hidden, head, mask, k: int):
     logits = _logits(plan, _take(hidden, index), head)
     top, ids = jax.lax.top_k(logits, k)
     top -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return tuple(jax.lax.dynamic_update_slice_in_dim(
-        x, new.astype(x.dtype), i * chunk, axis=1)
-                 for x, new in zip(found, (ids, top)))
+    return tuple(
+      jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), i * chunk, axis=1)
+      for x, new in zip(found, (ids, top))
+    )
 
-  found = (jnp.zeros((*order.shape, k), jnp.int32),
-           jnp.zeros((*order.shape, k), jnp.float32))
+  found = (jnp.zeros((*order.shape, k), jnp.int32), jnp.zeros((*order.shape, k), jnp.float32))
   longest = jnp.max(jnp.sum(mask != 0, axis=1))
   found = jax.lax.fori_loop(0, -(-longest // chunk), body, found)
   back = _inverse(order[:, :length])
-  return tuple(jnp.where((mask != 0)[..., None], _take(x[:, :length], back), 0)
-               for x in found)
+  return tuple(jnp.where((mask != 0)[..., None], _take(x[:, :length], back), 0) for x in found)
 
 
-def fused_loss(plan: Plan, hidden, head, labels, weights, arrays,
-               teachers=()):
+def fused_loss(plan: Plan, hidden, head, labels, weights, arrays, teachers=()):
   """Sum over tokens of weights * objective, differentiable in hidden, head.
 
   Args:
@@ -153,11 +150,9 @@ def fused_loss(plan: Plan, hidden, head, labels, weights, arrays,
   Returns:
     (loss [], {metric: []}), sums weighted by `weights`.
   """
-  hidden, labels, weights, arrays = _parts(
-      plan, (hidden, labels, weights, arrays))
+  hidden, labels, weights, arrays = _parts(plan, (hidden, labels, weights, arrays))
   teachers = [(_parts(plan, h), w) for h, w in teachers]
-  return _fused(
-      plan, *_arguments(hidden, head, labels, weights, arrays, teachers))
+  return _fused(plan, *_arguments(hidden, head, labels, weights, arrays, teachers))
 
 
 def _arguments(hidden, head, labels, weights, arrays, teachers):
@@ -166,9 +161,15 @@ def _arguments(hidden, head, labels, weights, arrays, teachers):
   Chunks then end at the longest row, and prompts and padding cost nothing.
   """
   order = _wanted_first(weights)
-  return hidden, head, order, _take(labels, order), _take(weights, order), {
-      k: _take(v, order) for k, v in arrays.items()}, (
-          [h for h, _ in teachers], [w for _, w in teachers])
+  return (
+    hidden,
+    head,
+    order,
+    _take(labels, order),
+    _take(weights, order),
+    {k: _take(v, order) for k, v in arrays.items()},
+    ([h for h, _ in teachers], [w for _, w in teachers]),
+  )
 
 
 def _wanted_first(weights):
@@ -179,8 +180,7 @@ def _wanted_first(weights):
 
 def _inverse(order):
   """The permutation of each row that undoes `order` [B, T]."""
-  return jnp.put_along_axis(jnp.zeros_like(order), order, jnp.arange(
-      order.shape[1])[None], axis=1, inplace=False)
+  return jnp.put_along_axis(jnp.zeros_like(order), order, jnp.arange(order.shape[1])[None], axis=1, inplace=False)
 
 
 def _take(x, order):
@@ -228,8 +228,9 @@ def _outputs_backward(plan, args, cotangents):
     return sum(outputs.__dict__[k] * arrays[k] for k in wanted), {}
 
   counts = (weights != 0).astype(jnp.float32)
-  grads = _run(plan._replace(objective=linear, reads=plan.learns), True,
-               hidden, head, order, labels, counts, slopes, teachers)[3]
+  grads = _run(
+    plan._replace(objective=linear, reads=plan.learns), True, hidden, head, order, labels, counts, slopes, teachers
+  )[3]
   return *grads, None, None, None, None, None
 
 
@@ -245,8 +246,7 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   shape = plan.layout.mesh.shape
   axes = tuple(a for a in (*BATCH_AXES, 'context') if shape[a] > 1)
   if not axes or hidden.shape[0] % math.prod(shape[a] for a in axes):
-    loss, metrics, outputs, grads = _loop(
-        plan, grad, hidden, head, order, labels, weights, arrays, teachers)
+    loss, metrics, outputs, grads = _loop(plan, grad, hidden, head, order, labels, weights, arrays, teachers)
     if grad:
       grads = grads[0], grads[1].astype(head.dtype)
     return loss, metrics, outputs, grads
@@ -260,30 +260,32 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
     return loss, metrics, outputs, grads
 
   run = jax.shard_map(
-      local, mesh=plan.layout.mesh,
-      in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
-      out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
-      axis_names=set(axes), check_vma=False)
+    local,
+    mesh=plan.layout.mesh,
+    in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
+    out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
+    axis_names=set(axes),
+    check_vma=False,
+  )
   # Cast before the shards of the head are gathered: half the bytes.
-  table, teachers = head.astype(plan.compute.dtype), (teachers[0], [
-      w.astype(plan.compute.dtype) for w in teachers[1]])
-  loss, metrics, outputs, grads = run(
-      hidden, table, order, labels, weights, arrays, teachers)
+  table, teachers = head.astype(plan.compute.dtype), (teachers[0], [w.astype(plan.compute.dtype) for w in teachers[1]])
+  loss, metrics, outputs, grads = run(hidden, table, order, labels, weights, arrays, teachers)
   if grad:
-    grads = grads[0], Shared(None, grads[1]) if isinstance(head, Shared) else (
-        plan.layout.reduced(grads[1], ('vocab', 'embed'), axes)
-        .astype(head.dtype))
+    grads = (
+      grads[0],
+      Shared(None, grads[1])
+      if isinstance(head, Shared)
+      else (plan.layout.reduced(grads[1], ('vocab', 'embed'), axes).astype(head.dtype)),
+    )
   return loss, metrics, outputs, grads
 
 
 def _loop(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   """As `_run`, on the rows of one shard."""
   rows, length, width = hidden.shape
-  chunk = chunk_length(
-      rows, length, head.shape[0], plan.compute.head_elements)
+  chunk = chunk_length(rows, length, head.shape[0], plan.compute.head_elements)
   pad = -length % chunk
-  widen = lambda x: jnp.pad(
-      x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+  widen = lambda x: jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
   order, labels, weights = widen(order), widen(labels), widen(weights)
   arrays = {k: widen(v) for k, v in arrays.items()}
   longest = jnp.max(jnp.sum(weights != 0, axis=1))
@@ -294,13 +296,12 @@ def _loop(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, at, axis=1)
     h, *states = (_take(x, take(order)) for x in (hidden, *teachers[0]))
     loss, metrics, outputs, grads = _chunk(
-        plan, grad, h, head, take(labels), take(weights),
-        {k: take(v) for k, v in arrays.items()}, (states, teachers[1]))
+      plan, grad, h, head, take(labels), take(weights), {k: take(v) for k, v in arrays.items()}, (states, teachers[1])
+    )
     total, sums, outs, acc = carry
     if grad:
       acc = (put(acc[0], grads[0].astype(acc[0].dtype)), acc[1] + grads[1])
-    return (total + loss, jax.tree.map(jnp.add, sums, metrics),
-            jax.tree.map(put, outs, outputs), acc)
+    return (total + loss, jax.tree.map(jnp.add, sums, metrics), jax.tree.map(put, outs, outputs), acc)
 
   zeros = jnp.zeros((rows, length + pad), jnp.float32)
   fields = 'logprobs', *plan.reads, *(['divergence'] if plan.divergence else [])
@@ -309,10 +310,8 @@ def _loop(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   if plan.objective:
     _, metrics = jax.eval_shape(plan.objective, outs, arrays)
     sums = {name: jnp.zeros((), jnp.float32) for name in metrics}
-  acc = (jnp.zeros((rows, length + pad, width), hidden.dtype),
-         jnp.zeros(head.shape[::-1], jnp.float32)) if grad else ()
-  total, sums, outs, acc = jax.lax.fori_loop(
-      0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
+  acc = (jnp.zeros((rows, length + pad, width), hidden.dtype), jnp.zeros(head.shape[::-1], jnp.float32)) if grad else ()
+  total, sums, outs, acc = jax.lax.fori_loop(0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
   back = _inverse(order[:, :length])
   outs = jax.tree.map(lambda x: _take(x[:, :length], back), outs)
   if grad:
@@ -337,33 +336,28 @@ def _chunk(plan, grad, h, head, labels, weights, arrays, teachers):
   # A comparison, not a gather: it stays local when V is sharded.
   is_label = jnp.arange(head.shape[0]) == labels[..., None]
   real = jnp.arange(head.shape[0]) < plan.vocab_size
-  found = {'logprobs': jnp.sum(
-      jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
+  found = {'logprobs': jnp.sum(jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
   if 'entropy' in plan.reads:
     entropy = lse - jnp.sum(exp * logits, axis=-1, keepdims=True) / norm
     found['entropy'] = entropy[..., 0]
   if 'lse' in plan.reads:
     found['lse'] = lse[..., 0]
   if 'mean_logprob' in plan.reads:
-    found['mean_logprob'] = jnp.sum(
-        jnp.where(real, logits, 0), axis=-1) / plan.vocab_size - lse[..., 0]
+    found['mean_logprob'] = jnp.sum(jnp.where(real, logits, 0), axis=-1) / plan.vocab_size - lse[..., 0]
   pull = None
   if plan.divergence:
     forms = plan.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
-    others = [_widen(_logits(plan._replace(form=form), *teacher),
-                     head.shape[0])
-              for form, *teacher in zip(forms, *teachers)]
-    found['divergence'], pull = jax.vjp(
-        lambda x: plan.divergence(x, others, arrays), logits)
-  outputs = Outputs(**{
-      k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
+    others = [
+      _widen(_logits(plan._replace(form=form), *teacher), head.shape[0]) for form, *teacher in zip(forms, *teachers)
+    ]
+    found['divergence'], pull = jax.vjp(lambda x: plan.divergence(x, others, arrays), logits)
+  outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
   if plan.objective is None:
     return jnp.zeros(()), {}, outputs, ()
 
   def weighted(outputs):
     loss, metrics = plan.objective(outputs, arrays)
-    return jnp.sum(weights * loss), {
-        k: jnp.sum(weights * v) for k, v in metrics.items()}
+    return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
   if not grad:
     return *weighted(outputs), outputs, ()
@@ -396,5 +390,4 @@ def _logits(plan, h, head):
 
 def _widen(logits, vocab):
   """[B, C, V'] -> [B, C, vocab], for teachers of fewer tokens."""
-  return jnp.pad(logits, ((0, 0), (0, 0), (0, vocab - logits.shape[-1])),
-                 constant_values=_HIDE)
+  return jnp.pad(logits, ((0, 0), (0, 0), (0, vocab - logits.shape[-1])), constant_values=_HIDE)

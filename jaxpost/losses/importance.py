@@ -77,11 +77,11 @@ def sequence_mask(log_ratio, mask, options):
 # fn(log_ratio [S, C] float64, mask [S, C] bool, options: CorrectionOptions)
 #    -> [S, C]; `correction` masks the result.
 METHODS: dict[str, Callable] = {
-    'token_truncated': token_truncated,
-    'sequence_truncated': sequence_truncated,
-    'icepop': icepop,
-    'token_mask': token_mask,
-    'sequence_mask': sequence_mask,
+  'token_truncated': token_truncated,
+  'sequence_truncated': sequence_truncated,
+  'icepop': icepop,
+  'token_mask': token_mask,
+  'sequence_mask': sequence_mask,
 }
 WEIGHTS = 'token_truncated', 'sequence_truncated', 'icepop'  # not only 0 and 1
 
@@ -110,8 +110,7 @@ def off_policy_metrics(old_logprobs, sampler_logprobs, mask) -> dict:
   token (the others). All [S, C]; {} where nothing is trained.
   """
   old, mask = _arguments('old_logprobs, mask [S, C]', mask, old_logprobs)
-  sampler, _ = _arguments(
-      'sampler_logprobs, mask [S, C]', mask, sampler_logprobs)
+  sampler, _ = _arguments('sampler_logprobs, mask [S, C]', mask, sampler_logprobs)
   trained = mask.any(axis=1)
   if not trained.any():
     return {}
@@ -122,19 +121,19 @@ def off_policy_metrics(old_logprobs, sampler_logprobs, mask) -> dict:
   gap = theirs - ours
   total = _exp(log_ratio.sum(axis=1))
   metrics = {
-      'kl': -over_tokens(log_ratio),
-      'k3_kl': over_tokens(_exp(log_ratio) - 1 - log_ratio),
-      'training_ppl': np.exp(-ours).mean(),
-      'training_log_ppl': -ours.mean(),
-      'rollout_ppl': np.exp(-theirs).mean(),
-      'rollout_log_ppl': -theirs.mean(),
-      'log_ppl_diff': gap.mean(),
-      'log_ppl_abs_diff': np.abs(gap).mean(),
-      'log_ppl_diff_max': gap.max(),
-      'log_ppl_diff_min': gap.min(),
-      'ppl_ratio': np.exp(gap).mean(),
-      'chi2_token': over_tokens(_exp(log_ratio)**2) - 1,
-      'chi2_seq': (total**2).mean() - 1,
+    'kl': -over_tokens(log_ratio),
+    'k3_kl': over_tokens(_exp(log_ratio) - 1 - log_ratio),
+    'training_ppl': np.exp(-ours).mean(),
+    'training_log_ppl': -ours.mean(),
+    'rollout_ppl': np.exp(-theirs).mean(),
+    'rollout_log_ppl': -theirs.mean(),
+    'log_ppl_diff': gap.mean(),
+    'log_ppl_abs_diff': np.abs(gap).mean(),
+    'log_ppl_diff_max': gap.max(),
+    'log_ppl_diff_min': gap.min(),
+    'ppl_ratio': np.exp(gap).mean(),
+    'chi2_token': over_tokens(_exp(log_ratio) ** 2) - 1,
+    'chi2_seq': (total**2).mean() - 1,
   }
   return {f'rollout_corr/{k}': float(v) for k, v in metrics.items()}
 

@@ -65,11 +65,9 @@ class PreferenceOptions:
     if self.beta <= 0:
       raise InputError(f'beta is {self.beta}: give a number above 0')
     if not 0 <= self.label_smoothing < 0.5:
-      raise InputError(
-          f'label_smoothing is {self.label_smoothing}: give 0 to below 0.5')
+      raise InputError(f'label_smoothing is {self.label_smoothing}: give 0 to below 0.5')
     if self.f_divergence not in F_DIVERGENCES:
-      raise InputError(f'f_divergence is {self.f_divergence!r}: give one of '
-                       + ', '.join(F_DIVERGENCES))
+      raise InputError(f'f_divergence is {self.f_divergence!r}: give one of ' + ', '.join(F_DIVERGENCES))
 
 
 def _alpha_score(log_ratio, alpha):
@@ -81,17 +79,16 @@ def _alpha_score(log_ratio, alpha):
 
 # f'(ratio), 0 at a ratio of 1 (arXiv:2309.16240): fn(log ratio, alpha).
 F_DIVERGENCES: dict[str, Callable] = {
-    'reverse_kl': lambda x, alpha: x,
-    'forward_kl': lambda x, alpha: -jnp.expm1(jnp.minimum(-x, MAX_EXPONENT)),
-    'js_divergence': lambda x, alpha: jax.nn.log_sigmoid(x) + math.log(2),
-    'alpha_divergence': _alpha_score,
+  'reverse_kl': lambda x, alpha: x,
+  'forward_kl': lambda x, alpha: -jnp.expm1(jnp.minimum(-x, MAX_EXPONENT)),
+  'js_divergence': lambda x, alpha: jax.nn.log_sigmoid(x) + math.log(2),
+  'alpha_divergence': _alpha_score,
 }
 
 
 def implicit_rewards(pairs, options):
   """(beta c, beta r) [..., P]."""
-  return (options.beta * (pairs.chosen - pairs.ref_chosen),
-          options.beta * (pairs.rejected - pairs.ref_rejected))
+  return (options.beta * (pairs.chosen - pairs.ref_chosen), options.beta * (pairs.rejected - pairs.ref_rejected))
 
 
 def zero_padding(pairs):
@@ -106,10 +103,10 @@ def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict:
   pairs = jax.tree.map(jax.lax.stop_gradient, zero_padding(pairs))
   chosen, rejected = implicit_rewards(pairs, options)
   return {
-      'rewards/chosen': chosen,
-      'rewards/rejected': rejected,
-      'rewards/margins': chosen - rejected,
-      'rewards/accuracies': (chosen > rejected).astype(chosen.dtype),
-      'logps/chosen': pairs.chosen,
-      'logps/rejected': pairs.rejected,
+    'rewards/chosen': chosen,
+    'rewards/rejected': rejected,
+    'rewards/margins': chosen - rejected,
+    'rewards/accuracies': (chosen > rejected).astype(chosen.dtype),
+    'logps/chosen': pairs.chosen,
+    'logps/rejected': pairs.rejected,
   }

@@ -44,8 +44,7 @@ class SurrogateOptions:
 
 def importance_ratio(logprobs, old_logprobs):
   """pi / pi_old, differentiable in pi where its logarithm is within +-20."""
-  return jnp.exp(jnp.clip(
-      logprobs - old_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+  return jnp.exp(jnp.clip(logprobs - old_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
 def sequence_ratio(mean_log_ratio, logprobs):
@@ -59,13 +58,10 @@ def sequence_ratio(mean_log_ratio, logprobs):
   """
   same_shape('mean_log_ratio, logprobs [B, T]', None, mean_log_ratio, logprobs)
   hold = jax.lax.stop_gradient
-  return jnp.exp(jnp.minimum(
-      hold(mean_log_ratio) + logprobs - hold(logprobs),
-      _MAX_LOG_SEQUENCE_RATIO))
+  return jnp.exp(jnp.minimum(hold(mean_log_ratio) + logprobs - hold(logprobs), _MAX_LOG_SEQUENCE_RATIO))
 
 
-def clipped_surrogate(logprobs, old_logprobs, advantages, clip_low: float,
-                      clip_high: float, dual_clip: float = 0.0):
+def clipped_surrogate(logprobs, old_logprobs, advantages, clip_low: float, clip_high: float, dual_clip: float = 0.0):
   """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old.
 
   Schulman et al. 2017 (PPO), eq. 7; asymmetric clip as in DAPO
@@ -103,26 +99,26 @@ def _clip(ratio, advantages, clip_low, clip_high, dual_clip):
 
 
 def _clip_loss(ratio, advantages, options):
-  loss, _, low, high = _clip(ratio, advantages, options.clip_low,
-                             options.clip_high, options.dual_clip)
+  loss, _, low, high = _clip(ratio, advantages, options.clip_low, options.clip_high, options.dual_clip)
   metrics = _metrics(ratio, low, high)
   if options.dual_clip:
-    metrics['clip_ratio/dual_mean'] = is_dual_clipped(
-        ratio, advantages, options.dual_clip)
+    metrics['clip_ratio/dual_mean'] = is_dual_clipped(ratio, advantages, options.dual_clip)
   return loss, metrics
 
 
 def _metrics(ratio, low, high):
-  return {'ratio': ratio, 'clip_ratio/low_mean': low.astype(ratio.dtype),
-          'clip_ratio/high_mean': high.astype(ratio.dtype)}
+  return {
+    'ratio': ratio,
+    'clip_ratio/low_mean': low.astype(ratio.dtype),
+    'clip_ratio/high_mean': high.astype(ratio.dtype),
+  }
 
 
 def clip(logprobs, old_logprobs, advantages, options, sequence_mean=None):
   """`clipped_surrogate`, as one of LOSSES."""
   del sequence_mean
   same_shape(_ARGUMENTS, None, logprobs, old_logprobs, advantages)
-  return _clip_loss(
-      importance_ratio(logprobs, old_logprobs), advantages, options)
+  return _clip_loss(importance_ratio(logprobs, old_logprobs), advantages, options)
 
 
 def gspo(logprobs, old_logprobs, advantages, options, sequence_mean):
@@ -147,15 +143,13 @@ def geo_mean(logprobs, old_logprobs, advantages, options, sequence_mean):
   log_ratio = logprobs - old_logprobs
   low = (log_ratio < -options.clip_low) & (advantages < 0)
   high = (log_ratio > options.clip_high) & (advantages > 0)
-  clipped = jnp.where(
-      low, -options.clip_low, jnp.where(high, options.clip_high, log_ratio))
+  clipped = jnp.where(low, -options.clip_low, jnp.where(high, options.clip_high, log_ratio))
   mean = sequence_mean(jax.lax.stop_gradient(clipped))
   ratio = sequence_ratio(mean, clipped)
   return -advantages * ratio, _metrics(ratio, low, high)
 
 
-def cispo(logprobs, old_logprobs, advantages, clip_low: float,
-          clip_high: float):
+def cispo(logprobs, old_logprobs, advantages, clip_low: float, clip_high: float):
   """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
 
   CISPO (MiniMax-M1, arXiv:2506.13585): no token loses its gradient.
@@ -177,15 +171,13 @@ def cispo(logprobs, old_logprobs, advantages, clip_low: float,
 
 def _cispo(logprobs, old_logprobs, advantages, options, sequence_mean=None):
   del sequence_mean
-  loss, ratio, low, high = cispo(logprobs, old_logprobs, advantages,
-                                 options.clip_low, options.clip_high)
+  loss, ratio, low, high = cispo(logprobs, old_logprobs, advantages, options.clip_low, options.clip_high)
   metrics = _metrics(ratio, low, high)
   metrics['cispo_clip_ratio'] = high * (advantages > 0)
   return loss, metrics
 
 
-def sapo(logprobs, old_logprobs, advantages, tau_pos: float = 1.0,
-         tau_neg: float = 1.05):
+def sapo(logprobs, old_logprobs, advantages, tau_pos: float = 1.0, tau_neg: float = 1.05):
   """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft clip.
 
   SAPO (arXiv:2511.20347).
@@ -200,8 +192,7 @@ def sapo(logprobs, old_logprobs, advantages, tau_pos: float = 1.0,
   return -gate * advantages, ratio
 
 
-def off_policy_kept(logprobs, behaviour_logprobs, advantages, threshold,
-                    sequence_mean):
+def off_policy_kept(logprobs, behaviour_logprobs, advantages, threshold, sequence_mean):
   """1, but 0 on negative advantages in sequences far off policy.
 
   Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): far is a mean
@@ -214,8 +205,7 @@ def off_policy_kept(logprobs, behaviour_logprobs, advantages, threshold,
 
 def _sapo(logprobs, old_logprobs, advantages, options, sequence_mean=None):
   del sequence_mean
-  loss, ratio = sapo(logprobs, old_logprobs, advantages, options.tau_pos,
-                     options.tau_neg)
+  loss, ratio = sapo(logprobs, old_logprobs, advantages, options.tau_pos, options.tau_neg)
   return loss, {'ratio': ratio}
 
 
@@ -225,12 +215,10 @@ def reinforce(logprobs, advantages):
   return -advantages * logprobs
 
 
-def _reinforce(logprobs, old_logprobs, advantages, options,
-               sequence_mean=None):
+def _reinforce(logprobs, old_logprobs, advantages, options, sequence_mean=None):
   del options, sequence_mean
   same_shape(_ARGUMENTS, None, logprobs, old_logprobs, advantages)
-  return reinforce(logprobs, advantages), {
-      'ratio': importance_ratio(logprobs, old_logprobs)}
+  return reinforce(logprobs, advantages), {'ratio': importance_ratio(logprobs, old_logprobs)}
 
 
 # fn(logprobs, old_logprobs, advantages, options: SurrogateOptions,
@@ -239,12 +227,12 @@ def _reinforce(logprobs, old_logprobs, advantages, options,
 # sequence, for all of its tokens. Only SEQUENCE_LOSSES need it. On chunks of
 # tokens it returns means that were computed before.
 LOSSES: dict[str, Callable] = {
-    'clip': clip,
-    'cispo': _cispo,
-    'sapo': _sapo,
-    'gspo': gspo,
-    'geo_mean': geo_mean,
-    'reinforce': _reinforce,
+  'clip': clip,
+  'cispo': _cispo,
+  'sapo': _sapo,
+  'gspo': gspo,
+  'geo_mean': geo_mean,
+  'reinforce': _reinforce,
 }
 SEQUENCE_LOSSES = ('gspo', 'geo_mean')
 
@@ -261,7 +249,7 @@ def kl_k1(logprobs, ref_logprobs):
 
 def kl_k2(logprobs, ref_logprobs):
   """d^2 / 2: biased, but its gradient is that of the KL divergence."""
-  return kl_k1(logprobs, ref_logprobs)**2 / 2
+  return kl_k1(logprobs, ref_logprobs) ** 2 / 2
 
 
 def kl_k3(logprobs, ref_logprobs):
@@ -280,6 +268,7 @@ def kl_abs(logprobs, ref_logprobs):
 
 def _straight_through(estimator):
   """The value of an estimator with the gradient of k2 (arXiv:2506.09477)."""
+
   def estimate(logprobs, ref_logprobs):
     k2 = kl_k2(logprobs, ref_logprobs)
     value = estimator(logprobs, ref_logprobs)
@@ -293,12 +282,12 @@ kl_k3_straight_through = _straight_through(kl_k3)
 
 # fn(logprobs, ref_logprobs) -> [B, T]
 KL: dict[str, Callable] = {
-    'k1': kl_k1,
-    'k2': kl_k2,
-    'k3': kl_k3,
-    'abs': kl_abs,
-    'k1+': kl_k1_straight_through,
-    'k3+': kl_k3_straight_through,
+  'k1': kl_k1,
+  'k2': kl_k2,
+  'k3': kl_k3,
+  'abs': kl_abs,
+  'k1+': kl_k1_straight_through,
+  'k3+': kl_k3_straight_through,
 }
 
 

@@ -21,21 +21,10 @@ from jaxpost.losses.shapes import same_shape
 _log_sigmoid, _sigmoid = jax.nn.log_sigmoid, jax.nn.sigmoid
 
 
-
-
-
-
-
-
-
-
 def _scores(pairs, options):
   """(c, r) [..., P] after the f-divergence."""
   score, alpha = F_DIVERGENCES[options.f_divergence], options.f_alpha
-  return (score(pairs.chosen - pairs.ref_chosen, alpha),
-          score(pairs.rejected - pairs.ref_rejected, alpha))
-
-
+  return (score(pairs.chosen - pairs.ref_chosen, alpha), score(pairs.rejected - pairs.ref_rejected, alpha))
 
 
 def _margin(pairs, options):
@@ -45,8 +34,7 @@ def _margin(pairs, options):
 
 
 def _means(chosen, rejected, pairs):
-  return (chosen / jnp.maximum(pairs.chosen_length, 1),
-          rejected / jnp.maximum(pairs.rejected_length, 1))
+  return (chosen / jnp.maximum(pairs.chosen_length, 1), rejected / jnp.maximum(pairs.rejected_length, 1))
 
 
 def _logistic(margin, options):
@@ -70,18 +58,17 @@ def ipo(pairs, options):
   chosen, rejected = _scores(pairs, options)
   if options.ipo_average:
     chosen, rejected = _means(chosen, rejected, pairs)
-  return (chosen - rejected - 1 / (2 * options.beta))**2
+  return (chosen - rejected - 1 / (2 * options.beta)) ** 2
 
 
 def exo_pair(pairs, options):
-  """KL of (s(beta d), s(-beta d)) to (1 - eps, eps): EXO (arXiv:2402.00856).
-  """
+  """KL of (s(beta d), s(-beta d)) to (1 - eps, eps): EXO (arXiv:2402.00856)."""
   if not (eps := options.label_smoothing):
-    raise InputError("label_smoothing is 0: 'exo_pair' needs a number above 0,"
-                     ' such as 0.001')
+    raise InputError("label_smoothing is 0: 'exo_pair' needs a number above 0, such as 0.001")
   margin = _margin(pairs, options)
-  return (_sigmoid(margin) * (_log_sigmoid(margin) - math.log1p(-eps))
-          + _sigmoid(-margin) * (_log_sigmoid(-margin) - math.log(eps)))
+  return _sigmoid(margin) * (_log_sigmoid(margin) - math.log1p(-eps)) + _sigmoid(-margin) * (
+    _log_sigmoid(-margin) - math.log(eps)
+  )
 
 
 def nca_pair(pairs, options):
@@ -90,8 +77,7 @@ def nca_pair(pairs, options):
   NCA (arXiv:2402.05369), for K = 2.
   """
   chosen, rejected = implicit_rewards(pairs, options)
-  return -_log_sigmoid(chosen) - (
-      _log_sigmoid(-chosen) + _log_sigmoid(-rejected)) / 2
+  return -_log_sigmoid(chosen) - (_log_sigmoid(-chosen) + _log_sigmoid(-rejected)) / 2
 
 
 def robust(pairs, options):
@@ -100,8 +86,7 @@ def robust(pairs, options):
   rDPO (arXiv:2403.00409): unbiased if a share eps of the labels is wrong.
   """
   eps, margin = options.label_smoothing, _margin(pairs, options)
-  return (-(1 - eps) * _log_sigmoid(margin)
-          + eps * _log_sigmoid(-margin)) / (1 - 2 * eps)
+  return (-(1 - eps) * _log_sigmoid(margin) + eps * _log_sigmoid(-margin)) / (1 - 2 * eps)
 
 
 def bco_pair(pairs, options):
@@ -113,7 +98,7 @@ def bco_pair(pairs, options):
 def sppo_hard(pairs, options):
   """(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2: SPPO (arXiv:2405.00675)."""
   chosen, rejected = implicit_rewards(pairs, options)
-  return ((chosen - 0.5)**2 + (rejected + 0.5)**2) / options.beta**2
+  return ((chosen - 0.5) ** 2 + (rejected + 0.5) ** 2) / options.beta**2
 
 
 def aot(pairs, options):
@@ -122,14 +107,12 @@ def aot(pairs, options):
   Optimal transport (arXiv:2406.05882). It couples all pairs of the call, so
   that a step's loss depends on its micro-batches.
   """
-  return _transport(pairs.chosen - pairs.rejected,
-                    pairs.ref_chosen - pairs.ref_rejected, pairs, options)
+  return _transport(pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected, pairs, options)
 
 
 def aot_unpaired(pairs, options):
   """As `aot`, of sorted c against sorted r."""
-  return _transport(pairs.chosen - pairs.ref_chosen,
-                    pairs.rejected - pairs.ref_rejected, pairs, options)
+  return _transport(pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected, pairs, options)
 
 
 def _transport(upper, lower, pairs, options):
@@ -138,13 +121,10 @@ def _transport(upper, lower, pairs, options):
   Padding is sorted last; the losses go to the valid places, in order.
   """
   valid, upper, lower = (x.ravel() for x in (pairs.valid, upper, lower))
-  in_order = lambda x: x[jnp.argsort(
-      jnp.where(valid, x, jnp.inf), stable=True)]
-  losses = _logistic(
-      options.beta * (in_order(upper) - in_order(lower)), options)
+  in_order = lambda x: x[jnp.argsort(jnp.where(valid, x, jnp.inf), stable=True)]
+  losses = _logistic(options.beta * (in_order(upper) - in_order(lower)), options)
   places = jnp.argsort(~valid, stable=True)
-  return jnp.zeros_like(losses).at[places].set(losses).reshape(
-      pairs.valid.shape)
+  return jnp.zeros_like(losses).at[places].set(losses).reshape(pairs.valid.shape)
 
 
 def apo_zero(pairs, options):
@@ -167,8 +147,7 @@ def discopop(pairs, options):
   margin = _margin(pairs, options)
   scaled = margin / options.discopop_tau
   # exp(-margin) alone overflows where the blend gives it no weight.
-  return -_log_sigmoid(margin) * _sigmoid(-scaled) + jnp.exp(
-      jnp.minimum(_log_sigmoid(scaled) - margin, MAX_EXPONENT))
+  return -_log_sigmoid(margin) * _sigmoid(-scaled) + jnp.exp(jnp.minimum(_log_sigmoid(scaled) - margin, MAX_EXPONENT))
 
 
 def sigmoid_norm(pairs, options):
@@ -199,8 +178,7 @@ def _log1m_exp(x):
   x = jnp.minimum(x, -1e-7)
   near = x > -math.log(2)
   # Each branch sees only what it can differentiate.
-  return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))),
-                   jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
+  return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
 
 
 def cpo(pairs, options):
@@ -224,36 +202,32 @@ def simpo(pairs, options):
   """
   chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   if alpha := options.simpo_alpha:
-    chosen, rejected = (
-        -jnp.expm1(jnp.minimum(-alpha * x, MAX_EXPONENT)) / alpha
-        for x in (chosen, rejected))
-  return _logistic(
-      options.beta * (chosen - rejected) - options.gamma, options)
+    chosen, rejected = (-jnp.expm1(jnp.minimum(-alpha * x, MAX_EXPONENT)) / alpha for x in (chosen, rejected))
+  return _logistic(options.beta * (chosen - rejected) - options.gamma, options)
 
 
 LOSSES: dict[str, Callable] = {
-    'sigmoid': sigmoid,
-    'hinge': hinge,
-    'ipo': ipo,
-    'exo_pair': exo_pair,
-    'nca_pair': nca_pair,
-    'robust': robust,
-    'bco_pair': bco_pair,
-    'sppo_hard': sppo_hard,
-    'aot': aot,
-    'aot_unpaired': aot_unpaired,
-    'apo_zero': apo_zero,
-    'apo_down': apo_down,
-    'discopop': discopop,
-    'sigmoid_norm': sigmoid_norm,
-    'sft': sft,
-    'orpo': orpo,
-    'cpo': cpo,
-    'cpo_hinge': cpo_hinge,
-    'simpo': simpo,
+  'sigmoid': sigmoid,
+  'hinge': hinge,
+  'ipo': ipo,
+  'exo_pair': exo_pair,
+  'nca_pair': nca_pair,
+  'robust': robust,
+  'bco_pair': bco_pair,
+  'sppo_hard': sppo_hard,
+  'aot': aot,
+  'aot_unpaired': aot_unpaired,
+  'apo_zero': apo_zero,
+  'apo_down': apo_down,
+  'discopop': discopop,
+  'sigmoid_norm': sigmoid_norm,
+  'sft': sft,
+  'orpo': orpo,
+  'cpo': cpo,
+  'cpo_hinge': cpo_hinge,
+  'simpo': simpo,
 }
-WITH_F_DIVERGENCE = ('sigmoid', 'hinge', 'ipo', 'exo_pair', 'robust',
-                     'discopop', 'sigmoid_norm')
+WITH_F_DIVERGENCE = ('sigmoid', 'hinge', 'ipo', 'exo_pair', 'robust', 'discopop', 'sigmoid_norm')
 REFERENCE_FREE = ('sft', 'orpo', 'cpo', 'cpo_hinge', 'simpo')
 
 
@@ -264,24 +238,18 @@ def weighted(names, weights, pairs: Pairs, options: PreferenceOptions):
   MPO (arXiv:2411.10442).
   """
   if len(names) != len(weights) or not names:
-    raise InputError(f'{len(names)} names of preference losses and '
-                     f'{len(weights)} weights: give one weight for each name')
+    raise InputError(
+      f'{len(names)} names of preference losses and {len(weights)} weights: give one weight for each name'
+    )
   plain = set(names) - set(WITH_F_DIVERGENCE) - set(REFERENCE_FREE)
   if options.f_divergence != 'reverse_kl' and plain:
-    raise InputError(f'f_divergence is {options.f_divergence!r}, which '
-                     f"{sorted(plain)} do not have: give 'reverse_kl'")
+    raise InputError(f"f_divergence is {options.f_divergence!r}, which {sorted(plain)} do not have: give 'reverse_kl'")
   pairs = zero_padding(pairs)
-  loss = sum(
-      w * LOSSES[name](pairs, options) for name, w in zip(names, weights))
+  loss = sum(w * LOSSES[name](pairs, options) for name, w in zip(names, weights))
   return jnp.where(pairs.valid, loss, 0)
 
 
-
-
-
-
-def kto(log_ratio, label, z, beta: float = 0.1, desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0):
+def kto(log_ratio, label, z, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0):
   """1 - s(beta (x - z)) if desirable, 1 - s(beta (z - x)) if not.
 
   KTO (arXiv:2402.01306), eq. 8.
@@ -297,13 +265,11 @@ def kto(log_ratio, label, z, beta: float = 0.1, desirable_weight: float = 1.0,
   """
   same_shape('log_ratio, label [P]', None, log_ratio, label)
   margin = beta * (log_ratio - jax.lax.stop_gradient(z))
-  return jnp.where(label, desirable_weight * _sigmoid(-margin),
-                   undesirable_weight * _sigmoid(margin))
+  return jnp.where(label, desirable_weight * _sigmoid(-margin), undesirable_weight * _sigmoid(margin))
 
 
-def apo_zero_unpaired(log_ratio, label, beta: float = 0.1,
-                      desirable_weight: float = 1.0,
-                      undesirable_weight: float = 1.0):
+def apo_zero_unpaired(
+  log_ratio, label, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+):
   """`kto` with z = 0: APO-zero (arXiv:2408.06266) of single completions."""
-  return kto(
-      log_ratio, label, 0.0, beta, desirable_weight, undesirable_weight)
+  return kto(log_ratio, label, 0.0, beta, desirable_weight, undesirable_weight)

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 def sequence_sum(x, sequence_ids):
   """[B, T] -> [B, T]: entry n - 1 is the sum over sequence n of its row."""
   length = x.shape[1]
-  one_row = lambda row, ids: jax.ops.segment_sum(
-      row, ids, num_segments=length + 1)[1:]
+  one_row = lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=length + 1)[1:]
   return jax.vmap(one_row)(x, sequence_ids)
 
 
@@ -27,17 +26,18 @@ def sequence_max(x, sequence_ids, initial=0.0):
   Sequences that do not exist give `initial`.
   """
   length = x.shape[1]
+
   def one_row(row, ids):
     found = jax.ops.segment_max(row, ids, num_segments=length + 1)[1:]
     return jnp.where(jnp.isfinite(found), found, initial)
+
   return jax.vmap(one_row)(x, sequence_ids)
 
 
 def to_tokens(per_sequence, sequence_ids):
   """[B, N] -> [B, T]: each token gets the entry of its sequence, others 0."""
   index = jnp.maximum(sequence_ids - 1, 0)
-  return jnp.where(
-      sequence_ids > 0, jnp.take_along_axis(per_sequence, index, axis=1), 0)
+  return jnp.where(sequence_ids > 0, jnp.take_along_axis(per_sequence, index, axis=1), 0)
 
 
 def sequence_mean(x, mask, sequence_ids):
@@ -50,5 +50,5 @@ def sequence_mean(x, mask, sequence_ids):
 
 def split_pairs(per_sequence):
   """[B, N] -> chosen, rejected [B, P]: odd sequences and the ones after."""
-  even = per_sequence[:, :per_sequence.shape[1] // 2 * 2]
+  even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
   return even[:, 0::2], even[:, 1::2]

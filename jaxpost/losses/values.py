@@ -23,15 +23,13 @@ def clipped_value_loss(values, old_values, returns, clip: float = 0.0):
     (loss, is_clipped) [B, T], the latter float 0 or 1: tokens whose loss is
     the clipped one, and whose gradient is 0.
   """
-  same_shape('values, old_values, returns [B, T]', None,
-             values, old_values, returns)
-  squared = (values - returns)**2
+  same_shape('values, old_values, returns [B, T]', None, values, old_values, returns)
+  squared = (values - returns) ** 2
   if not clip:
     return squared / 2, jnp.zeros_like(squared)
   held = jnp.clip(values, old_values - clip, old_values + clip)
-  clipped = (held - returns)**2
-  return (jnp.maximum(squared, clipped) / 2,
-          (clipped > squared).astype(squared.dtype))
+  clipped = (held - returns) ** 2
+  return (jnp.maximum(squared, clipped) / 2, (clipped > squared).astype(squared.dtype))
 
 
 def explained_variance(values, returns, mask) -> float:
@@ -66,13 +64,13 @@ def bradley_terry(chosen, rejected, margin=None, centre_coef: float = 0.0):
   if margin is not None:
     same_shape('chosen, margin [P]', None, chosen, margin)
     gap = gap - margin
-  return -jax.nn.log_sigmoid(gap) + centre_coef * (chosen + rejected)**2
+  return -jax.nn.log_sigmoid(gap) + centre_coef * (chosen + rejected) ** 2
 
 
 def squared_error(predictions, targets):
   """(prediction - target)^2, for rewards that are scores."""
   same_shape('predictions, targets', None, predictions, targets)
-  return (predictions - targets)**2
+  return (predictions - targets) ** 2
 
 
 def binary_cross_entropy(logits, labels):

@@ -16,8 +16,9 @@ from jaxpost.models.config import ModelConfig
 from jaxpost.types import Cache
 
 
-def attention(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-              window, cfg: ModelConfig, sinks=None, layout=None):
+def attention(
+  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None, layout=None
+):
   """Causal attention inside each document of a packed row.
 
   Branches of a document (`types.Batch`) see its shared part and themselves.
@@ -51,8 +52,9 @@ def attention(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
 PLAIN = {'reference': reference, 'chunked': chunked}
 
 
-def _split(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-           window, cfg: ModelConfig, sinks, layout: Layout, n: int):
+def _split(
+  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout: Layout, n: int
+):
   """As `attention`, of striped q, k and v; the rest is in order.
 
   Each device for itself: the partitioner would sum the gradients of keys and
@@ -63,11 +65,12 @@ def _split(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   if layout.mesh.devices.flat[0].platform == 'cpu':
     k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
   rows = segment_ids, positions, branch_ids
-  mine = *(x if x is None else context_parallel.stripe(x, n) for x in rows), (
-      context_parallel.stripe(jnp.arange(length)[None], n))
+  mine = (
+    *(x if x is None else context_parallel.stripe(x, n) for x in rows),
+    (context_parallel.stripe(jnp.arange(length)[None], n)),
+  )
   split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
-  rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (
-      PartitionSpec(split[0]))
+  rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (PartitionSpec(split[0]))
 
   def local(q, k, v, mine, rows, window, sinks):
     k, v = map(attention_kernels.gather, (k, v))
@@ -76,12 +79,11 @@ def _split(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   # A number is known where this is compiled; of layers in a scan it is not.
   number = isinstance(window, int)
   return jax.shard_map(
-      lambda *given: local(*given[:5], window if number else given[5],
-                           given[6]),
-      **context_parallel.by(layout, split),
-      in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
-      out_specs=split)(
-          q, k, v, mine, rows, None if number else window, sinks)
+    lambda *given: local(*given[:5], window if number else given[5], given[6]),
+    **context_parallel.by(layout, split),
+    in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
+    out_specs=split,
+  )(q, k, v, mine, rows, None if number else window, sinks)
 
 
 def entries(cache: Cache, layer: int, step):
@@ -98,14 +100,12 @@ def entries(cache: Cache, layer: int, step):
   def gather(pool):
     some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
     flat = some.reshape(*some.shape[:2], -1, some.shape[-1])
-    return jax.lax.bitcast_convert_type(
-        flat, jnp.bfloat16) if flat.dtype == jnp.uint16 else flat
+    return jax.lax.bitcast_convert_type(flat, jnp.bfloat16) if flat.dtype == jnp.uint16 else flat
 
   return [gather(pool) for pool in pair]
 
 
-def cached(q, cache, recent, filled, step, compute: Compute, window: int,
-           cfg: ModelConfig, sinks=None):
+def cached(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None):
   """Queries at the end of each row against the filled part of its cache.
 
   Args:
@@ -124,26 +124,29 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int,
   q = scaled(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
   q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
-  scores = jnp.concatenate([
-      einsum('bkgh,bksh->bkgs', q, keys, kind)
-      for keys in (cache[0], recent[0])], axis=-1)
-  flat, scores = scores.shape, scores.reshape(
-      batch, kv_heads, count, -1, scores.shape[-1])
+  scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for keys in (cache[0], recent[0])], axis=-1)
+  flat, scores = scores.shape, scores.reshape(batch, kv_heads, count, -1, scores.shape[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
   stands = step + jnp.arange(count)[:, None]
-  mask = jnp.concatenate([
+  mask = jnp.concatenate(
+    [
       jnp.broadcast_to(entry < filled[:, None, None], (batch, count, room)),
-      jnp.broadcast_to(new <= stands, (batch, count, len(new)))], axis=-1)
+      jnp.broadcast_to(new <= stands, (batch, count, len(new))),
+    ],
+    axis=-1,
+  )
   if window:
-    at = jnp.concatenate([
-        jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
+    at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
     mask &= at[:, None] > filled[:, None, None] + stands - window
   weights = softmax(
-      jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
-      sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
+    jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+    sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
+  )
   weights = weights.reshape(flat).astype(compute.dtype)
-  out = sum(einsum('bkgs,bksh->bkgh', part, v, kind) for part, v in zip(
-      jnp.split(weights, [room], axis=-1), (cache[1], recent[1])))
+  out = sum(
+    einsum('bkgs,bksh->bkgh', part, v, kind)
+    for part, v in zip(jnp.split(weights, [room], axis=-1), (cache[1], recent[1]))
+  )
   out = out.reshape(batch, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
   return out.reshape(batch, count, heads, -1)
 
@@ -164,8 +167,7 @@ def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
   new = jax.tree.map(lambda x: x.swapaxes(1, 2), recent)  # [S, T, K, h]
   old, table = cache.replace(table=None), cache.table
   if not one_by_one:
-    out = jax.tree.map(
-        lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
+    out = jax.tree.map(lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
     return out.replace(table=table)
   # XLA:CPU's scatter copies. In pages, entry by entry.
   each = steps if table is not None else 1
@@ -173,10 +175,13 @@ def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
   def write(i, cache):
     s, t = i // each, i % each
     place = (row[s, t if each > 1 else 0], 0, at[s, t], 0)
-    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(
-            new, (s, 0, t, 0), (1, new.shape[1], steps // each, new.shape[3])),
-        place), cache, recent)
+    return jax.tree.map(
+      lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice(new, (s, 0, t, 0), (1, new.shape[1], steps // each, new.shape[3])), place
+      ),
+      cache,
+      recent,
+    )
 
   out = jax.lax.fori_loop(0, rows * each, write, old)
   return out.replace(table=table)

@@ -37,8 +37,7 @@ def _cudnn_refuses(size, values, dtype, cap, sinks) -> str:
   if dtype not in ('bfloat16', 'float16'):
     return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
   if size % 8 or size > 256 or size != values:
-    return (f'heads of {size} and {values} (multiples of 8 up to 256, alike '
-            'for keys and values)')
+    return f'heads of {size} and {values} (multiples of 8 up to 256, alike for keys and values)'
   return 'soft caps of the scores' if cap else 'sinks' if sinks else ''
 
 
@@ -63,54 +62,57 @@ REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
 PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
-def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks,
-           parts: int) -> bool:
+def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
   """Whether the kernel does this; InputError if it must and cannot."""
-  why = REFUSALS[compute.attention](
-      q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap,
-      sinks is not None)
+  why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
   if branch_ids is not None:
-    why = ('branches of a shared prompt (config.preference.share_prompt=False '
-           'does without)')
+    why = 'branches of a shared prompt (config.preference.share_prompt=False does without)'
   if why and compute.forced:
-    raise InputError(f'config.model.attention: {compute.attention} cannot do '
-                     f'{why}; auto takes another one where it must')
-  return not why and (compute.forced or (
-      q.shape[1] >= _SHORT * parts and work(
-          cfg, q.shape[1], parts) not in compute.doubted))
+    raise InputError(
+      f'config.model.attention: {compute.attention} cannot do {why}; auto takes another one where it must'
+    )
+  return not why and (
+    compute.forced or (q.shape[1] >= _SHORT * parts and work(cfg, q.shape[1], parts) not in compute.doubted)
+  )
 
 
-def attend(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-           window, cfg: ModelConfig, sinks, layout, parts: int):
+def attend(
+  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout, parts: int
+):
   """As `attention.attention`, each device with its own rows and heads.
 
   Of rows in parts it has one stripe of the queries, and gathers all keys.
   """
   del branch_ids  # refused
-  windows = (window,) if isinstance(window, int) else tuple(
-      sorted(set(cfg.layer_windows)))
-  number = 0 if isinstance(window, int) else jnp.searchsorted(
-      jnp.array(windows), window)
-  run = functools.partial(
-      _local, windows=windows, cfg=cfg, compute=compute, parts=parts)
+  windows = (window,) if isinstance(window, int) else tuple(sorted(set(cfg.layer_windows)))
+  number = 0 if isinstance(window, int) else jnp.searchsorted(jnp.array(windows), window)
+  run = functools.partial(_local, windows=windows, cfg=cfg, compute=compute, parts=parts)
   given = q, k, v, segment_ids, positions, number, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return run(*given)
-  rows = lambda x, *axes: layout.spec(('batch', *axes, None)[:x.ndim], x.shape)
+  rows = lambda x, *axes: layout.spec(('batch', *axes, None)[: x.ndim], x.shape)
   queries, keys = rows(q, 'time', 'heads'), rows(k, 'time', 'kv_heads')
   # More shards than kv heads: each takes those that its queries ask.
   apart = queries[2] is not None and keys[2] is None
-  specs = (queries, keys, keys, rows(segment_ids, None), rows(positions, None),
-           PartitionSpec(), sinks if sinks is None else PartitionSpec(
-               queries[2]))
+  specs = (
+    queries,
+    keys,
+    keys,
+    rows(segment_ids, None),
+    rows(positions, None),
+    PartitionSpec(),
+    sinks if sinks is None else PartitionSpec(queries[2]),
+  )
   return jax.shard_map(
-      functools.partial(run, groups=q.shape[2] // k.shape[2] if apart else 0),
-      mesh=layout.mesh, in_specs=specs, out_specs=queries,
-      check_vma=False)(*given)
+    functools.partial(run, groups=q.shape[2] // k.shape[2] if apart else 0),
+    mesh=layout.mesh,
+    in_specs=specs,
+    out_specs=queries,
+    check_vma=False,
+  )(*given)
 
 
-def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
-           compute, parts, groups=0):
+def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, compute, parts, groups=0):
   """On one device; `groups` queries ask each kv head, of which all are here."""
   q = attention_xla.scaled(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
@@ -122,12 +124,11 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg,
     first = jax.lax.axis_index('tensor') * q.shape[2]
     asked = (first + jnp.arange(q.shape[2])) // groups
     k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
-  of_window = [functools.partial(
-      KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more)
-               for w in windows]
+  of_window = [
+    functools.partial(KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more) for w in windows
+  ]
   given = q, k, v, segment_ids, positions, sinks
-  return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(
-      number, of_window, *given)
+  return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(number, of_window, *given)
 
 
 def gather(x):
@@ -141,16 +142,29 @@ def _padded(multiple: int, segment_ids, *arrays):
   more = -segment_ids.shape[1] % multiple
   if not more:
     return segment_ids, *arrays
-  return (jnp.pad(segment_ids, ((0, 0), (0, more)), constant_values=_PAD),
-          *(jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in arrays))
+  return (
+    jnp.pad(segment_ids, ((0, 0), (0, more)), constant_values=_PAD),
+    *(jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in arrays),
+  )
 
 
 # --------------------------------------------------------------------- splash
 
 
-def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
-           cfg: ModelConfig, compute: Compute, stripe=(0, 1),
-           interpret: bool = False):
+def splash(
+  q,
+  k,
+  v,
+  segment_ids,
+  positions,
+  sinks,
+  *,
+  window: int,
+  cfg: ModelConfig,
+  compute: Compute,
+  stripe=(0, 1),
+  interpret: bool = False,
+):
   """Sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
   Blocks that a causal mask or a window hides are left out; those that are
@@ -167,49 +181,48 @@ def splash(q, k, v, segment_ids, positions, sinks, *, window: int,
   del positions, compute
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as lib
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
   part, n = stripe
   length = q.shape[1]
   multiple = _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512
-  mine, q = _padded(multiple, segment_ids.reshape(
-      len(q), length, n)[..., part], q)
+  mine, q = _padded(multiple, segment_ids.reshape(len(q), length, n)[..., part], q)
   block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
   if n > 1:
     # Key j moves to place j + n - 1 - part, where query j is at n j + n - 1: a
     # mask has to be known, and that is the same for all parts.
-    segment_ids, k, v = (_behind(x, part, n, fill) for x, fill in (
-        (segment_ids, _PAD), (k, 0), (v, 0)))
+    segment_ids, k, v = (_behind(x, part, n, fill) for x, fill in ((segment_ids, _PAD), (k, 0), (v, 0)))
   segment_ids, k, v = _padded(block, segment_ids, k, v)
   shape = q.shape[1], k.shape[1]
-  mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (
-      masks.CausalMask(shape))
+  mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (masks.CausalMask(shape))
   mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
-  sizes = lib.BlockSizes(**{f'block_{of}': block for of in (
-      'q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq',
-      'kv_dq')})
+  sizes = lib.BlockSizes(
+    **{f'block_{of}': block for of in ('q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq', 'kv_dq')}
+  )
   kernel = lib.make_splash_mha(
-      masks.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes,
-      head_shards=1, q_seq_shards=1, interpret=interpret,
-      attn_logits_soft_cap=cfg.attention_softcap or None)
+    masks.MultiHeadMask([mask] * q.shape[2]),
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=1,
+    interpret=interpret,
+    attn_logits_soft_cap=cfg.attention_softcap or None,
+  )
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
   # The name tells a plan what is not in the arguments.
   with jax.named_scope(f'attention_stripes_{n}_window_{window}'):
-    out = jax.vmap(lambda q, k, v, *s: kernel(
-        q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, mine, segment_ids)
+    out = jax.vmap(lambda q, k, v, *s: kernel(q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, mine, segment_ids)
   return out.swapaxes(1, 2)[:, :length]
 
 
 def _behind(x, part, n: int, fill):
   """[B, T, ...], n - 1 - part places later; what falls off no query sees."""
-  more = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2),
-                 constant_values=fill)
+  more = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
   return jax.lax.dynamic_slice_in_dim(more, part, x.shape[1], axis=1)
 
 
 # ---------------------------------------------------------------------- cuDNN
 
 
-def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int,
-          cfg: ModelConfig, compute: Compute):
+def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConfig, compute: Compute):
   """cuDNN's fused attention over the documents of packed rows (Hopper on).
 
   What it keeps grows with the most documents that a row may have: where one
@@ -220,13 +233,11 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int,
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
   length, most = q.shape[1], max(8, q.shape[1] // 128)
-  unscaled = types.SimpleNamespace(
-      attention_scale=1.0, attention_softcap=0.0, head_dim=q.shape[3])
+  unscaled = types.SimpleNamespace(attention_scale=1.0, attention_softcap=0.0, head_dim=q.shape[3])
 
   @jax.checkpoint
   def slow(q, k, v, segment_ids, positions):
-    return attention_xla.chunked(q, k, v, segment_ids, compute, None, positions,
-                         window, unscaled).astype(q.dtype)
+    return attention_xla.chunked(q, k, v, segment_ids, compute, None, positions, window, unscaled).astype(q.dtype)
 
   def fast(q, k, v, segment_ids, positions):
     del positions
@@ -237,8 +248,7 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int,
       return _packed(q, k, v, starts, sizes, window)[:, :length]
 
   firsts = jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
-  return jax.lax.cond(jnp.max(firsts) < most, fast, slow, q, k, v,
-                      segment_ids, positions)
+  return jax.lax.cond(jnp.max(firsts) < most, fast, slow, q, k, v, segment_ids, positions)
 
 
 def documents(segment_ids, most: int):
@@ -253,8 +263,7 @@ def documents(segment_ids, most: int):
     starts = jnp.nonzero(new, size=most + 1, fill_value=length)[0]
     sizes = starts[1:] - starts[:-1]
     ends = jnp.where(jnp.cumsum(starts >= length) > 1, -1, starts)
-    return ends.astype(jnp.int32), jnp.where(
-        sizes > 0, sizes, -1).astype(jnp.int32)
+    return ends.astype(jnp.int32), jnp.where(sizes > 0, sizes, -1).astype(jnp.int32)
 
   return jax.vmap(row)(segment_ids)
 
@@ -265,12 +274,21 @@ KERNELS = {'splash': splash, 'cudnn': cudnn}
 def _packed(q, k, v, starts, sizes, window):
   # Not public: there is no other way to tell cuDNN of documents.
   from jax._src.cudnn import fused_attention_stablehlo as lib
+
   if jax.default_backend() == 'cpu':  # compiled for what is only described
     lib.check_compute_capability = lambda wanted: True
   return lib.dot_product_attention(
-      q, k, v, q_seqlen=sizes, kv_seqlen=sizes, q_offsets=starts,
-      kv_offsets=starts, scale=1.0, mask_type=lib.MaskType.PADDING_CAUSAL,
-      sliding_window_length=window or None)
+    q,
+    k,
+    v,
+    q_seqlen=sizes,
+    kv_seqlen=sizes,
+    q_offsets=starts,
+    kv_offsets=starts,
+    scale=1.0,
+    mask_type=lib.MaskType.PADDING_CAUSAL,
+    sliding_window_length=window or None,
+  )
 
 
 # --------------------------------------------------------------------- choice
@@ -279,9 +297,17 @@ def _packed(q, k, v, starts, sizes, window):
 def work(cfg: ModelConfig, length: int, parts: int) -> Work:
   """What a model asks for in rows of so many tokens, in so many parts."""
   return Work(
-      length, parts, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim,
-      cfg.value_dim, cfg.attention_scale, cfg.attention_softcap,
-      tuple(sorted(set(cfg.layer_windows or (0,)))), 'sinks' in cfg.biases)
+    length,
+    parts,
+    cfg.num_heads,
+    cfg.num_kv_heads,
+    cfg.head_dim,
+    cfg.value_dim,
+    cfg.attention_scale,
+    cfg.attention_softcap,
+    tuple(sorted(set(cfg.layer_windows or (0,)))),
+    'sinks' in cfg.biases,
+  )
 
 
 def check_platform(compute: Compute, platform: str):
@@ -289,8 +315,8 @@ def check_platform(compute: Compute, platform: str):
   name = compute.attention
   if platform not in PLATFORMS.get(name, (platform,)):
     raise InputError(
-        f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} '
-        f'only, and this is {platform}; take auto')
+      f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} only, and this is {platform}; take auto'
+    )
 
 
 def unproven(compute: Compute) -> bool:
@@ -298,13 +324,13 @@ def unproven(compute: Compute) -> bool:
   return compute.attention in KERNELS
 
 
-def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int,
-         parts: int) -> Work | None:
+def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int, parts: int) -> Work | None:
   """What such a model asks of a kernel in such rows, if anything."""
-  if isinstance(cfg, OwnConfig) or (
-      length < _SHORT * parts and not compute.forced):
+  if isinstance(cfg, OwnConfig) or (length < _SHORT * parts and not compute.forced):
     return None
   it = work(cfg, length, parts)
-  return None if REFUSALS[compute.attention](
-      it.head_dim, it.value_dim, compute.dtype, it.attention_softcap,
-      it.sinks) else it
+  return (
+    None
+    if REFUSALS[compute.attention](it.head_dim, it.value_dim, compute.dtype, it.attention_softcap, it.sinks)
+    else it
+  )

@@ -19,13 +19,11 @@ NEVER = -1e30  # finite: a fully masked row must not become NaN
 _LONG = 2048  # tokens of a row from which on memory counts more than time
 
 
-def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-              window, cfg: ModelConfig, sinks=None):
+def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
   """By the definition of `attention.attention`, with all of [B, H, T, T]."""
   groups = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-  scores = capped(einsum(
-      'btnh,bsnh->bnts', scaled(q, cfg), k, compute.dtype), cfg)
+  scores = capped(einsum('btnh,bsnh->bnts', scaled(q, cfg), k, compute.dtype), cfg)
   number = jnp.arange(q.shape[1])
   mask = segment_ids[:, :, None] == segment_ids[:, None]
   mask &= number[:, None] >= number
@@ -34,22 +32,17 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
   if branch_ids is not None:
     shared = branch_ids[:, None] == 0
     mask &= shared | (branch_ids[:, :, None] == branch_ids[:, None])
-  weights = softmax(
-      jnp.where(mask[:, None], scores, NEVER),
-      sinks if sinks is None else sinks[:, None, None])
+  weights = softmax(jnp.where(mask[:, None], scores, NEVER), sinks if sinks is None else sinks[:, None, None])
   return einsum('bnts,bsnh->btnh', weights, v, compute.dtype)
 
 
-def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions,
-            window, cfg: ModelConfig, sinks=None):
+def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
   """The same, on any device: see `in_chunks`."""
   rows = segment_ids, positions, branch_ids
-  return in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows,
-                   window, compute, cfg, sinks)
+  return in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window, compute, cfg, sinks)
 
 
-def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig,
-              sinks, n: int = 1):
+def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1):
   """The queries of one of n parts of a row against all keys before them.
 
   Queries go in chunks, each against the keys up to its own end, so that half
@@ -83,10 +76,10 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig,
       mask &= (there[2] == 0) | (there[2] == here[2])
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
-        jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
-        sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-    return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end],
-                  compute.dtype)
+      jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+      sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
+    )
+    return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end], compute.dtype)
 
   out, step = [], min(compute.q_chunk, length)
   if long := n * length > _LONG:
@@ -95,12 +88,9 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig,
       step = min(step, max(window // n, 4 * compute.q_chunk))
   for start in range(0, length, step):
     end = min(start + step, length)
-    run = functools.partial(
-        attend, first_key(n * start, window, rows[2]), n * end)
-    some = q[:, :, start:end], *(
-        x if x is None else x[:, start:end] for x in mine)
-    out.append(_in_turn(run, min(compute.q_chunk, step // 4), *some)
-               if long else run(*some))
+    run = functools.partial(attend, first_key(n * start, window, rows[2]), n * end)
+    some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in mine)
+    out.append(_in_turn(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
 
@@ -108,14 +98,14 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig,
 def _in_turn(run, step: int, q, *rest):
   """`run(q, *rest)`, `step` queries at a time, none of it kept."""
   count = q.shape[2] // step
-  split = lambda x, axis: jnp.moveaxis(jax.lax.slice_in_dim(
-      x, 0, count * step, axis=axis).reshape(
-          *x.shape[:axis], count, step, *x.shape[axis + 1:]), axis, 0)
+  split = lambda x, axis: jnp.moveaxis(
+    jax.lax.slice_in_dim(x, 0, count * step, axis=axis).reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :]),
+    axis,
+    0,
+  )
   run = jax.checkpoint(run)
-  out = jax.lax.map(lambda xs: run(*xs), (
-      split(q, 2), *jax.tree.map(lambda x: split(x, 1), rest)))
-  out = jnp.moveaxis(out, 0, 2).reshape(
-      *q.shape[:2], count * step, *out.shape[4:])
+  out = jax.lax.map(lambda xs: run(*xs), (split(q, 2), *jax.tree.map(lambda x: split(x, 1), rest)))
+  out = jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], count * step, *out.shape[4:])
   if left := q.shape[2] - count * step:
     last = run(q[:, :, -left:], *jax.tree.map(lambda x: x[:, -left:], rest))
     out = jnp.concatenate([out, last], axis=2)
@@ -147,8 +137,6 @@ def softmax(scores, sinks):
   """Over keys; `sinks`, if any, is one more score, whose share is dropped."""
   if sinks is None:
     return jax.nn.softmax(scores, axis=-1)
-  top = jax.lax.stop_gradient(
-      jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
+  top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
   scores = jnp.exp(scores - top)
-  return scores / (
-      jnp.sum(scores, axis=-1, keepdims=True) + jnp.exp(sinks - top))
+  return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.exp(sinks - top))

@@ -180,13 +180,12 @@ def from_json(fields: dict) -> ModelConfig | OwnConfig:
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
   kind = LatentConfig if 'kv_rank' in fields else ModelConfig
-  return kind(**fields | {
-      'ropes': tuple(Rope(**rope) for rope in fields['ropes']),
-      'experts': experts and Experts(**experts)})
+  return kind(
+    **fields | {'ropes': tuple(Rope(**rope) for rope in fields['ropes']), 'experts': experts and Experts(**experts)}
+  )
 
 
 def _tuples(value):
   if isinstance(value, dict):
     return {k: _tuples(v) for k, v in value.items()}
-  return tuple(map(_tuples, value)) if isinstance(
-      value, (list, tuple)) else value
+  return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

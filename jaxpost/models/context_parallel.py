@@ -46,11 +46,9 @@ def in_order(x, layout: Layout):
     return unstripe(x.reshape(len(x), part, -1), n)
 
   split = layout.spec(('batch', 'time'), x.shape)
-  return jax.shard_map(local, **by(layout, split), in_specs=split,
-                       out_specs=split)(x)
+  return jax.shard_map(local, **by(layout, split), in_specs=split, out_specs=split)(x)
 
 
 def by(layout: Layout, split) -> dict:
   """The mesh axes that arrays are split over; gradients are whole in others."""
-  return dict(mesh=layout.mesh, check_vma=False, axis_names={
-      a for part in split for a in axes_of(part)})
+  return dict(mesh=layout.mesh, check_vma=False, axis_names={a for part in split for a in axes_of(part)})

@@ -28,8 +28,7 @@ from jaxpost.models.parameters import Param, leaf, nest
 from jaxpost.types import Cache
 
 
-def linen(module, *, vocab_size: int, head: str,
-          axes: Sequence[tuple[str, tuple]] = ()) -> Model:
+def linen(module, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple]] = ()) -> Model:
   """A `flax.linen.Module` as a model.
 
   Args:
@@ -46,27 +45,29 @@ def linen(module, *, vocab_size: int, head: str,
 
   def boxed(key):
     variables = module.init(key, *_example())
-    _refuse(set(variables) != {'params'},
-            f'has the collections {", ".join(sorted(variables))}')
+    _refuse(set(variables) != {'params'}, f'has the collections {", ".join(sorted(variables))}')
     return variables['params']
 
   names = nn.get_partition_spec(jax.eval_shape(boxed, jax.random.key(0)))
   return _make(
-      lambda key: nn.unbox(boxed(key)),
-      lambda params, *inputs: module.apply({'params': params}, *inputs),
-      vocab_size, head, axes, _flat(names))
+    lambda key: nn.unbox(boxed(key)),
+    lambda params, *inputs: module.apply({'params': params}, *inputs),
+    vocab_size,
+    head,
+    axes,
+    _flat(names),
+  )
 
 
-def nnx(make_module: Callable, *, vocab_size: int, head: str,
-        axes: Sequence[tuple[str, tuple]] = ()) -> Model:
+def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple]] = ()) -> Model:
   """As `linen`, of `make_module(rngs)`, which returns a `flax.nnx.Module`.
 
   All its state must be `nnx.Param`s; a path is the names of `to_pure_dict`
   with / between them.
   """
   from flax import nnx as lib
-  graph, abstract, rest = lib.split(
-      lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
+
+  graph, abstract, rest = lib.split(lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
   _refuse(bool(jax.tree.leaves(rest)), 'has state that is no nnx.Param')
 
   def init(key):
@@ -84,8 +85,7 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str,
 
 def _refuse(wrong: bool, what: str):
   if wrong:
-    raise InputError(f'config.model.preset: the module {what}; only parameters '
-                     'can be trained, sharded and saved')
+    raise InputError(f'config.model.preset: the module {what}; only parameters can be trained, sharded and saved')
 
 
 def _example():
@@ -93,8 +93,7 @@ def _example():
 
 
 def _strings(tree):
-  return {str(k): _strings(v) for k, v in tree.items()} if isinstance(
-      tree, dict) else tree
+  return {str(k): _strings(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _flat(tree, root='') -> dict:
@@ -102,8 +101,7 @@ def _flat(tree, root='') -> dict:
   out = {}
   for name, value in tree.items():
     path = f'{root}{name}'
-    out |= _flat(value, f'{path}/') if isinstance(value, dict) else {
-        path: value}
+    out |= _flat(value, f'{path}/') if isinstance(value, dict) else {path: value}
   return out
 
 
@@ -112,9 +110,10 @@ def _axes(path: str, shape: tuple, rules, named) -> tuple:
   for name in found:
     if name is not None and name not in RULES['train']:
       raise InputError(
-          f'config.model.preset: axes {found} of {path}: nothing is called '
-          f'{name!r}, so that dimension would be whole on every device; known: '
-          f'{", ".join(RULES["train"])}, or None')
+        f'config.model.preset: axes {found} of {path}: nothing is called '
+        f'{name!r}, so that dimension would be whole on every device; known: '
+        f'{", ".join(RULES["train"])}, or None'
+      )
   return found
 
 
@@ -123,56 +122,60 @@ def _named_axes(path: str, shape: tuple, rules, named) -> tuple:
     if re.fullmatch(pattern, path):
       if len(names) != len(shape):
         raise InputError(
-            f'config.model.preset: axes {names} of {pattern!r} are for '
-            f'{len(names)} dimensions; {path} is {list(shape)}')
+          f'config.model.preset: axes {names} of {pattern!r} are for {len(names)} dimensions; {path} is {list(shape)}'
+        )
       return tuple(names)
   if named:
     return (*named, *(None,) * (len(shape) - len(named)))
-  return ('embed', *(None,) * (len(shape) - 1)) if len(shape) > 1 else (
-      None,) * len(shape)
+  return ('embed', *(None,) * (len(shape) - 1)) if len(shape) > 1 else (None,) * len(shape)
 
 
 def _make(init, apply, vocab_size, head, rules, named) -> Model:
-  shapes = {k: x.shape for k, x in _flat(
-      jax.eval_shape(init, jax.random.key(0))).items()}
-  _refuse(head not in shapes, f'has no {head!r}, which `head` names; there is '
-          f'{", ".join(shapes)}')
-  _refuse(len(shapes[head]) != 2 or vocab_size not in shapes[head],
-          f'has a {head} of {list(shapes[head])}, which is not [{vocab_size}, '
-          'width] or its transpose')
+  shapes = {k: x.shape for k, x in _flat(jax.eval_shape(init, jax.random.key(0))).items()}
+  _refuse(head not in shapes, f'has no {head!r}, which `head` names; there is {", ".join(shapes)}')
+  _refuse(
+    len(shapes[head]) != 2 or vocab_size not in shapes[head],
+    f'has a {head} of {list(shapes[head])}, which is not [{vocab_size}, width] or its transpose',
+  )
   for path, shape in shapes.items():
     _refuse(not shape, f'has {path} without a dimension; give it shape [1]')
   table = {
-      path: Param(shape, _axes(path, shape, rules, named.get(path)),
-                  path.replace('/', '.'), exact=len(shape) < 2)
-      for path, shape in shapes.items()}
+    path: Param(shape, _axes(path, shape, rules, named.get(path)), path.replace('/', '.'), exact=len(shape) < 2)
+    for path, shape in shapes.items()
+  }
   for pattern, _ in rules:
-    _refuse(not any(re.fullmatch(pattern, p) for p in table),
-            f'has no parameter that {pattern!r} in `axes` fits; there is '
-            f'{", ".join(table)}')
+    _refuse(
+      not any(re.fullmatch(pattern, p) for p in table),
+      f'has no parameter that {pattern!r} in `axes` fits; there is {", ".join(table)}',
+    )
   rows = shapes[head][0] == vocab_size
-  config = OwnConfig(vocab_size, shapes[head][rows], sum(
-      math.prod(s) for s in shapes.values()))
+  config = OwnConfig(vocab_size, shapes[head][rows], sum(math.prod(s) for s in shapes.values()))
 
   def run(params, tokens, positions, segment_ids, compute):
     # Rounded alike for training, scoring and sampling.
-    params = nest({path: leaf(params, path) if spec.exact else leaf(
-        params, path).astype(compute.dtype) for path, spec in table.items()})
+    params = nest(
+      {
+        path: leaf(params, path) if spec.exact else leaf(params, path).astype(compute.dtype)
+        for path, spec in table.items()
+      }
+    )
     exact = 'highest' if compute.dtype == 'float32' else None
     with jax.default_matmul_precision(exact):
       return apply(params, tokens, positions, segment_ids)
 
   return Model(
-      config=config, table=table, forward=functools.partial(_forward, run),
-      head=lambda params: leaf(params, head) if rows else leaf(params, head).T,
-      init=lambda key, dtype=jnp.float32: jax.tree.map(
-          lambda x: x.astype(dtype), init(key)),
-      prefill=functools.partial(_prefill, run),
-      decode=functools.partial(_decode, run), empty_cache=_empty_cache)
+    config=config,
+    table=table,
+    forward=functools.partial(_forward, run),
+    head=lambda params: leaf(params, head) if rows else leaf(params, head).T,
+    init=lambda key, dtype=jnp.float32: jax.tree.map(lambda x: x.astype(dtype), init(key)),
+    prefill=functools.partial(_prefill, run),
+    decode=functools.partial(_decode, run),
+    empty_cache=_empty_cache,
+  )
 
 
-def _forward(run, params, tokens, positions, segment_ids, *, compute,
-             constrain):
+def _forward(run, params, tokens, positions, segment_ids, *, compute, constrain):
   del constrain
   return run(params, tokens, positions, segment_ids, compute)
 
@@ -184,14 +187,13 @@ def _prefill(run, weights, tokens, lengths, *, compute, constrain):
   return Cache((tokens[:, None, :, None],), ()), hidden
 
 
-def _decode(run, weights, cache, recent, tokens, filled, step, *, compute,
-            constrain):
+def _decode(run, weights, cache, recent, tokens, filled, step, *, compute, constrain):
   del constrain
-  new = jax.lax.dynamic_update_slice_in_dim(
-      recent.k[0], tokens[:, None, None, None], step, axis=2)
+  new = jax.lax.dynamic_update_slice_in_dim(recent.k[0], tokens[:, None, None, None], step, axis=2)
   rows = jnp.pad(cache.k[0][:, 0, :, 0], ((0, 0), (0, new.shape[2])))
-  text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(
-      row, new, at, axis=0))(rows, new[:, 0, :, 0], filled)
+  text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, axis=0))(
+    rows, new[:, 0, :, 0], filled
+  )
   hidden = _read(run, weights, text, filled + step + 1, compute)
   return Cache((new,), ()), hidden
 

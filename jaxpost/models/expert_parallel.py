@@ -49,11 +49,8 @@ def in_order(number, kinds: int):
   if (kinds - 1).bit_length() + bits > 32:
     order = jnp.argsort(number, axis=-1)
     return order, jnp.take_along_axis(number, order, axis=-1)
-  keys = jax.lax.sort(
-      number.astype(jnp.uint32) << bits | jnp.arange(size, dtype=jnp.uint32),
-      is_stable=False)
-  return (keys & (2**bits - 1)).astype(jnp.int32), (
-      keys >> bits).astype(number.dtype)
+  keys = jax.lax.sort(number.astype(jnp.uint32) << bits | jnp.arange(size, dtype=jnp.uint32), is_stable=False)
+  return (keys & (2**bits - 1)).astype(jnp.int32), (keys >> bits).astype(number.dtype)
 
 
 def plan(wanted, axis: str, exact: bool) -> Trip:
@@ -66,11 +63,17 @@ def plan(wanted, axis: str, exact: bool) -> Trip:
   """
   me = jax.lax.axis_index(axis)
   first = lambda yes: in_order(~yes, 2)[0]
-  goes, comes, counts = wanted[me].T, wanted[..., me], jnp.sum(
-      wanted, axis=1, dtype=jnp.int32)
+  goes, comes, counts = wanted[me].T, wanted[..., me], jnp.sum(wanted, axis=1, dtype=jnp.int32)
   return Trip(
-      goes, first(goes), jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
-      first(comes), counts[me], counts[:, me], axis, exact)
+    goes,
+    first(goes),
+    jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
+    first(comes),
+    counts[me],
+    counts[:, me],
+    axis,
+    exact,
+  )
 
 
 def arriving(x, weights, chosen, each: int, exact: bool):
@@ -80,15 +83,11 @@ def arriving(x, weights, chosen, each: int, exact: bool):
   [N, k] become [n N, ...]. Whatever is where no row has arrived counts for
   nothing, forward or backward: it chose no expert that is here.
   """
-  weights, chosen = (
-      jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
-  wanted = jnp.any(
-      chosen[..., None] // each == jnp.arange(len(chosen)), axis=-2)
+  weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
+  wanted = jnp.any(chosen[..., None] // each == jnp.arange(len(chosen)), axis=-2)
   trip = plan(wanted, 'expert', exact)
-  weights, chosen = (jnp.take_along_axis(y, trip.arrived[..., None], axis=1)
-                     for y in (weights, chosen))
-  return trip, [y.reshape(-1, y.shape[-1]) for y in (
-      send(x, trip), weights, chosen)]
+  weights, chosen = (jnp.take_along_axis(y, trip.arrived[..., None], axis=1) for y in (weights, chosen))
+  return trip, [y.reshape(-1, y.shape[-1]) for y in (send(x, trip), weights, chosen)]
 
 
 def exchange(x, sent, received, axis: str, exact: bool):
@@ -105,16 +104,15 @@ def exchange(x, sent, received, axis: str, exact: bool):
   starts = jnp.arange(n, dtype=jnp.int32) * rows
   here = jnp.full((n,), jax.lax.axis_index(axis) * rows, jnp.int32)
   flat = x.reshape(-1, width)
-  return jax.lax.ragged_all_to_all(
-      flat, jnp.zeros_like(flat), starts, sent, here, received,
-      axis_name=axis).reshape(x.shape)
+  return jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), starts, sent, here, received, axis_name=axis).reshape(
+    x.shape
+  )
 
 
 @jax.custom_vjp
 def send(x, trip: Trip):
   """[N, D] -> [n, N, D]: what arrives from each device, its rows first."""
-  return exchange(
-      x[trip.rows], trip.sent, trip.received, trip.axis, trip.exact)
+  return exchange(x[trip.rows], trip.sent, trip.received, trip.axis, trip.exact)
 
 
 @jax.custom_vjp
@@ -125,11 +123,8 @@ def bring_back(y, trip: Trip):
   """
   back = exchange(y, trip.received, trip.sent, trip.axis, trip.exact)
   back = jnp.take_along_axis(back, trip.place[..., None], axis=1)
-  return jnp.sum(back, axis=0, where=trip.goes[..., None],
-                 dtype=jnp.float32).astype(y.dtype)
+  return jnp.sum(back, axis=0, where=trip.goes[..., None], dtype=jnp.float32).astype(y.dtype)
 
 
-send.defvjp(lambda x, trip: (send(x, trip), trip),
-            lambda trip, g: (bring_back(g, trip), None))
-bring_back.defvjp(lambda y, trip: (bring_back(y, trip), trip),
-                  lambda trip, g: (send(g, trip), None))
+send.defvjp(lambda x, trip: (send(x, trip), trip), lambda trip, g: (bring_back(g, trip), None))
+bring_back.defvjp(lambda y, trip: (bring_back(y, trip), trip), lambda trip, g: (send(g, trip), None))

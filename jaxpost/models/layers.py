@@ -14,9 +14,9 @@ from jaxpost.matmul import Compute, einsum, products
 from jaxpost.models.config import ModelConfig
 
 ACTIVATIONS = {
-    'silu': jax.nn.silu,
-    'gelu': functools.partial(jax.nn.gelu, approximate=False),
-    'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+  'silu': jax.nn.silu,
+  'gelu': functools.partial(jax.nn.gelu, approximate=False),
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
 }
 
 
@@ -48,11 +48,11 @@ def share(table, tokens, dtype: str, layout: Layout):
   @jax.custom_vjp
   def make(table):
     small = layout(table.astype(dtype), 'vocab', 'embed')  # then gathered
-    return Shared(layout(small, 'vocab', None),
-                  jnp.zeros((n, *table.shape), jnp.float32))
+    return Shared(layout(small, 'vocab', None), jnp.zeros((n, *table.shape), jnp.float32))
 
-  make.defvjp(lambda table: (make(table), None), lambda _, g: (
-      layout.reduced(g.sums, ('vocab', 'embed'), over).astype(kind),))
+  make.defvjp(
+    lambda table: (make(table), None), lambda _, g: (layout.reduced(g.sums, ('vocab', 'embed'), over).astype(kind),)
+  )
   return make(table)
 
 
@@ -63,11 +63,10 @@ def _embed_forward(table, tokens, dtype, constrain):
 def _embed_backward(dtype, constrain, residuals, g):
   del dtype
   table, tokens = residuals
-  add = lambda tokens, g: jnp.zeros(table.shape, table.dtype).at[tokens].add(
-      g.astype(table.dtype))
-  kept = constrain.sum_over_tokens(
-      add, (tokens, g), 'vocab', 'embed', of=table) if (
-          isinstance(constrain, Layout)) else None
+  add = lambda tokens, g: jnp.zeros(table.shape, table.dtype).at[tokens].add(g.astype(table.dtype))
+  kept = (
+    constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table) if (isinstance(constrain, Layout)) else None
+  )
   if kept is not None:
     return kept, None
   return constrain(add(tokens, g), 'vocab', None), None
@@ -99,8 +98,7 @@ def project(spec: str, x, p, name: str, compute: Compute, layout=None):
 
   In the type of the residual stream, where it goes.
   """
-  y = einsum(spec, x, p[name], compute.dtype, compute.residual,
-             layout if isinstance(layout, Layout) else None)
+  y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout if isinstance(layout, Layout) else None)
   return _biased(y, p, name)
 
 
@@ -117,11 +115,12 @@ _OUT = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 
 def fused(table) -> dict[str, tuple[str, ...]]:
   """What of TOGETHER can be one matrix, by the parameter table."""
+
   def alike(names):
     specs = [table.get(f'layers/{n}') for n in names]
     biases = {f'layers/{n}_bias' in table for n in names}
-    return all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (
-        len(biases) == 1)
+    return all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (len(biases) == 1)
+
   return {k: names for k, names in TOGETHER.items() if alike(names)}
 
 
@@ -132,29 +131,25 @@ def fuse(p: dict, joined: dict) -> dict:
     for tail, axis in (('', _OUT[name]), ('_bias', -1)):
       if parts[0] + tail in p:
         some = [p.pop(part + tail) for part in parts]
-        p[name + tail] = some[0] if isinstance(
-            some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
+        p[name + tail] = some[0] if isinstance(some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
   return p
 
 
-def project_all(spec: str, x, p, name: str, compute: Compute, cfg,
-                layout) -> list:
+def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> list:
   """Projections by TOGETHER[name], with biases; one product if it is one."""
   if name not in p:
     parts = TOGETHER[name]
-    ys = products(spec, x, tuple(p[part] for part in parts), compute.dtype,
-                  layout if isinstance(layout, Layout) else None)
+    ys = products(
+      spec, x, tuple(p[part] for part in parts), compute.dtype, layout if isinstance(layout, Layout) else None
+    )
     return [_biased(y, p, part) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
-  return jnp.split(
-      project(spec, x, p, name, compute, layout), ends, _OUT[name])
+  return jnp.split(project(spec, x, p, name, compute, layout), ends, _OUT[name])
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
   """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
   gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg, layout)
   hidden = ACTIVATIONS[cfg.activation](gate) * up
-  return project(
-      'btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute,
-      layout)
+  return project('btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute, layout)

@@ -41,19 +41,24 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
     return plain
   rows = adapter_rows(plain.table, cfg)
   if dropout and any('expert' in spec.axes for spec in rows.values()):
-    raise InputError('config.lora.dropout: is not for adapters of experts; '
-                     'set it to 0')
+    raise InputError('config.lora.dropout: is not for adapters of experts; set it to 0')
 
   def init(key, dtype=jnp.float32):
-    return plain.init(key, dtype=dtype) | nest({
-        path: fresh(i, spec, key) for i, (path, spec) in enumerate(
-            rows.items())})
+    return plain.init(key, dtype=dtype) | nest(
+      {path: fresh(i, spec, key) for i, (path, spec) in enumerate(rows.items())}
+    )
 
   return dataclasses.replace(
-      plain, config=cfg, table=plain.table | rows, init=init,
-      forward=functools.partial(_forward, plain.forward, cfg, dropout),
-      base=plain, merge=functools.partial(merge, cfg=cfg), dropout=dropout,
-      view=functools.partial(adapted, cfg=cfg))
+    plain,
+    config=cfg,
+    table=plain.table | rows,
+    init=init,
+    forward=functools.partial(_forward, plain.forward, cfg, dropout),
+    base=plain,
+    merge=functools.partial(merge, cfg=cfg),
+    dropout=dropout,
+    view=functools.partial(adapted, cfg=cfg),
+  )
 
 
 def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
@@ -61,8 +66,7 @@ def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
   try:
     found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
   except re.error as e:
-    raise InputError(
-        f'{key}: {pattern!r} is no regular expression ({e})') from None
+    raise InputError(f'{key}: {pattern!r} is no regular expression ({e})') from None
   if not found:
     raise InputError(f'{key}: {pattern!r} matches none of {", ".join(paths)}')
   return found
@@ -74,38 +78,43 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   rows = {}
   names = {name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
   # 'q' is any path that ends in /q, too; experts are asked for by that word.
-  for path in map(names.get, _matching(
-      names, pattern, 'config.lora.targets',
-      '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')):
+  for path in map(
+    names.get, _matching(names, pattern, 'config.lora.targets', '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')
+  ):
     spec = table[path]
     if path not in targets(table):
       raise InputError(
-          f'config.lora.targets: {pattern!r} matches {path}; routers have no '
-          'adapters here, leave them out: "q|k|v|o"')
+        f'config.lora.targets: {pattern!r} matches {path}; routers have no adapters here, leave them out: "q|k|v|o"'
+      )
     cut = spec.stack + inputs(spec)
-    least = min(math.prod(spec.shape[spec.stack:cut]),
-                math.prod(spec.shape[cut:]))
+    least = min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
     if rank > least:
-      raise InputError(
-          f'config.lora.rank: {rank} is larger than {path}, whose rank is at '
-          f'most {least}; lower it')
+      raise InputError(f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {least}; lower it')
     hf = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
     rows[f'{ROOT}/{path}/a'] = Param(
-        (*spec.shape[:cut], rank), (*spec.axes[:cut], None),
-        f'{hf}A.weight', 'uniform', matrix=True, dtype='float32',
-        first=spec.first)
+      (*spec.shape[:cut], rank),
+      (*spec.axes[:cut], None),
+      f'{hf}A.weight',
+      'uniform',
+      matrix=True,
+      dtype='float32',
+      first=spec.first,
+    )
     rows[f'{ROOT}/{path}/b'] = Param(
-        (*spec.shape[:spec.stack], rank, *spec.shape[cut:]),
-        (*spec.axes[:spec.stack], 'rank', *spec.axes[cut:]),
-        f'{hf}B.weight', 'zeros', matrix=True, dtype='float32',
-        first=spec.first)
+      (*spec.shape[: spec.stack], rank, *spec.shape[cut:]),
+      (*spec.axes[: spec.stack], 'rank', *spec.axes[cut:]),
+      f'{hf}B.weight',
+      'zeros',
+      matrix=True,
+      dtype='float32',
+      first=spec.first,
+    )
   return rows
 
 
 def targets(table: dict) -> list[str]:
   """The paths of what can have an adapter."""
-  return [p for p, s in table.items() if s.matrix and s.stacked
-          and not s.exact]
+  return [p for p, s in table.items() if s.matrix and s.stacked and not s.exact]
 
 
 def name(path: str, spec: Param) -> str:
@@ -122,14 +131,11 @@ def fresh(number: int, spec: Param, key):
   """A starts uniform within 1 / sqrt(inputs), as in PEFT; the rest at 0."""
   if spec.init != 'uniform':
     return jnp.zeros(spec.shape)
-  bound = 1 / math.sqrt(math.prod(spec.shape[spec.stack:-1]))
-  return jax.random.uniform(
-      jax.random.fold_in(key, number), spec.shape, minval=-bound, maxval=bound)
+  bound = 1 / math.sqrt(math.prod(spec.shape[spec.stack : -1]))
+  return jax.random.uniform(jax.random.fold_in(key, number), spec.shape, minval=-bound, maxval=bound)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=('w', 'a', 'b', 'keys'),
-    meta_fields=('scale', 'rate'))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=('w', 'a', 'b', 'keys'), meta_fields=('scale', 'rate'))
 @dataclasses.dataclass(frozen=True)
 class Adapted:
   """A matrix with its adapter, where `matmul.einsum` takes a matrix.
@@ -151,9 +157,7 @@ class Adapted:
   def dense(self, dtype):
     """W + scale A B, of one layer."""
     w = self.w.dense('float32') if hasattr(self.w, 'dense') else self.w
-    return (w + self.scale * jnp.tensordot(
-        self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(
-            dtype)
+    return (w + self.scale * jnp.tensordot(self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(dtype)
 
   def product(self, spec: str, x, dtype: str):
     """x W + scale (dropout(x) A) B, as `einsum` would of W alone."""
@@ -164,48 +168,62 @@ class Adapted:
     low = ''.join(c for c in left if c not in right) + 'z'
     y = x
     if self.keys is not None:
-      kept = jax.vmap(lambda k: jax.random.bernoulli(
-          k, 1 - self.rate, x.shape[1:]))(self.keys)
+      kept = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - self.rate, x.shape[1:]))(self.keys)
       y = jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
     y = self.scale * einsum(f'{left},{into}z->{low}', y, self.a, dtype)
-    return einsum(spec, x, self.w, dtype) + einsum(
-        f'{low},z{onto}->{out}', y, self.b, dtype)
+    return einsum(spec, x, self.w, dtype) + einsum(f'{low},z{onto}->{out}', y, self.b, dtype)
 
 
-def _forward(forward, cfg, rate, params, tokens, positions, segment_ids,
-             compute, constrain=None, branch_ids=None, noise=None,
-             dropout=None, chosen=None, routing=None):
+def _forward(
+  forward,
+  cfg,
+  rate,
+  params,
+  tokens,
+  positions,
+  segment_ids,
+  compute,
+  constrain=None,
+  branch_ids=None,
+  noise=None,
+  dropout=None,
+  chosen=None,
+  routing=None,
+):
   """`forward` of the model without adapters, with them.
 
   dropout: [B, 2] uint32, keys of what is dropped in each row.
   """
+
   def pair(number, w, a, b):
     keys = None
     if dropout is not None:
       layers = number * len(a) + jnp.arange(len(a))
-      keys = jax.vmap(lambda i: jax.vmap(
-          lambda k: jax.random.fold_in(k, i))(dropout))(layers)
+      keys = jax.vmap(lambda i: jax.vmap(lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate)
 
-  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise,
-               chosen=chosen, routing=routing)
+  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise, chosen=chosen, routing=routing)
   return forward(
-      _over_targets(params, pair), tokens, positions, segment_ids,
-      compute=compute, **{k: v for k, v in given.items() if v is not None})
+    _over_targets(params, pair),
+    tokens,
+    positions,
+    segment_ids,
+    compute=compute,
+    **{k: v for k, v in given.items() if v is not None},
+  )
 
 
 def adapted(params: dict, cfg: ModelConfig) -> dict:
   """Parameters of the model without adapters, whose matrices have them."""
-  return _over_targets(params, lambda number, w, a, b: Adapted(
-      w, a, b, None, scale(cfg), 0.0))
+  return _over_targets(params, lambda number, w, a, b: Adapted(w, a, b, None, scale(cfg), 0.0))
 
 
 def merge(params: dict, cfg: ModelConfig) -> dict:
   """Parameters of the model without adapters that computes the same."""
+
   def add(number, w, a, b):
     del number
-    dot = functools.partial(
-        jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
+    dot = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
     of_layers = jax.vmap(dot)
     if a.ndim == b.ndim == 4:  # of experts; of others one has fewer
       of_layers = jax.vmap(of_layers)
@@ -236,41 +254,34 @@ def freeze(model: Model, pattern: str) -> Model:
   Those whose whole path the pattern matches; without one, with adapters, all
   but these and a scalar head.
   """
-  frozen = {p for p in model.table if model.config.lora
-            and not is_adapter(p) and p != 'score'}
+  frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
   if pattern:
     frozen = set(_matching(model.table, pattern, 'config.train.freeze'))
   if len(frozen) == len(model.table):
-    raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to '
-                     'train')
+    raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
   # No gradient of what is frozen: forward, through it, and of the others.
   sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
   share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
-  return dataclasses.replace(
-      model, frozen=frozenset(frozen), passes=2 + share)
+  return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
 
 
 def on_frozen(cfg: ModelConfig, kind: str = '') -> Model:
-  """The model of `cfg` whose adapters are trained, its base quantised or not.
-  """
+  """The model of `cfg` whose adapters are trained, its base quantised or not."""
   return quantization.hold(freeze(build(cfg), ''), kind)
 
 
 def trained(model: Model) -> Model:
   """The table of what is trained, with the shapes and shardings of that."""
-  return dataclasses.replace(model, table={
-      p: spec for p, spec in model.table.items() if p not in model.frozen})
+  return dataclasses.replace(model, table={p: spec for p, spec in model.table.items() if p not in model.frozen})
 
 
 def split(params: dict, model: Model) -> tuple[dict, dict]:
   """(what is trained, what is frozen); `join` puts them together."""
   flat = {p: leaf(params, p) for p in model.table}
-  return tuple(nest({p: x for p, x in flat.items() if (
-      p in model.frozen) == side}) for side in (False, True))
+  return tuple(nest({p: x for p, x in flat.items() if (p in model.frozen) == side}) for side in (False, True))
 
 
-def adopt(params: dict, theirs: Model, model: Model, layout, dtype,
-          seed: int = 0) -> dict:
+def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 0) -> dict:
   """Parameters of `theirs` as those of `model`, the same decoder.
 
   Adapters that `model` has not, too, are merged; its own start fresh, and a
@@ -284,11 +295,9 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype,
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)
     if path in have:
-      out[path] = have[path] if not model.quantised else (
-          jax.device_put(have[path], sharding))
+      out[path] = have[path] if not model.quantised else (jax.device_put(have[path], sharding))
     else:
-      out[path] = jax.device_put(
-          np.asarray(fresh(i, spec, key)).astype(spec.dtype or dtype), sharding)
+      out[path] = jax.device_put(np.asarray(fresh(i, spec, key)).astype(spec.dtype or dtype), sharding)
   return nest(out)
 
 

@@ -59,8 +59,7 @@ class Model:
 
   def shardings(self, layout) -> dict:
     """The sharding of every parameter in `layout`, nested like them."""
-    return nest({
-        k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
+    return nest({k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
 
 def with_scalar_head(cfg: ModelConfig, lora: tuple = ()) -> ModelConfig:
@@ -71,19 +70,20 @@ def with_scalar_head(cfg: ModelConfig, lora: tuple = ()) -> ModelConfig:
 def from_code(code: str) -> Model:
   """What a function of the user's returns: './file.py:make'."""
   make = imports.load_callable(code, _CODE)
-  needed = [p.name for p in inspect.signature(make).parameters.values()
-            if p.default is p.empty and p.kind not in (
-                p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+  needed = [
+    p.name
+    for p in inspect.signature(make).parameters.values()
+    if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+  ]
   if needed:
-    raise InputError(f'{_CODE}: {code} must need no arguments; it has '
-                     f'{", ".join(needed)}')
+    raise InputError(f'{_CODE}: {code} must need no arguments; it has {", ".join(needed)}')
   found = make()
   if not isinstance(found, Model):
     raise InputError(
-        f'{_CODE}: {code} returns a {type(found).__name__}, not a Model; '
-        'jaxpost.models.custom.linen or .nnx makes one of a flax module')
-  return dataclasses.replace(
-      found, config=dataclasses.replace(found.config, code=code))
+      f'{_CODE}: {code} returns a {type(found).__name__}, not a Model; '
+      'jaxpost.models.custom.linen or .nnx makes one of a flax module'
+    )
+  return dataclasses.replace(found, config=dataclasses.replace(found.config, code=code))
 
 
 def build(cfg: ModelConfig) -> Model:
@@ -91,14 +91,18 @@ def build(cfg: ModelConfig) -> Model:
   if isinstance(cfg, OwnConfig):
     if cfg.num_labels or cfg.value_head:
       raise InputError(
-          f'{_CODE}: {cfg.code} has no scalar head, which a critic or a reward '
-          'model needs; take a method without one, or a model of `presets`')
+        f'{_CODE}: {cfg.code} has no scalar head, which a critic or a reward '
+        'model needs; take a method without one, or a model of `presets`'
+      )
     return from_code(cfg.code)
   bind = lambda fn: functools.partial(fn, cfg=cfg)
   return Model(
-      config=cfg, table=transformer.param_table(cfg),
-      forward=bind(transformer.forward),
-      head=None if cfg.num_labels else transformer.head,
-      init=bind(transformer.init), prefill=bind(transformer.prefill),
-      decode=bind(transformer.decode),
-      values=transformer.values if cfg.num_labels or cfg.value_head else None)
+    config=cfg,
+    table=transformer.param_table(cfg),
+    forward=bind(transformer.forward),
+    head=None if cfg.num_labels else transformer.head,
+    init=bind(transformer.init),
+    prefill=bind(transformer.prefill),
+    decode=bind(transformer.decode),
+    values=transformer.values if cfg.num_labels or cfg.value_head else None,
+  )

@@ -27,44 +27,52 @@ SHARED = 'shared_'  # of what all tokens pass
 
 def rows(cfg: ModelConfig) -> dict[str, Param]:
   """The rows of the parameter table in place of those of a dense MLP."""
-  n, d, e, f = (
-      cfg.sparse_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
+  n, d, e, f = (cfg.sparse_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
   block, at = 'model.layers.{}.mlp.', dict(first=cfg.num_layers - n)
 
   def matrix(name, shape, axes):
-    return Param((n, e, *shape), ('layers', 'expert', *axes),
-                 f'{block}experts.{{}}.{name}_proj.weight', matrix=True, **at)
+    return Param(
+      (n, e, *shape), ('layers', 'expert', *axes), f'{block}experts.{{}}.{name}_proj.weight', matrix=True, **at
+    )
 
   def bias(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias',
-                 'zeros', exact=True, **at)
+    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True, **at)
 
   def shared(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes),
-                 f'{block}shared_experts.{name}_proj.weight', matrix=True,
-                 **at)
+    return Param((n, *shape), ('layers', *axes), f'{block}shared_experts.{name}_proj.weight', matrix=True, **at)
 
   s = cfg.experts.shared * f
   biases = {
-      'router': bias('gate', (e,), (None,)),
-      'gate': bias('experts.{}.gate_proj', (e, f), ('expert', 'mlp')),
-      'up': bias('experts.{}.up_proj', (e, f), ('expert', 'mlp')),
-      'down': bias('experts.{}.down_proj', (e, d), ('expert', None))}
+    'router': bias('gate', (e,), (None,)),
+    'gate': bias('experts.{}.gate_proj', (e, f), ('expert', 'mlp')),
+    'up': bias('experts.{}.up_proj', (e, f), ('expert', 'mlp')),
+    'down': bias('experts.{}.down_proj', (e, d), ('expert', None)),
+  }
   return {
-      'layers/router': Param(
-          (n, d, e), ('layers', 'embed', None), f'{block}gate.weight',
-          matrix=True, exact=True, **at),
-      'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
-      'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
-      'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
-      **{f'layers/{k}_bias': v for k, v in biases.items() if k in cfg.biases},
-      **({'layers/router_choice': dataclasses.replace(
-          biases['router'], hf=f'{block}gate.e_score_correction_bias',
-          dtype='float32')}
-         if cfg.experts.sigmoid else {}),
-      **({f'layers/{SHARED}{k}': shared(k, *v) for k, v in dict(
-          gate=((d, s), ('embed', 'mlp')), up=((d, s), ('embed', 'mlp')),
-          down=((s, d), ('mlp', 'embed'))).items()} if s else {}),
+    'layers/router': Param((n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True, **at),
+    'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
+    'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
+    'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
+    **{f'layers/{k}_bias': v for k, v in biases.items() if k in cfg.biases},
+    **(
+      {
+        'layers/router_choice': dataclasses.replace(
+          biases['router'], hf=f'{block}gate.e_score_correction_bias', dtype='float32'
+        )
+      }
+      if cfg.experts.sigmoid
+      else {}
+    ),
+    **(
+      {
+        f'layers/{SHARED}{k}': shared(k, *v)
+        for k, v in dict(
+          gate=((d, s), ('embed', 'mlp')), up=((d, s), ('embed', 'mlp')), down=((s, d), ('mlp', 'embed'))
+        ).items()
+      }
+      if s
+      else {}
+    ),
   }
 
 
@@ -94,11 +102,9 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
     return _local(matrices, x, chosen, cfg, compute)
   size = layout.mesh.shape['expert']
   if cfg.experts.num % size:
-    raise InputError(f'config.mesh: expert={size} must divide the '
-                     f'{cfg.experts.num} experts of the model')
+    raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
   table = rows(cfg)
-  specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names
-           for s in [table[f'layers/{name}']]}
+  specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names for s in [table[f'layers/{name}']]}
   specs['router'] = PartitionSpec()  # which is small
   for n in names[1:4]:
     if f'{n}_a' in matrices:
@@ -108,16 +114,24 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   tokens = layout.spec(('batch', 'time', None), x.shape)
   split = 'expert' in jax.tree.leaves(tuple(tokens))
   run = functools.partial(
-      _local, cfg=cfg, compute=compute, split=split, specs=specs, size=size,
-      exact=layout.mesh.devices.flat[0].platform != 'cpu')
+    _local,
+    cfg=cfg,
+    compute=compute,
+    split=split,
+    specs=specs,
+    size=size,
+    exact=layout.mesh.devices.flat[0].platform != 'cpu',
+  )
   return jax.shard_map(
-      run, mesh=layout.mesh, in_specs=(specs, tokens, tokens),
-      out_specs=(tokens, Routing(tokens, tokens)), check_vma=False)(
-          matrices, x, chosen)
+    run,
+    mesh=layout.mesh,
+    in_specs=(specs, tokens, tokens),
+    out_specs=(tokens, Routing(tokens, tokens)),
+    check_vma=False,
+  )(matrices, x, chosen)
 
 
-def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
-           exact=False):
+def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1, exact=False):
   """As `mlp`, of the rows and the experts of one device of a mesh.
 
   split: whether others on its 'expert' axis, of `size`, have other rows.
@@ -133,19 +147,17 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1,
   if size > 1:
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
-      trip, given = expert_parallel.arriving(
-          *given, cfg.experts.num // size, exact)
-  parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs[
-      'gate'] else 1
+      trip, given = expert_parallel.arriving(*given, cfg.experts.num // size, exact)
+  parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs['gate'] else 1
   if 'down_bias' in p:  # of which each part of a sum has a share
     p = p | {'down_bias': p['down_bias'] / parts}
   # Twice what a device has to do where the experts share the work evenly.
   room = 2 * routing.chosen.size if split else 0
-  out = _experts(
-      p, *given, first, cfg, compute, room).astype(compute.residual)
+  out = _experts(p, *given, first, cfg, compute, room).astype(compute.residual)
   if size > 1:
-    out = expert_parallel.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (
-        split) else jax.lax.psum(out, 'expert')
+    out = (
+      expert_parallel.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (split) else jax.lax.psum(out, 'expert')
+    )
   if parts > 1:
     out = jax.lax.psum(out, 'tensor')
   return out.reshape(x.shape), routing
@@ -164,14 +176,13 @@ def _whole(w, spec, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gathered(w, part, axis, dtype):
-  return jax.lax.all_gather(
-      w.astype(dtype), part, axis=axis, tiled=True).astype(w.dtype)
+  return jax.lax.all_gather(w.astype(dtype), part, axis=axis, tiled=True).astype(w.dtype)
 
 
 _gathered.defvjp(
-    lambda w, *how: (_gathered(w, *how), None),
-    lambda part, axis, dtype, _, g: (jax.lax.psum_scatter(
-        g, part, scatter_dimension=axis, tiled=True),))
+  lambda w, *how: (_gathered(w, *how), None),
+  lambda part, axis, dtype, _, g: (jax.lax.psum_scatter(g, part, scatter_dimension=axis, tiled=True),),
+)
 
 
 def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
@@ -186,11 +197,8 @@ def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
   order, number = expert_parallel.in_order(number, e + 1)  # [N k], by expert
   if room and room < len(order):
     fill = (0, -len(order) % room)
-    return _in_rounds(
-        p, x, weights, jnp.pad(order, fill),
-        jnp.pad(number, fill, constant_values=e), cfg, compute, room)
-  back = jnp.zeros_like(order).at[order].set(
-      jnp.arange(len(order)), unique_indices=True)
+    return _in_rounds(p, x, weights, jnp.pad(order, fill), jnp.pad(number, fill, constant_values=e), cfg, compute, room)
+  back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
   y = _permute(jnp.repeat(x, k, axis=0), order, back)
   y = _rows(p, y, number, cfg, compute)
   y = _permute(y, back, order).reshape(*weights.shape, -1)
@@ -199,8 +207,7 @@ def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
 
 def _rows(p, y, number, cfg, compute):
   """Rows [M, D] and the expert of each, in order, -> [M, D] float32."""
-  sizes = jnp.sum(number[:, None] == jnp.arange(len(p['gate'])), axis=0,
-                  dtype=jnp.int32)
+  sizes = jnp.sum(number[:, None] == jnp.arange(len(p['gate'])), axis=0, dtype=jnp.int32)
 
   def dot(x, name):
     y = grouped(x, p[name], sizes, compute)
@@ -208,8 +215,7 @@ def _rows(p, y, number, cfg, compute):
       x = grouped(x, p[f'{name}_a'], sizes, compute)
       y = y + grouped(x, p[f'{name}_b'], sizes, compute)
     bias = p.get(f'{name}_bias')
-    return y if bias is None else y + bias.at[number].get(
-        mode='fill', fill_value=0, indices_are_sorted=True)
+    return y if bias is None else y + bias.at[number].get(mode='fill', fill_value=0, indices_are_sorted=True)
 
   y = _gated(dot(y, 'gate'), dot(y, 'up'), cfg)
   return dot(y.astype(compute.residual), 'down')
@@ -227,6 +233,7 @@ def _in_rounds(p, x, weights, order, number, cfg, compute, room):
     order: [M] int32, of N k, those of these experts first, by expert; M is a
       multiple of `room`. number: [M], the expert of each.
   """
+
   def one(i, out):
     pick, token, local = _round(i, order, number, weights, room)
     y = _rows(p, x[token], local, cfg, compute)
@@ -242,8 +249,7 @@ def _rounds(p, number, room, one, out):
 
 
 def _round(i, order, number, weights, room):
-  pick, local = (jax.lax.dynamic_slice_in_dim(y, i * room, room)
-                 for y in (order, number))
+  pick, local = (jax.lax.dynamic_slice_in_dim(y, i * room, room) for y in (order, number))
   return pick, pick // weights.shape[1], local
 
 
@@ -258,10 +264,8 @@ def _in_rounds_backward(cfg, compute, room, saved, g):
   def one(i, grads):
     pick, token, local = _round(i, order, number, weights, room)
     run = lambda p, x, w: _rows(p, x, local, cfg, compute) * w[:, None]
-    of_p, of_x, of_w = jax.vjp(
-        run, p, x[token], weights.reshape(-1)[pick])[1](g[token])
-    return (jax.tree.map(jnp.add, grads[0], of_p),
-            grads[1].at[token].add(of_x), grads[2].at[pick].add(of_w))
+    of_p, of_x, of_w = jax.vjp(run, p, x[token], weights.reshape(-1)[pick])[1](g[token])
+    return (jax.tree.map(jnp.add, grads[0], of_p), grads[1].at[token].add(of_x), grads[2].at[pick].add(of_w))
 
   zeros = jax.tree.map(jnp.zeros_like, (p, x, weights.reshape(-1)))
   of_p, of_x, of_w = _rounds(p, number, room, one, zeros)
@@ -286,8 +290,7 @@ def _permute(x, order, back):
   return x[order]
 
 
-_permute.defvjp(lambda x, order, back: (x[order], back),
-                lambda back, g: (g[back], None, None))
+_permute.defvjp(lambda x, order, back: (x[order], back), lambda back, g: (g[back], None, None))
 
 
 # --------------------------------------------------------------------- replay
@@ -300,20 +303,4 @@ _permute.defvjp(lambda x, order, back: (x[order], back),
 # the weights of those experts.
 
 
-
-
-
-
-
-
-
-
 # --------------------------------------------------------------- load balance
-
-
-
-
-
-
-
-

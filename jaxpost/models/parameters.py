@@ -46,7 +46,7 @@ def inputs(spec: Param) -> int:
   'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
   so has the rank of adapters.
   """
-  axes = spec.axes[spec.stack:]
+  axes = spec.axes[spec.stack :]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
@@ -66,8 +66,7 @@ def flatten(tree: dict, prefix='') -> dict:
   """What `nest` was given."""
   flat = {}
   for name, value in tree.items():
-    flat |= flatten(value, f'{prefix}{name}/') if isinstance(value, dict) else {
-        prefix + name: value}
+    flat |= flatten(value, f'{prefix}{name}/') if isinstance(value, dict) else {prefix + name: value}
   return flat
 
 
@@ -84,8 +83,7 @@ def parts(tree: dict, path: str) -> tuple[dict, dict]:
   was quantised.
   """
   own = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
-  return nest(own), {k: x for k, x in tree.items()
-                     if k == 'norm' and own.keys() != {path}}
+  return nest(own), {k: x for k, x in tree.items() if k == 'norm' and own.keys() != {path}}
 
 
 def join(one: dict, two: dict) -> dict:

@@ -27,18 +27,31 @@ KINDS = ('int8', 'nf4')
 _BLOCK = 64
 # Quantiles of a normal distribution (QLoRA, appendix E), and what is between
 # two of them.
-_NF4 = np.array([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-    0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0], np.float32)
+_NF4 = np.array(
+  [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+  ],
+  np.float32,
+)
 _BETWEEN = (_NF4[1:] + _NF4[:-1]) / 2
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=('codes', 'scales'),
-    meta_fields=('axis',))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=('codes', 'scales'), meta_fields=('axis',))
 @dataclasses.dataclass(frozen=True)
 class Quantised:
   """A matrix where `matmul.einsum` takes one.
@@ -57,15 +70,14 @@ class Quantised:
   def dense(self, dtype):
     """The matrix in this type."""
     axis = self.codes.ndim + self.axis
-    blocks = lambda x: x.reshape(
-        *x.shape[:axis], self.scales.shape[axis], -1, *x.shape[axis + 1:])
+    blocks = lambda x: x.reshape(*x.shape[:axis], self.scales.shape[axis], -1, *x.shape[axis + 1 :])
     x = blocks(self.codes)
     if x.dtype == jnp.uint8:
       x = _normal(jnp.concatenate([x & 15, x >> 4], axis + 1))
     else:
       x = x.astype(jnp.float32) / 127
     x = x * blocks(self.scales).astype(jnp.float32)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:]).astype(dtype)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -82,8 +94,9 @@ def _backward(spec, dtype, residuals, g):
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   g = g.astype(dtype)
-  return einsum(f'{out},{w_term}->{x_term}', g, _made_for(g, w).dense(dtype),
-                dtype, kind.dtype.name).astype(kind.dtype), None
+  return einsum(f'{out},{w_term}->{x_term}', g, _made_for(g, w).dense(dtype), dtype, kind.dtype.name).astype(
+    kind.dtype
+  ), None
 
 
 _product.defvjp(_forward, _backward)
@@ -101,8 +114,8 @@ def _normal(x):
   By their bits where a gather is slow; XLA:CPU would keep each step of that.
   """
   return jax.lax.platform_dependent(
-      x, cpu=lambda x: jnp.asarray(_NF4).at[x].get(mode='promise_in_bounds'),
-      default=_by_bits)
+    x, cpu=lambda x: jnp.asarray(_NF4).at[x].get(mode='promise_in_bounds'), default=_by_bits
+  )
 
 
 def _by_bits(x):
@@ -117,8 +130,7 @@ def quantise(w, kind: str, axis: int) -> dict:
   """A matrix of any type as {'codes', 'scales'}."""
   axis %= w.ndim
   block = _block(w.shape[axis], kind)
-  x = w.astype(jnp.float32).reshape(
-      *w.shape[:axis], -1, block, *w.shape[axis + 1:])
+  x = w.astype(jnp.float32).reshape(*w.shape[:axis], -1, block, *w.shape[axis + 1 :])
   scales = jnp.max(jnp.abs(x), axis + 1).astype(jnp.bfloat16)
   # Rounded before it divides, so that it costs no precision.
   by = jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
@@ -129,17 +141,14 @@ def quantise(w, kind: str, axis: int) -> dict:
     codes = low | high << 4
   else:
     codes = jnp.clip(jnp.round(127 * x), -127, 127).astype(jnp.int8)
-  return {'codes': codes.reshape(
-      *w.shape[:axis], -1, *w.shape[axis + 1:]), 'scales': scales}
+  return {'codes': codes.reshape(*w.shape[:axis], -1, *w.shape[axis + 1 :]), 'scales': scales}
 
 
 def _block(size: int, kind: str) -> int:
   step = 2 if kind == 'nf4' else 1
   fits = [b for b in range(step, _BLOCK + 1, step) if size % b == 0]
   if not fits:
-    raise InputError(
-        f'config.model.quantise: nf4 packs pairs, and a matrix of this model '
-        f'has {size} inputs; take int8')
+    raise InputError(f'config.model.quantise: nf4 packs pairs, and a matrix of this model has {size} inputs; take int8')
   return fits[-1]
 
 
@@ -151,10 +160,11 @@ def matrices(table: dict) -> dict[str, int]:
 
   Matrices of layers, those of experts too: no router, embedding or head.
   """
-  return {p: s.stack + inputs(s) - 1 - len(s.shape)
-          for p, s in table.items()
-          if s.matrix and s.stacked and not s.exact and '/' in p
-          and not s.dtype}
+  return {
+    p: s.stack + inputs(s) - 1 - len(s.shape)
+    for p, s in table.items()
+    if s.matrix and s.stacked and not s.exact and '/' in p and not s.dtype
+  }
 
 
 def hold(model: 'Model', kind: str) -> 'Model':
@@ -167,30 +177,29 @@ def hold(model: 'Model', kind: str) -> 'Model':
   base = model.base or model
   axes, table, frozen = matrices(base.table), {}, set(model.frozen)
   if not axes:
-    raise InputError(f'config.model.quantise: {base.config.family} models '
-                     'have no matrices of layers that are known as such')
+    raise InputError(
+      f'config.model.quantise: {base.config.family} models have no matrices of layers that are known as such'
+    )
   for path, spec in model.table.items():
     if path not in axes:
       table[path] = spec
       continue
     found = jax.eval_shape(
-        functools.partial(quantise, kind=kind, axis=axes[path]),
-        jax.ShapeDtypeStruct(spec.shape, jnp.float32))
+      functools.partial(quantise, kind=kind, axis=axes[path]), jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+    )
     for name, x in found.items():
-      table[f'{path}/{name}'] = dataclasses.replace(
-          spec, shape=x.shape, dtype=x.dtype.name, exact=True, matrix=False)
+      table[f'{path}/{name}'] = dataclasses.replace(spec, shape=x.shape, dtype=x.dtype.name, exact=True, matrix=False)
     if path in frozen:
       frozen |= {f'{path}/{name}' for name in found}
-  out = dataclasses.replace(
-      model, table=table, base=base, quantised=kind,
-      frozen=frozenset(frozen & set(table)))
+  out = dataclasses.replace(model, table=table, base=base, quantised=kind, frozen=frozenset(frozen & set(table)))
   view = functools.partial(_view, axes)
   return dataclasses.replace(
-      out, forward=functools.partial(_run, model.forward, axes),
-      view=lambda params: model.view(view(params)),
-      init=lambda key, dtype=jnp.float32: convert(
-          model.init(key, dtype=dtype), out),
-      merge=lambda params: model.merge(convert(params, base)))
+    out,
+    forward=functools.partial(_run, model.forward, axes),
+    view=lambda params: model.view(view(params)),
+    init=lambda key, dtype=jnp.float32: convert(model.init(key, dtype=dtype), out),
+    merge=lambda params: model.merge(convert(params, base)),
+  )
 
 
 def check_frozen(model: 'Model', key: str):
@@ -198,9 +207,10 @@ def check_frozen(model: 'Model', key: str):
   for path in matrices((model.base or model).table) if model.quantised else ():
     if f'{path}/codes' not in model.frozen:
       raise InputError(
-          f'{key}: {model.quantised!r} is for weights that are not trained, '
-          f'and {path} is; set config.lora.rank, or freeze it with '
-          'config.train.freeze')
+        f'{key}: {model.quantised!r} is for weights that are not trained, '
+        f'and {path} is; set config.lora.rank, or freeze it with '
+        'config.train.freeze'
+      )
 
 
 def _run(forward, axes, params, *args, **kwargs):
@@ -212,8 +222,7 @@ def _view(axes, params) -> dict:
   for path, axis in axes.items():
     stack, name = path.split('/')
     held = params[stack]
-    params = params | {stack: held | {
-        name: Quantised(axis=axis, **held[name])}}
+    params = params | {stack: held | {name: Quantised(axis=axis, **held[name])}}
   return params
 
 
@@ -227,16 +236,14 @@ def convert(params: dict, model: 'Model') -> dict:
       x = leaf(params, path)
     except KeyError:
       continue
-    kind = '' if not isinstance(x, dict) else (
-        'nf4' if x['codes'].dtype == jnp.uint8 else 'int8')
+    kind = '' if not isinstance(x, dict) else ('nf4' if x['codes'].dtype == jnp.uint8 else 'int8')
     if kind == model.quantised:
       continue
     if kind:
       dtype = params['norm'].dtype if 'norm' in params else jnp.float32
       x = jax.lax.map(functools.partial(_dense, axis=axis, dtype=dtype), x)
     if model.quantised:
-      x = jax.lax.map(functools.partial(
-          quantise, kind=model.quantised, axis=axis), x)
+      x = jax.lax.map(functools.partial(quantise, kind=model.quantised, axis=axis), x)
     params = _put(params, path, x)
   return params
 

@@ -21,16 +21,17 @@ BY_LENGTH = ('dynamic', 'longrope')
 
 def by_length(cfg: ModelConfig) -> int:
   """Up to this length, documents have one set of frequencies; 0: all have."""
-  limits = [dict(r.scaling)['original_max_position_embeddings']
-            for r in cfg.ropes if _kind(r) in BY_LENGTH]
+  limits = [dict(r.scaling)['original_max_position_embeddings'] for r in cfg.ropes if _kind(r) in BY_LENGTH]
   return min(limits, default=0)
 
 
 def document_lengths(positions, segment_ids):
   """[B, T] of the last position of each token's document, plus 1."""
+
   def row(positions, segments):
     most = jax.ops.segment_max(positions, segments, positions.shape[0] + 1)
     return most[segments] + 1
+
   return jax.vmap(row)(positions, segment_ids)
 
 
@@ -72,8 +73,7 @@ def rotate_half(x, dim: int = 0):
   turn = np.zeros((size, size), np.float32)
   turn[half + np.arange(half), np.arange(half)] = -1
   turn[np.arange(half), half + np.arange(half)] = 1
-  return jnp.einsum('btnh,hi->btni', x.astype(jnp.float32), turn,
-                    precision=jax.lax.Precision.HIGHEST)
+  return jnp.einsum('btnh,hi->btni', x.astype(jnp.float32), turn, precision=jax.lax.Precision.HIGHEST)
 
 
 def _kind(rope: Rope) -> str:
@@ -87,9 +87,7 @@ def _table(positions, lengths, rope, cfg):
   if kind == 'longrope':
     long, scale = _longrope(rope.theta, dim, p, 'long_factor')
     short, _ = _longrope(rope.theta, dim, p, 'short_factor')
-    freq = jnp.where(
-        lengths[..., None] > p['original_max_position_embeddings'],
-        long, short)
+    freq = jnp.where(lengths[..., None] > p['original_max_position_embeddings'], long, short)
   elif kind == 'dynamic':
     freq = _dynamic(rope.theta, dim, p, lengths[..., None])
   else:
@@ -130,8 +128,7 @@ def _llama3(theta, dim, p):
   smooth = (original / wavelength - low) / (high - low)
   blend = (1 - smooth) * freq / factor + smooth * freq
   scaled = np.where(wavelength > original / low, freq / factor, blend)
-  return np.where(
-      wavelength < original / high, freq, scaled).astype(np.float32), 1.0
+  return np.where(wavelength < original / high, freq, scaled).astype(np.float32), 1.0
 
 
 def _yarn(theta, dim, p):
@@ -139,18 +136,15 @@ def _yarn(theta, dim, p):
   original, factor = p['original_max_position_embeddings'], p['factor']
 
   def at(rotations):  # the dimension that turns so often in `original`
-    return dim * math.log(original / (rotations * 2 * math.pi)) / (
-        2 * math.log(theta))
+    return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
   low, high = at(p.get('beta_fast') or 32), at(p.get('beta_slow') or 1)
   if p.get('truncate', True):
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, dim - 1)
-  ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (
-      high - low or 0.001), 0, 1)
+  ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001), 0, 1)
   periods = _periods(theta, dim)
-  freq = np.float32(1) / (factor * periods) * ramp + (
-      np.float32(1) / periods * (1 - ramp))
+  freq = np.float32(1) / (factor * periods) * ramp + (np.float32(1) / periods * (1 - ramp))
   scale = p.get('attention_factor')
   if scale is None:
     grow = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
@@ -165,8 +159,7 @@ def _longrope(theta, dim, p, which):
   original, factor = p['original_max_position_embeddings'], p['factor']
   scale = p.get('attention_factor')
   if scale is None:
-    scale = 1.0 if factor <= 1 else math.sqrt(
-        1 + math.log(factor) / math.log(original))
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
   factors = np.asarray(p[which], np.float32)
   return np.float32(1) / (factors * _periods(theta, dim)), scale
 
@@ -177,9 +170,7 @@ def _dynamic(theta, dim, p, lengths):
   over = jnp.maximum(lengths, limit).astype(jnp.float32) / limit
   grown = (p['factor'] * over - (p['factor'] - 1)) ** (1 / (dim / 2 - 1))
   # theta^(-2i/d) of theta * grown^(d/2): only what differs is made here.
-  return np.float32(1) / _periods(theta, dim) * grown ** (
-      -np.arange(dim // 2, dtype=np.float32))
+  return np.float32(1) / _periods(theta, dim) * grown ** (-np.arange(dim // 2, dtype=np.float32))
 
 
-_SCALINGS = {
-    'default': _default, 'linear': _linear, 'llama3': _llama3, 'yarn': _yarn}
+_SCALINGS = {'default': _default, 'linear': _linear, 'llama3': _llama3, 'yarn': _yarn}

@@ -29,14 +29,12 @@ def route(p, x, cfg: ModelConfig, chosen=None):
   should go the same way in training and in sampling. A router by sigmoids has
   the logarithms of them for logits, so that probabilities are their shares.
   """
-  logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'],
-                      precision=jax.lax.Precision.HIGHEST)
+  logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'], precision=jax.lax.Precision.HIGHEST)
   logits = logits + p.get('router_bias', 0)
   e = cfg.experts
   if e.sigmoid:
     scores = jax.nn.sigmoid(logits)
-    logits, wanted = jax.nn.log_sigmoid(logits), _grouped(
-        scores + p['router_choice'], e)
+    logits, wanted = jax.nn.log_sigmoid(logits), _grouped(scores + p['router_choice'], e)
   else:
     scores, wanted = jax.nn.softmax(logits, axis=-1), logits
   if chosen is None:
@@ -44,8 +42,7 @@ def route(p, x, cfg: ModelConfig, chosen=None):
   chosen = chosen.astype(jnp.int32)
   weights = jnp.take_along_axis(scores, chosen, axis=-1)
   if e.normalize:
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (
-        1e-20 if e.sigmoid else 0))
+    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if e.sigmoid else 0))
   return weights * e.scale, Routing(chosen, logits)
 
 
@@ -69,26 +66,21 @@ def record(routing: Routing | None, cfg: ModelConfig) -> tuple:
 
 def recording(model):
   """The model for a sampler whose caches keep what its tokens chose."""
-  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(
-      model.config.experts, record=True))
+  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, record=True))
   bind = lambda fn: functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
-  return dataclasses.replace(
-      model, config=cfg, prefill=bind(model.prefill),
-      decode=bind(model.decode))
+  return dataclasses.replace(model, config=cfg, prefill=bind(model.prefill), decode=bind(model.decode))
 
 
 def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple:
   """L x [S, 1, T, k] of zeros, where a sampler keeps what tokens choose."""
   if not cfg.experts or not cfg.experts.record:
     return ()
-  return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),
-          ) * cfg.sparse_layers
+  return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),) * cfg.sparse_layers
 
 
 def recorded(experts: tuple) -> tuple:
   """L x [S, 1, T, k] -> ([T, S, L, k],), or () of nothing."""
-  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),
-          ) if experts else ()
+  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),) if experts else ()
 
 
 def totals(routing: Routing, real) -> dict:
@@ -103,14 +95,16 @@ def totals(routing: Routing, real) -> dict:
   logp = jax.nn.log_softmax(routing.logits, axis=-1)
   experts = jnp.arange(logp.shape[-1])
   counts = jnp.sum(  # [L, B, T, E], 1 where one of the k is that expert
-      routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
-  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real,
-                              precision=jax.lax.Precision.HIGHEST)
+    routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32
+  )
+  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real, precision=jax.lax.Precision.HIGHEST)
   return {
-      'tokens': jnp.sum(real), 'load': over(counts),
-      'probs': over(jnp.exp(logp)),
-      'squares': over(jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
-      'entropy': over(-jnp.sum(jnp.exp(logp) * logp, axis=-1))}
+    'tokens': jnp.sum(real),
+    'load': over(counts),
+    'probs': over(jnp.exp(logp)),
+    'squares': over(jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
+    'entropy': over(-jnp.sum(jnp.exp(logp) * logp, axis=-1)),
+  }
 
 
 def balance_loss(sums: dict, tokens):
@@ -129,17 +123,14 @@ def balance_loss(sums: dict, tokens):
   """
   share = sums['load'] / jnp.maximum(sums['tokens'], 1)
   experts = share.shape[-1]
-  return (
-      experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens,
-      jnp.mean(sums['squares']) / tokens)
+  return (experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens, jnp.mean(sums['squares']) / tokens)
 
 
 def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
   """Those of `balance_loss`, of `config.router`."""
   out = section.balance_coef, section.z_coef
   if not cfg.experts and (any(out) or section.replay):
-    raise InputError('config.router: balance_coef, z_coef and replay are of '
-                     'mixtures of experts; this model has none')
+    raise InputError('config.router: balance_coef, z_coef and replay are of mixtures of experts; this model has none')
   return out
 
 
@@ -149,7 +140,10 @@ def metrics(sums: dict) -> dict:
   tokens = jnp.maximum(sums['tokens'], 1)
   balance, z = balance_loss(sums, tokens)
   return {
-      'router/balance_loss': balance, 'router/z_loss': z,
-      'router/max_load': jnp.max(load), 'router/min_load': jnp.min(load),
-      'router/dead_experts': jnp.sum(1.0 * (load == 0)),
-      'router/entropy': jnp.mean(sums['entropy']) / tokens}
+    'router/balance_loss': balance,
+    'router/z_loss': z,
+    'router/max_load': jnp.max(load),
+    'router/min_load': jnp.min(load),
+    'router/dead_experts': jnp.sum(1.0 * (load == 0)),
+    'router/entropy': jnp.mean(sums['entropy']) / tokens,
+  }

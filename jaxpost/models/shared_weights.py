@@ -18,8 +18,8 @@ from jaxpost.models.parameters import STACKS, flatten, leaf, nest
 def sampled(model: Model) -> Model:
   """The model for a sampler whose weights are those that training has."""
   return dataclasses.replace(
-      model, prefill=functools.partial(_prefill, model),
-      decode=functools.partial(_decode, model))
+    model, prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model)
+  )
 
 
 def _prefill(model, weights, *args, **kwargs):
@@ -28,9 +28,12 @@ def _prefill(model, weights, *args, **kwargs):
 
 def _decode(model, weights, *args, **kwargs):
   weights = model.view(weights)
-  layers = [functools.partial(_layer, weights[name], i)
-            for name in STACKS if name in weights
-            for i in range(len(jax.tree.leaves(weights[name])[0]))]
+  layers = [
+    functools.partial(_layer, weights[name], i)
+    for name in STACKS
+    if name in weights
+    for i in range(len(jax.tree.leaves(weights[name])[0]))
+  ]
   return model.decode(weights | {'layers': layers}, *args, **kwargs)
 
 
@@ -51,16 +54,17 @@ class Loan:
 
   def __call__(self, params) -> dict:
     placed, given = jax.device_put(params, self._shardings), flatten(params)
-    weights = {path: x if path in self._model.frozen else jnp.copy(x)
-               for path, x in flatten(placed).items()}
-    self.shared_bytes = sum(
-        x.nbytes for path, x in weights.items() if x is given[path])
+    weights = {path: x if path in self._model.frozen else jnp.copy(x) for path, x in flatten(placed).items()}
+    self.shared_bytes = sum(x.nbytes for path, x in weights.items() if x is given[path])
     return nest(weights)
 
   def compile(self, params):
     pass
 
   def outputs(self, params) -> dict:
-    return nest({path: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=leaf(self._shardings, path))
-                 for path, x in flatten(params).items()})
+    return nest(
+      {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf(self._shardings, path))
+        for path, x in flatten(params).items()
+      }
+    )

@@ -31,56 +31,51 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   block = 'model.layers.{}.'
 
   def stacked(shape, axes, hf):
-    return Param((n, *shape), ('layers', *axes), f'{block}{hf}.weight',
-                 matrix=True)
+    return Param((n, *shape), ('layers', *axes), f'{block}{hf}.weight', matrix=True)
 
   def vector(size, hf, init):
     return Param((n, size), ('layers', None), block + hf, init, exact=True)
 
   scale = 'zeros' if cfg.norm_offset else 'ones'
   norm = lambda hf: vector(d, f'{hf}_layernorm.weight', scale)
-  tokens = lambda hf: Param((cfg.padded_vocab_size, d), ('vocab', 'embed'),
-                            f'{hf}.weight')
+  tokens = lambda hf: Param((cfg.padded_vocab_size, d), ('vocab', 'embed'), f'{hf}.weight')
   table = {
-      'embed': tokens('model.embed_tokens'),
-      'layers/attention_norm': norm('input'),
-      'layers/q': stacked((d, h, size), ('embed', 'heads', None),
-                          'self_attn.q_proj'),
-      'layers/k': stacked((d, k, size), ('embed', 'kv_heads', None),
-                          'self_attn.k_proj'),
-      'layers/v': stacked((d, k, size), ('embed', 'kv_heads', None),
-                          'self_attn.v_proj'),
-      'layers/o': stacked((h, size, d), ('heads', None, 'embed'),
-                          'self_attn.o_proj'),
-      'layers/mlp_norm': norm(
-          'pre_feedforward' if cfg.norms == 'both' else 'post_attention'),
-      **(moe.rows(cfg) if cfg.experts else {
-          'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
-          'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
-          'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj')}),
-      'norm': Param((d,), (None,), 'model.norm.weight', scale, exact=True),
-      'layers/attention_post_norm': norm('post_attention'),
-      'layers/mlp_post_norm': norm('post_feedforward'),
+    'embed': tokens('model.embed_tokens'),
+    'layers/attention_norm': norm('input'),
+    'layers/q': stacked((d, h, size), ('embed', 'heads', None), 'self_attn.q_proj'),
+    'layers/k': stacked((d, k, size), ('embed', 'kv_heads', None), 'self_attn.k_proj'),
+    'layers/v': stacked((d, k, size), ('embed', 'kv_heads', None), 'self_attn.v_proj'),
+    'layers/o': stacked((h, size, d), ('heads', None, 'embed'), 'self_attn.o_proj'),
+    'layers/mlp_norm': norm('pre_feedforward' if cfg.norms == 'both' else 'post_attention'),
+    **(
+      moe.rows(cfg)
+      if cfg.experts
+      else {
+        'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
+        'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
+        'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
+      }
+    ),
+    'norm': Param((d,), (None,), 'model.norm.weight', scale, exact=True),
+    'layers/attention_post_norm': norm('post_attention'),
+    'layers/mlp_post_norm': norm('post_feedforward'),
   }
   gone = {'pre': 'post_norm', 'post': ('attention_norm', 'mlp_norm')}
   if cfg.norms != 'both':
     table = {k: v for k, v in table.items() if not k.endswith(gone[cfg.norms])}
   for name, heads in (('q', h), ('k', k)) if cfg.qk_norm else ():
     width = size * (heads if cfg.qk_norm == 'wide' else 1)
-    table[f'layers/{name}_norm'] = vector(
-        width, f'self_attn.{name}_norm.weight', scale)
+    table[f'layers/{name}_norm'] = vector(width, f'self_attn.{name}_norm.weight', scale)
   widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
   for name in cfg.biases:
     if name in widths and f'layers/{name}_bias' not in table:  # of experts
       hf = table[f'layers/{name}'].hf.removeprefix(block)
-      table[f'layers/{name}_bias'] = vector(
-          widths[name], hf.replace('.weight', '.bias'), 'zeros')
+      table[f'layers/{name}_bias'] = vector(widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
   if cfg.num_labels or cfg.value_head:
     # Zeros: what was not trained yet judges all texts alike.
-    table['score'] = Param(
-        (d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
+    table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
   return mla.table(table, cfg) if isinstance(cfg, LatentConfig) else table
@@ -93,10 +88,9 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
     if spec.init in ('ones', 'zeros'):
       value = jnp.full(spec.shape, spec.init == 'ones', spec.dtype or dtype)
     else:
-      value = cfg.initializer_range * jax.random.normal(
-          jax.random.fold_in(key, i), spec.shape, dtype)
+      value = cfg.initializer_range * jax.random.normal(jax.random.fold_in(key, i), spec.shape, dtype)
     if spec.axes[0] == 'vocab':
-      value = value.at[cfg.vocab_size:].set(0)
+      value = value.at[cfg.vocab_size :].set(0)
     flat[path] = value
   return nest(flat)
 
@@ -108,9 +102,9 @@ def head(params) -> jax.Array:
 
 def values(params, hidden) -> jax.Array:
   """[B, T, D] -> [B, T] float32: the scalar head, never rounded."""
-  return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32),
-                    params['score'], precision=jax.lax.Precision.HIGHEST
-                    )[..., 0]
+  return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32), params['score'], precision=jax.lax.Precision.HIGHEST)[
+    ..., 0
+  ]
 
 
 def num_params(cfg: ModelConfig | OwnConfig) -> int:
@@ -122,8 +116,7 @@ def num_params(cfg: ModelConfig | OwnConfig) -> int:
 def num_active(cfg: ModelConfig) -> int:
   """Parameters that a token passes: of the experts, the chosen ones."""
   share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
-  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1)
-                   for p in param_table(cfg).values()))
+  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in param_table(cfg).values()))
 
 
 def flops_per_token(cfg: ModelConfig, context: float) -> float:
@@ -133,8 +126,7 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
   seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))
-  return 2 * matrices + 2 * cfg.num_heads * seen * (
-      cfg.head_dim + cfg.value_dim)
+  return 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
 
 
 class Kind(NamedTuple):
@@ -146,12 +138,10 @@ class Kind(NamedTuple):
 
 def layer_kinds(cfg: ModelConfig) -> list[Kind]:
   zeros = (0,) * cfg.num_layers
-  return [Kind(*x) for x in zip(
-      cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
+  return [Kind(*x) for x in zip(cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
 
 
-def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
-           layout, chosen=None, absorbed=False):
+def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
   """[B, T, D] -> ([B, T, D], whatever `attend` keeps, `moe.Routing` or None).
 
   attend: (q, k, v, what a cache keeps of the tokens) -> (out, kept).
@@ -160,11 +150,9 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
   if isinstance(cfg, LatentConfig):
-    out, kept = mla.attend(
-        p, y, table, attend, cfg, compute, absorbed, layout)
+    out, kept = mla.attend(p, y, table, attend, cfg, compute, absorbed, layout)
   else:
-    q, k, v = layers.project_all(
-        'btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
+    q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
     if cfg.qk_norm:
       q = layers.norm_heads(q, p['q_norm'], cfg)
       k = layers.norm_heads(k, p['k_norm'], cfg)
@@ -176,8 +164,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute,
   if 'router' in p:
     out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
     if cfg.experts.shared:
-      shared = {k.removeprefix(moe.SHARED): v for k, v in p.items()
-                if k.startswith(moe.SHARED)}
+      shared = {k.removeprefix(moe.SHARED): v for k, v in p.items() if k.startswith(moe.SHARED)}
       out = out + layers.mlp(shared, y, cfg, compute, layout)
   else:
     out = layers.mlp(p, y, cfg, compute, layout)
@@ -192,10 +179,9 @@ def _add(x, out, cfg):
 
 
 _REMAT = {
-    'none': lambda block: block,
-    'dots': lambda block: jax.checkpoint(
-        block, policy=jax.checkpoint_policies.dots_saveable),
-    'full': jax.checkpoint,
+  'none': lambda block: block,
+  'dots': lambda block: jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable),
+  'full': jax.checkpoint,
 }
 
 
@@ -210,10 +196,18 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   Returns:
     (normed x, kept of each layer, `moe.Routing` of all layers or None).
   """
+
   def block(p, x, chosen, kind):
-    x, *kept = _block(p, x, rope.pick(tables, kind.rope),
-                      lambda *qkv: attend(*qkv, kind.window, p.get('sinks')),
-                      cfg, compute, constrain, chosen)
+    x, *kept = _block(
+      p,
+      x,
+      rope.pick(tables, kind.rope),
+      lambda *qkv: attend(*qkv, kind.window, p.get('sinks')),
+      cfg,
+      compute,
+      constrain,
+      chosen,
+    )
     return constrain(x, 'batch', 'time', None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
@@ -228,31 +222,26 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
     if not split:
       params = unstack_layers(params, cfg.num_layers)
     for i, (p, kind) in enumerate(zip(params['layers'], kinds)):
-      x, kept_l = alike(kind)(p, x, None if chosen is None or i < sparse
-                              else chosen[i - sparse])
+      x, kept_l = alike(kind)(p, x, None if chosen is None or i < sparse else chosen[i - sparse])
       kept.append(kept_l)
     kept, routing = zip(*kept)
-    return (layers.rms_norm(x, params['norm'], cfg), kept,
-            jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:]))
+    return (layers.rms_norm(x, params['norm'], cfg), kept, jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:]))
   # What all layers share stays a number, which attention can make use of.
-  varied = {name: jnp.array([getattr(k, name) for k in kinds])
-            for name in Kind._fields if len({getattr(k, name) for k in kinds}
-                                            ) > 1}
+  varied = {
+    name: jnp.array([getattr(k, name) for k in kinds])
+    for name in Kind._fields
+    if len({getattr(k, name) for k in kinds}) > 1
+  }
   if varied:
-    one = _REMAT[compute.remat](lambda p, x, chosen, varied: block(
-        p, x, chosen, kinds[0]._replace(**varied)))
+    one = _REMAT[compute.remat](lambda p, x, chosen, varied: block(p, x, chosen, kinds[0]._replace(**varied)))
   else:
     one = lambda p, x, chosen, _: alike(kinds[0])(p, x, chosen)
   first = []
   if sparse:  # dense ones before, of a model whose layers are alike else
-    x, (first, _) = jax.lax.scan(
-        lambda x, p: one(p, x, None, {}), x, params['dense'])
+    x, (first, _) = jax.lax.scan(lambda x, p: one(p, x, None, {}), x, params['dense'])
     first = first and [[y[i] for y in first] for i in range(sparse)]
-  x, (kept, routing) = jax.lax.scan(
-      lambda x, xs: one(xs[0], x, *xs[1:]), x,
-      (params['layers'], chosen, varied))
-  kept = kept and [*(first or ()), *(
-      [y[i] for y in kept] for i in range(cfg.sparse_layers))]
+  x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
+  kept = kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))]
   return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
@@ -269,9 +258,19 @@ def _unconstrained(x, *axes):
   return x
 
 
-def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
-            compute: Compute, constrain=_unconstrained, branch_ids=None,
-            noise=None, chosen=None, routing=False):
+def forward(
+  params,
+  tokens,
+  positions,
+  segment_ids,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain=_unconstrained,
+  branch_ids=None,
+  noise=None,
+  chosen=None,
+  routing=False,
+):
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
   `constrain(x, *axes)` pins activations at layer boundaries (`Layout`);
@@ -280,8 +279,7 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   """
   n = context_parallel.parts(constrain)
   order = functools.partial(context_parallel.stripe, n=n) if n > 1 else lambda x: x
-  x = _embed(params, order(tokens), cfg, compute, constrain,
-             noise if noise is None else order(noise))
+  x = _embed(params, order(tokens), cfg, compute, constrain, noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
   lengths = None
   if rope.by_length(cfg):
@@ -290,35 +288,28 @@ def forward(params, tokens, positions, segment_ids, cfg: ModelConfig,
   def attend(q, k, v, keep, window, sinks):
     del keep
     return attention.attention(
-        q, k, v, segment_ids, compute, branch_ids, positions, window, cfg,
-        sinks, constrain), None
+      q, k, v, segment_ids, compute, branch_ids, positions, window, cfg, sinks, constrain
+    ), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
   tables = rope.tables(order(positions), lengths, cfg)
-  x, _, routes = _run(
-      params, x, tables, attend, cfg, compute, constrain, chosen)
+  x, _, routes = _run(params, x, tables, attend, cfg, compute, constrain, chosen)
   if n > 1:
     x = context_parallel.in_order(x, constrain)
-    routes = jax.tree.map(
-        lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
+    routes = jax.tree.map(lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
 
 
-def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
-            constrain=_unconstrained):
+def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=_unconstrained):
   """Right-padded prompts [B, T] -> (Cache of length T, last hidden [B, D])."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-  x = constrain(_embed(params, tokens, cfg, compute, constrain),
-                'batch', None, None)
+  x = constrain(_embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
 
   def attend(q, k, v, keep, window, sinks):
-    out = attention.attention(
-        q, k, v, segment_ids, compute, None, positions, window, cfg, sinks,
-        constrain)
-    pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache)
-            for y in keep]
+    out = attention.attention(q, k, v, segment_ids, compute, None, positions, window, cfg, sinks, constrain)
+    pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache) for y in keep]
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
@@ -329,8 +320,17 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute,
   return Cache(k, v[0] if v else (), experts=experts), last
 
 
-def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
-           cfg: ModelConfig, compute: Compute, constrain=_unconstrained):
+def decode(
+  weights,
+  cache: Cache,
+  recent: Cache,
+  tokens,
+  filled,
+  step,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain=_unconstrained,
+):
   """One token per slot: -> (recent with it, hidden [S, D]).
 
   A block of T tokens only reads the cache: XLA would copy what it writes at
@@ -358,23 +358,19 @@ def decode(weights, cache: Cache, recent: Cache, tokens, filled, step,
       del k, v
       for kept, new in zip((ks, vs), keep):
         new = new.astype(compute.dtype).astype(kept[i].dtype)
-        kept[i] = jax.lax.dynamic_update_slice_in_dim(
-            kept[i], new.swapaxes(1, 2), step, axis=2)
-      old, new = attention.entries(cache, i, step), [ks[i], *vs[i:i + 1]]
+        kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
+      old, new = attention.entries(cache, i, step), [ks[i], *vs[i : i + 1]]
       if len(new) == 1:
         old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
-      out = attention.cached(q, old, new, filled, step, compute, window, cfg,
-                             p.get('sinks'))
+      out = attention.cached(q, old, new, filled, step, compute, window, cfg, p.get('sinks'))
       return out, None
 
-    x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg,
-                           compute, constrain, absorbed=True)
+    x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute, constrain, absorbed=True)
     x = constrain(x, 'batch', None, None)
     if experts and routing:
       j = i - cfg.num_layers + cfg.sparse_layers
       experts[j] = jax.lax.dynamic_update_slice_in_dim(
-          experts[j], routing.chosen[:, None].astype(experts[j].dtype), step,
-          axis=2)
+        experts[j], routing.chosen[:, None].astype(experts[j].dtype), step, axis=2
+      )
   x = layers.rms_norm(x, weights['norm'], cfg)
-  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x.reshape(
-      *tokens.shape, -1)
+  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x.reshape(*tokens.shape, -1)

@@ -47,9 +47,10 @@ class Peers:
     for name, digest in self.digests.items():
       params = roles.trainable[name].state.params
       # Shapes and shardings: the next update takes the buffers.
-      found[name] = digest(params), jax.tree.map(
-          lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-          params)
+      found[name] = (
+        digest(params),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params),
+      )
     return found
 
   def finish(self, pending, times: dict) -> dict:
@@ -59,8 +60,7 @@ class Peers:
       RuntimeError: replicas differ; names parameter, device and process.
     """
     waited = coordination.waited() - self._waited
-    self._own += max(0.0, times['time/step'] - waited - sum(
-        times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
+    self._own += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
     self._step, self._steps = self._step + times['time/step'], self._steps + 1
     self._waited += waited
     if pending is None:
@@ -75,15 +75,15 @@ class Peers:
     return row
 
   def _speed(self) -> dict:
-    hosts, own = zip(*coordination.gather(
-        [socket.gethostname(), self._own / self._steps]))
+    hosts, own = zip(*coordination.gather([socket.gethostname(), self._own / self._steps]))
     step = self._step / self._steps
     slowest = own.index(max(own))
     skew = max(own) - statistics.median_low(own)
     if skew > _SHOW * step:
       self.note(
-          f'process {slowest} on {hosts[slowest]} is the slowest: it works '
-          f'{skew:.3f} s a step longer than the others, of {step:.3f} s')
+        f'process {slowest} on {hosts[slowest]} is the slowest: it works '
+        f'{skew:.3f} s a step longer than the others, of {step:.3f} s'
+      )
     self._own = self._step = self._steps = 0
     return {'time/host_skew': skew, 'time/slowest_process': slowest}
 
@@ -92,10 +92,11 @@ class Peers:
     path, device = wrong[0]
     place = f'{device} of process {device.process_index}'
     raise RuntimeError(
-        f'replicas of the parameters differ: {path} on {place} on host '
-        f'{hosts[device.process_index]} (and {len(wrong) - 1} more shards); '
-        'memory or a device is faulty, or programs differ: take that host out '
-        'and start again from the last checkpoint')
+      f'replicas of the parameters differ: {path} on {place} on host '
+      f'{hosts[device.process_index]} (and {len(wrong) - 1} more shards); '
+      'memory or a device is faulty, or programs differ: take that host out '
+      'and start again from the last checkpoint'
+    )
 
 
 def make_peers(roles: Roles, every: int, ledger: Ledger, note: Callable):
@@ -103,7 +104,6 @@ def make_peers(roles: Roles, every: int, ledger: Ledger, note: Callable):
   digests = {}
   for name, role in roles.trainable.items():
     params = role.state.params
-    digests[name] = replicas.make_digest(
-        jax.tree.map(lambda x: x.sharding, params), ledger)
+    digests[name] = replicas.make_digest(jax.tree.map(lambda x: x.sharding, params), ledger)
     digests[name].compile(params)
   return Peers(every, digests, note)

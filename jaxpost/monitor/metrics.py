@@ -30,18 +30,23 @@ from jaxpost.storage import object_store
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
 # What the console shows of a row, where present, and by which name.
 SHOWN = {
-  'loss': 'loss', 'reward': 'reward', 'pass@1': 'pass@1',
-  'rewards/accuracies': 'acc', 'rewards/margins': 'margin',
-  'mean_token_accuracy': 'acc', 'kl': 'kl', 'entropy': 'ent',
-  'completions/mean_length': 'len', 'tokens_per_s': 'tok/s',
+  'loss': 'loss',
+  'reward': 'reward',
+  'pass@1': 'pass@1',
+  'rewards/accuracies': 'acc',
+  'rewards/margins': 'margin',
+  'mean_token_accuracy': 'acc',
+  'kl': 'kl',
+  'entropy': 'ent',
+  'completions/mean_length': 'len',
+  'tokens_per_s': 'tok/s',
   'time/step': 's/step',
 }
 
 
 def is_clock_key(key: str) -> bool:
   """True for the keys whose values depend on the clock or the machine."""
-  return key.startswith(('time/', 'memory/')) or (
-      key.endswith('_per_s') or key == 'mfu')
+  return key.startswith(('time/', 'memory/')) or (key.endswith('_per_s') or key == 'mfu')
 
 
 def plain(value: Any) -> Any:
@@ -73,19 +78,18 @@ def read_rows(path: epath.PathLike) -> list[dict]:
       rows.append(row)
     except (ValueError, KeyError, TypeError) as e:
       if number < len(lines):
-        raise InputError(f'{path}:{number}: not a row of metrics; remove the '
-                         'line or move the file away') from e
+        raise InputError(f'{path}:{number}: not a row of metrics; remove the line or move the file away') from e
   return rows
 
 
 def comparable_rows(path: epath.PathLike) -> list[dict]:
   """Rows without what depends on the clock: equal for equal runs."""
-  return [{k: v for k, v in row.items() if not is_clock_key(k)}
-          for row in read_rows(path)]
+  return [{k: v for k, v in row.items() if not is_clock_key(k)} for row in read_rows(path)]
 
 
-def summary(workdir: epath.PathLike, figures: Mapping[str, float],
-            warnings: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def summary(
+  workdir: epath.PathLike, figures: Mapping[str, float], warnings: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
   """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
   out = plain({**figures, 'warnings': warnings})
   object_store.write_text(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
@@ -142,18 +146,20 @@ class _Board:
     if console.is_terminal and not console.is_dumb_terminal:
       self._bar = progress.Progress(
         progress.TextColumn('[bold]{task.description}'),
-        progress.BarColumn(bar_width=16), progress.MofNCompleteColumn(),
+        progress.BarColumn(bar_width=16),
+        progress.MofNCompleteColumn(),
         progress.TextColumn('{task.fields[eta]}', style='cyan'),
-        progress.TextColumn('{task.fields[shown]}', markup=False,
-                            table_column=table.Column(no_wrap=True, ratio=1)),
-        console=console, refresh_per_second=2, expand=True)
+        progress.TextColumn('{task.fields[shown]}', markup=False, table_column=table.Column(no_wrap=True, ratio=1)),
+        console=console,
+        refresh_per_second=2,
+        expand=True,
+      )
 
   def start(self, stage: str, total: int, done: int) -> None:
     self._stage, self._total, self._mark, self._next = stage, total, None, 0
     if self._bar is not None:
       self._bar.start()
-      self._task = self._bar.add_task(stage, total=total, completed=done,
-                                      eta='', shown='')
+      self._task = self._bar.add_task(stage, total=total, completed=done, eta='', shown='')
 
   def _eta(self, step: int) -> str:
     """Time left, from the second row on: the first one compiles."""
@@ -164,17 +170,14 @@ class _Board:
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     names = SHOWN if split == 'train' else SHOWN | {k: k for k in values}
-    shown = '  '.join(f'{name} {short_number(values[key])}'
-                      for key, name in names.items() if key in values)
+    shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
     if split != 'train':
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
     elif self._bar is not None:
-      self._bar.update(self._task, completed=step, eta=self._eta(step),
-                       shown=shown)
+      self._bar.update(self._task, completed=step, eta=self._eta(step), shown=shown)
     elif step >= min(self._next, self._total):
       self._next = step + self._every
-      self.line(f'{self._stage} {step}/{self._total}  {shown}  '
-                f'{self._eta(step)}'.rstrip())
+      self.line(f'{self._stage} {step}/{self._total}  {shown}  {self._eta(step)}'.rstrip())
 
   def line(self, text: str, style: str | None = None) -> None:
     self._console.out(text, style=style, highlight=False)
@@ -194,10 +197,16 @@ class MetricsWriter:
   written before the checkpoint of its step is final, or a resume lacks it.
   """
 
-  def __init__(self, workdir: epath.PathLike, *, tensorboard: bool = True,
-               wandb: bool | str = False, primary: bool = True,
-               console: rich.console.Console | None = None,
-               print_every: int = 10):
+  def __init__(
+    self,
+    workdir: epath.PathLike,
+    *,
+    tensorboard: bool = True,
+    wandb: bool | str = False,
+    primary: bool = True,
+    console: rich.console.Console | None = None,
+    print_every: int = 10,
+  ):
     """`wandb` is False, True or the name of a project."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
@@ -216,13 +225,14 @@ class MetricsWriter:
       try:
         import wandb as client
       except ImportError as e:
-        raise InputError('wandb is asked for and not installed: pip install '
-                         'wandb, or set wandb to False') from e
+        raise InputError('wandb is asked for and not installed: pip install wandb, or set wandb to False') from e
       folder = object_store.resolved(self.workdir)
       self._wandb = client.init(  # the same folder continues the same run
         project='jaxpost' if wandb is True else wandb,
         dir=None if self._remote else folder,
-        id=f'{zlib.crc32(folder.encode()):08x}', resume='allow')
+        id=f'{zlib.crc32(folder.encode()):08x}',
+        resume='allow',
+      )
 
   def __enter__(self):
     return self
@@ -241,8 +251,7 @@ class MetricsWriter:
       self._said.add(text[:40])
       self._board.line(f'note: {text}')
 
-  def start_stage(self, stage: str, total_steps: int,
-                  resume_step: int = 0) -> None:
+  def start_stage(self, stage: str, total_steps: int, resume_step: int = 0) -> None:
     """Keeps rows of earlier stages, and this one's up to a resume_step > 0."""
     first, self._stage, self._said = not self._stage, stage, set()
     if not self._primary:
@@ -251,8 +260,7 @@ class MetricsWriter:
     rows = read_rows(self.path)
     # Behind the first row of this stage, those of others are of later stages.
     mine = ([row['stage'] for row in rows] + [stage]).index(stage)
-    kept = rows[:mine] + [row for row in rows[mine:] if row['stage'] == stage
-                          and 0 < resume_step >= row['step']]
+    kept = rows[:mine] + [row for row in rows[mine:] if row['stage'] == stage and 0 < resume_step >= row['step']]
     text = ''.join(json.dumps(row) + '\n' for row in kept)
     object_store.write_text(self.path, text)
     for name in {stage} | {row['stage'] for row in rows[mine:]}:
@@ -265,8 +273,7 @@ class MetricsWriter:
     self._board.start(stage, total_steps, resume_step)
     if resume_step:
       lost = len(rows) - len(kept)
-      self._board.line(f'{stage} resumes after step {resume_step}; rows of '
-                       f'metrics past it, dropped: {lost}')
+      self._board.line(f'{stage} resumes after step {resume_step}; rows of metrics past it, dropped: {lost}')
       now = {'stage': stage, 'step': resume_step, 'rows_dropped': lost}
       file = self.workdir / 'resumes.jsonl'
       old = file.read_text() if file.exists() else ''
@@ -276,9 +283,12 @@ class MetricsWriter:
     self._file.write(text if self._remote else '')
     if self._tensorboard:
       import tensorboardX  # half a second, so only where it is used
+
       self._tb = tensorboardX.SummaryWriter(
-        os.fspath(self._board_dir / 'tensorboard' / stage), flush_secs=10,
-        purge_step=resume_step + 1 if resume_step else 0)
+        os.fspath(self._board_dir / 'tensorboard' / stage),
+        flush_secs=10,
+        purge_step=resume_step + 1 if resume_step else 0,
+      )
     if self._wandb is not None:
       self._wandb.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
 
@@ -286,8 +296,7 @@ class MetricsWriter:
     """One row: to every sink, and in split 'train' under watch."""
     if not self._primary:
       return
-    values = {k: int(v) if isinstance(v, (int, np.integer)) else float(v)
-              for k, v in values.items()}
+    values = {k: int(v) if isinstance(v, (int, np.integer)) else float(v) for k, v in values.items()}
     assert not set(ROW_KEYS) & set(values), f'{ROW_KEYS} are taken'
     row = {'stage': self._stage, 'split': split, 'step': int(step)}
     bad = [k for k in nonfinite(values) if not is_clock_key(k)]
@@ -295,8 +304,7 @@ class MetricsWriter:
     self._file.write(json.dumps(row) + '\n')
     if self._remote and step % 50 == 0:
       self.flush()
-    tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items()
-            if math.isfinite(v)}
+    tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items() if math.isfinite(v)}
     for tag, value in tags.items() if self._tb is not None else ():
       self._tb.add_scalar(tag, value, step)
     if self._wandb is not None:
@@ -308,14 +316,12 @@ class MetricsWriter:
       near = abs(values.get('loss', 1)) < 0.01 and not self._noted
       if near and 'frac_reward_zero_std' in values:
         self._noted = True
-        self._board.line('note: a loss near 0 is expected, as advantages of a '
-                         'group sum to 0: watch reward and kl')
+        self._board.line('note: a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
   def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
     """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
     if self._primary:
-      text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n'
-                     for row in rows)
+      text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n' for row in rows)
       object_store.write_text(self.workdir / f'samples/{self._stage}/{step}.jsonl', text)
 
   def flush(self) -> None:

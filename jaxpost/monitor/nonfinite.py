@@ -16,10 +16,8 @@ def merge_metrics(done: list) -> dict:
     prefix = '' if role == 'policy' else f'{role}/'
     for name, value in metrics.items():
       known = name in _COUNTS  # of any role: counted together
-      columns.setdefault(name if known else prefix + name, []).append(
-          float(value))
-  return {k: math.fsum(v) if k in _COUNTS else math.fsum(v) / len(v)
-          for k, v in columns.items()}
+      columns.setdefault(name if known else prefix + name, []).append(float(value))
+  return {k: math.fsum(v) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
 
 
 def diagnosis(item, done: list, roles) -> str:

@@ -20,43 +20,57 @@ def peak_flops(devices) -> float:
   return chip.flops * len(devices) if chip else 0.0
 
 
-def make_plan(stage: str, cfg: ModelConfig, layouts: dict[str, Layout],
-              tokens_per_step: int, rows: list[dict], memory: dict) -> dict:
+def make_plan(
+  stage: str, cfg: ModelConfig, layouts: dict[str, Layout], tokens_per_step: int, rows: list[dict], memory: dict
+) -> dict:
   """A JSON-able record of what a stage runs; the programs are `rows`.
 
   memory: {program: bytes a device that are in use while it runs, at most}.
   """
   device = jax.devices()[0]
   return dict(
-      stage=stage, devices=jax.device_count(), device_kind=device.device_kind,
-      processes=jax.process_count(), family=cfg.family,
-      parameters=transformer.num_params(cfg),
-      mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
-      tokens_per_step=tokens_per_step, programs=rows, memory=memory)
+    stage=stage,
+    devices=jax.device_count(),
+    device_kind=device.device_kind,
+    processes=jax.process_count(),
+    family=cfg.family,
+    parameters=transformer.num_params(cfg),
+    mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
+    tokens_per_step=tokens_per_step,
+    programs=rows,
+    memory=memory,
+  )
 
 
 def render(plan: dict) -> rich.table.Table:
   """The plan as a table for the console."""
   number = metrics.short_number
   meshes = '; '.join(
-      f'{phase} ' + ', '.join(f'{a}={n}' for a, n in mesh.items() if n > 1)
-      if any(n > 1 for n in mesh.values()) else f'{phase} one device'
-      for phase, mesh in plan['mesh'].items())
+    f'{phase} ' + ', '.join(f'{a}={n}' for a, n in mesh.items() if n > 1)
+    if any(n > 1 for n in mesh.values())
+    else f'{phase} one device'
+    for phase, mesh in plan['mesh'].items()
+  )
   table = rich.table.Table(
-      title=f'{plan["stage"]}: {number(plan["parameters"])} parameters, '
-      f'{plan["devices"]} x {plan["device_kind"]}, mesh: {meshes}, at most '
-      f'{number(plan["tokens_per_step"])} tokens a step, at most '
-      f'{_mib(plan["memory"]["peak"])} a device',
-      box=rich.box.SIMPLE, title_justify='left')
-  for name in ('program', 'shapes', 'arguments', 'temporaries', 'FLOPs',
-               'compile s'):
+    title=f'{plan["stage"]}: {number(plan["parameters"])} parameters, '
+    f'{plan["devices"]} x {plan["device_kind"]}, mesh: {meshes}, at most '
+    f'{number(plan["tokens_per_step"])} tokens a step, at most '
+    f'{_mib(plan["memory"]["peak"])} a device',
+    box=rich.box.SIMPLE,
+    title_justify='left',
+  )
+  for name in ('program', 'shapes', 'arguments', 'temporaries', 'FLOPs', 'compile s'):
     left = name in ('program', 'shapes')
     table.add_column(name, justify='left' if left else 'right')
   for row in plan['programs']:
     table.add_row(
-        row['program'], row['shapes'][:44], _mib(row['argument_bytes']),
-        _mib(row['temp_bytes']), number(row['flops']) if row['flops'] else '',
-        f'{row["compile_s"]:.1f}')
+      row['program'],
+      row['shapes'][:44],
+      _mib(row['argument_bytes']),
+      _mib(row['temp_bytes']),
+      number(row['flops']) if row['flops'] else '',
+      f'{row["compile_s"]:.1f}',
+    )
   return table
 
 

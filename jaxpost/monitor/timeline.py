@@ -51,8 +51,6 @@ class Trace:
       self._open = False
 
 
-
-
 _HOST = 'host'
 
 
@@ -80,15 +78,13 @@ class Timeline(Chrono):
 
   def watch(self, phase: str, tree):
     """Notes when the devices of a phase have made these arrays."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)
-              and x.sharding.addressable_devices]
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.sharding.addressable_devices]
     if not arrays:
       return
     lane = self.lanes[phase]
     if lane not in self._threads:
       waiting = self._threads[lane] = queue.SimpleQueue()
-      threading.Thread(target=self._wait, args=(lane, waiting), daemon=True,
-                       name=f'timeline {lane}').start()
+      threading.Thread(target=self._wait, args=(lane, waiting), daemon=True, name=f'timeline {lane}').start()
     now = time.perf_counter()
     with self._lock:
       self._asked[lane].append((phase, now))
@@ -126,8 +122,8 @@ class Timeline(Chrono):
     now = self._told = self._mark
     with self._lock:
       spans = list(self._done) + [
-          (lane, asked[0][0], max(asked[0][1], self._last[lane]), now)
-          for lane, asked in self._asked.items() if asked]
+        (lane, asked[0][0], max(asked[0][1], self._last[lane]), now) for lane, asked in self._asked.items() if asked
+      ]
       if not self.path:  # what is over is not asked for again
         self._done.clear()
     train, rollout = self.lanes['update'], self.lanes['sample']
@@ -138,8 +134,7 @@ class Timeline(Chrono):
     total = lambda spans: sum(b - a for a, b in spans)
     out |= {f'time/busy/{lane}': total(merged(x)) for lane, x in found.items()}
     if train != rollout:
-      out['time/busy/both'] = total(
-          both(merged(found[train]), merged(found[rollout])))
+      out['time/busy/both'] = total(both(merged(found[train]), merged(found[rollout])))
     return out
 
   def close(self):
@@ -165,8 +160,9 @@ class Timeline(Chrono):
     with self._lock:
       done = list(self._done)
       self._done.clear()
-    mine = [[lane, name, round((self._zero + start) * 1e6),
-             round((end - start) * 1e6)] for lane, name, start, end in done]
+    mine = [
+      [lane, name, round((self._zero + start) * 1e6), round((end - start) * 1e6)] for lane, name, start, end in done
+    ]
     every = coordination.gather(mine)
     if coordination.index() == 0:
       self._write(every)
@@ -182,14 +178,16 @@ class Timeline(Chrono):
       lines.append('[')
     if not self._named:
       for pid in range(len(every)):
-        name = lambda what, tid, text, pid=pid: json.dumps(dict(
-            ph='M', name=what, pid=pid, tid=tid, args=dict(name=text))) + ','
+        name = lambda what, tid, text, pid=pid: (
+          json.dumps(dict(ph='M', name=what, pid=pid, tid=tid, args=dict(name=text))) + ','
+        )
         lines.append(name('process_name', 0, f'process {pid}'))
         lines += [name('thread_name', i, lane) for i, lane in enumerate(lanes)]
     for pid, spans in enumerate(every):
-      lines += [json.dumps(dict(
-          ph='X', name=phase, pid=pid, tid=lanes.index(lane), ts=ts, dur=dur)
-      ) + ',' for lane, phase, ts, dur in spans]
+      lines += [
+        json.dumps(dict(ph='X', name=phase, pid=pid, tid=lanes.index(lane), ts=ts, dur=dur)) + ','
+        for lane, phase, ts, dur in spans
+      ]
     with self.path.open('a') as file:
       file.write('\n'.join(lines) + '\n')
     self._named = True
@@ -208,5 +206,4 @@ def merged(spans: list) -> list:
 
 def both(these: list, those: list) -> list:
   """Where spans of both are."""
-  return [(max(a, c), min(b, d)) for a, b in these for c, d in those
-          if max(a, c) < min(b, d)]
+  return [(max(a, c), min(b, d)) for a, b in these for c, d in those if max(a, c) < min(b, d)]

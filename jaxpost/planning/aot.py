@@ -35,19 +35,16 @@ class Compiled:
   rows: list
 
 
-def compile_stage(p: prepare.Prepared, topology: chips.Topology,
-                  only: tuple = ()) -> Compiled:
+def compile_stage(p: prepare.Prepared, topology: chips.Topology, only: tuple = ()) -> Compiled:
   """Compiles what a run of this stage would, before its first step.
 
   Args:
     only: names of programs, for a look at some; (): all.
   """
-  ledger = Ledger(dry=True, options=chips.compiler_options(topology),
-                  only=only)
+  ledger = Ledger(dry=True, options=chips.compiler_options(topology), only=only)
   kit = kit_lib.make_kit(p, chips.devices(topology), ledger)
   ledger.look = functools.partial(look, kit)
-  params = load_weights.described(
-      p.model, kit.train, p.config.model.param_dtype)
+  params = load_weights.described(p.model, kit.train, p.config.model.param_dtype)
   roles, stream, engine = assemble.make_parts(kit, params)
   evaluator = assemble.make_evaluator(kit, engine)
   precompile.compile_all(kit, roles, stream, engine, evaluator)
@@ -78,9 +75,10 @@ def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
   for batch in (a for a in args if isinstance(a, Batch)):
     micro, rows, length = batch.tokens.shape
     rows = rows // shards if rows % shards == 0 else rows
-    chunks = -(-length // head_lib.chunk_length(
-        rows, length, kit.prepared.model.config.padded_vocab_size,
-        kit.compute.head_elements))
+    chunks = -(
+      -length
+      // head_lib.chunk_length(rows, length, kit.prepared.model.config.padded_vocab_size, kit.compute.head_elements)
+    )
 
   experts = kit.prepared.model.config.experts
 
@@ -92,16 +90,19 @@ def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
-  totals = cost.count(compiled.as_text(), turns, lambda number: (
-      experts.share(number) if experts else 1.0))
+  totals = cost.count(compiled.as_text(), turns, lambda number: experts.share(number) if experts else 1.0)
   found = collections.Counter()
   for arg in args:
     found.update(parts(arg))
   analysis = compiled.cost_analysis()
   return dict(
-      arguments=dict(found), totals=totals, mesh=layout.mesh,
-      micro=micro, least=traffic_bound.of_program(kit, layout, name, args, times),
-      xla_flops_once=(analysis or {}).get('flops'))
+    arguments=dict(found),
+    totals=totals,
+    mesh=layout.mesh,
+    micro=micro,
+    least=traffic_bound.of_program(kit, layout, name, args, times),
+    xla_flops_once=(analysis or {}).get('flops'),
+  )
 
 
 def layout_of(kit: kit_lib.Kit, name: str, args) -> Layout:
@@ -121,15 +122,13 @@ def _blocks(kit: kit_lib.Kit, layout: Layout, tokens: int) -> int:
   """
   tokens //= context_parallel.parts(layout)
   experts = kit.prepared.model.config.experts
-  return -(-tokens * experts.top_k // kit.compute.group_block) + (
-      experts.num // layout.mesh.shape['expert'])
+  return -(-tokens * experts.top_k // kit.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 
 
 def parts(arg, device=None) -> dict:
   """Bytes a device of an argument, by what they are; or of those on one."""
   if isinstance(arg, TrainState):
-    return dict(parameters=memory.size(arg.params, device),
-                optimizer=memory.size(arg.opt_state, device))
+    return dict(parameters=memory.size(arg.params, device), optimizer=memory.size(arg.opt_state, device))
   if isinstance(arg, (DecodeState, Prefix)):
     cache = memory.size(arg.cache)
     return dict(kv_cache=cache, other=memory.size(arg) - cache)

@@ -19,8 +19,7 @@ from jaxpost.stage import batch_shape, prepare
 AUTO = 'auto'
 
 
-def resolve(prepared: list[prepare.Prepared], raw: dict,
-            note: Callable) -> list[prepare.Prepared]:
+def resolve(prepared: list[prepare.Prepared], raw: dict, note: Callable) -> list[prepare.Prepared]:
   """The stages with meshes for the devices of this run in place of 'auto'.
 
   Args:
@@ -29,8 +28,7 @@ def resolve(prepared: list[prepare.Prepared], raw: dict,
   """
   here = chips.here(jax.devices())
   shapes = {p.name: p for p in dry_run.prepare_all(raw)}
-  return [search.vary(p, coordination.from_first(
-      choose(shapes[p.name], here, note))) for p in prepared]
+  return [search.vary(p, coordination.from_first(choose(shapes[p.name], here, note))) for p in prepared]
 
 
 def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dict:
@@ -45,8 +43,7 @@ def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dic
   found = {}
   if p.config.mesh.train == AUTO:
     other = p.config.mesh.rollout.replace(AUTO, 'data=-1')
-    found['mesh.train'] = _train(
-        search.vary(p, {'mesh.rollout': other}), topology, note)
+    found['mesh.train'] = _train(search.vary(p, {'mesh.rollout': other}), topology, note)
     note(f'config.mesh.train of {p.name}: {found["mesh.train"]}')
   if p.config.mesh.rollout == AUTO:
     found['mesh.rollout'] = _rollout(search.vary(p, found), topology)
@@ -57,8 +54,7 @@ def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dic
 def _train(p, topology, note: Callable) -> str:
   found = list(meshes.training(p, topology, fixed=True))
   if not found:
-    batch_shape.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(
-        p, topology))  # says why
+    batch_shape.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(p, topology))  # says why
   if len(found) == 1 or not topology.chip.memory:
     return found[0]
   times, errors = {}, []
@@ -76,9 +72,10 @@ def _train(p, topology, note: Callable) -> str:
     raise errors[0]
   if not times:
     raise InputError(
-        f'config.mesh.train: the update of {p.name} fits on no mesh of '
-        f'{topology.text}; take more chips, shorter rows, less at a time '
-        '(config.train.micro_batch_size) or config.model.remat=full')
+      f'config.mesh.train: the update of {p.name} fits on no mesh of '
+      f'{topology.text}; take more chips, shorter rows, less at a time '
+      '(config.train.micro_batch_size) or config.model.remat=full'
+    )
   return min(times, key=times.get)
 
 
@@ -91,10 +88,9 @@ def _rollout(p, topology) -> str:
     if _plan(p, {'mesh.rollout': mesh}, topology, 'generate')['fits']:
       return mesh
   raise InputError(
-      f'config.mesh.rollout: the sampler of {p.name} fits on no mesh of '
-      f'{topology.text}; lower config.rollout.slots')
+    f'config.mesh.rollout: the sampler of {p.name} fits on no mesh of {topology.text}; lower config.rollout.slots'
+  )
 
 
 def _plan(p, settings: dict, topology, program: str) -> dict:
-  return stage.plan(search.vary(p, settings), stage.Options(
-      topology, (program,)))
+  return stage.plan(search.vary(p, settings), stage.Options(topology, (program,)))

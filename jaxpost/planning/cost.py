@@ -19,9 +19,11 @@ from jaxpost.planning import hlo, kernels
 # Written in place: the input that holds what is new.
 _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
 # These move nothing: names, or halves of what was counted where it started.
-_FREE = frozenset('''parameter constant tuple get-tuple-element bitcast while
+_FREE = frozenset(
+  """parameter constant tuple get-tuple-element bitcast while
     conditional call after-all partition-id replica-id iota opt-barrier
-    async-update add-dependency'''.split())
+    async-update add-dependency""".split()
+)
 
 
 @dataclasses.dataclass
@@ -52,8 +54,7 @@ class Totals:
       mine[1] += times * number
 
 
-def count(text: str, turns: Callable = lambda name: None,
-          share: Callable = lambda number: 1.0) -> Totals:
+def count(text: str, turns: Callable = lambda name: None, share: Callable = lambda number: 1.0) -> Totals:
   """Totals of a compiled program.
 
   Args:
@@ -89,8 +90,8 @@ class _Counter:
       return [op.attribute('body').lstrip('%')]
     if op.kind == 'conditional':
       branches = op.attribute('branch_computations') or (
-          f'{op.attribute("true_computation")} '
-          f'{op.attribute("false_computation")}')
+        f'{op.attribute("true_computation")} {op.attribute("false_computation")}'
+      )
       return re.findall(r'[\w.\-]+', branches)
     if op.kind == 'call':
       return [op.attribute('to_apply').lstrip('%')]
@@ -103,8 +104,7 @@ class _Counter:
     for op in ops.values():
       called = self.called(op)
       if op.kind == 'conditional':  # the rest is for what a kernel cannot do
-        called = [c for c in called if any(map(
-            kernels.is_one, self.computations[c].values()))] or called
+        called = [c for c in called if any(map(kernels.is_one, self.computations[c].values()))] or called
       inner = [self.totals(c, op.kind == 'fusion') for c in called]
       if op.kind == 'conditional':  # the branch that does the most
         inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
@@ -118,8 +118,7 @@ class _Counter:
         out.cycles += int(found[1]) * (not fused)
       if kind := hlo.collective(op):
         self.collect(out, ops, op, kind, fused)
-      flops, moved = kernels.cost(op, [
-          a for name in op.inputs if name in ops for a in ops[name].arrays])
+      flops, moved = kernels.cost(op, [a for name in op.inputs if name in ops for a in ops[name].arrays])
       out.flops += flops
       if not fused:
         out.bytes += self.traffic(ops, op) + moved
@@ -135,11 +134,9 @@ class _Counter:
     if op.kind == 'convolution':
       return _convolution(op, self.shape(ops, op, 0), self.shape(ops, op, 1))
     if op.kind == 'custom-call' and '__cublas' in op.text:
-      found = re.search(
-          r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.text)
+      found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.text)
       left = self.shape(ops, op, 0)
-      inner = [left.dims[int(i)] for i in re.findall(
-          r'\d+', found[1] if found else '')]
+      inner = [left.dims[int(i)] for i in re.findall(r'\d+', found[1] if found else '')]
       return 2.0 * math.prod(op.arrays[0].dims) * math.prod(inner)
     return 0.0
 
@@ -154,8 +151,7 @@ class _Counter:
       return 0.0
     results = op.arrays
     if op.kind == 'slice-start':  # (source, destination, context)
-      return sum(op.arrays[1].bytes for end in (
-          self.shape(ops, op, 0), op.arrays[1]) if not end.fast)
+      return sum(op.arrays[1].bytes for end in (self.shape(ops, op, 0), op.arrays[1]) if not end.fast)
     if op.kind.endswith('-start'):  # (destination, source, context)
       results = results[:1]
     if op.kind in _IN_PLACE:
@@ -163,37 +159,32 @@ class _Counter:
     if op.kind in ('dynamic-slice', 'gather', 'slice'):
       return 2.0 * _slow(results)
     reads = 0.0
-    parts = self.computations.get(
-        op.attribute('calls').lstrip('%'), {}) if op.kind == 'fusion' else {}
+    parts = self.computations.get(op.attribute('calls').lstrip('%'), {}) if op.kind == 'fusion' else {}
     for i, name in enumerate(op.inputs):
       given = ops[name].arrays if name in ops else ()
       reads += min(_slow(given), self.touched(parts, i, _slow(given)))
     written = _slow(results)
     for inner in parts.values():  # in place
       if inner.root and inner.kind in _IN_PLACE:
-        written = min(written, parts[
-            inner.inputs[_IN_PLACE[inner.kind]]].arrays[0].bytes)
+        written = min(written, parts[inner.inputs[_IN_PLACE[inner.kind]]].arrays[0].bytes)
     return reads + written
 
   def touched(self, parts: dict, number: int, default: float) -> float:
     """Bytes of an argument of a fusion that it looks at: slices, or all."""
-    names = {o.name for o in parts.values()
-             if o.kind == 'parameter' and o.inner == str(number)}
+    names = {o.name for o in parts.values() if o.kind == 'parameter' and o.inner == str(number)}
     size = 0.0 if parts else default
     for op in parts.values():
       if not names & set(op.inputs):
         continue
       if op.kind in ('bitcast', 'convert', 'copy'):
         names.add(op.name)
-      elif op.kind in ('dynamic-slice', 'gather', 'slice') and (
-          op.inputs[0] in names):
+      elif op.kind in ('dynamic-slice', 'gather', 'slice') and (op.inputs[0] in names):
         size += op.arrays[0].bytes
       elif op.kind in _IN_PLACE and op.inputs[0] in names:
         size += parts[op.inputs[_IN_PLACE[op.kind]]].arrays[0].bytes
       elif op.kind == 'fusion':  # in a fusion
         inner = self.computations[op.attribute('calls').lstrip('%')]
-        size += sum(self.touched(inner, i, default)
-                    for i, name in enumerate(op.inputs) if name in names)
+        size += sum(self.touched(inner, i, default) for i, name in enumerate(op.inputs) if name in names)
       else:
         return default
     return size
@@ -202,23 +193,21 @@ class _Counter:
 
   def collect(self, out: Totals, ops, op: hlo.Op, kind: str, fused: bool):
     if 'chain_id=' in op.text and not any(
-        op.name in o.inputs and '"AsyncCollectiveStart"' in o.text
-        for o in ops.values()):
+      op.name in o.inputs and '"AsyncCollectiveStart"' in o.text for o in ops.values()
+    ):
       return  # XLA for TPU names it in all that overlaps with it
     group = hlo.group_of(op)
     number = len(group) if kind != 'collective-permute' else 2
     if number < 2:
       return
     ragged = kind == 'ragged-all-to-all'  # then follow places and sizes
-    size = sum(a.bytes for name in op.inputs[:1 if ragged else None]
-               if name in ops for a in ops[name].arrays)
+    size = sum(a.bytes for name in op.inputs[: 1 if ragged else None] if name in ops for a in ops[name].arrays)
     size *= self.share(number) if ragged else 1
-    if kind == 'all-reduce' and fused and any(
-        o.kind == 'dynamic-slice' for o in ops.values()):
+    if kind == 'all-reduce' and fused and any(o.kind == 'dynamic-slice' for o in ops.values()):
       kind = 'reduce-scatter'  # as XLA for TPU writes it
-    factor = {
-        'all-gather': number - 1, 'all-reduce': 2 * (number - 1) / number,
-        'collective-permute': 1}.get(kind, (number - 1) / number)
+    factor = {'all-gather': number - 1, 'all-reduce': 2 * (number - 1) / number, 'collective-permute': 1}.get(
+      kind, (number - 1) / number
+    )
     mine = out.collectives.setdefault((kind, group), [0, 0])
     mine[0] += size * factor
     mine[1] += 1
@@ -269,8 +258,7 @@ class _Counter:
       return None
     return int(left.attribute('index'))
 
-  def bound(self, caller, loop: hlo.Op, ops, root: hlo.Op,
-            end: hlo.Op) -> int | None:
+  def bound(self, caller, loop: hlo.Op, ops, root: hlo.Op, end: hlo.Op) -> int | None:
     right = self.sources(ops, root, end)[1]
     if right is None:
       return None
@@ -318,8 +306,7 @@ class _Counter:
     again = lambda i: self.number(name, op.inputs[i], state)
     if op.kind == 'constant':
       return hlo.constant(op)
-    if op.kind in ('copy', 'bitcast', 'convert', 'reshape', 'copy-done',
-                   'copy-start'):
+    if op.kind in ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start'):
       return again(0)
     if op.kind == 'get-tuple-element':
       index, source = int(op.attribute('index')), ops.get(op.inputs[0])
@@ -348,8 +335,7 @@ class _Counter:
       given = [value(inner[i]) for i in o.inputs]
       if None in given or o.kind not in ('add', 'subtract', 'copy', 'bitcast'):
         return None
-      return {'add': sum(given), 'subtract': given[0] - given[-1]}.get(
-          o.kind, given[0])
+      return {'add': sum(given), 'subtract': given[0] - given[-1]}.get(o.kind, given[0])
 
     return value(next(o for o in inner.values() if o.root))
 
@@ -371,16 +357,20 @@ def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
     i = int(d)
     size = right.dims[kernel.index(d)]
     low = int((split('pad') or ['0_0'] * 9)[i].split('_')[0])
-    stride, wide, holes = (int((split(n) or ['1'] * 9)[i]) for n in (
-        'stride', 'lhs_dilate', 'rhs_dilate'))
+    stride, wide, holes = (int((split(n) or ['1'] * 9)[i]) for n in ('stride', 'lhs_dilate', 'rhs_dilate'))
     length = left.dims[inputs.index(d)]
     out = np.arange(op.arrays[0].dims[result.index(d)])[:, None] * stride
     at = out + np.arange(size) * holes - low
     good = (at >= 0) & (at % wide == 0) & (at // wide < length)
     pairs *= float(good.sum())
   groups = (op.numbers('batch_group_count') or [1])[0]
-  return 2.0 * pairs * left.dims[inputs.index('b')] / groups * (
-      right.dims[kernel.index('i')] * right.dims[kernel.index('o')])
+  return (
+    2.0
+    * pairs
+    * left.dims[inputs.index('b')]
+    / groups
+    * (right.dims[kernel.index('i')] * right.dims[kernel.index('o')])
+  )
 
 
 def by_axis(totals: Totals, mesh) -> dict:
@@ -389,8 +379,7 @@ def by_axis(totals: Totals, mesh) -> dict:
   shape, out = tuple(mesh.shape.values()), collections.defaultdict(dict)
   for (kind, group), (size, number) in totals.collectives.items():
     places = np.array(np.unravel_index(group, shape))
-    axes = '+'.join(
-        name for name, row in zip(mesh.shape, places) if len(set(row)) > 1)
+    axes = '+'.join(name for name, row in zip(mesh.shape, places) if len(set(row)) > 1)
     mine = out[kind].setdefault(axes, [0, 0, group])
     mine[0] += size
     mine[1] += number

@@ -23,8 +23,7 @@ _ROWS = ('', '_pairs', '_labels', '_scores', '_steps')
 def named_shape(name: str) -> ModelConfig | None:
   """'qwen3_8b', 'Qwen/Qwen3-8B' or 'Llama-3.1-8B-Instruct' -> its shape."""
   plain = lambda text: re.sub('[^a-z0-9]', '', text.lower())
-  wanted = plain(re.sub('(?i)-(instruct|base|it|hf|chat).*$', '',
-                        name.partition('@')[0].rpartition('/')[2]))
+  wanted = plain(re.sub('(?i)-(instruct|base|it|hf|chat).*$', '', name.partition('@')[0].rpartition('/')[2]))
   shapes = {plain(k): v for k, v in presets.PRESETS.items()}
   return shapes.get(wanted.removeprefix('meta'))
 
@@ -36,12 +35,12 @@ def shape_of(text: str, key: str) -> ModelConfig:
     return shape
   if text.startswith(('.', '/', '~')) or '://' in text:
     return find_weights.open_folder(text, key)[1]
-  near = difflib.get_close_matches(
-      text.rpartition('/')[2].lower().replace('-', '_'), presets.PRESETS, 1)
+  near = difflib.get_close_matches(text.rpartition('/')[2].lower().replace('-', '_'), presets.PRESETS, 1)
   raise InputError(
-      f'{key}: no shape is called {text!r}; ' +
-      (f'did you mean {near[0]!r}? ' if near else '') +
-      f'known: {", ".join(presets.PRESETS)}, or the path of a folder')
+    f'{key}: no shape is called {text!r}; '
+    + (f'did you mean {near[0]!r}? ' if near else '')
+    + f'known: {", ".join(presets.PRESETS)}, or the path of a folder'
+  )
 
 
 def find(text: str, key: str, earlier: dict) -> sources_lib.Source:
@@ -61,8 +60,7 @@ def prepare_all(config: dict, stage: str = '') -> list[prepare_lib.Prepared]:
     done.append(prepare(name, section, done))
   chosen = [p for p in done if not stage or p.name == stage]
   if not chosen:
-    raise InputError(f'--stage: there is no {stage!r}, only '
-                     f'{", ".join(p.name for p in done)}')
+    raise InputError(f'--stage: there is no {stage!r}, only {", ".join(p.name for p in done)}')
   return chosen
 
 
@@ -73,21 +71,29 @@ def prepare(name: str, config: config_lib.Config, before=()) -> prepare_lib.Prep
   algorithm.check(config)
   optim.check(config.optim.name, config.optim.weight_decay)
   m = config.model
-  source = sources_lib.Source(
-      shape_of(m.path, 'config.model.path') if m.path else
-      prepare_lib.model_source(m).config)
+  source = sources_lib.Source(shape_of(m.path, 'config.model.path') if m.path else prepare_lib.model_source(m).config)
   found = prepare_lib.find_weights(
-      config, algorithm, source, before[-1].name if before else '',
-      {p.name: sources_lib.Source(p.model.config) for p in before}, find)
+    config,
+    algorithm,
+    source,
+    before[-1].name if before else '',
+    {p.name: sources_lib.Source(p.model.config) for p in before},
+    find,
+  )
   if 'critic' in found:
-    found['critic'] = sources_lib.Source(
-        model_lib.with_scalar_head(found['critic'].config))
+    found['critic'] = sources_lib.Source(model_lib.with_scalar_head(found['critic'].config))
   p = prepare_lib.Prepared(
-      name, config, algorithm, found,
-      prepare_lib.make_model(config, algorithm, found['policy'].config),
-      tokenizer_lib.load('bytes'), None, None, None)
-  prompts = testing.RandomPrompts(
-      config.rollout.prompts, config.rollout.max_prompt_length, 256)
+    name,
+    config,
+    algorithm,
+    found,
+    prepare_lib.make_model(config, algorithm, found['policy'].config),
+    tokenizer_lib.load('bytes'),
+    None,
+    None,
+    None,
+  )
+  prompts = testing.RandomPrompts(config.rollout.prompts, config.rollout.max_prompt_length, 256)
   if algorithm.on_policy:
     checks.check_sampling(config, True, rewards=False)
     p.stream = prompts
@@ -104,13 +110,11 @@ def prepare(name: str, config: config_lib.Config, before=()) -> prepare_lib.Prep
 
 def _made_rows(p: prepare_lib.Prepared) -> tuple:
   """(rows, stream, a batch, number -> Example) of data that suits."""
-  small = dataclasses.replace(
-      p.config, train=dataclasses.replace(p.config.train, batch_size=1))
+  small = dataclasses.replace(p.config, train=dataclasses.replace(p.config.train, batch_size=1))
   error = None
   for kind in _ROWS:
     # Of few rows grain shuffles slowly: 5 minutes for a row of 32,768 tokens.
-    q = dataclasses.replace(p, config=small, rows=sources.read_sources(
-        f'generated:arithmetic{kind}:max=99,size=4096'))
+    q = dataclasses.replace(p, config=small, rows=sources.read_sources(f'generated:arithmetic{kind}:max=99,size=4096'))
     try:
       return q.rows, prepare_lib.row_stream(q), q.first_batch, q.example
     except InputError as e:

@@ -7,12 +7,30 @@ import re
 import numpy as np
 
 _BITS = {
-    'pred': 8, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 'f8e4m3fn': 8, 'f8e5m2': 8,
-    's16': 16, 'u16': 16, 'f16': 16, 'bf16': 16, 's32': 32, 'u32': 32,
-    'f32': 32, 's64': 64, 'u64': 64, 'f64': 64, 'c64': 64, 'c128': 128}
+  'pred': 8,
+  's4': 4,
+  'u4': 4,
+  's8': 8,
+  'u8': 8,
+  'f8e4m3fn': 8,
+  'f8e5m2': 8,
+  's16': 16,
+  'u16': 16,
+  'f16': 16,
+  'bf16': 16,
+  's32': 32,
+  'u32': 32,
+  'f32': 32,
+  's64': 64,
+  'u64': 64,
+  'f64': 64,
+  'c64': 64,
+  'c128': 128,
+}
 _COLLECTIVE = re.compile(
-    '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
-    '|collective-broadcast|ragged-all-to-all)(-start)?$')
+  '(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
+  '|collective-broadcast|ragged-all-to-all)(-start)?$'
+)
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?')
 
 
@@ -43,8 +61,7 @@ class Op:
 
   def attribute(self, name: str) -> str:
     """The text of `name=...`: a word, or what stands in braces."""
-    found = re.search(
-        rf'(?<![\w]){name}=(\{{[^{{}}]*\}}|[%\w.\-:>]+)', self.text)
+    found = re.search(rf'(?<![\w]){name}=(\{{[^{{}}]*\}}|[%\w.\-:>]+)', self.text)
     return found[1] if found else ''
 
   def numbers(self, name: str) -> list[int]:
@@ -54,9 +71,10 @@ class Op:
 def arrays(text: str) -> tuple[Array, ...]:
   """The arrays in a shape; tokens and contexts have no dimensions."""
   return tuple(
-      Array(kind, tuple(int(n) for n in dims.split(',') if n),
-            'S(1)' in (layout or ''))
-      for kind, dims, layout in _ARRAY.findall(text) if kind in _BITS)
+    Array(kind, tuple(int(n) for n in dims.split(',') if n), 'S(1)' in (layout or ''))
+    for kind, dims, layout in _ARRAY.findall(text)
+    if kind in _BITS
+  )
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Op]], str]:
@@ -64,8 +82,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Op]], str]:
   found, ops, entry = {}, None, ''
   # What a kernel tells of itself has lines of its own.
   for line in re.sub(r'\n(?="|}})', ' ', text).splitlines():
-    if line.endswith('{') and ' -> ' in line and ' = ' not in line[:line.find(
-        '(')]:
+    if line.endswith('{') and ' -> ' in line and ' = ' not in line[: line.find('(')]:
       head = line.split('(')[0].split()
       name = head[-1].lstrip('%')
       entry = name if head[0] == 'ENTRY' else entry
@@ -85,10 +102,16 @@ def _op(line: str) -> Op | None:
   if start < 0:
     return None
   stop = start + _close(rest[start:])
-  inner = rest[start + 1:stop - 1]
-  return Op(name.lstrip('%'), rest[:start], arrays(shape),
-            tuple(re.findall(r'%([\w.\-]+)', inner)), rest[stop:], inner,
-            line.startswith('ROOT '))
+  inner = rest[start + 1 : stop - 1]
+  return Op(
+    name.lstrip('%'),
+    rest[:start],
+    arrays(shape),
+    tuple(re.findall(r'%([\w.\-]+)', inner)),
+    rest[stop:],
+    inner,
+    line.startswith('ROOT '),
+  )
 
 
 def _close(text: str) -> int:
@@ -125,8 +148,7 @@ def collective(op: Op) -> str:
 
 def group_of(op: Op) -> tuple[int, ...]:
   """The first group of devices that take part, as positions in the mesh."""
-  if found := re.search(
-      r'megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"', op.text):
+  if found := re.search(r'megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"', op.text):
     slices, chips = map(_count, found.groups())
     return tuple(range(0, slices * chips, chips))
   if 'collective-permute' in op.kind:
@@ -135,15 +157,16 @@ def group_of(op: Op) -> tuple[int, ...]:
   text = op.text.partition('replica_groups=')[2]
   if found := re.match(r'\{\{([\d,]*)\}', text):
     return tuple(int(n) for n in found[1].split(',') if n)
-  if found := re.match(
-      r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
+  if found := re.match(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
     return tuple(_iota(found[2], found[3]).reshape(_ints(found[1]))[0].tolist())
-  if found := re.match(r'mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))?'
-                       r' ?\{([^}]*)\}', text):
+  if found := re.match(
+    r'mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))?'
+    r' ?\{([^}]*)\}',
+    text,
+  ):
     sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", found[1])}
     ids = np.arange(math.prod(sizes.values()))
-    if order := re.match(
-        r'\[([\d,]+)\](?:T\(([\d,]+)\)?)?', found[2] or ''):
+    if order := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\)?)?', found[2] or ''):
       ids = _iota(order[1], order[2])
     along = re.findall(r"'(\w+)'", found[3])
     pick = tuple(slice(None) if n in along else 0 for n in sizes)

@@ -35,8 +35,7 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
 
 
 def is_one(op: hlo.Op) -> bool:
-  return op.kind == 'custom-call' and (
-      _target(op) in ('tpu_custom_call', *_CUDNN))
+  return op.kind == 'custom-call' and (_target(op) in ('tpu_custom_call', *_CUDNN))
 
 
 def _target(op: hlo.Op) -> str:
@@ -58,13 +57,11 @@ def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:
   """Of the blocks that mask and window leave; [B, H, T, h], or one row."""
   down, across = given[0].dims[-2:]  # of blocks: across is fewer than there
   # are where they are gone through by query, down where by key
-  q, k, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(
-      a.dims) >= 3][:3]
+  q, k, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(a.dims) >= 3][:3]
   rows, (heads, length, size) = math.prod(q.dims[:-3]), q.dims[-3:]
   keys, values = k.dims[-2], v.dims[-1]
   block = keys // across if kind == 'dkv' else length // down
-  n, window = map(int, re.search(
-      r'attention_stripes_(\d+)_window_(\d+)', hlo.op_name(op)).groups())
+  n, window = map(int, re.search(r'attention_stripes_(\d+)_window_(\d+)', hlo.op_name(op)).groups())
   pairs = rows * heads * splash_blocks(length, keys, block, n, window)
   with_h, with_hv = _SPLASH[kind]
   flops = 2.0 * pairs * block**2 * (with_h * size + with_hv * values)
@@ -73,8 +70,7 @@ def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:
   return flops, max(0.0, moved - once)
 
 
-def splash_blocks(queries: int, keys: int, block: int, n: int,
-                  window: int) -> int:
+def splash_blocks(queries: int, keys: int, block: int, n: int, window: int) -> int:
   """Pairs of blocks with a query that sees a key, in a row of n stripes.
 
   Query j is where key n j + n - 1 is, see `flash.splash`.
@@ -95,5 +91,4 @@ def _cudnn(op: hlo.Op, products, given) -> tuple[float, float]:
   window = int(found[1]) if found else 0
   window = min(window or length, length)
   pairs = window * (window + 1) / 2 + (length - window) * window
-  return 2.0 * rows * heads * pairs * (
-      products[0] * size + products[1] * v.dims[-1]), 0.0
+  return 2.0 * rows * heads * pairs * (products[0] * size + products[1] * v.dims[-1]), 0.0

@@ -40,18 +40,15 @@ def tensors(p: prepare.Prepared, devices: int) -> list[int]:
   """Sizes of the tensor axis that split heads and the MLP evenly."""
   cfg = p.model.config
   size = cfg.experts.size if cfg.experts else cfg.intermediate_size
-  return [t for t in _TENSOR if devices % t == 0 and cfg.num_heads % t == 0
-          and size % t == 0]
+  return [t for t in _TENSOR if devices % t == 0 and cfg.num_heads % t == 0 and size % t == 0]
 
 
 def sampling(p: prepare.Prepared, topology: chips.Topology) -> list[str]:
   """Meshes of the sampler, the least split of its weights first."""
-  return ['data=-1' + (f',tensor={t}' if t > 1 else '')
-          for t in tensors(p, rollout_devices(p, topology))]
+  return ['data=-1' + (f',tensor={t}' if t > 1 else '') for t in tensors(p, rollout_devices(p, topology))]
 
 
-def training(p: prepare.Prepared, topology: chips.Topology, fixed: bool
-             ) -> dict[str, int]:
+def training(p: prepare.Prepared, topology: chips.Topology, fixed: bool) -> dict[str, int]:
   """{mesh: batch shards} of those to compile an update for.
 
   Args:
@@ -64,8 +61,7 @@ def training(p: prepare.Prepared, topology: chips.Topology, fixed: bool
     shape = 1, shards, batch_shape.row_length(p.config, p.algorithm.on_policy)
     if fixed:
       try:
-        rows, micro, length = batch_shape.batch_shape(
-            p.config, p.algorithm.on_policy, shards)
+        rows, micro, length = batch_shape.batch_shape(p.config, p.algorithm.on_policy, shards)
       except InputError:
         continue
       shape = rows // micro, micro, length
@@ -79,20 +75,27 @@ def training(p: prepare.Prepared, topology: chips.Topology, fixed: bool
 def _all(p, topology, devices: int):
   """The sizes of every mesh that splits the model evenly."""
   cfg = p.model.config
-  experts = [e for e in range(1, cfg.experts.num + 1)
-             if cfg.experts.num % e == 0] if cfg.experts else [1]
+  experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
   length = batch_shape.row_length(p.config, p.algorithm.on_policy)
-  contexts = [1, *(c for c in _CONTEXT if length >= _LONG and length % c == 0
-                   and p.config.model.attention not in context_parallel.WHOLE)]
+  contexts = [
+    1,
+    *(
+      c
+      for c in _CONTEXT
+      if length >= _LONG and length % c == 0 and p.config.model.attention not in context_parallel.WHOLE
+    ),
+  ]
   for t, e, c in itertools.product(tensors(p, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)
     if odd or not left:
       continue
     sizes = dict(data=1, fsdp=left, expert=e, context=c, tensor=t)
     yield sizes
-    wide = [m for m in range(2, left) if left % m == 0 and
-            cfg.hidden_size % (m * e) == 0 and
-            cfg.hidden_size // (m * e) >= _LANES]
+    wide = [
+      m
+      for m in range(2, left)
+      if left % m == 0 and cfg.hidden_size % (m * e) == 0 and cfg.hidden_size // (m * e) >= _LANES
+    ]
     tpu = not topology.gpu and not topology.local
     if tpu and wide and cfg.hidden_size < _LANES * left * e:
       yield sizes | dict(data=left // wide[-1], fsdp=wide[-1])
@@ -112,8 +115,7 @@ def _few(found: list) -> list:
   for place, (_, sizes, shards) in enumerate(found):
     kind = sizes['expert'], sizes['context'], sizes['data'] > 1
     kinds.setdefault(kind, []).append((place, sizes, shards))
-  ranked = sorted((turn, *x) for some in kinds.values()
-                  for turn, x in enumerate(some))
+  ranked = sorted((turn, *x) for some in kinds.values() for turn, x in enumerate(some))
   return [(sizes, shards) for *_, sizes, shards in ranked[:_MORE]]
 
 
@@ -122,29 +124,28 @@ def _seconds_a_token(p, topology, sizes: dict, shape) -> float | None:
   m, chip = p.config.model, topology.chip
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(
-      math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape)) *
-      jnp.dtype(m.param_dtype).itemsize *
-      (1 if path in p.model.frozen else _STATE)
-      for path, x in p.model.table.items())
+    math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
+    * jnp.dtype(m.param_dtype).itemsize
+    * (1 if path in p.model.frozen else _STATE)
+    for path, x in p.model.table.items()
+  )
   if chip.memory and state > chip.memory:
     return None
-  kit = types.SimpleNamespace(config=p.config, compute=compute_for(
-      'gpu' if topology.gpu else 'cpu' if topology.local else 'tpu',
-      m.dtype, 'full'))
+  kit = types.SimpleNamespace(
+    config=p.config, compute=compute_for('gpu' if topology.gpu else 'cpu' if topology.local else 'tpu', m.dtype, 'full')
+  )
   sent = traffic_bound.of_pass(kit, p.model, layout, shape, train=True)
   return sum(
-      size / _rate(topology, sizes, name.split('+')[0])
-      for axes in sent.values() for name, size in axes.items()
+    size / _rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()
   ) / math.prod(shape)
 
 
 def _rate(topology, sizes: dict, outer: str) -> float:
   """Bytes/s along an axis, or several of which one is the outermost."""
-  inner = AXES[AXES.index(outer):]
+  inner = AXES[AXES.index(outer) :]
   near = topology.devices // topology.slices
   if topology.gpu:
     owned = topology.owned
-    near = sum(d.process_index == owned[0].process_index for d in owned) or (
-        topology.size[-1])
+    near = sum(d.process_index == owned[0].process_index for d in owned) or (topology.size[-1])
   far = math.prod(sizes[a] for a in inner) > near
   return (topology.chip.network if far else topology.chip.link) or 1.0

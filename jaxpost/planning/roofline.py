@@ -51,14 +51,18 @@ def step_of(kit) -> Step:
   scores = kit.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in kit.prepared.sources
-  calls['score'] = ('ref_logprobs' in scores) + (
-      'old_logprobs' in scores or 'values' in scores and not critic)
+  calls['score'] = ('ref_logprobs' in scores) + ('old_logprobs' in scores or 'values' in scores and not critic)
   calls['values'] += 'values' in scores and critic
   total = r.prompts * r.group_size
   slots = r.slots or min(total, 256)
   waves = math.ceil(total / slots)
-  calls |= {'reshard': 1, 'init_state': 1, 'prefill': waves, 'insert': waves,
-            'generate': waves * math.ceil(r.max_new_tokens / r.block)}
+  calls |= {
+    'reshard': 1,
+    'init_state': 1,
+    'prefill': waves,
+    'insert': waves,
+    'generate': waves * math.ceil(r.max_new_tokens / r.block),
+  }
   longest = r.max_prompt_length + r.max_new_tokens
   return Step(calls, total * longest, total * r.max_new_tokens)
 
@@ -66,23 +70,26 @@ def step_of(kit) -> Step:
 def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
   """One JSON-able object for each program."""
   kit, step = compiled.kit, step_of(compiled.kit)
-  sampler = max((r['argument_bytes'] for r in compiled.rows
-                 if r['program'] == 'generate'), default=0)
-  moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows
-              if r['program'] == 'reshard')
+  sampler = max((r['argument_bytes'] for r in compiled.rows if r['program'] == 'generate'), default=0)
+  moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
     beside = sampler * (kit.config.rollout.lag > 0)  # it goes on meanwhile
     if not _shared(row['mesh'], kit.rollout.mesh):
       # Weights wait there, all of them, for those who sample.
       beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')
-    out.append(dict(
-        program=row['program'], shapes=row['shapes'],
-        devices=row['mesh'].size, runs_on=_runs_on(kit, row['mesh']),
-        calls=_calls(row, compiled.rows, step), compile_s=row['compile_s'],
+    out.append(
+      dict(
+        program=row['program'],
+        shapes=row['shapes'],
+        devices=row['mesh'].size,
+        runs_on=_runs_on(kit, row['mesh']),
+        calls=_calls(row, compiled.rows, step),
+        compile_s=row['compile_s'],
         **memory(row, row['held'], sampler, topology.chip, beside),
-        **work(row, row['mesh'], topology, dict(host_of(
-            topology, row['mesh'])), _handed_over(kit, row, topology))))
+        **work(row, row['mesh'], topology, dict(host_of(topology, row['mesh'])), _handed_over(kit, row, topology)),
+      )
+    )
   return out
 
 
@@ -97,8 +104,7 @@ def _calls(row: dict, rows: list, step: Step) -> float:
 
 def _runs_on(kit, mesh) -> str:
   """The phase whose devices these are; training, if it shares them."""
-  return next(name for name in ('train', 'rollout', 'score')
-              if _shared(mesh, vars(kit)[name].mesh))
+  return next(name for name in ('train', 'rollout', 'score') if _shared(mesh, vars(kit)[name].mesh))
 
 
 def _handed_over(kit, row: dict, topology: chips.Topology) -> dict:
@@ -109,29 +115,30 @@ def _handed_over(kit, row: dict, topology: chips.Topology) -> dict:
   whole = math.prod(theirs.shape[a] for a in transfer.WHOLE)
   copies = ours.size * whole // theirs.size
   times = math.ceil(whole / copies)
-  hosts = {host for mesh in (ours, theirs)
-           for _, host in host_of(topology, mesh)}
-  return dict(bytes=times * row['output_bytes'], number=times,
-              between_hosts=len(hosts) > 1)
+  hosts = {host for mesh in (ours, theirs) for _, host in host_of(topology, mesh)}
+  return dict(bytes=times * row['output_bytes'], number=times, between_hosts=len(hosts) > 1)
 
 
 def _shared(mesh, other) -> bool:
   return mesh.devices.flat[0] in set(other.devices.flat)
 
 
-def memory(row: dict, held: dict, sampler: int, chip: chips.Chip,
-           beside: int = 0) -> dict:
+def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 0) -> dict:
   """Whether the program fits beside what stays on its devices.
 
   held: bytes of that; sampler: those of the sampler's programs; beside: more.
   """
   name, given = row['program'], row['arguments']
   out = dict(
-      parameters=given.get('parameters', 0),
-      optimizer=given.get('optimizer', 0), kv_cache=given.get('kv_cache', 0),
-      batch=given.get('batch', 0), other=given.get('other', 0),
-      outputs=row['output_bytes'] - row['alias_bytes'],
-      temporaries=row['temp_bytes'], elsewhere=0)
+    parameters=given.get('parameters', 0),
+    optimizer=given.get('optimizer', 0),
+    kv_cache=given.get('kv_cache', 0),
+    batch=given.get('batch', 0),
+    other=given.get('other', 0),
+    outputs=row['output_bytes'] - row['alias_bytes'],
+    temporaries=row['temp_bytes'],
+    elsewhere=0,
+  )
   if name not in memory_lib.START:
     stays = sum(held.values())
     if name in aot.SAMPLING:  # the sampler's copy and slots besides
@@ -139,23 +146,19 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip,
     else:
       own = given.get('parameters', 0) + given.get('optimizer', 0)
       out['elsewhere'] = max(0, stays - own) + beside
-  out['total'] = (row['argument_bytes'] + out['outputs'] + row['temp_bytes'] +
-                  out['elsewhere'])
+  out['total'] = row['argument_bytes'] + out['outputs'] + row['temp_bytes'] + out['elsewhere']
   fits = out['total'] <= chip.memory if chip.memory else None
-  return dict(fits=fits, free_bytes=int(chip.memory - out['total'])
-              if chip.memory else None, bytes_per_chip=out)
+  return dict(fits=fits, free_bytes=int(chip.memory - out['total']) if chip.memory else None, bytes_per_chip=out)
 
 
-def work(row: dict, mesh, topology: chips.Topology, hosts: dict,
-         handed: dict | None = None) -> dict:
+def work(row: dict, mesh, topology: chips.Topology, hosts: dict, handed: dict | None = None) -> dict:
   """FLOPs, bytes, seconds and the share of the peak.
 
   handed: what leaves for other devices afterwards, or nothing.
   """
   totals, chip = row['totals'], topology.chip
   sent, wire = {}, 0.0
-  least = {k: {a: float(n) for a, n in v.items()}
-           for k, v in row['least'].items()}
+  least = {k: {a: float(n) for a, n in v.items()} for k, v in row['least'].items()}
   if handed:
     rate = chip.network if handed['between_hosts'] else chip.link
     wire += handed['bytes'] / rate if rate else 0.0
@@ -164,30 +167,33 @@ def work(row: dict, mesh, topology: chips.Topology, hosts: dict,
   for kind, axes in cost.by_axis(totals, mesh).items():
     for axis, (count, number, group) in axes.items():
       far = len({hosts[i] for i in group}) > 1
-      sent.setdefault(kind, {})[axis] = dict(
-          bytes=count, number=number, between_hosts=far)
+      sent.setdefault(kind, {})[axis] = dict(bytes=count, number=number, between_hosts=far)
       rate = chip.network if far else chip.link
       wire += count / rate if rate else 0.0
   model = (row['flops'] or 0) / mesh.size
   if row['program'] == 'prefill':  # which asks the head for nothing
     model = min(model, totals.flops)
   parts = dict(
-      compute=totals.flops / chip.flops if chip.flops else None,
-      memory=totals.bytes / chip.bandwidth if chip.bandwidth else None,
-      network=wire if chip.link else None)
+    compute=totals.flops / chip.flops if chip.flops else None,
+    memory=totals.bytes / chip.bandwidth if chip.bandwidth else None,
+    network=wire if chip.link else None,
+  )
   known = [x for x in parts.values() if x is not None]
   seconds = max(known) if known else None
   return dict(
-      flops=dict(model=model, program=totals.flops,
-                 xla_once=row['xla_flops_once']),
-      memory_traffic_bytes=totals.bytes, collective_bytes=sent,
-      collective_minimum=least,
-      seconds=dict(roofline=seconds, no_overlap=sum(known) if known else None,
-                   **parts,
-                   xla=totals.cycles / chip.clock if chip.clock and
-                   totals.cycles else None),
-      roofline_mfu=model / chip.flops / seconds if seconds else None,
-      unknown_loops=list(totals.unknown))
+    flops=dict(model=model, program=totals.flops, xla_once=row['xla_flops_once']),
+    memory_traffic_bytes=totals.bytes,
+    collective_bytes=sent,
+    collective_minimum=least,
+    seconds=dict(
+      roofline=seconds,
+      no_overlap=sum(known) if known else None,
+      **parts,
+      xla=totals.cycles / chip.clock if chip.clock and totals.cycles else None,
+    ),
+    roofline_mfu=model / chip.flops / seconds if seconds else None,
+    unknown_loops=list(totals.unknown),
+  )
 
 
 def host_of(topology: chips.Topology, mesh) -> list[tuple]:
@@ -210,8 +216,7 @@ def step_seconds(rows: list, name: str, lag: int) -> float:
   alone, sides = 0.0, collections.Counter()
   for r in rows:
     took = r['calls'] * r['seconds'][name]
-    if not lag or r['program'] in _WAITED_FOR or (
-        lag == 1 and r['program'] in _SCORING):
+    if not lag or r['program'] in _WAITED_FOR or (lag == 1 and r['program'] in _SCORING):
       alone += took
     else:
       sides[r['runs_on']] += took
@@ -227,16 +232,16 @@ def summary(kit, topology: chips.Topology, rows: list, price: float) -> dict:
       continue
     seconds = step_seconds(used, name, kit.config.rollout.lag)
     rate = step.trained / seconds
-    model = sum(r['calls'] * r['flops']['model'] * r['devices']
-                for r in used) / topology.devices
+    model = sum(r['calls'] * r['flops']['model'] * r['devices'] for r in used) / topology.devices
     out[name] = dict(
-        step_s=seconds, tokens_per_s=rate,
-        tokens_per_s_per_chip=rate / topology.chips,
-        mfu=model / seconds / topology.chip.flops,
-        seconds={r['program']: 0.0 for r in used})
+      step_s=seconds,
+      tokens_per_s=rate,
+      tokens_per_s_per_chip=rate / topology.chips,
+      mfu=model / seconds / topology.chip.flops,
+      seconds={r['program']: 0.0 for r in used},
+    )
     for r in used:
       out[name]['seconds'][r['program']] += r['calls'] * r['seconds'][name]
     if price:
-      out[name]['usd_per_million_tokens'] = (
-          price * topology.chips / 3600 / rate * 1e6)
+      out[name]['usd_per_million_tokens'] = price * topology.chips / 3600 / rate * 1e6
   return out

@@ -23,8 +23,9 @@ _REMAT = ('none', 'dots')
 _MOST_ROWS = 8  # of a shard at a time
 
 
-def search(raw: dict, options: stage.Options, console: rich.console.Console,
-           words: tuple = ('--config=FILE',)) -> list[dict]:
+def search(
+  raw: dict, options: stage.Options, console: rich.console.Console, words: tuple = ('--config=FILE',)
+) -> list[dict]:
   """The best plan of each stage, after the ranked list and a launch line.
 
   words: of the command that asked, whose config the line is to have, too.
@@ -32,25 +33,22 @@ def search(raw: dict, options: stage.Options, console: rich.console.Console,
   best = []
   if not options.topology.chip.memory:
     raise InputError(
-        f'--search: {options.topology.text}: only chips of known speed and '
-        f'memory can be ranked; for example {chips.EXAMPLES}')
+      f'--search: {options.topology.text}: only chips of known speed and '
+      f'memory can be ranked; for example {chips.EXAMPLES}'
+    )
   for p in dry_run.prepare_all(raw, options.stage):
-    p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace(
-        'auto', 'data=-1')})
+    p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace('auto', 'data=-1')})
     found = _candidates(p, options, console)
-    fitting = sorted((f for f in found if f[1]['fits'] is not False),
-                     key=seconds_a_token)
+    fitting = sorted((f for f in found if f[1]['fits'] is not False), key=seconds_a_token)
     if not fitting:
       raise InputError(
-          f'--search: nothing of {p.name} fits {options.topology.text}; take '
-          'more chips, shorter rows or a smaller model')
+        f'--search: nothing of {p.name} fits {options.topology.text}; take more chips, shorter rows or a smaller model'
+      )
     if p.algorithm.on_policy:
       fitting[0] = _with_rollout(*fitting[0], p, options, console)
     console.print(ranking(fitting))
-    prefix = f'--config.{p.name}.' if len(
-        dry_run.prepare_all(raw)) > 1 else '--config.'
-    console.print(launch_line(words, {
-        prefix + k: v for k, v in fitting[0][0].items()}), soft_wrap=True)
+    prefix = f'--config.{p.name}.' if len(dry_run.prepare_all(raw)) > 1 else '--config.'
+    console.print(launch_line(words, {prefix + k: v for k, v in fitting[0][0].items()}), soft_wrap=True)
     best.append({**fitting[0][1], 'settings': fitting[0][0]})
   return best
 
@@ -66,15 +64,13 @@ def launch_line(words: tuple, proposed: dict) -> str:
     value = rest and not equals and not rest[0].startswith('-')
     given[name] = f'{word}={rest.pop(0)}' if value else word
   given |= {k: f'{k}={v}' for k, v in proposed.items()}
-  return ' '.join(['python -m launch.train', *map(
-      shlex.quote, given.values()), '--workdir=runs/planned'])
+  return ' '.join(['python -m launch.train', *map(shlex.quote, given.values()), '--workdir=runs/planned'])
 
 
 def timed(plan: dict) -> dict:
   """The plan of an update alone, with what it says of a step."""
   row = plan['programs'][0]
-  plan['step'] = plan['step'] or {'no_overlap': {
-      'step_s': row['calls'] * row['seconds']['no_overlap']}}
+  plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
   return plan
 
 
@@ -89,8 +85,7 @@ def vary(p: prepare.Prepared, settings: dict) -> prepare.Prepared:
   config = p.config
   for key, value in settings.items():
     section, field = key.split('.')
-    config = dataclasses.replace(config, **{
-        section: dataclasses.replace(vars(config)[section], **{field: value})})
+    config = dataclasses.replace(config, **{section: dataclasses.replace(vars(config)[section], **{field: value})})
   return dataclasses.replace(p, config=config)
 
 
@@ -100,18 +95,17 @@ def _candidates(p, options, console) -> list:
 
   def attempt(mesh, remat, rows):
     at_once = rows * shards[mesh]
-    settings = {'mesh.train': mesh, 'model.remat': remat,
-                'train.micro_batch_size': at_once}
+    settings = {'mesh.train': mesh, 'model.remat': remat, 'train.micro_batch_size': at_once}
     if not p.algorithm.on_policy and p.config.train.batch_size < at_once:
       settings['train.batch_size'] = at_once
-    plan = stage.plan(vary(p, settings), dataclasses.replace(
-        options, only=('update',)))
+    plan = stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',)))
     row = timed(plan)['programs'][0]
     console.print(
-        f'{mesh} remat={remat} rows={at_once}: ' + (
-            'does NOT fit' if row['fits'] is False else 'fits') +
-        f', {tables.gib(row["bytes_per_chip"]["total"])} GiB, '
-        f'{1e6 * seconds_a_token((settings, plan)):.3f} us a token')
+      f'{mesh} remat={remat} rows={at_once}: '
+      + ('does NOT fit' if row['fits'] is False else 'fits')
+      + f', {tables.gib(row["bytes_per_chip"]["total"])} GiB, '
+      f'{1e6 * seconds_a_token((settings, plan)):.3f} us a token'
+    )
     tried.append((settings, plan))
     return row['fits'] is not False, seconds_a_token((settings, plan))
 
@@ -144,23 +138,22 @@ def _with_rollout(settings, plan, p, options, console) -> tuple:
   for mesh in meshes.sampling(p, options.topology):
     more = settings | {'mesh.rollout': mesh}
     whole = stage.plan(vary(p, more), dataclasses.replace(options, only=()))
-    console.print(f'mesh.rollout={more["mesh.rollout"]}: ' + (
-        'fits' if whole['fits'] else 'does NOT fit'))
+    console.print(f'mesh.rollout={more["mesh.rollout"]}: ' + ('fits' if whole['fits'] else 'does NOT fit'))
     if whole['fits'] is not False:
       return more, whole
   return settings, plan
 
 
 def ranking(found: list) -> rich.table.Table:
-  out = rich.table.Table(box=rich.box.SIMPLE, title='what fits, fastest first',
-                         title_justify='left')
+  out = rich.table.Table(box=rich.box.SIMPLE, title='what fits, fastest first', title_justify='left')
   for name in ('settings', 'GiB a device', 'us a token', 'MFU'):
     out.add_column(name, justify='left' if name == 'settings' else 'right')
   for settings, plan in found:
     row = next(r for r in plan['programs'] if r['program'] == 'update')
     out.add_row(
-        ' '.join(f'{k}={v}' for k, v in settings.items()),
-        tables.gib(row['bytes_per_chip']['total']),
-        f'{1e6 * seconds_a_token((settings, plan)):.3f}',
-        f'{row["flops"]["model"] and row["roofline_mfu"] or 0:.1%}')
+      ' '.join(f'{k}={v}' for k, v in settings.items()),
+      tables.gib(row['bytes_per_chip']['total']),
+      f'{1e6 * seconds_a_token((settings, plan)):.3f}',
+      f'{row["flops"]["model"] and row["roofline_mfu"] or 0:.1%}',
+    )
   return out

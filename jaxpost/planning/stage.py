@@ -25,8 +25,7 @@ def plan(p: prepare.Prepared, options: Options) -> dict:
   compiled = aot.compile_stage(p, topology, options.only)
   kit = compiled.kit
   if not compiled.rows:
-    raise InputError(
-        f'--programs: {",".join(options.only)}: {p.name} has none of these')
+    raise InputError(f'--programs: {",".join(options.only)}: {p.name} has none of these')
   rows = roofline.programs(compiled, topology)
   step = roofline.step_of(kit)
   layouts = dict(train=kit.train)
@@ -36,15 +35,22 @@ def plan(p: prepare.Prepared, options: Options) -> dict:
     layouts |= dict(score=kit.score)
   whole = not options.only
   return dict(
-      stage=p.name, algorithm=p.config.algorithm, topology=topology.text,
-      slices=topology.slices, chips=topology.chips,
-      devices=topology.devices,
-      device_kind=kit.train.mesh.devices.flat[0].device_kind,
-      memory_per_device=topology.chip.memory, family=p.model.config.family,
-      parameters=transformer.num_params(p.model.config),
-      mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
-      trained_tokens=step.trained, sampled_tokens=step.sampled,
-      fits=None if not topology.chip.memory else all(r['fits'] for r in rows),
-      programs=rows, step=roofline.summary(
-          kit, topology, rows, options.price) if whole or (
-              'update' in options.only and not step.sampled) else {})
+    stage=p.name,
+    algorithm=p.config.algorithm,
+    topology=topology.text,
+    slices=topology.slices,
+    chips=topology.chips,
+    devices=topology.devices,
+    device_kind=kit.train.mesh.devices.flat[0].device_kind,
+    memory_per_device=topology.chip.memory,
+    family=p.model.config.family,
+    parameters=transformer.num_params(p.model.config),
+    mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
+    trained_tokens=step.trained,
+    sampled_tokens=step.sampled,
+    fits=None if not topology.chip.memory else all(r['fits'] for r in rows),
+    programs=rows,
+    step=roofline.summary(kit, topology, rows, options.price)
+    if whole or ('update' in options.only and not step.sampled)
+    else {},
+  )

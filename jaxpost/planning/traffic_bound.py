@@ -38,18 +38,15 @@ def of_program(kit, layout: Layout, name: str, args, times: int) -> dict:
   """
   model, second = kit.prepared.model, args[1] if len(args) > 1 else None
   if isinstance(second, Batch):
-    return of_pass(kit, model, layout, second.tokens.shape,
-                   train=name == 'update')
+    return of_pass(kit, model, layout, second.tokens.shape, train=name == 'update')
   if isinstance(second, DecodeState):
     block = min(kit.config.rollout.block, kit.config.rollout.max_new_tokens)
-    return of_pass(kit, model, layout,
-                   (block, second.positions.shape[0], 1), train=False)
+    return of_pass(kit, model, layout, (block, second.positions.shape[0], 1), train=False)
   if name == 'prefill':
     return of_pass(kit, model, layout, (1, *second.shape), train=False)
   if name == 'reshard':
     bridge = transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout')
-    return of_reshard(model, args[0], times, kit.train, (
-        bridge.source if bridge else kit.rollout), kit.compute.dtype)
+    return of_reshard(model, args[0], times, kit.train, (bridge.source if bridge else kit.rollout), kit.compute.dtype)
   return {}
 
 
@@ -58,19 +55,15 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
   out = collections.defaultdict(collections.Counter)
   micro, rows, length = shape
   sizes = dict(layout.mesh.shape)
-  wide, full = (jnp.dtype(t).itemsize for t in (
-      kit.compute.dtype, kit.config.model.param_dtype))
+  wide, full = (jnp.dtype(t).itemsize for t in (kit.compute.dtype, kit.config.model.param_dtype))
   parts = sizes['context']
   tokens = math.ceil(rows / layout.batch_shards) * length // parts
-  activation = tokens * (
-      model.config.hidden_size * jnp.dtype(kit.compute.residual).itemsize)
+  activation = tokens * (model.config.hidden_size * jnp.dtype(kit.compute.residual).itemsize)
   if parts > 1:  # of the last layer, from stripes to the order of the head
-    out['all-to-all']['context'] += (
-        micro * (1 + train) * activation * (parts - 1) / parts)
+    out['all-to-all']['context'] += micro * (1 + train) * activation * (parts - 1) / parts
   for path, param in model.table.items():
     spec = layout.spec(param.axes, param.shape)
-    shard = math.prod(layout.sharding(
-        param.axes, param.shape).shard_shape(param.shape))
+    shard = math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape))
     data, t = sizes['data'], sizes['tensor']
     learns = train and path not in model.frozen
     for axes in _gathered(spec, param):
@@ -83,27 +76,22 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       # Once again where the backward pass recomputes a layer.
       trips = 2 + train * (2 + (kit.compute.remat == 'full'))
       share = model.config.experts.share(sizes['expert'])
-      out['ragged-all-to-all']['expert'] += trips * share * (
-          micro * param.shape[0] * activation * (sizes['expert'] - 1))
+      out['ragged-all-to-all']['expert'] += (
+        trips * share * (micro * param.shape[0] * activation * (sizes['expert'] - 1))
+      )
     if path in ('layers/k', 'layers/v') and parts > 1:
-      one = tokens * wide * math.prod(layout.sharding(
-          param.axes, param.shape).shard_shape(param.shape)[2:])
+      one = tokens * wide * math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape)[2:])
       again = train and kit.compute.remat != 'none'
-      out['all-gather']['context'] += (
-          micro * (1 + again) * param.shape[0] * one * (parts - 1))
+      out['all-gather']['context'] += micro * (1 + again) * param.shape[0] * one * (parts - 1)
       if train:
-        out['reduce-scatter']['context'] += (
-            micro * param.shape[0] * one * (parts - 1))
+        out['reduce-scatter']['context'] += micro * param.shape[0] * one * (parts - 1)
     if learns and parts > 1:
-      out['all-reduce']['context'] += (
-          micro * 2 * shard * full * (parts - 1) / parts)
+      out['all-reduce']['context'] += micro * 2 * shard * full * (parts - 1) / parts
     if learns and data > 1:
       out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
-    count = _sums(path, param, spec, train, kit.compute.remat,
-                  tied=bool(model.head) and 'head' not in model.table)
+    count = _sums(path, param, spec, train, kit.compute.remat, tied=bool(model.head) and 'head' not in model.table)
     if count:
-      out['all-reduce']['tensor'] += (
-          micro * count * activation * 2 * (t - 1) / t)
+      out['all-reduce']['tensor'] += micro * count * activation * 2 * (t - 1) / t
   return {k: dict(v) for k, v in out.items()}
 
 
@@ -115,8 +103,7 @@ def _gathered(spec, param: Param):
       yield names
 
 
-def _sums(path: str, param: Param, spec, train: bool, remat: str,
-          tied: bool) -> int:
+def _sums(path: str, param: Param, spec, train: bool, remat: str, tied: bool) -> int:
   """How often the activations are summed over tensor because of a matrix."""
   if 'tensor' not in spec:
     return 0
@@ -128,15 +115,14 @@ def _sums(path: str, param: Param, spec, train: bool, remat: str,
   return {'head': int(train), 'embed': 1 + (train and tied)}.get(path, 0)
 
 
-def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout,
-               rollout: Layout, dtype) -> dict:
+def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout, rollout: Layout, dtype) -> dict:
   """What devices lack of the layout they sample in, on average.
 
   moved_of: of what a program moves; it takes so many `times` for all of it.
   """
   moved = collections.Counter()
   devices = list(train.mesh.devices.flat)
-  some = devices[::max(1, len(devices) // _SAMPLED)]
+  some = devices[:: max(1, len(devices) // _SAMPLED)]
   for path, param in model.table.items():
     if path.split('/')[0] not in moved_of:
       continue
@@ -154,6 +140,5 @@ def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout,
       lacking += (whole - both) / len(some)
     names = [part for part in old.spec if part and part not in new.spec]
     count = param.shape[0] if param.stacked else 1
-    moved['+'.join(map(str, names)) or 'all'] += (
-        lacking * count * jnp.dtype(dtype).itemsize)
+    moved['+'.join(map(str, names)) or 'all'] += lacking * count * jnp.dtype(dtype).itemsize
   return {'all-gather': {k: v / times for k, v in moved.items() if v}}

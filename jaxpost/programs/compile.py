@@ -25,20 +25,24 @@ class Ledger:
 
   def add(self, name: str, args, seconds: float, compiled, flops, times: int):
     memory, shapes = compiled.memory_analysis(), describe(args)
-    self.rows.append(dict(
-        program=name, shapes=shapes, compile_s=round(seconds, 3), flops=flops,
-        times=times, device=min(d.id for x in jax.tree.leaves(
-            compiled.output_shardings)[:1] for d in x.device_set),
+    self.rows.append(
+      dict(
+        program=name,
+        shapes=shapes,
+        compile_s=round(seconds, 3),
+        flops=flops,
+        times=times,
+        device=min(d.id for x in jax.tree.leaves(compiled.output_shardings)[:1] for d in x.device_set),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         batch_bytes=memory_lib.batches(args),
-        **(self.look(name, compiled, args, times) if self.look else {})))
+        **(self.look(name, compiled, args, times) if self.look else {}),
+      )
+    )
     if self.sealed:
-      logging.warning(
-          'compiled %s for new shapes %s after the first step (%.1f s)',
-          name, shapes, seconds)
+      logging.warning('compiled %s for new shapes %s after the first step (%.1f s)', name, shapes, seconds)
 
   def seal(self):
     self.sealed = True
@@ -47,10 +51,10 @@ class Ledger:
 # Collectives beside products, and layers' worth of them together. What
 # XLA_FLAGS names stays as it is.
 GPU_OPTIONS = {
-    'xla_gpu_enable_latency_hiding_scheduler': True,
-    'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
-    'xla_gpu_reduce_scatter_combine_threshold_bytes': 128 << 20,
-    'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
+  'xla_gpu_enable_latency_hiding_scheduler': True,
+  'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
+  'xla_gpu_reduce_scatter_combine_threshold_bytes': 128 << 20,
+  'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
 }
 
 
@@ -68,9 +72,17 @@ class Program:
     times: runs of it in one call of what it is a part of.
   """
 
-  def __init__(self, name: str, fn: Callable, ledger: Ledger, out_shardings,
-               *, donate: tuple[int, ...] = (),
-               flops: Callable | None = None, times: int = 1):
+  def __init__(
+    self,
+    name: str,
+    fn: Callable,
+    ledger: Ledger,
+    out_shardings,
+    *,
+    donate: tuple[int, ...] = (),
+    flops: Callable | None = None,
+    times: int = 1,
+  ):
     self.name, self._times = name, times
     self._fn, self._donate, self._out = fn, donate, out_shardings
     self._ledger, self._flops = ledger, flops
@@ -87,28 +99,24 @@ class Program:
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
     if key not in self._compiled and self._elsewhere(args):
       nothing = jax.tree.map(
-          lambda x: jax.make_array_from_single_device_arrays(
-              x.shape, x.sharding, [], dtype=x.dtype), self.outputs(*args))
+        lambda x: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype), self.outputs(*args)
+      )
       self._compiled[key] = lambda *args: nothing
     if key not in self._compiled:
       start = time.perf_counter()
       abstract = jax.tree.map(_abstract, args)
-      jitted = jax.jit(self._fn, donate_argnums=self._donate,
-                       out_shardings=self._shardings(abstract))
-      compiled = jitted.lower(*abstract).compile(
-          options(leaves, self._ledger.options))
+      jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
+      compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
-      self._ledger.add(
-          self.name, args, time.perf_counter() - start, compiled, flops,
-          self._times)
+      self._ledger.add(self.name, args, time.perf_counter() - start, compiled, flops, self._times)
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 
   def _elsewhere(self, args) -> bool:
     """Whether only other processes have the devices that this runs on."""
     return coordination.count() > 1 and not any(
-        x.sharding.addressable_devices
-        for x in jax.tree.leaves(self.outputs(*args)))
+      x.sharding.addressable_devices for x in jax.tree.leaves(self.outputs(*args))
+    )
 
   def outputs(self, *args):
     """The outputs as `jax.ShapeDtypeStruct`s, to compile what takes them."""
@@ -116,8 +124,10 @@ class Program:
     shapes = jax.eval_shape(self._fn, *abstract)
     shardings = self._shardings(abstract)
     return jax.tree.map(
-        lambda s, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=s), part), shardings, shapes)
+      lambda s, part: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), part),
+      shardings,
+      shapes,
+    )
 
   def _shardings(self, abstract):
     if not callable(self._out):
@@ -129,8 +139,11 @@ def options(arguments, more: dict | None = None) -> dict | None:
   """Of the compiler, for the devices of these arguments."""
   devices = (d for x in arguments for d in x.sharding.device_set)
   given = os.environ.get('XLA_FLAGS', '')
-  ours = {k: v for k, v in GPU_OPTIONS.items() if k not in given} if (
-      getattr(next(devices, None), 'platform', '') == 'gpu') else {}
+  ours = (
+    {k: v for k, v in GPU_OPTIONS.items() if k not in given}
+    if (getattr(next(devices, None), 'platform', '') == 'gpu')
+    else {}
+  )
   return ours | (more or {}) or None
 
 

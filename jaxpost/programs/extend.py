@@ -28,41 +28,47 @@ class More:
   filled: Array  # [S] int32, entries of the cache that stay
 
 
-def make_extend(model: Model, read: int, layout: Layout, compute: Compute,
-                ledger: Ledger) -> Program:
+def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """extend(weights, state, entry, more, run_key, step, table) -> state.
 
   As `insert` of texts whose first entries are in the cache of their slot, or
   in the pages of `table` [S, n]; attention reads `read` entries of it. The
   state is donated.
   """
-  way = _one_by_one if compute.row_writes and (
-      layout.batch_shards == 1) else _together
+  way = _one_by_one if compute.row_writes and (layout.batch_shards == 1) else _together
 
   def hidden_of(weights, cache, more):
     steps = more.tokens.shape[1]
     recent, hidden = model.decode(
-        weights, cache, generate.nothing_new(
-            model, cache.replace(table=None), len(more.tokens), steps),
-        more.tokens, more.filled, 0, compute=compute, constrain=layout)
+      weights,
+      cache,
+      generate.nothing_new(model, cache.replace(table=None), len(more.tokens), steps),
+      more.tokens,
+      more.filled,
+      0,
+      compute=compute,
+      constrain=layout,
+    )
     last = jnp.maximum(more.lengths - 1, 0)[:, None, None]
-    return generate.stored(recent), jnp.take_along_axis(
-        hidden, last, axis=1)[:, 0]
+    return generate.stored(recent), jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
   def extend(weights, state, entry, more, run_key, step, table=None):
     new = (entry.source >= 0) & (more.lengths > 0)
-    cache, hidden = way(functools.partial(hidden_of, weights), state, new,
-                        more, table, read)
+    cache, hidden = way(functools.partial(hidden_of, weights), state, new, more, table, read)
     return generate.enter(
-        state.replace(cache=cache), entry.replace(source=jnp.where(
-            new, 0, -1)), hidden, more.filled + more.lengths, run_key, step)
+      state.replace(cache=cache),
+      entry.replace(source=jnp.where(new, 0, -1)),
+      hidden,
+      more.filled + more.lengths,
+      run_key,
+      step,
+    )
 
   def flops(weights, state, entry, more, *rest):
     del weights, state, entry, rest
     return more.tokens.size * flops_per_token(model.config, read)
 
-  return Program('extend', extend, ledger, generate.slot_shardings(layout),
-                 donate=(1,), flops=flops)
+  return Program('extend', extend, ledger, generate.slot_shardings(layout), donate=(1,), flops=flops)
 
 
 def _one_by_one(hidden_of, state, new, more: More, table, read: int):
@@ -75,22 +81,23 @@ def _one_by_one(hidden_of, state, new, more: More, table, read: int):
     pick = lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1)
     one = jax.tree.map(pick, more)
     if table is None:
-      recent, last = hidden_of(generate.view(jax.tree.map(
-          lambda x: pick(x)[:, :, :read], cache)), one)
+      recent, last = hidden_of(generate.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), one)
       cache = _write(cache, recent, slot, one)
     else:
       recent, last = hidden_of(cache.replace(table=pick(table)), one)
       cache = _write_pages(cache, recent, table[slot], one)
-    return cache, jax.lax.dynamic_update_slice_in_dim(
-        hidden, last.astype(hidden.dtype), slot, 0)
+    return cache, jax.lax.dynamic_update_slice_in_dim(hidden, last.astype(hidden.dtype), slot, 0)
 
   return jax.lax.fori_loop(0, jnp.sum(new), row, (state.cache, state.hidden))
 
 
 def _together(hidden_of, state, new, more: More, table, read: int):
   """All slots at once."""
-  cache = state.cache.replace(table=table) if table is not None else (
-      generate.view(jax.tree.map(lambda x: x[:, :, :read], state.cache)))
+  cache = (
+    state.cache.replace(table=table)
+    if table is not None
+    else (generate.view(jax.tree.map(lambda x: x[:, :, :read], state.cache)))
+  )
   recent, hidden = hidden_of(cache, more)
   return _scatter(state.cache, recent, new, more, table), hidden
 
@@ -106,13 +113,11 @@ def _write(cache: Cache, recent: Cache, slot, one: More) -> Cache:
     size = min(steps, old.shape[2])
     start = jnp.clip(filled, 0, old.shape[2] - size)
     place = slot, 0, start, 0
-    there = jax.lax.dynamic_slice(
-        old, place, (1, old.shape[1], size, old.shape[3]))
+    there = jax.lax.dynamic_slice(old, place, (1, old.shape[1], size, old.shape[3]))
     at = start + jnp.arange(size) - filled
     real = (at >= 0) & (at < one.lengths[0])
     new = jnp.roll(new, filled - start, axis=2)[:, :, :size]
-    return jax.lax.dynamic_update_slice(old, jnp.where(
-        real[:, None], new, there), place)
+    return jax.lax.dynamic_update_slice(old, jnp.where(real[:, None], new, there), place)
 
   return jax.tree.map(put, cache, recent)
 
@@ -123,9 +128,13 @@ def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
 
   def write(t, pool):
     at = one.filled[0] + t
-    return jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice_in_dim(new, t, 1, axis=2),
-        (table[at // size], 0, at % size, 0)), pool, recent)
+    return jax.tree.map(
+      lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(new, t, 1, axis=2), (table[at // size], 0, at % size, 0)
+      ),
+      pool,
+      recent,
+    )
 
   return jax.lax.fori_loop(0, one.lengths[0], write, pool)
 
@@ -140,5 +149,4 @@ def _scatter(cache: Cache, recent: Cache, new, more: More, table) -> Cache:
     at = at % size
   real = new[:, None] & (count < more.lengths[:, None])
   at = jnp.where(real, at, size)  # nowhere
-  return jax.tree.map(lambda old, x: old.at[row, :, at].set(
-      x.swapaxes(1, 2), mode='drop'), cache, recent)
+  return jax.tree.map(lambda old, x: old.at[row, :, at].set(x.swapaxes(1, 2), mode='drop'), cache, recent)

@@ -77,8 +77,9 @@ class Block:
   experts: tuple  # [T, R, L, k] uint16 that the tokens passed, or ()
 
 
-def empty_state(model: Model, slots: int, cache_shape: tuple[int, int],
-                sampling: Sampling, compute: Compute) -> Callable:
+def empty_state(
+  model: Model, slots: int, cache_shape: tuple[int, int], sampling: Sampling, compute: Compute
+) -> Callable:
   """A function that returns a DecodeState.
 
   cache_shape: slots and entries of each, or pages and entries of each.
@@ -91,8 +92,8 @@ def empty_state(model: Model, slots: int, cache_shape: tuple[int, int],
     if model.empty_cache:
       return model.empty_cache(*cache_shape, compute)
     half = lambda size: tuple(
-        jnp.zeros((cache_shape[0], heads, cache_shape[1], size), compute.cache)
-        for _ in range(cfg.num_layers))
+      jnp.zeros((cache_shape[0], heads, cache_shape[1], size), compute.cache) for _ in range(cfg.num_layers)
+    )
     k, *v = map(half, sizes)
     return stored(Cache(k, v[0] if v else ()))
 
@@ -100,30 +101,33 @@ def empty_state(model: Model, slots: int, cache_shape: tuple[int, int],
     zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
     full = lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x)))
     return DecodeState(
-        empty_cache(),
-        zeros(cfg.hidden_size, dtype=compute.residual), zeros(), zeros(),
-        zeros(dtype=bool), jax.tree.map(full, sampling),
-        zeros(2, dtype=jnp.uint32))
+      empty_cache(),
+      zeros(cfg.hidden_size, dtype=compute.residual),
+      zeros(),
+      zeros(),
+      zeros(dtype=bool),
+      jax.tree.map(full, sampling),
+      zeros(2, dtype=jnp.uint32),
+    )
 
   return init
 
 
 def slot_shardings(layout: Layout) -> Callable:
   """Shapes -> shardings: rows over the batch axes, heads over tensor."""
+
   def place(x):
     axes = ('batch', 'kv_heads') if len(x.shape) == 4 else ('batch',)
-    return layout.sharding((*axes, *(None,) * (len(x.shape) - len(axes))),
-                           x.shape)
+    return layout.sharding((*axes, *(None,) * (len(x.shape) - len(axes))), x.shape)
+
   return lambda shapes: jax.tree.map(place, shapes)
 
 
-def make_prefill(model: Model, layout: Layout, compute: Compute,
-                 ledger: Ledger) -> Program:
+def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """prefill(weights, tokens [N, P], lengths [N]) -> Prefix."""
 
   def prefill(weights, tokens, lengths):
-    cache, hidden = model.prefill(
-        weights, tokens, lengths, compute=compute, constrain=layout)
+    cache, hidden = model.prefill(weights, tokens, lengths, compute=compute, constrain=layout)
     kept = stored(cache.replace(experts=()))
     return Prefix(kept, hidden, lengths, cache.experts)
 
@@ -131,8 +135,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute,
     del weights, lengths
     return tokens.size * flops_per_token(model.config, tokens.shape[1] / 2)
 
-  return Program('prefill', prefill, ledger, slot_shardings(layout),
-                 flops=flops)
+  return Program('prefill', prefill, ledger, slot_shardings(layout), flops=flops)
 
 
 def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
@@ -140,46 +143,44 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
 
   def insert(state, prefix, entry, run_key, step):
     source = jnp.maximum(entry.source, 0)
-    cache = _put_rows(
-        state.cache, prefix.cache, entry.source >= 0, source, compute
-    ) if entry.copies is None else _put_pages(
-        state.cache, prefix.cache, entry.copies)
-    return enter(state.replace(cache=cache), entry, prefix.hidden[source],
-                 prefix.lengths[source], run_key, step)
+    cache = (
+      _put_rows(state.cache, prefix.cache, entry.source >= 0, source, compute)
+      if entry.copies is None
+      else _put_pages(state.cache, prefix.cache, entry.copies)
+    )
+    return enter(state.replace(cache=cache), entry, prefix.hidden[source], prefix.lengths[source], run_key, step)
 
-  return Program('insert', insert, ledger, slot_shardings(layout),
-                 donate=(0,))
+  return Program('insert', insert, ledger, slot_shardings(layout), donate=(0,))
 
 
-def enter(state: DecodeState, entry: Entry, hidden, positions, run_key, step
-          ) -> DecodeState:
+def enter(state: DecodeState, entry: Entry, hidden, positions, run_key, step) -> DecodeState:
   """The state with what `entry` says of its slots, their cache aside.
 
   hidden: [S, D] and positions: [S], of the end of each text.
   """
   pick = lambda value, old: _where(entry.source >= 0, value, old)
-  keys = sampling_lib.slot_keys(
-      run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
+  keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
   return state.replace(
-      hidden=pick(hidden, state.hidden),
-      positions=pick(positions, state.positions),
-      counts=pick(0, state.counts), active=pick(True, state.active),
-      sampling=jax.tree.map(pick, entry.sampling, state.sampling),
-      keys=pick(keys, state.keys))
+    hidden=pick(hidden, state.hidden),
+    positions=pick(positions, state.positions),
+    counts=pick(0, state.counts),
+    active=pick(True, state.active),
+    sampling=jax.tree.map(pick, entry.sampling, state.sampling),
+    keys=pick(keys, state.keys),
+  )
 
 
-def make_move(layout: Layout, compute: Compute, ledger: Ledger, *,
-              paged: bool) -> Program:
+def make_move(layout: Layout, compute: Compute, ledger: Ledger, *, paged: bool) -> Program:
   """move(state, source [S]) -> state, which is donated.
 
   Slot s takes what is in slot source[s], where that is not -1, and slots
   that were taken from are free.
   """
+
   def move(state, source):
     new, slots = source >= 0, jnp.arange(len(source))
     source = jnp.maximum(source, 0)
-    cache = state.cache if paged else _put_rows(
-        state.cache, None, new, source, compute)
+    cache = state.cache if paged else _put_rows(state.cache, None, new, source, compute)
     rest = state.replace(cache=None)
     rest = jax.tree.map(lambda x: _where(new, x[source], x), rest)
     taken = jnp.any(new & (source == slots[:, None]), axis=1)
@@ -199,17 +200,23 @@ def _put_rows(cache, rows, new, source, compute: Compute):
   Without `rows`, of the cache itself; then no slot is both read and written.
   """
   if not compute.row_writes:
+
     def put(old, rows):
-      head = _where(new, rows[source], old[:, :, :rows.shape[2]])
+      head = _where(new, rows[source], old[:, :, : rows.shape[2]])
       return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
+
     return jax.tree.map(put, cache, rows or cache)
   order = jnp.argsort(~new, stable=True)
 
   def write(i, cache):  # only what changes, in place
     slot = order[i]
-    return jax.tree.map(lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1),
-        (slot, 0, 0, 0)), cache, rows or cache)
+    return jax.tree.map(
+      lambda old, rows: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1), (slot, 0, 0, 0)
+      ),
+      cache,
+      rows or cache,
+    )
 
   return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
 
@@ -217,29 +224,30 @@ def _put_rows(cache, rows, new, source, compute: Compute):
 def _put_pages(pool, rows, copies):
   """Parts of `rows` [N, K, P, h] into pages [pages, K, p, h], in place."""
   size = pool.k[0].shape[2]
-  rows = jax.tree.map(lambda x: jnp.pad(
-      x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
+  rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
 
   def write(i, pool):
     row, place, page = copies[i]
-    return jax.tree.map(lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(
-            rows, (row, 0, place * size, 0), (1, *old.shape[1:])),
-        (page, 0, 0, 0)), pool, rows)
+    return jax.tree.map(
+      lambda old, rows: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice(rows, (row, 0, place * size, 0), (1, *old.shape[1:])), (page, 0, 0, 0)
+      ),
+      pool,
+      rows,
+    )
 
   return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
 
 
 def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
   """What a block of `steps` tokens will add to a cache, as it begins."""
-  recent = jax.tree.map(lambda x: jnp.zeros(
-      (rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
-  return view(recent).replace(
-      experts=routing.no_record(model.config, rows, steps))
+  recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
+  return view(recent).replace(experts=routing.no_record(model.config, rows, steps))
 
 
-def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
-                  layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+def make_generate(
+  model: Model, steps: int, rows: int, read: int, top: int, layout: Layout, compute: Compute, ledger: Ledger
+) -> Program:
   """generate(weights, state, table) -> (state, Block): `steps` tokens a slot.
 
   Of the first `rows` slots; attention reads the first `read` entries of
@@ -253,8 +261,7 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
   block = functools.partial(_block, model, steps, read, top, compute)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
   # These axes leave weights whole. A model of one's own may ask for a mesh.
-  apart = layout.mesh.size == shards > 1 and not isinstance(
-      model.config, OwnConfig)
+  apart = layout.mesh.size == shards > 1 and not isinstance(model.config, OwnConfig)
 
   def generate(weights, state, table=None):
     if not apart or table is not None or rows < len(state.active):
@@ -265,65 +272,96 @@ def make_generate(model: Model, steps: int, rows: int, read: int, top: int,
     split = layout.spec(('batch',))
     by_step = PartitionSpec(None, *split)
     return jax.shard_map(
-        functools.partial(block, rows // shards, lambda x, *axes: x),
-        mesh=layout.mesh, check_vma=False, in_specs=(PartitionSpec(), split),
-        out_specs=(split, Block(
-            tokens=by_step, logprobs=by_step, behaviour_logprobs=by_step,
-            drawn=by_step, active=split, finished=split, broken=split,
-            top=by_step, experts=by_step)))(weights, state)
+      functools.partial(block, rows // shards, lambda x, *axes: x),
+      mesh=layout.mesh,
+      check_vma=False,
+      in_specs=(PartitionSpec(), split),
+      out_specs=(
+        split,
+        Block(
+          tokens=by_step,
+          logprobs=by_step,
+          behaviour_logprobs=by_step,
+          drawn=by_step,
+          active=split,
+          finished=split,
+          broken=split,
+          top=by_step,
+          experts=by_step,
+        ),
+      ),
+    )(weights, state)
 
   def flops(weights, state, table=None):
     del weights, state, table
     return steps * rows * flops_per_token(model.config, read)
 
   return Program(
-      'generate', generate, ledger, lambda shapes: (
-          slot_shardings(layout)(shapes[0]), layout.sharding()),
-      donate=(1,), flops=flops)
+    'generate',
+    generate,
+    ledger,
+    lambda shapes: (slot_shardings(layout)(shapes[0]), layout.sharding()),
+    donate=(1,),
+    flops=flops,
+  )
 
 
-def _block(model: Model, steps: int, read: int, top: int, compute: Compute,
-           rows: int, constrain: Callable, weights, state, table=None):
+def _block(
+  model: Model,
+  steps: int,
+  read: int,
+  top: int,
+  compute: Compute,
+  rows: int,
+  constrain: Callable,
+  weights,
+  state,
+  table=None,
+):
   """`generate`, of all slots or of those of a device; rows: of these.
 
   constrain: a `Layout`, or any function where the device works alone.
   """
+
   def step(cache, filled, carry, now):
     state, recent = carry
     number, uniform = now
     logits = head_logits(model, weights, state.hidden, compute)
-    drawn = sampling_lib.draw(
-        logits, state.sampling, uniform, state.counts, top)
+    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, top)
     recent, hidden = model.decode(
-        weights, cache, recent, drawn.tokens, filled, number,
-        compute=compute, constrain=constrain)
+      weights, cache, recent, drawn.tokens, filled, number, compute=compute, constrain=constrain
+    )
     after, stopped = advance(state, drawn.tokens)
     after = after.replace(hidden=hidden.astype(state.hidden.dtype))
     return (after, recent), (drawn, state.active, stopped)
 
   few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-  cache = state.cache.replace(table=table) if table is not None else view(
-      jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
+  cache = (
+    state.cache.replace(table=table)
+    if table is not None
+    else view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
+  )
   recent = nothing_new(model, state.cache, rows, steps)
   # All numbers of the block at once: the generator is a loop of its own.
   number, filled = jnp.arange(steps), few.positions
-  uniform = jax.vmap(
-      lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
+  uniform = jax.vmap(lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
   (few, recent), (drawn, active, stopped) = jax.lax.scan(
-      functools.partial(step, cache, filled), (few, recent),
-      (number, uniform))
+    functools.partial(step, cache, filled), (few, recent), (number, uniform)
+  )
   few = few.replace(positions=filled + steps)
-  rest = jax.tree.map(
-      lambda old, x: old.at[:rows].set(x) if rows < len(old) else x,
-      state.replace(cache=None), few)
+  rest = jax.tree.map(lambda old, x: old.at[:rows].set(x) if rows < len(old) else x, state.replace(cache=None), few)
   block = Block(
-      drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs, active,
-      few.active | False, jnp.any(stopped, axis=0),
-      jnp.any(active & drawn.broken, axis=0), drawn.top,
-      routing.recorded(recent.experts))
-  cache = extend(
-      state.cache.replace(table=table), stored(recent.replace(experts=())),
-      filled, compute.row_writes)
+    drawn.tokens,
+    drawn.logprobs,
+    drawn.behaviour_logprobs,
+    active,
+    few.active | False,
+    jnp.any(stopped, axis=0),
+    jnp.any(active & drawn.broken, axis=0),
+    drawn.top,
+    routing.recorded(recent.experts),
+  )
+  cache = extend(state.cache.replace(table=table), stored(recent.replace(experts=())), filled, compute.row_writes)
   return rest.replace(cache=cache.replace(table=None)), block
 
 
@@ -332,30 +370,25 @@ def advance(state: DecodeState, tokens):
   stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
   counts = state.counts + state.active
   full = counts >= state.sampling.max_tokens
-  return state.replace(
-      counts=counts, active=state.active & ~stop & ~full), state.active & stop
+  return state.replace(counts=counts, active=state.active & ~stop & ~full), state.active & stop
 
 
 def stored(cache: Cache) -> Cache:
   """As it is kept: bfloat16 as integers, whose updates XLA:CPU does in place
   where it would widen and narrow the whole array."""
-  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(
-      x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
 
 
 def view(cache: Cache) -> Cache:
   """What is `stored`, to compute with."""
-  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(
-      x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
+  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
 
 
 def head_logits(model: Model, weights, hidden, compute: Compute):
   """[S, D] -> [S, V] float32, what is no token hidden."""
   head = model.head(weights)
-  logits = head_lib.logits(
-      hidden, head, model.config.logit_form, compute.dtype)
+  logits = head_lib.logits(hidden, head, model.config.logit_form, compute.dtype)
   if model.config.vocab_size < head.shape[0]:
     real = jnp.arange(head.shape[0]) < model.config.vocab_size
     logits = jnp.where(real, logits, sampling_lib.HIDE)
   return logits
-

@@ -25,6 +25,7 @@ _FIRST, _LARGEST, _PATIENCE = 2.0**15, 2.0**24, 1000
 
 def scaled(optimizer) -> optax.GradientTransformation:
   """The optimizer, taking gradients that are scaled back already."""
+
   def init(params):
     return LossScaled(jnp.float32(_FIRST), jnp.int32(0), optimizer.init(params))
 
@@ -32,20 +33,18 @@ def scaled(optimizer) -> optax.GradientTransformation:
     updates, inner = optimizer.update(grads, state.inner, params)
     grow = state.good + 1 >= _PATIENCE
     scale = jnp.where(grow, jnp.minimum(2 * state.scale, _LARGEST), state.scale)
-    return updates, LossScaled(
-        scale, jnp.where(grow, 0, state.good + 1), inner)
+    return updates, LossScaled(scale, jnp.where(grow, 0, state.good + 1), inner)
 
   return optax.GradientTransformation(init, update)
 
 
 def unmoved(state, finite):
-  """The state after a step that moves nothing; smaller scale if it overflowed.
-  """
+  """The state after a step that moves nothing; smaller scale if it overflowed."""
   if not isinstance(state, LossScaled):
     return state
   return state._replace(
-      scale=jnp.where(finite, state.scale, jnp.maximum(state.scale / 2, 1.0)),
-      good=jnp.where(finite, state.good, 0))
+    scale=jnp.where(finite, state.scale, jnp.maximum(state.scale / 2, 1.0)), good=jnp.where(finite, state.good, 0)
+  )
 
 
 def scale_of(state):
@@ -58,5 +57,4 @@ def report(state, finite) -> dict:
   if not isinstance(state, LossScaled):
     return {}
   over = ~finite & (state.scale > 1)
-  return {'loss_scale': state.scale, 'overflowed_updates': 1.0 * over,
-          'skipped_updates': 1.0 * (~finite & ~over)}
+  return {'loss_scale': state.scale, 'overflowed_updates': 1.0 * over, 'skipped_updates': 1.0 * (~finite & ~over)}

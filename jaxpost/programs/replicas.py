@@ -28,11 +28,10 @@ def make_digest(shardings: dict, ledger: Ledger) -> Program:
 
   def digest(params):
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(specs,),
-        out_specs=PartitionSpec(mesh.axis_names), check_vma=False)(params)
+      local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
+    )(params)
 
-  return Program('digest', digest, ledger, jax.sharding.NamedSharding(
-      mesh, PartitionSpec()))
+  return Program('digest', digest, ledger, jax.sharding.NamedSharding(mesh, PartitionSpec()))
 
 
 def _hash(x):
@@ -67,8 +66,7 @@ def differing(digests: np.ndarray, params: dict) -> list[tuple]:
     for devices in groups.values():
       found = collections.Counter(column[row[d]].item() for d in devices)
       usual = found.most_common(1)[0][0]
-      out += [(jax.tree_util.keystr(path, simple=True, separator='/'), d)
-              for d in devices if column[row[d]] != usual]
+      out += [(jax.tree_util.keystr(path, simple=True, separator='/'), d) for d in devices if column[row[d]] != usual]
   return out
 
 
@@ -76,5 +74,3 @@ def combined(digests: np.ndarray) -> int:
   """One number below 2^32 for all of it."""
   odd = 2 * np.arange(digests.size, dtype=np.uint32) + 1
   return int((digests.ravel() * odd).sum(dtype=np.uint32))
-
-

@@ -40,8 +40,9 @@ class Reshard:
     shared_bytes: of what the last call took as it was.
   """
 
-  def __init__(self, model: Model, layout: Layout, compute: Compute,
-               ledger: Ledger, most: int = GROUP_BYTES, lent: bool = True):
+  def __init__(
+    self, model: Model, layout: Layout, compute: Compute, ledger: Ledger, most: int = GROUP_BYTES, lent: bool = True
+  ):
     self._merge, model = model.merge, model.base or model
     self._compute, self._layout, self._lent = compute, layout, lent
     self._table, self._shardings = nest(model.table), model.shardings(layout)
@@ -50,30 +51,23 @@ class Reshard:
     # Name -> the parameter that it is made of, and how.
     self._made = {k: (k, p) for k, p in self._table.items() if k not in STACKS}
     # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
-    if compute.row_writes and model.config.tie_embeddings and (
-        compute.dtype == 'bfloat16'):
-      self._made |= dict(embed=('embed', None), head=('embed', model.table[
-          'embed']))
+    if compute.row_writes and model.config.tie_embeddings and (compute.dtype == 'bfloat16'):
+      self._made |= dict(embed=('embed', None), head=('embed', model.table['embed']))
       self._shardings['head'] = self._shardings['embed']
     each, most_bytes = [], 0  # shardings of every layer, bytes of the largest
     for stack in STACKS:
-      rows = {path.split('/')[1]: p for path, p in model.table.items()
-              if p.stacked and path.startswith(f'{stack}/')}
-      number, = {p.shape[0] for p in rows.values()} or {0}
-      each += [fuse({k: layout.sharding(p.axes[1:], p.shape[1:])
-                     for k, p in rows.items()}, joined)] * number
-      most_bytes = max(most_bytes, sum(
-          math.prod(p.shape[1:]) * _size(p, compute) for p in rows.values()))
+      rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
+      (number,) = {p.shape[0] for p in rows.values()} or {0}
+      each += [fuse({k: layout.sharding(p.axes[1:], p.shape[1:]) for k, p in rows.items()}, joined)] * number
+      most_bytes = max(most_bytes, sum(math.prod(p.shape[1:]) * _size(p, compute) for p in rows.values()))
     self.layers = len(each)
     self._stacks = [s for s in STACKS if s in self._table]
     # Of layers that are not alike, all at once.
-    self.group = self.layers if len(self._stacks) > 1 else group_of(
-        self.layers, most, most_bytes)
-    self._rest = Program('reshard', self._cast, ledger, lambda shapes: {
-        k: self._shardings[k] for k in shapes})
+    self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, most_bytes)
+    self._rest = Program('reshard', self._cast, ledger, lambda shapes: {k: self._shardings[k] for k in shapes})
     self._some = Program(
-        'reshard', self._cast_layers, ledger, each[:self.group],
-        times=self.layers // max(1, self.group))
+      'reshard', self._cast_layers, ledger, each[: self.group], times=self.layers // max(1, self.group)
+    )
 
   def __call__(self, params) -> dict:
     shared, rest, stacked = self._split(params)
@@ -81,8 +75,10 @@ class Reshard:
     weights = shared | (self._rest(rest) if rest else {})
     if self.layers:
       weights['layers'] = [
-          layer for start in range(0, self.layers, self.group)
-          for layer in self._some(stacked, self._layout.put(np.int32(start)))]
+        layer
+        for start in range(0, self.layers, self.group)
+        for layer in self._some(stacked, self._layout.put(np.int32(start)))
+      ]
     return weights
 
   def compile(self, params):
@@ -97,8 +93,7 @@ class Reshard:
     weights, rest, stacked = self._split(params)
     weights |= self._rest.outputs(rest) if rest else {}
     if self.layers:
-      weights['layers'] = self._some.outputs(stacked, self._start()) * (
-          self.layers // self.group)
+      weights['layers'] = self._some.outputs(stacked, self._start()) * (self.layers // self.group)
     return weights
 
   def _start(self):
@@ -112,8 +107,7 @@ class Reshard:
     for name, (source, param) in self._made.items():
       x = params[source]
       kind = x.dtype if param is None or param.exact else self._compute.dtype
-      same = self._lent and x.dtype == kind and x.sharding.is_equivalent_to(
-          self._shardings[name], x.ndim)
+      same = self._lent and x.dtype == kind and x.sharding.is_equivalent_to(self._shardings[name], x.ndim)
       if same:
         shared[name] = relabelled(x, self._shardings[name])
       else:
@@ -124,24 +118,21 @@ class Reshard:
   def _cast(self, params):
     """What is no layer; all, of a model of one's own."""
     if not self.layers:
-      return jax.tree.map(lambda x, p: narrow(x, p, self._compute),
-                          self._merge(params), self._table)
+      return jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merge(params), self._table)
     # Without a copy in it jit would return the parameter itself.
-    copy = lambda x, p: jnp.copy(x) if p is None else narrow(
-        jnp.copy(x), p, self._compute)
+    copy = lambda x, p: jnp.copy(x) if p is None else narrow(jnp.copy(x), p, self._compute)
     return {name: copy(x, self._made[name][1]) for name, x in params.items()}
 
   def _cast_layers(self, stacked, start):
     """`group` layers from `start` on."""
     if self.group < self.layers:
-      stacked = jax.tree.map(
-          lambda x: _rows(x, start, self.group), stacked)
+      stacked = jax.tree.map(lambda x: _rows(x, start, self.group), stacked)
     some = self._merge(stacked)
-    cast = {name: jax.tree.map(lambda x, p: narrow(x, p, self._compute),
-                               some[name], self._table[name])
-            for name in self._stacks}
-    return [fuse(p, self._joined) for p in unstack_layers(
-        cast, self.group)['layers']]
+    cast = {
+      name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
+      for name in self._stacks
+    }
+    return [fuse(p, self._joined) for p in unstack_layers(cast, self.group)['layers']]
 
 
 def _size(param, compute: Compute) -> int:

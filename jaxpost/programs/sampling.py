@@ -17,21 +17,25 @@ _GREEDY = 1e-4  # a lower temperature is 0: quotients would overflow
 
 def uniforms(keys, positions):
   """[S, 2] uint32 slot keys, [S] positions -> [S] uniforms in [0, 1)."""
+
   def one(key, position):
     key = jax.random.wrap_key_data(key, impl='threefry2x32')
     return jax.random.uniform(jax.random.fold_in(key, position))
+
   return jax.vmap(one)(keys, positions)
 
 
 def slot_keys(run_key, step, prompts, samples, seeds):
   """[S] prompt and sample indices, seeds -> [S, 2] uint32 key of each."""
+
   def one(prompt, sample, seed):
     key = jax.random.fold_in(run_key, step)
     key = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
     key = jax.random.key_data(key)
-    return jnp.where(seed == 0, key, jax.random.key_data(
-        jax.random.fold_in(jax.random.wrap_key_data(
-            key, impl='threefry2x32'), seed)))
+    return jnp.where(
+      seed == 0, key, jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), seed))
+    )
+
   return jax.vmap(one)(prompts, samples, seeds)
 
 
@@ -62,9 +66,7 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
   highest = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - highest)
   early = counts < sampling.min_tokens
-  forbidden = jnp.concatenate([
-      sampling.forbidden_ids,
-      jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
+  forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
   cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
 
   def all_of_it():
@@ -76,33 +78,33 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
     left = _forbid(logits, forbidden)
     top = jnp.max(left, axis=-1, keepdims=True)
     kept = jnp.where(left > HIDE, jnp.exp(left - top), 0)
-    kept = jax.lax.cond(
-        jnp.any(cuts & ~greedy), _truncate, lambda w, _: w, kept, sampling)
+    kept = jax.lax.cond(jnp.any(cuts & ~greedy), _truncate, lambda w, _: w, kept, sampling)
     # An argmax over the vocabulary costs more than the draw on CPU.
     best = jnp.argmax(left, axis=-1)
     tokens, total = _invert(kept, uniform)
-    return (jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1),
-            top)
+    return (jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1), top)
 
   # The weights stay inside: a branch that returned them would copy them.
-  tokens, kept_total, total, top_kept = jax.lax.cond(
-      jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), less, all_of_it)
+  tokens, kept_total, total, top_kept = jax.lax.cond(jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), less, all_of_it)
   tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   scaled = picked - highest[:, 0]
   best = ()
   if top:
+
     def likeliest():
       values, ids = jax.lax.top_k(logits, top)
       return ids, values - highest - jnp.log(total)[:, None]
 
-    none = lambda: (jnp.zeros((len(logits), top), jnp.int32),
-                    jnp.zeros((len(logits), top)))
+    none = lambda: (jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top)))
     best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), likeliest, none)
   return Drawn(
-      tokens, scaled - jnp.log(total),
-      jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
-      ~jnp.isfinite(total) | ~(kept_total > 0), best)
+    tokens,
+    scaled - jnp.log(total),
+    jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
+    ~jnp.isfinite(total) | ~(kept_total > 0),
+    best,
+  )
 
 
 def _forbid(logits, ids):
@@ -119,24 +121,28 @@ def _truncate(weights, sampling: Sampling):
   The k-th weight, and the last of the smallest set whose mass reaches top_p,
   are found bit by bit: a sort of the vocabulary costs twenty times as much.
   """
-  wanted = jnp.stack([
-      jnp.where(sampling.top_k > 0, sampling.top_k, weights.shape[-1]).astype(
-          jnp.float32), sampling.top_p * jnp.sum(weights, axis=-1)])  # [2, S]
+  wanted = jnp.stack(
+    [
+      jnp.where(sampling.top_k > 0, sampling.top_k, weights.shape[-1]).astype(jnp.float32),
+      sampling.top_p * jnp.sum(weights, axis=-1),
+    ]
+  )  # [2, S]
 
   def halve(_, ends):
     low, high = ends  # bits of floats; what is above `low` is enough
     middle = (low + high) // 2
-    count, mass = (
-        jax.lax.bitcast_convert_type(x, jnp.float32)[:, None] for x in middle)
-    above = jnp.stack([
+    count, mass = (jax.lax.bitcast_convert_type(x, jnp.float32)[:, None] for x in middle)
+    above = jnp.stack(
+      [
         jnp.sum(jnp.where(weights > count, 1.0, 0.0), axis=-1),
-        jnp.sum(jnp.where(weights > mass, weights, 0.0), axis=-1)])
+        jnp.sum(jnp.where(weights > mass, weights, 0.0), axis=-1),
+      ]
+    )
     enough = above >= wanted
     return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-  one = 0x3f800000  # the bits of 1.0, the largest weight
-  low, _ = jax.lax.fori_loop(0, 30, halve, (
-      jnp.zeros(wanted.shape, jnp.int32), jnp.full(wanted.shape, one)))
+  one = 0x3F800000  # the bits of 1.0, the largest weight
+  low, _ = jax.lax.fori_loop(0, 30, halve, (jnp.zeros(wanted.shape, jnp.int32), jnp.full(wanted.shape, one)))
   least = jax.lax.bitcast_convert_type(low, jnp.float32)
   off = jnp.stack([sampling.top_k <= 0, sampling.top_p >= 1])
   above = jnp.max(jnp.where(off, -1.0, least), axis=0)[:, None]
@@ -155,8 +161,7 @@ def _invert(weights, uniform, block: int = 256):
   at = jnp.sum(ends <= target[:, None], axis=-1)
   at = jnp.minimum(at, ends.shape[-1] - 1)
   row = jnp.take_along_axis(blocks, at[:, None, None], axis=1)[:, 0]
-  start = jnp.where(at > 0, jnp.take_along_axis(
-      ends, jnp.maximum(at - 1, 0)[:, None], axis=-1)[:, 0], 0)
+  start = jnp.where(at > 0, jnp.take_along_axis(ends, jnp.maximum(at - 1, 0)[:, None], axis=-1)[:, 0], 0)
   inner = start[:, None] + jnp.cumsum(row, axis=-1)
   offset = jnp.sum(inner <= target[:, None], axis=-1)
   # Rounding may step past the last weight, or onto one that is 0.

@@ -18,15 +18,14 @@ from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger, Program
 
 
-def make_score(model: Model, layout: Layout, compute: Compute,
-               ledger: Ledger, *, temperature: float = 1.0) -> Program:
+def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, temperature: float = 1.0) -> Program:
   """score(params, batch [M, B, T]) -> Outputs [M, B, T] of weighted tokens.
 
   A model with a scalar head gives `values`, of all tokens.
   """
   plan = head_lib.Plan(
-      None, model.config.vocab_size, temperature, compute, layout, learns=(),
-      form=model.config.logit_form)
+    None, model.config.vocab_size, temperature, compute, layout, learns=(), form=model.config.logit_form
+  )
 
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
@@ -36,9 +35,9 @@ def make_score(model: Model, layout: Layout, compute: Compute,
   return _reader(name, rows, model, layout, ledger)
 
 
-def make_hidden(model: Model, layout: Layout, compute: Compute,
-                ledger: Ledger) -> Program:
+def make_hidden(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """hidden(params, batch [M, B, T]) -> final hidden states [M, B, T, D]."""
+
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
     return hidden.astype(compute.dtype)
@@ -46,63 +45,59 @@ def make_hidden(model: Model, layout: Layout, compute: Compute,
   return _reader('hidden', rows, model, layout, ledger)
 
 
-def make_topk(model: Model, layout: Layout, compute: Compute, ledger: Ledger,
-              *, k: int, vocab_size: int, temperature: float) -> Program:
+def make_topk(
+  model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, k: int, vocab_size: int, temperature: float
+) -> Program:
   """topk(params, batch [M, B, T]) -> (ids, log-probs), each [M, B, T, k].
 
   Of weighted tokens: what the model holds most probable in the place of each,
   among the first `vocab_size` ids.
   """
   plan = head_lib.Plan(
-      None, min(vocab_size, model.config.vocab_size), temperature, compute,
-      layout, form=model.config.logit_form)
+    None, min(vocab_size, model.config.vocab_size), temperature, compute, layout, form=model.config.logit_form
+  )
 
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
-    found = head_lib.top_tokens(
-        plan, hidden, model.head(params),
-        train.next_token(batch.loss_weights), k)
+    found = head_lib.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
     return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
 
   return _reader('topk', rows, model, layout, ledger)
 
 
-def _reader(name: str, rows: Callable, model: Model, layout: Layout,
-            ledger: Ledger) -> Program:
+def _reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledger) -> Program:
   """A program over micro-batches; empty ones at the end are not run."""
+
   def read(params, batch):
     micro = lambda i: jax.tree.map(lambda x: x[i], batch)
     if batch.tokens.shape[0] == 1:
       return jax.tree.map(lambda x: x[None], rows(params, micro(0)))
     used = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
     zeros = jax.tree.map(
-        lambda x: jnp.zeros((len(batch.tokens), *x.shape), x.dtype),
-        jax.eval_shape(rows, params, micro(0)))
+      lambda x: jnp.zeros((len(batch.tokens), *x.shape), x.dtype), jax.eval_shape(rows, params, micro(0))
+    )
     return jax.lax.fori_loop(
-        0, used, lambda i, acc: jax.tree.map(
-            lambda a, x: a.at[i].set(x), acc, rows(params, micro(i))), zeros)
+      0, used, lambda i, acc: jax.tree.map(lambda a, x: a.at[i].set(x), acc, rows(params, micro(i))), zeros
+    )
 
   def flops(params, batch):
     del params
-    return batch.tokens.size * flops_per_token(
-        model.config, batch.tokens.shape[-1] / 2)
+    return batch.tokens.size * flops_per_token(model.config, batch.tokens.shape[-1] / 2)
 
   # Rows that the mesh of frozen models does not divide stay whole.
-  place = lambda shapes: jax.tree.map(
-      lambda x: layout.sharding((None, 'batch', None), x.shape), shapes)
+  place = lambda shapes: jax.tree.map(lambda x: layout.sharding((None, 'batch', None), x.shape), shapes)
   return Program(name, read, ledger, place, flops=flops)
 
 
-def frozen_copy(model: Model, params, compute: Compute, shardings,
-                ledger: Ledger) -> dict:
+def frozen_copy(model: Model, params, compute: Compute, shardings, ledger: Ledger) -> dict:
   """A copy that only scores, in the type that products round it to anyway."""
+
   def copy(params):
-    return jax.tree.map(
-        lambda x, p: narrow(x, p, compute), params, nest(model.table))
+    return jax.tree.map(lambda x, p: narrow(x, p, compute), params, nest(model.table))
+
   return Program('copy', copy, ledger, shardings)(params)
 
 
 def narrow(x, param: Param, compute: Compute):
   """A new array of the operand type; what is `exact` stays."""
-  return jnp.array(
-      x, x.dtype if param.exact else compute.dtype, copy=True)
+  return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)

@@ -12,20 +12,20 @@ from jaxpost.errors import InputError
 
 # name: (module:what of jaxpost.rewards, help)
 BUILTIN = {
-    'exact_match': ('math:exact_match', 'the text is the answer'),
-    'numeric_match': ('math:numeric_match', 'its last number is the answer'),
-    'gsm8k': ('math:gsm8k', 'the number after #### or boxed is the answer'),
-    'math_verify': ('math:MathVerify', 'its LaTeX equals the answer'),
-    'think_format': ('format:think_format', '<think>...</think> comes first'),
-    'tag_format': ('format:TagFormat', 'it is made of these tags, in order'),
-    'regex_match': ('format:RegexMatch', 'a pattern is found in it'),
-    'json_schema': ('format:JsonSchema', 'it is JSON that fits a schema'),
-    'length': ('length:Length', '1 at a number of tokens, less off it'),
-    'cosine_length': ('length:CosineLength', 'right and short is best'),
-    'overlong': ('length:Overlong', 'below 0 near the limit of tokens'),
-    'repetition': ('length:Repetition', 'below 0 for repeated n-grams'),
-    'code': ('code:Code', 'its Python passes the tests, in a sandbox'),
-    'judge': ('judge:Judge', 'the score of a model behind a URL'),
+  'exact_match': ('math:exact_match', 'the text is the answer'),
+  'numeric_match': ('math:numeric_match', 'its last number is the answer'),
+  'gsm8k': ('math:gsm8k', 'the number after #### or boxed is the answer'),
+  'math_verify': ('math:MathVerify', 'its LaTeX equals the answer'),
+  'think_format': ('format:think_format', '<think>...</think> comes first'),
+  'tag_format': ('format:TagFormat', 'it is made of these tags, in order'),
+  'regex_match': ('format:RegexMatch', 'a pattern is found in it'),
+  'json_schema': ('format:JsonSchema', 'it is JSON that fits a schema'),
+  'length': ('length:Length', '1 at a number of tokens, less off it'),
+  'cosine_length': ('length:CosineLength', 'right and short is best'),
+  'overlong': ('length:Overlong', 'below 0 near the limit of tokens'),
+  'repetition': ('length:Repetition', 'below 0 for repeated n-grams'),
+  'code': ('code:Code', 'its Python passes the tests, in a sandbox'),
+  'judge': ('judge:Judge', 'the score of a model behind a URL'),
 }
 
 
@@ -36,8 +36,7 @@ def locate(spec):
   """
   if not isinstance(spec, str):
     raise InputError(
-        f'reward: {spec!r} is a {type(spec).__name__}; write a builtin name,'
-        ' pkg.module:function or ./file.py:function'
+      f'reward: {spec!r} is a {type(spec).__name__}; write a builtin name, pkg.module:function or ./file.py:function'
     )
   base, mark, options = spec.partition('?')
   if ':' in base:
@@ -48,17 +47,18 @@ def locate(spec):
     if '=' in base:
       hint = 'options are written name?key=value&key=value, a comma as %2C; '
     raise InputError(
-        f'reward: no builtin {base!r}; {hint}there are {", ".join(BUILTIN)}'
-        ' (docs/rewards.md);'
-        ' your own is written pkg.module:function or ./file.py:function'
+      f'reward: no builtin {base!r}; {hint}there are {", ".join(BUILTIN)}'
+      ' (docs/rewards.md);'
+      ' your own is written pkg.module:function or ./file.py:function'
     )
   return f'jaxpost.rewards.{BUILTIN[base][0]}{mark}{options}'
 
 
 def variables(specs):
   """Environment variables that options called *_env name: a judge's key."""
-  return [name for spec in specs if isinstance(spec, str)
-          for name in re.findall(r'(?<=_env=)[^&]+', spec.partition('?')[2])]
+  return [
+    name for spec in specs if isinstance(spec, str) for name in re.findall(r'(?<=_env=)[^&]+', spec.partition('?')[2])
+  ]
 
 
 def short_names(specs):

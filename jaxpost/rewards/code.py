@@ -38,28 +38,43 @@ class Code:
   """
 
   def __init__(
-      self, timeout: float = 5.0, memory_mb: int = 512, disk_mb: int = 64,
-      share: bool = False, fenced: bool = True, packages: bool = False,
-      parallel: int = 4, insecure: bool = False):
+    self,
+    timeout: float = 5.0,
+    memory_mb: int = 512,
+    disk_mb: int = 64,
+    share: bool = False,
+    fenced: bool = True,
+    packages: bool = False,
+    parallel: int = 4,
+    insecure: bool = False,
+  ):
     if timeout <= 0 or memory_mb < 32 or disk_mb < 1 or parallel < 1:
       raise InputError(
-          f'options timeout={timeout:g}, memory_mb={memory_mb},'
-          f' disk_mb={disk_mb}, parallel={parallel}: want timeout > 0,'
-          ' memory_mb >= 32, disk_mb >= 1, parallel >= 1')
+        f'options timeout={timeout:g}, memory_mb={memory_mb},'
+        f' disk_mb={disk_mb}, parallel={parallel}: want timeout > 0,'
+        ' memory_mb >= 32, disk_mb >= 1, parallel >= 1'
+      )
     self._limits = sandbox.Limits(
-        timeout_s=timeout, memory_mb=memory_mb, disk_mb=disk_mb,
-        packages=packages, insecure=insecure)
+      timeout_s=timeout, memory_mb=memory_mb, disk_mb=disk_mb, packages=packages, insecure=insecure
+    )
     self._share, self._fenced, self._parallel = share, fenced, parallel
     self.needs_columns = ('tests|test_list|inputs',)
     sandbox.probe(self._limits)
 
   def __call__(
-      self, completions, tests=None, test_list=None, inputs=None, outputs=None,
-      test_setup_code=None, test_imports=None, time_limit_s=None):
+    self,
+    completions,
+    tests=None,
+    test_list=None,
+    inputs=None,
+    outputs=None,
+    test_setup_code=None,
+    test_imports=None,
+    time_limit_s=None,
+  ):
     size = len(completions)
     self._check_time(size, time_limit_s)
-    columns = [c or [None] * size for c in (
-        tests or test_list, inputs, outputs, test_setup_code, test_imports)]
+    columns = [c or [None] * size for c in (tests or test_list, inputs, outputs, test_setup_code, test_imports)]
     with concurrent.futures.ThreadPoolExecutor(self._parallel) as threads:
       return list(threads.map(self._grade, completions, *columns))
 
@@ -67,17 +82,17 @@ class Code:
     needed = math.ceil(size / self._parallel) * self._limits.timeout_s
     if time_limit_s is not None and needed > time_limit_s:
       raise call.RewardError(
-          f'{size} completions of {self._limits.timeout_s:g} s each,'
-          f' {self._parallel} at a time, may take {needed:g} s, more than'
-          f' config.rewards.timeout_s={time_limit_s:g}: raise it, or parallel,'
-          ' or lower timeout')
+        f'{size} completions of {self._limits.timeout_s:g} s each,'
+        f' {self._parallel} at a time, may take {needed:g} s, more than'
+        f' config.rewards.timeout_s={time_limit_s:g}: raise it, or parallel,'
+        ' or lower timeout'
+      )
 
   def _grade(self, completion, tests, inputs, outputs, setup, imports):
     tests = [tests] if isinstance(tests, str) else tests
     # A blank test would pass whatever the program is.
     tested = _texts(tests) and all(test.strip() for test in tests)
-    if not tested and not (
-        _texts(inputs) and _texts(outputs) and len(inputs) == len(outputs)):
+    if not tested and not (_texts(inputs) and _texts(outputs) and len(inputs) == len(outputs)):
       return None
     text = text_of(completion)
     program = last_block(text) if self._fenced else text
@@ -89,10 +104,8 @@ class Code:
       passed = sandbox.run_tests(program, tests, self._limits)
     else:
       most = max(len(o.encode(errors='replace')) for o in outputs)
-      given = sandbox.run_inputs(
-          program, inputs, self._limits, 2 * most + _SLACK)
-      passed = [g is not None and _lines(g) == _lines(o)
-                for g, o in zip(given, outputs, strict=True)]
+      given = sandbox.run_inputs(program, inputs, self._limits, 2 * most + _SLACK)
+      passed = [g is not None and _lines(g) == _lines(o) for g, o in zip(given, outputs, strict=True)]
     share = sum(passed) / len(passed)
     return share if self._share else float(share == 1)
 
@@ -119,8 +132,7 @@ def last_block(text):
 
 
 def _texts(value):
-  return bool(value) and isinstance(value, list) and all(
-      isinstance(v, str) for v in value)
+  return bool(value) and isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
 def _lines(text):

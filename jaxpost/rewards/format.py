@@ -51,8 +51,7 @@ class TagFormat:
     names = tags.split('+')
     for name in names:
       if not re.fullmatch(r'[\w.-]+', name) or names.count(name) > 1:
-        raise InputError(
-            f'option tags={tags!r} must be different names joined with +')
+        raise InputError(f'option tags={tags!r} must be different names joined with +')
     self._marks = re.compile('|'.join(f'</?{re.escape(n)}>' for n in names))
     self._wanted = [m for n in names for m in (f'<{n}>', f'</{n}>')]
 
@@ -84,15 +83,12 @@ class RegexMatch:
       try:
         self._pattern = re.compile(pattern)
       except re.error as error:
-        raise InputError(
-            f'option pattern={pattern!r}: {error}'
-        ) from error
+        raise InputError(f'option pattern={pattern!r}: {error}') from error
 
   def __call__(self, completions, pattern=None, **columns):
     if self._pattern is not None:
       pattern = [self._pattern] * len(completions)
-    return [self._reward(p, text_of(c))
-            for c, p in zip(completions, pattern, strict=True)]
+    return [self._reward(p, text_of(c)) for c, p in zip(completions, pattern, strict=True)]
 
   def _reward(self, pattern, text):
     try:
@@ -125,8 +121,7 @@ class JsonSchema:
   def __call__(self, completions, schema=None, **columns):
     if self._validator is not None:
       return [self._fits(self._validator, text_of(c)) for c in completions]
-    return [self._fits(_validator(s), text_of(c))
-            for c, s in zip(completions, schema, strict=True)]
+    return [self._fits(_validator(s), text_of(c)) for c, s in zip(completions, schema, strict=True)]
 
   def _fits(self, validator, text):
     if validator is None:
@@ -150,8 +145,7 @@ def _validator(schema):
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, (dict, bool)):
       return None
-    kind = jsonschema.validators.validator_for(
-        schema, jsonschema.Draft202012Validator)
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     kind.check_schema(schema)
   except (ValueError, jsonschema.SchemaError):
     return None
@@ -164,10 +158,7 @@ def _jsonschema():
     import jsonschema
     import referencing
   except ModuleNotFoundError as error:
-    raise InputError(
-        f"imports {error.name!r}, which is not installed; pip install"
-        " 'jaxpost[rewards]'"
-    ) from error
+    raise InputError(f"imports {error.name!r}, which is not installed; pip install 'jaxpost[rewards]'") from error
   return jsonschema, referencing
 
 

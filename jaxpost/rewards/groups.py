@@ -35,9 +35,9 @@ def stats_of(graded):
   for name, value in (pair for g in graded for pair in g.logged):
     logged[f'logged/{name}'].append(value)
   return {
-      **{name: sum(v) / len(v) for name, v in logged.items()},
-      'groups': len(graded),
-      'failed_groups': sum(g.error is not None for g in graded),
-      'timeouts': sum(g.timed_out for g in graded),
-      'masked_rows': sum(r is None for g in graded for r in g.rewards),
+    **{name: sum(v) / len(v) for name, v in logged.items()},
+    'groups': len(graded),
+    'failed_groups': sum(g.error is not None for g in graded),
+    'timeouts': sum(g.timed_out for g in graded),
+    'masked_rows': sum(r is None for g in graded for r in g.rewards),
   }

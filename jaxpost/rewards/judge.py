@@ -20,7 +20,7 @@ from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
 from jaxpost.workers import call
 
-TEMPLATE = '''You grade the answer of an assistant.
+TEMPLATE = """You grade the answer of an assistant.
 
 The request:
 {prompt}
@@ -29,7 +29,7 @@ The answer:
 {completion}
 
 Is it correct, complete and helpful? Reason briefly, then end with one line
-"Score: N", N from {min} (useless) to {max} (perfect).'''
+"Score: N", N from {min} (useless) to {max} (perfect)."""
 SCORE = r'(?i)score[\s:=*]{1,6}(-?\d+(?:\.\d+)?)'
 _FIELD = re.compile(r'\{(\w+)\}')
 _AGAIN = (408, 409, 425, 429)  # and 5xx
@@ -53,49 +53,55 @@ class Judge:
   """
 
   def __init__(
-      self, url: str, model: str, template: str = '', score: str = SCORE,
-      min: float = 0.0, max: float = 10.0, api_key_env: str = '',
-      timeout: float = 20.0, retries: int = 3, parallel: int = 8,
-      temperature: float = 0.0, max_tokens: int = 512, pause: float = 0.5):
+    self,
+    url: str,
+    model: str,
+    template: str = '',
+    score: str = SCORE,
+    min: float = 0.0,
+    max: float = 10.0,
+    api_key_env: str = '',
+    timeout: float = 20.0,
+    retries: int = 3,
+    parallel: int = 8,
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    pause: float = 0.5,
+  ):
     if not re.fullmatch(r'https?://[^\s/@?#]+(/[^\s@?#]*)?', url):
       raise InputError(
-          f'option url={url!r} is no address as http://HOST:PORT/v1 (and holds'
-          ' no key: name its variable with api_key_env)')
-    if not min < max or timeout <= 0 or retries < 0 or parallel < 1 or (
-        pause < 0 or max_tokens < 1):
-      raise InputError(
-          'options: want min < max, timeout > 0, retries >= 0, parallel >= 1,'
-          ' pause >= 0, max_tokens >= 1')
+        f'option url={url!r} is no address as http://HOST:PORT/v1 (and holds'
+        ' no key: name its variable with api_key_env)'
+      )
+    if not min < max or timeout <= 0 or retries < 0 or parallel < 1 or (pause < 0 or max_tokens < 1):
+      raise InputError('options: want min < max, timeout > 0, retries >= 0, parallel >= 1, pause >= 0, max_tokens >= 1')
     self._score = _pattern(score)
     if api_key_env and not os.environ.get(api_key_env):
       raise InputError(f'option api_key_env={api_key_env}: it is not set')
     self._template = _read(template) if template else TEMPLATE
-    self.needs_columns = tuple(sorted(
-        set(_FIELD.findall(self._template)) - {
-            'prompt', 'completion', 'min', 'max'}))
+    self.needs_columns = tuple(sorted(set(_FIELD.findall(self._template)) - {'prompt', 'completion', 'min', 'max'}))
     self._url, self._key = f'{url.rstrip("/")}/chat/completions', api_key_env
-    self._body = {'model': model, 'temperature': temperature,
-                  'max_tokens': max_tokens}
+    self._body = {'model': model, 'temperature': temperature, 'max_tokens': max_tokens}
     self._min, self._max = min, max
     self._timeout, self._retries = timeout, retries
     self._parallel, self._pause = parallel, pause
 
-  def __call__(self, prompts, completions, time_limit_s=None, log_metric=None,
-               **columns):
+  def __call__(self, prompts, completions, time_limit_s=None, log_metric=None, **columns):
     # What is not back shortly before the worker would be killed is None.
     limit = 0.9 * time_limit_s if time_limit_s else float('inf')
     deadline = time.monotonic() + limit
     threads = concurrent.futures.ThreadPoolExecutor(self._parallel)
-    asked = [threads.submit(self._ask, text, deadline) for text in (
-        self._fill(prompt, completion, {
-            name: columns[name][i] for name in self.needs_columns})
-        for i, (prompt, completion) in enumerate(
-            zip(prompts, completions, strict=True)))]
+    asked = [
+      threads.submit(self._ask, text, deadline)
+      for text in (
+        self._fill(prompt, completion, {name: columns[name][i] for name in self.needs_columns})
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+      )
+    ]
     left = None if limit == float('inf') else limit
     concurrent.futures.wait(asked, left)
     threads.shutdown(wait=False, cancel_futures=True)
-    answers = [a.result() if a.done() and not a.cancelled()
-               else (None, 'no answer in time') for a in asked]
+    answers = [a.result() if a.done() and not a.cancelled() else (None, 'no answer in time') for a in asked]
     failed = [error for score, error in answers if error]
     if answers and len(failed) == len(answers):
       raise call.RewardError(f'no request was answered: {failed[-1]}')
@@ -107,10 +113,12 @@ class Judge:
   def _fill(self, prompt, completion, columns):
     """The request's text; braces in what is filled in stay as they are."""
     values = {
-        'prompt': prompt if isinstance(prompt, str) else '\n'.join(
-            f'{m["role"]}: {text_of([m])}' for m in prompt),
-        'completion': text_of(completion), 'min': f'{self._min:g}',
-        'max': f'{self._max:g}', **columns}
+      'prompt': prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {text_of([m])}' for m in prompt),
+      'completion': text_of(completion),
+      'min': f'{self._min:g}',
+      'max': f'{self._max:g}',
+      **columns,
+    }
     return _FIELD.sub(lambda match: str(values[match[1]]), self._template)
 
   def _ask(self, text, deadline):
@@ -136,8 +144,7 @@ class Judge:
       except _NoReply:
         error = None  # it answered, without a score
       if attempt < self._retries:
-        time.sleep(max(0.0, min(
-            wait, _LONGEST, deadline - time.monotonic())))
+        time.sleep(max(0.0, min(wait, _LONGEST, deadline - time.monotonic())))
     return None, error
 
   def _post(self, text, timeout):
@@ -146,8 +153,7 @@ class Judge:
     if self._key:
       headers['Authorization'] = f'Bearer {os.environ[self._key]}'
     body = self._body | {'messages': [{'role': 'user', 'content': text}]}
-    request = urllib.request.Request(
-        self._url, json.dumps(body).encode(), headers, method='POST')
+    request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method='POST')
     with _OPENER.open(request, timeout=timeout) as response:
       data = response.read(_MOST)
     try:

@@ -17,8 +17,7 @@ class Length:
 
   def __init__(self, max: int, target: int = 0):
     if not 0 <= target < max:
-      raise InputError(
-          f'options target={target} and max={max}: want 0 <= target < max')
+      raise InputError(f'options target={target} and max={max}: want 0 <= target < max')
     self._max, self._target = max, target
 
   def __call__(self, completion_ids, **columns):
@@ -40,8 +39,8 @@ class Overlong:
   def __init__(self, max: int, buffer: int = 0, factor: float = 1.0):
     if max < 1 or not 0 <= buffer <= max or factor < 0:
       raise InputError(
-          f'options max={max}, buffer={buffer}, factor={factor:g}: want'
-          ' 1 <= max, 0 <= buffer <= max and 0 <= factor')
+        f'options max={max}, buffer={buffer}, factor={factor:g}: want 1 <= max, 0 <= buffer <= max and 0 <= factor'
+      )
     self._free, self._max = max - buffer, max
     self._factor = factor
 
@@ -64,9 +63,7 @@ class Repetition:
 
   def __init__(self, ngram: int = 3, penalty: float = -1.0):
     if ngram < 1 or penalty > 0:
-      raise InputError(
-          f'options ngram={ngram}, penalty={penalty:g}: want 1 <= ngram and'
-          ' penalty <= 0')
+      raise InputError(f'options ngram={ngram}, penalty={penalty:g}: want 1 <= ngram and penalty <= 0')
     self._ngram, self._penalty = ngram, penalty
 
   def __call__(self, completion_ids, **columns):
@@ -80,10 +77,10 @@ class Repetition:
 
 
 _BY = {
-    'exact_match': lambda: answers.exact_match,
-    'numeric_match': lambda: answers.numeric_match,
-    'gsm8k': lambda: answers.gsm8k,
-    'math_verify': answers.MathVerify,
+  'exact_match': lambda: answers.exact_match,
+  'numeric_match': lambda: answers.numeric_match,
+  'gsm8k': lambda: answers.gsm8k,
+  'math_verify': answers.MathVerify,
 }
 
 
@@ -97,9 +94,14 @@ class CosineLength:
   """
 
   def __init__(
-      self, max: int, by: str = 'math_verify', min_wrong: float = -1.0,
-      max_wrong: float = -0.5, min_right: float = 0.5,
-      max_right: float = 1.0):
+    self,
+    max: int,
+    by: str = 'math_verify',
+    min_wrong: float = -1.0,
+    max_wrong: float = -0.5,
+    min_right: float = 0.5,
+    max_right: float = 1.0,
+  ):
     if max < 1:
       raise InputError(f'option max={max} is less than 1')
     if by not in _BY:
@@ -109,8 +111,10 @@ class CosineLength:
 
   def __call__(self, completions, completion_ids, answer, **columns):
     rights = self._right(completions=completions, answer=answer)
-    return [None if right is None else self._reward(right == 1, len(ids))
-            for right, ids in zip(rights, completion_ids, strict=True)]
+    return [
+      None if right is None else self._reward(right == 1, len(ids))
+      for right, ids in zip(rights, completion_ids, strict=True)
+    ]
 
   def _reward(self, right, tokens):
     first, last = self._ends[right]

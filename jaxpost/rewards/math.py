@@ -17,17 +17,17 @@ from jaxpost.rewards.format import text_of
 _SIGN = r'(?:(?<![\w)\]}])[-+])?'
 _INT = r'(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)'
 _NUMBER = re.compile(
-    rf'(?P<sign>{_SIGN})(?:\$(?P<minus>-?))?(?:'
-    rf'(?:(?P<whole>{_INT})\ )?(?P<top>{_INT})/(?P<bottom>\d*[1-9]\d*)(?!\d)'
-    rf'|(?P<decimal>{_INT}(?:\.\d+)?|(?<!\d)\.\d+)'
-    r'(?P<exponent>[eE][-+]?\d{1,3}(?![\d.]))?)'
+  rf'(?P<sign>{_SIGN})(?:\$(?P<minus>-?))?(?:'
+  rf'(?:(?P<whole>{_INT})\ )?(?P<top>{_INT})/(?P<bottom>\d*[1-9]\d*)(?!\d)'
+  rf'|(?P<decimal>{_INT}(?:\.\d+)?|(?<!\d)\.\d+)'
+  r'(?P<exponent>[eE][-+]?\d{1,3}(?![\d.]))?)'
 )
 _LATEX = (
-    (re.compile(r'(?<=\d)\s*(?=\\[dt]?frac)'), ' '),  # 3\frac{1}{2} is 3.5
-    (re.compile(r'\\[dt]?frac\s*\{(-?[\d,]+)\}\s*\{([\d,]+)\}'), r'\1/\2 '),
-    (re.compile(r'(?<=\d)(?:\{,\}|\\!,|,\\!|\\,)(?=\d)'), ','),
-    (re.compile(r'\\([$%])'), r'\1'),
-    (re.compile('[\u2212\u2013]'), '-'),
+  (re.compile(r'(?<=\d)\s*(?=\\[dt]?frac)'), ' '),  # 3\frac{1}{2} is 3.5
+  (re.compile(r'\\[dt]?frac\s*\{(-?[\d,]+)\}\s*\{([\d,]+)\}'), r'\1/\2 '),
+  (re.compile(r'(?<=\d)(?:\{,\}|\\!,|,\\!|\\,)(?=\d)'), ','),
+  (re.compile(r'\\([$%])'), r'\1'),
+  (re.compile('[\u2212\u2013]'), '-'),
 )
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
 _LONG = 200  # digits; what is longer is compared as text, not computed
@@ -37,18 +37,14 @@ def exact_match(completions, answer, **columns):
   """1 where the completion is the answer, whitespace at its ends aside."""
   del columns
   return [
-      None if a is None else float(text_of(c).strip() == str(a).strip())
-      for c, a in zip(completions, answer, strict=True)
+    None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)
   ]
 
 
 def numeric_match(completions, answer, **columns):
   """1 where the last number of the completion is the answer's last number."""
   del columns
-  return [
-      _same(last_number(text_of(c)), last_number(str(a)))
-      for c, a in zip(completions, answer, strict=True)
-  ]
+  return [_same(last_number(text_of(c)), last_number(str(a))) for c, a in zip(completions, answer, strict=True)]
 
 
 def gsm8k(completions, answer, **columns):
@@ -57,10 +53,7 @@ def gsm8k(completions, answer, **columns):
   The answer is GSM8K's own text, ending in '#### 42', or the bare number.
   """
   del columns
-  return [
-      _same(final_number(text_of(c)), final_number(str(a)))
-      for c, a in zip(completions, answer, strict=True)
-  ]
+  return [_same(final_number(text_of(c)), final_number(str(a))) for c, a in zip(completions, answer, strict=True)]
 
 
 class MathVerify:
@@ -75,31 +68,27 @@ class MathVerify:
     try:
       import math_verify
     except ModuleNotFoundError as error:
-      raise InputError(
-          f'imports {error.name!r}, which is not installed; pip install'
-          " 'jaxpost[math]'"
-      ) from error
+      raise InputError(f"imports {error.name!r}, which is not installed; pip install 'jaxpost[math]'") from error
     for name in ('parser', 'grader'):  # they warn of the missing timeout
       logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)
     latex = math_verify.LatexExtractionConfig()
     self._library = math_verify
     self._latex = math_verify.LatexExtractionConfig(
-        normalization_config=dataclasses.replace(
-            latex.normalization_config, units=True),
-        boxed_match_priority=0, try_extract_without_anchor=False)
+      normalization_config=dataclasses.replace(latex.normalization_config, units=True),
+      boxed_match_priority=0,
+      try_extract_without_anchor=False,
+    )
 
   def __call__(self, completions, answer, **columns):
-    return [self._reward(text_of(c), a)
-            for c, a in zip(completions, answer, strict=True)]
+    return [self._reward(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
 
   def _reward(self, text, answer):
-    gold = [] if answer is None else self._library.parse(
-        str(answer), parsing_timeout=None)
+    gold = [] if answer is None else self._library.parse(str(answer), parsing_timeout=None)
     if not gold:
       return None
     found = self._library.parse(
-        text, extraction_config=[self._latex], extraction_mode='first_match',
-        parsing_timeout=None)
+      text, extraction_config=[self._latex], extraction_mode='first_match', parsing_timeout=None
+    )
     return float(self._library.verify(gold, found, timeout_seconds=None))
 
 
@@ -141,8 +130,7 @@ def _value(match):
   if len(match[0]) > _LONG:
     return match[0]
   if match['top']:
-    value = fractions.Fraction(int(match['top'].replace(',', '')),
-                               int(match['bottom']))
+    value = fractions.Fraction(int(match['top'].replace(',', '')), int(match['bottom']))
     value += int((match['whole'] or '0').replace(',', ''))
   else:
     digits = match['decimal'].replace(',', '')

@@ -44,17 +44,11 @@ def load(name, spec):
       fn = verl.adapt(fn)
   except InputError as error:
     text = str(error)
-    raise InputError(
-        text if text.startswith(what) else f'{what}: {text}'
-    ) from error
+    raise InputError(text if text.startswith(what) else f'{what}: {text}') from error
   except BaseException as error:  # the user's module may raise anything
-    raise InputError(
-        f'{what}: importing {base} {call.describe(error)}'
-    ) from error
+    raise InputError(f'{what}: importing {base} {call.describe(error)}') from error
   if not callable(fn):
-    raise InputError(
-        f'{what}: {base} made a {type(fn).__name__}, not a reward function'
-    )
+    raise InputError(f'{what}: {base} made a {type(fn).__name__}, not a reward function')
   reward = call.load(name, fn)
   return dataclasses.replace(reward, file=call.file_of(target, base))
 
@@ -65,10 +59,7 @@ def _parse(query, what):
   for item in query.split('&') if query else ():
     key, equals, value = item.partition('=')
     if not key or not equals:
-      raise InputError(
-          f'{what}: option {item!r} must be key=value; several are joined'
-          ' with &'
-      )
+      raise InputError(f'{what}: option {item!r} must be key=value; several are joined with &')
     if key in options:
       raise InputError(f'{what}: option {key} is given twice')
     options[key] = urllib.parse.unquote(value)
@@ -80,16 +71,14 @@ def _parameters(target):
     parameters = inspect.signature(target).parameters.values()
   except (TypeError, ValueError):  # not of Python; call.load says so
     return {}
-  return {p.name: p for p in parameters
-          if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+  return {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _is_reward(target, adapted):
   """Whether it grades, rather than makes what grades."""
   if adapted or any(n in _parameters(target) for n in call.STANDARD):
     return True
-  return any(p.kind == p.VAR_KEYWORD
-             for p in inspect.signature(target).parameters.values())
+  return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
 
 
 def _typed(target, options, what):
@@ -99,32 +88,26 @@ def _typed(target, options, what):
   for key, text in options.items():
     if key not in known:
       near = difflib.get_close_matches(key, known, n=1)
-      hint = (f'did you mean {near[0]!r}?' if near else
-              f'there are: {", ".join(known) or "none"}')
+      hint = f'did you mean {near[0]!r}?' if near else f'there are: {", ".join(known) or "none"}'
       raise InputError(f'{what}: unknown option {key!r}; {hint}')
     yield key, _value(key, text, known[key], what)
   if isinstance(target, type):
     for key, parameter in known.items():
       if parameter.default is parameter.empty and key not in options:
-        raise InputError(
-            f'{what}: needs the option {key!r}; write NAME?{key}=VALUE'
-        )
+        raise InputError(f'{what}: needs the option {key!r}; write NAME?{key}=VALUE')
 
 
 def _value(key, text, parameter, what):
   kind = _kind(parameter)
   try:
     if kind is bool:
-      return {'true': True, '1': True, 'false': False,
-              '0': False}[text.lower()]
+      return {'true': True, '1': True, 'false': False, '0': False}[text.lower()]
     value = kind(text)
     if kind is float and not math.isfinite(value):
       raise ValueError
     return value
   except (KeyError, ValueError):
-    raise InputError(
-        f'{what}: option {key}={text!r} is no {kind.__name__}'
-    ) from None
+    raise InputError(f'{what}: option {key}={text!r} is no {kind.__name__}') from None
 
 
 def _kind(parameter):

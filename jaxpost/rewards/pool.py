@@ -28,10 +28,6 @@ _TAKE_S = 10.0  # seconds for a group to reach its worker
 _SHOWN = 2000  # characters of what a group's functions printed
 
 
-
-
-
-
 class Pending:
   """Groups being graded; `result` waits for them."""
 
@@ -75,8 +71,8 @@ class RewardPool:
   """
 
   def __init__(
-      self, rewards, *, weights=None, workers=1, timeout_s=30.0,
-      max_failed=0.25, keep_env=False, start_timeout_s=120.0):
+    self, rewards, *, weights=None, workers=1, timeout_s=30.0, max_failed=0.25, keep_env=False, start_timeout_s=120.0
+  ):
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
@@ -92,11 +88,9 @@ class RewardPool:
     self._local_lock = threading.Lock()
     for reward in self._local:
       _LOG.warning(
-          'reward %s runs inside this process and cannot be killed if it'
-          ' hangs; write it as module:function', reward.name
+        'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', reward.name
       )
-    self._remote = [(n, builtin.locate(r)) for n, r in named
-                    if not callable(r)]
+    self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
     self._recent = collections.deque(maxlen=_WINDOW)  # error or None a group
     self._jobs = queue.SimpleQueue()
     self._size = workers
@@ -121,9 +115,7 @@ class RewardPool:
     for name, file, arguments in needs if columns is not None else ():
       given = (*call.GIVEN, *columns)
       for missing in call.missing_of(arguments, given):
-        raise InputError(
-            f'reward {name} ({file}): {call.missing_column(missing, given)}'
-        )
+        raise InputError(f'reward {name} ({file}): {call.missing_column(missing, given)}')
 
   def submit(self, groups, step=None):
     """Starts grading; returns a `Pending`.
@@ -175,29 +167,21 @@ class RewardPool:
       return
     atexit.register(self.close)
     if self._remote:
-      variables, dropped = process.environment(
-          self._keep_env, self._variables)
+      variables, dropped = process.environment(self._keep_env, self._variables)
       if dropped:
-        _LOG.info(
-            'rewards do not see %s; keep_env=True lets them', ', '.join(dropped)
-        )
+        _LOG.info('rewards do not see %s; keep_env=True lets them', ', '.join(dropped))
       setup = {
-          'path': process.search_path(),
-          'rewards': self._remote,
-          'timeout_s': self._timeout_s,
-          'start_timeout_s': self._start_timeout_s,
+        'path': process.search_path(),
+        'rewards': self._remote,
+        'timeout_s': self._timeout_s,
+        'start_timeout_s': self._start_timeout_s,
       }
       self._guard = process.Keeper()
-      self._workers = [
-          process.Worker(setup, variables, self._guard)
-          for _ in range(self._size)
-      ]
+      self._workers = [process.Worker(setup, variables, self._guard) for _ in range(self._size)]
     for worker in self._workers or [None]:
       # Also starts its process, whose PR_SET_PDEATHSIG is this thread's death.
       ready = concurrent.futures.Future()
-      thread = threading.Thread(
-          target=self._serve, args=(worker, ready), daemon=True
-      )
+      thread = threading.Thread(target=self._serve, args=(worker, ready), daemon=True)
       self._ready.append(ready)
       self._threads.append(thread)
       thread.start()
@@ -220,8 +204,7 @@ class RewardPool:
       try:
         with self._local_lock:
           group = json.loads(line)
-          values[reward.name] = call.call(
-              reward, group['arguments'], logged, group['step'])
+          values[reward.name] = call.call(reward, group['arguments'], logged, group['step'])
       except call.RewardError as error:
         failure = f'reward {reward.name}: {error}', False
         break
@@ -229,8 +212,7 @@ class RewardPool:
     if failure:
       return Graded([None] * size, components, *failure)
     rows = zip(*components.values())
-    return Graded([self._weighted(row) for row in rows], components, None,
-                  logged=tuple(logged))
+    return Graded([self._weighted(row) for row in rows], components, None, logged=tuple(logged))
 
   def _ask(self, worker, line, logged, again=True):
     """({name: values}, (error, timed out) or None) of one worker."""
@@ -275,8 +257,7 @@ class RewardPool:
       raise InputError(f'every group of the first batch failed: {errors[0]}')
     if size >= _ENOUGH and len(errors) > self._max_failed * size:
       raise InputError(
-          f'{len(errors)} of the last {size} groups failed, max_failed is'
-          f' {self._max_failed:g}: {errors[0]}'
+        f'{len(errors)} of the last {size} groups failed, max_failed is {self._max_failed:g}: {errors[0]}'
       )
 
 
@@ -287,28 +268,18 @@ def _settle(future, function, *arguments):
     future.set_exception(error)
 
 
-
-
 def _request(group, step):
   """The line for a worker; InputError for a column that JSON cannot carry."""
-  fields = {
-      'prompts': group.prompts,
-      'completions': group.completions,
-      'completion_ids': group.completion_ids,
-  }
+  fields = {'prompts': group.prompts, 'completions': group.completions, 'completion_ids': group.completion_ids}
   for name in group.columns:
     if name in call.GIVEN:
       raise InputError(
-          f'reward: a column is called {name!r}, which is what reward functions'
-          ' get from the run; rename it'
+        f'reward: a column is called {name!r}, which is what reward functions get from the run; rename it'
       )
   fields.update(group.columns)
   for name, values in fields.items():
     if len(values) != len(group.completions):
-      raise ValueError(
-          f'{name} has {len(values)} entries for {len(group.completions)}'
-          ' completions'
-      )
+      raise ValueError(f'{name} has {len(values)} entries for {len(group.completions)} completions')
   try:
     return json.dumps({'step': step, 'arguments': fields})
   except (TypeError, ValueError):
@@ -322,8 +293,8 @@ def _check_json(name, values):
     json.dumps(values)
   except (TypeError, ValueError) as error:
     raise InputError(
-        f'reward: column {name!r}: {error}; reward functions run in another'
-        ' process: make it text, numbers, lists or dicts, or drop it'
+      f'reward: column {name!r}: {error}; reward functions run in another'
+      ' process: make it text, numbers, lists or dicts, or drop it'
     ) from error
 
 
@@ -331,9 +302,7 @@ def _check_settings(rewards, weights, workers, timeout_s, max_failed):
   if not rewards:
     raise InputError('reward: none is given')
   if weights and len(weights) != len(rewards):
-    raise InputError(
-        f'reward_weights: {len(weights)} weights for {len(rewards)} rewards'
-    )
+    raise InputError(f'reward_weights: {len(weights)} weights for {len(rewards)} rewards')
   for weight in weights or ():
     if not math.isfinite(weight):
       raise InputError(f'reward_weights: {weight} is not finite')

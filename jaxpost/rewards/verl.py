@@ -20,15 +20,14 @@ def adapt(compute_score):
   `data_source`, `reward_model` ({'ground_truth': ...}), `extra_info`.
   """
 
-  async def graded(completions, data_source, reward_model, extra_info=None,
-                   log_metric=None):
+  async def graded(completions, data_source, reward_model, extra_info=None, log_metric=None):
     extra_info = extra_info or [None] * len(completions)
     results = [
-        compute_score(**_arguments(*row)) for row in zip(
-            completions, data_source, reward_model, extra_info, strict=True)
+      compute_score(**_arguments(*row)) for row in zip(completions, data_source, reward_model, extra_info, strict=True)
     ]
-    tasks = [asyncio.ensure_future(r) if inspect.isawaitable(r) else r
-             for r in results]  # all under way before the first is awaited
+    tasks = [
+      asyncio.ensure_future(r) if inspect.isawaitable(r) else r for r in results
+    ]  # all under way before the first is awaited
     results = [await t if inspect.isawaitable(t) else t for t in tasks]
     return [_score(r, log_metric) for r in results]
 
@@ -37,15 +36,12 @@ def adapt(compute_score):
 
 def _arguments(completion, source, model, extra):
   if not isinstance(model, dict) or 'ground_truth' not in model:
-    raise call.RewardError(
-        "the column 'reward_model' must be {'ground_truth': ...}, as in verl's"
-        ' data'
-    )
+    raise call.RewardError("the column 'reward_model' must be {'ground_truth': ...}, as in verl's data")
   return {
-      'data_source': source,
-      'solution_str': text_of(completion),
-      'ground_truth': model['ground_truth'],
-      'extra_info': {} if extra is None else extra,
+    'data_source': source,
+    'solution_str': text_of(completion),
+    'ground_truth': model['ground_truth'],
+    'extra_info': {} if extra is None else extra,
   }
 
 
@@ -53,9 +49,7 @@ def _score(result, log_metric):
   if not isinstance(result, dict):
     return result
   if 'score' not in result:
-    raise call.RewardError(
-        f"returned a dict without 'score': {', '.join(map(str, result))}"
-    )
+    raise call.RewardError(f"returned a dict without 'score': {', '.join(map(str, result))}")
   for name, value in result.items():
     if name != 'score' and log_metric and isinstance(value, numbers.Real):
       log_metric(name, value)

@@ -28,8 +28,7 @@ _PID = os.getpid()
 
 
 def main():
-  started = begin(lambda setup: [
-      options.load(name, spec) for name, spec in setup['rewards']])
+  started = begin(lambda setup: [options.load(name, spec) for name, spec in setup['rewards']])
   if not started:
     return
   setup, requests, reply, rewards = started
@@ -98,8 +97,7 @@ def _grade(rewards, line, reply, timeout_s):
     try:
       # Parsed for each, as a function may change its arguments in place.
       group, logged = json.loads(line), []
-      values = call.call(
-          reward, group['arguments'], logged, group['step'], timeout_s)
+      values = call.call(reward, group['arguments'], logged, group['step'], timeout_s)
     except call.RewardError as error:
       reply({'error': str(error)})
       return

@@ -27,9 +27,10 @@ def token_weights(mask, aggregate: str, max_tokens: int):
   lengths = mask.sum(axis=1, keepdims=True)
   sequences = max(int((lengths > 0).sum()), 1)
   scale = {
-      'token': max(lengths.sum(), 1e-9),
-      'sequence': sequences * np.maximum(lengths, 1e-9),
-      'constant': sequences * max_tokens}[aggregate]
+    'token': max(lengths.sum(), 1e-9),
+    'sequence': sequences * np.maximum(lengths, 1e-9),
+    'constant': sequences * max_tokens,
+  }[aggregate]
   return (mask / scale).astype(np.float32)
 
 
@@ -63,8 +64,7 @@ def prompt_lengths(rollout: Rollout) -> np.ndarray:
   return np.repeat([len(p.tokens) for p in rollout.prompts], group)
 
 
-def places(rollout: Rollout, members: Sequence[int], row_length: int,
-           num_rows: int) -> np.ndarray:
+def places(rollout: Rollout, members: Sequence[int], row_length: int, num_rows: int) -> np.ndarray:
   """(row, column of its first completion token) of each member [n, 2]."""
   prompts = prompt_lengths(rollout)
   total = (prompts + rollout.lengths)[list(members)].tolist()
@@ -80,8 +80,7 @@ def places(rollout: Rollout, members: Sequence[int], row_length: int,
   return out
 
 
-def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict,
-             num_rows: int, row_length: int) -> Batch:
+def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict, num_rows: int, row_length: int) -> Batch:
   """Packs the prompts and completions of some sequences.
 
   Args:
@@ -93,8 +92,7 @@ def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict,
   """
   place = places(rollout, members, row_length, num_rows)
   shape = num_rows, row_length
-  tokens, positions, segments, sequences = (
-      np.zeros(shape, np.int32) for _ in range(4))
+  tokens, positions, segments, sequences = (np.zeros(shape, np.int32) for _ in range(4))
   loss_weights = np.zeros(shape, np.float32)
   packed = {k: np.zeros(shape, np.float32) for k in arrays}
   experts = rollout.experts
@@ -113,9 +111,8 @@ def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict,
     for name, values in arrays.items():
       packed[name][row, answer:end] = values[n, :length]
     if experts is not None:
-      experts[row, start:end] = rollout.experts[n, :end - start]
-  return Batch(tokens, positions, segments, loss_weights,
-               sequence_ids=sequences, arrays=packed, experts=experts)
+      experts[row, start:end] = rollout.experts[n, : end - start]
+  return Batch(tokens, positions, segments, loss_weights, sequence_ids=sequences, arrays=packed, experts=experts)
 
 
 def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
@@ -125,13 +122,12 @@ def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
   every = range(len(rollout.lengths))
   for n, (row, at) in enumerate(places(rollout, every, row_length, num_rows)):
     length = rollout.lengths[n]
-    out[n, :length] = values[row, at:at + length]
+    out[n, :length] = values[row, at : at + length]
   return out
 
 
 # Of episodes: what is counted; other figures are means.
-_COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed',
-           'tokens_prefilled', 'tokens_kept', 'requeued')
+_COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_prefilled', 'tokens_kept', 'requeued')
 
 
 def _wide(x, width: int):
@@ -139,34 +135,41 @@ def _wide(x, width: int):
   return np.pad(x, ((0, 0), (0, width - x.shape[1]))) if x.ndim == 2 else x
 
 
-def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]
-          ) -> Rollout:
+def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollout:
   """One rollout of the chosen groups of several."""
   size = len(rollouts[0].lengths) // len(rollouts[0].prompts)
-  rows = [np.concatenate([np.arange(g * size, (g + 1) * size) for g in some])
-          if len(some) else np.zeros(0, int) for some in groups]
+  rows = [
+    np.concatenate([np.arange(g * size, (g + 1) * size) for g in some]) if len(some) else np.zeros(0, int)
+    for some in groups
+  ]
   width = max(r.completions.shape[1] for r in rollouts)
   pick = lambda name: np.concatenate(  # episodes have rounds of some length
-      [_wide(vars(r)[name][i], width) for r, i in zip(rollouts, rows)])
-  prompts: tuple[Prompt, ...] = tuple(
-      r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
-  names = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
-           'finished', *(n for n in (
-               'mask', 'experts', 'versions', 'top_ids', 'top_logprobs')
-                         if vars(rollouts[0])[n] is not None))
+    [_wide(vars(r)[name][i], width) for r, i in zip(rollouts, rows)]
+  )
+  prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
+  names = (
+    'completions',
+    'lengths',
+    'logprobs',
+    'behaviour_logprobs',
+    'finished',
+    *(n for n in ('mask', 'experts', 'versions', 'top_ids', 'top_logprobs') if vars(rollouts[0])[n] is not None),
+  )
   rewards = rollouts[0].rewards and {
-      name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)])
-      for name in rollouts[0].rewards}
-  messages = rollouts[0].messages and tuple(
-      r.messages[n] for r, some in zip(rollouts, rows) for n in some)
+    name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)]) for name in rollouts[0].rewards
+  }
+  messages = rollouts[0].messages and tuple(r.messages[n] for r, some in zip(rollouts, rows) for n in some)
   figures = {
-      k: (np.sum if k in _COUNTS else np.mean)([r.figures[k] for r in rollouts]
-                                               ).item()
-      for k in rollouts[0].figures}
+    k: (np.sum if k in _COUNTS else np.mean)([r.figures[k] for r in rollouts]).item() for k in rollouts[0].figures
+  }
   return rollouts[0].replace(
-      prompts=prompts, rewards=rewards, messages=messages, figures=figures,
-      **{n: pick(n) for n in names},
-      occupancy=float(np.mean([r.occupancy for r in rollouts])))
+    prompts=prompts,
+    rewards=rewards,
+    messages=messages,
+    figures=figures,
+    **{n: pick(n) for n in names},
+    occupancy=float(np.mean([r.occupancy for r in rollouts])),
+  )
 
 
 def top_logprobs(rollout: Rollout, n: int) -> dict:
@@ -177,6 +180,9 @@ def top_logprobs(rollout: Rollout, n: int) -> dict:
   if rollout.top_ids is None:
     return {}
   size = rollout.lengths[n]
-  return {'top_logprobs': [
-      [[int(i), round(float(x), 6)] for i, x in zip(*at)] for at in zip(
-          rollout.top_ids[n, :size], rollout.top_logprobs[n, :size])]}
+  return {
+    'top_logprobs': [
+      [[int(i), round(float(x), 6)] for i, x in zip(*at)]
+      for at in zip(rollout.top_ids[n, :size], rollout.top_logprobs[n, :size])
+    ]
+  }

@@ -51,8 +51,9 @@ class Controller:
   engine: object = None  # under the sampler, to swap its weights
 
   def __post_init__(self):
-    self.ahead = Ahead(self.algorithm, self.config, self.roles, self.sampler,
-                       self.grader, self.prompts, self.chrono, self.engine)
+    self.ahead = Ahead(
+      self.algorithm, self.config, self.roles, self.sampler, self.grader, self.prompts, self.chrono, self.engine
+    )
 
   def __iter__(self):
     return self
@@ -67,8 +68,7 @@ class Controller:
     with self.chrono('pack'):
       credit = self.algorithm.credit(experience, self.config)
       updates = self._updates(experience, credit)
-    info = (sampled.info | sampled.graded.metrics() | credit.metrics |
-            self._figures(experience))
+    info = sampled.info | sampled.graded.metrics() | credit.metrics | self._figures(experience)
     self.step, self.memory = self.step + 1, credit.memory
     return Item(updates, info, sampled.graded.rows, (experience, credit))
 
@@ -80,8 +80,7 @@ class Controller:
     rollout = graded.rollout
     mask = rows_lib.completion_mask(rollout)
     with self.chrono('pack'):
-      batch = self.roles.policy.place(rows_lib.to_batch(
-          rollout, range(len(mask)), mask, {}, *self.rows))
+      batch = self.roles.policy.place(rows_lib.to_batch(rollout, range(len(mask)), mask, {}, *self.rows))
     with self.chrono('score'):
       found = self._programs(batch, wanted)
     self.chrono.watch('score', found)
@@ -91,20 +90,17 @@ class Controller:
     """Adds what the programs say of the rollout, and the rewards."""
     rollout = graded.rollout
     mask = rows_lib.completion_mask(rollout)
-    arrays = {'sampler_logprobs': rollout.logprobs,
-              'behaviour_logprobs': rollout.behaviour_logprobs}
+    arrays = {'sampler_logprobs': rollout.logprobs, 'behaviour_logprobs': rollout.behaviour_logprobs}
     if asked:
       with self.chrono('score'):
         asked = to_host(asked)
-      arrays |= {k: rows_lib.from_rows(
-          rollout, x, self.rows[1], self.rows[0]) for k, x in asked.items()}
+      arrays |= {k: rows_lib.from_rows(rollout, x, self.rows[1], self.rows[0]) for k, x in asked.items()}
     with self.chrono('reward'):
       rewards, baseline = graded.rewards(arrays.pop('reward_model', None))
       if self.config.rl.dynamic_sampling:  # what only filled up the step
         mixed = np.repeat(graded.kept_mixed(), graded.group_size)
         mask = mask * mixed[:, None]
-    return Experience(rollout, rewards, mask, arrays, baseline, self.step,
-                      self.memory)
+    return Experience(rollout, rewards, mask, arrays, baseline, self.step, self.memory)
 
   def _programs(self, batch: Batch, wanted) -> dict:
     """name -> [M, B / M, T] on the devices."""
@@ -126,8 +122,7 @@ class Controller:
   def _updates(self, experience: Experience, credit: Credit) -> list:
     """(role, placed batch) of each update, in order."""
     config, roles, out = self.config, self.roles, []
-    for members in rows_lib.minibatches(
-        len(credit.mask), config.rl, config.seed, self.step):
+    for members in rows_lib.minibatches(len(credit.mask), config.rl, config.seed, self.step):
       batch = self._batch(experience, credit, members)
       if self.step >= config.critic.warmup_steps or not roles.critic:
         out.append(('policy', self.algorithm.prepare(batch, roles, config)))
@@ -138,34 +133,29 @@ class Controller:
   def _batch(self, experience, credit, members) -> Batch:
     rl, rollout = self.config.rl, experience.rollout
     if self.algorithm.pack:
-      host = self.algorithm.pack(
-          experience, credit, members, self.config, *self.update_rows)
+      host = self.algorithm.pack(experience, credit, members, self.config, *self.update_rows)
     else:
       weights = np.zeros_like(credit.mask)
-      weights[members] = rows_lib.token_weights(
-          credit.mask[members], rl.aggregate,
-          self.config.rollout.max_new_tokens)
-      host = rows_lib.to_batch(
-          rollout, members, weights, credit.arrays, *self.update_rows)
+      weights[members] = rows_lib.token_weights(credit.mask[members], rl.aggregate, self.config.rollout.max_new_tokens)
+      host = rows_lib.to_batch(rollout, members, weights, credit.arrays, *self.update_rows)
     return self.roles.policy.place(host)
 
   def _figures(self, experience) -> dict:
     rollout, rl = experience.rollout, self.config.rl
-    tokens = int(rows_lib.prompt_lengths(rollout).sum() +
-                 rollout.lengths.sum())
-    found = {'tokens': tokens,
-             'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
-             'slot_occupancy': rollout.occupancy, **rollout.figures}
+    tokens = int(rows_lib.prompt_lengths(rollout).sum() + rollout.lengths.sum())
+    found = {
+      'tokens': tokens,
+      'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
+      'slot_occupancy': rollout.occupancy,
+      **rollout.figures,
+    }
     if self.config.rollout.lag:  # in steps, of the weights that drew a token
-      age = self.step - rows_lib.versions(rollout)[
-          experience.mask > 0] / (rl.epochs * rl.minibatches)
-      found |= {'staleness/mean': float(age.mean()) if age.size else 0.0,
-                'staleness/max': float(age.max(initial=0.0))}
+      age = self.step - rows_lib.versions(rollout)[experience.mask > 0] / (rl.epochs * rl.minibatches)
+      found |= {'staleness/mean': float(age.mean()) if age.size else 0.0, 'staleness/max': float(age.max(initial=0.0))}
     return found
 
   def state(self) -> dict:
-    return {'step': self.step, 'memory': self.memory,
-            **self.ahead.state(self.step)}
+    return {'step': self.step, 'memory': self.memory, **self.ahead.state(self.step)}
 
   def restore(self, state: dict):
     self.step, self.memory = state['step'], state['memory']

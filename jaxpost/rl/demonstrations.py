@@ -57,8 +57,7 @@ def render(tokenizer, row, where) -> Example:
   return chat.render(tokenizer, row, where, train_on='completion')
 
 
-def rollout(prompts: Sequence[Prompt], tokenizer, max_tokens: int,
-            step: int = 0) -> Rollout:
+def rollout(prompts: Sequence[Prompt], tokenizer, max_tokens: int, step: int = 0) -> Rollout:
   """The data's answers to the prompts, one each, cut to `max_tokens`.
 
   They have the tokens that training on the data gives them, up to the last
@@ -70,13 +69,12 @@ def rollout(prompts: Sequence[Prompt], tokenizer, max_tokens: int,
   for n, prompt in enumerate(prompts):
     example = render(tokenizer, _row(prompt), f'prompt {prompt.index}')
     trained = np.flatnonzero(example.loss_mask)
-    answer = example.tokens[trained[0]:trained[-1] + 1]
+    answer = example.tokens[trained[0] : trained[-1] + 1]
     lengths[n] = min(len(answer), max_tokens)
     finished[n] = len(answer) <= max_tokens
-    completions[n, :lengths[n]] = answer[:max_tokens]
+    completions[n, : lengths[n]] = answer[:max_tokens]
   logprobs = np.zeros(completions.shape, np.float32)
-  return Rollout(tuple(prompts), completions, lengths, logprobs, logprobs,
-                 finished, step, from_data=True)
+  return Rollout(tuple(prompts), completions, lengths, logprobs, logprobs, finished, step, from_data=True)
 
 
 def _row(prompt: Prompt) -> dict:

@@ -39,16 +39,18 @@ class Grader:
   tokenizer: 'Tokenizer'
   model_weight: float = 1.0
 
-  def submit(self, rollout: Rollout, greedy: Rollout | None = None
-             ) -> 'Grading':
+  def submit(self, rollout: Rollout, greedy: Rollout | None = None) -> 'Grading':
     """Starts grading; `greedy` holds one more answer to each prompt."""
-    start = lambda made: None if (
-        made is None or self.pool is None or rollout.from_data) else Shared(
-            self.pool, len(made.prompts), self.pool.submit(to_groups(
-                made, self.tokenizer,
-                coordination.share(range(len(made.prompts)))), made.step))
-    return Grading(self, [Round(
-        rollout, self.tokenizer, start(rollout), start(greedy))])
+    start = lambda made: (
+      None
+      if (made is None or self.pool is None or rollout.from_data)
+      else Shared(
+        self.pool,
+        len(made.prompts),
+        self.pool.submit(to_groups(made, self.tokenizer, coordination.share(range(len(made.prompts)))), made.step),
+      )
+    )
+    return Grading(self, [Round(rollout, self.tokenizer, start(rollout), start(greedy))])
 
   def close(self):
     if self.pool:
@@ -66,11 +68,10 @@ class Shared:
   @functools.cached_property
   def graded(self) -> list[Graded]:
     """Of all groups, in order and equal on every process."""
-    shares = coordination.gather(
-        [vars(graded) for graded in self.pending.uncounted()])
+    shares = coordination.gather([vars(graded) for graded in self.pending.uncounted()])
     found = [None] * self.number
     for i, share in enumerate(shares):
-      found[i::len(shares)] = [Graded(**fields) for fields in share]
+      found[i :: len(shares)] = [Graded(**fields) for fields in share]
     self.pool.count(found)
     return found
 
@@ -92,10 +93,11 @@ class Round:
   def graded(self) -> list[Graded]:
     number = len(self.rollout.prompts)
     size = len(self.rollout.lengths) // number
-    found = self.pending.graded if self.pending else (
-        [Graded([0.0] * size, {}, None)] * number)
-    return [with_own(g, {k: x[i * size:(i + 1) * size] for k, x in (
-        self.rollout.rewards or {}).items()}) for i, g in enumerate(found)]
+    found = self.pending.graded if self.pending else ([Graded([0.0] * size, {}, None)] * number)
+    return [
+      with_own(g, {k: x[i * size : (i + 1) * size] for k, x in (self.rollout.rewards or {}).items()})
+      for i, g in enumerate(found)
+    ]
 
   @functools.cached_property
   def table(self) -> np.ndarray:
@@ -129,8 +131,7 @@ class Grading:
 
   def kept_mixed(self) -> np.ndarray:
     """Likewise, of the groups that were kept."""
-    return np.concatenate([
-        _mixed(p.table)[i] for p, i in zip(self.parts, self._picked())])
+    return np.concatenate([_mixed(p.table)[i] for p, i in zip(self.parts, self._picked())])
 
   def rewards(self, model_scores=None):
     """([N] float64, [groups] of the greedy answers or None).
@@ -139,21 +140,17 @@ class Grading:
       model_scores: [N, C] values of a reward model; that of the last token
         of a completion counts.
     """
-    total = np.concatenate([
-        p.table[i].reshape(-1) for p, i in zip(self.parts, self._picked())])
+    total = np.concatenate([p.table[i].reshape(-1) for p, i in zip(self.parts, self._picked())])
     if model_scores is not None:
       scores = self._last(model_scores) * self.grader.model_weight
-      failed = np.repeat([g.error is not None for g in self.graded],
-                         self.group_size)
+      failed = np.repeat([g.error is not None for g in self.graded], self.group_size)
       for own in (self.rollout.rewards or {}).values():
         failed = failed | np.isnan(own)  # an episode that was lost
       total = np.where(failed, np.nan, np.nan_to_num(total) + scores)
       self.model_scores = scores
     self.values, baseline = total, None
     if self.parts[0].greedy is not None:
-      baseline = np.concatenate([
-          _table(p.greedy.graded)[i, 0]
-          for p, i in zip(self.parts, self._picked())])
+      baseline = np.concatenate([_table(p.greedy.graded)[i, 0] for p, i in zip(self.parts, self._picked())])
     return total, baseline
 
   @property
@@ -172,29 +169,30 @@ class Grading:
     """What the rewards and the lengths look like; call after `rewards`."""
     pool = self.grader.pool
     out = length_metrics(self.rollout)
-    if self.rollout.from_data or not (
-        pool or self.rollout.rewards or self.model_scores is not None):
+    if self.rollout.from_data or not (pool or self.rollout.rewards or self.model_scores is not None):
       return out
     table = self.values.reshape(-1, self.group_size)
     valid = np.isfinite(table)
     kept = table[valid]
     out |= component_metrics(self.graded) | {
-        'reward': float(kept.mean()) if kept.size else float('nan'),
-        'masked_samples': int((~valid).sum())}
+      'reward': float(kept.mean()) if kept.size else float('nan'),
+      'masked_samples': int((~valid).sum()),
+    }
     if self.group_size > 1:  # one sample has no spread
       spread = [r[v].std(ddof=1) for r, v in zip(table, valid) if v.sum() > 1]
       out |= {
-          'reward_std': float(np.mean(spread)) if spread else float('nan'),
-          'frac_reward_zero_std':
-              float(advantages.uniform(table, valid).mean())}
+        'reward_std': float(np.mean(spread)) if spread else float('nan'),
+        'frac_reward_zero_std': float(advantages.uniform(table, valid).mean()),
+      }
     if self.model_scores is not None:
-      out |= {f'rewards/{MODEL}/mean': float(self.model_scores.mean()),
-              f'rewards/{MODEL}/std': float(self.model_scores.std())}
+      out |= {
+        f'rewards/{MODEL}/mean': float(self.model_scores.mean()),
+        f'rewards/{MODEL}/std': float(self.model_scores.std()),
+      }
     if pool is None:
       return out
     # Of all that was graded, also where it is not trained on.
-    return out | stats_of([g for p in self.parts for g in p.graded + (
-        p.greedy.graded if p.greedy else [])])
+    return out | stats_of([g for p in self.parts for g in p.graded + (p.greedy.graded if p.greedy else [])])
 
   def rows(self) -> list[dict]:
     return sample_rows(self.rollout, self.groups, self.graded, self.values)
@@ -205,19 +203,18 @@ class Grading:
   def _last(self, scores):
     """[N, C] -> [N]: what stands at the last token of each completion."""
     rows = np.arange(len(scores))
-    return np.asarray(scores, np.float64)[
-        rows, np.maximum(self.rollout.lengths, 1) - 1]
+    return np.asarray(scores, np.float64)[rows, np.maximum(self.rollout.lengths, 1) - 1]
 
 
 def with_own(graded: Graded, own: dict) -> Graded:
   """A group with the rewards that its rollout brought along: name -> [G]."""
-  plain = {k: [None if np.isnan(r) else float(r) for r in x]
-           for k, x in own.items()}
-  add = lambda total, *more: None if None in (total, *more) else (
-      total + sum(more))
+  plain = {k: [None if np.isnan(r) else float(r) for r in x] for k, x in own.items()}
+  add = lambda total, *more: None if None in (total, *more) else (total + sum(more))
   return dataclasses.replace(
-      graded, components={**graded.components, **plain},
-      rewards=[add(*row) for row in zip(graded.rewards, *plain.values())])
+    graded,
+    components={**graded.components, **plain},
+    rewards=[add(*row) for row in zip(graded.rewards, *plain.values())],
+  )
 
 
 def join(first: Grading, more: Grading) -> Grading:
@@ -240,8 +237,7 @@ def keep_mixed(grading: Grading, wanted: int) -> Grading:
   return Grading(grading.grader, grading.parts, chosen)
 
 
-def model_values(rollout: Rollout, roles: Roles, *, at_once: int,
-                 rows: tuple[int, int]) -> np.ndarray:
+def model_values(rollout: Rollout, roles: Roles, *, at_once: int, rows: tuple[int, int]) -> np.ndarray:
   """[N, C] values of the reward model.
 
   Args:
@@ -251,14 +247,15 @@ def model_values(rollout: Rollout, roles: Roles, *, at_once: int,
   for start in range(0, len(rollout.lengths), at_once):
     members = np.arange(start, min(start + at_once, len(rollout.lengths)))
     part = rollout.replace(
-        prompts=tuple(rollout.prompts[n // group] for n in members),
-        completions=rollout.completions[members],
-        lengths=rollout.lengths[members])
+      prompts=tuple(rollout.prompts[n // group] for n in members),
+      completions=rollout.completions[members],
+      lengths=rollout.lengths[members],
+    )
     mask = batching.completion_mask(part)
-    values = roles.reward_model(roles.policy.place(batching.to_batch(
-        part, range(len(members)), mask, {}, *rows))).values
-    found.append(batching.from_rows(
-        part, to_host(values), rows[1], rows[0]))
+    values = roles.reward_model(
+      roles.policy.place(batching.to_batch(part, range(len(members)), mask, {}, *rows))
+    ).values
+    found.append(batching.from_rows(part, to_host(values), rows[1], rows[0]))
   return np.concatenate(found)
 
 
@@ -268,33 +265,20 @@ def _mixed(table) -> np.ndarray:
 
 
 def _table(graded) -> np.ndarray:
-  return np.array([[np.nan if r is None else r for r in g.rewards]
-                   for g in graded], np.float64)
+  return np.array([[np.nan if r is None else r for r in g.rewards] for g in graded], np.float64)
 
 
-def to_groups(rollout: Rollout, tokenizer: 'Tokenizer',
-              numbers: Sequence[int] | None = None) -> list[Group]:
+def to_groups(rollout: Rollout, tokenizer: 'Tokenizer', numbers: Sequence[int] | None = None) -> list[Group]:
   """Completions as the reward functions of TRL take them; all, or some."""
   size = len(rollout.lengths) // len(rollout.prompts)
   groups = []
   for i in range(len(rollout.prompts)) if numbers is None else numbers:
     prompt = rollout.prompts[i]
-    ids = [rollout.completions[n, :rollout.lengths[n]].tolist()
-           for n in range(i * size, (i + 1) * size)]
+    ids = [rollout.completions[n, : rollout.lengths[n]].tolist() for n in range(i * size, (i + 1) * size)]
     texts = [tokenizer.decode(x) for x in ids]
     if rollout.messages:
-      texts = list(rollout.messages[i * size:(i + 1) * size])
+      texts = list(rollout.messages[i * size : (i + 1) * size])
     elif not isinstance(prompt.prompt, str):
       texts = [[{'role': 'assistant', 'content': t}] for t in texts]
-    groups.append(Group(
-        [prompt.prompt] * size, texts, ids,
-        {k: [v] * size for k, v in prompt.columns.items()}))
+    groups.append(Group([prompt.prompt] * size, texts, ids, {k: [v] * size for k, v in prompt.columns.items()}))
   return groups
-
-
-
-
-
-
-
-

@@ -27,13 +27,13 @@ def component_metrics(graded: Sequence[Graded]) -> dict:
 def length_metrics(rollout: Rollout) -> dict:
   ended = rollout.lengths[rollout.finished]
   return {
-      'completions/mean_length': float(rollout.lengths.mean()),
-      'completions/min_length': int(rollout.lengths.min()),
-      'completions/max_length': int(rollout.lengths.max()),
-      'completions/clipped_ratio': float(1 - rollout.finished.mean()),
-      'completions/mean_terminated_length':
-          float(ended.mean()) if ended.size else 0.0,
-      'completion_tokens': int(rollout.lengths.sum())}
+    'completions/mean_length': float(rollout.lengths.mean()),
+    'completions/min_length': int(rollout.lengths.min()),
+    'completions/max_length': int(rollout.lengths.max()),
+    'completions/clipped_ratio': float(1 - rollout.finished.mean()),
+    'completions/mean_terminated_length': float(ended.mean()) if ended.size else 0.0,
+    'completion_tokens': int(rollout.lengths.sum()),
+  }
 
 
 def sample_rows(rollout: Rollout, groups, graded, rewards) -> list[dict]:
@@ -42,16 +42,22 @@ def sample_rows(rollout: Rollout, groups, graded, rewards) -> list[dict]:
   size = len(rollout.lengths) // len(rollout.prompts)
   for n, length in enumerate(rollout.lengths):
     group, result, i = groups[n // size], graded[n // size], n % size
-    rows.append(dict(
-        prompt=_text(group.prompts[i]), completion=_text(group.completions[i]),
+    rows.append(
+      dict(
+        prompt=_text(group.prompts[i]),
+        completion=_text(group.completions[i]),
         reward=float(rewards[n]) if np.isfinite(rewards[n]) else None,
         **({'error': result.error} if result.error else {}),
         components={k: v[i] for k, v in result.components.items()},
-        length=int(length), finished=bool(rollout.finished[n]),
+        length=int(length),
+        finished=bool(rollout.finished[n]),
         **batching.top_logprobs(rollout, n),
         logprob=float(rollout.logprobs[n, :length].sum()),
-        prompt_index=rollout.prompts[n // size].index, sample=i,
-        version=rollout.version))
+        prompt_index=rollout.prompts[n // size].index,
+        sample=i,
+        version=rollout.version,
+      )
+    )
   return rows
 
 

@@ -54,17 +54,22 @@ class Ahead:
   prompts: 'PromptStream'
   chrono: 'Timeline'
   engine: object = None  # that the sampler runs on, to swap its weights
-  queue: collections.deque = dataclasses.field(
-      default_factory=collections.deque)
+  queue: collections.deque = dataclasses.field(default_factory=collections.deque)
   version: int | None = None
   moved: int = 0  # bytes, when weights were moved last
 
   def __post_init__(self):
-    config, few = self.config, coordination.count() > 1 and self.engine and len(
-        owners(self.engine.layout.mesh.devices.flat)) < coordination.count()
-    refuse(bool(few and (config.environment or config.rollout.swap_blocks)),
-           'config.mesh.rollout_devices: are those of some processes only, and '
-           'environments and rollout.swap_blocks need all; leave them out')
+    config, few = (
+      self.config,
+      coordination.count() > 1
+      and self.engine
+      and len(owners(self.engine.layout.mesh.devices.flat)) < coordination.count(),
+    )
+    refuse(
+      bool(few and (config.environment or config.rollout.swap_blocks)),
+      'config.mesh.rollout_devices: are those of some processes only, and '
+      'environments and rollout.swap_blocks need all; leave them out',
+    )
 
   @property
   def lag(self) -> int:
@@ -105,8 +110,7 @@ class Ahead:
       with self.chrono('wait'):  # for the update, where sampling is ahead
         jax.block_until_ready(self.engine.weights)
     if config.rollout.swap_blocks:
-      self.engine.swap = config.rollout.swap_blocks, functools.partial(
-          self.sync, now)
+      self.engine.swap = config.rollout.swap_blocks, functools.partial(self.sync, now)
     graded, info = self._sample(step)
     while rl.dynamic_sampling and self._wants_more(graded, info, step):
       more, newer = self._sample(step)
@@ -149,9 +153,13 @@ class Ahead:
       return True
     info['dynamic_sampling/missing'] = int(wanted - mixed.sum())
     logging.warning(
-        'step %d: %d of %d groups differ in reward after %d rounds; the '
-        'update goes on with these (config.rl.dynamic_sampling)',
-        step + 1, mixed.sum(), wanted, rounds)
+      'step %d: %d of %d groups differ in reward after %d rounds; the '
+      'update goes on with these (config.rl.dynamic_sampling)',
+      step + 1,
+      mixed.sum(),
+      wanted,
+      rounds,
+    )
     return False
 
   def state(self, done: int) -> dict:
@@ -159,13 +167,20 @@ class Ahead:
     if not self.lag:
       return {'prompts': self.prompts.state()}
     from jaxpost.rollout import rollout_files
+
     if done < self.config.train.steps:
       self.fill(done, self.lag)
-    return {'prompts': self.prompts.state(), 'queue': [dict(
-        info=x.info, chosen=x.graded.chosen and [
-            list(map(int, part)) for part in x.graded.chosen],
-        rollouts=[rollout_files.to_text(part.rollout) for part in x.graded.parts])
-        for x in self.queue]}
+    return {
+      'prompts': self.prompts.state(),
+      'queue': [
+        dict(
+          info=x.info,
+          chosen=x.graded.chosen and [list(map(int, part)) for part in x.graded.chosen],
+          rollouts=[rollout_files.to_text(part.rollout) for part in x.graded.parts],
+        )
+        for x in self.queue
+      ],
+    }
 
   def restore(self, state: dict, done: int):
     """Goes on there; the policy has its weights of then again."""
@@ -174,12 +189,12 @@ class Ahead:
     if not self.lag:
       return
     from jaxpost.rollout import rollout_files
+
     rl = self.config.rl
     self.version = None
     self.sync(done * rl.epochs * rl.minibatches)
     for saved in state['queue']:  # graded again: rewards were under way
-      rounds = [self.grader.submit(rollout_files.from_text(text))
-                for text in saved['rollouts']]
+      rounds = [self.grader.submit(rollout_files.from_text(text)) for text in saved['rollouts']]
       graded = functools.reduce(grading.join, rounds)
       graded.chosen = saved['chosen']
       self.queue.append(Sampled(graded, saved['info']))

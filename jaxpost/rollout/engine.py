@@ -37,28 +37,31 @@ class Engine(Protocol):
   def described(self, params: Any) -> Any:
     """Shapes and shardings of the arrays that it will keep."""
 
-  def jobs(self, params: Any, lengths: Sequence[int], group_size: int,
-           turns: bool = False) -> list[Callable]:
+  def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable]:
     """Compilations that prompts of these lengths need; may run together.
 
     turns: of conversations, which go on.
     """
 
-  def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any,
-             step: int) -> Any:
+  def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any, step: int) -> Any:
     """Puts samples of the prefix into free slots; the key decides draws."""
 
-  def extend(self, state: Any, entry: Any, more: dict, run_key: Any,
-             step: int) -> Any:
+  def extend(self, state: Any, entry: Any, more: dict, run_key: Any, step: int) -> Any:
     """As `insert`, of texts that begin with what is in their slots."""
 
   def generate(self, state: Any) -> tuple[Any, Any]:
     """(state, `programs.generate.Block`): some tokens for every slot."""
 
-  def serve(self, requests: Iterable[Request], *, run_key: Any, step: int,
-            follow: Callable[[list[Completion], bool], Iterable[Request]],
-            read_rows: int | None = None, tell: Callable | None = None
-            ) -> dict:
+  def serve(
+    self,
+    requests: Iterable[Request],
+    *,
+    run_key: Any,
+    step: int,
+    follow: Callable[[list[Completion], bool], Iterable[Request]],
+    read_rows: int | None = None,
+    tell: Callable | None = None,
+  ) -> dict:
     """All requests, and those that follow from what was drawn; figures.
 
     `follow(completions, idle)` is asked between any two blocks. read_rows:
@@ -71,9 +74,9 @@ class Engine(Protocol):
   def check(self, request: Request):
     """InputError where a request cannot be served."""
 
-  def __call__(self, prompts: Sequence[Prompt], *, group_size: int,
-               run_key: Any, step: int,
-               sampling: dict | None = None) -> Rollout:
+  def __call__(
+    self, prompts: Sequence[Prompt], *, group_size: int, run_key: Any, step: int, sampling: dict | None = None
+  ) -> Rollout:
     """All samples of all prompts, whatever the number of slots.
 
     `sampling`: fields of `types.Sampling` that differ from the default.

@@ -28,18 +28,15 @@ def check():
     importlib.metadata.distribution('google-jetstream')
   except importlib.metadata.PackageNotFoundError as error:
     found = importlib.util.find_spec('jetstream')
-    wrong = f'; the jetstream of {found.origin} is another project: pip ' \
-        'uninstall jetstream' if found else ''
-    raise InputError('jetstream: google-jetstream is not installed; pip '
-                     f"install 'jaxpost[jetstream]'{wrong}") from error
+    wrong = f'; the jetstream of {found.origin} is another project: pip uninstall jetstream' if found else ''
+    raise InputError(
+      f"jetstream: google-jetstream is not installed; pip install 'jaxpost[jetstream]'{wrong}"
+    ) from error
 
 
 check()
 
-from jetstream.engine import (
-  engine_api,  # noqa: E402
-  tokenizer_pb2,  # noqa: E402
-)
+from jetstream.engine import engine_api, tokenizer_pb2  # noqa: E402
 
 
 class JetStreamEngine(engine_api.Engine):
@@ -49,8 +46,7 @@ class JetStreamEngine(engine_api.Engine):
     """run_key: key data, [2] uint32, of all draws; the n-th insert is
     prompt n."""
     if native.block != 1:
-      raise InputError(f'jetstream: a block of {native.block} tokens; its '
-                       'engines make one, set config.rollout.block=1')
+      raise InputError(f'jetstream: a block of {native.block} tokens; its engines make one, set config.rollout.block=1')
     self._native, self._key, self._path = native, run_key, tokenizer_path
     self._number = 0
 
@@ -59,8 +55,7 @@ class JetStreamEngine(engine_api.Engine):
     self._native.load(params, version)
     return self._native.weights
 
-  def prefill(self, *, params, existing_prefix=None, padded_tokens,
-              true_length: int):
+  def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length: int):
     if existing_prefix is not None:
       raise NotImplementedError('a prefix is read whole')
     self._native.weights = params
@@ -71,15 +66,13 @@ class JetStreamEngine(engine_api.Engine):
     cache, text = prefix
     number, self._number = self._number, self._number + 1
     most = self._native.config.max_new_tokens
-    entry = self._native.entry(
-        {slot: Seat(Request(text, number), most, text)}, {slot: 0})
+    entry = self._native.entry({slot: Seat(Request(text, number), most, text)}, {slot: 0})
     return self._native.insert(decode_state, cache, entry, self._key, 0)
 
   def generate(self, params, decode_state):
     self._native.weights = params
     state, block = self._native.generate(decode_state)
-    data = jnp.stack([block.tokens[0], block.drawn[0].astype(jnp.int32),
-                      state.counts], axis=1)
+    data = jnp.stack([block.tokens[0], block.drawn[0].astype(jnp.int32), state.counts], axis=1)
     return state, engine_api.ResultTokens(data, (0, 1), (1, 2), (2, 3), 1)
 
   def init_decode_state(self):
@@ -112,12 +105,16 @@ class JetStreamEngine(engine_api.Engine):
     return None
 
 
-def drive(engine: engine_api.Engine, params, texts: Sequence[np.ndarray],
-          samples: int, max_new_tokens: int, stop_ids: Sequence[int]
-          ) -> list[list[int]]:
+def drive(
+  engine: engine_api.Engine,
+  params,
+  texts: Sequence[np.ndarray],
+  samples: int,
+  max_new_tokens: int,
+  stop_ids: Sequence[int],
+) -> list[list[int]]:
   """The least loop of the documented verbs; `samples` of each text in order."""
-  state, out = engine.init_decode_state(), [[] for _ in range(
-      len(texts) * samples)]
+  state, out = engine.init_decode_state(), [[] for _ in range(len(texts) * samples)]
   waiting, seats, prefix = list(range(len(out)))[::-1], {}, (None, None)
   while waiting or seats:
     for slot in range(engine.max_concurrent_decodes):
@@ -127,9 +124,12 @@ def drive(engine: engine_api.Engine, params, texts: Sequence[np.ndarray],
       text = texts[n // samples]
       if prefix[0] != n // samples:
         size = rung(len(text), engine.max_prefill_length)
-        prefix = n // samples, engine.prefill(
-            params=params, padded_tokens=jnp.asarray(
-                np.pad(text, (0, size - len(text)))), true_length=len(text))
+        prefix = (
+          n // samples,
+          engine.prefill(
+            params=params, padded_tokens=jnp.asarray(np.pad(text, (0, size - len(text)))), true_length=len(text)
+          ),
+        )
       state, seats[slot] = engine.insert(prefix[1], state, slot=slot), n
     state, result = engine.generate(params, state)
     result = result.convert_to_numpy()
@@ -138,7 +138,7 @@ def drive(engine: engine_api.Engine, params, texts: Sequence[np.ndarray],
       out[n] += data.tokens[0][data.valid[0] > 0].tolist()
       stop = next((i for i, t in enumerate(out[n]) if t in stop_ids), None)
       if stop is not None or len(out[n]) >= max_new_tokens:
-        out[n] = out[n][:max_new_tokens if stop is None else stop + 1]
+        out[n] = out[n][: max_new_tokens if stop is None else stop + 1]
         del seats[slot]
   return out
 
@@ -153,9 +153,15 @@ class JetStreamRollout:
       `load_params`, without arguments.
   """
 
-  def __init__(self, engine: engine_api.Engine, *, max_new_tokens: int,
-               stop_ids: Sequence[int], rescore: Callable,
-               params: Callable | None = None):
+  def __init__(
+    self,
+    engine: engine_api.Engine,
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    rescore: Callable,
+    params: Callable | None = None,
+  ):
     self.engine, self.rescore = engine, rescore
     self.max_new_tokens, self.stop_ids = max_new_tokens, tuple(stop_ids)
     self._make = params or (lambda params: engine.load_params())
@@ -178,21 +184,27 @@ class JetStreamRollout:
     del params, lengths, group_size, turns
     return []
 
-  def __call__(self, prompts: Sequence[Prompt], *, group_size: int, run_key,
-               step: int, sampling: dict | None = None) -> Rollout:
+  def __call__(
+    self, prompts: Sequence[Prompt], *, group_size: int, run_key, step: int, sampling: dict | None = None
+  ) -> Rollout:
     """All samples of all prompts; the engine has draws of its own."""
     del run_key
     if sampling:
-      raise InputError(f'jetstream: {", ".join(sampling)} cannot be told to '
-                       'its engines; set it where the engine is made')
-    ids = drive(self.engine, self.weights, [p.tokens for p in prompts],
-                group_size, self.max_new_tokens, self.stop_ids)
-    tokens = np.array([x + [0] * (self.max_new_tokens - len(x)) for x in ids],
-                      np.int32)
+      raise InputError(
+        f'jetstream: {", ".join(sampling)} cannot be told to its engines; set it where the engine is made'
+      )
+    ids = drive(self.engine, self.weights, [p.tokens for p in prompts], group_size, self.max_new_tokens, self.stop_ids)
+    tokens = np.array([x + [0] * (self.max_new_tokens - len(x)) for x in ids], np.int32)
     empty = np.zeros(tokens.shape, np.float32)
     made = Rollout(
-        tuple(prompts), tokens, np.array([len(x) for x in ids], np.int32),
-        empty, empty, np.array([x[-1] in self.stop_ids for x in ids]), step,
-        self.version)
+      tuple(prompts),
+      tokens,
+      np.array([len(x) for x in ids], np.int32),
+      empty,
+      empty,
+      np.array([x[-1] in self.stop_ids for x in ids]),
+      step,
+      self.version,
+    )
     logprobs = np.asarray(self.rescore(made), np.float32)
     return made.replace(logprobs=logprobs, behaviour_logprobs=logprobs)

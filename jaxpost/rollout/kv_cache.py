@@ -47,8 +47,7 @@ class Shelf:
 
   def begun(self, text: bytes) -> Kept | None:
     """The longest that a text begins with."""
-    return max((k for k in self.all if text.startswith(k.text)),
-               key=lambda k: len(k.text), default=None)
+    return max((k for k in self.all if text.startswith(k.text)), key=lambda k: len(k.text), default=None)
 
   def take(self, kept: Kept):
     """Somebody goes on with it."""
@@ -56,16 +55,12 @@ class Shelf:
 
   def drop(self, slots=None) -> bool:
     """Forgets what is in `slots`, or else the oldest, if there is one."""
-    gone = self.all[:1] if slots is None else [
-        k for k in self.all if k.slot in slots]
+    gone = self.all[:1] if slots is None else [k for k in self.all if k.slot in slots]
     for kept in gone:
       self.all.remove(kept)
       if self.pages:
         self.pages.release(kept.seat)
     return bool(gone)
-
-
-
 
 
 @dataclasses.dataclass
@@ -86,8 +81,8 @@ class Pages:
   def __init__(self, size: int, count: int, room: int):
     if (count - 1) * size < room:
       raise InputError(
-          f'config.rollout.cache_tokens: {count - 1} pages of {size} do not '
-          f'hold one text of {room} entries; raise it')
+        f'config.rollout.cache_tokens: {count - 1} pages of {size} do not hold one text of {room} entries; raise it'
+      )
     self.size, self.count = size, count
     self.free = collections.deque(range(1, count))
     self.shared = {}  # text -> full pages of its prompt
@@ -98,8 +93,7 @@ class Pages:
   def needed(self, entries: int) -> int:
     return -(-entries // self.size)
 
-  def admit(self, holder, text: bytes, row: int, length: int, ahead: int
-            ) -> list[Copy] | None:
+  def admit(self, holder, text: bytes, row: int, length: int, ahead: int) -> list[Copy] | None:
     """Pages for a text of `length` that is row `row` of a prefix.
 
     Returns what is to be copied there, or None where the pool has no room
@@ -150,6 +144,6 @@ class Pages:
     """[rows, pages] int32 of the first `entries`; holders: {slot: holder}."""
     out = np.zeros((rows, self.needed(entries)), np.int32)
     for slot, holder in holders.items():
-      pages = self.held[holder][:out.shape[1]]
-      out[slot, :len(pages)] = pages
+      pages = self.held[holder][: out.shape[1]]
+      out[slot, : len(pages)] = pages
     return out

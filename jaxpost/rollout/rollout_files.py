@@ -14,15 +14,16 @@ from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
-_ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs',
-           'finished')
+_ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished')
 
 
 def keeper(folder, every: int):
   """(step, Experience, Credit) -> None: `save`s each `every`th step."""
+
   def keep(step, experience, credit):
     if step % every == 0:
       save(folder / f'{step}.npz', experience, credit)
+
   return keep
 
 
@@ -34,11 +35,9 @@ def save(path, experience: Experience, credit: Credit):
     arrays['mask'] = rollout.mask
   arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
   arrays |= {f'credit/{k}': x for k, x in credit.arrays.items()}
-  about = dict(step=rollout.step, version=rollout.version,
-               prompts=_prompts(rollout), messages=rollout.messages)
+  about = dict(step=rollout.step, version=rollout.version, prompts=_prompts(rollout), messages=rollout.messages)
   data = io.BytesIO()
-  np.savez_compressed(
-      data, about=np.array(json.dumps(about, default=str)), **arrays)
+  np.savez_compressed(data, about=np.array(json.dumps(about, default=str)), **arrays)
   object_store.write(path, data.getvalue())
 
 
@@ -50,31 +49,31 @@ def load(path) -> tuple[Rollout, dict]:
       arrays = dict(file)
     about = json.loads(str(arrays.pop('about')))
   except FileNotFoundError as error:
-    raise InputError(f'{path}: is not there; a run keeps its rollouts where '
-                     'config.log.rollouts is 1') from error
+    raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts is 1') from error
   except (ValueError, KeyError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
   prompts = tuple(
-      Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'],
-             p['columns']) for p in about['prompts'])
+    Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in about['prompts']
+  )
   return Rollout(
-      prompts, **{name: arrays[name] for name in _ARRAYS}, step=about['step'],
-      version=about['version'], mask=arrays.get('mask'),
-      messages=about['messages'] and tuple(about['messages']),
-      rewards={'recorded': arrays['rewards']}), arrays
+    prompts,
+    **{name: arrays[name] for name in _ARRAYS},
+    step=about['step'],
+    version=about['version'],
+    mask=arrays.get('mask'),
+    messages=about['messages'] and tuple(about['messages']),
+    rewards={'recorded': arrays['rewards']},
+  ), arrays
 
 
 def to_text(rollout: Rollout) -> str:
   """All of a rollout, to the bit, as JSON can hold it."""
-  arrays = {name: x for name, x in vars(rollout).items()
-            if isinstance(x, np.ndarray)}
+  arrays = {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
   arrays |= {f'rewards/{k}': x for k, x in (rollout.rewards or {}).items()}
-  about = {name: vars(rollout)[name] for name in (
-      'step', 'version', 'occupancy', 'figures', 'from_data', 'messages')}
+  about = {name: vars(rollout)[name] for name in ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')}
   about['prompts'] = _prompts(rollout)
   data = io.BytesIO()
-  np.savez_compressed(
-      data, about=np.array(json.dumps(about, default=str)), **arrays)
+  np.savez_compressed(data, about=np.array(json.dumps(about, default=str)), **arrays)
   return base64.b64encode(data.getvalue()).decode()
 
 
@@ -83,19 +82,19 @@ def from_text(text: str) -> Rollout:
   with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
     arrays = dict(file)
   about = json.loads(str(arrays.pop('about')))
-  rewards = {k.removeprefix('rewards/'): arrays.pop(k)
-             for k in list(arrays) if k.startswith('rewards/')}
+  rewards = {k.removeprefix('rewards/'): arrays.pop(k) for k in list(arrays) if k.startswith('rewards/')}
   prompts, messages = about.pop('prompts'), about.pop('messages')
   return Rollout(
-      tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'],
-                   p['columns']) for p in prompts),
-      **arrays, **about, rewards=rewards or None,
-      messages=messages and tuple(messages))
+    tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in prompts),
+    **arrays,
+    **about,
+    rewards=rewards or None,
+    messages=messages and tuple(messages),
+  )
 
 
 def _prompts(rollout: Rollout) -> list[dict]:
-  return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt,
-               columns=p.columns) for p in rollout.prompts]
+  return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt, columns=p.columns) for p in rollout.prompts]
 
 
 class Replayed:
@@ -121,6 +120,7 @@ class Replayed:
     have, size = len(rollout.prompts), len(rollout.lengths)
     if (have, size) != (len(prompts), len(prompts) * group_size):
       raise InputError(
-          f'{path}: {size} completions of {have} prompts, and config.rollout '
-          f'asks for {len(prompts) * group_size} of {len(prompts)}')
+        f'{path}: {size} completions of {have} prompts, and config.rollout '
+        f'asks for {len(prompts) * group_size} of {len(prompts)}'
+      )
     return rollout if self.rewards else rollout.replace(rewards=None)

@@ -19,28 +19,34 @@ if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
 from jaxpost.roles import Policy
 
 
-def rollout(prompts: Sequence[Prompt], done: list[Completion],
-            config: SamplerConfig, step: int, version: int, figures: dict
-            ) -> Rollout:
+def rollout(
+  prompts: Sequence[Prompt], done: list[Completion], config: SamplerConfig, step: int, version: int, figures: dict
+) -> Rollout:
   """All completions of all prompts, whose tags say their order."""
   done = sorted(done, key=lambda c: c.request.tag)
   room = config.max_new_tokens
 
   def pad(name, room=room):
-    return np.stack([
-        np.pad(x, ((0, room - len(x)), *((0, 0),) * (x.ndim - 1)))
-        for x in (vars(c)[name] for c in done)])
+    return np.stack([np.pad(x, ((0, room - len(x)), *((0, 0),) * (x.ndim - 1))) for x in (vars(c)[name] for c in done)])
 
   names = ('top_ids', 'top_logprobs') if config.top_logprobs else ()
   more = {name: pad(name) for name in names}
   if done[0].experts is not None:  # [N, P + C, L, k] by position
     more['experts'] = pad('experts', config.max_prompt + room)
   return Rollout(
-      tuple(prompts), pad('tokens'),
-      np.array([len(c.tokens) for c in done], np.int32), pad('logprobs'),
-      pad('behaviour_logprobs'), np.array([c.finished for c in done]),
-      step, version, figures.pop('occupancy'), figures,
-      versions=pad('versions'), **more)
+    tuple(prompts),
+    pad('tokens'),
+    np.array([len(c.tokens) for c in done], np.int32),
+    pad('logprobs'),
+    pad('behaviour_logprobs'),
+    np.array([c.finished for c in done]),
+    step,
+    version,
+    figures.pop('occupancy'),
+    figures,
+    versions=pad('versions'),
+    **more,
+  )
 
 
 @dataclasses.dataclass
@@ -58,18 +64,17 @@ class Sampler:
     """Frees the sampling copy of the weights."""
     self.engine.unload()
 
-  def __call__(self, prompts: Sequence[Prompt], group_size: int = 1,
-               step: int = 0, **sampling) -> Rollout:
+  def __call__(self, prompts: Sequence[Prompt], group_size: int = 1, step: int = 0, **sampling) -> Rollout:
     """`group_size` completions of each prompt; `sampling` as in `Sampling`."""
-    draw = lambda: self.engine(
-        prompts, group_size=group_size, run_key=self.run_key, step=step,
-        sampling=sampling)
+    draw = lambda: self.engine(prompts, group_size=group_size, run_key=self.run_key, step=step, sampling=sampling)
     if coordination.count() == 1:
       return draw()
     have = owners(self.engine.layout.mesh.devices.flat)
     if len(have) == coordination.count():
       return draw()
     from jaxpost.rollout import rollout_files  # of some processes, sent to the others
+
     text = rollout_files.to_text(draw()) if coordination.index() in have else ''
-    return rollout_files.from_text(coordination.from_one(
-        have[0], text.encode()).decode()).replace(prompts=tuple(prompts))
+    return rollout_files.from_text(coordination.from_one(have[0], text.encode()).decode()).replace(
+      prompts=tuple(prompts)
+    )

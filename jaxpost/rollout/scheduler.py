@@ -54,16 +54,16 @@ class Seat:
 
   def drawn(self) -> np.ndarray:
     """[C] token ids so far."""
-    return np.concatenate([np.zeros(0, np.int32), *(
-        p[0] for p in self.parts)])
+    return np.concatenate([np.zeros(0, np.int32), *(p[0] for p in self.parts)])
 
   def take(self, block, slot: int, version: int) -> int:
     """Keeps what the block drew in a slot; how many tokens that were."""
     drawn = block.drawn[:, slot]
     versions = np.full(len(drawn), version, np.int32)
-    self.parts.append([x[drawn, slot] for x in (
-        block.tokens, block.logprobs, block.behaviour_logprobs,
-        *block.experts, *block.top)] + [versions[drawn]])
+    self.parts.append(
+      [x[drawn, slot] for x in (block.tokens, block.logprobs, block.behaviour_logprobs, *block.experts, *block.top)]
+      + [versions[drawn]]
+    )
     return int(drawn.sum())
 
   def cut(self, strings, decode, least: int = 0) -> str:
@@ -97,20 +97,16 @@ class Seat:
     *drawn, versions = [np.concatenate(x) for x in zip(*self.parts)]
     at = 3 + len(self.experts)
     new = len(self.tokens) - len(self.request.tokens)  # was read again
-    experts = [np.concatenate([read, more[new:]])
-               for read, more in zip(self.experts, drawn[3:at])]
+    experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn[3:at])]
     most = self.request.sampling.get('top_logprobs')
     top = [x[:, :most] for x in drawn[at:]] or (None, None)
-    return Completion(
-        self.request, *drawn[:3], finished, stop_string, *top,
-        *(experts or (None,)), versions)
+    return Completion(self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), versions)
 
 
 class Serving:
   """One call of `serve`: the queue, and who sits in which slot."""
 
-  def __init__(self, engine, run_key, step: int, follow: Follow,
-               read_rows: int | None, tell: Tell | None = None):
+  def __init__(self, engine, run_key, step: int, follow: Follow, read_rows: int | None, tell: Tell | None = None):
     self.engine, self.run_key, self.step = engine, run_key, step
     self.follow, self.read_rows, self.tell = follow, read_rows, tell
     self.queue = collections.deque()  # of Seat
@@ -147,8 +143,7 @@ class Serving:
   def enqueue(self, requests: Iterable[Request]):
     for request in requests:
       self.engine.check(request)
-      self.queue.append(Seat(
-          request, self.engine.max_tokens(request), request.tokens))
+      self.queue.append(Seat(request, self.engine.max_tokens(request), request.tokens))
 
   # -------------------------------------------------------------- into slots
 
@@ -171,22 +166,19 @@ class Serving:
         self.read()
         continue
       self.sit(taken, copies)
-      free = free[len(taken):] if room else []
+      free = free[len(taken) :] if room else []
 
   def free(self) -> list[int]:
     """Slots without a seat; those with a text worth keeping come last."""
     keeping = self.kept.slots
-    return [s for s in range(self.engine.max_concurrent_decodes)
-            if s not in self.seats and s not in keeping] + keeping
+    return [s for s in range(self.engine.max_concurrent_decodes) if s not in self.seats and s not in keeping] + keeping
 
   def place(self, seat: Seat) -> list | None:
     """Pages for what a seat has read; None where there is no room."""
     if not self.pages:
       return []
     while True:
-      found = self.pages.admit(
-          seat, seat.text, self.at[seat.text], len(seat.tokens),
-          self.engine.block)
+      found = self.pages.admit(seat, seat.text, self.at[seat.text], len(seat.tokens), self.engine.block)
       if found is not None or not self.kept.drop():
         return found
 
@@ -213,8 +205,7 @@ class Serving:
           self.pages.release(seat)
           continue
       free.remove(slot)
-      filled = min(len(kept.text) // seat.tokens.itemsize,
-                   len(seat.tokens) - 1)  # the last one says what is next
+      filled = min(len(kept.text) // seat.tokens.itemsize, len(seat.tokens) - 1)  # the last one says what is next
       taken[slot], more[slot] = seat, (filled, seat.tokens[filled:])
       self.tokens_kept += filled
       self.tokens_read += len(more[slot][1])
@@ -223,10 +214,9 @@ class Serving:
     entry = self.engine.entry(taken, dict.fromkeys(taken, 0))
     self.leave_queue(taken)
     table = self.pages and self.pages.table(
-        taken, self.engine.max_concurrent_decodes, self.engine.read_rung(
-            max(len(x.tokens) for x in taken.values())))
-    self.state = self.engine.extend(
-        self.state, entry, more, self.run_key, self.step, table)
+      taken, self.engine.max_concurrent_decodes, self.engine.read_rung(max(len(x.tokens) for x in taken.values()))
+    )
+    self.state = self.engine.extend(self.state, entry, more, self.run_key, self.step, table)
     self.seats |= taken
 
   def leave_queue(self, taken: dict[int, Seat]):
@@ -259,12 +249,10 @@ class Serving:
       self.kept.drop(taken)
     rows = {slot: self.at[seat.text] for slot, seat in taken.items()}
     entry = self.engine.entry(taken, rows, copies)
-    self.state = self.engine.insert(
-        self.state, self.prefix, entry, self.run_key, self.step)
+    self.state = self.engine.insert(self.state, self.prefix, entry, self.run_key, self.step)
     self.seats |= taken
     for slot, seat in taken.items():
-      found = [x[rows[slot], 0, :len(seat.tokens)]
-               for x in self.prefix_experts]
+      found = [x[rows[slot], 0, : len(seat.tokens)] for x in self.prefix_experts]
       seat.experts = (np.stack(found, axis=1),) if found else ()
 
   # ------------------------------------------------------------- and through
@@ -299,8 +287,7 @@ class Serving:
   def make_room(self) -> bool:
     """Pages for a block of every seat; the last come goes back if need be."""
     for seat in list(self.seats.values()):
-      while seat in self.seats.values() and not self.grow(
-          seat, seat.used + self.engine.block):
+      while seat in self.seats.values() and not self.grow(seat, seat.used + self.engine.block):
         if self.running:
           return False
         slot, last = list(self.seats.items())[-1]
@@ -344,26 +331,27 @@ class Serving:
     self.seen_at = time.perf_counter()
     if block.broken.any():
       raise FloatingPointError(
-          f'sampling at step {self.step}: logits of the weights after '
-          f'{version} updates are not finite (the run has '
-          'diverged: lower the learning rate and restart from an earlier '
-          'checkpoint), or forbidden_ids and min_new_tokens leave no token to '
-          'draw')
+        f'sampling at step {self.step}: logits of the weights after '
+        f'{version} updates are not finite (the run has '
+        'diverged: lower the learning rate and restart from an earlier '
+        'checkpoint), or forbidden_ids and min_new_tokens leave no token to '
+        'draw'
+      )
     done = []
     for slot, seat in seats.items():
       if seat.over:
         continue
       self.drawn += seat.take(block, slot, version)
       cut = seat.cut(
-          self.engine.stop_strings(seat.request), self.engine.decode,
-          seat.request.sampling.get(
-              'min_tokens', self.engine.config.min_new_tokens))
+        self.engine.stop_strings(seat.request),
+        self.engine.decode,
+        seat.request.sampling.get('min_tokens', self.engine.config.min_new_tokens),
+      )
       seat.over = bool(cut) or not block.active[slot]
       if self.tell:
         self.tell(seat.request, seat.drawn())
       if seat.over:
-        done.append(seat.completion(
-            cut, bool(cut) or bool(block.finished[slot])))
+        done.append(seat.completion(cut, bool(cut) or bool(block.finished[slot])))
         if self.engine.keeps:
           self.kept.add(slot, seat)
         elif self.pages:
@@ -383,9 +371,10 @@ class Serving:
     """
     paged = {'requeued': self.requeued} if self.pages else {}
     return {
-        **paged,
-        'occupancy': self.drawn / self.rows if self.rows else 0.0,
-        'tokens_prefilled': self.tokens_read, 'tokens_kept': self.tokens_kept,
-        'tokens_per_dispatch': self.drawn / max(self.dispatches, 1),
-        'time/dispatch_gap': self.gap / max(self.dispatches, 1)}
-
+      **paged,
+      'occupancy': self.drawn / self.rows if self.rows else 0.0,
+      'tokens_prefilled': self.tokens_read,
+      'tokens_kept': self.tokens_kept,
+      'tokens_per_dispatch': self.drawn / max(self.dispatches, 1),
+      'time/dispatch_gap': self.gap / max(self.dispatches, 1),
+    }

@@ -8,17 +8,28 @@ from jaxpost.errors import InputError
 
 # Name -> where its `Algorithm` is.
 ALGORITHMS = {
-    'sft': 'sft:SFT',
-    'dpo': 'preference:DPO', 'orpo': 'preference:ORPO',
-    'cpo': 'preference:CPO', 'simpo': 'preference:SIMPO', 'kto': 'kto:KTO',
-    'reward_model': 'reward_model:REWARD_MODEL',
-    'distill': 'distill:DISTILL', 'gkd': 'distill:GKD',
-    'grpo': 'grpo:GRPO', 'dr_grpo': 'grpo:DR_GRPO', 'dapo': 'grpo:DAPO',
-    'gspo': 'grpo:GSPO', 'cispo': 'grpo:CISPO', 'sapo': 'grpo:SAPO',
-    'rloo': 'grpo:RLOO', 'reinforce_pp': 'grpo:REINFORCE_PP',
-    'reinforce_pp_baseline': 'grpo:REINFORCE_PP_BASELINE',
-    'remax': 'grpo:REMAX', 'rft': 'rft:RFT', 'ppo': 'ppo:PPO',
-    'online_dpo': 'online_dpo:ONLINE_DPO',
+  'sft': 'sft:SFT',
+  'dpo': 'preference:DPO',
+  'orpo': 'preference:ORPO',
+  'cpo': 'preference:CPO',
+  'simpo': 'preference:SIMPO',
+  'kto': 'kto:KTO',
+  'reward_model': 'reward_model:REWARD_MODEL',
+  'distill': 'distill:DISTILL',
+  'gkd': 'distill:GKD',
+  'grpo': 'grpo:GRPO',
+  'dr_grpo': 'grpo:DR_GRPO',
+  'dapo': 'grpo:DAPO',
+  'gspo': 'grpo:GSPO',
+  'cispo': 'grpo:CISPO',
+  'sapo': 'grpo:SAPO',
+  'rloo': 'grpo:RLOO',
+  'reinforce_pp': 'grpo:REINFORCE_PP',
+  'reinforce_pp_baseline': 'grpo:REINFORCE_PP_BASELINE',
+  'remax': 'grpo:REMAX',
+  'rft': 'rft:RFT',
+  'ppo': 'ppo:PPO',
+  'online_dpo': 'online_dpo:ONLINE_DPO',
 }
 
 
@@ -31,18 +42,19 @@ def load_algorithm(name: str) -> Algorithm:
   elif '.' not in target:
     near = difflib.get_close_matches(name, ALGORITHMS, 1)
     raise InputError(
-        f'config.algorithm: there is no {name!r}; ' +
-        (f'did you mean {near[0]!r}? ' if near else '') + 'built in: '
-        f'{", ".join(ALGORITHMS)}, or pkg.module or ./file.py of yours')
+      f'config.algorithm: there is no {name!r}; ' + (f'did you mean {near[0]!r}? ' if near else '') + 'built in: '
+      f'{", ".join(ALGORITHMS)}, or pkg.module or ./file.py of yours'
+    )
   module = imports.load_module(target, 'config.algorithm')
   attribute = attribute or 'ALGORITHM'
   found = vars(module).get(attribute)
   if not isinstance(found, Algorithm):
     raise InputError(
-        f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm('
-        '...); docs/your_algorithm.md shows one')
+      f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm(...); docs/your_algorithm.md shows one'
+    )
   if not found.on_policy and found.render is None:
     raise InputError(
-        f'config.algorithm: {target}: neither on_policy nor a `render` for '
-        'data; jaxpost.algorithms.sft.render_text is that of SFT')
+      f'config.algorithm: {target}: neither on_policy nor a `render` for '
+      'data; jaxpost.algorithms.sft.render_text is that of SFT'
+    )
   return found

@@ -47,30 +47,32 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
   workdir = epath.Path(workdir)
   roles, stream, engine = make_parts(kit, params, workdir)
   save, log = config.save, config.log
-  trace = timeline_lib.Trace(
-      workdir / 'profile' / p.name, log.profile_from, log.profile_steps,
-      config.train.steps)
+  trace = timeline_lib.Trace(workdir / 'profile' / p.name, log.profile_from, log.profile_steps, config.train.steps)
   stage = Stage(
-      p.name, config.train.steps, roles, stream, make_evaluator(kit, engine),
-      Checkpointer(workdir / 'checkpoints' / p.name,
-                   keep=save.keep, keep_best=save.keep_best,
-                   best_mode=save.best_mode),
-      writer, kit.chrono, load_weights.make_meta(p, workdir),
-      kit.ledger.seal,
-      lambda metrics: p.model.dropout or config.replay or (
-          p.algorithm.check_first_step(metrics, config)),
-      functools.partial(begin_step, p, kit.chrono, trace), trace.close,
-      waits=p.algorithm.on_policy and not config.rollout.lag,
-      peers=peers_of(kit, roles, writer),
-      eval_every=config.eval.every,
-      save_every=save.every, samples_every=log.samples_every,
-      keep=make_keeper(p.name, workdir, log.rollouts),
-      max_skipped=config.optim.max_skipped,
-      flops_per_token=p.model.passes / 3 * flops_per_token(
-          p.model.config, kit.shape[2] / 2),
-      peak_flops=program_table.peak_flops(jax.devices()))
-  stage.memory = precompile.compile_all(
-      kit, roles, stream, engine, stage.evaluate)
+    p.name,
+    config.train.steps,
+    roles,
+    stream,
+    make_evaluator(kit, engine),
+    Checkpointer(workdir / 'checkpoints' / p.name, keep=save.keep, keep_best=save.keep_best, best_mode=save.best_mode),
+    writer,
+    kit.chrono,
+    load_weights.make_meta(p, workdir),
+    kit.ledger.seal,
+    lambda metrics: p.model.dropout or config.replay or (p.algorithm.check_first_step(metrics, config)),
+    functools.partial(begin_step, p, kit.chrono, trace),
+    trace.close,
+    waits=p.algorithm.on_policy and not config.rollout.lag,
+    peers=peers_of(kit, roles, writer),
+    eval_every=config.eval.every,
+    save_every=save.every,
+    samples_every=log.samples_every,
+    keep=make_keeper(p.name, workdir, log.rollouts),
+    max_skipped=config.optim.max_skipped,
+    flops_per_token=p.model.passes / 3 * flops_per_token(p.model.config, kit.shape[2] / 2),
+    peak_flops=program_table.peak_flops(jax.devices()),
+  )
+  stage.memory = precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
   kit.chrono.begin(workdir / 'timeline' / f'{p.name}.json', log.timeline_steps)
   return stage
 
@@ -86,6 +88,7 @@ def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
   if coordination.count() == 1:
     return None
   from jaxpost.monitor.host_health import make_peers
+
   return make_peers(roles, kit.config.log.every, kit.ledger, writer.note)
 
 
@@ -94,6 +97,7 @@ def make_keeper(stage: str, workdir, every: int):
   if not every or coordination.index():
     return None
   from jaxpost.rollout import rollout_files
+
   return rollout_files.keeper(epath.Path(workdir) / 'rollouts' / stage, every)
 
 
@@ -101,24 +105,28 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
   """(roles, stream, engine or None)."""
   p, config = kit.prepared, kit.config
   ready = precompute.precompute(
-      kit, lambda name, spec: ask_frozen(kit, name, spec, params, workdir),
-      lambda source: sources.identity(source, workdir, config.seed), workdir)
-  frozen = {name: make_frozen(kit, name, params, workdir)
-            for name in p.sources if name not in ('policy', 'critic', *ready)}
+    kit,
+    lambda name, spec: ask_frozen(kit, name, spec, params, workdir),
+    lambda source: sources.identity(source, workdir, config.seed),
+    workdir,
+  )
+  frozen = {
+    name: make_frozen(kit, name, params, workdir) for name in p.sources if name not in ('policy', 'critic', *ready)
+  }
   critic = make_critic(kit, params, workdir) if 'critic' in p.sources else None
   policy = make_trainable(kit, 'policy', p.model, params)
   teachers = tuple(v for k, v in frozen.items() if k.startswith('teacher_'))
   if teachers:
     heads = tuple(t.head_for(kit.prepared.model.config) for t in teachers)
-    policy.frozen['teacher_heads'] = load_weights.move(heads, tuple(
-        kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads))
-  roles = Roles(policy, critic, frozen.get('reference'),
-                frozen.get('reward_model'), teachers)
-  samples = (p.algorithm.on_policy and not config.replay) or (
-      (p.pool or p.environment) and config.eval.samples)
+    policy.frozen['teacher_heads'] = load_weights.move(
+      heads, tuple(kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
+    )
+  roles = Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
+  samples = (p.algorithm.on_policy and not config.replay) or ((p.pool or p.environment) and config.eval.samples)
   engine = make_engine(kit) if samples else None
-  stream = make_controller(kit, roles, engine) if p.algorithm.on_policy else (
-      DataStream(p.stream, p.algorithm, config, roles))
+  stream = (
+    make_controller(kit, roles, engine) if p.algorithm.on_policy else (DataStream(p.stream, p.algorithm, config, roles))
+  )
   return roles, stream, engine
 
 
@@ -126,13 +134,11 @@ def make_critic(kit: Kit, params, workdir) -> Trainable:
   """Weights of its own; under adapters, where it can, those of the policy."""
   p, dtype = kit.prepared, kit.config.model.param_dtype
   source = p.sources['critic']
-  model = lora.on_frozen(model_lib.with_scalar_head(
-      source.config, p.model.config.lora), p.model.quantised)
+  model = lora.on_frozen(model_lib.with_scalar_head(source.config, p.model.config.lora), p.model.quantised)
   if model.frozen and source == p.sources['policy']:
     params = lora.beside(params, p.model, model, kit.train, dtype)
   else:
-    params = load_weights.load(source, model, kit.train, dtype, workdir,
-                          seed=kit.config.seed, ledger=kit.ledger)
+    params = load_weights.load(source, model, kit.train, dtype, workdir, seed=kit.config.seed, ledger=kit.ledger)
   return make_trainable(kit, 'critic', model, params)
 
 
@@ -141,8 +147,7 @@ def ask_frozen(kit: Kit, name: str, spec, params, workdir):
   role = functools.cache(lambda: make_frozen(kit, name, params, workdir))
 
   def run(batch):
-    found = to_host(spec.read(role()(place(
-        kit.score, kit.shape[1], batch))))
+    found = to_host(spec.read(role()(place(kit.score, kit.shape[1], batch))))
     return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
 
   return run
@@ -159,26 +164,21 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
       part, (params, shared) = lora.trained(model), lora.split(params, model)
     params = load_weights.move(params, part.shardings(layout))
   elif layout == kit.train and load_weights.is_beside(source, p):
-    model, params, shared = load_weights.load_beside(
-        source, p, params, layout, kit.ledger)
+    model, params, shared = load_weights.load_beside(source, p, params, layout, kit.ledger)
     part = lora.trained(model)
   else:
     params = load_weights.load(
-        source, model, layout, config.model.param_dtype, workdir,
-        seed=config.seed, ledger=kit.ledger)
-  params = join(shared, score.frozen_copy(
-      part, params, kit.compute, part.shardings(layout), kit.ledger))
+      source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=kit.ledger
+    )
+  params = join(shared, score.frozen_copy(part, params, kit.compute, part.shardings(layout), kit.ledger))
   make, options = score.make_score, {}
   if name == 'reference':
     options = dict(temperature=kit.objectives['policy'].temperature)
   elif name.startswith('teacher_'):
     d, make = config.distill, score.make_hidden
     if d.topk:
-      make, options = score.make_topk, dict(
-          k=d.topk, vocab_size=p.model.config.vocab_size,
-          temperature=d.temperature)
-  return Frozen(params, make(model, layout, kit.compute, kit.ledger, **options),
-                layout, model)
+      make, options = score.make_topk, dict(k=d.topk, vocab_size=p.model.config.vocab_size, temperature=d.temperature)
+  return Frozen(params, make(model, layout, kit.compute, kit.ledger, **options), layout, model)
 
 
 def make_trainable(kit: Kit, role: str, model, params):
@@ -192,47 +192,67 @@ def make_trainable(kit: Kit, role: str, model, params):
   elif 'critic' in kit.objectives:
     steps -= config.critic.warmup_steps
   part, (params, fixed) = lora.trained(model), lora.split(params, model)
-  schedule = optim.make_schedule(
-      o.schedule, lr, steps * updates, o.warmup_steps * updates, o.end_lr)
+  schedule = optim.make_schedule(o.schedule, lr, steps * updates, o.warmup_steps * updates, o.end_lr)
   optimizer = optim.make_optimizer(
-      o.name, schedule,
-      dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay),
-      optim.decayed(part.axes()))
+    o.name, schedule, dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay), optim.decayed(part.axes())
+  )
   if kit.compute.dtype == 'float16':
     optimizer = loss_scale.scaled(optimizer)
   shardings = programs.state_shardings(part, optimizer, kit.train)
   update = programs.make_update(
-      model, objective, optimizer, schedule, kit.train, kit.compute,
-      kit.ledger, clip_norm=o.clip_norm or math.inf, shardings=shardings)
-  read = score.make_score(
-      model, kit.train, kit.compute, kit.ledger,
-      temperature=objective.temperature)
+    model,
+    objective,
+    optimizer,
+    schedule,
+    kit.train,
+    kit.compute,
+    kit.ledger,
+    clip_norm=o.clip_norm or math.inf,
+    shardings=shardings,
+  )
+  read = score.make_score(model, kit.train, kit.compute, kit.ledger, temperature=objective.temperature)
   state = programs.make_state(params, optimizer, shardings, kit.ledger)
-  rest = (kit.train, kit.shape[1], update, read, objective,
-          {'params': fixed})
-  return Trainable(model, state, *rest) if role == 'critic' else Policy(
-      model, state, *rest, export_fn=functools.partial(export, p))
+  rest = (kit.train, kit.shape[1], update, read, objective, {'params': fixed})
+  return (
+    Trainable(model, state, *rest)
+    if role == 'critic'
+    else Policy(model, state, *rest, export_fn=functools.partial(export, p))
+  )
 
 
 def make_engine(kit: Kit, slots: int = 0):
   from jaxpost.rollout.native import NativeEngine, SamplerConfig
+
   p, r, e = kit.prepared, kit.config.rollout, kit.config.eval
-  wanted = r.prompts * r.group_size if kit.algorithm.on_policy else (
-      e.size * e.samples)
+  wanted = r.prompts * r.group_size if kit.algorithm.on_policy else (e.size * e.samples)
   model = routing.recording(p.model) if kit.config.router.replay else p.model
   return NativeEngine(
-      model, SamplerConfig(
-          slots=slots or r.slots or min(wanted, 256),
-          max_prompt=r.max_prompt_length, max_new_tokens=r.max_new_tokens,
-          stop_ids=p.tokenizer.stop_ids, temperature=r.temperature,
-          top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, block=r.block,
-          forbidden_ids=r.forbidden_ids, stop_strings=r.stop_strings,
-          min_new_tokens=r.min_new_tokens, page_size=r.page_size,
-          cache_tokens=r.cache_tokens, top_logprobs=r.top_logprobs),
-      kit.rollout, kit.compute, kit.ledger,
-      functools.partial(p.tokenizer.decode, skip_special=False),
-      transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
-      r.share_base, ahead=r.lag > 0)
+    model,
+    SamplerConfig(
+      slots=slots or r.slots or min(wanted, 256),
+      max_prompt=r.max_prompt_length,
+      max_new_tokens=r.max_new_tokens,
+      stop_ids=p.tokenizer.stop_ids,
+      temperature=r.temperature,
+      top_k=r.top_k,
+      top_p=r.top_p,
+      min_p=r.min_p,
+      block=r.block,
+      forbidden_ids=r.forbidden_ids,
+      stop_strings=r.stop_strings,
+      min_new_tokens=r.min_new_tokens,
+      page_size=r.page_size,
+      cache_tokens=r.cache_tokens,
+      top_logprobs=r.top_logprobs,
+    ),
+    kit.rollout,
+    kit.compute,
+    kit.ledger,
+    functools.partial(p.tokenizer.decode, skip_special=False),
+    transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
+    r.share_base,
+    ahead=r.lag > 0,
+  )
 
 
 def run_key(seed: int, purpose: int) -> np.ndarray:
@@ -246,30 +266,41 @@ def make_sampler(kit: Kit, engine, purpose: int):
   key = run_key(kit.config.seed, purpose)
   if kit.prepared.environment:
     from jaxpost.environments import factory
+
     return factory.sampler(kit.prepared, engine, key)
   return Sampler(engine, key)
 
 
 def make_grader(p: Prepared):
   from jaxpost.rl import grading
+
   return grading.Grader(p.pool, p.tokenizer, reward_model.weight(p.config))
 
 
 def make_controller(kit: Kit, roles: Roles, engine):
   from jaxpost.rl import demonstrations
   from jaxpost.rl.controller import Controller
+
   p, config = kit.prepared, kit.config
   sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
   if config.replay:
     from jaxpost.rollout import rollout_files
+
     sampler = rollout_files.Replayed(config.replay, p.name, not config.reward)
   elif share:
-    sampler = demonstrations.Mixed(
-        sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
+    sampler = demonstrations.Mixed(sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
   return Controller(
-      p.algorithm, config, roles, sampler,
-      make_grader(p), p.stream, kit.chrono, (kit.shape[0], kit.shape[2]),
-      (kit.update_rows, kit.shape[2]), engine=engine)
+    p.algorithm,
+    config,
+    roles,
+    sampler,
+    make_grader(p),
+    p.stream,
+    kit.chrono,
+    (kit.shape[0], kit.shape[2]),
+    (kit.update_rows, kit.shape[2]),
+    engine=engine,
+  )
 
 
 @dataclasses.dataclass
@@ -286,8 +317,7 @@ class DataStream:
 
   def __next__(self) -> Item:
     batch, info = next(self.batches)
-    batch = self.algorithm.prepare(
-        self.roles.policy.place(batch), self.roles, self.config)
+    batch = self.algorithm.prepare(self.roles.policy.place(batch), self.roles, self.config)
     return Item([('policy', batch)], info)
 
   def state(self) -> dict:
@@ -306,24 +336,28 @@ def make_evaluator(kit: Kit, engine) -> Evaluator | None:
     return None
   held_out, sampled = None, None
   if not p.algorithm.on_policy:
-    batches = loader.eval_batches(
-        p.eval_examples, kit.shape[0], kit.shape[2],
-        per=p.algorithm.mean_per(config))
+    batches = loader.eval_batches(p.eval_examples, kit.shape[0], kit.shape[2], per=p.algorithm.mean_per(config))
     held_out = HeldOut(
-        batches, programs.make_evaluate(
-            p.model, kit.objectives['policy'], kit.train, kit.compute,
-            kit.ledger),
-        lambda batch, roles: p.algorithm.prepare(batch, roles, kit.config))
+      batches,
+      programs.make_evaluate(p.model, kit.objectives['policy'], kit.train, kit.compute, kit.ledger),
+      lambda batch, roles: p.algorithm.prepare(batch, roles, kit.config),
+    )
   if e.samples:
     from jaxpost.rl import grading
     from jaxpost.stage.evaluate import SampledEval
+
     values = functools.partial(
-        grading.model_values, rows=(kit.shape[0], kit.shape[2]),
-        at_once=config.rollout.prompts * config.rollout.group_size)
+      grading.model_values,
+      rows=(kit.shape[0], kit.shape[2]),
+      at_once=config.rollout.prompts * config.rollout.group_size,
+    )
     sampled = SampledEval(
-        make_sampler(kit, engine, 2), make_grader(p),
-        p.eval_prompts, e.samples, e.pass_reward, e.temperature,
-        values if 'reward_model' in p.sources else None)
+      make_sampler(kit, engine, 2),
+      make_grader(p),
+      p.eval_prompts,
+      e.samples,
+      e.pass_reward,
+      e.temperature,
+      values if 'reward_model' in p.sources else None,
+    )
   return Evaluator(held_out, sampled)
-
-

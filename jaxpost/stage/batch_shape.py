@@ -27,12 +27,12 @@ def batch_shape(config, on_policy: bool, shards: int, whole=True, tokens=8192):
     count = r.prompts * r.group_size
     part = math.ceil(count // config.rl.minibatches / a_row)
     own = math.ceil(part / shards)  # in equal parts: empty ones are skipped
-    micro = micro or shards * math.ceil(
-        own / min(own, math.ceil(own * length / tokens)))
+    micro = micro or shards * math.ceil(own / min(own, math.ceil(own * length / tokens)))
     rows = math.ceil(count / a_row) if whole else part
   micro = micro or rows
   if micro % shards:
     raise InputError(
-        f'config.train: {micro} rows at a time do not split over {shards} '
-        f'batch shards of config.mesh.train; use a multiple of {shards}')
+      f'config.train: {micro} rows at a time do not split over {shards} '
+      f'batch shards of config.mesh.train; use a multiple of {shards}'
+    )
   return math.ceil(rows / micro) * micro, micro, length

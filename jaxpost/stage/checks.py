@@ -21,24 +21,26 @@ def check_teachers(config, found: dict, tokenizer):
     key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
     size = source.config.vocab_size
     if source.config.num_labels:
-      raise InputError(f'{key} is a reward model, which says nothing of '
-                       'tokens; name a language model')
+      raise InputError(f'{key} is a reward model, which says nothing of tokens; name a language model')
     if size < tokenizer.vocab_size:
       raise InputError(
-          f'{key} has a vocabulary of {size}, less than the '
-          f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
-          'must read what the student reads')
+        f'{key} has a vocabulary of {size}, less than the '
+        f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
+        'must read what the student reads'
+      )
     if config.distill.topk > min(size, found['policy'].config.vocab_size):
       raise InputError(
-          f'config.distill.topk: {config.distill.topk} of '
-          f'{min(size, found["policy"].config.vocab_size)} tokens that student '
-          'and teacher share; lower it, or 0 for all of them')
+        f'config.distill.topk: {config.distill.topk} of '
+        f'{min(size, found["policy"].config.vocab_size)} tokens that student '
+        'and teacher share; lower it, or 0 for all of them'
+      )
     if source.folder and (source.folder / 'tokenizer.json').exists():
       theirs = tokenizer_lib.load(str(source.folder))
       if theirs.encode(probe) != tokenizer.encode(probe):
         raise InputError(
-            f'{key} has another tokenizer than {tokenizer.source}; its tokens '
-            'mean something else, so choose a teacher of the same family')
+          f'{key} has another tokenizer than {tokenizer.source}; its tokens '
+          'mean something else, so choose a teacher of the same family'
+        )
 
 
 def check_own(config, cfg):
@@ -46,98 +48,106 @@ def check_own(config, cfg):
   if not isinstance(cfg, OwnConfig):
     return
   asked = {
-      'preference.share_prompt=False': config.algorithm in _PAIRS and (
-          config.preference.share_prompt),
-      'nll.neftune_alpha=0': config.nll.neftune_alpha,
-      'rollout.page_size=0': config.rollout.page_size,
-      'rollout.share_base=False': config.rollout.share_base}
+    'preference.share_prompt=False': config.algorithm in _PAIRS and (config.preference.share_prompt),
+    'nll.neftune_alpha=0': config.nll.neftune_alpha,
+    'rollout.page_size=0': config.rollout.page_size,
+    'rollout.share_base=False': config.rollout.share_base,
+  }
   for fix, wrong in asked.items():
     if wrong:
       raise InputError(
-          f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
-          'is called with parameters, tokens, positions and segments only, '
-          f'and samples from a copy; set config.{fix}')
+        f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
+        'is called with parameters, tokens, positions and segments only, '
+        f'and samples from a copy; set config.{fix}'
+      )
 
 
 def check_sampler(config, model):
   """InputError where no sampler of this model could do what is asked."""
   if config.rollout.top_logprobs:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
-    sampler_config.check_likeliest(
-        config.rollout.top_logprobs, model.config.vocab_size)
+
+    sampler_config.check_likeliest(config.rollout.top_logprobs, model.config.vocab_size)
   if config.rollout.share_base and not model.frozen:
     raise InputError(
-        'config.rollout.share_base: is for frozen weights under adapters '
-        '(config.lora.rank or config.train.freeze); leave it False')
+      'config.rollout.share_base: is for frozen weights under adapters '
+      '(config.lora.rank or config.train.freeze); leave it False'
+    )
   if config.rollout.share_base and config.mesh.rollout_devices:
     raise InputError(
-        'config.rollout.share_base: the sampler has devices of its own '
-        '(config.mesh.rollout_devices), which have no leaves of training; '
-        'leave it False')
+      'config.rollout.share_base: the sampler has devices of its own '
+      '(config.mesh.rollout_devices), which have no leaves of training; '
+      'leave it False'
+    )
 
 
 def check_replay(config, algorithm, found: dict):
   """InputError where rollouts, or their experts, cannot be taken again."""
-  if config.replay and (config.router.replay or (
-      config.environment and config.reward)):
+  if config.replay and (config.router.replay or (config.environment and config.reward)):
     raise InputError(
-        'config.replay: what is kept of a rollout has neither its experts '
-        '(config.router.replay) nor the parts of a reward (config.environment '
-        'with config.reward); sample again')
+      'config.replay: what is kept of a rollout has neither its experts '
+      '(config.router.replay) nor the parts of a reward (config.environment '
+      'with config.reward); sample again'
+    )
   if config.router.replay and (
-      not algorithm.on_policy or algorithm.pack or algorithm.from_data(config)
-      or config.environment or set(found) - {'policy', 'reference'}):
+    not algorithm.on_policy
+    or algorithm.pack
+    or algorithm.from_data(config)
+    or config.environment
+    or set(found) - {'policy', 'reference'}
+  ):
     raise InputError(
-        'config.router.replay: is for on-policy methods on whole completions, '
-        'without data mixed in, environment, critic, reward model or teachers')
+      'config.router.replay: is for on-policy methods on whole completions, '
+      'without data mixed in, environment, critic, reward model or teachers'
+    )
 
 
 def check_sampling(config, on_policy: bool, rewards=True):
   """InputError where the controller could not work with this config."""
   given = config.rewards_tuple() or config.replay or config.environment
-  refuse(rewards and not given, 'config.reward: is empty; name a built-in '
-         'reward, pkg.module:fn or ./file.py:fn')
+  refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
-  refuse(r.lag > 0 and bool(config.replay or rl.advantage == 'remax'),
-         f'config.rollout.lag: {r.lag} steps ahead there is neither a replay '
-         'nor the greedy answer of remax; set it to 0')
-  refuse(r.lag > 0 and r.park, 'config.rollout.park: with rollout.lag an '
-         'update runs meanwhile; leave one of them out')
-  refuse(r.swap_blocks > 0 and not r.lag, 'config.rollout.swap_blocks: with '
-         'rollout.lag=0 there are no newer weights; leave it 0')
-  length, needed = row_length(config, True), (
-      r.max_prompt_length + r.max_new_tokens)
+  refuse(
+    r.lag > 0 and bool(config.replay or rl.advantage == 'remax'),
+    f'config.rollout.lag: {r.lag} steps ahead there is neither a replay nor the greedy answer of remax; set it to 0',
+  )
+  refuse(r.lag > 0 and r.park, 'config.rollout.park: with rollout.lag an update runs meanwhile; leave one of them out')
+  refuse(
+    r.swap_blocks > 0 and not r.lag,
+    'config.rollout.swap_blocks: with rollout.lag=0 there are no newer weights; leave it 0',
+  )
+  length, needed = row_length(config, True), (r.max_prompt_length + r.max_new_tokens)
   if length < needed:
     raise InputError(
-        f'config.train.row_length: {length} is less than max_prompt_length + '
-        f'max_new_tokens = {needed}; raise it or leave it 0')
-  refuse(r.prompts * r.group_size % rl.minibatches > 0,
-         f'config.rl.minibatches: {rl.minibatches} does not divide the '
-         f'{r.prompts} x {r.group_size} completions of a step')
+      f'config.train.row_length: {length} is less than max_prompt_length + '
+      f'max_new_tokens = {needed}; raise it or leave it 0'
+    )
+  refuse(
+    r.prompts * r.group_size % rl.minibatches > 0,
+    f'config.rl.minibatches: {rl.minibatches} does not divide the {r.prompts} x {r.group_size} completions of a step',
+  )
 
 
 def check_reward_model(config, algorithm):
   """InputError where its scores cannot be used as this stage would."""
   samples = config.eval.samples if config.eval.data.path else 0
   if algorithm.scalar_head and samples:
-    raise InputError(
-        'config.eval.samples: a reward model writes no text; set it to 0 in '
-        'the stage that trains one')
+    raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
   if is_asked(config, algorithm):
     if config.rl.dynamic_sampling:
-      raise InputError(
-          'config.rl.dynamic_sampling: the scores of a reward model always '
-          'differ; set it to 0')
+      raise InputError('config.rl.dynamic_sampling: the scores of a reward model always differ; set it to 0')
     if algorithm.greedy_baseline(config):
       raise InputError(
-          f'config.reward: {NAME} does not grade the greedy answer that this '
-          'method compares with; use another method, such as rloo')
+        f'config.reward: {NAME} does not grade the greedy answer that this '
+        'method compares with; use another method, such as rloo'
+      )
   elif samples and config.rewards_tuple() == (NAME,):
     raise InputError(
-        f'config.eval.samples: only reward functions grade samples here, and '
-        f'config.reward has none beside {NAME}; add one or set it to 0')
+      f'config.eval.samples: only reward functions grade samples here, and '
+      f'config.reward has none beside {NAME}; add one or set it to 0'
+    )
 
 
 def check_reward_tokens(config, found: dict, tokenizer, before=()):
@@ -146,25 +156,24 @@ def check_reward_tokens(config, found: dict, tokenizer, before=()):
   Args:
     found: {role: Source}; before: stages that run first, `build.Prepared`.
   """
-  for role, key, path in (
-      (NAME, KEY, config.reward_model.path),
-      ('critic', 'config.critic.path', config.critic.path)):
+  for role, key, path in ((NAME, KEY, config.reward_model.path), ('critic', 'config.critic.path', config.critic.path)):
     if role not in found or not path:
       continue
     theirs = _reward_tokenizer(found[role], before)
     size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
     if size < needed or theirs is None and size != needed:
       raise InputError(
-          f'{key}: {path} has a vocabulary of {size}, the policy has {needed}; '
-          'it must read the tokens of the policy')
+        f'{key}: {path} has a vocabulary of {size}, the policy has {needed}; it must read the tokens of the policy'
+      )
     ours = tokenizer.hf.get_vocab()
     other = theirs.hf.get_vocab() if theirs else ours
     wrong = sorted(t for t in {*ours, *other} if ours.get(t) != other.get(t))
     if wrong:
       raise InputError(
-          f'{key}: {path} reads other tokens than the policy: {wrong[0]!r} is '
-          f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
-          f'one that was trained with the tokenizer {tokenizer.source}')
+        f'{key}: {path} reads other tokens than the policy: {wrong[0]!r} is '
+        f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
+        f'one that was trained with the tokenizer {tokenizer.source}'
+      )
 
 
 def _reward_tokenizer(source, before):

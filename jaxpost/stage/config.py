@@ -27,17 +27,13 @@ def defaults() -> dict:
 def parse(config: Mapping) -> dict[str, Config]:
   """{stage name: Config}, in order; a run without `stages` has one."""
   config = dict(config)
-  names = _check('config.stages', config.get('stages') or (), tuple,
-                 Config.__dataclass_fields__['stages'].metadata)
-  blocks = {k: v for k, v in config.items()
-            if k not in _FIELDS and isinstance(v, Mapping)}
+  names = _check('config.stages', config.get('stages') or (), tuple, Config.__dataclass_fields__['stages'].metadata)
+  blocks = {k: v for k, v in config.items() if k not in _FIELDS and isinstance(v, Mapping)}
   for name in names:
     if name in _FIELDS:
-      raise InputError(f'config.stages: {name!r} is a field of every config; '
-                       'give the stage another name')
+      raise InputError(f'config.stages: {name!r} is a field of every config; give the stage another name')
     if name not in blocks:
-      raise InputError(f'config.stages: there is no block config.{name}; '
-                       f'blocks: {", ".join(blocks) or "none"}')
+      raise InputError(f'config.stages: there is no block config.{name}; blocks: {", ".join(blocks) or "none"}')
   if names:  # a block that no stage names may wait for its turn
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
@@ -74,8 +70,7 @@ def resolve(config: Config, defaults: Mapping) -> Config:
       if auto is not None and vars(block)[field.name] == field.default:
         value = given.get(field.name, auto)
         new[field.name] = value(config) if callable(value) else value
-    config = dataclasses.replace(
-        config, **{section: dataclasses.replace(block, **new)})
+    config = dataclasses.replace(config, **{section: dataclasses.replace(block, **new)})
   return config
 
 
@@ -97,8 +92,7 @@ def _build(kind, values: Mapping, where: str):
   for key in values:
     if key not in fields:
       near = difflib.get_close_matches(key, fields, 1)
-      hint = f'did you mean {where}.{near[0]}?' if near else (
-          f'known: {", ".join(fields)}')
+      hint = f'did you mean {where}.{near[0]}?' if near else (f'known: {", ".join(fields)}')
       raise InputError(f'{where}.{key}: unknown key; {hint}')
   hints = typing.get_type_hints(kind)
   out = {}
@@ -107,8 +101,7 @@ def _build(kind, values: Mapping, where: str):
     if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
       if not isinstance(value, Mapping):
         raise InputError(f'{name}: want a block of fields, got {value!r}')
-      out[key] = dict(value) if hints[key] is dict else (
-          _build(hints[key], value, name))
+      out[key] = dict(value) if hints[key] is dict else (_build(hints[key], value, name))
     else:
       out[key] = _check(name, value, hints[key], field.metadata)
   return kind(**out)
@@ -123,20 +116,17 @@ def _check(name: str, value, kind, meta: types.MappingProxyType):
   if kind is tuple and isinstance(value, list):
     value = tuple(value)
   if type(value) is not kind:
-    raise InputError(
-        f'{name}: want {kind.__name__}, got {value!r} '
-        f'({type(value).__name__})')
+    raise InputError(f'{name}: want {kind.__name__}, got {value!r} ({type(value).__name__})')
   if kind is tuple:
     limits = {**meta, 'each': None}
-    return tuple(_check(f'{name}[{i}]', x, meta['each'], limits)
-                 for i, x in enumerate(value))
+    return tuple(_check(f'{name}[{i}]', x, meta['each'], limits) for i, x in enumerate(value))
   if kind is float and not math.isfinite(value):
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:
     near = difflib.get_close_matches(str(value), meta['choices'], 1)
     raise InputError(
-        f'{name}: {value!r} is not one of {", ".join(meta["choices"])}' +
-        (f'; did you mean {near[0]!r}?' if near else ''))
+      f'{name}: {value!r} is not one of {", ".join(meta["choices"])}' + (f'; did you mean {near[0]!r}?' if near else '')
+    )
   if meta['lo'] is not None and value < meta['lo']:
     raise InputError(f'{name}: {value!r} is below {meta["lo"]!r}')
   if meta['hi'] is not None and value > meta['hi']:
@@ -156,9 +146,8 @@ def parse_arg(arg: str | None, **options):
     if name not in options:
       near = difflib.get_close_matches(name, options, 1)
       raise InputError(
-          f'--config: no argument {name!r}; ' + (
-              f'did you mean {near[0]!r}?' if near else
-              f'known: {", ".join(options)}'))
+        f'--config: no argument {name!r}; ' + (f'did you mean {near[0]!r}?' if near else f'known: {", ".join(options)}')
+      )
     kind = type(options[name])
     if kind is bool:
       value = value if has_value else 'true'
@@ -169,6 +158,5 @@ def parse_arg(arg: str | None, **options):
       try:
         values[name] = kind(value)
       except ValueError:
-        raise InputError(
-            f'--config: {name}={value!r} is no {kind.__name__}') from None
+        raise InputError(f'--config: {name}={value!r} is no {kind.__name__}') from None
   return types.SimpleNamespace(**values)

@@ -28,8 +28,7 @@ def is_finished(workdir, configs: dict) -> bool:
   name, config = list(configs.items())[-1]
   steps = finished_steps(workdir / 'checkpoints' / name)
   exported = not config.save.export or (workdir / 'export').exists()
-  return bool(steps) and steps[0] >= config.train.steps and exported and (
-      workdir / 'summary.json').exists()
+  return bool(steps) and steps[0] >= config.train.steps and exported and (workdir / 'summary.json').exists()
 
 
 def check_same_run(workdir, configs: dict, console):
@@ -43,43 +42,40 @@ def check_same_run(workdir, configs: dict, console):
   try:
     old = config_lib.parse(json.loads(path.read_text()))
   except InputError as e:
-    raise InputError(
-        f'{path}: is of another version ({e}); choose another --workdir'
-    ) from e
+    raise InputError(f'{path}: is of another version ({e}); choose another --workdir') from e
   done = {n: finished_steps(workdir / 'checkpoints' / n) for n in old}
   begun = [name for name, steps in done.items() if steps]
-  if begun != list(configs)[:len(begun)]:
+  if begun != list(configs)[: len(begun)]:
     raise InputError(
-        f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
-        f'stay the first, not {", ".join(configs)}; set them back or choose '
-        'another --workdir')
+      f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
+      f'stay the first, not {", ".join(configs)}; set them back or choose '
+      'another --workdir'
+    )
   for name, config in configs.items():
-    changes = difference(
-        spelled(vars(old[name])), spelled(vars(config))
-    ) if name in old else {}
+    changes = difference(spelled(vars(old[name])), spelled(vars(config))) if name in old else {}
     for key, (was, now) in changes.items():
       if key != 'stages':
-        console.out(f'config.{key} of {name}: {was!r} in {path}, now {now!r}',
-                    highlight=False)
+        console.out(f'config.{key} of {name}: {was!r} in {path}, now {now!r}', highlight=False)
     for key in changes if name in begun else ():
-      _refuse(workdir, name, key, *changes[key], name == begun[-1],
-              done[name][0])
+      _refuse(workdir, name, key, *changes[key], name == begun[-1], done[name][0])
 
 
 def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
   """InputError where a stage that has begun cannot go on with a change."""
-  free = key == 'stages' or any(
-      key == f or key.startswith(f + '.') for f in _FREE)
+  free = key == 'stages' or any(key == f or key.startswith(f + '.') for f in _FREE)
   if key == 'train.steps' and (not newest or now < done):
     raise InputError(
-        f'config.train.steps: {now} of {stage}, but {workdir} holds its step '
-        f'{done}' + ('' if newest else ' and a later stage has begun from it')
-        + f'; set it back to {was} or choose another --workdir')
+      f'config.train.steps: {now} of {stage}, but {workdir} holds its step '
+      f'{done}'
+      + ('' if newest else ' and a later stage has begun from it')
+      + f'; set it back to {was} or choose another --workdir'
+    )
   if not free:
     raise InputError(
-        f'{workdir}: config.{key} of {stage} differs from the run that is '
-        f'being resumed ({was!r}, now {now!r}); set it back or choose another '
-        '--workdir')
+      f'{workdir}: config.{key} of {stage} differs from the run that is '
+      f'being resumed ({was!r}, now {now!r}); set it back or choose another '
+      '--workdir'
+    )
 
 
 def check_same_config(raw):
@@ -87,16 +83,16 @@ def check_same_config(raw):
   if coordination.count() == 1:
     return
   coordination.check_same(  # first: other code may have other fields
-      {'the version of jax': jax.__version__, 'the code of jaxpost': code()},
-      'install one everywhere')
+    {'the version of jax': jax.__version__, 'the code of jaxpost': code()}, 'install one everywhere'
+  )
   plain = spelled(raw)
   if len(set(coordination.gather(array_cache.fingerprint(plain)))) > 1:
     every = coordination.gather(plain)
     for i, other in enumerate(every):
       for key, (was, now) in difference(every[0], other).items():
         raise InputError(
-            f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; '
-            'start all with the same config')
+          f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; start all with the same config'
+        )
 
 
 def check_same_start(workdir, configs: dict):
@@ -105,16 +101,16 @@ def check_same_start(workdir, configs: dict):
     return
   saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
   coordination.check_same(
-      {f'what {workdir} holds': [is_finished(workdir, configs), saved]},
-      'give a --workdir that all processes reach')
+    {f'what {workdir} holds': [is_finished(workdir, configs), saved]}, 'give a --workdir that all processes reach'
+  )
 
 
 def code() -> str:
   """A hash of this library as it is installed here."""
   root = pathlib.Path(__file__).parents[1]
-  return array_cache.fingerprint([
-      [str(file.relative_to(root)), file.read_text()]
-      for file in sorted(root.rglob('*.py'))])
+  return array_cache.fingerprint(
+    [[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))]
+  )
 
 
 def check_same_inputs(prepared):
@@ -126,14 +122,14 @@ def check_same_inputs(prepared):
     rows, held_out = p.config.data.path, p.config.eval.data.path
     values[f'config.data.path of {p.name}: what is in {rows}'] = digest(p.rows)
     if p.eval_rows is not None:
-      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = (
-          digest(p.eval_rows))
+      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = digest(p.eval_rows)
     first = p.first_batch
-    values[f'the tokenizer of {p.name}'] = array_cache.fingerprint([
-        p.tokenizer.encode(str(p.rows[0])),
-        first is not None and first.tokens.tolist()])
-    values |= {f'the {role} of {p.name}': array_cache.fingerprint(
-        sources.outline(source)) for role, source in p.sources.items()}
+    values[f'the tokenizer of {p.name}'] = array_cache.fingerprint(
+      [p.tokenizer.encode(str(p.rows[0])), first is not None and first.tokens.tolist()]
+    )
+    values |= {
+      f'the {role} of {p.name}': array_cache.fingerprint(sources.outline(source)) for role, source in p.sources.items()
+    }
   coordination.check_same(values, 'give all processes the same files')
 
 
@@ -146,25 +142,29 @@ def check_same_models(prepared, workdir):
     for k, v in dataclasses.asdict(p.model.config).items():
       if was.get(k) != v:
         raise InputError(
-            f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
-            f'{was.get(k)!r}; bring it back or change --workdir')
+          f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
+          f'{was.get(k)!r}; bring it back or change --workdir'
+        )
 
 
 def digest(rows) -> str:
   """Of the number of the rows, and of up to _HASHED of them."""
   most = _HASHED_LAZY if rows.streaming else _HASHED
   chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
-  return array_cache.fingerprint([len(rows), list(rows.sizes), *(
-      json.dumps(rows[n], default=str) for n in chosen.tolist())])
+  return array_cache.fingerprint(
+    [len(rows), list(rows.sizes), *(json.dumps(rows[n], default=str) for n in chosen.tolist())]
+  )
 
 
 def spelled(value):
   """What JSON makes of a config; functions by name, the same each time."""
+
   def spell(x):
     if dataclasses.is_dataclass(x):
       return vars(x)
     named = x if hasattr(x, '__qualname__') else type(x)
     return f'{named.__module__}:{named.__qualname__}' if callable(x) else str(x)
+
   return json.loads(json.dumps(value, default=spell))
 
 

@@ -34,8 +34,7 @@ class HeldOut:
     policy, totals = roles.policy, {}
     for batch in self.batches:
       placed = self.prepare(policy.place(batch), roles)
-      found = to_host(self.program(
-          policy.state.params, placed, policy.state.step, policy.frozen))
+      found = to_host(self.program(policy.state.params, placed, policy.state.step, policy.frozen))
       for name, value in found.items():
         totals[name] = totals.get(name, 0.0) + float(value)
     # Losses of pairs and labels are no negative log-likelihood.
@@ -51,8 +50,7 @@ def pass_at_k(passed: np.ndarray, k: int) -> float:
   1 - C(n - c, k) / C(n, k), Chen et al. 2021 (arXiv:2107.03374), eq. 1.
   """
   n = passed.shape[1]
-  chances = [1 - math.comb(n - int(c), k) / math.comb(n, k)
-             for c in passed.sum(axis=1)]
+  chances = [1 - math.comb(n - int(c), k) / math.comb(n, k) for c in passed.sum(axis=1)]
   return float(np.mean(chances))
 
 
@@ -79,22 +77,22 @@ class SampledEval:
     engine = self.sampler.engine
     held = engine.weights, engine.version  # of a controller that runs ahead
     self.sampler.sync(roles.policy, step)
-    rollout = self.sampler(
-        self.prompts, self.samples, step, temperature=self.temperature)
+    rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
     self.sampler.release()
     engine.weights, engine.version = held
     graded = self.grader.submit(rollout, None)
     scores = self.score and self.score(rollout, roles)
     rewards = graded.rewards(scores)[0].reshape(-1, self.samples)
     whole = np.isfinite(rewards).all(axis=1)
-    out = {'completions/mean_length': float(rollout.lengths.mean()),
-           'completions/clipped_ratio': float(1 - rollout.finished.mean()),
-           'ungraded_prompts': int((~whole).sum())}
+    out = {
+      'completions/mean_length': float(rollout.lengths.mean()),
+      'completions/clipped_ratio': float(1 - rollout.finished.mean()),
+      'ungraded_prompts': int((~whole).sum()),
+    }
     if whole.any():
       told = graded.parts[0].table if self.grader.pool else rewards
       passed = told[whole] >= self.pass_reward
-      ks = sorted({1, self.samples} | {
-          2**i for i in range(int(math.log2(self.samples)) + 1)})
+      ks = sorted({1, self.samples} | {2**i for i in range(int(math.log2(self.samples)) + 1)})
       out |= {f'pass@{k}': pass_at_k(passed, k) for k in ks}
       out['reward'] = float(rewards[whole].mean())
     if graded.model_scores is not None:

@@ -23,16 +23,20 @@ def export(p: Prepared, folder, params):
     save = functools.partial(export_lib.save_tokenizer, t)
   merge = p.model.merge  # operation by operation: fused, sums round otherwise
   if p.model.quantised:
-    merge = after(functools.partial(
-        quantization.convert, model=p.model.base), merge)
+    merge = after(functools.partial(quantization.convert, model=p.model.base), merge)
   adapter = peft.writer(p.model, params, sources.below_adapter(p))
-  hf.save(folder, model_lib.build(dataclasses.replace(
-      p.model.config, value_head=False, lora=())), params,
-          merge=merge, stop_ids=t.stop_ids, bos_id=t.bos_id, pad_id=pad,
-          # Of the model, whoever the tokenizer is from.
-          generation=hf.read_generation(
-              p.config.model.path if p.config.model.tokenizer else t.source),
-          tokenizer_save=lambda path: (save(path), adapter(path / 'adapter')))
+  hf.save(
+    folder,
+    model_lib.build(dataclasses.replace(p.model.config, value_head=False, lora=())),
+    params,
+    merge=merge,
+    stop_ids=t.stop_ids,
+    bos_id=t.bos_id,
+    pad_id=pad,
+    # Of the model, whoever the tokenizer is from.
+    generation=hf.read_generation(p.config.model.path if p.config.model.tokenizer else t.source),
+    tokenizer_save=lambda path: (save(path), adapter(path / 'adapter')),
+  )
 
 
 def pad_id(tokenizer) -> int:
@@ -41,13 +45,12 @@ def pad_id(tokenizer) -> int:
   transformers reads the score at the last token that is not padding: where
   the end of a turn pads, too, it would read one token early.
   """
-  known = (tokenizer.pad_id, tokenizer.bos_id,
-           *sorted(tokenizer.hf.added_tokens_decoder))
+  known = (tokenizer.pad_id, tokenizer.bos_id, *sorted(tokenizer.hf.added_tokens_decoder))
   good = [i for i in known if i is not None and i not in tokenizer.stop_ids]
   if not good:
     logging.warning(
-        '%s: has no token but those that end a text to pad with; read scores '
-        'of one text at a time', tokenizer.source)
+      '%s: has no token but those that end a text to pad with; read scores of one text at a time', tokenizer.source
+    )
   return (good or known)[0]
 
 

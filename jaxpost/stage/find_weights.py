@@ -23,11 +23,9 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
   `earlier` holds what the stages before this one end with.
   """
   if text.startswith(_STAGE):
-    name = text[len(_STAGE):]
+    name = text[len(_STAGE) :]
     if name not in earlier:
-      raise InputError(
-          f'{key}: {text!r} is no stage before this one; there is '
-          f'{", ".join(earlier) or "none"}')
+      raise InputError(f'{key}: {text!r} is no stage before this one; there is {", ".join(earlier) or "none"}')
     return earlier[name]
   object_store.check(text.partition('@')[0], key)
   local = epath.Path(text.partition('@')[0]).expanduser()
@@ -38,20 +36,17 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
     return with_adapter(text, find(base, f'{key}: base of {text}', earlier))
   folder, config = open_folder(text, key)
   there = epath.Path(text).expanduser().exists()
-  return Source(config, folder=folder,
-                name=object_store.resolved(folder) if there else text)
+  return Source(config, folder=folder, name=object_store.resolved(folder) if there else text)
 
 
 def own(code: str, path: str) -> Source:
-  """Weights of the model that ./file.py:function makes, of a folder or random.
-  """
+  """Weights of the model that ./file.py:function makes, of a folder or random."""
   model = model_lib.from_code(code)
   if not path:
     return Source(model.config)
   folder = epath.Path(path).expanduser()
   if not folder.is_dir():
-    raise InputError(f'config.model.path: {path} is no folder; a model of '
-                     'your own reads what was exported from it')
+    raise InputError(f'config.model.path: {path} is no folder; a model of your own reads what was exported from it')
   hf.check(folder, model.config, model.table)
   return Source(model.config, folder=folder, name=object_store.resolved(folder))
 
@@ -60,8 +55,7 @@ def of_checkpoint(folder, step=None) -> Source:
   """The checkpoint of a stage in the folder of its checkpoints."""
   meta = _read_meta(folder, step)
   config = model_config.from_json(meta['model'])
-  return Source(config, checkpoints=folder, step=step,
-                base=recall(meta.get('base'), folder.parent))
+  return Source(config, checkpoints=folder, step=step, base=recall(meta.get('base'), folder.parent))
 
 
 def with_adapter(path: str, source: Source) -> Source:
@@ -72,8 +66,7 @@ def with_adapter(path: str, source: Source) -> Source:
   if peft.is_judge(path) and not config.num_labels:
     config = model_lib.with_scalar_head(config)
   spec = peft.read_spec(path, config)
-  return Source(dataclasses.replace(config, lora=spec),
-                folder=epath.Path(path).expanduser(), base=source)
+  return Source(dataclasses.replace(config, lora=spec), folder=epath.Path(path).expanduser(), base=source)
 
 
 def _read_meta(folder, step):
@@ -90,9 +83,7 @@ def open_folder(text: str, key: str) -> tuple:
     repo, revision, file = hub.parse(text)
     folder = epath.Path(hub.download(repo, 'model', revision, file))
   if folder.is_dir() and not (folder / 'config.json').exists():
-    raise InputError(
-        f'{key}: {text} is neither the folder of a run nor a Hugging Face '
-        'folder; it has no config.json')
+    raise InputError(f'{key}: {text} is neither the folder of a run nor a Hugging Face folder; it has no config.json')
   config = hf.read_config(folder)
   hf.check(folder, config)
   return folder, config
@@ -105,14 +96,11 @@ def find_run(text: str, key: str) -> tuple:
     raise InputError(f'{key}: {step!r} in {text!r} is no step')
   root = epath.Path(run_folder).expanduser()
   if not (root / 'config.json').exists():
-    raise InputError(
-        f'{key}: {run_folder} is not the folder of a run (it has no '
-        'config.json)')
+    raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
   saved = json.loads((root / 'config.json').read_text())
   order = list(saved.get('stages') or ())
-  found = sorted(folders, key=lambda f: order.index(f.name)
-                 if f.name in order else -1)
+  found = sorted(folders, key=lambda f: order.index(f.name) if f.name in order else -1)
   if not found:
     raise InputError(f'{key}: {run_folder} has no checkpoints')
   return found[-1], int(step) if step else None
@@ -122,6 +110,7 @@ def check_head(source: Source, scalar_head: bool, key: str):
   """A language model cannot go on from a reward model."""
   if source.config.num_labels and not scalar_head:
     raise InputError(
-        f'{key}: these weights are of a reward model, which has no head for '
-        'tokens; start from a language model (stage:NAME names an earlier '
-        'stage)')
+      f'{key}: these weights are of a reward model, which has no head for '
+      'tokens; start from a language model (stage:NAME names an earlier '
+      'stage)'
+    )

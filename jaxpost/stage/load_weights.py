@@ -26,8 +26,9 @@ from jaxpost.stage.sources import Source, checkpoints, record
 from jaxpost.storage.checkpoint import Checkpointer, finished_steps
 
 
-def load(source: Source, model: Model, layout: Layout, dtype: str,
-         workdir=None, *, seed: int = 0, ledger: Ledger | None = None) -> dict:
+def load(
+  source: Source, model: Model, layout: Layout, dtype: str, workdir=None, *, seed: int = 0, ledger: Ledger | None = None
+) -> dict:
   """The parameters as `model` has them, in `layout`."""
   if ledger and ledger.dry:
     return described(model, layout, dtype)
@@ -37,12 +38,9 @@ def load(source: Source, model: Model, layout: Layout, dtype: str,
   if source.folder and source.base:
     below = theirs.base
   if source.config.lora in ((), model.config.lora):  # else they are merged
-    theirs, below = (quantization.hold(m, model.quantised) for m in (
-        theirs, below))
-  params = source.base and load(
-      source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
-  params = join(params or {}, _own(
-      source, theirs, layout, dtype, workdir, seed, ledger))
+    theirs, below = (quantization.hold(m, model.quantised) for m in (theirs, below))
+  params = source.base and load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
+  params = join(params or {}, _own(source, theirs, layout, dtype, workdir, seed, ledger))
   return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
 
 
@@ -52,9 +50,13 @@ def is_beside(source: Source, p) -> bool:
   below = lambda s: s.base if s.folder and s.base else s
   policy, base = p.sources['policy'], below(source)
   other = below(policy)
-  if base is source or not base.name or base.config.lora or (
-      (base.name, base.config) != (other.name, other.config)) or (
-          policy.config.lora not in ((), p.model.config.lora)):
+  if (
+    base is source
+    or not base.name
+    or base.config.lora
+    or ((base.name, base.config) != (other.name, other.config))
+    or (policy.config.lora not in ((), p.model.config.lora))
+  ):
     return False
   shared = lora.on_frozen(source.config, p.model.quantised).frozen
   return shared <= p.model.frozen
@@ -63,8 +65,7 @@ def is_beside(source: Source, p) -> bool:
 def load_beside(source: Source, p, params, layout: Layout, ledger) -> tuple:
   """(model, its own leaves, those that it shares with the policy)."""
   model = lora.on_frozen(source.config, p.model.quantised)
-  return (model, load_adapter(source, model, layout, ledger),
-          lora.split(params, p.model)[1])
+  return (model, load_adapter(source, model, layout, ledger), lora.split(params, p.model)[1])
 
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
@@ -72,8 +73,7 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
   part = lora.trained(model)
   if ledger and ledger.dry:
     return described(part, layout, 'float32')
-  return peft.load(
-      source.folder, model, part.shardings(layout), programs.write)
+  return peft.load(source.folder, model, part.shardings(layout), programs.write)
 
 
 def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
@@ -82,55 +82,50 @@ def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
   keep = functools.partial(quantization.convert, model=model)
   plain = lora.build(source.config)  # which is what is stored
   if folder is not None:
-    return keep(read_checkpoint(folder, source.step, plain, layout, dtype,
-                                partial=source.base is not None))
+    return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:
     return peft.load(source.folder, model, shardings, programs.write)
   if source.folder is not None:  # one by one, so that all are never whole
-    return hf.load_params(
-        source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep,
-        programs.write)
-  return programs.random_params(
-      model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
-
-
+    return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, programs.write)
+  return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 
 def described(model: Model, layout: Layout, dtype: str, keep=None) -> dict:
   """Shapes and shardings of parameters, no memory; of the paths in `keep`."""
-  return nest({
+  return nest(
+    {
       path: jax.ShapeDtypeStruct(
-          spec.shape, jnp.dtype(spec.dtype or dtype),
-          sharding=layout.sharding(spec.axes, spec.shape))
-      for path, spec in model.table.items() if keep is None or path in keep})
+        spec.shape, jnp.dtype(spec.dtype or dtype), sharding=layout.sharding(spec.axes, spec.shape)
+      )
+      for path, spec in model.table.items()
+      if keep is None or path in keep
+    }
+  )
 
 
 def move(tree, shardings):
   """Device arrays as `shardings` says; of a plan, their descriptions."""
+
   def place(x, sharding):
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.device_put(x, sharding)
+
   return jax.tree.map(place, tree, shardings)
 
 
-def read_checkpoint(folder, step, model: Model, layout: Layout, dtype: str,
-                    role='policy', warn=print, partial=False) -> dict:
+def read_checkpoint(
+  folder, step, model: Model, layout: Layout, dtype: str, role='policy', warn=print, partial=False
+) -> dict:
   """The parameters of one role in a checkpoint; if `partial`, those in it."""
   checkpointer, at = Checkpointer(folder), f'{role}/params'
   try:
-    template = described(model, layout, dtype, {
-        leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)
-    } if partial else None)
+    template = described(
+      model, layout, dtype, {leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)} if partial else None
+    )
     return checkpointer.restore_params(template, step, at=at, warn=warn)
   finally:
     checkpointer.close()
-
-
-
-
-
-
 
 
 def make_meta(p, workdir) -> dict:
@@ -145,9 +140,10 @@ def make_meta(p, workdir) -> dict:
     base = record(p.sources['policy'], workdir, p.config.seed)
     if saved and saved['base']['fingerprint'] != base['fingerprint']:
       raise InputError(
-          f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
-          f'weights have changed since {p.name} of {workdir} was made on top '
-          'of them; bring the old ones back or choose another --workdir')
+        f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
+        f'weights have changed since {p.name} of {workdir} was made on top '
+        'of them; bring the old ones back or choose another --workdir'
+      )
     meta['base'] = base
   return meta
 
@@ -159,19 +155,3 @@ def saved_meta(p, workdir) -> dict | None:
     return None
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     return checkpointer.newest_meta()
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

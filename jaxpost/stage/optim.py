@@ -16,10 +16,9 @@ def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float):
   """Step -> learning rate: linear warm-up, then constant, linear or cosine."""
   rest = max(1, steps - warmup)
   main = {
-      'constant': optax.constant_schedule(lr),
-      'linear': optax.linear_schedule(lr, end, rest),
-      'cosine': optax.cosine_decay_schedule(
-          lr, rest, alpha=end / lr if lr else 0.0),
+    'constant': optax.constant_schedule(lr),
+    'linear': optax.linear_schedule(lr, end, rest),
+    'cosine': optax.cosine_decay_schedule(lr, rest, alpha=end / lr if lr else 0.0),
   }[kind]
   if not warmup:
     return main
@@ -46,29 +45,28 @@ def make_optimizer(name: str, schedule, options: dict, decay_mask):
 
 def check(name: str, weight_decay: float):
   """InputError where there is no such optimizer, or it takes no decay."""
-  public = [n for n, v in vars(optax).items()
-            if not n.startswith('_') and inspect.isfunction(v)
-            and 'learning_rate' in inspect.signature(v).parameters]
+  public = [
+    n
+    for n, v in vars(optax).items()
+    if not n.startswith('_') and inspect.isfunction(v) and 'learning_rate' in inspect.signature(v).parameters
+  ]
   if name not in public:
     near = difflib.get_close_matches(name, public, 3)
     raise InputError(
-        f'config.optim.name: optax has no optimizer {name!r}; ' +
-        (f'did you mean {", ".join(near)}?' if near else
-         f'known: {", ".join(sorted(public))}'))
+      f'config.optim.name: optax has no optimizer {name!r}; '
+      + (f'did you mean {", ".join(near)}?' if near else f'known: {", ".join(sorted(public))}')
+    )
   takes = inspect.signature(vars(optax)[name]).parameters
-  more = [k for k, v in takes.items() if v.default is v.empty
-          and k != 'learning_rate']
+  more = [k for k, v in takes.items() if v.default is v.empty and k != 'learning_rate']
   if more or name in _NEED_THE_LOSS:
     raise InputError(
-        f'config.optim.name: optax.{name} needs {", ".join(more) or "the loss"}'
-        ' in each update, which no config gives; use adamw')
+      f'config.optim.name: optax.{name} needs {", ".join(more) or "the loss"}'
+      ' in each update, which no config gives; use adamw'
+    )
   if weight_decay and 'weight_decay' not in takes:
-    raise InputError(
-        f'config.optim.weight_decay: optax.{name} takes none; use adamw')
+    raise InputError(f'config.optim.weight_decay: optax.{name} takes none; use adamw')
 
 
 def decayed(axes: dict):
   """Weight decay is for matrices and embeddings, not for norms."""
-  return jax.tree.map(
-      lambda a: len(set(a) - {'layers', 'expert'}) > 1, axes,
-      is_leaf=lambda a: isinstance(a, tuple))
+  return jax.tree.map(lambda a: len(set(a) - {'layers', 'expert'}) > 1, axes, is_leaf=lambda a: isinstance(a, tuple))

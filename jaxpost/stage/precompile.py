@@ -23,40 +23,37 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   """What the compiled programs of a stage will need."""
   parks = kit.config.rollout.park
   if parks and not memory.parks(kit.train.mesh.local_devices[0]):
-    raise InputError('config.rollout.park: these devices reach no '
-                     'memory of the host that could hold it; set it to False')
+    raise InputError(
+      'config.rollout.park: these devices reach no memory of the host that could hold it; set it to False'
+    )
   trainable = roles.trainable.values()
-  held = memory.distinct([(r.state, r.frozen) for r in trainable], [
-      r.params for r in (roles.reference, roles.reward_model, *roles.teachers)
-      if r])
-  sampler = memory.distinct(
-      engine.described(roles.policy.params)) if engine else {}
+  held = memory.distinct(
+    [(r.state, r.frozen) for r in trainable],
+    [r.params for r in (roles.reference, roles.reward_model, *roles.teachers) if r],
+  )
+  sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
   parked = roles.idle() if parks else {}
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
-  for mesh in dict.fromkeys(
-      x.mesh for x in (kit.train, kit.rollout, kit.score)):
+  for mesh in dict.fromkeys(x.mesh for x in (kit.train, kit.rollout, kit.score)):
     device, ids = mesh.devices.flat[0], {d.id for d in mesh.devices.flat}
     found = memory.predict(
-        [r for r in kit.ledger.rows if r['device'] in ids],
-        *(memory.size(x, device) for x in (held, parked, own)),
-        ahead=kit.config.rollout.lag > 0)
+      [r for r in kit.ledger.rows if r['device'] in ids],
+      *(memory.size(x, device) for x in (held, parked, own)),
+      ahead=kit.config.rollout.lag > 0,
+    )
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
 
 
-
-
-def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator
-                ) -> memory.Memory:
+def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator) -> memory.Memory:
   """Compiles every program before step 0, two at a time; what they need."""
   p, config, length = kit.prepared, kit.config, kit.shape[2]
   on_policy, micro = p.algorithm.on_policy, kit.shape[1]
   sharding = kit.train.sharding((None, 'batch'), (1, micro))
 
   def placed(x, rows):
-    return jax.ShapeDtypeStruct(
-        (rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
 
   host = _rollout_row(p, length) if on_policy else p.first_batch
   place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)
@@ -64,40 +61,38 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator
   per_token = placed(np.zeros((1, length), np.float32), kit.update_rows)
   names = {k for o in kit.objectives.values() for k in o.arrays}
   full = plain.replace(
-      arrays={**dict.fromkeys(names, per_token), **plain.arrays},
-      teacher_hidden=tuple(
-          jax.ShapeDtypeStruct(
-              (*per_token.shape, t.model.config.hidden_size),
-              kit.compute.dtype, sharding=sharding) for t in roles.teachers))
-  jobs = [functools.partial(
-      r.update_program.compile, r.state, full, r.frozen)
-      for r in roles.trainable.values()]
+    arrays={**dict.fromkeys(names, per_token), **plain.arrays},
+    teacher_hidden=tuple(
+      jax.ShapeDtypeStruct((*per_token.shape, t.model.config.hidden_size), kit.compute.dtype, sharding=sharding)
+      for t in roles.teachers
+    ),
+  )
+  jobs = [functools.partial(r.update_program.compile, r.state, full, r.frozen) for r in roles.trainable.values()]
   reading = without_signal(whole)
-  jobs += [functools.partial(role.compile, reading) for role in (
-      roles.reference, roles.reward_model) if role]
-  jobs += [functools.partial(role.compile, without_signal(plain))
-           for role in roles.teachers]
+  jobs += [functools.partial(role.compile, reading) for role in (roles.reference, roles.reward_model) if role]
+  jobs += [functools.partial(role.compile, without_signal(plain)) for role in roles.teachers]
   scores = p.algorithm.scores(config)
-  readers = {'old_logprobs': 'policy',
-             'values': 'critic' if roles.critic else 'policy'}
+  readers = {'old_logprobs': 'policy', 'values': 'critic' if roles.critic else 'policy'}
   for name in dict.fromkeys(readers[k] for k in scores if k in readers):
     trainable = roles.trainable[name]
-    jobs.append(functools.partial(
-        trainable.score_program.compile, trainable.params, reading))
+    jobs.append(functools.partial(trainable.score_program.compile, trainable.params, reading))
   later = []  # shares programs with what is in `jobs`
   if evaluator and evaluator.held_out:
-    later.append(functools.partial(
-        evaluator.held_out.program.compile, roles.policy.state.params, full,
-        roles.policy.state.step, roles.policy.frozen))
+    later.append(
+      functools.partial(
+        evaluator.held_out.program.compile,
+        roles.policy.state.params,
+        full,
+        roles.policy.state.step,
+        roles.policy.frozen,
+      )
+    )
   turns = bool(p.environment)
   if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, p.stream.lengths,
-                        config.rollout.group_size, turns)
+    jobs += engine.jobs(roles.policy.params, p.stream.lengths, config.rollout.group_size, turns)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
-    later += engine.jobs(
-        roles.policy.params, [len(x.tokens) for x in sampled.prompts],
-        sampled.samples, turns)
+    later += engine.jobs(roles.policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for some in jobs, later:
       for done in [pool.submit(job) for job in some]:
@@ -110,8 +105,7 @@ def _rollout_row(p, length: int) -> Batch:
   ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
   cfg, experts = p.model.config, None
   if p.config.router.replay:
-    experts = np.zeros(
-        (1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
-  return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts,
-               branch_ids=ints if p.algorithm.pack else None)
-
+    experts = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
+  return Batch(
+    ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=ints if p.algorithm.pack else None
+  )

@@ -19,10 +19,7 @@ from jaxpost.distributed import coordination
 from jaxpost.storage.array_cache import fingerprint, load_or_make
 
 _WINDOW = 256  # documents packed together
-_FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids',
-           'sequence_ids')
-
-
+_FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids', 'sequence_ids')
 
 
 def digest(examples: Iterable) -> str:
@@ -36,14 +33,6 @@ def digest(examples: Iterable) -> str:
         total.update(f'{name}{array.dtype}{len(array)}'.encode())
         total.update(np.ascontiguousarray(array).tobytes())
   return total.hexdigest()
-
-
-
-
-
-
-
-
 
 
 def read_tokens(example) -> np.ndarray:
@@ -76,7 +65,7 @@ class Lookup:
     for name, (shape, dtype) in self.fields.items():
       arrays[name] = np.zeros((len(trained), *shape), dtype)
       if name in self.values:
-        start, stop = self.starts[number:number + 2]
+        start, stop = self.starts[number : number + 2]
         arrays[name][trained] = self.values[name][start:stop]
     return dataclasses.replace(example, arrays=arrays)
 
@@ -109,24 +98,27 @@ def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
     run = ask(name, spec)
     for lookup, example, number in sets:
       every = [example(n) for n in range(number)]
-      key = fingerprint([
-          identity(p.sources[name]), digest(every), kit.compute.dtype,
-          p.model.quantised, kit.shape[2], spec.options, sorted(spec.arrays)])
+      key = fingerprint(
+        [
+          identity(p.sources[name]),
+          digest(every),
+          kit.compute.dtype,
+          p.model.quantised,
+          kit.shape[2],
+          spec.options,
+          sorted(spec.arrays),
+        ]
+      )
       # Times of files may differ between hosts.
-      path = workdir and epath.Path(
-          workdir) / 'cache' / coordination.from_first(key)
-      make = functools.partial(
-          read, every.__getitem__, number, spec.arrays, run, kit.shape[0],
-          kit.shape[2])
+      path = workdir and epath.Path(workdir) / 'cache' / coordination.from_first(key)
+      make = functools.partial(read, every.__getitem__, number, spec.arrays, run, kit.shape[0], kit.shape[2])
       lookup.fill(every, load_or_make(path, make))
   if wanted and p.eval_examples:
-    p.eval_examples = tuple(
-        held_out.attach(n, e) for n, e in enumerate(p.eval_examples))
+    p.eval_examples = tuple(held_out.attach(n, e) for n, e in enumerate(p.eval_examples))
   return tuple(wanted)
 
 
-def read(examples: Callable, number: int, fields: dict, run: Callable,
-         rows: int, row_length: int) -> dict:
+def read(examples: Callable, number: int, fields: dict, run: Callable, rows: int, row_length: int) -> dict:
   """{name: [S, ...]} of the trained tokens of all examples, in order.
 
   Args:
@@ -134,26 +126,27 @@ def read(examples: Callable, number: int, fields: dict, run: Callable,
     fields: as in `Lookup`.
     run: host Batch [rows, row_length] -> {name: [rows, row_length, ...]}.
   """
-  parts = {name: [np.zeros((0, *shape), dtype)]
-           for name, (shape, dtype) in fields.items()}
+  parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
   for first in range(0, number, _WINDOW):
-    window = [examples(n) for n in range(
-        first, min(first + _WINDOW, number))]
+    window = [examples(n) for n in range(first, min(first + _WINDOW, number))]
     # Which of its tokens are left where one is longer than a row.
-    cut = [None if e is None else dataclasses.replace(
-        e, loss_mask=read_tokens(e), arrays={'at': np.arange(len(e.tokens))}
-    ).cut(row_length) for e in window]
-    found = [{name: np.zeros((len(e.tokens), *shape), dtype)
-              for name, (shape, dtype) in fields.items()}
-             if e is not None else None for e in window]
+    cut = [
+      None
+      if e is None
+      else dataclasses.replace(e, loss_mask=read_tokens(e), arrays={'at': np.arange(len(e.tokens))}).cut(row_length)
+      for e in window
+    ]
+    found = [
+      {name: np.zeros((len(e.tokens), *shape), dtype) for name, (shape, dtype) in fields.items()}
+      if e is not None
+      else None
+      for e in window
+    ]
     known = [n for n, e in enumerate(cut) if e is not None]
-    packed = [[known[i] for i in row] for row in packing.pack(
-        [len(cut[n].tokens) for n in known], row_length)]
+    packed = [[known[i] for i in row] for row in packing.pack([len(cut[n].tokens) for n in known], row_length)]
     for start in range(0, len(packed), rows):
-      some = packed[start:start + rows]
-      out = run(packing.to_batch(
-          [[cut[n] for n in row] for row in some], row_length, rows,
-          normalise=False))
+      some = packed[start : start + rows]
+      out = run(packing.to_batch([[cut[n] for n in row] for row in some], row_length, rows, normalise=False))
       for r, row in enumerate(some):
         column = 0
         for n in row:

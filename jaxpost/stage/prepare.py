@@ -91,25 +91,26 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
     text = vars(config.mesh)[phase]
     if text != 'auto' or phase == 'score':
       mesh.mesh_sizes(text, f'config.mesh.{phase}')
-  refuse('context' in config.mesh.rollout, 'config.mesh.rollout: sampling has '
-         'no use for context, which splits rows in training; use tensor')
-  refuse('context' in config.mesh.train + config.mesh.score and
-         config.model.attention in context_parallel.WHOLE,
-         f'config.model.attention: {config.model.attention} cannot attend over '
-         'rows that a context axis splits; leave it auto')
-  refuse(config.mesh.rollout_devices > 0 and not (
-      algorithm.on_policy or config.eval.samples),
-         f'config.mesh.rollout_devices: {config.algorithm} samples nothing; '
-         'leave it 0')
+  refuse(
+    'context' in config.mesh.rollout,
+    'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',
+  )
+  refuse(
+    'context' in config.mesh.train + config.mesh.score and config.model.attention in context_parallel.WHOLE,
+    f'config.model.attention: {config.model.attention} cannot attend over '
+    'rows that a context axis splits; leave it auto',
+  )
+  refuse(
+    config.mesh.rollout_devices > 0 and not (algorithm.on_policy or config.eval.samples),
+    f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
+  )
   if config.save.keep_best and not config.eval.data.path:
-    raise InputError('config.save.keep_best: nothing is evaluated; set '
-                     'config.eval.data.path')
-  refuse(not config.data.path, 'config.data.path: is empty; name a file, a '
-         'folder, org/name or generated:arithmetic')
+    raise InputError('config.save.keep_best: nothing is evaluated; set config.eval.data.path')
+  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
   source = model_source(config.model)
   found = find_weights(
-      config, algorithm, source, before[-1].name if before else '',
-      {p.name: sources_lib.outcome(p) for p in before})
+    config, algorithm, source, before[-1].name if before else '', {p.name: sources_lib.outcome(p) for p in before}
+  )
   tokenizer = load_tokenizer(config.model, source)
   checks.check_reward_tokens(config, found, tokenizer, before)
   checks.check_own(config, found['policy'].config)
@@ -118,27 +119,24 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   rows = read_rows(config)
   evals = config.eval.data.path
   model = make_model(config, algorithm, found['policy'].config)
-  out = Prepared(
-      name, config, algorithm, found, model, tokenizer, rows, None,
-      read_held_out(config))
+  out = Prepared(name, config, algorithm, found, model, tokenizer, rows, None, read_held_out(config))
   samples = algorithm.on_policy or (evals and config.eval.samples)
   if samples and config.environment:
     from jaxpost.environments import factory
+
     out.environment = factory.start(config, algorithm, tokenizer)
   out.stream = prompt_stream(out) if algorithm.on_policy else row_stream(out)
   if out.eval_rows is not None:
     prepare_evaluation(out)
   if samples:
-    check_sampling(config, algorithm.on_policy,
-                   algorithm.rewards or bool(evals and config.eval.samples))
+    check_sampling(config, algorithm.on_policy, algorithm.rewards or bool(evals and config.eval.samples))
     if algorithm.from_data(config):
       from jaxpost.rl import demonstrations
+
       demonstrations.check(tokenizer, rows, _CHECKED)
     if config.rewards_tuple():
       out.pool = reward_pool(config, rows)
   return out
-
-
 
 
 def model_source(section) -> sources_lib.Source:
@@ -148,32 +146,33 @@ def model_source(section) -> sources_lib.Source:
     return find_weights_lib.own(preset, path)
   if path:
     return find_weights_lib.find(path, 'config.model.path', {})
-  refuse(preset not in presets.PRESETS, 'config.model.preset: no shape is '
-         f'called {preset!r}; known: {", ".join(presets.PRESETS)}')
+  refuse(
+    preset not in presets.PRESETS,
+    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.PRESETS)}',
+  )
   return sources_lib.Source(presets.PRESETS[preset])
 
 
 def make_model(config, algorithm, cfg) -> model_lib.Model:
   """The decoder `cfg` with the heads and adapters that the stage trains."""
   a = config.lora
-  refuse(algorithm.on_policy and a.dropout > 0, 'config.lora.dropout: what is '
-         'trained on policy must be what has sampled; set it to 0')
-  spec = cfg.lora if a.path else (
-      a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
+  refuse(
+    algorithm.on_policy and a.dropout > 0,
+    'config.lora.dropout: what is trained on policy must be what has sampled; set it to 0',
+  )
+  spec = cfg.lora if a.path else (a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
-  cfg = dataclasses.replace(
-      cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
-  model = quantization.hold(lora.freeze(
-      lora.build(cfg, config.lora.dropout), config.train.freeze),
-      config.model.quantise)
+  cfg = dataclasses.replace(cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
+  model = quantization.hold(
+    lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze), config.model.quantise
+  )
   quantization.check_frozen(model, 'config.model.quantise')
   checks.check_sampler(config, model)
   return model
 
 
-def find_weights(config, algorithm, source, last: str, earlier: dict,
-                 find=find_weights_lib.find) -> dict:
+def find_weights(config, algorithm, source, last: str, earlier: dict, find=find_weights_lib.find) -> dict:
   """{role: Source}: 'policy' and whatever else the stage reads.
 
   Args:
@@ -192,35 +191,30 @@ def find_weights(config, algorithm, source, last: str, earlier: dict,
   if 'reference' in algorithm.needs(config):
     out['reference'] = source
   if algorithm.critic(config):
-    out['critic'] = find(
-        config.critic.path, 'config.critic.path', earlier
-    ) if config.critic.path else source
+    out['critic'] = find(config.critic.path, 'config.critic.path', earlier) if config.critic.path else source
   if reward_model.is_asked(config, algorithm):
     out[reward_model.NAME] = reward_model.find(config, earlier, find)
-  for i, text in enumerate(config.distill.teachers if (
-      'teachers' in algorithm.needs(config)) else ()):
-    out[f'teacher_{i}'] = find(
-        text, f'config.distill.teachers[{i}]', earlier)
+  for i, text in enumerate(config.distill.teachers if ('teachers' in algorithm.needs(config)) else ()):
+    out[f'teacher_{i}'] = find(text, f'config.distill.teachers[{i}]', earlier)
   return out
 
 
 def load_tokenizer(section, source: sources_lib.Source):
   """The tokenizer of `config.model`; InputError if the model is too small."""
-  tokenizer = tokenizer_lib.load(
-      section.tokenizer or str((source.base or source).folder or 'bytes'))
+  tokenizer = tokenizer_lib.load(section.tokenizer or str((source.base or source).folder or 'bytes'))
   if tokenizer.vocab_size > source.config.padded_vocab_size:
     raise InputError(
-        f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
-        f'than the {source.config.vocab_size} rows of the embedding of '
-        f'{section.path or section.preset}')
+      f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
+      f'than the {source.config.vocab_size} rows of the embedding of '
+      f'{section.path or section.preset}'
+    )
   return tokenizer
 
 
 def read_rows(config):
   """The training data."""
   data = config.data
-  return sources.read_sources(
-      data.path, data.columns, data.map, data.weights, data.streaming)
+  return sources.read_sources(data.path, data.columns, data.map, data.weights, data.streaming)
 
 
 def read_held_out(config):
@@ -231,8 +225,8 @@ def read_held_out(config):
   # Of several sources, the first one's shape is that of the held-out data.
   first = lambda x: x[0] if isinstance(x, (tuple, list)) else x
   return sources.read_sources(
-      held_out.path, held_out.columns or first(config.data.columns),
-      held_out.map or first(config.data.map))
+    held_out.path, held_out.columns or first(config.data.columns), held_out.map or first(config.data.map)
+  )
 
 
 def row_stream(p: Prepared):
@@ -242,17 +236,23 @@ def row_stream(p: Prepared):
   checked = 0 if config.data.streaming else min(len(p.rows), _CHECKED)
   ready = [render(i) for i in range(checked)]
   # A row that a map drops while streaming is None.
-  p.example = lambda i: ready[i] if i < len(ready) else (
-      render(i) if p.rows[i] is not None else None)
+  p.example = lambda i: ready[i] if i < len(ready) else (render(i) if p.rows[i] is not None else None)
   for computed in p.algorithm.precompute(config).values():
     p.lookup.fields |= computed.arrays
   stream = loader.PackedStream(
-      lambda i: p.lookup.attach(i, p.example(i)), len(p.rows),
-      batch_size=train.batch_size, row_length=row_length(config, False),
-      seed=config.seed, shuffle=config.data.shuffle,
-      packing=config.data.packing, overlong=config.data.overlong,
-      where=p.rows.where, per=p.algorithm.mean_per(config), sizes=p.rows.sizes,
-      weights=p.rows.weights)
+    lambda i: p.lookup.attach(i, p.example(i)),
+    len(p.rows),
+    batch_size=train.batch_size,
+    row_length=row_length(config, False),
+    seed=config.seed,
+    shuffle=config.data.shuffle,
+    packing=config.data.packing,
+    overlong=config.data.overlong,
+    where=p.rows.where,
+    per=p.algorithm.mean_per(config),
+    sizes=p.rows.sizes,
+    weights=p.rows.weights,
+  )
   begin = stream.state()
   p.first_batch = next(stream)[0]  # says so now if no row can be made
   stream.restore(begin)
@@ -268,45 +268,45 @@ def prepare_evaluation(p: Prepared):
     p.eval_examples = tuple(render(i) for i in range(count))
   if e.samples:
     prompts = prompt_stream(p, rows, count, shuffle=False)
-    p.eval_prompts = tuple(
-        prompts.prompt(i) for i in range(min(count, len(prompts))))
+    p.eval_prompts = tuple(prompts.prompt(i) for i in range(min(count, len(prompts))))
 
 
 def prompt_stream(p: Prepared, rows=None, per_step=0, shuffle=True):
   from jaxpost.data.prompts import PromptStream
+
   rollout = p.config.rollout
   return PromptStream(
-      rows or p.rows, p.tokenizer, per_step=per_step or rollout.prompts,
-      max_prompt_length=rollout.max_prompt_length, seed=p.config.seed,
-      shuffle=shuffle, system_prompt=p.config.data.system_prompt,
-      tools=p.environment and p.environment.tools)
+    rows or p.rows,
+    p.tokenizer,
+    per_step=per_step or rollout.prompts,
+    max_prompt_length=rollout.max_prompt_length,
+    seed=p.config.seed,
+    shuffle=shuffle,
+    system_prompt=p.config.data.system_prompt,
+    tools=p.environment and p.environment.tools,
+  )
 
 
 def reward_pool(config, rows):
   """The pool of the reward functions, or None where there is none."""
   from jaxpost.rewards.pool import RewardPool
+
   specs, weights = config.rewards_tuple(), config.reward_weights
   if weights and len(weights) != len(specs):
-    raise InputError(
-        f'config.reward_weights: {len(weights)} weights for {len(specs)} '
-        'rewards; give one each, or ()')
+    raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
   kept = [i for i, spec in enumerate(specs) if spec != reward_model.NAME]
   if not kept:
     return None
   pool = RewardPool(
-      tuple(specs[i] for i in kept),
-      weights=[weights[i] for i in kept] if weights else None,
-      workers=config.rewards.workers, timeout_s=config.rewards.timeout_s,
-      max_failed=config.rewards.max_failed)
+    tuple(specs[i] for i in kept),
+    weights=[weights[i] for i in kept] if weights else None,
+    workers=config.rewards.workers,
+    timeout_s=config.rewards.timeout_s,
+    max_failed=config.rewards.max_failed,
+  )
   try:
     pool.check(list(next(rows[i] for i in range(len(rows)) if rows[i])))
   except BaseException:
     pool.close()
     raise
   return pool
-
-
-
-
-
-

@@ -38,19 +38,23 @@ class Source:
 
 def checkpoints(source: Source, workdir):
   """The folder of checkpoints that a source is in, or None."""
-  return epath.Path(workdir) / 'checkpoints' / source.stage if (
-      source.stage) else source.checkpoints
+  return epath.Path(workdir) / 'checkpoints' / source.stage if (source.stage) else source.checkpoints
 
 
 def record(source: Source, workdir, seed: int) -> dict:
   """What finds these weights again, and knows them, as JSON."""
   path = lambda x: x and object_store.resolved(x)
   return dict(
-      config=dataclasses.asdict(source.config), folder=path(source.folder),
-      checkpoints=path(source.checkpoints), stage=source.stage,
-      step=source.step, seed=seed if source.seed is None else source.seed,
-      name=source.name, base=source.base and record(source.base, workdir, seed),
-      fingerprint=_fingerprint(source, workdir, seed))
+    config=dataclasses.asdict(source.config),
+    folder=path(source.folder),
+    checkpoints=path(source.checkpoints),
+    stage=source.stage,
+    step=source.step,
+    seed=seed if source.seed is None else source.seed,
+    name=source.name,
+    base=source.base and record(source.base, workdir, seed),
+    fingerprint=_fingerprint(source, workdir, seed),
+  )
 
 
 def _fingerprint(source: Source, workdir, seed) -> str:
@@ -64,23 +68,33 @@ def recall(saved: dict | None, checkpoints) -> Source | None:
   folder, made = saved['folder'], saved['checkpoints']
   made = checkpoints / saved['stage'] if saved['stage'] else made
   source = Source(
-      model_config.from_json(saved['config']), folder and epath.Path(folder),
-      made and epath.Path(made), '', saved['step'], saved['seed'],
-      saved['name'], recall(saved['base'], checkpoints))
+    model_config.from_json(saved['config']),
+    folder and epath.Path(folder),
+    made and epath.Path(made),
+    '',
+    saved['step'],
+    saved['seed'],
+    saved['name'],
+    recall(saved['base'], checkpoints),
+  )
   place = folder or made
-  if place and not epath.Path(place).exists() or (
-      _fingerprint(source, None, 0) != saved['fingerprint']):
+  if place and not epath.Path(place).exists() or (_fingerprint(source, None, 0) != saved['fingerprint']):
     raise InputError(
-        f'{place}: is gone or has changed, and {checkpoints} holds what was '
-        'trained on top of these weights only; bring them back')
+      f'{place}: is gone or has changed, and {checkpoints} holds what was '
+      'trained on top of these weights only; bring them back'
+    )
   return source
 
 
 def outcome(p) -> Source:
   """The weights that the stage `p` ends with."""
   return Source(
-      p.model.config, stage=p.name, step=p.config.train.steps,
-      seed=p.config.seed, base=p.sources['policy'] if p.model.frozen else None)
+    p.model.config,
+    stage=p.name,
+    step=p.config.train.steps,
+    seed=p.config.seed,
+    base=p.sources['policy'] if p.model.frozen else None,
+  )
 
 
 def below_adapter(p) -> str:
@@ -102,8 +116,7 @@ def identity(source: Source, workdir, seed: int, here=True) -> list:
   by its checksums. here: the shape and the times of the files, too, which a
   copy or a later version may change.
   """
-  shape, folder = here and dataclasses.asdict(source.config), (
-      checkpoints(source, workdir))
+  shape, folder = here and dataclasses.asdict(source.config), (checkpoints(source, workdir))
   base = [identity(source.base, workdir, seed, here)] if source.base else []
   if folder is not None:
     checkpointer = Checkpointer(folder)
@@ -112,19 +125,21 @@ def identity(source: Source, workdir, seed: int, here=True) -> list:
     finally:
       checkpointer.close()
     # Process 0 writes it, and may be about to.
-    return [shape, coordination.from_first(
-        (folder / str(step) / 'checksums.json').read_text()
-        if coordination.index() == 0 else None), *base]
+    return [
+      shape,
+      coordination.from_first(
+        (folder / str(step) / 'checksums.json').read_text() if coordination.index() == 0 else None
+      ),
+      *base,
+    ]
   if source.folder is not None:
-    return [shape, _samples(source), here and sorted(
-        int(f.stat().mtime) for f in _files(source)), *base]
+    return [shape, _samples(source), here and sorted(int(f.stat().mtime) for f in _files(source)), *base]
   return [shape, seed if source.seed is None else source.seed]
 
 
 def outline(source: Source) -> list:
   """The shape, and samples of the files of a folder, as JSON."""
-  return [dataclasses.asdict(source.config), _samples(source),
-          source.base and outline(source.base)]
+  return [dataclasses.asdict(source.config), _samples(source), source.base and outline(source.base)]
 
 
 def _samples(source: Source) -> list:

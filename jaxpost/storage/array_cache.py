@@ -13,8 +13,7 @@ from jaxpost.storage import object_store
 
 def fingerprint(parts) -> str:
   """16 hex digits of anything that JSON can spell."""
-  return hashlib.sha256(
-      json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+  return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_or_make(path, make: Callable) -> dict:
@@ -43,9 +42,7 @@ def _index(path):
   if not (path / 'index.json').exists():
     return None
   index = json.loads((path / 'index.json').read_text())
-  whole = all((path / f'{n}.npy').exists()
-              and (path / f'{n}.npy').stat().length == size
-              for n, size in index.items())
+  whole = all((path / f'{n}.npy').exists() and (path / f'{n}.npy').stat().length == size for n, size in index.items())
   return index if whole else None
 
 
@@ -64,5 +61,4 @@ def _write(path, values):
     with draft.open('wb') as f:
       np.save(f, array, allow_pickle=False)
     draft.replace(path / f'{name}.npy')
-  object_store.write_text(path / 'index.json', json.dumps(
-      {n: (path / f'{n}.npy').stat().length for n in values}))
+  object_store.write_text(path / 'index.json', json.dumps({n: (path / f'{n}.npy').stat().length for n in values}))

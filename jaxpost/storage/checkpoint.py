@@ -42,8 +42,7 @@ class Checkpointer:
   `keep_best` ('' is off). `folder` may be gs://; the first save makes it.
   """
 
-  def __init__(
-      self, folder, *, keep=2, keep_best='', best_mode='max', async_save=True):
+  def __init__(self, folder, *, keep=2, keep_best='', best_mode='max', async_save=True):
     if keep < 1:
       raise errors.InputError(f'checkpoints to keep: {keep}; keep at least 1')
     if best_mode not in ('max', 'min'):
@@ -59,14 +58,15 @@ class Checkpointer:
     elif str(folder).startswith('s3://'):
       raise errors.InputError(
         f'{folder}: several processes keep checkpoints on gs:// or on a disk'
-        ' that all of them reach; mount the bucket, or take gs://')
+        ' that all of them reach; mount the bucket, or take gs://'
+      )
     self._keep, self._keep_best = keep, keep_best
     self._best_sign = 1 if best_mode == 'max' else -1
     self._async_save = async_save
     self._orbax = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(),
-      atomicity_options=ocp.options.AtomicityOptions(
-        mode=ocp.options.AtomicityMode.COMMIT_FILE))
+      atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+    )
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
     self._pending = None  # (step, future) of the save under way
     self._restored = None  # step this run goes on from
@@ -93,16 +93,16 @@ class Checkpointer:
       return
     if self._keep_best and metrics is not None:
       if self._keep_best not in metrics:
-        raise errors.InputError(
-          f"keep_best: no metric '{self._keep_best}'; there are"
-          f' {", ".join(sorted(metrics))}')
+        raise errors.InputError(f"keep_best: no metric '{self._keep_best}'; there are {', '.join(sorted(metrics))}")
     named, _ = _flatten(state)
     _check_arrays(named)
     # Of one process only: Orbax takes numpy, and process 0 writes it.
     alone = lambda x: coordination.count() > 1 and x.is_fully_addressable
-    arrays = {k: np.zeros((), x.dtype) if not x.sharding.addressable_devices
-              else np.asarray(x) if alone(x) else x
-              for k, x in named.items() if x.size}
+    arrays = {
+      k: np.zeros((), x.dtype) if not x.sharding.addressable_devices else np.asarray(x) if alone(x) else x
+      for k, x in named.items()
+      if x.size
+    }
     seal = {
       'step': step,
       'leaves': {k: [list(x.shape), str(x.dtype)] for k, x in named.items()},
@@ -110,8 +110,7 @@ class Checkpointer:
     }
     meta = json.loads(json.dumps(meta))  # the caller goes on changing his
     self._make_room(step)
-    args = ocp.args.Composite(
-      state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
+    args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
     self._orbax.save(self._made(step), args=args, force=True)
     self._pending = step, self._thread.submit(self._finish, step, seal)
     if not self._async_save:
@@ -195,14 +194,12 @@ class Checkpointer:
     if jax.process_index():
       return
     folder = self._made(step)
-    seal['files'] = object_store.checksums(folder, [
-      n for n in object_store.files(folder) if not n.startswith(_SEAL)])
+    seal['files'] = object_store.checksums(folder, [n for n in object_store.files(folder) if not n.startswith(_SEAL)])
     if self._spool:
       object_store.upload(folder, self._folder / str(step))
       folder.rmtree()
     text = json.dumps(seal, sort_keys=True).encode()
-    object_store.write(self._folder / str(step) / _SEAL,
-                b'%08x\n' % zlib.crc32(text) + text)
+    object_store.write(self._folder / str(step) / _SEAL, b'%08x\n' % zlib.crc32(text) + text)
     self._saved.add(step)
     self._prune(step)
 
@@ -219,7 +216,8 @@ class Checkpointer:
     if newest >= step:
       raise errors.InputError(
         f'{self._folder} already holds step {newest}, so step {step} is not'
-        ' saved there; resume that run or choose another folder')
+        ' saved there; resume that run or choose another folder'
+      )
 
   def _is_ours(self, step):
     """Whether the run descends from `step`: not if it was rolled back."""
@@ -230,11 +228,12 @@ class Checkpointer:
     steps = _steps(self._folder)
     seals = {s: self._read_seal(s)[0] for s in steps if self._is_ours(s)}
     seals = {s: seal for s, seal in seals.items() if seal is not None}
-    kept = {step, *sorted(seals)[-self._keep:]}
+    kept = {step, *sorted(seals)[-self._keep :]}
     scores = {
       s: self._best_sign * seal['metrics'][self._keep_best]
       for s, seal in seals.items()
-      if not math.isnan(seal['metrics'].get(self._keep_best, math.nan))}
+      if not math.isnan(seal['metrics'].get(self._keep_best, math.nan))
+    }
     if scores:
       kept.add(max(scores, key=lambda s: (scores[s], s)))
     for other in steps:
@@ -297,8 +296,7 @@ class Checkpointer:
     if jax.process_index() == 0:
       steps = _steps(self._folder)
       for candidate in steps if step is None else [step]:
-        problem = 'not there' if candidate not in steps else self._damage(
-          candidate, part)
+        problem = 'not there' if candidate not in steps else self._damage(candidate, part)
         if not problem:
           chosen = candidate
           break
@@ -306,8 +304,7 @@ class Checkpointer:
     chosen = coordination.from_first(chosen)
     problems = '; '.join(problems)
     if chosen < 0:
-      raise errors.NoCheckpointError(
-        f'no usable checkpoint in {self._folder}: {problems or "nothing there"}')
+      raise errors.NoCheckpointError(f'no usable checkpoint in {self._folder}: {problems or "nothing there"}')
     if problems:
       where = f'step {chosen} of {self._folder}'
       warn(f'checkpoint: using {where}; unusable: {problems}')
@@ -324,29 +321,27 @@ class Checkpointer:
     for key, leaf in named.items():
       if leaf.sharding is None:
         raise TypeError(f'the template has no sharding for {key}')
-      wanted[prefix + key] = jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=leaf.sharding)
+      wanted[prefix + key] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     folder = self._read_from(step)
     seal, _ = self._read_seal(step)
     saved = {k: v for k, v in seal['leaves'].items() if k.startswith(prefix)}
     _check_match(folder, saved, wanted)
     arrays = {  # Orbax stores no arrays without elements
-      k: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
-      for k, x in wanted.items() if not x.size}
+      k: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for k, x in wanted.items() if not x.size
+    }
     stored = {k: x for k, x in wanted.items() if x.size}
     if stored:
       here = {k: x for k, x in stored.items() if x.sharding.addressable_devices}
       some = here or {min(stored, key=lambda k: stored[k].size): np.zeros(())}
       args = ocp.args.PyTreeRestore(
-        item=some,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(some),
-        partial_restore=True)
+        item=some, restore_args=ocp.checkpoint_utils.construct_restore_args(some), partial_restore=True
+      )
       args = ocp.args.Composite(state=args)
       found = self._orbax.restore(folder, args=args)['state']
-      arrays |= {k: found[k] if k in here else
-                 jax.make_array_from_single_device_arrays(
-                   x.shape, x.sharding, [], dtype=x.dtype)
-                 for k, x in stored.items()}
+      arrays |= {
+        k: found[k] if k in here else jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype)
+        for k, x in stored.items()
+      }
     return jax.tree.unflatten(treedef, [arrays[key] for key in wanted])
 
 
@@ -397,4 +392,5 @@ def _check_match(where, saved, wanted):
   raise errors.InputError(
     f'{where}: {key} is {there.get(key, "absent")} in the checkpoint and'
     f' {here.get(key, "absent")} in the run{more}; the config changed since'
-    ' this checkpoint: restore the old values or choose another folder')
+    ' this checkpoint: restore the old values or choose another folder'
+  )

@@ -11,30 +11,14 @@ from jaxpost.errors import InputError
 
 PATTERNS = {
   'dataset': [
-    f'*.{kind}'
-    for kind in (
-      'jsonl',
-      'jsonl.gz',
-      'json',
-      'json.gz',
-      'parquet',
-      'txt',
-      'arrow',
-      'array_record',
-    )
+    f'*.{kind}' for kind in ('jsonl', 'jsonl.gz', 'json', 'json.gz', 'parquet', 'txt', 'arrow', 'array_record')
   ],
-  'model': [
-    '*.json',
-    '*.safetensors',
-    '*.txt',
-    '*.jinja',
-    '*.model',
-    'LICENSE*',
-  ],
+  'model': ['*.json', '*.safetensors', '*.txt', '*.jinja', '*.model', 'LICENSE*'],
 }
 _NAME = re.compile(
   r'(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?'
-  r'(:(?P<file>[^:]+))?')
+  r'(:(?P<file>[^:]+))?'
+)
 
 
 def parse(name):
@@ -58,30 +42,18 @@ def download(repo, kind, revision='', file=''):
     import huggingface_hub as hf
   except ImportError as error:
     raise InputError(
-      f'{repo}: no such local path, and reading from the hub needs'
-      " huggingface_hub: pip install 'huggingface_hub'"
+      f"{repo}: no such local path, and reading from the hub needs huggingface_hub: pip install 'huggingface_hub'"
     ) from error
   named = f'{kind} {repo}' + (f'@{revision}' if revision else '')
   try:
     if file:
-      path = hf.hf_hub_download(
-        repo, file, repo_type=kind, revision=revision or None)
+      path = hf.hf_hub_download(repo, file, repo_type=kind, revision=revision or None)
     else:
-      path = hf.snapshot_download(
-        repo,
-        repo_type=kind,
-        revision=revision or None,
-        allow_patterns=PATTERNS[kind],
-      )
+      path = hf.snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=PATTERNS[kind])
   except hf.errors.GatedRepoError as error:
-    raise InputError(
-      f'hub: {named} is gated: accept its terms on the hub, then set HF_TOKEN'
-    ) from error
+    raise InputError(f'hub: {named} is gated: accept its terms on the hub, then set HF_TOKEN') from error
   except hf.errors.RepositoryNotFoundError as error:
-    raise InputError(
-      f'hub: there is no {named} (or it is private: set HF_TOKEN), and no'
-      f' local path {repo}'
-    ) from error
+    raise InputError(f'hub: there is no {named} (or it is private: set HF_TOKEN), and no local path {repo}') from error
   except hf.errors.RevisionNotFoundError as error:
     raise InputError(f'hub: {repo} has no revision {revision!r}') from error
   except hf.errors.LocalEntryNotFoundError as error:

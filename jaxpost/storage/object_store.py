@@ -40,14 +40,13 @@ def check(path: str, key: str):
   if not remote:
     return
   if scheme not in _EXTRAS:
-    raise InputError(f'{key}: {path}: of object stores, gs:// and s3:// are '
-                     'known; copy it to a local folder')
+    raise InputError(f'{key}: {path}: of object stores, gs:// and s3:// are known; copy it to a local folder')
   try:
     epath.Path(path).exists()
   except ImportError as e:
     raise InputError(
-        f'{key}: {path}: needs the extra [{_EXTRAS[scheme]}]: pip install '
-        f"'jaxpost[{_EXTRAS[scheme]}]' ({e})") from e
+      f"{key}: {path}: needs the extra [{_EXTRAS[scheme]}]: pip install 'jaxpost[{_EXTRAS[scheme]}]' ({e})"
+    ) from e
   except OSError as e:
     raise InputError(f'{key}: {path}: cannot be reached: {e}') from e
 
@@ -59,8 +58,7 @@ def write(path, data: bytes):
     path.write_bytes(data)
     return
   path.parent.mkdir(parents=True, exist_ok=True)
-  draft = path.parent / (
-      f'.{path.name}.{socket.gethostname()}.{os.getpid()}.tmp')
+  draft = path.parent / (f'.{path.name}.{socket.gethostname()}.{os.getpid()}.tmp')
   draft.write_bytes(data)
   draft.replace(path)
 
@@ -84,6 +82,7 @@ def files(folder, parent='') -> list[str]:
 
 def checksums(folder, names) -> dict:
   """{name: [bytes, crc32]} of files below a folder."""
+
   def checksum(name):
     size = crc = 0
     with (epath.Path(folder) / name).open('rb') as file:

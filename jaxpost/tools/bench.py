@@ -51,64 +51,74 @@ class Options:
 def even_words(completions, **columns):
   """Reward of the GRPO workload: even numbers among the first 32 words."""
   del columns
-  return [float(sum(int(w) % 2 == 0 for w in c.split()[:32]))
-          for c in completions]
+  return [float(sum(int(w) % 2 == 0 for w in c.split()[:32])) for c in completions]
 
 
 def run(what: str, options: Options, workdir) -> dict:
   """One JSON-able record of figures; `what` names a function here."""
-  figures = {'sft': sft, 'sample': sample, 'grpo': grpo, 'reshard': reshard,
-             'turns': turns, 'prefill': prefill}[what](options, workdir)
+  figures = {'sft': sft, 'sample': sample, 'grpo': grpo, 'reshard': reshard, 'turns': turns, 'prefill': prefill}[what](
+    options, workdir
+  )
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   return dict(
-      peer='jaxpost', what=what, **dataclasses.asdict(options),
-      processes=jax.process_count(),
-      devices=jax.device_count(), jax=jax.__version__,
-      device=jax.devices()[0].device_kind,
-      **figures, max_rss_mib=round(peak / 2**20))
+    peer='jaxpost',
+    what=what,
+    **dataclasses.asdict(options),
+    processes=jax.process_count(),
+    devices=jax.device_count(),
+    jax=jax.__version__,
+    device=jax.devices()[0].device_kind,
+    **figures,
+    max_rss_mib=round(peak / 2**20),
+  )
 
 
 def make_stage(what: str, o: Options, workdir) -> tuple[kit_lib.Kit, Stage]:
   """The stage that a config for this workload would give."""
   on_policy = what != 'sft'
-  config = config_lib.parse(dict(
-      algorithm='grpo' if on_policy else 'sft', reward='even_words',
-      model=dict(preset=o.shape,
-                 dtype='bfloat16' if o.bf16 else 'float32'),
+  config = config_lib.parse(
+    dict(
+      algorithm='grpo' if on_policy else 'sft',
+      reward='even_words',
+      model=dict(preset=o.shape, dtype='bfloat16' if o.bf16 else 'float32'),
       data=dict(path='random'),
-      train=dict(steps=o.steps + 2, batch_size=o.batch,
-                 row_length=0 if on_policy else 512),
+      train=dict(steps=o.steps + 2, batch_size=o.batch, row_length=0 if on_policy else 512),
       optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
-      rollout=dict(prompts=max(1, o.batch // 8), group_size=8,
-                   max_prompt_length=-(-o.prompt // 64) * 64,
-                   max_new_tokens=o.new, top_p=o.top_p),
-      rl=dict(kl_coef=0.04), log=dict(tensorboard=False, watchdog_s=0.0),
-      mesh=dict(train=o.mesh,
-                rollout='data=-1' if jax.device_count() > 1 else ''))
+      rollout=dict(
+        prompts=max(1, o.batch // 8),
+        group_size=8,
+        max_prompt_length=-(-o.prompt // 64) * 64,
+        max_new_tokens=o.new,
+        top_p=o.top_p,
+      ),
+      rl=dict(kl_coef=0.04),
+      log=dict(tensorboard=False, watchdog_s=0.0),
+      mesh=dict(train=o.mesh, rollout='data=-1' if jax.device_count() > 1 else ''),
+    )
   )['grpo' if on_policy else 'sft']
   source = sources_lib.Source(presets.PRESETS[o.shape])
-  sources = {'policy': source, 'reference': source} if on_policy else {
-      'policy': source}
+  sources = {'policy': source, 'reference': source} if on_policy else {'policy': source}
   model = model_lib.build(source.config)
   vocab = model.config.vocab_size
   stops = (1, *range(3, 3 + vocab // o.mean)) if o.ragged else (1,)
   lengths = testing.document_lengths(4096)
-  stream = testing.RandomPrompts(
-      config.rollout.prompts, o.prompt, vocab) if on_policy else PackedStream(
-          lambda i: testing.random_example(lengths[i], vocab, i), 4096,
-          batch_size=o.batch, row_length=512, seed=0)
-  pool = RewardPool(
-      f'{__name__}:even_words', workers=1) if what == 'grpo' else None
+  stream = (
+    testing.RandomPrompts(config.rollout.prompts, o.prompt, vocab)
+    if on_policy
+    else PackedStream(
+      lambda i: testing.random_example(lengths[i], vocab, i), 4096, batch_size=o.batch, row_length=512, seed=0
+    )
+  )
+  pool = RewardPool(f'{__name__}:even_words', workers=1) if what == 'grpo' else None
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   prepared = prepare.Prepared(
-      what, config, algorithm, sources, model,
-      testing.IntTokenizer(vocab, stops), None, stream, None, pool)
+    what, config, algorithm, sources, model, testing.IntTokenizer(vocab, stops), None, stream, None, pool
+  )
   if not on_policy:
     prepared.first_batch = next(stream)[0]
   kit = kit_lib.make_kit(prepared)
-  params = programs.random_params(
-      model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
+  params = programs.random_params(model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
   if what in ('sample', 'reshard', 'turns', 'prefill'):
     return kit, params
   writer = MetricsWriter(workdir, tensorboard=False, primary=False)
@@ -116,8 +126,7 @@ def make_stage(what: str, o: Options, workdir) -> tuple[kit_lib.Kit, Stage]:
 
 
 def update(stage: Stage, item) -> list:
-  return [stage.roles.trainable[role].update(batch)
-          for role, batch in item.updates]
+  return [stage.roles.trainable[role].update(batch) for role, batch in item.updates]
 
 
 def sft(o: Options, workdir) -> dict:
@@ -140,17 +149,22 @@ def sft(o: Options, workdir) -> dict:
   flops = 3 * flops_per_token(kit.prepared.model.config, context)
   step = float(np.mean(times[2:]))
   return dict(
-      step_s=step, cpu_s=float(np.mean(cpu[2:])), real_tokens_per_s=real,
-      padded_tokens_per_s=o.batch * 512 / step, matmul_gflops=rate / 1e9,
-      share_of_matmul=flops * real / rate,
-      all=[round(t, 3) for t in times], **memory(kit, 'update'))
+    step_s=step,
+    cpu_s=float(np.mean(cpu[2:])),
+    real_tokens_per_s=real,
+    padded_tokens_per_s=o.batch * 512 / step,
+    matmul_gflops=rate / 1e9,
+    share_of_matmul=flops * real / rate,
+    all=[round(t, 3) for t in times],
+    **memory(kit, 'update'),
+  )
 
 
 def memory(kit, program: str) -> dict:
   row = next(r for r in kit.ledger.rows if r['program'] == program)
-  return dict(compile_s=row['compile_s'],
-              temp_mib=row['temp_bytes'] / 2**20,
-              argument_mib=row['argument_bytes'] / 2**20)
+  return dict(
+    compile_s=row['compile_s'], temp_mib=row['temp_bytes'] / 2**20, argument_mib=row['argument_bytes'] / 2**20
+  )
 
 
 def sample(o: Options, workdir) -> dict:
@@ -159,8 +173,7 @@ def sample(o: Options, workdir) -> dict:
   kit, params = make_stage('sample', o, workdir)
   engine = assemble.make_engine(kit, slots=o.batch)
   engine.load(params, 0)
-  source = testing.RandomPrompts(
-      o.samples, o.prompt, kit.prepared.model.config.vocab_size)
+  source = testing.RandomPrompts(o.samples, o.prompt, kit.prepared.model.config.vocab_size)
   times, cpu, counts = [], [], []
   key = assemble.run_key(0, 1)
   for step in range(o.steps + 1):
@@ -179,11 +192,19 @@ def sample(o: Options, workdir) -> dict:
   read = decode_bytes(engine.weights, state.cache, filled)
   bandwidth = probe.memory_rate()
   return dict(
-      wall_s=float(np.median(times[1:])), first_s=times[0], tokens=counts[-1],
-      tokens_per_s=float(np.median(rates)), best_tokens_per_s=max(rates),
-      cpu_s=float(np.median(cpu[1:])), slot_occupancy=rollout.occupancy,
-      **rollout.figures, decode_s=seconds, decode_bytes=read,
-      bytes_per_s=bandwidth, share_of_bandwidth=read / bandwidth / seconds)
+    wall_s=float(np.median(times[1:])),
+    first_s=times[0],
+    tokens=counts[-1],
+    tokens_per_s=float(np.median(rates)),
+    best_tokens_per_s=max(rates),
+    cpu_s=float(np.median(cpu[1:])),
+    slot_occupancy=rollout.occupancy,
+    **rollout.figures,
+    decode_s=seconds,
+    decode_bytes=read,
+    bytes_per_s=bandwidth,
+    share_of_bandwidth=read / bandwidth / seconds,
+  )
 
 
 def decode_bytes(weights: dict, cache, filled: float) -> float:
@@ -215,9 +236,14 @@ def reshard(o: Options, workdir) -> dict:
   rate = (size + written) / min(times[1:])
   plain = 2 * size / min(copies[1:])
   return dict(
-      reshard_s=min(times[1:]), moved_gb=(size + written) / 1e9,
-      shared_gb=shared / 1e9, gb_per_s=rate / 1e9, copy_gb_per_s=plain / 1e9,
-      share_of_copy=rate / plain, all=[round(t, 4) for t in times])
+    reshard_s=min(times[1:]),
+    moved_gb=(size + written) / 1e9,
+    shared_gb=shared / 1e9,
+    gb_per_s=rate / 1e9,
+    copy_gb_per_s=plain / 1e9,
+    share_of_copy=rate / plain,
+    all=[round(t, 4) for t in times],
+  )
 
 
 def turns(o: Options, workdir) -> dict:
@@ -237,13 +263,10 @@ def turns(o: Options, workdir) -> dict:
     for _ in range(o.steps + 1):
       talk = _Talk(testing.RandomPrompts(o.samples, o.prompt, vocab), most)
       start, busy = time.perf_counter(), time.process_time()
-      figures = engine.serve(
-          talk.requests, run_key=assemble.run_key(0, 1), step=0,
-          follow=talk.follow, read_rows=2)
+      figures = engine.serve(talk.requests, run_key=assemble.run_key(0, 1), step=0, follow=talk.follow, read_rows=2)
       spent.append((time.perf_counter() - start, time.process_time() - busy))
     wall, cpu = (float(np.median(x)) for x in zip(*spent[1:]))
-    out |= {f'{name}/{k}': x for k, x in dict(
-        wall_s=wall, cpu_s=cpu, tokens=talk.drawn, **figures).items()}
+    out |= {f'{name}/{k}': x for k, x in dict(wall_s=wall, cpu_s=cpu, tokens=talk.drawn, **figures).items()}
   return out
 
 
@@ -260,8 +283,7 @@ def prefill(o: Options, workdir) -> dict:
     for step in range(o.steps + 1):
       prompts, _ = next(source)
       start = time.perf_counter()
-      engine(prompts, group_size=group, run_key=assemble.run_key(0, 1),
-             step=step)
+      engine(prompts, group_size=group, run_key=assemble.run_key(0, 1), step=step)
       times.append(time.perf_counter() - start)
     out[f'{name}_s'] = float(np.median(times[1:]))
   return dict(out, share=out['group_s'] / out['alone_s'])
@@ -271,9 +293,7 @@ class _Talk:
   """Conversations whose answers are made up."""
 
   def __init__(self, prompts, most: int):
-    self.requests = [
-        Request(p.tokens, p.index, 0, dict(max_tokens=most))
-        for p in next(prompts)[0]]
+    self.requests = [Request(p.tokens, p.index, 0, dict(max_tokens=most)) for p in next(prompts)[0]]
     self.answer = np.arange(40, 64, dtype=np.int32)
     self.waiting, self.drawn = collections.deque(), 0
     self.said = collections.Counter()
@@ -283,9 +303,12 @@ class _Talk:
       self.drawn += len(c.tokens)
       self.said[c.request.prompt] += 1
       if self.said[c.request.prompt] < 4:
-        self.waiting.append([4, Request(
-            np.concatenate([c.request.tokens, c.tokens, self.answer]),
-            c.request.prompt, 0, c.request.sampling)])
+        self.waiting.append(
+          [
+            4,
+            Request(np.concatenate([c.request.tokens, c.tokens, self.answer]), c.request.prompt, 0, c.request.sampling),
+          ]
+        )
     for item in self.waiting:
       item[0] -= 1
     ready = []
@@ -309,7 +332,10 @@ def grpo(o: Options, workdir) -> dict:
   named = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}
   step = named['time/step']
   return dict(
-      step_s=step, completions_per_step=o.batch,
-      controller_share=(named['time/pack'] + named['time/data']) / step,
-      **named,
-      all=[round(t['time/step'], 3) for t in times], **memory(kit, 'update'))
+    step_s=step,
+    completions_per_step=o.batch,
+    controller_share=(named['time/pack'] + named['time/data']) / step,
+    **named,
+    all=[round(t['time/step'], 3) for t in times],
+    **memory(kit, 'update'),
+  )

@@ -50,8 +50,7 @@ class Weights:
   step: int  # updates behind them
 
 
-def load(run='', model='', stage='', step=None, config=None,
-         warn=to_stderr) -> Weights:
+def load(run='', model='', stage='', step=None, config=None, warn=to_stderr) -> Weights:
   """`from_run` or `from_folder`, whichever of the two is named."""
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
@@ -78,8 +77,7 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
   source = find_weights.of_checkpoint(run / 'checkpoints' / name, step)
   p = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
-  params = weights_lib.load(
-      source, p.model, layout, p.config.model.param_dtype)
+  params = weights_lib.load(source, p.model, layout, p.config.model.param_dtype)
   return Weights(p, params, layout, step)
 
 
@@ -91,16 +89,16 @@ def from_folder(folder, config=None, name='model') -> Weights:
   """
   if config is None:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
-    config = config_lib.Config(
-        model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
-  section = dataclasses.replace(
-      config.model, path=str(folder), quantise='')
-  p = prepare_model(name, dataclasses.replace(
-      config, model=section, lora=schema.LoraSection(),
-      train=dataclasses.replace(config.train, freeze='')))
+    config = config_lib.Config(model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
+  section = dataclasses.replace(config.model, path=str(folder), quantise='')
+  p = prepare_model(
+    name,
+    dataclasses.replace(
+      config, model=section, lora=schema.LoraSection(), train=dataclasses.replace(config.train, freeze='')
+    ),
+  )
   layout = make_layout('fsdp=-1', 'train')
-  params = weights_lib.load(
-      p.sources['policy'], p.model, layout, section.param_dtype)
+  params = weights_lib.load(p.sources['policy'], p.model, layout, section.param_dtype)
   return Weights(p, params, layout, 0)
 
 
@@ -108,8 +106,8 @@ def merged(base: Weights) -> Weights:
   """What the base has of adapters or codes is a part of its matrices."""
   p = base.prepared
   return dataclasses.replace(
-      base, params=p.model.merge(base.params), prepared=dataclasses.replace(
-          p, model=p.model.base or p.model))
+    base, params=p.model.merge(base.params), prepared=dataclasses.replace(p, model=p.model.base or p.model)
+  )
 
 
 def adapters(base: Weights, values) -> dict[str, Weights]:
@@ -118,10 +116,8 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
   {name: weights}; without any folder {'': base}.
   """
   pairs = [v.partition('=') for v in values]
-  if not all(name and folder for name, _, folder in pairs) or len(
-      {name for name, *_ in pairs}) < len(pairs):
-    raise InputError('--adapter: takes NAME=FOLDER, each name once; not '
-                     f'{", ".join(values)}')
+  if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+    raise InputError(f'--adapter: takes NAME=FOLDER, each name once; not {", ".join(values)}')
   out, below = {}, base.prepared.sources['policy']
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
@@ -129,8 +125,10 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
     model = lora.on_frozen(source.config)
     own = weights_lib.load_adapter(source, model, base.layout, None)
     out[name] = dataclasses.replace(
-        base, params=join(params, own), prepared=dataclasses.replace(
-            base.prepared, model=model, sources={'policy': source}))
+      base,
+      params=join(params, own),
+      prepared=dataclasses.replace(base.prepared, model=model, sources={'policy': source}),
+    )
   return out or {'': base}
 
 
@@ -139,24 +137,21 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
   path = run / 'config.json'
   if not path.exists():
     raise InputError(
-        f'{run}: not the folder of a run (it has no config.json); name the '
-        'folder that training was given as --workdir')
+      f'{run}: not the folder of a run (it has no config.json); name the folder that training was given as --workdir'
+    )
   try:
     raw = json.loads(path.read_text())
   except ValueError as e:
     raise InputError(f'{path}: bad JSON: {e}') from e
   if not isinstance(raw, dict) or 'algorithm' not in raw:
-    raise InputError(
-        f'{path}: not the config of a run; a Hugging Face folder is given as '
-        '--model')
+    raise InputError(f'{path}: not the config of a run; a Hugging Face folder is given as --model')
   return config_lib.parse(raw)
 
 
 def pick(stages: dict, stage: str, where):
   """(name, Config) of a stage; '' is the last."""
   if stage and stage not in stages:
-    raise InputError(
-        f'{where}: has no stage {stage!r}; it has {", ".join(stages)}')
+    raise InputError(f'{where}: has no stage {stage!r}; it has {", ".join(stages)}')
   name = stage or list(stages)[-1]
   return name, stages[name]
 
@@ -170,17 +165,14 @@ def find_step(run, names, stage, step, warn) -> tuple[str, int]:
     if there:
       break
   else:
-    raise NoCheckpointError(
-        f'{run}: no checkpoint of {stage or "any stage"} was finished there')
+    raise NoCheckpointError(f'{run}: no checkpoint of {stage or "any stage"} was finished there')
   if step is None:
     with _checkpoints(run, name) as checkpointer:
       step = checkpointer.latest()
     if step != there[0]:
       warn(f'checkpoint: using step {step} of {folder}; {there[0]} is damaged')
   elif step not in there:
-    raise NoCheckpointError(
-        f'{folder}: step {step} is not there; there is '
-        f'{", ".join(map(str, there))}')
+    raise NoCheckpointError(f'{folder}: step {step} is not there; there is {", ".join(map(str, there))}')
   return name, step
 
 
@@ -188,8 +180,7 @@ def _checkpoints(run, name):
   return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
 
 
-def prepare_model(name: str, config: config_lib.Config,
-                  made=None) -> prepare.Prepared:
+def prepare_model(name: str, config: config_lib.Config, made=None) -> prepare.Prepared:
   """Model and tokenizer of a stage, and nothing else of it.
 
   made: the `weights.Source` of a checkpoint.
@@ -199,10 +190,16 @@ def prepare_model(name: str, config: config_lib.Config,
   made = made or find_weights.with_adapter(config.lora.path, source)
   find_weights.check_head(source, algorithm.scalar_head, 'config.model.path')
   return prepare.Prepared(
-      name, config_lib.resolve(config, algorithm.defaults), algorithm,
-      {'policy': made},
-      prepare.make_model(config, algorithm, made.config),
-      prepare.load_tokenizer(config.model, source), None, None, None)
+    name,
+    config_lib.resolve(config, algorithm.defaults),
+    algorithm,
+    {'policy': made},
+    prepare.make_model(config, algorithm, made.config),
+    prepare.load_tokenizer(config.model, source),
+    None,
+    None,
+    None,
+  )
 
 
 def export(weights: Weights, folder):
@@ -213,8 +210,9 @@ def export(weights: Weights, folder):
 # ---------------------------------------------------------------- evaluation
 
 
-def evaluate_as(run='', model='', stage='', step=None, config=None,
-                mesh='data=-1', data='', size=None, samples=None) -> dict:
+def evaluate_as(
+  run='', model='', stage='', step=None, config=None, mesh='data=-1', data='', size=None, samples=None
+) -> dict:
   """The metrics of a run's own config, or of `config` where one is given.
 
   Args:
@@ -235,31 +233,32 @@ def evaluate_as(run='', model='', stage='', step=None, config=None,
   fields = dict(size=size, samples=samples)
   if data:
     fields['data'] = dataclasses.replace(wanted.eval.data, path=data)
-  wanted = dataclasses.replace(wanted, eval=dataclasses.replace(
-      wanted.eval, **{k: v for k, v in fields.items() if v is not None}))
-  return dict(weights=run or model, stage=name, step=weights.step,
-              **evaluate(weights, wanted, mesh))
+  wanted = dataclasses.replace(
+    wanted, eval=dataclasses.replace(wanted.eval, **{k: v for k, v in fields.items() if v is not None})
+  )
+  return dict(weights=run or model, stage=name, step=weights.step, **evaluate(weights, wanted, mesh))
 
 
-def evaluate(weights: Weights, config: config_lib.Config,
-             mesh='data=-1') -> dict:
+def evaluate(weights: Weights, config: config_lib.Config, mesh='data=-1') -> dict:
   """The metrics that training with `config` evaluates, as it does."""
   held_out, samples = config.eval.data.path, config.eval.samples
   if not held_out:
-    raise InputError(
-        'config.eval.data.path: is empty, so there is nothing to evaluate; '
-        'name held-out data')
+    raise InputError('config.eval.data.path: is empty, so there is nothing to evaluate; name held-out data')
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   if algorithm.on_policy and not samples:
     raise InputError(
-        f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
-        ' is evaluated by its samples; set how many a prompt')
+      f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
+      ' is evaluated by its samples; set how many a prompt'
+    )
   rows = prepare.read_held_out(config)
   p = dataclasses.replace(
-      weights.prepared, config=_on_these_devices(
-          config, algorithm.on_policy, weights.layout, mesh),
-      algorithm=algorithm, rows=rows, eval_rows=rows)
+    weights.prepared,
+    config=_on_these_devices(config, algorithm.on_policy, weights.layout, mesh),
+    algorithm=algorithm,
+    rows=rows,
+    eval_rows=rows,
+  )
   try:
     if samples and config.environment:
       p.environment = factory.start(config, algorithm, p.tokenizer)
@@ -268,15 +267,11 @@ def evaluate(weights: Weights, config: config_lib.Config,
       checks.check_sampling(config, False)
       p.pool = prepare.reward_pool(config, rows)
     if samples and not (p.pool or p.environment):
-      raise InputError('config.reward: a reward model grades in training only; '
-                       'name a reward function')
+      raise InputError('config.reward: a reward model grades in training only; name a reward function')
     kit = kit_lib.make_kit(p)
     step = kit.train.put(np.int32(weights.step))
-    roles = Roles(Policy(
-        p.model, TrainState(step, weights.params, None), kit.train,
-        kit.shape[1], None, None))
-    evaluator = assemble.make_evaluator(
-        kit, assemble.make_engine(kit) if samples else None)
+    roles = Roles(Policy(p.model, TrainState(step, weights.params, None), kit.train, kit.shape[1], None, None))
+    evaluator = assemble.make_evaluator(kit, assemble.make_engine(kit) if samples else None)
     metrics, _ = evaluator(roles, weights.step)
   finally:
     p.close()
@@ -289,8 +284,8 @@ def _on_these_devices(config, on_policy, layout, mesh):
   rows = train.micro_batch_size or train.batch_size
   micro = 0 if on_policy else -(-rows // shards) * shards
   return dataclasses.replace(
-      config, mesh=schema.MeshSection(rollout=mesh),
-      train=dataclasses.replace(train, micro_batch_size=micro))
+    config, mesh=schema.MeshSection(rollout=mesh), train=dataclasses.replace(train, micro_batch_size=micro)
+  )
 
 
 # ------------------------------------------------------------------- preview
@@ -301,29 +296,26 @@ def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
   p = prepare_model(name, config)
   config = p.config
   if not config.data.path:
-    raise InputError('config.data.path: is empty; name a file, a folder, '
-                     'org/name or generated:arithmetic')
+    raise InputError('config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
   p.rows = prepare.read_rows(config)
   held_out = config.eval.data.path
   count = transformer.num_params(p.model.config)
   out = [
-      rich_text.Text(
-          f'{name}: {config.algorithm}, {config.train.steps} steps', 'bold'),
-      f'model: {config.model.path or config.model.preset}, {count:,} '
-      f'parameters, {p.tokenizer.vocab_size} tokens of {p.tokenizer.source}',
-      f'data: {len(p.rows)} rows of {config.data.path}']
+    rich_text.Text(f'{name}: {config.algorithm}, {config.train.steps} steps', 'bold'),
+    f'model: {config.model.path or config.model.preset}, {count:,} '
+    f'parameters, {p.tokenizer.vocab_size} tokens of {p.tokenizer.source}',
+    f'data: {len(p.rows)} rows of {config.data.path}',
+  ]
   if p.rows.dropped:
     out[-1] += f', {p.rows.dropped} more dropped by config.data.map'
   if held_out:
     read = prepare.read_held_out(config)
-    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} '
-               f'rows of {held_out}')
+    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {held_out}')
   on_policy = p.algorithm.on_policy
   samples = on_policy or held_out and config.eval.samples
   if samples and config.environment:
     p.environment = factory.start(config, p.algorithm, p.tokenizer)
-    out += [f'tool: {tool["function"]["name"]} of {config.environment}'
-            for tool in p.environment.tools]
+    out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in p.environment.tools]
   out += _show_prompts(p, rows) if on_policy else _show_rows(p, rows)
   if samples:
     out += _show_rewards(p)
@@ -349,14 +341,19 @@ def _show_prompts(p, count) -> list:
   out = []
   for i in range(min(count, len(prompts))):
     prompt = prompts.prompt(i)
-    out += [_heading(f'prompt {i}', prompt.tokens), rich_text.Text(
-        p.tokenizer.decode(prompt.tokens, skip_special=False), 'dim')]
+    out += [
+      _heading(f'prompt {i}', prompt.tokens),
+      rich_text.Text(p.tokenizer.decode(prompt.tokens, skip_special=False), 'dim'),
+    ]
     for key, value in prompt.columns.items():
       out.append(f'  {key} = {repr(value)[:200]}')
   lengths = prompts.lengths
-  return [*out, f'{len(lengths)} prompts of {min(lengths)} to {max(lengths)} '
-          f'tokens, median {np.median(lengths):.0f}; {prompts.skipped} longer '
-          f'than {p.config.rollout.max_prompt_length} are left out']
+  return [
+    *out,
+    f'{len(lengths)} prompts of {min(lengths)} to {max(lengths)} '
+    f'tokens, median {np.median(lengths):.0f}; {prompts.skipped} longer '
+    f'than {p.config.rollout.max_prompt_length} are left out',
+  ]
 
 
 def _show_rewards(p) -> list:
@@ -367,10 +364,8 @@ def _show_rewards(p) -> list:
     return []
   specs = config.rewards_tuple()
   weights = config.reward_weights or [1.0] * len(specs)
-  where = [builtin.locate(s) if isinstance(s, str) else 'in this process'
-           for s in specs]
-  return [f'reward: {name} ({place}), weight {weight:g}'
-          for name, place, weight in zip(pool.names, where, weights)]
+  where = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]
+  return [f'reward: {name} ({place}), weight {weight:g}' for name, place, weight in zip(pool.names, where, weights)]
 
 
 def _heading(place, tokens):
@@ -378,5 +373,4 @@ def _heading(place, tokens):
   place = f'...{place[-37:]}' if len(place) > 40 else place
   ids = ' '.join(map(str, tokens[:_IDS].tolist()))
   more = ' ...' if len(tokens) > _IDS else ''
-  return rich_text.Text.assemble(
-      (f'{place}: {len(tokens)} tokens', 'bold'), f'  {ids}{more}')
+  return rich_text.Text.assemble((f'{place}: {len(tokens)} tokens', 'bold'), f'  {ids}{more}')

@@ -42,29 +42,25 @@ def replay(run, step: int, row: int, stage='') -> dict:
   configs = inference.run_config(run)
   name, config = inference.pick(configs, stage, run)
   if not 1 <= step <= config.train.steps:
-    raise InputError(f'--step: {step} is none of the {config.train.steps} '
-                     f'steps of {name}')
+    raise InputError(f'--step: {step} is none of the {config.train.steps} steps of {name}')
   raw = json.loads((run / 'config.json').read_text())
   prepared = prepare.prepare_all(raw)
   try:
     prepared = stages.with_meshes(prepared, raw)
     p = next(p for p in prepared if p.name == name)
     if not p.algorithm.on_policy:
-      raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; '
-                       'name another --stage')
+      raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
     kit = kit_lib.make_kit(p)
-    roles, stream, _ = assemble.make_parts(
-        kit, stages.initial_params(kit, run), run)
+    roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, run), run)
     for _ in range(restore(run, name, step - 1, roles, stream), step - 1):
       for role, batch in next(stream).updates:
         roles.trainable[role].update(batch)
     item = next(stream)
     if not 0 <= row < len(item.learnt[1].mask):
-      raise InputError(f'--row: {row} is none of the '
-                       f'{len(item.learnt[1].mask)} samples of a step')
+      raise InputError(f'--row: {row} is none of the {len(item.learnt[1].mask)} samples of a step')
     return explain(kit, roles, stream, item, row) | dict(
-        stage=name, step=step, row=row,
-        identical=compare(run, name, step, row, item))
+      stage=name, step=step, row=row, identical=compare(run, name, step, row, item)
+    )
   finally:
     for p in prepared:
       p.close()
@@ -77,8 +73,9 @@ def restore(run, name: str, most: int, roles, stream) -> int:
   if not steps:
     return 0
   template = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      {k: role.state for k, role in roles.trainable.items()})
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    {k: role.state for k, role in roles.trainable.items()},
+  )
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     step, states, meta = checkpointer.restore(template, steps[0])
   for key, role in roles.trainable.items():
@@ -93,17 +90,14 @@ def compare(run, name: str, step: int, row: int, item) -> bool | None:
   path = run / 'rollouts' / name / f'{step}.npz'
   if path.exists():
     theirs, _ = rollout_files.load(path)
-    same = lambda x: np.array_equal(
-        vars(ours)[x][row, :length], vars(theirs)[x][row, :length])
-    return bool(theirs.lengths[row] == length
-                and same('completions') and same('logprobs'))
+    same = lambda x: np.array_equal(vars(ours)[x][row, :length], vars(theirs)[x][row, :length])
+    return bool(theirs.lengths[row] == length and same('completions') and same('logprobs'))
   path = run / 'samples' / name / f'{step}.jsonl'
   if not path.exists():
     return None
   kept = json_lines(path)
   theirs = [r for r in kept if r['split'] == 'train'][row]
-  return all(theirs[k] == item.samples()[row][k] for k in (
-      'prompt', 'completion', 'length', 'logprob'))
+  return all(theirs[k] == item.samples()[row][k] for k in ('prompt', 'completion', 'length', 'logprob'))
 
 
 def explain(kit, roles, controller, item, row: int) -> dict:
@@ -118,15 +112,23 @@ def explain(kit, roles, controller, item, row: int) -> dict:
   per_token = lambda x: [float(v) for v in x[row, :length]]
   decode = lambda x: p.tokenizer.decode(x, skip_special=False)
   return dict(
-      prompt=decode(prompt.tokens), prompt_ids=prompt.tokens.tolist(),
-      columns=prompt.columns, completion=decode(ids), ids=ids,
-      texts=[decode([i]) for i in ids], logprobs=per_token(rollout.logprobs),
-      trained=trained[:length].tolist(), advantages=per_token(advantages),
-      reward=shown['reward'], components=shown['components'],
-      error=shown.get('error'), finished=shown['finished'],
-      version=rollout.version,
-      advantage=float(advantages[row][trained].mean()) if trained.any() else 0.,
-      **losses(kit, roles, controller, experience, credit, row))
+    prompt=decode(prompt.tokens),
+    prompt_ids=prompt.tokens.tolist(),
+    columns=prompt.columns,
+    completion=decode(ids),
+    ids=ids,
+    texts=[decode([i]) for i in ids],
+    logprobs=per_token(rollout.logprobs),
+    trained=trained[:length].tolist(),
+    advantages=per_token(advantages),
+    reward=shown['reward'],
+    components=shown['components'],
+    error=shown.get('error'),
+    finished=shown['finished'],
+    version=rollout.version,
+    advantage=float(advantages[row][trained].mean()) if trained.any() else 0.0,
+    **losses(kit, roles, controller, experience, credit, row),
+  )
 
 
 def losses(kit, roles, controller, experience, credit, row: int) -> dict:
@@ -138,27 +140,21 @@ def losses(kit, roles, controller, experience, credit, row: int) -> dict:
   p, config = kit.prepared, kit.config
   if p.algorithm.pack:  # trains on pairs of samples
     return dict(loss=None, loss_of_update=None, loss_share=None)
-  members = next(m for m in rows_lib.minibatches(
-      len(credit.mask), config.rl, config.seed, experience.step) if row in m)
+  members = next(m for m in rows_lib.minibatches(len(credit.mask), config.rl, config.seed, experience.step) if row in m)
   weights = np.zeros_like(credit.mask)
-  weights[members] = rows_lib.token_weights(
-      credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
-  evaluate = programs.make_evaluate(
-      p.model, kit.objectives['policy'], kit.train, kit.compute, kit.ledger)
+  weights[members] = rows_lib.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
+  evaluate = programs.make_evaluate(p.model, kit.objectives['policy'], kit.train, kit.compute, kit.ledger)
   policy = roles.policy
 
   def loss(kept):
-    batch = policy.place(rows_lib.to_batch(
-        experience.rollout, members, weights * kept[:, None], credit.arrays,
-        *controller.update_rows))
-    found = evaluate(
-        policy.state.params, p.algorithm.prepare(batch, roles, config),
-        policy.state.step, policy.frozen)
+    batch = policy.place(
+      rows_lib.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_rows)
+    )
+    found = evaluate(policy.state.params, p.algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
     return float(found['loss'])
 
   gained = (credit.arrays.get('advantages', weights) * credit.mask).sum(1) > 0
   own = loss(np.arange(len(weights)) == row)
   parts = loss(gained), loss(~gained)
   size = sum(map(abs, parts))
-  return dict(loss=own, loss_of_update=sum(parts),
-              loss_share=abs(own) / size if size else 0.0)
+  return dict(loss=own, loss_of_update=sum(parts), loss_share=abs(own) / size if size else 0.0)

@@ -23,8 +23,7 @@ import tempfile
 from jaxpost.errors import InputError
 
 # What runs have to have in common.
-_ALIKE = ('shape', 'bf16', 'mesh', 'prompt', 'new', 'ragged', 'mean', 'top_p',
-          'device', 'jax')
+_ALIKE = ('shape', 'bf16', 'mesh', 'prompt', 'new', 'ragged', 'mean', 'top_p', 'device', 'jax')
 _MODES = {'strong': lambda batch, n: batch, 'weak': lambda batch, n: batch * n}
 
 
@@ -52,12 +51,12 @@ def check(plan: Plan):
   cores = len(os.sched_getaffinity(0))
   for n in plan.counts:
     if n > cores:
-      raise InputError(f'--processes: {n} need a core each, and there are '
-                       f'{cores} here; on a cluster use --distributed')
+      raise InputError(f'--processes: {n} need a core each, and there are {cores} here; on a cluster use --distributed')
     if plan.batch % (8 * n if plan.what == 'grpo' else n):
       raise InputError(
-          f'--batch: {plan.batch} rows cannot be split over {n} processes' +
-          (' in groups of 8' if plan.what == 'grpo' else ''))
+        f'--batch: {plan.batch} rows cannot be split over {n} processes'
+        + (' in groups of 8' if plan.what == 'grpo' else '')
+      )
 
 
 def measure(plan: Plan, run=None) -> list[dict]:
@@ -69,8 +68,7 @@ def measure(plan: Plan, run=None) -> list[dict]:
     for setting in times:
       times[setting].append(run(*setting))
   best = {k: min(v) for k, v in times.items()}
-  return [figures(plan.what, mode, n, plan.batch, best)
-          for n in plan.counts if n > 1 for mode in _MODES]
+  return [figures(plan.what, mode, n, plan.batch, best) for n in plan.counts if n > 1 for mode in _MODES]
 
 
 def recorded(path: str) -> list[dict]:
@@ -84,28 +82,27 @@ def recorded(path: str) -> list[dict]:
     with open(path, encoding='utf-8') as file:
       for line in filter(str.strip, file):
         r = json.loads(line)
-        kinds.add(tuple(f'{k}={r[k]}' for k in _ALIKE) + (
-            f'devices of a process={r["devices"] / r["processes"]}',))
-        found, key = times.setdefault(r['what'], {}), (
-            r['processes'], r['batch'])
+        kinds.add(tuple(f'{k}={r[k]}' for k in _ALIKE) + (f'devices of a process={r["devices"] / r["processes"]}',))
+        found, key = times.setdefault(r['what'], {}), (r['processes'], r['batch'])
         found[key] = min(seconds(r), found.get(key, math.inf))
   except (OSError, ValueError, KeyError, TypeError) as e:
-    raise InputError(f'--records: {path}: no lines of `launch.bench sft` or '
-                     f'`grpo` ({e!r})') from e
+    raise InputError(f'--records: {path}: no lines of `launch.bench sft` or `grpo` ({e!r})') from e
   if len(kinds) > 1:
     one, two, *_ = sorted(kinds)
-    raise InputError(f'--records: {path}: lines of different workloads: '
-                     f'{sorted({*one} ^ {*two})}; keep them apart')
-  rows = [figures(what, mode, n, batch, found)
-          for what, found in times.items() for n, whole in sorted(found)
-          for mode, batch in (('strong', whole), ('weak', whole // n))
-          if n > 1 and whole % n == 0 and (
-              {(1, batch), (1, whole // n)} <= found.keys())]
+    raise InputError(f'--records: {path}: lines of different workloads: {sorted({*one} ^ {*two})}; keep them apart')
+  rows = [
+    figures(what, mode, n, batch, found)
+    for what, found in times.items()
+    for n, whole in sorted(found)
+    for mode, batch in (('strong', whole), ('weak', whole // n))
+    if n > 1 and whole % n == 0 and ({(1, batch), (1, whole // n)} <= found.keys())
+  ]
   if not rows:
     have = sorted({key for found in times.values() for key in found})
     raise InputError(
-        f'--records: {path}: has (processes, batch) {have}; n processes with B '
-        'rows need one with B / n, and for strong speed-up one with B')
+      f'--records: {path}: has (processes, batch) {have}; n processes with B '
+      'rows need one with B / n, and for strong speed-up one with B'
+    )
   return rows
 
 
@@ -116,13 +113,19 @@ def figures(what: str, mode: str, n: int, batch: int, times: dict) -> dict:
     times: (processes, batch) -> seconds a step.
   """
   whole = _MODES[mode](batch, n)
-  one, many, alone = (
-      times[1, batch], times[n, whole], times[1, whole // n])
+  one, many, alone = (times[1, batch], times[n, whole], times[1, whole // n])
   speedup = one / many * whole / batch
   return dict(
-      what=what, mode=mode, processes=n, batch=whole, step_one_s=one,
-      step_s=many, speedup=speedup, efficiency=speedup / n,
-      communication_share=max(0.0, 1 - alone / many))
+    what=what,
+    mode=mode,
+    processes=n,
+    batch=whole,
+    step_one_s=one,
+    step_s=many,
+    speedup=speedup,
+    efficiency=speedup / n,
+    communication_share=max(0.0, 1 - alone / many),
+  )
 
 
 def seconds(found: dict) -> float:
@@ -136,19 +139,22 @@ def time_step(plan: Plan, n: int, batch: int) -> float:
     probe.bind(('localhost', 0))
     address = f'localhost:{probe.getsockname()[1]}'
   cores = sorted(os.sched_getaffinity(0))
-  flags = ' '.join(x for x in os.environ.get('XLA_FLAGS', '').split()
-                   if 'host_platform_device_count' not in x)
+  flags = ' '.join(x for x in os.environ.get('XLA_FLAGS', '').split() if 'host_platform_device_count' not in x)
   children, logs = [], []
   for i in range(n):
-    command = [sys.executable, '-m', 'launch.bench', plan.what,
-               f'--batch={batch}', f'--core={cores[i]}', *plan.flags]
+    command = [sys.executable, '-m', 'launch.bench', plan.what, f'--batch={batch}', f'--core={cores[i]}', *plan.flags]
     if n > 1:
-      command += [f'--coordinator={address}', f'--num_processes={n}',
-                  f'--process_id={i}']
+      command += [f'--coordinator={address}', f'--num_processes={n}', f'--process_id={i}']
     logs.append(tempfile.TemporaryFile('w+'))
-    children.append(subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=logs[-1],
-        env={'JAX_PLATFORMS': 'cpu', **os.environ, 'XLA_FLAGS': flags}))
+    children.append(
+      subprocess.Popen(
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=logs[-1],
+        env={'JAX_PLATFORMS': 'cpu', **os.environ, 'XLA_FLAGS': flags},
+      )
+    )
   try:
     said = [child.communicate()[0] for child in children]
   finally:
@@ -163,11 +169,13 @@ def time_step(plan: Plan, n: int, batch: int) -> float:
 
 def table(rows: list[dict]) -> str:
   """Those rows for people."""
-  lines = [f'{"":6}{"":8}{"processes":>10}{"batch":>7}{"step, s":>9}'
-           f'{"speed-up":>10}{"efficiency":>12}{"communication":>15}']
+  lines = [
+    f'{"":6}{"":8}{"processes":>10}{"batch":>7}{"step, s":>9}{"speed-up":>10}{"efficiency":>12}{"communication":>15}'
+  ]
   for r in rows:
     lines.append(
-        f'{r["what"]:6}{r["mode"]:8}{r["processes"]:10}{r["batch"]:7}'
-        f'{r["step_s"]:9.3f}{r["speedup"]:10.2f}{r["efficiency"]:12.0%}'
-        f'{r["communication_share"]:15.0%}')
+      f'{r["what"]:6}{r["mode"]:8}{r["processes"]:10}{r["batch"]:7}'
+      f'{r["step_s"]:9.3f}{r["speedup"]:10.2f}{r["efficiency"]:12.0%}'
+      f'{r["communication_share"]:15.0%}'
+    )
   return '\n'.join(lines)

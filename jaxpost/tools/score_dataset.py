@@ -24,22 +24,21 @@ from jaxpost.tools.inference import Weights
 
 _TOGETHER = 512  # groups that are graded at a time
 # Columns of known data sets -> the function that makes prompts of them.
-_MAPS = {('question', 'answer'): 'jaxpost.data.maps:gsm8k',
-         ('problem', 'answer'): 'jaxpost.data.maps:math'}
+_MAPS = {('question', 'answer'): 'jaxpost.data.maps:gsm8k', ('problem', 'answer'): 'jaxpost.data.maps:math'}
 
 
 def read(path, columns='', map_fn='', size=0):
   """The rows of a data file; those of GSM8K and MATH are known by columns."""
   if not map_fn:
     row = sources.read(path, columns, streaming=False)[0]
-    map_fn = next((fn for names, fn in _MAPS.items()
-                   if set(names) <= set(row) and 'prompt' not in row), '')
+    map_fn = next((fn for names, fn in _MAPS.items() if set(names) <= set(row) and 'prompt' not in row), '')
   rows = sources.read(path, columns, map_fn or None)
   return rows[:size] if size else rows
 
 
-def measure(weights: Weights, rows, rewards, out, draws, *, mesh='data=-1',
-            source='', pass_reward=1.0, workers=2, timeout_s=30.0) -> dict:
+def measure(
+  weights: Weights, rows, rewards, out, draws, *, mesh='data=-1', source='', pass_reward=1.0, workers=2, timeout_s=30.0
+) -> dict:
   """Samples, grades and counts; a second call goes on with the first's file.
 
   Args:
@@ -56,25 +55,33 @@ def measure(weights: Weights, rows, rewards, out, draws, *, mesh='data=-1',
   """
   if not out:
     with tempfile.TemporaryDirectory() as scratch:
-      return measure(weights, rows, rewards, scratch, draws, mesh=mesh,
-                     source=source, pass_reward=pass_reward, workers=workers,
-                     timeout_s=timeout_s)
+      return measure(
+        weights,
+        rows,
+        rewards,
+        scratch,
+        draws,
+        mesh=mesh,
+        source=source,
+        pass_reward=pass_reward,
+        workers=workers,
+        timeout_s=timeout_s,
+      )
   out, prompts = pathlib.Path(out), completions.prompts_of(weights, [rows])
   specs = tuple(r.strip() for r in rewards.split(',') if r.strip())
   with RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
-    completions.complete_file(
-        weights, prompts, out / 'completions.jsonl', draws, mesh, source)
+    completions.complete_file(weights, prompts, out / 'completions.jsonl', draws, mesh, source)
     done, graded = json_lines(out / 'completions.jsonl'), []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
     for start in range(0, len(groups), _TOGETHER):
-      graded += pool.grade(groups[start:start + _TOGETHER])
-  object_store.write_text(out / 'graded.jsonl', ''.join(
-      json.dumps(dict(rewards=g.rewards, components=g.components,
-                      error=g.error)) + '\n' for g in graded))
-  return summary(done, graded, weights.prepared.tokenizer.stop_ids,
-                 pass_reward)
+      graded += pool.grade(groups[start : start + _TOGETHER])
+  object_store.write_text(
+    out / 'graded.jsonl',
+    ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
+  )
+  return summary(done, graded, weights.prepared.tokenizer.stop_ids, pass_reward)
 
 
 def _group(prompt, row) -> Group:
@@ -83,34 +90,37 @@ def _group(prompt, row) -> Group:
   if not isinstance(prompt.prompt, str):
     texts = [[{'role': 'assistant', 'content': text}] for text in texts]
   return Group(
-      [prompt.prompt] * size, texts, row['completion_ids'],
-      {k: [v] * size for k, v in prompt.columns.items() if k != 'prompt'})
+    [prompt.prompt] * size,
+    texts,
+    row['completion_ids'],
+    {k: [v] * size for k, v in prompt.columns.items() if k != 'prompt'},
+  )
 
 
 def summary(rows, graded: list[Graded], stop_ids, pass_reward=1.0) -> dict:
   """The figures of N graded rows; prompts with a failed sample are left out."""
-  table = np.array([[np.nan if r is None else r for r in g.rewards]
-                    for g in graded], np.float64)
+  table = np.array([[np.nan if r is None else r for r in g.rewards] for g in graded], np.float64)
   whole = np.isfinite(table).all(axis=1)
   if not whole.any():
     errors = [g.error for g in graded if g.error]
-    raise InputError('--reward: no prompt could be graded' + (
-        f'; {errors[0]}' if errors else ': each has a sample without reward'))
+    raise InputError(
+      '--reward: no prompt could be graded' + (f'; {errors[0]}' if errors else ': each has a sample without reward')
+    )
   ids = [x for row in rows for x in row['completion_ids']]
   ended = [bool(x) and x[-1] in stop_ids for x in ids]
   passed, k = table[whole] >= pass_reward, table.shape[1]
-  votes = [majority(row['completions'], p) for row, p in zip(
-      itertools.compress(rows, whole), passed)]
+  votes = [majority(row['completions'], p) for row, p in zip(itertools.compress(rows, whole), passed)]
   ks = sorted({1, k} | {2**i for i in range(k.bit_length())})
   return {
-      **{f'pass@{i}': pass_at_k(passed, i) for i in ks},
-      f'maj@{k}': float(np.mean(votes)), 'count': len(rows),
-      'ungraded_prompts': int((~whole).sum()),
-      'reward': float(table[whole].mean()),
-      'frac_reward_differs': float(
-          (np.ptp(table[whole], axis=1) > 0).mean()),
-      'completions/mean_length': float(np.mean([len(x) for x in ids])),
-      'completions/clipped_ratio': 1 - float(np.mean(ended))}
+    **{f'pass@{i}': pass_at_k(passed, i) for i in ks},
+    f'maj@{k}': float(np.mean(votes)),
+    'count': len(rows),
+    'ungraded_prompts': int((~whole).sum()),
+    'reward': float(table[whole].mean()),
+    'frac_reward_differs': float((np.ptp(table[whole], axis=1) > 0).mean()),
+    'completions/mean_length': float(np.mean([len(x) for x in ids])),
+    'completions/clipped_ratio': 1 - float(np.mean(ended)),
+  }
 
 
 def majority(texts, passed) -> float:

@@ -21,12 +21,11 @@ STANDARD = ('prompts', 'completions', 'completion_ids')
 GIVEN = (*STANDARD, 'trainer_state', 'log_metric', 'log_extra', 'time_limit_s')
 _FLOAT32_MAX = 3.4028234663852886e38
 _NOT_OWN = (
-    '<frozen',
-    sysconfig.get_path('stdlib') + os.sep,
-    sysconfig.get_path('purelib') + os.sep,
-    __file__,
-    os.path.join(
-        os.path.dirname(os.path.dirname(__file__)), 'rewards', 'worker.py'),
+  '<frozen',
+  sysconfig.get_path('stdlib') + os.sep,
+  sysconfig.get_path('purelib') + os.sep,
+  __file__,
+  os.path.join(os.path.dirname(os.path.dirname(__file__)), 'rewards', 'worker.py'),
 )
 
 
@@ -53,15 +52,13 @@ def load(name, fn):
     raise InputError(f'{what} ({file}): has no signature to read') from error
   parameters = signature.parameters.values()
   bound = fn.keywords if isinstance(fn, functools.partial) else {}
-  named = [p for p in parameters if p.name not in bound and p.kind in (
-      p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+  named = [p for p in parameters if p.name not in bound and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
   rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
-  only = [p.name for p in parameters
-          if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
+  only = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
   if only or not (rest or any(p.name in STANDARD for p in named)):
     raise InputError(
-        f'{what} ({file}): wrong signature {signature}; arguments'
-        ' come by name: f(prompts, completions, completion_ids, **columns)'
+      f'{what} ({file}): wrong signature {signature}; arguments'
+      ' come by name: f(prompts, completions, completion_ids, **columns)'
     )
   needs = tuple(p.name for p in named if p.default is p.empty)
   if hasattr(fn, 'needs_columns'):  # told by an object's options
@@ -87,16 +84,13 @@ def call(reward, arguments, logged, step=None, time_limit_s=None):
     raise RewardError(missing_column(missing[0], arguments))
   size = len(arguments['completions'])
   arguments = arguments | {  # as TRL passes them
-      'trainer_state': types.SimpleNamespace(global_step=step),
-      'log_metric': lambda name, value: logged.append(
-          (str(name), float(value))),
-      'log_extra': lambda name, values: None,
-      'time_limit_s': time_limit_s,
+    'trainer_state': types.SimpleNamespace(global_step=step),
+    'log_metric': lambda name, value: logged.append((str(name), float(value))),
+    'log_extra': lambda name, values: None,
+    'time_limit_s': time_limit_s,
   }
-  bound = (*reward.fn.keywords, 'time_limit_s') if isinstance(
-      reward.fn, functools.partial) else ('time_limit_s',)
-  arguments = {k: v for k, v in arguments.items()
-               if k in reward.takes or reward.rest and k not in bound}
+  bound = (*reward.fn.keywords, 'time_limit_s') if isinstance(reward.fn, functools.partial) else ('time_limit_s',)
+  arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.rest and k not in bound}
   try:
     values = reward.fn(**arguments)
     if inspect.isawaitable(values):
@@ -144,13 +138,9 @@ async def _wait(awaitable):
 
 def _checked(values, size):
   if not isinstance(values, (list, tuple)):
-    raise RewardError(
-        f'returned {_shown(values)}, not a list of {size} numbers'
-    )
+    raise RewardError(f'returned {_shown(values)}, not a list of {size} numbers')
   if len(values) != size:
-    raise RewardError(
-        f'returned {len(values)} rewards for {size} completions'
-    )
+    raise RewardError(f'returned {len(values)} rewards for {size} completions')
   return [_number(i, value) for i, value in enumerate(values)]
 
 
@@ -163,10 +153,7 @@ def _number(i, value):
     raise RewardError(f'returned {_shown(value)} at {i}, not a number')
   # Later arithmetic is in float32; comparing so is False for nan, too.
   if not abs(value) <= _FLOAT32_MAX:
-    raise RewardError(
-        f'returned {float_text(value)} at {i}; None says that there is no'
-        ' reward'
-    )
+    raise RewardError(f'returned {float_text(value)} at {i}; None says that there is no reward')
   return float(value)
 
 

@@ -27,7 +27,7 @@ WORK = '/sandbox'
 
 # What tests run in. The mark, which says that all passed, is not in the
 # process before the solution has been executed.
-_RUNNER = '''
+_RUNNER = """
 import json, os, sys, types
 channel = open(3, 'rb', closefd=False)
 solution = json.loads(channel.readline())
@@ -43,7 +43,7 @@ for name, value in list(module.__dict__.items()):
       value()
 os.write(3, mark.encode())
 os._exit(0)
-'''
+"""
 
 
 def main():
@@ -55,8 +55,7 @@ def main():
     if job['insecure']:
       run(job)
       return 0
-    return namespaces.isolated(
-        lambda root: run(job, root), job['binds'], WORK)
+    return namespaces.isolated(lambda root: run(job, root), job['binds'], WORK)
   except OSError as error:
     namespaces.report({'setup': str(error)})
     return 1
@@ -120,8 +119,7 @@ def new_folder(job, number):
     return folder
   if number:
     namespaces.unmount(WORK)
-  namespaces.mount_tmpfs(
-      WORK, f'size={job["disk_mb"]}m,nr_inodes=4096,mode=777')
+  namespaces.mount_tmpfs(WORK, f'size={job["disk_mb"]}m,nr_inodes=4096,mode=777')
   return WORK
 
 
@@ -154,11 +152,21 @@ def become(job, command, pipes, folder, deadline, root, failure):
     if not job['insecure']:
       namespaces.no_new_privileges()
     # No -I: it would ignore PYTHONHASHSEED, and then sets differ between runs.
-    os.execve(job['python'], [job['python'], '-sSP', *command], {
-        'PATH': '/usr/local/bin:/usr/bin:/bin', 'HOME': folder,
-        'TMPDIR': folder, 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0',
-        'PYTHONDONTWRITEBYTECODE': '1', 'OPENBLAS_NUM_THREADS': '1',
-        'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join(job['path'])})
+    os.execve(
+      job['python'],
+      [job['python'], '-sSP', *command],
+      {
+        'PATH': '/usr/local/bin:/usr/bin:/bin',
+        'HOME': folder,
+        'TMPDIR': folder,
+        'LANG': 'C.UTF-8',
+        'PYTHONHASHSEED': '0',
+        'PYTHONDONTWRITEBYTECODE': '1',
+        'OPENBLAS_NUM_THREADS': '1',
+        'OMP_NUM_THREADS': '1',
+        'PYTHONPATH': os.pathsep.join(job['path']),
+      },
+    )
   except BaseException as error:  # this copy of the process goes no further
     os.write(failure, namespaces.text_of(error).encode())
   finally:
@@ -168,11 +176,11 @@ def become(job, command, pipes, folder, deadline, root, failure):
 def limit(job, deadline):
   megabyte = 1 << 20
   limits = {
-      resource.RLIMIT_CPU: int(deadline - time.monotonic()) + 1,
-      resource.RLIMIT_AS: job['memory_mb'] * megabyte,
-      resource.RLIMIT_FSIZE: job['disk_mb'] * megabyte,
-      resource.RLIMIT_NOFILE: 64,
-      resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_CPU: int(deadline - time.monotonic()) + 1,
+    resource.RLIMIT_AS: job['memory_mb'] * megabyte,
+    resource.RLIMIT_FSIZE: job['disk_mb'] * megabyte,
+    resource.RLIMIT_NOFILE: 64,
+    resource.RLIMIT_CORE: 0,
   }
   if not job['insecure']:  # outside it would count all of the user's
     limits[resource.RLIMIT_NPROC] = job['processes']

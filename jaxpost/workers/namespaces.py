@@ -12,16 +12,32 @@ import sys
 
 NOBODY = 65534
 # linux/sched.h, sys/mount.h, linux/mount.h, linux/prctl.h
-_NEW = {'user': 0x10000000, 'mount': 0x20000, 'pid': 0x20000000,
-        'network': 0x40000000, 'ipc': 0x08000000, 'uts': 0x04000000}
+_NEW = {
+  'user': 0x10000000,
+  'mount': 0x20000,
+  'pid': 0x20000000,
+  'network': 0x40000000,
+  'ipc': 0x08000000,
+  'uts': 0x04000000,
+}
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC = 2, 4, 0x1000, 0x4000
 _MS_PRIVATE, _MNT_DETACH = 1 << 18, 2
 _SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/nix/store',
-           '/gnu/store', '/etc/ld.so.cache', '/etc/alternatives')
+_SYSTEM = (
+  '/usr',
+  '/bin',
+  '/sbin',
+  '/lib',
+  '/lib32',
+  '/lib64',
+  '/nix/store',
+  '/gnu/store',
+  '/etc/ld.so.cache',
+  '/etc/alternatives',
+)
 _DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -101,9 +117,9 @@ def map_ids(pid, root):
   """Root is root there, too, to mount; others are only nobody."""
   uid, gid = os.geteuid(), os.getegid()
   lines = {
-      'setgroups': 'allow' if root else 'deny',
-      'uid_map': f'0 0 1\n{NOBODY} {NOBODY} 1' if root else f'{NOBODY} {uid} 1',
-      'gid_map': f'0 0 1\n{NOBODY} {NOBODY} 1' if root else f'{NOBODY} {gid} 1',
+    'setgroups': 'allow' if root else 'deny',
+    'uid_map': f'0 0 1\n{NOBODY} {NOBODY} 1' if root else f'{NOBODY} {uid} 1',
+    'gid_map': f'0 0 1\n{NOBODY} {NOBODY} 1' if root else f'{NOBODY} {gid} 1',
   }
   for name, text in lines.items():
     try:
@@ -117,8 +133,7 @@ def map_ids(pid, root):
 def enter(first, flags, asks, told):
   if libc.unshare(flags) < 0:
     number = ctypes.get_errno()
-    raise OSError(
-        number, f'unshare({", ".join(_NEW)}): {os.strerror(number)}')
+    raise OSError(number, f'unshare({", ".join(_NEW)}): {os.strerror(number)}')
   os.write(asks, b'+')
   if not os.read(told, 1):
     return 1  # the first process has reported why
@@ -141,8 +156,7 @@ def limit_namespaces():
 
   /proc may be read-only in a container; neither is what the sandbox rests on.
   """
-  for path, text in (('/proc/sys/user/max_user_namespaces', '0'),
-                     ('/proc/self/oom_score_adj', '1000')):
+  for path, text in (('/proc/sys/user/max_user_namespaces', '0'), ('/proc/self/oom_score_adj', '1000')):
     try:
       with open(path, 'w') as file:
         file.write(text)
@@ -151,9 +165,7 @@ def limit_namespaces():
 
 
 def mount(source, target, kind, flags, options=''):
-  check(libc.mount(
-      source.encode(), target.encode(), kind.encode(), flags,
-      options.encode()), f'mount {target}')
+  check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f'mount {target}')
 
 
 def mount_tmpfs(target, options):
@@ -170,9 +182,10 @@ def no_new_privileges():
 
 def read_only(path, flags=_AT_RECURSIVE):
   wanted = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
-  check(libc.syscall(
-      _SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags,
-      ctypes.byref(wanted), ctypes.sizeof(wanted)), f'mount_setattr {path}')
+  check(
+    libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(wanted), ctypes.sizeof(wanted)),
+    f'mount_setattr {path}',
+  )
 
 
 def mount_root(binds, work):

@@ -20,8 +20,9 @@ from jaxpost.errors import InputError
 from jaxpost.workers import call, reaper
 
 _SECRET = re.compile(
-    r'TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL'
-    r'|(API|ACCESS|PRIVATE)_?KEY', re.I
+  r'TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL'
+  r'|(API|ACCESS|PRIVATE)_?KEY',
+  re.I,
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.M)
 _DUMP = 'most recent call first'
@@ -38,9 +39,7 @@ class Keeper:
 
   def __init__(self):
     self._process = subprocess.Popen(
-        [sys.executable, '-I', '-S', reaper.__file__],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
+      [sys.executable, '-I', '-S', reaper.__file__], stdin=subprocess.PIPE, start_new_session=True
     )
 
   def tell(self, sign, pid):
@@ -54,12 +53,10 @@ class Keeper:
 class Worker:
   """One process with its pipes; started again by `start` after `kill`."""
 
-  def __init__(
-      self, setup, variables, guard, module='jaxpost.rewards.worker', what=''):
+  def __init__(self, setup, variables, guard, module='jaxpost.rewards.worker', what=''):
     """what: its name in errors; '' is that of the rewards in `setup`."""
     self._module = module
-    self._what = what or 'reward ' + ', '.join(
-        name for name, _ in setup['rewards'])
+    self._what = what or 'reward ' + ', '.join(name for name, _ in setup['rewards'])
     self._setup = setup
     self._variables = variables
     self._guard = guard
@@ -78,15 +75,15 @@ class Worker:
       if self._closed:
         raise RuntimeError('the reward pool is closed')
       self._process = subprocess.Popen(
-          # -P: a math.py in the working directory is not the library's.
-          [sys.executable, '-P', '-m', self._module],
-          stdin=subprocess.PIPE,
-          stdout=subprocess.PIPE,
-          stderr=subprocess.PIPE,
-          bufsize=0,
-          cwd=self._cwd,
-          env=self._variables,
-          start_new_session=True,
+        # -P: a math.py in the working directory is not the library's.
+        [sys.executable, '-P', '-m', self._module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        cwd=self._cwd,
+        env=self._variables,
+        start_new_session=True,
       )
       self._guard.tell('+', self._process.pid)
     self._stdin = self._process.stdin.fileno()
@@ -112,14 +109,10 @@ class Worker:
       reply = self.receive(timeout_s)
     except TimeoutError:
       where = self.kill()
-      raise InputError(
-          f'{self._what}: importing took longer than {timeout_s:g} s{where}'
-      ) from None
+      raise InputError(f'{self._what}: importing took longer than {timeout_s:g} s{where}') from None
     except WorkerDied as error:
       text = ' '.join(self.printed_text().split())[-300:]
-      raise InputError(
-          f'{self._what}: the worker {error} while importing: {text}'
-      ) from None
+      raise InputError(f'{self._what}: the worker {error} while importing: {text}') from None
     if 'bad' in reply:
       self.kill()
       raise InputError(reply['bad'])
@@ -257,8 +250,7 @@ def environment(keep_env, needed=()):
   for name in needed:
     if name not in os.environ:
       raise InputError(f'reward: no environment variable {name} is set')
-  dropped = [] if keep_env else sorted(
-      k for k in os.environ if _SECRET.search(k) and k not in needed)
+  dropped = [] if keep_env else sorted(k for k in os.environ if _SECRET.search(k) and k not in needed)
   kept = {k: v for k, v in os.environ.items() if k not in dropped}
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))

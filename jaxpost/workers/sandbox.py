@@ -23,10 +23,10 @@ from jaxpost.workers import call
 _GRACE_S = 5.0  # for starting and ending, beyond the programs' own time
 _OUTPUT = 1 << 20  # bytes of output that are ever read
 _ALLOW = (
-    'allow user namespaces (Ubuntu 24: sysctl'
-    ' kernel.apparmor_restrict_unprivileged_userns=0; Docker: --security-opt'
-    ' seccomp=unconfined --security-opt systempaths=unconfined), or take the'
-    ' risk with insecure=true'
+  'allow user namespaces (Ubuntu 24: sysctl'
+  ' kernel.apparmor_restrict_unprivileged_userns=0; Docker: --security-opt'
+  ' seccomp=unconfined --security-opt systempaths=unconfined), or take the'
+  ' risk with insecure=true'
 )
 
 
@@ -44,8 +44,7 @@ class Limits:
 
 def run_tests(solution, tests, limits):
   """[bool]: which test (Python text) passed after the solution (the same)."""
-  lines = _run(limits, solution=solution, tests=list(tests), inputs=[],
-               output_bytes=0)
+  lines = _run(limits, solution=solution, tests=list(tests), inputs=[], output_bytes=0)
   return [line['passed'] for line in lines]
 
 
@@ -55,17 +54,14 @@ def run_inputs(solution, inputs, limits, output_bytes=_OUTPUT):
   None where it failed, took too long or printed more than `output_bytes`, of
   which 1 MiB is the most. What should be printed is never inside.
   """
-  lines = _run(limits, solution=solution, tests=None, inputs=list(inputs),
-               output_bytes=min(output_bytes, _OUTPUT))
+  lines = _run(limits, solution=solution, tests=None, inputs=list(inputs), output_bytes=min(output_bytes, _OUTPUT))
   return [line['output'] for line in lines]
 
 
 def probe(limits):
   """InputError if no sandbox can be made here."""
   if not limits.insecure and sys.platform != 'linux':
-    raise InputError(
-        'the sandbox needs Linux; run there, or take the risk with'
-        ' insecure=true')
+    raise InputError('the sandbox needs Linux; run there, or take the risk with insecure=true')
   try:
     limits = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, 10.0))
     right = run_tests('x = 2', ['assert x == 2', 'assert x == 3'], limits)
@@ -74,9 +70,7 @@ def probe(limits):
     hint = '' if limits.insecure else f'; {_ALLOW}'
     raise InputError(f'{error}{hint}') from error
   if right != [True, False] or shown != ['\u00e4\n']:
-    raise InputError(
-        f'the sandbox starts no Python within memory_mb={limits.memory_mb}:'
-        f' {right}, {shown}')
+    raise InputError(f'the sandbox starts no Python within memory_mb={limits.memory_mb}: {right}, {shown}')
 
 
 def _run(limits, **job):
@@ -85,14 +79,23 @@ def _run(limits, **job):
   # A lone surrogate, which no file can hold, becomes a question mark.
   job['solution'] = job['solution'].encode(errors='replace').decode()
   folder = tempfile.mkdtemp() if limits.insecure else None
-  job = json.dumps({
-      **job, **dataclasses.asdict(limits), 'python': _python(),
+  job = json.dumps(
+    {
+      **job,
+      **dataclasses.asdict(limits),
+      'python': _python(),
       'path': _packages() if limits.packages else [],
-      'binds': _binds(limits.packages), 'folder': folder})
+      'binds': _binds(limits.packages),
+      'folder': folder,
+    }
+  )
   process = subprocess.Popen(
-      [_python(), '-sSP', '-m', 'jaxpost.workers.jail'],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      env={'PYTHONPATH': str(pathlib.Path(__file__).resolve().parents[2])})
+    [_python(), '-sSP', '-m', 'jaxpost.workers.jail'],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    env={'PYTHONPATH': str(pathlib.Path(__file__).resolve().parents[2])},
+  )
   try:
     process.stdin.write(job.encode())
     process.stdin.close()
@@ -109,8 +112,7 @@ def _run(limits, **job):
       shutil.rmtree(folder, ignore_errors=True)
   setup = [line['setup'] for line in lines if 'setup' in line]
   if setup or len(lines) != 1 + count:
-    why = (setup or [f'it ended after {len(lines)} of {1 + count} lines'
-                     f'{said}'])[0]
+    why = (setup or [f'it ended after {len(lines)} of {1 + count} lines{said}'])[0]
     raise call.RewardError(f'the sandbox cannot be set up: {why}')
   return lines[1:]
 
@@ -148,8 +150,12 @@ def _packages():
 
 def _binds(packages):
   """Folders that the interpreter needs, parents before what they hold."""
-  wanted = {os.path.realpath(sys.base_prefix), sys.base_exec_prefix,
-            os.path.dirname(_python()), os.path.dirname(os.__file__)}
+  wanted = {
+    os.path.realpath(sys.base_prefix),
+    sys.base_exec_prefix,
+    os.path.dirname(_python()),
+    os.path.dirname(os.__file__),
+  }
   if packages:
     wanted.update(_packages())
   out = []
