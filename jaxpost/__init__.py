@@ -30,7 +30,7 @@ _WHERE = {
   'Roles': 'jaxpost.roles',
   'Stage': 'jaxpost.loop',
 }
-__all__ = ['run', 'policy_and_stream', *_WHERE]
+__all__ = ['run', 'policy_and_stream', 'choose_mesh', *_WHERE]
 
 
 def run(config, workdir='runs/latest', console=None) -> dict:
@@ -40,18 +40,19 @@ def run(config, workdir='runs/latest', console=None) -> dict:
   """
   from jaxpost import stages
 
-  return stages.run(config, workdir, console, _choose_mesh)
+  return stages.run(config, workdir, console, choose_mesh)
 
 
 def policy_and_stream(config) -> tuple:
   """(policy, stream) for a training loop of your own; see `jaxpost.stages`."""
   from jaxpost import stages
 
-  return stages.policy_and_stream(config, _choose_mesh)
+  return stages.policy_and_stream(config, choose_mesh)
 
 
-def _choose_mesh(prepared, raw, note):
-  from jaxpost.planning import auto  # compiles candidates; only `auto` needs it
+def choose_mesh(prepared, raw, note):
+  """Resolves meshes of 'auto' by compiling for them; see `jaxpost.planning.auto`."""
+  from jaxpost.planning import auto  # a run whose meshes are given imports no planner
 
   return auto.resolve(prepared, raw, note)
 

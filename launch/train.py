@@ -41,6 +41,7 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   import jaxpost
+  from jaxpost import stages
   from jaxpost.distributed import coordination
 
   if _DISTRIBUTED.value or _COORDINATOR.value or _CLUSTER.value:
@@ -54,7 +55,7 @@ def main(argv):
       init_s=_INIT.value,
       heartbeat_s=_HEARTBEAT.value,
     )
-  summary = jaxpost.run(_CONFIG.value, _WORKDIR.value)
+  summary = stages.run(_CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh)
   if coordination.index() == 0:
     print(json.dumps(summary))
 

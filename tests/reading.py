@@ -1,0 +1,183 @@
+"""How much there is to read: modules, lines and import chains of the library.
+
+    python tests/reading.py
+
+prints a table of what each entry point imports. A module is counted where it has
+code besides its docstring; its lines are all lines of the file. The chain is the
+longest path of imports. `test_layering.py` holds each figure to a limit.
+"""
+
+import ast
+import dataclasses
+import functools
+import pathlib
+import re
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+GRPO, LOOP = 'jaxpost.algorithms.grpo', 'jaxpost.loop'
+CONTROLLER, NATIVE = 'jaxpost.rl.controller', 'jaxpost.rollout.native'
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """Modules that a reader starts from, and the most that they may import.
+
+  lazy: counts imports inside functions, too; otherwise what an interpreter
+    has loaded after importing the roots.
+  limit: (modules, lines, links of the longest chain).
+  """
+
+  name: str
+  roots: tuple
+  limit: tuple
+  lazy: bool = True
+
+
+ENTRIES = (
+  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9)),
+  Entry('SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), lazy=False),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+  target: str  # dotted, as deep as it is a module
+  line: int
+  when: str  # 'eager', 'lazy' (inside a function) or 'typing'
+
+
+class Tree:
+  """The modules of a clone, parsed, and what each imports."""
+
+  def __init__(self, text):
+    self.text = text
+    self.name = {re.sub(r'/__init__$', '', file[:-3]).replace('/', '.'): file for file in text}
+    self.ast = {f: parse(t, f) for f, t in text.items()}
+    self.imports = {f: tuple(self._imports(f)) for f in text}
+
+  def nodes(self, *kinds, under=''):
+    """(file, node) for every node of these kinds."""
+    for file, module in self.ast.items():
+      if file.startswith(under):
+        for node in ast.walk(module):
+          if isinstance(node, kinds):
+            yield file, node
+
+  def _imports(self, file):
+    def visit(node, when):
+      if isinstance(node, ast.Import):
+        for alias in node.names:
+          yield Import(alias.name, node.lineno, when)
+      elif isinstance(node, ast.ImportFrom):
+        base = node.module or ''
+        if node.level:
+          parts = file[:-3].split('/')[: -node.level]
+          base = '.'.join([*parts, *filter(None, [base])])
+        for alias in node.names:
+          deep = f'{base}.{alias.name}'
+          yield Import(deep if deep in self.name else base, node.lineno, when)
+      elif isinstance(node, ast.Call) and called(node) == 'import_module':
+        name = node.args[0]
+        if isinstance(name, ast.Constant):
+          yield Import(name.value, node.lineno, 'lazy')
+      for child in ast.iter_child_nodes(node):
+        yield from visit(child, _when(node, child, when))
+
+    return visit(self.ast[file], 'eager')
+
+  def edges(self, name, lazy):
+    """Modules of the tree that importing `name` imports."""
+    parents = name.rpartition('.')[0]
+    out = {parents} if parents in self.name else set()
+    for found in self.imports[self.name[name]]:
+      if found.when == 'eager' or (lazy and found.when == 'lazy'):
+        parts = found.target.split('.')
+        known = ['.'.join(parts[:n]) for n in range(1, len(parts) + 1)]
+        known = [name for name in known if name in self.name]
+        out.update(known[-1:])
+    # The package itself is lazy by a rule of its own.
+    return sorted(out - {name, 'jaxpost', parents})
+
+  def closure(self, roots, lazy=()):
+    """Everything the roots import; `lazy` modules also inside functions.
+
+    An algorithm or reward chosen by name is no import of who chooses it, so
+    edges from elsewhere into an algorithm that is no root do not count.
+    """
+    seen, todo = {}, [(name, '') for name in roots if name in self.name]
+    while todo:
+      name, by = todo.pop()
+      if name in seen:
+        continue
+      seen[name] = by
+      for other in self.edges(name, lazy == 'all' or name in lazy):
+        chosen = other.startswith('jaxpost.algorithms.')
+        if not chosen or name.startswith('jaxpost.algorithms.'):
+          todo.append((other, name))
+    return seen
+
+
+parse = functools.cache(ast.parse)
+
+
+def read(root):
+  """{path in the clone: text} of the modules."""
+  return {
+    path.relative_to(root).as_posix(): path.read_text('utf-8')
+    for room in ('jaxpost', 'launch', 'configs')
+    for path in sorted((root / room).rglob('*.py'))
+  }
+
+
+def _when(node, child, when):
+  if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
+    return 'typing' if child in node.body else when
+  if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+    return 'lazy' if when == 'eager' else when
+  return when
+
+
+def called(call):
+  func = call.func
+  return func.attr if isinstance(func, ast.Attribute) else getattr(func, 'id', '')
+
+
+def reading(tree, roots, lazy=True):
+  """(modules with code, their lines, links of the longest chain) of an entry."""
+  seen = tree.closure(roots, lazy='all' if lazy else ())
+  real = [name for name in seen if has_code(tree.ast[tree.name[name]])]
+  lines = sum(len(tree.text[tree.name[name]].splitlines()) for name in real)
+
+  @functools.cache
+  def links(name):
+    return max((1 + links(other) for other in tree.edges(name, lazy) if other in seen), default=0)
+
+  return len(real), lines, max(map(links, seen), default=0)
+
+
+def has_code(module):
+  """Whether a parsed module holds more than its docstring."""
+  return any(not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in module.body)
+
+
+def main():
+  tree = Tree(read(CLONE))
+  root = CLONE / 'jaxpost'
+  files = len(list(root.glob('*.py')))
+  folders = sum((path / '__init__.py').exists() for path in root.iterdir())
+  print(f'root of jaxpost/: {files} modules, {folders} folders')
+  for entry in ENTRIES:
+    have = ' / '.join(f'{n:,}' for n in reading(tree, entry.roots, entry.lazy))
+    most = ' / '.join(f'{n:,}' for n in entry.limit)
+    print(f'{entry.name:40} {have:>20}   at most {most}')
+  near = [file for file, text in tree.text.items() if file.startswith('jaxpost/') and len(text.splitlines()) > 390]
+  print(f'files within 10 lines of 400: {len(near)} {" ".join(near)}')
+  modules = [file for file in tree.text if file.startswith('jaxpost/')]
+  print(f'jaxpost/: {len(modules)} files, {sum(len(tree.text[f].splitlines()) for f in modules):,} lines')
+
+
+if __name__ == '__main__':
+  main()
