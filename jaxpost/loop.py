@@ -5,6 +5,8 @@ the checkpoint of that step, so that a resume finds both or neither, and the
 stream is read only after the step before it was dispatched.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import typing
@@ -16,12 +18,12 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import Preempted
 from jaxpost.hardware.host import StopSignal
 from jaxpost.monitor.nonfinite import diagnosis, merge_metrics
-from jaxpost.roles import Roles
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.monitor.host_health import Peers
   from jaxpost.monitor.metrics import MetricsWriter
   from jaxpost.monitor.timeline import Timeline
+  from jaxpost.roles import Roles
   from jaxpost.storage.checkpoint import Checkpointer
 
 

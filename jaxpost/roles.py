@@ -3,20 +3,25 @@
 Legend: M micro-batches, B rows, T tokens.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed import transfer
-from jaxpost.distributed.mesh import Layout
 from jaxpost.hardware import memory
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import join
-from jaxpost.programs.compile import Program
-from jaxpost.types import Batch, Objective, Outputs, TrainState
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.model import Model
+  from jaxpost.programs.compile import Program
+  from jaxpost.types import Batch, Objective, Outputs, TrainState
 
 
 @dataclasses.dataclass

@@ -8,20 +8,25 @@ there continues its tokens, which are never encoded again; what came between
 two answers is not trained.
 """
 
+from __future__ import annotations
+
 import collections
 import concurrent.futures
 import dataclasses
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.environments.episodes import Episode, Episodes, Limits, drawn, told
 from jaxpost.environments.openai_server import Endpoint
 from jaxpost.environments.pool import Answer, row_of
-from jaxpost.environments.turns import Turns
 from jaxpost.errors import InputError
 from jaxpost.types import Completion, Request, Rollout
+
+if TYPE_CHECKING:
+  from jaxpost.environments.turns import Turns
 
 PLAY = 'play'  # of an environment: play(base_url, api_key) is the agent
 

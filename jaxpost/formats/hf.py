@@ -4,6 +4,8 @@
 stacked, and the vocabulary is padded with zero rows here and cut on export.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import json
@@ -14,6 +16,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +29,12 @@ from jaxpost.distributed import transfer
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import families, mxfp4, safetensors_file, tensor_layout
-from jaxpost.models.config import ModelConfig
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import join, leaf, nest, parts
 from jaxpost.storage import object_store
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
 
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'

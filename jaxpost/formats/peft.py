@@ -9,6 +9,8 @@ that a family keeps in one tensor have one adapter there (`_kept`).
 Legend: E experts, r rank, F size of an expert.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import dataclasses
@@ -17,6 +19,7 @@ import logging
 import math
 import pathlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,8 +28,10 @@ from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, tensor_layout
 from jaxpost.models import lora, transformer
 from jaxpost.models import parameters as tables
-from jaxpost.models.config import ModelConfig
-from jaxpost.models.model import Model
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
 
 CONFIG, _WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 # What changes the function, and the values at which it does not.

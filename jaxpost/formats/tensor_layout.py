@@ -5,9 +5,12 @@ the vocabulary is cut to the tokens that there are. Where a family keeps
 several parameters in one tensor, they are its rows in the order of the table.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import re
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -17,8 +20,10 @@ from jaxpost.distributed.mesh import axes_of
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.formats import families
 from jaxpost.models import transformer
-from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import Param, inputs
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
 
 _PIECE = 16 << 20  # bytes that are read at a time
 

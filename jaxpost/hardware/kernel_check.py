@@ -5,12 +5,15 @@ Legend: T tokens, H heads, K kv heads, h head size, hv that of values.
 Before anything of a run is compiled. `models/flash.py` has the kernels.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
 import logging
 import pathlib
 import zlib
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +22,10 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
 from jaxpost.models import attention_kernels, attention_xla
-from jaxpost.models.attention_kernels import Work
 from jaxpost.storage import object_store
+
+if TYPE_CHECKING:
+  from jaxpost.models.attention_kernels import Work
 
 # Of the largest value; what rounding to bfloat16 does is a tenth of it.
 _TOLERANCE = 0.05

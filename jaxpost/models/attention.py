@@ -4,16 +4,22 @@ Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head
 size, hv that of values.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import attention_kernels, context_parallel
 from jaxpost.models.attention_xla import NEVER, capped, chunked, in_chunks, reference, scaled, softmax
-from jaxpost.models.config import ModelConfig
-from jaxpost.types import Cache
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.types import Cache
 
 
 def attention(

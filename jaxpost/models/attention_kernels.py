@@ -6,9 +6,11 @@ that of values, M documents of a row, n parts of it.
 `REFUSALS` says what each cannot do. `attention.attention` is the one caller.
 """
 
+from __future__ import annotations
+
 import functools
 import types
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,11 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.matmul import Compute
 from jaxpost.models import attention_xla
 from jaxpost.models.config import ModelConfig, OwnConfig
+
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
 
 _SHORT = 256  # tokens of a row below which a kernel is not worth its start
 _LANES = 128  # of a TPU's registers: blocks and rows are multiples of it

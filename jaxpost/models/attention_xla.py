@@ -5,15 +5,20 @@ per kv head, h head size, hv that of values. Arguments are those of
 `attention.attention`.
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.matmul import Compute, einsum
-from jaxpost.models.config import ModelConfig
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
 
 NEVER = -1e30  # finite: a fully masked row must not become NaN
 _LONG = 2048  # tokens of a row from which on memory counts more than time

@@ -3,15 +3,20 @@
 Legend: B rows, T tokens, D hidden size, F MLP size, N heads, h head size.
 """
 
+from __future__ import annotations
+
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import Layout, Shared
 from jaxpost.matmul import Compute, einsum, products
-from jaxpost.models.config import ModelConfig
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
 
 ACTIVATIONS = {
   'silu': jax.nn.silu,

@@ -7,11 +7,14 @@ x W + scale (x A) B. Those of E experts [L, E, in, out] get a pair each: A
 targets).
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +24,11 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models import model as model_lib
 from jaxpost.models import quantization
-from jaxpost.models.config import ModelConfig
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import Param, flatten, inputs, join, leaf, nest
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
 
 ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
 

@@ -7,8 +7,11 @@ Nothing is dropped and nothing is padded to a capacity: tokens are sorted by
 expert, and `matmul.grouped` multiplies each run of them by its matrix.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +21,11 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, grouped
 from jaxpost.models import expert_parallel, layers
-from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import Param
 from jaxpost.models.routing import Routing, route
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
 
 SHARED = 'shared_'  # of what all tokens pass
 

@@ -8,6 +8,8 @@ A matrix is two rows of the parameter table in place of one: `codes`, and
 but for one at a time: a product makes it anew, backward, too.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import typing

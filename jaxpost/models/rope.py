@@ -6,13 +6,17 @@ Frequencies are made on the host: `pow` of an accelerator is coarser, and
 positions multiply the error. Rounded where `transformers` rounds.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.models.config import ModelConfig, Rope
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig, Rope
 
 # These depend on how long a document is, so text that is sampled past the
 # limit was read with other frequencies than training reads it with.

@@ -3,15 +3,20 @@
 Legend: B rows, T tokens, D hidden size, E experts, k of them for a token.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxpost.errors import InputError
-from jaxpost.models.config import Experts, ModelConfig
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import Experts, ModelConfig
 
 
 @struct.dataclass

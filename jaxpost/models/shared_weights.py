@@ -5,14 +5,19 @@ joined, which is faster. Here decoding reads the rows of stacked matrices, with
 adapters beside them and codes made into numbers, one layer at a time.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import STACKS, flatten, leaf, nest
+
+if TYPE_CHECKING:
+  from jaxpost.models.model import Model
 
 
 def sampled(model: Model) -> Model:

@@ -8,20 +8,24 @@ a cache needs, `decode` adds one token to each slot. All three run the same
 `_block`; they differ in what attends to what.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.matmul import Compute
 from jaxpost.models import attention, context_parallel, layers, mla, moe, rope
 from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import LatentConfig, ModelConfig, OwnConfig
 from jaxpost.models.parameters import Param, nest, unstack_layers
 from jaxpost.types import Cache
+
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:

@@ -5,18 +5,23 @@ devices nor waiting: reading data, grading, packing, garbage collection. What
 must be equal everywhere, the replicas of parameters, is compared bit by bit.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import socket
 import statistics
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import to_host
 from jaxpost.programs import replicas
-from jaxpost.programs.compile import Ledger
-from jaxpost.roles import Roles
+
+if TYPE_CHECKING:
+  from jaxpost.programs.compile import Ledger
+  from jaxpost.roles import Roles
 
 # Phases in which the host waits for devices, and so for all hosts.
 _DEVICES = ('update', 'sample', 'reshard', 'score', 'eval', 'wait')

@@ -1,17 +1,22 @@
 """What will run: parameters, mesh, memory and FLOPs of each program."""
 
+from __future__ import annotations
+
 import json
+from typing import TYPE_CHECKING
 
 import jax
 import rich.box
 import rich.table
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.hardware import chips
 from jaxpost.models import transformer
-from jaxpost.models.config import ModelConfig
 from jaxpost.monitor import metrics
 from jaxpost.storage import object_store
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
 
 
 def peak_flops(devices) -> float:

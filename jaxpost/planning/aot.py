@@ -3,14 +3,16 @@
 No array is made: roles hold shapes and shardings in place of weights.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
 import re
+from typing import TYPE_CHECKING
 
 import jax
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.hardware import chips, memory
 from jaxpost.losses import head as head_lib
 from jaxpost.models import context_parallel
@@ -20,6 +22,9 @@ from jaxpost.programs.generate import DecodeState, Prefix
 from jaxpost.stage import assemble, load_weights, precompile, prepare
 from jaxpost.stage import kit as kit_lib
 from jaxpost.types import Batch, Cache, TrainState
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 

@@ -1,8 +1,11 @@
 """A config as a stage without data, tokenizer, weights or devices."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import re
+from typing import TYPE_CHECKING
 
 from jaxpost import testing
 from jaxpost.data import sources
@@ -10,11 +13,13 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.models.config import ModelConfig
 from jaxpost.stage import algorithms, checks, find_weights, optim
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage import sources as sources_lib
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
 
 # Made-up rows, of which one suits each method that learns from data.
 _ROWS = ('', '_pairs', '_labels', '_scores', '_steps')

@@ -4,20 +4,25 @@
 few are: those that would send the least for a token, and whose state fits.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import types
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
-from jaxpost.hardware import chips
 from jaxpost.matmul import compute_for
 from jaxpost.models import context_parallel
 from jaxpost.planning import traffic_bound
 from jaxpost.stage import batch_shape, prepare
+
+if TYPE_CHECKING:
+  from jaxpost.hardware import chips
 
 _TENSOR = (1, 2, 4, 8)
 _CONTEXT = (2, 4, 8)

@@ -6,9 +6,12 @@ that mesh does. On the fastest of them less recomputation and more rows at a
 time are tried then.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import re
 import shlex
+from typing import TYPE_CHECKING
 
 import rich.box
 import rich.console
@@ -17,7 +20,9 @@ import rich.table
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips
 from jaxpost.planning import dry_run, meshes, stage, tables
-from jaxpost.stage import prepare
+
+if TYPE_CHECKING:
+  from jaxpost.stage import prepare
 
 _REMAT = ('none', 'dots')
 _MOST_ROWS = 8  # of a shard at a time

@@ -1,12 +1,17 @@
 """The plan of each stage of a config, as the object of plan.json."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
-from jaxpost.hardware import chips
 from jaxpost.models import transformer
 from jaxpost.planning import aot, roofline
-from jaxpost.stage import prepare
+
+if TYPE_CHECKING:
+  from jaxpost.hardware import chips
+  from jaxpost.stage import prepare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,18 +15,23 @@ is recomputed, and their gradients scattered; those of parameters are summed as
 over data.
 """
 
+from __future__ import annotations
+
 import collections
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from jaxpost.distributed import transfer
-from jaxpost.distributed.mesh import Layout
-from jaxpost.models.model import Model
-from jaxpost.models.parameters import Param
 from jaxpost.programs.generate import DecodeState
 from jaxpost.types import Batch
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.model import Model
+  from jaxpost.models.parameters import Param
 
 _SAMPLED = 16  # devices looked at for what a reshard moves
 

@@ -4,19 +4,24 @@ Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden
 size, L layers.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpost.distributed.mesh import Layout
-from jaxpost.matmul import Compute
-from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Array, Cache
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
 
 
 @struct.dataclass

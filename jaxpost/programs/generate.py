@@ -6,25 +6,30 @@ Legend: S slots, R of them in a block, T steps of it, N prompts, P prompt
 tokens (padded to a rung), K kv heads, h head size, D hidden size, L layers.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head as head_lib
-from jaxpost.matmul import Compute
 from jaxpost.models import routing
 from jaxpost.models.attention import extend
 from jaxpost.models.config import OwnConfig
-from jaxpost.models.model import Model
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Array, Cache, Sampling
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
 
 
 @struct.dataclass

@@ -5,20 +5,25 @@ the two copies is bounded. What has the sampler's type and layout already, and
 is no layer, is not copied.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.distributed.transfer import relabelled
-from jaxpost.matmul import Compute
 from jaxpost.models.layers import fuse, fused
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import STACKS, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
 
 GROUP_BYTES = 2**30
 

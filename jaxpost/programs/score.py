@@ -3,19 +3,24 @@
 Legend: M micro-batches, B rows, T tokens, D hidden size.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head as head_lib
-from jaxpost.matmul import Compute
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import Param, nest
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger, Program
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
 
 
 def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, temperature: float = 1.0) -> Program:

@@ -3,8 +3,11 @@
 Legend: M micro-batches, B rows, T tokens, D hidden size, V vocabulary.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +16,19 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.distributed import transfer
-from jaxpost.distributed.mesh import Layout
 from jaxpost.losses import head as head_lib
-from jaxpost.matmul import Compute
 from jaxpost.models import layers
 from jaxpost.models import routing as routing_lib
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Batch, Objective, TrainState
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
 
 write = jax.jit(  # in place: what is read goes to its shards
   transfer.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7)

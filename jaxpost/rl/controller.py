@@ -8,24 +8,26 @@ batches. The loop consumes what it yields and does not know that it samples.
 Every process runs it on the same values and takes the same decisions.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import typing
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm
 from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching as rows_lib
 from jaxpost.rl import grading
 from jaxpost.rl.rollout_queue import Ahead
-from jaxpost.roles import Roles
-from jaxpost.rollout.sampler import Sampler
 from jaxpost.types import Batch, Credit, Experience, Item
 
 if typing.TYPE_CHECKING:  # passed in
+  from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
+  from jaxpost.roles import Roles
+  from jaxpost.rollout.sampler import Sampler
 
 
 @dataclasses.dataclass

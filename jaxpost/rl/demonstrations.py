@@ -3,15 +3,20 @@
 Legend: N sequences (one a prompt), C completion tokens, P prompt tokens.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.data import chat
-from jaxpost.data.examples import Example
-from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+  from jaxpost.data.tokenizer import Tokenizer
 
 _DRAW = 7  # tells this draw from others of the seed and the step
 

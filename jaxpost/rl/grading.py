@@ -3,6 +3,8 @@
 Legend: N sequences, G samples a prompt, C completion tokens.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import typing
@@ -14,14 +16,14 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import to_host
 from jaxpost.losses import advantages
 from jaxpost.rewards.groups import Graded, Group, stats_of
-from jaxpost.rewards.pool import Pending, RewardPool
 from jaxpost.rl import batching
 from jaxpost.rl.reward_metrics import component_metrics, length_metrics, sample_rows
-from jaxpost.roles import Roles
-from jaxpost.types import Rollout
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.rewards.pool import Pending, RewardPool
+  from jaxpost.roles import Roles
+  from jaxpost.types import Rollout
 
 MODEL = 'reward_model'  # the name of a reward that is a role
 

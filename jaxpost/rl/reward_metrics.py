@@ -1,15 +1,18 @@
 """TODO."""
 
+from __future__ import annotations
+
 import typing
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching
-from jaxpost.types import Rollout
 
 if typing.TYPE_CHECKING:
+  from jaxpost.rewards.groups import Graded
+  from jaxpost.types import Rollout
+
   pass
 
 

@@ -10,6 +10,8 @@ A checkpoint holds what is in the queue. What the next step would sample with
 weights that a checkpoint does not hold is sampled before it.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
@@ -22,12 +24,12 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import owners
 from jaxpost.rl import grading
-from jaxpost.roles import Roles
-from jaxpost.rollout.sampler import Sampler
 
 if typing.TYPE_CHECKING:  # passed in
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
+  from jaxpost.roles import Roles
+  from jaxpost.rollout.sampler import Sampler
 
 
 @dataclasses.dataclass

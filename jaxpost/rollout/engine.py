@@ -7,11 +7,14 @@ ships, and `serve.py` its driver.
 Legend: S slots.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from __future__ import annotations
 
-from jaxpost.distributed.mesh import Layout
-from jaxpost.types import Completion, Prompt, Request, Rollout
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.types import Completion, Prompt, Request, Rollout
 
 
 class Engine(Protocol):

@@ -6,19 +6,18 @@ Texts are read once and forked into their samples; a block draws some tokens
 in every slot. `serve.py` has the loop, `programs/generate.py` what it runs.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from jaxpost.distributed.mesh import Layout
-from jaxpost.distributed.transfer import Bridge
 from jaxpost.errors import InputError
-from jaxpost.matmul import Compute
 from jaxpost.models.config import OwnConfig
-from jaxpost.models.model import Model
 from jaxpost.programs import extend as extending
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
@@ -28,6 +27,12 @@ from jaxpost.rollout.kv_cache import Copy, Pages
 from jaxpost.rollout.sampler_config import SamplerConfig, rung
 from jaxpost.rollout.scheduler import Follow, Serving, Tell
 from jaxpost.types import Completion, Prompt, Request, Rollout
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.distributed.transfer import Bridge
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
 
 _CHUNK = 32  # tokens that a conversation goes on by, at a time
 

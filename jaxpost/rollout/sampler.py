@@ -3,6 +3,8 @@
 Legend: N sequences, P prompt tokens, C completion tokens, L layers.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import typing
 from collections.abc import Sequence
@@ -11,12 +13,12 @@ import numpy as np
 
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import owners
-from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.types import Completion, Prompt, Rollout
 
 if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
+  from jaxpost.roles import Policy
   from jaxpost.rollout.engine import Engine
-from jaxpost.roles import Policy
+  from jaxpost.rollout.sampler_config import SamplerConfig
 
 
 def rollout(

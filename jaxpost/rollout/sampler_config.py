@@ -3,17 +3,22 @@
 Legend: S slots.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.hardware import host
 from jaxpost.models import rope
-from jaxpost.models.config import ModelConfig
 from jaxpost.types import Request, Sampling
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
 
 IDS = 8  # at least so many stop ids and forbidden ids fit a request
 

@@ -3,15 +3,17 @@
 Legend: M micro-batches, B rows, T tokens.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from etils import epath
 
-from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader
 from jaxpost.distributed import coordination, transfer, watchdog
 from jaxpost.distributed.transfer import to_host
@@ -22,8 +24,6 @@ from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor import program_table
 from jaxpost.monitor import timeline as timeline_lib
-from jaxpost.monitor.metrics import MetricsWriter
-from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.roles import Frozen, Policy, Roles, Trainable, place
@@ -31,10 +31,15 @@ from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import load_weights, optim, precompile, precompute, reward_model, sources
 from jaxpost.stage.evaluate import Evaluator, HeldOut
 from jaxpost.stage.export import export
-from jaxpost.stage.kit import Kit
-from jaxpost.stage.prepare import Prepared
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item
+
+if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.monitor.metrics import MetricsWriter
+  from jaxpost.monitor.timeline import Timeline
+  from jaxpost.stage.kit import Kit
+  from jaxpost.stage.prepare import Prepared
 
 
 def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:

@@ -3,17 +3,22 @@
 Legend: N prompts, k samples a prompt.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
-from jaxpost.programs.compile import Program
-from jaxpost.roles import Roles
-from jaxpost.rollout.sampler import Sampler
-from jaxpost.types import Batch
+
+if TYPE_CHECKING:
+  from jaxpost.programs.compile import Program
+  from jaxpost.roles import Roles
+  from jaxpost.rollout.sampler import Sampler
+  from jaxpost.types import Batch
 
 
 @dataclasses.dataclass

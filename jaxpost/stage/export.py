@@ -1,10 +1,13 @@
 """TODO."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
 import logging
 import pathlib
+from typing import TYPE_CHECKING
 
 from jaxpost.formats import hf, peft
 from jaxpost.models import model as model_lib
@@ -12,7 +15,9 @@ from jaxpost.models import quantization
 from jaxpost.programs.compile import after
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import sources
-from jaxpost.stage.prepare import Prepared
+
+if TYPE_CHECKING:
+  from jaxpost.stage.prepare import Prepared
 
 
 def export(p: Prepared, folder, params):

@@ -1,21 +1,23 @@
 """TODO."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import typing
 
 from jaxpost.distributed import phases
-from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention_kernels, context_parallel, routing
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape
 from jaxpost.stage import kit as kit_lib
-from jaxpost.stage.prepare import Prepared
 
 if typing.TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
   from jaxpost.stage.kit import Kit
+  from jaxpost.stage.prepare import Prepared
 
 
 @dataclasses.dataclass

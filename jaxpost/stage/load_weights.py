@@ -6,24 +6,29 @@ folder, and a checkpoint of a run that froze parameters, hold some leaves; the
 others come from the source that is their base.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, peft
 from jaxpost.models import lora, quantization
-from jaxpost.models.model import Model
 from jaxpost.models.parameters import join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage.sources import Source, checkpoints, record
 from jaxpost.storage.checkpoint import Checkpointer, finished_steps
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.model import Model
 
 
 def load(

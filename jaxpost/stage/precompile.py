@@ -3,6 +3,8 @@
 Legend: M micro-batches, B rows, T tokens.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
 import functools
 import typing

@@ -1,7 +1,10 @@
 """TODO."""
 
+from __future__ import annotations
+
 import dataclasses
 import zlib
+from typing import TYPE_CHECKING
 
 from etils import epath
 
@@ -9,9 +12,11 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
 from jaxpost.models import lora
-from jaxpost.models.config import ModelConfig
 from jaxpost.storage import array_cache, object_store
 from jaxpost.storage.checkpoint import Checkpointer
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
 
 _BLOCK = 1 << 16
 

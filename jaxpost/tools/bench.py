@@ -4,10 +4,13 @@ Documents of 32 to 512 random tokens (log-normal), prompts of 60 (--prompt),
 AdamW. It runs the stages that `launch.train` runs, on data made up in memory.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import resource
 import time
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,6 @@ from jaxpost import testing
 from jaxpost.data.loader import PackedStream
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.hardware import probe
-from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.models.transformer import flops_per_token
@@ -29,6 +31,9 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import kit as kit_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.types import Request
+
+if TYPE_CHECKING:
+  from jaxpost.loop import Stage
 
 
 @dataclasses.dataclass(frozen=True)

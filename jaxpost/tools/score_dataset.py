@@ -3,11 +3,14 @@
 Legend: N prompts, K samples a prompt.
 """
 
+from __future__ import annotations
+
 import collections
 import itertools
 import json
 import pathlib
 import tempfile
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,7 +23,9 @@ from jaxpost.rewards.pool import RewardPool
 from jaxpost.stage.evaluate import pass_at_k
 from jaxpost.storage import object_store
 from jaxpost.tools import completions
-from jaxpost.tools.inference import Weights
+
+if TYPE_CHECKING:
+  from jaxpost.tools.inference import Weights
 
 _TOGETHER = 512  # groups that are graded at a time
 # Columns of known data sets -> the function that makes prompts of them.
