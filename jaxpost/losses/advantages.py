@@ -10,7 +10,7 @@ computed once for the global batch and never inside a micro-batch.
 
 import numpy as np
 
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 
 def group_relative(rewards, valid, *, scale: bool | str = True, eps: float = 1e-6, singleton: str = 'zero'):

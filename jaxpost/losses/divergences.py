@@ -12,7 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 _NEVER = -1e30
 # Log-probability of what a teacher never says, and of a tail without mass:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 _MAX_LOG_RATIO = 20.0
 

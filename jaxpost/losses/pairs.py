@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.errors import InputError
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 MAX_EXPONENT = 40.0  # the square of its exponential is still finite
 

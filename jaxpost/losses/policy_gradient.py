@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 _MAX_LOG_RATIO = 20.0  # exp(20) is as good as infinite and stays finite
 _MAX_LOG_SEQUENCE_RATIO = 10.0

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxpost.errors import InputError
 from jaxpost.losses.pairs import F_DIVERGENCES, MAX_EXPONENT, Pairs, PreferenceOptions, implicit_rewards, zero_padding
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 _log_sigmoid, _sigmoid = jax.nn.log_sigmoid, jax.nn.sigmoid
 

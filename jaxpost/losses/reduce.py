@@ -10,6 +10,7 @@ gradients cost nothing beside the model's.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def sequence_sum(x, sequence_ids):
@@ -52,3 +53,13 @@ def split_pairs(per_sequence):
   """[B, N] -> chosen, rejected [B, P]: odd sequences and the ones after."""
   even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
   return even[:, 0::2], even[:, 1::2]
+
+
+def same_shape(what: str, rank: int | None, *arrays):
+  """ValueError unless all have one shape, and `rank` axes if that is given.
+
+  `what` names arrays and axes in the message, such as 'rewards, valid [N, G]'.
+  """
+  shapes = [np.shape(a) for a in arrays]
+  if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):
+    raise ValueError(f'{what}: shapes are {", ".join(map(str, shapes))}')

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.losses.shapes import same_shape
+from jaxpost.losses.reduce import same_shape
 
 
 def clipped_value_loss(values, old_values, returns, clip: float = 0.0):

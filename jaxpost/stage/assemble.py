@@ -27,7 +27,6 @@ from jaxpost.monitor import timeline as timeline_lib
 from jaxpost.programs import loss_scale, score
 from jaxpost.programs import train as programs
 from jaxpost.roles import Frozen, Policy, Roles, Trainable, place
-from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import load_weights, optim, precompile, precompute, reward_model, sources
 from jaxpost.stage.evaluate import Evaluator, HeldOut
 from jaxpost.stage.export import export
@@ -273,6 +272,8 @@ def make_sampler(kit: Kit, engine, purpose: int):
     from jaxpost.environments import factory
 
     return factory.sampler(kit.prepared, engine, key)
+  from jaxpost.rollout.sampler import Sampler
+
   return Sampler(engine, key)
 
 
