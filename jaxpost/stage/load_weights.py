@@ -159,4 +159,4 @@ def saved_meta(p, workdir) -> dict | None:
   if not finished_steps(folder):
     return None
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    return checkpointer.newest_meta()
+    return checkpointer.restore_meta(warn=lambda _: None)

@@ -174,10 +174,6 @@ class Checkpointer:
     """Reads only what was saved as `meta`."""
     return self._read_meta(self._choose(step, warn))
 
-  def newest_meta(self):
-    """The same, whatever the arrays are: these are not read to check them."""
-    return self._read_meta(self._choose(None, lambda _: None, 'meta'), 'meta')
-
   def leaves(self, step=None):
     """Names of the leaves of a step ('params/embed')."""
     return self._read_seal(self._choose(step, lambda line: None))[0]['leaves']
@@ -252,13 +248,13 @@ class Checkpointer:
 
   # Reading.
 
-  def _read_from(self, step, part=''):
+  def _read_from(self, step):
     """A folder with the files of a step; of those on a store, a copy."""
     if not self._spool:
       return self._folder / str(step)
-    here = self._spool / f'read-{step}{part}'
+    here = self._spool / f'read-{step}'
     if not here.exists():
-      object_store.download(self._folder / str(step) / part, here / part)
+      object_store.download(self._folder / str(step), here)
     return here
 
   def _read_seal(self, step):
@@ -274,29 +270,28 @@ class Checkpointer:
       return None, f'{step}/{_SEAL} belongs to step {seal["step"]}'
     return seal, ''
 
-  def _damage(self, step, part=''):
+  def _damage(self, step):
     """What is wrong with a step, naming the file; '' if it is good."""
     seal, problem = self._read_seal(step)
     if seal is None:
       return problem
-    folder = self._read_from(step, part)
-    names = [name for name in seal['files'] if name.startswith(part)]
-    for name in names:
+    folder = self._read_from(step)
+    for name in seal['files']:
       if not (folder / name).is_file():
         return f'{step}/{name} is missing'
-    for name, found in object_store.checksums(folder, names).items():
+    for name, found in object_store.checksums(folder, seal['files']).items():
       if found != seal['files'][name]:
         return f'{step}/{name} differs from its checksum'
     return ''
 
-  def _choose(self, step, warn, part=''):
+  def _choose(self, step, warn):
     """The step to read: `step`, or the newest good one, the same everywhere."""
     self.wait()
     chosen, problems = -1, []
     if jax.process_index() == 0:
       steps = _steps(self._folder)
       for candidate in steps if step is None else [step]:
-        problem = 'not there' if candidate not in steps else self._damage(candidate, part)
+        problem = 'not there' if candidate not in steps else self._damage(candidate)
         if not problem:
           chosen = candidate
           break
@@ -310,9 +305,9 @@ class Checkpointer:
       warn(f'checkpoint: using {where}; unusable: {problems}')
     return chosen
 
-  def _read_meta(self, step, part=''):
+  def _read_meta(self, step):
     args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-    return self._orbax.restore(self._read_from(step, part), args=args)['meta']
+    return self._orbax.restore(self._read_from(step), args=args)['meta']
 
   def _read(self, step, template, prefix):
     """Reads the leaves below `prefix` into the shape of `template`."""
