@@ -50,9 +50,9 @@ def run(config, workdir='runs/latest', console=None, choose_mesh=None) -> dict:
   """
   object_store.check(str(workdir), '--workdir')
   workdir = epath.Path(workdir).expanduser()
-  if coordination.index():  # process 0 speaks for all
+  if coordination.process_index():  # process 0 speaks for all
     console = rich.console.Console(quiet=True)
-  with coordination.together(), contextlib.ExitStack() as leave:
+  with coordination.fail_together(), contextlib.ExitStack() as leave:
     leave.callback(watchdog.rest)
     return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh)
 
@@ -78,7 +78,7 @@ def _run(raw, workdir, console, choose_mesh) -> dict:
       check_same_models(prepared, workdir)
       prepared = with_meshes(prepared, raw, choose_mesh, console.print)
       kits = [kit_lib.make_kit(p) for p in prepared]
-      if coordination.index() == 0:
+      if coordination.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / 'summary.json').unlink(missing_ok=True)
         object_store.write_text(workdir / 'config.json', json.dumps(spelled(raw), indent=1))
@@ -111,14 +111,14 @@ def settle_dtype(raw: dict, workdir, console) -> dict:
   if not auto:
     return raw
   path, kept = workdir / 'config.json', None
-  if coordination.index() == 0 and path.exists():
+  if coordination.process_index() == 0 and path.exists():
     saved = json.loads(path.read_text())
     blocks = [saved.get(n) or {} for n in auto if n] + [saved]
     kept = next((b['model']['dtype'] for b in blocks if (b.get('model') or {}).get('dtype')), None)
-  kept = coordination.from_first(kept)
+  kept = coordination.broadcast(kept)
   if not kept:
     jax.devices()  # on all: they wait for each other
-    kept, why = coordination.from_first(list(probe.matmul_type()) if coordination.index() == 0 else None)
+    kept, why = coordination.broadcast(list(probe.matmul_type()) if coordination.process_index() == 0 else None)
     console.out(f'config.model.dtype: auto is {kept} here ({why})', highlight=False)
   settle = lambda block: block | {'model': block['model'] | {'dtype': kept}}
   out = settle(raw) if '' in auto else dict(raw)
@@ -148,13 +148,13 @@ def _finish(workdir, console, prepared, start, warnings) -> dict:
   if prepared[-1].config.save.export:
     paths['export'] = str(workdir / 'export')
   summary = None
-  if coordination.index() == 0:
+  if coordination.process_index() == 0:
     summary = metrics.summary(
       workdir, {**report.figures(workdir), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}, warnings
     )
     report.write_report(workdir)
     report.terminal_summary(workdir, console)
-  return coordination.from_first(summary)
+  return coordination.broadcast(summary)
 
 
 def _run_stages(kits, workdir, console) -> list[dict]:
@@ -166,7 +166,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
     workdir,
     tensorboard=log.tensorboard,
     wandb=log.wandb,
-    primary=coordination.index() == 0,
+    primary=coordination.process_index() == 0,
     print_every=log.every,
     console=console,
   ) as writer:
@@ -200,7 +200,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
             stage.memory.predicted,
           )
         )
-        if coordination.index() == 0:
+        if coordination.process_index() == 0:
           program_table.write(workdir / 'plan.json', plans)
           console.print(program_table.render(plans[-1]))
         before = loop.resume(stage)

@@ -80,7 +80,7 @@ def main(argv):
   options = bench.Options(**{f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
   with tempfile.TemporaryDirectory() as workdir:
     found = bench.run(argv[1], options, workdir) | {'tuned': _TUNE.value}
-  if coordination.index() == 0:
+  if coordination.process_index() == 0:
     print(json.dumps(found))
 
 

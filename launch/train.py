@@ -56,7 +56,7 @@ def main(argv):
       heartbeat_s=_HEARTBEAT.value,
     )
   summary = stages.run(_CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh)
-  if coordination.index() == 0:
+  if coordination.process_index() == 0:
     print(json.dumps(summary))
 
 

@@ -513,7 +513,7 @@ def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
     whys.append(mine)
     return [mine, ['off by 2.0e+00 in v'] * len(mine)]
 
-  monkeypatch.setattr(coordination, 'gather', gather)
+  monkeypatch.setattr(coordination, 'all_gather', gather)
   assert [w.length for w in settle(GOOD, 256).doubted] == [256]
   assert [w.length for w in settle(GOOD, 256).doubted] == [256]
   assert whys == [[''], ['']]  # asked each time, whatever a process knows

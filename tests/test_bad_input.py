@@ -83,7 +83,7 @@ def refused(config, workdir, monkeypatch, devices=False) -> str:
 
   monkeypatch.setattr(assemble, 'assemble', compiled)
   if not devices:
-    monkeypatch.setattr(assemble, 'make_kit', compiled)
+    monkeypatch.setattr(kit_lib, 'make_kit', compiled)
   line = said(config, workdir)
   assert not workdir.exists()
   return line

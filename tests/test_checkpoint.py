@@ -565,7 +565,7 @@ def test_two_processes_take_the_same_decision(tmp_path):
     if jax.process_index() == 0:
       path = pathlib.Path(sys.argv[1]) / '2' / 'state' / '_METADATA'
       path.write_bytes(path.read_bytes()[:-1])
-    checkpoint.processes.gather('damaged')
+    checkpoint.coordination.all_gather('damaged')
     lines = []
     step, state, meta = ck.restore(wanted, warn=lines.append)
     assert (step, meta) == (1, {'at': 1}), (step, meta)

@@ -14,7 +14,7 @@ CODE = """
 import json
 from jaxpost.distributed import cluster, coordination
 cluster.connect(init_s=60)
-print(json.dumps(coordination.gather([coordination.index(), coordination.count()])))
+print(json.dumps(coordination.all_gather([coordination.process_index(), coordination.process_count()])))
 """
 # What the launchers of these clusters set, as jax/_src/clusters reads it.
 CLUSTERS = {

@@ -66,8 +66,8 @@ def connect(
       '--coordinator=HOST:PORT, --num_processes and --process_id'
     ) from e
   state = distributed.global_state
-  watchdog.join(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_peer)
-  coordination.joined(watchdog.who_is_gone)
+  watchdog.join(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_process)
+  coordination.on_connected(watchdog.who_is_gone)
   atexit.register(watchdog.leave)  # before all that
 
 

@@ -43,48 +43,48 @@ _state = {
 }
 
 
-def joined(who_is_gone):
+def on_connected(who_is_gone):
   """After `cluster.connect`; `who_is_gone` explains a lost connection."""
   _state['who_is_gone'] = who_is_gone
   atexit.register(_part)  # runs before JAX's own, which waits for the peers
 
 
-def count() -> int:
+def process_count() -> int:
   """How many processes run this; asks no device."""
   return distributed.global_state.num_processes if _client() else 1
 
 
-def index() -> int:
+def process_index() -> int:
   return distributed.global_state.process_id if _client() else 0
 
 
-def gather(value) -> list:
+def all_gather(value) -> list:
   """What each process holds, in their order; JSON values."""
-  if count() == 1:
+  if process_count() == 1:
     return [value]
   client, at = _client(), next(_rounds)
   here = f'{_ROOT}/round/{at}/'
-  client.key_value_set(f'{here}{index()}', json.dumps(value))
-  if index() == 0:
-    texts = [_wait_for(f'{here}{i}') for i in range(count())]
+  client.key_value_set(f'{here}{process_index()}', json.dumps(value))
+  if process_index() == 0:
+    texts = [_wait_for(f'{here}{i}') for i in range(process_count())]
     client.key_value_set(f'{here}all', f'[{",".join(texts)}]')
     if at:  # who is in this round has read the one before
       client.key_value_delete(f'{_ROOT}/round/{at - 1}/')
   return json.loads(_wait_for(f'{here}all'))
 
 
-def from_first(value):
+def broadcast(value):
   """The value of process 0, of JSON."""
-  return gather(value if index() == 0 else None)[0]
+  return all_gather(value if process_index() == 0 else None)[0]
 
 
-def from_one(sender: int, data: bytes | None) -> bytes:
+def broadcast_bytes(sender: int, data: bytes | None) -> bytes:
   """Bytes that one process has, on all; those of the others are not read."""
-  if count() == 1:
+  if process_count() == 1:
     return data
   client, at = _client(), next(_letters)
   here = f'{_ROOT}/letter/{at}/'
-  if index() != sender:
+  if process_index() != sender:
     parts = int(_wait_for(f'{here}parts'))
     return b''.join(_wait_for(f'{here}{i}', True) for i in range(parts))
   parts = range(0, len(data), _LETTER)
@@ -98,9 +98,9 @@ def from_one(sender: int, data: bytes | None) -> bytes:
   return data
 
 
-def share(items: range) -> range:
+def shard(items: range) -> range:
   """Those of some numbered things that this process sees to."""
-  return items[index() :: count()]
+  return items[process_index() :: process_count()]
 
 
 def check_same(values: dict, hint: str):
@@ -109,7 +109,7 @@ def check_same(values: dict, hint: str):
   Args:
     values: what it is -> JSON; the first that differs is named.
   """
-  all_values = gather(values)
+  all_values = all_gather(values)
   for name, first in all_values[0].items():
     for i, other in enumerate(all_values):
       if other.get(name) != first:
@@ -119,18 +119,18 @@ def check_same(values: dict, hint: str):
         )
 
 
-def any_told(told: bool) -> bool:
+def any_process(told: bool) -> bool:
   """Whether some process was told (to stop): one answer for all, each step.
 
   Process 0 decides from what it has heard by then.
   """
-  if count() == 1:
+  if process_count() == 1:
     return told
   client, at = _client(), next(_looks)
   heard = f'{_ROOT}/told/{_state["stops"]}/'
   if told:
-    client.key_value_set(f'{heard}{index()}', '1', allow_overwrite=True)
-  if index() == 0:
+    client.key_value_set(f'{heard}{process_index()}', '1', allow_overwrite=True)
+  if process_index() == 0:
     answer = told or bool(client.key_value_dir_get(heard))
     client.key_value_set(f'{_ROOT}/stop/{at}', json.dumps(answer))
     if at >= _LAG:
@@ -142,24 +142,25 @@ def any_told(told: bool) -> bool:
 
 
 @contextlib.contextmanager
-def together():
+def fail_together():
   """Around a run: its processes fail together, for the reason of the first."""
   _state.update(runs=_state['runs'] + 1, failed=None)
   try:
     yield
   except BaseException as error:
-    if count() > 1:
+    if process_count() > 1:
       known = isinstance(error, tuple(_KINDS.values()))
       # An error of ours may be that of a connection to who is gone.
-      gone = '' if known or failed_peer() else _state['who_is_gone']()
-      first = failed_peer() or (errors.PeerError(gone) if gone else None)
+      gone = '' if known or failed_process() else _state['who_is_gone']()
+      first = failed_process() or (errors.PeerError(gone) if gone else None)
       _state['failed'] = error.exit_code if known else 1
       _state['gone'] = bool(gone)
       if first is None:
         # With process 0 the service may have gone; `error` counts.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
           _client().key_value_set(
-            f'{_ROOT}/failed/{_state["runs"]}/{index()}', json.dumps([_state['failed'], str(error) or repr(error)])
+            f'{_ROOT}/failed/{_state["runs"]}/{process_index()}',
+            json.dumps([_state['failed'], str(error) or repr(error)]),
           )
       elif not known:  # what happened here followed from that
         _state['failed'] = vars(type(first)).get('exit_code', 1)
@@ -171,7 +172,7 @@ def _client():
   return distributed.global_state.client
 
 
-def waited() -> float:
+def seconds_waited() -> float:
   """Seconds that this process has waited for others so far."""
   return _state['waited']
 
@@ -188,11 +189,11 @@ def _wait_for(key: str, binary=False):
         raise
     finally:
       _state['waited'] += time.perf_counter() - start
-    if failure := failed_peer():
+    if failure := failed_process():
       raise failure
 
 
-def failed_peer() -> Exception | None:
+def failed_process() -> Exception | None:
   """What the first of the other processes that failed said of it."""
   here = f'{_ROOT}/failed/{_state["runs"]}/'
   try:

@@ -95,11 +95,11 @@ def copy(arrays: list, source: Mesh, target: Mesh) -> list:
   """The shards on `source` of arrays, as arrays on `target`."""
   here = [_whole(x.shape, x.dtype, NamedSharding(source, x.sharding.spec), [x]) for x in arrays]
   there = [NamedSharding(target, x.sharding.spec) for x in arrays]
-  if coordination.count() == 1:
+  if coordination.process_count() == 1:
     return jax.device_put(here, there)
   if owners(source.devices.flat) != owners(target.devices.flat):
     sent = jax.device_put(here, there)  # all of them together
-    coordination.gather(None)  # nobody leaves while others still ask for it
+    coordination.all_gather(None)  # nobody leaves while others still ask for it
     return sent
   pair = dict(zip(source.devices.flat, target.devices.flat))
   if any(a.process_index != b.process_index for a, b in pair.items()):
@@ -186,15 +186,15 @@ def to_host(tree: Mapping | object, share=True):
       found[i] = np.asarray(x)
       continue
     mine = owners(x.sharding.device_set)
-    if share and len(mine) < coordination.count():
+    if share and len(mine) < coordination.process_count():
       few.setdefault(mine[0], []).append(i)
-    if coordination.index() in mine or not share:
+    if coordination.process_index() in mine or not share:
       found[i] = _fetch(x)
   for owner, which in few.items():
     sent = None
-    if coordination.index() == owner:
+    if coordination.process_index() == owner:
       sent = b''.join(np.ascontiguousarray(found[i]).tobytes() for i in which)
-    sent, at = memoryview(coordination.from_one(owner, sent)), 0
+    sent, at = memoryview(coordination.broadcast_bytes(owner, sent)), 0
     for i in which:
       x = leaves[i]
       found[i] = np.frombuffer(sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (np.zeros(x.shape, x.dtype))

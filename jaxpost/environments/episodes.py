@@ -186,10 +186,10 @@ class _Play:
     self.owner, self.episodes, self.sampling = owner, episodes, sampling
     self.waiting = collections.deque(episodes)
     # Seat s is environment s // processes of process s % processes.
-    self.free = list(range(len(owner.pool.all) * coordination.count()))
+    self.free = list(range(len(owner.pool.all) * coordination.process_count()))
     self.pending, self.clock = [], 0
     self.lag = owner.limits.lag
-    if coordination.count() > 1:  # all must see the same answers
+    if coordination.process_count() > 1:  # all must see the same answers
       self.lag = max(self.lag, 1)
 
   def follow(self, done: list[Completion], idle: bool) -> list[Request]:
@@ -216,8 +216,8 @@ class _Play:
 
   def ask(self, episode: Episode, verb: str, *requests):
     """Sends requests to the episode's environment, if it is here."""
-    at, process = divmod(episode.seat, coordination.count())
-    here = process == coordination.index()
+    at, process = divmod(episode.seat, coordination.process_count())
+    here = process == coordination.process_index()
     self.pending.append(
       Pending(
         episode,
@@ -342,7 +342,7 @@ class _Play:
 def collect(due: list[Pending]) -> list[list[Answer]]:
   """The answers to all of them, on every process."""
   found = {i: [vars(f.result()) for f in p.futures] for i, p in enumerate(due) if p.futures}
-  if coordination.count() > 1 and due:
-    shares = coordination.gather([[i, x] for i, x in found.items()])
+  if coordination.process_count() > 1 and due:
+    shares = coordination.all_gather([[i, x] for i, x in found.items()])
     found = {i: x for share in shares for i, x in share}
   return [[Answer(**a) for a in found[i]] for i in range(len(due))]

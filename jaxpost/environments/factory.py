@@ -26,18 +26,18 @@ def start(config, algorithm, tokenizer) -> EnvironmentPool:
       'config.rollout.top_logprobs: is for single answers, not for the turns of config.environment; set it to 0'
     )
   wanted = r.prompts * r.group_size if algorithm.on_policy else (config.eval.size * config.eval.samples)
-  workers = t.workers or max(1, min(wanted, r.slots or wanted, _MOST) // coordination.count())
+  workers = t.workers or max(1, min(wanted, r.slots or wanted, _MOST) // coordination.process_count())
   pool = EnvironmentPool(
     config.environment,
     workers=workers,
     timeout_s=t.timeout_s,
     most=max(r.max_prompt_length, t.max_result_tokens) * _CHARACTERS,
   ).check()
-  if pool.agent and coordination.count() > 1:
+  if pool.agent and coordination.process_count() > 1:
     pool.close()
     raise InputError(
       f'config.environment: {config.environment} is an agent that asks by '
-      f'HTTP, for a run of one process; there are {coordination.count()}'
+      f'HTTP, for a run of one process; there are {coordination.process_count()}'
     )
   return pool
 

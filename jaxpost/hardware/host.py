@@ -101,4 +101,4 @@ class StopSignal:
     """
     from jaxpost.distributed import coordination
 
-    return coordination.any_told(self.received is not None)
+    return coordination.any_process(self.received is not None)

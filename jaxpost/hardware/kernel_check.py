@@ -68,7 +68,7 @@ def settle(compute: Compute, uses) -> Compute:
     except OSError as e:
       logging.info('%s: not kept (%s): it is checked again next time', path, e)
   out, device = [], jax.local_devices()[0].device_kind
-  for work, told in zip(works, zip(*coordination.gather(whys))):
+  for work, told in zip(works, zip(*coordination.all_gather(whys))):
     why = next(filter(None, told), '')
     if why and compute.forced:
       raise InputError(

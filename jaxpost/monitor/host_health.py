@@ -64,7 +64,7 @@ class Peers:
     Raises:
       RuntimeError: replicas differ; names parameter, device and process.
     """
-    waited = coordination.waited() - self._waited
+    waited = coordination.seconds_waited() - self._waited
     self._own += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
     self._step, self._steps = self._step + times['time/step'], self._steps + 1
     self._waited += waited
@@ -80,7 +80,7 @@ class Peers:
     return row
 
   def _speed(self) -> dict:
-    hosts, own = zip(*coordination.gather([socket.gethostname(), self._own / self._steps]))
+    hosts, own = zip(*coordination.all_gather([socket.gethostname(), self._own / self._steps]))
     step = self._step / self._steps
     slowest = own.index(max(own))
     skew = max(own) - statistics.median_low(own)
@@ -93,7 +93,7 @@ class Peers:
     return {'time/host_skew': skew, 'time/slowest_process': slowest}
 
   def _stop(self, wrong: list):
-    hosts = coordination.gather(socket.gethostname())
+    hosts = coordination.all_gather(socket.gethostname())
     path, device = wrong[0]
     place = f'{device} of process {device.process_index}'
     raise RuntimeError(

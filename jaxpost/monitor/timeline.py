@@ -163,8 +163,8 @@ class Timeline(Chrono):
     mine = [
       [lane, name, round((self._zero + start) * 1e6), round((end - start) * 1e6)] for lane, name, start, end in done
     ]
-    every = coordination.gather(mine)
-    if coordination.index() == 0:
+    every = coordination.all_gather(mine)
+    if coordination.process_index() == 0:
       self._write(every)
     self.steps -= 1
     if self.steps < 0:

@@ -28,7 +28,7 @@ def resolve(prepared: list[prepare.Prepared], raw: dict, note: Callable) -> list
   """
   here = chips.here(jax.devices())
   shapes = {p.name: p for p in dry_run.prepare_all(raw)}
-  return [search.vary(p, coordination.from_first(choose(shapes[p.name], here, note))) for p in prepared]
+  return [search.vary(p, coordination.broadcast(choose(shapes[p.name], here, note))) for p in prepared]
 
 
 def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dict:

@@ -114,7 +114,7 @@ class Program:
 
   def _elsewhere(self, args) -> bool:
     """Whether only other processes have the devices that this runs on."""
-    return coordination.count() > 1 and not any(
+    return coordination.process_count() > 1 and not any(
       x.sharding.addressable_devices for x in jax.tree.leaves(self.outputs(*args))
     )
 

@@ -49,7 +49,7 @@ class Grader:
       else Shared(
         self.pool,
         len(made.prompts),
-        self.pool.submit(to_groups(made, self.tokenizer, coordination.share(range(len(made.prompts)))), made.step),
+        self.pool.submit(to_groups(made, self.tokenizer, coordination.shard(range(len(made.prompts)))), made.step),
       )
     )
     return Grading(self, [Round(rollout, self.tokenizer, start(rollout), start(greedy))])
@@ -70,7 +70,7 @@ class Shared:
   @functools.cached_property
   def graded(self) -> list[Graded]:
     """Of all groups, in order and equal on every process."""
-    shares = coordination.gather([vars(graded) for graded in self.pending.uncounted()])
+    shares = coordination.all_gather([vars(graded) for graded in self.pending.uncounted()])
     found = [None] * self.number
     for i, share in enumerate(shares):
       found[i :: len(shares)] = [Graded(**fields) for fields in share]

@@ -63,9 +63,9 @@ class Ahead:
   def __post_init__(self):
     config, few = (
       self.config,
-      coordination.count() > 1
+      coordination.process_count() > 1
       and self.engine
-      and len(owners(self.engine.layout.mesh.devices.flat)) < coordination.count(),
+      and len(owners(self.engine.layout.mesh.devices.flat)) < coordination.process_count(),
     )
     refuse(
       bool(few and (config.environment or config.rollout.swap_blocks)),

@@ -69,14 +69,14 @@ class Sampler:
   def __call__(self, prompts: Sequence[Prompt], group_size: int = 1, step: int = 0, **sampling) -> Rollout:
     """`group_size` completions of each prompt; `sampling` as in `Sampling`."""
     draw = lambda: self.engine(prompts, group_size=group_size, run_key=self.run_key, step=step, sampling=sampling)
-    if coordination.count() == 1:
+    if coordination.process_count() == 1:
       return draw()
     have = owners(self.engine.layout.mesh.devices.flat)
-    if len(have) == coordination.count():
+    if len(have) == coordination.process_count():
       return draw()
     from jaxpost.rollout import rollout_files  # of some processes, sent to the others
 
-    text = rollout_files.to_text(draw()) if coordination.index() in have else ''
-    return rollout_files.from_text(coordination.from_one(have[0], text.encode()).decode()).replace(
+    text = rollout_files.to_text(draw()) if coordination.process_index() in have else ''
+    return rollout_files.from_text(coordination.broadcast_bytes(have[0], text.encode()).decode()).replace(
       prompts=tuple(prompts)
     )

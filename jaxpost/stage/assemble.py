@@ -89,7 +89,7 @@ def begin_step(p: Prepared, timeline: Timeline, trace, step: int):
 
 def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
   """What processes say to each other on the way; one has nobody to tell."""
-  if coordination.count() == 1:
+  if coordination.process_count() == 1:
     return None
   from jaxpost.monitor.host_health import make_peers
 
@@ -98,7 +98,7 @@ def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
 
 def make_keeper(stage: str, workdir, every: int):
   """What keeps all that a step has learnt from, if that is asked for."""
-  if not every or coordination.index():
+  if not every or coordination.process_index():
     return None
   from jaxpost.rollout import rollout_files
 

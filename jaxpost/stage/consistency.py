@@ -80,14 +80,14 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
 
 def check_same_config(raw):
   """InputError where processes have other code, or other configs."""
-  if coordination.count() == 1:
+  if coordination.process_count() == 1:
     return
   coordination.check_same(  # first: other code may have other fields
     {'the version of jax': jax.__version__, 'the code of jaxpost': code()}, 'install one everywhere'
   )
   plain = spelled(raw)
-  if len(set(coordination.gather(array_cache.fingerprint(plain)))) > 1:
-    every = coordination.gather(plain)
+  if len(set(coordination.all_gather(array_cache.fingerprint(plain)))) > 1:
+    every = coordination.all_gather(plain)
     for i, other in enumerate(every):
       for key, (was, now) in difference(every[0], other).items():
         raise InputError(
@@ -97,7 +97,7 @@ def check_same_config(raw):
 
 def check_same_start(workdir, configs: dict):
   """InputError where processes see another workdir."""
-  if coordination.count() == 1:
+  if coordination.process_count() == 1:
     return
   saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
   coordination.check_same(
@@ -115,7 +115,7 @@ def code() -> str:
 
 def check_same_inputs(prepared):
   """InputError where processes see different data, tokens or weights."""
-  if coordination.count() == 1:
+  if coordination.process_count() == 1:
     return
   values = {}
   for p in prepared:

@@ -110,7 +110,7 @@ def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
         ]
       )
       # Times of files may differ between hosts.
-      path = workdir and epath.Path(workdir) / 'cache' / coordination.from_first(key)
+      path = workdir and epath.Path(workdir) / 'cache' / coordination.broadcast(key)
       make = functools.partial(read, every.__getitem__, number, spec.arrays, run, kit.shape[0], kit.shape[2])
       lookup.fill(every, load_or_make(path, make))
   if wanted and p.eval_examples:

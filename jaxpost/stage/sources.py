@@ -132,8 +132,8 @@ def identity(source: Source, workdir, seed: int, here=True) -> list:
     # Process 0 writes it, and may be about to.
     return [
       shape,
-      coordination.from_first(
-        (folder / str(step) / 'checksums.json').read_text() if coordination.index() == 0 else None
+      coordination.broadcast(
+        (folder / str(step) / 'checksums.json').read_text() if coordination.process_index() == 0 else None
       ),
       *base,
     ]

@@ -26,14 +26,14 @@ def load_or_make(path, make: Callable) -> dict:
     return make()
   path = epath.Path(path)
   found = _index(path)
-  if coordination.from_first(found is not None):  # what process 0 sees counts
+  if coordination.broadcast(found is not None):  # what process 0 sees counts
     if found is None:
       raise FileNotFoundError(f'{path}: process 0 sees it and this one not')
     return {name: _load(path / f'{name}.npy') for name in found}
   values = make()
-  if coordination.index() == 0:
+  if coordination.process_index() == 0:
     _write(path, values)
-  coordination.gather('written')
+  coordination.all_gather('written')
   return values
 
 

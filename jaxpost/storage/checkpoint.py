@@ -53,7 +53,7 @@ class Checkpointer:
     # What Orbax writes for one process goes to an object store afterwards;
     # several write there together, which it can do on gs:// only.
     self._spool = None
-    if object_store.is_remote(folder) and coordination.count() == 1:
+    if object_store.is_remote(folder) and coordination.process_count() == 1:
       self._spool = epath.Path(object_store.folder())
     elif str(folder).startswith('s3://'):
       raise errors.InputError(
@@ -97,7 +97,7 @@ class Checkpointer:
     named, _ = _flatten(state)
     _check_arrays(named)
     # Of one process only: Orbax takes numpy, and process 0 writes it.
-    alone = lambda x: coordination.count() > 1 and x.is_fully_addressable
+    alone = lambda x: coordination.process_count() > 1 and x.is_fully_addressable
     arrays = {
       k: np.zeros((), x.dtype) if not x.sharding.addressable_devices else np.asarray(x) if alone(x) else x
       for k, x in named.items()
@@ -148,7 +148,7 @@ class Checkpointer:
     afresh over a damaged run is a decision for a person.
     """
     self.wait()
-    if not coordination.from_first(len(finished_steps(self._folder))):
+    if not coordination.broadcast(len(finished_steps(self._folder))):
       return None
     return self._choose(None, lambda line: None)
 
@@ -208,7 +208,7 @@ class Checkpointer:
       for other in set(_steps(self._folder)).difference(finished):
         self._remove(other)
       newest = max(filter(self._is_ours, finished), default=newest)
-    newest = coordination.from_first(newest)
+    newest = coordination.broadcast(newest)
     if newest >= step:
       raise errors.InputError(
         f'{self._folder} already holds step {newest}, so step {step} is not'
@@ -296,7 +296,7 @@ class Checkpointer:
           chosen = candidate
           break
         problems.append(f'step {candidate} ({problem})')
-    chosen = coordination.from_first(chosen)
+    chosen = coordination.broadcast(chosen)
     problems = '; '.join(problems)
     if chosen < 0:
       raise errors.NoCheckpointError(f'no usable checkpoint in {self._folder}: {problems or "nothing there"}')
