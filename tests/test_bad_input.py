@@ -20,6 +20,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble
+from jaxpost.stage import kit as kit_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = '{"prompt": "1+1=", "completion": "2"}'
