@@ -1,5 +1,6 @@
 """Tokens and loss masks of rows, against renderings written out by hand."""
 
+import dataclasses
 import functools
 import json
 
@@ -56,7 +57,7 @@ def test_qwen3_two_turns(qwen):
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
   head = f'{Q}Q1{END}\n{A}[[A1{END}]]\n{Q}Q2{END}\n{A}'
   assert render(qwen, row) == f'{head}{EMPTY}[[A2{END}]]\n'
-  assert render(qwen, row, enable_thinking=True) == (f'{head}[[{EMPTY}A2{END}]]\n')
+  assert render(dataclasses.replace(qwen, enable_thinking=True), row) == (f'{head}[[{EMPTY}A2{END}]]\n')
   assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
   assert render(qwen, row, train_on='all').startswith('[[<|im_start|>')
 
@@ -78,7 +79,7 @@ def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
 def test_qwen3_does_not_join_header_and_content(qwen):
   # As one text, the line breaks before and after the cut are one token.
   row = {'messages': [USER, {'role': 'assistant', 'content': '\nA1'}, USER_2, ANSWER_2]}
-  assert render(qwen, row, enable_thinking=True).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
+  assert render(dataclasses.replace(qwen, enable_thinking=True), row).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
 
 
 def test_qwen3_tool_calls(qwen):
@@ -118,10 +119,10 @@ def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, thi
     {'prompt': [USER, ANSWER, USER_2], 'completion': [answer]},
     {'prompt': 'Q1: ', 'completion': content},
   ]
-  for tokenizer in (qwen, plain):
+  for tokenizer in (dataclasses.replace(t, enable_thinking=thinking) for t in (qwen, plain)):
     for row in rows:
-      prompt = chat.render_prompt(tokenizer, row, 'x', enable_thinking=thinking)
-      example = chat.render(tokenizer, row, 'x', enable_thinking=thinking)
+      prompt = chat.render_prompt(tokenizer, row, 'x')
+      example = chat.render(tokenizer, row, 'x')
       head = int(example.loss_mask.argmax())
       assert example.tokens[:head].tolist() == prompt.tolist()
       assert not example.loss_mask[:head].any()

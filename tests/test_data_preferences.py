@@ -1,5 +1,6 @@
 """Pairs, labels, steps and scores: the tokens of SFT, numbered and marked."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -64,27 +65,25 @@ def fits(tokenizer, row):
 @pytest.mark.parametrize('row', PAIRS)
 @pytest.mark.parametrize('thinking', [True, False])
 def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
+  tokenizer = dataclasses.replace(tokenizer, enable_thinking=thinking)
   if not fits(tokenizer, row):
     with pytest.raises(InputError, match='need a chat template'):
       preferences.render_pair(tokenizer, row, 'x')
     return
-  shared, apart = (
-    preferences.render_pair(tokenizer, row, 'x', share_prompt=share, enable_thinking=thinking)
-    for share in (True, False)
-  )
+  shared, apart = (preferences.render_pair(tokenizer, row, 'x', share_prompt=share) for share in (True, False))
   assert unrolled(shared) == unrolled(apart)
   assert len(shared.tokens) < len(apart.tokens)
   assert shared.segment_ids is None and apart.branch_ids is None
   for side, (tokens, mask, scored) in zip(('chosen', 'rejected'), unrolled(shared)):
     given = {'prompt': row['prompt'], 'completion': row[side]}
-    want = chat.render(tokenizer, given, 'x', enable_thinking=thinking)
+    want = chat.render(tokenizer, given, 'x')
     stop = np.flatnonzero(want.loss_mask)[-1] + 1
     assert tokens == want.tokens[:stop].tolist()
     assert mask == scored == want.loss_mask[:stop].tolist()
     assert not want.loss_mask[stop:].any()
     if row[side][0] is CALL:
       continue  # Qwen3 writes turns before the last without a <think> block
-    prompt = chat.render_prompt(tokenizer, row, 'x', enable_thinking=thinking).tolist()
+    prompt = chat.render_prompt(tokenizer, row, 'x').tolist()
     assert tokens[: len(prompt)] == prompt and not any(mask[: len(prompt)])
     assert mask[len(prompt)]
 

@@ -23,7 +23,7 @@ _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
-def render(tokenizer, row, where, *, train_on='assistant', enable_thinking=False):
+def render(tokenizer, row, where, *, train_on='assistant'):
   """One row as an Example.
 
   Args:
@@ -36,15 +36,14 @@ def render(tokenizer, row, where, *, train_on='assistant', enable_thinking=False
       token. Rows of `text` are always trained whole. A message may carry
       `weight` (a number >= 0, also called loss_weight), which scales the mask
       of its tokens; 0 leaves the turn out.
-    enable_thinking: False where prompts will be rendered with thinking off.
   """
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
   if row.get('messages') is not None:
     messages = check_messages(row['messages'], f'{where}: messages')
-    return _chat(tokenizer, messages, 0, row, where, train_on, enable_thinking)
+    return _chat(tokenizer, messages, 0, row, where, train_on)
   if row.get('prompt') is not None and row.get('completion') is not None:
-    return _pair(tokenizer, row, where, train_on, enable_thinking)
+    return _pair(tokenizer, row, where, train_on)
   if row.get('text') is not None and 'prompt' not in row:
     text = check_text(row['text'], f'{where}: text')
     ids = [*_bos(tokenizer), *tokenizer.encode(text), tokenizer.eos_id]
@@ -59,10 +58,10 @@ def render(tokenizer, row, where, *, train_on='assistant', enable_thinking=False
   )
 
 
-def render_prompt(tokenizer, row, where, *, enable_thinking=False, system_prompt=''):
+def render_prompt(tokenizer, row, where, *, system_prompt=''):
   """The tokens [T] int32 that a sampler continues for this row."""
   prompt = prompt_of(row, where, system_prompt)
-  return encode_prompt(tokenizer, prompt, row, where, enable_thinking)
+  return encode_prompt(tokenizer, prompt, row, where)
 
 
 def prompt_of(row, where, system_prompt=''):
@@ -94,16 +93,14 @@ def prompt_of(row, where, system_prompt=''):
   return messages
 
 
-def encode_prompt(tokenizer, prompt, row, where, enable_thinking=False):
+def encode_prompt(tokenizer, prompt, row, where):
   """The tokens [T] int32 of a prompt that `prompt_of` returned."""
   if isinstance(prompt, str):
     ids = [*_bos(tokenizer), *tokenizer.encode(prompt)]
     if not ids:
       raise InputError(f'{where}: prompt: is empty')
   else:
-    text, _ = tokenizer.render(
-      prompt, generation_prompt=True, tools=_tools(row, where), enable_thinking=enable_thinking, where=where
-    )
+    text, _ = tokenizer.render(prompt, generation_prompt=True, tools=_tools(row, where), where=where)
     ids = tokenizer.encode(text)
   return np.asarray(ids, np.int32)
 
@@ -170,7 +167,7 @@ def _join_parts(parts, where):
   return ''.join(texts)
 
 
-def _pair(tokenizer, row, where, train_on, enable_thinking):
+def _pair(tokenizer, row, where, train_on):
   prompt, completion = row['prompt'], row['completion']
   if isinstance(prompt, str) != isinstance(completion, str):
     raise InputError(
@@ -180,7 +177,7 @@ def _pair(tokenizer, row, where, train_on, enable_thinking):
   if not isinstance(prompt, str):
     prompt = check_messages(prompt, f'{where}: prompt')
     completion = check_messages(completion, f'{where}: completion')
-    return _chat(tokenizer, prompt + completion, len(prompt), row, where, train_on, enable_thinking)
+    return _chat(tokenizer, prompt + completion, len(prompt), row, where, train_on)
   check_text(prompt, f'{where}: prompt')
   check_text(completion, f'{where}: completion')
   head = [*_bos(tokenizer), *tokenizer.encode(prompt)]
@@ -199,7 +196,7 @@ def continuation(tokenizer, prompt, text):
   return tokenizer.encode(text)
 
 
-def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
+def _chat(tokenizer, messages, first, row, where, train_on):
   """A chat of which the assistant turns from message `first` on are trained."""
   tools = _tools(row, where)
   turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
@@ -211,7 +208,7 @@ def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
   def text_of(messages, **options):
     return tokenizer.render(messages, tools=tools, where=where, **options)
 
-  text, marked = text_of(messages, enable_thinking=enable_thinking)
+  text, marked = text_of(messages)
   weights = [messages[n].get('weight', 1) for n in turns]
   if train_on == 'all':
     if any('weight' in m for m in messages):
@@ -229,13 +226,13 @@ def _chat(tokenizer, messages, first, row, where, train_on, enable_thinking):
       )
     spans = [marked[every.index(n)] for n in turns]
   else:
-    spans = [_span(tokenizer, text_of, text, messages, n, where, enable_thinking) for n in turns]
+    spans = [_span(tokenizer, text_of, text, messages, n, where) for n in turns]
   for n, (start, end) in zip(turns, spans):
     _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
   return _example(*_encode_spans(tokenizer, text, spans, weights, where))
 
 
-def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
+def _span(tokenizer, text_of, text, messages, n, where):
   """(start, end) of what the assistant generates as message n of the chat.
 
   The chat rendered with another message in its place differs from `text` in
@@ -247,7 +244,7 @@ def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
   if sentinel is None:
     raise InputError(f'{where}: holds all private characters used as marks')
   other = {'role': 'assistant', 'content': sentinel}
-  changed, _ = text_of(messages[:n] + [other] + messages[n + 1 :], enable_thinking=enable_thinking)
+  changed, _ = text_of(messages[:n] + [other] + messages[n + 1 :])
   if sentinel not in changed:
     raise InputError(
       f'{where}: the chat template leaves out message {n}, so its tokens'
@@ -255,7 +252,7 @@ def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
     )
   start = len(os.path.commonprefix([text, changed]))
   end = len(text) - len(os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
-  start = _begin(text_of, text, messages[:n], start, enable_thinking)
+  start = _begin(tokenizer, text_of, text, messages[:n], start)
   if end < start:
     raise InputError(
       f'{where}: the chat template renders message {n} otherwise than its'
@@ -268,7 +265,7 @@ def _span(tokenizer, text_of, text, messages, n, where, enable_thinking):
   return start, end
 
 
-def _begin(text_of, text, before, start, enable_thinking):
+def _begin(tokenizer, text_of, text, before, start):
   """Where the generation prompt of a turn ends that differs from `start`.
 
   Between the two stands only what the template puts before each content, an
@@ -279,7 +276,7 @@ def _begin(text_of, text, before, start, enable_thinking):
   if at < 0 or not _OPENING.fullmatch(text[at + len(header) : start]):
     return start
   closed = _header(text_of, before, False)
-  if not enable_thinking and text.startswith(closed, at):
+  if not tokenizer.enable_thinking and text.startswith(closed, at):
     return at + len(closed)
   return at + len(header)
 

@@ -31,7 +31,7 @@ class _Side:
   arrays: dict = dataclasses.field(default_factory=dict)  # name -> [T]
 
 
-def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=True, enable_thinking=False):
+def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=True):
   """A chosen and a rejected answer: sequences 1 and 2.
 
   Args:
@@ -44,7 +44,6 @@ def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=Tr
     train_on: 'completion': every turn of the assistant; 'last': the last
       token alone, where a reward model's score is read.
     share_prompt: branches, else segments.
-    enable_thinking: as in `chat.render`.
   """
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
@@ -52,14 +51,14 @@ def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=Tr
   margin = _margin(row, where)
   sides = []
   for name, answer in (('chosen', chosen), ('rejected', rejected)):
-    side = _side(tokenizer, prompt, answer, row, f'{where}: {name}', enable_thinking)
+    side = _side(tokenizer, prompt, answer, row, f'{where}: {name}')
     if train_on == 'last':
       side = _last_only(side)
     sides.append(_with(side, margin=margin * side.scored))
   return _join(sides, share_prompt)
 
 
-def render_unpaired(tokenizer, row, other_row, where, *, share_prompt=True, enable_thinking=False):
+def render_unpaired(tokenizer, row, other_row, where, *, share_prompt=True):
   """A good or bad answer (sequence 1), and one to another prompt (2).
 
   Sequence 2 is the completion of `other_row` after this row's prompt. It has
@@ -81,8 +80,8 @@ def render_unpaired(tokenizer, row, other_row, where, *, share_prompt=True, enab
       f'{where}: is text where another row has messages, or the other way'
       ' round; KTO pairs each prompt with the completion of another row'
     )
-  own = _side(tokenizer, prompt, completion, row, where, enable_thinking)
-  kl = _side(tokenizer, prompt, other, row, where, enable_thinking)
+  own = _side(tokenizer, prompt, completion, row, where)
+  kl = _side(tokenizer, prompt, other, row, where)
   own = _with(own, label=(2 * label - 1) * own.scored, kl_mask=0 * own.loss)
   kl = _with(kl, label=0 * kl.loss, kl_mask=1 * kl.scored)
   kl = dataclasses.replace(kl, loss=np.zeros_like(kl.loss))
@@ -112,7 +111,7 @@ def mismatched(rows, i):
   return found
 
 
-def render_steps(tokenizer, row, where, *, separator='\n', enable_thinking=False):
+def render_steps(tokenizer, row, where, *, separator='\n'):
   """Steps of a solution, each judged: the labels of a process reward model.
 
   The separator follows each step; its last token (of the step, if it is '')
@@ -131,7 +130,7 @@ def render_steps(tokenizer, row, where, *, separator='\n', enable_thinking=False
       raise InputError(f'{where}: {column}: must be a list that is not empty')
   if len(steps) != len(labels):
     raise InputError(f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
-  head = chat.render_prompt(tokenizer, row, where, enable_thinking=enable_thinking).tolist()
+  head = chat.render_prompt(tokenizer, row, where).tolist()
   text = row['prompt'] if isinstance(row['prompt'], str) else ''
   tokens, marks = list(head), {}
   for n, (step, label) in enumerate(zip(steps, labels)):
@@ -150,7 +149,7 @@ def render_steps(tokenizer, row, where, *, separator='\n', enable_thinking=False
   return _join([_Side(tokens, loss, scored, {'label': given})], False)
 
 
-def render_scored(tokenizer, row, where, *, enable_thinking=False):
+def render_scored(tokenizer, row, where):
   """An answer with a number, read at its last token: sequence 1.
 
   Args:
@@ -161,7 +160,7 @@ def render_scored(tokenizer, row, where, *, enable_thinking=False):
   _needs(row, ('score',), where)
   score = number(row['score'], f'{where}: score', True)
   prompt, completion = _answer_of(row, where)
-  side = _last_only(_side(tokenizer, prompt, completion, row, where, enable_thinking))
+  side = _last_only(_side(tokenizer, prompt, completion, row, where))
   return _join([_with(side, label=score * side.loss)], False)
 
 
@@ -285,14 +284,9 @@ def _margin(row, where):
   return better - worse
 
 
-def _side(tokenizer, prompt, answer, row, where, enable_thinking):
+def _side(tokenizer, prompt, answer, row, where):
   """`answer` after `prompt`, as `chat.render` renders them."""
-  made = chat.render(
-    tokenizer,
-    {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')},
-    where,
-    enable_thinking=enable_thinking,
-  )
+  made = chat.render(tokenizer, {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')}, where)
   if made.loss_mask[:1].any():
     raise InputError(f'{where}: nothing stands before it; the prompt is empty')
   if not made.trained.any():

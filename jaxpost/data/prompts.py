@@ -21,19 +21,7 @@ class PromptStream:
       read source dropped; of lazily read rows, those reached so far.
   """
 
-  def __init__(
-    self,
-    rows,
-    tokenizer,
-    *,
-    per_step,
-    max_prompt_length,
-    seed,
-    shuffle=True,
-    system_prompt='',
-    enable_thinking=False,
-    tools=None,
-  ):
+  def __init__(self, rows, tokenizer, *, per_step, max_prompt_length, seed, shuffle=True, system_prompt='', tools=None):
     """See the class.
 
     Args:
@@ -46,14 +34,13 @@ class PromptStream:
       seed: decides the order.
       shuffle: else the prompts come in file order.
       system_prompt: put before each chat as a system message.
-      enable_thinking: for chat templates that know it.
       tools: JSON schemas that every prompt shows; then all are chats.
     """
     if per_step < 1:
       raise InputError(f'per_step={per_step} must be at least 1')
     self._rows, self._tokenizer = rows, tokenizer
     self._longest = max_prompt_length
-    self._system_prompt, self._thinking = system_prompt, enable_thinking
+    self._system_prompt = system_prompt
     self._tools = tools
     self.skipped = 0
     # Without streaming, the prompts of all rows that fit, by number.
@@ -106,7 +93,7 @@ class PromptStream:
           f'{where}: prompt: is plain text, and an environment answers in chats; make it a list of messages'
         )
       shown = {'tools': self._tools}
-    tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where, self._thinking)
+    tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where)
     return tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'}
 
   @property

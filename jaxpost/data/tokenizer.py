@@ -53,6 +53,7 @@ class Tokenizer:
   vocab_size: int  # with the added tokens
   stop_ids: tuple  # of int: a sampler stops at any of them
   chat_template: str | None
+  enable_thinking: bool = False  # of chats, for templates that know it (Qwen3)
 
   def encode(self, text):
     """Token ids of `text`; nothing is added, special tokens are parsed."""
@@ -85,14 +86,14 @@ class Tokenizer:
     """Whether the template marks what the assistant generates."""
     return 'generation' in _tags(self.chat_template or '')
 
-  def render(self, messages, *, generation_prompt=False, tools=None, enable_thinking=False, where='chat'):
+  def render(self, messages, *, generation_prompt=False, tools=None, enable_thinking=None, where='chat'):
     """A chat as text, and the (start, end) spans that the template marks.
 
     Args:
       messages: list of {'role', 'content', ...}.
       generation_prompt: append the header of an assistant turn.
       tools: list of JSON schemas, for templates that show them.
-      enable_thinking: for templates that know it.
+      enable_thinking: overrides the tokenizer's `enable_thinking`.
       where: what to call the chat in errors.
     """
     import jinja2
@@ -111,7 +112,7 @@ class Tokenizer:
         chat_template=self.chat_template,
         return_assistant_tokens_mask=self.has_markers,
         add_generation_prompt=generation_prompt,
-        enable_thinking=enable_thinking,
+        enable_thinking=self.enable_thinking if enable_thinking is None else enable_thinking,
         # Templates that print today's date would change the run each day.
         date_string='26 Jul 2024',
         **named,
@@ -137,13 +138,15 @@ class Tokenizer:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
 
 
-def load(path, chat_template=''):
+def load(path, chat_template='', enable_thinking=False):
   """The tokenizer of a Hugging Face folder or hub name, or 'bytes'.
 
   Args:
     path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for
       each byte and <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258.
     chat_template: a .jinja file that replaces the tokenizer's own template.
+    enable_thinking: passed to the chat template wherever this tokenizer renders a
+      chat: prompts, training rows and turns of an environment alike.
   """
   if path == 'bytes':
     hf, source, config = _bytes(), 'bytes', {}
@@ -178,6 +181,7 @@ def load(path, chat_template=''):
     vocab_size=len(hf),
     stop_ids=_stop_ids(hf, eos, config, template or ''),
     chat_template=template or None,
+    enable_thinking=enable_thinking,
   )
 
 

@@ -70,8 +70,8 @@ class Turns:
     end_id: the token that ends a turn of the model.
   """
 
-  def __init__(self, tokenizer, enable_thinking=False):
-    self._tokenizer, self._thinking = tokenizer, enable_thinking
+  def __init__(self, tokenizer):
+    self._tokenizer = tokenizer
     self._call = {}
     self.end_id = None
     try:
@@ -151,9 +151,7 @@ class Turns:
     return text[text.index(_SAID) + len(_SAID) :]
 
   def _render(self, messages, prompt: bool) -> str:
-    return self._tokenizer.render(
-      messages, generation_prompt=prompt, enable_thinking=self._thinking, where='config.environment'
-    )[0]
+    return self._tokenizer.render(messages, generation_prompt=prompt, where='config.environment')[0]
 
   def _text(self, ids) -> str:
     return self._tokenizer.decode(ids, skip_special=False)
