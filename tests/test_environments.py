@@ -304,7 +304,7 @@ class Scripted:
   def prefix_rows(self, size):
     return size
 
-  def serve(self, requests, *, run_key, step, follow, read_rows):
+  def serve(self, requests, *, run_key, step, follow, read_rows, on_dispatch=None):
     queue, done = list(requests), []
     while True:
       queue += follow(done, False)

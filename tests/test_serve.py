@@ -52,7 +52,7 @@ def requests(count=7, **sampling):
   return [Request(random.randint(0, 131, 3 + i, np.int32), 20 + i, i % 2, sampling) for i in range(count)]
 
 
-def serve(engine, wanted, follow=None, step=2, read_rows=None):
+def serve(engine, wanted, follow=None, step=2, **options):
   """{(prompt, sample): Completions, turn by turn}."""
   told = collections.defaultdict(list)
 
@@ -61,7 +61,7 @@ def serve(engine, wanted, follow=None, step=2, read_rows=None):
       told[c.request.prompt, c.request.sample].append(c)
     return follow(completions, idle) if follow else ()
 
-  serve.figures = engine.serve(wanted, run_key=KEY, step=step, follow=listen, read_rows=read_rows)
+  serve.figures = engine.serve(wanted, run_key=KEY, step=step, follow=listen, **options)
   return told
 
 
@@ -152,8 +152,7 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
   wanted = requests(9, max_tokens=5)
   made = lambda: make_engine(model, params, compute=compute, max_context=120, **fields)
   keeping, reading = made(), made()
-  reading.keeps = False
-  plain = serve(reading, wanted, talk(answers))
+  plain = serve(reading, wanted, talk(answers), reuse_cache=False)
   read, figures = serve.figures['tokens_prefilled'], {}
   assert serve.figures['tokens_kept'] == 0
   told = serve(keeping, wanted, talk(answers))
@@ -197,7 +196,9 @@ def test_nothing_is_compiled_on_the_way(model, params, fields):
 def test_it_is_the_engine_that_the_protocol_describes(engine):
   names = [n for n in vars(protocol.Engine) if not n.startswith('_')]
   names += protocol.Engine.__annotations__
-  assert {'read_rows', 'follow', 'tell'} <= set(inspect.signature(engine.serve).parameters)
+  assert {'read_rows', 'follow', 'tell', 'reuse_cache', 'on_dispatch'} <= set(
+    inspect.signature(engine.serve).parameters
+  )
   for name in names:
     assert hasattr(engine, name), name
     wanted = getattr(protocol.Engine, name, None)

@@ -116,10 +116,10 @@ class Agents(Episodes):
     self.endpoint = Endpoint(engine, tokenizer)
     weakref.finalize(self, self.endpoint.close)
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling) -> Rollout:
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling) -> Rollout:
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
     play = _Play(self, episodes, step, sampling)
-    figures = self.endpoint.round(self.run_key, step, play.ended)
+    figures = self.endpoint.round(self.run_key, step, play.ended, on_dispatch)
     self.count(episodes)
     self.endpoint.drop()  # of agents that were killed
     figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in play.sessions.values())

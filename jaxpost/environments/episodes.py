@@ -108,7 +108,7 @@ class Episodes:
   def release(self):
     self.engine.unload()
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling) -> Rollout:
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling) -> Rollout:
     """`group_size` episodes of each prompt; `sampling` as in `Sampling`."""
     play = _Play(
       self,
@@ -116,7 +116,12 @@ class Episodes:
       sampling,
     )
     figures = self.engine.serve(
-      [], run_key=self.run_key, step=step, follow=play.follow, read_rows=self.engine.prefix_rows(group_size)
+      [],
+      run_key=self.run_key,
+      step=step,
+      follow=play.follow,
+      read_rows=self.engine.prefix_rows(group_size),
+      on_dispatch=on_dispatch,
     )
     assert not play.waiting and not play.pending, 'episodes were left out'
     self.count(play.episodes)

@@ -78,21 +78,25 @@ class Endpoint:
     finally:
       self.close()
 
-  def round(self, run_key, step: int, ended: Callable[[], bool]) -> dict:
+  def round(self, run_key, step: int, ended: Callable[[], bool], on_dispatch: Callable | None = None) -> dict:
     """Answers until `ended()`, which is asked between blocks; figures.
 
     Who asks between two rounds waits: the weights may be others by then.
     """
     self._ended, self._tick_s = ended, _TICK_S / 20
     try:
-      return self._drive(self.name, run_key, step)
+      return self._drive(self.name, run_key, step, on_dispatch)
     finally:
       self._ended = self._stop.is_set
 
-  def _drive(self, name: str, run_key, step: int) -> dict:
+  def _drive(self, name: str, run_key, step: int, on_dispatch: Callable | None = None) -> dict:
     with self._turns:
       return self.engines[name].serve(
-        [], run_key=run_key, step=step, follow=functools.partial(self._follow, self._queues[name])
+        [],
+        run_key=run_key,
+        step=step,
+        follow=functools.partial(self._follow, self._queues[name]),
+        on_dispatch=on_dispatch,
       )
 
   def stop(self):

@@ -44,11 +44,11 @@ class Mixed:
   def release(self):
     self.sampler.release()
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, **sampling):
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling):
     """As `roles.Sampler`; of the data there is one completion a prompt."""
     if self.from_data(step):
       return rollout(prompts, self.tokenizer, self.max_tokens, step)
-    return self.sampler(prompts, group_size, step, **sampling)
+    return self.sampler(prompts, group_size, step, on_dispatch, **sampling)
 
 
 def check(tokenizer, rows, most: int):

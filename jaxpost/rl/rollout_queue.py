@@ -111,15 +111,12 @@ class Ahead:
     if self.engine:
       with self.chrono('wait'):  # for the update, where sampling is ahead
         jax.block_until_ready(self.engine.weights)
-    if config.rollout.swap_blocks:
-      self.engine.swap = config.rollout.swap_blocks, functools.partial(self.sync, now)
-    graded, info = self._sample(step)
+    swap = functools.partial(self._swap, now) if config.rollout.swap_blocks else None
+    graded, info = self._sample(step, swap)
     while rl.dynamic_sampling and self._wants_more(graded, info, step):
-      more, newer = self._sample(step)
+      more, newer = self._sample(step, swap)
       info |= newer
       graded = grading.join(graded, more)
-    if config.rollout.swap_blocks:
-      self.engine.swap = None
     info['reshard_bytes'] = self.moved
     if self.lag:
       self.sync(now)  # for the next one; whoever trains is not waited for
@@ -131,14 +128,18 @@ class Ahead:
       graded = grading.keep_mixed(graded, config.rollout.prompts)
     return Sampled(graded, info)
 
-  def _sample(self, step: int):
+  def _swap(self, now: int, dispatched: int):
+    if dispatched == self.config.rollout.swap_blocks:
+      self.sync(now)
+
+  def _sample(self, step: int, swap):
     """One round: (what was sampled, its grading under way; figures)."""
     prompts, info = next(self.prompts)
     group, greedy = self.config.rollout.group_size, None
     with self.chrono('sample'):
-      rollout = self.sampler(prompts, group, step)
+      rollout = self.sampler(prompts, group, step, swap)
       if self.algorithm.greedy_baseline(self.config):
-        greedy = self.sampler(prompts, 1, step, temperature=0.0)
+        greedy = self.sampler(prompts, 1, step, swap, temperature=0.0)
     with self.chrono('pack'):  # workers grade while the devices score
       return self.grader.submit(rollout, greedy), info
 

@@ -10,6 +10,7 @@ Legend: S slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Engine(Protocol):
 
   def unload(self):
     """Frees the weights until the next `load`."""
+
+  def preserve_weights(self) -> AbstractContextManager:
+    """Restores the present weights and version when the block ends."""
 
   def described(self, params: Any) -> Any:
     """Shapes and shardings of the arrays that it will keep."""
@@ -64,11 +68,16 @@ class Engine(Protocol):
     follow: Callable[[list[Completion], bool], Iterable[Request]],
     read_rows: int | None = None,
     tell: Callable | None = None,
+    reuse_cache: bool = True,
+    on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
     """All requests, and those that follow from what was drawn; figures.
 
     `follow(completions, idle)` is asked between any two blocks. read_rows:
     texts read at a time. tell: tell(request, ids so far), of each block.
+    reuse_cache: a request that begins with a finished text continues from its
+    cache. on_dispatch: called before each block with the number of blocks
+    dispatched so far; it may `load` newer weights (in-flight weight update).
     """
 
   def prefix_rows(self, group_size: int) -> int:
@@ -78,9 +87,18 @@ class Engine(Protocol):
     """InputError where a request cannot be served."""
 
   def __call__(
-    self, prompts: Sequence[Prompt], *, group_size: int, run_key: Any, step: int, sampling: dict | None = None
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    run_key: Any,
+    step: int,
+    sampling: dict | None = None,
+    on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
     """All samples of all prompts, whatever the number of slots.
 
-    `sampling`: fields of `types.Sampling` that differ from the default.
+    Args:
+      sampling: fields of `types.Sampling` that differ from the default.
+      on_dispatch: as in `serve`.
     """

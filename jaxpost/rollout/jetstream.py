@@ -8,9 +8,10 @@ JAX. It returns no log-probs and takes no settings per request, so log-probs
 are computed again, and temperature and its like are those of the engine.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -176,6 +177,15 @@ class JetStreamRollout:
   def unload(self):
     self.weights = None
 
+  @contextlib.contextmanager
+  def preserve_weights(self) -> Iterator[None]:
+    """Restores the present weights and version when the block ends."""
+    weights = self.weights
+    version = self.version
+    yield
+    self.weights = weights
+    self.version = version
+
   def described(self, params) -> tuple:
     del params  # its engine's own
     return ()
@@ -185,10 +195,19 @@ class JetStreamRollout:
     return []
 
   def __call__(
-    self, prompts: Sequence[Prompt], *, group_size: int, run_key, step: int, sampling: dict | None = None
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    run_key,
+    step: int,
+    sampling: dict | None = None,
+    on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
     """All samples of all prompts; the engine has draws of its own."""
     del run_key
+    if on_dispatch:
+      raise InputError('config.rollout.swap_blocks: jetstream takes no weights while it samples; leave it 0')
     if sampling:
       raise InputError(
         f'jetstream: {", ".join(sampling)} cannot be told to its engines; set it where the engine is made'

@@ -8,9 +8,10 @@ in every slot. `serve.py` has the loop, `programs/generate.py` what it runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -95,11 +96,8 @@ class NativeEngine:
     self._extend = {}  # entries read -> program
     # A model of one's own reads one token after a cache, or all of a text.
     own = isinstance(model.config, OwnConfig)
-    self.keeps = not own and not (model.config.experts and model.config.experts.record)
+    self.can_reuse_cache = not own and not (model.config.experts and model.config.experts.record)
     self.weights, self.version, self._fits = None, 0, False
-    # (blocks, function): called before that block of each call of `serve`;
-    # it may `load` other weights. What was read stays as it is.
-    self.swap = None
 
   def load(self, params, version: int) -> dict:
     self.weights = None  # frees the last copy before the next is made
@@ -114,6 +112,15 @@ class NativeEngine:
 
   def unload(self):
     self.weights = None
+
+  @contextlib.contextmanager
+  def preserve_weights(self) -> Iterator[None]:
+    """Restores the present weights and version when the block ends."""
+    weights = self.weights
+    version = self.version
+    yield
+    self.weights = weights
+    self.version = version
 
   # ------------------------------------------------------------------- verbs
 
@@ -291,6 +298,8 @@ class NativeEngine:
     follow: Follow,
     read_rows: int | None = None,
     tell: Tell | None = None,
+    reuse_cache: bool = True,
+    on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
     """Samples whatever is asked for, until nobody asks for more.
 
@@ -310,14 +319,35 @@ class NativeEngine:
         processes every one must return the same.
       read_rows: texts read at a time; None: as many as wait, up to the slots.
       tell: tell(request, ids so far) hears of each block, before `follow`.
+      reuse_cache: a request that begins with a finished text continues from
+        its cache; False prefills it from its beginning.
+      on_dispatch: called before each block with the number of blocks
+        dispatched so far; it may `load` newer weights. Cache entries that
+        were filled with the old ones stay as they are.
 
     Returns:
       figures: see `serve.Serving.figures`.
     """
-    return Serving(self, run_key, step, follow, read_rows, tell).run(requests)
+    return Serving(
+      self,
+      run_key,
+      step,
+      follow,
+      read_rows,
+      tell,
+      reuse_cache=reuse_cache and self.can_reuse_cache,
+      on_dispatch=on_dispatch,
+    ).run(requests)
 
   def __call__(
-    self, prompts: Sequence[Prompt], *, group_size: int, run_key, step: int, sampling: dict | None = None
+    self,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    run_key,
+    step: int,
+    sampling: dict | None = None,
+    on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
     """Samples `group_size` completions of each prompt: one turn of each.
 
@@ -325,6 +355,7 @@ class NativeEngine:
       run_key: key data, [2] uint32; with step, prompt index and sample index
         it decides every draw.
       sampling: fields of `Sampling` that differ from the config, as scalars.
+      on_dispatch: as in `serve`.
     """
     longest = max(len(p.tokens) for p in prompts)
     if longest > self.config.max_prompt:
@@ -338,7 +369,14 @@ class NativeEngine:
       for n, p in enumerate(prompts)
       for i in range(group_size)
     ]
-    figures = self.serve(requests, run_key=run_key, step=step, follow=follow, read_rows=self.prefix_rows(group_size))
+    figures = self.serve(
+      requests,
+      run_key=run_key,
+      step=step,
+      follow=follow,
+      read_rows=self.prefix_rows(group_size),
+      on_dispatch=on_dispatch,
+    )
     return sampler.rollout(prompts, done, self.config, step, self.version, figures)
 
   # ------------------------------------------------------------------ compile
@@ -375,7 +413,7 @@ class NativeEngine:
       jobs += [
         functools.partial(self._reader(n, read).compile, weights, state, *tables(n, read)) for n in self.row_rungs()
       ]
-      if turns and self.keeps:
+      if turns and self.can_reuse_cache:
         jobs.append(
           functools.partial(
             self._extender(read).compile,

@@ -113,8 +113,9 @@ class Replayed:
   def release(self):
     pass
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0) -> Rollout:
+  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None) -> Rollout:
     """The rollout of a step; `prompts` are those it should answer."""
+    del on_dispatch  # nothing is sampled
     path = self.folder / f'{step + 1}.npz'
     rollout, _ = load(path)
     have, size = len(rollout.prompts), len(rollout.lengths)

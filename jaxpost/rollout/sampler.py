@@ -6,8 +6,9 @@ Legend: N sequences, P prompt tokens, C completion tokens, L layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -66,9 +67,29 @@ class Sampler:
     """Frees the sampling copy of the weights."""
     self.engine.unload()
 
-  def __call__(self, prompts: Sequence[Prompt], group_size: int = 1, step: int = 0, **sampling) -> Rollout:
-    """`group_size` completions of each prompt; `sampling` as in `Sampling`."""
-    draw = lambda: self.engine(prompts, group_size=group_size, run_key=self.run_key, step=step, sampling=sampling)
+  def __call__(
+    self,
+    prompts: Sequence[Prompt],
+    group_size: int = 1,
+    step: int = 0,
+    on_dispatch: Callable[[int], None] | None = None,
+    **sampling,
+  ) -> Rollout:
+    """Samples `group_size` completions of each prompt.
+
+    Args:
+      on_dispatch: called before each block, see `engine.Engine.serve`.
+      sampling: fields of `types.Sampling` that differ from the config.
+    """
+    draw = functools.partial(
+      self.engine,
+      prompts,
+      group_size=group_size,
+      run_key=self.run_key,
+      step=step,
+      sampling=sampling,
+      on_dispatch=on_dispatch,
+    )
     if coordination.process_count() == 1:
       return draw()
     have = owners(self.engine.layout.mesh.devices.flat)

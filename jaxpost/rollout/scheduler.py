@@ -106,9 +106,21 @@ class Seat:
 class Serving:
   """One call of `serve`: the queue, and who sits in which slot."""
 
-  def __init__(self, engine, run_key, step: int, follow: Follow, read_rows: int | None, tell: Tell | None = None):
+  def __init__(
+    self,
+    engine,
+    run_key,
+    step: int,
+    follow: Follow,
+    read_rows: int | None,
+    tell: Tell | None = None,
+    *,
+    reuse_cache: bool = True,
+    on_dispatch: Callable[[int], None] | None = None,
+  ):
     self.engine, self.run_key, self.step = engine, run_key, step
     self.follow, self.read_rows, self.tell = follow, read_rows, tell
+    self.reuse_cache, self.on_dispatch = reuse_cache, on_dispatch
     self.queue = collections.deque()  # of Seat
     self.seats = {}  # slot -> Seat, first come first
     self.state = engine.init_decode_state()
@@ -265,8 +277,8 @@ class Serving:
     engine = self.engine
     if self.pages and not self.make_room():
       return False
-    if engine.swap and self.dispatches == engine.swap[0]:
-      engine.swap[1]()
+    if self.on_dispatch:
+      self.on_dispatch(self.dispatches)
     live = {s: x for s, x in self.seats.items() if x.left > 0}
     if not self.queue:
       live = self.move_together(live)
@@ -352,7 +364,7 @@ class Serving:
         self.tell(seat.request, seat.drawn())
       if seat.over:
         done.append(seat.completion(cut, bool(cut) or bool(block.finished[slot])))
-        if self.engine.keeps:
+        if self.reuse_cache:
           self.kept.add(slot, seat)
         elif self.pages:
           self.pages.release(seat)

@@ -79,12 +79,10 @@ class SampledEval:
   score: Callable | None = None
 
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
-    engine = self.sampler.engine
-    held = engine.weights, engine.version  # of a controller that runs ahead
-    self.sampler.sync(roles.policy, step)
-    rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
-    self.sampler.release()
-    engine.weights, engine.version = held
+    with self.sampler.engine.preserve_weights():  # of a controller that samples asynchronously
+      self.sampler.sync(roles.policy, step)
+      rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
+      self.sampler.release()
     graded = self.grader.submit(rollout, None)
     scores = self.score and self.score(rollout, roles)
     rewards = graded.rewards(scores)[0].reshape(-1, self.samples)

@@ -263,12 +263,14 @@ def turns(o: Options, workdir) -> dict:
   engine.load(params, 0)
   vocab = kit.prepared.model.config.vocab_size
   out, most = {}, (o.new - 72) // 4
-  for name, keeps in (('kept', True), ('read', False)):
-    engine.keeps, spent = keeps, []
+  for name, reuse_cache in (('kept', True), ('read', False)):
+    spent = []
     for _ in range(o.steps + 1):
       talk = _Talk(testing.RandomPrompts(o.samples, o.prompt, vocab), most)
       start, busy = time.perf_counter(), time.process_time()
-      figures = engine.serve(talk.requests, run_key=assemble.run_key(0, 1), step=0, follow=talk.follow, read_rows=2)
+      figures = engine.serve(
+        talk.requests, run_key=assemble.run_key(0, 1), step=0, follow=talk.follow, read_rows=2, reuse_cache=reuse_cache
+      )
       spent.append((time.perf_counter() - start, time.process_time() - busy))
     wall, cpu = (float(np.median(x)) for x in zip(*spent[1:]))
     out |= {f'{name}/{k}': x for k, x in dict(wall_s=wall, cpu_s=cpu, tokens=talk.drawn, **figures).items()}
