@@ -154,8 +154,8 @@ def test_tokens_between_turns_are_the_templates():
   made = turns.Turns(t)
   user = {'role': 'user', 'content': 'why?'}
   said = {'role': 'assistant', 'content': 'no'}
-  head = t.encode(t.render([user], generation_prompt=True)[0])
-  whole = t.encode(t.render([user, said, user], generation_prompt=True)[0])
+  head = t.encode(t.render_chat([user], generation_prompt=True)[0])
+  whole = t.encode(t.render_chat([user, said, user], generation_prompt=True)[0])
   no = t.encode('no')
   assert head + no + [made.end_id] + made.more([user], ended=True) == whole
   assert head + no + made.more([user], ended=False) == whole

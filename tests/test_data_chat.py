@@ -49,7 +49,7 @@ def marked(tokenizer, example):
 
 
 def render(tokenizer, row, **options):
-  return marked(tokenizer, chat.render(tokenizer, row, 'a.jsonl:1', **options))
+  return marked(tokenizer, chat.make_example(tokenizer, row, 'a.jsonl:1', **options))
 
 
 def test_qwen3_two_turns(qwen):
@@ -72,7 +72,7 @@ def test_qwen3_system_and_reasoning(qwen):
 def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
   row = {'messages': [USER, THOUGHT, USER_2, ANSWER_2]}
   with pytest.raises(InputError, match='a.jsonl:1: message 1.*reasoning'):
-    chat.render(qwen, row, 'a.jsonl:1')
+    chat.make_example(qwen, row, 'a.jsonl:1')
   assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
 
 
@@ -102,9 +102,9 @@ def test_tokens_equal_those_of_transformers(qwen):
   ]
   for messages in chats:
     want = qwen.hf.apply_chat_template(messages, return_dict=False)
-    got = chat.render(qwen, {'messages': messages}, 'x').tokens
+    got = chat.make_example(qwen, {'messages': messages}, 'x').tokens
     assert got.tolist() == want
-    prompt = chat.render_prompt(qwen, {'messages': messages}, 'x')
+    prompt = chat.prompt_tokens(qwen, {'messages': messages}, 'x')
     assert prompt.tolist() == qwen.hf.apply_chat_template(
       messages[:-1], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
@@ -121,8 +121,8 @@ def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, thi
   ]
   for tokenizer in (dataclasses.replace(t, enable_thinking=thinking) for t in (qwen, plain)):
     for row in rows:
-      prompt = chat.render_prompt(tokenizer, row, 'x')
-      example = chat.render(tokenizer, row, 'x')
+      prompt = chat.prompt_tokens(tokenizer, row, 'x')
+      example = chat.make_example(tokenizer, row, 'x')
       head = int(example.loss_mask.argmax())
       assert example.tokens[:head].tolist() == prompt.tolist()
       assert not example.loss_mask[:head].any()
@@ -174,7 +174,7 @@ def test_a_template_that_hides_a_turn_is_refused(tmp_path):
 def test_text_is_trained_whole(plain, shared_data):
   assert render(plain, {'text': 'hi'}) == '[[hi<|im_end|>]]'
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
-  tokens = chat.render(stories, {'text': 'Once'}, 'x').tokens
+  tokens = chat.make_example(stories, {'text': 'Once'}, 'x').tokens
   assert tokens[0] == stories.bos_id == 1
   assert tokens[-1] == stories.eos_id == 2
 
@@ -185,9 +185,9 @@ def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
   assert render(plain, row, train_on='all') == f'[[17+25=42{END}]]'
   # This tokenizer begins each text with a space; the join must not.
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
-  example = chat.render(stories, {'prompt': 'Once upon', 'completion': ' a time'}, 'x')
+  example = chat.make_example(stories, {'prompt': 'Once upon', 'completion': ' a time'}, 'x')
   assert stories.decode(example.tokens) == 'Once upon a time'
-  assert stories.decode(chat.render(stories, row, 'x').tokens) == '17+25=42'
+  assert stories.decode(chat.make_example(stories, row, 'x').tokens) == '17+25=42'
 
 
 def test_text_parts_are_joined(plain):
@@ -198,7 +198,7 @@ def test_text_parts_are_joined(plain):
 
 
 def weights(tokenizer, row, **options):
-  made = chat.render(tokenizer, row, 'x', **options)
+  made = chat.make_example(tokenizer, row, 'x', **options)
   return made.loss_mask[made.loss_mask > 0].tolist()
 
 
@@ -215,7 +215,7 @@ def test_the_weight_of_a_turn_scales_its_tokens(plain):
   # Without fractions the mask is what it was: bool.
   row = {'messages': [USER, {**ANSWER, 'weight': 0}, USER_2, ANSWER_2]}
   assert render(plain, row) == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}[[A2{END}]]\n')
-  assert chat.render(plain, row, 'x').loss_mask.dtype == bool
+  assert chat.make_example(plain, row, 'x').loss_mask.dtype == bool
 
 
 def test_weights_with_generation_markers_and_joint_encoding(tmp_path, shared_data):
@@ -274,14 +274,14 @@ BAD_ROWS = [
 @pytest.mark.parametrize('row, message', BAD_ROWS)
 def test_bad_rows_are_named(plain, row, message):
   with pytest.raises(InputError, match='^a.jsonl:1: .*' + message) as caught:
-    chat.render(plain, row, 'a.jsonl:1')
+    chat.make_example(plain, row, 'a.jsonl:1')
   assert '\n' not in str(caught.value)
 
 
 def test_weights_and_training_on_all_exclude_each_other(plain):
   row = {'messages': [USER, {**ANSWER, 'weight': 1}]}
   with pytest.raises(InputError, match='x: messages with a weight, and train'):
-    chat.render(plain, row, 'x', train_on='all')
+    chat.make_example(plain, row, 'x', train_on='all')
 
 
 def test_bad_prompts_are_named(plain):
@@ -294,13 +294,13 @@ def test_bad_prompts_are_named(plain):
     ({'messages': [ANSWER]}, {}, 'nothing stands before'),
   ]:
     with pytest.raises(InputError, match='^a.jsonl:1: .*' + message):
-      chat.render_prompt(plain, row, 'a.jsonl:1', **options)
+      chat.prompt_tokens(plain, row, 'a.jsonl:1', **options)
 
 
 def test_messages_without_a_template_are_refused(shared_data):
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
   with pytest.raises(InputError, match='need a chat template'):
-    chat.render(stories, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
+    chat.make_example(stories, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
 
 
 def test_a_template_that_raises_is_quoted(tmp_path):
@@ -308,4 +308,4 @@ def test_a_template_that_raises_is_quoted(tmp_path):
   template.write_text("{{ raise_exception('roles must alternate') }}")
   tokenizer = tokenizer_lib.load('bytes', str(template))
   with pytest.raises(InputError, match='a.jsonl:1.*roles must alternate'):
-    chat.render(tokenizer, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
+    chat.make_example(tokenizer, {'messages': [USER, ANSWER]}, 'a.jsonl:1')

@@ -49,7 +49,7 @@ def stream_of(rows, batch_size=2, **options):
   tokenizer = tokenizer_lib.load('bytes')
 
   def example(i):
-    return rows[i] and chat.render(tokenizer, rows[i], rows.where(i))
+    return rows[i] and chat.make_example(tokenizer, rows[i], rows.where(i))
 
   return loader.PackedStream(
     example,

@@ -322,7 +322,7 @@ def test_prompt_of_a_chat_ends_before_the_last_answer():
 def test_preview_shows_trained_text_and_fill():
   tokenizer = tokenizer_lib.load('bytes')
   row = {'prompt': 'ab', 'completion': 'cd'}
-  found = preview.preview([chat.render(tokenizer, row, 'x')], tokenizer, row_length=10)
+  found = preview.preview([chat.make_example(tokenizer, row, 'x')], tokenizer, row_length=10)
   assert 'abcd<|im_end|>' in found[0].plain
   styles = {found[0].plain[s.start : s.end]: str(s.style) for s in found[0].spans}
   assert styles['cd<|im_end|>'] == 'green' and styles['ab'] == 'dim'

@@ -9,6 +9,7 @@ import pytest
 from jaxpost.data import chat, generated, loader, packing, preferences, preview, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
+from jaxpost.stage.precompute import read_tokens
 
 load = functools.cache(tokenizer_lib.load)
 USER = {'role': 'user', 'content': 'Q1'}
@@ -68,22 +69,22 @@ def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
   tokenizer = dataclasses.replace(tokenizer, enable_thinking=thinking)
   if not fits(tokenizer, row):
     with pytest.raises(InputError, match='need a chat template'):
-      preferences.render_pair(tokenizer, row, 'x')
+      preferences.make_pair_example(tokenizer, row, 'x')
     return
-  shared, apart = (preferences.render_pair(tokenizer, row, 'x', share_prompt=share) for share in (True, False))
+  shared, apart = (preferences.make_pair_example(tokenizer, row, 'x', share_prompt=share) for share in (True, False))
   assert unrolled(shared) == unrolled(apart)
   assert len(shared.tokens) < len(apart.tokens)
   assert shared.segment_ids is None and apart.branch_ids is None
   for side, (tokens, mask, scored) in zip(('chosen', 'rejected'), unrolled(shared)):
     given = {'prompt': row['prompt'], 'completion': row[side]}
-    want = chat.render(tokenizer, given, 'x')
+    want = chat.make_example(tokenizer, given, 'x')
     stop = np.flatnonzero(want.loss_mask)[-1] + 1
     assert tokens == want.tokens[:stop].tolist()
     assert mask == scored == want.loss_mask[:stop].tolist()
     assert not want.loss_mask[stop:].any()
     if row[side][0] is CALL:
       continue  # Qwen3 writes turns before the last without a <think> block
-    prompt = chat.render_prompt(tokenizer, row, 'x').tolist()
+    prompt = chat.prompt_tokens(tokenizer, row, 'x').tolist()
     assert tokens[: len(prompt)] == prompt and not any(mask[: len(prompt)])
     assert mask[len(prompt)]
 
@@ -92,7 +93,7 @@ def test_a_header_that_only_one_answer_has(shared_data):
   # Qwen3 opens an empty <think> block before an answer without reasoning.
   qwen = load(shared_data('tokenizers/qwen3'))
   row = {'prompt': [USER], 'chosen': THOUGHT, 'rejected': BAD}
-  shared, apart = (preferences.render_pair(qwen, row, 'x', share_prompt=share) for share in (True, False))
+  shared, apart = (preferences.make_pair_example(qwen, row, 'x', share_prompt=share) for share in (True, False))
   assert unrolled(shared) == unrolled(apart)
   (good, mask, _), (bad, bad_mask, _) = unrolled(shared)
   text = lambda ids, mask: qwen.decode(np.asarray(ids)[np.asarray(mask) > 0], skip_special=False)
@@ -123,7 +124,7 @@ def test_prompts_that_become_other_tokens_are_shared_as_far_as_they_go(same):
 
 def test_one_token_prompts(plain):
   row = {'prompt': 'Q', 'chosen': 'a', 'rejected': 'b'}
-  example = preferences.render_pair(plain, row, 'x')
+  example = preferences.make_pair_example(plain, row, 'x')
   assert plain.decode(example.tokens, False) == 'Qa<|im_end|>Qb<|im_end|>'
   assert example.positions.tolist() == [0, 1, 2, 0, 1, 2]
   assert example.branch_ids.tolist() == [1, 1, 1, 2, 2, 2]
@@ -132,10 +133,10 @@ def test_one_token_prompts(plain):
 
 def test_prompts_that_are_not_named(plain):
   """Whole conversations, as messages and as hh-rlhf's texts."""
-  explicit = preferences.render_pair(plain, PAIRS[1], 'x')
+  explicit = preferences.make_pair_example(plain, PAIRS[1], 'x')
   begin = PAIRS[1]['prompt']
   whole = {'chosen': begin + GOOD, 'rejected': begin + BAD}
-  found = preferences.render_pair(plain, whole, 'x')
+  found = preferences.make_pair_example(plain, whole, 'x')
   assert found.tokens.tolist() == explicit.tokens.tolist()
   assert found.sequence_ids.tolist() == explicit.sequence_ids.tolist()
   head = '\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:'
@@ -154,14 +155,14 @@ def test_margins(plain):
     ({'score_chosen': 8.0, 'score_rejected': 5}, 3),
     ({'score_chosen': 8.0}, 0),
   ]:
-    made = preferences.render_pair(plain, {**PAIRS[0], **extra}, 'x')
+    made = preferences.make_pair_example(plain, {**PAIRS[0], **extra}, 'x')
     np.testing.assert_array_equal(made.arrays['margin'], np.where(made.sequence_ids > 0, margin, 0))
 
 
 def test_reward_models_read_the_last_token(plain):
   for share in (True, False):
-    made = preferences.render_pair(plain, PAIRS[1], 'x', train_on='last', share_prompt=share)
-    both = preferences.render_pair(plain, PAIRS[1], 'x', share_prompt=share)
+    made = preferences.make_pair_example(plain, PAIRS[1], 'x', train_on='last', share_prompt=share)
+    both = preferences.make_pair_example(plain, PAIRS[1], 'x', share_prompt=share)
     assert made.tokens.tolist() == both.tokens.tolist()
     assert made.sequence_ids.tolist() == both.sequence_ids.tolist()
     at = np.flatnonzero(made.loss_mask)
@@ -175,7 +176,9 @@ def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
   for label, value in ((True, 1), (False, -1)):
     row = {'prompt': [USER], 'completion': GOOD, 'label': label}
     other = {'prompt': [USER_2], 'completion': BAD, 'label': True}
-    shared, apart = (preferences.render_unpaired(plain, row, other, 'x', share_prompt=share) for share in (True, False))
+    shared, apart = (
+      preferences.make_unpaired_example(plain, row, other, 'x', share_prompt=share) for share in (True, False)
+    )
     assert unrolled(shared) == unrolled(apart)
     (own, mask, _), (kl, kl_mask, scored) = unrolled(shared)
     text = functools.partial(plain.decode, skip_special=False)
@@ -184,12 +187,12 @@ def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
     assert text(kl).endswith('no<|im_end|>')
     assert sum(mask) == len('yes, this') + 1 and sum(kl_mask) == 0
     assert sum(scored) == 3
-    assert shared.scored.sum() == shared.trained.sum() + 3
+    assert read_tokens(shared).sum() == shared.trained.sum() + 3
     ids = shared.sequence_ids
     np.testing.assert_array_equal(shared.arrays['label'], np.where(ids == 1, value, 0))
     np.testing.assert_array_equal(shared.arrays['kl_mask'], ids == 2)
     whole = {'messages': [USER, *GOOD], 'label': label}
-    same = preferences.render_unpaired(plain, whole, other, 'x')
+    same = preferences.make_unpaired_example(plain, whole, other, 'x')
     assert same.tokens.tolist() == shared.tokens.tolist()
     batch = packing.to_batch([[shared, shared]], 128, 1, per='sequence')
     assert batch.loss_weights.max() == 0.5  # of two that are trained
@@ -210,24 +213,21 @@ def test_mismatched_rows_ask_something_else():
 
 def test_steps_are_judged_at_their_separators(plain):
   row = {'prompt': 'Q: ', 'completions': ['one', 'two', 'three'], 'labels': [True, False, 0.25]}
-  made = preferences.render_steps(plain, row, 'x')
+  made = preferences.make_steps_example(plain, row, 'x')
   assert plain.decode(made.tokens) == 'Q: one\ntwo\nthree\n'
   at = np.flatnonzero(made.loss_mask)
   assert plain.decode(made.tokens[at]) == '\n\n\n'
   assert made.arrays['label'][at].tolist() == [1, 0, 0.25]
   assert made.arrays['label'].sum() == 1.25
   assert made.sequence_ids.tolist() == [0] * 3 + [1] * 14
-  bare = preferences.render_steps(plain, row, 'x', separator='')
-  at = np.flatnonzero(bare.loss_mask)
-  assert plain.decode(bare.tokens[at]) == 'eoe'
-  asked = preferences.render_steps(plain, {**row, 'prompt': [USER]}, 'x')
-  head = chat.render_prompt(plain, {'prompt': [USER]}, 'x')
+  asked = preferences.make_steps_example(plain, {**row, 'prompt': [USER]}, 'x')
+  head = chat.prompt_tokens(plain, {'prompt': [USER]}, 'x')
   assert asked.tokens[: len(head)].tolist() == head.tolist()
 
 
 def test_scores_are_read_at_the_last_token(plain):
   for row in ({'prompt': [USER], 'completion': GOOD, 'score': 2.5}, {'messages': [USER, *GOOD], 'score': 2.5}):
-    made = preferences.render_scored(plain, row, 'x')
+    made = preferences.make_scored_example(plain, row, 'x')
     assert np.flatnonzero(made.loss_mask).tolist() == [len(made.tokens) - 1]
     assert made.tokens[-1] == 258
     assert made.arrays['label'][-1] == made.arrays['label'].sum() == 2.5
@@ -236,7 +236,7 @@ def test_scores_are_read_at_the_last_token(plain):
 
 def test_weights_of_messages_scale_a_pair(plain):
   half = [{**GOOD[0], 'weight': 0.5}]
-  made = preferences.render_pair(plain, {**PAIRS[0], 'chosen': half}, 'x')
+  made = preferences.make_pair_example(plain, {**PAIRS[0], 'chosen': half}, 'x')
   ids = made.sequence_ids
   assert set(made.loss_mask[ids == 1]) == {0.5}
   assert set(made.loss_mask[ids == 2]) == {1}
@@ -272,7 +272,7 @@ BAD_PAIRS = [
 @pytest.mark.parametrize('row, message', BAD_PAIRS)
 def test_bad_pairs_are_named(plain, row, message):
   with pytest.raises(InputError, match='^a.jsonl:7: .*' + message) as caught:
-    preferences.render_pair(plain, row, 'a.jsonl:7')
+    preferences.make_pair_example(plain, row, 'a.jsonl:7')
   assert '\n' not in str(caught.value)
 
 
@@ -280,9 +280,9 @@ def test_other_bad_rows_are_named(plain):
   kto = {'prompt': [USER], 'completion': GOOD, 'label': True}
   steps = {'prompt': 'q', 'completions': ['a'], 'labels': [True]}
   score = {'prompt': 'q', 'completion': 'a', 'score': 1}
-  unpaired = lambda row, other=kto: preferences.render_unpaired(plain, row, other, 'a.jsonl:7')
-  stepwise = lambda row: preferences.render_steps(plain, row, 'a.jsonl:7')
-  scored = lambda row: preferences.render_scored(plain, row, 'a.jsonl:7')
+  unpaired = lambda row, other=kto: preferences.make_unpaired_example(plain, row, other, 'a.jsonl:7')
+  stepwise = lambda row: preferences.make_steps_example(plain, row, 'a.jsonl:7')
+  scored = lambda row: preferences.make_scored_example(plain, row, 'a.jsonl:7')
   for render, row, message in [
     (unpaired, {**kto, 'label': 'good'}, "label: 'good' is neither"),
     (unpaired, {**kto, 'label': None}, 'label: is null'),
@@ -303,14 +303,14 @@ def test_other_bad_rows_are_named(plain):
   with pytest.raises(InputError, match='a.jsonl:7: the row paired with it: '):
     unpaired(kto, {'prompt': 'q'})
   with pytest.raises(InputError, match="train_on='all' is none of"):
-    preferences.render_pair(plain, PAIRS[0], 'x', train_on='all')
+    preferences.make_pair_example(plain, PAIRS[0], 'x', train_on='all')
 
 
 def pair_stream(length, overlong, rows=40, **options):
   data = sources.read(f'generated:arithmetic_pairs:size={rows},digits=3')
   tokenizer = load('bytes')
   return loader.PackedStream(
-    lambda i: preferences.render_pair(tokenizer, data[i], data.where(i)),
+    lambda i: preferences.make_pair_example(tokenizer, data[i], data.where(i)),
     len(data),
     batch_size=2,
     row_length=length,
@@ -361,7 +361,7 @@ def test_pairs_too_long_for_a_row():
 def test_evaluation_divides_by_all_its_pairs():
   tokenizer = load('bytes')
   rows = generated.rows('arithmetic_pairs', 'size=11')
-  made = [preferences.render_pair(tokenizer, r, 'x') for r in rows]
+  made = [preferences.make_pair_example(tokenizer, r, 'x') for r in rows]
   batches = loader.eval_batches(made, 2, 80, per='pair')
   assert len(batches) > 1
   weights, nll, ids = (
@@ -383,7 +383,10 @@ def test_preview_tells_the_answers_apart(plain):
   own = {'prompt': 'Q:', 'completion': 'good', 'label': False}
   pair, unpaired = (
     preview.preview([made], plain)[0]
-    for made in (preferences.render_pair(plain, row, 'x'), preferences.render_unpaired(plain, own, other, 'x'))
+    for made in (
+      preferences.make_pair_example(plain, row, 'x'),
+      preferences.make_unpaired_example(plain, own, other, 'x'),
+    )
   )
   styles = lambda text: {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
   assert styles(pair)['good<|im_end|>'] == 'green'

@@ -92,7 +92,7 @@ def test_a_chat(server, weights):
     key='agent-7',
   )
   t = weights.prepared.tokenizer
-  text, _ = t.render(HELLO, generation_prompt=True)
+  text, _ = t.render_chat(HELLO, generation_prompt=True)
   assert found['prompt_token_ids'] == t.encode(text)
   assert found['object'] == 'chat.completion' and found['model'] == 'nano'
   assert [c['index'] for c in found['choices']] == [0, 1]

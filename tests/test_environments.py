@@ -259,11 +259,11 @@ def test_turn_by_turn_is_the_whole_conversation(template):
   made = turns.Turns(template)
   said, ends = ['4 + 4', 'it is 8'], template.decode([made.end_id], False)
   user = [{'role': 'user', 'content': 'what?'}]
-  ids = template.encode(template.render(user, generation_prompt=True)[0])
+  ids = template.encode(template.render_chat(user, generation_prompt=True)[0])
   ids += template.encode(said[0]) + [made.end_id]
   ids += made.answers([('f', '8')]) + template.encode(said[1] + ends)
   whole = (
-    template.render(
+    template.render_chat(
       [
         *user,
         {'role': 'assistant', 'content': said[0]},
@@ -334,7 +334,7 @@ def call(what):
 
 def prompt(index, answer=''):
   messages = [{'role': 'user', 'content': f'q{index}'}]
-  ids = BYTES.encode(BYTES.render(messages, generation_prompt=True)[0])
+  ids = BYTES.encode(BYTES.render_chat(messages, generation_prompt=True)[0])
   return Prompt(index, np.array(ids, np.int32), messages, {'answer': answer})
 
 
@@ -363,7 +363,7 @@ def test_an_episode_token_by_token(pool):
     + '\n<|im_start|>tool\n{"error": "not possible"}'
     '<|im_end|>\n<|im_start|>assistant\ndone<|im_end|>'
   )
-  rendered = BYTES.render([{'role': 'user', 'content': 'q4'}, *rollout.messages[0]])[0]
+  rendered = BYTES.render_chat([{'role': 'user', 'content': 'q4'}, *rollout.messages[0]])[0]
   assert rendered == BYTES.decode(rollout.prompts[0].tokens, False) + whole + ('\n')
   first = len(BYTES.encode(call('a')))
   assert rollout.logprobs[0, :first].tolist() == [-i - 1 for i in range(first)]

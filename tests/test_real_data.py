@@ -252,7 +252,7 @@ def rendered(tokenizer, rows, share_prompt=True):
   """All pairs of a source, and that they hold what their row says."""
   made = []
   for n in range(len(rows)):
-    example = preferences.render_pair(tokenizer, rows[n], rows.where(n), share_prompt=share_prompt)
+    example = preferences.make_pair_example(tokenizer, rows[n], rows.where(n), share_prompt=share_prompt)
     chosen, rejected = (tokenizer.decode(example.tokens[example.sequence_ids == i]) for i in (1, 2))
     _, want, other = preferences.pair_of(rows[n], 'x')
     if isinstance(want, str):
@@ -319,7 +319,7 @@ def test_unpaired_rows(shared_data, qwen_tokenizer):
   labels = []
   for n in range(len(rows)):
     other = preferences.mismatched(rows, n)
-    made = preferences.render_unpaired(qwen_tokenizer, rows[n], rows[other], rows.where(n))
+    made = preferences.make_unpaired_example(qwen_tokenizer, rows[n], rows[other], rows.where(n))
     own, kl = (qwen_tokenizer.decode(made.tokens[made.sequence_ids == i]).strip() for i in (1, 2))
     assert rows[n]['messages'][-1]['content'].strip() in own
     assert rows[other]['messages'][-1]['content'].strip() in kl
@@ -335,7 +335,7 @@ def test_sft_samples(shared_data, qwen_tokenizer, name, size):
   rows = sources.read(path)
   assert len(rows) == size
   for n in range(size):
-    made = chat.render(qwen_tokenizer, rows[n], rows.where(n))
+    made = chat.make_example(qwen_tokenizer, rows[n], rows.where(n))
     told = qwen_tokenizer.decode(made.tokens[made.trained])
     turns = rows[n].get('messages') or rows[n]['completion']
     for m in turns:
@@ -363,7 +363,7 @@ def test_mixture_of_real_files(shared_data, qwen_tokenizer):
   paths = [str(shared_data(f'sft/{name}')) for name in ('alpaca_en_demo.json', 'v1_sft_demo.jsonl')]
   rows = sources.read_sources(' + '.join(paths), weights=(1, 3))
   stream = loader.PackedStream(
-    lambda i: chat.render(qwen_tokenizer, rows[i], rows.where(i)),
+    lambda i: chat.make_example(qwen_tokenizer, rows[i], rows.where(i)),
     len(rows),
     batch_size=4,
     row_length=1024,

@@ -84,7 +84,7 @@ def render(rows, tokenizer, config):
 
   def answer(n):
     other = rows[data.mismatched(rows, n)]
-    example = data.render_unpaired(
+    example = data.make_unpaired_example(
       tokenizer, rows[n], other, rows.where(n), share_prompt=config.preference.share_prompt
     )
     return preference.whole(example, rows.where(n))

@@ -118,7 +118,7 @@ def render(rows, tokenizer, config):
   """Row number -> Example of a pair: chosen is sequence 1, rejected 2."""
 
   def pair(n):
-    example = data.render_pair(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
+    example = data.make_pair_example(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
     return whole(example, rows.where(n))
 
   return pair

@@ -84,9 +84,11 @@ def render(rows, tokenizer, config) -> Callable:
   """Row number -> Example, of the columns that the loss asks for."""
   kind = config.reward_model.loss
   if kind == 'bradley_terry':
-    make = functools.partial(preferences.render_pair, train_on='last', share_prompt=config.preference.share_prompt)
+    make = functools.partial(
+      preferences.make_pair_example, train_on='last', share_prompt=config.preference.share_prompt
+    )
   else:
-    make = {'regression': preferences.render_scored, 'process': preferences.render_steps}[kind]
+    make = {'regression': preferences.make_scored_example, 'process': preferences.make_steps_example}[kind]
 
   def one(n):
     row = rows[n]  # None: dropped by the map of a source that is streamed

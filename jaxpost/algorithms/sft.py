@@ -39,7 +39,7 @@ def objective(config) -> Objective:
 
 def render_text(rows, tokenizer, config) -> Callable:
   """Row number -> Example: a document whose answers are trained."""
-  return lambda n: chat.render(tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
+  return lambda n: chat.make_example(tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
 
 
 SFT = ALGORITHM = Algorithm(objective, render=render_text)

@@ -23,7 +23,7 @@ _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
-def render(tokenizer, row, where, *, train_on='assistant'):
+def make_example(tokenizer, row, where, *, train_on='assistant'):
   """One row as an Example.
 
   Args:
@@ -58,7 +58,7 @@ def render(tokenizer, row, where, *, train_on='assistant'):
   )
 
 
-def render_prompt(tokenizer, row, where, *, system_prompt=''):
+def prompt_tokens(tokenizer, row, where, *, system_prompt=''):
   """The tokens [T] int32 that a sampler continues for this row."""
   prompt = prompt_of(row, where, system_prompt)
   return encode_prompt(tokenizer, prompt, row, where)
@@ -100,7 +100,7 @@ def encode_prompt(tokenizer, prompt, row, where):
     if not ids:
       raise InputError(f'{where}: prompt: is empty')
   else:
-    text, _ = tokenizer.render(prompt, generation_prompt=True, tools=_tools(row, where), where=where)
+    text, _ = tokenizer.render_chat(prompt, generation_prompt=True, tools=_tools(row, where), where=where)
     ids = tokenizer.encode(text)
   return np.asarray(ids, np.int32)
 
@@ -206,7 +206,7 @@ def _chat(tokenizer, messages, first, row, where, train_on):
     turns = turns[-1:]
 
   def text_of(messages, **options):
-    return tokenizer.render(messages, tools=tools, where=where, **options)
+    return tokenizer.render_chat(messages, tools=tools, where=where, **options)
 
   text, marked = text_of(messages)
   weights = [messages[n].get('weight', 1) for n in turns]

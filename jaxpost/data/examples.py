@@ -34,12 +34,6 @@ class Example:
       trained[1:] &= self.segment_ids[1:] == self.segment_ids[:-1]
     return trained
 
-  @property
-  def scored(self):
-    """[T] bool: trained, or of a sequence whose log-probs are read anyway."""
-    ids = self.sequence_ids
-    return self.trained if ids is None else self.trained | (ids > 0)
-
   def cut(self, length):
     """This document in `length` tokens, or None if its prompts leave no room.
 

@@ -3,7 +3,7 @@
 T tokens of one document. Two answers to one prompt are two branches of one
 document, or (`share_prompt=False`) two segments side by side, each with a
 prompt of its own; what a model computes for them is the same. A completion
-has the tokens that `chat.render` gives it, up to the last trained one.
+has the tokens that `chat.make_example` gives it, up to the last trained one.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jaxpost.errors import InputError
 
 TRAIN_ON = ('completion', 'last')
 _ASKED = '\n\nAssistant:'
+_STEP_END = '\n'  # follows each step, as in TRL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class _Side:
   arrays: dict = dataclasses.field(default_factory=dict)  # name -> [T]
 
 
-def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=True):
+def make_pair_example(tokenizer, row, where, *, train_on='completion', share_prompt=True):
   """A chosen and a rejected answer: sequences 1 and 2.
 
   Args:
@@ -58,7 +59,7 @@ def render_pair(tokenizer, row, where, *, train_on='completion', share_prompt=Tr
   return _join(sides, share_prompt)
 
 
-def render_unpaired(tokenizer, row, other_row, where, *, share_prompt=True):
+def make_unpaired_example(tokenizer, row, other_row, where, *, share_prompt=True):
   """A good or bad answer (sequence 1), and one to another prompt (2).
 
   Sequence 2 is the completion of `other_row` after this row's prompt. It has
@@ -70,7 +71,7 @@ def render_unpaired(tokenizer, row, other_row, where, *, share_prompt=True):
     row, other_row: `prompt`, `completion` and `label` (true is good), or
       `messages` that end with the assistant and `label`; `other_row` (see
       `mismatched`) gives its completion only.
-    others: as in `render_pair`.
+    others: as in `make_pair_example`.
   """
   prompt, completion = _answer_of(row, where)
   label = _label(row, where)
@@ -111,17 +112,17 @@ def mismatched(rows, i):
   return found
 
 
-def render_steps(tokenizer, row, where, *, separator='\n'):
+def make_steps_example(tokenizer, row, where):
   """Steps of a solution, each judged: the labels of a process reward model.
 
-  The separator follows each step; its last token (of the step, if it is '')
-  has loss 1 and the step's label in arrays['label']. All tokens of the steps
-  are sequence 1. As TRL's stepwise supervision.
+  A line break follows each step, as in TRL's stepwise supervision; its last
+  token has loss 1 and the step's label in arrays['label']. All tokens of the
+  steps are sequence 1.
 
   Args:
     row: `prompt` (text or messages), `completions` (list of text) and
       `labels` (list of bool or number).
-    others: as in `render_pair`.
+    others: as in `make_pair_example`.
   """
   _needs(row, ('prompt', 'completions', 'labels'), where)
   steps, labels = row['completions'], row['labels']
@@ -130,15 +131,15 @@ def render_steps(tokenizer, row, where, *, separator='\n'):
       raise InputError(f'{where}: {column}: must be a list that is not empty')
   if len(steps) != len(labels):
     raise InputError(f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
-  head = chat.render_prompt(tokenizer, row, where).tolist()
+  head = chat.prompt_tokens(tokenizer, row, where).tolist()
   text = row['prompt'] if isinstance(row['prompt'], str) else ''
   tokens, marks = list(head), {}
   for n, (step, label) in enumerate(zip(steps, labels)):
     at = f'{where}: completions[{n}]'
     if not chat.check_text(step, at).strip():
       raise InputError(f'{at}: is empty')
-    for part in (step, separator):
-      tokens += chat.continuation(tokenizer, text, part) if part else []
+    for part in (step, _STEP_END):
+      tokens += chat.continuation(tokenizer, text, part)
       text += part
     marks[len(tokens) - 1] = number(label, f'{where}: labels[{n}]', True)
   loss, given = (np.zeros(len(tokens), np.float32) for _ in range(2))
@@ -149,13 +150,13 @@ def render_steps(tokenizer, row, where, *, separator='\n'):
   return _join([_Side(tokens, loss, scored, {'label': given})], False)
 
 
-def render_scored(tokenizer, row, where):
+def make_scored_example(tokenizer, row, where):
   """An answer with a number, read at its last token: sequence 1.
 
   Args:
     row: `prompt` and `completion`, or `messages`, and `score`, which goes to
       arrays['label'] of the last token.
-    others: as in `render_pair`.
+    others: as in `make_pair_example`.
   """
   _needs(row, ('score',), where)
   score = number(row['score'], f'{where}: score', True)
@@ -285,8 +286,8 @@ def _margin(row, where):
 
 
 def _side(tokenizer, prompt, answer, row, where):
-  """`answer` after `prompt`, as `chat.render` renders them."""
-  made = chat.render(tokenizer, {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')}, where)
+  """`answer` after `prompt`, as `chat.make_example` renders them."""
+  made = chat.make_example(tokenizer, {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')}, where)
   if made.loss_mask[:1].any():
     raise InputError(f'{where}: nothing stands before it; the prompt is empty')
   if not made.trained.any():

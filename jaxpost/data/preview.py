@@ -10,29 +10,29 @@ from rich import table, text
 
 from jaxpost.data import packing
 
+_MAX_TOKENS = 512  # of each example
 _STYLES = ('dim', 'green', 'red', 'yellow')
 
 
-def preview(examples, tokenizer, row_length=0, max_tokens=512):
+def preview(examples, tokenizer, row_length=0):
   """Rich renderables: each example, then a table of lengths.
 
   Args:
     examples: a list of Examples.
     tokenizer: the `Tokenizer` that made them.
     row_length: T; 0 leaves out the packing figure.
-    max_tokens: tokens shown of each example.
   """
-  shown = [_coloured(e, tokenizer, max_tokens) for e in examples]
+  shown = [_coloured(e, tokenizer) for e in examples]
   return [*shown, _summary(examples, row_length)]
 
 
-def _coloured(example, tokenizer, max_tokens):
+def _coloured(example, tokenizer):
   length = len(example.tokens)
   trained = int(example.trained.sum())
   out = text.Text()
   out.append(f'{length} tokens, {trained} trained\n', 'bold')
-  tokens, styles = example.tokens[:max_tokens], _styles(example)[:max_tokens]
-  parts = _parts(example)[:max_tokens]
+  tokens, styles = example.tokens[:_MAX_TOKENS], _styles(example)[:_MAX_TOKENS]
+  parts = _parts(example)[:_MAX_TOKENS]
   # Runs, not tokens, are decoded: a character may span several tokens.
   ends = np.diff(styles) | np.diff(parts)
   cuts = [0, *(np.flatnonzero(ends) + 1).tolist(), len(tokens)]
@@ -42,8 +42,8 @@ def _coloured(example, tokenizer, max_tokens):
     if a < b:
       part = tokenizer.decode(tokens[a:b], skip_special=False)
       out.append(part, _STYLES[styles[a]])
-  if length > max_tokens:
-    out.append(f' ... {length - max_tokens} more tokens', 'italic')
+  if length > _MAX_TOKENS:
+    out.append(f' ... {length - _MAX_TOKENS} more tokens', 'italic')
   if example.arrays:
     out.append('\n' + ', '.join(_values(example)), 'italic')
   return out

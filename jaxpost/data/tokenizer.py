@@ -86,7 +86,7 @@ class Tokenizer:
     """Whether the template marks what the assistant generates."""
     return 'generation' in _tags(self.chat_template or '')
 
-  def render(self, messages, *, generation_prompt=False, tools=None, enable_thinking=None, where='chat'):
+  def render_chat(self, messages, *, generation_prompt=False, tools=None, enable_thinking=None, where='chat'):
     """A chat as text, and the (start, end) spans that the template marks.
 
     Args:

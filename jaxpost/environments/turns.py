@@ -151,7 +151,7 @@ class Turns:
     return text[text.index(_SAID) + len(_SAID) :]
 
   def _render(self, messages, prompt: bool) -> str:
-    return self._tokenizer.render(messages, generation_prompt=prompt, where='config.environment')[0]
+    return self._tokenizer.render_chat(messages, generation_prompt=prompt, where='config.environment')[0]
 
   def _text(self, ids) -> str:
     return self._tokenizer.decode(ids, skip_special=False)

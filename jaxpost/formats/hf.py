@@ -232,10 +232,8 @@ def save(
   bos_id=None,
   pad_id=None,
   generation: dict | None = None,
-  card: str = '',
   tokenizer_save: Callable | None = None,
   max_shard_bytes: int = 4 << 30,
-  dtype=None,
   merge: Callable = lambda params: params,
 ):
   """Writes a folder that `transformers` and vLLM load, all or nothing.
@@ -244,31 +242,19 @@ def save(
 
   Args:
     generation: how to sample, as `read_generation` gives it.
-    card: text of the model card, below its title.
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
-    dtype: of the stored tensors; by default that of the parameters.
     merge: makes `params` those of `model`; asked layer by layer.
   """
   writes = jax.process_index() == 0
   if writes:
     check_target(folder)
   made = jax.eval_shape(merge, params)
-  dtype = np.dtype(
-    dtype or jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype))
-  )
+  dtype = np.dtype(jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
     _write_weights(staged, model, params, dtype, max_shard_bytes, merge)
     if writes:
       _write_texts(
-        staged,
-        pathlib.PurePath(str(folder)).name,
-        model.config,
-        dtype,
-        stop_ids,
-        bos_id,
-        pad_id,
-        generation or {},
-        card,
+        staged, pathlib.PurePath(str(folder)).name, model.config, dtype, stop_ids, bos_id, pad_id, generation or {}
       )
       if tokenizer_save is not None:
         tokenizer_save(staged)
@@ -373,7 +359,7 @@ def read_generation(folder) -> dict:
   return {k: v for k, v in read_json(path).items() if not k.startswith(('_', 'transformers')) and not k.endswith('_id')}
 
 
-def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, generation, card):
+def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, generation):
   config = families.to_hf(cfg, stop_ids, bos_id, pad_id)
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
@@ -382,8 +368,7 @@ def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, generation,
   write_json(staged / _GENERATION, generation | ids)
   task = 'text-classification' if cfg.num_labels else 'text-generation'
   (staged / 'README.md').write_text(
-    f'---\nlibrary_name: transformers\npipeline_tag: {task}\n'
-    f'tags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n\n{card}\n',
+    f'---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n',
     encoding='utf-8',
   )
 

@@ -59,7 +59,7 @@ def check(tokenizer, rows, most: int):
 
 def render(tokenizer, row, where) -> Example:
   """A row as its last answer is trained; InputError if it has none."""
-  return chat.render(tokenizer, row, where, train_on='completion')
+  return chat.make_example(tokenizer, row, where, train_on='completion')
 
 
 def rollout(prompts: Sequence[Prompt], tokenizer, max_tokens: int, step: int = 0) -> Rollout:

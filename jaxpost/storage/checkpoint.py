@@ -42,7 +42,7 @@ class Checkpointer:
   `keep_best` ('' is off). `folder` may be gs://; the first save makes it.
   """
 
-  def __init__(self, folder, *, keep=2, keep_best='', best_mode='max', async_save=True):
+  def __init__(self, folder, *, keep=2, keep_best='', best_mode='max'):
     if keep < 1:
       raise errors.InputError(f'checkpoints to keep: {keep}; keep at least 1')
     if best_mode not in ('max', 'min'):
@@ -62,7 +62,6 @@ class Checkpointer:
       )
     self._keep, self._keep_best = keep, keep_best
     self._best_sign = 1 if best_mode == 'max' else -1
-    self._async_save = async_save
     self._orbax = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(),
       atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
@@ -113,8 +112,6 @@ class Checkpointer:
     args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta))
     self._orbax.save(self._made(step), args=args, force=True)
     self._pending = step, self._thread.submit(self._finish, step, seal)
-    if not self._async_save:
-      self.wait()
 
   def check(self):
     """Raises the error of a background save that failed. Never waits."""
