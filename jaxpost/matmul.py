@@ -23,7 +23,7 @@ class Compute:
   unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
   remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
   attention: what computes it, see `models/attention.py`; forced: and nothing
-    else does, where it cannot. doubted: what of it (`flash.Work`) was found
+    else does, where it cannot. rejected_shapes: what of it (`flash.Work`) was found
     wrong on this device, which XLA does.
   q_chunk: rows of queries attended at a time.
   row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
@@ -49,7 +49,7 @@ class Compute:
   ragged: bool = False
   attention: str = 'chunked'
   forced: bool = False
-  doubted: tuple = ()
+  rejected_shapes: tuple = ()
 
 
 def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') -> Compute:

@@ -264,8 +264,8 @@ class Objective:
   reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
     differentiated through stand in `learns`, too.
   arrays: names in `Batch.arrays` that are filled before the update.
-  divergence: see `losses.head.Plan`; gives `outputs.divergence`.
-  teacher_forms: see `losses.head.Plan`; of the teachers in memory.
+  divergence: see `losses.head.HeadConfig`; gives `outputs.divergence`.
+  teacher_forms: see `losses.head.HeadConfig`; of the teachers in memory.
   neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
   router: weights of the losses of `moe.balance_loss`.
   """

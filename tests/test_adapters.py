@@ -79,7 +79,7 @@ def test_a_teacher_on_the_base_of_the_student(made, kind):
   (alone,) = build_with(str(pathlib.Path(adapters['two']).parent)).teachers
   assert not shares(alone, roles.policy)
   other = np.asarray(alone(rows))
-  if not kind:  # the merged folder is not quantised
+  if not kind:  # the merged folder is not quantized
     np.testing.assert_allclose(found, other, atol=1e-4 * np.abs(other).max())
   assert np.abs(found - other).max() < 0.3 * np.abs(other).max()
 

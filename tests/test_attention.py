@@ -98,7 +98,7 @@ def interpreted(rest, n=1):
   """Splash, as a TPU would do it, in float32; a row as n stripes."""
 
   def run(q, k, v, sinks):
-    q = attention_xla.scaled(q, rest['cfg'])
+    q = attention_xla.scale_queries(q, rest['cfg'])
     return jnp.stack(
       [
         attention_kernels.splash(
@@ -333,7 +333,7 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
     )
     losses[name] = [r['loss'] for r in metrics.read_rows(tmp_path / name / 'metrics.jsonl') if 'loss' in r]
     monkeypatch.setitem(
-      attention.PLAIN, 'reference', lambda *args: (called.append(1), attention_xla.reference(*args))[1]
+      attention.XLA_ATTENTION, 'reference', lambda *args: (called.append(1), attention_xla.reference(*args))[1]
     )
   assert called and losses['chunked'] == pytest.approx(losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
@@ -404,7 +404,9 @@ def settle(monkeypatch, tmp_path):
 @pytest.mark.parametrize('parts', [1, 2])
 def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
   monkeypatch.setitem(attention_kernels.KERNELS, 'splash', GOOD)
-  work = attention_kernels.work(dataclasses.replace(SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts)
+  work = attention_kernels.attention_shape(
+    dataclasses.replace(SETTLED, biases=('sinks',), layer_windows=(40, 0)), 256, parts
+  )
   assert work.windows == (0, 40)
   for window in work.windows:
     found = kernel_check.errors('splash', work, 'bfloat16', window)
@@ -423,7 +425,7 @@ def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
 def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(monkeypatch, caplog, settle, wrong, where):
   compute = settle(of_one_length(wrong, 384), 256, 384)
   assert compute.attention == 'splash'
-  assert [w.length for w in compute.doubted] == [384]
+  assert [w.length for w in compute.rejected_shapes] == [384]
   (line,) = [r.message for r in caplog.records if r.levelname == 'WARNING']
   assert 'splash is wrong on' in line and 'rows of 384 tokens' in line
   assert re.search(where, line)
@@ -443,8 +445,8 @@ def test_a_wrong_stripe_goes_to_xla(monkeypatch, settle):
     part, n = stripe
     return GOOD(q, *rest, stripe=(jnp.where(part == 1, 0, part), n), **more)
 
-  assert not settle(kernel, 512).doubted
-  assert [(w.length, w.parts) for w in settle(kernel, 512, parts=2).doubted] == [(512, 2)]
+  assert not settle(kernel, 512).rejected_shapes
+  assert [(w.length, w.parts) for w in settle(kernel, 512, parts=2).rejected_shapes] == [(512, 2)]
 
 
 def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
@@ -480,14 +482,14 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
 def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   monkeypatch.setattr(kernel_check, 'errors', None)
   compute = compute_for('tpu', 'bfloat16', 'none')
-  assert attention_kernels.unproven(compute)
+  assert attention_kernels.uses_kernel(compute)
   for other in (
     *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
     *(compute_for('tpu', 'bfloat16', 'none', name) for name in ('chunked', 'reference')),
   ):
-    assert not attention_kernels.unproven(other)
+    assert not attention_kernels.uses_kernel(other)
   # And never by a program: what is settled is only looked up.
-  compute = dataclasses.replace(compute, doubted=(attention_kernels.work(SETTLED, 256, 1),))
+  compute = dataclasses.replace(compute, rejected_shapes=(attention_kernels.attention_shape(SETTLED, 256, 1),))
   args, rest, _ = case((256, 4, 2, 64, 64))
   rest['cfg'] = SETTLED
   jax.jit(lambda q, k, v: attention.attention(q, k, v, compute=compute, **rest)).lower(*args[:3])
@@ -498,7 +500,7 @@ def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
   for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
-    assert attention_kernels.unproven(compute)
+    assert attention_kernels.uses_kernel(compute)
     assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
     with pytest.raises(
       InputError, match=f'attention: {name} is wrong on .* for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '
@@ -514,8 +516,8 @@ def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
     return [mine, ['off by 2.0e+00 in v'] * len(mine)]
 
   monkeypatch.setattr(coordination, 'all_gather', gather)
-  assert [w.length for w in settle(GOOD, 256).doubted] == [256]
-  assert [w.length for w in settle(GOOD, 256).doubted] == [256]
+  assert [w.length for w in settle(GOOD, 256).rejected_shapes] == [256]
+  assert [w.length for w in settle(GOOD, 256).rejected_shapes] == [256]
   assert whys == [[''], ['']]  # asked each time, whatever a process knows
 
 
@@ -533,7 +535,7 @@ kernel_check_lib.errors = lambda name, work, *rest: {
 cfg = tiny.config(head_dim=64)
 compute = kernel_check_lib.settle(compute_for('tpu', 'bfloat16', 'none'), [
     (cfg, n, 1) for n in (512, 384, 256)])
-print([w.length for w in compute.doubted])
+print([w.length for w in compute.rejected_shapes])
 """
 
 
@@ -652,7 +654,7 @@ def main():
       compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)
 
       def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
-        n = context_parallel.parts(layout)
+        n = context_parallel.num_shards(layout)
         q, k, v = (context_parallel.stripe(x, n) for x in (q, k, v))
         return context_parallel.unstripe(
           attention.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n

@@ -40,7 +40,7 @@ def of(**fields):
 def plan(config, vocab, elements=2**20):
   o = distill.objective(config)
   compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-  return head_lib.Plan(o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads, o.learns, o.divergence)
+  return head_lib.HeadConfig(o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads, o.learns, o.divergence)
 
 
 # ------------------------------------------------------------------ the head

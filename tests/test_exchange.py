@@ -57,7 +57,7 @@ def test_rows_arrive_as_they_left(report, way):
 
 @pytest.mark.parametrize('way', ['padded', 'ragged'])
 def test_the_way_back_is_the_transpose(report, way):
-  """<send(x), y> = <x, bring_back(y)>, of the rows that travel."""
+  """<dispatch(x), y> = <x, combine(y)>, of the rows that travel."""
   assert report[f'transpose:{way}'] == 'ok'
 
 
@@ -156,8 +156,8 @@ def main():
   split = PartitionSpec('expert')
 
   def both(x, y):
-    trip = expert_parallel.plan(jnp.asarray(wanted), 'expert', way == 'ragged')
-    there, back = expert_parallel.send(x[0], trip), expert_parallel.bring_back(y[0], trip)
+    trip = expert_parallel.plan_dispatch(jnp.asarray(wanted), 'expert', way == 'ragged')
+    there, back = expert_parallel.dispatch(x[0], trip), expert_parallel.combine(y[0], trip)
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)), jnp.sum(x[0] * back)]), 'expert'), (
       trip.sent[None],

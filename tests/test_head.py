@@ -62,7 +62,7 @@ def dense(case, temperature, hidden, head):
 
 def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective):
   compute = dataclasses.replace(tiny.EXACT, head_elements=elements, dtype=dtype)
-  return head_lib.Plan(fn, REAL, temperature, compute, tiny.one_device())
+  return head_lib.HeadConfig(fn, REAL, temperature, compute, tiny.one_device())
 
 
 @pytest.mark.parametrize('elements,temperature', [(2**20, 1.0), (B * V * 4, 0.7), (B * V * 3, 1.0), (1, 1.3)])

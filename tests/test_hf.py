@@ -337,7 +337,7 @@ def cut(folder):
 
 BROKEN = {
   'wrong shape': (lambda f: rewrite(f, Q, np.zeros((32, 31), np.float32)), [Q, '[32, 31]', '[32, 32]', 'model-0000']),
-  'integers': (lambda f: rewrite(f, Q, np.zeros((32, 32), np.int32)), [Q, 'I32', 'unquantised']),
+  'integers': (lambda f: rewrite(f, Q, np.zeros((32, 32), np.int32)), [Q, 'I32', 'unquantized']),
   'gone from its file': (lambda f: rewrite(f, Q, None), [Q, 'model-0000', 'lacks']),
   'extra': (
     lambda f: put(f, 'model.layers.2.mlp.up_proj.weight', np.zeros((3, 2), np.float32)),

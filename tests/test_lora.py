@@ -74,7 +74,7 @@ def test_rank_0_is_the_model_itself():
   model = lora.build(tiny.config())
   assert model.table == model_lib.build(tiny.config()).table
   frozen = lora.freeze(model, '')
-  assert not frozen.frozen and lora.trained(frozen).table == model.table
+  assert not frozen.frozen and lora.trained_part(frozen).table == model.table
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -245,7 +245,7 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   )
   assert float(value) == pytest.approx(loss.item(), rel=1e-5)
   theirs = {name.replace('.default', ''): p.grad.numpy() for name, p in network.named_parameters() if p.requires_grad}
-  ours = dict(hf.export_tensors(tensor_layout.table(model.config, lora.trained(model).table), grads, np.float32))
+  ours = dict(hf.export_tensors(tensor_layout.table(model.config, lora.trained_part(model).table), grads, np.float32))
   assert ours.keys() == theirs.keys()
   for name in ours:
     near(ours[name], theirs[name], 1e-3)

@@ -106,11 +106,11 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
 def test_on_experts_in_8_bits():
   """As on the numbers that the codes stand for."""
   plain = lora.freeze(lora.build(config()), '')
-  codes = lora.on_frozen(plain.config, 'int8')
+  codes = lora.frozen_base_model(plain.config, 'int8')
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()
-  held = quantization.convert(params, codes)
+  held = quantization.convert_params(params, codes)
   (loss, _), grads = test_lora.gradient(codes, held, batch, 4)
-  (same, _), right = test_lora.gradient(plain, quantization.convert(held, plain), batch, 4)
+  (same, _), right = test_lora.gradient(plain, quantization.convert_params(held, plain), batch, 4)
   assert float(loss) == pytest.approx(float(same), rel=1e-6)
   jax.tree.map(lambda a, b: test_lora.near(a, b, 1e-4), grads, right)
   exact = test_lora.gradient(plain, params, batch, 4)[0][0]

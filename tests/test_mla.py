@@ -244,7 +244,7 @@ def test_adapters_of_one_stack_come_back(tmp_path, targets):
   read = lora.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
   adapters = lambda m: {p for p in m.table if lora.is_adapter(p)}
   assert adapters(read) == adapters(model)
-  loaded = peft.load(tmp_path, read, lora.trained(read).shardings(tiny.one_device()))
+  loaded = peft.load(tmp_path, read, lora.trained_part(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 

@@ -36,7 +36,7 @@ def normal(shape, seed=0):
 
 
 def back(held, axis, dtype='float32'):
-  return np.asarray(quantization.Quantised(axis=axis, **held).dense(dtype))
+  return np.asarray(quantization.QuantizedMatrix(axis=axis, **held).dense(dtype))
 
 
 def rms(x):
@@ -50,7 +50,7 @@ def rms(x):
 @pytest.mark.parametrize('shape, axis', [((128, 48), -2), ((4, 96, 20), -2), ((256, 4, 8), -3)])
 def test_what_is_lost(kind, shape, axis):
   w = normal(shape)
-  held = quantization.quantise(jnp.asarray(w), kind, axis)
+  held = quantization.quantize(jnp.asarray(w), kind, axis)
   packed = 2 if kind == 'nf4' else 1
   assert held['codes'].size * packed == w.size
   assert held['scales'].size == w.size // (48 if 96 in shape else 64)
@@ -62,27 +62,27 @@ def test_values_that_there_are_come_back(kind):
   values = quantization._NF4 if kind == 'nf4' else np.arange(-127, 128, 2) / 127
   w = np.resize(values, (64, 8)).astype(np.float32) * 0.5
   w[0] = 0.5  # a power of two in each block, which scales hold exactly
-  held = quantization.quantise(jnp.asarray(w), kind, -2)
+  held = quantization.quantize(jnp.asarray(w), kind, -2)
   np.testing.assert_allclose(back(held, -2), w, rtol=1e-6)
-  again = quantization.quantise(jnp.asarray(back(held, -2)), kind, -2)
+  again = quantization.quantize(jnp.asarray(back(held, -2)), kind, -2)
   jax.tree.map(np.testing.assert_array_equal, held, again)
 
 
 def test_codes_become_numbers_by_their_bits_as_by_a_table():
   x = np.arange(16, dtype=np.uint8).reshape(4, 4)
-  for found in quantization._by_bits(jnp.asarray(x)), quantization._normal(jnp.asarray(x)):
+  for found in quantization._nf4_by_bits(jnp.asarray(x)), quantization._nf4_values(jnp.asarray(x)):
     np.testing.assert_array_equal(found, quantization._NF4[x])
 
 
 def test_zeros_stay_zeros():
   for kind in quantization.KINDS:
-    held = quantization.quantise(jnp.zeros((8, 4)), kind, -2)
+    held = quantization.quantize(jnp.zeros((8, 4)), kind, -2)
     assert not np.any(back(held, -2))
 
 
 def test_nf4_takes_the_nearest_value():
   w = np.linspace(-1, 1, 64, dtype=np.float32)[:, None]
-  found = back(quantization.quantise(jnp.asarray(w), 'nf4', -2), -2)
+  found = back(quantization.quantize(jnp.asarray(w), 'nf4', -2), -2)
   nearest = np.abs(w - quantization._NF4).min(1)
   np.testing.assert_allclose(np.abs(found - w)[:, 0], nearest, atol=1e-6)
 
@@ -91,7 +91,7 @@ def test_nf4_takes_the_nearest_value():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_products_are_those_of_the_whole_matrix(kind, dtype):
   x, w = normal((2, 5, 64)), jnp.asarray(normal((64, 2, 24), 1))
-  held = quantization.Quantised(axis=-3, **quantization.quantise(w, kind, -3))
+  held = quantization.QuantizedMatrix(axis=-3, **quantization.quantize(w, kind, -3))
 
   def loss(x, w):
     return jnp.sum(jnp.sin(einsum('btd,dnh->btnh', x, w, dtype)))
@@ -106,7 +106,7 @@ def test_products_are_those_of_the_whole_matrix(kind, dtype):
 
 def held_model(kind, rank=3, **fields):
   spec = (rank, 5.0, False, ALL) if rank else ()
-  return quantization.hold(lora.freeze(lora.build(tiny.config(lora=spec, **fields)), ''), kind)
+  return quantization.quantize_model(lora.freeze(lora.build(tiny.config(lora=spec, **fields)), ''), kind)
 
 
 def logits(model, params, compute=tiny.EXACT):
@@ -130,21 +130,21 @@ def test_a_model_computes_as_with_whole_matrices(kind, unroll):
   np.testing.assert_allclose(found, logits(model.base, merged, compute), atol=3e-5 * tiny.largest(found))
   # What is frozen is in codes, and nothing of it is trained.
   assert {p for p in model.table if 'codes' in p} == {f'layers/{n}/codes' for n in ALL.split('|')}
-  assert all(p.startswith('lora/') for p in lora.trained(model).table)
+  assert all(p.startswith('lora/') for p in lora.trained_part(model).table)
 
 
 def test_so_do_latents_with_dense_layers():
   cfg = tiny.latent(lora=(2, 5.0, False, 'q_b|o'))
-  model = quantization.hold(lora.freeze(lora.build(cfg), ''), 'int8')
+  model = quantization.quantize_model(lora.freeze(lora.build(cfg), ''), 'int8')
   params = model.init(jax.random.key(0))
   assert 'codes' in params['dense']['o'] and 'codes' in params['layers']['o']
   found = logits(model, params)
   np.testing.assert_allclose(found, logits(model.base, model.merge(params)), atol=3e-5 * tiny.largest(found))
 
 
-def test_experts_are_quantised_and_routers_are_not():
+def test_experts_are_quantized_and_routers_are_not():
   experts = Experts(num=4, top_k=2, size=16)
-  model = quantization.hold(model_lib.build(tiny.config(family='qwen3_moe', experts=experts)), 'int8')
+  model = quantization.quantize_model(model_lib.build(tiny.config(family='qwen3_moe', experts=experts)), 'int8')
   params = tiny.params(model)
   assert params['layers']['gate']['codes'].shape == (2, 4, 32, 16)
   assert params['layers']['router'].dtype == jnp.float32
@@ -168,7 +168,7 @@ def test_no_matrix_of_another_layer_is_whole():
       .compile()
     )
     temporary[kind] = done.memory_analysis().temp_size_in_bytes
-  matrices = sum(2 * math.prod(model.base.table[p].shape) for p in quantization.matrices(model.base.table))
+  matrices = sum(2 * math.prod(model.base.table[p].shape) for p in quantization.block_axes(model.base.table))
   assert temporary['nf4'] < temporary[''] + matrices / 4
 
 
@@ -210,7 +210,7 @@ def test_only_adapters_are_trained_on_codes(base):
     policy = parts(sft(base, kind)).policy
     assert list(policy.state.params) == ['lora']
     fixed = flatten(policy.frozen['params'])
-    for path in quantization.matrices(policy.model.base.table):
+    for path in quantization.block_axes(policy.model.base.table):
       size = math.prod(policy.model.base.table[path].shape)
       assert fixed[f'{path}/codes'].nbytes == size * bits // 8
       assert fixed[f'{path}/scales'].dtype == jnp.bfloat16
@@ -281,8 +281,8 @@ def test_stages_change_how_matrices_are_held(base, tmp_path):
   losses = [r['loss'] for r in rows]
   assert [r['stage'] for r in rows] == [s for s in ('one', 'two', 'three', 'four') for _ in range(2)]
   assert losses[-1] < losses[0]
-  assert inference.from_run(tmp_path, 'three').prepared.model.quantised
-  assert not inference.from_run(tmp_path).prepared.model.quantised
+  assert inference.from_run(tmp_path, 'three').prepared.model.quantized
+  assert not inference.from_run(tmp_path).prepared.model.quantized
 
 
 def test_ppo_has_a_critic_on_the_same_codes(base):
@@ -328,7 +328,7 @@ def test_an_adapter_of_codes_loads_in_peft(base, tmp_path):
   np.testing.assert_allclose(ours, theirs, atol=3e-5 * tiny.largest(theirs))
 
 
-def test_random_weights_are_quantised_too(tmp_path):
+def test_random_weights_are_quantized_too(tmp_path):
   made = tiny.merged(
     sft(''),
     dict(model=dict(path='', preset='tiny', dtype='bfloat16'), train=dict(steps=2), save=dict(every=1, export=False)),
@@ -339,7 +339,7 @@ def test_random_weights_are_quantised_too(tmp_path):
   assert found.params['layers']['q']['codes'].dtype == jnp.uint8
 
 
-def test_a_mixture_trains_adapters_on_quantised_experts(tmp_path):
+def test_a_mixture_trains_adapters_on_quantized_experts(tmp_path):
   folder = tiny.folder(tmp_path / 'moe', family='qwen3_moe', num_layers=2, experts=Experts(num=4, top_k=2, size=16))
   made = sft(folder, lora=dict(targets='q|v'), model=dict(remat='full'))
   exact = run(tiny.merged(made, dict(model=dict(quantise=''))), tmp_path / 'exact')

@@ -53,7 +53,7 @@ def shares(d) -> list:
 
 
 def from_logits(d):
-  """For `losses.head.Plan.divergence`: of whole distributions.
+  """For `losses.head.HeadConfig.divergence`: of whole distributions.
 
   Tokens that the teacher lacks are left out of the student's, too.
   """
@@ -69,7 +69,7 @@ def from_logits(d):
 
 
 def from_cache(d):
-  """For `losses.head.Plan.divergence`: of the teachers' top k and the rest."""
+  """For `losses.head.HeadConfig.divergence`: of the teachers' top k and the rest."""
 
   def divergence(logits, teachers, arrays):
     del teachers

@@ -82,7 +82,7 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
   return sizes
 
 
-class Shared(NamedTuple):
+class TiedWeight(NamedTuple):
   """What stands for a parameter that a program reads in two places.
 
   value: the parameter in the type of products, gathered; it has no gradient.
@@ -164,7 +164,7 @@ class Layout:
     """
     rows, over = self.of_tokens(tokens[0].shape)
     spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
-    shared = isinstance(of, Shared)
+    shared = isinstance(of, TiedWeight)
     if not shared and not any(set(axes_of(part)) & set(over) for part in spec):
       return None
     sums = jax.shard_map(
@@ -175,7 +175,7 @@ class Layout:
       axis_names=set(over),
       check_vma=False,
     )(*tokens)
-    return Shared(None, sums) if shared else self.reduced(sums, axes, over)
+    return TiedWeight(None, sums) if shared else self.reduced(sums, axes, over)
 
   def reduced(self, sums, axes, over):
     """[n, ...] on as many devices -> their sum, each part by who keeps it.

@@ -27,7 +27,7 @@ Only this file knows a family's name. A family is
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, layers_json
 from jaxpost.models import mla
-from jaxpost.models.config import ModelConfig, OwnConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 
 _WINDOW = ('sliding_window', 'layer_types')
 _QWEN = (*_WINDOW, 'use_sliding_window', 'max_window_layers')
@@ -386,7 +386,7 @@ def _num_labels(raw: dict, where: str) -> int:
 
 def to_hf(cfg: ModelConfig, stop_ids=(), bos_id=None, pad_id=None) -> dict:
   """ModelConfig -> config.json for `transformers`."""
-  if isinstance(cfg, OwnConfig):
+  if isinstance(cfg, CustomConfig):
     return dict(
       model_type=cfg.family,
       code=cfg.code,

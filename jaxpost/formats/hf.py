@@ -29,7 +29,7 @@ from jaxpost.distributed import transfer
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import families, mxfp4, safetensors_file, tensor_layout
-from jaxpost.models.parameters import join, leaf, nest, parts
+from jaxpost.models.parameters import held_parts, join, leaf, nest
 from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _open(folder, table, cfg, stack) -> dict:
     if tensor.get_dtype() not in _DTYPES:
       raise InputError(
         f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
-        f'{", ".join(_DTYPES)}: use an unquantised model'
+        f'{", ".join(_DTYPES)}: use an unquantized model'
       )
   tied = wanted.get('model.embed_tokens.weight')
   more = (
@@ -335,7 +335,7 @@ def export_tensors(table, params, dtype, merge=lambda params: params):
   One layer of the parameters in a tensor is merged, and on the host, at a time.
   """
   for group in tensor_layout.groups(table):
-    entries = [_entries(parts(params, path), path, kept.spec, merge) for path, kept in group.items()]
+    entries = [_entries(held_parts(params, path), path, kept.spec, merge) for path, kept in group.items()]
     kept = next(iter(group.values()))
     for name, *values in zip(kept.names, *entries, strict=True):
       value = tensor_layout.together(kept, list(map(tensor_layout.rows, group.values(), values)))

@@ -119,7 +119,7 @@ def _with_own_a(raw: dict) -> set:
 def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
   """(tensors, {path: `Stored`} of all possible adapters, {path: its name})."""
   table = transformer.param_table(dataclasses.replace(cfg, lora=()))
-  names = {path: lora.name(path, table[path]) for path in lora.targets(table)}
+  names = {path: lora.target_name(path, table[path]) for path in lora.targets(table)}
   every = tensor_layout.table(
     cfg, lora.adapter_rows(table, dataclasses.replace(cfg, lora=(1, 1.0, False, '|'.join(names.values()))))
   )

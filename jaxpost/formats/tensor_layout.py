@@ -20,7 +20,7 @@ from jaxpost.distributed.mesh import axes_of
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.formats import families
 from jaxpost.models import transformer
-from jaxpost.models.parameters import Param, inputs
+from jaxpost.models.parameters import Param, input_dims
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -97,13 +97,13 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
     return (cfg.vocab_size, *shape[1:])
   if not spec.matrix:
     return shape
-  cut = inputs(spec)
+  cut = input_dims(spec)
   return math.prod(shape[cut:]), math.prod(shape[:cut])
 
 
 def _row(spec: Param) -> int:
   """The dimension of a parameter along which a tensor has its rows."""
-  return spec.stack + (inputs(spec) if spec.matrix else 0)
+  return spec.stack + (input_dims(spec) if spec.matrix else 0)
 
 
 def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
@@ -247,7 +247,7 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
       return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: stored.step]
     rows = slice(stored.first + start, stored.first + end)
     return tensor[(rows, *(slice(*x) for x in rest))]
-  cut = inputs(stored.spec)
+  cut = input_dims(stored.spec)
   sides = [(shape[:cut], bounds[:cut], stored.column), (shape[cut:], bounds[cut:], stored.first)]
   # A side of several dimensions is read whole below its first one.
   ranges = [slice(first + b[0][0] * math.prod(s[1:]), first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
@@ -260,7 +260,7 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
 def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
   """An entry of a parameter as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
-    size = math.prod(value.shape[: inputs(stored.spec)])
+    size = math.prod(value.shape[: input_dims(stored.spec)])
     value, more = value.reshape(size, -1).T, stored.shape[1] - size
     return np.pad(value, ((0, 0), (stored.column, more - stored.column))) if (more) else value
   return value[: stored.shape[0]]

@@ -25,7 +25,7 @@ from jaxpost.models import attention_kernels, attention_xla
 from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
-  from jaxpost.models.attention_kernels import Work
+  from jaxpost.models.attention_kernels import AttentionShape
 
 # Of the largest value; what rounding to bfloat16 does is a tenth of it.
 _TOLERANCE = 0.05
@@ -57,7 +57,7 @@ def settle(compute: Compute, uses) -> Compute:
       all that will be attended.
   """
   name, dtype = compute.attention, compute.dtype
-  works = sorted({attention_kernels.asks(compute, *use) for use in uses} - {None})
+  works = sorted({attention_kernels.shape_to_check(compute, *use) for use in uses} - {None})
   path = pathlib.Path.home() / '.cache/jaxpost/attention.json'
   keys, kept = [_key(name, dtype, work) for work in works], _read(path)
   whys = ['' if key in kept else trusted(name, work, dtype) for key, work in zip(keys, works)]
@@ -87,10 +87,10 @@ def settle(compute: Compute, uses) -> Compute:
         _words(work),
         why,
       )
-  return dataclasses.replace(compute, doubted=tuple(out))
+  return dataclasses.replace(compute, rejected_shapes=tuple(out))
 
 
-def _words(work: Work) -> str:
+def _words(work: AttentionShape) -> str:
   return (
     f'{f"{work.parts} parts, " if work.parts > 1 else ""}'
     f'{work.heads} heads of {work.head_dim} on {work.kv_heads}'
@@ -99,7 +99,7 @@ def _words(work: Work) -> str:
   )
 
 
-def _key(name: str, dtype: str, work: Work) -> str:
+def _key(name: str, dtype: str, work: AttentionShape) -> str:
   """The kernel, its options and shape, and all that it runs on."""
   device = jax.local_devices()[0]
   code = zlib.crc32(
@@ -117,7 +117,7 @@ def _read(path) -> dict:
 
 
 @functools.cache
-def trusted(name: str, work: Work, dtype: str) -> str:
+def trusted(name: str, work: AttentionShape, dtype: str) -> str:
   """'' where this device computes it right, else what differs from XLA's.
 
   Of every kind of layer: with each of the windows.
@@ -134,7 +134,7 @@ def trusted(name: str, work: Work, dtype: str) -> str:
   return wrong and f'off by {", ".join(wrong)}' or ''
 
 
-def errors(name: str, work: Work, dtype: str, window: int) -> dict[str, float]:
+def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """{'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from float32.
 
   Each as the largest difference over the largest value, of packed rows, forward
@@ -170,7 +170,7 @@ def errors(name: str, work: Work, dtype: str, window: int) -> dict[str, float]:
     return attention_xla.chunked(q, k, v, segments, exactly, None, positions, window, work, sinks)
 
   def fast(q, k, v, sinks=None):
-    q, k, v = (x.astype(dtype) for x in (attention_xla.scaled(q, work), k, v))
+    q, k, v = (x.astype(dtype) for x in (attention_xla.scale_queries(q, work), k, v))
     run = lambda q, **stripe: attention_kernels.KERNELS[name](
       q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe
     ).astype(jnp.float32)

@@ -34,7 +34,7 @@ def group_relative(rewards, valid, *, scale: bool | str = True, eps: float = 1e-
   scale = {True: 'group', False: 'none'}.get(scale, scale)
   if scale not in ('group', 'batch', 'none'):
     raise ValueError(f"scale {scale!r}: want 'group', 'batch' or 'none'")
-  count, centred = _centred(rewards, valid, singleton)
+  count, centred = _centered(rewards, valid, singleton)
   if scale == 'group':
     variance = (centred**2).sum(axis=1, keepdims=True)
     std = np.sqrt(variance / np.maximum(count - 1, 1))
@@ -59,7 +59,7 @@ def leave_one_out(rewards, valid, *, singleton: str = 'zero'):
   RLOO (arXiv:2402.14740). Arguments and result as `group_relative`.
   """
   rewards, valid = _groups(rewards, valid)
-  count, centred = _centred(rewards, valid, singleton)
+  count, centred = _centered(rewards, valid, singleton)
   centred = centred * count / np.maximum(count - 1, 1)
   return centred.astype(np.float32)
 
@@ -70,7 +70,7 @@ def _groups(rewards, valid):
   return rewards, valid
 
 
-def _centred(rewards, valid, singleton):
+def _centered(rewards, valid, singleton):
   """(valid samples [N, 1], r - mean [N, G]), exactly 0 without variance.
 
   Rounding would leave 1e-17 there, and dividing by eps makes it matter.
@@ -153,7 +153,7 @@ def reinforce_plus_plus_baseline(rewards, valid, mask, *, singleton: str = 'zero
   rewards, valid = _groups(rewards, valid)
   mask = np.asarray(mask, bool)
   same_shape('rewards [N, G] and mask [N * G, C]', 1, rewards.ravel(), mask[:, 0])
-  _, centred = _centred(rewards, valid, singleton)
+  _, centred = _centered(rewards, valid, singleton)
   mask = mask & valid.reshape(-1, 1)
   return whiten(np.where(mask, centred.reshape(-1, 1), 0), mask)
 

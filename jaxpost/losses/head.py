@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpost.distributed.mesh import BATCH_AXES, Layout, Shared
+from jaxpost.distributed.mesh import BATCH_AXES, Layout, TiedWeight
 from jaxpost.matmul import Compute, einsum
 from jaxpost.types import Outputs
 
 _HIDE = -1e30
 
 
-class Plan(NamedTuple):
+class HeadConfig(NamedTuple):
   """What is fixed when the head is compiled.
 
   objective: (Outputs of [B, C], {name: [B, C]}) -> (loss [B, C],
@@ -81,7 +81,7 @@ def _slope(plan, logits):
   return slope * (1 - part * part)
 
 
-def token_outputs(plan: Plan, hidden, head, labels, mask) -> Outputs:
+def token_outputs(plan: HeadConfig, hidden, head, labels, mask) -> Outputs:
   """Outputs of `labels` [B, T], differentiable in hidden and head.
 
   Positions where `mask` is 0 are skipped and come out as 0.
@@ -105,7 +105,7 @@ def _parts(plan, tree, back=()):
   return tree if n == 1 else jax.tree.map(move, tree)
 
 
-def top_tokens(plan: Plan, hidden, head, mask, k: int):
+def top_tokens(plan: HeadConfig, hidden, head, mask, k: int):
   """The k most probable tokens after each position, most probable first.
 
   Args:
@@ -137,7 +137,7 @@ def top_tokens(plan: Plan, hidden, head, mask, k: int):
   return tuple(jnp.where((mask != 0)[..., None], _take(x[:, :length], back), 0) for x in found)
 
 
-def fused_loss(plan: Plan, hidden, head, labels, weights, arrays, teachers=()):
+def fused_loss(plan: HeadConfig, hidden, head, labels, weights, arrays, teachers=()):
   """Sum over tokens of weights * objective, differentiable in hidden, head.
 
   Args:
@@ -273,8 +273,8 @@ def _run(plan, grad, hidden, head, order, labels, weights, arrays, teachers):
   if grad:
     grads = (
       grads[0],
-      Shared(None, grads[1])
-      if isinstance(head, Shared)
+      TiedWeight(None, grads[1])
+      if isinstance(head, TiedWeight)
       else (plan.layout.reduced(grads[1], ('vocab', 'embed'), axes).astype(head.dtype)),
     )
   return loss, metrics, outputs, grads

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import attention_kernels, context_parallel
-from jaxpost.models.attention_xla import NEVER, capped, chunked, in_chunks, reference, scaled, softmax
+from jaxpost.models.attention_xla import NEVER, attend_in_chunks, chunked, reference, scale_queries, softcap, softmax
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -45,17 +45,17 @@ def attention(
     [B, T, H, hv]. InputError where the one that is asked for cannot do it.
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
-  parts = context_parallel.parts(layout)
-  if compute.attention not in PLAIN:
-    if attention_kernels.chosen(q, v, branch_ids, compute, cfg, sinks, parts):
+  parts = context_parallel.num_shards(layout)
+  if compute.attention not in XLA_ATTENTION:
+    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, sinks, parts):
       return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
     return _split(q, k, v, *rest, layout, parts)
-  return PLAIN.get(compute.attention, chunked)(q, k, v, *rest)
+  return XLA_ATTENTION.get(compute.attention, chunked)(q, k, v, *rest)
 
 
 # Those that run everywhere and do all that there is.
-PLAIN = {'reference': reference, 'chunked': chunked}
+XLA_ATTENTION = {'reference': reference, 'chunked': chunked}
 
 
 def _split(
@@ -80,19 +80,19 @@ def _split(
 
   def local(q, k, v, mine, rows, window, sinks):
     k, v = map(attention_kernels.gather, (k, v))
-    return in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
+    return attend_in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
 
   # A number is known where this is compiled; of layers in a scan it is not.
   number = isinstance(window, int)
   return jax.shard_map(
     lambda *given: local(*given[:5], window if number else given[5], given[6]),
-    **context_parallel.by(layout, split),
+    **context_parallel.shard_map_axes(layout, split),
     in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
     out_specs=split,
   )(q, k, v, mine, rows, None if number else window, sinks)
 
 
-def entries(cache: Cache, layer: int, step):
+def layer_entries(cache: Cache, layer: int, step):
   """Keys and values of a layer as [S, K, length, h], from pages if need be.
 
   They are gathered at every step: of all layers at once, for a whole block,
@@ -111,7 +111,7 @@ def entries(cache: Cache, layer: int, step):
   return [gather(pool) for pool in pair]
 
 
-def cached(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None):
+def cached_attention(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None):
   """Queries at the end of each row against the filled part of its cache.
 
   Args:
@@ -127,7 +127,7 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int, cfg: M
   batch, count, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
   kind = cache[0].dtype.name  # holds values of the operand type, see Compute
-  q = scaled(q, cfg).astype(compute.dtype)
+  q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
   q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
   scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for keys in (cache[0], recent[0])], axis=-1)
@@ -145,7 +145,7 @@ def cached(q, cache, recent, filled, step, compute: Compute, window: int, cfg: M
     at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
     mask &= at[:, None] > filled[:, None, None] + stands - window
   weights = softmax(
-    jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+    jnp.where(mask[:, None, :, None], softcap(scores, cfg), NEVER),
     sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
   )
   weights = weights.reshape(flat).astype(compute.dtype)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.models import attention_xla
-from jaxpost.models.config import ModelConfig, OwnConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -45,7 +45,7 @@ def _cudnn_refuses(size, values, dtype, cap, sinks) -> str:
   return 'soft caps of the scores' if cap else 'sinks' if sinks else ''
 
 
-class Work(NamedTuple):
+class AttentionShape(NamedTuple):
   """What decides whether a kernel is right; of heads as in `ModelConfig`."""
 
   length: int
@@ -66,7 +66,7 @@ REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
 PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
-def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
+def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
   """Whether the kernel does this; InputError if it must and cannot."""
   why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
   if branch_ids is not None:
@@ -76,7 +76,8 @@ def chosen(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: i
       f'config.model.attention: {compute.attention} cannot do {why}; auto takes another one where it must'
     )
   return not why and (
-    compute.forced or (q.shape[1] >= _SHORT * parts and work(cfg, q.shape[1], parts) not in compute.doubted)
+    compute.forced
+    or (q.shape[1] >= _SHORT * parts and attention_shape(cfg, q.shape[1], parts) not in compute.rejected_shapes)
   )
 
 
@@ -118,7 +119,7 @@ def attend(
 
 def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, compute, parts, groups=0):
   """On one device; `groups` queries ask each kv head, of which all are here."""
-  q = attention_xla.scaled(q, cfg)
+  q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
   more = {}
   if parts > 1:
@@ -298,9 +299,9 @@ def _packed(q, k, v, starts, sizes, window):
 # --------------------------------------------------------------------- choice
 
 
-def work(cfg: ModelConfig, length: int, parts: int) -> Work:
+def attention_shape(cfg: ModelConfig, length: int, parts: int) -> AttentionShape:
   """What a model asks for in rows of so many tokens, in so many parts."""
-  return Work(
+  return AttentionShape(
     length,
     parts,
     cfg.num_heads,
@@ -323,16 +324,16 @@ def check_platform(compute: Compute, platform: str):
     )
 
 
-def unproven(compute: Compute) -> bool:
+def uses_kernel(compute: Compute) -> bool:
   """Whether it is a kernel, which may be wrong: `kernel_check.settle`."""
   return compute.attention in KERNELS
 
 
-def asks(compute: Compute, cfg: ModelConfig | OwnConfig, length: int, parts: int) -> Work | None:
+def shape_to_check(compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int) -> AttentionShape | None:
   """What such a model asks of a kernel in such rows, if anything."""
-  if isinstance(cfg, OwnConfig) or (length < _SHORT * parts and not compute.forced):
+  if isinstance(cfg, CustomConfig) or (length < _SHORT * parts and not compute.forced):
     return None
-  it = work(cfg, length, parts)
+  it = attention_shape(cfg, length, parts)
   return (
     None
     if REFUSALS[compute.attention](it.head_dim, it.value_dim, compute.dtype, it.attention_softcap, it.sinks)

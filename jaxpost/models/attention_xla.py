@@ -28,7 +28,7 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, win
   """By the definition of `attention.attention`, with all of [B, H, T, T]."""
   groups = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-  scores = capped(einsum('btnh,bsnh->bnts', scaled(q, cfg), k, compute.dtype), cfg)
+  scores = softcap(einsum('btnh,bsnh->bnts', scale_queries(q, cfg), k, compute.dtype), cfg)
   number = jnp.arange(q.shape[1])
   mask = segment_ids[:, :, None] == segment_ids[:, None]
   mask &= number[:, None] >= number
@@ -44,10 +44,10 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, win
 def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
   """The same, on any device: see `in_chunks`."""
   rows = segment_ids, positions, branch_ids
-  return in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window, compute, cfg, sinks)
+  return attend_in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window, compute, cfg, sinks)
 
 
-def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1):
+def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1):
   """The queries of one of n parts of a row against all keys before them.
 
   Queries go in chunks, each against the keys up to its own end, so that half
@@ -66,7 +66,7 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, s
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
   shape = batch, length, kv_heads, heads // kv_heads, size
-  q = scaled(q.reshape(shape), cfg).swapaxes(1, 2)
+  q = scale_queries(q.reshape(shape), cfg).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
   def attend(low, end, q, *mine):
@@ -81,7 +81,7 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, s
       mask &= (there[2] == 0) | (there[2] == here[2])
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
-      jnp.where(mask[:, None, :, None], capped(scores, cfg), NEVER),
+      jnp.where(mask[:, None, :, None], softcap(scores, cfg), NEVER),
       sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
     )
     return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end], compute.dtype)
@@ -95,12 +95,12 @@ def in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, s
     end = min(start + step, length)
     run = functools.partial(attend, first_key(n * start, window, rows[2]), n * end)
     some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in mine)
-    out.append(_in_turn(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
+    out.append(_map_chunks(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
 
 
-def _in_turn(run, step: int, q, *rest):
+def _map_chunks(run, step: int, q, *rest):
   """`run(q, *rest)`, `step` queries at a time, none of it kept."""
   count = q.shape[2] // step
   split = lambda x, axis: jnp.moveaxis(
@@ -127,13 +127,13 @@ def first_key(start: int, window, branch_ids) -> int:
   return max(0, start - window + 1)
 
 
-def scaled(q, cfg: ModelConfig):
+def scale_queries(q, cfg: ModelConfig):
   if cfg.attention_scale:
     return q * cfg.attention_scale
   return q / math.sqrt(cfg.head_dim)
 
 
-def capped(scores, cfg: ModelConfig):
+def softcap(scores, cfg: ModelConfig):
   cap = cfg.attention_softcap
   return cap * jnp.tanh(scores / cap) if cap else scores
 

@@ -141,7 +141,7 @@ class LatentConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnConfig:
+class CustomConfig:
   """A module of the user's (`custom.py`), as far as anybody has to ask.
 
   code: FILE.py:FUNCTION that makes it. size: its parameters. The rest is as
@@ -173,10 +173,10 @@ class OwnConfig:
     return 0, ()  # nobody knows
 
 
-def from_json(fields: dict) -> ModelConfig | OwnConfig:
+def from_json(fields: dict) -> ModelConfig | CustomConfig:
   """What `dataclasses.asdict` and JSON made of a config, back again."""
   if 'code' in fields:
-    return OwnConfig(**{k: _tuples(v) for k, v in fields.items()})
+    return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
   kind = LatentConfig if 'kv_rank' in fields else ModelConfig

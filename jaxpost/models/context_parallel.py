@@ -13,10 +13,10 @@ import jax
 
 from jaxpost.distributed.mesh import Layout, axes_of
 
-WHOLE = 'reference', 'cudnn'  # of `model.attention`: cannot do a part of a row
+WHOLE_ROW_KERNELS = 'reference', 'cudnn'  # of `model.attention`: cannot do a part of a row
 
 
-def parts(layout) -> int:
+def num_shards(layout) -> int:
   """Into how many a row is split; `layout` may be any `constrain`."""
   if not isinstance(layout, Layout) or layout.phase == 'rollout':
     return 1
@@ -34,9 +34,9 @@ def unstripe(x, n: int):
   return split.swapaxes(1, 2).reshape(x.shape)
 
 
-def in_order(x, layout: Layout):
+def unstripe_sharded(x, layout: Layout):
   """Striped [B, T, D] -> [B, T, D], still split: each token travels once."""
-  n, part = parts(layout), x.shape[1] // parts(layout)
+  n, part = num_shards(layout), x.shape[1] // num_shards(layout)
   if part % n:
     return layout(unstripe(x, n), 'batch', 'time', None)
 
@@ -46,9 +46,9 @@ def in_order(x, layout: Layout):
     return unstripe(x.reshape(len(x), part, -1), n)
 
   split = layout.spec(('batch', 'time'), x.shape)
-  return jax.shard_map(local, **by(layout, split), in_specs=split, out_specs=split)(x)
+  return jax.shard_map(local, **shard_map_axes(layout, split), in_specs=split, out_specs=split)(x)
 
 
-def by(layout: Layout, split) -> dict:
+def shard_map_axes(layout: Layout, split) -> dict:
   """The mesh axes that arrays are split over; gradients are whole in others."""
   return dict(mesh=layout.mesh, check_vma=False, axis_names={a for part in split for a in axes_of(part)})

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import RULES
 from jaxpost.errors import InputError
-from jaxpost.models.config import OwnConfig
+from jaxpost.models.config import CustomConfig
 from jaxpost.models.model import Model
 from jaxpost.models.parameters import Param, leaf, nest
 from jaxpost.types import Cache
@@ -149,7 +149,7 @@ def _make(init, apply, vocab_size, head, rules, named) -> Model:
       f'has no parameter that {pattern!r} in `axes` fits; there is {", ".join(table)}',
     )
   rows = shapes[head][0] == vocab_size
-  config = OwnConfig(vocab_size, shapes[head][rows], sum(math.prod(s) for s in shapes.values()))
+  config = CustomConfig(vocab_size, shapes[head][rows], sum(math.prod(s) for s in shapes.values()))
 
   def run(params, tokens, positions, segment_ids, compute):
     # Rounded alike for training, scoring and sampling.

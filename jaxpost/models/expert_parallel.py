@@ -13,7 +13,7 @@ from flax import struct
 
 
 @struct.dataclass
-class Trip:
+class Dispatch:
   """Which rows go where, as one device sees it; the first of each [n, N].
 
   goes: bool, whether a row of its own goes to a device.
@@ -34,7 +34,7 @@ class Trip:
   exact: bool = struct.field(pytree_node=False)
 
 
-def in_order(number, kinds: int):
+def sort_by_key(number, kinds: int):
   """(order, number[order]) along the last axis, those alike as they were.
 
   By one key that holds the number and the place: a stable sort with places
@@ -53,7 +53,7 @@ def in_order(number, kinds: int):
   return (keys & (2**bits - 1)).astype(jnp.int32), (keys >> bits).astype(number.dtype)
 
 
-def plan(wanted, axis: str, exact: bool) -> Trip:
+def plan_dispatch(wanted, axis: str, exact: bool) -> Dispatch:
   """The trips of one device.
 
   Args:
@@ -62,9 +62,9 @@ def plan(wanted, axis: str, exact: bool) -> Trip:
     exact: as of `exchange`.
   """
   me = jax.lax.axis_index(axis)
-  first = lambda yes: in_order(~yes, 2)[0]
+  first = lambda yes: sort_by_key(~yes, 2)[0]
   goes, comes, counts = wanted[me].T, wanted[..., me], jnp.sum(wanted, axis=1, dtype=jnp.int32)
-  return Trip(
+  return Dispatch(
     goes,
     first(goes),
     jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
@@ -76,7 +76,7 @@ def plan(wanted, axis: str, exact: bool) -> Trip:
   )
 
 
-def arriving(x, weights, chosen, each: int, exact: bool):
+def dispatch_tokens(x, weights, chosen, each: int, exact: bool):
   """(`Trip`, [x, weights, chosen] of the rows that want experts here).
 
   Over the axis 'expert', each device with `each` experts: [N, D], [N, k] and
@@ -85,9 +85,9 @@ def arriving(x, weights, chosen, each: int, exact: bool):
   """
   weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
   wanted = jnp.any(chosen[..., None] // each == jnp.arange(len(chosen)), axis=-2)
-  trip = plan(wanted, 'expert', exact)
+  trip = plan_dispatch(wanted, 'expert', exact)
   weights, chosen = (jnp.take_along_axis(y, trip.arrived[..., None], axis=1) for y in (weights, chosen))
-  return trip, [y.reshape(-1, y.shape[-1]) for y in (send(x, trip), weights, chosen)]
+  return trip, [y.reshape(-1, y.shape[-1]) for y in (dispatch(x, trip), weights, chosen)]
 
 
 def exchange(x, sent, received, axis: str, exact: bool):
@@ -110,13 +110,13 @@ def exchange(x, sent, received, axis: str, exact: bool):
 
 
 @jax.custom_vjp
-def send(x, trip: Trip):
+def dispatch(x, trip: Dispatch):
   """[N, D] -> [n, N, D]: what arrives from each device, its rows first."""
   return exchange(x[trip.rows], trip.sent, trip.received, trip.axis, trip.exact)
 
 
 @jax.custom_vjp
-def bring_back(y, trip: Trip):
+def combine(y, trip: Dispatch):
   """[n, N, D] of what arrived -> [N, D], the sums over where a row was.
 
   The transpose of `send`, and the other way round.
@@ -126,5 +126,5 @@ def bring_back(y, trip: Trip):
   return jnp.sum(back, axis=0, where=trip.goes[..., None], dtype=jnp.float32).astype(y.dtype)
 
 
-send.defvjp(lambda x, trip: (send(x, trip), trip), lambda trip, g: (bring_back(g, trip), None))
-bring_back.defvjp(lambda y, trip: (bring_back(y, trip), trip), lambda trip, g: (send(g, trip), None))
+dispatch.defvjp(lambda x, trip: (dispatch(x, trip), trip), lambda trip, g: (combine(g, trip), None))
+combine.defvjp(lambda y, trip: (combine(y, trip), trip), lambda trip, g: (dispatch(g, trip), None))

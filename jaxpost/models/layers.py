@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.distributed.mesh import Layout, Shared
+from jaxpost.distributed.mesh import Layout, TiedWeight
 from jaxpost.matmul import Compute, einsum, products
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def embed(table, tokens, dtype: str, constrain):
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
 
 
-def share(table, tokens, dtype: str, layout: Layout):
+def tie_embeddings(table, tokens, dtype: str, layout: Layout):
   """A table [V, D] that is embedding and head, both of tokens [B, T].
 
   Its gradient is summed over devices once, where these have parts of tokens.
@@ -53,7 +53,7 @@ def share(table, tokens, dtype: str, layout: Layout):
   @jax.custom_vjp
   def make(table):
     small = layout(table.astype(dtype), 'vocab', 'embed')  # then gathered
-    return Shared(layout(small, 'vocab', None), jnp.zeros((n, *table.shape), jnp.float32))
+    return TiedWeight(layout(small, 'vocab', None), jnp.zeros((n, *table.shape), jnp.float32))
 
   make.defvjp(
     lambda table: (make(table), None), lambda _, g: (layout.reduced(g.sums, ('vocab', 'embed'), over).astype(kind),)
@@ -114,11 +114,11 @@ def _biased(y, p, name: str):
 
 # Matrices that read the same activations; a sampler's weights have them as
 # one, which `fused` says of which the table has.
-TOGETHER = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
-_OUT = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
+FUSED = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
+_FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 
 
-def fused(table) -> dict[str, tuple[str, ...]]:
+def fusable(table) -> dict[str, tuple[str, ...]]:
   """What of TOGETHER can be one matrix, by the parameter table."""
 
   def alike(names):
@@ -126,14 +126,14 @@ def fused(table) -> dict[str, tuple[str, ...]]:
     biases = {f'layers/{n}_bias' in table for n in names}
     return all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (len(biases) == 1)
 
-  return {k: names for k, names in TOGETHER.items() if alike(names)}
+  return {k: names for k, names in FUSED.items() if alike(names)}
 
 
 def fuse(p: dict, joined: dict) -> dict:
   """A layer's weights, or their shardings, with one for several."""
   p = dict(p)
   for name, parts in joined.items():
-    for tail, axis in (('', _OUT[name]), ('_bias', -1)):
+    for tail, axis in (('', _FUSED_AXIS[name]), ('_bias', -1)):
       if parts[0] + tail in p:
         some = [p.pop(part + tail) for part in parts]
         p[name + tail] = some[0] if isinstance(some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
@@ -143,14 +143,14 @@ def fuse(p: dict, joined: dict) -> dict:
 def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> list:
   """Projections by TOGETHER[name], with biases; one product if it is one."""
   if name not in p:
-    parts = TOGETHER[name]
+    parts = FUSED[name]
     ys = products(
       spec, x, tuple(p[part] for part in parts), compute.dtype, layout if isinstance(layout, Layout) else None
     )
     return [_biased(y, p, part) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
-  return jnp.split(project(spec, x, p, name, compute, layout), ends, _OUT[name])
+  return jnp.split(project(spec, x, p, name, compute, layout), ends, _FUSED_AXIS[name])
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):

@@ -24,7 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models import model as model_lib
 from jaxpost.models import quantization
-from jaxpost.models.parameters import Param, flatten, inputs, join, leaf, nest
+from jaxpost.models.parameters import Param, flatten, input_dims, join, leaf, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -81,7 +81,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   """The rows of A and B. InputError where there can be none."""
   rank, *_, pattern = cfg.lora
   rows = {}
-  names = {name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
+  names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
   # 'q' is any path that ends in /q, too; experts are asked for by that word.
   for path in map(
     names.get, _matching(names, pattern, 'config.lora.targets', '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')
@@ -91,7 +91,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       raise InputError(
         f'config.lora.targets: {pattern!r} matches {path}; routers have no adapters here, leave them out: "q|k|v|o"'
       )
-    cut = spec.stack + inputs(spec)
+    cut = spec.stack + input_dims(spec)
     least = min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
     if rank > least:
       raise InputError(f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {least}; lower it')
@@ -122,7 +122,7 @@ def targets(table: dict) -> list[str]:
   return [p for p, s in table.items() if s.matrix and s.stacked and not s.exact]
 
 
-def name(path: str, spec: Param) -> str:
+def target_name(path: str, spec: Param) -> str:
   """What `config.lora.targets` calls it: layers/experts/gate for those."""
   stack, _, last = path.rpartition('/')
   return f'{stack}/experts/{last}' if 'expert' in spec.axes else path
@@ -270,12 +270,12 @@ def freeze(model: Model, pattern: str) -> Model:
   return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
 
 
-def on_frozen(cfg: ModelConfig, kind: str = '') -> Model:
+def frozen_base_model(cfg: ModelConfig, kind: str = '') -> Model:
   """The model of `cfg` whose adapters are trained, its base quantised or not."""
-  return quantization.hold(freeze(build(cfg), ''), kind)
+  return quantization.quantize_model(freeze(build(cfg), ''), kind)
 
 
-def trained(model: Model) -> Model:
+def trained_part(model: Model) -> Model:
   """The table of what is trained, with the shapes and shardings of that."""
   return dataclasses.replace(model, table={p: spec for p, spec in model.table.items() if p not in model.frozen})
 
@@ -295,18 +295,18 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)
-  have = flatten(quantization.convert(params, model))
+  have = flatten(quantization.convert_params(params, model))
   key, out = jax.random.key(seed), {}
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)
     if path in have:
-      out[path] = have[path] if not model.quantised else (jax.device_put(have[path], sharding))
+      out[path] = have[path] if not model.quantized else (jax.device_put(have[path], sharding))
     else:
       out[path] = jax.device_put(np.asarray(fresh(i, spec, key)).astype(spec.dtype or dtype), sharding)
   return nest(out)
 
 
-def beside(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
+def adopt_sharing_frozen(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
   """`adopt` for a model that is trained, too: it shares what it freezes."""
   own, fixed = split(adopt(params, theirs, model, layout, dtype), model)
   return join(jax.tree.map(jnp.copy, own), fixed)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from jaxpost import imports
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
-from jaxpost.models.config import ModelConfig, OwnConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.models.parameters import Param, nest
 
 _CODE = 'config.model.preset'
@@ -33,7 +33,7 @@ class Model:
   empty_cache(rows, entries, compute) -> Cache; None: of keys and values
   """
 
-  config: ModelConfig | OwnConfig
+  config: ModelConfig | CustomConfig
   table: dict[str, Param]
   forward: Callable
   head: Callable | None
@@ -48,7 +48,7 @@ class Model:
   view: Callable = lambda params: params  # what `prefill` of the base takes
   passes: float = 3.0  # forward passes that an update is worth
   dropout: float = 0.0  # of what adapters read, in updates
-  quantised: str = ''  # 'int8' or 'nf4': how matrices are held
+  quantized: str = ''  # 'int8' or 'nf4': how matrices are held
 
   def axes(self) -> dict:
     """The logical axes of every parameter, nested like the parameters."""
@@ -88,7 +88,7 @@ def from_code(code: str) -> Model:
 
 def build(cfg: ModelConfig) -> Model:
   assert not cfg.lora, 'models.lora.build makes models with adapters'
-  if isinstance(cfg, OwnConfig):
+  if isinstance(cfg, CustomConfig):
     if cfg.num_labels or cfg.value_head:
       raise InputError(
         f'{_CODE}: {cfg.code} has no scalar head, which a critic or a reward '

@@ -27,10 +27,10 @@ from jaxpost.models.routing import Routing, route
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-SHARED = 'shared_'  # of what all tokens pass
+SHARED_PREFIX = 'shared_'  # of what all tokens pass
 
 
-def rows(cfg: ModelConfig) -> dict[str, Param]:
+def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   """The rows of the parameter table in place of those of a dense MLP."""
   n, d, e, f = (cfg.sparse_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
   block, at = 'model.layers.{}.mlp.', dict(first=cfg.num_layers - n)
@@ -70,7 +70,7 @@ def rows(cfg: ModelConfig) -> dict[str, Param]:
     ),
     **(
       {
-        f'layers/{SHARED}{k}': shared(k, *v)
+        f'layers/{SHARED_PREFIX}{k}': shared(k, *v)
         for k, v in dict(
           gate=((d, s), ('embed', 'mlp')), up=((d, s), ('embed', 'mlp')), down=((s, d), ('mlp', 'embed'))
         ).items()
@@ -108,7 +108,7 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
   size = layout.mesh.shape['expert']
   if cfg.experts.num % size:
     raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
-  table = rows(cfg)
+  table = param_rows(cfg)
   specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names for s in [table[f'layers/{name}']]}
   specs['router'] = PartitionSpec()  # which is small
   for n in names[1:4]:
@@ -152,7 +152,7 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1, exact=Fa
   if size > 1:
     first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
     if split:
-      trip, given = expert_parallel.arriving(*given, cfg.experts.num // size, exact)
+      trip, given = expert_parallel.dispatch_tokens(*given, cfg.experts.num // size, exact)
   parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs['gate'] else 1
   if 'down_bias' in p:  # of which each part of a sum has a share
     p = p | {'down_bias': p['down_bias'] / parts}
@@ -160,9 +160,7 @@ def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1, exact=Fa
   room = 2 * routing.chosen.size if split else 0
   out = _experts(p, *given, first, cfg, compute, room).astype(compute.residual)
   if size > 1:
-    out = (
-      expert_parallel.bring_back(out.reshape(size, -1, x.shape[-1]), trip) if (split) else jax.lax.psum(out, 'expert')
-    )
+    out = expert_parallel.combine(out.reshape(size, -1, x.shape[-1]), trip) if (split) else jax.lax.psum(out, 'expert')
   if parts > 1:
     out = jax.lax.psum(out, 'tensor')
   return out.reshape(x.shape), routing
@@ -199,7 +197,7 @@ def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
   e, k = len(p['gate']), chosen.shape[1]
   number = chosen.reshape(-1) - first
   number = jnp.where((number >= 0) & (number < e), number, e)
-  order, number = expert_parallel.in_order(number, e + 1)  # [N k], by expert
+  order, number = expert_parallel.sort_by_key(number, e + 1)  # [N k], by expert
   if room and room < len(order):
     fill = (0, -len(order) % room)
     return _in_rounds(p, x, weights, jnp.pad(order, fill), jnp.pad(number, fill, constant_values=e), cfg, compute, room)

@@ -40,7 +40,7 @@ class Param:
     return self.hf.count('{}')
 
 
-def inputs(spec: Param) -> int:
+def input_dims(spec: Param) -> int:
   """Leading dimensions of a stored matrix that are its inputs.
 
   'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
@@ -76,7 +76,7 @@ def leaf(tree: dict, path: str):
   return tree
 
 
-def parts(tree: dict, path: str) -> tuple[dict, dict]:
+def held_parts(tree: dict, path: str) -> tuple[dict, dict]:
   """(what `Model.merge` makes a parameter of, what it asks besides), nested.
 
   Its leaf, or its codes, and its adapter; the type of the norm is that of what

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models.parameters import inputs, leaf
+from jaxpost.models.parameters import input_dims, leaf
 
 if typing.TYPE_CHECKING:  # which is made of what is here
   from jaxpost.models.model import Model
@@ -55,7 +55,7 @@ _BETWEEN = (_NF4[1:] + _NF4[:-1]) / 2
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('codes', 'scales'), meta_fields=('axis',))
 @dataclasses.dataclass(frozen=True)
-class Quantised:
+class QuantizedMatrix:
   """A matrix where `matmul.einsum` takes one.
 
   codes: int8, or uint8 with two of 4 bits: those of the first half of a block
@@ -75,7 +75,7 @@ class Quantised:
     blocks = lambda x: x.reshape(*x.shape[:axis], self.scales.shape[axis], -1, *x.shape[axis + 1 :])
     x = blocks(self.codes)
     if x.dtype == jnp.uint8:
-      x = _normal(jnp.concatenate([x & 15, x >> 4], axis + 1))
+      x = _nf4_values(jnp.concatenate([x & 15, x >> 4], axis + 1))
     else:
       x = x.astype(jnp.float32) / 127
     x = x * blocks(self.scales).astype(jnp.float32)
@@ -84,7 +84,7 @@ class Quantised:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _product(spec, x, w, dtype):
-  return einsum(spec, x, _made_for(x, w).dense(dtype), dtype)
+  return einsum(spec, x, _materialize_after(x, w).dense(dtype), dtype)
 
 
 def _forward(spec, x, w, dtype):
@@ -96,7 +96,7 @@ def _backward(spec, dtype, residuals, g):
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
   g = g.astype(dtype)
-  return einsum(f'{out},{w_term}->{x_term}', g, _made_for(g, w).dense(dtype), dtype, kind.dtype.name).astype(
+  return einsum(f'{out},{w_term}->{x_term}', g, _materialize_after(g, w).dense(dtype), dtype, kind.dtype.name).astype(
     kind.dtype
   ), None
 
@@ -104,23 +104,23 @@ def _backward(spec, dtype, residuals, g):
 _product.defvjp(_forward, _backward)
 
 
-def _made_for(x, w):
+def _materialize_after(x, w):
   """The same, made when x is there: XLA would take it out of loops over
   micro-batches and tokens, and have all matrices whole at once."""
   return jax.lax.optimization_barrier((x, w))[1]
 
 
-def _normal(x):
+def _nf4_values(x):
   """The quantiles of 4-bit codes.
 
   By their bits where a gather is slow; XLA:CPU would keep each step of that.
   """
   return jax.lax.platform_dependent(
-    x, cpu=lambda x: jnp.asarray(_NF4).at[x].get(mode='promise_in_bounds'), default=_by_bits
+    x, cpu=lambda x: jnp.asarray(_NF4).at[x].get(mode='promise_in_bounds'), default=_nf4_by_bits
   )
 
 
-def _by_bits(x):
+def _nf4_by_bits(x):
   values = [jnp.float32(v) for v in _NF4]
   for bit in range(4):
     one = (x >> bit) & 1 > 0
@@ -128,7 +128,7 @@ def _by_bits(x):
   return values[0]
 
 
-def quantise(w, kind: str, axis: int) -> dict:
+def quantize(w, kind: str, axis: int) -> dict:
   """A matrix of any type as {'codes', 'scales'}."""
   axis %= w.ndim
   block = _block(w.shape[axis], kind)
@@ -157,19 +157,19 @@ def _block(size: int, kind: str) -> int:
 # ------------------------------------------------------------------ in a model
 
 
-def matrices(table: dict) -> dict[str, int]:
+def block_axes(table: dict) -> dict[str, int]:
   """Path -> dimension of the blocks, from the end, of what is quantised.
 
   Matrices of layers, those of experts too: no router, embedding or head.
   """
   return {
-    p: s.stack + inputs(s) - 1 - len(s.shape)
+    p: s.stack + input_dims(s) - 1 - len(s.shape)
     for p, s in table.items()
     if s.matrix and s.stacked and not s.exact and '/' in p and not s.dtype
   }
 
 
-def hold(model: 'Model', kind: str) -> 'Model':
+def quantize_model(model: 'Model', kind: str) -> 'Model':
   """The model with its matrices in 8 ('int8') or 4 bits ('nf4'); '': as it is.
 
   InputError where one of them is trained.
@@ -177,7 +177,7 @@ def hold(model: 'Model', kind: str) -> 'Model':
   if not kind:
     return model
   base = model.base or model
-  axes, table, frozen = matrices(base.table), {}, set(model.frozen)
+  axes, table, frozen = block_axes(base.table), {}, set(model.frozen)
   if not axes:
     raise InputError(
       f'config.model.quantise: {base.config.family} models have no matrices of layers that are known as such'
@@ -187,29 +187,29 @@ def hold(model: 'Model', kind: str) -> 'Model':
       table[path] = spec
       continue
     found = jax.eval_shape(
-      functools.partial(quantise, kind=kind, axis=axes[path]), jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+      functools.partial(quantize, kind=kind, axis=axes[path]), jax.ShapeDtypeStruct(spec.shape, jnp.float32)
     )
     for name, x in found.items():
       table[f'{path}/{name}'] = dataclasses.replace(spec, shape=x.shape, dtype=x.dtype.name, exact=True, matrix=False)
     if path in frozen:
       frozen |= {f'{path}/{name}' for name in found}
-  out = dataclasses.replace(model, table=table, base=base, quantised=kind, frozen=frozenset(frozen & set(table)))
+  out = dataclasses.replace(model, table=table, base=base, quantized=kind, frozen=frozenset(frozen & set(table)))
   view = functools.partial(_view, axes)
   return dataclasses.replace(
     out,
     forward=functools.partial(_run, model.forward, axes),
     view=lambda params: model.view(view(params)),
-    init=lambda key, dtype=jnp.float32: convert(model.init(key, dtype=dtype), out),
-    merge=lambda params: model.merge(convert(params, base)),
+    init=lambda key, dtype=jnp.float32: convert_params(model.init(key, dtype=dtype), out),
+    merge=lambda params: model.merge(convert_params(params, base)),
   )
 
 
 def check_frozen(model: 'Model', key: str):
   """InputError where a quantised matrix is trained."""
-  for path in matrices((model.base or model).table) if model.quantised else ():
+  for path in block_axes((model.base or model).table) if model.quantized else ():
     if f'{path}/codes' not in model.frozen:
       raise InputError(
-        f'{key}: {model.quantised!r} is for weights that are not trained, '
+        f'{key}: {model.quantized!r} is for weights that are not trained, '
         f'and {path} is; set config.lora.rank, or freeze it with '
         'config.train.freeze'
       )
@@ -224,34 +224,34 @@ def _view(axes, params) -> dict:
   for path, axis in axes.items():
     stack, name = path.split('/')
     held = params[stack]
-    params = params | {stack: held | {name: Quantised(axis=axis, **held[name])}}
+    params = params | {stack: held | {name: QuantizedMatrix(axis=axis, **held[name])}}
   return params
 
 
-def convert(params: dict, model: 'Model') -> dict:
+def convert_params(params: dict, model: 'Model') -> dict:
   """Parameters whose matrices are held as `model` holds them.
 
   Whatever `params` has of them, quantised or not; a layer at a time.
   """
-  for path, axis in matrices((model.base or model).table).items():
+  for path, axis in block_axes((model.base or model).table).items():
     try:
       x = leaf(params, path)
     except KeyError:
       continue
     kind = '' if not isinstance(x, dict) else ('nf4' if x['codes'].dtype == jnp.uint8 else 'int8')
-    if kind == model.quantised:
+    if kind == model.quantized:
       continue
     if kind:
       dtype = params['norm'].dtype if 'norm' in params else jnp.float32
       x = jax.lax.map(functools.partial(_dense, axis=axis, dtype=dtype), x)
-    if model.quantised:
-      x = jax.lax.map(functools.partial(quantise, kind=model.quantised, axis=axis), x)
+    if model.quantized:
+      x = jax.lax.map(functools.partial(quantize, kind=model.quantized, axis=axis), x)
     params = _put(params, path, x)
   return params
 
 
 def _dense(held, axis, dtype):
-  return Quantised(axis=axis, **held).dense(dtype)
+  return QuantizedMatrix(axis=axis, **held).dense(dtype)
 
 
 def _put(tree, path, x):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 
-def sampled(model: Model) -> Model:
+def sampling_model(model: Model) -> Model:
   """The model for a sampler whose weights are those that training has."""
   return dataclasses.replace(
     model, prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model)
@@ -48,7 +48,7 @@ def _layer(stack, i, x):
   return jax.tree.map(lambda y: y[i], stack)
 
 
-class Loan:
+class SharedWeights:
   """Weights of a sampler: the frozen leaves, and a copy of the trained.
 
   A leaf that the sampler's layout has in another way is a copy, too.

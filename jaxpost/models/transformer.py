@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxpost.models import attention, context_parallel, layers, mla, moe, rope
 from jaxpost.models import routing as routing_lib
-from jaxpost.models.config import LatentConfig, ModelConfig, OwnConfig
+from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
 from jaxpost.models.parameters import Param, nest, unstack_layers
 from jaxpost.types import Cache
 
@@ -52,7 +52,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     'layers/o': stacked((h, size, d), ('heads', None, 'embed'), 'self_attn.o_proj'),
     'layers/mlp_norm': norm('pre_feedforward' if cfg.norms == 'both' else 'post_attention'),
     **(
-      moe.rows(cfg)
+      moe.param_rows(cfg)
       if cfg.experts
       else {
         'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
@@ -111,8 +111,8 @@ def values(params, hidden) -> jax.Array:
   ]
 
 
-def num_params(cfg: ModelConfig | OwnConfig) -> int:
-  if isinstance(cfg, OwnConfig):
+def num_params(cfg: ModelConfig | CustomConfig) -> int:
+  if isinstance(cfg, CustomConfig):
     return cfg.size
   return sum(math.prod(p.shape) for p in param_table(cfg).values())
 
@@ -125,7 +125,7 @@ def num_active(cfg: ModelConfig) -> int:
 
 def flops_per_token(cfg: ModelConfig, context: float) -> float:
   """Forward FLOPs of one token that sees `context` tokens (causal: half T)."""
-  if isinstance(cfg, OwnConfig):  # as if all were matrices, once a token
+  if isinstance(cfg, CustomConfig):  # as if all were matrices, once a token
     return 2.0 * cfg.size
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
@@ -133,16 +133,16 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   return 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
   """How a layer differs from others: indices, or arrays under a scan."""
 
   rope: int | jax.Array  # index of its table, -1 for none
   window: int | jax.Array  # tokens it sees, 0 for all
 
 
-def layer_kinds(cfg: ModelConfig) -> list[Kind]:
+def layer_kinds(cfg: ModelConfig) -> list[LayerKind]:
   zeros = (0,) * cfg.num_layers
-  return [Kind(*x) for x in zip(cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
+  return [LayerKind(*x) for x in zip(cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
 
 
 def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
@@ -168,7 +168,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
   if 'router' in p:
     out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
     if cfg.experts.shared:
-      shared = {k.removeprefix(moe.SHARED): v for k, v in p.items() if k.startswith(moe.SHARED)}
+      shared = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
       out = out + layers.mlp(shared, y, cfg, compute, layout)
   else:
     out = layers.mlp(p, y, cfg, compute, layout)
@@ -189,7 +189,7 @@ _REMAT = {
 }
 
 
-def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
+def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """Embedded tokens through all layers.
 
   Args:
@@ -233,7 +233,7 @@ def _run(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   # What all layers share stays a number, which attention can make use of.
   varied = {
     name: jnp.array([getattr(k, name) for k in kinds])
-    for name in Kind._fields
+    for name in LayerKind._fields
     if len({getattr(k, name) for k in kinds}) > 1
   }
   if varied:
@@ -281,7 +281,7 @@ def forward(
   `noise` [B, T, D] is added to the embeddings; `chosen` [B, T, L, k] are
   experts to take. With `routing`, a pair with the `moe.Routing` [L, B, T, ..].
   """
-  n = context_parallel.parts(constrain)
+  n = context_parallel.num_shards(constrain)
   order = functools.partial(context_parallel.stripe, n=n) if n > 1 else lambda x: x
   x = _embed(params, order(tokens), cfg, compute, constrain, noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
@@ -298,9 +298,9 @@ def forward(
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
   tables = rope.tables(order(positions), lengths, cfg)
-  x, _, routes = _run(params, x, tables, attend, cfg, compute, constrain, chosen)
+  x, _, routes = _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen)
   if n > 1:
-    x = context_parallel.in_order(x, constrain)
+    x = context_parallel.unstripe_sharded(x, constrain)
     routes = jax.tree.map(lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
 
@@ -317,7 +317,7 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept, routes = _run(params, x, tables, attend, cfg, compute, constrain)
+  x, kept, routes = _run_layers(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts = routing_lib.record(routes, cfg)
   k, *v = map(tuple, zip(*kept))
@@ -363,10 +363,10 @@ def decode(
       for kept, new in zip((ks, vs), keep):
         new = new.astype(compute.dtype).astype(kept[i].dtype)
         kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
-      old, new = attention.entries(cache, i, step), [ks[i], *vs[i : i + 1]]
+      old, new = attention.layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
       if len(new) == 1:
         old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
-      out = attention.cached(q, old, new, filled, step, compute, window, cfg, p.get('sinks'))
+      out = attention.cached_attention(q, old, new, filled, step, compute, window, cfg, p.get('sinks'))
       return out, None
 
     x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute, constrain, absorbed=True)

@@ -125,7 +125,7 @@ def _blocks(kit: kit_lib.Kit, layout: Layout, tokens: int) -> int:
   Args:
     tokens: of whole rows; `context` splits them.
   """
-  tokens //= context_parallel.parts(layout)
+  tokens //= context_parallel.num_shards(layout)
   experts = kit.prepared.model.config.experts
   return -(-tokens * experts.top_k // kit.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 

@@ -87,7 +87,7 @@ def _all(p, topology, devices: int):
     *(
       c
       for c in _CONTEXT
-      if length >= _LONG and length % c == 0 and p.config.model.attention not in context_parallel.WHOLE
+      if length >= _LONG and length % c == 0 and p.config.model.attention not in context_parallel.WHOLE_ROW_KERNELS
     ),
   ]
   for t, e, c in itertools.product(tensors(p, devices), experts, contexts):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpost.losses import head as head_lib
 from jaxpost.models import routing
 from jaxpost.models.attention import extend
-from jaxpost.models.config import OwnConfig
+from jaxpost.models.config import CustomConfig
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
@@ -266,7 +266,7 @@ def make_generate(
   block = functools.partial(_block, model, steps, read, top, compute)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
   # These axes leave weights whole. A model of one's own may ask for a mesh.
-  apart = layout.mesh.size == shards > 1 and not isinstance(model.config, OwnConfig)
+  apart = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
 
   def generate(weights, state, table=None):
     if not apart or table is not None or rows < len(state.active):

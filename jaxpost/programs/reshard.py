@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.transfer import relabelled
-from jaxpost.models.layers import fuse, fused
+from jaxpost.models.layers import fusable, fuse
 from jaxpost.models.parameters import STACKS, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.score import narrow
@@ -51,7 +51,7 @@ class Reshard:
     self._merge, model = model.merge, model.base or model
     self._compute, self._layout, self._lent = compute, layout, lent
     self._table, self._shardings = nest(model.table), model.shardings(layout)
-    joined = fused(model.table) if layout.mesh.shape['tensor'] == 1 else {}
+    joined = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
     self._joined = joined
     # Name -> the parameter that it is made of, and how.
     self._made = {k: (k, p) for k, p in self._table.items() if k not in STACKS}

@@ -28,7 +28,7 @@ def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *
 
   A model with a scalar head gives `values`, of all tokens.
   """
-  plan = head_lib.Plan(
+  plan = head_lib.HeadConfig(
     None, model.config.vocab_size, temperature, compute, layout, learns=(), form=model.config.logit_form
   )
 
@@ -58,7 +58,7 @@ def make_topk(
   Of weighted tokens: what the model holds most probable in the place of each,
   among the first `vocab_size` ids.
   """
-  plan = head_lib.Plan(
+  plan = head_lib.HeadConfig(
     None, min(vocab_size, model.config.vocab_size), temperature, compute, layout, form=model.config.logit_form
   )
 

@@ -61,7 +61,7 @@ def run_model(
   )
 
 
-def read_outputs(model: Model, plan: head_lib.Plan, params, hidden, batch):
+def read_outputs(model: Model, plan: head_lib.HeadConfig, params, hidden, batch):
   """`Outputs` [B, T] of the tokens that have a weight."""
   outputs = head_lib.Outputs()
   if model.head:
@@ -87,7 +87,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
   scale: the loss is that many times as large (loss_scale.py).
   tokens: that are no padding, in the whole batch; by default in this one.
   """
-  plan = head_lib.Plan(
+  plan = head_lib.HeadConfig(
     objective.fn,
     model.config.vocab_size,
     objective.temperature,
@@ -119,7 +119,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
   def loss(params, batch, step=0, frozen=None, scale=1.0, tokens=None):
     params = join((frozen or {}).get('params', {}), params)
     if model.head and model.config.tie_embeddings:
-      params |= {'embed': layers.share(params['embed'], batch.tokens, compute.dtype, layout)}
+      params |= {'embed': layers.tie_embeddings(params['embed'], batch.tokens, compute.dtype, layout)}
     noise = dropout = None
     if model.dropout:
       dropout = jax.random.key_data(row_keys(batch, step, 1, objective.seed))

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.models.config import OwnConfig
+from jaxpost.models.config import CustomConfig
 from jaxpost.programs import extend as extending
 from jaxpost.programs import generate as programs
 from jaxpost.programs.compile import Ledger, Program
@@ -72,8 +72,8 @@ class NativeEngine:
     if share:
       from jaxpost.models import shared_weights
 
-      self._reshard = shared_weights.Loan(model, layout)
-      model = shared_weights.sampled(model)
+      self._reshard = shared_weights.SharedWeights(model, layout)
+      model = shared_weights.sampling_model(model)
     else:
       self._reshard = Reshard(model, bridge.source if bridge else layout, compute, ledger, lent=not ahead)
     self._model, self._compute, self._ledger = model, compute, ledger
@@ -95,7 +95,7 @@ class NativeEngine:
     self._generate = {}  # (rows, entries read) -> program
     self._extend = {}  # entries read -> program
     # A model of one's own reads one token after a cache, or all of a text.
-    own = isinstance(model.config, OwnConfig)
+    own = isinstance(model.config, CustomConfig)
     self.can_reuse_cache = not own and not (model.config.experts and model.config.experts.record)
     self.weights, self.version, self._fits = None, 0, False
 

@@ -138,9 +138,9 @@ def make_critic(kit: Kit, params, workdir) -> Trainable:
   """Weights of its own; under adapters, where it can, those of the policy."""
   p, dtype = kit.prepared, kit.config.model.param_dtype
   source = p.sources['critic']
-  model = lora.on_frozen(model_lib.with_scalar_head(source.config, p.model.config.lora), p.model.quantised)
+  model = lora.frozen_base_model(model_lib.with_scalar_head(source.config, p.model.config.lora), p.model.quantized)
   if model.frozen and source == p.sources['policy']:
-    params = lora.beside(params, p.model, model, kit.train, dtype)
+    params = lora.adopt_sharing_frozen(params, p.model, model, kit.train, dtype)
   else:
     params = load_weights.load(source, model, kit.train, dtype, workdir, seed=kit.config.seed, ledger=kit.ledger)
   return make_trainable(kit, 'critic', model, params)
@@ -165,11 +165,11 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
   if name == 'reference':
     part = model = p.model  # the policy as it is now
     if layout == kit.train:  # what training leaves as it is is shared
-      part, (params, shared) = lora.trained(model), lora.split(params, model)
+      part, (params, shared) = lora.trained_part(model), lora.split(params, model)
     params = load_weights.move(params, part.shardings(layout))
   elif layout == kit.train and load_weights.is_beside(source, p):
     model, params, shared = load_weights.load_beside(source, p, params, layout, kit.ledger)
-    part = lora.trained(model)
+    part = lora.trained_part(model)
   else:
     params = load_weights.load(
       source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=kit.ledger
@@ -195,7 +195,7 @@ def make_trainable(kit: Kit, role: str, model, params):
     lr = config.critic.lr or lr
   elif 'critic' in kit.objectives:
     steps -= config.critic.warmup_steps
-  part, (params, fixed) = lora.trained(model), lora.split(params, model)
+  part, (params, fixed) = lora.trained_part(model), lora.split(params, model)
   schedule = optim.make_schedule(o.schedule, lr, steps * updates, o.warmup_steps * updates, o.end_lr)
   optimizer = optim.make_optimizer(
     o.name, schedule, dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay), optim.decayed(part.axes())

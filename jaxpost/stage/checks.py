@@ -5,7 +5,7 @@ import json
 from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models.config import OwnConfig
+from jaxpost.models.config import CustomConfig
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.reward_model import KEY, NAME, is_asked
@@ -45,7 +45,7 @@ def check_teachers(config, found: dict, tokenizer):
 
 def check_own(config, cfg):
   """InputError for what a model of one's own (`models/custom.py`) lacks."""
-  if not isinstance(cfg, OwnConfig):
+  if not isinstance(cfg, CustomConfig):
     return
   asked = {
     'preference.share_prompt=False': config.algorithm in _PAIRS and (config.preference.share_prompt),

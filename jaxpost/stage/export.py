@@ -27,8 +27,8 @@ def export(p: Prepared, folder, params):
     pad = export_lib.pad_id(t)
     save = functools.partial(export_lib.save_tokenizer, t)
   merge = p.model.merge  # operation by operation: fused, sums round otherwise
-  if p.model.quantised:
-    merge = after(functools.partial(quantization.convert, model=p.model.base), merge)
+  if p.model.quantized:
+    merge = after(functools.partial(quantization.convert_params, model=p.model.base), merge)
   adapter = peft.writer(p.model, params, sources.below_adapter(p))
   hf.save(
     folder,

@@ -52,7 +52,7 @@ def make_kit(p: Prepared, devices=None, ledger: Ledger | None = None) -> Kit:
   platform = train.mesh.devices.flat[0].platform
   compute = compute_for(platform, m.dtype, m.remat, m.attention)
   attention_kernels.check_platform(compute, platform)
-  if attention_kernels.unproven(compute) and not ledger.dry:
+  if attention_kernels.uses_kernel(compute) and not ledger.dry:
     from jaxpost.hardware import kernel_check
 
     compute = kernel_check.settle(compute, kit_lib.attended(p, layouts, batch_shape.row_length(config, on_policy)))
@@ -95,7 +95,7 @@ def attended(p, layouts: dict, length: int) -> list[tuple]:
   if not branches:
     trained = {'policy': p.model, 'critic': p.sources.get('critic', p.model)}
     out += [
-      (x.config, length, context_parallel.parts(layouts['train' if name in trained else 'score']))
+      (x.config, length, context_parallel.num_shards(layouts['train' if name in trained else 'score']))
       for name, x in (p.sources | trained).items()
     ]
   r = config.rollout

@@ -43,7 +43,7 @@ def load(
   if source.folder and source.base:
     below = theirs.base
   if source.config.lora in ((), model.config.lora):  # else they are merged
-    theirs, below = (quantization.hold(m, model.quantised) for m in (theirs, below))
+    theirs, below = (quantization.quantize_model(m, model.quantized) for m in (theirs, below))
   params = source.base and load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
   params = join(params or {}, _own(source, theirs, layout, dtype, workdir, seed, ledger))
   return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
@@ -63,19 +63,19 @@ def is_beside(source: Source, p) -> bool:
     or (policy.config.lora not in ((), p.model.config.lora))
   ):
     return False
-  shared = lora.on_frozen(source.config, p.model.quantised).frozen
+  shared = lora.frozen_base_model(source.config, p.model.quantized).frozen
   return shared <= p.model.frozen
 
 
 def load_beside(source: Source, p, params, layout: Layout, ledger) -> tuple:
   """(model, its own leaves, those that it shares with the policy)."""
-  model = lora.on_frozen(source.config, p.model.quantised)
+  model = lora.frozen_base_model(source.config, p.model.quantized)
   return (model, load_adapter(source, model, layout, ledger), lora.split(params, p.model)[1])
 
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
   """The leaves of an adapter folder by themselves."""
-  part = lora.trained(model)
+  part = lora.trained_part(model)
   if ledger and ledger.dry:
     return described(part, layout, 'float32')
   return peft.load(source.folder, model, part.shardings(layout), programs.write)
@@ -84,7 +84,7 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
 def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
   """The leaves that a source has without its base."""
   shardings, folder = model.shardings(layout), checkpoints(source, workdir)
-  keep = functools.partial(quantization.convert, model=model)
+  keep = functools.partial(quantization.convert_params, model=model)
   plain = lora.build(source.config)  # which is what is stored
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))

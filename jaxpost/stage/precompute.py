@@ -103,7 +103,7 @@ def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
           identity(p.sources[name]),
           digest(every),
           kit.compute.dtype,
-          p.model.quantised,
+          p.model.quantized,
           kit.shape[2],
           spec.options,
           sorted(spec.arrays),

@@ -96,7 +96,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
     'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',
   )
   refuse(
-    'context' in config.mesh.train + config.mesh.score and config.model.attention in context_parallel.WHOLE,
+    'context' in config.mesh.train + config.mesh.score and config.model.attention in context_parallel.WHOLE_ROW_KERNELS,
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )
@@ -164,7 +164,7 @@ def make_model(config, algorithm, cfg) -> model_lib.Model:
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
-  model = quantization.hold(
+  model = quantization.quantize_model(
     lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze), config.model.quantise
   )
   quantization.check_frozen(model, 'config.model.quantise')

@@ -134,7 +134,7 @@ def make_engine(
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
   compute = compute_for(platform, p.config.model.dtype, 'none')
-  if attention_kernels.unproven(compute):
+  if attention_kernels.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
 
     room = max_prompt + max_new_tokens

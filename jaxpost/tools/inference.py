@@ -122,7 +122,7 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
     source = find_weights.with_adapter(folder, below)
-    model = lora.on_frozen(source.config)
+    model = lora.frozen_base_model(source.config)
     own = weights_lib.load_adapter(source, model, base.layout, None)
     out[name] = dataclasses.replace(
       base,
