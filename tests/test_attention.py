@@ -567,7 +567,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   from jaxpost.tools import completions, inference
 
   asked = []
-  monkeypatch.setattr(attention_kernels, 'unproven', lambda compute: True)
+  monkeypatch.setattr(attention_kernels, 'uses_kernel', lambda compute: True)
   monkeypatch.setattr(
     kernel_check,
     'settle',
