@@ -20,7 +20,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, families, hf, tensor_layout
+from jaxpost.formats import config_fields, config_json, families, hf, tensor_layout
 from jaxpost.losses import head as head_lib
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
@@ -469,20 +469,20 @@ def test_every_field_that_is_read_counts(reference, case):
   """
   raw = json.loads((reference(case)[0] / 'config.json').read_text())
   family = families.FAMILIES[raw['model_type']]
-  right, unknown = families.from_hf(raw, 'here')
-  assert {*unknown} == {k for k in family.get('reported', ()) if raw.get(k)}
+  right, unknown = config_json.from_hf(raw, 'here')
+  assert {*unknown} == {k for k in family.reported if raw.get(k)}
   # A list of all layers wins over the rules that make one.
   over = ('layer_types', 'max_window_layers', 'sliding_window_pattern')
-  read = {*config_json.READ, *family['reads']} & set(raw) - {*over, 'no_rope_layer_interval', 'use_sliding_window'}
+  read = {*config_fields.READ, *family.reads} & set(raw) - {*over, 'no_rope_layer_interval', 'use_sliding_window'}
   if 'longrope' not in str(raw):
     read.discard('original_max_position_embeddings')
-  if 'activation_field' in family:
-    read = read - {'hidden_act'} | {family['activation_field']}
+  if family.activation_field != 'hidden_act':
+    read = read - {'hidden_act'} | {family.activation_field}
   assert len(read) >= 12
   for field in sorted(read):
     for value in changed(raw[field]):
       try:
-        wrong, _ = families.from_hf(raw | {field: value}, 'here')
+        wrong, _ = config_json.from_hf(raw | {field: value}, 'here')
       except InputError:
         continue
       assert wrong != right or value == raw[field], (field, value)
@@ -517,7 +517,7 @@ def test_rope_parameters_change_the_logits(reference, case, key, other, length):
   changes = dict(rope_parameters=raw['rope_parameters'] | {key: other})
   if key in raw:
     changes[key] = other
-  right, wrong = (model_lib.build(families.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
+  right, wrong = (model_lib.build(config_json.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
   ids = tiny.tokens((1, length), vocab=90)
   params = hf.load_params(folder, right, right.shardings(tiny.one_device()), 'float32')
   ours, theirs = (tiny.logits(m, params, ids) for m in (right, wrong))
@@ -592,12 +592,12 @@ REFUSED = [
 def test_what_is_not_built_is_refused_by_name(family, fields, word):
   raw = dict(BASE, model_type=family) | fields
   with pytest.raises(InputError, match=word) as e:
-    families.from_hf(raw, 'config.json')
+    config_json.from_hf(raw, 'config.json')
   assert str(e.value).startswith('config.json: ') and '\n' not in str(e.value)
 
 
 def test_unknown_fields_and_keys_are_reported():
-  read = lambda **fields: families.from_hf(BASE | fields, 'here')[1]
+  read = lambda **fields: config_json.from_hf(BASE | fields, 'here')[1]
   assert read(model_type='gemma2', hidden_act='silu', clip_all=8) == ['clip_all', 'hidden_act']
   assert read(model_type='llama', rope_scaling=dict(type='linear', factor=2.0, alpha=3), logits_scaling=2.0) == [
     'logits_scaling',
@@ -607,7 +607,7 @@ def test_unknown_fields_and_keys_are_reported():
 
 
 def test_older_spellings_are_read():
-  read = lambda **fields: families.from_hf(BASE | fields, 'here')[0]
+  read = lambda **fields: config_json.from_hf(BASE | fields, 'here')[0]
   scaling = {k: v for k, v in longrope().items() if not k.startswith('rope')}
   new = dict(original_max_position_embeddings=16)
   assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'), rope_theta=500.0, **new) == read(
@@ -635,8 +635,8 @@ def test_older_spellings_are_read():
 @pytest.mark.parametrize('name', presets.PRESETS)
 def test_presets_are_what_their_config_json_says(name):
   cfg = presets.PRESETS[name]
-  raw = json.loads(json.dumps(families.to_hf(cfg)))
-  assert families.from_hf(raw, 'here') == (cfg, [])
+  raw = json.loads(json.dumps(config_json.to_hf(cfg)))
+  assert config_json.from_hf(raw, 'here') == (cfg, [])
 
 
 RICH = dict(
@@ -712,10 +712,10 @@ def test_classes_that_an_export_names_exist(family):
 
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
-  latent = 'latent' in families.FAMILIES[family]
+  latent = families.FAMILIES[family].latent
   raw = dict(BASE | (LATENT if latent else {}), model_type=family)
-  cfg = families.from_hf(raw, 'here')[0]
+  cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
-    (name,) = families.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']
+    (name,) = config_json.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']
     # Of some there is none with a scalar head; they are read back here alone.
     assert hasattr(transformers, name) or labels and (cfg.family not in with_labels)

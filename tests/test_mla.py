@@ -15,7 +15,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import families, hf, peft
+from jaxpost.formats import config_json, hf, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import lora, transformer
 from jaxpost.models import model as model_lib
@@ -190,28 +190,28 @@ RAW = dict(
   ],
 )
 def test_what_is_not_built_is_refused_by_name(fields, words):
-  families.from_hf(RAW, 'config.json')
+  config_json.from_hf(RAW, 'config.json')
   with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
-    families.from_hf(RAW | fields, 'config.json')
+    config_json.from_hf(RAW | fields, 'config.json')
   assert '\n' not in str(e.value)
 
 
 def test_scale_of_yarn():
   scaling = dict(type='yarn', factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
-  plain, scaled = (families.from_hf(RAW | dict(rope_scaling=x), 'here')[0] for x in (None, scaling))
+  plain, scaled = (config_json.from_hf(RAW | dict(rope_scaling=x), 'here')[0] for x in (None, scaling))
   grown = (0.1 * np.log(40) + 1) ** 2
   assert scaled.attention_scale == pytest.approx(plain.attention_scale * grown)
   assert plain.attention_scale == pytest.approx(10**-0.5)
 
 
 def test_kimi_is_read_and_written_as_deepseek():
-  cfg, unread = families.from_hf(
+  cfg, unread = config_json.from_hf(
     RAW | dict(model_type='kimi_k2', n_group=1, topk_group=1, auto_map=dict(AutoModel='x.Y')), 'here'
   )
   assert cfg.family == 'deepseek_v3' and unread == ['auto_map']
-  raw = families.to_hf(cfg)
+  raw = config_json.to_hf(cfg)
   assert raw['model_type'] == 'deepseek_v3'
-  assert families.from_hf(raw, 'here')[0] == cfg
+  assert config_json.from_hf(raw, 'here')[0] == cfg
   assert config_lib.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
@@ -275,9 +275,9 @@ def test_the_bias_that_chooses_is_never_rounded(tmp_path):
 
 def test_heads_are_sized_by_whole_numbers():
   for field, value in (('qk_rope_head_dim', None), ('qk_rope_head_dim', '8')):
-    raw = families.to_hf(tiny.latent()) | {field: value}
+    raw = config_json.to_hf(tiny.latent()) | {field: value}
     with pytest.raises(InputError, match=field):
-      families.from_hf(raw, 'config.json')
+      config_json.from_hf(raw, 'config.json')
 
 
 def test_sizes_are_those_that_are_published():
@@ -289,6 +289,6 @@ def test_sizes_are_those_that_are_published():
     num_attention_heads=128,
     num_key_value_heads=128,
   )
-  cfg, _ = families.from_hf(dict(model_type='deepseek_v3') | shape, 'here')
+  cfg, _ = config_json.from_hf(dict(model_type='deepseek_v3') | shape, 'here')
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(671, rel=0.01)
   assert transformer.num_active(cfg) / 1e9 == pytest.approx(37, rel=0.03)

@@ -28,7 +28,7 @@ from etils import epath
 from jaxpost.distributed import transfer
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
-from jaxpost.formats import families, mxfp4, safetensors_file, tensor_layout
+from jaxpost.formats import config_json, families, mxfp4, safetensors_file, tensor_layout
 from jaxpost.models.parameters import held_parts, join, leaf, nest
 from jaxpost.storage import object_store
 
@@ -53,7 +53,7 @@ def read_config(folder) -> ModelConfig:
   if not path.is_file():
     _weight_files(folder)  # says it better if the weights are pickles
     raise InputError(f'{path}: no such file; a model folder has config.json and {_SINGLE}')
-  cfg, unknown = families.from_hf(read_json(path), str(path))
+  cfg, unknown = config_json.from_hf(read_json(path), str(path))
   if unknown:
     logging.warning('%s: fields without effect here: %s', path, ', '.join(unknown))
   return cfg
@@ -116,11 +116,9 @@ def _open(folder, table, cfg, stack) -> dict:
         f'{", ".join(_DTYPES)}: use an unquantized model'
       )
   tied = wanted.get('model.embed_tokens.weight')
-  more = (
-    'beyond' in families.FAMILIES.get(cfg.family, {})
-    and read_json(folder / 'config.json').get('num_nextn_predict_layers')
-    or 0
-  )
+  more = 0
+  if families.of_model(cfg.family).extra_layers:
+    more = read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
   extra = [
     name
     for name, (_, tensor) in found.items()
@@ -360,7 +358,7 @@ def read_generation(folder) -> dict:
 
 
 def _write_texts(staged, name, cfg, dtype, stop_ids, bos_id, pad_id, generation):
-  config = families.to_hf(cfg, stop_ids, bos_id, pad_id)
+  config = config_json.to_hf(cfg, stop_ids, bos_id, pad_id)
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
   write_json(staged / 'config.json', config)

@@ -99,7 +99,7 @@ def _check_patterns(path, raw: dict, cfg: ModelConfig):
   parts = {
     name.split('.')[-2]: n for name, n in collections.Counter(names).items() if n > 1 and name.endswith('.weight')
   }
-  if cfg.experts and 'fused' not in families.FAMILIES.get(cfg.family, {}):
+  if cfg.experts and not families.of_model(cfg.family).fused:
     parts['gate_up_proj'] = 2  # in `peft`
   wanted = {
     field: {k: x * parts.get(k.rpartition('.')[2], 0) for k in given['rank_pattern']}
@@ -135,7 +135,7 @@ def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
 
 
 def _check_experts(path, given: set, cfg: ModelConfig):
-  if given - {'gate_up_proj', 'down_proj'} or not cfg.experts or ('fused' in families.FAMILIES.get(cfg.family, {})):
+  if given - {'gate_up_proj', 'down_proj'} or not cfg.experts or families.of_model(cfg.family).fused:
     raise InputError(
       f'{path}: target_parameters={sorted(given)} is not '
       'supported (only gate_up_proj and down_proj of experts, '
@@ -261,7 +261,7 @@ def _check_written(model: Model, kept: dict):
     return
   if len(experts & {'gate', 'up'}) == 1:
     raise InputError('experts/gate and experts/up are one matrix in `peft`: both need adapters, or neither')
-  if 'fused' in families.FAMILIES.get(model.config.family, {}) or any(
+  if families.of_model(model.config.family).fused or any(
     _module(k) in taken for k in paths.values() if k.spec.stack == 1
   ):
     raise InputError(f'`peft` cannot tell which matrices adapters of experts are of in a {model.config.family} model')

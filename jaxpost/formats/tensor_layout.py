@@ -47,18 +47,17 @@ class Stored:
 
 def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
   """Path -> where it is kept, for `rows` or the whole parameter table."""
-  family = families.FAMILIES.get(cfg.family, {})  # {}: one's own
-  renamed, fused = (family.get(k, {}) for k in ('names', 'fused'))
+  family = families.of_model(cfg.family)
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():
-    if path in fused:
-      name, first, step = fused[path]
+    if path in family.fused:
+      name, first, step = family.fused[path]
       spec = dataclasses.replace(spec, hf=name, matrix=False)
       *outer, last = spec.shape[spec.stack :]
       out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step), first, step)
       continue
     name = spec.hf
-    for ours, theirs in renamed.items():
+    for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
     names = _names(name, spec)
     shape, first = _shape(spec, cfg), ends.get(names, 0)

@@ -1,0 +1,220 @@
+"""Fields of config.json that may differ by layer: rotary embeddings and sliding windows.
+
+`raw` is a config.json completed by the defaults of its family.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpost.errors import InputError
+from jaxpost.formats.family import Family
+from jaxpost.models.config import ModelConfig, Rope
+
+FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
+ORIGINAL = 'original_max_position_embeddings'
+# Type of rope scaling -> the keys it needs and those it may have.
+_SCALINGS = {
+  'linear': (('factor',), ()),
+  'dynamic': (('factor',), ()),
+  'llama3': (('factor', 'low_freq_factor', 'high_freq_factor'), ()),
+  'yarn': (('factor',), ('attention_factor', 'beta_fast', 'beta_slow', 'mscale', 'mscale_all_dim', 'truncate')),
+  'longrope': (('short_factor', 'long_factor'), ('attention_factor',)),
+}
+
+
+def check_positive(value: Any, field: str, where: str) -> None:
+  """Raises InputError unless the value is a finite number above 0."""
+  if type(value) not in (int, float) or not 0 < value < float('inf'):
+    raise InputError(f'{where}: {field}={value!r} must be above 0')
+
+
+def ropes(
+  raw: dict[str, Any], family: Family, layers: int, head_dim: int, where: str
+) -> tuple[dict[str, Any], list[str]]:
+  """Reads the rotary embeddings of all layers.
+
+  Args:
+    layers: their number.
+    head_dim: entries of a head that may be rotated.
+
+  Returns:
+    The fields `ropes`, `layer_ropes` and `rotary_dim` of ModelConfig, and the names of
+    the rope parameters that have no effect.
+  """
+  params = {**(raw.get('rope_scaling') or {}), **(raw.get('rope_parameters') or {})}
+  nested = {FULL, LOCAL} & set(params)
+  if family.local_rope and set(raw.get('rope_parameters') or ()) - nested:
+    raise InputError(f'{where}: rope_parameters must hold {FULL} and {LOCAL}, for the two kinds of layers')
+  if nested and not family.local_rope:
+    raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
+  main = {**{k: v for k, v in params.items() if k not in nested}, **(params.get(FULL) or {})}
+  dim = _rotary_dim(main, raw, family, head_dim, where)
+  first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where)
+  out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
+  if 'no_rope_layers' in family.reads:
+    out['layer_ropes'] = _no_rope(raw, layers, where)
+  if family.local_rope:
+    local = dict(params.get(LOCAL) or {})
+    theta = local.get('rope_theta') or raw[family.local_rope]
+    second, more = _rope(local, theta, raw, family, dim, where)
+    unknown = unknown + more
+    types = layer_types(raw, family, layers, (), where)
+    if second != first and LOCAL in types:
+      out['ropes'] = (first, second)
+      out['layer_ropes'] = tuple(int(t == LOCAL) for t in types)
+  return out, unknown
+
+
+def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str) -> int:
+  """Returns how many entries of a head are rotated."""
+  share = main.get('partial_rotary_factor', 1)
+  if 'partial_rotary_factor' in family.reads:
+    share = main.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1))
+    check_positive(share, 'partial_rotary_factor', where)
+  elif share != 1:
+    raise InputError(f'{where}: partial_rotary_factor is not supported')
+  dim = int(head_dim * share)
+  if dim % 2 or dim > head_dim:
+    raise InputError(
+      f'{where}: partial_rotary_factor={share!r} rotates {dim} of '
+      f'{head_dim} entries of a head; it must be an even number of them'
+    )
+  return dim
+
+
+def _no_rope(raw: dict, layers: int, where: str) -> tuple[int, ...]:
+  """Returns layer_ropes: 0 for layers with rotary embeddings, -1 for those without."""
+  rotates = raw.get('no_rope_layers')
+  if rotates is None:
+    interval = raw['no_rope_layer_interval']
+    rotates = [int((i + 1) % interval != 0) for i in range(layers)]
+  if not isinstance(rotates, list) or len(rotates) != layers or not set(rotates) <= {0, 1}:
+    raise InputError(f'{where}: no_rope_layers={rotates!r} must be {layers} times 0 or 1')
+  return tuple(int(r) - 1 for r in rotates) if 0 in rotates else ()
+
+
+def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where: str) -> tuple[Rope, list[str]]:
+  """Returns one Rope, and the names of its parameters that have no effect."""
+  theta = params.get('rope_theta', theta)
+  check_positive(theta, 'rope_theta', where)
+  kind = str(params.get('rope_type', params.get('type', 'default')))
+  kind = family.rope_types.get(kind, kind)
+  known = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
+  if kind == 'default':
+    return Rope(float(theta)), _extra(params, known | {ORIGINAL})
+  if kind not in _SCALINGS:
+    raise InputError(f'{where}: rope type {kind!r} is not supported (default, {", ".join(_SCALINGS)})')
+  required, optional = _SCALINGS[kind]
+  if missing := [n for n in required if n not in params]:
+    raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
+  length = raw['max_position_embeddings']
+  original = kind != 'dynamic' and params.get(ORIGINAL) or length
+  if ORIGINAL in family.reads:
+    original = raw[ORIGINAL]
+    if params.get(ORIGINAL, original) != original:
+      raise InputError(f'{where}: {ORIGINAL} is {original!r}, and {params[ORIGINAL]!r} among the rope parameters')
+  values = {n: params[n] for n in (*required, *optional) if params.get(n) is not None}
+  # An mscale of 0 means none, as in Hugging Face.
+  values = {n: value for n, value in values.items() if value or 'mscale' not in n}
+  if kind in ('yarn', 'longrope'):
+    values['factor'] = params.get('factor') or length / original
+  if kind != 'linear':
+    values[ORIGINAL] = original
+  for name, value in values.items():
+    _check_scaling(name, value, dim, where)
+  if kind == 'llama3' and (values['low_freq_factor'] >= values['high_freq_factor']):
+    raise InputError(f'{where}: rope_parameters.low_freq_factor must be below the high one')
+  pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items())]
+  known |= {*required, *optional, ORIGINAL, 'factor'}
+  return Rope(float(theta), (('rope_type', kind), *pairs)), _extra(params, known)
+
+
+def _extra(params: dict, known: set) -> list[str]:
+  return [f'rope_parameters.{k}' for k in params if k not in known]
+
+
+def _check_scaling(name: str, value: Any, dim: int, where: str) -> None:
+  if name == 'truncate' and type(value) is bool:
+    return
+  if name == 'truncate':
+    raise InputError(f'{where}: {name}={value!r} must be true or false')
+  if not name.endswith(('short_factor', 'long_factor')):
+    check_positive(value, f'rope_parameters.{name}', where)
+    return
+  if not isinstance(value, list) or len(value) != dim // 2:
+    raise InputError(
+      f'{where}: rope_parameters.{name} must be a list of {dim // 2} numbers, half the rotated entries of a head'
+    )
+  for x in value:
+    check_positive(x, f'rope_parameters.{name}', where)
+
+
+def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
+  """Returns the rope fields in both spellings: older readers know rope_theta and rope_scaling."""
+
+  def block(rope: Rope) -> dict:
+    pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
+    if pairs.get('rope_type') == 'dynamic':
+      del pairs[ORIGINAL]
+    if 'partial_rotary_factor' in family.reads:
+      pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
+    return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
+
+  main = block(cfg.ropes[0])
+  out = {
+    'rope_theta': cfg.ropes[0].theta,
+    'rope_parameters': main,
+    'rope_scaling': {k: v for k, v in main.items() if k != 'rope_theta'} if cfg.ropes[0].scaling else None,
+  }
+  if 'partial_rotary_factor' in main:
+    out['partial_rotary_factor'] = main['partial_rotary_factor']
+  if ORIGINAL in family.reads and ORIGINAL in main:
+    out[ORIGINAL] = main[ORIGINAL]
+  if family.local_rope:
+    other = cfg.ropes[-1]
+    out['rope_parameters'] = {FULL: main, LOCAL: block(other)}
+    out.setdefault(family.local_rope, other.theta)
+  return out
+
+
+def windows(
+  raw: dict[str, Any], family: Family, layers: int, layer_ropes: Sequence[int], where: str
+) -> tuple[int, ...]:
+  """Returns `ModelConfig.layer_windows`: tokens that each layer sees, 0 for all; () if all do."""
+  types = layer_types(raw, family, layers, layer_ropes, where)
+  size = _window(raw, family)
+  if LOCAL not in types:
+    return ()
+  if size is None:
+    raise InputError(f'{where}: layer_types has {LOCAL}, but there is no sliding_window')
+  return tuple(size if t == LOCAL else 0 for t in types)
+
+
+def _window(raw: dict, family: Family) -> int | None:
+  off = 'use_sliding_window' in family.reads and not raw.get('use_sliding_window')
+  return None if family.window is None or off else raw.get('sliding_window')
+
+
+def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: Sequence[int], where: str) -> list[str]:
+  """Returns FULL or LOCAL for each layer: as given, or by the family's rule (`Family.window`)."""
+  types = raw.get('layer_types')
+  rule = family.window
+  size = _window(raw, family)
+  if types is not None and (not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, LOCAL}):
+    raise InputError(f'{where}: layer_types={types!r} must be {layers} times {FULL} or {LOCAL}')
+  if 'layer_types' not in family.reads and LOCAL in (types or ()):
+    if rule != 'all' or set(types) != {LOCAL}:
+      raise InputError(f'{where}: layer_types {sorted(set(types))} not supported')
+  if types is not None and 'layer_types' in family.reads:
+    return types
+  if size is None:
+    return [FULL] * layers
+  if rule == 'all':
+    return [LOCAL] * layers
+  if rule == 'upper':
+    return [LOCAL if i >= raw['max_window_layers'] else FULL for i in range(layers)]
+  if rule == 'no_rope':
+    return [LOCAL if layer_ropes and layer_ropes[i] < 0 else FULL for i in range(layers)]
+  pattern = 'sliding_window_pattern'
+  period = raw.get(pattern, rule) if pattern in family.reads else rule
+  return [LOCAL if (i + 1) % period else FULL for i in range(layers)]
