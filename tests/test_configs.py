@@ -133,16 +133,15 @@ def test_sft_and_grpo_differ_in_few_lines():
 
 # Arguments that are handed one block of the config.
 ARGUMENTS = {
-  ('build', 'section'): 'model',
-  ('build', 'data'): 'data',
-  ('models/moe', 'section'): 'router',
-  ('phases', 'mesh'): 'mesh',
+  ('stage/prepare', 'section'): 'model',
+  ('models/routing', 'section'): 'router',
+  ('distributed/phases', 'mesh'): 'mesh',
   ('algorithms/distill', 'd'): 'distill',
 }
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
-# These print or time what others read.
-NOT_A_RUN = ('config', 'inference', 'completions', 'bench')
+# These parse the config, or print or time what others read.
+NOT_A_RUN = ('stage/config', 'tools/inference', 'tools/completions', 'tools/bench')
 
 
 def leaves(kind=schema.Config, prefix=''):
@@ -197,9 +196,9 @@ def _path(node, alias):
 
 def source():
   return {
-    f.stem if f.parent.name == 'jaxpost' else f'{f.parent.name}/{f.stem}': f.read_text()
-    for f in sorted((CLONE / 'jaxpost').rglob('*.py'))
-    if f.stem not in NOT_A_RUN or f.parent.name != 'jaxpost'
+    name: file.read_text()
+    for file in sorted((CLONE / 'jaxpost').rglob('*.py'))
+    if (name := file.relative_to(CLONE / 'jaxpost').with_suffix('').as_posix()) not in NOT_A_RUN
   }
 
 
