@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import reading
-from reading import CLONE, Tree, called, read
+from reading import CLONE, Tree, called, has_code, read
 
 # Imports point strictly down: to a room in a lower row, or inside one room. A
 # room is a folder of jaxpost/ or a file at its root; top row first.
@@ -371,40 +371,23 @@ def test_importing_sft_imports_nothing_of_on_policy():
   assert not [name for name in imported(*SFT) if name.startswith(NOT_IN_SFT)]
 
 
-def readme_map(text):
-  """{'': text of the tree of jaxpost/, 'room': text of that folder's entry}."""
-  blocks = [b for b in re.findall(r'```\w*\n(.*?)```', text, re.S) if re.search(r'^\W*jaxpost/', b, re.M)]
-  assert blocks, 'README.md: no code block with the tree of jaxpost/'
-  lines = blocks[0].splitlines()
-  start = next(i for i, li in enumerate(lines) if re.match(r'\W*jaxpost/', li))
-  rooms, now, body = collections.defaultdict(str), '', []
-  for line in lines[start + 1 :]:
-    if line and re.match(r'[\w.]', line):
-      break
-    entry = re.match(r'\W*(\w+)/(?:\s|$)', line)
-    if entry:
-      now = entry[1]
-    elif re.match(r'\W*\w+\.py\b', line) and not (now and len(line) - len(line.lstrip(' │├└─|`-')) > 4):
-      now = ''
-    rooms[now] += line + '\n'
-    body.append(line)
-  return rooms
+def test_readme_maps_the_rooms():
+  """The map names every room and every file at the root of jaxpost/, and nothing that is gone."""
+  text = (CLONE / 'README.md').read_text('utf-8')
+  block = re.search(r'```\njaxpost/\n(.*?)\nconfigs/', text, re.S)[1]
+  named = set(re.findall(r'(?:^  |  )(\w+(?:/|\.py))', block, re.M))
+  root = CLONE / 'jaxpost'
+  rooms = {f'{path.parent.name}/' for path in root.glob('*/__init__.py')}
+  files = {path.name for path in root.glob('*.py')} - {'__init__.py'}
+  assert named == rooms | files
 
 
-def test_readme_maps_the_tree():
-  readme = CLONE / 'README.md'
-  if not readme.exists():
-    pytest.skip('no README.md')
-  rooms = readme_map(readme.read_text('utf-8'))
-  missing = []
-  for path in sorted((CLONE / 'jaxpost').rglob('*.py')):
-    *folder, name = path.relative_to(CLONE / 'jaxpost').parts
-    if name == '__init__.py' and folder:
-      continue
-    where = rooms.get(folder[0] if folder else '', '')
-    if not re.search(rf'(?<!\w){re.escape(path.stem)}(?!\w)', where):
-      missing.append('/'.join([*folder, name]))
-  assert not missing, f'README.md: its tree lacks {", ".join(missing)}'
-  written = re.findall(r'(\w+\.py)\b', rooms[''])
-  gone = [n for n in written if not (CLONE / 'jaxpost' / n).exists()]
-  assert not gone, f'README.md: its tree has {", ".join(gone)}, now gone'
+def test_each_room_is_described():
+  """A room's __init__.py is one docstring, so that importing a room runs nothing."""
+  for path in sorted((CLONE / 'jaxpost').glob('*/__init__.py')):
+    module = ast.parse(path.read_text('utf-8'))
+    assert len(ast.get_docstring(module) or '') > 100 and not has_code(module), path
+
+
+def test_root_stays_small():
+  assert len(list((CLONE / 'jaxpost').glob('*.py'))) <= 10

@@ -1,0 +1,6 @@
+"""What machines offer: chips as data, memory, measured speed, kernels that compute right.
+
+Imports models/ (to check kernels) and below; programs, stage/, planning/ and tools/ import
+it. Its small jitted probes are the only ones outside of programs/. Never here: decisions
+about a run.
+"""

@@ -1,0 +1,5 @@
+"""What a run reports: metrics, alerts, timelines, the HTML report, health of hosts.
+
+The only room that imports TensorBoard and wandb. Imports distributed/, storage/ and
+programs/; the loop, stage/ and tools/ import it. Never here: what is computed in a step.
+"""

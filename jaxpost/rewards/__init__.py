@@ -1,1 +1,6 @@
-"""Reward functions and the killable processes that run them; no jax here."""
+"""Reward functions, and the pool of worker processes that calls them.
+
+Imports workers/, `errors` and `imports`, and no jax: a worker starts in milliseconds. rl/
+and stage/ import it. Never here: reward models (a role, stage/reward_model.py) or
+environments.
+"""
