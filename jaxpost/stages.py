@@ -29,7 +29,8 @@ from jaxpost.stage.consistency import (
   spelled,
 )
 from jaxpost.storage import object_store
-from jaxpost.storage.checkpoint import Checkpointer, finished_steps
+from jaxpost.storage.checkpoint import Checkpointer
+from jaxpost.storage.manifest import finished_steps
 
 _SLOW_S = 600.0  # what else than a step may take, where watchdog_s is less
 

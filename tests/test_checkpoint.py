@@ -287,17 +287,17 @@ def test_the_last_good_step_outlives_the_sealing(tmp_path, monkeypatch):
   ck = checkpoint.Checkpointer(tmp_path, keep=1)
   ck.save(1, make_state(1), {})
   ck.wait()
-  original = checkpoint.store.checksums
+  original = checkpoint.object_store.checksums
 
   def broken(folder, names):
     raise OSError('no space')
 
-  monkeypatch.setattr(checkpoint.store, 'checksums', broken)
+  monkeypatch.setattr(checkpoint.object_store, 'checksums', broken)
   ck.save(2, make_state(2), {})
   with pytest.raises(OSError, match='no space') as caught:
     ck.save(3, make_state(3), {})
   assert 'while saving step 2' in caught.value.__notes__[0]
-  monkeypatch.setattr(checkpoint.store, 'checksums', original)
+  monkeypatch.setattr(checkpoint.object_store, 'checksums', original)
   assert (tmp_path / '2' / 'commit_success.txt').exists()
   assert restore(tmp_path)[0] == 1
   ck.save(2, make_state(2), {})  # the run may go on, even with this step
@@ -478,7 +478,7 @@ def test_kill_between_commit_and_seal_and_inside_a_removal(tmp_path):
     ck.wait()
   """
   patches = {
-    'seal': f'checkpoint.store.checksums = lambda *args: {die}',
+    'seal': f'checkpoint.object_store.checksums = lambda *args: {die}',
     'removal': f'type(ck._folder).rmtree = lambda *args: {die}',
   }
   children = {}

@@ -11,7 +11,7 @@ import tiny
 import jaxpost
 from jaxpost import loop
 from jaxpost.monitor import metrics, nonfinite
-from jaxpost.storage.checkpoint import finished_steps
+from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import Item
 
 # Cross entropy that is NaN on tokens the model finds unlikely.

@@ -28,7 +28,7 @@ from jaxpost.programs import train
 from jaxpost.stage import assemble, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import kit as kit_lib
-from jaxpost.storage.checkpoint import finished_steps
+from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
 from jaxpost.types import Batch
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from jaxpost.monitor import metrics
-from jaxpost.storage.checkpoint import finished_steps
+from jaxpost.storage.manifest import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ON_POLICY = 'grpo', 'ppo'

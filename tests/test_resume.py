@@ -26,7 +26,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.errors import InputError, NoCheckpointError, Preempted
 from jaxpost.monitor import metrics
-from jaxpost.storage.checkpoint import finished_steps
+from jaxpost.storage.manifest import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TASK = 'generated:arithmetic:max=99,ops=+'

@@ -1,6 +1,11 @@
-"""Model folders in and out: Hugging Face, PEFT, safetensors, MXFP4.
+"""Formats: model weights and configs as Hugging Face, vLLM and `peft` read and write them.
 
-Lives here: model families as data and the translation of config.json. The only room that
-imports safetensors. Imports models/, storage/ and below; stage/ and tools/ import it. Never
-here: mathematics of a layer.
+Import from here: `hf` (model folders: config, weights, export), `peft` (adapter folders),
+`config_json` (config.json <-> ModelConfig) and `families` (the table of supported model
+families; a new one is an entry there). The rest serves these: `tensor_layout` (where a
+parameter is in the tensors of a folder), `safetensors_file` (reading parts of a file) and
+`mxfp4`. Only hf.py imports safetensors.
+
+Imports `models`, `storage`, `distributed` and below. How a model computes belongs in
+`models`; which folder a run reads is decided in `stage`.
 """

@@ -13,7 +13,7 @@ from jaxpost.models import config as model_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, sources
 from jaxpost.storage import array_cache
-from jaxpost.storage.checkpoint import finished_steps
+from jaxpost.storage.manifest import finished_steps
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')

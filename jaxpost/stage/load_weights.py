@@ -24,7 +24,8 @@ from jaxpost.models.parameters import join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage.sources import Source, checkpoints, record
-from jaxpost.storage.checkpoint import Checkpointer, finished_steps
+from jaxpost.storage.checkpoint import Checkpointer
+from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout

@@ -1,6 +1,9 @@
-"""Checkpoints, object stores, the Hugging Face hub, arrays cached on disk.
+"""Storage: checkpoints, object stores (gs://, s3://), the hub, and cached arrays.
 
-The only room that imports orbax (checkpoint.py) and huggingface_hub (hub.py). Imports
-distributed/ and `errors`; everything above may import it. Never here: what a checkpoint
-means to a stage.
+Import from here: `checkpoint.Checkpointer` (the only use of orbax), `manifest` (which
+steps of a run are finished), `object_store` (paths and whole files, local or remote),
+`hub` (the only use of huggingface_hub) and `array_cache` (arrays kept between runs).
+
+Imports only `distributed` and below. What is stored is not known here: no models, no
+configs, no formats of data or weights.
 """

@@ -29,7 +29,8 @@ from jaxpost.stage import export as export_lib
 from jaxpost.stage import kit as kit_lib
 from jaxpost.stage import load_weights as weights_lib
 from jaxpost.storage import object_store
-from jaxpost.storage.checkpoint import Checkpointer, finished_steps
+from jaxpost.storage.checkpoint import Checkpointer
+from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import TrainState
 
 _COUNTED = 512  # rows behind the table of lengths

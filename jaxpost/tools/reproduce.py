@@ -18,7 +18,8 @@ from jaxpost.rl import batching as rows_lib
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import assemble, prepare
 from jaxpost.stage import kit as kit_lib
-from jaxpost.storage.checkpoint import Checkpointer, finished_steps
+from jaxpost.storage.checkpoint import Checkpointer
+from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
 
 
