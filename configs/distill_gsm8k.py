@@ -5,7 +5,7 @@ python -m launch.train --config=configs/distill_gsm8k.py --workdir=runs/distill
 Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
 metric is the divergence from the teacher on test questions (split `eval`).
 `:model=NAME` takes a name below, a hub id or a folder, and `:teacher=NAME`
-likewise. `:topk=32` keeps the teacher's 32 most probable tokens on disk first,
+likewise. `:top_k=32` keeps the teacher's 32 most probable tokens on disk first,
 so that it is in no memory afterwards. Data of your own:
 --config.data.path=FILE with question and answer, or prompt and answer.
 `:runlocal` is a tiny model that, fine-tuned, teaches itself: no network.
@@ -20,12 +20,12 @@ DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, model='qwen3_0_6b', teacher='qwen3_1_7b', topk=0, runlocal=False)
+  arg = parse_arg(arg, model='qwen3_0_6b', teacher='qwen3_1_7b', top_k=0, runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = 'distill'
   config.model.path = MODELS.get(arg.model, arg.model)
   config.distill.teachers = (MODELS.get(arg.teacher, arg.teacher),)
-  config.distill.update(beta=0.0, topk=arg.topk)
+  config.distill.update(beta=0.0, top_k=arg.top_k)
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:gsm8k'
   config.train.update(steps=350, batch_size=16, row_length=2048)

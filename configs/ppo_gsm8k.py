@@ -3,7 +3,7 @@
 python -m launch.train --config=configs/ppo_gsm8k.py --workdir=runs/ppo_gsm8k
 
 Policy, critic and reference are three models of one size; with
---config.critic.shared=True the critic is a second head of the policy. Meant
+--config.critic.value_head=True the critic is a second head of the policy. Meant
 for one accelerator of 80 GB; time and accuracy: not measured yet. The metric
 is pass@1 of the greedy answers to test questions (split `eval`); watch
 critic/explained_variance rise, too. `:model=NAME` takes a name below, a hub id

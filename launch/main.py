@@ -14,7 +14,7 @@ VERBS = {
   'submit': 'start a run on a TPU slice, Slurm, GKE, SkyPilot or Colab',
   'evaluate': 'score a checkpoint or a model folder on a data set',
   'sample': 'complete prompts with a checkpoint or a model folder',
-  'replay': 'draw one sample of a run again and show what was learnt of it',
+  'reproduce': 'draw one sample of a run again and show what was learned from it',
   'serve': "answer as OpenAI's API does, on loopback",
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
   'export': 'write a checkpoint as a Hugging Face folder',

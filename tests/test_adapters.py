@@ -67,7 +67,7 @@ def shares(role, policy):
 @pytest.mark.parametrize('kind', ['', 'int8'])
 def test_a_teacher_on_the_base_of_the_student(made, kind):
   base, adapters = made
-  over = dict(algorithm='distill', lora=dict(rank=2), model=dict(quantise=kind), train=dict(batch_size=2))
+  over = dict(algorithm='distill', lora=dict(rank=2), model=dict(quantize=kind), train=dict(batch_size=2))
   build_with = lambda teacher: parts(
     tiny.merged(tiny.run_config(base), over | (dict(distill=dict(teachers=(teacher,)))))
   )
@@ -158,7 +158,7 @@ def test_an_adapter_on_a_run_with_one_of_its_own(made, tmp_path, stage):
     stages.run(
       tiny.merged(
         tiny.run_config(base),
-        dict(lora=dict(rank=2), model=dict(quantise='int8'), train=dict(steps=2), optim=dict(lr=3e-2)),
+        dict(lora=dict(rank=2), model=dict(quantize='int8'), train=dict(steps=2), optim=dict(lr=3e-2)),
       ),
       run,
       CONSOLE,
@@ -229,7 +229,7 @@ def sampler(base, kind, share, targets=''):
       lora=dict(rank=2) | (dict(targets=targets) if targets else {}),
       rollout=dict(share_base=share, max_new_tokens=8, slots=4),
     ),
-    dict(model=dict(quantise=kind)),
+    dict(model=dict(quantize=kind)),
   )
   kit = kit_lib.make_kit(prepare.prepare_all(made)[0])
   roles, stream, engine = assemble.make_parts(kit, stages.initial_params(kit, None))
@@ -275,7 +275,7 @@ for mesh, share in (('data=-1', False), ('data=-1', True),
   p, = prepare.prepare_all(tiny.merged(tiny.grpo_config(
       sys.argv[1], lora=dict(rank=4), mesh=dict(train='fsdp=-1', rollout=mesh),
       rollout=dict(share_base=share, max_new_tokens=8, slots=8)),
-      dict(model=dict(quantise=sys.argv[2]))))
+      dict(model=dict(quantize=sys.argv[2]))))
   kit = kit_lib.make_kit(p)
   roles, stream, engine = assemble.make_parts(
       kit, stages.initial_params(kit, None))
@@ -332,7 +332,7 @@ def test_grpo_learns_on_one_base(made, tmp_path, kind):
       rollout=dict(prompts=8, group_size=8, share_base=True),
       train=dict(steps=12),
     ),
-    dict(model=dict(quantise=kind)),
+    dict(model=dict(quantize=kind)),
   )
   stages.run(config, tmp_path, CONSOLE)
   rows = [r for r in metrics.comparable_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']

@@ -82,7 +82,7 @@ def config(folder, **over):
         data=dict(path='generated:arithmetic:max=99,ops=+,size=50,correct=1'),
         train=dict(row_length=0, steps=3),
         optim=dict(lr=1e-2),
-        log=dict(rollouts=1),
+        log=dict(rollouts_every=1),
         rewards=dict(max_failed=0.9),
         tools=dict(workers=3, timeout_s=60.0),
         rollout=dict(prompts=6, group_size=4, max_prompt_length=48, max_new_tokens=80, slots=8),

@@ -22,11 +22,11 @@ STEPS = 5
 # name -> (mesh, rollout)
 RUNS = {
   'sync': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict()),
-  'one': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict(lag=1)),
-  'three': (dict(train='fsdp=2', score_devices=2, rollout='data=-1'), dict(lag=3)),
-  'swap': (dict(train='fsdp=4', rollout='data=-1'), dict(lag=2, swap_blocks=2)),
-  'same devices': (dict(train='fsdp=8', rollout='data=-1', rollout_devices=0), dict(lag=1)),
-  'rounds': (dict(train='fsdp=4', rollout='data=-1'), dict(lag=2)),
+  'one': (dict(train='fsdp=4', rollout='data=2,tensor=2'), dict(staleness=1)),
+  'three': (dict(train='fsdp=2', score_devices=2, rollout='data=-1'), dict(staleness=3)),
+  'swap': (dict(train='fsdp=4', rollout='data=-1'), dict(staleness=2, inflight_update_blocks=2)),
+  'same devices': (dict(train='fsdp=8', rollout='data=-1', rollout_devices=0), dict(staleness=1)),
+  'rounds': (dict(train='fsdp=4', rollout='data=-1'), dict(staleness=2)),
 }
 
 
@@ -93,7 +93,7 @@ def test_resumes_to_the_bit(said, name):
 
 @pytest.mark.parametrize('name', ['one', 'three', 'swap'])
 def test_staleness_is_bounded(said, name):
-  lag = RUNS[name][1]['lag']
+  lag = RUNS[name][1]['staleness']
   rows = [r for r in said[name]['rows'] if r['split'] == 'train']
   assert [r['staleness/max'] for r in rows] == [min(lag, step) for step in range(STEPS)]
   if name != 'swap':
@@ -174,7 +174,7 @@ def by_hand(given):
   from jaxpost import stages
 
   policy, stream = stages.policy_and_stream(given)
-  config_, lag, drawn = stream.config, given['rollout']['lag'], []
+  config_, lag, drawn = stream.config, given['rollout']['staleness'], []
   host = lambda: jax.tree.map(np.array, policy.params)
   placed = lambda tree: jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tree, policy.params)
   after = [host()]  # each update

@@ -132,10 +132,14 @@ FIELDS = {
   'devices to sample nothing': ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
   'lag of a greedy answer': (
     'grpo',
-    dict(algorithm='remax', rollout=dict(lag=1)),
-    'rollout.lag: 1 steps ahead there is neither a replay nor',
+    dict(algorithm='remax', rollout=dict(staleness=1)),
+    'rollout.staleness: 1 steps ahead there is neither config.train_on_rollouts nor',
   ),
-  'parked while others sample': ('grpo', dict(rollout=dict(lag=1, park=True)), 'rollout.park: with rollout.lag'),
+  'parked while others sample': (
+    'grpo',
+    dict(rollout=dict(staleness=1, offload=True)),
+    'rollout.offload: with rollout.staleness',
+  ),
   'more of the likeliest than there are': (
     'grpo',
     dict(rollout=dict(top_logprobs=5000)),
@@ -148,8 +152,8 @@ FIELDS = {
   ),
   'swap without a lag': (
     'grpo',
-    dict(rollout=dict(swap_blocks=2)),
-    'rollout.swap_blocks: with rollout.lag=0 there are no newer',
+    dict(rollout=dict(inflight_update_blocks=2)),
+    'rollout.inflight_update_blocks: with rollout.staleness=0 there are no newer',
   ),
   'no data': ('sft', dict(data=dict(path='')), 'config.data.path: is empty'),
   'rows shorter than two': ('sft', dict(train=dict(row_length=1)), 'row_length=1 at least 2'),
@@ -412,8 +416,8 @@ def test_model_section(change, wanted, model, place, monkeypatch):
   [
     (dict(lora=dict(rank=2, targets='query')), "config.lora.targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(rank=9)), 'config.lora.rank: 9 is larger than layers/'),
-    (dict(model=dict(quantise='nf4')), "config.model.quantise: 'nf4' is for"),
-    (dict(model=dict(quantise='int3')), 'config.model.quantise.*int8'),
+    (dict(model=dict(quantize='nf4')), "config.model.quantize: 'nf4' is for"),
+    (dict(model=dict(quantize='int3')), 'config.model.quantize.*int8'),
     (dict(model=dict(path='gs://no/model')), r'gs://no/model: .*\[gcs\]'),
   ],
   ids=['targets', 'rank', 'quantise', 'bits', 'store'],

@@ -35,7 +35,7 @@ def config(folder, name):
     save=dict(every=MIDDLE, keep=9),
     log=dict(every=1, samples_every=1),
     rl=dict(kl_coef=0.01),
-    rollout=dict(prompts=3, group_size=4, lag=LAGS[name]),
+    rollout=dict(prompts=3, group_size=4, staleness=LAGS[name]),
     eval=dict(
       every=MIDDLE, samples=2, size=4, data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=8,correct=1')
     ),

@@ -185,7 +185,7 @@ def test_top_tokens(case, elements):
 def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   teacher = case['teachers'][0]
   whole = of(beta=beta, temperature=0.8)
-  kept = of(beta=beta, temperature=0.8, topk=REAL)
+  kept = of(beta=beta, temperature=0.8, top_k=REAL)
   ids, logprobs = head_lib.top_tokens(
     plan(whole, REAL)._replace(objective=None, temperature=0.8), *teacher, case['weights'], REAL
   )
@@ -202,7 +202,7 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   for a, b in zip(full, cached):
     np.testing.assert_allclose(a, b, atol=1e-5 * tiny.largest(a))
   few = run(
-    of(beta=beta, temperature=0.8, topk=3), dict(teacher_0_ids=ids[..., :3], teacher_0_logprobs=logprobs[..., :3]), ()
+    of(beta=beta, temperature=0.8, top_k=3), dict(teacher_0_ids=ids[..., :3], teacher_0_logprobs=logprobs[..., :3]), ()
   )
   assert 0 < few[0] < full[0]  # what is merged cannot differ
 
@@ -288,7 +288,7 @@ ARRANGED = {  # rows of documents, row length, rows at a time, head elements
 @pytest.mark.parametrize('topk', [0, 7])
 def test_loss_does_not_depend_on_the_arrangement(models, topk):
   (student, params), (teacher, theirs) = models
-  layout, config = tiny.one_device(), of(topk=topk, beta=0.3, nll_coef=0.1)
+  layout, config = tiny.one_device(), of(top_k=topk, beta=0.3, nll_coef=0.1)
 
   def run(rows, length, micro, elements):
     compute = dataclasses.replace(tiny.EXACT, head_elements=elements)

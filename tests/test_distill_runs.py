@@ -79,7 +79,7 @@ def first_loss(config) -> float:
     stream.close()
 
 
-@pytest.mark.parametrize('over', [{}, dict(distill=dict(topk=9)), dict(**GKD, distill=dict(on_policy=0.5), seed=1)])
+@pytest.mark.parametrize('over', [{}, dict(distill=dict(top_k=9)), dict(**GKD, distill=dict(on_policy=0.5), seed=1)])
 def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
   with caplog.at_level(logging.WARNING):
     rows = run(settings(small, big, **tiny.merged(over, dict(train=dict(steps=4)))), tmp_path)
@@ -95,7 +95,7 @@ def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
     assert start['perplexity'] == pytest.approx(math.exp(start['nll']), rel=1e-5)
 
 
-@pytest.mark.parametrize('beta, over', [(1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(topk=16)))])
+@pytest.mark.parametrize('beta, over', [(1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(top_k=16)))])
 def test_a_student_that_is_its_teacher_learns_nothing(small, tmp_path, over, beta):
   rows = run(settings(small, small, **tiny.merged(over, dict(distill=dict(beta=beta), train=dict(steps=1)))), tmp_path)
   assert rows[0]['divergence'] == pytest.approx(0, abs=1e-6)
@@ -136,7 +136,7 @@ def plain_loss(small, big):
 
 
 @pytest.mark.parametrize(
-  'fields, same', [(dict(topk=2), False), (dict(topk=259), True), (dict(teachers=('big', 'small')), False)]
+  'fields, same', [(dict(top_k=2), False), (dict(top_k=259), True), (dict(teachers=('big', 'small')), False)]
 )
 def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, fields, same):
   """But for a cache of all tokens, which is the whole distribution."""
@@ -146,7 +146,7 @@ def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, field
   assert (loss == pytest.approx(plain_loss, rel=1e-5)) == same
 
 
-@pytest.mark.parametrize('over', [dict(distill=dict(topk=9)), dict(**GKD, seed=1, distill=dict(on_policy=0.5))])
+@pytest.mark.parametrize('over', [dict(distill=dict(top_k=9)), dict(**GKD, seed=1, distill=dict(on_policy=0.5))])
 def test_resume_is_bitwise(small, big, tmp_path, over):
   config = lambda steps: settings(small, big, **tiny.merged(over, dict(train=dict(steps=steps))))
   whole = run(config(4), tmp_path / 'whole')
@@ -178,7 +178,7 @@ def count_teachers(monkeypatch):
 
 def test_the_cache_is_used_again(small, big, tmp_path, monkeypatch):
   made = count_teachers(monkeypatch)
-  config = settings(small, big, distill=dict(topk=5))
+  config = settings(small, big, distill=dict(top_k=5))
   first = run(config, tmp_path)
   assert made == ['teacher_0']  # once for training and evaluation
   files = sorted((tmp_path / 'cache').rglob('*.npy'))
@@ -216,7 +216,7 @@ def paths(big, small):
   'over',
   [
     dict(distill=dict(temperature=2.0)),
-    dict(distill=dict(topk=4)),
+    dict(distill=dict(top_k=4)),
     dict(data=dict(train_on='all')),
     dict(model=dict(dtype='bfloat16')),
     dict(train=dict(row_length=48)),
@@ -226,7 +226,7 @@ def paths(big, small):
 )
 def test_the_cache_knows_what_it_is_of(small, tmp_path, paths, over):
   shape = dict(hidden_size=32, num_layers=2)
-  config = settings(small, tiny.folder(tmp_path / 'teacher', **shape), distill=dict(topk=5))
+  config = settings(small, tiny.folder(tmp_path / 'teacher', **shape), distill=dict(top_k=5))
   before = paths(config, tmp_path)
   assert len(set(before)) == 2 and before == paths(config, tmp_path)
   if over == 'weights':
@@ -270,7 +270,7 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
   config |= dict(
     one=dict(train=dict(steps=2)),
     two=dict(train=dict(steps=1), distill=dict(teachers=('stage:one',))),
-    three=dict(train=dict(steps=1), init_from=big, distill=dict(teachers=('stage:one',), topk=4)),
+    three=dict(train=dict(steps=1), init_from=big, distill=dict(teachers=('stage:one',), top_k=4)),
   )
   rows = run(config, tmp_path)
   assert [r['stage'] for r in rows] == ['one', 'one', 'two', 'three']
@@ -290,10 +290,10 @@ def test_a_student_teaches_the_next_stage(small, big, tmp_path):
     (dict(distill=dict(teachers=('stage:none',))), 'is no stage before this'),
     (dict(distill=dict(weights=(1.0, 2.0))), '2 weights for 1 teachers'),
     (dict(distill=dict(weights=(0.0,))), 'not all 0'),
-    (dict(distill=dict(topk=260)), 'topk: 260 of 259 tokens'),
+    (dict(distill=dict(top_k=260)), 'top_k: 260 of 259 tokens'),
     (dict(distill=dict(on_policy=0.5)), 'set config.algorithm=gkd'),
-    (dict(distill=dict(topk=4), data=dict(streaming=True)), 'streaming'),
-    (dict(**GKD, distill=dict(topk=4)), 'set it to 0, or config.algorithm'),
+    (dict(distill=dict(top_k=4), data=dict(streaming=True)), 'streaming'),
+    (dict(**GKD, distill=dict(top_k=4)), 'set it to 0, or config.algorithm'),
     (dict(**GKD, distill=dict(nll_coef=1.0)), 'nll_coef: is for completions'),
     (dict(**GKD, rl=dict(kl_coef=0.1)), 'rl.kl_coef: gkd would ignore'),
     (tiny.merged(GKD, dict(eval=dict(samples=1, data=dict(path=TASK)))), 'config.reward: is empty'),
@@ -350,7 +350,7 @@ def test_vocabularies_may_differ(small, tmp_path, vocab):
 # ----------------------------------------------------------------- meshes
 
 MESHES = {'one': ('data=1', ''), 'both': ('fsdp=4,tensor=2', 'data=2,tensor=4'), 'wide': ('fsdp=2,tensor=4', 'data=8')}
-KINDS = {'whole': {}, 'topk': dict(distill=dict(topk=6))}
+KINDS = {'whole': {}, 'topk': dict(distill=dict(top_k=6))}
 
 
 def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
@@ -441,7 +441,7 @@ def pupil(tmp_path_factory):
   )
 
 
-@pytest.mark.parametrize('fields', [dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, topk=8)])
+@pytest.mark.parametrize('fields', [dict(beta=0.0), dict(beta=0.5), dict(beta=1.0), dict(beta=0.0, top_k=8)])
 def test_students_come_nearer_to_their_teacher(teacher, pupil, tmp_path, fields):
   """On sums that neither has seen, by the divergence that was trained."""
   run(lesson(pupil, algorithm='distill', distill=dict(teachers=(teacher,), **fields)), tmp_path)

@@ -51,7 +51,9 @@ def folder(tmp_path_factory):
 
 
 def config(folder, **over):
-  return episodes.config(str(folder / 'model'), folder / 'env.py', **tiny.merged(dict(log=dict(rollouts=1)), over))
+  return episodes.config(
+    str(folder / 'model'), folder / 'env.py', **tiny.merged(dict(log=dict(rollouts_every=1)), over)
+  )
 
 
 @pytest.fixture(scope='module')
@@ -110,14 +112,14 @@ def test_it_repeats_to_the_bit_and_resumes(folder, run):
 
 
 def test_an_episode_is_replayed(run):
-  found = reproduce.replay(run, 3, 5)
+  found = reproduce.reproduce(run, 3, 5)
   assert found['identical'] is True
   assert 0 < sum(found['trained']) < len(found['trained'])
   assert found['components'] == {'environment': found['reward']}
 
 
 def test_it_is_trained_on_again_without_an_environment(folder, run):
-  again = config(folder, replay=str(run), environment='')
+  again = config(folder, train_on_rollouts=str(run), environment='')
   jaxpost.run(again, folder / 'replayed')
   for a, b in zip(rows(folder / 'replayed'), rows(run), strict=True):
     assert (a['loss'], a['grad_norm']) == (b['loss'], b['grad_norm'])

@@ -45,7 +45,7 @@ def run(config, workdir):
 def one(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('one')
   model = tiny.folder(folder / 'nano', hidden_size=64)
-  made = tiny.merged(config(model), dict(model=dict(quantise=request.param)))
+  made = tiny.merged(config(model), dict(model=dict(quantize=request.param)))
   return made, run(made, folder / 'run'), folder / 'run'
 
 

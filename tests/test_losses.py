@@ -249,7 +249,7 @@ def test_bradley_terry():
   golden = CASES['trlformula/rm_bt_center0.01']
   loss = lambda **kw: values_lib.bradley_terry(chosen, rejected, **kw)
   close(loss().mean(), golden['bt'])
-  close(loss(centre_coef=0.01).mean(), golden['bt_center'])
+  close(loss(center_coef=0.01).mean(), golden['bt_center'])
   margin = np.array([1.0, 0.0, 0.5, 0.0], np.float32)
   close(loss(margin=margin), np.logaddexp(0, rejected + margin - chosen))
   with pytest.raises(ValueError, match='margin'):

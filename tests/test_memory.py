@@ -78,7 +78,7 @@ def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
   """Of the optimizer and a reference."""
   kl = dict(rl=dict(kl_coef=0.1))
   plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch, **kl)
-  parked, same, less, then = watched(model, tmp_path / 'b', monkeypatch, rollout=dict(park=True), **kl)
+  parked, same, less, then = watched(model, tmp_path / 'b', monkeypatch, rollout=dict(offload=True), **kl)
   assert kinds == then == {'device'}  # it is back when it is wanted
   bare = lambda rows: [{k: v for k, v in r.items() if not metrics.is_clock_key(k)} for r in rows]
   assert bare(rows) == bare(same)
@@ -112,7 +112,7 @@ def test_by_hand():
 
 
 def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):
-  config = tiny.grpo_config(model, rollout=dict(park=True))
+  config = tiny.grpo_config(model, rollout=dict(offload=True))
   monkeypatch.setattr(memory, 'parks', lambda device: False)
-  with pytest.raises(InputError, match='config.rollout.park: these'):
+  with pytest.raises(InputError, match='config.rollout.offload: these'):
     jaxpost.run(config, tmp_path / 'run')

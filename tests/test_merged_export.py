@@ -33,7 +33,7 @@ def prepared(base, kind, dtype, targets):
   p = prepare.prepare_all(
     tiny.merged(
       tiny.run_config(base),
-      dict(lora=dict(rank=3, alpha=8.0, targets=targets), model=dict(quantise=kind, param_dtype=dtype)),
+      dict(lora=dict(rank=3, alpha=8.0, targets=targets), model=dict(quantize=kind, param_dtype=dtype)),
     )
   )[0]
   params = stages.initial_params(kit.make_kit(p), None)

@@ -131,7 +131,7 @@ def test_adapters_of_latents():
 
 
 @pytest.mark.parametrize(
-  'over', [dict(router=dict(replay=True)), dict(lora=dict(rank=2, targets='kv_b|o'))], ids=['replay', 'lora']
+  'over', [dict(router=dict(routing_replay=True)), dict(lora=dict(rank=2, targets='kv_b|o'))], ids=['replay', 'lora']
 )
 def test_grpo(tmp_path, over):
   """Its first step holds the sampler's log-probs against the trainer's."""

@@ -348,7 +348,8 @@ def test_rollouts_are_replayed(tmp_path, monkeypatch):
 
   path = tiny.folder(tmp_path / 'model', **SPARSE)
   run = lambda name: jaxpost.run(
-    tiny.grpo_config(path, router=dict(replay=True), rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / name
+    tiny.grpo_config(path, router=dict(routing_replay=True), rl=dict(kl_coef=0.01), train=dict(steps=1)),
+    tmp_path / name,
   )
   run('right')
   row = json.loads((tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
@@ -363,4 +364,4 @@ def test_rollouts_are_replayed(tmp_path, monkeypatch):
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     run('wrong')
   with pytest.raises(InputError, match='replay'):
-    jaxpost.run(tiny.run_config(path, router=dict(replay=True)), tmp_path / 'sft')
+    jaxpost.run(tiny.run_config(path, router=dict(routing_replay=True)), tmp_path / 'sft')

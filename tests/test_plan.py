@@ -506,7 +506,7 @@ def test_devices_are_charged_with_what_they_hold():
 def test_a_sampler_ahead_stays_during_the_update():
   """On the devices that train; where it has its own they know nothing of it."""
   same, own = dict(train='fsdp=8', rollout='data=-1'), dict(train='fsdp=4', rollout='data=-1', rollout_devices=4)
-  plain, ahead, apart = phases((same, {}), (same, dict(lag=1)), (own, dict(lag=1)))
+  plain, ahead, apart = phases((same, {}), (same, dict(staleness=1)), (own, dict(staleness=1)))
   sampler = ahead['rows']['generate']['argument_bytes']
   assert sampler > 2_000_000
   for what in ('update', 'score'):
@@ -524,7 +524,7 @@ def ahead():
   same = dict(train='fsdp=8', rollout='data=-1')
   own = dict(train='fsdp=-1', rollout='data=-1', rollout_devices=4)
   few = dict(train='fsdp=-1', rollout='data=2,tensor=2', rollout_devices=4, score_devices=2)
-  return phases((same, dict(lag=1)), (own, dict(lag=1)), (few, dict(lag=2)))
+  return phases((same, dict(staleness=1)), (own, dict(staleness=1)), (few, dict(staleness=2)))
 
 
 def test_phases_overlap_where_sampling_is_ahead_on_its_own_devices(ahead):

@@ -146,8 +146,8 @@ def test_explained_variance_is_of_the_values_before_the_update():
 
 KINDS = {
   'separate': {},
-  'shared': dict(critic=dict(shared=True, coef=0.5)),
-  'shared gspo': dict(critic=dict(shared=True), rl=dict(loss='gspo')),
+  'shared': dict(critic=dict(value_head=True, coef=0.5)),
+  'shared gspo': dict(critic=dict(value_head=True), rl=dict(loss='gspo')),
 }
 
 
@@ -245,7 +245,7 @@ FIELDS = {
   'rl.mask_truncated': True,
   'rl.importance': ('token_truncated',),
   'critic.value_clip': 0.01,
-  'critic.shared': True,
+  'critic.value_head': True,
 }
 # Of those that count only beside others.
 WITH = {
@@ -254,7 +254,7 @@ WITH = {
   'rl.kl_target': (0.05, dict(rl=dict(kl_coef=0.1))),
   'rl.kl_horizon': (20.0, dict(rl=dict(kl_coef=0.1, kl_target=0.05))),
   'rl.dual_clip': (1.01, {}),
-  'critic.coef': (0.7, dict(critic=dict(shared=True))),
+  'critic.coef': (0.7, dict(critic=dict(value_head=True))),
 }
 
 
@@ -295,9 +295,9 @@ def test_field_changes_the_result(field):
     (dict(rl=dict(kl_target=0.1)), 'rl.kl_target'),
     (dict(rl=dict(kl_coef=0.1, kl_estimator='k3+')), 'rl.kl_estimator'),
     (dict(critic=dict(warmup_steps=100)), 'critic.warmup_steps'),
-    (dict(critic=dict(shared=True, lr=1e-4)), 'critic.lr'),
-    (dict(critic=dict(shared=True, path='x')), 'critic.path'),
-    (dict(critic=dict(shared=True, warmup_steps=1)), 'critic.warmup_steps'),
+    (dict(critic=dict(value_head=True, lr=1e-4)), 'critic.lr'),
+    (dict(critic=dict(value_head=True, path='x')), 'critic.path'),
+    (dict(critic=dict(value_head=True, warmup_steps=1)), 'critic.warmup_steps'),
   ],
 )
 def test_what_cannot_work_is_refused(over, key):
@@ -327,7 +327,7 @@ def states(workdir, step):
   """{role: flat parameters} of a checkpoint, on the host."""
   w = inference.from_run(workdir, step=step)
   models = {'policy': w.prepared.model}
-  if not w.prepared.config.critic.shared:
+  if not w.prepared.config.critic.value_head:
     models['critic'] = model_lib.build(model_lib.with_scalar_head(w.prepared.model.config))
   return {
     role: jax.tree.leaves(
@@ -362,7 +362,7 @@ def test_resume_is_bitwise(model, tmp_path, shared):
   """4 steps, and 2 and 2: policy, critic, their optimizers, the KL's memory."""
   config = lambda steps: run_config(
     model,
-    critic=dict(shared=shared),
+    critic=dict(value_head=shared),
     train=dict(steps=steps),
     save=dict(every=2),
     rl=dict(minibatches=2, kl_target=0.01, kl_horizon=16.0),
@@ -431,7 +431,7 @@ def test_groups_of_one_and_the_values_that_are_trained(model):
 
 def test_shared_critic_is_left_out_of_the_export(model, tmp_path):
   jaxpost.run(
-    run_config(model, critic=dict(shared=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
+    run_config(model, critic=dict(value_head=True), train=dict(steps=2), save=dict(export=True)), tmp_path / 'run'
   )
   assert rows(tmp_path / 'run')[1]['values/mean'] != 0
   cfg = hf.read_config(tmp_path / 'run/export')
@@ -510,7 +510,7 @@ def main():
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.distributed.transfer import to_host
 
-  config = stage_config(rl=dict(epochs=2), critic=dict(shared=True))
+  config = stage_config(rl=dict(epochs=2), critic=dict(value_head=True))
   batch = laid_out(config, 24, 8)
 
   def gradient(role, layout):

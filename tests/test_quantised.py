@@ -184,7 +184,7 @@ def sft(base, kind='nf4', **over):
   return tiny.merged(
     tiny.run_config(base),
     tiny.merged(
-      dict(lora=dict(rank=2), model=dict(quantise=kind), train=dict(steps=4), save=dict(every=2, export=True)), over
+      dict(lora=dict(rank=2), model=dict(quantize=kind), train=dict(steps=4), save=dict(every=2, export=True)), over
     ),
   )
 
@@ -256,7 +256,7 @@ def test_grpo_learns_on_codes(base, tmp_path, kind):
         rollout=dict(prompts=8, group_size=8),
         train=dict(steps=12),
       ),
-      dict(model=dict(quantise=kind)),
+      dict(model=dict(quantize=kind)),
     ),
     tmp_path,
   )
@@ -272,9 +272,9 @@ def test_stages_change_how_matrices_are_held(base, tmp_path):
     base,
     stages=('one', 'two', 'three', 'four'),
     one=dict(),
-    two=dict(model=dict(quantise='')),
-    three=dict(model=dict(quantise='int8')),
-    four=dict(model=dict(quantise=''), lora=dict(rank=0)),
+    two=dict(model=dict(quantize='')),
+    three=dict(model=dict(quantize='int8')),
+    four=dict(model=dict(quantize=''), lora=dict(rank=0)),
     train=dict(steps=2),
   )
   rows = run(made, tmp_path)
@@ -287,7 +287,7 @@ def test_stages_change_how_matrices_are_held(base, tmp_path):
 
 def test_ppo_has_a_critic_on_the_same_codes(base):
   roles = parts(
-    tiny.merged(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2)), dict(model=dict(quantise='int8')))
+    tiny.merged(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2)), dict(model=dict(quantize='int8')))
   )
   both = [pointers(r.frozen['params']) for r in roles.trainable.values()]
   assert both[0] == both[1]
@@ -298,10 +298,10 @@ def test_ppo_has_a_critic_on_the_same_codes(base):
   [
     (
       dict(lora=dict(rank=0)),
-      "quantise: 'nf4' is for weights that are not trained, and layers/q is; set config.lora.rank",
+      "quantize: 'nf4' is for weights that are not trained, and layers/q is; set config.lora.rank",
     ),
     (dict(train=dict(freeze='embed')), 'layers/q is; set'),
-    (dict(model=dict(quantise='int4')), 'quantise'),
+    (dict(model=dict(quantize='int4')), 'quantize'),
   ],
 )
 def test_bad_config_is_one_line(base, over, text):
@@ -342,7 +342,7 @@ def test_random_weights_are_quantized_too(tmp_path):
 def test_a_mixture_trains_adapters_on_quantized_experts(tmp_path):
   folder = tiny.folder(tmp_path / 'moe', family='qwen3_moe', num_layers=2, experts=Experts(num=4, top_k=2, size=16))
   made = sft(folder, lora=dict(targets='q|v'), model=dict(remat='full'))
-  exact = run(tiny.merged(made, dict(model=dict(quantise=''))), tmp_path / 'exact')
+  exact = run(tiny.merged(made, dict(model=dict(quantize=''))), tmp_path / 'exact')
   rows = run(made, tmp_path / 'nf4')
   assert all(r['grad_norm'] > 0 for r in rows)
   for a, b in zip(rows, exact):

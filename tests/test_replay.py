@@ -40,7 +40,7 @@ def config(model, tmp_path_factory):
     optim=dict(lr=1e-2),
     rl=dict(minibatches=2, kl_coef=0.01),
     save=dict(every=2, keep=9),
-    log=dict(rollouts=1, samples_every=1),
+    log=dict(rollouts_every=1, samples_every=1),
   )
 
 
@@ -59,7 +59,7 @@ def kept(run, step):
 @pytest.mark.parametrize('step, row', [(1, 0), (2, 7), (4, 15)])
 def test_a_sample_is_drawn_again(run, step, row):
   """From the start, past a checkpoint, and right after one."""
-  found = reproduce.replay(run, step, row)
+  found = reproduce.reproduce(run, step, row)
   assert found['identical'] is True
   theirs, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
   length = theirs.lengths[row]
@@ -75,7 +75,7 @@ def test_a_sample_is_drawn_again(run, step, row):
 
 def test_losses_of_the_samples_add_up(run):
   """Those of an update's samples are its loss; shares are of sizes."""
-  found = [reproduce.replay(run, 1, row) for row in range(16)]
+  found = [reproduce.reproduce(run, 1, row) for row in range(16)]
   by_update = {}
   for one in found:
     by_update.setdefault(round(one['loss_of_update'], 9), []).append(one)
@@ -90,7 +90,7 @@ def test_their_sum_is_the_loss_of_the_run(config, tmp_path):
   one = tiny.merged(config, dict(rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
   jaxpost.run(one, tmp_path / 'run')
   row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if r['step'] == 2][0]
-  found = [reproduce.replay(tmp_path / 'run', 2, n) for n in range(len(kept(tmp_path / 'run', 2)))]
+  found = [reproduce.reproduce(tmp_path / 'run', 2, n) for n in range(len(kept(tmp_path / 'run', 2)))]
   assert abs(row['loss']) > 1e-4
   assert sum(x['loss'] for x in found) == pytest.approx(row['loss'], abs=1e-6)
 
@@ -103,18 +103,18 @@ def test_what_differs_is_told(run, tmp_path):
     arrays = dict(file)
   arrays['logprobs'] = np.nextafter(arrays['logprobs'], np.float32(9))
   np.savez(path, **arrays)
-  assert reproduce.replay(copy, 2, 3)['identical'] is False
+  assert reproduce.reproduce(copy, 2, 3)['identical'] is False
   shutil.rmtree(copy / 'rollouts')
-  assert reproduce.replay(copy, 2, 3)['identical'] is True  # of samples/
+  assert reproduce.reproduce(copy, 2, 3)['identical'] is True  # of samples/
   (copy / 'samples/grpo/2.jsonl').unlink()
   before = sorted(copy.rglob('*'))
-  assert reproduce.replay(copy, 2, 3)['identical'] is None
+  assert reproduce.reproduce(copy, 2, 3)['identical'] is None
   assert sorted(copy.rglob('*')) == before
 
 
 def test_the_command(run):
   out = subprocess.run(
-    [sys.executable, '-m', 'launch.replay', f'--run={run}', '--step=3', '--row=1'], capture_output=True, text=True
+    [sys.executable, '-m', 'launch.reproduce', f'--run={run}', '--step=3', '--row=1'], capture_output=True, text=True
   )
   assert out.returncode == 0, out.stderr
   assert 'identical to what the run has kept' in out.stderr
@@ -127,7 +127,7 @@ def test_the_command(run):
 )
 def test_what_is_not_there_is_refused(run, step, row, words):
   with pytest.raises(InputError, match=words):
-    reproduce.replay(run, step, row)
+    reproduce.reproduce(run, step, row)
 
 
 # ------------------------------------------------------- training on rollouts
@@ -147,7 +147,7 @@ def losses(run):
 @pytest.mark.parametrize('regrade', [True, False])
 def test_a_run_on_saved_rollouts_is_that_run(config, run, tmp_path, regrade):
   """Whether rewards are computed again or are those that were kept."""
-  again = tiny.merged(config, dict(replay=str(run)))
+  again = tiny.merged(config, dict(train_on_rollouts=str(run)))
   if not regrade:
     again['reward'] = ''
   jaxpost.run(again, tmp_path)
@@ -161,7 +161,7 @@ def test_a_run_on_saved_rollouts_is_that_run(config, run, tmp_path, regrade):
 
 
 def test_another_learning_rate_on_the_same_rollouts(config, run, tmp_path):
-  again = tiny.merged(config, dict(replay=str(run), optim=dict(lr=1e-3)))
+  again = tiny.merged(config, dict(train_on_rollouts=str(run), optim=dict(lr=1e-3)))
   jaxpost.run(again, tmp_path)
   mine, its = losses(tmp_path), losses(run)
   assert mine[0]['reward'] == its[0]['reward']
@@ -174,17 +174,17 @@ def test_another_learning_rate_on_the_same_rollouts(config, run, tmp_path):
   [
     (dict(train=dict(steps=5)), r'5\.npz: is not there'),
     (dict(rollout=dict(prompts=2)), '16 completions of 4 prompts'),
-    (dict(rl=dict(dynamic_sampling=2)), 'config.replay'),
-    (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.replay'),
+    (dict(rl=dict(dynamic_sampling=2)), 'config.train_on_rollouts'),
+    (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.train_on_rollouts'),
   ],
 )
 def test_rollouts_that_do_not_fit_are_refused(config, run, tmp_path, over, words):
-  again = tiny.merged(config, tiny.merged(dict(replay=str(run)), over))
+  again = tiny.merged(config, tiny.merged(dict(train_on_rollouts=str(run)), over))
   if 'algorithm' in over:
     again['rl']['minibatches'] = 1
     moved = tmp_path / 'from/rollouts/remax'
     shutil.copytree(run / 'rollouts/grpo', moved)
-    again['replay'] = str(tmp_path / 'from')
+    again['train_on_rollouts'] = str(tmp_path / 'from')
   with pytest.raises(InputError, match=words):
     jaxpost.run(again, tmp_path / 'run')
 

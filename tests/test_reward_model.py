@@ -117,7 +117,7 @@ def pair_batch(chosen, rejected, margin=0.0):
 @pytest.mark.parametrize('coef, name', [(0.0, 'bt'), (0.01, 'bt_center')])
 def test_bradley_terry_gives_the_figures_of_trl(coef, name):
   outputs, batch = pair_batch(GOLDEN['inputs']['rm_chosen'], GOLDEN['inputs']['rm_rejected'])
-  config = stage_config('bradley_terry', reward_model=dict(centre_coef=coef))
+  config = stage_config('bradley_terry', reward_model=dict(center_coef=coef))
   loss, found = reward_model.objective(config).fn(outputs, batch)
   assert float(loss) == pytest.approx(GOLDEN['cases']['trlformula/rm_bt_center0.01'][name], rel=1e-5)
   assert float(found['rewards/accuracies']) == 0.5 - 0.25 * (

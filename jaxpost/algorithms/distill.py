@@ -7,7 +7,7 @@ DISTILL trains on the data (Hinton et al. 2015, arXiv:1503.02531), GKD on what
 the student samples, in a share of the steps (arXiv:2306.13649, algorithm 1).
 
 A teacher's logits are made where the student's are, chunk by chunk, from its
-hidden states. Or, with `distill.topk`, its k most probable tokens are found
+hidden states. Or, with `distill.top_k`, its k most probable tokens are found
 once and kept on disk, and no teacher is in memory while the student trains.
 """
 
@@ -38,7 +38,7 @@ def objective(config) -> Objective:
     given = arrays.get('from_data', 1.0)
     return outputs.divergence - d.nll_coef * given * outputs.logprobs, metrics
 
-  return Objective(loss, reads=('entropy',), divergence=from_cache(d) if d.topk else from_logits(d))
+  return Objective(loss, reads=('entropy',), divergence=from_cache(d) if d.top_k else from_logits(d))
 
 
 def objective_on_policy(config) -> Objective:
@@ -101,12 +101,12 @@ def precompute(config) -> dict:
   def of(i):
     names = f'teacher_{i}_ids', f'teacher_{i}_logprobs'
     return Precompute(
-      {names[0]: ((d.topk,), np.int32), names[1]: ((d.topk,), np.float32)},
+      {names[0]: ((d.top_k,), np.int32), names[1]: ((d.top_k,), np.float32)},
       lambda found: dict(zip(names, found)),
-      (d.topk, d.temperature),
+      (d.top_k, d.temperature),
     )
 
-  return {f'teacher_{i}': of(i) for i in range(len(d.teachers) if d.topk else 0)}
+  return {f'teacher_{i}': of(i) for i in range(len(d.teachers) if d.top_k else 0)}
 
 
 def credit(experience: Experience, config) -> Credit:
@@ -145,8 +145,8 @@ def check_on_data(config):
     'config.algorithm=gkd to mix in samples of the student',
   )
   refuse(
-    bool(config.distill.topk and config.data.streaming),
-    'config.distill.topk: is found for all rows before the first step, '
+    bool(config.distill.top_k and config.data.streaming),
+    'config.distill.top_k: is found for all rows before the first step, '
     'and config.data.streaming reads them when needed; set one of them '
     'to its default',
   )
@@ -157,8 +157,9 @@ def check_on_policy(config):
   check(config)
   d = config.distill
   refuse(
-    d.topk > 0,
-    'config.distill.topk: a cache knows no samples that are still to be made; set it to 0, or config.algorithm=distill',
+    d.top_k > 0,
+    'config.distill.top_k: a cache knows no samples that are still to be made; '
+    'set it to 0, or config.algorithm=distill',
   )
   refuse(
     d.on_policy == 1.0 and d.nll_coef > 0,

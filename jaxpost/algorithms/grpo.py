@@ -226,9 +226,9 @@ def check_terms(config):
   """As `check`, of what does not depend on the advantages."""
   rl, size = config.rl, config.rollout.group_size
   refuse(
-    bool(config.replay) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
-    'config.replay: what was sampled again, or greedily, is not kept; '
-    'replay goes without rl.dynamic_sampling and remax',
+    bool(config.train_on_rollouts) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
+    'config.train_on_rollouts: what was sampled again, or greedily, is not kept; '
+    'leave out rl.dynamic_sampling and remax',
   )
   refuse(
     rl.kl_in == 'loss' and rl.kl_target > 0,
@@ -296,7 +296,7 @@ def check_first_step(metrics, config):
 
 def of_older(config) -> tuple:
   """The correction for samples of older weights, where none is chosen."""
-  return ('token_truncated',) if config.rollout.lag else ()
+  return ('token_truncated',) if config.rollout.staleness else ()
 
 
 def method(**choices) -> Algorithm:

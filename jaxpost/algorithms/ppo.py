@@ -24,7 +24,7 @@ from jaxpost.types import Credit, Experience, Objective
 def objective(config) -> Objective:
   """The policy's surrogate; with a shared critic, the value loss beside it."""
   policy = grpo.objective(config)
-  if not config.critic.shared:
+  if not config.critic.value_head:
     return policy
   critic = value_objective(config)
 
@@ -58,7 +58,7 @@ def value_objective(config) -> Objective:
 
 
 def critic(config) -> Objective | None:
-  return None if config.critic.shared else value_objective(config)
+  return None if config.critic.value_head else value_objective(config)
 
 
 def scores(config) -> tuple:
@@ -95,9 +95,9 @@ def check(config):
   )
   for name in ('path', 'lr', 'warmup_steps'):
     refuse(
-      c.shared and bool(vars(c)[name]),
+      c.value_head and bool(vars(c)[name]),
       f'config.critic.{name}: a shared critic has no weights and no '
-      'optimizer of its own; unset it or config.critic.shared',
+      'optimizer of its own; unset it or config.critic.value_head',
     )
   refuse(
     c.warmup_steps >= config.train.steps,
@@ -110,7 +110,7 @@ PPO = ALGORITHM = Algorithm(
   objective,
   {'rl': dict(advantage='gae', scale_rewards='none', kl_estimator='k1', kl_in='reward', importance=grpo.of_older)},
   critic=critic,
-  value_head=lambda config: config.critic.shared,
+  value_head=lambda config: config.critic.value_head,
   needs=grpo.needs,
   check=check,
   check_first_step=grpo.check_first_step,

@@ -25,11 +25,11 @@ _PER = {'bradley_terry': 'pair', 'regression': 'sequence', 'process': 'token'}
 def objective(config) -> Objective:
   """The loss of `config.reward_model.loss`."""
   if config.reward_model.loss == 'bradley_terry':
-    return _bradley_terry(config.reward_model.centre_coef)
+    return _bradley_terry(config.reward_model.center_coef)
   return {'regression': _REGRESSION, 'process': _PROCESS}[config.reward_model.loss]
 
 
-def _bradley_terry(centre_coef: float) -> Objective:
+def _bradley_terry(center_coef: float) -> Objective:
   """-log sigmoid(score of chosen - score of rejected - margin), per pair."""
 
   def pairs(outputs, batch):
@@ -39,7 +39,7 @@ def _bradley_terry(centre_coef: float) -> Objective:
     chosen, rejected = at_end(outputs.values)
     margin, _ = at_end(batch.arrays['margin'])
     weight, _ = at_end(weights)  # [B, P], 0 where there is no pair
-    loss = jax.vmap(lambda *row: values.bradley_terry(*row, centre_coef))(chosen, rejected, margin)
+    loss = jax.vmap(lambda *row: values.bradley_terry(*row, center_coef))(chosen, rejected, margin)
     total = lambda x: jnp.sum(weight * x)
     return total(loss), {
       'rewards/chosen': total(chosen),

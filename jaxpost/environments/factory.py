@@ -54,5 +54,7 @@ def sampler(prepared, engine, run_key) -> Episodes:
     run_key,
     prepared.environment,
     prepared.tokenizer,
-    Limits(r.max_prompt_length, r.max_new_tokens, t.max_turns, t.max_result_tokens, t.lag, config.rewards.max_failed),
+    Limits(
+      r.max_prompt_length, r.max_new_tokens, t.max_turns, t.max_result_tokens, t.wait_blocks, config.rewards.max_failed
+    ),
   )

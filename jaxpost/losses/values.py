@@ -47,8 +47,8 @@ def explained_variance(values, returns, mask) -> float:
   return float(1 - error.var() / returns.var())
 
 
-def bradley_terry(chosen, rejected, margin=None, centre_coef: float = 0.0):
-  """-log sigmoid(r_c - r_r - margin) + centre_coef (r_c + r_r)^2.
+def bradley_terry(chosen, rejected, margin=None, center_coef: float = 0.0):
+  """-log sigmoid(r_c - r_r - margin) + center_coef (r_c + r_r)^2.
 
   InstructGPT (arXiv:2203.02155), eq. 1, with Llama 2's margin
   (arXiv:2307.09288), eq. 2, and the centring of arXiv:2312.09244.
@@ -64,7 +64,7 @@ def bradley_terry(chosen, rejected, margin=None, centre_coef: float = 0.0):
   if margin is not None:
     same_shape('chosen, margin [P]', None, chosen, margin)
     gap = gap - margin
-  return -jax.nn.log_sigmoid(gap) + centre_coef * (chosen + rejected) ** 2
+  return -jax.nn.log_sigmoid(gap) + center_coef * (chosen + rejected) ** 2
 
 
 def squared_error(predictions, targets):

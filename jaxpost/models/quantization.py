@@ -150,7 +150,7 @@ def _block(size: int, kind: str) -> int:
   step = 2 if kind == 'nf4' else 1
   fits = [b for b in range(step, _BLOCK + 1, step) if size % b == 0]
   if not fits:
-    raise InputError(f'config.model.quantise: nf4 packs pairs, and a matrix of this model has {size} inputs; take int8')
+    raise InputError(f'config.model.quantize: nf4 packs pairs, and a matrix of this model has {size} inputs; take int8')
   return fits[-1]
 
 
@@ -180,7 +180,7 @@ def quantize_model(model: 'Model', kind: str) -> 'Model':
   axes, table, frozen = block_axes(base.table), {}, set(model.frozen)
   if not axes:
     raise InputError(
-      f'config.model.quantise: {base.config.family} models have no matrices of layers that are known as such'
+      f'config.model.quantize: {base.config.family} models have no matrices of layers that are known as such'
     )
   for path, spec in model.table.items():
     if path not in axes:

@@ -134,8 +134,10 @@ def balance_loss(sums: dict, tokens):
 def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
   """Those of `balance_loss`, of `config.router`."""
   out = section.balance_coef, section.z_coef
-  if not cfg.experts and (any(out) or section.replay):
-    raise InputError('config.router: balance_coef, z_coef and replay are of mixtures of experts; this model has none')
+  if not cfg.experts and (any(out) or section.routing_replay):
+    raise InputError(
+      'config.router: balance_coef, z_coef and routing_replay are of mixtures of experts; this model has none'
+    )
   return out
 
 

@@ -74,7 +74,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
   moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
-    beside = sampler * (kit.config.rollout.lag > 0)  # it goes on meanwhile
+    beside = sampler * (kit.config.rollout.staleness > 0)  # it goes on meanwhile
     if not _shared(row['mesh'], kit.rollout.mesh):
       # Weights wait there, all of them, for those who sample.
       beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')
@@ -230,7 +230,7 @@ def summary(kit, topology: chips.Topology, rows: list, price: float) -> dict:
     used = [r for r in rows if r['calls']]
     if not used or any(r['seconds'][name] is None for r in used):
       continue
-    seconds = step_seconds(used, name, kit.config.rollout.lag)
+    seconds = step_seconds(used, name, kit.config.rollout.staleness)
     rate = step.trained / seconds
     model = sum(r['calls'] * r['flops']['model'] * r['devices'] for r in used) / topology.devices
     out[name] = dict(

@@ -64,7 +64,7 @@ class Controller:
     ahead = self.ahead
     ahead.fill(self.step, 1)
     asked = self._ask(ahead.queue[0].graded)  # runs while others are sampled
-    ahead.fill(self.step, self.config.rollout.lag)
+    ahead.fill(self.step, self.config.rollout.staleness)
     sampled = ahead.next()
     experience = self._score(sampled.graded, asked)
     with self.chrono('pack'):
@@ -151,7 +151,7 @@ class Controller:
       'slot_occupancy': rollout.occupancy,
       **rollout.figures,
     }
-    if self.config.rollout.lag:  # in steps, of the weights that drew a token
+    if self.config.rollout.staleness:  # in steps, of the weights that drew a token
       age = self.step - rows_lib.versions(rollout)[experience.mask > 0] / (rl.epochs * rl.minibatches)
       found |= {'staleness/mean': float(age.mean()) if age.size else 0.0, 'staleness/max': float(age.max(initial=0.0))}
     return found

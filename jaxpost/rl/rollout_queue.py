@@ -68,14 +68,14 @@ class Ahead:
       and len(owners(self.engine.layout.mesh.devices.flat)) < coordination.process_count(),
     )
     refuse(
-      bool(few and (config.environment or config.rollout.swap_blocks)),
+      bool(few and (config.environment or config.rollout.inflight_update_blocks)),
       'config.mesh.rollout_devices: are those of some processes only, and '
-      'environments and rollout.swap_blocks need all; leave them out',
+      'environments and rollout.inflight_update_blocks need all; leave them out',
     )
 
   @property
   def lag(self) -> int:
-    return self.config.rollout.lag
+    return self.config.rollout.staleness
 
   def fill(self, done: int, number: int):
     """Samples until the next `number` steps after `done` have a rollout."""
@@ -97,7 +97,7 @@ class Ahead:
     self.version = version
 
   def _park(self, there: bool):
-    if self.config.rollout.park:
+    if self.config.rollout.offload:
       with self.chrono('reshard'):
         self.roles.park(there)
 
@@ -111,7 +111,7 @@ class Ahead:
     if self.engine:
       with self.chrono('wait'):  # for the update, where sampling is ahead
         jax.block_until_ready(self.engine.weights)
-    swap = functools.partial(self._swap, now) if config.rollout.swap_blocks else None
+    swap = functools.partial(self._swap, now) if config.rollout.inflight_update_blocks else None
     graded, info = self._sample(step, swap)
     while rl.dynamic_sampling and self._wants_more(graded, info, step):
       more, newer = self._sample(step, swap)
@@ -129,7 +129,7 @@ class Ahead:
     return Sampled(graded, info)
 
   def _swap(self, now: int, dispatched: int):
-    if dispatched == self.config.rollout.swap_blocks:
+    if dispatched == self.config.rollout.inflight_update_blocks:
       self.sync(now)
 
   def _sample(self, step: int, swap):

@@ -207,7 +207,7 @@ class JetStreamRollout:
     """All samples of all prompts; the engine has draws of its own."""
     del run_key
     if on_dispatch:
-      raise InputError('config.rollout.swap_blocks: jetstream takes no weights while it samples; leave it 0')
+      raise InputError('config.rollout.inflight_update_blocks: jetstream takes no weights while it samples; leave it 0')
     if sampling:
       raise InputError(
         f'jetstream: {", ".join(sampling)} cannot be told to its engines; set it where the engine is made'

@@ -49,7 +49,7 @@ def load(path) -> tuple[Rollout, dict]:
       arrays = dict(file)
     about = json.loads(str(arrays.pop('about')))
   except FileNotFoundError as error:
-    raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts is 1') from error
+    raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
   except (ValueError, KeyError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
   prompts = tuple(

@@ -63,15 +63,15 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
     kit.chrono,
     load_weights.make_meta(p, workdir),
     kit.ledger.seal,
-    lambda metrics: p.model.dropout or config.replay or (p.algorithm.check_first_step(metrics, config)),
+    lambda metrics: p.model.dropout or config.train_on_rollouts or (p.algorithm.check_first_step(metrics, config)),
     functools.partial(begin_step, p, kit.chrono, trace),
     trace.close,
-    waits=p.algorithm.on_policy and not config.rollout.lag,
+    waits=p.algorithm.on_policy and not config.rollout.staleness,
     peers=peers_of(kit, roles, writer),
     eval_every=config.eval.every,
     save_every=save.every,
     samples_every=log.samples_every,
-    keep=make_keeper(p.name, workdir, log.rollouts),
+    keep=make_keeper(p.name, workdir, log.rollouts_every),
     max_skipped=config.optim.max_skipped,
     flops_per_token=p.model.passes / 3 * flops_per_token(p.model.config, kit.shape[2] / 2),
     peak_flops=program_table.peak_flops(jax.devices()),
@@ -126,7 +126,9 @@ def make_parts(kit: Kit, params, workdir=None) -> tuple:
       heads, tuple(kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
     )
   roles = Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
-  samples = (p.algorithm.on_policy and not config.replay) or ((p.pool or p.environment) and config.eval.samples)
+  samples = (p.algorithm.on_policy and not config.train_on_rollouts) or (
+    (p.pool or p.environment) and config.eval.samples
+  )
   engine = make_engine(kit) if samples else None
   stream = (
     make_controller(kit, roles, engine) if p.algorithm.on_policy else (DataStream(p.stream, p.algorithm, config, roles))
@@ -180,8 +182,8 @@ def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
     options = dict(temperature=kit.objectives['policy'].temperature)
   elif name.startswith('teacher_'):
     d, make = config.distill, score.make_hidden
-    if d.topk:
-      make, options = score.make_topk, dict(k=d.topk, vocab_size=p.model.config.vocab_size, temperature=d.temperature)
+    if d.top_k:
+      make, options = score.make_topk, dict(k=d.top_k, vocab_size=p.model.config.vocab_size, temperature=d.temperature)
   return Frozen(params, make(model, layout, kit.compute, kit.ledger, **options), layout, model)
 
 
@@ -229,7 +231,7 @@ def make_engine(kit: Kit, slots: int = 0):
 
   p, r, e = kit.prepared, kit.config.rollout, kit.config.eval
   wanted = r.prompts * r.group_size if kit.algorithm.on_policy else (e.size * e.samples)
-  model = routing.recording(p.model) if kit.config.router.replay else p.model
+  model = routing.recording(p.model) if kit.config.router.routing_replay else p.model
   return NativeEngine(
     model,
     SamplerConfig(
@@ -255,7 +257,7 @@ def make_engine(kit: Kit, slots: int = 0):
     functools.partial(p.tokenizer.decode, skip_special=False),
     transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
     r.share_base,
-    ahead=r.lag > 0,
+    ahead=r.staleness > 0,
   )
 
 
@@ -289,10 +291,10 @@ def make_controller(kit: Kit, roles: Roles, engine):
 
   p, config = kit.prepared, kit.config
   sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
-  if config.replay:
+  if config.train_on_rollouts:
     from jaxpost.rollout import rollout_files
 
-    sampler = rollout_files.Replayed(config.replay, p.name, not config.reward)
+    sampler = rollout_files.Replayed(config.train_on_rollouts, p.name, not config.reward)
   elif share:
     sampler = demonstrations.Mixed(sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
   return Controller(

@@ -1,7 +1,5 @@
 """What a config asks of models that these cannot do, said before step 0."""
 
-import json
-
 from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
@@ -28,9 +26,9 @@ def check_teachers(config, found: dict, tokenizer):
         f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
         'must read what the student reads'
       )
-    if config.distill.topk > min(size, found['policy'].config.vocab_size):
+    if config.distill.top_k > min(size, found['policy'].config.vocab_size):
       raise InputError(
-        f'config.distill.topk: {config.distill.topk} of '
+        f'config.distill.top_k: {config.distill.top_k} of '
         f'{min(size, found["policy"].config.vocab_size)} tokens that student '
         'and teacher share; lower it, or 0 for all of them'
       )
@@ -83,13 +81,13 @@ def check_sampler(config, model):
 
 def check_replay(config, algorithm, found: dict):
   """InputError where rollouts, or their experts, cannot be taken again."""
-  if config.replay and (config.router.replay or (config.environment and config.reward)):
+  if config.train_on_rollouts and (config.router.routing_replay or (config.environment and config.reward)):
     raise InputError(
-      'config.replay: what is kept of a rollout has neither its experts '
-      '(config.router.replay) nor the parts of a reward (config.environment '
+      'config.train_on_rollouts: what is kept of a rollout has neither its experts '
+      '(config.router.routing_replay) nor the parts of a reward (config.environment '
       'with config.reward); sample again'
     )
-  if config.router.replay and (
+  if config.router.routing_replay and (
     not algorithm.on_policy
     or algorithm.pack
     or algorithm.from_data(config)
@@ -97,26 +95,30 @@ def check_replay(config, algorithm, found: dict):
     or set(found) - {'policy', 'reference'}
   ):
     raise InputError(
-      'config.router.replay: is for on-policy methods on whole completions, '
+      'config.router.routing_replay: is for on-policy methods on whole completions, '
       'without data mixed in, environment, critic, reward model or teachers'
     )
 
 
 def check_sampling(config, on_policy: bool, rewards=True):
   """InputError where the controller could not work with this config."""
-  given = config.rewards_tuple() or config.replay or config.environment
+  given = config.rewards_tuple() or config.train_on_rollouts or config.environment
   refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
   refuse(
-    r.lag > 0 and bool(config.replay or rl.advantage == 'remax'),
-    f'config.rollout.lag: {r.lag} steps ahead there is neither a replay nor the greedy answer of remax; set it to 0',
+    r.staleness > 0 and bool(config.train_on_rollouts or rl.advantage == 'remax'),
+    f'config.rollout.staleness: {r.staleness} steps ahead there is neither '
+    'config.train_on_rollouts nor the greedy answer of remax; set it to 0',
   )
-  refuse(r.lag > 0 and r.park, 'config.rollout.park: with rollout.lag an update runs meanwhile; leave one of them out')
   refuse(
-    r.swap_blocks > 0 and not r.lag,
-    'config.rollout.swap_blocks: with rollout.lag=0 there are no newer weights; leave it 0',
+    r.staleness > 0 and r.offload,
+    'config.rollout.offload: with rollout.staleness an update runs meanwhile; leave one of them out',
+  )
+  refuse(
+    r.inflight_update_blocks > 0 and not r.staleness,
+    'config.rollout.inflight_update_blocks: with rollout.staleness=0 there are no newer weights; leave it 0',
   )
   length, needed = row_length(config, True), (r.max_prompt_length + r.max_new_tokens)
   if length < needed:
@@ -182,7 +184,7 @@ def _reward_tokenizer(source, before):
     return {p.name: p.tokenizer for p in before}[source.stage]
   if source.checkpoints is not None:
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
-    saved = config_lib.parse(json.loads((run / 'config.json').read_text()))
+    saved = config_lib.parse_saved(run / 'config.json')
     section = saved[stage].model
     return tokenizer_lib.load(section.tokenizer or section.path or 'bytes')
   if source.folder and (source.folder / 'tokenizer.json').exists():

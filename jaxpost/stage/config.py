@@ -8,6 +8,7 @@ a config.
 
 import dataclasses
 import difflib
+import json
 import math
 import pathlib
 import types
@@ -17,6 +18,21 @@ from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.stage.schema import Config
+
+# Former names of fields and their present ones, both dotted.
+RENAMED = {
+  'model.quantise': 'model.quantize',
+  'replay': 'train_on_rollouts',
+  'router.replay': 'router.routing_replay',
+  'rollout.lag': 'rollout.staleness',
+  'rollout.park': 'rollout.offload',
+  'rollout.swap_blocks': 'rollout.inflight_update_blocks',
+  'tools.lag': 'tools.wait_blocks',
+  'critic.shared': 'critic.value_head',
+  'reward_model.centre_coef': 'reward_model.center_coef',
+  'distill.topk': 'distill.top_k',
+  'log.rollouts': 'log.rollouts_every',
+}
 
 
 def defaults() -> dict:
@@ -45,6 +61,25 @@ def parse(config: Mapping) -> dict[str, Config]:
     _build(Config, block, f'config.{name}')  # names the block in its errors
     stages[name] = _build(Config, _merge(plain, block), 'config')
   return {name: stages[name] for name in names}
+
+
+def parse_saved(path) -> dict[str, Config]:
+  """The stages of a run's config.json, as `parse` returns them.
+
+  Raises:
+    InputError: the file is no JSON, or has fields this version does not have.
+  """
+  try:
+    raw = json.loads(path.read_text())
+  except ValueError as e:
+    raise InputError(f'{path}: bad JSON: {e}') from e
+  try:
+    return parse(raw)
+  except InputError as e:
+    raise InputError(
+      f'{path}: was written by another version of jaxpost ({e}); start a new run in another --workdir, '
+      'or install that version'
+    ) from e
 
 
 def stage_name(algorithm: str) -> str:
@@ -86,11 +121,20 @@ def _merge(base: Mapping, over: Mapping) -> dict:
   return out
 
 
-def _build(kind, values: Mapping, where: str):
-  """A dataclass from a mapping, checked field by field."""
+def _build(kind, values: Mapping, where: str, path=''):
+  """A dataclass from a mapping, checked field by field.
+
+  Args:
+    where: what errors call it, such as 'config.grpo.optim'.
+    path: dotted name of the section, such as 'optim'; '' is the whole config.
+  """
   fields = {f.name: f for f in dataclasses.fields(kind)}
   for key in values:
     if key not in fields:
+      old = f'{path}.{key}'.lstrip('.')
+      if old in RENAMED:
+        block = where.removesuffix(f'.{path}') if path else where
+        raise InputError(f'{where}.{key}: has been renamed; write {block}.{RENAMED[old]}')
       near = difflib.get_close_matches(key, fields, 1)
       hint = f'did you mean {where}.{near[0]}?' if near else (f'known: {", ".join(fields)}')
       raise InputError(f'{where}.{key}: unknown key; {hint}')
@@ -101,7 +145,7 @@ def _build(kind, values: Mapping, where: str):
     if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
       if not isinstance(value, Mapping):
         raise InputError(f'{name}: want a block of fields, got {value!r}')
-      out[key] = dict(value) if hints[key] is dict else (_build(hints[key], value, name))
+      out[key] = dict(value) if hints[key] is dict else _build(hints[key], value, name, f'{path}.{key}'.lstrip('.'))
     else:
       out[key] = _check(name, value, hints[key], field.metadata)
   return kind(**out)

@@ -39,10 +39,7 @@ def check_same_run(workdir, configs: dict, console):
   path = workdir / 'config.json'
   if not path.exists():
     return
-  try:
-    old = config_lib.parse(json.loads(path.read_text()))
-  except InputError as e:
-    raise InputError(f'{path}: is of another version ({e}); choose another --workdir') from e
+  old = config_lib.parse_saved(path)
   done = {n: finished_steps(workdir / 'checkpoints' / n) for n in old}
   begun = [name for name, steps in done.items() if steps]
   if begun != list(configs)[: len(begun)]:

@@ -23,10 +23,10 @@ if typing.TYPE_CHECKING:
 
 def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   """What the compiled programs of a stage will need."""
-  parks = kit.config.rollout.park
+  parks = kit.config.rollout.offload
   if parks and not memory.parks(kit.train.mesh.local_devices[0]):
     raise InputError(
-      'config.rollout.park: these devices reach no memory of the host that could hold it; set it to False'
+      'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
     )
   trainable = roles.trainable.values()
   held = memory.distinct(
@@ -42,7 +42,7 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
     found = memory.predict(
       [r for r in kit.ledger.rows if r['device'] in ids],
       *(memory.size(x, device) for x in (held, parked, own)),
-      ahead=kit.config.rollout.lag > 0,
+      ahead=kit.config.rollout.staleness > 0,
     )
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
@@ -106,7 +106,7 @@ def _rollout_row(p, length: int) -> Batch:
   """A row as rollouts are packed into it."""
   ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
   cfg, experts = p.model.config, None
-  if p.config.router.replay:
+  if p.config.router.routing_replay:
     experts = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
   return Batch(
     ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=ints if p.algorithm.pack else None

@@ -165,9 +165,9 @@ def make_model(config, algorithm, cfg) -> model_lib.Model:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
   model = quantization.quantize_model(
-    lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze), config.model.quantise
+    lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze), config.model.quantize
   )
-  quantization.check_frozen(model, 'config.model.quantise')
+  quantization.check_frozen(model, 'config.model.quantize')
   checks.check_sampler(config, model)
   return model
 

@@ -33,7 +33,7 @@ class ModelSection:
     choices=('bfloat16', 'float32', 'float16', 'auto'),
   )
   param_dtype: str = _f('float32', 'master weights', choices=('float32', 'bfloat16'))
-  quantise: str = _f(
+  quantize: str = _f(
     '', 'matrices that are not trained in 8 or 4 bits, as under adapters (QLoRA)', choices=('', 'int8', 'nf4')
   )
   remat: str = _f('none', 'what the backward pass recomputes', choices=('none', 'dots', 'full'))
@@ -83,7 +83,7 @@ class RouterSection:
     lo=0.0,
   )
   z_coef: float = _f(0.0, 'weight of the squared log-normaliser of the router', lo=0.0)
-  replay: bool = _f(False, 'updates and scores of rollouts take the experts that were chosen while sampling')
+  routing_replay: bool = _f(False, 'updates and scores of rollouts take the experts that were chosen while sampling')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +131,16 @@ class RolloutSection:
   page_size: int = _f(0, 'cache entries of a page, a power of two; 0: every slot has room for the longest text', lo=0)
   cache_tokens: int = _f(0, 'entries of all pages; 0: half of what slots without pages have', lo=0)
   block: int = _f(8, 'tokens of every slot per dispatch', lo=1)
-  lag: int = _f(
+  staleness: int = _f(
     0,
     'updates that sampling runs ahead of; 1: samples while the last update runs, 2: while it is graded and scored, too',
     lo=0,
   )
-  swap_blocks: int = _f(
+  inflight_update_blocks: int = _f(
     0, 'blocks after which a rollout under way takes the weights of the last update; 0: the next one does', lo=0
   )
   share_base: bool = _f(False, 'sample from the frozen weights of training, with no copy of them: less memory, slower')
-  park: bool = _f(False, 'optimizer states, critic and reference wait in the memory of the host while sampling')
+  offload: bool = _f(False, 'optimizer states, critic and reference wait in the memory of the host while sampling')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ class RlSection:
 class CriticSection:
   path: str = _f('', 'folder the critic starts from; "": the policy')
   lr: float = _f(0.0, 'of the critic; 0: as optim.lr', lo=0.0)
-  shared: bool = _f(
+  value_head: bool = _f(
     False, 'no weights of its own: a second head of the policy, learnt in its update; exports leave it out'
   )
   coef: float = _f(0.1, 'weight of the value loss in that update', lo=0.0)
@@ -245,7 +245,7 @@ class PreferenceSection:
 class RewardModelSection:
   path: str = _f('', 'folder or RUN[@step] that grades as `reward_model` in config.reward')
   loss: str = _f('bradley_terry', 'of training one', choices=('bradley_terry', 'regression', 'process'))
-  centre_coef: float = _f(0.0, 'weight of (chosen + rejected)^2', lo=0.0)
+  center_coef: float = _f(0.0, 'weight of (chosen + rejected)^2', lo=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +254,7 @@ class DistillSection:
   weights: tuple = _f((), 'one per teacher; () is equal shares', each=float)
   beta: float = _f(0.5, '0: KL(teacher, student), 1: the reverse, between: generalised Jensen-Shannon', lo=0.0, hi=1.0)
   temperature: float = _f(1.0, 'of both', lo=1e-3)
-  topk: int = _f(0, "teacher's most probable tokens, from a cache on disk; 0: the whole vocabulary", lo=0)
+  top_k: int = _f(0, "teacher's most probable tokens, from a cache on disk; 0: the whole vocabulary", lo=0)
   nll_coef: float = _f(0.0, 'weight of cross entropy', lo=0.0)
   on_policy: float = _f(1.0, 'share of steps on its own samples (gkd)', lo=0.0, hi=1.0)
 
@@ -272,7 +272,7 @@ class ToolsSection:
   timeout_s: float = _f(30.0, 'for one reset, call or get_reward', lo=0.01)
   max_turns: int = _f(8, 'of the model in an episode', lo=1)
   max_result_tokens: int = _f(256, 'of what a tool answers; the rest is cut', lo=1)
-  lag: int = _f(
+  wait_blocks: int = _f(
     4, 'blocks after which an answer is waited for, so that runs repeat to the bit; 0: answers count as they come', lo=0
   )
 
@@ -318,7 +318,7 @@ class SaveSection:
 class LogSection:
   every: int = _f(10, 'steps between console lines without a terminal', lo=1)
   samples_every: int = _f(10, 'steps between samples/*.jsonl', lo=1)
-  rollouts: int = _f(0, 'steps between rollouts/*.npz, for config.replay; 0 keeps none', lo=0)
+  rollouts_every: int = _f(0, 'steps between rollouts/*.npz, for config.train_on_rollouts; 0 keeps none', lo=0)
   tensorboard: bool = _f(True, '')
   wandb: bool = _f(False, '')
   watchdog_s: float = _f(
@@ -342,8 +342,10 @@ class Config:
   reward: Any = _f('', 'built-in name, pkg.module:fn, ./file.py:fn or reward_model; several as a tuple or with commas')
   reward_weights: tuple = _f((), 'one per reward; () is 1 each', each=float)
   environment: str = _f('', './env.py:Class or pkg.module:Class of episodes with tools; its get_reward() is a reward')
-  replay: str = _f(
-    '', 'trains on the rollouts that RUN (with log.rollouts=1) kept, in place of samples; reward "" takes theirs, too'
+  train_on_rollouts: str = _f(
+    '',
+    'trains on the rollouts that RUN (with log.rollouts_every=1) kept, in place of samples; '
+    'reward "" takes theirs, too',
   )
   model: ModelSection = ModelSection()
   data: DataSection = DataSection()

@@ -91,7 +91,7 @@ def from_folder(folder, config=None, name='model') -> Weights:
   if config is None:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     config = config_lib.Config(model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
-  section = dataclasses.replace(config.model, path=str(folder), quantise='')
+  section = dataclasses.replace(config.model, path=str(folder), quantize='')
   p = prepare_model(
     name,
     dataclasses.replace(
@@ -146,7 +146,7 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
     raise InputError(f'{path}: bad JSON: {e}') from e
   if not isinstance(raw, dict) or 'algorithm' not in raw:
     raise InputError(f'{path}: not the config of a run; a Hugging Face folder is given as --model')
-  return config_lib.parse(raw)
+  return config_lib.parse_saved(path)
 
 
 def pick(stages: dict, stage: str, where):

@@ -23,7 +23,7 @@ from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
 
 
-def replay(run, step: int, row: int, stage='') -> dict:
+def reproduce(run, step: int, row: int, stage='') -> dict:
   """What sample `row` of a step was, and what was learnt from it.
 
   Goes from the newest checkpoint before the step, or from the start of the

@@ -1,7 +1,7 @@
 """Draws a sample of a run again, bit for bit, and says what was learnt of it.
 
-  python -m launch.replay --run=runs/quickstart --step=40 --row=3
-  python -m launch.replay --run=DIR --step=1 --row=0 --stage=grpo --json
+  python -m launch.reproduce --run=runs/quickstart --step=40 --row=3
+  python -m launch.reproduce --run=DIR --step=1 --row=0 --stage=grpo --json
 
 Starts from the newest checkpoint before the step, or from the start of the
 stage, and makes the steps between again; the run's folder stays as it is. Row
@@ -62,7 +62,7 @@ def main(argv):
   host.use_compile_cache()
   from jaxpost.tools import reproduce
 
-  found = reproduce.replay(_RUN.value, _STEP.value, _ROW.value, _STAGE.value)
+  found = reproduce.reproduce(_RUN.value, _STEP.value, _ROW.value, _STAGE.value)
   if _JSON.value:
     print(json.dumps(found, default=str))
   else:

@@ -1,0 +1,49 @@
+"""Fields of a config that changed their names: the old name is refused with the new one."""
+
+import json
+
+import pytest
+import rich.console
+
+from jaxpost.errors import InputError
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import consistency
+
+
+def nested(path, value=1):
+  """{'a': {'b': value}} of 'a.b'."""
+  for part in reversed(path.split('.')):
+    value = {part: value}
+  return value
+
+
+@pytest.mark.parametrize('old', config_lib.RENAMED)
+def test_an_old_name_is_refused_with_the_new_one(old):
+  new = config_lib.RENAMED[old]
+  with pytest.raises(InputError, match=rf'^config\.{old}: has been renamed; write config\.{new}$'):
+    config_lib.parse(nested(old))
+  with pytest.raises(InputError, match=rf'^config\.grpo\.{old}: has been renamed; write config\.grpo\.{new}$'):
+    config_lib.parse(dict(stages=('grpo',), grpo=nested(old)))
+
+
+@pytest.mark.parametrize('old, new', config_lib.RENAMED.items())
+def test_new_names_are_fields_and_old_ones_are_not(old, new):
+  def is_field(path):
+    block = config_lib.defaults()
+    for part in path.split('.'):
+      if part not in block:
+        return False
+      block = block[part]
+    return True
+
+  assert is_field(new) and not is_field(old)
+
+
+def test_a_run_of_an_older_version_is_refused_with_one_line(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(nested('rollout.lag') | {'algorithm': 'grpo'}))
+  configs = config_lib.parse({})
+  with pytest.raises(InputError, match='was written by another version of jaxpost') as caught:
+    consistency.check_same_run(tmp_path, configs, rich.console.Console())
+  message = str(caught.value)
+  assert '\n' not in message and str(tmp_path / 'config.json') in message
+  assert 'write config.rollout.staleness' in message and 'another --workdir' in message
