@@ -219,8 +219,8 @@ def _run_stages(kits, workdir, console) -> list[dict]:
     if done == len(kits):  # nobody has looked at the rows
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':
-          writer.watch.check(row['stage'], row['step'], row)
-    return writer.watch.warnings
+          writer.alerts.check(row['stage'], row['step'], row)
+    return writer.alerts.warnings
 
 
 def _watch(doing: str, *configs):

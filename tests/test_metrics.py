@@ -15,7 +15,7 @@ import rich.console
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
-from jaxpost.monitor.alerts import Watch
+from jaxpost.monitor.alerts import Alerts
 from jaxpost.storage import object_store
 
 
@@ -248,10 +248,10 @@ def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):
 
 
 def run_watch(rows, stage='grpo'):
-  watch = Watch()
+  alerts = Alerts()
   for step, row in enumerate(rows, 1):
-    watch.check(stage, step, row)
-  return {w['kind']: (w['step'], w['count']) for w in watch.warnings}
+    alerts.check(stage, step, row)
+  return {w['kind']: (w['step'], w['count']) for w in alerts.warnings}
 
 
 HEALTHY = {
@@ -315,13 +315,13 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
   assert text.count('note: a loss near 0 is expected') == 1
   assert text.count('warning: grpo step 13: 95% of groups') == 1
   assert text.count('warning: sft step 1: slow [b]disk') == 1
-  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [('mine', 2), ('flat', 8)]
+  assert [(w['kind'], w['count']) for w in writer.alerts.warnings] == [('mine', 2), ('flat', 8)]
   for first, last in ((1, 15), (11, 20)):
     writer, out = make_writer(tmp_path / 'cut')
     with writer:
       writer.start_stage('grpo', 20, first - 1)
       steps(writer, first, last)
-  assert [(w['kind'], w['count']) for w in writer.watch.warnings] == [('flat', 8)]
+  assert [(w['kind'], w['count']) for w in writer.alerts.warnings] == [('flat', 8)]
 
 
 def test_samples_hold_anything(tmp_path):

@@ -97,7 +97,7 @@ def test_full_run(tmp_path):
     )
   )
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 17, "rows_dropped": 3}\n')
-  metrics.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(tmp_path)}, writer.watch.warnings)
+  metrics.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(tmp_path)}, writer.alerts.warnings)
   page = read_page(tmp_path)
   for text in (
     'sft → grpo',
@@ -165,7 +165,7 @@ def test_hostile_text_is_text(tmp_path):
     for step in (0, 2):
       writer.samples(step, [row, row | {'prompt': 'plain', 'reward': None}])
     writer.warn(1, 'kind', HOSTILE)
-  metrics.summary(tmp_path, {f'{HOSTILE}/{stage}': 1.0, f'x/{stage}': HOSTILE}, writer.watch.warnings)
+  metrics.summary(tmp_path, {f'{HOSTILE}/{stage}': 1.0, f'x/{stage}': HOSTILE}, writer.alerts.warnings)
   (tmp_path / 'config.json').write_text(json.dumps({HOSTILE: [HOSTILE]}))
   (tmp_path / 'plan.json').write_text(json.dumps([{HOSTILE: HOSTILE, 'programs': [{HOSTILE: HOSTILE}]}]))
   page = read_page(tmp_path)
@@ -261,6 +261,12 @@ def test_phases_leave_out_the_compile():
   assert report.phases(rows) == {'update': 3.0, 'other': 1.0}
   assert report.phases(rows[:1]) == {'update': 59.0, 'other': 1.0}
   assert report.phases([]) == {}
+
+
+def test_time_of_a_step_is_counted_once():
+  """time/busy/* says when devices were busy, which the phases have counted."""
+  row = {'time/step': 4.0, 'time/update': 3.0, 'time/busy/devices': 3.5, 'time/busy/both': 1.0}
+  assert report.phases([row] * 2) == {'update': 3.0, 'other': 1.0}
 
 
 def test_axis():

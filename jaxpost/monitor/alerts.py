@@ -1,8 +1,8 @@
-"""Looks for the known ways a run goes wrong, in the rows of its metrics."""
+"""Warnings about the known ways in which a run goes wrong, from the rows of its metrics."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 FIRST = 5  # rows that set the level a warning compares with
 PATIENCE = 10  # rows in a row before a noisy signal counts
@@ -13,15 +13,102 @@ def nonfinite(values: Mapping[str, Any]) -> list[str]:
   return [k for k, v in values.items() if v is None or isinstance(v, float) and not math.isfinite(v)]
 
 
-class Watch:
+class Signals(NamedTuple):
+  """The metrics of one row that rules look at; NaN where a row lacks them.
+
+  start_entropy, start_length: means over the first rows of the stage.
+  nonfinite: names of the losses and norms that are not finite.
+  """
+
+  entropy: float
+  start_entropy: float
+  length: float
+  start_length: float
+  clipped: float
+  flat: float
+  mismatch: float
+  empty: float
+  has_reward: bool
+  nonfinite: list[str]
+
+
+class Rule(NamedTuple):
+  """A known way to go wrong.
+
+  holds: whether a row shows it; comparisons with NaN are false.
+  text: the warning, with what to do.
+  patience: rows in a row that must show it.
+  """
+
+  kind: str
+  holds: Callable[[Signals], bool]
+  text: Callable[[Signals], str]
+  patience: int = PATIENCE
+
+
+RULES = (
+  Rule(
+    'nonfinite',
+    lambda s: bool(s.nonfinite),
+    lambda s: f'{" and ".join(s.nonfinite)} not finite: lower lr, clip gradients, look at the batch of this step',
+    patience=1,
+  ),
+  # Without a reward, entropy falls because the model learns its data.
+  Rule(
+    'entropy',
+    lambda s: s.has_reward and s.entropy < 0.1 * s.start_entropy,
+    lambda s: (
+      f'entropy {s.entropy:.2g} is under 10 % of its start {s.start_entropy:.2g}: the policy hardly '
+      'explores; lower config.optim.lr or raise config.rl.kl_coef'
+    ),
+  ),
+  Rule(
+    'clipped',
+    lambda s: s.clipped > 0.5,
+    lambda s: (
+      f'{s.clipped:.0%} of completions are cut at config.rollout.max_new_tokens: raise it, or reward shorter answers'
+    ),
+  ),
+  Rule(
+    'length',
+    lambda s: s.length > 3 * max(s.start_length, 16),
+    lambda s: f'completions grew from {s.start_length:.0f} to {s.length:.0f} tokens: does the reward pay for length?',
+  ),
+  Rule(
+    'flat',
+    lambda s: s.flat > 0.9,
+    lambda s: (
+      f'{s.flat:.0%} of groups have equal rewards and teach nothing: other prompts, larger groups or a finer reward'
+    ),
+  ),
+  Rule(
+    'empty',
+    lambda s: s.empty > 0,
+    lambda s: 'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
+  ),
+  Rule(
+    'mismatch',
+    lambda s: s.mismatch > 1.05,
+    lambda s: (
+      f'sampler_mismatch {s.mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature'
+    ),
+    patience=1,
+  ),
+)
+
+
+class Alerts:
   """Warnings of a run, from its train rows.
 
   `warnings` has one entry per kind and stage: {'stage', 'step', 'kind',
-  'text', 'count'}. Decides from values only, so every run says the same.
+  'text', 'count'}. They follow from values alone, so every repetition of a
+  run warns the same.
   """
 
   def __init__(self):
-    self.warnings, self._first, self._streak = [], {}, {}
+    self.warnings: list[dict] = []
+    self._first: dict[tuple[str, str], list[float]] = {}
+    self._streak: dict[tuple[str, str], int] = {}
 
   def add(self, stage: str, step: int, kind: str, text: str) -> bool:
     """Counts a warning; True where it is the first of its kind and stage."""
@@ -32,6 +119,39 @@ class Watch:
     self.warnings.append({'stage': stage, 'step': step, 'kind': kind, 'text': text, 'count': 1})
     return True
 
+  def check(self, stage: str, step: int, row: Mapping[str, Any]) -> list[str]:
+    """Texts of the warnings that this row is the first to cause."""
+    signals = self._signals(stage, row)
+    new = []
+    for rule in RULES:
+      streak = self._streak.get((stage, rule.kind), 0) + 1 if rule.holds(signals) else 0
+      self._streak[stage, rule.kind] = streak
+      if streak >= rule.patience:
+        text = rule.text(signals)
+        if self.add(stage, step, rule.kind, text):
+          new.append(text)
+    return new
+
+  def _signals(self, stage: str, row: Mapping[str, Any]) -> Signals:
+    def value(key):
+      return math.nan if row.get(key) is None else row[key]
+
+    entropy, length = value('entropy'), value('completions/mean_length')
+    # Where the loss scale has overflowed, it is lowered: no cause for alarm.
+    watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
+    return Signals(
+      entropy=entropy,
+      start_entropy=self._level(stage, 'entropy', entropy),
+      length=length,
+      start_length=self._level(stage, 'length', length),
+      clipped=value('completions/clipped_ratio'),
+      flat=value('frac_reward_zero_std'),
+      mismatch=value('sampler_mismatch'),
+      empty=value('empty_updates'),
+      has_reward='reward' in row,
+      nonfinite=[key for key in nonfinite(row) if key in watched],
+    )
+
   def _level(self, stage: str, key: str, value: float) -> float:
     """Mean over the first rows of a stage; NaN until there are enough."""
     first = self._first.setdefault((stage, key), [])
@@ -39,76 +159,3 @@ class Watch:
       first.extend([value] if math.isfinite(value) else [])
       return math.nan
     return sum(first) / FIRST
-
-  def check(self, stage: str, step: int, row: Mapping[str, Any]) -> list[str]:
-    """Texts of the warnings that this row is the first to cause."""
-    entropy, length, clipped, flat, mismatch, empty = (
-      math.nan if row.get(k) is None else row[k]
-      for k in (
-        'entropy',
-        'completions/mean_length',
-        'completions/clipped_ratio',
-        'frac_reward_zero_std',
-        'sampler_mismatch',
-        'empty_updates',
-      )
-    )
-    explore = self._level(stage, 'entropy', entropy)
-    short = self._level(stage, 'length', length)
-    bad = [
-      k for k in nonfinite(row) if k in ('loss', 'grad_norm') and not row.get('overflowed_updates')
-    ]  # the loss scale sees to it
-    # Kind, holds now (NaN compares false), rows in a row it must hold, text.
-    rules = (
-      (
-        'nonfinite',
-        bad,
-        1,
-        f'{" and ".join(bad)} not finite: lower lr, clip gradients, look at the batch of this step',
-      ),
-      # Without a reward, entropy falls because the model learns its data.
-      (
-        'entropy',
-        'reward' in row and entropy < 0.1 * explore,
-        PATIENCE,
-        f'entropy {entropy:.2g} is under 10 % of its start {explore:.2g}: the '
-        'policy hardly explores; lower lr or raise the kl coefficient',
-      ),
-      (
-        'clipped',
-        clipped > 0.5,
-        PATIENCE,
-        f'{clipped:.0%} of completions are cut at max_tokens: raise it, or reward shorter answers',
-      ),
-      (
-        'length',
-        length > 3 * max(short, 16),
-        PATIENCE,
-        f'completions grew from {short:.0f} to {length:.0f} tokens: does the reward pay for length?',
-      ),
-      (
-        'flat',
-        flat > 0.9,
-        PATIENCE,
-        f'{flat:.0%} of groups have equal rewards and teach nothing: other prompts, larger groups or a finer reward',
-      ),
-      (
-        'empty',
-        empty > 0,
-        PATIENCE,
-        'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
-      ),
-      (
-        'mismatch',
-        mismatch > 1.05,
-        1,
-        f'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature',
-      ),
-    )
-    new = []
-    for kind, holds, patience, text in rules:
-      streak = self._streak.get((stage, kind), 0) + 1 if holds else 0
-      self._streak[stage, kind] = streak
-      if streak >= patience and self.add(stage, step, kind, text):
-        new.append(text)
-    return new

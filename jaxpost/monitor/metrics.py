@@ -24,7 +24,7 @@ from etils import epath
 from rich import progress, table
 
 from jaxpost.errors import InputError
-from jaxpost.monitor.alerts import Watch, nonfinite
+from jaxpost.monitor.alerts import Alerts, nonfinite
 from jaxpost.storage import object_store
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
@@ -214,7 +214,7 @@ class MetricsWriter:
     self._remote = object_store.is_remote(self.path)
     self._board_dir = object_store.folder() if self._remote else self.workdir
     self._primary, self._tensorboard = primary, tensorboard
-    self.watch, self._stage, self._noted = Watch(), '', False
+    self.alerts, self._stage, self._noted = Alerts(), '', False
     self._said = set()
     self._file = self._tb = self._wandb = None
     if not primary:
@@ -242,7 +242,7 @@ class MetricsWriter:
 
   def warn(self, step: int, kind: str, text: str) -> None:
     """Prints a warning once per kind and stage; counts it every time."""
-    if self.watch.add(self._stage, step, kind, text) and self._primary:
+    if self.alerts.add(self._stage, step, kind, text) and self._primary:
       self._board.warn(step, text)
 
   def note(self, text: str) -> None:
@@ -269,7 +269,7 @@ class MetricsWriter:
           old.unlink()
     for row in kept if first else ():  # levels and warnings go on
       if row['split'] == 'train':
-        self.watch.check(row['stage'], row['step'], row)
+        self.alerts.check(row['stage'], row['step'], row)
     self._board.start(stage, total_steps, resume_step)
     if resume_step:
       lost = len(rows) - len(kept)
@@ -311,7 +311,7 @@ class MetricsWriter:
       self._wandb.log({**tags, f'{self._stage}/step': step})
     self._board.row(step, split, values)
     if split == 'train':
-      for text in self.watch.check(self._stage, step, values):
+      for text in self.alerts.check(self._stage, step, values):
         self._board.warn(step, text)
       near = abs(values.get('loss', 1)) < 0.01 and not self._noted
       if near and 'frac_reward_zero_std' in values:

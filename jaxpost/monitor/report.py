@@ -211,11 +211,15 @@ def _curves(splits: Mapping[str, list[dict]], budget: int) -> str:
 
 
 def phases(train: Sequence[Mapping]) -> dict[str, float]:
-  """Mean seconds a step of each phase, without the first step's compile."""
+  """Mean seconds a step of each phase, without the first step's compile.
+
+  `time/busy/*` says when devices were busy, which is the same time counted
+  another way, so only keys of one level are phases.
+  """
   rows = [row for row in train if row.get('time/step') is not None]
   rows, out = rows[1:] or rows, {}
   for key, value in ((k, v) for row in rows for k, v in row.items()):
-    if key.startswith('time/') and value is not None:
+    if key.startswith('time/') and key.count('/') == 1 and value is not None:
       out[key[5:]] = out.get(key[5:], 0.0) + value / len(rows)
   rest = out.pop('step', 0.0) - sum(out.values())
   return out | ({'other': rest} if rest > 0 else {})
