@@ -52,16 +52,14 @@ def main(argv):
     exits.refuse(('prompts', 'out', 'n', 'json'), 'with --chat')
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost.tools import completions, inference
+  from jaxpost.tools import chat, completion_files, completions, inference
 
   each = inference.adapters(inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value), _ADAPTER.value)
   draws = completions.Draws(*(flag.value for flag in (_N, _SEED, _MAX, _TEMPERATURE, _TOP_K, _TOP_P, _TOP)))
   if _CHAT.value:
-    return completions.chat_loop(
-      completions.only(each, '--chat'), draws, _MESH.value, [*_PROMPT.value], sys.stdin, sys.stdout
-    )
+    return chat.chat_loop(completions.only(each, '--chat'), draws, _MESH.value, [*_PROMPT.value], sys.stdin, sys.stdout)
   prompts = completions.make_prompts(next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
-  completions.finish(
+  completion_files.finish(
     each,
     prompts,
     draws,

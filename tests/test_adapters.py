@@ -19,7 +19,7 @@ from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
 from jaxpost.stage import assemble, prepare
 from jaxpost.stage import kit as kit_lib
-from jaxpost.tools import completions, inference
+from jaxpost.tools import completion_files, completions, inference
 from jaxpost.types import Prompt
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def test_adapters_share_the_base_and_answer_as_alone(made):
     assert pointers(weights.params) <= pointers(w.params)
   prompts = completions.make_prompts(weights, ['1+2=', '30+4='], as_chat=False)
   draws, rows = completions.Draws(max_new_tokens=8, temperature=0.0), []
-  completions.finish(each, prompts, draws, 'data=-1', '', '', rows.append)
+  completion_files.finish(each, prompts, draws, 'data=-1', '', '', rows.append)
   assert [r['adapter'] for r in rows] == ['one', 'one', 'two', 'two']
   for name in each:
     alone = completions.completion_rows(

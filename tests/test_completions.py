@@ -22,7 +22,7 @@ from jaxpost.errors import InputError
 from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded
 from jaxpost.stage.evaluate import pass_at_k
-from jaxpost.tools import completions, inference, score_dataset
+from jaxpost.tools import chat, completion_files, completions, inference, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 DRAWS = completions.Draws(n=64, max_new_tokens=4)
@@ -54,7 +54,7 @@ def source(tmp_path_factory):
 def whole(weights, source, tmp_path_factory):
   out = tmp_path_factory.mktemp('out') / 'out.jsonl'
   prompts = completions.make_prompts(weights, file=str(source))
-  assert completions.complete_file(weights, prompts, out, DRAWS) == 12
+  assert completion_files.complete_file(weights, prompts, out, DRAWS) == 12
   return out
 
 
@@ -74,7 +74,7 @@ def test_rows_keep_their_columns(whole, source, weights):
 def test_the_likeliest_tokens_of_each_place(weights, source, tmp_path):
   draws = dataclasses.replace(DRAWS, n=2, temperature=0.0, top_logprobs=2)
   prompts = completions.make_prompts(weights, file=str(source))
-  completions.complete_file(weights, prompts, tmp_path / 'out.jsonl', draws)
+  completion_files.complete_file(weights, prompts, tmp_path / 'out.jsonl', draws)
   for line in (tmp_path / 'out.jsonl').read_text().splitlines():
     row = json.loads(line)
     for ids, logprobs, top in zip(*(row[k] for k in ('completion_ids', 'logprobs', 'top_logprobs')), strict=True):
@@ -104,7 +104,7 @@ def test_a_cut_file_is_continued(weights, source, whole, tmp_path, kept):
   beside = f'{out}.of.json'
   pathlib.Path(beside).write_text(pathlib.Path(f'{whole}.of.json').read_text())
   prompts = completions.make_prompts(weights, file=str(source))
-  left = completions.complete_file(weights, prompts, out, DRAWS)
+  left = completion_files.complete_file(weights, prompts, out, DRAWS)
   assert left == 12 - kept // 4 * 4
   assert out.read_bytes() == whole.read_bytes()
 
@@ -117,9 +117,9 @@ def test_a_file_of_something_else_is_refused(weights, source, whole):
     (dict(source='other'), 'weights'),
   ):
     with pytest.raises(InputError, match=f'of other {word}'):
-      completions.complete_file(weights, prompts, whole, **dict(draws=DRAWS) | change)
+      completion_files.complete_file(weights, prompts, whole, **dict(draws=DRAWS) | change)
   with pytest.raises(InputError, match='of other prompts'):
-    completions.complete_file(weights, prompts[:3], whole, DRAWS)
+    completion_files.complete_file(weights, prompts[:3], whole, DRAWS)
   assert whole.read_bytes() == before
 
 
@@ -158,14 +158,14 @@ def test_killed_the_same_command_goes_on(folder, source, whole, tmp_path):
 
 def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   asked, out = io.StringIO('and now?\n\nbye\n'), io.StringIO()
-  seen, stream = [], completions.stream
+  seen, stream = [], chat.stream
 
   def spy(engine, prompt, draws, tell):
     seen.append(weights.prepared.tokenizer.decode(prompt.tokens, skip_special=False))
     return stream(engine, prompt, draws, tell)
 
-  monkeypatch.setattr(completions, 'stream', spy)
-  completions.chat_loop(weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out)
+  monkeypatch.setattr(chat, 'stream', spy)
+  chat.chat_loop(weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out)
   turns = [text.count('<|im_start|>user') for text in seen]
   assert turns == [1, 2, 3] and seen[2].count('<|im_start|>assistant') == 3
   assert out.getvalue().count('> ') >= 3
@@ -179,7 +179,7 @@ def test_streaming_gives_the_completion(weights):
   want = completions.complete(weights, [prompt], draws)
   engine = completions.make_engine(weights, slots=1, max_prompt=64, max_new_tokens=40)
   parts = []
-  last = completions.stream(engine, prompt, draws, parts.append)
+  last = chat.stream(engine, prompt, draws, parts.append)
   parts.append(last.tokens.tolist())
   assert parts[-1] == want.completions[0, : want.lengths[0]].tolist()
   assert len(parts) > 2 and all(b[: len(a)] == a for a, b in zip(parts, parts[1:]))

@@ -22,7 +22,7 @@ from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.stage.evaluate import pass_at_k
 from jaxpost.storage import object_store
-from jaxpost.tools import completions
+from jaxpost.tools import completion_files, completions
 
 if TYPE_CHECKING:
   from jaxpost.tools.inference import Weights
@@ -77,7 +77,7 @@ def measure(
   with RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
-    completions.complete_file(weights, prompts, out / 'completions.jsonl', draws, mesh, source)
+    completion_files.complete_file(weights, prompts, out / 'completions.jsonl', draws, mesh, source)
     done, graded = json_lines(out / 'completions.jsonl'), []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
     for start in range(0, len(groups), _TOGETHER):
