@@ -15,18 +15,17 @@ import json
 import logging
 
 from absl import flags
-from ml_collections import config_flags
 
 from jaxpost.errors import InputError
 from jaxpost.hardware import host
 
-from . import exits
+from . import config_flag, exits
 
 _RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
 _STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
 _STAGE = flags.DEFINE_string('stage', '', 'Default: the last with any.')
 _MODEL = flags.DEFINE_string('model', '', 'Hugging Face folder or org/name.')
-_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
+_CONFIG = config_flag.define_config()
 _DATA = flags.DEFINE_string('data', '', 'Instead of config.eval.data.path.')
 _SIZE = flags.DEFINE_integer('size', None, 'Rows at most; instead of config.eval.size.', lower_bound=1)
 _SAMPLES = flags.DEFINE_integer('samples', None, 'Instead of config.eval.samples.', lower_bound=0)

@@ -13,6 +13,8 @@ from absl import app, flags
 
 from jaxpost import errors
 
+from . import config_flag
+
 # What a config file, or an override of one, raises while it is read.
 CONFIG_ERRORS = (
   flags.Error,
@@ -42,10 +44,7 @@ def run(main, argv=None, words=0):
 def parse(argv, words=0):
   """absl's flag parsing; what is wrong with them becomes an InputError."""
   try:
-    rest = flags.FLAGS(argv)
-    if 'config' in flags.FLAGS and flags.FLAGS.config is not None:
-      # A missing file is reported by the first look inside, and only there.
-      assert flags.FLAGS.config.keys
+    rest = config_flag.parse(argv)
   except errors.InputError:
     raise
   except CONFIG_ERRORS as error:

@@ -13,9 +13,10 @@ functions get, and these functions, imported where they will run.
 import logging
 
 from absl import flags
-from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
+from . import config_flag
+
+_CONFIG = config_flag.define_config()
 _ROWS = flags.DEFINE_integer('rows', 3, 'Rows of each stage.', lower_bound=0)
 _STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
 flags.mark_flags_as_required(['config'])

@@ -43,7 +43,7 @@ def main(argv=None):
   if {'-h', '--help'} & set(rest):
     print(exits.flag_help(module))
     sys.exit(0)
-  # Config flags look for their overrides in sys.argv.
+  # launch.plan prints the command line that it was given.
   sys.argv = [f'jaxpost {verb}', *rest]
   exits.run(module.main, sys.argv, words=WORDS.get(verb, 0))
 

@@ -16,9 +16,10 @@ import shutil
 import sys
 
 from absl import flags
-from ml_collections import config_flags
 
-_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
+from . import config_flag
+
+_CONFIG = config_flag.define_config()
 _TOPOLOGY = flags.DEFINE_string('topology', None, 'v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
 _SLICES = flags.DEFINE_integer('slices', 1, 'TPU slices, joined by the data centre network.', lower_bound=1)
 _STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')

@@ -11,11 +11,12 @@ import json
 import logging
 
 from absl import flags
-from ml_collections import config_flags
 
 from jaxpost.hardware import host
 
-_CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file, FILE.py[:args].', lock_config=True)
+from . import config_flag
+
+_CONFIG = config_flag.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: new, or one to resume.')
 _DISTRIBUTED = flags.DEFINE_bool('distributed', False, 'One of several processes, in a cluster jax knows.')
 _COORDINATOR = flags.DEFINE_string('coordinator', '', 'HOST:PORT of process 0, where jax does not know it.')

@@ -7,7 +7,7 @@ import rich.console
 
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import consistency
+from jaxpost.stage import consistency, field_names
 
 
 def nested(path, value=1):
@@ -17,16 +17,16 @@ def nested(path, value=1):
   return value
 
 
-@pytest.mark.parametrize('old', config_lib.RENAMED)
+@pytest.mark.parametrize('old', field_names.RENAMED)
 def test_an_old_name_is_refused_with_the_new_one(old):
-  new = config_lib.RENAMED[old]
+  new = field_names.RENAMED[old]
   with pytest.raises(InputError, match=rf'^config\.{old}: has been renamed; write config\.{new}$'):
     config_lib.parse(nested(old))
   with pytest.raises(InputError, match=rf'^config\.grpo\.{old}: has been renamed; write config\.grpo\.{new}$'):
     config_lib.parse(dict(stages=('grpo',), grpo=nested(old)))
 
 
-@pytest.mark.parametrize('old, new', config_lib.RENAMED.items())
+@pytest.mark.parametrize('old, new', field_names.RENAMED.items())
 def test_new_names_are_fields_and_old_ones_are_not(old, new):
   def is_field(path):
     block = config_lib.defaults()

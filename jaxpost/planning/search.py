@@ -52,7 +52,7 @@ def search(
     if p.algorithm.on_policy:
       fitting[0] = _with_rollout(*fitting[0], p, options, console)
     console.print(ranking(fitting))
-    prefix = f'--config.{p.name}.' if len(dry_run.prepare_all(raw)) > 1 else '--config.'
+    prefix = f'--config.{p.name}.' if raw.get('stages') else '--config.'
     console.print(launch_line(words, {prefix + k: v for k, v in fitting[0][0].items()}), soft_wrap=True)
     best.append({**fitting[0][1], 'settings': fitting[0][0]})
   return best

@@ -17,22 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpost.errors import InputError
+from jaxpost.stage import field_names
 from jaxpost.stage.schema import Config
-
-# Former names of fields and their present ones, both dotted.
-RENAMED = {
-  'model.quantise': 'model.quantize',
-  'replay': 'train_on_rollouts',
-  'router.replay': 'router.routing_replay',
-  'rollout.lag': 'rollout.staleness',
-  'rollout.park': 'rollout.offload',
-  'rollout.swap_blocks': 'rollout.inflight_update_blocks',
-  'tools.lag': 'tools.wait_blocks',
-  'critic.shared': 'critic.value_head',
-  'reward_model.centre_coef': 'reward_model.center_coef',
-  'distill.topk': 'distill.top_k',
-  'log.rollouts': 'log.rollouts_every',
-}
 
 
 def defaults() -> dict:
@@ -131,13 +117,7 @@ def _build(kind, values: Mapping, where: str, path=''):
   fields = {f.name: f for f in dataclasses.fields(kind)}
   for key in values:
     if key not in fields:
-      old = f'{path}.{key}'.lstrip('.')
-      if old in RENAMED:
-        block = where.removesuffix(f'.{path}') if path else where
-        raise InputError(f'{where}.{key}: has been renamed; write {block}.{RENAMED[old]}')
-      near = difflib.get_close_matches(key, fields, 1)
-      hint = f'did you mean {where}.{near[0]}?' if near else (f'known: {", ".join(fields)}')
-      raise InputError(f'{where}.{key}: unknown key; {hint}')
+      raise field_names.unknown_key(where.removesuffix(f'.{path}'), f'{path}.{key}'.lstrip('.'))
   hints = typing.get_type_hints(kind)
   out = {}
   for key, value in values.items():

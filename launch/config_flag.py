@@ -1,0 +1,193 @@
+"""The flag --config=FILE[:args] with its overrides --config.a.b=value.
+
+Overrides are removed from the command line before absl parses it, and applied
+after the config file was read. Their types come from the schema, so that a field
+need not appear in the file. `jaxpost/stage/overrides.py` finds those that would
+have no effect.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import pathlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from ml_collections.config_flags import tuple_parser
+
+from jaxpost.errors import InputError
+from jaxpost.stage import field_names, overrides
+
+_OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
+_PARSERS = {
+  bool: flags.BooleanParser(),
+  int: flags.IntegerParser(),
+  float: flags.FloatParser(),
+  tuple: tuple_parser.TupleParser(),
+}
+
+flags.disclaim_key_flags()  # --config belongs to the command that defines it
+
+
+def define_config() -> flags.FlagHolder:
+  """Defines --config; its value is the config with all overrides applied."""
+  # With an empty sys_argv ml_collections applies no overrides itself: `parse` does.
+  return config_flags.DEFINE_config_file(
+    'config', None, 'Config file with its arguments: FILE.py[:args].', lock_config=True, sys_argv=[]
+  )
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+  """Parses flags as absl does, and applies the overrides to --config."""
+  if 'config' not in flags.FLAGS:
+    return flags.FLAGS(argv)
+  argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
+  rest, given = split(argv)
+  words = flags.FLAGS(rest)
+  if flags.FLAGS['config'].value is None:
+    if given:
+      raise InputError(f'--config.{next(iter(given))}: there is no config to change; give --config=FILE, too')
+    return words
+  _check_file(flags.FLAGS['config'].config_filename.partition(':')[0])
+  config = flags.FLAGS['config'].value
+  assert config.keys  # an error of the file is raised by the first access
+  for line in apply(config, given):
+    print(line, file=sys.stderr)
+  return words
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+  """Splits a command line into (the rest, {path: values as text, in order}).
+
+  Overrides are written as absl accepts flags: --config.a=v, --config.a v, and
+  for booleans --config.a or --noconfig.a. Words after -- are left alone.
+  """
+  rest, given = [], {}
+  left = list(argv)
+  while left:
+    word = left.pop(0)
+    found = _OVERRIDE.fullmatch(word)
+    if word == '--' or not found:
+      rest.append(word)
+      if word == '--':
+        return rest + left, given
+      continue
+    path, value = found['path'], found['value']
+    if found['no'] and value:
+      raise InputError(f'{word}: write --config.{path}{value}, or --noconfig.{path} for False')
+    if value:
+      value = value[1:]
+    elif found['no'] or _stands_alone(path, left):
+      value = 'false' if found['no'] else 'true'
+    elif left:
+      value = left.pop(0)
+    else:
+      raise InputError(f'--config.{path}: needs a value; write --config.{path}=VALUE')
+    for other in given:
+      if other.startswith(f'{path}.'):
+        raise InputError(f'--config.{path}: would undo --config.{other} before it; put it first')
+    given[path] = [*given.pop(path, ()), value]  # the last one counts
+  return rest, given
+
+
+def _stands_alone(path: str, following: list[str]) -> bool:
+  """Returns whether --config.path without = is a boolean and takes no value."""
+  kind = field_names.field_type(path) or field_names.field_type(path.partition('.')[2])
+  if kind in (None, Any):  # the type depends on the config
+    return not following or following[0].startswith('-')
+  return kind is bool
+
+
+def apply(config: Any, given: Mapping[str, list[str]]) -> list[str]:
+  """Applies overrides to the config; returns the lines to print about them.
+
+  Args:
+    config: the config of a file: a ConfigDict, or nested dicts.
+    given: {path: values as text, in order}, as `split` returns it.
+  """
+  raw = config.to_dict() if isinstance(config, ConfigDict) else config
+  changes = {}
+  for path in sorted(given, key='stages'.__ne__):  # which decides what a stage is
+    changes[path] = _value(raw, path, given[path])
+    if path == 'stages':
+      raw = {**raw, 'stages': changes[path]}
+  lines = overrides.check_reach(raw, changes)
+  for path, value in changes.items():
+    _put(config, path.split('.'), value)
+  return lines
+
+
+def _value(raw: dict, path: str, texts: list[str]) -> Any:
+  """The text of an override as the type of its field."""
+  stage, field = overrides.locate(raw, path)
+  kind = field_names.field_type(field) if field else dict
+  if kind is Any:
+    kind = _type_of_free_field(raw, stage, field)
+  if dataclasses.is_dataclass(kind) or kind in (dict, object):
+    return _literal(path, texts[-1], kind)
+  kind = tuple if kind is list else kind
+  try:
+    if kind is tuple:
+      return tuple(x for text in texts for x in _PARSERS[tuple].parse(text))
+    return _PARSERS[kind].parse(texts[-1]) if kind in _PARSERS else texts[-1]
+  except ValueError:
+    raise InputError(f'config.{path}: want {kind.__name__}, got {texts[-1]!r}') from None
+
+
+def _type_of_free_field(raw: dict, stage: str, field: str) -> type:
+  """The type of a field that takes any value: that of the present value, if any."""
+  paths = [f'{stage}.{field}', field] if stage else [field]
+  for path in paths:
+    present = overrides.value_at(raw, path)
+    if present is not None:
+      return type(present)
+  return str if field in field_names.FIELDS else object
+
+
+def _literal(path: str, text: str, kind: type) -> Any:
+  """The text as a Python literal; a dict unless `kind` is object."""
+  try:
+    value = ast.literal_eval({'true': 'True', 'false': 'False'}.get(text, text))
+  except (SyntaxError, ValueError):
+    value = text
+  if kind is not object and not isinstance(value, dict):
+    raise InputError(f'config.{path}: want a block of fields, as "{{\'name\': value}}", got {text!r}')
+  return value
+
+
+def _put(config: Any, parts: list[str], value: Any):
+  """Sets a field of nested configs, and creates the blocks that lead to it."""
+  with contextlib.ExitStack() as stack:
+    if isinstance(config, ConfigDict):
+      stack.enter_context(config.unlocked())
+      stack.enter_context(config.ignore_type())
+    if len(parts) == 1:
+      config[parts[0]] = value
+      return
+    if not isinstance(config.get(parts[0]), (ConfigDict, dict)):
+      config[parts[0]] = {}
+    _put(config[parts[0]], parts[1:], value)
+
+
+def _check_file(name: str):
+  """Raises InputError with the nearest file name if the config file is missing."""
+  path = pathlib.Path(name)
+  if path.is_file():
+    return
+  if path.is_dir():
+    raise InputError(f'--config: {name} is a folder; name a file in it')
+  folder = path.parent
+  files = {f.name: f for where in (pathlib.Path('configs'), folder) if where.is_dir() for f in where.glob('*.py')}
+  wanted = path.name if path.suffix == '.py' else f'{path.name}.py'
+  near = difflib.get_close_matches(wanted, files, 1)
+  hint = f'did you mean {files[near[0]]}?' if near else f'{folder} has {", ".join(sorted(files)[:8]) or "no config"}'
+  if not folder.is_dir():
+    hint = f'nor is there a folder {folder}' + (f'; {hint}' if near else '')
+  raise InputError(f'--config: {name}: no such file; {hint}')

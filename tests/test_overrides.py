@@ -1,0 +1,258 @@
+"""Overrides on the command line: each one is applied, reported or refused."""
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import field_names
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
+
+from launch import config_flag  # noqa: E402
+
+
+def read(name, *words):
+  """({stage: Config}, lines told) of a config file with these overrides."""
+  raw = importlib.import_module(f'configs.{name}').get_config()
+  raw.lock()  # as the flag does
+  rest, given = config_flag.split(words)
+  assert not rest
+  told = config_flag.apply(raw, given)
+  return config_lib.parse(raw.to_dict()), told
+
+
+def value(config, path):
+  for part in path.split('.'):
+    config = config[part] if isinstance(config, dict) else getattr(config, part)
+  return config
+
+
+# ---------------------------------------------------- an override of all stages
+
+REACHES_ALL = {
+  'integer': ('--config.lora.rank=8', 'lora.rank', 8),
+  'in two words': ('--config.lora.rank 8', 'lora.rank', 8),
+  'integer for a float': ('--config.optim.weight_decay=1', 'optim.weight_decay', 1.0),
+  'string': ('--config.model.remat=full', 'model.remat', 'full'),
+  'empty string': ('--config.eval.data.path=', 'eval.data.path', ''),
+  'boolean': ('--config.lora.rslora', 'lora.rslora', True),
+  'boolean by value': ('--config.lora.rslora=true', 'lora.rslora', True),
+  'no boolean': ('--noconfig.data.shuffle', 'data.shuffle', False),
+  'tuple': ("--config.rollout.stop_strings=('a','b')", 'rollout.stop_strings', ('a', 'b')),
+  'tuple of one': ('--config.rollout.stop_strings=a', 'rollout.stop_strings', ('a',)),
+  'tuple, repeated': (
+    '--config.rollout.stop_strings=a --config.rollout.stop_strings=b',
+    'rollout.stop_strings',
+    ('a', 'b'),
+  ),
+  'the last counts': ('--config.lora.rank=4 --config.lora.rank=8', 'lora.rank', 8),
+  'section': ("--config.lora={'rank':8}", 'lora.rank', 8),
+  'any': ('--config.reward=./a.py:f', 'reward', './a.py:f'),
+  'of the user': ('--config.user.scale=0.5', 'user.scale', 0.5),
+}
+
+
+@pytest.mark.parametrize('case', REACHES_ALL)
+def test_reaches_every_stage(case):
+  words, path, want = REACHES_ALL[case]
+  stages, told = read('quickstart', *words.split())
+  assert [value(s, path) for s in stages.values()] == [want] * 2 and told == []
+  assert type(value(stages['sft'], path)) is type(want)
+
+
+@pytest.mark.parametrize('case', REACHES_ALL)
+def test_reaches_a_stage_whose_block_does_not_name_it(case):
+  words, path, want = REACHES_ALL[case]
+  stages, told = read('quickstart', *words.replace('config.', 'config.grpo.').split())
+  assert value(stages['grpo'], path) == want and told == []
+  alone, _ = read('quickstart')
+  assert stages['sft'] == alone['sft']
+
+
+@pytest.mark.parametrize('case', REACHES_ALL)
+def test_reaches_a_config_without_stages(case):
+  words, path, want = REACHES_ALL[case]
+  (stage,) = read('sft_gsm8k', *words.split())[0].values()
+  assert value(stage, path) == want
+
+
+HIDDEN = {
+  '--config.rollout.group_size=16': (
+    'config.rollout.group_size=16: stage grpo keeps its own 8; set --config.grpo.rollout.group_size to change it'
+  ),
+  "--config.rollout={'group_size':16}": (
+    'config.rollout.group_size=16: stage grpo keeps its own 8; set --config.grpo.rollout.group_size to change it'
+  ),
+}
+
+
+@pytest.mark.parametrize('word', HIDDEN)
+def test_a_stage_with_its_own_keeps_it_and_says_so(word):
+  stages, told = read('quickstart', word)
+  assert told == [HIDDEN[word]]
+  assert stages['sft'].rollout.group_size == 16 and stages['grpo'].rollout.group_size == 8
+
+
+def test_a_stage_that_the_command_sets_needs_no_word():
+  stages, told = read('quickstart', '--config.rollout.group_size=16', '--config.grpo.rollout.group_size=4')
+  assert told == []
+  assert [s.rollout.group_size for s in stages.values()] == [16, 4]
+
+
+REFUSED = {
+  'steps': (
+    '--config.train.steps=77',
+    'config.train.steps=77: would change nothing.*sft: 1000, grpo: 120.*'
+    'write --config.sft.train.steps=77 --config.grpo.train.steps=77$',
+  ),
+  'float': ('--config.optim.lr=0.5', 'sft: 0.003.*--config.grpo.optim.lr=0.5$'),
+  'string': ('--config.algorithm=gpro', 'config.algorithm=gpro: .*--config.grpo.algorithm=gpro$'),
+  'section': ("--config.optim={'lr':0.5}", 'config.optim.lr=0.5: would change nothing'),
+  'one of them set': (
+    '--config.train.steps=7 --config.sft.train.steps=8',
+    r'sft: 8, grpo: 120\); write --config.grpo.train.steps=7$',
+  ),
+  'all of them set': (
+    '--config.lora.rank=7 --config.sft.lora.rank=8 --config.grpo.lora.rank=8',
+    'config.lora.rank=7: would change nothing.*leave it out$',
+  ),
+  'no stage': ('--config.gpro.lora.rank=7', 'no stage gpro; did you mean config.grpo.lora.rank'),
+  'undone': ("--config.lora.rank=7 --config.lora={'alpha':1}", 'would undo --config.lora.rank'),
+  'no value': ('--config.lora.rank', 'config.lora.rank: needs a value'),
+  'no number': ('--config.grpo.lora.rank=many', "config.grpo.lora.rank: want int, got 'many'"),
+  'no block': ('--config.lora=8', 'config.lora: want a block of fields'),
+  'negated value': ('--noconfig.data.shuffle=1', 'noconfig.data.shuffle=1: write'),
+}
+
+
+@pytest.mark.parametrize('case', REFUSED)
+def test_refused(case):
+  words, message = REFUSED[case]
+  with pytest.raises(InputError, match=message) as caught:
+    read('quickstart', *words.split())
+  assert '\n' not in str(caught.value)
+
+
+def test_what_stands_behind_two_dashes_is_left_alone():
+  words = ['local', '--config=a.py', '--config.seed=1', '--', '--config.seed=2']
+  assert config_flag.split(words) == (['local', '--config=a.py', '--', '--config.seed=2'], {'seed': ['1']})
+
+
+# ---------------------------------------------------------------- unknown names
+
+MEANT = {
+  'optim.learning_rate': 'config.optim.lr',
+  'lr': 'config.optim.lr',
+  'train.num_train_epochs': 'config.train.steps',
+  'grpo.optim.lrr': 'config.grpo.optim.lr',
+  'grpo.num_generations': 'config.grpo.rollout.group_size',
+  'actor_rollout_ref.rollout.n': 'config.rollout.group_size',
+  'algorithm.filter_groups.enable': 'config.rl.dynamic_sampling',
+  'beta': 'config.preference.beta',
+  'modle.path': 'config.model.path',
+  'optm.lrr': 'config.optim.lr',
+  'schedul': 'config.optim.schedule',
+  'train.lr': 'config.optim.lr',
+  'eval.data.paht': 'config.eval.data.path',
+  'optim.zzzz': 'known: name, lr, schedule',
+  'optim.lr.x': 'known: name, lr, schedule',
+}
+
+
+@pytest.mark.parametrize('path', MEANT)
+def test_unknown_names_the_field_that_was_meant(path):
+  with pytest.raises(InputError, match=rf'^config\.{path}: unknown key; .*{MEANT[path]}\b'):
+    read('quickstart', f'--config.{path}=1')
+
+
+def test_unknown_names_in_a_file_are_told_alike():
+  with pytest.raises(InputError, match='config.sft.optim.learning_rate: .*config.sft.optim.lr?'):
+    config_lib.parse(dict(stages=('sft',), sft=dict(optim=dict(learning_rate=1.0))))
+
+
+def test_names_of_others_lead_to_fields_and_are_none():
+  for name, paths in field_names.SYNONYMS.items():
+    assert not field_names.field_type(name), name
+    assert all(field_names.field_type(path) for path in paths), name
+
+
+def test_names_of_others_are_those_of_the_docs():
+  """A row of the table that names one of them leads to the same field."""
+  text = (CLONE / 'docs/from_trl_and_verl.md').read_text('utf-8').split('## Where')[0]
+  rows = [line.split('|')[1:3] for line in text.splitlines() if line.startswith('| `')]
+  told = {}
+  for theirs, ours in rows:
+    for name in re.findall(r'`[\w.]+', theirs):
+      for field in re.findall(r'`([a-z_][\w.]*)', ours):
+        told.setdefault(name[1:].rpartition('.')[2], set()).add(field)
+  both = told.keys() & field_names.SYNONYMS.keys()
+  assert len(both) > 40
+  for name in both:
+    fields = {f for f in told[name] if '.' in f or f == 'reward'}
+    if fields:
+      # `micro_batch_size` stands for train.micro_batch_size, and so on.
+      assert fields & {*field_names.SYNONYMS[name]}, (name, fields, field_names.SYNONYMS[name])
+
+
+# ------------------------------------------------------------- whole commands
+
+
+def command(verb, *words):
+  done = subprocess.run(
+    [sys.executable, '-m', f'launch.{verb}', *words],
+    cwd=CLONE,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    text=True,
+    capture_output=True,
+    timeout=120,
+  )
+  return done.returncode, done.stdout, done.stderr
+
+
+def test_inspect_takes_overrides_of_stages():
+  code, out, err = command(
+    'inspect',
+    '--config=configs/quickstart.py:short',
+    '--stage=grpo',
+    '--rows=1',
+    '--config.rollout.prompts=3',
+    '--config.grpo.train.steps=77',
+    '--config.grpo.eval.data.path=',
+  )
+  assert code == 0, err
+  assert '77 steps' in out
+  assert (
+    'config.rollout.prompts=3: stage grpo keeps its own 64; set --config.grpo.rollout.prompts to change it\n' in err
+  )
+
+
+WRONG = {
+  'hidden': (('configs/quickstart.py', '--config.algorithm=gpro'), '--config.grpo.algorithm=gpro'),
+  'unknown': (('configs/quickstart.py', '--config.lr=1'), 'config.optim.lr'),
+  'file': (('configs/quickstrat.py',), 'configs/quickstrat.py: no such file; did you mean configs/quickstart.py?'),
+  'name': (('quickstart',), 'quickstart: no such file; did you mean configs/quickstart.py?'),
+  'folder': (('configs',), 'configs is a folder'),
+}
+FLAGS = {'inspect': (), 'train': ('--workdir=/nowhere/x',), 'plan': ('--topology=cpu',), 'evaluate': ('--model=x',)}
+
+
+@pytest.mark.parametrize('case', WRONG)
+@pytest.mark.parametrize('verb', FLAGS)
+def test_every_command_refuses_with_one_line(verb, case):
+  (file, *words), wanted = WRONG[case]
+  code, out, err = command(verb, f'--config={file}', *words, *FLAGS[verb])
+  assert code == 2 and out == ''
+  assert re.fullmatch('jaxpost: .*\n', err) and wanted in err, err
+
+
+def test_overrides_without_a_config_are_refused():
+  code, _, err = command('evaluate', '--run=x', '--config.seed=1')
+  assert code == 2 and '--config.seed: there is no config to change; give --config=FILE, too' in err
