@@ -1,81 +1,47 @@
-"""Files -> numbered rows, with errors that name file, line and column.
+"""Readers of whole files: numbered rows, with errors that name file, line and column.
 
 A row's place is (prefix, number): ('a.jsonl:', 12) reads 'a.jsonl:12', a line
 counted from 1; ('a.parquet[', 12) reads 'a.parquet[12]', counted from 0.
+
+Each reader takes a path and the name of the file in errors. Which reader a file gets is
+decided in `file_formats.FORMATS`.
 """
+
+from __future__ import annotations
 
 import gzip
 import json
 import zlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 
-KINDS = ('.jsonl', '.json', '.txt', '.parquet', '.array_record', '.arrow')
-_NOT_DATA = ('dataset_info.json', 'dataset_infos.json', 'dataset_dict.json', 'state.json')
+if TYPE_CHECKING:
+  from types import ModuleType
+
+  from etils import epath
+
 _SEPARATOR = '<|endoftext|>'
 _EXTRA = "pip install 'jaxpost[data]'"
+NumberedRows = Iterator[tuple[int, Any]]
 
 
-def where(prefix, number):
+def where(prefix: str, number: int) -> str:
+  """Returns the place of a row for error messages, 'a.jsonl:12' or 'a.parquet[12]'."""
   return f'{prefix}{number}' + (']' if prefix.endswith('[') else '')
 
 
-def kind(name):
-  """The format of a file by its name, '' if it is none of ours."""
-  name = str(name).lower()
-  plain = name.removesuffix('.gz')
-  found = next((k for k in KINDS if plain.endswith(k)), '')
-  if plain != name and found not in ('.jsonl', '.json', '.txt'):
-    return ''
-  return found
-
-
-def find(folder):
-  """The data files below a folder, sorted, without metadata."""
-  found = []
-  for path in sorted(folder.iterdir()):
-    if path.name.startswith('.'):
-      continue
-    if path.is_dir():
-      found += find(path)
-    elif kind(path.name) and path.name not in _NOT_DATA:
-      found.append(path)
-  return found
-
-
-def open_file(path, name):
-  """(prefix of where, iterator of (number, row)) of one file.
-
-  Args:
-    path: an `epath.Path`.
-    name: what to call it in errors.
-  """
-  readers = {
-    '.jsonl': (':', _jsonl),
-    '.txt': (':', _txt),
-    '.json': ('[', _json),
-    '.parquet': ('[', _parquet),
-    '.array_record': ('[', _array_record),
-    '.arrow': ('[', _arrow),
-  }
-  if kind(path.name) not in readers:
-    raise InputError(
-      f'{name}: unknown format; data is {", ".join(KINDS)} (the first three also .gz) or a folder of them'
-    )
-  mark, reader = readers[kind(path.name)]
-  return name + mark, reader(path, name)
-
-
-def load_json(path):
-  """The object in a small JSON file."""
+def load_json(path: epath.Path) -> dict:
+  """Reads a small JSON file that holds one object."""
   found = parse(decode(_bytes(path, str(path)), str(path), 1), str(path))
   if not isinstance(found, dict):
     raise InputError(f'{path}: not a JSON object')
   return found
 
 
-def _lines(path, name):
-  """(line number, bytes) of a file that may be gzipped."""
+def _lines(path: epath.Path, name: str) -> Iterator[tuple[int, bytes]]:
+  """Yields (line number, bytes) of a file that may be gzipped."""
   try:
     with path.open('rb') as raw:
       zipped = path.name.lower().endswith('.gz')
@@ -90,12 +56,12 @@ def _lines(path, name):
     raise InputError(f'{name}: unreadable: {error.strerror or error}') from error
 
 
-def _bytes(path, name):
+def _bytes(path: epath.Path, name: str) -> bytes:
   return b''.join(line for _, line in _lines(path, name))
 
 
-def decode(data, name, first_line):
-  """Bytes as text; errors count lines from `first_line`."""
+def decode(data: bytes, name: str, first_line: int) -> str:
+  """Decodes UTF-8; errors count lines from `first_line`."""
   try:
     return data.decode('utf-8')
   except UnicodeDecodeError as error:
@@ -105,8 +71,8 @@ def decode(data, name, first_line):
     raise InputError(f'{name}:{line}:{column}: not UTF-8 (byte 0x{data[error.start]:02x})') from error
 
 
-def _unique(pairs):
-  """A dict; two equal keys would silently lose a value."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict:
+  """Returns a dict; ValueError for equal keys, which would silently lose a value."""
   found = dict(pairs)
   if len(found) < len(pairs):
     keys = [k for k, _ in pairs]
@@ -115,8 +81,8 @@ def _unique(pairs):
   return found
 
 
-def parse(text, name, line=0):
-  """JSON, with errors at `line`, or at the line in `text` if it is 0."""
+def parse(text: str, name: str, line: int = 0) -> Any:
+  """Parses JSON; errors name `line`, or the line within `text` if it is 0."""
   try:
     return json.loads(text, object_pairs_hook=_unique)
   except json.JSONDecodeError as error:
@@ -129,13 +95,15 @@ def parse(text, name, line=0):
     raise InputError(f'{at}: bad JSON: {error}') from error
 
 
-def _jsonl(path, name):
+def jsonl(path: epath.Path, name: str) -> NumberedRows:
+  """Yields one row for each line that is not blank."""
   for number, line in _lines(path, name):
     if line.strip():
       yield number, parse(decode(line, name, number), name, number)
 
 
-def _json(path, name):
+def json_list(path: epath.Path, name: str) -> NumberedRows:
+  """Yields the elements of a file that is one JSON list."""
   data = _bytes(path, name)
   if not data.strip():
     raise InputError(f'{name}: is empty')
@@ -145,8 +113,8 @@ def _json(path, name):
   yield from enumerate(rows)
 
 
-def _txt(path, name):
-  """Documents between <|endoftext|>, else paragraphs between blank lines."""
+def txt(path: epath.Path, name: str) -> NumberedRows:
+  """Yields the documents between <|endoftext|>, else the paragraphs between blank lines."""
   text = decode(_bytes(path, name), name, 1).replace('\r\n', '\n')
   separator = _SEPARATOR if _SEPARATOR in text else '\n\n'
   line = 1
@@ -157,17 +125,18 @@ def _txt(path, name):
     line += part.count('\n') + separator.count('\n')
 
 
-def _parquet(path, name):
-  lib, parquet = import_parquet(name)
+def parquet(path: epath.Path, name: str) -> NumberedRows:
+  """Yields the rows of a parquet file."""
+  lib, module = import_parquet(name)
   try:
     with path.open('rb') as file:
-      yield from _batches(parquet.ParquetFile(file).iter_batches(1024))
+      yield from _batches(module.ParquetFile(file).iter_batches(1024))
   except (lib.ArrowException, OSError) as error:
     raise damaged(name, 'parquet', error) from error
 
 
-def _arrow(path, name):
-  """Arrow files as `datasets` writes them (streams)."""
+def arrow(path: epath.Path, name: str) -> NumberedRows:
+  """Yields the rows of an Arrow stream, which is what `datasets` writes."""
   try:
     import pyarrow
   except ImportError as error:
@@ -179,7 +148,7 @@ def _arrow(path, name):
     raise damaged(name, 'arrow', error) from error
 
 
-def _batches(batches):
+def _batches(batches: Iterable[Any]) -> NumberedRows:
   number = 0
   for batch in batches:
     for row in batch.to_pylist():
@@ -187,7 +156,8 @@ def _batches(batches):
       number += 1
 
 
-def _array_record(path, name):
+def array_record(path: epath.Path, name: str) -> NumberedRows:
+  """Yields the records of an ArrayRecord file, each JSON."""
   module = import_array_record(name)
   try:
     reader = module.ArrayRecordReader(str(path))
@@ -200,8 +170,8 @@ def _array_record(path, name):
     yield number, parse(decode(record, at, 1), at)
 
 
-def import_parquet(name):
-  """pyarrow's modules lib and parquet, to read the file `name`."""
+def import_parquet(name: str) -> tuple[ModuleType, ModuleType]:
+  """Returns pyarrow's modules lib and parquet, to read the file `name`."""
   try:
     from pyarrow import lib, parquet
   except ImportError as error:
@@ -209,8 +179,8 @@ def import_parquet(name):
   return lib, parquet
 
 
-def import_array_record(name):
-  """The module of array_record, to read the file `name`."""
+def import_array_record(name: str) -> ModuleType:
+  """Returns the module of array_record, to read the file `name`."""
   try:
     from array_record.python import array_record_module
   except ImportError as error:
@@ -218,7 +188,7 @@ def import_array_record(name):
   return array_record_module
 
 
-def damaged(name, what, error):
-  """The error of a file that a library could not read."""
+def damaged(name: str, what: str, error: Exception) -> InputError:
+  """Returns the error of a file that a library could not read."""
   first = (str(error).strip() or type(error).__name__).splitlines()[0]
   return InputError(f'{name}: damaged or unreadable {what} file: {first}')

@@ -1,54 +1,63 @@
-"""Files whose rows are read one by one, in any order.
+"""Files whose rows are read one by one, in any order (`streaming`).
 
 Only an index is kept in memory: 8 bytes a line, or what the format holds
 itself. Row groups of parquet are read whole, so files that are read in a
 random order should have small ones (a few MB).
 """
 
+from __future__ import annotations
+
 import collections
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jaxpost.data import files
 from jaxpost.errors import InputError
 
-KINDS = ('.jsonl', '.parquet', '.array_record')
+if TYPE_CHECKING:
+  from etils import epath
+
+
 _CHUNK = 1 << 22
 _SPACE = np.frombuffer(b' \t\n\r\x0b\x0c\xef', np.uint8)  # and of a BOM
 
 
-def open_files(found):
-  """Sequences of rows, with `where(i)`, one a file that holds any.
+class RandomAccess(Protocol):
+  """A file as a sequence of rows."""
 
-  Args:
-    found: [(an `epath.Path`, what to call it in errors)].
-  """
-  makers = {'.jsonl': _Lines, '.parquet': _Parquet, '.array_record': _ArrayRecord}
-  handles, groups = _Recent(32), _Recent(4)
-  opened = []
-  for path, name in found:
-    kind = files.kind(path.name)
-    if kind not in makers or path.name.lower().endswith('.gz'):
-      raise InputError(
-        f'{name}: cannot be read with streaming, only {", ".join(KINDS)}; make it one of them, or turn streaming off'
-      )
-    opened.append(makers[kind](path, name, groups if kind == '.parquet' else handles))
-  return opened
+  dropped: int  # rows left out so far: none, they are dropped when they are reached
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, i: int) -> Any: ...
+
+  def where(self, i: int) -> str:
+    """Returns the place of a row, for errors."""
 
 
-class _Recent:
-  """What was made last, at most `size` of it; the lock guards its use."""
+class Caches:
+  """The open files and row groups that all files of a source share."""
 
-  def __init__(self, size):
+  def __init__(self):
+    self.handles = _LeastRecent(32)
+    self.groups = _LeastRecent(4)
+
+
+class _LeastRecent:
+  """A least-recently-used cache of `size` entries; hold `lock` while using one."""
+
+  def __init__(self, size: int):
     self.lock = threading.RLock()
     self._size = size
     self._made = collections.OrderedDict()
 
-  def get(self, key, make):
+  def get(self, key: Any, make: Callable[[], Any]) -> Any:
     with self.lock:
       if key not in self._made:
-        # First room, then what takes it.
+        # Evicted first, so that no more than `size` are ever held.
         while len(self._made) >= self._size:
           self._made.popitem(last=False)
         self._made[key] = make()
@@ -56,27 +65,29 @@ class _Recent:
       return self._made[key]
 
 
-class _Lines:
+class Lines:
   """The lines of a .jsonl file that are not blank."""
 
   dropped = 0
 
-  def __init__(self, path, name, handles):
-    self._path, self._name, self._handles = path, name, handles
+  def __init__(self, path: epath.Path, name: str, caches: Caches):
+    self._path = path
+    self._name = name
+    self._handles = caches.handles
     try:
       starts, firsts, size = self._scan()
     except OSError as error:
       raise InputError(f'{name}: unreadable: {error.strerror or error}') from error
     self._starts = np.append(starts, size)
-    self._numbers = None  # i + 1
+    self._numbers = None  # line of each row; None: row i is line i + 1
     blank = [i for i in np.flatnonzero(np.isin(firsts, _SPACE)) if not self._line(i)]
     if blank:
       kept = np.setdiff1d(np.arange(len(starts)), blank)
       self._numbers = kept + 1
       self._starts = np.append(starts[kept], size)
 
-  def _scan(self):
-    """Where each line starts, its first byte, and the size of the file."""
+  def _scan(self) -> tuple[np.ndarray, np.ndarray, int]:
+    """Returns the offset of each line, its first byte, and the size of the file."""
     starts, firsts, offset, fresh = [], [], 0, True
     with self._path.open('rb') as file:
       while chunk := file.read(_CHUNK):
@@ -92,7 +103,7 @@ class _Lines:
       return np.zeros(0, np.int64), np.zeros(0, np.uint8), 0
     return np.concatenate(starts), np.concatenate(firsts), offset
 
-  def _line(self, i):
+  def _line(self, i: int) -> bytes:
     start, stop = map(int, self._starts[i : i + 2])
     with self._handles.lock:
       file = self._handles.get(self._name, lambda: self._path.open('rb'))
@@ -104,82 +115,91 @@ class _Lines:
     line = line.partition(b'\n')[0]
     return line if line.strip() else b''
 
-  def __len__(self):
+  def __len__(self) -> int:
     return len(self._starts) - 1
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int) -> Any:
     number = self._number(i)
     text = files.decode(self._line(i), self._name, number)
     return files.parse(text, self._name, number)
 
-  def _number(self, i):
+  def _number(self, i: int) -> int:
     return i + 1 if self._numbers is None else int(self._numbers[i])
 
-  def where(self, i):
+  def where(self, i: int) -> str:
+    """Returns the place of a row, for errors."""
     return files.where(f'{self._name}:', self._number(i))
 
 
-class _Parquet:
+class Parquet:
   """The rows of a parquet file, through its row groups."""
 
   dropped = 0
 
-  def __init__(self, path, name, groups):
-    self._path, self._name, self._groups = path, name, groups
+  def __init__(self, path: epath.Path, name: str, caches: Caches):
+    self._path = path
+    self._name = name
+    self._groups = caches.groups
     self._lib, self._parquet = files.import_parquet(name)
-    sizes = self._with_file(
-      lambda file: [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
-    )
+
+    def group_sizes(file: Any) -> list[int]:
+      return [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
+
+    sizes = self._with_file(group_sizes)
     self._starts = np.append(0, np.cumsum(sizes, dtype=np.int64))
 
-  def _with_file(self, use):
+  def _with_file(self, use: Callable[[Any], Any]) -> Any:
     try:
       with self._path.open('rb') as raw:
         return use(self._parquet.ParquetFile(raw))
     except (self._lib.ArrowException, OSError) as error:
       raise files.damaged(self._name, 'parquet', error) from error
 
-  def __len__(self):
+  def __len__(self) -> int:
     return int(self._starts[-1])
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int) -> Any:
     group = int(np.searchsorted(self._starts, i, 'right')) - 1
     table = self._groups.get((self._name, group), lambda: self._with_file(lambda file: file.read_row_group(group)))
     return table.slice(i - int(self._starts[group]), 1).to_pylist()[0]
 
-  def where(self, i):
+  def where(self, i: int) -> str:
+    """Returns the place of a row, for errors."""
     return files.where(f'{self._name}[', i)
 
 
-class _ArrayRecord:
+class ArrayRecord:
   """The records of an ArrayRecord file, each JSON."""
 
   dropped = 0
 
-  def __init__(self, path, name, handles):
-    self._path, self._name, self._handles = path, name, handles
+  def __init__(self, path: epath.Path, name: str, caches: Caches):
+    self._path = path
+    self._name = name
+    self._handles = caches.handles
     self._module = files.import_array_record(name)
     self._size = self._with_reader(lambda reader: reader.num_records())
 
   def _open(self):
     reader = self._module.ArrayRecordReader(str(self._path))
     if not reader.ok():
-      reader.close()  # raises what is wrong
+      reader.close()  # raises the error
     return reader
 
-  def _with_reader(self, use):
+  def _with_reader(self, use: Callable[[Any], Any]) -> Any:
     try:
       with self._handles.lock:
         return use(self._handles.get(self._name, self._open))
     except (RuntimeError, ValueError, OSError, IndexError) as error:
       raise files.damaged(self._name, 'ArrayRecord', error) from error
 
-  def __len__(self):
+  def __len__(self) -> int:
     return self._size
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int) -> Any:
     (record,) = self._with_reader(lambda reader: reader.read([i]))
     return files.parse(files.decode(record, self.where(i), 1), self.where(i))
 
-  def where(self, i):
+  def where(self, i: int) -> str:
+    """Returns the place of a row, for errors."""
     return files.where(f'{self._name}[', i)

@@ -18,7 +18,7 @@ import re
 from etils import epath
 
 from jaxpost import imports
-from jaxpost.data import files, generated, lazy, maps
+from jaxpost.data import file_formats, files, generated, maps
 from jaxpost.errors import InputError
 from jaxpost.storage import hub
 
@@ -212,12 +212,12 @@ def read(path, columns='', map_fn=None, fake_rows=None, streaming=False):
     made = generated.rows(name, ''.join(options))
     found = [(f'{path}[', enumerate(made))]
   elif streaming:
-    rows = Lazy(str(path), lazy.open_files(_find(str(path))), prepare)
+    rows = Lazy(str(path), file_formats.open_streaming(_find(str(path))), prepare)
     if not len(rows):
       raise InputError(f'{path}: holds no rows')
     return rows
   else:
-    found = [files.open_file(*file) for file in _find(str(path))]
+    found = [file_formats.open_file(*file) for file in _find(str(path))]
   return _read_all(path, found, prepare)
 
 
@@ -247,11 +247,12 @@ def _find(path):
   if folder and epath.Path(folder).expanduser().is_dir():
     return _find_local(epath.Path(folder).expanduser(), folder, split)
   named = hub.parse(path)
-  if named is None or (files.kind(path) and not named[2]):
+  if named is None or (file_formats.find(path) and not named[2]):
     raise _missing(local, path)
   repo, revision, file = named
-  whole = bool(files.kind(file))
-  found = epath.Path(hub.download(repo, 'dataset', revision, file if whole else ''))
+  whole = bool(file_formats.find(file))
+  patterns = file_formats.PATTERNS
+  found = epath.Path(hub.download(repo, 'dataset', revision, file if whole else '', patterns))
   if whole:
     return [(found, path)]
   return _find_local(found, path, file)
@@ -269,7 +270,7 @@ def _find_local(local, path, split):
     listed = [f['filename'] for f in state.get('_data_files', [])]
     found = [local / name for name in listed]
   else:
-    found = files.find(local)
+    found = file_formats.data_files(local)
     splits = {f: _split_of(f.relative_to(local).parts) for f in found}
     named = sorted({s for s in splits.values() if s})
     if split or len(named) > 1:
@@ -277,7 +278,7 @@ def _find_local(local, path, split):
       found = [f for f in found if splits[f] == split]
   if not found:
     there = ', '.join(sorted(f.name for f in local.iterdir())[:8])
-    raise InputError(f'{path}: no data in this folder ({", ".join(files.KINDS)}); it has {there or "nothing"}')
+    raise InputError(f'{path}: no data in this folder ({file_formats.NAMES}); it has {there or "nothing"}')
   return [(f, str(f)) for f in found]
 
 

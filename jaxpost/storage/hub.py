@@ -6,37 +6,36 @@ does. Never fetches pickled weights.
 
 import pathlib
 import re
+from collections.abc import Sequence
 
 from jaxpost.errors import InputError
 
-PATTERNS = {
-  'dataset': [
-    f'*.{kind}' for kind in ('jsonl', 'jsonl.gz', 'json', 'json.gz', 'parquet', 'txt', 'arrow', 'array_record')
-  ],
-  'model': ['*.json', '*.safetensors', '*.txt', '*.jinja', '*.model', 'LICENSE*'],
-}
+MODEL_FILES = ('*.json', '*.safetensors', '*.txt', '*.jinja', '*.model', 'LICENSE*')
 _NAME = re.compile(
   r'(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w./-]+))?'
   r'(:(?P<file>[^:]+))?'
 )
 
 
-def parse(name):
-  """'org/name[@revision][:file]' -> (repo, revision, file), else None."""
+def parse(name: str) -> tuple[str, str, str] | None:
+  """Splits 'org/name[@revision][:file]' into (repo, revision, file); None for other names."""
   match = _NAME.fullmatch(name)
   if not match:
     return None
   return match['repo'], match['revision'] or '', match['file'] or ''
 
 
-def download(repo, kind, revision='', file=''):
-  """The local path of a hub repository, or of one of its files.
+def download(
+  repo: str, kind: str, revision: str = '', file: str = '', patterns: Sequence[str] = MODEL_FILES
+) -> pathlib.Path:
+  """Returns the local path of a hub repository, or of one of its files.
 
   Args:
     repo: 'org/name'.
     kind: 'dataset' or 'model'.
     revision: branch, tag or commit; '' is the default branch.
-    file: one file of the repository; '' is all that `PATTERNS` names.
+    file: one file of the repository; '' is all that match `patterns`.
+    patterns: of file names, with *.
   """
   try:
     import huggingface_hub as hf
@@ -49,7 +48,7 @@ def download(repo, kind, revision='', file=''):
     if file:
       path = hf.hf_hub_download(repo, file, repo_type=kind, revision=revision or None)
     else:
-      path = hf.snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=PATTERNS[kind])
+      path = hf.snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=list(patterns))
   except hf.errors.GatedRepoError as error:
     raise InputError(f'hub: {named} is gated: accept its terms on the hub, then set HF_TOKEN') from error
   except hf.errors.RepositoryNotFoundError as error:
