@@ -1,36 +1,51 @@
-"""Rows -> tokens with a loss mask, and rows -> the prompt of a sampler.
+"""Encodes rows: as documents with a loss mask, and as prompts for a sampler.
 
 T tokens of one document. A chat is rendered to text once; the trained spans
 of that text come from the template's {% generation %} markers, or from
 rendering it again with one turn replaced. Prompt and completion are encoded
-apart, so that a prompt has the tokens here that a sampler is given.
+separately, so that a prompt has the tokens here that a sampler is given.
+
+`where` names a row in errors, e.g. 'train.jsonl:12'.
 """
+
+from __future__ import annotations
 
 import json
 import math
 import os
 import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]  # {'role', 'content', ...}
+Span = tuple[int, int]  # start and end, in characters
+
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 TRAIN_ON = ('assistant', 'completion', 'all')
+# Private characters that stand for a turn in a rendering; the first pair the text does not have.
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
+# What a template may put between its generation prompt and the content of a turn.
 _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
-def make_example(tokenizer, row, where, *, train_on='assistant'):
-  """One row as an Example.
+def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'assistant') -> Example:
+  """Encodes one row as an Example.
 
   Args:
-    tokenizer: a `Tokenizer`.
+    tokenizer: renders and encodes.
     row: with `messages`, or `prompt` and `completion` (both text, joined as
       they are, or both lists of messages), or `text`.
-    where: what to call the row in errors, e.g. 'train.jsonl:12'.
+    where: names the row in errors.
     train_on: 'assistant': every assistant turn with its end, or the
       completion; 'completion': the last assistant turn only; 'all': every
       token. Rows of `text` are always trained whole. A message may carry
@@ -41,7 +56,7 @@ def make_example(tokenizer, row, where, *, train_on='assistant'):
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
   if row.get('messages') is not None:
     messages = check_messages(row['messages'], f'{where}: messages')
-    return _chat(tokenizer, messages, 0, row, where, train_on)
+    return _chat(tokenizer, messages, first=0, row=row, where=where, train_on=train_on)
   if row.get('prompt') is not None and row.get('completion') is not None:
     return _pair(tokenizer, row, where, train_on)
   if row.get('text') is not None and 'prompt' not in row:
@@ -58,14 +73,14 @@ def make_example(tokenizer, row, where, *, train_on='assistant'):
   )
 
 
-def prompt_tokens(tokenizer, row, where, *, system_prompt=''):
-  """The tokens [T] int32 that a sampler continues for this row."""
+def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str, *, system_prompt: str = '') -> np.ndarray:
+  """Returns the tokens [T] int32 that a sampler continues for this row."""
   prompt = prompt_of(row, where, system_prompt)
   return encode_prompt(tokenizer, prompt, row, where)
 
 
-def prompt_of(row, where, system_prompt=''):
-  """The row's prompt, text or checked messages, without its answer."""
+def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Message]:
+  """Returns the row's prompt, text or checked messages, without its answer."""
   if row.get('prompt') is not None:
     prompt = row['prompt']
     if isinstance(prompt, str):
@@ -93,8 +108,12 @@ def prompt_of(row, where, system_prompt=''):
   return messages
 
 
-def encode_prompt(tokenizer, prompt, row, where):
-  """The tokens [T] int32 of a prompt that `prompt_of` returned."""
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[Message], row: Row, where: str) -> np.ndarray:
+  """Returns the tokens [T] int32 of a prompt that `prompt_of` returned.
+
+  Args:
+    row: may have `tools`, which the chat template shows.
+  """
   if isinstance(prompt, str):
     ids = [*_bos(tokenizer), *tokenizer.encode(prompt)]
     if not ids:
@@ -105,8 +124,8 @@ def encode_prompt(tokenizer, prompt, row, where):
   return np.asarray(ids, np.int32)
 
 
-def check_text(text, where):
-  """`text`, if it is a string that can be encoded."""
+def check_text(text: Any, where: str) -> str:
+  """Returns `text`; InputError unless it is a string that can be encoded."""
   if text is None:
     raise InputError(f'{where}: is null')
   if not isinstance(text, str):
@@ -116,8 +135,12 @@ def check_text(text, where):
   return text
 
 
-def check_messages(messages, where):
-  """`messages` with null contents of tool calls made empty, if sound."""
+def check_messages(messages: Any, where: str) -> list[Message]:
+  """Returns normalized messages; InputError where they are no chat.
+
+  Contents become text (null contents of tool calls become ''), null fields are left out
+  and `loss_weight` is called `weight`.
+  """
   if not isinstance(messages, (list, tuple)):
     raise InputError(f'{where}: is a {type(messages).__name__}, must be a list of messages')
   if not messages:
@@ -145,7 +168,7 @@ def check_messages(messages, where):
   return checked
 
 
-def _check_weight(message, where):
+def _check_weight(message: Message, where: str) -> None:
   weight = message.get('weight', 0)
   number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
   if not number or not math.isfinite(weight) or weight < 0:
@@ -154,7 +177,7 @@ def _check_weight(message, where):
     raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
 
 
-def _join_parts(parts, where):
+def _join_parts(parts: list, where: str) -> str:
   texts = []
   for n, part in enumerate(parts):
     key = 'value' if isinstance(part, dict) and 'value' in part else 'text'
@@ -167,7 +190,7 @@ def _join_parts(parts, where):
   return ''.join(texts)
 
 
-def _pair(tokenizer, row, where, train_on):
+def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
   prompt, completion = row['prompt'], row['completion']
   if isinstance(prompt, str) != isinstance(completion, str):
     raise InputError(
@@ -177,7 +200,7 @@ def _pair(tokenizer, row, where, train_on):
   if not isinstance(prompt, str):
     prompt = check_messages(prompt, f'{where}: prompt')
     completion = check_messages(completion, f'{where}: completion')
-    return _chat(tokenizer, prompt + completion, len(prompt), row, where, train_on)
+    return _chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
   check_text(prompt, f'{where}: prompt')
   check_text(completion, f'{where}: completion')
   head = [*_bos(tokenizer), *tokenizer.encode(prompt)]
@@ -186,18 +209,20 @@ def _pair(tokenizer, row, where, train_on):
   return _example(head + tail, [trained] * len(head) + [True] * len(tail))
 
 
-def continuation(tokenizer, prompt, text):
-  """Token ids of `text` where it follows the encoded `prompt`."""
+def continuation(tokenizer: Tokenizer, prompt: str, text: str) -> list[int]:
+  """Returns the token ids of `text` where it follows the encoded `prompt`."""
   if not tokenizer.adds_space:
     return tokenizer.encode(text)
-  head, joint = tokenizer.encode(prompt), tokenizer.encode(prompt + text)
+  # Encoded alone, the text would begin with a space that it does not have.
+  head = tokenizer.encode(prompt)
+  joint = tokenizer.encode(prompt + text)
   if joint[: len(head)] == head:
     return joint[len(head) :]
   return tokenizer.encode(text)
 
 
-def _chat(tokenizer, messages, first, row, where, train_on):
-  """A chat of which the assistant turns from message `first` on are trained."""
+def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, where: str, train_on: str) -> Example:
+  """Encodes a chat of which the assistant turns from message `first` on are trained."""
   tools = _tools(row, where)
   turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
   if not turns and train_on != 'all':
@@ -205,7 +230,7 @@ def _chat(tokenizer, messages, first, row, where, train_on):
   if train_on == 'completion':
     turns = turns[-1:]
 
-  def text_of(messages, **options):
+  def text_of(messages: list[Message], **options) -> tuple[str, list[Span]]:
     return tokenizer.render_chat(messages, tools=tools, where=where, **options)
 
   text, marked = text_of(messages)
@@ -218,13 +243,13 @@ def _chat(tokenizer, messages, first, row, where, train_on):
       )
     spans, weights = [(0, len(text))], [1]
   elif tokenizer.has_markers:
-    every = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
-    if len(marked) != len(every):
+    assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
+    if len(marked) != len(assistant):
       raise InputError(
         f'{where}: the chat template marks {len(marked)} generations for'
-        f' {len(every)} assistant turns; repair its generation markers'
+        f' {len(assistant)} assistant turns; repair its generation markers'
       )
-    spans = [marked[every.index(n)] for n in turns]
+    spans = [marked[assistant.index(n)] for n in turns]
   else:
     spans = [_span(tokenizer, text_of, text, messages, n, where) for n in turns]
   for n, (start, end) in zip(turns, spans):
@@ -232,8 +257,8 @@ def _chat(tokenizer, messages, first, row, where, train_on):
   return _example(*_encode_spans(tokenizer, text, spans, weights, where))
 
 
-def _span(tokenizer, text_of, text, messages, n, where):
-  """(start, end) of what the assistant generates as message n of the chat.
+def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, where: str) -> Span:
+  """Finds the characters of `text` that the assistant generates as message n.
 
   The chat rendered with another message in its place differs from `text` in
   that message only. That holds for templates too that render a turn
@@ -243,8 +268,8 @@ def _span(tokenizer, text_of, text, messages, n, where):
   sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
   if sentinel is None:
     raise InputError(f'{where}: holds all private characters used as marks')
-  other = {'role': 'assistant', 'content': sentinel}
-  changed, _ = text_of(messages[:n] + [other] + messages[n + 1 :])
+  replaced = {'role': 'assistant', 'content': sentinel}
+  changed, _ = text_of(messages[:n] + [replaced] + messages[n + 1 :])
   if sentinel not in changed:
     raise InputError(
       f'{where}: the chat template leaves out message {n}, so its tokens'
@@ -265,11 +290,11 @@ def _span(tokenizer, text_of, text, messages, n, where):
   return start, end
 
 
-def _begin(tokenizer, text_of, text, before, start):
-  """Where the generation prompt of a turn ends that differs from `start`.
+def _begin(tokenizer: Tokenizer, text_of: Callable, text: str, before: list[Message], start: int) -> int:
+  """Moves the start of a turn from its content to the end of its generation prompt.
 
-  Between the two stands only what the template puts before each content, an
-  opened or empty <think> block.
+  Between the two is at most an opened or empty <think> block, which templates put before
+  a content. With thinking off it belongs to the prompt, as for a sampler.
   """
   header = _header(text_of, before, True)
   at = text.rfind(header, 0, start) if header else -1
@@ -281,8 +306,8 @@ def _begin(tokenizer, text_of, text, before, start):
   return at + len(header)
 
 
-def _header(text_of, messages, thinking):
-  """What the generation prompt adds to `messages`, '' if it adds nothing."""
+def _header(text_of: Callable, messages: list[Message], thinking: bool) -> str:
+  """Returns the text that the generation prompt appends to `messages`."""
   if not messages:
     return ''
   short, _ = text_of(messages, enable_thinking=thinking)
@@ -290,8 +315,8 @@ def _header(text_of, messages, thinking):
   return long[len(short) :] if long.startswith(short) else ''
 
 
-def _check_reasoning(message, rendered, where):
-  """Refuse a trained turn whose reasoning the template leaves out."""
+def _check_reasoning(message: Message, rendered: str, where: str) -> None:
+  """Refuses a trained turn whose reasoning the template leaves out."""
   reasoning = message.get('reasoning_content') or ''
   content = message['content']
   if not reasoning and '</think>' in content:
@@ -304,12 +329,14 @@ def _check_reasoning(message, rendered, where):
     )
 
 
-def _encode_spans(tokenizer, text, spans, weights, where):
-  """Token ids of `text`, and for each the weight of its span, or 0."""
+def _encode_spans(
+  tokenizer: Tokenizer, text: str, spans: Sequence[Span], weights: Sequence[float], where: str
+) -> tuple[list[int], list[float]]:
+  """Returns the token ids of `text`, and for each the weight of its span, or 0."""
   cuts = sorted({0, len(text), *(c for span in spans for c in span)})
   starts = {start for start, _ in spans}
 
-  def weight(a, b):
+  def weight(a: int, b: int) -> float:
     found = (w for (s, e), w in zip(spans, weights) if s <= a and b <= e)
     return next(found, 0)
 
@@ -320,7 +347,7 @@ def _encode_spans(tokenizer, text, spans, weights, where):
       ids += part
       mask += [weight(a, b)] * len(part)
     return ids, mask
-  # Encoding apart would add a space at each cut.
+  # This tokenizer would add a space at each cut, so all is encoded at once.
   ids, offsets = tokenizer.offsets(text)
   mask = [weight(a, b) if b > a else 0 for a, b in offsets]
   for n, (a, b) in enumerate(offsets):
@@ -332,7 +359,8 @@ def _encode_spans(tokenizer, text, spans, weights, where):
   return ids, mask
 
 
-def _tools(row, where):
+def _tools(row: Row, where: str) -> list[dict] | None:
+  """Returns the JSON schemas of the row's tools, given as a list or as JSON."""
   tools = row.get('tools')
   if isinstance(tools, str):
     if not tools.strip():
@@ -348,11 +376,11 @@ def _tools(row, where):
   return tools
 
 
-def _bos(tokenizer):
+def _bos(tokenizer: Tokenizer) -> list[int]:
   return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
-def _example(ids, mask):
+def _example(ids: Sequence[int], mask: Sequence[float]) -> Example:
   mask = np.asarray(mask, np.float32)
   whole = ((mask == 0) | (mask == 1)).all()
   return Example(np.asarray(ids, np.int32), mask.astype(bool) if whole else mask)

@@ -1,18 +1,25 @@
 """Tokenizers: the only place that imports transformers and tokenizers.
 
-A thin record over a fast tokenizer, without torch. `tokenizer.json` is the
-truth: no class of a model family rewrites it. `load('bytes')` needs no file.
+A thin record over a fast tokenizer, without torch. The file tokenizer.json decides:
+the class that `transformers` has for a model family is never used, as it may change it.
+`load('bytes')` needs no file.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 import json
 import pathlib
 import shutil
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.storage import hub, object_store
+
+if TYPE_CHECKING:
+  from transformers import PreTrainedTokenizerFast
 
 CHATML = (
   '{%- for message in messages %}'
@@ -51,43 +58,52 @@ class Tokenizer:
   pad_id: int
   bos_id: int | None  # begins a document, where the tokenizer has one
   vocab_size: int  # with the added tokens
-  stop_ids: tuple  # of int: a sampler stops at any of them
+  stop_ids: tuple[int, ...]  # a sampler stops at any of them
   chat_template: str | None
   enable_thinking: bool = False  # of chats, for templates that know it (Qwen3)
 
-  def encode(self, text):
-    """Token ids of `text`; nothing is added, special tokens are parsed."""
+  def encode(self, text: str) -> list[int]:
+    """Returns the token ids of `text`; nothing is added, special tokens are parsed."""
     # The wrapper's own encode sets options on the shared tokenizer, which
     # fails when two threads encode at once.
     return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-  def decode(self, ids, skip_special=True):
+  def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    """Returns the text of token ids, with or without special tokens."""
     ids = [int(i) for i in ids]
     return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
-  def offsets(self, text):
-    """Token ids of `text` and for each the (start, end) of its characters."""
+  def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the token ids of `text`, and for each the (start, end) of its characters."""
     out = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
     return out.ids, out.offsets
 
   @functools.cached_property
-  def special_texts(self):
+  def special_texts(self) -> tuple[str, ...]:
     """The texts of the added tokens, longest first."""
     texts = [t.content for t in self.hf.added_tokens_decoder.values()]
     return tuple(sorted(texts, key=lambda t: (-len(t), t)))
 
   @functools.cached_property
-  def adds_space(self):
-    """Whether encoding begins with a space that the text does not have."""
+  def adds_space(self) -> bool:
+    """True if encoding puts a space before the text, as SentencePiece models do."""
     return self.decode(self.encode('a') + self.encode('a')) != 'aa'
 
   @functools.cached_property
-  def has_markers(self):
-    """Whether the template marks what the assistant generates."""
+  def has_markers(self) -> bool:
+    """True if the template marks the assistant's turns with {% generation %}."""
     return 'generation' in _tags(self.chat_template or '')
 
-  def render_chat(self, messages, *, generation_prompt=False, tools=None, enable_thinking=None, where='chat'):
-    """A chat as text, and the (start, end) spans that the template marks.
+  def render_chat(
+    self,
+    messages: list[dict],
+    *,
+    generation_prompt: bool = False,
+    tools: list[dict] | None = None,
+    enable_thinking: bool | None = None,
+    where: str = 'chat',
+  ) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a chat as text, and the (start, end) spans that the template marks.
 
     Args:
       messages: list of {'role', 'content', ...}.
@@ -121,8 +137,8 @@ class Tokenizer:
       raise InputError(f'{where}: the chat template of {self.source} refuses it: {error}') from error
     return texts[0], list(spans[0]) if self.has_markers else []
 
-  def save(self, folder):
-    """Write the files that `transformers.AutoTokenizer` loads."""
+  def save(self, folder: str | pathlib.Path) -> None:
+    """Writes the files that `transformers.AutoTokenizer` loads."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if self.source == 'bytes':
@@ -138,8 +154,8 @@ class Tokenizer:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
 
 
-def load(path, chat_template='', enable_thinking=False):
-  """The tokenizer of a Hugging Face folder or hub name, or 'bytes'.
+def load(path: str | pathlib.Path, chat_template: str = '', enable_thinking: bool = False) -> Tokenizer:
+  """Loads the tokenizer of a Hugging Face folder or hub name, or 'bytes'.
 
   Args:
     path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for
@@ -185,17 +201,17 @@ def load(path, chat_template='', enable_thinking=False):
   )
 
 
-def _stop_ids(hf, eos, config, template):
+def _stop_ids(hf: PreTrainedTokenizerFast, eos: int, config: dict, template: str) -> tuple[int, ...]:
   ids = [eos]
-  more = config.get('eos_token_id')
-  if more is not None:
-    ids += more if isinstance(more, list) else [more]
+  configured = config.get('eos_token_id')
+  if configured is not None:
+    ids += configured if isinstance(configured, list) else [configured]
   vocabulary = hf.get_vocab()
   ids += [vocabulary[t] for t in _TURN_ENDS if t in template and t in vocabulary]
   return tuple(dict.fromkeys(ids))
 
 
-def _folder(path):
+def _folder(path: str | pathlib.Path) -> pathlib.Path:
   if object_store.is_remote(path):
     object_store.check(str(path), 'config.model.tokenizer')
     return object_store.here(str(path), (*_FILES, 'generation_config.json', 'config.json'))
@@ -213,7 +229,7 @@ def _folder(path):
   return hub.download(repo, 'model', revision)
 
 
-def _from_folder(folder):
+def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
   import transformers
 
   files = [n for n in _FILES if (folder / n).is_file()]
@@ -240,8 +256,8 @@ def _from_folder(folder):
   return hf
 
 
-def _read_config(folder):
-  """What generation_config.json, else config.json, says of the end token."""
+def _read_config(folder: pathlib.Path) -> dict:
+  """Returns generation_config.json, or else config.json, if it has `eos_token_id`."""
   for name in ('generation_config.json', 'config.json'):
     if (folder / name).is_file():
       config = _json(folder / name)
@@ -250,7 +266,7 @@ def _read_config(folder):
   return {}
 
 
-def _json(path):
+def _json(path: pathlib.Path) -> dict:
   try:
     with open(path, encoding='utf-8') as file:
       found = json.load(file)
@@ -263,18 +279,18 @@ def _json(path):
   return found
 
 
-def _first(ids):
+def _first(ids: Any) -> int | None:
   return ids[0] if isinstance(ids, list) and ids else ids
 
 
-def _tags(template):
-  """The words that open jinja statements in a template."""
+def _tags(template: str) -> set[str]:
+  """Returns the words that open jinja statements in a template."""
   parts = template.split('{%')[1:]
   return {p.lstrip('-+ \n\t').split(' ', 1)[0].split('%', 1)[0].rstrip('-') for p in parts}
 
 
-def _bytes():
-  """A tokenizer in which id i < 256 is byte i, with a ChatML template."""
+def _bytes() -> PreTrainedTokenizerFast:
+  """Returns a tokenizer in which id i < 256 is byte i, with a ChatML template."""
   import tokenizers
   import transformers
   from tokenizers import decoders, models, pre_tokenizers
@@ -296,8 +312,8 @@ def _bytes():
   return hf
 
 
-def _set_class(path):
-  """Name the class that every release of transformers knows."""
+def _set_class(path: pathlib.Path) -> None:
+  """Names the class that every release of transformers knows."""
   config = _json(path)
   config['tokenizer_class'] = 'PreTrainedTokenizerFast'
   path.write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')
