@@ -10,32 +10,28 @@ separately, so that a prompt has the tokens here that a sampler is given.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxpost.data import messages as messages_lib
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
+  from jaxpost.data.messages import Message, Row
   from jaxpost.data.tokenizer import Tokenizer
 
-Row = Mapping[str, Any]
-Message = dict[str, Any]  # {'role', 'content', ...}
 Span = tuple[int, int]  # start and end, in characters
 
-ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 TRAIN_ON = ('assistant', 'completion', 'all')
 # Private characters that stand for a turn in a rendering; the first pair the text does not have.
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
 # What a template may put between its generation prompt and the content of a turn.
 _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
-_SURROGATE = re.compile('[\ud800-\udfff]')
 
 
 def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'assistant') -> Example:
@@ -55,12 +51,12 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
   if row.get('messages') is not None:
-    messages = check_messages(row['messages'], f'{where}: messages')
+    messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
     return _chat(tokenizer, messages, first=0, row=row, where=where, train_on=train_on)
   if row.get('prompt') is not None and row.get('completion') is not None:
     return _pair(tokenizer, row, where, train_on)
   if row.get('text') is not None and 'prompt' not in row:
-    text = check_text(row['text'], f'{where}: text')
+    text = messages_lib.check_text(row['text'], f'{where}: text')
     ids = [*_bos(tokenizer), *tokenizer.encode(text), tokenizer.eos_id]
     return _example(ids, [True] * len(ids))
   empty = [c for c in ('messages', 'prompt', 'completion', 'text') if c in row and row[c] is None]
@@ -86,10 +82,10 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
     if isinstance(prompt, str):
       if system_prompt:
         raise InputError(f'{where}: prompt: is plain text, and a system prompt goes only before messages')
-      return check_text(prompt, f'{where}: prompt')
-    messages = check_messages(prompt, f'{where}: prompt')
+      return messages_lib.check_text(prompt, f'{where}: prompt')
+    messages = messages_lib.check_messages(prompt, f'{where}: prompt')
   elif row.get('messages') is not None:
-    messages = check_messages(row['messages'], f'{where}: messages')
+    messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
     turns = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
     if turns:
       messages = messages[: turns[-1]]
@@ -119,75 +115,11 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | list[Message], row: Row, w
     if not ids:
       raise InputError(f'{where}: prompt: is empty')
   else:
-    text, _ = tokenizer.render_chat(prompt, generation_prompt=True, tools=_tools(row, where), where=where)
+    text, _ = tokenizer.render_chat(
+      prompt, generation_prompt=True, tools=messages_lib.tools_of(row, where), where=where
+    )
     ids = tokenizer.encode(text)
   return np.asarray(ids, np.int32)
-
-
-def check_text(text: Any, where: str) -> str:
-  """Returns `text`; InputError unless it is a string that can be encoded."""
-  if text is None:
-    raise InputError(f'{where}: is null')
-  if not isinstance(text, str):
-    raise InputError(f'{where}: is a {type(text).__name__}, must be a string')
-  if _SURROGATE.search(text):
-    raise InputError(f'{where}: has half a surrogate pair; not valid text')
-  return text
-
-
-def check_messages(messages: Any, where: str) -> list[Message]:
-  """Returns normalized messages; InputError where they are no chat.
-
-  Contents become text (null contents of tool calls become ''), null fields are left out
-  and `loss_weight` is called `weight`.
-  """
-  if not isinstance(messages, (list, tuple)):
-    raise InputError(f'{where}: is a {type(messages).__name__}, must be a list of messages')
-  if not messages:
-    raise InputError(f'{where}: is an empty list')
-  checked = []
-  for n, message in enumerate(messages):
-    at = f'{where}[{n}]'
-    if not isinstance(message, dict):
-      raise InputError(f'{at}: is a {type(message).__name__}, must be an object with role and content')
-    role = message.get('role')
-    if role not in ROLES:
-      raise InputError(f'{at}.role: {role!r} is none of {", ".join(ROLES)}')
-    content = message.get('content')
-    if content is None and message.get('tool_calls'):
-      content = ''
-    if isinstance(content, list):
-      content = _join_parts(content, f'{at}.content')
-    # Columnar files fill the keys that a message lacks with nulls.
-    kept = {k: v for k, v in message.items() if v is not None}
-    kept['content'] = check_text(content, f'{at}.content')
-    if 'loss_weight' in kept:
-      kept['weight'] = kept.pop('loss_weight')
-    _check_weight(kept, f'{at}.weight')
-    checked.append(kept)
-  return checked
-
-
-def _check_weight(message: Message, where: str) -> None:
-  weight = message.get('weight', 0)
-  number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-  if not number or not math.isfinite(weight) or weight < 0:
-    raise InputError(f'{where}: {weight!r} is no number >= 0')
-  if weight and message['role'] != 'assistant':
-    raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
-
-
-def _join_parts(parts: list, where: str) -> str:
-  texts = []
-  for n, part in enumerate(parts):
-    key = 'value' if isinstance(part, dict) and 'value' in part else 'text'
-    if not isinstance(part, dict) or part.get('type') != 'text' or key not in part:
-      kind = part.get('type') if isinstance(part, dict) else part
-      raise InputError(
-        f'{where}[{n}]: {kind!r}: only text is supported, as a string or as parts {{"type": "text", "text": ...}}'
-      )
-    texts.append(check_text(part[key], f'{where}[{n}].{key}'))
-  return ''.join(texts)
 
 
 def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
@@ -198,11 +130,11 @@ def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
       f' {type(completion).__name__}; both text or both lists of messages'
     )
   if not isinstance(prompt, str):
-    prompt = check_messages(prompt, f'{where}: prompt')
-    completion = check_messages(completion, f'{where}: completion')
+    prompt = messages_lib.check_messages(prompt, f'{where}: prompt')
+    completion = messages_lib.check_messages(completion, f'{where}: completion')
     return _chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
-  check_text(prompt, f'{where}: prompt')
-  check_text(completion, f'{where}: completion')
+  messages_lib.check_text(prompt, f'{where}: prompt')
+  messages_lib.check_text(completion, f'{where}: completion')
   head = [*_bos(tokenizer), *tokenizer.encode(prompt)]
   tail = [*continuation(tokenizer, prompt, completion), tokenizer.eos_id]
   trained = train_on == 'all'
@@ -223,7 +155,7 @@ def continuation(tokenizer: Tokenizer, prompt: str, text: str) -> list[int]:
 
 def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, where: str, train_on: str) -> Example:
   """Encodes a chat of which the assistant turns from message `first` on are trained."""
-  tools = _tools(row, where)
+  tools = messages_lib.tools_of(row, where)
   turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
   if not turns and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
@@ -357,23 +289,6 @@ def _encode_spans(
         f' assistant turn (token {n}); its template does not suit it'
       )
   return ids, mask
-
-
-def _tools(row: Row, where: str) -> list[dict] | None:
-  """Returns the JSON schemas of the row's tools, given as a list or as JSON."""
-  tools = row.get('tools')
-  if isinstance(tools, str):
-    if not tools.strip():
-      return None
-    try:
-      tools = json.loads(tools)
-    except ValueError as error:
-      raise InputError(f'{where}: tools: bad JSON: {error}') from error
-  if not tools:
-    return None
-  if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-    raise InputError(f'{where}: tools: must be a list of JSON schemas')
-  return tools
 
 
 def _bos(tokenizer: Tokenizer) -> list[int]:

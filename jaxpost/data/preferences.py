@@ -1,30 +1,44 @@
-"""Rows of preferences, labels and scores -> Examples with numbered sequences.
+"""Encodes rows of preferences, labels and scores as Examples with numbered sequences.
 
 T tokens of one document. Two answers to one prompt are two branches of one
 document, or (`share_prompt=False`) two segments side by side, each with a
 prompt of its own; what a model computes for them is the same. A completion
 has the tokens that `chat.make_example` gives it, up to the last trained one.
+
+`where` names a row in errors, e.g. 'train.jsonl:12'.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
 import os
 import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxpost.data import chat
+from jaxpost.data import messages as messages_lib
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 
+if TYPE_CHECKING:
+  from jaxpost.data.messages import Message, Row
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
+
+  Answer = str | list[Message]
+
 TRAIN_ON = ('completion', 'last')
-_ASKED = '\n\nAssistant:'
+_ASKED = '\n\nAssistant:'  # ends the prompt in conversations that are one text (hh-rlhf)
 _STEP_END = '\n'  # follows each step, as in TRL
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-  """One prompt with one answer."""
+  """A prompt with one answer: a sequence of the Example to be made."""
 
   tokens: np.ndarray  # [T] int32
   loss: np.ndarray  # [T] float32
@@ -32,16 +46,18 @@ class _Side:
   arrays: dict = dataclasses.field(default_factory=dict)  # name -> [T]
 
 
-def make_pair_example(tokenizer, row, where, *, train_on='completion', share_prompt=True):
-  """A chosen and a rejected answer: sequences 1 and 2.
+def make_pair_example(
+  tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'completion', share_prompt: bool = True
+) -> Example:
+  """Encodes a chosen and a rejected answer: sequences 1 and 2.
 
   Args:
-    tokenizer: a `Tokenizer`.
+    tokenizer: renders and encodes.
     row: `prompt`, `chosen`, `rejected`, all text or all lists of messages;
       without `prompt`, the messages that both share, or the text up to the
       last shared '\\n\\nAssistant:'. `margin`, or `score_chosen` less
       `score_rejected`, goes to arrays['margin'] of their tokens, else 0.
-    where: what to call the row in errors, e.g. 'train.jsonl:12'.
+    where: names the row in errors.
     train_on: 'completion': every turn of the assistant; 'last': the last
       token alone, where a reward model's score is read.
     share_prompt: branches, else segments.
@@ -59,8 +75,10 @@ def make_pair_example(tokenizer, row, where, *, train_on='completion', share_pro
   return _join(sides, share_prompt)
 
 
-def make_unpaired_example(tokenizer, row, other_row, where, *, share_prompt=True):
-  """A good or bad answer (sequence 1), and one to another prompt (2).
+def make_unpaired_example(
+  tokenizer: Tokenizer, row: Row, other_row: Row, where: str, *, share_prompt: bool = True
+) -> Example:
+  """Encodes a good or bad answer (sequence 1), and an answer to another prompt (2), for KTO.
 
   Sequence 2 is the completion of `other_row` after this row's prompt. It has
   no loss: KTO estimates its KL there (arXiv:2402.01306, section 4.1).
@@ -71,7 +89,7 @@ def make_unpaired_example(tokenizer, row, other_row, where, *, share_prompt=True
     row, other_row: `prompt`, `completion` and `label` (true is good), or
       `messages` that end with the assistant and `label`; `other_row` (see
       `mismatched`) gives its completion only.
-    others: as in `make_pair_example`.
+    tokenizer, where: see `make_pair_example`.
   """
   prompt, completion = _answer_of(row, where)
   label = _label(row, where)
@@ -81,18 +99,18 @@ def make_unpaired_example(tokenizer, row, other_row, where, *, share_prompt=True
       f'{where}: is text where another row has messages, or the other way'
       ' round; KTO pairs each prompt with the completion of another row'
     )
-  own = _side(tokenizer, prompt, completion, row, where)
+  answer = _side(tokenizer, prompt, completion, row, where)
   kl = _side(tokenizer, prompt, other, row, where)
-  own = _with(own, label=(2 * label - 1) * own.scored, kl_mask=0 * own.loss)
+  answer = _with(answer, label=(2 * label - 1) * answer.scored, kl_mask=0 * answer.loss)
   kl = _with(kl, label=0 * kl.loss, kl_mask=1 * kl.scored)
   kl = dataclasses.replace(kl, loss=np.zeros_like(kl.loss))
-  return _join([own, kl], share_prompt)
+  return _join([answer, kl], share_prompt)
 
 
-def mismatched(rows, i):
-  """The number of a row whose completion answers another prompt than row i's.
+def mismatched(rows: Rows, i: int) -> int:
+  """Returns the number of a row whose completion answers another prompt than row i's.
 
-  A pure function of the rows and i. Of rows that all ask the same, any other.
+  A pure function of the rows and i. Where all rows have one prompt, any other row.
   """
   size = len(rows)
   if size < 2:
@@ -100,6 +118,7 @@ def mismatched(rows, i):
   asked, _ = _answer_of(rows[i], rows.where(i))
   begin = zlib.crc32(b'%d' % i)
   found = None
+  # A bounded search: a data set may have one prompt in all of its rows.
   for n in range(min(size - 1, 64)):
     j = (i + 1 + (begin + n) % (size - 1)) % size
     if rows[j] is None:  # dropped by the map of a lazily read source
@@ -112,8 +131,8 @@ def mismatched(rows, i):
   return found
 
 
-def make_steps_example(tokenizer, row, where):
-  """Steps of a solution, each judged: the labels of a process reward model.
+def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
+  """Encodes the steps of a solution with a label each, for a process reward model.
 
   A line break follows each step, as in TRL's stepwise supervision; its last
   token has loss 1 and the step's label in arrays['label']. All tokens of the
@@ -122,7 +141,7 @@ def make_steps_example(tokenizer, row, where):
   Args:
     row: `prompt` (text or messages), `completions` (list of text) and
       `labels` (list of bool or number).
-    others: as in `make_pair_example`.
+    tokenizer, where: see `make_pair_example`.
   """
   _needs(row, ('prompt', 'completions', 'labels'), where)
   steps, labels = row['completions'], row['labels']
@@ -133,44 +152,46 @@ def make_steps_example(tokenizer, row, where):
     raise InputError(f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
   head = chat.prompt_tokens(tokenizer, row, where).tolist()
   text = row['prompt'] if isinstance(row['prompt'], str) else ''
-  tokens, marks = list(head), {}
+  tokens = list(head)
+  marks = {}  # place of each step's last token -> its label
   for n, (step, label) in enumerate(zip(steps, labels)):
     at = f'{where}: completions[{n}]'
-    if not chat.check_text(step, at).strip():
+    if not messages_lib.check_text(step, at).strip():
       raise InputError(f'{at}: is empty')
     for part in (step, _STEP_END):
       tokens += chat.continuation(tokenizer, text, part)
       text += part
-    marks[len(tokens) - 1] = number(label, f'{where}: labels[{n}]', True)
-  loss, given = (np.zeros(len(tokens), np.float32) for _ in range(2))
+    marks[len(tokens) - 1] = number(label, f'{where}: labels[{n}]', allow_bool=True)
+  loss = np.zeros(len(tokens), np.float32)
   loss[list(marks)] = 1
+  given = np.zeros(len(tokens), np.float32)
   given[list(marks)] = list(marks.values())
   scored = np.arange(len(tokens)) >= len(head)
   tokens = np.asarray(tokens, np.int32)
   return _join([_Side(tokens, loss, scored, {'label': given})], False)
 
 
-def make_scored_example(tokenizer, row, where):
-  """An answer with a number, read at its last token: sequence 1.
+def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
+  """Encodes an answer (sequence 1) with a score, which belongs to its last token.
 
   Args:
     row: `prompt` and `completion`, or `messages`, and `score`, which goes to
       arrays['label'] of the last token.
-    others: as in `make_pair_example`.
+    tokenizer, where: see `make_pair_example`.
   """
   _needs(row, ('score',), where)
-  score = number(row['score'], f'{where}: score', True)
+  score = number(row['score'], f'{where}: score', allow_bool=True)
   prompt, completion = _answer_of(row, where)
   side = _last_only(_side(tokenizer, prompt, completion, row, where))
   return _join([_with(side, label=score * side.loss)], False)
 
 
-def pair_of(row, where):
-  """(prompt, chosen, rejected) of a row: all text, or all checked messages."""
+def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
+  """Returns (prompt, chosen, rejected) of a row: all text, or all checked messages."""
   _needs(row, ('chosen', 'rejected'), where)
   sides = []
   for name in ('chosen', 'rejected'):
-    check = chat.check_text if isinstance(row[name], str) else (chat.check_messages)
+    check = messages_lib.check_text if isinstance(row[name], str) else (messages_lib.check_messages)
     sides.append(check(row[name], f'{where}: {name}'))
   if isinstance(sides[0], str) != isinstance(sides[1], str):
     raise InputError(f'{where}: of chosen and rejected one is text and one a list of messages; both the same')
@@ -186,16 +207,16 @@ def pair_of(row, where):
   return prompt, *sides
 
 
-def number(value, where, truth=False):
-  """`value` as a float, if it is a finite number (or, with `truth`, a bool)."""
-  fine = isinstance(value, (int, float)) and math.isfinite(value)
-  if not fine or isinstance(value, bool) and not truth:
+def number(value: Any, where: str, allow_bool: bool = False) -> float:
+  """Returns `value` as a float; InputError unless it is a finite number."""
+  is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+  if not is_finite or (isinstance(value, bool) and not allow_bool):
     raise InputError(f'{where}: {value!r} is no number')
   return float(value)
 
 
-def _shared(chosen, rejected, where):
-  """The prompt that two whole conversations share, and what is left of them."""
+def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
+  """Splits two whole conversations into (shared prompt, chosen, rejected)."""
   if isinstance(chosen, str):
     same = os.path.commonprefix([chosen, rejected])
     cut = same.rfind(_ASKED) + len(_ASKED)
@@ -216,10 +237,10 @@ def _shared(chosen, rejected, where):
   return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
-def _answer_of(row, where):
-  """(prompt, completion) of a row with one answer."""
+def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
+  """Returns (prompt, completion) of a row with one answer."""
   if row.get('messages') is not None:
-    messages = chat.check_messages(row['messages'], f'{where}: messages')
+    messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
     turns = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
     if not turns or not turns[-1]:
       raise InputError(f'{where}: messages: needs a prompt and then a turn of the assistant')
@@ -228,35 +249,34 @@ def _answer_of(row, where):
     _needs(row, ('prompt', 'completion'), where)
     completion = row['completion']
     if isinstance(completion, str):
-      chat.check_text(completion, f'{where}: completion')
+      messages_lib.check_text(completion, f'{where}: completion')
     else:
-      completion = chat.check_messages(completion, f'{where}: completion')
+      completion = messages_lib.check_messages(completion, f'{where}: completion')
     prompt = _prompt(row['prompt'], completion, 'completion', where)
   _not_empty(completion, f'{where}: completion')
   return prompt, completion
 
 
-def _prompt(prompt, answer, name, where):
+def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
     raise InputError(
       f'{where}: prompt is a {type(prompt).__name__} and {name} a'
       f' {type(answer).__name__}; both text or both lists of messages'
     )
-  check = chat.check_text if isinstance(prompt, str) else chat.check_messages
+  check = messages_lib.check_text if isinstance(prompt, str) else messages_lib.check_messages
   return check(prompt, f'{where}: prompt')
 
 
-def _not_empty(answer, where):
-  text = (
-    answer
-    if isinstance(answer, str)
-    else ''.join(m['content'] + str(m.get('tool_calls', '')) for m in answer if m['role'] == 'assistant')
-  )
+def _not_empty(answer: Answer, where: str) -> None:
+  text = answer
+  if not isinstance(answer, str):
+    turns = [m for m in answer if m['role'] == 'assistant']
+    text = ''.join(m['content'] + str(m.get('tool_calls', '')) for m in turns)
   if not text.strip():
     raise InputError(f'{where}: is empty')
 
 
-def _needs(row, columns, where):
+def _needs(row: Row, columns: Sequence[str], where: str) -> None:
   for column in columns:
     if column not in row:
       raise InputError(
@@ -268,72 +288,74 @@ def _needs(row, columns, where):
       raise InputError(f'{where}: {column}: is null')
 
 
-def _label(row, where):
+def _label(row: Row, where: str) -> bool:
   _needs(row, ('label',), where)
   if row['label'] not in (True, False):
     raise InputError(f'{where}: label: {row["label"]!r} is neither true (good) nor false')
   return bool(row['label'])
 
 
-def _margin(row, where):
+def _margin(row: Row, where: str) -> float:
   if row.get('margin') is not None:
     return number(row['margin'], f'{where}: margin')
   scores = [row.get('score_chosen'), row.get('score_rejected')]
   if None in scores:
     return 0.0
-  better, worse = (number(score, f'{where}: score_{name}') for score, name in zip(scores, ('chosen', 'rejected')))
-  return better - worse
+  chosen, rejected = scores
+  return number(chosen, f'{where}: score_chosen') - number(rejected, f'{where}: score_rejected')
 
 
-def _side(tokenizer, prompt, answer, row, where):
-  """`answer` after `prompt`, as `chat.make_example` renders them."""
+def _side(tokenizer: Tokenizer, prompt: Answer, answer: Answer, row: Row, where: str) -> _Side:
+  """Encodes `answer` after `prompt` with `chat.make_example`."""
   made = chat.make_example(tokenizer, {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')}, where)
   if made.loss_mask[:1].any():
     raise InputError(f'{where}: nothing stands before it; the prompt is empty')
   if not made.trained.any():
     raise InputError(f'{where}: the weights leave nothing of it to train on')
-  # What a template writes after the answer is of no use to anyone.
+  # Tokens that a template writes after the answer are neither trained nor read.
   stop = np.flatnonzero(made.trained)[-1] + 1
   return _Side(made.tokens[:stop], made.loss_mask[:stop].astype(np.float32), made.trained[:stop])
 
 
-def _last_only(side):
+def _last_only(side: _Side) -> _Side:
+  """Trains the last token alone."""
   loss = np.zeros_like(side.loss)
   loss[-1] = 1
   return dataclasses.replace(side, loss=loss)
 
 
-def _with(side, **arrays):
+def _with(side: _Side, **arrays) -> _Side:
+  """Returns the side with these arrays [T]."""
   made = {k: np.asarray(v, np.float32) for k, v in arrays.items()}
   return dataclasses.replace(side, arrays=made)
 
 
-def _join(sides, share_prompt):
-  """One Example of all sides, numbered from 1."""
+def _join(sides: list[_Side], share_prompt: bool) -> Example:
+  """Makes one Example of all sides, numbered from 1."""
   branches = share_prompt and len(sides) > 1
   common = _common(sides) if branches else 0
   # The last shared token is repeated at the head of each branch.
   start = max(common - 1, 0)
 
-  def laid(arrays):
+  def joined(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([arrays[0][:start], *(a[start:] for a in arrays)])
 
   sizes = [len(side.tokens) - start for side in sides]
   numbers = np.repeat(np.arange(len(sides) + 1, dtype=np.int32), [start, *sizes])
-  scored = laid([side.scored for side in sides])
+  scored = joined([side.scored for side in sides])
   return Example(
-    tokens=laid([side.tokens for side in sides]),
-    loss_mask=laid([side.loss for side in sides]),
-    positions=laid([np.arange(len(side.tokens), dtype=np.int32) for side in sides]),
+    tokens=joined([side.tokens for side in sides]),
+    loss_mask=joined([side.loss for side in sides]),
+    positions=joined([np.arange(len(side.tokens), dtype=np.int32) for side in sides]),
     segment_ids=None if common else numbers,
     branch_ids=numbers * bool(common) if branches else None,
     sequence_ids=np.where(scored, numbers, 0).astype(np.int32),
-    arrays={name: laid([side.arrays[name] for side in sides]) for name in sides[0].arrays},
+    arrays={name: joined([side.arrays[name] for side in sides]) for name in sides[0].arrays},
   )
 
 
-def _common(sides):
-  """Tokens that all sides begin with, before the first that is scored."""
+def _common(sides: list[_Side]) -> int:
+  """Counts the tokens that all sides begin with, before the first that is scored."""
   size = min(int(side.scored.argmax()) for side in sides)
   same = np.ones(size, bool)
   for side in sides[1:]:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxpost.data import chat
+from jaxpost.data import messages as messages_lib
 from jaxpost.environments import turns
 from jaxpost.environments.fair_lock import Line
 from jaxpost.errors import InputError
@@ -222,7 +223,7 @@ class Endpoint:
 
   def _chat(self, body) -> np.ndarray:
     row = {'prompt': body.get('messages'), 'tools': body.get('tools')}
-    return chat.encode_prompt(self.tokenizer, chat.check_messages(row['prompt'], 'messages'), row, 'messages')
+    return chat.encode_prompt(self.tokenizer, messages_lib.check_messages(row['prompt'], 'messages'), row, 'messages')
 
   def _texts(self, body) -> list[np.ndarray]:
     """A text, token ids, or a list of either."""
@@ -233,7 +234,8 @@ class Endpoint:
       raise InputError('prompt: must be a text, token ids, or a list of either')
     return [
       np.asarray(
-        encode(chat.check_text(p, 'prompt')) if isinstance(p, str) else _ids(p, self.tokenizer.vocab_size), np.int32
+        encode(messages_lib.check_text(p, 'prompt')) if isinstance(p, str) else _ids(p, self.tokenizer.vocab_size),
+        np.int32,
       )
       for p in prompt
     ]
