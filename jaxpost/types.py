@@ -18,6 +18,10 @@ from flax import struct
 
 Array = Any  # jax.Array or np.ndarray
 
+# The logit or score of what cannot be chosen. Finite, unlike -inf: a softmax over
+# nothing else, and differences of masked entries, must not become NaN.
+MASKED_LOGIT = -1e30
+
 
 @struct.dataclass
 class Batch:
@@ -264,8 +268,8 @@ class Objective:
   reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
     differentiated through stand in `learns`, too.
   arrays: names in `Batch.arrays` that are filled before the update.
-  divergence: see `losses.head.HeadConfig`; gives `outputs.divergence`.
-  teacher_forms: see `losses.head.HeadConfig`; of the teachers in memory.
+  divergence: see `losses.head_chunk.HeadConfig`; gives `outputs.divergence`.
+  teacher_forms: see `losses.head_chunk.HeadConfig`; of the teachers in memory.
   neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
   router: weights of the losses of `moe.balance_loss`.
   """

@@ -21,6 +21,7 @@ from jaxpost.algorithms import distill
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
 from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models import model as model_lib
 from jaxpost.programs import score, train
 from jaxpost.programs.compile import Ledger
@@ -40,7 +41,7 @@ def of(**fields):
 def plan(config, vocab, elements=2**20):
   o = distill.objective(config)
   compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-  return head_lib.HeadConfig(o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads, o.learns, o.divergence)
+  return head_chunk.HeadConfig(o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads, o.learns, o.divergence)
 
 
 # ------------------------------------------------------------------ the head

@@ -21,7 +21,7 @@ import tiny
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_fields, config_json, families, hf, tensor_layout
-from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets, transformer
@@ -293,7 +293,7 @@ def gradient_error(folder, network) -> float:
   model, params = load(folder)
 
   def ours(params):
-    out = head_lib.logits(tiny.hidden(model, params, ids), model.head(params), model.config.logit_form, 'float32')
+    out = head_chunk.logits(tiny.hidden(model, params, ids), model.head(params), model.config.logit_form, 'float32')
     return jnp.sum(jax.nn.log_softmax(out[..., :131]) * weights)
 
   grads = jax.jit(jax.grad(ours))(params)
@@ -357,7 +357,9 @@ def greedy(model, params, prompts, lengths, steps):
     def step(carry, i):
       recent, x = carry
       tokens = (
-        head_lib.logits(x, model.head(params), model.config.logit_form, 'float32')[:, :131].argmax(-1).astype(jnp.int32)
+        head_chunk.logits(x, model.head(params), model.config.logit_form, 'float32')[:, :131]
+        .argmax(-1)
+        .astype(jnp.int32)
       )
       return model.decode(weights, cache, recent, tokens, lengths, i, compute=compute), (tokens, x)
 

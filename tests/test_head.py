@@ -14,6 +14,7 @@ import tiny
 from jaxpost import types
 from jaxpost.algorithms import sft
 from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.matmul import compute_for
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
@@ -62,7 +63,7 @@ def dense(case, temperature, hidden, head):
 
 def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective):
   compute = dataclasses.replace(tiny.EXACT, head_elements=elements, dtype=dtype)
-  return head_lib.HeadConfig(fn, REAL, temperature, compute, tiny.one_device())
+  return head_chunk.HeadConfig(fn, REAL, temperature, compute, tiny.one_device())
 
 
 @pytest.mark.parametrize('elements,temperature', [(2**20, 1.0), (B * V * 4, 0.7), (B * V * 3, 1.0), (1, 1.3)])
@@ -246,7 +247,7 @@ def test_without_entropy_nothing_else_changes(case):
   'rows,length,vocab,elements', [(2, 100, 50, 1000), (2, 100, 50, 999), (4, 7, 50, 1), (1, 64, 8, 10**9)]
 )
 def test_chunks_hold_what_they_may(rows, length, vocab, elements):
-  chunk = head_lib.chunk_length(rows, length, vocab, elements)
+  chunk = head_chunk.chunk_length(rows, length, vocab, elements)
   assert 1 <= chunk <= length
   assert chunk == 1 or chunk * rows * vocab <= elements
 

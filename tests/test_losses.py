@@ -91,7 +91,7 @@ def test_surrogates(case, name, mean, options):
 
 
 def test_cispo_is_bounded_on_both_sides():
-  loss, *_ = policy_gradient.cispo(NEW, OLD, GAINS, 0.2, 0.28)
+  loss, _ = policy_gradient.cispo(NEW, OLD, GAINS, SurrogateOptions(clip_low=0.2, clip_high=0.28))
   ours = -np.clip(np.exp(NEW - OLD), 0.8, 1.28) * GAINS * NEW
   close(loss, ours)
 
@@ -126,7 +126,7 @@ def test_k3_in_the_loss():
   """TRL's dapo loss with beta 0.04: surrogate and KL, mean over tokens."""
 
   def loss(new):
-    values, *_ = policy_gradient.clipped_surrogate(new, OLD, GAINS, 0.2, 0.2)
+    values, _ = policy_gradient.clip(new, OLD, GAINS, SurrogateOptions(0.2, 0.2))
     values += 0.04 * policy_gradient.kl_k3(new, REF)
     return jnp.sum(values * WEIGHTS['token-mean'])
 
@@ -174,10 +174,11 @@ def test_dual_clip():
 def test_clip_is_reported_where_it_removes_the_gradient():
   new = jnp.log(jnp.array([[0.5, 0.5, 1.5, 1.5]]))
   gains = jnp.array([[1.0, -1.0, 1.0, -1.0]])
-  *_, low, high = policy_gradient.clipped_surrogate(new, jnp.zeros((1, 4)), gains, 0.2, 0.2)
-  np.testing.assert_array_equal(low, [[0, 1, 0, 0]])
-  np.testing.assert_array_equal(high, [[0, 0, 1, 0]])
-  gradient = jax.grad(lambda x: policy_gradient.clipped_surrogate(x, jnp.zeros((1, 4)), gains, 0.2, 0.2)[0].sum())(new)
+  clip = lambda x: policy_gradient.clip(x, jnp.zeros((1, 4)), gains, SurrogateOptions(0.2, 0.2))
+  _, metrics = clip(new)
+  np.testing.assert_array_equal(metrics['clip_ratio/low_mean'], [[0, 1, 0, 0]])
+  np.testing.assert_array_equal(metrics['clip_ratio/high_mean'], [[0, 0, 1, 0]])
+  gradient = jax.grad(lambda x: clip(x)[0].sum())(new)
   np.testing.assert_array_equal(gradient[0] != 0, [1, 0, 0, 1])
 
 
@@ -263,4 +264,4 @@ def test_regression_losses():
   loss = values_lib.process_reward_loss(logits, labels)
   close(loss[:, :2], -y * np.log(p) - (1 - y) * np.log(1 - p))
   close(loss[:, 2], 1e4)
-  close(values_lib.REGRESSION['mse'](logits, labels), (logits - labels) ** 2)
+  close(values_lib.squared_error(logits, labels), (logits - labels) ** 2)

@@ -12,6 +12,7 @@ import tiny
 import jaxpost
 from jaxpost.algorithms import sft
 from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
@@ -112,7 +113,7 @@ def test_cross_entropy_of_torch():
   labels = np.array(inputs['kd_labels'])
   counts = np.concatenate([labels[:, 1:] >= 0, np.zeros((2, 1), bool)], axis=1)
   shifted = np.where(counts, np.roll(labels, -1, axis=1), 0)
-  plan = head_lib.HeadConfig(objective().fn, 11, 1.0, tiny.EXACT, tiny.one_device())
+  plan = head_chunk.HeadConfig(objective().fn, 11, 1.0, tiny.EXACT, tiny.one_device())
   loss, _ = head_lib.fused_loss(
     plan, hidden, weight, jnp.asarray(shifted), jnp.asarray(counts / counts.sum(), jnp.float32), {}
   )

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpost.distributed.mesh import make_layout
 from jaxpost.formats import hf
-from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
@@ -96,7 +96,7 @@ def _forward(cfg, compute):
 def logits(model, weights, ids, **kwargs):
   """[B, T] tokens -> [B, T, V] in numpy, without the padded vocabulary."""
   x = hidden(model, weights, jnp.asarray(ids), **kwargs)
-  out = head_lib.logits(x, model.head(weights), model.config.logit_form, 'float32')
+  out = head_chunk.logits(x, model.head(weights), model.config.logit_form, 'float32')
   return np.asarray(out)[..., : model.config.vocab_size]
 
 

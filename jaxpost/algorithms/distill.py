@@ -20,9 +20,7 @@ from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse, refus
 from jaxpost.algorithms.sft import render_text
 from jaxpost.distributed import transfer
 from jaxpost.losses import divergences
-from jaxpost.types import Credit, Experience, Objective
-
-_NEVER = -1e30  # as the head hides tokens that a model lacks
+from jaxpost.types import MASKED_LOGIT, Credit, Experience, Objective
 
 
 def objective(config) -> Objective:
@@ -53,7 +51,7 @@ def shares(d) -> list:
 
 
 def from_logits(d):
-  """For `losses.head.HeadConfig.divergence`: of whole distributions.
+  """For `losses.head_chunk.HeadConfig.divergence`: of whole distributions.
 
   Tokens that the teacher lacks are left out of the student's, too.
   """
@@ -61,7 +59,10 @@ def from_logits(d):
   def divergence(logits, teachers, arrays):
     del arrays
     return sum(
-      w * divergences.generalized_jsd(jnp.where(theirs > _NEVER / 2, logits, _NEVER), theirs, d.beta, d.temperature)
+      w
+      * divergences.generalized_jsd(
+        jnp.where(theirs > MASKED_LOGIT / 2, logits, MASKED_LOGIT), theirs, d.beta, d.temperature
+      )
       for w, theirs in zip(shares(d), teachers)
     )
 
@@ -69,7 +70,7 @@ def from_logits(d):
 
 
 def from_cache(d):
-  """For `losses.head.HeadConfig.divergence`: of the teachers' top k and the rest."""
+  """For `losses.head_chunk.HeadConfig.divergence`: of the teachers' top k and the rest."""
 
   def divergence(logits, teachers, arrays):
     del teachers

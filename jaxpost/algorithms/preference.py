@@ -18,22 +18,22 @@ from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
-from jaxpost.losses.preferences import LOSSES, REFERENCE_FREE, WITH_F_DIVERGENCE
+from jaxpost.losses.preferences import LOSSES
 from jaxpost.types import Objective
 
-# Fields of config.preference and the losses that read them; a field that
-# none of the losses of a run reads must stay as it is.
-_SMOOTHED = ('sigmoid', 'robust', 'exo_pair', 'aot', 'aot_unpaired', 'sigmoid_norm', 'cpo', 'simpo')
-_READERS = {
-  'label_smoothing': (0.0, _SMOOTHED),
-  'gamma': (0.5, ('simpo',)),
-  'f_divergence': ('reverse_kl', WITH_F_DIVERGENCE),
-  'ipo_average': (True, ('ipo',)),
-  'desirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
-  'undesirable_weight': (1.0, ('kto', 'apo_zero_unpaired')),
+# Default of each field of config.preference that only some losses read; a field
+# that none of the losses of a run reads must keep it.
+_DEFAULTS = {
+  'label_smoothing': 0.0,
+  'gamma': 0.5,
+  'f_divergence': 'reverse_kl',
+  'ipo_average': True,
+  'desirable_weight': 1.0,
+  'undesirable_weight': 1.0,
 }
+_UNPAIRED = ('kto', 'apo_zero_unpaired')  # losses of single completions
+_READ_BY_UNPAIRED = ('desirable_weight', 'undesirable_weight')
 REF_LOGPROBS = Precompute({'ref_logprobs': ((), np.float32)}, lambda found: {'ref_logprobs': found.logprobs})
-_OF_MEANS = ('orpo', 'simpo')  # their reward is a mean over tokens
 
 
 def options_of(config) -> pairs_lib.PreferenceOptions:
@@ -47,7 +47,7 @@ def weights_of(config) -> tuple:
 
 
 def reads_reference(config) -> bool:
-  return bool(set(config.preference.losses) - set(REFERENCE_FREE))
+  return any(LOSSES[name].needs_reference for name in config.preference.losses)
 
 
 def objective(config) -> Objective:
@@ -61,7 +61,7 @@ def objective(config) -> Objective:
     loss = total(preferences.weighted(names, weights, pairs, options))
     entropy = reduce.sequence_mean(outputs.entropy, batch.loss_weights != 0, batch.sequence_ids)
     entropy = sum(reduce.split_pairs(reduce.sequence_max(entropy, batch.sequence_ids))) / 2
-    metrics = pairs_lib.pair_metrics(_means(pairs) if names[0] in _OF_MEANS else pairs, options)
+    metrics = pairs_lib.pair_metrics(_means(pairs) if LOSSES[names[0]].reward_is_mean else pairs, options)
     metrics = {k: total(v) for k, v in (metrics | {'entropy': entropy}).items()}
     if p.nll_coef:
       metrics['nll_loss'] = -(batch.arrays['nll_weights'] * outputs.logprobs).sum()
@@ -148,10 +148,10 @@ def check(config):
     'exo_pair' in p.losses and not p.label_smoothing,
     "config.preference.label_smoothing: is 0, and 'exo_pair' needs a number above it, such as 0.001",
   )
-  plain = set(p.losses) - set(WITH_F_DIVERGENCE) - set(REFERENCE_FREE)
+  plain = preferences.without_f_divergence(p.losses)
   refuse(
     p.f_divergence != 'reverse_kl' and bool(plain),
-    f'config.preference.f_divergence: {", ".join(sorted(plain))} hold to reverse_kl; leave it, or drop them',
+    f'config.preference.f_divergence: {", ".join(plain)} hold to reverse_kl; leave it, or drop them',
   )
   refuse(
     p.precompute_ref and not reads_reference(config),
@@ -163,7 +163,7 @@ def check_name(name: str, known):
   """InputError unless `known` has a loss of this name."""
   near = difflib.get_close_matches(name, known, 1)
   hint = f'did you mean {near[0]!r}? ' if near else ''
-  if name in ('kto', 'apo_zero_unpaired'):
+  if name in _UNPAIRED:
     hint = "of single answers: set config.algorithm='kto'. "
   refuse(name not in known, f'config.preference.losses: there is no {name!r}; {hint}known: {", ".join(known)}')
 
@@ -181,7 +181,8 @@ def check_fields(config):
     p.label_smoothing >= 0.5,
     f'config.preference.label_smoothing: {p.label_smoothing} would turn the preferences round; give less than 0.5',
   )
-  for field, (default, readers) in _READERS.items():
+  for field, default in _DEFAULTS.items():
+    readers = _UNPAIRED if field in _READ_BY_UNPAIRED else preferences.readers(field)
     refuse(
       vars(p)[field] != default and not set(readers) & set(p.losses),
       f'config.preference.{field}: {", ".join(p.losses)} would ignore '

@@ -67,7 +67,7 @@ def _per_token(loss: Callable, metrics: Callable) -> Objective:
 
 
 _REGRESSION = _per_token(
-  values.REGRESSION['mse'],
+  values.squared_error,
   lambda scores, labels: {'rewards/mean': scores, 'labels/mean': labels, 'rewards/error': jnp.abs(scores - labels)},
 )
 _PROCESS = _per_token(

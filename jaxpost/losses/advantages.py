@@ -1,19 +1,22 @@
-"""Advantages of completions, and what is decided from rewards on the host.
+"""Advantage estimators, and other decisions from rewards, on the host.
 
 Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens.
-Sequence s answers prompt s // G. Masks are over trained tokens; what a mask
-leaves out (tool output, padding, samples without a reward) comes out as 0.
+Sequence s answers prompt s // G. Masks are over trained tokens; masked entries
+(tool output, padding, samples without a reward) come out as 0.
 
-Host arrays (numpy, float64 inside): they are a few kilobytes per step,
+Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step,
 computed once for the global batch and never inside a micro-batch.
 """
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxpost.losses.reduce import same_shape
 
 
-def group_relative(rewards, valid, *, scale: bool | str = True, eps: float = 1e-6, singleton: str = 'zero'):
+def group_relative(
+  rewards: ArrayLike, valid: ArrayLike, *, scale: bool | str = True, eps: float = 1e-6, singleton: str = 'zero'
+) -> np.ndarray:
   """(r - mean) / (std + eps) within each group, over its valid samples.
 
   GRPO (arXiv:2402.03300), section 4.1.2, with the unbiased std. Without
@@ -21,11 +24,12 @@ def group_relative(rewards, valid, *, scale: bool | str = True, eps: float = 1e-
   batch it is "Lite PPO" (arXiv:2508.08221).
 
   Args:
-    rewards: [N, G] float; entries that are not valid are not looked at.
+    rewards: [N, G] float; entries that are not valid are ignored.
     valid: [N, G] bool; False where a reward could not be computed.
-    scale: 'group' (or True), 'batch' or 'none' (or False): whose std divides.
-    singleton: advantage of a group with one valid sample: 'zero', or 'raw'
-      for its reward as if mean and std were 0 and 1, as verl has it.
+    scale: divide by the std of the 'group' (or True), of the 'batch', or by
+      nothing: 'none' (or False).
+    singleton: advantage in a group with a single valid sample: 'zero', or 'raw'
+      for its reward, as if mean and std were 0 and 1 (as in verl).
 
   Returns:
     [N, G] float32; 0 where not valid and in groups without variance.
@@ -34,111 +38,114 @@ def group_relative(rewards, valid, *, scale: bool | str = True, eps: float = 1e-
   scale = {True: 'group', False: 'none'}.get(scale, scale)
   if scale not in ('group', 'batch', 'none'):
     raise ValueError(f"scale {scale!r}: want 'group', 'batch' or 'none'")
-  count, centred = _centered(rewards, valid, singleton)
+  count, centered = _centered(rewards, valid, singleton)
   if scale == 'group':
-    variance = (centred**2).sum(axis=1, keepdims=True)
+    variance = (centered**2).sum(axis=1, keepdims=True)
     std = np.sqrt(variance / np.maximum(count - 1, 1))
-    centred = centred / (np.where(count == 1, 1, std) + eps)
+    centered = centered / (np.where(count == 1, 1, std) + eps)
   elif scale == 'batch':
     kept = rewards[valid]
-    centred = centred / ((kept.std(ddof=1) if kept.size > 1 else 1) + eps)
-  return centred.astype(np.float32)
+    centered = centered / ((kept.std(ddof=1) if kept.size > 1 else 1) + eps)
+  return centered.astype(np.float32)
 
 
-def uniform(rewards, valid):
-  """[N] bool: groups whose valid rewards are all equal: they teach nothing."""
+def uniform(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
+  """Returns [N] bool: groups whose valid rewards are all equal, so have no gradient."""
   rewards, valid = _groups(rewards, valid)
   low = np.where(valid, rewards, np.inf).min(axis=1)
   high = np.where(valid, rewards, -np.inf).max(axis=1)
   return high == low
 
 
-def leave_one_out(rewards, valid, *, singleton: str = 'zero'):
+def leave_one_out(rewards: ArrayLike, valid: ArrayLike, *, singleton: str = 'zero') -> np.ndarray:
   """r_i - mean of the others = n / (n - 1) (r_i - mean), n valid samples.
 
-  RLOO (arXiv:2402.14740). Arguments and result as `group_relative`.
+  RLOO (arXiv:2402.14740). Arguments and result are those of `group_relative`.
   """
   rewards, valid = _groups(rewards, valid)
-  count, centred = _centered(rewards, valid, singleton)
-  centred = centred * count / np.maximum(count - 1, 1)
-  return centred.astype(np.float32)
+  count, centered = _centered(rewards, valid, singleton)
+  centered = centered * count / np.maximum(count - 1, 1)
+  return centered.astype(np.float32)
 
 
-def _groups(rewards, valid):
-  rewards, valid = np.asarray(rewards, np.float64), np.asarray(valid, bool)
+def _groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+  rewards = np.asarray(rewards, np.float64)
+  valid = np.asarray(valid, bool)
   same_shape('rewards, valid [N, G]', 2, rewards, valid)
   return rewards, valid
 
 
-def _centered(rewards, valid, singleton):
-  """(valid samples [N, 1], r - mean [N, G]), exactly 0 without variance.
+def _centered(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (number of valid samples [N, 1], r - mean [N, G]).
 
-  Rounding would leave 1e-17 there, and dividing by eps makes it matter.
+  Groups without variance give exactly 0: rounding would leave 1e-17 there, and
+  dividing by eps makes that matter.
   """
   if singleton not in ('zero', 'raw'):
     raise ValueError(f"singleton {singleton!r}: want 'zero' or 'raw'")
   count = valid.sum(axis=1, keepdims=True)
   total = np.where(valid, rewards, 0).sum(axis=1, keepdims=True)
-  centred = np.where(valid, rewards - total / np.maximum(count, 1), 0)
-  centred = np.where(uniform(rewards, valid)[:, None], 0, centred)
+  centered = np.where(valid, rewards - total / np.maximum(count, 1), 0)
+  centered = np.where(uniform(rewards, valid)[:, None], 0, centered)
   if singleton == 'raw':
-    centred = np.where((count == 1) & valid, rewards, centred)
-  return count, centred
+    centered = np.where((count == 1) & valid, rewards, centered)
+  return count, centered
 
 
-def best_of_n(rewards, valid):
-  """[N, G] bool: the best valid sample of each group, the first of equals.
+def best_of_n(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
+  """Returns [N, G] bool: the best valid sample of each group, the first of equals.
 
   Rejection sampling (RAFT, arXiv:2304.06767). Groups without a valid sample
-  keep none.
+  select none.
   """
   rewards, valid = _groups(rewards, valid)
   best = np.where(valid, rewards, -np.inf).argmax(axis=1)
-  # argmax of a row of -inf is 0, which may not be valid.
+  # argmax of a row of -inf is 0, so the mask has to be applied once more.
   return (np.arange(valid.shape[1]) == best[:, None]) & valid
 
 
-def whiten(x, mask, *, shift_mean: bool = True):
+def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
   """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [S, C].
 
-  The variance is unbiased. With `shift_mean=False` the mean is put back.
+  The variance is unbiased.
   """
   mask, x = _tokens('x, mask [S, C]', mask, x)
   count = mask.sum()
   mean = x.sum() / max(count, 1)
   variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
   white = (x - mean) / np.sqrt(variance + 1e-8)
-  if not shift_mean:
-    white = white + mean
   return np.where(mask, white, 0).astype(np.float32)
 
 
-def returns_to_go(token_rewards, mask, gamma: float = 1.0):
-  """Discounted sums of the rewards from a token on.
+def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
+  """Discounted sums of the rewards from each token on.
 
-  Masked tokens are skipped: their rewards are not looked at, and they take no
+  Masked tokens are skipped: their rewards are ignored, and they take no
   discount.
 
   Args:
-    token_rewards: [S, C], with -coef * KL already in where that is wanted.
+    token_rewards: [S, C], including -coef * KL if the KL is part of the reward.
 
   Returns:
     [S, C] float32.
   """
   mask, rewards = _tokens('token_rewards, mask [S, C]', mask, token_rewards)
-  returns, total = np.zeros_like(rewards), np.zeros(len(rewards))
+  returns = np.zeros_like(rewards)
+  total = np.zeros(len(rewards))
   for t in reversed(range(rewards.shape[1])):
     total = np.where(mask[:, t], rewards[:, t] + gamma * total, total)
     returns[:, t] = total
   return np.where(mask, returns, 0).astype(np.float32)
 
 
-def reinforce_plus_plus(token_rewards, mask, gamma: float = 1.0):
-  """[S, C] whitened `returns_to_go`: REINFORCE++ (arXiv:2501.03262)."""
+def reinforce_plus_plus(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
+  """Returns whitened `returns_to_go` [S, C]: REINFORCE++ (arXiv:2501.03262)."""
   return whiten(returns_to_go(token_rewards, mask, gamma), mask)
 
 
-def reinforce_plus_plus_baseline(rewards, valid, mask, *, singleton: str = 'zero'):
+def reinforce_plus_plus_baseline(
+  rewards: ArrayLike, valid: ArrayLike, mask: ArrayLike, *, singleton: str = 'zero'
+) -> np.ndarray:
   """r - mean of the group on every token, whitened over the batch.
 
   REINFORCE++-baseline (arXiv:2501.03262).
@@ -153,19 +160,19 @@ def reinforce_plus_plus_baseline(rewards, valid, mask, *, singleton: str = 'zero
   rewards, valid = _groups(rewards, valid)
   mask = np.asarray(mask, bool)
   same_shape('rewards [N, G] and mask [N * G, C]', 1, rewards.ravel(), mask[:, 0])
-  _, centred = _centered(rewards, valid, singleton)
+  _, centered = _centered(rewards, valid, singleton)
   mask = mask & valid.reshape(-1, 1)
-  return whiten(np.where(mask, centred.reshape(-1, 1), 0), mask)
+  return whiten(np.where(mask, centered.reshape(-1, 1), 0), mask)
 
 
-def remax(token_rewards, mask, greedy_rewards, gamma: float = 1.0):
-  """Returns-to-go less the reward of the greedy completion.
+def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, gamma: float = 1.0) -> np.ndarray:
+  """Returns-to-go minus the reward of the greedy completion.
 
   ReMax (arXiv:2310.10505).
 
   Args:
     token_rewards, mask: [S, C].
-    greedy_rewards: [S], of the greedy completion of each sequence's prompt.
+    greedy_rewards: [S], reward of the greedy completion of each sequence's prompt.
 
   Returns:
     [S, C] float32.
@@ -177,26 +184,29 @@ def remax(token_rewards, mask, greedy_rewards, gamma: float = 1.0):
   return gains.astype(np.float32)
 
 
-def gae(token_rewards, values, mask, gamma: float = 1.0, lam: float = 1.0):
-  """Generalised advantage estimation (arXiv:1506.02438), eq. 16.
+def gae(
+  token_rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+  """Generalized advantage estimation (arXiv:1506.02438), eq. 16.
 
   d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is
   the next trained token: those between (tool output) are skipped, and take
   no discount. The value after the last one is 0.
 
   Args:
-    token_rewards, values, mask: [S, C]; masked entries are not looked at.
+    token_rewards, values, mask: [S, C]; masked entries are ignored.
 
   Returns:
-    (advantages, returns = A + V) [S, C] float32; advantages not whitened.
+    (advantages, returns = A + V), each [S, C] float32; not whitened.
   """
   mask, rewards, values = _tokens('token_rewards, values, mask [S, C]', mask, token_rewards, values)
   gains = np.zeros_like(values)
-  after = gain = np.zeros(len(values))
+  next_value = np.zeros(len(values))
+  gain = np.zeros(len(values))
   for t in reversed(range(values.shape[1])):
-    delta = rewards[:, t] + gamma * after - values[:, t]
+    delta = rewards[:, t] + gamma * next_value - values[:, t]
     gain = np.where(mask[:, t], delta + gamma * lam * gain, gain)
-    after = np.where(mask[:, t], values[:, t], after)
+    next_value = np.where(mask[:, t], values[:, t], next_value)
     gains[:, t] = gain
   gains = np.where(mask, gains, 0)
   return gains.astype(np.float32), (gains + values).astype(np.float32)
@@ -212,8 +222,8 @@ def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: in
   return float(coef * (1 + error * steps / horizon))
 
 
-def _tokens(what, mask, *arrays):
-  """(mask as bool, arrays as float64 with 0 where the mask is)."""
+def _tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
+  """Returns (mask as bool, *arrays as float64, 0 where masked)."""
   mask = np.asarray(mask, bool)
   arrays = [np.asarray(a, np.float64) for a in arrays]
   same_shape(what, 2, mask, *arrays)

@@ -1,10 +1,10 @@
 """Divergences between a student and a teacher, token by token.
 
-Legend: V vocabulary, k tokens that the teacher kept; leading axes are free
-and stay. S is the student, T the teacher. Results are unreduced.
+Legend: V vocabulary, k most probable tokens of the teacher; leading axes are
+free. S is the student, T the teacher. Results are float32 and unreduced.
 
 Padding of the vocabulary has logits of -1e30 (or -inf): it has probability 0
-and takes no gradient. Float32.
+and gets no gradient.
 """
 
 import math
@@ -13,29 +13,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.losses.reduce import same_shape
+from jaxpost.types import MASKED_LOGIT
 
-_NEVER = -1e30
-# Log-probability of what a teacher never says, and of a tail without mass:
-# low enough to be 0, high enough to be multiplied and differentiated.
+# Log-probability of a tail without mass: low enough for a probability of 0, high
+# enough to be multiplied and differentiated.
 _FLOOR = -100.0
 
 
-def forward_kl(student_logits, teacher_logits, temperature: float = 1.0):
-  """KL(T || S) [...], of logits [..., V]: covers all that the teacher does."""
-  return generalized_jsd(student_logits, teacher_logits, 0.0, temperature)
-
-
-def reverse_kl(student_logits, teacher_logits, temperature: float = 1.0):
-  """KL(S || T) [...], of logits [..., V]: seeks the teacher's modes."""
-  return generalized_jsd(student_logits, teacher_logits, 1.0, temperature)
-
-
-def generalized_jsd(student_logits, teacher_logits, beta: float = 0.5, temperature: float = 1.0):
+def generalized_jsd(
+  student_logits: jax.Array, teacher_logits: jax.Array, beta: float = 0.5, temperature: float = 1.0
+) -> jax.Array:
   """beta KL(T || M) + (1 - beta) KL(S || M), M = (1 - beta) S + beta T.
 
-  GKD (arXiv:2306.13649), eq. 1, in the convention of TRL: beta = 0 stands for
-  KL(T || S) and beta = 1 for KL(S || T), the limits of the sum divided by
-  beta and by 1 - beta.
+  GKD (arXiv:2306.13649), eq. 1, in the convention of TRL: beta = 0 is the
+  forward KL(T || S), which covers the teacher's distribution, and beta = 1 the
+  reverse KL(S || T), which seeks its modes; they are the limits of the sum
+  divided by beta and by 1 - beta.
 
   Args:
     student_logits, teacher_logits: [..., V], divided by `temperature`.
@@ -48,24 +41,23 @@ def generalized_jsd(student_logits, teacher_logits, beta: float = 0.5, temperatu
 
 
 def topk_jsd(
-  student_logits, teacher_ids, teacher_logprobs, beta: float = 0.5, temperature: float = 1.0, outside: str = 'tail'
-):
-  """`generalized_jsd` from the k most probable tokens of the teacher.
+  student_logits: jax.Array,
+  teacher_ids: jax.Array,
+  teacher_logprobs: jax.Array,
+  beta: float = 0.5,
+  temperature: float = 1.0,
+) -> jax.Array:
+  """Computes `generalized_jsd` from the k most probable tokens of the teacher.
 
-  beta = 0 is KL(T || S), beta = 1 KL(S || T), as there.
+  The other V - k tokens are one more outcome, with the probability that is
+  left. With k = V the result equals the divergence of the whole distributions;
+  otherwise it is a lower bound.
 
   Args:
     student_logits: [..., V], divided by `temperature`.
     teacher_ids: [..., k] int, distinct.
     teacher_logprobs: [..., k], log_softmax(teacher logits / temperature) of
-      those: the temperature is already applied.
-    outside: what becomes of the other V - k tokens.
-      'tail': they are one more outcome, with the mass that is left. With
-        k = V, and never above, the divergence of the whole distributions.
-      'zero': as 'tail', but the teacher says only the k (rescaled to sum to
-        1), so that the student is pushed off the others: a log-probability of
-        -100 there.
-      'renormalise': both are rescaled to the k; the student is free outside.
+      those tokens: the temperature is already applied.
 
   Returns:
     [...] float32.
@@ -77,43 +69,36 @@ def topk_jsd(
     student_logits[..., 0],
     teacher_ids[..., 0],
   )
-  teacher = jnp.maximum(teacher_logprobs.astype(jnp.float32), _NEVER)
+  teacher = jnp.maximum(teacher_logprobs.astype(jnp.float32), MASKED_LOGIT)
   student = _log_probs(student_logits, temperature)
   kept = jnp.take_along_axis(student, teacher_ids, axis=-1)
-  if outside == 'renormalise':
-    return _divergence(jax.nn.log_softmax(kept), jax.nn.log_softmax(teacher), beta)
-  rest = jnp.put_along_axis(student, teacher_ids, _NEVER, axis=-1, inplace=False)
+  rest = jnp.put_along_axis(student, teacher_ids, MASKED_LOGIT, axis=-1, inplace=False)
   rest = jnp.maximum(jax.nn.logsumexp(rest, axis=-1, keepdims=True), _FLOOR)
-  if outside == 'tail':
-    tail = _log_rest(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
-  elif outside == 'zero':
-    teacher = jax.nn.log_softmax(teacher)
-    tail = jnp.full_like(rest, _FLOOR)
-  else:
-    raise ValueError(f"outside {outside!r}: want 'tail', 'zero' or 'renormalise'")
+  tail = _log_complement(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
   return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
 
 
-def _log_probs(logits, temperature):
-  # -inf - -inf is NaN, and so is its gradient.
-  logits = jnp.maximum(logits.astype(jnp.float32) / temperature, _NEVER)
+def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:
+  # Masked logits may be -inf, and -inf - -inf is NaN, as is its gradient.
+  logits = jnp.maximum(logits.astype(jnp.float32) / temperature, MASKED_LOGIT)
   return jax.nn.log_softmax(logits, axis=-1)
 
 
-def _log_rest(log_mass):
-  """log(1 - exp(x)), at least _FLOOR; masses that round to 1 leave nothing."""
+def _log_complement(log_mass: jax.Array) -> jax.Array:
+  """log(1 - exp(x)), at least _FLOOR; a mass that rounds to 1 leaves nothing."""
   some = log_mass < -1e-6
+  # The inner `where` keeps the gradient finite at a mass of 1.
   rest = jnp.log(-jnp.expm1(jnp.where(some, log_mass, -1.0)))
   return jnp.where(some, jnp.maximum(rest, _FLOOR), _FLOOR)
 
 
-def _kl(p, q):
+def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
   """KL(p || q) of log-probabilities, over the last axis."""
   return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
-def _divergence(student, teacher, beta):
-  """`generalized_jsd` of log-probabilities [..., outcomes]."""
+def _divergence(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
+  """Computes `generalized_jsd` of log-probabilities [..., outcomes]."""
   if not 0 <= beta <= 1:
     raise ValueError(f'beta {beta}: want 0 to 1')
   if beta == 0:

@@ -1,32 +1,32 @@
-"""Correction for samplers that are not the trainer, and how far they differ.
+"""Importance correction of the mismatch between sampler and trainer.
 
 Legend: S sequences, C completion tokens. log_ratio = log pi_old (trainer) -
 log pi_sampler, per token.
 
-Host arrays (numpy): weights enter the loss as constants, once per batch, by
-multiplication with the loss of a token.
+Arrays are numpy arrays on the host: the weights are computed once per batch
+and multiply the token losses as constants.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxpost.losses.reduce import same_shape
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # exp(20) is practically infinite, and finite in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionOptions:
-  """What the methods read; each reads its own part.
+  """Options of the correction methods; each method reads some of them.
 
   Attributes:
-    cap: most that a truncated weight may be.
-    token_low, token_high: ratios of tokens that 'icepop' and 'token_mask'
-      keep.
-    sequence_low, sequence_high: geometric means of the ratios of a sequence
-      that 'sequence_mask' keeps.
+    cap: upper bound of truncated weights.
+    token_low, token_high: 'icepop' and 'token_mask' keep tokens whose ratio is
+      in this range.
+    sequence_low, sequence_high: 'sequence_mask' keeps sequences whose geometric
+      mean of the ratios is in this range.
   """
 
   cap: float = 2.0
@@ -36,7 +36,7 @@ class CorrectionOptions:
   sequence_high: float = 1.01
 
 
-def token_truncated(log_ratio, mask, options):
+def token_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """min(ratio, cap): truncated importance sampling, token by token.
 
   "Your efficient RL framework secretly brings you off-policy RL training"
@@ -46,13 +46,13 @@ def token_truncated(log_ratio, mask, options):
   return np.minimum(_exp(log_ratio), options.cap)
 
 
-def sequence_truncated(log_ratio, mask, options):
+def sequence_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """min(product of the sequence's ratios, cap), on each of its tokens."""
   total = (log_ratio * mask).sum(axis=1, keepdims=True)
   return np.broadcast_to(np.minimum(_exp(total), options.cap), mask.shape)
 
 
-def icepop(log_ratio, mask, options):
+def icepop(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """The ratio within [token_low, token_high], 0 outside.
 
   IcePop ("Every step evolves", arXiv:2510.18855).
@@ -60,15 +60,15 @@ def icepop(log_ratio, mask, options):
   return _exp(log_ratio) * token_mask(log_ratio, mask, options)
 
 
-def token_mask(log_ratio, mask, options):
-  """1 where the ratio is within [token_low, token_high], 0 outside."""
+def token_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
+  """1 where the ratio is within [token_low, token_high], else 0."""
   del mask
   ratio = _exp(log_ratio)
   return (ratio >= options.token_low) & (ratio <= options.token_high)
 
 
-def sequence_mask(log_ratio, mask, options):
-  """1 where the geometric mean of a sequence's ratios is within the band."""
+def sequence_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
+  """1 where the geometric mean of the sequence's ratios is in range, else 0."""
   mean = _exp(_mean(log_ratio, mask)[:, None])
   kept = (mean >= options.sequence_low) & (mean <= options.sequence_high)
   return np.broadcast_to(kept, mask.shape)
@@ -76,21 +76,21 @@ def sequence_mask(log_ratio, mask, options):
 
 # fn(log_ratio [S, C] float64, mask [S, C] bool, options: CorrectionOptions)
 #    -> [S, C]; `correction` masks the result.
-METHODS: dict[str, Callable] = {
+METHODS: dict[str, Callable[..., np.ndarray]] = {
   'token_truncated': token_truncated,
   'sequence_truncated': sequence_truncated,
   'icepop': icepop,
   'token_mask': token_mask,
   'sequence_mask': sequence_mask,
 }
-WEIGHTS = 'token_truncated', 'sequence_truncated', 'icepop'  # not only 0 and 1
+WEIGHTS = ('token_truncated', 'sequence_truncated', 'icepop')  # methods that do more than mask
 
 
-def correction(names, log_ratio, mask, options: CorrectionOptions):
-  """The product of the methods named, such as ('sequence_mask', 'icepop').
+def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
+  """Returns the product of the named methods, such as ('sequence_mask', 'icepop').
 
   Args:
-    log_ratio: [S, C]; not looked at where the mask is 0.
+    log_ratio: [S, C]; ignored where the mask is 0.
     mask: [S, C], 1 for trained tokens.
 
   Returns:
@@ -103,11 +103,17 @@ def correction(names, log_ratio, mask, options: CorrectionOptions):
   return weights.astype(np.float32)
 
 
-def off_policy_metrics(old_logprobs, sampler_logprobs, mask) -> dict:
-  """How far trainer and sampler are apart, under verl's names.
+def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+  """Measures how far trainer and sampler differ, under verl's metric names.
 
-  Means over tokens (kl, k3_kl, chi2_token) or over sequences with a trained
-  token (the others). All [S, C]; {} where nothing is trained.
+  kl, k3_kl and chi2_token are means over tokens, the others over sequences that
+  have a trained token.
+
+  Args:
+    old_logprobs, sampler_logprobs, mask: [S, C].
+
+  Returns:
+    {metric: value}; {} if no token is trained.
   """
   old, mask = _arguments('old_logprobs, mask [S, C]', mask, old_logprobs)
   sampler, _ = _arguments('sampler_logprobs, mask [S, C]', mask, sampler_logprobs)
@@ -116,39 +122,40 @@ def off_policy_metrics(old_logprobs, sampler_logprobs, mask) -> dict:
     return {}
   old, sampler, mask = old[trained], sampler[trained], mask[trained]
   log_ratio = old - sampler
-  over_tokens = lambda x: x[mask].mean()
-  ours, theirs = _mean(old, mask), _mean(sampler, mask)
-  gap = theirs - ours
+  trainer_mean = _mean(old, mask)
+  sampler_mean = _mean(sampler, mask)
+  gap = sampler_mean - trainer_mean
   total = _exp(log_ratio.sum(axis=1))
   metrics = {
-    'kl': -over_tokens(log_ratio),
-    'k3_kl': over_tokens(_exp(log_ratio) - 1 - log_ratio),
-    'training_ppl': np.exp(-ours).mean(),
-    'training_log_ppl': -ours.mean(),
-    'rollout_ppl': np.exp(-theirs).mean(),
-    'rollout_log_ppl': -theirs.mean(),
+    'kl': -log_ratio[mask].mean(),
+    'k3_kl': (_exp(log_ratio) - 1 - log_ratio)[mask].mean(),
+    'training_ppl': np.exp(-trainer_mean).mean(),
+    'training_log_ppl': -trainer_mean.mean(),
+    'rollout_ppl': np.exp(-sampler_mean).mean(),
+    'rollout_log_ppl': -sampler_mean.mean(),
     'log_ppl_diff': gap.mean(),
     'log_ppl_abs_diff': np.abs(gap).mean(),
     'log_ppl_diff_max': gap.max(),
     'log_ppl_diff_min': gap.min(),
     'ppl_ratio': np.exp(gap).mean(),
-    'chi2_token': over_tokens(_exp(log_ratio) ** 2) - 1,
+    'chi2_token': (_exp(log_ratio) ** 2)[mask].mean() - 1,
     'chi2_seq': (total**2).mean() - 1,
   }
   return {f'rollout_corr/{k}': float(v) for k, v in metrics.items()}
 
 
-def _arguments(what, mask, array):
-  """(array as float64 with 0 where the mask is, mask as bool)."""
-  array, mask = np.asarray(array, np.float64), np.asarray(mask, bool)
+def _arguments(what: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (array as float64 with 0 outside of the mask, mask as bool)."""
+  array = np.asarray(array, np.float64)
+  mask = np.asarray(mask, bool)
   same_shape(what, 2, array, mask)
   return np.where(mask, array, 0), mask
 
 
-def _exp(log_ratio):
-  return np.exp(np.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+def _exp(log_ratio: np.ndarray) -> np.ndarray:
+  return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _mean(x, mask):
-  """[S] means over the trained tokens; 0 where there are none."""
+def _mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """Returns the means [S] over the trained tokens; 0 for sequences without any."""
   return (x * mask).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)

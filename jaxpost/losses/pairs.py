@@ -1,4 +1,9 @@
-"""TODO."""
+"""Preference pairs: their log-probs, the options of the losses, and metrics.
+
+Legend: P pairs; leading axes are free. c and r are the log-ratios of policy to
+reference, summed over the tokens of the chosen and the rejected completion.
+The losses are in `preferences.py`.
+"""
 
 import dataclasses
 import math
@@ -11,7 +16,7 @@ import jax.numpy as jnp
 from jaxpost.errors import InputError
 from jaxpost.losses.reduce import same_shape
 
-MAX_EXPONENT = 40.0  # the square of its exponential is still finite
+MAX_EXPONENT = 40.0  # the square of exp(40) is still finite in float32
 
 
 class Pairs(NamedTuple):
@@ -19,11 +24,12 @@ class Pairs(NamedTuple):
 
   Attributes:
     chosen, rejected: log-probabilities of the policy, summed over tokens.
-    ref_chosen, ref_rejected: of the reference; 0 where there is none.
-    chosen_length, rejected_length: tokens summed over; valid: bool.
-    nll_scale: [] or [..., P], makes -chosen * nll_scale, summed with the
-      weights of the pairs, the mean NLL of the chosen tokens of the global
-      batch. For weights of 1 / pairs: pairs / chosen tokens.
+    ref_chosen, ref_rejected: the same under the reference model; 0 without one.
+    chosen_length, rejected_length: number of tokens in those sums.
+    valid: bool, False for padding.
+    nll_scale: [] or [..., P]. -chosen * nll_scale, summed with the weights of
+      the pairs, is the mean NLL over the chosen tokens of the global batch.
+      With weights of 1 / pairs it is pairs / chosen tokens.
   """
 
   chosen: Any
@@ -38,17 +44,19 @@ class Pairs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceOptions:
-  """What the losses read; each reads its own part.
+  """Options of the preference losses.
+
+  `preferences.LOSSES` says which loss reads which option; all read `beta`.
 
   Attributes:
     beta: inverse temperature of the implicit reward beta * log-ratio.
-    label_smoothing: share of labels held to be wrong.
-    ipo_average: 'ipo' takes means over tokens, as TRL does; its paper, sums.
+    label_smoothing: assumed fraction of wrong labels.
+    ipo_average: 'ipo' takes means over tokens, as TRL does; its paper takes sums.
     gamma: target margin of 'simpo'.
-    simpo_alpha: AlphaPO's alpha for 'simpo'; 0 is SimPO.
+    simpo_alpha: alpha of AlphaPO for 'simpo'; 0 is SimPO.
     discopop_tau: temperature of the blend of 'discopop'.
-    f_divergence: what c and r become in WITH_F_DIVERGENCE: a key of
-      F_DIVERGENCES. The other losses refuse all but 'reverse_kl'.
+    f_divergence: key of F_DIVERGENCES, applied to c and r. Losses that do not
+      read it accept 'reverse_kl' only.
     f_alpha: alpha of 'alpha_divergence'.
   """
 
@@ -70,6 +78,21 @@ class PreferenceOptions:
       raise InputError(f'f_divergence is {self.f_divergence!r}: give one of ' + ', '.join(F_DIVERGENCES))
 
 
+def _reverse_kl_score(log_ratio, alpha):
+  del alpha
+  return log_ratio
+
+
+def _forward_kl_score(log_ratio, alpha):
+  del alpha
+  return -jnp.expm1(jnp.minimum(-log_ratio, MAX_EXPONENT))
+
+
+def _js_score(log_ratio, alpha):
+  del alpha
+  return jax.nn.log_sigmoid(log_ratio) + math.log(2)
+
+
 def _alpha_score(log_ratio, alpha):
   if abs(alpha - 1) < 1e-6:
     return log_ratio
@@ -77,29 +100,32 @@ def _alpha_score(log_ratio, alpha):
   return jnp.expm1(exponent) / (alpha - 1)
 
 
-# f'(ratio), 0 at a ratio of 1 (arXiv:2309.16240): fn(log ratio, alpha).
+# fn(log ratio, alpha) -> f'(ratio), shifted to be 0 at a ratio of 1
+# (f-DPO, arXiv:2309.16240).
 F_DIVERGENCES: dict[str, Callable] = {
-  'reverse_kl': lambda x, alpha: x,
-  'forward_kl': lambda x, alpha: -jnp.expm1(jnp.minimum(-x, MAX_EXPONENT)),
-  'js_divergence': lambda x, alpha: jax.nn.log_sigmoid(x) + math.log(2),
+  'reverse_kl': _reverse_kl_score,
+  'forward_kl': _forward_kl_score,
+  'js_divergence': _js_score,
   'alpha_divergence': _alpha_score,
 }
 
 
-def implicit_rewards(pairs, options):
-  """(beta c, beta r) [..., P]."""
-  return (options.beta * (pairs.chosen - pairs.ref_chosen), options.beta * (pairs.rejected - pairs.ref_rejected))
+def implicit_rewards(pairs: Pairs, options: PreferenceOptions) -> tuple[jax.Array, jax.Array]:
+  """Returns the implicit rewards (beta c, beta r), each [..., P]."""
+  chosen = options.beta * (pairs.chosen - pairs.ref_chosen)
+  rejected = options.beta * (pairs.rejected - pairs.ref_rejected)
+  return chosen, rejected
 
 
-def zero_padding(pairs):
-  """The pairs, with 0 for whatever the padding holds."""
+def zero_padding(pairs: Pairs) -> Pairs:
+  """Returns the pairs with 0 in all entries that are not valid."""
   same_shape('arrays of Pairs [..., P]', None, *pairs[:-1])
   clean = Pairs(*(jnp.where(pairs.valid, x, 0) for x in pairs))
   return clean._replace(valid=pairs.valid)
 
 
-def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict:
-  """{metric: [..., P]}, 0 where not valid; rewards are beta * log-ratio."""
+def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict[str, jax.Array]:
+  """Returns {metric: [..., P]}, 0 where not valid; rewards are beta * log-ratio."""
   pairs = jax.tree.map(jax.lax.stop_gradient, zero_padding(pairs))
   chosen, rejected = implicit_rewards(pairs, options)
   return {

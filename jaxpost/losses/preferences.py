@@ -1,15 +1,17 @@
-"""Losses of preference pairs, and of single completions that are labelled.
+"""Losses of preference pairs, and of single labeled completions (KTO).
 
 Legend: P pairs; leading axes are free. c and r are the log-ratios of policy
 to reference, summed over the tokens of the chosen and the rejected completion,
 and d = c - r.
 
-`LOSSES` holds the losses of pairs by name, each fn(pairs, options) -> [..., P].
-To add one, write that function and name it there.
+`LOSSES` holds the pair losses by name, each fn(pairs, options) -> [..., P].
+To add one, write that function and enter it there: one line, which also says
+which options it reads and whether it needs a reference model.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,42 +20,46 @@ from jaxpost.errors import InputError
 from jaxpost.losses.pairs import F_DIVERGENCES, MAX_EXPONENT, Pairs, PreferenceOptions, implicit_rewards, zero_padding
 from jaxpost.losses.reduce import same_shape
 
-_log_sigmoid, _sigmoid = jax.nn.log_sigmoid, jax.nn.sigmoid
+_log_sigmoid = jax.nn.log_sigmoid
+_sigmoid = jax.nn.sigmoid
 
 
-def _scores(pairs, options):
-  """(c, r) [..., P] after the f-divergence."""
-  score, alpha = F_DIVERGENCES[options.f_divergence], options.f_alpha
-  return (score(pairs.chosen - pairs.ref_chosen, alpha), score(pairs.rejected - pairs.ref_rejected, alpha))
+def _scores(pairs: Pairs, options: PreferenceOptions) -> tuple[jax.Array, jax.Array]:
+  """Returns (c, r), each [..., P], after the f-divergence."""
+  score = F_DIVERGENCES[options.f_divergence]
+  chosen = score(pairs.chosen - pairs.ref_chosen, options.f_alpha)
+  rejected = score(pairs.rejected - pairs.ref_rejected, options.f_alpha)
+  return chosen, rejected
 
 
-def _margin(pairs, options):
-  """beta d [..., P]."""
+def _margin(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
+  """Returns beta d [..., P]."""
   chosen, rejected = _scores(pairs, options)
   return options.beta * (chosen - rejected)
 
 
-def _means(chosen, rejected, pairs):
-  return (chosen / jnp.maximum(pairs.chosen_length, 1), rejected / jnp.maximum(pairs.rejected_length, 1))
+def _means(chosen: jax.Array, rejected: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+  """Divides sums over tokens by the numbers of tokens."""
+  return chosen / jnp.maximum(pairs.chosen_length, 1), rejected / jnp.maximum(pairs.rejected_length, 1)
 
 
-def _logistic(margin, options):
-  """-log sigmoid(margin), with a share of the labels turned round."""
+def _logistic(margin: jax.Array, options: PreferenceOptions) -> jax.Array:
+  """-log sigmoid(margin), with a fraction `label_smoothing` of the labels flipped."""
   eps = options.label_smoothing
   return -((1 - eps) * _log_sigmoid(margin) + eps * _log_sigmoid(-margin))
 
 
-def sigmoid(pairs, options):
+def sigmoid(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-log sigmoid(beta d): DPO (arXiv:2305.18290), eq. 7; smoothed, cDPO."""
   return _logistic(_margin(pairs, options), options)
 
 
-def hinge(pairs, options):
+def hinge(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """max(0, 1 - beta d): SLiC (arXiv:2305.10425) on the implicit reward."""
   return jax.nn.relu(1 - _margin(pairs, options))
 
 
-def ipo(pairs, options):
+def ipo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """(d - 1 / (2 beta))^2: IPO (arXiv:2310.12036), eq. 17."""
   chosen, rejected = _scores(pairs, options)
   if options.ipo_average:
@@ -61,7 +67,7 @@ def ipo(pairs, options):
   return (chosen - rejected - 1 / (2 * options.beta)) ** 2
 
 
-def exo_pair(pairs, options):
+def exo_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """KL of (s(beta d), s(-beta d)) to (1 - eps, eps): EXO (arXiv:2402.00856)."""
   if not (eps := options.label_smoothing):
     raise InputError("label_smoothing is 0: 'exo_pair' needs a number above 0, such as 0.001")
@@ -71,7 +77,7 @@ def exo_pair(pairs, options):
   )
 
 
-def nca_pair(pairs, options):
+def nca_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-log s(beta c) - 1/2 log s(-beta c) - 1/2 log s(-beta r), s the sigmoid.
 
   NCA (arXiv:2402.05369), for K = 2.
@@ -80,66 +86,70 @@ def nca_pair(pairs, options):
   return -_log_sigmoid(chosen) - (_log_sigmoid(-chosen) + _log_sigmoid(-rejected)) / 2
 
 
-def robust(pairs, options):
+def robust(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """(-(1 - eps) log s(beta d) + eps log s(-beta d)) / (1 - 2 eps).
 
-  rDPO (arXiv:2403.00409): unbiased if a share eps of the labels is wrong.
+  rDPO (arXiv:2403.00409): unbiased if a fraction eps of the labels is wrong.
   """
-  eps, margin = options.label_smoothing, _margin(pairs, options)
+  eps = options.label_smoothing
+  margin = _margin(pairs, options)
   return (-(1 - eps) * _log_sigmoid(margin) + eps * _log_sigmoid(-margin)) / (1 - 2 * eps)
 
 
-def bco_pair(pairs, options):
+def bco_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-log s(beta c) - log s(-beta r): BCO (arXiv:2404.04656), without shift."""
   chosen, rejected = implicit_rewards(pairs, options)
   return -_log_sigmoid(chosen) - _log_sigmoid(-rejected)
 
 
-def sppo_hard(pairs, options):
+def sppo_hard(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2: SPPO (arXiv:2405.00675)."""
   chosen, rejected = implicit_rewards(pairs, options)
   return ((chosen - 0.5) ** 2 + (rejected + 0.5) ** 2) / options.beta**2
 
 
-def aot(pairs, options):
-  """DPO on sorted margins, policy's against reference's: AOT, paired.
+def aot(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
+  """DPO on sorted log-probability gaps, policy against reference: paired AOT.
 
-  Optimal transport (arXiv:2406.05882). It couples all pairs of the call, so
-  that a step's loss depends on its micro-batches.
+  Alignment by optimal transport (arXiv:2406.05882). Sorting couples all pairs
+  of the call, so the loss of a step depends on how it is cut into micro-batches.
   """
   return _transport(pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected, pairs, options)
 
 
-def aot_unpaired(pairs, options):
-  """As `aot`, of sorted c against sorted r."""
+def aot_unpaired(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
+  """Unpaired AOT (arXiv:2406.05882): sorted c against sorted r."""
   return _transport(pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected, pairs, options)
 
 
-def _transport(upper, lower, pairs, options):
+def _transport(upper: jax.Array, lower: jax.Array, pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """Logistic loss of the differences of two sorted samples, [..., P].
 
-  Padding is sorted last; the losses go to the valid places, in order.
+  Padding is sorted last; the losses are written to the valid entries, in order.
   """
   valid, upper, lower = (x.ravel() for x in (pairs.valid, upper, lower))
-  in_order = lambda x: x[jnp.argsort(jnp.where(valid, x, jnp.inf), stable=True)]
-  losses = _logistic(options.beta * (in_order(upper) - in_order(lower)), options)
+
+  def sort(x):
+    return x[jnp.argsort(jnp.where(valid, x, jnp.inf), stable=True)]
+
+  losses = _logistic(options.beta * (sort(upper) - sort(lower)), options)
   places = jnp.argsort(~valid, stable=True)
   return jnp.zeros_like(losses).at[places].set(losses).reshape(pairs.valid.shape)
 
 
-def apo_zero(pairs, options):
+def apo_zero(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """1 - s(beta c) + s(beta r): APO-zero (arXiv:2408.06266)."""
   chosen, rejected = implicit_rewards(pairs, options)
   return _sigmoid(-chosen) + _sigmoid(rejected)
 
 
-def apo_down(pairs, options):
+def apo_down(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """s(beta c) + 1 - s(beta d): APO-down (arXiv:2408.06266)."""
   chosen, rejected = implicit_rewards(pairs, options)
   return _sigmoid(chosen) + _sigmoid(rejected - chosen)
 
 
-def discopop(pairs, options):
+def discopop(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """Logistic and exponential loss, blended by s(beta d / tau).
 
   DiscoPOP (arXiv:2406.08414), the log-ratio modulated loss.
@@ -150,51 +160,52 @@ def discopop(pairs, options):
   return -_log_sigmoid(margin) * _sigmoid(-scaled) + jnp.exp(jnp.minimum(_log_sigmoid(scaled) - margin, MAX_EXPONENT))
 
 
-def sigmoid_norm(pairs, options):
-  """DPO of means over tokens: length-normalised (Tulu 3, arXiv:2411.15124)."""
+def sigmoid_norm(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
+  """DPO of means over tokens: length-normalized (Tulu 3, arXiv:2411.15124)."""
   chosen, rejected = _means(*_scores(pairs, options), pairs)
   return _logistic(options.beta * (chosen - rejected), options)
 
 
-def sft(pairs, options):
+def sft(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """NLL of the chosen completion, per token of the global batch."""
   del options
   return -pairs.chosen * pairs.nll_scale
 
 
-def orpo(pairs, options):
+def orpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-beta log s(log odds of chosen - log odds of rejected), no reference.
 
-  Of ORPO (arXiv:2403.07691), eq. 7, whose other half is 'sft'; from means
-  over tokens, odds = p / (1 - p).
+  The odds-ratio term of ORPO (arXiv:2403.07691), eq. 7; its other term is
+  'sft'. odds = p / (1 - p), log p being the mean over tokens.
   """
   chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   gap = (chosen - rejected) - (_log1m_exp(chosen) - _log1m_exp(rejected))
   return -options.beta * _log_sigmoid(gap)
 
 
-def _log1m_exp(x):
-  """log(1 - exp(x)) for x <= 0, held finite at 0."""
+def _log1m_exp(x: jax.Array) -> jax.Array:
+  """log(1 - exp(x)) for x <= 0, finite at 0."""
   x = jnp.minimum(x, -1e-7)
   near = x > -math.log(2)
-  # Each branch sees only what it can differentiate.
+  # The inner `where`s keep each branch away from inputs at which its gradient
+  # is not finite: `jnp.where` would turn inf * 0 into NaN.
   return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
 
 
-def cpo(pairs, options):
+def cpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-log s(beta (log p_chosen - log p_rejected)), no reference.
 
-  Of CPO (arXiv:2401.08417), whose other half is 'sft'.
+  The preference term of CPO (arXiv:2401.08417); its other term is 'sft'.
   """
   return _logistic(options.beta * (pairs.chosen - pairs.rejected), options)
 
 
-def cpo_hinge(pairs, options):
+def cpo_hinge(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """max(0, 1 - beta (log p_chosen - log p_rejected)): SLiC, no reference."""
   return jax.nn.relu(1 - options.beta * (pairs.chosen - pairs.rejected))
 
 
-def simpo(pairs, options):
+def simpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
   """-log s(beta (mean log p_chosen - mean log p_rejected) - gamma).
 
   SimPO (arXiv:2405.14734), eq. 6; with simpo_alpha, AlphaPO
@@ -206,33 +217,67 @@ def simpo(pairs, options):
   return _logistic(options.beta * (chosen - rejected) - options.gamma, options)
 
 
-LOSSES: dict[str, Callable] = {
-  'sigmoid': sigmoid,
-  'hinge': hinge,
-  'ipo': ipo,
-  'exo_pair': exo_pair,
-  'nca_pair': nca_pair,
-  'robust': robust,
-  'bco_pair': bco_pair,
-  'sppo_hard': sppo_hard,
-  'aot': aot,
-  'aot_unpaired': aot_unpaired,
-  'apo_zero': apo_zero,
-  'apo_down': apo_down,
-  'discopop': discopop,
-  'sigmoid_norm': sigmoid_norm,
-  'sft': sft,
-  'orpo': orpo,
-  'cpo': cpo,
-  'cpo_hinge': cpo_hinge,
-  'simpo': simpo,
+@dataclasses.dataclass(frozen=True)
+class PreferenceLoss:
+  """An entry of `LOSSES`.
+
+  Attributes:
+    fn: (pairs, options) -> [..., P].
+    reads: the fields of `PreferenceOptions` that it reads besides `beta`.
+    needs_reference: it reads `Pairs.ref_chosen` and `ref_rejected`.
+    reward_is_mean: metrics report its implicit reward as a mean over tokens.
+  """
+
+  fn: Callable[[Pairs, PreferenceOptions], jax.Array]
+  reads: tuple[str, ...] = ()
+  needs_reference: bool = True
+  reward_is_mean: bool = False
+
+  @property
+  def allows_f_divergence(self) -> bool:
+    """True if an f-divergence other than reverse KL may be configured with it."""
+    return 'f_divergence' in self.reads or not self.needs_reference
+
+
+_F = ('f_divergence', 'f_alpha')
+
+LOSSES: dict[str, PreferenceLoss] = {
+  'sigmoid': PreferenceLoss(sigmoid, reads=('label_smoothing', *_F)),
+  'hinge': PreferenceLoss(hinge, reads=_F),
+  'ipo': PreferenceLoss(ipo, reads=('ipo_average', *_F)),
+  'exo_pair': PreferenceLoss(exo_pair, reads=('label_smoothing', *_F)),
+  'nca_pair': PreferenceLoss(nca_pair),
+  'robust': PreferenceLoss(robust, reads=('label_smoothing', *_F)),
+  'bco_pair': PreferenceLoss(bco_pair),
+  'sppo_hard': PreferenceLoss(sppo_hard),
+  'aot': PreferenceLoss(aot, reads=('label_smoothing',)),
+  'aot_unpaired': PreferenceLoss(aot_unpaired, reads=('label_smoothing',)),
+  'apo_zero': PreferenceLoss(apo_zero),
+  'apo_down': PreferenceLoss(apo_down),
+  'discopop': PreferenceLoss(discopop, reads=('discopop_tau', *_F)),
+  'sigmoid_norm': PreferenceLoss(sigmoid_norm, reads=('label_smoothing', *_F)),
+  'sft': PreferenceLoss(sft, needs_reference=False),
+  'orpo': PreferenceLoss(orpo, needs_reference=False, reward_is_mean=True),
+  'cpo': PreferenceLoss(cpo, reads=('label_smoothing',), needs_reference=False),
+  'cpo_hinge': PreferenceLoss(cpo_hinge, needs_reference=False),
+  'simpo': PreferenceLoss(
+    simpo, reads=('label_smoothing', 'gamma', 'simpo_alpha'), needs_reference=False, reward_is_mean=True
+  ),
 }
-WITH_F_DIVERGENCE = ('sigmoid', 'hinge', 'ipo', 'exo_pair', 'robust', 'discopop', 'sigmoid_norm')
-REFERENCE_FREE = ('sft', 'orpo', 'cpo', 'cpo_hinge', 'simpo')
 
 
-def weighted(names, weights, pairs: Pairs, options: PreferenceOptions):
-  """[..., P] sum over the named losses; 0, and no gradient, where not valid.
+def readers(option: str) -> tuple[str, ...]:
+  """Returns the names of the losses that read this field of `PreferenceOptions`."""
+  return tuple(name for name, loss in LOSSES.items() if option in loss.reads)
+
+
+def without_f_divergence(names: Sequence[str]) -> list[str]:
+  """Returns those of the named losses that are defined for reverse KL only."""
+  return sorted(name for name in set(names) if not LOSSES[name].allows_f_divergence)
+
+
+def weighted(names: Sequence[str], weights: Sequence[float], pairs: Pairs, options: PreferenceOptions) -> jax.Array:
+  """Returns the weighted sum [..., P] of the named losses; 0, without gradient, where not valid.
 
   Names of ('sigmoid', 'bco_pair', 'sft') and weights of (0.8, 0.2, 1) are
   MPO (arXiv:2411.10442).
@@ -241,27 +286,34 @@ def weighted(names, weights, pairs: Pairs, options: PreferenceOptions):
     raise InputError(
       f'{len(names)} names of preference losses and {len(weights)} weights: give one weight for each name'
     )
-  plain = set(names) - set(WITH_F_DIVERGENCE) - set(REFERENCE_FREE)
+  plain = without_f_divergence(names)
   if options.f_divergence != 'reverse_kl' and plain:
-    raise InputError(f"f_divergence is {options.f_divergence!r}, which {sorted(plain)} do not have: give 'reverse_kl'")
+    raise InputError(f"f_divergence is {options.f_divergence!r}, which {plain} do not have: give 'reverse_kl'")
   pairs = zero_padding(pairs)
-  loss = sum(w * LOSSES[name](pairs, options) for name, w in zip(names, weights))
+  loss = sum(w * LOSSES[name].fn(pairs, options) for name, w in zip(names, weights))
   return jnp.where(pairs.valid, loss, 0)
 
 
-def kto(log_ratio, label, z, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0):
+def kto(
+  log_ratio: jax.Array,
+  label: jax.Array,
+  z: jax.Array | float,
+  beta: float = 0.1,
+  desirable_weight: float = 1.0,
+  undesirable_weight: float = 1.0,
+) -> jax.Array:
   """1 - s(beta (x - z)) if desirable, 1 - s(beta (z - x)) if not.
 
   KTO (arXiv:2402.01306), eq. 8.
 
   Args:
-    log_ratio: [P] x, policy to reference, summed over tokens.
-    label: [P] bool, whether the completion is desirable.
-    z: [] max(0, mean log-ratio of completions paired with other prompts);
-      taken as a constant.
+    log_ratio: [P], x: log-ratio of policy to reference, summed over tokens.
+    label: [P] bool, True for desirable completions.
+    z: [], max(0, mean log-ratio of completions paired with other prompts);
+      no gradient flows through it.
 
   Returns:
-    [P], times the weight of its label.
+    [P], each loss times the weight of its label.
   """
   same_shape('log_ratio, label [P]', None, log_ratio, label)
   margin = beta * (log_ratio - jax.lax.stop_gradient(z))
@@ -269,7 +321,11 @@ def kto(log_ratio, label, z, beta: float = 0.1, desirable_weight: float = 1.0, u
 
 
 def apo_zero_unpaired(
-  log_ratio, label, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-):
+  log_ratio: jax.Array,
+  label: jax.Array,
+  beta: float = 0.1,
+  desirable_weight: float = 1.0,
+  undesirable_weight: float = 1.0,
+) -> jax.Array:
   """`kto` with z = 0: APO-zero (arXiv:2408.06266) of single completions."""
-  return kto(log_ratio, label, 0.0, beta, desirable_weight, undesirable_weight)
+  return kto(log_ratio, label, 0.0, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)

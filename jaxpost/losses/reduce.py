@@ -1,62 +1,66 @@
-"""Tokens to sequences and back, inside rows.
+"""Reductions from tokens to sequences of packed rows, and back.
 
 Legend: B rows, T tokens a row, N sequences a row at most (here T), P = N / 2
 pairs.
 
-Sequences of a row are numbered from 1 by `sequence_ids` [B, T]; 0 is none.
-Sums are segment sums over tokens that a row holds anyway, so that their
-gradients cost nothing beside the model's.
+`sequence_ids` [B, T] numbers the sequences of a row from 1; 0 is none. All
+reductions are segment sums inside a row, so their gradients cost nothing
+compared with those of the model.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpost.types import Array
 
-def sequence_sum(x, sequence_ids):
-  """[B, T] -> [B, T]: entry n - 1 is the sum over sequence n of its row."""
+
+def sequence_sum(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Sums x [B, T] by sequence; entry [b, n - 1] is the sum over sequence n of row b."""
   length = x.shape[1]
-  one_row = lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=length + 1)[1:]
+
+  def one_row(row, ids):
+    return jax.ops.segment_sum(row, ids, num_segments=length + 1)[1:]
+
   return jax.vmap(one_row)(x, sequence_ids)
 
 
-def sequence_max(x, sequence_ids, initial=0.0):
-  """[B, T] -> [B, T]: the largest entry of each sequence.
+def sequence_max(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Returns the largest entry of each sequence [B, N]; 0 for absent sequences.
 
   For values that are the same on all tokens of a sequence (weights, labels).
-  Sequences that do not exist give `initial`.
   """
   length = x.shape[1]
 
   def one_row(row, ids):
     found = jax.ops.segment_max(row, ids, num_segments=length + 1)[1:]
-    return jnp.where(jnp.isfinite(found), found, initial)
+    return jnp.where(jnp.isfinite(found), found, 0.0)
 
   return jax.vmap(one_row)(x, sequence_ids)
 
 
-def to_tokens(per_sequence, sequence_ids):
-  """[B, N] -> [B, T]: each token gets the entry of its sequence, others 0."""
+def to_tokens(per_sequence: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Gives each token [B, T] the entry [B, N] of its sequence; 0 without one."""
   index = jnp.maximum(sequence_ids - 1, 0)
   return jnp.where(sequence_ids > 0, jnp.take_along_axis(per_sequence, index, axis=1), 0)
 
 
-def sequence_mean(x, mask, sequence_ids):
-  """Mean of x over the masked tokens of each sequence, at its tokens [B, T]."""
+def sequence_mean(x: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Returns the mean over the trained tokens of each sequence, at its tokens [B, T]."""
   mask = mask.astype(jnp.float32)
   total = sequence_sum(x * mask, sequence_ids)
   count = sequence_sum(mask, sequence_ids)
   return to_tokens(total / jnp.maximum(count, 1), sequence_ids)
 
 
-def split_pairs(per_sequence):
-  """[B, N] -> chosen, rejected [B, P]: odd sequences and the ones after."""
+def split_pairs(per_sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Splits [B, N] into chosen and rejected [B, P]: sequences 1, 3, ... and 2, 4, ..."""
   even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
   return even[:, 0::2], even[:, 1::2]
 
 
-def same_shape(what: str, rank: int | None, *arrays):
-  """ValueError unless all have one shape, and `rank` axes if that is given.
+def same_shape(what: str, rank: int | None, *arrays: Array):
+  """Raises ValueError unless all arrays have the same shape, of `rank` axes if given.
 
   `what` names arrays and axes in the message, such as 'rewards, valid [N, G]'.
   """

@@ -1,6 +1,6 @@
 """Losses of critics and reward models.
 
-Legend: B rows, T tokens, P pairs. Unreduced and elementwise.
+Legend: B rows, T tokens, P pairs. All losses are unreduced and elementwise.
 """
 
 import jax
@@ -8,20 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.losses.reduce import same_shape
+from jaxpost.types import Array
 
 
-def clipped_value_loss(values, old_values, returns, clip: float = 0.0):
+def clipped_value_loss(
+  values: jax.Array, old_values: jax.Array, returns: jax.Array, clip: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
   """1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2).
 
   PPO's value clipping (arXiv:2005.12729, section 3).
 
   Args:
     values, old_values, returns: [B, T].
-    clip: 0 is off.
+    clip: largest distance of V from V_old that lowers the loss; 0 is off.
 
   Returns:
-    (loss, is_clipped) [B, T], the latter float 0 or 1: tokens whose loss is
-    the clipped one, and whose gradient is 0.
+    (loss, is_clipped), each [B, T]; is_clipped is float 0 or 1, and 1 for the
+    tokens whose loss is the clipped one and whose gradient is 0.
   """
   same_shape('values, old_values, returns [B, T]', None, values, old_values, returns)
   squared = (values - returns) ** 2
@@ -32,10 +35,10 @@ def clipped_value_loss(values, old_values, returns, clip: float = 0.0):
   return (jnp.maximum(squared, clipped) / 2, (clipped > squared).astype(squared.dtype))
 
 
-def explained_variance(values, returns, mask) -> float:
+def explained_variance(values: Array, returns: Array, mask: Array) -> float:
   """1 - Var(returns - values) / Var(returns) over the mask, on the host.
 
-  1: the critic is exact; 0: no better than a constant. NaN where the returns
+  1: the critic is exact; 0: it is no better than a constant. NaN if the returns
   do not vary.
   """
   same_shape('values, returns, mask', None, values, returns, mask)
@@ -47,11 +50,13 @@ def explained_variance(values, returns, mask) -> float:
   return float(1 - error.var() / returns.var())
 
 
-def bradley_terry(chosen, rejected, margin=None, center_coef: float = 0.0):
+def bradley_terry(
+  chosen: jax.Array, rejected: jax.Array, margin: Array | None = None, center_coef: float = 0.0
+) -> jax.Array:
   """-log sigmoid(r_c - r_r - margin) + center_coef (r_c + r_r)^2.
 
   InstructGPT (arXiv:2203.02155), eq. 1, with Llama 2's margin
-  (arXiv:2307.09288), eq. 2, and the centring of arXiv:2312.09244.
+  (arXiv:2307.09288), eq. 2, and the centering of arXiv:2312.09244.
 
   Args:
     chosen, rejected: [P] rewards; margin: [P] or None.
@@ -67,23 +72,17 @@ def bradley_terry(chosen, rejected, margin=None, center_coef: float = 0.0):
   return -jax.nn.log_sigmoid(gap) + center_coef * (chosen + rejected) ** 2
 
 
-def squared_error(predictions, targets):
-  """(prediction - target)^2, for rewards that are scores."""
+def squared_error(predictions: Array, targets: Array) -> Array:
+  """(prediction - target)^2, for reward models of numeric scores."""
   same_shape('predictions, targets', None, predictions, targets)
   return (predictions - targets) ** 2
 
 
-def binary_cross_entropy(logits, labels):
-  """-y log sigmoid(x) - (1 - y) log sigmoid(-x), for labels y in [0, 1]."""
-  same_shape('logits, labels', None, logits, labels)
-  return jax.nn.softplus(logits) - labels * logits
+def process_reward_loss(logits: Array, labels: Array) -> jax.Array:
+  """-y log sigmoid(x) - (1 - y) log sigmoid(-x), at the last token of each step.
 
-
-def process_reward_loss(logits, labels):
-  """`binary_cross_entropy` at the tokens that end a step of a solution.
-
-  "Let's verify step by step" (arXiv:2305.20050): the label says whether the
-  step is right. Tokens that end no step have weight 0.
+  "Let's verify step by step" (arXiv:2305.20050): the label y in [0, 1] says
+  whether the step of the solution is right. All other tokens have weight 0.
 
   Args:
     logits, labels: [B, T].
@@ -91,8 +90,5 @@ def process_reward_loss(logits, labels):
   Returns:
     [B, T].
   """
-  return binary_cross_entropy(logits, labels)
-
-
-# How a reward model of single completions learns: fn(output, target).
-REGRESSION = {'mse': squared_error, 'bce': binary_cross_entropy}
+  same_shape('logits, labels', None, logits, labels)
+  return jax.nn.softplus(logits) - labels * logits

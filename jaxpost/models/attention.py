@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import attention_kernels, context_parallel
-from jaxpost.models.attention_xla import NEVER, attend_in_chunks, chunked, reference, scale_queries, softcap, softmax
+from jaxpost.models.attention_xla import attend_in_chunks, chunked, reference, scale_queries, softcap, softmax
+from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -145,7 +146,7 @@ def cached_attention(q, cache, recent, filled, step, compute: Compute, window: i
     at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
     mask &= at[:, None] > filled[:, None, None] + stands - window
   weights = softmax(
-    jnp.where(mask[:, None, :, None], softcap(scores, cfg), NEVER),
+    jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
     sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
   )
   weights = weights.reshape(flat).astype(compute.dtype)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.matmul import Compute, einsum
+from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-NEVER = -1e30  # finite: a fully masked row must not become NaN
 _LONG = 2048  # tokens of a row from which on memory counts more than time
 
 
@@ -37,7 +37,7 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, win
   if branch_ids is not None:
     shared = branch_ids[:, None] == 0
     mask &= shared | (branch_ids[:, :, None] == branch_ids[:, None])
-  weights = softmax(jnp.where(mask[:, None], scores, NEVER), sinks if sinks is None else sinks[:, None, None])
+  weights = softmax(jnp.where(mask[:, None], scores, MASKED_LOGIT), sinks if sinks is None else sinks[:, None, None])
   return einsum('bnts,bsnh->btnh', weights, v, compute.dtype)
 
 
@@ -81,7 +81,7 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
       mask &= (there[2] == 0) | (there[2] == here[2])
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
-      jnp.where(mask[:, None, :, None], softcap(scores, cfg), NEVER),
+      jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
       sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
     )
     return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end], compute.dtype)

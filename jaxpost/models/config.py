@@ -108,7 +108,7 @@ class ModelConfig:
 
   @property
   def logit_form(self) -> tuple[float, float]:
-    """(divisor, soft cap), as `losses.head.logits` takes them."""
+    """(divisor, soft cap), as `losses.head_chunk.logits` takes them."""
     return self.logit_divisor, self.logit_softcap
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxpost.hardware import chips, memory
-from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models import context_parallel
 from jaxpost.planning import cost, traffic_bound
 from jaxpost.programs.compile import Ledger
@@ -82,7 +82,7 @@ def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
     rows = rows // shards if rows % shards == 0 else rows
     chunks = -(
       -length
-      // head_lib.chunk_length(rows, length, kit.prepared.model.config.padded_vocab_size, kit.compute.head_elements)
+      // head_chunk.chunk_length(rows, length, kit.prepared.model.config.padded_vocab_size, kit.compute.head_elements)
     )
 
   experts = kit.prepared.model.config.experts

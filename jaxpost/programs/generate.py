@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models import routing
 from jaxpost.models.attention import extend
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.types import Array, Cache, Sampling
+from jaxpost.types import MASKED_LOGIT, Array, Cache, Sampling
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -392,8 +392,8 @@ def view(cache: Cache) -> Cache:
 def head_logits(model: Model, weights, hidden, compute: Compute):
   """[S, D] -> [S, V] float32, what is no token hidden."""
   head = model.head(weights)
-  logits = head_lib.logits(hidden, head, model.config.logit_form, compute.dtype)
+  logits = head_chunk.logits(hidden, head, model.config.logit_form, compute.dtype)
   if model.config.vocab_size < head.shape[0]:
     real = jnp.arange(head.shape[0]) < model.config.vocab_size
-    logits = jnp.where(real, logits, sampling_lib.HIDE)
+    logits = jnp.where(real, logits, MASKED_LOGIT)
   return logits

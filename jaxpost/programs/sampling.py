@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpost.types import Array, Sampling
+from jaxpost.types import MASKED_LOGIT, Array, Sampling
 
-HIDE = -1e30  # the logit of what cannot be drawn
 _GREEDY = 1e-4  # a lower temperature is 0: quotients would overflow
 
 
@@ -77,7 +76,7 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
     # By the likeliest that is left: what is excluded may be far ahead of it.
     left = _forbid(logits, forbidden)
     top = jnp.max(left, axis=-1, keepdims=True)
-    kept = jnp.where(left > HIDE, jnp.exp(left - top), 0)
+    kept = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0)
     kept = jax.lax.cond(jnp.any(cuts & ~greedy), _truncate, lambda w, _: w, kept, sampling)
     # An argmax over the vocabulary costs more than the draw on CPU.
     best = jnp.argmax(left, axis=-1)
@@ -111,7 +110,7 @@ def _forbid(logits, ids):
   """Hides logits[s, ids[s, j]]; ids of -1 are nobody's."""
   size = logits.shape[-1]
   rows = jnp.arange(len(ids))[:, None]
-  return logits.at[rows, jnp.where(ids < 0, size, ids)].set(HIDE, mode='drop')
+  return logits.at[rows, jnp.where(ids < 0, size, ids)].set(MASKED_LOGIT, mode='drop')
 
 
 def _truncate(weights, sampling: Sampling):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models.parameters import Param, nest
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
@@ -28,7 +29,7 @@ def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *
 
   A model with a scalar head gives `values`, of all tokens.
   """
-  plan = head_lib.HeadConfig(
+  plan = head_chunk.HeadConfig(
     None, model.config.vocab_size, temperature, compute, layout, learns=(), form=model.config.logit_form
   )
 
@@ -58,7 +59,7 @@ def make_topk(
   Of weighted tokens: what the model holds most probable in the place of each,
   among the first `vocab_size` ids.
   """
-  plan = head_lib.HeadConfig(
+  plan = head_chunk.HeadConfig(
     None, min(vocab_size, model.config.vocab_size), temperature, compute, layout, form=model.config.logit_form
   )
 

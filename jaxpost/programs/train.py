@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.distributed import transfer
 from jaxpost.losses import head as head_lib
+from jaxpost.losses import head_chunk
 from jaxpost.models import layers
 from jaxpost.models import routing as routing_lib
 from jaxpost.models.parameters import join
@@ -61,7 +62,7 @@ def run_model(
   )
 
 
-def read_outputs(model: Model, plan: head_lib.HeadConfig, params, hidden, batch):
+def read_outputs(model: Model, plan: head_chunk.HeadConfig, params, hidden, batch):
   """`Outputs` [B, T] of the tokens that have a weight."""
   outputs = head_lib.Outputs()
   if model.head:
@@ -87,7 +88,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
   scale: the loss is that many times as large (loss_scale.py).
   tokens: that are no padding, in the whole batch; by default in this one.
   """
-  plan = head_lib.HeadConfig(
+  plan = head_chunk.HeadConfig(
     objective.fn,
     model.config.vocab_size,
     objective.temperature,

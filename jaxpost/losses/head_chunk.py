@@ -1,0 +1,168 @@
+"""The head on one chunk of tokens: logits, outputs, loss and gradients.
+
+Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary.
+
+`head.py` loops over chunks and has what other rooms call in training and
+scoring; samplers take `logits` from here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.distributed.mesh import Layout
+from jaxpost.matmul import Compute, einsum
+from jaxpost.types import MASKED_LOGIT, Outputs
+
+
+class HeadConfig(NamedTuple):
+  """Static configuration of a compiled head.
+
+  Attributes:
+    objective: (Outputs of [B, C], {name: [B, C]}) -> (loss [B, C],
+      {metric: [B, C]}), elementwise in tokens; None computes outputs only.
+    vocab_size: number of real rows of the head; the rest is padding.
+    temperature: divides the logits.
+    reads: fields of `Outputs` to compute besides `logprobs`.
+    learns: those of them through which the loss is differentiated.
+    divergence: (logits [B, C, V], teachers' logits, {name: [B, C, ...]}) ->
+      [B, C], for `outputs.divergence`.
+    form, teacher_forms: (divisor, soft cap) of the logits of the model and of
+      each teacher, see `logits`.
+  """
+
+  objective: Callable | None
+  vocab_size: int
+  temperature: float
+  compute: Compute
+  layout: Layout
+  reads: tuple[str, ...] = ('entropy',)
+  learns: tuple[str, ...] = ('entropy',)
+  divergence: Callable | None = None
+  form: tuple[float, float] = (1.0, 0.0)
+  teacher_forms: tuple[tuple[float, float], ...] = ()
+
+
+def logits(hidden: jax.Array, head: jax.Array, form: tuple[float, float], dtype: str) -> jax.Array:
+  """Computes the logits of hidden states, alike in training, scoring and sampling.
+
+  Args:
+    hidden: [B, T, D] or [S, D].
+    head: [V, D].
+    form: (divisor, c): x = hidden head^T / divisor, then c tanh(x / c) unless c
+      is 0.
+    dtype: type of the operands of the product.
+
+  Returns:
+    [B, T, V] or [S, V] float32, before the temperature.
+  """
+  spec = 'sd,vd->sv' if hidden.ndim == 2 else 'bcd,vd->bcv'
+  x = einsum(spec, hidden, head, dtype)
+  divisor, cap = form
+  if divisor != 1:
+    x = x / divisor
+  return cap * jnp.tanh(x / cap) if cap else x
+
+
+def masked_logits(config: HeadConfig, hidden: jax.Array, head: jax.Array) -> jax.Array:
+  """Computes logits [B, C, V] over the temperature, with padding of V masked."""
+  x = logits(hidden, head, config.form, config.compute.dtype) / config.temperature
+  if config.vocab_size < head.shape[0]:
+    x = jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, x, MASKED_LOGIT)
+  return x
+
+
+def _logits_slope(config: HeadConfig, logits: jax.Array) -> jax.Array | float:
+  """d logits / d (hidden head^T), for logits over the temperature."""
+  divisor, cap = config.form
+  slope = 1 / (divisor * config.temperature)
+  if not cap:
+    return slope
+  # tanh' = 1 - tanh^2; clipped, because padding has logits of -1e30.
+  tanh = jnp.clip(logits * (config.temperature / cap), -1, 1)
+  return slope * (1 - tanh * tanh)
+
+
+def _pad_vocab(logits: jax.Array, vocab: int) -> jax.Array:
+  """Pads [B, C, V'] to [B, C, vocab], for teachers with fewer tokens."""
+  return jnp.pad(logits, ((0, 0), (0, 0), (0, vocab - logits.shape[-1])), constant_values=MASKED_LOGIT)
+
+
+def chunk_length(rows: int, length: int, vocab: int, elements: int) -> int:
+  """Returns the tokens of a row per chunk, so that a chunk has <= `elements` logits."""
+  longest = max(1, min(length, elements // (rows * vocab)))
+  num_chunks = -(-length // longest)
+  return -(-length // num_chunks)  # chunks of equal length
+
+
+def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, arrays, teachers) -> tuple:
+  """Computes loss and outputs of one chunk of hidden states [B, C, D].
+
+  Args:
+    grad: compute gradients, too.
+    labels, weights: [B, C]; arrays: {name: [B, C, ...]}, for the objective.
+    teachers: ([hidden [B, C, D'], ...], [head [V', D'], ...]).
+
+  Returns:
+    (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V]) or ()).
+  """
+  dtype = config.compute.dtype
+  logits = masked_logits(config, hidden, head)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  exp = jnp.exp(logits - top)
+  norm = jnp.sum(exp, axis=-1, keepdims=True)
+  lse = top + jnp.log(norm)
+  # A comparison, not a gather: it stays local when V is sharded.
+  is_label = jnp.arange(head.shape[0]) == labels[..., None]
+  real = jnp.arange(head.shape[0]) < config.vocab_size
+  found = {'logprobs': jnp.sum(jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
+  if 'entropy' in config.reads:
+    entropy = lse - jnp.sum(exp * logits, axis=-1, keepdims=True) / norm
+    found['entropy'] = entropy[..., 0]
+  if 'lse' in config.reads:
+    found['lse'] = lse[..., 0]
+  if 'mean_logprob' in config.reads:
+    found['mean_logprob'] = jnp.sum(jnp.where(real, logits, 0), axis=-1) / config.vocab_size - lse[..., 0]
+  pull_divergence = None
+  if config.divergence:
+    forms = config.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
+    teacher_logits = [
+      _pad_vocab(masked_logits(config._replace(form=form), *teacher), head.shape[0])
+      for form, *teacher in zip(forms, *teachers)
+    ]
+    found['divergence'], pull_divergence = jax.vjp(lambda x: config.divergence(x, teacher_logits, arrays), logits)
+  outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
+  if config.objective is None:
+    return jnp.zeros(()), {}, outputs, ()
+
+  def weighted(outputs):
+    loss, metrics = config.objective(outputs, arrays)
+    return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
+
+  if not grad:
+    return *weighted(outputs), outputs, ()
+  (loss, metrics), g = jax.value_and_grad(weighted, has_aux=True)(outputs)
+
+  def slope(name):
+    """d loss / d outputs.name, [B, C, 1]."""
+    return g.__dict__[name][..., None]
+
+  # The chain rule by hand, from the softmax that is already there:
+  # d logprob = onehot - p, d entropy = -p (log p + entropy), d lse = p.
+  probs = exp / norm
+  d_logits = slope('logprobs') * (is_label - probs)
+  if 'entropy' in config.learns:
+    d_logits -= slope('entropy') * probs * (logits - lse + entropy)
+  if 'lse' in config.learns:
+    d_logits += slope('lse') * probs
+  if 'mean_logprob' in config.learns:
+    d_logits += slope('mean_logprob') * (real / config.vocab_size - probs)
+  if pull_divergence:
+    d_logits += pull_divergence(jnp.where(weights != 0, g.divergence, 0))[0]
+  d_logits = d_logits * _logits_slope(config, logits)
+  d_hidden = einsum('bcv,vd->bcd', d_logits, head, dtype, hidden.dtype.name)
+  # [D, V]: the form that XLA:CPU contracts without copying d_logits.
+  d_head = einsum('bcd,bcv->dv', hidden, d_logits, dtype)
+  return loss, metrics, outputs, (d_hidden, d_head)
