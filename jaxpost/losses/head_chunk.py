@@ -97,6 +97,17 @@ def chunk_length(rows: int, length: int, vocab: int, elements: int) -> int:
   return -(-length // num_chunks)  # chunks of equal length
 
 
+class _Softmax(NamedTuple):
+  """The softmax of a chunk: logits, exp(logits - max), its sum, log-sum-exp."""
+
+  logits: jax.Array  # [B, C, V]
+  exp: jax.Array  # [B, C, V]
+  norm: jax.Array  # [B, C, 1]
+  lse: jax.Array  # [B, C, 1]
+  is_label: jax.Array  # [B, C, V] bool
+  is_real: jax.Array  # [V] bool, False for padding
+
+
 def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, arrays, teachers) -> tuple:
   """Computes loss and outputs of one chunk of hidden states [B, C, D].
 
@@ -109,22 +120,8 @@ def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, ar
     (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V]) or ()).
   """
   dtype = config.compute.dtype
-  logits = masked_logits(config, hidden, head)
-  top = jnp.max(logits, axis=-1, keepdims=True)
-  exp = jnp.exp(logits - top)
-  norm = jnp.sum(exp, axis=-1, keepdims=True)
-  lse = top + jnp.log(norm)
-  # A comparison, not a gather: it stays local when V is sharded.
-  is_label = jnp.arange(head.shape[0]) == labels[..., None]
-  real = jnp.arange(head.shape[0]) < config.vocab_size
-  found = {'logprobs': jnp.sum(jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
-  if 'entropy' in config.reads:
-    entropy = lse - jnp.sum(exp * logits, axis=-1, keepdims=True) / norm
-    found['entropy'] = entropy[..., 0]
-  if 'lse' in config.reads:
-    found['lse'] = lse[..., 0]
-  if 'mean_logprob' in config.reads:
-    found['mean_logprob'] = jnp.sum(jnp.where(real, logits, 0), axis=-1) / config.vocab_size - lse[..., 0]
+  softmax = _softmax(config, hidden, head, labels)
+  found = _unmasked_outputs(config, softmax)
   pull_divergence = None
   if config.divergence:
     forms = config.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
@@ -132,7 +129,9 @@ def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, ar
       _pad_vocab(masked_logits(config._replace(form=form), *teacher), head.shape[0])
       for form, *teacher in zip(forms, *teachers)
     ]
-    found['divergence'], pull_divergence = jax.vjp(lambda x: config.divergence(x, teacher_logits, arrays), logits)
+    found['divergence'], pull_divergence = jax.vjp(
+      lambda x: config.divergence(x, teacher_logits, arrays), softmax.logits
+    )
   outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
   if config.objective is None:
     return jnp.zeros(()), {}, outputs, ()
@@ -143,26 +142,66 @@ def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, ar
 
   if not grad:
     return *weighted(outputs), outputs, ()
-  (loss, metrics), g = jax.value_and_grad(weighted, has_aux=True)(outputs)
-
-  def slope(name):
-    """d loss / d outputs.name, [B, C, 1]."""
-    return g.__dict__[name][..., None]
-
-  # The chain rule by hand, from the softmax that is already there:
-  # d logprob = onehot - p, d entropy = -p (log p + entropy), d lse = p.
-  probs = exp / norm
-  d_logits = slope('logprobs') * (is_label - probs)
-  if 'entropy' in config.learns:
-    d_logits -= slope('entropy') * probs * (logits - lse + entropy)
-  if 'lse' in config.learns:
-    d_logits += slope('lse') * probs
-  if 'mean_logprob' in config.learns:
-    d_logits += slope('mean_logprob') * (real / config.vocab_size - probs)
+  (loss, metrics), slopes = jax.value_and_grad(weighted, has_aux=True)(outputs)
+  d_logits = _logits_gradient(config, softmax, found, slopes)
   if pull_divergence:
-    d_logits += pull_divergence(jnp.where(weights != 0, g.divergence, 0))[0]
-  d_logits = d_logits * _logits_slope(config, logits)
+    d_logits += pull_divergence(jnp.where(weights != 0, slopes.divergence, 0))[0]
+  d_logits = d_logits * _logits_slope(config, softmax.logits)
   d_hidden = einsum('bcv,vd->bcd', d_logits, head, dtype, hidden.dtype.name)
   # [D, V]: the form that XLA:CPU contracts without copying d_logits.
   d_head = einsum('bcd,bcv->dv', hidden, d_logits, dtype)
   return loss, metrics, outputs, (d_hidden, d_head)
+
+
+def _softmax(config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> _Softmax:
+  logits = masked_logits(config, hidden, head)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  exp = jnp.exp(logits - top)
+  norm = jnp.sum(exp, axis=-1, keepdims=True)
+  lse = top + jnp.log(norm)
+  # A comparison, not a gather: it stays local when V is sharded.
+  is_label = jnp.arange(head.shape[0]) == labels[..., None]
+  is_real = jnp.arange(head.shape[0]) < config.vocab_size
+  return _Softmax(logits, exp, norm, lse, is_label, is_real)
+
+
+def _unmasked_outputs(config: HeadConfig, softmax: _Softmax) -> dict[str, jax.Array]:
+  """Computes the fields of `Outputs` [B, C] that `config` reads, at all positions."""
+  logits, exp, norm, lse, is_label, is_real = softmax
+  found = {'logprobs': jnp.sum(jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
+  if 'entropy' in config.reads:
+    entropy = lse - jnp.sum(exp * logits, axis=-1, keepdims=True) / norm
+    found['entropy'] = entropy[..., 0]
+  if 'lse' in config.reads:
+    found['lse'] = lse[..., 0]
+  if 'mean_logprob' in config.reads:
+    found['mean_logprob'] = jnp.sum(jnp.where(is_real, logits, 0), axis=-1) / config.vocab_size - lse[..., 0]
+  return found
+
+
+def _logits_gradient(config: HeadConfig, softmax: _Softmax, found: dict, slopes: Outputs) -> jax.Array:
+  """Pulls gradients of the outputs back to the logits, by hand.
+
+  With p the softmax: d logprob = onehot - p, d entropy = -p (log p + entropy),
+  d lse = p, d mean_logprob = 1 / V - p.
+
+  Args:
+    slopes: d loss / d outputs, each field [B, C].
+
+  Returns:
+    d loss / d logits [B, C, V], without the divergence.
+  """
+  logits, exp, norm, lse, is_label, is_real = softmax
+
+  def slope(name):
+    return slopes.__dict__[name][..., None]
+
+  probs = exp / norm
+  d_logits = slope('logprobs') * (is_label - probs)
+  if 'entropy' in config.learns:
+    d_logits -= slope('entropy') * probs * (logits - lse + found['entropy'][..., None])
+  if 'lse' in config.learns:
+    d_logits += slope('lse') * probs
+  if 'mean_logprob' in config.learns:
+    d_logits += slope('mean_logprob') * (is_real / config.vocab_size - probs)
+  return d_logits

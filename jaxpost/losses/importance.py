@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxpost.losses.reduce import same_shape
-
-MAX_LOG_RATIO = 20.0  # exp(20) is practically infinite, and finite in float32
+from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
 
 
 @dataclasses.dataclass(frozen=True)

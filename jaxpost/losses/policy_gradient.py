@@ -15,8 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses.importance import MAX_LOG_RATIO
-from jaxpost.losses.reduce import same_shape
+from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 

@@ -5,14 +5,22 @@ pairs.
 
 `sequence_ids` [B, T] numbers the sequences of a row from 1; 0 is none. All
 reductions are segment sums inside a row, so their gradients cost nothing
-compared with those of the model.
+compared with those of the model. Also what the losses share: the bound of
+log-ratios and the check of shapes.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.types import Array
+if TYPE_CHECKING:
+  from jaxpost.types import Array
+
+MAX_LOG_RATIO = 20.0  # exp(20) is practically infinite, and finite in float32
 
 
 def sequence_sum(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
