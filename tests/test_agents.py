@@ -13,7 +13,8 @@ import tiny
 import jaxpost
 from jaxpost.data import tokenizer
 from jaxpost.environments import agents, turns
-from jaxpost.environments.episodes import Episode, Limits
+from jaxpost.environments.episodes import Episode
+from jaxpost.environments.episodes import EpisodeLimits as Limits
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files

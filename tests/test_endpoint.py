@@ -20,7 +20,7 @@ import test_lora
 import tiny
 
 from jaxpost.data import tokenizer
-from jaxpost.environments.fair_lock import Line
+from jaxpost.environments.fair_lock import FairLock
 from jaxpost.environments.openai_server import Endpoint
 from jaxpost.errors import InputError
 from jaxpost.formats import peft
@@ -389,21 +389,21 @@ def test_a_failure_of_one_ends_all(weights):
 
 
 def test_turns_are_in_order():
-  line, seen = Line(), []
+  lock, seen = FairLock(), []
 
   def wait(i):
-    with line:
+    with lock:
       seen.append(i)
 
-  line.acquire()
+  lock.acquire()
   threads = [threading.Thread(target=wait, args=(i,)) for i in range(5)]
   for i, thread in enumerate(threads):
     thread.start()
-    while len(line._waiting) < i + 2:
+    while len(lock._queue) < i + 2:
       time.sleep(0.001)
-  line.release()
-  line.acquire()  # after all who have waited
+  lock.release()
+  lock.acquire()  # after all who have waited
   assert seen == [0, 1, 2, 3, 4]
-  line.release()
+  lock.release()
   for thread in threads:
     thread.join()

@@ -99,7 +99,7 @@ class Hints:
 @pytest.mark.parametrize('name', EXAMPLES)
 def test_schemas_are_those_of_transformers(name):
   made = vars(examples)[name]()
-  found = tool_schema.of(made, 'test')
+  found = tool_schema.tool_schemas(made, 'test')
   assert 'reset' not in found and 'get_reward' not in found
   assert found
   for tool, schema in found.items():
@@ -107,7 +107,7 @@ def test_schemas_are_those_of_transformers(name):
 
 
 def test_schema_of_all_kinds_of_hints():
-  have = tool_schema.schema(Hints().many, 'test')['function']
+  have = tool_schema.method_schema(Hints().many, 'test')['function']
   want = get_json_schema(Hints().many)['function']
   for key, value in want['parameters']['properties'].items():
     mine = have['parameters']['properties'][key]
@@ -143,7 +143,7 @@ def test_a_class_that_is_no_environment(tmp_path, body, words):
 def pool(tmp_path_factory):
   path = tmp_path_factory.mktemp('env') / 'env.py'
   path.write_text(TROUBLE)
-  made = pool_lib.EnvironmentPool(f'{path}:Trouble', workers=2, timeout_s=3.0, most=1000).check()
+  made = pool_lib.EnvironmentPool(f'{path}:Trouble', workers=2, timeout_s=3.0, max_characters=1000).check()
   yield made
   made.close()
 
@@ -290,7 +290,7 @@ def test_a_template_that_ends_no_turn_is_refused(tmp_path):
 # ------------------------------------------------------------------ episodes
 
 BYTES = tokenizer_lib.load('bytes')
-LIMITS = episodes.Limits(prompt=200, tokens=300, turns=3, result=40, lag=2, failed=1.0)
+LIMITS = episodes.EpisodeLimits(prompt=200, tokens=300, turns=3, result=40, wait_blocks=2, failed=1.0)
 
 
 class Scripted:
@@ -393,7 +393,7 @@ def test_many_episodes_share_few_environments(pool):
   order = lambda e: [(r.prompt, r.sample, len(r.tokens)) for r in e.requests]
   assert order(engine) == order(same)
   assert [said(rollout, n)[1].count(f'tool\n{n // 2}{n % 2}') for n in range(10)] == [1, 2] * 5
-  quick = episodes.Limits(**{**vars(LIMITS), 'lag': 0})
+  quick = episodes.EpisodeLimits(**{**vars(LIMITS), 'wait_blocks': 0})
   other, _ = play(pool, script, [prompt(i) for i in range(5)], 2, quick)
   assert (other.completions == rollout.completions).all()
 
@@ -413,7 +413,7 @@ def test_limits_end_an_episode(pool):
   assert rollout.finished.tolist() == [False, False, True, False]
   assert f'tool\n{"y" * 40} [cut]<|im_end|>' in said(rollout, 2)[1]
   assert rollout.rewards['environment'].tolist() == [2, 1, 1, 0]
-  tight = episodes.Limits(**{**vars(LIMITS), 'tokens': 80})
+  tight = episodes.EpisodeLimits(**{**vars(LIMITS), 'tokens': 80})
   cut, _ = play(pool, script, [prompt(0)], limits=tight)
   # The answer does not fit, so it is left out.
   assert said(cut, 0) == (call('a'), call('a')) and not cut.finished[0]
@@ -439,7 +439,7 @@ def test_lost_episodes_are_masked_and_counted(pool):
 
 
 def test_too_many_lost_episodes_stop_the_run(pool):
-  limits = episodes.Limits(**{**vars(LIMITS), 'failed': 0.25})
+  limits = episodes.EpisodeLimits(**{**vars(LIMITS), 'failed': 0.25})
   with pytest.raises(InputError, match='2 of the last 2.*no such game'):
     play(pool, {}, [prompt(0, 'bad'), prompt(1, 'bad')], limits=limits)
   one = [prompt(0, 'bad'), *(prompt(i) for i in range(1, 4))]

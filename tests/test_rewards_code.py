@@ -30,7 +30,7 @@ def allowed():
 ALLOWED = allowed()
 WHY_NOT = 'this kernel or container allows no user namespaces'
 namespaces = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
-LIMITS = sandbox.Limits(timeout_s=10.0, memory_mb=256)
+LIMITS = sandbox.SandboxLimits(timeout_s=10.0, memory_mb=256)
 RIGHT = 'def add(a, b):\n  return a + b'
 WRONG = 'def add(a, b):\n  return a - b'
 TESTS = ['assert add(1, 2) == 3', 'assert add(0, 0) == 0']
@@ -166,7 +166,7 @@ CHEATS = {
 @namespaces
 @pytest.mark.parametrize('cheat', CHEATS)
 def test_cheats_pass_nothing(cheat):
-  limits = sandbox.Limits(timeout_s=2.0)
+  limits = sandbox.SandboxLimits(timeout_s=2.0)
   assert sandbox.run_tests(CHEATS[cheat], TESTS, limits) == [False, False]
 
 
@@ -215,7 +215,7 @@ def jails():
 @namespaces
 @pytest.mark.parametrize('name', HOSTILE)
 def test_hostile_programs_fail_and_end(name):
-  limits = sandbox.Limits(timeout_s=1.5, memory_mb=128)
+  limits = sandbox.SandboxLimits(timeout_s=1.5, memory_mb=128)
   before = set(jails())
   start = time.monotonic()
   assert sandbox.run_inputs(HOSTILE[name], [''], limits, 1000) == [None]
@@ -318,7 +318,7 @@ def test_no_sandbox_outlives_what_started_it():
       '-c',
       'from jaxpost.workers import sandbox as s\n'
       's.run_tests("import time; time.sleep(50)", ["1"],'
-      ' s.Limits(timeout_s=40.0))',
+      ' s.SandboxLimits(timeout_s=40.0))',
     ],
     env={**os.environ, 'PYTHONPATH': str(CLONE)},
   )
@@ -336,7 +336,7 @@ def test_no_sandbox_outlives_what_started_it():
 @namespaces
 def test_packages_only_when_asked_for():
   program = 'import numpy\nprint(numpy.ones(3).sum())'
-  more = sandbox.Limits(timeout_s=20.0, memory_mb=2048, packages=True)
+  more = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=2048, packages=True)
   assert sandbox.run_inputs(program, [''], more) == ['3.0\n']
   assert sandbox.run_inputs(program, [''], LIMITS) == [None]
 
@@ -380,7 +380,7 @@ def test_refused_without_namespaces_unless_one_insists(tmp_path):
 def test_insecure_has_limits_and_leaves_nothing(tmp_path, monkeypatch):
   monkeypatch.setenv('TMPDIR', str(tmp_path))
   monkeypatch.setattr(sandbox.tempfile, 'tempdir', None)
-  limits = sandbox.Limits(timeout_s=1.0, memory_mb=256, insecure=True)
+  limits = sandbox.SandboxLimits(timeout_s=1.0, memory_mb=256, insecure=True)
   assert sandbox.run_tests(RIGHT, TESTS, limits) == [True, True]
   assert sandbox.run_inputs('print(input())', ['a', 'b'], limits) == ['a\n', 'b\n']
   for name in ('loop', '100 MB', 'memory'):

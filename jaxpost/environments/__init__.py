@@ -1,6 +1,11 @@
-"""Multi-turn episodes: the model's turns and what tools or agents answer.
+"""Multi-turn episodes: environments with tools in processes of their own, and agents that reach the policy over HTTP.
 
-Lives here: environment processes and their pool, tool schemas, episodes, an
-OpenAI-compatible server for external agents, two example environments. Imports rollout/,
-data/, workers/; stage/ starts it. Never here: single-turn sampling, reward functions.
+`factory` makes the pool and the sampler of a stage. `episodes.Episodes` plays conversations with tools; `pool` and
+`worker` are the two sides of an environment's process; `tool_schema` and `turns` translate between Python methods, chat
+messages and tokens. `agents.Agents` lets an external agent play, through `openai_server`. `examples` has two
+environments to start from.
+
+stage/, tools/ and launch/ import `factory` and `openai_server`; both samplers stand in for `roles.Sampler`. This room
+may import rollout/, data/, rewards/, workers/ and everything below them. Training, losses and advantages do not belong
+here.
 """

@@ -19,9 +19,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpost.environments.episodes import Episode, Episodes, Limits, drawn, told
+from jaxpost.environments.episodes import Episode, Episodes
+from jaxpost.environments.episodes import EpisodeLimits as Limits
+from jaxpost.environments.episodes import generated_tokens as drawn
+from jaxpost.environments.episodes import given_tokens as told
 from jaxpost.environments.openai_server import Endpoint
-from jaxpost.environments.pool import Answer, row_of
+from jaxpost.environments.pool import Answer
+from jaxpost.environments.pool import reset_row as row_of
 from jaxpost.errors import InputError
 from jaxpost.types import Completion, Request, Rollout
 
@@ -118,7 +122,7 @@ class Agents(Episodes):
 
   def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling) -> Rollout:
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
-    play = _Play(self, episodes, step, sampling)
+    play = AgentScheduler(self, episodes, step, sampling)
     figures = self.endpoint.round(self.run_key, step, play.ended, on_dispatch)
     self.count(episodes)
     self.endpoint.drop()  # of agents that were killed
@@ -126,7 +130,7 @@ class Agents(Episodes):
     return self.rollout(episodes, prompts, group_size, step, figures)
 
 
-class _Play:
+class AgentScheduler:
   """One call: which agents play, and which wait for a process."""
 
   def __init__(self, owner: Agents, episodes, step: int, sampling: dict):

@@ -19,7 +19,8 @@ import numpy as np
 from jaxpost.data import chat
 from jaxpost.distributed import coordination
 from jaxpost.environments import turns
-from jaxpost.environments.pool import Answer, EnvironmentPool, row_of
+from jaxpost.environments.pool import Answer, EnvironmentPool
+from jaxpost.environments.pool import reset_row as row_of
 from jaxpost.errors import InputError
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
@@ -28,16 +29,16 @@ _WINDOW, _ENOUGH = 100, 20  # episodes over which the share of failures counts
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
   """prompt: tokens before the first turn; tokens: of all turns and answers
-  together; turns: of the model; result: tokens of an answer; lag: see
+  together; turns: of the model; result: tokens of an answer; wait_blocks: see
   config.tools; failed: share of lost episodes that stops a run."""
 
   prompt: int
   tokens: int
   turns: int = 8
   result: int = 256
-  lag: int = 4
+  wait_blocks: int = 4
   failed: float = 0.25
 
 
@@ -64,12 +65,12 @@ class Episode:
   lost: bool = False
 
 
-def told(ids, version: int) -> list[tuple]:
+def given_tokens(ids, version: int) -> list[tuple]:
   """Entries of `Episode.tokens` that the model did not write."""
   return [(int(i), False, 0.0, 0.0, version) for i in ids]
 
 
-def drawn(completion: Completion) -> list[tuple]:
+def generated_tokens(completion: Completion) -> list[tuple]:
   """Those of a turn of the model."""
   c = completion
   return list(
@@ -80,7 +81,7 @@ def drawn(completion: Completion) -> list[tuple]:
 
 
 @dataclasses.dataclass(eq=False)
-class Pending:
+class PendingAnswers:
   """What an environment of some process was asked for."""
 
   episode: Episode
@@ -92,7 +93,7 @@ class Pending:
 class Episodes:
   """In the place of `roles.Sampler`, for prompts that are conversations."""
 
-  def __init__(self, engine, run_key, pool: EnvironmentPool, tokenizer, limits: Limits):
+  def __init__(self, engine, run_key, pool: EnvironmentPool, tokenizer, limits: EpisodeLimits):
     self.engine, self.run_key, self.pool = engine, run_key, pool
     self.tokenizer, self.limits = tokenizer, limits
     self.turns = turns.Turns(tokenizer)
@@ -110,7 +111,7 @@ class Episodes:
 
   def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling) -> Rollout:
     """`group_size` episodes of each prompt; `sampling` as in `Sampling`."""
-    play = _Play(
+    play = EpisodeScheduler(
       self,
       [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)],
       sampling,
@@ -150,7 +151,7 @@ class Episodes:
       contexts = [prompt.tokens if e.context is None else e.context for e in group]
       common = len(os.path.commonprefix([x.tolist() for x in contexts]))
       shared.append(prompt.replace(tokens=contexts[0][:common]))
-      rows += [[*told(context[common:], self.engine.version), *e.tokens] for context, e in zip(contexts, group)]
+      rows += [[*given_tokens(context[common:], self.engine.version), *e.tokens] for context, e in zip(contexts, group)]
     room = max(self.limits.tokens, *map(len, rows))
     column = lambda i, dtype: np.array([[t[i] for t in row] + [0] * (room - len(row)) for row in rows], dtype)
     nan = lambda e: np.nan if e.error else e.reward if (self.pool.gives_reward) else 0.0
@@ -184,7 +185,7 @@ class Episodes:
     }
 
 
-class _Play:
+class EpisodeScheduler:
   """One call: who plays, who waits for an environment, who for an answer."""
 
   def __init__(self, owner: Episodes, episodes, sampling: dict):
@@ -193,9 +194,9 @@ class _Play:
     # Seat s is environment s // processes of process s % processes.
     self.free = list(range(len(owner.pool.all) * coordination.process_count()))
     self.pending, self.clock = [], 0
-    self.lag = owner.limits.lag
+    self.wait_blocks = owner.limits.wait_blocks
     if coordination.process_count() > 1:  # all must see the same answers
-      self.lag = max(self.lag, 1)
+      self.wait_blocks = max(self.wait_blocks, 1)
 
   def follow(self, done: list[Completion], idle: bool) -> list[Request]:
     """What `NativeEngine.serve` asks between two blocks."""
@@ -224,7 +225,7 @@ class _Play:
     at, process = divmod(episode.seat, coordination.process_count())
     here = process == coordination.process_index()
     self.pending.append(
-      Pending(
+      PendingAnswers(
         episode,
         verb,
         [self.owner.pool.all[at].submit(verb=verb, **request) for request in requests] if here else [],
@@ -232,13 +233,13 @@ class _Play:
       )
     )
 
-  def due(self, idle: bool) -> list[Pending]:
+  def due(self, idle: bool) -> list[PendingAnswers]:
     """Those whose answers count now; the rest stays pending."""
     if not self.pending:
       return []
-    if self.lag:
+    if self.wait_blocks:
       oldest = self.pending[0].born
-      last = max(self.clock - self.lag, oldest if idle else -1)
+      last = max(self.clock - self.wait_blocks, oldest if idle else -1)
       due = [p for p in self.pending if p.born <= last]
     else:
       if idle:
@@ -251,7 +252,7 @@ class _Play:
     """A turn ended: its tools are called, or its episode is over."""
     owner, e = self.owner, self.episodes[completion.request.tag]
     ids = completion.tokens.tolist()
-    e.tokens += drawn(completion)
+    e.tokens += generated_tokens(completion)
     e.turns += 1
     stopped = completion.finished and not completion.stop_string
     text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
@@ -280,7 +281,7 @@ class _Play:
     self.free.append(episode.seat)
     self.free.sort()
 
-  def after(self, pending: Pending, answers: list[Answer]) -> list[Request]:
+  def after(self, pending: PendingAnswers, answers: list[Answer]) -> list[Request]:
     """What follows from an environment's answers."""
     e, error = pending.episode, next((a for a in answers if a.lost or a.error and pending.verb != 'call'), None)
     if error:
@@ -330,7 +331,7 @@ class _Play:
     if len(e.tokens) + len(ids) >= owner.limits.tokens:
       self.end(e)
       return []
-    e.tokens += told(ids, owner.engine.version)
+    e.tokens += given_tokens(ids, owner.engine.version)
     return [self.request(e)]
 
   def request(self, e: Episode) -> Request:
@@ -344,7 +345,7 @@ class _Play:
     )
 
 
-def collect(due: list[Pending]) -> list[list[Answer]]:
+def collect(due: list[PendingAnswers]) -> list[list[Answer]]:
   """The answers to all of them, on every process."""
   found = {i: [vars(f.result()) for f in p.futures] for i, p in enumerate(due) if p.futures}
   if coordination.process_count() > 1 and due:

@@ -1,60 +1,89 @@
-"""The environment of a stage: its processes, and the sampler that plays in it.
+"""Makes the environments of a stage, and the sampler that plays in them.
 
-Imported only where `config.environment` names one.
+Imported only if `config.environment` is set.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from jaxpost.distributed import coordination
-from jaxpost.environments.episodes import Episodes, Limits
+from jaxpost.environments.episodes import EpisodeLimits, Episodes
 from jaxpost.environments.pool import EnvironmentPool
 from jaxpost.errors import InputError
 
-_MOST = 64  # processes, where config.tools.workers leaves it open
-_CHARACTERS = 16  # of a token at most, for what an environment may send
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+
+_MAX_WORKERS = 64  # processes, if config.tools.workers is 0
+_CHARACTERS = 16  # upper limit of the characters of one token, to bound what an environment may send
 
 
-def start(config, algorithm, tokenizer) -> EnvironmentPool:
-  """Checks the environment and its tools; the processes start when needed."""
+def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> EnvironmentPool:
+  """Makes the pool of `config.environment` and starts its first process, to read the tools.
+
+  The other processes start when they are needed.
+
+  Raises:
+    InputError: if the environment cannot be imported, or does not fit the config or the tokenizer.
+  """
   if not tokenizer.chat_template:
     raise InputError(
-      'config.environment: tools answer in chats, and the tokenizer '
-      f'{tokenizer.source} has no chat template; use that of an instruct '
-      'model'
+      f'config.environment: tools need a chat template, and the tokenizer {tokenizer.source} has none; use the '
+      'tokenizer of an instruct model'
     )
-  r, t = config.rollout, config.tools
-  if r.top_logprobs:
+  rollout = config.rollout
+  tools = config.tools
+  if rollout.top_logprobs:
     raise InputError(
       'config.rollout.top_logprobs: is for single answers, not for the turns of config.environment; set it to 0'
     )
-  wanted = r.prompts * r.group_size if algorithm.on_policy else (config.eval.size * config.eval.samples)
-  workers = t.workers or max(1, min(wanted, r.slots or wanted, _MOST) // coordination.process_count())
   pool = EnvironmentPool(
     config.environment,
-    workers=workers,
-    timeout_s=t.timeout_s,
-    most=max(r.max_prompt_length, t.max_result_tokens) * _CHARACTERS,
+    workers=tools.workers or _default_workers(config, algorithm),
+    timeout_s=tools.timeout_s,
+    max_characters=max(rollout.max_prompt_length, tools.max_result_tokens) * _CHARACTERS,
   ).check()
   if pool.agent and coordination.process_count() > 1:
     pool.close()
     raise InputError(
-      f'config.environment: {config.environment} is an agent that asks by '
-      f'HTTP, for a run of one process; there are {coordination.process_count()}'
+      f'config.environment: {config.environment} is an agent that uses HTTP, which works in a run of one process; '
+      f'there are {coordination.process_count()}'
     )
   return pool
 
 
-def sampler(prepared, engine, run_key) -> Episodes:
-  config, make = prepared.config, Episodes
-  r, t = config.rollout, config.tools
-  if prepared.environment.agent:
-    from jaxpost.environments.agents import Agents
+def _default_workers(config: Any, algorithm: Any) -> int:
+  """Returns the processes to start on this host: one per episode in flight, within a limit."""
+  rollout = config.rollout
+  if algorithm.on_policy:
+    episodes = rollout.prompts * rollout.group_size
+  else:
+    episodes = config.eval.size * config.eval.samples
+  in_flight = min(episodes, rollout.slots or episodes, _MAX_WORKERS)
+  return max(1, in_flight // coordination.process_count())
 
-    make = Agents
-  return make(
-    engine,
-    run_key,
-    prepared.environment,
-    prepared.tokenizer,
-    Limits(
-      r.max_prompt_length, r.max_new_tokens, t.max_turns, t.max_result_tokens, t.wait_blocks, config.rewards.max_failed
-    ),
+
+def make_sampler(prepared: Any, engine: Any, run_key: Any) -> Episodes:
+  """Makes the sampler of a prepared stage: `Agents` if the environment is an agent, else `Episodes`.
+
+  Args:
+    prepared: the stage; has `config`, `tokenizer` and `environment`, the pool.
+    engine: the `NativeEngine` that generates.
+    run_key: PRNG key of the run.
+  """
+  config = prepared.config
+  limits = EpisodeLimits(
+    prompt=config.rollout.max_prompt_length,
+    tokens=config.rollout.max_new_tokens,
+    turns=config.tools.max_turns,
+    result=config.tools.max_result_tokens,
+    wait_blocks=config.tools.wait_blocks,
+    failed=config.rewards.max_failed,
   )
+  sampler_class = Episodes
+  if prepared.environment.agent:
+    from jaxpost.environments.agents import Agents  # it starts an HTTP server
+
+    sampler_class = Agents
+  return sampler_class(engine, run_key, prepared.environment, prepared.tokenizer, limits)

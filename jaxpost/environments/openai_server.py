@@ -23,7 +23,7 @@ import numpy as np
 from jaxpost.data import chat
 from jaxpost.data import messages as messages_lib
 from jaxpost.environments import turns
-from jaxpost.environments.fair_lock import Line
+from jaxpost.environments.fair_lock import FairLock as Line
 from jaxpost.errors import InputError
 from jaxpost.types import Completion, Request
 

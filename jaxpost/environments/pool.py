@@ -1,44 +1,56 @@
 """Environments in processes of their own, one each, that can be killed.
 
-Of TRL's protocol (`environment_factory`): a class made without arguments, with
-reset(**row), which returns the first observation or None, public methods that
-are tools, and get_reward(). A tool that raises answers with its error; one
-that hangs or dies takes its process along, and its episode is lost.
+An environment follows TRL's protocol (`environment_factory`): a class that is instantiated without arguments, with
+reset(**row), which returns the first observation or None; public methods, which are the tools; and optionally
+get_reward(). A tool that raises answers with its error. If a call hangs or the process dies, the process is killed and
+its episode is lost.
 """
+
+from __future__ import annotations
 
 import atexit
 import concurrent.futures
 import dataclasses
 import json
 import logging
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.workers import process
 
 _LOG = logging.getLogger(__name__)
-_SHOWN = 2000  # characters of what an environment printed
+_SHOWN = 2000  # characters of printed output to log for each request
+_START_TIMEOUT_S = 120.0  # for importing the environment
+_PLAY = 'play'  # an environment with a tool of this name is an agent
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What an environment said; `lost` where its process is gone."""
+  """An environment's reply to one request.
 
-  value: object = None
+  Attributes:
+    value: what the method returned.
+    error: why there is no value.
+    lost: True if the process is gone, and the episode with it.
+  """
+
+  value: Any = None
   error: str | None = None
   lost: bool = False
 
 
 class Environment:
-  """One process with its thread; serves one episode at a time."""
+  """One environment process and the thread that talks to it; serves one episode at a time."""
 
-  def __init__(self, worker, timeout_s: float):
-    self._worker, self._timeout_s = worker, timeout_s
-    # The thread that starts the process must live as long as it.
+  def __init__(self, worker: process.Worker, timeout_s: float) -> None:
+    self._worker = worker
+    self._timeout_s = timeout_s
+    # The kernel kills the process when the thread that started it ends, so the thread is kept.
     self._thread = concurrent.futures.ThreadPoolExecutor(1)
-    self._lost = True  # there is no process in the middle of an episode
+    self._lost = True  # True until `reset` has started an episode
 
   def submit(self, **request) -> concurrent.futures.Future:
-    """An `Answer` to come, of {'verb': ...}; see env_worker.py."""
+    """Queues a request {'verb': ...} (see worker.py); returns a future of its `Answer`."""
     line = json.dumps(request, default=str)
     return self._thread.submit(self._ask, request['verb'], line)
 
@@ -53,8 +65,8 @@ class Environment:
       worker.send(line)
       return Answer(**worker.receive(self._timeout_s))
     except TimeoutError:
-      self._lost, where = True, worker.kill()
-      return Answer(error=f'{verb}: no answer in {self._timeout_s:g} s{where}', lost=True)
+      self._lost = True
+      return Answer(error=f'{verb}: no answer in {self._timeout_s:g} s{worker.kill()}', lost=True)
     except process.WorkerDied as error:
       self._lost = True
       return Answer(error=f'{verb}: the process {error}', lost=True)
@@ -63,74 +75,85 @@ class Environment:
       if count:
         _LOG.info('an environment printed %d bytes: %s', count, printed[-_SHOWN:])
 
-  def greet(self) -> dict:
+  def describe(self) -> dict:
+    """Starts the process; returns {'tools': {name: schema}, 'gives_reward': bool}. InputError if that fails."""
     return self._thread.submit(self._worker.start).result()
 
-  def close(self):
+  def close(self) -> None:
+    """Kills the process and waits for the thread."""
     self._worker.interrupt()
     self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 class EnvironmentPool:
-  """As many environments as episodes go on at a time.
+  """The environments of a stage: one process for each episode in flight.
+
+  Attributes:
+    all: the environments.
+    tools: JSON schemas of the tools, for the chat template; set by `check`.
+    gives_reward: True if the class has get_reward; set by `check`.
+    agent: True if the class has a method play(base_url, api_key), an agent that uses the policy over HTTP; set by
+      `check`.
 
   Args:
     spec: './env.py:Class' or 'pkg.module:Class'.
-    workers: processes.
-    timeout_s: for one reset, one call of a tool, or one get_reward.
-    most: characters of an answer at most.
+    workers: number of processes.
+    timeout_s: seconds for one reset, one tool call, or one get_reward.
+    max_characters: length at which an answer is cut.
   """
 
-  def __init__(self, spec: str, *, workers: int, timeout_s=30.0, most=1 << 16, start_timeout_s=120.0):
+  def __init__(self, spec: str, *, workers: int, timeout_s: float = 30.0, max_characters: int = 1 << 16) -> None:
     setup = {
       'path': process.search_path(),
       'environment': spec,
       'timeout_s': timeout_s,
-      'most': most,
-      'start_timeout_s': start_timeout_s,
+      'max_characters': max_characters,
+      'start_timeout_s': _START_TIMEOUT_S,
     }
-    variables, _ = process.environment(keep_env=False)
-    self._guard = process.Keeper()
-    self.all = [
-      Environment(
-        process.Worker(setup, variables, self._guard, 'jaxpost.environments.worker', f'environment {spec}'), timeout_s
-      )
-      for _ in range(workers)
-    ]
-    self.tools, self.gives_reward, self.agent = None, None, False
+    variables, _ = process.worker_variables()
+    self._reaper = process.Reaper()
+
+    def make() -> Environment:
+      worker = process.Worker('jaxpost.environments.worker', setup, variables, self._reaper, what=f'environment {spec}')
+      return Environment(worker, timeout_s)
+
+    self.all = [make() for _ in range(workers)]
+    self.tools = None
+    self.gives_reward = None
+    self.agent = False
     self._closed = False
     atexit.register(self.close)
 
-  def check(self):
-    """Starts one and asks for its tools; InputError if that cannot be."""
+  def check(self) -> EnvironmentPool:
+    """Starts one process and reads the tools; returns the pool. InputError if the environment cannot be imported."""
     try:
-      said = self.all[0].greet()
+      ready = self.all[0].describe()
     except BaseException:
       self.close()
       raise
-    # play(base_url, api_key) is somebody's agent, which has its own tools.
-    self.agent = 'play' in said['tools']
-    self.tools = [] if self.agent else list(said['tools'].values())
-    self.gives_reward = said['gives_reward']
+    self.agent = _PLAY in ready['tools']
+    self.tools = [] if self.agent else list(ready['tools'].values())  # An agent defines the tools of its own requests.
+    self.gives_reward = ready['gives_reward']
     return self
 
-  def close(self):
+  def close(self) -> None:
+    """Ends all processes."""
     if self._closed:
       return
     self._closed = True
     atexit.unregister(self.close)
     for environment in self.all:
       environment.close()
-    self._guard.close()
+    self._reaper.close()
 
 
-def row_of(columns: dict, prompt) -> dict:
-  """A row as `reset` gets it; InputError for what JSON cannot carry."""
+def reset_row(columns: dict, prompt: Any) -> dict:
+  """Returns the row that `reset` receives: the columns and the prompt. InputError if JSON cannot represent it."""
   row = {**columns, 'prompt': prompt}
   try:
     json.dumps(row)
   except (TypeError, ValueError) as error:
     raise InputError(
-      f'environment: a row holds what JSON cannot carry ({error}); drop the column with config.data.map'
+      f'environment: a row has a value that JSON cannot represent ({error}); drop the column with config.data.map'
     ) from error
   return row

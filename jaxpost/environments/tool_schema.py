@@ -1,15 +1,18 @@
-"""The public methods of an environment as tools: their JSON schemas, and calls.
+"""JSON schemas of an environment's tools, and calls of them.
 
-The schema is what `transformers.utils.get_json_schema` makes of a method with
-type hints and a docstring in Google's style; here without that library, for
-the process of an environment.
+The tools are the public methods. Their schemas equal those of `transformers.utils.get_json_schema`, made from type
+hints and a docstring in Google style; that library is too slow to import in the process of an environment.
 """
+
+from __future__ import annotations
 
 import inspect
 import json
 import re
 import types
 import typing
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
 
@@ -27,8 +30,31 @@ _SECTION = re.compile(r'^\s*(Args|Returns|Raises|Examples?|Yields|Notes?):\s*$',
 _ARGUMENT = re.compile(r'^(\s*)(\w+)(?:\s*\([^)]*\))?\s*:\s*(.*)$')
 
 
-def of(environment, what: str) -> dict:
-  """{name: schema} of its tools; InputError for a method that cannot be one."""
+class CallResult(NamedTuple):
+  """The result of a tool call, as TRL passes it to the model: a text, or an error text."""
+
+  text: str | None = None
+  error: str | None = None
+
+
+class _Docstring(NamedTuple):
+  """The parts of a docstring: its description, the lines under Args by argument, and the text under Returns."""
+
+  description: str
+  arguments: dict[str, str]
+  returns: str
+
+
+def tool_schemas(environment: Any, what: str) -> dict[str, dict]:
+  """Returns {name: schema} of the public methods.
+
+  Args:
+    environment: the instance.
+    what: its name in errors.
+
+  Raises:
+    InputError: if there is no `reset` or no tool, or a method lacks a type or a description.
+  """
   names = [
     n
     for n in dir(type(environment))
@@ -38,68 +64,77 @@ def of(environment, what: str) -> dict:
     raise InputError(f'{what}: has no method reset(self, **row)')
   if not names:
     raise InputError(f'{what}: has no public method that could be a tool')
-  return {n: schema(getattr(environment, n), f'{what}: {n}') for n in names}
+  return {n: method_schema(getattr(environment, n), f'{what}: {n}') for n in names}
 
 
-def schema(method, what: str) -> dict:
-  """{'type': 'function', 'function': {...}} of a method."""
+def method_schema(method: Callable, what: str) -> dict:
+  """Returns {'type': 'function', 'function': {...}} of a method; InputError if it lacks a type or a description."""
   text = inspect.getdoc(method)
   if not text:
     raise InputError(f'{what}: has no docstring, which tells the model what the tool does')
-  head, arguments, returns = _sections(text)
-  hints, properties, required = typing.get_type_hints(method), {}, []
+  docstring = _sections(text)
+  hints = typing.get_type_hints(method)
+  properties = {}
+  required = []
   for p in inspect.signature(method).parameters.values():
     if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
       raise InputError(f'{what}: takes *{p.name}; name each argument')
-    if p.name not in hints or p.name not in arguments:
-      lacks = 'type' if p.name not in hints else 'line under Args:'
-      raise InputError(f'{what}: argument {p.name} has no {lacks}')
-    properties[p.name] = {**_type(hints[p.name]), 'description': arguments[p.name]}
+    if p.name not in hints or p.name not in docstring.arguments:
+      missing = 'type' if p.name not in hints else 'line under Args:'
+      raise InputError(f'{what}: argument {p.name} has no {missing}')
+    properties[p.name] = {**_type(hints[p.name]), 'description': docstring.arguments[p.name]}
     if p.default is p.empty:
       required.append(p.name)
   parameters = {'type': 'object', 'properties': properties}
   if required:
     parameters['required'] = required
-  function = dict(name=method.__name__, description=head, parameters=parameters)
-  if returns and 'return' in hints:
-    function['return'] = {**_type(hints['return']), 'description': returns}
+  function = dict(name=method.__name__, description=docstring.description, parameters=parameters)
+  if docstring.returns and 'return' in hints:
+    function['return'] = {**_type(hints['return']), 'description': docstring.returns}
   return {'type': 'function', 'function': function}
 
 
-def run(environment, name: str, arguments, known) -> tuple:
-  """(text, error text or None) of a call, as TRL gives them to the model."""
+def call_tool(environment: Any, name: str, arguments: dict, known: Iterable[str]) -> CallResult:
+  """Calls a tool; a value that is not a string becomes JSON.
+
+  Never raises: an exception of the tool is the error of the result.
+
+  Args:
+    known: names of the tools.
+  """
   if name not in known:
-    return None, f'Unknown tool {name}; there are {", ".join(known)}'
+    return CallResult(error=f'Unknown tool {name}; there are {", ".join(known)}')
   try:
     value = getattr(environment, name)(**arguments)
   except BaseException as error:  # the user's code may raise anything
-    return None, str(error) or type(error).__name__
+    return CallResult(error=str(error) or type(error).__name__)
   if isinstance(value, str):
-    return value, None
+    return CallResult(value)
   try:
-    return json.dumps(value), None
+    return CallResult(json.dumps(value))
   except (TypeError, ValueError):
-    return str(value), None
+    return CallResult(str(value))
 
 
-def _sections(text: str) -> tuple:
-  """(description, {argument: description}, what is returned)."""
+def _sections(text: str) -> _Docstring:
   parts = _SECTION.split(text)
   blocks = dict(zip(parts[1::2], parts[2::2]))
-  arguments, name, indent = {}, None, None
+  arguments = {}
+  name = indent = None
   for line in blocks.get('Args', '').splitlines():
     found = _ARGUMENT.match(line)
     if found and (indent is None or len(found[1]) <= indent):
-      indent, name = len(found[1]), found[2]
+      indent = len(found[1])
+      name = found[2]
       arguments[name] = found[3].strip()
     elif name and line.strip():
       arguments[name] = f'{arguments[name]} {line.strip()}'.strip()
   returns = ' '.join(blocks.get('Returns', '').split())
-  return ' '.join(parts[0].split()), arguments, returns
+  return _Docstring(' '.join(parts[0].split()), arguments, returns)
 
 
-def _type(hint) -> dict:
-  """The JSON schema of a type hint."""
+def _type(hint: Any) -> dict:
+  """Returns the JSON schema of a type hint, {} if it is unknown."""
   if hint in _NAMES:
     return {'type': _NAMES[hint]}
   origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -107,15 +142,23 @@ def _type(hint) -> dict:
     kinds = {type(a) for a in args}
     return {**(_type(kinds.pop()) if len(kinds) == 1 else {}), 'enum': list(args)}
   if origin in (typing.Union, types.UnionType):
-    real = [_type(a) for a in args if a is not type(None)]
-    out = (
-      real[0]
-      if len(real) == 1
-      else ({'type': [r['type'] for r in real]} if all(set(r) == {'type'} for r in real) else {'anyOf': real})
-    )
-    return {**out, **({'nullable': True} if type(None) in args else {})}
+    return _union(args)
   if origin in (list, tuple):
     return {'type': 'array', **({'items': _type(args[0])} if args else {})}
   if origin is dict:
     return {'type': 'object', **({'additionalProperties': _type(args[1])} if len(args) > 1 else {})}
   return {}
+
+
+def _union(args: tuple) -> dict:
+  """Returns the JSON schema of a union type; None makes it nullable."""
+  schemas = [_type(a) for a in args if a is not type(None)]
+  if len(schemas) == 1:
+    out = dict(schemas[0])
+  elif all(set(s) == {'type'} for s in schemas):
+    out = {'type': [s['type'] for s in schemas]}
+  else:
+    out = {'anyOf': schemas}
+  if type(None) in args:
+    out['nullable'] = True
+  return out

@@ -1,22 +1,22 @@
-"""The process of one environment: python -m jaxpost.rewards.env_worker.
+"""The main program of an environment's process, which the pool starts as `python -m jaxpost.environments.worker`.
 
-JSON lines on stdin and stdout, one object each:
+It exchanges JSON objects with the pool, one per line, on stdin and stdout:
 
-  in   {'path', 'environment', 'start_timeout_s', 'timeout_s', 'most'}    once
-  out  {'start': ''}, then {'ready': {'tools': {name: schema},
-       'gives_reward': bool}} or {'bad': text}
-  in   {'verb': 'reset', 'row'}, {'verb': 'call', 'name', 'arguments'} or
-       {'verb': 'reward'}
+  in   {'path', 'environment', 'start_timeout_s', 'timeout_s', 'max_characters'}    once
+  out  {'start': ''}, then {'ready': {'tools': {name: schema}, 'gives_reward': bool}} or {'bad': text}
+  in   {'verb': 'reset', 'row'}, {'verb': 'call', 'name', 'arguments'} or {'verb': 'reward'}
   out  {'value': text, number or None} or {'error': text}
 
-One instance serves one episode after the other, as TRL's do. `most` characters
-of a text are sent at most.
+As in TRL, one instance of the class serves one episode after another. Texts are cut to `max_characters`.
 """
+
+from __future__ import annotations
 
 import faulthandler
 import json
 import math
 import numbers
+from typing import Any, NamedTuple
 
 from jaxpost import imports
 from jaxpost.environments import tool_schema
@@ -25,23 +25,31 @@ from jaxpost.rewards import worker
 from jaxpost.workers import call
 
 
-def main():
+class Loaded(NamedTuple):
+  """An instance of the environment, and {name: schema} of its tools."""
+
+  environment: Any
+  tools: dict[str, dict]
+
+
+def main() -> None:
+  """Answers one request per line of stdin, until it is closed."""
   started = worker.begin(lambda setup: load(setup['environment']))
   if not started:
     return
-  setup, requests, reply, (environment, known) = started
-  gives = hasattr(environment, 'get_reward')
-  reply({'ready': {'tools': known, 'gives_reward': gives}})
-  for line in requests:
-    # Says where it hangs, from a C thread: even where the GIL is held.
+  setup, loaded = started.setup, started.loaded
+  gives_reward = hasattr(loaded.environment, 'get_reward')
+  started.reply({'ready': {'tools': loaded.tools, 'gives_reward': gives_reward}})
+  for line in started.requests:
+    # Prints the stack shortly before the pool kills a call that hangs; a C thread does it, even if the GIL is held.
     faulthandler.dump_traceback_later(0.9 * setup['timeout_s'], file=2)
-    answer = serve(environment, known, json.loads(line), setup['most'])
+    answer = serve(loaded, json.loads(line), setup['max_characters'])
     faulthandler.cancel_dump_traceback_later()
-    reply(answer)
+    started.reply(answer)
 
 
-def load(spec: str) -> tuple:
-  """(an environment, {name: schema} of its tools)."""
+def load(spec: str) -> Loaded:
+  """Imports and instantiates './env.py:Class' or 'pkg.module:Class'; InputError if that or a tool's schema fails."""
   what = f'environment {spec}'
   try:
     environment = imports.load_callable(spec, 'environment')()
@@ -49,31 +57,36 @@ def load(spec: str) -> tuple:
     raise
   except BaseException as error:  # the user's module may raise anything
     raise InputError(f'{what}: making one {call.describe(error)}') from error
-  return environment, tool_schema.of(environment, what)
+  return Loaded(environment, tool_schema.tool_schemas(environment, what))
 
 
-def serve(environment, known, request: dict, most: int) -> dict:
+def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
+  """Returns the answer to one request: {'value': ...} or {'error': text}."""
   verb = request['verb']
+  environment = loaded.environment
   if verb == 'call':
-    text, error = tool_schema.run(environment, request['name'], request['arguments'], known)
-    key, text = ('value', text) if error is None else ('error', error)
-    return {key: _sound(text, most)}
+    result = tool_schema.call_tool(environment, request['name'], request['arguments'], loaded.tools)
+    if result.error is not None:
+      return {'error': _clean(result.error, max_characters)}
+    return {'value': _clean(result.text, max_characters)}
   try:
-    value = environment.get_reward() if verb == 'reward' else (environment.reset(**request['row']))
-  except BaseException as error:  # likewise
+    value = environment.get_reward() if verb == 'reward' else environment.reset(**request['row'])
+  except BaseException as error:  # the user's code may raise anything
     return {'error': f'{verb} {call.describe(error)}'}
   if verb == 'reset':
-    return {'value': None if value is None else _sound(str(value), most)}
-  if hasattr(value, 'item'):
+    return {'value': None if value is None else _clean(str(value), max_characters)}
+  if hasattr(value, 'item'):  # a scalar of numpy or torch
     value = value.item()
-  if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+  if value is None:
+    return {'value': None}
+  if not (isinstance(value, numbers.Real) and math.isfinite(value)):
     return {'error': f'get_reward returned {value!r}, no finite number'[:300]}
-  return {'value': None if value is None else float(value)}
+  return {'value': float(value)}
 
 
-def _sound(text: str, most: int) -> str:
-  """Cut to `most` characters, without halves of surrogate pairs."""
-  text = text if len(text) <= most else text[:most] + ' [cut]'
+def _clean(text: str, max_characters: int) -> str:
+  """Cuts a text, and replaces lone surrogates, which UTF-8 cannot encode."""
+  text = text if len(text) <= max_characters else text[:max_characters] + ' [cut]'
   return text.encode(errors='replace').decode()
 
 

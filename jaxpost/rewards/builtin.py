@@ -1,16 +1,18 @@
-"""The reward functions that go by a bare name, and what a spec names.
+"""The table of built-in rewards, and how a reward spec is resolved.
 
-A spec is one of these names, 'pkg.module:fn', './file.py:fn', one of verl's
-functions as 'verl:pkg.module:fn', or a callable. All but the last take options
-as 'name?key=value&key=value' (options.py).
+A spec is a name of this table, 'pkg.module:fn', './file.py:fn', a function written for verl as 'verl:pkg.module:fn', or
+a callable. All but a callable accept options: 'name?key=value&key=value' (options.py).
 """
+
+from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Sequence
 
 from jaxpost.errors import InputError
 
-# name: (module:what of jaxpost.rewards, help)
+# name: (module:attribute below jaxpost.rewards, help text: a completion gets 1 if ..., or the reward)
 BUILTIN = {
   'exact_match': ('math:exact_match', 'the text is the answer'),
   'numeric_match': ('math:numeric_match', 'its last number is the answer'),
@@ -29,10 +31,11 @@ BUILTIN = {
 }
 
 
-def locate(spec):
-  """'module:fn' of a builtin's name; 'a.b:fn' and './f.py:fn' as they are.
+def locate(spec: str) -> str:
+  """Resolves the name of a built-in reward to 'module:fn'; other specs are returned unchanged, options included.
 
-  Options stay at its end.
+  Raises:
+    InputError: if there is no reward of that name.
   """
   if not isinstance(spec, str):
     raise InputError(
@@ -54,15 +57,15 @@ def locate(spec):
   return f'jaxpost.rewards.{BUILTIN[base][0]}{mark}{options}'
 
 
-def variables(specs):
-  """Environment variables that options called *_env name: a judge's key."""
+def needed_variables(specs: Sequence[str | Callable]) -> list[str]:
+  """Returns the environment variables that options called *_env name, such as the API key of a judge."""
   return [
     name for spec in specs if isinstance(spec, str) for name in re.findall(r'(?<=_env=)[^&]+', spec.partition('?')[2])
   ]
 
 
-def short_names(specs):
-  """The names of metrics and errors: 'fn' for 'a.b:fn?x=1', all different."""
+def short_names(specs: Sequence[str | Callable]) -> tuple[str, ...]:
+  """Returns a distinct name for each spec, for metrics and errors: 'fn' for 'a.b:fn?x=1'."""
   bases = [s.partition('?')[0] if isinstance(s, str) else s for s in specs]
   short = [_short(base) for base in bases]
   names = []
@@ -73,12 +76,12 @@ def short_names(specs):
     name = bases[i] if same and isinstance(spec, str) else short[i]
     number = 1
     while (name if number == 1 else f'{name}_{number}') in names:
-      number += 1  # one function with other options
+      number += 1  # the same function with other options
     names.append(name if number == 1 else f'{name}_{number}')
   return tuple(names)
 
 
-def _short(spec):
+def _short(spec: str | Callable) -> str:
   if isinstance(spec, str):
     return spec.rpartition(':')[2]
   if hasattr(spec, '__name__'):

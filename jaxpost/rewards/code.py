@@ -1,10 +1,10 @@
-"""The reward of programs: a completion's Python passes the row's tests.
+"""The reward for programs: 1 if a completion's Python code passes the tests of its row.
 
-It runs in the sandbox of sandbox.py. A row has
+The code runs in the sandbox (workers/sandbox.py). A row has one of
 
-  tests                 Python text, or a list of such texts
-  test_list             the same (MBPP), with test_setup_code and test_imports
-  inputs and outputs    lists of texts for stdin and what stdout should be
+  tests                 Python source, or a list of sources
+  test_list             the same, with test_setup_code and test_imports (MBPP)
+  inputs and outputs    lists of texts for stdin and of the expected stdout
 """
 
 import concurrent.futures
@@ -17,24 +17,26 @@ from jaxpost.workers import call, sandbox
 
 _FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*(\S*)\s*$')
 _PYTHON = ('python', 'python3', 'py')
-_SLACK = 1 << 16  # bytes that a wrong output may have beyond the right one
+_SLACK = 1 << 16  # bytes to read beyond twice the length of the expected output
 
 
 class Code:
-  """1 where every test passes, else 0; `share`: the share that passes.
+  """1 if every test passes, else 0; with `share`, the fraction of tests that pass.
 
-  The program is the completion's last fenced block of Python (or, without one,
-  of no language), or with fenced=false all of it. No program, a crash, too
-  much time or memory fail the tests; a sandbox that cannot be made is an error
-  and never a 0. None where the row has no readable tests.
+  The program is the completion's last fenced block of Python (if there is none, the last block without a language), or
+  with fenced=false the whole completion. A missing program, a crash, and exceeded time or memory fail the tests. A
+  sandbox that cannot be created is an error, never a 0. None if the row has no readable tests.
 
   Args:
     timeout: seconds for one completion, all its tests together.
-    memory_mb: of each process; files may take `disk_mb`, also of memory.
-    packages: shows site-packages of this interpreter to the program.
-    parallel: completions at a time in each worker.
-    insecure: runs programs without namespaces where they are not allowed:
-      they can then read, delete and send what this process can.
+    memory_mb: memory of each process.
+    disk_mb: size of the working directory, which is also held in memory.
+    share: return the fraction of tests that pass.
+    fenced: run a fenced block, not the whole completion.
+    packages: let the program import this interpreter's site-packages.
+    parallel: completions that each worker runs at a time.
+    insecure: run programs without namespaces, where those are not allowed. They can then read, delete and send whatever
+      this process can.
   """
 
   def __init__(
@@ -47,14 +49,14 @@ class Code:
     packages: bool = False,
     parallel: int = 4,
     insecure: bool = False,
-  ):
+  ) -> None:
     if timeout <= 0 or memory_mb < 32 or disk_mb < 1 or parallel < 1:
       raise InputError(
         f'options timeout={timeout:g}, memory_mb={memory_mb},'
         f' disk_mb={disk_mb}, parallel={parallel}: want timeout > 0,'
         ' memory_mb >= 32, disk_mb >= 1, parallel >= 1'
       )
-    self._limits = sandbox.Limits(
+    self._limits = sandbox.SandboxLimits(
       timeout_s=timeout, memory_mb=memory_mb, disk_mb=disk_mb, packages=packages, insecure=insecure
     )
     self._share, self._fenced, self._parallel = share, fenced, parallel
@@ -63,22 +65,23 @@ class Code:
 
   def __call__(
     self,
-    completions,
-    tests=None,
-    test_list=None,
-    inputs=None,
-    outputs=None,
-    test_setup_code=None,
-    test_imports=None,
-    time_limit_s=None,
-  ):
+    completions: list,
+    tests: list | None = None,
+    test_list: list | None = None,
+    inputs: list | None = None,
+    outputs: list | None = None,
+    test_setup_code: list | None = None,
+    test_imports: list | None = None,
+    time_limit_s: float | None = None,
+  ) -> list[float | None]:
+    """Returns one reward per completion; RewardError if `time_limit_s` may not suffice."""
     size = len(completions)
     self._check_time(size, time_limit_s)
     columns = [c or [None] * size for c in (tests or test_list, inputs, outputs, test_setup_code, test_imports)]
     with concurrent.futures.ThreadPoolExecutor(self._parallel) as threads:
       return list(threads.map(self._grade, completions, *columns))
 
-  def _check_time(self, size, time_limit_s):
+  def _check_time(self, size: int, time_limit_s: float | None) -> None:
     needed = math.ceil(size / self._parallel) * self._limits.timeout_s
     if time_limit_s is not None and needed > time_limit_s:
       raise call.RewardError(
@@ -88,17 +91,19 @@ class Code:
         ' or lower timeout'
       )
 
-  def _grade(self, completion, tests, inputs, outputs, setup, imports):
+  def _grade(self, completion, tests, inputs, outputs, setup, imports) -> float | None:
+    """Returns the reward of one completion; the other arguments are its row's columns."""
     tests = [tests] if isinstance(tests, str) else tests
-    # A blank test would pass whatever the program is.
-    tested = _texts(tests) and all(test.strip() for test in tests)
-    if not tested and not (_texts(inputs) and _texts(outputs) and len(inputs) == len(outputs)):
+    # Any program passes a blank test, so a row that has one is unreadable.
+    has_tests = _is_texts(tests) and all(test.strip() for test in tests)
+    has_pairs = _is_texts(inputs) and _is_texts(outputs) and len(inputs) == len(outputs)
+    if not has_tests and not has_pairs:
       return None
     text = text_of(completion)
     program = last_block(text) if self._fenced else text
     if not program.strip():
       return 0.0
-    if tested:
+    if has_tests:
       before = '\n'.join([*(imports or ()), setup or ''])
       tests = [f'{before}\n{test}' for test in tests]
       passed = sandbox.run_tests(program, tests, self._limits)
@@ -110,12 +115,13 @@ class Code:
     return share if self._share else float(share == 1)
 
 
-def last_block(text):
-  """The program of a completion, '' if it has none.
+def last_block(text: str) -> str:
+  """Returns the last fenced block of Python, else the last block without a language, else ''.
 
-  A block that is never closed, as of a completion that was cut, is one.
+  A block that is never closed counts: the completion may have been cut.
   """
-  blocks, fence = {True: '', False: ''}, None
+  blocks = {True: '', False: ''}  # the last block, by whether it names a language
+  fence = None  # the mark that opened the current block
   for line in text.split('\n'):
     mark = _FENCE.match(line)
     if fence is None and mark:
@@ -131,10 +137,10 @@ def last_block(text):
   return blocks[True] or blocks[False]
 
 
-def _texts(value):
+def _is_texts(value: object) -> bool:
   return bool(value) and isinstance(value, list) and all(isinstance(v, str) for v in value)
 
 
-def _lines(text):
-  """Lines without the white space at their ends and at the end of all."""
+def _lines(text: str) -> list[str]:
+  """Returns the lines without trailing whitespace, and without blank lines at the end."""
   return [line.rstrip() for line in text.rstrip().split('\n')]

@@ -1,8 +1,8 @@
-"""Rewards for the form of a completion, and its text.
+"""Rewards for the form of a completion.
 
-Every reward is `f(prompts, completions, completion_ids, **columns)`, of
-which it names what it needs, and returns one number (or None: no verdict)
-a completion. A class is made once, with the options of its spec.
+A reward is `f(prompts, completions, completion_ids, **columns)`. It names the arguments that it needs and returns one
+number per completion, or None for no verdict. A reward that is a class is instantiated once, with the options of its
+spec.
 """
 
 import json
@@ -13,11 +13,11 @@ from jaxpost.errors import InputError
 from jaxpost.workers import call
 
 
-def text_of(completion):
-  """The text of a completion: a string, or messages [{'role', 'content'}].
+def text_of(completion: str | list[dict]) -> str:
+  """Returns the text of a completion, which is a string or messages [{'role', 'content'}].
 
-  Of several messages (tool calls before the answer) it is the last one's; of
-  content in parts, the text parts.
+  Of several messages (tool calls before the answer) it is the text of the last one; of content in parts, the text
+  parts.
   """
   if isinstance(completion, str):
     return completion
@@ -29,25 +29,28 @@ def text_of(completion):
   return ''.join(part.get('text', '') for part in content)
 
 
-def think_format(completions, **columns):
-  """1 for '<think>reasoning</think>answer', one <think> only, else 0."""
+def think_format(completions: list, **columns) -> list[float]:
+  """Returns 1 for '<think>reasoning</think>answer', one <think> only, else 0."""
   del columns
   return [float(_thinks(text_of(c))) for c in completions]
 
 
-def _thinks(text):
-  head, rest = text[: len('<think>')], text[len('<think>') :]
-  return head == '<think>' and '<think>' not in rest and '</think>' in rest
+def _thinks(text: str) -> bool:
+  rest = text.removeprefix('<think>')
+  return rest != text and '<think>' not in rest and '</think>' in rest
 
 
 class TagFormat:
-  """1 for '<think>..</think> <answer>..</answer>', nothing around it, else 0.
+  """1 for '<think>..</think> <answer>..</answer>' with nothing around it, else 0.
 
-  Tags come once each, in this order, only whitespace between them; the format
-  reward of DeepSeek-R1 (arXiv:2501.12948, section 2.2.2).
+  Each tag must appear once, in this order, with only whitespace between them: the format reward of DeepSeek-R1
+  (arXiv:2501.12948, section 2.2.2).
+
+  Args:
+    tags: the names, joined with +.
   """
 
-  def __init__(self, tags: str = 'think+answer'):
+  def __init__(self, tags: str = 'think+answer') -> None:
     names = tags.split('+')
     for name in names:
       if not re.fullmatch(r'[\w.-]+', name) or names.count(name) > 1:
@@ -55,10 +58,11 @@ class TagFormat:
     self._marks = re.compile('|'.join(f'</?{re.escape(n)}>' for n in names))
     self._wanted = [m for n in names for m in (f'<{n}>', f'</{n}>')]
 
-  def __call__(self, completions, **columns):
+  def __call__(self, completions: list, **columns) -> list[float]:
+    """Returns one reward per completion."""
     return [float(self._fits(text_of(c).strip())) for c in completions]
 
-  def _fits(self, text):
+  def _fits(self, text: str) -> bool:
     found = list(self._marks.finditer(text))
     if [m[0] for m in found] != self._wanted:
       return False
@@ -68,15 +72,16 @@ class TagFormat:
 
 
 class RegexMatch:
-  """1 where a pattern of Python's re is found in the completion, else 0.
+  """1 if a pattern of Python's re is found in the completion, else 0.
 
-  Without the option, the pattern is the row's, in the column `pattern`; None
-  for a row without one or with one that is no pattern. `full`: the pattern is
-  all of the completion.
+  Args:
+    pattern: the pattern. Without it each row has its own, in the column `pattern`; None for a row whose pattern is
+      missing or invalid.
+    full: the pattern must match the whole completion.
   """
 
-  def __init__(self, pattern: str | None = None, full: bool = False):
-    self._pattern = self._full = None
+  def __init__(self, pattern: str | None = None, full: bool = False) -> None:
+    self._pattern = None
     self._search = re.fullmatch if full else re.search
     self.needs_columns = ('pattern',) if pattern is None else ()
     if pattern is not None:
@@ -85,27 +90,30 @@ class RegexMatch:
       except re.error as error:
         raise InputError(f'option pattern={pattern!r}: {error}') from error
 
-  def __call__(self, completions, pattern=None, **columns):
+  def __call__(self, completions: list, pattern: list | None = None, **columns) -> list[float | None]:
+    """Returns one reward per completion."""
     if self._pattern is not None:
       pattern = [self._pattern] * len(completions)
     return [self._reward(p, text_of(c)) for c, p in zip(completions, pattern, strict=True)]
 
-  def _reward(self, pattern, text):
+  def _reward(self, pattern, text: str) -> float | None:
     try:
       return float(self._search(pattern, text) is not None)
-    except (re.error, TypeError):  # the row's, which says nothing of the text
+    except (re.error, TypeError):  # The row's pattern is invalid; that is no verdict on the completion.
       return None
 
 
 class JsonSchema:
-  """1 for a completion that is JSON and fits a JSON schema, else 0.
+  """1 if the completion is JSON that fits a JSON schema, else 0.
 
-  The completion is the JSON alone, or one fenced block. The schema is that of
-  `file`, else the row's, in the column `schema` (an object or its text); None
-  where that is no schema. References beyond it are not fetched.
+  The completion must be the JSON alone, or one fenced block. References to other documents are never fetched.
+
+  Args:
+    file: file of the schema. Without it each row has its own, in the column `schema` (an object or its text); None for
+      a row whose schema is invalid.
   """
 
-  def __init__(self, file: str | None = None):
+  def __init__(self, file: str | None = None) -> None:
     _jsonschema()
     self._validator = None
     self.needs_columns = ('schema',) if file is None else ()
@@ -118,12 +126,13 @@ class JsonSchema:
       if self._validator is None:
         raise InputError(f'option file={file!r}: is no valid JSON schema')
 
-  def __call__(self, completions, schema=None, **columns):
+  def __call__(self, completions: list, schema: list | None = None, **columns) -> list[float | None]:
+    """Returns one reward per completion."""
     if self._validator is not None:
       return [self._fits(self._validator, text_of(c)) for c in completions]
     return [self._fits(_validator(s), text_of(c)) for c, s in zip(completions, schema, strict=True)]
 
-  def _fits(self, validator, text):
+  def _fits(self, validator, text: str) -> float | None:
     if validator is None:
       return None
     try:
@@ -132,14 +141,14 @@ class JsonSchema:
       return 0.0
     try:
       return float(validator.is_valid(value))
-    except RecursionError:  # nested deeper than Python's stack
+    except RecursionError:  # The JSON is nested deeper than Python's stack.
       return 0.0
     except sys.modules['referencing'].exceptions.Unresolvable as error:
       raise call.RewardError(f'the schema refers to {error}') from error
 
 
 def _validator(schema):
-  """A validator, or None for what is no schema."""
+  """Returns a jsonschema validator, or None if the schema is invalid."""
   jsonschema, referencing = _jsonschema()
   try:
     schema = json.loads(schema) if isinstance(schema, str) else schema
@@ -149,11 +158,12 @@ def _validator(schema):
     kind.check_schema(schema)
   except (ValueError, jsonschema.SchemaError):
     return None
-  # An empty registry: the default one would fetch references by URL.
+  # With an empty registry, references are errors; the default one would fetch them by URL.
   return kind(schema, registry=referencing.Registry())
 
 
 def _jsonschema():
+  """Returns the modules jsonschema and referencing; InputError if they are not installed."""
   try:
     import jsonschema
     import referencing
@@ -162,10 +172,12 @@ def _jsonschema():
   return jsonschema, referencing
 
 
-def _unfenced(text):
+def _unfenced(text: str) -> str:
+  """Returns the content of a text that is one fenced block, else the text."""
   fenced = re.fullmatch(r'\s*```\w*\s*\n(.*)\n\s*```\s*', text, re.S)
   return fenced[1] if fenced else text
 
 
-def _no_constant(name):
+def _no_constant(name: str) -> None:
+  """Refuses NaN and Infinity, which Python's parser would accept."""
   raise ValueError(f'{name} is not JSON')

@@ -1,36 +1,57 @@
-"""TODO."""
+"""The records of grading: a group of completions, and its rewards.
+
+Legend: G completions of one prompt.
+"""
+
+from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The completions of one prompt; all lists have one entry a completion.
+  """The G completions of one prompt. All lists have G entries.
 
-  Texts for plain prompts; lists of messages for conversational ones:
+  Prompts and completions are texts for plain prompts, lists of messages for conversational ones:
+
     Group(['2+2='] * 2, ['4', '5'], [[19], [20]], {'answer': ['4'] * 2})
+
+  Attributes:
+    prompts: the prompt, G times.
+    completions: what the policy generated.
+    completion_ids: the tokens of each completion.
+    columns: the other columns of the prompt's row, by name, each G times.
   """
 
-  prompts: list
-  completions: list
-  completion_ids: list  # of lists of int
-  columns: dict  # name -> list
+  prompts: list[str | list[dict]]
+  completions: list[str | list[dict]]
+  completion_ids: list[list[int]]
+  columns: dict[str, list]
 
 
 @dataclasses.dataclass(frozen=True)
 class Graded:
-  """Rewards of a group: the weighted sum over the functions that gave one."""
+  """The rewards of a group.
 
-  rewards: list  # of float or None: none of the functions gave one
-  components: dict  # function name -> list of float or None
-  error: str | None  # why the group is masked
+  Attributes:
+    rewards: G weighted sums over the functions that returned a reward; None where no function did.
+    components: G values of each function, by its name.
+    error: why the group is masked, or None.
+    timed_out: True if a function exceeded its time limit.
+    logged: (name, value) pairs that the functions passed to log_metric.
+  """
+
+  rewards: list[float | None]
+  components: dict[str, list[float | None]]
+  error: str | None
   timed_out: bool = False
-  logged: tuple = ()  # (name, value) that the functions gave to log_metric
+  logged: tuple[tuple[str, float], ...] = ()
 
 
-def stats_of(graded):
-  """Counts over `Graded` groups, and means of what the functions logged."""
+def stats_of(graded: Sequence[Graded]) -> dict[str, float]:
+  """Returns counts of groups, failures and masked rows, and the means of the logged values."""
   logged = collections.defaultdict(list)
   for name, value in (pair for g in graded for pair in g.logged):
     logged[f'logged/{name}'].append(value)

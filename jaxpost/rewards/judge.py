@@ -1,10 +1,11 @@
-"""The reward of a judge: a model behind an OpenAI-compatible URL.
+"""The reward of an LLM judge behind an OpenAI-compatible URL.
 
-Every completion of a group is one request to URL/chat/completions; `parallel`
-of them are under way at a time. A request that fails for a reason that passes
-(429, 5xx, no connection, no answer in time, an answer without a score) is made
-again after a pause that doubles; what still has no score is None, never 0.
+Each completion of a group is one request to URL/chat/completions, with up to `parallel` requests in flight. A request
+that fails for a temporary reason (429, 5xx, no connection, a timeout, a reply without a score) is retried with
+exponential backoff. A completion that gets no score is None, never 0.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import http.client
@@ -15,6 +16,8 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
@@ -32,24 +35,28 @@ Is it correct, complete and helpful? Reason briefly, then end with one line
 "Score: N", N from {min} (useless) to {max} (perfect)."""
 SCORE = r'(?i)score[\s:=*]{1,6}(-?\d+(?:\.\d+)?)'
 _FIELD = re.compile(r'\{(\w+)\}')
-_AGAIN = (408, 409, 425, 429)  # and 5xx
-_MOST = 1 << 20  # bytes of a reply
-_LONGEST = 30.0  # seconds of a pause
+_RETRIED = (408, 409, 425, 429)  # HTTP status codes, and all 5xx
+_MAX_REPLY = 1 << 20  # bytes
+_MAX_PAUSE_S = 30.0
 
 
 class Judge:
-  """(score - min) / (max - min) of the judge's score, from 0 to 1.
+  """The judge's score, scaled to 0..1: (score - min) / (max - min).
 
   Args:
-    url: up to and with /v1.
-    model: the name the server knows it by.
-    template: a text file, where {prompt}, {completion}, {min}, {max} and the
-      name of any column in braces are filled in.
-    score: pattern for the judge's reply; its last match counts, and there the
-      first group. A score outside of min and max is none.
-    api_key_env: the environment variable that holds the key.
+    url: address of the API, up to and including /v1.
+    model: name of the model on the server.
+    template: a text file in which {prompt}, {completion}, {min}, {max} and any column name in braces are replaced.
+    score: pattern whose last match in the reply gives the score, in its first group.
+    min: lowest valid score; a score outside of min..max does not count.
+    max: highest valid score.
+    api_key_env: environment variable that holds the API key.
     timeout: seconds for a request.
-    retries: further requests after one that failed.
+    retries: further attempts after a request that failed.
+    parallel: requests in flight, for each worker.
+    temperature: sampling temperature of the judge.
+    max_tokens: length limit of the judge's reply.
+    pause: seconds before the first retry; doubled for each further one.
   """
 
   def __init__(
@@ -67,13 +74,14 @@ class Judge:
     temperature: float = 0.0,
     max_tokens: int = 512,
     pause: float = 0.5,
-  ):
+  ) -> None:
     if not re.fullmatch(r'https?://[^\s/@?#]+(/[^\s@?#]*)?', url):
       raise InputError(
         f'option url={url!r} is no address as http://HOST:PORT/v1 (and holds'
         ' no key: name its variable with api_key_env)'
       )
-    if not min < max or timeout <= 0 or retries < 0 or parallel < 1 or (pause < 0 or max_tokens < 1):
+    valid = min < max and timeout > 0 and retries >= 0 and parallel >= 1 and pause >= 0 and max_tokens >= 1
+    if not valid:
       raise InputError('options: want min < max, timeout > 0, retries >= 0, parallel >= 1, pause >= 0, max_tokens >= 1')
     self._score = _pattern(score)
     if api_key_env and not os.environ.get(api_key_env):
@@ -86,32 +94,37 @@ class Judge:
     self._timeout, self._retries = timeout, retries
     self._parallel, self._pause = parallel, pause
 
-  def __call__(self, prompts, completions, time_limit_s=None, log_metric=None, **columns):
-    # What is not back shortly before the worker would be killed is None.
-    limit = 0.9 * time_limit_s if time_limit_s else float('inf')
-    deadline = time.monotonic() + limit
+  def __call__(
+    self,
+    prompts: list,
+    completions: list,
+    time_limit_s: float | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns,
+  ) -> list[float | None]:
+    """Returns one reward per completion; RewardError if the server answered none of the requests."""
+    # Requests that are not answered shortly before the pool would kill the worker are None; the others of the group
+    # still count.
+    limit_s = 0.9 * time_limit_s if time_limit_s else None
+    deadline = time.monotonic() + (limit_s or float('inf'))
     threads = concurrent.futures.ThreadPoolExecutor(self._parallel)
-    asked = [
-      threads.submit(self._ask, text, deadline)
-      for text in (
-        self._fill(prompt, completion, {name: columns[name][i] for name in self.needs_columns})
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-      )
-    ]
-    left = None if limit == float('inf') else limit
-    concurrent.futures.wait(asked, left)
+    futures = []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+      text = self._fill(prompt, completion, {name: columns[name][i] for name in self.needs_columns})
+      futures.append(threads.submit(self._ask, text, deadline))
+    concurrent.futures.wait(futures, limit_s)
     threads.shutdown(wait=False, cancel_futures=True)
-    answers = [a.result() if a.done() and not a.cancelled() else (None, 'no answer in time') for a in asked]
-    failed = [error for score, error in answers if error]
-    if answers and len(failed) == len(answers):
-      raise call.RewardError(f'no request was answered: {failed[-1]}')
-    scores = [score for score, _ in answers]
+    verdicts = [f.result() if f.done() and not f.cancelled() else _Verdict(error='no answer in time') for f in futures]
+    errors = [v.error for v in verdicts if v.error]
+    if verdicts and len(errors) == len(verdicts):
+      raise call.RewardError(f'no request was answered: {errors[-1]}')
+    scores = [v.score for v in verdicts]
     if log_metric and scores:
       log_metric('judge_without_score', scores.count(None) / len(scores))
     return scores
 
-  def _fill(self, prompt, completion, columns):
-    """The request's text; braces in what is filled in stay as they are."""
+  def _fill(self, prompt: str | list[dict], completion: str | list[dict], columns: dict) -> str:
+    """Returns the text of a request; braces in the inserted values are left as they are."""
     values = {
       'prompt': prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {text_of([m])}' for m in prompt),
       'completion': text_of(completion),
@@ -121,8 +134,8 @@ class Judge:
     }
     return _FIELD.sub(lambda match: str(values[match[1]]), self._template)
 
-  def _ask(self, text, deadline):
-    """(reward or None, why no request was answered or None)."""
+  def _ask(self, text: str, deadline: float) -> _Verdict:
+    """Sends a request until it is answered with a score, within the retries and the deadline."""
     error = None
     for attempt in range(1 + self._retries):
       left = deadline - time.monotonic()
@@ -131,56 +144,65 @@ class Judge:
       wait = self._pause * 2**attempt * random.uniform(0.5, 1.5)
       try:
         reply = self._post(text, min(self._timeout, left))
-        error, score = None, self._read_score(reply)
+        error = None
+        score = self._read_score(reply)
         if score is not None:
-          return score, None
+          return _Verdict(score)
       except urllib.error.HTTPError as failure:
         error = f'HTTP {failure.code} {_detail(failure)}'
-        if failure.code not in _AGAIN and failure.code < 500:
-          return None, error
+        if failure.code not in _RETRIED and failure.code < 500:
+          return _Verdict(error=error)
         wait = max(wait, _seconds(failure.headers.get('Retry-After')))
       except (OSError, http.client.HTTPException) as failure:
         error = f'{type(failure).__name__}: {failure}'
       except _NoReply:
-        error = None  # it answered, without a score
+        error = None  # The server answered, without a score.
       if attempt < self._retries:
-        time.sleep(max(0.0, min(wait, _LONGEST, deadline - time.monotonic())))
-    return None, error
+        time.sleep(max(0.0, min(wait, _MAX_PAUSE_S, deadline - time.monotonic())))
+    return _Verdict(error=error)
 
-  def _post(self, text, timeout):
-    """What the judge said."""
+  def _post(self, text: str, timeout: float) -> str:
+    """Sends one request; returns the text of the reply. Raises OSError, HTTPException or _NoReply."""
     headers = {'Content-Type': 'application/json'}
     if self._key:
       headers['Authorization'] = f'Bearer {os.environ[self._key]}'
     body = self._body | {'messages': [{'role': 'user', 'content': text}]}
     request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method='POST')
     with _OPENER.open(request, timeout=timeout) as response:
-      data = response.read(_MOST)
+      data = response.read(_MAX_REPLY)
     try:
-      said = json.loads(data)['choices'][0]['message']['content']
+      content = json.loads(data)['choices'][0]['message']['content']
     except (ValueError, LookupError, TypeError, RecursionError) as error:
       raise _NoReply from error
-    if not isinstance(said, str):
+    if not isinstance(content, str):
       raise _NoReply
-    return said
+    return content
 
-  def _read_score(self, reply):
+  def _read_score(self, reply: str) -> float | None:
+    """Returns the scaled score in a reply, or None if there is no valid one."""
     found = list(self._score.finditer(reply))
     try:
       score = float(found[-1][1]) if found else float('nan')
-    except (TypeError, ValueError):  # the user's pattern takes anything
+    except (TypeError, ValueError):  # The user's pattern may match text that is no number.
       return None
     if not self._min <= score <= self._max:
       return None
     return (score - self._min) / (self._max - self._min)
 
 
+class _Verdict(NamedTuple):
+  """The outcome for one completion: a score from 0 to 1, or None and, if no request was answered, the reason."""
+
+  score: float | None = None
+  error: str | None = None
+
+
 class _NoReply(Exception):
-  """A reply that is none of the chat completions API."""
+  """The response is not a reply of the chat completions API."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-  """The key must not follow to another host."""
+  """Refuses redirects, so that the API key is never sent to another host."""
 
   def redirect_request(self, *unused):
     return None
@@ -189,7 +211,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def _pattern(text):
+def _pattern(text: str) -> re.Pattern:
+  """Compiles the option `score`."""
   try:
     pattern = re.compile(text)
   except re.error as error:
@@ -199,7 +222,8 @@ def _pattern(text):
   return pattern
 
 
-def _read(file):
+def _read(file: str) -> str:
+  """Reads the option `template`."""
   try:
     with open(file, encoding='utf-8') as opened:
       text = opened.read()
@@ -210,11 +234,13 @@ def _read(file):
   return text
 
 
-def _seconds(header):
+def _seconds(header: str | None) -> float:
+  """Returns the seconds of a Retry-After header, 0 for a missing one or a date."""
   return float(header) if header and header.strip().isdecimal() else 0.0
 
 
-def _detail(failure):
+def _detail(failure: urllib.error.HTTPError) -> str:
+  """Returns the beginning of the body of an error response."""
   try:
     text = failure.read(300).decode(errors='replace')
   except (OSError, http.client.HTTPException):

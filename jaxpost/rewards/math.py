@@ -1,14 +1,14 @@
-"""Rewards for answers that are a text or a number, in the column `answer`.
+"""Rewards that compare a completion with the text or number in the column `answer`.
 
-1.0 right, 0.0 wrong, None where the row's own answer cannot be read, which
-says nothing about the completion. Numbers are compared exactly: 0.5 = 1/2 =
-\\frac{1}{2} = .50; $, % and thousands commas do not count.
+1.0 for a right completion, 0.0 for a wrong one, None if the row's own answer cannot be read. Numbers are compared
+exactly, as fractions: 0.5 = 1/2 = \\frac{1}{2} = .50. Dollar signs, percent signs and thousands separators are ignored.
 """
 
 import dataclasses
 import fractions
 import logging
 import re
+from collections.abc import Iterator
 
 from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
@@ -30,46 +30,48 @@ _LATEX = (
   (re.compile('[\u2212\u2013]'), '-'),
 )
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
-_LONG = 200  # digits; what is longer is compared as text, not computed
+_LONG = 200  # characters; a longer number is compared as text, because arithmetic on it would be slow
+
+Number = fractions.Fraction | str  # a str is a number of more than _LONG characters
 
 
-def exact_match(completions, answer, **columns):
-  """1 where the completion is the answer, whitespace at its ends aside."""
+def exact_match(completions: list, answer: list, **columns) -> list[float | None]:
+  """Returns 1 if the completion equals the answer, ignoring whitespace at both ends, else 0."""
   del columns
   return [
     None if a is None else float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)
   ]
 
 
-def numeric_match(completions, answer, **columns):
-  """1 where the last number of the completion is the answer's last number."""
+def numeric_match(completions: list, answer: list, **columns) -> list[float | None]:
+  """Returns 1 if the last number of the completion equals the last number of the answer, else 0."""
   del columns
   return [_same(last_number(text_of(c)), last_number(str(a))) for c, a in zip(completions, answer, strict=True)]
 
 
-def gsm8k(completions, answer, **columns):
-  """1 where `final_number` of the completion is that of the answer.
+def gsm8k(completions: list, answer: list, **columns) -> list[float | None]:
+  """Returns 1 if `final_number` of the completion equals that of the answer, else 0.
 
-  The answer is GSM8K's own text, ending in '#### 42', or the bare number.
+  The answer is either GSM8K's full text, which ends in '#### 42', or the bare number.
   """
   del columns
   return [_same(final_number(text_of(c)), final_number(str(a))) for c, a in zip(completions, answer, strict=True)]
 
 
 class MathVerify:
-  """1 where math-verify finds the completion equal to the answer, else 0.
+  """1 if the math-verify library finds the completion equal to the answer, else 0.
 
-  The completion's answer has to be LaTeX, in a box if there is one; None where
-  the row's answer cannot be parsed. The settings are TRL's accuracy_reward's.
-  Never times out by itself, as its signals stop no C code: the pool kills.
+  The completion's answer must be LaTeX; a box takes precedence. None if the row's answer cannot be parsed. The settings
+  are those of TRL's accuracy_reward. math-verify's own timeouts are off, because their signals cannot interrupt C code;
+  the pool kills a worker that hangs.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     try:
       import math_verify
     except ModuleNotFoundError as error:
       raise InputError(f"imports {error.name!r}, which is not installed; pip install 'jaxpost[math]'") from error
-    for name in ('parser', 'grader'):  # they warn of the missing timeout
+    for name in ('parser', 'grader'):  # They warn on each call that there is no timeout.
       logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)
     latex = math_verify.LatexExtractionConfig()
     self._library = math_verify
@@ -79,10 +81,11 @@ class MathVerify:
       try_extract_without_anchor=False,
     )
 
-  def __call__(self, completions, answer, **columns):
+  def __call__(self, completions: list, answer: list, **columns) -> list[float | None]:
+    """Returns one reward per completion."""
     return [self._reward(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
 
-  def _reward(self, text, answer):
+  def _reward(self, text: str, answer) -> float | None:
     gold = [] if answer is None else self._library.parse(str(answer), parsing_timeout=None)
     if not gold:
       return None
@@ -92,8 +95,8 @@ class MathVerify:
     return float(self._library.verify(gold, found, timeout_seconds=None))
 
 
-def final_number(text):
-  r"""The number after the last '####' or in the last \boxed{}, or the last."""
+def final_number(text: str) -> Number | None:
+  r"""Returns the number after the last '####' or in the last \boxed{}, whichever comes later, else the last number."""
   marked = (None, *_MARKED.finditer(text))[-1]
   boxed = text.rfind('\\boxed{')
   if marked and marked.start() > boxed:
@@ -104,8 +107,8 @@ def final_number(text):
   return last_number(text)
 
 
-def answer_of(text):
-  """What a text answers, for a vote: the boxed text, its number, or all."""
+def answer_of(text: str) -> str:
+  """Returns the answer in a text, for majority voting: the boxed text, else `final_number`, else the whole text."""
   boxed = text.rfind('\\boxed{')
   if boxed >= 0 and boxed > text.rfind('####'):
     return ''.join(_braced(text, boxed + len('\\boxed{')).split())
@@ -113,20 +116,19 @@ def answer_of(text):
   return text.strip() if number is None else str(number)
 
 
-def last_number(text):
-  """The last number of a text as a Fraction, or None."""
+def last_number(text: str) -> Number | None:
+  """Returns the last number in a text, or None."""
   return (None, *_numbers(text))[-1]
 
 
-def _numbers(text):
+def _numbers(text: str) -> Iterator[Number]:
   for pattern, replacement in _LATEX:
     text = pattern.sub(replacement, text)
   for match in _NUMBER.finditer(text):
     yield _value(match)
 
 
-def _value(match):
-  """A Fraction; the text itself where computing would cost too much."""
+def _value(match: re.Match) -> Number:
   if len(match[0]) > _LONG:
     return match[0]
   if match['top']:
@@ -139,15 +141,15 @@ def _value(match):
   return -value if negative else value
 
 
-def _same(number, target):
+def _same(number: Number | None, target: Number | None) -> float | None:
   return None if target is None else float(number == target)
 
 
-def _braced(text, start):
-  """What stands between the brace opened before `start` and its partner."""
+def _braced(text: str, start: int) -> str:
+  """Returns the text from `start` to the brace that closes the one opened before it."""
   depth = 1
   for i in range(start, len(text)):
     depth += {'{': 1, '}': -1}.get(text[i], 0)
     if not depth:
       return text[start:i]
-  return text[start:]  # cut off by the length limit
+  return text[start:]  # The completion was cut before the closing brace.

@@ -1,14 +1,16 @@
-"""Specs with options -> reward functions; in the worker only.
+"""Makes a reward function of a spec with options, in the worker process.
 
   name?key=value&key=value
 
-A value is typed by the signature of what the spec names, and %2C is a comma,
-%26 an ampersand, %25 a percent sign. What is named is
+Values are converted to the types in the signature of the named object; %2C is a comma, %26 an ampersand, %25 a percent
+sign. The object is
 
-  a class, or a function without `completions` or its like (a factory, as
-  TRL's get_*): called once with the options, it returns the reward;
-  a reward function: the options become its arguments of these names.
+  a class or a factory (a function without a parameter `prompts`, `completions` or `completion_ids`, such as TRL's
+  get_*), which is called once with the options and returns the reward function; or
+  a reward function, to which the options are bound as keyword arguments.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import difflib
@@ -18,6 +20,8 @@ import math
 import types
 import typing
 import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.imports import load_callable
@@ -27,8 +31,12 @@ from jaxpost.workers import call
 _VERL = 'verl:'
 
 
-def load(name, spec):
-  """The `call.Reward` of a spec, or an InputError that says why not."""
+def load(name: str, spec: str) -> call.Reward:
+  """Imports and instantiates the reward of a resolved spec (see `builtin.locate`).
+
+  Raises:
+    InputError: if the module, the function or an option is wrong.
+  """
   what = f'reward {name}'
   base, mark, query = spec.partition('?')
   options = _parse(query, what)
@@ -36,7 +44,8 @@ def load(name, spec):
   try:
     target = load_callable(base.removeprefix(_VERL) if adapted else base, what)
     given = dict(_typed(target, options, what))
-    if isinstance(target, type) or mark and not _is_reward(target, adapted):
+    is_factory = isinstance(target, type) or (mark and not _is_reward(target, adapted))
+    if is_factory:
       fn = target(**given)
     else:
       fn = functools.partial(target, **given) if given else target
@@ -53,8 +62,8 @@ def load(name, spec):
   return dataclasses.replace(reward, file=call.file_of(target, base))
 
 
-def _parse(query, what):
-  """{key: text} of 'key=value&key=value'."""
+def _parse(query: str, what: str) -> dict[str, str]:
+  """Parses 'key=value&key=value'."""
   options = {}
   for item in query.split('&') if query else ():
     key, equals, value = item.partition('=')
@@ -66,23 +75,24 @@ def _parse(query, what):
   return options
 
 
-def _parameters(target):
+def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
+  """Returns the parameters that can be passed by name."""
   try:
     parameters = inspect.signature(target).parameters.values()
-  except (TypeError, ValueError):  # not of Python; call.load says so
+  except (TypeError, ValueError):  # a C function; `call.load` reports it
     return {}
   return {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def _is_reward(target, adapted):
-  """Whether it grades, rather than makes what grades."""
+def _is_reward(target: Callable, adapted: bool) -> bool:
+  """True for a reward function, False for a factory that returns one."""
   if adapted or any(n in _parameters(target) for n in call.STANDARD):
     return True
   return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
 
 
-def _typed(target, options, what):
-  """(key, value) for each option; InputError for an unknown or missing one."""
+def _typed(target: Callable, options: dict[str, str], what: str) -> Iterator[tuple[str, Any]]:
+  """Yields (key, converted value) of each option; InputError for an unknown or missing one."""
   known = _parameters(target)
   known = {n: p for n, p in known.items() if n not in call.GIVEN}
   for key, text in options.items():
@@ -97,7 +107,7 @@ def _typed(target, options, what):
         raise InputError(f'{what}: needs the option {key!r}; write NAME?{key}=VALUE')
 
 
-def _value(key, text, parameter, what):
+def _value(key: str, text: str, parameter: inspect.Parameter, what: str) -> int | float | bool | str:
   kind = _kind(parameter)
   try:
     if kind is bool:
@@ -110,11 +120,11 @@ def _value(key, text, parameter, what):
     raise InputError(f'{what}: option {key}={text!r} is no {kind.__name__}') from None
 
 
-def _kind(parameter):
-  """int, float, bool or str, by the annotation, else by the default."""
+def _kind(parameter: inspect.Parameter) -> type:
+  """Returns int, float, bool or str, by the annotation, else by the default."""
   kinds = {'int': int, 'float': float, 'bool': bool, 'str': str}
   note = parameter.annotation
-  if isinstance(note, str):  # from __future__ import annotations
+  if isinstance(note, str):  # The module has `from __future__ import annotations`.
     note = kinds.get(note.split('|')[0].strip(), note)
   if isinstance(note, types.UnionType) or typing.get_origin(note):
     note = next((a for a in typing.get_args(note) if a in kinds.values()), note)

@@ -1,10 +1,11 @@
 """Grades groups of completions in worker processes that can be killed.
 
-A group is the G completions of one prompt; each function is called once a
-group. A call that raises, hangs, dies or returns no G finite numbers masks
-its group: every reward None, the reason in `error`, counted in `stats`.
-Nothing is ever scored 0 for a failure, and too many of them stop the run.
+A group is the G completions of one prompt; each function is called once per group. If a call raises, hangs, crashes or
+does not return G finite numbers, its group is masked: all rewards are None, the reason is in `error`, and the failure
+is counted in `stats`. A failure is never scored as 0, and too many failures stop the run.
 """
+
+from __future__ import annotations
 
 import atexit
 import collections
@@ -15,36 +16,39 @@ import math
 import os
 import queue
 import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
-from jaxpost.rewards.groups import Graded, stats_of
+from jaxpost.rewards.groups import Graded, Group, stats_of
 from jaxpost.workers import call, process
 
 _LOG = logging.getLogger(__name__)
-_WINDOW = 100  # groups over which the share of failures is taken
-_ENOUGH = 20  # groups before that share says anything
-_TAKE_S = 10.0  # seconds for a group to reach its worker
-_SHOWN = 2000  # characters of what a group's functions printed
+_WINDOW = 100  # groups over which the fraction of failures is computed
+_MIN_GROUPS = 20  # groups before that fraction is checked
+_TAKE_S = 10.0  # seconds for a worker to accept a group
+_SHOWN = 2000  # characters of printed output to log for each group
 
 
-class Pending:
-  """Groups being graded; `result` waits for them."""
+class PendingGrades:
+  """Groups that are being graded; `result` waits for them."""
 
-  def __init__(self, futures, count):
+  def __init__(self, futures: list[concurrent.futures.Future], count: Callable[[list[Graded]], None]) -> None:
     self._futures = futures
     self._count = count
     self._graded = None
 
-  def done(self):
+  def done(self) -> bool:
+    """Returns True if `result` would not block."""
     return all(future.done() for future in self._futures)
 
-  def uncounted(self):
-    """The `Graded` of each group in order; `RewardPool.count` is yours."""
+  def uncounted(self) -> list[Graded]:
+    """Waits; returns the `Graded` of each group in order, without counting failures: call `RewardPool.count`."""
     return [future.result() for future in self._futures]
 
-  def result(self):
-    """The `Graded` of each group in order; InputError past the limit."""
+  def result(self) -> list[Graded]:
+    """Waits; returns the `Graded` of each group in order. InputError if too many groups failed."""
     if self._graded is None:
       graded = self.uncounted()
       self._count(graded)
@@ -52,37 +56,52 @@ class Pending:
     return self._graded
 
 
+class _Reply(NamedTuple):
+  """A worker's values for one group, by function, and why there are no more of them."""
+
+  values: dict[str, list]
+  error: str | None = None
+  timed_out: bool = False
+
+
 class RewardPool:
-  """Reward functions and the processes they run in.
+  """Reward functions and the processes that run them.
+
+  The workers do not see environment variables whose names contain TOKEN, SECRET, PASSWORD, API_KEY or the like, except
+  those that an option called *_env names.
 
   Args:
-    rewards: a spec or a tuple of them (builtin.py): builtin name,
-      'pkg.module:fn', './file.py:fn', each with '?option=value' if need be,
-      or a callable, which runs in this process (in a thread, one call at a
-      time) and cannot be killed.
-    weights: one number a function; default 1.
-    workers: processes, each grading one group at a time.
-    timeout_s: for one call of one function.
-    max_failed: the run stops when more than this share of the last 100
-      groups (of at least 20) failed, or all of the first batch.
-    keep_env: leaves TOKEN, SECRET, PASSWORD and API_KEY variables visible to
-      the functions; an option called *_env keeps the one that it names.
-    start_timeout_s: for importing the functions.
+    rewards: a spec or several (builtin.py): a builtin name, 'pkg.module:fn' or './file.py:fn', each with optional
+      '?option=value', or a callable. A callable runs in a thread of this process, one call at a time, and cannot be
+      killed.
+    weights: one number per function; default 1.
+    workers: number of processes; each grades one group at a time.
+    timeout_s: seconds for one call of one function.
+    max_failed: the run stops if more than this fraction of the last 100 groups (at least 20) failed, or all groups of
+      the first batch.
+    start_timeout_s: seconds for importing the functions.
   """
 
   def __init__(
-    self, rewards, *, weights=None, workers=1, timeout_s=30.0, max_failed=0.25, keep_env=False, start_timeout_s=120.0
-  ):
+    self,
+    rewards: str | Callable | Sequence[str | Callable],
+    *,
+    weights: Sequence[float] | None = None,
+    workers: int = 1,
+    timeout_s: float = 30.0,
+    max_failed: float = 0.25,
+    start_timeout_s: float = 120.0,
+  ) -> None:
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
     self.names = builtin.short_names(rewards)
-    self.stats = stats_of([])  # of the batch graded last
+    self.stats = stats_of([])  # of the last batch
     self._weights = tuple(weights or [1.0] * len(rewards))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
-    self._keep_env, self._variables = keep_env, builtin.variables(rewards)
+    self._needed_variables = builtin.needed_variables(rewards)
     named = list(zip(self.names, rewards))
     self._local = [call.load(n, r) for n, r in named if callable(r)]
     self._local_lock = threading.Lock()
@@ -91,20 +110,20 @@ class RewardPool:
         'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', reward.name
       )
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
-    self._recent = collections.deque(maxlen=_WINDOW)  # error or None a group
+    self._recent = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
     self._jobs = queue.SimpleQueue()
     self._size = workers
     self._owner = os.getpid()
-    self._guard = None
+    self._reaper = None
     self._workers, self._threads, self._ready = [], [], []
     self._closed = False
 
-  def check(self, columns=None):
-    """Starts the workers, imports every function; InputError if it cannot.
+  def check(self, columns: Iterable[str] | None = None) -> None:
+    """Starts the workers and imports every function; InputError if that fails.
 
     Args:
-      columns: names of the data's columns, to see that each function finds
-        the arguments it needs; None leaves that to the first call.
+      columns: names of the data's columns, to check that each function gets the arguments it needs; None skips that
+        check until the first call.
     """
     self._start()
     needs = [(r.name, r.file, r.needs) for r in self._local]
@@ -112,15 +131,19 @@ class RewardPool:
       functions = ready.result()
     for (name, _), function in zip(self._remote, functions):
       needs.append((name, function['file'], function['needs']))
-    for name, file, arguments in needs if columns is not None else ():
-      given = (*call.GIVEN, *columns)
+    if columns is None:
+      return
+    given = (*call.GIVEN, *columns)
+    for name, file, arguments in needs:
       for missing in call.missing_of(arguments, given):
         raise InputError(f'reward {name} ({file}): {call.missing_column(missing, given)}')
 
-  def submit(self, groups, step=None):
-    """Starts grading; returns a `Pending`.
+  def submit(self, groups: Sequence[Group], step: int | None = None) -> PendingGrades:
+    """Starts grading without waiting for it.
 
-    `step` is what the functions see as TRL's trainer_state.global_step.
+    Args:
+      groups: what to grade; InputError if JSON cannot represent a column.
+      step: passed to the functions as TRL's trainer_state.global_step.
     """
     lines = [_request(group, step) for group in groups]
     self._start()
@@ -129,15 +152,15 @@ class RewardPool:
       future = concurrent.futures.Future()
       self._jobs.put((future, line, len(group.completions)))
       futures.append(future)
-    return Pending(futures, self.count)
+    return PendingGrades(futures, self.count)
 
-  def grade(self, groups, step=None):
-    """The `Graded` of each group, in order."""
+  def grade(self, groups: Sequence[Group], step: int | None = None) -> list[Graded]:
+    """Grades groups and returns the `Graded` of each, in order; InputError if too many failed."""
     return self.submit(groups, step).result()
 
-  def close(self):
-    """Ends workers and threads; what still waits is cancelled."""
-    if self._closed or os.getpid() != self._owner:  # a fork owns nothing
+  def close(self) -> None:
+    """Ends workers and threads; groups that are still queued are cancelled."""
+    if self._closed or os.getpid() != self._owner:  # A forked copy of this process must not end the workers.
       return
     self._closed = True
     atexit.unregister(self.close)
@@ -151,43 +174,48 @@ class RewardPool:
       worker.interrupt()
     for thread in self._threads:
       thread.join(2.0)
-    if self._guard:
-      self._guard.close()
+    if self._reaper:
+      self._reaper.close()
 
-  def __enter__(self):
+  def __enter__(self) -> RewardPool:
     return self
 
-  def __exit__(self, *unused):
+  def __exit__(self, *unused) -> None:
     self.close()
 
-  def _start(self):
+  def _start(self) -> None:
+    """Starts the threads, and with them the workers, on first use."""
     if self._closed:
       raise RuntimeError('the reward pool is closed')
     if self._threads:
       return
     atexit.register(self.close)
     if self._remote:
-      variables, dropped = process.environment(self._keep_env, self._variables)
-      if dropped:
-        _LOG.info('rewards do not see %s; keep_env=True lets them', ', '.join(dropped))
+      variables, hidden = process.worker_variables(self._needed_variables)
+      if hidden:
+        _LOG.info('rewards do not see %s; an option called *_env passes one on', ', '.join(hidden))
       setup = {
         'path': process.search_path(),
         'rewards': self._remote,
         'timeout_s': self._timeout_s,
         'start_timeout_s': self._start_timeout_s,
       }
-      self._guard = process.Keeper()
-      self._workers = [process.Worker(setup, variables, self._guard) for _ in range(self._size)]
+      self._reaper = process.Reaper()
+      what = 'reward ' + ', '.join(name for name, _ in self._remote)
+      self._workers = [
+        process.Worker('jaxpost.rewards.worker', setup, variables, self._reaper, what) for _ in range(self._size)
+      ]
     for worker in self._workers or [None]:
-      # Also starts its process, whose PR_SET_PDEATHSIG is this thread's death.
+      # The thread also starts the worker's process: PR_SET_PDEATHSIG kills a process when the thread that started it
+      # ends.
       ready = concurrent.futures.Future()
       thread = threading.Thread(target=self._serve, args=(worker, ready), daemon=True)
       self._ready.append(ready)
       self._threads.append(thread)
       thread.start()
 
-  def _serve(self, worker, ready):
-    """The life of a thread: one worker, one job at a time."""
+  def _serve(self, worker: process.Worker | None, ready: concurrent.futures.Future) -> None:
+    """Runs in a thread: serves one worker, one job at a time."""
     _settle(ready, worker.start if worker else list)
     while (job := self._jobs.get()) is not None:
       future, line, size = job
@@ -195,59 +223,66 @@ class RewardPool:
     if worker:
       worker.finish()
 
-  def _grade_line(self, worker, line, size):
-    """One group: the worker's functions first, then those of this process."""
-    values, failure, logged = {}, None, []
-    if worker:
-      values, failure = self._ask(worker, line, logged)
-    for reward in self._local if failure is None else ():
+  def _grade_line(self, worker: process.Worker | None, line: str, size: int) -> Graded:
+    """Grades one group: first with the worker's functions, then with those of this process."""
+    logged = []
+    reply = self._ask(worker, line, logged) if worker else _Reply({})
+    if reply.error is None:
+      reply = self._call_local(reply.values, line, logged)
+    components = {name: reply.values.get(name, [None] * size) for name in self.names}
+    if reply.error is not None:
+      return Graded([None] * size, components, reply.error, reply.timed_out)
+    rows = zip(*components.values())
+    return Graded([self._weighted(row) for row in rows], components, None, logged=tuple(logged))
+
+  def _call_local(self, values: dict[str, list], line: str, logged: list) -> _Reply:
+    """Calls the functions of this process on a group, after a worker has returned `values`."""
+    for reward in self._local:
       try:
         with self._local_lock:
           group = json.loads(line)
           values[reward.name] = call.call(reward, group['arguments'], logged, group['step'])
       except call.RewardError as error:
-        failure = f'reward {reward.name}: {error}', False
-        break
-    components = {name: values.get(name, [None] * size) for name in self.names}
-    if failure:
-      return Graded([None] * size, components, *failure)
-    rows = zip(*components.values())
-    return Graded([self._weighted(row) for row in rows], components, None, logged=tuple(logged))
+        return _Reply(values, f'reward {reward.name}: {error}')
+    return _Reply(values)
 
-  def _ask(self, worker, line, logged, again=True):
-    """({name: values}, (error, timed out) or None) of one worker."""
+  def _ask(self, worker: process.Worker, line: str, logged: list, retry: bool = True) -> _Reply:
+    """Has a worker grade one group; retries once if the worker was dead before the group reached it."""
     worker.start()
     worker.send(line)
-    values, started = {}, False
+    values = {}
+    started = False
     try:
       for name, _ in self._remote:
         worker.receive(self._timeout_s + _TAKE_S)  # {'start': name}
         started = True
         reply = worker.receive(self._timeout_s)
         if 'error' in reply:
-          return values, (f'reward {name}: {reply["error"]}', False)
+          return _Reply(values, f'reward {name}: {reply["error"]}')
         values[name] = reply['values']
         logged.extend(map(tuple, reply['logged']))
-      return values, None
+      return _Reply(values)
     except TimeoutError:
-      text, timed_out = f'no answer in {self._timeout_s:g} s', True
-      text += worker.kill()
+      text = f'no answer in {self._timeout_s:g} s{worker.kill()}'
+      timed_out = True
     except process.WorkerDied as error:
-      text, timed_out = f'the worker {error}', False
+      text = f'the worker {error}'
+      timed_out = False
     finally:
       printed, count = worker.take_printed()
       if count:
         _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
-    if again and not started:  # what ended it was before this group
-      return self._ask(worker, line, logged, again=False)
-    return values, (f'reward {name}: {text}', timed_out)
+    if retry and not started:  # This group is not the cause.
+      return self._ask(worker, line, logged, retry=False)
+    return _Reply(values, f'reward {name}: {text}', timed_out)
 
-  def _weighted(self, row):
+  def _weighted(self, row: Iterable[float | None]) -> float | None:
+    """Returns the weighted sum of the rewards that are not None; None if all are."""
     given = [w * v for w, v in zip(self._weights, row) if v is not None]
     return sum(given) if given else None
 
-  def count(self, graded):
-    """Keeps the statistics; InputError when too much failed."""
+  def count(self, graded: Sequence[Graded]) -> None:
+    """Updates the statistics with a batch; InputError if too many groups failed."""
     self.stats = stats_of(graded)
     first = not self._recent
     self._recent.extend(g.error for g in graded)
@@ -255,26 +290,27 @@ class RewardPool:
     size = len(self._recent)
     if first and errors and len(errors) == size:
       raise InputError(f'every group of the first batch failed: {errors[0]}')
-    if size >= _ENOUGH and len(errors) > self._max_failed * size:
+    if size >= _MIN_GROUPS and len(errors) > self._max_failed * size:
       raise InputError(
         f'{len(errors)} of the last {size} groups failed, max_failed is {self._max_failed:g}: {errors[0]}'
       )
 
 
-def _settle(future, function, *arguments):
+def _settle(future: concurrent.futures.Future, function: Callable, *arguments) -> None:
+  """Sets the result of a future to that of a call, or its exception."""
   try:
     future.set_result(function(*arguments))
-  except BaseException as error:  # for the one who waits, as executors do
+  except BaseException as error:  # Raised in the thread that waits for the future.
     future.set_exception(error)
 
 
-def _request(group, step):
-  """The line for a worker; InputError for a column that JSON cannot carry."""
+def _request(group: Group, step: int | None) -> str:
+  """Returns the JSON line for a worker; InputError for a column that JSON cannot represent."""
   fields = {'prompts': group.prompts, 'completions': group.completions, 'completion_ids': group.completion_ids}
   for name in group.columns:
     if name in call.GIVEN:
       raise InputError(
-        f'reward: a column is called {name!r}, which is what reward functions get from the run; rename it'
+        f'reward: a column is called {name!r}, a name reserved for what reward functions get from the run; rename it'
       )
   fields.update(group.columns)
   for name, values in fields.items():
@@ -288,7 +324,7 @@ def _request(group, step):
     raise
 
 
-def _check_json(name, values):
+def _check_json(name: str, values: Any) -> None:
   try:
     json.dumps(values)
   except (TypeError, ValueError) as error:
@@ -298,7 +334,8 @@ def _check_json(name, values):
     ) from error
 
 
-def _check_settings(rewards, weights, workers, timeout_s, max_failed):
+def _check_settings(rewards, weights, workers: int, timeout_s: float, max_failed: float) -> None:
+  """Raises InputError for arguments of `RewardPool` that cannot work."""
   if not rewards:
     raise InputError('reward: none is given')
   if weights and len(weights) != len(rewards):

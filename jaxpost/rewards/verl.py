@@ -1,23 +1,25 @@
-"""Reward functions written for verl, called as this library calls rewards.
+"""Adapts reward functions written for verl.
 
   compute_score(data_source, solution_str, ground_truth, extra_info)
 
-for one completion each, by name; it returns a number or a dict with 'score',
-whose other numbers are logged. May be async.
+is called by keyword for each completion. It returns a number, or a dict whose 'score' is the reward and whose other
+numbers are logged; it may be async.
 """
 
 import asyncio
 import inspect
 import numbers
+from collections.abc import Callable
+from typing import Any
 
 from jaxpost.rewards.format import text_of
 from jaxpost.workers import call
 
 
-def adapt(compute_score):
-  """A reward function with the columns of verl's data sets.
+def adapt(compute_score: Callable) -> Callable:
+  """Returns a reward function that reads the columns of verl's data sets.
 
-  `data_source`, `reward_model` ({'ground_truth': ...}), `extra_info`.
+  They are `data_source`, `reward_model` ({'ground_truth': ...}) and, optionally, `extra_info`.
   """
 
   async def graded(completions, data_source, reward_model, extra_info=None, log_metric=None):
@@ -25,16 +27,15 @@ def adapt(compute_score):
     results = [
       compute_score(**_arguments(*row)) for row in zip(completions, data_source, reward_model, extra_info, strict=True)
     ]
-    tasks = [
-      asyncio.ensure_future(r) if inspect.isawaitable(r) else r for r in results
-    ]  # all under way before the first is awaited
+    # All awaitables are started before the first one is awaited, so that they overlap.
+    tasks = [asyncio.ensure_future(r) if inspect.isawaitable(r) else r for r in results]
     results = [await t if inspect.isawaitable(t) else t for t in tasks]
     return [_score(r, log_metric) for r in results]
 
   return graded
 
 
-def _arguments(completion, source, model, extra):
+def _arguments(completion: str | list[dict], source: Any, model: Any, extra: Any) -> dict:
   if not isinstance(model, dict) or 'ground_truth' not in model:
     raise call.RewardError("the column 'reward_model' must be {'ground_truth': ...}, as in verl's data")
   return {
@@ -45,7 +46,8 @@ def _arguments(completion, source, model, extra):
   }
 
 
-def _score(result, log_metric):
+def _score(result: Any, log_metric: Callable | None) -> Any:
+  """Returns the reward of a result and logs its other numbers."""
   if not isinstance(result, dict):
     return result
   if 'score' not in result:

@@ -1,6 +1,6 @@
-"""One reward process: python -m jaxpost.rewards.worker; the pool starts it.
+"""The main program of a reward worker, which the pool starts as `python -m jaxpost.rewards.worker`.
 
-JSON lines on stdin and stdout, one object each:
+It exchanges JSON objects with the pool, one per line, on stdin and stdout:
 
   in   {'path', 'rewards': [[name, spec], ...],
         'timeout_s', 'start_timeout_s'}                          once
@@ -9,8 +9,10 @@ JSON lines on stdin and stdout, one object each:
   in   {'step', 'arguments': {'prompts', 'completions',
         'completion_ids', column...}}                            per group
   out  {'start': name}, then {'values': [...], 'logged': [[name, value], ...]}
-       or {'error': text}, per function until the first error
+       or {'error': text}; for each function, until the first error
 """
+
+from __future__ import annotations
 
 import ctypes
 import faulthandler
@@ -18,6 +20,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import options
@@ -27,26 +31,43 @@ _PR_SET_PDEATHSIG = 1
 _PID = os.getpid()
 
 
-def main():
+class Started(NamedTuple):
+  """A worker process after its handshake with the pool.
+
+  Attributes:
+    setup: the first line that the pool sent.
+    requests: the lines to come.
+    reply: sends a JSON object to the pool.
+    loaded: the user's code.
+  """
+
+  setup: dict
+  requests: BinaryIO
+  reply: Callable[[dict], None]
+  loaded: Any
+
+
+def main() -> None:
+  """Grades one group per line of stdin, until it is closed."""
   started = begin(lambda setup: [options.load(name, spec) for name, spec in setup['rewards']])
   if not started:
     return
-  setup, requests, reply, rewards = started
-  reply({'ready': [{'file': r.file, 'needs': r.needs} for r in rewards]})
-  for line in requests:
-    _grade(rewards, line, reply, setup['timeout_s'])
+  rewards = started.loaded
+  started.reply({'ready': [{'file': r.file, 'needs': r.needs} for r in rewards]})
+  for line in started.requests:
+    _grade(rewards, line, started.reply, started.setup['timeout_s'])
 
 
-def begin(load):
-  """(setup, lines to come, reply, load(setup)) of a process that was started.
+def begin(load: Callable[[dict], Any]) -> Started | None:
+  """Reads the setup and loads the user's code with `load(setup)`.
 
-  None where `load` finds the user's code at fault; the pool has been told.
+  Returns None if `load` raised InputError, which has then been reported to the pool.
   """
   _die_with_owner()
   requests, replies = _take_pipes()
   printed = sys.stdout
 
-  def reply(message):
+  def reply(message: dict) -> None:
     if not printed.closed:
       printed.flush()
     replies.write(json.dumps(message).encode() + b'\n')
@@ -64,16 +85,17 @@ def begin(load):
     return None
   _end_copies()
   faulthandler.cancel_dump_traceback_later()
-  return setup, requests, reply, loaded
+  return Started(setup, requests, reply, loaded)
 
 
-def _die_with_owner():
+def _die_with_owner() -> None:
+  """Has the kernel kill this process when the thread that started it ends (Linux only)."""
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _take_pipes():
-  """Our ends of the pipes; the user's code reads nothing, prints to stderr."""
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+  """Moves the pipes to other descriptors: the user's code reads an empty stdin, and its stdout goes to stderr."""
   requests = os.fdopen(os.dup(0), 'rb')
   replies = os.fdopen(os.dup(1), 'wb')
   nothing = os.open(os.devnull, os.O_RDONLY)
@@ -83,20 +105,22 @@ def _take_pipes():
   return requests, replies
 
 
-def _end_copies():
-  """Ends the child of a fork in the user's code, if it came back here."""
+def _end_copies() -> None:
+  """Exits if this is a child that the user's code has forked and that returned from it."""
   if os.getpid() != _PID:
     os._exit(1)
 
 
-def _grade(rewards, line, reply, timeout_s):
+def _grade(rewards: list[call.Reward], line: bytes, reply: Callable[[dict], None], timeout_s: float) -> None:
+  """Calls each function on one group and replies; stops after the first error."""
   for reward in rewards:
     reply({'start': reward.name})
-    # Says where it hangs, from a C thread: even where the GIL is held.
+    # Prints the stack shortly before the pool kills a function that hangs; a C thread does it, even if the GIL is held.
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=2)
     try:
-      # Parsed for each, as a function may change its arguments in place.
-      group, logged = json.loads(line), []
+      # Parsed anew for each function, because a function may modify its arguments in place.
+      group = json.loads(line)
+      logged = []
       values = call.call(reward, group['arguments'], logged, group['step'], timeout_s)
     except call.RewardError as error:
       reply({'error': str(error)})

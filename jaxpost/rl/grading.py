@@ -21,7 +21,8 @@ from jaxpost.rl.reward_metrics import component_metrics, length_metrics, sample_
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.rewards.pool import Pending, RewardPool
+  from jaxpost.rewards.pool import PendingGrades as Pending
+  from jaxpost.rewards.pool import RewardPool
   from jaxpost.roles import Roles
   from jaxpost.types import Rollout
 

@@ -273,7 +273,7 @@ def make_sampler(kit: Kit, engine, purpose: int):
   if kit.prepared.environment:
     from jaxpost.environments import factory
 
-    return factory.sampler(kit.prepared, engine, key)
+    return factory.make_sampler(kit.prepared, engine, key)
   from jaxpost.rollout.sampler import Sampler
 
   return Sampler(engine, key)

@@ -124,7 +124,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   if samples and config.environment:
     from jaxpost.environments import factory
 
-    out.environment = factory.start(config, algorithm, tokenizer)
+    out.environment = factory.start_environments(config, algorithm, tokenizer)
   out.stream = prompt_stream(out) if algorithm.on_policy else row_stream(out)
   if out.eval_rows is not None:
     prepare_evaluation(out)

@@ -262,7 +262,7 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh='data=-1') -> dic
   )
   try:
     if samples and config.environment:
-      p.environment = factory.start(config, algorithm, p.tokenizer)
+      p.environment = factory.start_environments(config, algorithm, p.tokenizer)
     prepare.prepare_evaluation(p)
     if samples:
       checks.check_sampling(config, False)
@@ -315,7 +315,7 @@ def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
   on_policy = p.algorithm.on_policy
   samples = on_policy or held_out and config.eval.samples
   if samples and config.environment:
-    p.environment = factory.start(config, p.algorithm, p.tokenizer)
+    p.environment = factory.start_environments(config, p.algorithm, p.tokenizer)
     out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in p.environment.tools]
   out += _show_prompts(p, rows) if on_policy else _show_rows(p, rows)
   if samples:

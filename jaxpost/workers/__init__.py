@@ -1,6 +1,9 @@
-"""Processes that run a user's code and can be killed.
+"""Processes that run untrusted or user-written code: workers that can be killed, and a sandbox.
 
-Lives here: starting, asking and killing a worker, the sandbox for programs that a model
-wrote. Imports the standard library, `errors` and `imports`, and no jax. rewards/ and
-environments/ import it. Never here: what is graded or played.
+`process` starts and kills worker processes, `call` loads and calls a reward function inside one, and `reaper` ends the
+workers if their owner dies. `sandbox` runs programs written by a model; `jail` and `namespaces` are its inner side.
+
+rewards/ and environments/ import from here. This room imports the standard library and jaxpost.errors. It never imports
+JAX or any package that does: a worker must start in milliseconds and must not touch a device. What is graded or
+played does not belong here.
 """

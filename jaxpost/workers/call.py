@@ -1,8 +1,10 @@
-"""Load, check, call one reward function; the same in a worker and outside.
+"""Loads, checks and calls one reward function, in a worker process or in the training process.
 
-Arguments are {'prompts', 'completions', 'completion_ids', column: ...}, each
-a list of n; a function gets those that it names, or all with **columns.
+The arguments of a call are {'prompts', 'completions', 'completion_ids', column: ...}, each a list with one entry per
+completion. A function receives those that it names in its signature, or all of them if it takes **columns.
 """
+
+from __future__ import annotations
 
 import asyncio
 import dataclasses
@@ -13,14 +15,17 @@ import os
 import reprlib
 import sysconfig
 import types
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from jaxpost.errors import InputError
 
 STANDARD = ('prompts', 'completions', 'completion_ids')
-# Not of the data, either; `time_limit_s` goes only to who names it.
+# Names that no data column may have. `time_limit_s` is passed only to functions that name it.
 GIVEN = (*STANDARD, 'trainer_state', 'log_metric', 'log_extra', 'time_limit_s')
 _FLOAT32_MAX = 3.4028234663852886e38
-_NOT_OWN = (
+# Files whose frames are skipped when an error message names the user's line.
+_NOT_USER_CODE = (
   '<frozen',
   sysconfig.get_path('stdlib') + os.sep,
   sysconfig.get_path('purelib') + os.sep,
@@ -30,54 +35,86 @@ _NOT_OWN = (
 
 
 class RewardError(Exception):
-  """A call gave no rewards; the text says what happened and where."""
+  """A call returned no valid rewards; the message says what happened and where."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
+  """A reward function and what its signature asks for.
+
+  Attributes:
+    name: the name in metrics and errors.
+    fn: the callable.
+    takes: names of its parameters.
+    rest: True if it has a **columns parameter.
+    needs: names of the parameters without a default; 'a|b' is satisfied by either.
+    file: the source file, for error messages.
+  """
+
   name: str
-  fn: object  # the callable
-  takes: tuple  # names of its arguments
-  rest: bool  # it takes all others, too
-  needs: tuple  # names without a default; 'a|b' is any of them
+  fn: Callable
+  takes: tuple[str, ...]
+  rest: bool
+  needs: tuple[str, ...]
   file: str
 
 
-def load(name, fn):
-  """A callable as a Reward, or an InputError that says why it is none."""
-  what, file = f'reward {name}', file_of(fn, name)
+def load(name: str, fn: Callable) -> Reward:
+  """Makes a `Reward` of a callable; InputError if its signature does not fit."""
+  what = f'reward {name}'
+  file = file_of(fn, name)
   try:
     signature = inspect.signature(fn)
   except (TypeError, ValueError) as error:
     raise InputError(f'{what} ({file}): has no signature to read') from error
   parameters = signature.parameters.values()
   bound = fn.keywords if isinstance(fn, functools.partial) else {}
+  # Options that a partial has bound are not arguments of a call.
   named = [p for p in parameters if p.name not in bound and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
   rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
-  only = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-  if only or not (rest or any(p.name in STANDARD for p in named)):
+  positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
+  if positional or not (rest or any(p.name in STANDARD for p in named)):
     raise InputError(
       f'{what} ({file}): wrong signature {signature}; arguments'
       ' come by name: f(prompts, completions, completion_ids, **columns)'
     )
   needs = tuple(p.name for p in named if p.default is p.empty)
-  if hasattr(fn, 'needs_columns'):  # told by an object's options
+  if hasattr(fn, 'needs_columns'):  # a builtin whose columns depend on its options
     needs += tuple(fn.needs_columns)
-  return Reward(name, fn, tuple(p.name for p in named), rest, needs, file)
+  takes = tuple(p.name for p in named)
+  return Reward(name=name, fn=fn, takes=takes, rest=rest, needs=needs, file=file)
 
 
-def file_of(fn, name):
+def file_of(fn: Callable, name: object) -> str:
+  """Returns the source file of a callable, or `name` where there is none."""
   fn = fn.func if isinstance(fn, functools.partial) else fn
   try:
     return inspect.getsourcefile(inspect.unwrap(fn)) or str(name)
-  except TypeError:  # an object with __call__, or not of Python
+  except TypeError:  # an object with __call__, or a C function
     return str(name)
 
 
-def call(reward, arguments, logged, step=None, time_limit_s=None):
-  """The rewards of one group, list of float or None; RewardError if none.
+def call(
+  reward: Reward,
+  arguments: dict[str, list],
+  logged: list[tuple[str, float]],
+  step: int | None = None,
+  time_limit_s: float | None = None,
+) -> list[float | None]:
+  """Calls a reward function on one group of completions.
 
-  `logged` is a list that gets what the function logs, as (name, value).
+  Args:
+    reward: the function.
+    arguments: lists by name, as in the docstring of this module.
+    logged: receives a (name, value) pair for each call of `log_metric`.
+    step: passed on as TRL's `trainer_state.global_step`.
+    time_limit_s: passed on to functions that name it.
+
+  Returns:
+    One number per completion, or None where the function gave no reward.
+
+  Raises:
+    RewardError: if the function raised, or did not return such a list.
   """
   missing = missing_of(reward.needs, (*GIVEN, *arguments))
   if missing:
@@ -89,7 +126,10 @@ def call(reward, arguments, logged, step=None, time_limit_s=None):
     'log_extra': lambda name, values: None,
     'time_limit_s': time_limit_s,
   }
-  bound = (*reward.fn.keywords, 'time_limit_s') if isinstance(reward.fn, functools.partial) else ('time_limit_s',)
+  # **columns must not receive bound options a second time, nor the time limit.
+  bound = ('time_limit_s',)
+  if isinstance(reward.fn, functools.partial):
+    bound += tuple(reward.fn.keywords)
   arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.rest and k not in bound}
   try:
     values = reward.fn(**arguments)
@@ -104,39 +144,43 @@ def call(reward, arguments, logged, step=None, time_limit_s=None):
     raise RewardError(describe(error)) from error
 
 
-def missing_of(needs, given):
+def missing_of(needs: Iterable[str], given: Iterable[str]) -> list[str]:
+  """Returns the needs that no given name satisfies; 'a|b' is satisfied by either."""
   return [need for need in needs if not set(need.split('|')) & set(given)]
 
 
-def missing_column(name, arguments):
+def missing_column(name: str, arguments: Iterable[str]) -> str:
+  """Returns the error text for a column that the data lacks."""
   columns = ', '.join(k for k in arguments if k not in GIVEN) or 'none'
   name = ' or '.join(map(repr, name.split('|')))
   return f'needs the column {name}, the data has: {columns}'
 
 
-def describe(error):
-  """'raised ValueError: text at file:line', the line being the user's."""
-  trace, frames = error.__traceback__, []
+def describe(error: BaseException) -> str:
+  """Returns 'raised ValueError: text at file:line', with the innermost line of the user's code."""
+  trace = error.__traceback__
+  frames = []
   while trace:
     frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
     trace = trace.tb_next
-  file, line = (own_frames(frames) or frames)[-1]
+  file, line = (user_frames(frames) or frames)[-1]
   text = ' '.join(str(error).split())[:300]
   text = text.encode(errors='replace').decode()  # lone surrogates
   colon = ': ' if text else ''
   return f'raised {type(error).__name__}{colon}{text} at {file}:{line}'
 
 
-def own_frames(frames):
-  """Those of (file, line) that are neither a library's nor ours."""
-  return [f for f in frames if not f[0].startswith(_NOT_OWN)]
+def user_frames(frames: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+  """Returns the (file, line) pairs that lie in the user's code, not in a library or in this one."""
+  return [f for f in frames if not f[0].startswith(_NOT_USER_CODE)]
 
 
-async def _wait(awaitable):
+async def _wait(awaitable: Awaitable) -> Any:
   return await awaitable
 
 
-def _checked(values, size):
+def _checked(values: Any, size: int) -> list[float | None]:
+  """Returns `values` as a list of floats or None; RewardError if it is no list of `size` numbers."""
   if not isinstance(values, (list, tuple)):
     raise RewardError(f'returned {_shown(values)}, not a list of {size} numbers')
   if len(values) != size:
@@ -144,22 +188,23 @@ def _checked(values, size):
   return [_number(i, value) for i, value in enumerate(values)]
 
 
-def _number(i, value):
+def _number(i: int, value: Any) -> float | None:
   if value is None:
     return None
   if hasattr(value, 'item'):  # a scalar of numpy or torch
     value = value.item()
   if not isinstance(value, numbers.Real):  # a bool is one: 0 or 1
     raise RewardError(f'returned {_shown(value)} at {i}, not a number')
-  # Later arithmetic is in float32; comparing so is False for nan, too.
+  # Advantages are computed in float32. Written this way, the comparison also fails for NaN.
   if not abs(value) <= _FLOAT32_MAX:
     raise RewardError(f'returned {float_text(value)} at {i}; None says that there is no reward')
   return float(value)
 
 
-def float_text(value):
+def float_text(value: Any) -> str:
+  """Returns the text of a number for an error message."""
   return str(value) if isinstance(value, float) else 'a number beyond float32'
 
 
-def _shown(value):
+def _shown(value: Any) -> str:
   return f'{type(value).__name__} {reprlib.repr(value)}'[:100]

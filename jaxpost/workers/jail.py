@@ -1,14 +1,17 @@
-"""The inside of the sandbox: isolates itself, runs programs, reports.
+"""The inner side of the sandbox: isolates itself, runs the programs of a job, reports the results.
 
-python -m jaxpost.rewards.jail; sandbox.py starts it. One JSON object on stdin
-(see there), one JSON object a line on stdout:
+sandbox.py starts it as `python -m jaxpost.workers.jail`. It reads one JSON object, the job, from stdin and writes one
+JSON object per line to stdout:
 
-  {'ready': true} or {'setup': text}            isolated, or why it is not
-  {'passed': bool} or {'output': text or null}  per program, in order
+  {'ready': true} or {'setup': text}            isolated, or why isolation failed
+  {'passed': bool} or {'output': text or null}  for each program, in order
 
-Process 1 of the namespaces starts a fresh interpreter for each program and,
-after it, ends whatever else is left. Programs have none of its capabilities.
+This process is trusted; it is process 1 of the namespaces. It starts a new interpreter for each program, drops all
+privileges in it, and afterwards kills every process that the program has left behind. The programs cannot write to the
+pipe to sandbox.py.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -20,13 +23,16 @@ import socket
 import sys
 import tempfile
 import time
+from typing import NoReturn
 
 from jaxpost.workers import namespaces
 
 WORK = '/sandbox'
 
-# What tests run in. The mark, which says that all passed, is not in the
-# process before the solution has been executed.
+# The program that runs one test. Descriptor 3 is a socket to the jail. The mark is a random token that reports success;
+# it is sent only after the solution has been executed, so the solution cannot print it and exit. Solution and test
+# share an interpreter: a solution that patches builtins, or searches the interpreter's memory while the test runs, can
+# still forge a verdict. run_inputs has no such weakness.
 _RUNNER = """
 import json, os, sys, types
 channel = open(3, 'rb', closefd=False)
@@ -46,11 +52,11 @@ os._exit(0)
 """
 
 
-def main():
+def main() -> int:
+  """Reads the job from stdin and runs it, isolated unless it is insecure; returns the exit code."""
   namespaces.die_with_parent()
   job = json.load(sys.stdin)
-  nothing = os.open(os.devnull, os.O_RDONLY)
-  os.dup2(nothing, 0)
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   try:
     if job['insecure']:
       run(job)
@@ -61,8 +67,13 @@ def main():
     return 1
 
 
-def run(job, root=False):
-  """Every program of the job, each with what is left of the time."""
+def run(job: dict, root: bool = False) -> None:
+  """Runs and reports every program of the job; they share one deadline.
+
+  Args:
+    job: see `sandbox._run`.
+    root: True if this process is root in its namespaces; programs then switch to NOBODY.
+  """
   namespaces.report({'ready': True})
   deadline = time.monotonic() + job['timeout_s']
   tests = job['tests'] is not None
@@ -70,12 +81,20 @@ def run(job, root=False):
     left = deadline - time.monotonic()
     result = None
     if left > 0:
-      result = one(job, given, number, deadline, root)
+      result = run_one(job, given, number, deadline, root)
     namespaces.report({'passed': bool(result)} if tests else {'output': result})
 
 
-def one(job, given, number, deadline, root):
-  """Whether the test passed; or what the program printed, None if it failed."""
+def run_one(job: dict, given: str, number: int, deadline: float, root: bool) -> bool | str | None:
+  """Runs one program in a new process, and kills everything that it leaves behind.
+
+  Args:
+    given: the test, or the text for stdin.
+    number: of the program in the job.
+
+  Returns:
+    For a test, True if it passed. For an input, the program's stdout, or None if it failed.
+  """
   folder = new_folder(job, number)
   if job['tests'] is not None:
     ours, theirs = socket.socketpair()
@@ -90,10 +109,10 @@ def one(job, given, number, deadline, root):
     reads, writes = os.pipe()
     nothing = os.open(os.devnull, os.O_RDWR)
     pipes = {0: text_file(given, folder), 1: writes, 2: nothing}
-  failure = os.pipe()  # closed by a successful execve
+  failure = os.pipe()  # Carries an error of the child; a successful execve closes it.
   pid = os.fork()
   if not pid:
-    become(job, command, pipes, folder, deadline, root, failure[1])
+    exec_program(job=job, command=command, pipes=pipes, folder=folder, deadline=deadline, root=root, failure=failure[1])
   for pipe in {*pipes.values(), failure[1]}:
     os.close(pipe)
   try:
@@ -101,18 +120,18 @@ def one(job, given, number, deadline, root):
       if text := file.read():
         raise OSError(text)
     if job['tests'] is not None:
-      return passed(ours, job, given, deadline)
-    return printed(pid, reads, job['output_bytes'], deadline)
+      return test_passed(ours, job, given, deadline)
+    return read_output(pid, reads, job['output_bytes'], deadline)
   finally:
-    end_all(pid, job['insecure'])
+    kill_all(pid, job['insecure'])
     if job['tests'] is not None:
       ours.close()
     else:
       os.close(reads)
 
 
-def new_folder(job, number):
-  """An empty working directory that only this program sees."""
+def new_folder(job: dict, number: int) -> str:
+  """Makes an empty working directory; inside the namespaces it replaces that of the program before."""
   if job['insecure']:
     folder = f'{job["folder"]}/{number}'
     os.mkdir(folder)
@@ -123,19 +142,31 @@ def new_folder(job, number):
   return WORK
 
 
-def text_file(text, folder):
+def text_file(text: str, folder: str) -> int:
+  """Returns a descriptor of an unnamed file with this text, for stdin."""
   with tempfile.TemporaryFile(dir=folder) as file:
     file.write(text.encode(errors='replace'))
     file.seek(0)
     return os.dup(file.fileno())
 
 
-def become(job, command, pipes, folder, deadline, root, failure):
-  """This process, a copy of ours, becomes the program's interpreter."""
+def exec_program(
+  job: dict, command: list[str], pipes: dict[int, int], folder: str, deadline: float, root: bool, failure: int
+) -> NoReturn:
+  """Drops all privileges of this forked process and replaces it by the program's interpreter.
+
+  Args:
+    command: arguments of the interpreter.
+    pipes: {descriptor in the program: descriptor here}; all others are closed.
+    folder: the working directory.
+    root: True if this process is root and has to switch to NOBODY.
+    failure: descriptor that receives the text of an error before execve.
+  """
   try:
     os.setsid()
     namespaces.die_with_parent()
     os.chdir(folder)
+    # Sources and targets may overlap: move all of them above 64 first, then down to their numbers.
     last = 1 + max(pipes)
     high = {k: os.dup2(v, 64 + k) for k, v in pipes.items()}
     os.dup2(failure, 64 + last)
@@ -143,15 +174,15 @@ def become(job, command, pipes, folder, deadline, root, failure):
       os.dup2(pipe, number)
     failure = os.dup2(64 + last, last, inheritable=False)
     os.closerange(last + 1, 4096)
-    limit(job, deadline)
-    if root:  # also takes the capabilities
+    set_limits(job, deadline)
+    if root:  # Leaving uid 0 also clears the capabilities.
       nobody = namespaces.NOBODY
       os.setgroups([])
       os.setresgid(nobody, nobody, nobody)
       os.setresuid(nobody, nobody, nobody)
     if not job['insecure']:
       namespaces.no_new_privileges()
-    # No -I: it would ignore PYTHONHASHSEED, and then sets differ between runs.
+    # Not -I, which ignores PYTHONHASHSEED: the order of sets would differ between runs.
     os.execve(
       job['python'],
       [job['python'], '-sSP', *command],
@@ -167,13 +198,14 @@ def become(job, command, pipes, folder, deadline, root, failure):
         'PYTHONPATH': os.pathsep.join(job['path']),
       },
     )
-  except BaseException as error:  # this copy of the process goes no further
+  except BaseException as error:  # A forked copy must never return into its caller's code.
     os.write(failure, namespaces.text_of(error).encode())
   finally:
     os._exit(1)
 
 
-def limit(job, deadline):
+def set_limits(job: dict, deadline: float) -> None:
+  """Sets the resource limits of this process, which its children inherit and cannot raise."""
   megabyte = 1 << 20
   limits = {
     resource.RLIMIT_CPU: int(deadline - time.monotonic()) + 1,
@@ -182,31 +214,33 @@ def limit(job, deadline):
     resource.RLIMIT_NOFILE: 64,
     resource.RLIMIT_CORE: 0,
   }
-  if not job['insecure']:  # outside it would count all of the user's
+  if not job['insecure']:  # Outside a user namespace the limit counts all processes of the user.
     limits[resource.RLIMIT_NPROC] = job['processes']
   for name, value in limits.items():
     resource.setrlimit(name, (value, value))
 
 
-def passed(channel, job, test, deadline):
-  """Whether solution and test ended with the mark."""
+def test_passed(channel: socket.socket, job: dict, test: str, deadline: float) -> bool:
+  """Sends the solution, then the test and a random mark; True if the runner sends the mark back in time."""
   mark = secrets.token_hex(16)
   try:
-    say(channel, job['solution'], deadline)
-    if hear(channel, 1, deadline) != b'+':
+    send_line(channel, job['solution'], deadline)
+    if receive_bytes(channel, 1, deadline) != b'+':
       return False
-    say(channel, [test, mark], deadline)
-    return hear(channel, len(mark), deadline) == mark.encode()
+    send_line(channel, [test, mark], deadline)
+    return receive_bytes(channel, len(mark), deadline) == mark.encode()
   except (BrokenPipeError, ConnectionResetError, TimeoutError):
-    return False  # it ended or it hangs
+    return False  # The program has ended, or hangs.
 
 
-def say(channel, line, deadline):
+def send_line(channel: socket.socket, line: str | list[str], deadline: float) -> None:
+  """Sends a JSON line; TimeoutError after the deadline."""
   channel.settimeout(max(deadline - time.monotonic(), 0.001))
   channel.sendall(json.dumps(line).encode() + b'\n')
 
 
-def hear(channel, size, deadline):
+def receive_bytes(channel: socket.socket, size: int, deadline: float) -> bytes:
+  """Receives `size` bytes, fewer if the other end closes; TimeoutError after the deadline."""
   data = b''
   while len(data) < size:
     channel.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -217,9 +251,11 @@ def hear(channel, size, deadline):
   return data
 
 
-def printed(pid, pipe, limit, deadline):
-  """Its output; None if it failed, took too long or printed too much."""
-  data, open_, ended = b'', True, None
+def read_output(pid: int, pipe: int, limit: int, deadline: float) -> str | None:
+  """Returns a program's stdout; None if it failed, took too long or printed more than `limit` bytes."""
+  data = b''
+  open_ = True
+  ended = None  # its exit status
   while ended is None or open_:
     if ended is None and time.monotonic() > deadline:
       return None
@@ -227,34 +263,39 @@ def printed(pid, pipe, limit, deadline):
       time.sleep(0.002)
     elif select.select([pipe], [], [], 0 if ended is not None else 0.005)[0]:
       part = os.read(pipe, 1 << 16)
-      open_, data = bool(part), data + part
+      open_ = bool(part)
+      data += part
       if len(data) > limit:
         return None
       continue
-    elif ended is not None:  # a child of it still holds the pipe
+    elif ended is not None:  # A child of the program still holds the pipe open.
       break
     if ended is None:
-      ended = finished(pid)
+      ended = exit_status(pid)
   return data.decode(errors='replace') if ended == 0 else None
 
 
-def finished(pid):
-  """Its exit status once it has ended; leaves it to be reaped."""
+def exit_status(pid: int) -> int | None:
+  """Returns the exit status of a child, -1 after a signal, None while it runs; does not reap it."""
   result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
   if result is None:
     return None
   return result.si_status if result.si_code == os.CLD_EXITED else -1
 
 
-def end_all(pid, insecure):
-  """Kills the program and, inside, everything but this process 1."""
+def kill_all(pid: int, insecure: bool) -> None:
+  """Kills the program and waits for it.
+
+  In the namespaces, kill(-1) reaches every process but this one, so that nothing survives into the next program. With
+  `insecure` only the program's process group is killed; a child that left the group survives.
+  """
   try:
     if insecure:
       os.killpg(pid, signal.SIGKILL)
     else:
       os.kill(-1, signal.SIGKILL)
   except (ProcessLookupError, PermissionError):
-    pass  # nobody left; macOS says so by the second
+    pass  # No process is left; macOS raises PermissionError then.
   while True:
     try:
       os.waitpid(-1, 0)

@@ -1,17 +1,29 @@
-"""A process alone in new Linux namespaces, made without privileges.
+"""Isolates a process in new Linux namespaces, without privileges.
 
-User, mount, pid, network, ipc and uts (unshare(2)); a root of its own. Linux
-5.12 or newer. Imports nothing of jaxpost.
+`isolated` creates user, mount, pid, network, ipc and uts namespaces (unshare(2)) and a new root file system, and runs a
+function as process 1 inside them. Consequences for the function and its children:
+
+  user      they are root only in their namespace, or no user at all (NOBODY)
+  mount     they see a new root: the system's and the interpreter's folders, read-only, four devices, and one writable
+  folder pid       they see only each other; when process 1 ends, the kernel kills all of them
+  network   there is no interface but a loopback device that is down
+  ipc, uts  System V objects, message queues and the host name are not the host's
+
+Needs Linux 5.12 or newer (mount_setattr), and a kernel that lets unprivileged users create user namespaces. Imports
+nothing of jaxpost.
 """
+
+from __future__ import annotations
 
 import ctypes
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterable
 
-NOBODY = 65534
-# linux/sched.h, sys/mount.h, linux/mount.h, linux/prctl.h
+NOBODY = 65534  # the uid and gid that own nothing
+# Constants of linux/sched.h, sys/mount.h, linux/mount.h, linux/prctl.h
 _NEW = {
   'user': 0x10000000,
   'mount': 0x20000,
@@ -26,6 +38,7 @@ _SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+# Mounted read-only where they exist; there is no /etc, /home, /proc, /sys or /var.
 _SYSTEM = (
   '/usr',
   '/bin',
@@ -43,53 +56,59 @@ _DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def report(line):
-  os.write(1, json.dumps(line).encode() + b'\n')  # a pipe that is read
+def report(line: dict) -> None:
+  """Writes a JSON line to stdout, the pipe to sandbox.py."""
+  os.write(1, json.dumps(line).encode() + b'\n')
 
 
-def check(result, what):
+def check(result: int, what: str) -> None:
+  """Raises OSError with errno if a C call has returned a negative result."""
   if result < 0:
     number = ctypes.get_errno()
     raise OSError(number, f'{what}: {os.strerror(number)}')
 
 
-def isolated(serve, binds, work):
-  """Calls serve(root) as process 1 of new namespaces; an exit code.
+def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> int:
+  """Calls serve(root) as process 1 of new namespaces; returns an exit code.
 
-  Three processes: this one waits, the second makes the namespaces, the third
-  is the first in them. The end of one ends those after it.
+  There are three processes. This one maps the user ids and waits; the second creates the namespaces; the third is
+  process 1 inside them. Each is killed when its parent ends.
 
   Args:
-    serve: a function; `root` says whether it may become NOBODY, else it is.
+    serve: the function. `root` is True if it runs as root of its user namespace and can switch to NOBODY; otherwise it
+      already is NOBODY.
     binds: folders that stay visible, read-only, besides the system's.
-    work: where an empty folder is wanted; all else is read-only.
+    work: path of the one folder that is left empty, for a writable mount.
   """
   root = os.geteuid() == 0 and has_nobody()
-  asks, told = os.pipe(), os.pipe()
+  # Only the parent, outside the new user namespace, may write the id maps: the child signals that the namespace exists,
+  # and waits for the maps.
+  entered = os.pipe()
+  mapped = os.pipe()
   child = os.fork()
   if child:
-    os.close(asks[1])
-    os.close(told[0])
-    if os.read(asks[0], 1):  # it is in its user namespace
+    os.close(entered[1])
+    os.close(mapped[0])
+    if os.read(entered[0], 1):
       map_ids(child, root)
-      os.write(told[1], b'+')
-    os.close(told[1])
+      os.write(mapped[1], b'+')
+    os.close(mapped[1])
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-  os.close(told[1])
+  os.close(mapped[1])
   flags = 0
   for flag in _NEW.values():
     flags |= flag
 
-  def first():
+  def process_1() -> int:
     mount_root(binds, work)
     serve(root)
     return 0
 
-  leave(lambda: enter(first, flags, asks[1], told[0]))
+  exit_with(lambda: enter(process_1, flags, entered[1], mapped[0]))
 
 
-def has_nobody():
-  """Whether there is another user to become; not in every user namespace."""
+def has_nobody() -> bool:
+  """True if this user namespace maps NOBODY, so that root can switch to it."""
   with open('/proc/self/setgroups') as file:
     if file.read().strip() != 'allow':
       return False
@@ -98,23 +117,28 @@ def has_nobody():
   return any(first <= NOBODY < first + count for first, _, count in ranges)
 
 
-def leave(function):
-  """Ends this process with the function; errors are reported, not raised."""
+def exit_with(function: Callable[[], int]) -> None:
+  """Ends this process with the exit code of a function; errors are reported to sandbox.py, not raised."""
   code = 1
   try:
     code = function()
-  except BaseException as error:  # this copy of the process goes no further
+  except BaseException as error:  # A forked copy must never return into its caller's code.
     report({'setup': text_of(error)})
   finally:
     os._exit(code)
 
 
-def text_of(error):
+def text_of(error: BaseException) -> str:
+  """Returns the text of an error for a report."""
   return str(error) if isinstance(error, OSError) else repr(error)
 
 
-def map_ids(pid, root):
-  """Root is root there, too, to mount; others are only nobody."""
+def map_ids(pid: int, root: bool) -> None:
+  """Writes the uid and gid maps of a child's user namespace.
+
+  With `root`, host root is root inside, so that it can mount, and can drop to NOBODY; otherwise the calling user is
+  NOBODY inside.
+  """
   uid, gid = os.geteuid(), os.getegid()
   lines = {
     'setgroups': 'allow' if root else 'deny',
@@ -130,31 +154,40 @@ def map_ids(pid, root):
       raise OSError(error.errno, f'{name}: {error.strerror}') from error
 
 
-def enter(first, flags, asks, told):
+def enter(process_1: Callable[[], int], flags: int, entered: int, mapped: int) -> int:
+  """Creates the namespaces and forks their process 1; returns its exit code.
+
+  Args:
+    process_1: what process 1 runs.
+    flags: of unshare(2).
+    entered: pipe to write to when the namespaces exist.
+    mapped: pipe that carries a byte when the user ids are mapped.
+  """
   if libc.unshare(flags) < 0:
     number = ctypes.get_errno()
     raise OSError(number, f'unshare({", ".join(_NEW)}): {os.strerror(number)}')
-  os.write(asks, b'+')
-  if not os.read(told, 1):
-    return 1  # the first process has reported why
+  os.write(entered, b'+')
+  if not os.read(mapped, 1):
+    return 1  # The parent has reported why.
   die_with_parent()
-  child = os.fork()  # only children are in the new pid namespace
+  child = os.fork()  # unshare moves only later children into the new pid namespace.
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255
   die_with_parent()
   limit_namespaces()
-  return first()
+  return process_1()
 
 
-def die_with_parent():
+def die_with_parent() -> None:
+  """Has the kernel kill this process when its parent ends (Linux only)."""
   if sys.platform == 'linux':
     check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), 'prctl')
 
 
-def limit_namespaces():
-  """No namespaces within, no last place when memory runs out, if allowed.
+def limit_namespaces() -> None:
+  """Forbids further namespaces inside, and makes the processes the first victims when memory runs out.
 
-  /proc may be read-only in a container; neither is what the sandbox rests on.
+  Both are defense in depth: in a container /proc may be read-only, and failure is ignored.
   """
   for path, text in (('/proc/sys/user/max_user_namespaces', '0'), ('/proc/self/oom_score_adj', '1000')):
     try:
@@ -164,23 +197,28 @@ def limit_namespaces():
       pass
 
 
-def mount(source, target, kind, flags, options=''):
+def mount(source: str, target: str, kind: str, flags: int, options: str = '') -> None:
+  """Calls mount(2); OSError if it fails."""
   check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f'mount {target}')
 
 
-def mount_tmpfs(target, options):
+def mount_tmpfs(target: str, options: str) -> None:
+  """Mounts an empty file system in memory, without devices and setuid files."""
   mount('tmpfs', target, 'tmpfs', _MS_NOSUID | _MS_NODEV, options)
 
 
-def unmount(target):
+def unmount(target: str) -> None:
+  """Detaches a mount, even one that is in use."""
   check(libc.umount2(target.encode(), _MNT_DETACH), f'umount {target}')
 
 
-def no_new_privileges():
+def no_new_privileges() -> None:
+  """Makes setuid and file capabilities ineffective for this process and its children, for good."""
   check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 'prctl')
 
 
-def read_only(path, flags=_AT_RECURSIVE):
+def read_only(path: str, flags: int = _AT_RECURSIVE) -> None:
+  """Makes a mount, by default with all mounts below it, read-only and without setuid files."""
   wanted = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
   check(
     libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(wanted), ctypes.sizeof(wanted)),
@@ -188,10 +226,11 @@ def read_only(path, flags=_AT_RECURSIVE):
   )
 
 
-def mount_root(binds, work):
-  """A new, small root: system and interpreter read-only, and devices."""
+def mount_root(binds: Iterable[str], work: str) -> None:
+  """Replaces the root file system by a small one and detaches the old root."""
+  # Private: no mount made here propagates to the host.
   mount('none', '/', '', _MS_REC | _MS_PRIVATE)
-  root = '/proc'  # any folder does; this one is always there
+  root = '/proc'  # Any folder serves as the mount point; this one always exists.
   mount_tmpfs(root, 'size=4m,nr_inodes=4096,mode=755')
   os.umask(0o022)
   os.makedirs(root + work)
@@ -202,12 +241,14 @@ def mount_root(binds, work):
       os.symlink(work, root + path)
   os.chdir(root)
   check(libc.pivot_root(b'.', b'.'), 'pivot_root')
-  unmount('.')  # the old root, which lies below the new one
+  # pivot_root('.', '.') stacks the old root on the new one; detaching it leaves no path to the host's files.
+  unmount('.')
   os.chdir('/')
   read_only('/', 0)
 
 
-def bind(path, target):
+def bind(path: str, target: str) -> None:
+  """Mounts a path of the host at `target`, read-only unless it is a device; copies a symbolic link as it is."""
   if not os.path.lexists(path) or os.path.lexists(target):
     return
   if os.path.islink(path):

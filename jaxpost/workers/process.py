@@ -1,9 +1,10 @@
-"""A reward worker as its owner sees it: start, ask with a deadline, kill.
+"""The owner's side of a worker process: start it, exchange JSON lines with it under a deadline, kill it.
 
-One thread uses one `Worker`. Nothing here waits for ever: every read and
-every write runs against a deadline, and what the user's code prints is read
-meanwhile, so that a full pipe stops nobody.
+Each `Worker` is used by one thread. No operation blocks forever: every read and every write has a deadline, and the
+output that the user's code prints is drained at the same time, so that a full pipe cannot stall the worker.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.workers import call, reaper
@@ -25,57 +28,78 @@ _SECRET = re.compile(
   re.I,
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.M)
-_DUMP = 'most recent call first'
-_TAIL = 1 << 14  # bytes of what was printed that are kept
-_SLICE = 0.2  # seconds between looks whether it still lives
+_DUMP = 'most recent call first'  # faulthandler's header of a traceback
+_TAIL = 1 << 14  # bytes of printed output to keep
+_SLICE = 0.2  # seconds between checks that the process is alive
+_GRACE_S = 1.0  # seconds for an idle process to exit
 
 
 class WorkerDied(Exception):
-  """The process ended; the text says how."""
+  """The worker process ended; the message says how."""
 
 
-class Keeper:
-  """The process that kills the workers if this one is killed."""
+class Reaper:
+  """A helper process that kills the workers if this process is killed."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     self._process = subprocess.Popen(
       [sys.executable, '-I', '-S', reaper.__file__], stdin=subprocess.PIPE, start_new_session=True
     )
 
-  def tell(self, sign, pid):
-    os.write(self._process.stdin.fileno(), f'{sign}{pid}\n'.encode())
+  def add(self, pid: int) -> None:
+    """Registers a process group that has started."""
+    self._send(f'+{pid}\n')
 
-  def close(self):
+  def discard(self, pid: int) -> None:
+    """Removes a process group that has ended."""
+    self._send(f'-{pid}\n')
+
+  def _send(self, line: str) -> None:
+    os.write(self._process.stdin.fileno(), line.encode())
+
+  def close(self) -> None:
+    """Ends the helper process, which kills the groups that are still registered."""
     self._process.stdin.close()
     self._process.wait()
 
 
 class Worker:
-  """One process with its pipes; started again by `start` after `kill`."""
+  """A worker process and its pipes. After `kill`, `start` starts a new process.
 
-  def __init__(self, setup, variables, guard, module='jaxpost.rewards.worker', what=''):
-    """what: its name in errors; '' is that of the rewards in `setup`."""
+  Args:
+    module: the module that the process runs, with `python -m`.
+    setup: the first JSON line that it receives; has 'start_timeout_s'.
+    variables: its environment variables.
+    reaper_process: kills the worker if this process is killed.
+    what: the name of the worker in error messages.
+  """
+
+  def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, what: str) -> None:
     self._module = module
-    self._what = what or 'reward ' + ', '.join(name for name, _ in setup['rewards'])
+    self._what = what
     self._setup = setup
     self._variables = variables
-    self._guard = guard
+    self._reaper = reaper_process
     self._cwd = os.getcwd()
-    self._lock = threading.Lock()  # between `start` and another's `close`
+    self._lock = threading.Lock()  # `interrupt` may come from another thread during `start`
     self._closed = False
     self._process = None
 
-  def start(self):
-    """Starts the process if none runs; returns what it says it can call."""
+  def start(self) -> Any:
+    """Starts the process unless it is running; returns the 'ready' value of its first reply.
+
+    Raises:
+      InputError: if the user's code cannot be imported.
+    """
     if self._process is not None:
       if self._process.poll() is None:
-        return self._functions
+        return self._ready
       self.kill()
     with self._lock:
       if self._closed:
         raise RuntimeError('the reward pool is closed')
       self._process = subprocess.Popen(
-        # -P: a math.py in the working directory is not the library's.
+        # -P: a math.py in the working directory must not shadow the standard library's.
         [sys.executable, '-P', '-m', self._module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -85,7 +109,7 @@ class Worker:
         env=self._variables,
         start_new_session=True,
       )
-      self._guard.tell('+', self._process.pid)
+      self._reaper.add(self._process.pid)
     self._stdin = self._process.stdin.fileno()
     self._stdout = self._process.stdout.fileno()
     self._stderr = self._process.stderr.fileno()
@@ -96,12 +120,12 @@ class Worker:
     self._outgoing = memoryview(b'')
     self._incoming = b''
     self._tail = b''
-    self.printed = 0  # bytes
-    self._functions = self._greet()
-    return self._functions
+    self.printed = 0  # bytes since `take_printed`
+    self._ready = self._handshake()
+    return self._ready
 
-  def _greet(self):
-    """Has it import the functions; InputError if it cannot."""
+  def _handshake(self) -> Any:
+    """Sends `setup` and waits until the user's code is imported; InputError if that fails."""
     timeout_s = self._setup['start_timeout_s']
     try:
       self.send(json.dumps(self._setup))
@@ -118,13 +142,18 @@ class Worker:
       raise InputError(reply['bad'])
     return reply['ready']
 
-  def send(self, line):
-    """Queues a line; `receive` writes it."""
+  def send(self, line: str) -> None:
+    """Queues a line; the next `receive` writes it."""
     self._outgoing = memoryview(line.encode() + b'\n')
     self._poll.register(self._stdin, select.POLLOUT)
 
-  def receive(self, timeout_s):
-    """The next reply; TimeoutError or WorkerDied if there is none."""
+  def receive(self, timeout_s: float) -> Any:
+    """Returns the next reply.
+
+    Raises:
+      TimeoutError: if there is none within `timeout_s` seconds.
+      WorkerDied: if the process ended, or wrote something that is not JSON.
+    """
     deadline = time.monotonic() + timeout_s
     while b'\n' not in self._incoming:
       left = deadline - time.monotonic()
@@ -139,10 +168,10 @@ class Worker:
       self.kill()
       raise WorkerDied('wrote into the pipe of the pool') from None
 
-  def _pump(self, seconds):
-    """Moves what can be moved; False once the process has ended."""
+  def _pump(self, seconds: float) -> bool:
+    """Reads and writes whatever the pipes allow within `seconds`; False once the process has ended."""
     events = self._poll.poll(1000 * seconds)
-    if not events:  # a child of it may keep its pipes open
+    if not events:  # A child of the process may keep its pipes open after it has ended.
       return self._process.poll() is None
     for pipe, _ in events:
       if pipe == self._stdin:
@@ -160,20 +189,20 @@ class Worker:
         self._tail = (self._tail + data)[-_TAIL:]
     return True
 
-  def _write(self):
+  def _write(self) -> None:
     try:
       sent = os.write(self._stdin, self._outgoing[: 1 << 16])
-    except BrokenPipeError:  # it ended; reading tells
+    except BrokenPipeError:  # The process has ended; `receive` reports it.
       sent = len(self._outgoing)
     self._outgoing = self._outgoing[sent:]
     if not self._outgoing:
       self._poll.unregister(self._stdin)
 
-  def _end(self):
-    """'died of SIGSEGV at file:line' or 'exited with code 0'."""
+  def _end(self) -> str:
+    """Cleans up after a process that ended; returns 'died of SIGSEGV at file:line' or 'exited with code 0'."""
     try:
       code = self._process.wait(timeout=1)
-    except subprocess.TimeoutExpired:  # it only closed its pipe
+    except subprocess.TimeoutExpired:  # The process is alive and has closed its pipe.
       code = None
     where = self.kill()
     if code is None:
@@ -183,21 +212,22 @@ class Worker:
       return f'died of {names.get(-code, f"signal {-code}")}{where}'
     return f'exited with code {code}'
 
-  def kill(self):
-    """Ends the process with its children; ' at file:line' if known."""
-    process, self._process = self._process, None
+  def kill(self) -> str:
+    """Kills the process and its children; returns ' at file:line' of the user's code, or '' if unknown."""
+    process = self._process
+    self._process = None
     if process is None:
       return ''
     reaper.kill_group(process.pid)
     process.wait()
-    self._guard.tell('-', process.pid)
+    self._reaper.discard(process.pid)
     self._drain()
     for pipe in (process.stdin, process.stdout, process.stderr):
       pipe.close()
     return self._where()
 
-  def _drain(self):
-    """Reads its last words; a child out of reach may go on for ever."""
+  def _drain(self) -> None:
+    """Reads what is left in stderr, up to a limit: a child that escaped the kill may write forever."""
     poll = select.poll()
     poll.register(self._stderr, select.POLLIN)
     for _ in range(64):
@@ -206,51 +236,55 @@ class Worker:
         return
       self._tail = (self._tail + data)[-_TAIL:]
 
-  def _where(self):
-    """The user's line in the last dump of faulthandler, innermost first."""
+  def _where(self) -> str:
+    """Returns ' at file:line' from faulthandler's last traceback; its frames are innermost first."""
     for dump in reversed(self.printed_text().split(_DUMP)[1:]):
-      own = call.own_frames(_FRAME.findall(dump))
-      if own:
-        return f' at {own[0][0]}:{own[0][1]}'
+      frames = call.user_frames(_FRAME.findall(dump))
+      if frames:
+        file, line = frames[0]
+        return f' at {file}:{line}'
     return ''
 
-  def printed_text(self):
+  def printed_text(self) -> str:
+    """Returns the end of what the process has printed since `take_printed`."""
     return self._tail.decode(errors='replace')
 
-  def take_printed(self):
-    """What was printed since the last call: (its end, number of bytes)."""
+  def take_printed(self) -> tuple[str, int]:
+    """Returns (end of the text, number of bytes) printed since the last call."""
     taken = self.printed_text(), self.printed
-    self._tail, self.printed = b'', 0
+    self._tail = b''
+    self.printed = 0
     return taken
 
-  def finish(self, grace_s=1.0):
-    """Lets an idle process leave by itself, then ends what is left."""
+  def finish(self) -> None:
+    """Closes the stdin of an idle process, waits a second for it to exit, then kills what is left."""
     if self._process is None:
       return
     self._process.stdin.close()
     try:
-      self._process.wait(grace_s)
+      self._process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
-      pass  # threads of the user's; killed next
+      pass  # The user's code may have left threads running.
     self.kill()
 
-  def interrupt(self):
-    """Kills it for good, from any thread: its own sees it die."""
+  def interrupt(self) -> None:
+    """Kills the process for good, from any thread; the thread that uses the worker gets WorkerDied."""
     with self._lock:
       self._closed = True
       if self._process is not None:
         reaper.kill_group(self._process.pid)
 
 
-def environment(keep_env, needed=()):
-  """The workers' variables, and the names of those left out as secrets.
+def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
+  """Returns the environment variables of a worker, and the names of those hidden because they look like secrets.
 
-  `needed` names variables that stay in; InputError if one is not set.
+  Args:
+    needed: variables that are passed on in any case; InputError if one is not set.
   """
   for name in needed:
     if name not in os.environ:
       raise InputError(f'reward: no environment variable {name} is set')
-  dropped = [] if keep_env else sorted(k for k in os.environ if _SECRET.search(k) and k not in needed)
+  dropped = sorted(k for k in os.environ if _SECRET.search(k) and k not in needed)
   kept = {k: v for k, v in os.environ.items() if k not in dropped}
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))
@@ -259,8 +293,8 @@ def environment(keep_env, needed=()):
   return kept, dropped
 
 
-def search_path():
-  """What the user's imports see here, and the working directory."""
+def search_path() -> list[str]:
+  """Returns the import path for a worker: this process's sys.path and the working directory."""
   here = os.getcwd()
   path = [str(entry) or here for entry in sys.path]
   return path if here in path else path + [here]

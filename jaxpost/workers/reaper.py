@@ -1,7 +1,8 @@
-"""Kills the reward workers when the process that owns them is gone.
+"""Kills worker processes after the process that owns them has ended.
 
-Run as a script by the pool. Reads '+pid' and '-pid' lines for the process
-groups that live; the end of the pipe, which even kill -9 brings, is the sign.
+`process.Reaper` runs this file as a script. Its stdin carries one line for each change: '+PID' when the process group
+PID starts, '-PID' when it has ended. The operating system closes the pipe when the owner ends, even after kill -9; the
+script then kills all groups that are left.
 """
 
 import os
@@ -9,7 +10,8 @@ import signal
 import sys
 
 
-def main():
+def main() -> None:
+  """Tracks the process groups on stdin; kills those that are left at its end."""
   groups = set()
   for line in sys.stdin:
     change = groups.add if line[0] == '+' else groups.discard
@@ -18,11 +20,12 @@ def main():
     kill_group(group)
 
 
-def kill_group(group):
+def kill_group(group: int) -> None:
+  """Sends SIGKILL to a process group, if it still exists."""
   try:
     os.killpg(group, signal.SIGKILL)
   except (ProcessLookupError, PermissionError):
-    pass  # nobody left in it; macOS says so by the second
+    pass  # The group is empty; macOS raises PermissionError then.
 
 
 if __name__ == '__main__':
