@@ -346,3 +346,31 @@ def test_the_sampler_s_temperature():
   warm = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, temperature=0.7))
   assert online_dpo.objective(warm).temperature == 0.7
   assert preference.objective(warm).temperature == 1.0
+
+
+# ------------------------------------------------- options of single losses
+
+OPTIONS = {
+  'simpo_alpha': ('simpo', {}, dict(simpo_alpha=0.25)),
+  'discopop_tau': ('dpo', dict(losses=('discopop',)), dict(discopop_tau=0.2)),
+  'f_alpha': ('dpo', dict(f_divergence='alpha_divergence'), dict(f_alpha=0.9)),
+}
+
+
+@pytest.mark.parametrize('name', OPTIONS)
+def test_an_option_of_a_loss_counts(name):
+  algorithm, fields, changed = OPTIONS[name]
+  losses = []
+  for over in ({}, changed):
+    method, config = settings(algorithm, **fields, **over)
+    batch = golden_batch()
+    logprobs = side_by_side(golden_outputs(INPUTS['pair_logits']))
+    outputs = Outputs(logprobs=logprobs, entropy=jnp.zeros_like(logprobs))
+    losses.append(float(method.objective(config).fn(outputs, batch)[0]))
+  assert abs(losses[0] - losses[1]) > 1e-4
+
+
+@pytest.mark.parametrize('name', OPTIONS)
+def test_an_option_that_no_loss_reads_is_refused(name):
+  with pytest.raises(InputError, match=f'config.preference.{name}: .*would ignore it'):
+    settings('dpo', **OPTIONS[name][2])

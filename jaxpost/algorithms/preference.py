@@ -26,6 +26,8 @@ from jaxpost.types import Objective
 _DEFAULTS = {
   'label_smoothing': 0.0,
   'gamma': 0.5,
+  'simpo_alpha': 0.0,
+  'discopop_tau': 0.05,
   'f_divergence': 'reverse_kl',
   'ipo_average': True,
   'desirable_weight': 1.0,
@@ -38,7 +40,16 @@ REF_LOGPROBS = Precompute({'ref_logprobs': ((), np.float32)}, lambda found: {'re
 
 def options_of(config) -> pairs_lib.PreferenceOptions:
   p = config.preference
-  return pairs_lib.PreferenceOptions(p.beta, p.label_smoothing, p.ipo_average, p.gamma, f_divergence=p.f_divergence)
+  return pairs_lib.PreferenceOptions(
+    beta=p.beta,
+    label_smoothing=p.label_smoothing,
+    ipo_average=p.ipo_average,
+    gamma=p.gamma,
+    simpo_alpha=p.simpo_alpha,
+    discopop_tau=p.discopop_tau,
+    f_divergence=p.f_divergence,
+    f_alpha=p.f_alpha,
+  )
 
 
 def weights_of(config) -> tuple:
@@ -152,6 +163,11 @@ def check(config):
   refuse(
     p.f_divergence != 'reverse_kl' and bool(plain),
     f'config.preference.f_divergence: {", ".join(plain)} hold to reverse_kl; leave it, or drop them',
+  )
+  refuse(
+    p.f_alpha != 0.5 and p.f_divergence != 'alpha_divergence',
+    f'config.preference.f_alpha: f_divergence={p.f_divergence!r} would ignore it; leave it 0.5, '
+    "or set f_divergence='alpha_divergence'",
   )
   refuse(
     p.precompute_ref and not reads_reference(config),

@@ -111,7 +111,7 @@ def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
   found = find_weights(
     config, algorithm, source, before[-1].name if before else '', {p.name: sources_lib.outcome(p) for p in before}
   )
-  tokenizer = load_tokenizer(config.model, source)
+  tokenizer = load_tokenizer(config, source)
   checks.check_reward_tokens(config, found, tokenizer, before)
   checks.check_own(config, found['policy'].config)
   checks.check_replay(config, algorithm, found)
@@ -199,9 +199,11 @@ def find_weights(config, algorithm, source, last: str, earlier: dict, find=find_
   return out
 
 
-def load_tokenizer(section, source: sources_lib.Source):
-  """The tokenizer of `config.model`; InputError if the model is too small."""
-  tokenizer = tokenizer_lib.load(section.tokenizer or str((source.base or source).folder or 'bytes'))
+def load_tokenizer(config, source: sources_lib.Source):
+  """Returns the tokenizer of `config.model`; InputError if the model is too small."""
+  section = config.model
+  path = section.tokenizer or str((source.base or source).folder or 'bytes')
+  tokenizer = tokenizer_lib.load(path, enable_thinking=config.data.enable_thinking)
   if tokenizer.vocab_size > source.config.padded_vocab_size:
     raise InputError(
       f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '

@@ -196,7 +196,7 @@ def prepare_model(name: str, config: config_lib.Config, made=None) -> prepare.Pr
     algorithm,
     {'policy': made},
     prepare.make_model(config, algorithm, made.config),
-    prepare.load_tokenizer(config.model, source),
+    prepare.load_tokenizer(config, source),
     None,
     None,
     None,

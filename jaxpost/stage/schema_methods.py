@@ -1,0 +1,251 @@
+"""Sections of a config that belong to methods: sampling, RL, preferences, distillation, rewards.
+
+`schema.py` has the sections that every run reads, and the config itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxpost.stage.schema_field import option
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSection:
+  """How completions are sampled for on-policy methods."""
+
+  prompts: int = option(8, 'Prompts in a step.', lo=1)
+  group_size: int = option(8, 'Completions sampled for each prompt.', lo=1)
+  max_prompt_length: int = option(512, 'Tokens of the longest prompt; longer prompts are dropped and counted.', lo=1)
+  max_new_tokens: int = option(128, 'Tokens of the longest completion, including its stop token.', lo=1)
+  temperature: float = option(1.0, 'Temperature of sampling, and of all log-probs.', lo=1e-3)
+  top_k: int = option(0, 'Sample from this many most probable tokens only; 0: off.', lo=0)
+  top_p: float = option(1.0, 'Sample from the most probable tokens of this total probability; 1: off.', lo=1e-6, hi=1.0)
+  min_p: float = option(
+    0.0, 'Sample only tokens with this fraction of the probability of the most probable one; 0: off.', lo=0.0, hi=1.0
+  )
+  forbidden_ids: tuple = option((), 'Token ids that are never sampled.', each=int)
+  stop_strings: tuple = option((), 'Strings that end a completion, in addition to the stop tokens.', each=str)
+  min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0)
+  top_logprobs: int = option(
+    0, 'Write the log-probs of this many most probable tokens at each position to samples/; 0: none.', lo=0
+  )
+  slots: int = option(0, 'Sequences decoded at the same time; 0: all of a step.', lo=0)
+  page_size: int = option(
+    0, 'Tokens in a page of the key-value cache, a power of two; 0: no pages, each slot fits the longest text.', lo=0
+  )
+  cache_tokens: int = option(
+    0, 'Tokens in all pages together; 0: half of what the slots would need without pages.', lo=0
+  )
+  block: int = option(8, 'Tokens decoded in each slot per dispatch.', lo=1)
+  staleness: int = option(
+    0,
+    'Updates that sampling may run ahead of training; 1: samples during the last update, '
+    '2: also while the rollout before is graded and scored.',
+    lo=0,
+  )
+  inflight_update_blocks: int = option(
+    0, 'Blocks after which a running rollout switches to the newest weights; 0: the next rollout does.', lo=0
+  )
+  share_base: bool = option(
+    False, 'Sample from the frozen base weights of training instead of a copy: less memory, slower.'
+  )
+  offload: bool = option(False, 'Keep optimizer states, critic and reference model in host memory while sampling.')
+
+
+@dataclasses.dataclass(frozen=True)
+class RlSection:
+  """Policy gradients: advantages, surrogate loss, KL penalty, corrections of the sampler."""
+
+  advantage: str = option(
+    '',
+    "How rewards become advantages; '': the method's own.",
+    auto='group',
+    choices=('', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'gae', 'best_of_n'),
+  )
+  scale_rewards: str = option(
+    '',
+    "Samples whose standard deviation divides the advantages of 'group'; '': the method's own.",
+    auto='group',
+    choices=('', 'group', 'batch', 'none'),
+  )
+  std_eps: float = option(1e-6, 'Constant added to that standard deviation.', lo=0.0)
+  singleton: str = option(
+    'zero', 'Advantage in a group with one valid sample: zero, or the raw reward.', choices=('zero', 'raw')
+  )
+  loss: str = option(
+    '',
+    "Surrogate loss; '': the method's own.",
+    auto='clip',
+    choices=('', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce'),
+  )
+  clip_low: float = option(-1.0, "Ratios are clipped below 1 - clip_low; -1: the method's own.", lo=-1.0, auto=0.2)
+  clip_high: float = option(-1.0, "Ratios are clipped above 1 + clip_high; -1: the method's own.", lo=-1.0, auto=0.2)
+  dual_clip: float = option(
+    0.0, 'Ratio above 1 at which the loss of negative advantages is bounded (dual-clip PPO); 0: off.', lo=0.0
+  )
+  tau_pos: float = option(1.0, 'Temperature of the gate of SAPO for positive advantages.', lo=1e-6)
+  tau_neg: float = option(1.05, 'Temperature of the gate of SAPO for negative advantages.', lo=1e-6)
+  aggregate: str = option(
+    '',
+    "Loss of a batch: mean over tokens, mean over sequences, or sum over a constant length; '': the method's own.",
+    auto='token',
+    choices=('', 'token', 'sequence', 'constant'),
+  )
+  kl_coef: float = option(0.0, 'Weight of the KL divergence from the reference model.', lo=0.0)
+  kl_estimator: str = option(
+    '',
+    'Estimator of that KL; in a loss, k1 has no gradient on average; k1+ and k3+: '
+    "the value of k1 or k3 with the gradient of k2; '': the method's own.",
+    auto='k3',
+    choices=('', 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+'),
+  )
+  kl_in: str = option(
+    '', "Add the KL to the loss or to the reward; '': the method's own.", auto='loss', choices=('', 'loss', 'reward')
+  )
+  kl_target: float = option(
+    0.0, 'KL that an adaptive kl_coef (with kl_in=reward) aims at; 0: kl_coef is fixed.', lo=0.0
+  )
+  kl_horizon: float = option(10_000.0, 'Samples over which an adaptive kl_coef changes.', lo=1.0)
+  entropy_coef: float = option(0.0, 'Weight of the entropy bonus.', lo=0.0)
+  epochs: int = option(1, 'Passes over a rollout.', lo=1)
+  minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1)
+  gamma: float = option(1.0, 'Discount of rewards per token.', lo=0.0, hi=1.0)
+  lam: float = option(0.95, 'Lambda of generalized advantage estimation (GAE).', lo=0.0, hi=1.0)
+  keep_reward: float = option(1.0, 'Lowest reward with which the best completion of a group is trained on (rft).')
+  dynamic_sampling: int = option(
+    -1,
+    "Rounds of sampling at most until the rewards in every group differ (DAPO); 0: off, -1: the method's own.",
+    lo=-1,
+    auto=0,
+  )
+  mask_truncated: bool = option(False, 'Do not train on completions cut off at the length limit (overlong filtering).')
+  importance: tuple = option(
+    (),
+    'Corrections for the difference between sampler and policy: token_truncated, '
+    'sequence_truncated, icepop, token_mask, sequence_mask, opsm.',
+    each=str,
+    auto=(),
+  )
+  importance_cap: float = option(2.0, 'Largest importance ratio of token_truncated and sequence_truncated.', lo=1.0)
+  token_low: float = option(0.5, 'Smallest token ratio that icepop and token_mask keep.', lo=0.0)
+  token_high: float = option(5.0, 'Largest token ratio that icepop and token_mask keep.', lo=0.0)
+  sequence_low: float = option(
+    0.99, 'Smallest geometric mean of the ratios of a sequence that sequence_mask keeps.', lo=0.0
+  )
+  sequence_high: float = option(
+    1.01, 'Largest geometric mean of the ratios of a sequence that sequence_mask keeps.', lo=0.0
+  )
+  opsm_threshold: float = option(
+    0.02, 'Mean of log(sampler / policy) above which opsm drops a sequence with a negative advantage.', lo=0.0
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticSection:
+  """The value function of PPO."""
+
+  path: str = option('', "Folder with the initial weights of the critic; '': those of the policy.")
+  lr: float = option(0.0, 'Learning rate of the critic; 0: optim.lr.', lo=0.0)
+  value_head: bool = option(
+    False, 'Use a second head of the policy, trained in its update, instead of a critic model; exports leave it out.'
+  )
+  coef: float = option(0.1, 'Weight of the value loss in the update of the policy, with value_head.', lo=0.0)
+  value_clip: float = option(0.2, 'Largest change of a value from the old one (clipped value loss); 0: off.', lo=0.0)
+  warmup_steps: int = option(0, 'First steps that train the critic only.', lo=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class NllSection:
+  """Cross entropy of supervised fine-tuning."""
+
+  kind: str = option('nll', 'Cross entropy (nll) or dynamic fine-tuning (dft).', choices=('nll', 'dft'))
+  label_smoothing: float = option(
+    0.0, 'Fraction of the target probability that is spread over the vocabulary.', lo=0.0, hi=1.0
+  )
+  z_loss: float = option(0.0, 'Weight of the squared log-normalizer of the logits.', lo=0.0)
+  neftune_alpha: float = option(0.0, 'Strength of the NEFTune noise on embeddings; 5 is usual, 0: off.', lo=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceSection:
+  """Losses on preference pairs and labeled completions."""
+
+  losses: tuple = option((), "Names of the losses, which are summed; (): the method's own.", each=str, auto=())
+  loss_weights: tuple = option((), 'Weight of each loss; (): 1 each.', each=float)
+  beta: float = option(0.1, 'Strength of the reference model; for SimPO the scale of the reward.', lo=1e-6)
+  label_smoothing: float = option(0.0, 'Fraction of labels assumed to be flipped.', lo=0.0, hi=0.5)
+  gamma: float = option(0.5, 'Target margin of SimPO.', lo=0.0)
+  simpo_alpha: float = option(0.0, 'Alpha of AlphaPO, which reshapes the reward of SimPO; 0: plain SimPO.')
+  discopop_tau: float = option(0.05, 'Temperature of the blend of the loss discopop.', lo=1e-6)
+  nll_coef: float = option(
+    -1.0, "Weight of the cross entropy of chosen answers; -1: the method's own.", lo=-1.0, auto=0.0
+  )
+  f_divergence: str = option(
+    'reverse_kl',
+    'Divergence that ties the policy to the reference model.',
+    choices=('reverse_kl', 'forward_kl', 'js_divergence', 'alpha_divergence'),
+  )
+  f_alpha: float = option(0.5, 'Alpha of alpha_divergence.', lo=1e-6)
+  ipo_average: bool = option(True, 'IPO uses mean log-probs over tokens (as TRL), not sums.')
+  desirable_weight: float = option(1.0, 'Weight of desirable completions in KTO.', lo=0.0)
+  undesirable_weight: float = option(1.0, 'Weight of undesirable completions in KTO.', lo=0.0)
+  share_prompt: bool = option(True, 'Compute the prompt of a pair once for both answers.')
+  precompute_ref: bool = option(
+    False, 'Compute the log-probs of the reference model once and cache them on disk: no second model in memory.'
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardModelSection:
+  """A reward model that is trained, or that grades completions."""
+
+  path: str = option('', 'Folder or RUN[@step] of the model that `reward_model` in config.reward stands for.')
+  loss: str = option(
+    'bradley_terry', 'Loss of training a reward model.', choices=('bradley_terry', 'regression', 'process')
+  )
+  center_coef: float = option(0.0, 'Weight of (chosen + rejected)^2, which centers rewards at 0.', lo=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillSection:
+  """Distillation from teachers."""
+
+  teachers: tuple = option((), 'Model folders of the teachers.', each=str)
+  weights: tuple = option((), 'Weight of each teacher; (): equal weights.', each=float)
+  beta: float = option(
+    0.5, '0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.', lo=0.0, hi=1.0
+  )
+  temperature: float = option(1.0, 'Temperature of teachers and student.', lo=1e-3)
+  top_k: int = option(
+    0, 'Most probable tokens of the teacher, computed once and cached on disk; 0: the whole vocabulary.', lo=0
+  )
+  nll_coef: float = option(0.0, 'Weight of the cross entropy that is added.', lo=0.0)
+  on_policy: float = option(1.0, "Fraction of steps on the student's own samples (gkd).", lo=0.0, hi=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSection:
+  """The processes that call reward functions."""
+
+  timeout_s: float = option(30.0, 'Seconds that one reward function may take for one group.', lo=0.01)
+  workers: int = option(2, 'Processes that call reward functions.', lo=1)
+  max_failed: float = option(0.25, 'Fraction of failed groups in a step that stops the run.', lo=0.0, hi=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolsSection:
+  """Multi-turn episodes with an environment."""
+
+  workers: int = option(
+    0, 'Environments at a time, one process each; 0: as many as sequences are decoded at a time, at most 64.', lo=0
+  )
+  timeout_s: float = option(30.0, 'Seconds that one reset, tool call or get_reward may take.', lo=0.01)
+  max_turns: int = option(8, 'Turns of the model in an episode.', lo=1)
+  max_result_tokens: int = option(256, "Tokens of a tool's result; the rest is cut off.", lo=1)
+  wait_blocks: int = option(
+    4,
+    'Blocks after a call at which its result is used, for runs that repeat bit for bit; '
+    '0: results are used as they arrive.',
+    lo=0,
+  )
