@@ -1,4 +1,4 @@
-"""The loop: next batch, update, log, evaluate, save. All algorithms run it.
+"""The loop of all algorithms: next item, update, log, evaluate, save.
 
 The order inside a step is a contract: metrics of a step are written before
 the checkpoint of that step, so that a resume finds both or neither, and the
@@ -25,44 +25,43 @@ if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
   from jaxpost.storage.checkpoint import Checkpointer
+  from jaxpost.types import Credit, Experience, Item, TrainState
 
 
 @dataclasses.dataclass
 class Stage:
-  """Everything one stage of a run needs; `build.py` makes it.
+  """Everything one stage of a run needs; `stage/assemble.py` makes it.
 
-  stream: yields `Item`s.
-  evaluate: (roles, step) -> (metrics, sample rows), or None.
-  flops_per_token, peak: for `mfu`; peak is 0 where the hardware is unknown.
+  The stream has state() and restore(state), too. A peak of 0 is unknown.
   """
 
   name: str
   steps: int
   roles: Roles
-  stream: Iterator
-  evaluate: Callable | None
-  checkpointer: 'Checkpointer'
-  writer: 'MetricsWriter'
-  chrono: 'Timeline'
-  meta: dict  # what goes into each checkpoint besides the stream
-  seal: Callable  # after the first step a compilation is a surprise
-  checks: Callable  # (metrics of step 0) -> raises where it cannot be right
-  due: Callable  # (step that begins): for the watchdog and the profiler
-  close: Callable  # ends what is open after the last step, or an error
-  waits: bool  # the next item needs the update done
-  peers: 'Peers | None' = None  # of a run of several processes
+  stream: Iterator[Item]
+  evaluate: Callable[[Roles, int], tuple[dict, list[dict]]] | None  # (roles, step) -> metrics, sample rows
+  checkpointer: Checkpointer
+  writer: MetricsWriter
+  timer: Timeline
+  meta: dict  # goes into each checkpoint, besides the stream's state
+  on_step_begin: Callable[[int], None]  # with the number of the step
+  forbid_compiles: Callable[[], None]  # after the first step a compilation is a warning
+  check_first_step: Callable[[dict], None]  # raises where the metrics of step 1 cannot be right
+  stop_profiler: Callable[[], None]  # after the last step, or an error
+  wait_for_update: bool  # the next item needs the weights of this update
+  host_health: Peers | None = None  # compares the processes of a run; None: there is one
+  save_rollout: Callable[[int, Experience, Credit], None] | None = None
+  memory_usage: Callable[[], dict] = dict
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10
-  keep: Callable | None = None  # (step, Experience, Credit) -> None
   max_skipped: int = 5
   flops_per_token: float = 0.0
   peak_flops: float = 0.0
-  memory: Callable = dict  # () -> what is in use
 
 
 def resume(stage: Stage) -> int:
-  """Restores the newest good checkpoint, if there is one; steps done."""
+  """Restores the newest good checkpoint, if there is one, and returns the steps done."""
   if stage.checkpointer.latest() is None:
     return 0
   template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), states(stage))
@@ -73,116 +72,128 @@ def resume(stage: Stage) -> int:
   return step
 
 
-def states(stage: Stage) -> dict:
-  """The TrainState of each trainable role."""
-  return {k: role.state for k, role in stage.roles.trainable.items()}
+def states(stage: Stage) -> dict[str, TrainState]:
+  """Returns the TrainState of each trainable role."""
+  return {name: role.state for name, role in stage.roles.trainable.items()}
 
 
 def run_stage(stage: Stage, start: int):
-  """Runs the steps after `start`, the number of those done."""
+  """Runs the steps after `start`, the number of steps done."""
   run = _Progress(stage)
-  stage.chrono.pop()  # compilation is no step's time
+  stage.timer.pop()  # compilation is no step's time
   with StopSignal() as stop:
     if start == 0 and stage.evaluate:
       run.evaluate(0)
     for step in range(start + 1, stage.steps + 1):
-      stage.due(step)
-      with stage.chrono('data'):
+      stage.on_step_begin(step)
+      with stage.timer('data'):
         item = next(stage.stream)
-      with stage.chrono('update'):
+      with stage.timer('update'):
         done = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
-        stage.chrono.watch('update', done)
-        run.log_pending()  # of the step before: the device is busy with this
-        if stage.waits:
+        stage.timer.watch('update', done)
+        run.log_pending()  # of the step before, while the devices are busy with this one
+        if stage.wait_for_update:
           jax.block_until_ready(done)
-      told = stage.peers and stage.peers.begin(step, stage.roles)
-      run.pending = step, done, item, stage.chrono.pop(), told
+      replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
+      run.pending = _PendingStep(step, item, done, stage.timer.pop(), replica_check)
       if step == start + 1:
-        run.first(step, done[0][1])
-      leaving = stop.reached()
+        run.check_first_step(step, done[0][1])
+      preempted = stop.reached()
       last = step == stage.steps
-      if last or stage.eval_every and step % stage.eval_every == 0:
+      if last or (stage.eval_every and step % stage.eval_every == 0):
         run.evaluate(step)
-      if last or leaving or (stage.save_every and step % stage.save_every == 0):
+      if last or preempted or (stage.save_every and step % stage.save_every == 0):
         run.save(step)
       stage.checkpointer.check()
-      if leaving:
+      if preempted:
         stage.checkpointer.wait()
         raise Preempted(f'{stage.name}: told to stop, saved at step {step}; run the same command to go on')
     run.log_pending()
+
+
+class _PendingStep(typing.NamedTuple):
+  """A dispatched step whose metrics are still on the devices."""
+
+  step: int
+  item: Item
+  done: list[tuple[str, dict]]  # (role, metrics) of each update
+  times: dict
+  replica_check: dict | None
 
 
 class _Progress:
   """What the loop remembers between steps, on the host."""
 
   def __init__(self, stage: Stage):
-    self.stage, self.pending = stage, None
-    self.scores = 0, {}  # step and metrics of the last evaluation
+    self.stage = stage
+    self.pending: _PendingStep | None = None
     self.skipped = 0
+    self.eval_step, self.eval_metrics = 0, {}
     self.sample_step, self.sample_rows = -1, []
 
-  def first(self, step: int, metrics: dict):
-    """After the first step of a process: look hard, then allow no compile."""
+  def check_first_step(self, step: int, metrics: dict):
+    """Checks the metrics of step 1; after the first step of a process nothing compiles."""
     if step == 1:
-      self.stage.checks(to_host(metrics))
-    self.stage.seal()
+      self.stage.check_first_step(to_host(metrics))
+    self.stage.forbid_compiles()
 
   def log_pending(self):
-    """Writes the row of the step before this one."""
+    """Writes the metrics, samples and rollout of the step dispatched last."""
     if self.pending is None:
       return
-    stage = self.stage
-    (step, done, item, times, told), self.pending = self.pending, None
-    row = merge_metrics([(role, to_host(found)) for role, found in done])
+    stage, pending, self.pending = self.stage, self.pending, None
+    step, item = pending.step, pending.item
+    row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
     skipped = row.pop('skipped_updates')
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if skipped else max(0, self.skipped - 0.1)
-    tokens = item.info['tokens']
-    row |= item.info | times | stage.memory()
-    if stage.peers:
-      row |= stage.peers.finish(told, times)
+    row |= item.info | pending.times | stage.memory_usage()
+    if stage.host_health:
+      row |= stage.host_health.finish(pending.replica_check, pending.times)
     row['skipped_updates'] = int(skipped)
     row['empty_updates'] = int(row['empty_updates'])
-    row['tokens_per_s'] = tokens / times['time/step']
+    row['tokens_per_s'] = item.info['tokens'] / pending.times['time/step']
     if stage.peak_flops:
-      rate = 3 * stage.flops_per_token * row['tokens_per_s']
-      row['mfu'] = rate / stage.peak_flops
+      row['mfu'] = 3 * stage.flops_per_token * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
-      self.samples(step, 'train', item.samples())
-    if item.learnt and stage.keep:
-      stage.keep(step, *item.learnt)
+      self.write_samples(step, 'train', item.samples())
+    if item.experience and stage.save_rollout:
+      stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
       raise FloatingPointError(
         f'{stage.name}: loss or gradient was not finite in about '
         f'{self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
         'inspect the data of those steps (config.optim.max_skipped sets the '
-        f'limit){diagnosis(item, done, stage.roles)}'
+        f'limit){diagnosis(item, pending.done, stage.roles)}'
       )
 
   def evaluate(self, step: int):
+    """Writes the metrics and samples of an evaluation after `step` updates."""
     if self.stage.evaluate is None:
       return
     self.log_pending()
-    with self.stage.chrono('eval'):
+    with self.stage.timer('eval'):
       metrics, samples = self.stage.evaluate(self.stage.roles, step)
-    metrics |= self.stage.chrono.pop()
+    metrics |= self.stage.timer.pop()
     self.stage.writer.write(step, 'eval', metrics)
-    self.scores = step, metrics
+    self.eval_step, self.eval_metrics = step, metrics
     if samples:
-      self.samples(step, 'eval', samples)
+      self.write_samples(step, 'eval', samples)
 
-  def samples(self, step: int, split: str, rows: list[dict]):
-    """One file a step, whatever it holds."""
+  def write_samples(self, step: int, split: str, rows: list[dict]):
+    """Writes the file of a step again, which has the rows of both splits."""
     if step != self.sample_step:
       self.sample_step, self.sample_rows = step, []
     self.sample_rows += [{'split': split, **row} for row in rows]
     self.stage.writer.samples(step, self.sample_rows)
 
   def save(self, step: int):
+    """Saves a checkpoint, with the metrics of this step's evaluation."""
     self.log_pending()
     stage = self.stage
-    stage.writer.flush()  # its rows must not be younger than a checkpoint
-    evaluated, scores = self.scores
-    metrics = {k: v for k, v in scores.items() if math.isfinite(v)} if (evaluated == step) else None
+    stage.writer.flush()  # the rows of a step must be on disk before its checkpoint
+    metrics = None
+    if self.eval_step == step:
+      metrics = {name: value for name, value in self.eval_metrics.items() if math.isfinite(value)}
     stage.checkpointer.save(step, states(stage), {**stage.meta, 'stream': stage.stream.state()}, metrics)

@@ -1,4 +1,7 @@
-"""Roles: weights, and the programs that may touch them.
+"""Roles: weights and the programs that run on them.
+
+A policy and a critic are trained; a reference, teachers and a reward model are
+frozen.
 
 Legend: M micro-batches, B rows, T tokens.
 """
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,10 @@ from jaxpost.hardware import memory
 from jaxpost.models.parameters import join
 
 if TYPE_CHECKING:
+  from etils import epath
+
   from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.programs.compile import Program
   from jaxpost.types import Batch, Objective, Outputs, TrainState
@@ -28,22 +34,25 @@ if TYPE_CHECKING:
 class Trainable:
   """A model in training: a policy, a critic or a reward model.
 
-  objective: what `update` minimises; a diagnosis reads it.
-  frozen: what its objective reads besides state and batch: 'params' that are
-    not trained, 'teacher_heads'.
+  Attributes:
+    micro_batch_size: rows of a micro-batch; 0: all rows.
+    objective: what `update` minimizes.
+    frozen: what the objective reads besides state and batch: 'params' that are
+      not trained, 'teacher_heads'.
   """
 
   model: Model
   state: TrainState
   layout: Layout
-  micro_batch_size: int  # rows at a time; 0: all
+  micro_batch_size: int
   update_program: Program
   score_program: Program
   objective: Objective | None = None
   frozen: dict = dataclasses.field(default_factory=dict)
 
   @property
-  def params(self):
+  def params(self) -> dict:
+    """All parameters, the frozen ones included."""
     return join(self.frozen.get('params', {}), self.state.params)
 
   def place(self, batch: Batch) -> Batch:
@@ -56,11 +65,14 @@ class Trainable:
     return metrics
 
   def score(self, batch: Batch) -> Outputs:
-    """Outputs [M, B / M, T] of the tokens with a weight; a scalar head's
-    values of all tokens."""
+    """Returns outputs [M, B / M, T] of host rows or placed ones.
+
+    Log-probs are those of tokens with a loss weight; the values of a scalar
+    head are those of all tokens.
+    """
     return self.score_program(self.params, without_signal(self._placed(batch)))
 
-  def _placed(self, batch):
+  def _placed(self, batch: Batch) -> Batch:
     return batch if batch.tokens.ndim == 3 else self.place(batch)
 
 
@@ -81,88 +93,108 @@ class Policy(Trainable):
 
   export_fn: Callable | None = None  # (folder, params) -> None
 
-  def export(self, folder):
-    """Writes a Hugging Face folder."""
+  def export(self, folder: epath.PathLike):
+    """Writes the weights as a Hugging Face folder."""
     self.export_fn(folder, self.params)
 
 
 @dataclasses.dataclass
 class Frozen:
-  """Weights that only read: a reference, a teacher or a reward model."""
+  """Weights that are not trained: a reference, a teacher or a reward model.
+
+  Attributes:
+    program: scores, hidden states or values of a batch.
+  """
 
   params: dict
-  program: Program  # score, hidden or values
+  program: Program
   layout: Layout
   model: Model
 
-  def __call__(self, batch: Batch):
-    """What the program says of a placed batch [M, B / M, T]."""
+  def __call__(self, batch: Batch) -> Any:
+    """Runs the program on a placed batch [M, B / M, T]."""
     return self.program(self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
 
-  def head_for(self, student):
-    """A teacher's output embedding [V, D], as the student's update reads it.
+  def head_for(self, student: ModelConfig) -> jax.Array:
+    """Returns a teacher's output embedding [V, D], padded for a student.
 
-    Some families pad the vocabulary of larger models further. Of a smaller
-    one the padding goes: the number of rows tells what it lacks.
+    Some families pad the vocabulary of larger models further. A teacher with a
+    smaller vocabulary than the student's keeps only the rows of its own tokens:
+    their number tells which tokens it lacks.
     """
-    size, head = self.model.config.vocab_size, self.model.head(self.params)
+    size = self.model.config.vocab_size
+    head = self.model.head(self.params)
     rows = student.padded_vocab_size if size >= student.vocab_size else size
-    fit = lambda head: head if len(head) == rows else jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
-    described = isinstance(head, jax.ShapeDtypeStruct)
-    return jax.eval_shape(fit, head) if described else fit(head)
+
+    def fit(head: jax.Array) -> jax.Array:
+      if len(head) == rows:
+        return head
+      return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
+
+    if isinstance(head, jax.ShapeDtypeStruct):
+      return jax.eval_shape(fit, head)
+    return fit(head)
 
   def compile(self, batch: Batch):
-    """Ahead of time, for `jax.ShapeDtypeStruct`s in place of arrays."""
-    self.program.compile(
-      self.params,
-      jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.sharding((None, 'batch'), x.shape)), batch
-      ),
-    )
+    """Compiles the program for a batch of `jax.ShapeDtypeStruct`s."""
+
+    def moved(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.sharding((None, 'batch'), x.shape))
+
+    self.program.compile(self.params, jax.tree.map(moved, batch))
 
 
 def without_signal(batch: Batch) -> Batch:
-  """Tokens and weights only: scoring compiles once for all algorithms."""
+  """Drops what only updates read: scoring compiles once for all algorithms."""
   return batch.replace(sequence_ids=None, arrays={}, teacher_hidden=())
 
 
 @dataclasses.dataclass
 class Roles:
-  """The roles of a stage; None or empty for what it lacks."""
+  """The roles of a stage; None or empty where it has no such role."""
 
   policy: Policy
   critic: Trainable | None = None
   reference: Frozen | None = None
   reward_model: Frozen | None = None
-  teachers: tuple = ()  # of Frozen
+  teachers: tuple[Frozen, ...] = ()
 
   @property
   def trainable(self) -> dict[str, Trainable]:
+    """The policy and, if there is one, the critic."""
     both = {'policy': self.policy, 'critic': self.critic}
     return {k: v for k, v in both.items() if v is not None}
 
-  def idle(self) -> dict:
-    """{id: array} of what nobody reads while the policy samples.
+  def offloadable(self) -> dict:
+    """{id: array} of what no program reads while the policy samples.
 
-    Optimizer states, the critic and the reference, but for what these share
-    with the policy; a reward model grades meanwhile.
+    Optimizer states, the critic and the reference, without the arrays that
+    these share with the policy. A reward model scores meanwhile and stays.
     """
     used = memory.distinct(self.policy.params)
-    found = memory.distinct(
-      [(r.state, r.frozen) for r in self.trainable.values()], self.reference and self.reference.params
-    )
-    return {k: x for k, x in found.items() if k not in used}
+    trained = [(role.state, role.frozen) for role in self.trainable.values()]
+    found = memory.distinct(trained, self.reference and self.reference.params)
+    return {key: x for key, x in found.items() if key not in used}
 
-  def park(self, there: bool):
-    """Moves what is idle into the memory of the host, or back."""
+  def offload_to_host(self):
+    """Moves what sampling does not read into the memory of the host."""
+    self._move_offloadable('pinned_host')
+
+  def reload_to_devices(self):
+    """Moves it into the memory of the devices again."""
     device = self.policy.layout.mesh.local_devices[0]
-    kind = 'pinned_host' if there else device.default_memory().kind
-    idle = self.idle()
-    moved = dict(
-      zip(idle, jax.device_put(list(idle.values()), [x.sharding.with_memory_kind(kind) for x in idle.values()]))
-    )
-    change = lambda tree: jax.tree.map(lambda x: moved.get(id(x), x), tree)
+    self._move_offloadable(device.default_memory().kind)
+
+  def _move_offloadable(self, memory_kind: str):
+    arrays = self.offloadable()
+    shardings = [x.sharding.with_memory_kind(memory_kind) for x in arrays.values()]
+    moved = dict(zip(arrays, jax.device_put(list(arrays.values()), shardings)))
+
+    def replace(tree):
+      return jax.tree.map(lambda x: moved.get(id(x), x), tree)
+
     for role in self.trainable.values():
-      role.state, role.frozen = change(role.state), change(role.frozen)
+      role.state = replace(role.state)
+      role.frozen = replace(role.frozen)
     if self.reference:
-      self.reference.params = change(self.reference.params)
+      self.reference.params = replace(self.reference.params)

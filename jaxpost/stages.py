@@ -188,9 +188,9 @@ def _run_stages(kits, workdir, console) -> list[dict]:
       del params
       with contextlib.ExitStack() as leave:
         leave.callback(stage.checkpointer.close)  # waits for a save under way
-        leave.callback(kit.chrono.close)
+        leave.callback(kit.timer.close)
         leave.callback(stage.stream.close)
-        leave.callback(stage.close)
+        leave.callback(stage.stop_profiler)
         plans.append(
           program_table.make_plan(
             stage.name,
@@ -198,7 +198,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
             {'train': kit.train, 'rollout': kit.rollout},
             kit.shape[0] * kit.shape[2],
             kit.ledger.rows,
-            stage.memory.predicted,
+            stage.memory_usage.predicted,
           )
         )
         if coordination.process_index() == 0:
@@ -207,7 +207,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
         before = loop.resume(stage)
         writer.start_stage(stage.name, stage.steps, before)
         loop.run_stage(stage, before)
-        kit.chrono.flush()
+        kit.timer.flush()
         _watch(f'the end of {stage.name}', kit.config)
       params = stage.roles.policy.params
       del stage

@@ -1,17 +1,17 @@
-"""The records that pass between rooms.
+"""The records that pass between the parts of a run.
 
 Shape legend: B rows, T tokens a row, N sequences, P prompt tokens, C
 completion tokens, S slots, K kv heads, h head size, L layers, M stop ids, F
 forbidden ids.
 
-Everything per token is aligned with the token it speaks of: `logprobs[b, t]`
-is log p(tokens[b, t] | tokens before it). The first token of a document has
-no prediction, so its weight is 0.
+Arrays per token are aligned with the token itself: `logprobs[b, t]` is
+log p(tokens[b, t] | tokens before it). The first token of a document has no
+prediction, so its weight is 0.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import struct
@@ -36,22 +36,22 @@ class Batch:
     loss_weights  0   1/3  1/3   0   1/3   0     (3 = trained tokens of the
                                                   *global* batch)
 
-  `loss_weights` holds mask / global normaliser, so that every loss and every
+  `loss_weights` holds mask / global normalizer, so that every loss and every
   metric is a plain weighted sum, whatever the packing, the micro-batches or
   the mesh.
 
   Branches share a prompt. Chosen [8 9] and rejected [4] after the prompt
-  [5 6 7] are one document; the last prompt token stands before each branch,
-  so that every token is still predicted by its left neighbour:
+  [5 6 7] are one document; the last prompt token is repeated before each
+  branch, so that every token is still predicted from its left neighbor:
 
     tokens        5    6    7    8    9    7    4
     positions     0    1    2    3    4    2    3
-    branch_ids    0    0    1    1    1    2    2   (0 is seen by all branches)
-    sequence_ids  0    0    0    1    1    0    2   (a row counts its own)
+    branch_ids    0    0    1    1    1    2    2   (all branches attend to 0)
+    sequence_ids  0    0    0    1    1    0    2   (numbered within a row)
 
-  Of a pair, the chosen sequence is odd and the rejected one follows it.
+  The chosen sequence of a pair has an odd number, the rejected one the next.
 
-  `arrays` holds what an algorithm adds for each token. Its usual names:
+  `arrays` holds what an algorithm adds per token, under these names:
   advantages, old_logprobs (policy before the first update), ref_logprobs,
   sampler_logprobs, importance_weights, values and returns (critic), margin,
   label, nll_weights.
@@ -64,13 +64,13 @@ class Batch:
   branch_ids: Array | None = None  # [B, T] int32
   sequence_ids: Array | None = None  # [B, T] int32
   arrays: dict = struct.field(default_factory=dict)  # name -> [B, T, ...]
-  teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distil from
-  experts: Array | None = None  # [B, T, L, k] uint16, to take (`models/moe.py`)
+  teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distill from
+  experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/moe.py`)
 
 
 @struct.dataclass
 class TrainState:
-  """What one trainable role carries from step to step."""
+  """Parameters, optimizer state and step of a trainable role."""
 
   step: Array  # [] int32, updates done
   params: Any  # nested dict of arrays, float32 by default
@@ -79,22 +79,22 @@ class TrainState:
 
 @struct.dataclass
 class Outputs:
-  """What a model says of the tokens of a batch; objectives consume it.
+  """Outputs of a model per token of a batch, the input of objectives.
 
-  A field nobody asked for is None.
+  Fields that the objective does not read are None.
   """
 
   logprobs: Array | None = None  # [B, T] float32, log_softmax(logits / T)
   entropy: Array | None = None  # [B, T] float32, nats
   lse: Array | None = None  # [B, T] float32, log-sum-exp of the logits
   mean_logprob: Array | None = None  # [B, T], over the vocabulary
-  divergence: Array | None = None  # [B, T], from the teachers
-  values: Array | None = None  # [B, T], of the text up to and with a token
+  divergence: Array | None = None  # [B, T], from the teachers' distributions
+  values: Array | None = None  # [B, T], of the text up to and including a token
 
 
 @struct.dataclass
 class Sampling:
-  """How each slot samples: arrays, so that changing a value compiles nothing.
+  """Sampling parameters of each slot, arrays so that a new value compiles nothing.
 
   Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off),
   stop_ids [2, -1] and forbidden_ids [-1] (padded with -1), min_tokens 0,
@@ -104,35 +104,34 @@ class Sampling:
   temperature: Array  # [S] float32, 0 is greedy
   top_k: Array  # [S] int32, 0 is off
   top_p: Array  # [S] float32, 1 is off
-  min_p: Array  # [S] float32, share of the likeliest token's; 0 is off
+  min_p: Array  # [S] float32, relative to the most probable token; 0 is off
   stop_ids: Array  # [S, M] int32, padded with -1
   forbidden_ids: Array  # [S, F] int32, never drawn; padded with -1
-  min_tokens: Array  # [S] int32: no stop id before
+  min_tokens: Array  # [S] int32: stop ids are not drawn before
   max_tokens: Array  # [S] int32
-  seed: Array  # [S] int32, another draw for each; 0 changes nothing
-  top_logprobs: Array  # [S] int32, how many of the likeliest are reported
+  seed: Array  # [S] int32, folded into the key of the draws; 0 leaves it as it is
+  top_logprobs: Array  # [S] int32, how many of the most probable tokens are reported
 
 
 @struct.dataclass
 class Cache:
-  """Keys and values of what was read so far, one pair of arrays per layer.
+  """KV cache, one pair of arrays per layer.
 
-  In pages, with a table: entry i of slot s is entry i % p of page
-  table[s, i // p].
+  A paged cache has a table: entry i of slot s is entry i % p of page
+  table[s, i // p], p entries to a page.
   """
 
   k: tuple  # L x [S, K, length, h], or [pages, K, p, h]
-  v: tuple  # likewise
+  v: tuple  # the same shapes
   table: Array | None = None  # [S, n] int32
-  experts: tuple = ()  # L x [S, 1, length, k] uint16 that these tokens passed,
-  # of a prefill or a block, where they are kept to be replayed
+  experts: tuple = ()  # L x [S, 1, length, k] uint16, recorded for routing replay
 
 
 @struct.dataclass
 class Prompt:
-  """One prompt, tokenised once; `columns` go to the reward functions."""
+  """One prompt, tokenized once; `columns` go to the reward functions."""
 
-  index: int = struct.field(pytree_node=False)  # global, counts epochs on
+  index: int = struct.field(pytree_node=False)  # global: goes on counting in the next epoch
   tokens: np.ndarray = struct.field(pytree_node=False)  # [P] int32
   prompt: Any = struct.field(pytree_node=False)  # text or list of messages
   columns: dict = struct.field(pytree_node=False)  # the row's other columns
@@ -140,138 +139,231 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """A continuation of `tokens` that somebody wants.
+  """A request to an engine to continue a text.
 
-  `prompt` and `sample` are the address of its draws, with the run key, the
-  step and the position in the text. A further turn of a conversation keeps
-  both and brings the longer text, so its draws are those of one long sample.
+  The random draws depend on (run key, step, `prompt`, `sample`, position in
+  the text) and on nothing else. The next turn of a conversation is a request
+  with the same `prompt` and `sample` and the longer text, so all turns together
+  draw what one long sample would.
+
+  Attributes:
+    tokens: [P] int32, the text so far: prompt, completions, tool results.
+    prompt: global index of the prompt.
+    sample: index within the group of the prompt.
+    sampling: {field of `Sampling` or 'stop_strings': scalar or tuple} that
+      differ from the config.
+    tag: of the caller; comes back with the completion.
   """
 
-  tokens: np.ndarray  # [P] int32, all that was said so far
-  prompt: int  # global prompt index
-  sample: int = 0  # index within its group
-  sampling: dict = dataclasses.field(default_factory=dict)  # scalars and
-  # tuples by the names of `Sampling`, and stop_strings; the rest as configured
-  tag: Any = None  # the caller's own
+  tokens: np.ndarray
+  prompt: int
+  sample: int = 0
+  sampling: dict = dataclasses.field(default_factory=dict)
+  tag: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What was drawn for a request: host arrays, equal on every process."""
+  """The answer of an engine to a request: host arrays, equal on every process.
+
+  Attributes:
+    tokens: [C] int32, including the stop id.
+    logprobs: [C] float32 under the distribution with temperature, before top-k,
+      top-p and min-p.
+    behaviour_logprobs: [C] float32 under the truncated distribution that the
+      tokens were drawn from.
+    finished: ended by a stop id or a stop string, not by max_tokens.
+    stop_string: that ended it, or ''; the last token completes it.
+    top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
+    experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
+    versions: [C] int32, optimizer updates behind the weights of each token.
+  """
 
   request: Request
-  tokens: np.ndarray  # [C] int32, a stop id included
-  logprobs: np.ndarray  # [C] float32, temperature applied, no truncation
-  behaviour_logprobs: np.ndarray  # [C] float32, of what was drawn from
-  finished: bool  # by a stop id or a stop string, not by max_tokens
-  stop_string: str = ''  # that ended it; the last token completes it
-  top_ids: np.ndarray | None = None  # [C, n] int32, likeliest first
-  top_logprobs: np.ndarray | None = None  # [C, n] float32
-  experts: np.ndarray | None = None  # [P + C, L, k] uint16, of all the text
-  versions: np.ndarray | None = None  # [C] int32, updates behind the weights
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  behaviour_logprobs: np.ndarray
+  finished: bool
+  stop_string: str = ''
+  top_ids: np.ndarray | None = None
+  top_logprobs: np.ndarray | None = None
+  experts: np.ndarray | None = None
+  versions: np.ndarray | None = None
 
 
 @struct.dataclass
 class Rollout:
-  """What a sampler returns: host arrays, equal on every process.
+  """Completions of a step's prompts: host arrays, equal on every process.
 
-  Sequence n answers prompt `n // group_size`. Completions are padded with 0
-  on the right; `lengths` counts the stop token, if one was sampled.
+  Sequence n answers prompt `n // group_size`; groups are in order. Completions
+  are padded with 0 on the right, `lengths` counts the stop token. Two prompts
+  with a group of two samples each, at most 4 tokens, stop id 2:
+
+    prompts       (Prompt(index=6, tokens=[5 7]), Prompt(index=7, tokens=[9]))
+    completions   [[8 3 2 0]     sample 0 of prompt 6
+                   [8 8 8 8]     sample 1 of prompt 6, cut off at max_new_tokens
+                   [4 2 0 0]     sample 0 of prompt 7
+                   [3 3 2 0]]    sample 1 of prompt 7
+    lengths       [3 4 2 3]
+    finished      [True False True True]
+    logprobs      [[-0.1 -0.7 -0.2 0] ...]    0 where there is no token
+
+  In conversations a completion holds the turns of the model and the answers of
+  tools between them; `mask` tells which tokens the policy sampled.
+
+  Attributes:
+    logprobs: under the distribution with temperature, before truncation.
+    behaviour_logprobs: under the truncated one that tokens were drawn from.
+    finished: ended by a stop id, not by max_new_tokens.
+    step: that it was sampled for; version: updates behind the weights.
+    occupancy: share of computed slot-steps that drew a needed token.
+    figures: further metrics of the engine.
+    from_data: completions are demonstrations, nothing was sampled.
+    mask: None: the policy sampled all tokens.
+    versions: per token, after an in-flight weight update; None: `version`.
+    rewards: name -> [N] float64 that came with it, from an environment; NaN: none.
+    messages: of each sequence, the turns of model and tools.
+    top_ids, top_logprobs: most probable tokens at each position.
+    experts: chosen by the router at each position of prompt and completion.
   """
 
-  prompts: tuple  # of Prompt, N / group_size of them
+  prompts: tuple[Prompt, ...]  # N / group_size of them
   completions: np.ndarray  # [N, C] int32
   lengths: np.ndarray  # [N] int32
-  logprobs: np.ndarray  # [N, C] float32, temperature applied, no truncation
-  behaviour_logprobs: np.ndarray  # [N, C] float32, of what was drawn from
-  finished: np.ndarray  # [N] bool: ended by a stop id, not by max_tokens
-  step: int = 0  # step it was made for
-  version: int = 0  # updates behind the weights that made it
-  occupancy: float = 1.0  # share of slot-steps that drew a wanted token
-  figures: dict = struct.field(default_factory=dict)  # more of the engine's
-  from_data: bool = False  # completions of the data, not of a sampler
-  experts: np.ndarray | None = None  # [N, P + C, L, k] uint16, by position
-  mask: Any = None  # [N, C] bool, tokens that the policy wrote; None: all
-  versions: Any = None  # [N, C] int32, `version` by token; None: all the same
-  rewards: dict | None = None  # name -> [N] float64 that came with it; or NaN
-  messages: tuple | None = None  # [N] lists: turns of the model and of tools
-  top_ids: Any = None  # [N, C, n] int32, the likeliest at each place
-  top_logprobs: Any = None  # [N, C, n] float32, as `logprobs`
+  logprobs: np.ndarray  # [N, C] float32
+  behaviour_logprobs: np.ndarray  # [N, C] float32
+  finished: np.ndarray  # [N] bool
+  step: int = 0
+  version: int = 0
+  occupancy: float = 1.0
+  figures: dict = struct.field(default_factory=dict)
+  from_data: bool = False
+  experts: np.ndarray | None = None  # [N, P + C, L, k] uint16
+  mask: np.ndarray | None = None  # [N, C] bool
+  versions: np.ndarray | None = None  # [N, C] int32
+  rewards: dict[str, np.ndarray] | None = None
+  messages: tuple | None = None  # N lists of dict
+  top_ids: np.ndarray | None = None  # [N, C, n] int32
+  top_logprobs: np.ndarray | None = None  # [N, C, n] float32
+
+
+class Scores(NamedTuple):
+  """Scores of a rollout by the roles; None: the algorithm does not need them.
+
+  Each is [M, B / M, T] on the devices, then [N, C] float32 on the host.
+  """
+
+  old_logprobs: Array | None = None  # of the policy before the first update of the step
+  ref_logprobs: Array | None = None  # of the reference, for the KL term
+  reward_model: Array | None = None  # its output at every token
+  values: Array | None = None  # of the critic, of the text before a token
+
+  def computed(self) -> dict[str, Array]:
+    """{name: array} without those that are None."""
+    return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 @dataclasses.dataclass
 class Experience:
-  """A graded rollout: host arrays, equal on every process.
+  """A graded and scored rollout, the input of `Algorithm.credit`.
 
-  arrays: per token of the completions: sampler_logprobs, behaviour_logprobs,
-    and what the algorithm asked for of old_logprobs, ref_logprobs and values.
-  memory: what the algorithm remembers from step to step; goes into
-    checkpoints, so numbers and strings only.
+  Host arrays, equal on every process.
+
+  Attributes:
+    rewards: NaN where a completion has none.
+    mask: 1 on the tokens that the policy sampled.
+    arrays: per token of the completions: sampler_logprobs, behaviour_logprobs,
+      and those of old_logprobs, ref_logprobs and values that the algorithm
+      lists in `scores`.
+    baseline: rewards of greedy answers (ReMax).
+    step: from 0.
+    memory: state of the algorithm between steps; goes into checkpoints, so
+      numbers and strings only.
   """
 
   rollout: Rollout
-  rewards: np.ndarray  # [N] float64, NaN where there is none
-  mask: np.ndarray  # [N, C] float32, 1 on tokens that the policy wrote
-  arrays: dict  # name -> [N, C] float32
-  baseline: np.ndarray | None = None  # [N / group_size], of greedy answers
+  rewards: np.ndarray  # [N] float64
+  mask: np.ndarray  # [N, C] float32
+  arrays: dict[str, np.ndarray]  # name -> [N, C] float32
+  baseline: np.ndarray | None = None  # [N / group_size] float64
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
 
   @property
   def groups(self) -> int:
+    """Number of prompts."""
     return len(self.rollout.prompts)
 
 
 @dataclasses.dataclass
 class Credit:
-  """What an algorithm makes of experience.
+  """Advantages and other training signals that an algorithm computes.
 
-  arrays: per token, into `Batch.arrays` of the update.
-  mask: tokens that are trained, or how much; a row of zeros is left out.
+  Attributes:
+    arrays: per token, for `Batch.arrays` of the update.
+    mask: weights of the trained tokens, usually 1; sequences whose row is all
+      0 are not trained on.
+    metrics: for the row of the step.
+    memory: `Experience.memory` of the next step.
   """
 
-  arrays: dict  # name -> [N, C] float32
+  arrays: dict[str, np.ndarray]  # name -> [N, C] float32
   mask: np.ndarray  # [N, C] float32
   metrics: dict
   memory: dict = dataclasses.field(default_factory=dict)
 
 
+class RowShape(NamedTuple):
+  """Shape [num_rows, row_length] of a batch of packed rows."""
+
+  num_rows: int
+  row_length: int
+
+
+class Update(NamedTuple):
+  """One optimizer step of one trainable role."""
+
+  role: str  # 'policy' or 'critic'
+  batch: Batch  # placed on the devices
+
+
 @dataclasses.dataclass
 class Item:
-  """What one step trains on.
+  """The data of one step of the loop.
 
-  updates: (role, placed batch) of each update, in order.
-  info: figures of the data, `tokens` among them.
-  samples: () -> rows for samples/STAGE/STEP.jsonl.
-  learnt: (`Experience`, `Credit`) of an on-policy step, for its record.
+  Attributes:
+    updates: in the order in which they run.
+    info: metrics of the data; always has 'tokens', the tokens of the step.
+    samples: () -> rows for samples/STAGE/STEP.jsonl.
+    experience, credit: what an on-policy step learns from, for rollouts/.
   """
 
-  updates: list
+  updates: list[Update]
   info: dict
-  samples: Any = None
-  learnt: tuple = ()
+  samples: Callable[[], list[dict]] | None = None
+  experience: Experience | None = None
+  credit: Credit | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-  """Outputs of a model and a batch -> loss and metrics.
+  """The loss of a role: a function of the model's outputs and a batch.
 
-  fn: (outputs, arrays) -> (loss, {metric: value}), each of one shape and
-    elementwise in tokens, for `Batch.loss_weights` to sum; `arrays` is
-    `Batch.arrays`. It sees chunks of rows: no sum over tokens in it.
-  coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
-    instead, sums that are weighted already: for losses of sequences and pairs,
-    which cost one more product with the head, and for scalar heads.
-  token_means: the metrics of a coupled fn are sums over tokens weighted by
-    `loss_weights`; like those of other fns they are reported as means,
-    whatever the weights add up to (Dr. GRPO's are not 1).
-  reads: fields of `Outputs` that fn needs besides `logprobs`; those it is
-    differentiated through stand in `learns`, too.
-  arrays: names in `Batch.arrays` that are filled before the update.
-  divergence: see `losses.head_chunk.HeadConfig`; gives `outputs.divergence`.
-  teacher_forms: see `losses.head_chunk.HeadConfig`; of the teachers in memory.
-  neftune_alpha: size of the noise on embeddings; 0 is none. `seed` is its.
-  router: weights of the losses of `moe.balance_loss`.
+  Attributes:
+    fn: (outputs, arrays) -> (loss, {metric: value}), all of the shape of the
+      tokens and elementwise in them; `Batch.loss_weights` sums them. It sees
+      chunks of rows, so it must not sum over tokens. `arrays` is `Batch.arrays`.
+    coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
+      instead and returns weighted sums: for losses of sequences and pairs, which
+      cost one more product with the head, and for scalar heads.
+    token_means: metrics of a coupled fn are sums over tokens weighted by
+      `loss_weights`; they are divided by the sum of the weights.
+    reads: fields of `Outputs` that fn needs besides `logprobs`.
+    learns: those of `reads` that gradients flow through.
+    arrays: names in `Batch.arrays` that are filled before the update.
+    divergence, teacher_forms: see `losses.head_chunk.HeadConfig`.
+    neftune_alpha: size of the noise on embeddings, drawn from `seed`; 0 is off.
+    router: weights of the router's losses (`models.moe`).
   """
 
   fn: Callable

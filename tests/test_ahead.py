@@ -181,13 +181,14 @@ def by_hand(given):
   for step in range(STEPS):
     version = max(0, step - lag)
     old = types.SimpleNamespace(params=placed(after[version]))
-    stream.sampler.sync(old, version)
+    stream.engine.load(old.params, version)
     rollout = stream.sampler(next(stream.prompts)[0], config_.rollout.group_size, step)
-    stream.sampler.release()
+    stream.engine.unload()
     drawn.append(rollout.completions)
-    graded = stream.grader.submit(rollout)
-    experience = stream._score(graded, stream._ask(graded))
-    updates = stream._updates(experience, stream.algorithm.credit(experience, config_))
+    pending = stream.grader.submit(rollout)
+    scores = stream.fetch_scores(rollout, stream.start_scores(rollout))
+    experience = stream.make_experience(stream.grade(pending, scores), scores)
+    updates = stream.make_batches(experience, stream.algorithm.credit(experience, config_))
     jax.block_until_ready([policy.update(batch) for _, batch in updates])
     stream.step += 1
     after.append(host())
@@ -203,7 +204,7 @@ def by_stream(given, versions):
   drawn = []
   for _ in range(STEPS):
     item = next(stream)
-    rollout = item.learnt[0].rollout
+    rollout = item.experience.rollout
     drawn.append(rollout.completions)
     every = [{int(v) for v, n in zip(column, rollout.lengths) if n > i} for i, column in enumerate(rollout.versions.T)]
     versions.append([sorted(x) for x in every])

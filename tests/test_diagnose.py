@@ -100,17 +100,17 @@ def test_bad_steps_between_good_ones_count():
     peak_flops=0,
     samples_every=9,
     steps=99,
-    peers=None,
-    keep=None,
+    host_health=None,
+    save_rollout=None,
     roles=None,
-    memory=dict,
+    memory_usage=dict,
     writer=types.SimpleNamespace(write=lambda *row: None),
   )
   run, last = loop._Progress(stage), 0
   with pytest.raises(FloatingPointError, match='about 5 steps up to 9'):
     for last in range(1, 40):
       bad = {'skipped_updates': float(last % 2), 'empty_updates': 0.0}
-      run.pending = last, [('policy', bad)], Item([], {'tokens': 1}, None), {'time/step': 1.0}, None
+      run.pending = loop._PendingStep(last, Item([], {'tokens': 1}), [('policy', bad)], {'time/step': 1.0}, None)
       run.log_pending()
 
 

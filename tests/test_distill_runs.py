@@ -122,9 +122,9 @@ def test_completions_of_the_data_are_those_of_distill(small, big):
 
 
 def test_shares_of_steps_are_those_of_the_seed():
-  from jaxpost.rl.demonstrations import Mixed
+  from jaxpost.rl.demonstrations import DemonstrationSampler
 
-  steps = [[Mixed(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)] for seed in (0, 0, 1)]
+  steps = [[DemonstrationSampler(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)] for seed in (0, 0, 1)]
   assert steps[0] == steps[1] != steps[2]
   assert np.mean(steps[0]) == pytest.approx(0.3, abs=0.03)
 

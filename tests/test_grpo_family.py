@@ -21,8 +21,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
-from jaxpost.rl import batching as rows_lib
-from jaxpost.rl import grading
+from jaxpost.rl import batching, grading
 from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
@@ -85,7 +84,7 @@ def experience(seed=3, **fields):
       **dict(
         rollout=made,
         rewards=rewards,
-        mask=rows_lib.completion_mask(made),
+        mask=batching.completion_mask(made),
         arrays=arrays,
         baseline=random.standard_normal(3),
       ),
@@ -97,8 +96,8 @@ def experience(seed=3, **fields):
 def outcome(config, given, length=11, rows=12, micro=12):
   """(loss, metrics, gradients, credit) of one update in a layout."""
   credit = grpo.credit(given, config)
-  weighted = rows_lib.token_weights(credit.mask, config.rl.aggregate, C)
-  batch = rows_lib.to_batch(given.rollout, range(N), weighted, credit.arrays, rows, length)
+  weighted = batching.token_weights(credit.mask, config.rl.aggregate, C)
+  batch = batching.to_batch(given.rollout, range(N), weighted, credit.arrays, rows, length)
   model, params = weights()
   loss = programs.make_loss(model, grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
@@ -414,22 +413,20 @@ def test_groups_that_only_fill_up_are_not_trained(model):
   assert float(policy.update(batch)['ratio']) == pytest.approx(1, abs=1e-5)
 
 
-def test_keep_mixed_takes_the_first_that_differ():
-  class Part:  # what `keep_mixed` reads of a round
-    def __init__(self, table):
-      self.table, self.groups = np.array(table, float), [None] * len(table)
+def test_select_varied_takes_the_first_groups_that_differ():
+  class Round:  # what `select_varied` reads of a round
+    def __init__(self, rewards):
+      self.rewards = np.array(rewards, float)
 
-  found = grading.keep_mixed(
-    grading.Grading(None, [Part([[1, 1], [0, 1], [np.nan, 1]]), Part([[0, 0], [1, 0], [0, 1]])]), 2
-  )
-  assert found.chosen == [[1], [1]]
-  short = grading.keep_mixed(grading.Grading(None, [Part([[1, 1], [0, 1], [1, 1]])]), 2)
-  assert short.chosen == [[0, 1]]
+  pending = grading.PendingRollout(None, [Round([[1, 1], [0, 1], [np.nan, 1]]), Round([[0, 0], [1, 0], [0, 1]])])
+  assert pending.select_varied(2).selected == [[1], [1]]
+  short = grading.PendingRollout(None, [Round([[1, 1], [0, 1], [1, 1]])])
+  assert short.select_varied(2).selected == [[0, 1]]
 
 
 def test_sampled_rollouts_merge_in_order():
   one, two = rollout(1), rollout(2)
-  both = rows_lib.merge([one, two], [[2, 0], [1]])
+  both = batching.merge([one, two], [[2, 0], [1]])
   assert [p.index for p in both.prompts] == [2, 0, 1]
   np.testing.assert_array_equal(
     both.completions, np.concatenate([one.completions[8:12], one.completions[:4], two.completions[4:8]])
@@ -439,19 +436,19 @@ def test_sampled_rollouts_merge_in_order():
 def test_rows_and_sequences_are_inverse():
   made = rollout()
   values = np.random.RandomState(0).standard_normal((N, C)).astype(np.float32)
-  mask = rows_lib.completion_mask(made)
+  mask = batching.completion_mask(made)
   for length, rows in ((11, 12), (40, 4)):
-    batch = rows_lib.to_batch(made, range(N), mask, {'x': values}, rows, length)
-    back = rows_lib.from_rows(made, batch.arrays['x'][None], length, rows)
+    batch = batching.to_batch(made, range(N), mask, {'x': values}, rows, length)
+    back = batching.from_rows(made, batch.arrays['x'][None], rows, length)
     np.testing.assert_array_equal(back, values * mask)
     assert (batch.sequence_ids > 0).sum() == made.lengths.sum()
 
 
 @pytest.mark.parametrize('aggregate,total', [('token', 1.0), ('sequence', 1.0), ('constant', None)])
 def test_weights_of_tokens(aggregate, total):
-  mask = rows_lib.completion_mask(rollout())
+  mask = batching.completion_mask(rollout())
   mask[5] = 0
-  weights_ = rows_lib.token_weights(mask, aggregate, C)
+  weights_ = batching.token_weights(mask, aggregate, C)
   if total:
     assert weights_.sum() == pytest.approx(total, rel=1e-6)
   else:
@@ -459,4 +456,4 @@ def test_weights_of_tokens(aggregate, total):
   if aggregate == 'sequence':
     np.testing.assert_allclose(weights_.sum(1), (mask.sum(1) > 0) / 11, rtol=1e-6)
   order = list(itertools.chain(range(6, N), range(6)))
-  np.testing.assert_allclose(rows_lib.token_weights(mask[order], aggregate, C), weights_[order])
+  np.testing.assert_allclose(batching.token_weights(mask[order], aggregate, C), weights_[order])

@@ -13,7 +13,7 @@ import tiny
 import jaxpost
 from jaxpost.algorithms import online_dpo
 from jaxpost.errors import InputError
-from jaxpost.rl import batching as rows_lib
+from jaxpost.rl import batching
 from jaxpost.stage import batch_shape
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
@@ -31,7 +31,7 @@ def experience(rewards, finished=True):
   rollout = Rollout(
     prompts, completions.astype(np.int32), lengths, np.zeros((n, C)), np.zeros((n, C)), np.broadcast_to(finished, n)
   )
-  return Experience(rollout, np.array(rewards, float).ravel(), rows_lib.completion_mask(rollout), {})
+  return Experience(rollout, np.array(rewards, float).ravel(), batching.completion_mask(rollout), {})
 
 
 def settings(**over):

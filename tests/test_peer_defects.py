@@ -20,7 +20,7 @@ from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.monitor import metrics
 from jaxpost.programs import generate
 from jaxpost.rewards import length
-from jaxpost.rl import batching as rows_lib
+from jaxpost.rl import batching
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 
@@ -79,7 +79,7 @@ def test_sampling_parameters_compile_nothing(model):
     engine = stream.sampler.engine
     before = len(engine._ledger.rows)
     prompts, _ = next(stream.prompts)
-    stream.sampler.sync(stream.roles.policy, 0)
+    stream.engine.load(stream.roles.policy.params, 0)
     made = [
       stream.sampler(prompts, 4, 0, **options)
       for options in (dict(temperature=0.0), dict(temperature=0.5, top_k=3), dict(top_p=0.5), dict(max_tokens=2))
@@ -112,7 +112,7 @@ def test_a_group_reads_its_prompt_once(model):
   engine.prefill = lambda texts, rows=0: (read.extend(tuple(t) for t in texts), prefill(texts, rows))[1]
   try:
     prompts, _ = next(stream.prompts)
-    stream.sampler.sync(stream.roles.policy, 0)
+    stream.engine.load(stream.roles.policy.params, 0)
     stream.sampler(prompts, 8, 0)
   finally:
     stream.close()
@@ -187,9 +187,9 @@ def rollout():
 def test_short_completions_share_rows():
   """Rows hold as many sequences as fit, from the left, without gaps."""
   made = rollout()
-  mask = rows_lib.completion_mask(made)
-  total = int(rows_lib.prompt_lengths(made).sum() + made.lengths.sum())
-  batch = rows_lib.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, 32)
+  mask = batching.completion_mask(made)
+  total = int(batching.prompt_lengths(made).sum() + made.lengths.sum())
+  batch = batching.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, 32)
   real = batch.segment_ids > 0
   assert real.sum() == total
   for row in real:  # padding only at the end
@@ -199,7 +199,7 @@ def test_short_completions_share_rows():
 
 def test_trained_tokens_are_those_that_were_sampled():
   made = rollout()
-  mask = rows_lib.completion_mask(made)
-  batch = rows_lib.to_batch(made, range(12), mask, {}, 12, 11)
-  back = rows_lib.from_rows(made, batch.tokens, 11, 12)
+  mask = batching.completion_mask(made)
+  batch = batching.to_batch(made, range(12), mask, {}, 12, 11)
+  back = batching.from_rows(made, batch.tokens, 12, 11)
   np.testing.assert_array_equal(back, made.completions * mask)

@@ -27,7 +27,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.monitor.nonfinite import merge_metrics
 from jaxpost.programs import train as programs
-from jaxpost.rl import batching as rows_lib
+from jaxpost.rl import batching
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights as weights_lib
 from jaxpost.tools import inference
@@ -66,7 +66,7 @@ def graded(rewards=None, mask=None, made=None, **arrays):
   shape = made.completions.shape
   random = np.random.RandomState(0)
   normal = lambda: random.standard_normal(shape).astype(np.float32)
-  mask = rows_lib.completion_mask(made) if mask is None else mask
+  mask = batching.completion_mask(made) if mask is None else mask
   rewards = random.standard_normal(shape[0]) if rewards is None else rewards
   found = dict(
     values=normal(),
@@ -102,7 +102,7 @@ def test_rewards_are_not_rounded():
   credit = ppo.credit(one, stage_config(rl=dict(gamma=1.0, lam=1.0)))
   assert credit.arrays['returns'].dtype == np.float32
   np.testing.assert_array_equal(
-    credit.arrays['returns'], np.float32(rewards)[:, None] * rows_lib.completion_mask(one.rollout)
+    credit.arrays['returns'], np.float32(rewards)[:, None] * batching.completion_mask(one.rollout)
   )
 
 
@@ -173,8 +173,8 @@ def losses(role, config, batch, micro):
 def laid_out(config, length, num_rows, members=range(12)):
   one = graded()
   credit = ppo.credit(one, config)
-  token_weights = rows_lib.token_weights(credit.mask, config.rl.aggregate, 6)
-  return rows_lib.to_batch(one.rollout, list(members), token_weights, credit.arrays, num_rows, length)
+  token_weights = batching.token_weights(credit.mask, config.rl.aggregate, 6)
+  return batching.to_batch(one.rollout, list(members), token_weights, credit.arrays, num_rows, length)
 
 
 @functools.lru_cache
@@ -262,8 +262,8 @@ def outcome(config) -> list[float]:
   """The losses of made-up outputs, and what is remembered."""
   one = graded()
   credit = ppo.credit(one, config)
-  weights_ = rows_lib.token_weights(credit.mask, config.rl.aggregate, 6)
-  batch = jax.tree.map(jnp.asarray, rows_lib.to_batch(one.rollout, range(12), weights_, credit.arrays, 12, 11))
+  weights_ = batching.token_weights(credit.mask, config.rl.aggregate, 6)
+  batch = jax.tree.map(jnp.asarray, batching.to_batch(one.rollout, range(12), weights_, credit.arrays, 12, 11))
   random = np.random.RandomState(4)
   draw = lambda: jnp.asarray(random.standard_normal(batch.tokens.shape), jnp.float32)
   outputs = Outputs(logprobs=draw() / 3 - 1, entropy=1 + draw() ** 2, values=draw())

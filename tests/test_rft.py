@@ -11,7 +11,7 @@ import jaxpost
 from jaxpost.algorithms import rft
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
-from jaxpost.rl import batching as rows_lib
+from jaxpost.rl import batching
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
@@ -37,7 +37,7 @@ def graded(rewards, lengths):
     behaviour_logprobs=-np.ones((count, 5), np.float32),
     finished=lengths.ravel() < 5,
   )
-  return Experience(made, rewards.ravel(), rows_lib.completion_mask(made), {}, memory={'kept': 'as it was'})
+  return Experience(made, rewards.ravel(), batching.completion_mask(made), {}, memory={'kept': 'as it was'})
 
 
 REWARDS = [[0, 2, 1], [1, 1, 0.5], [0.9, 0, NAN], [NAN, NAN, NAN]]
@@ -76,7 +76,7 @@ def test_weight_of_a_token(aggregate, expected):
   """Of those kept alone, of 5 and of 2 tokens."""
   config = stage_config(rl=dict(aggregate=aggregate))
   mask = rft.credit(graded(REWARDS, LENGTHS), config).mask
-  weights = rows_lib.token_weights(mask, config.rl.aggregate, 5)
+  weights = batching.token_weights(mask, config.rl.aggregate, 5)
   np.testing.assert_allclose(weights[[1, 3], 0], expected, rtol=1e-6)
   assert weights[~mask.any(axis=1)].sum() == 0
 

@@ -113,7 +113,7 @@ def _same(one: list, two: list) -> bool:
 
 
 class Agents(Episodes):
-  """In the place of `roles.Sampler`: the server outlives updates."""
+  """In the place of `rollout.sampler.Sampler`: the server outlives updates."""
 
   def __init__(self, engine, run_key, pool, tokenizer, limits: Limits):
     super().__init__(engine, run_key, pool, tokenizer, limits)

@@ -91,7 +91,7 @@ class PendingAnswers:
 
 
 class Episodes:
-  """In the place of `roles.Sampler`, for prompts that are conversations."""
+  """In the place of `rollout.sampler.Sampler`, for prompts that are conversations."""
 
   def __init__(self, engine, run_key, pool: EnvironmentPool, tokenizer, limits: EpisodeLimits):
     self.engine, self.run_key, self.pool = engine, run_key, pool
@@ -102,12 +102,6 @@ class Episodes:
       logging.info(
         'the chat template renders earlier turns otherwise than they were sampled; training reads what was sampled'
       )
-
-  def sync(self, policy, version: int) -> dict:
-    return self.engine.load(policy.params, version)
-
-  def release(self):
-    self.engine.unload()
 
   def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling) -> Rollout:
     """`group_size` episodes of each prompt; `sampling` as in `Sampling`."""

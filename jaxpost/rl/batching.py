@@ -1,20 +1,19 @@
-"""Rollouts into packed rows, and what was computed of the rows back.
+"""Rollouts packed into rows of a `Batch`, and arrays of rows unpacked again.
 
-Legend: N sequences, C completion tokens, B rows, T tokens a row.
+Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens
+a row, n chosen sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jaxpost.data import packing
-from jaxpost.types import Batch, Prompt, Rollout
-
-AGGREGATES = ('token', 'sequence', 'constant')
+from jaxpost.types import Array, Batch, Prompt, Rollout
 
 
-def token_weights(mask, aggregate: str, max_tokens: int):
-  """[N, C] mask -> weights whose sum with losses is the loss of the batch.
+def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarray:
+  """Returns weights [N, C] such that sum(weights * losses) is the loss of a batch.
 
   'token': the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8).
   'sequence': the mean over sequences of their means (GRPO,
@@ -35,154 +34,202 @@ def token_weights(mask, aggregate: str, max_tokens: int):
 
 
 def completion_mask(rollout: Rollout) -> np.ndarray:
-  """[N, C] float32: 1 on the tokens that the policy wrote."""
-  steps = np.arange(rollout.completions.shape[1])
-  written = steps < rollout.lengths[:, None]
+  """[N, C] float32: 1 on the tokens that the policy sampled."""
+  columns = np.arange(rollout.completions.shape[1])
+  mask = columns < rollout.lengths[:, None]
   if rollout.mask is not None:
-    written &= rollout.mask
-  return written.astype(np.float32)
+    mask &= rollout.mask
+  return mask.astype(np.float32)
 
 
-def versions(rollout: Rollout) -> np.ndarray:
-  """[N, C] int32: updates behind the weights that drew each token."""
+def token_versions(rollout: Rollout) -> np.ndarray:
+  """[N, C] int32: optimizer updates behind the weights that sampled a token."""
   if rollout.versions is not None:
     return rollout.versions
   return np.full(rollout.completions.shape, rollout.version, np.int32)
 
 
-def minibatches(number: int, rl, seed: int, step: int):
-  """Numbers of the sequences of each update of a step, in order."""
+def minibatches(num_sequences: int, rl, seed: int, step: int) -> Iterator[np.ndarray]:
+  """Yields the indices of the sequences of each update of a step.
+
+  Args:
+    rl: `config.rl`. With more than one minibatch each epoch has an order of its
+      own, a function of (seed, step, epoch).
+  """
   for epoch in range(rl.epochs):
-    order = np.arange(number)
+    order = np.arange(num_sequences)
     if rl.minibatches > 1:
-      order = np.random.default_rng((seed, step, epoch)).permutation(number)
+      order = np.random.default_rng((seed, step, epoch)).permutation(num_sequences)
     yield from np.array_split(order, rl.minibatches)
 
 
+def group_size(rollout: Rollout) -> int:
+  """Samples of each prompt."""
+  return len(rollout.lengths) // len(rollout.prompts)
+
+
 def prompt_lengths(rollout: Rollout) -> np.ndarray:
-  group = len(rollout.lengths) // len(rollout.prompts)
-  return np.repeat([len(p.tokens) for p in rollout.prompts], group)
+  """[N] tokens of the prompt of each sequence."""
+  return np.repeat([len(p.tokens) for p in rollout.prompts], group_size(rollout))
 
 
-def places(rollout: Rollout, members: Sequence[int], row_length: int, num_rows: int) -> np.ndarray:
-  """(row, column of its first completion token) of each member [n, 2]."""
+def row_positions(rollout: Rollout, members: Sequence[int], num_rows: int, row_length: int) -> np.ndarray:
+  """[n, 2]: the row of each sequence and the column of its first completion token.
+
+  Raises:
+    ValueError: the sequences do not fit.
+  """
   prompts = prompt_lengths(rollout)
-  total = (prompts + rollout.lengths)[list(members)].tolist()
-  rows = packing.pack(total, row_length)
+  totals = (prompts + rollout.lengths)[list(members)].tolist()
+  rows = packing.pack(totals, row_length)
   if len(rows) > num_rows:
     raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
-  out = np.zeros((len(total), 2), np.int64)
-  for r, row in enumerate(rows):
-    at = 0
-    for i in row:
-      out[i] = r, at + prompts[members[i]]
-      at += total[i]
+  out = np.zeros((len(totals), 2), np.int64)
+  for row, indices in enumerate(rows):
+    start = 0
+    for i in indices:
+      out[i] = row, start + prompts[members[i]]
+      start += totals[i]
   return out
 
 
-def to_batch(rollout: Rollout, members: Sequence[int], weights, arrays: dict, num_rows: int, row_length: int) -> Batch:
+def to_batch(
+  rollout: Rollout,
+  members: Sequence[int],
+  weights: np.ndarray,
+  arrays: Mapping[str, np.ndarray],
+  num_rows: int,
+  row_length: int,
+) -> Batch:
   """Packs the prompts and completions of some sequences.
 
   Args:
-    members: numbers of the sequences, n of them.
-    weights: [N, C] of the completion tokens; arrays: {name: [N, C]}.
+    members: indices of the sequences, n of them.
+    weights: [N, C] loss weights of the completion tokens.
+    arrays: {name: [N, C]}, into `Batch.arrays`.
 
   Returns:
-    Batch [num_rows, row_length], a sequence each.
+    A host batch [num_rows, row_length]; each sequence is one segment.
   """
-  place = places(rollout, members, row_length, num_rows)
   shape = num_rows, row_length
-  tokens, positions, segments, sequences = (np.zeros(shape, np.int32) for _ in range(4))
+  tokens = np.zeros(shape, np.int32)
+  positions = np.zeros(shape, np.int32)
+  segment_ids = np.zeros(shape, np.int32)
+  sequence_ids = np.zeros(shape, np.int32)
   loss_weights = np.zeros(shape, np.float32)
-  packed = {k: np.zeros(shape, np.float32) for k in arrays}
-  experts = rollout.experts
-  if experts is not None:
-    experts = np.zeros((*shape, *experts.shape[2:]), experts.dtype)
-  group = len(rollout.lengths) // len(rollout.prompts)
-  for n, (row, answer) in zip(members, place):
-    prompt, length = rollout.prompts[n // group], rollout.lengths[n]
-    start, end = answer - len(prompt.tokens), answer + length
-    tokens[row, start:answer] = prompt.tokens
-    tokens[row, answer:end] = rollout.completions[n, :length]
+  packed = {name: np.zeros(shape, np.float32) for name in arrays}
+  experts = None
+  if rollout.experts is not None:
+    experts = np.zeros((*shape, *rollout.experts.shape[2:]), rollout.experts.dtype)
+  size = group_size(rollout)
+  for n, (row, first) in zip(members, row_positions(rollout, members, num_rows, row_length)):
+    prompt = rollout.prompts[n // size].tokens
+    length = rollout.lengths[n]
+    start = first - len(prompt)
+    end = first + length
+    tokens[row, start:first] = prompt
+    tokens[row, first:end] = rollout.completions[n, :length]
     positions[row, start:end] = np.arange(end - start)
-    number = segments[row].max() + 1
-    segments[row, start:end] = sequences[row, answer:end] = number
-    loss_weights[row, answer:end] = weights[n, :length]
+    segment = segment_ids[row].max() + 1
+    segment_ids[row, start:end] = segment
+    # Prompts belong to no sequence: nothing is learned on them.
+    sequence_ids[row, first:end] = segment
+    loss_weights[row, first:end] = weights[n, :length]
     for name, values in arrays.items():
-      packed[name][row, answer:end] = values[n, :length]
+      packed[name][row, first:end] = values[n, :length]
     if experts is not None:
       experts[row, start:end] = rollout.experts[n, : end - start]
-  return Batch(tokens, positions, segments, loss_weights, sequence_ids=sequences, arrays=packed, experts=experts)
+  return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, experts=experts)
 
 
-def from_rows(rollout: Rollout, values, row_length: int, num_rows: int):
-  """[M, B / M, T] of a batch of all sequences -> [N, C] float32."""
+def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -> np.ndarray:
+  """Unpacks what programs computed of a batch of all sequences.
+
+  Args:
+    values: [M, B / M, T], M micro-batches.
+
+  Returns:
+    [N, C] float32, 0 after the end of a completion.
+  """
   values = np.asarray(values).reshape(-1, row_length)
   out = np.zeros(rollout.completions.shape, np.float32)
-  every = range(len(rollout.lengths))
-  for n, (row, at) in enumerate(places(rollout, every, row_length, num_rows)):
+  every_sequence = range(len(rollout.lengths))
+  for n, (row, first) in enumerate(row_positions(rollout, every_sequence, num_rows, row_length)):
     length = rollout.lengths[n]
-    out[n, :length] = values[row, at : at + length]
+    out[n, :length] = values[row, first : first + length]
   return out
 
 
-# Of episodes: what is counted; other figures are means.
+# Metrics of rounds that are added up; others are averaged.
 _COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_prefilled', 'tokens_kept', 'requeued')
-
-
-def _wide(x, width: int):
-  """[N, C] -> [N, width], padded with 0; others as they are."""
-  return np.pad(x, ((0, 0), (0, width - x.shape[1]))) if x.ndim == 2 else x
+_OPTIONAL = ('mask', 'experts', 'versions', 'top_ids', 'top_logprobs')
 
 
 def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollout:
-  """One rollout of the chosen groups of several."""
-  size = len(rollouts[0].lengths) // len(rollouts[0].prompts)
-  rows = [
-    np.concatenate([np.arange(g * size, (g + 1) * size) for g in some]) if len(some) else np.zeros(0, int)
-    for some in groups
-  ]
+  """Joins the chosen groups of several rollouts into one.
+
+  Args:
+    groups: indices of the groups to take of each rollout.
+  """
+  first = rollouts[0]
+  size = group_size(first)
+  chosen = [_members(indices, size) for indices in groups]
+  # Rollouts of environments are as wide as their longest episode.
   width = max(r.completions.shape[1] for r in rollouts)
-  pick = lambda name: np.concatenate(  # episodes have rounds of some length
-    [_wide(vars(r)[name][i], width) for r, i in zip(rollouts, rows)]
-  )
-  prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, some in zip(rollouts, groups) for g in some)
-  names = (
-    'completions',
-    'lengths',
-    'logprobs',
-    'behaviour_logprobs',
-    'finished',
-    *(n for n in ('mask', 'experts', 'versions', 'top_ids', 'top_logprobs') if vars(rollouts[0])[n] is not None),
-  )
-  rewards = rollouts[0].rewards and {
-    name: np.concatenate([r.rewards[name][i] for r, i in zip(rollouts, rows)]) for name in rollouts[0].rewards
-  }
-  messages = rollouts[0].messages and tuple(r.messages[n] for r, some in zip(rollouts, rows) for n in some)
-  figures = {
-    k: (np.sum if k in _COUNTS else np.mean)([r.figures[k] for r in rollouts]).item() for k in rollouts[0].figures
-  }
-  return rollouts[0].replace(
+
+  def join(name: str) -> np.ndarray:
+    return np.concatenate([_pad_to(vars(r)[name][members], width) for r, members in zip(rollouts, chosen)])
+
+  names = ['completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished']
+  names += [name for name in _OPTIONAL if vars(first)[name] is not None]
+  prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, indices in zip(rollouts, groups) for g in indices)
+  rewards = first.rewards
+  if rewards:
+    rewards = {
+      name: np.concatenate([r.rewards[name][members] for r, members in zip(rollouts, chosen)]) for name in rewards
+    }
+  messages = first.messages
+  if messages:
+    messages = tuple(r.messages[n] for r, members in zip(rollouts, chosen) for n in members)
+  figures = {}
+  for name in first.figures:
+    combine = np.sum if name in _COUNTS else np.mean
+    figures[name] = combine([r.figures[name] for r in rollouts]).item()
+  return first.replace(
     prompts=prompts,
     rewards=rewards,
     messages=messages,
     figures=figures,
-    **{n: pick(n) for n in names},
     occupancy=float(np.mean([r.occupancy for r in rollouts])),
+    **{name: join(name) for name in names},
   )
 
 
-def top_logprobs(rollout: Rollout, n: int) -> dict:
-  """{'top_logprobs': [C, n] pairs of id and log-prob} of completion n.
+def _members(groups: Sequence[int], size: int) -> np.ndarray:
+  """Indices of all sequences of some groups."""
+  if not groups:
+    return np.zeros(0, int)
+  return np.concatenate([np.arange(g * size, (g + 1) * size) for g in groups])
 
-  Of the likeliest at each place; {} where they were not asked for.
+
+def _pad_to(x: np.ndarray, width: int) -> np.ndarray:
+  """[N, C] -> [N, width], padded with 0; arrays of another rank unchanged."""
+  return np.pad(x, ((0, 0), (0, width - x.shape[1]))) if x.ndim == 2 else x
+
+
+def top_logprobs(rollout: Rollout, n: int) -> dict:
+  """The most probable tokens at each position of completion n, for its sample row.
+
+  Returns:
+    {'top_logprobs': [length, k] pairs of token id and log-prob}; {} where the
+    sampler did not report them.
   """
   if rollout.top_ids is None:
     return {}
-  size = rollout.lengths[n]
+  length = rollout.lengths[n]
   return {
     'top_logprobs': [
-      [[int(i), round(float(x), 6)] for i, x in zip(*at)]
-      for at in zip(rollout.top_ids[n, :size], rollout.top_logprobs[n, :size])
+      [[int(i), round(float(x), 6)] for i, x in zip(ids, logprobs)]
+      for ids, logprobs in zip(rollout.top_ids[n, :length], rollout.top_logprobs[n, :length])
     ]
   }

@@ -1,167 +1,199 @@
-"""The controller of on-policy RL: which phase runs when, in what order.
+"""The controller of RL: one step is sample, grade, score, credit, batches.
 
-Legend: N sequences, C completion tokens, B rows, T tokens.
+It alternates programs on the devices and worker processes on the hosts, and
+passes records between them:
 
-It alternates programs on the same devices and threads the records between
-them: prompts -> rollout -> rewards -> log-probs and values -> credit ->
-batches. The loop consumes what it yields and does not know that it samples.
-Every process runs it on the same values and takes the same decisions.
+    Prompt -> Rollout -> GradedRollout -> Experience -> Credit -> Batch
+
+`loop.py` consumes its items like those of any data set. All processes of a run
+execute it on the same values, so they take the same decisions.
+
+Legend: N sequences, C completion tokens, M micro-batches, B rows, T row length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
-from jaxpost.rl import batching as rows_lib
-from jaxpost.rl import grading
-from jaxpost.rl.rollout_queue import Ahead
-from jaxpost.types import Batch, Credit, Experience, Item
+from jaxpost.rl import batching, dynamic_sampling, reward_metrics
+from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout
+from jaxpost.rl.rollout_queue import RolloutQueue
+from jaxpost.types import Batch, Credit, Experience, Item, Rollout, RowShape, Scores, Update
 
 if typing.TYPE_CHECKING:  # passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
-  from jaxpost.rollout.sampler import Sampler
+  from jaxpost.rollout.engine import Engine
 
 
 @dataclasses.dataclass
 class Controller:
-  """An iterator of `types.Item`, resumable at each step.
+  """An iterator of `types.Item`, one of each step, resumable at every step.
 
-  config: the stage's config, read by `algorithm` too.
-  rows: (B, T) of all sequences of a step, fixed, so that nothing is compiled
-    twice; update_rows: of one minibatch.
+  Attributes:
+    config: of the stage; `algorithm` reads it, too.
+    sampler: (prompts, group_size, step, on_dispatch, **sampling) -> Rollout.
+    step_shape: of a batch of all sequences of a step. Shapes are fixed, so that
+      nothing is compiled twice; update_shape: of one minibatch.
+    engine: that the sampler runs on; None where it needs no weights.
+    memory: what the algorithm remembers between steps.
   """
 
   algorithm: Algorithm
-  config: object
+  config: typing.Any
   roles: Roles
-  sampler: Sampler
-  grader: grading.Grader
-  prompts: 'PromptStream'
-  chrono: 'Timeline'
-  rows: tuple[int, int]
-  update_rows: tuple[int, int]
+  sampler: Callable[..., Rollout]
+  grader: Grader
+  prompts: PromptStream
+  timer: Timeline
+  step_shape: RowShape
+  update_shape: RowShape
+  engine: Engine | None = None
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
-  engine: object = None  # under the sampler, to swap its weights
 
   def __post_init__(self):
-    self.ahead = Ahead(
-      self.algorithm, self.config, self.roles, self.sampler, self.grader, self.prompts, self.chrono, self.engine
-    )
+    self.rollouts = RolloutQueue(self.sample, self.config, self.roles, self.grader, self.timer, self.engine)
 
-  def __iter__(self):
+  def __iter__(self) -> Controller:
     return self
 
   def __next__(self) -> Item:
-    ahead = self.ahead
-    ahead.fill(self.step, 1)
-    asked = self._ask(ahead.queue[0].graded)  # runs while others are sampled
-    ahead.fill(self.step, self.config.rollout.staleness)
-    sampled = ahead.next()
-    experience = self._score(sampled.graded, asked)
-    with self.chrono('pack'):
+    """Makes what the next step trains on."""
+    pending = self.rollouts.take(self.step)  # calls `sample`, which starts grading
+    device_scores = self.start_scores(pending.rollout)
+    # While the devices score and the workers grade, later steps are sampled.
+    self.rollouts.prefetch(self.step)
+    scores = self.fetch_scores(pending.rollout, device_scores)
+    graded = self.grade(pending, scores)
+    experience = self.make_experience(graded, scores)
+    with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)
-      updates = self._updates(experience, credit)
-    info = sampled.info | sampled.graded.metrics() | credit.metrics | self._figures(experience)
-    self.step, self.memory = self.step + 1, credit.memory
-    return Item(updates, info, sampled.graded.rows, (experience, credit))
+      updates = self.make_batches(experience, credit)
+    info = pending.info | graded.metrics() | credit.metrics
+    info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)
+    self.step += 1
+    self.memory = credit.memory
+    return Item(updates, info, graded.sample_rows, experience, credit)
 
-  def _ask(self, graded) -> dict:
-    """Starts what programs say of a rollout: name -> [M, B / M, T]."""
-    wanted = self.algorithm.scores(self.config)
-    if not wanted and not self.roles.reward_model:
-      return {}
-    rollout = graded.rollout
-    mask = rows_lib.completion_mask(rollout)
-    with self.chrono('pack'):
-      batch = self.roles.policy.place(rows_lib.to_batch(rollout, range(len(mask)), mask, {}, *self.rows))
-    with self.chrono('score'):
-      found = self._programs(batch, wanted)
-    self.chrono.watch('score', found)
-    return found
+  def sample(self, step: int, on_dispatch: Callable[[int], None] | None = None) -> PendingRollout:
+    """Samples the rollout of a step; the workers grade it when this returns.
 
-  def _score(self, graded, asked: dict) -> Experience:
-    """Adds what the programs say of the rollout, and the rewards."""
+    One round of prompts or, with `config.rl.dynamic_sampling`, rounds until
+    enough groups have rewards that differ.
+    """
+    pending = self.sample_round(step, on_dispatch)
+    wanted, max_rounds = self.config.rollout.prompts, self.config.rl.dynamic_sampling
+    if not max_rounds:
+      return pending
+    while True:
+      with self.timer('reward'):
+        more = dynamic_sampling.needs_more_groups(pending, step, wanted, max_rounds)
+      if not more:
+        return pending.select_varied(wanted)
+      pending = pending.join(self.sample_round(step, on_dispatch))
+
+  def sample_round(self, step: int, on_dispatch: Callable[[int], None] | None) -> PendingRollout:
+    """Samples `group_size` completions of the next prompts, submits them to the graders."""
+    prompts, info = next(self.prompts)
+    greedy = None
+    with self.timer('sample'):
+      rollout = self.sampler(prompts, self.config.rollout.group_size, step, on_dispatch)
+      if self.algorithm.greedy_baseline(self.config):
+        greedy = self.sampler(prompts, 1, step, on_dispatch, temperature=0.0)
+    with self.timer('pack'):
+      return self.grader.submit(rollout, greedy, info)
+
+  def start_scores(self, rollout: Rollout) -> Scores:
+    """Dispatches the programs of the roles that the algorithm needs; does not wait."""
+    roles, wanted = self.roles, self.algorithm.scores(self.config)
+    if not wanted and not roles.reward_model:
+      return Scores()
+    with self.timer('pack'):
+      mask = batching.completion_mask(rollout)
+      batch = roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, *self.step_shape))
+    found = {}
+    with self.timer('score'):
+      if 'old_logprobs' in wanted or ('values' in wanted and not roles.critic):
+        policy_outputs = roles.policy.score(batch)
+      if 'old_logprobs' in wanted:
+        found['old_logprobs'] = policy_outputs.logprobs
+      if 'ref_logprobs' in wanted:  # for the KL term
+        found['ref_logprobs'] = roles.reference(batch).logprobs
+      if 'values' in wanted:
+        outputs = roles.critic.score(batch) if roles.critic else policy_outputs
+        # The state before a token ends with the token to its left.
+        found['values'] = jnp.roll(outputs.values, 1, axis=2)
+      if roles.reward_model:
+        found['reward_model'] = roles.reward_model(batch).values
+    self.timer.watch('score', found)
+    return Scores(**found)
+
+  def fetch_scores(self, rollout: Rollout, scores: Scores) -> Scores:
+    """Waits for the scores: rows on the devices -> [N, C] on the host."""
+    arrays = scores.computed()
+    if arrays:
+      with self.timer('score'):
+        arrays = to_host(arrays)
+    return Scores(**{name: batching.from_rows(rollout, x, *self.step_shape) for name, x in arrays.items()})
+
+  def grade(self, pending: PendingRollout, scores: Scores) -> GradedRollout:
+    """Waits for the reward functions and adds the reward model's output."""
+    with self.timer('reward'):
+      return pending.result(scores.reward_model)
+
+  def make_experience(self, graded: GradedRollout, scores: Scores) -> Experience:
+    """Joins rollout, rewards and log-probs for the algorithm's `credit`."""
     rollout = graded.rollout
-    mask = rows_lib.completion_mask(rollout)
+    mask = batching.completion_mask(rollout)
+    if self.config.rl.dynamic_sampling:  # without groups that only fill up the step
+      mask = mask * np.repeat(graded.varied, batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, 'behaviour_logprobs': rollout.behaviour_logprobs}
-    if asked:
-      with self.chrono('score'):
-        asked = to_host(asked)
-      arrays |= {k: rows_lib.from_rows(rollout, x, self.rows[1], self.rows[0]) for k, x in asked.items()}
-    with self.chrono('reward'):
-      rewards, baseline = graded.rewards(arrays.pop('reward_model', None))
-      if self.config.rl.dynamic_sampling:  # what only filled up the step
-        mixed = np.repeat(graded.kept_mixed(), graded.group_size)
-        mask = mask * mixed[:, None]
-    return Experience(rollout, rewards, mask, arrays, baseline, self.step, self.memory)
+    arrays |= scores._replace(reward_model=None).computed()
+    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, self.step, self.memory)
 
-  def _programs(self, batch: Batch, wanted) -> dict:
-    """name -> [M, B / M, T] on the devices."""
-    roles, found = self.roles, {}
-    own = 'old_logprobs' in wanted or 'values' in wanted and not roles.critic
-    said = roles.policy.score(batch) if own else None
-    if 'old_logprobs' in wanted:
-      found['old_logprobs'] = said.logprobs
-    if 'ref_logprobs' in wanted:
-      found['ref_logprobs'] = roles.reference(batch).logprobs
-    if 'values' in wanted:
-      # Of the text before each token, which is where the state ends.
-      values = (roles.critic.score(batch) if roles.critic else said).values
-      found['values'] = jnp.roll(values, 1, axis=2)
-    if roles.reward_model:
-      found['reward_model'] = roles.reward_model(batch).values
-    return found
-
-  def _updates(self, experience: Experience, credit: Credit) -> list:
-    """(role, placed batch) of each update, in order."""
-    config, roles, out = self.config, self.roles, []
-    for members in rows_lib.minibatches(len(credit.mask), config.rl, config.seed, self.step):
-      batch = self._batch(experience, credit, members)
-      if self.step >= config.critic.warmup_steps or not roles.critic:
-        out.append(('policy', self.algorithm.prepare(batch, roles, config)))
+  def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
+    """Packs and places the batch of each update of the step, in order."""
+    config, roles = self.config, self.roles
+    train_policy = not roles.critic or self.step >= config.critic.warmup_steps
+    updates = []
+    for members in batching.minibatches(len(credit.mask), config.rl, config.seed, self.step):
+      batch = roles.policy.place(self._pack(experience, credit, members))
+      if train_policy:
+        updates.append(Update('policy', self.algorithm.prepare(batch, roles, config)))
       if roles.critic:
-        out.append(('critic', batch))
-    return out
+        updates.append(Update('critic', batch))
+    return updates
 
-  def _batch(self, experience, credit, members) -> Batch:
-    rl, rollout = self.config.rl, experience.rollout
+  def _pack(self, experience: Experience, credit: Credit, members: Sequence[int]) -> Batch:
+    """The host batch of one update."""
+    config = self.config
     if self.algorithm.pack:
-      host = self.algorithm.pack(experience, credit, members, self.config, *self.update_rows)
-    else:
-      weights = np.zeros_like(credit.mask)
-      weights[members] = rows_lib.token_weights(credit.mask[members], rl.aggregate, self.config.rollout.max_new_tokens)
-      host = rows_lib.to_batch(rollout, members, weights, credit.arrays, *self.update_rows)
-    return self.roles.policy.place(host)
-
-  def _figures(self, experience) -> dict:
-    rollout, rl = experience.rollout, self.config.rl
-    tokens = int(rows_lib.prompt_lengths(rollout).sum() + rollout.lengths.sum())
-    found = {
-      'tokens': tokens,
-      'packing_efficiency': tokens / (self.rows[0] * self.rows[1]),
-      'slot_occupancy': rollout.occupancy,
-      **rollout.figures,
-    }
-    if self.config.rollout.staleness:  # in steps, of the weights that drew a token
-      age = self.step - rows_lib.versions(rollout)[experience.mask > 0] / (rl.epochs * rl.minibatches)
-      found |= {'staleness/mean': float(age.mean()) if age.size else 0.0, 'staleness/max': float(age.max(initial=0.0))}
-    return found
+      return self.algorithm.pack(experience, credit, members, config, *self.update_shape)
+    weights = np.zeros_like(credit.mask)
+    weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
+    return batching.to_batch(experience.rollout, members, weights, credit.arrays, *self.update_shape)
 
   def state(self) -> dict:
-    return {'step': self.step, 'memory': self.memory, **self.ahead.state(self.step)}
+    """JSON values for a checkpoint of the steps done so far."""
+    queue = self.rollouts.state(self.step)  # may read more prompts
+    return {'step': self.step, 'memory': self.memory, 'prompts': self.prompts.state(), **queue}
 
   def restore(self, state: dict):
-    self.step, self.memory = state['step'], state['memory']
-    self.ahead.restore(state, self.step)
+    """Continues after the step of `state`."""
+    self.step = state['step']
+    self.memory = state['memory']
+    self.prompts.restore(state['prompts'])
+    self.rollouts.restore(state, self.step)
 
   def close(self):
+    """Ends the worker processes of the grader."""
     self.grader.close()

@@ -1,4 +1,4 @@
-"""The completions of a data set in the place of a sampler's.
+"""A sampler whose completions are the answers of a data set.
 
 Legend: N sequences (one a prompt), C completion tokens, P prompt tokens.
 """
@@ -18,34 +18,39 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.tokenizer import Tokenizer
 
-_DRAW = 7  # tells this draw from others of the seed and the step
+_STREAM = 7  # of random numbers, apart from others of the same seed and step
 
 
 @dataclasses.dataclass
-class Mixed:
-  """A sampler that in a share of the steps shows what the data answers.
+class DemonstrationSampler:
+  """A sampler that in a share of the steps returns the answers of the data.
 
-  Which steps is a function of seed and step alone.
+  Attributes:
+    sampler: for the other steps.
+    share: of the steps; which ones is a function of seed and step alone.
+    max_tokens: of an answer; longer ones are cut.
   """
 
-  sampler: Callable  # roles.Sampler
+  sampler: Callable[..., Rollout]
   tokenizer: Tokenizer
   share: float
   seed: int
   max_tokens: int
 
   def from_data(self, step: int) -> bool:
-    draw = np.random.default_rng((self.seed, step, _DRAW)).random()
+    """Returns True for a step that takes the answers of the data."""
+    draw = np.random.default_rng((self.seed, step, _STREAM)).random()
     return draw < self.share
 
-  def sync(self, policy, version: int) -> dict:
-    return self.sampler.sync(policy, version)
-
-  def release(self):
-    self.sampler.release()
-
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling):
-    """As `roles.Sampler`; of the data there is one completion a prompt."""
+  def __call__(
+    self,
+    prompts: Sequence[Prompt],
+    group_size: int = 1,
+    step: int = 0,
+    on_dispatch: Callable[[int], None] | None = None,
+    **sampling,
+  ) -> Rollout:
+    """Returns a rollout, see `rollout.sampler.Sampler`; the data have one completion a prompt."""
     if self.from_data(step):
       return rollout(prompts, self.tokenizer, self.max_tokens, step)
     return self.sampler(prompts, group_size, step, on_dispatch, **sampling)

@@ -1,6 +1,11 @@
-"""Rollouts and their rewards: from workers, and from a reward model.
+"""Rewards of rollouts, from worker processes and from a reward model.
 
-Legend: N sequences, G samples a prompt, C completion tokens.
+Grading is asynchronous: `Grader.submit` sends groups to the workers and
+returns a `PendingRollout`; its `result` waits for them and returns a
+`GradedRollout`.
+
+Legend: N sequences, P prompts (groups), G samples a prompt, C completion
+tokens.
 """
 
 from __future__ import annotations
@@ -15,273 +20,307 @@ import numpy as np
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import to_host
 from jaxpost.losses import advantages
-from jaxpost.rewards.groups import Graded, Group, stats_of
-from jaxpost.rl import batching
-from jaxpost.rl.reward_metrics import component_metrics, length_metrics, sample_rows
+from jaxpost.rewards.groups import Graded, Group
+from jaxpost.rl import batching, reward_metrics
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.rewards.pool import PendingGrades as Pending
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.roles import Roles
-  from jaxpost.types import Rollout
-
-MODEL = 'reward_model'  # the name of a reward that is a role
+  from jaxpost.types import Rollout, RowShape
 
 
 @dataclasses.dataclass
 class Grader:
-  """Grades in worker processes; without a pool there is nothing to grade.
+  """Sends rollouts to the worker processes that run the reward functions.
 
-  Of several processes of a run each grades its share of the groups.
+  Each process of a run grades its share of the groups.
 
-  model_weight: of the reward model beside the pool's functions.
+  Attributes:
+    pool: the workers; None where a run has no reward function.
+    model_weight: weight of the reward model in the sum of rewards.
   """
 
   pool: RewardPool | None
-  tokenizer: 'Tokenizer'
+  tokenizer: Tokenizer
   model_weight: float = 1.0
 
-  def submit(self, rollout: Rollout, greedy: Rollout | None = None) -> 'Grading':
-    """Starts grading; `greedy` holds one more answer to each prompt."""
-    start = lambda made: (
-      None
-      if (made is None or self.pool is None or rollout.from_data)
-      else Shared(
-        self.pool,
-        len(made.prompts),
-        self.pool.submit(to_groups(made, self.tokenizer, coordination.shard(range(len(made.prompts)))), made.step),
-      )
+  def submit(self, rollout: Rollout, greedy: Rollout | None = None, info: dict | None = None) -> PendingRollout:
+    """Starts grading and returns at once.
+
+    Args:
+      greedy: one greedy answer to each prompt, for a baseline (ReMax).
+      info: metrics of sampling that belong to the rollout.
+    """
+    pending = greedy_pending = None
+    if self.pool is not None and not rollout.from_data:
+      pending = self._submit_groups(rollout)
+      greedy_pending = self._submit_groups(greedy) if greedy is not None else None
+    return PendingRollout(self, [Round(rollout, pending, greedy_pending)], info or {})
+
+  def _submit_groups(self, rollout: Rollout) -> PendingGroups:
+    num_groups = len(rollout.prompts)
+    shard = coordination.shard(range(num_groups))
+    return PendingGroups(
+      self.pool, num_groups, self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
     )
-    return Grading(self, [Round(rollout, self.tokenizer, start(rollout), start(greedy))])
 
   def close(self):
+    """Ends the worker processes."""
     if self.pool:
       self.pool.close()
 
 
 @dataclasses.dataclass
-class Shared:
-  """Groups being graded, `pending` those of this process."""
+class PendingGroups:
+  """Groups that the workers of all processes are grading."""
 
   pool: RewardPool
-  number: int  # of groups, on all processes
-  pending: Pending
+  num_groups: int  # on all processes
+  local: Pending  # those that this process grades
 
   @functools.cached_property
-  def graded(self) -> list[Graded]:
-    """Of all groups, in order and equal on every process."""
-    shares = coordination.all_gather([vars(graded) for graded in self.pending.uncounted()])
-    found = [None] * self.number
-    for i, share in enumerate(shares):
-      found[i :: len(shares)] = [Graded(**fields) for fields in share]
+  def results(self) -> list[Graded]:
+    """Waits for the rewards of all groups: in order, equal on every process."""
+    shards = coordination.all_gather([vars(graded) for graded in self.local.uncounted()])
+    found = [None] * self.num_groups
+    for i, shard in enumerate(shards):
+      found[i :: len(shards)] = [Graded(**fields) for fields in shard]
     self.pool.count(found)
     return found
 
 
 @dataclasses.dataclass
 class Round:
-  """What was sampled at once."""
+  """One call of the sampler, and the rewards that it waits for.
+
+  Dynamic sampling draws several rounds for one step.
+  """
 
   rollout: Rollout
-  tokenizer: 'Tokenizer'
-  pending: Shared | None
-  greedy: Shared | None
+  pending: PendingGroups | None  # None: no reward function grades it
+  greedy: PendingGroups | None = None
 
   @functools.cached_property
-  def groups(self) -> list[Group]:
-    return to_groups(self.rollout, self.tokenizer)
-
-  @functools.cached_property
-  def graded(self) -> list[Graded]:
-    number = len(self.rollout.prompts)
-    size = len(self.rollout.lengths) // number
-    found = self.pending.graded if self.pending else ([Graded([0.0] * size, {}, None)] * number)
+  def results(self) -> list[Graded]:
+    """Rewards of each group: those of the workers and of the environment."""
+    num_groups = len(self.rollout.prompts)
+    size = len(self.rollout.lengths) // num_groups
+    if self.pending:
+      graded = self.pending.results
+    else:
+      graded = [Graded([0.0] * size, {}, None)] * num_groups
+    attached = self.rollout.rewards or {}
     return [
-      with_own(g, {k: x[i * size : (i + 1) * size] for k, x in (self.rollout.rewards or {}).items()})
-      for i, g in enumerate(found)
+      add_attached_rewards(group, {name: values[i * size : (i + 1) * size] for name, values in attached.items()})
+      for i, group in enumerate(graded)
     ]
 
   @functools.cached_property
-  def table(self) -> np.ndarray:
-    """[groups, G] float64; NaN where there is no reward."""
-    return _table(self.graded)
+  def rewards(self) -> np.ndarray:
+    """[P, G] float64; NaN where there is no reward."""
+    return _reward_table(self.results)
 
 
 @dataclasses.dataclass
-class Grading:
-  """One or more rounds of a step; `chosen` groups of each, or all."""
+class PendingRollout:
+  """The rollout of a step while its rewards are being computed.
+
+  Attributes:
+    rounds: one, or with dynamic sampling several.
+    info: metrics of sampling.
+    selected: indices of the groups of each round to train on; None: all.
+  """
 
   grader: Grader
-  parts: list[Round]
-  chosen: list | None = None
-  values: np.ndarray | None = None  # [N], once `rewards` was called
-  model_scores: np.ndarray | None = None  # [N], weighted
-
-  @property
-  def rounds(self) -> int:
-    return len(self.parts)
+  rounds: list[Round]
+  info: dict = dataclasses.field(default_factory=dict)
+  selected: list[list[int]] | None = None
 
   @functools.cached_property
   def rollout(self) -> Rollout:
-    if len(self.parts) == 1 and self.chosen is None:
-      return self.parts[0].rollout
-    return batching.merge([p.rollout for p in self.parts], self._picked())
+    """The selected groups of all rounds; does not wait for rewards."""
+    if len(self.rounds) == 1 and self.selected is None:
+      return self.rounds[0].rollout
+    return batching.merge([r.rollout for r in self.rounds], [groups for _, groups in self._selection()])
 
-  def mixed(self) -> np.ndarray:
-    """[groups of all rounds] bool: their valid rewards are not all equal."""
-    return np.concatenate([_mixed(p.table) for p in self.parts])
+  def join(self, other: PendingRollout) -> PendingRollout:
+    """Returns the rounds of both; `other` was sampled later."""
+    return PendingRollout(self.grader, self.rounds + other.rounds, self.info | other.info)
 
-  def kept_mixed(self) -> np.ndarray:
-    """Likewise, of the groups that were kept."""
-    return np.concatenate([_mixed(p.table)[i] for p, i in zip(self.parts, self._picked())])
+  def varied_groups(self) -> np.ndarray:
+    """[groups of all rounds] bool: a group has rewards that are not all equal.
 
-  def rewards(self, model_scores=None):
-    """([N] float64, [groups] of the greedy answers or None).
+    Waits for the reward functions. Only such groups have an advantage other
+    than 0 (DAPO, arXiv:2503.14476, section 3.2).
+    """
+    return np.concatenate([_varied(r.rewards) for r in self.rounds])
+
+  def select_varied(self, num_groups: int) -> PendingRollout:
+    """Selects the first `num_groups` varied groups.
+
+    Others fill up where there are too few, as all steps have the same shape;
+    the controller takes these out of the mask.
+    """
+    varied = self.varied_groups()
+    order = np.concatenate([np.flatnonzero(varied), np.flatnonzero(~varied)])
+    picked = set(order[:num_groups].tolist())
+    selected = []
+    start = 0
+    for r in self.rounds:
+      size = len(r.rewards)
+      selected.append([g for g in range(size) if start + g in picked])
+      start += size
+    return PendingRollout(self.grader, self.rounds, self.info, selected)
+
+  def result(self, model_values: np.ndarray | None = None) -> GradedRollout:
+    """Waits for the workers and adds up all rewards of the selected groups.
 
     Args:
-      model_scores: [N, C] values of a reward model; that of the last token
-        of a completion counts.
+      model_values: [N, C] outputs of a reward model; the one of the last token
+        of a completion is its reward.
     """
-    total = np.concatenate([p.table[i].reshape(-1) for p, i in zip(self.parts, self._picked())])
-    if model_scores is not None:
-      scores = self._last(model_scores) * self.grader.model_weight
-      failed = np.repeat([g.error is not None for g in self.graded], self.group_size)
-      for own in (self.rollout.rewards or {}).values():
-        failed = failed | np.isnan(own)  # an episode that was lost
-      total = np.where(failed, np.nan, np.nan_to_num(total) + scores)
-      self.model_scores = scores
-    self.values, baseline = total, None
-    if self.parts[0].greedy is not None:
-      baseline = np.concatenate([_table(p.greedy.graded)[i, 0] for p, i in zip(self.parts, self._picked())])
-    return total, baseline
+    rollout = self.rollout
+    function_rewards = np.concatenate([r.rewards[groups] for r, groups in self._selection()])
+    results = [r.results[g] for r, groups in self._selection() for g in groups]
+    rewards = function_rewards.reshape(-1)
+    model_rewards = None
+    if model_values is not None:
+      last = np.maximum(rollout.lengths, 1) - 1
+      model_rewards = np.asarray(model_values, np.float64)[np.arange(len(last)), last] * self.grader.model_weight
+      failed = np.repeat([group.error is not None for group in results], function_rewards.shape[1])
+      for attached in (rollout.rewards or {}).values():
+        failed = failed | np.isnan(attached)  # an episode whose environment failed
+      rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + model_rewards)
+    baseline = None
+    if self.rounds[0].greedy is not None:
+      baseline = np.concatenate([_reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
+    return GradedRollout(
+      rollout=rollout,
+      rewards=rewards,
+      baseline=baseline,
+      function_rewards=function_rewards,
+      model_rewards=model_rewards,
+      varied=np.concatenate([_varied(r.rewards)[groups] for r, groups in self._selection()]),
+      results=results,
+      all_results=self._all_results() if self.grader.pool else None,
+      tokenizer=self.grader.tokenizer,
+    )
 
-  @property
-  def group_size(self) -> int:
-    return len(self.rollout.lengths) // max(len(self.rollout.prompts), 1)
+  def _selection(self) -> list[tuple[Round, Sequence[int]]]:
+    if self.selected:
+      return list(zip(self.rounds, self.selected))
+    return [(r, range(len(r.rollout.prompts))) for r in self.rounds]
 
-  @property
-  def graded(self) -> list[Graded]:
-    return [p.graded[g] for p, i in zip(self.parts, self._picked()) for g in i]
+  def _all_results(self) -> list[Graded]:
+    """Of all that was graded, whether it is trained on or not."""
+    out = []
+    for r in self.rounds:
+      out += r.results
+      out += r.greedy.results if r.greedy else []
+    return out
 
-  @property
-  def groups(self) -> list[Group]:
-    return [p.groups[g] for p, i in zip(self.parts, self._picked()) for g in i]
+
+@dataclasses.dataclass(frozen=True)
+class GradedRollout:
+  """A rollout with its rewards: host arrays, equal on every process.
+
+  Attributes:
+    rewards: [N] float64, the sum over functions, environment and reward model;
+      NaN where a completion has none.
+    baseline: [P] float64 rewards of greedy answers, or None.
+    function_rewards: [P, G] float64, without the reward model.
+    model_rewards: [N] float64, weighted, or None.
+    varied: [P] bool, see `PendingRollout.varied_groups`.
+    results: of each group.
+    all_results: of groups that were not selected and of greedy answers, too;
+      None where no reward function ran.
+  """
+
+  rollout: Rollout
+  rewards: np.ndarray
+  baseline: np.ndarray | None
+  function_rewards: np.ndarray
+  model_rewards: np.ndarray | None
+  varied: np.ndarray
+  results: list[Graded]
+  all_results: list[Graded] | None
+  tokenizer: Tokenizer
 
   def metrics(self) -> dict:
-    """What the rewards and the lengths look like; call after `rewards`."""
-    pool = self.grader.pool
-    out = length_metrics(self.rollout)
-    if self.rollout.from_data or not (pool or self.rollout.rewards or self.model_scores is not None):
+    """Means and spreads of rewards and lengths, for a row of metrics."""
+    out = reward_metrics.length_metrics(self.rollout)
+    has_rewards = self.all_results is not None or self.rollout.rewards or self.model_rewards is not None
+    if self.rollout.from_data or not has_rewards:
       return out
-    table = self.values.reshape(-1, self.group_size)
-    valid = np.isfinite(table)
-    kept = table[valid]
-    out |= component_metrics(self.graded) | {
-      'reward': float(kept.mean()) if kept.size else float('nan'),
-      'masked_samples': int((~valid).sum()),
-    }
-    if self.group_size > 1:  # one sample has no spread
-      spread = [r[v].std(ddof=1) for r, v in zip(table, valid) if v.sum() > 1]
-      out |= {
-        'reward_std': float(np.mean(spread)) if spread else float('nan'),
-        'frac_reward_zero_std': float(advantages.uniform(table, valid).mean()),
-      }
-    if self.model_scores is not None:
-      out |= {
-        f'rewards/{MODEL}/mean': float(self.model_scores.mean()),
-        f'rewards/{MODEL}/std': float(self.model_scores.std()),
-      }
-    if pool is None:
-      return out
-    # Of all that was graded, also where it is not trained on.
-    return out | stats_of([g for p in self.parts for g in p.graded + (p.greedy.graded if p.greedy else [])])
+    table = self.rewards.reshape(len(self.results), -1)
+    return out | reward_metrics.reward_metrics(table, self.results, self.model_rewards, self.all_results)
 
-  def rows(self) -> list[dict]:
-    return sample_rows(self.rollout, self.groups, self.graded, self.values)
-
-  def _picked(self) -> list:
-    return self.chosen or [range(len(p.rollout.prompts)) for p in self.parts]
-
-  def _last(self, scores):
-    """[N, C] -> [N]: what stands at the last token of each completion."""
-    rows = np.arange(len(scores))
-    return np.asarray(scores, np.float64)[rows, np.maximum(self.rollout.lengths, 1) - 1]
+  def sample_rows(self) -> list[dict]:
+    """One row a completion for samples/STAGE/STEP.jsonl."""
+    groups = to_groups(self.rollout, self.tokenizer)
+    return reward_metrics.sample_rows(self.rollout, groups, self.results, self.rewards)
 
 
-def with_own(graded: Graded, own: dict) -> Graded:
-  """A group with the rewards that its rollout brought along: name -> [G]."""
-  plain = {k: [None if np.isnan(r) else float(r) for r in x] for k, x in own.items()}
-  add = lambda total, *more: None if None in (total, *more) else (total + sum(more))
-  return dataclasses.replace(
-    graded,
-    components={**graded.components, **plain},
-    rewards=[add(*row) for row in zip(graded.rewards, *plain.values())],
-  )
+def add_attached_rewards(graded: Graded, attached: dict) -> Graded:
+  """Adds rewards that came with the rollout, of an environment: name -> [G]."""
+  components = {name: [None if np.isnan(r) else float(r) for r in values] for name, values in attached.items()}
+  rewards = []
+  for parts in zip(graded.rewards, *components.values()):
+    # In this order: floating-point sums depend on it.
+    rewards.append(None if None in parts else parts[0] + sum(parts[1:]))
+  return dataclasses.replace(graded, components={**graded.components, **components}, rewards=rewards)
 
 
-def join(first: Grading, more: Grading) -> Grading:
-  return Grading(first.grader, first.parts + more.parts)
-
-
-def keep_mixed(grading: Grading, wanted: int) -> Grading:
-  """The first `wanted` groups that differ in reward.
-
-  Where they are too few, others fill up, as a step has one shape; the
-  controller takes them out of the mask.
-  """
-  mixed = grading.mixed()
-  order = np.concatenate([np.flatnonzero(mixed), np.flatnonzero(~mixed)])
-  picked, start, chosen = set(order[:wanted].tolist()), 0, []
-  for part in grading.parts:
-    number = len(part.table)
-    chosen.append([g for g in range(number) if start + g in picked])
-    start += number
-  return Grading(grading.grader, grading.parts, chosen)
-
-
-def model_values(rollout: Rollout, roles: Roles, *, at_once: int, rows: tuple[int, int]) -> np.ndarray:
-  """[N, C] values of the reward model.
+def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:
+  """[N, C] outputs of the reward model, in as many batches as needed.
 
   Args:
-    at_once: sequences that fit into `rows`, (B, T) of a batch.
+    max_sequences: how many sequences fit into a batch of `shape`.
   """
-  group, found = len(rollout.lengths) // len(rollout.prompts), []
-  for start in range(0, len(rollout.lengths), at_once):
-    members = np.arange(start, min(start + at_once, len(rollout.lengths)))
+  group_size = len(rollout.lengths) // len(rollout.prompts)
+  out = []
+  for start in range(0, len(rollout.lengths), max_sequences):
+    members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
     part = rollout.replace(
-      prompts=tuple(rollout.prompts[n // group] for n in members),
+      prompts=tuple(rollout.prompts[n // group_size] for n in members),
       completions=rollout.completions[members],
       lengths=rollout.lengths[members],
     )
-    mask = batching.completion_mask(part)
-    values = roles.reward_model(
-      roles.policy.place(batching.to_batch(part, range(len(members)), mask, {}, *rows))
-    ).values
-    found.append(batching.from_rows(part, to_host(values), rows[1], rows[0]))
-  return np.concatenate(found)
+    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
+    values = roles.reward_model(roles.policy.place(batch)).values
+    out.append(batching.from_rows(part, to_host(values), *shape))
+  return np.concatenate(out)
 
 
-def _mixed(table) -> np.ndarray:
-  valid = np.isfinite(table)
-  return ~advantages.uniform(table, valid) & (valid.sum(axis=1) > 1)
+def _varied(rewards: np.ndarray) -> np.ndarray:
+  """[P] bool of [P, G]: at least two valid rewards, not all equal."""
+  valid = np.isfinite(rewards)
+  return ~advantages.uniform(rewards, valid) & (valid.sum(axis=1) > 1)
 
 
-def _table(graded) -> np.ndarray:
-  return np.array([[np.nan if r is None else r for r in g.rewards] for g in graded], np.float64)
+def _reward_table(results: Sequence[Graded]) -> np.ndarray:
+  """[P, G] float64, NaN for None."""
+  return np.array([[np.nan if r is None else r for r in group.rewards] for group in results], np.float64)
 
 
-def to_groups(rollout: Rollout, tokenizer: 'Tokenizer', numbers: Sequence[int] | None = None) -> list[Group]:
-  """Completions as the reward functions of TRL take them; all, or some."""
+def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | None = None) -> list[Group]:
+  """Completions in the form that reward functions of TRL take.
+
+  Args:
+    indices: of the groups to convert; None: all.
+  """
   size = len(rollout.lengths) // len(rollout.prompts)
   groups = []
-  for i in range(len(rollout.prompts)) if numbers is None else numbers:
+  for i in range(len(rollout.prompts)) if indices is None else indices:
     prompt = rollout.prompts[i]
     ids = [rollout.completions[n, : rollout.lengths[n]].tolist() for n in range(i * size, (i + 1) * size)]
     texts = [tokenizer.decode(x) for x in ids]
     if rollout.messages:
       texts = list(rollout.messages[i * size : (i + 1) * size])
     elif not isinstance(prompt.prompt, str):
-      texts = [[{'role': 'assistant', 'content': t}] for t in texts]
-    groups.append(Group([prompt.prompt] * size, texts, ids, {k: [v] * size for k, v in prompt.columns.items()}))
+      texts = [[{'role': 'assistant', 'content': text}] for text in texts]
+    columns = {name: [value] * size for name, value in prompt.columns.items()}
+    groups.append(Group([prompt.prompt] * size, texts, ids, columns))
   return groups

@@ -1,4 +1,8 @@
-"""TODO."""
+"""Metrics of rewards and completions, under the names that TRL logs.
+
+Legend: N sequences, P prompts (groups), G samples a prompt, C completion
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,52 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxpost.losses import advantages
+from jaxpost.rewards.groups import stats_of
 from jaxpost.rl import batching
 
 if typing.TYPE_CHECKING:
-  from jaxpost.rewards.groups import Graded
-  from jaxpost.types import Rollout
+  from jaxpost.rewards.groups import Graded, Group
+  from jaxpost.types import Experience, Rollout, RowShape
 
-  pass
+_REWARD_MODEL = 'reward_model'  # component name of a reward model that is a role
 
 
-def component_metrics(graded: Sequence[Graded]) -> dict:
-  """rewards/<fn>/mean and std over the samples it applied to."""
+def reward_metrics(
+  table: np.ndarray, results: Sequence[Graded], model_rewards: np.ndarray | None, all_results: Sequence[Graded] | None
+) -> dict:
+  """Means, spreads and counts of the rewards of a step.
+
+  Args:
+    table: [P, G] rewards, NaN where there is none.
+    results: of each group; all_results: of everything that was graded.
+    model_rewards: [N] of a reward model, if there is one.
+  """
+  valid = np.isfinite(table)
+  kept = table[valid]
+  out = component_metrics(results) | {
+    'reward': float(kept.mean()) if kept.size else float('nan'),
+    'masked_samples': int((~valid).sum()),
+  }
+  if table.shape[1] > 1:  # one sample has no spread
+    spread = [row[v].std(ddof=1) for row, v in zip(table, valid) if v.sum() > 1]
+    out |= {
+      'reward_std': float(np.mean(spread)) if spread else float('nan'),
+      'frac_reward_zero_std': float(advantages.uniform(table, valid).mean()),
+    }
+  if model_rewards is not None:
+    out |= {
+      f'rewards/{_REWARD_MODEL}/mean': float(model_rewards.mean()),
+      f'rewards/{_REWARD_MODEL}/std': float(model_rewards.std()),
+    }
+  return out if all_results is None else out | stats_of(all_results)
+
+
+def component_metrics(results: Sequence[Graded]) -> dict:
+  """rewards/NAME/mean and std over the samples that a function applied to."""
   out = {}
-  for name in graded[0].components if graded else ():
-    values = [r for g in graded for r in g.components[name] if r is not None]
+  for name in results[0].components if results else ():
+    values = [r for group in results for r in group.components[name] if r is not None]
     if values:
       out[f'rewards/{name}/mean'] = float(np.mean(values))
       out[f'rewards/{name}/std'] = float(np.std(values))
@@ -28,6 +64,7 @@ def component_metrics(graded: Sequence[Graded]) -> dict:
 
 
 def length_metrics(rollout: Rollout) -> dict:
+  """Lengths of the completions and the share that was cut off."""
   ended = rollout.lengths[rollout.finished]
   return {
     'completions/mean_length': float(rollout.lengths.mean()),
@@ -39,32 +76,71 @@ def length_metrics(rollout: Rollout) -> dict:
   }
 
 
-def sample_rows(rollout: Rollout, groups, graded, rewards) -> list[dict]:
-  """What a person wants to see of a step, one row a completion."""
+def step_metrics(experience: Experience, shape: RowShape, config) -> dict:
+  """Tokens of the step, how full its rows and the sampler's slots were, staleness.
+
+  Args:
+    shape: of the batch of all sequences.
+  """
+  rollout, rl = experience.rollout, config.rl
+  tokens = int(batching.prompt_lengths(rollout).sum() + rollout.lengths.sum())
+  out = {
+    'tokens': tokens,
+    'packing_efficiency': tokens / (shape.num_rows * shape.row_length),
+    'slot_occupancy': rollout.occupancy,
+    **rollout.figures,
+  }
+  if config.rollout.staleness:
+    out |= staleness_metrics(rollout, experience.mask, experience.step, rl.epochs * rl.minibatches)
+  return out
+
+
+def staleness_metrics(rollout: Rollout, mask: np.ndarray, step: int, updates_per_step: int) -> dict:
+  """Age in steps of the weights that sampled the trained tokens.
+
+  Args:
+    mask: [N, C], above 0 on the trained tokens.
+  """
+  age = step - batching.token_versions(rollout)[mask > 0] / updates_per_step
+  return {'staleness/mean': float(age.mean()) if age.size else 0.0, 'staleness/max': float(age.max(initial=0.0))}
+
+
+def sample_rows(
+  rollout: Rollout, groups: Sequence[Group], results: Sequence[Graded], rewards: np.ndarray
+) -> list[dict]:
+  """One row a completion, to be read by people: texts, rewards, log-prob.
+
+  Args:
+    groups, results: of each prompt; rewards: [N].
+  """
   rows = []
   size = len(rollout.lengths) // len(rollout.prompts)
   for n, length in enumerate(rollout.lengths):
-    group, result, i = groups[n // size], graded[n // size], n % size
-    rows.append(
-      dict(
-        prompt=_text(group.prompts[i]),
-        completion=_text(group.completions[i]),
-        reward=float(rewards[n]) if np.isfinite(rewards[n]) else None,
-        **({'error': result.error} if result.error else {}),
-        components={k: v[i] for k, v in result.components.items()},
-        length=int(length),
-        finished=bool(rollout.finished[n]),
-        **batching.top_logprobs(rollout, n),
-        logprob=float(rollout.logprobs[n, :length].sum()),
-        prompt_index=rollout.prompts[n // size].index,
-        sample=i,
-        version=rollout.version,
-      )
-    )
+    group = groups[n // size]
+    result = results[n // size]
+    i = n % size
+    row = {
+      'prompt': _text(group.prompts[i]),
+      'completion': _text(group.completions[i]),
+      'reward': float(rewards[n]) if np.isfinite(rewards[n]) else None,
+    }
+    if result.error:
+      row['error'] = result.error
+    row |= {
+      'components': {name: values[i] for name, values in result.components.items()},
+      'length': int(length),
+      'finished': bool(rollout.finished[n]),
+      **batching.top_logprobs(rollout, n),
+      'logprob': float(rollout.logprobs[n, :length].sum()),
+      'prompt_index': rollout.prompts[n // size].index,
+      'sample': i,
+      'version': rollout.version,
+    }
+    rows.append(row)
   return rows
 
 
-def _text(prompt) -> str:
+def _text(prompt: str | list[dict]) -> str:
   if isinstance(prompt, str):
     return prompt
-  return '\n'.join(str(m['content']) for m in prompt)
+  return '\n'.join(str(message['content']) for message in prompt)

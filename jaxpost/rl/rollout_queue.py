@@ -1,203 +1,191 @@
-"""Rollouts, sampled when they are needed or a fixed number of updates before.
+"""The rollouts of the next steps: which weights sample them, and when.
 
-With lag L the rollout of step u comes from the weights after update
-u - 1 - L, and those before the first update are the first ones. The host asks
-for update t - 1, samples while it runs, and takes its weights afterwards: who
-trains and who samples work at the same time where their devices differ. The
-order never depends on the clock, so runs repeat to the bit.
+On-policy (`config.rollout.staleness` = 0) the rollout of a step is sampled when the
+step begins. With bounded staleness L > 0 the rollout of update u is sampled
+from the weights after update u - 1 - L; the first ones are sampled from the
+initial weights. The host dispatches update u - 1, samples while the training
+devices run it, and copies its weights afterwards, so training and sampling
+overlap where they have devices of their own. The order never depends on the
+clock: runs repeat bit for bit.
 
-A checkpoint holds what is in the queue. What the next step would sample with
-weights that a checkpoint does not hold is sampled before it.
+A checkpoint holds the rollouts in the queue. Rollouts that need weights which
+no checkpoint holds are sampled before it is written.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import logging
 import typing
+from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxpost.algorithms.base import Algorithm, refuse
+from jaxpost.algorithms.base import refuse
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import owners
-from jaxpost.rl import grading
+from jaxpost.rl.grading import Grader, PendingRollout
 
 if typing.TYPE_CHECKING:  # passed in
-  from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
-  from jaxpost.rollout.sampler import Sampler
+  from jaxpost.rollout.engine import Engine
 
 
 @dataclasses.dataclass
-class Sampled:
-  """A step's rollout, its grading under way, and figures of both."""
+class RolloutQueue:
+  """Rollouts in the order of their steps.
 
-  graded: grading.Grading
-  info: dict
-
-
-@dataclasses.dataclass
-class Ahead:
-  """The rollouts of a stage, in the order of its steps.
-
-  queue: those of the next steps that are there already.
-  version: updates behind the weights that the sampler holds; None: none.
+  Attributes:
+    sample: (step, on_dispatch) -> PendingRollout, see `Controller.sample`.
+    engine: samples the rollouts, needs weights; None: they come from files.
+    rollouts: of the next steps, sampled and being graded.
+    version: updates behind the weights that the engine has; None: it has none.
+    moved_bytes: by the last copy of weights to the engine.
   """
 
-  algorithm: Algorithm
-  config: object
+  sample: Callable
+  config: typing.Any
   roles: Roles
-  sampler: Sampler
-  grader: grading.Grader
-  prompts: 'PromptStream'
-  chrono: 'Timeline'
-  engine: object = None  # that the sampler runs on, to swap its weights
-  queue: collections.deque = dataclasses.field(default_factory=collections.deque)
+  grader: Grader
+  timer: Timeline
+  engine: Engine | None = None
+  rollouts: collections.deque[PendingRollout] = dataclasses.field(default_factory=collections.deque)
   version: int | None = None
-  moved: int = 0  # bytes, when weights were moved last
+  moved_bytes: int = 0
 
   def __post_init__(self):
-    config, few = (
-      self.config,
-      coordination.process_count() > 1
-      and self.engine
-      and len(owners(self.engine.layout.mesh.devices.flat)) < coordination.process_count(),
-    )
+    if coordination.process_count() == 1 or not self.engine:
+      return
+    sampling_processes = owners(self.engine.layout.mesh.devices.flat)
     refuse(
-      bool(few and (config.environment or config.rollout.inflight_update_blocks)),
+      len(sampling_processes) < coordination.process_count()
+      and bool(self.config.environment or self.config.rollout.inflight_update_blocks),
       'config.mesh.rollout_devices: are those of some processes only, and '
       'environments and rollout.inflight_update_blocks need all; leave them out',
     )
 
   @property
-  def lag(self) -> int:
+  def max_staleness(self) -> int:
+    """Updates by which the weights of a rollout may be older; 0: on-policy."""
     return self.config.rollout.staleness
 
-  def fill(self, done: int, number: int):
-    """Samples until the next `number` steps after `done` have a rollout."""
-    number = min(number, max(1, self.config.train.steps - done))
-    while len(self.queue) < number:
-      self.queue.append(self._collect(done, done + len(self.queue)))
+  def take(self, step: int) -> PendingRollout:
+    """Removes and returns the rollout of a step; samples it if it is not there.
 
-  def next(self) -> Sampled:
-    return self.queue.popleft()
+    Args:
+      step: whose rollout is taken, also the number of steps dispatched so far.
+    """
+    self._sample_until(step + 1, next_step=step, steps_done=step)
+    return self.rollouts.popleft()
 
-  def sync(self, version: int):
-    """Gives the sampler the weights of now, if it has not got them."""
+  def prefetch(self, step: int):
+    """Samples what may be sampled of the steps after `step` before its update."""
+    until = min(step + self.max_staleness, self.config.train.steps)
+    self._sample_until(until, next_step=step + 1, steps_done=step)
+
+  def _sample_until(self, until: int, *, next_step: int, steps_done: int):
+    """Samples the missing rollouts of the steps [next_step, until)."""
+    while next_step + len(self.rollouts) < until:
+      self.rollouts.append(self._sample_one(next_step + len(self.rollouts), steps_done))
+
+  def _sample_one(self, step: int, steps_done: int) -> PendingRollout:
+    """Samples the rollout of a step after `steps_done` steps were dispatched."""
+    newest = self._updates(steps_done)
+    with self._offloaded():
+      if self.version is None:
+        self._load_weights(newest)
+      if self.engine:
+        with self.timer('wait'):  # for the update that these weights come from
+          jax.block_until_ready(self.engine.weights)
+      on_dispatch = functools.partial(self._update_in_flight, newest) if self.config.rollout.inflight_update_blocks else None
+      pending = self.sample(step, on_dispatch)
+      pending.info['reshard_bytes'] = self.moved_bytes
+      if self.max_staleness:
+        self._load_weights(newest)  # for the next rollout; dispatched, not waited for
+      else:
+        self._unload_weights()
+    return pending
+
+  # ----------------------------------------------------------------- weights
+
+  def _updates(self, steps: int) -> int:
+    return steps * self.config.rl.epochs * self.config.rl.minibatches
+
+  def _load_weights(self, version: int):
+    """Copies the policy's present weights to the engine, if it lacks them."""
     if self.version == version:
       return
-    with self.chrono('reshard'):
-      self.moved = self.sampler.sync(self.roles.policy, version)['bytes']
+    with self.timer('reshard'):
+      if self.engine:
+        self.moved_bytes = self.engine.load(self.roles.policy.params, version)['bytes']
     if self.engine:
-      self.chrono.watch('reshard', self.engine.weights)
+      self.timer.watch('reshard', self.engine.weights)
     self.version = version
 
-  def _park(self, there: bool):
-    if self.config.rollout.offload:
-      with self.chrono('reshard'):
-        self.roles.park(there)
-
-  def _collect(self, done: int, step: int) -> Sampled:
-    """The rollout of a step, after `done` steps were asked for."""
-    rl, config = self.config.rl, self.config
-    now = done * rl.epochs * rl.minibatches
-    self._park(True)
-    if self.version is None:
-      self.sync(now)
+  def _unload_weights(self):
     if self.engine:
-      with self.chrono('wait'):  # for the update, where sampling is ahead
-        jax.block_until_ready(self.engine.weights)
-    swap = functools.partial(self._swap, now) if config.rollout.inflight_update_blocks else None
-    graded, info = self._sample(step, swap)
-    while rl.dynamic_sampling and self._wants_more(graded, info, step):
-      more, newer = self._sample(step, swap)
-      info |= newer
-      graded = grading.join(graded, more)
-    info['reshard_bytes'] = self.moved
-    if self.lag:
-      self.sync(now)  # for the next one; whoever trains is not waited for
-    else:
-      self.sampler.release()
-      self.version = None
-    self._park(False)
-    if rl.dynamic_sampling:
-      graded = grading.keep_mixed(graded, config.rollout.prompts)
-    return Sampled(graded, info)
-
-  def _swap(self, now: int, dispatched: int):
-    if dispatched == self.config.rollout.inflight_update_blocks:
-      self.sync(now)
-
-  def _sample(self, step: int, swap):
-    """One round: (what was sampled, its grading under way; figures)."""
-    prompts, info = next(self.prompts)
-    group, greedy = self.config.rollout.group_size, None
-    with self.chrono('sample'):
-      rollout = self.sampler(prompts, group, step, swap)
-      if self.algorithm.greedy_baseline(self.config):
-        greedy = self.sampler(prompts, 1, step, swap, temperature=0.0)
-    with self.chrono('pack'):  # workers grade while the devices score
-      return self.grader.submit(rollout, greedy), info
-
-  def _wants_more(self, graded, info, step: int) -> bool:
-    """Whether groups that differ in reward are still missing."""
-    with self.chrono('reward'):
-      mixed = graded.mixed()
-    wanted, rounds = self.config.rollout.prompts, graded.rounds
-    info['dynamic_sampling/rounds'] = rounds
-    info['dynamic_sampling/kept_ratio'] = float(mixed.mean())
-    if mixed.sum() >= wanted:
-      return False
-    if rounds < self.config.rl.dynamic_sampling:
-      return True
-    info['dynamic_sampling/missing'] = int(wanted - mixed.sum())
-    logging.warning(
-      'step %d: %d of %d groups differ in reward after %d rounds; the '
-      'update goes on with these (config.rl.dynamic_sampling)',
-      step + 1,
-      mixed.sum(),
-      wanted,
-      rounds,
-    )
-    return False
-
-  def state(self, done: int) -> dict:
-    """For a checkpoint after `done` steps; JSON values."""
-    if not self.lag:
-      return {'prompts': self.prompts.state()}
-    from jaxpost.rollout import rollout_files
-
-    if done < self.config.train.steps:
-      self.fill(done, self.lag)
-    return {
-      'prompts': self.prompts.state(),
-      'queue': [
-        dict(
-          info=x.info,
-          chosen=x.graded.chosen and [list(map(int, part)) for part in x.graded.chosen],
-          rollouts=[rollout_files.to_text(part.rollout) for part in x.graded.parts],
-        )
-        for x in self.queue
-      ],
-    }
-
-  def restore(self, state: dict, done: int):
-    """Goes on there; the policy has its weights of then again."""
-    self.prompts.restore(state['prompts'])
-    self.queue.clear()
-    if not self.lag:
-      return
-    from jaxpost.rollout import rollout_files
-
-    rl = self.config.rl
+      self.engine.unload()
     self.version = None
-    self.sync(done * rl.epochs * rl.minibatches)
-    for saved in state['queue']:  # graded again: rewards were under way
-      rounds = [self.grader.submit(rollout_files.from_text(text)) for text in saved['rollouts']]
-      graded = functools.reduce(grading.join, rounds)
-      graded.chosen = saved['chosen']
-      self.queue.append(Sampled(graded, saved['info']))
+
+  def _update_in_flight(self, version: int, dispatched_blocks: int):
+    """Loads newer weights in the middle of a rollout (`rollout.inflight_update_blocks`)."""
+    if dispatched_blocks == self.config.rollout.inflight_update_blocks:
+      self._load_weights(version)
+
+  @contextlib.contextmanager
+  def _offloaded(self) -> Iterator[None]:
+    """Keeps optimizer states, critic and reference in host memory meanwhile."""
+    if not self.config.rollout.offload:
+      yield
+      return
+    with self.timer('reshard'):
+      self.roles.offload_to_host()
+    yield
+    with self.timer('reshard'):
+      self.roles.reload_to_devices()
+
+  # -------------------------------------------------------------- checkpoints
+
+  def state(self, steps_done: int) -> dict:
+    """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""
+    if not self.max_staleness:
+      return {}
+    if steps_done < self.config.train.steps:
+      until = min(steps_done + self.max_staleness, self.config.train.steps)
+      self._sample_until(until, next_step=steps_done, steps_done=steps_done)
+    return {'queue': [_to_json(pending) for pending in self.rollouts]}
+
+  def restore(self, state: dict, steps_done: int):
+    """Continues from `state`; the policy has its weights of then again."""
+    self.rollouts.clear()
+    if not self.max_staleness:
+      return
+    self.version = None
+    self._load_weights(self._updates(steps_done))
+    for saved in state['queue']:
+      self.rollouts.append(_from_json(saved, self.grader))
+
+
+def _to_json(pending: PendingRollout) -> dict:
+  from jaxpost.rollout import rollout_files
+
+  selected = pending.selected
+  return {
+    'info': pending.info,
+    'chosen': selected and [[int(g) for g in groups] for groups in selected],
+    'rollouts': [rollout_files.to_text(r.rollout) for r in pending.rounds],
+  }
+
+
+def _from_json(saved: dict, grader: Grader) -> PendingRollout:
+  """Grades again: rewards were being computed when the checkpoint was written."""
+  from jaxpost.rollout import rollout_files
+
+  rounds = [grader.submit(rollout_files.from_text(text)) for text in saved['rollouts']]
+  pending = functools.reduce(PendingRollout.join, rounds)
+  pending.selected = saved['chosen']
+  pending.info = saved['info']
+  return pending

@@ -1,8 +1,9 @@
-"""What a rollout engine can do, with the verbs of JetStream's Engine.
+"""The interface of rollout engines, with the verbs of JetStream's Engine.
 
-The sampler role needs `__call__`, and conversations need `serve`; the verbs
-are for adapters and for drivers of their own. `native.py` is the engine that
-ships, and `serve.py` its driver.
+`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`; the
+verbs `prefill`, `insert`, `extend` and `generate` are for adapters and for
+drivers of a user. `native.py` is the engine that ships, `scheduler.py` drives
+it.
 
 Legend: S slots.
 """
@@ -19,21 +20,28 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-  """Samples completions from weights that it is given."""
+  """Samples completions from weights that the trainer loads into it.
 
-  max_concurrent_decodes: int  # slots
-  weights: Any  # that `load` made; None: none
-  layout: Layout  # of the devices that it samples on
-  version: int  # updates behind the weights that it has
+  Attributes:
+    max_concurrent_decodes: number of slots.
+    weights: made by `load`; None: there are none.
+    layout: mesh and shardings that it samples on.
+    version: optimizer updates behind its weights.
+  """
+
+  max_concurrent_decodes: int
+  weights: Any
+  layout: Layout
+  version: int
+
+  # ----------------------------------------------------------------- weights
 
   def load(self, params: Any, version: int) -> dict:
-    """Takes the trainer's parameters; returns {'bytes': ..., ...} moved."""
+    """Copies the trainer's parameters into the sampling layout and type.
 
-  def init_decode_state(self) -> Any:
-    """Slots with nothing in them."""
-
-  def prefill(self, texts: Sequence[Any]) -> Any:
-    """Reads token ids once; the result may be inserted any number of times."""
+    Returns:
+      {'bytes': moved}.
+    """
 
   def unload(self):
     """Frees the weights until the next `load`."""
@@ -41,23 +49,44 @@ class Engine(Protocol):
   def preserve_weights(self) -> AbstractContextManager:
     """Restores the present weights and version when the block ends."""
 
+  # --------------------------------------------------------------- compiling
+
   def described(self, params: Any) -> Any:
-    """Shapes and shardings of the arrays that it will keep."""
+    """Returns shapes and shardings of the weights and caches that it will hold."""
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable]:
-    """Compilations that prompts of these lengths need; may run together.
+    """Returns functions that compile what sampling needs; they may run in parallel.
 
-    turns: of conversations, which go on.
+    Args:
+      lengths: of the prompts.
+      turns: conversations of several turns will be served.
+    """
+
+  # ------------------------------------------------------------------- verbs
+
+  def init_decode_state(self) -> Any:
+    """Returns a decode state with empty slots."""
+
+  def prefill(self, texts: Sequence[Any]) -> Any:
+    """Runs token ids through the model once and returns their KV cache.
+
+    The result may be inserted any number of times.
     """
 
   def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any, step: int) -> Any:
-    """Puts samples of the prefix into free slots; the key decides draws."""
+    """Copies samples of a prefix into free slots; `run_key` decides the draws."""
 
   def extend(self, state: Any, entry: Any, more: dict, run_key: Any, step: int) -> Any:
-    """As `insert`, of texts that begin with what is in their slots."""
+    """Prefills the rest of texts that begin with the contents of their slots."""
 
   def generate(self, state: Any) -> tuple[Any, Any]:
-    """(state, `programs.generate.Block`): some tokens for every slot."""
+    """Decodes a block of tokens in every slot.
+
+    Returns:
+      The new state and a `programs.generate.Block`.
+    """
+
+  # ------------------------------------------------------------------- calls
 
   def serve(
     self,
@@ -71,20 +100,27 @@ class Engine(Protocol):
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
-    """All requests, and those that follow from what was drawn; figures.
+    """Serves requests and those that follow from their completions.
 
-    `follow(completions, idle)` is asked between any two blocks. read_rows:
-    texts read at a time. tell: tell(request, ids so far), of each block.
-    reuse_cache: a request that begins with a finished text continues from its
-    cache. on_dispatch: called before each block with the number of blocks
-    dispatched so far; it may `load` newer weights (in-flight weight update).
+    Args:
+      follow: (completions since the last call, idle) -> further requests; called
+        between any two blocks.
+      read_rows: texts of one prefill.
+      tell: called with (request, token ids so far) after each block.
+      reuse_cache: a request that begins with a finished text continues from its
+        cache.
+      on_dispatch: called before each block with the number of blocks dispatched
+        so far; it may `load` newer weights (in-flight weight update).
+
+    Returns:
+      Metrics of the call.
     """
 
   def prefix_rows(self, group_size: int) -> int:
-    """Texts to read at a time, of which each has so many samples."""
+    """Returns how many texts to prefill together, each with `group_size` samples."""
 
   def check(self, request: Request):
-    """InputError where a request cannot be served."""
+    """Raises InputError if a request cannot be served."""
 
   def __call__(
     self,
@@ -96,9 +132,9 @@ class Engine(Protocol):
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """All samples of all prompts, whatever the number of slots.
+    """Samples `group_size` completions of each prompt; there may be fewer slots.
 
     Args:
       sampling: fields of `types.Sampling` that differ from the default.
-      on_dispatch: as in `serve`.
+      on_dispatch: see `serve`.
     """

@@ -377,7 +377,7 @@ class NativeEngine:
       read_rows=self.prefix_rows(group_size),
       on_dispatch=on_dispatch,
     )
-    return sampler.rollout(prompts, done, self.config, step, self.version, figures)
+    return sampler.to_rollout(prompts, done, self.config, step, self.version, figures)
 
   # ------------------------------------------------------------------ compile
 

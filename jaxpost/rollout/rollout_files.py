@@ -1,4 +1,4 @@
-"""What a step has learnt from, on disk: rollouts/STAGE/STEP.npz of a run.
+"""Files of what a step learned from: rollouts/STAGE/STEP.npz of a run.
 
 Legend: N sequences, C completion tokens.
 """
@@ -6,6 +6,7 @@ Legend: N sequences, C completion tokens.
 import base64
 import io
 import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from etils import epath
@@ -17,18 +18,18 @@ from jaxpost.types import Credit, Experience, Prompt, Rollout
 _ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished')
 
 
-def keeper(folder, every: int):
-  """(step, Experience, Credit) -> None: `save`s each `every`th step."""
+def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Credit], None]:
+  """Returns a function that saves every `every`th step into `folder`."""
 
-  def keep(step, experience, credit):
+  def save_step(step: int, experience: Experience, credit: Credit):
     if step % every == 0:
       save(folder / f'{step}.npz', experience, credit)
 
-  return keep
+  return save_step
 
 
-def save(path, experience: Experience, credit: Credit):
-  """Writes the rollout, its rewards and advantages; no pickle."""
+def save(path: epath.PathLike, experience: Experience, credit: Credit):
+  """Writes a rollout, its rewards and advantages as arrays and JSON; no pickle."""
   rollout = experience.rollout
   arrays = {name: vars(rollout)[name] for name in _ARRAYS}
   if rollout.mask is not None:
@@ -41,8 +42,15 @@ def save(path, experience: Experience, credit: Credit):
   object_store.write(path, data.getvalue())
 
 
-def load(path) -> tuple[Rollout, dict]:
-  """(the rollout, with its rewards as those 'recorded'; all arrays)."""
+def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
+  """Reads a file that `save` wrote.
+
+  Returns:
+    The rollout, with its rewards under the name 'recorded', and all arrays.
+
+  Raises:
+    InputError: there is no such file, or it holds something else.
+  """
   path = epath.Path(path)
   try:
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
@@ -67,7 +75,7 @@ def load(path) -> tuple[Rollout, dict]:
 
 
 def to_text(rollout: Rollout) -> str:
-  """All of a rollout, to the bit, as JSON can hold it."""
+  """Encodes a whole rollout, bit for bit, as text for JSON."""
   arrays = {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
   arrays |= {f'rewards/{k}': x for k, x in (rollout.rewards or {}).items()}
   about = {name: vars(rollout)[name] for name in ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')}
@@ -78,7 +86,7 @@ def to_text(rollout: Rollout) -> str:
 
 
 def from_text(text: str) -> Rollout:
-  """What `to_text` was given."""
+  """Decodes what `to_text` encoded."""
   with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
     arrays = dict(file)
   about = json.loads(str(arrays.pop('about')))
@@ -97,24 +105,28 @@ def _prompts(rollout: Rollout) -> list[dict]:
   return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt, columns=p.columns) for p in rollout.prompts]
 
 
-class Replayed:
-  """A sampler that shows what another run has sampled, step by step."""
+class RecordedSampler:
+  """A sampler that reads the rollouts of another run, step by step."""
 
-  def __init__(self, folder, stage: str, rewards: bool):
-    """rewards: those of the other run count, too."""
+  def __init__(self, folder: epath.PathLike, stage: str, rewards: bool):
+    """Reads from a run's folder, or from the folder of the files.
+
+    Args:
+      stage: of the other run.
+      rewards: the rewards of the other run count; False: they are graded anew.
+    """
     folder = epath.Path(folder).expanduser()
     inside = folder / 'rollouts' / stage
     self.folder, self.rewards = inside if inside.exists() else folder, rewards
 
-  def sync(self, policy, version: int) -> dict:
-    del policy, version
-    return {'bytes': 0}
-
-  def release(self):
-    pass
-
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None) -> Rollout:
-    """The rollout of a step; `prompts` are those it should answer."""
+  def __call__(
+    self,
+    prompts: Sequence[Prompt],
+    group_size: int = 1,
+    step: int = 0,
+    on_dispatch: Callable[[int], None] | None = None,
+  ) -> Rollout:
+    """Returns the recorded rollout of a step; checks that it has as many prompts."""
     del on_dispatch  # nothing is sampled
     path = self.folder / f'{step + 1}.npz'
     rollout, _ = load(path)

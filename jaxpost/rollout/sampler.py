@@ -1,4 +1,4 @@
-"""Completions of single answers become a `Rollout`.
+"""The sampler of single answers: an engine's completions as a `Rollout`.
 
 Legend: N sequences, P prompt tokens, C completion tokens, L layers.
 """
@@ -16,56 +16,64 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import owners
 from jaxpost.types import Completion, Prompt, Rollout
 
-if typing.TYPE_CHECKING:  # a run that never samples imports no rollout
-  from jaxpost.roles import Policy
+if typing.TYPE_CHECKING:  # a run that never samples imports no engine
   from jaxpost.rollout.engine import Engine
   from jaxpost.rollout.sampler_config import SamplerConfig
 
 
-def rollout(
-  prompts: Sequence[Prompt], done: list[Completion], config: SamplerConfig, step: int, version: int, figures: dict
+def to_rollout(
+  prompts: Sequence[Prompt],
+  completions: Sequence[Completion],
+  config: SamplerConfig,
+  step: int,
+  version: int,
+  figures: dict,
 ) -> Rollout:
-  """All completions of all prompts, whose tags say their order."""
-  done = sorted(done, key=lambda c: c.request.tag)
-  room = config.max_new_tokens
+  """Stacks the completions of all prompts.
 
-  def pad(name, room=room):
-    return np.stack([np.pad(x, ((0, room - len(x)), *((0, 0),) * (x.ndim - 1))) for x in (vars(c)[name] for c in done)])
+  Args:
+    completions: in any order; `request.tag` is the index of the sequence.
+    figures: metrics of the engine, with its 'occupancy'.
+  """
+  completions = sorted(completions, key=lambda c: c.request.tag)
 
-  names = ('top_ids', 'top_logprobs') if config.top_logprobs else ()
-  more = {name: pad(name) for name in names}
-  if done[0].experts is not None:  # [N, P + C, L, k] by position
-    more['experts'] = pad('experts', config.max_prompt + room)
+  def stack(name: str, length: int) -> np.ndarray:
+    """[N, length, ...], padded with 0 on the right."""
+    arrays = [vars(completion)[name] for completion in completions]
+    return np.stack([np.pad(x, ((0, length - len(x)), *((0, 0),) * (x.ndim - 1))) for x in arrays])
+
+  length = config.max_new_tokens
+  optional = {}
+  if config.top_logprobs:
+    optional |= {name: stack(name, length) for name in ('top_ids', 'top_logprobs')}
+  if completions[0].experts is not None:  # [N, P + C, L, k] by position
+    optional['experts'] = stack('experts', config.max_prompt + length)
   return Rollout(
-    tuple(prompts),
-    pad('tokens'),
-    np.array([len(c.tokens) for c in done], np.int32),
-    pad('logprobs'),
-    pad('behaviour_logprobs'),
-    np.array([c.finished for c in done]),
-    step,
-    version,
-    figures.pop('occupancy'),
-    figures,
-    versions=pad('versions'),
-    **more,
+    prompts=tuple(prompts),
+    completions=stack('tokens', length),
+    lengths=np.array([len(c.tokens) for c in completions], np.int32),
+    logprobs=stack('logprobs', length),
+    behaviour_logprobs=stack('behaviour_logprobs', length),
+    finished=np.array([c.finished for c in completions]),
+    step=step,
+    version=version,
+    occupancy=figures['occupancy'],
+    figures={name: value for name, value in figures.items() if name != 'occupancy'},
+    versions=stack('versions', length),
+    **optional,
   )
 
 
 @dataclasses.dataclass
 class Sampler:
-  """Completions from the policy's weights."""
+  """Samples completions from the weights that its engine has.
 
-  engine: 'Engine'
+  `Episodes` (of an environment), `DemonstrationSampler` and `RecordedSampler`
+  are called in the same way.
+  """
+
+  engine: Engine
   run_key: np.ndarray  # [2] uint32
-
-  def sync(self, policy: Policy, version: int) -> dict:
-    """Moves the policy's weights into the sampling layout; bytes moved."""
-    return self.engine.load(policy.params, version)
-
-  def release(self):
-    """Frees the sampling copy of the weights."""
-    self.engine.unload()
 
   def __call__(
     self,
@@ -80,6 +88,9 @@ class Sampler:
     Args:
       on_dispatch: called before each block, see `engine.Engine.serve`.
       sampling: fields of `types.Sampling` that differ from the config.
+
+    Returns:
+      The rollout, the same on every process of the run.
     """
     draw = functools.partial(
       self.engine,
@@ -92,12 +103,17 @@ class Sampler:
     )
     if coordination.process_count() == 1:
       return draw()
-    have = owners(self.engine.layout.mesh.devices.flat)
-    if len(have) == coordination.process_count():
+    sampling_processes = owners(self.engine.layout.mesh.devices.flat)
+    if len(sampling_processes) == coordination.process_count():
       return draw()
-    from jaxpost.rollout import rollout_files  # of some processes, sent to the others
+    return self._draw_and_broadcast(draw, sampling_processes, prompts)
 
-    text = rollout_files.to_text(draw()) if coordination.process_index() in have else ''
-    return rollout_files.from_text(coordination.broadcast_bytes(have[0], text.encode()).decode()).replace(
-      prompts=tuple(prompts)
-    )
+  def _draw_and_broadcast(
+    self, draw: Callable[[], Rollout], sampling_processes: Sequence[int], prompts: Sequence[Prompt]
+  ) -> Rollout:
+    """Draws on the processes that have sampling devices and sends the rollout to the others."""
+    from jaxpost.rollout import rollout_files
+
+    text = rollout_files.to_text(draw()) if coordination.process_index() in sampling_processes else ''
+    data = coordination.broadcast_bytes(sampling_processes[0], text.encode())
+    return rollout_files.from_text(data.decode()).replace(prompts=tuple(prompts))

@@ -31,7 +31,7 @@ from jaxpost.stage import load_weights, optim, precompile, precompute, reward_mo
 from jaxpost.stage.evaluate import Evaluator, HeldOut
 from jaxpost.stage.export import export
 from jaxpost.storage.checkpoint import Checkpointer
-from jaxpost.types import Item
+from jaxpost.types import Item, RowShape, Update
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -52,32 +52,40 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
   roles, stream, engine = make_parts(kit, params, workdir)
   save, log = config.save, config.log
   trace = timeline_lib.Trace(workdir / 'profile' / p.name, log.profile_from, log.profile_steps, config.train.steps)
+
+  def check_first_step(metrics: dict):
+    # Dropout and rollouts of another run change what must hold at the start.
+    if not p.model.dropout and not config.train_on_rollouts:
+      p.algorithm.check_first_step(metrics, config)
+
   stage = Stage(
-    p.name,
-    config.train.steps,
-    roles,
-    stream,
-    make_evaluator(kit, engine),
-    Checkpointer(workdir / 'checkpoints' / p.name, keep=save.keep, keep_best=save.keep_best, best_mode=save.best_mode),
-    writer,
-    kit.chrono,
-    load_weights.make_meta(p, workdir),
-    kit.ledger.seal,
-    lambda metrics: p.model.dropout or config.train_on_rollouts or (p.algorithm.check_first_step(metrics, config)),
-    functools.partial(begin_step, p, kit.chrono, trace),
-    trace.close,
-    waits=p.algorithm.on_policy and not config.rollout.staleness,
-    peers=peers_of(kit, roles, writer),
+    name=p.name,
+    steps=config.train.steps,
+    roles=roles,
+    stream=stream,
+    evaluate=make_evaluator(kit, engine),
+    checkpointer=Checkpointer(
+      workdir / 'checkpoints' / p.name, keep=save.keep, keep_best=save.keep_best, best_mode=save.best_mode
+    ),
+    writer=writer,
+    timer=kit.timer,
+    meta=load_weights.make_meta(p, workdir),
+    on_step_begin=functools.partial(begin_step, p, kit.timer, trace),
+    forbid_compiles=kit.ledger.seal,
+    check_first_step=check_first_step,
+    stop_profiler=trace.close,
+    wait_for_update=p.algorithm.on_policy and not config.rollout.staleness,
+    host_health=peers_of(kit, roles, writer),
     eval_every=config.eval.every,
     save_every=save.every,
     samples_every=log.samples_every,
-    keep=make_keeper(p.name, workdir, log.rollouts_every),
+    save_rollout=make_rollout_saver(p.name, workdir, log.rollouts_every),
     max_skipped=config.optim.max_skipped,
     flops_per_token=p.model.passes / 3 * flops_per_token(p.model.config, kit.shape[2] / 2),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
-  stage.memory = precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
-  kit.chrono.begin(workdir / 'timeline' / f'{p.name}.json', log.timeline_steps)
+  stage.memory_usage = precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
+  kit.timer.begin(workdir / 'timeline' / f'{p.name}.json', log.timeline_steps)
   return stage
 
 
@@ -96,13 +104,13 @@ def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
   return make_peers(roles, kit.config.log.every, kit.ledger, writer.note)
 
 
-def make_keeper(stage: str, workdir, every: int):
-  """What keeps all that a step has learnt from, if that is asked for."""
+def make_rollout_saver(stage: str, workdir, every: int):
+  """Returns a function that saves what a step learns from, or None (`log.rollouts_every` = 0)."""
   if not every or coordination.process_index():
     return None
   from jaxpost.rollout import rollout_files
 
-  return rollout_files.keeper(epath.Path(workdir) / 'rollouts' / stage, every)
+  return rollout_files.make_saver(epath.Path(workdir) / 'rollouts' / stage, every)
 
 
 def make_parts(kit: Kit, params, workdir=None) -> tuple:
@@ -294,20 +302,22 @@ def make_controller(kit: Kit, roles: Roles, engine):
   if config.train_on_rollouts:
     from jaxpost.rollout import rollout_files
 
-    sampler = rollout_files.Replayed(config.train_on_rollouts, p.name, not config.reward)
+    sampler = rollout_files.RecordedSampler(config.train_on_rollouts, p.name, not config.reward)
   elif share:
-    sampler = demonstrations.Mixed(sampler, p.tokenizer, share, config.seed, config.rollout.max_new_tokens)
+    sampler = demonstrations.DemonstrationSampler(
+      sampler=sampler, tokenizer=p.tokenizer, share=share, seed=config.seed, max_tokens=config.rollout.max_new_tokens
+    )
   return Controller(
-    p.algorithm,
-    config,
-    roles,
-    sampler,
-    make_grader(p),
-    p.stream,
-    kit.chrono,
-    (kit.shape[0], kit.shape[2]),
-    (kit.update_rows, kit.shape[2]),
-    engine=engine,
+    algorithm=p.algorithm,
+    config=config,
+    roles=roles,
+    sampler=sampler,
+    grader=make_grader(p),
+    prompts=p.stream,
+    timer=kit.timer,
+    step_shape=RowShape(kit.shape[0], kit.shape[2]),
+    update_shape=RowShape(kit.update_rows, kit.shape[2]),
+    engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
   )
 
 
@@ -326,7 +336,7 @@ class DataStream:
   def __next__(self) -> Item:
     batch, info = next(self.batches)
     batch = self.algorithm.prepare(self.roles.policy.place(batch), self.roles, self.config)
-    return Item([('policy', batch)], info)
+    return Item([Update('policy', batch)], info)
 
   def state(self) -> dict:
     return self.batches.state()
@@ -355,9 +365,9 @@ def make_evaluator(kit: Kit, engine) -> Evaluator | None:
     from jaxpost.stage.evaluate import SampledEval
 
     values = functools.partial(
-      grading.model_values,
-      rows=(kit.shape[0], kit.shape[2]),
-      at_once=config.rollout.prompts * config.rollout.group_size,
+      grading.reward_model_values,
+      shape=RowShape(kit.shape[0], kit.shape[2]),
+      max_sequences=config.rollout.prompts * config.rollout.group_size,
     )
     sampled = SampledEval(
       make_sampler(kit, engine, 2),

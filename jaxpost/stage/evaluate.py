@@ -79,13 +79,15 @@ class SampledEval:
   score: Callable | None = None
 
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
-    with self.sampler.engine.preserve_weights():  # of a controller that samples asynchronously
-      self.sampler.sync(roles.policy, step)
+    engine = self.sampler.engine
+    with engine.preserve_weights():  # the next rollout may need those that are loaded now
+      engine.load(roles.policy.params, step)
       rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
-      self.sampler.release()
-    graded = self.grader.submit(rollout, None)
-    scores = self.score and self.score(rollout, roles)
-    rewards = graded.rewards(scores)[0].reshape(-1, self.samples)
+      engine.unload()
+    pending = self.grader.submit(rollout)
+    model_values = self.score(rollout, roles) if self.score else None
+    graded = pending.result(model_values)
+    rewards = graded.rewards.reshape(-1, self.samples)
     whole = np.isfinite(rewards).all(axis=1)
     out = {
       'completions/mean_length': float(rollout.lengths.mean()),
@@ -93,14 +95,14 @@ class SampledEval:
       'ungraded_prompts': int((~whole).sum()),
     }
     if whole.any():
-      told = graded.parts[0].table if self.grader.pool else rewards
-      passed = told[whole] >= self.pass_reward
+      verdicts = graded.function_rewards if self.grader.pool else rewards
+      passed = verdicts[whole] >= self.pass_reward
       ks = sorted({1, self.samples} | {2**i for i in range(int(math.log2(self.samples)) + 1)})
       out |= {f'pass@{k}': pass_at_k(passed, k) for k in ks}
       out['reward'] = float(rewards[whole].mean())
-    if graded.model_scores is not None:
-      out['rewards/reward_model/mean'] = float(graded.model_scores.mean())
-    return out, graded.rows()
+    if graded.model_rewards is not None:
+      out['rewards/reward_model/mean'] = float(graded.model_rewards.mean())
+    return out, graded.sample_rows()
 
 
 @dataclasses.dataclass

@@ -31,7 +31,7 @@ class Kit:
   compute: Compute
   objectives: dict  # trainable role -> Objective
   ledger: Ledger
-  chrono: Timeline
+  timer: Timeline
   shape: tuple[int, int, int]  # rows of a step, rows at a time, tokens
   update_rows: int  # of one update
 

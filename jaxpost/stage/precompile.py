@@ -34,7 +34,7 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
     [r.params for r in (roles.reference, roles.reward_model, *roles.teachers) if r],
   )
   sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
-  parked = roles.idle() if parks else {}
+  parked = roles.offloadable() if parks else {}
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
   for mesh in dict.fromkeys(x.mesh for x in (kit.train, kit.rollout, kit.score)):

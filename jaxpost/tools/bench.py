@@ -328,13 +328,13 @@ def grpo(o: Options, workdir) -> dict:
   """Seconds a step, and what each phase takes of it."""
   kit, stage = make_stage('grpo', o, workdir)
   times = []
-  stage.chrono.pop()
+  stage.timer.pop()
   for _ in range(o.steps + 2):
-    with stage.chrono('data'):
+    with stage.timer('data'):
       item = next(stage.stream)
-    with stage.chrono('update'):
+    with stage.timer('update'):
       jax.block_until_ready(update(stage, item))
-    times.append(stage.chrono.pop())
+    times.append(stage.timer.pop())
   stage.stream.close()
   named = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}
   step = named['time/step']

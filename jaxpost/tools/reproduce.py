@@ -14,7 +14,7 @@ from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import json_lines
 from jaxpost.programs import train as programs
-from jaxpost.rl import batching as rows_lib
+from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import assemble, prepare
 from jaxpost.stage import kit as kit_lib
@@ -57,8 +57,8 @@ def reproduce(run, step: int, row: int, stage='') -> dict:
       for role, batch in next(stream).updates:
         roles.trainable[role].update(batch)
     item = next(stream)
-    if not 0 <= row < len(item.learnt[1].mask):
-      raise InputError(f'--row: {row} is none of the {len(item.learnt[1].mask)} samples of a step')
+    if not 0 <= row < len(item.credit.mask):
+      raise InputError(f'--row: {row} is none of the {len(item.credit.mask)} samples of a step')
     return explain(kit, roles, stream, item, row) | dict(
       stage=name, step=step, row=row, identical=compare(run, name, step, row, item)
     )
@@ -87,7 +87,8 @@ def restore(run, name: str, most: int, roles, stream) -> int:
 
 def compare(run, name: str, step: int, row: int, item) -> bool | None:
   """Whether the sample is the one that the run has kept."""
-  ours, length = item.learnt[0].rollout, item.learnt[0].rollout.lengths[row]
+  ours = item.experience.rollout
+  length = ours.lengths[row]
   path = run / 'rollouts' / name / f'{step}.npz'
   if path.exists():
     theirs, _ = rollout_files.load(path)
@@ -103,7 +104,7 @@ def compare(run, name: str, step: int, row: int, item) -> bool | None:
 
 def explain(kit, roles, controller, item, row: int) -> dict:
   """Prompt, tokens, rewards, advantage and loss of a sample."""
-  (experience, credit), p = item.learnt, kit.prepared
+  experience, credit, p = item.experience, item.credit, kit.prepared
   rollout, length = experience.rollout, experience.rollout.lengths[row]
   shown, group = item.samples()[row], len(rollout.lengths) // experience.groups
   prompt = rollout.prompts[row // group]
@@ -141,15 +142,15 @@ def losses(kit, roles, controller, experience, credit, row: int) -> dict:
   p, config = kit.prepared, kit.config
   if p.algorithm.pack:  # trains on pairs of samples
     return dict(loss=None, loss_of_update=None, loss_share=None)
-  members = next(m for m in rows_lib.minibatches(len(credit.mask), config.rl, config.seed, experience.step) if row in m)
+  members = next(m for m in batching.minibatches(len(credit.mask), config.rl, config.seed, experience.step) if row in m)
   weights = np.zeros_like(credit.mask)
-  weights[members] = rows_lib.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
+  weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
   evaluate = programs.make_evaluate(p.model, kit.objectives['policy'], kit.train, kit.compute, kit.ledger)
   policy = roles.policy
 
   def loss(kept):
     batch = policy.place(
-      rows_lib.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_rows)
+      batching.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_shape)
     )
     found = evaluate(policy.state.params, p.algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
     return float(found['loss'])
