@@ -1,19 +1,30 @@
-"""What sets one method apart from another: a handful of plain functions.
+"""The record of functions that makes one algorithm differ from another.
 
-Legend: N sequences, C completion tokens, B rows, T tokens.
+Legend: N sequences, C completion tokens, M micro-batches, B rows, T tokens.
 
-A file in this folder, or one of yours, ends with `ALGORITHM = Algorithm(...)`.
+A file in this folder, or a file of yours, ends with `ALGORITHM = Algorithm(...)`.
 Each function gets the stage's config; everything else (data, programs,
-sampling, grading, packing, checkpoints) is the same for all methods.
+sampling, grading, packing, checkpoints) is the same for all algorithms.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 
+if TYPE_CHECKING:
+  import jax
 
-def _nothing(config) -> tuple:
+  from jaxpost.roles import Roles
+  from jaxpost.types import Batch, Credit, Experience, Objective
+
+  Config = Any  # stage.schema.Config, with the sections data, rl, rollout, ...
+
+
+def _nothing(config: Config) -> tuple:
   del config
   return ()
 
@@ -22,121 +33,133 @@ def _accept(*args):
   del args
 
 
-def _same(batch, roles, config):
+def _same(batch: Batch, roles: Roles, config: Config) -> Batch:
   del roles, config
   return batch
 
 
-def _empty(config) -> dict:
+def _empty(config: Config) -> dict:
   del config
   return {}
 
 
-def _never(config) -> float:
+def _never(config: Config) -> float:
   del config
   return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Precompute:
-  """What a frozen role says of each example, once, before the first step.
+  """Outputs of a frozen role on every example, computed before the first step.
 
-  The role is let go then. The arrays stand in `Batch.arrays`, at the trained
-  tokens; elsewhere they are 0.
+  The role's weights are freed afterwards. The arrays come with the batches, in
+  `Batch.arrays`, at the trained tokens; elsewhere they are 0.
 
-  arrays: name -> (shape after [B, T], dtype).
-  read: what the role's program returns -> {name: [M, B / M, T, ...]}.
-  options: config fields besides the role's weights and the data that decide
-    what is computed, for the name of the file that keeps it.
+  Attributes:
+    arrays: name -> (shape after [B, T], dtype).
+    read: output of the role's program -> {name: [M, B / M, T, ...]}.
+    options: config fields, besides the role's weights and the data, that decide
+      what is computed; part of the name of the cache file.
   """
 
-  arrays: Mapping
-  read: Callable
+  arrays: Mapping[str, tuple]
+  read: Callable[[Any], dict[str, jax.Array]]
   options: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """An algorithm = a stream of batches + an objective.
+  """An algorithm: an objective, and how its batches come about.
 
-  defaults: {section: {field: value}} of the config fields that are left to
-    the algorithm; a value may be a function of the config.
-  objective: config -> `programs.train.Objective` of the policy.
-  critic: config -> Objective of a second trainable role with a scalar head,
-    or nothing where it has none.
-  value_head: config -> whether the policy has a scalar head, too.
-  needs: config -> names of the frozen roles it reads: 'reference',
-    'teachers', 'reward_model'.
-  prepare: (placed batch, roles, config) -> batch. On the devices, before
-    each update; adds what the objective's `arrays` lacks.
-  precompute: config -> {name of a frozen role: `Precompute`}; such a role is
-    in no `Roles`. Teachers are called teacher_0, teacher_1, ...
-  check: (config) -> None; raises InputError for what cannot work.
-  check_first_step: (metrics, config) -> None; raises AssertionError where
-    the first step, before anything was learnt, is wrong.
+  Attributes:
+    objective: config -> Objective of the policy.
+    defaults: {section: {field: value}} of the config fields that are left to
+      the algorithm; a value may be a function of the config.
+    critic: config -> Objective of a second trainable role with a scalar head,
+      or () where there is none.
+    value_head: config -> True if the policy has a scalar head, too.
+    needs: config -> names of the frozen roles: 'reference', 'teachers',
+      'reward_model'.
+    prepare: (placed batch, roles, config) -> batch with all arrays that the
+      objective reads; runs on the devices before each update.
+    precompute: config -> {name of a frozen role: Precompute}; such a role is
+      not in `Roles`. Teachers are named teacher_0, teacher_1, ...
+    check: raises InputError for a config that cannot work.
+    check_first_step: (metrics, config); raises AssertionError where the metrics
+      of the first step, before any learning, cannot be right.
 
-  Of a method on data:
-  render: (rows, tokenizer, config) -> row number -> `data.chat.Example`.
-  per: what the loss is a mean of, 'token', 'sequence' or 'pair'; or a
-    function config -> that.
-  scalar_head: the policy is a reward model.
+    Algorithms on data:
 
-  Of an on-policy method:
-  on_policy: the controller samples for it.
-  rewards: it learns from them.
-  from_data: config -> share of the steps that take the completions of the
-    data in place of samples.
-  scores: config -> names to compute of each rollout: 'old_logprobs',
-    'ref_logprobs', 'values'.
-  greedy_baseline: config -> whether a greedy answer is graded, too.
-  credit: (`Experience`, config) -> `Credit`.
-  pack: (Experience, Credit, numbers of sequences, config, rows, row_length)
-    -> Batch on the host with `branch_ids` and `sequence_ids`, for methods
-    that do not train on whole completions one by one.
+    render: (rows, tokenizer, config) -> function of a row number that returns
+      its example.
+    per: 'token', 'sequence' or 'pair', what the loss is a mean of; or a function
+      of the config that returns it.
+    scalar_head: the policy is a reward model.
+
+    On-policy algorithms:
+
+    on_policy: `rl.controller.Controller` samples the batches.
+    rewards: they learn from rewards.
+    from_data: config -> share of the steps that take completions of the data
+      instead of samples.
+    scores: config -> names of `types.Scores` to compute of each rollout:
+      'old_logprobs', 'ref_logprobs', 'values'.
+    greedy_baseline: config -> True if a greedy answer is graded, too.
+    credit: (Experience, config) -> Credit.
+    pack: (Experience, Credit, indices of sequences, config, num_rows,
+      row_length) -> host Batch with `branch_ids` and `sequence_ids`, for
+      algorithms that do not train on whole completions one by one.
   """
 
-  objective: Callable
-  defaults: Mapping = dataclasses.field(default_factory=dict)
-  critic: Callable = _nothing
-  value_head: Callable = _nothing
-  needs: Callable = _nothing
-  prepare: Callable = _same
-  precompute: Callable = _empty
-  check: Callable = _accept
-  check_first_step: Callable = _accept
+  objective: Callable[[Config], Objective]
+  defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+  critic: Callable[[Config], Objective | tuple[()]] = _nothing
+  value_head: Callable[[Config], bool | tuple[()]] = _nothing
+  needs: Callable[[Config], Collection[str]] = _nothing
+  prepare: Callable[[Batch, Roles, Config], Batch] = _same
+  precompute: Callable[[Config], dict[str, Precompute]] = _empty
+  check: Callable[[Config], None] = _accept
+  check_first_step: Callable[[dict, Config], None] = _accept
   render: Callable | None = None
-  per: str | Callable = 'token'
+  per: str | Callable[[Config], str] = 'token'
   scalar_head: bool = False
   on_policy: bool = False
   rewards: bool = True
-  from_data: Callable = _never
-  scores: Callable = _nothing
-  greedy_baseline: Callable = _nothing
-  credit: Callable | None = None
-  pack: Callable | None = None
+  from_data: Callable[[Config], float] = _never
+  scores: Callable[[Config], Collection[str]] = _nothing
+  greedy_baseline: Callable[[Config], bool | tuple[()]] = _nothing
+  credit: Callable[[Experience, Config], Credit] | None = None
+  pack: Callable[..., Batch] | None = None
 
-  def mean_per(self, config) -> str:
+  def mean_per(self, config: Config) -> str:
+    """Returns what the loss is a mean of: 'token', 'sequence' or 'pair'."""
     return self.per(config) if callable(self.per) else self.per
 
 
-def expect(metrics: dict, limits: dict, why: str):
-  """AssertionError unless each metric is within its (value, tolerance)."""
+def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]], why: str):
+  """Raises AssertionError unless each metric is within its (value, tolerance)."""
   for name, (value, tolerance) in limits.items():
     # Written so that NaN fails too.
     if name in metrics and not abs(metrics[name] - value) <= tolerance:
       raise AssertionError(f'{name} is {metrics[name]} at the first step and must be {value}: {why}')
 
 
-def refuse_unread(block, read, by: str, section='rl'):
-  """InputError for a field of config.SECTION that is set and not in `read`."""
+def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl'):
+  """Raises InputError for a field of config.SECTION that is set and not in `read`.
+
+  Args:
+    block: the section's dataclass.
+    by: what would ignore the field, for the message.
+  """
   for field in dataclasses.fields(block):
+    is_set = vars(block)[field.name] not in (field.default, field.metadata['auto'])
     refuse(
-      field.name not in read and vars(block)[field.name] not in (field.default, field.metadata['auto']),
+      field.name not in read and is_set,
       f'config.{section}.{field.name}: {by} would ignore it; leave it {field.default!r}',
     )
 
 
 def refuse(wrong: bool, text: str):
-  """InputError(text) if `wrong`."""
+  """Raises InputError(text) if `wrong`."""
   if wrong:
     raise InputError(text)
