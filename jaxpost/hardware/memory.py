@@ -49,7 +49,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahea
     parked: what of it waits elsewhere while sampling goes on.
     sampler: its weights and its cache, what it shares with those aside; 0:
       it has other devices.
-    ahead: it is there while the others run, too; see `ahead.py`.
+    ahead: it is there while the others run, too; see `rl/rollout_queue.py`.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
   moved = 0 if sampler else sum(r['output_bytes'] * r['times'] for r in rows if r['program'] == 'reshard')

@@ -4,7 +4,7 @@ A program takes as long as the slowest of its three parts, were they perfectly
 overlapped: products at the peak rate, bytes through the memory, bytes over
 the network. The sum of the three is what it takes without any overlap.
 
-Programs of a step follow each other. Where sampling is ahead (`ahead.py`),
+Programs of a step follow each other. Where sampling is asynchronous (`rl/rollout_queue.py`),
 those on devices of their own run at the same time.
 """
 
