@@ -60,9 +60,10 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
+  import jaxpost
   from jaxpost.tools import reproduce
 
-  found = reproduce.reproduce(_RUN.value, _STEP.value, _ROW.value, _STAGE.value)
+  found = reproduce.reproduce(_RUN.value, _STEP.value, _ROW.value, _STAGE.value, jaxpost.choose_mesh)
   if _JSON.value:
     print(json.dumps(found, default=str))
   else:

@@ -100,7 +100,9 @@ class RolloutQueue:
       if self.engine:
         with self.timer('wait'):  # for the update that these weights come from
           jax.block_until_ready(self.engine.weights)
-      on_dispatch = functools.partial(self._update_in_flight, newest) if self.config.rollout.inflight_update_blocks else None
+      on_dispatch = (
+        functools.partial(self._update_in_flight, newest) if self.config.rollout.inflight_update_blocks else None
+      )
       pending = self.sample(step, on_dispatch)
       pending.info['reshard_bytes'] = self.moved_bytes
       if self.max_staleness:

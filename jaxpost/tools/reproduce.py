@@ -23,7 +23,7 @@ from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
 
 
-def reproduce(run, step: int, row: int, stage='') -> dict:
+def reproduce(run, step: int, row: int, stage='', choose_mesh=None) -> dict:
   """What sample `row` of a step was, and what was learnt from it.
 
   Goes from the newest checkpoint before the step, or from the start of the
@@ -34,6 +34,7 @@ def reproduce(run, step: int, row: int, stage='') -> dict:
     run: folder of the run.
     step: from 1, as in samples/STAGE/STEP.jsonl; row: from 0, its line there.
     stage: '' is the last one.
+    choose_mesh: see `stages.run`.
 
   Returns:
     JSON-able; `identical` says whether tokens and log-probs are, to the last
@@ -47,7 +48,7 @@ def reproduce(run, step: int, row: int, stage='') -> dict:
   raw = json.loads((run / 'config.json').read_text())
   prepared = prepare.prepare_all(raw)
   try:
-    prepared = stages.with_meshes(prepared, raw)
+    prepared = stages.with_meshes(prepared, raw, choose_mesh)
     p = next(p for p in prepared if p.name == name)
     if not p.algorithm.on_policy:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
