@@ -20,7 +20,7 @@ from jaxpost.hardware.host import StopSignal
 from jaxpost.monitor.nonfinite import diagnosis, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
-  from jaxpost.monitor.host_health import Peers
+  from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
@@ -49,7 +49,7 @@ class Stage:
   check_first_step: Callable[[dict], None]  # raises where the metrics of step 1 cannot be right
   stop_profiler: Callable[[], None]  # after the last step, or an error
   wait_for_update: bool  # the next item needs the weights of this update
-  host_health: Peers | None = None  # compares the processes of a run; None: there is one
+  host_health: HostHealth | None = None  # compares the processes of a run; None: there is one
   save_rollout: Callable[[int, Experience, Credit], None] | None = None
   memory_usage: Callable[[], dict] = dict
   eval_every: int = 0

@@ -54,7 +54,7 @@ def run(config, workdir='runs/latest', console=None, choose_mesh=None) -> dict:
   if coordination.process_index():  # process 0 speaks for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as leave:
-    leave.callback(watchdog.rest)
+    leave.callback(watchdog.pause)
     return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh)
 
 
@@ -226,7 +226,7 @@ def _run_stages(kits, workdir, console) -> list[dict]:
 def _watch(doing: str, *configs):
   """Under the watchdog, which a config may have switched off."""
   limits = [c.log.watchdog_s for c in configs]
-  watchdog.begin(doing, max(_SLOW_S, *limits) if all(limits) else 0.0)
+  watchdog.start_operation(doing, max(_SLOW_S, *limits) if all(limits) else 0.0)
 
 
 def stages_done(kits, workdir) -> int:

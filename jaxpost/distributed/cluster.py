@@ -1,7 +1,7 @@
-"""How the processes of a run find each other; JAX does it, this adds names.
+"""Connects the processes of a run through `jax.distributed`, with readable errors.
 
-Who does not come in time is named on all the others, and from then on each
-is under the watchdog.
+A process that does not connect in time is named on all the others. Connected
+processes are watched by the watchdog.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from jax._src import distributed  # the service has no public name
 from jaxpost import errors
 from jaxpost.distributed import coordination, watchdog
 
-_PATIENCE_S = 3600  # of one process with weights for another that samples
+_TRANSFER_TIMEOUT_S = 3600  # weights wait for a process that still samples
 
 
 def connect(
@@ -30,16 +30,16 @@ def connect(
   cluster: str = '',
   init_s: float = 300.0,
   heartbeat_s: float = 100.0,
-):
-  """Joins the other processes, before any device is used.
+) -> None:
+  """Connects to the other processes, before any device is used.
 
   Args:
     address: HOST:PORT of process 0; '' where JAX knows the cluster, and then
       it knows the rest, too.
     count: how many processes there are; index: which of them this is.
-    cluster: how JAX finds them ('slurm', 'mpi4py', ...); '': it looks.
-    init_s: how long processes wait for each other at the start.
-    heartbeat_s: who is not heard of for so long is gone, and all end.
+    cluster: JAX's detection method ('slurm', 'mpi4py', ...); '': any that fits.
+    init_s: seconds that processes wait for each other at the start.
+    heartbeat_s: a process without heartbeats for so long is gone, and all end.
 
   Raises:
     InputError: JAX does not know this cluster.
@@ -57,7 +57,7 @@ def connect(
         index,
         cluster_detection_method=cluster or None,
         initialization_timeout=round(init_s) + 2,
-        # JAX's own word comes second: it names nobody.
+        # JAX's own timeout comes after ours, as it does not name the process.
         heartbeat_timeout_seconds=round(heartbeat_s) + 3,
       )
   except ValueError as e:  # something was neither given nor detected
@@ -66,13 +66,13 @@ def connect(
       '--coordinator=HOST:PORT, --num_processes and --process_id'
     ) from e
   state = distributed.global_state
-  watchdog.join(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_process)
+  watchdog.watch_peers(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_process)
   coordination.on_connected(watchdog.who_is_gone)
-  atexit.register(watchdog.leave)  # before all that
+  atexit.register(watchdog.leave)  # registered last, so it runs first
 
 
 def _open_for_transfers(address: str):
-  """Lets `device_put` reach other processes on CPU; accelerators can it."""
+  """Lets `device_put` reach other processes on CPU, as it does on accelerators."""
   given = jax.config.values
   if given['jax_platforms'] != 'cpu' or (given['jax_cross_host_transfer_socket_address']):
     return
@@ -92,11 +92,11 @@ def _open_for_transfers(address: str):
   host = f'[{host}]' if ':' in host else host
   jax.config.update('jax_cross_host_transfer_socket_address', f'{host}:{port}')
   jax.config.update('jax_cross_host_transport_addresses', f'{host}:0,{host}:0')
-  jax.config.update('jax_cross_host_transfer_timeout_seconds', _PATIENCE_S)
+  jax.config.update('jax_cross_host_transfer_timeout_seconds', _TRANSFER_TIMEOUT_S)
 
 
 def _connect_pathways():
-  """One process drives all hosts: there is nobody to meet."""
+  """Initializes Pathways, where a single process drives all hosts."""
   if importlib.util.find_spec('pathwaysutils') is None:
     raise errors.InputError('JAX_PLATFORMS=proxy asks for Pathways: pip install pathwaysutils')
   import pathwaysutils
@@ -106,10 +106,11 @@ def _connect_pathways():
 
 @contextlib.contextmanager
 def _names_absent(address: str, seconds: int):
-  """Who does not come is named: JAX ends this process, with a page of text.
+  """Names the processes that do not connect, in place of JAX's page of text.
 
-  The service knows the names, and says them if it gives up before the others
-  do. What JAX writes meanwhile is kept, and shown unless it is understood.
+  JAX ends this process when it gives up. Its service prints the missing
+  processes if it gives up before the clients do. Standard error is kept
+  meanwhile, and shown unless it is understood.
   """
   service = distributed._jax
   make, stderr = service.get_distributed_runtime_service, os.dup(2)

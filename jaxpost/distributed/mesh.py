@@ -1,8 +1,8 @@
 """Meshes, and the one place where logical axes become mesh axes.
 
 A parameter or activation names its dimensions ('embed', 'heads', ...); a
-phase (train, rollout, score) has a mesh and a dict of rules. `Layout` joins
-the two. What design documents call pjit is `jax.jit` with shardings.
+phase (train, rollout, score) has a mesh and a dict of rules from logical to
+mesh axes. A `Layout` joins the two.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ BATCH_AXES = ('data', 'fsdp', 'expert')
 
 # Training gathers each layer's weights over fsdp when it is used; sampling
 # would pay that at every token, so there weights are split over tensor only.
-# Experts stay where they are in both: tokens travel to them (`models/moe.py`).
-# What is no expert is split over that axis as it is over fsdp.
+# Experts stay where they are in both: tokens are dispatched to them
+# (models/moe.py). All other parameters are split over that axis as over fsdp.
 RULES = {
   'train': {
     'batch': BATCH_AXES,
@@ -83,11 +83,12 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
 
 
 class TiedWeight(NamedTuple):
-  """What stands for a parameter that a program reads in two places.
+  """A parameter that a program uses in two places, such as a tied embedding.
 
-  value: the parameter in the type of products, gathered; it has no gradient.
-  sums: [n, ...], which nobody reads. Its gradient is that of the parameter, in
-    parts: both readers' are added up before they are sent.
+  value: the parameter, gathered and in the compute type; it has no gradient.
+  sums: [n, ...], never read. Its gradient is that of the parameter, one part
+    per device: the gradients of both uses are added before they are reduced
+    across devices.
   """
 
   value: jax.Array
@@ -97,7 +98,7 @@ class TiedWeight(NamedTuple):
   dtype = property(lambda self: self.sums.dtype)
 
   def astype(self, dtype):
-    del dtype  # which it has
+    del dtype  # `value` is in the compute type already
     return self.value
 
 
@@ -142,16 +143,16 @@ class Layout:
     return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
   def of_tokens(self, shape) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """(the partition of tokens [B, T], the mesh axes that have a part in it)"""
+    """(partition of an array of tokens [B, T, ...], the mesh axes that it is split over)."""
     rows = self.spec(('batch', 'time'), shape)
     return rows, tuple(a for part in rows for a in axes_of(part))
 
   def sum_over_tokens(self, fn, tokens, *axes, of=None):
-    """fn(*tokens), a sum over tokens, kept in parts.
+    """fn(*tokens), a sum over tokens, reduced to the shards of its layout.
 
-    Each device sums over its own, then who keeps a part sums that (`reduced`).
-    The partitioner would sum all of it everywhere, or move the activations of
-    rows that are split over `context`.
+    Each device sums over its own tokens, then a reduce-scatter adds the parts
+    (`reduced`). XLA's partitioner would all-reduce the whole sum, or move the
+    activations of rows that are split over `context`.
 
     Args:
       fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
@@ -178,7 +179,7 @@ class Layout:
     return TiedWeight(None, sums) if shared else self.reduced(sums, axes, over)
 
   def reduced(self, sums, axes, over):
-    """[n, ...] on as many devices -> their sum, each part by who keeps it.
+    """Sums [n, ...] over n devices, by a reduce-scatter to the shards of the layout.
 
     Args:
       sums: split over the mesh axes `over` in their first dimension.
@@ -223,8 +224,14 @@ def make_layout(
 ) -> Layout:
   """The layout that `config.mesh.<phase>` describes, over all devices.
 
-  `beside` is a layout on the same devices whose order is kept: a jitted
-  reshard refuses another one. `arrange` orders the devices for a new one.
+  Args:
+    text: sizes of the mesh axes, as in 'fsdp=-1,tensor=2'.
+    phase: 'train', 'rollout' or 'score', which chooses the rules.
+    key: the config field, for errors.
+    devices: all of them; None takes `jax.devices()`.
+    beside: a layout on the same devices, whose order is kept, as a jitted
+      reshard needs.
+    arrange: (devices, shape) -> the devices in mesh order.
   """
   if beside is not None:
     devices = list(beside.mesh.devices.flat)

@@ -1,11 +1,7 @@
-"""Meshes of the phases: on the same devices, or on devices of their own.
+"""Meshes of the phases (train, rollout, score), and the order of devices in them.
 
-A phase that has devices of its own takes the last ones; training has what is
-left. Weights cross over a `Bridge`: a program lays them out on the training
-devices as the other mesh wants them, then each shard is copied to the device
-that wants it, inside of a process or from one process to another.
-
-The order of devices in a mesh, for the network that joins them.
+Phases share all devices, or a phase has devices of its own: the last ones.
+Training has what is left.
 """
 
 import collections
@@ -15,27 +11,35 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
-from jaxpost.distributed import phases
 from jaxpost.distributed.mesh import AXES, Layout, make_layout
 from jaxpost.errors import InputError
 
 
 def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
-  """{'train', 'rollout', 'score'}, of `config.mesh`."""
+  """The layout of each phase: {'train', 'rollout', 'score'}.
+
+  Args:
+    mesh: `config.mesh`.
+    row_length: tokens of a training row, which a context axis has to divide.
+    devices: all of them; None takes `jax.devices()`.
+
+  Raises:
+    InputError: a mesh does not fit its devices.
+  """
   every = list(jax.devices() if devices is None else devices)
-  own = mesh.rollout_devices + mesh.score_devices
-  if own >= len(every):
+  separate = mesh.rollout_devices + mesh.score_devices
+  if separate >= len(every):
     raise InputError(
-      f'config.mesh.rollout_devices, score_devices: {own} of {len(every)} device(s) leave none to train on'
+      f'config.mesh.rollout_devices, score_devices: {separate} of {len(every)} device(s) leave none to train on'
     )
-  left = len(every) - own
-  train = make_layout(mesh.train, 'train', devices=every[:left] if own else devices, arrange=phases.arrange)
+  left = len(every) - separate
+  train = make_layout(mesh.train, 'train', devices=every[:left] if separate else devices, arrange=arrange)
   after = left + mesh.score_devices
 
-  def other(text, phase, key, mine):
-    return make_layout(
-      text, phase, key, mine or None, arrange=(phases.arrange if mine else None), beside=None if mine else train
-    )
+  def other(text, phase, key, separate_devices):
+    if separate_devices:
+      return make_layout(text, phase, key, separate_devices, arrange=arrange)
+    return make_layout(text, phase, key, beside=train)
 
   out = dict(
     train=train,
@@ -54,19 +58,26 @@ def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
   return out
 
 
-def lanes(layouts: dict[str, Layout]) -> dict:
-  """Phase of a step -> name of the devices that it keeps busy."""
-  same = lambda name: layouts[name].mesh.devices.flat[0] == (layouts['train'].mesh.devices.flat[0])
+def lanes(layouts: dict[str, Layout]) -> dict[str, str]:
+  """{phase of a step: lane of the timeline}: phases on the same devices share a lane."""
+
+  def same(name):
+    return layouts[name].mesh.devices.flat[0] == layouts['train'].mesh.devices.flat[0]
+
   train = 'devices' if same('rollout') and same('score') else 'train'
   rollout = train if same('rollout') else 'rollout'
   return {'update': train, 'score': train if same('score') else 'score', 'sample': rollout, 'reshard': 'weights'}
 
 
 def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
-  """Devices in the order that suits their network: near ones on inner axes.
+  """The devices as an array of `shape`, ordered for their network: neighbors on inner axes.
 
-  The outermost axis that the number of slices divides crosses their slow
-  network, the others stay inside of one.
+  Where there are several TPU slices, the outermost axis that their number
+  divides crosses the slow network between them; the others stay inside a slice.
+
+  Raises:
+    InputError: no axis is a multiple of the number of slices, or devices are
+      missing inside a slice.
   """
   if devices[0].platform != 'tpu':  # hosts follow each other
     return np.array(devices).reshape(shape)

@@ -18,30 +18,29 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 
-_COPIES = 'copies'
-
-
-# Axes of a sampling mesh over which weights are whole.
+_COPIES = 'copies'  # mesh axis of a bridge's source: equal copies of the target's shards
+# Mesh axes of a sampling mesh over which weights are replicated.
 WHOLE = ('data', 'fsdp')
 
 
 @dataclasses.dataclass(frozen=True)
 class Bridge:
-  """From training devices to a sampling mesh of others.
+  """Copies weights from the training devices to a sampling mesh of other devices.
 
-  source: the training devices, as several copies of one part of the target.
-  target: where arrays arrive.
+  source: a layout of the training devices whose shards are those of the target,
+    in one or more copies.
+  target: the layout that arrays arrive in.
   """
 
   source: Layout
   target: Layout
 
   def arriving(self, tree):
-    """What `__call__` returns, described."""
+    """Shapes, types and shardings of what `__call__` returns."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), tree)
 
   def __call__(self, tree):
-    """Arrays in `source`, as a program has left them, in `target`."""
+    """The arrays of `tree`, which are in the `source` layout, in the `target` layout."""
     leaves, treedef = jax.tree.flatten(tree)
     parts = _parts(self.target.mesh, WHOLE)
     copies = _parts(self.source.mesh, (_COPIES,))
@@ -55,12 +54,14 @@ class Bridge:
 
 
 def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
-  """None where both have the same devices.
+  """The bridge from `train` to `target`; None where both have the same devices.
 
-  `key` names the config field of the target's mesh, in errors.
+  Raises:
+    InputError: the training devices are no multiple of a replica of the target;
+      `key` names the config field of its mesh.
   """
-  ours, theirs = (set(x.mesh.devices.flat) for x in (train, target))
-  if ours == theirs:
+  ours = set(train.mesh.devices.flat)
+  if ours == set(target.mesh.devices.flat):
     return None
   part = _parts(target.mesh, WHOLE)[0]
   copies, left = divmod(len(ours), part.size)
@@ -79,7 +80,7 @@ def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
 
 
 def _parts(mesh: Mesh, axes) -> list[Mesh]:
-  """Meshes of the same axes, `axes` of size 1, that make up the mesh."""
+  """The replicas of a mesh: meshes with the same axis names in which `axes` have size 1."""
   names = mesh.axis_names
   inner = tuple(1 if n in axes else mesh.shape[n] for n in names)
   order = [i for i, n in enumerate(names) if n in axes] + [i for i, n in enumerate(names) if n not in axes]
@@ -99,7 +100,7 @@ def copy(arrays: list, source: Mesh, target: Mesh) -> list:
     return jax.device_put(here, there)
   if owners(source.devices.flat) != owners(target.devices.flat):
     sent = jax.device_put(here, there)  # all of them together
-    coordination.all_gather(None)  # nobody leaves while others still ask for it
+    coordination.all_gather(None)  # a sender must stay until all receivers have read
     return sent
   pair = dict(zip(source.devices.flat, target.devices.flat))
   if any(a.process_index != b.process_index for a, b in pair.items()):
@@ -116,22 +117,22 @@ def copy(arrays: list, source: Mesh, target: Mesh) -> list:
 
 
 def _whole(shape, dtype, sharding: NamedSharding, arrays: list):
-  """One array of the shards that `arrays` have on its devices."""
+  """One array made of the shards that `arrays` hold on the devices of `sharding`."""
   local = sharding.mesh.local_devices
   shards = {s.device: s.data for x in arrays for s in x.addressable_shards if s.device in local}
   return jax.make_array_from_single_device_arrays(shape, sharding, [shards[d] for d in local], dtype=dtype)
 
 
 def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...], rows: NamedSharding, row: int, moves: tuple):
-  """`x` with pieces from `at` on in each shard; None: zeros of this shape.
+  """`x` with `piece` written at offset `at` of each shard; an `x` of None is zeros of `shape`.
 
   Args:
-    piece: sharded by `rows`; its dimensions from `row` on may be one.
-    at: [dimensions] int32.
-    moves: ((dimension or None, axes), ...): mesh axes that split `row` of
-      pieces, and of `x` that dimension or none.
+    piece: sharded by `rows`; its dimensions from `row` on may be flattened to one.
+    at: [dimensions] int32, the offset inside a shard.
+    moves: ((dimension or None, axes), ...): mesh axes that split dimension
+      `row` of pieces, and in `x` split `dimension`, or nothing.
   """
-  # XLA:CPU would widen all of a bfloat16 x: bits stay what they are.
+  # As bits, since XLA:CPU would convert all of a bfloat16 x to float32.
   bits = lambda x, to: x if x.dtype.itemsize != 2 else (jax.lax.bitcast_convert_type(x, to))
 
   def local(x, piece, at):
@@ -154,9 +155,9 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...], rows: N
 
 
 def relabelled(x, sharding):
-  """The same buffers with an equivalent sharding, of another mesh or spelling.
+  """The buffers of `x` under an equivalent sharding, of another mesh or spelling.
 
-  Programs with a kernel that is partitioned by its own rules (cuDNN) take
+  Programs with a kernel that brings partitioning rules of its own (cuDNN) take
   arrays of one mesh only.
   """
   if x.sharding == sharding:
@@ -169,15 +170,15 @@ def relabelled(x, sharding):
 
 
 def owners(devices) -> list[int]:
-  """The processes that have some of these devices."""
+  """Indices of the processes that have some of these devices, in order."""
   return sorted({d.process_index for d in devices})
 
 
 def to_host(tree: Mapping | object, share=True):
-  """Device arrays -> numpy, also when other processes hold some shards.
+  """Device arrays as numpy arrays, also where other processes hold some shards.
 
-  With `share` every process calls this and gets them, also those that have
-  none of the devices; without, those that have some.
+  With `share` every process calls this and gets the arrays, even without one
+  of their devices; otherwise only the processes that have some of them.
   """
   leaves, treedef = jax.tree.flatten(tree)
   found, few = list(leaves), {}
@@ -215,6 +216,6 @@ def _fetch(x: jax.Array) -> np.ndarray:
 def move(layout: Layout, tree, *axes):
   """Device arrays in `layout`; those that are in it already stay as they are."""
   leaves = jax.tree.leaves(tree)
-  if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != (set(layout.mesh.devices.flat)):
+  if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != set(layout.mesh.devices.flat):
     return layout.put(to_host(tree), *axes)
   return jax.tree.map(lambda x: jax.device_put(x, layout.sharding(axes[: x.ndim], x.shape)), tree)

@@ -1,11 +1,12 @@
 """Ends a run in which a process hangs or dies, and says which one and where.
 
-Each process tells JAX's coordination service every second what it does. Who
-is not heard of any more is gone; who takes too long for a step is stuck. JAX
-notices the dead by itself, but never the stuck, and names neither.
+Each process sends a heartbeat to JAX's coordination service every second, with
+the operation that it is in. A process without heartbeats is gone; one whose
+operation takes too long is stuck. JAX itself notices dead processes but never
+stuck ones, and names neither.
 
-  begin('step 3 of sft', 60.0)   the main thread: this takes at most a minute
-  rest()                         nothing is due
+  start_operation('step 3 of sft', 60.0)   the main thread: at most a minute
+  pause()                                  no operation is timed
 """
 
 import contextlib
@@ -20,11 +21,13 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
-BEAT_S = 1.0  # between two words of a process
+HEARTBEAT_S = 1.0  # interval between two heartbeats of a process
 _ROOT = 'jaxpost/beat/'
-_QUICK = 3  # beats without a word: gone, where something has failed already
-_BACKSTOP_S = 4.5  # later Python is not asked any more: it may be what hangs
+_QUICK = 3  # missed heartbeats: gone, where another failure is known already
+_BACKSTOP_S = 4.5  # then faulthandler ends the process: Python itself may hang
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
   '<',
@@ -32,7 +35,7 @@ _LIBRARIES = (
   sysconfig.get_path('purelib') + os.sep,
   sysconfig.get_path('platlib') + os.sep,
 )
-# Where this library itself waits for other processes and for devices.
+# Modules in which this library waits for other processes and for devices.
 _WAITING = (
   f'{_HERE}distributed{os.sep}coordination.py',
   f'{_HERE}distributed{os.sep}transfer.py',
@@ -42,82 +45,110 @@ _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
 
 
 class _State:
-  """Of this process; the main thread and the watching one share it."""
+  """State of the watchdog, shared by the main thread and the watching thread.
 
-  doing, since, limit = 'the start', 0.0, 0.0
-  client = failure = thread = None
-  index, count, heartbeat = 0, 1, 0.0
-  said, missed, beat = {}, {}, 0  # by process: its last word; beats without
+  operation, since, limit: what the main thread is in, its start by the
+    monotonic clock, and the seconds it may take (0: any).
+  client: JAX's coordination service; None in a run of one process.
+  failure: () -> the exception that another process ended with, or None.
+  index, count: of this process, and how many there are.
+  timeout: seconds without heartbeats after which a process is gone.
+  last: {process: its last heartbeat}; missed: {process: heartbeats since}.
+  sent: heartbeats sent so far. left: set once this process ends normally.
+  """
+
+  operation = 'the start'
+  since = 0.0
+  limit = 0.0
+  client: Any = None
+  failure: Callable[[], Exception | None] | None = None
+  thread: threading.Thread | None = None
+  index = 0
+  count = 1
+  timeout = 0.0
+  last: dict[int, dict] = {}
+  missed: dict[int, int] = {}
+  sent = 0
   left = threading.Event()
 
 
-def begin(doing: str, limit_s: float):
-  """What this process does from now on, and how long it may take; 0: any."""
-  _State.doing, _State.since, _State.limit = doing, time.monotonic(), limit_s
+def start_operation(operation: str, limit_s: float) -> None:
+  """Names what the main thread does from now on; the run ends after `limit_s` of it (0: never)."""
+  _State.operation = operation
+  _State.since = time.monotonic()
+  _State.limit = limit_s
   faulthandler.cancel_dump_traceback_later()
   if limit_s:
     _start()
     faulthandler.dump_traceback_later(limit_s + _BACKSTOP_S, exit=True, file=sys.__stderr__)
 
 
-def rest():
-  """Nothing is due until the next `begin`."""
+def pause() -> None:
+  """Stops timing, until the next `start_operation`."""
   _State.limit = 0.0
   faulthandler.cancel_dump_traceback_later()
 
 
-def join(client, index: int, count: int, heartbeat_s: float, failure):
-  """Watches the other processes, too.
+def watch_peers(client: Any, index: int, count: int, timeout_s: float, failure: Callable[[], Exception | None]) -> None:
+  """Exchanges heartbeats with the other processes from now on.
 
   Args:
-    client: of JAX's coordination service.
+    client: JAX's coordination service.
+    index: of this process; count: of all processes.
+    timeout_s: without heartbeats for so long, a process is gone.
     failure: () -> the exception that another process ended with, or None.
   """
-  _State.client, _State.failure = client, failure
-  _State.index, _State.count, _State.heartbeat = index, count, heartbeat_s
+  _State.client = client
+  _State.failure = failure
+  _State.index = index
+  _State.count = count
+  _State.timeout = timeout_s
   _State.missed = dict.fromkeys(range(count), 0)
   on_abort(lambda: gone(_QUICK) or _suspect())
   _start()
 
 
-def leave():
-  """The last word of a process that ends: nobody shall miss it."""
+def leave() -> None:
+  """Sends a final heartbeat, so that peers do not report this process as dead."""
   import jax
 
   if _State.client is not None and not _State.left.is_set():
     _State.left.set()
-    _State.thread.join(2 * BEAT_S)
+    _State.thread.join(2 * HEARTBEAT_S)
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has gone
-      _say({'left': True})
+      _send({'left': True})
 
 
 def gone(beats: int) -> str:
-  """Who was not heard of for some beats, in words; '' if all were."""
+  """Names a process that has missed `beats` heartbeats, in a sentence; '' if there is none."""
   for i, missed in sorted(_State.missed.items()):
     if i != _State.index and missed >= beats:
-      said = _State.said.get(i)
-      return f'{_name(i)} is gone: not heard of for {missed * BEAT_S:.0f} s' + (
-        f'; it was in {said["doing"]}, at {said["at"]}' if said else ''
-      )
+      last = _State.last.get(i)
+      was_in = f'; it was in {last["doing"]}, at {last["at"]}' if last else ''
+      return f'{_name(i)} is gone: not heard of for {missed * HEARTBEAT_S:.0f} s{was_in}'
   return ''
 
 
 def who_is_gone() -> str:
-  """As `gone`, for who has lost a connection: waits until the beats tell."""
-  end = time.monotonic() + (_QUICK + 2) * BEAT_S
+  """Names the process behind a lost connection; waits until heartbeats are missed.
+
+  '' if none is gone, or if another process failed with an error of its own.
+  """
+  end = time.monotonic() + (_QUICK + 2) * HEARTBEAT_S
   while time.monotonic() < end:
     if text := gone(_QUICK):
       return text
     if _State.failure and _State.failure():
       return ''
-    time.sleep(BEAT_S / 5)
+    time.sleep(HEARTBEAT_S / 5)
   return ''
 
 
 def place() -> tuple[str, bool]:
   """('FILE:LINE in FUNCTION' of the main thread, whether it waits for JAX).
 
-  Where it waits for a thread that runs code of the user (a reward), there.
+  Where it waits for a thread that runs a user's code (a reward), the place in
+  that thread.
   """
   frames = sys._current_frames()
   inner, waits = _own(frames.pop(threading.main_thread().ident, None))
@@ -133,7 +164,7 @@ def place() -> tuple[str, bool]:
 
 
 def _own(frame):
-  """The innermost frame that is of no library, and whether JAX is in it."""
+  """(innermost frame outside of installed libraries, whether a frame of JAX is below it)."""
   waits = False
   while frame and _of_library(frame.f_code.co_filename):
     waits |= any(part in frame.f_code.co_filename for part in _JAX)
@@ -145,7 +176,7 @@ def _of_library(file: str) -> bool:
   return file.startswith(_LIBRARIES) and not file.startswith(_HERE)
 
 
-# ------------------------------------------------------------ the other thread
+# --------------------------------------------------------- the watching thread
 
 
 def _start():
@@ -156,15 +187,15 @@ def _start():
 
 def _watch():
   failed = 0
-  while not _State.left.wait(BEAT_S):
+  while not _State.left.wait(HEARTBEAT_S):
     if _State.limit and time.monotonic() - _State.since > _State.limit:
       _end(_late())
     if _State.client is None:
       continue
     _exchange()
-    if text := gone(max(_QUICK, round(_State.heartbeat / BEAT_S))):
+    if text := gone(max(_QUICK, round(_State.timeout / HEARTBEAT_S))):
       _end(text)
-    # Who waits for a device does not hear that another process has failed.
+    # A main thread that waits for a device cannot see that another process failed.
     failure = _State.limit and _State.failure()
     failed = failed + 1 if failure else 0
     if failed >= 2 * _QUICK:
@@ -172,51 +203,55 @@ def _watch():
 
 
 def _exchange():
-  """Says what this process does, hears what the others do."""
+  """Sends this process's heartbeat and reads those of the others."""
   import jax
 
   at, waits = place()
-  _State.beat += 1
+  _State.sent += 1
   try:
-    _say(dict(beat=_State.beat, host=socket.gethostname(), pid=os.getpid(), doing=_State.doing, at=at, waits=waits))
+    _send(
+      dict(beat=_State.sent, host=socket.gethostname(), pid=os.getpid(), doing=_State.operation, at=at, waits=waits)
+    )
     found = {int(key.removeprefix(_ROOT)): json.loads(text) for key, text in _State.client.key_value_dir_get(_ROOT)}
   except jax.errors.JaxRuntimeError:  # the service is part of process 0
-    found = {i: said for i, said in _State.said.items() if i}
+    found = {i: last for i, last in _State.last.items() if i}
   for i in _State.missed:
-    said = found.get(i)
-    new = said and (said.get('left') or said != _State.said.get(i))
-    # Beats of our own, not seconds: who slept himself missed nobody.
+    last = found.get(i)
+    new = last and (last.get('left') or last != _State.last.get(i))
+    # Counted in heartbeats of this process, not in seconds: a process that was
+    # itself suspended has not waited for the others meanwhile.
     _State.missed[i] = 0 if new else _State.missed[i] + 1
-    if said:
-      _State.said[i] = _State.said.get(i, {}) | said
+    if last:
+      _State.last[i] = _State.last.get(i, {}) | last
 
 
-def _say(word: dict):
-  _State.client.key_value_set(f'{_ROOT}{_State.index}', json.dumps(word), allow_overwrite=True)
+def _send(heartbeat: dict):
+  _State.client.key_value_set(f'{_ROOT}{_State.index}', json.dumps(heartbeat), allow_overwrite=True)
 
 
 def _name(i: int) -> str:
-  said = _State.said.get(i, {})
-  return f'process {i}' + (f' on {said["host"]} (pid {said["pid"]})' if 'host' in said else '')
+  last = _State.last.get(i, {})
+  return f'process {i}' + (f' on {last["host"]} (pid {last["pid"]})' if 'host' in last else '')
 
 
 def _late() -> str:
-  """Why this process is late: it is stuck, or waits for who is."""
+  """Why this process is late: it is stuck itself, or waits for a process that is."""
   at, waits = place()
-  doing = _State.doing
+  operation = _State.operation
   limit = f'for more than {_State.limit:g} s (config.log.watchdog_s)'
   if _State.client is not None:
-    # The others find the same: with process 0 the service would go, too.
+    # The others come to the same end: give them time to read this heartbeat,
+    # as the service ends with process 0.
     _exchange()
-    time.sleep((1.5 if waits else 0.5) * BEAT_S)
+    time.sleep((1.5 if waits else 0.5) * HEARTBEAT_S)
   if not waits:
-    return f'{_me()} is stuck in {doing}, at {at}, {limit}'
+    return f'{_me()} is stuck in {operation}, at {at}, {limit}'
   stuck = [
-    f'{_name(i)}, which is stuck in {said["doing"]}, at {said["at"]}'
-    for i, said in _State.said.items()
-    if i != _State.index and not said.get('waits', True)
+    f'{_name(i)}, which is stuck in {last["doing"]}, at {last["at"]}'
+    for i, last in _State.last.items()
+    if i != _State.index and not last.get('waits', True)
   ]
-  return f'{_me()} waits in {doing} for ' + ('; '.join(stuck) or f'its devices, at {at},') + f' {limit}'
+  return f'{_me()} waits in {operation} for ' + ('; '.join(stuck) or f'its devices, at {at},') + f' {limit}'
 
 
 def _me() -> str:
@@ -224,17 +259,20 @@ def _me() -> str:
 
 
 def _suspect() -> str:
-  """When JAX ends this process: it was told of a death, or lost process 0."""
+  """Why JAX ends this process: another one died, or the service of process 0 is gone."""
   at, waits = place()
   if not waits:
-    return f'{_me()} is stuck in {_State.doing}, at {at}; another one gave up'
+    return f'{_me()} is stuck in {_State.operation}, at {at}; another one gave up'
   return (
-    f'{_me()} ends in {_State.doing}: {_name(0) if _State.index else "another process"} is gone (JAX says so above)'
+    f'{_me()} ends in {_State.operation}: {_name(0) if _State.index else "another process"} is gone (JAX says so above)'
   )
 
 
 def _end(text: str, code: int = 1, stacks: bool = True):
-  """The line, the stacks, and the end: nobody could take an exception here."""
+  """Prints the reason and all stacks, then ends the process.
+
+  In the watching thread an exception would reach no caller.
+  """
   os.write(2, f'jaxpost: {text}\n'.encode())
   if stacks:
     faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
@@ -246,17 +284,18 @@ def _libc():
   return ctypes.CDLL(None)
 
 
-def on_abort(explain, stacks: bool = True):
-  """JAX ends a process by abort() when it hears of a death; says why first.
+def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
+  """Prints `explain()` before JAX ends this process by abort(), as it does when another one died.
 
-  Its own callback cannot be used: it takes no Python function (std::bad_cast).
-  A deadlock here (who aborts waits for Python) ends with `begin`'s limit.
+  JAX's own callback cannot be used: it takes no Python function
+  (std::bad_cast). Should the aborting thread deadlock with Python here, the
+  limit of `start_operation` ends the process.
   """
 
-  def last_words(number):
-    del number
+  def print_reason(signal_number):
+    del signal_number
     _end(explain(), stacks=stacks)
 
-  handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(last_words)
+  handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(print_reason)
   on_abort.keep = handler  # as long as the process lives
   _libc().signal(signal.SIGABRT, handler)

@@ -1,8 +1,8 @@
-"""What the processes of a run tell each other as they go: metrics of hosts.
+"""Cross-host health: stragglers and replica consistency.
 
-Who holds back the others shows in the time that a process spends on neither
-devices nor waiting: reading data, grading, packing, garbage collection. What
-must be equal everywhere, the replicas of parameters, is compared bit by bit.
+A straggler shows in the time that a process spends neither on devices nor on
+waiting: reading data, grading, packing, garbage collection. Replicas of
+parameters, which must be equal on all devices, are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -23,29 +23,34 @@ if TYPE_CHECKING:
   from jaxpost.programs.compile import Ledger
   from jaxpost.roles import Roles
 
-# Phases in which the host waits for devices, and so for all hosts.
+# Phases in which a host waits for devices, and with them for all hosts.
 _DEVICES = ('update', 'sample', 'reshard', 'score', 'eval', 'wait')
-_SHOW = 0.1  # share of a step by which the slowest has to be behind
+_STRAGGLES = 0.1  # share of a step by which the slowest process is behind
 
 
 @dataclasses.dataclass
-class Peers:
-  """Asked each step, speaks every `every` steps; the same on all processes.
+class HostHealth:
+  """Compares the hosts of a run every `every` steps, with equal results on all.
 
-  digests: {role: programs.replicas.make_digest}.
+  digests: {role: program that hashes its parameters per device}.
   note: (text) -> prints it for people.
   """
 
   every: int
   digests: dict
   note: Callable
-  _own: float = 0.0  # seconds since the last word, and of how many steps
-  _step: float = 0.0
+  # Sums over the steps since the last comparison:
+  _host_s: float = 0.0  # seconds of this host's own work
+  _step_s: float = 0.0  # seconds in all
   _steps: int = 0
-  _waited: float = 0.0
+  _waited_s: float = 0.0  # seconds waited for other processes since the start
 
   def begin(self, step: int, roles: Roles):
-    """After an update was dispatched; what `finish` takes a step later."""
+    """Starts hashing the replicas after an update was dispatched.
+
+    Returns the pending digests, which `finish` takes one step later, or None
+    in steps without a comparison.
+    """
     if step % self.every:
       return None
     found = {}
@@ -59,15 +64,15 @@ class Peers:
     return found
 
   def finish(self, pending, times: dict) -> dict:
-    """More of the row of that step.
+    """Metrics of the step whose pending digests these are.
 
     Raises:
       RuntimeError: replicas differ; names parameter, device and process.
     """
-    waited = coordination.seconds_waited() - self._waited
-    self._own += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
-    self._step, self._steps = self._step + times['time/step'], self._steps + 1
-    self._waited += waited
+    waited = coordination.seconds_waited() - self._waited_s
+    self._host_s += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
+    self._step_s, self._steps = self._step_s + times['time/step'], self._steps + 1
+    self._waited_s += waited
     if pending is None:
       return {}
     row = self._speed()
@@ -80,16 +85,18 @@ class Peers:
     return row
 
   def _speed(self) -> dict:
-    hosts, own = zip(*coordination.all_gather([socket.gethostname(), self._own / self._steps]))
-    step = self._step / self._steps
+    """How far the slowest process is behind the median."""
+    hosts, own = zip(*coordination.all_gather([socket.gethostname(), self._host_s / self._steps]))
+    step = self._step_s / self._steps
     slowest = own.index(max(own))
     skew = max(own) - statistics.median_low(own)
-    if skew > _SHOW * step:
+    if skew > _STRAGGLES * step:
       self.note(
         f'process {slowest} on {hosts[slowest]} is the slowest: it works '
         f'{skew:.3f} s a step longer than the others, of {step:.3f} s'
       )
-    self._own = self._step = self._steps = 0
+    self._host_s = self._step_s = 0.0
+    self._steps = 0
     return {'time/host_skew': skew, 'time/slowest_process': slowest}
 
   def _stop(self, wrong: list):
@@ -104,11 +111,11 @@ class Peers:
     )
 
 
-def make_peers(roles: Roles, every: int, ledger: Ledger, note: Callable):
-  """Those of a run, with the programs that they need."""
+def make_host_health(roles: Roles, every: int, ledger: Ledger, note: Callable) -> HostHealth:
+  """Creates the health check and compiles its digest programs."""
   digests = {}
   for name, role in roles.trainable.items():
     params = role.state.params
     digests[name] = replicas.make_digest(jax.tree.map(lambda x: x.sharding, params), ledger)
     digests[name].compile(params)
-  return Peers(every, digests, note)
+  return HostHealth(every, digests, note)

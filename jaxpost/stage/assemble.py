@@ -91,7 +91,7 @@ def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
 
 def begin_step(p: Prepared, timeline: Timeline, trace, step: int):
   timeline.flush()
-  watchdog.begin(f'step {step} of {p.name}', p.config.log.watchdog_s)
+  watchdog.start_operation(f'step {step} of {p.name}', p.config.log.watchdog_s)
   trace.at(step)
 
 
@@ -99,9 +99,9 @@ def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
   """What processes say to each other on the way; one has nobody to tell."""
   if coordination.process_count() == 1:
     return None
-  from jaxpost.monitor.host_health import make_peers
+  from jaxpost.monitor.host_health import make_host_health
 
-  return make_peers(roles, kit.config.log.every, kit.ledger, writer.note)
+  return make_host_health(roles, kit.config.log.every, kit.ledger, writer.note)
 
 
 def make_rollout_saver(stage: str, workdir, every: int):
