@@ -58,7 +58,8 @@ def weights_of(config) -> tuple:
 
 
 def reads_reference(config) -> bool:
-  return any(LOSSES[name].needs_reference for name in config.preference.losses)
+  """Whether a loss reads the reference; those of other methods (KTO) all do."""
+  return any(name not in LOSSES or LOSSES[name].needs_reference for name in config.preference.losses)
 
 
 def objective(config) -> Objective:
