@@ -1,6 +1,9 @@
-"""What every test runs under: CPU, no network, a compile cache, shared data.
+"""Settings of all tests: CPU, no network, a compile cache, shared data.
 
-`--long` (or CI=true) also runs the tests marked `long`.
+`pytest` alone runs what ends in minutes and covers every room. `--long` (or
+CI=true) runs everything: also the tests marked `long`, and those that
+tests/slow.txt lists because they were measured to be slow. A test marked `core`
+always runs.
 """
 
 import os
@@ -9,14 +12,16 @@ import pathlib
 import pytest
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
+SLOW = pathlib.Path(__file__).with_name('slow.txt')
 CACHE = pathlib.Path.home() / '.cache' / 'jaxpost' / 'test-xla'
 
 # Before anything imports jax or transformers; subprocesses inherit them.
 for _name, _value in {
   'JAX_PLATFORMS': 'cpu',
-  # Reruns find their programs here: most of a test's time is compilation.
+  # Programs are compiled once: most of a test's time is compilation, and many
+  # tests share small programs.
   'JAX_COMPILATION_CACHE_DIR': str(CACHE),
-  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.5',
+  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
   'HF_HUB_OFFLINE': '1',
   'HF_DATASETS_OFFLINE': '1',
   'TRANSFORMERS_VERBOSITY': 'error',
@@ -26,16 +31,23 @@ for _name, _value in {
 
 
 def pytest_addoption(parser):
-  parser.addoption('--long', action='store_true', help='also run the tests marked long')
+  parser.addoption('--long', action='store_true', help='also run the tests that take long')
 
 
 def pytest_collection_modifyitems(config, items):
   if config.getoption('--long') or os.environ.get('CI') == 'true':
     return
-  long = [item for item in items if item.get_closest_marker('long')]
+  slow = set(SLOW.read_text('utf-8').splitlines()) if SLOW.exists() else set()
+
+  def takes_long(item):
+    if item.get_closest_marker('core'):
+      return False
+    return item.get_closest_marker('long') is not None or item.nodeid in slow
+
+  long = [item for item in items if takes_long(item)]
   if long:
     config.hook.pytest_deselected(items=long)
-    items[:] = [item for item in items if item not in long]
+    items[:] = [item for item in items if not takes_long(item)]
 
 
 @pytest.fixture(scope='session')

@@ -102,6 +102,7 @@ def test_a_student_that_is_its_teacher_learns_nothing(small, tmp_path, over, bet
   assert rows[0]['grad_norm'] < 1e-4
 
 
+@pytest.mark.core
 def test_the_first_step_is_checked(small, big):
   same = config_lib.parse(settings(small, small))['distill']
   distill.check_first_step({'divergence': 1e-7}, same)

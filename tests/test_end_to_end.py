@@ -43,6 +43,7 @@ def rows(workdir, split='train', stage=None):
   ]
 
 
+@pytest.mark.core
 def test_overfits_one_batch(tmp_path):
   """Nothing is left to learn: each text follows from its first letter."""
   texts = ['abcabdac', 'bafgeade', 'cbafdegc', 'dcbabcef']
@@ -95,6 +96,7 @@ def test_reward_of_this_process_is_announced(rising):
   assert [h for h in heard if 'low_share runs inside this process' in h and 'cannot be killed' in h], heard
 
 
+@pytest.mark.core
 def test_what_a_run_leaves(rising):
   workdir, summary, _ = rising
   assert {p.name for p in workdir.iterdir()} == {

@@ -66,6 +66,7 @@ def rows(run):
   return metrics.read_rows(run / 'metrics.jsonl')
 
 
+@pytest.mark.core
 def test_the_sampler_is_the_policy(run):
   """Log-probs of the first step, of turns after tools, are the trainer's."""
   first = rows(run)[0]

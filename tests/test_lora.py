@@ -426,6 +426,7 @@ def test_only_adapters_are_trained_and_kept(base):
   assert all(np.any(p['b']) for p in policy.params['lora']['layers'].values())
 
 
+@pytest.mark.core
 def test_checkpoint_holds_no_base(trained):
   leaves = seal(trained, 'sft')['leaves']
   params = {k for k in leaves if k.startswith('policy/params/')}

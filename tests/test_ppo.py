@@ -379,6 +379,7 @@ def test_resume_is_bitwise(model, tmp_path, shared):
   assert len({r['kl_coef'] for r in one if r['split'] == 'train'}) > 2
 
 
+@pytest.mark.core
 def test_warm_up_trains_the_critic_only(model, tmp_path):
   """And starts it where critic.path says, at its own rate."""
   judge = model_lib.build(model_lib.with_scalar_head(hf.read_config(model)))

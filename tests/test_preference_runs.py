@@ -117,6 +117,7 @@ def test_what_is_kept_is_of_these_weights_and_data(model, tmp_path, monkeypatch)
     assert len(count) == new, (n, count)
 
 
+@pytest.mark.core
 def test_resume_is_bitwise(model, tmp_path):
   """Four steps, and two and two: rows and every bit of the state."""
   one = run(config_of(model, 'dpo'), tmp_path / 'one')

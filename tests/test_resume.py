@@ -361,6 +361,7 @@ def copy(workdir, target):
   return target
 
 
+@pytest.mark.core
 def test_more_steps_continue_a_finished_run(sft, model, tmp_path):
   config, _ = sft
   short = tiny.merged(config, dict(train=dict(steps=4)))

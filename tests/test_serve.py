@@ -87,6 +87,7 @@ def later(turns, tokens_a_turn=4):
   return follow
 
 
+@pytest.mark.core
 def test_turns_draw_what_one_long_sample_draws(engine):
   whole = serve(engine, requests())
   wanted = requests(max_tokens=4)
