@@ -122,7 +122,7 @@ def test_weights_and_numbers_of_any_batch(kind, seed):
   rng = np.random.default_rng(seed)
   examples, rows = random_rows(rng, kind)
   size = len(rows) + rng.integers(0, 3)
-  mask = packing.to_batch(rows, LENGTH, size, normalise=False).loss_weights
+  mask = packing.to_batch(rows, LENGTH, size, normalize=False).loss_weights
   trained = [e for e in examples if e.trained.any()]
   pairs = len(trained)
   sequences = pairs if kind == 'plain' else 2 * pairs
@@ -168,7 +168,7 @@ def test_the_first_token_of_a_segment_is_predicted_by_nothing():
   both = Example(
     np.arange(1, 7), np.ones(6, bool), np.array([0, 1, 2, 0, 1, 2]), segment_ids=np.array([1, 1, 1, 2, 2, 2])
   )
-  batch = packing.to_batch([[both]], 8, 1, normalise=False)
+  batch = packing.to_batch([[both]], 8, 1, normalize=False)
   assert batch.loss_weights[0].tolist() == [0, 1, 1, 0, 1, 1, 0, 0]
   assert both.trained.tolist() == [False, True, True, False, True, True]
 

@@ -1,8 +1,10 @@
-"""One document: tokens, what of them is trained, and how it may be cut.
+"""The `Example`: one document with its loss mask, and how it is cut to a length.
 
 T tokens of one document. A document may hold branches that share a prompt, or
-several segments that stand side by side; `types.Batch` tells what they mean.
+several segments side by side; `types.Batch` explains both.
 """
+
+from __future__ import annotations
 
 import dataclasses
 
@@ -23,19 +25,19 @@ class Example:
   segment_ids: np.ndarray | None = None  # [T] int32 from 1
   branch_ids: np.ndarray | None = None  # [T] int32, 0 is the shared prompt
   sequence_ids: np.ndarray | None = None  # [T] int32 from 1, 0 is none
-  arrays: dict = dataclasses.field(default_factory=dict)  # name -> [T, ...]
+  arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T, ...]
 
   @property
-  def trained(self):
-    """[T] bool: weight above 0, and a token to its left to predict it."""
+  def trained(self) -> np.ndarray:
+    """[T] bool: tokens with a weight above 0 and a token before them, which predicts them."""
     trained = np.asarray(self.loss_mask) > 0
     trained[:1] = False
     if self.segment_ids is not None:
       trained[1:] &= self.segment_ids[1:] == self.segment_ids[:-1]
     return trained
 
-  def cut(self, length):
-    """This document in `length` tokens, or None if its prompts leave no room.
+  def cut(self, length: int) -> Example | None:
+    """Returns this document in `length` tokens, or None if its prompts leave no room.
 
     A plain document loses its end. Of numbered sequences the longest loses
     its end until all fit, never a prompt; at least one token of each is
@@ -47,12 +49,13 @@ class Example:
       return self
     if self.sequence_ids is None:
       return self._at(np.arange(length), np.arange(length))
-    # A sequence's tokens, with what is not trained between them.
+    # From the first to the last token of each sequence; some between may be untrained.
     found = [np.flatnonzero(self.sequence_ids == n) for n in np.unique(self.sequence_ids) if n]
     spans = sorted((at[0], at[-1] + 1) for at in found)
-    sizes = _level([b - a for a, b in spans], total - length)
+    sizes = _shorten_longest([b - a for a, b in spans], total - length)
     if sizes is None:
       return None
+    # Numbers of the tokens whose positions and ids are kept, and of those whose content is.
     place, content, at = [], [], 0
     for (a, b), size in zip(spans, sizes):
       kept = np.arange(at, a + size)
@@ -65,27 +68,31 @@ class Example:
     content.append(np.arange(at, total))
     return self._at(np.concatenate(place), np.concatenate(content))
 
-  def _at(self, place, content):
-    """The tokens `content`, standing where the tokens `place` stand."""
-    take = lambda array, index: None if array is None else array[index]
+  def _at(self, place: np.ndarray, content: np.ndarray) -> Example:
+    """Returns the tokens numbered `content`, with the positions and ids of those numbered `place`."""
+
+    def take(array: np.ndarray | None, index: np.ndarray) -> np.ndarray | None:
+      return None if array is None else array[index]
+
     return Example(
-      self.tokens[content],
-      self.loss_mask[content],
-      take(self.positions, place),
-      take(self.segment_ids, place),
-      take(self.branch_ids, place),
-      take(self.sequence_ids, place),
-      {name: array[content] for name, array in self.arrays.items()},
+      tokens=self.tokens[content],
+      loss_mask=self.loss_mask[content],
+      positions=take(self.positions, place),
+      segment_ids=take(self.segment_ids, place),
+      branch_ids=take(self.branch_ids, place),
+      sequence_ids=take(self.sequence_ids, place),
+      arrays={name: array[content] for name, array in self.arrays.items()},
     )
 
 
-def _level(sizes, excess):
-  """`sizes` less `excess` in all, always from the largest; each at least 1."""
+def _shorten_longest(sizes: list[int], excess: int) -> list[int] | None:
+  """Takes `excess` in all from the largest sizes, leaving each at least 1; None if that is too much."""
   if sum(sizes) - len(sizes) < excess:
     return None
   rest = sum(sizes) - excess
-  out, left = [0] * len(sizes), len(sizes)
-  # The smallest first: what they do not use is shared by the larger.
+  out = [0] * len(sizes)
+  left = len(sizes)
+  # Smallest first: the room that they do not use is shared by the larger.
   for i in sorted(range(len(sizes)), key=lambda i: (sizes[i], -i)):
     out[i] = min(sizes[i], rest // left)
     rest -= out[i]

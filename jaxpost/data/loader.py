@@ -6,8 +6,12 @@ that stream; its packed rows are a pure function of w. So a position is
 (window, row), small and independent of batch size, processes and mesh.
 """
 
+from __future__ import annotations
+
 import queue
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import grain
 import jax
@@ -16,15 +20,23 @@ import numpy as np
 from jaxpost.data import packing as packing_lib
 from jaxpost.errors import InputError
 
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+  from jaxpost.types import Batch
+
+  PackedRow = list[tuple[int, Example]]  # (row of the data, its Example)
+
 _OVERLONG = ('truncate', 'drop', 'error')
 
 
-def order(num_rows, seed, shuffle=True, sizes=(), weights=()):
-  """The endless global order: `order(...)[i]` is the row of document i.
+def order(
+  num_rows: int, seed: int, shuffle: bool = True, sizes: Sequence[int] = (), weights: Sequence[float] = ()
+) -> grain.MapDataset:
+  """Returns the endless order of documents: entry i is the row of document i.
 
-  Every epoch holds each row once, in an order of its own. With `weights` the
-  sources, of `sizes` rows one after the other, are each endless in this way,
-  and mixed evenly, each with its share of the documents.
+  Every epoch holds each row once, in a new order. With `weights` there are
+  several sources, of `sizes` rows one after the other: each is endless in this way, and
+  they are mixed evenly, each with its share of the documents.
   """
   if num_rows < 1:
     raise InputError('the data holds no rows')
@@ -33,11 +45,12 @@ def order(num_rows, seed, shuffle=True, sizes=(), weights=()):
   if len(sizes) != len(weights) or sum(sizes) != num_rows:
     raise ValueError(f'{num_rows} rows are not {sizes}, of {len(weights)}')
   starts = np.append(0, np.cumsum(sizes)).tolist()
-  mixed = [_endless(a, b, (seed, n) if shuffle else None) for n, (a, b) in enumerate(zip(starts, starts[1:]))]
-  return grain.MapDataset.mix(mixed, weights=_shares(weights).tolist())
+  spans = zip(starts, starts[1:])
+  sources = [_endless(a, b, (seed, n) if shuffle else None) for n, (a, b) in enumerate(spans)]
+  return grain.MapDataset.mix(sources, weights=_shares(weights).tolist())
 
 
-def _endless(start, stop, seed):
+def _endless(start: int, stop: int, seed: int | tuple[int, int] | None) -> grain.MapDataset:
   rows = grain.MapDataset.range(start, stop)
   if seed is not None:
     # grain adds the epoch to the seed; spread, so that the second epoch of
@@ -47,12 +60,12 @@ def _endless(start, stop, seed):
   return rows.repeat()
 
 
-def _shares(weights):
+def _shares(weights: Sequence[float]) -> np.ndarray:
   return np.asarray(weights, np.float64) / np.sum(weights)
 
 
-def meaning_of_mixture(sizes, weights):
-  """What a saved position must agree with besides the rest: ints."""
+def identity_of_mixture(sizes: Sequence[int], weights: Sequence[float]) -> dict[str, int]:
+  """Returns the numbers of a mixture that a saved position must agree with; {} without weights."""
   if not weights:
     return {}
   parts = np.rint(_shares(weights) * 1e6).astype(int).tolist()
@@ -65,32 +78,32 @@ def meaning_of_mixture(sizes, weights):
 class PackedStream:
   """An endless iterator of (Batch [B, T], info), resumable at each batch.
 
-  Batches are built ahead in a thread; `state()` speaks of the batch handed
+  Batches are built ahead in a thread; `state()` is the position after the batch handed
   out last. info: `packing_efficiency` (real tokens / slots), `tokens` (real),
   `documents`, `truncated`, `dropped` (of the windows this batch opened),
-  `epochs` (of documents behind the stream once this batch is used), and of
+  `epochs` (documents used once this batch is, as a multiple of the rows), and for
   several sources the documents of each, `data/<n>/documents` from 0.
   """
 
   def __init__(
     self,
-    examples_fn,
-    num_rows,
+    examples_fn: Callable[[int], Example | None],
+    num_rows: int,
     *,
-    batch_size,
-    row_length,
-    seed,
-    shuffle=True,
-    window=0,
-    packing=True,
-    overlong='truncate',
-    prefetch=2,
-    where=None,
-    per='token',
-    sizes=(),
-    weights=(),
+    batch_size: int,
+    row_length: int,
+    seed: int,
+    shuffle: bool = True,
+    window: int = 0,
+    packing: bool = True,
+    overlong: str = 'truncate',
+    prefetch: int = 2,
+    where: Callable[[int], str] | None = None,
+    per: str = 'token',
+    sizes: Sequence[int] = (),
+    weights: Sequence[float] = (),
   ):
-    """See the class.
+    """Sets the stream to its begin.
 
     Args:
       examples_fn: row number -> Example, or None if there is none to be had
@@ -99,7 +112,7 @@ class PackedStream:
       batch_size: B.
       row_length: T.
       seed: decides the order.
-      shuffle: else the documents come in file order.
+      shuffle: False keeps the documents in file order.
       window: W documents packed together; 0 chooses about 64 full rows.
       packing: False gives each document a row of its own.
       overlong: what to do with documents above T tokens: 'truncate', 'drop',
@@ -121,29 +134,32 @@ class PackedStream:
     self._packing = packing
     self._overlong = overlong
     self._prefetch = max(prefetch, 1)
-    self._where = where or (lambda row: f'row {row}')
+    self._where = where or 'row {}'.format
     self._per = per
     self._stops = np.cumsum(sizes) if len(sizes) > 1 else ()
     self._window = window or self._choose_window()
     self._seed = seed
-    # What gives (window, row) its meaning; a state from another is refused.
-    self._meaning = {
-      'num_rows': num_rows,
-      'row_length': row_length,
-      'seed': seed,
-      'shuffle': int(shuffle),
-      'packing': int(packing),
-      'overlong': _OVERLONG.index(overlong),
-      'window_size': self._window,
-      **meaning_of_mixture(sizes, weights),
-    }
+    self._identity = self._make_identity(shuffle, sizes, weights)
     self._position = (0, 0)
     self._queue = self._thread = self._stopped = None
 
-  def __iter__(self):
+  def _make_identity(self, shuffle: bool, sizes: Sequence[int], weights: Sequence[float]) -> dict[str, int]:
+    """Returns all that a position (window, row) depends on; a state of another stream is refused."""
+    return {
+      'num_rows': self._num_rows,
+      'row_length': self._row_length,
+      'seed': self._seed,
+      'shuffle': int(shuffle),
+      'packing': int(self._packing),
+      'overlong': _OVERLONG.index(self._overlong),
+      'window_size': self._window,
+      **identity_of_mixture(sizes, weights),
+    }
+
+  def __iter__(self) -> PackedStream:
     return self
 
-  def __next__(self):
+  def __next__(self) -> tuple[Batch, dict[str, float]]:
     if self._thread is None:
       self._start()
     made = self._queue.get()
@@ -153,14 +169,14 @@ class PackedStream:
     batch, info, self._position = made
     return batch, info
 
-  def state(self):
-    """Where the stream stands after the last batch handed out: ints only."""
+  def state(self) -> dict[str, int]:
+    """Returns the position after the last batch handed out, and what it depends on."""
     window, row = self._position
-    return {'window': window, 'row': row, **self._meaning}
+    return {'window': window, 'row': row, **self._identity}
 
-  def restore(self, state):
-    """Go on after the batch that `state` was taken at, in any batch size."""
-    for key, mine in self._meaning.items():
+  def restore(self, state: dict[str, int]) -> None:
+    """Continues after the batch at which `state` was taken, with any batch size."""
+    for key, mine in self._identity.items():
       if state.get(key) != mine:
         raise InputError(
           f'data: the saved position is of {key}={state.get(key)} and this'
@@ -169,20 +185,20 @@ class PackedStream:
     self.close()
     self._position = (state['window'], state['row'])
 
-  def close(self):
-    """Stop the thread; the next batch starts it again."""
+  def close(self) -> None:
+    """Stops the thread; the next batch starts it again."""
     if self._thread is None:
       return
     self._stopped.set()
     while self._thread.is_alive():
-      # It may wait for room in the queue.
+      # The thread may be waiting for room in the queue.
       try:
         self._queue.get(timeout=0.01)
       except queue.Empty:
         pass
     self._queue = self._thread = self._stopped = None
 
-  def _start(self):
+  def _start(self) -> None:
     self._queue = queue.Queue(self._prefetch)
     self._stopped = threading.Event()
     self._thread = threading.Thread(
@@ -190,7 +206,8 @@ class PackedStream:
     )
     self._thread.start()
 
-  def _choose_window(self):
+  def _choose_window(self) -> int:
+    """Returns W for about 64 full rows, by the lengths of the first documents."""
     if not self._packing:
       return min(self._num_rows, 256)
     found = map(self._example, range(min(64, self._num_rows)))
@@ -198,7 +215,7 @@ class PackedStream:
     mean = min(max(np.mean(some), 1), self._row_length) if some else 1
     return int(np.clip(64 * self._row_length / mean, 64, 1 << 16))
 
-  def _batches(self, window, row):
+  def _batches(self, window: int, row: int) -> Iterator[tuple[Batch, dict, tuple[int, int]]]:
     """Yields (batch, info, position after it) from a position on."""
     rows, counts = [], {'truncated': 0, 'dropped': 0}
     barren = 0  # documents read since a row came out
@@ -225,7 +242,8 @@ class PackedStream:
           rows, counts = [], {'truncated': 0, 'dropped': 0}
       window, row = window + 1, 0
 
-  def _finish(self, rows, counts, documents):
+  def _finish(self, rows: list[PackedRow], counts: dict[str, int], documents: float) -> tuple[Batch, dict]:
+    """Makes (batch, info) of B rows; `documents` of the stream are used by then."""
     examples = [[example for _, example in row] for row in rows]
     batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
     real = int((batch.segment_ids > 0).sum())
@@ -240,16 +258,13 @@ class PackedStream:
     }
     return batch, info
 
-  def _example(self, i):
-    """(row, Example or None) of document i of the stream."""
+  def _example(self, i: int) -> tuple[int, Example | None]:
+    """Returns (row, its Example) of document i of the stream."""
     row = self._order[i]
     return row, self._examples_fn(row)
 
-  def _packed_window(self, window):
-    """The rows of a window, lists of (row number, Example), and counts.
-
-    The counts are of documents that were cut, and that were left out.
-    """
+  def _packed_window(self, window: int) -> tuple[list[PackedRow], dict[str, int]]:
+    """Packs the documents of a window; counts those truncated and those dropped."""
     numbers = [self._order[i] for i in range(window * self._window, (window + 1) * self._window)]
     # In the order of the files, where reading is cheap.
     made = {row: self._examples_fn(row) for row in sorted(set(numbers))}
@@ -271,8 +286,8 @@ class PackedStream:
     mixed = np.random.default_rng((self._seed, window)).permutation(len(rows))
     return [[kept[i] for i in rows[r]] for r in mixed], counts
 
-  def _fitted(self, row, example):
-    """An over-long Example cut to a row, or None to leave it out."""
+  def _fitted(self, row: int, example: Example) -> Example | None:
+    """Cuts an over-long Example to a row, or returns None to drop it."""
     if self._overlong == 'error':
       raise InputError(
         f'{self._where(row)}: has {len(example.tokens)} tokens, row_length is'
@@ -284,8 +299,8 @@ class PackedStream:
     return example.cut(self._row_length)
 
 
-def _fill(batches, out, stopped):
-  """Thread: put batches into the queue until told to stop."""
+def _fill(batches: Iterator[Any], out: queue.Queue, stopped: threading.Event) -> None:
+  """Puts batches into the queue until the event is set; runs in the thread."""
   try:
     for made in batches:
       if not _put(out, made, stopped):
@@ -294,7 +309,8 @@ def _fill(batches, out, stopped):
     _put(out, error, stopped)
 
 
-def _put(out, item, stopped):
+def _put(out: queue.Queue, item: Any, stopped: threading.Event) -> bool:
+  """Waits for room in the queue; returns False if the event is set first."""
   while not stopped.is_set():
     try:
       out.put(item, timeout=0.1)
@@ -304,8 +320,10 @@ def _put(out, item, stopped):
   return False
 
 
-def eval_batches(examples, batch_size, row_length, per='token'):
-  """Each example once, as a list of Batches [batch_size, row_length].
+def eval_batches(
+  examples: Sequence[Example | None], batch_size: int, row_length: int, per: str = 'token'
+) -> list[Batch]:
+  """Packs each example once, into a list of Batches [batch_size, row_length].
 
   The last batch is filled with empty rows. Weights are divided by a figure of
   all batches together, so that sums over batches are means; `per` as in
@@ -317,8 +335,6 @@ def eval_batches(examples, batch_size, row_length, per='token'):
   if not any(e.trained.any() for e in cut):
     raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
   rows = packing_lib.pack([len(e.tokens) for e in cut], row_length)
-  whole = packing_lib.to_batch(
-    [[cut[i] for i in row] for row in rows], row_length, -(-len(rows) // batch_size) * batch_size, per=per
-  )
-  take = lambda n: lambda x: x[n : n + batch_size]
-  return [jax.tree.map(take(n), whole) for n in range(0, len(whole.tokens), batch_size)]
+  num_rows = -(-len(rows) // batch_size) * batch_size
+  whole = packing_lib.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)
+  return [jax.tree.map(lambda x, n=n: x[n : n + batch_size], whole) for n in range(0, num_rows, batch_size)]

@@ -1,22 +1,31 @@
-"""Packing documents into rows of one length.
+"""Packs documents into rows of one length.
 
 B rows, T tokens a row (`row_length`). Documents are never cut or joined: each
 is a segment of its own (or several), its positions start at 0.
 """
 
+from __future__ import annotations
+
 import bisect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost import types
 
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+
+  Place = tuple[int, slice]  # row of a batch, and the tokens of an Example in it
+
 PER = ('token', 'sequence', 'pair', 'label')
 
 
-def pack(lengths, row_length):
-  """Best-fit decreasing: rows of document numbers, each row within its length.
+def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+  """Distributes documents over rows by best-fit decreasing.
 
-  Longest first, each into the fullest row that still takes it. For documents
+  Longest first, each into the fullest row that still has room for it. For documents
   of 180 tokens (log-normal) in rows of 2,048 it takes at most one row more
   than the tokens need: 98.4 % of the slots are filled for 728 documents, 99.2
   % for 1,500. A pure function of its arguments.
@@ -45,23 +54,25 @@ def pack(lengths, row_length):
   return rows
 
 
-def to_batch(rows, row_length, num_rows, normalise=True, per='token'):
-  """Rows of Examples as a Batch [num_rows, row_length] of numpy arrays.
+def to_batch(
+  rows: Sequence[Sequence[Example]], row_length: int, num_rows: int, normalize: bool = True, per: str = 'token'
+) -> types.Batch:
+  """Makes a Batch [num_rows, row_length] of numpy arrays from rows of Examples.
 
   Args:
     rows: for each row a list of Examples, at most `num_rows` of them; missing
       rows are empty. All Examples carry the same `arrays`.
     row_length: T.
     num_rows: B.
-    normalise: divide the weights by a figure of the whole batch; else they
+    normalize: divide the weights by a total of the whole batch; otherwise they
       are the plain mask. Where nothing is trained they are 0 either way.
-    per: that figure: the weight of all trained 'token's, the number of
+    per: that total: the weight of all trained 'token's, the number of
       trained 'sequence's (a document without numbered ones is one), or of
       trained 'pair's. With 'pair', arrays['nll_weights'] holds the mask of
       the chosen (odd) sequences, divided by its sum.
-      'label' is 'sequence' for those that arrays['label'] divides in two:
-      arrays['label_weights'] holds the mask of each, divided by the number of
-      sequences of its label.
+      'label' is 'sequence' for sequences with a label, above or below 0, in
+      arrays['label']: arrays['label_weights'] holds the mask of both kinds, each
+      divided by its number of sequences.
 
   Returns:
     The Batch. `branch_ids` and `sequence_ids` are None where no Example has
@@ -70,10 +81,12 @@ def to_batch(rows, row_length, num_rows, normalise=True, per='token'):
   if per not in PER:
     raise ValueError(f'per={per!r} is none of {", ".join(PER)}')
   shape = num_rows, row_length
-  every = [example for row in rows for example in row]
-  named = [n for n in ('branch_ids', 'sequence_ids') if any(vars(example)[n] is not None for example in every)]
-  fields = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *named)}
-  mask, arrays = np.zeros(shape, np.float32), _empty_arrays(every, shape)
+  examples = [example for row in rows for example in row]
+  optional = [n for n in ('branch_ids', 'sequence_ids') if any(vars(e)[n] is not None for e in examples)]
+  fields = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *optional)}
+  mask = np.zeros(shape, np.float32)
+  arrays = _empty_arrays(examples, shape)
+  # [B, T] the sequence that a token counts for, numbered over the whole batch, or -1.
   owners = np.full(shape, -1, np.int64)
   taken = 0
   for r, row in enumerate(rows):
@@ -88,22 +101,20 @@ def to_batch(rows, row_length, num_rows, normalise=True, per='token'):
       start = place[1].stop
   if per == 'pair':
     chosen = np.where((owners >= 0) & (owners % 2 == 0), mask, 0)
-    arrays['nll_weights'] = _divided(chosen, normalise and _sum(chosen))
+    arrays['nll_weights'] = _divided(chosen, normalize and _sum(chosen))
   if per == 'label':
-    arrays['label_weights'] = sum(
-      _divided(of, normalise and len(np.unique(owners[of > 0])))
-      for of in (np.where(good, mask, 0) for good in (arrays['label'] > 0, arrays['label'] < 0))
-    )
+    sides = [np.where(side, mask, 0) for side in (arrays['label'] > 0, arrays['label'] < 0)]
+    arrays['label_weights'] = sum(_divided(side, normalize and len(np.unique(owners[side > 0]))) for side in sides)
   if per == 'token':
     total = _sum(mask)
   else:
     found = np.unique(owners[mask > 0])
     total = len(np.unique(found // 2) if per == 'pair' else found)
-  return types.Batch(**fields, loss_weights=_divided(mask, normalise and total), arrays=arrays)
+  return types.Batch(**fields, loss_weights=_divided(mask, normalize and total), arrays=arrays)
 
 
-def _fill(fields, place, example):
-  """Writes the numbers of one Example, counted on from those of its row."""
+def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None:
+  """Writes the fields of one Example; its ids continue those of its row."""
   row, length = place[0], len(example.tokens)
   fields['tokens'][place] = example.tokens
   fields['positions'][place] = np.arange(length) if example.positions is None else example.positions
@@ -114,15 +125,16 @@ def _fill(fields, place, example):
   ids = example.sequence_ids
   if ids is not None:
     taken = fields['sequence_ids'][row].max()
-    # The chosen one of a pair is odd.
+    # The chosen sequence of a pair is odd, so a pair starts after an even number.
     taken += taken % 2 if ids.max(initial=0) > 1 else 0
     fields['sequence_ids'][place] = np.where(ids > 0, taken + ids, 0)
 
 
-def _owners(example, taken):
-  """[T] of each token the sequence it counts for, from `taken` (even) on.
+def _owners(example: Example, taken: int) -> tuple[np.ndarray, int]:
+  """Numbers the sequences of an Example from `taken` (even) on.
 
-  -1 is none. Also the first even number after them.
+  Returns:
+    [T] the sequence of each token, -1 for none, and the first even number after them.
   """
   ids = example.sequence_ids
   if ids is None:
@@ -131,8 +143,8 @@ def _owners(example, taken):
   return np.where(ids > 0, taken + ids - 1, -1), taken + count + count % 2
 
 
-def _empty_arrays(examples, shape):
-  """Zeros for the arrays that the Examples carry."""
+def _empty_arrays(examples: Sequence[Example], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+  """Returns zeros [B, T, ...] for the arrays that the Examples carry."""
   if not examples:
     return {}
   names = sorted(examples[0].arrays)
@@ -147,9 +159,9 @@ def _empty_arrays(examples, shape):
   return out
 
 
-def _sum(mask):
+def _sum(mask: np.ndarray) -> np.float64:
   return mask.sum(dtype=np.float64)
 
 
-def _divided(mask, total):
+def _divided(mask: np.ndarray, total: float) -> np.ndarray:
   return (mask / total).astype(np.float32) if total else mask

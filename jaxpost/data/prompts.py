@@ -1,16 +1,33 @@
-"""Streams of tokenised prompts for samplers.
+"""Streams of tokenized prompts for samplers.
 
 P tokens of a prompt. Prompt number i of a run is a pure function of the seed
 and i, so a position is one global index. Prompts of rows that are read lazily
 are made when they are reached; others all at the start.
 """
 
+from __future__ import annotations
+
 import bisect
 import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost import types
 from jaxpost.data import chat, loader
 from jaxpost.errors import InputError
+
+if TYPE_CHECKING:
+  import numpy as np
+
+  from jaxpost.data.sources import Chain, Lazy, Rows
+  from jaxpost.data.tokenizer import Tokenizer
+
+
+class _Read(NamedTuple):
+  """A row as a prompt."""
+
+  tokens: np.ndarray  # [P] int32
+  prompt: str | list[dict]
+  columns: dict[str, Any]  # the row's other columns
 
 
 class PromptStream:
@@ -21,18 +38,29 @@ class PromptStream:
       read source dropped; of lazily read rows, those reached so far.
   """
 
-  def __init__(self, rows, tokenizer, *, per_step, max_prompt_length, seed, shuffle=True, system_prompt='', tools=None):
-    """See the class.
+  def __init__(
+    self,
+    rows: Rows | Chain | Lazy,
+    tokenizer: Tokenizer,
+    *,
+    per_step: int,
+    max_prompt_length: int,
+    seed: int,
+    shuffle: bool = True,
+    system_prompt: str = '',
+    tools: list[dict] | None = None,
+  ):
+    """Sets the stream to its begin.
 
     Args:
       rows: `sources.Rows` with `prompt` (text or messages), or `messages`, of
         which the prompt is what stands before the last assistant turn. Other
         columns go to the reward functions.
-      tokenizer: a `Tokenizer`.
+      tokenizer: renders and encodes.
       per_step: prompts of one step.
       max_prompt_length: longer prompts are skipped and counted.
       seed: decides the order.
-      shuffle: else the prompts come in file order.
+      shuffle: False keeps the prompts in file order.
       system_prompt: put before each chat as a system message.
       tools: JSON schemas that every prompt shows; then all are chats.
     """
@@ -43,7 +71,7 @@ class PromptStream:
     self._system_prompt = system_prompt
     self._tools = tools
     self.skipped = 0
-    # Without streaming, the prompts of all rows that fit, by number.
+    # Without streaming: the prompts of all rows that fit, by number.
     self._prompts, sizes = None, rows.sizes
     if not rows.streaming:
       self._prompts, sizes = self._read_all()
@@ -51,25 +79,27 @@ class PromptStream:
     self._order = loader.order(self._num_prompts, seed, shuffle, sizes, rows.weights)
     self._per_step = per_step
     self._index = 0
-    self._meaning = {
+    self._identity = {
       'num_prompts': self._num_prompts,
       'seed': seed,
       'shuffle': int(shuffle),
-      **loader.meaning_of_mixture(sizes, rows.weights),
+      **loader.identity_of_mixture(sizes, rows.weights),
     }
 
-  def _read_all(self):
-    """[(tokens, prompt, columns)] that fit, and how many of each source."""
-    rows, found, longest = self._rows, [], 0
+  def _read_all(self) -> tuple[list[_Read], tuple[int, ...]]:
+    """Returns the prompts that fit, and how many there are of each source."""
+    rows = self._rows
+    found = []
+    longest = 0
     sizes = [0] * len(rows.sizes)
     stops = list(itertools.accumulate(rows.sizes))
     for n in range(len(rows)):
-      tokens, prompt, columns = self._read(n)
-      longest = max(longest, len(tokens))
-      if len(tokens) > self._longest:
+      read = self._read(n)
+      longest = max(longest, len(read.tokens))
+      if len(read.tokens) > self._longest:
         self.skipped += 1
         continue
-      found.append((tokens, prompt, columns))
+      found.append(read)
       sizes[bisect.bisect_right(stops, n)] += 1
     if not found or rows.weights and not all(sizes):
       of = '' if not found else f' of source {sizes.index(0)}'
@@ -80,8 +110,8 @@ class PromptStream:
       )
     return found, tuple(sizes)
 
-  def _read(self, n):
-    """(tokens, prompt, other columns) of a row, or None if it was dropped."""
+  def _read(self, n: int) -> _Read | None:
+    """Encodes the prompt of a row; None if the row was dropped."""
     row, where = self._rows[n], self._rows.where(n)
     if row is None:
       return None
@@ -94,28 +124,29 @@ class PromptStream:
         )
       shown = {'tools': self._tools}
     tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where)
-    return tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'}
+    return _Read(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
 
   @property
-  def lengths(self):
-    """Tokens of each prompt of an epoch, unordered.
+  def lengths(self) -> list[int]:
+    """Number of tokens of each prompt of an epoch, unordered.
 
-    Of lazily read rows, lengths of all orders up to the longest allowed.
+    Rows that are read lazily are not known: powers of two up to the longest allowed.
     """
     if self._prompts is None:
       powers = range(self._longest.bit_length())
       return [*(1 << n for n in powers), self._longest]
-    return [len(tokens) for tokens, _, _ in self._prompts]
+    return [len(read.tokens) for read in self._prompts]
 
-  def __len__(self):
-    """Prompts of one epoch; of lazily read rows, with those to be skipped."""
+  def __len__(self) -> int:
+    """Number of prompts of one epoch; of lazily read rows, including those to be skipped."""
     return self._num_prompts
 
-  def __iter__(self):
+  def __iter__(self) -> PromptStream:
     return self
 
-  def __next__(self):
-    prompts, barren = [], 0
+  def __next__(self) -> tuple[tuple[types.Prompt, ...], dict[str, float]]:
+    prompts = []
+    barren = 0  # rows skipped since the last prompt
     while len(prompts) < self._per_step:
       prompt = self.prompt(self._index)
       self._index += 1
@@ -133,25 +164,21 @@ class PromptStream:
     epochs = self._index / self._num_prompts
     return tuple(prompts), {'epochs': epochs, 'skipped': self.skipped}
 
-  def prompt(self, index):
-    """The Prompt of a global index; None if a lazily read row is skipped."""
+  def prompt(self, index: int) -> types.Prompt | None:
+    """Returns the prompt of a global index; None if a lazily read row is skipped."""
     number = self._order[index]
-    if self._prompts is not None:
-      tokens, prompt, columns = self._prompts[number]
-    else:
-      found = self._read(number)
-      if found is None or len(found[0]) > self._longest:
-        return None
-      tokens, prompt, columns = found
-    return types.Prompt(index=index, tokens=tokens, prompt=prompt, columns=columns)
+    read = self._read(number) if self._prompts is None else self._prompts[number]
+    if read is None or len(read.tokens) > self._longest:
+      return None
+    return types.Prompt(index=index, **read._asdict())
 
-  def state(self):
-    """Where the stream stands: ints only."""
-    return {'index': self._index, **self._meaning}
+  def state(self) -> dict[str, int]:
+    """Returns the position, and all that it depends on."""
+    return {'index': self._index, **self._identity}
 
-  def restore(self, state):
-    """Go on after the step that `state` was taken at, with any `per_step`."""
-    for key, mine in self._meaning.items():
+  def restore(self, state: dict[str, int]) -> None:
+    """Continues after the step at which `state` was taken, with any `per_step`."""
+    for key, mine in self._identity.items():
       if state.get(key) != mine:
         raise InputError(
           f'prompts: the saved position is of {key}={state.get(key)} and this'

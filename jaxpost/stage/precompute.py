@@ -146,7 +146,7 @@ def read(examples: Callable, number: int, fields: dict, run: Callable, rows: int
     packed = [[known[i] for i in row] for row in packing.pack([len(cut[n].tokens) for n in known], row_length)]
     for start in range(0, len(packed), rows):
       some = packed[start : start + rows]
-      out = run(packing.to_batch([[cut[n] for n in row] for row in some], row_length, rows, normalise=False))
+      out = run(packing.to_batch([[cut[n] for n in row] for row in some], row_length, rows, normalize=False))
       for r, row in enumerate(some):
         column = 0
         for n in row:
