@@ -9,17 +9,20 @@ import pathlib
 import re
 import sys
 import zlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 from jaxpost.errors import InputError
 
 
-def load_callable(spec, what):
-  """The callable that `spec` names; `what` says whose it is in errors.
+def load_callable(spec: str | Callable, what: str) -> Callable[..., Any]:
+  """Returns the callable that `spec` names.
 
   Args:
     spec: 'pkg.module:fn', './file.py:fn', or a callable (returned as it is).
       `fn` may be dotted: 'pkg.module:Class.method'.
-    what: what the callable is for, e.g. 'reward' or 'data.map_fn'.
+    what: what it is for, in errors, e.g. 'reward' or 'data.map_fn'.
   """
   if callable(spec):
     return spec
@@ -38,20 +41,20 @@ def load_callable(spec, what):
   return found
 
 
-def load_module(target, what):
-  """The module of 'pkg.module' or './file.py'."""
+def load_module(target: str, what: str) -> ModuleType:
+  """Imports 'pkg.module' or './file.py'."""
   if target.endswith('.py') or '/' in target:
     return _load_file(target, what)
   return _load_module(target, what)
 
 
-def _load_module(name, what):
+def _load_module(name: str, what: str) -> ModuleType:
   if not re.fullmatch(r'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*', name):
     raise InputError(f'{what}: {name!r} is no module name')
   try:
     return importlib.import_module(name)
   except ModuleNotFoundError as error:
-    # Its own missing imports are the user's too, but need another fix.
+    # A missing import inside the user's module is the user's error too, but needs another fix.
     if error.name and (name + '.').startswith(error.name + '.'):
       raise InputError(
         f'{what}: no module {error.name!r}; is it installed, or its folder'
@@ -62,12 +65,12 @@ def _load_module(name, what):
     raise _syntax(error, what) from error
 
 
-def _load_file(target, what):
+def _load_file(target: str, what: str) -> ModuleType:
   path = pathlib.Path(target).expanduser()
   if not path.is_file():
     raise InputError(f'{what}: no file {target}')
   path = path.resolve()
-  # One module per file, under a name that no import statement can meet.
+  # One module per file, under a name that no import statement uses.
   name = f'_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}'
   if name in sys.modules:
     return sys.modules[name]
@@ -88,5 +91,5 @@ def _load_file(target, what):
   return module
 
 
-def _syntax(error, what):
+def _syntax(error: SyntaxError, what: str) -> InputError:
   return InputError(f'{what}: {error.filename}:{error.lineno}:{error.offset}: {error.msg}')

@@ -1,12 +1,14 @@
-"""Data made on the spot: `generated:NAME[:key=value,...]`.
+"""Generated data sets: `generated:NAME[:key=value,...]`.
 
-A pure function of its options, so that every process and every restart sees
-the same rows, and train and test never share a problem.
+The rows are a pure function of the options, so that all processes and restarts have
+the same ones, and train and test never share a problem.
 """
 
 import operator
 import random
 import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxpost.errors import InputError
 
@@ -19,13 +21,14 @@ _ARITHMETIC = {
   'size': 4096,  # rows at most; fewer where there are fewer problems
   'seed': 0,
 }
-_NOISY = {**_ARITHMETIC, 'noise': 0.0}  # share of the judgements turned round
+_NOISY = {**_ARITHMETIC, 'noise': 0.0}  # share of the labels that are flipped
 _SOLVE = {'+': operator.add, '-': operator.sub, '*': operator.mul}
 _SHARES = ('correct', 'noise')
+Row = dict[str, Any]
 
 
-def rows(name, options=''):
-  """The rows of a generated data set.
+def rows(name: str, options: str | Mapping[str, Any] = '') -> list[Row]:
+  """Generates the rows of a data set.
 
   Args:
     name: 'arithmetic', or with _pairs, _labels, _scores or _steps after it.
@@ -42,22 +45,22 @@ def rows(name, options=''):
     raise InputError(f'generated:{name}: there is no such data; there is {", ".join(makers)}')
   maker, defaults = makers[name]
   options = _options(name, options, defaults)
-  top = _check(name, options)
+  largest = _check(name, options)
   # Bytes, not hash(): equal in every process.
   draw = random.Random(zlib.crc32(repr(sorted(options.items())).encode()))
-  problems = _problems(top, options['ops'], options['split'], options['size'], draw)
+  problems = _problems(largest, options['ops'], options['split'], options['size'], draw)
   made = [maker(*problem, options, draw) for problem in problems]
   if not made:
-    raise InputError(f'generated:{name}: no {options["split"]} problems with operands up to {top}')
+    raise InputError(f'generated:{name}: no {options["split"]} problems with operands up to {largest}')
   return made
 
 
-def arithmetic(a, op, b, options, draw):
-  """Chats such as '17+25=' -> '42', with wrong demonstrations among them.
+def arithmetic(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
+  """Generates a chat such as '17+25=' -> '42', a share of them with a wrong completion.
 
   Row: {'prompt': [{'role': 'user', 'content': '17+25='}], 'completion':
   [{'role': 'assistant', 'content': '42'}], 'answer': '42'}. `answer` is
-  always right; a wrong completion is a slip that a learner would make.
+  always right; a wrong completion is a mistake that a learner would make.
   """
   answer = shown = _SOLVE[op](a, b)
   if draw.random() >= options['correct']:
@@ -65,10 +68,10 @@ def arithmetic(a, op, b, options, draw):
   return {**_asked(a, op, b), 'completion': _said(shown), 'answer': str(answer)}
 
 
-def arithmetic_pairs(a, op, b, options, draw):
-  """As `arithmetic`: prompt, chosen (the answer), rejected (a slip), answer.
+def arithmetic_pairs(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
+  """Generates a preference: prompt, chosen (the answer), rejected (a mistake), answer.
 
-  `noise` is the share of pairs in which they have changed places.
+  `noise` is the share of pairs in which chosen and rejected are swapped.
   """
   answer = _SOLVE[op](a, b)
   sides = [_said(answer), _said(_slip(a, op, b, answer, draw))]
@@ -77,22 +80,22 @@ def arithmetic_pairs(a, op, b, options, draw):
   return {**_asked(a, op, b), 'chosen': sides[0], 'rejected': sides[1], 'answer': str(answer)}
 
 
-def arithmetic_labels(a, op, b, options, draw):
-  """As `arithmetic`, with label: true where the completion is right."""
+def arithmetic_labels(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
+  """Generates a row of `arithmetic` with a label: true where the completion is right."""
   row = arithmetic(a, op, b, options, draw)
   right = row['completion'][0]['content'] == row['answer']
   return {**row, 'label': right != (draw.random() < options['noise'])}
 
 
-def arithmetic_scores(a, op, b, options, draw):
-  """As `arithmetic`, with score: 1 where the completion is right, else 0."""
+def arithmetic_scores(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
+  """Generates a row of `arithmetic` with a score: 1 where the completion is right, else 0."""
   row = arithmetic_labels(a, op, b, options, draw)
   score = float(row.pop('label'))
   return {**row, 'score': score}
 
 
-def arithmetic_steps(a, op, b, options, draw):
-  """Solutions in steps: '17+20=37', '37+5=42', '42', with a label for each.
+def arithmetic_steps(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
+  """Generates a solution in steps, '17+20=37', '37+5=42', '42', with a label for each.
 
   Row: prompt, completions (the steps), labels, answer. The second operand is
   taken digit by digit. A share of the solutions, 1 - `correct`, has a slip in
@@ -121,8 +124,8 @@ def arithmetic_steps(a, op, b, options, draw):
   return {**_asked(a, op, b), 'completions': steps, 'labels': noisy, 'answer': str(_SOLVE[op](a, b))}
 
 
-def _check(name, options):
-  """The largest operand, if the options are sound."""
+def _check(name: str, options: Row) -> int:
+  """Returns the largest operand; InputError for impossible options."""
   split, ops = options['split'], options['ops']
   if split not in ('train', 'test'):
     raise InputError(f'generated:{name}: split={split!r} is neither train nor test')
@@ -137,23 +140,23 @@ def _check(name, options):
   return top
 
 
-def _asked(a, op, b):
+def _asked(a: int, op: str, b: int) -> Row:
   return {'prompt': [{'role': 'user', 'content': f'{a}{op}{b}='}]}
 
 
-def _said(number):
+def _said(number: int) -> list[dict[str, str]]:
   return [{'role': 'assistant', 'content': str(number)}]
 
 
-def _places(number):
-  """25 -> [20, 5]; 0 -> [0]."""
+def _places(number: int) -> list[int]:
+  """Splits a number by its digits: 25 -> [20, 5]; 0 -> [0]."""
   digits = str(number)
   parts = [int(d) * 10 ** (len(digits) - n) for n, d in enumerate(digits, 1)]
   return [p for p in parts if p] or [0]
 
 
-def _problems(top, ops, split, size, draw):
-  """Up to `size` distinct problems of a split, in a random order."""
+def _problems(top: int, ops: str, split: str, size: int, draw: random.Random) -> Iterator[tuple[int, str, int]]:
+  """Yields up to `size` distinct problems (a, op, b) of a split, in a random order."""
   total = (top + 1) ** 2 * len(ops)
   if total <= max(20 * size, 1 << 16):
     numbers = draw.sample(range(total), total)
@@ -176,8 +179,8 @@ def _problems(top, ops, split, size, draw):
         return
 
 
-def _slip(a, op, b, answer, draw):
-  """A wrong answer of the kind that people give."""
+def _slip(a: int, op: str, b: int, answer: int, draw: random.Random) -> int:
+  """Draws a wrong answer of the kind that people give."""
   near = [answer + d for d in (-10, -1, 1, 10)]
   if op == '+':
     near += [_carryless(a, b)] * 2
@@ -189,8 +192,8 @@ def _slip(a, op, b, answer, draw):
   return draw.choice(plausible)
 
 
-def _carryless(a, b):
-  """The sum in which each carry was forgotten."""
+def _carryless(a: int, b: int) -> int:
+  """Returns the sum in which each carry was forgotten."""
   total, place = 0, 1
   while a or b:
     total += (a % 10 + b % 10) % 10 * place
@@ -198,8 +201,8 @@ def _carryless(a, b):
   return total
 
 
-def _options(name, options, defaults):
-  """`defaults` with the given values in the type of each default."""
+def _options(name: str, options: str | Mapping[str, Any], defaults: Row) -> Row:
+  """Returns `defaults` with the given values, in the type of each default."""
   if isinstance(options, str):
     parts = filter(None, options.split(','))
     pairs = [part.partition('=')[::2] for part in parts]

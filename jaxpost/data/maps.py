@@ -1,13 +1,16 @@
-"""Rows of known data sets as rows of ours: functions for `config.data.map`.
+"""Maps rows of known data sets to TRL's columns: functions for `config.data.map`.
 
-Each takes a row (dict) and returns one. A row that has a `prompt` or a `text`
-already is returned as it is, so that other data can take a recipe's place.
+Each takes a row (dict) and returns one, or None to drop it. A row that has a `prompt` or
+a `text` already is returned as it is, so that other data can be used in a recipe.
 """
 
 import json
 import re
+from typing import Any
 
 from jaxpost.errors import InputError
+
+Row = dict[str, Any]
 
 _ROLES = {
   'system': 'system',
@@ -29,8 +32,8 @@ _INSTRUCTION = (
 _BOXED = 'Solve the problem step by step. End with the answer alone in \\boxed{}.'
 
 
-def gsm8k(row):
-  """GSM8K: question, answer -> prompt and completion as chats, answer.
+def gsm8k(row: Row) -> Row:
+  """Maps GSM8K: question, answer -> prompt and completion as chats, answer.
 
   The completion lacks the notes for a calculator, <<48/2=24>>, which a model
   that has none must not learn. `answer` is for the reward and stays.
@@ -46,8 +49,8 @@ def gsm8k(row):
   }
 
 
-def math(row):
-  """MATH: problem, answer (and solution) -> a chat, its completion, answer.
+def math(row: Row) -> Row | None:
+  """Maps MATH: problem, answer (and solution) -> a chat, its completion, answer.
 
   Rows without an answer are dropped.
   """
@@ -62,8 +65,8 @@ def math(row):
   return {**found, 'answer': row['answer']}
 
 
-def hh_rlhf(row):
-  """Anthropic's hh-rlhf: chosen and rejected as texts -> as conversations.
+def hh_rlhf(row: Row) -> Row | None:
+  """Maps Anthropic's hh-rlhf: chosen and rejected as texts -> as conversations.
 
   The messages that both share become the prompt where they are rendered. A
   pair with an empty answer is dropped.
@@ -76,13 +79,14 @@ def hh_rlhf(row):
   return {**row, **sides}
 
 
-def ultrafeedback(row):
-  """UltraFeedback (binarized): prompt, chosen, rejected -> chats.
+def ultrafeedback(row: Row) -> Row:
+  """Maps UltraFeedback (binarized): prompt, chosen, rejected -> chats.
 
   chosen and rejected are whole conversations, or texts, and prompt their
   first turn as text. `score_chosen` and `score_rejected` stay, for a margin.
   """
-  prompt, sides = row['prompt'], {}
+  prompt = row['prompt']
+  sides = {}
   if isinstance(prompt, str):
     prompt = [{'role': 'user', 'content': prompt}]
   for name in 'chosen', 'rejected':
@@ -97,15 +101,17 @@ def ultrafeedback(row):
   return {**row, 'prompt': prompt, **sides}
 
 
-def _dialogue(text, name):
-  """'\n\nHuman: a\n\nAssistant: b' -> messages; turns of one role in a row
-  are one message."""
+def _dialogue(text: str, name: str) -> list[dict[str, str]]:
+  """Splits '\\n\\nHuman: a\\n\\nAssistant: b' into messages.
+
+  Consecutive turns of one role become one message.
+  """
   _, *parts = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
   if not parts or parts[0] != 'Human':
     raise ValueError(f"{name} does not begin with '\\n\\nHuman:'")
   messages = []
-  for who, said in zip(parts[::2], parts[1::2]):
-    role = 'user' if who == 'Human' else 'assistant'
+  for speaker, said in zip(parts[::2], parts[1::2]):
+    role = 'user' if speaker == 'Human' else 'assistant'
     if messages and messages[-1]['role'] == role:
       messages[-1]['content'] += f'\n\n{said.strip()}'
     else:
@@ -115,8 +121,8 @@ def _dialogue(text, name):
   return messages
 
 
-def text(row):
-  """prompt and completion, or messages -> text: contents, joined as they are.
+def text(row: Row) -> Row:
+  """Maps prompt and completion, or messages, to `text`: their contents, joined as they are.
 
   For plain continuation of data that was written as a chat.
   """
@@ -126,14 +132,14 @@ def text(row):
   return {'text': ''.join(map(_joined, parts))}
 
 
-def _joined(part):
+def _joined(part: str | list[dict]) -> str:
   if isinstance(part, str):
     return part
   return ''.join(message['content'] for message in part)
 
 
-def sharegpt(row, where='the row'):
-  """conversations (from, value) -> messages, or prompt, chosen and rejected.
+def sharegpt(row: Row, where: str = 'the row') -> Row:
+  """Maps conversations (from, value) to messages, or prompt, chosen and rejected.
 
   Rows read by `sources` are mapped so without being asked; chosen and rejected
   may be one turn each, as LLaMA-Factory's are.
@@ -154,7 +160,7 @@ def sharegpt(row, where='the row'):
   return {**kept, 'messages': messages}
 
 
-def _turn(turn, where):
+def _turn(turn: Any, where: str) -> dict[str, Any]:
   if not isinstance(turn, dict) or not {'from', 'value'} <= set(turn):
     raise InputError(f'{where}: must be an object with from and value')
   role = turn['from']
@@ -173,8 +179,8 @@ def _turn(turn, where):
   return {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': c} for c in calls]}
 
 
-def alpaca(row, where='the row'):
-  """instruction, input, output (and system) -> prompt and completion as chats.
+def alpaca(row: Row, where: str = 'the row') -> Row:
+  """Maps instruction, input, output (and system) to prompt and completion as chats.
 
   Rows read by `sources` are mapped so without being asked.
   """

@@ -1,37 +1,47 @@
-"""What the model will see: examples as coloured text, for a terminal.
+"""Shows examples as a model will see them: colored text for a terminal.
 
 Trained tokens are green, of a rejected answer red, others dim; what is only
-scored (KTO's mismatched answers) is yellow. Branches begin on lines of their
-own. The last line says how much of the rows packing fills.
+scored (KTO's mismatched answers) is yellow. Each branch begins on a new line.
+The last line is how much of the rows packing fills.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich import table, text
 
 from jaxpost.data import packing
 
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+  from jaxpost.data.tokenizer import Tokenizer
+
 _MAX_TOKENS = 512  # of each example
 _STYLES = ('dim', 'green', 'red', 'yellow')
 
 
-def preview(examples, tokenizer, row_length=0):
-  """Rich renderables: each example, then a table of lengths.
+def preview(examples: Sequence[Example], tokenizer: Tokenizer, row_length: int = 0) -> list[Any]:
+  """Returns rich renderables: each example, then a table of lengths.
 
   Args:
-    examples: a list of Examples.
-    tokenizer: the `Tokenizer` that made them.
+    examples: what is shown.
+    tokenizer: the one that made them.
     row_length: T; 0 leaves out the packing figure.
   """
-  shown = [_coloured(e, tokenizer) for e in examples]
+  shown = [_colored(e, tokenizer) for e in examples]
   return [*shown, _summary(examples, row_length)]
 
 
-def _coloured(example, tokenizer):
+def _colored(example: Example, tokenizer: Tokenizer) -> text.Text:
   length = len(example.tokens)
   trained = int(example.trained.sum())
   out = text.Text()
   out.append(f'{length} tokens, {trained} trained\n', 'bold')
-  tokens, styles = example.tokens[:_MAX_TOKENS], _styles(example)[:_MAX_TOKENS]
+  tokens = example.tokens[:_MAX_TOKENS]
+  styles = _styles(example)[:_MAX_TOKENS]
   parts = _parts(example)[:_MAX_TOKENS]
   # Runs, not tokens, are decoded: a character may span several tokens.
   ends = np.diff(styles) | np.diff(parts)
@@ -49,28 +59,28 @@ def _coloured(example, tokenizer):
   return out
 
 
-def _styles(example):
-  """[T] index into _STYLES."""
+def _styles(example: Example) -> np.ndarray:
+  """Returns [T] indices into _STYLES."""
   mask = np.asarray(example.loss_mask) > 0
   if example.sequence_ids is None:
     return mask.astype(int)
   ids = example.sequence_ids
   second = (ids > 0) & (ids % 2 == 0)
-  # Where nothing of a sequence is trained, all of it is only scored.
+  # A sequence with no trained token is only scored.
   idle = (ids > 0) & ~np.isin(ids, ids[mask])
   return np.where(idle, 3, np.where(mask, 1 + second, 0))
 
 
-def _parts(example):
-  """[T] the answer that a token belongs to: its branch, or its segment."""
+def _parts(example: Example) -> np.ndarray:
+  """Returns [T] the answer that a token belongs to: its branch, or its segment."""
   for ids in example.branch_ids, example.segment_ids:
     if ids is not None:
       return ids
   return np.zeros(len(example.tokens), int)
 
 
-def _values(example):
-  """'label 1 0 0': what the arrays hold of the trained tokens, if few."""
+def _values(example: Example) -> Iterator[str]:
+  """Yields 'label 1 0 0': the values of an array on the trained tokens, if few."""
   for name, array in example.arrays.items():
     if array.ndim == 1:
       found = [f'{v:g}' for v in array[example.loss_mask > 0].tolist()]
@@ -79,7 +89,7 @@ def _values(example):
       yield ' '.join([name, *found])
 
 
-def _summary(examples, row_length):
+def _summary(examples: Sequence[Example], row_length: int) -> table.Table:
   lengths = np.array([len(e.tokens) for e in examples])
   trained = np.array([int(e.trained.sum()) for e in examples])
   out = table.Table('', 'min', 'median', 'max', 'total')

@@ -1,4 +1,4 @@
-"""Rows (plain dicts) from files, folders, the hub, or a generator.
+"""Reads rows (plain dicts) from files, folders, the hub, or a generator.
 
     read('train.jsonl')                     read('folder:train')
     read('openai/gsm8k:main/train.parquet') read('generated:arithmetic:max=9')
@@ -13,69 +13,61 @@ import collections.abc
 import difflib
 import itertools
 import math
-import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from etils import epath
 
 from jaxpost import imports
-from jaxpost.data import file_formats, files, generated, maps
+from jaxpost.data import file_formats, files, generated, locate, maps
 from jaxpost.errors import InputError
-from jaxpost.storage import hub
 
-_SPLIT_WORDS = {
-  'train': 'train',
-  'training': 'train',
-  'test': 'test',
-  'testing': 'test',
-  'validation': 'validation',
-  'valid': 'validation',
-  'val': 'validation',
-  'dev': 'validation',
-  'eval': 'validation',
-}
+Row = dict[str, Any]
+MapFn = Callable[[Row], Row | None]
 
 
 class Rows(collections.abc.Sequence):
-  """A sequence of dict rows that knows where each one stands.
+  """A sequence of dict rows, with the place of each.
 
   Attributes:
     name: what was read.
     dropped: rows for which the map function returned None.
-    sizes: rows of each source, in their order.
-    weights: share of each source in the documents, () for that of its size.
+    sizes: number of rows of each source, in order.
+    weights: share of each source in the documents; () for shares by size.
     streaming: rows are read when asked for, and None where the map drops one.
   """
 
   streaming = False
   weights = ()
 
-  def __init__(self, name, rows, places, dropped=0):
+  def __init__(self, name: str, rows: list[Row], places: list[tuple[str, int]], dropped: int = 0):
     self.name = name
     self.dropped = dropped
     self._rows = rows
     self._places = places
 
-  def __len__(self):
+  def __len__(self) -> int:
     return len(self._rows)
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int | slice) -> Any:
     if isinstance(i, slice):
       return Rows(self.name, self._rows[i], self._places[i])
     return self._rows[i]
 
   @property
-  def sizes(self):
+  def sizes(self) -> tuple[int, ...]:
+    """One source: the number of rows."""
     return (len(self),)
 
-  def where(self, i):
-    """'file.jsonl:12' (a line, from 1) or 'file.parquet[12]' (from 0)."""
+  def where(self, i: int) -> str:
+    """Returns 'file.jsonl:12' (a line, from 1) or 'file.parquet[12]' (from 0)."""
     return files.where(*self._places[i])
 
 
 class Chain(collections.abc.Sequence):
   """Sources one after the other, with the attributes of `Rows`."""
 
-  def __init__(self, name, parts, weights=(), streaming=False):
+  def __init__(self, name: str, parts: Sequence[Any], weights: Iterable[float] = (), streaming: bool = False):
     self.name = name
     self.weights = tuple(weights)
     self.streaming = streaming
@@ -84,62 +76,70 @@ class Chain(collections.abc.Sequence):
     self._parts = parts
     self._stops = list(itertools.accumulate(self.sizes))
 
-  def __len__(self):
+  def __len__(self) -> int:
     return self._stops[-1]
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int) -> Row | None:
     part, n = self._find(i)
     return part[n]
 
-  def where(self, i):
-    """As `Rows.where`."""
+  def where(self, i: int) -> str:
+    """Returns the place of a row, see `Rows.where`."""
     part, n = self._find(i)
     return part.where(n)
 
-  def _find(self, i):
+  def _find(self, i: int) -> tuple[Any, int]:
+    """Returns the source of a row, and its number there."""
     number = range(len(self))[i]
     part = bisect.bisect_right(self._stops, number)
     return self._parts[part], number - self._stops[part] + self.sizes[part]
 
 
 class Lazy(collections.abc.Sequence):
-  """Rows of one source read one by one; `prepare` makes them ours."""
+  """Rows of one source, read one by one and then passed through `prepare`."""
 
   streaming = True
   weights = ()
   dropped = 0  # counted where they are reached
 
-  def __init__(self, name, opened, prepare):
+  def __init__(self, name: str, opened: Sequence[Any], prepare: Callable[[Any, str], Row | None]):
     self.name = name
     self._opened = Chain(name, opened)
     self._prepare = prepare
 
-  def __len__(self):
+  def __len__(self) -> int:
     return len(self._opened)
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int) -> Row | None:
     return self._prepare(self._opened[i], self.where(i))
 
   @property
-  def sizes(self):
+  def sizes(self) -> tuple[int, ...]:
+    """One source: the number of rows."""
     return (len(self),)
 
-  def where(self, i):
-    """As `Rows.where`."""
+  def where(self, i: int) -> str:
+    """Returns the place of a row, see `Rows.where`."""
     return self._opened.where(i)
 
 
-def read_sources(path, columns='', map_fn=None, weights=(), streaming=False):
-  """The rows of one source, or of several one after the other.
+def read_sources(
+  path: str | Sequence[str],
+  columns: str | Sequence[str] = '',
+  map_fn: MapFn | str | Sequence[str] | None = None,
+  weights: Sequence[float] = (),
+  streaming: bool = False,
+) -> Rows | Chain | Lazy:
+  """Reads the rows of one source, or of several one after the other.
 
   Args:
-    path: what `read` takes, several as a tuple or with ' + ' between.
-    columns, map_fn: as in `read`; one for all or one each, as `path`.
+    path: see `read`; several as a tuple or with ' + ' between.
+    columns, map_fn: see `read`; one for all sources or one each.
     weights: share of each source in the documents of a run, in any unit; ()
       gives each the share of its size.
-    streaming: as in `read`.
+    streaming: see `read`.
   """
-  paths = _each(path)
+  paths = _split(path)
   if not paths or '' in paths:
     raise InputError(f'data: {path!r}: names no source where one should be')
   columns = _for_all(columns, paths, 'columns')
@@ -158,18 +158,19 @@ def read_sources(path, columns='', map_fn=None, weights=(), streaming=False):
   return Chain(' + '.join(paths), parts, weights, streaming)
 
 
-def _each(value):
-  """'a + b', or a tuple -> list."""
+def _split(value: Any) -> list[str]:
+  """Returns the parts of 'a + b', or of a tuple."""
   if isinstance(value, (tuple, list)):
     return list(map(str, value))
   return [part.strip() for part in str(value).split(' + ')]
 
 
-def _for_all(value, paths, what):
+def _for_all(value: Any, paths: list[str], what: str) -> list:
+  """Returns one value for each source."""
   if value is None or callable(value):
     return [value] * len(paths)
   if isinstance(value, str):
-    value = _each(value)
+    value = _split(value)
   if len(value) == 1:
     return list(value) * len(paths)
   if value and len(value) != len(paths):
@@ -177,8 +178,14 @@ def _for_all(value, paths, what):
   return list(value) or [''] * len(paths)
 
 
-def read(path, columns='', map_fn=None, fake_rows=None, streaming=False):
-  """All rows of a source.
+def read(
+  path: str | epath.PathLike,
+  columns: str = '',
+  map_fn: MapFn | str | None = None,
+  fake_rows: Iterable[Row] | None = None,
+  streaming: bool = False,
+) -> Rows | Lazy:
+  """Reads the rows of one source.
 
   Args:
     path: a file (.jsonl .json .txt, each also .gz; .parquet .array_record
@@ -197,13 +204,13 @@ def read(path, columns='', map_fn=None, fake_rows=None, streaming=False):
   if map_fn is not None:
     map_fn = imports.load_callable(map_fn, 'map_fn')
 
-  def prepare(row, where):
+  def prepare(row: Any, where: str) -> Row | None:
     if not isinstance(row, dict):
       raise InputError(f'{where}: the row is a {type(row).__name__}, must be an object')
     row = _rename(row, renames, where) if renames else row
     if map_fn is not None:
       row = _mapped(map_fn, row, where)
-    return row if row is None else _recognise(row, where)
+    return row if row is None else _recognize(row, where)
 
   if fake_rows is not None:
     found = [(f'{path}[', enumerate(fake_rows))]
@@ -212,16 +219,16 @@ def read(path, columns='', map_fn=None, fake_rows=None, streaming=False):
     made = generated.rows(name, ''.join(options))
     found = [(f'{path}[', enumerate(made))]
   elif streaming:
-    rows = Lazy(str(path), file_formats.open_streaming(_find(str(path))), prepare)
+    rows = Lazy(str(path), file_formats.open_streaming(locate.find_files(str(path))), prepare)
     if not len(rows):
       raise InputError(f'{path}: holds no rows')
     return rows
   else:
-    found = [file_formats.open_file(*file) for file in _find(str(path))]
+    found = [file_formats.open_file(*file) for file in locate.find_files(str(path))]
   return _read_all(path, found, prepare)
 
 
-def _read_all(path, found, prepare):
+def _read_all(path: Any, found: Iterable[tuple[str, files.NumberedRows]], prepare: Callable) -> Rows:
   rows, places, dropped = [], [], 0
   for prefix, numbered in found:
     for number, row in numbered:
@@ -238,79 +245,8 @@ def _read_all(path, found, prepare):
   return Rows(str(path), rows, places, dropped)
 
 
-def _find(path):
-  """[(path, what to call it)] of the files of a source."""
-  local = epath.Path(path).expanduser()
-  if local.exists():
-    return _find_local(local, path, '')
-  folder, _, split = path.rpartition(':')
-  if folder and epath.Path(folder).expanduser().is_dir():
-    return _find_local(epath.Path(folder).expanduser(), folder, split)
-  named = hub.parse(path)
-  if named is None or (file_formats.find(path) and not named[2]):
-    raise _missing(local, path)
-  repo, revision, file = named
-  whole = bool(file_formats.find(file))
-  patterns = file_formats.PATTERNS
-  found = epath.Path(hub.download(repo, 'dataset', revision, file if whole else '', patterns))
-  if whole:
-    return [(found, path)]
-  return _find_local(found, path, file)
-
-
-def _find_local(local, path, split):
-  if not local.is_dir():
-    return [(local, path)]
-  if (local / 'dataset_dict.json').exists():
-    names = files.load_json(local / 'dataset_dict.json').get('splits', [])
-    split = _choose(split, names, path)
-    local, split = local / split, ''
-  if (local / 'state.json').exists():
-    state = files.load_json(local / 'state.json')
-    listed = [f['filename'] for f in state.get('_data_files', [])]
-    found = [local / name for name in listed]
-  else:
-    found = file_formats.data_files(local)
-    splits = {f: _split_of(f.relative_to(local).parts) for f in found}
-    named = sorted({s for s in splits.values() if s})
-    if split or len(named) > 1:
-      split = _choose(split, named, path)
-      found = [f for f in found if splits[f] == split]
-  if not found:
-    there = ', '.join(sorted(f.name for f in local.iterdir())[:8])
-    raise InputError(f'{path}: no data in this folder ({file_formats.NAMES}); it has {there or "nothing"}')
-  return [(f, str(f)) for f in found]
-
-
-def _choose(split, names, path):
-  if split in names:
-    return split
-  if not split and len(names) == 1:
-    return names[0]
-  listed = ', '.join(names) or 'none'
-  if split:
-    raise InputError(f'{path}: has no split {split!r}; it has {listed}')
-  raise InputError(
-    f'{path}: has the splits {listed}; name one, e.g. {path}:{names[0]}' if names else f'{path}: has no splits'
-  )
-
-
-def _split_of(parts):
-  words = re.split(r'[^A-Za-z]+', '/'.join(parts).lower())
-  return next((_SPLIT_WORDS[w] for w in words if w in _SPLIT_WORDS), '')
-
-
-def _missing(local, path):
-  folder = local.parent
-  if not folder.is_dir():
-    return InputError(f'{path}: no such file, nor is there a folder {folder}')
-  names = [f.name for f in folder.iterdir()]
-  near = difflib.get_close_matches(local.name, names, 1, 0.4)
-  hint = f'did you mean {folder / near[0]}?' if near else (f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}')
-  return InputError(f'{path}: no such file; {hint}')
-
-
-def _parse_columns(columns):
+def _parse_columns(columns: str) -> dict[str, str]:
+  """Parses 'target=source,...' into {target: source}."""
   renames = {}
   for part in filter(None, (p.strip() for p in columns.split(','))):
     target, equals, source = (p.strip() for p in part.partition('='))
@@ -322,7 +258,7 @@ def _parse_columns(columns):
   return renames
 
 
-def _rename(row, renames, where):
+def _rename(row: Row, renames: dict[str, str], where: str) -> Row:
   for source in renames.values():
     if source not in row:
       near = difflib.get_close_matches(source, map(str, row), 1)
@@ -334,7 +270,8 @@ def _rename(row, renames, where):
   return kept | {target: row[source] for target, source in renames.items()}
 
 
-def _mapped(map_fn, row, where):
+def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
+  """Applies a user's function; its errors name the row."""
   try:
     made = map_fn(dict(row))
   except InputError as error:
@@ -348,8 +285,8 @@ def _mapped(map_fn, row, where):
   return made
 
 
-def _recognise(row, where):
-  """Sharegpt and alpaca rows in TRL's columns, others as they are."""
+def _recognize(row: Row, where: str) -> Row:
+  """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged."""
   if 'conversations' in row and not {'messages', 'prompt'} & set(row):
     return maps.sharegpt(row, where)
   if {'instruction', 'output'} <= set(row) and not ({'messages', 'prompt', 'completion'} & set(row)):

@@ -1,8 +1,12 @@
-"""TODO."""
+"""Arrays on disk, computed once: a folder of .npy files and an index.
+
+The index is written last, so that a folder without one is computed again.
+"""
 
 import hashlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -11,13 +15,13 @@ from jaxpost.distributed import coordination
 from jaxpost.storage import object_store
 
 
-def fingerprint(parts) -> str:
-  """16 hex digits of anything that JSON can spell."""
+def fingerprint(parts: Any) -> str:
+  """Returns 16 hex digits that identify JSON values."""
   return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load_or_make(path, make: Callable) -> dict:
-  """{name: array} from the folder `path`, or of `make()`, which then fills it.
+def load_or_make(path: epath.PathLike | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+  """Returns {name: array} from the folder `path`, or calls `make` and writes its result there.
 
   All processes call it and agree; process 0 writes. Arrays on local disks are
   mapped, not read. Without a path nothing is kept.
@@ -37,8 +41,8 @@ def load_or_make(path, make: Callable) -> dict:
   return values
 
 
-def _index(path):
-  """{name: bytes of its file} of a finished folder, else None."""
+def _index(path: epath.Path) -> dict[str, int] | None:
+  """Returns {name: bytes of its file} of a finished folder, else None."""
   if not (path / 'index.json').exists():
     return None
   index = json.loads((path / 'index.json').read_text())
@@ -46,14 +50,14 @@ def _index(path):
   return index if whole else None
 
 
-def _load(file):
+def _load(file: epath.Path) -> np.ndarray:
   if '://' in str(file):
     with file.open('rb') as f:
       return np.load(f, allow_pickle=False)
   return np.load(str(file), mmap_mode='r', allow_pickle=False)
 
 
-def _write(path, values):
+def _write(path: epath.Path, values: dict[str, np.ndarray]) -> None:
   path.mkdir(parents=True, exist_ok=True)
   (path / 'index.json').unlink(missing_ok=True)
   for name, array in values.items():

@@ -1,7 +1,7 @@
-"""Folders on gs:// and s3://: what they need, and how files get there whole.
+"""Files and folders on gs:// and s3://, beside local ones.
 
-Object stores have neither append nor rename. What grows is kept on this host
-and uploaded; what is written at once is there whole or not at all.
+Object stores have neither append nor rename: files that grow are kept on this host and
+uploaded; a file written at once appears as a whole or not at all.
 """
 
 import atexit
@@ -12,7 +12,9 @@ import shutil
 import socket
 import tempfile
 import zlib
+from collections.abc import Iterable
 from concurrent import futures
+from typing import Any
 
 from etils import epath
 from fsspec import caching
@@ -24,18 +26,24 @@ _CHUNK = 1 << 22  # bytes read at a time
 _READERS = 8  # files read at a time; crc32 releases the GIL
 
 
-def is_remote(path) -> bool:
+def is_remote(path: epath.PathLike) -> bool:
+  """True for URLs such as gs://bucket/name."""
   return '://' in os.fspath(path)
 
 
-def resolved(path) -> str:
-  """The path from the root on; epath would take gs: for a folder."""
+def resolved(path: epath.PathLike) -> str:
+  """Returns the absolute path, or the URL."""
+  # epath would take 'gs:' for a folder.
   return str(path if is_remote(path) else epath.Path(path).resolve())
 
 
 @functools.cache
-def check(path: str, key: str):
-  """InputError where an object store cannot be asked; `key` named the path."""
+def check(path: str, key: str) -> None:
+  """Raises InputError if `path` is on an object store that cannot be reached.
+
+  Args:
+    key: field of the config that named the path, for the error.
+  """
   scheme, remote, _ = path.partition('://')
   if not remote:
     return
@@ -51,8 +59,8 @@ def check(path: str, key: str):
     raise InputError(f'{key}: {path}: cannot be reached: {e}') from e
 
 
-def write(path, data: bytes):
-  """A whole file: readers see what was there, or this."""
+def write(path: epath.PathLike, data: bytes) -> None:
+  """Writes a whole file, atomically: a reader sees the old file or the new."""
   path = epath.Path(path)
   if is_remote(path):
     path.write_bytes(data)
@@ -63,7 +71,7 @@ def write(path, data: bytes):
   draft.replace(path)
 
 
-def write_text(path, text: str) -> None:
+def write_text(path: epath.PathLike, text: str) -> None:
   """Writes `text` as UTF-8, atomically: a reader sees the old file or the new.
 
   A lone surrogate becomes \\udXXX, which is its JSON spelling, too.
@@ -71,8 +79,8 @@ def write_text(path, text: str) -> None:
   write(path, text.encode('utf-8', 'backslashreplace'))
 
 
-def files(folder, parent='') -> list[str]:
-  """Names of all files below a folder."""
+def files(folder: epath.PathLike, parent: str = '') -> list[str]:
+  """Returns the names of all files below a folder, sorted."""
   names = []
   for path in (epath.Path(folder) / parent).iterdir():
     name = f'{parent}/{path.name}' if parent else path.name
@@ -80,14 +88,15 @@ def files(folder, parent='') -> list[str]:
   return sorted(names)
 
 
-def checksums(folder, names) -> dict:
-  """{name: [bytes, crc32]} of files below a folder."""
+def checksums(folder: epath.PathLike, names: Iterable[str]) -> dict[str, list[int]]:
+  """Returns {name: [bytes, crc32]} of files below a folder, read in parallel."""
 
-  def checksum(name):
+  def checksum(name: str) -> list[int]:
     size = crc = 0
     with (epath.Path(folder) / name).open('rb') as file:
       while chunk := file.read(_CHUNK):
-        size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        size += len(chunk)
+        crc = zlib.crc32(chunk, crc)
     return [size, crc]
 
   with futures.ThreadPoolExecutor(_READERS) as pool:
@@ -95,35 +104,35 @@ def checksums(folder, names) -> dict:
 
 
 def folder() -> pathlib.Path:
-  """A folder on this host that goes when the process ends."""
+  """Makes a folder on this host that is removed when the process ends."""
   made = tempfile.mkdtemp(prefix='jaxpost-')
   atexit.register(shutil.rmtree, made, ignore_errors=True)
   return pathlib.Path(made)
 
 
-def exactly(file):
-  """A file opened for reading that reads what is asked for, and not ahead.
+def exactly(file: Any) -> Any:
+  """Turns off the read-ahead of an open file.
 
-  fsspec reads 5 MB more at every place.
+  fsspec reads 5 MB more at every seek.
   """
   if ahead := getattr(file, 'cache', None):
     file.cache = caching.BaseCache(ahead.blocksize, ahead.fetcher, ahead.size)
   return file
 
 
-def upload(source, target, last: str = ''):
-  """All files below a local folder; the one called `last` goes last."""
+def upload(source: epath.PathLike, target: epath.PathLike, last: str = '') -> None:
+  """Copies all files below a local folder; the one called `last` goes last."""
   for name in sorted(files(source), key=lambda name: (name == last, name)):
     _copy(epath.Path(source) / name, epath.Path(target) / name)
 
 
-def download(source, target):
-  """All files below a folder of a store, into a local one."""
+def download(source: epath.PathLike, target: epath.PathLike) -> None:
+  """Copies all files below a folder of an object store to a local one."""
   for name in files(source):
     _copy(epath.Path(source) / name, epath.Path(target) / name)
 
 
-def _copy(source, target):
+def _copy(source: epath.Path, target: epath.Path | pathlib.Path) -> None:
   target.parent.mkdir(parents=True, exist_ok=True)
   with source.open('rb') as a, target.open('wb') as b:
     shutil.copyfileobj(a, b, _CHUNK)
@@ -131,7 +140,7 @@ def _copy(source, target):
 
 @functools.cache
 def here(path: str, names: tuple[str, ...]) -> pathlib.Path:
-  """A local folder with those of these files that a remote one has."""
+  """Returns a local folder with copies of these files, where the remote folder has them."""
   made = folder()
   for name in names:
     if (epath.Path(path) / name).exists():
