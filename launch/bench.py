@@ -1,10 +1,10 @@
-"""Times the standard workload: sft, sample or grpo; or a part of it.
+"""Times a standard workload on this machine: sft, sample or grpo, or a part of it.
 
   python -m launch.bench sft|sample|grpo|reshard|turns|prefill --shape=s --bf16
   srun python -m launch.bench sft --distributed --batch=64 >> runs.jsonl
   python -m launch.bench scaling --processes=1,2 or --records=runs.jsonl
 
-Prints one JSON line; jaxpost/{bench,scaling}.py say what is counted.
+Prints one line of JSON; jaxpost/tools/{bench,scaling}.py explain its keys.
 """
 
 import dataclasses
@@ -18,51 +18,43 @@ from absl import flags
 from jaxpost import errors
 from jaxpost.hardware import host
 
-flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
-_BATCH = flags.DEFINE_integer('batch', 16, 'Rows, sequences, completions.')
-flags.DEFINE_integer('steps', 5, 'Timed steps.')
-flags.DEFINE_integer('prompt', 60, 'Its tokens.')
-flags.DEFINE_integer('new', 128, 'Tokens of a completion.')
-flags.DEFINE_integer('samples', 0, 'Completions; 0: as many as --batch.')
-flags.DEFINE_bool('ragged', False, 'Geometric lengths.')
-flags.DEFINE_integer('mean', 64, 'Their mean.')
-flags.DEFINE_bool('bf16', False, 'Operands; weights are float32.')
-flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling.')
-flags.DEFINE_string('mesh', 'fsdp=-1', 'As config.mesh.train.')
-_TUNE = flags.DEFINE_bool('tune', True, 'Tune the allocator of the host.')
-_CORE = flags.DEFINE_integer('core', None, 'Use this core only.')
-_COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'For scaling: how many.')
-_WHAT = flags.DEFINE_list('workloads', ['sft', 'grpo'], 'For scaling.')
-_ROUNDS = flags.DEFINE_integer('rounds', 3, 'For scaling; the best counts.')
-_RECORDS = flags.DEFINE_string('records', '', 'For scaling: printed lines.')
-flags.DEFINE_bool('distributed', False, 'As in launch.train; so are these:')
-flags.DEFINE_string('coordinator', '', '')
-flags.DEFINE_integer('num_processes', None, '')
-flags.DEFINE_integer('process_id', None, '')
+from . import cluster_flags, exits, workload_flags
+
+workload_flags.define()
+_TUNE = flags.DEFINE_bool('tune', True, 'Tune the memory allocator of the host.')
+_CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.')
+_COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'Numbers of processes to compare; with scaling.')
+_WORKLOADS = flags.DEFINE_list('workloads', ['sft', 'grpo'], 'Workloads to time; with scaling.')
+_ROUNDS = flags.DEFINE_integer('rounds', 3, 'Repetitions, of which the fastest counts; with scaling.')
+_RECORDS = flags.DEFINE_string('records', '', 'File of printed lines to evaluate instead of timing; with scaling.')
+_CLUSTER = cluster_flags.define()
 
 WHAT = ('sft', 'sample', 'grpo', 'reshard', 'turns', 'prefill')
-PASSED = 'shape steps prompt new ragged mean bf16 top_p mesh tune'.split()
 
 
 def scale():
+  """Compares throughput over numbers of processes, and prints the table."""
   from jaxpost.tools import scaling
 
-  rest = (
-    tuple(map(int, _COUNTS.value)),
-    _BATCH.value,
-    _ROUNDS.value,
-    tuple(f'--{n}={flags.FLAGS[n].value}' for n in PASSED),
-  )
-  rows = (
-    scaling.recorded(_RECORDS.value)
-    if _RECORDS.value
-    else sum((scaling.measure(scaling.Plan(what, *rest)) for what in _WHAT.value), [])
-  )
+  if _RECORDS.value:
+    rows = scaling.recorded(_RECORDS.value)
+  else:
+    rows = []
+    for what in _WORKLOADS.value:
+      plan = scaling.Plan(
+        what=what,
+        counts=tuple(map(int, _COUNTS.value)),
+        batch=flags.FLAGS.batch,
+        rounds=_ROUNDS.value,
+        flags=tuple(f'--{name}={flags.FLAGS[name].value}' for name in workload_flags.PASSED_ON),
+      )
+      rows += scaling.measure(plan)
   print(scaling.table(rows), file=sys.stderr)
   print(json.dumps(rows))
 
 
 def main(argv):
+  """Times the workload that the first argument names."""
   if len(argv) != 2 or argv[1] not in (*WHAT, 'scaling'):
     raise errors.InputError(f'say what to time: python -m launch.bench {"|".join(WHAT)}|scaling [flags]')
   if argv[1] == 'scaling':
@@ -72,12 +64,11 @@ def main(argv):
   if _TUNE.value:
     host.tune_host()
   host.use_compile_cache()
-  from jaxpost.distributed import cluster, coordination
+  from jaxpost.distributed import coordination
   from jaxpost.tools import bench
 
-  if (given := flags.FLAGS).distributed or given.coordinator:
-    cluster.connect(given.coordinator, given.num_processes, given.process_id)
-  options = bench.Options(**{f.name: given[f.name].value for f in dataclasses.fields(bench.Options)})
+  _CLUSTER.connect()
+  options = bench.Options(**{f.name: flags.FLAGS[f.name].value for f in dataclasses.fields(bench.Options)})
   with tempfile.TemporaryDirectory() as workdir:
     found = bench.run(argv[1], options, workdir) | {'tuned': _TUNE.value}
   if coordination.process_index() == 0:
@@ -85,6 +76,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main, words=1)

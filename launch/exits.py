@@ -1,13 +1,17 @@
-"""How every command ends: `run(main)` is app.run with the exit codes.
+"""Exit codes of all commands: `run(main)` is absl's app.run with them.
 
-0 done, 2 the user's to fix (one line on stderr), 3 no usable checkpoint, 42
-preempted and saved (run the same command again), 1 a bug of ours (traceback).
+0: done; 1: a bug of this library (traceback); 2: an error of the user (one line on
+stderr); 3: no usable checkpoint; 42: preempted and saved, run the same command again.
 """
+
+from __future__ import annotations
 
 import functools
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterable
+from types import ModuleType
 
 from absl import app, flags
 
@@ -15,7 +19,7 @@ from jaxpost import errors
 
 from . import config_flag
 
-# What a config file, or an override of one, raises while it is read.
+# Exceptions of reading a config file.
 CONFIG_ERRORS = (
   flags.Error,
   AttributeError,
@@ -29,10 +33,13 @@ CONFIG_ERRORS = (
 )
 
 
-def run(main, argv=None, words=0):
+def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   """Parses the flags, calls main(argv) and ends the process.
 
-  `words`: how many arguments that are no flags the command takes.
+  Args:
+    main: the command.
+    argv: the command line; None: sys.argv.
+    words: largest number of arguments that are no flags.
   """
   try:
     app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
@@ -41,8 +48,8 @@ def run(main, argv=None, words=0):
     sys.exit(error.exit_code)
 
 
-def parse(argv, words=0):
-  """absl's flag parsing; what is wrong with them becomes an InputError."""
+def parse(argv: list[str], words: int = 0) -> list[str]:
+  """Parses flags as absl does; InputError if they, or the config file, are wrong."""
   try:
     rest = config_flag.parse(argv)
   except errors.InputError:
@@ -54,20 +61,30 @@ def parse(argv, words=0):
   return rest
 
 
-def refuse(names, when):
-  """InputError where one of these flags was given; it would do nothing."""
+def worst(codes: list[int]) -> int:
+  """Returns the exit code of the run: 2 and 3 first, 42 only if nothing else went wrong."""
+  for code in 2, 3:
+    if code in codes:
+      return code
+  if any(code not in (0, 42) for code in codes):
+    return 1
+  return 42 if 42 in codes else 0
+
+
+def refuse(names: Iterable[str], when: str):
+  """InputError if one of these flags was given, which have no effect `when`."""
   for name in names:
     if flags.FLAGS[name].present:
       raise errors.InputError(f'--{name} does nothing {when}; leave it out')
 
 
-def flag_help(module):
-  """The docstring and the flags of a command's module."""
+def flag_help(module: ModuleType) -> str:
+  """Returns the docstring and the flags of a command."""
   return f'{(module.__doc__ or "").strip()}\n\n' + flags.FLAGS.module_help(module).strip()
 
 
-def _one_line(error, argv):
-  """The message, and where in the config file it arose."""
+def _one_line(error: Exception, argv: list[str]) -> str:
+  """The message of an error, with its line in the config file."""
   text = str(error)
   if '\\n' in text:  # ml_collections gives the repr of its message
     text = text.strip('\'"').replace('\\n', '\n').replace("\\'", "'")

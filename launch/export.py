@@ -4,9 +4,9 @@
   python -m launch.export --run=runs/quickstart --stage=sft --step=400 --out=F
   python -m launch.export --model=ADAPTER_FOLDER --out=F  # merged into its base
 
-The last stage that has a checkpoint, and its newest good step, unless told
-otherwise. Needs config.json and checkpoints/ of the run and the tokenizer it
-names; neither its data, its rewards nor its devices. Prints the folder.
+The default is the newest good checkpoint of the last stage that has one. Needs
+config.json and checkpoints/ of the run and the tokenizer that the config names, but
+not its data, reward functions or devices. Prints the folder.
 """
 
 import logging
@@ -15,15 +15,15 @@ from absl import flags
 
 from jaxpost.hardware import host
 
-_RUN = flags.DEFINE_string('run', '', 'Folder of the run.')
-_MODEL = flags.DEFINE_string('model', '', 'Or a folder of a model or of peft.')
-_STEP = flags.DEFINE_integer('step', None, 'Updates of the stage; default: the newest good checkpoint.')
-_STAGE = flags.DEFINE_string('stage', '', 'Stage of the run; default: the last that has a checkpoint.')
+from . import model_flags
+
+_WEIGHTS = model_flags.define()
 _OUT = flags.DEFINE_string('out', None, 'Folder to write.')
 flags.mark_flags_as_required(['out'])
 
 
 def main(argv):
+  """Exports the checkpoint and prints the folder."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
@@ -32,7 +32,7 @@ def main(argv):
   from jaxpost.tools import inference
 
   hf.check_target(_OUT.value)  # before minutes of reading
-  weights = inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
+  weights = inference.load(**_WEIGHTS.arguments())
   inference.export(weights, _OUT.value)
   inference.to_stderr(f'step {weights.step} of stage {weights.prepared.name}')
   print(_OUT.value)

@@ -1,13 +1,13 @@
-"""Shows what a config reads and trains on; makes no weights, trains nothing.
+"""Shows the data, prompts and rewards of a config; makes no weights, trains nothing.
 
   python -m launch.inspect --config=configs/quickstart.py
   python -m launch.inspect --config=my.py --stage=grpo --rows=8
   jaxpost inspect --config=my.py --config.data.path=train.jsonl
 
-For each stage the first rows as the model will see them: the rendered
-template, token ids, trained tokens green and the rest dim, then lengths and
-packing. For a stage that samples: the prompts, the columns that the reward
-functions get, and these functions, imported where they will run.
+For each stage: the first rows as the model sees them, with the rendered template,
+token ids, trained tokens in green and the others dim, then lengths and packing. For
+a stage that samples: the prompts, the columns that reward functions receive, and the
+reward functions, imported as they will be in training.
 """
 
 import logging
@@ -17,12 +17,13 @@ from absl import flags
 from . import config_flag
 
 _CONFIG = config_flag.define_config()
-_ROWS = flags.DEFINE_integer('rows', 3, 'Rows of each stage.', lower_bound=0)
-_STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
+_ROWS = flags.DEFINE_integer('rows', 3, 'Rows to show of each stage.', lower_bound=0)
+_STAGE = flags.DEFINE_string('stage', '', 'Show only this stage.')
 flags.mark_flags_as_required(['config'])
 
 
 def main(argv):
+  """Prints what each stage reads."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   import rich.console

@@ -1,10 +1,10 @@
-"""Trains with several processes on this machine, as several hosts would.
+"""Trains with several processes on this machine, as on several hosts.
 
   python -m launch.local --processes=2 --devices=4 -- --config=... --workdir=...
 
-What stands behind `--` goes to `launch.train`. On CPU unless JAX_PLATFORMS
-says otherwise. Lines are marked with the process they are of. The exit code is
-the worst of theirs; when one fails, the others get some seconds to follow.
+Arguments after `--` go to `launch.train`. Runs on CPU unless JAX_PLATFORMS is set.
+Each line of output is marked with its process. The exit code is the worst of the
+processes; if one fails, the others are ended after some seconds.
 """
 
 import os
@@ -14,21 +14,25 @@ import subprocess
 import sys
 import threading
 import time
+from typing import TextIO
 
 from absl import flags
 
 from jaxpost.errors import InputError
 
-_PROCESSES = flags.DEFINE_integer('processes', 2, 'How many.', lower_bound=1, upper_bound=64)
-_DEVICES = flags.DEFINE_integer('devices', None, 'CPU devices that each pretends to have.', lower_bound=1)
+from . import exits
+
+_PROCESSES = flags.DEFINE_integer('processes', 2, 'Number of processes.', lower_bound=1, upper_bound=64)
+_DEVICES = flags.DEFINE_integer('devices', None, 'Simulated CPU devices per process.', lower_bound=1)
 GRACE_S = 30.0  # for the others, once one has failed
 
 
-def start(arguments, rank) -> subprocess.Popen:
+def start(arguments: list[str], rank: int) -> subprocess.Popen:
+  """Starts `launch.train` as one of the processes."""
   env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', **os.environ}
   if _DEVICES.value:
     env['XLA_FLAGS'] += f' --xla_force_host_platform_device_count={_DEVICES.value}'
-  # In a session of its own: Ctrl-C reaches it once, from here.
+  # A new session: otherwise Ctrl-C would reach it twice, from the terminal and from here.
   return subprocess.Popen(
     [sys.executable, '-u', '-m', f'{__package__}.train', *arguments, f'--process_id={rank}'],
     env=env,
@@ -39,21 +43,18 @@ def start(arguments, rank) -> subprocess.Popen:
   )
 
 
-def copy(rank, source, target):
+def copy(rank: int, source: TextIO, target: TextIO):
+  """Copies lines, marked with their process."""
   for line in source:
     print(f'[{rank}] {line}', end='', file=target, flush=True)
 
 
-def worst(codes) -> int:
-  """2 and 3 need a person; 42 only where nothing else went wrong."""
-  others = [1] * any(code not in (0, 2, 3, 42) for code in codes)
-  return next(c for c in (2, 3, *others, 42, 0) if c in (*codes, *others))
-
-
 def main(argv):
+  """Starts the processes and waits for all of them."""
   if not argv[1:]:
-    raise InputError("nothing to start; write launch.train's flags behind --")
-  running, failed = [], 0.0
+    raise InputError('nothing to start; write the flags of launch.train after --')
+  running: list[subprocess.Popen] = []
+  failed = 0.0  # when the first one failed
   for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, lambda number, frame: [p.send_signal(number) for p in running])
   with socket.socket() as probe:
@@ -70,10 +71,8 @@ def main(argv):
     for p in running if failed and time.monotonic() - failed > GRACE_S else ():
       p.kill()
     time.sleep(0.05)
-  sys.exit(worst([p.returncode for p in running]))
+  sys.exit(exits.worst([p.returncode for p in running]))
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main, words=99)

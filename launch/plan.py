@@ -1,5 +1,4 @@
-"""Plans a run before anybody pays for it: compiles its programs for a
-described machine, on any CPU, and says what fits, how fast, for how much.
+"""Compiles a run for a described machine, on any CPU: does it fit, how fast, at what cost.
 
   python -m launch.plan --config=configs/sft_gsm8k.py:model=qwen3_8b \\
       --topology=v6e:16x16 --config.mesh.train=fsdp=-1 --price=1.5
@@ -7,8 +6,8 @@ described machine, on any CPU, and says what fits, how fast, for how much.
       --topology=h200:1x8x8 --out=plan.json
   python -m launch.plan --config=my.py --topology=v5p:4x4x4 --search
 
-Model names need no weights, tokenizer or data. No device is touched;
-docs/planning.md says how to read what it prints.
+Named models need no weights, tokenizer or data. No device is used. docs/planning.md
+explains the output.
 """
 
 import logging
@@ -20,22 +19,23 @@ from absl import flags
 from . import config_flag
 
 _CONFIG = config_flag.define_config()
-_TOPOLOGY = flags.DEFINE_string('topology', None, 'v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
-_SLICES = flags.DEFINE_integer('slices', 1, 'TPU slices, joined by the data centre network.', lower_bound=1)
-_STAGE = flags.DEFINE_string('stage', '', 'Only this stage.')
-_PROGRAMS = flags.DEFINE_list('programs', [], 'Only these, as update,generate; default: all.')
-_PRICE = flags.DEFINE_float('price', 0.0, 'USD for a chip and hour.', lower_bound=0.0)
+_TOPOLOGY = flags.DEFINE_string('topology', None, 'Machine: v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
+_SLICES = flags.DEFINE_integer('slices', 1, 'TPU slices, connected by the data center network.', lower_bound=1)
+_STAGE = flags.DEFINE_string('stage', '', 'Plan only this stage.')
+_PROGRAMS = flags.DEFINE_list('programs', [], 'Programs to compile, as update,generate; default: all.')
+_PRICE = flags.DEFINE_float('price', 0.0, 'US dollars per chip and hour.', lower_bound=0.0)
 _OUT = flags.DEFINE_string('out', '', 'File for the plan as JSON.')
 _SEARCH = flags.DEFINE_bool(
   'search',
   False,
-  'Try meshes, rematerialisation and batch sizes: fsdp with '
-  'each tensor axis, and up to six with data, expert or context besides.',
+  'Try meshes, rematerialization and batch sizes: fsdp with each size of the tensor axis, '
+  'and up to six meshes with data, expert or context axes.',
 )
 flags.mark_flags_as_required(['config', 'topology'])
 
 
 def main(argv):
+  """Plans each stage, or searches for its mesh, and prints the tables."""
   del argv
   logging.getLogger().setLevel(logging.ERROR)
   from jaxpost.hardware import chips
@@ -48,7 +48,8 @@ def main(argv):
   from jaxpost.stage import prepare
 
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
-  raw, plans = prepare.as_dict(_CONFIG.value), []
+  raw = prepare.as_dict(_CONFIG.value)
+  plans = []
   options = stage.Options(topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
   if _SEARCH.value:
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))

@@ -1,23 +1,32 @@
-"""Templates of cluster jobs -> the text that `launch.submit` runs or shows."""
+"""Renders the templates of cluster jobs for `launch.submit`."""
 
 import pathlib
 import shlex
+from typing import NamedTuple
 
 import jinja2
 
 from jaxpost.errors import InputError
 
 TEMPLATES = pathlib.Path(__file__).parent / 'templates'
-# Platform -> (template, what runs it, flags it cannot do without).
+
+
+class Platform(NamedTuple):
+  """How jobs are started on one kind of cluster."""
+
+  template: str
+  command: tuple[str, ...]  # runs the rendered file; () shows it only
+  required: tuple[str, ...]  # flags that must be given
+
+
 PLATFORMS = {
-  'tpu': ('tpu.sh', ('bash',), ('tpu', 'zone', 'repo')),
-  'slurm': ('slurm.sh', ('sbatch',), ()),
-  'gke': ('gke.yaml', ('kubectl', 'apply', '-f'), ('image',)),
-  'skypilot': ('skypilot.yaml', ('sky', 'jobs', 'launch', '--yes'), ()),
-  'colab': ('colab.txt', (), ('repo',)),
+  'tpu': Platform('tpu.sh', ('bash',), ('tpu', 'zone', 'repo')),
+  'slurm': Platform('slurm.sh', ('sbatch',), ()),
+  'gke': Platform('gke.yaml', ('kubectl', 'apply', '-f'), ('image',)),
+  'skypilot': Platform('skypilot.yaml', ('sky', 'jobs', 'launch', '--yes'), ()),
+  'colab': Platform('colab.txt', (), ('repo',)),
 }
-
-
+# Flags of launch.submit that templates may use.
 GIVEN = (
   'name',
   'nodes',
@@ -37,7 +46,7 @@ GIVEN = (
 
 
 def beside(workdir: str, name: str) -> str:
-  """A folder next to the run's; in a bucket that is all of it, inside."""
+  """Returns a folder next to the run's, or inside it if it is a whole bucket."""
   parent, slash, last = workdir.rstrip('/').rpartition('/')
   if parent.endswith(':/'):  # gs://bucket
     return f'{parent}/{last}/{name}'
@@ -45,45 +54,68 @@ def beside(workdir: str, name: str) -> str:
 
 
 def render(platform: str, words: list[str], given: dict) -> str:
-  """The text that runs `launch.train` with these arguments there."""
-  template, _, needs = PLATFORMS[platform]
-  missing = [f'--{n}' for n in needs if not given[n]]
-  workdir = [w.partition('=')[2] for w in words if w.startswith('--workdir=')]
-  if missing or not workdir or not any(w.startswith('--config=') for w in words):
-    raise InputError(
-      f'{platform} needs {", ".join(missing)}' if missing else 'write --config=... and --workdir=... behind --'
-    )
+  """Returns the job that runs `launch.train` with these arguments.
+
+  Args:
+    platform: a key of PLATFORMS.
+    words: arguments of launch.train.
+    given: {flag: value} of all of GIVEN.
+
+  Raises:
+    InputError: a flag or argument is missing or does not work there.
+  """
+  workdir = _check(platform, words, given)
   claim, _, mount = given['volume'].partition(':')
-  below = bool(mount) and workdir[0].startswith(f'{mount.rstrip("/")}/')
-  if platform == 'gke' and not below and '://' not in workdir[0]:
-    raise InputError(
-      f'gke: each pod would have a {workdir[0]} of its own, and none after '
-      'it is replaced; give a gs:// folder, or --volume=CLAIM:/MOUNT and a '
-      '--workdir below /MOUNT'
-    )
   if given['profile']:
     words = [*words, f'--config.log.profile_from={given["profile"]}']
-  slice_ = given['topology'] or given['tpu']
-  address = f'{given["name"]}-hosts-0-0.{given["name"]}:8476'
-  env = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-  # A word of the shell, also inside the single quotes of tpu.sh.
-  quote = lambda text: shlex.quote(text).replace("'", "'\\''") if (platform == 'tpu') else shlex.quote(text)
-  env.filters['q'] = quote
-  return env.from_string((TEMPLATES / template).read_text()).render(
-    given
-    | dict(
-      words=words,
-      train=' '.join(map(quote, words)),
-      tpu=slice_,
-      claim=claim,
-      mount=mount,
-      workdir=workdir[0],
-      devices=given['devices'] or (4 if slice_ else 8),
-      accelerator=given['accelerator']
-      or {'skypilot': 'H100'}.get(platform, 'tpu-v5p-slice' if slice_ else 'nvidia-h100-80gb'),
-      cache=given['compile_cache'] or beside(workdir[0], 'xla'),
-      peers=['--distributed']
-      if slice_
-      else [f'--coordinator={address}', f'--num_processes={given["nodes"]}', '--process_id=$(PROCESS_ID)'],
-    )
+  tpu = given['topology'] or given['tpu']
+
+  def quote(text: str) -> str:
+    word = shlex.quote(text)
+    # tpu.sh has the command inside single quotes.
+    return word.replace("'", "'\\''") if platform == 'tpu' else word
+
+  if tpu:
+    default_devices, default_accelerator = 4, 'tpu-v5p-slice'
+    peers = ['--distributed']
+  else:
+    default_devices, default_accelerator = 8, 'nvidia-h100-80gb'
+    address = f'{given["name"]}-hosts-0-0.{given["name"]}:8476'
+    peers = [f'--coordinator={address}', f'--num_processes={given["nodes"]}', '--process_id=$(PROCESS_ID)']
+  if platform == 'skypilot':
+    default_accelerator = 'H100'
+  values = dict(
+    words=words,
+    train=' '.join(map(quote, words)),
+    tpu=tpu,
+    claim=claim,
+    mount=mount,
+    workdir=workdir,
+    devices=given['devices'] or default_devices,
+    accelerator=given['accelerator'] or default_accelerator,
+    cache=given['compile_cache'] or beside(workdir, 'xla'),
+    peers=peers,
   )
+  env = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+  env.filters['q'] = quote
+  template = (TEMPLATES / PLATFORMS[platform].template).read_text()
+  return env.from_string(template).render(given | values)
+
+
+def _check(platform: str, words: list[str], given: dict) -> str:
+  """Returns the --workdir; InputError if something is missing or cannot work."""
+  missing = [f'--{name}' for name in PLATFORMS[platform].required if not given[name]]
+  if missing:
+    raise InputError(f'{platform} needs {", ".join(missing)}')
+  workdirs = [word.partition('=')[2] for word in words if word.startswith('--workdir=')]
+  if not workdirs or not any(word.startswith('--config=') for word in words):
+    raise InputError('write --config=... and --workdir=... after --')
+  workdir = workdirs[0]
+  mount = given['volume'].partition(':')[2].rstrip('/')
+  on_volume = bool(mount) and workdir.startswith(f'{mount}/')
+  if platform == 'gke' and not on_volume and '://' not in workdir:
+    raise InputError(
+      f'gke: {workdir} would be local to each pod, and lost when a pod is replaced; '
+      'give a gs:// folder, or --volume=CLAIM:/MOUNT and a --workdir below /MOUNT'
+    )
+  return workdir

@@ -1,12 +1,12 @@
-"""Draws a sample of a run again, bit for bit, and says what was learnt of it.
+"""Samples one completion of a run again, bit for bit, and shows what was learned from it.
 
   python -m launch.reproduce --run=runs/quickstart --step=40 --row=3
   python -m launch.reproduce --run=DIR --step=1 --row=0 --stage=grpo --json
 
-Starts from the newest checkpoint before the step, or from the start of the
-stage, and makes the steps between again; the run's folder stays as it is. Row
-K is line K, from 0, of samples/STAGE/STEP.jsonl. Ends with 1 if the sample is
-not the one that the run has kept, as on another machine or mesh.
+Starts from the newest checkpoint before the step, or from the start of the stage,
+and repeats the steps in between; the folder of the run does not change. Row K is
+line K, from 0, of samples/STAGE/STEP.jsonl. Exits with 1 if the sample differs from
+the one that the run has kept, as it may on another machine or mesh.
 """
 
 import json
@@ -20,42 +20,33 @@ from absl import flags
 from jaxpost.hardware import host
 
 _RUN = flags.DEFINE_string('run', None, 'Folder of a run.')
-_STEP = flags.DEFINE_integer('step', None, 'From 1.')
-_ROW = flags.DEFINE_integer('row', 0, 'Sample of that step, from 0.')
-_STAGE = flags.DEFINE_string('stage', '', 'Default: the last.')
-_JSON = flags.DEFINE_bool('json', False, 'One JSON object.')
+_STEP = flags.DEFINE_integer('step', None, 'Step of the sample, from 1.')
+_ROW = flags.DEFINE_integer('row', 0, 'Number of the sample in that step, from 0.')
+_STAGE = flags.DEFINE_string('stage', '', 'Stage of the run; default: the last one.')
+_JSON = flags.DEFINE_bool('json', False, 'Print one JSON object instead of a table.')
 flags.mark_flags_as_required(['run', 'step'])
-_SAID = {
+_COMPARISON = {
   None: 'the run has kept no sample of this step to compare with',
-  True: 'identical to what the run has kept',
-  False: 'NOT what the run has kept',
+  True: 'identical to the sample that the run has kept',
+  False: 'NOT the sample that the run has kept',
 }
+_FIGURES = ('reward', 'components', 'error', 'advantage', 'loss', 'loss_of_update', 'loss_share', 'finished', 'version')
 
 
-def show(found, console):
-  """Prompt and tokens as a table, then the figures."""
+def show(found: dict, console: rich.console.Console):
+  """Prints the prompt, a table of the tokens, and the figures."""
   console.print(found['prompt'], style='dim', markup=False)
   table = rich.table.Table('token', 'text', 'log-prob', 'advantage')
-  for i, text, logprob, advantage, trained in zip(
-    *(found[k] for k in ('ids', 'texts', 'logprobs', 'advantages', 'trained'))
-  ):
-    table.add_row(str(i), repr(text), f'{logprob:.6f}', f'{advantage:.4f}' if trained else '-')
+  columns = (found[key] for key in ('ids', 'texts', 'logprobs', 'advantages', 'trained'))
+  for token, text, logprob, advantage, trained in zip(*columns):
+    table.add_row(str(token), repr(text), f'{logprob:.6f}', f'{advantage:.4f}' if trained else '-')
   console.print(table)
-  for key in (
-    'reward',
-    'components',
-    'error',
-    'advantage',
-    'loss',
-    'loss_of_update',
-    'loss_share',
-    'finished',
-    'version',
-  ):
+  for key in _FIGURES:
     console.print(f'{key}: {found[key]}', markup=False, highlight=False)
 
 
 def main(argv):
+  """Samples again, shows the sample, and compares it with the kept one."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
@@ -68,7 +59,7 @@ def main(argv):
     print(json.dumps(found, default=str))
   else:
     show(found, rich.console.Console(soft_wrap=True))
-  print(_SAID[found['identical']], file=sys.stderr)
+  print(_COMPARISON[found['identical']], file=sys.stderr)
   if found['identical'] is False:
     sys.exit(1)
 

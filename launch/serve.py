@@ -1,13 +1,14 @@
-"""Serves a checkpoint of a run, or a model folder, as OpenAI's API does.
+"""Serves a checkpoint of a run, or a model folder, with OpenAI's HTTP API.
 
   python -m launch.serve --model=FOLDER --port=8000
-  python -m launch.serve --run=runs/quickstart --record=asked.jsonl
+  python -m launch.serve --run=runs/quickstart --record=requests.jsonl
   python -m launch.serve --model=BASE --adapter=sft=DIR --adapter=dpo=DIR
 
-/v1/chat/completions and /v1/completions on loopback, until Ctrl-C. Answers
-have `token_ids` and `prompt_token_ids` beside OpenAI's fields; --record keeps
-a row of ids and log-probs of each. Requests share the slots. Prints its URL.
-Adapters have slots of their own and the base in common; `model` names one.
+Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have
+`token_ids` and `prompt_token_ids` in addition to OpenAI's fields; --record appends
+the token ids and log-probs of each to a file. Requests share the decoding slots.
+Adapters share the base but have their own slots; `model` in a request names one.
+Prints the URL.
 """
 
 import json
@@ -18,21 +19,21 @@ from absl import flags
 
 from jaxpost.hardware import host
 
-_RUN = flags.DEFINE_string('run', '', 'Folder of a run.')
-_STEP = flags.DEFINE_integer('step', None, 'Default: the newest checkpoint.')
-_STAGE = flags.DEFINE_string('stage', '', 'Default: the last with any.')
-_MODEL = flags.DEFINE_string('model', '', 'Hugging Face folder or org/name.')
-_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'NAME=FOLDER of peft.')
-_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Who else may ask: 0.0.0.0.')
-_PORT = flags.DEFINE_integer('port', 8000, '0: any.', lower_bound=0)
-_SLOTS = flags.DEFINE_integer('slots', 8, 'Answers at a time.', lower_bound=1)
-_CONTEXT = flags.DEFINE_integer('max_context', 4096, 'Tokens of a prompt and its answer.', lower_bound=2)
-_RECORD = flags.DEFINE_string('record', '', 'File of what was asked, .jsonl.')
-_SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.', lower_bound=0)
-_MESH = flags.DEFINE_string('mesh', 'data=-1', 'As config.mesh.rollout.')
+from . import exits, model_flags
+
+_WEIGHTS = model_flags.define()
+_ADAPTER = flags.DEFINE_multi_string('adapter', [], 'PEFT adapter as NAME=FOLDER; may be repeated.')
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0: reachable from other machines.')
+_PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0: any free port.', lower_bound=0)
+_SLOTS = flags.DEFINE_integer('slots', 8, 'Sequences decoded at the same time.', lower_bound=1)
+_CONTEXT = flags.DEFINE_integer('max_context', 4096, 'Tokens of the longest prompt and its completion.', lower_bound=2)
+_RECORD = flags.DEFINE_string('record', '', 'File to which requests and completions are appended, .jsonl.')
+_SEED = flags.DEFINE_integer('seed', 0, 'Seed of sampling.', lower_bound=0)
+_MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
 
 
 def main(argv):
+  """Serves until SIGINT or SIGTERM."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
@@ -41,8 +42,9 @@ def main(argv):
   from jaxpost.stage import assemble
   from jaxpost.tools import completions, inference
 
-  weights = inference.load(_RUN.value, _MODEL.value, _STAGE.value, _STEP.value)
-  half, name = _CONTEXT.value // 2, _RUN.value or _MODEL.value
+  weights = inference.load(**_WEIGHTS.arguments())
+  half = _CONTEXT.value // 2
+  name = _WEIGHTS.name
   engines = completions.make_engines(
     weights,
     name,
@@ -75,6 +77,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main)

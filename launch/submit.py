@@ -1,4 +1,4 @@
-"""Starts a run where the machines are: one command for each kind of cluster.
+"""Starts a run on a cluster: TPU VMs, Slurm, GKE, SkyPilot or Colab.
 
   python -m launch.submit tpu --tpu=my-v5p-64 --zone=us-east5-a --repo=URL \\
       -- --config=configs/NAME.py --workdir=gs://BUCKET/RUN
@@ -8,9 +8,9 @@
   python -m launch.submit skypilot --nodes=2 --accelerator=H100 -- ...
   python -m launch.submit colab --repo=URL -- ...
 
-What stands behind `--` goes to launch.train. --dry_run prints what would run
-and runs nothing. All of them begin again where a run was preempted (42) or
-failed, and stop at 0 (done), 2 (bad input) and 3 (no usable checkpoint).
+Arguments after `--` go to launch.train. --dry_run prints the job without starting
+it. Every job resumes after a preemption (exit code 42) or a failure, and stops at 0
+(done), 2 (bad input) and 3 (no usable checkpoint).
 """
 
 import subprocess
@@ -23,29 +23,31 @@ from jaxpost.errors import InputError
 
 from . import render
 
-_DRY = flags.DEFINE_bool('dry_run', False, 'Print what would run.')
-flags.DEFINE_string('name', 'jaxpost', 'Of the job.')
-flags.DEFINE_integer('nodes', 1, 'Hosts.', lower_bound=1)
-flags.DEFINE_integer('devices', 0, 'Of a host; 0: 8 GPUs, 4 TPU chips.')
-flags.DEFINE_string('tpu', '', 'Name of a TPU slice that is up.')
-flags.DEFINE_string('zone', '', 'Its zone.')
-flags.DEFINE_string('repo', '', 'Git address of your clone.')
-flags.DEFINE_string('image', '', 'Container with jaxpost at /jaxpost.')
-flags.DEFINE_string('volume', '', 'CLAIM:/MOUNT, a volume on GKE that all pods write.')
-flags.DEFINE_string('topology', '', 'Of a TPU slice on GKE: 2x2x4.')
-flags.DEFINE_string('accelerator', '', 'As the cluster calls it.')
-flags.DEFINE_integer('hours', 24, 'Time limit of a Slurm job.')
-flags.DEFINE_integer('retries', 3, 'After failures; preemption is not one.')
-flags.DEFINE_string('compile_cache', '', 'Where compiled programs stay; "": WORKDIR/../xla.')
-flags.DEFINE_integer('profile', 0, 'First of three steps that are traced; 0: none.')
+_DRY = flags.DEFINE_bool('dry_run', False, 'Print the job without starting it.')
+flags.DEFINE_string('name', 'jaxpost', 'Name of the job.')
+flags.DEFINE_integer('nodes', 1, 'Number of hosts.', lower_bound=1)
+flags.DEFINE_integer('devices', 0, 'Devices per host; 0: 8 GPUs or 4 TPU chips.')
+flags.DEFINE_string('tpu', '', 'Name of a running TPU slice.')
+flags.DEFINE_string('zone', '', 'Zone of the TPU slice.')
+flags.DEFINE_string('repo', '', 'Git URL of your clone.')
+flags.DEFINE_string('image', '', 'Container image with jaxpost at /jaxpost.')
+flags.DEFINE_string('volume', '', 'Volume on GKE that all pods can write, as CLAIM:/MOUNT.')
+flags.DEFINE_string('topology', '', 'Topology of a TPU slice on GKE, as 2x2x4.')
+flags.DEFINE_string('accelerator', '', 'Type of accelerator, as the cluster names it.')
+flags.DEFINE_integer('hours', 24, 'Time limit of a Slurm job, in hours.')
+flags.DEFINE_integer('retries', 3, 'Restarts after failures; preemptions do not count.')
+flags.DEFINE_string('compile_cache', '', 'Folder of the compile cache; "": WORKDIR/../xla.')
+flags.DEFINE_integer('profile', 0, 'First of three steps to profile; 0: none.')
 
 
 def main(argv):
+  """Renders the job and starts it."""
   if argv[1:2] == [] or argv[1] not in render.PLATFORMS:
     raise InputError(f'say where: launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
   given = {name: flags.FLAGS[name].value for name in render.GIVEN}
-  text, command = render.render(platform, words, given), (render.PLATFORMS[platform][1])
+  text = render.render(platform, words, given)
+  command = render.PLATFORMS[platform].command
   print(text, end='', flush=True)
   if _DRY.value or not command:
     return

@@ -2,9 +2,10 @@
 
   python -m launch.train --config=configs/quickstart.py --workdir=runs/first
 
-Change any field with --config.a.b=value. The same command resumes. The last
-line printed is the object in WORKDIR/summary.json. On several hosts run the
-same command on each with --distributed; `launch.local` does it on this one.
+Any field of the config can be changed with --config.a.b=value. The same command
+resumes the run. The last line printed is the content of WORKDIR/summary.json as
+JSON. On several hosts, run the same command on each with --distributed;
+`launch.local` starts several processes on this machine.
 """
 
 import json
@@ -14,29 +15,16 @@ from absl import flags
 
 from jaxpost.hardware import host
 
-from . import config_flag
+from . import cluster_flags, config_flag
 
 _CONFIG = config_flag.define_config()
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: new, or one to resume.')
-_DISTRIBUTED = flags.DEFINE_bool('distributed', False, 'One of several processes, in a cluster jax knows.')
-_COORDINATOR = flags.DEFINE_string('coordinator', '', 'HOST:PORT of process 0, where jax does not know it.')
-_PROCESSES = flags.DEFINE_integer('num_processes', None, 'With --coordinator.', lower_bound=1)
-_PROCESS = flags.DEFINE_integer('process_id', None, 'With --coordinator: 0, 1, ...', lower_bound=0)
-_CLUSTER = flags.DEFINE_string(
-  'cluster',
-  '',
-  'How jax finds the others: "" looks by itself (TPU, GKE, Slurm, Open MPI); "mpi4py" asks any other MPI.',
-)
-_INIT = flags.DEFINE_float(
-  'init_timeout_s', 300.0, 'For all processes to come; then all end and the absent are named.', lower_bound=1.0
-)
-_HEARTBEAT = flags.DEFINE_float(
-  'heartbeat_s', 100.0, 'A process not heard of for so long is gone: the others end and name it.', lower_bound=3.0
-)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: a new one, or one to resume.')
+_CLUSTER = cluster_flags.define()
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
 def main(argv):
+  """Trains, and prints the summary on process 0."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
@@ -45,17 +33,7 @@ def main(argv):
   from jaxpost import stages
   from jaxpost.distributed import coordination
 
-  if _DISTRIBUTED.value or _COORDINATOR.value or _CLUSTER.value:
-    from jaxpost.distributed import cluster
-
-    cluster.connect(
-      _COORDINATOR.value,
-      _PROCESSES.value,
-      _PROCESS.value,
-      cluster=_CLUSTER.value,
-      init_s=_INIT.value,
-      heartbeat_s=_HEARTBEAT.value,
-    )
+  _CLUSTER.connect()
   summary = stages.run(_CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh)
   if coordination.process_index() == 0:
     print(json.dumps(summary))

@@ -117,7 +117,7 @@ def test_the_command(run):
     [sys.executable, '-m', 'launch.reproduce', f'--run={run}', '--step=3', '--row=1'], capture_output=True, text=True
   )
   assert out.returncode == 0, out.stderr
-  assert 'identical to what the run has kept' in out.stderr
+  assert 'identical to the sample that the run has kept' in out.stderr
   for word in ('log-prob', "components: {'low'", 'loss_share', 'advantage'):
     assert word in out.stdout
 

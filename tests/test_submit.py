@@ -207,7 +207,7 @@ def test_dry_run_prints_and_runs_nothing():
   [
     ([], 'say where: launch.submit tpu|slurm'),
     (['lsf'], 'say where'),
-    (['slurm', '--', '--config=x'], '--workdir=... behind --'),
+    (['slurm', '--', '--config=x'], '--workdir=... after --'),
     (['tpu', '--tpu=a', '--', *WORDS], 'tpu needs --zone, --repo'),
   ],
 )
@@ -221,7 +221,7 @@ def test_what_is_missing_is_said():
   with pytest.raises(InputError, match='gke needs --image'):
     job('gke', image='')
   for volume in '', 'runs:/other':  # no pod would find what another wrote
-    with pytest.raises(InputError, match='gke: each pod would have'):
+    with pytest.raises(InputError, match='gke: .* would be local to each pod'):
       job('gke', volume=volume)
   found = yaml.safe_load(job('gke', volume='', words=[WORDS[0], '--workdir=gs://bucket/run']))
   assert 'volumes' not in found['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']

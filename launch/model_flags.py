@@ -1,0 +1,39 @@
+"""Flags that name the weights a command works on: --run, --model, --stage and --step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from absl import flags
+
+flags.disclaim_key_flags()  # the flags belong to the command that defines them
+
+
+class ModelFlags(NamedTuple):
+  """The flags that select a checkpoint of a run or a model folder."""
+
+  run: flags.FlagHolder
+  model: flags.FlagHolder
+  stage: flags.FlagHolder
+  step: flags.FlagHolder
+
+  def arguments(self) -> dict[str, Any]:
+    """Returns the arguments of `inference.load`."""
+    return {name: flag.value for name, flag in self._asdict().items()}
+
+  @property
+  def name(self) -> str:
+    """The folder of the run or of the model."""
+    return self.run.value or self.model.value
+
+
+def define() -> ModelFlags:
+  """Defines the flags for the calling command."""
+  return ModelFlags(
+    run=flags.DEFINE_string('run', '', 'Folder of a run.'),
+    model=flags.DEFINE_string(
+      'model', '', 'Hugging Face folder, org/name, or folder of a PEFT adapter; instead of --run.'
+    ),
+    stage=flags.DEFINE_string('stage', '', 'Stage of the run; default: the last one with a checkpoint.'),
+    step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.'),
+  )
