@@ -122,7 +122,7 @@ class _PendingStep(typing.NamedTuple):
 
 
 class _Progress:
-  """What the loop remembers between steps, on the host."""
+  """The state of the loop between steps, on the host."""
 
   def __init__(self, stage: Stage):
     self.stage = stage

@@ -16,6 +16,7 @@ from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
+  from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
 
 _STREAM = 7  # of random numbers, apart from others of the same seed and step
@@ -52,43 +53,53 @@ class DemonstrationSampler:
   ) -> Rollout:
     """Returns a rollout, see `rollout.sampler.Sampler`; the data have one completion a prompt."""
     if self.from_data(step):
-      return rollout(prompts, self.tokenizer, self.max_tokens, step)
+      return to_rollout(prompts, self.tokenizer, self.max_tokens, step)
     return self.sampler(prompts, group_size, step, on_dispatch, **sampling)
 
 
-def check(tokenizer, rows, most: int):
-  """InputError for one of the first rows if it has no completion."""
-  for i in range(0 if rows.streaming else min(len(rows), most)):
-    render(tokenizer, rows[i], rows.where(i))
+def check(tokenizer: Tokenizer, rows: Rows, limit: int):
+  """Raises InputError if one of the first `limit` rows has no completion."""
+  for i in range(0 if rows.streaming else min(len(rows), limit)):
+    make_example(tokenizer, rows[i], rows.where(i))
 
 
-def render(tokenizer, row, where) -> Example:
-  """A row as its last answer is trained; InputError if it has none."""
+def make_example(tokenizer: Tokenizer, row: dict, where: str) -> Example:
+  """Tokenizes a row as for training on its last answer; InputError if it has none."""
   return chat.make_example(tokenizer, row, where, train_on='completion')
 
 
-def rollout(prompts: Sequence[Prompt], tokenizer, max_tokens: int, step: int = 0) -> Rollout:
-  """The data's answers to the prompts, one each, cut to `max_tokens`.
+def to_rollout(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, step: int = 0) -> Rollout:
+  """Returns the data's answers to the prompts, one each, cut to `max_tokens`.
 
   They have the tokens that training on the data gives them, up to the last
   trained one; their log-probs are 0.
   """
-  size = len(prompts)
-  completions = np.zeros((size, max_tokens), np.int32)
-  lengths, finished = np.zeros(size, np.int32), np.ones(size, bool)
+  num_prompts = len(prompts)
+  completions = np.zeros((num_prompts, max_tokens), np.int32)
+  lengths = np.zeros(num_prompts, np.int32)
+  finished = np.ones(num_prompts, bool)
   for n, prompt in enumerate(prompts):
-    example = render(tokenizer, _row(prompt), f'prompt {prompt.index}')
+    example = make_example(tokenizer, _row(prompt), f'prompt {prompt.index}')
     trained = np.flatnonzero(example.loss_mask)
     answer = example.tokens[trained[0] : trained[-1] + 1]
     lengths[n] = min(len(answer), max_tokens)
     finished[n] = len(answer) <= max_tokens
     completions[n, : lengths[n]] = answer[:max_tokens]
   logprobs = np.zeros(completions.shape, np.float32)
-  return Rollout(tuple(prompts), completions, lengths, logprobs, logprobs, finished, step, from_data=True)
+  return Rollout(
+    prompts=tuple(prompts),
+    completions=completions,
+    lengths=lengths,
+    logprobs=logprobs,
+    behaviour_logprobs=logprobs,
+    finished=finished,
+    step=step,
+    from_data=True,
+  )
 
 
 def _row(prompt: Prompt) -> dict:
-  """The row that the prompt was made of, with its system prompt."""
+  """The row that a prompt was made of, with its system prompt."""
   messages = prompt.columns.get('messages')
   if messages is None:
     return {**prompt.columns, 'prompt': prompt.prompt}

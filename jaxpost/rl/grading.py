@@ -214,7 +214,7 @@ class PendingRollout:
     return [(r, range(len(r.rollout.prompts))) for r in self.rounds]
 
   def _all_results(self) -> list[Graded]:
-    """Of all that was graded, whether it is trained on or not."""
+    """Results of all groups and greedy answers, also of groups that are not selected."""
     out = []
     for r in self.rounds:
       out += r.results

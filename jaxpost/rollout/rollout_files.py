@@ -16,6 +16,7 @@ from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished')
+_SCALARS = ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')
 
 
 def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Credit], None]:
@@ -35,11 +36,14 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit):
   if rollout.mask is not None:
     arrays['mask'] = rollout.mask
   arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
-  arrays |= {f'credit/{k}': x for k, x in credit.arrays.items()}
-  about = dict(step=rollout.step, version=rollout.version, prompts=_prompts(rollout), messages=rollout.messages)
-  data = io.BytesIO()
-  np.savez_compressed(data, about=np.array(json.dumps(about, default=str)), **arrays)
-  object_store.write(path, data.getvalue())
+  arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
+  about = {
+    'step': rollout.step,
+    'version': rollout.version,
+    'prompts': _prompts_to_json(rollout),
+    'messages': rollout.messages,
+  }
+  object_store.write(path, _encode(about, arrays))
 
 
 def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
@@ -53,56 +57,61 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   """
   path = epath.Path(path)
   try:
-    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-      arrays = dict(file)
-    about = json.loads(str(arrays.pop('about')))
+    about, arrays = _decode(path.read_bytes())
   except FileNotFoundError as error:
     raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
   except (ValueError, KeyError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
-  prompts = tuple(
-    Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in about['prompts']
-  )
-  return Rollout(
-    prompts,
+  rollout = Rollout(
+    _prompts_from_json(about['prompts']),
     **{name: arrays[name] for name in _ARRAYS},
     step=about['step'],
     version=about['version'],
     mask=arrays.get('mask'),
     messages=about['messages'] and tuple(about['messages']),
     rewards={'recorded': arrays['rewards']},
-  ), arrays
+  )
+  return rollout, arrays
 
 
 def to_text(rollout: Rollout) -> str:
   """Encodes a whole rollout, bit for bit, as text for JSON."""
   arrays = {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
-  arrays |= {f'rewards/{k}': x for k, x in (rollout.rewards or {}).items()}
-  about = {name: vars(rollout)[name] for name in ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')}
-  about['prompts'] = _prompts(rollout)
-  data = io.BytesIO()
-  np.savez_compressed(data, about=np.array(json.dumps(about, default=str)), **arrays)
-  return base64.b64encode(data.getvalue()).decode()
+  arrays |= {f'rewards/{name}': x for name, x in (rollout.rewards or {}).items()}
+  about = {name: vars(rollout)[name] for name in _SCALARS}
+  about['prompts'] = _prompts_to_json(rollout)
+  return base64.b64encode(_encode(about, arrays)).decode()
 
 
 def from_text(text: str) -> Rollout:
   """Decodes what `to_text` encoded."""
-  with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
+  about, arrays = _decode(base64.b64decode(text))
+  names = [name for name in arrays if name.startswith('rewards/')]
+  rewards = {name.removeprefix('rewards/'): arrays.pop(name) for name in names}
+  prompts = _prompts_from_json(about.pop('prompts'))
+  messages = about.pop('messages')
+  return Rollout(prompts, **arrays, **about, rewards=rewards or None, messages=messages and tuple(messages))
+
+
+def _encode(about: dict, arrays: dict[str, np.ndarray]) -> bytes:
+  """An .npz file with JSON in its member 'about'."""
+  data = io.BytesIO()
+  np.savez_compressed(data, about=np.array(json.dumps(about, default=str)), **arrays)
+  return data.getvalue()
+
+
+def _decode(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+  with np.load(io.BytesIO(data), allow_pickle=False) as file:
     arrays = dict(file)
-  about = json.loads(str(arrays.pop('about')))
-  rewards = {k.removeprefix('rewards/'): arrays.pop(k) for k in list(arrays) if k.startswith('rewards/')}
-  prompts, messages = about.pop('prompts'), about.pop('messages')
-  return Rollout(
-    tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in prompts),
-    **arrays,
-    **about,
-    rewards=rewards or None,
-    messages=messages and tuple(messages),
-  )
+  return json.loads(str(arrays.pop('about'))), arrays
 
 
-def _prompts(rollout: Rollout) -> list[dict]:
+def _prompts_to_json(rollout: Rollout) -> list[dict]:
   return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt, columns=p.columns) for p in rollout.prompts]
+
+
+def _prompts_from_json(prompts: list[dict]) -> tuple[Prompt, ...]:
+  return tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in prompts)
 
 
 class RecordedSampler:
@@ -116,8 +125,9 @@ class RecordedSampler:
       rewards: the rewards of the other run count; False: they are graded anew.
     """
     folder = epath.Path(folder).expanduser()
-    inside = folder / 'rollouts' / stage
-    self.folder, self.rewards = inside if inside.exists() else folder, rewards
+    of_run = folder / 'rollouts' / stage
+    self.folder = of_run if of_run.exists() else folder
+    self.rewards = rewards
 
   def __call__(
     self,
@@ -130,10 +140,11 @@ class RecordedSampler:
     del on_dispatch  # nothing is sampled
     path = self.folder / f'{step + 1}.npz'
     rollout, _ = load(path)
-    have, size = len(rollout.prompts), len(rollout.lengths)
-    if (have, size) != (len(prompts), len(prompts) * group_size):
+    num_prompts = len(rollout.prompts)
+    size = len(rollout.lengths)
+    if (num_prompts, size) != (len(prompts), len(prompts) * group_size):
       raise InputError(
-        f'{path}: {size} completions of {have} prompts, and config.rollout '
+        f'{path}: {size} completions of {num_prompts} prompts, and config.rollout '
         f'asks for {len(prompts) * group_size} of {len(prompts)}'
       )
     return rollout if self.rewards else rollout.replace(rewards=None)
