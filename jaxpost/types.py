@@ -216,8 +216,6 @@ class Rollout:
     behaviour_logprobs: under the truncated one that tokens were drawn from.
     finished: ended by a stop id, not by max_new_tokens.
     step: that it was sampled for; version: updates behind the weights.
-    occupancy: share of computed slot-steps that drew a needed token.
-    figures: further metrics of the engine.
     from_data: completions are demonstrations, nothing was sampled.
     mask: None: the policy sampled all tokens.
     versions: per token, after an in-flight weight update; None: `version`.
@@ -235,8 +233,8 @@ class Rollout:
   finished: np.ndarray  # [N] bool
   step: int = 0
   version: int = 0
-  occupancy: float = 1.0
-  figures: dict = struct.field(default_factory=dict)
+  occupancy: float = 1.0  # share of computed slot-steps that drew a needed token
+  figures: dict = struct.field(default_factory=dict)  # further metrics of the engine
   from_data: bool = False
   experts: np.ndarray | None = None  # [N, P + C, L, k] uint16
   mask: np.ndarray | None = None  # [N, C] bool
