@@ -68,7 +68,7 @@ def main(argv):
     port=_PORT.value,
     name=name,
     record=record,
-    more=engines,
+    other_engines=engines,
   )
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())

@@ -13,8 +13,7 @@ import tiny
 import jaxpost
 from jaxpost.data import tokenizer
 from jaxpost.environments import agents, turns
-from jaxpost.environments.episodes import Episode
-from jaxpost.environments.episodes import EpisodeLimits as Limits
+from jaxpost.environments.episode import Episode, EpisodeLimits
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
@@ -158,26 +157,26 @@ def test_tokens_between_turns_are_the_templates():
   head = t.encode(t.render_chat([user], generation_prompt=True)[0])
   whole = t.encode(t.render_chat([user, said, user], generation_prompt=True)[0])
   no = t.encode('no')
-  assert head + no + [made.end_id] + made.more([user], ended=True) == whole
-  assert head + no + made.more([user], ended=False) == whole
-  assert json.dumps(made.more([user], True)) == json.dumps(made.more([user], False)[1:])
+  assert head + no + [made.end_id] + made.continuation([user], ended=True) == whole
+  assert head + no + made.continuation([user], ended=False) == whole
+  assert json.dumps(made.continuation([user], True)) == json.dumps(made.continuation([user], False)[1:])
 
 
 def test_a_refused_request_changes_nothing():
   """What was sampled stays, and is not taken for what was refused."""
   t = tokenizer.load('bytes')
   e = Episode(0, Prompt(0, np.array([1, 2], np.int32), '', {}), 0)
-  session = agents.Session(e, turns.Turns(t), Limits(prompt=9, tokens=20), {})
+  session = agents.Session(e, turns.Turns(t), EpisodeLimits(prompt=9, tokens=20), {})
   ask = lambda text: {'messages': [{'role': 'user', 'content': text}]}
   first = session.request(ask('a'), lambda: np.array([5, 6], np.int32), 8)
   drawn = np.array([7, 8], np.int32)
-  session.heard(
+  session.record_answer(
     ask('a'),
     Completion(first, drawn, np.zeros(2), np.zeros(2), True, versions=np.full(2, 3)),
     {'role': 'assistant', 'content': 'x'},
   )
   kept = list(e.tokens)
-  assert [x[0] for x in kept] == [7, 8] and [x[4] for x in kept] == [3, 3]
+  assert [x.id for x in kept] == [7, 8] and [x.version for x in kept] == [3, 3]
   with pytest.raises(InputError, match='30 tokens are more'):
     session.request(ask('b'), lambda: np.zeros(30, np.int32), 8)
   assert e.tokens == kept and e.context.tolist() == [5, 6]

@@ -20,6 +20,7 @@ import test_lora
 import tiny
 
 from jaxpost.data import tokenizer
+from jaxpost.environments import openai_format
 from jaxpost.environments.fair_lock import FairLock
 from jaxpost.environments.openai_server import Endpoint
 from jaxpost.errors import InputError
@@ -195,7 +196,7 @@ def test_a_stream_in_one_piece(server):
 
 def test_calls_of_tools_are_told_apart(server, monkeypatch):
   monkeypatch.setattr(
-    Endpoint, '_decoded', lambda self, c: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    openai_format.Translator, 'decode', lambda self, c: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
   )
   tool = {'type': 'function', 'function': {'name': 'f'}}
   choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2, tools=[tool])['choices'][0]
@@ -277,7 +278,7 @@ def several(folder, weights, tmp_path_factory):
     peft.writer(model, params, folder)(root / name)
     folders.append(f'{name}={root / name}')
   engines = completions.make_engines(weights, 'nano', folders, slots=2, max_prompt=32, max_new_tokens=32)
-  endpoint = Endpoint(engines.pop('nano'), weights.prepared.tokenizer, name='nano', more=engines)
+  endpoint = Endpoint(engines.pop('nano'), weights.prepared.tokenizer, name='nano', other_engines=engines)
   thread = threading.Thread(target=endpoint.serve, args=(assemble.run_key(0, 3),))
   thread.start()
   yield (endpoint, {'nano': weights} | inference.adapters(weights, folders), folders)
@@ -379,7 +380,7 @@ def test_a_failure_of_one_ends_all(weights):
       while follow((), False) is not None and not endpoint._stop.is_set():
         time.sleep(0.01)
 
-  endpoint = Endpoint(Waiting(), weights.prepared.tokenizer, name='nano', more={'other': Broken()})
+  endpoint = Endpoint(Waiting(), weights.prepared.tokenizer, name='nano', other_engines={'other': Broken()})
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     answer = pool.submit(post, endpoint.url, 'completions', model='nano', prompt='a', max_tokens=1)
     with pytest.raises(ValueError, match='broken'):

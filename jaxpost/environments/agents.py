@@ -1,11 +1,8 @@
-"""A sampler of episodes in which somebody else's agent asks the policy by HTTP.
+"""A sampler of episodes in which an external agent queries the policy over HTTP.
 
-Legend: N sequences, G samples a prompt.
-
-The agent runs in the process of an environment and knows an address and a key.
-What it asks with a key is one episode: a chat that goes on with what was said
-there continues its tokens, which are never encoded again; what came between
-two answers is not trained.
+The agent runs in the process of an environment and receives an address and an API key. All requests with one key form
+one episode. A chat that repeats the conversation so far continues its sampled tokens, which are never tokenized again;
+the messages that the agent has added since are not trained on.
 """
 
 from __future__ import annotations
@@ -15,90 +12,127 @@ import concurrent.futures
 import dataclasses
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxpost.environments.episodes import Episode, Episodes
-from jaxpost.environments.episodes import EpisodeLimits as Limits
-from jaxpost.environments.episodes import generated_tokens as drawn
-from jaxpost.environments.episodes import given_tokens as told
+from jaxpost.environments.episode import Episode, EpisodeLimits, generated_tokens, given_tokens
+from jaxpost.environments.episodes import Episodes
 from jaxpost.environments.openai_server import Endpoint
-from jaxpost.environments.pool import Answer
-from jaxpost.environments.pool import reset_row as row_of
+from jaxpost.environments.pool import PLAY, Answer, Environment, EnvironmentPool, reset_row
 from jaxpost.errors import InputError
-from jaxpost.types import Completion, Request, Rollout
+from jaxpost.types import Completion, Prompt, Request, Rollout
 
 if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.turns import Turns
 
-PLAY = 'play'  # of an environment: play(base_url, api_key) is the agent
+
+class Context(NamedTuple):
+  """The tokens that a request continues.
+
+  Attributes:
+    ids: all tokens before the answer, [P] int32.
+    restarts: True if they do not begin with the tokens of the episode, which then starts over.
+  """
+
+  ids: np.ndarray
+  restarts: bool
 
 
 @dataclasses.dataclass(eq=False)
 class Session:
-  """What one agent has asked so far, for `endpoint.Endpoint`."""
+  """The conversation of one agent so far, for `openai_server.Endpoint`.
+
+  `request` and `record_answer` alternate; `busy` is held in between.
+
+  Attributes:
+    known: the messages of the conversation, answers included.
+    last: the last sampled token.
+    begun: how often a conversation has started.
+    head: number of messages before the first answer.
+    between: tokens that the agent has added since the last answer.
+    new_context: the tokens of a request that starts over, until it is answered.
+    full: True after a request beyond the token limit of an episode.
+    busy: an episode has one request at a time.
+  """
 
   episode: Episode
   turns: Turns
-  limits: Limits
+  limits: EpisodeLimits
   sampling: dict
-  known: list = dataclasses.field(default_factory=list)  # messages until now
-  last: int = -1  # token drawn last
-  begun: int = 0  # texts that went on with nothing before
-  head: int = 0  # messages that came before the first answer
-  between: list = dataclasses.field(default_factory=list)  # ids, not drawn
-  anew: np.ndarray | None = None  # the text asked for, if it begins again
-  full: bool = False  # it asked for more than the tokens of an episode
+  known: list[dict] = dataclasses.field(default_factory=list)
+  last: int = -1
+  begun: int = 0
+  head: int = 0
+  between: list[int] = dataclasses.field(default_factory=list)
+  new_context: np.ndarray | None = None
+  full: bool = False
   busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-  def ids(self, body: dict, encode) -> tuple[np.ndarray, bool]:
-    """The text that a body asks to go on with, and whether it begins again.
+  def context(self, body: dict, encode: Callable[[], np.ndarray]) -> Context:
+    """Returns the tokens that a body continues.
 
-    `encode` has it anew.
+    Args:
+      encode: tokenizes the whole body; used if it does not continue the conversation.
     """
-    e, messages = self.episode, body.get('messages')
-    if self.known and messages and _same(messages[: len(self.known)], self.known) and (len(messages) > len(self.known)):
-      between = self.turns.more(messages[len(self.known) :], ended=self.last == self.turns.end_id)
-      return np.concatenate([self._text(), between]).astype(np.int32), False
-    ids, text = encode(), self._text()
-    return ids, not (e.tokens and not messages and (ids[: len(text)].tolist() == text.tolist()))
+    messages = body.get('messages')
+    count = len(self.known)
+    if count and messages and len(messages) > count and _same_messages(messages[:count], self.known):
+      between = self.turns.continuation(messages[count:], ended=self.last == self.turns.end_id)
+      return Context(np.concatenate([self._tokens(), between]).astype(np.int32), restarts=False)
+    ids = encode()
+    tokens = self._tokens()
+    # A text or token prompt continues the episode if it begins with its tokens.
+    continues = self.episode.tokens and not messages and ids[: len(tokens)].tolist() == tokens.tolist()
+    return Context(ids, restarts=not continues)
 
-  def _text(self) -> np.ndarray:
+  def _tokens(self) -> np.ndarray:
+    """Returns all tokens of the episode: the context and what followed."""
     e = self.episode
     context = np.zeros(0, np.int32) if e.context is None else e.context
-    return np.concatenate([context, [t[0] for t in e.tokens]]).astype(np.int32)
+    return np.concatenate([context, [t.id for t in e.tokens]]).astype(np.int32)
 
-  def request(self, body: dict, encode, most: int) -> Request:
-    """What is to be sampled, at most `most` tokens of it."""
+  def request(self, body: dict, encode: Callable[[], np.ndarray], max_tokens: int) -> Request:
+    """Returns the request for an answer of at most `max_tokens` tokens, and takes `busy`.
+
+    Raises:
+      InputError: if the prompt or the episode would be too long, or the session is busy.
+    """
     e = self.episode
     if not self.busy.acquire(blocking=False):
       raise InputError('api key: an episode asks for one answer at a time')
     try:
-      ids, anew = self.ids(body, encode)
-      if anew and len(ids) > self.limits.prompt:
+      ids, restarts = self.context(body, encode)
+      if restarts and len(ids) > self.limits.prompt:
         raise InputError(f'messages: {len(ids)} tokens are more than config.rollout.max_prompt_length')
-      # Until it is answered nothing counts: it may still be refused.
-      self.anew = ids if anew else None
-      self.between = [] if anew else ids[len(self._text()) :].tolist()
-      left = self.limits.tokens - len(self.between) - (0 if anew else len(e.tokens))
+      # The episode changes only when the request is answered: the engine may still refuse it.
+      self.new_context = ids if restarts else None
+      self.between = [] if restarts else ids[len(self._tokens()) :].tolist()
+      left = self.limits.tokens - len(self.between) - (0 if restarts else len(e.tokens))
       if left < 1:
         self.full = True
         raise InputError('messages: the episode has used all of config.rollout.max_new_tokens')
     except BaseException:
       self.busy.release()
       raise
-    return Request(ids, e.prompt.index, e.sample, {**self.sampling, 'max_tokens': max(1, min(most, left))})
+    sampling = {**self.sampling, 'max_tokens': max(1, min(max_tokens, left))}
+    return Request(ids, e.prompt.index, e.sample, sampling)
 
-  def heard(self, body: dict, completion: Completion, message: dict):
-    """An answer was given."""
+  def record_answer(self, body: dict, completion: Completion, message: dict) -> None:
+    """Appends an answer to the episode, and releases `busy`."""
     e = self.episode
-    if self.anew is not None:
-      self.begun, self.head = self.begun + 1, len(body.get('messages') or 'a')
-      e.context, e.tokens, e.messages = self.anew, [], []
-    e.tokens += told(self.between, completion.versions[0])
-    e.tokens += drawn(completion)
-    e.turns, e.finished = e.turns + 1, completion.finished
+    if self.new_context is not None:
+      self.begun += 1
+      self.head = len(body.get('messages') or 'a')  # a text prompt counts as one message
+      e.context = self.new_context
+      e.tokens = []
+      e.messages = []
+    e.tokens += given_tokens(self.between, completion.versions[0])
+    e.tokens += generated_tokens(completion)
+    e.turns += 1
+    e.finished = completion.finished
     asked = body.get('messages') or [{'role': 'user', 'content': str(body.get('prompt'))}]
     self.known = [*asked, message]
     e.messages = self.known[self.head :]
@@ -106,70 +140,94 @@ class Session:
     self.busy.release()
 
 
-def _same(one: list, two: list) -> bool:
-  """Whether messages say the same; clients add fields that are empty."""
-  said = lambda m: {k: v for k, v in m.items() if v not in (None, [], '')}
-  return len(one) == len(two) and all(isinstance(a, dict) and said(a) == said(b) for a, b in zip(one, two))
+def _same_messages(one: list[dict], two: list[dict]) -> bool:
+  """True if two lists of messages are equal but for empty fields, which some clients add."""
+
+  def filled(message: dict) -> dict:
+    return {k: v for k, v in message.items() if v not in (None, [], '')}
+
+  return len(one) == len(two) and all(isinstance(a, dict) and filled(a) == filled(b) for a, b in zip(one, two))
 
 
 class Agents(Episodes):
-  """In the place of `rollout.sampler.Sampler`: the server outlives updates."""
+  """Stands in for `rollout.sampler.Sampler` if the environment is an agent. Its server runs as long as the stage.
 
-  def __init__(self, engine, run_key, pool, tokenizer, limits: Limits):
+  The arguments are those of `Episodes`.
+  """
+
+  def __init__(
+    self, engine: Any, run_key: Any, pool: EnvironmentPool, tokenizer: Tokenizer, limits: EpisodeLimits
+  ) -> None:
     super().__init__(engine, run_key, pool, tokenizer, limits)
     self.endpoint = Endpoint(engine, tokenizer)
     weakref.finalize(self, self.endpoint.close)
 
-  def __call__(self, prompts, group_size: int = 1, step: int = 0, on_dispatch=None, **sampling) -> Rollout:
+  def __call__(
+    self, prompts: Sequence[Prompt], group_size: int = 1, step: int = 0, on_dispatch: Callable | None = None, **sampling
+  ) -> Rollout:
+    """Plays `group_size` episodes of each prompt; `sampling` as in `Request.sampling`."""
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
-    play = AgentScheduler(self, episodes, step, sampling)
-    figures = self.endpoint.round(self.run_key, step, play.ended, on_dispatch)
-    self.count(episodes)
-    self.endpoint.drop()  # of agents that were killed
-    figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in play.sessions.values())
+    scheduler = AgentScheduler(self, episodes, step, sampling)
+    figures = self.endpoint.serve_until(scheduler.advance, self.run_key, step, on_dispatch)
+    self.check_failures(episodes)
+    self.endpoint.cancel_open()  # requests of agents that were killed
+    figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in scheduler.sessions.values())
     return self.rollout(episodes, prompts, group_size, step, figures)
 
 
-class AgentScheduler:
-  """One call: which agents play, and which wait for a process."""
+class _Running(NamedTuple):
+  """An episode in progress, its environment, and the futures of its `Answer`s."""
 
-  def __init__(self, owner: Agents, episodes, step: int, sampling: dict):
-    self.owner, self.waiting = owner, collections.deque(episodes)
-    self.free, self.playing = list(owner.pool.all), []
+  episode: Episode
+  environment: Environment
+  futures: list[concurrent.futures.Future]
+
+
+class AgentScheduler:
+  """The episodes of one call of `Agents`: which are running, and which wait for a free process."""
+
+  def __init__(self, owner: Agents, episodes: Sequence[Episode], step: int, sampling: dict) -> None:
+    self.owner = owner
+    self.waiting = collections.deque(episodes)
+    self.free = list(owner.pool.all)
+    self.running: list[_Running] = []
     self.sessions = {}
     for e in episodes:
-      self.sessions[f'{step}-{e.prompt.index}-{e.sample}'] = Session(e, owner.turns, owner.limits, sampling)
+      api_key = f'{step}-{e.prompt.index}-{e.sample}'
+      self.sessions[api_key] = Session(e, owner.turns, owner.limits, sampling)
     owner.endpoint.sessions = self.sessions
-    self.keys = {s.episode: key for key, s in self.sessions.items()}
+    self.keys = {session.episode: key for key, session in self.sessions.items()}
 
-  def ended(self) -> bool:
-    """Looks after the processes; whether all episodes are over."""
-    for item in [x for x in self.playing if x[2][-1].done()]:
-      self.playing.remove(item)
-      episode, environment, futures = item
-      self.free.append(environment)
-      self.settle(episode, futures)
+  def advance(self) -> bool:
+    """Collects finished episodes and starts waiting ones; returns True once all are over."""
+    for item in [x for x in self.running if x.futures[-1].done()]:
+      self.running.remove(item)
+      self.free.append(item.environment)
+      self._finish(item.episode, item.futures)
     while self.waiting and self.free:
-      episode, environment = self.waiting.popleft(), self.free.pop(0)
-      self.playing.append((episode, environment, self.begin(episode, environment)))
-    return not self.playing and not self.waiting
+      episode = self.waiting.popleft()
+      environment = self.free.pop(0)
+      self.running.append(_Running(episode, environment, self._start(episode, environment)))
+    return not self.running and not self.waiting
 
-  def begin(self, e: Episode, environment) -> list[concurrent.futures.Future]:
-    """Answers to come; each waits for the one before."""
-    verbs = [
-      dict(verb='reset', row=row_of(e.prompt.columns, e.prompt.prompt)),
+  def _start(self, e: Episode, environment: Environment) -> list[concurrent.futures.Future]:
+    """Queues all requests of an episode; each is served after the one before."""
+    requests = [
+      dict(verb='reset', row=reset_row(e.prompt.columns, e.prompt.prompt)),
       dict(verb='call', name=PLAY, arguments=dict(base_url=self.owner.endpoint.url, api_key=self.keys[e])),
     ]
     if self.owner.pool.gives_reward:
-      verbs.append(dict(verb='reward'))
-    return [environment.submit(**verb) for verb in verbs]
+      requests.append(dict(verb='reward'))
+    return [environment.submit(**request) for request in requests]
 
-  def settle(self, e: Episode, futures):
+  def _finish(self, e: Episode, futures: list[concurrent.futures.Future]) -> None:
+    """Records the reward of an episode, or its error."""
     answers: list[Answer] = [future.result() for future in futures]
-    full = self.sessions[self.keys[e]].full  # it ends there, as others do
-    wrong = [a for i, a in enumerate(answers) if a.error and (a.lost or not (full and i == 1))]
-    if wrong:
-      e.error, e.lost = wrong[0].error, wrong[0].lost
+    # An agent may raise when it is refused for the token limit. Its episode ends there, like any other of full length.
+    full = self.sessions[self.keys[e]].full
+    failed = [a for i, a in enumerate(answers) if a.error and (a.lost or not (full and i == 1))]
+    if failed:
+      e.error, e.lost = failed[0].error, failed[0].lost
     elif not e.turns:
       e.error = 'play: the agent ended without having asked anything'
     elif self.owner.pool.gives_reward:

@@ -1,8 +1,7 @@
-"""Two environments to start from: a calculator, and a small text game.
+"""Two example environments: a calculator and a small text game.
 
-Each is a class as TRL's `environment_factory` takes them; docs/environments.md
-says what happens to them. `treasure` and `treasure_played` are functions for
-config.data.map that make rows of the game from generated sums.
+Each is a class that TRL's `environment_factory` accepts; docs/environments.md describes the protocol. `treasure` and
+`treasure_played` are functions for `config.data.map`, which make rows of the game from generated sums.
 """
 
 import ast
@@ -21,10 +20,10 @@ _CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "%s"}}\n</tool
 
 
 class Calculator:
-  """A tool without a reward of its own; config.reward grades what is said."""
+  """A calculator tool. It has no reward; `config.reward` grades the answer of the episode."""
 
-  def reset(self, **row):
-    """The prompt has said it all."""
+  def reset(self, **row) -> None:
+    """Adds nothing to the prompt."""
 
   def calculate(self, expression: str) -> str:
     """
@@ -41,8 +40,8 @@ class Calculator:
     return f'{_value(ast.parse(expression.strip(), mode="eval").body):.10g}'
 
 
-def _value(node):
-  """The number that a syntax tree of arithmetic stands for."""
+def _value(node: ast.AST) -> float:
+  """Evaluates a syntax tree of arithmetic."""
   if isinstance(node, ast.Constant) and type(node.value) in (int, float):
     return node.value
   if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -53,11 +52,13 @@ def _value(node):
 
 
 class Treasure:
-  """A row of rooms, one of which has a treasure; rows have both numbers."""
+  """A line of rooms, one of which has a treasure. The data has the columns `start` and `treasure`, numbers of rooms."""
 
-  def reset(self, start, treasure, **row):
-    """Puts the player into a room; what he sees is added to the prompt."""
-    self.room, self.treasure, self.moves = int(start), int(treasure), 0
+  def reset(self, start: int, treasure: int, **row) -> str:
+    """Places the player in a room; returns its description, which is added to the prompt."""
+    self.room = int(start)
+    self.treasure = int(treasure)
+    self.moves = 0
     return f' {self._view()}'
 
   def move(self, direction: str) -> str:
@@ -78,22 +79,22 @@ class Treasure:
     self.moves += 1
     return self._view()
 
-  def get_reward(self):
-    """1 for the treasure, less 0.05 for each move after the first; else 0."""
+  def get_reward(self) -> float:
+    """Returns 1 for the treasure, less 0.05 for each move after the first; else 0."""
     found = self.room == self.treasure
     return max(0.0, 1.05 - 0.05 * self.moves) if found else 0.0
 
-  def _view(self):
+  def _view(self) -> str:
     if self.room == self.treasure:
       return f'Room {self.room}: here it is!'
     side = 'right' if self.treasure > self.room else 'left'
     return f'Room {self.room}: it is {side}.'
 
 
-def treasure(row) -> dict:
-  """A row with two numbers in its prompt -> a game of one move.
+def treasure(row: dict) -> dict:
+  """Makes a game of one move from a row with two numbers in its prompt.
 
-  The treasure is on the right in three games of four.
+  The treasure is on the right in three games out of four.
   """
   start, other = _numbers(row)
   return {
@@ -103,9 +104,10 @@ def treasure(row) -> dict:
   }
 
 
-def treasure_played(row) -> dict:
-  """A game as played by somebody who does not look where he goes."""
-  made, game = treasure(row), Treasure()
+def treasure_played(row: dict) -> dict:
+  """Makes a row for supervised fine-tuning: a game with one move in a random direction."""
+  made = treasure(row)
+  game = Treasure()
   view = game.reset(**made)
   direction = ('left', 'right')[zlib.crc32(repr(_numbers(row)).encode()) % 2]
   return {
@@ -118,7 +120,8 @@ def treasure_played(row) -> dict:
   }
 
 
-def _numbers(row) -> list[int]:
+def _numbers(row: dict) -> list[int]:
+  """Returns the first two numbers of the prompt."""
   prompt = row['prompt']
   text = prompt if isinstance(prompt, str) else prompt[-1]['content']
   return [int(n) for n in re.findall(r'\d+', text)[:2]]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.distributed import coordination
-from jaxpost.environments.episodes import EpisodeLimits, Episodes
+from jaxpost.environments.episode import EpisodeLimits
+from jaxpost.environments.episodes import Episodes
 from jaxpost.environments.pool import EnvironmentPool
 from jaxpost.errors import InputError
 

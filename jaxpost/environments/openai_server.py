@@ -1,10 +1,12 @@
-"""An OpenAI-compatible server on an engine, so that anybody's agent can ask it.
+"""An OpenAI-compatible HTTP server on an engine, for agents and other clients.
 
-/v1/chat/completions, /v1/completions and /v1/models on loopback. Requests wait
-in a queue and share the slots of one `engine.serve`, which whoever drives the
-engine runs. Each answer carries the token ids and their log-probs, and all are
-recorded: what an agent was told can be trained on without encoding it again.
+It serves /v1/chat/completions, /v1/completions and /v1/models, by default on loopback. Each HTTP request waits in a
+queue in its own thread; the requests share the slots of one `engine.serve`, which runs in the thread that drives the
+engine. Each response carries token ids and log-probs, so that the text can be trained on without tokenizing it again.
+openai_format.py translates the bodies.
 """
+
+from __future__ import annotations
 
 import concurrent.futures
 import functools
@@ -17,42 +19,66 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jaxpost.data import chat
-from jaxpost.data import messages as messages_lib
-from jaxpost.environments import turns
-from jaxpost.environments.fair_lock import FairLock as Line
+from jaxpost.environments import openai_format
+from jaxpost.environments.fair_lock import FairLock
 from jaxpost.errors import InputError
 from jaxpost.types import Completion, Request
 
-_MOST = 1 << 24  # bytes of a request
-_TICK_S = 0.2  # between two looks whether to stop
-_FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.environments.agents import Session
+
+_MAX_BODY = 1 << 24  # bytes of a request
+_TICK_S = 0.2  # seconds between checks whether to stop
+_CHAT = '/v1/chat/completions'
+_TEXT = '/v1/completions'
 
 
 class Endpoint:
-  """The server; requests are served while `serve` runs.
+  """The server. It listens from the start; requests are answered while `serve` or `serve_until` runs.
+
+  Attributes:
+    url: address of the API, up to and including /v1.
+    sessions: API key -> `Session` of an agent whose requests form an episode of a training run.
 
   Args:
-    tokenizer: a `Tokenizer`; chats need its template.
-    name: of the model, in answers.
-    record: called with a dict for each completion: prompt_ids, ids, logprobs,
-      finish_reason, model, session (the API key that the client gave).
-    more: {name: engine} of others, such as adapters. With any, a body has to
-      name whom it asks; else whatever it says is `name`.
+    engine: the engine that generates.
+    tokenizer: chats need its chat template.
+    host: address to listen on.
+    port: 0 picks a free one.
+    name: the name of the model in responses.
+    record: called for each completion with a dict of prompt_ids, ids, logprobs, finish_reason, model and session (the
+      API key of the client).
+    other_engines: {name: engine} of other models, such as adapters. If there are any, a body must name its model; else
+      the name in a body is ignored.
   """
 
-  def __init__(self, engine, tokenizer, *, host='127.0.0.1', port=0, name='policy', record=None, more=None):
-    self.engine, self.tokenizer, self.name = engine, tokenizer, name
-    self.engines = {name: engine} | (more or {})
-    self.record = record or (lambda entry: None)
+  def __init__(
+    self,
+    engine: Any,
+    tokenizer: Tokenizer,
+    *,
+    host: str = '127.0.0.1',
+    port: int = 0,
+    name: str = 'policy',
+    record: Callable[[dict], None] | None = None,
+    other_engines: dict[str, Any] | None = None,
+  ) -> None:
+    self.engine = engine
+    self.name = name
+    self.engines = {name: engine} | (other_engines or {})
+    self.sessions: dict[str, Session] = {}
+    self._record = record or (lambda entry: None)
+    self._translator = openai_format.Translator(tokenizer, engine.config.room)
     self._queues = {name: queue.SimpleQueue() for name in self.engines}
-    self._turns, self._numbers = Line(), itertools.count()
-    self._stop, self._open = threading.Event(), set()
-    self._ended, self._tick_s = self._stop.is_set, _TICK_S
-    self.sessions = {}  # API key -> `agents.Session`, of a run
+    self._engine_lock = FairLock()
+    self._numbers = itertools.count()
+    self._stop = threading.Event()
+    self._open = set()  # futures of requests that are not answered
+    self._ended = self._stop.is_set
+    self._tick_s = _TICK_S
     handler = type('Handler', (_Handler,), {'endpoint': self})
     try:
       self._http = _Server((host, port), handler)
@@ -61,11 +87,13 @@ class Endpoint:
     self.url = f'http://{host}:{self._http.server_address[1]}/v1'
     threading.Thread(target=self._http.serve_forever, daemon=True).start()
 
-  def serve(self, run_key, step: int = 0) -> dict:
-    """Answers until `stop` is called, from any thread; figures of each.
+  # ------------------------------------------------------- driving the engines
 
-    Engines take turns, a block at a time: programs of several devices that
-    two threads start would wait for each other.
+  def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
+    """Answers requests until `stop` is called from any thread, then closes; returns the figures of each engine.
+
+    The engines run in turn, a block at a time: programs of several devices that two threads launch at once can
+    deadlock.
     """
     try:
       with concurrent.futures.ThreadPoolExecutor(len(self.engines)) as pool:
@@ -74,24 +102,27 @@ class Endpoint:
           for job in concurrent.futures.as_completed(jobs.values()):
             job.result()
         finally:
-          self._stop.set()  # where one has failed, too
+          self._stop.set()  # also ends the other engines if one has failed
       return {name: job.result() for name, job in jobs.items()}
     finally:
       self.close()
 
-  def round(self, run_key, step: int, ended: Callable[[], bool], on_dispatch: Callable | None = None) -> dict:
-    """Answers until `ended()`, which is asked between blocks; figures.
+  def serve_until(
+    self, ended: Callable[[], bool], run_key: Any, step: int, on_dispatch: Callable | None = None
+  ) -> dict:
+    """Answers requests until `ended()`, which is called between blocks; returns the engine's figures.
 
-    Who asks between two rounds waits: the weights may be others by then.
+    Requests that arrive between two calls wait for the next one, because the weights may change meanwhile.
     """
-    self._ended, self._tick_s = ended, _TICK_S / 20
+    self._ended = ended
+    self._tick_s = _TICK_S / 20
     try:
       return self._drive(self.name, run_key, step, on_dispatch)
     finally:
       self._ended = self._stop.is_set
 
-  def _drive(self, name: str, run_key, step: int, on_dispatch: Callable | None = None) -> dict:
-    with self._turns:
+  def _drive(self, name: str, run_key: Any, step: int, on_dispatch: Callable | None = None) -> dict:
+    with self._engine_lock:
       return self.engines[name].serve(
         [],
         run_key=run_key,
@@ -100,60 +131,23 @@ class Endpoint:
         on_dispatch=on_dispatch,
       )
 
-  def stop(self):
-    """Ends `serve` once nothing is being sampled."""
-    self._stop.set()
+  def _follow(self, waiting: queue.SimpleQueue, done: list[Completion], idle: bool) -> list[Request]:
+    """Delivers completions and returns new requests; the engine calls it between blocks.
 
-  def close(self):
-    self._stop.set()
-    self._http.shutdown()
-    self._http.server_close()
-    self.drop()
-
-  def drop(self):
-    """Refuses what was asked and not answered."""
-    for future in list(self._open):  # queued, or in a slot that is gone
-      future.cancel()
-
-  def lacks(self, body: dict) -> str:
-    """What is wrong with the model that a body names, if anything."""
-    name = body.get('model')
-    if len(self.engines) == 1 or isinstance(name, str) and (name in self.engines):
-      return ''
-    return f'model: there is no {name!r}; there is {", ".join(self.engines)}'
-
-  def _named(self, body: dict) -> str:
-    return body['model'] if len(self.engines) > 1 else self.name
-
-  def ask(self, requests: list[Request], name='') -> list[Completion]:
-    """From any thread: waits for the completions of a body."""
-    name = name or self.name
-    for request in requests:
-      self.engines[name].check(request)  # here, where it can be told
-    futures = [concurrent.futures.Future() for _ in requests]
-    self._open |= set(futures)
-    try:
-      for pair in zip(requests, futures):
-        self._queues[name].put(pair)
-      if self._stop.is_set():  # nobody may be there to answer
-        raise concurrent.futures.CancelledError
-      return [future.result() for future in futures]
-    finally:
-      self._open -= set(futures)
-
-  def _follow(self, waiting, done, idle) -> list[Request]:
+    Other engines may run while it waits.
+    """
     for completion in done:
       completion.request.tag.set_result(completion)
     if self._ended():
       return []
-    self._turns.release()
+    self._engine_lock.release()
     try:
-      return self._next(waiting, idle)
+      return self._take(waiting, idle)
     finally:
-      self._turns.acquire()
+      self._engine_lock.acquire()
 
-  def _next(self, waiting, idle) -> list[Request]:
-    """What was asked; where nothing else is to be done, once there is any."""
+  def _take(self, waiting: queue.SimpleQueue, idle: bool) -> list[Request]:
+    """Returns the queued requests; an idle engine waits until there is one or the end."""
     ready = []
     while True:
       try:
@@ -165,183 +159,132 @@ class Endpoint:
         if ready or not idle or self._ended():
           return ready
 
-  def answer(self, path: str, body: dict, session: str) -> dict:
-    """What is sent back for a body; InputError for what it cannot be."""
-    is_chat, name = path == '/v1/chat/completions', self._named(body)
-    contexts = [self._chat(body)] if is_chat else self._texts(body)
-    count, number = _field(body, 'n', int, 1), next(self._numbers)
-    if count < 1:
-      raise InputError(f'n: {count} is less than 1')
-    requests = [
-      Request(ids, number, i * count + n, self._sampling(body, len(ids)))
-      for i, ids in enumerate(contexts)
-      for n in range(count)
-    ]
-    held = self.sessions.get(session)
-    if held:
-      requests = [self._held(held, body, requests)]
-      contexts = [requests[0].tokens]
+  def stop(self) -> None:
+    """Ends `serve` after the sequences in flight."""
+    self._stop.set()
+
+  def close(self) -> None:
+    """Stops listening and refuses the requests that are left."""
+    self._stop.set()
+    self._http.shutdown()
+    self._http.server_close()
+    self.cancel_open()
+
+  def cancel_open(self) -> None:
+    """Refuses the requests that are not answered, queued or in a slot that is gone."""
+    for future in list(self._open):
+      future.cancel()
+
+  # -------------------------------------------- answering, in the threads of HTTP
+
+  def model_error(self, body: dict) -> str:
+    """Returns the error text for the model that a body names, '' if there is such a model."""
+    name = body.get('model')
+    if len(self.engines) == 1 or isinstance(name, str) and name in self.engines:
+      return ''
+    return f'model: there is no {name!r}; there is {", ".join(self.engines)}'
+
+  def generate(self, requests: list[Request], name: str) -> list[Completion]:
+    """Waits for the completions of the requests of one body; may be called from any thread.
+
+    Raises:
+      InputError: if the engine cannot serve a request.
+      CancelledError: if the server ends.
+    """
+    for request in requests:
+      self.engines[name].check(request)  # An error in the engine's thread would end the run.
+    futures = [concurrent.futures.Future() for _ in requests]
+    self._open |= set(futures)
     try:
-      done = self.ask(requests, name)
+      for pair in zip(requests, futures):
+        self._queues[name].put(pair)
+      if self._stop.is_set():  # No engine may be running.
+        raise concurrent.futures.CancelledError
+      return [future.result() for future in futures]
+    finally:
+      self._open -= set(futures)
+
+  def answer(self, path: str, body: dict, api_key: str) -> dict:
+    """Returns the response to a body; InputError if the body is invalid."""
+    is_chat = path == _CHAT
+    name = body['model'] if len(self.engines) > 1 else self.name
+    count = openai_format.number(body, 'n', int, 1)
+    requests = self._requests(is_chat, body, count)
+    number = requests[0].prompt
+    session = self.sessions.get(api_key)
+    if session:
+      requests = [_session_request(session, body, requests)]
+    try:
+      completions = self.generate(requests, name)
     except BaseException:
-      if held:
-        held.busy.release()
+      if session:
+        session.busy.release()
       raise
-    choices = [(self._message if is_chat else self._text)(i, c, body) for i, c in enumerate(done)]
-    if held:
-      held.heard(body, done[0], choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']})
-    for choice, c in zip(choices, done):
-      self.record(
-        dict(
-          session=session,
-          model=name,
-          prompt_ids=c.request.tokens.tolist(),
-          ids=c.tokens.tolist(),
-          logprobs=[float(x) for x in c.logprobs],
-          finish_reason=choice['finish_reason'],
-        )
-      )
-    read, drawn = sum(map(len, contexts)), sum(len(c.tokens) for c in done)
+    to_choice = self._translator.chat_choice if is_chat else self._translator.text_choice
+    choices = [to_choice(i, c, body) for i, c in enumerate(completions)]
+    if session:
+      message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
+      session.record_answer(body, completions[0], message)
+    for choice, completion in zip(choices, completions):
+      self._record(_record_entry(api_key, name, completion, choice['finish_reason']))
+    prompts = [request.tokens for request in requests[::count]]
+    prompt_tokens = sum(map(len, prompts))
+    completion_tokens = sum(len(c.tokens) for c in completions)
     return dict(
       id=f'cmpl-{number}',
       created=int(time.time()),
       model=name,
       object='chat.completion' if is_chat else 'text_completion',
       choices=choices,
-      prompt_token_ids=contexts[0].tolist(),
-      usage=dict(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn),
+      prompt_token_ids=prompts[0].tolist(),
+      usage=dict(
+        prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
+      ),
     )
 
-  def _held(self, held, body, requests: list[Request]) -> Request:
-    """The one request of an agent of a run, which decides how it is sampled."""
-    if len(requests) != 1:
-      raise InputError('n, prompt: an episode of a run asks for one answer')
-    sampling = requests[0].sampling
-    made = held.request(body, lambda: requests[0].tokens, sampling['max_tokens'])
-    made.sampling['stop_strings'] = sampling['stop_strings']
-    return made
+  def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
+    """Returns the requests of a body, `count` for each prompt.
 
-  def _chat(self, body) -> np.ndarray:
-    row = {'prompt': body.get('messages'), 'tools': body.get('tools')}
-    return chat.encode_prompt(self.tokenizer, messages_lib.check_messages(row['prompt'], 'messages'), row, 'messages')
-
-  def _texts(self, body) -> list[np.ndarray]:
-    """A text, token ids, or a list of either."""
-    prompt, encode = body.get('prompt'), self.tokenizer.encode
-    if isinstance(prompt, str) or prompt and isinstance(prompt, list) and (isinstance(prompt[0], int)):
-      prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-      raise InputError('prompt: must be a text, token ids, or a list of either')
+    The number of the body and the index of the request in it seed the draws.
+    """
+    contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
+    number = next(self._numbers)
+    if count < 1:
+      raise InputError(f'n: {count} is less than 1')
     return [
-      np.asarray(
-        encode(messages_lib.check_text(p, 'prompt')) if isinstance(p, str) else _ids(p, self.tokenizer.vocab_size),
-        np.int32,
-      )
-      for p in prompt
+      Request(ids, number, i * count + n, self._translator.sampling(body, len(ids)))
+      for i, ids in enumerate(contexts)
+      for n in range(count)
     ]
 
-  def _sampling(self, body, length: int) -> dict:
-    given = {k: _field(body, k, int if k in ('top_k', 'min_tokens', 'seed') else float, None) for k in _FIELDS}
-    most = _field(
-      body, 'max_completion_tokens', int, _field(body, 'max_tokens', int, max(1, self.engine.config.room - length))
-    )
-    stop = body.get('stop') or ()
-    if not isinstance(stop, (str, list, tuple)):
-      raise InputError(f'stop: {stop!r} is no text or list of texts')
-    given |= {
-      'max_tokens': most,
-      'top_logprobs': self._most(body),
-      'stop_strings': (stop,) if isinstance(stop, str) else tuple(stop),
-    }
-    return {k: v for k, v in given.items() if v is not None}
 
-  def _most(self, body) -> int:
-    """How many of the likeliest are asked for: chats say it beside `logprobs`,
-    other completions by it."""
-    if 'messages' in body:
-      return _field(body, 'top_logprobs', int, 0) if body.get('logprobs') else 0
-    value = body.get('logprobs')
-    return int(value) if isinstance(value, bool) else _field(body, 'logprobs', int, 0)
-
-  def _likeliest(self, c: Completion, at: int) -> list[tuple[str, float]]:
-    """(token, log-prob) of those that were asked for."""
-    if c.top_ids is None:
-      return []
-    return [(self._piece(i), float(x)) for i, x in zip(c.top_ids[at], c.top_logprobs[at])]
-
-  def _decoded(self, c: Completion) -> str:
-    """The text, without the stop string or token that ended it."""
-    text = self.tokenizer.decode(c.tokens)
-    return text[: text.index(c.stop_string)] if c.stop_string and (c.stop_string in text) else text
-
-  def _message(self, index: int, c: Completion, body) -> dict:
-    message = {'role': 'assistant', 'content': self._decoded(c)}
-    calls = turns.parse(message['content']) if body.get('tools') else None
-    reason = 'stop' if c.finished else 'length'
-    if calls:
-      reason, message['content'] = 'tool_calls', None
-      message['tool_calls'] = [
-        dict(id=f'call_{i}', type='function', function=dict(name=call['name'], arguments=json.dumps(call['arguments'])))
-        for i, call in enumerate(calls)
-      ]
-    entry = lambda token, x: dict(token=token, logprob=float(x), bytes=None)
-    logprobs = (
-      {
-        'content': [
-          entry(self._piece(i), x) | {'top_logprobs': [entry(*pair) for pair in self._likeliest(c, at)]}
-          for at, (i, x) in enumerate(zip(c.tokens, c.logprobs))
-        ]
-      }
-      if body.get('logprobs')
-      else None
-    )
-    return dict(index=index, message=message, finish_reason=reason, logprobs=logprobs, token_ids=c.tokens.tolist())
-
-  def _text(self, index: int, c: Completion, body) -> dict:
-    logprobs = None
-    if body.get('logprobs') is not None:
-      pieces = [self._piece(i) for i in c.tokens]
-      ends = list(itertools.accumulate(map(len, pieces), initial=0))
-      logprobs = dict(
-        tokens=pieces,
-        text_offset=ends[:-1],
-        token_logprobs=[float(x) for x in c.logprobs],
-        top_logprobs=[dict(self._likeliest(c, at)) for at in range(len(pieces))] if self._most(body) else None,
-      )
-    return dict(
-      index=index,
-      text=self._decoded(c),
-      logprobs=logprobs,
-      finish_reason='stop' if c.finished else 'length',
-      token_ids=c.tokens.tolist(),
-    )
-
-  def _piece(self, token) -> str:
-    return self.tokenizer.decode([token], skip_special=False)
+def _session_request(session: Session, body: dict, requests: list[Request]) -> Request:
+  """Returns the request of an agent in a training run; its session decides about tokens and sampling."""
+  if len(requests) != 1:
+    raise InputError('n, prompt: an episode of a run asks for one answer')
+  sampling = requests[0].sampling
+  request = session.request(body, lambda: requests[0].tokens, sampling['max_tokens'])
+  request.sampling['stop_strings'] = sampling['stop_strings']
+  return request
 
 
-def _field(body: dict, name: str, kind, default):
-  """A number of a body; null is the default."""
-  value = body.get(name)
-  if value is None:
-    return default
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and not (value == value // 1)):
-    raise InputError(f'{name}: {value!r} is no {kind.__name__}')
-  return kind(value)
-
-
-def _ids(ids, vocab_size: int) -> list[int]:
-  if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-    raise InputError(f'prompt: token ids are ints below {vocab_size}')
-  return ids
+def _record_entry(api_key: str, model: str, completion: Completion, finish_reason: str) -> dict:
+  return dict(
+    session=api_key,
+    model=model,
+    prompt_ids=completion.request.tokens.tolist(),
+    ids=completion.tokens.tolist(),
+    logprobs=[float(x) for x in completion.logprobs],
+    finish_reason=finish_reason,
+  )
 
 
 class _Server(http.server.ThreadingHTTPServer):
-  """Clients may be gone before they are answered."""
+  """A thread per connection; a client that disconnects early is logged in one line."""
 
   daemon_threads = True
 
-  def handle_error(self, request, client_address):
+  def handle_error(self, request: Any, client_address: tuple) -> None:
     if isinstance(sys.exc_info()[1], ConnectionError):
       logging.info('%s:%d was gone before its answer', *client_address[:2])
     else:
@@ -349,66 +292,66 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  """One connection, in a thread of its own."""
+  """One connection, in its own thread."""
 
   endpoint: Endpoint
   protocol_version = 'HTTP/1.1'
 
-  def do_GET(self):
-    if self.path.rstrip('/') == '/v1/models':
-      self._send(
-        200,
-        dict(object='list', data=[dict(id=name, object='model', owned_by='jaxpost') for name in self.endpoint.engines]),
-      )
-    else:
+  def do_GET(self) -> None:
+    """Answers /v1/models."""
+    if self.path.rstrip('/') != '/v1/models':
       self._refuse(404, f'{self.path}: there is nothing')
+      return
+    models = [dict(id=name, object='model', owned_by='jaxpost') for name in self.endpoint.engines]
+    self._send(200, dict(object='list', data=models))
 
-  def do_POST(self):
+  def do_POST(self) -> None:
+    """Answers chats and completions."""
     size = int(self.headers.get('Content-Length') or 0)
-    if size > _MOST:
-      self.close_connection = True
-      return self._refuse(413, f'{size} bytes are more than {_MOST}')
+    if size > _MAX_BODY:
+      self.close_connection = True  # The body stays unread.
+      return self._refuse(413, f'{size} bytes are more than {_MAX_BODY}')
     data = self.rfile.read(size)
-    if self.path not in ('/v1/chat/completions', '/v1/completions'):
+    if self.path not in (_CHAT, _TEXT):
       return self._refuse(404, f'{self.path}: there is nothing')
-    session = self.headers.get('Authorization', '').removeprefix('Bearer ')
+    api_key = self.headers.get('Authorization', '').removeprefix('Bearer ')
     try:
       body = json.loads(data)
       if not isinstance(body, dict):
         raise InputError('the body must be a JSON object')
-      if self.endpoint.lacks(body):
-        return self._refuse(404, self.endpoint.lacks(body))
-      found = self.endpoint.answer(self.path, body, session)
+      if error := self.endpoint.model_error(body):
+        return self._refuse(404, error)
+      response = self.endpoint.answer(self.path, body, api_key)
     except (InputError, ValueError) as error:
       return self._refuse(400, str(error))
     except concurrent.futures.CancelledError:
       return self._refuse(503, 'the server ends')
     if body.get('stream'):
-      return self._stream(found)
-    self._send(200, found)
+      return self._stream(response)
+    self._send(200, response)
 
-  def _stream(self, found: dict):
-    """Server-sent events: everything in one."""
-    for choice in found['choices']:
+  def _stream(self, response: dict) -> None:
+    """Sends a response as server-sent events: one event with the whole text, then the end."""
+    for choice in response['choices']:
       if 'message' in choice:
         choice['delta'] = choice.pop('message')
-    if found['object'] == 'chat.completion':
-      found['object'] += '.chunk'
-    text = f'data: {json.dumps(found)}\n\ndata: [DONE]\n\n'
+    if response['object'] == 'chat.completion':
+      response['object'] += '.chunk'
+    text = f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n'
     self._write(200, 'text/event-stream', text.encode())
 
-  def _refuse(self, code: int, text: str):
+  def _refuse(self, code: int, text: str) -> None:
     self._send(code, {'error': dict(message=text, type='invalid_request_error', code=code)})
 
-  def _send(self, code: int, found: dict):
-    self._write(code, 'application/json', json.dumps(found).encode())
+  def _send(self, code: int, response: dict) -> None:
+    self._write(code, 'application/json', json.dumps(response).encode())
 
-  def _write(self, code: int, kind: str, data: bytes):
+  def _write(self, code: int, kind: str, data: bytes) -> None:
     self.send_response(code)
     self.send_header('Content-Type', kind)
     self.send_header('Content-Length', str(len(data)))
     self.end_headers()
     self.wfile.write(data)
 
-  def log_message(self, *args):
-    del args
+  def log_message(self, *unused) -> None:
+    """Logs no requests."""

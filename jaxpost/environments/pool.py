@@ -21,7 +21,7 @@ from jaxpost.workers import process
 _LOG = logging.getLogger(__name__)
 _SHOWN = 2000  # characters of printed output to log for each request
 _START_TIMEOUT_S = 120.0  # for importing the environment
-_PLAY = 'play'  # an environment with a tool of this name is an agent
+PLAY = 'play'  # play(base_url, api_key): an environment with this method is an agent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class EnvironmentPool:
     except BaseException:
       self.close()
       raise
-    self.agent = _PLAY in ready['tools']
+    self.agent = PLAY in ready['tools']
     self.tools = [] if self.agent else list(ready['tools'].values())  # An agent defines the tools of its own requests.
     self.gives_reward = ready['gives_reward']
     return self

@@ -1,15 +1,22 @@
-"""Turns of a conversation with tools, in tokens: calls out, answers in.
+"""Parses tool calls out of the model's turns, and tokenizes the text between two turns.
 
-What the model wrote is never encoded again. What a tool answers stands between
-the markers of the chat template, found by rendering a conversation with it.
+Generated text is never tokenized again. The markers around a tool's answer are those of the chat template, found by
+rendering a conversation with it.
 """
+
+from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 
-_SAID = '\ue000\ue001'  # what the model says, in a rendering
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+
+_PLACEHOLDER = '\ue000\ue001'  # stands for the model's text in a rendering
 _CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.S)
 _FUNCTION = re.compile(r'<function=([^>]+)>(.*?)</function>', re.S)
 _PARAMETER = re.compile(r'<parameter=([^>]+)>\n?(.*?)\n?</parameter>', re.S)
@@ -17,10 +24,10 @@ _MARKS = '<tool_call>', '[TOOL_CALLS]', '<|python_tag|>'
 
 
 def parse(text: str) -> list[dict] | None:
-  """[{'name', 'arguments'}, ...] that a turn calls; None if it is malformed.
+  """Returns the calls [{'name', 'arguments'}, ...] in the text of a turn; None if they are malformed.
 
-  Knows Hermes and Qwen (<tool_call> with JSON or with <function=...>),
-  Llama 3 (the turn is a JSON object) and Mistral ([TOOL_CALLS] and a list).
+  Reads the formats of Hermes and Qwen (<tool_call> with JSON or with <function=...>), Llama 3 (the turn is a JSON
+  object) and Mistral ([TOOL_CALLS] and a list).
   """
   inside = _CALL.findall(text)
   plain = text.strip().removeprefix('<|python_tag|>').strip()
@@ -47,7 +54,8 @@ def parse(text: str) -> list[dict] | None:
   return None if None in calls else calls
 
 
-def _call(call) -> dict | None:
+def _call(call: Any) -> dict | None:
+  """Returns {'name', 'arguments'} of a parsed JSON value; None if it is no call."""
   if not isinstance(call, dict) or not isinstance(call.get('name'), str):
     return None
   arguments = call.get('arguments', call.get('parameters', {}))
@@ -56,7 +64,8 @@ def _call(call) -> dict | None:
   return dict(name=call['name'], arguments=arguments) if isinstance(arguments, dict) else None
 
 
-def _value(text: str):
+def _value(text: str) -> Any:
+  """Parses JSON; other text is returned as it is."""
   try:
     return json.loads(text)
   except ValueError:
@@ -64,19 +73,22 @@ def _value(text: str):
 
 
 class Turns:
-  """The tokens between two turns of the model, by a chat template.
+  """Tokenizes the text between two turns of the model, by the chat template.
 
   Attributes:
     end_id: the token that ends a turn of the model.
+
+  Args:
+    tokenizer: its chat template must end a turn with a stop token and render answers of tools; InputError otherwise.
   """
 
-  def __init__(self, tokenizer):
+  def __init__(self, tokenizer: Tokenizer) -> None:
     self._tokenizer = tokenizer
     self._call = {}
     self.end_id = None
     try:
       rest = self._after([('tool', 'x')])
-    except InputError:  # some templates want the call that is answered
+    except InputError:  # Some templates render an answer only after the call that it answers.
       self._call = {
         'tool_calls': [{'type': 'function', 'id': 'call00000', 'function': {'name': 'tool', 'arguments': {}}}]
       }
@@ -89,71 +101,78 @@ class Turns:
       )
     self.end_id = ends[min(ends)]
 
-  def answers(self, results) -> list[int]:
-    """Ids after a turn that ended with `end_id`: answers, the next header.
+  def answers(self, results: Sequence[tuple[str, str]]) -> list[int]:
+    """Returns the token ids between a turn that ended with `end_id` and the next turn.
 
     Args:
-      results: [(name of the tool, text), ...].
+      results: (name of the tool, its answer) of each call.
     """
-    rest, end = self._after(results), self._text([self.end_id])
+    rest = self._after(results)
+    end = self._text([self.end_id])
     text = rest[rest.index(end) + len(end) :]
     if not self._tokenizer.adds_space:
       return self._tokenizer.encode(text)
+    # This tokenizer adds a space in front of a text: encode it behind the end marker, whose tokens are dropped.
     head = self._tokenizer.encode(end)
     return self._tokenizer.encode(end + text)[len(head) :]
 
-  def more(self, messages: list[dict], ended: bool) -> list[int]:
-    """Ids after a turn of the model: messages, and the header of the next.
+  def continuation(self, messages: list[dict], ended: bool) -> list[int]:
+    """Returns the token ids between a turn and the next one, with arbitrary messages in between.
 
     Args:
-      ended: whether the turn ended with `end_id`, or was cut.
+      ended: True if the turn ended with `end_id`, False if it was cut.
     """
-    rest, end = self._behind(messages), self._text([self.end_id])
+    rest = self._after_placeholder(messages)
+    end = self._text([self.end_id])
     if not self._tokenizer.adds_space:
       return self._tokenizer.encode(rest[rest.index(end) + len(end) :] if ended else rest)
     head = self._tokenizer.encode(end)
     text = rest[rest.index(end) :] if ended else end + rest
     return self._tokenizer.encode(text)[len(head) :]
 
-  def is_whole(self) -> bool:
-    """Whether turn by turn gives what rendering a whole conversation does.
+  def matches_template(self) -> bool:
+    """Returns True if tokenizing turn by turn gives the same text as rendering the whole conversation.
 
-    Templates that render earlier turns otherwise than they were generated
-    (without reasoning, say) do not; what is trained is what was sampled.
+    False for templates that change earlier turns, for example by dropping the reasoning. Training then reads the tokens
+    as they were sampled.
     """
     user = [{'role': 'user', 'content': 'a'}]
-    said = lambda text: {'role': 'assistant', 'content': text, **self._call}
+
+    def assistant(text: str) -> dict:
+      return {'role': 'assistant', 'content': text, **self._call}
+
     end = self._text([self.end_id])
     ours = ''.join([self._render(user, True), 'b', end, self._text(self.answers([('tool', 'x')])), 'c', end])
     if self._call:
-      return False  # a rendering spells the call, too
-    return self._render([*user, said('b'), _result('tool', 'x'), said('c')], False).startswith(ours)
+      return False  # The rendering also has the text of the call.
+    conversation = [*user, assistant('b'), _result('tool', 'x'), assistant('c')]
+    return self._render(conversation, False).startswith(ours)
 
-  def safe(self, text: str) -> str:
-    """A tool's text in which no token of the template can be forged."""
+  def break_special_tokens(self, text: str) -> str:
+    """Inserts a space into text that looks like a special token, so that a tool cannot forge one."""
     for special in self._tokenizer.special_texts:
       text = text.replace(special, f'{special[:1]} {special[1:]}')
-    return ''.join(c for c in text if c not in _SAID)
+    return ''.join(c for c in text if c not in _PLACEHOLDER)
 
-  def _after(self, results) -> str:
-    """What a rendering has behind the words of the model."""
-    return self._behind([_result(name, self.safe(said)) for name, said in results])
+  def _after(self, results: Iterable[tuple[str, str]]) -> str:
+    """Renders the answers of tools; returns the text after the model's turn."""
+    return self._after_placeholder([_result(name, self.break_special_tokens(text)) for name, text in results])
 
-  def _behind(self, messages) -> str:
-    text = self._render(
-      [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': _SAID, **self._call}, *messages], True
-    )
-    if _SAID not in text:
+  def _after_placeholder(self, messages: list[dict]) -> str:
+    """Renders a conversation with these messages after a turn of the model; returns the text after that turn."""
+    turn = {'role': 'assistant', 'content': _PLACEHOLDER, **self._call}
+    text = self._render([{'role': 'user', 'content': 'a'}, turn, *messages], True)
+    if _PLACEHOLDER not in text:
       raise InputError(
         f'config.environment: the chat template of {self._tokenizer.source} '
-        'leaves out what the model says before a tool answers'
+        'drops the text of the model in a turn that a tool answers'
       )
-    return text[text.index(_SAID) + len(_SAID) :]
+    return text[text.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
-  def _render(self, messages, prompt: bool) -> str:
+  def _render(self, messages: list[dict], prompt: bool) -> str:
     return self._tokenizer.render_chat(messages, generation_prompt=prompt, where='config.environment')[0]
 
-  def _text(self, ids) -> str:
+  def _text(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode(ids, skip_special=False)
 
 

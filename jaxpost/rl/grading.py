@@ -25,8 +25,7 @@ from jaxpost.rl import batching, reward_metrics
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.rewards.pool import PendingGrades as Pending
-  from jaxpost.rewards.pool import RewardPool
+  from jaxpost.rewards.pool import PendingGrades, RewardPool
   from jaxpost.roles import Roles
   from jaxpost.types import Rollout, RowShape
 
@@ -78,7 +77,7 @@ class PendingGroups:
 
   pool: RewardPool
   num_groups: int  # on all processes
-  local: Pending  # those that this process grades
+  local: PendingGrades  # those that this process grades
 
   @functools.cached_property
   def results(self) -> list[Graded]:

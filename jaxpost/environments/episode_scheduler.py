@@ -1,0 +1,230 @@
+"""Plays the episodes of one rollout: turns of the model, and answers of its tools.
+
+`EpisodeScheduler.follow` is the core. The engine calls it between two blocks of tokens: a turn that has ended calls
+tools or ends its episode; the answers of tools become the next request of their episode. While an environment works,
+its episode holds no slot of the engine.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxpost.data import chat
+from jaxpost.distributed import coordination
+from jaxpost.environments import turns
+from jaxpost.environments.episode import Episode, generated_tokens, given_tokens
+from jaxpost.environments.pool import Answer, reset_row
+from jaxpost.types import Completion, Request
+
+if TYPE_CHECKING:
+  from jaxpost.environments.episodes import Episodes
+
+
+@dataclasses.dataclass(eq=False)
+class PendingAnswers:
+  """Requests to an environment that are not answered yet.
+
+  Attributes:
+    verb: 'reset', 'call' or 'reward'.
+    futures: of `Answer`; empty where the environment belongs to another process.
+    block: number of the block after which they were sent.
+  """
+
+  episode: Episode
+  verb: str
+  futures: list[concurrent.futures.Future]
+  block: int
+
+
+class EpisodeScheduler:
+  """The episodes of one call of `Episodes`: which wait for an environment, and which for an answer.
+
+  With several processes, each runs this scheduler on the same episodes, but an environment belongs to one of them:
+  environment `slot` is number slot // processes of process slot % processes.
+  """
+
+  def __init__(self, owner: Episodes, episodes: Sequence[Episode], sampling: dict) -> None:
+    self.owner, self.episodes, self.sampling = owner, episodes, sampling
+    self.waiting = collections.deque(episodes)
+    self.free = list(range(len(owner.pool.all) * coordination.process_count()))
+    self.pending: list[PendingAnswers] = []
+    self.block = 0
+    self.wait_blocks = owner.limits.wait_blocks
+    if coordination.process_count() > 1:
+      # Processes must agree on which answers count; the arrival time differs between them.
+      self.wait_blocks = max(self.wait_blocks, 1)
+
+  def follow(self, done: list[Completion], idle: bool) -> list[Request]:
+    """Returns the requests that are ready; `NativeEngine.serve` calls it between two blocks.
+
+    Args:
+      done: turns that have ended.
+      idle: True if the engine has nothing else to do; then this waits for an answer.
+    """
+    self.block += 1
+    for completion in done:
+      self.after_turn(completion)
+    ready = []
+    while True:
+      self.start_waiting()
+      due = self.take_due(idle)
+      for pending, answers in zip(due, collect(due)):
+        ready += self.after_answers(pending, answers)
+      self.start_waiting()
+      if ready or not idle or not self.pending:
+        return ready
+
+  def start_waiting(self) -> None:
+    """Starts episodes while there are free environments."""
+    while self.waiting and self.free:
+      episode = self.waiting.popleft()
+      episode.slot = self.free.pop(0)
+      row = reset_row(episode.prompt.columns, episode.prompt.prompt)
+      self.send(episode, 'reset', dict(row=row))
+
+  def send(self, episode: Episode, verb: str, *requests: dict) -> None:
+    """Sends requests to the episode's environment, if it belongs to this process."""
+    index, process = divmod(episode.slot, coordination.process_count())
+    futures = []
+    if process == coordination.process_index():
+      futures = [self.owner.pool.all[index].submit(verb=verb, **request) for request in requests]
+    self.pending.append(PendingAnswers(episode, verb, futures, self.block))
+
+  def take_due(self, idle: bool) -> list[PendingAnswers]:
+    """Removes and returns the pending requests whose answers are used now.
+
+    With `wait_blocks` that depends on the number of blocks alone, so that runs repeat bit for bit. An idle engine
+    proceeds to the oldest requests.
+    """
+    if not self.pending:
+      return []
+    if self.wait_blocks:
+      oldest = self.pending[0].block
+      last = max(self.block - self.wait_blocks, oldest if idle else -1)
+      due = [p for p in self.pending if p.block <= last]
+    else:
+      if idle:
+        concurrent.futures.wait([p.futures[-1] for p in self.pending], return_when=concurrent.futures.FIRST_COMPLETED)
+      due = [p for p in self.pending if p.futures[-1].done()]
+    self.pending = [p for p in self.pending if p not in due]
+    return due
+
+  def after_turn(self, completion: Completion) -> None:
+    """Adds a turn to its episode; calls its tools, or ends the episode."""
+    owner, e = self.owner, self.episodes[completion.request.tag]
+    ids = completion.tokens.tolist()
+    e.tokens += generated_tokens(completion)
+    e.turns += 1
+    stopped = completion.finished and not completion.stop_string
+    text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
+    calls = turns.parse(text) if stopped else []
+    if calls and ids[-1] != owner.turns.end_id:
+      calls = None  # Another stop token ended the turn, after which the template has no tool answer.
+    e.malformed += calls is None
+    e.calls = calls or []
+    e.finished = completion.finished and not calls
+    message = {'role': 'assistant', 'content': text}
+    if calls:
+      message['tool_calls'] = [{'type': 'function', 'function': c} for c in calls]
+    e.messages.append(message)
+    if calls and e.turns < owner.limits.turns:
+      e.called += len(calls)
+      self.send(e, 'call', *calls)
+    else:
+      self.end(e)
+
+  def end(self, episode: Episode) -> None:
+    """Requests the reward after the last turn, if there is one."""
+    if self.owner.pool.gives_reward:
+      self.send(episode, 'reward', {})
+    else:
+      self.release(episode)
+
+  def release(self, episode: Episode) -> None:
+    """Frees the environment of an episode that is over."""
+    self.free.append(episode.slot)
+    self.free.sort()
+
+  def after_answers(self, pending: PendingAnswers, answers: list[Answer]) -> list[Request]:
+    """Continues an episode with an environment's answers; returns its next request, if there is one."""
+    e = pending.episode
+    # A tool that raises is an answer for the model; any other failure ends the episode.
+    error = next((a for a in answers if a.lost or a.error and pending.verb != 'call'), None)
+    if error:
+      e.error, e.lost = error.error, error.lost
+      self.release(e)
+    elif pending.verb == 'reset':
+      return self.begin(e, answers[0].value)
+    elif pending.verb == 'call':
+      return self.next_turn(e, answers)
+    else:
+      value = answers[0].value
+      e.reward = np.nan if value is None else value
+      self.release(e)
+    return []
+
+  def begin(self, e: Episode, observation: str | None) -> list[Request]:
+    """Returns the request for the first turn; the observation of `reset` is appended to the last message."""
+    owner = self.owner
+    e.context = e.prompt.tokens
+    if observation:
+      messages = [dict(m) for m in e.prompt.prompt]
+      messages[-1]['content'] += owner.turns.break_special_tokens(observation)
+      e.context = chat.encode_prompt(owner.tokenizer, messages, {'tools': owner.pool.tools}, f'prompt {e.prompt.index}')
+    if len(e.context) > owner.limits.prompt:
+      e.error = (
+        f'reset: with its observation the prompt has {len(e.context)} '
+        'tokens, more than config.rollout.max_prompt_length'
+      )
+      e.context = None
+      self.release(e)
+      return []
+    return [self.request(e)]
+
+  def next_turn(self, e: Episode, answers: list[Answer]) -> list[Request]:
+    """Returns the request for the turn after the answers of tools; none, and ends the episode, if it would not fit."""
+    owner = self.owner
+    results = []
+    for call, answer in zip(e.calls, answers):
+      text = answer.value
+      if answer.error is not None:
+        e.failures += 1
+        text = json.dumps({'error': answer.error})
+      ids = owner.tokenizer.encode(text)
+      if len(ids) > owner.limits.result:
+        text = owner.tokenizer.decode(ids[: owner.limits.result]) + ' [cut]'
+      results.append((call['name'], text))
+      e.messages.append({'role': 'tool', 'name': call['name'], 'content': text})
+    ids = owner.turns.answers(results)
+    if len(e.tokens) + len(ids) >= owner.limits.tokens:
+      self.end(e)
+      return []
+    e.tokens += given_tokens(ids, owner.engine.version)
+    return [self.request(e)]
+
+  def request(self, e: Episode) -> Request:
+    """Returns the request for a turn that continues all tokens of the episode."""
+    ids = np.array([t.id for t in e.tokens], np.int32)
+    return Request(
+      tokens=np.concatenate([e.context, ids]),
+      prompt=e.prompt.index,
+      sample=e.sample,
+      sampling={**self.sampling, 'max_tokens': self.owner.limits.tokens - len(e.tokens)},
+      tag=e.number,
+    )
+
+
+def collect(due: list[PendingAnswers]) -> list[list[Answer]]:
+  """Returns the answers to each of the pending requests, exchanged between all processes."""
+  found = {i: [vars(f.result()) for f in p.futures] for i, p in enumerate(due) if p.futures}
+  if coordination.process_count() > 1 and due:
+    shares = coordination.all_gather([[i, x] for i, x in found.items()])
+    found = {i: x for share in shares for i, x in share}
+  return [[Answer(**a) for a in found[i]] for i in range(len(due))]

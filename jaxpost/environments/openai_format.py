@@ -1,0 +1,177 @@
+"""Translates bodies of OpenAI's API into requests of the engine, and completions into response bodies.
+
+The HTTP server that uses it is openai_server.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxpost.data import chat
+from jaxpost.data import messages as messages_lib
+from jaxpost.environments import turns
+from jaxpost.errors import InputError
+
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.types import Completion
+
+_INTEGERS = ('top_k', 'min_tokens', 'seed')
+_FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
+
+
+class TokenLogprob(NamedTuple):
+  """A token as text, and its log-probability."""
+
+  token: str
+  logprob: float
+
+
+class Translator:
+  """Translates between bodies of chats or completions and the engine's records.
+
+  A body with `messages` is a chat; a body with `prompt` is a completion.
+
+  Args:
+    tokenizer: chats need its chat template.
+    room: longest sequence of the engine, in tokens; limits `max_tokens` where a body names none.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, room: int) -> None:
+    self._tokenizer = tokenizer
+    self._room = room
+
+  def chat_prompt(self, body: dict) -> np.ndarray:
+    """Returns the token ids of the messages of a chat; InputError if they are malformed."""
+    row = {'prompt': body.get('messages'), 'tools': body.get('tools')}
+    messages = messages_lib.check_messages(row['prompt'], 'messages')
+    return chat.encode_prompt(self._tokenizer, messages, row, 'messages')
+
+  def text_prompts(self, body: dict) -> list[np.ndarray]:
+    """Returns the token ids of each prompt: `prompt` is a text, token ids, or a list of either."""
+    prompt = body.get('prompt')
+    is_ids = bool(prompt) and isinstance(prompt, list) and isinstance(prompt[0], int)
+    if isinstance(prompt, str) or is_ids:
+      prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+      raise InputError('prompt: must be a text, token ids, or a list of either')
+    return [np.asarray(self._ids(p), np.int32) for p in prompt]
+
+  def _ids(self, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+      return self._tokenizer.encode(messages_lib.check_text(prompt, 'prompt'))
+    size = self._tokenizer.vocab_size
+    if not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):
+      raise InputError(f'prompt: token ids are ints below {size}')
+    return prompt
+
+  def sampling(self, body: dict, length: int) -> dict:
+    """Returns the sampling parameters of a body, as in `Request.sampling`, for a prompt of `length` tokens."""
+    given = {name: number(body, name, int if name in _INTEGERS else float, None) for name in _FIELDS}
+    default = max(1, self._room - length)
+    # `max_tokens` is the older name of `max_completion_tokens`.
+    max_tokens = number(body, 'max_completion_tokens', int, number(body, 'max_tokens', int, default))
+    stop = body.get('stop') or ()
+    if not isinstance(stop, (str, list, tuple)):
+      raise InputError(f'stop: {stop!r} is no text or list of texts')
+    given['max_tokens'] = max_tokens
+    given['top_logprobs'] = self._top_count(body)
+    given['stop_strings'] = (stop,) if isinstance(stop, str) else tuple(stop)
+    return {name: value for name, value in given.items() if value is not None}
+
+  def _top_count(self, body: dict) -> int:
+    """Returns the number of top-k log-probs: a field of its own in chats, the value of `logprobs` in completions."""
+    if 'messages' in body:
+      return number(body, 'top_logprobs', int, 0) if body.get('logprobs') else 0
+    value = body.get('logprobs')
+    return int(value) if isinstance(value, bool) else number(body, 'logprobs', int, 0)
+
+  def chat_choice(self, index: int, completion: Completion, body: dict) -> dict:
+    """Returns an entry of `choices` of a chat; tool calls are parsed if the body has tools."""
+    message = {'role': 'assistant', 'content': self.decode(completion)}
+    calls = turns.parse(message['content']) if body.get('tools') else None
+    reason = _finish_reason(completion)
+    if calls:
+      reason = 'tool_calls'
+      message['content'] = None
+      message['tool_calls'] = [_tool_call(i, call) for i, call in enumerate(calls)]
+    return dict(
+      index=index,
+      message=message,
+      finish_reason=reason,
+      logprobs={'content': self._chat_logprobs(completion)} if body.get('logprobs') else None,
+      token_ids=completion.tokens.tolist(),
+    )
+
+  def _chat_logprobs(self, completion: Completion) -> list[dict]:
+    """Returns an entry per token with its log-prob and the top-k tokens at its position."""
+    entries = []
+    for at, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs)):
+      entry = _logprob_entry(TokenLogprob(self._piece(token), float(logprob)))
+      entry['top_logprobs'] = [_logprob_entry(top) for top in self._top(completion, at)]
+      entries.append(entry)
+    return entries
+
+  def text_choice(self, index: int, completion: Completion, body: dict) -> dict:
+    """Returns an entry of `choices` of a completion."""
+    logprobs = None
+    if body.get('logprobs') is not None:
+      pieces = [self._piece(i) for i in completion.tokens]
+      ends = list(itertools.accumulate(map(len, pieces), initial=0))
+      top = None
+      if self._top_count(body):
+        top = [dict(self._top(completion, at)) for at in range(len(pieces))]
+      logprobs = dict(
+        tokens=pieces, text_offset=ends[:-1], token_logprobs=[float(x) for x in completion.logprobs], top_logprobs=top
+      )
+    return dict(
+      index=index,
+      text=self.decode(completion),
+      logprobs=logprobs,
+      finish_reason=_finish_reason(completion),
+      token_ids=completion.tokens.tolist(),
+    )
+
+  def decode(self, completion: Completion) -> str:
+    """Returns the text of a completion, without the stop string or token that ended it."""
+    text = self._tokenizer.decode(completion.tokens)
+    stop = completion.stop_string
+    return text[: text.index(stop)] if stop and stop in text else text
+
+  def _top(self, completion: Completion, at: int) -> list[TokenLogprob]:
+    """Returns the top-k tokens at a position, as many as were requested."""
+    if completion.top_ids is None:
+      return []
+    pairs = zip(completion.top_ids[at], completion.top_logprobs[at])
+    return [TokenLogprob(self._piece(i), float(x)) for i, x in pairs]
+
+  def _piece(self, token: int) -> str:
+    return self._tokenizer.decode([token], skip_special=False)
+
+
+def number(body: dict, name: str, kind: type, default: Any) -> Any:
+  """Returns a number of a body as `kind`, the default if it is missing or null; InputError if it is no number."""
+  value = body.get(name)
+  if value is None:
+    return default
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not is_number or (kind is int and value != value // 1):
+    raise InputError(f'{name}: {value!r} is no {kind.__name__}')
+  return kind(value)
+
+
+def _finish_reason(completion: Completion) -> str:
+  return 'stop' if completion.finished else 'length'
+
+
+def _tool_call(index: int, call: dict) -> dict:
+  function = dict(name=call['name'], arguments=json.dumps(call['arguments']))
+  return dict(id=f'call_{index}', type='function', function=function)
+
+
+def _logprob_entry(entry: TokenLogprob) -> dict:
+  return dict(token=entry.token, logprob=entry.logprob, bytes=None)
