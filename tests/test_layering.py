@@ -167,7 +167,7 @@ def cycles(tree):
 
 def rewards_without_jax(tree):
   """Workers start in milliseconds and never touch a device."""
-  roots = [name for name in tree.name if room(name) == 'rewards']
+  roots = [name for name in tree.name if room(name) in ('rewards', 'workers')] + ['jaxpost.environments.worker']
   for name in tree.closure(roots, lazy='all'):
     for found in tree.imports[tree.name[name]]:
       if found.target.split('.')[0] in ('jax', 'jaxlib', 'flax', 'optax'):

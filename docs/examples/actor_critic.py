@@ -1,7 +1,7 @@
 """Advantage actor-critic after a warm start: two roles, two stages.
 
-The actor learns from the reward less what a critic expected of the prompt
-and the tokens so far; the critic, a model of its own, learns that reward
+The advantage of the actor is the reward minus the critic's value of the prompt
+and the tokens so far. The critic is a separate model that regresses the reward
 (A2C; Mnih et al. 2016, arXiv:1602.01783).
 
 python -m launch.train --config=docs/examples/actor_critic.py \
@@ -16,7 +16,7 @@ from jaxpost import Algorithm, Credit, Objective, defaults
 
 
 def actor(config):
-  """-A log p, with a bonus for entropy."""
+  """Policy gradient -A log p with an entropy bonus."""
   bonus = config.rl.entropy_coef
 
   def loss(outputs, arrays):
@@ -33,11 +33,11 @@ def actor(config):
 
 
 def critic(config):
-  """Squared error of the value before each token."""
+  """Squared error of the value of the state before each token."""
   del config
 
   def loss(outputs, batch):
-    # values[:, t] speaks of the text up to and with token t.
+    # values[:, t] is the value after token t, so roll by one to get the value before it.
     before = jnp.roll(outputs.values, 1, axis=1)
     error = (before - batch.arrays['returns']) ** 2
     total = jnp.sum(batch.loss_weights * error)
@@ -47,7 +47,7 @@ def critic(config):
 
 
 def credit(experience, config):
-  """Both targets: what came, and what came beyond expectation."""
+  """Returns both targets: the returns for the critic, the advantages for the actor."""
   del config
   graded = np.isfinite(experience.rewards)
   mask = experience.mask * graded[:, None]
@@ -59,7 +59,7 @@ def credit(experience, config):
 
 
 def check_first_step(metrics, config):
-  """A critic that has learnt nothing yet expects nothing."""
+  """Checks that the first loss is finite."""
   del config
   if not np.isfinite(metrics['loss']):
     raise AssertionError('the first loss is not finite')
@@ -76,6 +76,7 @@ ALGORITHM = Algorithm(
 
 
 def get_config():
+  """An SFT warm start on partly wrong sums, then actor-critic on exact match."""
   config = ml_collections.ConfigDict(defaults())
   config.stages = ('warm', 'online')
   task = 'generated:arithmetic:max=19,ops=+'

@@ -1,4 +1,4 @@
-"""A decoder of one's own in flax.linen: hidden states from packed rows.
+"""A custom decoder in flax.linen, which returns hidden states of packed rows.
 
   python -m launch.train --config=configs/quickstart.py:short \
     --config.model.preset=docs/examples/linen_decoder.py:make --workdir=runs/own
@@ -13,6 +13,8 @@ from jaxpost.models import custom
 
 
 class Decoder(nn.Module):
+  """A transformer with learned positions and attention within each packed document."""
+
   vocab_size: int
   width: int = 64
   heads: int = 4
@@ -20,7 +22,7 @@ class Decoder(nn.Module):
 
   @nn.compact
   def __call__(self, tokens, positions, segment_ids):
-    """[B, T] int32 each -> [B, T, D]."""
+    """Maps tokens, positions and segment_ids, [B, T] int32 each, to hidden states [B, T, D]."""
     x = nn.Embed(self.vocab_size, self.width, name='embed')(tokens)
     x += nn.Embed(1024, self.width, name='places')(positions)
     order = jnp.arange(tokens.shape[1])
@@ -32,6 +34,7 @@ class Decoder(nn.Module):
 
 
 def make():
+  """Returns the model for `config.model.preset`; `axes` names the dimensions to shard."""
   return custom.linen(
     Decoder(259),
     vocab_size=259,

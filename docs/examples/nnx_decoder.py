@@ -1,4 +1,4 @@
-"""A decoder of one's own in flax.nnx: a gated recurrence in place of attention.
+"""A custom decoder in flax.nnx, with a gated recurrence in place of attention.
 
   python -m launch.train --config=configs/quickstart.py:short \
     --config.model.preset=docs/examples/nnx_decoder.py:make --workdir=runs/own
@@ -22,7 +22,7 @@ class Mixer(nnx.Module):
     self.out = nnx.Linear(width, width, rngs=rngs)
 
   def __call__(self, x, starts):
-    """[B, T, D], [B, T] bool: where a document begins, nothing is kept."""
+    """Mixes x [B, T, D] along T; starts [B, T] is True where a document begins, which resets the state."""
     y = self.norm(x)
     keep = jax.nn.sigmoid(self.gate(y)) * ~starts[..., None]
     new = (1 - keep) * self.value(y)
@@ -31,6 +31,8 @@ class Mixer(nnx.Module):
 
 
 class Decoder(nnx.Module):
+  """Alternating mixers and MLPs, with residual connections."""
+
   def __init__(self, vocab_size, width, layers, rngs):
     self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
     self.mixers = nnx.List([Mixer(width, rngs) for _ in range(layers)])
@@ -40,7 +42,7 @@ class Decoder(nnx.Module):
     self.head = nnx.Linear(width, vocab_size, use_bias=False, rngs=rngs)
 
   def __call__(self, tokens, positions, segment_ids):
-    """[B, T] int32 each -> [B, T, D]."""
+    """Maps tokens, positions and segment_ids, [B, T] int32 each, to hidden states [B, T, D]."""
     x = self.embed(tokens)
     for mix, widen, narrow in zip(self.mixers, self.widen, self.narrow):
       x = mix(x, positions == 0)
@@ -49,6 +51,7 @@ class Decoder(nnx.Module):
 
 
 def make():
+  """Returns the model for `config.model.preset`; `axes` names the dimensions to shard."""
   return custom.nnx(
     lambda rngs: Decoder(259, 64, 4, rngs),
     vocab_size=259,

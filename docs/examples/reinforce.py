@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline: the mean reward so far.
+"""REINFORCE with a running mean of the reward as the baseline.
 
 python -m launch.train --config=configs/quickstart.py:short \
   --workdir=runs/reinforce --config.grpo.algorithm=docs/examples/reinforce.py
@@ -10,7 +10,7 @@ from jaxpost import Algorithm, Credit, Objective
 
 
 def objective(config):
-  """-A log p of each sampled token (Williams 1992)."""
+  """Policy gradient -A log p of each sampled token (Williams 1992)."""
 
   def loss(outputs, arrays):
     return -arrays['advantages'] * outputs.logprobs, {'entropy': outputs.entropy}
@@ -19,7 +19,7 @@ def objective(config):
 
 
 def credit(experience, config):
-  """Reward less baseline, on every token that the policy wrote."""
+  """Advantage = reward - baseline, on every token that the policy generated."""
   graded = np.isfinite(experience.rewards)  # NaN: the reward failed
   baseline = experience.memory.get('baseline', 0.0)
   advantages = np.where(graded, experience.rewards - baseline, 0)

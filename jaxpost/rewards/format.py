@@ -158,7 +158,7 @@ def _validator(schema):
     kind.check_schema(schema)
   except (ValueError, jsonschema.SchemaError):
     return None
-  # With an empty registry, references are errors; the default one would fetch them by URL.
+  # An empty registry makes references errors; the default one would fetch them by URL.
   return kind(schema, registry=referencing.Registry())
 
 

@@ -72,7 +72,7 @@ def run(job: dict, root: bool = False) -> None:
 
   Args:
     job: see `sandbox._run`.
-    root: True if this process is root in its namespaces; programs then switch to NOBODY.
+    root: True if this process is root in its namespaces; programs then switch to NOBODY_ID.
   """
   namespaces.report({'ready': True})
   deadline = time.monotonic() + job['timeout_s']
@@ -159,7 +159,7 @@ def exec_program(
     command: arguments of the interpreter.
     pipes: {descriptor in the program: descriptor here}; all others are closed.
     folder: the working directory.
-    root: True if this process is root and has to switch to NOBODY.
+    root: True if this process is root and has to switch to NOBODY_ID.
     failure: descriptor that receives the text of an error before execve.
   """
   try:
@@ -176,7 +176,7 @@ def exec_program(
     os.closerange(last + 1, 4096)
     set_limits(job, deadline)
     if root:  # Leaving uid 0 also clears the capabilities.
-      nobody = namespaces.NOBODY
+      nobody = namespaces.NOBODY_ID
       os.setgroups([])
       os.setresgid(nobody, nobody, nobody)
       os.setresuid(nobody, nobody, nobody)

@@ -3,7 +3,7 @@
 `isolated` creates user, mount, pid, network, ipc and uts namespaces (unshare(2)) and a new root file system, and runs a
 function as process 1 inside them. Consequences for the function and its children:
 
-  user      they are root only in their namespace, or no user at all (NOBODY)
+  user      they are root only in their namespace, or no user at all (NOBODY_ID)
   mount     they see a new root: the system's and the interpreter's folders, read-only, four devices, and one writable
   folder pid       they see only each other; when process 1 ends, the kernel kills all of them
   network   there is no interface but a loopback device that is down
@@ -22,7 +22,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 
-NOBODY = 65534  # the uid and gid that own nothing
+NOBODY_ID = 65534  # the uid and gid that own nothing
 # Constants of linux/sched.h, sys/mount.h, linux/mount.h, linux/prctl.h
 _NEW = {
   'user': 0x10000000,
@@ -75,8 +75,8 @@ def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> 
   process 1 inside them. Each is killed when its parent ends.
 
   Args:
-    serve: the function. `root` is True if it runs as root of its user namespace and can switch to NOBODY; otherwise it
-      already is NOBODY.
+    serve: the function. `root` is True if it runs as root of its user namespace and can switch to NOBODY_ID; otherwise it
+      already is NOBODY_ID.
     binds: folders that stay visible, read-only, besides the system's.
     work: path of the one folder that is left empty, for a writable mount.
   """
@@ -108,13 +108,13 @@ def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> 
 
 
 def has_nobody() -> bool:
-  """True if this user namespace maps NOBODY, so that root can switch to it."""
+  """True if this user namespace maps NOBODY_ID, so that root can switch to it."""
   with open('/proc/self/setgroups') as file:
     if file.read().strip() != 'allow':
       return False
   with open('/proc/self/uid_map') as file:
     ranges = [tuple(map(int, line.split())) for line in file]
-  return any(first <= NOBODY < first + count for first, _, count in ranges)
+  return any(first <= NOBODY_ID < first + count for first, _, count in ranges)
 
 
 def exit_with(function: Callable[[], int]) -> None:
@@ -136,14 +136,14 @@ def text_of(error: BaseException) -> str:
 def map_ids(pid: int, root: bool) -> None:
   """Writes the uid and gid maps of a child's user namespace.
 
-  With `root`, host root is root inside, so that it can mount, and can drop to NOBODY; otherwise the calling user is
-  NOBODY inside.
+  With `root`, host root is root inside, so that it can mount, and can drop to NOBODY_ID; otherwise the calling user is
+  NOBODY_ID inside.
   """
   uid, gid = os.geteuid(), os.getegid()
   lines = {
     'setgroups': 'allow' if root else 'deny',
-    'uid_map': f'0 0 1\n{NOBODY} {NOBODY} 1' if root else f'{NOBODY} {uid} 1',
-    'gid_map': f'0 0 1\n{NOBODY} {NOBODY} 1' if root else f'{NOBODY} {gid} 1',
+    'uid_map': f'0 0 1\n{NOBODY_ID} {NOBODY_ID} 1' if root else f'{NOBODY_ID} {uid} 1',
+    'gid_map': f'0 0 1\n{NOBODY_ID} {NOBODY_ID} 1' if root else f'{NOBODY_ID} {gid} 1',
   }
   for name, text in lines.items():
     try:
