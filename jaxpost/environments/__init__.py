@@ -5,7 +5,7 @@ conversations with tools; `pool` and `worker` are the two sides of an environmen
 translate between Python methods, chat messages and tokens. `agents.Agents` lets an external agent play, through
 `openai_server` and `openai_format`. `examples` has two environments to start from.
 
-stage/, tools/ and launch/ import `factory` and `openai_server`; both samplers stand in for `rollout.sampler.Sampler`. This room
-may import rollout/, data/, rewards/, workers/ and everything below them. Training, losses and advantages do not belong
-here.
+stage/, tools/ and launch/ import `factory` and `openai_server`; both samplers stand in for `rollout.sampler.Sampler`.
+This room may import rollout/, data/, rewards/, workers/ and everything below them. Training, losses and advantages do
+not belong here.
 """

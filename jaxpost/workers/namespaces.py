@@ -75,8 +75,8 @@ def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> 
   process 1 inside them. Each is killed when its parent ends.
 
   Args:
-    serve: the function. `root` is True if it runs as root of its user namespace and can switch to NOBODY_ID; otherwise it
-      already is NOBODY_ID.
+    serve: the function. `root` is True if it runs as root of its user namespace and can switch to NOBODY_ID; otherwise
+      it already is NOBODY_ID.
     binds: folders that stay visible, read-only, besides the system's.
     work: path of the one folder that is left empty, for a writable mount.
   """
