@@ -18,8 +18,8 @@ from jaxpost import matmul, types
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, tensor_layout
 from jaxpost.formats import mxfp4 as mxfp4_lib
+from jaxpost.models import expert_mlp, moe, presets, transformer
 from jaxpost.models import model as model_lib
-from jaxpost.models import moe, presets, transformer
 from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import Experts
 from jaxpost.programs import train
@@ -99,7 +99,7 @@ def test_rounds_are_the_same_sum(model, params, room):
 
   def run(room):
     out, back = jax.vjp(
-      lambda p, x, w: moe._experts(p, x, w, jnp.asarray(chosen), 2, model.config, tiny.EXACT, room),
+      lambda p, x, w: expert_mlp.apply_experts(p, x, w, jnp.asarray(chosen), 2, model.config, tiny.EXACT, room),
       *jax.tree.map(jnp.asarray, (p, x, weights)),
     )
     return out, back(jnp.asarray(g))

@@ -26,24 +26,28 @@ if TYPE_CHECKING:
 def attention(
   q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None, layout=None
 ):
-  """Causal attention inside each document of a packed row.
+  """Computes causal attention inside each document of a packed row.
 
-  Branches of a document (`types.Batch`) see its shared part and themselves.
-  What computes it is `compute.attention`, where that can do this; `flash.py`
-  has the kernels of accelerators and says what they can do.
+  Branches of a document (`types.Batch`) attend to its shared part and to
+  themselves. `compute.attention` selects the implementation, where it supports
+  the arguments; `attention_kernels.py` has the kernels of accelerators and their
+  limits.
 
   Args:
     q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]; segment_ids,
       positions: [B, T]; branch_ids: [B, T] or None.
-    window: a token sees those of its document less than this before it;
-      0 is all. An array in a scan over layers that differ.
+    window: sliding window: a token attends to tokens of its document less than
+      this far back; 0: all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
-    sinks: [H], a score for each head of a key that is nothing, or None.
-    layout: a `Layout`, or any function where there is one device. Where it
-      splits rows, q, k and v are striped, see `context.py`.
+    sinks: [H], the score of an extra key without value for each head, or None.
+    layout: a `Layout`, or any function on a single device. Where it splits
+      rows, q, k and v are striped, see `context_parallel.py`.
 
   Returns:
-    [B, T, H, hv]. InputError where the one that is asked for cannot do it.
+    [B, T, H, hv].
+
+  Raises:
+    InputError: the requested implementation does not support the arguments.
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
   parts = context_parallel.num_shards(layout)
@@ -55,17 +59,17 @@ def attention(
   return XLA_ATTENTION.get(compute.attention, chunked)(q, k, v, *rest)
 
 
-# Those that run everywhere and do all that there is.
+# Implementations that run on every platform and support all arguments.
 XLA_ATTENTION = {'reference': reference, 'chunked': chunked}
 
 
 def _split(
   q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout: Layout, n: int
 ):
-  """As `attention`, of striped q, k and v; the rest is in order.
+  """Attention of rows in n parts: q, k and v are striped, the rest is in order.
 
-  Each device for itself: the partitioner would sum the gradients of keys and
-  values everywhere.
+  In a `shard_map`: the partitioner would sum the gradients of keys and values
+  over the whole mesh.
   """
   length = q.shape[1]
   k, v = (x.astype(compute.dtype) for x in (k, v))
@@ -83,7 +87,7 @@ def _split(
     k, v = map(attention_kernels.gather, (k, v))
     return attend_in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
 
-  # A number is known where this is compiled; of layers in a scan it is not.
+  # An int is static; in a scan over layers the window is traced.
   number = isinstance(window, int)
   return jax.shard_map(
     lambda *given: local(*given[:5], window if number else given[5], given[6]),
@@ -94,12 +98,13 @@ def _split(
 
 
 def layer_entries(cache: Cache, layer: int, step):
-  """Keys and values of a layer as [S, K, length, h], from pages if need be.
+  """Returns keys and values of a layer, [S, K, length, h], gathered from pages if any.
 
-  They are gathered at every step: of all layers at once, for a whole block,
-  they would take the room that pages save.
+  Pages are gathered at every step: gathered for all layers at once, for a block
+  of steps, they would take the memory that paging saves.
   """
-  pair, table = [x[layer] for x in (cache.k, cache.v) if x], cache.table
+  pair = [x[layer] for x in (cache.k, cache.v) if x]
+  table = cache.table
   if table is None:
     return pair
   table, _ = jax.lax.optimization_barrier((table, step))
@@ -113,21 +118,21 @@ def layer_entries(cache: Cache, layer: int, step):
 
 
 def cached_attention(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None):
-  """Queries at the end of each row against the filled part of its cache.
+  """Attends from new tokens to the filled part of the KV cache.
 
   Args:
-    q: [B, T', H, h], of one token or of several that follow each other.
-    cache: keys and values [B, K, S, h], of which `filled` [B] count.
-    recent: keys and values [B, K, T, h] that came after these; those up to
-      `step`, where the first query stands, and up to each later one, count.
-    window, cfg, sinks: as in `attention`.
+    q: [B, T', H, h], of one token or of several consecutive ones.
+    cache: keys and values [B, K, S, h], of which the first `filled` [B] are valid.
+    recent: keys and values [B, K, T, h] of the tokens after those. The first
+      query is at `step` there; each query attends up to itself.
+    window, cfg, sinks: see `attention`.
 
   Returns:
     [B, T', H, h].
   """
   batch, count, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
-  kind = cache[0].dtype.name  # holds values of the operand type, see Compute
+  kind = cache[0].dtype.name  # its values are rounded to the operand type, see Compute
   q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
   q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
@@ -159,11 +164,18 @@ def cached_attention(q, cache, recent, filled, step, compute: Compute, window: i
 
 
 def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
-  """The cache with `recent` behind what is filled, in place.
+  """Appends `recent` to the filled part of the cache, in place.
 
-  cache: L x [S', K, length, h], of which the first S rows are extended, or
-  pages; recent: L x [S, K, T, h]. What goes past the end falls on the last
-  entries of its own slot, or nowhere: only slots that are done get there.
+  Entries past the end overwrite the last ones of their slot, or are dropped:
+  only finished slots get there.
+
+  Args:
+    cache: L x [S', K, length, h], of which the first S rows are extended; or
+      pages and a table.
+    recent: L x [S, K, T, h].
+    filled: [S], valid entries.
+    one_by_one: write slot by slot (or entry by entry, in pages) instead of by
+      a scatter.
   """
   rows, _, steps, _ = recent.k[0].shape
   at, row = filled[:, None] + jnp.arange(steps), jnp.arange(rows)[:, None]
@@ -176,7 +188,7 @@ def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
   if not one_by_one:
     out = jax.tree.map(lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
     return out.replace(table=table)
-  # XLA:CPU's scatter copies. In pages, entry by entry.
+  # XLA:CPU's scatter copies the cache; slices are updated in place.
   each = steps if table is not None else 1
 
   def write(i, cache):

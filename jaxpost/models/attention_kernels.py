@@ -1,9 +1,10 @@
-"""Attention by kernels that never write the scores: splash (TPU), cuDNN.
+"""Flash-attention kernels: splash (TPU) and cuDNN (GPU).
 
 Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
 that of values, M documents of a row, n parts of it.
 
-`REFUSALS` says what each cannot do. `attention.attention` is the one caller.
+`REFUSALS` says what each kernel does not support. `attention.attention` is the
+only caller.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from jaxpost.models.config import CustomConfig, ModelConfig
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
-_SHORT = 256  # tokens of a row below which a kernel is not worth its start
+_SHORT = 256  # shorter rows are not worth the start of a kernel
 _LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
-_PAD = -1  # segment of what is added to a row
+_PAD = -1  # segment of padding that is added to a row
 
 
 def _splash_refuses(size, values, dtype, cap, sinks) -> str:
@@ -46,10 +47,13 @@ def _cudnn_refuses(size, values, dtype, cap, sinks) -> str:
 
 
 class AttentionShape(NamedTuple):
-  """What decides whether a kernel is right; of heads as in `ModelConfig`."""
+  """Shape of an attention problem, for which a kernel is checked against XLA.
+
+  The fields not described here are those of `ModelConfig`.
+  """
 
   length: int
-  parts: int  # of a row, over `context`
+  parts: int  # parts of a row, over the `context` axis
   heads: int
   kv_heads: int
   head_dim: int
@@ -60,14 +64,18 @@ class AttentionShape(NamedTuple):
   sinks: bool
 
 
-# (h, hv, dtype, soft cap, whether there are sinks) -> what of it the kernel
-# cannot do, or ''. All do segments, windows and groups of heads.
+# fn(h, hv, dtype, soft cap, has sinks) -> what the kernel does not support, or ''.
+# All support segments, windows and grouped heads.
 REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
 PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
 def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
-  """Whether the kernel does this; InputError if it must and cannot."""
+  """True if the kernel is to be used; InputError if it is required and cannot be.
+
+  With `compute.attention` = auto, kernels are skipped for short rows, and for
+  shapes for which the check found them wrong.
+  """
   why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
   if branch_ids is not None:
     why = 'branches of a shared prompt (config.preference.share_prompt=False does without)'
@@ -84,9 +92,9 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
 def attend(
   q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout, parts: int
 ):
-  """As `attention.attention`, each device with its own rows and heads.
+  """Computes `attention.attention` by the kernel, on each device's rows and heads.
 
-  Of rows in parts it has one stripe of the queries, and gathers all keys.
+  Where rows are split, a device has a stripe of the queries and gathers all keys.
   """
   del branch_ids  # refused
   windows = (window,) if isinstance(window, int) else tuple(sorted(set(cfg.layer_windows)))
@@ -97,7 +105,7 @@ def attend(
     return run(*given)
   rows = lambda x, *axes: layout.spec(('batch', *axes, None)[: x.ndim], x.shape)
   queries, keys = rows(q, 'time', 'heads'), rows(k, 'time', 'kv_heads')
-  # More shards than kv heads: each takes those that its queries ask.
+  # More shards than kv heads: each selects those of its query heads.
   apart = queries[2] is not None and keys[2] is None
   specs = (
     queries,
@@ -118,7 +126,7 @@ def attend(
 
 
 def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, compute, parts, groups=0):
-  """On one device; `groups` queries ask each kv head, of which all are here."""
+  """Runs on one device; with `groups` > 0 all kv heads are here, for `groups` queries each."""
   q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
   more = {}
@@ -137,13 +145,13 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, comp
 
 
 def gather(x):
-  """On a device: its stripe [B, t, ...] of a row -> [B, T, ...]."""
+  """Gathers the stripes [B, t, ...] of a row over `context`: [B, T, ...]."""
   x = jax.lax.all_gather(x, 'context', axis=2)
   return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def _padded(multiple: int, segment_ids, *arrays):
-  """Rows that are longer by a document of their own."""
+  """Pads rows to a multiple of a length, by a document of padding."""
   more = -segment_ids.shape[1] % multiple
   if not more:
     return segment_ids, *arrays
@@ -172,8 +180,8 @@ def splash(
 ):
   """Sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
-  Blocks that a causal mask or a window hides are left out; those that are
-  hidden by documents are not.
+  Blocks that the causal mask or the window hides are skipped; those that are
+  hidden by document boundaries are not.
 
   Args:
     q: [B, t, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].
@@ -219,7 +227,7 @@ def splash(
 
 
 def _behind(x, part, n: int, fill):
-  """[B, T, ...], n - 1 - part places later; what falls off no query sees."""
+  """Shifts [B, T, ...] by n - 1 - part places; no query attends to what falls off."""
   more = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
   return jax.lax.dynamic_slice_in_dim(more, part, x.shape[1], axis=1)
 
@@ -228,10 +236,10 @@ def _behind(x, part, n: int, fill):
 
 
 def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConfig, compute: Compute):
-  """cuDNN's fused attention over the documents of packed rows (Hopper on).
+  """cuDNN's fused attention over the documents of packed rows (from Hopper on).
 
-  What it keeps grows with the most documents that a row may have: where one
-  has more than one in 128 tokens, XLA does it.
+  Its memory grows with the largest number of documents of a row: if a row has
+  more than one in 128 tokens, XLA computes the attention instead.
   """
   if jax.__version_info__ < (0, 11, 2):
     # Offsets of keys are scaled by the number of query heads there.
@@ -257,9 +265,9 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConf
 
 
 def documents(segment_ids, most: int):
-  """(first token, with an end [B, M + 1]; tokens [B, M]) of each document.
+  """Returns (offsets [B, M + 1], lengths [B, M]) of the documents of each row.
 
-  -1 of those that are not there, as cuDNN wants it.
+  Absent documents have -1, as cuDNN expects.
   """
   length = segment_ids.shape[1]
 
@@ -277,10 +285,10 @@ KERNELS = {'splash': splash, 'cudnn': cudnn}
 
 
 def _packed(q, k, v, starts, sizes, window):
-  # Not public: there is no other way to tell cuDNN of documents.
+  # Private API of jax: the public one has no document offsets.
   from jax._src.cudnn import fused_attention_stablehlo as lib
 
-  if jax.default_backend() == 'cpu':  # compiled for what is only described
+  if jax.default_backend() == 'cpu':  # compiling ahead of time for a described GPU
     lib.check_compute_capability = lambda wanted: True
   return lib.dot_product_attention(
     q,
@@ -296,11 +304,11 @@ def _packed(q, k, v, starts, sizes, window):
   )
 
 
-# --------------------------------------------------------------------- choice
+# ------------------------------------------------------------- which kernel
 
 
 def attention_shape(cfg: ModelConfig, length: int, parts: int) -> AttentionShape:
-  """What a model asks for in rows of so many tokens, in so many parts."""
+  """Returns the attention shape of a model in rows of `length` tokens, in `parts` parts."""
   return AttentionShape(
     length,
     parts,
@@ -316,7 +324,7 @@ def attention_shape(cfg: ModelConfig, length: int, parts: int) -> AttentionShape
 
 
 def check_platform(compute: Compute, platform: str):
-  """InputError where what was asked for runs elsewhere."""
+  """Raises InputError if the requested kernel does not run on this platform."""
   name = compute.attention
   if platform not in PLATFORMS.get(name, (platform,)):
     raise InputError(
@@ -325,12 +333,12 @@ def check_platform(compute: Compute, platform: str):
 
 
 def uses_kernel(compute: Compute) -> bool:
-  """Whether it is a kernel, which may be wrong: `kernel_check.settle`."""
+  """True if `compute.attention` is a kernel, which `hardware.kernel_check` verifies."""
   return compute.attention in KERNELS
 
 
 def shape_to_check(compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int) -> AttentionShape | None:
-  """What such a model asks of a kernel in such rows, if anything."""
+  """Returns the shape for which the kernel would be used; None if it would not be."""
   if isinstance(cfg, CustomConfig) or (length < _SHORT * parts and not compute.forced):
     return None
   it = attention_shape(cfg, length, parts)

@@ -1,4 +1,4 @@
-"""Attention that XLA compiles: as it is defined, and in chunks of queries.
+"""Attention by plain XLA operations: a reference, and in chunks of queries.
 
 Legend: B rows, T queries (t of a part), S keys, H heads, K kv heads, G queries
 per kv head, h head size, hv that of values. Arguments are those of
@@ -21,11 +21,11 @@ from jaxpost.types import MASKED_LOGIT
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-_LONG = 2048  # tokens of a row from which on memory counts more than time
+_LONG = 2048  # rows longer than this trade time for memory
 
 
 def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
-  """By the definition of `attention.attention`, with all of [B, H, T, T]."""
+  """Attention by its definition, with all scores [B, H, T, T]."""
   groups = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
   scores = softcap(einsum('btnh,bsnh->bnts', scale_queries(q, cfg), k, compute.dtype), cfg)
@@ -42,26 +42,28 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, win
 
 
 def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
-  """The same, on any device: see `in_chunks`."""
+  """Attention in chunks of queries, see `attend_in_chunks`."""
   rows = segment_ids, positions, branch_ids
   return attend_in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window, compute, cfg, sinks)
 
 
 def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1):
-  """The queries of one of n parts of a row against all keys before them.
+  """Attends from the queries of one of n parts of a row to all earlier keys.
 
-  Queries go in chunks, each against the keys up to its own end, so that half
-  of the products is never computed and [T, T] never exists; keys before the
-  window of a chunk are left out, too. Heads come before time, so that a chunk
-  is one contiguous matrix per head and row. Of long rows each quarter (less,
-  with a short window) sees the keys up to its end, its chunks come one after
-  the other, and the backward pass computes their weights again: there are
-  never those of more than one.
+  Each chunk of queries uses only the keys up to its own end, so half of the
+  products are never computed and scores [T, T] never exist; keys before the
+  window of a chunk are skipped, too. Heads come before time, so that a chunk
+  is one contiguous matrix per head and row. In long rows each quarter (less,
+  with a short window) uses the keys up to its end, its chunks are processed one
+  after the other, and the backward pass recomputes their weights: only one
+  chunk's weights exist at a time.
 
   Args:
-    q: [B, t, H, h], every nth of T = n t tokens. k, v: [B, T, K, h].
-    mine: segments, positions, branches (or None) and places in the row of the
-      queries [B or 1, t]. rows: the first three of [B, T] keys.
+    q: [B, t, H, h], every nth of T = n t tokens.
+    k, v: [B, T, K, h].
+    mine: segments, positions, branches (or None) and places in the row, of the
+      queries, each [B or 1, t].
+    rows: segments, positions and branches of the keys, each [B, T].
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
@@ -70,7 +72,7 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
   def attend(low, end, q, *mine):
-    """Queries against the keys from `low` to `end`."""
+    """Attends to the keys from `low` to `end`."""
     here = [x if x is None else x[:, :, None] for x in mine]
     there = [x if x is None else x[:, None, low:end] for x in rows]
     mask = here[0] == there[0]
@@ -101,7 +103,7 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
 
 
 def _map_chunks(run, step: int, q, *rest):
-  """`run(q, *rest)`, `step` queries at a time, none of it kept."""
+  """Runs `run(q, *rest)` for `step` queries at a time, rematerialized backward."""
   count = q.shape[2] // step
   split = lambda x, axis: jnp.moveaxis(
     jax.lax.slice_in_dim(x, 0, count * step, axis=axis).reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :]),
@@ -118,28 +120,30 @@ def _map_chunks(run, step: int, q, *rest):
 
 
 def first_key(start: int, window, branch_ids) -> int:
-  """The first key that the query at `start` of a row may see.
+  """Returns the first key that the query at `start` of a row may attend to.
 
-  Of branches, the shared part is nearer than its place in the row tells.
+  With branches it is 0: the shared part is closer by position than by place.
   """
   if branch_ids is not None or not isinstance(window, int) or not window:
     return 0
   return max(0, start - window + 1)
 
 
-def scale_queries(q, cfg: ModelConfig):
+def scale_queries(q: jax.Array, cfg: ModelConfig) -> jax.Array:
+  """Multiplies queries by the attention scale, 1 / sqrt(head_dim) by default."""
   if cfg.attention_scale:
     return q * cfg.attention_scale
   return q / math.sqrt(cfg.head_dim)
 
 
-def softcap(scores, cfg: ModelConfig):
+def softcap(scores: jax.Array, cfg: ModelConfig) -> jax.Array:
+  """Applies the soft cap c tanh(score / c), if the model has one."""
   cap = cfg.attention_softcap
   return cap * jnp.tanh(scores / cap) if cap else scores
 
 
-def softmax(scores, sinks):
-  """Over keys; `sinks`, if any, is one more score, whose share is dropped."""
+def softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+  """Softmax over keys; `sinks` is the score of one more key, whose weight is dropped."""
   if sinks is None:
     return jax.nn.softmax(scores, axis=-1)
   top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))

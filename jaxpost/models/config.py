@@ -1,7 +1,8 @@
-"""What defines a decoder: numbers only, no behaviour."""
+"""Configuration records of decoders: numbers only, no behavior."""
 
 import dataclasses
 import math
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,40 +19,40 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-  """The MLPs of a mixture, of which each token passes the `top_k` likeliest."""
+  """A mixture of experts: each token goes through its `top_k` experts of `num`."""
 
   num: int
   top_k: int
-  size: int  # of each, as `intermediate_size` is of a dense MLP
-  normalize: bool = True  # the weights of those chosen add up to 1
-  limit: float = 0.0  # of what the gate and the rest of SwiGLU may be; 0 none
-  alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (rest + 1)
-  record: bool = False  # caches keep the chosen ones, to be replayed
-  shared: int = 0  # experts, of that size, that all tokens pass besides
-  # Of a router by sigmoids, with a bias that counts in the choice only: the
-  # best `top_groups` of `groups` are chosen from, weights times `scale`.
+  size: int  # hidden size of an expert, as `intermediate_size` of a dense MLP
+  normalize: bool = True  # the weights of the chosen experts sum to 1
+  limit: float = 0.0  # gate and up projections are clipped to it (GPT-OSS); 0: no
+  alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (up + 1)
+  record: bool = False  # caches record the chosen experts, for routing replay
+  shared: int = 0  # shared experts of that size, for all tokens
+  # Sigmoid router (DeepSeek-V3), with a bias that counts in the choice only:
+  # experts are chosen from the best `top_groups` of `groups`, and their weights
+  # are multiplied by `scale`.
   sigmoid: bool = False
   groups: int = 1
   top_groups: int = 1
   scale: float = 1.0
 
   def share(self, devices: int) -> float:
-    """Of the tokens, those that want one of a device's experts, if all experts
-    are as likely."""
+    """Expected fraction of tokens that are routed to a device, for a uniform router."""
     others = self.num - self.num // devices
     return 1 - math.comb(others, self.top_k) / math.comb(self.num, self.top_k)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A decoder-only transformer, in the field's terms.
+  """A decoder-only transformer.
 
-  Where layers differ, `layer_ropes` and `layer_windows` have an entry each;
-  an empty one says that all layers have `ropes[0]`, or see everything.
+  Where layers differ, `layer_ropes` and `layer_windows` have an entry per layer;
+  if they are empty, all layers use `ropes[0]` and full attention.
   """
 
   family: str  # key of families.FAMILIES
-  vocab_size: int  # rows of the embedding that mean something
+  vocab_size: int  # rows of the embedding without padding
   hidden_size: int
   intermediate_size: int
   num_layers: int
@@ -59,69 +60,74 @@ class ModelConfig:
   num_kv_heads: int
   head_dim: int
   ropes: tuple[Rope, ...] = (Rope(),)
-  layer_ropes: tuple[int, ...] = ()  # index into `ropes`; -1 rotates nothing
-  layer_windows: tuple[int, ...] = ()  # tokens seen with its own; 0 is all
-  rotary_dim: int = 0  # rotated entries of a head; 0 is all
-  norms: str = 'pre'  # 'pre', 'post' or 'both' of attention and MLP
+  layer_ropes: tuple[int, ...] = ()  # index into `ropes`; -1: no rotation
+  layer_windows: tuple[int, ...] = ()  # sliding window in tokens; 0: full attention
+  rotary_dim: int = 0  # rotated entries of a head; 0: all
+  norms: str = 'pre'  # norm before ('pre'), after ('post') or 'both' of attention and MLP
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # added to every norm scale
-  qk_norm: str = ''  # '', 'head' (each by itself) or 'wide' (all heads)
-  biases: tuple[str, ...] = ()  # of q, k, v, o, gate, up, down, router, sinks
+  qk_norm: str = ''  # '', 'head' (per head) or 'wide' (over all heads)
+  biases: tuple[str, ...] = ()  # those present, of q k v o gate up down router sinks
   activation: str = 'silu'  # or 'gelu', 'gelu_tanh'
   tie_embeddings: bool = True
   embed_scale: float = 1.0
-  residual_scale: float = 1.0  # of what attention and MLP add
-  attention_scale: float = 0.0  # of query times key; 0 is 1 / sqrt(head_dim)
-  attention_softcap: float = 0.0  # c: scores become c tanh(score / c); 0 none
+  residual_scale: float = 1.0  # multiplies the outputs of attention and MLP
+  attention_scale: float = 0.0  # multiplies query times key; 0: 1 / sqrt(head_dim)
+  attention_softcap: float = 0.0  # c: scores become c tanh(score / c); 0: none
   logit_softcap: float = 0.0  # the same for the logits
-  logit_divisor: float = 1.0  # of the logits, before the cap
+  logit_divisor: float = 1.0  # divides the logits, before the cap
   max_position: int = 32_768
-  experts: Experts | None = None  # in place of the MLP of each layer: `moe.py`
+  experts: Experts | None = None  # mixture of experts instead of a dense MLP: `moe.py`
   initializer_range: float = 0.02
-  num_labels: int = 0  # 1: a scalar head in place of the one for tokens
-  value_head: bool = False  # a scalar head beside the one for tokens
-  lora: tuple = ()  # or (rank, alpha, rslora, targets): `lora.py`
-  vocab_multiple: int = 64  # the embedding is padded to tile and shard well
+  num_labels: int = 0  # 1: a scalar head instead of the language-model head
+  value_head: bool = False  # a scalar head beside the language-model head
+  lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
+  vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
 
   @property
   def padded_vocab_size(self) -> int:
+    """Rows of the embedding and the head, padding included."""
     return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   @property
   def value_dim(self) -> int:
+    """Head size of the values."""
     return self.head_dim
 
   @property
   def rope_size(self) -> int:
-    """Of what is rotated, entries of it that are left alone included."""
+    """Size of the part of a head to which RoPE tables apply, unrotated entries included."""
     return self.head_dim
 
   @property
   def cached(self) -> tuple[int, tuple[int, ...]]:
-    """(heads, their sizes in keys and in values) of an entry of a cache."""
+    """(heads, (size of keys, size of values)) of an entry of the KV cache."""
     return self.num_kv_heads, (self.head_dim, self.head_dim)
 
   @property
   def sparse_layers(self) -> int:
-    """Those with experts, if there are any; they come last."""
+    """Number of layers with experts, if the model has any; they come last."""
     return self.num_layers
 
   @property
   def logit_form(self) -> tuple[float, float]:
-    """(divisor, soft cap), as `losses.head_chunk.logits` takes them."""
+    """(divisor, soft cap), for `losses.head_chunk.logits`."""
     return self.logit_divisor, self.logit_softcap
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentConfig(ModelConfig):
-  """A decoder with latent attention, `mla.py`; `head_dim` is that of keys."""
+  """A decoder with multi-head latent attention (`mla.py`).
 
-  q_rank: int = 0  # of queries; 0: a plain projection
-  kv_rank: int = 0
-  rope_dim: int = 0  # entries of a head that are rotated, the last ones
-  v_dim: int = 0
-  first_dense: int = 0  # layers with an MLP in place of experts
-  interleaved: bool = True  # rotated pairs are neighbours
+  `head_dim` is the head size of queries and keys.
+  """
+
+  q_rank: int = 0  # rank of the query projection; 0: a full projection
+  kv_rank: int = 0  # size of the latent of keys and values
+  rope_dim: int = 0  # rotated entries of a head, the last ones
+  v_dim: int = 0  # head size of values
+  first_dense: int = 0  # leading layers with a dense MLP instead of experts
+  interleaved: bool = True  # rotated pairs are adjacent entries
 
   @property
   def value_dim(self) -> int:
@@ -142,10 +148,12 @@ class LatentConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CustomConfig:
-  """A module of the user's (`custom.py`), as far as anybody has to ask.
+  """Config of a custom model (`custom.py`): the fields that other rooms read.
 
-  code: FILE.py:FUNCTION that makes it. size: its parameters. The rest is as
-  in `ModelConfig`.
+  Attributes:
+    size: number of parameters.
+    code: FILE.py:FUNCTION that makes the model.
+    ...: the other fields are those of `ModelConfig`.
   """
 
   vocab_size: int
@@ -170,11 +178,11 @@ class CustomConfig:
 
   @property
   def cached(self) -> tuple[int, tuple[int, ...]]:
-    return 0, ()  # nobody knows
+    return 0, ()  # unknown
 
 
 def from_json(fields: dict) -> ModelConfig | CustomConfig:
-  """What `dataclasses.asdict` and JSON made of a config, back again."""
+  """Restores a config from its `dataclasses.asdict` after a JSON round trip."""
   if 'code' in fields:
     return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
@@ -185,7 +193,8 @@ def from_json(fields: dict) -> ModelConfig | CustomConfig:
   )
 
 
-def _tuples(value):
+def _tuples(value: Any) -> Any:
+  """Turns the lists of JSON back into tuples."""
   if isinstance(value, dict):
     return {k: _tuples(v) for k, v in value.items()}
   return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -1,21 +1,22 @@
-"""A flax module, linen or nnx, as a model of this library.
+"""Custom models: a flax module, linen or nnx, as a `Model`.
 
 Legend: B rows, T tokens, S slots, D hidden size, V vocabulary.
 
 The module is called with `tokens`, `positions` and `segment_ids`, int32
-[B, T], and returns hidden states [B, T, D] in which a token has seen itself
-and what is before it among the tokens of its own segment. That, and which of
-its parameters turns hidden states into logits, is enough to train and to
-sample; docs/your_model.md has two whole ones.
+[B, T], and returns hidden states [B, T, D]. A token may attend to itself and to
+earlier tokens of its segment. That, and the parameter that turns hidden states
+into logits, is enough to train and to sample; docs/your_model.md has two
+complete examples.
 
-There is no cache of keys: each new token costs a pass over the whole text. A
-model that has to sample fast brings `prefill` and `decode` of its own.
+There is no KV cache: each new token costs a pass over the whole text. A model
+that has to sample fast provides `prefill` and `decode` itself.
 """
 
 import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +25,22 @@ from jaxpost.distributed.mesh import RULES
 from jaxpost.errors import InputError
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.model import Model
-from jaxpost.models.parameters import Param, leaf, nest
+from jaxpost.models.parameters import Param, flatten, leaf, nest
 from jaxpost.types import Cache
 
 
 def linen(module, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple]] = ()) -> Model:
-  """A `flax.linen.Module` as a model.
+  """Makes a model of a `flax.linen.Module`.
 
   Args:
-    module: see above; all it has is in the collection 'params'.
-    vocab_size: V, the tokens that it knows.
-    head: path of the output embedding, [V, D] or [D, V]: 'embed/embedding'
-      where it is the input's, 'lm_head/kernel' of a Dense.
-    axes: (regular expression, logical axes) pairs; the first that fits a path
-      as a whole says how that parameter is sharded: 'embed', 'mlp', 'heads',
-      'kv_heads', 'vocab' or None for each dimension. Without one it is as
-      `nn.with_partitioning` says, or ('embed', None, ...) of a matrix.
+    module: see above; all its variables are in the collection 'params'.
+    vocab_size: V, its number of tokens.
+    head: path of the output embedding, [V, D] or [D, V]: 'embed/embedding' if
+      it is tied to the input's, 'lm_head/kernel' for a Dense.
+    axes: (regular expression, logical axes) pairs; the first that matches a
+      whole path defines how that parameter is sharded: 'embed', 'mlp', 'heads',
+      'kv_heads', 'vocab' or None for each dimension. The default is that of
+      `nn.with_partitioning`, or ('embed', None, ...) for a matrix.
   """
   import flax.linen as nn
 
@@ -55,15 +56,15 @@ def linen(module, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple
     vocab_size,
     head,
     axes,
-    _flat(names),
+    flatten(names),
   )
 
 
 def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple]] = ()) -> Model:
-  """As `linen`, of `make_module(rngs)`, which returns a `flax.nnx.Module`.
+  """Makes a model of `make_module(rngs)`, which returns a `flax.nnx.Module`.
 
   All its state must be `nnx.Param`s; a path is the names of `to_pure_dict`
-  with / between them.
+  joined by /. The other arguments are those of `linen`.
   """
   from flax import nnx as lib
 
@@ -80,32 +81,27 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tup
     return lib.merge(graph, state)(*inputs)
 
   names = lib.to_pure_dict(lib.get_partition_spec(abstract))
-  return _make(init, apply, vocab_size, head, axes, _flat(_strings(names)))
+  return _make(init, apply, vocab_size, head, axes, flatten(_strings(names)))
 
 
 def _refuse(wrong: bool, what: str):
+  """Raises InputError: the module `what`."""
   if wrong:
     raise InputError(f'config.model.preset: the module {what}; only parameters can be trained, sharded and saved')
 
 
-def _example():
+def _example() -> tuple[jax.Array, ...]:
+  """Returns tokens, positions and segment_ids for initialization."""
   return (jnp.zeros((1, 2), jnp.int32),) * 3
 
 
-def _strings(tree):
+def _strings(tree: Any) -> Any:
+  """Turns the keys of nested dicts into strings: nnx has ints for lists."""
   return {str(k): _strings(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _flat(tree, root='') -> dict:
-  """Nested dicts -> {'a/b': leaf}."""
-  out = {}
-  for name, value in tree.items():
-    path = f'{root}{name}'
-    out |= _flat(value, f'{path}/') if isinstance(value, dict) else {path: value}
-  return out
-
-
 def _axes(path: str, shape: tuple, rules, named) -> tuple:
+  """Returns the logical axes of a parameter; InputError for unknown names."""
   found = _named_axes(path, shape, rules, named)
   for name in found:
     if name is not None and name not in RULES['train']:
@@ -131,7 +127,7 @@ def _named_axes(path: str, shape: tuple, rules, named) -> tuple:
 
 
 def _make(init, apply, vocab_size, head, rules, named) -> Model:
-  shapes = {k: x.shape for k, x in _flat(jax.eval_shape(init, jax.random.key(0))).items()}
+  shapes = {k: x.shape for k, x in flatten(jax.eval_shape(init, jax.random.key(0))).items()}
   _refuse(head not in shapes, f'has no {head!r}, which `head` names; there is {", ".join(shapes)}')
   _refuse(
     len(shapes[head]) != 2 or vocab_size not in shapes[head],
@@ -152,7 +148,7 @@ def _make(init, apply, vocab_size, head, rules, named) -> Model:
   config = CustomConfig(vocab_size, shapes[head][rows], sum(math.prod(s) for s in shapes.values()))
 
   def run(params, tokens, positions, segment_ids, compute):
-    # Rounded alike for training, scoring and sampling.
+    # Rounded here, and so alike in training, scoring and sampling.
     params = nest(
       {
         path: leaf(params, path) if spec.exact else leaf(params, path).astype(compute.dtype)
@@ -181,7 +177,7 @@ def _forward(run, params, tokens, positions, segment_ids, *, compute, constrain)
 
 
 def _prefill(run, weights, tokens, lengths, *, compute, constrain):
-  """The cache holds the tokens themselves, as [B, 1, T, 1]."""
+  """Returns a cache that holds the tokens themselves, as [B, 1, T, 1]."""
   del constrain
   hidden = _read(run, weights, tokens, lengths, compute)
   return Cache((tokens[:, None, :, None],), ()), hidden
@@ -199,7 +195,7 @@ def _decode(run, weights, cache, recent, tokens, filled, step, *, compute, const
 
 
 def _read(run, weights, tokens, lengths, compute):
-  """[S, T] -> [S, D], of the last of `lengths` tokens."""
+  """Runs the module on [S, T] tokens; returns the hidden states [S, D] of the last ones."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
   hidden = run(weights, tokens, positions, segment_ids, compute)

@@ -1,10 +1,11 @@
-"""Rows travel over a mesh axis to the devices that want them, and back.
+"""Expert parallelism: all-to-all dispatch of tokens to their experts, and combine.
 
-Legend: n devices along the axis, N rows of each, D numbers of a row.
+Legend: n devices along the mesh axis, N rows of each (a row is a token), D
+numbers of a row, k experts of a row.
 
 A row goes once to a device, however many of the experts there it has chosen,
-and one sum comes back. Nothing is dropped: what arrives has room for all rows
-of all devices, which is what a gather of them would take.
+and one sum comes back. Nothing is dropped: the receive buffer has room for all
+rows of all devices, which is what an all-gather of them would take.
 """
 
 import jax
@@ -14,14 +15,18 @@ from flax import struct
 
 @struct.dataclass
 class Dispatch:
-  """Which rows go where, as one device sees it; the first of each [n, N].
+  """Which rows are sent where, from the point of view of one device.
 
-  goes: bool, whether a row of its own goes to a device.
-  rows: int32, the numbers of its rows, first those that go to the device.
-  place: int32, where a row is among these.
-  arrived: int32, the numbers that rows have where they come from, followed by
-    those of rows that stay away.
-  sent, received: [n] int32, numbers of rows to and from each device.
+  Attributes:
+    goes: [n, N] bool, True where a local row is sent to a device.
+    rows: [n, N] int32, numbers of the local rows, those sent to the device
+      first.
+    place: [n, N] int32, the place of a local row among those sent.
+    arrived: [n, N] int32, numbers that the received rows have on the device that
+      sent them, followed by those of the rows that were not sent.
+    sent, received: [n] int32, numbers of rows to and from each device.
+    axis: name of the mesh axis.
+    exact: see `exchange`.
   """
 
   goes: jax.Array
@@ -34,97 +39,112 @@ class Dispatch:
   exact: bool = struct.field(pytree_node=False)
 
 
-def sort_by_key(number, kinds: int):
-  """(order, number[order]) along the last axis, those alike as they were.
+def sort_by_key(key: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
+  """Stable argsort: returns (order, key[order]) along the last axis.
 
-  By one key that holds the number and the place: a stable sort with places
-  beside takes XLA for TPU three times as long to compile, and sorts thrice
-  as much.
+  Key and place are packed into one integer: a stable sort that carries places
+  takes XLA for TPU three times as long to compile, and sorts three times as
+  much data.
 
   Args:
-    number: [..., M], integers from 0 to below `kinds`.
+    key: [..., M], integers in [0, num_keys).
   """
-  size = number.shape[-1]
+  size = key.shape[-1]
   bits = (size - 1).bit_length()
-  if (kinds - 1).bit_length() + bits > 32:
-    order = jnp.argsort(number, axis=-1)
-    return order, jnp.take_along_axis(number, order, axis=-1)
-  keys = jax.lax.sort(number.astype(jnp.uint32) << bits | jnp.arange(size, dtype=jnp.uint32), is_stable=False)
-  return (keys & (2**bits - 1)).astype(jnp.int32), (keys >> bits).astype(number.dtype)
+  if (num_keys - 1).bit_length() + bits > 32:
+    order = jnp.argsort(key, axis=-1)
+    return order, jnp.take_along_axis(key, order, axis=-1)
+  packed = jax.lax.sort(key.astype(jnp.uint32) << bits | jnp.arange(size, dtype=jnp.uint32), is_stable=False)
+  return (packed & (2**bits - 1)).astype(jnp.int32), (packed >> bits).astype(key.dtype)
 
 
-def plan_dispatch(wanted, axis: str, exact: bool) -> Dispatch:
-  """The trips of one device.
+def plan_dispatch(wanted: jax.Array, axis: str, exact: bool) -> Dispatch:
+  """Plans the dispatch of one device.
 
   Args:
-    wanted: [n, N, n] bool, the same everywhere: whether a device's row goes to
-      a device.
-    exact: as of `exchange`.
+    wanted: [n, N, n] bool, the same on all devices: True where a row of a device
+      is sent to a device.
+    exact: see `exchange`.
   """
   me = jax.lax.axis_index(axis)
-  first = lambda yes: sort_by_key(~yes, 2)[0]
-  goes, comes, counts = wanted[me].T, wanted[..., me], jnp.sum(wanted, axis=1, dtype=jnp.int32)
+  goes = wanted[me].T
+  comes = wanted[..., me]
+  counts = jnp.sum(wanted, axis=1, dtype=jnp.int32)  # [from, to]
   return Dispatch(
-    goes,
-    first(goes),
-    jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
-    first(comes),
-    counts[me],
-    counts[:, me],
-    axis,
-    exact,
+    goes=goes,
+    rows=_true_first(goes),
+    place=jnp.maximum(jnp.cumsum(goes, axis=1) - 1, 0),
+    arrived=_true_first(comes),
+    sent=counts[me],
+    received=counts[:, me],
+    axis=axis,
+    exact=exact,
   )
 
 
-def dispatch_tokens(x, weights, chosen, each: int, exact: bool):
-  """(`Trip`, [x, weights, chosen] of the rows that want experts here).
-
-  Over the axis 'expert', each device with `each` experts: [N, D], [N, k] and
-  [N, k] become [n N, ...]. Whatever is where no row has arrived counts for
-  nothing, forward or backward: it chose no expert that is here.
-  """
-  weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
-  wanted = jnp.any(chosen[..., None] // each == jnp.arange(len(chosen)), axis=-2)
-  trip = plan_dispatch(wanted, 'expert', exact)
-  weights, chosen = (jnp.take_along_axis(y, trip.arrived[..., None], axis=1) for y in (weights, chosen))
-  return trip, [y.reshape(-1, y.shape[-1]) for y in (dispatch(x, trip), weights, chosen)]
+def _true_first(mask: jax.Array) -> jax.Array:
+  """Returns a stable permutation of each row that puts the True entries first."""
+  return sort_by_key(~mask, 2)[0]
 
 
-def exchange(x, sent, received, axis: str, exact: bool):
-  """[n, N, D], part i for device i -> [n, N, D], part i from device i.
+def dispatch_tokens(
+  x: jax.Array, weights: jax.Array, chosen: jax.Array, experts_per_device: int, exact: bool
+) -> tuple[Dispatch, list[jax.Array]]:
+  """Sends rows over the axis 'expert' to the devices that have their experts.
+
+  Entries of the result without a received row have no effect, forward or
+  backward: their `chosen` names no expert of this device.
 
   Args:
-    sent, received: [n], how many rows of each part are any.
-    exact: only those travel; what else arrives is 0. XLA:CPU cannot do that:
-      there all rows travel.
+    x: [N, D].
+    weights, chosen: [N, k], of the router.
+
+  Returns:
+    (`Dispatch`, received [x, weights, chosen], each [n N, ...]).
+  """
+  weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
+  device = chosen[..., None] // experts_per_device
+  wanted = jnp.any(device == jnp.arange(len(chosen)), axis=-2)
+  plan = plan_dispatch(wanted, 'expert', exact)
+  weights, chosen = (jnp.take_along_axis(y, plan.arrived[..., None], axis=1) for y in (weights, chosen))
+  return plan, [y.reshape(-1, y.shape[-1]) for y in (dispatch(x, plan), weights, chosen)]
+
+
+def exchange(x: jax.Array, sent: jax.Array, received: jax.Array, axis: str, exact: bool) -> jax.Array:
+  """All-to-all: [n, N, D], part i for device i -> [n, N, D], part i from device i.
+
+  Args:
+    sent, received: [n], how many rows of each part are real.
+    exact: send only those (ragged all-to-all); the rest of the result is 0.
+      XLA:CPU has no ragged all-to-all: there all rows are sent.
   """
   if not exact:
     return jax.lax.all_to_all(x, axis, 0, 0)
   n, rows, width = x.shape
-  starts = jnp.arange(n, dtype=jnp.int32) * rows
-  here = jnp.full((n,), jax.lax.axis_index(axis) * rows, jnp.int32)
   flat = x.reshape(-1, width)
-  return jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), starts, sent, here, received, axis_name=axis).reshape(
-    x.shape
-  )
+  starts = jnp.arange(n, dtype=jnp.int32) * rows
+  # Each part arrives where this device's rows are on the receiver.
+  output_offsets = jnp.full((n,), jax.lax.axis_index(axis) * rows, jnp.int32)
+  out = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), starts, sent, output_offsets, received, axis_name=axis)
+  return out.reshape(x.shape)
 
 
 @jax.custom_vjp
-def dispatch(x, trip: Dispatch):
-  """[N, D] -> [n, N, D]: what arrives from each device, its rows first."""
-  return exchange(x[trip.rows], trip.sent, trip.received, trip.axis, trip.exact)
+def dispatch(x, plan: Dispatch):
+  """[N, D] -> [n, N, D]: the rows received from each device, first in each part."""
+  return exchange(x[plan.rows], plan.sent, plan.received, plan.axis, plan.exact)
 
 
 @jax.custom_vjp
-def combine(y, trip: Dispatch):
-  """[n, N, D] of what arrived -> [N, D], the sums over where a row was.
+def combine(y, plan: Dispatch):
+  """[n, N, D], results of the received rows -> [N, D], their sums by local row.
 
-  The transpose of `send`, and the other way round.
+  The transpose of `dispatch`, and vice versa.
   """
-  back = exchange(y, trip.received, trip.sent, trip.axis, trip.exact)
-  back = jnp.take_along_axis(back, trip.place[..., None], axis=1)
-  return jnp.sum(back, axis=0, where=trip.goes[..., None], dtype=jnp.float32).astype(y.dtype)
+  back = exchange(y, plan.received, plan.sent, plan.axis, plan.exact)
+  back = jnp.take_along_axis(back, plan.place[..., None], axis=1)
+  return jnp.sum(back, axis=0, where=plan.goes[..., None], dtype=jnp.float32).astype(y.dtype)
 
 
-dispatch.defvjp(lambda x, trip: (dispatch(x, trip), trip), lambda trip, g: (combine(g, trip), None))
-combine.defvjp(lambda y, trip: (combine(y, trip), trip), lambda trip, g: (dispatch(g, trip), None))
+dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), lambda plan, g: (combine(g, plan), None))
+combine.defvjp(lambda y, plan: (combine(y, plan), plan), lambda plan, g: (dispatch(g, plan), None))

@@ -1,4 +1,4 @@
-"""Norm, projections and MLP.
+"""Layers of the decoder: embedding, norm, projections, MLP.
 
 Legend: B rows, T tokens, D hidden size, F MLP size, N heads, h head size.
 """
@@ -27,12 +27,12 @@ ACTIVATIONS = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def embed(table, tokens, dtype: str, constrain):
-  """Rows of the table [V, D], rounded as the sampler's copy of it is.
+  """Looks up tokens [B, T] in a table [V, D], in `dtype`.
 
-  Whole rows: from rows split over fsdp XLA would replicate the activations of
-  the global batch. Rounded before they are gathered, in half the bytes; the
-  gradient is summed in the type of the table all the same. On one device
-  nothing is gathered, and few rows are less to round than the whole table.
+  The table is gathered over fsdp before the lookup: from sharded rows XLA would
+  replicate the activations of the global batch. It is rounded before that, for
+  half the bytes; the gradient is still summed in the type of the table. On one
+  device nothing is gathered, and rounding few rows is cheaper than the table.
   """
   split = isinstance(constrain, Layout) and constrain.mesh.size > 1
   if not split and 8 * tokens.size < len(table):
@@ -41,18 +41,21 @@ def embed(table, tokens, dtype: str, constrain):
 
 
 def tie_embeddings(table, tokens, dtype: str, layout: Layout):
-  """A table [V, D] that is embedding and head, both of tokens [B, T].
+  """Ties embedding and head: returns the table [V, D] for both uses.
 
-  Its gradient is summed over devices once, where these have parts of tokens.
+  Where devices have different tokens [B, T], the gradients of both uses are
+  added before they are summed over devices, once.
   """
   over = layout.of_tokens(tokens.shape)[1]
   if not over or len(tokens) % layout.batch_shards:
     return table
-  n, kind = math.prod(layout.mesh.shape[a] for a in over), table.dtype
+  n = math.prod(layout.mesh.shape[a] for a in over)
+  kind = table.dtype
 
   @jax.custom_vjp
   def make(table):
-    small = layout(table.astype(dtype), 'vocab', 'embed')  # then gathered
+    # Rounded while sharded, then gathered: half the bytes.
+    small = layout(table.astype(dtype), 'vocab', 'embed')
     return TiedWeight(layout(small, 'vocab', None), jnp.zeros((n, *table.shape), jnp.float32))
 
   make.defvjp(
@@ -91,7 +94,7 @@ def rms_norm(x, scale, cfg: ModelConfig):
 
 
 def norm_heads(x, scale, cfg: ModelConfig):
-  """[B, T, N, h] -> the same: each head by itself, or all of them at once."""
+  """QK norm of [B, T, N, h]: per head, or over all heads ('wide')."""
   if cfg.qk_norm == 'wide':
     wide = x.reshape(*x.shape[:2], -1)
     return rms_norm(wide, scale, cfg).reshape(x.shape)
@@ -99,10 +102,7 @@ def norm_heads(x, scale, cfg: ModelConfig):
 
 
 def project(spec: str, x, p, name: str, compute: Compute, layout=None):
-  """`einsum(spec, x, p[name])`, plus its bias where the layer has one.
-
-  In the type of the residual stream, where it goes.
-  """
+  """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
   y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout if isinstance(layout, Layout) else None)
   return _biased(y, p, name)
 
@@ -112,14 +112,14 @@ def _biased(y, p, name: str):
   return y if bias is None else y + bias.reshape(y.shape[2:])
 
 
-# Matrices that read the same activations; a sampler's weights have them as
-# one, which `fused` says of which the table has.
+# Matrices that read the same activations; a sampler's weights have each such
+# group as one matrix, where `fusable` allows it.
 FUSED = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
 _FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 
 
 def fusable(table) -> dict[str, tuple[str, ...]]:
-  """What of TOGETHER can be one matrix, by the parameter table."""
+  """Returns the groups of FUSED that can be one matrix, by the parameter table."""
 
   def alike(names):
     specs = [table.get(f'layers/{n}') for n in names]
@@ -130,7 +130,7 @@ def fusable(table) -> dict[str, tuple[str, ...]]:
 
 
 def fuse(p: dict, joined: dict) -> dict:
-  """A layer's weights, or their shardings, with one for several."""
+  """Joins the matrices of each group in a layer's weights, or in their shardings."""
   p = dict(p)
   for name, parts in joined.items():
     for tail, axis in (('', _FUSED_AXIS[name]), ('_bias', -1)):
@@ -141,7 +141,7 @@ def fuse(p: dict, joined: dict) -> dict:
 
 
 def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> list:
-  """Projections by TOGETHER[name], with biases; one product if it is one."""
+  """Projects x by the matrices FUSED[name], with biases; one product if they are fused."""
   if name not in p:
     parts = FUSED[name]
     ys = products(

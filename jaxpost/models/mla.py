@@ -1,11 +1,12 @@
-"""Latent attention (MLA) of DeepSeek-V3 (arXiv:2412.19437) and Kimi K2.
+"""Multi-head latent attention (MLA) of DeepSeek-V3 (arXiv:2412.19437) and Kimi K2.
 
 Legend: B rows, T tokens, D hidden size, H heads, h head size (of which the
 last d entries are rotated), hv that of values, r rank of the latents, S slots.
 
-Keys and values of all heads are made of one latent of r numbers a token and of
-one rotated key of d that heads share. Training makes them; a cache keeps
-latents, r + d numbers a token, and queries are brought to them instead.
+Keys and values of all heads are projections of one latent of r numbers per
+token, plus one rotated key of d numbers that heads share. Training computes
+them; a cache stores the latents, r + d numbers per token, and decoding projects
+queries into the latent space instead ("absorbed" matrices).
 """
 
 import dataclasses
@@ -20,14 +21,15 @@ from jaxpost.models.config import LatentConfig, ModelConfig
 from jaxpost.models.parameters import Param
 
 _BLOCK = 'model.layers.{}.'
-_EPS = 1e-6  # of the norms of latents, whatever that of the others is
+_EPS = 1e-6  # norm epsilon of the latents, independent of the config
 
 
 def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
-  """The parameter table, with dense layers in a stack of their own.
+  """Returns the parameter table, with the dense layers in a stack of their own.
 
   Args:
-    plain: that of such a model without latents, all layers with experts.
+    plain: the table of the same model with plain attention, in which all layers
+      have experts.
   """
   d, f = cfg.hidden_size, cfg.intermediate_size
   old = {k.split('/')[1]: v for k, v in plain.items() if v.stacked}
@@ -64,7 +66,7 @@ def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
 
 
 def _rows(cfg: LatentConfig, n: int, first: int) -> dict:
-  """In place of q, k, v and o, of `n` layers from `first` on."""
+  """Returns the attention rows that replace q, k, v, o, for `n` layers from `first` on."""
   d, h, r = cfg.hidden_size, cfg.num_heads, cfg.kv_rank
 
   def matrix(shape, axes, hf):
@@ -90,12 +92,17 @@ def _rows(cfg: LatentConfig, n: int, first: int) -> dict:
 
 
 def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed: bool, layout=None):
-  """[B, T, D] -> ([B, T, H, hv], whatever `attend_to` keeps).
+  """Computes the attention of a layer, without the output projection.
 
   Args:
-    table: of `rope.tables`.
+    p: parameters of the layer.
+    y: [B, T, D], the normed input.
+    table: one of `rope.tables`.
     attend_to: (q, k, v, (latents [B, T, 1, r + d],)) -> (out, kept).
-    absorbed: q is of latents and so is `out`, k and v are None.
+    absorbed: q and `out` are in the latent space; k and v are None.
+
+  Returns:
+    ([B, T, H, hv], what `attend_to` returned as `kept`).
   """
   norm = lambda x, name: layers.rms_norm(x, p[name], dataclasses.replace(cfg, norm_eps=_EPS))
   project = lambda spec, x, name: layers.project(spec, x, p, name, compute, layout)
@@ -106,33 +113,33 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   plain = cfg.head_dim - cfg.rope_dim
   low = project('btd,dr->btr', y, 'kv_a')
   latent = norm(low[..., : cfg.kv_rank], 'kv_a_norm')[:, :, None]
-  turned = _turn(low[:, :, None, cfg.kv_rank :], table, cfg)
-  q_turned = _turn(q[..., plain:], table, cfg)
-  keep = (jnp.concatenate([latent, turned.astype(latent.dtype)], -1),)
+  rotated = _rotate(low[:, :, None, cfg.kv_rank :], table, cfg)
+  q_rotated = _rotate(q[..., plain:], table, cfg)
+  keep = (jnp.concatenate([latent, rotated.astype(latent.dtype)], -1),)
   if absorbed:
     w = p['kv_b']
     if hasattr(w, 'dense'):  # with an adapter, or in codes
       w = w.dense(compute.dtype)
     up, down = w[..., :plain], w[..., plain:]
     q = einsum('btnh,rnh->btnr', q[..., :plain], up, compute.dtype)
-    q = jnp.concatenate([q, q_turned.astype(q.dtype)], axis=-1)
+    q = jnp.concatenate([q, q_rotated.astype(q.dtype)], axis=-1)
     out, kept = attend_to(q, None, None, keep)
     return einsum('btnr,rnh->btnh', out, down, compute.dtype), kept
   both = project('btr,rnh->btnh', latent[:, :, 0], 'kv_b')
-  turned = jnp.broadcast_to(turned, q_turned.shape)
-  q, k = (jnp.concatenate([x[..., :plain], y.astype(x.dtype)], axis=-1) for x, y in ((q, q_turned), (both, turned)))
+  rotated = jnp.broadcast_to(rotated, q_rotated.shape)
+  q, k = (jnp.concatenate([x[..., :plain], y.astype(x.dtype)], axis=-1) for x, y in ((q, q_rotated), (both, rotated)))
   return attend_to(q, k, both[..., plain:], keep)
 
 
-def _turn(x, table, cfg: LatentConfig):
-  """Rotates [B, T, N, d]; pairs that are neighbours come apart first."""
+def _rotate(x, table, cfg: LatentConfig):
+  """Rotates [B, T, N, d]; interleaved pairs are separated into halves first."""
   if cfg.interleaved:
     x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
   return rope.rotate(x, table, cfg)
 
 
 def values(latents, cfg: LatentConfig):
-  """What a cache of latents [S, 1, length, r + d] has in place of values."""
+  """Returns the part [..., r] of cached latents [S, 1, length, r + d] that acts as values."""
   return latents[..., : cfg.kv_rank]
 
 
@@ -158,13 +165,13 @@ READS = (
   'moe_intermediate_size',
   'num_experts_per_tok',
 )
-# What is not built, and the values that say nothing.
+# Fields of which only one value is supported.
 _ONLY = {'scoring_func': ('sigmoid',), 'topk_method': ('noaux_tc',), 'moe_layer_freq': (1,)}
 ONLY = tuple(_ONLY)
 
 
 def fields(raw: dict, cfg: ModelConfig, where: str) -> LatentConfig:
-  """The config of a folder, of what all families have and `raw`."""
+  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`."""
   for field, values_ in _ONLY.items():
     if raw.get(field, values_[0]) not in values_:
       raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {values_[0]!r})')
@@ -223,7 +230,7 @@ def fields(raw: dict, cfg: ModelConfig, where: str) -> LatentConfig:
 
 
 def _scale(cfg: ModelConfig, size: int) -> float:
-  """1 / sqrt(h), times what YaRN (arXiv:2309.00071) makes of it there."""
+  """Returns 1 / sqrt(h), times the factor of YaRN (arXiv:2309.00071) for MLA."""
   scaling = dict(cfg.ropes[0].scaling)
   grow, factor = scaling.get('mscale_all_dim', 0), scaling.get('factor', 1)
   both = 0.1 * grow * math.log(factor) + 1 if grow and factor > 1 else 1.0
@@ -231,6 +238,7 @@ def _scale(cfg: ModelConfig, size: int) -> float:
 
 
 def write(cfg: LatentConfig) -> dict:
+  """Returns the fields of config.json; the inverse of `fields`."""
   e = cfg.experts
   return dict(
     head_dim=cfg.rope_dim,

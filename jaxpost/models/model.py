@@ -1,7 +1,7 @@
-"""A model as the rest of the library sees it: five functions and a table.
+"""The `Model` record: pure functions and a parameter table.
 
-Anything that provides these trains and samples here; `transformer.py` is one
-provider.
+Anything that provides these can be trained and sampled from; `transformer.py`
+and `custom.py` make such records.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ class Model:
   """Pure functions of parameters; shapes in `transformer.py`.
 
   forward(params, tokens, positions, segment_ids, compute=, constrain=)
-    -> hidden [B, T, D]; takes branch_ids=, noise=, dropout= if one has them
-  head(params) -> [V, D]; None of a model that gives scores only
-  values(params, hidden) -> [B, T], of a model with a scalar head
+    -> hidden [B, T, D]; also takes branch_ids=, noise=, dropout= if given
+  head(params) -> [V, D]; None for a model with a scalar head only
+  values(params, hidden) -> [B, T], for a model with a scalar head
   init(key, dtype=) -> params
   prefill(params, tokens, lengths, compute=, constrain=) -> (Cache, [S, D])
   decode(weights, cache, recent, tokens, filled, step, compute=, constrain=)
     -> (recent, [S, D])
-  empty_cache(rows, entries, compute) -> Cache; None: of keys and values
+  empty_cache(rows, entries, compute) -> Cache; None: keys and values
   """
 
   config: ModelConfig | CustomConfig
@@ -42,19 +42,20 @@ class Model:
   decode: Callable
   values: Callable | None = None
   empty_cache: Callable | None = None
-  frozen: frozenset = frozenset()  # paths that training leaves as they are
-  base: 'Model | None' = None  # without adapters, whose parameters
-  merge: Callable = lambda params: params  # makes of those with adapters
-  view: Callable = lambda params: params  # what `prefill` of the base takes
-  passes: float = 3.0  # forward passes that an update is worth
-  dropout: float = 0.0  # of what adapters read, in updates
-  quantized: str = ''  # 'int8' or 'nf4': how matrices are held
+  frozen: frozenset = frozenset()  # paths of parameters that are not trained
+  base: 'Model | None' = None  # the model without adapters and quantization
+  merge: Callable = lambda params: params  # params -> parameters of the base
+  view: Callable = lambda params: params  # params -> input of the base's `prefill`
+  passes: float = 3.0  # cost of an update, in forward passes
+  dropout: float = 0.0  # rate on the inputs of adapters, in updates
+  quantized: str = ''  # 'int8' or 'nf4': quantized matrices
 
   def axes(self) -> dict:
     """The logical axes of every parameter, nested like the parameters."""
     return nest({k: p.axes for k, p in self.table.items()})
 
   def shapes(self) -> dict:
+    """The shape of every parameter, nested like the parameters."""
     return nest({k: p.shape for k, p in self.table.items()})
 
   def shardings(self, layout) -> dict:
@@ -63,12 +64,12 @@ class Model:
 
 
 def with_scalar_head(cfg: ModelConfig, lora: tuple = ()) -> ModelConfig:
-  """The same decoder as a judge: reward models and critics."""
+  """Returns the config with a scalar head, for reward models and critics."""
   return dataclasses.replace(cfg, num_labels=1, value_head=False, lora=lora)
 
 
 def from_code(code: str) -> Model:
-  """What a function of the user's returns: './file.py:make'."""
+  """Loads a custom model: calls the user's function './file.py:make'."""
   make = imports.load_callable(code, _CODE)
   needed = [
     p.name
@@ -86,7 +87,8 @@ def from_code(code: str) -> Model:
   return dataclasses.replace(found, config=dataclasses.replace(found.config, code=code))
 
 
-def build(cfg: ModelConfig) -> Model:
+def build(cfg: ModelConfig | CustomConfig) -> Model:
+  """Builds the model of a config without adapters."""
   assert not cfg.lora, 'models.lora.build makes models with adapters'
   if isinstance(cfg, CustomConfig):
     if cfg.num_labels or cfg.value_head:
@@ -95,7 +97,10 @@ def build(cfg: ModelConfig) -> Model:
         'model needs; take a method without one, or a model of `presets`'
       )
     return from_code(cfg.code)
-  bind = lambda fn: functools.partial(fn, cfg=cfg)
+
+  def bind(fn):
+    return functools.partial(fn, cfg=cfg)
+
   return Model(
     config=cfg,
     table=transformer.param_table(cfg),

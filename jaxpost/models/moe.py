@@ -1,309 +1,243 @@
-"""Mixtures of experts: each token passes a few MLPs that a router chooses.
+"""Mixture-of-experts layer: each token goes through the top-k of E expert MLPs.
 
 Legend: B rows, T tokens, N tokens in all, D hidden size, F size of an expert,
 E experts, k of them for a token, L layers.
 
-Nothing is dropped and nothing is padded to a capacity: tokens are sorted by
-expert, and `matmul.grouped` multiplies each run of them by its matrix.
+`mlp` is the layer. It shards over the mesh and calls `_mlp_on_device`, which
+routes (`routing.py`), dispatches tokens to the devices of their experts
+(`expert_parallel.py`), applies the experts (`expert_mlp.py`) and combines.
+Nothing is dropped and nothing is padded to a capacity. `param_rows` declares
+the parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.matmul import Compute, grouped
-from jaxpost.models import expert_parallel, layers
+from jaxpost.matmul import Compute
+from jaxpost.models import expert_mlp, expert_parallel
 from jaxpost.models.parameters import Param
 from jaxpost.models.routing import Routing, route
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-SHARED_PREFIX = 'shared_'  # of what all tokens pass
+SHARED_PREFIX = 'shared_'  # of the parameters of the shared expert
+_MATRICES = ('gate', 'up', 'down')
+
+
+class _Sharding(NamedTuple):
+  """How the layer is split over a mesh, as one device needs to know it.
+
+  Attributes:
+    specs: {parameter: its partition}.
+    size: devices along the 'expert' axis.
+    tokens_split: devices along that axis hold different tokens.
+    exact: see `expert_parallel.exchange`.
+  """
+
+  specs: dict[str, PartitionSpec]
+  size: int
+  tokens_split: bool
+  exact: bool
+
+
+def mlp(
+  p: dict, x: jax.Array, cfg: ModelConfig, compute: Compute, layout, chosen: jax.Array | None = None
+) -> tuple[jax.Array, Routing]:
+  """Applies the experts of each token and sums their outputs by router weight.
+
+  On a mesh each device routes the tokens that it holds. The 'expert' axis splits
+  tokens and experts: each token is dispatched to the devices of its experts,
+  and the sums of their outputs are combined where it came from. A device with
+  more tokens than the others works in more rounds, see `expert_mlp.py`.
+
+  Args:
+    p: parameters of one layer.
+    x: [B, T, D].
+    layout: a `Layout`, or any function on a single device.
+    chosen: [B, T, k], experts to use instead of the router's choice.
+
+  Returns:
+    ([B, T, D], `Routing`).
+  """
+  params = _dense_params(p, compute)
+  if not isinstance(layout, Layout) or layout.mesh.size == 1:
+    return _mlp_on_device(params, x, chosen, cfg, compute)
+  size = layout.mesh.shape['expert']
+  if cfg.experts.num % size:
+    raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
+  specs = _param_specs(params, cfg, layout)
+  tokens = layout.spec(('batch', 'time', None), x.shape)
+  sharding = _Sharding(
+    specs=specs,
+    size=size,
+    tokens_split='expert' in jax.tree.leaves(tuple(tokens)),
+    exact=layout.mesh.devices.flat[0].platform != 'cpu',
+  )
+  return jax.shard_map(
+    functools.partial(_mlp_on_device, cfg=cfg, compute=compute, sharding=sharding),
+    mesh=layout.mesh,
+    in_specs=(specs, tokens, tokens),
+    out_specs=(tokens, Routing(tokens, tokens)),
+    check_vma=False,
+  )(params, x, chosen)
+
+
+def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
+  """Picks the layer's arrays; adapters apart from their matrices, no codes.
+
+  The adapter of a matrix `gate` becomes `gate_a` and `gate_b`.
+  """
+  names = ['router', *_MATRICES]
+  names += [f'{name}_bias' for name in names if f'{name}_bias' in p]
+  if 'router_choice' in p:
+    names.append('router_choice')
+  params = {}
+  for name in names:
+    w = p[name]
+    if hasattr(w, 'apart'):  # `lora.Adapted`
+      w, params[f'{name}_a'], params[f'{name}_b'] = w.apart()
+    params[name] = w.dense(compute.dtype) if hasattr(w, 'dense') else w
+  return params
+
+
+def _param_specs(params: dict, cfg: ModelConfig, layout: Layout) -> dict[str, PartitionSpec]:
+  """The partition of each of `_dense_params`, without the axis of layers."""
+  table = param_rows(cfg)
+  specs = {}
+  for name in params:
+    if f'layers/{name}' in table:
+      spec = table[f'layers/{name}']
+      specs[name] = layout.spec(spec.axes[1:], spec.shape[1:])
+  specs['router'] = PartitionSpec()  # small, and needed whole
+  for name in _MATRICES:
+    if f'{name}_a' in params:
+      expert, inputs, outputs = specs[name]
+      specs[f'{name}_a'] = PartitionSpec(expert, inputs, None)
+      specs[f'{name}_b'] = PartitionSpec(expert, None, outputs)
+  return specs
+
+
+def _mlp_on_device(
+  p: dict, x: jax.Array, chosen: jax.Array | None, cfg: ModelConfig, compute: Compute, sharding: _Sharding | None = None
+) -> tuple[jax.Array, Routing]:
+  """`mlp` of the tokens [B, T, D] and the experts of one device of a mesh."""
+  weights, routing = route(p, x, cfg, chosen)
+  rows = _flatten_tokens(x), _flatten_tokens(weights), _flatten_tokens(routing.chosen)
+  if sharding is None:
+    out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)
+    return out.reshape(x.shape), routing
+
+  p = {name: _gather_fsdp(w, sharding.specs[name], compute.dtype) for name, w in p.items()}
+  num_local = cfg.experts.num // sharding.size
+  first = 0
+  room = 0
+  if sharding.size > 1:
+    first = jax.lax.axis_index('expert') * num_local
+    if sharding.tokens_split:
+      sent, rows = expert_parallel.dispatch_tokens(*rows, num_local, sharding.exact)
+  if sharding.tokens_split:
+    # Twice the work of a device where the experts share it evenly.
+    room = 2 * routing.chosen.size
+  tensor_shards = jax.lax.axis_size('tensor') if 'tensor' in sharding.specs['gate'] else 1
+  if 'down_bias' in p:  # each tensor shard adds its share
+    p = p | {'down_bias': p['down_bias'] / tensor_shards}
+  out = expert_mlp.apply_experts(p, *rows, first=first, cfg=cfg, compute=compute, room=room).astype(compute.residual)
+  if sharding.size > 1 and sharding.tokens_split:
+    out = expert_parallel.combine(out.reshape(sharding.size, -1, x.shape[-1]), sent)
+  elif sharding.size > 1:
+    out = jax.lax.psum(out, 'expert')
+  if tensor_shards > 1:
+    out = jax.lax.psum(out, 'tensor')
+  return out.reshape(x.shape), routing
+
+
+def _flatten_tokens(x: jax.Array) -> jax.Array:
+  """[B, T, n] -> [B T, n]."""
+  return x.reshape(-1, x.shape[-1])
+
+
+def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
+  """Gathers a shard of experts over 'fsdp', in `dtype`.
+
+  The result has the type of the parameter again, in which gradients are summed
+  on the way back.
+  """
+  for axis, mesh_axis in enumerate(spec):
+    if mesh_axis == 'fsdp':
+      w = _gather(w, mesh_axis, axis, dtype)
+  return w
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(w, mesh_axis, axis, dtype):
+  return jax.lax.all_gather(w.astype(dtype), mesh_axis, axis=axis, tiled=True).astype(w.dtype)
+
+
+def _gather_forward(w, mesh_axis, axis, dtype):
+  return _gather(w, mesh_axis, axis, dtype), None
+
+
+def _gather_backward(mesh_axis, axis, dtype, residuals, g):
+  del dtype, residuals
+  return (jax.lax.psum_scatter(g, mesh_axis, scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def param_rows(cfg: ModelConfig) -> dict[str, Param]:
-  """The rows of the parameter table in place of those of a dense MLP."""
-  n, d, e, f = (cfg.sparse_layers, cfg.hidden_size, cfg.experts.num, cfg.experts.size)
-  block, at = 'model.layers.{}.mlp.', dict(first=cfg.num_layers - n)
+  """Returns the rows of the parameter table that replace those of a dense MLP."""
+  n, d = cfg.sparse_layers, cfg.hidden_size
+  e, f = cfg.experts.num, cfg.experts.size
+  shared_f = cfg.experts.shared * f
+  first = cfg.num_layers - n
+  block = 'model.layers.{}.mlp.'
 
   def matrix(name, shape, axes):
     return Param(
-      (n, e, *shape), ('layers', 'expert', *axes), f'{block}experts.{{}}.{name}_proj.weight', matrix=True, **at
+      (n, e, *shape), ('layers', 'expert', *axes), f'{block}experts.{{}}.{name}_proj.weight', matrix=True, first=first
     )
 
   def bias(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True, **at)
+    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True, first=first)
 
   def shared(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}shared_experts.{name}_proj.weight', matrix=True, **at)
+    return Param((n, *shape), ('layers', *axes), f'{block}shared_experts.{name}_proj.weight', matrix=True, first=first)
 
-  s = cfg.experts.shared * f
   biases = {
     'router': bias('gate', (e,), (None,)),
     'gate': bias('experts.{}.gate_proj', (e, f), ('expert', 'mlp')),
     'up': bias('experts.{}.up_proj', (e, f), ('expert', 'mlp')),
     'down': bias('experts.{}.down_proj', (e, d), ('expert', None)),
   }
-  return {
-    'layers/router': Param((n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True, **at),
+  table = {
+    'layers/router': Param(
+      (n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True, first=first
+    ),
     'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
     'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
     'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
-    **{f'layers/{k}_bias': v for k, v in biases.items() if k in cfg.biases},
-    **(
-      {
-        'layers/router_choice': dataclasses.replace(
-          biases['router'], hf=f'{block}gate.e_score_correction_bias', dtype='float32'
-        )
-      }
-      if cfg.experts.sigmoid
-      else {}
-    ),
-    **(
-      {
-        f'layers/{SHARED_PREFIX}{k}': shared(k, *v)
-        for k, v in dict(
-          gate=((d, s), ('embed', 'mlp')), up=((d, s), ('embed', 'mlp')), down=((s, d), ('mlp', 'embed'))
-        ).items()
-      }
-      if s
-      else {}
-    ),
   }
-
-
-def mlp(p, x, cfg: ModelConfig, compute: Compute, layout, chosen=None):
-  """([B, T, D], `Routing`): the weighted sum of what k experts say.
-
-  On a mesh each device routes the rows that it holds. Over 'expert', which
-  splits rows and experts, each row goes to the devices that have its experts,
-  which do what these have to do with it, and the sums come back: see
-  `exchange`. A device that has more to do than others takes more rounds, see
-  `_in_rounds`.
-
-  Args:
-    layout: a `Layout`, or any function where there is one device.
-    chosen: [B, T, k], experts to take in place of the router's choice.
-  """
-  names = ('router', 'gate', 'up', 'down')
-  names += tuple(f'{n}_bias' for n in names if f'{n}_bias' in p)
-  names += ('router_choice',) * ('router_choice' in p)
-  matrices = {}
-  for n in names:
-    w = p[n]
-    if hasattr(w, 'apart'):  # a matrix with its adapter
-      w, matrices[f'{n}_a'], matrices[f'{n}_b'] = w.apart()
-    matrices[n] = w.dense(compute.dtype) if hasattr(w, 'dense') else w
-  if not isinstance(layout, Layout) or layout.mesh.size == 1:
-    return _local(matrices, x, chosen, cfg, compute)
-  size = layout.mesh.shape['expert']
-  if cfg.experts.num % size:
-    raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
-  table = param_rows(cfg)
-  specs = {name: layout.spec(s.axes[1:], s.shape[1:]) for name in names for s in [table[f'layers/{name}']]}
-  specs['router'] = PartitionSpec()  # which is small
-  for n in names[1:4]:
-    if f'{n}_a' in matrices:
-      of, into, onto = specs[n]
-      specs[f'{n}_a'] = PartitionSpec(of, into, None)
-      specs[f'{n}_b'] = PartitionSpec(of, None, onto)
-  tokens = layout.spec(('batch', 'time', None), x.shape)
-  split = 'expert' in jax.tree.leaves(tuple(tokens))
-  run = functools.partial(
-    _local,
-    cfg=cfg,
-    compute=compute,
-    split=split,
-    specs=specs,
-    size=size,
-    exact=layout.mesh.devices.flat[0].platform != 'cpu',
-  )
-  return jax.shard_map(
-    run,
-    mesh=layout.mesh,
-    in_specs=(specs, tokens, tokens),
-    out_specs=(tokens, Routing(tokens, tokens)),
-    check_vma=False,
-  )(matrices, x, chosen)
-
-
-def _local(p, x, chosen, cfg, compute, split=False, specs=None, size=1, exact=False):
-  """As `mlp`, of the rows and the experts of one device of a mesh.
-
-  split: whether others on its 'expert' axis, of `size`, have other rows.
-  specs: how the matrices are split.
-  exact: as of `exchange.exchange`.
-  """
-  weights, routing = route(p, x, cfg, chosen)
-  flat = lambda y: y.reshape(-1, y.shape[-1])
-  given = flat(x), flat(weights), flat(routing.chosen)
-  first = 0
-  if specs:
-    p = {n: _whole(w, specs[n], compute.dtype) for n, w in p.items()}
-  if size > 1:
-    first = jax.lax.axis_index('expert') * (cfg.experts.num // size)
-    if split:
-      trip, given = expert_parallel.dispatch_tokens(*given, cfg.experts.num // size, exact)
-  parts = jax.lax.axis_size('tensor') if specs and 'tensor' in specs['gate'] else 1
-  if 'down_bias' in p:  # of which each part of a sum has a share
-    p = p | {'down_bias': p['down_bias'] / parts}
-  # Twice what a device has to do where the experts share the work evenly.
-  room = 2 * routing.chosen.size if split else 0
-  out = _experts(p, *given, first, cfg, compute, room).astype(compute.residual)
-  if size > 1:
-    out = expert_parallel.combine(out.reshape(size, -1, x.shape[-1]), trip) if (split) else jax.lax.psum(out, 'expert')
-  if parts > 1:
-    out = jax.lax.psum(out, 'tensor')
-  return out.reshape(x.shape), routing
-
-
-def _whole(w, spec, dtype):
-  """A shard of experts with all of the hidden size, moved in `dtype`.
-
-  Of its own type again, in which gradients are summed on the way back.
-  """
-  for axis, part in enumerate(spec):
-    if part == 'fsdp':
-      w = _gathered(w, part, axis, dtype)
-  return w
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(w, part, axis, dtype):
-  return jax.lax.all_gather(w.astype(dtype), part, axis=axis, tiled=True).astype(w.dtype)
-
-
-_gathered.defvjp(
-  lambda w, *how: (_gathered(w, *how), None),
-  lambda part, axis, dtype, _, g: (jax.lax.psum_scatter(g, part, scatter_dimension=axis, tiled=True),),
-)
-
-
-def _experts(p, x, weights, chosen, first, cfg, compute, room: int = 0):
-  """x [N, D], weights and chosen [N, k] -> [N, D] float32.
-
-  Of the experts in `p`, the first of which has the number `first`. Of the
-  others `room` rows at a time are enough: see `_in_rounds`.
-  """
-  e, k = len(p['gate']), chosen.shape[1]
-  number = chosen.reshape(-1) - first
-  number = jnp.where((number >= 0) & (number < e), number, e)
-  order, number = expert_parallel.sort_by_key(number, e + 1)  # [N k], by expert
-  if room and room < len(order):
-    fill = (0, -len(order) % room)
-    return _in_rounds(p, x, weights, jnp.pad(order, fill), jnp.pad(number, fill, constant_values=e), cfg, compute, room)
-  back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-  y = _permute(jnp.repeat(x, k, axis=0), order, back)
-  y = _rows(p, y, number, cfg, compute)
-  y = _permute(y, back, order).reshape(*weights.shape, -1)
-  return jnp.sum(y * weights[..., None], axis=1)
-
-
-def _rows(p, y, number, cfg, compute):
-  """Rows [M, D] and the expert of each, in order, -> [M, D] float32."""
-  sizes = jnp.sum(number[:, None] == jnp.arange(len(p['gate'])), axis=0, dtype=jnp.int32)
-
-  def dot(x, name):
-    y = grouped(x, p[name], sizes, compute)
-    if f'{name}_a' in p:  # the low rank of an adapter
-      x = grouped(x, p[f'{name}_a'], sizes, compute)
-      y = y + grouped(x, p[f'{name}_b'], sizes, compute)
-    bias = p.get(f'{name}_bias')
-    return y if bias is None else y + bias.at[number].get(mode='fill', fill_value=0, indices_are_sorted=True)
-
-  y = _gated(dot(y, 'gate'), dot(y, 'up'), cfg)
-  return dot(y.astype(compute.residual), 'down')
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _in_rounds(p, x, weights, order, number, cfg, compute, room):
-  """`_experts` of some of the experts, in rounds of `room` rows.
-
-  As many rounds as there are rows: none is dropped if all tokens want the
-  experts of one device, and no memory is set aside for that. The backward
-  pass computes what is inside of a round again.
-
-  Args:
-    order: [M] int32, of N k, those of these experts first, by expert; M is a
-      multiple of `room`. number: [M], the expert of each.
-  """
-
-  def one(i, out):
-    pick, token, local = _round(i, order, number, weights, room)
-    y = _rows(p, x[token], local, cfg, compute)
-    return out.at[token].add(y * weights.reshape(-1)[pick][:, None])
-
-  return _rounds(p, number, room, one, jnp.zeros(x.shape, jnp.float32))
-
-
-def _rounds(p, number, room, one, out):
-  turns = -(-jnp.sum(number < len(p['gate'])) // room)
-  with jax.named_scope('rounds'):  # which plans look for
-    return jax.lax.fori_loop(0, turns, one, out)
-
-
-def _round(i, order, number, weights, room):
-  pick, local = (jax.lax.dynamic_slice_in_dim(y, i * room, room) for y in (order, number))
-  return pick, pick // weights.shape[1], local
-
-
-def _in_rounds_forward(p, x, weights, order, number, cfg, compute, room):
-  out = _in_rounds(p, x, weights, order, number, cfg, compute, room)
-  return out, (p, x, weights, order, number)
-
-
-def _in_rounds_backward(cfg, compute, room, saved, g):
-  p, x, weights, order, number = saved
-
-  def one(i, grads):
-    pick, token, local = _round(i, order, number, weights, room)
-    run = lambda p, x, w: _rows(p, x, local, cfg, compute) * w[:, None]
-    of_p, of_x, of_w = jax.vjp(run, p, x[token], weights.reshape(-1)[pick])[1](g[token])
-    return (jax.tree.map(jnp.add, grads[0], of_p), grads[1].at[token].add(of_x), grads[2].at[pick].add(of_w))
-
-  zeros = jax.tree.map(jnp.zeros_like, (p, x, weights.reshape(-1)))
-  of_p, of_x, of_w = _rounds(p, number, room, one, zeros)
-  return of_p, of_x, of_w.reshape(weights.shape), None, None
-
-
-_in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)
-
-
-def _gated(gate, x, cfg):
-  """SwiGLU and its like; with a limit, that of GPT-OSS."""
-  e = cfg.experts
-  if not e.limit:
-    return layers.ACTIVATIONS[cfg.activation](gate) * x
-  gate, x = jnp.minimum(gate, e.limit), jnp.clip(x, -e.limit, e.limit)
-  return gate * jax.nn.sigmoid(e.alpha * gate) * (x + 1)
-
-
-@jax.custom_vjp
-def _permute(x, order, back):
-  """x[order]; `back` undoes it, so that the gradient is no scatter."""
-  return x[order]
-
-
-_permute.defvjp(lambda x, order, back: (x[order], back), lambda back, g: (g[back], None, None))
-
-
-# --------------------------------------------------------------------- replay
-#
-# Sampler and trainer round differently, and a token at the edge between two
-# experts then goes different ways: its log-prob jumps, and importance ratios
-# with it. Taking the experts that were chosen while sampling in the update
-# (and in scoring, that of the reference too) keeps them together: "rollout
-# routing replay", Ma et al., arXiv:2510.11370. The router still learns: from
-# the weights of those experts.
-
-
-# --------------------------------------------------------------- load balance
+  for name, spec in biases.items():
+    if name in cfg.biases:
+      table[f'layers/{name}_bias'] = spec
+  if cfg.experts.sigmoid:
+    table['layers/router_choice'] = dataclasses.replace(
+      biases['router'], hf=f'{block}gate.e_score_correction_bias', dtype='float32'
+    )
+  if shared_f:
+    table |= {
+      f'layers/{SHARED_PREFIX}gate': shared('gate', (d, shared_f), ('embed', 'mlp')),
+      f'layers/{SHARED_PREFIX}up': shared('up', (d, shared_f), ('embed', 'mlp')),
+      f'layers/{SHARED_PREFIX}down': shared('down', (shared_f, d), ('mlp', 'embed')),
+    }
+  return table

@@ -1,24 +1,26 @@
-"""Rows of a parameter table, and trees of what it describes."""
+"""The parameter table: its rows, and nested dicts with the same paths."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-STACKS = ('dense', 'layers')  # of layers, in their order
+STACKS = ('dense', 'layers')  # names of the stacks of layers, in order
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
   """One row of the parameter table.
 
-  axes: logical name of each dimension; 'layers' comes first where stacked.
-  hf: name in a Llama folder, with {} for the layer, and for the expert where
-    each has a tensor; `stored.py` has others.
-  matrix: an operand of matrix products, stored transposed by HF ([out, in]).
-  exact: never rounded: a norm scale, a bias or a router.
-  first: the number of its first layer.
-  dtype: in memory; '' is that of the parameters.
+  Attributes:
+    axes: logical name of each dimension; 'layers' comes first where stacked.
+    hf: name in a Hugging Face folder of Llama, with {} for the layer, and for
+      the expert if each has a tensor; formats/ has the names of other families.
+    matrix: an operand of matrix products, stored transposed by HF ([out, in]).
+    exact: never rounded: a norm scale, a bias or a router.
+    first: number of its first layer.
+    dtype: type in memory; '' is the type of the other parameters.
   """
 
   shape: tuple[int, ...]
@@ -32,26 +34,27 @@ class Param:
 
   @property
   def stacked(self) -> bool:
+    """True if the first dimension is the layer."""
     return self.axes[0] == 'layers'
 
   @property
   def stack(self) -> int:
-    """Leading dimensions of which each entry is stored by itself."""
+    """Number of leading dimensions (layer, expert) whose entries HF stores separately."""
     return self.hf.count('{}')
 
 
 def input_dims(spec: Param) -> int:
-  """Leading dimensions of a stored matrix that are its inputs.
+  """Returns the number of leading dimensions of a matrix that are its inputs.
 
-  'embed' has a side of its own: [embed | heads, size], [heads, size | embed];
-  so has the rank of adapters.
+  'embed' is alone on its side: [embed | heads, size], [heads, size | embed]; so
+  is the rank of adapters.
   """
   axes = spec.axes[spec.stack :]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
 def nest(flat: dict) -> dict:
-  """{'layers/q': x} -> {'layers': {'q': x}}: the form of all parameters."""
+  """Makes nested dicts of paths: {'layers/q': x} -> {'layers': {'q': x}}."""
   tree = {}
   for path, value in flat.items():
     *parents, leaf = path.split('/')
@@ -63,38 +66,41 @@ def nest(flat: dict) -> dict:
 
 
 def flatten(tree: dict, prefix='') -> dict:
-  """What `nest` was given."""
+  """Makes paths of nested dicts: {'layers': {'q': x}} -> {'layers/q': x}."""
   flat = {}
   for name, value in tree.items():
     flat |= flatten(value, f'{prefix}{name}/') if isinstance(value, dict) else {prefix + name: value}
   return flat
 
 
-def leaf(tree: dict, path: str):
+def leaf(tree: dict, path: str) -> Any:
+  """Returns the entry of nested dicts at a path 'layers/q'."""
   for name in path.split('/'):
     tree = tree[name]
   return tree
 
 
 def held_parts(tree: dict, path: str) -> tuple[dict, dict]:
-  """(what `Model.merge` makes a parameter of, what it asks besides), nested.
+  """Returns the leaves from which `Model.merge` makes one parameter.
 
-  Its leaf, or its codes, and its adapter; the type of the norm is that of what
-  was quantised.
+  Returns:
+    (its leaf or its quantized codes, and its adapter; other leaves that merging
+    reads: the final norm, whose type quantized matrices get), both nested.
   """
-  own = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
-  return nest(own), {k: x for k, x in tree.items() if k == 'norm' and own.keys() != {path}}
+  held = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
+  needs_norm = held.keys() != {path}
+  return nest(held), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
 
 
 def join(one: dict, two: dict) -> dict:
-  """The leaves of two trees in one; where both have one, that of the second."""
+  """Merges two nested dicts; where both have a leaf, the second wins."""
   both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
   return one | two | {k: join(one[k], two[k]) for k in both}
 
 
 @jax.custom_vjp
 def _unstack(x):
-  """[L, ...] -> L arrays; its transpose is one stack, not L padded sums."""
+  """[L, ...] -> L arrays; its gradient is one stack instead of L padded sums."""
   return tuple(x)
 
 
@@ -102,7 +108,7 @@ _unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
 
 
 def unstack_layers(params: dict, num_layers: int) -> dict:
-  """Parameters with a list of layers in place of the stacked dicts."""
+  """Returns the parameters with a list of layers instead of the stacked dicts."""
   out = []
   for stack in (params[name] for name in STACKS if name in params):
     leaves, tree = jax.tree.flatten(stack)

@@ -1,11 +1,11 @@
-"""Matrices of a frozen base in 8 or 4 bits (QLoRA, arXiv:2305.14314).
+"""Quantization of frozen matrices to 8 or 4 bits (QLoRA, arXiv:2305.14314).
 
 Legend: a matrix W [L, (E,) in, out], each side of any number of dimensions; n
 blocks of b <= 64 entries along its last input dimension.
 
-A matrix is two rows of the parameter table in place of one: `codes`, and
-`scales` in bfloat16, the largest magnitude of each block. It is never whole
-but for one at a time: a product makes it anew, backward, too.
+A quantized matrix has two rows in the parameter table instead of one: `codes`,
+and `scales` in bfloat16, the largest magnitude of each block. Matrices are
+dequantized on use, one at a time, in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models.parameters import input_dims, leaf
 
-if typing.TYPE_CHECKING:  # which is made of what is here
+if typing.TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 KINDS = ('int8', 'nf4')
 _BLOCK = 64
-# Quantiles of a normal distribution (QLoRA, appendix E), and what is between
-# two of them.
+# The NF4 data type: quantiles of a normal distribution (QLoRA, appendix E), and
+# the decision thresholds between neighbors.
 _NF4 = np.array(
   [
     -1.0,
@@ -56,23 +56,30 @@ _BETWEEN = (_NF4[1:] + _NF4[:-1]) / 2
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('codes', 'scales'), meta_fields=('axis',))
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
-  """A matrix where `matmul.einsum` takes one.
+  """A quantized matrix, which `matmul.einsum` accepts as an operand.
 
-  codes: int8, or uint8 with two of 4 bits: those of the first half of a block
-    are the low ones. axis: of the blocks, counted from the end.
+  Attributes:
+    codes: int8; or uint8 with two 4-bit codes, those of the first half of a
+      block in the low bits.
+    scales: bfloat16, one for each block.
+    axis: dimension that is cut into blocks, counted from the end.
   """
 
   codes: jax.Array
   scales: jax.Array
   axis: int
 
-  def product(self, spec: str, x, dtype: str):
+  def product(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
+    """Computes `einsum(spec, x, W)`; no gradient for the matrix."""
     return _product(spec, x, self, dtype)
 
-  def dense(self, dtype):
-    """The matrix in this type."""
+  def dense(self, dtype) -> jax.Array:
+    """Returns the dequantized matrix in this type."""
     axis = self.codes.ndim + self.axis
-    blocks = lambda x: x.reshape(*x.shape[:axis], self.scales.shape[axis], -1, *x.shape[axis + 1 :])
+
+    def blocks(x):
+      return x.reshape(*x.shape[:axis], self.scales.shape[axis], -1, *x.shape[axis + 1 :])
+
     x = blocks(self.codes)
     if x.dtype == jnp.uint8:
       x = _nf4_values(jnp.concatenate([x & 15, x >> 4], axis + 1))
@@ -105,15 +112,19 @@ _product.defvjp(_forward, _backward)
 
 
 def _materialize_after(x, w):
-  """The same, made when x is there: XLA would take it out of loops over
-  micro-batches and tokens, and have all matrices whole at once."""
+  """Returns w behind a barrier, so that it is dequantized when x is there.
+
+  XLA would hoist it out of loops over micro-batches and tokens, and hold all
+  matrices dequantized at once.
+  """
   return jax.lax.optimization_barrier((x, w))[1]
 
 
 def _nf4_values(x):
-  """The quantiles of 4-bit codes.
+  """Looks up the NF4 values of 4-bit codes.
 
-  By their bits where a gather is slow; XLA:CPU would keep each step of that.
+  Selects by bits where a gather is slow (accelerators); XLA:CPU would store each
+  step of that, so it gathers.
   """
   return jax.lax.platform_dependent(
     x, cpu=lambda x: jnp.asarray(_NF4).at[x].get(mode='promise_in_bounds'), default=_nf4_by_bits
@@ -128,13 +139,13 @@ def _nf4_by_bits(x):
   return values[0]
 
 
-def quantize(w, kind: str, axis: int) -> dict:
-  """A matrix of any type as {'codes', 'scales'}."""
+def quantize(w: jax.Array, kind: str, axis: int) -> dict[str, jax.Array]:
+  """Quantizes a matrix of any type along `axis`; returns {'codes', 'scales'}."""
   axis %= w.ndim
   block = _block(w.shape[axis], kind)
   x = w.astype(jnp.float32).reshape(*w.shape[:axis], -1, block, *w.shape[axis + 1 :])
   scales = jnp.max(jnp.abs(x), axis + 1).astype(jnp.bfloat16)
-  # Rounded before it divides, so that it costs no precision.
+  # Divide by the rounded scale, the one that dequantization multiplies by.
   by = jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
   x = x / jnp.where(by > 0, by, 1)
   if kind == 'nf4':
@@ -147,6 +158,7 @@ def quantize(w, kind: str, axis: int) -> dict:
 
 
 def _block(size: int, kind: str) -> int:
+  """Returns the largest block length <= 64 that divides `size`."""
   step = 2 if kind == 'nf4' else 1
   fits = [b for b in range(step, _BLOCK + 1, step) if size % b == 0]
   if not fits:
@@ -158,9 +170,10 @@ def _block(size: int, kind: str) -> int:
 
 
 def block_axes(table: dict) -> dict[str, int]:
-  """Path -> dimension of the blocks, from the end, of what is quantised.
+  """Returns {path: dimension of the blocks, from the end} of the quantizable matrices.
 
-  Matrices of layers, those of experts too: no router, embedding or head.
+  These are the matrices of layers, experts included, but not routers, embedding
+  and head.
   """
   return {
     p: s.stack + input_dims(s) - 1 - len(s.shape)
@@ -170,14 +183,17 @@ def block_axes(table: dict) -> dict[str, int]:
 
 
 def quantize_model(model: 'Model', kind: str) -> 'Model':
-  """The model with its matrices in 8 ('int8') or 4 bits ('nf4'); '': as it is.
+  """Returns the model with its matrices in 8 ('int8') or 4 bits ('nf4').
 
-  InputError where one of them is trained.
+  Args:
+    kind: one of KINDS, or '' for the model as it is.
   """
   if not kind:
     return model
   base = model.base or model
-  axes, table, frozen = block_axes(base.table), {}, set(model.frozen)
+  axes = block_axes(base.table)
+  table = {}
+  frozen = set(model.frozen)
   if not axes:
     raise InputError(
       f'config.model.quantize: {base.config.family} models have no matrices of layers that are known as such'
@@ -205,7 +221,7 @@ def quantize_model(model: 'Model', kind: str) -> 'Model':
 
 
 def check_frozen(model: 'Model', key: str):
-  """InputError where a quantised matrix is trained."""
+  """Raises InputError if a quantized matrix is trained; `key` is the config field."""
   for path in block_axes((model.base or model).table) if model.quantized else ():
     if f'{path}/codes' not in model.frozen:
       raise InputError(
@@ -220,7 +236,7 @@ def _run(forward, axes, params, *args, **kwargs):
 
 
 def _view(axes, params) -> dict:
-  """Parameters with matrices that make themselves."""
+  """Returns the parameters with `QuantizedMatrix` leaves, dequantized on use."""
   for path, axis in axes.items():
     stack, name = path.split('/')
     held = params[stack]
@@ -229,9 +245,9 @@ def _view(axes, params) -> dict:
 
 
 def convert_params(params: dict, model: 'Model') -> dict:
-  """Parameters whose matrices are held as `model` holds them.
+  """Quantizes, requantizes or dequantizes matrices to the form that `model` has.
 
-  Whatever `params` has of them, quantised or not; a layer at a time.
+  One layer at a time. Matrices that `params` lacks are skipped.
   """
   for path, axis in block_axes((model.base or model).table).items():
     try:
@@ -255,6 +271,6 @@ def _dense(held, axis, dtype):
 
 
 def _put(tree, path, x):
-  """The tree with x there, which may be of another kind than what was."""
+  """Returns the tree with x at the path, in place of a leaf or of a subtree."""
   first, _, rest = path.partition('/')
   return tree | {first: _put(tree[first], rest, x) if rest else x}

@@ -1,6 +1,13 @@
-"""Which experts a token goes to, and with what weights.
+"""The router of a mixture of experts: top-k choice, load balance, routing replay.
 
-Legend: B rows, T tokens, D hidden size, E experts, k of them for a token.
+Legend: B rows, T tokens, D hidden size, E experts, k of them for a token, L layers, S slots.
+
+Routing replay: sampler and trainer round differently, and a token at the edge
+between two experts then takes different ones; its log-prob jumps, and importance
+ratios with it. So a sampler can record the experts that it used (`record`,
+`recorded`), for the update and the scores of that step to use again ("rollout
+routing replay", Ma et al., arXiv:2510.11370). The router still learns, through
+the weights of those experts.
 """
 
 from __future__ import annotations
@@ -17,33 +24,45 @@ from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from jaxpost.models.config import Experts, ModelConfig
+  from jaxpost.models.model import Model
 
 
 @struct.dataclass
 class Routing:
-  """Where the tokens went, in one layer or, stacked in front, in all."""
+  """Experts of the tokens, in one layer or, with a leading axis L, in all."""
 
   chosen: jax.Array  # [B, T, k] int32
   logits: jax.Array  # [B, T, E] float32
 
 
-def route(p, x, cfg: ModelConfig, chosen=None):
-  """(weights [B, T, k], `Routing`) of tokens [B, T, D].
+def route(p: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None = None) -> tuple[jax.Array, Routing]:
+  """Chooses k experts for each token, and their weights.
 
   In float32 from unrounded weights: a token at the edge between two experts
-  should go the same way in training and in sampling. A router by sigmoids has
-  the logarithms of them for logits, so that probabilities are their shares.
+  should take the same one in training and in sampling. A sigmoid router reports
+  log-sigmoids as its logits, so that their softmax normalizes the sigmoids.
+
+  Args:
+    p: parameters of the layer.
+    x: [B, T, D].
+    chosen: [B, T, k], experts to use instead of the router's choice.
+
+  Returns:
+    (weights [B, T, k], `Routing`).
   """
   logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'], precision=jax.lax.Precision.HIGHEST)
   logits = logits + p.get('router_bias', 0)
   e = cfg.experts
   if e.sigmoid:
     scores = jax.nn.sigmoid(logits)
-    logits, wanted = jax.nn.log_sigmoid(logits), _grouped(scores + p['router_choice'], e)
+    logits = jax.nn.log_sigmoid(logits)
+    # The bias counts in the choice only, not in the weights (DeepSeek-V3).
+    preference = _mask_groups(scores + p['router_choice'], e)
   else:
-    scores, wanted = jax.nn.softmax(logits, axis=-1), logits
+    scores = jax.nn.softmax(logits, axis=-1)
+    preference = logits
   if chosen is None:
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(wanted), e.top_k)[1]
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(preference), e.top_k)[1]
   chosen = chosen.astype(jnp.int32)
   weights = jnp.take_along_axis(scores, chosen, axis=-1)
   if e.normalize:
@@ -51,8 +70,8 @@ def route(p, x, cfg: ModelConfig, chosen=None):
   return weights * e.scale, Routing(chosen, logits)
 
 
-def _grouped(wanted, e: Experts):
-  """[B, T, E], -inf outside of the groups whose two best are the best."""
+def _mask_groups(wanted: jax.Array, e: Experts) -> jax.Array:
+  """Masks [B, T, E] outside of the `top_groups` groups with the best two experts."""
   if e.top_groups == e.groups:
     return wanted
   parts = wanted.reshape(*wanted.shape[:-1], e.groups, -1)
@@ -62,39 +81,44 @@ def _grouped(wanted, e: Experts):
   return jnp.where(kept[..., None], parts, -jnp.inf).reshape(wanted.shape)
 
 
-def record(routing: Routing | None, cfg: ModelConfig) -> tuple:
-  """`Cache.experts` of a prefill."""
+def record(routing: Routing | None, cfg: ModelConfig) -> tuple[jax.Array, ...]:
+  """Returns `Cache.experts` of a prefill, L x [S, 1, T, k]; () if not recorded."""
   if not cfg.experts or not cfg.experts.record:
     return ()
   return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
 
 
-def recording(model):
-  """The model for a sampler whose caches keep what its tokens chose."""
+def recording(model: Model) -> Model:
+  """Returns the model for a sampler whose caches record the experts of its tokens."""
   cfg = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, record=True))
-  bind = lambda fn: functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
+
+  def bind(fn):
+    return functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
+
   return dataclasses.replace(model, config=cfg, prefill=bind(model.prefill), decode=bind(model.decode))
 
 
-def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple:
-  """L x [S, 1, T, k] of zeros, where a sampler keeps what tokens choose."""
+def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple[jax.Array, ...]:
+  """Returns an empty record, L x zeros [S, 1, T, k]; () if not recorded."""
   if not cfg.experts or not cfg.experts.record:
     return ()
   return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),) * cfg.sparse_layers
 
 
-def recorded(experts: tuple) -> tuple:
-  """L x [S, 1, T, k] -> ([T, S, L, k],), or () of nothing."""
-  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),) if experts else ()
+def recorded(experts: tuple) -> tuple[jax.Array, ...]:
+  """Stacks a record L x [S, 1, T, k] to ([T, S, L, k],); () if there is none."""
+  if not experts:
+    return ()
+  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),)
 
 
-def totals(routing: Routing, real) -> dict:
-  """Sums over the real tokens [B, T], which add up over micro-batches.
+def totals(routing: Routing, real: jax.Array) -> dict[str, jax.Array]:
+  """Sums routing statistics over the real tokens [B, T]; micro-batches add up.
 
   Returns:
-    {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: how
-    many chose an expert, their probabilities of it, the squares of their
-    log-normalisers, and how uncertain the router was of them, in nats.
+    {'tokens': [], 'load', 'probs': [L, E], 'squares', 'entropy': [L]}: the number
+    of tokens; the tokens of each expert; the sums of router probabilities, of
+    squared log-normalizers and of router entropies (nats).
   """
   real = real.astype(jnp.float32)
   logp = jax.nn.log_softmax(routing.logits, axis=-1)
@@ -102,7 +126,10 @@ def totals(routing: Routing, real) -> dict:
   counts = jnp.sum(  # [L, B, T, E], 1 where one of the k is that expert
     routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32
   )
-  over = lambda y: jnp.einsum('lbt...,bt->l...', y, real, precision=jax.lax.Precision.HIGHEST)
+
+  def over(y):
+    return jnp.einsum('lbt...,bt->l...', y, real, precision=jax.lax.Precision.HIGHEST)
+
   return {
     'tokens': jnp.sum(real),
     'load': over(counts),
@@ -112,8 +139,8 @@ def totals(routing: Routing, real) -> dict:
   }
 
 
-def balance_loss(sums: dict, tokens):
-  """(load balancing, z): losses of a micro-batch, the means over layers of
+def balance_loss(sums: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the (load balancing, z) losses of a micro-batch, the means over layers of
 
     E sum_e f_e P_e   (Fedus et al., arXiv:2101.03961, eq. 4 to 6), and
     mean of (log sum_e exp logit_e)^2   (Zoph et al., arXiv:2202.08906, eq. 5),
@@ -128,11 +155,13 @@ def balance_loss(sums: dict, tokens):
   """
   share = sums['load'] / jnp.maximum(sums['tokens'], 1)
   experts = share.shape[-1]
-  return (experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens, jnp.mean(sums['squares']) / tokens)
+  balance = experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens
+  z = jnp.mean(sums['squares']) / tokens
+  return balance, z
 
 
 def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
-  """Those of `balance_loss`, of `config.router`."""
+  """Returns the weights of the two losses of `balance_loss`, from `config.router`."""
   out = section.balance_coef, section.z_coef
   if not cfg.experts and (any(out) or section.routing_replay):
     raise InputError(
@@ -141,8 +170,8 @@ def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
   return out
 
 
-def metrics(sums: dict) -> dict:
-  """Of a whole batch; the load is 1 of an expert with its equal share."""
+def metrics(sums: dict) -> dict[str, jax.Array]:
+  """Returns the metrics of a batch; an expert with an equal share of tokens has load 1."""
   load = sums['load'] / jnp.mean(sums['load'], axis=-1, keepdims=True)
   tokens = jnp.maximum(sums['tokens'], 1)
   balance, z = balance_loss(sums, tokens)

@@ -1,8 +1,9 @@
-"""Sampling from the trainer's own leaves: a frozen base is in memory once.
+"""Sampling from the trainer's frozen weights, without a copy.
 
-A sampler's copy has an array for each layer, adapters merged and matrices
-joined, which is faster. Here decoding reads the rows of stacked matrices, with
-adapters beside them and codes made into numbers, one layer at a time.
+A sampler's usual copy has one array per layer, adapters merged and matrices
+fused, which is faster. Here a frozen base is in memory once: decoding slices the
+stacked matrices of training, with adapters beside them and quantized codes
+dequantized, one layer at a time.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import jax.numpy as jnp
 from jaxpost.models.parameters import STACKS, flatten, leaf, nest
 
 if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
   from jaxpost.models.model import Model
 
 
 def sampling_model(model: Model) -> Model:
-  """The model for a sampler whose weights are those that training has."""
+  """Returns the model for a sampler that reads the trainer's (stacked) parameters."""
   return dataclasses.replace(
     model, prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model)
   )
@@ -42,31 +44,37 @@ def _decode(model, weights, *args, **kwargs):
   return model.decode(weights | {'layers': layers}, *args, **kwargs)
 
 
-def _layer(stack, i, x):
-  # Taken when x is there: XLA would take all rows before the loop of tokens.
+def _layer(stack: dict, i: int, x: jax.Array) -> dict:
+  """Slices layer i from the stack, when its input x exists."""
+  # The barrier keeps XLA from slicing all layers before the loop over tokens.
   stack, _ = jax.lax.optimization_barrier((stack, x))
   return jax.tree.map(lambda y: y[i], stack)
 
 
 class SharedWeights:
-  """Weights of a sampler: the frozen leaves, and a copy of the trained.
+  """Makes a sampler's weights: frozen leaves are shared, trained ones copied.
 
-  A leaf that the sampler's layout has in another way is a copy, too.
+  A leaf that the sampler's layout shards differently is a copy, too. Has the
+  methods of `reshard.Reshard`.
   """
 
-  def __init__(self, model: Model, layout):
-    self._model, self._shardings = model, model.shardings(layout)
+  def __init__(self, model: Model, layout: Layout):
+    self._model = model
+    self._shardings = model.shardings(layout)
 
-  def __call__(self, params) -> dict:
-    placed, given = jax.device_put(params, self._shardings), flatten(params)
+  def __call__(self, params: dict) -> dict:
+    """Returns the weights, and sets `shared_bytes` to the bytes that are no copy."""
+    placed = jax.device_put(params, self._shardings)
+    given = flatten(params)
     weights = {path: x if path in self._model.frozen else jnp.copy(x) for path, x in flatten(placed).items()}
     self.shared_bytes = sum(x.nbytes for path, x in weights.items() if x is given[path])
     return nest(weights)
 
-  def compile(self, params):
-    pass
+  def compile(self, params: dict):
+    """Does nothing: there is no program."""
 
-  def outputs(self, params) -> dict:
+  def outputs(self, params: dict) -> dict:
+    """Returns the shapes, types and shardings of the weights."""
     return nest(
       {
         path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf(self._shardings, path))
