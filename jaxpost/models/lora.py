@@ -2,7 +2,7 @@
 
 Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (each side
 of any number of dimensions) gets A [L, in, r] and B [L, r, out] and acts as
-x W + scale (x A) B. Those of E experts [L, E, in, out] get a pair each: A
+x W + scale (x A) B. Each of E experts [L, E, in, out] gets its own pair: A
 [L, E, in, r], B [L, E, r, out]. `ModelConfig.lora` is (rank, alpha, rslora,
 targets).
 """
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
 
-ROOT = 'lora'  # adapters are below it: lora/layers/q/a is A of layers/q
+ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
 
 
 def scale(cfg: ModelConfig) -> float:
-  """alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+  """Returns the adapter scale: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
   rank, alpha, rslora, _ = cfg.lora
   return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
-  """The model of `cfg`, with adapters where `cfg.lora` has them."""
+  """Builds the model of `cfg`, with the adapters of `cfg.lora` if there are any."""
   plain = model_lib.build(dataclasses.replace(cfg, lora=()))
   if not cfg.lora:
     return plain
@@ -67,7 +67,7 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
 
 
 def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
-  """The paths that the pattern fits as a whole; InputError without any."""
+  """Returns the paths that the pattern matches as a whole; InputError if there are none."""
   try:
     found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
   except re.error as e:
@@ -78,11 +78,12 @@ def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
 
 
 def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
-  """The rows of A and B. InputError where there can be none."""
+  """Returns the table rows of A and B; InputError for targets without adapters."""
   rank, *_, pattern = cfg.lora
   rows = {}
   names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
-  # 'q' is any path that ends in /q, too; experts are asked for by that word.
+  # 'q' also matches any path that ends in /q, except for experts: those are
+  # selected by 'experts/q'.
   for path in map(
     names.get, _matching(names, pattern, 'config.lora.targets', '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')
   ):
@@ -92,9 +93,9 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
         f'config.lora.targets: {pattern!r} matches {path}; routers have no adapters here, leave them out: "q|k|v|o"'
       )
     cut = spec.stack + input_dims(spec)
-    least = min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
-    if rank > least:
-      raise InputError(f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {least}; lower it')
+    full_rank = min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
+    if rank > full_rank:
+      raise InputError(f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {full_rank}; lower it')
     hf = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
     rows[f'{ROOT}/{path}/a'] = Param(
       (*spec.shape[:cut], rank),
@@ -118,22 +119,26 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
 
 
 def targets(table: dict) -> list[str]:
-  """The paths of what can have an adapter."""
+  """Returns the paths of the matrices that can have an adapter."""
   return [p for p, s in table.items() if s.matrix and s.stacked and not s.exact]
 
 
 def target_name(path: str, spec: Param) -> str:
-  """What `config.lora.targets` calls it: layers/experts/gate for those."""
+  """Returns the name of a path in `config.lora.targets`: layers/experts/gate for experts."""
   stack, _, last = path.rpartition('/')
   return f'{stack}/experts/{last}' if 'expert' in spec.axes else path
 
 
 def is_adapter(path: str) -> bool:
+  """True for the paths of A and B."""
   return path.startswith(f'{ROOT}/')
 
 
-def fresh(number: int, spec: Param, key):
-  """A starts uniform within 1 / sqrt(inputs), as in PEFT; the rest at 0."""
+def fresh(number: int, spec: Param, key: jax.Array) -> jax.Array:
+  """Initializes A uniformly within 1 / sqrt(inputs), as in PEFT, all else with 0.
+
+  number: index of the row in the table, for its random numbers.
+  """
   if spec.init != 'uniform':
     return jnp.zeros(spec.shape)
   bound = 1 / math.sqrt(math.prod(spec.shape[spec.stack : -1]))
@@ -143,9 +148,13 @@ def fresh(number: int, spec: Param, key):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('w', 'a', 'b', 'keys'), meta_fields=('scale', 'rate'))
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-  """A matrix with its adapter, where `matmul.einsum` takes a matrix.
+  """A matrix with its adapter, which `matmul.einsum` accepts as an operand.
 
-  keys: [B, 2] uint32, of the dropout in each row; None is no dropout.
+  Attributes:
+    w, a, b: W, A and B; w may be a `QuantizedMatrix`.
+    keys: [B, 2] uint32, dropout keys of the rows; None: no dropout.
+    scale: multiplies (x A) B.
+    rate: dropout rate.
   """
 
   w: jax.Array
@@ -156,18 +165,19 @@ class Adapted:
   rate: float
 
   def apart(self) -> tuple:
-    """(W, A, scale B), for what multiplies groups of rows by each."""
+    """Returns (W, A, scale B), for grouped products of experts."""
     return self.w, self.a, self.scale * self.b
 
-  def dense(self, dtype):
-    """W + scale A B, of one layer."""
+  def dense(self, dtype) -> jax.Array:
+    """Returns the merged matrix W + scale A B of one layer."""
     w = self.w.dense('float32') if hasattr(self.w, 'dense') else self.w
     return (w + self.scale * jnp.tensordot(self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(dtype)
 
-  def product(self, spec: str, x, dtype: str):
-    """x W + scale (dropout(x) A) B, as `einsum` would of W alone."""
+  def product(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
+    """Computes x W + scale (dropout(x) A) B, where `spec` is the einsum of x and W."""
     inputs, out = spec.split('->')
     left, right = inputs.split(',')
+    # The letter z is the rank: x A is '{left},{into}z->{low}'.
     into = ''.join(c for c in right if c in left)
     onto = ''.join(c for c in right if c in out)
     low = ''.join(c for c in left if c not in right) + 'z'
@@ -195,9 +205,9 @@ def _forward(
   chosen=None,
   routing=None,
 ):
-  """`forward` of the model without adapters, with them.
+  """Runs `forward` of the model without adapters on adapted matrices.
 
-  dropout: [B, 2] uint32, keys of what is dropped in each row.
+  dropout: [B, 2] uint32, dropout keys of the rows; None: no dropout.
   """
 
   def pair(number, w, a, b):
@@ -219,18 +229,18 @@ def _forward(
 
 
 def adapted(params: dict, cfg: ModelConfig) -> dict:
-  """Parameters of the model without adapters, whose matrices have them."""
+  """Returns parameters of the model without adapters, with `Adapted` matrices."""
   return _over_targets(params, lambda number, w, a, b: Adapted(w, a, b, None, scale(cfg), 0.0))
 
 
 def merge(params: dict, cfg: ModelConfig) -> dict:
-  """Parameters of the model without adapters that computes the same."""
+  """Merges adapters into their matrices: W + scale A B."""
 
   def add(number, w, a, b):
     del number
     dot = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
     of_layers = jax.vmap(dot)
-    if a.ndim == b.ndim == 4:  # of experts; of others one has fewer
+    if a.ndim == b.ndim == 4:  # experts; elsewhere A or B has fewer dimensions
       of_layers = jax.vmap(of_layers)
     return (w + scale(cfg) * of_layers(a, b)).astype(w.dtype)
 
@@ -238,10 +248,11 @@ def merge(params: dict, cfg: ModelConfig) -> dict:
 
 
 def _over_targets(params: dict, fn: Callable) -> dict:
-  """`params` without adapters, fn(number, W, A, B) in the place of each W."""
+  """Returns `params` without adapters, with fn(number, W, A, B) in place of each adapted W."""
   if ROOT not in params:
     return params
-  out, number = {k: v for k, v in params.items() if k != ROOT}, 0
+  out = {k: v for k, v in params.items() if k != ROOT}
+  number = 0
   for stack, pairs in params[ROOT].items():
     out[stack] = dict(out[stack])
     for name, pair in pairs.items():
@@ -254,49 +265,55 @@ def _over_targets(params: dict, fn: Callable) -> dict:
 
 
 def freeze(model: Model, pattern: str) -> Model:
-  """The model with the rows that training leaves as they are.
+  """Returns the model with `frozen` set: the paths that are not trained.
 
-  Those whose whole path the pattern matches; without one, with adapters, all
-  but these and a scalar head.
+  Args:
+    pattern: regular expression of whole paths. '' freezes, in a model with
+      adapters, all but these and a scalar head, and nothing otherwise.
   """
   frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
   if pattern:
     frozen = set(_matching(model.table, pattern, 'config.train.freeze'))
   if len(frozen) == len(model.table):
     raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
-  # No gradient of what is frozen: forward, through it, and of the others.
+  # An update costs a forward pass, a backward pass through the activations, and
+  # one for the gradients of the trained parameters only.
   sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
   share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
   return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
 
 
 def frozen_base_model(cfg: ModelConfig, kind: str = '') -> Model:
-  """The model of `cfg` whose adapters are trained, its base quantised or not."""
+  """Builds the model of `cfg` with trained adapters on a frozen, maybe quantized base.
+
+  kind: see `quantization.quantize_model`.
+  """
   return quantization.quantize_model(freeze(build(cfg), ''), kind)
 
 
 def trained_part(model: Model) -> Model:
-  """The table of what is trained, with the shapes and shardings of that."""
+  """Returns the model with the trained rows of its table only."""
   return dataclasses.replace(model, table={p: spec for p, spec in model.table.items() if p not in model.frozen})
 
 
 def split(params: dict, model: Model) -> tuple[dict, dict]:
-  """(what is trained, what is frozen); `join` puts them together."""
+  """Splits parameters into (trained, frozen); `parameters.join` merges them."""
   flat = {p: leaf(params, p) for p in model.table}
   return tuple(nest({p: x for p, x in flat.items() if (p in model.frozen) == side}) for side in (False, True))
 
 
 def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 0) -> dict:
-  """Parameters of `theirs` as those of `model`, the same decoder.
+  """Converts parameters of `theirs` to those of `model`, the same decoder.
 
-  Adapters that `model` has not, too, are merged; its own start fresh, and a
-  scalar head at zero. Leaves that `model` lacks are dropped. Matrices are
-  quantised, or made whole, as `model` has them.
+  Adapters of `theirs` are merged unless `model` has the same; new adapters are
+  initialized, and a scalar head is 0. Leaves that `model` lacks are dropped.
+  Matrices are quantized or dequantized as `model` has them.
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)
   have = flatten(quantization.convert_params(params, model))
-  key, out = jax.random.key(seed), {}
+  key = jax.random.key(seed)
+  out = {}
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)
     if path in have:
@@ -307,6 +324,6 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
 
 
 def adopt_sharing_frozen(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
-  """`adopt` for a model that is trained, too: it shares what it freezes."""
-  own, fixed = split(adopt(params, theirs, model, layout, dtype), model)
-  return join(jax.tree.map(jnp.copy, own), fixed)
+  """Runs `adopt`, sharing the frozen leaves with `params` and copying the trained ones."""
+  trained, frozen = split(adopt(params, theirs, model, layout, dtype), model)
+  return join(jax.tree.map(jnp.copy, trained), frozen)

@@ -1,4 +1,4 @@
-"""Shapes to start from when there is no folder: `config.model.preset`."""
+"""Named model configs, for `config.model.preset`: models without a folder of weights."""
 
 import dataclasses
 

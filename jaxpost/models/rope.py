@@ -2,8 +2,8 @@
 
 Legend: B rows, T tokens, N heads, h head size, d rotated entries of a head.
 
-Frequencies are made on the host: `pow` of an accelerator is coarser, and
-positions multiply the error. Rounded where `transformers` rounds.
+Frequencies are computed on the host: `pow` on an accelerator is less accurate,
+and positions multiply the error. They are rounded where `transformers` rounds.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import numpy as np
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig, Rope
 
-# These depend on how long a document is, so text that is sampled past the
-# limit was read with other frequencies than training reads it with.
+# Scalings whose frequencies depend on the length of the document: beyond the
+# limit, sampling used other frequencies for early tokens than training does.
 BY_LENGTH = ('dynamic', 'longrope')
 
 
 def by_length(cfg: ModelConfig) -> int:
-  """Up to this length, documents have one set of frequencies; 0: all have."""
+  """Returns the length up to which frequencies do not depend on it; 0: they never do."""
   limits = [dict(r.scaling)['original_max_position_embeddings'] for r in cfg.ropes if _kind(r) in BY_LENGTH]
   return min(limits, default=0)
 
 
 def document_lengths(positions, segment_ids):
-  """[B, T] of the last position of each token's document, plus 1."""
+  """Returns [B, T]: the last position of each token's document, plus 1."""
 
   def row(positions, segments):
     most = jax.ops.segment_max(positions, segments, positions.shape[0] + 1)
@@ -40,17 +40,18 @@ def document_lengths(positions, segment_ids):
 
 
 def tables(positions, lengths, cfg: ModelConfig) -> list:
-  """(cos, sin) for each of `cfg.ropes`, each [B, T, 1, h] float32.
+  """Returns (cos, sin) for each of `cfg.ropes`, each [B, T, 1, h] float32.
 
   Args:
-    positions: [B, T]; lengths: of the document of each token, [B, T] or
-      [B, 1]; read where `by_length` is not 0.
+    positions: [B, T].
+    lengths: length of each token's document, [B, T] or [B, 1]; read only if
+      `by_length` is not 0.
   """
   return [_table(positions, lengths, rope, cfg) for rope in cfg.ropes]
 
 
 def pick(tables: list, index):
-  """The table of a layer: None rotates nothing; `index` may be traced."""
+  """Returns the table of a layer, None for no rotation; `index` may be traced."""
   if isinstance(index, int):
     return None if index < 0 else tables[index]
   cos, sin = tables[0]
@@ -69,8 +70,10 @@ def rotate(x, table, cfg: ModelConfig):
 def rotate_half(x, dim: int = 0):
   """[.., a, b] -> [.., -b, a] by a product with a signed permutation.
 
-  Exact, and on CPU 5 x as fast as slicing and concatenating. Of the first
-  `dim` entries; the rest become 0.
+  Exact, and on CPU 5 x as fast as slicing and concatenating.
+
+  Args:
+    dim: number of leading entries that are rotated (0: all); the rest become 0.
   """
   size = x.shape[-1]
   half = (dim or size) // 2
@@ -108,7 +111,7 @@ def _table(positions, lengths, rope, cfg):
 
 
 def _periods(theta: float, dim: int):
-  """[d / 2], in tokens per radian."""
+  """Returns the periods [d / 2], in tokens per radian."""
   half = dim // 2
   return (theta ** (np.arange(half) / half)).astype(np.float32)
 
@@ -124,7 +127,7 @@ def _linear(theta, dim, p):
 
 
 def _llama3(theta, dim, p):
-  """Llama 3.1: long waves are interpolated, short ones left alone."""
+  """Llama 3.1: long wavelengths are interpolated, short ones unchanged."""
   freq = np.float32(1) / _periods(theta, dim)
   low, high = p['low_freq_factor'], p['high_freq_factor']
   factor, original = p['factor'], p['original_max_position_embeddings']
@@ -139,7 +142,7 @@ def _yarn(theta, dim, p):
   """Peng et al., arXiv:2309.00071, section 3.4."""
   original, factor = p['original_max_position_embeddings'], p['factor']
 
-  def at(rotations):  # the dimension that turns so often in `original`
+  def at(rotations):  # the dimension that makes so many rotations in `original` tokens
     return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
   low, high = at(p.get('beta_fast') or 32), at(p.get('beta_slow') or 1)
@@ -159,7 +162,7 @@ def _yarn(theta, dim, p):
 
 
 def _longrope(theta, dim, p, which):
-  """Ding et al., arXiv:2402.13753: factors that were searched for."""
+  """LongRoPE (Ding et al., arXiv:2402.13753): factors found by search."""
   original, factor = p['original_max_position_embeddings'], p['factor']
   scale = p.get('attention_factor')
   if scale is None:
@@ -169,7 +172,7 @@ def _longrope(theta, dim, p, which):
 
 
 def _dynamic(theta, dim, p, lengths):
-  """NTK-aware: the base grows with what a document has beyond the limit."""
+  """Dynamic NTK: the base grows with the length of the document beyond the limit."""
   limit = p['original_max_position_embeddings']
   over = jnp.maximum(lengths, limit).astype(jnp.float32) / limit
   grown = (p['factor'] * over - (p['factor'] - 1)) ** (1 / (dim / 2 - 1))

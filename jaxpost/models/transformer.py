@@ -1,11 +1,11 @@
-"""The decoder: one parameter table, one block, three ways through it.
+"""The decoder: parameter table, block, and the passes forward, prefill and decode.
 
 Legend: B rows, T tokens, D hidden size, V padded vocabulary, L layers,
 H heads, K kv heads, h head size, F MLP size, S slots.
 
-`forward` reads packed rows (training, scoring), `prefill` also returns what
-a cache needs, `decode` adds one token to each slot. All three run the same
-`_block`; they differ in what attends to what.
+`forward` reads packed rows (training, scoring), `prefill` also returns the KV
+cache, `decode` adds one token to each slot. All three run the same `_block` with
+different attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
-  """Path -> parameter: drives init, sharding, HF import, export and counts."""
+  """Returns {path: parameter}: drives init, sharding, HF import, export and counts."""
   d, f, n = cfg.hidden_size, cfg.intermediate_size, cfg.num_layers
   h, k, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
   block = 'model.layers.{}.'
@@ -78,7 +78,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
   if cfg.num_labels or cfg.value_head:
-    # Zeros: what was not trained yet judges all texts alike.
+    # Zeros: before training, all texts get the same score.
     table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
@@ -86,7 +86,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
-  """Random parameters: normal(initializer_range), padding rows zero."""
+  """Initializes parameters: normal(initializer_range), padding rows 0."""
   flat = {}
   for i, (path, spec) in enumerate(param_table(cfg).items()):
     if spec.init in ('ones', 'zeros'):
@@ -100,32 +100,33 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
 
 
 def head(params) -> jax.Array:
-  """[V, D] output embedding; the input embedding where they are tied."""
+  """Returns the output embedding [V, D]; the input embedding if they are tied."""
   return params['head'] if 'head' in params else params['embed']
 
 
 def values(params, hidden) -> jax.Array:
-  """[B, T, D] -> [B, T] float32: the scalar head, never rounded."""
+  """Applies the scalar head in float32: [B, T, D] -> [B, T]."""
   return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32), params['score'], precision=jax.lax.Precision.HIGHEST)[
     ..., 0
   ]
 
 
 def num_params(cfg: ModelConfig | CustomConfig) -> int:
+  """Returns the number of parameters."""
   if isinstance(cfg, CustomConfig):
     return cfg.size
   return sum(math.prod(p.shape) for p in param_table(cfg).values())
 
 
 def num_active(cfg: ModelConfig) -> int:
-  """Parameters that a token passes: of the experts, the chosen ones."""
+  """Returns the number of parameters used per token: top_k of the experts."""
   share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
   return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in param_table(cfg).values()))
 
 
 def flops_per_token(cfg: ModelConfig, context: float) -> float:
-  """Forward FLOPs of one token that sees `context` tokens (causal: half T)."""
-  if isinstance(cfg, CustomConfig):  # as if all were matrices, once a token
+  """Returns the forward FLOPs of a token that attends to `context` tokens (causal: half T)."""
+  if isinstance(cfg, CustomConfig):  # assumes that each parameter is used once per token
     return 2.0 * cfg.size
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
@@ -134,22 +135,30 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
 
 
 class LayerKind(NamedTuple):
-  """How a layer differs from others: indices, or arrays under a scan."""
+  """What differs between layers; arrays in a scan over layers."""
 
-  rope: int | jax.Array  # index of its table, -1 for none
-  window: int | jax.Array  # tokens it sees, 0 for all
+  rope: int | jax.Array  # index of its RoPE table, -1 for none
+  window: int | jax.Array  # sliding window in tokens, 0 for full attention
 
 
 def layer_kinds(cfg: ModelConfig) -> list[LayerKind]:
+  """Returns the kind of each layer."""
   zeros = (0,) * cfg.num_layers
   return [LayerKind(*x) for x in zip(cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
 
 
 def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
-  """[B, T, D] -> ([B, T, D], whatever `attend` keeps, `moe.Routing` or None).
+  """Applies one layer to [B, T, D].
 
-  attend: (q, k, v, what a cache keeps of the tokens) -> (out, kept).
-  absorbed: as of `mla.attend`.
+  Args:
+    p: parameters of the layer.
+    table: RoPE table of the layer, or None.
+    attend: (q, k, v, cache entries of the tokens) -> (out, kept).
+    chosen: experts to use, see `moe.mlp`.
+    absorbed: see `mla.attend`.
+
+  Returns:
+    ([B, T, D], `kept` of `attend`, `Routing` or None).
   """
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
@@ -176,7 +185,7 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
 
 
 def _add(x, out, cfg):
-  """The residual stream with what attention or the MLP adds to it."""
+  """Adds the output of attention or MLP to the residual stream."""
   if cfg.residual_scale != 1:
     out = out * cfg.residual_scale
   return x + out.astype(x.dtype)
@@ -190,15 +199,15 @@ _REMAT = {
 
 
 def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
-  """Embedded tokens through all layers.
+  """Runs all layers and the final norm on embedded tokens.
 
   Args:
-    tables: of `rope.tables`.
-    attend: (q, k, v, keep, window, sinks) -> (out, kept).
-    chosen: [L, B, T, k], of `moe.mlp`, or None.
+    tables: see `rope.tables`.
+    attend: (q, k, v, cache entries, window, sinks) -> (out, kept).
+    chosen: [L, B, T, k], experts to use (`moe.mlp`), or None.
 
   Returns:
-    (normed x, kept of each layer, `moe.Routing` of all layers or None).
+    (normed x, `kept` of each layer, `Routing` of all layers or None).
   """
 
   def block(p, x, chosen, kind):
@@ -220,7 +229,7 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
 
   kinds = layer_kinds(cfg)
   split = isinstance(params['layers'], list)  # a sampler's weights
-  sparse = cfg.num_layers - cfg.sparse_layers  # the first of them
+  sparse = cfg.num_layers - cfg.sparse_layers  # the first layer with experts
   if compute.unroll or split:
     kept = []
     if not split:
@@ -230,7 +239,7 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
       kept.append(kept_l)
     kept, routing = zip(*kept)
     return (layers.rms_norm(x, params['norm'], cfg), kept, jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:]))
-  # What all layers share stays a number, which attention can make use of.
+  # Values that all layers share stay static: attention specializes on them.
   varied = {
     name: jnp.array([getattr(k, name) for k in kinds])
     for name in LayerKind._fields
@@ -241,7 +250,7 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
   else:
     one = lambda p, x, chosen, _: alike(kinds[0])(p, x, chosen)
   first = []
-  if sparse:  # dense ones before, of a model whose layers are alike else
+  if sparse:  # dense layers first; models with them have layers of one kind
     x, (first, _) = jax.lax.scan(lambda x, p: one(p, x, None, {}), x, params['dense'])
     first = first and [[y[i] for y in first] for i in range(sparse)]
   x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
@@ -277,9 +286,13 @@ def forward(
 ):
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
-  `constrain(x, *axes)` pins activations at layer boundaries (`Layout`);
-  `noise` [B, T, D] is added to the embeddings; `chosen` [B, T, L, k] are
-  experts to take. With `routing`, a pair with the `moe.Routing` [L, B, T, ..].
+  Args:
+    constrain: (x, *logical axes) -> x, pins the sharding of activations at layer
+      boundaries; a `Layout`.
+    branch_ids: [B, T] or None, see `types.Batch`.
+    noise: [B, T, D], added to the embeddings, or None.
+    chosen: [B, T, L, k], experts to use, or None.
+    routing: also return the `Routing` [L, B, T, ...].
   """
   n = context_parallel.num_shards(constrain)
   order = functools.partial(context_parallel.stripe, n=n) if n > 1 else lambda x: x
@@ -335,20 +348,22 @@ def decode(
   compute: Compute,
   constrain=_unconstrained,
 ):
-  """One token per slot: -> (recent with it, hidden [S, D]).
+  """Decodes one token per slot.
 
-  A block of T tokens only reads the cache: XLA would copy what it writes at
-  every token. What is new is in
-  `recent` until the block ends (`attention.extend`). Several tokens that
-  follow each other, [S, T'], give hidden [S, T', D].
+  A block of T tokens only reads the cache, because XLA would copy a cache that
+  is written at every token. New entries are in `recent` until the block ends
+  (`attention.extend`).
 
   Args:
-    weights: parameters with a list of layers (`unstack_layers`), or of what
-      makes one of x, its input.
-    cache: L x [S, K, length, h], or pages and a table, of which `filled` [S]
-      entries count.
-    recent: L x [S, K, T, h], of which `step` count.
-    tokens: [S], at positions filled + step.
+    weights: parameters with a list of layers (`unstack_layers`); an entry may
+      also be a function of the layer's input that returns its parameters.
+    cache: L x [S, K, length, h], or pages and a table; the first `filled` [S]
+      entries are valid.
+    recent: L x [S, K, T, h], of which the first `step` are valid.
+    tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
+
+  Returns:
+    (recent with the new entries, hidden [S, D] or [S, T', D]).
   """
   some = tokens.reshape(len(tokens), -1)
   x = _embed(weights, some, cfg, compute, constrain)
