@@ -26,7 +26,7 @@ from fsspec import spec
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, safetensors_file
+from jaxpost.formats import hf, model_folder, safetensors_file
 from jaxpost.monitor import metrics
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
@@ -263,7 +263,7 @@ def test_a_frame_that_is_kept_keeps_no_file_open(tensors, monkeypatch):
 
   monkeypatch.setattr(np, 'frombuffer', looked_at)
   with contextlib.ExitStack() as stack:
-    read = hf.open_file(epath.Path(tensors), stack)['a'][slice(1, 3)]
+    read = model_folder.open_file(epath.Path(tensors), stack)['a'][slice(1, 3)]
   assert kept and read.shape[0] == 2
 
 

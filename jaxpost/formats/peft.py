@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
-from jaxpost.formats import families, hf, tensor_layout
+from jaxpost.formats import families, hf, model_folder, tensor_layout
 from jaxpost.models import lora, transformer
 from jaxpost.models import parameters as tables
 
@@ -57,10 +57,10 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
 
   Reads headers only. InputError where the folder is no adapter of it.
   """
-  folder = hf.opened(folder)
+  folder = model_folder.opened(folder)
   if not (folder / CONFIG).is_file():
     raise InputError(f'{folder}: no folder of an adapter (it has no {CONFIG})')
-  raw = hf.read_json(folder / CONFIG)
+  raw = model_folder.read_json(folder / CONFIG)
   for field, values in _PLAIN.items():
     if field in raw and raw[field] not in values:
       raise InputError(f'{folder / CONFIG}: {field}={raw[field]!r} is not supported (only {values[0]!r})')
@@ -123,7 +123,7 @@ def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
   every = tensor_layout.table(
     cfg, lora.adapter_rows(table, dataclasses.replace(cfg, lora=(1, 1.0, False, '|'.join(names.values()))))
   )
-  have = hf.open_file(folder / _WEIGHTS, stack)
+  have = model_folder.open_file(folder / _WEIGHTS, stack)
   given = raw.get('target_parameters') or []
   if not isinstance(given, list) or any(type(x) is not str for x in given):
     raise InputError(f'{folder / CONFIG}: target_parameters={given!r} must be a list of names')
@@ -204,13 +204,13 @@ def _apart(folder, have: dict, given: set, raw: dict, every: dict, cfg: ModelCon
 
 def base_of(folder) -> str:
   """Name or folder of the model that an adapter was trained on."""
-  return hf.read_json(hf.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
+  return model_folder.read_json(model_folder.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
 
 
 def is_judge(folder) -> bool:
   """Whether an adapter has a scalar head of its own."""
-  path = hf.opened(folder) / CONFIG
-  return path.is_file() and hf.read_json(path).get('modules_to_save') == ['score']
+  path = model_folder.opened(folder) / CONFIG
+  return path.is_file() and model_folder.read_json(path).get('modules_to_save') == ['score']
 
 
 def _other(folder, why) -> InputError:
@@ -282,9 +282,9 @@ def _check(folder, kept: dict, have: dict):
 
 def load(folder, model: Model, shardings: dict, write: Callable = transfer.write) -> dict:
   """The adapters of a folder, nested, as float32 arrays."""
-  folder = hf.opened(folder)
+  folder = model_folder.opened(folder)
   with contextlib.ExitStack() as stack:
-    raw = hf.read_json(folder / CONFIG)
+    raw = model_folder.read_json(folder / CONFIG)
     have, *_ = _open(folder, raw, model.config, stack)
     kept = _kept(model, _with_own_a(raw))
     _check(folder, kept, have)
@@ -351,6 +351,6 @@ def writer(model: Model, params: dict, base: str) -> Callable:
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     hf.write_file(tensors, folder / _WEIGHTS)
-    hf.write_json(folder / CONFIG, spec)
+    model_folder.write_json(folder / CONFIG, spec)
 
   return write

@@ -1,4 +1,4 @@
-"""How parameters lie in the tensors of a Hugging Face folder.
+"""Maps parameters to the tensors of a Hugging Face folder, and reads them piece by piece.
 
 Matrices are stored transposed ([out, in]) and reshaped to the table's shape;
 the vocabulary is cut to the tokens that there are. Where a family keeps
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -30,11 +31,11 @@ _PIECE = 16 << 20  # bytes that are read at a time
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """Where a parameter is kept: rows of tensors, one of each layer (or expert).
+  """The place of a parameter: rows of tensors, one for each layer (or expert).
 
-  names: of the tensors. first: its first row in each; shape: of each tensor.
-  step: where it is every so many of the last dimension, from `first` on.
-  column: the first one of a matrix, where others have columns of their own.
+  names: of the tensors. shape: of each tensor. first: the first row in each.
+  step: above 1, the parameter is every `step`-th entry of the last dimension,
+    from `first` on. column: the first column of a matrix.
   """
 
   spec: Param
@@ -45,8 +46,8 @@ class Stored:
   column: int = 0
 
 
-def table(cfg: ModelConfig, rows=None) -> dict[str, Stored]:
-  """Path -> where it is kept, for `rows` or the whole parameter table."""
+def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, Stored]:
+  """Returns path -> place, for `rows` or the whole parameter table."""
   family = families.of_model(cfg.family)
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():
@@ -72,25 +73,25 @@ def _names(name: str, spec: Param) -> tuple[str, ...]:
   return tuple(name.format(i + spec.first, *rest) for i, *rest in np.ndindex(spec.shape[: spec.stack]))
 
 
-def beyond(name: str, cfg: ModelConfig, more: int) -> bool:
-  """Whether a tensor is of the `more` layers after the last.
+def is_extra_layer(name: str, cfg: ModelConfig, count: int) -> bool:
+  """True for tensors of the `count` layers after the last.
 
-  They predict several tokens at once, and are not read.
+  They are for multi-token prediction, and are not read.
   """
   found = re.match(r'model\.layers\.(\d+)\.', name)
-  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < more
+  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
-  """The table's rows, those that share tensors together."""
+  """Groups the rows of a table that share tensors."""
   out = {}
   for path, stored in table.items():
     out.setdefault(stored.names[0], {})[path] = stored
   return list(out.values())
 
 
-def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
-  """What one tensor of a parameter has in the folder."""
+def _shape(spec: Param, cfg: ModelConfig) -> tuple[int, ...]:
+  """Returns the shape that one tensor of a parameter has in the folder."""
   shape = spec.shape[spec.stack :]
   if spec.axes[0] == 'vocab':
     return (cfg.vocab_size, *shape[1:])
@@ -101,18 +102,18 @@ def _shape(spec, cfg: ModelConfig) -> tuple[int, ...]:
 
 
 def _row(spec: Param) -> int:
-  """The dimension of a parameter along which a tensor has its rows."""
+  """Returns the dimension of a parameter along which a tensor has its rows."""
   return spec.stack + (input_dims(spec) if spec.matrix else 0)
 
 
 def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
-  """How devices that want this sharding share what there is to read.
+  """Splits the reading of a parameter between the devices that need it.
 
   Axes of the mesh that split columns, and those of replicas, split rows: no
   byte is asked for twice, and whole rows are.
 
   Returns:
-    The sharding, and the moves that undo it (`sharding.write`).
+    The sharding, and the moves that undo it (`transfer.write`).
   """
   row, parts = _row(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
@@ -133,9 +134,9 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
 
 
 def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
-  """A matrix with one dimension of outputs, as it is stored.
+  """Flattens the outputs of a matrix to one dimension, as it is stored.
 
-  So that the rows of a head can be split, too.
+  Then the rows of a head can be split, too.
   """
   row, parts = _row(spec), [*to.spec, *[None] * len(spec.shape)]
   if not spec.matrix or any(parts[row + 1 :]):
@@ -146,22 +147,21 @@ def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
   )
 
 
-def _piece(spec: Param, shape, most: int, unit: int = 1) -> tuple[int, ...]:
-  """The part of a shard of this shape that is read at a time.
+def _piece(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -> tuple[int, ...]:
+  """Returns the shape of the pieces in which a shard of `shape` is read.
 
-  Some layers (or experts), or of one the rows of its tensor, `unit` by `unit`;
-  `most` elements, or the one unit that has more. Parts of this shape make up
-  the shard.
+  Several layers (or experts), or some rows of one, a multiple of `unit`; at most `limit`
+  elements, if one unit has no more. The shard is a whole number of pieces.
   """
   shape = list(shape)
   for i, step in *((i, 1) for i in range(spec.stack)), (_row(spec), unit):
-    fits = most // math.prod(shape[:i] + shape[i + 1 :])
+    fits = limit // math.prod(shape[:i] + shape[i + 1 :])
     shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1) if shape[i] % n == 0 == n % step)
   return tuple(shape)
 
 
-def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
-  """Elements `bounds` = ((start, end), ...) of a parameter.
+def read(stored: Stored, tensors: dict[str, Any], bounds: Sequence[tuple[int, int]], dtype: Any) -> np.ndarray:
+  """Reads the elements `bounds` = ((start, end), ...) of a parameter.
 
   Args:
     tensors: name -> open slice of a safetensors file.
@@ -170,7 +170,8 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   out = np.empty([end - start for start, end in bounds], dtype)
   if not spec.stack:
     value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
-    out[: len(value)], out[len(value) :] = value, 0  # beyond the vocabulary
+    out[: len(value)] = value
+    out[len(value) :] = 0  # padding beyond the vocabulary
     return out
   kept, n = spec.shape[: spec.stack], spec.stack
   for at in np.ndindex(out.shape[:n]):
@@ -179,13 +180,16 @@ def read(stored: Stored, tensors: dict, bounds, dtype) -> np.ndarray:
   return out
 
 
-def load(stored: Stored, tensors: dict, to: NamedSharding, dtype, write) -> jax.Array:
-  """A parameter; the host has one piece of it at a time.
+def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.dtype, write: Callable) -> jax.Array:
+  """Loads a parameter with one piece of it on the host at a time.
 
-  What is larger than a piece is read by all devices together, a part each,
-  and they send each other what they need: a collective.
+  A parameter larger than a piece is read by all devices together, a part each, and they
+  exchange the parts: a collective.
 
-  Args: as those of `read` and of `hf.load_params`.
+  Args:
+    tensors: name -> open slice of a safetensors file.
+    to: the sharding of the result.
+    write: see `hf.load_params`.
   """
   whole = stored.spec.shape
   if not to.addressable_devices_indices_map(whole):  # others have some of it
@@ -212,10 +216,18 @@ def load(stored: Stored, tensors: dict, to: NamedSharding, dtype, write) -> jax.
   return relabelled(out, to)
 
 
-def _place(stored: Stored, tensors, sharding, size, split: int, dtype, at):
-  """What begins at `at` in each shard, `size` of it on each device.
+def _place(
+  stored: Stored,
+  tensors: dict[str, Any],
+  sharding: NamedSharding,
+  size: Sequence[int],
+  split: int,
+  dtype: Any,
+  at: Sequence[int],
+) -> jax.Array:
+  """Reads the piece that begins at `at` in each shard, `size` of it on each device.
 
-  split: of a shard's rows a piece is read by so many devices, a part each.
+  split: the number of devices that read a piece of a shard's rows together, a part each.
   """
   shape, row, holders = stored.spec.shape, _row(stored.spec), {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -234,8 +246,8 @@ def _place(stored: Stored, tensors, sharding, size, split: int, dtype, at):
   )
 
 
-def _read(stored, tensor, shape, bounds) -> np.ndarray:
-  """Elements `bounds` of one stored tensor, in the table's shape."""
+def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Reads the elements `bounds` of one stored tensor, in the table's shape."""
   if not stored.spec.matrix:
     (start, end), *rest = bounds
     end = min(end, tensor.get_shape()[0])
@@ -257,16 +269,17 @@ def _read(stored, tensor, shape, bounds) -> np.ndarray:
 
 
 def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
-  """An entry of a parameter as it is stored: its rows of the tensor."""
+  """Returns an entry of a parameter as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
     size = math.prod(value.shape[: input_dims(stored.spec)])
-    value, more = value.reshape(size, -1).T, stored.shape[1] - size
-    return np.pad(value, ((0, 0), (stored.column, more - stored.column))) if (more) else value
+    value = value.reshape(size, -1).T
+    others = stored.shape[1] - size  # columns of other parameters
+    return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
   return value[: stored.shape[0]]
 
 
-def together(stored: Stored, parts: list) -> np.ndarray:
-  """A tensor of what `rows` gave of the parameters in it."""
+def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:
+  """Joins the `rows` of all parameters in a tensor."""
   if stored.step > 1:
     return np.stack(parts, axis=-1).reshape(stored.shape)
   return np.concatenate(parts) if len(parts) > 1 else parts[0]

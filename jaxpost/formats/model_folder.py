@@ -1,0 +1,100 @@
+"""The files of a model folder: JSON, and which file holds which tensor.
+
+`stack` arguments close the files that are opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import pathlib
+from typing import Any
+
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.formats import mxfp4, safetensors_file
+from jaxpost.storage import object_store
+
+Path = pathlib.Path | epath.Path
+
+SINGLE = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+_PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
+
+
+def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
+  """Opens every tensor in the folder: name -> (file, open slice)."""
+  files, index = weight_files(folder)
+  found = {k: (file, v) for file in files for k, v in open_file(file, stack).items()}
+  for name, file in index.items():
+    if name not in found or found[name][0].name != file:
+      raise InputError(f'{folder / file}: lacks tensor {name}, which {INDEX} places there; copy or download both again')
+  return mxfp4.joined(found)
+
+
+def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, safetensors_file.Tensor]:
+  """Opens the tensors of a file, which is closed with `stack`."""
+  try:
+    handle = stack.enter_context(file.open('rb'))
+    if object_store.is_remote(file):
+      return safetensors_file.tensors(object_store.exactly(handle), file.stat().length)
+    mapped = stack.enter_context(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
+    return safetensors_file.tensors(mapped, len(mapped))
+  except (OSError, ValueError) as e:
+    raise InputError(f'{file}: unreadable ({e}); copy or download it again') from e
+
+
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+  """Returns the files with weights, and the index: tensor name -> file name."""
+  if (folder / SINGLE).is_file():
+    return [folder / SINGLE], {}
+  path = folder / INDEX
+  if not path.is_file():
+    names = sorted(p.name for p in folder.iterdir())
+    pickles = [n for n in names if n.endswith(_PICKLES)]
+    if pickles:
+      raise InputError(
+        f'{folder / pickles[0]}: pickled weights can run code and are not '
+        'read; convert to safetensors with transformers: AutoModelForCausal'
+        'LM.from_pretrained(folder).save_pretrained(new_folder)'
+      )
+    raise InputError(f'{folder}: no weights ({SINGLE} or {INDEX}); the folder has {", ".join(names[:8]) or "nothing"}')
+  index = read_json(path).get('weight_map')
+  if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+    raise InputError(f'{path}: has no "weight_map" of tensor to file name')
+  for name, file in index.items():
+    # By name, not by where it lands: download caches are links.
+    if file != pathlib.PurePath(file).name or file in ('', '..'):
+      raise InputError(f'{path}: tensor {name} is in {file!r}, which is no file name inside the folder')
+    if not (folder / file).is_file():
+      raise InputError(f'{folder / file}: no such file, but {INDEX} places {name} there; copy or download it again')
+  return [folder / file for file in dict.fromkeys(index.values())], index
+
+
+def opened(folder: epath.PathLike) -> Path:
+  """Returns the path of a model folder; InputError if there is none."""
+  object_store.check(str(folder), 'model')
+  folder = (epath if object_store.is_remote(folder) else pathlib).Path(folder).expanduser()
+  if not folder.is_dir():
+    raise InputError(f'{folder}: no such folder; a model is a Hugging Face folder with config.json and {SINGLE}')
+  return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+  """Reads a JSON file that holds one object."""
+  try:
+    value = json.loads(path.read_text(encoding='utf-8'))
+  except json.JSONDecodeError as e:
+    raise InputError(f'{path}:{e.lineno}:{e.colno}: bad JSON: {e.msg}; copy or download it again') from e
+  except (UnicodeDecodeError, OSError) as e:
+    raise InputError(f'{path}: unreadable ({e}); copy or download it again') from e
+  if not isinstance(value, dict):
+    raise InputError(f'{path}: not a JSON object; copy or download it again')
+  return value
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes indented JSON."""
+  path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')
