@@ -1,6 +1,7 @@
-"""The one matrix product of the library, and how a program computes.
+"""Matrix products (`einsum`, `grouped`, `products`) and `Compute`, their settings.
 
-Legend: einsum letters are the caller's; of groups, N rows, E groups, D, F.
+Legend: einsum letters are the caller's; for groups, N rows, E groups, D inputs,
+F outputs.
 """
 
 import dataclasses
@@ -13,27 +14,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-  """How mathematics that is the same everywhere is carried out here.
+  """How a program computes on a platform: types, memory and implementations.
 
-  dtype: type of the operands of matrix products. 'bfloat16' and 'float16'
-    accumulate in float32; 'float32' is the exact mode of tests and parity
-    (without HIGHEST an accelerator would use TF32 or bfloat16 passes).
-  residual: type of the residual stream and other activations.
-  cache: type of cached keys and values, rounded to `dtype` before.
-  unroll: layers as straight code (CPU, samplers) or as `lax.scan`.
-  remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
-  attention: what computes it, see `models/attention.py`; forced: and nothing
-    else does, where it cannot. rejected_shapes: what of it (`flash.Work`) was found
-    wrong on this device, which XLA does.
-  q_chunk: rows of queries attended at a time.
-  row_writes: a cache is written slot by slot: XLA:CPU's scatter copies it.
-  micro_tokens: of a device at a time in an on-policy update; in small parts
-    less is computed that completions leave empty.
-  head_elements: most logits (tokens x vocabulary) that exist at a time.
-  group_block: rows of a group that are multiplied at a time.
-  ragged: `jax.lax.ragged_dot` instead, where there is a kernel for it; else
-    it multiplies every row by every matrix, which it does everywhere for the
-    gradient of the matrices, so that this goes by blocks.
+  Attributes:
+    dtype: type of the operands of matrix products. 'bfloat16' and 'float16'
+      accumulate in float32; 'float32' is the exact mode of tests and parity
+      (without HIGHEST an accelerator would use TF32 or bfloat16 passes).
+    residual: type of the residual stream and other activations.
+    cache: type of cached keys and values, which are rounded to `dtype` before.
+    unroll: layers as straight-line code (CPU, samplers) instead of `lax.scan`.
+    remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
+    q_chunk: queries attended to at a time.
+    micro_tokens: tokens of a device at a time in an on-policy update; small
+      parts waste less computation on the padding of completions.
+    head_elements: upper bound of logits (tokens x vocabulary) in memory.
+    row_writes: write a cache slot by slot: XLA:CPU's scatter copies it.
+    group_block: rows of a group that are multiplied at a time.
+    ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies
+      every row by every matrix, as it does everywhere for the gradient of the
+      matrices, which is therefore computed by blocks.
+    attention: implementation, see `models/attention.py`.
+    forced: raise an error where it does not support something, instead of using
+      another one.
+    rejected_shapes: `attention_kernels.AttentionShape`s for which the kernel was
+      found wrong on this device; XLA computes those.
   """
 
   dtype: str = 'bfloat16'
@@ -53,11 +57,12 @@ class Compute:
 
 
 def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') -> Compute:
-  """Measured choices per platform; docs/performance.md has the figures.
+  """Returns measured choices for a platform; docs/performance.md has the figures.
 
-  Of attention, too: cuDNN's is never taken unasked.
-
-  dtype: 'auto' is what `programs.probe` finds; bfloat16 where nobody asked it.
+  Args:
+    dtype: 'auto' is bfloat16; `hardware.probe` may have replaced it before.
+    attention: 'auto' is splash on TPU and chunked elsewhere; cuDNN is used only
+      if it is named.
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
@@ -89,13 +94,12 @@ def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
   products, which then run at half the speed on CPU and miss the matrix units
   elsewhere. Every letter must occur in two of the three terms.
 
-  `out` is the type of the result, accumulated in float32 on each device; what
-  is summed over a mesh then travels in it.
-
-  `layout`, a `sharding.Layout`, sums the gradient of a parameter w by who
-  keeps it; x is [B, T, ...] then, and letters of w mean _DIMENSIONS.
-
-  `w` may be a matrix with a `product` of its own, such as `lora.Adapted`.
+  Args:
+    w: array, or a matrix with its own `product` method, such as `lora.Adapted`.
+    out: type of the result, accumulated in float32 on each device; sums over a
+      mesh are sent in this type.
+    layout: a `Layout`: each device reduces the part of the gradient of w that it
+      stores. x is [B, T, ...] then, and letters of w mean _DIMENSIONS.
   """
   return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(spec, x, w, dtype, out, layout)
 
@@ -142,17 +146,18 @@ def _matrix_gradient(spec, x, g, dtype, layout):
 _einsum.defvjp(_forward, _backward)
 
 
-# ------------------------------------------------------------------ of groups
+# ------------------------------------------------------------------- grouped
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped(x, w, sizes, compute: Compute):
-  """Each group of rows times a matrix of its own, in float32: [N, F].
+  """Multiplies each group of rows by its own matrix, in float32: [N, F].
 
   Args:
-    x: [N, D], the rows of the groups after each other; those beyond give 0.
-    w: [E, D, F]; sizes: [E] int32, rows of each group.
-    compute: the type of the operands, forward and backward, as of `einsum`.
+    x: [N, D], the rows of group 0, then of group 1, ...; further rows give 0.
+    w: [E, D, F].
+    sizes: [E] int32, rows of each group.
+    compute: defines the type of the operands, forward and backward.
   """
   return _rows_by_groups('nd,df->nf', x, w, sizes, compute)
 
@@ -175,7 +180,7 @@ grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 def _rows_by_groups(spec, x, w, sizes, compute):
-  """`einsum(spec, x, w[e])` of the rows of each group e."""
+  """Computes `einsum(spec, x, w[e])` for the rows of each group e."""
   dtype = compute.dtype
   x, w = x.astype(dtype), w.astype(dtype)
   if compute.ragged:
@@ -189,7 +194,7 @@ def _rows_by_groups(spec, x, w, sizes, compute):
 
   def part(i, y):
     out = einsum(spec, parts.rows(x, i), _slice(w, parts.group[i]), dtype)
-    # What it writes past the end of its group, the next one writes over.
+    # Rows past the end of the group are overwritten by the next group.
     return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(parts.real(i), out, 0), parts.start[i], 0)
 
   y = jnp.zeros((len(x), width), jnp.float32)
@@ -197,7 +202,7 @@ def _rows_by_groups(spec, x, w, sizes, compute):
 
 
 def _groups_of_rows(x, g, sizes, compute):
-  """x^T g of the rows of each group: [E, D, F], the gradient of its matrix."""
+  """Computes x^T g for the rows of each group, [E, D, F]: the gradient of its matrix."""
   parts = _Parts(sizes, len(x), compute.group_block)
   x, g = (jnp.pad(y, ((0, parts.block), (0, 0))) for y in (x, g))
 
@@ -211,9 +216,11 @@ def _groups_of_rows(x, g, sizes, compute):
 
 
 class _Parts:
-  """Groups of rows in blocks of one size, as many as are needed.
+  """Cuts groups of rows into blocks of one size.
 
-  group, start: [blocks], the group of each and its first row.
+  Attributes:
+    number: number of blocks in use, known at run time.
+    group, start: [blocks], the group and the first row of each block.
   """
 
   def __init__(self, sizes, rows: int, block: int):
@@ -227,14 +234,14 @@ class _Parts:
     self.start = self._end - sizes[self.group] + self.block * (i - (ends - per)[self.group])
 
   def loop(self, part, out):
-    with jax.named_scope('blocks'):  # which plans look for
+    with jax.named_scope('blocks'):  # planning finds the loop by this name
       return jax.lax.fori_loop(0, self.number, part, out)
 
   def rows(self, x, i):
     return _bits(lambda x: jax.lax.dynamic_slice_in_dim(x, self.start[i], self.block), x)
 
   def real(self, i):
-    """[block, 1]: the rows that are of the group."""
+    """Returns [block, 1] bool: rows of the block that belong to its group."""
     return (self.start[i] + jnp.arange(self.block) < self._end[i])[:, None]
 
 
@@ -243,8 +250,11 @@ def _slice(w, i):
 
 
 def _bits(fn, x):
-  """`fn` of the bits of x: XLA:CPU widens all of a bfloat16 array to slice it,
-  which takes ten times as long as a product with a few rows."""
+  """Applies `fn` to the bits of a bfloat16 array.
+
+  XLA:CPU widens all of a bfloat16 array to slice it, which takes ten times as
+  long as a product with a few rows.
+  """
   if x.dtype != jnp.bfloat16:
     return fn(x)
   return jax.lax.bitcast_convert_type(fn(jax.lax.bitcast_convert_type(x, jnp.uint16)), jnp.bfloat16)
@@ -258,10 +268,10 @@ def _precision(dtype: str):
 
 
 def products(spec: str, x, ws: tuple, dtype: str, layout=None) -> list:
-  """[einsum(spec, x, w) for w in ws], of matrices split over `tensor`.
+  """Returns [einsum(spec, x, w) for w in ws], for matrices split over `tensor`.
 
   The gradient by x is a sum over the matrices and over the mesh. XLA would
-  send each matrix's part around by itself; here they are added up before.
+  all-reduce the part of each matrix separately; here they are added first.
   """
   if layout is None or layout.mesh.shape['tensor'] == 1 or any(hasattr(w, 'product') for w in ws):
     return [einsum(spec, x, w, dtype, layout=layout) for w in ws]
@@ -274,8 +284,11 @@ def _products(spec, x, ws, dtype, layout):
 
 
 def _gathered(spec, ws, dtype, mesh):
-  """Matrices whole but for `tensor`; said alike each time, XLA does it once
-  where a layer is recomputed and differentiated."""
+  """Gathers the matrices over all axes but `tensor`.
+
+  Constraints that are equal each time let XLA gather once where a layer is
+  recomputed and differentiated.
+  """
   inputs, _ = spec.split('->')
   x_term, w_term = inputs.split(',')
   return [
@@ -285,7 +298,7 @@ def _gathered(spec, ws, dtype, mesh):
 
 
 def _cut(term, x_term, w_term, w_shape, mesh) -> PartitionSpec:
-  """Of an operand whose letters are `term`: over `tensor`, if it can be."""
+  """Returns the partition over `tensor`, if it divides, of the operand with letters `term`."""
   letter = next(c for c in w_term if c not in x_term)
   fits = w_shape[w_term.index(letter)] % mesh.shape['tensor'] == 0
   return PartitionSpec(*('tensor' if c == letter and fits else None for c in term))

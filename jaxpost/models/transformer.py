@@ -135,7 +135,7 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
 
 
 class LayerKind(NamedTuple):
-  """What differs between layers; arrays in a scan over layers."""
+  """The properties in which layers differ; arrays in a scan over layers."""
 
   rope: int | jax.Array  # index of its RoPE table, -1 for none
   window: int | jax.Array  # sliding window in tokens, 0 for full attention
