@@ -30,7 +30,7 @@ Span = tuple[int, int]  # start and end, in characters
 TRAIN_ON = ('assistant', 'completion', 'all')
 # Private characters that stand for a turn in a rendering; the first pair the text does not have.
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
-# What a template may put between its generation prompt and the content of a turn.
+# Text that a template may put between its generation prompt and the content of a turn.
 _OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
 
 

@@ -33,7 +33,7 @@ FORMATS = {
   '.arrow': Format(files.arrow, '['),
 }
 NAMES = ', '.join(FORMATS)
-# What to download of a data set on the hub.
+# Files to download of a data set on the hub.
 PATTERNS = tuple(f'*{suffix}{end}' for suffix, f in FORMATS.items() for end in ('', '.gz')[: 1 + f.gzip])
 _METADATA = ('dataset_info.json', 'dataset_infos.json', 'dataset_dict.json', 'state.json')
 

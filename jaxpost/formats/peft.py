@@ -34,7 +34,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 CONFIG, _WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
-# What changes the function, and the values at which it does not.
+# Fields that change the function, and the values at which they do not.
 _PLAIN = {
   'peft_type': ('LORA',),
   'bias': ('none',),
@@ -145,7 +145,7 @@ def _check_experts(path, given: set, cfg: ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """What one expert has of a tensor that is of all of them."""
+  """One expert's part of a tensor that holds all experts."""
 
   read: Callable
   shape: list
@@ -208,7 +208,7 @@ def base_of(folder) -> str:
 
 
 def is_judge(folder) -> bool:
-  """Whether an adapter has a scalar head of its own."""
+  """Returns True if an adapter folder holds a scalar head of a reward model."""
   path = model_folder.opened(folder) / CONFIG
   return path.is_file() and model_folder.read_json(path).get('modules_to_save') == ['score']
 
@@ -218,7 +218,7 @@ def _other(folder, why) -> InputError:
 
 
 def _kept(model: Model, own_a: set | None = None) -> dict:
-  """Where an adapter folder has the rows of the table: path -> `Stored`.
+  """Returns the places of the table's rows in an adapter folder: path -> `Stored`.
 
   own_a: modules of several matrices where each has rows of A, and columns of
     B, of its own; None is all. In others they share A.
@@ -308,7 +308,7 @@ def _check_blocks(folder, kept: dict, have: dict):
 
 
 def writer(model: Model, params: dict, base: str) -> Callable:
-  """What writes an adapter folder; nothing where there is no adapter.
+  """Returns a function that writes an adapter folder, or nothing where there is no adapter.
 
   Every process calls this, which is a collective; one writes.
 

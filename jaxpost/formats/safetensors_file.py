@@ -19,7 +19,7 @@ _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """As `safetensors.safe_open(...).get_slice(name)` of a local file.
+  """A tensor in a file, with the interface of `safetensors.safe_open(...).get_slice(name)`.
 
   Of a mapped file what is asked for is read, and is then on the host once:
   its pages are given back. Of others, whole rows are.
@@ -48,7 +48,7 @@ class Tensor:
       self.file.seek(begin)
       return part(self.file.read(count))
     # Given back here: a thread that looks at the stack (`watchdog.place`) keeps
-    # what a frame holds, and a file that somebody holds cannot be closed.
+    # what a frame holds, and a file that is still referenced cannot be closed.
     with memoryview(self.file)[begin : begin + count] as data:
       out = part(data).copy()
     page = begin - begin % mmap.PAGESIZE

@@ -201,7 +201,7 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
   sharding, moves = _by_rows(spec, goal)
   local = sharding.shard_shape(spec.shape)
   split = goal.shard_shape(spec.shape)[row] // local[row]
-  # What is gathered is a piece with its copies; its rows are whole heads.
+  # A device gathers a piece with its copies; its rows are whole heads.
   copies = math.prod(to.mesh.shape[a] for dimension, axes in moves for a in axes if dimension is None)
   head = 1 if spec.shape == whole else math.prod(whole[row + 1 :])
   size = _piece(spec, local, _PIECE // dtype.itemsize // copies, head // math.gcd(head, split))

@@ -23,7 +23,7 @@ class DamagedError(Exception):
 
 
 class Manifest(NamedTuple):
-  """What a finished step consists of."""
+  """The contents of a finished step."""
 
   step: int  # updates done
   leaves: dict[str, list]  # 'params/embed' -> [shape, dtype]
