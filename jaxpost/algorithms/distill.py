@@ -1,14 +1,14 @@
-"""Distillation: a student learns what teachers say of each next token.
+"""Distillation: a student learns the next-token distributions of its teachers.
 
 Legend: M micro-batches, B rows, T tokens, C tokens of a chunk, V vocabulary,
 D' hidden size of a teacher, k of its most probable tokens.
 
-DISTILL trains on the data (Hinton et al. 2015, arXiv:1503.02531), GKD on what
-the student samples, in a share of the steps (arXiv:2306.13649, algorithm 1).
+DISTILL trains on the data (Hinton et al. 2015, arXiv:1503.02531); GKD trains on the
+student's own samples in a fraction of the steps (arXiv:2306.13649, algorithm 1).
 
-A teacher's logits are made where the student's are, chunk by chunk, from its
-hidden states. Or, with `distill.top_k`, its k most probable tokens are found
-once and kept on disk, and no teacher is in memory while the student trains.
+A teacher's logits are computed together with the student's, chunk by chunk, from its
+hidden states. With `distill.top_k`, its k most probable tokens are computed once and
+cached on disk instead, and no teacher is in memory during training.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def objective(config) -> Objective:
 
   def loss(outputs, arrays):
     metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs, 'entropy': outputs.entropy}
-    # The student's own samples are no text to imitate.
+    # No cross entropy on the student's own samples.
     given = arrays.get('from_data', 1.0)
     return outputs.divergence - d.nll_coef * given * outputs.logprobs, metrics
 
@@ -40,12 +40,12 @@ def objective(config) -> Objective:
 
 
 def objective_on_policy(config) -> Objective:
-  """The same; cross entropy is of completions of the data alone."""
+  """Returns the objective with cross entropy on completions of the data only."""
   return dataclasses.replace(objective(config), arrays=('from_data',) if config.distill.nll_coef else ())
 
 
 def shares(d) -> list:
-  """The teachers' weights, of sum 1."""
+  """Returns the weights of the teachers, normalized to sum 1."""
   weights = d.weights or (1.0,) * len(d.teachers)
   return [w / sum(weights) for w in weights]
 
@@ -83,20 +83,21 @@ def from_cache(d):
   return divergence
 
 
-def needs(config) -> tuple:
+def needs(config) -> tuple[str, ...]:
+  """Returns the frozen roles: the teachers."""
   del config
   return ('teachers',)
 
 
 def prepare(batch, roles, config):
-  """Adds what the teachers say, in the layout of training."""
+  """Adds the hidden states of the teachers, in the layout of training."""
   del config
   move = lambda x: transfer.move(roles.policy.layout, x, None, 'batch', None)
   return batch.replace(teacher_hidden=tuple(move(t(batch)) for t in roles.teachers))
 
 
 def precompute(config) -> dict:
-  """The top k of each teacher, of which none is read in training then."""
+  """Returns the top-k caches of the teachers, which then are not needed in training."""
   d = config.distill
 
   def of(i):
@@ -111,7 +112,7 @@ def precompute(config) -> dict:
 
 
 def credit(experience: Experience, config) -> Credit:
-  """Every completion is trained, whatever its reward."""
+  """Returns all completions for training; there are no rewards."""
   arrays = {}
   if config.distill.nll_coef:
     arrays['from_data'] = np.full_like(experience.mask, experience.rollout.from_data)
@@ -119,11 +120,12 @@ def credit(experience: Experience, config) -> Credit:
 
 
 def from_data(config) -> float:
+  """Returns the fraction of steps that train on the data."""
   return 1.0 - config.distill.on_policy
 
 
 def check(config):
-  """InputError for what cannot work on data."""
+  """InputError for teachers and weights that cannot work."""
   d = config.distill
   refuse(not d.teachers, 'config.distill.teachers: is empty; name a folder, org/name, RUN[@step] or stage:NAME')
   for i, text in enumerate(d.teachers):
@@ -139,6 +141,7 @@ def check(config):
 
 
 def check_on_data(config):
+  """InputError for fields that cannot work on data."""
   check(config)
   refuse(
     config.distill.on_policy != 1.0,
@@ -154,7 +157,7 @@ def check_on_data(config):
 
 
 def check_on_policy(config):
-  """InputError for what cannot work on samples."""
+  """InputError for fields that cannot work on samples."""
   check(config)
   d = config.distill
   refuse(
@@ -167,11 +170,17 @@ def check_on_policy(config):
     'config.distill.nll_coef: is for completions of the data, and '
     'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0',
   )
-  refuse_unread(config.rl, ('aggregate', 'epochs', 'minibatches'), 'gkd')
+  refuse_unread(config.rl, rl_fields_read(config.rl), 'gkd')
+
+
+def rl_fields_read(rl) -> set[str]:
+  """Returns the fields of `config.rl` that count in GKD."""
+  del rl
+  return {'aggregate', 'epochs', 'minibatches'}
 
 
 def check_first_step(metrics, config):
-  """A student that is its teacher has nothing to learn: divergence 0."""
+  """AssertionError unless the divergence is 0 where student and teacher are the same model."""
   start = config.init_from
   if not start and len(config.stages) < 2:
     start = config.model.path

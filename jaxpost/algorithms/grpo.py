@@ -2,9 +2,13 @@
 
 Legend: N sequences, C completion tokens, B rows, T tokens.
 
-One surrogate, one credit assignment, both chosen by `config.rl`; the methods
-at the end differ in what they choose.
+There is one surrogate and one credit assignment, both selected by `config.rl`; the
+methods at the end of the file differ in the fields that they set.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,38 +17,27 @@ from jaxpost.algorithms.base import Algorithm, expect, refuse, refuse_unread
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
 from jaxpost.types import Credit, Experience, Objective
 
-_COMPARING = 'group', 'leave_one_out', 'reinforce_pp_baseline'
-# Fields of `config.rl` that only some choices read; the rest always count.
-_READ_WITH = {
-  'std_eps': lambda rl: rl.advantage == 'group' and (rl.scale_rewards != 'none'),
-  'singleton': lambda rl: rl.advantage in _COMPARING,
-  'dual_clip': lambda rl: rl.loss == 'clip',
-  'tau_pos': lambda rl: rl.loss == 'sapo',
-  'tau_neg': lambda rl: rl.loss == 'sapo',
-  'kl_target': lambda rl: rl.kl_coef > 0 and rl.kl_in == 'reward',
-  'kl_horizon': lambda rl: rl.kl_target > 0,
-  'gamma': lambda rl: rl.advantage in ('reinforce_pp', 'remax', 'gae'),
-  'lam': lambda rl: rl.advantage == 'gae',
-  'keep_reward': lambda rl: False,
-  'importance_cap': lambda rl: bool({'token_truncated', 'sequence_truncated'} & set(rl.importance)),
-  'token_low': lambda rl: bool({'icepop', 'token_mask'} & set(rl.importance)),
-  'sequence_low': lambda rl: 'sequence_mask' in rl.importance,
-  'opsm_threshold': lambda rl: 'opsm' in rl.importance,
-}
-_READ_WITH |= {'token_high': _READ_WITH['token_low'], 'sequence_high': _READ_WITH['sequence_low']}
+if TYPE_CHECKING:
+  from jaxpost.stage.schema import Config
+  from jaxpost.stage.schema_methods import RlSection
+
+# Advantages that compare the samples of a group.
+_COMPARED = ('group', 'leave_one_out', 'reinforce_pp_baseline')
 
 
-def objective(config) -> Objective:
-  """The surrogate of `config.rl.loss`, KL and entropy terms."""
+def objective(config: Config) -> Objective:
+  """Returns the surrogate of `config.rl.loss` with its KL and entropy terms."""
   rl = config.rl
   masked = 'opsm' in rl.importance
   coupled = masked or rl.loss in policy_gradient.SEQUENCE_LOSSES
-  options = policy_gradient.SurrogateOptions(rl.clip_low, rl.clip_high, rl.dual_clip, rl.tau_pos, rl.tau_neg)
+  options = policy_gradient.SurrogateOptions(
+    clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip, tau_pos=rl.tau_pos, tau_neg=rl.tau_neg
+  )
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
 
   def surrogate(outputs, arrays, sequence_mean=None):
     logp = outputs.logprobs
-    # One update per rollout: the old policy is this one.
+    # With one update per rollout the old policy is the present one.
     old = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     loss, metrics = policy_gradient.LOSSES[rl.loss](logp, old, arrays['advantages'], options, sequence_mean)
     if masked:
@@ -72,53 +65,58 @@ def objective(config) -> Objective:
     total = lambda x: (weights * x).sum()
     return total(loss), jax.tree.map(total, metrics)
 
+  arrays = ['advantages', 'sampler_logprobs', *_scores_in_loss(config)]
+  if masked:
+    arrays.append('behaviour_logprobs')
+  if _corrections(rl):
+    arrays.append('importance_weights')
   return Objective(
     over_sequences if coupled else surrogate,
     coupled=coupled,
     token_means=True,
     reads=('entropy',),
     learns=('entropy',) if rl.entropy_coef else (),
-    arrays=(
-      'advantages',
-      'sampler_logprobs',
-      *_scores_in_loss(config),
-      *('behaviour_logprobs',) * masked,
-      *('importance_weights',) * bool(_corrections(rl)),
-    ),
+    arrays=tuple(arrays),
     temperature=config.rollout.temperature,
   )
 
 
-def _corrections(rl) -> tuple:
-  """Those of `rl.importance` that are known before the update."""
+def _corrections(rl: RlSection) -> tuple[str, ...]:
+  """The corrections of `rl.importance` that are computed before the update: all but opsm."""
   return tuple(name for name in rl.importance if name != 'opsm')
 
 
-def _scores_in_loss(config) -> tuple:
-  """Log-probs of other models that the surrogate compares with."""
+def _scores_in_loss(config: Config) -> tuple[str, ...]:
+  """Names of the log-probs that the surrogate compares with."""
   rl = config.rl
-  old = rl.epochs * rl.minibatches > 1 or bool(_corrections(rl))
-  kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
-  return ('old_logprobs',) * old + ('ref_logprobs',) * kl
+  names = []
+  if rl.epochs * rl.minibatches > 1 or _corrections(rl):
+    names.append('old_logprobs')
+  if rl.kl_coef > 0 and rl.kl_in == 'loss':
+    names.append('ref_logprobs')
+  return tuple(names)
 
 
-def scores(config) -> tuple:
-  """What programs have to say of a rollout before the update."""
-  in_reward = config.rl.kl_coef > 0 and config.rl.kl_in == 'reward'
-  both = ('old_logprobs', 'ref_logprobs') if in_reward else ()
-  return tuple(dict.fromkeys((*_scores_in_loss(config), *both)))
+def scores(config: Config) -> tuple[str, ...]:
+  """Returns the names of the log-probs that are computed before the update."""
+  names = list(_scores_in_loss(config))
+  if config.rl.kl_coef > 0 and config.rl.kl_in == 'reward':
+    names += ['old_logprobs', 'ref_logprobs']
+  return tuple(dict.fromkeys(names))
 
 
-def needs(config) -> tuple:
+def needs(config: Config) -> tuple[str, ...]:
+  """Returns the frozen roles: the reference model where a KL is computed."""
   return ('reference',) if 'ref_logprobs' in scores(config) else ()
 
 
-def greedy_baseline(config) -> bool:
+def greedy_baseline(config: Config) -> bool:
+  """Returns whether a greedy completion of each prompt is graded, too (ReMax)."""
   return config.rl.advantage == 'remax'
 
 
-def credit(experience: Experience, config) -> Credit:
-  """Rewards -> an advantage for each trained token."""
+def credit(experience: Experience, config: Config) -> Credit:
+  """Returns an advantage for each trained token."""
   valid = np.isfinite(experience.rewards)
   if experience.baseline is not None:
     valid &= np.isfinite(np.repeat(experience.baseline, len(valid) // experience.groups))
@@ -128,9 +126,10 @@ def credit(experience: Experience, config) -> Credit:
   return finish(experience, values, mask, metrics | kl_metrics, memory, config)
 
 
-def trained_tokens(experience, valid, config):
-  """(mask [N, C] of tokens to train, metrics)."""
-  keep, metrics = valid, {}
+def trained_tokens(experience: Experience, valid: np.ndarray, config: Config) -> tuple[np.ndarray, dict]:
+  """Returns (mask [N, C] of the tokens to train, metrics); `valid` is [N]."""
+  keep = valid
+  metrics = {}
   if config.rl.mask_truncated:
     cut = ~experience.rollout.finished
     metrics['masked_truncated'] = int((keep & cut).sum())
@@ -138,9 +137,10 @@ def trained_tokens(experience, valid, config):
   return experience.mask * keep[:, None], metrics
 
 
-def kl_in_reward(experience, mask, config):
-  """(penalty [N, C] to take from the rewards, memory, metrics)."""
-  rl, arrays = config.rl, experience.arrays
+def kl_in_reward(experience: Experience, mask: np.ndarray, config: Config) -> tuple[np.ndarray | float, dict, dict]:
+  """Returns (KL penalty [N, C] to subtract from the rewards, memory, metrics)."""
+  rl = config.rl
+  arrays = experience.arrays
   if not rl.kl_coef or rl.kl_in != 'reward':
     return 0.0, {}, {}
   coef = experience.memory.get('kl_coef', rl.kl_coef)
@@ -152,17 +152,19 @@ def kl_in_reward(experience, mask, config):
   return coef * estimate, {'kl_coef': float(after)}, {'kl': mean, 'kl_coef': coef}
 
 
-def token_rewards(experience, mask, kl) -> np.ndarray:
-  """[N, C]: the reward on the last trained token, less the KL on each."""
-  out, trained = np.zeros(mask.shape), mask > 0
+def token_rewards(experience: Experience, mask: np.ndarray, kl: np.ndarray | float) -> np.ndarray:
+  """Returns [N, C]: the reward on the last trained token, minus the KL on each token."""
+  out = np.zeros(mask.shape)
+  trained = mask > 0
   last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
   out[np.arange(len(mask)), last] = np.nan_to_num(experience.rewards)
   return (out - kl) * trained
 
 
 def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
-  """[N, C] by `config.rl.advantage`."""
-  rl, shape = config.rl, (experience.groups, -1)
+  """Advantages [N, C] by `config.rl.advantage`."""
+  rl = config.rl
+  shape = (experience.groups, -1)
   per_token = token_rewards(experience, mask, kl)
   if rl.advantage == 'reinforce_pp':
     return advantages.reinforce_plus_plus(per_token, mask, rl.gamma)
@@ -170,7 +172,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
     greedy = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
     return advantages.remax(per_token, mask, greedy, rl.gamma)
   grouped = valid.reshape(shape)
-  # A penalty in the reward counts for the whole sequence here.
+  # These methods have one reward per sequence, so the KL is summed over it.
   rewards = (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)).reshape(shape)
   if rl.advantage == 'reinforce_pp_baseline':
     return advantages.reinforce_plus_plus_baseline(rewards, grouped, mask, singleton=rl.singleton)
@@ -181,9 +183,12 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
   return values.reshape(-1, 1) * np.ones_like(mask)
 
 
-def finish(experience, values, mask, metrics, memory, config) -> Credit:
-  """Credit with the correction for the sampler and the log-probs to compare."""
-  rl, arrays = config.rl, dict(experience.arrays)
+def finish(
+  experience: Experience, values: np.ndarray, mask: np.ndarray, metrics: dict, memory: dict, config: Config
+) -> Credit:
+  """Returns the Credit of advantages `values` [N, C], with the arrays that the surrogate reads."""
+  rl = config.rl
+  arrays = experience.arrays
   out = {'advantages': np.asarray(values, np.float32) * (mask > 0), 'sampler_logprobs': arrays['sampler_logprobs']}
   out |= {k: arrays[k] for k in _scores_in_loss(config)}
   counted = mask > 0
@@ -195,23 +200,55 @@ def finish(experience, values, mask, metrics, memory, config) -> Credit:
     }
   if 'opsm' in rl.importance:
     out['behaviour_logprobs'] = arrays['behaviour_logprobs']
-  if names := _corrections(rl):
-    old, sampler = arrays['old_logprobs'], arrays['behaviour_logprobs']
-    out['importance_weights'] = importance.correction(
-      names,
-      old - sampler,
-      counted,
-      importance.CorrectionOptions(rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low, rl.sequence_high),
+  names = _corrections(rl)
+  if names:
+    old = arrays['old_logprobs']
+    sampler = arrays['behaviour_logprobs']
+    options = importance.CorrectionOptions(
+      rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low, rl.sequence_high
     )
+    out['importance_weights'] = importance.correction(names, old - sampler, counted, options)
     metrics |= importance.off_policy_metrics(old, sampler, counted)
   return Credit(out, mask, metrics, memory)
 
 
-def check(config):
-  """InputError for combinations that cannot work."""
+def check_first_step(metrics: dict, config: Config):
+  """AssertionError if the metrics of the first step cannot be right.
+
+  Before any update the policy equals the reference and the old policy: the ratio is
+  1, nothing is clipped, the KL is 0, and sampler and trainer agree on log-probs.
+  """
+  if not metrics.get('ratio'):
+    return  # every sample was masked
+  exact = config.model.dtype == 'float32'
+  rl = config.rl
+  # With several updates the old log-probs come from another program, which rounds
+  # bfloat16 differently; with one they come from the update itself.
+  same = exact or 'old_logprobs' not in _scores_in_loss(config)
+  rare = 0.0 if same else 1e-2  # fraction of tokens
+  expect(
+    metrics,
+    {
+      'ratio': (1.0, 1e-4 if same else 1e-2),
+      'clip_ratio/low_mean': (0.0, rare if rl.clip_low > 0.02 else 1.0),
+      'clip_ratio/high_mean': (0.0, rare if rl.clip_high > 0.02 else 1.0),
+      'kl': (0.0, 1e-8 if exact else 1e-3),
+      'sampler_mismatch': (1.0, 1e-4 if exact else 0.02),
+    },
+    'sampler, reference and trainer do not compute the same model',
+  )
+
+
+def default_importance(config: Config) -> tuple[str, ...]:
+  """Returns the default of rl.importance: a correction if samples come from older weights."""
+  return ('token_truncated',) if config.rollout.staleness else ()
+
+
+def check(config: Config):
+  """InputError for combinations of fields that cannot work."""
   rl, size = config.rl, config.rollout.group_size
   refuse(
-    size < 2 and rl.advantage in _COMPARING,
+    size < 2 and rl.advantage in _COMPARED,
     'config.rollout.group_size: 1 sample has nothing to be compared '
     f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
   )
@@ -222,9 +259,9 @@ def check(config):
   check_terms(config)
 
 
-def check_terms(config):
-  """As `check`, of what does not depend on the advantages."""
-  rl, size = config.rl, config.rollout.group_size
+def check_terms(config: Config):
+  """InputError for combinations that no surrogate of this file allows, also in PPO."""
+  rl = config.rl
   refuse(
     bool(config.train_on_rollouts) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
     'config.train_on_rollouts: what was sampled again, or greedily, is not kept; '
@@ -243,18 +280,42 @@ def check_terms(config):
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
   _check_importance(rl)
   refuse(
-    rl.dynamic_sampling > 0 and size < 2,
+    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
     'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
   )
-  refuse_unread(
-    rl,
-    [name for name in vars(rl) if name not in _READ_WITH or _READ_WITH[name](rl)],
-    f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}',
-  )
+  choices = f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}'
+  refuse_unread(rl, rl_fields_read(rl), choices)
 
 
-def _check_importance(rl):
-  known = *importance.METHODS, 'opsm'
+def rl_fields_read(rl: RlSection) -> set[str]:
+  """Returns the fields of `config.rl` that count with these choices."""
+  corrections = set(rl.importance)
+  of_token = bool(corrections & {'icepop', 'token_mask'})
+  of_sequence = 'sequence_mask' in corrections
+  conditions = {
+    'std_eps': rl.advantage == 'group' and rl.scale_rewards != 'none',
+    'singleton': rl.advantage in _COMPARED,
+    'dual_clip': rl.loss == 'clip',
+    'tau_pos': rl.loss == 'sapo',
+    'tau_neg': rl.loss == 'sapo',
+    'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
+    'kl_horizon': rl.kl_target > 0,
+    'gamma': rl.advantage in ('reinforce_pp', 'remax', 'gae'),
+    'lam': rl.advantage == 'gae',
+    'keep_reward': False,
+    'importance_cap': bool(corrections & {'token_truncated', 'sequence_truncated'}),
+    'token_low': of_token,
+    'token_high': of_token,
+    'sequence_low': of_sequence,
+    'sequence_high': of_sequence,
+    'opsm_threshold': 'opsm' in corrections,
+  }
+  return {name for name in vars(rl) if conditions.get(name, True)}
+
+
+def _check_importance(rl: RlSection):
+  """InputError for unknown corrections, and corrections that exclude each other."""
+  known = (*importance.METHODS, 'opsm')
   unknown = set(rl.importance) - set(known)
   refuse(bool(unknown), f'config.rl.importance: {sorted(unknown)} not known; known: {", ".join(known)}')
   ratios = [name for name in rl.importance if name in importance.WEIGHTS]
@@ -263,47 +324,16 @@ def _check_importance(rl):
     f'config.rl.importance: {" and ".join(ratios)} would each multiply by the ratio; keep one, and masks beside it',
   )
   for kind in 'token', 'sequence':
-    low, high = vars(rl)[f'{kind}_low'], vars(rl)[f'{kind}_high']
+    low = vars(rl)[f'{kind}_low']
+    high = vars(rl)[f'{kind}_high']
     refuse(low > high, f'config.rl.{kind}_low: {low} is above {kind}_high={high}, so nothing is kept; swap them')
 
 
-def check_first_step(metrics, config):
-  """What must hold before anything was learnt; a violation is our bug.
-
-  The policy is the reference and the old policy: ratio 1, nothing clipped,
-  KL 0, and the sampler's log-probs are the trainer's.
-  """
-  if not metrics.get('ratio'):
-    return  # every sample was masked
-  exact = config.model.dtype == 'float32'
-  rl = config.rl
-  # With several updates the old log-probs come from another program, which
-  # rounds bfloat16 elsewhere; with one they are the update's own.
-  same = exact or 'old_logprobs' not in _scores_in_loss(config)
-  rare = 0.0 if same else 1e-2  # share of tokens
-  expect(
-    metrics,
-    {
-      'ratio': (1.0, 1e-4 if same else 1e-2),
-      'clip_ratio/low_mean': (0.0, rare if rl.clip_low > 0.02 else 1.0),
-      'clip_ratio/high_mean': (0.0, rare if rl.clip_high > 0.02 else 1.0),
-      'kl': (0.0, 1e-8 if exact else 1e-3),
-      'sampler_mismatch': (1.0, 1e-4 if exact else 0.02),
-    },
-    'sampler, reference and trainer do not compute the same model',
-  )
-
-
-def of_older(config) -> tuple:
-  """The correction for samples of older weights, where none is chosen."""
-  return ('token_truncated',) if config.rollout.staleness else ()
-
-
-def method(**choices) -> Algorithm:
-  """An algorithm of this family with other choices in `config.rl`."""
+def method(**choices: Any) -> Algorithm:
+  """Returns an algorithm of this family with other defaults in `config.rl`."""
   return Algorithm(
     objective,
-    {'rl': {'importance': of_older, **choices}},
+    {'rl': {'importance': default_importance, **choices}},
     needs=needs,
     check=check,
     check_first_step=check_first_step,

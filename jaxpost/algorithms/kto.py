@@ -1,10 +1,10 @@
-"""Learning from answers that are labelled good or bad: KTO and APO-zero.
+"""Training on completions labeled desirable or undesirable: KTO and APO-zero.
 
 Legend: M micro-batches, B rows, T tokens, N sequences of a row (padded).
 
-Each document holds an answer (odd sequence, trained) and, after the same
-prompt, the answer to another one (even, only read). How far the policy has
-moved on the latter is KTO's point of reference z, one number a batch.
+Each document has a completion (odd sequence, trained) and, after the same prompt, the
+completion of another prompt (even sequence, scored only). The mean log-ratio of the
+latter is KTO's reference point z, one number per batch.
 Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1.
 """
 
@@ -21,7 +21,7 @@ LOSSES = ('kto', 'apo_zero_unpaired')
 
 
 def objective(config) -> Objective:
-  """1 - sigmoid(beta (log-ratio - z)), or of its negative where bad."""
+  """Returns the loss 1 - sigmoid(+-beta (log-ratio - z)), + for desirable completions."""
   p = config.preference
   weigh = dict(beta=p.beta, desirable_weight=p.desirable_weight, undesirable_weight=p.undesirable_weight)
   shifted = p.losses == ('kto',)
@@ -59,7 +59,7 @@ def objective(config) -> Objective:
 
 
 def prepare(batch, roles, config):
-  """Adds the reference's log-probs and z, of the whole batch, per token."""
+  """Adds the log-probs of the reference and z, repeated for every token."""
   read = batch.replace(loss_weights=(batch.sequence_ids > 0).astype(jnp.float32))
   arrays = {**preference.prepare(read, roles, config).arrays}
   if config.preference.losses == ('kto',):
@@ -69,7 +69,7 @@ def prepare(batch, roles, config):
 
 
 def mismatch(log_ratios, kl_mask, sequence_ids):
-  """z = max(0, mean over sequences of kl_mask of their log-ratios) [].
+  """Returns z = max(0, mean log-ratio of the sequences of kl_mask) [].
 
   Args:
     log_ratios, kl_mask, sequence_ids: [M, B, T].
@@ -80,7 +80,7 @@ def mismatch(log_ratios, kl_mask, sequence_ids):
 
 
 def render(rows, tokenizer, config):
-  """Row number -> Example: an answer, and one that belongs elsewhere."""
+  """Returns a function of a row number: an Example with a completion and a mismatched one."""
 
   def answer(n):
     other = rows[data.mismatched(rows, n)]
@@ -93,7 +93,7 @@ def render(rows, tokenizer, config):
 
 
 def check(config):
-  """InputError for names and fields that cannot work together."""
+  """InputError for losses and fields that cannot work together."""
   p = config.preference
   refuse(
     len(p.losses) != 1, f'config.preference.losses: {len(p.losses)} of them; kto learns by one, {" or ".join(LOSSES)}'
@@ -108,7 +108,7 @@ def check(config):
 
 
 def check_first_step(metrics, config):
-  """The policy is the reference: no reward, z = 0, sigmoid(0) = 1/2."""
+  """AssertionError unless rewards and z are 0 and the loss is that of sigmoid(0) = 1/2."""
   p, exact = config.preference, config.model.dtype == 'float32'
   near = 1e-4 if exact else 0.5 * p.beta
   limits = {f'rewards/{name}': (0.0, near) for name in ('chosen', 'rejected')}

@@ -2,8 +2,8 @@
 
 Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens.
 
-Guo et al. 2024 (arXiv:2402.04792), with rewards in place of a judge. A group
-without two different rewards has nothing to prefer: it is left out, counted.
+Guo et al. 2024 (arXiv:2402.04792), with rewards instead of a judge. A group whose
+rewards are all equal gives no pair; it is dropped and counted.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from jaxpost.types import Batch, Credit, Experience
 
 
 def objective(config):
-  """That of DPO, at the temperature of the sampler."""
+  """Returns the objective of DPO, at the temperature of the sampler."""
   return dataclasses.replace(preference.objective(config), temperature=config.rollout.temperature)
 
 
 def credit(experience: Experience, config) -> Credit:
-  """Keeps the best and the worst of each group: choice is +1 and -1."""
+  """Returns `choice` [N, C]: +1 for the best and -1 for the worst sample of each group."""
   groups = experience.groups
   valid = np.isfinite(experience.rewards)
   metrics = {}
@@ -51,7 +51,7 @@ def credit(experience: Experience, config) -> Credit:
 
 
 def pack(experience: Experience, credit: Credit, members, config, rows: int, row_length: int) -> Batch:
-  """Rows of pairs, in the tokens that were sampled; [rows, row_length]."""
+  """Returns a Batch [rows, row_length] of pairs, with the sampled tokens."""
   rollout, sign = experience.rollout, credit.arrays['choice'].sum(axis=1)
   size = len(sign) // max(experience.groups, 1)
   sides = {}
@@ -69,14 +69,14 @@ def pack(experience: Experience, credit: Credit, members, config, rows: int, row
   ]
   packed = packing.pack([len(e.tokens) for e in examples], row_length)
   batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, rows, per='pair')
-  # The same fields with no pair or branch at all: an update has one shape.
+  # Without any pair these fields would be None, and the update would recompile.
   zeros = np.zeros((rows, row_length), np.int32)
   given = lambda x: zeros if x is None else x
   return batch.replace(sequence_ids=given(batch.sequence_ids), branch_ids=given(batch.branch_ids))
 
 
 def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
-  """One document of two answers, each (tokens, mask), after one prompt."""
+  """Returns one document with a prompt and two answers, each (tokens, mask)."""
   head = len(prompt) - 1 if share_prompt else 0
   shared, own = prompt[:head], prompt[head:]
   sides = [np.concatenate([own, tokens]) for tokens, _ in (chosen, rejected)]
@@ -94,18 +94,18 @@ def pair(prompt, chosen, rejected, share_prompt: bool) -> Example:
 
 
 def two_rows(config) -> int:
-  """Tokens of two prompts with their completions."""
+  """Returns the tokens of two prompts with their completions."""
   return 2 * (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
 
 
 def pair_length(config) -> int:
-  """Tokens of the longest pair; the last of a shared prompt stands twice."""
-  saved = config.rollout.max_prompt_length - 1
-  return two_rows(config) - saved * config.preference.share_prompt
+  """Returns the tokens of the longest pair; the last token of a shared prompt is repeated."""
+  saved = config.rollout.max_prompt_length - 1 if config.preference.share_prompt else 0
+  return two_rows(config) - saved
 
 
 def check(config):
-  """InputError for combinations that cannot work."""
+  """InputError for combinations of fields that cannot work."""
   rl, size = config.rl, config.rollout.group_size
   preference.check(config)
   refuse(size < 2, 'config.rollout.group_size: 1 sample is no pair; use at least 2')
@@ -121,9 +121,13 @@ def check(config):
     'config.preference.precompute_ref: samples are not known before they are drawn; set it to False',
   )
   refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; use rl.epochs, or fewer rollout.prompts')
-  refuse_unread(
-    rl, ('epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated'), 'online_dpo (preference.beta holds the policy)'
-  )
+  refuse_unread(rl, rl_fields_read(rl), 'online_dpo (preference.beta holds the policy)')
+
+
+def rl_fields_read(rl) -> set[str]:
+  """Returns the fields of `config.rl` that count."""
+  del rl
+  return {'epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated'}
 
 
 ONLINE_DPO = ALGORITHM = preference.method(

@@ -2,11 +2,10 @@
 
 Legend: N sequences, C completion tokens, B rows, T tokens.
 
-A token's reward is the completion's reward on its last token, less the KL to
-the reference on each. GAE makes advantages and returns of them; the policy
-learns by the surrogate of `grpo.py`, the critic by a clipped value loss. The
-value of a token is the critic's output at the token before it, which is what
-was known when the token was drawn.
+The last token of a completion has its reward, and every token is penalized by the KL
+to the reference. GAE computes advantages and returns; the policy is trained with the
+surrogate of `grpo.py`, the critic with a clipped value loss. The value of a token is
+the critic's output at the token before it: the state in which it was sampled.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from jaxpost.types import Credit, Experience, Objective
 
 
 def objective(config) -> Objective:
-  """The policy's surrogate; with a shared critic, the value loss beside it."""
+  """Returns the surrogate of the policy, plus the value loss with critic.value_head."""
   policy = grpo.objective(config)
   if not config.critic.value_head:
     return policy
@@ -42,7 +41,7 @@ def objective(config) -> Objective:
 
 
 def value_objective(config) -> Objective:
-  """The critic's clipped value loss."""
+  """Returns the clipped value loss of the critic."""
 
   def clipped(outputs, batch):
     weights, arrays = batch.loss_weights, batch.arrays
@@ -58,15 +57,17 @@ def value_objective(config) -> Objective:
 
 
 def critic(config) -> Objective | None:
+  """Returns the objective of a critic model, or None with critic.value_head."""
   return None if config.critic.value_head else value_objective(config)
 
 
-def scores(config) -> tuple:
+def scores(config) -> tuple[str, ...]:
+  """Returns the names of the scores that are computed before the update."""
   return (*grpo.scores(config), 'values')
 
 
 def credit(experience: Experience, config) -> Credit:
-  """Rewards and values -> whitened advantages, and returns for the critic."""
+  """Returns whitened advantages, and the returns for the critic."""
   rl, valid = config.rl, np.isfinite(experience.rewards)
   mask, metrics = grpo.trained_tokens(experience, valid, config)
   kl, memory, kl_metrics = grpo.kl_in_reward(experience, mask, config)
@@ -84,7 +85,7 @@ def credit(experience: Experience, config) -> Credit:
 
 
 def check(config):
-  """InputError for combinations that cannot work."""
+  """InputError for combinations of fields that cannot work."""
   rl, c = config.rl, config.critic
   refuse(
     rl.advantage != 'gae',
@@ -96,7 +97,7 @@ def check(config):
   for name in ('path', 'lr', 'warmup_steps'):
     refuse(
       c.value_head and bool(vars(c)[name]),
-      f'config.critic.{name}: a shared critic has no weights and no '
+      f'config.critic.{name}: a value head has no weights and no '
       'optimizer of its own; unset it or config.critic.value_head',
     )
   refuse(
@@ -108,7 +109,11 @@ def check(config):
 
 PPO = ALGORITHM = Algorithm(
   objective,
-  {'rl': dict(advantage='gae', scale_rewards='none', kl_estimator='k1', kl_in='reward', importance=grpo.of_older)},
+  {
+    'rl': dict(
+      advantage='gae', scale_rewards='none', kl_estimator='k1', kl_in='reward', importance=grpo.default_importance
+    )
+  },
   critic=critic,
   value_head=lambda config: config.critic.value_head,
   needs=grpo.needs,

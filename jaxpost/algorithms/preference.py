@@ -1,4 +1,4 @@
-"""Learning from pairs: DPO and its family, ORPO, CPO and SimPO.
+"""Training on preference pairs: DPO and its family, ORPO, CPO and SimPO.
 
 Legend: B rows, T tokens, P pairs of a row (padded).
 
@@ -63,7 +63,7 @@ def reads_reference(config) -> bool:
 
 
 def objective(config) -> Objective:
-  """The losses of `config.preference` and the NLL of chosen answers."""
+  """Returns the losses of `config.preference`, plus the NLL of chosen answers."""
   p, options = config.preference, options_of(config)
   names, weights, compared = p.losses, weights_of(config), (reads_reference(config))
 
@@ -113,12 +113,12 @@ def needs(config) -> tuple:
 
 
 def precompute(config) -> dict:
-  """The log-probs of the reference, which is not read in training then."""
+  """Returns the cache of the reference log-probs; training then needs no reference model."""
   return {'reference': REF_LOGPROBS} if (config.preference.precompute_ref) else {}
 
 
 def prepare(batch, roles, config):
-  """Adds what the reference says of the tokens that are trained."""
+  """Adds the log-probs of the reference model."""
   del config
   if roles.reference is None:
     return batch
@@ -127,7 +127,7 @@ def prepare(batch, roles, config):
 
 
 def render(rows, tokenizer, config):
-  """Row number -> Example of a pair: chosen is sequence 1, rejected 2."""
+  """Returns a function of a row number: an Example with chosen as sequence 1, rejected as 2."""
 
   def pair(n):
     example = data.make_pair_example(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
@@ -137,7 +137,7 @@ def render(rows, tokenizer, config):
 
 
 def whole(example, where: str):
-  """The Example, if each of its tokens counts fully or not at all."""
+  """Returns the Example; InputError if a token has a weight other than 0 and 1."""
   if not np.isin(example.loss_mask, (0, 1)).all():
     raise InputError(
       f'{where}: a message has a weight other than 0 and 1; answers are '
@@ -147,7 +147,7 @@ def whole(example, where: str):
 
 
 def check(config):
-  """InputError for names and fields that cannot work together."""
+  """InputError for losses and fields that cannot work together."""
   p = config.preference
   for name in p.losses:
     check_name(name, LOSSES)
@@ -196,7 +196,7 @@ def check_fields(config):
   )
   refuse(
     p.label_smoothing >= 0.5,
-    f'config.preference.label_smoothing: {p.label_smoothing} would turn the preferences round; give less than 0.5',
+    f'config.preference.label_smoothing: {p.label_smoothing} would flip the preferences; give less than 0.5',
   )
   for field, default in _DEFAULTS.items():
     readers = _UNPAIRED if field in _READ_BY_UNPAIRED else preferences.readers(field)
@@ -208,7 +208,7 @@ def check_fields(config):
 
 
 def check_first_step(metrics, config):
-  """The policy is the reference: no reward, and DPO's loss is ln 2."""
+  """AssertionError unless the rewards are 0 and the loss of DPO is ln 2."""
   p, exact = config.preference, config.model.dtype == 'float32'
   if not reads_reference(config) or not metrics.get('logps/chosen'):
     return  # or no pair in this batch
@@ -221,7 +221,7 @@ def check_first_step(metrics, config):
 
 
 def method(losses: tuple, nll_coef=0.0, **choices) -> Algorithm:
-  """An algorithm of this family with its own losses."""
+  """Returns an algorithm of this family with its default losses."""
   return Algorithm(
     **{
       **dict(

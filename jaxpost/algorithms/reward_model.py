@@ -1,4 +1,4 @@
-"""Reward models: a decoder whose scalar head judges the text up to a token.
+"""Reward models: a decoder with a scalar head that scores the text up to a token.
 
 Legend: B rows, T tokens a row, P pairs of a row.
 
@@ -23,7 +23,7 @@ _PER = {'bradley_terry': 'pair', 'regression': 'sequence', 'process': 'token'}
 
 
 def objective(config) -> Objective:
-  """The loss of `config.reward_model.loss`."""
+  """Returns the loss of `config.reward_model.loss`."""
   if config.reward_model.loss == 'bradley_terry':
     return _bradley_terry(config.reward_model.center_coef)
   return {'regression': _REGRESSION, 'process': _PROCESS}[config.reward_model.loss]
@@ -81,7 +81,7 @@ _PROCESS = _per_token(
 
 
 def render(rows, tokenizer, config) -> Callable:
-  """Row number -> Example, of the columns that the loss asks for."""
+  """Returns a function of a row number: its Example, from the columns that the loss needs."""
   kind = config.reward_model.loss
   if kind == 'bradley_terry':
     make = functools.partial(
@@ -98,10 +98,10 @@ def render(rows, tokenizer, config) -> Callable:
 
 
 def check_first_step(metrics, config):
-  """A head of zeros judges all texts alike: log 2 a pair without a margin."""
+  """AssertionError unless a head of zeros gives the loss log 2 per pair without a margin."""
   names = 'rewards/chosen', 'rewards/rejected', 'margin'
   if config.reward_model.loss == 'bradley_terry' and not any(metrics[name] for name in names):
-    expect(metrics, {'loss': (math.log(2), 1e-5)}, 'all scores are 0 before the head has learnt anything')
+    expect(metrics, {'loss': (math.log(2), 1e-5)}, 'all scores are 0 before the head has been trained')
 
 
 REWARD_MODEL = ALGORITHM = Algorithm(

@@ -3,9 +3,9 @@
 Legend: N sequences, C completion tokens.
 
 RAFT (arXiv:2304.06767) keeps the best answer to each prompt, RFT
-(arXiv:2308.01825) those that are right; this keeps the best one if its reward
-reaches `config.rl.keep_reward`. Each step samples from the policy as it is,
-so that steps are the iterations of expert iteration.
+(arXiv:2308.01825) all correct ones; this file keeps the best one if its reward is at
+least `config.rl.keep_reward`. Each step samples from the current policy, so a step is
+an iteration of expert iteration.
 """
 
 import numpy as np
@@ -15,11 +15,9 @@ from jaxpost.algorithms.base import Algorithm, refuse, refuse_unread
 from jaxpost.losses import advantages
 from jaxpost.types import Credit, Experience
 
-_READ = ('advantage', 'aggregate', 'keep_reward', 'mask_truncated', 'dynamic_sampling', 'epochs', 'minibatches')
-
 
 def credit(experience: Experience, config) -> Credit:
-  """Rewards -> the completions that are kept."""
+  """Returns the mask of the completions that are kept."""
   rl, rewards = config.rl, experience.rewards
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(rewards), config)
   valid = mask.any(axis=1)
@@ -33,18 +31,24 @@ def credit(experience: Experience, config) -> Credit:
 
 
 def check(config):
-  """InputError for what cross entropy on samples cannot use."""
+  """InputError for fields that cross entropy on samples does not use."""
   rl = config.rl
   refuse(
     rl.advantage != 'best_of_n',
     f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
     'each group; leave it empty, or use the algorithm grpo',
   )
-  refuse_unread(rl, _READ, 'the cross entropy of rft')
+  refuse_unread(rl, rl_fields_read(rl), 'the cross entropy of rft')
   refuse(
     rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
     'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
   )
+
+
+def rl_fields_read(rl) -> set[str]:
+  """Returns the fields of `config.rl` that count."""
+  del rl
+  return {'advantage', 'aggregate', 'keep_reward', 'mask_truncated', 'dynamic_sampling', 'epochs', 'minibatches'}
 
 
 RFT = ALGORITHM = Algorithm(

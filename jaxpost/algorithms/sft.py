@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a stream of packed rows and cross entropy."""
+"""Supervised fine-tuning: cross entropy on packed rows."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from jaxpost.types import Objective
 
 
 def objective(config) -> Objective:
-  """Cross entropy of each trained token, with what `config.nll` adds.
+  """Returns the cross entropy of trained tokens, with the options of `config.nll`.
 
   Label smoothing: Szegedy et al. 2016 (arXiv:1512.00567), section 7; z-loss:
   PaLM (arXiv:2204.02311), section 5; DFT: arXiv:2508.05629, eq. 9.
@@ -38,7 +38,7 @@ def objective(config) -> Objective:
 
 
 def render_text(rows, tokenizer, config) -> Callable:
-  """Row number -> Example: a document whose answers are trained."""
+  """Returns a function of a row number: the Example of a document."""
   return lambda n: chat.make_example(tokenizer, rows[n], rows.where(n), train_on=config.data.train_on)
 
 

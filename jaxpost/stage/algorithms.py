@@ -1,4 +1,4 @@
-"""TODO."""
+"""The table of algorithms by name, and how a config's algorithm is found."""
 
 import difflib
 
@@ -6,7 +6,7 @@ from jaxpost import imports
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.errors import InputError
 
-# Name -> where its `Algorithm` is.
+# Name -> module:attribute of its `Algorithm`, in jaxpost/algorithms/.
 ALGORITHMS = {
   'sft': 'sft:SFT',
   'dpo': 'preference:DPO',
@@ -34,7 +34,15 @@ ALGORITHMS = {
 
 
 def load_algorithm(name: str) -> Algorithm:
-  """`sft`, `my.module`, `./file.py`; `:NAME` where it is not ALGORITHM."""
+  """Returns the Algorithm that `config.algorithm` names.
+
+  Args:
+    name: a name in ALGORITHMS, pkg.module or ./file.py; with :NAME if the module
+      does not call it ALGORITHM.
+
+  Raises:
+    InputError: there is none, or it is incomplete.
+  """
   target, _, attribute = name.partition(':')
   if name in ALGORITHMS:
     target, _, attribute = ALGORITHMS[name].partition(':')
