@@ -1,9 +1,8 @@
-"""Reads a run's config: what a user wrote, checked against the schema.
+"""Reads the config of a run and checks it against the schema.
 
-`defaults()` gives the nested dict that config files start from; `parse()`
-turns what a user wrote into one frozen `Config` per stage, or raises
-InputError naming the key, the value and the fix. Nothing below `build` reads
-a config.
+`defaults()` returns the nested dict that config files start from. `parse()` turns a
+user's config into one frozen `Config` per stage, or raises InputError with the key,
+the value and the fix.
 """
 
 import dataclasses
@@ -22,12 +21,12 @@ from jaxpost.stage.schema import Config
 
 
 def defaults() -> dict:
-  """Every field at its default, as nested dicts: where config files start."""
+  """Returns every field at its default, as nested dicts; config files start from them."""
   return dataclasses.asdict(Config())
 
 
 def parse(config: Mapping) -> dict[str, Config]:
-  """{stage name: Config}, in order; a run without `stages` has one."""
+  """Returns {stage name: Config}, in order; a run without `stages` has one stage."""
   config = dict(config)
   names = _check('config.stages', config.get('stages') or (), tuple, Config.__dataclass_fields__['stages'].metadata)
   blocks = {k: v for k, v in config.items() if k not in _FIELDS and isinstance(v, Mapping)}
@@ -69,7 +68,7 @@ def parse_saved(path) -> dict[str, Config]:
 
 
 def stage_name(algorithm: str) -> str:
-  """What the only stage of a run is called: 'sft', or a user's file."""
+  """Returns the name of the only stage of a run: 'sft', or the stem of a user's file."""
   target = algorithm.partition(':')[0]
   if target.endswith('.py'):
     return pathlib.PurePath(target).stem
@@ -77,7 +76,7 @@ def stage_name(algorithm: str) -> str:
 
 
 def resolve(config: Config, defaults: Mapping) -> Config:
-  """Fields left to the algorithm take what it brings along, or `auto`.
+  """Returns the config with the algorithm's values for fields that are left to it.
 
   Args:
     defaults: {section: {field: value, or a function of the config}}.
@@ -99,7 +98,7 @@ _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
 
 
 def _merge(base: Mapping, over: Mapping) -> dict:
-  """`over` on top of `base`, block by block."""
+  """Returns `base` updated with `over`, recursively."""
   out = dict(base)
   for key, value in over.items():
     nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
@@ -132,7 +131,7 @@ def _build(kind, values: Mapping, where: str, path=''):
 
 
 def _check(name: str, value, kind, meta: types.MappingProxyType):
-  """The value as the type of its field, inside its range."""
+  """Returns the value as the type of its field; InputError if it is out of range."""
   if kind is Any:
     return value
   if kind is float and type(value) is int:
@@ -159,7 +158,7 @@ def _check(name: str, value, kind, meta: types.MappingProxyType):
 
 
 def parse_arg(arg: str | None, **options):
-  """Reads what follows the colon of `--config=x.py:model=xs,runlocal`.
+  """Parses the arguments after the colon of `--config=x.py:model=xs,runlocal`.
 
   `options` are the names a config file knows and their defaults; a bare name
   means True. Returns an object with these attributes.

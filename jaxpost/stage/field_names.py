@@ -83,6 +83,8 @@ _OTHER_NAMES = {
   'rl.dynamic_sampling': 'filter_groups filter_groups.enable max_num_gen_batches',
   'critic.value_clip': 'cliprange_value',
   'critic.warmup_steps': 'critic_warmup',
+  'data.enable_thinking': 'chat_template_kwargs',
+  'preference.f_divergence': 'f_divergence_type',
   'preference.f_alpha': 'f_alpha_divergence_coef',
   'nll.neftune_alpha': 'neftune_noise_alpha',
   'nll.label_smoothing': 'label_smoothing_factor',
