@@ -1,9 +1,13 @@
 """Runs the stages of a config in order, each from the weights before it."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import json
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import rich.console
@@ -13,29 +17,31 @@ from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
-from jaxpost.hardware import host, probe
+from jaxpost.hardware import host
 from jaxpost.models import lora
-from jaxpost.monitor import metrics, program_table, report
-from jaxpost.stage import assemble, export, load_weights, prepare, sources
+from jaxpost.monitor import metrics, program_table
+from jaxpost.stage import assemble, consistency, load_weights, place, prepare, sources
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import kit as kit_lib
-from jaxpost.stage.consistency import (
-  check_same_config,
-  check_same_inputs,
-  check_same_models,
-  check_same_run,
-  check_same_start,
-  is_finished,
-  spelled,
-)
 from jaxpost.storage import object_store
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
-_SLOW_S = 600.0  # what else than a step may take, where watchdog_s is less
+if TYPE_CHECKING:
+  from jaxpost.rl.controller import Controller
+  from jaxpost.roles import Policy
+  from jaxpost.stage.assemble import DataStream
+  from jaxpost.stage.place import PlacedStage
+  from jaxpost.stage.records import PreparedStage
+
+_SLOW_S = 600.0  # limit of what is no step (compilation, saving), where watchdog_s is lower
 
 
-def run(config, workdir='runs/latest', console=None, choose_mesh=None) -> dict:
+def run(
+  config: Any,
+  workdir: epath.PathLike = 'runs/latest',
+  console: rich.console.Console | None = None,
+  choose_mesh: Callable | None = None,
+) -> dict:
   """Starts or resumes the run in `workdir`; returns what summary.json holds.
 
   Args:
@@ -51,46 +57,59 @@ def run(config, workdir='runs/latest', console=None, choose_mesh=None) -> dict:
   """
   object_store.check(str(workdir), '--workdir')
   workdir = epath.Path(workdir).expanduser()
-  if coordination.process_index():  # process 0 speaks for all
+  if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
-  with coordination.fail_together(), contextlib.ExitStack() as leave:
-    leave.callback(watchdog.pause)
+  with coordination.fail_together(), contextlib.ExitStack() as cleanup:
+    cleanup.callback(watchdog.pause)
     return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh)
 
 
-def _run(raw, workdir, console, choose_mesh) -> dict:
+def _run(raw: dict, workdir: epath.Path, console: rich.console.Console, choose_mesh: Callable | None) -> dict:
   start = time.perf_counter()
-  check_same_config(raw)
+  consistency.check_same_config(raw)
   raw = settle_dtype(raw, workdir, console)
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
-  check_same_run(workdir, configs, console)
-  check_same_start(workdir, configs)
-  if is_finished(workdir, configs):
+  consistency.check_same_run(workdir, configs, console)
+  consistency.check_same_start(workdir, configs)
+  if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
     return json.loads((workdir / 'summary.json').read_text())
-  with host.StopSignal(at_once=True):
+  with host.StopSignal(at_once=True), contextlib.ExitStack() as cleanup:
     prepared = prepare.prepare_all(raw)
-    try:
-      if prepared[-1].config.save.export:
-        hf.check_target(workdir / 'export')
-      check_same_inputs(prepared)
-      # From here on devices are used.
-      check_same_models(prepared, workdir)
-      prepared = with_meshes(prepared, raw, choose_mesh, console.print)
-      kits = [kit_lib.make_kit(p) for p in prepared]
-      if coordination.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / 'summary.json').unlink(missing_ok=True)
-        object_store.write_text(workdir / 'config.json', json.dumps(spelled(raw), indent=1))
-      return _finish(workdir, console, prepared, start, _run_stages(kits, workdir, console))
-    finally:
-      for p in prepared:
-        p.close()
+    for stage in prepared:
+      cleanup.callback(stage.close)
+    if prepared[-1].config.save.export:
+      hf.check_target(workdir / 'export')
+    consistency.check_same_inputs(prepared)
+    # From here on devices are used.
+    consistency.check_same_models(prepared, workdir)
+    prepared = with_meshes(prepared, raw, choose_mesh, console.print)
+    placed = [place.place_stage(stage) for stage in prepared]
+    _begin(workdir, raw)
+    warnings = _run_stages(placed, workdir, console)
+    return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
 
 
-def with_meshes(prepared: list, raw, choose_mesh, note=str) -> list:
-  """The stages with a mesh wherever their config says 'auto'."""
+def _begin(workdir: epath.Path, raw: dict) -> None:
+  """Writes config.json; until the run ends there is no summary."""
+  if coordination.process_index() == 0:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / 'summary.json').unlink(missing_ok=True)
+    object_store.write_text(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
+
+
+def with_meshes(
+  prepared: Sequence[PreparedStage], raw: Mapping, choose_mesh: Callable | None, note: Callable = str
+) -> Sequence[PreparedStage]:
+  """Returns the stages with a mesh wherever their config says 'auto'.
+
+  Args:
+    prepared: the stages of a config.
+    raw: that config.
+    choose_mesh: see `run`.
+    note: gets a line about each choice.
+  """
   if not any('auto' in vars(p.config.mesh).values() for p in prepared):
     return prepared
   if choose_mesh is None:
@@ -101,33 +120,42 @@ def with_meshes(prepared: list, raw, choose_mesh, note=str) -> list:
   return choose_mesh(prepared, raw, note)
 
 
-def settle_dtype(raw: dict, workdir, console) -> dict:
-  """The config with a type in place of `model.dtype='auto'`.
+def settle_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) -> dict:
+  """Returns the config with a type in place of `model.dtype='auto'`.
 
-  The one that the run began with, or the fastest of process 0.
+  It is the type that the run began with, or else the fastest of process 0.
   """
   names = [n for n in raw.get('stages') or () if isinstance(raw.get(n), dict)]
-  asks = lambda block: (block.get('model') or {}).get('dtype') == 'auto'
-  auto = [n for n in ('', *names) if asks(raw[n] if n else raw)]
+  blocks = {'': raw} | {n: raw[n] for n in names}
+  auto = [n for n, block in blocks.items() if (block.get('model') or {}).get('dtype') == 'auto']
   if not auto:
     return raw
-  path, kept = workdir / 'config.json', None
-  if coordination.process_index() == 0 and path.exists():
-    saved = json.loads(path.read_text())
-    blocks = [saved.get(n) or {} for n in auto if n] + [saved]
-    kept = next((b['model']['dtype'] for b in blocks if (b.get('model') or {}).get('dtype')), None)
-  kept = coordination.broadcast(kept)
-  if not kept:
-    jax.devices()  # on all: they wait for each other
-    kept, why = coordination.broadcast(list(probe.matmul_type()) if coordination.process_index() == 0 else None)
-    console.out(f'config.model.dtype: auto is {kept} here ({why})', highlight=False)
-  settle = lambda block: block | {'model': block['model'] | {'dtype': kept}}
-  out = settle(raw) if '' in auto else dict(raw)
-  return out | {n: settle(raw[n]) for n in auto if n}
+  dtype = coordination.broadcast(_saved_dtype(workdir / 'config.json', auto))
+  if not dtype:
+    from jaxpost.hardware import probe
+
+    jax.devices()  # on all processes: they wait for each other
+    found = list(probe.matmul_type()) if coordination.process_index() == 0 else None
+    dtype, why = coordination.broadcast(found)
+    console.out(f'config.model.dtype: auto is {dtype} here ({why})', highlight=False)
+  settled = {n: blocks[n] | {'model': blocks[n]['model'] | {'dtype': dtype}} for n in auto}
+  return settled.pop('', dict(raw)) | settled
 
 
-def policy_and_stream(config, choose_mesh=None) -> tuple:
-  """The parts of a run with one stage, for a loop of your own.
+def _saved_dtype(path: epath.Path, stages: list[str]) -> str | None:
+  """The type in the config of the run that is resumed, on process 0."""
+  if coordination.process_index() or not path.exists():
+    return None
+  saved = json.loads(path.read_text())
+  for block in [saved.get(name) or {} for name in stages if name] + [saved]:
+    dtype = (block.get('model') or {}).get('dtype')
+    if dtype:
+      return dtype
+  return None
+
+
+def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:
+  """Returns the policy and the stream of a run with one stage, for a custom loop.
 
   `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy
   algorithm the stream is a `Controller`, which has `sampler`, `prompts`, `pool`
@@ -138,31 +166,36 @@ def policy_and_stream(config, choose_mesh=None) -> tuple:
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop of your own drives one')
   (prepared,) = with_meshes(prepare.prepare_all(raw), raw, choose_mesh)
-  kit = kit_lib.make_kit(prepared)
-  roles, stream, _ = assemble.make_parts(kit, initial_params(kit, None))
+  placed = place.place_stage(prepared)
+  roles, stream, _ = assemble.make_parts(placed, initial_params(placed, None))
   return roles.policy, stream
 
 
-def _finish(workdir, console, prepared, start, warnings) -> dict:
-  """summary.json, which says that the run is finished, and the report."""
+def _finish(
+  workdir: epath.Path, console: rich.console.Console, start: float, warnings: list[dict], exported: bool
+) -> dict:
+  """Writes the report and summary.json, which marks the run as finished; returns the summary."""
+  from jaxpost.monitor import report
+
   paths = {'metrics': str(workdir / 'metrics.jsonl'), 'report': str(workdir / 'report.html')}
-  if prepared[-1].config.save.export:
+  if exported:
     paths['export'] = str(workdir / 'export')
   summary = None
   if coordination.process_index() == 0:
-    summary = metrics.summary(
-      workdir, {**report.figures(workdir), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}, warnings
-    )
+    wall_s = round(time.perf_counter() - start, 1)
+    summary = metrics.summary(workdir, {**report.figures(workdir), 'wall_s': wall_s, 'paths': paths}, warnings)
     report.write_report(workdir)
     report.terminal_summary(workdir, console)
   return coordination.broadcast(summary)
 
 
-def _run_stages(kits, workdir, console) -> list[dict]:
-  """What is left of the stages, and the export; the warnings."""
-  log, save = kits[-1].config.log, kits[-1].config.save
-  done = stages_done(kits, workdir)
-  params, plans = None, program_table.read(workdir / 'plan.json', [kit.prepared.name for kit in kits[:done]])
+def _run_stages(placed: list[PlacedStage], workdir: epath.Path, console: rich.console.Console) -> list[dict]:
+  """Runs the stages that are not done, exports the last weights, and returns the warnings."""
+  last = placed[-1]
+  log = last.config.log
+  done = stages_done(placed, workdir)
+  plans = program_table.read(workdir / 'plan.json', [stage.name for stage in placed[:done]])
+  params = None
   with metrics.MetricsWriter(
     workdir,
     tensorboard=log.tensorboard,
@@ -171,92 +204,105 @@ def _run_stages(kits, workdir, console) -> list[dict]:
     print_every=log.every,
     console=console,
   ) as writer:
-    for i, kit in enumerate(kits[done:], done):
-      _watch(f'the start of {kit.prepared.name}', kit.config)
-      if params is None or kit.prepared.sources['policy'].stage != (kits[i - 1].prepared.name):
-        params = initial_params(kit, workdir)
-      else:
-        params = lora.adopt(
-          params,
-          kits[i - 1].prepared.model,
-          kit.prepared.model,
-          kit.train,
-          kit.config.model.param_dtype,
-          kit.config.seed,
-        )
-      stage = assemble.assemble(kit, workdir, writer, params)
-      del params
-      with contextlib.ExitStack() as leave:
-        leave.callback(stage.checkpointer.close)  # waits for a save under way
-        leave.callback(kit.timer.close)
-        leave.callback(stage.stream.close)
-        leave.callback(stage.stop_profiler)
-        plans.append(
-          program_table.make_plan(
-            stage.name,
-            kit.prepared.model.config,
-            {'train': kit.train, 'rollout': kit.rollout},
-            kit.shape[0] * kit.shape[2],
-            kit.ledger.rows,
-            stage.memory_usage.predicted,
-          )
-        )
-        if coordination.process_index() == 0:
-          program_table.write(workdir / 'plan.json', plans)
-          console.print(program_table.render(plans[-1]))
-        before = loop.resume(stage)
-        writer.start_stage(stage.name, stage.steps, before)
-        loop.run_stage(stage, before)
-        kit.timer.flush()
-        _watch(f'the end of {stage.name}', kit.config)
+    for i in range(done, len(placed)):
+      _watch(f'the start of {placed[i].name}', placed[i].config)
+      params = _params_to_start_from(placed[i], placed[i - 1], params, workdir)
+      stage = assemble.assemble(placed[i], workdir, writer, params)
+      params = None  # the stage has taken them over
+      plans.append(_plan(placed[i], stage))
+      _run_stage(placed[i], stage, workdir, console, plans)
       params = stage.roles.policy.params
       del stage
-      gc.collect()  # the optimizer state goes before the next stage's comes
-    if save.export:
-      if params is None:
-        params = final_params(kits[-1], workdir)
-      export.export(kits[-1].prepared, workdir / 'export', params)
-    if done == len(kits):  # nobody has looked at the rows
+      gc.collect()  # frees the optimizer state before the next stage makes its own
+    if last.config.save.export:
+      from jaxpost.stage import export
+
+      params = final_params(last, workdir) if params is None else params
+      export.export(last.inputs, workdir / 'export', params)
+    if done == len(placed):  # no step has passed the rows to the alerts
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':
           writer.alerts.check(row['stage'], row['step'], row)
     return writer.alerts.warnings
 
 
-def _watch(doing: str, *configs):
-  """Under the watchdog, which a config may have switched off."""
+def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict | None, workdir: epath.Path) -> dict:
+  """The weights that a stage starts from: `params` of the stage before, if it goes on from these."""
+  if params is None or placed.inputs.sources['policy'].stage != before.name:
+    return initial_params(placed, workdir)
+  config = placed.config
+  return lora.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, config.seed)
+
+
+def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:
+  """The entry of plan.json for a compiled stage."""
+  return program_table.make_plan(
+    stage=placed.name,
+    cfg=placed.model.config,
+    layouts={'train': placed.train, 'rollout': placed.rollout},
+    tokens_per_step=placed.shape.rows * placed.shape.row_length,
+    rows=placed.ledger.rows,
+    memory=stage.memory_usage.predicted,
+  )
+
+
+def _run_stage(
+  placed: PlacedStage, stage: loop.Stage, workdir: epath.Path, console: rich.console.Console, plans: list[dict]
+) -> None:
+  """Resumes a stage and runs its steps; `plans` are those of the stages so far."""
+  with contextlib.ExitStack() as cleanup:  # in reverse order
+    cleanup.callback(stage.checkpointer.close)  # waits for a save in progress
+    cleanup.callback(placed.timer.close)
+    cleanup.callback(stage.stream.close)
+    cleanup.callback(stage.stop_profiler)
+    if coordination.process_index() == 0:
+      program_table.write(workdir / 'plan.json', plans)
+      console.print(program_table.render(plans[-1]))
+    done = loop.resume(stage)
+    stage.writer.start_stage(stage.name, stage.steps, done)
+    loop.run_stage(stage, done)
+    placed.timer.flush()
+    _watch(f'the end of {stage.name}', placed.config)
+
+
+def _watch(doing: str, *configs: config_lib.Config) -> None:
+  """Starts the watchdog, unless a config switches it off."""
   limits = [c.log.watchdog_s for c in configs]
   watchdog.start_operation(doing, max(_SLOW_S, *limits) if all(limits) else 0.0)
 
 
-def stages_done(kits, workdir) -> int:
-  """How many of the stages, from the first on, have made all their steps."""
-  for i, kit in reversed(list(enumerate(kits))):
-    folder = workdir / 'checkpoints' / kit.prepared.name
+def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
+  """Returns how many of the stages, from the first on, have made all their steps."""
+  for i, stage in reversed(list(enumerate(placed))):
+    folder = workdir / 'checkpoints' / stage.name
     steps = finished_steps(folder)
     if not steps:
       continue
-    if steps[0] < kit.config.train.steps:
+    if steps[0] < stage.config.train.steps:
       return i
-    checkpointer = Checkpointer(folder)
-    try:  # a damaged newest one means that some steps are to be made again
-      return i + (checkpointer.latest() >= kit.config.train.steps)
-    finally:
-      checkpointer.close()
+    with contextlib.closing(Checkpointer(folder)) as checkpointer:
+      # If the newest checkpoint is damaged, some steps are made again.
+      return i + (checkpointer.latest() >= stage.config.train.steps)
   return 0
 
 
-def initial_params(kit, workdir) -> dict:
-  """The weights that a stage starts from, in the training layout of `kit`."""
-  p = kit.prepared
+def initial_params(placed: PlacedStage, workdir: epath.PathLike | None) -> dict:
+  """Loads the weights that a stage starts from, in its training layout."""
+  config = placed.config
   return load_weights.load(
-    p.sources['policy'], p.model, kit.train, p.config.model.param_dtype, workdir, seed=p.config.seed, ledger=kit.ledger
+    placed.inputs.sources['policy'],
+    placed.model,
+    placed.train,
+    config.model.param_dtype,
+    workdir,
+    seed=config.seed,
+    ledger=placed.ledger,
   )
 
 
-def final_params(kit, workdir) -> dict:
-  """The weights that a finished stage has left."""
-  p = kit.prepared
+def final_params(placed: PlacedStage, workdir: epath.PathLike) -> dict:
+  """Loads the weights that a finished stage has left."""
+  source = sources.outcome(placed.inputs)
   return load_weights.load(
-    sources.outcome(p), p.model, kit.train, p.config.model.param_dtype, workdir, ledger=kit.ledger
+    source, placed.model, placed.train, placed.config.model.param_dtype, workdir, ledger=placed.ledger
   )

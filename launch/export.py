@@ -34,7 +34,7 @@ def main(argv):
   hf.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())
   inference.export(weights, _OUT.value)
-  inference.to_stderr(f'step {weights.step} of stage {weights.prepared.name}')
+  inference.to_stderr(f'step {weights.step} of stage {weights.inputs.name}')
   print(_OUT.value)
 
 

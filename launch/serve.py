@@ -39,7 +39,7 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.environments.openai_server import Endpoint
-  from jaxpost.stage import assemble
+  from jaxpost.stage import on_policy
   from jaxpost.tools import completions, inference
 
   weights = inference.load(**_WEIGHTS.arguments())
@@ -53,7 +53,7 @@ def main(argv):
     max_prompt=_CONTEXT.value - half,
     max_new_tokens=half,
     mesh=_MESH.value,
-    top_logprobs=min(20, weights.prepared.model.config.vocab_size),
+    top_logprobs=min(20, weights.inputs.model.config.vocab_size),
   )
 
   def record(entry):
@@ -63,7 +63,7 @@ def main(argv):
 
   endpoint = Endpoint(
     engines.pop(name),
-    weights.prepared.tokenizer,
+    weights.inputs.tokenizer,
     host=_HOST.value,
     port=_PORT.value,
     name=name,
@@ -73,7 +73,7 @@ def main(argv):
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
-  endpoint.serve(assemble.run_key(_SEED.value, 3))
+  endpoint.serve(on_policy.run_key(_SEED.value, 3))
 
 
 if __name__ == '__main__':

@@ -17,8 +17,7 @@ from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
-from jaxpost.stage import assemble, prepare
-from jaxpost.stage import kit as kit_lib
+from jaxpost.stage import assemble, on_policy, place, prepare
 from jaxpost.tools import completion_files, completions, inference
 from jaxpost.types import Prompt
 
@@ -50,7 +49,7 @@ def made(tmp_path_factory):
 
 
 def parts(config):
-  kit = kit_lib.make_kit(prepare.prepare_all(config)[0])
+  kit = place.place_stage(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
   return roles
@@ -74,7 +73,7 @@ def test_a_teacher_on_the_base_of_the_student(made, kind):
   roles = build_with(adapters['two'])
   (teacher,) = roles.teachers
   assert shares(teacher, roles.policy)
-  rows = roles.policy.place(prepare.prepare_all(tiny.run_config(base))[0].first_batch)
+  rows = roles.policy.place(prepare.prepare_all(tiny.run_config(base))[0].data.first_batch)
   found = np.asarray(teacher(rows))
   (alone,) = build_with(str(pathlib.Path(adapters['two']).parent)).teachers
   assert not shares(alone, roles.policy)
@@ -92,7 +91,7 @@ def test_a_reward_model_on_the_base_of_the_policy(made):
   roles = build_with(adapters['judge'])
   judge = roles.reward_model
   assert shares(judge, roles.policy) and 'score' in judge.params
-  rows = roles.policy.place(prepare.prepare_all(tiny.run_config(base))[0].first_batch)
+  rows = roles.policy.place(prepare.prepare_all(tiny.run_config(base))[0].data.first_batch)
   found = np.asarray(judge(rows).values)
   alone = build_with(str(pathlib.Path(adapters['judge']).parent)).reward_model
   np.testing.assert_allclose(found, alone(rows).values, rtol=1e-4, atol=1e-5)
@@ -141,7 +140,7 @@ def test_adapters_share_the_base_and_answer_as_alone(made):
   assert [r['adapter'] for r in rows] == ['one', 'one', 'two', 'two']
   for name in each:
     alone = completions.completion_rows(
-      completions.complete(inference.from_folder(adapters[name]), prompts, draws), weights.prepared.tokenizer
+      completions.complete(inference.from_folder(adapters[name]), prompts, draws), weights.inputs.tokenizer
     )
     mine = [r for r in rows if r['adapter'] == name]
     assert [r['completion'] for r in mine] == [r['completion'] for r in alone]
@@ -167,8 +166,8 @@ def test_an_adapter_on_a_run_with_one_of_its_own(made, tmp_path, stage):
     run = pathlib.Path(adapters['one']).parents[1]
   weights = inference.from_run(run)
   found = inference.adapters(weights, [f'two={adapters["two"]}'])['two']
-  assert {p.split('/')[2] for p in found.prepared.model.table if p.startswith('lora/')} == {'q', 'v'}
-  merged = weights.prepared.model.merge(weights.params)
+  assert {p.split('/')[2] for p in found.inputs.model.table if p.startswith('lora/')} == {'q', 'v'}
+  merged = weights.inputs.model.merge(weights.params)
   own = {k: v for k, v in found.params.items() if k != 'lora'}
   jax.tree.map(np.testing.assert_array_equal, own, merged)
   assert set(found.params['lora']['layers']) == {'q', 'v'}
@@ -231,7 +230,7 @@ def sampler(base, kind, share, targets=''):
     ),
     dict(model=dict(quantize=kind)),
   )
-  kit = kit_lib.make_kit(prepare.prepare_all(made)[0])
+  kit = place.place_stage(prepare.prepare_all(made)[0])
   roles, stream, engine = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
   policy = roles.policy
@@ -257,7 +256,7 @@ def check_shared(base, kind, targets=''):
   assert not own & pointers(engine.weights)
   assert moved == sum(x.nbytes for x in jax.tree.leaves(policy.state.params)) < more / 2
   prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {}) for i in range(3)]
-  one, two = (e(prompts, group_size=2, run_key=assemble.run_key(0, 1), step=0) for e in (engine, merged))
+  one, two = (e(prompts, group_size=2, run_key=on_policy.run_key(0, 1), step=0) for e in (engine, merged))
   np.testing.assert_array_equal(one.completions, two.completions)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
 
@@ -266,7 +265,7 @@ SPLIT = """
 import sys
 sys.path.insert(0, 'tests')
 import numpy as np, tiny
-from jaxpost.stage import assemble, kit as kit_lib, prepare
+from jaxpost.stage import assemble, on_policy, place, prepare
 from jaxpost import stages
 from jaxpost.types import Prompt
 out = []
@@ -276,7 +275,7 @@ for mesh, share in (('data=-1', False), ('data=-1', True),
       sys.argv[1], lora=dict(rank=4), mesh=dict(train='fsdp=-1', rollout=mesh),
       rollout=dict(share_base=share, max_new_tokens=8, slots=8)),
       dict(model=dict(quantize=sys.argv[2]))))
-  kit = kit_lib.make_kit(p)
+  kit = place.place_stage(p)
   roles, stream, engine = assemble.make_parts(
       kit, stages.initial_params(kit, None))
   stream.close()
@@ -284,7 +283,7 @@ for mesh, share in (('data=-1', False), ('data=-1', True),
   prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {})
              for i in range(4)]
   out.append(engine(prompts, group_size=2, step=0,
-                    run_key=assemble.run_key(0, 1)))
+                    run_key=on_policy.run_key(0, 1)))
 for one in out:
   np.testing.assert_array_equal(one.completions, out[0].completions)
   np.testing.assert_allclose(one.logprobs, out[0].logprobs, atol=1e-4)

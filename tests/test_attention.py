@@ -562,8 +562,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   """Rows of every role, and what the sampler reads texts in."""
   from jaxpost.programs.compile import Ledger
   from jaxpost.stage import config as config_lib
-  from jaxpost.stage import kit as kit_lib
-  from jaxpost.stage import prepare
+  from jaxpost.stage import place, prepare
   from jaxpost.tools import completions, inference
 
   asked = []
@@ -580,7 +579,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   def uses(config, **kit):
     (p,) = prepare.prepare_all(config)
     try:
-      kit_lib.make_kit(p, **kit)
+      place.place_stage(p, **kit)
     finally:
       p.close()
     return asked.pop()
@@ -591,7 +590,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
     split.setattr(context_parallel, 'parts', lambda layout: layout)
     (p,) = prepare.prepare_all(distill)
     p.close()
-    assert {(cfg.head_dim, *row) for cfg, *row in kit_lib.attended(p, dict(train=2, score=4), 96)} == {
+    assert {(cfg.head_dim, *row) for cfg, *row in place.attended(p, dict(train=2, score=4), 96)} == {
       (size, 96, 2),
       (32, 96, 4),
     }
@@ -715,7 +714,7 @@ for name in sys.argv[2], 'chunked':
           preset='xs', remat='full', attention=name),
       mesh=dict(train=mesh),
       train=dict(batch_size=8, row_length=1024)))
-  cfg = dataclasses.replace(p.model.config, **json.loads(sys.argv[4]))
+  cfg = dataclasses.replace(p.inputs.model.config, **json.loads(sys.argv[4]))
   p = dataclasses.replace(p, model=model_lib.build(cfg))
   row, = aot.compile_stage(p, top, ('update',)).rows
   out[name] = dict(

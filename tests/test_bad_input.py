@@ -20,7 +20,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble
-from jaxpost.stage import kit as kit_lib
+from jaxpost.stage import place as place_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = '{"prompt": "1+1=", "completion": "2"}'
@@ -84,7 +84,7 @@ def refused(config, workdir, monkeypatch, devices=False) -> str:
 
   monkeypatch.setattr(assemble, 'assemble', compiled)
   if not devices:
-    monkeypatch.setattr(kit_lib, 'make_kit', compiled)
+    monkeypatch.setattr(place_lib, 'place_stage', compiled)
   line = said(config, workdir)
   assert not workdir.exists()
   return line

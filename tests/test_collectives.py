@@ -41,7 +41,7 @@ look = aot.look
 def watch(kit, name, compiled, args, times):
   """Arrays above 1 % of the parameters, by path: on how many more devices each
   is than it needs to be; 0 where it is on no more."""
-  table = kit.prepared.model.table
+  table = kit.model.table
   whole = sum(math.prod(x.shape) for x in table.values())
   experts = [k.split('/')[-1] for k, x in table.items() if 'expert' in x.axes]
   layout, copies = aot.layout_of(kit, name, args), {}
@@ -97,7 +97,7 @@ for train, rollout, preset, *score in jobs:
     said['copies'] |= row.get('copies', {})
     found = {kind: {a: x[0] for a, x in axes.items()}
              for kind, axes in cost.by_axis(
-                 row['totals'], compiled.kit.train.mesh).items()}
+                 row['totals'], compiled.placed.train.mesh).items()}
     for into, more in ('least', row['least']), ('found', found):
       for kind, axes in more.items():
         kept = said[into].setdefault(kind, {})

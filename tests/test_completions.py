@@ -67,7 +67,7 @@ def test_rows_keep_their_columns(whole, source, weights):
     assert set(new) == {'completions', 'completion_ids', 'logprobs'}
     for text, ids, logprobs in zip(*(new[k] for k in ('completions', 'completion_ids', 'logprobs')), strict=True):
       assert 1 <= len(ids) == len(logprobs) <= 4 and max(logprobs) <= 0
-      assert text == weights.prepared.tokenizer.decode(ids)
+      assert text == weights.inputs.tokenizer.decode(ids)
     assert len({tuple(x) for x in new['completion_ids']}) > 32
 
 
@@ -86,7 +86,7 @@ def test_the_likeliest_tokens_of_each_place(weights, source, tmp_path):
 def test_prompt_ids_are_taken_as_they_are(weights, source):
   prompts = completions.make_prompts(weights, file=str(source))
   assert prompts[10].tokens.tolist() == [49, 43]
-  assert 'hi' in weights.prepared.tokenizer.decode(prompts[11].tokens.tolist())
+  assert 'hi' in weights.inputs.tokenizer.decode(prompts[11].tokens.tolist())
   for bad in ([], [999], 'x', [1.5]):
     row = [{'prompt_ids': bad}]
     rows = completions.sources.read('rows', fake_rows=row)
@@ -161,7 +161,7 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   seen, stream = [], chat.stream
 
   def spy(engine, prompt, draws, tell):
-    seen.append(weights.prepared.tokenizer.decode(prompt.tokens, skip_special=False))
+    seen.append(weights.inputs.tokenizer.decode(prompt.tokens, skip_special=False))
     return stream(engine, prompt, draws, tell)
 
   monkeypatch.setattr(chat, 'stream', spy)

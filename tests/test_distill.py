@@ -27,6 +27,7 @@ from jaxpost.programs import score, train
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import precompute
+from jaxpost.stage.documents import Documents
 from jaxpost.types import Batch
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
@@ -293,7 +294,7 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
 
   def run(rows, length, micro, elements):
     compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-    lookup = precompute.Lookup()
+    made = documents()
     if topk:
       spec = distill.precompute(config)['teacher_0']
       program = score.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
@@ -302,9 +303,8 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
         found = spec.read(program(theirs, roles_lib.without_signal(roles_lib.place(layout, micro, batch))))
         return {k: np.asarray(x).reshape(-1, length, topk) for k, x in found.items()}
 
-      lookup = precompute.Lookup(spec.arrays)
-      lookup.fill(documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), length))
-    made = [lookup.attach(n, e) for n, e in enumerate(documents())]
+      made = Documents(documents().__getitem__, 5, spec.arrays)
+      made.fill(documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), length))
     batch = roles_lib.place(
       layout, micro, packing.to_batch([[made[n] for n in row] for row in rows], length, len(rows))
     )
@@ -329,10 +329,9 @@ def test_long_documents_keep_the_values_of_what_fits():
   example = dataclasses.replace(documents()[4], arrays={})
   fields = {'seen': ((), np.int32)}
   run = lambda batch: {'seen': batch.tokens}
-  values = precompute.read(lambda n: (None, example)[n], 2, fields, run, 2, 8)
-  lookup = precompute.Lookup(fields)
-  lookup.fill([None, example], values)
-  assert lookup.attach(0, None) is None
-  seen = lookup.attach(1, example).arrays['seen']
+  made = Documents((None, example).__getitem__, 2, fields)
+  made.fill([None, example], precompute.read(made.plain, 2, fields, run, 2, 8))
+  assert made[0] is None
+  seen = made[1].arrays['seen']
   np.testing.assert_array_equal(seen[3:8], example.tokens[3:8])
   assert not seen[:3].any() and not seen[8:].any()

@@ -19,9 +19,8 @@ from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
-from jaxpost.stage import assemble, find_weights, load_weights, precompute, prepare
+from jaxpost.stage import assemble, find_weights, load_weights, place, precompute, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import kit as kit_lib
 from jaxpost.storage import array_cache
 
 TASK = 'generated:arithmetic:max=99,ops=+'
@@ -206,7 +205,7 @@ def paths(big, small):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(precompute, 'load_or_make', record)
       assemble.make_parts(
-        kit := kit_lib.make_kit(prepare.prepare_all(config)[0]), stages.initial_params(kit, None), workdir
+        kit := place.place_stage(prepare.prepare_all(config)[0]), stages.initial_params(kit, None), workdir
       )
     return seen
 

@@ -27,7 +27,7 @@ from jaxpost.errors import InputError
 from jaxpost.formats import peft
 from jaxpost.models import lora
 from jaxpost.rollout.sampler_config import SamplerConfig
-from jaxpost.stage import assemble
+from jaxpost.stage import on_policy
 from jaxpost.tools import completions, inference
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -49,8 +49,8 @@ def weights(folder):
 def server(weights):
   engine = completions.make_engine(weights, slots=4, max_prompt=64, max_new_tokens=64, top_logprobs=5)
   seen = []
-  endpoint = Endpoint(engine, weights.prepared.tokenizer, name='nano', record=seen.append)
-  thread = threading.Thread(target=endpoint.serve, args=(assemble.run_key(0, 3),))
+  endpoint = Endpoint(engine, weights.inputs.tokenizer, name='nano', record=seen.append)
+  thread = threading.Thread(target=endpoint.serve, args=(on_policy.run_key(0, 3),))
   thread.start()
   yield endpoint, seen
   endpoint.stop()
@@ -92,7 +92,7 @@ def test_a_chat(server, weights):
     logprobs=True,
     key='agent-7',
   )
-  t = weights.prepared.tokenizer
+  t = weights.inputs.tokenizer
   text, _ = t.render_chat(HELLO, generation_prompt=True)
   assert found['prompt_token_ids'] == t.encode(text)
   assert found['object'] == 'chat.completion' and found['model'] == 'nano'
@@ -118,7 +118,7 @@ def test_log_probs_are_those_of_the_model(server, weights):
   found = ask(server, 'completions', prompt='1+1=', max_tokens=6, logprobs=1)
   choice = found['choices'][0]
   ids = np.array([[*found['prompt_token_ids'], *choice['token_ids']]])
-  logits = tiny.logits(weights.prepared.model, weights.params, ids)[0]
+  logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
   logits = logits - logits.max(-1, keepdims=True)
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
   start = len(found['prompt_token_ids'])
@@ -132,9 +132,9 @@ def test_the_likeliest_tokens(server, weights):
   """As many as are asked for, under the model's own distribution."""
   found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
   ids = np.array([[*found['prompt_token_ids'], *found['choices'][0]['token_ids']]])
-  logits = tiny.logits(weights.prepared.model, weights.params, ids)[0]
+  logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
   logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-  decode = weights.prepared.tokenizer.decode
+  decode = weights.inputs.tokenizer.decode
   for at, entry in enumerate(found['choices'][0]['logprobs']['content']):
     row = logp[len(found['prompt_token_ids']) - 1 + at]
     best = np.argsort(-row)[:3]
@@ -149,7 +149,7 @@ def test_the_likeliest_tokens(server, weights):
 
 def test_a_special_token_stops(server, weights):
   """Where it is no stop id of the tokenizer."""
-  tokenizer = weights.prepared.tokenizer
+  tokenizer = weights.inputs.tokenizer
   assert 256 not in tokenizer.stop_ids
   found = ask(server, 'completions', prompt='ab', max_tokens=60, temperature=50.0, n=16, stop='<|endoftext|>')
   ended = [c for c in found['choices'] if 256 in c['token_ids']]
@@ -230,7 +230,7 @@ def test_what_cannot_be_asked(server, path, body, code, words):
 def test_a_taken_port_is_refused(server, weights):
   port = int(server[0].url.split(':')[2].split('/')[0])
   with pytest.raises(InputError, match='another --port'):
-    Endpoint(server[0].engine, weights.prepared.tokenizer, port=port)
+    Endpoint(server[0].engine, weights.inputs.tokenizer, port=port)
 
 
 def test_the_command(folder, several, tmp_path):
@@ -273,13 +273,13 @@ def several(folder, weights, tmp_path_factory):
   """(endpoint, {name: weights}, values of --adapter), a base and two on it."""
   root, folders = tmp_path_factory.mktemp('adapters'), []
   for name, rank, seed in ('one', 2, 0), ('two', 3, 1):
-    model = lora.build(dataclasses.replace(weights.prepared.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
+    model = lora.build(dataclasses.replace(weights.inputs.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
     params = test_lora.params_of(model, seed, b=0.5)
     peft.writer(model, params, folder)(root / name)
     folders.append(f'{name}={root / name}')
   engines = completions.make_engines(weights, 'nano', folders, slots=2, max_prompt=32, max_new_tokens=32)
-  endpoint = Endpoint(engines.pop('nano'), weights.prepared.tokenizer, name='nano', other_engines=engines)
-  thread = threading.Thread(target=endpoint.serve, args=(assemble.run_key(0, 3),))
+  endpoint = Endpoint(engines.pop('nano'), weights.inputs.tokenizer, name='nano', other_engines=engines)
+  thread = threading.Thread(target=endpoint.serve, args=(on_policy.run_key(0, 3),))
   thread.start()
   yield (endpoint, {'nano': weights} | inference.adapters(weights, folders), folders)
   endpoint.stop()
@@ -380,11 +380,11 @@ def test_a_failure_of_one_ends_all(weights):
       while follow((), False) is not None and not endpoint._stop.is_set():
         time.sleep(0.01)
 
-  endpoint = Endpoint(Waiting(), weights.prepared.tokenizer, name='nano', other_engines={'other': Broken()})
+  endpoint = Endpoint(Waiting(), weights.inputs.tokenizer, name='nano', other_engines={'other': Broken()})
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     answer = pool.submit(post, endpoint.url, 'completions', model='nano', prompt='a', max_tokens=1)
     with pytest.raises(ValueError, match='broken'):
-      endpoint.serve(assemble.run_key(0, 3))
+      endpoint.serve(on_policy.run_key(0, 3))
     code, text = answer.result(60)
   assert code == 503 and 'error' in json.loads(text)
 

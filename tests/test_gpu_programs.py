@@ -56,7 +56,7 @@ config.eval.data.path = ''
 for section, fields in json.loads(over).items():
   config[section].update(fields)
 p, = dry_run.prepare_all(config.to_dict())
-vocabulary, texts, look = p.model.config.padded_vocab_size, {}, aot.look
+vocabulary, texts, look = p.inputs.model.config.padded_vocab_size, {}, aot.look
 
 def watch(kit, name, compiled, args, times):
   texts.setdefault(name, []).append(compiled.as_text())
@@ -64,7 +64,7 @@ def watch(kit, name, compiled, args, times):
 
 aot.look = watch
 compiled = aot.compile_stage(p, topology)
-kit, out = compiled.kit, {}
+kit, out = compiled.placed, {}
 for row in compiled.rows:
   text = texts[row['program']].pop(0)
   each = vocabulary // kit.train.mesh.shape['tensor']
@@ -76,7 +76,7 @@ for row in compiled.rows:
       shapes=row['shapes'], kernels=len(set(re.findall(
           r'custom_call_target="(__cudnn.fmha\\w*)"', text))),
       wide=max(wide, default=0), most=max(
-          p.model.config.hidden_size, kit.compute.head_elements // each),
+          p.inputs.model.config.hidden_size, kit.compute.head_elements // each),
       unknown=row['totals'].unknown, least=row['least'], found={
           kind: {a: x[0] for a, x in axes.items()}
           for kind, axes in cost.by_axis(

@@ -25,9 +25,8 @@ from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
 from jaxpost.monitor import metrics
 from jaxpost.programs import train
-from jaxpost.stage import assemble, prepare
+from jaxpost.stage import assemble, place, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import kit as kit_lib
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
 from jaxpost.types import Batch
@@ -376,7 +375,7 @@ def seal(workdir, stage, step=None):
 
 def parts(config):
   """(kit, roles, stream) of the stage, before its first step."""
-  kit = kit_lib.make_kit(prepare.prepare_all(config)[0])
+  kit = place.place_stage(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   return kit, roles, stream
 
@@ -438,14 +437,14 @@ def test_checkpoint_holds_no_base(trained):
 def test_run_exports_merged_weights_and_an_adapter(base, trained):
   weights = inference.from_run(trained)
   assert weights.step == 4
-  found = text_logits(weights.prepared.model, weights.params)
+  found = text_logits(weights.inputs.model, weights.params)
   plain = of_folder(base)
-  assert tiny.largest(found - text_logits(plain.prepared.model, plain.params)) > 1e-3
+  assert tiny.largest(found - text_logits(plain.inputs.model, plain.params)) > 1e-3
   # The merged folder, the adapter folder as a model, and as a start.
   for source in ('export', 'export/adapter'):
     other = of_folder(trained / source)
-    assert not other.prepared.model.config.lora
-    near(text_logits(other.prepared.model, other.params), found)
+    assert not other.inputs.model.config.lora
+    near(text_logits(other.inputs.model, other.params), found)
   _, roles, stream = parts(sft(base, lora=dict(rank=0, path=str(trained / 'export/adapter'))))
   stream.close()
   near(text_logits(roles.policy.model, roles.policy.params), found)
@@ -475,7 +474,7 @@ def test_freezing_by_regex(base, tmp_path):
   params = {k.split('/params/')[1] for k in seal(tmp_path, 'sft')['leaves'] if '/params/' in k}
   assert params == {f'layers/{n}' for n in ALL.split('|')}
   before, after = of_folder(base), inference.from_run(tmp_path)
-  for path in before.prepared.model.table:
+  for path in before.inputs.model.table:
     same = np.array_equal(leaf(before.params, path), leaf(after.params, path))
     assert same == (path not in params), path
 
@@ -494,7 +493,7 @@ def test_reference_of_dpo_is_the_start_without_a_copy(base):
     assert fixed <= pointers(reference.params)
     copied = [x for x in jax.tree.leaves(reference.params) if x.unsafe_buffer_pointer() not in fixed]
     assert sum(x.nbytes for x in copied) == sum(x.nbytes for x in jax.tree.leaves(policy.state.params))
-    placed = policy.place(kit.prepared.first_batch)
+    placed = policy.place(kit.data.first_batch)
     start = np.asarray(reference(placed).logprobs)
     np.testing.assert_array_equal(start, policy.score(placed).logprobs)
     for _ in range(2):
@@ -579,7 +578,7 @@ def test_stages(base, tmp_path, second):
   assert files[0].read_bytes() == files[1].read_bytes()
   found = inference.from_run(tmp_path / 'halves')
   other = of_folder(tmp_path / 'halves/export')
-  near(text_logits(other.prepared.model, other.params), text_logits(found.prepared.model, found.params))
+  near(text_logits(other.inputs.model, other.params), text_logits(found.inputs.model, found.params))
   # Only adapters of a model with a name make a folder for peft.
   assert (tmp_path / 'halves/export/adapter').exists() == (second == {})
 
@@ -589,7 +588,7 @@ def test_a_run_goes_on_from_another_run(base, trained):
   stream.close()
   at = inference.from_run(trained, step=2)
   np.testing.assert_array_equal(
-    text_logits(at.prepared.model, at.params), text_logits(roles.policy.model, roles.policy.params)
+    text_logits(at.inputs.model, at.params), text_logits(roles.policy.model, roles.policy.params)
   )
 
 

@@ -12,7 +12,7 @@ from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.models.parameters import leaf, nest
-from jaxpost.stage import export, kit, prepare
+from jaxpost.stage import export, place, prepare
 
 SHAPES = dict(
   dense=dict(hidden_size=64, intermediate_size=128),
@@ -36,12 +36,12 @@ def prepared(base, kind, dtype, targets):
       dict(lora=dict(rank=3, alpha=8.0, targets=targets), model=dict(quantize=kind, param_dtype=dtype)),
     )
   )[0]
-  params = stages.initial_params(kit.make_kit(p), None)
+  params = stages.initial_params(place.place_stage(p), None)
   random = np.random.RandomState(0)
   return p, nest(
     {
       path: x if not path.startswith('lora/') else (0.2 * random.standard_normal(x.shape).astype(np.float32))
-      for path in p.model.table
+      for path in p.inputs.model.table
       for x in [leaf(params, path)]
     }
   )
@@ -60,8 +60,9 @@ def prepared(base, kind, dtype, targets):
 def test_bytes_are_those_of_merged_parameters(bases, tmp_path, name, kind, dtype):
   experts = '|layers/experts/(gate|up|down)' * (name == 'moe')
   p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if (experts) else 'q|k|v|o|gate|up|down')
-  export.export(p, tmp_path / 'new', params)
-  hf.save(tmp_path / 'old', model_lib.build(dataclasses.replace(p.model.config, lora=())), p.model.merge(params))
+  export.export(p.inputs, tmp_path / 'new', params)
+  model = p.inputs.model
+  hf.save(tmp_path / 'old', model_lib.build(dataclasses.replace(model.config, lora=())), model.merge(params))
   written, right = ((tmp_path / way / 'model.safetensors').read_bytes() for way in ('new', 'old'))
   assert written == right
 
@@ -77,7 +78,7 @@ def test_one_layer_is_merged_at_a_time(bases, tmp_path, monkeypatch, kind):
 
   before = sum(x.nbytes for x in jax.live_arrays())
   monkeypatch.setattr(hf, 'to_host', fetched)
-  export.export(p, tmp_path / 'out', params)
+  export.export(p.inputs, tmp_path / 'out', params)
   matrix = 4 * 64 * 128  # of one layer
   assert len(held) > 9 * LAYERS
   # What it is made of, itself, and the one before, as this is the host, too.

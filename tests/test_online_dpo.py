@@ -78,7 +78,8 @@ def test_truncated_samples_are_left_out():
 @pytest.mark.parametrize('share', [True, False])
 def test_pairs_hold_the_sampled_tokens(share):
   config = settings(preference=dict(share_prompt=share))
-  rows, length = batch_shape.batch_shape(config, True, 1)[::2]
+  shape = batch_shape.batch_shape(config, True, 1)
+  rows, length = shape.rows, shape.row_length
   assert length == 2 * (5 + C)
   data = experience([[1, 3, 0, 2], [1, 1, 1, 1], [NAN, 5, NAN, 4]])
   credit = online_dpo.credit(data, config)
@@ -106,7 +107,8 @@ def test_pairs_hold_the_sampled_tokens(share):
 @pytest.mark.parametrize('share', [True, False])
 def test_every_step_has_one_shape(share):
   config = settings(preference=dict(share_prompt=share))
-  rows, length = batch_shape.batch_shape(config, True, 1)[::2]
+  shape = batch_shape.batch_shape(config, True, 1)
+  rows, length = shape.rows, shape.row_length
 
   def shapes(rewards):
     data = experience(rewards)

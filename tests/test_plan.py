@@ -413,8 +413,8 @@ print(json.dumps(dict(least=row['least'], flops=[
   row['flops'], row['totals'].flops * 4], micro=row['micro'],
   unknown=row['totals'].unknown, adapters=[
     some['least']['reduce-scatter']['fsdp'], sum(
-      4 * math.prod(x.shape) for path, x in p.model.table.items()
-      if path not in p.model.frozen and 'embed' in x.axes)])))
+      4 * math.prod(x.shape) for path, x in p.inputs.model.table.items()
+      if path not in p.inputs.model.frozen and 'embed' in x.axes)])))
 """
 
 
@@ -469,7 +469,7 @@ def look(mesh, **rollout):
           for r in programs],
     copied=sum(r['calls'] * x['bytes'] for r in programs
                for x in r['collective_bytes'].get('copy', {}).values()),
-    step=roofline.summary(found.kit, fast, programs, 0.0))
+    step=roofline.summary(found.placed, fast, programs, 0.0))
 print(json.dumps([look(json.loads(m), **json.loads(r)) for m, r in zip(
   sys.argv[1::2], sys.argv[2::2])]))
 """
@@ -665,10 +665,10 @@ def test_products_of_experts_are_counted(mesh, tmp_path):
 def test_other_methods_are_described(algorithm):
   (found,) = dry_run.prepare_all(dict(algorithm=algorithm, data=dict(path='none'), reward='gsm8k'))
   assert found.name == algorithm
-  if found.algorithm.on_policy:
-    assert found.stream.lengths == [512]
+  if found.inputs.algorithm.on_policy:
+    assert found.data.stream.lengths == [512]
   else:
-    assert found.first_batch.tokens.shape[1] == 512
+    assert found.data.first_batch.tokens.shape[1] == 512
 
 
 @pytest.mark.parametrize(
@@ -813,7 +813,7 @@ def shape(path, train=None, **over):
 def test_meshes_to_try(path, topology, train, has):
   from jaxpost.planning import meshes
 
-  found = meshes.training(shape(path, train), chips.parse(topology), False)
+  found = meshes.training(shape(path, train).inputs, chips.parse(topology), False)
   assert has.items() <= found.items() and len(found) <= 10
   assert next(iter(found)) == 'fsdp=-1'
   assert path == 'llama3_8b' and train or not any('context' in m for m in found)
@@ -825,8 +825,8 @@ def test_gpus_have_no_lanes_and_batches_split():
   from jaxpost.planning import meshes
 
   p = shape('llama3_70b', dict(batch_size=64))
-  assert not any('data' in m for m in meshes.training(p, chips.parse('h200:16x8x8'), False))
-  assert meshes.training(p, chips.parse('h200:1x64x8'), True) == {'fsdp=-1,tensor=8': 64}
+  assert not any('data' in m for m in meshes.training(p.inputs, chips.parse('h200:16x8x8'), False))
+  assert meshes.training(p.inputs, chips.parse('h200:1x64x8'), True) == {'fsdp=-1,tensor=8': 64}
 
 
 @pytest.mark.parametrize(
@@ -840,9 +840,9 @@ def test_devices_are_counted_not_chips(mesh, shards):
     dict(algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh, model=dict(path='qwen3_8b'))
   )
   top = chips.parse('tpu7x:1x2x2')
-  assert meshes.training(p, top, False)['fsdp=-1'] == shards
+  assert meshes.training(p.inputs, top, False)['fsdp=-1'] == shards
   tensor = mesh.get('rollout_devices', 8)
-  assert meshes.sampling(p, top)[-1] == f'data=-1,tensor={tensor}'
+  assert meshes.sampling(p.inputs, top)[-1] == f'data=-1,tensor={tensor}'
 
 
 def test_launch_line():

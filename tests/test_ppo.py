@@ -326,9 +326,9 @@ def rows(workdir, split='train'):
 def states(workdir, step):
   """{role: flat parameters} of a checkpoint, on the host."""
   w = inference.from_run(workdir, step=step)
-  models = {'policy': w.prepared.model}
-  if not w.prepared.config.critic.value_head:
-    models['critic'] = model_lib.build(model_lib.with_scalar_head(w.prepared.model.config))
+  models = {'policy': w.inputs.model}
+  if not w.inputs.config.critic.value_head:
+    models['critic'] = model_lib.build(model_lib.with_scalar_head(w.inputs.model.config))
   return {
     role: jax.tree.leaves(
       jax.tree.map(

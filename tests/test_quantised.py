@@ -20,8 +20,7 @@ from jaxpost.models.config import Experts
 from jaxpost.models.parameters import flatten
 from jaxpost.monitor import metrics
 from jaxpost.programs import train
-from jaxpost.stage import assemble, prepare
-from jaxpost.stage import kit as kit_lib
+from jaxpost.stage import assemble, place, prepare
 from jaxpost.tools import inference
 from jaxpost.types import Batch
 
@@ -195,7 +194,7 @@ def run(config, workdir):
 
 
 def parts(config):
-  kit = kit_lib.make_kit(prepare.prepare_all(config)[0])
+  kit = place.place_stage(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
   return roles
@@ -227,13 +226,13 @@ def test_run_resumes_and_exports_what_it_computed(base, tmp_path):
   files = [tmp_path / d / 'export/model.safetensors' for d in ('whole', 'halves')]
   assert files[0].read_bytes() == files[1].read_bytes()
   found = inference.from_run(tmp_path / 'whole')
-  made = logits(found.prepared.model, found.params)
+  made = logits(found.inputs.model, found.params)
   plain = config_lib.parse(tiny.run_config(''))['sft']
   other = inference.from_folder(tmp_path / 'whole/export', plain)
-  np.testing.assert_allclose(logits(other.prepared.model, other.params), made, atol=3e-5 * tiny.largest(made))
+  np.testing.assert_allclose(logits(other.inputs.model, other.params), made, atol=3e-5 * tiny.largest(made))
   # On the whole base, the adapter is near to what was trained with.
   other = inference.from_folder(tmp_path / 'whole/export/adapter', plain)
-  near = logits(other.prepared.model, other.params)
+  near = logits(other.inputs.model, other.params)
   assert 1e-3 < rms(near - made) / rms(made) < 0.5
 
 
@@ -281,8 +280,8 @@ def test_stages_change_how_matrices_are_held(base, tmp_path):
   losses = [r['loss'] for r in rows]
   assert [r['stage'] for r in rows] == [s for s in ('one', 'two', 'three', 'four') for _ in range(2)]
   assert losses[-1] < losses[0]
-  assert inference.from_run(tmp_path, 'three').prepared.model.quantized
-  assert not inference.from_run(tmp_path).prepared.model.quantized
+  assert inference.from_run(tmp_path, 'three').inputs.model.quantized
+  assert not inference.from_run(tmp_path).inputs.model.quantized
 
 
 def test_ppo_has_a_critic_on_the_same_codes(base):
@@ -324,7 +323,7 @@ def test_an_adapter_of_codes_loads_in_peft(base, tmp_path):
   from jaxpost.stage import config as config_lib
 
   weights = inference.from_folder(adapter, config_lib.parse(tiny.run_config(''))['sft'])
-  ours = logits(weights.prepared.model, weights.params)[..., : theirs.shape[-1]]
+  ours = logits(weights.inputs.model, weights.params)[..., : theirs.shape[-1]]
   np.testing.assert_allclose(ours, theirs, atol=3e-5 * tiny.largest(theirs))
 
 

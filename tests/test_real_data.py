@@ -215,10 +215,10 @@ def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
   )
   plain['model'].update(preset='tiny')
   (stage,) = prepare.prepare_all(plain)
-  assert stage.rows[0]['prompt'].startswith('Natalia sold clips')
-  assert stage.rows[0]['completion'].endswith('#### 72')
-  example = stage.algorithm.render(stage.rows, stage.tokenizer, stage.config)(0)
-  trained = stage.tokenizer.decode(example.tokens[example.loss_mask])
+  assert stage.data.rows[0]['prompt'].startswith('Natalia sold clips')
+  assert stage.data.rows[0]['completion'].endswith('#### 72')
+  example = stage.inputs.algorithm.render(stage.data.rows, stage.inputs.tokenizer, stage.config)(0)
+  trained = stage.inputs.tokenizer.decode(example.tokens[example.loss_mask])
   assert trained.startswith('Natalia sold 48/2') and '####' in trained
 
   # columns first, then map: other names for what the map reads.
@@ -229,8 +229,8 @@ def test_columns_and_map_on_gsm8k(gsm8k, tmp_path):
     plain, dict(data=dict(path=str(other), columns='question=problem,answer=solution', map='jaxpost.data.maps:gsm8k'))
   )
   (stage,) = prepare.prepare_all(both)
-  assert stage.rows[0]['prompt'][0]['content'].startswith('Natalia')
-  assert stage.rows[0]['answer'] == rows[0]['answer']
+  assert stage.data.rows[0]['prompt'][0]['content'].startswith('Natalia')
+  assert stage.data.rows[0]['answer'] == rows[0]['answer']
 
   without = tiny.merged(both, dict(data=dict(columns='')))
   with pytest.raises(InputError, match=r'other\.jsonl:1: map_fn raised'):

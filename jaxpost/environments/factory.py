@@ -65,15 +65,18 @@ def _default_workers(config: Any, algorithm: Any) -> int:
   return max(1, in_flight // coordination.process_count())
 
 
-def make_sampler(prepared: Any, engine: Any, run_key: Any) -> Episodes:
-  """Makes the sampler of a prepared stage: `Agents` if the environment is an agent, else `Episodes`.
+def make_sampler(
+  environment: EnvironmentPool, tokenizer: Tokenizer, config: Any, engine: Any, run_key: Any
+) -> Episodes:
+  """Makes the sampler of a stage: `Agents` if the environment is an agent, else `Episodes`.
 
   Args:
-    prepared: the stage; has `config`, `tokenizer` and `environment`, the pool.
+    environment: the stage's pool.
+    tokenizer: of the policy.
+    config: of the stage.
     engine: the `NativeEngine` that generates.
     run_key: PRNG key of the run.
   """
-  config = prepared.config
   limits = EpisodeLimits(
     prompt=config.rollout.max_prompt_length,
     tokens=config.rollout.max_new_tokens,
@@ -83,8 +86,8 @@ def make_sampler(prepared: Any, engine: Any, run_key: Any) -> Episodes:
     failed=config.rewards.max_failed,
   )
   sampler_class = Episodes
-  if prepared.environment.agent:
+  if environment.agent:
     from jaxpost.environments.agents import Agents  # it starts an HTTP server
 
     sampler_class = Agents
-  return sampler_class(engine, run_key, prepared.environment, prepared.tokenizer, limits)
+  return sampler_class(engine, run_key, environment, tokenizer, limits)

@@ -19,12 +19,12 @@ from jaxpost.models import context_parallel
 from jaxpost.planning import cost, traffic_bound
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
-from jaxpost.stage import assemble, load_weights, precompile, prepare
-from jaxpost.stage import kit as kit_lib
+from jaxpost.stage import assemble, load_weights, place, precompile
 from jaxpost.types import Batch, Cache, TrainState
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
+  from jaxpost.stage.records import PreparedStage
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 
@@ -36,26 +36,26 @@ class Compiled:
   rows: with 'held': bytes of what stays on their devices from step to step.
   """
 
-  kit: kit_lib.Kit
+  placed: place.PlacedStage
   rows: list
 
 
-def compile_stage(p: prepare.Prepared, topology: chips.Topology, only: tuple = ()) -> Compiled:
+def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple = ()) -> Compiled:
   """Compiles what a run of this stage would, before its first step.
 
   Args:
     only: names of programs, for a look at some; (): all.
   """
   ledger = Ledger(dry=True, options=chips.compiler_options(topology), only=only)
-  kit = kit_lib.make_kit(p, chips.devices(topology), ledger)
-  ledger.look = functools.partial(look, kit)
-  params = load_weights.described(p.model, kit.train, p.config.model.param_dtype)
-  roles, stream, engine = assemble.make_parts(kit, params)
-  evaluator = assemble.make_evaluator(kit, engine)
-  precompile.compile_all(kit, roles, stream, engine, evaluator)
+  placed = place.place_stage(prepared, chips.devices(topology), ledger)
+  ledger.look = functools.partial(look, placed)
+  params = load_weights.described(placed.model, placed.train, placed.config.model.param_dtype)
+  roles, stream, engine = assemble.make_parts(placed, params)
+  evaluator = assemble.make_evaluator(placed, engine)
+  precompile.compile_all(placed, roles, stream, engine, evaluator)
   for row in ledger.rows:
     row['held'] = held_on(row['mesh'].devices.flat[0], roles)
-  return Compiled(kit, ledger.rows)
+  return Compiled(placed, ledger.rows)
 
 
 def held_on(device, roles) -> dict:
@@ -69,10 +69,10 @@ def held_on(device, roles) -> dict:
   return dict(held)
 
 
-def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
+def look(placed: place.PlacedStage, name: str, compiled, args, times: int) -> dict:
   """What a row says beyond shapes: bytes by what they are, and the HLO."""
   micro, chunks, rows, length = 1, 1, 0, 0
-  layout = layout_of(kit, name, args)
+  layout = layout_of(placed, name, args)
   shards = layout.batch_shards
   if name == 'prefill':
     rows, length = args[1].shape
@@ -82,16 +82,16 @@ def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
     rows = rows // shards if rows % shards == 0 else rows
     chunks = -(
       -length
-      // head_chunk.chunk_length(rows, length, kit.prepared.model.config.padded_vocab_size, kit.compute.head_elements)
+      // head_chunk.chunk_length(rows, length, placed.model.config.padded_vocab_size, placed.compute.head_elements)
     )
 
-  experts = kit.prepared.model.config.experts
+  experts = placed.model.config.experts
 
   def turns(loop):
     if re.search(r'\brounds\)*/while$', loop):
       return 1
     if re.search(r'\bblocks\)*/while$', loop):
-      return _blocks(kit, layout, rows * length)
+      return _blocks(placed, layout, rows * length)
     whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
     return micro if whole else chunks
 
@@ -105,29 +105,29 @@ def look(kit: kit_lib.Kit, name: str, compiled, args, times: int) -> dict:
     totals=totals,
     mesh=layout.mesh,
     micro=micro,
-    least=traffic_bound.of_program(kit, layout, name, args, times),
+    least=traffic_bound.of_program(placed, layout, name, args, times),
     xla_flops_once=(analysis or {}).get('flops'),
   )
 
 
-def layout_of(kit: kit_lib.Kit, name: str, args) -> Layout:
+def layout_of(placed: place.PlacedStage, name: str, args) -> Layout:
   """Whose devices a program runs on; a reshard on those that train."""
   if name in SAMPLING:
-    return kit.rollout
+    return placed.rollout
   first = next(iter(jax.tree.leaves(args)), None)
   mesh = getattr(getattr(first, 'sharding', None), 'mesh', None)
-  return kit.score if mesh == kit.score.mesh != kit.train.mesh else kit.train
+  return placed.score if mesh == placed.score.mesh != placed.train.mesh else placed.train
 
 
-def _blocks(kit: kit_lib.Kit, layout: Layout, tokens: int) -> int:
+def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
   """Blocks of rows that the experts of a device multiply, were each as likely.
 
   Args:
     tokens: of whole rows; `context` splits them.
   """
   tokens //= context_parallel.num_shards(layout)
-  experts = kit.prepared.model.config.experts
-  return -(-tokens * experts.top_k // kit.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
+  experts = placed.model.config.experts
+  return -(-tokens * experts.top_k // placed.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 
 
 def parts(arg, device=None) -> dict:

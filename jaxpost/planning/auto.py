@@ -14,12 +14,13 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips
 from jaxpost.planning import dry_run, meshes, search, stage
-from jaxpost.stage import batch_shape, prepare
+from jaxpost.stage import batch_shape
+from jaxpost.stage.records import PreparedStage
 
 AUTO = 'auto'
 
 
-def resolve(prepared: list[prepare.Prepared], raw: dict, note: Callable) -> list[prepare.Prepared]:
+def resolve(prepared: list[PreparedStage], raw: dict, note: Callable) -> list[PreparedStage]:
   """The stages with meshes for the devices of this run in place of 'auto'.
 
   Args:
@@ -31,7 +32,7 @@ def resolve(prepared: list[prepare.Prepared], raw: dict, note: Callable) -> list
   return [search.vary(p, coordination.broadcast(choose(shapes[p.name], here, note))) for p in prepared]
 
 
-def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dict:
+def choose(p: PreparedStage, topology: chips.Topology, note: Callable) -> dict:
   """{'mesh.train': ..., 'mesh.rollout': ...}, of those that are 'auto'.
 
   Args:
@@ -51,10 +52,12 @@ def choose(p: prepare.Prepared, topology: chips.Topology, note: Callable) -> dic
   return found
 
 
-def _train(p, topology, note: Callable) -> str:
-  found = list(meshes.training(p, topology, fixed=True))
+def _train(p: PreparedStage, topology: chips.Topology, note: Callable) -> str:
+  found = list(meshes.training(p.inputs, topology, fixed=True))
   if not found:
-    batch_shape.batch_shape(p.config, p.algorithm.on_policy, meshes.train_devices(p, topology))  # says why
+    batch_shape.batch_shape(
+      p.config, p.inputs.algorithm.on_policy, meshes.train_devices(p.inputs, topology)
+    )  # says why
   if len(found) == 1 or not topology.chip.memory:
     return found[0]
   times, errors = {}, []
@@ -79,10 +82,10 @@ def _train(p, topology, note: Callable) -> str:
   return min(times, key=times.get)
 
 
-def _rollout(p, topology) -> str:
+def _rollout(p: PreparedStage, topology: chips.Topology) -> str:
   """The least split of the sampler's weights that fits."""
-  found = meshes.sampling(p, topology)
-  if not p.algorithm.on_policy or not topology.chip.memory:
+  found = meshes.sampling(p.inputs, topology)
+  if not p.inputs.algorithm.on_policy or not topology.chip.memory:
     return found[0]
   for mesh in found:
     if _plan(p, {'mesh.rollout': mesh}, topology, 'generate')['fits']:
@@ -92,5 +95,5 @@ def _rollout(p, topology) -> str:
   )
 
 
-def _plan(p, settings: dict, topology, program: str) -> dict:
+def _plan(p: PreparedStage, settings: dict, topology: chips.Topology, program: str) -> dict:
   return stage.plan(search.vary(p, settings), stage.Options(topology, (program,)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost import testing
@@ -13,13 +14,16 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import algorithms, checks, find_weights, optim
+from jaxpost.stage import checks, find_weights, optim
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare as prepare_lib
-from jaxpost.stage import sources as sources_lib
+from jaxpost.stage.documents import Documents
+from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage
+from jaxpost.stage.sources import Source
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
+  from jaxpost.stage.config import Config
 
 # Made-up rows, of which one suits each method that learns from data.
 _ROWS = ('', '_pairs', '_labels', '_scores', '_steps')
@@ -48,18 +52,18 @@ def shape_of(text: str, key: str) -> ModelConfig:
   )
 
 
-def find(text: str, key: str, earlier: dict) -> sources_lib.Source:
+def find(text: str, key: str, earlier: dict) -> Source:
   """As `weights.find`, by shapes alone."""
   if text.startswith('stage:'):
     return find_weights.find(text, key, earlier)
   shape = shape_of(text, key)
   if key.startswith(('config.critic', 'config.reward_model')):
     shape = model_lib.with_scalar_head(shape)
-  return sources_lib.Source(shape)
+  return Source(shape)
 
 
-def prepare_all(config: dict, stage: str = '') -> list[prepare_lib.Prepared]:
-  """The stages of a config, or the one called `stage`."""
+def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
+  """Prepares the stages of a config, or the one called `stage`, without reading anything."""
   done = []
   for name, section in config_lib.parse(config).items():
     done.append(prepare(name, section, done))
@@ -69,59 +73,49 @@ def prepare_all(config: dict, stage: str = '') -> list[prepare_lib.Prepared]:
   return chosen
 
 
-def prepare(name: str, config: config_lib.Config, before=()) -> prepare_lib.Prepared:
-  """What `build.prepare` gives, from the config alone."""
-  algorithm = algorithms.load_algorithm(config.algorithm)
-  config = config_lib.resolve(config, algorithm.defaults)
-  algorithm.check(config)
+def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> PreparedStage:
+  """Prepares a stage from its config alone; `before` are the stages that run first."""
+  algorithm, config = prepare_lib.settle(config)
   optim.check(config.optim.name, config.optim.weight_decay)
-  m = config.model
-  source = sources_lib.Source(shape_of(m.path, 'config.model.path') if m.path else prepare_lib.model_source(m).config)
-  found = prepare_lib.find_weights(
-    config,
-    algorithm,
-    source,
-    before[-1].name if before else '',
-    {p.name: sources_lib.Source(p.model.config) for p in before},
-    find,
-  )
+  section = config.model
+  if section.path:
+    source = Source(shape_of(section.path, 'config.model.path'))
+  else:
+    source = Source(prepare_lib.model_source(section).config)
+  earlier = {p.name: Source(p.inputs.model.config) for p in before}
+  found = prepare_lib.find_weights(config, algorithm, source, earlier, find)
   if 'critic' in found:
-    found['critic'] = sources_lib.Source(model_lib.with_scalar_head(found['critic'].config))
-  p = prepare_lib.Prepared(
-    name,
-    config,
-    algorithm,
-    found,
-    prepare_lib.make_model(config, algorithm, found['policy'].config),
-    tokenizer_lib.load('bytes'),
-    None,
-    None,
-    None,
-  )
+    found['critic'] = Source(model_lib.with_scalar_head(found['critic'].config))
+  inputs = prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
+  return PreparedStage(inputs, _made_up_data(inputs))
+
+
+def _made_up_data(inputs: Inputs) -> Data:
+  """Data of the config's shapes: random prompts, or generated rows."""
+  config, algorithm = inputs.config, inputs.algorithm
   prompts = testing.RandomPrompts(config.rollout.prompts, config.rollout.max_prompt_length, 256)
   if algorithm.on_policy:
     checks.check_sampling(config, True, rewards=False)
-    p.stream = prompts
+    data = Data(stream=prompts)
   else:
-    p.rows, p.stream, p.first_batch, p.example = _made_rows(p)
-  if config.eval.data.path:
-    p.eval_rows = ()
-    if not algorithm.on_policy:
-      p.eval_examples = (p.example(0),)
-    if config.eval.samples:
-      p.eval_prompts, p.pool = (prompts.prompt(0),), object()
-  return p
+    data = _generated_rows(inputs)
+  if not config.eval.data.path:
+    return data
+  documents = Documents((data.documents.plain(0),).__getitem__, 1) if data.documents else None
+  return dataclasses.replace(
+    data, held_out=HeldOutData((), documents, (prompts.prompt(0),) if config.eval.samples else ())
+  )
 
 
-def _made_rows(p: prepare_lib.Prepared) -> tuple:
-  """(rows, stream, a batch, number -> Example) of data that suits."""
-  small = dataclasses.replace(p.config, train=dataclasses.replace(p.config.train, batch_size=1))
+def _generated_rows(inputs: Inputs) -> Data:
+  """The first kind of generated rows that the algorithm learns from."""
+  # One row at a time: grain shuffles few rows slowly, 5 minutes for a row of 32,768 tokens.
+  config = dataclasses.replace(inputs.config, train=dataclasses.replace(inputs.config.train, batch_size=1))
+  inputs = dataclasses.replace(inputs, config=config)
   error = None
   for kind in _ROWS:
-    # Of few rows grain shuffles slowly: 5 minutes for a row of 32,768 tokens.
-    q = dataclasses.replace(p, config=small, rows=sources.read_sources(f'generated:arithmetic{kind}:max=99,size=4096'))
     try:
-      return q.rows, prepare_lib.row_stream(q), q.first_batch, q.example
+      return prepare_lib.make_data(inputs, sources.read_sources(f'generated:arithmetic{kind}:max=99,size=4096'))
     except InputError as e:
       error = error or e
   raise error

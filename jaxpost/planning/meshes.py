@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import types
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -19,10 +18,11 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import context_parallel
 from jaxpost.planning import traffic_bound
-from jaxpost.stage import batch_shape, prepare
+from jaxpost.stage import batch_shape
 
 if TYPE_CHECKING:
   from jaxpost.hardware import chips
+  from jaxpost.stage.records import Inputs
 
 _TENSOR = (1, 2, 4, 8)
 _CONTEXT = (2, 4, 8)
@@ -32,65 +32,65 @@ _MORE = 6  # meshes besides `fsdp` and `tensor`
 _STATE = 3  # copies of what is trained: itself and Adam's moments
 
 
-def train_devices(p: prepare.Prepared, topology: chips.Topology) -> int:
-  mesh = p.config.mesh
+def train_devices(inputs: Inputs, topology: chips.Topology) -> int:
+  mesh = inputs.config.mesh
   return topology.devices - mesh.rollout_devices - mesh.score_devices
 
 
-def rollout_devices(p: prepare.Prepared, topology: chips.Topology) -> int:
-  return p.config.mesh.rollout_devices or train_devices(p, topology)
+def rollout_devices(inputs: Inputs, topology: chips.Topology) -> int:
+  return inputs.config.mesh.rollout_devices or train_devices(inputs, topology)
 
 
-def tensors(p: prepare.Prepared, devices: int) -> list[int]:
+def tensors(inputs: Inputs, devices: int) -> list[int]:
   """Sizes of the tensor axis that split heads and the MLP evenly."""
-  cfg = p.model.config
+  cfg = inputs.model.config
   size = cfg.experts.size if cfg.experts else cfg.intermediate_size
   return [t for t in _TENSOR if devices % t == 0 and cfg.num_heads % t == 0 and size % t == 0]
 
 
-def sampling(p: prepare.Prepared, topology: chips.Topology) -> list[str]:
+def sampling(inputs: Inputs, topology: chips.Topology) -> list[str]:
   """Meshes of the sampler, the least split of its weights first."""
-  return ['data=-1' + (f',tensor={t}' if t > 1 else '') for t in tensors(p, rollout_devices(p, topology))]
+  return ['data=-1' + (f',tensor={t}' if t > 1 else '') for t in tensors(inputs, rollout_devices(inputs, topology))]
 
 
-def training(p: prepare.Prepared, topology: chips.Topology, fixed: bool) -> dict[str, int]:
+def training(inputs: Inputs, topology: chips.Topology, fixed: bool) -> dict[str, int]:
   """{mesh: batch shards} of those to compile an update for.
 
   Args:
     fixed: the batch is that of the config, which has to split over the
       shards; else it is one row a shard.
   """
-  devices, plain, more = train_devices(p, topology), {}, []
-  for sizes in _all(p, topology, devices):
+  devices, plain, more = train_devices(inputs, topology), {}, []
+  for sizes in _all(inputs, topology, devices):
     shards = sizes['data'] * sizes['fsdp'] * sizes['expert']
-    shape = 1, shards, batch_shape.row_length(p.config, p.algorithm.on_policy)
+    shape = 1, shards, batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
     if fixed:
       try:
-        rows, micro, length = batch_shape.batch_shape(p.config, p.algorithm.on_policy, shards)
+        whole = batch_shape.batch_shape(inputs.config, inputs.algorithm.on_policy, shards)
       except InputError:
         continue
-      shape = rows // micro, micro, length
+      shape = whole.rows // whole.micro_rows, whole.micro_rows, whole.row_length
     if sizes['data'] * sizes['expert'] * sizes['context'] == 1:
       plain[_spell(sizes)] = shards
-    elif seconds := _seconds_a_token(p, topology, sizes, shape):
+    elif seconds := _seconds_a_token(inputs, topology, sizes, shape):
       more.append((seconds, sizes, shards))
   return plain | {_spell(sizes): shards for sizes, shards in _few(more)}
 
 
-def _all(p, topology, devices: int):
+def _all(inputs: Inputs, topology: chips.Topology, devices: int):
   """The sizes of every mesh that splits the model evenly."""
-  cfg = p.model.config
+  cfg = inputs.model.config
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
-  length = batch_shape.row_length(p.config, p.algorithm.on_policy)
+  length = batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
   contexts = [
     1,
     *(
       c
       for c in _CONTEXT
-      if length >= _LONG and length % c == 0 and p.config.model.attention not in context_parallel.WHOLE_ROW_KERNELS
+      if length >= _LONG and length % c == 0 and inputs.config.model.attention not in context_parallel.WHOLE_ROW_KERNELS
     ),
   ]
-  for t, e, c in itertools.product(tensors(p, devices), experts, contexts):
+  for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)
     if odd or not left:
       continue
@@ -124,22 +124,21 @@ def _few(found: list) -> list:
   return [(sizes, shards) for *_, sizes, shards in ranked[:_MORE]]
 
 
-def _seconds_a_token(p, topology, sizes: dict, shape) -> float | None:
+def _seconds_a_token(inputs: Inputs, topology: chips.Topology, sizes: dict, shape: tuple) -> float | None:
   """Of the least that an update sends; None where its state does not fit."""
-  m, chip = p.config.model, topology.chip
+  m, chip = inputs.config.model, topology.chip
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(
     math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
     * jnp.dtype(m.param_dtype).itemsize
-    * (1 if path in p.model.frozen else _STATE)
-    for path, x in p.model.table.items()
+    * (1 if path in inputs.model.frozen else _STATE)
+    for path, x in inputs.model.table.items()
   )
   if chip.memory and state > chip.memory:
     return None
-  kit = types.SimpleNamespace(
-    config=p.config, compute=compute_for('gpu' if topology.gpu else 'cpu' if topology.local else 'tpu', m.dtype, 'full')
-  )
-  sent = traffic_bound.of_pass(kit, p.model, layout, shape, train=True)
+  platform = 'cpu' if topology.local else 'tpu'
+  compute = compute_for('gpu' if topology.gpu else platform, m.dtype, 'full')
+  sent = traffic_bound.of_pass(inputs.model, layout, shape, compute=compute, param_dtype=m.param_dtype, train=True)
   return sum(
     size / _rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()
   ) / math.prod(shape)

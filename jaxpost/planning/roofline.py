@@ -8,9 +8,12 @@ Programs of a step follow each other. Where sampling is asynchronous (`rl/rollou
 those on devices of their own run at the same time.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +21,9 @@ from jaxpost.distributed import transfer
 from jaxpost.hardware import chips
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.planning import aot, cost
+
+if TYPE_CHECKING:
+  from jaxpost.stage.place import PlacedStage
 
 _SCORING = 'score', 'values'
 _WAITED_FOR = 'reshard', 'hidden'  # by both sides, or by an update
@@ -36,21 +42,20 @@ class Step:
   sampled: int
 
 
-def step_of(kit) -> Step:
+def step_of(placed: PlacedStage) -> Step:
   """A step in which every row and every completion is as long as it may be."""
-  config, on_policy = kit.config, kit.algorithm.on_policy
-  rows, _, length = kit.shape
+  config, on_policy = placed.config, placed.algorithm.on_policy
   calls = {'update': 1}
   for name, held in (('score', 'reference'), ('values', 'reward_model')):
-    calls[name] = int(held in kit.prepared.sources)
-  teachers = sum(k.startswith('teacher_') for k in kit.prepared.sources)
+    calls[name] = int(held in placed.inputs.sources)
+  teachers = sum(k.startswith('teacher_') for k in placed.inputs.sources)
   calls['hidden'] = teachers
   if not on_policy:
-    return Step(calls, rows * length, 0)
+    return Step(calls, placed.shape.rows * placed.shape.row_length, 0)
   r, rl = config.rollout, config.rl
-  scores = kit.algorithm.scores(config)
+  scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
-  critic = 'critic' in kit.prepared.sources
+  critic = 'critic' in placed.inputs.sources
   calls['score'] = ('ref_logprobs' in scores) + ('old_logprobs' in scores or 'values' in scores and not critic)
   calls['values'] += 'values' in scores and critic
   total = r.prompts * r.group_size
@@ -69,13 +74,14 @@ def step_of(kit) -> Step:
 
 def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
   """One JSON-able object for each program."""
-  kit, step = compiled.kit, step_of(compiled.kit)
+  placed = compiled.placed
+  step = step_of(placed)
   sampler = max((r['argument_bytes'] for r in compiled.rows if r['program'] == 'generate'), default=0)
   moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
-    beside = sampler * (kit.config.rollout.staleness > 0)  # it goes on meanwhile
-    if not _shared(row['mesh'], kit.rollout.mesh):
+    beside = sampler * (placed.config.rollout.staleness > 0)  # it goes on meanwhile
+    if not _shared(row['mesh'], placed.rollout.mesh):
       # Weights wait there, all of them, for those who sample.
       beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')
     out.append(
@@ -83,11 +89,11 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
         program=row['program'],
         shapes=row['shapes'],
         devices=row['mesh'].size,
-        runs_on=_runs_on(kit, row['mesh']),
+        runs_on=_runs_on(placed, row['mesh']),
         calls=_calls(row, compiled.rows, step),
         compile_s=row['compile_s'],
         **memory(row, row['held'], sampler, topology.chip, beside),
-        **work(row, row['mesh'], topology, dict(host_of(topology, row['mesh'])), _handed_over(kit, row, topology)),
+        **work(row, row['mesh'], topology, dict(host_of(topology, row['mesh'])), _handed_over(placed, row, topology)),
       )
     )
   return out
@@ -102,14 +108,14 @@ def _calls(row: dict, rows: list, step: Step) -> float:
   return calls / same
 
 
-def _runs_on(kit, mesh) -> str:
+def _runs_on(placed: PlacedStage, mesh) -> str:
   """The phase whose devices these are; training, if it shares them."""
-  return next(name for name in ('train', 'rollout', 'score') if _shared(mesh, vars(kit)[name].mesh))
+  return next(name for name in ('train', 'rollout', 'score') if _shared(mesh, vars(placed)[name].mesh))
 
 
-def _handed_over(kit, row: dict, topology: chips.Topology) -> dict:
+def _handed_over(placed: PlacedStage, row: dict, topology: chips.Topology) -> dict:
   """What a training device then sends to those that sample; see `phases`."""
-  ours, theirs = kit.train.mesh, kit.rollout.mesh
+  ours, theirs = placed.train.mesh, placed.rollout.mesh
   if row['program'] != 'reshard' or _shared(ours, theirs):
     return {}
   whole = math.prod(theirs.shape[a] for a in transfer.WHOLE)
@@ -223,14 +229,14 @@ def step_seconds(rows: list, name: str, lag: int) -> float:
   return alone + max(sides.values(), default=0.0)
 
 
-def summary(kit, topology: chips.Topology, rows: list, price: float) -> dict:
+def summary(placed: PlacedStage, topology: chips.Topology, rows: list, price: float) -> dict:
   """Seconds a step, rates and cost, with and without overlap, and by XLA."""
-  step, out = step_of(kit), {}
+  step, out = step_of(placed), {}
   for name in ('roofline', 'no_overlap', 'xla'):
     used = [r for r in rows if r['calls']]
     if not used or any(r['seconds'][name] is None for r in used):
       continue
-    seconds = step_seconds(used, name, kit.config.rollout.staleness)
+    seconds = step_seconds(used, name, placed.config.rollout.staleness)
     rate = step.trained / seconds
     model = sum(r['calls'] * r['flops']['model'] * r['devices'] for r in used) / topology.devices
     out[name] = dict(

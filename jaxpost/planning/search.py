@@ -22,7 +22,7 @@ from jaxpost.hardware import chips
 from jaxpost.planning import dry_run, meshes, stage, tables
 
 if TYPE_CHECKING:
-  from jaxpost.stage import prepare
+  from jaxpost.stage.records import PreparedStage
 
 _REMAT = ('none', 'dots')
 _MOST_ROWS = 8  # of a shard at a time
@@ -49,7 +49,7 @@ def search(
       raise InputError(
         f'--search: nothing of {p.name} fits {options.topology.text}; take more chips, shorter rows or a smaller model'
       )
-    if p.algorithm.on_policy:
+    if p.inputs.algorithm.on_policy:
       fitting[0] = _with_rollout(*fitting[0], p, options, console)
     console.print(ranking(fitting))
     prefix = f'--config.{p.name}.' if raw.get('stages') else '--config.'
@@ -85,23 +85,23 @@ def seconds_a_token(found: tuple) -> float:
   return step['step_s'] / found[1]['trained_tokens']
 
 
-def vary(p: prepare.Prepared, settings: dict) -> prepare.Prepared:
+def vary(p: PreparedStage, settings: dict) -> PreparedStage:
   """The stage with {'section.field': value} in its config."""
   config = p.config
   for key, value in settings.items():
     section, field = key.split('.')
     config = dataclasses.replace(config, **{section: dataclasses.replace(vars(config)[section], **{field: value})})
-  return dataclasses.replace(p, config=config)
+  return dataclasses.replace(p, inputs=dataclasses.replace(p.inputs, config=config))
 
 
 def _candidates(p, options, console) -> list:
   """[(settings, plan)] of what was tried."""
-  shards, tried = meshes.training(p, options.topology, fixed=False), []
+  shards, tried = meshes.training(p.inputs, options.topology, fixed=False), []
 
   def attempt(mesh, remat, rows):
     at_once = rows * shards[mesh]
     settings = {'mesh.train': mesh, 'model.remat': remat, 'train.micro_batch_size': at_once}
-    if not p.algorithm.on_policy and p.config.train.batch_size < at_once:
+    if not p.inputs.algorithm.on_policy and p.config.train.batch_size < at_once:
       settings['train.batch_size'] = at_once
     plan = stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',)))
     row = timed(plan)['programs'][0]
@@ -140,7 +140,7 @@ def _candidates(p, options, console) -> list:
 
 def _with_rollout(settings, plan, p, options, console) -> tuple:
   """The winner with the least split of the sampler's weights that fits."""
-  for mesh in meshes.sampling(p, options.topology):
+  for mesh in meshes.sampling(p.inputs, options.topology):
     more = settings | {'mesh.rollout': mesh}
     whole = stage.plan(vary(p, more), dataclasses.replace(options, only=()))
     console.print(f'mesh.rollout={more["mesh.rollout"]}: ' + ('fits' if whole['fits'] else 'does NOT fit'))

@@ -11,7 +11,7 @@ from jaxpost.planning import aot, roofline
 
 if TYPE_CHECKING:
   from jaxpost.hardware import chips
-  from jaxpost.stage import prepare
+  from jaxpost.stage.records import PreparedStage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,38 +24,38 @@ class Options:
   stage: str = ''
 
 
-def plan(p: prepare.Prepared, options: Options) -> dict:
+def plan(prepared: PreparedStage, options: Options) -> dict:
   """Compiles a stage's programs; InputError where none has a wanted name."""
   topology = options.topology
-  compiled = aot.compile_stage(p, topology, options.only)
-  kit = compiled.kit
+  compiled = aot.compile_stage(prepared, topology, options.only)
+  placed = compiled.placed
   if not compiled.rows:
-    raise InputError(f'--programs: {",".join(options.only)}: {p.name} has none of these')
+    raise InputError(f'--programs: {",".join(options.only)}: {prepared.name} has none of these')
   rows = roofline.programs(compiled, topology)
-  step = roofline.step_of(kit)
-  layouts = dict(train=kit.train)
-  if p.algorithm.on_policy:
-    layouts |= dict(rollout=kit.rollout)
-  if kit.config.mesh.score:
-    layouts |= dict(score=kit.score)
+  step = roofline.step_of(placed)
+  layouts = dict(train=placed.train)
+  if placed.algorithm.on_policy:
+    layouts |= dict(rollout=placed.rollout)
+  if placed.config.mesh.score:
+    layouts |= dict(score=placed.score)
   whole = not options.only
   return dict(
-    stage=p.name,
-    algorithm=p.config.algorithm,
+    stage=prepared.name,
+    algorithm=placed.config.algorithm,
     topology=topology.text,
     slices=topology.slices,
     chips=topology.chips,
     devices=topology.devices,
-    device_kind=kit.train.mesh.devices.flat[0].device_kind,
+    device_kind=placed.train.mesh.devices.flat[0].device_kind,
     memory_per_device=topology.chip.memory,
-    family=p.model.config.family,
-    parameters=transformer.num_params(p.model.config),
+    family=placed.model.config.family,
+    parameters=transformer.num_params(placed.model.config),
     mesh={k: dict(v.mesh.shape) for k, v in layouts.items()},
     trained_tokens=step.trained,
     sampled_tokens=step.sampled,
     fits=None if not topology.chip.memory else all(r['fits'] for r in rows),
     programs=rows,
-    step=roofline.summary(kit, topology, rows, options.price)
+    step=roofline.summary(placed, topology, rows, options.price)
     if whole or ('update' in options.only and not step.sampled)
     else {},
   )

@@ -18,6 +18,7 @@ over data.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -30,40 +31,47 @@ from jaxpost.types import Batch
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.models.parameters import Param
+  from jaxpost.stage.place import PlacedStage
 
 _SAMPLED = 16  # devices looked at for what a reshard moves
 
 
-def of_program(kit, layout: Layout, name: str, args, times: int) -> dict:
+def of_program(placed: PlacedStage, layout: Layout, name: str, args, times: int) -> dict:
   """{kind: {axis: bytes}} of a program with these arguments.
 
   layout: it runs in; times: runs of it that share the work.
   """
-  model, second = kit.prepared.model, args[1] if len(args) > 1 else None
+  model, second = placed.model, args[1] if len(args) > 1 else None
+  bound = functools.partial(of_pass, model, layout, compute=placed.compute, param_dtype=placed.config.model.param_dtype)
   if isinstance(second, Batch):
-    return of_pass(kit, model, layout, second.tokens.shape, train=name == 'update')
+    return bound(second.tokens.shape, train=name == 'update')
   if isinstance(second, DecodeState):
-    block = min(kit.config.rollout.block, kit.config.rollout.max_new_tokens)
-    return of_pass(kit, model, layout, (block, second.positions.shape[0], 1), train=False)
+    block = min(placed.config.rollout.block, placed.config.rollout.max_new_tokens)
+    return bound((block, second.positions.shape[0], 1), train=False)
   if name == 'prefill':
-    return of_pass(kit, model, layout, (1, *second.shape), train=False)
+    return bound((1, *second.shape), train=False)
   if name == 'reshard':
-    bridge = transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout')
-    return of_reshard(model, args[0], times, kit.train, (bridge.source if bridge else kit.rollout), kit.compute.dtype)
+    bridge = transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
+    return of_reshard(
+      model, args[0], times, placed.train, (bridge.source if bridge else placed.rollout), placed.compute.dtype
+    )
   return {}
 
 
-def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
-  """A pass over tokens [M, B, T], or an update on them."""
+def of_pass(
+  model: Model, layout: Layout, shape: tuple[int, int, int], *, compute: Compute, param_dtype: str, train: bool
+) -> dict[str, dict[str, float]]:
+  """Returns {kind: {axis: bytes}} of a pass over tokens [M, B, T], or of an update on them."""
   out = collections.defaultdict(collections.Counter)
   micro, rows, length = shape
   sizes = dict(layout.mesh.shape)
-  wide, full = (jnp.dtype(t).itemsize for t in (kit.compute.dtype, kit.config.model.param_dtype))
+  wide, full = (jnp.dtype(t).itemsize for t in (compute.dtype, param_dtype))
   parts = sizes['context']
   tokens = math.ceil(rows / layout.batch_shards) * length // parts
-  activation = tokens * (model.config.hidden_size * jnp.dtype(kit.compute.residual).itemsize)
+  activation = tokens * (model.config.hidden_size * jnp.dtype(compute.residual).itemsize)
   if parts > 1:  # of the last layer, from stripes to the order of the head
     out['all-to-all']['context'] += micro * (1 + train) * activation * (parts - 1) / parts
   for path, param in model.table.items():
@@ -79,14 +87,14 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
         out['reduce-scatter'][name] += micro * shard * (n - 1) * full
     if path.endswith('/router') and sizes['expert'] > 1:
       # Once again where the backward pass recomputes a layer.
-      trips = 2 + train * (2 + (kit.compute.remat == 'full'))
+      trips = 2 + train * (2 + (compute.remat == 'full'))
       share = model.config.experts.share(sizes['expert'])
       out['ragged-all-to-all']['expert'] += (
         trips * share * (micro * param.shape[0] * activation * (sizes['expert'] - 1))
       )
     if path in ('layers/k', 'layers/v') and parts > 1:
       one = tokens * wide * math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape)[2:])
-      again = train and kit.compute.remat != 'none'
+      again = train and compute.remat != 'none'
       out['all-gather']['context'] += micro * (1 + again) * param.shape[0] * one * (parts - 1)
       if train:
         out['reduce-scatter']['context'] += micro * param.shape[0] * one * (parts - 1)
@@ -94,7 +102,7 @@ def of_pass(kit, model: Model, layout: Layout, shape, train: bool) -> dict:
       out['all-reduce']['context'] += micro * 2 * shard * full * (parts - 1) / parts
     if learns and data > 1:
       out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
-    count = _sums(path, param, spec, train, kit.compute.remat, tied=bool(model.head) and 'head' not in model.table)
+    count = _sums(path, param, spec, train, compute.remat, tied=bool(model.head) and 'head' not in model.table)
     if count:
       out['all-reduce']['tensor'] += micro * count * activation * 2 * (t - 1) / t
   return {k: dict(v) for k, v in out.items()}

@@ -1,6 +1,6 @@
-"""A prepared stage -> a stage on the devices, with its programs compiled.
+"""A placed stage -> roles, stream and evaluator, with their programs compiled.
 
-Legend: M micro-batches, B rows, T tokens.
+Legend: M micro-batches, B rows, T tokens. `on_policy.py` makes what samples.
 """
 
 from __future__ import annotations
@@ -8,103 +8,112 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 from etils import epath
 
 from jaxpost.data import loader
-from jaxpost.distributed import coordination, transfer, watchdog
+from jaxpost.distributed import coordination, watchdog
 from jaxpost.distributed.transfer import to_host
 from jaxpost.loop import Stage
-from jaxpost.models import lora, routing
+from jaxpost.models import lora
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor import program_table
 from jaxpost.monitor import timeline as timeline_lib
-from jaxpost.programs import loss_scale, score
+from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.roles import Frozen, Policy, Roles, Trainable, place
-from jaxpost.stage import load_weights, optim, precompile, precompute, reward_model, sources
+from jaxpost.stage import checks, load_weights, optim, precompile, precompute, sources
 from jaxpost.stage.evaluate import Evaluator, HeldOut
-from jaxpost.stage.export import export
 from jaxpost.storage.checkpoint import Checkpointer
-from jaxpost.types import Item, RowShape, Update
+from jaxpost.types import Item, Update
 
 if TYPE_CHECKING:
-  from jaxpost.algorithms.base import Algorithm
+  import optax
+
+  from jaxpost.algorithms.base import Algorithm, Precompute
+  from jaxpost.models.model import Model
+  from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
-  from jaxpost.monitor.timeline import Timeline
-  from jaxpost.stage.kit import Kit
-  from jaxpost.stage.prepare import Prepared
+  from jaxpost.rl.controller import Controller
+  from jaxpost.rollout.native import NativeEngine
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.place import PlacedStage
+  from jaxpost.types import Batch
 
 
-def assemble(kit: Kit, workdir, writer: MetricsWriter, params) -> Stage:
-  """The stage, ready to run from its first step.
+def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter, params: dict) -> Stage:
+  """Makes the stage, compiled and ready to run from its first step.
 
   Args:
-    params: initial parameters in `kit.train`; their buffers are taken over.
+    placed: its layouts, data and workers.
+    workdir: the run's folder.
+    writer: of metrics.
+    params: initial parameters in `placed.train`; their buffers are taken over.
   """
-  p, config = kit.prepared, kit.config
+  inputs, config, model = placed.inputs, placed.config, placed.model
   workdir = epath.Path(workdir)
-  roles, stream, engine = make_parts(kit, params, workdir)
+  roles, stream, engine = make_parts(placed, params, workdir)
   save, log = config.save, config.log
-  trace = timeline_lib.Trace(workdir / 'profile' / p.name, log.profile_from, log.profile_steps, config.train.steps)
+  trace = timeline_lib.Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
 
   def check_first_step(metrics: dict):
     # Dropout and rollouts of another run change what must hold at the start.
-    if not p.model.dropout and not config.train_on_rollouts:
-      p.algorithm.check_first_step(metrics, config)
+    if not model.dropout and not config.train_on_rollouts:
+      inputs.algorithm.check_first_step(metrics, config)
 
   stage = Stage(
-    name=p.name,
+    name=placed.name,
     steps=config.train.steps,
     roles=roles,
     stream=stream,
-    evaluate=make_evaluator(kit, engine),
+    evaluate=make_evaluator(placed, engine),
     checkpointer=Checkpointer(
-      workdir / 'checkpoints' / p.name, keep=save.keep, keep_best=save.keep_best, best_mode=save.best_mode
+      workdir / 'checkpoints' / placed.name, keep=save.keep, keep_best=save.keep_best, best_mode=save.best_mode
     ),
     writer=writer,
-    timer=kit.timer,
-    meta=load_weights.make_meta(p, workdir),
-    on_step_begin=functools.partial(begin_step, p, kit.timer, trace),
-    forbid_compiles=kit.ledger.seal,
+    timer=placed.timer,
+    meta=load_weights.make_meta(inputs, workdir),
+    on_step_begin=functools.partial(begin_step, placed, trace),
+    forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,
     stop_profiler=trace.close,
-    wait_for_update=p.algorithm.on_policy and not config.rollout.staleness,
-    host_health=peers_of(kit, roles, writer),
+    wait_for_update=inputs.algorithm.on_policy and not config.rollout.staleness,
+    host_health=host_health_of(placed, roles, writer),
     eval_every=config.eval.every,
     save_every=save.every,
     samples_every=log.samples_every,
-    save_rollout=make_rollout_saver(p.name, workdir, log.rollouts_every),
+    save_rollout=make_rollout_saver(placed.name, workdir, log.rollouts_every),
     max_skipped=config.optim.max_skipped,
-    flops_per_token=p.model.passes / 3 * flops_per_token(p.model.config, kit.shape[2] / 2),
+    flops_per_token=model.passes / 3 * flops_per_token(model.config, placed.shape.row_length / 2),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
-  stage.memory_usage = precompile.compile_all(kit, roles, stream, engine, stage.evaluate)
-  kit.timer.begin(workdir / 'timeline' / f'{p.name}.json', log.timeline_steps)
+  stage.memory_usage = precompile.compile_all(placed, roles, stream, engine, stage.evaluate)
+  placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return stage
 
 
-def begin_step(p: Prepared, timeline: Timeline, trace, step: int):
-  timeline.flush()
-  watchdog.start_operation(f'step {step} of {p.name}', p.config.log.watchdog_s)
+def begin_step(placed: PlacedStage, trace: timeline_lib.Trace, step: int) -> None:
+  """Resets the watchdog, and starts or stops the profiler, as a step begins."""
+  placed.timer.flush()
+  watchdog.start_operation(f'step {step} of {placed.name}', placed.config.log.watchdog_s)
   trace.at(step)
 
 
-def peers_of(kit: Kit, roles: Roles, writer: MetricsWriter):
-  """What processes say to each other on the way; one has nobody to tell."""
+def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> HostHealth | None:
+  """Makes the comparison of the processes of a run; None if there is one process."""
   if coordination.process_count() == 1:
     return None
   from jaxpost.monitor.host_health import make_host_health
 
-  return make_host_health(roles, kit.config.log.every, kit.ledger, writer.note)
+  return make_host_health(roles, placed.config.log.every, placed.ledger, writer.note)
 
 
-def make_rollout_saver(stage: str, workdir, every: int):
+def make_rollout_saver(stage: str, workdir: epath.PathLike, every: int) -> Callable | None:
   """Returns a function that saves what a step learns from, or None (`log.rollouts_every` = 0)."""
   if not every or coordination.process_index():
     return None
@@ -113,212 +122,180 @@ def make_rollout_saver(stage: str, workdir, every: int):
   return rollout_files.make_saver(epath.Path(workdir) / 'rollouts' / stage, every)
 
 
-def make_parts(kit: Kit, params, workdir=None) -> tuple:
-  """(roles, stream, engine or None)."""
-  p, config = kit.prepared, kit.config
-  ready = precompute.precompute(
-    kit,
-    lambda name, spec: ask_frozen(kit, name, spec, params, workdir),
+def make_parts(
+  placed: PlacedStage, params: dict, workdir: epath.PathLike | None = None
+) -> tuple[Roles, DataStream | Controller, NativeEngine | None]:
+  """Makes (roles, stream, engine or None) of a stage.
+
+  Args:
+    placed: its layouts, data and workers; its documents are filled.
+    params: initial parameters of the policy, in `placed.train`.
+    workdir: the run's folder, where precomputed arrays are cached.
+  """
+  config, data, algorithm = placed.config, placed.data, placed.algorithm
+  precomputed = precompute.precompute(
+    placed,
+    lambda name, spec: make_frozen_run(placed, name, spec, params, workdir),
     lambda source: sources.identity(source, workdir, config.seed),
     workdir,
   )
-  frozen = {
-    name: make_frozen(kit, name, params, workdir) for name in p.sources if name not in ('policy', 'critic', *ready)
-  }
-  critic = make_critic(kit, params, workdir) if 'critic' in p.sources else None
-  policy = make_trainable(kit, 'policy', p.model, params)
-  teachers = tuple(v for k, v in frozen.items() if k.startswith('teacher_'))
+  roles = make_roles(placed, params, workdir, precomputed)
+  engine = None
+  if (algorithm.on_policy and not config.train_on_rollouts) or checks.samples_held_out(config):
+    from jaxpost.stage import on_policy
+
+    engine = on_policy.make_engine(placed)
+  if not algorithm.on_policy:
+    return roles, DataStream(data.stream, algorithm, config, roles), engine
+  from jaxpost.stage import on_policy
+
+  return roles, on_policy.make_controller(placed, roles, engine), engine
+
+
+def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None, precomputed: tuple = ()) -> Roles:
+  """Makes the policy and the other models that a stage reads.
+
+  Args:
+    placed: the stage.
+    params: initial parameters of the policy.
+    workdir: the run's folder.
+    precomputed: names of roles whose outputs the documents carry, so that
+      their weights are not needed.
+  """
+  found = placed.inputs.sources
+  others = [name for name in found if name not in ('policy', 'critic', *precomputed)]
+  frozen = {name: make_frozen(placed, name, params, workdir) for name in others}
+  critic = make_critic(placed, params, workdir) if 'critic' in found else None
+  policy = make_trainable(placed, 'policy', placed.model, params)
+  teachers = tuple(role for name, role in frozen.items() if name.startswith('teacher_'))
   if teachers:
-    heads = tuple(t.head_for(kit.prepared.model.config) for t in teachers)
-    policy.frozen['teacher_heads'] = load_weights.move(
-      heads, tuple(kit.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
-    )
-  roles = Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
-  samples = (p.algorithm.on_policy and not config.train_on_rollouts) or (
-    (p.pool or p.environment) and config.eval.samples
-  )
-  engine = make_engine(kit) if samples else None
-  stream = (
-    make_controller(kit, roles, engine) if p.algorithm.on_policy else (DataStream(p.stream, p.algorithm, config, roles))
-  )
-  return roles, stream, engine
+    heads = tuple(t.head_for(placed.model.config) for t in teachers)
+    shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
+    policy.frozen['teacher_heads'] = load_weights.move(heads, shardings)
+  return Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
 
 
-def make_critic(kit: Kit, params, workdir) -> Trainable:
-  """Weights of its own; under adapters, where it can, those of the policy."""
-  p, dtype = kit.prepared, kit.config.model.param_dtype
-  source = p.sources['critic']
-  model = lora.frozen_base_model(model_lib.with_scalar_head(source.config, p.model.config.lora), p.model.quantized)
-  if model.frozen and source == p.sources['policy']:
-    params = lora.adopt_sharing_frozen(params, p.model, model, kit.train, dtype)
+def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> Trainable:
+  """Makes the critic: from weights of its own, or under adapters, where it can, on the policy's."""
+  dtype = placed.config.model.param_dtype
+  policy, source = placed.model, placed.inputs.sources['critic']
+  model = lora.frozen_base_model(model_lib.with_scalar_head(source.config, policy.config.lora), policy.quantized)
+  if model.frozen and source == placed.inputs.sources['policy']:
+    params = lora.adopt_sharing_frozen(params, policy, model, placed.train, dtype)
   else:
-    params = load_weights.load(source, model, kit.train, dtype, workdir, seed=kit.config.seed, ledger=kit.ledger)
-  return make_trainable(kit, 'critic', model, params)
+    params = load_weights.load(
+      source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
+    )
+  return make_trainable(placed, 'critic', model, params)
 
 
-def ask_frozen(kit: Kit, name: str, spec, params, workdir):
-  """Host rows -> what a role, made when first asked, says of them."""
-  role = functools.cache(lambda: make_frozen(kit, name, params, workdir))
+def make_frozen_run(
+  placed: PlacedStage, name: str, spec: Precompute, params: dict, workdir: epath.PathLike | None
+) -> Callable[[Batch], dict]:
+  """Makes host batch -> outputs of a frozen role, whose weights are loaded at the first call."""
 
-  def run(batch):
-    found = to_host(spec.read(role()(place(kit.score, kit.shape[1], batch))))
+  @functools.cache
+  def role() -> Frozen:
+    return make_frozen(placed, name, params, workdir)
+
+  def run(batch: Batch) -> dict:
+    found = to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
     return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
 
   return run
 
 
-def make_frozen(kit: Kit, name: str, params, workdir) -> Frozen:
-  """A role that only reads, in the type that products round weights to."""
-  p, config = kit.prepared, kit.config
-  source, layout, shared = p.sources[name], kit.score, {}
+def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.PathLike | None) -> Frozen:
+  """Makes a role that is not trained, in the type that products round weights to."""
+  config, policy, ledger = placed.config, placed.model, placed.ledger
+  source, layout = placed.inputs.sources[name], placed.score
+  shared = {}  # leaves that training does not change, used in place
   part = model = lora.build(source.config)
   if name == 'reference':
-    part = model = p.model  # the policy as it is now
-    if layout == kit.train:  # what training leaves as it is is shared
-      part, (params, shared) = lora.trained_part(model), lora.split(params, model)
+    part = model = policy  # the policy as it is now
+    if layout == placed.train:
+      part = lora.trained_part(model)
+      params, shared = lora.split(params, model)
     params = load_weights.move(params, part.shardings(layout))
-  elif layout == kit.train and load_weights.is_beside(source, p):
-    model, params, shared = load_weights.load_beside(source, p, params, layout, kit.ledger)
+  elif layout == placed.train and load_weights.shares_frozen_base(source, placed.inputs):
+    model, params, shared = load_weights.load_beside_policy(source, policy, params, layout, ledger)
     part = lora.trained_part(model)
   else:
     params = load_weights.load(
-      source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=kit.ledger
+      source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=ledger
     )
-  params = join(shared, score.frozen_copy(part, params, kit.compute, part.shardings(layout), kit.ledger))
+  params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
   make, options = score.make_score, {}
   if name == 'reference':
-    options = dict(temperature=kit.objectives['policy'].temperature)
+    options = dict(temperature=placed.objectives['policy'].temperature)
   elif name.startswith('teacher_'):
-    d, make = config.distill, score.make_hidden
-    if d.top_k:
-      make, options = score.make_topk, dict(k=d.top_k, vocab_size=p.model.config.vocab_size, temperature=d.temperature)
-  return Frozen(params, make(model, layout, kit.compute, kit.ledger, **options), layout, model)
+    make = score.make_hidden
+    distill = config.distill
+    if distill.top_k:
+      make = score.make_topk
+      options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
+  return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
 
 
-def make_trainable(kit: Kit, role: str, model, params):
-  """The policy or the critic, with optimizer, `update` and `score`."""
-  p, config, o = kit.prepared, kit.config, kit.config.optim
-  rl, objective = config.rl, kit.objectives[role]
-  updates = rl.epochs * rl.minibatches if p.algorithm.on_policy else 1
-  steps, lr = config.train.steps, o.lr
+def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.GradientTransformation, Callable]:
+  """Makes (optimizer, learning rate schedule) of a trainable role; `part` is what is trained."""
+  config, section = placed.config, placed.config.optim
+  updates = config.rl.epochs * config.rl.minibatches if placed.algorithm.on_policy else 1  # a step
+  steps, lr = config.train.steps, section.lr
   if role == 'critic':
     lr = config.critic.lr or lr
-  elif 'critic' in kit.objectives:
+  elif 'critic' in placed.objectives:
     steps -= config.critic.warmup_steps
-  part, (params, fixed) = lora.trained_part(model), lora.split(params, model)
-  schedule = optim.make_schedule(o.schedule, lr, steps * updates, o.warmup_steps * updates, o.end_lr)
+  schedule = optim.make_schedule(section.schedule, lr, steps * updates, section.warmup_steps * updates, section.end_lr)
   optimizer = optim.make_optimizer(
-    o.name, schedule, dict(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay), optim.decayed(part.axes())
-  )
-  if kit.compute.dtype == 'float16':
-    optimizer = loss_scale.scaled(optimizer)
-  shardings = programs.state_shardings(part, optimizer, kit.train)
-  update = programs.make_update(
-    model,
-    objective,
-    optimizer,
+    section.name,
     schedule,
-    kit.train,
-    kit.compute,
-    kit.ledger,
-    clip_norm=o.clip_norm or math.inf,
-    shardings=shardings,
+    dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay),
+    optim.decayed(part.axes()),
   )
-  read = score.make_score(model, kit.train, kit.compute, kit.ledger, temperature=objective.temperature)
-  state = programs.make_state(params, optimizer, shardings, kit.ledger)
-  rest = (kit.train, kit.shape[1], update, read, objective, {'params': fixed})
-  return (
-    Trainable(model, state, *rest)
-    if role == 'critic'
-    else Policy(model, state, *rest, export_fn=functools.partial(export, p))
-  )
+  if placed.compute.dtype == 'float16':
+    from jaxpost.programs import loss_scale
+
+    optimizer = loss_scale.scaled(optimizer)
+  return optimizer, schedule
 
 
-def make_engine(kit: Kit, slots: int = 0):
-  from jaxpost.rollout.native import NativeEngine, SamplerConfig
-
-  p, r, e = kit.prepared, kit.config.rollout, kit.config.eval
-  wanted = r.prompts * r.group_size if kit.algorithm.on_policy else (e.size * e.samples)
-  model = routing.recording(p.model) if kit.config.router.routing_replay else p.model
-  return NativeEngine(
-    model,
-    SamplerConfig(
-      slots=slots or r.slots or min(wanted, 256),
-      max_prompt=r.max_prompt_length,
-      max_new_tokens=r.max_new_tokens,
-      stop_ids=p.tokenizer.stop_ids,
-      temperature=r.temperature,
-      top_k=r.top_k,
-      top_p=r.top_p,
-      min_p=r.min_p,
-      block=r.block,
-      forbidden_ids=r.forbidden_ids,
-      stop_strings=r.stop_strings,
-      min_new_tokens=r.min_new_tokens,
-      page_size=r.page_size,
-      cache_tokens=r.cache_tokens,
-      top_logprobs=r.top_logprobs,
+def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -> Trainable:
+  """Makes the policy or the critic, with optimizer, `update` and `score`."""
+  objective, train = placed.objectives[role], placed.train
+  part = lora.trained_part(model)
+  params, fixed = lora.split(params, model)
+  optimizer, schedule = make_optimizer(placed, role, part)
+  shardings = programs.state_shardings(part, optimizer, train)
+  fields = dict(
+    model=model,
+    layout=train,
+    micro_batch_size=placed.shape.micro_rows,
+    update_program=programs.make_update(
+      model,
+      objective,
+      optimizer,
+      schedule,
+      train,
+      placed.compute,
+      placed.ledger,
+      clip_norm=placed.config.optim.clip_norm or math.inf,
+      shardings=shardings,
     ),
-    kit.rollout,
-    kit.compute,
-    kit.ledger,
-    functools.partial(p.tokenizer.decode, skip_special=False),
-    transfer.make_bridge(kit.train, kit.rollout, 'config.mesh.rollout'),
-    r.share_base,
-    ahead=r.staleness > 0,
+    score_program=score.make_score(model, train, placed.compute, placed.ledger, temperature=objective.temperature),
+    state=programs.make_state(params, optimizer, shardings, placed.ledger),
+    objective=objective,
+    frozen={'params': fixed},
   )
+  if role == 'critic':
+    return Trainable(**fields)
 
+  def export_policy(folder: epath.PathLike, params: dict) -> None:
+    from jaxpost.stage import export
 
-def run_key(seed: int, purpose: int) -> np.ndarray:
-  """Key data [2] uint32; training and evaluation draw from different ones."""
-  key = jax.random.fold_in(jax.random.key(seed), purpose)
-  return np.asarray(jax.random.key_data(key))
+    export.export(placed.inputs, folder, params)
 
-
-def make_sampler(kit: Kit, engine, purpose: int):
-  """The engine in single answers, or in episodes of an environment."""
-  key = run_key(kit.config.seed, purpose)
-  if kit.prepared.environment:
-    from jaxpost.environments import factory
-
-    return factory.make_sampler(kit.prepared, engine, key)
-  from jaxpost.rollout.sampler import Sampler
-
-  return Sampler(engine, key)
-
-
-def make_grader(p: Prepared):
-  from jaxpost.rl import grading
-
-  return grading.Grader(p.pool, p.tokenizer, reward_model.weight(p.config))
-
-
-def make_controller(kit: Kit, roles: Roles, engine):
-  from jaxpost.rl import demonstrations
-  from jaxpost.rl.controller import Controller
-
-  p, config = kit.prepared, kit.config
-  sampler, share = make_sampler(kit, engine, 1), p.algorithm.from_data(config)
-  if config.train_on_rollouts:
-    from jaxpost.rollout import rollout_files
-
-    sampler = rollout_files.RecordedSampler(config.train_on_rollouts, p.name, not config.reward)
-  elif share:
-    sampler = demonstrations.DemonstrationSampler(
-      sampler=sampler, tokenizer=p.tokenizer, share=share, seed=config.seed, max_tokens=config.rollout.max_new_tokens
-    )
-  return Controller(
-    algorithm=p.algorithm,
-    config=config,
-    roles=roles,
-    sampler=sampler,
-    grader=make_grader(p),
-    prompts=p.stream,
-    timer=kit.timer,
-    step_shape=RowShape(kit.shape[0], kit.shape[2]),
-    update_shape=RowShape(kit.update_rows, kit.shape[2]),
-    engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
-  )
+  return Policy(**fields, export_fn=export_policy)
 
 
 @dataclasses.dataclass
@@ -327,10 +304,10 @@ class DataStream:
 
   batches: loader.PackedStream
   algorithm: Algorithm
-  config: object
+  config: Config
   roles: Roles
 
-  def __iter__(self):
+  def __iter__(self) -> DataStream:
     return self
 
   def __next__(self) -> Item:
@@ -339,43 +316,38 @@ class DataStream:
     return Item([Update('policy', batch)], info)
 
   def state(self) -> dict:
+    """Returns the position in the data, for a checkpoint."""
     return self.batches.state()
 
-  def restore(self, state: dict):
+  def restore(self, state: dict) -> None:
+    """Goes on from the position of a checkpoint."""
     self.batches.restore(state)
 
-  def close(self):
+  def close(self) -> None:
+    """Ends the threads that read ahead."""
     self.batches.close()
 
 
-def make_evaluator(kit: Kit, engine) -> Evaluator | None:
-  p, config, e = kit.prepared, kit.config, kit.config.eval
-  if p.eval_rows is None:
+def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluator | None:
+  """Makes the evaluation of `config.eval`; None where nothing is held out."""
+  held_out, config, algorithm = placed.data.held_out, placed.config, placed.algorithm
+  if held_out is None:
     return None
-  held_out, sampled = None, None
-  if not p.algorithm.on_policy:
-    batches = loader.eval_batches(p.eval_examples, kit.shape[0], kit.shape[2], per=p.algorithm.mean_per(config))
-    held_out = HeldOut(
-      batches,
-      programs.make_evaluate(p.model, kit.objectives['policy'], kit.train, kit.compute, kit.ledger),
-      lambda batch, roles: p.algorithm.prepare(batch, roles, kit.config),
+  loss = None
+  if held_out.documents is not None:
+    documents = [held_out.documents[n] for n in range(len(held_out.documents))]
+    loss = HeldOut(
+      batches=loader.eval_batches(
+        documents, placed.shape.rows, placed.shape.row_length, per=algorithm.mean_per(config)
+      ),
+      program=programs.make_evaluate(
+        placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger
+      ),
+      prepare=lambda batch, roles: algorithm.prepare(batch, roles, config),
     )
-  if e.samples:
-    from jaxpost.rl import grading
-    from jaxpost.stage.evaluate import SampledEval
+  sampled = None
+  if config.eval.samples:
+    from jaxpost.stage import on_policy
 
-    values = functools.partial(
-      grading.reward_model_values,
-      shape=RowShape(kit.shape[0], kit.shape[2]),
-      max_sequences=config.rollout.prompts * config.rollout.group_size,
-    )
-    sampled = SampledEval(
-      make_sampler(kit, engine, 2),
-      make_grader(p),
-      p.eval_prompts,
-      e.samples,
-      e.pass_reward,
-      e.temperature,
-      values if 'reward_model' in p.sources else None,
-    )
-  return Evaluator(held_out, sampled)
+    sampled = on_policy.make_sampled_eval(placed, engine, held_out.prompts)
+  return Evaluator(loss, sampled)

@@ -1,11 +1,35 @@
-"""TODO."""
+"""The shape of the batches of a stage, from its config and the number of batch shards."""
 
+from __future__ import annotations
+
+import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
 
+if TYPE_CHECKING:
+  from jaxpost.stage.config import Config
 
-def row_length(config, on_policy: bool) -> int:
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+  """The shape of a step's batches, fixed for the run.
+
+  rows: of a step, a multiple of `micro_rows`.
+  update_rows: of one update: of a minibatch on-policy, else `rows`.
+  micro_rows: processed at a time, over all devices.
+  row_length: tokens of a row.
+  """
+
+  rows: int
+  update_rows: int
+  micro_rows: int
+  row_length: int
+
+
+def row_length(config: Config, on_policy: bool) -> int:
+  """Returns the tokens of a row: `config.train.row_length`, or one completion, or 512."""
   if config.train.row_length:
     return config.train.row_length
   if on_policy:
@@ -13,26 +37,41 @@ def row_length(config, on_policy: bool) -> int:
   return 512
 
 
-def batch_shape(config, on_policy: bool, shards: int, whole=True, tokens=8192):
-  """(rows of a step, rows at a time, tokens a row), fixed for the run.
+def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 8192) -> BatchShape:
+  """Returns the shape of batches that split over `shards` batch shards.
 
-  whole: all sequences of a step, not of one minibatch. tokens: of a device at
-  a time, on-policy, if `train.micro_batch_size` is 0.
+  Args:
+    config: of the stage.
+    on_policy: rows hold completions; otherwise documents.
+    shards: how many parts the rows of a micro-batch are split into.
+    tokens: of a device at a time, on-policy, if `train.micro_batch_size` is 0.
+
+  Raises:
+    InputError: the rows at a time do not split evenly.
   """
   length = row_length(config, on_policy)
-  rows, micro = config.train.batch_size, config.train.micro_batch_size
+  rows = update_rows = config.train.batch_size
+  micro_rows = config.train.micro_batch_size
   if on_policy:
     r = config.rollout
-    a_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
-    count = r.prompts * r.group_size
-    part = math.ceil(count // config.rl.minibatches / a_row)
-    own = math.ceil(part / shards)  # in equal parts: empty ones are skipped
-    micro = micro or shards * math.ceil(own / min(own, math.ceil(own * length / tokens)))
-    rows = math.ceil(count / a_row) if whole else part
-  micro = micro or rows
-  if micro % shards:
+    per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))  # completions that a row holds
+    completions = r.prompts * r.group_size
+    rows = math.ceil(completions / per_row)
+    update_rows = math.ceil(completions // config.rl.minibatches / per_row)
+    if not micro_rows:
+      # The rows of a shard in equal parts, as few as `tokens` allows: a part
+      # that is not full would cost as much as a full one.
+      shard_rows = math.ceil(update_rows / shards)
+      parts = min(shard_rows, math.ceil(shard_rows * length / tokens))
+      micro_rows = shards * math.ceil(shard_rows / parts)
+  micro_rows = micro_rows or rows
+  if micro_rows % shards:
     raise InputError(
-      f'config.train: {micro} rows at a time do not split over {shards} '
+      f'config.train: {micro_rows} rows at a time do not split over {shards} '
       f'batch shards of config.mesh.train; use a multiple of {shards}'
     )
-  return math.ceil(rows / micro) * micro, micro, length
+
+  def padded(n: int) -> int:
+    return math.ceil(n / micro_rows) * micro_rows
+
+  return BatchShape(padded(rows), padded(update_rows), micro_rows, length)

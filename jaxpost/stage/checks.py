@@ -1,17 +1,80 @@
-"""What a config asks of models that these cannot do, said before step 0."""
+"""Refuses, before any device is used, configs that a run could not do.
+
+Each function raises InputError with the field, the reason and a remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.distributed import mesh
 from jaxpost.errors import InputError
+from jaxpost.models import context_parallel
 from jaxpost.models.config import CustomConfig
 from jaxpost.stage import config as config_lib
+from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
-from jaxpost.stage.reward_model import KEY, NAME, is_asked
+from jaxpost.stage.reward_model import KEY, NAME, is_used
+
+if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.sources import Source
 
 _PAIRS = 'dpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
 
 
-def check_teachers(config, found: dict, tokenizer):
+def samples_held_out(config: Config) -> bool:
+  """True if evaluation samples completions."""
+  return bool(config.eval.data.path and config.eval.samples)
+
+
+def samples(config: Config, algorithm: Algorithm) -> bool:
+  """True if the stage samples completions, in training or evaluation."""
+  return algorithm.on_policy or samples_held_out(config)
+
+
+def check_config(config: Config, algorithm: Algorithm) -> None:
+  """Refuses what the config alone shows to be wrong."""
+  check_reward_model(config, algorithm)
+  optim.check(config.optim.name, config.optim.weight_decay)
+  check_mesh(config, algorithm)
+  refuse(
+    config.save.keep_best and not config.eval.data.path,
+    'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
+  )
+  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
+
+
+def check_mesh(config: Config, algorithm: Algorithm) -> None:
+  """Refuses meshes that cannot be read, or that a phase cannot use."""
+  section = config.mesh
+  for phase, text in (('train', section.train), ('rollout', section.rollout), ('score', section.score)):
+    if text != 'auto' or phase == 'score':
+      mesh.mesh_sizes(text, f'config.mesh.{phase}')
+  refuse(
+    'context' in section.rollout,
+    'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',
+  )
+  splits_rows = 'context' in section.train + section.score
+  refuse(
+    splits_rows and config.model.attention in context_parallel.WHOLE_ROW_KERNELS,
+    f'config.model.attention: {config.model.attention} cannot attend over '
+    'rows that a context axis splits; leave it auto',
+  )
+  refuse(
+    section.rollout_devices > 0 and not (algorithm.on_policy or config.eval.samples),
+    f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
+  )
+
+
+def check_teachers(config: Config, found: Mapping[str, Source], tokenizer: Tokenizer) -> None:
   """InputError for teachers that cannot read the student's tokens."""
   probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
   for i in range(sum(name.startswith('teacher_') for name in found)):
@@ -41,8 +104,8 @@ def check_teachers(config, found: dict, tokenizer):
         )
 
 
-def check_own(config, cfg):
-  """InputError for what a model of one's own (`models/custom.py`) lacks."""
+def check_custom(config: Config, cfg: ModelConfig) -> None:
+  """InputError for what a custom model (`models/custom.py`) lacks."""
   if not isinstance(cfg, CustomConfig):
     return
   asked = {
@@ -60,8 +123,8 @@ def check_own(config, cfg):
       )
 
 
-def check_sampler(config, model):
-  """InputError where no sampler of this model could do what is asked."""
+def check_sampler(config: Config, model: Model) -> None:
+  """Refuses options of the sampler that this model does not support."""
   if config.rollout.top_logprobs:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
@@ -79,8 +142,8 @@ def check_sampler(config, model):
     )
 
 
-def check_replay(config, algorithm, found: dict):
-  """InputError where rollouts, or their experts, cannot be taken again."""
+def check_replay(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
+  """Refuses training on stored rollouts, or routing replay, where something needed is not stored."""
   if config.train_on_rollouts and (config.router.routing_replay or (config.environment and config.reward)):
     raise InputError(
       'config.train_on_rollouts: what is kept of a rollout has neither its experts '
@@ -100,8 +163,11 @@ def check_replay(config, algorithm, found: dict):
     )
 
 
-def check_sampling(config, on_policy: bool, rewards=True):
-  """InputError where the controller could not work with this config."""
+def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
+  """Refuses configs with which the controller could not sample, grade or batch.
+
+  rewards: False where nothing is graded.
+  """
   given = config.rewards_tuple() or config.train_on_rollouts or config.environment
   refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
@@ -132,12 +198,12 @@ def check_sampling(config, on_policy: bool, rewards=True):
   )
 
 
-def check_reward_model(config, algorithm):
-  """InputError where its scores cannot be used as this stage would."""
+def check_reward_model(config: Config, algorithm: Algorithm) -> None:
+  """Refuses uses of a reward model's scores that have no meaning."""
   samples = config.eval.samples if config.eval.data.path else 0
   if algorithm.scalar_head and samples:
     raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
-  if is_asked(config, algorithm):
+  if is_used(config, algorithm):
     if config.rl.dynamic_sampling:
       raise InputError('config.rl.dynamic_sampling: the scores of a reward model always differ; set it to 0')
     if algorithm.greedy_baseline(config):
@@ -152,16 +218,21 @@ def check_reward_model(config, algorithm):
     )
 
 
-def check_reward_tokens(config, found: dict, tokenizer, before=()):
-  """InputError where a model would read the policy's tokens as other text.
+def check_reward_tokens(
+  config: Config, found: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
+) -> None:
+  """InputError where a reward model or critic would read the policy's tokens as other text.
 
   Args:
-    found: {role: Source}; before: stages that run first, `build.Prepared`.
+    config: of the stage.
+    found: {role: Source}.
+    tokenizer: of the policy.
+    earlier: {stage: tokenizer} of the stages that run first.
   """
   for role, key, path in ((NAME, KEY, config.reward_model.path), ('critic', 'config.critic.path', config.critic.path)):
     if role not in found or not path:
       continue
-    theirs = _reward_tokenizer(found[role], before)
+    theirs = _tokenizer_of(found[role], earlier)
     size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
     if size < needed or theirs is None and size != needed:
       raise InputError(
@@ -178,10 +249,10 @@ def check_reward_tokens(config, found: dict, tokenizer, before=()):
       )
 
 
-def _reward_tokenizer(source, before):
-  """The tokenizer that a model was trained with, or None if nobody knows."""
+def _tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
+  """The tokenizer that a model was trained with, or None if it is not recorded."""
   if source.stage:
-    return {p.name: p.tokenizer for p in before}[source.stage]
+    return earlier[source.stage]
   if source.checkpoints is not None:
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
     saved = config_lib.parse_saved(run / 'config.json')

@@ -1,8 +1,12 @@
-"""TODO."""
+"""Checks that the processes of a run agree, and that a resumed run is the one that began."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -15,6 +19,13 @@ from jaxpost.stage import load_weights, sources
 from jaxpost.storage import array_cache
 from jaxpost.storage.manifest import finished_steps
 
+if TYPE_CHECKING:
+  import rich.console
+  from etils import epath
+
+  from jaxpost.data.sources import Rows
+  from jaxpost.stage.records import PreparedStage
+
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
 
@@ -23,15 +34,15 @@ _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
 _HASHED, _HASHED_LAZY = 20_000, 100
 
 
-def is_finished(workdir, configs: dict) -> bool:
-  """Whether nothing is left to do; asks no device."""
+def is_finished(workdir: epath.Path, configs: dict) -> bool:
+  """True if nothing is left to do; needs no device."""
   name, config = list(configs.items())[-1]
   steps = finished_steps(workdir / 'checkpoints' / name)
   exported = not config.save.export or (workdir / 'export').exists()
   return bool(steps) and steps[0] >= config.train.steps and exported and (workdir / 'summary.json').exists()
 
 
-def check_same_run(workdir, configs: dict, console):
+def check_same_run(workdir: epath.Path, configs: dict, console: rich.console.Console) -> None:
   """Shows what changed since the run began; refuses what would corrupt it.
 
   Stages of which nothing is saved may change in any way.
@@ -75,7 +86,7 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
     )
 
 
-def check_same_config(raw):
+def check_same_config(raw: dict) -> None:
   """InputError where processes have other code, or other configs."""
   if coordination.process_count() == 1:
     return
@@ -92,7 +103,7 @@ def check_same_config(raw):
         )
 
 
-def check_same_start(workdir, configs: dict):
+def check_same_start(workdir: epath.Path, configs: dict) -> None:
   """InputError where processes see another workdir."""
   if coordination.process_count() == 1:
     return
@@ -103,40 +114,40 @@ def check_same_start(workdir, configs: dict):
 
 
 def code() -> str:
-  """A hash of this library as it is installed here."""
+  """Returns a hash of this library as it is installed here."""
   root = pathlib.Path(__file__).parents[1]
   return array_cache.fingerprint(
     [[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))]
   )
 
 
-def check_same_inputs(prepared):
+def check_same_inputs(prepared: Sequence[PreparedStage]) -> None:
   """InputError where processes see different data, tokens or weights."""
   if coordination.process_count() == 1:
     return
   values = {}
   for p in prepared:
+    inputs, data = p.inputs, p.data
     rows, held_out = p.config.data.path, p.config.eval.data.path
-    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(p.rows)
-    if p.eval_rows is not None:
-      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = digest(p.eval_rows)
-    first = p.first_batch
+    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(data.rows)
+    if data.held_out is not None:
+      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = digest(data.held_out.rows)
+    first = data.first_batch
     values[f'the tokenizer of {p.name}'] = array_cache.fingerprint(
-      [p.tokenizer.encode(str(p.rows[0])), first is not None and first.tokens.tolist()]
+      [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
     )
-    values |= {
-      f'the {role} of {p.name}': array_cache.fingerprint(sources.outline(source)) for role, source in p.sources.items()
-    }
+    for role, source in inputs.sources.items():
+      values[f'the {role} of {p.name}'] = array_cache.fingerprint(sources.outline(source))
   coordination.check_same(values, 'give all processes the same files')
 
 
-def check_same_models(prepared, workdir):
-  """InputError where shapes would not show that a checkpoint is of another."""
+def check_same_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
+  """InputError where a stage's checkpoint is of another model, even one of the same shapes."""
   for p in prepared:
-    if not (saved := load_weights.saved_meta(p, workdir)):
+    if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
     was = dataclasses.asdict(model_config.from_json(saved['model']))
-    for k, v in dataclasses.asdict(p.model.config).items():
+    for k, v in dataclasses.asdict(p.inputs.model.config).items():
       if was.get(k) != v:
         raise InputError(
           f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
@@ -144,8 +155,8 @@ def check_same_models(prepared, workdir):
         )
 
 
-def digest(rows) -> str:
-  """Of the number of the rows, and of up to _HASHED of them."""
+def digest(rows: Rows) -> str:
+  """Returns a hash of the number of rows and of up to 20,000 of them."""
   most = _HASHED_LAZY if rows.streaming else _HASHED
   chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
   return array_cache.fingerprint(
@@ -153,8 +164,8 @@ def digest(rows) -> str:
   )
 
 
-def spelled(value):
-  """What JSON makes of a config; functions by name, the same each time."""
+def spelled(value: Any) -> Any:
+  """Returns a config as JSON has it; functions by name, the same each time."""
 
   def spell(x):
     if dataclasses.is_dataclass(x):
@@ -165,8 +176,8 @@ def spelled(value):
   return json.loads(json.dumps(value, default=spell))
 
 
-def difference(old, new, prefix='') -> dict:
-  """{dotted key: (old, new)} of the leaves that differ."""
+def difference(old: Any, new: Any, prefix: str = '') -> dict[str, tuple]:
+  """Returns {dotted key: (old, new)} of the leaves that differ."""
   if isinstance(old, dict) and isinstance(new, dict):
     out = {}
     for key in sorted({*old, *new}):

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Exports the policy of a stage as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,39 +13,53 @@ from jaxpost.formats import hf, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models import quantization
 from jaxpost.programs.compile import after
-from jaxpost.stage import export as export_lib
 from jaxpost.stage import sources
 
 if TYPE_CHECKING:
-  from jaxpost.stage.prepare import Prepared
+  from etils import epath
+
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.stage.records import Inputs
 
 
-def export(p: Prepared, folder, params):
-  """A folder that `transformers` loads; adapter/ in it is for `peft`."""
-  t, pad, save = p.tokenizer, p.tokenizer.pad_id, p.tokenizer.save
-  if p.algorithm.scalar_head:
-    pad = export_lib.pad_id(t)
-    save = functools.partial(export_lib.save_tokenizer, t)
-  merge = p.model.merge  # operation by operation: fused, sums round otherwise
-  if p.model.quantized:
-    merge = after(functools.partial(quantization.convert_params, model=p.model.base), merge)
-  adapter = peft.writer(p.model, params, sources.below_adapter(p))
+def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
+  """Writes a folder that `transformers` loads; adapter/ in it is for `peft`.
+
+  Args:
+    inputs: of the stage that trained the policy.
+    folder: to write.
+    params: of the policy.
+  """
+  tokenizer, model, section = inputs.tokenizer, inputs.model, inputs.config.model
+  pad, save = tokenizer.pad_id, tokenizer.save
+  if inputs.algorithm.scalar_head:
+    pad = pad_id(tokenizer)
+    save = functools.partial(save_tokenizer, tokenizer)
+  merge = model.merge  # operation by operation: fused, sums round otherwise
+  if model.quantized:
+    merge = after(functools.partial(quantization.convert_params, model=model.base), merge)
+  save_adapter = peft.writer(model, params, sources.adapter_base(inputs))
+
+  def save_beside(path: epath.Path) -> None:
+    save(path)
+    save_adapter(path / 'adapter')
+
   hf.save(
     folder,
-    model_lib.build(dataclasses.replace(p.model.config, value_head=False, lora=())),
+    model_lib.build(dataclasses.replace(model.config, value_head=False, lora=())),
     params,
     merge=merge,
-    stop_ids=t.stop_ids,
-    bos_id=t.bos_id,
+    stop_ids=tokenizer.stop_ids,
+    bos_id=tokenizer.bos_id,
     pad_id=pad,
-    # Of the model, whoever the tokenizer is from.
-    generation=hf.read_generation(p.config.model.path if p.config.model.tokenizer else t.source),
-    tokenizer_save=lambda path: (save(path), adapter(path / 'adapter')),
+    # The model's, also where the tokenizer is from elsewhere.
+    generation=hf.read_generation(section.path if section.tokenizer else tokenizer.source),
+    tokenizer_save=save_beside,
   )
 
 
-def pad_id(tokenizer) -> int:
-  """A token to pad with at which no text ends.
+def pad_id(tokenizer: Tokenizer) -> int:
+  """Returns a token to pad with at which no text ends.
 
   transformers reads the score at the last token that is not padding: where
   the end of a turn pads, too, it would read one token early.
@@ -59,8 +73,8 @@ def pad_id(tokenizer) -> int:
   return (good or known)[0]
 
 
-def save_tokenizer(tokenizer, folder):
-  """Its files, padding with `pad_id`."""
+def save_tokenizer(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
+  """Writes the tokenizer's files so that it pads with `pad_id`."""
   tokenizer.save(folder)
   if (pad := pad_id(tokenizer)) != tokenizer.pad_id:
     path = pathlib.Path(folder) / 'tokenizer_config.json'

@@ -39,8 +39,8 @@ def find(text: str, key: str, earlier: dict[str, Source]) -> Source:
   return Source(config, folder=folder, name=object_store.resolved(folder) if there else text)
 
 
-def own(code: str, path: str) -> Source:
-  """Weights of the model that ./file.py:function makes, of a folder or random."""
+def of_code(code: str, path: str) -> Source:
+  """Finds the weights of the custom model that ./file.py:function makes: in a folder, or random."""
   model = model_lib.from_code(code)
   if not path:
     return Source(model.config)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, peft
+from jaxpost.formats import hf
 from jaxpost.models import lora, quantization
 from jaxpost.models.parameters import join, nest
 from jaxpost.programs import train as programs
@@ -30,6 +30,7 @@ from jaxpost.storage.manifest import finished_steps
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.model import Model
+  from jaxpost.stage.records import Inputs
 
 
 def load(
@@ -46,43 +47,46 @@ def load(
   if source.config.lora in ((), model.config.lora):  # else they are merged
     theirs, below = (quantization.quantize_model(m, model.quantized) for m in (theirs, below))
   params = source.base and load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
-  params = join(params or {}, _own(source, theirs, layout, dtype, workdir, seed, ledger))
+  params = join(params or {}, _load_without_base(source, theirs, layout, dtype, workdir, seed, ledger))
   return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
 
 
-def is_beside(source: Source, p) -> bool:
-  """Whether it is an adapter folder on the very leaves that the policy of the
-  stage `p` (build.Prepared) leaves as they are."""
-  below = lambda s: s.base if s.folder and s.base else s
-  policy, base = p.sources['policy'], below(source)
-  other = below(policy)
-  if (
-    base is source
-    or not base.name
-    or base.config.lora
-    or ((base.name, base.config) != (other.name, other.config))
-    or (policy.config.lora not in ((), p.model.config.lora))
-  ):
+def shares_frozen_base(source: Source, inputs: Inputs) -> bool:
+  """True if the source is an adapter folder on the policy's frozen base weights."""
+  policy = inputs.sources['policy']
+  base, policy_base = _below_adapter(source), _below_adapter(policy)
+  is_adapter = base is not source and base.name and not base.config.lora
+  same_base = (base.name, base.config) == (policy_base.name, policy_base.config)
+  # Otherwise the policy's own adapter was merged into its base.
+  unmerged = policy.config.lora in ((), inputs.model.config.lora)
+  if not (is_adapter and same_base and unmerged):
     return False
-  shared = lora.frozen_base_model(source.config, p.model.quantized).frozen
-  return shared <= p.model.frozen
+  shared = lora.frozen_base_model(source.config, inputs.model.quantized).frozen
+  return shared <= inputs.model.frozen
 
 
-def load_beside(source: Source, p, params, layout: Layout, ledger) -> tuple:
-  """(model, its own leaves, those that it shares with the policy)."""
-  model = lora.frozen_base_model(source.config, p.model.quantized)
-  return (model, load_adapter(source, model, layout, ledger), lora.split(params, p.model)[1])
+def _below_adapter(source: Source) -> Source:
+  """The base of an adapter folder; other sources as they are."""
+  return source.base if source.folder and source.base else source
 
 
-def load_adapter(source: Source, model: Model, layout: Layout, ledger) -> dict:
-  """The leaves of an adapter folder by themselves."""
+def load_beside_policy(source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger) -> tuple:
+  """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
+  model = lora.frozen_base_model(source.config, policy.quantized)
+  return model, load_adapter(source, model, layout, ledger), lora.split(params, policy)[1]
+
+
+def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
+  """Loads the leaves of an adapter folder by themselves."""
   part = lora.trained_part(model)
   if ledger and ledger.dry:
     return described(part, layout, 'float32')
+  from jaxpost.formats import peft
+
   return peft.load(source.folder, model, part.shardings(layout), programs.write)
 
 
-def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
+def _load_without_base(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
   """The leaves that a source has without its base."""
   shardings, folder = model.shardings(layout), checkpoints(source, workdir)
   keep = functools.partial(quantization.convert_params, model=model)
@@ -90,6 +94,8 @@ def _own(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:
+    from jaxpost.formats import peft
+
     return peft.load(source.folder, model, shardings, programs.write)
   if source.folder is not None:  # one by one, so that all are never whole
     return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, programs.write)
@@ -134,29 +140,29 @@ def read_checkpoint(
     checkpointer.close()
 
 
-def make_meta(p, workdir) -> dict:
-  """What is kept in each checkpoint of the stage `p` (build.Prepared).
+def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:
+  """Returns what each checkpoint of a stage keeps besides arrays: JSON.
 
-  InputError where the weights below those that are trained have changed since
-  the stage began.
+  Raises:
+    InputError: the frozen weights have changed since the stage began.
   """
-  meta = dict(model=dataclasses.asdict(p.model.config))
-  if p.model.frozen:
-    saved = saved_meta(p, workdir)
-    base = record(p.sources['policy'], workdir, p.config.seed)
+  meta = dict(model=dataclasses.asdict(inputs.model.config))
+  if inputs.model.frozen:
+    saved = saved_meta(inputs.name, workdir)
+    base = record(inputs.sources['policy'], workdir, inputs.config.seed)
     if saved and saved['base']['fingerprint'] != base['fingerprint']:
       raise InputError(
         f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
-        f'weights have changed since {p.name} of {workdir} was made on top '
+        f'weights have changed since {inputs.name} of {workdir} was made on top '
         'of them; bring the old ones back or choose another --workdir'
       )
     meta['base'] = base
   return meta
 
 
-def saved_meta(p, workdir) -> dict | None:
-  """That of the newest checkpoint of the stage `p`."""
-  folder = epath.Path(workdir) / 'checkpoints' / p.name
+def saved_meta(stage: str, workdir: epath.PathLike) -> dict | None:
+  """Returns the meta of the newest checkpoint of a stage, or None."""
+  folder = epath.Path(workdir) / 'checkpoints' / stage
   if not finished_steps(folder):
     return None
   with contextlib.closing(Checkpointer(folder)) as checkpointer:

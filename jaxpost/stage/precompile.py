@@ -18,13 +18,13 @@ from jaxpost.roles import Roles, without_signal
 from jaxpost.types import Batch
 
 if typing.TYPE_CHECKING:
-  from jaxpost.stage.kit import Kit
+  from jaxpost.stage.place import PlacedStage
 
 
-def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
+def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
   """What the compiled programs of a stage will need."""
-  parks = kit.config.rollout.offload
-  if parks and not memory.parks(kit.train.mesh.local_devices[0]):
+  parks = placed.config.rollout.offload
+  if parks and not memory.parks(placed.train.mesh.local_devices[0]):
     raise InputError(
       'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
     )
@@ -37,35 +37,39 @@ def memory_of(kit: 'Kit', roles: Roles, engine) -> memory.Memory:
   parked = roles.offloadable() if parks else {}
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
-  for mesh in dict.fromkeys(x.mesh for x in (kit.train, kit.rollout, kit.score)):
+  for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
     device, ids = mesh.devices.flat[0], {d.id for d in mesh.devices.flat}
     found = memory.predict(
-      [r for r in kit.ledger.rows if r['device'] in ids],
+      [r for r in placed.ledger.rows if r['device'] in ids],
       *(memory.size(x, device) for x in (held, parked, own)),
-      ahead=kit.config.rollout.staleness > 0,
+      ahead=placed.config.rollout.staleness > 0,
     )
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
 
 
-def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator) -> memory.Memory:
+def compile_all(placed: PlacedStage, roles: Roles, stream, engine, evaluator) -> memory.Memory:
   """Compiles every program before step 0, two at a time; what they need."""
-  p, config, length = kit.prepared, kit.config, kit.shape[2]
-  on_policy, micro = p.algorithm.on_policy, kit.shape[1]
-  sharding = kit.train.sharding((None, 'batch'), (1, micro))
+  config, algorithm, shape = placed.config, placed.algorithm, placed.shape
+  on_policy, micro, length = algorithm.on_policy, shape.micro_rows, shape.row_length
+  sharding = placed.train.sharding((None, 'batch'), (1, micro))
 
-  def placed(x, rows):
+  def described(x, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
 
-  host = _rollout_row(p, length) if on_policy else p.first_batch
-  place = lambda rows: jax.tree.map(lambda x: placed(x, rows), host)
-  plain, whole = place(kit.update_rows), place(kit.shape[0])
-  per_token = placed(np.zeros((1, length), np.float32), kit.update_rows)
-  names = {k for o in kit.objectives.values() for k in o.arrays}
+  host = _rollout_row(placed) if on_policy else placed.data.first_batch
+
+  def batch(rows: int) -> Batch:
+    return jax.tree.map(lambda x: described(x, rows), host)
+
+  plain = batch(shape.update_rows)  # of an update
+  whole = batch(shape.rows)  # of a step
+  per_token = described(np.zeros((1, length), np.float32), shape.update_rows)
+  names = {k for o in placed.objectives.values() for k in o.arrays}
   full = plain.replace(
     arrays={**dict.fromkeys(names, per_token), **plain.arrays},
     teacher_hidden=tuple(
-      jax.ShapeDtypeStruct((*per_token.shape, t.model.config.hidden_size), kit.compute.dtype, sharding=sharding)
+      jax.ShapeDtypeStruct((*per_token.shape, t.model.config.hidden_size), placed.compute.dtype, sharding=sharding)
       for t in roles.teachers
     ),
   )
@@ -73,7 +77,7 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator) -> memory.M
   reading = without_signal(whole)
   jobs += [functools.partial(role.compile, reading) for role in (roles.reference, roles.reward_model) if role]
   jobs += [functools.partial(role.compile, without_signal(plain)) for role in roles.teachers]
-  scores = p.algorithm.scores(config)
+  scores = algorithm.scores(config)
   readers = {'old_logprobs': 'policy', 'values': 'critic' if roles.critic else 'policy'}
   for name in dict.fromkeys(readers[k] for k in scores if k in readers):
     trainable = roles.trainable[name]
@@ -89,9 +93,9 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator) -> memory.M
         roles.policy.frozen,
       )
     )
-  turns = bool(p.environment)
+  turns = bool(placed.workers.environment)
   if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, p.stream.lengths, config.rollout.group_size, turns)
+    jobs += engine.jobs(roles.policy.params, placed.data.stream.lengths, config.rollout.group_size, turns)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(roles.policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
@@ -99,15 +103,16 @@ def compile_all(kit: 'Kit', roles: Roles, stream, engine, evaluator) -> memory.M
     for some in jobs, later:
       for done in [pool.submit(job) for job in some]:
         done.result()
-  return memory_of(kit, roles, engine)
+  return memory_of(placed, roles, engine)
 
 
-def _rollout_row(p, length: int) -> Batch:
+def _rollout_row(placed: PlacedStage) -> Batch:
   """A row as rollouts are packed into it."""
-  ints, floats = (np.zeros((1, length), t) for t in (np.int32, np.float32))
-  cfg, experts = p.model.config, None
-  if p.config.router.routing_replay:
+  length = placed.shape.row_length
+  ints, floats = np.zeros((1, length), np.int32), np.zeros((1, length), np.float32)
+  cfg, experts = placed.model.config, None
+  if placed.config.router.routing_replay:
     experts = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
   return Batch(
-    ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=ints if p.algorithm.pack else None
+    ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=ints if placed.algorithm.pack else None
   )

@@ -1,4 +1,4 @@
-"""What frozen models say of a data set, computed once and kept on disk.
+"""Precomputed outputs of frozen models (reference log-probs, teacher top-k), cached on disk.
 
 Legend: N examples, T tokens of one, S tokens of all that are read.
 
@@ -6,24 +6,32 @@ Legend: N examples, T tokens of one, S tokens of all that are read.
                                 last: without it nothing was made)
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from etils import epath
 
 from jaxpost.data import packing
 from jaxpost.distributed import coordination
+from jaxpost.stage.documents import read_tokens
 from jaxpost.storage.array_cache import fingerprint, load_or_make
+
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+  from jaxpost.stage.place import PlacedStage
 
 _WINDOW = 256  # documents packed together
 _FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids', 'sequence_ids')
 
 
-def digest(examples: Iterable) -> str:
-  """Of what a model reads of each Example (or None), and what is trained."""
+def digest(examples: Iterable[Example | None]) -> str:
+  """Returns a hash of the model inputs and loss masks of `examples`."""
   total = hashlib.sha256()
   for example in examples:
     total.update(b'|')
@@ -35,95 +43,57 @@ def digest(examples: Iterable) -> str:
   return total.hexdigest()
 
 
-def read_tokens(example) -> np.ndarray:
-  """[T] bool: tokens that are trained, or of a sequence that is only read."""
-  if example.sequence_ids is None:
-    return example.trained
-  return example.trained | (example.sequence_ids > 0)
+def precompute(placed: PlacedStage, make_run: Callable, identity: Callable, workdir: epath.PathLike | None) -> tuple:
+  """Fills a stage's documents with what frozen roles compute; returns the names of these roles.
 
-
-@dataclasses.dataclass
-class Lookup:
-  """Arrays of trained tokens that examples carry once devices computed them.
-
-  Until then they carry zeros, of the same shapes.
-
-  fields: name -> (shape after [T], dtype).
-  starts: [N + 1], where the tokens of an example begin in `values`.
-  values: name -> [S, ...].
-  """
-
-  fields: dict = dataclasses.field(default_factory=dict)
-  starts: np.ndarray | None = None
-  values: dict = dataclasses.field(default_factory=dict)
-
-  def attach(self, number: int, example):
-    """The Example `number` with its arrays; None stays None."""
-    if example is None or not self.fields:
-      return example
-    trained, arrays = read_tokens(example), dict(example.arrays)
-    for name, (shape, dtype) in self.fields.items():
-      arrays[name] = np.zeros((len(trained), *shape), dtype)
-      if name in self.values:
-        start, stop = self.starts[number : number + 2]
-        arrays[name][trained] = self.values[name][start:stop]
-    return dataclasses.replace(example, arrays=arrays)
-
-  def fill(self, examples: Iterable, values: dict):
-    """Takes what was computed of the trained tokens of all `examples`."""
-    counts = [0 if e is None else int(read_tokens(e).sum()) for e in examples]
-    self.starts = np.append(0, np.cumsum(counts))
-    self.values |= values
-
-
-def precompute(kit, ask: Callable, identity: Callable, workdir) -> tuple:
-  """Gives a stage's examples what frozen roles say of them; the roles' names.
-
-  From the disk, where it is kept; only else is a role made, then let go.
+  The arrays come from the disk, where an earlier run left them; only otherwise
+  is a role made, and freed again.
 
   Args:
-    kit: `assemble.Kit`, whose `prepared` has the examples.
-    ask: (name, `Precompute`) -> the `run` of `read`.
-    identity: `weights.Source` -> JSON that tells it from others.
+    placed: the stage, whose documents (and held-out ones) are filled.
+    make_run: (role, `Precompute`) -> the `run` of `read`.
+    identity: Source -> JSON that tells it from others.
+    workdir: the run's folder; None keeps nothing.
   """
-  p = kit.prepared
-  wanted = p.algorithm.precompute(kit.config)
-  if kit.ledger.dry or not wanted:  # in a plan they are gone by the first step
+  wanted = placed.algorithm.precompute(placed.config)
+  if placed.ledger.dry or not wanted:  # a plan makes no arrays
     return tuple(wanted)
-  sets = [(p.lookup, p.example, len(p.rows))]
-  if p.eval_examples:
-    held_out = Lookup(p.lookup.fields)
-    sets.append((held_out, p.eval_examples.__getitem__, len(p.eval_examples)))
+  data, shape = placed.data, placed.shape
+  sets = [data.documents]
+  if data.held_out and data.held_out.documents:
+    sets.append(data.held_out.documents)
   for name, spec in wanted.items():
-    run = ask(name, spec)
-    for lookup, example, number in sets:
-      every = [example(n) for n in range(number)]
+    run = make_run(name, spec)
+    for documents in sets:
+      examples = [documents.plain(n) for n in range(len(documents))]
       key = fingerprint(
         [
-          identity(p.sources[name]),
-          digest(every),
-          kit.compute.dtype,
-          p.model.quantized,
-          kit.shape[2],
+          identity(placed.inputs.sources[name]),
+          digest(examples),
+          placed.compute.dtype,
+          placed.model.quantized,
+          shape.row_length,
           spec.options,
           sorted(spec.arrays),
         ]
       )
       # Times of files may differ between hosts.
       path = workdir and epath.Path(workdir) / 'cache' / coordination.broadcast(key)
-      make = functools.partial(read, every.__getitem__, number, spec.arrays, run, kit.shape[0], kit.shape[2])
-      lookup.fill(every, load_or_make(path, make))
-  if wanted and p.eval_examples:
-    p.eval_examples = tuple(held_out.attach(n, e) for n, e in enumerate(p.eval_examples))
+      make = functools.partial(
+        read, examples.__getitem__, len(documents), spec.arrays, run, shape.rows, shape.row_length
+      )
+      documents.fill(examples, load_or_make(path, make))
   return tuple(wanted)
 
 
-def read(examples: Callable, number: int, fields: dict, run: Callable, rows: int, row_length: int) -> dict:
-  """{name: [S, ...]} of the trained tokens of all examples, in order.
+def read(
+  examples: Callable[[int], Example | None], number: int, fields: Mapping, run: Callable, rows: int, row_length: int
+) -> dict[str, np.ndarray]:
+  """Computes {name: [S, ...]} of the trained tokens of all examples, in order.
 
   Args:
     examples: number -> Example or None, for 0 to `number`.
-    fields: as in `Lookup`.
+    fields: as in `Documents`.
     run: host Batch [rows, row_length] -> {name: [rows, row_length, ...]}.
   """
   parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}

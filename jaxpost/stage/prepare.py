@@ -2,61 +2,51 @@
 
 Data, tokenizer, headers of model files and reward functions are looked at for
 every stage before the first one starts, so that a mistake in the last one is
-found in seconds. `assemble.py` then puts a stage on the devices.
+found in seconds. `place.py` and `assemble.py` then put a stage on the devices.
 """
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ml_collections
 
 from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.distributed import mesh
 from jaxpost.errors import InputError
-from jaxpost.models import context_parallel, lora, presets, quantization
+from jaxpost.models import lora, presets
 from jaxpost.models import model as model_lib
-from jaxpost.stage import checks, optim, precompute, reward_model
+from jaxpost.stage import checks, reward_model
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import find_weights as find_weights_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
-from jaxpost.stage.checks import check_sampling
+from jaxpost.stage.config import Config
+from jaxpost.stage.documents import Documents
+from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Workers
+from jaxpost.stage.sources import Source
 
-_CHECKED = 20_000  # documents tokenised (and so checked) before step 0
+if TYPE_CHECKING:
+  from jaxpost.data.prompts import PromptStream
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.environments.pool import EnvironmentPool
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+  from jaxpost.rewards.pool import RewardPool
+  from jaxpost.stage.schema import ModelSection
+  from jaxpost.types import Batch
 
-
-@dataclasses.dataclass
-class Prepared:
-  """A stage after everything that needs no device."""
-
-  name: str
-  config: config_lib.Config
-  algorithm: Algorithm
-  sources: dict  # role -> weights.Source
-  model: model_lib.Model
-  tokenizer: tokenizer_lib.Tokenizer
-  rows: sources.Rows
-  stream: object  # PackedStream or PromptStream
-  eval_rows: sources.Rows | None
-  pool: object = None  # RewardPool
-  environment: object = None  # EnvironmentPool
-  first_batch: object = None  # its fields are those of every batch
-  eval_examples: tuple = ()  # whose loss is evaluated
-  eval_prompts: tuple = ()  # whose completions are
-  example: Callable | None = None  # row number -> Example
-  lookup: precompute.Lookup = dataclasses.field(default_factory=precompute.Lookup)
-
-  def close(self):
-    """Ends the worker processes."""
-    for pool in filter(None, (self.pool, self.environment)):
-      pool.close()
+_CHECKED = 20_000  # documents tokenized (and so checked) before step 0
 
 
-def as_dict(config) -> dict:
-  """A ConfigDict, a dict or a Config as nested dicts."""
+def as_dict(config: Any) -> dict:
+  """Returns a ConfigDict, a dict or a Config as nested dicts."""
   if isinstance(config, ml_collections.ConfigDict):
     return config.to_dict()
   if dataclasses.is_dataclass(config):
@@ -64,143 +54,185 @@ def as_dict(config) -> dict:
   return dict(config)
 
 
-def prepare_all(config: dict) -> list[Prepared]:
-  stages = config_lib.parse(config)
+def prepare_all(config: Mapping) -> list[PreparedStage]:
+  """Prepares all stages of a config; on an error ends the workers of those before.
+
+  Args:
+    config: nested dicts.
+
+  Raises:
+    InputError: a stage could not run.
+  """
   prepared = []
-  try:
-    for name, stage in stages.items():
-      prepared.append(prepare(name, stage, prepared))
-  except BaseException:
-    for p in prepared:
-      p.close()
-    raise
+  with contextlib.ExitStack() as undo:
+    for name, section in config_lib.parse(config).items():
+      prepared.append(prepare(name, section, prepared))
+      undo.callback(prepared[-1].close)
+    undo.pop_all()
   return prepared
 
 
-def prepare(name: str, config: config_lib.Config, before=()) -> Prepared:
-  """Everything about a stage that can be known without a device.
+def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> PreparedStage:
+  """Prepares one stage; `before` are the stages that run first."""
+  algorithm, config = settle(config)
+  checks.check_config(config, algorithm)
+  source = model_source(config.model)
+  found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
+  tokenizer = load_tokenizer(config, source)
+  checks.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
+  checks.check_custom(config, found['policy'].config)
+  checks.check_replay(config, algorithm, found)
+  checks.check_teachers(config, found, tokenizer)
+  inputs = make_inputs(name, config, algorithm, found, tokenizer)
+  rows, held_out_rows = read_rows(config), read_held_out_rows(config)
+  samples = checks.samples(config, algorithm)
+  with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
+    environment = None
+    if samples and config.environment:
+      environment = start_environment(inputs)
+      undo.callback(environment.close)
+    data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
+    rewards = None
+    if samples:
+      checks.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
+      if algorithm.from_data(config):
+        from jaxpost.rl import demonstrations
 
-  `before` holds the stages that run first.
-  """
+        demonstrations.check(tokenizer, rows, _CHECKED)
+      if config.rewards_tuple():
+        rewards = start_rewards(config, rows)
+    undo.pop_all()
+  return PreparedStage(inputs, data, Workers(rewards, environment))
+
+
+def settle(config: Config) -> tuple[Algorithm, Config]:
+  """Loads the algorithm of a config; returns it and the config with its defaults, checked."""
   algorithm = load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   algorithm.check(config)
-  checks.check_reward_model(config, algorithm)
-  optim.check(config.optim.name, config.optim.weight_decay)
-  for phase in ('train', 'rollout', 'score'):
-    text = vars(config.mesh)[phase]
-    if text != 'auto' or phase == 'score':
-      mesh.mesh_sizes(text, f'config.mesh.{phase}')
-  refuse(
-    'context' in config.mesh.rollout,
-    'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',
-  )
-  refuse(
-    'context' in config.mesh.train + config.mesh.score and config.model.attention in context_parallel.WHOLE_ROW_KERNELS,
-    f'config.model.attention: {config.model.attention} cannot attend over '
-    'rows that a context axis splits; leave it auto',
-  )
-  refuse(
-    config.mesh.rollout_devices > 0 and not (algorithm.on_policy or config.eval.samples),
-    f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
-  )
-  if config.save.keep_best and not config.eval.data.path:
-    raise InputError('config.save.keep_best: nothing is evaluated; set config.eval.data.path')
-  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-  source = model_source(config.model)
-  found = find_weights(
-    config, algorithm, source, before[-1].name if before else '', {p.name: sources_lib.outcome(p) for p in before}
-  )
-  tokenizer = load_tokenizer(config, source)
-  checks.check_reward_tokens(config, found, tokenizer, before)
-  checks.check_own(config, found['policy'].config)
-  checks.check_replay(config, algorithm, found)
-  checks.check_teachers(config, found, tokenizer)
-  rows = read_rows(config)
-  evals = config.eval.data.path
-  model = make_model(config, algorithm, found['policy'].config)
-  out = Prepared(name, config, algorithm, found, model, tokenizer, rows, None, read_held_out(config))
-  samples = algorithm.on_policy or (evals and config.eval.samples)
-  if samples and config.environment:
-    from jaxpost.environments import factory
-
-    out.environment = factory.start_environments(config, algorithm, tokenizer)
-  out.stream = prompt_stream(out) if algorithm.on_policy else row_stream(out)
-  if out.eval_rows is not None:
-    prepare_evaluation(out)
-  if samples:
-    check_sampling(config, algorithm.on_policy, algorithm.rewards or bool(evals and config.eval.samples))
-    if algorithm.from_data(config):
-      from jaxpost.rl import demonstrations
-
-      demonstrations.check(tokenizer, rows, _CHECKED)
-    if config.rewards_tuple():
-      out.pool = reward_pool(config, rows)
-  return out
+  return algorithm, config
 
 
-def model_source(section) -> sources_lib.Source:
-  """Where the weights of `config.model` come from."""
+def make_inputs(
+  name: str, config: Config, algorithm: Algorithm, found: dict[str, Source], tokenizer: Tokenizer
+) -> Inputs:
+  """Makes the first record of a stage, with the model that the policy's weights are for.
+
+  Args:
+    name: of the stage.
+    config: resolved, see `settle`.
+    algorithm: of the config.
+    found: {role: Source}, see `find_weights`.
+    tokenizer: of the policy.
+  """
+  return Inputs(name, config, algorithm, found, make_model(config, algorithm, found['policy'].config), tokenizer)
+
+
+def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, tools: list[dict] | None = None) -> Data:
+  """Makes the stream of a stage from its rows, and what it is evaluated on.
+
+  Args:
+    inputs: of the stage.
+    rows: the training data.
+    held_out_rows: None where nothing is evaluated.
+    tools: JSON schemas that prompts show.
+
+  Raises:
+    InputError: rows are not what the algorithm learns from.
+  """
+  config, algorithm = inputs.config, inputs.algorithm
+  fields = {}
+  for computed in algorithm.precompute(config).values():
+    fields |= computed.arrays
+  documents = first_batch = None
+  if algorithm.on_policy:
+    stream = prompt_stream(inputs, rows, tools=tools)
+  else:
+    documents = read_documents(inputs, rows, fields)
+    stream, first_batch = row_stream(inputs, rows, documents)
+  held_out = None
+  if held_out_rows is not None:
+    held_out = make_held_out(inputs, held_out_rows, fields, tools)
+  return Data(rows, stream, documents, first_batch, held_out)
+
+
+def model_source(section: ModelSection) -> Source:
+  """Finds the weights that `config.model` names; random ones for a preset."""
   path, preset = section.path, section.preset
   if ':' in preset:
-    return find_weights_lib.own(preset, path)
+    return find_weights_lib.of_code(preset, path)
   if path:
     return find_weights_lib.find(path, 'config.model.path', {})
   refuse(
     preset not in presets.PRESETS,
     f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.PRESETS)}',
   )
-  return sources_lib.Source(presets.PRESETS[preset])
+  return Source(presets.PRESETS[preset])
 
 
-def make_model(config, algorithm, cfg) -> model_lib.Model:
-  """The decoder `cfg` with the heads and adapters that the stage trains."""
-  a = config.lora
+def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
+  """Builds the decoder `cfg` with the heads and adapters that the stage trains."""
+  adapter = config.lora
   refuse(
-    algorithm.on_policy and a.dropout > 0,
+    algorithm.on_policy and adapter.dropout > 0,
     'config.lora.dropout: what is trained on policy must be what has sampled; set it to 0',
   )
-  spec = cfg.lora if a.path else (a.rank, a.alpha, a.rslora, a.targets) if a.rank else ()
+  spec = ()
+  if adapter.path:
+    spec = cfg.lora
+  elif adapter.rank:
+    spec = (adapter.rank, adapter.alpha, adapter.rslora, adapter.targets)
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
-  model = quantization.quantize_model(
-    lora.freeze(lora.build(cfg, config.lora.dropout), config.train.freeze), config.model.quantize
-  )
-  quantization.check_frozen(model, 'config.model.quantize')
+  model = lora.freeze(lora.build(cfg, adapter.dropout), config.train.freeze)
+  if config.model.quantize:
+    from jaxpost.models import quantization
+
+    model = quantization.quantize_model(model, config.model.quantize)
+    quantization.check_frozen(model, 'config.model.quantize')
   checks.check_sampler(config, model)
   return model
 
 
-def find_weights(config, algorithm, source, last: str, earlier: dict, find=find_weights_lib.find) -> dict:
-  """{role: Source}: 'policy' and whatever else the stage reads.
+def find_weights(
+  config: Config,
+  algorithm: Algorithm,
+  source: Source,
+  earlier: Mapping[str, Source],
+  find: Callable[[str, str, Mapping[str, Source]], Source] = find_weights_lib.find,
+) -> dict[str, Source]:
+  """Finds the weights of 'policy' and of every other role that the stage reads.
 
   Args:
+    config: of the stage.
+    algorithm: of the config.
     source: of `config.model`.
-    last: name of the stage before; earlier: {stage: Source} of
-      what they end with.
-    find: names -> Source; a plan knows shapes without weights.
+    earlier: {stage: Source} of what the stages before end with, in order.
+    find: (text, config field, earlier) -> Source; a plan knows shapes without weights.
   """
   if config.init_from:
     source = find(config.init_from, 'config.init_from', earlier)
-  elif last:
-    source = earlier[last]
+  elif earlier:
+    source = list(earlier.values())[-1]
   source = find_weights_lib.with_adapter(config.lora.path, source)
   find_weights_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
     out['reference'] = source
   if algorithm.critic(config):
-    out['critic'] = find(config.critic.path, 'config.critic.path', earlier) if config.critic.path else source
-  if reward_model.is_asked(config, algorithm):
+    path = config.critic.path
+    out['critic'] = find(path, 'config.critic.path', earlier) if path else source
+  if reward_model.is_used(config, algorithm):
     out[reward_model.NAME] = reward_model.find(config, earlier, find)
-  for i, text in enumerate(config.distill.teachers if ('teachers' in algorithm.needs(config)) else ()):
+  teachers = config.distill.teachers if 'teachers' in algorithm.needs(config) else ()
+  for i, text in enumerate(teachers):
     out[f'teacher_{i}'] = find(text, f'config.distill.teachers[{i}]', earlier)
   return out
 
 
-def load_tokenizer(config, source: sources_lib.Source):
-  """Returns the tokenizer of `config.model`; InputError if the model is too small."""
+def load_tokenizer(config: Config, source: Source) -> Tokenizer:
+  """Loads the tokenizer of `config.model`; InputError if the model has too few embeddings."""
   section = config.model
   path = section.tokenizer or str((source.base or source).folder or 'bytes')
   tokenizer = tokenizer_lib.load(path, enable_thinking=config.data.enable_thinking)
@@ -213,102 +245,152 @@ def load_tokenizer(config, source: sources_lib.Source):
   return tokenizer
 
 
-def read_rows(config):
-  """The training data."""
+def read_rows(config: Config) -> Rows:
+  """Reads the training data of `config.data`."""
   data = config.data
   return sources.read_sources(data.path, data.columns, data.map, data.weights, data.streaming)
 
 
-def read_held_out(config):
-  """The data of `config.eval`; None where nothing is evaluated."""
+def read_held_out_rows(config: Config) -> Rows | None:
+  """Reads the data of `config.eval`; None where nothing is evaluated."""
   held_out = config.eval.data
   if not held_out.path:
     return None
   # Of several sources, the first one's shape is that of the held-out data.
-  first = lambda x: x[0] if isinstance(x, (tuple, list)) else x
-  return sources.read_sources(
-    held_out.path, held_out.columns or first(config.data.columns), held_out.map or first(config.data.map)
-  )
+  columns = held_out.columns or _first(config.data.columns)
+  return sources.read_sources(held_out.path, columns, held_out.map or _first(config.data.map))
 
 
-def row_stream(p: Prepared):
-  """The packed rows of a data set."""
-  config, train = p.config, p.config.train
-  render = p.algorithm.render(p.rows, p.tokenizer, config)
-  checked = 0 if config.data.streaming else min(len(p.rows), _CHECKED)
+def _first(option: Any) -> Any:
+  """The option of the first source, where each has one."""
+  return option[0] if isinstance(option, (tuple, list)) else option
+
+
+def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
+  """Renders the rows as Examples; up to 20,000 of them now, so that mistakes show.
+
+  Args:
+    inputs: of the stage.
+    rows: of a data set.
+    fields: of arrays that frozen models compute, see `Documents`.
+  """
+  render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
+  checked = 0 if inputs.config.data.streaming else min(len(rows), _CHECKED)
   ready = [render(i) for i in range(checked)]
-  # A row that a map drops while streaming is None.
-  p.example = lambda i: ready[i] if i < len(ready) else (render(i) if p.rows[i] is not None else None)
-  for computed in p.algorithm.precompute(config).values():
-    p.lookup.fields |= computed.arrays
+
+  def example(number: int):
+    if number < len(ready):
+      return ready[number]
+    # A row that a map drops while streaming is None.
+    return render(number) if rows[number] is not None else None
+
+  return Documents(example, len(rows), fields)
+
+
+def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader.PackedStream, Batch]:
+  """Makes the stream of packed rows; returns it at its start, and its first batch."""
+  config = inputs.config
   stream = loader.PackedStream(
-    lambda i: p.lookup.attach(i, p.example(i)),
-    len(p.rows),
-    batch_size=train.batch_size,
+    documents.__getitem__,
+    len(rows),
+    batch_size=config.train.batch_size,
     row_length=row_length(config, False),
     seed=config.seed,
     shuffle=config.data.shuffle,
     packing=config.data.packing,
     overlong=config.data.overlong,
-    where=p.rows.where,
-    per=p.algorithm.mean_per(config),
-    sizes=p.rows.sizes,
-    weights=p.rows.weights,
+    where=rows.where,
+    per=inputs.algorithm.mean_per(config),
+    sizes=rows.sizes,
+    weights=rows.weights,
   )
   begin = stream.state()
-  p.first_batch = next(stream)[0]  # says so now if no row can be made
+  first_batch = next(stream)[0]  # raises now if no row can be made
   stream.restore(begin)
-  return stream
+  return stream, first_batch
 
 
-def prepare_evaluation(p: Prepared):
-  """The held-out documents and prompts."""
-  rows, e = p.eval_rows, p.config.eval
-  count = min(len(rows), e.size)
-  if not p.algorithm.on_policy:
-    render = p.algorithm.render(rows, p.tokenizer, p.config)
-    p.eval_examples = tuple(render(i) for i in range(count))
-  if e.samples:
-    prompts = prompt_stream(p, rows, count, shuffle=False)
-    p.eval_prompts = tuple(prompts.prompt(i) for i in range(min(count, len(prompts))))
+def make_held_out(
+  inputs: Inputs, rows: Rows, fields: Mapping | None = None, tools: list[dict] | None = None
+) -> HeldOutData:
+  """Renders the held-out documents, and tokenizes the prompts of `config.eval.samples`.
+
+  Args:
+    inputs: of the stage.
+    rows: the held-out data.
+    fields: of arrays that frozen models compute, see `Documents`.
+    tools: JSON schemas that prompts show.
+  """
+  section = inputs.config.eval
+  count = min(len(rows), section.size)
+  documents, prompts = None, ()
+  if not inputs.algorithm.on_policy:
+    render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
+    examples = tuple(render(i) for i in range(count))
+    documents = Documents(examples.__getitem__, count, fields)
+  if section.samples:
+    stream = prompt_stream(inputs, rows, per_step=count, shuffle=False, tools=tools)
+    prompts = tuple(stream.prompt(i) for i in range(min(count, len(stream))))
+  return HeldOutData(rows, documents, prompts)
 
 
-def prompt_stream(p: Prepared, rows=None, per_step=0, shuffle=True):
+def prompt_stream(
+  inputs: Inputs, rows: Rows, per_step: int = 0, shuffle: bool = True, tools: list[dict] | None = None
+) -> PromptStream:
+  """Makes the stream of prompts of `rows`.
+
+  Args:
+    inputs: of the stage.
+    rows: with prompts or chats.
+    per_step: prompts of a step; 0 for `config.rollout.prompts`.
+    shuffle: False keeps the order of the file.
+    tools: JSON schemas that prompts show.
+  """
   from jaxpost.data.prompts import PromptStream
 
-  rollout = p.config.rollout
+  rollout = inputs.config.rollout
   return PromptStream(
-    rows or p.rows,
-    p.tokenizer,
+    rows,
+    inputs.tokenizer,
     per_step=per_step or rollout.prompts,
     max_prompt_length=rollout.max_prompt_length,
-    seed=p.config.seed,
+    seed=inputs.config.seed,
     shuffle=shuffle,
-    system_prompt=p.config.data.system_prompt,
-    tools=p.environment and p.environment.tools,
+    system_prompt=inputs.config.data.system_prompt,
+    tools=tools,
   )
 
 
-def reward_pool(config, rows):
-  """The pool of the reward functions, or None where there is none."""
+def start_environment(inputs: Inputs) -> EnvironmentPool:
+  """Starts the processes of `config.environment`."""
+  from jaxpost.environments import factory
+
+  return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer)
+
+
+def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
+  """Starts the processes of the reward functions; None where only a reward model grades.
+
+  Raises:
+    InputError: a function cannot be imported, or does not take the columns of `rows`.
+  """
   from jaxpost.rewards.pool import RewardPool
 
   specs, weights = config.rewards_tuple(), config.reward_weights
   if weights and len(weights) != len(specs):
     raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
-  kept = [i for i, spec in enumerate(specs) if spec != reward_model.NAME]
-  if not kept:
+  functions = [i for i, spec in enumerate(specs) if spec != reward_model.NAME]
+  if not functions:
     return None
   pool = RewardPool(
-    tuple(specs[i] for i in kept),
-    weights=[weights[i] for i in kept] if weights else None,
+    tuple(specs[i] for i in functions),
+    weights=[weights[i] for i in functions] if weights else None,
     workers=config.rewards.workers,
     timeout_s=config.rewards.timeout_s,
     max_failed=config.rewards.max_failed,
   )
-  try:
+  with contextlib.ExitStack() as undo:
+    undo.callback(pool.close)
     pool.check(list(next(rows[i] for i in range(len(rows)) if rows[i])))
-  except BaseException:
-    pool.close()
-    raise
+    undo.pop_all()
   return pool

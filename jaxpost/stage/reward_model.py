@@ -1,19 +1,29 @@
-"""The reward model as a role: which stage asks it, and what it must be."""
+"""The reward model as a role: which stage uses it, where its weights are, what it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
-from jaxpost.stage import find_weights, sources
+from jaxpost.stage import find_weights
+
+if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.sources import Source
 
 NAME = 'reward_model'  # in config.reward: a role, not a function
 KEY = 'config.reward_model.path'
 
 
-def is_asked(config, algorithm) -> bool:
-  """Only what learns from rewards loads the model that gives them."""
+def is_used(config: Config, algorithm: Algorithm) -> bool:
+  """True if the stage loads a reward model: it learns from rewards, and one is among them."""
   return algorithm.on_policy and algorithm.rewards and NAME in config.rewards_tuple()
 
 
-def find(config, earlier: dict, find_source=find_weights.find) -> sources.Source:
-  """Its weights; `earlier` is {stage: ModelConfig}."""
+def find(config: Config, earlier: Mapping[str, Source], find_source: Callable = find_weights.find) -> Source:
+  """Finds its weights; `earlier` is {stage: Source}."""
   path = config.reward_model.path
   if not path:
     raise InputError(f'{KEY}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
@@ -23,8 +33,8 @@ def find(config, earlier: dict, find_source=find_weights.find) -> sources.Source
   return source
 
 
-def weight(config) -> float:
-  """Of the reward model beside the reward functions."""
+def weight(config: Config) -> float:
+  """Returns the weight of the reward model beside the reward functions."""
   specs = config.rewards_tuple()
   if not config.reward_weights or NAME not in specs:
     return 1.0

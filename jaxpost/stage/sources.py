@@ -1,4 +1,4 @@
-"""TODO."""
+"""Where weights come from: the `Source` record, and what identifies it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
+  from jaxpost.stage.records import Inputs
 
 _BLOCK = 1 << 16
 
@@ -41,13 +42,15 @@ class Source:
   base: 'Source | None' = None
 
 
-def checkpoints(source: Source, workdir):
-  """The folder of checkpoints that a source is in, or None."""
-  return epath.Path(workdir) / 'checkpoints' / source.stage if (source.stage) else source.checkpoints
+def checkpoints(source: Source, workdir: epath.PathLike | None) -> epath.Path | None:
+  """Returns the folder of checkpoints that a source is in, or None."""
+  if source.stage:
+    return epath.Path(workdir) / 'checkpoints' / source.stage
+  return source.checkpoints
 
 
-def record(source: Source, workdir, seed: int) -> dict:
-  """What finds these weights again, and knows them, as JSON."""
+def record(source: Source, workdir: epath.PathLike | None, seed: int) -> dict:
+  """Returns JSON from which `recall` finds the weights again and checks that they are the same."""
   path = lambda x: x and object_store.resolved(x)
   return dict(
     config=dataclasses.asdict(source.config),
@@ -66,8 +69,8 @@ def _fingerprint(source: Source, workdir, seed) -> str:
   return array_cache.fingerprint(identity(source, workdir, seed, here=False))
 
 
-def recall(saved: dict | None, checkpoints) -> Source | None:
-  """The source of a record in a run whose checkpoints are in this folder."""
+def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
+  """Returns the source of a record in a run whose checkpoints are in this folder."""
   if saved is None:
     return None
   folder, made = saved['folder'], saved['checkpoints']
@@ -91,37 +94,39 @@ def recall(saved: dict | None, checkpoints) -> Source | None:
   return source
 
 
-def outcome(p) -> Source:
-  """The weights that the stage `p` ends with."""
+def outcome(inputs: Inputs) -> Source:
+  """Returns the weights that a stage ends with."""
   return Source(
-    p.model.config,
-    stage=p.name,
-    step=p.config.train.steps,
-    seed=p.config.seed,
-    base=p.sources['policy'] if p.model.frozen else None,
+    inputs.model.config,
+    stage=inputs.name,
+    step=inputs.config.train.steps,
+    seed=inputs.config.seed,
+    base=inputs.sources['policy'] if inputs.model.frozen else None,
   )
 
 
-def below_adapter(p) -> str:
-  """The model that the adapter of the stage `p` is for; '' if it has no name.
+def adapter_base(inputs: Inputs) -> str:
+  """Returns the name of the model that a stage's adapter is for.
 
-  Nor has it one where more is trained than the adapter.
+  '' if it has no name, or if more is trained than the adapter.
   """
-  source, more = p.sources['policy'], set(p.model.table) - p.model.frozen
-  while source.base is not None and source.config.lora == p.model.config.lora:
+  source, model = inputs.sources['policy'], inputs.model
+  while source.base is not None and source.config.lora == model.config.lora:
     source = source.base
-  plain = all(lora.is_adapter(path) or path == 'score' for path in more)
-  return source.name if plain and source.base is None else ''
+  trained = set(model.table) - model.frozen
+  only_adapter = all(lora.is_adapter(path) or path == 'score' for path in trained)
+  return source.name if only_adapter and source.base is None else ''
 
 
-def identity(source: Source, workdir, seed: int, here=True) -> list:
-  """What tells these weights from others, without reading them: JSON.
+def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:
+  """Returns JSON that tells these weights from others, without reading them.
 
   Files of a folder by name, size and samples of what they hold; a checkpoint
   by its checksums. here: the shape and the times of the files, too, which a
   copy or a later version may change.
   """
-  shape, folder = here and dataclasses.asdict(source.config), (checkpoints(source, workdir))
+  shape = here and dataclasses.asdict(source.config)
+  folder = checkpoints(source, workdir)
   base = [identity(source.base, workdir, seed, here)] if source.base else []
   if folder is not None:
     checkpointer = Checkpointer(folder)
@@ -143,7 +148,7 @@ def identity(source: Source, workdir, seed: int, here=True) -> list:
 
 
 def outline(source: Source) -> list:
-  """The shape, and samples of the files of a folder, as JSON."""
+  """Returns the shape, and samples of the files of a folder, as JSON."""
   return [dataclasses.asdict(source.config), _samples(source), source.base and outline(source.base)]
 
 

@@ -20,16 +20,15 @@ from jaxpost import testing
 from jaxpost.data.loader import PackedStream
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.hardware import probe
-from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor.metrics import MetricsWriter
 from jaxpost.programs import train as programs
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage import algorithms, assemble, prepare
+from jaxpost.stage import assemble, on_policy, place, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import kit as kit_lib
 from jaxpost.stage import sources as sources_lib
+from jaxpost.stage.records import Data, PreparedStage, Workers
 from jaxpost.types import Request
 
 if TYPE_CHECKING:
@@ -78,17 +77,17 @@ def run(what: str, options: Options, workdir) -> dict:
   )
 
 
-def make_stage(what: str, o: Options, workdir) -> tuple[kit_lib.Kit, Stage]:
+def make_stage(what: str, o: Options, workdir) -> tuple[place.PlacedStage, Stage]:
   """The stage that a config for this workload would give."""
-  on_policy = what != 'sft'
+  samples = what != 'sft'
   config = config_lib.parse(
     dict(
-      algorithm='grpo' if on_policy else 'sft',
+      algorithm='grpo' if samples else 'sft',
       reward='even_words',
       model=dict(preset=o.shape, dtype='bfloat16' if o.bf16 else 'float32'),
       data=dict(path='random'),
-      train=dict(steps=o.steps + 2, batch_size=o.batch, row_length=0 if on_policy else 512),
-      optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
+      train=dict(steps=o.steps + 2, batch_size=o.batch, row_length=0 if samples else 512),
+      optim=dict(lr=1e-5 if samples else 1e-4, weight_decay=1e-4),
       rollout=dict(
         prompts=max(1, o.batch // 8),
         group_size=8,
@@ -100,34 +99,28 @@ def make_stage(what: str, o: Options, workdir) -> tuple[kit_lib.Kit, Stage]:
       log=dict(tensorboard=False, watchdog_s=0.0),
       mesh=dict(train=o.mesh, rollout='data=-1' if jax.device_count() > 1 else ''),
     )
-  )['grpo' if on_policy else 'sft']
+  )['grpo' if samples else 'sft']
+  algorithm, config = prepare.settle(config)
   source = sources_lib.Source(presets.PRESETS[o.shape])
-  sources = {'policy': source, 'reference': source} if on_policy else {'policy': source}
-  model = model_lib.build(source.config)
-  vocab = model.config.vocab_size
+  vocab = source.config.vocab_size
   stops = (1, *range(3, 3 + vocab // o.mean)) if o.ragged else (1,)
-  lengths = testing.document_lengths(4096)
-  stream = (
-    testing.RandomPrompts(config.rollout.prompts, o.prompt, vocab)
-    if on_policy
-    else PackedStream(
+  sources = {'policy': source, 'reference': source} if samples else {'policy': source}
+  inputs = prepare.make_inputs(what, config, algorithm, sources, testing.IntTokenizer(vocab, stops))
+  if samples:
+    data = Data(stream=testing.RandomPrompts(config.rollout.prompts, o.prompt, vocab))
+  else:
+    lengths = testing.document_lengths(4096)
+    stream = PackedStream(
       lambda i: testing.random_example(lengths[i], vocab, i), 4096, batch_size=o.batch, row_length=512, seed=0
     )
-  )
-  pool = RewardPool(f'{__name__}:even_words', workers=1) if what == 'grpo' else None
-  algorithm = algorithms.load_algorithm(config.algorithm)
-  config = config_lib.resolve(config, algorithm.defaults)
-  prepared = prepare.Prepared(
-    what, config, algorithm, sources, model, testing.IntTokenizer(vocab, stops), None, stream, None, pool
-  )
-  if not on_policy:
-    prepared.first_batch = next(stream)[0]
-  kit = kit_lib.make_kit(prepared)
-  params = programs.random_params(model, 0, jnp.float32, model.shardings(kit.train), kit.ledger)
+    data = Data(stream=stream, first_batch=next(stream)[0])
+  rewards = RewardPool(f'{__name__}:even_words', workers=1) if what == 'grpo' else None
+  placed = place.place_stage(PreparedStage(inputs, data, Workers(rewards)))
+  params = programs.random_params(placed.model, 0, jnp.float32, placed.model.shardings(placed.train), placed.ledger)
   if what in ('sample', 'reshard', 'turns', 'prefill'):
-    return kit, params
+    return placed, params
   writer = MetricsWriter(workdir, tensorboard=False, primary=False)
-  return kit, assemble.assemble(kit, workdir, writer, params)
+  return placed, assemble.assemble(placed, workdir, writer, params)
 
 
 def update(stage: Stage, item) -> list:
@@ -136,7 +129,7 @@ def update(stage: Stage, item) -> list:
 
 def sft(o: Options, workdir) -> dict:
   """Real tokens a second, after the first two steps."""
-  kit, stage = make_stage('sft', o, workdir)
+  placed, stage = make_stage('sft', o, workdir)
   times, cpu, tokens = [], [], []
   for _ in range(o.steps + 2):
     item = next(stage.stream)
@@ -151,7 +144,7 @@ def sft(o: Options, workdir) -> dict:
   rate = probe.matmul_rate(dtype)
   lengths = testing.document_lengths(4096)  # what a token sees on average
   context = (lengths**2).sum() / lengths.sum() / 2
-  flops = 3 * flops_per_token(kit.prepared.model.config, context)
+  flops = 3 * flops_per_token(placed.model.config, context)
   step = float(np.mean(times[2:]))
   return dict(
     step_s=step,
@@ -161,12 +154,12 @@ def sft(o: Options, workdir) -> dict:
     matmul_gflops=rate / 1e9,
     share_of_matmul=flops * real / rate,
     all=[round(t, 3) for t in times],
-    **memory(kit, 'update'),
+    **memory(placed, 'update'),
   )
 
 
-def memory(kit, program: str) -> dict:
-  row = next(r for r in kit.ledger.rows if r['program'] == program)
+def memory(placed: place.PlacedStage, program: str) -> dict:
+  row = next(r for r in placed.ledger.rows if r['program'] == program)
   return dict(
     compile_s=row['compile_s'], temp_mib=row['temp_bytes'] / 2**20, argument_mib=row['argument_bytes'] / 2**20
   )
@@ -175,12 +168,12 @@ def memory(kit, program: str) -> dict:
 def sample(o: Options, workdir) -> dict:
   """Tokens a second; --batch in flight, --samples in all."""
   o = dataclasses.replace(o, samples=o.samples or o.batch)
-  kit, params = make_stage('sample', o, workdir)
-  engine = assemble.make_engine(kit, slots=o.batch)
+  placed, params = make_stage('sample', o, workdir)
+  engine = on_policy.make_engine(placed, slots=o.batch)
   engine.load(params, 0)
-  source = testing.RandomPrompts(o.samples, o.prompt, kit.prepared.model.config.vocab_size)
+  source = testing.RandomPrompts(o.samples, o.prompt, placed.model.config.vocab_size)
   times, cpu, counts = [], [], []
-  key = assemble.run_key(0, 1)
+  key = on_policy.run_key(0, 1)
   for step in range(o.steps + 1):
     prompts, _ = next(source)
     start, busy = time.perf_counter(), time.process_time()
@@ -224,8 +217,8 @@ def decode_bytes(weights: dict, cache, filled: float) -> float:
 
 def reshard(o: Options, workdir) -> dict:
   """Bytes a second, read and written, of moving the weights and of a copy."""
-  kit, params = make_stage('reshard', o, workdir)
-  engine = assemble.make_engine(kit)
+  placed, params = make_stage('reshard', o, workdir)
+  engine = on_policy.make_engine(placed)
   size = sum(x.nbytes for x in jax.tree.leaves(params))
   times, copies = [], []
   for _ in range(o.steps + 1):
@@ -258,10 +251,10 @@ def turns(o: Options, workdir) -> dict:
   and an answer of 24 follows some blocks later.
   """
   o = dataclasses.replace(o, samples=o.samples or o.batch, new=4 * o.new + 72)
-  kit, params = make_stage('turns', o, workdir)
-  engine = assemble.make_engine(kit, slots=o.batch)
+  placed, params = make_stage('turns', o, workdir)
+  engine = on_policy.make_engine(placed, slots=o.batch)
   engine.load(params, 0)
-  vocab = kit.prepared.model.config.vocab_size
+  vocab = placed.model.config.vocab_size
   out, most = {}, (o.new - 72) // 4
   for name, reuse_cache in (('kept', True), ('read', False)):
     spent = []
@@ -269,7 +262,7 @@ def turns(o: Options, workdir) -> dict:
       talk = _Talk(testing.RandomPrompts(o.samples, o.prompt, vocab), most)
       start, busy = time.perf_counter(), time.process_time()
       figures = engine.serve(
-        talk.requests, run_key=assemble.run_key(0, 1), step=0, follow=talk.follow, read_rows=2, reuse_cache=reuse_cache
+        talk.requests, run_key=on_policy.run_key(0, 1), step=0, follow=talk.follow, read_rows=2, reuse_cache=reuse_cache
       )
       spent.append((time.perf_counter() - start, time.process_time() - busy))
     wall, cpu = (float(np.median(x)) for x in zip(*spent[1:]))
@@ -280,17 +273,17 @@ def turns(o: Options, workdir) -> dict:
 def prefill(o: Options, workdir) -> dict:
   """Texts of one token: --batch in groups of 8, and each read alone."""
   o = dataclasses.replace(o, new=1)
-  kit, params = make_stage('prefill', o, workdir)
-  engine = assemble.make_engine(kit, slots=o.batch)
+  placed, params = make_stage('prefill', o, workdir)
+  engine = on_policy.make_engine(placed, slots=o.batch)
   engine.load(params, 0)
-  vocab, out = kit.prepared.model.config.vocab_size, {}
+  vocab, out = placed.model.config.vocab_size, {}
   for name, group in (('group', 8), ('alone', 1)):
     source = testing.RandomPrompts(o.batch // group, o.prompt, vocab)
     times = []
     for step in range(o.steps + 1):
       prompts, _ = next(source)
       start = time.perf_counter()
-      engine(prompts, group_size=group, run_key=assemble.run_key(0, 1), step=step)
+      engine(prompts, group_size=group, run_key=on_policy.run_key(0, 1), step=step)
       times.append(time.perf_counter() - start)
     out[f'{name}_s'] = float(np.median(times[1:]))
   return dict(out, share=out['group_s'] / out['alone_s'])
@@ -326,7 +319,7 @@ class _Talk:
 
 def grpo(o: Options, workdir) -> dict:
   """Seconds a step, and what each phase takes of it."""
-  kit, stage = make_stage('grpo', o, workdir)
+  placed, stage = make_stage('grpo', o, workdir)
   times = []
   stage.timer.pop()
   for _ in range(o.steps + 2):
@@ -344,5 +337,5 @@ def grpo(o: Options, workdir) -> dict:
     controller_share=(named['time/pack'] + named['time/data']) / step,
     **named,
     all=[round(t['time/step'], 3) for t in times],
-    **memory(kit, 'update'),
+    **memory(placed, 'update'),
   )

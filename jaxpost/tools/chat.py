@@ -5,7 +5,7 @@ import itertools
 from jaxpost.data import chat
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
-from jaxpost.stage import assemble
+from jaxpost.stage import on_policy
 from jaxpost.tools.completions import Draws, make_engine, sampling_of
 from jaxpost.tools.inference import Weights
 from jaxpost.types import Completion, Prompt, Request
@@ -20,8 +20,8 @@ def chat_loop(weights: Weights, draws, mesh, first, asked, out):
     first: what is said first, if anything.
     asked: lines, such as sys.stdin; `out` gets the answers as they come.
   """
-  tokenizer, messages = weights.prepared.tokenizer, []
-  system = weights.prepared.config.data.system_prompt
+  tokenizer, messages = weights.inputs.tokenizer, []
+  system = weights.inputs.config.data.system_prompt
   if system:
     messages.append({'role': 'system', 'content': system})
   # A template that cannot render a chat is told of before a model is loaded.
@@ -85,7 +85,7 @@ def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell) -> Completi
 
   engine.serve(
     [Request(prompt.tokens, prompt.index, 0, {**sampling_of(draws), 'max_tokens': draws.max_new_tokens})],
-    run_key=assemble.run_key(draws.seed, 3),
+    run_key=on_policy.run_key(draws.seed, 3),
     step=0,
     follow=follow,
     tell=lambda request, ids: tell(ids.tolist()),

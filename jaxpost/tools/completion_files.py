@@ -46,7 +46,7 @@ def complete_file(weights: Weights, prompts, out, draws: Draws, mesh='data=-1', 
   if done == len(prompts):
     return 0
   engine = engine_for(weights, prompts, draws, mesh)
-  tokenizer = weights.prepared.tokenizer
+  tokenizer = weights.inputs.tokenizer
   bar = progress.Progress(
     *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), console=rich.console.Console(stderr=True)
   )
@@ -118,7 +118,7 @@ def finish(each: dict[str, Weights], prompts, draws, mesh, out, source, show):
     return
   for name, weights in each.items():
     rollout = complete(weights, prompts, draws, mesh)
-    for row in completion_rows(rollout, weights.prepared.tokenizer):
+    for row in completion_rows(rollout, weights.inputs.tokenizer):
       show(row | ({'adapter': name} if name else {}))
     cut = int((~rollout.finished).sum())
     if cut:

@@ -20,7 +20,7 @@ from jaxpost.models import attention_kernels
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler_config import rung
-from jaxpost.stage import assemble
+from jaxpost.stage import on_policy
 from jaxpost.tools.inference import Weights, adapters, merged
 from jaxpost.types import Prompt, Rollout
 
@@ -41,7 +41,7 @@ def make_prompts(weights: Weights, texts=(), file='', as_chat=None):
 
 def prompts_of(weights: Weights, sources_, as_chat=None) -> list[Prompt]:
   """`Prompt`s of the rows of several `sources.Rows`; see `make_prompts`."""
-  tokenizer, data = weights.prepared.tokenizer, weights.prepared.config.data
+  tokenizer, data = weights.inputs.tokenizer, weights.inputs.config.data
   as_chat = bool(tokenizer.chat_template) if as_chat is None else as_chat
   prompts = []
   for row, where in [(r[i], r.where(i)) for r in sources_ for i in range(len(r))]:
@@ -105,7 +105,7 @@ def engine_for(weights, prompts, draws, mesh) -> NativeEngine:
 
 def draw(engine, prompts, draws) -> Rollout:
   return engine(
-    prompts, group_size=draws.n, run_key=assemble.run_key(draws.seed, 3), step=0, sampling=sampling_of(draws)
+    prompts, group_size=draws.n, run_key=on_policy.run_key(draws.seed, 3), step=0, sampling=sampling_of(draws)
   )
 
 
@@ -120,7 +120,7 @@ def make_engine(
 
   share: it samples from these very leaves, slower, where no copy is wanted.
   """
-  p, model = weights.prepared, weights.prepared.model
+  p, model = weights.inputs, weights.inputs.model
   if model.head is None:
     raise InputError(f'{p.name}: is a reward model, which writes no text')
   if share:  # nothing is trained here
@@ -161,7 +161,7 @@ def make_engines(
   if folders:  # once, and as samplers have it
     weights, layout = merged(weights), make_layout(mesh, 'rollout', '--mesh')
     weights = dataclasses.replace(
-      weights, layout=layout, params=jax.device_put(weights.params, weights.prepared.model.shardings(layout))
+      weights, layout=layout, params=jax.device_put(weights.params, weights.inputs.model.shardings(layout))
     )
   each = {k: w for k, w in adapters(weights, folders).items() if k}
   if name in each:

@@ -16,18 +16,19 @@ from etils import epath
 from rich import text as rich_text
 
 from jaxpost.data import preview
+from jaxpost.data.sources import Rows
 from jaxpost.distributed.mesh import Layout, make_layout
-from jaxpost.environments import factory
 from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import lora, transformer
 from jaxpost.models.parameters import join
 from jaxpost.rewards import builtin
 from jaxpost.roles import Policy, Roles
-from jaxpost.stage import algorithms, assemble, batch_shape, checks, find_weights, prepare, schema
+from jaxpost.stage import algorithms, assemble, batch_shape, checks, find_weights, on_policy, place, prepare, schema
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
-from jaxpost.stage import kit as kit_lib
 from jaxpost.stage import load_weights as weights_lib
+from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
+from jaxpost.stage.sources import Source
 from jaxpost.storage import object_store
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
@@ -45,7 +46,7 @@ def to_stderr(line):
 class Weights:
   """Parameters, and what is needed to use them."""
 
-  prepared: prepare.Prepared  # without data, algorithm and rewards
+  inputs: Inputs  # only the policy is among its sources
   params: dict  # in `layout`
   layout: Layout
   step: int  # updates behind them
@@ -76,10 +77,10 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
   configs = run_config(run)
   name, step = find_step(run, list(configs), stage, step, warn)
   source = find_weights.of_checkpoint(run / 'checkpoints' / name, step)
-  p = prepare_model(name, configs[name], source)
+  inputs = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
-  params = weights_lib.load(source, p.model, layout, p.config.model.param_dtype)
-  return Weights(p, params, layout, step)
+  params = weights_lib.load(source, inputs.model, layout, inputs.config.model.param_dtype)
+  return Weights(inputs, params, layout, step)
 
 
 def from_folder(folder, config=None, name='model') -> Weights:
@@ -92,23 +93,22 @@ def from_folder(folder, config=None, name='model') -> Weights:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     config = config_lib.Config(model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
   section = dataclasses.replace(config.model, path=str(folder), quantize='')
-  p = prepare_model(
+  inputs = prepare_model(
     name,
     dataclasses.replace(
       config, model=section, lora=schema.LoraSection(), train=dataclasses.replace(config.train, freeze='')
     ),
   )
   layout = make_layout('fsdp=-1', 'train')
-  params = weights_lib.load(p.sources['policy'], p.model, layout, section.param_dtype)
-  return Weights(p, params, layout, 0)
+  params = weights_lib.load(inputs.sources['policy'], inputs.model, layout, section.param_dtype)
+  return Weights(inputs, params, layout, 0)
 
 
 def merged(base: Weights) -> Weights:
   """What the base has of adapters or codes is a part of its matrices."""
-  p = base.prepared
-  return dataclasses.replace(
-    base, params=p.model.merge(base.params), prepared=dataclasses.replace(p, model=p.model.base or p.model)
-  )
+  model = base.inputs.model
+  inputs = dataclasses.replace(base.inputs, model=model.base or model)
+  return dataclasses.replace(base, params=model.merge(base.params), inputs=inputs)
 
 
 def adapters(base: Weights, values) -> dict[str, Weights]:
@@ -119,16 +119,14 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
   pairs = [v.partition('=') for v in values]
   if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
     raise InputError(f'--adapter: takes NAME=FOLDER, each name once; not {", ".join(values)}')
-  out, below = {}, base.prepared.sources['policy']
+  out, below = {}, base.inputs.sources['policy']
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
     source = find_weights.with_adapter(folder, below)
     model = lora.frozen_base_model(source.config)
     own = weights_lib.load_adapter(source, model, base.layout, None)
     out[name] = dataclasses.replace(
-      base,
-      params=join(params, own),
-      prepared=dataclasses.replace(base.prepared, model=model, sources={'policy': source}),
+      base, params=join(params, own), inputs=dataclasses.replace(base.inputs, model=model, sources={'policy': source})
     )
   return out or {'': base}
 
@@ -181,31 +179,25 @@ def _checkpoints(run, name):
   return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
 
 
-def prepare_model(name: str, config: config_lib.Config, made=None) -> prepare.Prepared:
-  """Model and tokenizer of a stage, and nothing else of it.
+def prepare_model(name: str, config: config_lib.Config, made: Source | None = None) -> Inputs:
+  """Returns model and tokenizer of a stage, and nothing else of it.
 
-  made: the `weights.Source` of a checkpoint.
+  Args:
+    name: of the stage.
+    config: of the stage.
+    made: where its checkpoint is; None for the weights that the config names.
   """
   algorithm = algorithms.load_algorithm(config.algorithm)
+  config = config_lib.resolve(config, algorithm.defaults)
   source = prepare.model_source(config.model)
   made = made or find_weights.with_adapter(config.lora.path, source)
   find_weights.check_head(source, algorithm.scalar_head, 'config.model.path')
-  return prepare.Prepared(
-    name,
-    config_lib.resolve(config, algorithm.defaults),
-    algorithm,
-    {'policy': made},
-    prepare.make_model(config, algorithm, made.config),
-    prepare.load_tokenizer(config, source),
-    None,
-    None,
-    None,
-  )
+  return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source))
 
 
 def export(weights: Weights, folder):
   """Writes a Hugging Face folder that `transformers` loads."""
-  export_lib.export(weights.prepared, folder, weights.params)
+  export_lib.export(weights.inputs, folder, weights.params)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -227,10 +219,10 @@ def evaluate_as(
   if model and stages:
     name, wanted = pick(stages, name, '--config')
   weights = load(run, model, name, step, wanted)
-  name = weights.prepared.name
+  name = weights.inputs.name
   if run and stages:  # a stage of that name, else the last
     wanted = stages.get(name) or pick(stages, '', '--config')[1]
-  wanted = wanted or weights.prepared.config
+  wanted = wanted or weights.inputs.config
   fields = dict(size=size, samples=samples)
   if data:
     fields['data'] = dataclasses.replace(wanted.eval.data, path=data)
@@ -252,30 +244,34 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh='data=-1') -> dic
       f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
       ' is evaluated by its samples; set how many a prompt'
     )
-  rows = prepare.read_held_out(config)
-  p = dataclasses.replace(
-    weights.prepared,
-    config=_on_these_devices(config, algorithm.on_policy, weights.layout, mesh),
-    algorithm=algorithm,
-    rows=rows,
-    eval_rows=rows,
-  )
-  try:
+  rows = prepare.read_held_out_rows(config)
+  config = _on_these_devices(config, algorithm.on_policy, weights.layout, mesh)
+  inputs = dataclasses.replace(weights.inputs, config=config, algorithm=algorithm)
+  with contextlib.ExitStack() as cleanup:
+    environment = rewards = None
     if samples and config.environment:
-      p.environment = factory.start_environments(config, algorithm, p.tokenizer)
-    prepare.prepare_evaluation(p)
+      environment = prepare.start_environment(inputs)
+      cleanup.callback(environment.close)
+    held_out_data = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
     if samples:
       checks.check_sampling(config, False)
-      p.pool = prepare.reward_pool(config, rows)
-    if samples and not (p.pool or p.environment):
+      rewards = prepare.start_rewards(config, rows)
+      if rewards:
+        cleanup.callback(rewards.close)
+    if samples and not (rewards or environment):
       raise InputError('config.reward: a reward model grades in training only; name a reward function')
-    kit = kit_lib.make_kit(p)
-    step = kit.train.put(np.int32(weights.step))
-    roles = Roles(Policy(p.model, TrainState(step, weights.params, None), kit.train, kit.shape[1], None, None))
-    evaluator = assemble.make_evaluator(kit, assemble.make_engine(kit) if samples else None)
-    metrics, _ = evaluator(roles, weights.step)
-  finally:
-    p.close()
+    placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out_data), Workers(rewards, environment)))
+    step = placed.train.put(np.int32(weights.step))
+    policy = Policy(
+      model=inputs.model,
+      state=TrainState(step, weights.params, None),
+      layout=placed.train,
+      micro_batch_size=placed.shape.micro_rows,
+      update_program=None,
+      score_program=None,
+    )
+    evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
+    metrics, _ = evaluator(Roles(policy), weights.step)
   return dict(data=held_out, rows=min(len(rows), config.eval.size), **metrics)
 
 
@@ -294,57 +290,62 @@ def _on_these_devices(config, on_policy, layout, mesh):
 
 def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
   """Rich renderables: model, `rows` rows as the model sees them, rewards."""
-  p = prepare_model(name, config)
-  config = p.config
+  inputs = prepare_model(name, config)
+  config, tokenizer = inputs.config, inputs.tokenizer
   if not config.data.path:
     raise InputError('config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-  p.rows = prepare.read_rows(config)
+  data = prepare.read_rows(config)
   held_out = config.eval.data.path
-  count = transformer.num_params(p.model.config)
+  count = transformer.num_params(inputs.model.config)
   out = [
     rich_text.Text(f'{name}: {config.algorithm}, {config.train.steps} steps', 'bold'),
     f'model: {config.model.path or config.model.preset}, {count:,} '
-    f'parameters, {p.tokenizer.vocab_size} tokens of {p.tokenizer.source}',
-    f'data: {len(p.rows)} rows of {config.data.path}',
+    f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
+    f'data: {len(data)} rows of {config.data.path}',
   ]
-  if p.rows.dropped:
-    out[-1] += f', {p.rows.dropped} more dropped by config.data.map'
+  if data.dropped:
+    out[-1] += f', {data.dropped} more dropped by config.data.map'
   if held_out:
-    read = prepare.read_held_out(config)
+    read = prepare.read_held_out_rows(config)
     out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {held_out}')
-  on_policy = p.algorithm.on_policy
+  on_policy = inputs.algorithm.on_policy
   samples = on_policy or held_out and config.eval.samples
-  if samples and config.environment:
-    p.environment = factory.start_environments(config, p.algorithm, p.tokenizer)
-    out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in p.environment.tools]
-  out += _show_prompts(p, rows) if on_policy else _show_rows(p, rows)
-  if samples:
-    out += _show_rewards(p)
-  p.close()
+  tools = None
+  with contextlib.ExitStack() as cleanup:
+    if samples and config.environment:
+      environment = prepare.start_environment(inputs)
+      cleanup.callback(environment.close)
+      tools = environment.tools
+      out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in tools]
+    out += _show_prompts(inputs, data, rows, tools) if on_policy else _show_rows(inputs, data, rows)
+    if samples:
+      out += _show_rewards(inputs, data)
   return out
 
 
-def _show_rows(p, count) -> list:
-  render = p.algorithm.render(p.rows, p.tokenizer, p.config)
-  examples = [render(i) for i in range(min(max(count, _COUNTED), len(p.rows)))]
-  length = batch_shape.row_length(p.config, False)
-  *shown, _ = preview.preview(examples[:count] or examples[:1], p.tokenizer)
+def _show_rows(inputs: Inputs, data: Rows, count: int) -> list:
+  config, tokenizer = inputs.config, inputs.tokenizer
+  render = inputs.algorithm.render(data, tokenizer, config)
+  examples = [render(i) for i in range(min(max(count, _COUNTED), len(data)))]
+  length = batch_shape.row_length(config, False)
+  *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
   out = []
   for i, row in enumerate(shown[:count]):
-    out += [_heading(p.rows.where(i), examples[i].tokens), row]
-  table = preview.preview(examples, p.tokenizer, length)[-1]
+    out += [_heading(data.where(i), examples[i].tokens), row]
+  table = preview.preview(examples, tokenizer, length)[-1]
   table.title = f'the first {len(examples)} rows'
   return [*out, table]
 
 
-def _show_prompts(p, count) -> list:
-  prompts = prepare.prompt_stream(p, shuffle=False)
+def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | None) -> list:
+  config, tokenizer = inputs.config, inputs.tokenizer
+  prompts = prepare.prompt_stream(inputs, data, shuffle=False, tools=tools)
   out = []
   for i in range(min(count, len(prompts))):
     prompt = prompts.prompt(i)
     out += [
       _heading(f'prompt {i}', prompt.tokens),
-      rich_text.Text(p.tokenizer.decode(prompt.tokens, skip_special=False), 'dim'),
+      rich_text.Text(tokenizer.decode(prompt.tokens, skip_special=False), 'dim'),
     ]
     for key, value in prompt.columns.items():
       out.append(f'  {key} = {repr(value)[:200]}')
@@ -353,16 +354,17 @@ def _show_prompts(p, count) -> list:
     *out,
     f'{len(lengths)} prompts of {min(lengths)} to {max(lengths)} '
     f'tokens, median {np.median(lengths):.0f}; {prompts.skipped} longer '
-    f'than {p.config.rollout.max_prompt_length} are left out',
+    f'than {config.rollout.max_prompt_length} are left out',
   ]
 
 
-def _show_rewards(p) -> list:
-  config = p.config
-  checks.check_sampling(config, p.algorithm.on_policy)
-  p.pool = pool = prepare.reward_pool(config, p.rows)  # imports every function
+def _show_rewards(inputs: Inputs, data: Rows) -> list:
+  config = inputs.config
+  checks.check_sampling(config, inputs.algorithm.on_policy)
+  pool = prepare.start_rewards(config, data)  # imports every function
   if pool is None:
     return []
+  pool.close()
   specs = config.rewards_tuple()
   weights = config.reward_weights or [1.0] * len(specs)
   where = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]

@@ -16,8 +16,7 @@ from jaxpost.monitor.metrics import json_lines
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
-from jaxpost.stage import assemble, prepare
-from jaxpost.stage import kit as kit_lib
+from jaxpost.stage import assemble, place, prepare
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
@@ -50,17 +49,17 @@ def reproduce(run, step: int, row: int, stage='', choose_mesh=None) -> dict:
   try:
     prepared = stages.with_meshes(prepared, raw, choose_mesh)
     p = next(p for p in prepared if p.name == name)
-    if not p.algorithm.on_policy:
+    if not p.inputs.algorithm.on_policy:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
-    kit = kit_lib.make_kit(p)
-    roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, run), run)
+    placed = place.place_stage(p)
+    roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, run), run)
     for _ in range(restore(run, name, step - 1, roles, stream), step - 1):
       for role, batch in next(stream).updates:
         roles.trainable[role].update(batch)
     item = next(stream)
     if not 0 <= row < len(item.credit.mask):
       raise InputError(f'--row: {row} is none of the {len(item.credit.mask)} samples of a step')
-    return explain(kit, roles, stream, item, row) | dict(
+    return explain(placed, roles, stream, item, row) | dict(
       stage=name, step=step, row=row, identical=compare(run, name, step, row, item)
     )
   finally:
@@ -103,9 +102,9 @@ def compare(run, name: str, step: int, row: int, item) -> bool | None:
   return all(theirs[k] == item.samples()[row][k] for k in ('prompt', 'completion', 'length', 'logprob'))
 
 
-def explain(kit, roles, controller, item, row: int) -> dict:
+def explain(placed: place.PlacedStage, roles, controller, item, row: int) -> dict:
   """Prompt, tokens, rewards, advantage and loss of a sample."""
-  experience, credit, p = item.experience, item.credit, kit.prepared
+  experience, credit = item.experience, item.credit
   rollout, length = experience.rollout, experience.rollout.lengths[row]
   shown, group = item.samples()[row], len(rollout.lengths) // experience.groups
   prompt = rollout.prompts[row // group]
@@ -113,7 +112,7 @@ def explain(kit, roles, controller, item, row: int) -> dict:
   advantages = credit.arrays.get('advantages', np.zeros_like(credit.mask))
   trained = credit.mask[row] > 0
   per_token = lambda x: [float(v) for v in x[row, :length]]
-  decode = lambda x: p.tokenizer.decode(x, skip_special=False)
+  decode = lambda x: placed.inputs.tokenizer.decode(x, skip_special=False)
   return dict(
     prompt=decode(prompt.tokens),
     prompt_ids=prompt.tokens.tolist(),
@@ -130,30 +129,32 @@ def explain(kit, roles, controller, item, row: int) -> dict:
     finished=shown['finished'],
     version=rollout.version,
     advantage=float(advantages[row][trained].mean()) if trained.any() else 0.0,
-    **losses(kit, roles, controller, experience, credit, row),
+    **losses(placed, roles, controller, experience, credit, row),
   )
 
 
-def losses(kit, roles, controller, experience, credit, row: int) -> dict:
+def losses(placed: place.PlacedStage, roles, controller, experience, credit, row: int) -> dict:
   """The sample's part of the loss of the first update that it is in.
 
   Computed with the weights before the step. 'loss_share' is by size: of
   |loss| of the samples that gained plus |loss| of those that lost.
   """
-  p, config = kit.prepared, kit.config
-  if p.algorithm.pack:  # trains on pairs of samples
+  config, algorithm = placed.config, placed.algorithm
+  if algorithm.pack:  # trains on pairs of samples
     return dict(loss=None, loss_of_update=None, loss_share=None)
   members = next(m for m in batching.minibatches(len(credit.mask), config.rl, config.seed, experience.step) if row in m)
   weights = np.zeros_like(credit.mask)
   weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
-  evaluate = programs.make_evaluate(p.model, kit.objectives['policy'], kit.train, kit.compute, kit.ledger)
+  evaluate = programs.make_evaluate(
+    placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger
+  )
   policy = roles.policy
 
   def loss(kept):
     batch = policy.place(
       batching.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_shape)
     )
-    found = evaluate(policy.state.params, p.algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
+    found = evaluate(policy.state.params, algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
     return float(found['loss'])
 
   gained = (credit.arrays.get('advantages', weights) * credit.mask).sum(1) > 0

@@ -86,7 +86,7 @@ def measure(
     out / 'graded.jsonl',
     ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
   )
-  return summary(done, graded, weights.prepared.tokenizer.stop_ids, pass_reward)
+  return summary(done, graded, weights.inputs.tokenizer.stop_ids, pass_reward)
 
 
 def _group(prompt, row) -> Group:

@@ -1,0 +1,147 @@
+"""Makes what samples and grades in a stage: engine, sampler, grader, controller.
+
+Imported only by stages that sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from jaxpost.distributed import transfer
+from jaxpost.models import routing
+from jaxpost.rl import grading
+from jaxpost.rl.controller import Controller
+from jaxpost.rollout.native import NativeEngine, SamplerConfig
+from jaxpost.rollout.sampler import Sampler
+from jaxpost.stage import reward_model
+from jaxpost.stage.evaluate import SampledEval
+from jaxpost.types import RowShape
+
+if TYPE_CHECKING:
+  from jaxpost.environments.episodes import Episodes
+  from jaxpost.roles import Roles
+  from jaxpost.stage.place import PlacedStage
+  from jaxpost.types import Prompt
+
+_TRAINING, _EVALUATION = 1, 2  # purposes of keys, see `run_key`
+
+
+def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
+  """Makes the engine that generates, without weights.
+
+  Args:
+    placed: the stage.
+    slots: sequences at a time; 0 for what `config.rollout` says.
+  """
+  model, tokenizer = placed.model, placed.inputs.tokenizer
+  rollout, section = placed.config.rollout, placed.config.eval
+  if placed.algorithm.on_policy:
+    sequences = rollout.prompts * rollout.group_size
+  else:
+    sequences = section.size * section.samples
+  if placed.config.router.routing_replay:
+    model = routing.recording(model)
+  return NativeEngine(
+    model,
+    SamplerConfig(
+      slots=slots or rollout.slots or min(sequences, 256),
+      max_prompt=rollout.max_prompt_length,
+      max_new_tokens=rollout.max_new_tokens,
+      stop_ids=tokenizer.stop_ids,
+      temperature=rollout.temperature,
+      top_k=rollout.top_k,
+      top_p=rollout.top_p,
+      min_p=rollout.min_p,
+      block=rollout.block,
+      forbidden_ids=rollout.forbidden_ids,
+      stop_strings=rollout.stop_strings,
+      min_new_tokens=rollout.min_new_tokens,
+      page_size=rollout.page_size,
+      cache_tokens=rollout.cache_tokens,
+      top_logprobs=rollout.top_logprobs,
+    ),
+    placed.rollout,
+    placed.compute,
+    placed.ledger,
+    decode=functools.partial(tokenizer.decode, skip_special=False),
+    bridge=transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout'),
+    share=rollout.share_base,
+    ahead=rollout.staleness > 0,
+  )
+
+
+def run_key(seed: int, purpose: int) -> np.ndarray:
+  """Returns key data [2] uint32; training and evaluation draw from different keys."""
+  key = jax.random.fold_in(jax.random.key(seed), purpose)
+  return np.asarray(jax.random.key_data(key))
+
+
+def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sampler | Episodes:
+  """Makes what samples single answers, or episodes of an environment."""
+  key = run_key(placed.config.seed, purpose)
+  environment = placed.workers.environment
+  if environment:
+    from jaxpost.environments import factory
+
+    return factory.make_sampler(environment, placed.inputs.tokenizer, placed.config, engine, key)
+  return Sampler(engine, key)
+
+
+def make_grader(placed: PlacedStage) -> grading.Grader:
+  """Makes the grader of rollouts on the stage's worker processes."""
+  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, reward_model.weight(placed.config))
+
+
+def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:
+  """Makes the stream of an on-policy algorithm: prompts to graded batches."""
+  config, algorithm, tokenizer = placed.config, placed.algorithm, placed.inputs.tokenizer
+  sampler = make_sampler(placed, engine, _TRAINING)
+  share = algorithm.from_data(config)
+  if config.train_on_rollouts:
+    from jaxpost.rollout import rollout_files
+
+    sampler = rollout_files.RecordedSampler(config.train_on_rollouts, placed.name, not config.reward)
+  elif share:
+    from jaxpost.rl import demonstrations
+
+    sampler = demonstrations.DemonstrationSampler(
+      sampler=sampler, tokenizer=tokenizer, share=share, seed=config.seed, max_tokens=config.rollout.max_new_tokens
+    )
+  shape = placed.shape
+  return Controller(
+    algorithm=algorithm,
+    config=config,
+    roles=roles,
+    sampler=sampler,
+    grader=make_grader(placed),
+    prompts=placed.data.stream,
+    timer=placed.timer,
+    step_shape=RowShape(shape.rows, shape.row_length),
+    update_shape=RowShape(shape.update_rows, shape.row_length),
+    engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
+  )
+
+
+def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[Prompt, ...]) -> SampledEval:
+  """Makes the evaluation of completions of held-out prompts."""
+  config, shape = placed.config, placed.shape
+  values = None
+  if reward_model.NAME in placed.inputs.sources:
+    values = functools.partial(
+      grading.reward_model_values,
+      shape=RowShape(shape.rows, shape.row_length),
+      max_sequences=config.rollout.prompts * config.rollout.group_size,
+    )
+  return SampledEval(
+    sampler=make_sampler(placed, engine, _EVALUATION),
+    grader=make_grader(placed),
+    prompts=prompts,
+    samples=config.eval.samples,
+    pass_reward=config.eval.pass_reward,
+    temperature=config.eval.temperature,
+    score=values,
+  )

@@ -1,0 +1,150 @@
+"""A prepared stage on devices: its layouts, batch shape and objectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxpost.distributed import phases
+from jaxpost.matmul import Compute, compute_for
+from jaxpost.models import attention_kernels, context_parallel, routing
+from jaxpost.monitor.timeline import Timeline
+from jaxpost.programs.compile import Ledger
+from jaxpost.stage import batch_shape
+from jaxpost.stage.batch_shape import BatchShape
+from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
+
+if TYPE_CHECKING:
+  import jax
+
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+  from jaxpost.stage.config import Config
+  from jaxpost.types import Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedStage:
+  """A prepared stage with what its roles and programs share on the devices.
+
+  train, rollout, score: the layouts of the phases, equal where they share devices.
+  objectives: {trainable role: Objective}.
+  ledger: compiles every program and keeps a row about each.
+  timer: measures the phases of a step.
+  """
+
+  inputs: Inputs
+  data: Data
+  workers: Workers
+  train: Layout
+  rollout: Layout
+  score: Layout
+  compute: Compute
+  objectives: dict[str, Objective]
+  ledger: Ledger
+  timer: Timeline
+  shape: BatchShape
+
+  @property
+  def name(self) -> str:
+    """The stage's name in the config."""
+    return self.inputs.name
+
+  @property
+  def config(self) -> Config:
+    """The stage's config, resolved."""
+    return self.inputs.config
+
+  @property
+  def algorithm(self) -> Algorithm:
+    """The method that the stage trains with."""
+    return self.inputs.algorithm
+
+  @property
+  def model(self) -> Model:
+    """The policy's model."""
+    return self.inputs.model
+
+
+def place_stage(
+  prepared: PreparedStage, devices: Sequence[jax.Device] | None = None, ledger: Ledger | None = None
+) -> PlacedStage:
+  """Places a stage on all devices, or on `devices`, which may be described ones.
+
+  Args:
+    prepared: the stage.
+    devices: None for those of this run.
+    ledger: None for a new one; that of a plan makes no arrays (`dry`).
+  """
+  inputs = prepared.inputs
+  config, on_policy = inputs.config, inputs.algorithm.on_policy
+  length = batch_shape.row_length(config, on_policy)
+  layouts = phases.make_layouts(config.mesh, length, devices)
+  train = layouts['train']
+  ledger = ledger or Ledger()
+  platform = train.mesh.devices.flat[0].platform
+  compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention)
+  attention_kernels.check_platform(compute, platform)
+  if attention_kernels.uses_kernel(compute) and not ledger.dry:
+    from jaxpost.hardware import kernel_check
+
+    compute = kernel_check.settle(compute, attended(prepared, layouts, length))
+  return PlacedStage(
+    inputs=inputs,
+    data=prepared.data,
+    workers=prepared.workers,
+    train=train,
+    rollout=layouts['rollout'],
+    score=layouts['score'],
+    compute=compute,
+    objectives=_objectives(inputs),
+    ledger=ledger,
+    timer=Timeline(phases.lanes(layouts)),
+    shape=batch_shape.batch_shape(config, on_policy, train.batch_shards, tokens=compute.micro_tokens),
+  )
+
+
+def _objectives(inputs: Inputs) -> dict[str, Objective]:
+  """The objective of the policy, and of the critic where there is one."""
+  config, algorithm = inputs.config, inputs.algorithm
+  teachers = [source for name, source in inputs.sources.items() if name.startswith('teacher_')]
+  policy = dataclasses.replace(
+    algorithm.objective(config),
+    teacher_forms=tuple(source.config.logit_form for source in teachers),
+    router=routing.loss_weights(config.router, inputs.model.config),
+  )
+  objectives = {'policy': policy}
+  if critic := algorithm.critic(config):
+    objectives['critic'] = critic
+  return objectives
+
+
+def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -> list[tuple[ModelConfig, int, int]]:
+  """Lists (model, tokens, context shards of a row) of all that attention kernels will see.
+
+  These are packed rows of `length` tokens, if they have no branches, and all
+  lengths that the sampler may prefill.
+  """
+  from jaxpost.rollout import sampler_config
+
+  inputs, first_batch = prepared.inputs, prepared.data.first_batch
+  config, on_policy = inputs.config, inputs.algorithm.on_policy
+  out = []
+  # Branches of a row are masked by XLA, not by a kernel.
+  branches = first_batch is not None and first_batch.branch_ids is not None
+  if not branches:
+    trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
+    for name, x in (inputs.sources | trained).items():
+      layout = layouts['train' if name in trained else 'score']
+      out.append((x.config, length, context_parallel.num_shards(layout)))
+  r = config.rollout
+  if on_policy or config.eval.samples:
+    room = r.max_prompt_length + r.max_new_tokens
+    # Texts that go on, or that a full pool sent back, are read as a whole.
+    longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
+    lengths = {sampler_config.rung(n, room) for n in range(1, longest + 1)}
+    out += [(inputs.model.config, n, 1) for n in lengths]
+  return out

@@ -1,0 +1,121 @@
+"""The records between a config and the training loop.
+
+Each is frozen and made by one constructor, in this order:
+
+    Inputs         `prepare.make_inputs`   config, algorithm, tokenizer, model, where weights are
+    Data           `prepare.make_data`     rows, stream, first batch, held-out data
+    Workers        `prepare.prepare`       processes of reward functions and environments
+    PlacedStage    `place.place_stage`     the three on a mesh: layouts, batch shape, ledger
+    loop.Stage     `assemble.assemble`     roles, stream, evaluator, checkpoints
+
+Runs, plans, inference and benchmarks use the same records with parts of their own:
+a plan has the shapes of models in place of weights, a benchmark random rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.data.loader import PackedStream
+  from jaxpost.data.prompts import PromptStream
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.environments.pool import EnvironmentPool
+  from jaxpost.models.model import Model
+  from jaxpost.rewards.pool import RewardPool
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.documents import Documents
+  from jaxpost.stage.sources import Source
+  from jaxpost.types import Batch, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+  """A stage before its data is read.
+
+  config: with the defaults of the algorithm filled in.
+  sources: {role: Source}; 'policy' is always there.
+  model: the decoder with the heads and adapters that the stage trains.
+  """
+
+  name: str
+  config: Config
+  algorithm: Algorithm
+  sources: dict[str, Source]
+  model: Model
+  tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutData:
+  """Data that the stage is evaluated on.
+
+  documents: whose loss is measured; None for an on-policy algorithm.
+  prompts: whose completions are graded; () where nothing is sampled.
+  """
+
+  rows: Rows
+  documents: Documents | None = None
+  prompts: tuple[Prompt, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """The data of a stage, checked.
+
+  stream: None where nothing is trained (`launch.evaluate`); a plan has `testing.RandomPrompts`.
+  documents, first_batch: None for an on-policy algorithm, which learns from
+    completions. All batches have the fields of `first_batch`.
+  """
+
+  rows: Rows | None = None
+  stream: PackedStream | PromptStream | None = None
+  documents: Documents | None = None
+  first_batch: Batch | None = None
+  held_out: HeldOutData | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+  """Processes that run the user's functions; None where the stage has none."""
+
+  rewards: RewardPool | None = None
+  environment: EnvironmentPool | None = None
+
+  @property
+  def tools(self) -> list[dict[str, Any]] | None:
+    """The JSON schemas of the environment's tools, which prompts show."""
+    return self.environment.tools if self.environment else None
+
+  def close(self) -> None:
+    """Ends the processes."""
+    if self.rewards:
+      self.rewards.close()
+    if self.environment:
+      self.environment.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStage:
+  """Everything about a stage that needs no device."""
+
+  inputs: Inputs
+  data: Data = Data()
+  workers: Workers = Workers()
+
+  @property
+  def name(self) -> str:
+    """The stage's name in the config."""
+    return self.inputs.name
+
+  @property
+  def config(self) -> Config:
+    """The stage's config, resolved."""
+    return self.inputs.config
+
+  def close(self) -> None:
+    """Ends the worker processes."""
+    self.workers.close()
