@@ -105,7 +105,7 @@ def test_it_is_trained_on_what_it_was_told(run):
   assert rows[0]['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert [r['step'] for r in rows] == [1, 2, 3]
   for row in rows:
-    assert 0 < row['episodes/turns'] <= 3 and row['tokens_kept'] > 0
+    assert 0 < row['episodes/turns'] <= 3 and row['tokens_cached'] > 0
     assert row['reward'] == row['rewards/environment/mean'] > 0
   assert len({r['loss'] for r in rows}) == 3
 

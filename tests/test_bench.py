@@ -26,5 +26,5 @@ def test_a_step_is_held_against_what_it_reads(tmp_path):
 def test_turns_read_less_where_their_cache_is_kept(tmp_path):
   found = bench.run('turns', bench.Options(shape='tiny', steps=1, batch=4, new=4), tmp_path)
   assert found['kept/tokens'] == found['read/tokens'] > 0
-  assert found['read/tokens_kept'] == 0 < found['kept/tokens_kept']
-  assert found['kept/tokens_prefilled'] + found['kept/tokens_kept'] == (found['read/tokens_prefilled'])
+  assert found['read/tokens_cached'] == 0 < found['kept/tokens_cached']
+  assert found['kept/tokens_prefilled'] + found['kept/tokens_cached'] == (found['read/tokens_prefilled'])

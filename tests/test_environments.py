@@ -302,7 +302,7 @@ class Scripted:
   def __init__(self, script, slots=2):
     self.script, self.slots, self.requests = script, slots, []
 
-  def prefix_rows(self, size):
+  def prefill_rows(self, size):
     return size
 
   def serve(self, requests, *, run_key, step, follow, read_rows, on_dispatch=None):

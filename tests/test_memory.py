@@ -30,12 +30,12 @@ def watched(model, folder, monkeypatch, **over):
   def sample(self, *args, **kwargs):
     serve = self.engine.serve
 
-    def look(requests, *, follow, **fields):
+    def look(requests, *, next_requests, **fields):
       def listen(done, idle):
         seen.append(sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind != 'pinned_host'))
-        return follow(done, idle)
+        return next_requests(done, idle)
 
-      return serve(requests, follow=listen, **fields)
+      return serve(requests, next_requests=listen, **fields)
 
     self.engine.serve = look
     try:

@@ -94,7 +94,7 @@ def test_a_cache_keeps_latents(model, params):
     Ledger(),
   )
   engine.load(params, version=0)
-  shapes = {x.shape for x in jax.tree.leaves(jax.eval_shape(engine._init._fn).cache)}
+  shapes = {x.shape for x in jax.tree.leaves(jax.eval_shape(engine.programs.init._fn).cache)}
   assert {s[-1] for s in shapes} == {12 + 4} and {s[1] for s in shapes} == {1}
   ids = tiny.tokens((3, 8))
   rollout = engine(

@@ -37,7 +37,7 @@ LAYOUT = (
   'slot_occupancy',
   'tokens_per_dispatch',
   'tokens_prefilled',
-  'tokens_kept',
+  'tokens_cached',
   'reshard_bytes',
 )
 

@@ -52,16 +52,16 @@ def requests(count=7, **sampling):
   return [Request(random.randint(0, 131, 3 + i, np.int32), 20 + i, i % 2, sampling) for i in range(count)]
 
 
-def serve(engine, wanted, follow=None, step=2, **options):
+def serve(engine, wanted, next_requests=None, step=2, **options):
   """{(prompt, sample): Completions, turn by turn}."""
   told = collections.defaultdict(list)
 
   def listen(completions, idle):
     for c in completions:
       told[c.request.prompt, c.request.sample].append(c)
-    return follow(completions, idle) if follow else ()
+    return next_requests(completions, idle) if next_requests else ()
 
-  serve.figures = engine.serve(wanted, run_key=KEY, step=step, follow=listen, **options)
+  serve.figures = engine.serve(wanted, run_key=KEY, step=step, next_requests=listen, **options)
   return told
 
 
@@ -155,7 +155,7 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
   keeping, reading = made(), made()
   plain = serve(reading, wanted, talk(answers), reuse_cache=False)
   read, figures = serve.figures['tokens_prefilled'], {}
-  assert serve.figures['tokens_kept'] == 0
+  assert serve.figures['tokens_cached'] == 0
   told = serve(keeping, wanted, talk(answers))
   figures = serve.figures
   assert set(told) == set(plain) and len(plain) == 9
@@ -165,14 +165,14 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
       np.testing.assert_array_equal(a.request.tokens, b.request.tokens)
       np.testing.assert_array_equal(a.tokens, b.tokens)
       np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-  assert figures['tokens_kept'] > 0
+  assert figures['tokens_cached'] > 0
   assert figures['tokens_prefilled'] < read
   if fields.get('slots', 4) >= 9 and not fields.get('cache_tokens'):
     # Of the turns after the first, only what is new was read.
     texts = sum(len(c.request.tokens) for parts in told.values() for c in parts[1:])
     more = sum(len(answers[turn, k[0] % 5]) for k in told for turn in (1, 2))
-    assert figures['tokens_kept'] == texts - more
-    assert read - figures['tokens_prefilled'] == figures['tokens_kept']
+    assert figures['tokens_cached'] == texts - more
+    assert read - figures['tokens_prefilled'] == figures['tokens_cached']
 
 
 @pytest.mark.parametrize('fields', [dict(slots=4), dict(slots=8, page_size=8, cache_tokens=168)], ids=str)
@@ -187,17 +187,17 @@ def test_nothing_is_compiled_on_the_way(model, params, fields):
   before = len(ledger.rows)
   random = np.random.RandomState(2)
   answers = {(1, n): random.randint(0, 131, 6, np.int32) for n in range(5)}
-  serve(engine, wanted, talk(answers, turns=2), read_rows=engine.prefix_rows(1))
+  serve(engine, wanted, talk(answers, turns=2), prefill_rows=engine.prefill_rows(1))
   assert [r['program'] for r in ledger.rows[before:]] == []
   if 'page_size' in fields:
-    assert serve.figures['requeued'] > 0
-  assert serve.figures['tokens_kept'] > 0
+    assert serve.figures['preempted'] > 0
+  assert serve.figures['tokens_cached'] > 0
 
 
 def test_it_is_the_engine_that_the_protocol_describes(engine):
   names = [n for n in vars(protocol.Engine) if not n.startswith('_')]
   names += protocol.Engine.__annotations__
-  assert {'read_rows', 'follow', 'tell', 'reuse_cache', 'on_dispatch'} <= set(
+  assert {'prefill_rows', 'next_requests', 'on_tokens', 'reuse_cache', 'on_dispatch'} <= set(
     inspect.signature(engine.serve).parameters
   )
   for name in names:
@@ -362,13 +362,13 @@ def test_pages_change_nothing(model, params, engine, page, tokens):
   plain = serve(engine, wanted)
   same(serve(paged, wanted), plain)
   if tokens:
-    assert serve.figures['requeued'] > 0
+    assert serve.figures['preempted'] > 0
 
 
 def test_pages_hold_more_texts_than_slots_do():
   """At most 16,384 entries and 4,096 on average, as many as fit."""
   size, room, memory = 128, 16384, 64 * 16384
-  pool = kv_cache.Pages(size, memory // size + 1, room)
+  pool = kv_cache.PageTable(size, memory // size + 1, room)
   lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
   holders = 0
   for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
@@ -384,7 +384,7 @@ def test_pages_hold_more_texts_than_slots_do():
 
 
 def test_pages_are_shared_and_copied_where_they_part():
-  pool = kv_cache.Pages(4, 11, 20)
+  pool = kv_cache.PageTable(4, 11, 20)
   first = pool.admit('a', b'x', 1, 10, 4)
   second = pool.admit('b', b'x', 1, 10, 4)
   assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]

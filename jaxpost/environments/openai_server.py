@@ -127,7 +127,7 @@ class Endpoint:
         [],
         run_key=run_key,
         step=step,
-        follow=functools.partial(self._follow, self._queues[name]),
+        next_requests=functools.partial(self._follow, self._queues[name]),
         on_dispatch=on_dispatch,
       )
 

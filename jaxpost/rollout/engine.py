@@ -94,19 +94,19 @@ class Engine(Protocol):
     *,
     run_key: Any,
     step: int,
-    follow: Callable[[list[Completion], bool], Iterable[Request]],
-    read_rows: int | None = None,
-    tell: Callable | None = None,
+    next_requests: Callable[[list[Completion], bool], Iterable[Request]],
+    prefill_rows: int | None = None,
+    on_tokens: Callable | None = None,
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
     """Serves requests and those that follow from their completions.
 
     Args:
-      follow: (completions since the last call, idle) -> further requests; called
+      next_requests: (completions since the last call, idle) -> further requests; called
         between any two blocks.
-      read_rows: texts of one prefill.
-      tell: called with (request, token ids so far) after each block.
+      prefill_rows: prompts of one prefill.
+      on_tokens: called with (request, token ids so far) after each block.
       reuse_cache: a request that begins with a finished text continues from its
         cache.
       on_dispatch: called before each block with the number of blocks dispatched
@@ -116,7 +116,7 @@ class Engine(Protocol):
       Metrics of the call.
     """
 
-  def prefix_rows(self, group_size: int) -> int:
+  def prefill_rows(self, group_size: int) -> int:
     """Returns how many texts to prefill together, each with `group_size` samples."""
 
   def check(self, request: Request):

@@ -18,8 +18,10 @@ import numpy as np
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.rollout.native import NativeEngine, rung
-from jaxpost.rollout.scheduler import Seat
+from jaxpost.rollout import entries
+from jaxpost.rollout.buckets import bucket
+from jaxpost.rollout.native import NativeEngine
+from jaxpost.rollout.sequence import Sequence as ActiveSequence
 from jaxpost.types import Prompt, Request, Rollout
 
 
@@ -67,7 +69,7 @@ class JetStreamEngine(engine_api.Engine):
     cache, text = prefix
     number, self._number = self._number, self._number + 1
     most = self._native.config.max_new_tokens
-    entry = self._native.entry({slot: Seat(Request(text, number), most, text)}, {slot: 0})
+    entry = entries.make_entry(self._native, {slot: ActiveSequence(Request(text, number), most, text)}, {slot: 0})
     return self._native.insert(decode_state, cache, entry, self._key, 0)
 
   def generate(self, params, decode_state):
@@ -124,7 +126,7 @@ def drive(
       n = waiting.pop()
       text = texts[n // samples]
       if prefix[0] != n // samples:
-        size = rung(len(text), engine.max_prefill_length)
+        size = bucket(len(text), engine.max_prefill_length)
         prefix = (
           n // samples,
           engine.prefill(

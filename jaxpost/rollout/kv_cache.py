@@ -1,17 +1,18 @@
-"""Texts whose completions ended, and whose cache is still there.
+"""Key-value cache management: pages, and the prefix cache of finished sequences.
 
-The next turn of a conversation goes on from it. Nobody waits for that turn:
-whoever needs the slot, or the pages, takes it from the text that ended first.
+A page holds `size` cache entries of one sequence. Samples of one prompt share
+its full pages; each has a last page of its own, and takes more as it grows.
+Page 0 is reserved: free slots write there.
 
-Pages of a key-value cache: who holds which, and which are free.
-
-A page holds `size` entries of one text. Samples of one prompt share its full
-pages; each has a last page of its own, and takes more as it grows. Page 0
-belongs to nobody: free slots write there.
+The prefix cache keeps the entries of finished sequences, so that the next turn
+of a conversation prefills only what is new. It holds nothing that is needed:
+when a slot or pages are wanted, the oldest sequence is evicted.
 """
 
 import collections
 import dataclasses
+from collections.abc import Collection, Hashable
+from typing import Any
 
 import numpy as np
 
@@ -19,103 +20,124 @@ from jaxpost.errors import InputError
 
 
 @dataclasses.dataclass(eq=False)
-class Kept:
-  """A text that was in `slot`; `seat` holds its pages, where there are any."""
+class CachedPrefix:
+  """A finished sequence whose cache entries are still there.
 
-  text: bytes
-  seat: object
+  tokens: its token ids, as the bytes of an int32 array.
+  holder: the owner of its pages, where the cache has pages.
+  slot: where its entries are, where it has none.
+  """
+
+  tokens: bytes
+  holder: Any
   slot: int
 
 
-class Shelf:
-  """What is kept, the oldest first.
+class PrefixCache:
+  """KV entries of finished sequences, oldest first, until their place is needed.
 
-  pages: of the engine, or None; then a text lives and dies with its slot.
+  pages: the page table of the engine; None where each slot has a cache of its
+    own, so that a cached prefix ends when its slot is reused.
   """
 
-  def __init__(self, pages):
-    self.pages, self.all = pages, []
+  def __init__(self, pages: 'PageTable | None'):
+    self.pages = pages
+    self.entries: list[CachedPrefix] = []
 
   @property
   def slots(self) -> list[int]:
-    """That are lost if something else is put there."""
-    return [] if self.pages else [kept.slot for kept in self.all]
+    """Slots whose reuse would evict a cached prefix."""
+    return [] if self.pages else [entry.slot for entry in self.entries]
 
-  def add(self, slot: int, seat):
-    text = np.concatenate([seat.request.tokens, seat.drawn()])
-    self.all.append(Kept(text.astype(np.int32).tobytes(), seat, slot))
+  def add(self, slot: int, sequence: Any) -> None:
+    """Keeps the entries of a finished `scheduler.Sequence`."""
+    tokens = np.concatenate([sequence.request.tokens, sequence.drawn()])
+    self.entries.append(CachedPrefix(tokens.astype(np.int32).tobytes(), sequence, slot))
 
-  def begun(self, text: bytes) -> Kept | None:
-    """The longest that a text begins with."""
-    return max((k for k in self.all if text.startswith(k.text)), key=lambda k: len(k.text), default=None)
+  def longest_match(self, tokens: bytes) -> CachedPrefix | None:
+    """The longest cached prefix of `tokens`, or None."""
+    matches = (entry for entry in self.entries if tokens.startswith(entry.tokens))
+    return max(matches, key=lambda entry: len(entry.tokens), default=None)
 
-  def take(self, kept: Kept):
-    """Somebody goes on with it."""
-    self.all.remove(kept)
+  def take(self, entry: CachedPrefix) -> None:
+    """Removes an entry whose cache a request continues from."""
+    self.entries.remove(entry)
 
-  def drop(self, slots=None) -> bool:
-    """Forgets what is in `slots`, or else the oldest, if there is one."""
-    gone = self.all[:1] if slots is None else [k for k in self.all if k.slot in slots]
-    for kept in gone:
-      self.all.remove(kept)
+  def evict(self, slots: Collection[int] | None = None) -> bool:
+    """Evicts the entries in `slots`, or else the oldest; False if there was none."""
+    evicted = self.entries[:1] if slots is None else [entry for entry in self.entries if entry.slot in slots]
+    for entry in evicted:
+      self.entries.remove(entry)
       if self.pages:
-        self.pages.release(kept.seat)
-    return bool(gone)
+        self.pages.release(entry.holder)
+    return bool(evicted)
 
 
 @dataclasses.dataclass
-class Copy:
-  """Entries of a prefix that go into a page: its row, its place, the page."""
+class PageCopy:
+  """Copies entries of a prefilled prefix into a page.
+
+  row: of the prefix. place: which `size` entries of that row. page: their target.
+  """
 
   row: int
   place: int
   page: int
 
 
-class Pages:
-  """The pool of one engine.
+class PageTable:
+  """Which sequence holds which pages of an engine, and which pages are free.
 
-  count: pages, that of nobody included. room: most entries of a text.
+  size: entries of a page.
+  count: pages, including the reserved page 0.
+  longest: tokens of the longest sequence, which has to fit.
   """
 
-  def __init__(self, size: int, count: int, room: int):
-    if (count - 1) * size < room:
+  def __init__(self, size: int, count: int, longest: int):
+    if (count - 1) * size < longest:
       raise InputError(
-        f'config.rollout.cache_tokens: {count - 1} pages of {size} do not hold one text of {room} entries; raise it'
+        f'config.rollout.cache_tokens: {count - 1} pages of {size} do not hold one sequence of {longest} entries; '
+        'raise it'
       )
-    self.size, self.count = size, count
+    self.size = size
+    self.count = count
     self.free = collections.deque(range(1, count))
-    self.shared = {}  # text -> full pages of its prompt
-    self.users = collections.Counter()  # page -> holders
-    self.held = {}  # holder -> its pages, in order
-    self.texts = {}  # holder -> text whose pages it shares
+    self.shared: dict[bytes, list[int]] = {}  # prompt -> its full pages
+    self.users: collections.Counter[int] = collections.Counter()  # page -> number of holders
+    self.held: dict[Hashable, list[int]] = {}  # holder -> its pages, in order
+    self.prompts: dict[Hashable, bytes] = {}  # holder -> prompt whose pages it shares
 
   def needed(self, entries: int) -> int:
+    """Pages that `entries` take."""
     return -(-entries // self.size)
 
-  def admit(self, holder, text: bytes, row: int, length: int, ahead: int) -> list[Copy] | None:
-    """Pages for a text of `length` that is row `row` of a prefix.
+  def admit(self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int) -> list[PageCopy] | None:
+    """Allocates pages for a prompt of `length` entries, which is row `row` of a prefix.
 
-    Returns what is to be copied there, or None where the pool has no room
-    for it and `ahead` entries more.
+    Returns:
+      The copies that fill the pages; None where the free pages do not hold the
+      prompt and `extra` entries more.
     """
-    full, total = length // self.size, self.needed(length + ahead)
-    known = self.shared.get(text)
-    if total - (full if known is not None else 0) > len(self.free):
+    full = length // self.size
+    total = self.needed(length + extra)
+    known = self.shared.get(prompt)
+    new = total if known is None else total - full
+    if new > len(self.free):
       return None
     copies = []
     if known is None:
-      known = self.shared[text] = [self.free.popleft() for _ in range(full)]
-      copies = [Copy(row, i, page) for i, page in enumerate(known)]
-    own = [self.free.popleft() for _ in range(total - full)]
+      known = self.shared[prompt] = [self.free.popleft() for _ in range(full)]
+      copies = [PageCopy(row, i, page) for i, page in enumerate(known)]
+    private = [self.free.popleft() for _ in range(total - full)]
     if length % self.size:
-      copies.append(Copy(row, full, own[0]))
-    self.held[holder], self.texts[holder] = [*known, *own], text
+      copies.append(PageCopy(row, full, private[0]))
+    self.held[holder] = [*known, *private]
+    self.prompts[holder] = prompt
     self.users.update(self.held[holder])
     return copies
 
-  def grow(self, holder, entries: int) -> bool:
-    """Pages for so many entries; False, and none, where the pool is empty."""
+  def grow(self, holder: Hashable, entries: int) -> bool:
+    """Extends a holder's pages to `entries`; False, changing nothing, if too few are free."""
     pages = self.held[holder]
     more = self.needed(entries) - len(pages)
     if more > len(self.free):
@@ -125,23 +147,28 @@ class Pages:
       self.users[pages[-1]] += 1
     return True
 
-  def hand_over(self, holder, to):
-    """What one holds is another's."""
+  def hand_over(self, holder: Hashable, to: Hashable) -> None:
+    """Gives all pages of one holder to another."""
     self.held[to] = self.held.pop(holder)
-    self.texts[to] = self.texts.pop(holder)
+    self.prompts[to] = self.prompts.pop(holder)
 
-  def release(self, holder):
-    text = self.texts.pop(holder)
+  def release(self, holder: Hashable) -> None:
+    """Frees the pages of a holder that no other one shares."""
+    prompt = self.prompts.pop(holder)
     for page in self.held.pop(holder):
       self.users[page] -= 1
       if not self.users[page]:
         del self.users[page]
         self.free.append(page)
-    if text not in self.texts.values():
-      self.shared.pop(text, None)
+    if prompt not in self.prompts.values():
+      self.shared.pop(prompt, None)
 
-  def table(self, holders: dict, rows: int, entries: int) -> np.ndarray:
-    """[rows, pages] int32 of the first `entries`; holders: {slot: holder}."""
+  def table(self, holders: dict[int, Hashable], rows: int, entries: int) -> np.ndarray:
+    """[rows, pages] int32: the pages of the first `entries` of each slot.
+
+    Args:
+      holders: {slot: holder}; other slots get the reserved page 0.
+    """
     out = np.zeros((rows, self.needed(entries)), np.int32)
     for slot, holder in holders.items():
       pages = self.held[holder][: out.shape[1]]

@@ -1,32 +1,32 @@
-"""The sampler that ships: the trainer's own model, in the trainer's process.
+"""The native sampler: the trainer's own model, in the trainer's process.
+
+A prompt is prefilled once and forked into its samples; a block of decode steps
+draws tokens in every slot. `scheduler.py` has the loop, `programs/generate.py`
+the compiled programs.
 
 Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
-
-Texts are read once and forked into their samples; a block draws some tokens
-in every slot. `serve.py` has the loop, `programs/generate.py` what it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.models.config import CustomConfig
-from jaxpost.programs import extend as extending
-from jaxpost.programs import generate as programs
-from jaxpost.programs.compile import Ledger, Program
+from jaxpost.programs.compile import Ledger
+from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
-from jaxpost.rollout import sampler, sampler_config
-from jaxpost.rollout.kv_cache import Copy, Pages
-from jaxpost.rollout.sampler_config import SamplerConfig, rung
-from jaxpost.rollout.scheduler import Follow, Serving, Tell
+from jaxpost.rollout import entries, sampler, sampler_config, warmup
+from jaxpost.rollout.buckets import Buckets
+from jaxpost.rollout.engine_programs import EnginePrograms
+from jaxpost.rollout.kv_cache import PageTable
+from jaxpost.rollout.sampler_config import SamplerConfig
+from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
 from jaxpost.types import Completion, Prompt, Request, Rollout
 
 if TYPE_CHECKING:
@@ -34,17 +34,16 @@ if TYPE_CHECKING:
   from jaxpost.distributed.transfer import Bridge
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
-
-_CHUNK = 32  # tokens that a conversation goes on by, at a time
+  from jaxpost.programs.generate import Block, DecodeState, Prefix
 
 
 class NativeEngine:
-  """`engine.Engine` on the trainer's own model. Arrays live on `layout`.
+  """`engine.Engine` on the trainer's own model, with its arrays on `layout`.
 
-  decode: token ids -> text, for stop strings; special tokens are text, too.
-  bridge: to `layout`, where the trainer has other devices.
-  share: sample from the trainer's frozen leaves, not from a copy.
-  ahead: sampling goes on while the trainer updates its parameters.
+  decode: token ids -> text, for stop strings; it keeps special tokens.
+  bridge: copies weights to `layout`, where the trainer has other devices.
+  share_base: sample from the trainer's frozen weights, without a copy.
+  asynchronous: sampling goes on while the trainer updates its parameters.
   """
 
   def __init__(
@@ -56,61 +55,82 @@ class NativeEngine:
     ledger: Ledger,
     decode: Callable | None = None,
     bridge: Bridge | None = None,
-    share: bool = False,
-    ahead: bool = False,
+    share_base: bool = False,
+    asynchronous: bool = False,
   ):
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
-    # Than two rows, XLA:CPU multiplies one 11 x slower in bfloat16.
-    self.least = 1 if compute.dtype == 'float32' else 2
-    slots = -(-max(config.slots, self.least) // shards) * shards
+    # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
+    least_rows = 1 if compute.dtype == 'float32' else 2
+    slots = -(-max(config.slots, least_rows) // shards) * shards
     self.max_concurrent_decodes = slots
-    self.config, self.layout, self.decode = config, layout, decode
+    self.config = config
+    self.layout = layout
+    self.decode = decode
     self.block = max(1, min(config.block, config.max_new_tokens))
     # A block may run past the last token that counts.
     self.length = config.room + self.block
-    if share:
+    if share_base:
       from jaxpost.models import shared_weights
 
-      self._reshard = shared_weights.SharedWeights(model, layout)
+      self.reshard = shared_weights.SharedWeights(model, layout)
       model = shared_weights.sampling_model(model)
     else:
-      self._reshard = Reshard(model, bridge.source if bridge else layout, compute, ledger, lent=not ahead)
-    self._model, self._compute, self._ledger = model, compute, ledger
+      self.reshard = Reshard(model, bridge.source if bridge else layout, compute, ledger, lent=not asynchronous)
+    self._model_config = model.config
     self._bridge = bridge
     self.page = config.page_size
-    shape = slots, self.length
+    cache_shape = slots, self.length
     if self.page:
-      # A text takes whole pages; one more is nobody's.
+      # A sequence takes whole pages; page 0 is reserved.
       self.length = -(-self.length // self.page) * self.page
       entries = config.cache_tokens or max(slots * self.length // 2, self.length)
-      shape = entries // self.page + 1, self.page
-    self.cache_shape = shape
-    self.pages()  # InputError where one text does not fit
-    empty = programs.empty_state(model, slots, shape, sampler_config.sampling(config, {}), compute)
-    self._init = Program('init_state', empty, ledger, programs.slot_shardings(layout))
-    self._prefill = programs.make_prefill(model, layout, compute, ledger)
-    self._insert = programs.make_insert(layout, compute, ledger)
-    self._move = programs.make_move(layout, compute, ledger, paged=bool(self.page))
-    self._generate = {}  # (rows, entries read) -> program
-    self._extend = {}  # entries read -> program
-    # A model of one's own reads one token after a cache, or all of a text.
-    own = isinstance(model.config, CustomConfig)
-    self.can_reuse_cache = not own and not (model.config.experts and model.config.experts.record)
-    self.weights, self.version, self._fits = None, 0, False
+      cache_shape = entries // self.page + 1, self.page
+    self.cache_shape = cache_shape
+    self.pages()  # InputError where the longest sequence does not fit
+    self.buckets = Buckets(
+      slots=slots,
+      batch_shards=shards,
+      least_rows=least_rows,
+      longest=config.room,
+      cache_length=self.length,
+      page_size=self.page,
+      block=self.block,
+      max_new_tokens=config.max_new_tokens,
+    )
+    self.programs = EnginePrograms(
+      model,
+      layout,
+      compute,
+      ledger,
+      slots=slots,
+      cache_shape=cache_shape,
+      paged=bool(self.page),
+      block=self.block,
+      top_logprobs=config.top_logprobs,
+      sampling=sampler_config.sampling(config, {}),
+    )
+    # A custom model decodes single tokens, or prefills whole prompts.
+    custom = isinstance(model.config, CustomConfig)
+    self.can_reuse_cache = not custom and not (model.config.experts and model.config.experts.record)
+    self.weights: Any = None
+    self.version = 0
+    self._fits = False
 
-  def load(self, params, version: int) -> dict:
+  def load(self, params: Any, version: int) -> dict:
+    """Copies the trainer's parameters into the sampling layout; {'bytes': moved}."""
     self.weights = None  # frees the last copy before the next is made
-    self.weights = self._reshard(params)
-    if self._bridge:  # whoever trains does not wait for those who sample
+    self.weights = self.reshard(params)
+    if self._bridge:  # asynchronous: training devices do not wait for sampling ones
       self.weights = self._bridge(self.weights)
     else:
       jax.block_until_ready(self.weights)
     self.version = version
-    shared = 0 if self._bridge else self._reshard.shared_bytes
+    shared = 0 if self._bridge else self.reshard.shared_bytes
     return {'bytes': sum(x.nbytes for x in jax.tree.leaves(self.weights)) - shared}
 
-  def unload(self):
+  def unload(self) -> None:
+    """Frees the weights until the next `load`."""
     self.weights = None
 
   @contextlib.contextmanager
@@ -124,10 +144,11 @@ class NativeEngine:
 
   # ------------------------------------------------------------------- verbs
 
-  def init_decode_state(self):
+  def init_decode_state(self) -> DecodeState:
+    """A decode state with empty slots; InputError where it does not fit the devices."""
     self._check_memory()
     try:
-      return self._init()
+      return self.programs.init()
     except jax.errors.JaxRuntimeError as e:
       if 'RESOURCE_EXHAUSTED' not in str(e):
         raise
@@ -135,7 +156,7 @@ class NativeEngine:
 
   def _check_memory(self):
     """InputError where the cache is larger than what the devices have left."""
-    # Once: what the allocator keeps for the next cache looks taken.
+    # Checked once: memory that the allocator keeps for the next cache looks taken.
     if not self._fits and self.cache_bytes() > sampler_config.free_bytes(self.layout):
       raise InputError(self._too_large())
     self._fits = True
@@ -145,147 +166,108 @@ class NativeEngine:
       self.max_concurrent_decodes, self.length, self.cache_bytes(), sampler_config.free_bytes(self.layout)
     )
 
-  def described(self, params) -> tuple:
-    """Shapes and shardings of its weights and of what `serve` keeps."""
-    weights = self._reshard.outputs(params)
+  def described(self, params: Any) -> tuple:
+    """(weights, decode state): shapes and shardings of what sampling holds."""
+    weights = self.reshard.outputs(params)
     if self._bridge:
       weights = self._bridge.arriving(weights)
-    return weights, self._init.outputs()
+    return weights, self.programs.init.outputs()
 
   def cache_bytes(self) -> int:
-    """Of the cache, on all devices together."""
-    state = self._init.outputs()
+    """Bytes of the cache, on all devices together."""
+    state = self.programs.init.outputs()
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
 
-  def prefill(self, texts: Sequence[np.ndarray], rows: int = 0):
-    """Reads token ids as one right-padded batch of `rows` (default: 2^n)."""
-    shape = rows or self.row_rung(len(texts)), self.rung(max(map(len, texts)))
-    tokens, lengths = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
-    for i, text in enumerate(texts):
-      tokens[i, : len(text)] = text
-      lengths[i] = len(text)
+  def prefill(self, prompts: Sequence[np.ndarray], rows: int = 0) -> Prefix:
+    """Prefills prompts, token ids, as one right-padded batch of `rows` (0: a row bucket)."""
+    shape = rows or self.row_bucket(len(prompts)), self.bucket(max(map(len, prompts)))
+    tokens = np.zeros(shape, np.int32)
+    lengths = np.ones(shape[0], np.int32)
+    for i, prompt in enumerate(prompts):
+      tokens[i, : len(prompt)] = prompt
+      lengths[i] = len(prompt)
     put = self.layout.put
-    return self._prefill(self.weights, put(tokens, 'batch', None), put(lengths, 'batch'))
+    return self.programs.prefill(self.weights, put(tokens, 'batch', None), put(lengths, 'batch'))
 
-  def pages(self) -> Pages | None:
-    """An empty pool, of an engine that has one."""
-    return Pages(self.page, self.cache_shape[0], self.length) if self.page else None
+  def pages(self) -> PageTable | None:
+    """An empty page table, or None where slots have caches of their own."""
+    return PageTable(self.page, self.cache_shape[0], self.length) if self.page else None
 
-  def insert(self, state, prefix, entry, run_key, step):
+  def insert(self, state: DecodeState, prefix: Prefix, entry: Entry, run_key: Any, step: int) -> DecodeState:
+    """Forks sequences of a prefix into their slots."""
     key, step = self.layout.put((run_key, np.int32(step)), None)
-    return self._insert(state, prefix, self.layout.put(entry, 'batch', None), key, step)
+    return self.programs.insert(state, prefix, self.layout.put(entry, 'batch', None), key, step)
 
-  def extend(self, state, entry, more: dict, run_key, step, table=None):
-    """As `insert`, of texts whose first entries are in their slots' caches.
+  def extend(
+    self,
+    state: DecodeState,
+    entry: Entry,
+    suffixes: dict[int, tuple[int, np.ndarray]],
+    run_key: Any,
+    step: int,
+    table: np.ndarray | None = None,
+  ) -> DecodeState:
+    """Continues sequences whose first cache entries are in their slots.
 
-    more: {slot: (entries that stay, [n] token ids that follow)}.
+    Args:
+      suffixes: {slot: (entries that stay, [n] token ids to prefill)}.
+      table: [S, pages] int32, where the cache has pages.
     """
     key, step = self.layout.put((run_key, np.int32(step)), None)
     entry = self.layout.put(entry, 'batch', None)
-    read = self.read_rung(max(at + len(ids) for at, ids in more.values()))
+    read = self.read_bucket(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    for start in range(0, max(len(x) for _, x in more.values()), _CHUNK):
-      state = self._extender(read)(
-        self.weights, state, entry, self.layout.put(self._chunk(more, start), 'batch', None), key, step, *tables
-      )
+    for start in range(0, max(len(x) for _, x in suffixes.values()), entries.CHUNK):
+      chunk = self.layout.put(entries.make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
+      state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
     return state
 
-  def _chunk(self, more: dict, start: int) -> extending.More:
-    """The tokens of each from `start` on."""
-    slots = self.max_concurrent_decodes
-    tokens = np.zeros((slots, _CHUNK), np.int32)
-    lengths, filled = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-    for slot, (at, ids) in more.items():
-      part = ids[start : start + _CHUNK]
-      tokens[slot, : len(part)], lengths[slot] = part, len(part)
-      filled[slot] = at + start
-    return extending.More(tokens, lengths, filled)
-
-  def _extender(self, read: int) -> Program:
-    if read not in self._extend:
-      self._extend[read] = extending.make_extend(self._model, read, self.layout, self._compute, self._ledger)
-    return self._extend[read]
-
-  def generate(self, state, read: int = 0, rows: int = 0, table=None):
+  def generate(
+    self, state: DecodeState, read: int = 0, rows: int = 0, table: np.ndarray | None = None
+  ) -> tuple[DecodeState, Block]:
+    """Decodes a block in the first `rows` slots, attending to `read` entries (0: all)."""
     tables = () if table is None else (self.layout.put(table),)
-    return self._reader(rows or self.max_concurrent_decodes, read or self.length)(self.weights, state, *tables)
+    return self.programs.decoder(rows or self.max_concurrent_decodes, read or self.length)(self.weights, state, *tables)
 
-  def move(self, state, moves: dict[int, int]):
-    """The state with what is in slot s in moves[s]."""
+  def move(self, state: DecodeState, moves: dict[int, int]) -> DecodeState:
+    """Moves the contents of slot s to slot moves[s]."""
     source = np.full(self.max_concurrent_decodes, -1, np.int32)
     source[list(moves.values())] = list(moves)
-    return self._move(state, self.layout.put(source, 'batch'))
+    return self.programs.move(state, self.layout.put(source, 'batch'))
 
-  def _reader(self, rows: int, read: int) -> Program:
-    if (rows, read) not in self._generate:
-      self._generate[rows, read] = programs.make_generate(
-        self._model, self.block, rows, read, self.config.top_logprobs, self.layout, self._compute, self._ledger
-      )
-    return self._generate[rows, read]
+  # ------------------------------------------------------------------ buckets
 
-  # ------------------------------------------------------------------ ladders
+  def bucket(self, length: int) -> int:
+    """Tokens that a prompt of `length` is padded to."""
+    return self.buckets.prompt(length)
 
-  def rung(self, length: int) -> int:
-    """Tokens that a text of `length` is padded to."""
-    return rung(length, self.config.room)
-
-  def read_rung(self, length: int) -> int:
+  def read_bucket(self, length: int) -> int:
     """Cache entries that attention reads where `length` are filled."""
-    return rung(length, self.length, max(64, self.page))
+    return self.buckets.read(length)
 
-  def row_rung(self, rows: int) -> int:
-    """Slots computed where the first `rows` are in use."""
-    return min(x for x in self.row_rungs() if x >= rows)
+  def row_bucket(self, count: int) -> int:
+    """Slots that are computed where the first `count` are in use."""
+    return self.buckets.rows(count)
 
-  def row_rungs(self) -> list[int]:
-    """All slots, a half, a quarter and an eighth of them.
-
-    Only all where few blocks follow the first, and on a mesh that splits
-    them: the first half of the slots is the first half of the devices.
-    """
-    slots = self.max_concurrent_decodes
-    if self.layout.batch_shards > 1 or (self.config.max_new_tokens <= 4 * self.block):
-      return [slots]
-    return [slots // n for n in (1, 2, 4, 8) if slots // n >= self.least]
-
-  def prefix_rows(self, group_size: int) -> int:
-    """Prompts read at a time: those whose samples fill the slots once."""
-    shards = self.layout.batch_shards
-    rows = -(-self.max_concurrent_decodes // group_size)
-    return -(-rows // shards) * shards
+  def prefill_rows(self, group_size: int) -> int:
+    """Prompts of a prefill: as many as fill the slots once with `group_size` samples each."""
+    return self.buckets.prefill_rows(group_size)
 
   # ----------------------------------------------------------------- requests
 
-  def check(self, request: Request):
-    """InputError where a request cannot be served."""
-    sampler_config.check_request(self.config, request, self._model.config.vocab_size)
+  def check(self, request: Request) -> None:
+    """Raises InputError if a request cannot be served."""
+    sampler_config.check_request(self.config, request, self._model_config.vocab_size)
     if self.stop_strings(request) and not self.decode:
       raise InputError(f'prompt {request.prompt}: stop_strings need a tokenizer')
 
   def max_tokens(self, request: Request) -> int:
+    """Tokens that may be drawn for a request."""
     return request.sampling.get('max_tokens', self.config.max_new_tokens)
 
   def stop_strings(self, request: Request) -> tuple[str, ...]:
+    """Strings that end the completion of a request."""
     return request.sampling.get('stop_strings', self.config.stop_strings)
-
-  def entry(self, seats: dict, rows: dict[int, int], copies: Sequence[Copy] = ()):
-    """What `insert` takes, of {slot: serve.Seat} and {slot: row of a prefix}."""
-    slots = self.max_concurrent_decodes
-    source = np.full(slots, -1, np.int32)
-    index, sample = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-    each = [sampler_config.sampling(self.config, {})] * slots
-    for slot, seat in seats.items():
-      request, drawn = seat.request, len(seat.tokens) - len(seat.request.tokens)
-      source[slot], index[slot] = rows[slot], request.prompt
-      sample[slot] = request.sample
-      s = sampler_config.sampling(self.config, request.sampling)
-      each[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
-    table = None
-    if self.page:
-      table = np.full((rung(len(copies), 1 << 30), 3), -1, np.int32)
-      for i, copy in enumerate(copies):
-        table[i] = dataclasses.astuple(copy)
-    return programs.Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each), table)
 
   # -------------------------------------------------------------------- calls
 
@@ -293,48 +275,50 @@ class NativeEngine:
     self,
     requests: Iterable[Request],
     *,
-    run_key,
+    run_key: Any,
     step: int,
-    follow: Follow,
-    read_rows: int | None = None,
-    tell: Tell | None = None,
+    next_requests: NextRequests,
+    prefill_rows: int | None = None,
+    on_tokens: OnTokens | None = None,
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
-    """Samples whatever is asked for, until nobody asks for more.
+    """Serves requests with continuous batching, until no more come.
 
-    Turns of conversations, and anything whose next request depends on what
-    was drawn, go through `follow`. Slots that wait for nobody are filled by
-    others; what is drawn depends on (run key, step, prompt, sample, position
-    in the text), never on who else is there or when a request came.
+    Turns of conversations, and any request that depends on what was drawn, come
+    from `next_requests`. Draws depend on (run key, step, prompt, sample,
+    position in the sequence), never on other requests or on the order in which
+    they came.
 
     Args:
-      requests: to begin with; texts of any length that fits `room`.
+      requests: the first ones; sequences of any length that fits a slot.
       run_key: key data, [2] uint32.
-      follow: follow(completions, idle) -> requests, between any two blocks:
-        gets the completions that ended since (often none) and returns the
-        requests that became ready (often none), of these or of earlier ones.
-        With `idle` nothing is decoded and nothing waits: it may block until
-        something is ready, and returning nothing ends the call. Of several
-        processes every one must return the same.
-      read_rows: texts read at a time; None: as many as wait, up to the slots.
-      tell: tell(request, ids so far) hears of each block, before `follow`.
-      reuse_cache: a request that begins with a finished text continues from
-        its cache; False prefills it from its beginning.
+      next_requests: (completions, idle) -> requests, called between any two
+        blocks with the completions that ended since (often none); it returns
+        the requests that became ready (often none). With `idle` nothing is
+        decoded and the queue is empty: it may block until a request is ready,
+        and returning none ends the call. It must return the same on every
+        process.
+      prefill_rows: prompts of a prefill; None: as many as are queued, up to the
+        slots.
+      on_tokens: called with (request, token ids so far) after each block,
+        before `next_requests`.
+      reuse_cache: a request that begins with a finished sequence continues from
+        its cache entries; False prefills it from its beginning.
       on_dispatch: called before each block with the number of blocks
         dispatched so far; it may `load` newer weights. Cache entries that
         were filled with the old ones stay as they are.
 
     Returns:
-      figures: see `serve.Serving.figures`.
+      Figures of the call; see `Scheduler.figures`.
     """
-    return Serving(
+    return Scheduler(
       self,
       run_key,
       step,
-      follow,
-      read_rows,
-      tell,
+      next_requests,
+      prefill_rows=prefill_rows,
+      on_tokens=on_tokens,
       reuse_cache=reuse_cache and self.can_reuse_cache,
       on_dispatch=on_dispatch,
     ).run(requests)
@@ -344,12 +328,12 @@ class NativeEngine:
     prompts: Sequence[Prompt],
     *,
     group_size: int,
-    run_key,
+    run_key: Any,
     step: int,
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """Samples `group_size` completions of each prompt: one turn of each.
+    """Samples `group_size` completions of each prompt, of one turn each.
 
     Args:
       run_key: key data, [2] uint32; with step, prompt index and sample index
@@ -363,7 +347,12 @@ class NativeEngine:
         f'a prompt of {longest} tokens is longer than config.rollout.max_prompt_length={self.config.max_prompt}'
       )
     done: list[Completion] = []
-    follow = lambda completions, idle: done.extend(completions) or ()
+
+    def collect(completions: list[Completion], idle: bool) -> Iterable[Request]:
+      del idle
+      done.extend(completions)
+      return ()
+
     requests = [
       Request(p.tokens, p.index, i, sampling or {}, n * group_size + i)
       for n, p in enumerate(prompts)
@@ -373,63 +362,14 @@ class NativeEngine:
       requests,
       run_key=run_key,
       step=step,
-      follow=follow,
-      read_rows=self.prefix_rows(group_size),
+      next_requests=collect,
+      prefill_rows=self.prefill_rows(group_size),
       on_dispatch=on_dispatch,
     )
     return sampler.to_rollout(prompts, done, self.config, step, self.version, figures)
 
   # ------------------------------------------------------------------ compile
 
-  def jobs(self, params, lengths: Sequence[int], group_size: int, turns: bool = False) -> list:
-    """Compilations that sampling from prompts of these lengths will need.
-
-    Independent of each other, so that several can run at a time. turns:
-    conversations will go on.
-    """
-    weights, state = self.described(params)
-    rows, whole = self.prefix_rows(group_size), self.layout.sharding()
-    jobs = [lambda: self._reshard.compile(params), self._init.compile]
-    low, high = min(lengths), self.config.room
-    if not turns:  # what an environment says first makes prompts longer, too
-      high = min(max(lengths) + self.config.max_new_tokens, high)
-    # A full pool sends texts back, to be read with what they have drawn.
-    again = range(low, high) if turns or self.page else ()
-    given = lambda made: jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), made)
-    entry = given(self.entry({}, {}))
-    key = jax.ShapeDtypeStruct((2,), np.uint32, sharding=self.layout.sharding((None,)))
-    step = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
-    tables = lambda rows, read: (
-      [jax.ShapeDtypeStruct((rows, read // self.page), np.int32, sharding=whole)] if self.page else []
-    )
-    for size in sorted({self.rung(n) for n in (*lengths, *again)}):
-      tokens, counts = self._abstract((rows, size)), self._abstract((rows,))
-      prefix = self._prefill.outputs(weights, tokens, counts)
-      jobs += [
-        functools.partial(self._prefill.compile, weights, tokens, counts),
-        functools.partial(self._insert.compile, state, prefix, entry, key, step),
-      ]
-    for read in sorted({self.read_rung(n + self.block) for n in range(low, high)}):
-      jobs += [
-        functools.partial(self._reader(n, read).compile, weights, state, *tables(n, read)) for n in self.row_rungs()
-      ]
-      if turns and self.can_reuse_cache:
-        jobs.append(
-          functools.partial(
-            self._extender(read).compile,
-            weights,
-            state,
-            entry,
-            given(self._chunk({}, 0)),
-            key,
-            step,
-            *tables(self.max_concurrent_decodes, read),
-          )
-        )
-    if len(self.row_rungs()) > 1:
-      jobs.append(functools.partial(self._move.compile, state, self._abstract((self.max_concurrent_decodes,))))
-    return jobs
-
-  def _abstract(self, shape, dtype=np.int32):
-    axes = ('batch', *(None,) * (len(shape) - 1))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.sharding(axes, shape))
+  def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
+    """Functions that compile what sampling needs; see `warmup.compile_jobs`."""
+    return warmup.compile_jobs(self, params, lengths, group_size, turns)

@@ -1,6 +1,6 @@
-"""How completions are sampled, and what cannot be.
+"""Sampling settings: the config of an engine, per-request overrides, and their checks.
 
-Legend: S slots.
+Legend: S slots, M ids.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.config import ModelConfig
 
-IDS = 8  # at least so many stop ids and forbidden ids fit a request
+IDS = 8  # stop ids and forbidden ids of a request: room for at least so many
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
-  """How completions are sampled; requests may differ, see `Request.sampling`.
+  """How an engine samples; `Request.sampling` overrides it per request.
 
-  slots: sequences in flight. max_prompt: longest prompt, in tokens.
-  max_context: longest text with what is drawn; 0: the sum of the two others.
+  slots: sequences decoded at the same time.
+  max_prompt: longest prompt, in tokens.
+  max_context: longest prompt with its completion; 0: max_prompt + max_new_tokens.
   stop_ids: any of these ends a completion and is part of it; below 0: none.
-  stop_strings: likewise, and needs `decode` of the engine.
-  block: tokens per dispatch.
-  top_logprobs: how many of the likeliest tokens to report at each place; a
+  stop_strings: end a completion, too; the engine then needs `decode`.
+  block: decode steps per dispatch.
+  top_logprobs: number of most probable tokens reported at each position; a
     request may ask for fewer.
-  page_size: cache entries of a page, a power of two; 0: each slot has room
-    for the longest text. cache_tokens: entries of all pages; 0: half of what
-    slots with room for the longest text would have.
+  page_size: cache entries of a page, a power of two; 0: each slot holds the
+    longest sequence.
+  cache_tokens: entries of all pages; 0: half of what slots without pages have.
   """
 
   slots: int
@@ -58,27 +59,20 @@ class SamplerConfig:
 
   @property
   def room(self) -> int:
-    """The longest text that a slot holds."""
+    """Tokens of the longest sequence that a slot holds."""
     return self.max_context or self.max_prompt + self.max_new_tokens
 
 
-def rung(length: int, longest: int, smallest: int = 32) -> int:
-  """The least of 32, 64, 128, ... that holds `length`, at most `longest`."""
-  size = smallest
-  while size < length:
-    size *= 2
-  return min(size, longest)
-
-
 def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
-  """Cached keys must be those that training would make of the whole text."""
-  limit, longest = rope.by_length(cfg), config.room
+  """Cached keys must be equal to those of a forward pass over the whole sequence."""
+  limit = rope.by_length(cfg)
+  longest = config.room
   if limit and longest > limit:
     kinds = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
     raise InputError(
       f'config.rollout: max_prompt_length + max_new_tokens = {longest}, but '
-      f'rope scaling {"".join(kinds & set(rope.BY_LENGTH))} turns keys '
-      f'otherwise once a text is longer than {limit}; lower them to that'
+      f'rope scaling {"".join(kinds & set(rope.BY_LENGTH))} rotates keys '
+      f'differently once a sequence is longer than {limit}; lower them to that'
     )
 
 
@@ -92,14 +86,17 @@ def _check_pages(config: SamplerConfig, shards: int):
     )
 
 
-def check_likeliest(most: int, vocab_size: int):
-  """InputError where `top_logprobs` are more than there are tokens."""
+def check_top_logprobs(most: int, vocab_size: int) -> None:
+  """Raises InputError if `top_logprobs` exceeds the vocabulary."""
   if most > vocab_size:
     raise InputError(f'config.rollout.top_logprobs: {most} of a vocabulary of {vocab_size}; lower it')
 
 
-def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
-  """InputError where no sampler could work like this."""
+def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+  """Raises InputError if a model cannot be sampled with this config.
+
+  shards: parts that the mesh splits the batch into.
+  """
   _check_lengths(cfg, config)
   if config.page_size:
     _check_pages(config, shards)
@@ -108,7 +105,7 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int):
       f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
       f'max_new_tokens = {config.max_new_tokens}; lower it'
     )
-  check_likeliest(config.top_logprobs, cfg.vocab_size)
+  check_top_logprobs(config.top_logprobs, cfg.vocab_size)
   if '' in config.stop_strings:
     raise InputError('config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':
@@ -127,26 +124,26 @@ _RANGES = {
 }
 
 
-def check_ids(ids: Sequence[int], vocab_size: int, where: str):
-  """InputError for ids outside the vocabulary; those below 0 mean none."""
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+  """Raises InputError for ids outside the vocabulary; ids below 0 mean none."""
   wrong = [i for i in ids if i >= vocab_size]
   if wrong:
     raise InputError(f'{where}: {wrong[0]} is outside the vocabulary of {vocab_size}')
 
 
 def widths(config: SamplerConfig) -> dict[str, int]:
-  """How many ids of each kind fit a request."""
+  """{'stop_ids', 'forbidden_ids'}: number of ids that fit a request."""
   return {name: max(IDS, len(vars(config)[name])) for name in ('stop_ids', 'forbidden_ids')}
 
 
 def sampling(config: SamplerConfig, given: dict) -> Sampling:
-  """One slot's, as numpy scalars and [M] ids: `given`, else the config."""
-  own = dict(vars(config), min_tokens=config.min_new_tokens, max_tokens=config.max_new_tokens, seed=0)
-  value = lambda name, kind: kind(given.get(name, own[name]))
-  ids = {
-    name: np.array([*given.get(name, own[name])] + [-1] * width, np.int32)[:width]
-    for name, width in widths(config).items()
-  }
+  """The `Sampling` of one slot, as numpy scalars and [M] ids: `given`, else the config."""
+  values = dict(vars(config), min_tokens=config.min_new_tokens, max_tokens=config.max_new_tokens, seed=0) | given
+
+  def value(name, kind):
+    return kind(values[name])
+
+  ids = {name: np.array([*values[name]] + [-1] * width, np.int32)[:width] for name, width in widths(config).items()}
   return Sampling(
     **{name: value(name, np.float32) for name in ('temperature', 'top_p', 'min_p')},
     **{name: value(name, np.int32) for name in ('top_k', 'min_tokens', 'max_tokens', 'seed', 'top_logprobs')},
@@ -154,12 +151,13 @@ def sampling(config: SamplerConfig, given: dict) -> Sampling:
   )
 
 
-def check_request(config: SamplerConfig, request: Request, vocab_size: int):
-  """InputError where the engine of this config cannot serve a request."""
-  size, given = len(request.tokens), request.sampling
+def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> None:
+  """Raises InputError if an engine with this config cannot serve a request."""
+  size = len(request.tokens)
+  given = request.sampling
   name = f'prompt {request.prompt}'
   if not size:
-    raise InputError(f'{name}: is empty; a text begins with some token')
+    raise InputError(f'{name}: is empty; a sequence begins with at least one token')
   most = given.get('max_tokens', config.max_new_tokens)
   if most < 1 or size + most > config.room:
     raise InputError(
@@ -189,7 +187,7 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int):
 
 
 def free_bytes(layout: Layout) -> float:
-  """Memory that the devices of a layout have left; inf where none tells."""
+  """Bytes that the devices of a layout have left; inf where they do not report it."""
   stats = [d.memory_stats() for d in layout.mesh.local_devices]
   if all(s and 'bytes_limit' in s for s in stats):
     return len(layout.mesh.devices.flat) * min(s['bytes_limit'] - s['bytes_in_use'] for s in stats)
@@ -199,7 +197,7 @@ def free_bytes(layout: Layout) -> float:
 
 
 def too_large(slots: int, length: int, wanted: int, free: float) -> str:
-  """What is said of a cache of `wanted` bytes."""
+  """The error message for a cache of `wanted` bytes."""
   return (
     f'config.rollout.slots: {slots} slots of {length} cache entries '
     f'take {wanted / 2**30:.2f} GiB and {max(free, 0) / 2**30:.2f} are '

@@ -1,346 +1,332 @@
-"""The decode loop: requests in, completions out, slots never idle for long.
+"""Continuous batching: requests in, completions out, slots never idle for long.
 
-Legend: S slots, C completion tokens, K tokens a block.
+`Scheduler.run` is the loop: admit queued requests into free slots (from the
+prefix cache, or by a prefill), dispatch a block of up to K decode steps for all
+slots, harvest what an earlier block drew, free the slots that finished.
 
-`Serving.run` is the loop. Free slots take requests from a queue; a block
-draws up to K tokens in every slot; slots whose text ended are free again.
-While requests wait, a block is looked at before the next is dispatched: an
-empty slot costs more than the gap. Once none wait, the next block runs while
-the host looks at the last one, and occupied slots move together, so that
-fewer rows are computed. Nothing here depends on the clock.
+While requests are queued, a block is harvested before the next is dispatched,
+as an empty slot costs more than the gap. Once none are queued, the next block
+runs while the host reads the last one, and occupied slots are compacted, so
+that fewer rows are computed. No decision depends on the clock.
 
-The cache of a text that ended stays until its place is wanted. A request that
-goes on with such a text, the next turn of a conversation, has only the rest
-read; nobody waits for it, and others take its slot before one stays empty.
+The cache entries of a finished sequence stay until their place is needed
+(`kv_cache.PrefixCache`). A request that continues such a sequence, the next
+turn of a conversation, prefills only what is new.
+
+Legend: S slots, C completion tokens, K tokens of a block.
 """
 
+from __future__ import annotations
+
 import collections
-import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
-from jaxpost.rollout.kv_cache import Shelf
+from jaxpost.rollout import entries
+from jaxpost.rollout.kv_cache import PrefixCache
+from jaxpost.rollout.sequence import Sequence
 from jaxpost.types import Completion, Request
 
-# (completions, idle) -> requests; see NativeEngine.serve.
-Follow = Callable[[list[Completion], bool], Iterable[Request]]
-Tell = Callable[[Request, np.ndarray], None]
+if TYPE_CHECKING:
+  from jaxpost.programs.generate import Block
+  from jaxpost.rollout.kv_cache import CachedPrefix, PageCopy
+  from jaxpost.rollout.native import NativeEngine
+
+# (finished completions, idle) -> further requests; see NativeEngine.serve.
+NextRequests = Callable[[list[Completion], bool], Iterable[Request]]
+# (request, token ids drawn so far), after each block.
+OnTokens = Callable[[Request, np.ndarray], None]
 
 
-@dataclasses.dataclass(eq=False)
-class Seat:
-  """A request on its way through the queue and a slot."""
+class Dispatched(NamedTuple):
+  """A block that runs, or whose results were not read yet.
 
-  request: Request
-  left: int  # tokens still to draw, at most, after the blocks dispatched
-  tokens: np.ndarray  # to be read when it gets a slot
-  used: int = 0  # cache entries, at most, after the blocks dispatched
-  experts: tuple = ()  # that `tokens` passed, [P, L, k], if it is recorded
-  over: bool = False
-  parts: list = dataclasses.field(default_factory=list)  # of each block
+  slots: {slot: Sequence} that it decodes. version: of the weights it uses.
+  """
 
-  def __post_init__(self):
-    self.tokens = np.ascontiguousarray(self.tokens, np.int32)
-    self.text, self.used = self.tokens.tobytes(), len(self.tokens)
-
-  def again(self) -> 'Seat':
-    """To go on later where this one is; its blocks were all looked at."""
-    text = np.concatenate([self.request.tokens, self.drawn()])
-    return Seat(self.request, self.left, text, parts=self.parts)
-
-  def drawn(self) -> np.ndarray:
-    """[C] token ids so far."""
-    return np.concatenate([np.zeros(0, np.int32), *(p[0] for p in self.parts)])
-
-  def take(self, block, slot: int, version: int) -> int:
-    """Keeps what the block drew in a slot; how many tokens that were."""
-    drawn = block.drawn[:, slot]
-    versions = np.full(len(drawn), version, np.int32)
-    self.parts.append(
-      [x[drawn, slot] for x in (block.tokens, block.logprobs, block.behaviour_logprobs, *block.experts, *block.top)]
-      + [versions[drawn]]
-    )
-    return int(drawn.sum())
-
-  def cut(self, strings, decode, least: int = 0) -> str:
-    """The stop string that the last block completed, or ''.
-
-    Drops the tokens after the one that completes it. What the first `least`
-    tokens complete does not count.
-    """
-    if not strings:
-      return ''
-    new, tokens = len(self.parts[-1][0]), self.drawn()
-    # A token may be one byte of a character of four.
-    reach = 4 * max(map(len, strings)) + new
-    whole = decode(tokens[-reach:])
-    if not any(string in whole for string in strings):
-      return ''
-    for end in range(len(tokens) - new + 1, len(tokens) + 1):
-      start = max(0, end - reach)
-      text, early = (decode(tokens[start:x]) for x in (end, max(start, least)))
-      for string in strings if end > least else ():
-        # Half a character may decode to something else.
-        known = len(os.path.commonprefix([early, text]))
-        if text.find(string, max(0, known - len(string) + 1)) >= 0:
-          drop = len(tokens) - end
-          if drop:
-            self.parts[-1] = [x[:-drop] for x in self.parts[-1]]
-          return string
-    return ''
-
-  def completion(self, stop_string: str, finished: bool) -> Completion:
-    *drawn, versions = [np.concatenate(x) for x in zip(*self.parts)]
-    at = 3 + len(self.experts)
-    new = len(self.tokens) - len(self.request.tokens)  # was read again
-    experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn[3:at])]
-    most = self.request.sampling.get('top_logprobs')
-    top = [x[:, :most] for x in drawn[at:]] or (None, None)
-    return Completion(self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), versions)
+  slots: dict[int, Sequence]
+  block: Block
+  version: int
 
 
-class Serving:
-  """One call of `serve`: the queue, and who sits in which slot."""
+class Scheduler:
+  """One call of `NativeEngine.serve`: the queue, and which sequence is in which slot."""
 
   def __init__(
     self,
-    engine,
-    run_key,
+    engine: NativeEngine,
+    run_key: np.ndarray,
     step: int,
-    follow: Follow,
-    read_rows: int | None,
-    tell: Tell | None = None,
+    next_requests: NextRequests,
     *,
+    prefill_rows: int | None,
+    on_tokens: OnTokens | None = None,
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ):
-    self.engine, self.run_key, self.step = engine, run_key, step
-    self.follow, self.read_rows, self.tell = follow, read_rows, tell
-    self.reuse_cache, self.on_dispatch = reuse_cache, on_dispatch
-    self.queue = collections.deque()  # of Seat
-    self.seats = {}  # slot -> Seat, first come first
+    self.engine = engine
+    self.run_key = run_key
+    self.step = step
+    self.next_requests = next_requests
+    self.prefill_rows = prefill_rows
+    self.on_tokens = on_tokens
+    self.reuse_cache = reuse_cache
+    self.on_dispatch = on_dispatch
+    self.queue: collections.deque[Sequence] = collections.deque()
+    self.active: dict[int, Sequence] = {}  # by slot, first admitted first
     self.state = engine.init_decode_state()
     self.pages = engine.pages()
-    self.prefix, self.at = None, {}  # texts that were read -> row
-    # (seats, block, version of the weights) dispatched, unseen
-    self.running = collections.deque()
-    self.kept = Shelf(self.pages)
-    self.rows = self.drawn = self.dispatches = self.requeued = 0
-    self.tokens_read = self.tokens_kept = 0
-    self.gap, self.seen_at = 0.0, None
+    self.prefix: Any = None  # the last prefill
+    self.prefix_rows: dict[bytes, int] = {}  # prompt -> its row there
+    self.running: collections.deque[Dispatched] = collections.deque()
+    self.prefix_cache = PrefixCache(self.pages)
+    # What `figures` reports.
+    self.computed = 0  # slot-steps
+    self.drawn = 0
+    self.dispatches = 0
+    self.preempted = 0
+    self.tokens_prefilled = 0
+    self.tokens_cached = 0
+    self.gap_s = 0.0
+    self.harvested_at: float | None = None
 
   def run(self, requests: Iterable[Request]) -> dict:
-    """Until nothing is left to do; returns figures."""
+    """Serves requests until no more come; returns figures."""
     self.enqueue(requests)
-    done = []
+    finished: list[Completion] = []
     while True:
-      self.enqueue(self.follow(done, False))
-      self.fill()
-      if not self.seats:
-        more = list(self.follow([], True))
+      self.enqueue(self.next_requests(finished, False))
+      self.admit()
+      if not self.active:
+        more = list(self.next_requests([], True))
         if not more:
           return self.figures()
         self.enqueue(more)
-        done = []
+        finished = []
         continue
-      ahead = not self.queue and any(s.left > 0 for s in self.seats.values())
-      if (ahead or not self.running) and not self.dispatch():
-        ahead = False
-      done = self.collect() if len(self.running) > ahead else []
+      # With an empty queue the next block may run while the last is harvested.
+      overlap = not self.queue and any(sequence.left > 0 for sequence in self.active.values())
+      if overlap or not self.running:
+        overlap = self.dispatch() and overlap
+      in_flight = 1 if overlap else 0
+      finished = self.harvest() if len(self.running) > in_flight else []
 
-  def enqueue(self, requests: Iterable[Request]):
+  def enqueue(self, requests: Iterable[Request]) -> None:
+    """Checks requests and puts them at the end of the queue."""
     for request in requests:
       self.engine.check(request)
-      self.queue.append(Seat(request, self.engine.max_tokens(request), request.tokens))
+      self.queue.append(Sequence(request, self.engine.max_tokens(request), request.tokens))
 
-  # -------------------------------------------------------------- into slots
+  # ------------------------------------------------------------------ admission
 
-  def fill(self):
-    """Gives free slots the next in the queue, reading texts if needed."""
-    self.go_on()
-    free = self.free()
+  def admit(self) -> None:
+    """Gives free slots to the next in the queue, after a prefill where one is needed."""
+    self.admit_cached()
+    free = self.free_slots()
     while free and self.queue:
-      taken, copies, room = {}, [], True
-      for seat in list(self.queue):
-        if len(taken) == len(free) or not room:
-          break
-        if seat.text in self.at:
-          found = self.place(seat)
-          room = found is not None
-          if room:
-            copies += found
-            taken[free[len(taken)]] = seat
-      if not taken and room:
-        self.read()
+      taken, copies, has_room = self.match_prefix(free)
+      if not taken and has_room:
+        self.prefill()
         continue
-      self.sit(taken, copies)
-      free = free[len(taken) :] if room else []
+      self.insert(taken, copies)
+      free = free[len(taken) :] if has_room else []
 
-  def free(self) -> list[int]:
-    """Slots without a seat; those with a text worth keeping come last."""
-    keeping = self.kept.slots
-    return [s for s in range(self.engine.max_concurrent_decodes) if s not in self.seats and s not in keeping] + keeping
+  def free_slots(self) -> list[int]:
+    """Slots without a sequence; those with a cached prefix come last."""
+    cached = self.prefix_cache.slots
+    slots = range(self.engine.max_concurrent_decodes)
+    return [slot for slot in slots if slot not in self.active and slot not in cached] + cached
 
-  def place(self, seat: Seat) -> list | None:
-    """Pages for what a seat has read; None where there is no room."""
+  def match_prefix(self, free: list[int]) -> tuple[dict[int, Sequence], list[PageCopy], bool]:
+    """({free slot: Sequence}, page copies, whether pages sufficed) of those that the last prefill holds."""
+    taken: dict[int, Sequence] = {}
+    copies: list[PageCopy] = []
+    for sequence in self.queue:
+      if len(taken) == len(free):
+        break
+      if sequence.key in self.prefix_rows:
+        found = self.allocate_pages(sequence)
+        if found is None:
+          return taken, copies, False
+        copies += found
+        taken[free[len(taken)]] = sequence
+    return taken, copies, True
+
+  def allocate_pages(self, sequence: Sequence) -> list[PageCopy] | None:
+    """Pages for a prefilled sequence, evicting cached prefixes; None where they do not suffice."""
     if not self.pages:
       return []
+    row = self.prefix_rows[sequence.key]
     while True:
-      found = self.pages.admit(seat, seat.text, self.at[seat.text], len(seat.tokens), self.engine.block)
-      if found is not None or not self.kept.drop():
+      found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block)
+      if found is not None or not self.prefix_cache.evict():
         return found
 
-  def grow(self, seat: Seat, entries: int) -> bool:
-    """Pages for so many entries; texts that are kept give theirs."""
-    while not self.pages.grow(seat, entries):
-      if not self.kept.drop():
+  def grow_pages(self, sequence: Sequence, entries: int) -> bool:
+    """Extends a sequence's pages to `entries`, evicting cached prefixes; False where they do not suffice."""
+    while not self.pages.grow(sequence, entries):
+      if not self.prefix_cache.evict():
         return False
     return True
 
-  def go_on(self):
-    """Seats whose text begins with one that is kept: the rest is read."""
-    taken, more, free = {}, {}, self.free()
-    for seat in list(self.queue) if self.kept.all and free else ():
-      kept = self.kept.begun(seat.text)
-      if not kept or not free:
+  def admit_cached(self) -> None:
+    """Admits queued requests that extend a cached prefix; only their suffix is prefilled."""
+    if not self.prefix_cache.entries:
+      return
+    free = self.free_slots()
+    taken: dict[int, Sequence] = {}
+    suffixes = {}
+    for sequence in list(self.queue):
+      cached = self.prefix_cache.longest_match(sequence.key) if free else None
+      slot = self.reuse_slot(cached, sequence, free) if cached else None
+      if slot is None:
         continue
-      self.kept.take(kept)
-      slot = kept.slot
-      if self.pages:
-        slot = free[0]
-        self.pages.hand_over(kept.seat, seat)
-        if not self.grow(seat, len(seat.tokens) + self.engine.block):
-          self.pages.release(seat)
-          continue
       free.remove(slot)
-      filled = min(len(kept.text) // seat.tokens.itemsize, len(seat.tokens) - 1)  # the last one says what is next
-      taken[slot], more[slot] = seat, (filled, seat.tokens[filled:])
-      self.tokens_kept += filled
-      self.tokens_read += len(more[slot][1])
+      # The last token is always computed: its output decides the next one.
+      filled = min(len(cached.tokens) // sequence.tokens.itemsize, len(sequence.tokens) - 1)
+      taken[slot] = sequence
+      suffixes[slot] = (filled, sequence.tokens[filled:])
+      self.tokens_cached += filled
+      self.tokens_prefilled += len(sequence.tokens) - filled
     if not taken:
       return
-    entry = self.engine.entry(taken, dict.fromkeys(taken, 0))
-    self.leave_queue(taken)
-    table = self.pages and self.pages.table(
-      taken, self.engine.max_concurrent_decodes, self.engine.read_rung(max(len(x.tokens) for x in taken.values()))
-    )
-    self.state = self.engine.extend(self.state, entry, more, self.run_key, self.step, table)
-    self.seats |= taken
+    entry = entries.make_entry(self.engine, taken, dict.fromkeys(taken, 0))
+    self.dequeue(taken)
+    table = None
+    if self.pages:
+      longest = max(len(sequence.tokens) for sequence in taken.values())
+      table = self.pages.table(taken, self.engine.max_concurrent_decodes, self.engine.read_bucket(longest))
+    self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table)
+    self.active |= taken
 
-  def leave_queue(self, taken: dict[int, Seat]):
-    chosen = set(taken.values())
-    self.queue = collections.deque(x for x in self.queue if x not in chosen)
-
-  def read(self):
-    """Prefills texts of one rung: the first that waits, and those like it."""
-    engine = self.engine
-    size = engine.rung(len(self.queue[0].tokens))
-    most = self.read_rows or engine.max_concurrent_decodes
-    texts = {}
-    for seat in self.queue:
-      if len(texts) == most:
-        break
-      if engine.rung(len(seat.tokens)) == size:
-        texts.setdefault(seat.text, seat.tokens)
-    self.prefix = None  # frees the last one first
-    self.prefix = engine.prefill(list(texts.values()), self.read_rows or 0)
-    self.prefix_experts = to_host(self.prefix.experts, share=False)
-    self.at = {text: row for row, text in enumerate(texts)}
-    self.tokens_read += sum(map(len, texts.values()))
-
-  def sit(self, taken: dict[int, Seat], copies: list):
-    """Forks the seats from the prefix into {slot: Seat}."""
-    if not taken:
-      return
-    self.leave_queue(taken)
+  def reuse_slot(self, cached: CachedPrefix, sequence: Sequence, free: list[int]) -> int | None:
+    """The slot in which a sequence continues from a cached prefix; None where pages do not suffice."""
+    self.prefix_cache.take(cached)
     if not self.pages:
-      self.kept.drop(taken)
-    rows = {slot: self.at[seat.text] for slot, seat in taken.items()}
-    entry = self.engine.entry(taken, rows, copies)
-    self.state = self.engine.insert(self.state, self.prefix, entry, self.run_key, self.step)
-    self.seats |= taken
-    for slot, seat in taken.items():
-      found = [x[rows[slot], 0, : len(seat.tokens)] for x in self.prefix_experts]
-      seat.experts = (np.stack(found, axis=1),) if found else ()
+      return cached.slot
+    self.pages.hand_over(cached.holder, sequence)
+    if self.grow_pages(sequence, len(sequence.tokens) + self.engine.block):
+      return free[0]
+    self.pages.release(sequence)
+    return None
 
-  # ------------------------------------------------------------- and through
+  def dequeue(self, taken: dict[int, Sequence]) -> None:
+    """Removes admitted sequences from the queue."""
+    chosen = set(taken.values())
+    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in chosen)
+
+  def prefill(self) -> None:
+    """Prefills prompts of one length bucket: that of the first in the queue, and others like it."""
+    engine = self.engine
+    bucket = engine.bucket(len(self.queue[0].tokens))
+    most = self.prefill_rows or engine.max_concurrent_decodes
+    prompts: dict[bytes, np.ndarray] = {}
+    for sequence in self.queue:
+      if len(prompts) == most:
+        break
+      if engine.bucket(len(sequence.tokens)) == bucket:
+        prompts.setdefault(sequence.key, sequence.tokens)
+    self.prefix = None  # frees the last one first
+    self.prefix = engine.prefill(list(prompts.values()), self.prefill_rows or 0)
+    self.prefix_experts = to_host(self.prefix.experts, share=False)
+    self.prefix_rows = {key: row for row, key in enumerate(prompts)}
+    self.tokens_prefilled += sum(map(len, prompts.values()))
+
+  def insert(self, taken: dict[int, Sequence], copies: list[PageCopy]) -> None:
+    """Forks prefilled sequences from the prefix into their slots."""
+    if not taken:
+      return
+    self.dequeue(taken)
+    if not self.pages:
+      self.prefix_cache.evict(taken)
+    rows = {slot: self.prefix_rows[sequence.key] for slot, sequence in taken.items()}
+    entry = entries.make_entry(self.engine, taken, rows, copies)
+    self.state = self.engine.insert(self.state, self.prefix, entry, self.run_key, self.step)
+    self.active |= taken
+    for slot, sequence in taken.items():
+      found = [x[rows[slot], 0, : len(sequence.tokens)] for x in self.prefix_experts]
+      sequence.experts = (np.stack(found, axis=1),) if found else ()
+
+  # --------------------------------------------------------------------- decode
 
   def dispatch(self) -> bool:
-    """A block for all slots that can still draw something.
+    """Dispatches a block for all slots that can still draw something.
 
-    False where the blocks that run have to be looked at first.
+    False where running blocks have to be harvested first, to free pages.
     """
     engine = self.engine
-    if self.pages and not self.make_room():
+    if self.pages and not self.ensure_pages():
       return False
     if self.on_dispatch:
       self.on_dispatch(self.dispatches)
-    live = {s: x for s, x in self.seats.items() if x.left > 0}
+    live = {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
     if not self.queue:
-      live = self.move_together(live)
-    rows = engine.row_rung(max(live) + 1)
-    read = engine.read_rung(max(x.used for x in live.values()) + engine.block)
-    if self.seen_at is not None and not self.running:
-      self.gap += time.perf_counter() - self.seen_at
-    table = self.pages and self.pages.table(live, rows, read)
+      live = self.compact(live)
+    rows = engine.row_bucket(max(live) + 1)
+    read = engine.read_bucket(max(sequence.used for sequence in live.values()) + engine.block)
+    if self.harvested_at is not None and not self.running:
+      self.gap_s += time.perf_counter() - self.harvested_at
+    table = self.pages.table(live, rows, read) if self.pages else None
     self.state, block = engine.generate(self.state, read, rows, table)
-    for seat in live.values():
-      seat.used += engine.block
-      seat.left -= engine.block
-    self.running.append((live, block, engine.version))
-    self.rows += rows * engine.block
+    for sequence in live.values():
+      sequence.used += engine.block
+      sequence.left -= engine.block
+    self.running.append(Dispatched(live, block, engine.version))
+    self.computed += rows * engine.block
     self.dispatches += 1
     return True
 
-  def make_room(self) -> bool:
-    """Pages for a block of every seat; the last come goes back if need be."""
-    for seat in list(self.seats.values()):
-      while seat in self.seats.values() and not self.grow(seat, seat.used + self.engine.block):
+  def ensure_pages(self) -> bool:
+    """Allocates pages for a block of every sequence; preempts the last admitted ones where needed."""
+    for sequence in list(self.active.values()):
+      while sequence in self.active.values() and not self.grow_pages(sequence, sequence.used + self.engine.block):
         if self.running:
           return False
-        slot, last = list(self.seats.items())[-1]
-        del self.seats[slot]
+        slot, last = list(self.active.items())[-1]
+        del self.active[slot]
         self.pages.release(last)
-        self.queue.appendleft(last.again())
-        self.requeued += 1
+        self.queue.appendleft(last.requeued())
+        self.preempted += 1
     return True
 
-  def move_together(self, live: dict[int, Seat]) -> dict[int, Seat]:
-    """Moves the last rows into free ones where that makes a smaller rung."""
-    rung, count = self.engine.row_rung, len(self.seats)
-    if rung(count) == rung(max(live) + 1):
+  def compact(self, live: dict[int, Sequence]) -> dict[int, Sequence]:
+    """Moves the last slots into free ones where that allows a smaller row bucket."""
+    bucket = self.engine.row_bucket
+    count = len(self.active)
+    if bucket(count) == bucket(max(live) + 1):
       return live
-    free = (s for s in range(count) if s not in self.seats)
-    moves = {s: next(free) for s in sorted(self.seats) if s >= count}
+    free = (slot for slot in range(count) if slot not in self.active)
+    moves = {slot: next(free) for slot in sorted(self.active) if slot >= count}
     if not moves:
       return live
-    self.move_kept(set(moves.values()))
+    self.relocate_cached(set(moves.values()))
     self.state = self.engine.move(self.state, moves)
-    self.seats = {moves.get(s, s): x for s, x in self.seats.items()}
-    return {s: x for s, x in self.seats.items() if x.left > 0}
+    self.active = {moves.get(slot, slot): sequence for slot, sequence in self.active.items()}
+    return {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
 
-  def move_kept(self, wanted: set[int]):
-    """Texts that are kept make room in these slots, or are forgotten."""
+  def relocate_cached(self, wanted: set[int]) -> None:
+    """Moves cached prefixes out of the wanted slots, or evicts them."""
     if self.pages:
       return
-    taken, moves = wanted | {*self.kept.slots}, {}
-    free = [s for s in self.free() if s not in taken]
-    for kept in self.kept.all:
-      if kept.slot in wanted and free:
-        moves[kept.slot] = kept.slot = free.pop()
-    self.kept.drop(wanted)
+    taken = wanted | {*self.prefix_cache.slots}
+    free = [slot for slot in self.free_slots() if slot not in taken]
+    moves = {}
+    for cached in self.prefix_cache.entries:
+      if cached.slot in wanted and free:
+        moves[cached.slot] = cached.slot = free.pop()
+    self.prefix_cache.evict(wanted)
     if moves:
       self.state = self.engine.move(self.state, moves)
 
-  def collect(self) -> list[Completion]:
-    """Looks at the oldest block; the completions that ended in it."""
-    seats, block, version = self.running.popleft()
+  def harvest(self) -> list[Completion]:
+    """Reads the oldest block; returns the completions that ended in it."""
+    slots, block, version = self.running.popleft()
     block = to_host(block, share=False)
-    self.seen_at = time.perf_counter()
+    self.harvested_at = time.perf_counter()
     if block.broken.any():
       raise FloatingPointError(
         f'sampling at step {self.step}: logits of the weights after '
@@ -349,44 +335,44 @@ class Serving:
         'checkpoint), or forbidden_ids and min_new_tokens leave no token to '
         'draw'
       )
-    done = []
-    for slot, seat in seats.items():
-      if seat.over:
+    finished = []
+    for slot, sequence in slots.items():
+      if sequence.done:
         continue
-      self.drawn += seat.take(block, slot, version)
-      cut = seat.cut(
-        self.engine.stop_strings(seat.request),
+      self.drawn += sequence.append(block, slot, version)
+      stop_string = sequence.cut_at_stop_string(
+        self.engine.stop_strings(sequence.request),
         self.engine.decode,
-        seat.request.sampling.get('min_tokens', self.engine.config.min_new_tokens),
+        sequence.request.sampling.get('min_tokens', self.engine.config.min_new_tokens),
       )
-      seat.over = bool(cut) or not block.active[slot]
-      if self.tell:
-        self.tell(seat.request, seat.drawn())
-      if seat.over:
-        done.append(seat.completion(cut, bool(cut) or bool(block.finished[slot])))
+      sequence.done = bool(stop_string) or not block.active[slot]
+      if self.on_tokens:
+        self.on_tokens(sequence.request, sequence.drawn())
+      if sequence.done:
+        finished.append(sequence.completion(stop_string, bool(stop_string) or bool(block.finished[slot])))
         if self.reuse_cache:
-          self.kept.add(slot, seat)
+          self.prefix_cache.add(slot, sequence)
         elif self.pages:
-          self.pages.release(seat)
-    self.seats = {s: x for s, x in self.seats.items() if not x.over}
-    return done
+          self.pages.release(sequence)
+    self.active = {slot: sequence for slot, sequence in self.active.items() if not sequence.done}
+    return finished
 
   def figures(self) -> dict:
-    """Of the whole call.
+    """Figures of the whole call.
 
     occupancy: share of computed slot-steps that drew a wanted token.
     time/dispatch_gap: seconds from a block's result to the next dispatch, on
       average; 0 where the next one ran already.
-    requeued: seats that gave up their slot because the pool was full.
-    tokens_prefilled: tokens of texts that were read. tokens_kept: those that
-      were not, because their cache was there.
+    preempted: sequences that gave up their slot because no page was free.
+    tokens_prefilled: prompt tokens that were computed. tokens_cached: those
+      that were not, because the prefix cache had them.
     """
-    paged = {'requeued': self.requeued} if self.pages else {}
+    paged = {'preempted': self.preempted} if self.pages else {}
     return {
       **paged,
-      'occupancy': self.drawn / self.rows if self.rows else 0.0,
-      'tokens_prefilled': self.tokens_read,
-      'tokens_kept': self.tokens_kept,
+      'occupancy': self.drawn / self.computed if self.computed else 0.0,
+      'tokens_prefilled': self.tokens_prefilled,
+      'tokens_cached': self.tokens_cached,
       'tokens_per_dispatch': self.drawn / max(self.dispatches, 1),
-      'time/dispatch_gap': self.gap / max(self.dispatches, 1),
+      'time/dispatch_gap': self.gap_s / max(self.dispatches, 1),
     }

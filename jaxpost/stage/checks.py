@@ -128,7 +128,7 @@ def check_sampler(config: Config, model: Model) -> None:
   if config.rollout.top_logprobs:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
-    sampler_config.check_likeliest(config.rollout.top_logprobs, model.config.vocab_size)
+    sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
   if config.rollout.share_base and not model.frozen:
     raise InputError(
       'config.rollout.share_base: is for frozen weights under adapters '

@@ -87,7 +87,7 @@ def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell) -> Completi
     [Request(prompt.tokens, prompt.index, 0, {**sampling_of(draws), 'max_tokens': draws.max_new_tokens})],
     run_key=on_policy.run_key(draws.seed, 3),
     step=0,
-    follow=follow,
-    tell=lambda request, ids: tell(ids.tolist()),
+    next_requests=follow,
+    on_tokens=lambda request, ids: tell(ids.tolist()),
   )
   return done[0]

@@ -1,0 +1,104 @@
+"""A request on its way through the scheduler: its tokens, its draws, its stop strings.
+
+Legend: P prompt tokens, C completion tokens, L layers, k experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxpost.types import Completion, Request
+
+if TYPE_CHECKING:
+  from jaxpost.programs.generate import Block
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+  """A request on its way through the queue and a slot.
+
+  request: what was asked for.
+  left: tokens that may still be drawn, after the blocks dispatched.
+  tokens: what is prefilled when it gets a slot.
+  used: cache entries, at most, after the blocks dispatched.
+  experts: ([P, L, k],) that routed `tokens`, where routing is recorded.
+  done: whether the completion has ended.
+  parts: arrays of each harvested block.
+  """
+
+  request: Request
+  left: int
+  tokens: np.ndarray
+  used: int = 0
+  experts: tuple = ()
+  done: bool = False
+  parts: list = dataclasses.field(default_factory=list)
+
+  def __post_init__(self):
+    self.tokens = np.ascontiguousarray(self.tokens, np.int32)
+    self.key = self.tokens.tobytes()  # of equal prompts, and of their prefixes
+    self.used = len(self.tokens)
+
+  def requeued(self) -> Sequence:
+    """This sequence to be prefilled again, with what it has drawn; all its blocks were harvested."""
+    tokens = np.concatenate([self.request.tokens, self.drawn()])
+    return Sequence(self.request, self.left, tokens, parts=self.parts)
+
+  def drawn(self) -> np.ndarray:
+    """[C] token ids so far."""
+    return np.concatenate([np.zeros(0, np.int32), *(p[0] for p in self.parts)])
+
+  def append(self, block: Block, slot: int, version: int) -> int:
+    """Appends what a block drew in a slot; returns the number of tokens."""
+    drawn = block.drawn[:, slot]
+    per_token = (block.tokens, block.logprobs, block.behaviour_logprobs, *block.experts, *block.top)
+    versions = np.full(int(drawn.sum()), version, np.int32)
+    self.parts.append([*(x[drawn, slot] for x in per_token), versions])
+    return len(versions)
+
+  def cut_at_stop_string(self, strings: Collection[str], decode: Callable, min_tokens: int = 0) -> str:
+    """Drops the tokens after the one that completes a stop string; returns that string, or ''.
+
+    Only the last block is searched. A string that the first `min_tokens` tokens
+    complete does not count.
+    """
+    if not strings:
+      return ''
+    new = len(self.parts[-1][0])
+    tokens = self.drawn()
+    # A token may be a single byte of a character of four.
+    reach = 4 * max(map(len, strings)) + new
+    whole = decode(tokens[-reach:])
+    if not any(string in whole for string in strings):
+      return ''
+    for end in range(len(tokens) - new + 1, len(tokens) + 1):
+      start = max(0, end - reach)
+      if end <= min_tokens:
+        continue
+      text = decode(tokens[start:end])
+      early = decode(tokens[start : max(start, min_tokens)])
+      for string in strings:
+        # The early part ends where both agree: half a character decodes to
+        # something else once the rest of it follows.
+        known = len(os.path.commonprefix([early, text]))
+        if text.find(string, max(0, known - len(string) + 1)) >= 0:
+          drop = len(tokens) - end
+          if drop:
+            self.parts[-1] = [x[:-drop] for x in self.parts[-1]]
+          return string
+    return ''
+
+  def completion(self, stop_string: str, finished: bool) -> Completion:
+    """The record of a finished sequence."""
+    *drawn, versions = [np.concatenate(x) for x in zip(*self.parts)]
+    at = 3 + len(self.experts)
+    new = len(self.tokens) - len(self.request.tokens)  # drawn before it was prefilled again
+    experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn[3:at])]
+    most = self.request.sampling.get('top_logprobs')
+    top = [x[:, :most] for x in drawn[at:]] or (None, None)
+    return Completion(self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), versions)
