@@ -114,7 +114,7 @@ def main():
           )
       return more
 
-    engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3, follow=follow)
+    engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3, next_requests=follow)
     return told
 
   plains = {dtype: sample('data=1', 1, dict(dtype=dtype), None) for dtype in ('float32', 'bfloat16')}

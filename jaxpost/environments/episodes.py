@@ -63,8 +63,8 @@ class Episodes:
       [],
       run_key=self.run_key,
       step=step,
-      follow=scheduler.follow,
-      read_rows=self.engine.prefix_rows(group_size),
+      next_requests=scheduler.follow,
+      prefill_rows=self.engine.prefill_rows(group_size),
       on_dispatch=on_dispatch,
     )
     assert not scheduler.waiting and not scheduler.pending, 'episodes were left out'
