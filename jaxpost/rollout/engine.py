@@ -67,7 +67,7 @@ class Engine(Protocol):
   def init_decode_state(self) -> Any:
     """Returns a decode state with empty slots."""
 
-  def prefill(self, texts: Sequence[Any]) -> Any:
+  def prefill(self, prompts: Sequence[Any]) -> Any:
     """Runs token ids through the model once and returns their KV cache.
 
     The result may be inserted any number of times.
@@ -76,7 +76,7 @@ class Engine(Protocol):
   def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any, step: int) -> Any:
     """Copies samples of a prefix into free slots; `run_key` decides the draws."""
 
-  def extend(self, state: Any, entry: Any, more: dict, run_key: Any, step: int) -> Any:
+  def extend(self, state: Any, entry: Any, suffixes: dict, run_key: Any, step: int) -> Any:
     """Prefills the rest of texts that begin with the contents of their slots."""
 
   def generate(self, state: Any) -> tuple[Any, Any]:

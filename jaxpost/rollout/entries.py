@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CHUNK = 32  # tokens by which a cached prefix is extended at a time
 
 
-def entry(
+def make_entry(
   engine: NativeEngine, sequences: dict[int, Any], rows: dict[int, int], copies: Sequence[PageCopy] = ()
 ) -> Entry:
   """The argument of `insert`.
