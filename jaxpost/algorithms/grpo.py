@@ -8,7 +8,7 @@ methods at the end of the file differ in the fields that they set.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +17,8 @@ from jaxpost.algorithms.base import Algorithm, expect, refuse, refuse_unread
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
 from jaxpost.types import Credit, Experience, Objective
 
-if TYPE_CHECKING:
-  from jaxpost.stage.schema import Config
-  from jaxpost.stage.schema_methods import RlSection
+# `stage.schema.Config` and its section `rl`, which this room may not import.
+Config = RlSection = Any
 
 # Advantages that compare the samples of a group.
 _COMPARED = ('group', 'leave_one_out', 'reinforce_pp_baseline')

@@ -1,10 +1,15 @@
 """The parameter table: its rows, and nested dicts with the same paths."""
 
+from __future__ import annotations
+
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
 
 STACKS = ('dense', 'layers')  # names of the stacks of layers, in order
 
@@ -117,3 +122,8 @@ def unstack_layers(params: dict, num_layers: int) -> dict:
   assert len(out) == num_layers
   rest = {k: v for k, v in params.items() if k not in STACKS}
   return {**rest, 'layers': out}
+
+
+def narrow(x, param: Param, compute: Compute):
+  """A new array of the operand type; what is `exact` stays."""
+  return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)

@@ -16,9 +16,8 @@ import numpy as np
 
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.models.layers import fusable, fuse
-from jaxpost.models.parameters import STACKS, nest, unstack_layers
+from jaxpost.models.parameters import STACKS, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.programs.score import narrow
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
-from jaxpost.models.parameters import Param, nest
+from jaxpost.models.parameters import narrow, nest
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger, Program
@@ -102,8 +102,3 @@ def frozen_copy(model: Model, params, compute: Compute, shardings, ledger: Ledge
     return jax.tree.map(lambda x, p: narrow(x, p, compute), params, nest(model.table))
 
   return Program('copy', copy, ledger, shardings)(params)
-
-
-def narrow(x, param: Param, compute: Compute):
-  """A new array of the operand type; what is `exact` stays."""
-  return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)

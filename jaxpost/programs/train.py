@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -187,16 +187,16 @@ def make_update(
   clip_norm: float,
   shardings: TrainState,
 ) -> Program:
-  """update(state, batch [M, B, T], frozen) -> (state, metrics); donates state.
+  """The program update(state, batch [M, B, T], frozen) -> (state, metrics); it donates `state`.
 
-  `frozen` holds arrays that are the same for all micro-batches: 'params',
-  the parameters that are not in the state, and 'teacher_heads'.
+  `frozen` holds arrays that are the same for all micro-batches: 'params', the
+  parameters that are not in the state, and 'teacher_heads'.
 
   A step whose gradient is not finite changes nothing and is counted in
-  `skipped_updates`; one that trains no token (all of it masked) in
-  `empty_updates`: Adam's momentum would move the weights. One whose scaled
-  gradient overflows float16 halves the scale (`overflowed_updates`); it is
-  skipped in earnest where there is nothing left to halve.
+  `skipped_updates`. A step that trains no token, because all are masked, changes
+  nothing either, as Adam's momentum would move the weights (`empty_updates`). A
+  step whose scaled gradient overflows float16 halves the loss scale
+  (`overflowed_updates`), and counts as skipped once nothing is left to halve.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
@@ -217,10 +217,7 @@ def make_update(
       metrics = jax.tree.map(lambda x: x / total, metrics)
 
     def apply(state):
-      scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
-      clipped = jax.tree.map(lambda g: g * scale, grads)
-      updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
-      return optax.apply_updates(state.params, updates), opt_state
+      return clipped_step(optimizer, state, grads, norm, clip_norm)
 
     if routing:
       metrics |= routing_lib.metrics(routing)
@@ -237,10 +234,20 @@ def make_update(
 
   def flops(state, batch, frozen):
     del state, frozen
-    rows = batch.tokens.shape
-    return model.passes * rows[0] * rows[1] * rows[2] * flops_per_token(model.config, rows[2] / 2)
+    micro, rows, length = batch.tokens.shape
+    return model.passes * micro * rows * length * flops_per_token(model.config, length / 2)
 
   return Program('update', update, ledger, (shardings, layout.sharding()), donate=(0,), flops=flops)
+
+
+def clipped_step(
+  optimizer: optax.GradientTransformation, state: TrainState, grads: Any, norm: jax.Array, clip_norm: float
+) -> tuple[Any, Any]:
+  """(params, opt_state) after one optimizer step with gradients of global norm `norm`, clipped to `clip_norm`."""
+  scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
+  clipped = jax.tree.map(lambda g: g * scale, grads)
+  updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
+  return optax.apply_updates(state.params, updates), opt_state
 
 
 def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:

@@ -172,21 +172,21 @@ class RolloutQueue:
 
 
 def _to_json(pending: PendingRollout) -> dict:
-  from jaxpost.rollout import rollout_files
+  from jaxpost.rollout import rollout_codec
 
   selected = pending.selected
   return {
     'info': pending.info,
     'chosen': selected and [[int(g) for g in groups] for groups in selected],
-    'rollouts': [rollout_files.to_text(r.rollout) for r in pending.rounds],
+    'rollouts': [rollout_codec.to_text(r.rollout) for r in pending.rounds],
   }
 
 
 def _from_json(saved: dict, grader: Grader) -> PendingRollout:
   """Grades again: rewards were being computed when the checkpoint was written."""
-  from jaxpost.rollout import rollout_files
+  from jaxpost.rollout import rollout_codec
 
-  rounds = [grader.submit(rollout_files.from_text(text)) for text in saved['rollouts']]
+  rounds = [grader.submit(rollout_codec.from_text(text)) for text in saved['rollouts']]
   pending = functools.reduce(PendingRollout.join, rounds)
   pending.selected = saved['chosen']
   pending.info = saved['info']

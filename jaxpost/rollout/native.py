@@ -21,7 +21,7 @@ from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
-from jaxpost.rollout import entries, sampler, sampler_config, warmup
+from jaxpost.rollout import sampler, sampler_config, sequence, warmup
 from jaxpost.rollout.buckets import Buckets
 from jaxpost.rollout.engine_programs import EnginePrograms
 from jaxpost.rollout.kv_cache import PageTable
@@ -80,13 +80,9 @@ class NativeEngine:
     self._model_config = model.config
     self._bridge = bridge
     self.page = config.page_size
-    cache_shape = slots, self.length
-    if self.page:
-      # A sequence takes whole pages; page 0 is reserved.
+    if self.page:  # a sequence takes whole pages
       self.length = -(-self.length // self.page) * self.page
-      entries = config.cache_tokens or max(slots * self.length // 2, self.length)
-      cache_shape = entries // self.page + 1, self.page
-    self.cache_shape = cache_shape
+    self.cache_shape = self._cache_shape()
     self.pages()  # InputError where the longest sequence does not fit
     self.buckets = Buckets(
       slots=slots,
@@ -104,7 +100,7 @@ class NativeEngine:
       compute,
       ledger,
       slots=slots,
-      cache_shape=cache_shape,
+      cache_shape=self.cache_shape,
       paged=bool(self.page),
       block=self.block,
       top_logprobs=config.top_logprobs,
@@ -116,6 +112,14 @@ class NativeEngine:
     self.weights: Any = None
     self.version = 0
     self._fits = False
+
+  def _cache_shape(self) -> tuple[int, int]:
+    """(slots, entries of each), or (pages, entries of each)."""
+    slots = self.max_concurrent_decodes
+    if not self.page:
+      return slots, self.length
+    entries = self.config.cache_tokens or max(slots * self.length // 2, self.length)
+    return entries // self.page + 1, self.page  # page 0 is reserved
 
   def load(self, params: Any, version: int) -> dict:
     """Copies the trainer's parameters into the sampling layout; {'bytes': moved}."""
@@ -217,8 +221,8 @@ class NativeEngine:
     entry = self.layout.put(entry, 'batch', None)
     read = self.read_bucket(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    for start in range(0, max(len(x) for _, x in suffixes.values()), entries.CHUNK):
-      chunk = self.layout.put(entries.make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
+    for start in range(0, max(len(x) for _, x in suffixes.values()), sequence.CHUNK):
+      chunk = self.layout.put(sequence.make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
       state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
     return state
 

@@ -3,20 +3,17 @@
 Legend: N sequences, C completion tokens.
 """
 
-import base64
-import io
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from etils import epath
 
 from jaxpost.errors import InputError
+from jaxpost.rollout.rollout_codec import decode, encode, prompts_from_json, prompts_to_json
 from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished')
-_SCALARS = ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')
 
 
 def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Credit], None]:
@@ -40,10 +37,10 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit):
   about = {
     'step': rollout.step,
     'version': rollout.version,
-    'prompts': _prompts_to_json(rollout),
+    'prompts': prompts_to_json(rollout),
     'messages': rollout.messages,
   }
-  object_store.write(path, _encode(about, arrays))
+  object_store.write(path, encode(about, arrays))
 
 
 def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
@@ -57,13 +54,13 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   """
   path = epath.Path(path)
   try:
-    about, arrays = _decode(path.read_bytes())
+    about, arrays = decode(path.read_bytes())
   except FileNotFoundError as error:
     raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
   except (ValueError, KeyError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
   rollout = Rollout(
-    _prompts_from_json(about['prompts']),
+    prompts_from_json(about['prompts']),
     **{name: arrays[name] for name in _ARRAYS},
     step=about['step'],
     version=about['version'],
@@ -72,46 +69,6 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
     rewards={'recorded': arrays['rewards']},
   )
   return rollout, arrays
-
-
-def to_text(rollout: Rollout) -> str:
-  """Encodes a whole rollout, bit for bit, as text for JSON."""
-  arrays = {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
-  arrays |= {f'rewards/{name}': x for name, x in (rollout.rewards or {}).items()}
-  about = {name: vars(rollout)[name] for name in _SCALARS}
-  about['prompts'] = _prompts_to_json(rollout)
-  return base64.b64encode(_encode(about, arrays)).decode()
-
-
-def from_text(text: str) -> Rollout:
-  """Decodes what `to_text` encoded."""
-  about, arrays = _decode(base64.b64decode(text))
-  names = [name for name in arrays if name.startswith('rewards/')]
-  rewards = {name.removeprefix('rewards/'): arrays.pop(name) for name in names}
-  prompts = _prompts_from_json(about.pop('prompts'))
-  messages = about.pop('messages')
-  return Rollout(prompts, **arrays, **about, rewards=rewards or None, messages=messages and tuple(messages))
-
-
-def _encode(about: dict, arrays: dict[str, np.ndarray]) -> bytes:
-  """An .npz file with JSON in its member 'about'."""
-  data = io.BytesIO()
-  np.savez_compressed(data, about=np.array(json.dumps(about, default=str)), **arrays)
-  return data.getvalue()
-
-
-def _decode(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-  with np.load(io.BytesIO(data), allow_pickle=False) as file:
-    arrays = dict(file)
-  return json.loads(str(arrays.pop('about'))), arrays
-
-
-def _prompts_to_json(rollout: Rollout) -> list[dict]:
-  return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt, columns=p.columns) for p in rollout.prompts]
-
-
-def _prompts_from_json(prompts: list[dict]) -> tuple[Prompt, ...]:
-  return tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in prompts)
 
 
 class RecordedSampler:

@@ -112,8 +112,8 @@ class Sampler:
     self, draw: Callable[[], Rollout], sampling_processes: Sequence[int], prompts: Sequence[Prompt]
   ) -> Rollout:
     """Draws on the processes that have sampling devices and sends the rollout to the others."""
-    from jaxpost.rollout import rollout_files
+    from jaxpost.rollout import rollout_codec
 
-    text = rollout_files.to_text(draw()) if coordination.process_index() in sampling_processes else ''
+    text = rollout_codec.to_text(draw()) if coordination.process_index() in sampling_processes else ''
     data = coordination.broadcast_bytes(sampling_processes[0], text.encode())
-    return rollout_files.from_text(data.decode()).replace(prompts=tuple(prompts))
+    return rollout_codec.from_text(data.decode()).replace(prompts=tuple(prompts))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxpost.rollout import entries
+from jaxpost.rollout import sequence
 
 if TYPE_CHECKING:
   from jaxpost.rollout.native import NativeEngine
@@ -31,7 +31,7 @@ def compile_jobs(
   weights, state = engine.described(params)
   key = _abstract(engine, (2,), np.uint32, axes=(None,))
   step = _abstract(engine, (), np.int32, axes=())
-  entry = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), entries.make_entry(engine, {}, {}))
+  entry = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), sequence.make_entry(engine, {}, {}))
 
   def tables(rows, read):
     return [_abstract(engine, (rows, read // engine.page), np.int32, axes=())] if engine.page else []
@@ -55,7 +55,7 @@ def compile_jobs(
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
     if turns and engine.can_reuse_cache:
       chunk = jax.tree.map(
-        lambda x: _abstract(engine, x.shape, x.dtype), entries.make_chunk(engine.max_concurrent_decodes, {}, 0)
+        lambda x: _abstract(engine, x.shape, x.dtype), sequence.make_chunk(engine.max_concurrent_decodes, {}, 0)
       )
       table = tables(engine.max_concurrent_decodes, read)
       jobs.append(functools.partial(programs.extender(read).compile, weights, state, entry, chunk, key, step, *table))

@@ -69,8 +69,8 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     placed.ledger,
     decode=functools.partial(tokenizer.decode, skip_special=False),
     bridge=transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout'),
-    share=rollout.share_base,
-    ahead=rollout.staleness > 0,
+    share_base=rollout.share_base,
+    asynchronous=rollout.staleness > 0,
   )
 
 

@@ -128,7 +128,7 @@ def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -
   These are packed rows of `length` tokens, if they have no branches, and all
   lengths that the sampler may prefill.
   """
-  from jaxpost.rollout import sampler_config
+  from jaxpost.rollout import buckets
 
   inputs, first_batch = prepared.inputs, prepared.data.first_batch
   config, on_policy = inputs.config, inputs.algorithm.on_policy
@@ -145,6 +145,6 @@ def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -
     room = r.max_prompt_length + r.max_new_tokens
     # Texts that go on, or that a full pool sent back, are read as a whole.
     longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
-    lengths = {sampler_config.rung(n, room) for n in range(1, longest + 1)}
+    lengths = {buckets.bucket(n, room) for n in range(1, longest + 1)}
     out += [(inputs.model.config, n, 1) for n in lengths]
   return out

@@ -262,7 +262,12 @@ def turns(o: Options, workdir) -> dict:
       talk = _Talk(testing.RandomPrompts(o.samples, o.prompt, vocab), most)
       start, busy = time.perf_counter(), time.process_time()
       figures = engine.serve(
-        talk.requests, run_key=on_policy.run_key(0, 1), step=0, follow=talk.follow, read_rows=2, reuse_cache=reuse_cache
+        talk.requests,
+        run_key=on_policy.run_key(0, 1),
+        step=0,
+        next_requests=talk.follow,
+        prefill_rows=2,
+        reuse_cache=reuse_cache,
       )
       spent.append((time.perf_counter() - start, time.process_time() - busy))
     wall, cpu = (float(np.median(x)) for x in zip(*spent[1:]))

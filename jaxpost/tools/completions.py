@@ -18,8 +18,8 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels
 from jaxpost.programs.compile import Ledger
+from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
-from jaxpost.rollout.sampler_config import rung
 from jaxpost.stage import on_policy
 from jaxpost.tools.inference import Weights, adapters, merged
 from jaxpost.types import Prompt, Rollout
@@ -114,16 +114,16 @@ def sampling_of(draws: Draws) -> dict:
 
 
 def make_engine(
-  weights: Weights, *, slots, max_prompt, max_new_tokens, mesh='data=-1', top_logprobs=0, share=False
+  weights: Weights, *, slots, max_prompt, max_new_tokens, mesh='data=-1', top_logprobs=0, share_base=False
 ) -> NativeEngine:
   """A sampler that holds these weights.
 
-  share: it samples from these very leaves, slower, where no copy is wanted.
+  share_base: sample from these weights without a copy of them, slower.
   """
   p, model = weights.inputs, weights.inputs.model
   if model.head is None:
     raise InputError(f'{p.name}: is a reward model, which writes no text')
-  if share:  # nothing is trained here
+  if share_base:  # nothing is trained here
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
   compute = compute_for(platform, p.config.model.dtype, 'none')
@@ -131,7 +131,7 @@ def make_engine(
     from jaxpost.hardware import kernel_check
 
     room = max_prompt + max_new_tokens
-    compute = kernel_check.settle(compute, [(model.config, rung(n, room), 1) for n in range(1, room + 1)])
+    compute = kernel_check.settle(compute, [(model.config, bucket(n, room), 1) for n in range(1, room + 1)])
   engine = NativeEngine(
     model,
     SamplerConfig(
@@ -145,7 +145,7 @@ def make_engine(
     compute,
     Ledger(),
     functools.partial(p.tokenizer.decode, skip_special=False),
-    share=share,
+    share_base=share_base,
   )
   engine.load(weights.params, weights.step)
   return engine
@@ -174,7 +174,7 @@ def make_engines(
       max_new_tokens=max_new_tokens,
       mesh=mesh,
       top_logprobs=top_logprobs,
-      share=bool(each),
+      share_base=bool(each),
     )
     for k, w in ({name: weights} | each).items()
   }
