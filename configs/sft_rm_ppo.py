@@ -46,7 +46,6 @@ def get_config(arg=None):
     rl=dict(minibatches=4, kl_coef=0.02),
     eval=dict(samples=1),
   )
-
   if arg.runlocal:
     config.model.update(path='', preset='tiny', tokenizer='bytes')
     config.data.update(path=MADE.format('', 'train'), map='')

@@ -587,7 +587,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   distill = tiny.run_config(path, algorithm='distill', distill=dict(teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
   with monkeypatch.context() as split:  # a student here, a teacher there
-    split.setattr(context_parallel, 'parts', lambda layout: layout)
+    split.setattr(context_parallel, 'num_shards', lambda layout: layout)
     (p,) = prepare.prepare_all(distill)
     p.close()
     assert {(cfg.head_dim, *row) for cfg, *row in place.attended(p, dict(train=2, score=4), 96)} == {

@@ -1,17 +1,32 @@
-"""The compiled programs of the native engine, made when they are first needed."""
+"""The compiled programs of the native engine, and the host arrays that they take."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
 
 from jaxpost.programs import extend, generate
 from jaxpost.programs.compile import Ledger, Program
+from jaxpost.programs.extend import More
+from jaxpost.programs.generate import Entry
+from jaxpost.rollout import sampler_config
+from jaxpost.rollout.buckets import bucket
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
+  from jaxpost.rollout.kv_cache import PageCopy
+  from jaxpost.rollout.native import NativeEngine
+  from jaxpost.rollout.sequence import Sequence as ActiveSequence
   from jaxpost.types import Sampling
+
+CHUNK = 32  # tokens by which a cached prefix is extended at a time
 
 
 class EnginePrograms:
@@ -74,3 +89,103 @@ class EnginePrograms:
     if read not in self._extenders:
       self._extenders[read] = extend.make_extend(self._model, read, self._layout, self._compute, self._ledger)
     return self._extenders[read]
+
+
+def make_entry(
+  engine: NativeEngine, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Collection[PageCopy] = ()
+) -> Entry:
+  """The argument of `insert`.
+
+  Args:
+    sequences: {slot: `Sequence`}.
+    rows: {slot: row of the prefix}.
+    copies: pages to be filled.
+  """
+  slots = engine.max_concurrent_decodes
+  source = np.full(slots, -1, np.int32)
+  index = np.zeros(slots, np.int32)
+  sample = np.zeros(slots, np.int32)
+  each = [sampler_config.sampling(engine.config, {})] * slots
+  for slot, sequence in sequences.items():
+    request = sequence.request
+    drawn = len(sequence.tokens) - len(request.tokens)
+    source[slot] = rows[slot]
+    index[slot] = request.prompt
+    sample[slot] = request.sample
+    s = sampler_config.sampling(engine.config, request.sampling)
+    each[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
+  table = None
+  if engine.page:
+    table = np.full((bucket(len(copies), 1 << 30), 3), -1, np.int32)
+    for i, copy in enumerate(copies):
+      table[i] = dataclasses.astuple(copy)
+  return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each), table)
+
+
+def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int) -> More:
+  """The next tokens of each suffix, from `start` on."""
+  tokens = np.zeros((slots, CHUNK), np.int32)
+  lengths = np.zeros(slots, np.int32)
+  filled = np.zeros(slots, np.int32)
+  for slot, (at, ids) in suffixes.items():
+    part = ids[start : start + CHUNK]
+    tokens[slot, : len(part)] = part
+    lengths[slot] = len(part)
+    filled[slot] = at + start
+  return More(tokens, lengths, filled)
+
+
+def compile_jobs(
+  engine: NativeEngine, params: Any, lengths: Sequence[int], group_size: int, turns: bool
+) -> list[Callable[[], Any]]:
+  """Functions that compile what sampling from prompts needs; independent of each other.
+
+  Args:
+    params: the trainer's parameters, or their shapes and shardings.
+    lengths: tokens of each prompt.
+    group_size: samples of each prompt.
+    turns: conversations of several turns will be served.
+  """
+  buckets = engine.buckets
+  programs = engine.programs
+  weights, state = engine.described(params)
+  key = _abstract(engine, (2,), np.uint32, axes=(None,))
+  step = _abstract(engine, (), np.int32, axes=())
+  entry = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), engine.entry({}, {}))
+
+  def tables(rows, read):
+    return [_abstract(engine, (rows, read // engine.page), np.int32, axes=())] if engine.page else []
+
+  jobs: list[Callable[[], Any]] = [functools.partial(engine.reshard.compile, params), programs.init.compile]
+  low = min(lengths)
+  high = engine.config.room
+  if not turns:  # an environment's first message may make prompts longer
+    high = min(max(lengths) + engine.config.max_new_tokens, high)
+  # Preempted sequences are prefilled again, with what they have drawn.
+  again = range(low, high) if turns or engine.page else ()
+  rows = buckets.prefill_rows(group_size)
+  for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
+    tokens = _abstract(engine, (rows, size))
+    counts = _abstract(engine, (rows,))
+    prefix = programs.prefill.outputs(weights, tokens, counts)
+    jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
+    jobs.append(functools.partial(programs.insert.compile, state, prefix, entry, key, step))
+  for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
+    for count in buckets.row_sizes():
+      jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
+    if turns and engine.can_reuse_cache:
+      chunk = jax.tree.map(
+        lambda x: _abstract(engine, x.shape, x.dtype), make_chunk(engine.max_concurrent_decodes, {}, 0)
+      )
+      table = tables(engine.max_concurrent_decodes, read)
+      jobs.append(functools.partial(programs.extender(read).compile, weights, state, entry, chunk, key, step, *table))
+  if len(buckets.row_sizes()) > 1:
+    jobs.append(functools.partial(programs.move.compile, state, _abstract(engine, (engine.max_concurrent_decodes,))))
+  return jobs
+
+
+def _abstract(engine: NativeEngine, shape: tuple, dtype: Any = np.int32, axes: tuple | None = None):
+  """Shape, type and sharding of an argument; its first dimension is the batch unless `axes` are given."""
+  if axes is None:
+    axes = ('batch', *(None,) * (len(shape) - 1))
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=engine.layout.sharding(axes, shape))

@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.rollout import sequence
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sequence import Sequence as ActiveSequence
@@ -69,7 +68,7 @@ class JetStreamEngine(engine_api.Engine):
     cache, text = prefix
     number, self._number = self._number, self._number + 1
     most = self._native.config.max_new_tokens
-    entry = sequence.make_entry(self._native, {slot: ActiveSequence(Request(text, number), most, text)}, {slot: 0})
+    entry = self._native.entry({slot: ActiveSequence(Request(text, number), most, text)}, {slot: 0})
     return self._native.insert(decode_state, cache, entry, self._key, 0)
 
   def generate(self, params, decode_state):

@@ -21,9 +21,9 @@ from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
-from jaxpost.rollout import sampler, sampler_config, sequence, warmup
+from jaxpost.rollout import engine_programs, sampler, sampler_config
 from jaxpost.rollout.buckets import Buckets
-from jaxpost.rollout.engine_programs import EnginePrograms
+from jaxpost.rollout.engine_programs import CHUNK, EnginePrograms, make_chunk, make_entry
 from jaxpost.rollout.kv_cache import PageTable
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.programs.generate import Block, DecodeState, Prefix
+  from jaxpost.rollout.kv_cache import PageCopy
+  from jaxpost.rollout.sequence import Sequence as ActiveSequence
 
 
 class NativeEngine:
@@ -221,8 +223,8 @@ class NativeEngine:
     entry = self.layout.put(entry, 'batch', None)
     read = self.read_bucket(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    for start in range(0, max(len(x) for _, x in suffixes.values()), sequence.CHUNK):
-      chunk = self.layout.put(sequence.make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
+    for start in range(0, max(len(x) for _, x in suffixes.values()), CHUNK):
+      chunk = self.layout.put(make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
       state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
     return state
 
@@ -258,6 +260,10 @@ class NativeEngine:
     return self.buckets.prefill_rows(group_size)
 
   # ----------------------------------------------------------------- requests
+
+  def entry(self, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Sequence[PageCopy] = ()) -> Entry:
+    """The argument of `insert`; see `engine_programs.make_entry`."""
+    return make_entry(self, sequences, rows, copies)
 
   def check(self, request: Request) -> None:
     """Raises InputError if a request cannot be served."""
@@ -375,5 +381,5 @@ class NativeEngine:
   # ------------------------------------------------------------------ compile
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
-    """Functions that compile what sampling needs; see `warmup.compile_jobs`."""
-    return warmup.compile_jobs(self, params, lengths, group_size, turns)
+    """Functions that compile what sampling needs; see `engine_programs.compile_jobs`."""
+    return engine_programs.compile_jobs(self, params, lengths, group_size, turns)

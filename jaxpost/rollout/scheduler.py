@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.rollout.kv_cache import PrefixCache
-from jaxpost.rollout.sequence import Sequence, make_entry
+from jaxpost.rollout.sequence import Sequence
 from jaxpost.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Scheduler:
       self.tokens_prefilled += len(sequence.tokens) - filled
     if not taken:
       return
-    entry = make_entry(self.engine, taken, dict.fromkeys(taken, 0))
+    entry = self.engine.entry(taken, dict.fromkeys(taken, 0))
     self.dequeue(taken)
     table = None
     if self.pages:
@@ -243,7 +243,7 @@ class Scheduler:
     if not self.pages:
       self.prefix_cache.evict(taken)
     rows = {slot: self.prefix_rows[sequence.key] for slot, sequence in taken.items()}
-    entry = make_entry(self.engine, taken, rows, copies)
+    entry = self.engine.entry(taken, rows, copies)
     self.state = self.engine.insert(self.state, self.prefix, entry, self.run_key, self.step)
     self.active |= taken
     for slot, sequence in taken.items():
