@@ -1,4 +1,4 @@
-"""The errors a user can cause or must hear of, and the exit code of each.
+"""Errors that users cause or have to act upon, each with its exit code.
 
 Launchers turn these into one line on stderr and the exit code; anything else
 is a bug of ours, keeps its traceback and exits with 1. Imports nothing, so
@@ -19,7 +19,7 @@ class NoCheckpointError(RuntimeError):
 
 
 class Preempted(Exception):
-  """The run was told to stop, has saved, and continues by the same command."""
+  """The run got a signal to stop and has saved; the same command continues it."""
 
   exit_code = 42
 

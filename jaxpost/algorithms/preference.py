@@ -58,7 +58,7 @@ def weights_of(config) -> tuple:
 
 
 def reads_reference(config) -> bool:
-  """Whether a loss reads the reference; those of other methods (KTO) all do."""
+  """True if a loss reads the reference; KTO's losses, in a table of their own, all do."""
   return any(name not in LOSSES or LOSSES[name].needs_reference for name in config.preference.losses)
 
 

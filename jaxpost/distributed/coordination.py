@@ -123,7 +123,7 @@ def check_same(values: dict[str, Any], hint: str) -> None:
 
 
 def any_process(flag: bool) -> bool:
-  """Whether `flag` was set on any process by now: one answer for all, each step.
+  """True on all processes if `flag` was set on any of them by now.
 
   Process 0 decides from the flags that have reached it; a later one counts in
   the next step.

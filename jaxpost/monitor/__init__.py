@@ -1,4 +1,4 @@
-"""What a run reports: metrics, alerts, timelines, the HTML report, health of hosts.
+"""The reports of a run: metrics, alerts, timelines, the HTML report, health of hosts.
 
 The only room that imports TensorBoard and wandb. Imports distributed/, storage/ and
 programs/; the loop, stage/ and tools/ import it. Never here: what is computed in a step.

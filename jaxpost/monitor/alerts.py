@@ -137,7 +137,7 @@ class Alerts:
       return math.nan if row.get(key) is None else row[key]
 
     entropy, length = value('entropy'), value('completions/mean_length')
-    # Where the loss scale has overflowed, it is lowered: no cause for alarm.
+    # An overflow of the loss scale lowers it, and is no cause for alarm.
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
     return Signals(
       entropy=entropy,

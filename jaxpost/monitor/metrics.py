@@ -1,4 +1,4 @@
-"""What a run says of itself: files, TensorBoard, wandb, console, warnings.
+"""Metrics of a run: metrics.jsonl, TensorBoard, wandb, console, warnings.
 
 One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key:
 number}; a number that is not finite is null and named in 'nonfinite'. Keys
@@ -28,7 +28,7 @@ from jaxpost.monitor.alerts import Alerts, nonfinite
 from jaxpost.storage import object_store
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
-# What the console shows of a row, where present, and by which name.
+# Metrics that the console shows, where a row has them: key -> label.
 SHOWN = {
   'loss': 'loss',
   'reward': 'reward',
@@ -50,7 +50,7 @@ def is_clock_key(key: str) -> bool:
 
 
 def plain(value: Any) -> Any:
-  """What JSON can hold: arrays as lists, numbers not finite as null."""
+  """The value as JSON can hold it: arrays as lists, non-finite numbers as null."""
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
@@ -210,7 +210,7 @@ class MetricsWriter:
     """`wandb` is False, True or the name of a project."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
-    # What grows is kept here where the folder is on an object store.
+    # An object store cannot append: growing files are kept here and uploaded.
     self._remote = object_store.is_remote(self.path)
     self._board_dir = object_store.folder() if self._remote else self.workdir
     self._primary, self._tensorboard = primary, tensorboard

@@ -1,16 +1,23 @@
-"""What the updates of a step say together, and what is wrong with them."""
+"""Merges the metrics of a step's updates, and names the terms that are not finite."""
+
+from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 
+if TYPE_CHECKING:
+  from jaxpost.roles import Roles
+  from jaxpost.types import Item
+
 _COUNTS = 'skipped_updates', 'empty_updates', 'overflowed_updates'
 
 
 def merge_metrics(done: list) -> dict:
-  """The row of a step: means over its updates; a critic's have its name."""
+  """One row from the (role, metrics) of a step's updates: means, with the role as prefix except for the policy."""
   columns = {}
   for role, metrics in done:
     prefix = '' if role == 'policy' else f'{role}/'
@@ -20,8 +27,8 @@ def merge_metrics(done: list) -> dict:
   return {k: math.fsum(v) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
 
 
-def diagnosis(item, done: list, roles) -> str:
-  """What is not finite: metrics of the updates, and terms with their rows."""
+def diagnosis(item: Item, done: list, roles: Roles) -> str:
+  """Names metrics and loss terms that are not finite, with their rows; '' if all are."""
   found = []
   for (role, batch), (_, metrics) in zip(item.updates, done):
     bad = [k for k, v in to_host(metrics).items() if not np.isfinite(v)]
@@ -32,7 +39,7 @@ def diagnosis(item, done: list, roles) -> str:
 
 
 def _terms(role, batch) -> list[str]:
-  """The inputs, outputs and terms of a loss [M, B, T] that are at fault."""
+  """Names of the inputs, outputs and terms of a loss [M, B, T] that are not finite, with their rows."""
   outputs, objective = role.score(batch), role.objective
   terms = {k: v for k, v in vars(outputs).items() if v is not None}
   if not objective.coupled and not objective.divergence:

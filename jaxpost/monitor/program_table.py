@@ -1,13 +1,15 @@
-"""What will run: parameters, mesh, memory and FLOPs of each program."""
+"""The table of compiled programs that a run prints and plan.json holds."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import rich.box
 import rich.table
+from etils import epath
 
 from jaxpost.hardware import chips
 from jaxpost.models import transformer
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
 
-def peak_flops(devices) -> float:
-  """Of all devices together; 0 where the hardware is not in the table."""
+def peak_flops(devices: Sequence[jax.Device]) -> float:
+  """Peak FLOPs a second of all devices together; 0 for unknown hardware."""
   chip = chips.of_kind(devices[0].device_kind)
   return chip.flops * len(devices) if chip else 0.0
 
@@ -28,9 +30,11 @@ def peak_flops(devices) -> float:
 def make_plan(
   stage: str, cfg: ModelConfig, layouts: dict[str, Layout], tokens_per_step: int, rows: list[dict], memory: dict
 ) -> dict:
-  """A JSON-able record of what a stage runs; the programs are `rows`.
+  """A JSON record of the programs of a stage.
 
-  memory: {program: bytes a device that are in use while it runs, at most}.
+  Args:
+    rows: one per program; see `programs.compile.Ledger`.
+    memory: {program: most bytes in use on a device while it runs}.
   """
   device = jax.devices()[0]
   return dict(
@@ -79,13 +83,14 @@ def render(plan: dict) -> rich.table.Table:
   return table
 
 
-def read(path, stages: list[str]) -> list[dict]:
-  """The plans of these stages, as they were when these ran."""
+def read(path: epath.Path, stages: list[str]) -> list[dict]:
+  """The saved plans of these stages."""
   plans = json.loads(path.read_text()) if path.exists() else []
   return [p for p in plans if p['stage'] in stages]
 
 
-def write(path, plans: list[dict]):
+def write(path: epath.Path, plans: list[dict]) -> None:
+  """Writes plan.json."""
   object_store.write_text(path, json.dumps(plans, indent=1))
 
 

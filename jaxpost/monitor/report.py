@@ -1,4 +1,4 @@
-"""What a run has come to: report.html, final figures, a terminal summary.
+"""The report of a run: report.html, final figures, a terminal summary.
 
 Reads the files of a run and writes one page that needs nothing else: inline
 CSS and SVG, no scripts, no requests. Imports no JAX.
@@ -19,7 +19,7 @@ from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
-# What a stage is judged by, in this order, with its name for people.
+# Headline metrics of a stage, most important first: key -> label.
 NAMES = {
   'steps': 'Steps',
   'loss': 'Loss',
@@ -66,7 +66,7 @@ def _esc(x: Any) -> str:
 
 
 def _read(path: epath.Path) -> list:
-  """What a .json (one) or .jsonl holds; a torn last line may be alive yet."""
+  """The objects of a .json or .jsonl file; a torn last line, which may still be written, is left out."""
   text = path.read_bytes().decode('utf-8', 'replace') if path.exists() else ''
   lines, out = [text.rstrip('\0\n ')], []
   lines = lines[0].split('\n') if path.suffix == '.jsonl' else lines

@@ -1,11 +1,10 @@
-"""A trace of some steps: where their time goes, on devices and on the host.
+"""Timelines of a run: when the host and the devices of each phase were busy.
 
-When the host and the devices of each phase were at work.
-
-The host's phases are those of `metrics.Chrono`. Of devices, a thread waits for
-what a program returns and notes when it came: nothing that a run decides
-depends on it. The first steps are written as Chrome trace events, which
-ui.perfetto.dev opens.
+`Timeline` times the phases of the host, as `metrics.Chrono` does. For devices, a
+thread waits for the results of a program and notes when they came; no decision
+of a run depends on it. The first steps are written as Chrome trace events, which
+ui.perfetto.dev opens. `Trace` records a profile of some steps with
+`jax.profiler`.
 """
 
 import collections
@@ -35,10 +34,10 @@ class Trace:
     self._open = False
 
   def at(self, step: int):
-    """Before each step."""
+    """Starts or ends the trace; called before each step."""
     if step >= self._after:
       self.close()
-    # Of a run that is resumed inside, the rest.
+    # A run that was resumed inside these steps traces the rest of them.
     elif not self._open and self._first <= step < self._after:
       self._folder.mkdir(parents=True, exist_ok=True)
       jax.profiler.start_trace(str(self._folder))
@@ -57,8 +56,8 @@ _HOST = 'host'
 class Timeline(Chrono):
   """A Chrono that also knows when devices were busy.
 
-  lanes: phase -> the name of the devices that run it.
-  path: of the file; None writes nothing. steps: how many go into it.
+  lanes: {phase: name of the devices that run it}.
+  path: file of trace events; None writes none. steps: number of steps in it.
   """
 
   def __init__(self, lanes: dict):
@@ -67,17 +66,17 @@ class Timeline(Chrono):
     self.path, self.steps = None, 0
     self._zero = time.time() - time.perf_counter()  # of the clock used here
     self._lock, self._threads = threading.Lock(), {}
-    # (lane, name, start, end); the oldest go where nobody asks.
+    # (lane, name, start, end); the oldest are dropped if `pop` is not called.
     self._done = collections.deque(maxlen=10_000)
     self._asked = collections.defaultdict(collections.deque)
     self._last = collections.defaultdict(float)  # lane -> end of its last
-    self._told = 0.0  # until when `pop` has told of them
+    self._reported = 0.0  # `pop` has reported spans until then
     self._named = False  # lanes, in the file
 
   # ------------------------------------------------------------------- spans
 
   def watch(self, phase: str, tree):
-    """Notes when the devices of a phase have made these arrays."""
+    """Notes when the devices of a phase have computed these arrays."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.sharding.addressable_devices]
     if not arrays:
       return
@@ -95,7 +94,7 @@ class Timeline(Chrono):
       try:
         jax.block_until_ready(array)
       except (jax.errors.JaxRuntimeError, RuntimeError):
-        pass  # whoever asked for it hears of it, too
+        pass  # the caller of the program gets the same error
       now = time.perf_counter()
       with self._lock:
         phase, asked = self._asked[lane].popleft()
@@ -110,16 +109,17 @@ class Timeline(Chrono):
       phase = self._open[-1]
       with self._lock:
         self._done.append((_HOST, phase, before, self._mark))
-        if phase == 'sample':  # the host sees to it block by block
+        if phase == 'sample':  # the host harvests it block by block
           self._done.append((self.lanes[phase], phase, before, self._mark))
 
   def pop(self) -> dict[str, float]:
-    """As of Chrono, and time/busy/LANE: seconds in which it was at work.
+    """Seconds of each phase since the last call, as `Chrono.pop`, and of busy devices.
 
-    time/busy/both: those in which training and sampling were.
+    time/busy/LANE: seconds in which the devices of a lane were busy.
+    time/busy/both: seconds in which those of training and of sampling were.
     """
-    out, start = super().pop(), self._told
-    now = self._told = self._mark
+    out, start = super().pop(), self._reported
+    now = self._reported = self._mark
     with self._lock:
       spans = list(self._done) + [
         (lane, asked[0][0], max(asked[0][1], self._last[lane]), now) for lane, asked in self._asked.items() if asked
@@ -138,7 +138,7 @@ class Timeline(Chrono):
     return out
 
   def close(self):
-    """Ends the threads, when they have seen what they were told to watch."""
+    """Ends the threads, once the arrays that they watch are computed."""
     for waiting in self._threads.values():
       waiting.put(None)
     self._threads.clear()
@@ -148,13 +148,13 @@ class Timeline(Chrono):
   def begin(self, path, steps: int):
     """Writes the spans of the next `steps` steps to a file.
 
-    Of a run on an object store, to which nothing can be appended, to none.
+    Nothing is written to an object store, which cannot append.
     """
     if steps and not object_store.is_remote(path):
       self.path, self.steps = epath.Path(path), steps
 
   def flush(self):
-    """Once a step, on all processes: what has happened since goes there."""
+    """Writes the spans since the last call; called once a step on all processes."""
     if not self.path:
       return
     with self._lock:
@@ -171,7 +171,7 @@ class Timeline(Chrono):
       self.path = None
 
   def _write(self, every: list):
-    """Appends: the closing bracket of such a file may be missing."""
+    """Appends events; trace viewers accept a file without its closing bracket."""
     lines, lanes = [], [_HOST, *dict.fromkeys(self.lanes.values())]
     if not self.path.exists():
       self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ class Timeline(Chrono):
 
 
 def merged(spans: list) -> list:
-  """The same time, as spans that do not touch."""
+  """The union of spans, as spans that do not touch."""
   out = []
   for begin, end in sorted(spans):
     if out and begin <= out[-1][1]:
@@ -205,5 +205,5 @@ def merged(spans: list) -> list:
 
 
 def both(these: list, those: list) -> list:
-  """Where spans of both are."""
+  """The intersection of two lists of spans."""
   return [(max(a, c), min(b, d)) for a, b in these for c, d in those if max(a, c) < min(b, d)]

@@ -113,13 +113,13 @@ class Program:
     return self._compiled[key]
 
   def _elsewhere(self, args) -> bool:
-    """Whether only other processes have the devices that this runs on."""
+    """True if only other processes have the devices of this program."""
     return coordination.process_count() > 1 and not any(
       x.sharding.addressable_devices for x in jax.tree.leaves(self.outputs(*args))
     )
 
   def outputs(self, *args):
-    """The outputs as `jax.ShapeDtypeStruct`s, to compile what takes them."""
+    """Shapes, types and shardings of the outputs, to compile programs that take them."""
     abstract = jax.tree.map(_abstract, args)
     shapes = jax.eval_shape(self._fn, *abstract)
     shardings = self._shardings(abstract)
@@ -136,15 +136,13 @@ class Program:
 
 
 def options(arguments, more: dict | None = None) -> dict | None:
-  """Of the compiler, for the devices of these arguments."""
+  """Compiler options for the devices of these arguments; `more` wins, and so do XLA_FLAGS."""
   devices = (d for x in arguments for d in x.sharding.device_set)
-  given = os.environ.get('XLA_FLAGS', '')
-  ours = (
-    {k: v for k, v in GPU_OPTIONS.items() if k not in given}
-    if (getattr(next(devices, None), 'platform', '') == 'gpu')
-    else {}
-  )
-  return ours | (more or {}) or None
+  found = {}
+  if getattr(next(devices, None), 'platform', '') == 'gpu':
+    given = os.environ.get('XLA_FLAGS', '')
+    found = {k: v for k, v in GPU_OPTIONS.items() if k not in given}
+  return found | (more or {}) or None
 
 
 def _abstract(x):

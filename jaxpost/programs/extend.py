@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class More:
-  """What follows the texts of some slots, those that an `Entry` names."""
+  """Tokens that continue the sequences of some slots, which an `Entry` names."""
 
   tokens: Array  # [S, T] int32, padded on the right
-  lengths: Array  # [S] int32, of them; 0 leaves a slot as it is
-  filled: Array  # [S] int32, entries of the cache that stay
+  lengths: Array  # [S] int32, number of tokens; 0 leaves a slot as it is
+  filled: Array  # [S] int32, cache entries that stay
 
 
 def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """extend(weights, state, entry, more, run_key, step, table) -> state.
+  """The program extend(weights, state, entry, more, run_key, step, table) -> state.
 
-  As `insert` of texts whose first entries are in the cache of their slot, or
-  in the pages of `table` [S, n]; attention reads `read` entries of it. The
-  state is donated.
+  It continues sequences whose first entries are in the cache of their slot, or
+  in the pages of `table` [S, n]; attention reads `read` entries. It donates the
+  state.
   """
   way = _one_by_one if compute.row_writes and (layout.batch_shards == 1) else _together
 
@@ -128,7 +128,7 @@ def _write(cache: Cache, recent: Cache, slot, one: More) -> Cache:
 
 
 def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
-  """Likewise in the pages table [n] of one slot, entry by entry."""
+  """Writes the new entries of one slot into its pages, `table` [n], one by one."""
   size = pool.k[0].shape[2]
 
   def write(t, pool):
@@ -145,7 +145,7 @@ def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
 
 
 def _scatter(cache: Cache, recent: Cache, new, more: More, table) -> Cache:
-  """Likewise in all slots at once."""
+  """Writes the new entries of all slots at the same time."""
   count = jnp.arange(more.tokens.shape[1])
   at, row = more.filled[:, None] + count, jnp.arange(len(new))[:, None]
   size = cache.k[0].shape[2]

@@ -1,9 +1,9 @@
 """Prefill, insert and generate: the programs of a sampler.
 
-`extend.py` has the one by which a conversation goes on.
+`extend.py` has the program that continues a cached prefix.
 
-Legend: S slots, R of them in a block, T steps of it, N prompts, P prompt
-tokens (padded to a rung), K kv heads, h head size, D hidden size, L layers.
+Legend: S slots, R of them in a block, T steps of a block, N prompts, P prompt
+tokens (padded to a bucket), K kv heads, h head size, D hidden size, L layers.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class Prefix:
-  """Prompts read once, to be forked into any number of samples."""
+  """Prefilled prompts, to be forked into any number of samples."""
 
   cache: Cache  # L x [N, K, P, h]
   hidden: Array  # [N, D], of the last prompt token
   lengths: Array  # [N] int32
-  experts: tuple = ()  # L x [N, 1, P, k] uint16, where they are recorded
+  experts: tuple = ()  # L x [N, 1, P, k] uint16, where routing is recorded
 
 
 @struct.dataclass
 class DecodeState:
   """Everything the sampler keeps on the device."""
 
-  cache: Cache  # L x [S, K, length, h], or the pool of pages
+  cache: Cache  # L x [S, K, length, h], or pages
   hidden: Array  # [S, D], from which the next token is drawn
   positions: Array  # [S] int32, where that token will be written
   counts: Array  # [S] int32, tokens drawn so far
@@ -57,29 +57,29 @@ class DecodeState:
 
 @struct.dataclass
 class Entry:
-  """What goes into the slots; `source` is -1 where a slot stays as it is."""
+  """Sequences that enter slots; `source` is -1 where a slot stays as it is."""
 
   source: Array  # [S] int32, row of the Prefix
   prompts: Array  # [S] int32, global prompt index
   samples: Array  # [S] int32, index within the group
   sampling: Sampling
-  copies: Array | None = None  # [M, 3] int32 row of the Prefix, which part of
-  # it, page where that goes; -1 is none
+  # [M, 3] int32: row of the Prefix, part of that row, target page; -1 is none.
+  copies: Array | None = None
 
 
 @struct.dataclass
 class Block:
-  """What a call of `generate` drew, for the host to look at."""
+  """Tokens that a call of `generate` drew, to be harvested by the host."""
 
   tokens: Array  # [T, R] int32 of T steps and R rows
   logprobs: Array  # [T, R] float32
   behaviour_logprobs: Array  # [T, R] float32
   drawn: Array  # [T, R] bool: of a slot that was active
-  active: Array  # [R] bool: goes on
+  active: Array  # [R] bool: not finished
   finished: Array  # [R] bool: a stop id was drawn
   broken: Array  # [R] bool: logits were not finite
-  top: tuple  # ids and log-probs [T, R, n] of the likeliest, or ()
-  experts: tuple  # [T, R, L, k] uint16 that the tokens passed, or ()
+  top: tuple  # ids and log-probs [T, R, n] of the top-n tokens, or ()
+  experts: tuple  # [T, R, L, k] uint16 that routed the tokens, or ()
 
 
 def empty_state(
@@ -159,11 +159,14 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
 
 
 def enter(state: DecodeState, entry: Entry, hidden, positions, run_key, step) -> DecodeState:
-  """The state with what `entry` says of its slots, their cache aside.
+  """Enters sequences into their slots: all of the state but the cache.
 
-  hidden: [S, D] and positions: [S], of the end of each text.
+  hidden: [S, D] and positions: [S], at the end of each prompt.
   """
-  pick = lambda value, old: _where(entry.source >= 0, value, old)
+
+  def pick(value, old):
+    return _where(entry.source >= 0, value, old)
+
   keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
   return state.replace(
     hidden=pick(hidden, state.hidden),
@@ -245,7 +248,7 @@ def _put_pages(pool, rows, copies):
 
 
 def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
-  """What a block of `steps` tokens will add to a cache, as it begins."""
+  """The empty cache entries of a block of `steps` tokens."""
   recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
   return view(recent).replace(experts=routing.no_record(model.config, rows, steps))
 
@@ -253,27 +256,27 @@ def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 def make_generate(
   model: Model, steps: int, rows: int, read: int, top: int, layout: Layout, compute: Compute, ledger: Ledger
 ) -> Program:
-  """generate(weights, state, table) -> (state, Block): `steps` tokens a slot.
+  """The program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
 
-  Of the first `rows` slots; attention reads the first `read` entries of
-  their caches, or the pages of `table` [rows, n]. The caller knows that no
-  other slot is in use, and that none gets past them. The state is donated;
-  the host can look at the block while the next call runs.
+  It decodes the first `rows` slots; attention reads the first `read` entries of
+  their caches, or the pages of `table` [rows, n]. The caller makes sure that no
+  other slot is in use, and that none grows past `read`. The state is donated;
+  the host can read the block while the next call runs.
 
   Args:
-    top: how many of the likeliest tokens to report.
+    top: number of most probable tokens to report.
   """
   block = functools.partial(_block, model, steps, read, top, compute)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
-  # These axes leave weights whole. A model of one's own may ask for a mesh.
-  apart = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
+  # These axes replicate weights. A custom model may use the mesh by itself.
+  independent = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
 
   def generate(weights, state, table=None):
-    if not apart or table is not None or rows < len(state.active):
+    if not independent or table is not None or rows < len(state.active):
       return block(rows, layout, weights, state, table)
-    # On each device its own slots, which know nothing of each other. The
-    # partitioner would ask all devices, at each token, which branch a draw
-    # takes, and bring what is written to a cache to all of them.
+    # Each device decodes its own slots, which are independent of each other.
+    # The partitioner would all-reduce the branch of every draw, and all-gather
+    # what is written to a cache.
     split = layout.spec(('batch',))
     by_step = PartitionSpec(None, *split)
     return jax.shard_map(
@@ -379,18 +382,21 @@ def advance(state: DecodeState, tokens):
 
 
 def stored(cache: Cache) -> Cache:
-  """As it is kept: bfloat16 as integers, whose updates XLA:CPU does in place
-  where it would widen and narrow the whole array."""
+  """The cache as it is stored: bfloat16 as integers.
+
+  XLA:CPU updates integers in place, but converts a whole bfloat16 array to
+  float32 and back.
+  """
   return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
 
 
 def view(cache: Cache) -> Cache:
-  """What is `stored`, to compute with."""
+  """The `stored` cache in its own type, to compute with."""
   return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
 
 
 def head_logits(model: Model, weights, hidden, compute: Compute):
-  """[S, D] -> [S, V] float32, what is no token hidden."""
+  """[S, D] -> logits [S, V] float32; rows of the padded vocabulary are masked."""
   head = model.head(weights)
   logits = head_chunk.logits(hidden, head, model.config.logit_form, compute.dtype)
   if model.config.vocab_size < head.shape[0]:

@@ -53,7 +53,7 @@ def scale_of(state):
 
 
 def report(state, finite) -> dict:
-  """What becomes of a step's `skipped_updates` where there is a scale."""
+  """Metrics of the loss scale, and the `skipped_updates` of a step that has one."""
   if not isinstance(state, LossScaled):
     return {}
   over = ~finite & (state.scale > 1)

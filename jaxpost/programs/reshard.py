@@ -28,33 +28,39 @@ GROUP_BYTES = 2**30
 
 
 class Reshard:
-  """reshard(params) -> weights, with one dict a layer.
+  """The program reshard(params) -> weights, with one dict per layer.
 
-  Matrices that read the same activations become one where no device has a
-  part of them only. Weights share the arrays that need no copy: they are to
-  be gone before an update takes the parameters' buffers.
+  Matrices that multiply the same activations are fused into one, unless they are
+  split over devices. Weights that need no copy share the parameters' buffers, so
+  they have to be freed before an update donates these.
 
   Args:
-    most: bytes of the layers that a program makes, on all devices together;
-      it makes one at least.
-    lent: arrays that need no copy are shared; False where the weights are
-      still in use when an update takes the parameters.
+    most: bytes of the layers that one program makes, on all devices together;
+      at least one layer.
+    share_buffers: weights that need no copy share the parameters' buffers; False
+      where they are still in use when an update donates the parameters.
 
   Attributes:
-    shared_bytes: of what the last call took as it was.
+    shared_bytes: bytes that the last call shared.
   """
 
   def __init__(
-    self, model: Model, layout: Layout, compute: Compute, ledger: Ledger, most: int = GROUP_BYTES, lent: bool = True
+    self,
+    model: Model,
+    layout: Layout,
+    compute: Compute,
+    ledger: Ledger,
+    most: int = GROUP_BYTES,
+    share_buffers: bool = True,
   ):
     self._merge, model = model.merge, model.base or model
-    self._compute, self._layout, self._lent = compute, layout, lent
+    self._compute, self._layout, self._share_buffers = compute, layout, share_buffers
     self._table, self._shardings = nest(model.table), model.shardings(layout)
     joined = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
     self._joined = joined
     # Name -> the parameter that it is made of, and how.
     self._made = {k: (k, p) for k, p in self._table.items() if k not in STACKS}
-    # XLA:CPU widens a whole bfloat16 table to look up a few of its rows.
+    # XLA:CPU converts a whole bfloat16 table to float32 to look up a few rows.
     if compute.row_writes and model.config.tie_embeddings and (compute.dtype == 'bfloat16'):
       self._made |= dict(embed=('embed', None), head=('embed', model.table['embed']))
       self._shardings['head'] = self._shardings['embed']
@@ -66,7 +72,7 @@ class Reshard:
       most_bytes = max(most_bytes, sum(math.prod(p.shape[1:]) * _size(p, compute) for p in rows.values()))
     self.layers = len(each)
     self._stacks = [s for s in STACKS if s in self._table]
-    # Of layers that are not alike, all at once.
+    # Layers that differ are made by one program.
     self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, most_bytes)
     self._rest = Program('reshard', self._cast, ledger, lambda shapes: {k: self._shardings[k] for k in shapes})
     self._some = Program(
@@ -111,7 +117,7 @@ class Reshard:
     for name, (source, param) in self._made.items():
       x = params[source]
       kind = x.dtype if param is None or param.exact else self._compute.dtype
-      same = self._lent and x.dtype == kind and x.sharding.is_equivalent_to(self._shardings[name], x.ndim)
+      same = self._share_buffers and x.dtype == kind and x.sharding.is_equivalent_to(self._shardings[name], x.ndim)
       if same:
         shared[name] = relabelled(x, self._shardings[name])
       else:
@@ -120,7 +126,7 @@ class Reshard:
     return shared, rest, {k: x for k, x in params.items() if k not in sources}
 
   def _cast(self, params):
-    """What is no layer; all, of a model of one's own."""
+    """Casts everything outside the layer stack; for a custom model, everything."""
     if not self.layers:
       return jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merge(params), self._table)
     # Without a copy in it jit would return the parameter itself.

@@ -46,7 +46,7 @@ class Drawn:
   logprobs: Array  # [S], under log_softmax(logits / T); T = 1 where greedy
   behaviour_logprobs: Array  # [S], under the distribution drawn from
   broken: Array  # [S] bool: logits were not finite, or nothing may be drawn
-  top: tuple  # ids and log-probs [S, n] of the likeliest, or ()
+  top: tuple  # ids and log-probs [S, n] of the top-n tokens, or ()
 
 
 def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
@@ -73,7 +73,7 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
     return tokens, total, total, highest
 
   def less():
-    # By the likeliest that is left: what is excluded may be far ahead of it.
+    # Relative to the best remaining token: excluded ones may be far more probable.
     left = _forbid(logits, forbidden)
     top = jnp.max(left, axis=-1, keepdims=True)
     kept = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0)
@@ -91,12 +91,12 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
   best = ()
   if top:
 
-    def likeliest():
+    def top_tokens():
       values, ids = jax.lax.top_k(logits, top)
       return ids, values - highest - jnp.log(total)[:, None]
 
     none = lambda: (jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top)))
-    best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), likeliest, none)
+    best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), top_tokens, none)
   return Drawn(
     tokens,
     scaled - jnp.log(total),
@@ -107,7 +107,7 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
 
 
 def _forbid(logits, ids):
-  """Hides logits[s, ids[s, j]]; ids of -1 are nobody's."""
+  """Masks logits[s, ids[s, j]]; an id of -1 masks nothing."""
   size = logits.shape[-1]
   rows = jnp.arange(len(ids))[:, None]
   return logits.at[rows, jnp.where(ids < 0, size, ids)].set(MASKED_LOGIT, mode='drop')

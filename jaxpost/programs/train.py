@@ -49,7 +49,7 @@ def run_model(
   model: Model, params, batch: Batch, layout: Layout, compute: Compute, noise=None, dropout=None, routing=None
 ):
   """Hidden states [B, T, D] of packed rows; with `routing`, a pair with it."""
-  # What most batches lack is not passed: a model of one's own needs no more.
+  # Optional fields that a batch lacks are not passed, so a custom model need not take them.
   given = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout, routing=routing, chosen=batch.experts)
   return model.forward(
     params,

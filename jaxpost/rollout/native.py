@@ -78,7 +78,9 @@ class NativeEngine:
       self.reshard = shared_weights.SharedWeights(model, layout)
       model = shared_weights.sampling_model(model)
     else:
-      self.reshard = Reshard(model, bridge.source if bridge else layout, compute, ledger, lent=not asynchronous)
+      self.reshard = Reshard(
+        model, bridge.source if bridge else layout, compute, ledger, share_buffers=not asynchronous
+      )
     self._model_config = model.config
     self._bridge = bridge
     self.page = config.page_size

@@ -83,7 +83,7 @@ class Scheduler:
     self.prefix_rows: dict[bytes, int] = {}  # prompt -> its row there
     self.running: collections.deque[Dispatched] = collections.deque()
     self.prefix_cache = PrefixCache(self.pages)
-    # What `figures` reports.
+    # Counts that `figures` reports.
     self.computed = 0  # slot-steps
     self.drawn = 0
     self.dispatches = 0
@@ -107,7 +107,7 @@ class Scheduler:
         self.enqueue(more)
         finished = []
         continue
-      # With an empty queue the next block may run while the last is harvested.
+      # If the queue is empty, the next block may run while the last is harvested.
       overlap = not self.queue and any(sequence.left > 0 for sequence in self.active.values())
       if overlap or not self.running:
         overlap = self.dispatch() and overlap

@@ -59,7 +59,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-  """Returns a token to pad with at which no text ends.
+  """Returns a padding token that is not a stop token.
 
   transformers reads the score at the last token that is not padding: where
   the end of a turn pads, too, it would read one token early.

@@ -1,4 +1,4 @@
-"""Where the weights of a role come from, and how they get onto the devices.
+"""Loads the weights of a role onto its devices.
 
 A source is '' (random), a Hugging Face folder or org/name, RUN[@step] (a
 checkpoint of another run) or stage:NAME (an earlier stage of this one). A PEFT

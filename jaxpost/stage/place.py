@@ -143,7 +143,7 @@ def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -
   r = config.rollout
   if on_policy or config.eval.samples:
     room = r.max_prompt_length + r.max_new_tokens
-    # Texts that go on, or that a full pool sent back, are read as a whole.
+    # Continued conversations and preempted sequences are prefilled as a whole.
     longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
     lengths = {buckets.bucket(n, room) for n in range(1, longest + 1)}
     out += [(inputs.model.config, n, 1) for n in lengths]

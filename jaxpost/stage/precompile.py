@@ -22,7 +22,7 @@ if typing.TYPE_CHECKING:
 
 
 def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
-  """What the compiled programs of a stage will need."""
+  """Memory that the compiled programs of a stage will need."""
   parks = placed.config.rollout.offload
   if parks and not memory.parks(placed.train.mesh.local_devices[0]):
     raise InputError(

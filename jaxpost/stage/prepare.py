@@ -256,7 +256,7 @@ def read_held_out_rows(config: Config) -> Rows | None:
   held_out = config.eval.data
   if not held_out.path:
     return None
-  # Of several sources, the first one's shape is that of the held-out data.
+  # Held-out data has the columns and the map of the first source.
   columns = held_out.columns or _first(config.data.columns)
   return sources.read_sources(held_out.path, columns, held_out.map or _first(config.data.map))
 

@@ -1,4 +1,4 @@
-"""Where weights come from: the `Source` record, and what identifies it."""
+"""The `Source` record: which weights a role starts from, and how they are identified."""
 
 from __future__ import annotations
 
