@@ -38,7 +38,7 @@ def rows(kept: dict) -> list[str]:
 
 
 def told(cfg) -> str:
-  """What a ModelConfig has that a plain Llama has not, in words."""
+  """The differences of a ModelConfig from a plain Llama, in words."""
   scaled = [dict(r.scaling)['rope_type'] for r in cfg.ropes if r.scaling]
   words = {
     f'rope {" ".join(scaled)}': scaled,

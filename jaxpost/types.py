@@ -170,7 +170,7 @@ class Completion:
     tokens: [C] int32, including the stop id.
     logprobs: [C] float32 under the distribution with temperature, before top-k,
       top-p and min-p.
-    behaviour_logprobs: [C] float32 under the truncated distribution that the
+    behavior_logprobs: [C] float32 under the truncated distribution that the
       tokens were drawn from.
     finished: ended by a stop id or a stop string, not by max_tokens.
     stop_string: that ended it, or ''; the last token completes it.
@@ -182,7 +182,7 @@ class Completion:
   request: Request
   tokens: np.ndarray
   logprobs: np.ndarray
-  behaviour_logprobs: np.ndarray
+  behavior_logprobs: np.ndarray
   finished: bool
   stop_string: str = ''
   top_ids: np.ndarray | None = None
@@ -213,7 +213,7 @@ class Rollout:
 
   Attributes:
     logprobs: under the distribution with temperature, before truncation.
-    behaviour_logprobs: under the truncated one that tokens were drawn from.
+    behavior_logprobs: under the truncated one that tokens were drawn from.
     finished: ended by a stop id, not by max_new_tokens.
     step: that it was sampled for; version: updates behind the weights.
     from_data: completions are demonstrations, nothing was sampled.
@@ -229,7 +229,7 @@ class Rollout:
   completions: np.ndarray  # [N, C] int32
   lengths: np.ndarray  # [N] int32
   logprobs: np.ndarray  # [N, C] float32
-  behaviour_logprobs: np.ndarray  # [N, C] float32
+  behavior_logprobs: np.ndarray  # [N, C] float32
   finished: np.ndarray  # [N] bool
   step: int = 0
   version: int = 0
@@ -270,7 +270,7 @@ class Experience:
   Attributes:
     rewards: NaN where a completion has none.
     mask: 1 on the tokens that the policy sampled.
-    arrays: per token of the completions: sampler_logprobs, behaviour_logprobs,
+    arrays: per token of the completions: sampler_logprobs, behavior_logprobs,
       and those of old_logprobs, ref_logprobs and values that the algorithm
       lists in `scores`.
     baseline: rewards of greedy answers (ReMax).

@@ -38,7 +38,7 @@ flags.disclaim_key_flags()  # --config belongs to the command that defines it
 
 def define_config() -> flags.FlagHolder:
   """Defines --config; its value is the config with all overrides applied."""
-  # With an empty sys_argv ml_collections applies no overrides itself: `parse` does.
+  # Given an empty sys_argv, ml_collections applies no overrides itself: `parse` does.
   return config_flags.DEFINE_config_file(
     'config', None, 'Config file with its arguments: FILE.py[:args].', lock_config=True, sys_argv=[]
   )

@@ -49,7 +49,7 @@ def main(argv=None):
 
 
 def usage():
-  """What `jaxpost --help` prints."""
+  """The text of `jaxpost --help`."""
   width = max(map(len, VERBS))
   lines = [f'  {verb:{width}}  {what}' for verb, what in VERBS.items()]
   return '\n'.join(['usage: jaxpost COMMAND [flags]', '', *lines, '', '`jaxpost COMMAND --help` lists its flags.'])

@@ -296,7 +296,7 @@ def rollout(seed=3):
     completions=np.stack([draw(6) for _ in lengths]),
     lengths=lengths,
     logprobs=-np.ones((12, 6), np.float32),
-    behaviour_logprobs=-np.ones((12, 6), np.float32),
+    behavior_logprobs=-np.ones((12, 6), np.float32),
     finished=lengths < 6,
   )
 

@@ -368,7 +368,7 @@ def test_an_episode_token_by_token(pool):
   assert rendered == BYTES.decode(rollout.prompts[0].tokens, False) + whole + ('\n')
   first = len(BYTES.encode(call('a')))
   assert rollout.logprobs[0, :first].tolist() == [-i - 1 for i in range(first)]
-  assert (rollout.behaviour_logprobs - rollout.logprobs)[rollout.mask].tolist() == [-1] * rollout.mask.sum()
+  assert (rollout.behavior_logprobs - rollout.logprobs)[rollout.mask].tolist() == [-1] * rollout.mask.sum()
   assert not rollout.logprobs[~rollout.mask].any()
   assert (rollout.versions[rollout.mask] == 4).all()  # of before a swap
   assert rollout.rewards['environment'].tolist() == [2, 0]

@@ -57,7 +57,7 @@ def rollout(seed=3):
     completions=completions,
     lengths=lengths,
     logprobs=logprobs,
-    behaviour_logprobs=logprobs,
+    behavior_logprobs=logprobs,
     finished=lengths < C,
   )
 
@@ -76,7 +76,7 @@ def experience(seed=3, **fields):
   made = rollout(seed)
   random = np.random.RandomState(seed + 1)
   noise = lambda: (made.logprobs + 0.1 * random.standard_normal(made.logprobs.shape)).astype(np.float32)
-  arrays = dict(sampler_logprobs=made.logprobs, behaviour_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
+  arrays = dict(sampler_logprobs=made.logprobs, behavior_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
   rewards = random.standard_normal(N)
   rewards[5] = np.nan
   return Experience(

@@ -141,7 +141,7 @@ def main():
     )
     arrays = {k: random.normal(size=shape).astype(np.float32) for k in ('advantages', 'importance_weights')}
     arrays |= {
-      f'{k}_logprobs': np.float32(-5 + 0.5 * random.normal(size=shape)) for k in ('sampler', 'behaviour', 'old', 'ref')
+      f'{k}_logprobs': np.float32(-5 + 0.5 * random.normal(size=shape)) for k in ('sampler', 'behavior', 'old', 'ref')
     }
     return found.objective(settings), batch.replace(
       arrays=arrays, sequence_ids=np.where(batch.loss_weights > 0, batch.segment_ids, 0)

@@ -55,7 +55,7 @@ def rollout(count=12, longest=6, groups=3, seed=3):
     completions=np.stack([draw(longest) for _ in lengths]),
     lengths=lengths,
     logprobs=-np.ones((count, longest), np.float32),
-    behaviour_logprobs=-np.ones((count, longest), np.float32),
+    behavior_logprobs=-np.ones((count, longest), np.float32),
     finished=lengths < longest,
   )
 
@@ -73,7 +73,7 @@ def graded(rewards=None, mask=None, made=None, **arrays):
     old_logprobs=normal() / 5 - 1,
     ref_logprobs=normal() / 5 - 1,
     sampler_logprobs=made.logprobs,
-    behaviour_logprobs=made.behaviour_logprobs,
+    behavior_logprobs=made.behavior_logprobs,
   )
   return Experience(made, np.asarray(rewards, np.float64), mask, {**found, **arrays})
 

@@ -34,7 +34,7 @@ def graded(rewards, lengths):
     completions=np.zeros((count, 5), np.int32),
     lengths=lengths.ravel(),
     logprobs=-np.ones((count, 5), np.float32),
-    behaviour_logprobs=-np.ones((count, 5), np.float32),
+    behavior_logprobs=-np.ones((count, 5), np.float32),
     finished=lengths.ravel() < 5,
   )
   return Experience(made, rewards.ravel(), batching.completion_mask(made), {}, memory={'kept': 'as it was'})

@@ -70,7 +70,7 @@ def slots_of(count, **fields):
 
 def _draw(logits, settings, uniform):
   drawn = _compiled(logits, settings, uniform, jnp.zeros(len(uniform), int))
-  return [np.asarray(x) for x in (drawn.tokens, drawn.logprobs, drawn.behaviour_logprobs)]
+  return [np.asarray(x) for x in (drawn.tokens, drawn.logprobs, drawn.behavior_logprobs)]
 
 
 _compiled = jax.jit(sampling.draw)
@@ -95,11 +95,11 @@ SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.3, 40
 
 @pytest.mark.parametrize('temperature,top_k,top_p', SETTINGS)
 def test_draws_follow_the_distribution(row, temperature, top_k, top_p):
-  tokens, logprobs, behaviour = draw(row, temperature, top_k, top_p)
+  tokens, logprobs, behavior = draw(row, temperature, top_k, top_p)
   logp, kept = distribution(row, temperature, top_k, top_p)
   np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
-  np.testing.assert_allclose(behaviour, kept[tokens], atol=1e-5)
-  assert np.isfinite(behaviour).all()  # nothing from outside
+  np.testing.assert_allclose(behavior, kept[tokens], atol=1e-5)
+  assert np.isfinite(behavior).all()  # nothing from outside
   expected = DRAWS * np.exp(kept)
   counts = np.bincount(tokens, minlength=V)
   rare = expected < 10  # of too few for the statistic: one bin
@@ -117,8 +117,8 @@ def test_a_temperature_that_would_overflow_is_greedy(row):
 
 
 def test_greedy_takes_the_best_and_draws_at_temperature_1(row):
-  tokens, logprobs, behaviour = draw(row, temperature=0.0, top_k=3)
-  assert (tokens == row.argmax()).all() and (behaviour == 0).all()
+  tokens, logprobs, behavior = draw(row, temperature=0.0, top_k=3)
+  assert (tokens == row.argmax()).all() and (behavior == 0).all()
   logp, _ = distribution(row, 1.0, 0, 1.0)
   np.testing.assert_allclose(logprobs, logp.max(), atol=1e-5)
 
@@ -250,7 +250,7 @@ def test_what_a_rollout_holds(rollout):
   for x in (rollout.completions, rollout.logprobs):
     assert (x[beyond] == 0).all()
   # Nothing was truncated: what was drawn from is the distribution itself.
-  np.testing.assert_allclose(rollout.behaviour_logprobs, rollout.logprobs, atol=1e-6)
+  np.testing.assert_allclose(rollout.behavior_logprobs, rollout.logprobs, atol=1e-6)
   assert (rollout.step, rollout.version) == (2, 3)
 
 
@@ -286,7 +286,7 @@ def test_what_is_excluded_is_not_drawn(row):
   """Forbidden ids, stop ids too early, and less than min_p of the best left."""
   order = np.argsort(-row)
   tile = lambda ids: jnp.tile(jnp.asarray(ids, jnp.int32), (DRAWS, 1))
-  tokens, logprobs, behaviour = draw(
+  tokens, logprobs, behavior = draw(
     row,
     min_p=jnp.full(DRAWS, 0.2),
     forbidden_ids=tile(order[[0, -1]]),
@@ -298,7 +298,7 @@ def test_what_is_excluded_is_not_drawn(row):
   inside[order[:2]] = inside[order[-1]] = False
   assert set(tokens) == set(np.flatnonzero(inside))
   kept = logp - np.log(np.exp(logp[inside]).sum())
-  np.testing.assert_allclose(behaviour, kept[tokens], atol=1e-5)
+  np.testing.assert_allclose(behavior, kept[tokens], atol=1e-5)
   np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
   best, *_ = draw(row, 0.0, forbidden_ids=tile(order[:1]))
   assert (best == order[1]).all()
@@ -311,11 +311,11 @@ def test_what_is_excluded_may_be_far_ahead(fields):
   row[0] = 120
   if 'min_p' in fields:
     fields = {'min_p': jnp.full(DRAWS, fields['min_p'])}
-  tokens, logprobs, behaviour = draw(row, forbidden_ids=jnp.zeros((DRAWS, 1), jnp.int32), **fields)
-  assert 0 not in tokens and np.isfinite(behaviour).all()
+  tokens, logprobs, behavior = draw(row, forbidden_ids=jnp.zeros((DRAWS, 1), jnp.int32), **fields)
+  assert 0 not in tokens and np.isfinite(behavior).all()
   rest = row[1:] - np.log(np.exp(row[1:]).sum())
   if not fields:
-    np.testing.assert_allclose(behaviour, rest[tokens - 1], atol=1e-5)
+    np.testing.assert_allclose(behavior, rest[tokens - 1], atol=1e-5)
   np.testing.assert_allclose(logprobs, row[tokens] - 120, atol=1e-4)
 
 

@@ -277,7 +277,7 @@ def test_each_request_is_sampled_in_its_own_way(model, params):
   told = {k: c for k, (c,) in told.items()}
   for key in (20, 0), (21, 1):
     np.testing.assert_array_equal(told[key].tokens, told[key].top_ids[:, 0])
-    np.testing.assert_array_equal(told[key].behaviour_logprobs, 0)
+    np.testing.assert_array_equal(told[key].behavior_logprobs, 0)
     np.testing.assert_allclose(told[key].logprobs, told[key].top_logprobs[:, 0], atol=1e-6)
   assert (told[22, 0].tokens != first[22, 0]).any()
   np.testing.assert_array_equal(told[23, 1].tokens, first[23, 1][:5])

@@ -41,7 +41,7 @@ def objective(config: Config) -> Objective:
     loss, metrics = policy_gradient.LOSSES[rl.loss](logp, old, arrays['advantages'], options, sequence_mean)
     if masked:
       kept = policy_gradient.off_policy_kept(
-        logp, arrays['behaviour_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
+        logp, arrays['behavior_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
       )
       loss *= kept
       metrics['off_policy_kept'] = kept
@@ -66,7 +66,7 @@ def objective(config: Config) -> Objective:
 
   arrays = ['advantages', 'sampler_logprobs', *_scores_in_loss(config)]
   if masked:
-    arrays.append('behaviour_logprobs')
+    arrays.append('behavior_logprobs')
   if _corrections(rl):
     arrays.append('importance_weights')
   return Objective(
@@ -198,11 +198,11 @@ def finish(
       'advantages/min': float(out['advantages'][counted].min()),
     }
   if 'opsm' in rl.importance:
-    out['behaviour_logprobs'] = arrays['behaviour_logprobs']
+    out['behavior_logprobs'] = arrays['behavior_logprobs']
   names = _corrections(rl)
   if names:
     old = arrays['old_logprobs']
-    sampler = arrays['behaviour_logprobs']
+    sampler = arrays['behavior_logprobs']
     options = importance.CorrectionOptions(
       rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low, rl.sequence_high
     )

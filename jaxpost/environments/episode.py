@@ -43,14 +43,14 @@ class EpisodeToken(NamedTuple):
     id: the token.
     generated: True if the policy generated it, False for a tool's answer and template tokens.
     logprob: log-prob under the policy, 0 if not generated.
-    behaviour_logprob: log-prob under the distribution it was drawn from, 0 if not generated.
+    behavior_logprob: log-prob under the distribution it was drawn from, 0 if not generated.
     version: of the weights, in updates.
   """
 
   id: int
   generated: bool
   logprob: float
-  behaviour_logprob: float
+  behavior_logprob: float
   version: int
 
 
@@ -104,8 +104,8 @@ def generated_tokens(completion: Completion) -> list[EpisodeToken]:
   columns = zip(
     completion.tokens.tolist(),
     completion.logprobs.tolist(),
-    completion.behaviour_logprobs.tolist(),
+    completion.behavior_logprobs.tolist(),
     completion.versions.tolist(),
     strict=True,
   )
-  return [EpisodeToken(i, True, logprob, behaviour, version) for i, logprob, behaviour, version in columns]
+  return [EpisodeToken(i, True, logprob, behavior, version) for i, logprob, behavior, version in columns]

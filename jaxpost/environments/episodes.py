@@ -110,7 +110,7 @@ class Episodes:
       completions=padded('id', np.int32),
       lengths=np.array([len(row) for row in rows], np.int32),
       logprobs=padded('logprob', np.float32),
-      behaviour_logprobs=padded('behaviour_logprob', np.float32),
+      behavior_logprobs=padded('behavior_logprob', np.float32),
       finished=np.array([e.finished for e in episodes]),
       step=step,
       version=self.engine.version,

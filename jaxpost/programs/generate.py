@@ -73,7 +73,7 @@ class Block:
 
   tokens: Array  # [T, R] int32 of T steps and R rows
   logprobs: Array  # [T, R] float32
-  behaviour_logprobs: Array  # [T, R] float32
+  behavior_logprobs: Array  # [T, R] float32
   drawn: Array  # [T, R] bool: of a slot that was active
   active: Array  # [R] bool: not finished
   finished: Array  # [R] bool: a stop id was drawn
@@ -289,7 +289,7 @@ def make_generate(
         Block(
           tokens=by_step,
           logprobs=by_step,
-          behaviour_logprobs=by_step,
+          behavior_logprobs=by_step,
           drawn=by_step,
           active=split,
           finished=split,
@@ -361,7 +361,7 @@ def _block(
   block = Block(
     drawn.tokens,
     drawn.logprobs,
-    drawn.behaviour_logprobs,
+    drawn.behavior_logprobs,
     active,
     few.active | False,
     jnp.any(stopped, axis=0),

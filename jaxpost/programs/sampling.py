@@ -44,7 +44,7 @@ class Drawn:
 
   tokens: Array  # [S] int32
   logprobs: Array  # [S], under log_softmax(logits / T); T = 1 where greedy
-  behaviour_logprobs: Array  # [S], under the distribution drawn from
+  behavior_logprobs: Array  # [S], under the distribution drawn from
   broken: Array  # [S] bool: logits were not finite, or nothing may be drawn
   top: tuple  # ids and log-probs [S, n] of the top-n tokens, or ()
 

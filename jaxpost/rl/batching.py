@@ -180,7 +180,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollo
   def join(name: str) -> np.ndarray:
     return np.concatenate([_pad_to(vars(r)[name][members], width) for r, members in zip(rollouts, chosen)])
 
-  names = ['completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished']
+  names = ['completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished']
   names += [name for name in _OPTIONAL if vars(first)[name] is not None]
   prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, indices in zip(rollouts, groups) for g in indices)
   rewards = first.rewards

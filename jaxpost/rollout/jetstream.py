@@ -227,4 +227,4 @@ class JetStreamRollout:
       self.version,
     )
     logprobs = np.asarray(self.rescore(made), np.float32)
-    return made.replace(logprobs=logprobs, behaviour_logprobs=logprobs)
+    return made.replace(logprobs=logprobs, behavior_logprobs=logprobs)

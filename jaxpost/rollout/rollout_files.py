@@ -13,7 +13,7 @@ from jaxpost.rollout.rollout_codec import decode, encode, prompts_from_json, pro
 from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
-_ARRAYS = ('completions', 'lengths', 'logprobs', 'behaviour_logprobs', 'finished')
+_ARRAYS = ('completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished')
 
 
 def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Credit], None]:

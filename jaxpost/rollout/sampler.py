@@ -53,7 +53,7 @@ def to_rollout(
     completions=stack('tokens', length),
     lengths=np.array([len(c.tokens) for c in completions], np.int32),
     logprobs=stack('logprobs', length),
-    behaviour_logprobs=stack('behaviour_logprobs', length),
+    behavior_logprobs=stack('behavior_logprobs', length),
     finished=np.array([c.finished for c in completions]),
     step=step,
     version=version,

@@ -56,7 +56,7 @@ class Sequence:
   def append(self, block: Block, slot: int, version: int) -> int:
     """Appends what a block drew in a slot; returns the number of tokens."""
     drawn = block.drawn[:, slot]
-    per_token = (block.tokens, block.logprobs, block.behaviour_logprobs, *block.experts, *block.top)
+    per_token = (block.tokens, block.logprobs, block.behavior_logprobs, *block.experts, *block.top)
     versions = np.full(int(drawn.sum()), version, np.int32)
     self.parts.append([*(x[drawn, slot] for x in per_token), versions])
     return len(versions)
