@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxpost.models.transformer import flops_per_token
-from jaxpost.programs import generate
+from jaxpost.programs import cache_storage, generate
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Array, Cache
 
@@ -47,7 +47,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
     recent, hidden = model.decode(
       weights,
       cache,
-      generate.nothing_new(model, cache.replace(table=None), len(more.tokens), steps),
+      cache_storage.empty_block(model, cache.replace(table=None), len(more.tokens), steps),
       more.tokens,
       more.filled,
       0,
@@ -55,7 +55,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
       constrain=layout,
     )
     last = jnp.maximum(more.lengths - 1, 0)[:, None, None]
-    return generate.stored(recent), jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    return cache_storage.stored(recent), jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
   def extend(weights, state, entry, more, run_key, step, table=None):
     new = (entry.source >= 0) & (more.lengths > 0)
@@ -86,7 +86,7 @@ def _one_by_one(hidden_of, state, new, more: More, table, read: int):
     pick = lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1)
     one = jax.tree.map(pick, more)
     if table is None:
-      recent, last = hidden_of(generate.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), one)
+      recent, last = hidden_of(cache_storage.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), one)
       cache = _write(cache, recent, slot, one)
     else:
       recent, last = hidden_of(cache.replace(table=pick(table)), one)
@@ -101,7 +101,7 @@ def _together(hidden_of, state, new, more: More, table, read: int):
   cache = (
     state.cache.replace(table=table)
     if table is not None
-    else (generate.view(jax.tree.map(lambda x: x[:, :, :read], state.cache)))
+    else (cache_storage.view(jax.tree.map(lambda x: x[:, :, :read], state.cache)))
   )
   recent, hidden = hidden_of(cache, more)
   return _scatter(state.cache, recent, new, more, table), hidden

@@ -23,6 +23,7 @@ from jaxpost.models.attention import extend
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
+from jaxpost.programs.cache_storage import empty_block, put_pages, put_rows, stored, view, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import MASKED_LOGIT, Array, Cache, Sampling
 
@@ -149,9 +150,9 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   def insert(state, prefix, entry, run_key, step):
     source = jnp.maximum(entry.source, 0)
     cache = (
-      _put_rows(state.cache, prefix.cache, entry.source >= 0, source, compute)
+      put_rows(state.cache, prefix.cache, entry.source >= 0, source, compute)
       if entry.copies is None
-      else _put_pages(state.cache, prefix.cache, entry.copies)
+      else put_pages(state.cache, prefix.cache, entry.copies)
     )
     return enter(state.replace(cache=cache), entry, prefix.hidden[source], prefix.lengths[source], run_key, step)
 
@@ -165,7 +166,7 @@ def enter(state: DecodeState, entry: Entry, hidden, positions, run_key, step) ->
   """
 
   def pick(value, old):
-    return _where(entry.source >= 0, value, old)
+    return where(entry.source >= 0, value, old)
 
   keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
   return state.replace(
@@ -188,69 +189,13 @@ def make_move(layout: Layout, compute: Compute, ledger: Ledger, *, paged: bool) 
   def move(state, source):
     new, slots = source >= 0, jnp.arange(len(source))
     source = jnp.maximum(source, 0)
-    cache = state.cache if paged else _put_rows(state.cache, None, new, source, compute)
+    cache = state.cache if paged else put_rows(state.cache, None, new, source, compute)
     rest = state.replace(cache=None)
-    rest = jax.tree.map(lambda x: _where(new, x[source], x), rest)
+    rest = jax.tree.map(lambda x: where(new, x[source], x), rest)
     taken = jnp.any(new & (source == slots[:, None]), axis=1)
     return rest.replace(cache=cache, active=rest.active & ~taken)
 
   return Program('move', move, ledger, slot_shardings(layout), donate=(0,))
-
-
-def _where(new, value, old):
-  mask = new.reshape(-1, *(1,) * (old.ndim - 1))
-  return jnp.where(mask, value, old).astype(old.dtype)
-
-
-def _put_rows(cache, rows, new, source, compute: Compute):
-  """cache[s, :, :P] = rows[source[s]] where new[s]; P entries in `rows`.
-
-  Without `rows`, of the cache itself; then no slot is both read and written.
-  """
-  if not compute.row_writes:
-
-    def put(old, rows):
-      head = _where(new, rows[source], old[:, :, : rows.shape[2]])
-      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
-
-    return jax.tree.map(put, cache, rows or cache)
-  order = jnp.argsort(~new, stable=True)
-
-  def write(i, cache):  # only what changes, in place
-    slot = order[i]
-    return jax.tree.map(
-      lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1), (slot, 0, 0, 0)
-      ),
-      cache,
-      rows or cache,
-    )
-
-  return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
-
-
-def _put_pages(pool, rows, copies):
-  """Parts of `rows` [N, K, P, h] into pages [pages, K, p, h], in place."""
-  size = pool.k[0].shape[2]
-  rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
-
-  def write(i, pool):
-    row, place, page = copies[i]
-    return jax.tree.map(
-      lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(rows, (row, 0, place * size, 0), (1, *old.shape[1:])), (page, 0, 0, 0)
-      ),
-      pool,
-      rows,
-    )
-
-  return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
-
-
-def nothing_new(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
-  """The empty cache entries of a block of `steps` tokens."""
-  recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
-  return view(recent).replace(experts=routing.no_record(model.config, rows, steps))
 
 
 def make_generate(
@@ -349,7 +294,7 @@ def _block(
     if table is not None
     else view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
   )
-  recent = nothing_new(model, state.cache, rows, steps)
+  recent = empty_block(model, state.cache, rows, steps)
   # All numbers of the block at once: the generator is a loop of its own.
   number, filled = jnp.arange(steps), few.positions
   uniform = jax.vmap(lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
@@ -379,20 +324,6 @@ def advance(state: DecodeState, tokens):
   counts = state.counts + state.active
   full = counts >= state.sampling.max_tokens
   return state.replace(counts=counts, active=state.active & ~stop & ~full), state.active & stop
-
-
-def stored(cache: Cache) -> Cache:
-  """The cache as it is stored: bfloat16 as integers.
-
-  XLA:CPU updates integers in place, but converts a whole bfloat16 array to
-  float32 and back.
-  """
-  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
-
-
-def view(cache: Cache) -> Cache:
-  """The `stored` cache in its own type, to compute with."""
-  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
 
 
 def head_logits(model: Model, weights, hidden, compute: Compute):

@@ -6,6 +6,7 @@ Legend: M micro-batches, B rows, T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -211,17 +212,18 @@ def make_update(
     norm = optax.global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
-    moves = finite & ~empty
     if objective.token_means or not objective.coupled:
       total = jnp.where(empty, 1.0, jnp.sum(batch.loss_weights))
       metrics = jax.tree.map(lambda x: x / total, metrics)
 
-    def apply(state):
-      return clipped_step(optimizer, state, grads, norm, clip_norm)
-
     if routing:
       metrics |= routing_lib.metrics(routing)
-    params, opt_state = jax.lax.cond(moves, apply, lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)
+    params, opt_state = jax.lax.cond(
+      finite & ~empty,
+      functools.partial(clipped_step, optimizer=optimizer, grads=grads, norm=norm, clip_norm=clip_norm),
+      lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)),
+      state,
+    )
     metrics |= {
       'loss': loss,
       'grad_norm': norm,
@@ -230,18 +232,20 @@ def make_update(
       'empty_updates': 1.0 * empty,
     }
     metrics |= loss_scale.report(state.opt_state, finite)
-    return TrainState(state.step + moves, params, opt_state), metrics
+    return TrainState(state.step + (finite & ~empty), params, opt_state), metrics
 
-  def flops(state, batch, frozen):
-    del state, frozen
-    micro, rows, length = batch.tokens.shape
-    return model.passes * micro * rows * length * flops_per_token(model.config, length / 2)
-
+  flops = functools.partial(_update_flops, model)
   return Program('update', update, ledger, (shardings, layout.sharding()), donate=(0,), flops=flops)
 
 
+def _update_flops(model: Model, state: TrainState, batch: Batch, frozen: dict) -> float:
+  del state, frozen
+  micro, rows, length = batch.tokens.shape
+  return model.passes * micro * rows * length * flops_per_token(model.config, length / 2)
+
+
 def clipped_step(
-  optimizer: optax.GradientTransformation, state: TrainState, grads: Any, norm: jax.Array, clip_norm: float
+  state: TrainState, optimizer: optax.GradientTransformation, grads: Any, norm: jax.Array, clip_norm: float
 ) -> tuple[Any, Any]:
   """(params, opt_state) after one optimizer step with gradients of global norm `norm`, clipped to `clip_norm`."""
   scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))

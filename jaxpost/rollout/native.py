@@ -39,6 +39,13 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sequence import Sequence as ActiveSequence
 
 
+def share_weights(model: Model, layout: Layout) -> tuple[Any, Model]:
+  """(what takes the place of `Reshard`, model to sample with) for sampling without a copy of the weights."""
+  from jaxpost.models import shared_weights
+
+  return shared_weights.SharedWeights(model, layout), shared_weights.sampling_model(model)
+
+
 class NativeEngine:
   """`engine.Engine` on the trainer's own model, with its arrays on `layout`.
 
@@ -73,14 +80,10 @@ class NativeEngine:
     # A block may run past the last token that counts.
     self.length = config.room + self.block
     if share_base:
-      from jaxpost.models import shared_weights
-
-      self.reshard = shared_weights.SharedWeights(model, layout)
-      model = shared_weights.sampling_model(model)
+      self.reshard, model = share_weights(model, layout)
     else:
-      self.reshard = Reshard(
-        model, bridge.source if bridge else layout, compute, ledger, share_buffers=not asynchronous
-      )
+      source = bridge.source if bridge else layout
+      self.reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
     self._model_config = model.config
     self._bridge = bridge
     self.page = config.page_size
@@ -88,16 +91,7 @@ class NativeEngine:
       self.length = -(-self.length // self.page) * self.page
     self.cache_shape = self._cache_shape()
     self.pages()  # InputError where the longest sequence does not fit
-    self.buckets = Buckets(
-      slots=slots,
-      batch_shards=shards,
-      least_rows=least_rows,
-      longest=config.room,
-      cache_length=self.length,
-      page_size=self.page,
-      block=self.block,
-      max_new_tokens=config.max_new_tokens,
-    )
+    self.buckets = self._make_buckets(least_rows)
     self.programs = EnginePrograms(
       model,
       layout,
@@ -116,6 +110,19 @@ class NativeEngine:
     self.weights: Any = None
     self.version = 0
     self._fits = False
+
+  def _make_buckets(self, least_rows: int) -> Buckets:
+    """The shapes that this engine compiles; `least_rows` of a block."""
+    return Buckets(
+      slots=self.max_concurrent_decodes,
+      batch_shards=self.layout.batch_shards,
+      least_rows=least_rows,
+      longest=self.config.room,
+      cache_length=self.length,
+      page_size=self.page,
+      block=self.block,
+      max_new_tokens=self.config.max_new_tokens,
+    )
 
   def _cache_shape(self) -> tuple[int, int]:
     """(slots, entries of each), or (pages, entries of each)."""
