@@ -60,6 +60,7 @@ EXTRAS = {
     'pytest>=8.3',
     'pytest-xdist>=3.6',
     'pyyaml>=6.0',
+    'mypy>=1.11',
     'ruff>=0.8',
     *NOTEBOOK,
     'array-record>=0.8',

@@ -305,13 +305,13 @@ class Scripted:
   def prefill_rows(self, size):
     return size
 
-  def serve(self, requests, *, run_key, step, follow, read_rows, on_dispatch=None):
+  def serve(self, requests, *, run_key, step, next_requests, prefill_rows, on_dispatch=None):
     queue, done = list(requests), []
     while True:
-      queue += follow(done, False)
+      queue += next_requests(done, False)
       done = []
       if not queue:
-        queue += follow([], True)
+        queue += next_requests([], True)
         if not queue:
           return {'occupancy': 0.5, 'blocks': 1.0}
       for request in queue[: self.slots]:

@@ -60,6 +60,9 @@ GENERIC = ('launch', 'configs', 'tests', 'notebooks')
 # devices with small ones of its own.
 JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
+# Rooms whose public functions are all typed; none leaves this list.
+TYPED = ('data', 'environments', 'imports', 'rewards', 'stages', 'storage', 'types', 'workers')
+
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}
 SFT = ('jaxpost.algorithms.sft', 'jaxpost.loop', 'jaxpost.stages')
@@ -308,6 +311,26 @@ def inheritance(tree):
         )
 
 
+def typed(tree):
+  """Public functions of these rooms say what they take and return."""
+  for file, module in tree.ast.items():
+    if file.startswith('jaxpost/') and room(file[:-3].replace('/', '.')) in TYPED:
+      for node in public_functions(module):
+        args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        untyped = [a.arg for a in args if a.arg not in ('self', 'cls') and not a.annotation]
+        if untyped or node.returns is None:
+          missing = ', '.join([*untyped, *(['its result'] if node.returns is None else [])])
+          yield f'{file}:{node.lineno}: {node.name} has no type for {missing}; annotate it'
+
+
+def public_functions(node):
+  for child in node.body:
+    if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not child.name.startswith('_'):
+      yield child
+    elif isinstance(child, ast.ClassDef) and not child.name.startswith('_'):
+      yield from public_functions(child)
+
+
 # Rule -> a file, and what breaks the rule when appended to it.
 RULES = {
   layers: ('jaxpost/losses/head.py', 'from jaxpost.models import layers\n'),
@@ -328,6 +351,7 @@ RULES = {
   no_pickle: ('jaxpost/monitor/metrics.py', 'import pickle\n'),
   getattr_config: ('jaxpost/stage/prepare.py', 'def f(x):\n  return getattr(x.config, "lr", 1)\n'),
   forwarded_kwargs: ('jaxpost/stage/prepare.py', 'def f(**kw):\n  return f(**kw)\n'),
+  typed: ('jaxpost/data/packing.py', 'def f(x):\n  return x\n'),
   inheritance: ('jaxpost/stage/optim.py', 'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
 }
 

@@ -376,8 +376,8 @@ def test_a_failure_of_one_ends_all(weights):
     def check(self, request):
       asked.set()
 
-    def serve(self, *args, follow, **kwargs):
-      while follow((), False) is not None and not endpoint._stop.is_set():
+    def serve(self, *args, next_requests, **kwargs):
+      while next_requests((), False) is not None and not endpoint._stop.is_set():
         time.sleep(0.01)
 
   endpoint = Endpoint(Waiting(), weights.inputs.tokenizer, name='nano', other_engines={'other': Broken()})

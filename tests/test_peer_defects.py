@@ -77,21 +77,21 @@ def test_sampling_parameters_compile_nothing(model):
   try:
     next(stream)
     engine = stream.sampler.engine
-    before = len(engine._ledger.rows)
+    before = len(engine.programs.ledger.rows)
     prompts, _ = next(stream.prompts)
     stream.engine.load(stream.roles.policy.params, 0)
     made = [
       stream.sampler(prompts, 4, 0, **options)
       for options in (dict(temperature=0.0), dict(temperature=0.5, top_k=3), dict(top_p=0.5), dict(max_tokens=2))
     ]
-    assert len(engine._ledger.rows) == before
+    assert len(engine.programs.ledger.rows) == before
     assert made[-1].lengths.max() == 2
     # What stops is read anew, too: stop at whatever greedy says first.
     first = int(made[0].completions[0, 0])
     engine.config = dataclasses.replace(engine.config, stop_ids=(first,) * len(engine.config.stop_ids))
     stopped = stream.sampler(prompts, 4, 0, temperature=0.0)
     assert stopped.lengths[0] == 1 and stopped.finished[0]
-    assert len(engine._ledger.rows) == before
+    assert len(engine.programs.ledger.rows) == before
   finally:
     stream.close()
 

@@ -65,7 +65,7 @@ class EnginePrograms:
     self._model = model
     self._layout = layout
     self._compute = compute
-    self._ledger = ledger
+    self.ledger = ledger
     self._block = block
     self._top_logprobs = top_logprobs
     empty = generate.empty_state(model, slots, cache_shape, sampling, compute)
@@ -80,14 +80,14 @@ class EnginePrograms:
     """The program that decodes a block in `rows` slots, attending to `read` cache entries."""
     if (rows, read) not in self._decoders:
       self._decoders[rows, read] = generate.make_generate(
-        self._model, self._block, rows, read, self._top_logprobs, self._layout, self._compute, self._ledger
+        self._model, self._block, rows, read, self._top_logprobs, self._layout, self._compute, self.ledger
       )
     return self._decoders[rows, read]
 
   def extender(self, read: int) -> Program:
     """The program that extends cached prefixes, attending to `read` cache entries."""
     if read not in self._extenders:
-      self._extenders[read] = extend.make_extend(self._model, read, self._layout, self._compute, self._ledger)
+      self._extenders[read] = extend.make_extend(self._model, read, self._layout, self._compute, self.ledger)
     return self._extenders[read]
 
 
