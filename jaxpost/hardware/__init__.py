@@ -1,4 +1,4 @@
-"""What machines offer: chips as data, memory, measured speed, kernels that compute right.
+"""The machine: chips as data, memory, measured speed, numerical checks of kernels.
 
 Imports models/ (to check kernels) and below; programs, stage/, planning/ and tools/ import
 it. Its small jitted probes are the only ones outside of programs/. Never here: decisions

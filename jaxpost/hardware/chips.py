@@ -1,4 +1,4 @@
-"""Chips as data, and `--topology=NAME` -> devices that nobody has to own."""
+"""Chips as data, and `--topology=NAME` as described devices that need not be there."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ from jaxpost.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """What one device of a kind can do, from the vendors' data sheets.
+  """Figures of one device of a kind, from the vendors' data sheets.
 
   flops: dense bfloat16 FLOP/s. memory: bytes. bandwidth: of that memory,
   bytes/s. link: bytes/s that a device receives along one mesh axis inside a
@@ -33,7 +33,7 @@ class Chip:
 
 
 _GIB = 2**30
-# Of tpu7x JAX shows two devices a chip; the figures are of one device.
+# JAX shows two devices per chip of tpu7x; its figures are those of one device.
 CHIPS = {
   'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, 6.2e9, 1.05e9, 1, (16, 16, 16)),
   'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, 3.1e9, 1.5e9, 1, (16, 16)),
@@ -50,7 +50,7 @@ _MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
 # Names that are taken for the GPU of a described cluster: those of one
 # generation whose compiler target is known.
 GPUS = ('h100', 'h200')
-# What the compiler asks of a GPU that is not there (GpuTargetConfigProto).
+# Description of a GPU that is not there, for the compiler (GpuTargetConfigProto).
 _TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
  shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -88,7 +88,7 @@ class Topology:
 
   @property
   def devices(self) -> int:
-    """That JAX shows; those that are there were counted as chips."""
+    """Number of devices that JAX shows; of owned chips, each device was counted as one."""
     return len(self.owned) or self.chips * self.chip.devices
 
   @property
@@ -213,6 +213,6 @@ def devices(topology: Topology) -> list:
 
 
 def compiler_options(topology: Topology) -> dict | None:
-  """Of a compiler that has no device to try variants on."""
+  """Compiler options where no device is there to autotune on; None elsewhere."""
   without = topology.gpu and not topology.owned
   return {'xla_gpu_autotune_level': 0} if without else None

@@ -1,8 +1,9 @@
-"""Whether this device computes attention right by a kernel, shape by shape.
+"""Numerical check of attention kernels on this device, shape by shape.
+
+It runs before the programs of a run are compiled. A shape that a kernel gets
+wrong goes to XLA's attention. `models/attention_kernels.py` has the kernels.
 
 Legend: T tokens, H heads, K kv heads, h head size, hv that of values.
-
-Before anything of a run is compiled. `models/flash.py` has the kernels.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from jaxpost.storage import object_store
 if TYPE_CHECKING:
   from jaxpost.models.attention_kernels import AttentionShape
 
-# Of the largest value; what rounding to bfloat16 does is a tenth of it.
+# Largest error, as a share of the largest value; rounding to bfloat16 makes a tenth of it.
 _TOLERANCE = 0.05
-_HEADS = 2  # kv heads, with all that ask them: the others are as these
+_HEADS = 2  # kv heads that are checked, with all their query heads
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
-# What a kernel, or JAX on its way to one, says of what it cannot do.
+# Errors of a kernel, or of JAX lowering it, for a shape that it does not support.
 _FAILURES = (
   jax.errors.JaxRuntimeError,
   AssertionError,

@@ -26,7 +26,7 @@ def size(tree, device=None) -> int:
 
 
 def parks(device) -> bool:
-  """Whether the device reaches memory of the host that keeps arrays."""
+  """True if the device can keep arrays in pinned memory of its host."""
   return 'pinned_host' in {m.kind for m in device.addressable_memories()}
 
 
@@ -41,12 +41,12 @@ def batches(args) -> int:
 
 
 def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahead: bool = False) -> dict[str, int]:
-  """Program -> bytes in use at most while it runs; 'peak': of all of them.
+  """{program: most bytes in use while it runs}; 'peak' is the largest of them.
 
   Args:
     rows: of a `compile.Ledger`, of programs on the same devices.
     held: parameters, optimizer states and frozen models, which stay.
-    parked: what of it waits elsewhere while sampling goes on.
+    parked: bytes of it that are offloaded to the host while sampling.
     sampler: its weights and its cache, what it shares with those aside; 0:
       it has other devices.
     ahead: it is there while the others run, too; see `rl/rollout_queue.py`.
@@ -61,7 +61,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahea
     more = row['temp_bytes']
     if name in SAMPLING:
       more += held - parked + sampler + prefix
-      # What these make is `sampler` and `prefix`.
+      # The outputs of the others are counted in `sampler` and `prefix`.
       if name == 'reshard':
         more += moved  # on its way to other devices
       elif name not in ('init_state', 'prefill'):
@@ -74,7 +74,7 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahea
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-  """What `predict` said, and what has come of it."""
+  """Predicted memory, beside the measured peak."""
 
   predicted: dict[str, int]
 

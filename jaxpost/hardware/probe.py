@@ -1,4 +1,4 @@
-"""What this machine can do, measured: the yardstick of benchmarks."""
+"""Measured speed of this machine, which benchmarks are compared with."""
 
 import json
 import logging

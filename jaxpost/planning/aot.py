@@ -70,7 +70,7 @@ def held_on(device, roles) -> dict:
 
 
 def look(placed: place.PlacedStage, name: str, compiled, args, times: int) -> dict:
-  """What a row says beyond shapes: bytes by what they are, and the HLO."""
+  """The figures of a program beyond its shapes: bytes by purpose, counted from its HLO."""
   micro, chunks, rows, length = 1, 1, 0, 0
   layout = layout_of(placed, name, args)
   shards = layout.batch_shards

@@ -1,4 +1,4 @@
-"""What a compiled program does, counted from XLA's text of it.
+"""FLOPs, memory traffic and collectives of a compiled program, counted from its HLO.
 
 XLA's own cost analysis counts the body of a loop once. Here it counts as
 often as the loop runs, so that a scanned layer costs what all layers cost.
@@ -28,13 +28,13 @@ _FREE = frozenset(
 
 @dataclasses.dataclass
 class Totals:
-  """What a program costs one device.
+  """Costs of a program on one device.
 
   flops: of products, convolutions and kernels of attention. bytes: through
   main memory. cycles: XLA's estimate, where it writes one. collectives:
   {(kind, group): [bytes on the wire, number]}; group is a tuple of device
   positions.
-  unknown: loops whose number of turns nobody could tell.
+  unknown: loops whose number of iterations is not known.
   """
 
   flops: float = 0.0
@@ -237,7 +237,7 @@ class _Counter:
     return self.turns(hlo.op_name(op))
 
   def sources(self, ops, root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
-    """What the two sides of a comparison are in the condition itself."""
+    """The operations on both sides of a comparison, inside the condition."""
     out = []
     for name in end.inputs:
       if root.kind == 'fusion':

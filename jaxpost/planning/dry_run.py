@@ -53,7 +53,7 @@ def shape_of(text: str, key: str) -> ModelConfig:
 
 
 def find(text: str, key: str, earlier: dict) -> Source:
-  """As `weights.find`, by shapes alone."""
+  """The source that `text` names, with its shapes but without weights; see `find_weights.find`."""
   if text.startswith('stage:'):
     return find_weights.find(text, key, earlier)
   shape = shape_of(text, key)

@@ -80,7 +80,7 @@ def arrays(text: str) -> tuple[Array, ...]:
 def parse(text: str) -> tuple[dict[str, dict[str, Op]], str]:
   """({computation: {name: Op}}, the name of the entry)."""
   found, ops, entry = {}, None, ''
-  # What a kernel tells of itself has lines of its own.
+  # Backend configs of kernels span several lines, which are joined.
   for line in re.sub(r'\n(?="|}})', ' ', text).splitlines():
     if line.endswith('{') and ' -> ' in line and ' = ' not in line[: line.find('(')]:
       head = line.split('(')[0].split()
@@ -175,7 +175,7 @@ def group_of(op: Op) -> tuple[int, ...]:
 
 
 def _count(text: str) -> int:
-  """Of what XLA writes as '1,2' or '0:3'."""
+  """Number of elements in a list that XLA writes as '1,2' or '0:3'."""
   ends = [_ints(part.replace(':', ',')) for part in text.split(',')]
   return sum(end[-1] - end[0] + 1 for end in ends)
 

@@ -1,9 +1,10 @@
-"""What kernels cost, of which XLA knows nothing but their arguments.
+"""Costs of kernels, which are opaque to XLA's cost analysis.
+
+Kernels of attention (`models/attention_kernels.py`) and of grouped matrix
+products (`matmul.py`) are known; others count their arguments as read once and
+no FLOPs.
 
 Legend: B rows, T tokens, H heads, h head size, hv that of values.
-
-Kernels of attention (`models/flash.py`) and of groups of rows (`matmul.py`);
-others count their arguments as read once and no FLOPs.
 """
 
 import math
@@ -44,7 +45,7 @@ def _target(op: hlo.Op) -> str:
 
 
 def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
-  """Of `jax.lax.ragged_dot`, with rows [N, D], were groups equally large.
+  """(FLOPs, extra bytes) of `jax.lax.ragged_dot` on rows [N, D], with groups of equal size.
 
   A round of experts (`models/moe.py`) then has rows for half of its room.
   """
@@ -54,7 +55,7 @@ def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
 
 
 def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:
-  """Of the blocks that mask and window leave; [B, H, T, h], or one row."""
+  """(FLOPs, bytes) of splash attention over the blocks that mask and window leave; [B, H, T, h], or one row."""
   down, across = given[0].dims[-2:]  # of blocks: across is fewer than there
   # are where they are gone through by query, down where by key
   q, k, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(a.dims) >= 3][:3]
@@ -84,7 +85,7 @@ def splash_blocks(queries: int, keys: int, block: int, n: int, window: int) -> i
 
 
 def _cudnn(op: hlo.Op, products, given) -> tuple[float, float]:
-  """Of the causal half, or the window, as if a row were one document."""
+  """(FLOPs, bytes) of cuDNN attention over the causal half or the window, for rows of one document."""
   q, _, v = [a for a in given if len(a.dims) == 4][:3]
   rows, length, heads, size = q.dims
   found = re.search(r'attention_window_(\d+)', hlo.op_name(op))

@@ -125,7 +125,7 @@ def _few(found: list) -> list:
 
 
 def _seconds_a_token(inputs: Inputs, topology: chips.Topology, sizes: dict, shape: tuple) -> float | None:
-  """Of the least that an update sends; None where its state does not fit."""
+  """Seconds per token by the lower bound on the traffic of an update; None where its state does not fit."""
   m, chip = inputs.config.model, topology.chip
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(

@@ -31,7 +31,7 @@ _WAITED_FOR = 'reshard', 'hidden'  # by both sides, or by an update
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """What the programs of a step are called for.
+  """How often a step calls its programs, and for how many tokens.
 
   calls: {program: how often}; of `generate` for each number of cache entries
     that are read. trained, sampled: tokens at most.
@@ -114,7 +114,7 @@ def _runs_on(placed: PlacedStage, mesh) -> str:
 
 
 def _handed_over(placed: PlacedStage, row: dict, topology: chips.Topology) -> dict:
-  """What a training device then sends to those that sample; see `phases`."""
+  """Bytes that a training device sends to the sampling devices after a reshard."""
   ours, theirs = placed.train.mesh, placed.rollout.mesh
   if row['program'] != 'reshard' or _shared(ours, theirs):
     return {}
@@ -130,7 +130,7 @@ def _shared(mesh, other) -> bool:
 
 
 def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 0) -> dict:
-  """Whether the program fits beside what stays on its devices.
+  """Memory of a program by purpose, and whether it fits beside what stays on its devices.
 
   held: bytes of that; sampler: those of the sampler's programs; beside: more.
   """
@@ -213,11 +213,11 @@ def host_of(topology: chips.Topology, mesh) -> list[tuple]:
 
 
 def step_seconds(rows: list, name: str, lag: int) -> float:
-  """Of all programs; beside an update those that `lag` lets run meanwhile.
+  """Seconds of a step: all programs, with those that `lag` lets run beside an update overlapped.
 
   With 1 that is sampling, with more the scores of the rollout before it, too.
   Weights move when sampling and the update are done; both wait for them, and
-  an update for what its teachers say of its batch.
+  an update waits for the teachers' outputs for its batch.
   """
   alone, sides = 0.0, collections.Counter()
   for r in rows:

@@ -73,7 +73,7 @@ def launch_line(words: tuple, proposed: dict) -> str:
 
 
 def timed(plan: dict) -> dict:
-  """The plan of an update alone, with what it says of a step."""
+  """The plan of an update alone, with the seconds of a step that follow from it."""
   row = plan['programs'][0]
   plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
   return plan

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Of `launch.plan`. only: programs by name; price: USD per chip-hour."""
+  """Options of `launch.plan`.
+
+  only: names of the programs to plan; (): all. price: USD per chip-hour.
+  """
 
   topology: chips.Topology
   only: tuple = ()

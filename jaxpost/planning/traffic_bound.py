@@ -1,6 +1,6 @@
-"""The least that a program has to send: what its layout asks for, no more.
+"""Lower bound on a program's collective traffic, from its shardings alone.
 
-Per micro-batch, in bytes that one device receives (a ring's count: gathering
+Figures are per micro-batch, in bytes that one device receives (a ring's count: gathering
 n shards of s bytes is (n - 1) s, reducing and keeping a shard as much,
 reducing an array of b bytes everywhere 2 b (n - 1) / n).
 
@@ -129,7 +129,7 @@ def _sums(path: str, param: Param, spec, train: bool, remat: str, tied: bool) ->
 
 
 def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout, rollout: Layout, dtype) -> dict:
-  """What devices lack of the layout they sample in, on average.
+  """Mean bytes that a device has to receive for the layout that it samples in.
 
   moved_of: of what a program moves; it takes so many `times` for all of it.
   """

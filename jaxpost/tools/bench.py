@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """As the flags of launch/bench.py."""
+  """Options of the workload; launch/bench.py has them as flags."""
 
   shape: str = 'xs'
   batch: int = 16
@@ -206,7 +206,7 @@ def sample(o: Options, workdir) -> dict:
 
 
 def decode_bytes(weights: dict, cache, filled: float) -> float:
-  """That a device reads at least for a token of all slots.
+  """Lower bound on the bytes that a device reads to decode one token in all slots.
 
   filled: share of the cache.
   """

@@ -24,7 +24,7 @@ def chat_loop(weights: Weights, draws, mesh, first, asked, out):
   system = weights.inputs.config.data.system_prompt
   if system:
     messages.append({'role': 'system', 'content': system})
-  # A template that cannot render a chat is told of before a model is loaded.
+  # A template that cannot render a chat is reported before a model is loaded.
   chat.encode_prompt(tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   engine = make_engine(
     weights,
@@ -75,7 +75,7 @@ def _lines(asked, out):
 
 
 def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell) -> Completion:
-  """One completion; `tell(ids so far)` hears of each block of it."""
+  """Returns one completion; calls `tell(token ids so far)` after each block."""
   done = []
 
   def follow(completions, idle):

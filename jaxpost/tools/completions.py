@@ -72,10 +72,10 @@ def check_ids(ids, tokenizer, where) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Draws:
-  """What decides completions besides weights and prompts.
+  """Sampling settings of completions.
 
-  temperature: 0 is greedy. top_k, top_p: 0 and 1 are off. top_logprobs: of so
-  many of the likeliest tokens at each place.
+  temperature: 0 is greedy. top_k, top_p: 0 and 1 are off. top_logprobs: number
+  of most probable tokens reported at each position.
   """
 
   n: int = 1

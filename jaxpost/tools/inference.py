@@ -105,7 +105,7 @@ def from_folder(folder, config=None, name='model') -> Weights:
 
 
 def merged(base: Weights) -> Weights:
-  """What the base has of adapters or codes is a part of its matrices."""
+  """The weights with adapters and quantized matrices merged into plain ones."""
   model = base.inputs.model
   inputs = dataclasses.replace(base.inputs, model=model.base or model)
   return dataclasses.replace(base, params=model.merge(base.params), inputs=inputs)
@@ -372,7 +372,7 @@ def _show_rewards(inputs: Inputs, data: Rows) -> list:
 
 
 def _heading(place, tokens):
-  """Where a row stands, its length and its first token ids."""
+  """A heading of a row: its place in the file, its length and its first token ids."""
   place = f'...{place[-37:]}' if len(place) > 40 else place
   ids = ' '.join(map(str, tokens[:_IDS].tolist()))
   more = ' ...' if len(tokens) > _IDS else ''

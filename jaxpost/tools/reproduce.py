@@ -23,9 +23,9 @@ from jaxpost.tools import inference
 
 
 def reproduce(run, step: int, row: int, stage='', choose_mesh=None) -> dict:
-  """What sample `row` of a step was, and what was learnt from it.
+  """Samples `row` of a step again; returns it with what the update learned from it.
 
-  Goes from the newest checkpoint before the step, or from the start of the
+  It goes from the newest checkpoint before the step, or from the start of the
   stage, through the steps between: a run is a function of its config. Nothing
   in the folder of the run changes.
 
@@ -86,7 +86,7 @@ def restore(run, name: str, most: int, roles, stream) -> int:
 
 
 def compare(run, name: str, step: int, row: int, item) -> bool | None:
-  """Whether the sample is the one that the run has kept."""
+  """True if the sample equals the one that the run has kept; None if it kept none."""
   ours = item.experience.rollout
   length = ours.lengths[row]
   path = run / 'rollouts' / name / f'{step}.npz'

@@ -22,7 +22,7 @@ import tempfile
 
 from jaxpost.errors import InputError
 
-# What runs have to have in common.
+# Settings that compared runs must share.
 _ALIKE = ('shape', 'bf16', 'mesh', 'prompt', 'new', 'ragged', 'mean', 'top_p', 'device', 'jax')
 _MODES = {'strong': lambda batch, n: batch, 'weak': lambda batch, n: batch * n}
 
@@ -129,7 +129,7 @@ def figures(what: str, mode: str, n: int, batch: int, times: dict) -> dict:
 
 
 def seconds(found: dict) -> float:
-  """Of a step, from what `launch.bench` prints; the first two compile."""
+  """Median seconds of a step in the output of `launch.bench`, without the first two, which compile."""
   return statistics.median(found['all'][2:])
 
 
@@ -168,7 +168,7 @@ def time_step(plan: Plan, n: int, batch: int) -> float:
 
 
 def table(rows: list[dict]) -> str:
-  """Those rows for people."""
+  """The rows as a text table."""
   lines = [
     f'{"":6}{"":8}{"processes":>10}{"batch":>7}{"step, s":>9}{"speed-up":>10}{"efficiency":>12}{"communication":>15}'
   ]

@@ -129,7 +129,7 @@ def summary(rows, graded: list[Graded], stop_ids, pass_reward=1.0) -> dict:
 
 
 def majority(texts, passed) -> float:
-  """Whether the most frequent answer passes; the mean over a tie.
+  """1 if the most frequent answer passes, else 0; the mean over a tie.
 
   Self-consistency (Wang et al. 2022, arXiv:2203.11171).
   """
