@@ -53,9 +53,9 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 from jaxpost import stages
 run = stages.run
-def with_reward(config, workdir):
+def with_reward(config, workdir, **options):
   config = config.to_dict()
-  return run(config | {'reward': module.slow}, workdir)
+  return run(config | {'reward': module.slow}, workdir, **options)
 stages.run = with_reward
 from launch import exits, train
 exits.run(train.main)
