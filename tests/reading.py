@@ -22,27 +22,26 @@ CONTROLLER, NATIVE = 'jaxpost.rl.controller', 'jaxpost.rollout.native'
 class Entry:
   """Modules that a reader starts from, and the most that they may import.
 
-  Limits fall with what is measured and never rise. The aims are 8 / 1,600 / 2 for
-  grpo.py, 55 / 10,000 / 9 for the core, 60 / 12,000 / 10 for an SFT process and
-  112 / 22,000 / 12 for a GRPO run.
-
+  aim: (modules, lines, links of the longest chain) that the layout is meant to have.
+  limit: the same figures as measured when the limit was last set. It keeps an entry
+    from growing and is no claim that the aim is met; it may fall and not rise.
   lazy: counts imports inside functions, too; otherwise what an interpreter
     has loaded after importing the roots.
-  limit: (modules, lines, links of the longest chain).
   """
 
   name: str
   roots: tuple
+  aim: tuple
   limit: tuple
   lazy: bool = True
 
 
 ENTRIES = (
-  Entry('grpo.py alone', (GRPO,), (8, 1_700, 2)),
-  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (23, 4_200, 6)),
-  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_520, 9)),
-  Entry('SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (98, 18_300, 13), lazy=False),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (155, 28_200, 14)),
+  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_700, 2)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (23, 4_200, 6)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (55, 10_520, 9)),
+  Entry('SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (98, 18_300, 13), lazy=False),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (155, 28_200, 14)),
 )
 
 
@@ -174,9 +173,10 @@ def main():
   folders = sum((path / '__init__.py').exists() for path in root.iterdir())
   print(f'root of jaxpost/: {files} modules, {folders} folders')
   for entry in ENTRIES:
-    have = ' / '.join(f'{n:,}' for n in reading(tree, entry.roots, entry.lazy))
-    most = ' / '.join(f'{n:,}' for n in entry.limit)
-    print(f'{entry.name:40} {have:>20}   at most {most}')
+    found = reading(tree, entry.roots, entry.lazy)
+    have, aim, most = (' / '.join(f'{n:,}' for n in figures) for figures in (found, entry.aim, entry.limit))
+    missed = any(n > m for n, m in zip(found, entry.aim))
+    print(f'{entry.name:40} {have:>20}   limit {most:>20}   aim {aim}{" (missed)" if missed else ""}')
   near = [file for file, text in tree.text.items() if file.startswith('jaxpost/') and len(text.splitlines()) > 390]
   print(f'files within 10 lines of 400: {len(near)} {" ".join(near)}')
   modules = [file for file in tree.text if file.startswith('jaxpost/')]
