@@ -16,7 +16,6 @@ from etils import epath
 from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
 from jaxpost.hardware import host
 from jaxpost.models import lora
 from jaxpost.monitor import metrics, program_table
@@ -80,6 +79,8 @@ def _run(raw: dict, workdir: epath.Path, console: rich.console.Console, choose_m
     for stage in prepared:
       cleanup.callback(stage.close)
     if prepared[-1].config.save.export:
+      from jaxpost.formats import hf
+
       hf.check_target(workdir / 'export')
     consistency.check_same_inputs(prepared)
     # From here on devices are used.

@@ -19,7 +19,7 @@ from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
-from jaxpost.stage import assemble, find_weights, load_weights, place, precompute, prepare
+from jaxpost.stage import assemble, load_weights, place, precompute, prepare, sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import array_cache
 
@@ -156,7 +156,7 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
   assert [clock(r) for r in whole] == [clock(r) for r in parts]
   ends = []
   for name in ('whole', 'parts'):
-    source = find_weights.find(str(tmp_path / name), 'end', {})
+    source = sources.find(str(tmp_path / name), 'end', {})
     ends.append(load_weights.load(source, model_lib.build(source.config), tiny.one_device(), 'float32'))
   jax.tree.map(np.testing.assert_array_equal, *ends)
 

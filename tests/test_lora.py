@@ -20,7 +20,7 @@ import tiny
 from jaxpost import stages, types
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, peft, tensor_layout
-from jaxpost.models import lora
+from jaxpost.models import lora, parameters
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
 from jaxpost.monitor import metrics
@@ -45,13 +45,13 @@ def params_of(model, seed=0, b=0.2):
   """Random parameters with adapters that do something."""
   random = np.random.RandomState(seed)
   params = tiny.params(model, seed)
-  for pair in params[lora.ROOT]['layers'].values():
+  for pair in params[parameters.ADAPTER_ROOT]['layers'].values():
     pair['b'] = jnp.asarray(b * random.standard_normal(pair['b'].shape).astype(np.float32))
   return params
 
 
 def without(params):
-  return {k: v for k, v in params.items() if k != lora.ROOT}
+  return {k: v for k, v in params.items() if k != parameters.ADAPTER_ROOT}
 
 
 def logits(model, params, ids, compute=tiny.EXACT):
@@ -82,7 +82,7 @@ def test_fresh_adapters_change_nothing(dtype, unroll):
   model = lora.build(config())
   compute = dataclasses.replace(tiny.EXACT, dtype=dtype, residual=dtype, unroll=unroll)
   params, ids = tiny.params(model), tiny.tokens((2, 9))
-  assert all(np.any(p['a']) and not np.any(p['b']) for p in params[lora.ROOT]['layers'].values())
+  assert all(np.any(p['a']) and not np.any(p['b']) for p in params[parameters.ADAPTER_ROOT]['layers'].values())
   # XLA fuses the two programs in other ways.
   near(
     logits(model, params, ids, compute),
@@ -107,7 +107,7 @@ def test_merged_weights_compute_the_same(targets, rslora, unroll):
 
 def test_a_starts_as_in_peft():
   model = lora.build(config(rank=8))
-  found = model.init(jax.random.key(0))[lora.ROOT]['layers']
+  found = model.init(jax.random.key(0))[parameters.ADAPTER_ROOT]['layers']
   for name, inputs in {'q': 32, 'o': 4 * 8, 'down': 48}.items():
     a, bound = np.asarray(found[name]['a']), 1 / math.sqrt(inputs)
     assert 0.9 * bound < a.max() <= bound and -bound <= a.min() < -0.9 * bound

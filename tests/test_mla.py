@@ -17,7 +17,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf, peft
 from jaxpost.models import config as config_lib
-from jaxpost.models import lora, transformer
+from jaxpost.models import lora, parameters, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
@@ -113,7 +113,7 @@ def test_a_cache_keeps_latents(model, params):
 def test_adapters_of_latents():
   cfg = tiny.latent(lora=(2, 5.0, False, ALL))
   model = lora.build(cfg)
-  stacks = {p.split('/')[1] for p in model.table if lora.is_adapter(p)}
+  stacks = {p.split('/')[1] for p in model.table if parameters.is_adapter(p)}
   assert stacks == {'dense', 'layers'}
   random = np.random.RandomState(0)
   params = jax.tree.map(lambda x: x + 0.1 * random.standard_normal(x.shape).astype('f'), model.init(jax.random.key(0)))
@@ -122,10 +122,10 @@ def test_adapters_of_latents():
   run = lambda m, p: jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
   adapted, merged = run(model, params), run(model.base, model.merge(params))
   assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
-  plain = {k: v for k, v in params.items() if k != lora.ROOT}
+  plain = {k: v for k, v in params.items() if k != parameters.ADAPTER_ROOT}
   assert tiny.largest(adapted - run(model.base, plain)) > 1e-2
   found = lambda targets: {
-    p.split('/')[1] for p in lora.build(tiny.latent(lora=(2, 5.0, False, targets))).table if lora.is_adapter(p)
+    p.split('/')[1] for p in lora.build(tiny.latent(lora=(2, 5.0, False, targets))).table if parameters.is_adapter(p)
   }
   assert found('up') == {'dense'} and found('experts/up') == {'layers'}
 
@@ -242,7 +242,7 @@ def test_adapters_of_one_stack_come_back(tmp_path, targets):
   params = model.init(jax.random.key(0))
   peft.writer(model, params, 'base')(tmp_path)
   read = lora.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
-  adapters = lambda m: {p for p in m.table if lora.is_adapter(p)}
+  adapters = lambda m: {p for p in m.table if parameters.is_adapter(p)}
   assert adapters(read) == adapters(model)
   loaded = peft.load(tmp_path, read, lora.trained_part(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])

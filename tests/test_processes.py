@@ -145,9 +145,9 @@ def digest(folder, work, name):
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
-  from jaxpost.stage import find_weights, load_weights
+  from jaxpost.stage import load_weights, model_folders
 
-  shape = find_weights.open_folder(str(folder / 'model'), '')[1]
+  shape = model_folders.open_folder(str(folder / 'model'), '')[1]
   params = to_host(
     load_weights.read_checkpoint(
       work / 'checkpoints' / name, MIDDLE, model_lib.build(shape), make_layout('fsdp=-1', 'train'), 'float32'

@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 from jaxpost.distributed import transfer
-from jaxpost.models import lora
+from jaxpost.models import lora, parameters
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.reshard import Reshard, group_of
@@ -32,8 +32,10 @@ def make(kind):
 
 def params_of(model, dtype=jnp.float32):
   made = jax.jit(model.init)(jax.random.key(3))
-  if lora.ROOT in made:
-    made[lora.ROOT] = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape), made[lora.ROOT])
+  if parameters.ADAPTER_ROOT in made:
+    made[parameters.ADAPTER_ROOT] = jax.tree.map(
+      lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape), made[parameters.ADAPTER_ROOT]
+    )
   return transfer.move(tiny.one_device(), jax.tree.map(lambda x: x.astype(dtype), made))
 
 

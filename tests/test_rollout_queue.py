@@ -219,10 +219,10 @@ def main(folder):
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.monitor import metrics
-  from jaxpost.stage import find_weights, load_weights
+  from jaxpost.stage import load_weights, model_folders
 
   folder, said = pathlib.Path(folder), {}
-  shape = find_weights.open_folder(f'{folder}/model', '')[1]
+  shape = model_folders.open_folder(f'{folder}/model', '')[1]
   model, layout = model_lib.build(shape), make_layout('fsdp=-1', 'train')
   for name in RUNS:
     given, versions = config(folder, name), []

@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from jaxpost import imports
-from jaxpost.data import file_formats, files, generated, locate, maps
+from jaxpost.data import files
 from jaxpost.errors import InputError
 
 Row = dict[str, Any]
@@ -215,15 +215,21 @@ def read(
   if fake_rows is not None:
     found = [(f'{path}[', enumerate(fake_rows))]
   elif str(path).startswith('generated:'):
+    from jaxpost.data import generated
+
     _, name, *options = str(path).split(':', 2)
     made = generated.rows(name, ''.join(options))
     found = [(f'{path}[', enumerate(made))]
   elif streaming:
+    from jaxpost.data import file_formats, locate
+
     rows = Lazy(str(path), file_formats.open_streaming(locate.find_files(str(path))), prepare)
     if not len(rows):
       raise InputError(f'{path}: holds no rows')
     return rows
   else:
+    from jaxpost.data import file_formats, locate
+
     found = [file_formats.open_file(*file) for file in locate.find_files(str(path))]
   return _read_all(path, found, prepare)
 
@@ -288,7 +294,11 @@ def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
 def _recognize(row: Row, where: str) -> Row:
   """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged."""
   if 'conversations' in row and not {'messages', 'prompt'} & set(row):
+    from jaxpost.data import maps
+
     return maps.sharegpt(row, where)
   if {'instruction', 'output'} <= set(row) and not ({'messages', 'prompt', 'completion'} & set(row)):
+    from jaxpost.data import maps
+
     return maps.alpaca(row, where)
   return row

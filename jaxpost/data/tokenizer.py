@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
-from jaxpost.storage import hub, object_store
+from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
@@ -220,6 +220,9 @@ def _folder(path: str | pathlib.Path) -> pathlib.Path:
     return folder
   if folder.exists():
     raise InputError(f'{path}: a tokenizer is a folder, this is a file')
+
+  from jaxpost.storage import hub
+
   named = hub.parse(str(path))
   if named is None:
     raise InputError(f"{path}: no such folder; a tokenizer is a Hugging Face folder, 'org/name' or 'bytes'")

@@ -26,7 +26,7 @@ import numpy as np
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, tensor_layout
-from jaxpost.models import lora, transformer
+from jaxpost.models import lora, parameters, transformer
 from jaxpost.models import parameters as tables
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
   with contextlib.ExitStack() as stack:
     have, every, names = _open(folder, raw, cfg, stack)
     paths = [
-      names[path.removeprefix(f'{lora.ROOT}/')[:-2]]
+      names[path.removeprefix(f'{parameters.ADAPTER_ROOT}/')[:-2]]
       for path, kept in every.items()
       if kept.names[0] in have and path.endswith('/a')
     ]
@@ -223,7 +223,7 @@ def _kept(model: Model, own_a: set | None = None) -> dict:
   own_a: modules of several matrices where each has rows of A, and columns of
     B, of its own; None is all. In others they share A.
   """
-  rows = {p: s for p, s in model.table.items() if lora.is_adapter(p)}
+  rows = {p: s for p, s in model.table.items() if parameters.is_adapter(p)}
   if model.config.num_labels:
     score = model.table['score']
     rows['score'] = dataclasses.replace(score, hf=f'base_model.model.{score.hf}')
@@ -234,7 +234,7 @@ def _kept(model: Model, own_a: set | None = None) -> dict:
   here = collections.Counter(k.names[0] for k in kept.values())
   for path in [p[:-2] for p in rows if p.endswith('/a')]:
     a, b = kept[f'{path}/a'], kept[f'{path}/b']
-    parts = count[below[path.removeprefix(f'{lora.ROOT}/')].names[0]]
+    parts = count[below[path.removeprefix(f'{parameters.ADAPTER_ROOT}/')].names[0]]
     if here[a.names[0]] < parts:
       raise InputError(
         f'{a.names[0]}: is of {parts} matrices in `peft`, which '
@@ -328,7 +328,7 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   if rslora and (wide or any(k.spec.stack > 1 for k in table.values())):
     # `peft` would take the root of all ranks in a tensor together.
     alpha, rslora = alpha * math.sqrt(rank), False
-  modules = sorted({_module(k) for path, k in table.items() if lora.is_adapter(path)})
+  modules = sorted({_module(k) for path, k in table.items() if parameters.is_adapter(path)})
   scalar = bool(model.config.num_labels)
   spec = dict(
     peft_type='LORA',

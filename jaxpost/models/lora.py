@@ -24,13 +24,11 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models import model as model_lib
 from jaxpost.models import quantization
-from jaxpost.models.parameters import Param, flatten, input_dims, join, leaf, nest
+from jaxpost.models.parameters import ADAPTER_ROOT, Param, flatten, input_dims, is_adapter, join, leaf, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
-
-ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
 
 
 def scale(cfg: ModelConfig) -> float:
@@ -97,7 +95,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
     if rank > full_rank:
       raise InputError(f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {full_rank}; lower it')
     hf = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
-    rows[f'{ROOT}/{path}/a'] = Param(
+    rows[f'{ADAPTER_ROOT}/{path}/a'] = Param(
       (*spec.shape[:cut], rank),
       (*spec.axes[:cut], None),
       f'{hf}A.weight',
@@ -106,7 +104,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       dtype='float32',
       first=spec.first,
     )
-    rows[f'{ROOT}/{path}/b'] = Param(
+    rows[f'{ADAPTER_ROOT}/{path}/b'] = Param(
       (*spec.shape[: spec.stack], rank, *spec.shape[cut:]),
       (*spec.axes[: spec.stack], 'rank', *spec.axes[cut:]),
       f'{hf}B.weight',
@@ -127,11 +125,6 @@ def target_name(path: str, spec: Param) -> str:
   """Returns the name of a path in `config.lora.targets`: layers/experts/gate for experts."""
   stack, _, last = path.rpartition('/')
   return f'{stack}/experts/{last}' if 'expert' in spec.axes else path
-
-
-def is_adapter(path: str) -> bool:
-  """True for the paths of A and B."""
-  return path.startswith(f'{ROOT}/')
 
 
 def fresh(number: int, spec: Param, key: jax.Array) -> jax.Array:
@@ -249,11 +242,11 @@ def merge(params: dict, cfg: ModelConfig) -> dict:
 
 def _over_targets(params: dict, fn: Callable) -> dict:
   """Returns `params` without adapters, with fn(number, W, A, B) in place of each adapted W."""
-  if ROOT not in params:
+  if ADAPTER_ROOT not in params:
     return params
-  out = {k: v for k, v in params.items() if k != ROOT}
+  out = {k: v for k, v in params.items() if k != ADAPTER_ROOT}
   number = 0
-  for stack, pairs in params[ROOT].items():
+  for stack, pairs in params[ADAPTER_ROOT].items():
     out[stack] = dict(out[stack])
     for name, pair in pairs.items():
       out[stack][name] = fn(number, out[stack][name], pair['a'], pair['b'])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
+ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
 STACKS = ('dense', 'layers')  # names of the stacks of layers, in order
 
 
@@ -127,3 +128,8 @@ def unstack_layers(params: dict, num_layers: int) -> dict:
 def narrow(x, param: Param, compute: Compute):
   """A new array of the operand type; what is `exact` stays."""
   return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)
+
+
+def is_adapter(path: str) -> bool:
+  """Returns True for the paths of the matrices A and B of LoRA."""
+  return path.startswith(f'{ADAPTER_ROOT}/')

@@ -11,7 +11,6 @@ import rich.box
 import rich.table
 from etils import epath
 
-from jaxpost.hardware import chips
 from jaxpost.models import transformer
 from jaxpost.monitor import metrics
 from jaxpost.storage import object_store
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 def peak_flops(devices: Sequence[jax.Device]) -> float:
   """Peak FLOPs a second of all devices together; 0 for unknown hardware."""
+  from jaxpost.hardware import chips
+
   chip = chips.of_kind(devices[0].device_kind)
   return chip.flops * len(devices) if chip else 0.0
 

@@ -14,9 +14,10 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import checks, find_weights, optim
+from jaxpost.stage import checks, model_folders, optim
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare as prepare_lib
+from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.documents import Documents
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage
 from jaxpost.stage.sources import Source
@@ -43,7 +44,7 @@ def shape_of(text: str, key: str) -> ModelConfig:
   if shape is not None:
     return shape
   if text.startswith(('.', '/', '~')) or '://' in text:
-    return find_weights.open_folder(text, key)[1]
+    return model_folders.open_folder(text, key)[1]
   near = difflib.get_close_matches(text.rpartition('/')[2].lower().replace('-', '_'), presets.PRESETS, 1)
   raise InputError(
     f'{key}: no shape is called {text!r}; '
@@ -53,9 +54,9 @@ def shape_of(text: str, key: str) -> ModelConfig:
 
 
 def find(text: str, key: str, earlier: dict) -> Source:
-  """The source that `text` names, with its shapes but without weights; see `find_weights.find`."""
+  """The source that `text` names, with its shapes but without weights; see `stage.sources.find`."""
   if text.startswith('stage:'):
-    return find_weights.find(text, key, earlier)
+    return sources_lib.find(text, key, earlier)
   shape = shape_of(text, key)
   if key.startswith(('config.critic', 'config.reward_model')):
     shape = model_lib.with_scalar_head(shape)

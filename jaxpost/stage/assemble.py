@@ -27,8 +27,7 @@ from jaxpost.monitor import timeline as timeline_lib
 from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.roles import Frozen, Policy, Roles, Trainable, place
-from jaxpost.stage import checks, load_weights, optim, precompile, precompute, sources
-from jaxpost.stage.evaluate import Evaluator, HeldOut
+from jaxpost.stage import checks, load_weights, optim, precompile, sources
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item, Update
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.stage.config import Config
+  from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
   from jaxpost.types import Batch
 
@@ -133,12 +133,16 @@ def make_parts(
     workdir: the run's folder, where precomputed arrays are cached.
   """
   config, data, algorithm = placed.config, placed.data, placed.algorithm
-  precomputed = precompute.precompute(
-    placed,
-    lambda name, spec: make_frozen_run(placed, name, spec, params, workdir),
-    lambda source: sources.identity(source, workdir, config.seed),
-    workdir,
-  )
+  precomputed = ()
+  if algorithm.precompute(config):
+    from jaxpost.stage import precompute
+
+    precomputed = precompute.precompute(
+      placed,
+      lambda name, spec: make_frozen_run(placed, name, spec, params, workdir),
+      lambda source: sources.identity(source, workdir, config.seed),
+      workdir,
+    )
   roles = make_roles(placed, params, workdir, precomputed)
   engine = None
   if (algorithm.on_policy and not config.train_on_rollouts) or checks.samples_held_out(config):
@@ -333,6 +337,8 @@ def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluato
   held_out, config, algorithm = placed.data.held_out, placed.config, placed.algorithm
   if held_out is None:
     return None
+  from jaxpost.stage.evaluate import Evaluator, HeldOut
+
   loss = None
   if held_out.documents is not None:
     documents = [held_out.documents[n] for n in range(len(held_out.documents))]

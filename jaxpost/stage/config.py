@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.stage import field_names
 from jaxpost.stage.schema import Config
 
 
@@ -116,6 +115,8 @@ def _build(kind, values: Mapping, where: str, path=''):
   fields = {f.name: f for f in dataclasses.fields(kind)}
   for key in values:
     if key not in fields:
+      from jaxpost.stage import field_names
+
       raise field_names.unknown_key(where.removesuffix(f'.{path}'), f'{path}.{key}'.lstrip('.'))
   hints = typing.get_type_hints(kind)
   out = {}

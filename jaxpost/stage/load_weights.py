@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
 from jaxpost.models import lora, quantization
 from jaxpost.models.parameters import join, nest
 from jaxpost.programs import train as programs
@@ -98,6 +97,8 @@ def _load_without_base(source, model: Model, layout, dtype, workdir, seed, ledge
 
     return peft.load(source.folder, model, shardings, programs.write)
   if source.folder is not None:  # one by one, so that all are never whole
+    from jaxpost.formats import hf
+
     return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, programs.write)
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 

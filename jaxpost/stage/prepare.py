@@ -18,11 +18,10 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import lora, presets
+from jaxpost.models import lora
 from jaxpost.models import model as model_lib
 from jaxpost.stage import checks, reward_model
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import find_weights as find_weights_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
@@ -160,9 +159,11 @@ def model_source(section: ModelSection) -> Source:
   """Finds the weights that `config.model` names; random ones for a preset."""
   path, preset = section.path, section.preset
   if ':' in preset:
-    return find_weights_lib.of_code(preset, path)
+    return sources_lib.of_code(preset, path)
   if path:
-    return find_weights_lib.find(path, 'config.model.path', {})
+    return sources_lib.find(path, 'config.model.path', {})
+  from jaxpost.models import presets
+
   refuse(
     preset not in presets.PRESETS,
     f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.PRESETS)}',
@@ -200,7 +201,7 @@ def find_weights(
   algorithm: Algorithm,
   source: Source,
   earlier: Mapping[str, Source],
-  find: Callable[[str, str, Mapping[str, Source]], Source] = find_weights_lib.find,
+  find: Callable[[str, str, Mapping[str, Source]], Source] = sources_lib.find,
 ) -> dict[str, Source]:
   """Finds the weights of 'policy' and of every other role that the stage reads.
 
@@ -215,8 +216,8 @@ def find_weights(
     source = find(config.init_from, 'config.init_from', earlier)
   elif earlier:
     source = list(earlier.values())[-1]
-  source = find_weights_lib.with_adapter(config.lora.path, source)
-  find_weights_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
+  source = sources_lib.with_adapter(config.lora.path, source)
+  sources_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
     out['reference'] = source

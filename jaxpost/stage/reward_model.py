@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
-from jaxpost.stage import find_weights
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -22,8 +21,8 @@ def is_used(config: Config, algorithm: Algorithm) -> bool:
   return algorithm.on_policy and algorithm.rewards and NAME in config.rewards_tuple()
 
 
-def find(config: Config, earlier: Mapping[str, Source], find_source: Callable = find_weights.find) -> Source:
-  """Finds its weights; `earlier` is {stage: Source}."""
+def find(config: Config, earlier: Mapping[str, Source], find_source: Callable) -> Source:
+  """Finds its weights by `find_source`, see `sources.find`; `earlier` is {stage: Source}."""
   path = config.reward_model.path
   if not path:
     raise InputError(f'{KEY}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')

@@ -1,9 +1,15 @@
-"""The `Source` record: which weights a role starts from, and how they are identified."""
+"""Where weights come from: the `Source` that a config names, and how sources are identified.
+
+A source is found before a device is touched; `load_weights.py` loads it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from etils import epath
@@ -11,7 +17,8 @@ from etils import epath
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
-from jaxpost.models import lora
+from jaxpost.models import model as model_lib
+from jaxpost.models import parameters
 from jaxpost.storage import array_cache, object_store
 from jaxpost.storage.checkpoint import Checkpointer
 
@@ -19,7 +26,8 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
   from jaxpost.stage.records import Inputs
 
-_BLOCK = 1 << 16
+_STAGE = 'stage:'
+_BLOCK = 1 << 16  # bytes of a sample of a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +48,93 @@ class Source:
   seed: int | None = None
   name: str = ''
   base: 'Source | None' = None
+
+
+def find(text: str, key: str, earlier: Mapping[str, Source]) -> Source:
+  """Returns the source that `text` names.
+
+  Args:
+    text: stage:NAME, RUN[@step], a folder of a model or an adapter, or org/name.
+    key: the config field that holds it, for errors.
+    earlier: {stage: Source} of what the stages before this one end with.
+  """
+  if text.startswith(_STAGE):
+    name = text[len(_STAGE) :]
+    if name not in earlier:
+      raise InputError(f'{key}: {text!r} is no stage before this one; there is {", ".join(earlier) or "none"}')
+    return earlier[name]
+  path = text.partition('@')[0]
+  object_store.check(path, key)
+  local = epath.Path(path).expanduser()
+  is_run = (local / 'checkpoints').exists()
+  if is_run or (local.exists() and '@' in text):
+    return of_checkpoint(*find_run(text, key))
+  from jaxpost.stage import model_folders
+
+  base = model_folders.adapter_base(local)
+  if base is not None:
+    return with_adapter(text, find(base, f'{key}: base of {text}', earlier))
+  folder, config = model_folders.open_folder(text, key)
+  is_local = epath.Path(text).expanduser().exists()
+  return Source(config, folder=folder, name=object_store.resolved(folder) if is_local else text)
+
+
+def of_code(code: str, path: str) -> Source:
+  """Returns the weights of the custom model that ./file.py:function makes.
+
+  They are in the folder `path`, or random if it is ''.
+  """
+  model = model_lib.from_code(code)
+  if not path:
+    return Source(model.config)
+  from jaxpost.stage import model_folders
+
+  folder = model_folders.open_custom(path, model)
+  return Source(model.config, folder=folder, name=object_store.resolved(folder))
+
+
+def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
+  """Returns the checkpoint of a stage, given the folder of its checkpoints; None is the newest."""
+  with contextlib.closing(Checkpointer(folder)) as checkpointer:
+    meta = checkpointer.restore_meta(step)
+  config = model_config.from_json(meta['model'])
+  return Source(config, checkpoints=folder, step=step, base=recall(meta.get('base'), folder.parent))
+
+
+def with_adapter(path: str, source: Source) -> Source:
+  """Returns `source` with the adapter of a PEFT folder on top; unchanged if `path` is ''."""
+  if not path:
+    return source
+  from jaxpost.stage import model_folders
+
+  config = model_folders.with_adapter(source.config, path)
+  return Source(config, folder=epath.Path(path).expanduser(), base=source)
+
+
+def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
+  """Parses RUN[@step] into (folder of the checkpoints of its last stage, step or None)."""
+  run_folder, _, step = text.partition('@')
+  if step and not step.isdigit():
+    raise InputError(f'{key}: {step!r} in {text!r} is no step')
+  root = epath.Path(run_folder).expanduser()
+  if not (root / 'config.json').exists():
+    raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
+  folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
+  saved = json.loads((root / 'config.json').read_text())
+  order = list(saved.get('stages') or ())
+  found = sorted(folders, key=lambda f: order.index(f.name) if f.name in order else -1)
+  if not found:
+    raise InputError(f'{key}: {run_folder} has no checkpoints')
+  return found[-1], int(step) if step else None
+
+
+def check_head(source: Source, scalar_head: bool, key: str) -> None:
+  """Refuses to train a language model from the weights of a reward model."""
+  if source.config.num_labels and not scalar_head:
+    raise InputError(
+      f'{key}: these weights are of a reward model, which has no head for tokens; start from a language model'
+      ' (stage:NAME names an earlier stage)'
+    )
 
 
 def checkpoints(source: Source, workdir: epath.PathLike | None) -> epath.Path | None:
@@ -114,7 +209,7 @@ def adapter_base(inputs: Inputs) -> str:
   while source.base is not None and source.config.lora == model.config.lora:
     source = source.base
   trained = set(model.table) - model.frozen
-  only_adapter = all(lora.is_adapter(path) or path == 'score' for path in trained)
+  only_adapter = all(parameters.is_adapter(path) or path == 'score' for path in trained)
   return source.name if only_adapter and source.base is None else ''
 
 

@@ -23,10 +23,11 @@ from jaxpost.models import lora, transformer
 from jaxpost.models.parameters import join
 from jaxpost.rewards import builtin
 from jaxpost.roles import Policy, Roles
-from jaxpost.stage import algorithms, assemble, batch_shape, checks, find_weights, on_policy, place, prepare, schema
+from jaxpost.stage import algorithms, assemble, batch_shape, checks, on_policy, place, prepare, schema
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import load_weights as weights_lib
+from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
 from jaxpost.stage.sources import Source
 from jaxpost.storage import object_store
@@ -76,7 +77,7 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
   run = epath.Path(run).expanduser()
   configs = run_config(run)
   name, step = find_step(run, list(configs), stage, step, warn)
-  source = find_weights.of_checkpoint(run / 'checkpoints' / name, step)
+  source = sources_lib.of_checkpoint(run / 'checkpoints' / name, step)
   inputs = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
   params = weights_lib.load(source, inputs.model, layout, inputs.config.model.param_dtype)
@@ -122,7 +123,7 @@ def adapters(base: Weights, values) -> dict[str, Weights]:
   out, below = {}, base.inputs.sources['policy']
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
-    source = find_weights.with_adapter(folder, below)
+    source = sources_lib.with_adapter(folder, below)
     model = lora.frozen_base_model(source.config)
     own = weights_lib.load_adapter(source, model, base.layout, None)
     out[name] = dataclasses.replace(
@@ -190,8 +191,8 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   source = prepare.model_source(config.model)
-  made = made or find_weights.with_adapter(config.lora.path, source)
-  find_weights.check_head(source, algorithm.scalar_head, 'config.model.path')
+  made = made or sources_lib.with_adapter(config.lora.path, source)
+  sources_lib.check_head(source, algorithm.scalar_head, 'config.model.path')
   return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source))
 
 

@@ -1,0 +1,60 @@
+"""Opens the model folders that a config names: Hugging Face, PEFT adapters, exported custom models.
+
+Only headers and config.json are read here; `load_weights.py` reads the tensors. It is
+imported where a config names a folder, because a run that starts from random weights or
+from a checkpoint needs no file format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.formats import hf, peft
+from jaxpost.models import model as model_lib
+from jaxpost.models.config import ModelConfig
+from jaxpost.storage import hub
+
+
+def open_folder(text: str, key: str) -> tuple[epath.Path, ModelConfig]:
+  """Returns the local folder of a Hugging Face model and its shape, downloading org/name.
+
+  Raises:
+    InputError: `text`, the value of the config field `key`, names no such folder.
+  """
+  folder = epath.Path(text).expanduser()
+  if not folder.exists():
+    if not hub.parse(text):
+      raise InputError(f'{key}: {text} does not exist')
+    repo, revision, file = hub.parse(text)
+    folder = epath.Path(hub.download(repo, 'model', revision, file))
+  if folder.is_dir() and not (folder / 'config.json').exists():
+    raise InputError(f'{key}: {text} is neither the folder of a run nor a Hugging Face folder; it has no config.json')
+  config = hf.read_config(folder)
+  hf.check(folder, config)
+  return folder, config
+
+
+def open_custom(path: str, model: model_lib.Model) -> epath.Path:
+  """Returns the folder `path` after checking that it was exported from the custom model `model`."""
+  folder = epath.Path(path).expanduser()
+  if not folder.is_dir():
+    raise InputError(f'config.model.path: {path} is no folder; a custom model reads what was exported from it')
+  hf.check(folder, model.config, model.table)
+  return folder
+
+
+def adapter_base(folder: epath.Path) -> str | None:
+  """Returns the base model that a PEFT folder names; None if the folder is no adapter."""
+  if (folder / peft.CONFIG).exists() and not (folder / 'config.json').exists():
+    return peft.base_of(folder)
+  return None
+
+
+def with_adapter(config: ModelConfig, path: str) -> ModelConfig:
+  """Returns the shape `config` with the adapter of a PEFT folder, and with its head for scores if it has one."""
+  if peft.is_judge(path) and not config.num_labels:
+    config = model_lib.with_scalar_head(config)
+  return dataclasses.replace(config, lora=peft.read_spec(path, config))
