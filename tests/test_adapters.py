@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import children
 import jax
 import numpy as np
 import pytest
@@ -299,8 +300,7 @@ def test_a_sampler_on_a_mesh_shares_the_base(tmp_path, kind):
     text=True,
     capture_output=True,
     timeout=600,
-    env=os.environ
-    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},
+    env=children.environment(devices=4),
   )
   assert done.returncode == 0, done.stderr[-3000:]
 

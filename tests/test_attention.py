@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,8 +240,7 @@ def test_so_do_rows_that_are_split():
     text=True,
     timeout=600,
     capture_output=True,
-    env=os.environ
-    | {'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=2'},
+    env=children.environment(devices=2),
   )
   assert done.returncode == 0, done.stderr[-3000:]
 
@@ -674,12 +674,7 @@ def test_each_device_has_its_own_rows_heads_and_stripe():
     text=True,
     timeout=400,
     cwd=CLONE,
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': f'{CLONE}:{CLONE}/tests',
-    },
+    env=children.environment(devices=8),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   found = json.loads(run.stdout)

@@ -1,11 +1,11 @@
 """`config.mesh.train=auto`: compiled for, chosen, run on; on eight devices."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import pytest
 
 RUN = '''
@@ -82,8 +82,7 @@ def out(tmp_path_factory):
     text=True,
     capture_output=True,
     timeout=600,
-    env=os.environ
-    | {'PYTHONPATH': '.', 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
+    env=children.environment(devices=8),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])

@@ -5,11 +5,11 @@ Legend: B rows, T tokens, D hidden size.
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -173,8 +173,7 @@ def on_8_devices():
     text=True,
     timeout=400,
     cwd=EXAMPLES.parents[1],
-    env=os.environ
-    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+    env=children.environment(devices=8),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   return json.loads(run.stdout)

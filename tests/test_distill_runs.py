@@ -3,11 +3,11 @@
 import json
 import logging
 import math
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import jax
 import numpy as np
 import pytest
@@ -360,12 +360,7 @@ def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
     text=True,
     timeout=500,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': '.',
-    },
+    env=children.environment(devices=8),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   found = measure(tmp_path / 'one', ['one']) | json.loads(done.stdout.splitlines()[-1])

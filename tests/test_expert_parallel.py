@@ -3,11 +3,11 @@
 Legend: n devices, N rows of each, D numbers a row, k experts of a row.
 """
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import pytest
 
 # Where tokens go: where the router sends them; all to experts of one device
@@ -32,8 +32,7 @@ def report():
     text=True,
     timeout=400,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+    env=children.environment(devices=4),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   return dict(line.split(' ', 1) for line in run.stdout.splitlines())

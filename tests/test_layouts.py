@@ -1,12 +1,12 @@
 """Eight fake devices in every layout compute what one device computes."""
 
 import dataclasses
-import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 
+import children
 import pytest
 
 LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
@@ -30,14 +30,7 @@ def report():
     text=True,
     timeout=1200,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': '.',
-      # A cached program would not warn again.
-      'JAX_ENABLE_COMPILATION_CACHE': '0',
-    },
+    env=children.environment(devices=8, JAX_ENABLE_COMPILATION_CACHE='0'),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   found = dict(line.split(' ', 1) for line in run.stdout.splitlines())

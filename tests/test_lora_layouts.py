@@ -1,11 +1,11 @@
 """Runs with adapters on eight fake devices: what one device computes."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import numpy as np
 import pytest
 import rich.console
@@ -62,12 +62,7 @@ def test_mesh(one, mesh, tmp_path):
     text=True,
     timeout=300,
     cwd=ROOT,
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': '.:tests',
-    },
+    env=children.environment(devices=8),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   found = [r for r in metrics.comparable_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']

@@ -1,10 +1,10 @@
 """GRPO with one mesh to train on and another to sample on, same devices."""
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import pytest
 
 from jaxpost.monitor import metrics
@@ -26,8 +26,7 @@ def test_grpo_reshards_between_meshes(train, tmp_path):
     text=True,
     timeout=400,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+    env=children.environment(devices=4),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   first, *_ = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
@@ -45,8 +44,7 @@ def on(devices, folder, mesh):
     text=True,
     timeout=400,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+    env=children.environment(devices=devices),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   return [row for row in metrics.read_rows(folder / 'run' / 'metrics.jsonl') if row['split'] == 'train']

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 
+import children
 import jax
 import numpy as np
 import pytest
@@ -334,7 +335,7 @@ def test_adapters_share_the_base_on_several_devices(several, folder):
     cwd=CLONE,
     text=True,
     capture_output=True,
-    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=2'},
+    env=children.environment(devices=2),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   devices, parts, *lacking = json.loads(done.stdout.splitlines()[-1])

@@ -1,11 +1,11 @@
 """Plans: topologies by name, HLO counted with loop turns, roofline, the CLI."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import numpy as np
 import pytest
 
@@ -24,7 +24,7 @@ def run(code, *args, devices=1, **env):
     text=True,
     timeout=300,
     cwd=CLONE,
-    env=os.environ | {'PYTHONPATH': '.', 'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}', **env},
+    env=children.environment(devices=devices, **env),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return done.stdout

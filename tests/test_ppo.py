@@ -6,11 +6,11 @@ Legend: N sequences, C completion tokens, B rows, T tokens a row.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -495,12 +495,7 @@ def test_eight_devices_compute_what_one_does():
     text=True,
     timeout=300,
     cwd=ROOT,
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': f'.{os.pathsep}tests',
-    },
+    env=children.environment(devices=8),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   assert run.stdout.splitlines() == [f'{x} {y} ok' for y in ('policy', 'critic') for x in test_layouts.LAYOUTS]

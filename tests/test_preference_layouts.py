@@ -1,10 +1,10 @@
 """Pairs and labels on eight fake devices: what one device computes."""
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import pytest
 import test_layouts
 
@@ -21,12 +21,7 @@ def report():
     text=True,
     timeout=300,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': '.:tests',
-    },
+    env=children.environment(devices=8),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 
+import children
 import jax
 import numpy as np
 import pytest
@@ -102,14 +103,9 @@ def free_address():
 
 
 def environment(folder, devices=1, **more):
-  return os.environ | {
-    'JAX_PLATFORMS': 'cpu',
-    'PYTHONPATH': str(ROOT),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0',
-    'GRADED': str(folder),
-    **more,
-  }
+  return children.environment(
+    devices=devices, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0', GRADED=str(folder), **more
+  )
 
 
 def start(folder, tag, names, count=1, devices=1, driver=__file__, **more):

@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,7 +123,7 @@ def test_weights_are_of_one_mesh_those_that_are_shared_too():
     capture_output=True,
     text=True,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
+    env=children.environment(devices=8),
   )
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads(done.stdout.splitlines()[-1])

@@ -7,13 +7,13 @@ down plainly: each phase waits for the one before.
 
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import types
 
+import children
 import pytest
 
 from jaxpost.errors import InputError
@@ -60,13 +60,7 @@ def said(tmp_path_factory):
     text=True,
     timeout=600,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {
-      'XLA_FLAGS': '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0',
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-      'JAX_PLATFORMS': 'cpu',
-      'PYTHONPATH': '.:tests',
-    },
+    env=children.environment(devices=8, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0'),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   return json.loads(run.stdout.splitlines()[-1])

@@ -1,10 +1,10 @@
 """The same samples whatever the circumstances, on eight fake devices."""
 
-import os
 import pathlib
 import subprocess
 import sys
 
+import children
 import pytest
 
 NEW, KEY = 24, (7, 11)
@@ -36,8 +36,7 @@ def report():
     text=True,
     timeout=900,
     cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ
-    | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': '.'},
+    env=children.environment(devices=8),
   )
   assert run.returncode == 0, run.stderr[-3000:]
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())
