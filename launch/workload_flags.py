@@ -1,14 +1,19 @@
-"""Flags of the workloads that `launch.bench` times; the fields of `bench.Options`."""
+"""Flags of the standard workload, which `launch.bench` and benchmarks/ time: the fields of `bench.Options`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
 
 from absl import flags
 
+if TYPE_CHECKING:
+  from jaxpost.tools.bench import Options
+
 flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
-# Flags that `scaling` passes on to the processes it starts.
-PASSED_ON = ('shape', 'steps', 'prompt', 'new', 'ragged', 'mean', 'bf16', 'top_p', 'mesh', 'tune')
 
-
-def define():
+def define() -> None:
   """Defines the flags for the calling command."""
   flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
   flags.DEFINE_integer('batch', 16, 'Rows of an update (sft), or sequences decoded at a time.')
@@ -21,3 +26,11 @@ def define():
   flags.DEFINE_bool('bf16', False, 'Multiply in bfloat16; the weights stay float32.')
   flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling; 1: off.')
   flags.DEFINE_string('mesh', 'fsdp=-1', 'Device mesh, written as config.mesh.train.')
+  flags.DEFINE_bool('tune', True, 'Tune the memory allocator of the host.')
+
+
+def options() -> Options:
+  """Returns the workload that the flags describe. Imports JAX; tune the host before."""
+  from jaxpost.tools import bench
+
+  return bench.Options(**{field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(bench.Options)})

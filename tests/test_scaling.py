@@ -9,9 +9,11 @@ import sys
 import pytest
 
 from jaxpost.errors import InputError
-from jaxpost.tools import scaling
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # which a plain `pytest` does not have
+
+from benchmarks import scaling  # noqa: E402
 
 
 def plan(**over):
@@ -102,9 +104,7 @@ def test_real_processes_on_a_core_each(what):
   done = subprocess.run(
     [
       sys.executable,
-      '-m',
-      'launch.bench',
-      'scaling',
+      'benchmarks/scaling.py',
       '--shape=tiny',
       f'--workloads={what}',
       '--batch=16',

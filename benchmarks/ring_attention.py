@@ -1,13 +1,13 @@
-"""Attention over `context`: keys and values gathered, or sent round a ring.
+"""Compares two ways of context parallelism: keys and values gathered, or sent around a ring.
 
-    python docs/measure_ring.py                       # on a core each
-    python docs/measure_ring.py --topology=v5p:2x2x2  # compiled for chips
+  python benchmarks/ring_attention.py --tokens=4096                        # processes with a core each
+  python benchmarks/ring_attention.py --topology=v5p:2x2x2 --tokens=32768  # compiled for described chips
 
-The first way is `jaxpost/models/context_parallel.py`, for chips with XLA's products and
-with their kernel; the second (arXiv:2310.01889, of stripes, arXiv:2311.09431)
-is here only. Forward and backward of one layer.
+Gathering is what `jaxpost/models/context_parallel.py` does, for chips with XLA's
+products and with their kernel. Ring attention (arXiv:2310.01889, with stripes,
+arXiv:2311.09431) is only here. Forward and backward of one layer are measured.
 
-Legend: B rows, t tokens of a part, H heads, K kv heads, h head size.
+Legend: B rows, t tokens of a shard, H heads, K kv heads, h head size.
 """
 
 import functools
@@ -18,38 +18,42 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the clone
+
 from absl import app, flags
 
-_TOPOLOGY = flags.DEFINE_string('topology', '', 'Compile for these chips.')
-_TOKENS = flags.DEFINE_integer('tokens', 4096, 'Of the row.')
-_PROCESSES = flags.DEFINE_integer('processes', 2, 'Each with a core.')
-_RANK = flags.DEFINE_integer('rank', -1, 'Of a process of this program.')
-_ADDRESS = flags.DEFINE_string('address', '', 'Of the first of them.')
+_TOPOLOGY = flags.DEFINE_string('topology', '', 'Compile for these chips; empty: time on CPU cores.')
+_TOKENS = flags.DEFINE_integer('tokens', 4096, 'Length of the row.')
+_PROCESSES = flags.DEFINE_integer('processes', 2, 'Number of processes, each with a core.')
+_RANK = flags.DEFINE_integer('rank', -1, 'Set by the script: rank of a process that it started.')
+_ADDRESS = flags.DEFINE_string('address', '', 'Set by the script: HOST:PORT of the first process.')
 
 
 def ring(q, k, v, segments, n, chunk):
-  """Striped [B, t, H, h] -> the same: n times the keys of another part.
+  """Ring attention of striped [B, t, H, h]: in n rounds each shard sees the keys of one other shard.
 
-  What was summed so far is rescaled by the new largest score; the backward
-  pass computes the scores of a part again.
+  The sums so far are rescaled by the new largest score (online softmax); the
+  backward pass recomputes the scores of a shard.
   """
   import jax
   import jax.numpy as jnp
 
-  me, step = jax.lax.axis_index('context'), min(chunk, q.shape[1])
+  me = jax.lax.axis_index('context')
+  step = min(chunk, q.shape[1])
   b, t, heads, size = q.shape
   q = (q / size**0.5).reshape(b, t, k.shape[2], -1, size)
 
   @jax.checkpoint
   def part(q, k, v, documents, number):
-    """(sum of weights x values, sum of weights, largest score) by chunks."""
+    """Returns (sum of weights x values, sum of weights, largest score), by chunks of queries."""
     out = []
     for start in range(0, t, step):
       end = min(start + step, t)
       scores = jnp.einsum('btkgh,bskh->bkgts', q[:, start:end], k[:, :end], preferred_element_type=jnp.float32)
-      ahead = jnp.arange(start, end)[:, None] * n + me >= (jnp.arange(end) * n + number)
+      # Token i of shard s is token i n + s of the row.
+      causal = jnp.arange(start, end)[:, None] * n + me >= (jnp.arange(end) * n + number)
       same = segments[:, start:end, None] == documents[:, None, :end]
-      scores = jnp.where((ahead & same)[:, None, None], scores, -1e30)
+      scores = jnp.where((causal & same)[:, None, None], scores, -1e30)
       top = jax.lax.stop_gradient(scores.max(-1))
       weights = jnp.exp(scores - top[..., None])
       out.append(
@@ -61,7 +65,9 @@ def ring(q, k, v, segments, n, chunk):
       )
     return [jnp.concatenate(x, axis=3) for x in zip(*out)]
 
-  total, norm, documents = 0.0, 0.0, segments
+  total = 0.0
+  norm = 0.0
+  documents = segments
   best = jnp.full((b, k.shape[2], q.shape[3], t), -1e30)
   for i in range(n):
     some, weight, top = part(q, k, v, documents, (me + i) % n)
@@ -78,7 +84,7 @@ def ring(q, k, v, segments, n, chunk):
 
 
 def programs(layout, tokens, computes, cfg):
-  """{name: gradients by q, k and v of a row} and what they take."""
+  """Returns {name: jitted gradients with respect to q, k and v of a row} and the shapes of their arguments."""
   import jax
   import jax.numpy as jnp
 
@@ -94,7 +100,7 @@ def programs(layout, tokens, computes, cfg):
   def gathered(q, k, v, compute):
     return attention.attention(q, k, v, segments, compute, None, places, 0, cfg, None, layout)
 
-  def round_a_ring(q, k, v):
+  def ring_attention(q, k, v):
     compute = computes['gathered']
     k, v = (x.astype(compute.dtype) for x in (k, v))
     return jax.shard_map(
@@ -111,11 +117,11 @@ def programs(layout, tokens, computes, cfg):
   sharding = jax.sharding.NamedSharding(layout.mesh, split)
   given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes]
   made = {name: gradients(functools.partial(gathered, compute=compute)) for name, compute in computes.items()}
-  return made | dict(ring=gradients(round_a_ring)), given
+  return made | dict(ring=gradients(ring_attention)), given
 
 
 def described():
-  """Bytes of the programs compiled for chips that are not there."""
+  """Prints the bytes and cycles of the programs, compiled for described chips."""
   from jaxpost.hardware import chips
 
   topology = chips.parse(_TOPOLOGY.value)
@@ -155,7 +161,7 @@ def described():
 
 
 def timed():
-  """Seconds on processes with a core each, after checking they agree."""
+  """Prints the seconds of the programs on processes with a core each, after a check that they agree."""
   os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[_RANK.value]})
   from jaxpost.distributed import cluster
 
