@@ -10,7 +10,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxpost.losses import advantages, importance
+from jaxpost.algorithms import rft
+from jaxpost.losses import advantages, importance, values
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
@@ -82,7 +83,7 @@ def test_best_of_n():
   nan = np.nan
   rewards = np.array([[1, 3, 3], [nan, -5, nan], [nan] * 3, [nan, 1, 2]])
   np.testing.assert_array_equal(
-    advantages.best_of_n(rewards, np.isfinite(rewards)), [[0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]]
+    rft.best_of_n(rewards, np.isfinite(rewards)), [[0, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 1]]
   )
 
 
@@ -129,7 +130,7 @@ def test_tool_tokens_take_no_discount():
   """Two trained tokens are one step apart, whatever is between them."""
   rewards, mask = [[0.0, 9, 9, 2, 9]], [[1, 0, 0, 1, 0]]
   close(advantages.returns_to_go(rewards, mask, 0.5), [[1, 0, 0, 2, 0]])
-  close(advantages.gae(rewards, np.zeros((1, 5)), mask, 0.5, 1.0)[1], [[1, 0, 0, 2, 0]])
+  close(values.gae(rewards, np.zeros((1, 5)), mask, 0.5, 1.0)[1], [[1, 0, 0, 2, 0]])
 
 
 @pytest.mark.parametrize('case, mask', [('verl/gae_g0.99_l0.95', MASK), ('verl/gae_g0.99_l0.95_multiturn_mask', TOOLS)])
@@ -137,7 +138,7 @@ def test_gae(case, mask):
   """verl's advantages are whitened, its returns are of those that are not."""
   rewards = at_the_end(INPUTS['score2'], mask)
   hidden = np.where(mask > 0, VALUES, np.nan)
-  ours, returns = advantages.gae(rewards, hidden, mask, 0.99, 0.95)
+  ours, returns = values.gae(rewards, hidden, mask, 0.99, 0.95)
   white, theirs = np.array(CASES[case]) * mask
   close(returns, theirs)
   close(advantages.whiten(ours, mask), white)

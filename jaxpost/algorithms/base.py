@@ -18,10 +18,14 @@ from jaxpost.errors import InputError
 if TYPE_CHECKING:
   import jax
 
+  from jaxpost.data.examples import Example
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.roles import Roles
   from jaxpost.types import Batch, Credit, Experience, Objective
 
-  Config = Any  # stage.schema.Config, with the sections data, rl, rollout, ...
+# `stage.schema.Config`, with the sections data, rl, rollout, ...; this room may not import it.
+Config = Any
 
 
 def _nothing(config: Config) -> tuple:
@@ -29,7 +33,7 @@ def _nothing(config: Config) -> tuple:
   return ()
 
 
-def _accept(*args):
+def _accept(*args: Any) -> None:
   del args
 
 
@@ -120,7 +124,7 @@ class Algorithm:
   precompute: Callable[[Config], dict[str, Precompute]] = _empty
   check: Callable[[Config], None] = _accept
   check_first_step: Callable[[dict, Config], None] = _accept
-  render: Callable | None = None
+  render: Callable[[Rows, Tokenizer, Config], Callable[[int], Example | None]] | None = None
   per: str | Callable[[Config], str] = 'token'
   scalar_head: bool = False
   on_policy: bool = False
@@ -136,7 +140,7 @@ class Algorithm:
     return self.per(config) if callable(self.per) else self.per
 
 
-def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]], why: str):
+def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]], why: str) -> None:
   """Raises AssertionError unless each metric is within its (value, tolerance)."""
   for name, (value, tolerance) in limits.items():
     # Written so that NaN fails too.
@@ -144,7 +148,7 @@ def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float
       raise AssertionError(f'{name} is {metrics[name]} at the first step and must be {value}: {why}')
 
 
-def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl'):
+def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl') -> None:
   """Raises InputError for a field of config.SECTION that is set and not in `read`.
 
   Args:
@@ -159,7 +163,7 @@ def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl
     )
 
 
-def refuse(wrong: bool, text: str):
+def refuse(wrong: bool, text: str) -> None:
   """Raises InputError(text) if `wrong`."""
   if wrong:
     raise InputError(text)

@@ -11,137 +11,164 @@ hidden states. With `distill.top_k`, its k most probable tokens are computed onc
 cached on disk instead, and no teacher is in memory during training.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse, refuse_unread
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refuse, refuse_unread
 from jaxpost.algorithms.sft import render_text
 from jaxpost.distributed import transfer
 from jaxpost.losses import divergences
-from jaxpost.types import MASKED_LOGIT, Credit, Experience, Objective
+from jaxpost.types import MASKED_LOGIT, Batch, Credit, Experience, Objective
+
+if TYPE_CHECKING:
+  import jax
+
+  from jaxpost.roles import Roles
+
+DistillOptions = Any  # `config.distill`
+# (logits [B, C, V] of the student, those of each teacher, {name: [B, C, ...]}) -> [B, C],
+# for `losses.head_chunk.HeadConfig.divergence`.
+Divergence = Callable[['jax.Array', 'Sequence[jax.Array]', 'dict[str, jax.Array]'], 'jax.Array']
 
 
-def objective(config) -> Objective:
-  """sum_i w_i D_beta(teacher_i, student) + nll_coef * cross entropy.
+def objective(config: Config) -> Objective:
+  """Returns the loss sum_i w_i D_beta(teacher_i, student) + nll_coef * cross entropy.
 
   D_beta is `losses.divergences.generalized_jsd` of GKD, eq. 1; w sums to 1.
   """
-  d = config.distill
+  options = config.distill
 
   def loss(outputs, arrays):
     metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs, 'entropy': outputs.entropy}
     # No cross entropy on the student's own samples.
     given = arrays.get('from_data', 1.0)
-    return outputs.divergence - d.nll_coef * given * outputs.logprobs, metrics
+    return outputs.divergence - options.nll_coef * given * outputs.logprobs, metrics
 
-  return Objective(loss, reads=('entropy',), divergence=from_cache(d) if d.top_k else from_logits(d))
+  divergence = from_cache(options) if options.top_k else from_logits(options)
+  return Objective(loss, reads=('entropy',), divergence=divergence)
 
 
-def objective_on_policy(config) -> Objective:
+def objective_on_policy(config: Config) -> Objective:
   """Returns the objective with cross entropy on completions of the data only."""
-  return dataclasses.replace(objective(config), arrays=('from_data',) if config.distill.nll_coef else ())
+  arrays = ('from_data',) if config.distill.nll_coef else ()
+  return dataclasses.replace(objective(config), arrays=arrays)
 
 
-def shares(d) -> list:
-  """Returns the weights of the teachers, normalized to sum 1."""
-  weights = d.weights or (1.0,) * len(d.teachers)
-  return [w / sum(weights) for w in weights]
-
-
-def from_logits(d):
-  """For `losses.head_chunk.HeadConfig.divergence`: of whole distributions.
+def from_logits(options: DistillOptions) -> Divergence:
+  """Returns the divergence of whole distributions, as a function of logits.
 
   Tokens that the teacher lacks are left out of the student's, too.
   """
 
   def divergence(logits, teachers, arrays):
     del arrays
-    return sum(
-      w
-      * divergences.generalized_jsd(
-        jnp.where(theirs > MASKED_LOGIT / 2, logits, MASKED_LOGIT), theirs, d.beta, d.temperature
-      )
-      for w, theirs in zip(shares(d), teachers)
-    )
+    total = 0
+    for weight, teacher in zip(shares(options), teachers):
+      student = jnp.where(teacher > MASKED_LOGIT / 2, logits, MASKED_LOGIT)
+      total += weight * divergences.generalized_jsd(student, teacher, options.beta, options.temperature)
+    return total
 
   return divergence
 
 
-def from_cache(d):
-  """For `losses.head_chunk.HeadConfig.divergence`: of the teachers' top k and the rest."""
+def from_cache(options: DistillOptions) -> Divergence:
+  """Returns the divergence of two distributions over the teachers' top k tokens and the rest."""
 
   def divergence(logits, teachers, arrays):
     del teachers
-    return sum(
-      w
-      * divergences.topk_jsd(logits, arrays[f'teacher_{i}_ids'], arrays[f'teacher_{i}_logprobs'], d.beta, d.temperature)
-      for i, w in enumerate(shares(d))
-    )
+    total = 0
+    for i, weight in enumerate(shares(options)):
+      ids, logprobs = (arrays[name] for name in _cache_names(i))
+      total += weight * divergences.topk_jsd(logits, ids, logprobs, options.beta, options.temperature)
+    return total
 
   return divergence
 
 
-def needs(config) -> tuple[str, ...]:
+def shares(options: DistillOptions) -> list[float]:
+  """Returns the weights of the teachers, normalized to sum 1."""
+  weights = options.weights or (1.0,) * len(options.teachers)
+  return [weight / sum(weights) for weight in weights]
+
+
+def _cache_names(teacher: int) -> tuple[str, str]:
+  """Names in `Batch.arrays` of a teacher's top tokens and their log-probs, [B, T, k] each."""
+  return f'teacher_{teacher}_ids', f'teacher_{teacher}_logprobs'
+
+
+def needs(config: Config) -> tuple[str, ...]:
   """Returns the frozen roles: the teachers."""
   del config
   return ('teachers',)
 
 
-def prepare(batch, roles, config):
+def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the hidden states of the teachers, in the layout of training."""
   del config
-  move = lambda x: transfer.move(roles.policy.layout, x, None, 'batch', None)
-  return batch.replace(teacher_hidden=tuple(move(t(batch)) for t in roles.teachers))
+  layout = roles.policy.layout
+  hidden = [transfer.move(layout, teacher(batch), None, 'batch', None) for teacher in roles.teachers]
+  return batch.replace(teacher_hidden=tuple(hidden))
 
 
-def precompute(config) -> dict:
+def precompute(config: Config) -> dict[str, Precompute]:
   """Returns the top-k caches of the teachers, which then are not needed in training."""
-  d = config.distill
-
-  def of(i):
-    names = f'teacher_{i}_ids', f'teacher_{i}_logprobs'
-    return Precompute(
-      {names[0]: ((d.top_k,), np.int32), names[1]: ((d.top_k,), np.float32)},
-      lambda found: dict(zip(names, found)),
-      (d.top_k, d.temperature),
-    )
-
-  return {f'teacher_{i}': of(i) for i in range(len(d.teachers) if d.top_k else 0)}
+  options = config.distill
+  if not options.top_k:
+    return {}
+  return {f'teacher_{i}': _top_k_cache(i, options) for i in range(len(options.teachers))}
 
 
-def credit(experience: Experience, config) -> Credit:
+def _top_k_cache(teacher: int, options: DistillOptions) -> Precompute:
+  ids, logprobs = _cache_names(teacher)
+  shape = (options.top_k,)
+
+  def read(found):
+    return dict(zip((ids, logprobs), found))
+
+  return Precompute(
+    {ids: (shape, np.int32), logprobs: (shape, np.float32)}, read, options=(options.top_k, options.temperature)
+  )
+
+
+def credit(experience: Experience, config: Config) -> Credit:
   """Returns all completions for training; there are no rewards."""
+  from_data = experience.rollout.from_data
   arrays = {}
   if config.distill.nll_coef:
-    arrays['from_data'] = np.full_like(experience.mask, experience.rollout.from_data)
-  return Credit(arrays, experience.mask, {'on_policy': 1.0 - experience.rollout.from_data})
+    arrays['from_data'] = np.full_like(experience.mask, from_data)
+  return Credit(arrays, experience.mask, {'on_policy': 1.0 - from_data})
 
 
-def from_data(config) -> float:
+def from_data(config: Config) -> float:
   """Returns the fraction of steps that train on the data."""
   return 1.0 - config.distill.on_policy
 
 
-def check(config):
-  """InputError for teachers and weights that cannot work."""
-  d = config.distill
-  refuse(not d.teachers, 'config.distill.teachers: is empty; name a folder, org/name, RUN[@step] or stage:NAME')
-  for i, text in enumerate(d.teachers):
+def check(config: Config) -> None:
+  """Raises InputError for teachers and weights that cannot work."""
+  options = config.distill
+  refuse(not options.teachers, 'config.distill.teachers: is empty; name a folder, org/name, RUN[@step] or stage:NAME')
+  for i, text in enumerate(options.teachers):
     refuse(not text, f'config.distill.teachers[{i}]: is empty; name a folder, org/name, RUN[@step] or stage:NAME')
+  num_weights = len(options.weights)
   refuse(
-    len(d.weights) not in (0, len(d.teachers)),
-    f'config.distill.weights: {len(d.weights)} weights for {len(d.teachers)} teachers; give one each, or ()',
+    num_weights not in (0, len(options.teachers)),
+    f'config.distill.weights: {num_weights} weights for {len(options.teachers)} teachers; give one each, or ()',
   )
   refuse(
-    any(w < 0 for w in d.weights) or bool(d.weights and not sum(d.weights)),
-    f'config.distill.weights: {d.weights} must be 0 or more, and not all 0',
+    any(w < 0 for w in options.weights) or bool(options.weights and not sum(options.weights)),
+    f'config.distill.weights: {options.weights} must be 0 or more, and not all 0',
   )
 
 
-def check_on_data(config):
-  """InputError for fields that cannot work on data."""
+def check_on_data(config: Config) -> None:
+  """Raises InputError for fields that cannot work on data."""
   check(config)
   refuse(
     config.distill.on_policy != 1.0,
@@ -156,31 +183,31 @@ def check_on_data(config):
   )
 
 
-def check_on_policy(config):
-  """InputError for fields that cannot work on samples."""
+def check_on_policy(config: Config) -> None:
+  """Raises InputError for fields that cannot work on samples."""
   check(config)
-  d = config.distill
+  options = config.distill
   refuse(
-    d.top_k > 0,
+    options.top_k > 0,
     'config.distill.top_k: a cache knows no samples that are still to be made; '
     'set it to 0, or config.algorithm=distill',
   )
   refuse(
-    d.on_policy == 1.0 and d.nll_coef > 0,
+    options.on_policy == 1.0 and options.nll_coef > 0,
     'config.distill.nll_coef: is for completions of the data, and '
     'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0',
   )
   refuse_unread(config.rl, rl_fields_read(config.rl), 'gkd')
 
 
-def rl_fields_read(rl) -> set[str]:
+def rl_fields_read(rl: Any) -> set[str]:
   """Returns the fields of `config.rl` that count in GKD."""
   del rl
   return {'aggregate', 'epochs', 'minibatches'}
 
 
-def check_first_step(metrics, config):
-  """AssertionError unless the divergence is 0 where student and teacher are the same model."""
+def check_first_step(metrics: dict, config: Config) -> None:
+  """Raises AssertionError unless the divergence is 0 where student and teacher are the same model."""
   start = config.init_from
   if not start and len(config.stages) < 2:
     start = config.model.path
@@ -200,7 +227,7 @@ DISTILL = ALGORITHM = Algorithm(
 )
 GKD = Algorithm(
   objective_on_policy,
-  {'rl': dict(aggregate='token', dynamic_sampling=0)},
+  {'rl': {'aggregate': 'token', 'dynamic_sampling': 0}},
   needs=needs,
   prepare=prepare,
   check=check_on_policy,

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, expect, refuse, refuse_unread
+from jaxpost.algorithms.base import Algorithm, Config, expect, refuse, refuse_unread
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
 from jaxpost.types import Credit, Experience, Objective
 
-# `stage.schema.Config` and its section `rl`, which this room may not import.
-Config = RlSection = Any
+RlSection = Any  # `config.rl`
 
 # Advantages that compare the samples of a group.
 _COMPARED = ('group', 'leave_one_out', 'reinforce_pp_baseline')
@@ -58,10 +57,15 @@ def objective(config: Config) -> Objective:
     return loss - rl.entropy_coef * outputs.entropy, metrics
 
   def over_sequences(outputs, batch):
-    weights, ids = batch.loss_weights, batch.sequence_ids
-    mean = lambda x: reduce.sequence_mean(x, weights != 0, ids)
+    weights = batch.loss_weights
+
+    def mean(x):
+      return reduce.sequence_mean(x, weights != 0, batch.sequence_ids)
+
+    def total(x):
+      return (weights * x).sum()
+
     loss, metrics = surrogate(outputs, batch.arrays, mean)
-    total = lambda x: (weights * x).sum()
     return total(loss), jax.tree.map(total, metrics)
 
   arrays = ['advantages', 'sampler_logprobs', *_scores_in_loss(config)]
@@ -211,8 +215,8 @@ def finish(
   return Credit(out, mask, metrics, memory)
 
 
-def check_first_step(metrics: dict, config: Config):
-  """AssertionError if the metrics of the first step cannot be right.
+def check_first_step(metrics: dict, config: Config) -> None:
+  """Raises AssertionError if the metrics of the first step cannot be right.
 
   Before any update the policy equals the reference and the old policy: the ratio is
   1, nothing is clipped, the KL is 0, and sampler and trainer agree on log-probs.
@@ -243,11 +247,11 @@ def default_importance(config: Config) -> tuple[str, ...]:
   return ('token_truncated',) if config.rollout.staleness else ()
 
 
-def check(config: Config):
-  """InputError for combinations of fields that cannot work."""
-  rl, size = config.rl, config.rollout.group_size
+def check(config: Config) -> None:
+  """Raises InputError for combinations of fields that cannot work."""
+  rl = config.rl
   refuse(
-    size < 2 and rl.advantage in _COMPARED,
+    config.rollout.group_size < 2 and rl.advantage in _COMPARED,
     'config.rollout.group_size: 1 sample has nothing to be compared '
     f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
   )
@@ -258,8 +262,8 @@ def check(config: Config):
   check_terms(config)
 
 
-def check_terms(config: Config):
-  """InputError for combinations that no surrogate of this file allows, also in PPO."""
+def check_terms(config: Config) -> None:
+  """Raises InputError for combinations that no surrogate of this file allows, also in PPO."""
   rl = config.rl
   refuse(
     bool(config.train_on_rollouts) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
@@ -312,8 +316,8 @@ def rl_fields_read(rl: RlSection) -> set[str]:
   return {name for name in vars(rl) if conditions.get(name, True)}
 
 
-def _check_importance(rl: RlSection):
-  """InputError for unknown corrections, and corrections that exclude each other."""
+def _check_importance(rl: RlSection) -> None:
+  """Raises InputError for unknown corrections, and corrections that exclude each other."""
   known = (*importance.METHODS, 'opsm')
   unknown = set(rl.importance) - set(known)
   refuse(bool(unknown), f'config.rl.importance: {sorted(unknown)} not known; known: {", ".join(known)}')

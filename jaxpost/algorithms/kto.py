@@ -8,67 +8,89 @@ latter is KTO's reference point z, one number per batch.
 Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from jaxpost.algorithms import preference
-from jaxpost.algorithms.base import Algorithm, expect, refuse
+from jaxpost.algorithms.base import Algorithm, Config, expect, refuse
 from jaxpost.data import preferences as data
 from jaxpost.losses import preferences, reduce
-from jaxpost.types import Objective
+from jaxpost.types import Batch, Objective
+
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.roles import Roles
 
 LOSSES = ('kto', 'apo_zero_unpaired')
 
 
-def objective(config) -> Objective:
-  """Returns the loss 1 - sigmoid(+-beta (log-ratio - z)), + for desirable completions."""
+def objective(config: Config) -> Objective:
+  """Returns the loss 1 - sigmoid(+-beta (log-ratio - z)), + for desirable completions (eq. 8)."""
   p = config.preference
-  weigh = dict(beta=p.beta, desirable_weight=p.desirable_weight, undesirable_weight=p.undesirable_weight)
-  shifted = p.losses == ('kto',)
+  options = {'beta': p.beta, 'desirable_weight': p.desirable_weight, 'undesirable_weight': p.undesirable_weight}
+  shifted = _reads_mismatched(config)
 
   def over_sequences(outputs, batch):
-    ids, arrays = batch.sequence_ids, batch.arrays
+    ids = batch.sequence_ids
+    arrays = batch.arrays
     mask = batch.loss_weights != 0
-    total = lambda x: reduce.sequence_sum(x * mask, ids)
-    each = lambda x: reduce.sequence_max(x, ids)
-    weights, logps = each(batch.loss_weights), total(outputs.logprobs)
-    ratio = logps - total(arrays['ref_logprobs'])
-    good = each(arrays['label']) > 0
+
+    def of_sequence(x):
+      return reduce.sequence_max(x, ids)
+
+    weights = of_sequence(batch.loss_weights)  # [B, N], 0 for the sequences that are scored only
+    logps = reduce.sequence_sum(outputs.logprobs * mask, ids)
+    ratio = logps - reduce.sequence_sum(arrays['ref_logprobs'] * mask, ids)
+    desirable = of_sequence(arrays['label']) > 0
     if shifted:
       z = jnp.max(arrays['kl'])  # the same everywhere
-      loss = preferences.kto(ratio, good, z, **weigh)
+      loss = preferences.kto(ratio, desirable, z, **options)
     else:
       z = jnp.zeros(())
-      loss = preferences.apo_zero_unpaired(ratio, good, **weigh)
+      loss = preferences.apo_zero_unpaired(ratio, desirable, **options)
     metrics = {
       'kl': z,
-      'rewards/accuracies': (ratio > z) == good,
-      'entropy': each(reduce.sequence_mean(outputs.entropy, mask, ids)),
+      'rewards/accuracies': (ratio > z) == desirable,
+      'entropy': of_sequence(reduce.sequence_mean(outputs.entropy, mask, ids)),
     }
-    metrics = {k: (weights * v).sum() for k, v in metrics.items()}
-    shares = each(arrays['label_weights'])
-    for name, of in (('chosen', good), ('rejected', ~good)):
-      metrics[f'rewards/{name}'] = (shares * of * p.beta * ratio).sum()
-      metrics[f'logps/{name}'] = (shares * of * logps).sum()
+    metrics = {name: (weights * x).sum() for name, x in metrics.items()}
+    # Each label has a mean of its own, so its metrics have weights of their own.
+    label_weights = of_sequence(arrays['label_weights'])
+    for name, is_label in (('chosen', desirable), ('rejected', ~desirable)):
+      metrics[f'rewards/{name}'] = (label_weights * is_label * p.beta * ratio).sum()
+      metrics[f'logps/{name}'] = (label_weights * is_label * logps).sum()
     metrics['rewards/margins'] = metrics['rewards/chosen'] - metrics['rewards/rejected']
     return (weights * loss).sum(), metrics
 
-  return Objective(
-    over_sequences, coupled=True, reads=('entropy',), arrays=('ref_logprobs', *(['kl'] if shifted else []))
-  )
+  arrays = ('ref_logprobs', 'kl') if shifted else ('ref_logprobs',)
+  return Objective(over_sequences, coupled=True, reads=('entropy',), arrays=arrays)
 
 
-def prepare(batch, roles, config):
+def _reads_mismatched(config: Config) -> bool:
+  """Returns True if the loss reads z, which 'apo_zero_unpaired' holds at 0."""
+  return config.preference.losses == ('kto',)
+
+
+def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the log-probs of the reference and z, repeated for every token."""
-  read = batch.replace(loss_weights=(batch.sequence_ids > 0).astype(jnp.float32))
-  arrays = {**preference.prepare(read, roles, config).arrays}
-  if config.preference.losses == ('kto',):
-    moved = roles.policy.score(read).logprobs - arrays['ref_logprobs']
-    arrays['kl'] = jnp.full_like(batch.loss_weights, mismatch(moved, arrays['kl_mask'], batch.sequence_ids))
+  # Also the mismatched completions are scored, whose loss weights are 0.
+  scored = batch.replace(loss_weights=(batch.sequence_ids > 0).astype(jnp.float32))
+  arrays = {**preference.prepare(scored, roles, config).arrays}
+  if _reads_mismatched(config):
+    log_ratios = roles.policy.score(scored).logprobs - arrays['ref_logprobs']
+    z = mismatch(log_ratios, arrays['kl_mask'], batch.sequence_ids)
+    arrays['kl'] = jnp.full_like(batch.loss_weights, z)
   return batch.replace(arrays=arrays)
 
 
-def mismatch(log_ratios, kl_mask, sequence_ids):
+def mismatch(log_ratios: jax.Array, kl_mask: jax.Array, sequence_ids: jax.Array) -> jax.Array:
   """Returns z = max(0, mean log-ratio of the sequences of kl_mask) [].
 
   Args:
@@ -79,7 +101,7 @@ def mismatch(log_ratios, kl_mask, sequence_ids):
   return jnp.maximum(total / jnp.maximum(number, 1), 0)
 
 
-def render(rows, tokenizer, config):
+def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], Example]:
   """Returns a function of a row number: an Example with a completion and a mismatched one."""
 
   def answer(n):
@@ -92,8 +114,8 @@ def render(rows, tokenizer, config):
   return answer
 
 
-def check(config):
-  """InputError for losses and fields that cannot work together."""
+def check(config: Config) -> None:
+  """Raises InputError for losses and fields that cannot work together."""
   p = config.preference
   refuse(
     len(p.losses) != 1, f'config.preference.losses: {len(p.losses)} of them; kto learns by one, {" or ".join(LOSSES)}'
@@ -107,20 +129,25 @@ def check(config):
   refuse(p.nll_coef > 0, 'config.preference.nll_coef: kto has no chosen answers; set it to 0')
 
 
-def check_first_step(metrics, config):
-  """AssertionError unless rewards and z are 0 and the loss is that of sigmoid(0) = 1/2."""
-  p, exact = config.preference, config.model.dtype == 'float32'
-  near = 1e-4 if exact else 0.5 * p.beta
-  limits = {f'rewards/{name}': (0.0, near) for name in ('chosen', 'rejected')}
-  limits['kl'] = 0.0, 1e-3 if exact else 0.5
+def check_first_step(metrics: dict, config: Config) -> None:
+  """Raises AssertionError unless rewards and z are 0 and the loss is that of sigmoid(0) = 1/2."""
+  p = config.preference
+  exact = config.model.dtype == 'float32'
+  # Sums over a completion, from programs that may round bfloat16 elsewhere.
+  tolerance = 1e-4 if exact else 0.5 * p.beta
+  limits = {
+    'rewards/chosen': (0.0, tolerance),
+    'rewards/rejected': (0.0, tolerance),
+    'kl': (0.0, 1e-3 if exact else 0.5),
+  }
   if p.desirable_weight == p.undesirable_weight:
-    limits['loss'] = p.desirable_weight / 2, p.desirable_weight * near
+    limits['loss'] = (p.desirable_weight / 2, p.desirable_weight * tolerance)
   expect(metrics, limits, 'the policy is its own reference before it learns')
 
 
 KTO = ALGORITHM = Algorithm(
   objective,
-  {'preference': dict(losses=('kto',), nll_coef=0.0)},
+  {'preference': {'losses': ('kto',), 'nll_coef': 0.0}},
   needs=preference.needs,
   prepare=prepare,
   precompute=preference.precompute,

@@ -1,4 +1,4 @@
-"""PPO (arXiv:1707.06347) with a critic, as for language models (2203.02155).
+"""PPO (arXiv:1707.06347) with a critic, as for language models (arXiv:2203.02155).
 
 Legend: N sequences, C completion tokens, B rows, T tokens.
 
@@ -8,85 +8,105 @@ surrogate of `grpo.py`, the critic with a clipped value loss. The value of a tok
 the critic's output at the token before it: the state in which it was sampled.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.algorithms import grpo
-from jaxpost.algorithms.base import Algorithm, refuse
+from jaxpost.algorithms.base import Algorithm, Config, refuse
 from jaxpost.losses import advantages
 from jaxpost.losses import values as values_lib
 from jaxpost.types import Credit, Experience, Objective
 
 
-def objective(config) -> Objective:
-  """Returns the surrogate of the policy, plus the value loss with critic.value_head."""
+def objective(config: Config) -> Objective:
+  """Returns the surrogate of the policy, plus the value loss with `config.critic.value_head`."""
   policy = grpo.objective(config)
   if not config.critic.value_head:
     return policy
-  critic = value_objective(config)
+  value = value_objective(config)
+
+  def policy_loss(outputs, batch):
+    if policy.coupled:
+      return policy.fn(outputs, batch)
+    loss, metrics = policy.fn(outputs, batch.arrays)
+    weights = batch.loss_weights
+    return jnp.sum(weights * loss), {name: jnp.sum(weights * x) for name, x in metrics.items()}
 
   def both(outputs, batch):
-    if policy.coupled:
-      loss, metrics = policy.fn(outputs, batch)
-    else:
-      total = lambda x: jnp.sum(batch.loss_weights * x)
-      loss, metrics = policy.fn(outputs, batch.arrays)
-      loss, metrics = total(loss), {k: total(x) for k, x in metrics.items()}
-    value_loss, more = critic.fn(outputs, batch)
-    return loss + config.critic.coef * value_loss, metrics | {f'critic/{name}': x for name, x in more.items()}
+    loss, metrics = policy_loss(outputs, batch)
+    value_loss, value_metrics = value.fn(outputs, batch)
+    metrics |= {f'critic/{name}': x for name, x in value_metrics.items()}
+    return loss + config.critic.coef * value_loss, metrics
 
-  return dataclasses.replace(policy, fn=both, coupled=True, arrays=policy.arrays + critic.arrays)
+  return dataclasses.replace(policy, fn=both, coupled=True, arrays=policy.arrays + value.arrays)
 
 
-def value_objective(config) -> Objective:
-  """Returns the clipped value loss of the critic."""
+def value_objective(config: Config) -> Objective:
+  """Returns the clipped value loss of the critic (`losses.values.clipped_value_loss`)."""
 
   def clipped(outputs, batch):
-    weights, arrays = batch.loss_weights, batch.arrays
+    weights = batch.loss_weights
+    arrays = batch.arrays
     # The first token of a row has no weight, so what wraps never counts.
     values = jnp.where(weights > 0, jnp.roll(outputs.values, 1, axis=1), 0)
     loss, is_clipped = values_lib.clipped_value_loss(
       values, arrays['values'], arrays['returns'], config.critic.value_clip
     )
-    total = lambda x: jnp.sum(weights * x)
-    return total(loss), {'vf_loss': total(loss), 'vf_clipfrac': total(is_clipped)}
+    total = jnp.sum(weights * loss)
+    return total, {'vf_loss': total, 'vf_clipfrac': jnp.sum(weights * is_clipped)}
 
   return Objective(clipped, coupled=True, token_means=True, arrays=('values', 'returns'))
 
 
-def critic(config) -> Objective | None:
-  """Returns the objective of a critic model, or None with critic.value_head."""
+def critic(config: Config) -> Objective | None:
+  """Returns the objective of a critic model, or None with `config.critic.value_head`."""
   return None if config.critic.value_head else value_objective(config)
 
 
-def scores(config) -> tuple[str, ...]:
+def value_head(config: Config) -> bool:
+  """Returns True if the policy itself has the scalar head."""
+  return config.critic.value_head
+
+
+def scores(config: Config) -> tuple[str, ...]:
   """Returns the names of the scores that are computed before the update."""
   return (*grpo.scores(config), 'values')
 
 
-def credit(experience: Experience, config) -> Credit:
-  """Returns whitened advantages, and the returns for the critic."""
-  rl, valid = config.rl, np.isfinite(experience.rewards)
-  mask, metrics = grpo.trained_tokens(experience, valid, config)
+def credit(experience: Experience, config: Config) -> Credit:
+  """Returns whitened advantages [N, C] (GAE, arXiv:1506.02438), and the returns for the critic."""
+  rl = config.rl
+  mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
   kl, memory, kl_metrics = grpo.kl_in_reward(experience, mask, config)
+  rewards = grpo.token_rewards(experience, mask, kl)
   values = np.where(mask > 0, experience.arrays['values'], 0)
-  gains, returns = advantages.gae(grpo.token_rewards(experience, mask, kl), values, mask, rl.gamma, rl.lam)
+  gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, rl.lam)
   out = grpo.finish(experience, advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config)
   out.arrays.update(values=values, returns=returns)
-  counted = mask > 0
-  if counted.any():
-    out.metrics.update({'values/mean': float(values[counted].mean()), 'returns/mean': float(returns[counted].mean())})
-    explained = values_lib.explained_variance(values, returns, mask)
-    if np.isfinite(explained):  # equal returns have nothing to explain
-      out.metrics['critic/explained_variance'] = explained
+  out.metrics.update(_value_metrics(values, returns, mask))
   return out
 
 
-def check(config):
-  """InputError for combinations of fields that cannot work."""
-  rl, c = config.rl, config.critic
+def _value_metrics(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+  """Metrics of the critic over the trained tokens; {} if there are none."""
+  counted = mask > 0
+  if not counted.any():
+    return {}
+  metrics = {'values/mean': float(values[counted].mean()), 'returns/mean': float(returns[counted].mean())}
+  explained = values_lib.explained_variance(values, returns, mask)
+  if np.isfinite(explained):  # equal returns have nothing to explain
+    metrics['critic/explained_variance'] = explained
+  return metrics
+
+
+def check(config: Config) -> None:
+  """Raises InputError for combinations of fields that cannot work."""
+  rl = config.rl
+  section = config.critic
   refuse(
     rl.advantage != 'gae',
     f'config.rl.advantage: {rl.advantage!r} asks no critic, and ppo has one; leave it empty, or use the algorithm grpo',
@@ -96,13 +116,14 @@ def check(config):
   )
   for name in ('path', 'lr', 'warmup_steps'):
     refuse(
-      c.value_head and bool(vars(c)[name]),
+      section.value_head and bool(vars(section)[name]),
       f'config.critic.{name}: a value head has no weights and no '
       'optimizer of its own; unset it or config.critic.value_head',
     )
   refuse(
-    c.warmup_steps >= config.train.steps,
-    f'config.critic.warmup_steps: {c.warmup_steps} leaves the policy none of {config.train.steps} steps; lower it',
+    section.warmup_steps >= config.train.steps,
+    f'config.critic.warmup_steps: {section.warmup_steps} leaves the policy none of {config.train.steps} steps; '
+    'lower it',
   )
   grpo.check_terms(config)
 
@@ -110,12 +131,16 @@ def check(config):
 PPO = ALGORITHM = Algorithm(
   objective,
   {
-    'rl': dict(
-      advantage='gae', scale_rewards='none', kl_estimator='k1', kl_in='reward', importance=grpo.default_importance
-    )
+    'rl': {
+      'advantage': 'gae',
+      'scale_rewards': 'none',
+      'kl_estimator': 'k1',
+      'kl_in': 'reward',
+      'importance': grpo.default_importance,
+    }
   },
   critic=critic,
-  value_head=lambda config: config.critic.value_head,
+  value_head=value_head,
   needs=grpo.needs,
   check=check,
   check_first_step=grpo.check_first_step,

@@ -6,39 +6,67 @@ One objective over pairs; the methods at the end differ in the losses of
 `config.preference.losses` and in how much cross entropy they add.
 """
 
+from __future__ import annotations
+
 import difflib
 import math
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Precompute, expect, refuse
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refuse
 from jaxpost.data import preferences as data
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
 from jaxpost.losses.preferences import LOSSES
-from jaxpost.types import Objective
+from jaxpost.types import Batch, Objective, Outputs
 
-# Default of each field of config.preference that only some losses read; a field
-# that none of the losses of a run reads must keep it.
-_DEFAULTS = {
-  'label_smoothing': 0.0,
-  'gamma': 0.5,
-  'simpo_alpha': 0.0,
-  'discopop_tau': 0.05,
-  'f_divergence': 'reverse_kl',
-  'ipo_average': True,
-  'desirable_weight': 1.0,
-  'undesirable_weight': 1.0,
-}
-_UNPAIRED = ('kto', 'apo_zero_unpaired')  # losses of single completions
-_READ_BY_UNPAIRED = ('desirable_weight', 'undesirable_weight')
-REF_LOGPROBS = Precompute({'ref_logprobs': ((), np.float32)}, lambda found: {'ref_logprobs': found.logprobs})
+if TYPE_CHECKING:
+  import jax
+
+  from jaxpost.data.examples import Example
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.losses.pairs import Pairs, PreferenceOptions
+  from jaxpost.roles import Roles
 
 
-def options_of(config) -> pairs_lib.PreferenceOptions:
+def objective(config: Config) -> Objective:
+  """Returns the losses of `config.preference`, plus the NLL of chosen answers.
+
+  The losses and their equations are in `losses.preferences`.
+  """
+  p = config.preference
+  options = options_of(config)
+  weights = weights_of(config)
+  with_reference = reads_reference(config)
+
+  def over_pairs(outputs, batch):
+    pairs, pair_weights = pairs_of(outputs, batch, with_reference)
+
+    def total(x):
+      return (pair_weights * x).sum()
+
+    loss = total(preferences.weighted(p.losses, weights, pairs, options))
+    rewarded = _means(pairs) if LOSSES[p.losses[0]].reward_is_mean else pairs
+    metrics = pairs_lib.pair_metrics(rewarded, options)
+    metrics['entropy'] = _pair_entropy(outputs, batch)
+    metrics = {name: total(x) for name, x in metrics.items()}
+    if p.nll_coef:
+      metrics['nll_loss'] = -(batch.arrays['nll_weights'] * outputs.logprobs).sum()
+      loss += p.nll_coef * metrics['nll_loss']
+    return loss, metrics
+
+  arrays = ('nll_weights', 'ref_logprobs') if with_reference else ('nll_weights',)
+  return Objective(over_pairs, coupled=True, reads=('entropy',), arrays=arrays)
+
+
+def options_of(config: Config) -> PreferenceOptions:
+  """Returns the options of the losses, from `config.preference`."""
   p = config.preference
   return pairs_lib.PreferenceOptions(
     beta=p.beta,
@@ -52,55 +80,57 @@ def options_of(config) -> pairs_lib.PreferenceOptions:
   )
 
 
-def weights_of(config) -> tuple:
-  p = config.preference
-  return p.loss_weights or (1.0,) * len(p.losses)
+def weights_of(config: Config) -> tuple[float, ...]:
+  """Returns the weight of each loss; 1 unless `config.preference.loss_weights` is set."""
+  return config.preference.loss_weights or (1.0,) * len(config.preference.losses)
 
 
-def reads_reference(config) -> bool:
-  """True if a loss reads the reference; KTO's losses, in a table of their own, all do."""
+def reads_reference(config: Config) -> bool:
+  """Returns True if a loss reads the reference; KTO's losses, in a table of their own, all do."""
   return any(name not in LOSSES or LOSSES[name].needs_reference for name in config.preference.losses)
 
 
-def objective(config) -> Objective:
-  """Returns the losses of `config.preference`, plus the NLL of chosen answers."""
-  p, options = config.preference, options_of(config)
-  names, weights, compared = p.losses, weights_of(config), (reads_reference(config))
-
-  def over_pairs(outputs, batch):
-    pairs, pair_weights = pairs_of(outputs, batch, compared)
-    total = lambda x: (pair_weights * x).sum()
-    loss = total(preferences.weighted(names, weights, pairs, options))
-    entropy = reduce.sequence_mean(outputs.entropy, batch.loss_weights != 0, batch.sequence_ids)
-    entropy = sum(reduce.split_pairs(reduce.sequence_max(entropy, batch.sequence_ids))) / 2
-    metrics = pairs_lib.pair_metrics(_means(pairs) if LOSSES[names[0]].reward_is_mean else pairs, options)
-    metrics = {k: total(v) for k, v in (metrics | {'entropy': entropy}).items()}
-    if p.nll_coef:
-      metrics['nll_loss'] = -(batch.arrays['nll_weights'] * outputs.logprobs).sum()
-      loss += p.nll_coef * metrics['nll_loss']
-    return loss, metrics
-
-  return Objective(
-    over_pairs, coupled=True, reads=('entropy',), arrays=('nll_weights', *(['ref_logprobs'] if compared else []))
-  )
-
-
-def pairs_of(outputs, batch, compared: bool):
-  """(`Pairs` [B, P], the weight of each [B, P], 1 / pairs of the batch)."""
-  ids, weights = batch.sequence_ids, batch.loss_weights
+def pairs_of(outputs: Outputs, batch: Batch, with_reference: bool) -> tuple[Pairs, jax.Array]:
+  """Returns (`Pairs` [B, P], the weight of each pair [B, P]: 1 / pairs of the global batch)."""
+  ids = batch.sequence_ids
+  weights = batch.loss_weights
   mask = weights != 0
-  total = lambda x: reduce.split_pairs(reduce.sequence_sum(x * mask, ids))
-  largest = lambda x: reduce.split_pairs(reduce.sequence_max(x, ids))
-  reference = batch.arrays['ref_logprobs'] if compared else 0 * weights
-  pair_weights, of_rejected = largest(weights)
-  valid = (pair_weights > 0) & (of_rejected > 0)
-  nll_scale = largest(batch.arrays['nll_weights'])[0] / jnp.where(valid, pair_weights, 1)
-  return pairs_lib.Pairs(
-    *total(outputs.logprobs), *total(reference), *total(jnp.ones_like(weights)), valid, nll_scale
-  ), pair_weights
+
+  def sums(x):
+    return reduce.split_pairs(reduce.sequence_sum(x * mask, ids))
+
+  def largest(x):
+    return reduce.split_pairs(reduce.sequence_max(x, ids))
+
+  chosen, rejected = sums(outputs.logprobs)
+  ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights)
+  chosen_length, rejected_length = sums(jnp.ones_like(weights))
+  pair_weights, rejected_weights = largest(weights)
+  # A pair of which truncation or a limit left one side is none.
+  valid = (pair_weights > 0) & (rejected_weights > 0)
+  nll_weights, _ = largest(batch.arrays['nll_weights'])
+  pairs = pairs_lib.Pairs(
+    chosen=chosen,
+    rejected=rejected,
+    ref_chosen=ref_chosen,
+    ref_rejected=ref_rejected,
+    chosen_length=chosen_length,
+    rejected_length=rejected_length,
+    valid=valid,
+    nll_scale=nll_weights / jnp.where(valid, pair_weights, 1),
+  )
+  return pairs, pair_weights
 
 
-def _means(pairs):
+def _pair_entropy(outputs: Outputs, batch: Batch) -> jax.Array:
+  """The mean over both answers [B, P] of the mean entropy of their tokens."""
+  ids = batch.sequence_ids
+  means = reduce.sequence_mean(outputs.entropy, batch.loss_weights != 0, ids)
+  chosen, rejected = reduce.split_pairs(reduce.sequence_max(means, ids))
+  return (chosen + rejected) / 2
+
+
+def _means(pairs: Pairs) -> Pairs:
   """The pairs with log-probs that are means over tokens; no reference."""
   return pairs._replace(
     chosen=pairs.chosen / jnp.maximum(pairs.chosen_length, 1),
@@ -108,25 +138,33 @@ def _means(pairs):
   )
 
 
-def needs(config) -> tuple:
+def needs(config: Config) -> tuple[str, ...]:
+  """Returns the frozen roles: the reference model, where a loss reads it."""
   return ('reference',) if reads_reference(config) else ()
 
 
-def precompute(config) -> dict:
-  """Returns the cache of the reference log-probs; training then needs no reference model."""
-  return {'reference': REF_LOGPROBS} if (config.preference.precompute_ref) else {}
-
-
-def prepare(batch, roles, config):
+def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the log-probs of the reference model."""
   del config
   if roles.reference is None:
     return batch
-  found = transfer.move(roles.policy.layout, roles.reference(batch).logprobs, None, 'batch', None)
+  logprobs = roles.reference(batch).logprobs
+  found = transfer.move(roles.policy.layout, logprobs, None, 'batch', None)
   return batch.replace(arrays={**batch.arrays, 'ref_logprobs': found})
 
 
-def render(rows, tokenizer, config):
+def precompute(config: Config) -> dict[str, Precompute]:
+  """Returns the cache of the reference log-probs; training then needs no reference model."""
+  if not config.preference.precompute_ref:
+    return {}
+
+  def read(outputs):
+    return {'ref_logprobs': outputs.logprobs}
+
+  return {'reference': Precompute({'ref_logprobs': ((), np.float32)}, read)}
+
+
+def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], Example]:
   """Returns a function of a row number: an Example with chosen as sequence 1, rejected as 2."""
 
   def pair(n):
@@ -136,7 +174,7 @@ def render(rows, tokenizer, config):
   return pair
 
 
-def whole(example, where: str):
+def whole(example: Example, where: str) -> Example:
   """Returns the Example; InputError if a token has a weight other than 0 and 1."""
   if not np.isin(example.loss_mask, (0, 1)).all():
     raise InputError(
@@ -146,8 +184,8 @@ def whole(example, where: str):
   return example
 
 
-def check(config):
-  """InputError for losses and fields that cannot work together."""
+def check(config: Config) -> None:
+  """Raises InputError for losses and fields that cannot work together."""
   p = config.preference
   for name in p.losses:
     check_name(name, LOSSES)
@@ -176,8 +214,8 @@ def check(config):
   )
 
 
-def check_name(name: str, known):
-  """InputError unless `known` has a loss of this name."""
+def check_name(name: str, known: Collection[str]) -> None:
+  """Raises InputError unless `known` has a loss of this name."""
   near = difflib.get_close_matches(name, known, 1)
   hint = f'did you mean {near[0]!r}? ' if near else ''
   if name in _UNPAIRED:
@@ -185,8 +223,24 @@ def check_name(name: str, known):
   refuse(name not in known, f'config.preference.losses: there is no {name!r}; {hint}known: {", ".join(known)}')
 
 
-def check_fields(config):
-  """InputError for fields that no loss of `config.preference` reads."""
+# Default of each field of config.preference that only some losses read; a field
+# that none of the losses of a run reads must keep it.
+_DEFAULTS = {
+  'label_smoothing': 0.0,
+  'gamma': 0.5,
+  'simpo_alpha': 0.0,
+  'discopop_tau': 0.05,
+  'f_divergence': 'reverse_kl',
+  'ipo_average': True,
+  'desirable_weight': 1.0,
+  'undesirable_weight': 1.0,
+}
+_UNPAIRED = ('kto', 'apo_zero_unpaired')  # losses of single completions
+_READ_BY_UNPAIRED = ('desirable_weight', 'undesirable_weight')
+
+
+def check_fields(config: Config) -> None:
+  """Raises InputError for fields that no loss of `config.preference` reads."""
   p = config.preference
   refuse(
     bool(p.loss_weights) and len(p.loss_weights) != len(p.losses),
@@ -207,36 +261,35 @@ def check_fields(config):
     )
 
 
-def check_first_step(metrics, config):
-  """AssertionError unless the rewards are 0 and the loss of DPO is ln 2."""
-  p, exact = config.preference, config.model.dtype == 'float32'
-  if not reads_reference(config) or not metrics.get('logps/chosen'):
-    return  # or no pair in this batch
+def check_first_step(metrics: dict, config: Config) -> None:
+  """Raises AssertionError unless the rewards are 0 and the loss of DPO is ln 2."""
+  p = config.preference
+  exact = config.model.dtype == 'float32'
+  has_pairs = metrics.get('logps/chosen')
+  if not reads_reference(config) or not has_pairs:
+    return
   # Sums over an answer, from programs that may round bfloat16 elsewhere.
-  limits = {f'rewards/{name}': (0.0, 1e-4 if exact else 0.5 * p.beta) for name in ('chosen', 'rejected', 'margins')}
-  if p.losses == ('sigmoid',) and not p.nll_coef and (p.f_divergence == 'reverse_kl'):
+  tolerance = 1e-4 if exact else 0.5 * p.beta
+  limits = {f'rewards/{name}': (0.0, tolerance) for name in ('chosen', 'rejected', 'margins')}
+  is_dpo = p.losses == ('sigmoid',) and not p.nll_coef and p.f_divergence == 'reverse_kl'
+  if is_dpo:
     scale = weights_of(config)[0]
-    limits['loss'] = scale * math.log(2), scale * (1e-4 if exact else 0.25 * p.beta)
+    limits['loss'] = (scale * math.log(2), scale * (1e-4 if exact else 0.25 * p.beta))
   expect(metrics, limits, 'the policy is its own reference before it learns')
 
 
-def method(losses: tuple, nll_coef=0.0, **choices) -> Algorithm:
+def method(losses: tuple[str, ...], nll_coef: float = 0.0) -> Algorithm:
   """Returns an algorithm of this family with its default losses."""
   return Algorithm(
-    **{
-      **dict(
-        objective=objective,
-        defaults={'preference': dict(losses=losses, nll_coef=nll_coef)},
-        needs=needs,
-        prepare=prepare,
-        precompute=precompute,
-        check=check,
-        check_first_step=check_first_step,
-        render=render,
-        per='pair',
-      ),
-      **choices,
-    }
+    objective,
+    {'preference': {'losses': losses, 'nll_coef': nll_coef}},
+    needs=needs,
+    prepare=prepare,
+    precompute=precompute,
+    check=check,
+    check_first_step=check_first_step,
+    render=render,
+    per='pair',
   )
 
 

@@ -7,107 +7,132 @@ of a completion, from judged steps (a process reward model) at the last token
 of each step. Those tokens, and no others, have a weight.
 """
 
-import functools
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.algorithms.base import Algorithm, expect
+from jaxpost.algorithms.base import Algorithm, Config, expect
 from jaxpost.data import preferences
 from jaxpost.losses import reduce, values
 from jaxpost.types import Objective
 
-_PER = {'bradley_terry': 'pair', 'regression': 'sequence', 'process': 'token'}
+if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
 
 
-def objective(config) -> Objective:
-  """Returns the loss of `config.reward_model.loss`."""
-  if config.reward_model.loss == 'bradley_terry':
+def objective(config: Config) -> Objective:
+  """Returns the loss of `config.reward_model.loss`; its equation is in `losses.values`."""
+  kind = config.reward_model.loss
+  if kind == 'bradley_terry':
     return _bradley_terry(config.reward_model.center_coef)
-  return {'regression': _REGRESSION, 'process': _PROCESS}[config.reward_model.loss]
+  return _per_token(_regression if kind == 'regression' else _process)
 
 
 def _bradley_terry(center_coef: float) -> Objective:
   """-log sigmoid(score of chosen - score of rejected - margin), per pair."""
 
-  def pairs(outputs, batch):
-    weights, ids = batch.loss_weights, batch.sequence_ids
-    # One token of a sequence has a weight: the sum picks what stands there.
-    at_end = lambda x: reduce.split_pairs(reduce.sequence_sum(jnp.where(weights > 0, x, 0), ids))
+  def bradley_terry(chosen, rejected, margin):
+    return values.bradley_terry(chosen, rejected, margin, center_coef)
+
+  def over_pairs(outputs, batch):
+    weights = batch.loss_weights
+
+    def at_end(x):
+      # One token of a sequence has a weight: the sum picks what stands there.
+      return reduce.split_pairs(reduce.sequence_sum(jnp.where(weights > 0, x, 0), batch.sequence_ids))
+
     chosen, rejected = at_end(outputs.values)
-    margin, _ = at_end(batch.arrays['margin'])
-    weight, _ = at_end(weights)  # [B, P], 0 where there is no pair
-    loss = jax.vmap(lambda *row: values.bradley_terry(*row, center_coef))(chosen, rejected, margin)
-    total = lambda x: jnp.sum(weight * x)
+    margin, _ = at_end(batch.arrays['margin'])  # that the data ask for
+    pair_weights, _ = at_end(weights)  # [B, P], 0 where there is no pair
+
+    def total(x):
+      return jnp.sum(pair_weights * x)
+
+    loss = jax.vmap(bradley_terry)(chosen, rejected, margin)
     return total(loss), {
       'rewards/chosen': total(chosen),
       'rewards/rejected': total(rejected),
       'rewards/margins': total(chosen - rejected),
       'rewards/accuracies': total(chosen > rejected),
       'margin': total(jnp.abs(margin)),
-    }  # what the data asks for
+    }
 
-  return Objective(pairs, coupled=True)
+  return Objective(over_pairs, coupled=True)
 
 
-def _per_token(loss: Callable, metrics: Callable) -> Objective:
-  """The weighted sum of loss(scores, labels) over tokens."""
+def _per_token(loss_and_metrics: Callable[[jax.Array, jax.Array], tuple[jax.Array, dict]]) -> Objective:
+  """The weighted sums over tokens of a function of scores and labels, both [B, T]."""
 
-  def tokens(outputs, batch):
+  def over_tokens(outputs, batch):
     # Elsewhere labels mean nothing, and inf times 0 would be NaN.
-    read = batch.loss_weights > 0
-    scores = jnp.where(read, outputs.values, 0)
-    labels = batch.arrays['label']
-    total = lambda x: jnp.sum(batch.loss_weights * x)
-    return total(loss(scores, labels)), {name: total(x) for name, x in metrics(scores, labels).items()}
+    scores = jnp.where(batch.loss_weights > 0, outputs.values, 0)
+    loss, metrics = loss_and_metrics(scores, batch.arrays['label'])
 
-  return Objective(tokens, coupled=True)
+    def total(x):
+      return jnp.sum(batch.loss_weights * x)
+
+    return total(loss), {name: total(x) for name, x in metrics.items()}
+
+  return Objective(over_tokens, coupled=True)
 
 
-_REGRESSION = _per_token(
-  values.squared_error,
-  lambda scores, labels: {'rewards/mean': scores, 'labels/mean': labels, 'rewards/error': jnp.abs(scores - labels)},
-)
-_PROCESS = _per_token(
-  values.process_reward_loss,
-  lambda scores, labels: {
+def _regression(scores, labels):
+  """Squared error of a score to a number."""
+  metrics = {'rewards/mean': scores, 'labels/mean': labels, 'rewards/error': jnp.abs(scores - labels)}
+  return values.squared_error(scores, labels), metrics
+
+
+def _process(scores, labels):
+  """Cross entropy of each step: right or wrong ("Let's verify step by step", arXiv:2305.20050)."""
+  metrics = {
     'rewards/mean': jax.nn.sigmoid(scores),
     'labels/mean': labels,
     'rewards/accuracies': (scores > 0) == (labels > 0.5),
-  },
-)
+  }
+  return values.process_reward_loss(scores, labels), metrics
 
 
-def render(rows, tokenizer, config) -> Callable:
+def mean_per(config: Config) -> str:
+  """Returns the unit that the loss is a mean of."""
+  units = {'bradley_terry': 'pair', 'regression': 'sequence', 'process': 'token'}
+  return units[config.reward_model.loss]
+
+
+def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], Example | None]:
   """Returns a function of a row number: its Example, from the columns that the loss needs."""
   kind = config.reward_model.loss
-  if kind == 'bradley_terry':
-    make = functools.partial(
-      preferences.make_pair_example, train_on='last', share_prompt=config.preference.share_prompt
-    )
-  else:
-    make = {'regression': preferences.make_scored_example, 'process': preferences.make_steps_example}[kind]
 
-  def one(n):
+  def make(row, where):
+    if kind == 'regression':
+      return preferences.make_scored_example(tokenizer, row, where)
+    if kind == 'process':
+      return preferences.make_steps_example(tokenizer, row, where)
+    share_prompt = config.preference.share_prompt
+    return preferences.make_pair_example(tokenizer, row, where, train_on='last', share_prompt=share_prompt)
+
+  def example(n):
     row = rows[n]  # None: dropped by the map of a source that is streamed
-    return row and make(tokenizer, row, rows.where(n))
+    return row and make(row, rows.where(n))
 
-  return one
+  return example
 
 
-def check_first_step(metrics, config):
-  """AssertionError unless a head of zeros gives the loss log 2 per pair without a margin."""
-  names = 'rewards/chosen', 'rewards/rejected', 'margin'
-  if config.reward_model.loss == 'bradley_terry' and not any(metrics[name] for name in names):
+def check_first_step(metrics: dict, config: Config) -> None:
+  """Raises AssertionError unless a head of zeros gives the loss log 2 per pair without a margin."""
+  if config.reward_model.loss != 'bradley_terry':
+    return
+  names = ('rewards/chosen', 'rewards/rejected', 'margin')
+  if not any(metrics[name] for name in names):
     expect(metrics, {'loss': (math.log(2), 1e-5)}, 'all scores are 0 before the head has been trained')
 
 
 REWARD_MODEL = ALGORITHM = Algorithm(
-  objective,
-  render=render,
-  check_first_step=check_first_step,
-  per=lambda config: _PER[config.reward_model.loss],
-  scalar_head=True,
+  objective, render=render, check_first_step=check_first_step, per=mean_per, scalar_head=True
 )

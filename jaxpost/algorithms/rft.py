@@ -8,30 +8,47 @@ least `config.rl.keep_reward`. Each step samples from the current policy, so a s
 an iteration of expert iteration.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 
 from jaxpost.algorithms import grpo, sft
-from jaxpost.algorithms.base import Algorithm, refuse, refuse_unread
-from jaxpost.losses import advantages
+from jaxpost.algorithms.base import Algorithm, Config, refuse, refuse_unread
+from jaxpost.losses.reduce import same_shape
 from jaxpost.types import Credit, Experience
 
 
-def credit(experience: Experience, config) -> Credit:
-  """Returns the mask of the completions that are kept."""
-  rl, rewards = config.rl, experience.rewards
+def credit(experience: Experience, config: Config) -> Credit:
+  """Returns the mask [N, C] of the completions that are kept; the loss reads nothing else."""
+  rewards = experience.rewards
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(rewards), config)
   valid = mask.any(axis=1)
   shape = (experience.groups, -1)
-  best = advantages.best_of_n(rewards.reshape(shape), valid.reshape(shape)).reshape(-1)
-  keep = best & (np.where(valid, rewards, -np.inf) >= rl.keep_reward)
+  best = best_of_n(rewards.reshape(shape), valid.reshape(shape)).reshape(-1)
+  good_enough = np.where(valid, rewards, -np.inf) >= config.rl.keep_reward
+  keep = best & good_enough
   metrics |= {'rft/kept': int(keep.sum()), 'rft/dropped': int(experience.groups - keep.sum())}
   if keep.any():
     metrics['rft/kept_reward'] = float(rewards[keep].mean())
   return Credit({}, mask * keep[:, None], metrics, experience.memory)
 
 
-def check(config):
-  """InputError for fields that cross entropy on samples does not use."""
+def best_of_n(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+  """Returns [N, G] bool: the best valid sample of each group, the first of equals.
+
+  Rejection sampling (RAFT, arXiv:2304.06767). Groups without a valid sample
+  select none.
+  """
+  same_shape('rewards, valid [N, G]', 2, rewards, valid)
+  best = np.where(valid, rewards, -np.inf).argmax(axis=1)
+  # argmax of a row of -inf is 0, so the mask has to be applied once more.
+  return (np.arange(valid.shape[1]) == best[:, None]) & valid
+
+
+def check(config: Config) -> None:
+  """Raises InputError for fields that cross entropy on samples does not use."""
   rl = config.rl
   refuse(
     rl.advantage != 'best_of_n',
@@ -45,12 +62,12 @@ def check(config):
   )
 
 
-def rl_fields_read(rl) -> set[str]:
-  """Returns the fields of `config.rl` that count."""
+def rl_fields_read(rl: Any) -> set[str]:
+  """Returns the fields of `config.rl` that count in RFT."""
   del rl
   return {'advantage', 'aggregate', 'keep_reward', 'mask_truncated', 'dynamic_sampling', 'epochs', 'minibatches'}
 
 
 RFT = ALGORITHM = Algorithm(
-  sft.objective, {'rl': dict(advantage='best_of_n')}, check=check, on_policy=True, credit=credit
+  sft.objective, {'rl': {'advantage': 'best_of_n'}}, check=check, on_policy=True, credit=credit
 )

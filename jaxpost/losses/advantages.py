@@ -1,4 +1,4 @@
-"""Advantage estimators, and other decisions from rewards, on the host.
+"""Advantage estimators from rewards, on the host; the critic's is `values.gae`.
 
 Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens.
 Sequence s answers prompt s // G. Masks are over trained tokens; masked entries
@@ -92,24 +92,12 @@ def _centered(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[n
   return count, centered
 
 
-def best_of_n(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
-  """Returns [N, G] bool: the best valid sample of each group, the first of equals.
-
-  Rejection sampling (RAFT, arXiv:2304.06767). Groups without a valid sample
-  select none.
-  """
-  rewards, valid = _groups(rewards, valid)
-  best = np.where(valid, rewards, -np.inf).argmax(axis=1)
-  # argmax of a row of -inf is 0, so the mask has to be applied once more.
-  return (np.arange(valid.shape[1]) == best[:, None]) & valid
-
-
 def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
   """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [S, C].
 
   The variance is unbiased.
   """
-  mask, x = _tokens('x, mask [S, C]', mask, x)
+  mask, x = masked_tokens('x, mask [S, C]', mask, x)
   count = mask.sum()
   mean = x.sum() / max(count, 1)
   variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
@@ -129,7 +117,7 @@ def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0)
   Returns:
     [S, C] float32.
   """
-  mask, rewards = _tokens('token_rewards, mask [S, C]', mask, token_rewards)
+  mask, rewards = masked_tokens('token_rewards, mask [S, C]', mask, token_rewards)
   returns = np.zeros_like(rewards)
   total = np.zeros(len(rewards))
   for t in reversed(range(rewards.shape[1])):
@@ -184,34 +172,6 @@ def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, 
   return gains.astype(np.float32)
 
 
-def gae(
-  token_rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1.0, lam: float = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
-  """Generalized advantage estimation (arXiv:1506.02438), eq. 16.
-
-  d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is
-  the next trained token: those between (tool output) are skipped, and take
-  no discount. The value after the last one is 0.
-
-  Args:
-    token_rewards, values, mask: [S, C]; masked entries are ignored.
-
-  Returns:
-    (advantages, returns = A + V), each [S, C] float32; not whitened.
-  """
-  mask, rewards, values = _tokens('token_rewards, values, mask [S, C]', mask, token_rewards, values)
-  gains = np.zeros_like(values)
-  next_value = np.zeros(len(values))
-  gain = np.zeros(len(values))
-  for t in reversed(range(values.shape[1])):
-    delta = rewards[:, t] + gamma * next_value - values[:, t]
-    gain = np.where(mask[:, t], delta + gamma * lam * gain, gain)
-    next_value = np.where(mask[:, t], values[:, t], next_value)
-    gains[:, t] = gain
-  gains = np.where(mask, gains, 0)
-  return gains.astype(np.float32), (gains + values).astype(np.float32)
-
-
 def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
   """The KL coefficient after `steps` samples whose mean KL was `kl`.
 
@@ -222,7 +182,7 @@ def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: in
   return float(coef * (1 + error * steps / horizon))
 
 
-def _tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
+def masked_tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
   """Returns (mask as bool, *arrays as float64, 0 where masked)."""
   mask = np.asarray(mask, bool)
   arrays = [np.asarray(a, np.float64) for a in arrays]

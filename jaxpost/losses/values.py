@@ -1,14 +1,45 @@
-"""Losses of critics and reward models.
+"""Critics and reward models: generalized advantage estimation, and losses of values.
 
-Legend: B rows, T tokens, P pairs. All losses are unreduced and elementwise.
+Legend: B rows, T tokens, P pairs, S sequences, C completion tokens. All losses are
+unreduced and elementwise.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
+from jaxpost.losses.advantages import masked_tokens
 from jaxpost.losses.reduce import same_shape
 from jaxpost.types import Array
+
+
+def gae(
+  token_rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1.0, lam: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+  """Generalized advantage estimation (arXiv:1506.02438), eq. 16, on the host.
+
+  d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is
+  the next trained token: those between (tool output) are skipped, and take
+  no discount. The value after the last one is 0.
+
+  Args:
+    token_rewards, values, mask: [S, C]; masked entries are ignored.
+
+  Returns:
+    (advantages, returns = A + V), each [S, C] float32; not whitened.
+  """
+  mask, rewards, values = masked_tokens('token_rewards, values, mask [S, C]', mask, token_rewards, values)
+  gains = np.zeros_like(values)
+  next_value = np.zeros(len(values))
+  gain = np.zeros(len(values))
+  for t in reversed(range(values.shape[1])):
+    delta = rewards[:, t] + gamma * next_value - values[:, t]
+    gain = np.where(mask[:, t], delta + gamma * lam * gain, gain)
+    next_value = np.where(mask[:, t], values[:, t], next_value)
+    gains[:, t] = gain
+  gains = np.where(mask, gains, 0)
+  return gains.astype(np.float32), (gains + values).astype(np.float32)
 
 
 def clipped_value_loss(
