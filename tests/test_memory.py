@@ -113,6 +113,6 @@ def test_by_hand():
 
 def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):
   config = tiny.grpo_config(model, rollout=dict(offload=True))
-  monkeypatch.setattr(memory, 'parks', lambda device: False)
+  monkeypatch.setattr(memory, 'can_offload', lambda device: False)
   with pytest.raises(InputError, match='config.rollout.offload: these'):
     jaxpost.run(config, tmp_path / 'run')

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import pathlib
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import jax
@@ -21,12 +21,13 @@ import jax.numpy as jnp
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
+from jaxpost.hardware import probe
 from jaxpost.matmul import Compute
 from jaxpost.models import attention_kernels, attention_xla
-from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
   from jaxpost.models.attention_kernels import AttentionShape
+  from jaxpost.models.config import ModelConfig
 
 # Largest error, as a share of the largest value; rounding to bfloat16 makes a tenth of it.
 _TOLERANCE = 0.05
@@ -45,32 +46,34 @@ _FAILURES = (
 )
 
 
-def settle(compute: Compute, uses) -> Compute:
-  """How a run computes: by a kernel only what that does right on this device.
+def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Compute:
+  """Checks the attention kernel of a run and returns `compute` with the shapes that XLA has to compute.
 
-  What it does wrong on any process goes to XLA on all; InputError where it was
-  asked for by name. Each shape is computed
-  once in a process; what was right is kept in
-  ~/.cache/jaxpost/attention.json, and not computed again.
+  A shape that the kernel gets wrong on any process goes to XLA on all. Each
+  shape is checked once in a process; correct ones are remembered in
+  ~/.cache/jaxpost/attention.json.
 
   Args:
-    uses: (ModelConfig, tokens of a row, into how many parts it is split) of
-      all that will be attended.
+    compute: with the kernel that the config or the platform chose.
+    uses: (ModelConfig, tokens of a row, number of parts that the row is split
+      into) of everything that will be attended.
+
+  Raises:
+    InputError: the kernel is wrong, and the config names it.
   """
   name, dtype = compute.attention, compute.dtype
   works = sorted({attention_kernels.shape_to_check(compute, *use) for use in uses} - {None})
-  path = pathlib.Path.home() / '.cache/jaxpost/attention.json'
-  keys, kept = [_key(name, dtype, work) for work in works], _read(path)
-  whys = ['' if key in kept else trusted(name, work, dtype) for key, work in zip(keys, works)]
-  right = {key: 1 for key, why in zip(keys, whys) if not why}
-  if not right.keys() <= kept.keys():
-    try:
-      object_store.write(path, json.dumps(_read(path) | right).encode())
-    except OSError as e:
-      logging.info('%s: not kept (%s): it is checked again next time', path, e)
-  out, device = [], jax.local_devices()[0].device_kind
-  for work, told in zip(works, zip(*coordination.all_gather(whys))):
-    why = next(filter(None, told), '')
+  path = probe.cache_file('attention.json')
+  keys = [_key(name, dtype, work) for work in works]
+  known = probe.read_cache(path)
+  whys = ['' if key in known else trusted(name, work, dtype) for key, work in zip(keys, works)]
+  correct = {key: 1 for key, why in zip(keys, whys) if not why}
+  if not correct.keys() <= known.keys():
+    probe.add_to_cache(path, correct)
+  out = []
+  device = jax.local_devices()[0].device_kind
+  for work, of_processes in zip(works, zip(*coordination.all_gather(whys))):
+    why = next(filter(None, of_processes), '')
     if why and compute.forced:
       raise InputError(
         f'config.model.attention: {name} is wrong on {device} with jax '
@@ -92,16 +95,18 @@ def settle(compute: Compute, uses) -> Compute:
 
 
 def _words(work: AttentionShape) -> str:
-  return (
-    f'{f"{work.parts} parts, " if work.parts > 1 else ""}'
-    f'{work.heads} heads of {work.head_dim} on {work.kv_heads}'
-    f'{", sinks" * work.sinks}'
-    f'{", a soft cap" if work.attention_softcap else ""}'
-  )
+  words = [f'{work.heads} heads of {work.head_dim} on {work.kv_heads}']
+  if work.parts > 1:
+    words.insert(0, f'{work.parts} parts')
+  if work.sinks:
+    words.append('sinks')
+  if work.attention_softcap:
+    words.append('a soft cap')
+  return ', '.join(words)
 
 
 def _key(name: str, dtype: str, work: AttentionShape) -> str:
-  """The kernel, its options and shape, and all that it runs on."""
+  """Returns a text that changes with the kernel, its code, the shape, and what it runs on."""
   device = jax.local_devices()[0]
   code = zlib.crc32(
     pathlib.Path(attention_kernels.__file__).read_bytes(), zlib.crc32(device.client.platform_version.encode())
@@ -109,38 +114,27 @@ def _key(name: str, dtype: str, work: AttentionShape) -> str:
   return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
 
 
-def _read(path) -> dict:
-  try:
-    found = json.loads(path.read_text())
-  except (OSError, ValueError):  # not there, or cut: it is checked again
-    return {}
-  return found if isinstance(found, dict) else {}
-
-
 @functools.cache
 def trusted(name: str, work: AttentionShape, dtype: str) -> str:
-  """'' where this device computes it right, else what differs from XLA's.
-
-  Of every kind of layer: with each of the windows.
-  """
+  """Checks a kernel for each window of a model; returns '' if all are right, else what differs from XLA."""
   wrong = []
   for window in work.windows:
     try:
       found = errors(name, work, dtype, window)
     except _FAILURES as e:
       return f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
-    wrong += [
-      f'{x:.1e} in {k}{f" with window {window}" if window else ""}' for k, x in found.items() if not x <= _TOLERANCE
-    ]
-  return wrong and f'off by {", ".join(wrong)}' or ''
+    where = f' with window {window}' if window else ''
+    # NaN is wrong, too, which `x > _TOLERANCE` would miss.
+    wrong += [f'{x:.1e} in {k}{where}' for k, x in found.items() if not x <= _TOLERANCE]
+  return f'off by {", ".join(wrong)}' if wrong else ''
 
 
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
-  """{'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from float32.
+  """Returns {'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from XLA in float32.
 
-  Each as the largest difference over the largest value, of packed rows, forward
-  and backward; of long ones of fewer heads. Of a row in stripes one after the
-  other.
+  An error is the largest difference over the largest value: 'out' of the
+  forward pass, the others of gradients. Rows are packed; long ones are checked
+  with fewer heads. Stripes of a split row are computed one after the other.
   """
   length, size, values = work.length, work.head_dim, work.value_dim
   kv_heads, rows = min(work.kv_heads, _HEADS), 2
@@ -151,9 +145,13 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     kv_heads = 1
   heads = groups * kv_heads
   keys = jax.random.split(jax.random.key(0), 5)
-  draw = lambda key, *shape: jax.random.normal(key, (rows, length, *shape)).astype(dtype)
+
+  def draw(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, (rows, length, *shape)).astype(dtype)
+
   given = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size), draw(keys[2], kv_heads, values))
-  given += (jax.random.normal(keys[4], (heads,)),) if work.sinks else ()
+  if work.sinks:
+    given += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
   # Three documents and padding, and three that fill the row.
   cuts = jnp.array(
@@ -172,10 +170,14 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
 
   def fast(q, k, v, sinks=None):
     q, k, v = (x.astype(dtype) for x in (attention_xla.scale_queries(q, work), k, v))
-    run = lambda q, **stripe: attention_kernels.KERNELS[name](
-      q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe
-    ).astype(jnp.float32)
-    if (n := work.parts) == 1:
+
+    def run(q, **stripe):
+      return attention_kernels.KERNELS[name](
+        q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe
+      ).astype(jnp.float32)
+
+    n = work.parts
+    if n == 1:
       return run(q)
     return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 

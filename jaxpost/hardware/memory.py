@@ -3,9 +3,13 @@
 All bytes are of one device.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import pathlib
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -16,8 +20,11 @@ SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate', 
 START = ('init', 'copy', 'random')  # when not everything is there yet
 
 
-def size(tree, device=None) -> int:
-  """Bytes of arrays, or of descriptions with shardings; those on `device`."""
+def size(tree: Any, device: jax.Device | None = None) -> int:
+  """Returns the bytes on a device of arrays, or of ShapeDtypeStructs with shardings.
+
+  device: counts only what it holds; None counts a shard of everything.
+  """
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)
@@ -25,33 +32,40 @@ def size(tree, device=None) -> int:
   )
 
 
-def parks(device) -> bool:
-  """True if the device can keep arrays in pinned memory of its host."""
+def can_offload(device: jax.Device) -> bool:
+  """Returns True if the device can keep arrays in pinned memory of its host."""
   return 'pinned_host' in {m.kind for m in device.addressable_memories()}
 
 
-def distinct(*trees) -> dict:
-  """The arrays of several trees; roles share what they do not train."""
+def distinct(*trees: Any) -> dict[int, Any]:
+  """Returns the arrays of several trees by identity: roles share what they do not train, which counts once."""
   return {id(x): x for x in jax.tree.leaves(trees)}
 
 
-def batches(args) -> int:
-  """Bytes of the batches among the arguments of a program."""
+def batches(args: Iterable[Any]) -> int:
+  """Returns the bytes of the batches among the arguments of a program."""
   return sum(size(x) for x in args if isinstance(x, Batch))
 
 
-def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahead: bool = False) -> dict[str, int]:
-  """{program: most bytes in use while it runs}; 'peak' is the largest of them.
+def predict(
+  rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, asynchronous: bool = False
+) -> dict[str, int]:
+  """Returns {program: most bytes in use while it runs}; 'peak' is the largest of them.
+
+  Works from the arrays of a run. `planning.roofline.memory` splits the same
+  memory by purpose for a plan, from the arguments of each program.
 
   Args:
     rows: of a `compile.Ledger`, of programs on the same devices.
     held: parameters, optimizer states and frozen models, which stay.
-    parked: bytes of it that are offloaded to the host while sampling.
-    sampler: its weights and its cache, what it shares with those aside; 0:
-      it has other devices.
-    ahead: it is there while the others run, too; see `rl/rollout_queue.py`.
+    offloaded: bytes of `held` that are in host memory while sampling.
+    sampler: weights and cache of the sampler, except what it shares with
+      `held`; 0: it has other devices.
+    asynchronous: the sampler is there while the others run, too; see
+      `rl/rollout_queue.py`.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
+  # Where the sampler has other devices, all weights wait here for their transfer.
   moved = 0 if sampler else sum(r['output_bytes'] * r['times'] for r in rows if r['program'] == 'reshard')
   out = {}
   for row in rows:
@@ -60,14 +74,16 @@ def predict(rows: list[dict], held: int, parked: int = 0, sampler: int = 0, ahea
       continue
     more = row['temp_bytes']
     if name in SAMPLING:
-      more += held - parked + sampler + prefix
+      more += held - offloaded + sampler + prefix
       # The outputs of the others are counted in `sampler` and `prefix`.
       if name == 'reshard':
-        more += moved  # on its way to other devices
+        more += moved
       elif name not in ('init_state', 'prefill'):
         more += row['output_bytes'] - row['alias_bytes']
     else:
-      more += held + sampler * ahead + row['batch_bytes'] + (row['output_bytes'] - row['alias_bytes'])
+      more += held + row['batch_bytes'] + row['output_bytes'] - row['alias_bytes']
+      if asynchronous:
+        more += sampler
     out[name] = max(out.get(name, 0), more)
   return out | {'peak': max(out.values(), default=held)}
 
@@ -83,9 +99,9 @@ class Memory:
 
 
 def peak() -> dict[str, int]:
-  """{'memory/peak_bytes': most so far}, of the fullest device of this process.
+  """Returns {'memory/peak_bytes': most so far}, of the fullest device of this process.
 
-  Of a CPU, whose devices do not say, all that the process has had.
+  CPU devices have no statistics; there it is the peak of the process.
   """
   stats = [d.memory_stats() for d in jax.local_devices()]
   if all(s and 'peak_bytes_in_use' in s for s in stats):

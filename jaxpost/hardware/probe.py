@@ -1,4 +1,6 @@
-"""Measured speed of this machine, which benchmarks are compared with."""
+"""Measured speed of this machine, and the cache files of what was measured or checked on it."""
+
+from __future__ import annotations
 
 import json
 import logging
@@ -15,11 +17,11 @@ from jaxpost.storage import object_store
 _GAIN = 1.1  # by which bfloat16 must be faster than float32, which is exact
 
 
-def matmul_rate(dtype, size: int = 2048, rounds: int = 8) -> float:
-  """FLOP/s of a square product with float32 accumulation, best of `rounds`."""
+def matmul_rate(dtype: jax.typing.DTypeLike, size: int = 2048, rounds: int = 8) -> float:
+  """Returns FLOP/s of a square matrix product with float32 accumulation, the best of `rounds`."""
   x = jnp.ones((size, size), dtype)
   product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-  product(x, x).block_until_ready()
+  product(x, x).block_until_ready()  # compiles
   best = 0.0
   for _ in range(rounds):
     start = time.perf_counter()
@@ -29,10 +31,10 @@ def matmul_rate(dtype, size: int = 2048, rounds: int = 8) -> float:
 
 
 def memory_rate(size: int = 2**28, rounds: int = 8) -> float:
-  """Bytes a second at which an array of `size` bytes is summed, the best."""
+  """Returns bytes per second at which an array of `size` bytes is summed, the best of `rounds`."""
   x = jnp.ones(size // 4, jnp.float32)
   total = jax.jit(jnp.sum)
-  total(x).block_until_ready()
+  total(x).block_until_ready()  # compiles
   best = 0.0
   for _ in range(rounds):
     start = time.perf_counter()
@@ -41,44 +43,54 @@ def memory_rate(size: int = 2**28, rounds: int = 8) -> float:
   return best
 
 
-def matmul_type(cache=None) -> tuple[str, str]:
-  """(type of products that is fastest here and safe, a line that says why).
+def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
+  """Returns the fastest safe type of matrix products on this machine, and a line that says why.
 
   CPUs differ, and are measured: half a second, once a machine. float16 is
-  measured, too, but taken only of GPUs that lack bfloat16.
+  measured, too, but chosen only on GPUs that lack bfloat16.
 
   Args:
-    cache: file of what was measured; by default in ~/.cache/jaxpost.
+    cache: file of earlier measurements; None: ~/.cache/jaxpost/cpu.json.
   """
   device = jax.devices()[0]
   if device.platform != 'cpu':
-    old = device.platform == 'gpu' and float(device.compute_capability) < 8
-    return 'float16' if old else 'bfloat16', f'of {device.device_kind}'
-  path = pathlib.Path(cache or pathlib.Path.home() / '.cache/jaxpost/cpu.json')
+    before_ampere = device.platform == 'gpu' and float(device.compute_capability) < 8
+    return 'float16' if before_ampere else 'bfloat16', f'of {device.device_kind}'
+  path = pathlib.Path(cache or cache_file('cpu.json'))
   key = ' '.join([_cpu(), str(os.cpu_count()), jax.__version__])
-  known = _read(path)
-  if key not in known:
-    known[key] = {name: round(matmul_rate(name, 512, 5) / 1e9, 1) for name in ('float32', 'bfloat16', 'float16')}
-    try:
-      object_store.write(path, json.dumps(known).encode())
-    except OSError as e:
-      logging.info('%s: not kept (%s): it is measured again next time', path, e)
-  rates = known[key]
+  rates = read_cache(path).get(key)
+  if rates is None:
+    rates = {name: round(matmul_rate(name, 512, 5) / 1e9, 1) for name in ('float32', 'bfloat16', 'float16')}
+    add_to_cache(path, {key: rates})
   faster = rates['bfloat16'] > _GAIN * rates['float32']
-  return 'bfloat16' if faster else 'float32', 'GFLOP/s: ' + ', '.join(
-    f'{name} {rate:g}' for name, rate in rates.items()
-  )
+  why = 'GFLOP/s: ' + ', '.join(f'{name} {rate:g}' for name, rate in rates.items())
+  return 'bfloat16' if faster else 'float32', why
 
 
-def _read(path) -> dict:
+def cache_file(name: str) -> pathlib.Path:
+  """Returns the path of a cache file in ~/.cache/jaxpost."""
+  return pathlib.Path.home() / '.cache' / 'jaxpost' / name
+
+
+def read_cache(path: pathlib.Path) -> dict:
+  """Returns the entries of a cache file; {} if there is none, or it was cut off while it was written."""
   try:
-    return json.loads(path.read_text())
-  except (OSError, ValueError):  # not there, or cut: it is measured again
+    found = json.loads(path.read_text())
+  except (OSError, ValueError):
     return {}
+  return found if isinstance(found, dict) else {}
+
+
+def add_to_cache(path: pathlib.Path, entries: dict) -> None:
+  """Adds entries to a cache file; a file that cannot be written costs time in the next run and is no error."""
+  try:
+    object_store.write(path, json.dumps(read_cache(path) | entries).encode())
+  except OSError as e:
+    logging.info('%s: not written (%s): the next run measures or checks again', path, e)
 
 
 def _cpu() -> str:
-  """The model of the processor."""
+  """Returns the model of the processor."""
   try:
     lines = pathlib.Path('/proc/cpuinfo').read_text('utf-8').splitlines()
   except OSError:

@@ -67,18 +67,29 @@ def json_lines(path: epath.PathLike) -> list[dict]:
 
 
 def read_rows(path: epath.PathLike) -> list[dict]:
-  """Rows of a metrics.jsonl; a torn last line (kill -9) is left out."""
-  path, rows = epath.Path(path), []
+  """Returns the rows of a metrics.jsonl; a torn last line (kill -9) is left out."""
+  return read_growing(path, 'a row of metrics', keys=('stage', 'split', 'step'))
+
+
+def read_growing(path: epath.PathLike, what: str = 'JSON', keys: Sequence[str] = ()) -> list[dict]:
+  """Returns the objects of a .jsonl that may still be written: a torn last line is left out, as is a missing file.
+
+  Raises:
+    InputError: another line is not `what`: no JSON, or without one of `keys`.
+  """
+  path = epath.Path(path)
+  rows = []
   text = path.read_bytes().decode('utf-8', 'replace') if path.exists() else ''
   lines = text.rstrip('\0\r\n ').split('\n')
   for number, line in enumerate(lines, 1):
     try:
       row = json.loads(line)
-      row['stage'], row['split'], row['step']
+      for key in keys:
+        row[key]
       rows.append(row)
     except (ValueError, KeyError, TypeError) as e:
       if number < len(lines):
-        raise InputError(f'{path}:{number}: not a row of metrics; remove the line or move the file away') from e
+        raise InputError(f'{path}:{number}: not {what}; remove the line or move the file away') from e
   return rows
 
 
@@ -96,14 +107,17 @@ def summary(
   return out
 
 
-def short_number(x: float | None) -> str:
-  """Four digits of a number, for people: 0.1235, 12.35k, 1.2e-06."""
+def short_number(x: float | None, small_digits: int = 2) -> str:
+  """Returns four digits of a number, for people: 0.1235, 12.35k, 1.2e-06.
+
+  small_digits: of numbers below 0.001.
+  """
   if x is None or not math.isfinite(x):
     return str(x)
-  for unit, name in ((1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
+  for unit, name in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
     if abs(x) >= (1e4 if name == 'k' else unit):
       return f'{x / unit:.4g}{name}'
-  return f'{x:.4g}' if x == 0 or abs(x) >= 1e-3 else f'{x:.2g}'
+  return f'{x:.{4 if x == 0 or abs(x) >= 1e-3 else small_digits}g}'
 
 
 class Chrono:

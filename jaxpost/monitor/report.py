@@ -16,9 +16,9 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
+from jaxpost.monitor.metrics import ROW_KEYS, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
-ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
 # Headline metrics of a stage, most important first: key -> label.
 NAMES = {
   'steps': 'Steps',
@@ -45,13 +45,12 @@ CSS = epath.resource_path('jaxpost') / 'monitor' / 'report.css'
 
 
 def _number(x: Any) -> str:
-  """A number for people; anything else as text."""
+  """Returns a value of metrics as text; a number that was not finite is None there."""
+  if x is None:
+    return 'not finite'
   if isinstance(x, bool) or not isinstance(x, (int, float)):
-    return 'not finite' if x is None else str(x)
-  for unit, name in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
-    if abs(x) >= (1e4 if name == 'k' else unit):
-      return f'{x / unit:.4g}{name}'
-  return f'{x:.4g}'
+    return str(x)
+  return short_number(x, small_digits=4)
 
 
 def _seconds(x: float) -> str:
@@ -65,18 +64,13 @@ def _esc(x: Any) -> str:
   return html.escape(str(x)).encode('utf-8', 'replace').decode()
 
 
-def _read(path: epath.Path) -> list:
-  """The objects of a .json or .jsonl file; a torn last line, which may still be written, is left out."""
-  text = path.read_bytes().decode('utf-8', 'replace') if path.exists() else ''
-  lines, out = [text.rstrip('\0\n ')], []
-  lines = lines[0].split('\n') if path.suffix == '.jsonl' else lines
-  for number, line in enumerate(lines, 1):
-    try:
-      out += [json.loads(line)] if line else []
-    except ValueError as e:
-      if path.suffix == '.json' or number < len(lines):
-        raise InputError(f'{path}:{number}: not JSON; remove it') from e
-  return out
+def _read_json(path: epath.Path, default: Any) -> Any:
+  """Returns the value in a .json file, or `default` where there is none."""
+  text = path.read_bytes().decode('utf-8', 'replace').rstrip('\0\n ') if path.exists() else ''
+  try:
+    return json.loads(text) if text else default
+  except json.JSONDecodeError as e:
+    raise InputError(f'{path}:{e.lineno}: not JSON; remove it') from e
 
 
 def _stages(rows: Sequence[Mapping]) -> dict[str, dict[str, list[dict]]]:
@@ -93,7 +87,7 @@ def figures(workdir: epath.PathLike) -> dict[str, float]:
 
   An eval key that train rows have too gets `eval_` in front: eval_loss/sft.
   """
-  out, stages = {}, _stages(_read(epath.Path(workdir) / 'metrics.jsonl'))
+  out, stages = {}, _stages(read_rows(epath.Path(workdir) / 'metrics.jsonl'))
   for stage, splits in stages.items():
     train, known = splits['train'], {k for r in splits['train'] for k in r}
     out[f'steps/{stage}'] = max(r['step'] for s in splits.values() for r in s)
@@ -268,7 +262,7 @@ def _samples(folder: epath.Path) -> str:
   if not files:
     return ''
   before, after = (
-    {json.dumps(row.get('prompt')): row for row in reversed(_read(path))} for path in (files[0], files[-1])
+    {json.dumps(row.get('prompt')): row for row in reversed(read_growing(path))} for path in (files[0], files[-1])
   )
   before = before if len(files) > 1 else {}
   rewards = [
@@ -314,7 +308,7 @@ def _cards(values: Mapping[str, Any], stage: str, rows: list[dict]) -> str:
 def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> None:
   """Prints final figures, a reward or loss sparkline, times and paths."""
   workdir = epath.Path(workdir)
-  values, stages = figures(workdir), _stages(_read(workdir / 'metrics.jsonl'))
+  values, stages = figures(workdir), _stages(read_rows(workdir / 'metrics.jsonl'))
   table = rich.table.Table('', *map(markup.escape, stages))
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values):
     table.add_row(markup.escape(NAMES.get(key, key)), *(_number(values.get(f'{key}/{stage}', '')) for stage in stages))
@@ -345,8 +339,11 @@ def _sparkline(values: list[float]) -> str:
 def write_report(workdir: epath.PathLike) -> epath.Path:
   """Writes report.html from the files of a run, finished or alive."""
   workdir = epath.Path(workdir)
-  done, plans, config = (next(iter(_read(workdir / f'{name}.json')), {}) for name in ('summary', 'plan', 'config'))
-  rows, resumes = (_read(workdir / f'{name}.jsonl') for name in ('metrics', 'resumes'))
+  done = _read_json(workdir / 'summary.json', {})
+  plans = _read_json(workdir / 'plan.json', [])
+  config = _read_json(workdir / 'config.json', {})
+  rows = read_rows(workdir / 'metrics.jsonl')
+  resumes = read_growing(workdir / 'resumes.jsonl')
   stages, warnings = _stages(rows), done.pop('warnings', ())
   values, name = done or figures(workdir), _esc(object_store.resolved(workdir).rpartition('/')[2])
   facts = [' → '.join(stages) or 'no rows of metrics yet', _seconds(sum(row.get('time/step') or 0 for row in rows))]

@@ -59,6 +59,13 @@ def pass_at_k(passed: np.ndarray, k: int) -> float:
   return float(np.mean(chances))
 
 
+def pass_rates(passed: np.ndarray) -> dict[str, float]:
+  """Returns {'pass@k': chance} for k = 1, 2, 4, ... and n, from [N, n] bool."""
+  n = passed.shape[1]
+  ks = sorted({2**i for i in range(n.bit_length())} | {n})
+  return {f'pass@{k}': pass_at_k(passed, k) for k in ks}
+
+
 @dataclasses.dataclass
 class SampledEval:
   """pass@k of completions of held-out prompts, graded as in training.
@@ -97,8 +104,7 @@ class SampledEval:
     if whole.any():
       verdicts = graded.function_rewards if self.grader.pool else rewards
       passed = verdicts[whole] >= self.pass_reward
-      ks = sorted({1, self.samples} | {2**i for i in range(int(math.log2(self.samples)) + 1)})
-      out |= {f'pass@{k}': pass_at_k(passed, k) for k in ks}
+      out |= pass_rates(passed)
       out['reward'] = float(rewards[whole].mean())
     if graded.model_rewards is not None:
       out['rewards/reward_model/mean'] = float(graded.model_rewards.mean())

@@ -23,8 +23,8 @@ if typing.TYPE_CHECKING:
 
 def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
   """Memory that the compiled programs of a stage will need."""
-  parks = placed.config.rollout.offload
-  if parks and not memory.parks(placed.train.mesh.local_devices[0]):
+  offload = placed.config.rollout.offload
+  if offload and not memory.can_offload(placed.train.mesh.local_devices[0]):
     raise InputError(
       'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
     )
@@ -34,15 +34,15 @@ def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
     [r.params for r in (roles.reference, roles.reward_model, *roles.teachers) if r],
   )
   sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
-  parked = roles.offloadable() if parks else {}
+  offloaded = roles.offloadable() if offload else {}
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
   for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
     device, ids = mesh.devices.flat[0], {d.id for d in mesh.devices.flat}
     found = memory.predict(
       [r for r in placed.ledger.rows if r['device'] in ids],
-      *(memory.size(x, device) for x in (held, parked, own)),
-      ahead=placed.config.rollout.staleness > 0,
+      *(memory.size(x, device) for x in (held, offloaded, own)),
+      asynchronous=placed.config.rollout.staleness > 0,
     )
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)

@@ -20,7 +20,7 @@ from jaxpost.monitor.metrics import json_lines
 from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage.evaluate import pass_at_k
+from jaxpost.stage.evaluate import pass_rates
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
 
@@ -115,9 +115,8 @@ def summary(rows, graded: list[Graded], stop_ids, pass_reward=1.0) -> dict:
   ended = [bool(x) and x[-1] in stop_ids for x in ids]
   passed, k = table[whole] >= pass_reward, table.shape[1]
   votes = [majority(row['completions'], p) for row, p in zip(itertools.compress(rows, whole), passed)]
-  ks = sorted({1, k} | {2**i for i in range(k.bit_length())})
   return {
-    **{f'pass@{i}': pass_at_k(passed, i) for i in ks},
+    **pass_rates(passed),
     f'maj@{k}': float(np.mean(votes)),
     'count': len(rows),
     'ungraded_prompts': int((~whole).sum()),
