@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks import command
 from jaxpost import testing
+from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.stage import on_policy
 from jaxpost.tools import bench
-from jaxpost.types import Completion, Request
 
 _TURNS = 4
 _ANSWER = 24  # tokens between two turns

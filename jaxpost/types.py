@@ -1,8 +1,7 @@
 """The records that pass between the parts of a run.
 
 Shape legend: B rows, T tokens a row, N sequences, P prompt tokens, C
-completion tokens, S slots, K kv heads, h head size, L layers, M stop ids, F
-forbidden ids.
+completion tokens, S slots, K kv heads, h head size, L layers.
 
 Arrays per token are aligned with the token itself: `logprobs[b, t]` is
 log p(tokens[b, t] | tokens before it). The first token of a document has no
@@ -93,27 +92,6 @@ class Outputs:
 
 
 @struct.dataclass
-class Sampling:
-  """Sampling parameters of each slot, arrays so that a new value compiles nothing.
-
-  Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off),
-  stop_ids [2, -1] and forbidden_ids [-1] (padded with -1), min_tokens 0,
-  max_tokens 128, seed 0, top_logprobs 0.
-  """
-
-  temperature: Array  # [S] float32, 0 is greedy
-  top_k: Array  # [S] int32, 0 is off
-  top_p: Array  # [S] float32, 1 is off
-  min_p: Array  # [S] float32, relative to the most probable token; 0 is off
-  stop_ids: Array  # [S, M] int32, padded with -1
-  forbidden_ids: Array  # [S, F] int32, never drawn; padded with -1
-  min_tokens: Array  # [S] int32: stop ids are not drawn before
-  max_tokens: Array  # [S] int32
-  seed: Array  # [S] int32, folded into the key of the draws; 0 leaves it as it is
-  top_logprobs: Array  # [S] int32, how many of the most probable tokens are reported
-
-
-@struct.dataclass
 class Cache:
   """KV cache, one pair of arrays per layer.
 
@@ -135,60 +113,6 @@ class Prompt:
   tokens: np.ndarray = struct.field(pytree_node=False)  # [P] int32
   prompt: Any = struct.field(pytree_node=False)  # text or list of messages
   columns: dict = struct.field(pytree_node=False)  # the row's other columns
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """A request to an engine to continue a text.
-
-  The random draws depend on (run key, step, `prompt`, `sample`, position in
-  the text) and on nothing else. The next turn of a conversation is a request
-  with the same `prompt` and `sample` and the longer text, so all turns together
-  draw what one long sample would.
-
-  Attributes:
-    tokens: [P] int32, the text so far: prompt, completions, tool results.
-    prompt: global index of the prompt.
-    sample: index within the group of the prompt.
-    sampling: {field of `Sampling` or 'stop_strings': scalar or tuple} that
-      differ from the config.
-    tag: of the caller; comes back with the completion.
-  """
-
-  tokens: np.ndarray
-  prompt: int
-  sample: int = 0
-  sampling: dict = dataclasses.field(default_factory=dict)
-  tag: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-  """The answer of an engine to a request: host arrays, equal on every process.
-
-  Attributes:
-    tokens: [C] int32, including the stop id.
-    logprobs: [C] float32 under the distribution with temperature, before top-k,
-      top-p and min-p.
-    behavior_logprobs: [C] float32 under the truncated distribution that the
-      tokens were drawn from.
-    finished: ended by a stop id or a stop string, not by max_tokens.
-    stop_string: that ended it, or ''; the last token completes it.
-    top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
-    experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
-    versions: [C] int32, optimizer updates behind the weights of each token.
-  """
-
-  request: Request
-  tokens: np.ndarray
-  logprobs: np.ndarray
-  behavior_logprobs: np.ndarray
-  finished: bool
-  stop_string: str = ''
-  top_ids: np.ndarray | None = None
-  top_logprobs: np.ndarray | None = None
-  experts: np.ndarray | None = None
-  versions: np.ndarray | None = None
 
 
 @struct.dataclass

@@ -17,7 +17,8 @@ from jaxpost.environments.episode import Episode, EpisodeLimits
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
-from jaxpost.types import Completion, Prompt
+from jaxpost.rollout.sequence import Completion
+from jaxpost.types import Prompt
 
 AGENT = '''
 import json, urllib.request

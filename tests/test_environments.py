@@ -16,7 +16,8 @@ from jaxpost.environments import episodes, examples, tool_schema, turns
 from jaxpost.environments import pool as pool_lib
 from jaxpost.environments.episode import EpisodeLimits
 from jaxpost.errors import InputError
-from jaxpost.types import Completion, Prompt
+from jaxpost.rollout.sequence import Completion
+from jaxpost.types import Prompt
 
 EXAMPLES = 'Calculator', 'Treasure'
 TROUBLE = '''

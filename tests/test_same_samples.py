@@ -58,7 +58,7 @@ def main():
   from jaxpost.models import model as model_lib
   from jaxpost.programs.compile import Ledger
   from jaxpost.rollout import native
-  from jaxpost.types import Request
+  from jaxpost.rollout.sequence import Request
 
   model = model_lib.build(tiny.config(num_heads=8, num_kv_heads=4, initializer_range=0.15))
   params = tiny.params(model)

@@ -14,8 +14,9 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs import sampling
 from jaxpost.programs import score as score_lib
 from jaxpost.programs.compile import Ledger
+from jaxpost.programs.sampling import Sampling
 from jaxpost.rollout import native
-from jaxpost.types import Batch, Prompt, Sampling
+from jaxpost.types import Batch, Prompt
 
 DRAWS, V = 20_000, 600  # V: more than one block of the inverted distribution
 

@@ -13,7 +13,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import engine as protocol
 from jaxpost.rollout import kv_cache, native, sampler_config
-from jaxpost.types import Request
+from jaxpost.rollout.sequence import Request
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
 

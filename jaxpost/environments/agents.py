@@ -22,7 +22,8 @@ from jaxpost.environments.episodes import Episodes
 from jaxpost.environments.openai_server import Endpoint
 from jaxpost.environments.pool import PLAY, Answer, Environment, EnvironmentPool, reset_row
 from jaxpost.errors import InputError
-from jaxpost.types import Completion, Prompt, Request, Rollout
+from jaxpost.rollout.sequence import Completion, Request
+from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-  from jaxpost.types import Completion, Prompt
+  from jaxpost.rollout.sequence import Completion
+  from jaxpost.types import Prompt
 
 
 @dataclasses.dataclass(frozen=True)

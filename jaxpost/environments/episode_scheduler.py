@@ -21,7 +21,7 @@ from jaxpost.distributed import coordination
 from jaxpost.environments import turns
 from jaxpost.environments.episode import Episode, generated_tokens, given_tokens
 from jaxpost.environments.pool import Answer, reset_row
-from jaxpost.types import Completion, Request
+from jaxpost.rollout.sequence import Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.environments.episodes import Episodes

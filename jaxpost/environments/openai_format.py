@@ -18,7 +18,7 @@ from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.types import Completion
+  from jaxpost.rollout.sequence import Completion
 
 _INTEGERS = ('top_k', 'min_tokens', 'seed')
 _FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')

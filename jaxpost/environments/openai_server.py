@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpost.environments import openai_format
 from jaxpost.environments.fair_lock import FairLock
 from jaxpost.errors import InputError
-from jaxpost.types import Completion, Request
+from jaxpost.rollout.sequence import Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer

@@ -25,7 +25,8 @@ from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
 from jaxpost.programs.cache_storage import empty_block, put_pages, put_rows, stored, view, where
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.types import MASKED_LOGIT, Array, Cache, Sampling
+from jaxpost.programs.sampling import Sampling
+from jaxpost.types import MASKED_LOGIT, Array, Cache
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout

@@ -9,9 +9,30 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpost.types import MASKED_LOGIT, Array, Sampling
+from jaxpost.types import MASKED_LOGIT, Array
 
 _GREEDY = 1e-4  # a lower temperature is 0: quotients would overflow
+
+
+@struct.dataclass
+class Sampling:
+  """Sampling parameters of each slot, arrays so that a new value compiles nothing.
+
+  Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off),
+  stop_ids [2, -1] and forbidden_ids [-1] (padded with -1), min_tokens 0,
+  max_tokens 128, seed 0, top_logprobs 0.
+  """
+
+  temperature: Array  # [S] float32, 0 is greedy
+  top_k: Array  # [S] int32, 0 is off
+  top_p: Array  # [S] float32, 1 is off
+  min_p: Array  # [S] float32, relative to the most probable token; 0 is off
+  stop_ids: Array  # [S, M] int32, padded with -1
+  forbidden_ids: Array  # [S, F] int32, never drawn; padded with -1
+  min_tokens: Array  # [S] int32: stop ids are not drawn before
+  max_tokens: Array  # [S] int32
+  seed: Array  # [S] int32, folded into the key of the draws; 0 leaves it as it is
+  top_logprobs: Array  # [S] int32, how many of the most probable tokens are reported
 
 
 def uniforms(keys, positions):

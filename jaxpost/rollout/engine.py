@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.types import Completion, Prompt, Request, Rollout
+  from jaxpost.rollout.sequence import Completion, Request
+  from jaxpost.types import Prompt, Rollout
 
 
 class Engine(Protocol):
@@ -135,6 +136,6 @@ class Engine(Protocol):
     """Samples `group_size` completions of each prompt; there may be fewer slots.
 
     Args:
-      sampling: fields of `types.Sampling` that differ from the default.
+      sampling: fields of `Sampling` that differ from the default.
       on_dispatch: see `serve`.
     """

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
+  from jaxpost.programs.sampling import Sampling
   from jaxpost.rollout.kv_cache import PageCopy
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.sequence import Sequence as ActiveSequence
-  from jaxpost.types import Sampling
 
 CHUNK = 32  # tokens by which a cached prefix is extended at a time
 

@@ -20,8 +20,9 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine
+from jaxpost.rollout.sequence import Request
 from jaxpost.rollout.sequence import Sequence as ActiveSequence
-from jaxpost.types import Prompt, Request, Rollout
+from jaxpost.types import Prompt, Rollout
 
 
 def check():

@@ -27,7 +27,8 @@ from jaxpost.rollout.engine_programs import CHUNK, EnginePrograms, make_chunk, m
 from jaxpost.rollout.kv_cache import PageTable
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
-from jaxpost.types import Completion, Prompt, Request, Rollout
+from jaxpost.rollout.sequence import Completion, Request
+from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import owners
-from jaxpost.types import Completion, Prompt, Rollout
+from jaxpost.rollout.sequence import Completion
+from jaxpost.types import Prompt, Rollout
 
 if typing.TYPE_CHECKING:  # a run that never samples imports no engine
   from jaxpost.rollout.engine import Engine
@@ -87,7 +88,7 @@ class Sampler:
 
     Args:
       on_dispatch: called before each block, see `engine.Engine.serve`.
-      sampling: fields of `types.Sampling` that differ from the config.
+      sampling: fields of `Sampling` that differ from the config.
 
     Returns:
       The rollout, the same on every process of the run.

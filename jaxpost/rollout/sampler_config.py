@@ -14,7 +14,8 @@ import numpy as np
 from jaxpost.errors import InputError
 from jaxpost.hardware import host
 from jaxpost.models import rope
-from jaxpost.types import Request, Sampling
+from jaxpost.programs.sampling import Sampling
+from jaxpost.rollout.sequence import Request
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout

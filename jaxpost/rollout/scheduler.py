@@ -27,8 +27,7 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.rollout.kv_cache import PrefixCache
-from jaxpost.rollout.sequence import Sequence
-from jaxpost.types import Completion, Request
+from jaxpost.rollout.sequence import Completion, Request, Sequence
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block

@@ -1,4 +1,4 @@
-"""Sequences of the scheduler: a request with its draws, and its entry in the programs' arguments.
+"""Requests to an engine, their completions, and the sequences that the scheduler makes of them.
 
 Legend: P prompt tokens, C completion tokens, L layers, k experts per token.
 """
@@ -8,14 +8,66 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpost.types import Completion, Request
-
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A request to an engine to continue a text.
+
+  The random draws depend on (run key, step, `prompt`, `sample`, position in
+  the text) and on nothing else. The next turn of a conversation is a request
+  with the same `prompt` and `sample` and the longer text, so all turns together
+  draw what one long sample would.
+
+  Attributes:
+    tokens: [P] int32, the text so far: prompt, completions, tool results.
+    prompt: global index of the prompt.
+    sample: index within the group of the prompt.
+    sampling: {field of `programs.sampling.Sampling` or 'stop_strings': scalar or tuple} that
+      differ from the config.
+    tag: of the caller; comes back with the completion.
+  """
+
+  tokens: np.ndarray
+  prompt: int
+  sample: int = 0
+  sampling: dict = dataclasses.field(default_factory=dict)
+  tag: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """The answer of an engine to a request: host arrays, equal on every process.
+
+  Attributes:
+    tokens: [C] int32, including the stop id.
+    logprobs: [C] float32 under the distribution with temperature, before top-k,
+      top-p and min-p.
+    behavior_logprobs: [C] float32 under the truncated distribution that the
+      tokens were drawn from.
+    finished: ended by a stop id or a stop string, not by max_tokens.
+    stop_string: that ended it, or ''; the last token completes it.
+    top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
+    experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
+    versions: [C] int32, optimizer updates behind the weights of each token.
+  """
+
+  request: Request
+  tokens: np.ndarray
+  logprobs: np.ndarray
+  behavior_logprobs: np.ndarray
+  finished: bool
+  stop_string: str = ''
+  top_ids: np.ndarray | None = None
+  top_logprobs: np.ndarray | None = None
+  experts: np.ndarray | None = None
+  versions: np.ndarray | None = None
 
 
 @dataclasses.dataclass(eq=False)

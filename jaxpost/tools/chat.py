@@ -5,10 +5,11 @@ import itertools
 from jaxpost.data import chat
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
+from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.stage import on_policy
 from jaxpost.tools.completions import Draws, make_engine, sampling_of
 from jaxpost.tools.inference import Weights
-from jaxpost.types import Completion, Prompt, Request
+from jaxpost.types import Prompt
 
 _CONTEXT = 4096  # tokens of a chat at most
 
