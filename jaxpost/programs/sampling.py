@@ -1,4 +1,4 @@
-"""Drawing one token per slot. Legend: S slots, V vocabulary, M stop ids.
+"""Drawing one token per slot. Legend: S slots, V vocabulary, M stop ids, F forbidden ids.
 
 One uniform number per slot decides, by inverting the cumulative distribution
 in two levels: token and log-prob come out of one pass over the logits. It
