@@ -1,6 +1,6 @@
 """Fields of config.json that hold for a whole model <-> fields of ModelConfig.
 
-`Family.reads` names the fields that a family has. `raw` is its config.json, completed
+`Family.fields` names the fields that a family has. `raw` is its config.json, completed
 by the family's defaults.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import Family
+from jaxpost.formats.families import Family
 from jaxpost.formats.layer_fields import FULL, LOCAL, ORIGINAL, check_positive, write_rope
 from jaxpost.models.config import Experts, ModelConfig
 
@@ -158,7 +158,7 @@ def unread(raw: dict[str, Any], family: Family) -> set[str]:
     *READ,
     *_IGNORED,
     *_NEUTRAL,
-    *family.reads,
+    *family.fields,
     family.local_rope,
     family.activation_field,
     *family.ignored,
@@ -179,7 +179,7 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
   if method and method == family.quantized:
     raw = raw | {'quantization_config': None}
   for field, neutral in _NEUTRAL.items():
-    known = field in family.reads or field in family.reported
+    known = field in family.fields or field in family.reported
     if not known and raw.get(field) not in neutral:
       raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {neutral[0]!r})')
   for field in _BOOLEANS:
@@ -218,7 +218,7 @@ def activation(raw: dict[str, Any], family: Family, where: str) -> str:
 
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
   """Returns the projections that have biases by config.json, for `ModelConfig.biases`."""
-  has_bias = [field for field in _BIASES if field in family.reads and raw.get(field)]
+  has_bias = [field for field in _BIASES if field in family.fields and raw.get(field)]
   return tuple(name for field in has_bias for name in _BIASES[field])
 
 
@@ -246,7 +246,7 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
 
 def scalars(raw: dict[str, Any], family: Family) -> dict[str, float]:
   """Returns the fields of ModelConfig that are one number in config.json, too."""
-  return {_SCALARS[f].name: _SCALARS[f].read(raw[f]) for f in family.reads if f in _SCALARS}
+  return {_SCALARS[f].name: _SCALARS[f].read(raw[f]) for f in family.fields if f in _SCALARS}
 
 
 def _rounded(x: float) -> float | int:
@@ -265,7 +265,7 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   # Reversed: of several spellings the first is written.
   spelling = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
   out = {family.activation_field: spelling[cfg.activation], **write_rope(cfg, family)}
-  for field in family.reads:
+  for field in family.fields:
     if field in _SCALARS:
       scalar = _SCALARS[field]
       out[field] = scalar.write(dataclasses.asdict(cfg)[scalar.name])
@@ -287,5 +287,5 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
       'swiglu_limit': cfg.experts.limit,
       'swiglu_alpha': cfg.experts.alpha,
     }
-  out |= {k: v for k, v in optional.items() if k in family.reads}
+  out |= {k: v for k, v in optional.items() if k in family.fields}
   return out | {other: out[name] for other, name in family.aliases.items()}

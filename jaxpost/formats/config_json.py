@@ -1,16 +1,16 @@
 """config.json <-> ModelConfig, for every family in `families.FAMILIES`.
 
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
-those that differ by layer (rotary embeddings, sliding windows).
+those that differ by layer (rotary embeddings, sliding windows), and `latent_fields` those
+of multi-head latent attention.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, families, layer_fields
-from jaxpost.formats.family import Family
-from jaxpost.models import mla
+from jaxpost.formats import config_fields, families, latent_fields, layer_fields
+from jaxpost.formats.families import Family
 from jaxpost.models.config import CustomConfig, ModelConfig
 
 # Fields that any config.json may leave out.
@@ -74,7 +74,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     **fixed,
   )
   if family.latent:
-    cfg = mla.fields(known, cfg, where)
+    cfg = latent_fields.read(known, cfg, where)
   return cfg, sorted([*config_fields.unread(raw, family), *unknown])
 
 
@@ -124,5 +124,5 @@ def to_hf(
     **config_fields.write(cfg, family),
   )
   if family.latent:
-    out |= mla.write(cfg)
+    out |= latent_fields.write(cfg)
   return out

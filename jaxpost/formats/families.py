@@ -1,47 +1,180 @@
 """The table of families: an entry of `FAMILIES` for each `model_type` of config.json.
 
-A new family is one entry here (docs/models.md, "Adding a family"). Only this file
-knows the families' names; the fields of an entry are explained in `family.Family`.
+A new family is one entry in the table below; `Family` explains its fields, each a
+difference from Llama (docs/models.md, "Adding a family"). Only this file knows the
+families' names. What a field of config.json means is a line in a dictionary of
+`config_fields` (`_SCALARS`, `_BIASES`, `_NEUTRAL`; its type in `_INTEGERS`, `_POSITIVE` or
+`_BOOLEANS`): a field that no family has yet is one more line there.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import ExpertFields, Family
-from jaxpost.models import mla
+from jaxpost.formats import latent_fields
 
-_WINDOW = ('sliding_window', 'layer_types')
-_QWEN = (*_WINDOW, 'use_sliding_window', 'max_window_layers')
+if TYPE_CHECKING:
+  from collections.abc import Mapping
+
+
+def _mapping() -> Any:
+  return dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFields:
+  """Names of the fields of config.json that describe a mixture of experts.
+
+  The number of experts per token is `num_experts_per_tok` in all families.
+  """
+
+  num: str  # number of routed experts
+  size: str  # intermediate size of one expert
+  normalize: bool | None = None  # the chosen weights sum to 1; None: `norm_topk_prob` says
+  limit: str = ''  # clipping of SwiGLU, '' where the family has none
+  alpha: str = ''  # slope of its gate
+
+  @property
+  def fields(self) -> tuple[str, ...]:
+    """Fields of config.json that describe the experts and that Llama lacks."""
+    size = () if self.size == 'intermediate_size' else (self.size,)
+    normalize = ('norm_topk_prob',) if self.normalize is None else ()
+    clipping = (self.limit, self.alpha) if self.limit else ()
+    return (self.num, 'num_experts_per_tok', *size, *normalize, *clipping)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A family of decoders as data. Every field is a difference from Llama.
+
+  The defaults are those of Llama itself, and of models with custom code.
+  """
+
+  architecture: str = ''  # its class in `transformers`, which an export names
+  classifier: str = ''  # the class with a scalar head, where it is not called after `architecture`
+  written_as: str = ''  # `model_type` of an export, where it is another family's
+
+  # config.json -> ModelConfig.
+  reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
+  defaults: Mapping[str, Any] = _mapping()  # values of fields that config.json may leave out
+  fixed: Mapping[str, Any] = _mapping()  # ModelConfig fields that are the same for all its models
+  aliases: Mapping[str, str] = _mapping()  # other spelling of a field -> the one that is read
+  ignored: tuple[str, ...] = ()  # fields without effect
+  reported: tuple[str, ...] = ()  # fields without effect here, named in a warning where they are set
+  activation_field: str = 'hidden_act'
+  activations: Mapping[str, str] = _mapping()  # value of that field -> ModelConfig.activation
+  experts: ExpertFields | None = None
+  latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
+
+  # Layers that differ. `window` is the rule for the layers that see `sliding_window`
+  # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
+  # on), 'no_rope' (those without rotary embeddings), or n: all but every n-th.
+  window: str | int | None = None
+  local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
+  rope_types: Mapping[str, str] = _mapping()  # other names of rope types
+
+  # Tensors.
+  names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
+  # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
+  # transposed, and the parameter is every `step`-th entry of its last dimension.
+  fused: Mapping[str, tuple[str, int, int]] = _mapping()
+  quantized: str = ''  # a `quant_method` that can be read
+  extra_layers: bool = False  # folders may hold layers for multi-token prediction, which are not read
+
+  @property
+  def fields(self) -> tuple[str, ...]:
+    """Fields of config.json that Llama lacks; the *_fields.py modules say what each means."""
+    return (*self.reads, *(self.experts.fields if self.experts else ()))
+
+
+# ------------------------------------------------------------------ the table
+
+# Groups of fields that several families read.
+_LAYERS = ('sliding_window', 'layer_types')
+_QWEN_LAYERS = (*_LAYERS, 'use_sliding_window', 'max_window_layers')
+_SCALED_ATTENTION = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
+_MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
+
+# Facts that several families share.
 _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
+_TANH = 'gelu_pytorch_tanh'
+# The general name of the number of experts, which files of any family may have.
+_EXPERTS = {'num_local_experts': 'num_experts'}
+_QWEN_DEFAULTS = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, max_position_embeddings=32_768)
 
+_DEEPSEEK_ATTENTION = dict(
+  kv_lora_rank=512,
+  q_lora_rank=1536,
+  qk_rope_head_dim=64,
+  qk_nope_head_dim=128,
+  v_head_dim=128,
+  rope_interleave=True,
+  max_position_embeddings=4096,
+)
+_DEEPSEEK_EXPERTS = dict(
+  first_k_dense_replace=3,
+  moe_intermediate_size=2048,
+  n_shared_experts=1,
+  n_routed_experts=256,
+  num_experts_per_tok=8,
+  n_group=8,
+  topk_group=4,
+  norm_topk_prob=True,
+  routed_scaling_factor=2.5,
+)
 _DEEPSEEK = Family(
   architecture='DeepseekV3ForCausalLM',
   latent=True,
   extra_layers=True,
   experts=ExpertFields(num='n_routed_experts', size='moe_intermediate_size'),
-  reads=mla.READS,
+  reads=latent_fields.READS,
   aliases={'num_local_experts': 'n_routed_experts'},
-  ignored=(*mla.ONLY, 'ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),  # the sum of two others
+  # qk_head_dim is the sum of two others.
+  ignored=(*latent_fields.FIXED, 'ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
   # Modules that predict several tokens at once are not read.
   reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
+  defaults=_DEEPSEEK_ATTENTION | _DEEPSEEK_EXPERTS,
+)
+
+_GEMMA2 = Family(
+  architecture='Gemma2ForCausalLM',
+  activation_field='hidden_activation',
+  fixed=_GEMMA | dict(norms='both'),
+  window=2,
+  reads=('attention_bias', *_LAYERS, *_SCALED_ATTENTION),
   defaults=dict(
-    moe_intermediate_size=2048,
-    n_shared_experts=1,
-    n_routed_experts=256,
-    routed_scaling_factor=2.5,
-    kv_lora_rank=512,
-    q_lora_rank=1536,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    qk_nope_head_dim=128,
-    n_group=8,
-    topk_group=4,
-    num_experts_per_tok=8,
-    first_k_dense_replace=3,
-    norm_topk_prob=True,
-    rope_interleave=True,
-    max_position_embeddings=4096,
+    num_key_value_heads=4,
+    head_dim=256,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    hidden_activation=_TANH,
+    sliding_window=4096,
+    query_pre_attn_scalar=256,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
   ),
+)
+
+# A tensor has gate and up in turn: gate is every second entry from 0 on, up from 1 on.
+_GPT_OSS_EXPERTS = {
+  f'layers/{name}{kind}': (f'model.layers.{{}}.mlp.experts.{tensor}_proj{kind}', first, step)
+  for name, tensor, first, step in (('gate', 'gate_up', 0, 2), ('up', 'gate_up', 1, 2), ('down', 'down', 0, 1))
+  for kind in ('', '_bias')
+}
+_GPT_OSS_DEFAULTS = dict(
+  num_key_value_heads=8,
+  head_dim=64,
+  sliding_window=128,
+  attention_bias=True,
+  rms_norm_eps=1e-5,
+  rope_theta=150_000.0,
+  max_position_embeddings=131_072,
+  num_local_experts=128,
+  num_experts_per_tok=4,
+  swiglu_limit=7.0,
+  swiglu_alpha=1.702,
 )
 
 FAMILIES = {
@@ -58,33 +191,23 @@ FAMILIES = {
     architecture='Qwen2ForCausalLM',
     fixed=dict(biases=('q', 'k', 'v')),
     window='upper',
-    reads=_QWEN,
-    defaults=dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, max_position_embeddings=32_768),
+    reads=_QWEN_LAYERS,
+    defaults=_QWEN_DEFAULTS,
   ),
   'qwen3': Family(
     architecture='Qwen3ForCausalLM',
     fixed=dict(qk_norm='head'),
     window='upper',
-    reads=('attention_bias', *_QWEN),
-    defaults=dict(
-      num_key_value_heads=32, sliding_window=4096, max_window_layers=28, max_position_embeddings=32_768, head_dim=128
-    ),
+    reads=('attention_bias', *_QWEN_LAYERS),
+    defaults=_QWEN_DEFAULTS | dict(head_dim=128),
   ),
   'qwen3_moe': Family(
     architecture='Qwen3MoeForCausalLM',
     fixed=dict(qk_norm='head'),
     experts=ExpertFields(num='num_experts', size='moe_intermediate_size'),
-    aliases={'num_local_experts': 'num_experts'},
+    aliases=_EXPERTS,
     window='all',
-    reads=(
-      'attention_bias',
-      'use_sliding_window',
-      'sliding_window',
-      'num_experts',
-      'num_experts_per_tok',
-      'moe_intermediate_size',
-      'norm_topk_prob',
-    ),
+    reads=('attention_bias', 'use_sliding_window', 'sliding_window'),
     defaults=dict(
       num_key_value_heads=4,
       sliding_window=4096,
@@ -100,7 +223,7 @@ FAMILIES = {
     window='all',
     experts=ExpertFields(num='num_local_experts', size='intermediate_size', normalize=True),
     names={'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
-    reads=('sliding_window', 'num_local_experts', 'num_experts_per_tok'),
+    reads=('sliding_window',),
     defaults=dict(
       num_key_value_heads=8,
       rms_norm_eps=1e-5,
@@ -119,27 +242,11 @@ FAMILIES = {
       num='num_local_experts', size='intermediate_size', normalize=True, limit='swiglu_limit', alpha='swiglu_alpha'
     ),
     names={'gate': 'router'},
-    fused={
-      f'layers/{name}{kind}': (f'model.layers.{{}}.mlp.experts.{where}_proj{kind}', first, step)
-      for name, where, first, step in (('gate', 'gate_up', 0, 2), ('up', 'gate_up', 1, 2), ('down', 'down', 0, 1))
-      for kind in ('', '_bias')
-    },
-    reads=('attention_bias', *_WINDOW, 'num_local_experts', 'num_experts_per_tok', 'swiglu_limit', 'swiglu_alpha'),
+    fused=_GPT_OSS_EXPERTS,
+    reads=('attention_bias', *_LAYERS),
     # Spellings of what is read besides, in the files of OpenAI.
     ignored=('experts_per_token', 'initial_context_length', 'quantization_config'),
-    defaults=dict(
-      num_key_value_heads=8,
-      head_dim=64,
-      sliding_window=128,
-      attention_bias=True,
-      rms_norm_eps=1e-5,
-      rope_theta=150_000.0,
-      max_position_embeddings=131_072,
-      num_local_experts=128,
-      num_experts_per_tok=4,
-      swiglu_limit=7.0,
-      swiglu_alpha=1.702,
-    ),
+    defaults=_GPT_OSS_DEFAULTS,
   ),
   'gemma': Family(
     architecture='GemmaForCausalLM',
@@ -147,57 +254,24 @@ FAMILIES = {
     reads=('attention_bias',),
     activations={'gelu': 'gelu_tanh'},  # what it says for historic reasons
     defaults=dict(
-      num_key_value_heads=16,
-      head_dim=256,
-      tie_word_embeddings=True,
-      max_position_embeddings=8192,
-      hidden_act='gelu_pytorch_tanh',
+      num_key_value_heads=16, head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, hidden_act=_TANH
     ),
   ),
-  'gemma2': Family(
-    architecture='Gemma2ForCausalLM',
-    activation_field='hidden_activation',
-    fixed=_GEMMA | dict(norms='both'),
-    window=2,
-    reads=('attention_bias', *_WINDOW, 'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'),
-    defaults=dict(
-      num_key_value_heads=4,
-      head_dim=256,
-      tie_word_embeddings=True,
-      max_position_embeddings=8192,
-      hidden_activation='gelu_pytorch_tanh',
-      sliding_window=4096,
-      query_pre_attn_scalar=256,
-      attn_logit_softcapping=50.0,
-      final_logit_softcapping=30.0,
-    ),
-  ),
-  'gemma3_text': Family(
+  'gemma2': _GEMMA2,
+  'gemma3_text': dataclasses.replace(
+    _GEMMA2,
     architecture='Gemma3ForCausalLM',
     classifier='Gemma3TextForSequenceClassification',
     ignored=('_sliding_window_pattern',),
-    activation_field='hidden_activation',
     fixed=_GEMMA | dict(norms='both', qk_norm='head'),
     window=6,
     local_rope='rope_local_base_freq',
-    reads=(
-      'attention_bias',
-      *_WINDOW,
-      'query_pre_attn_scalar',
-      'attn_logit_softcapping',
-      'final_logit_softcapping',
-      'sliding_window_pattern',
-    ),
-    defaults=dict(
-      num_key_value_heads=4,
-      head_dim=256,
-      tie_word_embeddings=True,
+    reads=(*_GEMMA2.reads, 'sliding_window_pattern'),
+    defaults=_GEMMA2.defaults
+    | dict(
       rope_theta=1e6,
       rope_local_base_freq=1e4,
-      sliding_window=4096,
       max_position_embeddings=131_072,
-      hidden_activation='gelu_pytorch_tanh',
-      query_pre_attn_scalar=256,
       attn_logit_softcapping=None,
       final_logit_softcapping=None,
     ),
@@ -213,15 +287,15 @@ FAMILIES = {
     window=4,
     local_rope='rope_theta',
     fixed=dict(norms='post', qk_norm='wide'),
-    reads=('attention_bias', *_WINDOW),
+    reads=('attention_bias', *_LAYERS),
     defaults=dict(rms_norm_eps=1e-5, rope_theta=5e5, sliding_window=4096),
   ),
   'olmoe': Family(
     architecture='OlmoeForCausalLM',
     fixed=dict(qk_norm='wide'),
     experts=ExpertFields(num='num_experts', size='intermediate_size'),
-    aliases={'num_local_experts': 'num_experts'},
-    reads=('attention_bias', 'num_experts', 'num_experts_per_tok', 'norm_topk_prob'),
+    aliases=_EXPERTS,
+    reads=('attention_bias',),
     defaults=dict(
       rms_norm_eps=1e-5, max_position_embeddings=4096, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False
     ),
@@ -243,7 +317,7 @@ FAMILIES = {
   'smollm3': Family(
     architecture='SmolLM3ForCausalLM',
     window='no_rope',
-    reads=('attention_bias', 'mlp_bias', *_WINDOW, 'use_sliding_window', 'no_rope_layers', 'no_rope_layer_interval'),
+    reads=('attention_bias', 'mlp_bias', *_LAYERS, 'use_sliding_window', 'no_rope_layers', 'no_rope_layer_interval'),
     defaults=dict(
       num_key_value_heads=4,
       tie_word_embeddings=True,
@@ -254,15 +328,8 @@ FAMILIES = {
   ),
   'granite': Family(
     architecture='GraniteForCausalLM',
-    reads=(
-      'attention_bias',
-      'mlp_bias',
-      'embedding_multiplier',
-      'residual_multiplier',
-      'attention_multiplier',
-      'logits_scaling',
-    ),
-    defaults=dict(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0),
+    reads=('attention_bias', 'mlp_bias', *_MULTIPLIERS),
+    defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
   ),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import Family
+from jaxpost.formats.families import Family
 from jaxpost.models.config import ModelConfig, Rope
 
 FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
@@ -51,7 +51,7 @@ def ropes(
   dim = _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where)
   out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
-  if 'no_rope_layers' in family.reads:
+  if 'no_rope_layers' in family.fields:
     out['layer_ropes'] = _no_rope(raw, layers, where)
   if family.local_rope:
     local = dict(params.get(LOCAL) or {})
@@ -68,7 +68,7 @@ def ropes(
 def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str) -> int:
   """Returns how many entries of a head are rotated."""
   share = main.get('partial_rotary_factor', 1)
-  if 'partial_rotary_factor' in family.reads:
+  if 'partial_rotary_factor' in family.fields:
     share = main.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1))
     check_positive(share, 'partial_rotary_factor', where)
   elif share != 1:
@@ -109,7 +109,7 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
     raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
   length = raw['max_position_embeddings']
   original = kind != 'dynamic' and params.get(ORIGINAL) or length
-  if ORIGINAL in family.reads:
+  if ORIGINAL in family.fields:
     original = raw[ORIGINAL]
     if params.get(ORIGINAL, original) != original:
       raise InputError(f'{where}: {ORIGINAL} is {original!r}, and {params[ORIGINAL]!r} among the rope parameters')
@@ -156,7 +156,7 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
     if pairs.get('rope_type') == 'dynamic':
       del pairs[ORIGINAL]
-    if 'partial_rotary_factor' in family.reads:
+    if 'partial_rotary_factor' in family.fields:
       pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
     return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
 
@@ -168,7 +168,7 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   }
   if 'partial_rotary_factor' in main:
     out['partial_rotary_factor'] = main['partial_rotary_factor']
-  if ORIGINAL in family.reads and ORIGINAL in main:
+  if ORIGINAL in family.fields and ORIGINAL in main:
     out[ORIGINAL] = main[ORIGINAL]
   if family.local_rope:
     other = cfg.ropes[-1]
@@ -191,7 +191,7 @@ def windows(
 
 
 def _window(raw: dict, family: Family) -> int | None:
-  off = 'use_sliding_window' in family.reads and not raw.get('use_sliding_window')
+  off = 'use_sliding_window' in family.fields and not raw.get('use_sliding_window')
   return None if family.window is None or off else raw.get('sliding_window')
 
 
@@ -202,10 +202,10 @@ def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: S
   size = _window(raw, family)
   if types is not None and (not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, LOCAL}):
     raise InputError(f'{where}: layer_types={types!r} must be {layers} times {FULL} or {LOCAL}')
-  if 'layer_types' not in family.reads and LOCAL in (types or ()):
+  if 'layer_types' not in family.fields and LOCAL in (types or ()):
     if rule != 'all' or set(types) != {LOCAL}:
       raise InputError(f'{where}: layer_types {sorted(set(types))} not supported')
-  if types is not None and 'layer_types' in family.reads:
+  if types is not None and 'layer_types' in family.fields:
     return types
   if size is None:
     return [FULL] * layers
@@ -216,5 +216,5 @@ def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: S
   if rule == 'no_rope':
     return [LOCAL if layer_ropes and layer_ropes[i] < 0 else FULL for i in range(layers)]
   pattern = 'sliding_window_pattern'
-  period = raw.get(pattern, rule) if pattern in family.reads else rule
+  period = raw.get(pattern, rule) if pattern in family.fields else rule
   return [LOCAL if (i + 1) % period else FULL for i in range(layers)]

@@ -10,14 +10,12 @@ queries into the latent space instead ("absorbed" matrices).
 """
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 
-from jaxpost.errors import InputError
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import layers, rope
-from jaxpost.models.config import LatentConfig, ModelConfig
+from jaxpost.models.config import LatentConfig
 from jaxpost.models.parameters import Param
 
 _BLOCK = 'model.layers.{}.'
@@ -141,121 +139,3 @@ def _rotate(x, table, cfg: LatentConfig):
 def values(latents, cfg: LatentConfig):
   """Returns the part [..., r] of cached latents [S, 1, length, r + d] that acts as values."""
   return latents[..., : cfg.kv_rank]
-
-
-# ---------------------------------------------------------------- config.json
-
-_SIZES = (
-  'kv_lora_rank',
-  'qk_rope_head_dim',
-  'qk_nope_head_dim',
-  'v_head_dim',
-  'n_routed_experts',
-  'n_shared_experts',
-  'n_group',
-  'topk_group',
-)
-READS = (
-  *_SIZES,
-  'q_lora_rank',
-  'first_k_dense_replace',
-  'rope_interleave',
-  'routed_scaling_factor',
-  'norm_topk_prob',
-  'moe_intermediate_size',
-  'num_experts_per_tok',
-)
-# Fields of which only one value is supported.
-_ONLY = {'scoring_func': ('sigmoid',), 'topk_method': ('noaux_tc',), 'moe_layer_freq': (1,)}
-ONLY = tuple(_ONLY)
-
-
-def fields(raw: dict, cfg: ModelConfig, where: str) -> LatentConfig:
-  """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`."""
-  for field, values_ in _ONLY.items():
-    if raw.get(field, values_[0]) not in values_:
-      raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {values_[0]!r})')
-  for field in (*_SIZES, 'first_k_dense_replace', 'q_lora_rank'):
-    low = 0 if field == 'first_k_dense_replace' else 1
-    none = field == 'q_lora_rank' and raw[field] is None
-    if not none and (type(raw[field]) is not int or raw[field] < low):
-      raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above {low - 1}')
-  if type(raw['rope_interleave']) is not bool:
-    raise InputError(f'{where}: rope_interleave={raw["rope_interleave"]!r} must be true or false')
-  scale, groups = raw['routed_scaling_factor'], raw['n_group']
-  if type(scale) not in (int, float) or not scale > 0:
-    raise InputError(f'{where}: routed_scaling_factor={scale!r} must be above 0')
-  size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
-  each = raw['n_routed_experts'] // groups
-  for wrong, what in (
-    (
-      raw.get('head_dim') not in (None, size, raw['qk_rope_head_dim']),
-      f'head_dim={raw.get("head_dim")} beside qk_nope_head_dim and qk_rope_head_dim',
-    ),
-    (cfg.num_kv_heads != cfg.num_heads, f'num_key_value_heads={cfg.num_kv_heads} of {cfg.num_heads} heads'),
-    (raw['n_routed_experts'] % groups or each < 2, f'n_group={groups} of {raw["n_routed_experts"]} experts'),
-    (raw['topk_group'] > groups, f'topk_group={raw["topk_group"]} of {groups} groups'),
-    (
-      raw['num_experts_per_tok'] > raw['topk_group'] * each,
-      f'num_experts_per_tok={raw["num_experts_per_tok"]} of {raw["topk_group"]} groups of {each}',
-    ),
-    (
-      raw['first_k_dense_replace'] >= cfg.num_layers,
-      f'first_k_dense_replace={raw["first_k_dense_replace"]} of {cfg.num_layers} layers',
-    ),
-  ):
-    if wrong:
-      raise InputError(f'{where}: {what} is not supported')
-  return LatentConfig(
-    **vars(cfg)
-    | dict(
-      head_dim=size,
-      attention_scale=_scale(cfg, size),
-      q_rank=raw['q_lora_rank'] or 0,
-      kv_rank=raw['kv_lora_rank'],
-      rope_dim=raw['qk_rope_head_dim'],
-      v_dim=raw['v_head_dim'],
-      first_dense=raw['first_k_dense_replace'],
-      interleaved=raw['rope_interleave'],
-      experts=dataclasses.replace(
-        cfg.experts,
-        sigmoid=True,
-        groups=groups,
-        top_groups=raw['topk_group'],
-        scale=float(scale),
-        shared=raw['n_shared_experts'],
-      ),
-    )
-  )
-
-
-def _scale(cfg: ModelConfig, size: int) -> float:
-  """Returns 1 / sqrt(h), times the factor of YaRN (arXiv:2309.00071) for MLA."""
-  scaling = dict(cfg.ropes[0].scaling)
-  grow, factor = scaling.get('mscale_all_dim', 0), scaling.get('factor', 1)
-  both = 0.1 * grow * math.log(factor) + 1 if grow and factor > 1 else 1.0
-  return size**-0.5 * both * both
-
-
-def write(cfg: LatentConfig) -> dict:
-  """Returns the fields of config.json; the inverse of `fields`."""
-  e = cfg.experts
-  return dict(
-    head_dim=cfg.rope_dim,
-    kv_lora_rank=cfg.kv_rank,
-    q_lora_rank=cfg.q_rank or None,
-    qk_rope_head_dim=cfg.rope_dim,
-    qk_nope_head_dim=cfg.head_dim - cfg.rope_dim,
-    v_head_dim=cfg.v_dim,
-    first_k_dense_replace=cfg.first_dense,
-    rope_interleave=cfg.interleaved,
-    n_routed_experts=e.num,
-    n_shared_experts=e.shared,
-    n_group=e.groups,
-    topk_group=e.top_groups,
-    routed_scaling_factor=e.scale,
-    scoring_func='sigmoid',
-    topk_method='noaux_tc',
-    moe_layer_freq=1,
-    num_nextn_predict_layers=0,
-  )
