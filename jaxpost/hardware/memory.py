@@ -3,8 +3,6 @@
 All bytes are of one device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib
@@ -21,10 +19,7 @@ START = ('init', 'copy', 'random')  # when not everything is there yet
 
 
 def size(tree: Any, device: jax.Device | None = None) -> int:
-  """Returns the bytes on a device of arrays, or of ShapeDtypeStructs with shardings.
-
-  device: counts only what it holds; None counts a shard of everything.
-  """
+  """Returns the bytes on a device of arrays or ShapeDtypeStructs; with `device`, only of those that it holds."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)
@@ -47,22 +42,15 @@ def batches(args: Iterable[Any]) -> int:
   return sum(size(x) for x in args if isinstance(x, Batch))
 
 
-def predict(
-  rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, asynchronous: bool = False
-) -> dict[str, int]:
+def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, overlap: bool = False) -> dict[str, int]:
   """Returns {program: most bytes in use while it runs}; 'peak' is the largest of them.
-
-  Works from the arrays of a run. `planning.roofline.memory` splits the same
-  memory by purpose for a plan, from the arguments of each program.
 
   Args:
     rows: of a `compile.Ledger`, of programs on the same devices.
     held: parameters, optimizer states and frozen models, which stay.
     offloaded: bytes of `held` that are in host memory while sampling.
-    sampler: weights and cache of the sampler, except what it shares with
-      `held`; 0: it has other devices.
-    asynchronous: the sampler is there while the others run, too; see
-      `rl/rollout_queue.py`.
+    sampler: its weights and cache, except what is in `held`; 0: it has other devices.
+    overlap: the sampler is there while the others run, too; see `rl/rollout_queue.py`.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
   # Where the sampler has other devices, all weights wait here for their transfer.
@@ -82,8 +70,7 @@ def predict(
         more += row['output_bytes'] - row['alias_bytes']
     else:
       more += held + row['batch_bytes'] + row['output_bytes'] - row['alias_bytes']
-      if asynchronous:
-        more += sampler
+      more += sampler if overlap else 0
     out[name] = max(out.get(name, 0), more)
   return out | {'peak': max(out.values(), default=held)}
 

@@ -72,13 +72,8 @@ def read_rows(path: epath.PathLike) -> list[dict]:
 
 
 def read_growing(path: epath.PathLike, what: str = 'JSON', keys: Sequence[str] = ()) -> list[dict]:
-  """Returns the objects of a .jsonl that may still be written: a torn last line is left out, as is a missing file.
-
-  Raises:
-    InputError: another line is not `what`: no JSON, or without one of `keys`.
-  """
-  path = epath.Path(path)
-  rows = []
+  """Returns the objects of a .jsonl, all with these keys; a torn last line, which may still be written, is left out."""
+  path, rows = epath.Path(path), []
   text = path.read_bytes().decode('utf-8', 'replace') if path.exists() else ''
   lines = text.rstrip('\0\r\n ').split('\n')
   for number, line in enumerate(lines, 1):
@@ -108,10 +103,7 @@ def summary(
 
 
 def short_number(x: float | None, small_digits: int = 2) -> str:
-  """Returns four digits of a number, for people: 0.1235, 12.35k, 1.2e-06.
-
-  small_digits: of numbers below 0.001.
-  """
+  """Returns a number as text with four digits (`small_digits` below 0.001): 0.1235, 12.35k, 1.2e-06."""
   if x is None or not math.isfinite(x):
     return str(x)
   for unit, name in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):

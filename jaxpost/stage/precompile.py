@@ -42,7 +42,7 @@ def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
     found = memory.predict(
       [r for r in placed.ledger.rows if r['device'] in ids],
       *(memory.size(x, device) for x in (held, offloaded, own)),
-      asynchronous=placed.config.rollout.staleness > 0,
+      overlap=placed.config.rollout.staleness > 0,
     )
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
