@@ -2,17 +2,17 @@
 
 `pytest` alone runs what ends in minutes and covers every room. `--long` (or
 CI=true) runs everything: also the tests marked `long`, and those that
-tests/slow.txt lists because they were measured to be slow. A test marked `core`
-always runs.
+tests/slow.txt lists with the seconds they took. A test marked `core` always runs.
 """
 
+import collections
 import os
 import pathlib
 
 import pytest
+import slow
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-SLOW = pathlib.Path(__file__).with_name('slow.txt')
 CACHE = pathlib.Path.home() / '.cache' / 'jaxpost' / 'test-xla'
 
 # Before anything imports jax or transformers; subprocesses inherit them.
@@ -37,14 +37,19 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+  listed = slow.read()
+  # Two workers take whole files; the longest go first, so that both end together.
+  seconds = collections.Counter()
+  for nodeid, took in listed.items():
+    seconds[nodeid.partition('::')[0]] += took
+  items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
   if config.getoption('--long') or os.environ.get('CI') == 'true':
     return
-  slow = set(SLOW.read_text('utf-8').splitlines()) if SLOW.exists() else set()
 
   def takes_long(item):
     if item.get_closest_marker('core'):
       return False
-    return item.get_closest_marker('long') is not None or item.nodeid in slow
+    return item.get_closest_marker('long') is not None or item.nodeid in listed
 
   long = [item for item in items if takes_long(item)]
   if long:

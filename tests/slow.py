@@ -1,27 +1,41 @@
-"""Writes tests/slow.txt: the tests that a plain `pytest` leaves to CI.
+"""A pytest plugin that writes tests/slow.txt: the tests that a plain `pytest` leaves to CI.
 
-    CI=true pytest --junitxml=all.xml && python tests/slow.py all.xml
+    CI=true PYTHONPATH=tests pytest -p slow    # from scratch
+    PYTHONPATH=tests pytest -p slow            # adds what is still slow in a plain run
 
-lists every test that took longer than LIMIT seconds. A slow fixture counts for the
-first test that uses it; list the others by hand.
+A line is the seconds of a test and its name. A shared fixture is charged to the first
+test that uses it, and then lists all cases of that test function; where other functions
+use it too, they show up in the plain run.
 """
 
+import collections
+import os
 import pathlib
-import sys
-from xml.etree import ElementTree
 
-LIMIT = 3.0  # seconds, on 2 cores
-
-
-def main():
-  found = []
-  for case in ElementTree.parse(sys.argv[1]).iter('testcase'):
-    if float(case.get('time', 0)) > LIMIT:
-      file = case.get('classname').replace('.', '/') + '.py'
-      found.append(f'{file}::{case.get("name")}')
-  pathlib.Path(__file__).with_name('slow.txt').write_text('\n'.join(sorted(found)) + '\n', 'utf-8')
-  print(f'{len(found)} tests took longer than {LIMIT:g} s')
+LIMIT = 3.0  # seconds, on 2 cores with an empty compile cache
+LIST = pathlib.Path(__file__).with_name('slow.txt')
+_took = collections.defaultdict(collections.Counter)  # test: {'setup', 'call', 'teardown': seconds}
 
 
-if __name__ == '__main__':
-  main()
+def read():
+  """{test: seconds} of tests/slow.txt."""
+  rows = (line.split(maxsplit=1) for line in LIST.read_text('utf-8').splitlines())
+  return {test: float(seconds) for seconds, test in rows}
+
+
+def pytest_runtest_logreport(report):
+  _took[report.nodeid][report.when] += report.duration
+
+
+def pytest_sessionfinish(session):
+  if hasattr(session.config, 'workerinput') or not _took:
+    return
+  function = lambda test: test.partition('[')[0]
+  with_fixture = {function(test) for test, took in _took.items() if took['setup'] > LIMIT}
+  slow = {} if os.environ.get('CI') == 'true' else read()
+  for test, took in _took.items():
+    if took.total() > LIMIT or function(test) in with_fixture:
+      slow[test] = took.total()
+  LIST.write_text(''.join(f'{slow[test]:.1f} {test}\n' for test in sorted(slow)), 'utf-8')
+  rest = sum(took.total() for test, took in _took.items() if test not in slow)
+  print(f'\n{len(slow)} tests are in {LIST.name}; the others took {rest:.0f} s together')

@@ -482,12 +482,12 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
 def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   monkeypatch.setattr(kernel_check, 'errors', None)
   compute = compute_for('tpu', 'bfloat16', 'none')
-  assert attention_kernels.uses_kernel(compute)
+  assert attention.uses_kernel(compute)
   for other in (
     *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
     *(compute_for('tpu', 'bfloat16', 'none', name) for name in ('chunked', 'reference')),
   ):
-    assert not attention_kernels.uses_kernel(other)
+    assert not attention.uses_kernel(other)
   # And never by a program: what is settled is only looked up.
   compute = dataclasses.replace(compute, rejected_shapes=(attention_kernels.attention_shape(SETTLED, 256, 1),))
   args, rest, _ = case((256, 4, 2, 64, 64))
@@ -500,7 +500,7 @@ def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
   for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
-    assert attention_kernels.uses_kernel(compute)
+    assert attention.uses_kernel(compute)
     assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
     with pytest.raises(
       InputError, match=f'attention: {name} is wrong on .* for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '
@@ -566,7 +566,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   from jaxpost.tools import completions, inference
 
   asked = []
-  monkeypatch.setattr(attention_kernels, 'uses_kernel', lambda compute: True)
+  monkeypatch.setattr(attention, 'uses_kernel', lambda compute: True)
   monkeypatch.setattr(
     kernel_check,
     'settle',

@@ -212,6 +212,7 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
     piece = _place(stored, tensors, sharding, size, split, dtype, at)
     start = np.zeros(len(whole), np.int32)
     start[: row + 1] = *at[:row], at[row] // head
+    jax.block_until_ready(out)  # at most two pieces are in memory, however slow the device is
     out = write(out, piece, start, to, whole, sharding, row, moves)
   return relabelled(out, to)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum
-from jaxpost.models import attention_kernels, context_parallel
+from jaxpost.models import context_parallel
 from jaxpost.models.attention_xla import attend_in_chunks, chunked, reference, scale_queries, softcap, softmax
 from jaxpost.types import MASKED_LOGIT
 
@@ -51,7 +51,9 @@ def attention(
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
   parts = context_parallel.num_shards(layout)
-  if compute.attention not in XLA_ATTENTION:
+  if uses_kernel(compute):
+    from jaxpost.models import attention_kernels
+
     if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, sinks, parts):
       return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
@@ -61,6 +63,11 @@ def attention(
 
 # Implementations that run on every platform and support all arguments.
 XLA_ATTENTION = {'reference': reference, 'chunked': chunked}
+
+
+def uses_kernel(compute: Compute) -> bool:
+  """True if `compute.attention` is a kernel of an accelerator, which `hardware.kernel_check` verifies."""
+  return compute.attention not in XLA_ATTENTION
 
 
 def _split(
@@ -84,7 +91,7 @@ def _split(
   rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (PartitionSpec(split[0]))
 
   def local(q, k, v, mine, rows, window, sinks):
-    k, v = map(attention_kernels.gather, (k, v))
+    k, v = map(context_parallel.gather_stripes, (k, v))
     return attend_in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
 
   # An int is static; in a scan over layers the window is traced.

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.models import attention_xla
+from jaxpost.models import attention_xla, context_parallel
 from jaxpost.models.config import CustomConfig, ModelConfig
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, comp
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
   more = {}
   if parts > 1:
-    k, v = map(gather, (k, v))
+    k, v = map(context_parallel.gather_stripes, (k, v))
     more = dict(stripe=(jax.lax.axis_index('context'), parts))
   if groups:
     first = jax.lax.axis_index('tensor') * q.shape[2]
@@ -142,12 +142,6 @@ def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, comp
   ]
   given = q, k, v, segment_ids, positions, sinks
   return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(number, of_window, *given)
-
-
-def gather(x):
-  """Gathers the stripes [B, t, ...] of a row over `context`: [B, T, ...]."""
-  x = jax.lax.all_gather(x, 'context', axis=2)
-  return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def _padded(multiple: int, segment_ids, *arrays):
@@ -330,11 +324,6 @@ def check_platform(compute: Compute, platform: str):
     raise InputError(
       f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} only, and this is {platform}; take auto'
     )
-
-
-def uses_kernel(compute: Compute) -> bool:
-  """True if `compute.attention` is a kernel, which `hardware.kernel_check` verifies."""
-  return compute.attention in KERNELS
 
 
 def shape_to_check(compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int) -> AttentionShape | None:

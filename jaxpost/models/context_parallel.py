@@ -53,6 +53,12 @@ def unstripe_sharded(x: jax.Array, layout: Layout) -> jax.Array:
   return jax.shard_map(local, **shard_map_axes(layout, split), in_specs=split, out_specs=split)(x)
 
 
+def gather_stripes(x: jax.Array) -> jax.Array:
+  """Gathers the stripes [B, t, ...] of a row inside a `shard_map` over `context`: [B, T, ...]."""
+  x = jax.lax.all_gather(x, 'context', axis=2)
+  return x.reshape(len(x), -1, *x.shape[3:])
+
+
 def shard_map_axes(layout: Layout, split) -> dict:
   """Returns the arguments of `shard_map` over the axes that arrays are split over.
 

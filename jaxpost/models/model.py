@@ -9,6 +9,9 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+
 from jaxpost import imports
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
@@ -105,9 +108,35 @@ def build(cfg: ModelConfig | CustomConfig) -> Model:
     config=cfg,
     table=transformer.param_table(cfg),
     forward=bind(transformer.forward),
-    head=None if cfg.num_labels else transformer.head,
-    init=bind(transformer.init),
+    head=None if cfg.num_labels else head,
+    init=bind(init),
     prefill=bind(transformer.prefill),
     decode=bind(transformer.decode),
-    values=transformer.values if cfg.num_labels or cfg.value_head else None,
+    values=values if cfg.num_labels or cfg.value_head else None,
   )
+
+
+def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
+  """Initializes parameters: normal(initializer_range), padding rows 0."""
+  flat = {}
+  for i, (path, spec) in enumerate(transformer.param_table(cfg).items()):
+    if spec.init in ('ones', 'zeros'):
+      value = jnp.full(spec.shape, spec.init == 'ones', spec.dtype or dtype)
+    else:
+      value = cfg.initializer_range * jax.random.normal(jax.random.fold_in(key, i), spec.shape, dtype)
+    if spec.axes[0] == 'vocab':
+      value = value.at[cfg.vocab_size :].set(0)
+    flat[path] = value
+  return nest(flat)
+
+
+def head(params) -> jax.Array:
+  """Returns the output embedding [V, D]; the input embedding if they are tied."""
+  return params['head'] if 'head' in params else params['embed']
+
+
+def values(params, hidden) -> jax.Array:
+  """Applies the scalar head in float32: [B, T, D] -> [B, T]."""
+  return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32), params['score'], precision=jax.lax.Precision.HIGHEST)[
+    ..., 0
+  ]

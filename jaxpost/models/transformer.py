@@ -18,31 +18,33 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpost.models import attention, context_parallel, layers, mla, moe, rope
-from jaxpost.models import routing as routing_lib
+from jaxpost.models import attention, context_parallel, layers, rope
 from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
-from jaxpost.models.parameters import Param, nest, unstack_layers
+from jaxpost.models.parameters import Param, unstack_layers
 from jaxpost.types import Cache
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
+
+_BLOCK = 'model.layers.{}.'  # prefix of a layer's tensors in Hugging Face's naming
 
 
 def param_table(cfg: ModelConfig) -> dict[str, Param]:
   """Returns {path: parameter}: drives init, sharding, HF import, export and counts."""
   d, f, n = cfg.hidden_size, cfg.intermediate_size, cfg.num_layers
   h, k, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-  block = 'model.layers.{}.'
-
-  def stacked(shape, axes, hf):
-    return Param((n, *shape), ('layers', *axes), f'{block}{hf}.weight', matrix=True)
+  stacked = functools.partial(_stacked, n)
+  scale = 'zeros' if cfg.norm_offset else 'ones'
 
   def vector(size, hf, init):
-    return Param((n, size), ('layers', None), block + hf, init, exact=True)
+    return Param((n, size), ('layers', None), _BLOCK + hf, init, exact=True)
 
-  scale = 'zeros' if cfg.norm_offset else 'ones'
-  norm = lambda hf: vector(d, f'{hf}_layernorm.weight', scale)
-  tokens = lambda hf: Param((cfg.padded_vocab_size, d), ('vocab', 'embed'), f'{hf}.weight')
+  def norm(hf):
+    return vector(d, f'{hf}_layernorm.weight', scale)
+
+  def tokens(hf):
+    return Param((cfg.padded_vocab_size, d), ('vocab', 'embed'), f'{hf}.weight')
+
   table = {
     'embed': tokens('model.embed_tokens'),
     'layers/attention_norm': norm('input'),
@@ -51,15 +53,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     'layers/v': stacked((d, k, size), ('embed', 'kv_heads', None), 'self_attn.v_proj'),
     'layers/o': stacked((h, size, d), ('heads', None, 'embed'), 'self_attn.o_proj'),
     'layers/mlp_norm': norm('pre_feedforward' if cfg.norms == 'both' else 'post_attention'),
-    **(
-      moe.param_rows(cfg)
-      if cfg.experts
-      else {
-        'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
-        'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
-        'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
-      }
-    ),
+    **_mlp_rows(cfg),
     'norm': Param((d,), (None,), 'model.norm.weight', scale, exact=True),
     'layers/attention_post_norm': norm('post_attention'),
     'layers/mlp_post_norm': norm('post_feedforward'),
@@ -73,7 +67,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
   for name in cfg.biases:
     if name in widths and f'layers/{name}_bias' not in table:  # of experts
-      hf = table[f'layers/{name}'].hf.removeprefix(block)
+      hf = table[f'layers/{name}'].hf.removeprefix(_BLOCK)
       table[f'layers/{name}_bias'] = vector(widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
@@ -82,33 +76,29 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
-  return mla.table(table, cfg) if isinstance(cfg, LatentConfig) else table
+  if isinstance(cfg, LatentConfig):
+    from jaxpost.models import mla
+
+    table = mla.table(table, cfg)
+  return table
 
 
-def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
-  """Initializes parameters: normal(initializer_range), padding rows 0."""
-  flat = {}
-  for i, (path, spec) in enumerate(param_table(cfg).items()):
-    if spec.init in ('ones', 'zeros'):
-      value = jnp.full(spec.shape, spec.init == 'ones', spec.dtype or dtype)
-    else:
-      value = cfg.initializer_range * jax.random.normal(jax.random.fold_in(key, i), spec.shape, dtype)
-    if spec.axes[0] == 'vocab':
-      value = value.at[cfg.vocab_size :].set(0)
-    flat[path] = value
-  return nest(flat)
+def _stacked(layers: int, shape: tuple[int, ...], axes: tuple, hf: str) -> Param:
+  """Returns a matrix of `shape` for each of the layers; `hf` is its name inside a layer."""
+  return Param((layers, *shape), ('layers', *axes), f'{_BLOCK}{hf}.weight', matrix=True)
 
 
-def head(params) -> jax.Array:
-  """Returns the output embedding [V, D]; the input embedding if they are tied."""
-  return params['head'] if 'head' in params else params['embed']
+def _mlp_rows(cfg: ModelConfig) -> dict[str, Param]:
+  if cfg.experts:
+    from jaxpost.models import moe
 
-
-def values(params, hidden) -> jax.Array:
-  """Applies the scalar head in float32: [B, T, D] -> [B, T]."""
-  return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32), params['score'], precision=jax.lax.Precision.HIGHEST)[
-    ..., 0
-  ]
+    return moe.param_rows(cfg)
+  d, f, stacked = cfg.hidden_size, cfg.intermediate_size, functools.partial(_stacked, cfg.num_layers)
+  return {
+    'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
+    'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
+    'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
+  }
 
 
 def num_params(cfg: ModelConfig | CustomConfig) -> int:
@@ -163,6 +153,8 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
   norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
   y = norm(x, 'attention_norm')
   if isinstance(cfg, LatentConfig):
+    from jaxpost.models import mla
+
     out, kept = mla.attend(p, y, table, attend, cfg, compute, absorbed, layout)
   else:
     q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
@@ -175,6 +167,8 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
   if 'router' in p:
+    from jaxpost.models import moe
+
     out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
     if cfg.experts.shared:
       shared = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
@@ -332,7 +326,11 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
   tables = rope.tables(positions, lengths[:, None], cfg)
   x, kept, routes = _run_layers(params, x, tables, attend, cfg, compute, constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  experts = routing_lib.record(routes, cfg)
+  experts = ()
+  if routes is not None:
+    from jaxpost.models import routing
+
+    experts = routing.record(routes, cfg)
   k, *v = map(tuple, zip(*kept))
   return Cache(k, v[0] if v else (), experts=experts), last
 
@@ -379,7 +377,9 @@ def decode(
         new = new.astype(compute.dtype).astype(kept[i].dtype)
         kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
       old, new = attention.layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
-      if len(new) == 1:
+      if len(new) == 1:  # latents
+        from jaxpost.models import mla
+
         old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
       out = attention.cached_attention(q, old, new, filled, step, compute, window, cfg, p.get('sinks'))
       return out, None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.models import attention_kernels, context_parallel, routing
+from jaxpost.models import attention, context_parallel, routing
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape
@@ -87,11 +87,13 @@ def place_stage(
   ledger = ledger or Ledger()
   platform = train.mesh.devices.flat[0].platform
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention)
-  attention_kernels.check_platform(compute, platform)
-  if attention_kernels.uses_kernel(compute) and not ledger.dry:
+  if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
+    from jaxpost.models import attention_kernels
 
-    compute = kernel_check.settle(compute, attended(prepared, layouts, length))
+    attention_kernels.check_platform(compute, platform)
+    if not ledger.dry:
+      compute = kernel_check.settle(compute, attended(prepared, layouts, length))
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,

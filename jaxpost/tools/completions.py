@@ -16,7 +16,7 @@ from jaxpost.data import chat, sources
 from jaxpost.distributed.mesh import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention_kernels
+from jaxpost.models import attention
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -127,7 +127,7 @@ def make_engine(
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
   compute = compute_for(platform, p.config.model.dtype, 'none')
-  if attention_kernels.uses_kernel(compute):
+  if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
 
     room = max_prompt + max_new_tokens
