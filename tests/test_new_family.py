@@ -34,7 +34,7 @@ def copy(tmp_path):
   """Sources and tests of families."""
   shutil.copytree(CLONE / 'jaxpost', tmp_path / 'jaxpost', ignore=shutil.ignore_patterns('__pycache__'))
   (tmp_path / 'tests').mkdir()
-  for name in 'conftest.py', 'test_families.py', 'tiny.py':
+  for name in 'conftest.py', 'slow.py', 'slow.txt', 'test_families.py', 'tiny.py':
     shutil.copy(CLONE / 'tests' / name, tmp_path / 'tests')
   return tmp_path
 
