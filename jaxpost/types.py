@@ -9,7 +9,7 @@ prediction, so its weight is 0.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -267,16 +267,23 @@ class Item:
   credit: Credit | None = None
 
 
+Metrics = dict[str, Array]
+# (outputs, `Batch.arrays`) -> (loss, metrics), all elementwise in tokens.
+TokenLoss = Callable[[Outputs, dict[str, Array]], tuple[Array, Metrics]]
+# (outputs, batch) -> (loss [], metrics []), weighted sums over whole rows.
+BatchLoss = Callable[[Outputs, Batch], tuple[Array, Metrics]]
+# (logits [B, C, V] of the student, those of each teacher, {name: [B, C, ...]}) -> [B, C].
+Divergence = Callable[[Array, Sequence[Array], dict[str, Array]], Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
   """The loss of a role: a function of the model's outputs and a batch.
 
   Attributes:
-    fn: (outputs, arrays) -> (loss, {metric: value}), all of the shape of the
-      tokens and elementwise in them; `Batch.loss_weights` sums them. It sees
-      chunks of rows, so it must not sum over tokens. `arrays` is `Batch.arrays`.
-    coupled: fn is (outputs, batch) -> (loss [], {metric: []}) over whole rows
-      instead and returns weighted sums: for losses of sequences and pairs, which
+    fn: a TokenLoss, whose results `Batch.loss_weights` sums. It sees chunks of
+      rows, so it must not sum over tokens.
+    coupled: fn is a BatchLoss instead: for losses of sequences and pairs, which
       cost one more product with the head, and for scalar heads.
     token_means: metrics of a coupled fn are sums over tokens weighted by
       `loss_weights`; they are divided by the sum of the weights.
@@ -288,14 +295,14 @@ class Objective:
     router: weights of the router's losses (`models.moe`).
   """
 
-  fn: Callable
+  fn: TokenLoss | BatchLoss
   coupled: bool = False
   token_means: bool = False
   reads: tuple[str, ...] = ()
   learns: tuple[str, ...] = ()
   arrays: tuple[str, ...] = ()
   temperature: float = 1.0
-  divergence: Callable | None = None
+  divergence: Divergence | None = None
   teacher_forms: tuple[tuple[float, float], ...] = ()
   neftune_alpha: float = 0.0
   seed: int = 0

@@ -14,7 +14,6 @@ cached on disk instead, and no teacher is in memory during training.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -24,17 +23,12 @@ from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refus
 from jaxpost.algorithms.sft import render_text
 from jaxpost.distributed import transfer
 from jaxpost.losses import divergences
-from jaxpost.types import MASKED_LOGIT, Batch, Credit, Experience, Objective
+from jaxpost.types import MASKED_LOGIT, Batch, Credit, Divergence, Experience, Objective
 
 if TYPE_CHECKING:
-  import jax
-
   from jaxpost.roles import Roles
 
 DistillOptions = Any  # `config.distill`
-# (logits [B, C, V] of the student, those of each teacher, {name: [B, C, ...]}) -> [B, C],
-# for `losses.head_chunk.HeadConfig.divergence`.
-Divergence = Callable[['jax.Array', 'Sequence[jax.Array]', 'dict[str, jax.Array]'], 'jax.Array']
 
 
 def objective(config: Config) -> Objective:

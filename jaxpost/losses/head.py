@@ -13,13 +13,14 @@ couples the tokens of a sequence differentiates `token_outputs` instead.
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import BATCH_AXES, TiedWeight
-from jaxpost.losses.head_chunk import HeadConfig, chunk_length, chunk_loss, masked_logits
+from jaxpost.losses.head_chunk import ChunkResult, HeadConfig, chunk_length, chunk_loss, masked_logits
 from jaxpost.types import Outputs
 
 
@@ -36,7 +37,7 @@ def token_outputs(
   return _split_context(config, found, restore=mask.shape)
 
 
-def _split_context(config: HeadConfig, tree, restore: tuple = ()):
+def _split_context(config: HeadConfig, tree: Any, restore: tuple[int, ...] = ()) -> Any:
   """Makes each part of a row that is split over `context` a row of its own.
 
   No data moves between devices. With the original shape `restore` = (B, T), it
@@ -206,7 +207,7 @@ def _outputs_backward(config, args, cotangents):
 _outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
-def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, arrays, teachers) -> tuple:
+def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, arrays, teachers) -> ChunkResult:
   """Loops over chunks on each batch shard, and sums over shards at the end.
 
   Left to the partitioner, the gradient of the head would be summed over the
@@ -227,7 +228,8 @@ def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, a
     if grad:
       grads = grads[0], grads[1].astype(head.dtype)
     return loss, metrics, outputs, grads
-  rows, whole = PartitionSpec(axes), PartitionSpec()
+  rows = PartitionSpec(axes)
+  whole = PartitionSpec()
 
   def local(*args):
     loss, metrics, outputs, grads = _loop(config, grad, *args)
@@ -259,7 +261,7 @@ def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, a
   return loss, metrics, outputs, grads
 
 
-def _loop(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, arrays, teachers) -> tuple:
+def _loop(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, arrays, teachers) -> ChunkResult:
   """Loops over the chunks of one shard's rows; arguments and result of `_run`."""
   rows, length, width = hidden.shape
   chunk = chunk_length(rows, length, head.shape[0], config.compute.head_elements)
@@ -287,15 +289,19 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, 
     return (total + loss, jax.tree.map(jnp.add, sums, metrics), jax.tree.map(put, outs, outputs), acc)
 
   zeros = jnp.zeros((rows, length + padding), jnp.float32)
-  fields = 'logprobs', *config.reads, *(['divergence'] if config.divergence else [])
+  fields = ['logprobs', *config.reads]
+  if config.divergence:
+    fields.append('divergence')
   outs = Outputs(**dict.fromkeys(fields, zeros))
   sums = {}
   if config.objective:
     _, metrics = jax.eval_shape(config.objective, outs, arrays)
     sums = {name: jnp.zeros((), jnp.float32) for name in metrics}
-  acc = (
-    (jnp.zeros((rows, length + padding, width), hidden.dtype), jnp.zeros(head.shape[::-1], jnp.float32)) if grad else ()
-  )
+  acc = ()
+  if grad:
+    d_hidden = jnp.zeros((rows, length + padding, width), hidden.dtype)
+    d_head = jnp.zeros(head.shape[::-1], jnp.float32)
+    acc = (d_hidden, d_head)
   total, sums, outs, acc = jax.lax.fori_loop(0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
   back = _inverse(order[:, :length])
   outs = jax.tree.map(lambda x: _take(x[:, :length], back), outs)

@@ -6,7 +6,6 @@ Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 scoring; samplers take `logits` from here.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,33 +13,36 @@ import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute, einsum
-from jaxpost.types import MASKED_LOGIT, Outputs
+from jaxpost.types import MASKED_LOGIT, Divergence, Outputs, TokenLoss
+
+# Hidden states [B, C, D'] of each teacher, and the head [V', D'] of each.
+Teachers = tuple[list[jax.Array], list[jax.Array]]
+# (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V]) or ()).
+ChunkResult = tuple[jax.Array, dict[str, jax.Array], Outputs, tuple]
 
 
 class HeadConfig(NamedTuple):
   """Static configuration of a compiled head.
 
   Attributes:
-    objective: (Outputs of [B, C], {name: [B, C]}) -> (loss [B, C],
-      {metric: [B, C]}), elementwise in tokens; None computes outputs only.
+    objective: loss of a chunk, elementwise in tokens; None computes outputs only.
     vocab_size: number of real rows of the head; the rest is padding.
     temperature: divides the logits.
     reads: fields of `Outputs` to compute besides `logprobs`.
     learns: those of them through which the loss is differentiated.
-    divergence: (logits [B, C, V], teachers' logits, {name: [B, C, ...]}) ->
-      [B, C], for `outputs.divergence`.
+    divergence: computes `outputs.divergence`; None where no objective reads it.
     form, teacher_forms: (divisor, soft cap) of the logits of the model and of
       each teacher, see `logits`.
   """
 
-  objective: Callable | None
+  objective: TokenLoss | None
   vocab_size: int
   temperature: float
   compute: Compute
   layout: Layout
   reads: tuple[str, ...] = ('entropy',)
   learns: tuple[str, ...] = ('entropy',)
-  divergence: Callable | None = None
+  divergence: Divergence | None = None
   form: tuple[float, float] = (1.0, 0.0)
   teacher_forms: tuple[tuple[float, float], ...] = ()
 
@@ -108,30 +110,34 @@ class _Softmax(NamedTuple):
   is_real: jax.Array  # [V] bool, False for padding
 
 
-def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, arrays, teachers) -> tuple:
+def chunk_loss(
+  config: HeadConfig,
+  grad: bool,
+  hidden: jax.Array,
+  head: jax.Array,
+  labels: jax.Array,
+  weights: jax.Array,
+  arrays: dict[str, jax.Array],
+  teachers: Teachers,
+) -> ChunkResult:
   """Computes loss and outputs of one chunk of hidden states [B, C, D].
 
   Args:
     grad: compute gradients, too.
     labels, weights: [B, C]; arrays: {name: [B, C, ...]}, for the objective.
-    teachers: ([hidden [B, C, D'], ...], [head [V', D'], ...]).
-
-  Returns:
-    (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V]) or ()).
+    teachers: their hidden states and heads.
   """
   dtype = config.compute.dtype
   softmax = _softmax(config, hidden, head, labels)
   found = _unmasked_outputs(config, softmax)
   pull_divergence = None
   if config.divergence:
-    forms = config.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
-    teacher_logits = [
-      _pad_vocab(masked_logits(config._replace(form=form), *teacher), head.shape[0])
-      for form, *teacher in zip(forms, *teachers)
-    ]
-    found['divergence'], pull_divergence = jax.vjp(
-      lambda x: config.divergence(x, teacher_logits, arrays), softmax.logits
-    )
+    teacher_logits = _teacher_logits(config, teachers, head.shape[0])
+
+    def divergence(logits):
+      return config.divergence(logits, teacher_logits, arrays)
+
+    found['divergence'], pull_divergence = jax.vjp(divergence, softmax.logits)
   outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
   if config.objective is None:
     return jnp.zeros(()), {}, outputs, ()
@@ -151,6 +157,15 @@ def chunk_loss(config: HeadConfig, grad: bool, hidden, head, labels, weights, ar
   # [D, V]: the form that XLA:CPU contracts without copying d_logits.
   d_head = einsum('bcd,bcv->dv', hidden, d_logits, dtype)
   return loss, metrics, outputs, (d_hidden, d_head)
+
+
+def _teacher_logits(config: HeadConfig, teachers: Teachers, vocab: int) -> list[jax.Array]:
+  """The logits [B, C, vocab] of each teacher, which has a divisor and soft cap of its own."""
+  forms = config.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
+  return [
+    _pad_vocab(masked_logits(config._replace(form=form), hidden, head), vocab)
+    for form, hidden, head in zip(forms, *teachers)
+  ]
 
 
 def _softmax(config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> _Softmax:

@@ -72,9 +72,9 @@ def sequence_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOp
   return np.broadcast_to(kept, mask.shape)
 
 
-# fn(log_ratio [S, C] float64, mask [S, C] bool, options: CorrectionOptions)
-#    -> [S, C]; `correction` masks the result.
-METHODS: dict[str, Callable[..., np.ndarray]] = {
+# (log_ratio [S, C] float64, mask [S, C] bool, options) -> [S, C]; `correction` masks the result.
+Method = Callable[[np.ndarray, np.ndarray, CorrectionOptions], np.ndarray]
+METHODS: dict[str, Method] = {
   'token_truncated': token_truncated,
   'sequence_truncated': sequence_truncated,
   'icepop': icepop,

@@ -8,13 +8,14 @@ The losses are in `preferences.py`.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.errors import InputError
 from jaxpost.losses.reduce import same_shape
+from jaxpost.types import Array
 
 MAX_EXPONENT = 40.0  # the square of exp(40) is still finite in float32
 
@@ -32,14 +33,14 @@ class Pairs(NamedTuple):
       With weights of 1 / pairs it is pairs / chosen tokens.
   """
 
-  chosen: Any
-  rejected: Any
-  ref_chosen: Any
-  ref_rejected: Any
-  chosen_length: Any
-  rejected_length: Any
-  valid: Any
-  nll_scale: Any = 1.0
+  chosen: Array
+  rejected: Array
+  ref_chosen: Array
+  ref_rejected: Array
+  chosen_length: Array
+  rejected_length: Array
+  valid: Array
+  nll_scale: Array | float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,31 +79,30 @@ class PreferenceOptions:
       raise InputError(f'f_divergence is {self.f_divergence!r}: give one of ' + ', '.join(F_DIVERGENCES))
 
 
-def _reverse_kl_score(log_ratio, alpha):
+def _reverse_kl_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
   del alpha
   return log_ratio
 
 
-def _forward_kl_score(log_ratio, alpha):
+def _forward_kl_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
   del alpha
   return -jnp.expm1(jnp.minimum(-log_ratio, MAX_EXPONENT))
 
 
-def _js_score(log_ratio, alpha):
+def _js_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
   del alpha
   return jax.nn.log_sigmoid(log_ratio) + math.log(2)
 
 
-def _alpha_score(log_ratio, alpha):
+def _alpha_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
   if abs(alpha - 1) < 1e-6:
     return log_ratio
   exponent = jnp.minimum((alpha - 1) * log_ratio, MAX_EXPONENT)
   return jnp.expm1(exponent) / (alpha - 1)
 
 
-# fn(log ratio, alpha) -> f'(ratio), shifted to be 0 at a ratio of 1
-# (f-DPO, arXiv:2309.16240).
-F_DIVERGENCES: dict[str, Callable] = {
+# (log-ratio, alpha) -> f'(ratio), shifted to be 0 at a ratio of 1 (f-DPO, arXiv:2309.16240).
+F_DIVERGENCES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
   'reverse_kl': _reverse_kl_score,
   'forward_kl': _forward_kl_score,
   'js_divergence': _js_score,

@@ -5,8 +5,8 @@ elementwise in tokens, so that they may be called on chunks of tokens: the
 weights of the batch decide token-mean, sequence-mean or constant length.
 
 r = pi / pi_old throughout, with |log r| held to at most 20. `LOSSES` holds the
-surrogates by name, `KL` the estimators. To add one, write the function and
-name it there.
+surrogates by name, `KL` the estimators. To add one, write the function and name
+it there and in the choices of `rl.loss` or `rl.kl_estimator` (stage/schema_methods.py).
 """
 
 import dataclasses
@@ -181,9 +181,9 @@ def reinforce(
   return -advantages * logprobs, {'ratio': importance_ratio(logprobs, old_logprobs)}
 
 
-# fn(logprobs, old_logprobs, advantages, options, sequence_mean)
-#    -> (loss [B, T], {metric: [B, T]}).
-LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
+# (logprobs, old_logprobs, advantages, options, sequence_mean) -> (loss [B, T], {metric: [B, T]}).
+Surrogate = Callable[[jax.Array, jax.Array, jax.Array, SurrogateOptions, SequenceMean | None], LossAndMetrics]
+LOSSES: dict[str, Surrogate] = {
   'clip': clip,
   'cispo': cispo,
   'sapo': sapo,
@@ -275,7 +275,11 @@ def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   return jnp.abs(kl_k1(logprobs, ref_logprobs))
 
 
-def _straight_through(estimator: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+# (logprobs, ref_logprobs) -> [B, T].
+KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _straight_through(estimator: KLEstimator) -> KLEstimator:
   """Gives an estimator the gradient of k2 (arXiv:2506.09477)."""
 
   def estimate(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
@@ -289,8 +293,7 @@ def _straight_through(estimator: Callable[..., jax.Array]) -> Callable[..., jax.
 kl_k1_straight_through = _straight_through(kl_k1)
 kl_k3_straight_through = _straight_through(kl_k3)
 
-# fn(logprobs, ref_logprobs) -> [B, T]
-KL: dict[str, Callable[..., jax.Array]] = {
+KL: dict[str, KLEstimator] = {
   'k1': kl_k1,
   'k2': kl_k2,
   'k3': kl_k3,

@@ -6,7 +6,8 @@ and d = c - r.
 
 `LOSSES` holds the pair losses by name, each fn(pairs, options) -> [..., P].
 To add one, write that function and enter it there: one line, which also says
-which options it reads and whether it needs a reference model.
+which options it reads and whether it needs a reference model. Its name is then a
+value of `config.preference.losses`, in every algorithm of algorithms/preference.py.
 """
 
 import dataclasses
@@ -40,7 +41,9 @@ def _margin(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 def _means(chosen: jax.Array, rejected: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
   """Divides sums over tokens by the numbers of tokens."""
-  return chosen / jnp.maximum(pairs.chosen_length, 1), rejected / jnp.maximum(pairs.rejected_length, 1)
+  chosen = chosen / jnp.maximum(pairs.chosen_length, 1)
+  rejected = rejected / jnp.maximum(pairs.rejected_length, 1)
+  return chosen, rejected
 
 
 def _logistic(margin: jax.Array, options: PreferenceOptions) -> jax.Array:

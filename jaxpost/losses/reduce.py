@@ -67,7 +67,7 @@ def split_pairs(per_sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
   return even[:, 0::2], even[:, 1::2]
 
 
-def same_shape(what: str, rank: int | None, *arrays: Array):
+def same_shape(what: str, rank: int | None, *arrays: Array) -> None:
   """Raises ValueError unless all arrays have the same shape, of `rank` axes if given.
 
   `what` names arrays and axes in the message, such as 'rewards, valid [N, G]'.

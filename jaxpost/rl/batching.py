@@ -5,6 +5,7 @@ a row, n chosen sequences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def token_versions(rollout: Rollout) -> np.ndarray:
   return np.full(rollout.completions.shape, rollout.version, np.int32)
 
 
-def minibatches(num_sequences: int, rl, seed: int, step: int) -> Iterator[np.ndarray]:
+def minibatches(num_sequences: int, rl: Any, seed: int, step: int) -> Iterator[np.ndarray]:
   """Yields the indices of the sequences of each update of a step.
 
   Args:

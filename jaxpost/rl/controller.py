@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching, dynamic_sampling, reward_metrics
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout
-from jaxpost.rl.rollout_queue import RolloutQueue
+from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
 from jaxpost.types import Batch, Credit, Experience, Item, Rollout, RowShape, Scores, Update
 
 if typing.TYPE_CHECKING:  # passed in
@@ -40,7 +40,7 @@ class Controller:
 
   Attributes:
     config: of the stage; `algorithm` reads it, too.
-    sampler: (prompts, group_size, step, on_dispatch, **sampling) -> Rollout.
+    sampler: an engine, an environment, recorded rollouts or demonstrations.
     step_shape: of a batch of all sequences of a step. Shapes are fixed, so that
       nothing is compiled twice; update_shape: of one minibatch.
     engine: that the sampler runs on; None where it needs no weights.
@@ -50,7 +50,7 @@ class Controller:
   algorithm: Algorithm
   config: typing.Any
   roles: Roles
-  sampler: Callable[..., Rollout]
+  sampler: RolloutSampler
   grader: Grader
   prompts: PromptStream
   timer: Timeline
@@ -84,14 +84,15 @@ class Controller:
     self.memory = credit.memory
     return Item(updates, info, graded.sample_rows, experience, credit)
 
-  def sample(self, step: int, on_dispatch: Callable[[int], None] | None = None) -> PendingRollout:
+  def sample(self, step: int, on_dispatch: OnDispatch | None = None) -> PendingRollout:
     """Samples the rollout of a step; the workers grade it when this returns.
 
     One round of prompts or, with `config.rl.dynamic_sampling`, rounds until
     enough groups have rewards that differ.
     """
     pending = self.sample_round(step, on_dispatch)
-    wanted, max_rounds = self.config.rollout.prompts, self.config.rl.dynamic_sampling
+    wanted = self.config.rollout.prompts
+    max_rounds = self.config.rl.dynamic_sampling
     if not max_rounds:
       return pending
     while True:
@@ -101,7 +102,7 @@ class Controller:
         return pending.select_varied(wanted)
       pending = pending.join(self.sample_round(step, on_dispatch))
 
-  def sample_round(self, step: int, on_dispatch: Callable[[int], None] | None) -> PendingRollout:
+  def sample_round(self, step: int, on_dispatch: OnDispatch | None) -> PendingRollout:
     """Samples `group_size` completions of the next prompts, submits them to the graders."""
     prompts, info = next(self.prompts)
     greedy = None
@@ -187,13 +188,13 @@ class Controller:
     queue = self.rollouts.state(self.step)  # may read more prompts
     return {'step': self.step, 'memory': self.memory, 'prompts': self.prompts.state(), **queue}
 
-  def restore(self, state: dict):
+  def restore(self, state: dict) -> None:
     """Continues after the step of `state`."""
     self.step = state['step']
     self.memory = state['memory']
     self.prompts.restore(state['prompts'])
     self.rollouts.restore(state, self.step)
 
-  def close(self):
+  def close(self) -> None:
     """Ends the worker processes of the grader."""
     self.grader.close()

@@ -6,8 +6,8 @@ Legend: N sequences (one a prompt), C completion tokens, P prompt tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.rl.rollout_queue import OnDispatch, RolloutSampler
 
 _STREAM = 7  # of random numbers, apart from others of the same seed and step
 
@@ -32,7 +33,7 @@ class DemonstrationSampler:
     max_tokens: of an answer; longer ones are cut.
   """
 
-  sampler: Callable[..., Rollout]
+  sampler: RolloutSampler
   tokenizer: Tokenizer
   share: float
   seed: int
@@ -48,8 +49,8 @@ class DemonstrationSampler:
     prompts: Sequence[Prompt],
     group_size: int = 1,
     step: int = 0,
-    on_dispatch: Callable[[int], None] | None = None,
-    **sampling,
+    on_dispatch: OnDispatch | None = None,
+    **sampling: Any,
   ) -> Rollout:
     """Returns a rollout, see `rollout.sampler.Sampler`; the data have one completion a prompt."""
     if self.from_data(step):
@@ -57,7 +58,7 @@ class DemonstrationSampler:
     return self.sampler(prompts, group_size, step, on_dispatch, **sampling)
 
 
-def check(tokenizer: Tokenizer, rows: Rows, limit: int):
+def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:
   """Raises InputError if one of the first `limit` rows has no completion."""
   for i in range(0 if rows.streaming else min(len(rows), limit)):
     make_example(tokenizer, rows[i], rows.where(i))

@@ -60,12 +60,11 @@ class Grader:
 
   def _submit_groups(self, rollout: Rollout) -> PendingGroups:
     num_groups = len(rollout.prompts)
-    shard = coordination.shard(range(num_groups))
-    return PendingGroups(
-      self.pool, num_groups, self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
-    )
+    shard = coordination.shard(range(num_groups))  # each process grades its part
+    local = self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
+    return PendingGroups(self.pool, num_groups, local)
 
-  def close(self):
+  def close(self) -> None:
     """Ends the worker processes."""
     if self.pool:
       self.pool.close()
@@ -111,10 +110,11 @@ class Round:
     else:
       graded = [Graded([0.0] * size, {}, None)] * num_groups
     attached = self.rollout.rewards or {}
-    return [
-      add_attached_rewards(group, {name: values[i * size : (i + 1) * size] for name, values in attached.items()})
-      for i, group in enumerate(graded)
-    ]
+    results = []
+    for i, group in enumerate(graded):
+      own = {name: values[i * size : (i + 1) * size] for name, values in attached.items()}
+      results.append(add_attached_rewards(group, own))
+    return results
 
   @functools.cached_property
   def rewards(self) -> np.ndarray:

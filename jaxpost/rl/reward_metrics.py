@@ -76,13 +76,13 @@ def length_metrics(rollout: Rollout) -> dict:
   }
 
 
-def step_metrics(experience: Experience, shape: RowShape, config) -> dict:
+def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) -> dict:
   """Tokens of the step, how full its rows and the sampler's slots were, staleness.
 
   Args:
     shape: of the batch of all sequences.
   """
-  rollout, rl = experience.rollout, config.rl
+  rollout = experience.rollout
   tokens = int(batching.prompt_lengths(rollout).sum() + rollout.lengths.sum())
   out = {
     'tokens': tokens,
@@ -91,7 +91,8 @@ def step_metrics(experience: Experience, shape: RowShape, config) -> dict:
     **rollout.figures,
   }
   if config.rollout.staleness:
-    out |= staleness_metrics(rollout, experience.mask, experience.step, rl.epochs * rl.minibatches)
+    updates_per_step = config.rl.epochs * config.rl.minibatches
+    out |= staleness_metrics(rollout, experience.mask, experience.step, updates_per_step)
   return out
 
 

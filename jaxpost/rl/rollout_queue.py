@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -32,6 +32,21 @@ if typing.TYPE_CHECKING:  # passed in
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
   from jaxpost.rollout.engine import Engine
+  from jaxpost.types import Prompt, Rollout
+
+# (blocks of a rollout dispatched so far), called after each; may load newer weights.
+OnDispatch = Callable[[int], None]
+
+
+class RolloutSampler(typing.Protocol):
+  """Makes `group_size` completions of each prompt; see `rollout.sampler.Sampler`.
+
+  `sampling` holds fields of `programs.sampling.Sampling` that differ from the config.
+  """
+
+  def __call__(
+    self, prompts: Sequence[Prompt], group_size: int, step: int, on_dispatch: OnDispatch | None, **sampling: typing.Any
+  ) -> Rollout: ...
 
 
 @dataclasses.dataclass
@@ -39,14 +54,14 @@ class RolloutQueue:
   """Rollouts in the order of their steps.
 
   Attributes:
-    sample: (step, on_dispatch) -> PendingRollout, see `Controller.sample`.
+    sample: (step, on_dispatch) -> the rollout of a step, see `Controller.sample`.
     engine: samples the rollouts, needs weights; None: they come from files.
     rollouts: of the next steps, sampled and being graded.
     version: updates behind the weights that the engine has; None: it has none.
     moved_bytes: by the last copy of weights to the engine.
   """
 
-  sample: Callable
+  sample: Callable[[int, OnDispatch | None], PendingRollout]
   config: typing.Any
   roles: Roles
   grader: Grader
@@ -60,9 +75,10 @@ class RolloutQueue:
     if coordination.process_count() == 1 or not self.engine:
       return
     sampling_processes = owners(self.engine.layout.mesh.devices.flat)
+    some_only_train = len(sampling_processes) < coordination.process_count()
+    needs_all = bool(self.config.environment or self.config.rollout.inflight_update_blocks)
     refuse(
-      len(sampling_processes) < coordination.process_count()
-      and bool(self.config.environment or self.config.rollout.inflight_update_blocks),
+      some_only_train and needs_all,
       'config.mesh.rollout_devices: are those of some processes only, and '
       'environments and rollout.inflight_update_blocks need all; leave them out',
     )
@@ -81,7 +97,7 @@ class RolloutQueue:
     self._sample_until(step + 1, next_step=step, steps_done=step)
     return self.rollouts.popleft()
 
-  def prefetch(self, step: int):
+  def prefetch(self, step: int) -> None:
     """Samples what may be sampled of the steps after `step` before its update."""
     until = min(step + self.max_staleness, self.config.train.steps)
     self._sample_until(until, next_step=step + 1, steps_done=step)
@@ -100,9 +116,9 @@ class RolloutQueue:
       if self.engine:
         with self.timer('wait'):  # for the update that these weights come from
           jax.block_until_ready(self.engine.weights)
-      on_dispatch = (
-        functools.partial(self._update_in_flight, newest) if self.config.rollout.inflight_update_blocks else None
-      )
+      on_dispatch = None
+      if self.config.rollout.inflight_update_blocks:
+        on_dispatch = functools.partial(self._update_in_flight, newest)
       pending = self.sample(step, on_dispatch)
       pending.info['reshard_bytes'] = self.moved_bytes
       if self.max_staleness:
@@ -160,7 +176,7 @@ class RolloutQueue:
       self._sample_until(until, next_step=steps_done, steps_done=steps_done)
     return {'queue': [_to_json(pending) for pending in self.rollouts]}
 
-  def restore(self, state: dict, steps_done: int):
+  def restore(self, state: dict, steps_done: int) -> None:
     """Continues from `state`; the policy has its weights of then again."""
     self.rollouts.clear()
     if not self.max_staleness:
