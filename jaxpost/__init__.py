@@ -13,7 +13,7 @@ __version__ = '0.1.0'
 
 _WHERE = {
   'defaults': 'jaxpost.stage.config',
-  'parse_arg': 'jaxpost.stage.config',
+  'parse_arg': 'jaxpost.stage.config_args',
   'tune_host': 'jaxpost.hardware.host',
   'use_compile_cache': 'jaxpost.hardware.host',
   'Batch': 'jaxpost.types',

@@ -37,7 +37,7 @@ class Entry:
 
 
 ENTRIES = (
-  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_600, 2)),
+  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_590, 2)),
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (23, 4_090, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (55, 10_400, 9)),
   Entry(

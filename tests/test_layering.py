@@ -61,7 +61,8 @@ GENERIC = ('launch', 'configs', 'tests', 'notebooks')
 JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
 # Rooms whose public functions are all typed; none leaves this list.
-TYPED = ('data', 'environments', 'imports', 'rewards', 'stages', 'storage', 'types', 'workers')
+TYPED = ('algorithms', 'data', 'environments', 'imports', 'losses', 'rewards', 'rl', 'stage', 'stages')
+TYPED += ('storage', 'types', 'workers')
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}

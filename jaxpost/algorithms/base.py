@@ -89,6 +89,8 @@ class Algorithm:
     precompute: config -> {name of a frozen role: Precompute}; such a role is
       not in `Roles`. Teachers are named teacher_0, teacher_1, ...
     check: raises InputError for a config that cannot work.
+    check_roles: (config, {role: its weights, a `stage.sources.Source`},
+      tokenizer of the policy); raises InputError for models that do not go together.
     check_first_step: (metrics, config); raises AssertionError where the metrics
       of the first step, before any learning, cannot be right.
 
@@ -123,6 +125,7 @@ class Algorithm:
   prepare: Callable[[Batch, Roles, Config], Batch] = _same
   precompute: Callable[[Config], dict[str, Precompute]] = _empty
   check: Callable[[Config], None] = _accept
+  check_roles: Callable[[Config, Mapping[str, Any], Tokenizer], None] = _accept
   check_first_step: Callable[[dict, Config], None] = _accept
   render: Callable[[Rows, Tokenizer, Config], Callable[[int], Example | None]] | None = None
   per: str | Callable[[Config], str] = 'token'

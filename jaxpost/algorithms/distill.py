@@ -14,6 +14,7 @@ cached on disk instead, and no teacher is in memory during training.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -21,11 +22,14 @@ import numpy as np
 
 from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refuse, refuse_unread
 from jaxpost.algorithms.sft import render_text
+from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import transfer
+from jaxpost.errors import InputError
 from jaxpost.losses import divergences
 from jaxpost.types import MASKED_LOGIT, Batch, Credit, Divergence, Experience, Objective
 
 if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.roles import Roles
 
 DistillOptions = Any  # `config.distill`
@@ -194,6 +198,36 @@ def check_on_policy(config: Config) -> None:
   refuse_unread(config.rl, rl_fields_read(config.rl), 'gkd')
 
 
+def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+  """Raises InputError for teachers that cannot read the student's tokens."""
+  probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
+  for i in range(sum(name.startswith('teacher_') for name in found)):
+    source = found[f'teacher_{i}']
+    key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
+    size = source.config.vocab_size
+    if source.config.num_labels:
+      raise InputError(f'{key} is a reward model, which says nothing of tokens; name a language model')
+    if size < tokenizer.vocab_size:
+      raise InputError(
+        f'{key} has a vocabulary of {size}, less than the '
+        f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
+        'must read what the student reads'
+      )
+    if config.distill.top_k > min(size, found['policy'].config.vocab_size):
+      raise InputError(
+        f'config.distill.top_k: {config.distill.top_k} of '
+        f'{min(size, found["policy"].config.vocab_size)} tokens that student '
+        'and teacher share; lower it, or 0 for all of them'
+      )
+    if source.folder and (source.folder / 'tokenizer.json').exists():
+      theirs = tokenizer_lib.load(str(source.folder))
+      if theirs.encode(probe) != tokenizer.encode(probe):
+        raise InputError(
+          f'{key} has another tokenizer than {tokenizer.source}; its tokens '
+          'mean something else, so choose a teacher of the same family'
+        )
+
+
 def rl_fields_read(rl: Any) -> set[str]:
   """Returns the fields of `config.rl` that count in GKD."""
   del rl
@@ -217,6 +251,7 @@ DISTILL = ALGORITHM = Algorithm(
   precompute=precompute,
   render=render_text,
   check=check_on_data,
+  check_roles=check_teachers,
   check_first_step=check_first_step,
 )
 GKD = Algorithm(
@@ -225,6 +260,7 @@ GKD = Algorithm(
   needs=needs,
   prepare=prepare,
   check=check_on_policy,
+  check_roles=check_teachers,
   check_first_step=check_first_step,
   on_policy=True,
   rewards=False,

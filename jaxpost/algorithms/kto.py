@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxpost.algorithms import preference
 from jaxpost.algorithms.base import Algorithm, Config, expect, refuse
 from jaxpost.data import preferences as data
-from jaxpost.losses import preferences, reduce
+from jaxpost.losses import pairs, preferences, reduce
 from jaxpost.types import Batch, Objective
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def objective(config: Config) -> Objective:
     mask = batch.loss_weights != 0
 
     def of_sequence(x):
-      return reduce.sequence_max(x, ids)
+      return pairs.sequence_max(x, ids)
 
     weights = of_sequence(batch.loss_weights)  # [B, N], 0 for the sequences that are scored only
     logps = reduce.sequence_sum(outputs.logprobs * mask, ids)
@@ -96,7 +96,7 @@ def mismatch(log_ratios: jax.Array, kl_mask: jax.Array, sequence_ids: jax.Array)
   Args:
     log_ratios, kl_mask, sequence_ids: [M, B, T].
   """
-  number = jax.vmap(reduce.sequence_max)(kl_mask, sequence_ids).sum()
+  number = jax.vmap(pairs.sequence_max)(kl_mask, sequence_ids).sum()
   total = (log_ratios * kl_mask).sum()
   return jnp.maximum(total / jnp.maximum(number, 1), 0)
 

@@ -97,10 +97,10 @@ def pairs_of(outputs: Outputs, batch: Batch, with_reference: bool) -> tuple[Pair
   mask = weights != 0
 
   def sums(x):
-    return reduce.split_pairs(reduce.sequence_sum(x * mask, ids))
+    return pairs_lib.split_pairs(reduce.sequence_sum(x * mask, ids))
 
   def largest(x):
-    return reduce.split_pairs(reduce.sequence_max(x, ids))
+    return pairs_lib.split_pairs(pairs_lib.sequence_max(x, ids))
 
   chosen, rejected = sums(outputs.logprobs)
   ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights)
@@ -126,7 +126,7 @@ def _pair_entropy(outputs: Outputs, batch: Batch) -> jax.Array:
   """The mean over both answers [B, P] of the mean entropy of their tokens."""
   ids = batch.sequence_ids
   means = reduce.sequence_mean(outputs.entropy, batch.loss_weights != 0, ids)
-  chosen, rejected = reduce.split_pairs(reduce.sequence_max(means, ids))
+  chosen, rejected = pairs_lib.split_pairs(pairs_lib.sequence_max(means, ids))
   return (chosen + rejected) / 2
 
 

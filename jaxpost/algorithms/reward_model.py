@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxpost.algorithms.base import Algorithm, Config, expect
 from jaxpost.data import preferences
-from jaxpost.losses import reduce, values
+from jaxpost.losses import pairs, reduce, values
 from jaxpost.types import Objective
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _bradley_terry(center_coef: float) -> Objective:
 
     def at_end(x):
       # One token of a sequence has a weight: the sum picks what stands there.
-      return reduce.split_pairs(reduce.sequence_sum(jnp.where(weights > 0, x, 0), batch.sequence_ids))
+      return pairs.split_pairs(reduce.sequence_sum(jnp.where(weights > 0, x, 0), batch.sequence_ids))
 
     chosen, rejected = at_end(outputs.values)
     margin, _ = at_end(batch.arrays['margin'])  # that the data ask for

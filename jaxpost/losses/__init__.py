@@ -4,5 +4,5 @@ Lives here: surrogates and KL estimators, preference losses, losses of critics a
 reward models, divergences of distillation, advantage estimators, importance
 correction, and the fused head that turns hidden states into a loss. Imports
 types, matmul, errors and distributed/mesh; programs/ and algorithms/ import it.
-Never here: models, configs, or a reduction other than those of reduce.py.
+Never here: models, configs, or a reduction other than those of reduce.py and pairs.py.
 """

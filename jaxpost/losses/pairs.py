@@ -1,9 +1,11 @@
-"""Preference pairs: their log-probs, the options of the losses, and metrics.
+"""Preference pairs: read from packed rows, their log-probs, options of the losses, metrics.
 
-Legend: P pairs; leading axes are free. c and r are the log-ratios of policy to
-reference, summed over the tokens of the chosen and the rejected completion.
-The losses are in `preferences.py`.
+Legend: B rows, T tokens, N sequences, P = N / 2 pairs; leading axes are free.
+c and r are the log-ratios of policy to reference, summed over the tokens of the
+chosen and the rejected completion. The losses are in `preferences.py`.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
@@ -136,3 +138,23 @@ def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict[str, jax.Arra
     'logps/chosen': pairs.chosen,
     'logps/rejected': pairs.rejected,
   }
+
+
+def split_pairs(per_sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Splits [B, N] into chosen and rejected [B, P]: sequences 1, 3, ... and 2, 4, ..."""
+  even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
+  return even[:, 0::2], even[:, 1::2]
+
+
+def sequence_max(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Returns the largest entry of each sequence [B, N]; 0 for absent sequences.
+
+  For values that are the same on all tokens of a sequence (weights, labels).
+  """
+  length = x.shape[1]
+
+  def one_row(row, ids):
+    found = jax.ops.segment_max(row, ids, num_segments=length + 1)[1:]
+    return jnp.where(jnp.isfinite(found), found, 0.0)
+
+  return jax.vmap(one_row)(x, sequence_ids)

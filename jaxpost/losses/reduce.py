@@ -1,7 +1,6 @@
 """Reductions from tokens to sequences of packed rows, and back.
 
-Legend: B rows, T tokens a row, N sequences a row at most (here T), P = N / 2
-pairs.
+Legend: B rows, T tokens a row, N sequences a row at most (here T).
 
 `sequence_ids` [B, T] numbers the sequences of a row from 1; 0 is none. All
 reductions are segment sums inside a row, so their gradients cost nothing
@@ -33,20 +32,6 @@ def sequence_sum(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
   return jax.vmap(one_row)(x, sequence_ids)
 
 
-def sequence_max(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
-  """Returns the largest entry of each sequence [B, N]; 0 for absent sequences.
-
-  For values that are the same on all tokens of a sequence (weights, labels).
-  """
-  length = x.shape[1]
-
-  def one_row(row, ids):
-    found = jax.ops.segment_max(row, ids, num_segments=length + 1)[1:]
-    return jnp.where(jnp.isfinite(found), found, 0.0)
-
-  return jax.vmap(one_row)(x, sequence_ids)
-
-
 def to_tokens(per_sequence: jax.Array, sequence_ids: jax.Array) -> jax.Array:
   """Gives each token [B, T] the entry [B, N] of its sequence; 0 without one."""
   index = jnp.maximum(sequence_ids - 1, 0)
@@ -59,12 +44,6 @@ def sequence_mean(x: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -> jax
   total = sequence_sum(x * mask, sequence_ids)
   count = sequence_sum(mask, sequence_ids)
   return to_tokens(total / jnp.maximum(count, 1), sequence_ids)
-
-
-def split_pairs(per_sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Splits [B, N] into chosen and rejected [B, P]: sequences 1, 3, ... and 2, 4, ..."""
-  even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
-  return even[:, 0::2], even[:, 1::2]
 
 
 def same_shape(what: str, rank: int | None, *arrays: Array) -> None:

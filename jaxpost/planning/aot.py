@@ -50,9 +50,9 @@ def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple
   placed = place.place_stage(prepared, chips.devices(topology), ledger)
   ledger.look = functools.partial(look, placed)
   params = load_weights.described(placed.model, placed.train, placed.config.model.param_dtype)
-  roles, stream, engine = assemble.make_parts(placed, params)
+  roles, _, engine = assemble.make_parts(placed, params)
   evaluator = assemble.make_evaluator(placed, engine)
-  precompile.compile_all(placed, roles, stream, engine, evaluator)
+  precompile.compile_all(placed, roles, engine, evaluator)
   for row in ledger.rows:
     row['held'] = held_on(row['mesh'].devices.flat[0], roles)
   return Compiled(placed, ledger.rows)

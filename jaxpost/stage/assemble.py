@@ -92,7 +92,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     flops_per_token=model.passes / 3 * flops_per_token(model.config, placed.shape.row_length / 2),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
-  stage.memory_usage = precompile.compile_all(placed, roles, stream, engine, stage.evaluate)
+  stage.memory_usage = precompile.compile_all(placed, roles, engine, stage.evaluate)
   placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return stage
 

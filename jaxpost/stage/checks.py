@@ -74,36 +74,6 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
 
 
-def check_teachers(config: Config, found: Mapping[str, Source], tokenizer: Tokenizer) -> None:
-  """InputError for teachers that cannot read the student's tokens."""
-  probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
-  for i in range(sum(name.startswith('teacher_') for name in found)):
-    source = found[f'teacher_{i}']
-    key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
-    size = source.config.vocab_size
-    if source.config.num_labels:
-      raise InputError(f'{key} is a reward model, which says nothing of tokens; name a language model')
-    if size < tokenizer.vocab_size:
-      raise InputError(
-        f'{key} has a vocabulary of {size}, less than the '
-        f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
-        'must read what the student reads'
-      )
-    if config.distill.top_k > min(size, found['policy'].config.vocab_size):
-      raise InputError(
-        f'config.distill.top_k: {config.distill.top_k} of '
-        f'{min(size, found["policy"].config.vocab_size)} tokens that student '
-        'and teacher share; lower it, or 0 for all of them'
-      )
-    if source.folder and (source.folder / 'tokenizer.json').exists():
-      theirs = tokenizer_lib.load(str(source.folder))
-      if theirs.encode(probe) != tokenizer.encode(probe):
-        raise InputError(
-          f'{key} has another tokenizer than {tokenizer.source}; its tokens '
-          'mean something else, so choose a teacher of the same family'
-        )
-
-
 def check_custom(config: Config, cfg: ModelConfig) -> None:
   """InputError for what a custom model (`models/custom.py`) lacks."""
   if not isinstance(cfg, CustomConfig):

@@ -5,18 +5,22 @@ user's config into one frozen `Config` per stage, or raises InputError with the 
 the value and the fix.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import json
 import math
 import pathlib
-import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.stage.schema import Config
+
+if TYPE_CHECKING:
+  from etils import epath
 
 
 def defaults() -> dict:
@@ -47,8 +51,8 @@ def parse(config: Mapping) -> dict[str, Config]:
   return {name: stages[name] for name in names}
 
 
-def parse_saved(path) -> dict[str, Config]:
-  """The stages of a run's config.json, as `parse` returns them.
+def parse_saved(path: epath.Path) -> dict[str, Config]:
+  """Returns the stages of a run's config.json, as `parse` does.
 
   Raises:
     InputError: the file is no JSON, or has fields this version does not have.
@@ -83,7 +87,8 @@ def resolve(config: Config, defaults: Mapping) -> Config:
   for section, block in vars(config).items():
     if not dataclasses.is_dataclass(block):
       continue
-    given, new = defaults.get(section, {}), {}
+    given = defaults.get(section, {})
+    new = {}
     for field in dataclasses.fields(block):
       auto = field.metadata.get('auto')
       if auto is not None and vars(block)[field.name] == field.default:
@@ -105,8 +110,8 @@ def _merge(base: Mapping, over: Mapping) -> dict:
   return out
 
 
-def _build(kind, values: Mapping, where: str, path=''):
-  """A dataclass from a mapping, checked field by field.
+def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
+  """Makes a dataclass from a mapping, checked field by field.
 
   Args:
     where: what errors call it, such as 'config.grpo.optim'.
@@ -131,7 +136,7 @@ def _build(kind, values: Mapping, where: str, path=''):
   return kind(**out)
 
 
-def _check(name: str, value, kind, meta: types.MappingProxyType):
+def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   """Returns the value as the type of its field; InputError if it is out of range."""
   if kind is Any:
     return value
@@ -156,31 +161,3 @@ def _check(name: str, value, kind, meta: types.MappingProxyType):
   if meta['hi'] is not None and value > meta['hi']:
     raise InputError(f'{name}: {value!r} is above {meta["hi"]!r}')
   return value
-
-
-def parse_arg(arg: str | None, **options):
-  """Parses the arguments after the colon of `--config=x.py:model=xs,runlocal`.
-
-  `options` are the names a config file knows and their defaults; a bare name
-  means True. Returns an object with these attributes.
-  """
-  values = dict(options)
-  for item in filter(None, (arg or '').split(',')):
-    name, has_value, value = item.partition('=')
-    if name not in options:
-      near = difflib.get_close_matches(name, options, 1)
-      raise InputError(
-        f'--config: no argument {name!r}; ' + (f'did you mean {near[0]!r}?' if near else f'known: {", ".join(options)}')
-      )
-    kind = type(options[name])
-    if kind is bool:
-      value = value if has_value else 'true'
-      if value.lower() not in ('true', 'false', '1', '0'):
-        raise InputError(f'--config: {name}={value} must be true or false')
-      values[name] = value.lower() in ('true', '1')
-    else:
-      try:
-        values[name] = kind(value)
-      except ValueError:
-        raise InputError(f'--config: {name}={value!r} is no {kind.__name__}') from None
-  return types.SimpleNamespace(**values)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,27 +34,38 @@ if TYPE_CHECKING:
 
 
 def load(
-  source: Source, model: Model, layout: Layout, dtype: str, workdir=None, *, seed: int = 0, ledger: Ledger | None = None
+  source: Source,
+  model: Model,
+  layout: Layout,
+  dtype: str,
+  workdir: epath.PathLike | None = None,
+  *,
+  seed: int = 0,
+  ledger: Ledger | None = None,
 ) -> dict:
-  """The parameters as `model` has them, in `layout`."""
+  """Loads the parameters as `model` has them, in `layout`."""
   if ledger and ledger.dry:
     return described(model, layout, dtype)
   seed = seed if source.seed is None else source.seed
-  theirs = below = lora.build(source.config)
+  stored = below = lora.build(source.config)
   # An adapter is put on merged weights, whatever else has been put on them.
   if source.folder and source.base:
-    below = theirs.base
+    below = stored.base
   if source.config.lora in ((), model.config.lora):  # else they are merged
-    theirs, below = (quantization.quantize_model(m, model.quantized) for m in (theirs, below))
-  params = source.base and load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
-  params = join(params or {}, _load_without_base(source, theirs, layout, dtype, workdir, seed, ledger))
-  return lora.adopt(params, theirs, model, layout, jnp.dtype(dtype), seed)
+    stored = quantization.quantize_model(stored, model.quantized)
+    below = quantization.quantize_model(below, model.quantized)
+  params = {}
+  if source.base:
+    params = load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
+  params = join(params, _load_without_base(source, stored, layout, dtype, workdir, seed, ledger))
+  return lora.adopt(params, stored, model, layout, jnp.dtype(dtype), seed)
 
 
 def shares_frozen_base(source: Source, inputs: Inputs) -> bool:
   """True if the source is an adapter folder on the policy's frozen base weights."""
   policy = inputs.sources['policy']
-  base, policy_base = _below_adapter(source), _below_adapter(policy)
+  base = _below_adapter(source)
+  policy_base = _below_adapter(policy)
   is_adapter = base is not source and base.name and not base.config.lora
   same_base = (base.name, base.config) == (policy_base.name, policy_base.config)
   # Otherwise the policy's own adapter was merged into its base.
@@ -69,10 +81,13 @@ def _below_adapter(source: Source) -> Source:
   return source.base if source.folder and source.base else source
 
 
-def load_beside_policy(source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger) -> tuple:
+def load_beside_policy(
+  source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger
+) -> tuple[Model, dict, dict]:
   """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
   model = lora.frozen_base_model(source.config, policy.quantized)
-  return model, load_adapter(source, model, layout, ledger), lora.split(params, policy)[1]
+  _, shared = lora.split(params, policy)
+  return model, load_adapter(source, model, layout, ledger), shared
 
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
@@ -85,9 +100,12 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | 
   return peft.load(source.folder, model, part.shardings(layout), programs.write)
 
 
-def _load_without_base(source, model: Model, layout, dtype, workdir, seed, ledger) -> dict:
+def _load_without_base(
+  source: Source, model: Model, layout: Layout, dtype: str, workdir: Any, seed: int, ledger: Ledger | None
+) -> dict:
   """The leaves that a source has without its base."""
-  shardings, folder = model.shardings(layout), checkpoints(source, workdir)
+  shardings = model.shardings(layout)
+  folder = checkpoints(source, workdir)
   keep = functools.partial(quantization.convert_params, model=model)
   plain = lora.build(source.config)  # which is what is stored
   if folder is not None:
@@ -103,21 +121,18 @@ def _load_without_base(source, model: Model, layout, dtype, workdir, seed, ledge
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 
-def described(model: Model, layout: Layout, dtype: str, keep=None) -> dict:
-  """Shapes and shardings of parameters, no memory; of the paths in `keep`."""
-  return nest(
-    {
-      path: jax.ShapeDtypeStruct(
-        spec.shape, jnp.dtype(spec.dtype or dtype), sharding=layout.sharding(spec.axes, spec.shape)
-      )
-      for path, spec in model.table.items()
-      if keep is None or path in keep
-    }
-  )
+def described(model: Model, layout: Layout, dtype: str, keep: Collection[str] | None = None) -> dict:
+  """Returns shapes and shardings of parameters, without memory; if `keep` is given, of its paths."""
+  found = {}
+  for path, spec in model.table.items():
+    if keep is None or path in keep:
+      sharding = layout.sharding(spec.axes, spec.shape)
+      found[path] = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype), sharding=sharding)
+  return nest(found)
 
 
-def move(tree, shardings):
-  """Device arrays as `shardings` says; of a plan, their descriptions."""
+def move(tree: Any, shardings: Any) -> Any:
+  """Moves device arrays to `shardings`; for a plan, their descriptions."""
 
   def place(x, sharding):
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -128,17 +143,23 @@ def move(tree, shardings):
 
 
 def read_checkpoint(
-  folder, step, model: Model, layout: Layout, dtype: str, role='policy', warn=print, partial=False
+  folder: epath.Path,
+  step: int | None,
+  model: Model,
+  layout: Layout,
+  dtype: str,
+  role: str = 'policy',
+  warn: Callable[[str], None] = print,
+  partial: bool = False,
 ) -> dict:
-  """The parameters of one role in a checkpoint; if `partial`, those in it."""
-  checkpointer, at = Checkpointer(folder), f'{role}/params'
-  try:
-    template = described(
-      model, layout, dtype, {leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)} if partial else None
-    )
+  """Reads the parameters of one role in a checkpoint; with `partial`, only those that it holds."""
+  at = f'{role}/params'
+  with contextlib.closing(Checkpointer(folder)) as checkpointer:
+    keep = None
+    if partial:
+      keep = {leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)}
+    template = described(model, layout, dtype, keep)
     return checkpointer.restore_params(template, step, at=at, warn=warn)
-  finally:
-    checkpointer.close()
 
 
 def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:

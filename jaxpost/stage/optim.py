@@ -1,7 +1,10 @@
 """Optimizers and schedules of optax, by name."""
 
+from __future__ import annotations
+
 import difflib
 import inspect
+from typing import Any
 
 import jax
 import optax
@@ -12,8 +15,8 @@ from jaxpost.errors import InputError
 _NEED_THE_LOSS = ('lbfgs', 'polyak_sgd')
 
 
-def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float):
-  """Step -> learning rate: linear warm-up, then constant, linear or cosine."""
+def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> optax.Schedule:
+  """Returns step -> learning rate: linear warm-up, then constant, linear or cosine."""
   rest = max(1, steps - warmup)
   main = {
     'constant': optax.constant_schedule(lr),
@@ -26,8 +29,8 @@ def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float):
   return optax.join_schedules([ramp, main], [warmup])
 
 
-def make_optimizer(name: str, schedule, options: dict, decay_mask):
-  """`optax.<name>` with those of `options` that it takes.
+def make_optimizer(name: str, schedule: optax.Schedule, options: dict, decay_mask: Any) -> optax.GradientTransformation:
+  """Returns `optax.<name>` with those of `options` that it takes.
 
   Args:
     options: values by optax's argument names (b1, b2, eps, weight_decay).
@@ -43,8 +46,8 @@ def make_optimizer(name: str, schedule, options: dict, decay_mask):
   return make(schedule, **chosen)
 
 
-def check(name: str, weight_decay: float):
-  """InputError where there is no such optimizer, or it takes no decay."""
+def check(name: str, weight_decay: float) -> None:
+  """Raises InputError where there is no such optimizer, or it takes no decay."""
   public = [
     n
     for n, v in vars(optax).items()
@@ -67,6 +70,10 @@ def check(name: str, weight_decay: float):
     raise InputError(f'config.optim.weight_decay: optax.{name} takes none; use adamw')
 
 
-def decayed(axes: dict):
-  """Weight decay is for matrices and embeddings, not for norms."""
-  return jax.tree.map(lambda a: len(set(a) - {'layers', 'expert'}) > 1, axes, is_leaf=lambda a: isinstance(a, tuple))
+def decayed(axes: dict) -> dict:
+  """Returns a tree of bool: weight decay is for matrices and embeddings, not for norms."""
+
+  def is_matrix(names: tuple[str, ...]) -> bool:
+    return len(set(names) - {'layers', 'expert'}) > 1
+
+  return jax.tree.map(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -18,11 +18,13 @@ from jaxpost.roles import Roles, without_signal
 from jaxpost.types import Batch
 
 if typing.TYPE_CHECKING:
+  from jaxpost.rollout.native import NativeEngine
+  from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
 
 
-def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
-  """Memory that the compiled programs of a stage will need."""
+def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> memory.Memory:
+  """Predicts the memory that the compiled programs of a stage will need."""
   offload = placed.config.rollout.offload
   if offload and not memory.can_offload(placed.train.mesh.local_devices[0]):
     raise InputError(
@@ -38,7 +40,8 @@ def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
   for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
-    device, ids = mesh.devices.flat[0], {d.id for d in mesh.devices.flat}
+    device = mesh.devices.flat[0]
+    ids = {d.id for d in mesh.devices.flat}
     found = memory.predict(
       [r for r in placed.ledger.rows if r['device'] in ids],
       *(memory.size(x, device) for x in (held, offloaded, own)),
@@ -48,8 +51,10 @@ def memory_of(placed: PlacedStage, roles: Roles, engine) -> memory.Memory:
   return memory.Memory(out)
 
 
-def compile_all(placed: PlacedStage, roles: Roles, stream, engine, evaluator) -> memory.Memory:
-  """Compiles every program before step 0, two at a time; what they need."""
+def compile_all(
+  placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluator: Evaluator | None
+) -> memory.Memory:
+  """Compiles every program before step 0, two at a time; returns the memory that they need."""
   config, algorithm, shape = placed.config, placed.algorithm, placed.shape
   on_policy, micro, length = algorithm.on_policy, shape.micro_rows, shape.row_length
   sharding = placed.train.sharding((None, 'batch'), (1, micro))
@@ -100,7 +105,7 @@ def compile_all(placed: PlacedStage, roles: Roles, stream, engine, evaluator) ->
     sampled = evaluator.sampled
     later += engine.jobs(roles.policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for some in jobs, later:
+    for some in (jobs, later):
       for done in [pool.submit(job) for job in some]:
         done.result()
   return memory_of(placed, roles, engine)
@@ -109,8 +114,10 @@ def compile_all(placed: PlacedStage, roles: Roles, stream, engine, evaluator) ->
 def _rollout_row(placed: PlacedStage) -> Batch:
   """A row as rollouts are packed into it."""
   length = placed.shape.row_length
-  ints, floats = np.zeros((1, length), np.int32), np.zeros((1, length), np.float32)
-  cfg, experts = placed.model.config, None
+  ints = np.zeros((1, length), np.int32)
+  floats = np.zeros((1, length), np.float32)
+  cfg = placed.model.config
+  experts = None
   if placed.config.router.routing_replay:
     experts = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
   return Batch(

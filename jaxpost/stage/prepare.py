@@ -81,7 +81,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
   checks.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   checks.check_custom(config, found['policy'].config)
   checks.check_replay(config, algorithm, found)
-  checks.check_teachers(config, found, tokenizer)
+  algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
   samples = checks.samples(config, algorithm)
