@@ -136,7 +136,7 @@ ARGUMENTS = {
   ('stage/prepare', 'section'): 'model',
   ('models/routing', 'section'): 'router',
   ('distributed/phases', 'mesh'): 'mesh',
-  ('algorithms/distill', 'd'): 'distill',
+  ('algorithms/distill', 'options'): 'distill',
 }
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
