@@ -29,14 +29,14 @@ def main(argv):
   import rich.console
 
   from jaxpost.stage import config, prepare
-  from jaxpost.tools import inference
+  from jaxpost.tools import inference, preview_stage
 
   stages = config.parse(prepare.as_dict(_CONFIG.value))
   if _STAGE.value:
     stages = dict([inference.pick(stages, _STAGE.value, '--config')])
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   for name, stage in stages.items():
-    for part in inference.show_stage(name, stage, _ROWS.value):
+    for part in preview_stage.show_stage(name, stage, _ROWS.value):
       console.print(part)
     console.print()
 

@@ -44,6 +44,7 @@ def main(argv):
   chips.set_environment(topology)
   import rich.console
 
+  from jaxpost.monitor import program_table
   from jaxpost.planning import auto, dry_run, search, stage, tables
   from jaxpost.stage import prepare
 
@@ -59,7 +60,7 @@ def main(argv):
       plans.append(stage.plan(search.vary(p, mesh), options))
       tables.show(plans[-1], console)
   if _OUT.value:
-    tables.write(_OUT.value, plans)
+    program_table.write(_OUT.value, plans)
     console.print(f'wrote {_OUT.value}')
 
 

@@ -141,7 +141,7 @@ ARGUMENTS = {
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
 # These parse the config, or print or time what others read.
-NOT_A_RUN = ('stage/config', 'tools/inference', 'tools/completions', 'tools/bench')
+NOT_A_RUN = ('stage/config', 'tools/inference', 'tools/preview_stage', 'tools/completions', 'tools/bench')
 
 
 def leaves(kind=schema.Config, prefix=''):

@@ -23,7 +23,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import config as config_lib
-from jaxpost.tools import inference, reproduce
+from jaxpost.tools import inference, preview_stage, reproduce
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 REWARD = '''
@@ -175,7 +175,7 @@ def test_inspect_and_evaluate_know_the_environment(folder, run):
     folder, eval=dict(samples=2, size=2, data=dict(path='generated:arithmetic:max=9,ops=+,size=4,correct=1'))
   )
   stage = config_lib.parse(made)['grpo']
-  shown = [str(x) for x in inference.show_stage('grpo', stage, 1)]
+  shown = [str(x) for x in preview_stage.show_stage('grpo', stage, 1)]
   assert any('tool: nth' in line for line in shown)
   found = inference.evaluate(inference.from_run(run), stage)
   assert found['rows'] == 2 and found['reward'] > 0

@@ -61,8 +61,35 @@ GENERIC = ('launch', 'configs', 'tests', 'notebooks')
 JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
 # Rooms whose public functions are all typed; none leaves this list.
-TYPED = ('algorithms', 'data', 'environments', 'imports', 'losses', 'rewards', 'rl', 'stage', 'stages')
+<<<<<<< HEAD
+TYPED = (
+  'algorithms',
+  'data',
+  'environments',
+  'imports',
+  'losses',
+  'rewards',
+  'rl',
+  'stage',
+  'stages',
+)
 TYPED += ('storage', 'types', 'workers')
+=======
+TYPED = (
+  'data',
+  'environments',
+  'hardware',
+  'imports',
+  'monitor',
+  'planning',
+  'rewards',
+  'stages',
+  'storage',
+  'tools',
+  'types',
+  'workers',
+)
+>>>>>>> bd7e67b (planning/, hardware/, monitor/ and tools/ are wholly typed; loops of HLO and the preview of a stage have files of their own; opened up, docstrings as sentences)
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}

@@ -434,7 +434,7 @@ def test_least_traffic_of_fsdp():
   assert found['least']['all-gather']['fsdp'] == wanted
   assert found['least']['reduce-scatter']['fsdp'] == 3 * (layers + embed)
   model, counted = found['flops']
-  assert counted == pytest.approx(model, rel=0.1)  # no rematerialisation
+  assert counted == pytest.approx(model, rel=0.1)  # no rematerialization
   sent, adapters = found['adapters']  # of what is frozen there are none
   assert 0 < sent == adapters * 3 / 4 < 3 * layers / 10
 
@@ -750,7 +750,7 @@ def test_plan_for_gpus(tmp_path):
 
 
 def test_search_ranks_what_fits(monkeypatch):
-  """Doubles of plans: tensor=2 is fastest, without rematerialisation best."""
+  """Doubles of plans: tensor=2 is fastest, without rematerialization best."""
   import io
 
   import rich.console

@@ -72,7 +72,7 @@ class Topology:
   """A described machine.
 
   size: chips along each dimension; of GPUs slices, hosts, GPUs a host.
-  owned: the devices, where they are not described but there.
+  owned: the devices of this process, if the machine is real.
   """
 
   text: str
@@ -101,17 +101,14 @@ class Topology:
 
 
 def of_kind(kind: str) -> Chip | None:
-  """The chip that a `device_kind` names; of several the longest name."""
+  """Returns the chip that a `device_kind` names; if several match, the longest name."""
   names = {c.kind: c for c in CHIPS.values()} | {k: CHIPS[v] for k, v in _MORE_KINDS.items()}
   found = [name for name in names if name in kind]
   return names[max(found, key=len)] if found else None
 
 
 def here(devices: list) -> Topology:
-  """The machine that these devices of a running program are.
-
-  Of a chip that is not known only the memory counts, if it is known.
-  """
+  """Returns the machine that these devices belong to; of an unknown chip, only its memory."""
   kind, stats = devices[0].device_kind, devices[0].memory_stats()
   chip = of_kind(kind) or Chip(kind, 0.0)
   if stats:
@@ -125,7 +122,7 @@ def here(devices: list) -> Topology:
 
 
 def parse(text: str, slices: int = 1) -> Topology:
-  """'v6e:16x16' -> Topology; InputError with a suggestion otherwise."""
+  """Parses 'v6e:16x16'; InputError with a suggestion otherwise."""
   name, _, size = text.partition(':')
   known = [n for n, c in CHIPS.items() if c.largest] + [*GPUS, 'cpu']
   if name not in known:
@@ -157,8 +154,8 @@ def parse(text: str, slices: int = 1) -> Topology:
   return Topology(text, name, chip, numbers, slices)
 
 
-def set_environment(topology: Topology):
-  """Before JAX starts: it shall look at no accelerator of this machine."""
+def set_environment(topology: Topology) -> None:
+  """Sets the environment for described devices; call it before JAX starts, which then touches no accelerator."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # several plans at a time
@@ -173,7 +170,7 @@ def set_environment(topology: Topology):
 
 
 def devices(topology: Topology) -> list:
-  """The devices, as JAX describes them to its compilers."""
+  """Returns the devices as JAX describes them to its compilers."""
   import jax  # after `set_environment`
 
   if topology.owned:
@@ -213,6 +210,6 @@ def devices(topology: Topology) -> list:
 
 
 def compiler_options(topology: Topology) -> dict | None:
-  """Compiler options where no device is there to autotune on; None elsewhere."""
+  """Returns compiler options where there is no device to autotune on; None elsewhere."""
   without = topology.gpu and not topology.owned
   return {'xla_gpu_autotune_level': 0} if without else None

@@ -11,7 +11,7 @@ import dataclasses
 import socket
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -45,7 +45,7 @@ class HostHealth:
   _steps: int = 0
   _waited_s: float = 0.0  # seconds waited for other processes since the start
 
-  def begin(self, step: int, roles: Roles):
+  def begin(self, step: int, roles: Roles) -> dict | None:
     """Starts hashing the replicas after an update was dispatched.
 
     Returns the pending digests, which `finish` takes one step later, or None
@@ -63,15 +63,16 @@ class HostHealth:
       )
     return found
 
-  def finish(self, pending, times: dict) -> dict:
-    """Metrics of the step whose pending digests these are.
+  def finish(self, pending: dict | None, times: dict[str, float]) -> dict[str, Any]:
+    """Returns the metrics of the step whose pending digests these are.
 
     Raises:
       RuntimeError: replicas differ; names parameter, device and process.
     """
     waited = coordination.seconds_waited() - self._waited_s
     self._host_s += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
-    self._step_s, self._steps = self._step_s + times['time/step'], self._steps + 1
+    self._step_s += times['time/step']
+    self._steps += 1
     self._waited_s += waited
     if pending is None:
       return {}
@@ -85,7 +86,7 @@ class HostHealth:
     return row
 
   def _speed(self) -> dict:
-    """How far the slowest process is behind the median."""
+    """Returns how far the slowest process is behind the median."""
     hosts, own = zip(*coordination.all_gather([socket.gethostname(), self._host_s / self._steps]))
     step = self._step_s / self._steps
     slowest = own.index(max(own))
@@ -99,7 +100,7 @@ class HostHealth:
     self._steps = 0
     return {'time/host_skew': skew, 'time/slowest_process': slowest}
 
-  def _stop(self, wrong: list):
+  def _stop(self, wrong: list) -> None:
     hosts = coordination.all_gather(socket.gethostname())
     path, device = wrong[0]
     place = f'{device} of process {device.process_index}'

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def peak_flops(devices: Sequence[jax.Device]) -> float:
-  """Peak FLOPs a second of all devices together; 0 for unknown hardware."""
+  """Returns peak FLOP/s of all devices together; 0 for unknown hardware."""
   from jaxpost.hardware import chips
 
   chip = chips.of_kind(devices[0].device_kind)
@@ -31,7 +31,7 @@ def peak_flops(devices: Sequence[jax.Device]) -> float:
 def make_plan(
   stage: str, cfg: ModelConfig, layouts: dict[str, Layout], tokens_per_step: int, rows: list[dict], memory: dict
 ) -> dict:
-  """A JSON record of the programs of a stage.
+  """Returns a JSON record of the programs of a stage.
 
   Args:
     rows: one per program; see `programs.compile.Ledger`.
@@ -52,26 +52,30 @@ def make_plan(
   )
 
 
+def console_table(title: str, columns: Sequence[str], left: Sequence[str], no_wrap: bool = False) -> rich.table.Table:
+  """Returns an empty table for the console; the columns named in `left` are aligned left, the others right."""
+  table = rich.table.Table(title=title, box=rich.box.SIMPLE, title_justify='left')
+  for name in columns:
+    table.add_column(name, justify='left' if name in left else 'right', no_wrap=no_wrap)
+  return table
+
+
+def mesh_text(meshes: dict[str, dict[str, int]]) -> str:
+  """Returns the axes that split something: 'train fsdp=8; rollout one device'."""
+  axes = {phase: [f'{a}={n}' for a, n in mesh.items() if n > 1] for phase, mesh in meshes.items()}
+  return '; '.join(f'{phase} {", ".join(split) or "one device"}' for phase, split in axes.items())
+
+
 def render(plan: dict) -> rich.table.Table:
-  """The plan as a table for the console."""
+  """Returns the programs of a plan as a table for the console."""
   number = metrics.short_number
-  meshes = '; '.join(
-    f'{phase} ' + ', '.join(f'{a}={n}' for a, n in mesh.items() if n > 1)
-    if any(n > 1 for n in mesh.values())
-    else f'{phase} one device'
-    for phase, mesh in plan['mesh'].items()
+  title = (
+    f'{plan["stage"]}: {number(plan["parameters"])} parameters, '
+    f'{plan["devices"]} x {plan["device_kind"]}, mesh: {mesh_text(plan["mesh"])}, at most '
+    f'{number(plan["tokens_per_step"])} tokens a step, at most {_mib(plan["memory"]["peak"])} a device'
   )
-  table = rich.table.Table(
-    title=f'{plan["stage"]}: {number(plan["parameters"])} parameters, '
-    f'{plan["devices"]} x {plan["device_kind"]}, mesh: {meshes}, at most '
-    f'{number(plan["tokens_per_step"])} tokens a step, at most '
-    f'{_mib(plan["memory"]["peak"])} a device',
-    box=rich.box.SIMPLE,
-    title_justify='left',
-  )
-  for name in ('program', 'shapes', 'arguments', 'temporaries', 'FLOPs', 'compile s'):
-    left = name in ('program', 'shapes')
-    table.add_column(name, justify='left' if left else 'right')
+  columns = ('program', 'shapes', 'arguments', 'temporaries', 'FLOPs', 'compile s')
+  table = console_table(title, columns, left=('program', 'shapes'))
   for row in plan['programs']:
     table.add_row(
       row['program'],
@@ -85,7 +89,7 @@ def render(plan: dict) -> rich.table.Table:
 
 
 def read(path: epath.Path, stages: list[str]) -> list[dict]:
-  """The saved plans of these stages."""
+  """Returns the saved plans of these stages."""
   plans = json.loads(path.read_text()) if path.exists() else []
   return [p for p in plans if p['stage'] in stages]
 

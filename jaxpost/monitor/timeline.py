@@ -12,6 +12,7 @@ import json
 import queue
 import threading
 import time
+from typing import Any
 
 import jax
 from etils import epath
@@ -33,7 +34,7 @@ class Trace:
     self._after = first and min(first + number, last)
     self._open = False
 
-  def at(self, step: int):
+  def at(self, step: int) -> None:
     """Starts or ends the trace; called before each step."""
     if step >= self._after:
       self.close()
@@ -43,7 +44,7 @@ class Trace:
       jax.profiler.start_trace(str(self._folder))
       self._open = True
 
-  def close(self):
+  def close(self) -> None:
     """Ends a trace that is under way; JAX has one at a time."""
     if self._open:
       jax.profiler.stop_trace()
@@ -60,7 +61,7 @@ class Timeline(Chrono):
   path: file of trace events; None writes none. steps: number of steps in it.
   """
 
-  def __init__(self, lanes: dict):
+  def __init__(self, lanes: dict[str, str]):
     super().__init__()
     self.lanes = lanes
     self.path, self.steps = None, 0
@@ -75,7 +76,7 @@ class Timeline(Chrono):
 
   # ------------------------------------------------------------------- spans
 
-  def watch(self, phase: str, tree):
+  def watch(self, phase: str, tree: Any) -> None:
     """Notes when the devices of a phase have computed these arrays."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.sharding.addressable_devices]
     if not arrays:
@@ -113,31 +114,32 @@ class Timeline(Chrono):
           self._done.append((self.lanes[phase], phase, before, self._mark))
 
   def pop(self) -> dict[str, float]:
-    """Seconds of each phase since the last call, as `Chrono.pop`, and of busy devices.
+    """Returns seconds of each phase since the last call, as `Chrono.pop` does, and of busy devices.
 
     time/busy/LANE: seconds in which the devices of a lane were busy.
     time/busy/both: seconds in which those of training and of sampling were.
     """
-    out, start = super().pop(), self._reported
+    start = self._reported
+    out = super().pop()
     now = self._reported = self._mark
     with self._lock:
       spans = list(self._done) + [
         (lane, asked[0][0], max(asked[0][1], self._last[lane]), now) for lane, asked in self._asked.items() if asked
       ]
-      if not self.path:  # what is over is not asked for again
+      if not self.path:  # `flush` would clear them
         self._done.clear()
     train, rollout = self.lanes['update'], self.lanes['sample']
     found = {lane: [] for lane in (train, rollout, *self._threads)}
     for lane, _, begin, end in spans:
       if lane != _HOST and end > start and begin < now:
         found[lane].append((max(begin, start), min(end, now)))
-    total = lambda spans: sum(b - a for a, b in spans)
-    out |= {f'time/busy/{lane}': total(merged(x)) for lane, x in found.items()}
+    busy = {lane: merged(x) for lane, x in found.items()}
+    out |= {f'time/busy/{lane}': _total(x) for lane, x in busy.items()}
     if train != rollout:
-      out['time/busy/both'] = total(both(merged(found[train]), merged(found[rollout])))
+      out['time/busy/both'] = _total(both(busy[train], busy[rollout]))
     return out
 
-  def close(self):
+  def close(self) -> None:
     """Ends the threads, once the arrays that they watch are computed."""
     for waiting in self._threads.values():
       waiting.put(None)
@@ -145,7 +147,7 @@ class Timeline(Chrono):
 
   # -------------------------------------------------------------------- file
 
-  def begin(self, path, steps: int):
+  def begin(self, path: epath.PathLike, steps: int) -> None:
     """Writes the spans of the next `steps` steps to a file.
 
     Nothing is written to an object store, which cannot append.
@@ -153,7 +155,7 @@ class Timeline(Chrono):
     if steps and not object_store.is_remote(path):
       self.path, self.steps = epath.Path(path), steps
 
-  def flush(self):
+  def flush(self) -> None:
     """Writes the spans since the last call; called once a step on all processes."""
     if not self.path:
       return
@@ -193,8 +195,12 @@ class Timeline(Chrono):
     self._named = True
 
 
+def _total(spans: list) -> float:
+  return sum(end - begin for begin, end in spans)
+
+
 def merged(spans: list) -> list:
-  """The union of spans, as spans that do not touch."""
+  """Returns the union of spans, as spans that do not touch."""
   out = []
   for begin, end in sorted(spans):
     if out and begin <= out[-1][1]:
@@ -205,5 +211,5 @@ def merged(spans: list) -> list:
 
 
 def both(these: list, those: list) -> list:
-  """The intersection of two lists of spans."""
+  """Returns the intersection of two lists of spans."""
   return [(max(a, c), min(b, d)) for a, b in these for c, d in those if max(a, c) < min(b, d)]

@@ -1,4 +1,4 @@
-"""Compiles the programs of a stage for described devices; a row for each.
+"""Compiles the programs of a stage for described devices, into one row of figures each.
 
 No array is made: roles hold shapes and shardings in place of weights.
 """
@@ -9,7 +9,8 @@ import collections
 import dataclasses
 import functools
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,6 +25,7 @@ from jaxpost.types import Batch, Cache, TrainState
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
+  from jaxpost.roles import Roles
   from jaxpost.stage.records import PreparedStage
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
@@ -33,18 +35,21 @@ SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 class Compiled:
   """A stage whose programs are compiled.
 
-  rows: with 'held': bytes of what stays on their devices from step to step.
+  rows: of the ledger, one per program, each with 'held': bytes of what stays on its
+    devices from step to step.
   """
 
   placed: place.PlacedStage
-  rows: list
+  rows: list[dict]
 
 
-def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple = ()) -> Compiled:
-  """Compiles what a run of this stage would, before its first step.
+def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple[str, ...] = ()) -> Compiled:
+  """Compiles what a run of this stage would compile before its first step.
 
   Args:
-    only: names of programs, for a look at some; (): all.
+    prepared: a stage without data or weights; see `dry_run`.
+    topology: the described machine.
+    only: names of the programs to compile; (): all.
   """
   ledger = Ledger(dry=True, options=chips.compiler_options(topology), only=only)
   placed = place.place_stage(prepared, chips.devices(topology), ledger)
@@ -58,8 +63,8 @@ def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple
   return Compiled(placed, ledger.rows)
 
 
-def held_on(device, roles) -> dict:
-  """Bytes on a device of what stays there from step to step."""
+def held_on(device: jax.Device, roles: Roles) -> dict[str, int]:
+  """Returns bytes on a device, by purpose, of what stays there from step to step."""
   held = collections.Counter()
   for role in roles.trainable.values():
     held.update(parts(role.state, device))
@@ -69,33 +74,38 @@ def held_on(device, roles) -> dict:
   return dict(held)
 
 
-def look(placed: place.PlacedStage, name: str, compiled, args, times: int) -> dict:
-  """The figures of a program beyond its shapes: bytes by purpose, counted from its HLO."""
-  micro, chunks, rows, length = 1, 1, 0, 0
+def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, args: Sequence[Any], times: int) -> dict:
+  """Returns the figures of a program that its ledger row lacks: arguments by purpose, costs counted from its HLO.
+
+  times: calls that share the work of one operation; see `programs.compile`.
+  """
+  micro = chunks = 1
+  rows = length = 0
   layout = layout_of(placed, name, args)
   shards = layout.batch_shards
   if name == 'prefill':
     rows, length = args[1].shape
     rows = -(-rows // shards)
+  cfg = placed.model.config
   for batch in (a for a in args if isinstance(a, Batch)):
     micro, rows, length = batch.tokens.shape
     rows = rows // shards if rows % shards == 0 else rows
-    chunks = -(
-      -length
-      // head_chunk.chunk_length(rows, length, placed.model.config.padded_vocab_size, placed.compute.head_elements)
-    )
+    chunk = head_chunk.chunk_length(rows, length, cfg.padded_vocab_size, placed.compute.head_elements)
+    chunks = -(-length // chunk)
 
-  experts = placed.model.config.experts
-
-  def turns(loop):
+  def iterations(loop: str) -> int:
+    """Returns how often a loop runs whose end the HLO does not say; named by the loop's place in the code."""
     if re.search(r'\brounds\)*/while$', loop):
       return 1
     if re.search(r'\bblocks\)*/while$', loop):
       return _blocks(placed, layout, rows * length)
-    whole = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
-    return micro if whole else chunks
+    over_micro_batches = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
+    return micro if over_micro_batches else chunks
 
-  totals = cost.count(compiled.as_text(), turns, lambda number: experts.share(number) if experts else 1.0)
+  def sent_share(number: int) -> float:
+    return cfg.experts.share(number) if cfg.experts else 1.0
+
+  totals = cost.count(compiled.as_text(), iterations, sent_share)
   found = collections.Counter()
   for arg in args:
     found.update(parts(arg))
@@ -110,28 +120,28 @@ def look(placed: place.PlacedStage, name: str, compiled, args, times: int) -> di
   )
 
 
-def layout_of(placed: place.PlacedStage, name: str, args) -> Layout:
-  """Whose devices a program runs on; a reshard on those that train."""
+def layout_of(placed: place.PlacedStage, name: str, args: Sequence[Any]) -> Layout:
+  """Returns the layout of the phase whose devices a program runs on; a reshard runs on those that train."""
   if name in SAMPLING:
     return placed.rollout
   first = next(iter(jax.tree.leaves(args)), None)
   mesh = getattr(getattr(first, 'sharding', None), 'mesh', None)
-  return placed.score if mesh == placed.score.mesh != placed.train.mesh else placed.train
+  scores = mesh == placed.score.mesh != placed.train.mesh
+  return placed.score if scores else placed.train
 
 
 def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
-  """Blocks of rows that the experts of a device multiply, were each as likely.
+  """Returns the expected number of row blocks that the experts of a device multiply, for a uniform router.
 
-  Args:
-    tokens: of whole rows; `context` splits them.
+  tokens: of whole rows; `context` splits them.
   """
   tokens //= context_parallel.num_shards(layout)
   experts = placed.model.config.experts
   return -(-tokens * experts.top_k // placed.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 
 
-def parts(arg, device=None) -> dict:
-  """Bytes a device of an argument, by what they are; or of those on one."""
+def parts(arg: Any, device: jax.Device | None = None) -> dict[str, int]:
+  """Returns bytes of an argument on a device, by purpose; with `device`, only of state that it holds."""
   if isinstance(arg, TrainState):
     return dict(parameters=memory.size(arg.params, device), optimizer=memory.size(arg.opt_state, device))
   if isinstance(arg, (DecodeState, Prefix)):

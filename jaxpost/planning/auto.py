@@ -1,8 +1,8 @@
-"""`config.mesh.train=auto`: the fastest mesh that fits, by compiling for it.
+"""Resolves `config.mesh.train=auto` and `config.mesh.rollout=auto`: the fastest mesh that fits.
 
-What a search tries, with everything but the mesh as the config has it. The
-update is compiled for each mesh; what is run then comes from JAX's cache of
-compiled programs. The same devices get the same mesh, so a run resumes
+The update is compiled for each candidate of `meshes`, with everything but the
+mesh as the config has it; the run then takes the chosen program from JAX's
+compilation cache. The same devices get the same mesh, so a run resumes
 exactly; other devices may get another.
 """
 
@@ -20,10 +20,11 @@ from jaxpost.stage.records import PreparedStage
 AUTO = 'auto'
 
 
-def resolve(prepared: list[PreparedStage], raw: dict, note: Callable) -> list[PreparedStage]:
-  """The stages with meshes for the devices of this run in place of 'auto'.
+def resolve(prepared: list[PreparedStage], raw: dict, note: Callable[[str], None]) -> list[PreparedStage]:
+  """Returns the stages with meshes for the devices of this run in place of 'auto'.
 
   Args:
+    prepared: the stages of a run, some with 'auto'.
     raw: the config that the stages are of.
     note: (text) -> prints it for people.
   """
@@ -32,11 +33,13 @@ def resolve(prepared: list[PreparedStage], raw: dict, note: Callable) -> list[Pr
   return [search.vary(p, coordination.broadcast(choose(shapes[p.name], here, note))) for p in prepared]
 
 
-def choose(p: PreparedStage, topology: chips.Topology, note: Callable) -> dict:
-  """{'mesh.train': ..., 'mesh.rollout': ...}, of those that are 'auto'.
+def choose(p: PreparedStage, topology: chips.Topology, note: Callable[[str], None]) -> dict[str, str]:
+  """Returns {'mesh.train': mesh, 'mesh.rollout': mesh}, those of them that are 'auto' in the config.
 
   Args:
-    p: a stage without data or weights; see `described`.
+    p: a stage without data or weights; see `dry_run`.
+    topology: the machine.
+    note: (text) -> prints it for people.
 
   Raises:
     InputError: the update fits on no mesh.
@@ -55,17 +58,17 @@ def choose(p: PreparedStage, topology: chips.Topology, note: Callable) -> dict:
 def _train(p: PreparedStage, topology: chips.Topology, note: Callable) -> str:
   found = list(meshes.training(p.inputs, topology, fixed=True))
   if not found:
-    batch_shape.batch_shape(
-      p.config, p.inputs.algorithm.on_policy, meshes.train_devices(p.inputs, topology)
-    )  # says why
+    # Raises the error that names what does not divide.
+    batch_shape.batch_shape(p.config, p.inputs.algorithm.on_policy, meshes.train_devices(p.inputs, topology))
   if len(found) == 1 or not topology.chip.memory:
     return found[0]
-  times, errors = {}, []
+  times = {}
+  errors = []
   for mesh in found:
     settings = {'mesh.train': mesh}
     try:
       plan = _plan(p, settings, topology, 'update')
-    except InputError as error:  # not every stage knows every axis
+    except InputError as error:  # not every stage supports every axis
       errors.append(error)
       note(f'{mesh}: {error}')
       continue
@@ -83,7 +86,7 @@ def _train(p: PreparedStage, topology: chips.Topology, note: Callable) -> str:
 
 
 def _rollout(p: PreparedStage, topology: chips.Topology) -> str:
-  """The least split of the sampler's weights that fits."""
+  """Returns the mesh that splits the sampler's weights least and fits."""
   found = meshes.sampling(p.inputs, topology)
   if not p.inputs.algorithm.on_policy or not topology.chip.memory:
     return found[0]

@@ -5,16 +5,23 @@ often as the loop runs, so that a scanned layer costs what all layers cost.
 Figures are those of one device.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.planning import hlo, kernels
+from jaxpost.planning.loop_trips import Loops
+
+if TYPE_CHECKING:
+  import jax
 
 # Written in place: the input that holds what is new.
 _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
@@ -43,7 +50,8 @@ class Totals:
   collectives: dict = dataclasses.field(default_factory=dict)
   unknown: tuple = ()
 
-  def add(self, other: 'Totals', times: float = 1):
+  def add(self, other: Totals, times: float = 1) -> None:
+    """Adds the costs of a computation that runs so many times."""
     self.flops += times * other.flops
     self.bytes += times * other.bytes
     self.cycles += times * other.cycles
@@ -54,38 +62,42 @@ class Totals:
       mine[1] += times * number
 
 
-def count(text: str, turns: Callable = lambda name: None, share: Callable = lambda number: 1.0) -> Totals:
-  """Totals of a compiled program.
+def count(
+  text: str,
+  iterations: Callable[[str], int | None] = lambda name: None,
+  sent_share: Callable[[int], float] = lambda number: 1.0,
+) -> Totals:
+  """Returns the totals of a compiled program.
 
   Args:
     text: `compiled.as_text()`.
-    turns: the name of a loop whose end is decided while it runs (its
-      `op_name`) -> how often it runs at most, or None.
-    share: how much of what it may send a ragged exchange between so many
-      devices sends.
+    iterations: `op_name` of a loop whose end is decided while it runs -> the
+      most iterations, or None.
+    sent_share: number of devices -> the share of its buffer that a ragged
+      exchange between them sends.
   """
-  return _Counter(text, turns, share).total()
+  return _Counter(text, iterations, sent_share).total()
 
 
 class _Counter:
   """One walk over the computations of a program."""
 
-  def __init__(self, text, turns, share):
-    self.share = share
+  def __init__(self, text: str, iterations: Callable, sent_share: Callable):
+    self.sent_share = sent_share
     self.computations, self.entry = hlo.parse(text)
-    self.turns = turns
-    self.callers = {}  # computation -> (computation, hlo.Op) that runs it
+    callers = {}  # computation -> (computation, hlo.Op) that runs it
     for name, ops in self.computations.items():
       for op in ops.values():
         for called in self.called(op):
-          self.callers.setdefault(called, (name, op))
+          callers.setdefault(called, (name, op))
+    self.loops = Loops(self.computations, callers, iterations)
     self.totals = functools.cache(self._totals)
 
   def total(self) -> Totals:
     return self.totals(self.entry)
 
   def called(self, op: hlo.Op) -> list[str]:
-    """Computations that an instruction runs; not those of a reduction."""
+    """Returns the computations that an instruction runs, except those of a reduction."""
     if op.kind == 'while':
       return [op.attribute('body').lstrip('%')]
     if op.kind == 'conditional':
@@ -103,12 +115,12 @@ class _Counter:
     out, ops = Totals(), self.computations.get(name, {})
     for op in ops.values():
       called = self.called(op)
-      if op.kind == 'conditional':  # the rest is for what a kernel cannot do
+      if op.kind == 'conditional':  # branches without the kernel are for shapes that it does not support
         called = [c for c in called if any(map(kernels.is_one, self.computations[c].values()))] or called
       inner = [self.totals(c, op.kind == 'fusion') for c in called]
-      if op.kind == 'conditional':  # the branch that does the most
+      if op.kind == 'conditional':  # one branch runs: the costliest is counted
         inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
-      times = self.trips(name, op) if op.kind == 'while' else 1
+      times = self.loops.trips(name, op) if op.kind == 'while' else 1
       if times is None:
         times, out.unknown = 1, (*out.unknown, hlo.op_name(op))
       for part in inner:
@@ -146,7 +158,7 @@ class _Counter:
   # ------------------------------------------------------------ main memory
 
   def traffic(self, ops, op: hlo.Op) -> float:
-    """Bytes that an instruction reads from and writes to main memory."""
+    """Returns the bytes that an instruction reads from and writes to main memory."""
     if op.kind in _FREE or op.kind.endswith('-done'):
       return 0.0
     results = op.arrays
@@ -164,13 +176,13 @@ class _Counter:
       given = ops[name].arrays if name in ops else ()
       reads += min(_slow(given), self.touched(parts, i, _slow(given)))
     written = _slow(results)
-    for inner in parts.values():  # in place
+    for inner in parts.values():  # a fusion that ends in an update writes only what is new
       if inner.root and inner.kind in _IN_PLACE:
         written = min(written, parts[inner.inputs[_IN_PLACE[inner.kind]]].arrays[0].bytes)
     return reads + written
 
   def touched(self, parts: dict, number: int, default: float) -> float:
-    """Bytes of an argument of a fusion that it looks at: slices, or all."""
+    """Returns the bytes of an argument that a fusion reads: slices, or all."""
     names = {o.name for o in parts.values() if o.kind == 'parameter' and o.inner == str(number)}
     size = 0.0 if parts else default
     for op in parts.values():
@@ -191,18 +203,19 @@ class _Counter:
 
   # -------------------------------------------------------------- the network
 
-  def collect(self, out: Totals, ops, op: hlo.Op, kind: str, fused: bool):
+  def collect(self, out: Totals, ops, op: hlo.Op, kind: str, fused: bool) -> None:
+    """Adds the bytes that a device receives in a collective."""
     if 'chain_id=' in op.text and not any(
       op.name in o.inputs and '"AsyncCollectiveStart"' in o.text for o in ops.values()
     ):
-      return  # XLA for TPU names it in all that overlaps with it
+      return  # XLA for TPU repeats a collective in every computation that overlaps with it
     group = hlo.group_of(op)
     number = len(group) if kind != 'collective-permute' else 2
     if number < 2:
       return
-    ragged = kind == 'ragged-all-to-all'  # then follow places and sizes
+    ragged = kind == 'ragged-all-to-all'  # only its first input is data, the others are offsets and sizes
     size = sum(a.bytes for name in op.inputs[: 1 if ragged else None] if name in ops for a in ops[name].arrays)
-    size *= self.share(number) if ragged else 1
+    size *= self.sent_share(number) if ragged else 1
     if kind == 'all-reduce' and fused and any(o.kind == 'dynamic-slice' for o in ops.values()):
       kind = 'reduce-scatter'  # as XLA for TPU writes it
     factor = {'all-gather': number - 1, 'all-reduce': 2 * (number - 1) / number, 'collective-permute': 1}.get(
@@ -212,152 +225,28 @@ class _Counter:
     mine[0] += size * factor
     mine[1] += 1
 
-  # --------------------------------------------------------------- loop turns
-
-  def trips(self, caller: str, op: hlo.Op) -> int | None:
-    """How often a loop runs; None where only the run decides it."""
-    known = re.search(r'known_trip_count\W+n\W+(\d+)', op.text)
-    if known:
-      return int(known[1])
-    ops = self.computations[op.attribute('condition').lstrip('%')]
-    ends = [o for o in ops.values() if o.kind == 'compare']
-    root = next(o for o in ops.values() if o.root)
-    if root.kind == 'fusion':
-      inner = self.computations[root.attribute('calls').lstrip('%')]
-      ends = [o for o in inner.values() if o.kind == 'compare']
-    if len(ends) == 1:
-      index = self.counter(ops, root, ends[0])
-      if index is not None:
-        first = self.initial(caller, op, index)
-        step = self.step(op, index, first)
-        last = self.bound(caller, op, ops, root, ends[0])
-        if None not in (first, step, last) and step > 0:
-          inclusive = 'direction=LE' in ends[0].text
-          return max(0, math.ceil((last + inclusive - first) / step))
-    return self.turns(hlo.op_name(op))
-
-  def sources(self, ops, root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
-    """The operations on both sides of a comparison, inside the condition."""
-    out = []
-    for name in end.inputs:
-      if root.kind == 'fusion':
-        inner = self.computations[root.attribute('calls').lstrip('%')]
-        source = inner[name]
-        if source.kind == 'parameter':
-          source = ops.get(root.inputs[int(source.inner)])
-      else:
-        source = ops.get(name)
-      while source and source.kind in ('bitcast', 'copy', 'convert'):
-        source = ops.get(source.inputs[0])
-      out.append(source)
-    return out
-
-  def counter(self, ops, root: hlo.Op, end: hlo.Op) -> int | None:
-    left = self.sources(ops, root, end)[0]
-    if left is None or left.kind != 'get-tuple-element':
-      return None
-    return int(left.attribute('index'))
-
-  def bound(self, caller, loop: hlo.Op, ops, root: hlo.Op, end: hlo.Op) -> int | None:
-    right = self.sources(ops, root, end)[1]
-    if right is None:
-      return None
-    if right.kind == 'constant':
-      return hlo.constant(right)
-    if right.kind == 'get-tuple-element':
-      return self.initial(caller, loop, int(right.attribute('index')))
-    return None
-
-  def initial(self, caller: str, loop: hlo.Op, index: int) -> int | None:
-    return self.field(caller, loop.inputs[0], index)
-
-  def field(self, name: str, value: str, index: int) -> int | None:
-    """The number in place `index` of a tuple, if it is the same always."""
-    ops = self.computations[name]
-    op = ops.get(value)
-    while op and op.kind in ('copy', 'opt-barrier'):
-      op = ops.get(op.inputs[0])
-    if op is None:
-      return None
-    if op.kind == 'tuple':
-      return self.number(name, op.inputs[index], {})
-    if op.kind == 'parameter' and name in self.callers:
-      outer, call = self.callers[name]
-      if call.kind == 'while':
-        return self.field(outer, call.inputs[0], index)
-    return None
-
-  def step(self, loop: hlo.Op, index: int, first: int | None) -> int | None:
-    """How much a turn adds to the counter."""
-    body = loop.attribute('body').lstrip('%')
-    ops = self.computations[body]
-    root = next(o for o in ops.values() if o.root)
-    if root.kind != 'tuple' or first is None:
-      return None
-    after = self.number(body, root.inputs[index], {index: first})
-    return None if after is None else after - first
-
-  def number(self, name: str, value: str, state: dict) -> int | None:
-    """A scalar that depends on constants and `state`, the loop's fields."""
-    ops = self.computations[name]
-    op = ops.get(value)
-    if op is None:
-      return None
-    again = lambda i: self.number(name, op.inputs[i], state)
-    if op.kind == 'constant':
-      return hlo.constant(op)
-    if op.kind in ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start'):
-      return again(0)
-    if op.kind == 'get-tuple-element':
-      index, source = int(op.attribute('index')), ops.get(op.inputs[0])
-      if source and source.kind == 'parameter':
-        if index in state:
-          return state[index]
-        return self.field(name, source.name, index)
-      return self.field(name, op.inputs[0], index)
-    if op.kind == 'add' or op.kind == 'subtract':
-      pair = again(0), again(1)
-      if None in pair:
-        return None
-      return pair[0] + (pair[1] if op.kind == 'add' else -pair[1])
-    if op.kind == 'fusion':
-      return self.fused_number(name, op, state)
-    return None
-
-  def fused_number(self, name, op: hlo.Op, state) -> int | None:
-    inner = self.computations[op.attribute('calls').lstrip('%')]
-
-    def value(o: hlo.Op):
-      if o.kind == 'parameter':
-        return self.number(name, op.inputs[int(o.inner)], state)
-      if o.kind == 'constant':
-        return hlo.constant(o)
-      given = [value(inner[i]) for i in o.inputs]
-      if None in given or o.kind not in ('add', 'subtract', 'copy', 'bitcast'):
-        return None
-      return {'add': sum(given), 'subtract': given[0] - given[-1]}.get(o.kind, given[0])
-
-    return value(next(o for o in inner.values() if o.root))
-
 
 def _slow(given: Sequence[hlo.Array]) -> float:
   return float(sum(a.bytes for a in given if not a.fast))
 
 
 def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
-  """Products of a convolution that meet an element, not padding or holes."""
+  """Returns the FLOPs of a convolution: products with elements, without padding and holes."""
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', op.text)
   inputs, kernel, result = labels[1], labels[2], labels[3]
   window = re.search(r'window=\{([^}]*)\}', op.text)
   fields = dict(re.findall(r'(\w+)=([\w\-]+)', window[1] if window else ''))
-  split = lambda name: fields[name].split('x') if name in fields else None
+
+  def of_dimension(name: str, number: int, default: str) -> str:
+    return fields[name].split('x')[number] if name in fields else default
+
   spatial = sorted(c for c in inputs if c.isdigit())
   pairs = 1.0
   for d in spatial:
     i = int(d)
     size = right.dims[kernel.index(d)]
-    low = int((split('pad') or ['0_0'] * 9)[i].split('_')[0])
-    stride, wide, holes = (int((split(n) or ['1'] * 9)[i]) for n in ('stride', 'lhs_dilate', 'rhs_dilate'))
+    low = int(of_dimension('pad', i, '0_0').split('_')[0])
+    stride, wide, holes = (int(of_dimension(n, i, '1')) for n in ('stride', 'lhs_dilate', 'rhs_dilate'))
     length = left.dims[inputs.index(d)]
     out = np.arange(op.arrays[0].dims[result.index(d)])[:, None] * stride
     at = out + np.arange(size) * holes - low
@@ -373,10 +262,13 @@ def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
   )
 
 
-def by_axis(totals: Totals, mesh) -> dict:
-  """{kind: {axes: [bytes, number, a group]}}; axes such as 'fsdp' or
-  'data+fsdp', those along which the members of a group differ."""
-  shape, out = tuple(mesh.shape.values()), collections.defaultdict(dict)
+def by_axis(totals: Totals, mesh: jax.sharding.Mesh) -> dict[str, dict[str, list]]:
+  """Returns {kind: {axes: [bytes, number, a group]}} of the collectives.
+
+  Axes such as 'fsdp' or 'data+fsdp' are those along which the members of a group differ.
+  """
+  shape = tuple(mesh.shape.values())
+  out = collections.defaultdict(dict)
   for (kind, group), (size, number) in totals.collectives.items():
     places = np.array(np.unravel_index(group, shape))
     axes = '+'.join(name for name, row in zip(mesh.shape, places) if len(set(row)) > 1)

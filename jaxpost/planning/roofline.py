@@ -1,4 +1,4 @@
-"""From what programs do to seconds, rates and money: a roofline.
+"""Roofline: seconds, rates and cost that follow from what programs compute, read and send.
 
 A program takes as long as the slowest of its three parts, were they perfectly
 overlapped: products at the peak rate, bytes through the memory, bytes over
@@ -23,10 +23,15 @@ from jaxpost.hardware import memory as memory_lib
 from jaxpost.planning import aot, cost
 
 if TYPE_CHECKING:
+  from collections.abc import Mapping
+
+  import jax
+
   from jaxpost.stage.place import PlacedStage
 
 _SCORING = 'score', 'values'
-_WAITED_FOR = 'reshard', 'hidden'  # by both sides, or by an update
+# Programs that training and sampling devices both wait for, or an update does.
+_WAITED_FOR = 'reshard', 'hidden'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Step:
 
 
 def step_of(placed: PlacedStage) -> Step:
-  """A step in which every row and every completion is as long as it may be."""
+  """Returns the step in which every row and every completion is as long as it may be."""
   config, on_policy = placed.config, placed.algorithm.on_policy
   calls = {'update': 1}
   for name, held in (('score', 'reference'), ('values', 'reward_model')):
@@ -73,17 +78,19 @@ def step_of(placed: PlacedStage) -> Step:
 
 
 def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
-  """One JSON-able object for each program."""
+  """Returns one JSON-able object for each program."""
   placed = compiled.placed
   step = step_of(placed)
   sampler = max((r['argument_bytes'] for r in compiled.rows if r['program'] == 'generate'), default=0)
   moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
-    beside = sampler * (placed.config.rollout.staleness > 0)  # it goes on meanwhile
-    if not _shared(row['mesh'], placed.rollout.mesh):
-      # Weights wait there, all of them, for those who sample.
-      beside = (moved - row['output_bytes']) * (row['program'] == 'reshard')
+    beside = 0
+    if _shared(row['mesh'], placed.rollout.mesh):
+      if placed.config.rollout.staleness > 0:  # sampling goes on meanwhile
+        beside = sampler
+    elif row['program'] == 'reshard':  # the other weights wait here for their transfer
+      beside = moved - row['output_bytes']
     out.append(
       dict(
         program=row['program'],
@@ -92,15 +99,21 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
         runs_on=_runs_on(placed, row['mesh']),
         calls=_calls(row, compiled.rows, step),
         compile_s=row['compile_s'],
-        **memory(row, row['held'], sampler, topology.chip, beside),
-        **work(row, row['mesh'], topology, dict(host_of(topology, row['mesh'])), _handed_over(placed, row, topology)),
+        **memory(row, row['held'], sampler=sampler, chip=topology.chip, beside=beside),
+        **work(
+          row,
+          row['mesh'],
+          topology,
+          hosts=dict(host_of(topology, row['mesh'])),
+          handed=_handed_over(placed, row, topology),
+        ),
       )
     )
   return out
 
 
 def _calls(row: dict, rows: list, step: Step) -> float:
-  """Calls a step. Programs of one name share them: evenly, or as they say."""
+  """Returns calls a step. Programs of one name share them: evenly, or as their rows say."""
   same = sum(r['program'] == row['program'] for r in rows)
   calls = step.calls.get(row['program'], 0)
   if row['program'] in ('update', 'reshard'):  # each does a part of it
@@ -108,14 +121,15 @@ def _calls(row: dict, rows: list, step: Step) -> float:
   return calls / same
 
 
-def _runs_on(placed: PlacedStage, mesh) -> str:
-  """The phase whose devices these are; training, if it shares them."""
+def _runs_on(placed: PlacedStage, mesh: jax.sharding.Mesh) -> str:
+  """Returns the phase that has these devices; training, if it shares them."""
   return next(name for name in ('train', 'rollout', 'score') if _shared(mesh, vars(placed)[name].mesh))
 
 
 def _handed_over(placed: PlacedStage, row: dict, topology: chips.Topology) -> dict:
-  """Bytes that a training device sends to the sampling devices after a reshard."""
-  ours, theirs = placed.train.mesh, placed.rollout.mesh
+  """Returns the bytes that a training device sends to the sampling devices after a reshard."""
+  ours = placed.train.mesh
+  theirs = placed.rollout.mesh
   if row['program'] != 'reshard' or _shared(ours, theirs):
     return {}
   whole = math.prod(theirs.shape[a] for a in transfer.WHOLE)
@@ -125,16 +139,22 @@ def _handed_over(placed: PlacedStage, row: dict, topology: chips.Topology) -> di
   return dict(bytes=times * row['output_bytes'], number=times, between_hosts=len(hosts) > 1)
 
 
-def _shared(mesh, other) -> bool:
+def _shared(mesh: jax.sharding.Mesh, other: jax.sharding.Mesh) -> bool:
   return mesh.devices.flat[0] in set(other.devices.flat)
 
 
 def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 0) -> dict:
-  """Memory of a program by purpose, and whether it fits beside what stays on its devices.
+  """Returns the memory of a program by purpose, and whether it fits beside what stays on its devices.
 
-  held: bytes of that; sampler: those of the sampler's programs; beside: more.
+  Args:
+    row: of `aot.Compiled`.
+    held: {purpose: bytes} of what stays on the devices from step to step.
+    sampler: bytes of the sampler's weights and state.
+    chip: with its memory.
+    beside: bytes of what else is there at the same time.
   """
-  name, given = row['program'], row['arguments']
+  name = row['program']
+  given = row['arguments']
   out = dict(
     parameters=given.get('parameters', 0),
     optimizer=given.get('optimizer', 0),
@@ -147,7 +167,7 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 
   )
   if name not in memory_lib.START:
     stays = sum(held.values())
-    if name in aot.SAMPLING:  # the sampler's copy and slots besides
+    if name in aot.SAMPLING:  # beside the sampler's copy of the weights and its slots
       out['elsewhere'] = stays + max(0, sampler - row['argument_bytes'])
     else:
       own = given.get('parameters', 0) + given.get('optimizer', 0)
@@ -157,13 +177,22 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 
   return dict(fits=fits, free_bytes=int(chip.memory - out['total']) if chip.memory else None, bytes_per_chip=out)
 
 
-def work(row: dict, mesh, topology: chips.Topology, hosts: dict, handed: dict | None = None) -> dict:
-  """FLOPs, bytes, seconds and the share of the peak.
+def work(
+  row: dict, mesh: jax.sharding.Mesh, topology: chips.Topology, hosts: Mapping[int, int], handed: dict | None = None
+) -> dict:
+  """Returns FLOPs, bytes, seconds and the share of the peak of a program.
 
-  handed: what leaves for other devices afterwards, or nothing.
+  Args:
+    row: of `aot.Compiled`.
+    mesh: of the program.
+    topology: with the chip's rates.
+    hosts: {position in the mesh: host or slice}; see `host_of`.
+    handed: what leaves for other devices afterwards, if anything; see `_handed_over`.
   """
-  totals, chip = row['totals'], topology.chip
-  sent, wire = {}, 0.0
+  totals = row['totals']
+  chip = topology.chip
+  sent = {}
+  wire = 0.0  # seconds
   least = {k: {a: float(n) for a, n in v.items()} for k, v in row['least'].items()}
   if handed:
     rate = chip.network if handed['between_hosts'] else chip.link
@@ -177,7 +206,7 @@ def work(row: dict, mesh, topology: chips.Topology, hosts: dict, handed: dict | 
       rate = chip.network if far else chip.link
       wire += count / rate if rate else 0.0
   model = (row['flops'] or 0) / mesh.size
-  if row['program'] == 'prefill':  # which asks the head for nothing
+  if row['program'] == 'prefill':  # runs no head, which `flops` counts
     model = min(model, totals.flops)
   parts = dict(
     compute=totals.flops / chip.flops if chip.flops else None,
@@ -202,8 +231,8 @@ def work(row: dict, mesh, topology: chips.Topology, hosts: dict, handed: dict | 
   )
 
 
-def host_of(topology: chips.Topology, mesh) -> list[tuple]:
-  """(position in the mesh, what it shares a fast network with)."""
+def host_of(topology: chips.Topology, mesh: jax.sharding.Mesh) -> list[tuple[int, int]]:
+  """Returns (position in the mesh, host or slice: devices of one share a fast network)."""
   devices = mesh.devices.flat
   if topology.gpu:
     return list(enumerate(d.process_index for d in devices))
@@ -212,26 +241,35 @@ def host_of(topology: chips.Topology, mesh) -> list[tuple]:
   return list(enumerate(np.zeros(mesh.size, int).tolist()))
 
 
-def step_seconds(rows: list, name: str, lag: int) -> float:
-  """Seconds of a step: all programs, with those that `lag` lets run beside an update overlapped.
+def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
+  """Returns seconds of a step: the sum of its programs, except that asynchronous ones overlap.
 
-  With 1 that is sampling, with more the scores of the rollout before it, too.
-  Weights move when sampling and the update are done; both wait for them, and
-  an update waits for the teachers' outputs for its batch.
+  With a staleness of 1 sampling runs beside the update, with more also the
+  scores of the rollout before it. Weights move when sampling and the update
+  are done; both wait for them, and an update waits for the teachers' outputs
+  for its batch.
+
+  Args:
+    rows: of `programs`.
+    name: which estimate: roofline, no_overlap or xla.
+    staleness: as in config.rollout.
   """
-  alone, sides = 0.0, collections.Counter()
+  alone = 0.0
+  phases = collections.Counter()
   for r in rows:
     took = r['calls'] * r['seconds'][name]
-    if not lag or r['program'] in _WAITED_FOR or (lag == 1 and r['program'] in _SCORING):
+    scores_wait = staleness == 1 and r['program'] in _SCORING
+    if not staleness or r['program'] in _WAITED_FOR or scores_wait:
       alone += took
     else:
-      sides[r['runs_on']] += took
-  return alone + max(sides.values(), default=0.0)
+      phases[r['runs_on']] += took
+  return alone + max(phases.values(), default=0.0)
 
 
 def summary(placed: PlacedStage, topology: chips.Topology, rows: list, price: float) -> dict:
-  """Seconds a step, rates and cost, with and without overlap, and by XLA."""
-  step, out = step_of(placed), {}
+  """Returns seconds a step, rates and cost, with and without overlap, and by XLA; price: USD per chip-hour."""
+  step = step_of(placed)
+  out = {}
   for name in ('roofline', 'no_overlap', 'xla'):
     used = [r for r in rows if r['calls']]
     if not used or any(r['seconds'][name] is None for r in used):

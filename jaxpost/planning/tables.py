@@ -1,16 +1,17 @@
-"""A plan as people read it: tables, a picture, and the object of plan.json."""
+"""Tables of a plan for the console: memory, time, collectives, and rates of a step."""
 
-import json
+from __future__ import annotations
 
-import rich.box
 import rich.console
 import rich.table
 
 from jaxpost.monitor.metrics import short_number
-from jaxpost.storage import object_store
+from jaxpost.monitor.program_table import console_table, mesh_text
 
-_GIB, _WIDTH = 2**30, 40
-_COLOURS = {
+_GIB = 2**30
+_WIDTH = 40  # characters of two full bars
+# Purposes of memory, in the order of the bar.
+_COLORS = {
   'parameters': 'blue',
   'optimizer': 'cyan',
   'kv_cache': 'magenta',
@@ -22,17 +23,19 @@ _COLOURS = {
 }
 
 
-def gib(count) -> str:
+def gib(count: float) -> str:
+  """Returns bytes as a number of GiB."""
   return f'{count / _GIB:.2f}'
 
 
 def memory(rows: list[dict], limit: float) -> rich.table.Table:
-  """GiB a device of each program, and a bar of what fills it."""
-  table = rich.table.Table(
-    title='memory, GiB a device' + (f' of {gib(limit)}' if limit else ''), box=rich.box.SIMPLE, title_justify='left'
+  """Returns GiB a device of each program, and a bar of what fills it; limit: bytes of a device, 0 if unknown."""
+  table = console_table(
+    'memory, GiB a device' + (f' of {gib(limit)}' if limit else ''),
+    ('program', 'shapes', 'fits', 'free', 'params', 'optim.', 'KV', 'temp.', 'held', ''),
+    left=('program', 'shapes', ''),
+    no_wrap=True,
   )
-  for name in ('program', 'shapes', 'fits', 'free', 'params', 'optim.', 'KV', 'temp.', 'held', ''):
-    table.add_column(name, justify='left' if name in ('program', 'shapes', '') else 'right', no_wrap=True)
   full = limit or max(r['bytes_per_chip']['total'] for r in rows)
   for r in rows:
     b = r['bytes_per_chip']
@@ -53,33 +56,23 @@ def memory(rows: list[dict], limit: float) -> rich.table.Table:
 
 
 def bar(parts: dict, full: float) -> str:
-  """A line of letters as long as what they stand for; ! is too much."""
+  """Returns a bar of first letters, each as often as its purpose takes memory; ! marks more than `full` bytes."""
   line = ''
-  for name, colour in _COLOURS.items():
+  for name, color in _COLORS.items():
     count = round(_WIDTH / 2 * parts[name] / full)
-    line += f'[{colour}]{name[0] * count}[/]' if count else ''
+    if count:
+      line += f'[{color}]{name[0] * count}[/]'
   return line + ('[red]![/]' if parts['total'] > full else '')
 
 
 def work(rows: list[dict]) -> rich.table.Table:
-  """FLOPs, seconds and the share of the peak of each program."""
-  table = rich.table.Table(
-    title="time: the slowest of three parts (roofline), and XLA's estimate", box=rich.box.SIMPLE, title_justify='left'
+  """Returns FLOPs, seconds and the share of the peak of each program."""
+  parts = ('compute', 'memory', 'network', 'roofline')
+  table = console_table(
+    "time: the slowest of three parts (roofline), and XLA's estimate",
+    ('program', 'calls', 'FLOPs a device', 'of the model', *parts, 'XLA', 'MFU', 'compile s'),
+    left=('program',),
   )
-  for name in (
-    'program',
-    'calls',
-    'FLOPs a device',
-    'of the model',
-    'compute',
-    'memory',
-    'network',
-    'roofline',
-    'XLA',
-    'MFU',
-    'compile s',
-  ):
-    table.add_column(name, justify='left' if name == 'program' else 'right')
   for r in rows:
     s = r['seconds']
     table.add_row(
@@ -87,65 +80,67 @@ def work(rows: list[dict]) -> rich.table.Table:
       f'{r["calls"]:g}',
       short_number(r['flops']['program']),
       short_number(r['flops']['model']),
-      *(milliseconds(s[n]) for n in ('compute', 'memory', 'network', 'roofline', 'xla')),
+      *(milliseconds(s[name]) for name in (*parts, 'xla')),
       f'{r["roofline_mfu"]:.1%}' if r['roofline_mfu'] else '',
       f'{r["compile_s"]:.0f}',
     )
   return table
 
 
-def milliseconds(seconds) -> str:
+def milliseconds(seconds: float | None) -> str:
+  """Returns seconds as text in ms; '' if they are unknown."""
   return '' if seconds is None else f'{1e3 * seconds:.1f} ms'
 
 
 def traffic(rows: list[dict]) -> rich.table.Table:
-  """MiB a device of each kind of collective, along each axis."""
-  table = rich.table.Table(
-    title='collectives: MiB that a device receives, and the least it must', box=rich.box.SIMPLE, title_justify='left'
+  """Returns MiB a device of each kind of collective, along each axis."""
+  table = console_table(
+    'collectives: MiB that a device receives, and the lower bound',
+    ('program', 'axis', 'kinds', 'sent', 'bound', 'ratio', 'network'),
+    left=('program', 'axis', 'kinds', 'network'),
   )
-  for name in ('program', 'axis', 'kinds', 'sent', 'least', 'ratio', 'network'):
-    table.add_column(name, justify='right' if name in ('sent', 'least', 'ratio') else 'left')
   for r in rows:
     for axis, found in by_axis(r).items():
-      sent, least = found['sent'] / 2**20, found['least'] / 2**20
+      sent = found['sent'] / 2**20
+      bound = found['bound'] / 2**20
       table.add_row(
         r['program'],
         axis,
         ', '.join(f'{k} {v / 2**20:,.1f}' for k, v in found['kinds'].items()),
         f'{sent:,.1f}',
-        f'{least:,.1f}',
-        f'{sent / least:.2f}' if least else '',
+        f'{bound:,.1f}',
+        f'{sent / bound:.2f}' if bound else '',
         'between' if found['far'] else 'inside',
       )
   return table
 
 
 def by_axis(row: dict) -> dict:
-  """{axis: bytes sent, the least, by kind}; what moves next to nothing not."""
-  out = {}
-  blank = lambda: dict(sent=0.0, least=0.0, kinds={}, far=False)
-  for kind, axes in row['collective_bytes'].items():
-    for axis, found in axes.items():
-      mine = out.setdefault(axis, blank())
-      mine['sent'] += found['bytes']
-      mine['kinds'][kind] = found['bytes']
-      mine['far'] |= found['between_hosts']
-  for axes in row['collective_minimum'].values():
-    for axis, count in axes.items():
-      out.setdefault(axis, blank())['least'] += count
-  return {k: v for k, v in out.items() if v['sent'] + v['least'] > 2**16}
+  """Returns {axis: {'sent': bytes, 'bound': lower bound, 'kinds': {kind: bytes}, 'far': between hosts}} of a program.
+
+  Axes along which next to nothing moves (64 KiB) are left out.
+  """
+  kinds = [*row['collective_bytes'].values(), *row['collective_minimum'].values()]
+  out = {axis: dict(sent=0.0, bound=0.0, kinds={}, far=False) for axes in kinds for axis in axes}
+  for kind, sent in row['collective_bytes'].items():
+    for axis, found in sent.items():
+      out[axis]['sent'] += found['bytes']
+      out[axis]['kinds'][kind] = found['bytes']
+      out[axis]['far'] |= found['between_hosts']
+  for bounds in row['collective_minimum'].values():
+    for axis, count in bounds.items():
+      out[axis]['bound'] += count
+  return {k: v for k, v in out.items() if v['sent'] + v['bound'] > 2**16}
 
 
 def totals(plan: dict) -> rich.table.Table:
-  """Seconds a step, rates and cost."""
-  table = rich.table.Table(
-    title=f'a step: at most {short_number(plan["trained_tokens"])} tokens '
+  """Returns seconds a step, rates and cost."""
+  table = console_table(
+    f'a step: at most {short_number(plan["trained_tokens"])} tokens '
     f'trained, {short_number(plan["sampled_tokens"])} sampled',
-    box=rich.box.SIMPLE,
-    title_justify='left',
+    ('estimate', 's a step', 'tokens/s', 'tokens/s/chip', 'MFU', 'USD/M tokens', 'where it goes'),
+    left=('estimate', 'where it goes'),
   )
-  for name in ('estimate', 's a step', 'tokens/s', 'tokens/s/chip', 'MFU', 'USD/M tokens', 'where it goes'):
-    table.add_column(name, justify='left' if name in ('estimate', 'where it goes') else 'right')
   for name, found in plan['step'].items():
     cost = found.get('usd_per_million_tokens')
     table.add_row(
@@ -160,16 +155,12 @@ def totals(plan: dict) -> rich.table.Table:
   return table
 
 
-def show(plan: dict, console: rich.console.Console):
+def show(plan: dict, console: rich.console.Console) -> None:
   """Prints the plan of a stage."""
-  axes = '; '.join(
-    f'{phase} ' + ','.join(f'{a}={n}' for a, n in mesh.items() if n > 1) or 'one device'
-    for phase, mesh in plan['mesh'].items()
-  )
   console.print(
     f'{plan["stage"]}: {plan["algorithm"]}, '
     f'{short_number(plan["parameters"])} parameters, {plan["devices"]} x '
-    f'{plan["device_kind"]} ({plan["topology"]}), mesh: {axes}'
+    f'{plan["device_kind"]} ({plan["topology"]}), mesh: {mesh_text(plan["mesh"])}'
   )
   limit = plan['memory_per_device']
   for table in (memory(plan['programs'], limit), work(plan['programs']), traffic(plan['programs'])):
@@ -177,14 +168,10 @@ def show(plan: dict, console: rich.console.Console):
       console.print(table)
   if plan['step']:
     console.print(totals(plan))
-  worst = [r for r in plan['programs'] if r['fits'] is False]
-  if worst:
-    most = max(worst, key=lambda r: -r['free_bytes'])
+  too_large = [r for r in plan['programs'] if r['fits'] is False]
+  if too_large:
+    worst = min(too_large, key=lambda r: r['free_bytes'])
     console.print(
-      f'DOES NOT FIT: {most["program"]} is {gib(-most["free_bytes"])} GiB '
-      'over; --search looks for a mesh, rematerialisation and batch that do'
+      f'DOES NOT FIT: {worst["program"]} is {gib(-worst["free_bytes"])} GiB '
+      'over; --search looks for a mesh, rematerialization and batch that do'
     )
-
-
-def write(path, plans: list[dict]):
-  object_store.write_text(path, json.dumps(plans, indent=1))

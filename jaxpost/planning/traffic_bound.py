@@ -20,8 +20,8 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -39,12 +39,15 @@ if TYPE_CHECKING:
 _SAMPLED = 16  # devices looked at for what a reshard moves
 
 
-def of_program(placed: PlacedStage, layout: Layout, name: str, args, times: int) -> dict:
-  """{kind: {axis: bytes}} of a program with these arguments.
+def of_program(
+  placed: PlacedStage, layout: Layout, name: str, args: Sequence[Any], times: int
+) -> dict[str, dict[str, float]]:
+  """Returns {kind: {axis: bytes}} of a program with these arguments; {} for programs without a bound.
 
-  layout: it runs in; times: runs of it that share the work.
+  layout: it runs in; times: calls that share the work.
   """
-  model, second = placed.model, args[1] if len(args) > 1 else None
+  model = placed.model
+  second = args[1] if len(args) > 1 else None
   bound = functools.partial(of_pass, model, layout, compute=placed.compute, param_dtype=placed.config.model.param_dtype)
   if isinstance(second, Batch):
     return bound(second.tokens.shape, train=name == 'update')
@@ -56,7 +59,12 @@ def of_program(placed: PlacedStage, layout: Layout, name: str, args, times: int)
   if name == 'reshard':
     bridge = transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
     return of_reshard(
-      model, args[0], times, placed.train, (bridge.source if bridge else placed.rollout), placed.compute.dtype
+      model,
+      args[0],
+      times,
+      train=placed.train,
+      rollout=bridge.source if bridge else placed.rollout,
+      dtype=placed.compute.dtype,
     )
   return {}
 
@@ -72,7 +80,7 @@ def of_pass(
   parts = sizes['context']
   tokens = math.ceil(rows / layout.batch_shards) * length // parts
   activation = tokens * (model.config.hidden_size * jnp.dtype(compute.residual).itemsize)
-  if parts > 1:  # of the last layer, from stripes to the order of the head
+  if parts > 1:  # the last layer's outputs go from stripes to the order of the head
     out['all-to-all']['context'] += micro * (1 + train) * activation * (parts - 1) / parts
   for path, param in model.table.items():
     spec = layout.spec(param.axes, param.shape)
@@ -81,17 +89,20 @@ def of_pass(
     learns = train and path not in model.frozen
     for axes in _gathered(spec, param):
       n = math.prod(sizes[a] for a in axes)
-      times, name = 2 if train and param.stacked else 1, '+'.join(axes)
+      name = '+'.join(axes)
+      times = 2 if train and param.stacked else 1  # again in the backward pass of a layer
       out['all-gather'][name] += micro * times * shard * (n - 1) * wide
       if learns:
         out['reduce-scatter'][name] += micro * shard * (n - 1) * full
     if path.endswith('/router') and sizes['expert'] > 1:
-      # Once again where the backward pass recomputes a layer.
-      trips = 2 + train * (2 + (compute.remat == 'full'))
+      # Dispatch and combine, both again for gradients, and dispatch where the
+      # backward pass recomputes a layer.
+      exchanges = 2
+      if train:
+        exchanges += 3 if compute.remat == 'full' else 2
       share = model.config.experts.share(sizes['expert'])
-      out['ragged-all-to-all']['expert'] += (
-        trips * share * (micro * param.shape[0] * activation * (sizes['expert'] - 1))
-      )
+      sent = micro * param.shape[0] * activation * (sizes['expert'] - 1)
+      out['ragged-all-to-all']['expert'] += exchanges * share * sent
     if path in ('layers/k', 'layers/v') and parts > 1:
       one = tokens * wide * math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape)[2:])
       again = train and compute.remat != 'none'
@@ -108,8 +119,8 @@ def of_pass(
   return {k: dict(v) for k, v in out.items()}
 
 
-def _gathered(spec, param: Param):
-  """The mesh axes of each dimension that is gathered when it is used."""
+def _gathered(spec: Sequence, param: Param) -> Iterator[Sequence[str]]:
+  """Yields the mesh axes of each dimension that is gathered when the parameter is used."""
   for part, axis in zip(spec, param.axes):
     names = (part,) if isinstance(part, str) else part or ()
     if axis != 'expert' and {'fsdp', 'expert'} & set(names):
@@ -117,7 +128,7 @@ def _gathered(spec, param: Param):
 
 
 def _sums(path: str, param: Param, spec, train: bool, remat: str, tied: bool) -> int:
-  """How often the activations are summed over tensor because of a matrix."""
+  """Returns how often the activations are summed over tensor because of a matrix."""
   if 'tensor' not in spec:
     return 0
   layers = param.shape[0] if param.stacked else 1
@@ -128,10 +139,18 @@ def _sums(path: str, param: Param, spec, train: bool, remat: str, tied: bool) ->
   return {'head': int(train), 'embed': 1 + (train and tied)}.get(path, 0)
 
 
-def of_reshard(model: Model, moved_of: Mapping, times: int, train: Layout, rollout: Layout, dtype) -> dict:
-  """Mean bytes that a device has to receive for the layout that it samples in.
+def of_reshard(
+  model: Model, moved_of: Mapping, times: int, train: Layout, rollout: Layout, dtype: str
+) -> dict[str, dict[str, float]]:
+  """Returns {kind: {axis: bytes}}: what a device receives on average to have the weights as the sampler does.
 
-  moved_of: of what a program moves; it takes so many `times` for all of it.
+  Args:
+    model: whose weights are moved.
+    moved_of: groups of parameters that the program moves.
+    times: calls of the program until all are moved.
+    train: layout that they have.
+    rollout: layout that they get.
+    dtype: of the sampler's weights.
   """
   moved = collections.Counter()
   devices = list(train.mesh.devices.flat)

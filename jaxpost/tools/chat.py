@@ -1,6 +1,10 @@
 """A chat on the terminal: answers that appear as they are decoded."""
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TextIO
 
 from jaxpost.data import chat
 from jaxpost.errors import InputError
@@ -11,17 +15,25 @@ from jaxpost.tools.completions import Draws, make_engine, sampling_of
 from jaxpost.tools.inference import Weights
 from jaxpost.types import Prompt
 
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+
 _CONTEXT = 4096  # tokens of a chat at most
 
 
-def chat_loop(weights: Weights, draws, mesh, first, asked, out):
-  """Answers what is said, line by line, until the end of `asked`.
+def chat_loop(weights: Weights, draws: Draws, mesh: str, first: Iterable[str], asked: TextIO, out: TextIO) -> None:
+  """Answers messages of a user, line by line, until the end of `asked`.
 
   Args:
-    first: what is said first, if anything.
-    asked: lines, such as sys.stdin; `out` gets the answers as they come.
+    weights: of the model that answers.
+    draws: how to sample.
+    mesh: as config.mesh.rollout.
+    first: messages before those of `asked`.
+    asked: lines, such as sys.stdin.
+    out: gets the answers as they are decoded.
   """
-  tokenizer, messages = weights.inputs.tokenizer, []
+  tokenizer = weights.inputs.tokenizer
+  messages = []
   system = weights.inputs.config.data.system_prompt
   if system:
     messages.append({'role': 'system', 'content': system})
@@ -40,16 +52,15 @@ def chat_loop(weights: Weights, draws, mesh, first, asked, out):
     ids = chat.encode_prompt(tokenizer, messages, {}, '--chat')
     if len(ids) > _CONTEXT:
       raise InputError(f'--chat: {len(ids)} tokens are more than the {_CONTEXT} that a chat may have; begin a new one')
-    messages.append(
-      {'role': 'assistant', 'content': _answer(engine, tokenizer, Prompt(turn, ids, messages, {}), draws, out)}
-    )
+    answer = _answer(engine, tokenizer, Prompt(turn, ids, messages, {}), draws, out)
+    messages.append({'role': 'assistant', 'content': answer})
 
 
-def _answer(engine, tokenizer, prompt, draws, out) -> str:
-  """Writes an answer as it comes."""
+def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: Draws, out: TextIO) -> str:
+  """Writes an answer as it is decoded, and returns it."""
   shown = 0
 
-  def tell(tokens):
+  def write(tokens: list[int]) -> None:
     nonlocal shown
     text = tokenizer.decode(tokens)
     # Half a character is a mark of its own until the rest comes.
@@ -58,12 +69,13 @@ def _answer(engine, tokenizer, prompt, draws, out) -> str:
       out.flush()
       shown = max(shown, len(text))
 
-  text = tokenizer.decode(stream(engine, prompt, draws, tell).tokens)
+  text = tokenizer.decode(stream(engine, prompt, draws, write).tokens)
   out.write(text[shown:] + '\n')
   return text
 
 
-def _lines(asked, out):
+def _lines(asked: TextIO, out: TextIO) -> Iterator[str]:
+  """Yields the lines that are not empty, each after a prompt sign."""
   while True:
     out.write('> ')
     out.flush()
@@ -75,8 +87,8 @@ def _lines(asked, out):
       yield line.rstrip('\n')
 
 
-def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell) -> Completion:
-  """Returns one completion; calls `tell(token ids so far)` after each block."""
+def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, on_tokens: Callable[[list[int]], None]) -> Completion:
+  """Returns one completion; calls `on_tokens(token ids so far)` after each block."""
   done = []
 
   def follow(completions, idle):
@@ -89,6 +101,6 @@ def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, tell) -> Completi
     run_key=on_policy.run_key(draws.seed, 3),
     step=0,
     next_requests=follow,
-    on_tokens=lambda request, ids: tell(ids.tolist()),
+    on_tokens=lambda request, ids: on_tokens(ids.tolist()),
   )
   return done[0]

@@ -1,9 +1,13 @@
 """Completions of many prompts, into a file that a killed call can continue, or row by row."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import rich.console
 import rich.text
@@ -14,35 +18,47 @@ from jaxpost.rl import batching
 from jaxpost.storage import array_cache, object_store
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
 from jaxpost.tools.inference import Weights, to_stderr
-from jaxpost.types import Rollout
+from jaxpost.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
 
 _TOGETHER = 256  # sequences of a file between two writes
 
 
-def complete_file(weights: Weights, prompts, out, draws: Draws, mesh='data=-1', source='') -> int:
+def complete_file(
+  weights: Weights,
+  prompts: Sequence[Prompt],
+  out: str | os.PathLike[str],
+  draws: Draws,
+  mesh: str = 'data=-1',
+  source: str = '',
+) -> int:
   """Writes {**row, completions, completion_ids, logprobs} for each prompt.
 
-  What `out` holds already stays, if it is of the same prompts and draws: the
-  same call goes on where another was killed, and the file is that of a call
-  that was not. `OUT.of.json` beside it says what it is of.
+  Rows that `out` already has stay, if they are of the same weights, prompts
+  and draws: a call continues where the same call was killed, and the file is
+  the one that a single call would have written. `OUT.of.json` beside it names
+  weights, draws and prompts.
 
   Args:
-    source: the weights, by name.
+    weights: to sample from.
+    prompts: one row each.
+    out: the .jsonl file.
+    draws: how to sample.
+    mesh: as config.mesh.rollout.
+    source: name of the weights.
 
   Returns:
-    How many prompts were left to do.
+    The number of prompts that were completed now.
   """
   together = max(1, _TOGETHER // draws.n)
-  done = _keep_finished_rows(
-    out,
-    dict(
-      weights=[source, weights.step],
-      draws=dataclasses.asdict(draws),
-      prompts=array_cache.fingerprint([p.tokens.tolist() for p in prompts]),
-    ),
-    together,
-    len(prompts),
+  about = dict(
+    weights=[source, weights.step],
+    draws=dataclasses.asdict(draws),
+    prompts=array_cache.fingerprint([p.tokens.tolist() for p in prompts]),
   )
+  done = _keep_finished_rows(out, about, together, len(prompts))
   if done == len(prompts):
     return 0
   engine = engine_for(weights, prompts, draws, mesh)
@@ -61,8 +77,8 @@ def complete_file(weights: Weights, prompts, out, draws: Draws, mesh='data=-1', 
   return len(prompts) - done
 
 
-def _rows_of(rollout: Rollout, tokenizer) -> list[dict]:
-  """One row a prompt: its own columns, and the completions."""
+def _rows_of(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
+  """Returns one row per prompt: its columns and its completions."""
   size = len(rollout.lengths) // len(rollout.prompts)
   rows = []
   for i, prompt in enumerate(rollout.prompts):
@@ -81,13 +97,17 @@ def _rows_of(rollout: Rollout, tokenizer) -> list[dict]:
   return rows
 
 
-def _keep_finished_rows(out, about: dict, together: int, total: int) -> int:
-  """How many rows of the file stay; the rest of it is cut off.
+def _keep_finished_rows(out: str | os.PathLike[str], about: dict, together: int, total: int) -> int:
+  """Cuts the file after its last whole batch; returns the number of rows that stay.
 
-  Whole batches stay, as the number of sequences sampled together decides the
-  last bits of their log-probs.
+  Only whole batches stay, as the number of sequences sampled together decides
+  the last bits of their log-probs.
+
+  Raises:
+    InputError: the file is about something else.
   """
-  beside, about = pathlib.Path(f'{out}.of.json'), json.loads(json.dumps(about))
+  beside = pathlib.Path(f'{out}.of.json')
+  about = json.loads(json.dumps(about))  # tuples become lists, as in the file
   out = pathlib.Path(out)
   if not out.exists():
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,10 +127,22 @@ def _keep_finished_rows(out, about: dict, together: int, total: int) -> int:
   return kept
 
 
-def finish(each: dict[str, Weights], prompts, draws, mesh, out, source, show):
-  """Completes prompts into the file `out`, or row by row to `show`.
+def finish(
+  each: dict[str, Weights],
+  prompts: Sequence[Prompt],
+  draws: Draws,
+  mesh: str,
+  out: str,
+  source: str,
+  show: Callable[[dict], None],
+) -> None:
+  """Completes prompts into the file `out`, or passes them row by row to `show`.
 
-  By each of the `inference.adapters`, whose names are in their rows.
+  Args:
+    each: {name: weights}, as `inference.adapters` returns them; a row has the
+      name of its adapter.
+    prompts, draws, mesh, out, source: as in `complete_file`; out: '' calls `show`.
+    show: gets the rows of `completions.completion_rows`.
   """
   if out:
     left = complete_file(only(each, '--out'), prompts, out, draws, mesh, source)

@@ -3,9 +3,13 @@
 Legend: N prompts, n samples a prompt, P prompt tokens.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,14 +28,21 @@ from jaxpost.stage import on_policy
 from jaxpost.tools.inference import Weights, adapters, merged
 from jaxpost.types import Prompt, Rollout
 
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
 
-def make_prompts(weights: Weights, texts=(), file='', as_chat=None):
-  """`Prompt`s of the rows of `file`, then of `texts`.
+
+def make_prompts(
+  weights: Weights, texts: Iterable[str] = (), file: str = '', as_chat: bool | None = None
+) -> list[Prompt]:
+  """Returns prompts of the rows of `file`, then of `texts`.
 
   Args:
+    weights: with the tokenizer.
+    texts: one prompt each.
     file: any data with the column prompt, messages, prompt_ids or text.
-    as_chat: texts are what a user says (None: if the tokenizer has a
-      template); else the model goes on with them.
+    as_chat: True makes a text a user's message, False lets the model continue
+      it; None: True if the tokenizer has a chat template.
   """
   read = [sources.read(file)] if file else []
   if texts:
@@ -39,13 +50,14 @@ def make_prompts(weights: Weights, texts=(), file='', as_chat=None):
   return prompts_of(weights, read, as_chat)
 
 
-def prompts_of(weights: Weights, sources_, as_chat=None) -> list[Prompt]:
-  """`Prompt`s of the rows of several `sources.Rows`; see `make_prompts`."""
-  tokenizer, data = weights.inputs.tokenizer, weights.inputs.config.data
-  as_chat = bool(tokenizer.chat_template) if as_chat is None else as_chat
+def prompts_of(weights: Weights, data_sets: Sequence[sources.Rows], as_chat: bool | None = None) -> list[Prompt]:
+  """Returns prompts of the rows of several data sets; see `make_prompts`."""
+  tokenizer = weights.inputs.tokenizer
+  if as_chat is None:
+    as_chat = bool(tokenizer.chat_template)
   prompts = []
-  for row, where in [(r[i], r.where(i)) for r in sources_ for i in range(len(r))]:
-    given = row
+  for row, where in [(rows[i], rows.where(i)) for rows in data_sets for i in range(len(rows))]:
+    columns = row
     if 'text' in row and not {'prompt', 'messages'} & set(row):
       row = {'prompt': row['text']}  # a line of a .txt file
     text = row.get('prompt')
@@ -56,14 +68,14 @@ def prompts_of(weights: Weights, sources_, as_chat=None) -> list[Prompt]:
       prompt = tokenizer.decode(tokens, skip_special=False)
     else:
       plain = isinstance(row.get('prompt'), str)
-      prompt = chat.prompt_of(row, where, '' if plain else data.system_prompt)
+      prompt = chat.prompt_of(row, where, '' if plain else weights.inputs.config.data.system_prompt)
       tokens = chat.encode_prompt(tokenizer, prompt, row, where)
-    prompts.append(Prompt(len(prompts), tokens, prompt, given))
+    prompts.append(Prompt(len(prompts), tokens, prompt, columns))
   return prompts
 
 
-def check_ids(ids, tokenizer, where) -> np.ndarray:
-  """[P] int32 of a row's `prompt_ids`."""
+def check_ids(ids: Any, tokenizer: Tokenizer, where: str) -> np.ndarray:
+  """Returns a row's `prompt_ids` as [P] int32; InputError if they are no list of token ids."""
   size = tokenizer.vocab_size
   if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < size for i in ids):
     raise InputError(f'{where}: prompt_ids: must be a list of token ids below {size}')
@@ -87,12 +99,13 @@ class Draws:
   top_logprobs: int = 0
 
 
-def complete(weights: Weights, prompts, draws=Draws(), mesh='data=-1') -> Rollout:
-  """n completions of each prompt."""
+def complete(weights: Weights, prompts: Sequence[Prompt], draws: Draws = Draws(), mesh: str = 'data=-1') -> Rollout:
+  """Samples `draws.n` completions of each prompt."""
   return draw(engine_for(weights, prompts, draws, mesh), prompts, draws)
 
 
-def engine_for(weights, prompts, draws, mesh) -> NativeEngine:
+def engine_for(weights: Weights, prompts: Sequence[Prompt], draws: Draws, mesh: str) -> NativeEngine:
+  """Returns a sampler that is large enough for these prompts."""
   return make_engine(
     weights,
     slots=min(len(prompts) * draws.n, 64),
@@ -103,30 +116,47 @@ def engine_for(weights, prompts, draws, mesh) -> NativeEngine:
   )
 
 
-def draw(engine, prompts, draws) -> Rollout:
+def draw(engine: NativeEngine, prompts: Sequence[Prompt], draws: Draws) -> Rollout:
+  """Samples completions with an engine; `draws.max_new_tokens` is that of the engine."""
   return engine(
     prompts, group_size=draws.n, run_key=on_policy.run_key(draws.seed, 3), step=0, sampling=sampling_of(draws)
   )
 
 
 def sampling_of(draws: Draws) -> dict:
+  """Returns the sampling parameters of a request."""
   return dict(temperature=draws.temperature, top_k=draws.top_k, top_p=draws.top_p, top_logprobs=draws.top_logprobs)
 
 
 def make_engine(
-  weights: Weights, *, slots, max_prompt, max_new_tokens, mesh='data=-1', top_logprobs=0, share_base=False
+  weights: Weights,
+  *,
+  slots: int,
+  max_prompt: int,
+  max_new_tokens: int,
+  mesh: str = 'data=-1',
+  top_logprobs: int = 0,
+  share_base: bool = False,
 ) -> NativeEngine:
-  """A sampler that holds these weights.
+  """Returns a sampler that holds these weights.
 
-  share_base: sample from these weights without a copy of them, slower.
+  Args:
+    weights: of a policy.
+    slots: sequences that are decoded at a time.
+    max_prompt: tokens of the longest prompt.
+    max_new_tokens: tokens of the longest completion.
+    mesh: as config.mesh.rollout.
+    top_logprobs: most probable tokens reported at each position.
+    share_base: samples from these weights without a copy of them, slower.
   """
-  p, model = weights.inputs, weights.inputs.model
+  inputs = weights.inputs
+  model = inputs.model
   if model.head is None:
-    raise InputError(f'{p.name}: is a reward model, which writes no text')
+    raise InputError(f'{inputs.name}: is a reward model, which writes no text')
   if share_base:  # nothing is trained here
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
-  compute = compute_for(platform, p.config.model.dtype, 'none')
+  compute = compute_for(platform, inputs.config.model.dtype, 'none')
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
 
@@ -138,13 +168,13 @@ def make_engine(
       slots=slots,
       max_prompt=max_prompt,
       max_new_tokens=max_new_tokens,
-      stop_ids=p.tokenizer.stop_ids,
+      stop_ids=inputs.tokenizer.stop_ids,
       top_logprobs=top_logprobs,
     ),
     make_layout(mesh, 'rollout', '--mesh'),
     compute,
     Ledger(),
-    functools.partial(p.tokenizer.decode, skip_special=False),
+    functools.partial(inputs.tokenizer.decode, skip_special=False),
     share_base=share_base,
   )
   engine.load(weights.params, weights.step)
@@ -152,14 +182,29 @@ def make_engine(
 
 
 def make_engines(
-  weights: Weights, name: str, folders, *, slots, max_prompt, max_new_tokens, mesh='data=-1', top_logprobs=0
-) -> dict:
-  """{name: engine} of a model, and of `inference.adapters` of it.
+  weights: Weights,
+  name: str,
+  folders: Sequence[str],
+  *,
+  slots: int,
+  max_prompt: int,
+  max_new_tokens: int,
+  mesh: str = 'data=-1',
+  top_logprobs: int = 0,
+) -> dict[str, NativeEngine]:
+  """Returns {name: engine} of a model and of its adapters; further arguments as in `make_engine`.
 
-  They share the base, with what it has of adapters or codes merged.
+  The engines share one base, into which the model's own adapter or quantized
+  matrices are merged.
+
+  Args:
+    weights: of the model.
+    name: of the model.
+    folders: NAME=FOLDER of each adapter, as `inference.adapters` takes them.
   """
-  if folders:  # once, and as samplers have it
-    weights, layout = merged(weights), make_layout(mesh, 'rollout', '--mesh')
+  if folders:  # the base goes to the sampler's layout once, for all engines
+    weights = merged(weights)
+    layout = make_layout(mesh, 'rollout', '--mesh')
     weights = dataclasses.replace(
       weights, layout=layout, params=jax.device_put(weights.params, weights.inputs.model.shardings(layout))
     )
@@ -180,9 +225,10 @@ def make_engines(
   }
 
 
-def completion_rows(rollout: Rollout, tokenizer) -> list[dict]:
-  """One JSON-able row a completion."""
-  rows, size = [], len(rollout.lengths) // len(rollout.prompts)
+def completion_rows(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
+  """Returns one JSON-able row per completion."""
+  rows = []
+  size = len(rollout.lengths) // len(rollout.prompts)
   for i, length in enumerate(map(int, rollout.lengths)):
     prompt = rollout.prompts[i // size]
     rows.append(
@@ -198,30 +244,31 @@ def completion_rows(rollout: Rollout, tokenizer) -> list[dict]:
   return rows
 
 
-def text_after(tokenizer, prompt_ids, ids) -> str:
-  """The text of a completion where it stands.
+def text_after(tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int]) -> str:
+  """Returns the text that a completion adds to its prompt.
 
-  Alone, some tokenizers drop the space that it begins with.
+  Decoded alone, some tokenizers drop the space that it begins with.
   """
   before = tokenizer.decode(prompt_ids)
   whole = tokenizer.decode([*prompt_ids, *ids])
   return whole[len(before) :] if whole.startswith(before) else (tokenizer.decode(ids))
 
 
-def show(row: dict):
-  """A row of `completion_rows` for people: what was asked, what came."""
-  text = row['prompt']
-  text = text if isinstance(text, str) else text[-1]['content'] + '\n'
+def show(row: dict) -> None:
+  """Prints a row of `completion_rows` for people: prompt and completion."""
+  prompt = row['prompt']
+  text = prompt if isinstance(prompt, str) else prompt[-1]['content'] + '\n'
   shown = rich.text.Text.assemble((row.get('adapter', ''), 'bold'), (text, 'dim'), (row['completion'], 'green'))
   rich.console.Console(highlight=False, soft_wrap=True).print(shown)
 
 
-def show_json(row: dict):
+def show_json(row: dict) -> None:
+  """Prints a row as one line of JSON."""
   print(json.dumps(row))
 
 
 def only(each: dict[str, Weights], flag: str) -> Weights:
-  """The weights, where there are those of one adapter at most."""
+  """Returns the weights if they are of one model; InputError if there are several adapters."""
   if len(each) > 1:
     raise InputError(f'{flag}: is for one model; name one --adapter')
   return next(iter(each.values()))

@@ -1,29 +1,28 @@
-"""Trained weights without the run that trained them: load, export, evaluate.
+"""Loads, exports and evaluates trained weights without the run that trained them.
 
 Model and tokenizer come from a run's config.json, or from a Hugging Face
-folder; data, rewards and the mesh of the run are not looked at. Also shows
-what a config reads, for which no weights are made.
+folder; data, rewards and the mesh of the run are not used.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
-from rich import text as rich_text
 
-from jaxpost.data import preview
-from jaxpost.data.sources import Rows
 from jaxpost.distributed.mesh import Layout, make_layout
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.models import lora, transformer
+from jaxpost.models import lora
 from jaxpost.models.parameters import join
-from jaxpost.rewards import builtin
 from jaxpost.roles import Policy, Roles
-from jaxpost.stage import algorithms, assemble, batch_shape, checks, on_policy, place, prepare, schema
+from jaxpost.stage import algorithms, assemble, checks, on_policy, place, prepare, schema
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import load_weights as weights_lib
@@ -35,26 +34,35 @@ from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import TrainState
 
-_COUNTED = 512  # rows behind the table of lengths
-_IDS = 24  # token ids shown of a row
 
-
-def to_stderr(line):
+def to_stderr(line: str) -> None:
+  """Prints a line on stderr."""
   print(line, file=sys.stderr)
 
 
 @dataclasses.dataclass
 class Weights:
-  """Parameters, and what is needed to use them."""
+  """Parameters, and what is needed to use them.
 
-  inputs: Inputs  # only the policy is among its sources
-  params: dict  # in `layout`
+  inputs: model, tokenizer and config; its only source is the policy.
+  params: in `layout`. step: updates that made them; 0 of a model folder.
+  """
+
+  inputs: Inputs
+  params: dict
   layout: Layout
-  step: int  # updates behind them
+  step: int
 
 
-def load(run='', model='', stage='', step=None, config=None, warn=to_stderr) -> Weights:
-  """`from_run` or `from_folder`, whichever of the two is named."""
+def load(
+  run: str = '',
+  model: str = '',
+  stage: str = '',
+  step: int | None = None,
+  config: config_lib.Config | None = None,
+  warn: Callable[[str], None] = to_stderr,
+) -> Weights:
+  """Loads the weights of a run or of a model folder; see `from_run` and `from_folder`."""
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
   if run:
@@ -64,14 +72,16 @@ def load(run='', model='', stage='', step=None, config=None, warn=to_stderr) -> 
   return from_folder(model, config, stage or 'model')
 
 
-def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
-  """A checkpoint of a run.
+def from_run(
+  run: epath.PathLike, stage: str = '', step: int | None = None, warn: Callable[[str], None] = to_stderr
+) -> Weights:
+  """Loads a checkpoint of a run.
 
   Args:
     run: folder of the run.
     stage: '' is the last one that has a checkpoint.
-    step: None is the newest good one.
-    warn: gets one line where damaged steps were passed over.
+    step: None is the newest checkpoint that is not damaged.
+    warn: gets one line if damaged checkpoints were skipped.
   """
   object_store.check(str(run), '--run')
   run = epath.Path(run).expanduser()
@@ -84,10 +94,10 @@ def from_run(run, stage='', step=None, warn=to_stderr) -> Weights:
   return Weights(inputs, params, layout, step)
 
 
-def from_folder(folder, config=None, name='model') -> Weights:
-  """The weights of a Hugging Face folder (or org/name), used as `config` says.
+def from_folder(folder: epath.PathLike, config: config_lib.Config | None = None, name: str = 'model') -> Weights:
+  """Loads the weights of a Hugging Face folder (or org/name), to be used as `config` says.
 
-  Without a config they are computed with in float32 on CPU, in bfloat16
+  Without a config, products are computed in float32 on CPU and in bfloat16
   elsewhere.
   """
   if config is None:
@@ -106,34 +116,31 @@ def from_folder(folder, config=None, name='model') -> Weights:
 
 
 def merged(base: Weights) -> Weights:
-  """The weights with adapters and quantized matrices merged into plain ones."""
+  """Returns the weights with adapters and quantized matrices merged into plain ones."""
   model = base.inputs.model
   inputs = dataclasses.replace(base.inputs, model=model.base or model)
   return dataclasses.replace(base, params=model.merge(base.params), inputs=inputs)
 
 
-def adapters(base: Weights, values) -> dict[str, Weights]:
-  """Several PEFT folders, ('NAME=FOLDER', ...), that share the base.
-
-  {name: weights}; without any folder {'': base}.
-  """
+def adapters(base: Weights, values: Sequence[str]) -> dict[str, Weights]:
+  """Loads PEFT folders, ('NAME=FOLDER', ...), that share a base; {name: weights}, without any folder {'': base}."""
   pairs = [v.partition('=') for v in values]
   if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
     raise InputError(f'--adapter: takes NAME=FOLDER, each name once; not {", ".join(values)}')
-  out, below = {}, base.inputs.sources['policy']
+  out = {}
+  below = base.inputs.sources['policy']
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
     source = sources_lib.with_adapter(folder, below)
     model = lora.frozen_base_model(source.config)
-    own = weights_lib.load_adapter(source, model, base.layout, None)
-    out[name] = dataclasses.replace(
-      base, params=join(params, own), inputs=dataclasses.replace(base.inputs, model=model, sources={'policy': source})
-    )
+    adapter = weights_lib.load_adapter(source, model, base.layout, None)
+    inputs = dataclasses.replace(base.inputs, model=model, sources={'policy': source})
+    out[name] = dataclasses.replace(base, params=join(params, adapter), inputs=inputs)
   return out or {'': base}
 
 
 def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
-  """{stage: Config} of what config.json in a run's folder says."""
+  """Returns {stage: Config} of the config.json in a run's folder."""
   path = run / 'config.json'
   if not path.exists():
     raise InputError(
@@ -148,16 +155,18 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
   return config_lib.parse_saved(path)
 
 
-def pick(stages: dict, stage: str, where):
-  """(name, Config) of a stage; '' is the last."""
+def pick(stages: Mapping[str, Any], stage: str, where: epath.PathLike) -> tuple[str, Any]:
+  """Returns (name, config) of a stage; '' is the last. `where` begins the error if there is no such stage."""
   if stage and stage not in stages:
     raise InputError(f'{where}: has no stage {stage!r}; it has {", ".join(stages)}')
   name = stage or list(stages)[-1]
   return name, stages[name]
 
 
-def find_step(run, names, stage, step, warn) -> tuple[str, int]:
-  """(stage, step) of a checkpoint; arguments as in `from_run`."""
+def find_step(
+  run: epath.Path, names: Sequence[str], stage: str, step: int | None, warn: Callable[[str], None]
+) -> tuple[str, int]:
+  """Returns (stage, step) of a checkpoint; `names` are the stages of the run, other arguments as in `from_run`."""
   pick(dict.fromkeys(names), stage, run)
   for name in [stage] if stage else reversed(names):
     folder = run / 'checkpoints' / name
@@ -176,7 +185,7 @@ def find_step(run, names, stage, step, warn) -> tuple[str, int]:
   return name, step
 
 
-def _checkpoints(run, name):
+def _checkpoints(run: epath.Path, name: str) -> contextlib.closing[Checkpointer]:
   return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
 
 
@@ -196,7 +205,7 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
   return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source))
 
 
-def export(weights: Weights, folder):
+def export(weights: Weights, folder: epath.PathLike) -> None:
   """Writes a Hugging Face folder that `transformers` loads."""
   export_lib.export(weights.inputs, folder, weights.params)
 
@@ -205,16 +214,27 @@ def export(weights: Weights, folder):
 
 
 def evaluate_as(
-  run='', model='', stage='', step=None, config=None, mesh='data=-1', data='', size=None, samples=None
-) -> dict:
-  """The metrics of a run's own config, or of `config` where one is given.
+  run: str = '',
+  model: str = '',
+  stage: str = '',
+  step: int | None = None,
+  config: Mapping | None = None,
+  mesh: str = 'data=-1',
+  data: str = '',
+  size: int | None = None,
+  samples: int | None = None,
+) -> dict[str, Any]:
+  """Evaluates weights as `config` does, or as the config of their run; returns the metrics.
 
   Args:
     run, model, stage, step: as in `load`.
     config: a ConfigDict or nested dict; a model folder needs one.
+    mesh: as config.mesh.rollout.
     data, size, samples: in place of those of `config.eval`.
   """
-  stages, wanted, name = {}, None, stage
+  stages: dict[str, config_lib.Config] = {}
+  wanted = None
+  name = stage
   if config is not None:
     stages = config_lib.parse(prepare.as_dict(config))
   if model and stages:
@@ -233,8 +253,8 @@ def evaluate_as(
   return dict(weights=run or model, stage=name, step=weights.step, **evaluate(weights, wanted, mesh))
 
 
-def evaluate(weights: Weights, config: config_lib.Config, mesh='data=-1') -> dict:
-  """The metrics that training with `config` evaluates, as it does."""
+def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1') -> dict[str, Any]:
+  """Returns the metrics of the evaluation that training with `config` would do."""
   held_out, samples = config.eval.data.path, config.eval.samples
   if not held_out:
     raise InputError('config.eval.data.path: is empty, so there is nothing to evaluate; name held-out data')
@@ -276,105 +296,11 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh='data=-1') -> dic
   return dict(data=held_out, rows=min(len(rows), config.eval.size), **metrics)
 
 
-def _on_these_devices(config, on_policy, layout, mesh):
-  """The config with a mesh and a batch that fit, whatever the run had."""
+def _on_these_devices(config: config_lib.Config, on_policy: bool, layout: Layout, mesh: str) -> config_lib.Config:
+  """Returns the config with a mesh and a batch that fit these devices, whatever the run had."""
   train, shards = config.train, layout.batch_shards
   rows = train.micro_batch_size or train.batch_size
   micro = 0 if on_policy else -(-rows // shards) * shards
   return dataclasses.replace(
     config, mesh=schema.MeshSection(rollout=mesh), train=dataclasses.replace(train, micro_batch_size=micro)
   )
-
-
-# ------------------------------------------------------------------- preview
-
-
-def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
-  """Rich renderables: model, `rows` rows as the model sees them, rewards."""
-  inputs = prepare_model(name, config)
-  config, tokenizer = inputs.config, inputs.tokenizer
-  if not config.data.path:
-    raise InputError('config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-  data = prepare.read_rows(config)
-  held_out = config.eval.data.path
-  count = transformer.num_params(inputs.model.config)
-  out = [
-    rich_text.Text(f'{name}: {config.algorithm}, {config.train.steps} steps', 'bold'),
-    f'model: {config.model.path or config.model.preset}, {count:,} '
-    f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
-    f'data: {len(data)} rows of {config.data.path}',
-  ]
-  if data.dropped:
-    out[-1] += f', {data.dropped} more dropped by config.data.map'
-  if held_out:
-    read = prepare.read_held_out_rows(config)
-    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {held_out}')
-  on_policy = inputs.algorithm.on_policy
-  samples = on_policy or held_out and config.eval.samples
-  tools = None
-  with contextlib.ExitStack() as cleanup:
-    if samples and config.environment:
-      environment = prepare.start_environment(inputs)
-      cleanup.callback(environment.close)
-      tools = environment.tools
-      out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in tools]
-    out += _show_prompts(inputs, data, rows, tools) if on_policy else _show_rows(inputs, data, rows)
-    if samples:
-      out += _show_rewards(inputs, data)
-  return out
-
-
-def _show_rows(inputs: Inputs, data: Rows, count: int) -> list:
-  config, tokenizer = inputs.config, inputs.tokenizer
-  render = inputs.algorithm.render(data, tokenizer, config)
-  examples = [render(i) for i in range(min(max(count, _COUNTED), len(data)))]
-  length = batch_shape.row_length(config, False)
-  *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
-  out = []
-  for i, row in enumerate(shown[:count]):
-    out += [_heading(data.where(i), examples[i].tokens), row]
-  table = preview.preview(examples, tokenizer, length)[-1]
-  table.title = f'the first {len(examples)} rows'
-  return [*out, table]
-
-
-def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | None) -> list:
-  config, tokenizer = inputs.config, inputs.tokenizer
-  prompts = prepare.prompt_stream(inputs, data, shuffle=False, tools=tools)
-  out = []
-  for i in range(min(count, len(prompts))):
-    prompt = prompts.prompt(i)
-    out += [
-      _heading(f'prompt {i}', prompt.tokens),
-      rich_text.Text(tokenizer.decode(prompt.tokens, skip_special=False), 'dim'),
-    ]
-    for key, value in prompt.columns.items():
-      out.append(f'  {key} = {repr(value)[:200]}')
-  lengths = prompts.lengths
-  return [
-    *out,
-    f'{len(lengths)} prompts of {min(lengths)} to {max(lengths)} '
-    f'tokens, median {np.median(lengths):.0f}; {prompts.skipped} longer '
-    f'than {config.rollout.max_prompt_length} are left out',
-  ]
-
-
-def _show_rewards(inputs: Inputs, data: Rows) -> list:
-  config = inputs.config
-  checks.check_sampling(config, inputs.algorithm.on_policy)
-  pool = prepare.start_rewards(config, data)  # imports every function
-  if pool is None:
-    return []
-  pool.close()
-  specs = config.rewards_tuple()
-  weights = config.reward_weights or [1.0] * len(specs)
-  where = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]
-  return [f'reward: {name} ({place}), weight {weight:g}' for name, place, weight in zip(pool.names, where, weights)]
-
-
-def _heading(place, tokens):
-  """A heading of a row: its place in the file, its length and its first token ids."""
-  place = f'...{place[-37:]}' if len(place) > 40 else place
-  ids = ' '.join(map(str, tokens[:_IDS].tolist()))
-  more = ' ...' if len(tokens) > _IDS else ''
-  return rich_text.Text.assemble((f'{place}: {len(tokens)} tokens', 'bold'), f'  {ids}{more}')

@@ -1,10 +1,15 @@
-"""One sample of a run again: drawn anew from the same weights, and explained.
+"""Samples one completion of a run again from the same weights, and shows what the update learned from it.
 
 Legend: N sequences, C completion tokens.
 """
 
+from __future__ import annotations
+
 import contextlib
+import functools
 import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,23 +26,31 @@ from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
 
+if TYPE_CHECKING:
+  from jaxpost.rl.controller import Controller
+  from jaxpost.roles import Roles
+  from jaxpost.types import Credit, Experience, Item
 
-def reproduce(run, step: int, row: int, stage='', choose_mesh=None) -> dict:
+
+def reproduce(
+  run: epath.PathLike, step: int, row: int, stage: str = '', choose_mesh: Callable | None = None
+) -> dict[str, Any]:
   """Samples `row` of a step again; returns it with what the update learned from it.
 
-  It goes from the newest checkpoint before the step, or from the start of the
-  stage, through the steps between: a run is a function of its config. Nothing
-  in the folder of the run changes.
+  Repeats the steps since the newest checkpoint before the step, or since the
+  start of the stage: a run is a function of its config. Nothing in the folder
+  of the run changes.
 
   Args:
     run: folder of the run.
-    step: from 1, as in samples/STAGE/STEP.jsonl; row: from 0, its line there.
+    step: from 1, as in samples/STAGE/STEP.jsonl.
+    row: from 0, the line of the sample there.
     stage: '' is the last one.
     choose_mesh: see `stages.run`.
 
   Returns:
-    JSON-able; `identical` says whether tokens and log-probs are, to the last
-    bit, those that the run has kept (None: it has kept none of this step).
+    JSON-able; 'identical' is True if tokens and log-probs are, to the last
+    bit, those that the run has stored, None if it has stored none of this step.
   """
   run = epath.Path(run).expanduser()
   configs = inference.run_config(run)
@@ -53,7 +66,8 @@ def reproduce(run, step: int, row: int, stage='', choose_mesh=None) -> dict:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
     placed = place.place_stage(p)
     roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, run), run)
-    for _ in range(restore(run, name, step - 1, roles, stream), step - 1):
+    done = restore(run, name, step - 1, roles, stream)
+    for _ in range(done, step - 1):
       for role, batch in next(stream).updates:
         roles.trainable[role].update(batch)
     item = next(stream)
@@ -67,8 +81,8 @@ def reproduce(run, step: int, row: int, stage='', choose_mesh=None) -> dict:
       p.close()
 
 
-def restore(run, name: str, most: int, roles, stream) -> int:
-  """The newest checkpoint of at most `most` steps, if any; its step."""
+def restore(run: epath.Path, name: str, most: int, roles: Roles, stream: Controller) -> int:
+  """Restores the newest checkpoint of at most `most` steps; returns its step, or 0 if there is none."""
   folder = run / 'checkpoints' / name
   steps = [s for s in finished_steps(folder) if s <= most]
   if not steps:
@@ -85,34 +99,42 @@ def restore(run, name: str, most: int, roles, stream) -> int:
   return step
 
 
-def compare(run, name: str, step: int, row: int, item) -> bool | None:
-  """True if the sample equals the one that the run has kept; None if it kept none."""
+def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool | None:
+  """Returns True if the sample equals the one that the run has stored; None if it has stored none."""
   ours = item.experience.rollout
   length = ours.lengths[row]
   path = run / 'rollouts' / name / f'{step}.npz'
   if path.exists():
     theirs, _ = rollout_files.load(path)
-    same = lambda x: np.array_equal(vars(ours)[x][row, :length], vars(theirs)[x][row, :length])
-    return bool(theirs.lengths[row] == length and same('completions') and same('logprobs'))
+    return bool(
+      theirs.lengths[row] == length
+      and np.array_equal(ours.completions[row, :length], theirs.completions[row, :length])
+      and np.array_equal(ours.logprobs[row, :length], theirs.logprobs[row, :length])
+    )
   path = run / 'samples' / name / f'{step}.jsonl'
   if not path.exists():
     return None
-  kept = json_lines(path)
-  theirs = [r for r in kept if r['split'] == 'train'][row]
+  theirs = [r for r in json_lines(path) if r['split'] == 'train'][row]
   return all(theirs[k] == item.samples()[row][k] for k in ('prompt', 'completion', 'length', 'logprob'))
 
 
-def explain(placed: place.PlacedStage, roles, controller, item, row: int) -> dict:
-  """Prompt, tokens, rewards, advantage and loss of a sample."""
-  experience, credit = item.experience, item.credit
-  rollout, length = experience.rollout, experience.rollout.lengths[row]
-  shown, group = item.samples()[row], len(rollout.lengths) // experience.groups
-  prompt = rollout.prompts[row // group]
+def explain(placed: place.PlacedStage, roles: Roles, controller: Controller, item: Item, row: int) -> dict[str, Any]:
+  """Returns prompt, tokens, rewards, advantage and loss of a sample."""
+  experience = item.experience
+  credit = item.credit
+  rollout = experience.rollout
+  length = rollout.lengths[row]
+  shown = item.samples()[row]
+  group_size = len(rollout.lengths) // experience.groups
+  prompt = rollout.prompts[row // group_size]
   ids = rollout.completions[row, :length].tolist()
   advantages = credit.arrays.get('advantages', np.zeros_like(credit.mask))
   trained = credit.mask[row] > 0
-  per_token = lambda x: [float(v) for v in x[row, :length]]
-  decode = lambda x: placed.inputs.tokenizer.decode(x, skip_special=False)
+  decode = functools.partial(placed.inputs.tokenizer.decode, skip_special=False)
+
+  def per_token(values: np.ndarray) -> list[float]:
+    return [float(v) for v in values[row, :length]]
+
   return dict(
     prompt=decode(prompt.tokens),
     prompt_ids=prompt.tokens.tolist(),
@@ -129,15 +151,17 @@ def explain(placed: place.PlacedStage, roles, controller, item, row: int) -> dic
     finished=shown['finished'],
     version=rollout.version,
     advantage=float(advantages[row][trained].mean()) if trained.any() else 0.0,
-    **losses(placed, roles, controller, experience, credit, row),
+    **losses(placed, roles, controller, experience=experience, credit=credit, row=row),
   )
 
 
-def losses(placed: place.PlacedStage, roles, controller, experience, credit, row: int) -> dict:
-  """The sample's part of the loss of the first update that it is in.
+def losses(
+  placed: place.PlacedStage, roles: Roles, controller: Controller, experience: Experience, credit: Credit, row: int
+) -> dict[str, float | None]:
+  """Returns the sample's part of the loss of the first update that it is in, with the weights before the step.
 
-  Computed with the weights before the step. 'loss_share' is by size: of
-  |loss| of the samples that gained plus |loss| of those that lost.
+  'loss_share' compares absolute values: |loss| of the sample over |loss| of
+  the samples with positive plus |loss| of those with negative advantage.
   """
   config, algorithm = placed.config, placed.algorithm
   if algorithm.pack:  # trains on pairs of samples
@@ -150,7 +174,8 @@ def losses(placed: place.PlacedStage, roles, controller, experience, credit, row
   )
   policy = roles.policy
 
-  def loss(kept):
+  def loss(kept: np.ndarray) -> float:
+    """Returns the loss of the update with the weights of all other samples set to 0."""
     batch = policy.place(
       batching.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_shape)
     )
@@ -158,7 +183,8 @@ def losses(placed: place.PlacedStage, roles, controller, experience, credit, row
     return float(found['loss'])
 
   gained = (credit.arrays.get('advantages', weights) * credit.mask).sum(1) > 0
-  own = loss(np.arange(len(weights)) == row)
-  parts = loss(gained), loss(~gained)
-  size = sum(map(abs, parts))
-  return dict(loss=own, loss_of_update=sum(parts), loss_share=abs(own) / size if size else 0.0)
+  of_sample = loss(np.arange(len(weights)) == row)
+  of_gained = loss(gained)
+  of_lost = loss(~gained)
+  size = abs(of_gained) + abs(of_lost)
+  return dict(loss=of_sample, loss_of_update=of_gained + of_lost, loss_share=abs(of_sample) / size if size else 0.0)

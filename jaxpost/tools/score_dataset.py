@@ -1,4 +1,4 @@
-"""How well a model does on a data file, by any reward function.
+"""Scores a model on a data file with any reward function: pass@k, majority vote, mean reward.
 
 Legend: N prompts, K samples a prompt.
 """
@@ -10,7 +10,8 @@ import itertools
 import json
 import pathlib
 import tempfile
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,15 +26,17 @@ from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
 
 if TYPE_CHECKING:
+  from jaxpost.tools.completions import Draws
   from jaxpost.tools.inference import Weights
+  from jaxpost.types import Prompt
 
 _TOGETHER = 512  # groups that are graded at a time
 # Columns of known data sets -> the function that makes prompts of them.
 _MAPS = {('question', 'answer'): 'jaxpost.data.maps:gsm8k', ('problem', 'answer'): 'jaxpost.data.maps:math'}
 
 
-def read(path, columns='', map_fn='', size=0):
-  """The rows of a data file; those of GSM8K and MATH are known by columns."""
+def read(path: str, columns: str = '', map_fn: str = '', size: int = 0) -> sources.Rows:
+  """Returns the rows of a data file, or the first `size` of them; GSM8K and MATH are recognized by their columns."""
   if not map_fn:
     row = sources.read(path, columns, streaming=False)[0]
     map_fn = next((fn for names, fn in _MAPS.items() if set(names) <= set(row) and 'prompt' not in row), '')
@@ -42,21 +45,36 @@ def read(path, columns='', map_fn='', size=0):
 
 
 def measure(
-  weights: Weights, rows, rewards, out, draws, *, mesh='data=-1', source='', pass_reward=1.0, workers=2, timeout_s=30.0
-) -> dict:
-  """Samples, grades and counts; a second call goes on with the first's file.
+  weights: Weights,
+  rows: sources.Rows,
+  rewards: str,
+  out: str,
+  draws: Draws,
+  *,
+  mesh: str = 'data=-1',
+  source: str = '',
+  pass_reward: float = 1.0,
+  workers: int = 2,
+  timeout_s: float = 30.0,
+) -> dict[str, Any]:
+  """Samples completions, grades them and returns figures; a second call continues the file of the first.
 
   Args:
+    weights: of the model.
     rows: of `read`.
     rewards: as config.reward: a name, pkg.module:fn or ./file.py:fn, or
       several with commas.
     out: folder of completions.jsonl and graded.jsonl; '' keeps neither.
-    source: the weights, by name.
+    draws: how to sample; draws.n is K.
+    mesh: as config.mesh.rollout.
+    source: name of the weights.
+    pass_reward: smallest reward of a sample that passes.
+    workers: processes that run the reward functions.
+    timeout_s: seconds for a group of samples.
 
   Returns:
-    pass@k and maj@k of what reaches `pass_reward`, and
-    'frac_reward_differs': the share of prompts whose K samples differ in
-    reward, which is what a method that compares them learns from.
+    pass@k, maj@k, and 'frac_reward_differs': the share of prompts whose K
+    samples differ in reward, from which alone group-relative methods learn.
   """
   if not out:
     with tempfile.TemporaryDirectory() as scratch:
@@ -72,26 +90,29 @@ def measure(
         workers=workers,
         timeout_s=timeout_s,
       )
-  out, prompts = pathlib.Path(out), completions.prompts_of(weights, [rows])
+  folder = pathlib.Path(out)
+  prompts = completions.prompts_of(weights, [rows])
   specs = tuple(r.strip() for r in rewards.split(',') if r.strip())
   with RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
-    completion_files.complete_file(weights, prompts, out / 'completions.jsonl', draws, mesh, source)
-    done, graded = json_lines(out / 'completions.jsonl'), []
+    completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source)
+    done = json_lines(folder / 'completions.jsonl')
+    graded = []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
     for start in range(0, len(groups), _TOGETHER):
       graded += pool.grade(groups[start : start + _TOGETHER])
   object_store.write_text(
-    out / 'graded.jsonl',
+    folder / 'graded.jsonl',
     ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
   )
   return summary(done, graded, weights.inputs.tokenizer.stop_ids, pass_reward)
 
 
-def _group(prompt, row) -> Group:
-  """The completions of a prompt as reward functions take them."""
-  texts, size = row['completions'], len(row['completions'])
+def _group(prompt: Prompt, row: dict) -> Group:
+  """Returns the completions of a prompt as reward functions take them."""
+  texts = row['completions']
+  size = len(texts)
   if not isinstance(prompt.prompt, str):
     texts = [[{'role': 'assistant', 'content': text}] for text in texts]
   return Group(
@@ -102,8 +123,14 @@ def _group(prompt, row) -> Group:
   )
 
 
-def summary(rows, graded: list[Graded], stop_ids, pass_reward=1.0) -> dict:
-  """The figures of N graded rows; prompts with a failed sample are left out."""
+def summary(
+  rows: Sequence[dict], graded: list[Graded], stop_ids: Sequence[int], pass_reward: float = 1.0
+) -> dict[str, Any]:
+  """Returns the figures of N graded rows; prompts with a sample that could not be graded are left out.
+
+  Raises:
+    InputError: no prompt is left.
+  """
   table = np.array([[np.nan if r is None else r for r in g.rewards] for g in graded], np.float64)
   whole = np.isfinite(table).all(axis=1)
   if not whole.any():
@@ -113,7 +140,8 @@ def summary(rows, graded: list[Graded], stop_ids, pass_reward=1.0) -> dict:
     )
   ids = [x for row in rows for x in row['completion_ids']]
   ended = [bool(x) and x[-1] in stop_ids for x in ids]
-  passed, k = table[whole] >= pass_reward, table.shape[1]
+  k = table.shape[1]
+  passed = table[whole] >= pass_reward
   votes = [majority(row['completions'], p) for row, p in zip(itertools.compress(rows, whole), passed)]
   return {
     **pass_rates(passed),
@@ -127,8 +155,8 @@ def summary(rows, graded: list[Graded], stop_ids, pass_reward=1.0) -> dict:
   }
 
 
-def majority(texts, passed) -> float:
-  """1 if the most frequent answer passes, else 0; the mean over a tie.
+def majority(texts: Sequence[str], passed: Sequence[bool] | np.ndarray) -> float:
+  """Returns 1 if the most frequent answer passes, else 0; the mean over a tie.
 
   Self-consistency (Wang et al. 2022, arXiv:2203.11171).
   """

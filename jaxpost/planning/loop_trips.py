@@ -1,0 +1,166 @@
+"""How often the loops of a compiled program run, from the HLO of their counters and bounds.
+
+XLA notes the number for some loops. For others it follows from the condition
+(`counter < bound`), the counter's first value and what an iteration adds to
+it, where these are constants that may have come through tuples and fusions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from jaxpost.planning import hlo
+
+
+class Loops:
+  """The loops of a parsed program."""
+
+  def __init__(
+    self,
+    computations: dict[str, dict[str, hlo.Op]],
+    callers: dict[str, tuple[str, hlo.Op]],
+    iterations: Callable[[str], int | None],
+  ):
+    """Takes the result of `hlo.parse`.
+
+    Args:
+      computations: {name: {name: instruction}}.
+      callers: {computation: (computation, instruction) that runs it}.
+      iterations: `op_name` of a loop whose end is decided while it runs -> the
+        most iterations, or None.
+    """
+    self._computations = computations
+    self._callers = callers
+    self._iterations = iterations
+
+  def trips(self, caller: str, op: hlo.Op) -> int | None:
+    """Returns how often a loop runs; None where only the run decides it."""
+    known = re.search(r'known_trip_count\W+n\W+(\d+)', op.text)
+    if known:
+      return int(known[1])
+    ops = self._computations[op.attribute('condition').lstrip('%')]
+    ends = [o for o in ops.values() if o.kind == 'compare']
+    root = next(o for o in ops.values() if o.root)
+    if root.kind == 'fusion':
+      inner = self._computations[root.attribute('calls').lstrip('%')]
+      ends = [o for o in inner.values() if o.kind == 'compare']
+    if len(ends) == 1:
+      index = self._counter(ops, root, ends[0])
+      if index is not None:
+        first = self._initial(caller, op, index)
+        step = self._step(op, index, first)
+        last = self._bound(caller, op, ops, root, ends[0])
+        if None not in (first, step, last) and step > 0:
+          inclusive = 'direction=LE' in ends[0].text
+          return max(0, math.ceil((last + inclusive - first) / step))
+    return self._iterations(hlo.op_name(op))
+
+  def _sources(self, ops, root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
+    """Returns the operations on both sides of a comparison inside the condition of a loop."""
+    out = []
+    for name in end.inputs:
+      if root.kind == 'fusion':
+        inner = self._computations[root.attribute('calls').lstrip('%')]
+        source = inner[name]
+        if source.kind == 'parameter':
+          source = ops.get(root.inputs[int(source.inner)])
+      else:
+        source = ops.get(name)
+      while source and source.kind in ('bitcast', 'copy', 'convert'):
+        source = ops.get(source.inputs[0])
+      out.append(source)
+    return out
+
+  def _counter(self, ops, root: hlo.Op, end: hlo.Op) -> int | None:
+    left = self._sources(ops, root, end)[0]
+    if left is None or left.kind != 'get-tuple-element':
+      return None
+    return int(left.attribute('index'))
+
+  def _bound(self, caller, loop: hlo.Op, ops, root: hlo.Op, end: hlo.Op) -> int | None:
+    right = self._sources(ops, root, end)[1]
+    if right is None:
+      return None
+    if right.kind == 'constant':
+      return hlo.constant(right)
+    if right.kind == 'get-tuple-element':
+      return self._initial(caller, loop, int(right.attribute('index')))
+    return None
+
+  def _initial(self, caller: str, loop: hlo.Op, index: int) -> int | None:
+    return self._field(caller, loop.inputs[0], index)
+
+  def _field(self, name: str, value: str, index: int) -> int | None:
+    """Returns the constant at `index` of a tuple; None if it is not constant."""
+    ops = self._computations[name]
+    op = ops.get(value)
+    while op and op.kind in ('copy', 'opt-barrier'):
+      op = ops.get(op.inputs[0])
+    if op is None:
+      return None
+    if op.kind == 'tuple':
+      return self._number(name, op.inputs[index], {})
+    if op.kind == 'parameter' and name in self._callers:
+      outer, call = self._callers[name]
+      if call.kind == 'while':
+        return self._field(outer, call.inputs[0], index)
+    return None
+
+  def _step(self, loop: hlo.Op, index: int, first: int | None) -> int | None:
+    """Returns how much an iteration adds to the counter."""
+    body = loop.attribute('body').lstrip('%')
+    ops = self._computations[body]
+    root = next(o for o in ops.values() if o.root)
+    if root.kind != 'tuple' or first is None:
+      return None
+    after = self._number(body, root.inputs[index], {index: first})
+    return None if after is None else after - first
+
+  def _number(self, name: str, value: str, state: dict) -> int | None:
+    """Evaluates a scalar that depends on constants and `state`, the fields of the loop's tuple; None if it cannot."""
+    ops = self._computations[name]
+    op = ops.get(value)
+    if op is None:
+      return None
+
+    def operand(i: int) -> int | None:
+      return self._number(name, op.inputs[i], state)
+
+    if op.kind == 'constant':
+      return hlo.constant(op)
+    if op.kind in ('copy', 'bitcast', 'convert', 'reshape', 'copy-done', 'copy-start'):
+      return operand(0)
+    if op.kind == 'get-tuple-element':
+      index = int(op.attribute('index'))
+      source = ops.get(op.inputs[0])
+      if source and source.kind == 'parameter':
+        if index in state:
+          return state[index]
+        return self._field(name, source.name, index)
+      return self._field(name, op.inputs[0], index)
+    if op.kind == 'add' or op.kind == 'subtract':
+      left = operand(0)
+      right = operand(1)
+      if left is None or right is None:
+        return None
+      return left + right if op.kind == 'add' else left - right
+    if op.kind == 'fusion':
+      return self._fused_number(name, op, state)
+    return None
+
+  def _fused_number(self, name, op: hlo.Op, state) -> int | None:
+    inner = self._computations[op.attribute('calls').lstrip('%')]
+
+    def value(o: hlo.Op):
+      if o.kind == 'parameter':
+        return self._number(name, op.inputs[int(o.inner)], state)
+      if o.kind == 'constant':
+        return hlo.constant(o)
+      given = [value(inner[i]) for i in o.inputs]
+      if None in given or o.kind not in ('add', 'subtract', 'copy', 'bitcast'):
+        return None
+      return {'add': sum(given), 'subtract': given[0] - given[-1]}.get(o.kind, given[0])
+
+    return value(next(o for o in inner.values() if o.root))
