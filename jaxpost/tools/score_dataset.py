@@ -76,24 +76,10 @@ def measure(
     pass@k, maj@k, and 'frac_reward_differs': the share of prompts whose K
     samples differ in reward, from which alone group-relative methods learn.
   """
-  if not out:
-    with tempfile.TemporaryDirectory() as scratch:
-      return measure(
-        weights,
-        rows,
-        rewards,
-        scratch,
-        draws,
-        mesh=mesh,
-        source=source,
-        pass_reward=pass_reward,
-        workers=workers,
-        timeout_s=timeout_s,
-      )
-  folder = pathlib.Path(out)
   prompts = completions.prompts_of(weights, [rows])
   specs = tuple(r.strip() for r in rewards.split(',') if r.strip())
-  with RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
+  with tempfile.TemporaryDirectory() as scratch, RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
+    folder = pathlib.Path(out or scratch)
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
     completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source)
@@ -102,10 +88,10 @@ def measure(
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
     for start in range(0, len(groups), _TOGETHER):
       graded += pool.grade(groups[start : start + _TOGETHER])
-  object_store.write_text(
-    folder / 'graded.jsonl',
-    ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
-  )
+    object_store.write_text(
+      folder / 'graded.jsonl',
+      ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
+    )
   return summary(done, graded, weights.inputs.tokenizer.stop_ids, pass_reward)
 
 
