@@ -61,35 +61,8 @@ GENERIC = ('launch', 'configs', 'tests', 'notebooks')
 JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
 # Rooms whose public functions are all typed; none leaves this list.
-<<<<<<< HEAD
-TYPED = (
-  'algorithms',
-  'data',
-  'environments',
-  'imports',
-  'losses',
-  'rewards',
-  'rl',
-  'stage',
-  'stages',
-)
-TYPED += ('storage', 'types', 'workers')
-=======
-TYPED = (
-  'data',
-  'environments',
-  'hardware',
-  'imports',
-  'monitor',
-  'planning',
-  'rewards',
-  'stages',
-  'storage',
-  'tools',
-  'types',
-  'workers',
-)
->>>>>>> bd7e67b (planning/, hardware/, monitor/ and tools/ are wholly typed; loops of HLO and the preview of a stage have files of their own; opened up, docstrings as sentences)
+TYPED = ('algorithms', 'data', 'environments', 'hardware', 'imports', 'losses', 'monitor', 'planning')
+TYPED += ('rewards', 'rl', 'stage', 'stages', 'storage', 'tools', 'types', 'workers')
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}
