@@ -34,17 +34,11 @@ def tune_host() -> bool:
   )
 
 
-def use_compile_cache(folder: str = '') -> str:
-  """Keeps compiled programs between runs; returns the folder.
-
-  JAX_COMPILATION_CACHE_DIR wins over `folder`, which defaults to
-  ~/.cache/jaxpost/xla.
-  """
+def use_compile_cache() -> str:
+  """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxpost/xla; returns the folder."""
   import jax
 
-  folder = (
-    os.environ.get('JAX_COMPILATION_CACHE_DIR') or folder or str(pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
-  )
+  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
@@ -52,7 +46,7 @@ def use_compile_cache(folder: str = '') -> str:
 
 
 def free_memory() -> float:
-  """Bytes that this host can still hand out; inf where it does not say."""
+  """Returns the free memory of this host in bytes; inf where the system does not tell."""
   try:
     lines = pathlib.Path('/proc/meminfo').read_text('ascii').splitlines()
   except OSError:
@@ -82,12 +76,12 @@ class StopSignal:
   def __exit__(self, kind, *_):
     for number, handler in self._old.items():
       signal.signal(number, handler)
-    if kind is None and self.received is not None:  # after the last look
+    if kind is None and self.received is not None:  # after the last call of `reached`
       signal.raise_signal(self.received)
 
   def _note(self, number, frame):
     del frame
-    if self.received is not None:  # asked twice: leave now
+    if self.received is not None:  # a second signal: end now
       signal.signal(number, self._old[number])
       signal.raise_signal(number)
     self.received = number
@@ -95,10 +89,7 @@ class StopSignal:
       raise Preempted('told to stop between two steps; run the same command to go on')
 
   def reached(self) -> bool:
-    """To be asked once a step: true everywhere once one process was told.
-
-    Of several processes process 0 answers; no device is waited for.
-    """
+    """Returns True on all processes once one has received a signal; call it once a step. Waits for no device."""
     from jaxpost.distributed import coordination
 
     return coordination.any_process(self.received is not None)

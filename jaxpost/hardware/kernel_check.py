@@ -34,16 +34,8 @@ _TOLERANCE = 0.05
 _HEADS = 2  # kv heads that are checked, with all their query heads
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
-# Errors of a kernel, or of JAX lowering it, for a shape that it does not support.
-_FAILURES = (
-  jax.errors.JaxRuntimeError,
-  AssertionError,
-  AttributeError,
-  ImportError,
-  RuntimeError,
-  TypeError,
-  ValueError,
-)
+# Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
+_FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
 def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Compute:
@@ -74,23 +66,13 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
   device = jax.local_devices()[0].device_kind
   for work, of_processes in zip(works, zip(*coordination.all_gather(whys))):
     why = next(filter(None, of_processes), '')
+    where = f'{device} with jax {jax.__version__} for rows of {work.length} tokens'
+    wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
     if why and compute.forced:
-      raise InputError(
-        f'config.model.attention: {name} is wrong on {device} with jax '
-        f'{jax.__version__} for rows of {work.length} tokens, '
-        f'{_words(work)}: {why}; take auto'
-      )
+      raise InputError(f'config.model.attention: {wrong}; take auto')
     if why:
       out.append(work)
-      logging.warning(
-        'attention by %s is wrong on %s with jax %s for rows of %d tokens, %s: %s; XLA computes these',
-        name,
-        device,
-        jax.__version__,
-        work.length,
-        _words(work),
-        why,
-      )
+      logging.warning('attention by %s; XLA computes these', wrong)
   return dataclasses.replace(compute, rejected_shapes=tuple(out))
 
 
