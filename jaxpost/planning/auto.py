@@ -73,7 +73,7 @@ def _train(p: PreparedStage, topology: chips.Topology, note: Callable) -> str:
       note(f'{mesh}: {error}')
       continue
     if plan['fits']:
-      times[mesh] = search.seconds_a_token((settings, search.timed(plan)))
+      times[mesh] = search.seconds_a_token(search.Candidate(settings, search.timed(plan)))
   if len(errors) == len(found):
     raise errors[0]
   if not times:

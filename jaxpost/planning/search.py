@@ -1,9 +1,9 @@
-"""Meshes, rematerialisation and batches that fit, the fastest first.
+"""Searches for the mesh, rematerialization and batch that fit and are fastest.
 
-Every candidate's update is compiled. First all meshes at their most frugal:
+Every candidate's update is compiled. First each mesh with the least memory:
 everything recomputed, one row a shard; where that does not fit, nothing on
 that mesh does. On the fastest of them less recomputation and more rows at a
-time are tried then.
+time are tried next.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import rich.box
 import rich.console
 import rich.table
 
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips
+from jaxpost.monitor.program_table import console_table
 from jaxpost.planning import dry_run, meshes, stage, tables
 
 if TYPE_CHECKING:
@@ -28,12 +28,31 @@ _REMAT = ('none', 'dots')
 _MOST_ROWS = 8  # of a shard at a time
 
 
-def search(
-  raw: dict, options: stage.Options, console: rich.console.Console, words: tuple = ('--config=FILE',)
-) -> list[dict]:
-  """The best plan of each stage, after the ranked list and a launch line.
+class Candidate(NamedTuple):
+  """Settings {'section.field': value} in place of those of a config, and the plan with them."""
 
-  words: of the command that asked, whose config the line is to have, too.
+  settings: dict
+  plan: dict
+
+  @property
+  def fits(self) -> bool:
+    """False if a program needs more memory than a device has; True also where that is unknown."""
+    return self.plan['fits'] is not False
+
+
+def search(
+  raw: dict, options: stage.Options, console: rich.console.Console, words: tuple[str, ...] = ('--config=FILE',)
+) -> list[dict]:
+  """Returns the best plan of each stage; prints the ranked candidates and a launch line for it.
+
+  Args:
+    raw: the config.
+    options: of the plans, with the topology.
+    console: to print on.
+    words: arguments of the calling command; the launch line takes over its config.
+
+  Raises:
+    InputError: the chips are unknown, or nothing fits.
   """
   best = []
   if not options.topology.chip.memory:
@@ -43,24 +62,25 @@ def search(
     )
   for p in dry_run.prepare_all(raw, options.stage):
     p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace('auto', 'data=-1')})
-    found = _candidates(p, options, console)
-    fitting = sorted((f for f in found if f[1]['fits'] is not False), key=seconds_a_token)
+    fitting = sorted((c for c in _candidates(p, options, console) if c.fits), key=seconds_a_token)
     if not fitting:
       raise InputError(
         f'--search: nothing of {p.name} fits {options.topology.text}; take more chips, shorter rows or a smaller model'
       )
     if p.inputs.algorithm.on_policy:
-      fitting[0] = _with_rollout(*fitting[0], p, options, console)
+      fitting[0] = _with_rollout(fitting[0], p, options, console)
     console.print(ranking(fitting))
     prefix = f'--config.{p.name}.' if raw.get('stages') else '--config.'
-    console.print(launch_line(words, {prefix + k: v for k, v in fitting[0][0].items()}), soft_wrap=True)
-    best.append({**fitting[0][1], 'settings': fitting[0][0]})
+    fastest = fitting[0]
+    console.print(launch_line(words, {prefix + k: v for k, v in fastest.settings.items()}), soft_wrap=True)
+    best.append({**fastest.plan, 'settings': fastest.settings})
   return best
 
 
 def launch_line(words: tuple, proposed: dict) -> str:
-  """`launch.train` with the config of a command, and what is proposed."""
-  given, rest = {}, list(words)
+  """Returns a command line of `launch.train` with the config flags among `words` and the proposed ones."""
+  given = {}
+  rest = list(words)
   while rest:
     word = '--' + rest.pop(0).lstrip('-')
     name, equals, _ = word.partition('=')
@@ -73,20 +93,20 @@ def launch_line(words: tuple, proposed: dict) -> str:
 
 
 def timed(plan: dict) -> dict:
-  """The plan of an update alone, with the seconds of a step that follow from it."""
+  """Returns the plan of an update alone, with the seconds of a step that follow from it."""
   row = plan['programs'][0]
   plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
   return plan
 
 
-def seconds_a_token(found: tuple) -> float:
-  """Without overlap: so that what crosses the network counts."""
-  step = found[1]['step']['no_overlap']
-  return step['step_s'] / found[1]['trained_tokens']
+def seconds_a_token(candidate: Candidate) -> float:
+  """Returns seconds a trained token without overlap, so that traffic over the network counts."""
+  plan = candidate.plan
+  return plan['step']['no_overlap']['step_s'] / plan['trained_tokens']
 
 
 def vary(p: PreparedStage, settings: dict) -> PreparedStage:
-  """The stage with {'section.field': value} in its config."""
+  """Returns the stage with {'section.field': value} in its config."""
   config = p.config
   for key, value in settings.items():
     section, field = key.split('.')
@@ -94,71 +114,79 @@ def vary(p: PreparedStage, settings: dict) -> PreparedStage:
   return dataclasses.replace(p, inputs=dataclasses.replace(p.inputs, config=config))
 
 
-def _candidates(p, options, console) -> list:
-  """[(settings, plan)] of what was tried."""
-  shards, tried = meshes.training(p.inputs, options.topology, fixed=False), []
+def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.Console) -> list[Candidate]:
+  """Returns what was tried, whether it fits or not."""
+  shards = meshes.training(p.inputs, options.topology, fixed=False)
+  tried = []
 
-  def attempt(mesh, remat, rows):
+  def attempt(mesh: str, remat: str, rows: int) -> Candidate:
+    """Plans the update with `rows` rows a shard at a time."""
     at_once = rows * shards[mesh]
     settings = {'mesh.train': mesh, 'model.remat': remat, 'train.micro_batch_size': at_once}
     if not p.inputs.algorithm.on_policy and p.config.train.batch_size < at_once:
       settings['train.batch_size'] = at_once
-    plan = stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',)))
-    row = timed(plan)['programs'][0]
+    plan = timed(stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',))))
+    row = plan['programs'][0]
+    candidate = Candidate(settings, plan)
     console.print(
       f'{mesh} remat={remat} rows={at_once}: '
       + ('does NOT fit' if row['fits'] is False else 'fits')
       + f', {tables.gib(row["bytes_per_chip"]["total"])} GiB, '
-      f'{1e6 * seconds_a_token((settings, plan)):.3f} us a token'
+      f'{1e6 * seconds_a_token(candidate):.3f} us a token'
     )
-    tried.append((settings, plan))
-    return row['fits'] is not False, seconds_a_token((settings, plan))
+    tried.append(candidate)
+    return candidate
 
-  frugal, errors = {}, []
+  frugal = {}
+  errors = []
   for mesh in shards:
     try:
       frugal[mesh] = attempt(mesh, 'full', 1)
-    except InputError as error:  # not every stage knows every axis
+    except InputError as error:  # not every stage supports every axis
       errors.append(error)
       console.print(f'{mesh}: {error}')
   if not frugal:
     raise errors[0]
-  good = [m for m, (fits, _) in frugal.items() if fits]
-  if not good:
+  seconds = {mesh: seconds_a_token(candidate) for mesh, candidate in frugal.items() if candidate.fits}
+  if not seconds:
     return tried
-  best = min(good, key=lambda m: frugal[m][1])
+  best = min(seconds, key=seconds.__getitem__)
   for remat in _REMAT:
     attempt(best, remat, 1)
-  rows, last = 2, frugal[best][1]
+  rows = 2
+  last = seconds[best]
   while rows <= _MOST_ROWS:
-    fits, took = attempt(best, 'full', rows)
-    if not fits or took >= last:
+    candidate = attempt(best, 'full', rows)
+    if not candidate.fits or seconds_a_token(candidate) >= last:
       break
-    rows, last = 2 * rows, took
+    last = seconds_a_token(candidate)
+    rows *= 2
   return tried
 
 
-def _with_rollout(settings, plan, p, options, console) -> tuple:
-  """The winner with the least split of the sampler's weights that fits."""
+def _with_rollout(
+  winner: Candidate, p: PreparedStage, options: stage.Options, console: rich.console.Console
+) -> Candidate:
+  """Returns the winner with the mesh that splits the sampler's weights least and fits, if one does."""
   for mesh in meshes.sampling(p.inputs, options.topology):
-    more = settings | {'mesh.rollout': mesh}
-    whole = stage.plan(vary(p, more), dataclasses.replace(options, only=()))
-    console.print(f'mesh.rollout={more["mesh.rollout"]}: ' + ('fits' if whole['fits'] else 'does NOT fit'))
+    settings = winner.settings | {'mesh.rollout': mesh}
+    whole = stage.plan(vary(p, settings), dataclasses.replace(options, only=()))
+    console.print(f'mesh.rollout={mesh}: ' + ('fits' if whole['fits'] else 'does NOT fit'))
     if whole['fits'] is not False:
-      return more, whole
-  return settings, plan
+      return Candidate(settings, whole)
+  return winner
 
 
-def ranking(found: list) -> rich.table.Table:
-  out = rich.table.Table(box=rich.box.SIMPLE, title='what fits, fastest first', title_justify='left')
-  for name in ('settings', 'GiB a device', 'us a token', 'MFU'):
-    out.add_column(name, justify='left' if name == 'settings' else 'right')
-  for settings, plan in found:
-    row = next(r for r in plan['programs'] if r['program'] == 'update')
+def ranking(found: list[Candidate]) -> rich.table.Table:
+  """Returns the candidates as a table."""
+  columns = ('settings', 'GiB a device', 'us a token', 'MFU')
+  out = console_table('what fits, fastest first', columns, left=('settings',))
+  for candidate in found:
+    row = next(r for r in candidate.plan['programs'] if r['program'] == 'update')
     out.add_row(
-      ' '.join(f'{k}={v}' for k, v in settings.items()),
+      ' '.join(f'{k}={v}' for k, v in candidate.settings.items()),
       tables.gib(row['bytes_per_chip']['total']),
-      f'{1e6 * seconds_a_token((settings, plan)):.3f}',
+      f'{1e6 * seconds_a_token(candidate):.3f}',
       f'{row["flops"]["model"] and row["roofline_mfu"] or 0:.1%}',
     )
   return out

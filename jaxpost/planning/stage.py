@@ -1,4 +1,4 @@
-"""The plan of each stage of a config, as the object of plan.json."""
+"""Plans a stage: compiles its programs and returns the object of plan.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Options:
 
 
 def plan(prepared: PreparedStage, options: Options) -> dict:
-  """Compiles a stage's programs; InputError where none has a wanted name."""
+  """Compiles the programs of a stage and returns their plan; InputError if none has a wanted name."""
   topology = options.topology
   compiled = aot.compile_stage(prepared, topology, options.only)
   placed = compiled.placed
@@ -41,7 +41,8 @@ def plan(prepared: PreparedStage, options: Options) -> dict:
     layouts |= dict(rollout=placed.rollout)
   if placed.config.mesh.score:
     layouts |= dict(score=placed.score)
-  whole = not options.only
+  # Seconds of a step need all its programs; a step that samples nothing is its updates.
+  timed = not options.only or ('update' in options.only and not step.sampled)
   return dict(
     stage=prepared.name,
     algorithm=placed.config.algorithm,
@@ -58,7 +59,5 @@ def plan(prepared: PreparedStage, options: Options) -> dict:
     sampled_tokens=step.sampled,
     fits=None if not topology.chip.memory else all(r['fits'] for r in rows),
     programs=rows,
-    step=roofline.summary(placed, topology, rows, options.price)
-    if whole or ('update' in options.only and not step.sampled)
-    else {},
+    step=roofline.summary(placed, topology, rows, options.price) if timed else {},
   )
