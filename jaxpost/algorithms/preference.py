@@ -8,6 +8,7 @@ One objective over pairs; the methods at the end differ in the losses of
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Collection
@@ -223,18 +224,6 @@ def check_name(name: str, known: Collection[str]) -> None:
   refuse(name not in known, f'config.preference.losses: there is no {name!r}; {hint}known: {", ".join(known)}')
 
 
-# Default of each field of config.preference that only some losses read; a field
-# that none of the losses of a run reads must keep it.
-_DEFAULTS = {
-  'label_smoothing': 0.0,
-  'gamma': 0.5,
-  'simpo_alpha': 0.0,
-  'discopop_tau': 0.05,
-  'f_divergence': 'reverse_kl',
-  'ipo_average': True,
-  'desirable_weight': 1.0,
-  'undesirable_weight': 1.0,
-}
 _UNPAIRED = ('kto', 'apo_zero_unpaired')  # losses of single completions
 _READ_BY_UNPAIRED = ('desirable_weight', 'undesirable_weight')
 
@@ -252,12 +241,14 @@ def check_fields(config: Config) -> None:
     p.label_smoothing >= 0.5,
     f'config.preference.label_smoothing: {p.label_smoothing} would flip the preferences; give less than 0.5',
   )
-  for field, default in _DEFAULTS.items():
-    readers = _UNPAIRED if field in _READ_BY_UNPAIRED else preferences.readers(field)
+  for field in dataclasses.fields(p):
+    # No loss in particular reads `beta` and the like: there are no readers, and nothing to refuse.
+    readers = _UNPAIRED if field.name in _READ_BY_UNPAIRED else preferences.readers(field.name)
+    ignored = bool(readers) and not set(readers) & set(p.losses)
     refuse(
-      vars(p)[field] != default and not set(readers) & set(p.losses),
-      f'config.preference.{field}: {", ".join(p.losses)} would ignore '
-      f'it; it is read by {", ".join(readers)}; leave it {default!r}',
+      ignored and vars(p)[field.name] != field.default,
+      f'config.preference.{field.name}: {", ".join(p.losses)} would ignore '
+      f'it; it is read by {", ".join(readers)}; leave it {field.default!r}',
     )
 
 

@@ -8,6 +8,8 @@ and d = c - r.
 To add one, write that function and enter it there: one line, which also says
 which options it reads and whether it needs a reference model. Its name is then a
 value of `config.preference.losses`, in every algorithm of algorithms/preference.py.
+A new option is a field of `PreferenceOptions` and of `config.preference`
+(stage/schema_methods.py), joined by `options_of` in algorithms/preference.py.
 """
 
 import dataclasses

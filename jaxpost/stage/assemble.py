@@ -32,6 +32,7 @@ from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item, Update
 
 if TYPE_CHECKING:
+  import numpy as np
   import optax
 
   from jaxpost.algorithms.base import Algorithm, Precompute
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
+  from jaxpost.stage.precompute import Run
   from jaxpost.types import Batch
 
 
@@ -137,12 +139,9 @@ def make_parts(
   if algorithm.precompute(config):
     from jaxpost.stage import precompute
 
-    precomputed = precompute.precompute(
-      placed,
-      lambda name, spec: make_frozen_run(placed, name, spec, params, workdir),
-      lambda source: sources.identity(source, workdir, config.seed),
-      workdir,
-    )
+    make_run = functools.partial(make_frozen_run, placed, params, workdir)
+    identity = functools.partial(sources.identity, workdir=workdir, seed=config.seed)
+    precomputed = precompute.precompute(placed, make_run, identity, workdir)
   roles = make_roles(placed, params, workdir, precomputed)
   engine = None
   if (algorithm.on_policy and not config.train_on_rollouts) or checks.samples_held_out(config):
@@ -194,15 +193,15 @@ def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | Non
 
 
 def make_frozen_run(
-  placed: PlacedStage, name: str, spec: Precompute, params: dict, workdir: epath.PathLike | None
-) -> Callable[[Batch], dict]:
+  placed: PlacedStage, params: dict, workdir: epath.PathLike | None, name: str, spec: Precompute
+) -> Run:
   """Makes host batch -> outputs of a frozen role, whose weights are loaded at the first call."""
 
   @functools.cache
   def role() -> Frozen:
     return make_frozen(placed, name, params, workdir)
 
-  def run(batch: Batch) -> dict:
+  def run(batch: Batch) -> dict[str, np.ndarray]:
     found = to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
     return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
 
@@ -241,11 +240,12 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
 
 
-def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.GradientTransformation, Callable]:
+def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Makes (optimizer, learning rate schedule) of a trainable role; `part` is what is trained."""
   config, section = placed.config, placed.config.optim
   updates = config.rl.epochs * config.rl.minibatches if placed.algorithm.on_policy else 1  # a step
-  steps, lr = config.train.steps, section.lr
+  steps = config.train.steps
+  lr = section.lr
   if role == 'critic':
     lr = config.critic.lr or lr
   elif 'critic' in placed.objectives:

@@ -16,23 +16,24 @@ from jaxpost.distributed.transfer import to_host
 
 if TYPE_CHECKING:
   from jaxpost.programs.compile import Program
+  from jaxpost.rl.grading import Grader
   from jaxpost.roles import Roles
   from jaxpost.rollout.sampler import Sampler
-  from jaxpost.types import Batch
+  from jaxpost.types import Batch, Prompt, Rollout
 
 
 @dataclasses.dataclass
 class HeldOut:
   """The objective and its metrics on held-out documents.
 
-  batches: host batches, weights normalised over all of them.
+  batches: host batches, weights normalized over all of them.
   program: `programs.train.make_evaluate`.
   prepare: (placed batch, roles) -> batch, as in training.
   """
 
   batches: list[Batch]
   program: Program
-  prepare: Callable
+  prepare: Callable[[Batch, Roles], Batch]
 
   def __call__(self, roles: Roles) -> dict:
     """Means over all the documents, however they fall into batches."""
@@ -78,12 +79,12 @@ class SampledEval:
   """
 
   sampler: Sampler
-  grader: object  # grading.Grader
-  prompts: tuple  # of Prompt
+  grader: Grader
+  prompts: tuple[Prompt, ...]
   samples: int
   pass_reward: float
   temperature: float
-  score: Callable | None = None
+  score: Callable[[Rollout, Roles], np.ndarray] | None = None
 
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
     engine = self.sampler.engine

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -143,14 +143,7 @@ def move(tree: Any, shardings: Any) -> Any:
 
 
 def read_checkpoint(
-  folder: epath.Path,
-  step: int | None,
-  model: Model,
-  layout: Layout,
-  dtype: str,
-  role: str = 'policy',
-  warn: Callable[[str], None] = print,
-  partial: bool = False,
+  folder: epath.Path, step: int, model: Model, layout: Layout, dtype: str, role: str = 'policy', partial: bool = False
 ) -> dict:
   """Reads the parameters of one role in a checkpoint; with `partial`, only those that it holds."""
   at = f'{role}/params'
@@ -159,7 +152,7 @@ def read_checkpoint(
     if partial:
       keep = {leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)}
     template = described(model, layout, dtype, keep)
-    return checkpointer.restore_params(template, step, at=at, warn=warn)
+    return checkpointer.restore_params(template, step, at=at)
 
 
 def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from etils import epath
@@ -23,9 +23,14 @@ from jaxpost.stage.documents import read_tokens
 from jaxpost.storage.array_cache import fingerprint, load_or_make
 
 if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Precompute
   from jaxpost.data.examples import Example
   from jaxpost.stage.place import PlacedStage
+  from jaxpost.stage.sources import Source
+  from jaxpost.types import Batch
 
+# Host batch [rows, row_length] -> {name: [rows, row_length, ...]}, by a frozen role.
+Run = Callable[['Batch'], dict[str, np.ndarray]]
 _WINDOW = 256  # documents packed together
 _FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids', 'sequence_ids')
 
@@ -43,7 +48,12 @@ def digest(examples: Iterable[Example | None]) -> str:
   return total.hexdigest()
 
 
-def precompute(placed: PlacedStage, make_run: Callable, identity: Callable, workdir: epath.PathLike | None) -> tuple:
+def precompute(
+  placed: PlacedStage,
+  make_run: Callable[[str, Precompute], Run],
+  identity: Callable[[Source], Any],
+  workdir: epath.PathLike | None,
+) -> tuple[str, ...]:
   """Fills a stage's documents with what frozen roles compute; returns the names of these roles.
 
   The arrays come from the disk, where an earlier run left them; only otherwise
@@ -51,8 +61,8 @@ def precompute(placed: PlacedStage, make_run: Callable, identity: Callable, work
 
   Args:
     placed: the stage, whose documents (and held-out ones) are filled.
-    make_run: (role, `Precompute`) -> the `run` of `read`.
-    identity: Source -> JSON that tells it from others.
+    make_run: makes the `run` of a role.
+    identity: makes JSON that tells a source from others.
     workdir: the run's folder; None keeps nothing.
   """
   wanted = placed.algorithm.precompute(placed.config)
@@ -87,14 +97,13 @@ def precompute(placed: PlacedStage, make_run: Callable, identity: Callable, work
 
 
 def read(
-  examples: Callable[[int], Example | None], number: int, fields: Mapping, run: Callable, rows: int, row_length: int
+  examples: Callable[[int], Example | None], number: int, fields: Mapping, run: Run, rows: int, row_length: int
 ) -> dict[str, np.ndarray]:
   """Computes {name: [S, ...]} of the trained tokens of all examples, in order.
 
   Args:
     examples: number -> Example or None, for 0 to `number`.
     fields: as in `Documents`.
-    run: host Batch [rows, row_length] -> {name: [rows, row_length, ...]}.
   """
   parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
   for first in range(0, number, _WINDOW):
@@ -120,10 +129,10 @@ def read(
       for r, row in enumerate(some):
         column = 0
         for n in row:
-          at, begin = cut[n].arrays['at'], column
-          column += len(at)
+          at = cut[n].arrays['at']
           for name in fields:
-            found[n][name][at] = out[name][r, begin:column]
+            found[n][name][at] = out[name][r, column : column + len(at)]
+          column += len(at)
     for e, arrays in zip(window, found):
       for name in fields if e is not None else ():
         parts[name].append(arrays[name][read_tokens(e)])

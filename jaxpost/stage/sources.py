@@ -146,11 +146,10 @@ def checkpoints(source: Source, workdir: epath.PathLike | None) -> epath.Path | 
 
 def record(source: Source, workdir: epath.PathLike | None, seed: int) -> dict:
   """Returns JSON from which `recall` finds the weights again and checks that they are the same."""
-  path = lambda x: x and object_store.resolved(x)
   return dict(
     config=dataclasses.asdict(source.config),
-    folder=path(source.folder),
-    checkpoints=path(source.checkpoints),
+    folder=source.folder and object_store.resolved(source.folder),
+    checkpoints=source.checkpoints and object_store.resolved(source.checkpoints),
     stage=source.stage,
     step=source.step,
     seed=seed if source.seed is None else source.seed,
