@@ -6,8 +6,10 @@ tests/slow.txt lists with the seconds they took. A test marked `core` always run
 """
 
 import collections
+import gc
 import os
 import pathlib
+import sys
 
 import pytest
 import slow
@@ -55,6 +57,16 @@ def pytest_collection_modifyitems(config, items):
   if long:
     config.hook.pytest_deselected(items=long)
     items[:] = [item for item in items if not takes_long(item)]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _forget_programs():
+  """Frees the programs of a file when it ends; kept, they slow the garbage collector for all others."""
+  yield
+  if 'jax' in sys.modules:
+    sys.modules['jax'].clear_caches()
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(scope='session')
