@@ -64,7 +64,7 @@ class Batch:
   sequence_ids: Array | None = None  # [B, T] int32
   arrays: dict = struct.field(default_factory=dict)  # name -> [B, T, ...]
   teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distill from
-  experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/moe.py`)
+  experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/routing.py`)
 
 
 @struct.dataclass
@@ -292,7 +292,7 @@ class Objective:
     arrays: names in `Batch.arrays` that are filled before the update.
     divergence, teacher_forms: see `losses.head_chunk.HeadConfig`.
     neftune_alpha: size of the noise on embeddings, drawn from `seed`; 0 is off.
-    router: weights of the router's losses (`models.moe`).
+    router: weights of the router's losses (`models.routing`).
   """
 
   fn: TokenLoss | BatchLoss

@@ -40,12 +40,12 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
   listed = slow.read()
-  # Two workers take whole files; the longest go first, so that both end together.
-  seconds = collections.Counter()
-  for nodeid, took in listed.items():
-    seconds[nodeid.partition('::')[0]] += took
-  items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
   if config.getoption('--long') or os.environ.get('CI') == 'true':
+    # Two workers take whole files; the longest go first, so that both end together.
+    seconds = collections.Counter()
+    for nodeid, took in listed.items():
+      seconds[nodeid.partition('::')[0]] += took
+    items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
     return
 
   def takes_long(item):

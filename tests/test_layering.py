@@ -16,6 +16,8 @@ import pytest
 import reading
 from reading import CLONE, Tree, called, has_code, read
 
+pytestmark = pytest.mark.core
+
 # Imports point strictly down: to a room in a lower row, or inside one room. A
 # room is a folder of jaxpost/ or a file at its root; top row first.
 ROWS = (
@@ -187,7 +189,7 @@ def sft_is_plain(tree):
     if name.startswith(NOT_IN_SFT):
       yield (
         f'{name}: imported by {by or "no one"} in an SFT run; import it inside'
-        ' the function of build.py that an on-policy run calls'
+        ' the function of stage/on_policy.py that an on-policy run calls'
       )
 
 

@@ -82,8 +82,8 @@ class Algorithm:
     critic: config -> Objective of a second trainable role with a scalar head,
       or () where there is none.
     value_head: config -> True if the policy has a scalar head, too.
-    needs: config -> names of the frozen roles: 'reference', 'teachers',
-      'reward_model'.
+    needs: config -> names of the frozen roles: 'reference', 'teachers'. The reward
+      model is not among them; `config.reward` asks for it.
     prepare: (placed batch, roles, config) -> batch with all arrays that the
       objective reads; runs on the devices before each update.
     precompute: config -> {name of a frozen role: Precompute}; such a role is

@@ -34,7 +34,7 @@ if typing.TYPE_CHECKING:  # passed in
   from jaxpost.rollout.engine import Engine
   from jaxpost.types import Prompt, Rollout
 
-# (blocks of a rollout dispatched so far), called after each; may load newer weights.
+# (blocks of a rollout dispatched so far), called before each block; may load newer weights.
 OnDispatch = Callable[[int], None]
 
 

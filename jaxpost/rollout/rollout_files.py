@@ -4,6 +4,7 @@ Legend: N sequences, C completion tokens.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -55,18 +56,21 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   path = epath.Path(path)
   try:
     about, arrays = decode(path.read_bytes())
+    kept = {name: arrays[name] for name in (*_ARRAYS, 'rewards')}
   except FileNotFoundError as error:
     raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
-  except (ValueError, KeyError, OSError) as error:
+  except KeyError as error:
+    raise InputError(f'{path}: has no {error}; another version of jaxpost has written it, sample again') from error
+  except (ValueError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
   rollout = Rollout(
     prompts_from_json(about['prompts']),
-    **{name: arrays[name] for name in _ARRAYS},
+    **{name: kept[name] for name in _ARRAYS},
     step=about['step'],
     version=about['version'],
     mask=arrays.get('mask'),
     messages=about['messages'] and tuple(about['messages']),
-    rewards={'recorded': arrays['rewards']},
+    rewards={'recorded': kept['rewards']},
   )
   return rollout, arrays
 
@@ -92,9 +96,12 @@ class RecordedSampler:
     group_size: int = 1,
     step: int = 0,
     on_dispatch: Callable[[int], None] | None = None,
+    **sampling: Any,
   ) -> Rollout:
     """Returns the recorded rollout of a step; checks that it has as many prompts."""
     del on_dispatch  # nothing is sampled
+    if sampling:
+      raise InputError(f'config.train_on_rollouts: the stored rollouts cannot be sampled with {sampling}')
     path = self.folder / f'{step + 1}.npz'
     rollout, _ = load(path)
     num_prompts = len(rollout.prompts)
