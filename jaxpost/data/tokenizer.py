@@ -246,7 +246,7 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
     raise InputError(f'{folder}: no tokenizer here (tokenizer.json); the folder has {there or "nothing"}')
   for name in files:
     if name.endswith('.json'):
-      found = _json(folder / name)
+      found = object_store.read_json(folder / name)
       if name == 'tokenizer.json' and 'model' not in found:
         raise InputError(f'{folder / name}: has no "model": not a tokenizer')
   try:
@@ -263,23 +263,10 @@ def _read_config(folder: pathlib.Path) -> dict:
   """Returns generation_config.json, or else config.json, if it has `eos_token_id`."""
   for name in ('generation_config.json', 'config.json'):
     if (folder / name).is_file():
-      config = _json(folder / name)
+      config = object_store.read_json(folder / name)
       if config.get('eos_token_id') is not None:
         return config
   return {}
-
-
-def _json(path: pathlib.Path) -> dict:
-  try:
-    with open(path, encoding='utf-8') as file:
-      found = json.load(file)
-  except json.JSONDecodeError as error:
-    raise InputError(f'{path}:{error.lineno}:{error.colno}: bad JSON: {error.msg}') from error
-  except UnicodeDecodeError as error:
-    raise InputError(f'{path}: not UTF-8 at byte {error.start}') from error
-  if not isinstance(found, dict):
-    raise InputError(f'{path}: not a JSON object')
-  return found
 
 
 def _first(ids: Any) -> int | None:
@@ -317,6 +304,6 @@ def _bytes() -> PreTrainedTokenizerFast:
 
 def _set_class(path: pathlib.Path) -> None:
   """Names the class that every release of transformers knows."""
-  config = _json(path)
+  config = object_store.read_json(path)
   config['tokenizer_class'] = 'PreTrainedTokenizerFast'
   path.write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')

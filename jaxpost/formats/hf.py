@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from etils import epath
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
   Path = pathlib.Path | epath.Path
 
-_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _HEAD = 'lm_head.weight'
@@ -52,7 +50,7 @@ def read_config(folder: epath.PathLike) -> ModelConfig:
   if not path.is_file():
     model_folder.weight_files(folder)  # has a better error if the weights are pickles
     raise InputError(f'{path}: no such file; a model folder has config.json and {model_folder.SINGLE}')
-  cfg, unknown = config_json.from_hf(model_folder.read_json(path), str(path))
+  cfg, unknown = config_json.from_hf(object_store.read_json(path), str(path))
   if unknown:
     logging.warning('%s: fields without effect here: %s', path, ', '.join(unknown))
   return cfg
@@ -116,10 +114,10 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
         f'{file}: tensor {name} has shape {list(tensor.get_shape())}, '
         f'config.json asks for {list(shape)}; they are of different models'
       )
-    if tensor.get_dtype() not in _DTYPES:
+    if tensor.get_dtype() not in safetensors_file.FLOATS:
       raise InputError(
         f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
-        f'{", ".join(_DTYPES)}: use an unquantized model'
+        f'{", ".join(safetensors_file.FLOATS)}: use an unquantized model'
       )
   _check_extra(folder, found, wanted, cfg)
   return {name: found[name][1] for name in wanted}
@@ -130,7 +128,7 @@ def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> N
   tied = wanted.get('model.embed_tokens.weight')
   extra_layers = 0
   if families.of_model(cfg.family).extra_layers:
-    extra_layers = model_folder.read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
+    extra_layers = object_store.read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
   extra = [
     name
     for name, (_, tensor) in found.items()
@@ -260,7 +258,7 @@ def _write_weights(
         if staged is not None:
           value.tofile(file)
   if len(shards) > 1 and staged is not None:
-    model_folder.write_json(
+    object_store.write_json(
       staged / model_folder.INDEX,
       {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': {n: f for f, s in zip(files, shards) for n in s}},
     )
@@ -297,7 +295,7 @@ def read_generation(folder: epath.PathLike) -> dict[str, Any]:
     return {}
   return {
     k: v
-    for k, v in model_folder.read_json(path).items()
+    for k, v in object_store.read_json(path).items()
     if not k.startswith(('_', 'transformers')) and not k.endswith('_id')
   }
 
@@ -305,9 +303,9 @@ def read_generation(folder: epath.PathLike) -> dict[str, Any]:
 def _write_configs(staged: pathlib.Path, config: dict, dtype: np.dtype, generation: dict) -> None:
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
-  model_folder.write_json(staged / 'config.json', config)
+  object_store.write_json(staged / 'config.json', config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id', 'pad_token_id') if config[k] is not None}
-  model_folder.write_json(staged / _GENERATION, generation | ids)
+  object_store.write_json(staged / _GENERATION, generation | ids)
 
 
 def _write_card(staged: pathlib.Path, name: str, cfg: ModelConfig) -> None:

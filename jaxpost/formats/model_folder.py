@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import pathlib
 from typing import Any
@@ -61,7 +60,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         'LM.from_pretrained(folder).save_pretrained(new_folder)'
       )
     raise InputError(f'{folder}: no weights ({SINGLE} or {INDEX}); the folder has {", ".join(names[:8]) or "nothing"}')
-  index = read_json(path).get('weight_map')
+  index = object_store.read_json(path).get('weight_map')
   if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
     raise InputError(f'{path}: has no "weight_map" of tensor to file name')
   for name, file in index.items():
@@ -80,21 +79,3 @@ def opened(folder: epath.PathLike) -> Path:
   if not folder.is_dir():
     raise InputError(f'{folder}: no such folder; a model is a Hugging Face folder with config.json and {SINGLE}')
   return folder
-
-
-def read_json(path: Path) -> dict[str, Any]:
-  """Reads a JSON file that holds one object."""
-  try:
-    value = json.loads(path.read_text(encoding='utf-8'))
-  except json.JSONDecodeError as e:
-    raise InputError(f'{path}:{e.lineno}:{e.colno}: bad JSON: {e.msg}; copy or download it again') from e
-  except (UnicodeDecodeError, OSError) as e:
-    raise InputError(f'{path}: unreadable ({e}); copy or download it again') from e
-  if not isinstance(value, dict):
-    raise InputError(f'{path}: not a JSON object; copy or download it again')
-  return value
-
-
-def write_json(path: Path, value: Any) -> None:
-  """Writes indented JSON."""
-  path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

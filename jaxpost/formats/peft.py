@@ -27,7 +27,7 @@ from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, tensor_layout
 from jaxpost.models import lora, parameters, transformer
-from jaxpost.models import parameters as tables
+from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -60,7 +60,7 @@ def read_spec(folder, cfg: ModelConfig) -> tuple:
   folder = model_folder.opened(folder)
   if not (folder / CONFIG).is_file():
     raise InputError(f'{folder}: no folder of an adapter (it has no {CONFIG})')
-  raw = model_folder.read_json(folder / CONFIG)
+  raw = object_store.read_json(folder / CONFIG)
   for field, values in _PLAIN.items():
     if field in raw and raw[field] not in values:
       raise InputError(f'{folder / CONFIG}: {field}={raw[field]!r} is not supported (only {values[0]!r})')
@@ -204,13 +204,13 @@ def _apart(folder, have: dict, given: set, raw: dict, every: dict, cfg: ModelCon
 
 def base_of(folder) -> str:
   """Name or folder of the model that an adapter was trained on."""
-  return model_folder.read_json(model_folder.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
+  return object_store.read_json(model_folder.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
 
 
 def is_judge(folder) -> bool:
   """Returns True if an adapter folder holds a scalar head of a reward model."""
   path = model_folder.opened(folder) / CONFIG
-  return path.is_file() and model_folder.read_json(path).get('modules_to_save') == ['score']
+  return path.is_file() and object_store.read_json(path).get('modules_to_save') == ['score']
 
 
 def _other(folder, why) -> InputError:
@@ -284,14 +284,14 @@ def load(folder, model: Model, shardings: dict, write: Callable = transfer.write
   """The adapters of a folder, nested, as float32 arrays."""
   folder = model_folder.opened(folder)
   with contextlib.ExitStack() as stack:
-    raw = model_folder.read_json(folder / CONFIG)
+    raw = object_store.read_json(folder / CONFIG)
     have, *_ = _open(folder, raw, model.config, stack)
     kept = _kept(model, _with_own_a(raw))
     _check(folder, kept, have)
     _check_blocks(folder, kept, have)
-    return tables.nest(
+    return parameters.nest(
       {
-        path: tensor_layout.load(k, have, tables.leaf(shardings, path), np.dtype(np.float32), write)
+        path: tensor_layout.load(k, have, parameters.leaf(shardings, path), np.dtype(np.float32), write)
         for path, k in kept.items()
       }
     )
@@ -351,6 +351,6 @@ def writer(model: Model, params: dict, base: str) -> Callable:
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     hf.write_file(tensors, folder / _WEIGHTS)
-    model_folder.write_json(folder / CONFIG, spec)
+    object_store.write_json(folder / CONFIG, spec)
 
   return write

@@ -13,7 +13,8 @@ import typing
 import ml_dtypes
 import numpy as np
 
-_DTYPES = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16, 'U8': np.uint8}
+FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
+_DTYPES = FLOATS | {'U8': np.uint8}
 _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 

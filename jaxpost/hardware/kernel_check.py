@@ -24,6 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.hardware import probe
 from jaxpost.matmul import Compute
 from jaxpost.models import attention_kernels, attention_xla
+from jaxpost.models.config import CustomConfig
 
 if TYPE_CHECKING:
   from jaxpost.models.attention_kernels import AttentionShape
@@ -54,7 +55,7 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
     InputError: the kernel is wrong, and the config names it.
   """
   name, dtype = compute.attention, compute.dtype
-  works = sorted({attention_kernels.shape_to_check(compute, *use) for use in uses} - {None})
+  works = sorted({_shape_to_check(compute, *use) for use in uses} - {None})
   path = probe.cache_file('attention.json')
   keys = [_key(name, dtype, work) for work in works]
   known = probe.read_cache(path)
@@ -74,6 +75,18 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
       out.append(work)
       logging.warning('attention by %s; XLA computes these', wrong)
   return dataclasses.replace(compute, rejected_shapes=tuple(out))
+
+
+def _shape_to_check(
+  compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int
+) -> AttentionShape | None:
+  """Returns the shape for which the kernel would be used; None if it would not be."""
+  if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
+    return None
+  shape = attention_kernels.attention_shape(cfg, length, parts)
+  refusal = attention_kernels.REFUSALS[compute.attention]
+  is_refused = refusal(shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks)
+  return None if is_refused else shape
 
 
 def _words(work: AttentionShape) -> str:

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.models import attention_xla, context_parallel
-from jaxpost.models.config import CustomConfig, ModelConfig
+from jaxpost.models.config import ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
-_SHORT = 256  # shorter rows are not worth the start of a kernel
+SHORT = 256  # shorter rows are not worth the start of a kernel
 _LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
 _PAD = -1  # segment of padding that is added to a row
 
@@ -85,7 +85,7 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
     )
   return not why and (
     compute.forced
-    or (q.shape[1] >= _SHORT * parts and attention_shape(cfg, q.shape[1], parts) not in compute.rejected_shapes)
+    or (q.shape[1] >= SHORT * parts and attention_shape(cfg, q.shape[1], parts) not in compute.rejected_shapes)
   )
 
 
@@ -324,15 +324,3 @@ def check_platform(compute: Compute, platform: str):
     raise InputError(
       f'config.model.attention: {name} runs on {PLATFORMS[name][0].upper()} only, and this is {platform}; take auto'
     )
-
-
-def shape_to_check(compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int) -> AttentionShape | None:
-  """Returns the shape for which the kernel would be used; None if it would not be."""
-  if isinstance(cfg, CustomConfig) or (length < _SHORT * parts and not compute.forced):
-    return None
-  it = attention_shape(cfg, length, parts)
-  return (
-    None
-    if REFUSALS[compute.attention](it.head_dim, it.value_dim, compute.dtype, it.attention_softcap, it.sinks)
-    else it
-  )

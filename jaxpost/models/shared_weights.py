@@ -22,6 +22,11 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 
+def share(model: Model, layout: Layout) -> tuple[SharedWeights, Model]:
+  """Returns what takes the place of `reshard.Reshard`, and the model to sample with."""
+  return SharedWeights(model, layout), sampling_model(model)
+
+
 def sampling_model(model: Model) -> Model:
   """Returns the model for a sampler that reads the trainer's (stacked) parameters."""
   return dataclasses.replace(

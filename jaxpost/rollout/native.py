@@ -35,16 +35,10 @@ if TYPE_CHECKING:
   from jaxpost.distributed.transfer import Bridge
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
+  from jaxpost.models.shared_weights import SharedWeights
   from jaxpost.programs.generate import Block, DecodeState, Prefix
   from jaxpost.rollout.kv_cache import PageCopy
   from jaxpost.rollout.sequence import Sequence as ActiveSequence
-
-
-def share_weights(model: Model, layout: Layout) -> tuple[Any, Model]:
-  """(what takes the place of `Reshard`, model to sample with) for sampling without a copy of the weights."""
-  from jaxpost.models import shared_weights
-
-  return shared_weights.SharedWeights(model, layout), shared_weights.sampling_model(model)
 
 
 class NativeEngine:
@@ -52,7 +46,8 @@ class NativeEngine:
 
   decode: token ids -> text, for stop strings; it keeps special tokens.
   bridge: copies weights to `layout`, where the trainer has other devices.
-  share_base: sample from the trainer's frozen weights, without a copy.
+  reshard: makes sampling weights of the trainer's parameters; None: `Reshard` makes a
+    copy in the sampler's layout and type. See `models.shared_weights`, too.
   asynchronous: sampling goes on while the trainer updates its parameters.
   """
 
@@ -65,7 +60,7 @@ class NativeEngine:
     ledger: Ledger,
     decode: Callable | None = None,
     bridge: Bridge | None = None,
-    share_base: bool = False,
+    reshard: Reshard | SharedWeights | None = None,
     asynchronous: bool = False,
   ):
     shards = layout.batch_shards
@@ -80,11 +75,10 @@ class NativeEngine:
     self.block = max(1, min(config.block, config.max_new_tokens))
     # A block may run past the last token that counts.
     self.length = config.room + self.block
-    if share_base:
-      self.reshard, model = share_weights(model, layout)
-    else:
+    if reshard is None:
       source = bridge.source if bridge else layout
-      self.reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
+      reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
+    self.reshard = reshard
     self._model_config = model.config
     self._bridge = bridge
     self.page = config.page_size
@@ -196,7 +190,7 @@ class NativeEngine:
 
   def prefill(self, prompts: Sequence[np.ndarray], rows: int = 0) -> Prefix:
     """Prefills prompts, token ids, as one right-padded batch of `rows` (0: a row bucket)."""
-    shape = rows or self.row_bucket(len(prompts)), self.bucket(max(map(len, prompts)))
+    shape = rows or self.buckets.rows(len(prompts)), self.buckets.prompt(max(map(len, prompts)))
     tokens = np.zeros(shape, np.int32)
     lengths = np.ones(shape[0], np.int32)
     for i, prompt in enumerate(prompts):
@@ -231,7 +225,7 @@ class NativeEngine:
     """
     key, step = self.layout.put((run_key, np.int32(step)), None)
     entry = self.layout.put(entry, 'batch', None)
-    read = self.read_bucket(max(filled + len(ids) for filled, ids in suffixes.values()))
+    read = self.buckets.read(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
     for start in range(0, max(len(x) for _, x in suffixes.values()), CHUNK):
       chunk = self.layout.put(make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
@@ -252,18 +246,6 @@ class NativeEngine:
     return self.programs.move(state, self.layout.put(source, 'batch'))
 
   # ------------------------------------------------------------------ buckets
-
-  def bucket(self, length: int) -> int:
-    """Tokens that a prompt of `length` is padded to."""
-    return self.buckets.prompt(length)
-
-  def read_bucket(self, length: int) -> int:
-    """Cache entries that attention reads where `length` are filled."""
-    return self.buckets.read(length)
-
-  def row_bucket(self, count: int) -> int:
-    """Slots that are computed where the first `count` are in use."""
-    return self.buckets.rows(count)
 
   def prefill_rows(self, group_size: int) -> int:
     """Prompts of a prefill: as many as fill the slots once with `group_size` samples each."""

@@ -197,7 +197,7 @@ class Scheduler:
     table = None
     if self.pages:
       longest = max(len(sequence.tokens) for sequence in taken.values())
-      table = self.pages.table(taken, self.engine.max_concurrent_decodes, self.engine.read_bucket(longest))
+      table = self.pages.table(taken, self.engine.max_concurrent_decodes, self.engine.buckets.read(longest))
     self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table)
     self.active |= taken
 
@@ -220,13 +220,13 @@ class Scheduler:
   def prefill(self) -> None:
     """Prefills prompts of one length bucket: that of the first in the queue, and others like it."""
     engine = self.engine
-    bucket = engine.bucket(len(self.queue[0].tokens))
+    bucket = engine.buckets.prompt(len(self.queue[0].tokens))
     most = self.prefill_rows or engine.max_concurrent_decodes
     prompts: dict[bytes, np.ndarray] = {}
     for sequence in self.queue:
       if len(prompts) == most:
         break
-      if engine.bucket(len(sequence.tokens)) == bucket:
+      if engine.buckets.prompt(len(sequence.tokens)) == bucket:
         prompts.setdefault(sequence.key, sequence.tokens)
     self.prefix = None  # frees the last one first
     self.prefix = engine.prefill(list(prompts.values()), self.prefill_rows or 0)
@@ -264,8 +264,8 @@ class Scheduler:
     live = {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
     if not self.queue:
       live = self.compact(live)
-    rows = engine.row_bucket(max(live) + 1)
-    read = engine.read_bucket(max(sequence.used for sequence in live.values()) + engine.block)
+    rows = engine.buckets.rows(max(live) + 1)
+    read = engine.buckets.read(max(sequence.used for sequence in live.values()) + engine.block)
     if self.harvested_at is not None and not self.running:
       self.gap_s += time.perf_counter() - self.harvested_at
     table = self.pages.table(live, rows, read) if self.pages else None
@@ -293,7 +293,7 @@ class Scheduler:
 
   def compact(self, live: dict[int, Sequence]) -> dict[int, Sequence]:
     """Moves the last slots into free ones where that allows a smaller row bucket."""
-    bucket = self.engine.row_bucket
+    bucket = self.engine.buckets.rows
     count = len(self.active)
     if bucket(count) == bucket(max(live) + 1):
       return live

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxpost.distributed import transfer
-from jaxpost.models import routing
+from jaxpost.models import routing, shared_weights
 from jaxpost.rl import grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -45,6 +45,9 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     sequences = section.size * section.samples
   if placed.config.router.routing_replay:
     model = routing.recording(model)
+  reshard = None
+  if rollout.share_base:
+    reshard, model = shared_weights.share(model, placed.rollout)
   return NativeEngine(
     model,
     SamplerConfig(
@@ -69,7 +72,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     placed.ledger,
     decode=functools.partial(tokenizer.decode, skip_special=False),
     bridge=transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout'),
-    share_base=rollout.share_base,
+    reshard=reshard,
     asynchronous=rollout.staleness > 0,
   )
 

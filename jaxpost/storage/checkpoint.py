@@ -34,7 +34,7 @@ from etils import epath
 from jaxpost import errors
 from jaxpost.distributed import coordination
 from jaxpost.storage import manifest as manifests
-from jaxpost.storage import named_leaves, object_store
+from jaxpost.storage import object_store
 
 
 def _ignore(line: str) -> None:
@@ -104,8 +104,8 @@ class Checkpointer:
     if self._keep_best and metrics is not None:
       if self._keep_best not in metrics:
         raise errors.InputError(f"keep_best: no metric '{self._keep_best}'; there are {', '.join(sorted(metrics))}")
-    named, _ = named_leaves.flatten(state)
-    named_leaves.check_arrays(named)
+    named, _ = manifests.name_leaves(state)
+    manifests.check_arrays(named)
     manifest = manifests.Manifest(
       step=step,
       leaves={k: [list(x.shape), str(x.dtype)] for k, x in named.items()},
@@ -306,7 +306,7 @@ class Checkpointer:
 
   def _read(self, step: int, template: Any, prefix: str) -> Any:
     """Reads the leaves below `prefix` into the shape of `template`."""
-    named, treedef = named_leaves.flatten(template)
+    named, treedef = manifests.name_leaves(template)
     wanted = {}
     for key, leaf in named.items():
       if leaf.sharding is None:
@@ -314,7 +314,7 @@ class Checkpointer:
       wanted[prefix + key] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     folder = self._read_from(step)
     leaves = manifests.read(self._folder, step).leaves
-    named_leaves.check_match(folder, {k: v for k, v in leaves.items() if k.startswith(prefix)}, wanted)
+    manifests.check_leaves(folder, {k: v for k, v in leaves.items() if k.startswith(prefix)}, wanted)
     # Orbax stores no arrays without elements.
     arrays = {k: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for k, x in wanted.items() if not x.size}
     stored = {k: x for k, x in wanted.items() if x.size}

@@ -3,16 +3,19 @@
 Orbax loads a flipped bit without an error. So each step of a run has a manifest, written
 once all other files are there: a step without one was never finished, and a step whose
 files differ from it is damaged. Its first line is the crc32 of the JSON that follows.
+Arrays of a state (a pytree) are saved under their names: 'params/embed'.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from etils import epath
 
+from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 
 NAME = 'checksums.json'
@@ -80,3 +83,43 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
   """Returns the steps whose save was finished, newest first, without verifying them."""
   folder = epath.Path(folder)
   return [s for s in steps(folder) if (folder / str(s) / NAME).exists()]
+
+
+# ----------------------------------------------------------------- names of leaves
+
+
+def name_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
+  """Returns ({'opt_state/0/mu/embed': leaf}, treedef), in leaf order."""
+  pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  named = {}
+  for path, leaf in pairs:
+    key = jax.tree_util.keystr(path, simple=True, separator='/')
+    if key in named:
+      raise ValueError(f'two leaves of the state are both called {key}')
+    named[key] = leaf
+  return named, treedef
+
+
+def check_arrays(named: dict[str, Any]) -> None:
+  """Raises TypeError for leaves that a checkpoint cannot hold."""
+  for key, leaf in named.items():
+    if not isinstance(leaf, jax.Array):
+      raise TypeError(f'{key} is a {type(leaf).__name__}, not a jax array')
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+      raise TypeError(f'{key} is {leaf.dtype}; save jax.random.key_data of it')
+
+
+def check_leaves(where: epath.Path, saved: dict[str, list], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+  """Raises InputError if the leaves on disk are not the ones wanted."""
+  here = {k: f'{x.dtype} {list(x.shape)}' for k, x in wanted.items()}
+  there = {k: f'{dtype} {shape}' for k, (shape, dtype) in saved.items()}
+  wrong = sorted(k for k in {*here, *there} if here.get(k) != there.get(k))
+  if not wrong:
+    return
+  key = wrong[0]
+  more = f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''
+  raise InputError(
+    f'{where}: {key} is {there.get(key, "absent")} in the checkpoint and'
+    f' {here.get(key, "absent")} in the run{more}; the config changed since'
+    ' this checkpoint: restore the old values or choose another folder'
+  )

@@ -6,6 +6,7 @@ uploaded; a file written at once appears as a whole or not at all.
 
 import atexit
 import functools
+import json
 import os
 import pathlib
 import shutil
@@ -146,3 +147,21 @@ def here(path: str, names: tuple[str, ...]) -> pathlib.Path:
     if (epath.Path(path) / name).exists():
       _copy(epath.Path(path) / name, made / name)
   return made
+
+
+def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON file that holds one object."""
+  try:
+    value = json.loads(path.read_text(encoding='utf-8'))
+  except json.JSONDecodeError as e:
+    raise InputError(f'{path}:{e.lineno}:{e.colno}: bad JSON: {e.msg}; copy or download it again') from e
+  except (UnicodeDecodeError, OSError) as e:
+    raise InputError(f'{path}: unreadable ({e}); copy or download it again') from e
+  if not isinstance(value, dict):
+    raise InputError(f'{path}: not a JSON object; copy or download it again')
+  return value
+
+
+def write_json(path: epath.Path | pathlib.Path, value: Any) -> None:
+  """Writes indented JSON."""
+  path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')

@@ -20,7 +20,7 @@ from jaxpost.data import chat, sources
 from jaxpost.distributed.mesh import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention
+from jaxpost.models import attention, shared_weights
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -157,11 +157,15 @@ def make_engine(
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
   compute = compute_for(platform, inputs.config.model.dtype, 'none')
+  layout = make_layout(mesh, 'rollout', '--mesh')
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
 
     room = max_prompt + max_new_tokens
     compute = kernel_check.settle(compute, [(model.config, bucket(n, room), 1) for n in range(1, room + 1)])
+  reshard = None
+  if share_base:
+    reshard, model = shared_weights.share(model, layout)
   engine = NativeEngine(
     model,
     SamplerConfig(
@@ -171,11 +175,11 @@ def make_engine(
       stop_ids=inputs.tokenizer.stop_ids,
       top_logprobs=top_logprobs,
     ),
-    make_layout(mesh, 'rollout', '--mesh'),
+    layout,
     compute,
     Ledger(),
     functools.partial(inputs.tokenizer.decode, skip_special=False),
-    share_base=share_base,
+    reshard=reshard,
   )
   engine.load(weights.params, weights.step)
   return engine
