@@ -97,7 +97,7 @@ def run_stage(stage: Stage, start: int):
       replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
       run.pending = _PendingStep(step, item, done, stage.timer.pop(), replica_check)
       if step == start + 1:
-        run.check_first_step(step, done[0][1])
+        run.after_first_step(step, done[0][1])
       preempted = stop.reached()
       last = step == stage.steps
       if last or (stage.eval_every and step % stage.eval_every == 0):
@@ -131,8 +131,8 @@ class _Progress:
     self.eval_step, self.eval_metrics = 0, {}
     self.sample_step, self.sample_rows = -1, []
 
-  def check_first_step(self, step: int, metrics: dict):
-    """Checks the metrics of step 1; after the first step of a process nothing compiles."""
+  def after_first_step(self, step: int, metrics: dict):
+    """Checks the metrics of step 1, and forbids compilation from the second step of this process on."""
     if step == 1:
       self.stage.check_first_step(to_host(metrics))
     self.stage.forbid_compiles()
