@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from etils import epath
 
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
@@ -52,7 +53,7 @@ _PLAIN = {
 }
 
 
-def read_spec(folder, cfg: ModelConfig) -> tuple:
+def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
   """`ModelConfig.lora` of an adapter folder, for the model `cfg`.
 
   Reads headers only. InputError where the folder is no adapter of it.
@@ -202,12 +203,12 @@ def _apart(folder, have: dict, given: set, raw: dict, every: dict, cfg: ModelCon
   return out
 
 
-def base_of(folder) -> str:
+def base_of(folder: epath.PathLike) -> str:
   """Name or folder of the model that an adapter was trained on."""
   return object_store.read_json(model_folder.opened(folder) / CONFIG).get('base_model_name_or_path') or ''
 
 
-def is_judge(folder) -> bool:
+def is_judge(folder: epath.PathLike) -> bool:
   """Returns True if an adapter folder holds a scalar head of a reward model."""
   path = model_folder.opened(folder) / CONFIG
   return path.is_file() and object_store.read_json(path).get('modules_to_save') == ['score']
@@ -280,7 +281,7 @@ def _check(folder, kept: dict, have: dict):
     raise _other(folder, f'tensor {extra[0]} and {len(extra) - 1} more have no place')
 
 
-def load(folder, model: Model, shardings: dict, write: Callable = transfer.write) -> dict:
+def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable = transfer.write) -> dict:
   """The adapters of a folder, nested, as float32 arrays."""
   folder = model_folder.opened(folder)
   with contextlib.ExitStack() as stack:
