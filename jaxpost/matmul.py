@@ -6,6 +6,7 @@ F outputs.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -238,7 +239,7 @@ class _Parts:
       return jax.lax.fori_loop(0, self.number, part, out)
 
   def rows(self, x, i):
-    return _bits(lambda x: jax.lax.dynamic_slice_in_dim(x, self.start[i], self.block), x)
+    return on_bits(lambda x: jax.lax.dynamic_slice_in_dim(x, self.start[i], self.block), x)
 
   def real(self, i):
     """Returns [block, 1] bool: rows of the block that belong to its group."""
@@ -246,18 +247,26 @@ class _Parts:
 
 
 def _slice(w, i):
-  return _bits(lambda w: jax.lax.dynamic_index_in_dim(w, i, keepdims=False), w)
+  return on_bits(lambda w: jax.lax.dynamic_index_in_dim(w, i, keepdims=False), w)
 
 
-def _bits(fn, x):
-  """Applies `fn` to the bits of a bfloat16 array.
+def as_bits(x: jax.Array) -> jax.Array:
+  """Returns a bfloat16 array as uint16 integers, its bits; other types as they are.
 
-  XLA:CPU widens all of a bfloat16 array to slice it, which takes ten times as
-  long as a product with a few rows.
+  XLA:CPU converts a whole bfloat16 array to float32 (and back) to slice or update a
+  part of it: ten times the cost of a product with a few rows.
   """
-  if x.dtype != jnp.bfloat16:
-    return fn(x)
-  return jax.lax.bitcast_convert_type(fn(jax.lax.bitcast_convert_type(x, jnp.uint16)), jnp.bfloat16)
+  return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_bits(x: jax.Array) -> jax.Array:
+  """Returns the bfloat16 array of `as_bits`; other types than uint16 as they are."""
+  return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
+def on_bits(fn: Callable, x: jax.Array) -> jax.Array:
+  """Applies `fn`, which moves elements and computes nothing, to `as_bits(x)`; returns the type of x."""
+  return from_bits(fn(as_bits(x))) if x.dtype == jnp.bfloat16 else fn(x)
 
 
 def _precision(dtype: str):

@@ -140,7 +140,7 @@ FIELDS = {
     dict(rollout=dict(staleness=1, offload=True)),
     'rollout.offload: with rollout.staleness',
   ),
-  'more of the likeliest than there are': (
+  'more top log-probs than there are tokens': (
     'grpo',
     dict(rollout=dict(top_logprobs=5000)),
     'rollout.top_logprobs: 5000 of a vocabulary of',

@@ -102,7 +102,7 @@ for train, rollout, preset, *score in jobs:
       for kind, axes in more.items():
         kept = said[into].setdefault(kind, {})
         for axis, count in axes.items():
-          kept[axis] = kept.get(axis, 0.0) + count * row['times']
+          kept[axis] = kept.get(axis, 0.0) + count * row['calls_per_step']
   out.append(said)
 print(json.dumps(out))
 '''

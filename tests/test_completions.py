@@ -71,7 +71,7 @@ def test_rows_keep_their_columns(whole, source, weights):
     assert len({tuple(x) for x in new['completion_ids']}) > 32
 
 
-def test_the_likeliest_tokens_of_each_place(weights, source, tmp_path):
+def test_top_logprobs_of_each_position(weights, source, tmp_path):
   draws = dataclasses.replace(DRAWS, n=2, temperature=0.0, top_logprobs=2)
   prompts = completions.make_prompts(weights, file=str(source))
   completion_files.complete_file(weights, prompts, tmp_path / 'out.jsonl', draws)

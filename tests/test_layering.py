@@ -64,7 +64,7 @@ JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
 # Rooms whose public functions are all typed; none leaves this list.
 TYPED = ('algorithms', 'data', 'environments', 'formats', 'hardware', 'imports', 'losses', 'monitor', 'planning')
-TYPED += ('rewards', 'rl', 'stage', 'stages', 'storage', 'tools', 'types', 'workers')
+TYPED += ('programs', 'rewards', 'rl', 'stage', 'stages', 'storage', 'tools', 'types', 'workers')
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}

@@ -129,7 +129,7 @@ def test_log_probs_are_those_of_the_model(server, weights):
   assert ''.join(choice['logprobs']['tokens']).startswith(choice['text'][:1])
 
 
-def test_the_likeliest_tokens(server, weights):
+def test_top_logprobs(server, weights):
   """As many as are asked for, under the model's own distribution."""
   found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
   ids = np.array([[*found['prompt_token_ids'], *found['choices'][0]['token_ids']]])

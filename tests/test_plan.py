@@ -458,7 +458,7 @@ def look(mesh, **rollout):
     'reshard', 'init_state', 'generate', 'score', 'update'))
   rows = {r['program']: {k: v for k, v in r.items() if k not in (
     'mesh', 'totals')} for r in found.rows}
-  moved = sum(r['output_bytes'] * r['times'] for r in found.rows
+  moved = sum(r['output_bytes'] * r['calls_per_step'] for r in found.rows
               if r['program'] == 'reshard')
   fast = dataclasses.replace(top, chip=chips.CHIPS['h200'])
   programs = roofline.programs(found, fast)

@@ -328,7 +328,7 @@ def test_a_slot_with_nothing_left_is_broken():
   assert drawn.broken[0]
 
 
-def test_the_likeliest_are_reported(row):
+def test_the_most_probable_tokens_are_reported(row):
   drawn = sampling.draw(
     jnp.asarray(row)[None], slots_of(1, top_logprobs=jnp.full(1, 3)), jnp.full(1, 0.5), jnp.zeros(1, int), top=3
   )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpost.matmul import Compute, einsum
+from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import context_parallel
 from jaxpost.models.attention_xla import attend_in_chunks, chunked, reference, scale_queries, softcap, softmax
 from jaxpost.types import MASKED_LOGIT
@@ -119,7 +119,7 @@ def layer_entries(cache: Cache, layer: int, step):
   def gather(pool):
     some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
     flat = some.reshape(*some.shape[:2], -1, some.shape[-1])
-    return jax.lax.bitcast_convert_type(flat, jnp.bfloat16) if flat.dtype == jnp.uint16 else flat
+    return from_bits(flat)
 
   return [gather(pool) for pool in pair]
 

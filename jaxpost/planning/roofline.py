@@ -82,7 +82,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
   placed = compiled.placed
   step = step_of(placed)
   sampler = max((r['argument_bytes'] for r in compiled.rows if r['program'] == 'generate'), default=0)
-  moved = sum(r['output_bytes'] * r['times'] for r in compiled.rows if r['program'] == 'reshard')
+  moved = sum(r['output_bytes'] * r['calls_per_step'] for r in compiled.rows if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
     beside = 0
@@ -117,7 +117,7 @@ def _calls(row: dict, rows: list, step: Step) -> float:
   same = sum(r['program'] == row['program'] for r in rows)
   calls = step.calls.get(row['program'], 0)
   if row['program'] in ('update', 'reshard'):  # each does a part of it
-    return calls * row['times']
+    return calls * row['calls_per_step']
   return calls / same
 
 

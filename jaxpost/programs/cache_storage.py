@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jaxpost.matmul import as_bits, from_bits
 from jaxpost.models import routing
 from jaxpost.types import Cache
 
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 
-def put_rows(cache, rows, new, source, compute: Compute):
-  """cache[s, :, :P] = rows[source[s]] where new[s]; P entries in `rows`.
+def put_rows(cache: Cache, rows: Cache | None, new: jax.Array, source: jax.Array, compute: Compute) -> Cache:
+  """Copies rows [N, K, P, h] into slots [S, K, length, h]: cache[s, :, :P] = rows[source[s]] where new[s].
 
-  Without `rows`, of the cache itself; then no slot is both read and written.
+  Without `rows`, from slots of the cache itself; then no slot is both read and written.
   """
   if not compute.row_writes:
 
@@ -29,7 +30,7 @@ def put_rows(cache, rows, new, source, compute: Compute):
     return jax.tree.map(put, cache, rows or cache)
   order = jnp.argsort(~new, stable=True)
 
-  def write(i, cache):  # only what changes, in place
+  def write(i, cache):  # in place, where a scatter would copy the cache
     slot = order[i]
     return jax.tree.map(
       lambda old, rows: jax.lax.dynamic_update_slice(
@@ -42,8 +43,8 @@ def put_rows(cache, rows, new, source, compute: Compute):
   return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
 
 
-def put_pages(pool, rows, copies):
-  """Parts of `rows` [N, K, P, h] into pages [pages, K, p, h], in place."""
+def put_pages(pool: Cache, rows: Cache, copies: jax.Array) -> Cache:
+  """Copies parts of `rows` [N, K, P, h] into pages [pages, K, p, h], in place; `copies` as in `generate.Entry`."""
   size = pool.k[0].shape[2]
   rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
 
@@ -61,26 +62,22 @@ def put_pages(pool, rows, copies):
 
 
 def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
-  """The empty cache entries of a block of `steps` tokens."""
+  """Returns empty cache entries [rows, K, steps, h] for a block of `steps` tokens."""
   recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
   return view(recent).replace(experts=routing.no_record(model.config, rows, steps))
 
 
 def stored(cache: Cache) -> Cache:
-  """The cache as it is stored: bfloat16 as integers.
-
-  XLA:CPU updates integers in place, but converts a whole bfloat16 array to
-  float32 and back.
-  """
-  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x, cache)
+  """Returns the cache as it is stored: bfloat16 as integers, which XLA:CPU updates in place."""
+  return jax.tree.map(as_bits, cache)
 
 
 def view(cache: Cache) -> Cache:
-  """The `stored` cache in its own type, to compute with."""
-  return jax.tree.map(lambda x: jax.lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x, cache)
+  """Returns the `stored` cache in the type that programs compute with."""
+  return jax.tree.map(from_bits, cache)
 
 
 def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
-  """`value` in the slots that are `new` [S], else `old`; in the type of `old`."""
+  """Returns `value` in the slots that are `new` [S], else `old`; in the type of `old`."""
   mask = new.reshape(-1, *(1,) * (old.ndim - 1))
   return jnp.where(mask, value, old).astype(old.dtype)

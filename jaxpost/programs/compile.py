@@ -4,7 +4,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -19,11 +20,12 @@ class Ledger:
   rows: list[dict] = dataclasses.field(default_factory=list)
   sealed: bool = False  # after the first step a compilation is a surprise
   dry: bool = False  # a plan: nothing runs, calls return described outputs
-  look: Callable | None = None  # (name, compiled, args, times) -> of its row
+  look: Callable | None = None  # (name, compiled, args, calls_per_step) -> more columns of a row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
 
-  def add(self, name: str, args, seconds: float, compiled, flops, times: int):
+  def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls_per_step: int) -> None:
+    """Adds the row of a program that took `seconds` to compile; warns after the first step."""
     memory, shapes = compiled.memory_analysis(), describe(args)
     self.rows.append(
       dict(
@@ -31,25 +33,26 @@ class Ledger:
         shapes=shapes,
         compile_s=round(seconds, 3),
         flops=flops,
-        times=times,
+        calls_per_step=calls_per_step,
         device=min(d.id for x in jax.tree.leaves(compiled.output_shardings)[:1] for d in x.device_set),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         batch_bytes=memory_lib.batches(args),
-        **(self.look(name, compiled, args, times) if self.look else {}),
+        **(self.look(name, compiled, args, calls_per_step) if self.look else {}),
       )
     )
     if self.sealed:
       logging.warning('compiled %s for new shapes %s after the first step (%.1f s)', name, shapes, seconds)
 
-  def seal(self):
+  def seal(self) -> None:
+    """Ends the first step: compilations from now on are warned of."""
     self.sealed = True
 
 
-# Collectives beside products, and layers' worth of them together. What
-# XLA_FLAGS names stays as it is.
+# Collectives overlap with products, and those of a layer are combined. Options that
+# XLA_FLAGS names are left alone.
 GPU_OPTIONS = {
   'xla_gpu_enable_latency_hiding_scheduler': True,
   'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
@@ -69,7 +72,7 @@ class Program:
       outputs to their shardings.
     flops: analytic FLOPs of a call, from its arguments (XLA's own count
       takes the body of a loop once).
-    times: runs of it in one call of what it is a part of.
+    calls_per_step: how often the enclosing operation calls this program.
   """
 
   def __init__(
@@ -81,9 +84,9 @@ class Program:
     *,
     donate: tuple[int, ...] = (),
     flops: Callable | None = None,
-    times: int = 1,
+    calls_per_step: int = 1,
   ):
-    self.name, self._times = name, times
+    self.name, self._calls_per_step = name, calls_per_step
     self._fn, self._donate, self._out = fn, donate, out_shardings
     self._ledger, self._flops = ledger, flops
     self._compiled = {}
@@ -91,8 +94,8 @@ class Program:
   def __call__(self, *args):
     return self.compile(*args)(*args)
 
-  def compile(self, *args):
-    """Compiles for arrays or `jax.ShapeDtypeStruct`s (with shardings)."""
+  def compile(self, *args: Any) -> Callable:
+    """Compiles for arrays or `jax.ShapeDtypeStruct`s (with shardings), and returns the compiled function."""
     if self._ledger.only and self.name not in self._ledger.only:
       return self.outputs
     leaves, tree = jax.tree.flatten(args)
@@ -108,7 +111,7 @@ class Program:
       jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
       compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
-      self._ledger.add(self.name, args, time.perf_counter() - start, compiled, flops, self._times)
+      self._ledger.add(self.name, args, time.perf_counter() - start, compiled, flops, self._calls_per_step)
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 
@@ -118,8 +121,8 @@ class Program:
       x.sharding.addressable_devices for x in jax.tree.leaves(self.outputs(*args))
     )
 
-  def outputs(self, *args):
-    """Shapes, types and shardings of the outputs, to compile programs that take them."""
+  def outputs(self, *args: Any) -> Any:
+    """Returns shapes, types and shardings of the outputs, to compile programs that take them."""
     abstract = jax.tree.map(_abstract, args)
     shapes = jax.eval_shape(self._fn, *abstract)
     shardings = self._shardings(abstract)
@@ -135,8 +138,8 @@ class Program:
     return self._out(jax.eval_shape(self._fn, *abstract))
 
 
-def options(arguments, more: dict | None = None) -> dict | None:
-  """Compiler options for the devices of these arguments; `more` wins, and so do XLA_FLAGS."""
+def options(arguments: Sequence[Any], more: dict | None = None) -> dict | None:
+  """Returns compiler options for the devices of these arrays; `more` and XLA_FLAGS override the defaults."""
   devices = (d for x in arguments for d in x.sharding.device_set)
   found = {}
   if getattr(next(devices, None), 'platform', '') == 'gpu':
@@ -149,14 +152,14 @@ def _abstract(x):
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
-def describe(args) -> str:
-  """The distinct shapes of the arguments that are no parameters, in short."""
+def describe(args: tuple) -> str:
+  """Returns the distinct shapes of the arguments that are no parameters, in at most 80 characters."""
   known = [a for a in args[1:] if not isinstance(a, dict)]
   shapes = [x.shape for x in jax.tree.leaves(known) if x.ndim > 1]
   return ' '.join(str(list(s)) for s in dict.fromkeys(shapes))[:80]
 
 
 def after(first: Callable, then: Callable) -> Callable:
-  """then(first(x)), the first compiled once for each shape of x."""
+  """Returns the function then(first(x)), with `first` compiled once for each shape of x."""
   first = jax.jit(first)
   return lambda x: then(first(x))

@@ -1,4 +1,4 @@
-"""Extend: a conversation goes on from its cache, and only what is new is read.
+"""The extend program: continues cached sequences; only their new tokens are read.
 
 Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden
 size, L layers.
@@ -34,13 +34,13 @@ class More:
 
 
 def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """The program extend(weights, state, entry, more, run_key, step, table) -> state.
+  """Makes the program extend(weights, state, entry, more, run_key, step, table) -> state.
 
   It continues sequences whose first entries are in the cache of their slot, or
   in the pages of `table` [S, n]; attention reads `read` entries. It donates the
   state.
   """
-  way = _one_by_one if compute.row_writes and (layout.batch_shards == 1) else _together
+  read_new = _one_by_one if compute.row_writes and layout.batch_shards == 1 else _together
 
   def hidden_of(weights, cache, more):
     steps = more.tokens.shape[1]
@@ -59,7 +59,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
 
   def extend(weights, state, entry, more, run_key, step, table=None):
     new = (entry.source >= 0) & (more.lengths > 0)
-    cache, hidden = way(functools.partial(hidden_of, weights), state, new, more, table, read)
+    cache, hidden = read_new(functools.partial(hidden_of, weights), state, new, more, table, read)
     return generate.enter(
       state.replace(cache=cache),
       entry.replace(source=jnp.where(new, 0, -1)),
@@ -77,13 +77,13 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
 
 
 def _one_by_one(hidden_of, state, new, more: More, table, read: int):
-  """Rows in turn, only those that are new: a CPU computes padding, too."""
+  """Extends the slots that are new in turn: on a CPU, rows of padding cost as much as real ones."""
   order = jnp.argsort(~new, stable=True)
 
   def row(i, carry):
     cache, hidden = carry
     slot = order[i]
-    pick = lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1)
+    pick = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
     one = jax.tree.map(pick, more)
     if table is None:
       recent, last = hidden_of(cache_storage.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), one)
@@ -97,25 +97,25 @@ def _one_by_one(hidden_of, state, new, more: More, table, read: int):
 
 
 def _together(hidden_of, state, new, more: More, table, read: int):
-  """All slots at once."""
-  cache = (
-    state.cache.replace(table=table)
-    if table is not None
-    else (cache_storage.view(jax.tree.map(lambda x: x[:, :, :read], state.cache)))
-  )
+  """Extends all slots at once."""
+  if table is None:
+    cache = cache_storage.view(jax.tree.map(lambda x: x[:, :, :read], state.cache))
+  else:
+    cache = state.cache.replace(table=table)
   recent, hidden = hidden_of(cache, more)
   return _scatter(state.cache, recent, new, more, table), hidden
 
 
 def _write(cache: Cache, recent: Cache, slot, one: More) -> Cache:
-  """The first lengths[0] entries of `recent` [1, K, T, h] behind the filled.
+  """Writes the first lengths[0] entries of `recent` [1, K, T, h] behind the filled ones of a slot.
 
-  What is padding leaves the cache as it is: it may reach past the end.
+  Padding, which may reach past the end of the cache, is not written.
   """
   filled, steps = one.filled[0], one.tokens.shape[1]
 
   def put(old, new):
     size = min(steps, old.shape[2])
+    # A window that would reach past the end begins earlier, and the new entries later in it.
     start = jnp.clip(filled, 0, old.shape[2] - size)
     place = slot, 0, start, 0
     there = jax.lax.dynamic_slice(old, place, (1, old.shape[1], size, old.shape[3]))
@@ -153,5 +153,5 @@ def _scatter(cache: Cache, recent: Cache, new, more: More, table) -> Cache:
     row = table[row, jnp.minimum(at // size, table.shape[1] - 1)]
     at = at % size
   real = new[:, None] & (count < more.lengths[:, None])
-  at = jnp.where(real, at, size)  # nowhere
+  at = jnp.where(real, at, size)  # past the end: dropped
   return jax.tree.map(lambda old, x: old.at[row, :, at].set(x.swapaxes(1, 2), mode='drop'), cache, recent)

@@ -87,10 +87,11 @@ class Block:
 def empty_state(
   model: Model, slots: int, cache_shape: tuple[int, int], sampling: Sampling, compute: Compute
 ) -> Callable:
-  """A function that returns a DecodeState.
+  """Returns a function that makes a DecodeState without sequences.
 
-  cache_shape: slots and entries of each, or pages and entries of each.
-  sampling: of one slot, from which the arrays take their shapes.
+  Args:
+    cache_shape: (slots, entries of each) or (pages, entries of each).
+    sampling: parameters of one slot, which every slot begins with.
   """
   cfg = model.config
   heads, sizes = cfg.cached
@@ -98,45 +99,44 @@ def empty_state(
   def empty_cache():
     if model.empty_cache:
       return model.empty_cache(*cache_shape, compute)
-    half = lambda size: tuple(
-      jnp.zeros((cache_shape[0], heads, cache_shape[1], size), compute.cache) for _ in range(cfg.num_layers)
-    )
-    k, *v = map(half, sizes)
+
+    def of_layers(size):
+      shape = (cache_shape[0], heads, cache_shape[1], size)
+      return tuple(jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
+
+    k, *v = map(of_layers, sizes)  # latent attention caches one array per layer
     return stored(Cache(k, v[0] if v else ()))
 
   def init():
-    zeros = lambda *s, dtype=jnp.int32: jnp.zeros((slots, *s), dtype)
-    full = lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x)))
     return DecodeState(
-      empty_cache(),
-      zeros(cfg.hidden_size, dtype=compute.residual),
-      zeros(),
-      zeros(),
-      zeros(dtype=bool),
-      jax.tree.map(full, sampling),
-      zeros(2, dtype=jnp.uint32),
+      cache=empty_cache(),
+      hidden=jnp.zeros((slots, cfg.hidden_size), compute.residual),
+      positions=jnp.zeros(slots, jnp.int32),
+      counts=jnp.zeros(slots, jnp.int32),
+      active=jnp.zeros(slots, bool),
+      sampling=jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x))), sampling),
+      keys=jnp.zeros((slots, 2), jnp.uint32),
     )
 
   return init
 
 
 def slot_shardings(layout: Layout) -> Callable:
-  """Shapes -> shardings: rows over the batch axes, heads over tensor."""
+  """Returns a function from shapes to shardings: rows over the batch axes, heads over `tensor`."""
 
   def place(x):
     axes = ('batch', 'kv_heads') if len(x.shape) == 4 else ('batch',)
     return layout.sharding((*axes, *(None,) * (len(x.shape) - len(axes))), x.shape)
 
-  return lambda shapes: jax.tree.map(place, shapes)
+  return functools.partial(jax.tree.map, place)
 
 
 def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """prefill(weights, tokens [N, P], lengths [N]) -> Prefix."""
+  """Makes the program prefill(weights, tokens [N, P], lengths [N]) -> Prefix."""
 
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(weights, tokens, lengths, compute=compute, constrain=layout)
-    kept = stored(cache.replace(experts=()))
-    return Prefix(kept, hidden, lengths, cache.experts)
+    return Prefix(stored(cache.replace(experts=())), hidden, lengths, cache.experts)
 
   def flops(weights, tokens, lengths):
     del weights, lengths
@@ -146,7 +146,7 @@ def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger)
 
 
 def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """insert(state, prefix, entry, run_key, step) -> state, which is donated."""
+  """Makes the program insert(state, prefix, entry, run_key, step) -> state, which donates the state."""
 
   def insert(state, prefix, entry, run_key, step):
     source = jnp.maximum(entry.source, 0)
@@ -160,8 +160,10 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   return Program('insert', insert, ledger, slot_shardings(layout), donate=(0,))
 
 
-def enter(state: DecodeState, entry: Entry, hidden, positions, run_key, step) -> DecodeState:
-  """Enters sequences into their slots: all of the state but the cache.
+def enter(
+  state: DecodeState, entry: Entry, hidden: jax.Array, positions: jax.Array, run_key: jax.Array, step: jax.Array
+) -> DecodeState:
+  """Returns the state with sequences entered into their slots; their cache entries are there already.
 
   hidden: [S, D] and positions: [S], at the end of each prompt.
   """
@@ -202,7 +204,7 @@ def make_move(layout: Layout, compute: Compute, ledger: Ledger, *, paged: bool) 
 def make_generate(
   model: Model, steps: int, rows: int, read: int, top: int, layout: Layout, compute: Compute, ledger: Ledger
 ) -> Program:
-  """The program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
+  """Makes the program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
 
   It decodes the first `rows` slots; attention reads the first `read` entries of
   their caches, or the pages of `table` [rows, n]. The caller makes sure that no
@@ -233,15 +235,8 @@ def make_generate(
       out_specs=(
         split,
         Block(
-          tokens=by_step,
-          logprobs=by_step,
-          behavior_logprobs=by_step,
-          drawn=by_step,
-          active=split,
-          finished=split,
-          broken=split,
-          top=by_step,
-          experts=by_step,
+          **dict.fromkeys(('tokens', 'logprobs', 'behavior_logprobs', 'drawn', 'top', 'experts'), by_step),
+          **dict.fromkeys(('active', 'finished', 'broken'), split),
         ),
       ),
     )(weights, state)
@@ -250,14 +245,11 @@ def make_generate(
     del weights, state, table
     return steps * rows * flops_per_token(model.config, read)
 
-  return Program(
-    'generate',
-    generate,
-    ledger,
-    lambda shapes: (slot_shardings(layout)(shapes[0]), layout.sharding()),
-    donate=(1,),
-    flops=flops,
-  )
+  def place(shapes):
+    state, _ = shapes
+    return slot_shardings(layout)(state), layout.sharding()
+
+  return Program('generate', generate, ledger, place, donate=(1,), flops=flops)
 
 
 def _block(
@@ -272,9 +264,9 @@ def _block(
   state,
   table=None,
 ):
-  """`generate`, of all slots or of those of a device; rows: of these.
+  """Decodes `steps` tokens of the first `rows` slots, of all devices or of one.
 
-  constrain: a `Layout`, or any function where the device works alone.
+  constrain: a `Layout`; in a shard_map, where a device works alone, a function that returns x.
   """
 
   def step(cache, filled, carry, now):
@@ -305,30 +297,30 @@ def _block(
   few = few.replace(positions=filled + steps)
   rest = jax.tree.map(lambda old, x: old.at[:rows].set(x) if rows < len(old) else x, state.replace(cache=None), few)
   block = Block(
-    drawn.tokens,
-    drawn.logprobs,
-    drawn.behavior_logprobs,
-    active,
-    few.active | False,
-    jnp.any(stopped, axis=0),
-    jnp.any(active & drawn.broken, axis=0),
-    drawn.top,
-    routing.recorded(recent.experts),
+    tokens=drawn.tokens,
+    logprobs=drawn.logprobs,
+    behavior_logprobs=drawn.behavior_logprobs,
+    drawn=active,
+    active=few.active | False,  # an output beside the state's, which the next call is given to reuse
+    finished=jnp.any(stopped, axis=0),
+    broken=jnp.any(active & drawn.broken, axis=0),
+    top=drawn.top,
+    experts=routing.recorded(recent.experts),
   )
   cache = extend(state.cache.replace(table=table), stored(recent.replace(experts=())), filled, compute.row_writes)
   return rest.replace(cache=cache.replace(table=None)), block
 
 
-def advance(state: DecodeState, tokens):
-  """(state after these tokens, [S] which slots a stop id has ended)."""
+def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
+  """Returns (state after these tokens [S], [S] bool: slots that drew a stop id)."""
   stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
   counts = state.counts + state.active
   full = counts >= state.sampling.max_tokens
   return state.replace(counts=counts, active=state.active & ~stop & ~full), state.active & stop
 
 
-def head_logits(model: Model, weights, hidden, compute: Compute):
-  """[S, D] -> logits [S, V] float32; rows of the padded vocabulary are masked."""
+def head_logits(model: Model, weights: dict, hidden: jax.Array, compute: Compute) -> jax.Array:
+  """Returns logits [S, V] float32 of hidden states [S, D]; rows of the padded vocabulary are masked."""
   head = model.head(weights)
   logits = head_chunk.logits(hidden, head, model.config.logit_form, compute.dtype)
   if model.config.vocab_size < head.shape[0]:

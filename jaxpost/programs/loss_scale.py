@@ -10,8 +10,8 @@ import optax
 class LossScaled(NamedTuple):
   """The state of an optimizer whose gradients come from float16 products.
 
-  A loss times `scale` keeps small gradients from becoming 0; one that makes
-  them overflow is halved, and doubled after `_PATIENCE` good steps
+  Multiplying the loss by `scale` keeps small gradients from becoming 0. The scale
+  is halved when gradients overflow, and doubled after `_PATIENCE` good steps
   (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
   """
 
@@ -23,8 +23,8 @@ class LossScaled(NamedTuple):
 _FIRST, _LARGEST, _PATIENCE = 2.0**15, 2.0**24, 1000
 
 
-def scaled(optimizer) -> optax.GradientTransformation:
-  """The optimizer, taking gradients that are scaled back already."""
+def scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+  """Returns the optimizer with a loss scale in its state; its gradients are divided by the scale before."""
 
   def init(params):
     return LossScaled(jnp.float32(_FIRST), jnp.int32(0), optimizer.init(params))
@@ -38,8 +38,8 @@ def scaled(optimizer) -> optax.GradientTransformation:
   return optax.GradientTransformation(init, update)
 
 
-def unmoved(state, finite):
-  """The state after a step that moves nothing; smaller scale if it overflowed."""
+def unmoved(state: Any, finite: jax.Array) -> Any:
+  """Returns the state after a step that changes no weight; an overflow halves the scale."""
   if not isinstance(state, LossScaled):
     return state
   return state._replace(
@@ -47,13 +47,13 @@ def unmoved(state, finite):
   )
 
 
-def scale_of(state):
-  """[] float32, or 1.0 for an optimizer without a scale."""
+def scale_of(state: Any) -> jax.Array | float:
+  """Returns the scale, [] float32, or 1.0 for an optimizer without one."""
   return state.scale if isinstance(state, LossScaled) else 1.0
 
 
-def report(state, finite) -> dict:
-  """Metrics of the loss scale, and the `skipped_updates` of a step that has one."""
+def report(state: Any, finite: jax.Array) -> dict[str, jax.Array]:
+  """Returns metrics of the loss scale, and `skipped_updates` of a step that has one."""
   if not isinstance(state, LossScaled):
     return {}
   over = ~finite & (state.scale > 1)

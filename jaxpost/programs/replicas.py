@@ -1,4 +1,4 @@
-"""A hash of parameters as each device holds them, and who holds others.
+"""Hashes of parameters on each device, which show replicas that differ.
 
 Legend: N devices of the mesh, P parameters.
 """
@@ -16,7 +16,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def make_digest(shardings: dict, ledger: Ledger) -> Program:
-  """digest(params) -> [N, P] uint32, of the bits of each device's shards.
+  """Makes the program digest(params) -> [N, P] uint32, hashes of the bits of each device's shards.
 
   It reads parameters once: a millisecond for some GB on an accelerator.
   """
@@ -35,7 +35,7 @@ def make_digest(shardings: dict, ledger: Ledger) -> Program:
 
 
 def _hash(x):
-  """A sum of all bits that depends on their places, modulo 2^32."""
+  """Returns a sum of all words that depends on their positions, modulo 2^32."""
   words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
   words = words.astype(jnp.uint32)
   total = jnp.zeros((), jnp.uint32)
@@ -50,10 +50,10 @@ def _hash(x):
 
 
 def differing(digests: np.ndarray, params: dict) -> list[tuple]:
-  """(path, device) of the shards that differ from most of their replicas.
+  """Returns (path, device) of the shards that differ from most of their replicas.
 
   Args:
-    digests: [N, P] of `digest`; params: what it was of.
+    digests: [N, P], hashes of `params` by the program `digest`.
   """
   out = []
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -71,6 +71,6 @@ def differing(digests: np.ndarray, params: dict) -> list[tuple]:
 
 
 def combined(digests: np.ndarray) -> int:
-  """One number below 2^32 for all of it."""
+  """Returns one number below 2^32 for all hashes."""
   odd = 2 * np.arange(digests.size, dtype=np.uint32) + 1
   return int((digests.ravel() * odd).sum(dtype=np.uint32))

@@ -1,20 +1,21 @@
 """Reshard: the trainer's parameters become the sampler's weights.
 
-Cast and laid out on the way, some layers at a time, so that what exists beside
-the two copies is bounded. What has the sampler's type and layout already, and
-is no layer, is not copied.
+They are cast and resharded some layers at a time, which bounds the memory that is
+needed besides the two copies. A parameter outside the layers that has the sampler's
+type and sharding already is not copied.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.transfer import relabelled
+from jaxpost.matmul import on_bits
 from jaxpost.models.layers import fusable, fuse
 from jaxpost.models.parameters import STACKS, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
@@ -23,8 +24,16 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
+  from jaxpost.models.parameters import Param
 
 GROUP_BYTES = 2**30
+
+
+class WeightSource(NamedTuple):
+  """The parameter that a weight outside the layer stacks is made of."""
+
+  parameter: str
+  cast: Param | None  # its row of the parameter table; None: the type stays
 
 
 class Reshard:
@@ -53,33 +62,28 @@ class Reshard:
     most: int = GROUP_BYTES,
     share_buffers: bool = True,
   ):
-    self._merge, model = model.merge, model.base or model
+    self._merge = model.merge
+    model = model.base or model
     self._compute, self._layout, self._share_buffers = compute, layout, share_buffers
     self._table, self._shardings = nest(model.table), model.shardings(layout)
-    joined = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
-    self._joined = joined
-    # Name -> the parameter that it is made of, and how.
-    self._made = {k: (k, p) for k, p in self._table.items() if k not in STACKS}
-    # XLA:CPU converts a whole bfloat16 table to float32 to look up a few rows.
-    if compute.row_writes and model.config.tie_embeddings and (compute.dtype == 'bfloat16'):
-      self._made |= dict(embed=('embed', None), head=('embed', model.table['embed']))
+    # Concatenating matrices that are split over `tensor` would move their parts between devices.
+    self._fused = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
+    self._sources = {name: WeightSource(name, p) for name, p in self._table.items() if name not in STACKS}
+    # XLA:CPU converts a whole tied bfloat16 table to float32 to look up a few rows.
+    if compute.row_writes and model.config.tie_embeddings and compute.dtype == 'bfloat16':
+      self._sources['embed'] = WeightSource('embed', None)
+      self._sources['head'] = WeightSource('embed', model.table['embed'])
       self._shardings['head'] = self._shardings['embed']
-    each, most_bytes = [], 0  # shardings of every layer, bytes of the largest
-    for stack in STACKS:
-      rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
-      (number,) = {p.shape[0] for p in rows.values()} or {0}
-      each += [fuse({k: layout.sharding(p.axes[1:], p.shape[1:]) for k, p in rows.items()}, joined)] * number
-      most_bytes = max(most_bytes, sum(math.prod(p.shape[1:]) * _size(p, compute) for p in rows.values()))
-    self.layers = len(each)
     self._stacks = [s for s in STACKS if s in self._table]
-    # Layers that differ are made by one program.
-    self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, most_bytes)
-    self._rest = Program('reshard', self._cast, ledger, lambda shapes: {k: self._shardings[k] for k in shapes})
-    self._some = Program(
-      'reshard', self._cast_layers, ledger, each[: self.group], times=self.layers // max(1, self.group)
-    )
+    shardings, nbytes = _layers_of(model, layout, compute, self._fused)
+    self.layers = len(shardings)
+    # One program makes every group, so layers that differ are in one group.
+    self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, nbytes)
+    self._rest = Program('reshard', self._cast, ledger, lambda weights: {k: self._shardings[k] for k in weights})
+    calls = self.layers // max(1, self.group)
+    self._some = Program('reshard', self._cast_layers, ledger, shardings[: self.group], calls_per_step=calls)
 
-  def __call__(self, params) -> dict:
+  def __call__(self, params: dict) -> dict:
     shared, rest, stacked = self._split(params)
     self.shared_bytes = sum(x.nbytes for x in shared.values())
     weights = shared | (self._rest(rest) if rest else {})
@@ -91,15 +95,16 @@ class Reshard:
       ]
     return weights
 
-  def compile(self, params):
+  def compile(self, params: dict) -> None:
+    """Compiles the programs for parameters or their `jax.ShapeDtypeStruct`s."""
     _, rest, stacked = self._split(params)
     if rest:
       self._rest.compile(rest)
     if self.layers:
       self._some.compile(stacked, self._start())
 
-  def outputs(self, params) -> dict:
-    """The weights as `jax.ShapeDtypeStruct`s."""
+  def outputs(self, params: dict) -> dict:
+    """Returns the weights as `jax.ShapeDtypeStruct`s."""
     weights, rest, stacked = self._split(params)
     weights |= self._rest.outputs(rest) if rest else {}
     if self.layers:
@@ -110,31 +115,31 @@ class Reshard:
     return jax.ShapeDtypeStruct((), np.int32, sharding=self._layout.sharding())
 
   def _split(self, params) -> tuple[dict, dict, dict]:
-    """(weights that are parameters, what others are made of, layers)."""
+    """Returns (weights that share a parameter's buffers, parameters to copy by name of the weight, layers)."""
     if not self.layers:
       return {}, params, {}
     shared, rest = {}, {}
-    for name, (source, param) in self._made.items():
-      x = params[source]
-      kind = x.dtype if param is None or param.exact else self._compute.dtype
-      same = self._share_buffers and x.dtype == kind and x.sharding.is_equivalent_to(self._shardings[name], x.ndim)
-      if same:
+    for name, (parameter, cast) in self._sources.items():
+      x = params[parameter]
+      dtype = x.dtype if cast is None or cast.exact else self._compute.dtype
+      needs_no_copy = x.dtype == dtype and x.sharding.is_equivalent_to(self._shardings[name], x.ndim)
+      if self._share_buffers and needs_no_copy:
         shared[name] = relabelled(x, self._shardings[name])
       else:
         rest[name] = x
-    sources = {source for source, _ in self._made.values()}
-    return shared, rest, {k: x for k, x in params.items() if k not in sources}
+    outside_layers = {source.parameter for source in self._sources.values()}
+    return shared, rest, {k: x for k, x in params.items() if k not in outside_layers}
 
   def _cast(self, params):
     """Casts everything outside the layer stack; for a custom model, everything."""
     if not self.layers:
       return jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merge(params), self._table)
-    # Without a copy in it jit would return the parameter itself.
-    copy = lambda x, p: jnp.copy(x) if p is None else narrow(jnp.copy(x), p, self._compute)
-    return {name: copy(x, self._made[name][1]) for name, x in params.items()}
+    # Without a copy, jit would return the parameter itself.
+    copies = {name: (jnp.copy(x), self._sources[name].cast) for name, x in params.items()}
+    return {name: x if row is None else narrow(x, row, self._compute) for name, (x, row) in copies.items()}
 
   def _cast_layers(self, stacked, start):
-    """`group` layers from `start` on."""
+    """Makes the weights of `group` layers from layer `start` on."""
     if self.group < self.layers:
       stacked = jax.tree.map(lambda x: _rows(x, start, self.group), stacked)
     some = self._merge(stacked)
@@ -142,22 +147,30 @@ class Reshard:
       name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
       for name in self._stacks
     }
-    return [fuse(p, self._joined) for p in unstack_layers(cast, self.group)['layers']]
+    return [fuse(p, self._fused) for p in unstack_layers(cast, self.group)['layers']]
 
 
-def _size(param, compute: Compute) -> int:
+def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> tuple[list[dict], int]:
+  """Returns (shardings of the fused weights of every layer, bytes of the largest layer on all devices)."""
+  shardings, largest = [], 0
+  for stack in STACKS:
+    rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
+    number = max((p.shape[0] for p in rows.values()), default=0)
+    layer = fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
+    shardings += [layer] * number
+    largest = max(largest, sum(math.prod(p.shape[1:]) * _itemsize(p, compute) for p in rows.values()))
+  return shardings, largest
+
+
+def _itemsize(param: Param, compute: Compute) -> int:
   return 4 if param.exact else jnp.dtype(compute.dtype).itemsize
 
 
 def group_of(layers: int, most: int, each: int) -> int:
-  """Layers of a group: as many as fit `most` bytes and divide their number."""
+  """Returns the largest divisor of `layers` so that a group of as many, of `each` bytes, fits `most` bytes."""
   fitting = max(1, min(layers, most // max(each, 1)))
   return next((n for n in range(fitting, 1, -1) if layers % n == 0), 1)
 
 
 def _rows(x, start, count: int):
-  """x[start:start + count], by its bits: see `matmul`."""
-  narrow_type = x.dtype == jnp.bfloat16
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint16) if narrow_type else x
-  bits = jax.lax.dynamic_slice_in_dim(bits, start, count)
-  return jax.lax.bitcast_convert_type(bits, x.dtype) if narrow_type else bits
+  return on_bits(lambda bits: jax.lax.dynamic_slice_in_dim(bits, start, count), x)

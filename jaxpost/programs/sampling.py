@@ -35,8 +35,8 @@ class Sampling:
   top_logprobs: Array  # [S] int32, how many of the most probable tokens are reported
 
 
-def uniforms(keys, positions):
-  """[S, 2] uint32 slot keys, [S] positions -> [S] uniforms in [0, 1)."""
+def uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
+  """Returns [S] uniforms in [0, 1) from slot keys [S, 2] uint32 and positions [S]."""
 
   def one(key, position):
     key = jax.random.wrap_key_data(key, impl='threefry2x32')
@@ -45,16 +45,17 @@ def uniforms(keys, positions):
   return jax.vmap(one)(keys, positions)
 
 
-def slot_keys(run_key, step, prompts, samples, seeds):
-  """[S] prompt and sample indices, seeds -> [S, 2] uint32 key of each."""
+def slot_keys(
+  run_key: jax.Array, step: jax.Array, prompts: jax.Array, samples: jax.Array, seeds: jax.Array
+) -> jax.Array:
+  """Returns the key of each slot, [S, 2] uint32, from prompt and sample indices [S] and seeds [S]."""
 
   def one(prompt, sample, seed):
     key = jax.random.fold_in(run_key, step)
     key = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
     key = jax.random.key_data(key)
-    return jnp.where(
-      seed == 0, key, jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), seed))
-    )
+    seeded = jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), seed)
+    return jnp.where(seed == 0, key, jax.random.key_data(seeded))
 
   return jax.vmap(one)(prompts, samples, seeds)
 
@@ -70,15 +71,15 @@ class Drawn:
   top: tuple  # ids and log-probs [S, n] of the top-n tokens, or ()
 
 
-def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
-  """Samples from softmax(logits / T), less what `sampling` excludes.
+def draw(logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.Array, top: int = 0) -> Drawn:
+  """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
   Excluded are forbidden ids, stop ids before `min_tokens`, and of the rest
   what top-k, top-p and min-p cut off.
 
   Args:
     logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
-    top: how many of the likeliest to report at most, by
+    top: how many of the most probable tokens to report at most, by
       log_softmax(logits / T); zeros where none of these slots wants any.
   """
   greedy = sampling.temperature < _GREEDY
@@ -89,11 +90,11 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
   forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
   cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
 
-  def all_of_it():
+  def untruncated():
     tokens, total = _invert(weights, uniform)
     return tokens, total, total, highest
 
-  def less():
+  def truncated():
     # Relative to the best remaining token: excluded ones may be far more probable.
     left = _forbid(logits, forbidden)
     top = jnp.max(left, axis=-1, keepdims=True)
@@ -105,7 +106,9 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
     return (jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1), top)
 
   # The weights stay inside: a branch that returned them would copy them.
-  tokens, kept_total, total, top_kept = jax.lax.cond(jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), less, all_of_it)
+  tokens, kept_total, total, top_kept = jax.lax.cond(
+    jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), truncated, untruncated
+  )
   tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   scaled = picked - highest[:, 0]
@@ -116,14 +119,16 @@ def draw(logits, sampling: Sampling, uniform, counts, top: int = 0) -> Drawn:
       values, ids = jax.lax.top_k(logits, top)
       return ids, values - highest - jnp.log(total)[:, None]
 
-    none = lambda: (jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top)))
-    best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), top_tokens, none)
+    def no_tokens():
+      return jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top))
+
+    best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), top_tokens, no_tokens)
   return Drawn(
-    tokens,
-    scaled - jnp.log(total),
-    jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
-    ~jnp.isfinite(total) | ~(kept_total > 0),
-    best,
+    tokens=tokens,
+    logprobs=scaled - jnp.log(total),
+    behavior_logprobs=jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
+    broken=~jnp.isfinite(total) | ~(kept_total > 0),
+    top=best,
   )
 
 
@@ -135,10 +140,10 @@ def _forbid(logits, ids):
 
 
 def _truncate(weights, sampling: Sampling):
-  """Zeroes what top-k, top-p and min-p leave out; [S, V] -> [S, V].
+  """Sets weights [S, V] to 0 that top-k, top-p and min-p exclude.
 
-  Each by the distribution before any of them; of equal weights all are kept.
-  The k-th weight, and the last of the smallest set whose mass reaches top_p,
+  Each is applied to the distribution before any of them; of equal weights all are
+  kept. The k-th weight, and the last of the smallest set whose mass reaches top_p,
   are found bit by bit: a sort of the vocabulary costs twenty times as much.
   """
   wanted = jnp.stack(
@@ -149,7 +154,7 @@ def _truncate(weights, sampling: Sampling):
   )  # [2, S]
 
   def halve(_, ends):
-    low, high = ends  # bits of floats; what is above `low` is enough
+    low, high = ends  # bits, ordered like the floats; the weights above `low` are enough
     middle = (low + high) // 2
     count, mass = (jax.lax.bitcast_convert_type(x, jnp.float32)[:, None] for x in middle)
     above = jnp.stack(
@@ -171,7 +176,7 @@ def _truncate(weights, sampling: Sampling):
 
 
 def _invert(weights, uniform, block: int = 256):
-  """Index whose cumulative weight passes uniform * total; and the total."""
+  """Returns the index whose cumulative weight passes uniform * total, [S], and the total, [S]."""
   slots, size = weights.shape
   weights = jnp.pad(weights, ((0, 0), (0, -size % block)))
   blocks = weights.reshape(slots, -1, block)

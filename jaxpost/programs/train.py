@@ -25,20 +25,20 @@ from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.types import Batch, Objective, TrainState
+from jaxpost.types import Batch, Objective, Outputs, TrainState
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
-write = jax.jit(  # in place: what is read goes to its shards
+write = jax.jit(  # donates x: a piece that is read from a file goes to its shards in place
   transfer.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7)
 )
-_ROUTER = 'router'  # among the metrics of a micro-batch: sums, see `moe`
+_ROUTER = 'router'  # key of the router's sums among the metrics of a micro-batch, see models/routing.py
 
 
-def next_token(x):
+def next_token(x: jax.Array) -> jax.Array:
   """Aligns per-token data with the position that predicts it.
 
   The first token of a row has weight 0, so what wraps around never counts.
@@ -46,12 +46,13 @@ def next_token(x):
   return jnp.roll(x, -1, axis=1)
 
 
-def run_model(
-  model: Model, params, batch: Batch, layout: Layout, compute: Compute, noise=None, dropout=None, routing=None
-):
-  """Hidden states [B, T, D] of packed rows; with `routing`, a pair with it."""
+def run_model(model: Model, params: dict, batch: Batch, layout: Layout, compute: Compute, **optional: Any) -> Any:
+  """Returns the hidden states [B, T, D] of packed rows; with routing=True, (hidden states, routing).
+
+  optional: noise [B, T, D] on the embeddings, dropout (key data of each row, [B, 2]), routing.
+  """
   # Optional fields that a batch lacks are not passed, so a custom model need not take them.
-  given = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout, routing=routing, chosen=batch.experts)
+  optional |= dict(branch_ids=batch.branch_ids, chosen=batch.experts)
   return model.forward(
     params,
     batch.tokens,
@@ -59,54 +60,46 @@ def run_model(
     batch.segment_ids,
     compute=compute,
     constrain=layout,
-    **{k: v for k, v in given.items() if v is not None},
+    **{k: v for k, v in optional.items() if v is not None},
   )
 
 
-def read_outputs(model: Model, plan: head_chunk.HeadConfig, params, hidden, batch):
-  """`Outputs` [B, T] of the tokens that have a weight."""
-  outputs = head_lib.Outputs()
+def read_outputs(model: Model, plan: head_chunk.HeadConfig, params: dict, hidden: jax.Array, batch: Batch) -> Outputs:
+  """Returns the `Outputs` [B, T] of the tokens that have a weight, from hidden states [B, T, D]."""
+  outputs = Outputs()
   if model.head:
-    outputs = jax.tree.map(
-      lambda x: jnp.roll(x, 1, axis=1),
-      (
-        head_lib.token_outputs(
-          plan, hidden, model.head(params), next_token(batch.tokens), next_token(batch.loss_weights)
-        )
-      ),
+    predicted = head_lib.token_outputs(
+      plan, hidden, model.head(params), next_token(batch.tokens), next_token(batch.loss_weights)
     )
+    # From the position that predicts a token back to the token itself.
+    outputs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), predicted)
   if model.values:
     outputs = outputs.replace(values=model.values(params, hidden))
   return outputs
 
 
-def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compute) -> Callable:
-  """loss(params, batch of [B, T], step, frozen, scale, tokens).
-
-  Returns (loss [], metrics): {name: []}, and the `moe.totals` of a mixture of
-  experts.
-
-  scale: the loss is that many times as large (loss_scale.py).
-  tokens: that are no padding, in the whole batch; by default in this one.
-  """
-  plan = head_chunk.HeadConfig(
-    objective.fn,
-    model.config.vocab_size,
-    objective.temperature,
-    compute,
-    layout,
-    objective.reads,
-    objective.learns,
-    objective.divergence,
-    model.config.logit_form,
-    objective.teacher_forms,
+def head_config(model: Model, objective: Objective, layout: Layout, compute: Compute) -> head_chunk.HeadConfig:
+  """Returns the head of the model as a loss or, with `fn` None, a reading of outputs needs it."""
+  same = {k: getattr(objective, k) for k in ('temperature', 'reads', 'learns', 'divergence', 'teacher_forms')}
+  return head_chunk.HeadConfig(
+    objective.fn, model.config.vocab_size, compute=compute, layout=layout, form=model.config.logit_form, **same
   )
+
+
+def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compute) -> Callable:
+  """Returns loss(params, micro-batch [B, T], step, frozen, scale, tokens) -> (loss [], {metric: []}).
+
+  Metrics of a mixture of experts include its `routing.totals`. Arguments of the loss:
+    scale: multiplies the loss (loss_scale.py).
+    tokens: number of tokens without padding in the whole batch; default: in the micro-batch.
+  """
+  plan = head_config(model, objective, layout, compute)
 
   def head_loss(params, batch, hidden, frozen, scale):
     if objective.coupled:
       total, metrics = objective.fn(read_outputs(model, plan, params, hidden, batch), batch)
       return total * scale, metrics
-    # The pass that makes the loss makes gradients, too: scaled from the start.
+    # The pass that computes the loss computes gradients, too, so the scale is in from the start.
     total, metrics = head_lib.fused_loss(
       plan,
       hidden,
@@ -128,8 +121,9 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if objective.neftune_alpha:
       noise = neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
     if not model.config.experts:
-      return head_loss(params, batch, run_model(model, params, batch, layout, compute, noise, dropout), frozen, scale)
-    hidden, routing = run_model(model, params, batch, layout, compute, noise, dropout, True)
+      hidden = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout)
+      return head_loss(params, batch, hidden, frozen, scale)
+    hidden, routing = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout, routing=True)
     sums = routing_lib.totals(routing, batch.segment_ids > 0)
     value, metrics = head_loss(params, batch, hidden, frozen, scale)
     if any(objective.router):
@@ -140,40 +134,56 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
   return loss
 
 
-def row_keys(batch: Batch, step, purpose: int, seed: int):
-  """[B] keys that depend on the step and on what a row holds only."""
+def row_keys(batch: Batch, step: int | jax.Array, purpose: int, seed: int) -> jax.Array:
+  """Returns a key per row, [B], of the step and the row's tokens alone: micro-batches do not change draws."""
   factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
   text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
   return jax.vmap(lambda t: jax.random.fold_in(key, t))(text)
 
 
-def neftune(batch: Batch, step, width: int, alpha: float, seed: int):
-  """Uniform noise [B, T, D] of size alpha / sqrt(document length * D).
+def neftune(batch: Batch, step: int | jax.Array, width: int, alpha: float, seed: int) -> jax.Array:
+  """Returns uniform noise [B, T, D] of size alpha / sqrt(document length * D).
 
   Jain et al. 2023 (arXiv:2310.05914), algorithm 1.
   """
   draw = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1], width), minval=-1.0))(
     row_keys(batch, step, 0, seed)
   )
-  same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
-  lengths = jnp.sum(same, axis=-1)
+  same_document = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
+  lengths = jnp.sum(same_document, axis=-1)
   return draw * (alpha / jnp.sqrt(lengths * width))[..., None] * (batch.segment_ids > 0)[..., None]
 
 
-def accumulate(loss: Callable, params, batch: Batch):
-  """((loss, metrics), grads) over micro-batches [M, B, T].
+def accumulate(loss: Callable, params: dict, batch: Batch) -> tuple[tuple[jax.Array, dict], dict]:
+  """Returns ((loss, metrics), grads), summed over micro-batches [M, B, T].
 
-  Normalisers are global, so micro-batches only add up. Empty ones at the end
-  are not run: a batch of rollouts has one shape and costs what it holds.
+  Normalizers are global, so micro-batches only add up.
   """
-  grad = jax.value_and_grad(loss, has_aux=True)
+  grad = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
   if batch.tokens.shape[0] == 1:
-    return grad(params, jax.tree.map(lambda x: x[0], batch))
-  used = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
-  micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad, params, micro(0)))
-  return jax.lax.fori_loop(0, used, lambda i, acc: jax.tree.map(jnp.add, acc, grad(params, micro(i))), zeros)
+    return grad(micro_batch(batch, 0))
+  return fold_micro_batches(grad, batch)
+
+
+def micro_batch(batch: Batch, i: int | jax.Array) -> Batch:
+  """Returns micro-batch `i` [B, T] of [M, B, T]."""
+  return jax.tree.map(lambda x: x[i], batch)
+
+
+def fold_micro_batches(fn: Callable, batch: Batch, stack: bool = False, count: int | None = None) -> Any:
+  """Adds, or stacks along a new first axis, fn(micro-batch [B, T]) over the first `count` of [M, B, T]."""
+  if count is None:  # without the empty ones at the end: a batch of rollouts has one shape and costs what it holds
+    count = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
+  leading = batch.tokens.shape[:1] if stack else ()
+
+  def body(i, folded):
+    found = fn(micro_batch(batch, i))
+    return jax.tree.map(lambda all_, x: all_.at[i].set(x) if stack else all_ + x, folded, found)
+
+  shapes = jax.eval_shape(fn, micro_batch(batch, 0))
+  zeros = jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), shapes)
+  return jax.lax.fori_loop(0, count, body, zeros)
 
 
 def make_update(
@@ -188,7 +198,7 @@ def make_update(
   clip_norm: float,
   shardings: TrainState,
 ) -> Program:
-  """The program update(state, batch [M, B, T], frozen) -> (state, metrics); it donates `state`.
+  """Makes the program update(state, batch [M, B, T], frozen) -> (state, metrics), which donates `state`.
 
   `frozen` holds arrays that are the same for all micro-batches: 'params', the
   parameters that are not in the state, and 'teacher_heads'.
@@ -197,16 +207,14 @@ def make_update(
   `skipped_updates`. A step that trains no token, because all are masked, changes
   nothing either, as Adam's momentum would move the weights (`empty_updates`). A
   step whose scaled gradient overflows float16 halves the loss scale
-  (`overflowed_updates`), and counts as skipped once nothing is left to halve.
+  (`overflowed_updates`), and counts as skipped when the scale is at its minimum.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
   def update(state: TrainState, batch: Batch, frozen: dict):
     scale = loss_scale.scale_of(state.opt_state)
-    tokens = jnp.sum(batch.segment_ids > 0)
-    (loss, metrics), grads = accumulate(
-      lambda params, micro: loss_fn(params, micro, state.step, frozen, scale, tokens), state.params, batch
-    )
+    fixed = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
+    (loss, metrics), grads = accumulate(functools.partial(loss_fn, **fixed), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
     routing = metrics.pop(_ROUTER, None)
     norm = optax.global_norm(grads)
@@ -247,7 +255,7 @@ def _update_flops(model: Model, state: TrainState, batch: Batch, frozen: dict) -
 def clipped_step(
   state: TrainState, optimizer: optax.GradientTransformation, grads: Any, norm: jax.Array, clip_norm: float
 ) -> tuple[Any, Any]:
-  """(params, opt_state) after one optimizer step with gradients of global norm `norm`, clipped to `clip_norm`."""
+  """Returns (params, opt_state) after an optimizer step; gradients of global norm `norm` are clipped to `clip_norm`."""
   scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
   clipped = jax.tree.map(lambda g: g * scale, grads)
   updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
@@ -255,9 +263,9 @@ def clipped_step(
 
 
 def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
+  """Makes the program evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
 
-  The sums of the objective, without noise, gradients or an update.
+  It sums the objective and its metrics, without noise, gradients or an update.
   """
   loss_fn = make_loss(
     dataclasses.replace(model, dropout=0.0),
@@ -267,20 +275,17 @@ def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: C
   )
 
   def evaluate(params, batch: Batch, step, frozen: dict):
-    run = lambda micro: loss_fn(params, micro, step, frozen)
-    micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, micro(0)))
-    loss, metrics = jax.lax.fori_loop(
-      0, batch.tokens.shape[0], lambda i, acc: jax.tree.map(jnp.add, acc, run(micro(i))), zeros
-    )
+    # All micro-batches: most are full here, and XLA knows the number of trips.
+    run = functools.partial(loss_fn, params, step=step, frozen=frozen)
+    loss, metrics = fold_micro_batches(run, batch, count=len(batch.tokens))
     metrics.pop(_ROUTER, None)
     return metrics | {'loss': loss}
 
   return Program('evaluate', evaluate, ledger, layout.sharding())
 
 
-def state_shardings(model: Model, optimizer, layout: Layout) -> TrainState:
-  """Optimizer state lies where its parameters lie."""
+def state_shardings(model: Model, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
+  """Returns the shardings of a state: optimizer state is split like its parameters."""
   params = model.shardings(layout)
   shapes = jax.tree.map(
     lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
@@ -297,8 +302,10 @@ def state_shardings(model: Model, optimizer, layout: Layout) -> TrainState:
   return TrainState(layout.sharding(), params, opt)
 
 
-def make_state(params, optimizer, shardings: TrainState, ledger: Ledger) -> TrainState:
-  """The state before the first update; takes over the parameters' buffers."""
+def make_state(
+  params: dict, optimizer: optax.GradientTransformation, shardings: TrainState, ledger: Ledger
+) -> TrainState:
+  """Returns the state before the first update; takes over the parameters' buffers."""
 
   def init(params):
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
@@ -306,8 +313,8 @@ def make_state(params, optimizer, shardings: TrainState, ledger: Ledger) -> Trai
   return Program('init', init, ledger, shardings, donate=(0,))(params)
 
 
-def random_params(model: Model, seed: int, dtype, shardings, ledger: Ledger) -> dict:
-  """Random parameters, created in their final layout."""
+def random_params(model: Model, seed: int, dtype: Any, shardings: dict, ledger: Ledger) -> dict:
+  """Returns random parameters of type `dtype`, created in their final layout."""
 
   def init(key):
     return model.init(jax.random.wrap_key_data(key), dtype=dtype)
