@@ -28,20 +28,20 @@ PAGE = ROOT / 'docs' / 'methods.md'
 KEPT = '<!-- measured '
 HEAD = """# What each method learns
 
-Made by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.6 M
-parameters) that has seen sums of numbers up to 99, half of them right, goes on
-with each method, seed 0, on two CPU cores; what is measured is held out.
-`tests/test_learning.py` holds the gains. pass@1 is of 256 sums with 4 samples
-each; `rewards/accuracies`, of 256 pairs or labels, is put at 0.5 before
-training where policy and reference are still one and all is a tie. ORPO, CPO
-and SimPO start from a tenth of that training.
+Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.6 M parameters) has
+been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
+from there with seed 0 on two CPU cores, and is evaluated on held-out data.
+`tests/test_learning.py` requires these gains. pass@1 is measured on 256 sums with 4 samples each,
+`rewards/accuracies` on 256 pairs or labels. Before training, policy and reference are equal, so
+all pairs tie, which counts as 0.5. ORPO, CPO and SimPO start from a model with a tenth of that
+training.
 
 | algorithm | metric | before | after | steps | its own choices | set here |
 |---|---|---|---|---|---|---|
 """
 TAIL = """
-"Its own choices" stand in for fields that a config leaves at their defaults;
-whatever a config or the command line sets wins.
+"Its own choices" replace the defaults of these fields. Values in a config or on the command line
+take precedence.
 """
 
 
