@@ -127,3 +127,15 @@ def test_adding_a_family_is_an_entry():
   assert max(lengths) <= 22 and len(lengths) > 12
   page = (CLONE / 'docs/models.md').read_text('utf-8')
   assert f'The longest entry has {max(lengths)} lines' in page
+
+
+def test_readme_says_where_things_happen():
+  """Every name of the table is in one of the files of its row."""
+  text = (CLONE / 'README.md').read_text('utf-8')
+  rows = re.findall(r'^\| [^|]*\? \| (.*?) \| (.*?) \|$', text, re.M)
+  assert len(rows) > 10
+  for files, names in rows:
+    files = re.findall(r'`([\w/]+\.py)`', files)
+    source = '\n'.join((CLONE / 'jaxpost' / file).read_text('utf-8') for file in files)
+    for name in re.findall(r'`(\w+)`', names):
+      assert re.search(rf'^\s*(?:class|def) {name}\b|^{name}\b.* = ', source, re.M), (files, name)
