@@ -24,7 +24,7 @@ if TYPE_CHECKING:
   from jaxpost.programs.sampling import Sampling
   from jaxpost.rollout.kv_cache import PageCopy
   from jaxpost.rollout.native import NativeEngine
-  from jaxpost.rollout.sequence import Sequence as ActiveSequence
+  from jaxpost.rollout.sequence import ActiveSequence
 
 CHUNK = 32  # tokens by which a cached prefix is extended at a time
 
@@ -97,7 +97,7 @@ def make_entry(
   """The argument of `insert`.
 
   Args:
-    sequences: {slot: `Sequence`}.
+    sequences: {slot: `ActiveSequence`}.
     rows: {slot: row of the prefix}.
     copies: pages to be filled.
   """

@@ -20,8 +20,7 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine
-from jaxpost.rollout.sequence import Request
-from jaxpost.rollout.sequence import Sequence as ActiveSequence
+from jaxpost.rollout.sequence import ActiveSequence, Request
 from jaxpost.types import Prompt, Rollout
 
 

@@ -50,7 +50,7 @@ class PrefixCache:
     return [] if self.pages else [entry.slot for entry in self.entries]
 
   def add(self, slot: int, sequence: Any) -> None:
-    """Keeps the entries of a finished `scheduler.Sequence`."""
+    """Keeps the entries of a finished `sequence.ActiveSequence`."""
     tokens = np.concatenate([sequence.request.tokens, sequence.drawn()])
     self.entries.append(CachedPrefix(tokens.astype(np.int32).tobytes(), sequence, slot))
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
   from jaxpost.models.shared_weights import SharedWeights
   from jaxpost.programs.generate import Block, DecodeState, Prefix
   from jaxpost.rollout.kv_cache import PageCopy
-  from jaxpost.rollout.sequence import Sequence as ActiveSequence
+  from jaxpost.rollout.sequence import ActiveSequence
 
 
 class NativeEngine:

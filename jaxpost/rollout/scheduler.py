@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.rollout.kv_cache import PrefixCache
-from jaxpost.rollout.sequence import Completion, Request, Sequence
+from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
@@ -43,10 +43,10 @@ OnTokens = Callable[[Request, np.ndarray], None]
 class Dispatched(NamedTuple):
   """A block that runs, or whose results were not read yet.
 
-  slots: {slot: Sequence} that it decodes. version: of the weights it uses.
+  slots: {slot: ActiveSequence} that it decodes. version: of the weights it uses.
   """
 
-  slots: dict[int, Sequence]
+  slots: dict[int, ActiveSequence]
   block: Block
   version: int
 
@@ -74,8 +74,8 @@ class Scheduler:
     self.on_tokens = on_tokens
     self.reuse_cache = reuse_cache
     self.on_dispatch = on_dispatch
-    self.queue: collections.deque[Sequence] = collections.deque()
-    self.active: dict[int, Sequence] = {}  # by slot, first admitted first
+    self.queue: collections.deque[ActiveSequence] = collections.deque()
+    self.active: dict[int, ActiveSequence] = {}  # by slot, first admitted first
     self.state = engine.init_decode_state()
     self.pages = engine.pages()
     self.prefix: Any = None  # the last prefill
@@ -117,7 +117,7 @@ class Scheduler:
     """Checks requests and puts them at the end of the queue."""
     for request in requests:
       self.engine.check(request)
-      self.queue.append(Sequence(request, self.engine.max_tokens(request), request.tokens))
+      self.queue.append(ActiveSequence(request, self.engine.max_tokens(request), request.tokens))
 
   # ------------------------------------------------------------------ admission
 
@@ -139,9 +139,9 @@ class Scheduler:
     slots = range(self.engine.max_concurrent_decodes)
     return [slot for slot in slots if slot not in self.active and slot not in cached] + cached
 
-  def match_prefix(self, free: list[int]) -> tuple[dict[int, Sequence], list[PageCopy], bool]:
-    """({free slot: Sequence}, page copies, whether pages sufficed) of those that the last prefill holds."""
-    taken: dict[int, Sequence] = {}
+  def match_prefix(self, free: list[int]) -> tuple[dict[int, ActiveSequence], list[PageCopy], bool]:
+    """({free slot: ActiveSequence}, page copies, whether pages sufficed) of those that the last prefill holds."""
+    taken: dict[int, ActiveSequence] = {}
     copies: list[PageCopy] = []
     for sequence in self.queue:
       if len(taken) == len(free):
@@ -154,7 +154,7 @@ class Scheduler:
         taken[free[len(taken)]] = sequence
     return taken, copies, True
 
-  def allocate_pages(self, sequence: Sequence) -> list[PageCopy] | None:
+  def allocate_pages(self, sequence: ActiveSequence) -> list[PageCopy] | None:
     """Pages for a prefilled sequence, evicting cached prefixes; None where they do not suffice."""
     if not self.pages:
       return []
@@ -164,7 +164,7 @@ class Scheduler:
       if found is not None or not self.prefix_cache.evict():
         return found
 
-  def grow_pages(self, sequence: Sequence, entries: int) -> bool:
+  def grow_pages(self, sequence: ActiveSequence, entries: int) -> bool:
     """Extends a sequence's pages to `entries`, evicting cached prefixes; False where they do not suffice."""
     while not self.pages.grow(sequence, entries):
       if not self.prefix_cache.evict():
@@ -176,7 +176,7 @@ class Scheduler:
     if not self.prefix_cache.entries:
       return
     free = self.free_slots()
-    taken: dict[int, Sequence] = {}
+    taken: dict[int, ActiveSequence] = {}
     suffixes = {}
     for sequence in list(self.queue):
       cached = self.prefix_cache.longest_match(sequence.key) if free else None
@@ -201,7 +201,7 @@ class Scheduler:
     self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table)
     self.active |= taken
 
-  def reuse_slot(self, cached: CachedPrefix, sequence: Sequence, free: list[int]) -> int | None:
+  def reuse_slot(self, cached: CachedPrefix, sequence: ActiveSequence, free: list[int]) -> int | None:
     """The slot in which a sequence continues from a cached prefix; None where pages do not suffice."""
     self.prefix_cache.take(cached)
     if not self.pages:
@@ -212,7 +212,7 @@ class Scheduler:
     self.pages.release(sequence)
     return None
 
-  def dequeue(self, taken: dict[int, Sequence]) -> None:
+  def dequeue(self, taken: dict[int, ActiveSequence]) -> None:
     """Removes admitted sequences from the queue."""
     chosen = set(taken.values())
     self.queue = collections.deque(sequence for sequence in self.queue if sequence not in chosen)
@@ -234,7 +234,7 @@ class Scheduler:
     self.prefix_rows = {key: row for row, key in enumerate(prompts)}
     self.tokens_prefilled += sum(map(len, prompts.values()))
 
-  def insert(self, taken: dict[int, Sequence], copies: list[PageCopy]) -> None:
+  def insert(self, taken: dict[int, ActiveSequence], copies: list[PageCopy]) -> None:
     """Forks prefilled sequences from the prefix into their slots."""
     if not taken:
       return
@@ -291,7 +291,7 @@ class Scheduler:
         self.preempted += 1
     return True
 
-  def compact(self, live: dict[int, Sequence]) -> dict[int, Sequence]:
+  def compact(self, live: dict[int, ActiveSequence]) -> dict[int, ActiveSequence]:
     """Moves the last slots into free ones where that allows a smaller row bucket."""
     bucket = self.engine.buckets.rows
     count = len(self.active)

@@ -71,7 +71,7 @@ class Completion:
 
 
 @dataclasses.dataclass(eq=False)
-class Sequence:
+class ActiveSequence:
   """A request on its way through the queue and a slot.
 
   request: what was asked for.
@@ -96,10 +96,10 @@ class Sequence:
     self.key = self.tokens.tobytes()  # of equal prompts, and of their prefixes
     self.used = len(self.tokens)
 
-  def requeued(self) -> Sequence:
+  def requeued(self) -> ActiveSequence:
     """This sequence to be prefilled again, with what it has drawn; all its blocks were harvested."""
     tokens = np.concatenate([self.request.tokens, self.drawn()])
-    return Sequence(self.request, self.left, tokens, parts=self.parts)
+    return ActiveSequence(self.request, self.left, tokens, parts=self.parts)
 
   def drawn(self) -> np.ndarray:
     """[C] token ids so far."""

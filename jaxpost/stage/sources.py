@@ -1,4 +1,4 @@
-"""Where weights come from: the `Source` that a config names, and how sources are identified.
+"""The `Source` record: weights that a config names, how they are found, and how they are identified.
 
 A source is found before a device is touched; `load_weights.py` loads it.
 """
@@ -171,16 +171,16 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   made = checkpoints / saved['stage'] if saved['stage'] else made
   source = Source(
     model_config.from_json(saved['config']),
-    folder and epath.Path(folder),
-    made and epath.Path(made),
-    '',
-    saved['step'],
-    saved['seed'],
-    saved['name'],
-    recall(saved['base'], checkpoints),
+    folder=folder and epath.Path(folder),
+    checkpoints=made and epath.Path(made),
+    step=saved['step'],
+    seed=saved['seed'],
+    name=saved['name'],
+    base=recall(saved['base'], checkpoints),
   )
   place = folder or made
-  if place and not epath.Path(place).exists() or (_fingerprint(source, None, 0) != saved['fingerprint']):
+  is_gone = place and not epath.Path(place).exists()
+  if is_gone or _fingerprint(source, None, 0) != saved['fingerprint']:
     raise InputError(
       f'{place}: is gone or has changed, and {checkpoints} holds what was '
       'trained on top of these weights only; bring them back'
