@@ -1,14 +1,14 @@
-"""Distillation on GSM8K: a small model learns what a larger one would say.
+"""Distillation on GSM8K: a small model learns a larger model's next-token distribution.
 
 python -m launch.train --config=configs/distill_gsm8k.py --workdir=runs/distill
 
-Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is the divergence from the teacher on test questions (split `eval`).
-`:model=NAME` takes a name below, a hub id or a folder, and `:teacher=NAME`
-likewise. `:top_k=32` keeps the teacher's 32 most probable tokens on disk first,
-so that it is in no memory afterwards. Data of your own:
+`:model=NAME` and `:teacher=NAME` take a name below, a hub id or a folder.
+`:top_k=32` first caches the teacher's 32 most probable tokens on disk, so that
+training needs no teacher in memory. To use custom data, set
 --config.data.path=FILE with question and answer, or prompt and answer.
-`:runlocal` is a tiny model that, fine-tuned, teaches itself: no network.
+`:runlocal` fine-tunes a tiny random model, then distills it from itself, without network.
 """
 
 import ml_collections

@@ -2,14 +2,14 @@
 
 python -m launch.train --config=configs/dpo_hh.py --workdir=runs/dpo_hh
 
-Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is rewards/accuracies on held-out pairs (split `eval`).
-`:method=NAME` is dpo, orpo, cpo or simpo; `:loss=NAME` another loss of pairs
+`:method=NAME` is dpo, orpo, cpo or simpo; `:loss=NAME` selects another pair loss
 (ipo, hinge, robust, apo_zero, ...: docs/config.md). `:model=NAME` takes a name
 below, a hub id or a folder; data of your own: --config.data.path=FILE with
-prompt, chosen and rejected. --config.preference.precompute_ref=True keeps the
-reference's log-probs on disk and no second model in memory.
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+prompt, chosen and rejected. --config.preference.precompute_ref=True caches the
+reference log-probs on disk, so that no second model is in memory.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

@@ -1,14 +1,14 @@
-"""GKD on GSM8K: a larger model corrects what a small one writes itself.
+"""GKD on GSM8K: a small model learns a larger model's distribution on its own samples.
 
 python -m launch.train --config=configs/gkd_gsm8k.py --workdir=runs/gkd_gsm8k
 
-Meant for one accelerator of 80 GB; time and accuracy: not measured yet. Half
-of the steps are on samples, half on the worked answers. The metric is pass@1
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. Half
+of the steps train on samples, half on the worked answers. The metric is pass@1
 of the greedy answers to test questions (split `eval`); the reward is only
-logged. `:model=NAME` takes a name below, a hub id or a folder, `:teacher=NAME`
-likewise. Data of your own: --config.data.path=FILE with question and answer,
+logged. `:model=NAME` and `:teacher=NAME` take a name below, a hub id or a
+folder. To use custom data, set --config.data.path=FILE with question and answer,
 or prompt and completion.
-`:runlocal` is a tiny model that, fine-tuned, teaches itself: no network.
+`:runlocal` fine-tunes a tiny random model, then distills it from itself, without network.
 """
 
 import ml_collections

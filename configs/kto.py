@@ -1,13 +1,13 @@
-"""KTO: an instruct model learns from answers that are labelled good or bad.
+"""KTO: an instruct model learns from answers labeled good or bad.
 
 python -m launch.train --config=configs/kto.py --workdir=runs/kto
 
-Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metrics are rewards/margins and rewards/accuracies on held-out answers (split
 `eval`). `:loss=apo_zero_unpaired` leaves the KL of mismatched answers out.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with prompt, completion and label (true or false).
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

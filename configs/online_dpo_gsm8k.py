@@ -1,14 +1,14 @@
-"""Online DPO on GSM8K: the best and worst of 8 own answers are a pair.
+"""Online DPO on GSM8K: the best and the worst of the policy's 8 answers are a pair.
 
 python -m launch.train --config=configs/online_dpo_gsm8k.py --workdir=runs/odpo
 
-Each step answers 64 questions 8 times; questions whose answers are all right
-or all wrong have no pair (`groups_without_pair`). Meant for one accelerator of
-80 GB; time and accuracy: not measured yet. The metric is pass@1 of the greedy
+Each step samples 8 answers to each of 64 questions; a question whose answers are
+all right or all wrong has no pair (`groups_without_pair`). Meant for one accelerator of
+80 GB; time and accuracy have not been measured yet. The metric is pass@1 of the greedy
 answers to test questions (split `eval`). `:model=NAME` takes a name below, a
 hub id or a folder; data of your own: --config.data.path=FILE with question and
 answer, or prompt and answer.
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

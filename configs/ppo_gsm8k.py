@@ -1,15 +1,15 @@
-"""PPO on GSM8K: GRPO's task with a critic that judges each token.
+"""PPO on GSM8K: the task of grpo_gsm8k.py, with a critic that estimates a value for each token.
 
 python -m launch.train --config=configs/ppo_gsm8k.py --workdir=runs/ppo_gsm8k
 
 Policy, critic and reference are three models of one size; with
 --config.critic.value_head=True the critic is a second head of the policy. Meant
-for one accelerator of 80 GB; time and accuracy: not measured yet. The metric
+for one accelerator of 80 GB; time and accuracy have not been measured yet. The metric
 is pass@1 of the greedy answers to test questions (split `eval`); watch
 critic/explained_variance rise, too. `:model=NAME` takes a name below, a hub id
 or a folder; data of your own: --config.data.path=FILE with question and
 answer, or prompt and answer.
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

@@ -3,7 +3,7 @@
 python -m launch.train --config=configs/pretrain_text.py --workdir=runs/text \
   --config.data.path=TRAIN --config.eval.data.path=HELD_OUT
 
-Meant for one accelerator of 80 GB; time and loss: not measured yet. The
+Meant for one accelerator of 80 GB; time and loss have not been measured yet. The
 metric is the loss of held-out text, nats a token (split `eval`). TRAIN is a
 .txt file (documents between <|endoftext|> or blank lines), or rows with `text`
 in any format; the default is stories. `:preset=` names a shape of

@@ -2,13 +2,13 @@
 
 python -m launch.train --config=configs/rft_gsm8k.py --workdir=runs/rft_gsm8k
 
-Each step answers 64 questions 8 times and trains on one right answer to each,
-of those that have any (`rft/kept` of them). Meant for one accelerator of 80
-GB; time and accuracy: not measured yet. The metric is pass@1 of the greedy
+Each step samples 8 answers to each of 64 questions and trains on one right answer
+per question; `rft/kept` counts the questions that have one. Meant for one accelerator of 80
+GB; time and accuracy have not been measured yet. The metric is pass@1 of the greedy
 answers to test questions (split `eval`). `:model=NAME` takes a name below, a
 hub id or a folder; data of your own: --config.data.path=FILE with question and
 answer, or prompt and answer.
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

@@ -1,13 +1,13 @@
-"""SFT, then DPO from its weights and against them: two stages of one run.
+"""SFT, then DPO, in two stages of one run.
 
 python -m launch.train --config=configs/sft_dpo.py --workdir=runs/sft_dpo
 
-On UltraFeedback, as Zephyr (arXiv:2310.16944). The reference of DPO is what
-SFT has left; its log-probs are computed once and kept on disk. Meant for one
-accelerator of 80 GB; time and quality: not measured yet. The metric is
+On UltraFeedback, as Zephyr (arXiv:2310.16944). DPO starts from the SFT
+model, which is also its reference; the reference log-probs are cached on disk. Meant for one
+accelerator of 80 GB; time and quality have not been measured yet. The metric is
 rewards/accuracies of stage `dpo` on held-out pairs (split `eval`).
 `:model=NAME` is a hub id or a folder.
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

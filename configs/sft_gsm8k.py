@@ -2,12 +2,12 @@
 
 python -m launch.train --config=configs/sft_gsm8k.py --workdir=runs/sft_gsm8k
 
-Meant for one accelerator of 80 GB; time and accuracy: not measured yet. The
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`).
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and completion.
 `:lora=16` trains adapters of that rank (docs/lora.md).
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

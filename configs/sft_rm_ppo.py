@@ -2,13 +2,13 @@
 
 python -m launch.train --config=configs/sft_rm_ppo.py --workdir=runs/sft_rm_ppo
 
-Three stages of one run (arXiv:2203.02155) on UltraFeedback: the chosen answers
-are imitated, the pairs make a judge of the same weights, and PPO moves the
-first towards what the second likes. Meant for one accelerator of 80 GB; time
+Three stages of one run (arXiv:2203.02155) on UltraFeedback: `sft` trains
+on the chosen answers, `judge` trains a reward model from those weights on the pairs,
+and `ppo` trains the SFT model against that reward model. Meant for one accelerator of 80 GB; time
 and accuracy: not measured yet. The metrics are rewards/accuracies of stage
 `judge` and rewards/reward_model/mean of stage `ppo`, both on held-out prompts.
 `:model=NAME` is a hub id or a folder.
-`:runlocal` is a random model, made data, no network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
 import ml_collections

@@ -2,7 +2,7 @@
 
 A parameter or activation names its dimensions ('embed', 'heads', ...); a
 phase (train, rollout, score) has a mesh and a dict of rules from logical to
-mesh axes. A `Layout` joins the two.
+mesh axes. A `Layout` joins the two. phases.py orders the devices of a mesh.
 """
 
 import dataclasses

@@ -1,6 +1,10 @@
 """The sampler: requests in, completions out.
 
-Lives here: the engine protocol, the native engine with its scheduler and key-value cache,
-the JetStream adapter, and rollouts on disk. Imports programs/, models/ and below; rl/,
-environments/ and stage/ import it. Never here: rewards, advantages, updates.
+`engine` is the interface of engines. `native` implements it with `scheduler` (which request gets
+which slot) and `kv_cache` (pages, and the prefix cache with its eviction); `jetstream` adapts
+another engine. `sampler` makes a Rollout of completions, and `rollout_files` stores it. Programs
+that draw tokens are in programs/generate.py.
+
+Imports programs/, models/ and below; rl/, environments/ and stage/ import it. Never here: rewards,
+advantages, updates.
 """
