@@ -1,7 +1,7 @@
 """A custom decoder in flax.linen, which returns hidden states of packed rows.
 
   python -m launch.train --config=configs/quickstart.py:short \
-    --config.model.preset=docs/examples/linen_decoder.py:make --workdir=runs/own
+    --config.model.preset=docs/examples/linen_decoder.py:make --workdir=runs/custom
 
 Legend: B rows, T tokens, D hidden size, H heads, h head size.
 """

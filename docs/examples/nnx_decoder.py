@@ -1,7 +1,7 @@
 """A custom decoder in flax.nnx, with a gated recurrence in place of attention.
 
   python -m launch.train --config=configs/quickstart.py:short \
-    --config.model.preset=docs/examples/nnx_decoder.py:make --workdir=runs/own
+    --config.model.preset=docs/examples/nnx_decoder.py:make --workdir=runs/custom
 
 Legend: B rows, T tokens, D hidden size.
 """
