@@ -28,7 +28,7 @@ WORKLOADS = ('sft', 'sample', 'grpo')
 def main(argv):
   """Times the workload that the first argument names."""
   if len(argv) != 2 or argv[1] not in WORKLOADS:
-    raise errors.InputError(f'say what to time: python -m launch.bench {"|".join(WORKLOADS)} [flags]')
+    raise errors.InputError(f'name a workload: python -m launch.bench {"|".join(WORKLOADS)} [flags]')
   if _CORE.value is not None:
     os.sched_setaffinity(0, {_CORE.value})
   tune = flags.FLAGS.tune

@@ -43,7 +43,7 @@ flags.DEFINE_integer('profile', 0, 'First of three steps to profile; 0: none.')
 def main(argv):
   """Renders the job and starts it."""
   if argv[1:2] == [] or argv[1] not in render.PLATFORMS:
-    raise InputError(f'say where: launch.submit {"|".join(render.PLATFORMS)}')
+    raise InputError(f'name a platform: python -m launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
   given = {name: flags.FLAGS[name].value for name in render.GIVEN}
   text = render.render(platform, words, given)

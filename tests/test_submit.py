@@ -205,8 +205,8 @@ def test_dry_run_prints_and_runs_nothing():
 @pytest.mark.parametrize(
   'arguments, words',
   [
-    ([], 'say where: launch.submit tpu|slurm'),
-    (['lsf'], 'say where'),
+    ([], 'name a platform: python -m launch.submit tpu|slurm'),
+    (['lsf'], 'name a platform'),
     (['slurm', '--', '--config=x'], '--workdir=... after --'),
     (['tpu', '--tpu=a', '--', *WORDS], 'tpu needs --zone, --repo'),
   ],

@@ -50,9 +50,9 @@ def locate(spec: str) -> str:
     if '=' in base:
       hint = 'options are written name?key=value&key=value, a comma as %2C; '
     raise InputError(
-      f'reward: no builtin {base!r}; {hint}there are {", ".join(BUILTIN)}'
+      f'reward: no built-in reward {base!r}; {hint}there are {", ".join(BUILTIN)}'
       ' (docs/rewards.md);'
-      ' your own is written pkg.module:function or ./file.py:function'
+      ' write a custom reward as pkg.module:function or ./file.py:function'
     )
   return f'jaxpost.rewards.{BUILTIN[base][0]}{mark}{options}'
 
