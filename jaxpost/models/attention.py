@@ -118,8 +118,7 @@ def layer_entries(cache: Cache, layer: int, step):
 
   def gather(pool):
     some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
-    flat = some.reshape(*some.shape[:2], -1, some.shape[-1])
-    return from_bits(flat)
+    return from_bits(some.reshape(*some.shape[:2], -1, some.shape[-1]))
 
   return [gather(pool) for pool in pair]
 

@@ -137,6 +137,5 @@ def head(params) -> jax.Array:
 
 def values(params, hidden) -> jax.Array:
   """Applies the scalar head in float32: [B, T, D] -> [B, T]."""
-  return jnp.einsum('btd,dn->btn', hidden.astype(jnp.float32), params['score'], precision=jax.lax.Precision.HIGHEST)[
-    ..., 0
-  ]
+  hidden = hidden.astype(jnp.float32)
+  return jnp.einsum('btd,dn->btn', hidden, params['score'], precision=jax.lax.Precision.HIGHEST)[..., 0]

@@ -46,13 +46,22 @@ def next_token(x: jax.Array) -> jax.Array:
   return jnp.roll(x, -1, axis=1)
 
 
-def run_model(model: Model, params: dict, batch: Batch, layout: Layout, compute: Compute, **optional: Any) -> Any:
+def run_model(
+  model: Model,
+  params: dict,
+  batch: Batch,
+  layout: Layout,
+  compute: Compute,
+  noise: jax.Array | None = None,
+  dropout: jax.Array | None = None,
+  routing: bool | None = None,
+) -> Any:
   """Returns the hidden states [B, T, D] of packed rows; with routing=True, (hidden states, routing).
 
-  optional: noise [B, T, D] on the embeddings, dropout (key data of each row, [B, 2]), routing.
+  noise: [B, T, D], added to the embeddings. dropout: [B, 2], key data of each row.
   """
   # Optional fields that a batch lacks are not passed, so a custom model need not take them.
-  optional |= dict(branch_ids=batch.branch_ids, chosen=batch.experts)
+  optional = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout, routing=routing, chosen=batch.experts)
   return model.forward(
     params,
     batch.tokens,
