@@ -155,7 +155,7 @@ def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> t
   shardings, largest = [], 0
   for stack in STACKS:
     rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
-    number = max((p.shape[0] for p in rows.values()), default=0)
+    (number,) = {p.shape[0] for p in rows.values()} or {0}
     layer = fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
     shardings += [layer] * number
     largest = max(largest, sum(math.prod(p.shape[1:]) * _itemsize(p, compute) for p in rows.values()))
