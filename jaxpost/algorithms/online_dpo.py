@@ -82,7 +82,7 @@ def pack(
   share_prompt = config.preference.share_prompt
   examples = [
     pair(rollout.prompts[group].tokens, answer(chosen[group]), answer(rejected[group]), share_prompt)
-    for group in sorted(chosen)
+    for group in sorted({*chosen, *rejected})  # half a pair is an error, not dropped
   ]
   packed = packing.pack([len(example.tokens) for example in examples], row_length)
   batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, num_rows, per='pair')
