@@ -56,22 +56,21 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   path = epath.Path(path)
   try:
     about, arrays = decode(path.read_bytes())
-    kept = {name: arrays[name] for name in (*_ARRAYS, 'rewards')}
+    rollout = Rollout(
+      prompts_from_json(about['prompts']),
+      **{name: arrays[name] for name in _ARRAYS},
+      step=about['step'],
+      version=about['version'],
+      mask=arrays.get('mask'),
+      messages=about['messages'] and tuple(about['messages']),
+      rewards={'recorded': arrays['rewards']},
+    )
   except FileNotFoundError as error:
     raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
   except KeyError as error:
     raise InputError(f'{path}: has no {error}; another version of jaxpost has written it, sample again') from error
   except (ValueError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
-  rollout = Rollout(
-    prompts_from_json(about['prompts']),
-    **{name: kept[name] for name in _ARRAYS},
-    step=about['step'],
-    version=about['version'],
-    mask=arrays.get('mask'),
-    messages=about['messages'] and tuple(about['messages']),
-    rewards={'recorded': kept['rewards']},
-  )
   return rollout, arrays
 
 
