@@ -218,19 +218,17 @@ def read(
     from jaxpost.data import generated
 
     _, name, *options = str(path).split(':', 2)
-    made = generated.rows(name, ''.join(options))
-    found = [(f'{path}[', enumerate(made))]
-  elif streaming:
-    from jaxpost.data import file_formats, locate
-
-    rows = Lazy(str(path), file_formats.open_streaming(locate.find_files(str(path))), prepare)
-    if not len(rows):
-      raise InputError(f'{path}: holds no rows')
-    return rows
+    found = [(f'{path}[', enumerate(generated.rows(name, ''.join(options))))]
   else:
     from jaxpost.data import file_formats, locate
 
-    found = [file_formats.open_file(*file) for file in locate.find_files(str(path))]
+    named = locate.find_files(str(path))
+    if streaming:
+      rows = Lazy(str(path), file_formats.open_streaming(named), prepare)
+      if not len(rows):
+        raise InputError(f'{path}: holds no rows')
+      return rows
+    found = [file_formats.open_file(*file) for file in named]
   return _read_all(path, found, prepare)
 
 
@@ -293,12 +291,10 @@ def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
 
 def _recognize(row: Row, where: str) -> Row:
   """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged."""
-  if 'conversations' in row and not {'messages', 'prompt'} & set(row):
-    from jaxpost.data import maps
+  is_sharegpt = 'conversations' in row and not {'messages', 'prompt'} & set(row)
+  is_alpaca = {'instruction', 'output'} <= set(row) and not {'messages', 'prompt', 'completion'} & set(row)
+  if not is_sharegpt and not is_alpaca:
+    return row
+  from jaxpost.data import maps
 
-    return maps.sharegpt(row, where)
-  if {'instruction', 'output'} <= set(row) and not ({'messages', 'prompt', 'completion'} & set(row)):
-    from jaxpost.data import maps
-
-    return maps.alpaca(row, where)
-  return row
+  return maps.sharegpt(row, where) if is_sharegpt else maps.alpaca(row, where)
