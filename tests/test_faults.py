@@ -4,7 +4,6 @@ Two real processes on CPU, joined by gloo, started as on a cluster. What goes
 wrong on one of them is a signal from here, or code of the user's that hangs.
 """
 
-import os
 import pathlib
 import re
 import signal
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import children
 import pytest
 import tiny
 
@@ -94,14 +94,7 @@ class Cluster:
         stdin=subprocess.DEVNULL,
         stdout=open(folder / f'out{rank}', 'w'),
         stderr=open(folder / f'err{rank}', 'w'),
-        env=os.environ
-        | {
-          'JAX_PLATFORMS': 'cpu',
-          'PYTHONPATH': str(ROOT),
-          'RANK': str(rank),
-          'XLA_FLAGS': '--xla_backend_optimization_level=0',
-          'HANG': str(self.hang),
-        },
+        env=children.environment(RANK=str(rank), HANG=str(self.hang)),
       )
       for rank in ranks
     ]
