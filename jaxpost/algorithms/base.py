@@ -33,6 +33,15 @@ def _nothing(config: Config) -> tuple:
   return ()
 
 
+def _none(config: Config) -> None:
+  del config
+
+
+def _no(config: Config) -> bool:
+  del config
+  return False
+
+
 def _accept(*args: Any) -> None:
   del args
 
@@ -80,7 +89,7 @@ class Algorithm:
     defaults: {section: {field: value}} of the config fields that are left to
       the algorithm; a value may be a function of the config.
     critic: config -> Objective of a second trainable role with a scalar head,
-      or () where there is none.
+      or None.
     value_head: config -> True if the policy has a scalar head, too.
     needs: config -> names of the frozen roles: 'reference', 'teachers'. The reward
       model is not among them; `config.reward` asks for it.
@@ -119,8 +128,8 @@ class Algorithm:
 
   objective: Callable[[Config], Objective]
   defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-  critic: Callable[[Config], Objective | tuple[()]] = _nothing
-  value_head: Callable[[Config], bool | tuple[()]] = _nothing
+  critic: Callable[[Config], Objective | None] = _none
+  value_head: Callable[[Config], bool] = _no
   needs: Callable[[Config], Collection[str]] = _nothing
   prepare: Callable[[Batch, Roles, Config], Batch] = _same
   precompute: Callable[[Config], dict[str, Precompute]] = _empty
@@ -134,7 +143,7 @@ class Algorithm:
   rewards: bool = True
   from_data: Callable[[Config], float] = _never
   scores: Callable[[Config], Collection[str]] = _nothing
-  greedy_baseline: Callable[[Config], bool | tuple[()]] = _nothing
+  greedy_baseline: Callable[[Config], bool] = _no
   credit: Callable[[Experience, Config], Credit] | None = None
   pack: Callable[..., Batch] | None = None
 

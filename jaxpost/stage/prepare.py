@@ -185,7 +185,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     spec = (adapter.rank, adapter.alpha, adapter.rslora, adapter.targets)
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
-  cfg = dataclasses.replace(cfg, value_head=bool(algorithm.value_head(config)), lora=spec)
+  cfg = dataclasses.replace(cfg, value_head=algorithm.value_head(config), lora=spec)
   model = lora.freeze(lora.build(cfg, adapter.dropout), config.train.freeze)
   if config.model.quantize:
     from jaxpost.models import quantization
