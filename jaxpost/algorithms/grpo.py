@@ -35,7 +35,7 @@ def objective(config: Config) -> Objective:
 
   def surrogate(outputs, arrays, sequence_mean=None):
     logp = outputs.logprobs
-    # With one update per rollout the old policy is the present one.
+    # The old policy is the present one if a rollout has one update.
     old = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     loss, metrics = policy_gradient.LOSSES[rl.loss](logp, old, arrays['advantages'], options, sequence_mean)
     if masked:
@@ -225,8 +225,8 @@ def check_first_step(metrics: dict, config: Config) -> None:
     return  # every sample was masked
   exact = config.model.dtype == 'float32'
   rl = config.rl
-  # With several updates the old log-probs come from another program, which rounds
-  # bfloat16 differently; with one they come from the update itself.
+  # If a rollout has several updates, another program computes the old log-probs and may
+  # round bfloat16 differently; if it has one, they come from the update itself.
   same = exact or 'old_logprobs' not in _scores_in_loss(config)
   rare = 0.0 if same else 1e-2  # fraction of tokens
   expect(

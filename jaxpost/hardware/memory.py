@@ -53,7 +53,7 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
     overlap: the sampler is there while the others run, too; see `rl/rollout_queue.py`.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
-  # Where the sampler has other devices, all weights wait here for their transfer.
+  # All weights wait here for their transfer if the sampler has other devices.
   moved = 0 if sampler else sum(r['output_bytes'] * r['calls_per_step'] for r in rows if r['program'] == 'reshard')
   out = {}
   for row in rows:

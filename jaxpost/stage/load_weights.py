@@ -143,7 +143,13 @@ def move(tree: Any, shardings: Any) -> Any:
 
 
 def read_checkpoint(
-  folder: epath.Path, step: int, model: Model, layout: Layout, dtype: str, role: str = 'policy', partial: bool = False
+  folder: epath.Path,
+  step: int | None,
+  model: Model,
+  layout: Layout,
+  dtype: str,
+  role: str = 'policy',
+  partial: bool = False,
 ) -> dict:
   """Reads the parameters of one role in a checkpoint; with `partial`, only those that it holds."""
   at = f'{role}/params'

@@ -96,7 +96,7 @@ def place_with_weights(what: str, options: Options) -> tuple[place.PlacedStage, 
   algorithm, config = prepare.settle(_config(what, options))
   source = sources_lib.Source(presets.PRESETS[options.shape])
   vocab = source.config.vocab_size
-  # With more stop ids, random tokens end a completion sooner: after `mean` tokens on average.
+  # More stop ids end completions of random tokens sooner: after `mean` tokens on average.
   stops = (1, *range(3, 3 + vocab // options.mean)) if options.ragged else (1,)
   sources = {'policy': source} if what == 'sft' else {'policy': source, 'reference': source}
   inputs = prepare.make_inputs(what, config, algorithm, sources, testing.IntTokenizer(vocab, stops))
