@@ -98,7 +98,9 @@ def programs(layout, tokens, computes, cfg):
   places = jnp.arange(tokens)[None]
 
   def gathered(q, k, v, compute):
-    return attention.attention(q, k, v, segments, compute, None, places, 0, cfg, None, layout)
+    return attention.attention(
+      q, k, v, segments, compute, branch_ids=None, positions=places, window=0, cfg=cfg, sinks=None, layout=layout
+    )
 
   def ring_attention(q, k, v):
     compute = computes['gathered']

@@ -54,7 +54,10 @@ def choices(name: str, case: dict) -> tuple[str, str]:
   (config,) = config_lib.parse(dict(algorithm=name, reward='x')).values()
   own = algorithms.load_algorithm(name).defaults
   resolved = config_lib.resolve(config, own)
-  say = lambda section, field, value: f'`{section}.{field}={value}`'
+
+  def say(section, field, value):
+    return f'`{section}.{field}={value}`'
+
   return ', '.join(say(s, f, vars(vars(resolved)[s])[f]) for s in SECTIONS for f in own.get(s, ())), ', '.join(
     say(s, f, value) for s in SECTIONS for f, value in case[s].items() if value != plain[s][f]
   )

@@ -6,6 +6,7 @@ F outputs.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -102,7 +103,7 @@ def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
     layout: a `Layout`: each device reduces the part of the gradient of w that it
       stores. x is [B, T, ...] then, and letters of w mean _DIMENSIONS.
   """
-  return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(spec, x, w, dtype, out, layout)
+  return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(spec, x, w, dtype, out, layout=layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
@@ -139,7 +140,10 @@ _DIMENSIONS = {'d': 'embed', 'n': 'heads', 'f': 'mlp'}
 def _matrix_gradient(spec, x, g, dtype, layout):
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
-  product = lambda x, g: einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
+
+  def product(x, g):
+    return einsum(f'{x_term},{out}->{w_term}', x, g, dtype)
+
   kept = None if layout is None else layout.sum_over_tokens(product, (x, g), *(_DIMENSIONS.get(c) for c in w_term))
   return product(x, g) if kept is None else kept
 
@@ -339,15 +343,15 @@ def _products_backward(spec, dtype, layout, residuals, gs):
 
   dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name) for g, w, s in zip(gs, ws, split) if not s)
   if any(split):
-    pick = lambda values: [v for v, s in zip(values, split) if s]
+    pick = functools.partial(itertools.compress, selectors=split)
     dx = dx + jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(pick(cuts[0]), pick(cuts[1])),
+      in_specs=(list(pick(cuts[0])), list(pick(cuts[1]))),
       out_specs=PartitionSpec(),
       axis_names={'tensor'},
       check_vma=False,
-    )(pick(gs), pick(ws))
+    )(list(pick(gs)), list(pick(ws)))
   return dx.astype(x_kind.dtype), dws
 
 

@@ -232,7 +232,7 @@ def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict
   if params is None or placed.inputs.sources['policy'].stage != before.name:
     return initial_params(placed, workdir)
   config = placed.config
-  return lora.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, config.seed)
+  return lora.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
 
 
 def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:

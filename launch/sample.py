@@ -54,7 +54,9 @@ def main(argv):
   each = inference.adapters(inference.load(**_WEIGHTS.arguments()), _ADAPTER.value)
   draws = completions.Draws(**_SAMPLING.arguments(), top_k=_TOP_K.value, top_logprobs=_TOP_LOGPROBS.value)
   if _CHAT.value:
-    return chat.chat_loop(completions.only(each, '--chat'), draws, _MESH.value, [*_PROMPT.value], sys.stdin, sys.stdout)
+    return chat.chat_loop(
+      completions.only(each, '--chat'), draws, _MESH.value, [*_PROMPT.value], sys.stdin, out=sys.stdout
+    )
   prompts = completions.make_prompts(next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
   completion_files.finish(
     each,
@@ -62,8 +64,8 @@ def main(argv):
     draws,
     _MESH.value,
     _OUT.value,
-    _WEIGHTS.name,
-    completions.show_json if _JSON.value else completions.show,
+    source=_WEIGHTS.name,
+    show=completions.show_json if _JSON.value else completions.show,
   )
 
 

@@ -30,7 +30,10 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput') or not _took:
     return
-  function = lambda test: test.partition('[')[0]
+
+  def function(test):
+    return test.partition('[')[0]
+
   with_fixture = {function(test) for test, took in _took.items() if took['setup'] > LIMIT}
   slow = {} if os.environ.get('CI') == 'true' else read()
   for test, took in _took.items():

@@ -68,9 +68,10 @@ def shares(role, policy):
 def test_a_teacher_on_the_base_of_the_student(made, kind):
   base, adapters = made
   over = dict(algorithm='distill', lora=dict(rank=2), model=dict(quantize=kind), train=dict(batch_size=2))
-  build_with = lambda teacher: parts(
-    tiny.merged(tiny.run_config(base), over | (dict(distill=dict(teachers=(teacher,)))))
-  )
+
+  def build_with(teacher):
+    return parts(tiny.merged(tiny.run_config(base), over | (dict(distill=dict(teachers=(teacher,))))))
+
   roles = build_with(adapters['two'])
   (teacher,) = roles.teachers
   assert shares(teacher, roles.policy)
@@ -86,9 +87,10 @@ def test_a_teacher_on_the_base_of_the_student(made, kind):
 
 def test_a_reward_model_on_the_base_of_the_policy(made):
   base, adapters = made
-  build_with = lambda path, **lora: parts(
-    tiny.grpo_config(base, lora=lora or dict(rank=2), reward='reward_model', reward_model=dict(path=path))
-  )
+
+  def build_with(path, **lora):
+    return parts(tiny.grpo_config(base, lora=lora or dict(rank=2), reward='reward_model', reward_model=dict(path=path)))
+
   roles = build_with(adapters['judge'])
   judge = roles.reward_model
   assert shares(judge, roles.policy) and 'score' in judge.params
@@ -137,7 +139,7 @@ def test_adapters_share_the_base_and_answer_as_alone(made):
     assert pointers(weights.params) <= pointers(w.params)
   prompts = completions.make_prompts(weights, ['1+2=', '30+4='], as_chat=False)
   draws, rows = completions.Draws(max_new_tokens=8, temperature=0.0), []
-  completion_files.finish(each, prompts, draws, 'data=-1', '', '', rows.append)
+  completion_files.finish(each, prompts, draws, 'data=-1', '', source='', show=rows.append)
   assert [r['adapter'] for r in rows] == ['one', 'one', 'two', 'two']
   for name in each:
     alone = completions.completion_rows(

@@ -168,7 +168,10 @@ def test_a_refused_request_changes_nothing():
   t = tokenizer.load('bytes')
   e = Episode(0, Prompt(0, np.array([1, 2], np.int32), '', {}), 0)
   session = agents.Session(e, turns.Turns(t), EpisodeLimits(prompt=9, tokens=20), {})
-  ask = lambda text: {'messages': [{'role': 'user', 'content': text}]}
+
+  def ask(text):
+    return {'messages': [{'role': 'user', 'content': text}]}
+
   first = session.request(ask('a'), lambda: np.array([5, 6], np.int32), 8)
   drawn = np.array([7, 8], np.int32)
   session.record_answer(

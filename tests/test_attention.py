@@ -50,7 +50,10 @@ def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
   """Arrays of two packed rows, and what tells how to attend."""
   length, heads, kv_heads, size, values = shape
   random = np.random.RandomState(0)
-  draw = lambda *shape: jnp.asarray(random.standard_normal((2, length, *shape)), jnp.float32)
+
+  def draw(*shape):
+    return jnp.asarray(random.standard_normal((2, length, *shape)), jnp.float32)
+
   qkv = draw(heads, size), draw(kv_heads, size), draw(kv_heads, values)
   cuts = np.array([[0, 30, 31, length - 20], [0, 100, 140, length]])
   number = np.arange(length)
@@ -108,7 +111,7 @@ def interpreted(rest, n=1):
           v,
           rest['segment_ids'],
           None,
-          sinks,
+          sinks=sinks,
           window=rest['window'],
           cfg=rest['cfg'],
           compute=tiny.EXACT,
@@ -185,7 +188,9 @@ def test_long_rows_keep_no_weights(monkeypatch, length, kind):
   run = plain('chunked', rest, tiny.EXACT)  # in chunks of 64
 
   def temporaries():
-    loss = lambda given: jnp.sum(run(*given, *[None] * (4 - len(given))) * g)
+    def loss(given):
+      return jnp.sum(run(*given, *[None] * (4 - len(given))) * g)
+
     return (
       jax.jit(jax.grad(loss)).lower([x for x in args if x is not None]).compile().memory_analysis().temp_size_in_bytes
     )
@@ -359,7 +364,7 @@ def test_a_kernel_of_another_platform_is_refused(platform, name, words):
 def one_document(q, k, v, segments, positions, sinks, **rest):
   """Wrong: documents see each other."""
   del positions
-  return attention_kernels.splash(q, k, v, jnp.ones_like(segments), None, sinks, **rest, interpret=True)
+  return attention_kernels.splash(q, k, v, jnp.ones_like(segments), None, sinks=sinks, **rest, interpret=True)
 
 
 def no_gradient(q, k, v, *rest, **more):

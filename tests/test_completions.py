@@ -138,9 +138,10 @@ def test_killed_the_same_command_goes_on(folder, source, whole, tmp_path):
     '--seed=0',
     '--temperature=1',
   ]
-  start = lambda code: subprocess.Popen(
-    [sys.executable, '-c', code, *command], cwd=CLONE, stderr=subprocess.PIPE, text=True
-  )
+
+  def start(code):
+    return subprocess.Popen([sys.executable, '-c', code, *command], cwd=CLONE, stderr=subprocess.PIPE, text=True)
+
   first = start(stuck + code)
   while not (out.exists() and out.read_bytes().count(b'\n') >= 4):
     assert first.poll() is None, first.stderr.read()
@@ -165,7 +166,7 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
     return stream(engine, prompt, draws, tell)
 
   monkeypatch.setattr(chat, 'stream', spy)
-  chat.chat_loop(weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out)
+  chat.chat_loop(weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out=out)
   turns = [text.count('<|im_start|>user') for text in seen]
   assert turns == [1, 2, 3] and seen[2].count('<|im_start|>assistant') == 3
   assert out.getvalue().count('> ') >= 3
@@ -243,13 +244,16 @@ def test_evaluate_by_a_reward(folder, tmp_path, shared_data):
   reward.write_text('def low(completion_ids, **_):\n  return [float(i[0] < 64) for i in completion_ids]\n')
   data = tmp_path / 'data.jsonl'
   data.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
-  run = lambda *args: subprocess.run(
-    [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', '--n=4', '--max_new_tokens=3', *args],
-    cwd=CLONE,
-    capture_output=True,
-    text=True,
-    env=os.environ,
-  )
+
+  def run(*args):
+    return subprocess.run(
+      [sys.executable, '-m', 'launch.evaluate', f'--model={folder}', '--n=4', '--max_new_tokens=3', *args],
+      cwd=CLONE,
+      capture_output=True,
+      text=True,
+      env=os.environ,
+    )
+
   out = run(f'--data={data}', f'--reward={reward}:low', f'--out={tmp_path}/o')
   assert out.returncode == 0, out.stderr
   have = json.loads(out.stdout.splitlines()[-1])

@@ -199,9 +199,10 @@ def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
 
 def test_prompts_of_a_mixture(tmp_path):
   rows = mixture(tmp_path, (1, 1), sizes=(4, 12))
-  make = lambda rows, longest=9: prompts.PromptStream(
-    rows, tokenizer_lib.load('bytes'), per_step=4, max_prompt_length=longest, seed=0
-  )
+
+  def make(rows, longest=9):
+    return prompts.PromptStream(rows, tokenizer_lib.load('bytes'), per_step=4, max_prompt_length=longest, seed=0)
+
   stream = make(rows)
   names = [p.prompt[0] for _ in range(10) for p in next(stream)[0]]
   assert names.count('a') == names.count('b') == 20
@@ -366,14 +367,19 @@ def test_a_lazy_mixture(tmp_path):
 
 def test_prompts_are_made_when_reached(tmp_path):
   path = write_lines(tmp_path / 'a.jsonl', [row(n, 'q' * (1 + n % 3)) for n in range(20)])
-  short = lambda r: r if r['prompt'][-1] != '5' else None
-  make = lambda per_step, longest, streaming=True, map_fn=short: prompts.PromptStream(
-    sources.read(path, map_fn=map_fn, streaming=streaming),
-    tokenizer_lib.load('bytes'),
-    per_step=per_step,
-    max_prompt_length=longest,
-    seed=0,
-  )
+
+  def short(r):
+    return r if r['prompt'][-1] != '5' else None
+
+  def make(per_step, longest, streaming=True, map_fn=short):
+    return prompts.PromptStream(
+      sources.read(path, map_fn=map_fn, streaming=streaming),
+      tokenizer_lib.load('bytes'),
+      per_step=per_step,
+      max_prompt_length=longest,
+      seed=0,
+    )
+
   stream = make(3, 4)
   found = [p for _ in range(8) for p in next(stream)[0]]
   # Indices count on over what was left out.

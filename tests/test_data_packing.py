@@ -21,7 +21,10 @@ def pair(prompt, chosen, rejected, share=True, last=False):
   sides = [np.append(p, 200 + np.arange(chosen)), np.append(p, 300 + np.arange(rejected))]
   start = prompt - 1 if share else 0
   numbers = np.repeat([0, 1, 2], [start, *(len(s) - start for s in sides)]).astype(np.int32)
-  lay = lambda arrays: np.concatenate([arrays[0][:start], *(a[start:] for a in arrays)])
+
+  def lay(arrays):
+    return np.concatenate([arrays[0][:start], *(a[start:] for a in arrays)])
+
   positions = lay([np.arange(len(s)) for s in sides])
   scored = positions >= prompt
   mask = scored.astype(np.float32)
@@ -35,8 +38,8 @@ def pair(prompt, chosen, rejected, share=True, last=False):
     positions,
     None if share else numbers,
     numbers if share else None,
-    np.where(scored, numbers, 0),
-    {'margin': (scored * 0.5).astype(np.float32), 'topk': np.stack([tokens, tokens + 1], -1)},
+    sequence_ids=np.where(scored, numbers, 0),
+    arrays={'margin': (scored * 0.5).astype(np.float32), 'topk': np.stack([tokens, tokens + 1], -1)},
   )
 
 

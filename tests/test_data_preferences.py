@@ -96,7 +96,10 @@ def test_a_header_that_only_one_answer_has(shared_data):
   shared, apart = (preferences.make_pair_example(qwen, row, 'x', share_prompt=share) for share in (True, False))
   assert unrolled(shared) == unrolled(apart)
   (good, mask, _), (bad, bad_mask, _) = unrolled(shared)
-  text = lambda ids, mask: qwen.decode(np.asarray(ids)[np.asarray(mask) > 0], skip_special=False)
+
+  def text(ids, mask):
+    return qwen.decode(np.asarray(ids)[np.asarray(mask) > 0], skip_special=False)
+
   assert text(good, mask) == '<think>\nhm\n</think>\n\nA1<|im_end|>'
   assert text(bad, bad_mask) == 'no<|im_end|>'
 
@@ -280,9 +283,16 @@ def test_other_bad_rows_are_named(plain):
   kto = {'prompt': [USER], 'completion': GOOD, 'label': True}
   steps = {'prompt': 'q', 'completions': ['a'], 'labels': [True]}
   score = {'prompt': 'q', 'completion': 'a', 'score': 1}
-  unpaired = lambda row, other=kto: preferences.make_unpaired_example(plain, row, other, 'a.jsonl:7')
-  stepwise = lambda row: preferences.make_steps_example(plain, row, 'a.jsonl:7')
-  scored = lambda row: preferences.make_scored_example(plain, row, 'a.jsonl:7')
+
+  def unpaired(row, other=kto):
+    return preferences.make_unpaired_example(plain, row, other, 'a.jsonl:7')
+
+  def stepwise(row):
+    return preferences.make_steps_example(plain, row, 'a.jsonl:7')
+
+  def scored(row):
+    return preferences.make_scored_example(plain, row, 'a.jsonl:7')
+
   for render, row, message in [
     (unpaired, {**kto, 'label': 'good'}, "label: 'good' is neither"),
     (unpaired, {**kto, 'label': None}, 'label: is null'),
@@ -388,7 +398,10 @@ def test_preview_tells_the_answers_apart(plain):
       preferences.make_unpaired_example(plain, own, other, 'x'),
     )
   )
-  styles = lambda text: {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
+
+  def styles(text):
+    return {text.plain[s.start : s.end]: str(s.style) for s in text.spans}
+
   assert styles(pair)['good<|im_end|>'] == 'green'
   assert styles(pair)['bad<|im_end|>'] == 'red'
   assert 'margin 2' in pair.plain and '[answer 2]' in pair.plain

@@ -42,7 +42,9 @@ def of(**fields):
 def plan(config, vocab, elements=2**20):
   o = distill.objective(config)
   compute = dataclasses.replace(tiny.EXACT, head_elements=elements)
-  return head_chunk.HeadConfig(o.fn, vocab, o.temperature, compute, tiny.one_device(), o.reads, o.learns, o.divergence)
+  return head_chunk.HeadConfig(
+    o.fn, vocab, o.temperature, compute, tiny.one_device(), reads=o.reads, learns=o.learns, divergence=o.divergence
+  )
 
 
 # ------------------------------------------------------------------ the head
@@ -64,8 +66,8 @@ def test_figures_of_trl_through_the_head(name, elements):
     head,
     jnp.maximum(labels, 0),
     mask / mask.sum(),
-    {},
-    [(teacher, head)],
+    arrays={},
+    teachers=[(teacher, head)],
   )
   assert float(loss) == pytest.approx(GOLDEN['cases'][name], rel=1e-5)
   assert float(found['divergence']) == pytest.approx(float(loss))
@@ -78,7 +80,10 @@ B, T, D, V, REAL = 3, 10, 8, 24, 21  # the vocabulary is padded to 24
 def case():
   """A student of 21 tokens; teachers of 21 (wider) and of 17 tokens."""
   random = np.random.RandomState(0)
-  normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
+
+  def normal(*s):
+    return jnp.asarray(random.standard_normal(s), jnp.float32)
+
   weights = np.abs(random.standard_normal((B, T))) * (random.uniform(size=(B, T)) > 0.4)
   weights[1] = 0
   return dict(
@@ -93,13 +98,19 @@ def case():
 def dense(case, config, hidden, head):
   """The loss from all logits at once, by the formulas of the paper."""
   d = config.distill
-  mm = lambda h, w: jnp.einsum('btd,vd->btv', h, w, precision='highest')
+
+  def mm(h, w):
+    return jnp.einsum('btd,vd->btv', h, w, precision='highest')
+
   logits, total = mm(hidden, head[:REAL]), 0
   for share, (h, w) in zip(distill.shares(d), case['teachers']):
     shared = min(len(w), REAL)
     t = jax.nn.log_softmax(mm(h, w[:shared]) / d.temperature)
     s = jax.nn.log_softmax(logits[..., :shared] / d.temperature)
-    kl = lambda p, q: jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+    def kl(p, q):
+      return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
     if d.beta in (0.0, 1.0):
       total += share * (kl(s, t) if d.beta else kl(t, s))
     else:
@@ -117,7 +128,7 @@ def test_gradients_are_those_of_all_logits(case, beta, elements):
   ours = jax.jit(
     jax.value_and_grad(
       lambda h, w: head_lib.fused_loss(
-        plan(config, REAL, elements), h, w, case['labels'], case['weights'], {}, case['teachers']
+        plan(config, REAL, elements), h, w, case['labels'], case['weights'], arrays={}, teachers=case['teachers']
       )[0],
       (0, 1),
     )
@@ -139,8 +150,8 @@ def test_weights_of_teachers(case):
         case['head'],
         case['labels'],
         case['weights'],
-        {},
-        case['teachers'][-count:] if fields['teachers'] == ('b',) else (case['teachers'][:count]),
+        arrays={},
+        teachers=case['teachers'][-count:] if fields['teachers'] == ('b',) else (case['teachers'][:count]),
       )[0]
     )
 
@@ -163,8 +174,8 @@ def test_every_field_changes_the_loss(case, fields):
         case['head'],
         case['labels'],
         case['weights'],
-        {},
-        case['teachers'],
+        arrays={},
+        teachers=case['teachers'],
       )[0]
     )
     for more in ({}, fields)
@@ -195,7 +206,13 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   def run(config, arrays, teachers):
     return jax.value_and_grad(
       lambda h: head_lib.fused_loss(
-        plan(config, REAL, B * V * 3), h, case['head'], case['labels'], case['weights'], arrays, teachers
+        plan(config, REAL, B * V * 3),
+        h,
+        case['head'],
+        case['labels'],
+        case['weights'],
+        arrays=arrays,
+        teachers=teachers,
       )[0]
     )(case['hidden'])
 
@@ -217,7 +234,10 @@ def biggest_array(make, elements) -> int:
   model = model_lib.build(tiny.config(vocab_size=WIDE, num_layers=1))
   layout = tiny.one_device()
   compute = dataclasses.replace(tiny.EXACT, dtype='bfloat16', head_elements=elements, q_chunk=Q)
-  like = lambda s, dtype: jax.ShapeDtypeStruct(s, dtype, sharding=layout.sharding())
+
+  def like(s, dtype):
+    return jax.ShapeDtypeStruct(s, dtype, sharding=layout.sharding())
+
   params = jax.tree.map(lambda s: like(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple))
   ints = like((MICRO, ROWS, LENGTH), jnp.int32)
   batch = Batch(ints, ints, ints, like(ints.shape, jnp.float32))
@@ -234,8 +254,8 @@ def compiled_update(model, layout, compute, params, batch, like):
     optimizer,
     lambda step: 0.1,
     layout,
-    compute,
-    Ledger(),
+    compute=compute,
+    ledger=Ledger(),
     clip_norm=1.0,
     shardings=train.state_shardings(model, optimizer, layout),
   )
@@ -304,7 +324,9 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
         return {k: np.asarray(x).reshape(-1, length, topk) for k, x in found.items()}
 
       made = Documents(documents().__getitem__, 5, spec.arrays)
-      made.fill(documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), length))
+      made.fill(
+        documents(), precompute.read(documents().__getitem__, 5, spec.arrays, topk_of, len(rows), row_length=length)
+      )
     batch = roles_lib.place(
       layout, micro, packing.to_batch([[made[n] for n in row] for row in rows], length, len(rows))
     )
@@ -328,9 +350,12 @@ def test_long_documents_keep_the_values_of_what_fits():
   """An array lies at the tokens that were read, also where a row is short."""
   example = dataclasses.replace(documents()[4], arrays={})
   fields = {'seen': ((), np.int32)}
-  run = lambda batch: {'seen': batch.tokens}
+
+  def run(batch):
+    return {'seen': batch.tokens}
+
   made = Documents((None, example).__getitem__, 2, fields)
-  made.fill([None, example], precompute.read(made.plain, 2, fields, run, 2, 8))
+  made.fill([None, example], precompute.read(made.plain, 2, fields, run, 2, row_length=8))
   assert made[0] is None
   seen = made[1].arrays['seen']
   np.testing.assert_array_equal(seen[3:8], example.tokens[3:8])

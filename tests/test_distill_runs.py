@@ -148,11 +148,16 @@ def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, field
 
 @pytest.mark.parametrize('over', [dict(distill=dict(top_k=9)), dict(**GKD, seed=1, distill=dict(on_policy=0.5))])
 def test_resume_is_bitwise(small, big, tmp_path, over):
-  config = lambda steps: settings(small, big, **tiny.merged(over, dict(train=dict(steps=steps))))
+  def config(steps):
+    return settings(small, big, **tiny.merged(over, dict(train=dict(steps=steps))))
+
   whole = run(config(4), tmp_path / 'whole')
   run(config(2), tmp_path / 'parts')
   parts = run(config(4), tmp_path / 'parts')
-  clock = lambda row: {k: v for k, v in row.items() if not (k.startswith(('time/', 'memory/')) or k.endswith('_per_s'))}
+
+  def clock(row):
+    return {k: v for k, v in row.items() if not (k.startswith(('time/', 'memory/')) or k.endswith('_per_s'))}
+
   assert [clock(r) for r in whole] == [clock(r) for r in parts]
   ends = []
   for name in ('whole', 'parts'):

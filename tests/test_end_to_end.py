@@ -289,7 +289,10 @@ def test_sft_loss_does_not_depend_on_the_layout(layout, plain_loss):
 def rollout(seed=3):
   """Three prompts with four completions each."""
   random = np.random.RandomState(seed)
-  draw = lambda n: random.randint(0, 131, n).astype(np.int32)
+
+  def draw(n):
+    return random.randint(0, 131, n).astype(np.int32)
+
   lengths = random.randint(1, 7, 12)
   return Rollout(
     prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3)),
@@ -313,7 +316,7 @@ def grpo_loss():
   weights = batching.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = batching.to_batch(made, range(12), weights, arrays, num_rows, length)
+    batch = batching.to_batch(made, range(12), weights, arrays, num_rows, row_length=length)
     return losses(objective, batch, micro)
 
   return compute, compute(11, 12, 12)

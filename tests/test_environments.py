@@ -152,8 +152,13 @@ def pool(tmp_path_factory):
 
 def test_what_goes_wrong_in_a_process(pool):
   one = pool.all[0]
-  ask = lambda **request: one.submit(**request).result()
-  do = lambda what: ask(verb='call', name='do', arguments={'what': what})
+
+  def ask(**request):
+    return one.submit(**request).result()
+
+  def do(what):
+    return ask(verb='call', name='do', arguments={'what': what})
+
   assert ask(verb='reset', row={'answer': 'go'}).value == 'go'
   assert do('it') == pool_lib.Answer('it')
   assert do('raise') == pool_lib.Answer(error='not possible')
@@ -392,7 +397,10 @@ def test_many_episodes_share_few_environments(pool):
   rollout, engine = play(pool, script, [prompt(i) for i in range(5)], 2)
   again, same = play(pool, script, [prompt(i) for i in range(5)], 2)
   assert rollout.rewards['environment'].tolist() == [1, 2] * 5
-  order = lambda e: [(r.prompt, r.sample, len(r.tokens)) for r in e.requests]
+
+  def order(e):
+    return [(r.prompt, r.sample, len(r.tokens)) for r in e.requests]
+
   assert order(engine) == order(same)
   assert [said(rollout, n)[1].count(f'tool\n{n // 2}{n % 2}') for n in range(10)] == [1, 2] * 5
   quick = EpisodeLimits(**{**vars(LIMITS), 'wait_blocks': 0})

@@ -79,7 +79,9 @@ def test_the_sampler_is_the_policy(run):
 
 
 def test_only_the_tokens_of_the_policy_are_trained(run):
-  decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors='replace')
+  def decode(ids):
+    return bytes(int(i) for i in ids if i < 256).decode(errors='replace')
+
   for step in 1, 2, 3:
     rollout, arrays = rollout_files.load(run / f'rollouts/grpo/{step}.npz')
     inside = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]

@@ -108,7 +108,7 @@ def main():
 
   def run(layout, chosen):
     def both(params, x):
-      out, back = jax.vjp(lambda p, x: moe.mlp(p, x, model.config, tiny.EXACT, layout, chosen)[0], params, x)
+      out, back = jax.vjp(lambda p, x: moe.mlp(p, x, model.config, tiny.EXACT, layout, chosen=chosen)[0], params, x)
       return out, back(g)
 
     return jax.jit(both)(params, x)
@@ -127,9 +127,12 @@ def main():
     expert_parallel.exchange = ways[way]
     compare(text, make_layout(f'data=-1,expert={size}', 'train'), crowded(chosen, int(size)))
   expert_parallel.exchange = plain
-  draw = lambda *shape: random.standard_normal(shape).astype('f')
+
+  def draw(*shape):
+    return random.standard_normal(shape).astype('f')
+
   for name, (into, onto) in dict(gate=(32, 24), up=(32, 24), down=(24, 32)).items():
-    params[name] = lora.Adapted(params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, 0.0)
+    params[name] = lora.Adapted(params[name], draw(8, into, 2), draw(8, 2, onto), None, 0.7, rate=0.0)
   for text in ADAPTED:
     _, way, chosen, mesh = text.split(':')
     expert_parallel.exchange, layout = ways[way], make_layout(mesh, 'train')

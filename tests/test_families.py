@@ -344,7 +344,9 @@ def greedy(model, params, prompts, lengths, steps):
   room, compute = prompts.shape[1] + steps, tiny.EXACT
   # What is beyond a prompt must not be read: make it harmful.
   beyond = (np.arange(room) >= lengths[:, None])[:, None, :, None]
-  widen = lambda c: jnp.where(beyond, 1e3, jnp.pad(c, ((0, 0), (0, 0), (0, steps), (0, 0))))
+
+  def widen(c):
+    return jnp.where(beyond, 1e3, jnp.pad(c, ((0, 0), (0, 0), (0, steps), (0, 0))))
 
   @jax.jit
   def run(params):
@@ -361,7 +363,7 @@ def greedy(model, params, prompts, lengths, steps):
         .argmax(-1)
         .astype(jnp.int32)
       )
-      return model.decode(weights, cache, recent, tokens, lengths, i, compute=compute), (tokens, x)
+      return model.decode(weights, cache, recent, tokens, lengths, step=i, compute=compute), (tokens, x)
 
     return jax.lax.scan(step, (recent, x), jnp.arange(steps))[1]
 
@@ -397,7 +399,7 @@ def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
     assert difference(hidden[row], alone[row, n - 1 : n - 1 + steps]) <= LOGITS
   compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=16)
   segments = np.repeat([1, 2], ends)[None]
-  packed = tiny.hidden(model, params, whole[real][None], compute, segments, at[real][None])
+  packed = tiny.hidden(model, params, whole[real][None], compute, segments, positions=at[real][None])
   assert difference(packed[0], alone[real]) <= LOGITS
 
 
@@ -406,7 +408,10 @@ def test_windows_reach_into_the_shared_part_of_branches(reference, case):
   model, params = load(reference(case)[0])
   ids = tiny.tokens((1, 28))
   prompt, one, two = ids[:, :8], ids[:, 8:18], ids[:, 18:]
-  whole = lambda branch: tiny.hidden(model, params, np.concatenate([prompt, branch], 1))[0, 8:]
+
+  def whole(branch):
+    return tiny.hidden(model, params, np.concatenate([prompt, branch], 1))[0, 8:]
+
   at = np.arange(8, 18)
   forward = jax.jit(
     lambda p: model.forward(
@@ -599,7 +604,9 @@ def test_what_is_not_built_is_refused_by_name(family, fields, word):
 
 
 def test_unknown_fields_and_keys_are_reported():
-  read = lambda **fields: config_json.from_hf(BASE | fields, 'here')[1]
+  def read(**fields):
+    return config_json.from_hf(BASE | fields, 'here')[1]
+
   assert read(model_type='gemma2', hidden_act='silu', clip_all=8) == ['clip_all', 'hidden_act']
   assert read(model_type='llama', rope_scaling=dict(type='linear', factor=2.0, alpha=3), logits_scaling=2.0) == [
     'logits_scaling',
@@ -609,7 +616,9 @@ def test_unknown_fields_and_keys_are_reported():
 
 
 def test_older_spellings_are_read():
-  read = lambda **fields: config_json.from_hf(BASE | fields, 'here')[0]
+  def read(**fields):
+    return config_json.from_hf(BASE | fields, 'here')[0]
+
   scaling = {k: v for k, v in longrope().items() if not k.startswith('rope')}
   new = dict(original_max_position_embeddings=16)
   assert read(model_type='phi3', rope_scaling=scaling | dict(type='su'), rope_theta=500.0, **new) == read(

@@ -29,8 +29,8 @@ def make_update(model, loss):
     optimizer,
     lambda step: 1.0,
     layout,
-    Compute('float16'),
-    Ledger(),
+    compute=Compute('float16'),
+    ledger=Ledger(),
     clip_norm=1e9,
     shardings=shardings,
   )
@@ -62,11 +62,17 @@ def step(model, batch, loss, scale=None):
 
 def test_small_gradients_live(model, batch):
   """1e-8 is 0 in float16; what the scale saves is right to its digits."""
-  size = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+  def size(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
   plain = size(step(model, batch, -1.0)[0])
   small = size(step(model, batch, -1e-6)[0])
   lost = size(step(model, batch, -1e-6, scale=1.0)[0])
-  far = lambda x: np.abs(x - plain).max() / np.abs(plain).max()
+
+  def far(x):
+    return np.abs(x - plain).max() / np.abs(plain).max()
+
   assert far(small) < 0.02 and far(lost) > 0.1, (far(small), far(lost))
 
 

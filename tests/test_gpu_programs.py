@@ -86,9 +86,9 @@ print(json.dumps(out))
 
 
 def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
-  on = lambda kind: [
-    types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=kind)]))
-  ]
+  def on(kind):
+    return [types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform=kind)]))]
+
   assert options(on('cpu')) is None and options([]) is None
   assert options(on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
   name = 'xla_gpu_enable_latency_hiding_scheduler'

@@ -47,7 +47,10 @@ def config_of(name, **over):
 def rollout(seed=3):
   """Three prompts with four completions each."""
   random = np.random.RandomState(seed)
-  draw = lambda n: random.randint(0, 131, n).astype(np.int32)
+
+  def draw(n):
+    return random.randint(0, 131, n).astype(np.int32)
+
   lengths = random.randint(1, C + 1, N)
   prompts = tuple(Prompt(i, draw(3 + i), '', {}) for i in range(3))
   completions = np.stack([draw(C) for _ in lengths])
@@ -75,7 +78,10 @@ def by_the_model(prompt, completion):
 def experience(seed=3, **fields):
   made = rollout(seed)
   random = np.random.RandomState(seed + 1)
-  noise = lambda: (made.logprobs + 0.1 * random.standard_normal(made.logprobs.shape)).astype(np.float32)
+
+  def noise():
+    return (made.logprobs + 0.1 * random.standard_normal(made.logprobs.shape)).astype(np.float32)
+
   arrays = dict(sampler_logprobs=made.logprobs, behavior_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
   rewards = random.standard_normal(N)
   rewards[5] = np.nan
@@ -97,7 +103,7 @@ def outcome(config, given, length=11, rows=12, micro=12):
   """(loss, metrics, gradients, credit) of one update in a layout."""
   credit = grpo.credit(given, config)
   weighted = batching.token_weights(credit.mask, config.rl.aggregate, C)
-  batch = batching.to_batch(given.rollout, range(N), weighted, credit.arrays, rows, length)
+  batch = batching.to_batch(given.rollout, range(N), weighted, credit.arrays, rows, row_length=length)
   model, params = weights()
   loss = programs.make_loss(model, grpo.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, x.shape[1]), batch)
@@ -380,7 +386,9 @@ def test_dynamic_sampling_fills_the_batch(model, tmp_path):
 
 
 def test_dynamic_sampling_says_when_it_cannot(model, tmp_path, caplog):
-  constant = lambda completions, **columns: [1.0] * len(completions)
+  def constant(completions, **columns):
+    return [1.0] * len(completions)
+
   (row,) = run(tiny.grpo_config(model, reward=constant, train=dict(steps=1), rl=dict(dynamic_sampling=3)), tmp_path)
   assert row['dynamic_sampling/rounds'] == 3
   assert row['dynamic_sampling/missing'] == 4
@@ -438,7 +446,7 @@ def test_rows_and_sequences_are_inverse():
   values = np.random.RandomState(0).standard_normal((N, C)).astype(np.float32)
   mask = batching.completion_mask(made)
   for length, rows in ((11, 12), (40, 4)):
-    batch = batching.to_batch(made, range(N), mask, {'x': values}, rows, length)
+    batch = batching.to_batch(made, range(N), mask, {'x': values}, rows, row_length=length)
     back = batching.from_rows(made, batch.arrays['x'][None], rows, length)
     np.testing.assert_array_equal(back, values * mask)
     assert (batch.sequence_ids > 0).sum() == made.lengths.sum()

@@ -29,7 +29,10 @@ B, T, D, V, REAL = 3, 10, 8, 24, 21
 @pytest.fixture(scope='module')
 def case():
   random = np.random.RandomState(0)
-  normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
+
+  def normal(*s):
+    return jnp.asarray(random.standard_normal(s), jnp.float32)
+
   weights = np.abs(random.standard_normal((B, T))) * (random.uniform(size=(B, T)) > 0.4)
   weights[1] = 0  # a row of padding only
   return dict(
@@ -57,7 +60,10 @@ def dense(case, temperature, hidden, head):
   picked = jnp.take_along_axis(logp, case['labels'][..., None], -1)[..., 0]
   outputs = head_lib.Outputs(picked, entropy)
   loss, metrics = objective(outputs, case['arrays'])
-  total = lambda x: jnp.sum(x * case['weights'])
+
+  def total(x):
+    return jnp.sum(x * case['weights'])
+
   return total(loss), jax.tree.map(total, metrics), outputs
 
 
@@ -70,14 +76,17 @@ def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective):
 def test_values_and_gradients_are_those_of_all_logits(case, elements, temperature):
   def fused(hidden, head):
     return head_lib.fused_loss(
-      plan(elements, temperature), hidden, head, case['labels'], case['weights'], case['arrays']
+      plan(elements, temperature), hidden, head, case['labels'], case['weights'], arrays=case['arrays']
     )
 
   def reference(hidden, head):
     return dense(case, temperature, hidden, head)[:2]
 
   args = case['hidden'], case['head']
-  grad = lambda f: jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(*args)
+
+  def grad(f):
+    return jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(*args)
+
   (loss, metrics), grads = grad(fused)
   (loss_2, metrics_2), grads_2 = grad(reference)
   np.testing.assert_allclose(loss, loss_2, rtol=1e-5)
@@ -106,7 +115,7 @@ def test_what_has_no_weight_has_no_say(case):
   labels = jnp.where(off, REAL - 1, case['labels'])
   run = jax.jit(
     jax.value_and_grad(
-      lambda h, labels, a: head_lib.fused_loss(plan(B * V * 3), h, case['head'], labels, case['weights'], a)[0]
+      lambda h, labels, a: head_lib.fused_loss(plan(B * V * 3), h, case['head'], labels, case['weights'], arrays=a)[0]
     )
   )
   noisy = run(case['hidden'], labels, arrays)
@@ -186,7 +195,10 @@ def test_a_divergence_from_teachers_is_differentiated(case):
   """Two teachers of other widths and forms; the loss and all gradients."""
   forms = CAPPED, PLAIN, (0.5, 4.0)  # of the student and of the teachers
   random = np.random.RandomState(1)
-  normal = lambda *s: jnp.asarray(random.standard_normal(s), jnp.float32)
+
+  def normal(*s):
+    return jnp.asarray(random.standard_normal(s), jnp.float32)
+
   teachers = [(normal(B, T, n), normal(V, n)) for n in (4, 12)]
 
   def between(logits, others, arrays):
@@ -200,7 +212,9 @@ def test_a_divergence_from_teachers_is_differentiated(case):
   )
 
   def ours(hidden, head):
-    return head_lib.fused_loss(spec, hidden, head, case['labels'], case['weights'], case['arrays'], teachers)[0]
+    return head_lib.fused_loss(
+      spec, hidden, head, case['labels'], case['weights'], arrays=case['arrays'], teachers=teachers
+    )[0]
 
   def dense_loss(hidden, head):
     student, *others = (
@@ -220,25 +234,29 @@ def test_a_divergence_from_teachers_is_differentiated(case):
 
 def test_no_tokens_give_no_loss(case):
   loss, metrics = head_lib.fused_loss(
-    plan(), case['hidden'], case['head'], case['labels'], jnp.zeros((B, T)), case['arrays']
+    plan(), case['hidden'], case['head'], case['labels'], jnp.zeros((B, T)), arrays=case['arrays']
   )
   assert loss == 0 and metrics['ratio'] == 0
 
 
 def test_without_entropy_nothing_else_changes(case):
-  simple = lambda outputs, arrays: (-outputs.logprobs * arrays['advantages'], {})
-  run = lambda entropy: jax.jit(
-    jax.value_and_grad(
-      lambda h: head_lib.fused_loss(
-        plan(fn=simple)._replace(reads=('entropy',) * entropy, learns=()),
-        h,
-        case['head'],
-        case['labels'],
-        case['weights'],
-        case['arrays'],
-      )[0]
-    )
-  )(case['hidden'])
+  def simple(outputs, arrays):
+    return (-outputs.logprobs * arrays['advantages'], {})
+
+  def run(entropy):
+    return jax.jit(
+      jax.value_and_grad(
+        lambda h: head_lib.fused_loss(
+          plan(fn=simple)._replace(reads=('entropy',) * entropy, learns=()),
+          h,
+          case['head'],
+          case['labels'],
+          case['weights'],
+          arrays=case['arrays'],
+        )[0]
+      )
+    )(case['hidden'])
+
   for a, b in zip(run(True), run(False)):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
@@ -267,12 +285,15 @@ def biggest_array(elements) -> int:
     optimizer,
     lambda step: 0.1,
     layout,
-    compute,
-    Ledger(),
+    compute=compute,
+    ledger=Ledger(),
     clip_norm=1.0,
     shardings=shardings,
   )
-  like = lambda s, dtype, place: jax.ShapeDtypeStruct(s, dtype, sharding=place)
+
+  def like(s, dtype, place):
+    return jax.ShapeDtypeStruct(s, dtype, sharding=place)
+
   state = train.TrainState(
     like((), jnp.int32, shardings.step),
     jax.tree.map(
@@ -313,8 +334,8 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
     optimizer,
     lambda step: 1e-3,
     layout,
-    compute,
-    Ledger(),
+    compute=compute,
+    ledger=Ledger(),
     clip_norm=1.0,
     shardings=shardings,
   )
@@ -322,10 +343,16 @@ def test_step_needs_less_than_a_third_of_the_memory_of_a_one_hot_step():
     lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
   )
   state = jax.eval_shape(lambda p: TrainState(jnp.zeros((), jnp.int32), p, optimizer.init(p)), shapes)
-  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
+  def place(x, s):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
   state = jax.tree.map(place, state, shardings)
   rows = layout.sharding((None, 'batch', None))
-  field = lambda dtype: jax.ShapeDtypeStruct((1, 4, 512), dtype, sharding=rows)
+
+  def field(dtype):
+    return jax.ShapeDtypeStruct((1, 4, 512), dtype, sharding=rows)
+
   batch = Batch(*(field(jnp.int32) for _ in range(3)), field(jnp.float32))
 
   def one_hot_step(state, batch):

@@ -471,7 +471,9 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
     written.append(piece.nbytes)
     return out
 
-  read = lambda: hf.load_params(folder, model, model.shardings(tiny.one_device()), dtype, write=write)
+  def read():
+    return hf.load_params(folder, model, model.shardings(tiny.one_device()), dtype, write=write)
+
   jax.block_until_ready(read())  # compiles
   written.clear()
   held.clear()

@@ -326,6 +326,15 @@ def typed(tree):
           yield f'{file}:{node.lineno}: {node.name} has no type for {missing}; annotate it'
 
 
+def positional(tree):
+  """Calls of our own functions name their arguments after the fifth."""
+  ours = {node.name for _, node in tree.nodes(ast.FunctionDef, ast.ClassDef)} - {'extend'}  # also a list's
+  for file, node in tree.nodes(ast.Call):
+    spread = any(isinstance(arg, ast.Starred) for arg in node.args)
+    if called(node) in ours and len(node.args) > 5 and not spread:
+      yield f'{file}:{node.lineno}: {called(node)} gets {len(node.args)} by position; name the sixth and on'
+
+
 def public_functions(node):
   for child in node.body:
     if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not child.name.startswith('_'):
@@ -355,6 +364,7 @@ RULES = {
   getattr_config: ('jaxpost/stage/prepare.py', 'def f(x):\n  return getattr(x.config, "lr", 1)\n'),
   forwarded_kwargs: ('jaxpost/stage/prepare.py', 'def f(**kw):\n  return f(**kw)\n'),
   typed: ('jaxpost/data/packing.py', 'def f(x):\n  return x\n'),
+  positional: ('jaxpost/stage/optim.py', 'def f(*x):\n  return f(1, 2, 3, 4, 5, 6)\n'),
   inheritance: ('jaxpost/stage/optim.py', 'class A: pass\nclass B(A): pass\nclass C(B): pass\n'),
 }
 

@@ -154,7 +154,10 @@ def main():
   def compare(given, right, text, learnt=None):
     (loss, metrics), grads = right
     (loss_8, metrics_8), grads_8 = gradient(make_layout(text.rpartition(':')[2], 'train'), given, learnt=learnt)
-    near = lambda a, b: tiny.largest(a - b) / (tiny.largest(b) or 1)
+
+    def near(a, b):
+      return tiny.largest(a - b) / (tiny.largest(b) or 1)
+
     off = {'loss': abs(loss_8 / loss - 1)}
     for k in metrics.keys() - {'router'}:
       off[k] = abs(metrics_8[k] - metrics[k]) / max(abs(metrics[k]), 0.01)

@@ -457,7 +457,10 @@ def test_resume_is_exact_and_knows_the_base(base, trained, tmp_path):
   run(half, tmp_path / 'run')
   whole = tiny.merged(half, dict(train=dict(steps=4)))
   rows = run(whole, tmp_path / 'run')
-  keep = lambda rows: [r for r in rows if r['split'] == 'train']
+
+  def keep(rows):
+    return [r for r in rows if r['split'] == 'train']
+
   assert keep(rows) == keep(metrics.comparable_rows(trained / 'metrics.jsonl'))
   files = [d / 'export/model.safetensors' for d in (trained, tmp_path / 'run')]
   assert files[0].read_bytes() == files[1].read_bytes()
@@ -560,16 +563,18 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
   'second', [dict(), dict(lora=dict(rank=3)), dict(lora=dict(rank=0, dropout=0.0))], ids=['same', 'other', 'whole']
 )
 def test_stages(base, tmp_path, second):
-  made = lambda steps: sft(
-    base,
-    stages=('one', 'two'),
-    one=dict(),
-    lora=dict(dropout=0.1),
-    eval=dict(data=dict(path=''), samples=0),
-    two=tiny.merged(
-      dict(algorithm='dpo', data=dict(path=PAIRS), train=dict(steps=steps, batch_size=4, row_length=96)), second
-    ),
-  )
+  def made(steps):
+    return sft(
+      base,
+      stages=('one', 'two'),
+      one=dict(),
+      lora=dict(dropout=0.1),
+      eval=dict(data=dict(path=''), samples=0),
+      two=tiny.merged(
+        dict(algorithm='dpo', data=dict(path=PAIRS), train=dict(steps=steps, batch_size=4, row_length=96)), second
+      ),
+    )
+
   run(made(4), tmp_path / 'at_once')
   run(made(2), tmp_path / 'halves')
   shutil.rmtree(tmp_path / 'halves/export')

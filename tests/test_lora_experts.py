@@ -33,7 +33,9 @@ def config(targets=ALL, rank=3, rslora=False, family='qwen3_moe', **fields):
 
 
 def test_experts_are_targets_where_they_are_named():
-  found = lambda targets: set(lora.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
+  def found(targets):
+    return set(lora.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
+
   assert found('q|k|v|o|gate|up|down') == set('qkvo')
   assert found(ALL) == {'q', 'gate', 'up', 'down'}
   assert found('layers/experts/.*') == {'gate', 'up', 'down'}

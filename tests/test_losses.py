@@ -24,7 +24,11 @@ GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').r
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
 OLD, NEW, REF, GAINS, MASK = (INPUTS[k] for k in ('old', 'new', 'ref', 'adv_grpo_score2', 'mask'))
-close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def close(x, y):
+  return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
 
 # What a batch's weights are under each way of averaging.
 WEIGHTS = {
@@ -174,7 +178,10 @@ def test_dual_clip():
 def test_clip_is_reported_where_it_removes_the_gradient():
   new = jnp.log(jnp.array([[0.5, 0.5, 1.5, 1.5]]))
   gains = jnp.array([[1.0, -1.0, 1.0, -1.0]])
-  clip = lambda x: policy_gradient.clip(x, jnp.zeros((1, 4)), gains, SurrogateOptions(0.2, 0.2))
+
+  def clip(x):
+    return policy_gradient.clip(x, jnp.zeros((1, 4)), gains, SurrogateOptions(0.2, 0.2))
+
   _, metrics = clip(new)
   np.testing.assert_array_equal(metrics['clip_ratio/low_mean'], [[0, 1, 0, 0]])
   np.testing.assert_array_equal(metrics['clip_ratio/high_mean'], [[0, 0, 1, 0]])
@@ -238,7 +245,10 @@ def test_value_loss():
 def test_explained_variance():
   returns = np.array([[1.0, 2.0, 4.0, np.nan]])
   mask = np.array([[1, 1, 1, 0]])
-  explained = lambda v: values_lib.explained_variance(v, returns, mask)
+
+  def explained(v):
+    return values_lib.explained_variance(v, returns, mask)
+
   assert explained(returns) == 1
   close(explained(np.full((1, 4), 7.0)), 0)
   close(explained(np.array([[1.0, 2.0, 3.0, 0.0]])), 1 - (2 / 9) / (14 / 9))
@@ -248,7 +258,10 @@ def test_explained_variance():
 def test_bradley_terry():
   chosen, rejected = jnp.asarray(INPUTS['rm_chosen']), INPUTS['rm_rejected']
   golden = CASES['trlformula/rm_bt_center0.01']
-  loss = lambda **kw: values_lib.bradley_terry(chosen, rejected, **kw)
+
+  def loss(**kw):
+    return values_lib.bradley_terry(chosen, rejected, **kw)
+
   close(loss().mean(), golden['bt'])
   close(loss(center_coef=0.01).mean(), golden['bt_center'])
   margin = np.array([1.0, 0.0, 0.5, 0.0], np.float32)

@@ -18,7 +18,10 @@ INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
 OLD, SAMPLER, MASK, TOOLS, VALUES = (INPUTS[k] for k in ('old', 'roll', 'mask', 'mask_mt', 'values'))
 EVERY = np.ones((2, 4), bool)
-close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def close(x, y):
+  return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
 def at_the_end(scores, mask):
@@ -180,7 +183,10 @@ def test_token_truncated():
 def test_methods_by_hand():
   ratio = [[0.4, 1.0, 6.0, 9.0], [1.01, 1.0, 1.0, 9.0]]
   mask = [[1, 1, 1, 0], [1, 1, 1, 0]]
-  run = lambda *names, **options: weights(*names, ratio=ratio, mask=mask, **options)
+
+  def run(*names, **options):
+    return weights(*names, ratio=ratio, mask=mask, **options)
+
   kept = [[0, 1, 0, 0], [1, 1, 1, 0]]
   close(run('token_mask'), kept)
   close(run('icepop'), np.multiply(kept, ratio))
@@ -208,8 +214,11 @@ def test_off_policy_metrics():
   close(
     [ours[f'rollout_corr/{k}'] for k in CASES['verl/offpolicy_metrics']], list(CASES['verl/offpolicy_metrics'].values())
   )
+
   # A sequence without trained tokens is not a sequence of perplexity 1.
-  widen = lambda x, fill: np.concatenate([x, np.full((1, 6), fill)])
+  def widen(x, fill):
+    return np.concatenate([x, np.full((1, 6), fill)])
+
   wider = importance.off_policy_metrics(widen(OLD, np.nan), widen(SAMPLER, np.nan), widen(MASK, 0))
   assert wider == ours
   assert importance.off_policy_metrics(OLD, OLD, 0 * MASK) == {}

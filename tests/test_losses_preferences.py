@@ -21,9 +21,20 @@ GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').r
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
 LENGTHS = INPUTS['pair_completion_mask'].sum(1)
-close = lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
-sigmoid = lambda x: 1 / (1 + np.exp(-x))
-nll = lambda x: np.logaddexp(0, -x)  # -log sigmoid(x)
+
+
+def close(x, y):
+  return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def nll(x):
+  return np.logaddexp(0, -x)  # -log sigmoid(x)
+
+
 SMOOTH = PreferenceOptions(label_smoothing=0.1)
 
 
@@ -39,7 +50,14 @@ def golden_pairs(logits):
   policy = summed_logprobs(logits)
   ref = summed_logprobs(INPUTS['pair_ref_logits'])
   return Pairs(
-    policy[:2], policy[2:], ref[:2], ref[2:], LENGTHS[:2], LENGTHS[2:], np.ones(2, bool), 2 / LENGTHS[:2].sum()
+    policy[:2],
+    policy[2:],
+    ref[:2],
+    ref[2:],
+    LENGTHS[:2],
+    rejected_length=LENGTHS[2:],
+    valid=np.ones(2, bool),
+    nll_scale=2 / LENGTHS[:2].sum(),
   )
 
 
@@ -101,7 +119,15 @@ def test_pairs(case, names, weights, options):
 def test_reference_free(case, name, alpha):
   chosen, rejected = INPUTS['avg_chosen'], INPUTS['avg_rejected']
   n = 7.0 if name == 'simpo' else 1.0  # only simpo takes means
-  pairs = Pairs(n * chosen, n * rejected, chosen + 1, rejected - 1, np.full(4, n), np.full(4, n), np.ones(4, bool))
+  pairs = Pairs(
+    n * chosen,
+    n * rejected,
+    chosen + 1,
+    rejected - 1,
+    np.full(4, n),
+    rejected_length=np.full(4, n),
+    valid=np.ones(4, bool),
+  )
   options = PreferenceOptions(beta=2.0, gamma=0.5, simpo_alpha=alpha)
   close(preferences.LOSSES[name].fn(pairs, options), CASES[f'trl/{case}'])
 
@@ -110,7 +136,10 @@ def by_hand(name, p, o):
   """Those that the figures lack, in numpy, from the papers."""
   c, r, b = p.chosen - p.ref_chosen, p.rejected - p.ref_rejected, o.beta
   mean_c, mean_r = p.chosen / p.chosen_length, p.rejected / p.rejected_length
-  odds = lambda x: np.log(np.exp(x) / (1 - np.exp(x)))
+
+  def odds(x):
+    return np.log(np.exp(x) / (1 - np.exp(x)))
+
   return {
     'sigmoid': lambda: nll(b * (c - r)),
     'ipo': lambda: (c / p.chosen_length - r / p.rejected_length - 5) ** 2,
@@ -239,7 +268,15 @@ def test_permutation_of_pairs(name):
 def test_extreme_pairs_stay_finite(name, f_divergence):
   """Log-ratios of +-1e4, and log-probabilities of 0 and -1e4."""
   far = np.array([0, -1e4, 0, -1e4, 0, 0, -1e4, -1e4], np.float32)
-  pairs = Pairs(far, far[::-1], far[[1, 0, 2, 3, 4, 5, 6, 7]], 0 * far, np.ones(8), np.ones(8), np.ones(8, bool))
+  pairs = Pairs(
+    far,
+    far[::-1],
+    far[[1, 0, 2, 3, 4, 5, 6, 7]],
+    0 * far,
+    np.ones(8),
+    rejected_length=np.ones(8),
+    valid=np.ones(8, bool),
+  )
   options = PreferenceOptions(label_smoothing=0.1, f_divergence=f_divergence, simpo_alpha=0.25)
 
   def loss(chosen, rejected):
@@ -290,7 +327,10 @@ def test_generalized_jsd(beta, temperature):
 
 def test_directions():
   s, t = (np.asarray(jax.nn.log_softmax(x)) for x in (STUDENT, TEACHER))
-  kl = lambda p, q: (np.exp(p) * (p - q)).sum(-1)
+
+  def kl(p, q):
+    return (np.exp(p) * (p - q)).sum(-1)
+
   jsd = divergences.generalized_jsd
   close(jsd(STUDENT, TEACHER, 0.0), kl(t, s))
   close(jsd(STUDENT, TEACHER, 1.0), kl(s, t))
@@ -305,8 +345,13 @@ def test_directions():
 @pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
 def test_padded_vocabulary(beta, hidden):
   """Changes nothing and takes no gradient; nor do students equal to theirs."""
-  pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 3)), constant_values=hidden)
-  loss = lambda s, t: divergences.generalized_jsd(s, t, beta).sum()
+
+  def pad(x):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 3)), constant_values=hidden)
+
+  def loss(s, t):
+    return divergences.generalized_jsd(s, t, beta).sum()
+
   value, gradient = jax.value_and_grad(loss)(pad(STUDENT), pad(TEACHER))
   expected, theirs = jax.value_and_grad(loss)(STUDENT, TEACHER)
   close(value, expected)
@@ -324,8 +369,12 @@ def top(k, temperature=1.0):
 
 @pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
 def test_topk_of_all_is_the_whole(beta):
-  whole = lambda s: divergences.generalized_jsd(s, TEACHER, beta, 0.9).sum()
-  part = lambda s: divergences.topk_jsd(s, *top(11, 0.9), beta, 0.9).sum()
+  def whole(s):
+    return divergences.generalized_jsd(s, TEACHER, beta, 0.9).sum()
+
+  def part(s):
+    return divergences.topk_jsd(s, *top(11, 0.9), beta, 0.9).sum()
+
   value, gradient = jax.value_and_grad(part)(STUDENT)
   expected, theirs = jax.value_and_grad(whole)(STUDENT)
   close(value, expected)
@@ -335,8 +384,13 @@ def test_topk_of_all_is_the_whole(beta):
 def test_topk_by_hand():
   student = np.log([0.5, 0.2, 0.2, 0.1])[None]
   ids, logprobs = np.array([[2, 0]]), np.log([[0.6, 0.2]])
-  kl = lambda p, q: np.sum(p * np.log(np.divide(p, q)))
-  run = lambda beta: divergences.topk_jsd(jnp.asarray(student), ids, jnp.asarray(logprobs), beta)[0]
+
+  def kl(p, q):
+    return np.sum(p * np.log(np.divide(p, q)))
+
+  def run(beta):
+    return divergences.topk_jsd(jnp.asarray(student), ids, jnp.asarray(logprobs), beta)[0]
+
   s, t = [0.2, 0.5, 0.3], [0.6, 0.2, 0.2]
   close(run(0.0), kl(t, s))
   close(run(1.0), kl(s, t))
@@ -347,7 +401,10 @@ def test_topk_by_hand():
 def test_tail_that_the_student_cannot_have():
   """The teacher's last thousandth lies outside of the student's tokens."""
   ids, logprobs = top(11)
-  loss = lambda s: divergences.topk_jsd(s, ids, logprobs - 1e-3, 0.0).sum()
+
+  def loss(s):
+    return divergences.topk_jsd(s, ids, logprobs - 1e-3, 0.0).sum()
+
   value, gradient = jax.value_and_grad(loss)(STUDENT)
   whole = divergences.generalized_jsd(STUDENT, TEACHER, 0.0).sum()
   assert whole < value < whole + 10 * 1e-3 * 100
@@ -359,8 +416,13 @@ def test_extreme_logits_stay_finite(beta):
   """A student sure of another token, and padding outside and in the top k."""
   student = STUDENT.at[..., 0].set(1e4).at[..., -1].set(-1e30)
   ids, logprobs = top(4)
-  part = lambda s: divergences.topk_jsd(s, ids, logprobs, beta, 1.0)
-  whole = lambda s: divergences.generalized_jsd(s, TEACHER.at[..., -1].set(-1e30), beta)
+
+  def part(s):
+    return divergences.topk_jsd(s, ids, logprobs, beta, 1.0)
+
+  def whole(s):
+    return divergences.generalized_jsd(s, TEACHER.at[..., -1].set(-1e30), beta)
+
   for loss in (part, whole):
     losses, pull = jax.vjp(loss, student)
     (gradient,) = pull(jnp.ones_like(losses))

@@ -80,7 +80,10 @@ def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
   plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch, **kl)
   parked, same, less, then = watched(model, tmp_path / 'b', monkeypatch, rollout=dict(offload=True), **kl)
   assert kinds == then == {'device'}  # it is back when it is wanted
-  bare = lambda rows: [{k: v for k, v in r.items() if not metrics.is_clock_key(k)} for r in rows]
+
+  def bare(rows):
+    return [{k: v for k, v in r.items() if not metrics.is_clock_key(k)} for r in rows]
+
   assert bare(rows) == bare(same)
   idle = plain['memory']['generate'] - parked['memory']['generate']
   policy = model_lib.build(hf.read_config(model))
@@ -91,9 +94,11 @@ def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
 
 
 def test_by_hand():
-  row = lambda program, **kw: dict(
-    dict(program=program, argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0, batch_bytes=0), **kw
-  )
+  def row(program, **kw):
+    return dict(
+      dict(program=program, argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0, batch_bytes=0), **kw
+    )
+
   found = memory.predict(
     [
       row('init', temp_bytes=999),

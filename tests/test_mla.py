@@ -65,9 +65,12 @@ def test_a_bias_that_only_chooses(model, params):
   """It sends all tokens to the experts it likes and has no gradient."""
   choice = jnp.zeros((2, 8)).at[:, jnp.array([2, 3, 4])].set(9.0)
   pushed = params | {'layers': params['layers'] | {'router_choice': choice}}
-  run = lambda p: model.forward(
-    p, tiny.tokens((1, 9)), np.arange(9)[None], np.ones((1, 9), np.int32), compute=tiny.EXACT, routing=True
-  )
+
+  def run(p):
+    return model.forward(
+      p, tiny.tokens((1, 9)), np.arange(9)[None], np.ones((1, 9), np.int32), compute=tiny.EXACT, routing=True
+    )
+
   _, routing = jax.jit(run)(pushed)
   assert routing.chosen.shape == (2, 1, 9, 3)
   assert set(np.unique(routing.chosen)) == {2, 3, 4}
@@ -119,14 +122,20 @@ def test_adapters_of_latents():
   params = jax.tree.map(lambda x: x + 0.1 * random.standard_normal(x.shape).astype('f'), model.init(jax.random.key(0)))
   ids = tiny.tokens((2, 12))
   at = np.broadcast_to(np.arange(12), ids.shape)
-  run = lambda m, p: jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
+
+  def run(m, p):
+    return jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
+
   adapted, merged = run(model, params), run(model.base, model.merge(params))
   assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
   plain = {k: v for k, v in params.items() if k != parameters.ADAPTER_ROOT}
   assert tiny.largest(adapted - run(model.base, plain)) > 1e-2
-  found = lambda targets: {
-    p.split('/')[1] for p in lora.build(tiny.latent(lora=(2, 5.0, False, targets))).table if parameters.is_adapter(p)
-  }
+
+  def found(targets):
+    return {
+      p.split('/')[1] for p in lora.build(tiny.latent(lora=(2, 5.0, False, targets))).table if parameters.is_adapter(p)
+    }
+
   assert found('up') == {'dense'} and found('experts/up') == {'layers'}
 
 
@@ -242,7 +251,10 @@ def test_adapters_of_one_stack_come_back(tmp_path, targets):
   params = model.init(jax.random.key(0))
   peft.writer(model, params, 'base')(tmp_path)
   read = lora.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
-  adapters = lambda m: {p for p in m.table if parameters.is_adapter(p)}
+
+  def adapters(m):
+    return {p for p in m.table if parameters.is_adapter(p)}
+
   assert adapters(read) == adapters(model)
   loaded = peft.load(tmp_path, read, lora.trained_part(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])

@@ -41,12 +41,15 @@ def test_cached_decode_equals_full_forward(model, params):
   cache, last = prefill(params, padded, prompt)
   rows = np.arange(3)
   close(last, full[rows, prompt - 1], 1e-5)
+
   # What is beyond a prompt in the cache must not be read: make it harmful.
-  grow = lambda x: jnp.pad(
-    jnp.where((jnp.arange(9) < prompt[:, None])[:, None, :, None], x, 1e3),
-    ((0, 0), (0, 0), (0, room - 9), (0, 0)),
-    constant_values=1e3,
-  )
+  def grow(x):
+    return jnp.pad(
+      jnp.where((jnp.arange(9) < prompt[:, None])[:, None, :, None], x, 1e3),
+      ((0, 0), (0, 0), (0, room - 9), (0, 0)),
+      constant_values=1e3,
+    )
+
   cache = jax.tree.map(grow, cache)
   weights = transformer.unstack_layers(params, model.config.num_layers)
   decode = jax.jit(lambda w, *a: model.decode(w, *a, compute=tiny.EXACT))
@@ -57,7 +60,7 @@ def test_cached_decode_equals_full_forward(model, params):
       if i:
         cache = extend(cache, recent, at - block, i == block)
       recent = jax.tree.map(lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
-    recent, x = decode(weights, cache, recent, ids[rows, at], at - i % block, i % block)
+    recent, x = decode(weights, cache, recent, ids[rows, at], at - i % block, step=i % block)
     close(x, full[rows, at], 1e-5)
     at += 1
 
@@ -66,7 +69,10 @@ def test_cached_decode_equals_full_forward(model, params):
 def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
   """In rows and in pages of 4, of which the second slot has few."""
   random = np.random.RandomState(0)
-  new = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+  def new(*shape):
+    return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
   recent, filled = Cache((new(2, 3, 5, 7),), (new(2, 3, 5, 7),)), np.array([9, 2], np.int32)
   rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
   table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
@@ -119,7 +125,7 @@ def test_packing_isolates_documents(model, params, q_chunk):
   lengths, ids = (7, 1, 8), tiny.tokens((1, 16))
   segments = np.repeat([1, 2, 3], lengths)[None]
   positions = np.concatenate([np.arange(n) for n in lengths])[None]
-  packed = tiny.hidden(model, params, ids, compute, segments, positions)
+  packed = tiny.hidden(model, params, ids, compute, segments, positions=positions)
   start = 0
   for n in lengths:
     alone = tiny.hidden(model, params, ids[:, start : start + n], compute)

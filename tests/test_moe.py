@@ -50,7 +50,10 @@ SIZES = np.array([5, 0, 21, 1, 10], np.int32)
 def test_products_of_groups(block, dtype):
   """Forward and backward, against a matrix for each row."""
   random = np.random.RandomState(0)
-  draw = lambda *shape: jnp.asarray(random.standard_normal(shape), dtype).astype(jnp.float32)
+
+  def draw(*shape):
+    return jnp.asarray(random.standard_normal(shape), dtype).astype(jnp.float32)
+
   x, w, g = draw(40, 12), draw(5, 12, 20), draw(40, 20)
   groups = np.repeat(np.arange(5), SIZES)
   real = np.arange(40) < SIZES.sum()
@@ -81,7 +84,9 @@ def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params
             yield from sizes(inner)
       yield from (math.prod(v.aval.shape) for v in eqn.outvars)
 
-  loss = lambda p: jnp.sum(tiny.hidden(model, p, ids))
+  def loss(p):
+    return jnp.sum(tiny.hidden(model, p, ids))
+
   largest = max(sizes(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
   assert largest < 400 * (e.top_k + 1) * 32 < 400 * e.num * 32
 
@@ -99,7 +104,9 @@ def test_rounds_are_the_same_sum(model, params, room):
 
   def run(room):
     out, back = jax.vjp(
-      lambda p, x, w: expert_mlp.apply_experts(p, x, w, jnp.asarray(chosen), 2, model.config, tiny.EXACT, room),
+      lambda p, x, w: expert_mlp.apply_experts(
+        p, x, w, jnp.asarray(chosen), 2, cfg=model.config, compute=tiny.EXACT, room=room
+      ),
       *jax.tree.map(jnp.asarray, (p, x, weights)),
     )
     return out, back(jnp.asarray(g))
@@ -171,12 +178,17 @@ def test_losses_of_the_router_balance_it(model, params):
   at = np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape)
   segments = (at < 10).astype(np.int32)
   batch = Batch(ids, at, segments, np.zeros(ids.shape, np.float32))
-  run = lambda batch, **fields: jax.jit(
-    jax.value_and_grad(
-      train.make_loss(model, types.Objective(lambda o, a: (-o.logprobs, {}), **fields), tiny.one_device(), tiny.EXACT),
-      has_aux=True,
-    )
-  )(params, batch)
+
+  def run(batch, **fields):
+    return jax.jit(
+      jax.value_and_grad(
+        train.make_loss(
+          model, types.Objective(lambda o, a: (-o.logprobs, {}), **fields), tiny.one_device(), tiny.EXACT
+        ),
+        has_aux=True,
+      )
+    )(params, batch)
+
   (off, _), none = run(batch)
   assert off == 0 and not any(map(np.any, jax.tree.leaves(none)))
   (value, metrics), grads = run(batch, router=(1.0, 0.0))
@@ -347,10 +359,13 @@ def test_rollouts_are_replayed(tmp_path, monkeypatch):
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', **SPARSE)
-  run = lambda name: jaxpost.run(
-    tiny.grpo_config(path, router=dict(routing_replay=True), rl=dict(kl_coef=0.01), train=dict(steps=1)),
-    tmp_path / name,
-  )
+
+  def run(name):
+    return jaxpost.run(
+      tiny.grpo_config(path, router=dict(routing_replay=True), rl=dict(kl_coef=0.01), train=dict(steps=1)),
+      tmp_path / name,
+    )
+
   run('right')
   row = json.loads((tmp_path / 'right/metrics.jsonl').read_text().splitlines()[0])
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9

@@ -155,16 +155,19 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
   shutil.rmtree(there / 'export')
   summary = stages.run(made, run, CONSOLE)  # goes on after step 2
 
-  rows = lambda where: [
-    r for r in metrics.comparable_rows(where / 'metrics.jsonl') if r['step'] != 2 or r['split'] == 'train'
-  ]
+  def rows(where):
+    return [r for r in metrics.comparable_rows(where / 'metrics.jsonl') if r['step'] != 2 or r['split'] == 'train']
+
   assert rows(there) == rows(tmp_path / 'local')
   assert len(rows(there)) == 6 and len((there / 'resumes.jsonl').read_text().splitlines()) == 1
-  names = lambda folder: {
-    re.sub('[0-9]{5,}[^/]*', 'N', str(p.relative_to(folder)))
-    for p in folder.rglob('*')
-    if p.is_file() and 'state' not in p.parts
-  }
+
+  def names(folder):
+    return {
+      re.sub('[0-9]{5,}[^/]*', 'N', str(p.relative_to(folder)))
+      for p in folder.rglob('*')
+      if p.is_file() and 'state' not in p.parts
+    }
+
   # To which nothing can be appended: no timeline.
   assert names(there) - {'resumes.jsonl'} == names(tmp_path / 'local') - {'timeline/sft.json'}
   assert summary['paths']['export'] == f'{run}/export'
@@ -352,7 +355,9 @@ def test_a_slice_of_an_object_is_all_that_is_fetched():
       fetched.append(end - start)
       return data[start:end]
 
-  read = lambda file: (file.seek(7_000_000), file.read(1000))[1]
+  def read(file):
+    return (file.seek(7_000_000), file.read(1000))[1]
+
   assert read(Object(None, 'x', size=len(data))) == data[7_000_000:7_001_000]
   assert fetched.pop() > 1_000_000
   file = object_store.exactly(Object(None, 'x', size=len(data)))

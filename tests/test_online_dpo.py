@@ -29,7 +29,12 @@ def experience(rewards, finished=True):
   lengths = 2 + np.arange(n) % 4
   completions = 100 + np.arange(n * C).reshape(n, C)
   rollout = Rollout(
-    prompts, completions.astype(np.int32), lengths, np.zeros((n, C)), np.zeros((n, C)), np.broadcast_to(finished, n)
+    prompts,
+    completions.astype(np.int32),
+    lengths,
+    np.zeros((n, C)),
+    np.zeros((n, C)),
+    finished=np.broadcast_to(finished, n),
   )
   return Experience(rollout, np.array(rewards, float).ravel(), batching.completion_mask(rollout), {})
 
@@ -83,7 +88,7 @@ def test_pairs_hold_the_sampled_tokens(share):
   assert length == 2 * (5 + C)
   data = experience([[1, 3, 0, 2], [1, 1, 1, 1], [NAN, 5, NAN, 4]])
   credit = online_dpo.credit(data, config)
-  batch = online_dpo.pack(data, credit, range(12), config, rows, length)
+  batch = online_dpo.pack(data, credit, range(12), config, rows, row_length=length)
   assert batch.tokens.shape == (rows, length)
   assert batch.loss_weights.sum() == pytest.approx(data.rollout.lengths[[1, 2, 9, 11]].sum() / 2)
   assert set(batch.arrays) == {'nll_weights'}
@@ -112,7 +117,7 @@ def test_every_step_has_one_shape(share):
 
   def shapes(rewards):
     data = experience(rewards)
-    batch = online_dpo.pack(data, online_dpo.credit(data, config), range(12), config, rows, length)
+    batch = online_dpo.pack(data, online_dpo.credit(data, config), range(12), config, rows, row_length=length)
     return {
       k: np.shape(v) for k, v in vars(batch).items() if k != 'arrays' and v is not None and len(v)
     }, batch.loss_weights.sum()
@@ -160,7 +165,10 @@ def test_a_run(tmp_path):
 
 def test_a_run_without_a_pair_goes_on(tmp_path):
   """Nothing to prefer is no error: loss 0, gradient 0, counted."""
-  constant = lambda completions, **columns: [1.0] * len(completions)
+
+  def constant(completions, **columns):
+    return [1.0] * len(completions)
+
   config = tiny.grpo_config(
     tiny.folder(tmp_path / 'nano'), algorithm='online_dpo', reward=constant, train=dict(steps=2)
   )

@@ -101,7 +101,10 @@ def test_the_cache_is_split_over_the_batch_axes():
   place = generate.slot_shardings(Layout(mesh, 'rollout'))
   cache = jax.ShapeDtypeStruct((8, 2, 64, 16), jnp.float32)
   spec = place({'k': cache})['k'].spec
-  split = lambda part: part if isinstance(part, tuple) else (part,)
+
+  def split(part):
+    return part if isinstance(part, tuple) else (part,)
+
   assert set(split(spec[0])) == {'data', 'fsdp'} and spec[1] == 'tensor'
 
 
@@ -189,7 +192,7 @@ def test_short_completions_share_rows():
   made = rollout()
   mask = batching.completion_mask(made)
   total = int(batching.prompt_lengths(made).sum() + made.lengths.sum())
-  batch = batching.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, 32)
+  batch = batching.to_batch(made, range(12), mask, {}, -(-total // 32) + 1, row_length=32)
   real = batch.segment_ids > 0
   assert real.sum() == total
   for row in real:  # padding only at the end
@@ -200,6 +203,6 @@ def test_short_completions_share_rows():
 def test_trained_tokens_are_those_that_were_sampled():
   made = rollout()
   mask = batching.completion_mask(made)
-  batch = batching.to_batch(made, range(12), mask, {}, 12, 11)
+  batch = batching.to_batch(made, range(12), mask, {}, 12, row_length=11)
   back = batching.from_rows(made, batch.tokens, 12, 11)
   np.testing.assert_array_equal(back, made.completions * mask)

@@ -196,7 +196,7 @@ def test_collectives_by_kind_and_axis():
   ],
 )
 def test_groups_of_devices(text, group):
-  op = hlo.Op('x', 'all-reduce', (), (), f', channel_id=1, {text}', '', False)
+  op = hlo.Op('x', 'all-reduce', (), (), f', channel_id=1, {text}', inner='', root=False)
   assert hlo.group_of(op) == group
 
 

@@ -48,7 +48,10 @@ def stage_config(**over):
 
 def rollout(count=12, longest=6, groups=3, seed=3):
   random = np.random.RandomState(seed)
-  draw = lambda n: random.randint(0, 131, n).astype(np.int32)
+
+  def draw(n):
+    return random.randint(0, 131, n).astype(np.int32)
+
   lengths = random.randint(1, longest + 1, count)
   return Rollout(
     prompts=tuple(Prompt(i, draw(3 + i), '', {}) for i in range(groups)),
@@ -65,7 +68,10 @@ def graded(rewards=None, mask=None, made=None, **arrays):
   made = made or rollout()
   shape = made.completions.shape
   random = np.random.RandomState(0)
-  normal = lambda: random.standard_normal(shape).astype(np.float32)
+
+  def normal():
+    return random.standard_normal(shape).astype(np.float32)
+
   mask = batching.completion_mask(made) if mask is None else mask
   rewards = random.standard_normal(shape[0]) if rewards is None else rewards
   found = dict(
@@ -135,7 +141,10 @@ def test_ungraded_samples_are_left_out():
 def test_explained_variance_is_of_the_values_before_the_update():
   one = graded()
   perfect = ppo.credit(one, stage_config(rl=dict(lam=1.0))).arrays['returns']
-  metrics_of = lambda v: ppo.credit(graded(one.rewards, values=v), stage_config(rl=dict(lam=1.0))).metrics
+
+  def metrics_of(v):
+    return ppo.credit(graded(one.rewards, values=v), stage_config(rl=dict(lam=1.0))).metrics
+
   assert metrics_of(perfect)['critic/explained_variance'] == (pytest.approx(1, abs=1e-6))
   # Equal returns leave nothing to explain: no figure rather than NaN.
   flat = ppo.credit(graded(np.ones(12)), stage_config(rl=dict(lam=1.0)))
@@ -174,7 +183,7 @@ def laid_out(config, length, num_rows, members=range(12)):
   one = graded()
   credit = ppo.credit(one, config)
   token_weights = batching.token_weights(credit.mask, config.rl.aggregate, 6)
-  return batching.to_batch(one.rollout, list(members), token_weights, credit.arrays, num_rows, length)
+  return batching.to_batch(one.rollout, list(members), token_weights, credit.arrays, num_rows, row_length=length)
 
 
 @functools.lru_cache
@@ -263,9 +272,14 @@ def outcome(config) -> list[float]:
   one = graded()
   credit = ppo.credit(one, config)
   weights_ = batching.token_weights(credit.mask, config.rl.aggregate, 6)
-  batch = jax.tree.map(jnp.asarray, batching.to_batch(one.rollout, range(12), weights_, credit.arrays, 12, 11))
+  batch = jax.tree.map(
+    jnp.asarray, batching.to_batch(one.rollout, range(12), weights_, credit.arrays, 12, row_length=11)
+  )
   random = np.random.RandomState(4)
-  draw = lambda: jnp.asarray(random.standard_normal(batch.tokens.shape), jnp.float32)
+
+  def draw():
+    return jnp.asarray(random.standard_normal(batch.tokens.shape), jnp.float32)
+
   outputs = Outputs(logprobs=draw() / 3 - 1, entropy=1 + draw() ** 2, values=draw())
   out = [*credit.memory.values()]
   for objective in ppo.PPO.objective(config), ppo.PPO.critic(config):
@@ -360,13 +374,16 @@ def test_first_step_is_on_policy_at_any_temperature(model, tmp_path):
 @pytest.mark.parametrize('shared', [False, True])
 def test_resume_is_bitwise(model, tmp_path, shared):
   """4 steps, and 2 and 2: policy, critic, their optimizers, the KL's memory."""
-  config = lambda steps: run_config(
-    model,
-    critic=dict(value_head=shared),
-    train=dict(steps=steps),
-    save=dict(every=2),
-    rl=dict(minibatches=2, kl_target=0.01, kl_horizon=16.0),
-  )
+
+  def config(steps):
+    return run_config(
+      model,
+      critic=dict(value_head=shared),
+      train=dict(steps=steps),
+      save=dict(every=2),
+      rl=dict(minibatches=2, kl_target=0.01, kl_horizon=16.0),
+    )
+
   jaxpost.run(config(4), tmp_path / 'whole')
   jaxpost.run(config(2), tmp_path / 'parts')
   jaxpost.run(config(4), tmp_path / 'parts')
@@ -478,7 +495,10 @@ def test_learns(tmp_path):
     ),
     tmp_path / 'run',
   )
-  of = lambda split: [r for r in rows(tmp_path / 'run', split) if r['stage'] == 'online']
+
+  def of(split):
+    return [r for r in rows(tmp_path / 'run', split) if r['stage'] == 'online']
+
   before, after = (r['pass@1'] for r in of('eval'))
   assert before < 0.35 and after > before + 0.2, (before, after)
   explained = [r['critic/explained_variance'] for r in of('train')]

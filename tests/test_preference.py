@@ -217,7 +217,10 @@ def test_the_prompt_is_read_once():
 def drawn(algorithm):
   """A batch with random log-probs of policy and reference."""
   batch, random = packed(algorithm), np.random.default_rng(0)
-  draw = lambda: -random.uniform(0.1, 2, batch.tokens.shape).astype(np.float32)
+
+  def draw():
+    return -random.uniform(0.1, 2, batch.tokens.shape).astype(np.float32)
+
   batch.arrays.update(ref_logprobs=draw(), kl=np.full_like(batch.loss_weights, 0.7))
   return batch, Outputs(draw(), -draw())
 
@@ -226,7 +229,10 @@ def drawn(algorithm):
 def test_only_trained_tokens_have_a_gradient(algorithm):
   found, config = settings(algorithm)
   batch, outputs = drawn(algorithm)
-  fn = lambda logprobs: found.objective(config).fn(outputs.replace(logprobs=logprobs), batch)[0]
+
+  def fn(logprobs):
+    return found.objective(config).fn(outputs.replace(logprobs=logprobs), batch)[0]
+
   gradient = jax.grad(fn)(outputs.logprobs)
   np.testing.assert_array_equal(gradient != 0, batch.loss_weights > 0)
   if algorithm == 'kto':

@@ -123,7 +123,10 @@ def test_resume_is_bitwise(model, tmp_path):
   one = run(config_of(model, 'dpo'), tmp_path / 'one')
   run(config_of(model, 'dpo', train=dict(steps=2)), tmp_path / 'two')
   two = run(config_of(model, 'dpo'), tmp_path / 'two')
-  train = lambda rows: [r for r in rows if r['split'] == 'train']
+
+  def train(rows):
+    return [r for r in rows if r['split'] == 'train']
+
   assert train(one) == train(two) and len(train(one)) == 4
   assert leaves(tmp_path / 'one', 'dpo', 4) == leaves(tmp_path / 'two', 'dpo', 4)
 

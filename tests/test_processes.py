@@ -183,7 +183,10 @@ def folder(tmp_path_factory):
   (root / 'rewards.py').write_text(REWARD)
   for rank in (0, 1):
     (root / f'host{rank}').mkdir()
-    row = lambda n, answer: json.dumps({'prompt': f'{n}+1=', 'completion': str(answer)}) + '\n'
+
+    def row(n, answer):
+      return json.dumps({'prompt': f'{n}+1=', 'completion': str(answer)}) + '\n'
+
     rows = [row(n, n + 1) for n in range(20)]
     if rank:  # late in the file: no batch of a short run reads it
       rows[17] = row(17, 99)

@@ -90,7 +90,7 @@ def one_each(kind):
 def test_losses_do_not_depend_on_the_layout(kind, share, length, num_rows, micro, turned):
   config, docs = examples(kind, share)
   expected = one_each(kind)
-  found = losses(config, docs[::-1] if turned else docs, length, num_rows, micro, True)
+  found = losses(config, docs[::-1] if turned else docs, length, num_rows, micro, packed=True)
   assert found[0] == pytest.approx(expected[0], rel=1e-5)
   for key in expected[1]:
     assert float(found[1][key]) == pytest.approx(float(expected[1][key]), rel=1e-5, abs=1e-6), key
@@ -102,7 +102,10 @@ def pair_batch(chosen, rejected, margin=0.0):
   """P pairs of two tokens each, in one row; the second of each is read."""
   count = len(chosen)
   scores = np.stack([chosen, rejected], axis=1).reshape(-1)
-  row = lambda x: jnp.asarray(np.stack([np.full_like(x, 9), x], axis=1).reshape(1, -1))
+
+  def row(x):
+    return jnp.asarray(np.stack([np.full_like(x, 9), x], axis=1).reshape(1, -1))
+
   number = np.arange(1, 2 * count + 1)
   weights_ = np.tile([0, 1 / count], 2 * count).astype(np.float32)[None]
   batch = Batch(
@@ -160,7 +163,10 @@ def nano(tmp_path_factory):
 def letters(kind, count, seed):
   """Rows of words of a and b: the more a, the better."""
   draw = random.Random(seed)
-  word = lambda: ''.join(draw.choice('ab') for _ in range(6))
+
+  def word():
+    return ''.join(draw.choice('ab') for _ in range(6))
+
   for n in range(count):
     row = {'prompt': f'{n % 10}:'}
     if kind == 'bradley_terry':

@@ -100,7 +100,10 @@ def test_what_cross_entropy_cannot_use_is_refused(over, key):
 def test_nothing_kept_moves_nothing(tmp_path):
   """Neither the loss nor the weights; each step says so."""
   model = tiny.folder(tmp_path / 'model')
-  config = lambda bar: tiny.grpo_config(model, algorithm='rft', rl=dict(keep_reward=bar), train=dict(steps=2))
+
+  def config(bar):
+    return tiny.grpo_config(model, algorithm='rft', rl=dict(keep_reward=bar), train=dict(steps=2))
+
   jaxpost.run(config(2.0), tmp_path / 'none')
   for row in metrics.read_rows(tmp_path / 'none/metrics.jsonl'):
     assert row['loss'] == row['grad_norm'] == row['rft/kept'] == 0

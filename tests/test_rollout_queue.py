@@ -169,8 +169,13 @@ def by_hand(given):
 
   policy, stream = stages.policy_and_stream(given)
   config_, lag, drawn = stream.config, given['rollout']['staleness'], []
-  host = lambda: jax.tree.map(np.array, policy.params)
-  placed = lambda tree: jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tree, policy.params)
+
+  def host():
+    return jax.tree.map(np.array, policy.params)
+
+  def placed(tree):
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), tree, policy.params)
+
   after = [host()]  # each update
   for step in range(STEPS):
     version = max(0, step - lag)

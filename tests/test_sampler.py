@@ -35,7 +35,9 @@ def uniforms():
 
 
 def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
-  full = lambda x, dtype: jnp.full(DRAWS, x, dtype)
+  def full(x, dtype):
+    return jnp.full(DRAWS, x, dtype)
+
   settings = slots_of(
     DRAWS,
     temperature=full(temperature, jnp.float32),
@@ -49,7 +51,10 @@ def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
 
 def slots_of(count, **fields):
   """Sampling of `count` slots, with defaults."""
-  full = lambda x, dtype=jnp.int32: jnp.full(count, x, dtype)
+
+  def full(x, dtype=jnp.int32):
+    return jnp.full(count, x, dtype)
+
   return Sampling(
     **{
       **dict(
@@ -127,7 +132,10 @@ def test_greedy_takes_the_best_and_draws_at_temperature_1(row):
 def test_slots_sample_each_in_its_own_way(row):
   random = np.random.RandomState(0)
   kinds = random.randint(0, 4, DRAWS)
-  pick = lambda *x: np.asarray(x)[kinds]
+
+  def pick(*x):
+    return np.asarray(x)[kinds]
+
   settings = slots_of(
     DRAWS,
     temperature=pick(0.0, 1.0, 0.5, 1.0).astype(np.float32),
@@ -286,7 +294,10 @@ def test_greedy_is_the_best_of_the_full_forward(model, params):
 def test_what_is_excluded_is_not_drawn(row):
   """Forbidden ids, stop ids too early, and less than min_p of the best left."""
   order = np.argsort(-row)
-  tile = lambda ids: jnp.tile(jnp.asarray(ids, jnp.int32), (DRAWS, 1))
+
+  def tile(ids):
+    return jnp.tile(jnp.asarray(ids, jnp.int32), (DRAWS, 1))
+
   tokens, logprobs, behavior = draw(
     row,
     min_p=jnp.full(DRAWS, 0.2),

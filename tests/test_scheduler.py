@@ -37,7 +37,7 @@ def make_engine(model, params, ledger=None, compute=tiny.EXACT, **fields):
   settings = native.SamplerConfig(
     **{**dict(slots=4, max_prompt=20, max_new_tokens=NEW, stop_ids=(), block=4, max_context=60), **fields}
   )
-  engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), compute, ledger or Ledger(), decode)
+  engine = native.NativeEngine(model, settings, tiny.one_device('rollout'), compute, ledger or Ledger(), decode=decode)
   engine.load(params, version=3)
   return engine
 
@@ -151,7 +151,10 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
     (turn, n): random.randint(0, 131, size, np.int32) for turn in (1, 2) for n, size in enumerate([1, 5, 37, 9, 2])
   }
   wanted = requests(9, max_tokens=5)
-  made = lambda: make_engine(model, params, compute=compute, max_context=120, **fields)
+
+  def made():
+    return make_engine(model, params, compute=compute, max_context=120, **fields)
+
   keeping, reading = made(), made()
   plain = serve(reading, wanted, talk(answers), reuse_cache=False)
   read, figures = serve.figures['tokens_prefilled'], {}

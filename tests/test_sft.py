@@ -115,7 +115,7 @@ def test_cross_entropy_of_torch():
   shifted = np.where(counts, np.roll(labels, -1, axis=1), 0)
   plan = head_chunk.HeadConfig(objective().fn, 11, 1.0, tiny.EXACT, tiny.one_device())
   loss, _ = head_lib.fused_loss(
-    plan, hidden, weight, jnp.asarray(shifted), jnp.asarray(counts / counts.sum(), jnp.float32), {}
+    plan, hidden, weight, jnp.asarray(shifted), jnp.asarray(counts / counts.sum(), jnp.float32), arrays={}
   )
   for name in ('torch/ref_ce_shifted_mean', 'trl/chunked_ce'):
     expected = np.ravel(GOLDEN['cases'][name])[0]
@@ -174,10 +174,21 @@ def test_a_batch_that_trains_nothing_moves_nothing(case):
   layout, optimizer = tiny.one_device(), optax.adam(0.1)
   shardings = programs.state_shardings(model, optimizer, layout)
   update = programs.make_update(
-    model, objective(), optimizer, lambda step: 0.1, layout, tiny.EXACT, Ledger(), clip_norm=1.0, shardings=shardings
+    model,
+    objective(),
+    optimizer,
+    lambda step: 0.1,
+    layout,
+    compute=tiny.EXACT,
+    ledger=Ledger(),
+    clip_norm=1.0,
+    shardings=shardings,
   )
   state = programs.make_state(jax.tree.map(jnp.array, params), optimizer, shardings, Ledger())
-  place = lambda b: layout.put(jax.tree.map(lambda x: x[None], b), None)
+
+  def place(b):
+    return layout.put(jax.tree.map(lambda x: x[None], b), None)
+
   state, found = update(state, place(batch), {})
   assert found['empty_updates'] == 0 and int(state.step) == 1
   before = jax.tree.map(np.asarray, state)

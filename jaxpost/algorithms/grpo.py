@@ -126,7 +126,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   mask, metrics = trained_tokens(experience, valid, config)
   kl, memory, kl_metrics = kl_in_reward(experience, mask, config)
   values = _advantages(experience, valid, mask, kl, config)
-  return finish(experience, values, mask, metrics | kl_metrics, memory, config)
+  return finish(experience, values, mask, metrics | kl_metrics, memory, config=config)
 
 
 def trained_tokens(experience: Experience, valid: np.ndarray, config: Config) -> tuple[np.ndarray, dict]:

@@ -85,7 +85,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   rewards = grpo.token_rewards(experience, mask, kl)
   values = np.where(mask > 0, experience.arrays['values'], 0)
   gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, rl.lam)
-  out = grpo.finish(experience, advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config)
+  out = grpo.finish(experience, advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
   out.arrays.update(values=values, returns=returns)
   out.metrics.update(_value_metrics(values, returns, mask))
   return out

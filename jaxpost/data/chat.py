@@ -183,7 +183,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
       )
     spans = [marked[assistant.index(n)] for n in turns]
   else:
-    spans = [_span(tokenizer, text_of, text, messages, n, where) for n in turns]
+    spans = [_span(tokenizer, text_of, text, messages, n, where=where) for n in turns]
   for n, (start, end) in zip(turns, spans):
     _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
   return _example(*_encode_spans(tokenizer, text, spans, weights, where))

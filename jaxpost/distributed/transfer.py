@@ -132,8 +132,10 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...], rows: N
     moves: ((dimension or None, axes), ...): mesh axes that split dimension
       `row` of pieces, and in `x` split `dimension`, or nothing.
   """
+
   # Bits are moved, since XLA:CPU would convert all of a bfloat16 x to float32.
-  bits = lambda x, to: x if x.dtype.itemsize != 2 else (jax.lax.bitcast_convert_type(x, to))
+  def bits(x, to):
+    return x if x.dtype.itemsize != 2 else (jax.lax.bitcast_convert_type(x, to))
 
   def local(x, piece, at):
     if x is None:

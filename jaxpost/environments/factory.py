@@ -72,8 +72,6 @@ def make_sampler(
 
   Args:
     environment: the stage's pool.
-    tokenizer: of the policy.
-    config: of the stage.
     engine: the `NativeEngine` that generates.
     run_key: PRNG key of the run.
   """

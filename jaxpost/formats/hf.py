@@ -186,7 +186,7 @@ def save(
   made = jax.eval_shape(merge, params)
   dtype = np.dtype(jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
-    _write_weights(staged, model, params, dtype, max_shard_bytes, merge)
+    _write_weights(staged, model, params, dtype, max_shard_bytes, merge=merge)
     if writes:
       config = config_json.to_hf(model.config, stop_ids, bos_id, pad_id)
       _write_configs(staged, config, dtype, generation or {})

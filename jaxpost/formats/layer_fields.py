@@ -49,14 +49,14 @@ def ropes(
     raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
   main = {**{k: v for k, v in params.items() if k not in nested}, **(params.get(FULL) or {})}
   dim = _rotary_dim(main, raw, family, head_dim, where)
-  first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where)
+  first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
   out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
   if 'no_rope_layers' in family.fields:
     out['layer_ropes'] = _no_rope(raw, layers, where)
   if family.local_rope:
     local = dict(params.get(LOCAL) or {})
     theta = local.get('rope_theta') or raw[family.local_rope]
-    second, more = _rope(local, theta, raw, family, dim, where)
+    second, more = _rope(local, theta, raw, family, dim, where=where)
     unknown = unknown + more
     types = layer_types(raw, family, layers, (), where)
     if second != first and LOCAL in types:

@@ -131,7 +131,7 @@ def _open(folder, raw: dict, cfg: ModelConfig, stack) -> tuple:
   given = {x.rpartition('.')[2] for x in given}
   if given:
     _check_experts(folder / CONFIG, given, cfg)
-    have = _apart(folder, have, given, raw, every, cfg)
+    have = _apart(folder, have, given, raw, every, cfg=cfg)
   return have, every, names
 
 

@@ -44,7 +44,10 @@ class Tensor:
     dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
     size = math.prod(inner) * dtype.itemsize
     begin, count = self.start + start * size, (stop - start) * size
-    part = lambda data: np.frombuffer(data, dtype).reshape(-1, *inner)[(slice(None), *rest)]
+
+    def part(data):
+      return np.frombuffer(data, dtype).reshape(-1, *inner)[(slice(None), *rest)]
+
     if not isinstance(self.file, mmap.mmap):
       self.file.seek(begin)
       return part(self.file.read(count))

@@ -195,7 +195,7 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
   if not to.addressable_devices_indices_map(whole):  # others have some of it
     return jax.make_array_from_single_device_arrays(whole, to, [], dtype=dtype)
   if math.prod(whole) * dtype.itemsize <= _PIECE:
-    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype, [0] * len(whole))
+    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype=dtype, at=[0] * len(whole))
   spec, goal = _flat(stored.spec, to)
   stored, row = dataclasses.replace(stored, spec=spec), _row(spec)
   sharding, moves = _by_rows(spec, goal)
@@ -209,11 +209,11 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
   for at in np.ndindex(*(n // s for n, s in zip(local, size))):
     at = np.multiply(at, size)
     at[row] *= split
-    piece = _place(stored, tensors, sharding, size, split, dtype, at)
+    piece = _place(stored, tensors, sharding, size, split, dtype=dtype, at=at)
     start = np.zeros(len(whole), np.int32)
     start[: row + 1] = *at[:row], at[row] // head
     jax.block_until_ready(out)  # at most two pieces are in memory, however slow the device is
-    out = write(out, piece, start, to, whole, sharding, row, moves)
+    out = write(out, piece, start, to, whole, rows=sharding, row=row, moves=moves)
   return relabelled(out, to)
 
 

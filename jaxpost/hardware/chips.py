@@ -35,13 +35,15 @@ class Chip:
 _GIB = 2**30
 # JAX shows two devices per chip of tpu7x; its figures are those of one device.
 CHIPS = {
-  'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, 6.2e9, 1.05e9, 1, (16, 16, 16)),
-  'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, 3.1e9, 1.5e9, 1, (16, 16)),
-  'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, 6.2e9, 1.75e9, 1, (16, 20, 28)),
-  'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, 12.5e9, 1.75e9, 1, (16, 16)),
-  'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, 12.5e9, 0, 2, (16, 24, 24)),
-  'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, 50e9),
-  'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, 50e9),
+  'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, network=6.2e9, clock=1.05e9, devices=1, largest=(16, 16, 16)),
+  'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, network=3.1e9, clock=1.5e9, devices=1, largest=(16, 16)),
+  'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, network=6.2e9, clock=1.75e9, devices=1, largest=(16, 20, 28)),
+  'v6e': Chip(
+    'TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, network=12.5e9, clock=1.75e9, devices=1, largest=(16, 16)
+  ),
+  'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, network=12.5e9, clock=0, devices=2, largest=(16, 24, 24)),
+  'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, network=50e9),
+  'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, network=50e9),
   'a100': Chip('A100', 312e12),
   'l4': Chip('L4', 121e12),
   't4': Chip('T4', 65e12),
@@ -113,12 +115,10 @@ def here(devices: list) -> Topology:
   chip = of_kind(kind) or Chip(kind, 0.0)
   if stats:
     chip = dataclasses.replace(chip, memory=stats.get('bytes_limit', chip.memory))
-  names = [name for name, known in CHIPS.items() if known.kind == chip.kind]
+  name = next((name for name, known in CHIPS.items() if known.kind == chip.kind), 'cpu')
   slices = {d.slice_index for d in devices if d.platform == 'tpu'}
   count = max(1, len(slices))
-  return Topology(
-    f'{len(devices)} x {kind}', names[0] if names else 'cpu', chip, (len(devices) // count,), count, tuple(devices)
-  )
+  return Topology(f'{len(devices)} x {kind}', name, chip, (len(devices) // count,), count, owned=tuple(devices))
 
 
 def parse(text: str, slices: int = 1) -> Topology:

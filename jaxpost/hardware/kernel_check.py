@@ -124,6 +124,17 @@ def trusted(name: str, work: AttentionShape, dtype: str) -> str:
   return f'off by {", ".join(wrong)}' if wrong else ''
 
 
+def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
+  """Returns (segment_ids, positions) of one or two rows: documents and padding, and documents that fill a row."""
+  cuts = jnp.array(
+    [[length // 7, length // 2 + 1, length - length // 9], [length // 3, length // 2 + length // 8, length]]
+  )[:count]
+  number = jnp.arange(length)
+  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(cuts)
+  starts = jnp.concatenate([jnp.zeros((count, 1), int), cuts], axis=1)
+  return ((found + 1) % 4).astype(jnp.int32), number - jnp.take_along_axis(starts, found, axis=1)
+
+
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns {'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from XLA in float32.
 
@@ -148,20 +159,14 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   if work.sinks:
     given += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
-  # Three documents and padding, and three that fill the row.
-  cuts = jnp.array(
-    [[length // 7, length // 2 + 1, length - length // 9], [length // 3, length // 2 + length // 8, length]]
-  )[:rows]
-  number = jnp.arange(length)
-  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(cuts)
-  segments = ((found + 1) % 4).astype(jnp.int32)
-  starts = jnp.concatenate([jnp.zeros((rows, 1), int), cuts], axis=1)
-  positions = number - jnp.take_along_axis(starts, found, axis=1)
+  segments, positions = _packed_rows(rows, length)
   exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
   compute = Compute(dtype, attention=name)
 
   def exact(q, k, v, sinks=None):
-    return attention_xla.chunked(q, k, v, segments, exactly, None, positions, window, work, sinks)
+    return attention_xla.chunked(
+      q, k, v, segments, exactly, branch_ids=None, positions=positions, window=window, cfg=work, sinks=sinks
+    )
 
   def fast(q, k, v, sinks=None):
     q, k, v = (x.astype(dtype) for x in (attention_xla.scale_queries(q, work), k, v))

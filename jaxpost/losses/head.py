@@ -13,7 +13,7 @@ couples the tokens of a sequence differentiates `token_outputs` instead.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def token_outputs(
   """
   config = config._replace(objective=None, divergence=None)
   hidden, labels, rows_mask = _split_context(config, (hidden, labels, mask))
-  found = _outputs(config, *_arguments(hidden, head, labels, rows_mask, {}, ()))
+  found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, {}, ()))
   return _split_context(config, found, restore=mask.shape)
 
 
@@ -116,27 +116,28 @@ def fused_loss(
   """
   hidden, labels, weights, arrays = _split_context(config, (hidden, labels, weights, arrays))
   teachers = [(_split_context(config, h), w) for h, w in teachers]
-  return _fused(config, *_arguments(hidden, head, labels, weights, arrays, teachers))
+  return _fused(config, hidden, head, _nonzero_weights_first(labels, weights, arrays, teachers))
 
 
-def _arguments(hidden, head, labels, weights, arrays, teachers):
-  """Moves the tokens of nonzero weight to the front of each row.
+class _Tokens(NamedTuple):
+  """What a row's tokens bring to the loss; those of nonzero weight come first.
 
   Chunks then end at the longest row, and prompts and padding cost nothing.
-
-  Returns:
-    The arguments of `_run` after `grad`.
   """
+
+  order: jax.Array  # [B, T], where the tokens of the next three are in `hidden`
+  labels: jax.Array
+  weights: jax.Array
+  arrays: dict[str, jax.Array]
+  states: list[jax.Array]  # hidden states of each teacher, in the order of `hidden`
+  heads: list[jax.Array]
+
+
+def _nonzero_weights_first(labels, weights, arrays, teachers) -> _Tokens:
   order = _nonzero_first(weights)
-  return (
-    hidden,
-    head,
-    order,
-    _take(labels, order),
-    _take(weights, order),
-    {k: _take(v, order) for k, v in arrays.items()},
-    ([h for h, _ in teachers], [w for _, w in teachers]),
-  )
+  arrays = {k: _take(v, order) for k, v in arrays.items()}
+  states, heads = [h for h, _ in teachers], [w for _, w in teachers]
+  return _Tokens(order, _take(labels, order), _take(weights, order), arrays, states, heads=heads)
 
 
 def _nonzero_first(weights: jax.Array) -> jax.Array:
@@ -174,7 +175,7 @@ def _fused_backward(config, grads, cotangents):
   del config
   scale, _ = cotangents  # metrics are not differentiated
   grads = jax.tree.map(lambda g: (scale * g).astype(g.dtype), grads)
-  return *grads, None, None, None, None, None
+  return *grads, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
@@ -191,23 +192,23 @@ def _outputs_forward(config, *args):
 
 def _outputs_backward(config, args, cotangents):
   """Runs a second pass whose loss is the cotangents times the outputs."""
-  hidden, head, order, labels, weights, _, teachers = args
+  hidden, head, tokens = args
   fields = ('logprobs', *config.learns)
-  slopes = {k: _take(cotangents.__dict__[k], order) for k in fields}
+  slopes = {k: _take(cotangents.__dict__[k], tokens.order) for k in fields}
 
   def linear(outputs, arrays):
     return sum(outputs.__dict__[k] * arrays[k] for k in fields), {}
 
-  counts = (weights != 0).astype(jnp.float32)
+  counts = (tokens.weights != 0).astype(jnp.float32)
   config = config._replace(objective=linear, reads=config.learns)
-  *_, grads = _run(config, True, hidden, head, order, labels, counts, slopes, teachers)
-  return *grads, None, None, None, None, None
+  *_, grads = _run(config, True, hidden, head, tokens._replace(weights=counts, arrays=slopes))
+  return *grads, None
 
 
 _outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
-def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, arrays, teachers) -> ChunkResult:
+def _run(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> ChunkResult:
   """Loops over chunks on each batch shard, and sums over shards at the end.
 
   Left to the partitioner, the gradient of the head would be summed over the
@@ -215,8 +216,6 @@ def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, a
 
   Args:
     grad: compute gradients, too.
-    order: [B, T], where the tokens of `labels`, `weights` and `arrays` are in
-      `hidden`; see `_arguments`.
 
   Returns:
     (loss, metrics, Outputs [B, T], (d hidden, d head) or ()).
@@ -224,7 +223,7 @@ def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, a
   shape = config.layout.mesh.shape
   axes = tuple(a for a in (*BATCH_AXES, 'context') if shape[a] > 1)
   if not axes or hidden.shape[0] % math.prod(shape[a] for a in axes):
-    loss, metrics, outputs, grads = _loop(config, grad, hidden, head, order, labels, weights, arrays, teachers)
+    loss, metrics, outputs, grads = _loop(config, grad, hidden, head, tokens)
     if grad:
       grads = grads[0], grads[1].astype(head.dtype)
     return loss, metrics, outputs, grads
@@ -241,15 +240,15 @@ def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, a
   run = jax.shard_map(
     local,
     mesh=config.layout.mesh,
-    in_specs=(rows, whole, rows, rows, rows, rows, (rows, whole)),
+    in_specs=(rows, whole, _Tokens(rows, rows, rows, rows, rows, heads=whole)),
     out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
     axis_names=set(axes),
     check_vma=False,
   )
   # Cast before the shards of the head are gathered: half the bytes.
   table = head.astype(config.compute.dtype)
-  teachers = (teachers[0], [w.astype(config.compute.dtype) for w in teachers[1]])
-  loss, metrics, outputs, grads = run(hidden, table, order, labels, weights, arrays, teachers)
+  tokens = tokens._replace(heads=[w.astype(config.compute.dtype) for w in tokens.heads])
+  loss, metrics, outputs, grads = run(hidden, table, tokens)
   if grad:
     d_hidden, d_head = grads
     if isinstance(head, TiedWeight):
@@ -261,7 +260,7 @@ def _run(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, a
   return loss, metrics, outputs, grads
 
 
-def _loop(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, arrays, teachers) -> ChunkResult:
+def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> ChunkResult:
   """Loops over the chunks of one shard's rows; arguments and result of `_run`."""
   rows, length, width = hidden.shape
   chunk = chunk_length(rows, length, head.shape[0], config.compute.head_elements)
@@ -270,17 +269,23 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, order, labels, weights, 
   def pad(x):
     return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
-  order, labels, weights = pad(order), pad(labels), pad(weights)
-  arrays = {k: pad(v) for k, v in arrays.items()}
+  order, labels, weights, arrays = jax.tree.map(pad, tokens[:4])
   longest = jnp.max(jnp.sum(weights != 0, axis=1))
 
   def body(i, carry):
     start = i * chunk
     take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk, axis=1)
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
-    h, *states = (_take(x, take(order)) for x in (hidden, *teachers[0]))
+    h, *states = (_take(x, take(order)) for x in (hidden, *tokens.states))
     loss, metrics, outputs, grads = chunk_loss(
-      config, grad, h, head, take(labels), take(weights), {k: take(v) for k, v in arrays.items()}, (states, teachers[1])
+      config,
+      grad,
+      h,
+      head,
+      take(labels),
+      weights=take(weights),
+      arrays={k: take(v) for k, v in arrays.items()},
+      teachers=(states, tokens.heads),
     )
     total, sums, outs, acc = carry
     if grad:

@@ -177,7 +177,7 @@ def _softmax(config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax
   # A comparison, not a gather: it stays local when V is sharded.
   is_label = jnp.arange(head.shape[0]) == labels[..., None]
   is_real = jnp.arange(head.shape[0]) < config.vocab_size
-  return _Softmax(logits, exp, norm, lse, is_label, is_real)
+  return _Softmax(logits, exp, norm, lse, is_label, is_real=is_real)
 
 
 def _unmasked_outputs(config: HeadConfig, softmax: _Softmax) -> dict[str, jax.Array]:

@@ -54,7 +54,7 @@ def attention(
   if uses_kernel(compute):
     from jaxpost.models import attention_kernels
 
-    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, sinks, parts):
+    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, sinks=sinks, parts=parts):
       return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
     return _split(q, k, v, *rest, layout, parts)
@@ -92,7 +92,7 @@ def _split(
 
   def local(q, k, v, mine, rows, window, sinks):
     k, v = map(context_parallel.gather_stripes, (k, v))
-    return attend_in_chunks(q, k, v, mine, rows, window, compute, cfg, sinks, n)
+    return attend_in_chunks(q, k, v, mine, rows, window=window, compute=compute, cfg=cfg, sinks=sinks, n=n)
 
   # An int is static; in a scan over layers the window is traced.
   number = isinstance(window, int)

@@ -103,7 +103,10 @@ def attend(
   given = q, k, v, segment_ids, positions, number, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return run(*given)
-  rows = lambda x, *axes: layout.spec(('batch', *axes, None)[: x.ndim], x.shape)
+
+  def rows(x, *axes):
+    return layout.spec(('batch', *axes, None)[: x.ndim], x.shape)
+
   queries, keys = rows(q, 'time', 'heads'), rows(k, 'time', 'kv_heads')
   # More shards than kv heads: each selects those of its query heads.
   apart = queries[2] is not None and keys[2] is None
@@ -244,7 +247,9 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConf
 
   @jax.checkpoint
   def slow(q, k, v, segment_ids, positions):
-    return attention_xla.chunked(q, k, v, segment_ids, compute, None, positions, window, unscaled).astype(q.dtype)
+    return attention_xla.chunked(
+      q, k, v, segment_ids, compute, branch_ids=None, positions=positions, window=window, cfg=unscaled
+    ).astype(q.dtype)
 
   def fast(q, k, v, segment_ids, positions):
     del positions
@@ -252,7 +257,7 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConf
     starts, sizes = documents(segments, most + 1)
     # The name tells a plan what is not in the arguments.
     with jax.named_scope(f'attention_window_{window}'):
-      return _packed(q, k, v, starts, sizes, window)[:, :length]
+      return _packed(q, k, v, starts, sizes, window=window)[:, :length]
 
   firsts = jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
   return jax.lax.cond(jnp.max(firsts) < most, fast, slow, q, k, v, segment_ids, positions)
@@ -309,11 +314,11 @@ def attention_shape(cfg: ModelConfig, length: int, parts: int) -> AttentionShape
     cfg.num_heads,
     cfg.num_kv_heads,
     cfg.head_dim,
-    cfg.value_dim,
-    cfg.attention_scale,
-    cfg.attention_softcap,
-    tuple(sorted(set(cfg.layer_windows or (0,)))),
-    'sinks' in cfg.biases,
+    value_dim=cfg.value_dim,
+    attention_scale=cfg.attention_scale,
+    attention_softcap=cfg.attention_softcap,
+    windows=tuple(sorted(set(cfg.layer_windows or (0,)))),
+    sinks='sinks' in cfg.biases,
   )
 
 

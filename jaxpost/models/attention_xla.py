@@ -44,7 +44,9 @@ def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, win
 def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
   """Attention in chunks of queries, see `attend_in_chunks`."""
   rows = segment_ids, positions, branch_ids
-  return attend_in_chunks(q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window, compute, cfg, sinks)
+  return attend_in_chunks(
+    q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window=window, compute=compute, cfg=cfg, sinks=sinks
+  )
 
 
 def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1):
@@ -105,11 +107,11 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
 def _map_chunks(run, step: int, q, *rest):
   """Runs `run(q, *rest)` for `step` queries at a time, rematerialized backward."""
   count = q.shape[2] // step
-  split = lambda x, axis: jnp.moveaxis(
-    jax.lax.slice_in_dim(x, 0, count * step, axis=axis).reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :]),
-    axis,
-    0,
-  )
+
+  def split(x, axis):
+    some = jax.lax.slice_in_dim(x, 0, count * step, axis=axis)
+    return jnp.moveaxis(some.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :]), axis, 0)
+
   run = jax.checkpoint(run)
   out = jax.lax.map(lambda xs: run(*xs), (split(q, 2), *jax.tree.map(lambda x: split(x, 1), rest)))
   out = jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], count * step, *out.shape[4:])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,13 @@ class Experts:
     """Expected fraction of tokens that are routed to a device, for a uniform router."""
     others = self.num - self.num // devices
     return 1 - math.comb(others, self.top_k) / math.comb(self.num, self.top_k)
+
+
+class LayerKind(NamedTuple):
+  """The properties in which layers differ; arrays in a scan over layers."""
+
+  rope: int  # index of its RoPE table, -1 for none
+  window: int  # sliding window in tokens, 0 for full attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +115,12 @@ class ModelConfig:
   def sparse_layers(self) -> int:
     """Number of layers with experts, if the model has any; they come last."""
     return self.num_layers
+
+  @property
+  def layer_kinds(self) -> list[LayerKind]:
+    """The kind of each layer."""
+    zeros = (0,) * self.num_layers
+    return [LayerKind(*x) for x in zip(self.layer_ropes or zeros, self.layer_windows or zeros)]
 
   @property
   def logit_form(self) -> tuple[float, float]:

@@ -56,7 +56,7 @@ def linen(module, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple
     vocab_size,
     head,
     axes,
-    flatten(names),
+    named=flatten(names),
   )
 
 
@@ -81,7 +81,7 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tup
     return lib.merge(graph, state)(*inputs)
 
   names = lib.to_pure_dict(lib.get_partition_spec(abstract))
-  return _make(init, apply, vocab_size, head, axes, flatten(_strings(names)))
+  return _make(init, apply, vocab_size, head, axes, named=flatten(_strings(names)))
 
 
 def _refuse(wrong: bool, what: str):

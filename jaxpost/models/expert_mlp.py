@@ -58,7 +58,7 @@ def apply_experts(
     fill = (0, -len(order) % room)
     order = jnp.pad(order, fill)
     expert = jnp.pad(expert, fill, constant_values=num_local)
-    return _in_rounds(p, x, weights, order, expert, cfg, compute, room)
+    return _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room)
   inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
   y = _permute(jnp.repeat(x, top_k, axis=0), order, inverse)
   y = _mlp_by_expert(p, y, expert, cfg, compute)
@@ -153,7 +153,7 @@ def _rows_of_round(i, order, expert, weights, room):
 
 
 def _in_rounds_forward(p, x, weights, order, expert, cfg, compute, room):
-  out = _in_rounds(p, x, weights, order, expert, cfg, compute, room)
+  out = _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room)
   return out, (p, x, weights, order, expert)
 
 

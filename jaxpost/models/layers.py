@@ -71,7 +71,10 @@ def _embed_forward(table, tokens, dtype, constrain):
 def _embed_backward(dtype, constrain, residuals, g):
   del dtype
   table, tokens = residuals
-  add = lambda tokens, g: jnp.zeros(table.shape, table.dtype).at[tokens].add(g.astype(table.dtype))
+
+  def add(tokens, g):
+    return jnp.zeros(table.shape, table.dtype).at[tokens].add(g.astype(table.dtype))
+
   kept = (
     constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table) if (isinstance(constrain, Layout)) else None
   )
@@ -103,7 +106,7 @@ def norm_heads(x, scale, cfg: ModelConfig):
 
 def project(spec: str, x, p, name: str, compute: Compute, layout=None):
   """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
-  y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout if isinstance(layout, Layout) else None)
+  y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout=layout if isinstance(layout, Layout) else None)
   return _biased(y, p, name)
 
 
@@ -150,11 +153,11 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> li
     return [_biased(y, p, part) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
-  return jnp.split(project(spec, x, p, name, compute, layout), ends, _FUSED_AXIS[name])
+  return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, _FUSED_AXIS[name])
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
   """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
-  gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg, layout)
+  gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg=cfg, layout=layout)
   hidden = ACTIVATIONS[cfg.activation](gate) * up
-  return project('btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute, layout)
+  return project('btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute, layout=layout)

@@ -208,7 +208,7 @@ def _forward(
     if dropout is not None:
       layers = number * len(a) + jnp.arange(len(a))
       keys = jax.vmap(lambda i: jax.vmap(lambda k: jax.random.fold_in(k, i))(dropout))(layers)
-    return Adapted(w, a, b, keys, scale(cfg), rate)
+    return Adapted(w, a, b, keys, scale(cfg), rate=rate)
 
   given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise, chosen=chosen, routing=routing)
   return forward(
@@ -223,7 +223,7 @@ def _forward(
 
 def adapted(params: dict, cfg: ModelConfig) -> dict:
   """Returns parameters of the model without adapters, with `Adapted` matrices."""
-  return _over_targets(params, lambda number, w, a, b: Adapted(w, a, b, None, scale(cfg), 0.0))
+  return _over_targets(params, lambda number, w, a, b: Adapted(w, a, b, None, scale(cfg), rate=0.0))
 
 
 def merge(params: dict, cfg: ModelConfig) -> dict:

@@ -102,8 +102,13 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   Returns:
     ([B, T, H, hv], what `attend_to` returned as `kept`).
   """
-  norm = lambda x, name: layers.rms_norm(x, p[name], dataclasses.replace(cfg, norm_eps=_EPS))
-  project = lambda spec, x, name: layers.project(spec, x, p, name, compute, layout)
+
+  def norm(x, name):
+    return layers.rms_norm(x, p[name], dataclasses.replace(cfg, norm_eps=_EPS))
+
+  def project(spec, x, name):
+    return layers.project(spec, x, p, name, compute, layout=layout)
+
   if cfg.q_rank:
     q = project('btr,rnh->btnh', norm(project('btd,dr->btr', y, 'q_a'), 'q_a_norm'), 'q_b')
   else:

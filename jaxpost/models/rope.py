@@ -154,7 +154,10 @@ def _yarn(theta, dim, p):
   freq = np.float32(1) / (factor * periods) * ramp + (np.float32(1) / periods * (1 - ramp))
   scale = p.get('attention_factor')
   if scale is None:
-    grow = lambda m: 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
+    def grow(m):
+      return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
+
     scale, both = grow(1), (p.get('mscale'), p.get('mscale_all_dim'))
     if all(both):
       scale = grow(both[0]) / grow(both[1])

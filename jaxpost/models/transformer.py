@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -120,21 +120,8 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
     return 2.0 * cfg.size
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
-  seen = sum(min(context, k.window or context) for k in layer_kinds(cfg))
+  seen = sum(min(context, kind.window or context) for kind in cfg.layer_kinds)
   return 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
-
-
-class LayerKind(NamedTuple):
-  """The properties in which layers differ; arrays in a scan over layers."""
-
-  rope: int | jax.Array  # index of its RoPE table, -1 for none
-  window: int | jax.Array  # sliding window in tokens, 0 for full attention
-
-
-def layer_kinds(cfg: ModelConfig) -> list[LayerKind]:
-  """Returns the kind of each layer."""
-  zeros = (0,) * cfg.num_layers
-  return [LayerKind(*x) for x in zip(cfg.layer_ropes or zeros, cfg.layer_windows or zeros)]
 
 
 def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
@@ -150,26 +137,29 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
   Returns:
     ([B, T, D], `kept` of `attend`, `Routing` or None).
   """
-  norm = lambda x, name: layers.rms_norm(x, p[name], cfg) if name in p else x
+
+  def norm(x, name):
+    return layers.rms_norm(x, p[name], cfg) if name in p else x
+
   y = norm(x, 'attention_norm')
   if isinstance(cfg, LatentConfig):
     from jaxpost.models import mla
 
-    out, kept = mla.attend(p, y, table, attend, cfg, compute, absorbed, layout)
+    out, kept = mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   else:
-    q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg, layout)
+    q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
     if cfg.qk_norm:
       q = layers.norm_heads(q, p['q_norm'], cfg)
       k = layers.norm_heads(k, p['k_norm'], cfg)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
     out, kept = attend(q, k, v, (k, v))
-  out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout)
+  out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
   if 'router' in p:
     from jaxpost.models import moe
 
-    out, routing = moe.mlp(p, y, cfg, compute, layout, chosen)
+    out, routing = moe.mlp(p, y, cfg, compute, layout, chosen=chosen)
     if cfg.experts.shared:
       shared = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
       out = out + layers.mlp(shared, y, cfg, compute, layout)
@@ -205,23 +195,16 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
   """
 
   def block(p, x, chosen, kind):
-    x, *kept = _block(
-      p,
-      x,
-      rope.pick(tables, kind.rope),
-      lambda *qkv: attend(*qkv, kind.window, p.get('sinks')),
-      cfg,
-      compute,
-      constrain,
-      chosen,
-    )
+    table = rope.pick(tables, kind.rope)
+    attend_layer = functools.partial(attend, window=kind.window, sinks=p.get('sinks'))
+    x, *kept = _block(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen)
     return constrain(x, 'batch', 'time', None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
   def alike(kind):
     return _REMAT[compute.remat](functools.partial(block, kind=kind))
 
-  kinds = layer_kinds(cfg)
+  kinds = cfg.layer_kinds
   split = isinstance(params['layers'], list)  # a sampler's weights
   sparse = cfg.num_layers - cfg.sparse_layers  # the first layer with experts
   if compute.unroll or split:
@@ -236,13 +219,14 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
   # Values that all layers share stay static: attention specializes on them.
   varied = {
     name: jnp.array([getattr(k, name) for k in kinds])
-    for name in LayerKind._fields
+    for name in kinds[0]._fields
     if len({getattr(k, name) for k in kinds}) > 1
   }
-  if varied:
-    one = _REMAT[compute.remat](lambda p, x, chosen, varied: block(p, x, chosen, kinds[0]._replace(**varied)))
-  else:
-    one = lambda p, x, chosen, _: alike(kinds[0])(p, x, chosen)
+
+  @_REMAT[compute.remat]
+  def one(p, x, chosen, varied):
+    return block(p, x, chosen, kinds[0]._replace(**varied))
+
   first = []
   if sparse:  # dense layers first; models with them have layers of one kind
     x, (first, _) = jax.lax.scan(lambda x, p: one(p, x, None, {}), x, params['dense'])
@@ -250,6 +234,19 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
   x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
   kept = kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))]
   return layers.rms_norm(x, params['norm'], cfg), kept, routing
+
+
+def _attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
+  """Returns (q, k, v, window=, sinks=) -> out, attention inside the documents of these rows."""
+  return functools.partial(
+    attention.attention,
+    segment_ids=segment_ids,
+    compute=compute,
+    branch_ids=branch_ids,
+    positions=positions,
+    cfg=cfg,
+    layout=layout,
+  )
 
 
 def _embed(params, tokens, cfg, compute, constrain, noise=None):
@@ -290,22 +287,22 @@ def forward(
   """
   n = context_parallel.num_shards(constrain)
   order = functools.partial(context_parallel.stripe, n=n) if n > 1 else lambda x: x
-  x = _embed(params, order(tokens), cfg, compute, constrain, noise if noise is None else order(noise))
+  x = _embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
   lengths = None
   if rope.by_length(cfg):
     lengths = order(rope.document_lengths(positions, segment_ids))
 
+  attention_of = _attention_over(segment_ids, positions, cfg, compute, constrain, branch_ids=branch_ids)
+
   def attend(q, k, v, keep, window, sinks):
     del keep
-    return attention.attention(
-      q, k, v, segment_ids, compute, branch_ids, positions, window, cfg, sinks, constrain
-    ), None
+    return attention_of(q, k, v, window=window, sinks=sinks), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
   tables = rope.tables(order(positions), lengths, cfg)
-  x, _, routes = _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen)
+  x, _, routes = _run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain, chosen=chosen)
   if n > 1:
     x = context_parallel.unstripe_sharded(x, constrain)
     routes = jax.tree.map(lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
@@ -318,13 +315,15 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
   x = constrain(_embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
 
+  attention_of = _attention_over(segment_ids, positions, cfg, compute, constrain)
+
   def attend(q, k, v, keep, window, sinks):
-    out = attention.attention(q, k, v, segment_ids, compute, None, positions, window, cfg, sinks, constrain)
+    out = attention_of(q, k, v, window=window, sinks=sinks)
     pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache) for y in keep]
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept, routes = _run_layers(params, x, tables, attend, cfg, compute, constrain)
+  x, kept, routes = _run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts = ()
   if routes is not None:
@@ -368,7 +367,7 @@ def decode(
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
-  for i, (p, kind) in enumerate(zip(weights['layers'], layer_kinds(cfg))):
+  for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
 
     def attend(q, k, v, keep, i=i, window=kind.window, p=p):
@@ -381,10 +380,11 @@ def decode(
         from jaxpost.models import mla
 
         old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
-      out = attention.cached_attention(q, old, new, filled, step, compute, window, cfg, p.get('sinks'))
-      return out, None
+      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
+      return attention.cached_attention(q, old, new, filled, step, compute=compute, **more), None
 
-    x, _, routing = _block(p, x, rope.pick(tables, kind.rope), attend, cfg, compute, constrain, absorbed=True)
+    table = rope.pick(tables, kind.rope)
+    x, _, routing = _block(p, x, table, attend, cfg, compute=compute, layout=constrain, absorbed=True)
     x = constrain(x, 'batch', None, None)
     if experts and routing:
       j = i - cfg.num_layers + cfg.sparse_layers

@@ -148,8 +148,13 @@ def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> str:
   steps = [step for pts in series.values() for step, _ in pts]
   left, right = min(steps), max(max(steps), min(steps) + 1)
   low, high = _range([v for pts in good.values() for _, v in pts])
-  x = lambda s: LEFT + (s - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-  y = lambda v: TOP + (high - v) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+  def x(s):
+    return LEFT + (s - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+
+  def y(v):
+    return TOP + (high - v) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
   base = HEIGHT - BOTTOM
   out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
   for v in _ticks(low, high, 4):
@@ -197,10 +202,11 @@ def _curves(splits: Mapping[str, list[dict]], budget: int) -> str:
   main += [k for k in keys if k not in main and not any(k in row for row in splits['train'])]
   more = [k for k in keys if k not in main]
   most = max(12, min(150, budget // max(1, len(keys))))
-  draw = lambda key: _chart(
-    key, {s: [(r['step'], r[key]) for r in rows if key in r] for s, rows in splits.items()}, most
-  )
-  grid = lambda keys: f'<div class="grid">{"".join(map(draw, keys))}</div>'
+
+  def grid(keys):
+    series = [{s: [(r['step'], r[key]) for r in rows if key in r] for s, rows in splits.items()} for key in keys]
+    return f'<div class="grid">{"".join(_chart(k, points, most) for k, points in zip(keys, series))}</div>'
+
   return grid(main) + (f'<details><summary>More curves ({len(more)})</summary>{grid(more[:60])}</details>') * bool(more)
 
 

@@ -180,9 +180,10 @@ class Timeline(Chrono):
       lines.append('[')
     if not self._named:
       for pid in range(len(every)):
-        name = lambda what, tid, text, pid=pid: (
-          json.dumps(dict(ph='M', name=what, pid=pid, tid=tid, args=dict(name=text))) + ','
-        )
+
+        def name(what, tid, text, pid=pid):
+          return json.dumps(dict(ph='M', name=what, pid=pid, tid=tid, args=dict(name=text))) + ','
+
         lines.append(name('process_name', 0, f'process {pid}'))
         lines += [name('thread_name', i, lane) for i, lane in enumerate(lanes)]
     for pid, spans in enumerate(every):

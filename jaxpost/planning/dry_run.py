@@ -32,7 +32,10 @@ _ROWS = ('', '_pairs', '_labels', '_scores', '_steps')
 
 def named_shape(name: str) -> ModelConfig | None:
   """'qwen3_8b', 'Qwen/Qwen3-8B' or 'Llama-3.1-8B-Instruct' -> its shape."""
-  plain = lambda text: re.sub('[^a-z0-9]', '', text.lower())
+
+  def plain(text):
+    return re.sub('[^a-z0-9]', '', text.lower())
+
   wanted = plain(re.sub('(?i)-(instruct|base|it|hf|chat).*$', '', name.partition('@')[0].rpartition('/')[2]))
   shapes = {plain(k): v for k, v in presets.PRESETS.items()}
   return shapes.get(wanted.removeprefix('meta'))

@@ -109,8 +109,8 @@ def _op(line: str) -> Op | None:
     arrays(shape),
     tuple(re.findall(r'%([\w.\-]+)', inner)),
     rest[stop:],
-    inner,
-    line.startswith('ROOT '),
+    inner=inner,
+    root=line.startswith('ROOT '),
   )
 
 

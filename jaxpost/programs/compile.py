@@ -111,7 +111,9 @@ class Program:
       jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
       compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
-      self._ledger.add(self.name, args, time.perf_counter() - start, compiled, flops, self._calls_per_step)
+      self._ledger.add(
+        self.name, args, time.perf_counter() - start, compiled, flops, calls_per_step=self._calls_per_step
+      )
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 

@@ -50,7 +50,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
       cache_storage.empty_block(model, cache.replace(table=None), len(more.tokens), steps),
       more.tokens,
       more.filled,
-      0,
+      step=0,
       compute=compute,
       constrain=layout,
     )
@@ -60,14 +60,8 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
   def extend(weights, state, entry, more, run_key, step, table=None):
     new = (entry.source >= 0) & (more.lengths > 0)
     cache, hidden = read_new(functools.partial(hidden_of, weights), state, new, more, table, read)
-    return generate.enter(
-      state.replace(cache=cache),
-      entry.replace(source=jnp.where(new, 0, -1)),
-      hidden,
-      more.filled + more.lengths,
-      run_key,
-      step,
-    )
+    state, entry = state.replace(cache=cache), entry.replace(source=jnp.where(new, 0, -1))
+    return generate.enter(state, entry, hidden, more.filled + more.lengths, run_key, step=step)
 
   def flops(weights, state, entry, more, *rest):
     del weights, state, entry, rest

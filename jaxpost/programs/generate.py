@@ -155,7 +155,7 @@ def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
       if entry.copies is None
       else put_pages(state.cache, prefix.cache, entry.copies)
     )
-    return enter(state.replace(cache=cache), entry, prefix.hidden[source], prefix.lengths[source], run_key, step)
+    return enter(state.replace(cache=cache), entry, prefix.hidden[source], prefix.lengths[source], run_key, step=step)
 
   return Program('insert', insert, ledger, slot_shardings(layout), donate=(0,))
 
@@ -275,7 +275,7 @@ def _block(
     logits = head_logits(model, weights, state.hidden, compute)
     drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, top)
     recent, hidden = model.decode(
-      weights, cache, recent, drawn.tokens, filled, number, compute=compute, constrain=constrain
+      weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )
     after, stopped = advance(state, drawn.tokens)
     after = after.replace(hidden=hidden.astype(state.hidden.dtype))

@@ -115,8 +115,8 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
       model.head(params),
       next_token(batch.tokens),
       next_token(batch.loss_weights) * scale,
-      jax.tree.map(next_token, batch.arrays),
-      list(zip(batch.teacher_hidden, (frozen or {}).get('teacher_heads', ()))),
+      arrays=jax.tree.map(next_token, batch.arrays),
+      teachers=list(zip(batch.teacher_hidden, (frozen or {}).get('teacher_heads', ()))),
     )
     return total, jax.tree.map(lambda x: x / scale, metrics)
 

@@ -61,7 +61,7 @@ class Controller:
   memory: dict = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    self.rollouts = RolloutQueue(self.sample, self.config, self.roles, self.grader, self.timer, self.engine)
+    self.rollouts = RolloutQueue(self.sample, self.config, self.roles, self.grader, self.timer, engine=self.engine)
 
   def __iter__(self) -> Controller:
     return self
@@ -159,7 +159,7 @@ class Controller:
       mask = mask * np.repeat(graded.varied, batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, 'behavior_logprobs': rollout.behavior_logprobs}
     arrays |= scores._replace(reward_model=None).computed()
-    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, self.step, self.memory)
+    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, step=self.step, memory=self.memory)
 
   def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
     """Packs and places the batch of each update of the step, in order."""

@@ -63,8 +63,7 @@ class EnginePrograms:
       sampling: of an empty slot.
     """
     self._model = model
-    self._layout = layout
-    self._compute = compute
+    self._placed = dict(layout=layout, compute=compute, ledger=ledger)
     self.ledger = ledger
     self._block = block
     self._top_logprobs = top_logprobs
@@ -80,14 +79,14 @@ class EnginePrograms:
     """The program that decodes a block in `rows` slots, attending to `read` cache entries."""
     if (rows, read) not in self._decoders:
       self._decoders[rows, read] = generate.make_generate(
-        self._model, self._block, rows, read, self._top_logprobs, self._layout, self._compute, self.ledger
+        self._model, self._block, rows, read, self._top_logprobs, **self._placed
       )
     return self._decoders[rows, read]
 
   def extender(self, read: int) -> Program:
     """The program that extends cached prefixes, attending to `read` cache entries."""
     if read not in self._extenders:
-      self._extenders[read] = extend.make_extend(self._model, read, self._layout, self._compute, self.ledger)
+      self._extenders[read] = extend.make_extend(self._model, read, **self._placed)
     return self._extenders[read]
 
 

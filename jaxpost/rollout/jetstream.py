@@ -1,5 +1,5 @@
-"""google-jetstream 0.2.2, both ways: our engine as one of its engines, and any
-of its engines as our rollout. Needs the extra [jetstream].
+"""google-jetstream 0.2.2, both ways: this engine as one of its engines, and any
+of its engines as the sampler of a rollout. Needs the extra [jetstream].
 
 Legend: S slots, N sequences, C completion tokens.
 
@@ -42,11 +42,15 @@ from jetstream.engine import engine_api, tokenizer_pb2  # noqa: E402
 
 
 class JetStreamEngine(engine_api.Engine):
-  """Our engine, with a block of one token, for a loop of JetStream's."""
+  """`NativeEngine` with a block of one token, for JetStream's own loops."""
 
   def __init__(self, native: NativeEngine, run_key, tokenizer_path=''):
-    """run_key: key data, [2] uint32, of all draws; the n-th insert is
-    prompt n."""
+    """Makes the engine.
+
+    Args:
+      run_key: key data, [2] uint32, of all draws; the n-th insert is prompt n.
+      tokenizer_path: what `get_tokenizer` returns.
+    """
     if native.block != 1:
       raise InputError(f'jetstream: a block of {native.block} tokens; its engines make one, set config.rollout.block=1')
     self._native, self._key, self._path = native, run_key, tokenizer_path
@@ -57,10 +61,14 @@ class JetStreamEngine(engine_api.Engine):
     self._native.load(params, version)
     return self._native.weights
 
+  def _check(self, params):
+    if params is not self._native.weights:
+      raise InputError('jetstream: params are not those that load_params returned last; its weights are held once')
+
   def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length: int):
     if existing_prefix is not None:
       raise NotImplementedError('a prefix is read whole')
-    self._native.weights = params
+    self._check(params)
     text = np.asarray(padded_tokens, np.int32).reshape(-1)[:true_length]
     return self._native.prefill([text]), text
 
@@ -72,7 +80,7 @@ class JetStreamEngine(engine_api.Engine):
     return self._native.insert(decode_state, cache, entry, self._key, 0)
 
   def generate(self, params, decode_state):
-    self._native.weights = params
+    self._check(params)
     state, block = self._native.generate(decode_state)
     data = jnp.stack([block.tokens[0], block.drawn[0].astype(jnp.int32), state.counts], axis=1)
     return state, engine_api.ResultTokens(data, (0, 1), (1, 2), (2, 3), 1)
@@ -115,12 +123,16 @@ def drive(
   max_new_tokens: int,
   stop_ids: Sequence[int],
 ) -> list[list[int]]:
-  """The least loop of the documented verbs; `samples` of each text in order."""
+  """Completes texts with any engine of JetStream, by its documented verbs only.
+
+  Returns:
+    The tokens of `samples` completions of each text, in the order of the texts.
+  """
   state, out = engine.init_decode_state(), [[] for _ in range(len(texts) * samples)]
-  waiting, seats, prefix = list(range(len(out)))[::-1], {}, (None, None)
-  while waiting or seats:
+  waiting, running, prefix = list(range(len(out)))[::-1], {}, (None, None)
+  while waiting or running:
     for slot in range(engine.max_concurrent_decodes):
-      if slot in seats or not waiting:
+      if slot in running or not waiting:
         continue
       n = waiting.pop()
       text = texts[n // samples]
@@ -132,16 +144,16 @@ def drive(
             params=params, padded_tokens=jnp.asarray(np.pad(text, (0, size - len(text)))), true_length=len(text)
           ),
         )
-      state, seats[slot] = engine.insert(prefix[1], state, slot=slot), n
+      state, running[slot] = engine.insert(prefix[1], state, slot=slot), n
     state, result = engine.generate(params, state)
     result = result.convert_to_numpy()
-    for slot, n in list(seats.items()):
+    for slot, n in list(running.items()):
       data = result.get_result_at_slot(slot)
       out[n] += data.tokens[0][data.valid[0] > 0].tolist()
       stop = next((i for i, t in enumerate(out[n]) if t in stop_ids), None)
       if stop is not None or len(out[n]) >= max_new_tokens:
         out[n] = out[n][: max_new_tokens if stop is None else stop + 1]
-        del seats[slot]
+        del running[slot]
   return out
 
 
@@ -213,7 +225,9 @@ class JetStreamRollout:
       raise InputError(
         f'jetstream: {", ".join(sampling)} cannot be told to its engines; set it where the engine is made'
       )
-    ids = drive(self.engine, self.weights, [p.tokens for p in prompts], group_size, self.max_new_tokens, self.stop_ids)
+    ids = drive(
+      self.engine, self.weights, [p.tokens for p in prompts], group_size, self.max_new_tokens, stop_ids=self.stop_ids
+    )
     tokens = np.array([x + [0] * (self.max_new_tokens - len(x)) for x in ids], np.int32)
     empty = np.zeros(tokens.shape, np.float32)
     made = Rollout(
@@ -222,9 +236,9 @@ class JetStreamRollout:
       np.array([len(x) for x in ids], np.int32),
       empty,
       empty,
-      np.array([x[-1] in self.stop_ids for x in ids]),
-      step,
-      self.version,
+      finished=np.array([x[-1] in self.stop_ids for x in ids]),
+      step=step,
+      version=self.version,
     )
     logprobs = np.asarray(self.rescore(made), np.float32)
     return made.replace(logprobs=logprobs, behavior_logprobs=logprobs)

@@ -368,7 +368,7 @@ class NativeEngine:
       prefill_rows=self.prefill_rows(group_size),
       on_dispatch=on_dispatch,
     )
-    return sampler.to_rollout(prompts, done, self.config, step, self.version, figures)
+    return sampler.to_rollout(prompts, done, self.config, step, self.version, figures=figures)
 
   # ------------------------------------------------------------------ compile
 

@@ -198,7 +198,7 @@ class Scheduler:
     if self.pages:
       longest = max(len(sequence.tokens) for sequence in taken.values())
       table = self.pages.table(taken, self.engine.max_concurrent_decodes, self.engine.buckets.read(longest))
-    self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table)
+    self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table=table)
     self.active |= taken
 
   def reuse_slot(self, cached: CachedPrefix, sequence: ActiveSequence, free: list[int]) -> int | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 if TYPE_CHECKING:
@@ -70,6 +71,20 @@ class Completion:
   versions: np.ndarray | None = None
 
 
+class DrawnTokens(NamedTuple):
+  """What one block drew for a sequence: n tokens; the fields are those of `generate.Block`."""
+
+  tokens: np.ndarray  # [n]
+  logprobs: np.ndarray  # [n]
+  behavior_logprobs: np.ndarray  # [n]
+  experts: tuple  # ([n, L, k],) or ()
+  top: tuple  # (ids, log-probs), [n, most], or ()
+  versions: np.ndarray  # [n], see `Completion`
+
+  def first(self, count: int) -> DrawnTokens:
+    return jax.tree.map(lambda x: x[:count], self)
+
+
 @dataclasses.dataclass(eq=False)
 class ActiveSequence:
   """A request on its way through the queue and a slot.
@@ -80,7 +95,7 @@ class ActiveSequence:
   used: cache entries, at most, after the blocks dispatched.
   experts: ([P, L, k],) that routed `tokens`, where routing is recorded.
   done: whether the completion has ended.
-  parts: arrays of each harvested block.
+  blocks: what each harvested block drew.
   """
 
   request: Request
@@ -89,7 +104,7 @@ class ActiveSequence:
   used: int = 0
   experts: tuple = ()
   done: bool = False
-  parts: list = dataclasses.field(default_factory=list)
+  blocks: list[DrawnTokens] = dataclasses.field(default_factory=list)
 
   def __post_init__(self):
     self.tokens = np.ascontiguousarray(self.tokens, np.int32)
@@ -99,19 +114,20 @@ class ActiveSequence:
   def requeued(self) -> ActiveSequence:
     """This sequence to be prefilled again, with what it has drawn; all its blocks were harvested."""
     tokens = np.concatenate([self.request.tokens, self.drawn()])
-    return ActiveSequence(self.request, self.left, tokens, parts=self.parts)
+    return ActiveSequence(self.request, self.left, tokens, blocks=self.blocks)
 
   def drawn(self) -> np.ndarray:
     """[C] token ids so far."""
-    return np.concatenate([np.zeros(0, np.int32), *(p[0] for p in self.parts)])
+    return np.concatenate([np.zeros(0, np.int32), *(block.tokens for block in self.blocks)])
 
   def append(self, block: Block, slot: int, version: int) -> int:
     """Appends what a block drew in a slot; returns the number of tokens."""
     drawn = block.drawn[:, slot]
-    per_token = (block.tokens, block.logprobs, block.behavior_logprobs, *block.experts, *block.top)
-    versions = np.full(int(drawn.sum()), version, np.int32)
-    self.parts.append([*(x[drawn, slot] for x in per_token), versions])
-    return len(versions)
+    tokens, logprobs, behavior = (x[drawn, slot] for x in (block.tokens, block.logprobs, block.behavior_logprobs))
+    experts, top = (tuple(x[drawn, slot] for x in some) for some in (block.experts, block.top))
+    versions = np.full(len(tokens), version, np.int32)
+    self.blocks.append(DrawnTokens(tokens, logprobs, behavior, experts, top, versions=versions))
+    return len(tokens)
 
   def cut_at_stop_string(self, strings: Collection[str], decode: Callable, min_tokens: int = 0) -> str:
     """Drops the tokens after the one that completes a stop string; returns that string, or ''.
@@ -121,7 +137,7 @@ class ActiveSequence:
     """
     if not strings:
       return ''
-    new = len(self.parts[-1][0])
+    new = len(self.blocks[-1].tokens)
     tokens = self.drawn()
     # A token may be a single byte of a character of four.
     reach = 4 * max(map(len, strings)) + new
@@ -139,18 +155,17 @@ class ActiveSequence:
         # something else once the rest of it follows.
         known = len(os.path.commonprefix([early, text]))
         if text.find(string, max(0, known - len(string) + 1)) >= 0:
-          drop = len(tokens) - end
-          if drop:
-            self.parts[-1] = [x[:-drop] for x in self.parts[-1]]
+          self.blocks[-1] = self.blocks[-1].first(new - (len(tokens) - end))
           return string
     return ''
 
   def completion(self, stop_string: str, finished: bool) -> Completion:
     """The record of a finished sequence."""
-    *drawn, versions = [np.concatenate(x) for x in zip(*self.parts)]
-    at = 3 + len(self.experts)
+    drawn = jax.tree.map(lambda *x: np.concatenate(x), *self.blocks)
     new = len(self.tokens) - len(self.request.tokens)  # drawn before it was prefilled again
-    experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn[3:at])]
+    experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn.experts)]
     most = self.request.sampling.get('top_logprobs')
-    top = [x[:, :most] for x in drawn[at:]] or (None, None)
-    return Completion(self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), versions)
+    top = [x[:, :most] for x in drawn.top] or (None, None)
+    return Completion(
+      self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), versions=drawn.versions
+    )

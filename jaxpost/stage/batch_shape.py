@@ -41,7 +41,6 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 8192
   """Returns the shape of batches that split over `shards` batch shards.
 
   Args:
-    config: of the stage.
     on_policy: rows hold completions; otherwise documents.
     shards: how many parts the rows of a micro-batch are split into.
     tokens: of a device at a time, on-policy, if `train.micro_batch_size` is 0.

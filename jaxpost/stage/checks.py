@@ -194,9 +194,7 @@ def check_reward_tokens(
   """InputError where a reward model or critic would read the policy's tokens as other text.
 
   Args:
-    config: of the stage.
     found: {role: Source}.
-    tokenizer: of the policy.
     earlier: {stage: tokenizer} of the stages that run first.
   """
   for role, key, path in ((NAME, KEY, config.reward_model.path), ('critic', 'config.critic.path', config.critic.path)):

@@ -27,8 +27,6 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
 
   Args:
     inputs: of the stage that trained the policy.
-    folder: to write.
-    params: of the policy.
   """
   tokenizer, model, section = inputs.tokenizer, inputs.model, inputs.config.model
   pad, save = tokenizer.pad_id, tokenizer.save

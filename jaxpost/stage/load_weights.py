@@ -57,8 +57,8 @@ def load(
   params = {}
   if source.base:
     params = load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
-  params = join(params, _load_without_base(source, stored, layout, dtype, workdir, seed, ledger))
-  return lora.adopt(params, stored, model, layout, jnp.dtype(dtype), seed)
+  params = join(params, _load_without_base(source, stored, layout, dtype, workdir, seed=seed, ledger=ledger))
+  return lora.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
 
 
 def shares_frozen_base(source: Source, inputs: Inputs) -> bool:
@@ -117,7 +117,7 @@ def _load_without_base(
   if source.folder is not None:  # one by one, so that all are never whole
     from jaxpost.formats import hf
 
-    return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, programs.write)
+    return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, write=programs.write)
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 

@@ -118,21 +118,17 @@ def make_inputs(
   """Makes the first record of a stage, with the model that the policy's weights are for.
 
   Args:
-    name: of the stage.
     config: resolved, see `settle`.
-    algorithm: of the config.
     found: {role: Source}, see `find_weights`.
-    tokenizer: of the policy.
   """
-  return Inputs(name, config, algorithm, found, make_model(config, algorithm, found['policy'].config), tokenizer)
+  model = make_model(config, algorithm, found['policy'].config)
+  return Inputs(name, config, algorithm, found, model, tokenizer=tokenizer)
 
 
 def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, tools: list[dict] | None = None) -> Data:
   """Makes the stream of a stage from its rows, and what it is evaluated on.
 
   Args:
-    inputs: of the stage.
-    rows: the training data.
     held_out_rows: None where nothing is evaluated.
     tools: JSON schemas that prompts show.
 
@@ -206,8 +202,6 @@ def find_weights(
   """Finds the weights of 'policy' and of every other role that the stage reads.
 
   Args:
-    config: of the stage.
-    algorithm: of the config.
     source: of `config.model`.
     earlier: {stage: Source} of what the stages before end with, in order.
     find: (text, config field, earlier) -> Source; a plan knows shapes without weights.
@@ -271,8 +265,6 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
   """Renders the rows as Examples; up to 20,000 of them now, so that mistakes show.
 
   Args:
-    inputs: of the stage.
-    rows: of a data set.
     fields: of arrays that frozen models compute, see `Documents`.
   """
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
@@ -317,8 +309,6 @@ def make_held_out(
   """Renders the held-out documents, and tokenizes the prompts of `config.eval.samples`.
 
   Args:
-    inputs: of the stage.
-    rows: the held-out data.
     fields: of arrays that frozen models compute, see `Documents`.
     tools: JSON schemas that prompts show.
   """
@@ -341,8 +331,6 @@ def prompt_stream(
   """Makes the stream of prompts of `rows`.
 
   Args:
-    inputs: of the stage.
-    rows: with prompts or chats.
     per_step: prompts of a step; 0 for `config.rollout.prompts`.
     shuffle: False keeps the order of the file.
     tools: JSON schemas that prompts show.

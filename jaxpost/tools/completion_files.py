@@ -145,7 +145,7 @@ def finish(
     show: gets the rows of `completions.completion_rows`.
   """
   if out:
-    left = complete_file(only(each, '--out'), prompts, out, draws, mesh, source)
+    left = complete_file(only(each, '--out'), prompts, out, draws, mesh, source=source)
     to_stderr(f'{out}: {len(prompts)} rows, {left} of them new')
     return
   for name, weights in each.items():

@@ -178,7 +178,7 @@ def make_engine(
     layout,
     compute,
     Ledger(),
-    functools.partial(inputs.tokenizer.decode, skip_special=False),
+    decode=functools.partial(inputs.tokenizer.decode, skip_special=False),
     reshard=reshard,
   )
   engine.load(weights.params, weights.step)

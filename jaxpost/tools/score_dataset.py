@@ -82,7 +82,7 @@ def measure(
     folder = pathlib.Path(out or scratch)
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
-    completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source)
+    completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source=source)
     done = json_lines(folder / 'completions.jsonl')
     graded = []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
