@@ -620,8 +620,27 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
 
 def test_documents_of_a_row():
   starts, sizes = attention_kernels.documents(jnp.array([[1, 1, 2, 3, 3, 0], [7, 7, 7, 7, 7, 7]]), 4)
-  assert starts.tolist() == [[0, 2, 3, 5, 6], [0, 6, -1, -1, -1]]
+  assert starts.tolist() == [[0, 2, 3, 5, -1], [0, -1, -1, -1, -1]]
   assert sizes.tolist() == [[2, 1, 2, 1], [6, -1, -1, -1]]
+
+
+def test_jax_gives_cudnn_every_document_where_it_is():
+  from jax._src.cudnn import fused_attention_stablehlo as lib
+
+  rows, length, heads, size = 3, 64, 2, 8
+  cuts = [[0, 10, 40], [0, 20, 50, 60], [0]]
+  segments = np.zeros((rows, length), np.int32)
+  for row, starts in zip(segments, cuts):
+    for start in starts:
+      row[start:] += 1
+  offsets, sizes = attention_kernels.documents(jnp.asarray(segments), 5)
+  q = jnp.zeros((rows, length, heads, size))
+  sizes, _, offsets, _ = lib._fix_seqlen_offsets(sizes, sizes, offsets, offsets, q, q)
+  ends = [[*starts[1:], length] for starts in cuts]
+  real = [(n * length + a, b - a) for n in range(rows) for a, b in zip(cuts[n], ends[n])]
+  got = list(zip((np.ravel(offsets) // (heads * size)).tolist(), np.ravel(sizes).tolist()))
+  assert got[: len(real)] == real
+  assert all(not taken for _, taken in got[len(real) :])
 
 
 # ---------------------------------------------------------------- many devices

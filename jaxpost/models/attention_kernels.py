@@ -266,7 +266,8 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConf
 def documents(segment_ids, most: int):
   """Returns (offsets [B, M + 1], lengths [B, M]) of the documents of each row.
 
-  Absent documents have -1, as cuDNN expects.
+  JAX expects the starts of documents only, and -1 for absent ones: it joins the
+  offsets of all rows, so that an end of a row would move all rows after it.
   """
   length = segment_ids.shape[1]
 
@@ -274,8 +275,8 @@ def documents(segment_ids, most: int):
     new = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
     starts = jnp.nonzero(new, size=most + 1, fill_value=length)[0]
     sizes = starts[1:] - starts[:-1]
-    ends = jnp.where(jnp.cumsum(starts >= length) > 1, -1, starts)
-    return ends.astype(jnp.int32), jnp.where(sizes > 0, sizes, -1).astype(jnp.int32)
+    offsets = jnp.where(starts >= length, -1, starts)
+    return offsets.astype(jnp.int32), jnp.where(sizes > 0, sizes, -1).astype(jnp.int32)
 
   return jax.vmap(row)(segment_ids)
 
