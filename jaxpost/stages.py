@@ -46,7 +46,6 @@ def run(
   Args:
     config: a ConfigDict or nested dict (`jaxpost.defaults()` has all
       fields).
-    workdir: the run's folder.
     console: a rich console for progress; None prints to standard output.
     choose_mesh: resolves `config.mesh` fields that are 'auto', as
       `jaxpost.planning.auto.resolve` does; None refuses them.
@@ -107,7 +106,6 @@ def with_meshes(
 
   Args:
     prepared: the stages of a config.
-    raw: that config.
     choose_mesh: see `run`.
     note: gets a line about each choice.
   """

@@ -37,7 +37,6 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   """Parses the flags, calls main(argv) and ends the process.
 
   Args:
-    main: the command.
     argv: the command line; None: sys.argv.
     words: largest number of arguments that are no flags.
   """

@@ -624,6 +624,26 @@ def test_documents_of_a_row():
   assert sizes.tolist() == [[2, 1, 2, 1], [6, -1, -1, -1]]
 
 
+def test_a_row_of_too_many_documents_is_not_a_number(monkeypatch):
+  """Packing makes none; a batch of one's own must not be attended wrongly in silence."""
+  seen = []
+
+  def kernel(q, k, v, starts, sizes, window):
+    seen.append((q, starts, sizes))
+    return q
+
+  monkeypatch.setattr(attention_kernels, '_packed', kernel)
+  segments = np.zeros((2, 200), np.int32)
+  segments[0] = np.arange(200)
+  segments[1, :64] = 1 + np.arange(64)
+  q = jnp.ones((2, 200, 1, 8), jnp.bfloat16)
+  out = attention_kernels.cudnn(q, q, q, segments, None, None, window=0, cfg=None, compute=None)
+  assert bool(jnp.isnan(out[0]).all()) and bool((out[1] == 1).all())
+  ((_, starts, sizes),) = seen  # 64 documents and padding, also that of `_padded`
+  assert sizes[1].tolist() == [1] * 64 + [136, 56]
+  assert starts[1].tolist() == [*range(65), 200, -1]
+
+
 def test_jax_gives_cudnn_every_document_where_it_is():
   from jax._src.cudnn import fused_attention_stablehlo as lib
 

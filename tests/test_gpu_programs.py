@@ -3,6 +3,7 @@
 Of Qwen3-1.7B with two of its layers. Needs the CUDA plugin, not a GPU.
 """
 
+import fnmatch
 import functools
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import types
 import jax
 import pytest
 
+from jaxpost.hardware import host
 from jaxpost.programs.compile import GPU_OPTIONS, options
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -116,6 +118,23 @@ def test_memory_that_jax_takes_of_a_gpu(given, then):
     env=environment | {'PYTHONPATH': str(CLONE)},
   )
   assert said.stdout.strip() == then, said.stderr
+
+
+@pytest.mark.parametrize(
+  'platforms, files, tuned',
+  [('cpu', ['/dev/nvidia0'], True), ('cuda', [], False), ('', ['/dev/nvidia0'], False), ('', [], True)],
+)
+def test_malloc_is_tuned_for_cpu_runs_only(monkeypatch, platforms, files, tuned):
+  said = []
+
+  class Libc:
+    mallopt = staticmethod(lambda which, value: said.append(which) or 1)
+
+  monkeypatch.setenv('JAX_PLATFORMS', platforms)
+  monkeypatch.setattr(host.ctypes, 'CDLL', lambda name: Libc)
+  monkeypatch.setattr(host.importlib.util, 'find_spec', lambda name: name == 'jax_plugins')
+  monkeypatch.setattr(host.glob, 'glob', lambda pattern: [f for f in files if fnmatch.fnmatch(f, pattern)])
+  assert host.tune_host() == tuned == bool(said)
 
 
 @functools.cache

@@ -161,12 +161,7 @@ def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float
 
 
 def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl') -> None:
-  """Raises InputError for a field of config.SECTION that is set and not in `read`.
-
-  Args:
-    block: the section's dataclass.
-    by: what would ignore the field, for the message.
-  """
+  """Raises InputError for a field of config.SECTION that is set and not in `read`: `by` would ignore it."""
   for field in dataclasses.fields(block):
     is_set = vars(block)[field.name] not in (field.default, field.metadata['auto'])
     refuse(

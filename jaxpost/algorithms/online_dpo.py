@@ -84,7 +84,7 @@ def pack(
     pair(rollout.prompts[group].tokens, answer(chosen[group]), answer(rejected[group]), share_prompt)
     for group in sorted({*chosen, *rejected})  # half a pair is an error, not dropped
   ]
-  packed = packing.pack([len(example.tokens) for example in examples], row_length)
+  packed = packing.pack_examples(examples, row_length)
   batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, num_rows, per='pair')
   # Without any pair these fields would be None, and the update would recompile.
   zeros = np.zeros((num_rows, row_length), np.int32)

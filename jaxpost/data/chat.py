@@ -38,7 +38,6 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
   """Encodes one row as an Example.
 
   Args:
-    tokenizer: renders and encodes.
     row: with `messages`, or `prompt` and `completion` (both text, joined as
       they are, or both lists of messages), or `text`.
     where: names the row in errors.

@@ -65,7 +65,6 @@ def open_file(path: epath.Path, name: str) -> tuple[str, files.NumberedRows]:
   """Returns (prefix of `files.where`, iterator of (number, row)) of one file.
 
   Args:
-    path: the file.
     name: what to call it in errors.
   """
   found = find(path.name)

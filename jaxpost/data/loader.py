@@ -108,9 +108,6 @@ class PackedStream:
     Args:
       examples_fn: row number -> Example, or None if there is none to be had
         (counted as dropped); pure, called in the thread.
-      num_rows: rows of the data.
-      batch_size: B.
-      row_length: T.
       seed: decides the order.
       shuffle: False keeps the documents in file order.
       window: W documents packed together; 0 chooses about 64 full rows.
@@ -280,8 +277,7 @@ class PackedStream:
       kept.append((row, fitted))
     if not self._packing:
       return [[document] for document in kept], counts
-    lengths = [len(example.tokens) for _, example in kept]
-    rows = packing_lib.pack(lengths, self._row_length)
+    rows = packing_lib.pack_examples([example for _, example in kept], self._row_length)
     # Packing sorts by length; training must not.
     mixed = np.random.default_rng((self._seed, window)).permutation(len(rows))
     return [[kept[i] for i in rows[r]] for r in mixed], counts
@@ -334,7 +330,7 @@ def eval_batches(
   cut = [c for e in given if (c := e.cut(row_length)) is not None]
   if not any(e.trained.any() for e in cut):
     raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
-  rows = packing_lib.pack([len(e.tokens) for e in cut], row_length)
+  rows = packing_lib.pack_examples(cut, row_length)
   num_rows = -(-len(rows) // batch_size) * batch_size
   whole = packing_lib.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)
   return [jax.tree.map(lambda x, n=n: x[n : n + batch_size], whole) for n in range(0, num_rows, batch_size)]

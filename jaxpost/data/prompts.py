@@ -56,8 +56,6 @@ class PromptStream:
       rows: `sources.Rows` with `prompt` (text or messages), or `messages`, of
         which the prompt is what stands before the last assistant turn. Other
         columns go to the reward functions.
-      tokenizer: renders and encodes.
-      per_step: prompts of one step.
       max_prompt_length: longer prompts are skipped and counted.
       seed: decides the order.
       shuffle: False keeps the prompts in file order.

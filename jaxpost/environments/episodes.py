@@ -33,11 +33,7 @@ class Episodes:
   """Stands in for `rollout.sampler.Sampler` if prompts are conversations with an environment.
 
   Args:
-    engine: the `NativeEngine` that generates.
-    run_key: PRNG key of the run.
-    pool: the environments.
     tokenizer: has a chat template.
-    limits: of each episode.
   """
 
   def __init__(

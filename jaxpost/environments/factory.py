@@ -68,13 +68,7 @@ def _default_workers(config: Any, algorithm: Any) -> int:
 def make_sampler(
   environment: EnvironmentPool, tokenizer: Tokenizer, config: Any, engine: Any, run_key: Any
 ) -> Episodes:
-  """Makes the sampler of a stage: `Agents` if the environment is an agent, else `Episodes`.
-
-  Args:
-    environment: the stage's pool.
-    engine: the `NativeEngine` that generates.
-    run_key: PRNG key of the run.
-  """
+  """Makes the sampler of a stage: `Agents` if the environment is an agent, else `Episodes`."""
   limits = EpisodeLimits(
     prompt=config.rollout.max_prompt_length,
     tokens=config.rollout.max_new_tokens,

@@ -44,9 +44,7 @@ class Endpoint:
     sessions: API key -> `Session` of an agent whose requests form an episode of a training run.
 
   Args:
-    engine: the engine that generates.
     tokenizer: chats need its chat template.
-    host: address to listen on.
     port: 0 picks a free one.
     name: the name of the model in responses.
     record: called for each completion with a dict of prompt_ids, ids, logprobs, finish_reason, model and session (the

@@ -97,7 +97,6 @@ class EnvironmentPool:
 
   Args:
     spec: './env.py:Class' or 'pkg.module:Class'.
-    workers: number of processes.
     timeout_s: seconds for one reset, one tool call, or one get_reward.
     max_characters: length at which an answer is cut.
   """

@@ -188,7 +188,6 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
 
   Args:
     tensors: name -> open slice of a safetensors file.
-    to: the sharding of the result.
     write: see `hf.load_params`.
   """
   whole = stored.spec.shape

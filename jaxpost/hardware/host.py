@@ -1,6 +1,8 @@
 """The host process: its allocator, its compile cache, its signals."""
 
 import ctypes
+import glob
+import importlib.util
 import os
 import pathlib
 import signal
@@ -13,17 +15,18 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 
 
 def tune_host() -> bool:
-  """Makes malloc keep its pages: XLA on CPU allocates temporaries every step.
+  """Prepares the process for JAX; launchers call it before JAX starts, importing the library does not.
 
-  Worth 1.3 x on a training step there (it saves the page faults). Call it
-  before JAX runs anything; launchers do, importing the library does not.
-  Memory is then not given back to the system before the process ends. Of a
-  GPU's memory JAX may take 0.92, not 0.75, unless the environment says.
+  Of a GPU's memory JAX may take 0.92, not 0.75, unless the environment says. Where JAX
+  runs on the CPU, malloc keeps its pages until the process ends: without page faults for
+  XLA's temporaries, a training step is 1.3 x as fast. It changes nothing after the start.
 
   Returns:
-    Whether malloc took it (glibc only).
+    Whether malloc keeps its pages (glibc only).
   """
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
+  if _expects_accelerator():
+    return False
   try:
     mallopt = ctypes.CDLL(None).mallopt
   except (OSError, AttributeError):
@@ -32,6 +35,15 @@ def tune_host() -> bool:
     mallopt(which, value)
     for which, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1), (_TOP_PAD, 64 << 20))
   )
+
+
+def _expects_accelerator() -> bool:
+  """True if JAX will not run on the CPU, as far as can be seen before it starts."""
+  if platforms := os.environ.get('JAX_PLATFORMS'):
+    return not platforms.startswith('cpu')
+  tpus = importlib.util.find_spec('libtpu') and (glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))
+  gpus = importlib.util.find_spec('jax_plugins') and (glob.glob('/dev/nvidia[0-9]*') or glob.glob('/dev/kfd'))
+  return bool(tpus or gpus)
 
 
 def use_compile_cache() -> str:

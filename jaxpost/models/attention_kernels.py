@@ -10,7 +10,6 @@ only caller.
 from __future__ import annotations
 
 import functools
-import types
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.models import attention_xla, context_parallel
 from jaxpost.models.config import ModelConfig
+from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -235,32 +235,23 @@ def _behind(x, part, n: int, fill):
 def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConfig, compute: Compute):
   """cuDNN's fused attention over the documents of packed rows (from Hopper on).
 
-  Its memory grows with the largest number of documents of a row: if a row has
-  more than one in 128 tokens, XLA computes the attention instead.
+  Its memory grows with the number of documents that a row may have, so packing
+  bounds it by `types.max_documents`. The result of a row with more of them is NaN.
   """
+  del positions, cfg, compute
   if jax.__version_info__ < (0, 11, 2):
     # Offsets of keys are scaled by the number of query heads there.
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-  length, most = q.shape[1], max(8, q.shape[1] // 128)
-  unscaled = types.SimpleNamespace(attention_scale=1.0, attention_softcap=0.0, head_dim=q.shape[3])
-
-  @jax.checkpoint
-  def slow(q, k, v, segment_ids, positions):
-    return attention_xla.chunked(
-      q, k, v, segment_ids, compute, branch_ids=None, positions=positions, window=window, cfg=unscaled
-    ).astype(q.dtype)
-
-  def fast(q, k, v, segment_ids, positions):
-    del positions
-    segments, q, k, v = _padded(64, segment_ids, q, k, v)
-    starts, sizes = documents(segments, most + 1)
-    # The name tells a plan what is not in the arguments.
-    with jax.named_scope(f'attention_window_{window}'):
-      return _packed(q, k, v, starts, sizes, window=window)[:, :length]
-
-  firsts = jnp.sum(segment_ids[:, 1:] != segment_ids[:, :-1], axis=1)
-  return jax.lax.cond(jnp.max(firsts) < most, fast, slow, q, k, v, segment_ids, positions)
+  length = q.shape[1]
+  most = max_documents(length) + 2  # and the padding of a row, and that of `_padded`
+  segments, q, k, v = _padded(64, segment_ids, q, k, v)
+  starts, sizes = documents(segments, most)
+  count = 1 + jnp.sum(segments[:, 1:] != segments[:, :-1], axis=1)
+  q *= jnp.where(count <= most, 1, jnp.nan).astype(q.dtype)[:, None, None, None]
+  # The name tells a plan what is not in the arguments.
+  with jax.named_scope(f'attention_window_{window}'):
+    return _packed(q, k, v, starts, sizes, window=window)[:, :length]
 
 
 def documents(segment_ids, most: int):

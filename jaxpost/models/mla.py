@@ -93,7 +93,6 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   """Computes the attention of a layer, without the output projection.
 
   Args:
-    p: parameters of the layer.
     y: [B, T, D], the normed input.
     table: one of `rope.tables`.
     attend_to: (q, k, v, (latents [B, T, 1, r + d],)) -> (out, kept).

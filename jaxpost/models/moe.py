@@ -60,7 +60,6 @@ def mlp(
   more tokens than the others works in more rounds, see `expert_mlp.py`.
 
   Args:
-    p: parameters of one layer.
     x: [B, T, D].
     layout: a `Layout`, or any function on a single device.
     chosen: [B, T, k], experts to use instead of the router's choice.

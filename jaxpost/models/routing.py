@@ -43,7 +43,6 @@ def route(p: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None = No
   log-sigmoids as its logits, so that their softmax normalizes the sigmoids.
 
   Args:
-    p: parameters of the layer.
     x: [B, T, D].
     chosen: [B, T, k], experts to use instead of the router's choice.
 

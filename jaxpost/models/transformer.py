@@ -128,7 +128,6 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
   """Applies one layer to [B, T, D].
 
   Args:
-    p: parameters of the layer.
     table: RoPE table of the layer, or None.
     attend: (q, k, v, cache entries of the tokens) -> (out, kept).
     chosen: experts to use, see `moe.mlp`.

@@ -60,12 +60,6 @@ def plain(value: Any) -> Any:
   return None if value != value or value in (math.inf, -math.inf) else value
 
 
-def json_lines(path: epath.PathLike) -> list[dict]:
-  """The objects of a .jsonl; only a line feed ends one (texts hold others)."""
-  text = epath.Path(path).read_text()
-  return [json.loads(line) for line in text.split('\n') if line]
-
-
 def read_rows(path: epath.PathLike) -> list[dict]:
   """Returns the rows of a metrics.jsonl; a torn last line (kill -9) is left out."""
   return read_growing(path, 'a row of metrics', keys=('stage', 'split', 'step'))

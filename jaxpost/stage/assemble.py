@@ -52,9 +52,6 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
   """Makes the stage, compiled and ready to run from its first step.
 
   Args:
-    placed: its layouts, data and workers.
-    workdir: the run's folder.
-    writer: of metrics.
     params: initial parameters in `placed.train`; their buffers are taken over.
   """
   inputs, config, model = placed.inputs, placed.config, placed.model
@@ -159,9 +156,7 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   """Makes the policy and the other models that a stage reads.
 
   Args:
-    placed: the stage.
     params: initial parameters of the policy.
-    workdir: the run's folder.
     precomputed: names of roles whose outputs the documents carry, so that
       their weights are not needed.
   """

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
+from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
@@ -53,7 +54,8 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 8192
   micro_rows = config.train.micro_batch_size
   if on_policy:
     r = config.rollout
-    per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))  # completions that a row holds
+    # Completions that a row holds, however long they are.
+    per_row = min(max_documents(length), max(1, length // (r.max_prompt_length + r.max_new_tokens)))
     completions = r.prompts * r.group_size
     rows = math.ceil(completions / per_row)
     update_rows = math.ceil(completions // config.rl.minibatches / per_row)

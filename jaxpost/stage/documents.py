@@ -38,7 +38,6 @@ class Documents:
 
     Args:
       plain: number -> Example without the arrays; None for a row that a map drops.
-      size: the number of documents.
       fields: as the attribute; None for no arrays.
     """
     self.plain = plain

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
-  """Writes a folder that `transformers` loads; adapter/ in it is for `peft`.
-
-  Args:
-    inputs: of the stage that trained the policy.
-  """
+  """Writes a folder that `transformers` loads; adapter/ in it is for `peft`."""
   tokenizer, model, section = inputs.tokenizer, inputs.model, inputs.config.model
   pad, save = tokenizer.pad_id, tokenizer.save
   if inputs.algorithm.scalar_head:

@@ -34,7 +34,6 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   """Makes the engine that generates, without weights.
 
   Args:
-    placed: the stage.
     slots: sequences at a time; 0 for what `config.rollout` says.
   """
   model, tokenizer = placed.model, placed.inputs.tokenizer

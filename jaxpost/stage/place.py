@@ -75,7 +75,6 @@ def place_stage(
   """Places a stage on all devices, or on `devices`, which may be described ones.
 
   Args:
-    prepared: the stage.
     devices: None for those of this run.
     ledger: None for a new one; that of a plan makes no arrays (`dry`).
   """

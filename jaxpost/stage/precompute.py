@@ -122,7 +122,7 @@ def read(
       for e in window
     ]
     known = [n for n, e in enumerate(cut) if e is not None]
-    packed = [[known[i] for i in row] for row in packing.pack([len(cut[n].tokens) for n in known], row_length)]
+    packed = [[known[i] for i in row] for row in packing.pack_examples([cut[n] for n in known], row_length)]
     for start in range(0, len(packed), rows):
       some = packed[start : start + rows]
       out = run(packing.to_batch([[cut[n] for n in row] for row in some], row_length, rows, normalize=False))

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpost import testing
 from jaxpost.data.loader import PackedStream
 from jaxpost.hardware import memory as memory_lib
-from jaxpost.hardware import probe
+from jaxpost.hardware import memory_rate, probe
 from jaxpost.models import presets
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor.metrics import MetricsWriter
@@ -221,7 +221,7 @@ def sample(options: Options, workdir: epath.PathLike) -> dict:
   filled = (options.prompt + counts[-1] / options.samples / 2) / engine.length
   _, state = engine.described(params)
   read = decode_bytes(engine.weights, state.cache, filled)
-  bandwidth = probe.memory_rate()
+  bandwidth = memory_rate.measure()
   return dict(
     wall_s=float(np.median(times[1:])),
     first_s=times[0],

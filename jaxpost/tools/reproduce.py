@@ -17,7 +17,7 @@ from etils import epath
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.monitor.metrics import json_lines
+from jaxpost.monitor.metrics import read_growing
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
@@ -114,7 +114,7 @@ def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool
   path = run / 'samples' / name / f'{step}.jsonl'
   if not path.exists():
     return None
-  theirs = [r for r in json_lines(path) if r['split'] == 'train'][row]
+  theirs = [r for r in read_growing(path) if r['split'] == 'train'][row]
   return all(theirs[k] == item.samples()[row][k] for k in ('prompt', 'completion', 'length', 'logprob'))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpost.data import sources
 from jaxpost.errors import InputError
-from jaxpost.monitor.metrics import json_lines
+from jaxpost.monitor.metrics import read_growing
 from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
@@ -83,7 +83,7 @@ def measure(
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
     completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source=source)
-    done = json_lines(folder / 'completions.jsonl')
+    done = read_growing(folder / 'completions.jsonl')
     graded = []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
     for start in range(0, len(groups), _TOGETHER):

@@ -104,7 +104,6 @@ def call(
   """Calls a reward function on one group of completions.
 
   Args:
-    reward: the function.
     arguments: lists by name, as in the docstring of this module.
     logged: receives a (name, value) pair for each call of `log_metric`.
     step: passed on as TRL's `trainer_state.global_step`.
