@@ -32,6 +32,11 @@ for _name, _value in {
   'JAX_COMPILATION_CACHE_DIR': str(CACHE),
   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.05',
   'XLA_FLAGS': ' '.join(_FLAGS),
+  # glibc's malloc keeps its pages, as in `jaxpost.tune_host`; xdist's workers start after this.
+  'MALLOC_ARENA_MAX': '1',
+  'MALLOC_MMAP_MAX_': '0',
+  'MALLOC_TRIM_THRESHOLD_': str(2**31 - 1),
+  'MALLOC_TOP_PAD_': str(64 << 20),
   'HF_HUB_OFFLINE': '1',
   'HF_DATASETS_OFFLINE': '1',
   'TRANSFORMERS_VERBOSITY': 'error',

@@ -688,6 +688,16 @@ def test_sampler_and_training_give_the_same_logprobs(tmp_path):
   assert abs(row['ratio'] - 1) <= 1e-4
 
 
+def test_what_is_fixed_is_known():
+  """A misspelled value would build another model without an error."""
+  known = {field.name for field in dataclasses.fields(config_lib.ModelConfig)}
+  for name, family in families.FAMILIES.items():
+    assert set(family.fixed) <= known, name
+    assert family.fixed.get('norms', 'pre') in ('pre', 'post', 'both'), name
+    assert family.fixed.get('qk_norm', '') in ('', 'head', 'wide'), name
+    assert set(family.fixed.get('biases', ())) <= set('q k v o gate up down router sinks'.split()), name
+
+
 def test_the_table_of_the_docs_has_every_case():
   text = (pathlib.Path(__file__).parents[1] / 'docs/models.md').read_text()
   found = {

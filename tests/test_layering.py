@@ -199,7 +199,7 @@ def readable(tree):
     found = reading.reading(tree, entry.roots, entry.lazy)
     for what, have, limit in zip(('modules', 'lines', 'links of a chain'), found, entry.limit):
       if have > limit:
-        yield f'{entry.name}: {have} {what}, of {limit} allowed; let the top import the bottom and pass it down'
+        yield f'{entry.name}: {have} {what}, of {limit} allowed; import inside a function what few runs need, or cut'
       elif have < limit * 0.99:
         yield f'{entry.name}: {have} {what}, but {limit} are allowed; lower the limit in tests/reading.py'
 

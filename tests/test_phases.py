@@ -41,7 +41,7 @@ def gpus(hosts, each=8):
 def placed(devices, mesh):
   """(the devices in their mesh, {axis: its place})."""
   sizes = parse_mesh(mesh, len(devices), 'config.mesh.train')
-  found = phases.arrange(devices, tuple(sizes.values()))
+  found = phases.order_devices(devices, tuple(sizes.values()))
   assert found.shape == tuple(sizes.values())
   assert {d.id for d in found.flat} == {d.id for d in devices}
   return found, {axis: at for at, axis in enumerate(AXES)}

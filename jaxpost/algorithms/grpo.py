@@ -124,7 +124,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   if experience.baseline is not None:
     valid &= np.isfinite(np.repeat(experience.baseline, len(valid) // experience.groups))
   mask, metrics = trained_tokens(experience, valid, config)
-  kl, memory, kl_metrics = kl_in_reward(experience, mask, config)
+  kl, memory, kl_metrics = kl_penalty(experience, mask, config)
   values = _advantages(experience, valid, mask, kl, config)
   return finish(experience, values, mask, metrics | kl_metrics, memory, config=config)
 
@@ -140,7 +140,7 @@ def trained_tokens(experience: Experience, valid: np.ndarray, config: Config) ->
   return experience.mask * keep[:, None], metrics
 
 
-def kl_in_reward(experience: Experience, mask: np.ndarray, config: Config) -> tuple[np.ndarray | float, dict, dict]:
+def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tuple[np.ndarray | float, dict, dict]:
   """Returns (KL penalty [N, C] to subtract from the rewards, memory, metrics)."""
   rl = config.rl
   arrays = experience.arrays

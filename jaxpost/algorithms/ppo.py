@@ -81,7 +81,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   """Returns whitened advantages [N, C] (GAE, arXiv:1506.02438), and the returns for the critic."""
   rl = config.rl
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
-  kl, memory, kl_metrics = grpo.kl_in_reward(experience, mask, config)
+  kl, memory, kl_metrics = grpo.kl_penalty(experience, mask, config)
   rewards = grpo.token_rewards(experience, mask, kl)
   values = np.where(mask > 0, experience.arrays['values'], 0)
   gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, rl.lam)

@@ -33,12 +33,12 @@ def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
       f'config.mesh.rollout_devices, score_devices: {separate} of {len(every)} device(s) leave none to train on'
     )
   left = len(every) - separate
-  train = make_layout(mesh.train, 'train', devices=every[:left] if separate else devices, arrange=arrange)
+  train = make_layout(mesh.train, 'train', devices=every[:left] if separate else devices, arrange=order_devices)
   after = left + mesh.score_devices
 
   def other(text, phase, key, separate_devices):
     if separate_devices:
-      return make_layout(text, phase, key, separate_devices, arrange=arrange)
+      return make_layout(text, phase, key, separate_devices, arrange=order_devices)
     return make_layout(text, phase, key, beside=train)
 
   out = dict(
@@ -69,7 +69,7 @@ def lanes(layouts: dict[str, Layout]) -> dict[str, str]:
   return {'update': train, 'score': train if same('score') else 'score', 'sample': rollout, 'reshard': 'weights'}
 
 
-def arrange(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
+def order_devices(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
   """The devices as an array of `shape`, ordered for their network: neighbors on inner axes.
 
   Where there are several TPU slices, the outermost axis that their number

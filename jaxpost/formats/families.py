@@ -49,7 +49,7 @@ class ExpertFields:
 class Family:
   """A family of decoders as data. Every field is a difference from Llama.
 
-  The defaults are those of Llama itself, and of models with custom code.
+  The entry of `llama` itself has two more fields in `reads`: copy it for a Llama with changes.
   """
 
   architecture: str = ''  # its class in `transformers`, which an export names
@@ -59,7 +59,7 @@ class Family:
   # config.json -> ModelConfig.
   reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
   defaults: Mapping[str, Any] = _mapping()  # values of fields that config.json may leave out
-  fixed: Mapping[str, Any] = _mapping()  # ModelConfig fields that are the same for all its models
+  fixed: Mapping[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) alike in all its models
   aliases: Mapping[str, str] = _mapping()  # other spelling of a field -> the one that is read
   ignored: tuple[str, ...] = ()  # fields without effect
   reported: tuple[str, ...] = ()  # fields without effect here, named in a warning where they are set
