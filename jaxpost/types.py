@@ -142,7 +142,7 @@ class Rollout:
 
   Attributes:
     logprobs: under the distribution with temperature, before truncation.
-    behavior_logprobs: under the truncated one that tokens were drawn from.
+    behavior_logprobs: under the truncated one that tokens were drawn from; nothing is trained with it.
     finished: ended by a stop id, not by max_new_tokens.
     step: that it was sampled for; version: updates behind the weights.
     from_data: completions are demonstrations, nothing was sampled.
@@ -199,9 +199,8 @@ class Experience:
   Attributes:
     rewards: NaN where a completion has none.
     mask: 1 on the tokens that the policy sampled.
-    arrays: per token of the completions: sampler_logprobs, behavior_logprobs,
-      and those of old_logprobs, ref_logprobs and values that the algorithm
-      lists in `scores`.
+    arrays: per token of the completions: sampler_logprobs, and those of
+      old_logprobs, ref_logprobs and values that the algorithm lists in `scores`.
     baseline: rewards of greedy answers (ReMax).
     step: from 0.
     memory: state of the algorithm between steps; goes into checkpoints, so

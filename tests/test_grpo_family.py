@@ -82,7 +82,7 @@ def experience(seed=3, **fields):
   def noise():
     return (made.logprobs + 0.1 * random.standard_normal(made.logprobs.shape)).astype(np.float32)
 
-  arrays = dict(sampler_logprobs=made.logprobs, behavior_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
+  arrays = dict(sampler_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
   rewards = random.standard_normal(N)
   rewards[5] = np.nan
   return Experience(
@@ -278,7 +278,8 @@ BAD = {
   'foreign advantage': (dict(rl=dict(advantage='gae')), 'belongs to .*ppo'),
   'target in the loss': (dict(rl=dict(kl_target=0.1, kl_coef=0.1)), 'kl_in=reward'),
   'target of nothing': (dict(rl=dict(kl_target=0.1, kl_in='reward')), 'needs a kl_coef'),
-  'gradient in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1 or k3'),
+  'gradient in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3+')), 'use k1'),
+  'no gradient of the KL in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3')), 'use k1'),
   'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
   'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))), 'would each multiply'),
   'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0, token_high=2.0)), 'nothing is kept'),

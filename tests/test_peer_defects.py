@@ -140,6 +140,19 @@ def test_the_sampler_has_the_newest_weights(model, tmp_path):
     assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize('correction', ['token_truncated', 'sequence_truncated', 'sequence_mask', 'opsm'])
+def test_truncated_sampling_is_on_policy(model, tmp_path, correction):
+  """The mass that top-p leaves out is no difference between sampler and trainer (TRL #6789)."""
+  over = dict(rollout=dict(top_p=0.5), rl=dict(importance=(correction,)))
+  jaxpost.run(tiny.grpo_config(model, train=dict(steps=1), **over), tmp_path)
+  row = next(r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train')
+  assert row['grad_norm'] > 0
+  weight = 'off_policy_kept' if correction == 'opsm' else 'importance_weight'
+  assert row[weight] == pytest.approx(1, abs=1e-4)
+  if correction != 'opsm':
+    assert abs(row['rollout_corr/kl']) < 1e-4
+
+
 def config_of(name, **over):
   parsed = config_lib.parse(tiny.merged(dict(algorithm=name, reward='x'), over))
   return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
@@ -149,6 +162,9 @@ def test_the_default_kl_has_a_gradient():
   assert config_of('grpo').rl.kl_estimator == 'k3'
   assert config_of('grpo').rl.kl_in == 'loss'
   assert config_of('rloo').rl.kl_in == 'reward'  # where k1 is right
+  for name in ('grpo', 'dapo', 'gspo', 'rloo', 'ppo'):
+    assert config_of(name, rl=dict(kl_in='reward')).rl.kl_estimator == 'k1'
+    assert config_of(name, rl=dict(kl_in='loss')).rl.kl_estimator == 'k3'
 
 
 def test_later_updates_are_off_policy(model):

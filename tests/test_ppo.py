@@ -258,7 +258,7 @@ FIELDS = {
 }
 # Of those that count only beside others.
 WITH = {
-  'rl.kl_estimator': ('k3', dict(rl=dict(kl_coef=0.1))),
+  'rl.kl_estimator': ('k2', dict(rl=dict(kl_coef=0.1, kl_in='loss'))),
   'rl.kl_in': ('loss', dict(rl=dict(kl_coef=0.1))),
   'rl.kl_target': (0.05, dict(rl=dict(kl_coef=0.1))),
   'rl.kl_horizon': (20.0, dict(rl=dict(kl_coef=0.1, kl_target=0.05))),

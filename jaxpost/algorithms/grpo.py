@@ -8,6 +8,7 @@ methods at the end of the file differ in the fields that they set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def objective(config: Config) -> Objective:
     loss, metrics = policy_gradient.LOSSES[rl.loss](logp, old, arrays['advantages'], options, sequence_mean)
     if masked:
       kept = policy_gradient.off_policy_kept(
-        logp, arrays['behavior_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
+        logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
       )
       loss *= kept
       metrics['off_policy_kept'] = kept
@@ -69,8 +70,6 @@ def objective(config: Config) -> Objective:
     return total(loss), jax.tree.map(total, metrics)
 
   arrays = ['advantages', 'sampler_logprobs', *_scores_in_loss(config)]
-  if masked:
-    arrays.append('behavior_logprobs')
   if _corrections(rl):
     arrays.append('importance_weights')
   return Objective(
@@ -201,12 +200,11 @@ def finish(
       'advantages/max': float(out['advantages'][counted].max()),
       'advantages/min': float(out['advantages'][counted].min()),
     }
-  if 'opsm' in rl.importance:
-    out['behavior_logprobs'] = arrays['behavior_logprobs']
   names = _corrections(rl)
   if names:
     old = arrays['old_logprobs']
-    sampler = arrays['behavior_logprobs']
+    # Before truncation: the mass that top-p and the like leave out is no difference of weights.
+    sampler = arrays['sampler_logprobs']
     options = importance.CorrectionOptions(
       rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low, rl.sequence_high
     )
@@ -247,6 +245,14 @@ def default_importance(config: Config) -> tuple[str, ...]:
   return ('token_truncated',) if config.rollout.staleness else ()
 
 
+def default_kl_estimator(kl_in: str) -> Callable[[Config], str]:
+  """Returns the default of rl.kl_estimator, for a method that has its KL in `kl_in`.
+
+  In a reward only k1 has the gradient of the KL, in a loss it has none (arXiv:2512.21852).
+  """
+  return lambda config: 'k1' if (config.rl.kl_in or kl_in) == 'reward' else 'k3'
+
+
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
   rl = config.rl
@@ -276,8 +282,9 @@ def check_terms(config: Config) -> None:
   )
   refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
   refuse(
-    rl.kl_in == 'reward' and rl.kl_estimator.endswith('+'),
-    f'config.rl.kl_estimator: {rl.kl_estimator} has a gradient of its own, which a reward has not; use k1 or k3',
+    rl.kl_in == 'reward' and rl.kl_estimator != 'k1',
+    f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in a reward is not that of the KL; '
+    'use k1, or config.rl.kl_in=loss',
   )
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
@@ -334,9 +341,10 @@ def _check_importance(rl: RlSection) -> None:
 
 def method(**choices: Any) -> Algorithm:
   """Returns an algorithm of this family with other defaults in `config.rl`."""
+  estimator = default_kl_estimator(choices.get('kl_in', 'loss'))
   return Algorithm(
     objective,
-    {'rl': {'importance': default_importance, **choices}},
+    {'rl': {'importance': default_importance, 'kl_estimator': estimator, **choices}},
     needs=needs,
     check=check,
     check_first_step=check_first_step,
@@ -353,9 +361,7 @@ DAPO = method(clip_high=0.28, dynamic_sampling=10)  # 2503.14476
 GSPO = method(loss='gspo', clip_low=3e-4, clip_high=4e-4, aggregate='sequence')  # 2507.18071
 CISPO = method(loss='cispo', clip_low=1.0, clip_high=4.0)  # 2506.13585
 SAPO = method(loss='sapo', aggregate='sequence')  # 2511.20347
-RLOO = method(advantage='leave_one_out', scale_rewards='none', kl_estimator='k1', kl_in='reward')  # 2402.14740
-REINFORCE_PP = method(advantage='reinforce_pp', scale_rewards='none', kl_estimator='k1', kl_in='reward')  # 2501.03262
+RLOO = method(advantage='leave_one_out', scale_rewards='none', kl_in='reward')  # 2402.14740
+REINFORCE_PP = method(advantage='reinforce_pp', scale_rewards='none', kl_in='reward')  # 2501.03262
 REINFORCE_PP_BASELINE = method(advantage='reinforce_pp_baseline', scale_rewards='none')  # 2501.03262
-REMAX = method(
-  advantage='remax', scale_rewards='none', loss='reinforce', kl_estimator='k1', kl_in='reward'
-)  # 2310.10505
+REMAX = method(advantage='remax', scale_rewards='none', loss='reinforce', kl_in='reward')  # 2310.10505

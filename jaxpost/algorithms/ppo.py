@@ -134,7 +134,7 @@ PPO = ALGORITHM = Algorithm(
     'rl': {
       'advantage': 'gae',
       'scale_rewards': 'none',
-      'kl_estimator': 'k1',
+      'kl_estimator': grpo.default_kl_estimator('reward'),
       'kl_in': 'reward',
       'importance': grpo.default_importance,
     }

@@ -195,11 +195,7 @@ SEQUENCE_LOSSES = ('gspo', 'geo_mean')  # those that need `sequence_mean`
 
 
 def off_policy_kept(
-  logprobs: jax.Array,
-  behavior_logprobs: jax.Array,
-  advantages: jax.Array,
-  threshold: float,
-  sequence_mean: SequenceMean,
+  logprobs: jax.Array, sampler_logprobs: jax.Array, advantages: jax.Array, threshold: float, sequence_mean: SequenceMean
 ) -> jax.Array:
   """Returns a mask: 0 on negative advantages in sequences far off policy, else 1.
 
@@ -207,7 +203,7 @@ def off_policy_kept(
   far off policy if its mean of log (sampler / pi) exceeds the threshold, pi
   being the current policy.
   """
-  drift = sequence_mean(jax.lax.stop_gradient(behavior_logprobs - logprobs))
+  drift = sequence_mean(jax.lax.stop_gradient(sampler_logprobs - logprobs))
   return 1.0 - ((drift > threshold) & (advantages < 0))
 
 

@@ -157,7 +157,7 @@ class Controller:
     mask = batching.completion_mask(rollout)
     if self.config.rl.dynamic_sampling:  # without groups that only fill up the step
       mask = mask * np.repeat(graded.varied, batching.group_size(rollout))[:, None]
-    arrays = {'sampler_logprobs': rollout.logprobs, 'behavior_logprobs': rollout.behavior_logprobs}
+    arrays = {'sampler_logprobs': rollout.logprobs}
     arrays |= scores._replace(reward_model=None).computed()
     return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, step=self.step, memory=self.memory)
 
