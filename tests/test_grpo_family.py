@@ -21,6 +21,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
+from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching, grading
 from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
@@ -431,6 +432,20 @@ def test_select_varied_takes_the_first_groups_that_differ():
   assert pending.select_varied(2).selected == [[1], [1]]
   short = grading.PendingRollout(None, [Round([[1, 1], [0, 1], [1, 1]])])
   assert short.select_varied(2).selected == [[0, 1]]
+
+
+def test_a_missing_verdict_beside_a_reward_model_is_no_zero():
+  """Some of a group: no reward. All of it: the reward model alone decides."""
+
+  class Round:  # what `result` reads of a round
+    rollout = rollout(1)
+    greedy = None
+    rewards = np.array([[1, np.nan, 0, 1], [np.nan] * 4, [0, 1, 0, 1]], float)
+    results = [Graded(list(row), {}, None) for row in rewards]
+
+  values = np.full((N, C), 0.5)
+  found = grading.PendingRollout(grading.Grader(None, None), [Round]).result(values).rewards
+  np.testing.assert_array_equal(found, [1.5, np.nan, 0.5, 1.5, *[0.5] * 4, 0.5, 1.5, 0.5, 1.5])
 
 
 def test_sampled_rollouts_merge_in_order():

@@ -158,6 +158,13 @@ def config_of(name, **over):
   return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
 
 
+def test_no_correction_can_be_asked_for():
+  lagged = dict(rollout=dict(staleness=1))
+  assert config_of('grpo', **lagged).rl.importance == ('token_truncated',)
+  assert config_of('grpo', **lagged, rl=dict(importance=())).rl.importance == ()
+  assert config_of('grpo').rl.importance == config_of('ppo').rl.importance == ()
+
+
 def test_the_default_kl_has_a_gradient():
   assert config_of('grpo').rl.kl_estimator == 'k3'
   assert config_of('grpo').rl.kl_in == 'loss'

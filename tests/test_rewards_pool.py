@@ -325,9 +325,11 @@ def test_children_of_a_call(pool_of, tmp_path, monkeypatch):
 
 def test_weights_and_none_components(pool_of):
   pool = pool_of('fine', 'none_for_some', weights=(0.5, -2.0))
-  (graded,) = pool.grade([group('a', 'none')])
-  assert graded.rewards == [0.5 * 1 - 2.0, 0.5 * 4]
-  assert graded.components == {'fine': [1, 4], 'none_for_some': [1, None]}
+  some, every = pool.grade([group('a', 'none'), group('none', 'none')])
+  assert some.rewards == [0.5 * 1 - 2.0, None]  # not 2.0, as if its verdict had been 0
+  assert some.components == {'fine': [1, 4], 'none_for_some': [1, None]}
+  assert every.rewards == [0.5 * 4] * 2  # the function says nothing about this prompt
+  assert pool.stats['masked_rows'] == 1
 
 
 def test_results_come_in_order_and_overlap(pool_of):

@@ -74,8 +74,10 @@ def test_losses_are_those_of_their_papers(case, nll):
   loss = (1 - smooth) * loss + smooth * (lse - logits.mean(-1))
   loss = loss + nll.get('z_loss', 0) * lse**2
   expected = (loss * batch.loss_weights).sum()
-  (value, _), _ = value_and_grad(case, objective(**nll))
+  (value, found), _ = value_and_grad(case, objective(**nll))
   assert float(value) == pytest.approx(expected, rel=1e-5)
+  # What evaluation makes a perplexity of, whatever the loss is.
+  assert float(found['nll']) == pytest.approx((-logp * batch.loss_weights).sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

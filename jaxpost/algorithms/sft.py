@@ -33,7 +33,7 @@ def objective(config: Config) -> Objective:
     del arrays
     logp = outputs.logprobs
     loss = -logp
-    metrics = {'entropy': outputs.entropy}
+    metrics = {'entropy': outputs.entropy, 'nll': loss}
     if nll.kind == 'dft':
       loss = -jax.lax.stop_gradient(jnp.exp(logp)) * logp
     if nll.label_smoothing:

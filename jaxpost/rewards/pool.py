@@ -232,8 +232,7 @@ class RewardPool:
     components = {name: reply.values.get(name, [None] * size) for name in self.names}
     if reply.error is not None:
       return Graded([None] * size, components, reply.error, reply.timed_out)
-    rows = zip(*components.values())
-    return Graded([self._weighted(row) for row in rows], components, None, logged=tuple(logged))
+    return Graded(self._sums(components, size), components, None, logged=tuple(logged))
 
   def _call_local(self, values: dict[str, list], line: str, logged: list) -> _Reply:
     """Calls the functions of this process on a group, after a worker has returned `values`."""
@@ -276,10 +275,16 @@ class RewardPool:
       return self._ask(worker, line, logged, retry=False)
     return _Reply(values, f'reward {name}: {text}', timed_out)
 
-  def _weighted(self, row: Iterable[float | None]) -> float | None:
-    """Returns the weighted sum of the rewards that are not None; None if all are."""
-    given = [w * v for w, v in zip(self._weights, row) if v is not None]
-    return sum(given) if given else None
+  def _sums(self, components: dict[str, list[float | None]], size: int) -> list[float | None]:
+    """Returns the weighted sum of the rewards of each completion of a group, or None.
+
+    A function without a verdict on any of them is left out. Where it judged others,
+    its missing verdict must not count 0: the completion has no reward.
+    """
+    pairs = zip(self._weights, components.values())
+    judged = [(weight, values) for weight, values in pairs if any(v is not None for v in values)]
+    rows = zip(*(values for _, values in judged)) if judged else [(None,)] * size
+    return [None if None in row else sum(w * v for (w, _), v in zip(judged, row)) for row in rows]
 
   def count(self, graded: Sequence[Graded]) -> None:
     """Updates the statistics with a batch; InputError if too many groups failed."""

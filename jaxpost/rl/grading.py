@@ -105,10 +105,7 @@ class Round:
     """Rewards of each group: those of the workers and of the environment."""
     num_groups = len(self.rollout.prompts)
     size = len(self.rollout.lengths) // num_groups
-    if self.pending:
-      graded = self.pending.results
-    else:
-      graded = [Graded([0.0] * size, {}, None)] * num_groups
+    graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * num_groups
     attached = self.rollout.rewards or {}
     results = []
     for i, group in enumerate(graded):
@@ -189,8 +186,10 @@ class PendingRollout:
       last = np.maximum(rollout.lengths, 1) - 1
       model_rewards = np.asarray(model_values, np.float64)[np.arange(len(last)), last] * self.grader.model_weight
       failed = np.repeat([group.error is not None for group in results], function_rewards.shape[1])
+      missing = np.isnan(function_rewards)  # some of a group: their verdict is missing; all: there is no function
+      failed |= np.ravel(missing & ~missing.all(axis=1, keepdims=True))
       for attached in (rollout.rewards or {}).values():
-        failed = failed | np.isnan(attached)  # an episode whose environment failed
+        failed |= np.isnan(attached)  # an episode whose environment failed
       rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + model_rewards)
     baseline = None
     if self.rounds[0].greedy is not None:

@@ -121,9 +121,10 @@ class RlSection:
   )
   mask_truncated: bool = option(False, 'Do not train on completions cut off at the length limit (overlong filtering).')
   importance: tuple = option(
-    (),
+    ('auto',),
     'Corrections for the difference between sampler and policy: token_truncated, '
-    'sequence_truncated, icepop, token_mask, sequence_mask, opsm.',
+    'sequence_truncated, icepop, token_mask, sequence_mask, opsm. '
+    "(): none; ('auto',): token_truncated if rollout.staleness is set.",
     each=str,
     auto=(),
   )
