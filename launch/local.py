@@ -53,7 +53,7 @@ def main(argv):
   """Starts the processes and waits for all of them."""
   if not argv[1:]:
     raise InputError('nothing to start; write the flags of launch.train after --')
-  running: list[subprocess.Popen] = []
+  running = []
   failed = 0.0  # when the first one failed
   for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, lambda number, frame: [p.send_signal(number) for p in running])

@@ -754,7 +754,7 @@ for name in sys.argv[2], 'chunked':
       mesh=dict(train=mesh),
       train=dict(batch_size=8, row_length=1024)))
   cfg = dataclasses.replace(p.inputs.model.config, **json.loads(sys.argv[4]))
-  p = dataclasses.replace(p, model=model_lib.build(cfg))
+  p = dataclasses.replace(p, inputs=dataclasses.replace(p.inputs, model=model_lib.build(cfg)))
   row, = aot.compile_stage(p, top, ('update',)).rows
   out[name] = dict(
       flops=row['totals'].flops, model=row['flops'] / 8,

@@ -464,9 +464,9 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
   monkeypatch.setattr(tensor_layout, '_PIECE', tensor // 4)
   written, held = [], []
 
-  def write(x, piece, at, *sharding):
+  def write(x, piece, at, *sharding, **moves):
     held.append(sum(x.nbytes for x in jax.live_arrays()))
-    out = train.write(x, piece, at, *sharding)
+    out = train.write(x, piece, at, *sharding, **moves)
     assert x is None or x.is_deleted()
     written.append(piece.nbytes)
     return out

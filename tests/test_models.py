@@ -60,7 +60,7 @@ def test_cached_decode_equals_full_forward(model, params):
       if i:
         cache = extend(cache, recent, at - block, i == block)
       recent = jax.tree.map(lambda x: jnp.full((*x.shape[:2], block, x.shape[3]), 1e3), cache)
-    recent, x = decode(weights, cache, recent, ids[rows, at], at - i % block, step=i % block)
+    recent, x = decode(weights, cache, recent, ids[rows, at], at - i % block, i % block)
     close(x, full[rows, at], 1e-5)
     at += 1
 

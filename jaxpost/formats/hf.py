@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.models.parameters import Param
 
-  Path = pathlib.Path | epath.Path
+  Path: TypeAlias = pathlib.Path | epath.Path
 
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import pathlib
-from typing import Any
+from typing import Any, TypeAlias
 
 from etils import epath
 
@@ -16,7 +16,7 @@ from jaxpost.errors import InputError
 from jaxpost.formats import mxfp4, safetensors_file
 from jaxpost.storage import object_store
 
-Path = pathlib.Path | epath.Path
+Path: TypeAlias = pathlib.Path | epath.Path
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'

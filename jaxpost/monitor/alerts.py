@@ -105,7 +105,7 @@ class Alerts:
   run warns the same.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     self.warnings: list[dict] = []
     self._first: dict[tuple[str, str], list[float]] = {}
     self._streak: dict[tuple[str, str], int] = {}

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 NOBODY_ID = 65534  # the uid and gid that own nothing
 # Constants of linux/sched.h, sys/mount.h, linux/mount.h, linux/prctl.h
@@ -117,7 +118,7 @@ def has_nobody() -> bool:
   return any(first <= NOBODY_ID < first + count for first, _, count in ranges)
 
 
-def exit_with(function: Callable[[], int]) -> None:
+def exit_with(function: Callable[[], int]) -> NoReturn:
   """Ends this process with the exit code of a function; errors are reported to sandbox.py, not raised."""
   code = 1
   try:
