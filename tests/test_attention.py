@@ -862,10 +862,8 @@ def test_so_does_one_of_stripes():
 @pytest.mark.parametrize('fields', [{}, dict(layer_windows=[256] * 4)])
 def test_a_train_step_with_cudnn_compiles_for_gpus(fields):
   ours, plain = described('h200:1x1x8', 'cudnn', **fields)
-  # Scores only where a row has more documents than the kernel is told of.
-  scores = [[name for name in x['pairs'] if re.search('/(dot_general|exp)$', name)] for x in (ours, plain)]
-  assert all(scores) and not any('branch' in name for name in scores[1])
-  assert all('branch_0_fun' in name for name in scores[0])
+  # No array has a place for each query and key: packing bounds the documents of a row.
+  assert plain['pairs'] and not ours['pairs']
   # XLA has a turn of the loop over layers in front of it, besides.
   assert len(set(ours['calls'])) == 3 and not plain['calls']
   assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
