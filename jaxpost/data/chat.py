@@ -1,4 +1,4 @@
-"""Encodes rows: as documents with a loss mask, and as prompts for a sampler.
+"""Encodes rows of data as documents with a loss mask, and as prompts for a sampler.
 
 T tokens of one document. A chat is rendered to text once; the trained spans
 of that text come from the template's {% generation %} markers, or from

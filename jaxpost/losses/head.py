@@ -120,7 +120,7 @@ def fused_loss(
 
 
 class _Tokens(NamedTuple):
-  """What a row's tokens bring to the loss; those of nonzero weight come first.
+  """The tokens of each row with what the loss needs of them; tokens of nonzero weight come first.
 
   Chunks then end at the longest row, and prompts and padding cost nothing.
   """

@@ -72,7 +72,7 @@ class Completion:
 
 
 class DrawnTokens(NamedTuple):
-  """What one block drew for a sequence: n tokens; the fields are those of `generate.Block`."""
+  """The n tokens that one block drew for a sequence, with the fields of `generate.Block`."""
 
   tokens: np.ndarray  # [n]
   logprobs: np.ndarray  # [n]
@@ -95,7 +95,7 @@ class ActiveSequence:
   used: cache entries, at most, after the blocks dispatched.
   experts: ([P, L, k],) that routed `tokens`, where routing is recorded.
   done: whether the completion has ended.
-  blocks: what each harvested block drew.
+  blocks: the tokens that each harvested block drew.
   """
 
   request: Request
