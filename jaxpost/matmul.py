@@ -343,15 +343,10 @@ def _products_backward(spec, dtype, layout, residuals, gs):
 
   dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name) for g, w, s in zip(gs, ws, split) if not s)
   if any(split):
-    pick = functools.partial(itertools.compress, selectors=split)
+    g_specs, w_specs, some_gs, some_ws = (list(itertools.compress(of, split)) for of in (*cuts, gs, ws))
     dx = dx + jax.shard_map(
-      local,
-      mesh=mesh,
-      in_specs=(list(pick(cuts[0])), list(pick(cuts[1]))),
-      out_specs=PartitionSpec(),
-      axis_names={'tensor'},
-      check_vma=False,
-    )(list(pick(gs)), list(pick(ws)))
+      local, mesh=mesh, in_specs=(g_specs, w_specs), out_specs=PartitionSpec(), axis_names={'tensor'}, check_vma=False
+    )(some_gs, some_ws)
   return dx.astype(x_kind.dtype), dws
 
 

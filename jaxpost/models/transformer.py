@@ -199,14 +199,15 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
     x, *kept = _block(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen)
     return constrain(x, 'batch', 'time', None), kept
 
-  @functools.cache  # a checkpoint is traced once for each kind
-  def alike(kind):
-    return _REMAT[compute.remat](functools.partial(block, kind=kind))
-
   kinds = cfg.layer_kinds
   split = isinstance(params['layers'], list)  # a sampler's weights
   sparse = cfg.num_layers - cfg.sparse_layers  # the first layer with experts
   if compute.unroll or split:
+
+    @functools.cache  # a checkpoint is traced once for each kind
+    def alike(kind):
+      return _REMAT[compute.remat](functools.partial(block, kind=kind))
+
     kept = []
     if not split:
       params = unstack_layers(params, cfg.num_layers)
