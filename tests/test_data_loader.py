@@ -86,6 +86,7 @@ def test_segments_of_an_example_count():
   ids = np.repeat(np.arange(1, 5), 2)
   example = chat.Example(np.arange(8), np.ones(8, bool), segment_ids=ids.astype(np.int32))
   assert [len(row) for row in packing.pack_examples([example] * 40, 1024)] == [16, 16, 8]
+  assert preview._summary([example] * 40, 1024).caption.startswith('3 rows of 1024')
 
 
 def test_to_batch_isolates_documents():

@@ -62,8 +62,7 @@ def pack(lengths: Sequence[int], row_length: int, documents: Sequence[int] | Non
 
 def pack_examples(examples: Sequence[Example], row_length: int) -> list[list[int]]:
   """Distributes Examples over rows, as `pack` does."""
-  documents = [1 if e.segment_ids is None else len(np.unique(e.segment_ids)) for e in examples]
-  return pack([len(e.tokens) for e in examples], row_length, documents)
+  return pack([len(e.tokens) for e in examples], row_length, [e.num_segments for e in examples])
 
 
 def to_batch(
