@@ -95,7 +95,7 @@ class RlSection:
   kl_coef: float = option(0.0, 'Weight of the KL divergence from the reference model.', lo=0.0)
   kl_estimator: str = option(
     '',
-    'Estimator of that KL; in a loss, k1 has no gradient on average; k1+ and k3+: '
+    'Estimator of that KL; a reward takes k1 only, which in a loss has no gradient on average; k1+ and k3+: '
     "the value of k1 or k3 with the gradient of k2; '': the method's own.",
     auto='k3',
     choices=('', 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+'),
