@@ -6,6 +6,7 @@ Runs the cases of tests/learning.py (all, or those named; the others keep
 their rows), on the machine it is started on, seed 0.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -58,7 +59,13 @@ def choices(name: str, case: dict) -> tuple[str, str]:
   def say(section, field, value):
     return f'`{section}.{field}={value}`'
 
-  return ', '.join(say(s, f, vars(vars(resolved)[s])[f]) for s in SECTIONS for f in own.get(s, ())), ', '.join(
+  brought = []
+  for section in SECTIONS:
+    for field in dataclasses.fields(vars(resolved)[section]):
+      value = vars(vars(resolved)[section])[field.name]
+      if field.name in own.get(section, ()) and value != field.metadata['auto']:
+        brought.append(say(section, field.name, value))
+  return ', '.join(brought), ', '.join(
     say(s, f, value) for s in SECTIONS for f, value in case[s].items() if value != plain[s][f]
   )
 

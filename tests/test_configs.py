@@ -17,6 +17,7 @@ import rich.console
 
 from jaxpost import stages
 from jaxpost.errors import InputError
+from jaxpost.losses import advantages
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as schema
 from tests import tiny
@@ -137,6 +138,7 @@ ARGUMENTS = {
   ('models/routing', 'section'): 'router',
   ('distributed/phases', 'mesh'): 'mesh',
   ('algorithms/distill', 'options'): 'distill',
+  **{(f'losses/{name}', 'options'): 'rl' for name in ('policy_gradient', 'surrogates', 'importance', 'rejection')},
 }
 # Read by config.py itself: by parse, and by rewards_tuple.
 OF_CONFIG = ('stages', 'reward', 'user')
@@ -169,6 +171,9 @@ def reads(text):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
           if path := _path(node, alias):
             found[path].append(f'{name}:{node.lineno}')
+  for name, estimator in advantages.ESTIMATORS.items():  # reads them by name
+    for field in estimator.reads.values():
+      found[f'rl.{field}'].append(name)
   return found
 
 

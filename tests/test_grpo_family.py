@@ -27,7 +27,10 @@ from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
-METHODS = ('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax')
+METHODS = (
+  *('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'gmpo', 'dppo', 'gpg', 'opo'),
+  *('rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
+)
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 N, C = 12, 6
 
@@ -159,6 +162,12 @@ CHANGES = {
   'sequence_low': (1.02, dict(importance=('sequence_mask',), sequence_high=9.0)),
   'sequence_high': (1.0001, dict(importance=('sequence_mask',), sequence_low=0.1)),
   'opsm_threshold': (1e-4, dict(importance=('opsm',), opsm_threshold=9.0)),
+  'product_low': (1.02, dict(importance=('product_mask',), product_high=9.0)),
+  'product_high': (1.0001, dict(importance=('product_mask',), product_low=0.1)),
+  'reject_above': (1e-6, dict(importance=('token_k3',))),
+  'old_policy': ('sampler', {}),
+  'kl_weighted': (True, {}),
+  'pass_k': (2, dict(advantage='pass_at_k', pass_k=1)),
 }
 # A field is refused where nothing reads it.
 UNREAD = [field for field, (_, also) in CHANGES.items() if also]
@@ -179,6 +188,43 @@ def test_zero_is_a_choice_of_its_own():
   assert config_of('gspo').rl.clip_low == 3e-4
 
 
+@pytest.mark.parametrize(
+  'algorithm, chosen, expected',
+  [
+    ('grpo', dict(loss='gspo'), dict(aggregate='sequence', clip_low=3e-4, clip_high=4e-4)),
+    ('gspo', dict(loss='clip'), dict(aggregate='token', clip_low=0.2, clip_high=0.2)),
+    ('dapo', dict(loss='gspo'), dict(aggregate='sequence', clip_high=4e-4, dynamic_sampling=10)),
+    ('dapo', {}, dict(aggregate='token', clip_low=0.2, clip_high=0.28)),
+    ('dr_grpo', dict(loss='geo_mean'), dict(aggregate='sequence', clip_low=0.4, scale_rewards='none')),
+    ('gspo', dict(aggregate='token', clip_low=0.1), dict(aggregate='token', clip_low=0.1, clip_high=4e-4)),
+    ('grpo', dict(loss='dppo_kl'), dict(old_policy='sampler', clip_low=0.05, clip_high=0.05, importance=())),
+    ('grpo', dict(advantage='leave_one_out'), dict(scale_rewards='none')),
+    ('ppo', dict(loss='gspo'), dict(aggregate='sequence', clip_low=3e-4, scale_rewards='none')),
+  ],
+)
+def test_what_belongs_to_a_loss_comes_with_it(algorithm, chosen, expected):
+  rl = config_of(algorithm, rl=chosen).rl
+  assert {name: vars(rl)[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+  'chosen, message',
+  [
+    (dict(loss='sapo', clip_low=0.1), "clip_low.*loss='sapo'.*would ignore it"),
+    (dict(loss='reinforce', dual_clip=3.0), "dual_clip.*loss='reinforce'.*would ignore it"),
+    (dict(advantage='opo', scale_rewards='group'), "scale_rewards: 'group' does not go with rl.advantage='opo'"),
+    (dict(scale_rewards='leave_one_out'), "'leave_one_out' does not go with rl.advantage='group'"),
+    (dict(advantage='pass_at_k', pass_k=99), 'pass_k: 99 samples cannot be taken of a group of'),
+    (dict(old_policy='sampler', importance=('icepop',)), 'importance: with old_policy=sampler'),
+    (dict(importance=('icepop', 'token_truncated')), 'icepop and token_truncated would each multiply'),
+    (dict(importance=('product_mask',), product_low=3.0), 'product_low: 3.0 is above product_high=2.0'),
+  ],
+)
+def test_combinations_that_would_mislead_are_refused(chosen, message):
+  with pytest.raises(InputError, match=message):
+    grpo.check(config_of('grpo', rl=chosen))
+
+
 # Of the controller and of other algorithms, which have tests of their own.
 ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'lam'}
 
@@ -194,6 +240,8 @@ def test_no_field_is_a_no_op(field):
   rewards = experience().rewards.copy()
   if field == 'singleton':
     rewards[:3] = np.nan  # one valid sample is left
+  if field == 'pass_k':
+    rewards = (rewards > 0).astype(float)  # rewards of 0 and 1
   given = experience(rewards=rewards)
   base = fingerprint(outcome(update_of('grpo', rl=also), given))
   changed = fingerprint(outcome(update_of('grpo', rl={**also, field: value}), given))

@@ -3,8 +3,7 @@
 tests/golden/losses.json says where its figures come from; its other cases are
 in test_losses_advantages.py and test_losses_preferences.py. Left out of what
 those systems offer, since jaxpost does not have the methods: the losses dro,
-dppo_tv, dppo_kl, vespo and luspo, clip-cov and kl-cov, the advantages passk,
-gpg, opo and gdpo, LD-DPO and WPO, and DFT. Entropy and cross entropy are
+vespo and luspo, clip-cov and kl-cov, the advantage gdpo, LD-DPO and WPO, and DFT. Entropy and cross entropy are
 tested in test_head.py, reward functions in test_rewards_*.py.
 """
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpost.losses import importance, policy_gradient
+from jaxpost.losses import importance, policy_gradient, surrogates
 from jaxpost.losses import values as values_lib
 from jaxpost.losses.policy_gradient import SurrogateOptions
 
@@ -48,7 +47,7 @@ def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
   """(loss, gradient, per-token metrics, per-token loss)."""
 
   def loss(x):
-    per_token, metrics = policy_gradient.LOSSES[name](x, OLD, gains, options, sequence_mean)
+    per_token, metrics = policy_gradient.LOSSES[name].fn(x, OLD, gains, options, sequence_mean)
     return jnp.sum(per_token * scale * weights), (metrics, per_token)
 
   (value, (metrics, per_token)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(new))
@@ -72,6 +71,8 @@ def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
     ('trl/gspo_grpo_0.03_0.04', 'gspo', 'seq-mean-token-mean', dict(clip_low=0.03, clip_high=0.04)),
     ('verl/geo_mean', 'geo_mean', 'seq-mean-token-mean', {}),
     ('verl/gpg', 'reinforce', 'token-mean', {}),
+    ('verl/dppo_tv', 'dppo_tv', 'token-mean', {}),
+    ('verl/dppo_kl', 'dppo_kl', 'token-mean', {}),
   ],
   ids=lambda x: x if isinstance(x, str) and '/' in x else '',
 )
@@ -95,7 +96,7 @@ def test_surrogates(case, name, mean, options):
 
 
 def test_cispo_is_bounded_on_both_sides():
-  loss, _ = policy_gradient.cispo(NEW, OLD, GAINS, SurrogateOptions(clip_low=0.2, clip_high=0.28))
+  loss, _ = surrogates.cispo(NEW, OLD, GAINS, SurrogateOptions(clip_low=0.2, clip_high=0.28))
   ours = -np.clip(np.exp(NEW - OLD), 0.8, 1.28) * GAINS * NEW
   close(loss, ours)
 
@@ -144,11 +145,30 @@ def test_k3_in_the_loss():
 @pytest.mark.parametrize('case, cap', [('verl/ppo_tis_cap2', 2.0), ('trl/grpo_dapo_tis_cap3', 3.0)])
 def test_surrogate_with_correction(case, cap):
   weights = importance.correction(
-    ('token_truncated',), OLD - INPUTS['roll'], MASK, importance.CorrectionOptions(cap=cap)
+    ('token_truncated',), OLD - INPUTS['roll'], MASK, importance.CorrectionOptions(importance_cap=cap)
   )
   value, gradient, *_ = run('clip', WEIGHTS['token-mean'], SurrogateOptions(), scale=weights)
   close(value, CASES[case]['loss'])
   close(gradient, CASES[case]['grad'])
+
+
+@pytest.mark.parametrize('name, bound', [('dppo_tv', 0.15), ('dppo_kl', 0.05)])
+def test_dppo_leaves_out_what_moved_too_far_with_its_advantage(name, bound):
+  """Tokens that rose, fell, rose a little, and rose from a tiny probability by a large ratio."""
+  old = np.log([[0.3, 0.7, 0.3, 1e-4]])
+  new = np.log([[0.7, 0.3, 0.35, 2e-3]])
+  options = SurrogateOptions(clip_low=bound, clip_high=bound)
+
+  def kept(gain):
+    def loss(x):
+      return policy_gradient.LOSSES[name].fn(x, old, np.full((1, 4), gain), options)[0].sum()
+
+    return (np.asarray(jax.grad(loss)(jnp.asarray(new)))[0] != 0).tolist()
+
+  assert kept(1.0) == [False, True, True, True]  # PPO's clip would leave out the last one, too
+  assert kept(-1.0) == [True, False, True, True]
+  far = policy_gradient.LOSSES[name].fn(np.log([[0.9]]), np.log([[1e-3]]), -np.ones((1, 1)), options)[0]
+  close(far, [[20 * np.log(0.9)]])  # the weight is at most 20
 
 
 def test_off_policy_sequence_masking():
@@ -197,7 +217,13 @@ def test_at_the_first_step(name):
   for clipped in metrics.values():
     assert not clipped.any()
   close(gradient, -GAINS * MASK)
-  value = {'cispo': OLD, 'reinforce': OLD, 'sapo': np.where(GAINS > 0, 2, 2 / 1.05)}.get(name, 1)
+  value = {
+    'cispo': OLD,
+    'reinforce': OLD,
+    'dppo_tv': OLD,
+    'dppo_kl': OLD,
+    'sapo': np.where(GAINS > 0, 2, 2 / 1.05),
+  }.get(name, 1)
   close(per_token, -GAINS * value)
   for estimator in policy_gradient.KL.values():
     assert not np.any(estimator(OLD, OLD))

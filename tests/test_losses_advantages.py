@@ -4,14 +4,16 @@ tests/golden/losses.json says where its figures come from. What is left out is
 named in test_losses.py.
 """
 
+import itertools
 import json
 import pathlib
 
 import numpy as np
 import pytest
 
+from jaxpost import errors
 from jaxpost.algorithms import rft
-from jaxpost.losses import advantages, importance, values
+from jaxpost.losses import advantages, group_advantages, importance, token_advantages, values
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
@@ -82,6 +84,70 @@ def test_groups_that_teach_nothing_get_zero(scale):
   np.testing.assert_array_equal(advantages.uniform(rewards, valid), [True, True, False, False])
 
 
+def test_leave_one_out_std():
+  """NeMo-RL's default: mean and std of the others, undivided where they are equal."""
+  ours = advantages.leave_one_out([[1, 0, 0, 0]], EVERY[:1], scale='leave_one_out')
+  close(ours, [[1, *[-1 / 3 / (np.sqrt(1 / 3) + 1e-6)] * 3]])
+  rewards = INPUTS['score2'].reshape(2, 4)
+  others = [[np.delete(row, i) for i in range(4)] for row in rewards]
+  expected = [
+    [(r - o.mean()) / (o.std(ddof=1) + 1e-6) for r, o in zip(row, rest)] for row, rest in zip(rewards, others)
+  ]
+  close(advantages.leave_one_out(rewards, EVERY, scale='leave_one_out'), expected)
+  with pytest.raises(ValueError, match="scale 'group'"):
+    advantages.leave_one_out(rewards, EVERY, scale='group')
+
+
+def test_best_minus_second():
+  rewards = INPUTS['score2'].reshape(2, 4)
+  close(group_advantages.best_minus_second(rewards, EVERY).ravel(), CASES['verl/passk/score2'])
+
+
+def test_gpg_scales_by_groups_with_a_gradient():
+  """verl scales by samples of reward 0: its figure is 8 / 6 of ours, as no group is uniform here."""
+  rewards = INPUTS['score2'].reshape(2, 4)
+  close(group_advantages.gpg(rewards, EVERY).ravel() * 8 / 6, CASES['verl/gpg/score2'])
+  rewards = np.array([[1.0, 1, 1, 1], [0, 0, 0, 4]])
+  close(group_advantages.gpg(rewards, EVERY), [[0] * 4, [-2, -2, -2, 6]])
+
+
+def test_opo_weighs_the_baseline_by_length():
+  rewards = np.array([[1.0, 0, np.nan, 2], [3, 3, 3, 3]])
+  valid = np.isfinite(rewards)
+  baseline = (10 * 1 + 30 * 0 + 20 * 2) / 60
+  ours = group_advantages.opo(rewards, valid, [[10, 30, 99, 20], [1, 2, 3, 4]])
+  close(ours, [[1 - baseline, -baseline, 0, 2 - baseline], [0] * 4])
+
+
+def test_maxrl_divides_by_the_pass_rate():
+  rewards = np.array([[1.0, 0, 0, 0], [0, 0, 0, 0]])
+  close(group_advantages.maxrl(rewards, EVERY), [[3, -1, -1, -1], [0] * 4])
+  with pytest.raises(errors.InputError, match=r"'maxrl' is defined for rewards of 0 and 1, and a reward was 0\.5"):
+    group_advantages.maxrl(rewards / 2, EVERY)
+
+
+@pytest.mark.parametrize('k', [1, 2, 3])
+@pytest.mark.parametrize('right', range(6))
+def test_pass_at_k_is_the_mean_over_subsets(k, right):
+  """Every subset of k samples passes if one of them does; its advantage goes to all of them."""
+  rewards = np.arange(5) < right
+  subsets = list(itertools.combinations(range(5), k))
+  passes = np.array([rewards[list(s)].any() for s in subsets], float)
+  white = (passes - passes.mean()) / (passes.std() or 1)
+  expected = [np.mean([a for s, a in zip(subsets, white) if i in s]) for i in range(5)]
+  ours = group_advantages.pass_at_k(rewards[None].astype(float), np.ones((1, 5), bool), k)
+  np.testing.assert_allclose(ours[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_estimator_gives_nothing_to_groups_without_variance():
+  signal = {'rewards': np.ones((2, 4)), 'valid': EVERY, 'lengths': np.arange(8).reshape(2, 4), 'mask': np.ones((8, 3))}
+  options = {'k': 2}
+  for name, estimator in advantages.ESTIMATORS.items():
+    if estimator.compares:
+      chosen = {k: v for k, v in options.items() if k in estimator.reads}
+      assert not estimator.fn(*(signal[x] for x in estimator.takes), **chosen).any(), name
+
+
 def test_best_of_n():
   nan = np.nan
   rewards = np.array([[1, 3, 3], [nan, -5, nan], [nan] * 3, [nan, 1, 2]])
@@ -91,7 +157,7 @@ def test_best_of_n():
 
 
 def test_whiten():
-  ours = advantages.whiten(VALUES, MASK)
+  ours = token_advantages.whiten(VALUES, MASK)
   close(ours, CASES['verl/masked_whiten'] * MASK)
 
 
@@ -104,35 +170,35 @@ def test_reinforce_plus_plus(case, gamma):
   golden = np.array(CASES[case])
   if golden.ndim == 3:
     golden, returns = golden
-    close(advantages.returns_to_go(rewards, MASK, gamma), returns * MASK)
-  close(advantages.reinforce_plus_plus(rewards, MASK, gamma), golden * MASK)
+    close(token_advantages.returns_to_go(rewards, MASK, gamma), returns * MASK)
+  close(token_advantages.reinforce_plus_plus(rewards, MASK, gamma), golden * MASK)
 
 
 def test_reinforce_plus_plus_baseline():
   rewards = INPUTS['score'].reshape(2, 4)
-  close(advantages.reinforce_plus_plus_baseline(rewards, EVERY, MASK), CASES['verl/reinforce_pp_baseline/score'])
+  close(token_advantages.reinforce_plus_plus_baseline(rewards, EVERY, MASK), CASES['verl/reinforce_pp_baseline/score'])
   # A sample without a reward counts neither as 0 nor in the whitening.
   valid = EVERY.copy()
   valid[0, 1] = False
-  ours = advantages.reinforce_plus_plus_baseline(np.where(valid, rewards, np.nan), valid, MASK)
+  ours = token_advantages.reinforce_plus_plus_baseline(np.where(valid, rewards, np.nan), valid, MASK)
   assert not ours[1].any()
   kept = MASK * valid.reshape(-1, 1) > 0
   close(ours[kept].mean(), 0)
   close(ours[kept].std(ddof=1), 1)
   with pytest.raises(ValueError, match=r'\(8,\), \(4,\)'):
-    advantages.reinforce_plus_plus_baseline(rewards, EVERY, MASK[:4])
+    token_advantages.reinforce_plus_plus_baseline(rewards, EVERY, MASK[:4])
 
 
 def test_remax():
   rewards = np.array([[0.0, 9, 2, 9], [1, 0, 3, 0]])
   mask = np.array([[1, 0, 1, 0], [1, 1, 1, 0]])
-  close(advantages.remax(rewards, mask, [0.5, 1.0]), [[1.5, 0, 1.5, 0], [3, 2, 2, 0]])
+  close(token_advantages.remax(rewards, mask, [0.5, 1.0]), [[1.5, 0, 1.5, 0], [3, 2, 2, 0]])
 
 
 def test_tool_tokens_take_no_discount():
   """Two trained tokens are one step apart, whatever is between them."""
   rewards, mask = [[0.0, 9, 9, 2, 9]], [[1, 0, 0, 1, 0]]
-  close(advantages.returns_to_go(rewards, mask, 0.5), [[1, 0, 0, 2, 0]])
+  close(token_advantages.returns_to_go(rewards, mask, 0.5), [[1, 0, 0, 2, 0]])
   close(values.gae(rewards, np.zeros((1, 5)), mask, 0.5, 1.0)[1], [[1, 0, 0, 2, 0]])
 
 
@@ -144,7 +210,7 @@ def test_gae(case, mask):
   ours, returns = values.gae(rewards, hidden, mask, 0.99, 0.95)
   white, theirs = np.array(CASES[case]) * mask
   close(returns, theirs)
-  close(advantages.whiten(ours, mask), white)
+  close(token_advantages.whiten(ours, mask), white)
   close(returns - ours, VALUES * mask)
 
 
@@ -159,7 +225,7 @@ def test_adaptive_kl():
 
 def test_shapes_that_would_broadcast_are_refused():
   with pytest.raises(ValueError, match=r'\(8, 6\), \(8, 1\)'):
-    advantages.whiten(VALUES[:, :1], MASK)
+    token_advantages.whiten(VALUES[:, :1], MASK)
   with pytest.raises(ValueError, match=r'\(4, 2\), \(2, 4\)'):
     advantages.group_relative(np.zeros((4, 2)), EVERY)
   with pytest.raises(ValueError, match="scale 'std'"):
@@ -177,7 +243,7 @@ def weights(*names, ratio=None, mask=None, **options):
 
 
 def test_token_truncated():
-  close(weights('token_truncated', cap=1.05), CASES['verl/rollout_is/token_1.05'])
+  close(weights('token_truncated', importance_cap=1.05), CASES['verl/rollout_is/token_1.05'])
 
 
 def test_methods_by_hand():
@@ -197,6 +263,24 @@ def test_methods_by_hand():
   close(run('sequence_mask', sequence_high=1.35)[0], [1, 1, 1, 0])
   close(run('sequence_mask', sequence_high=1.33)[0], [0] * 4)
   close(run('sequence_mask', 'token_truncated'), [[0] * 4, [1.01, 1, 1, 0]])
+
+
+def test_rejection_by_hand():
+  """One sequence of ratios 1 and 2, one of 0.5 and 1.1; k2 and k3 of each by their formulas."""
+  ratio, mask = np.array([[1.0, 2, 9], [0.5, 1.1, 9]]), np.array([[1, 1, 0], [1, 1, 0]])
+  k2 = np.log(ratio) ** 2 / 2
+  k3 = ratio - 1 - np.log(ratio)
+
+  def run(name, **options):
+    return weights(name, ratio=ratio, mask=mask, **options)
+
+  for bound in (0.02, 0.1, 0.13, 0.2, 0.35):
+    for name, value in (('k2', k2), ('k3', k3)):
+      close(run(f'token_{name}', reject_above=bound), (value <= bound) * mask)
+      mean = value[:, :2].mean(axis=1, keepdims=True)
+      close(run(f'sequence_{name}', reject_above=bound), (mean <= bound) * mask)
+  close(run('product_mask', product_low=0.6, product_high=2.1), [[1, 1, 0], [0] * 3])
+  close(run('product_mask', product_low=0.5, product_high=1.9), [[0] * 3, [1, 1, 0]])
 
 
 @pytest.mark.parametrize('name', importance.METHODS)

@@ -8,7 +8,7 @@ methods at the end of the file differ in the fields that they set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,25 +20,30 @@ from jaxpost.types import Credit, Experience, Objective
 
 RlSection = Any  # `config.rl`
 
-# Advantages that compare the samples of a group.
-_COMPARED = ('group', 'leave_one_out', 'reinforce_pp_baseline')
+# Fields of `config.rl` that only some surrogates, corrections or estimators read.
+_OPTIONS = (
+  *policy_gradient.SurrogateOptions.__dataclass_fields__,
+  *importance.CorrectionOptions.__dataclass_fields__,
+  *('std_eps', 'singleton', 'pass_k', 'gamma'),
+)
 
 
 def objective(config: Config) -> Objective:
   """Returns the surrogate of `config.rl.loss` with its KL and entropy terms."""
   rl = config.rl
   masked = 'opsm' in rl.importance
-  coupled = masked or rl.loss in policy_gradient.SEQUENCE_LOSSES
-  options = policy_gradient.SurrogateOptions(
-    clip_low=rl.clip_low, clip_high=rl.clip_high, dual_clip=rl.dual_clip, tau_pos=rl.tau_pos, tau_neg=rl.tau_neg
-  )
+  chosen = policy_gradient.LOSSES[rl.loss]
+  coupled = masked or chosen.per_sequence
+  options = _options(policy_gradient.SurrogateOptions, rl)
+  sampler_is_old = rl.old_policy == 'sampler'
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
 
   def surrogate(outputs, arrays, sequence_mean=None):
     logp = outputs.logprobs
-    # The old policy is the present one if a rollout has one update.
-    old = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
-    loss, metrics = policy_gradient.LOSSES[rl.loss](logp, old, arrays['advantages'], options, sequence_mean)
+    # The recomputed old policy is the present one if a rollout has one update.
+    recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
+    old = arrays['sampler_logprobs'] if sampler_is_old else recomputed
+    loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, sequence_mean)
     if masked:
       kept = policy_gradient.off_policy_kept(
         logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
@@ -54,7 +59,9 @@ def objective(config: Config) -> Objective:
     }
     if kl:
       metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
-      loss += rl.kl_coef * metrics['kl']
+      # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
+      weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
+      loss += rl.kl_coef * weight * metrics['kl']
     return loss - rl.entropy_coef * outputs.entropy, metrics
 
   def over_sequences(outputs, batch):
@@ -88,11 +95,16 @@ def _corrections(rl: RlSection) -> tuple[str, ...]:
   return tuple(name for name in rl.importance if name != 'opsm')
 
 
+def _options(kind: type, rl: RlSection) -> Any:
+  """Returns options of this kind, whose fields are fields of `config.rl`."""
+  return kind(**{name: vars(rl)[name] for name in kind.__dataclass_fields__})
+
+
 def _scores_in_loss(config: Config) -> tuple[str, ...]:
   """Names of the log-probs that the surrogate compares with."""
   rl = config.rl
   names = []
-  if rl.epochs * rl.minibatches > 1 or _corrections(rl):
+  if (rl.epochs * rl.minibatches > 1 and rl.old_policy == 'recomputed') or _corrections(rl):
     names.append('old_logprobs')
   if rl.kl_coef > 0 and rl.kl_in == 'loss':
     names.append('ref_logprobs')
@@ -154,35 +166,24 @@ def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tupl
   return coef * estimate, {'kl_coef': float(after)}, {'kl': mean, 'kl_coef': coef}
 
 
-def token_rewards(experience: Experience, mask: np.ndarray, kl: np.ndarray | float) -> np.ndarray:
-  """Returns [N, C]: the reward on the last trained token, minus the KL on each token."""
-  out = np.zeros(mask.shape)
-  trained = mask > 0
-  last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
-  out[np.arange(len(mask)), last] = np.nan_to_num(experience.rewards)
-  return (out - kl) * trained
-
-
 def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
   """Advantages [N, C] by `config.rl.advantage`."""
   rl = config.rl
+  estimator = advantages.ESTIMATORS[rl.advantage]
   shape = (experience.groups, -1)
-  per_token = token_rewards(experience, mask, kl)
-  if rl.advantage == 'reinforce_pp':
-    return advantages.reinforce_plus_plus(per_token, mask, rl.gamma)
-  if rl.advantage == 'remax':
-    greedy = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
-    return advantages.remax(per_token, mask, greedy, rl.gamma)
-  grouped = valid.reshape(shape)
-  # These methods have one reward per sequence, so the KL is summed over it.
-  rewards = (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)).reshape(shape)
-  if rl.advantage == 'reinforce_pp_baseline':
-    return advantages.reinforce_plus_plus_baseline(rewards, grouped, mask, singleton=rl.singleton)
-  if rl.advantage == 'leave_one_out':
-    values = advantages.leave_one_out(rewards, grouped, singleton=rl.singleton)
-  else:
-    values = advantages.group_relative(rewards, grouped, scale=rl.scale_rewards, eps=rl.std_eps, singleton=rl.singleton)
-  return values.reshape(-1, 1) * np.ones_like(mask)
+  arrays = {
+    # An estimator of groups has one reward per sequence, so the KL is summed over it.
+    'rewards': (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)).reshape(shape),
+    'valid': valid.reshape(shape),
+    'lengths': (mask > 0).sum(axis=1).reshape(shape),
+    'mask': mask,
+    'token_rewards': advantages.token_rewards(experience.rewards, mask, kl),
+  }
+  if experience.baseline is not None:
+    arrays['greedy'] = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
+  options = {argument: vars(rl)[field] for argument, field in estimator.reads.items()}
+  values = estimator.fn(*(arrays[name] for name in estimator.takes), **options)
+  return values if values.shape == mask.shape else values.reshape(-1, 1) * np.ones_like(mask)
 
 
 def finish(
@@ -205,10 +206,9 @@ def finish(
     old = arrays['old_logprobs']
     # Before truncation: the mass that top-p and the like leave out is no difference of weights.
     sampler = arrays['sampler_logprobs']
-    options = importance.CorrectionOptions(
-      rl.importance_cap, rl.token_low, rl.token_high, rl.sequence_low, rl.sequence_high
+    out['importance_weights'] = importance.correction(
+      names, old - sampler, counted, _options(importance.CorrectionOptions, rl)
     )
-    out['importance_weights'] = importance.correction(names, old - sampler, counted, options)
     metrics |= importance.off_policy_metrics(old, sampler, counted)
   return Credit(out, mask, metrics, memory)
 
@@ -225,7 +225,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
   rl = config.rl
   # If a rollout has several updates, another program computes the old log-probs and may
   # round bfloat16 differently; if it has one, they come from the update itself.
-  same = exact or 'old_logprobs' not in _scores_in_loss(config)
+  same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in _scores_in_loss(config))
   rare = 0.0 if same else 1e-2  # fraction of tokens
   expect(
     metrics,
@@ -240,30 +240,29 @@ def check_first_step(metrics: dict, config: Config) -> None:
   )
 
 
-def default_importance(config: Config) -> tuple[str, ...]:
-  """Returns the default of rl.importance: a correction if samples come from older weights."""
-  return ('token_truncated',) if config.rollout.staleness else ()
-
-
-def default_kl_estimator(kl_in: str) -> Callable[[Config], str]:
-  """Returns the default of rl.kl_estimator, for a method that has its KL in `kl_in`.
-
-  In a reward only k1 has the gradient of the KL, in a loss it has none (arXiv:2512.21852).
-  """
-  return lambda config: 'k1' if (config.rl.kl_in or kl_in) == 'reward' else 'k3'
-
-
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
   rl = config.rl
+  size = config.rollout.group_size
   refuse(
-    config.rollout.group_size < 2 and rl.advantage in _COMPARED,
+    rl.advantage in ('gae', 'best_of_n'),
+    f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm {"ppo" if rl.advantage == "gae" else "rft"}',
+  )
+  estimator = advantages.ESTIMATORS[rl.advantage]
+  refuse(
+    size < 2 and estimator.compares,
     'config.rollout.group_size: 1 sample has nothing to be compared '
     f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
   )
   refuse(
-    rl.advantage in ('gae', 'best_of_n'),
-    f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm {"ppo" if rl.advantage == "gae" else "rft"}',
+    rl.scale_rewards not in estimator.scales,
+    f'config.rl.scale_rewards: {rl.scale_rewards!r} does not go with rl.advantage={rl.advantage!r}, '
+    f'which takes {" or ".join(estimator.scales)}',
+  )
+  refuse(
+    rl.advantage == 'pass_at_k' and rl.pass_k > size,
+    f'config.rl.pass_k: {rl.pass_k} samples cannot be taken of a group of {size}; '
+    'lower it, or raise config.rollout.group_size',
   )
   check_terms(config)
 
@@ -286,9 +285,14 @@ def check_terms(config: Config) -> None:
     f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in a reward is not that of the KL; '
     'use k1, or config.rl.kl_in=loss',
   )
+  refuse(
+    rl.old_policy == 'sampler' and bool(_corrections(rl)),
+    'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
+    'leave importance empty (opsm may stay)',
+  )
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
-  _check_importance(rl)
+  importance.check(rl.importance, _options(importance.CorrectionOptions, rl))
   refuse(
     rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
     'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
@@ -299,52 +303,61 @@ def check_terms(config: Config) -> None:
 
 def rl_fields_read(rl: RlSection) -> set[str]:
   """Returns the fields of `config.rl` that count with these choices."""
-  corrections = set(rl.importance)
-  of_token = bool(corrections & {'icepop', 'token_mask'})
-  of_sequence = 'sequence_mask' in corrections
-  conditions = {
-    'std_eps': rl.advantage == 'group' and rl.scale_rewards != 'none',
-    'singleton': rl.advantage in _COMPARED,
-    'dual_clip': rl.loss == 'clip',
-    'tau_pos': rl.loss == 'sapo',
-    'tau_neg': rl.loss == 'sapo',
+  estimator = advantages.ESTIMATORS.get(rl.advantage)  # None for those of other algorithms
+  read = {*policy_gradient.LOSSES[rl.loss].reads, *(estimator.reads.values() if estimator else ())}
+  read.update(*(importance.METHODS[name].reads for name in _corrections(rl)))
+  conditions = {name: name in read for name in _OPTIONS} | {
+    'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
+    'gamma': 'gamma' in read or rl.advantage == 'gae',
+    'lam': rl.advantage == 'gae',
+    'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
     'kl_horizon': rl.kl_target > 0,
-    'gamma': rl.advantage in ('reinforce_pp', 'remax', 'gae'),
-    'lam': rl.advantage == 'gae',
     'keep_reward': False,
-    'importance_cap': bool(corrections & {'token_truncated', 'sequence_truncated'}),
-    'token_low': of_token,
-    'token_high': of_token,
-    'sequence_low': of_sequence,
-    'sequence_high': of_sequence,
-    'opsm_threshold': 'opsm' in corrections,
+    'opsm_threshold': 'opsm' in rl.importance,
   }
   return {name for name in vars(rl) if conditions.get(name, True)}
 
 
-def _check_importance(rl: RlSection) -> None:
-  """Raises InputError for unknown corrections, and corrections that exclude each other."""
-  known = (*importance.METHODS, 'opsm')
-  unknown = set(rl.importance) - set(known)
-  refuse(bool(unknown), f'config.rl.importance: {sorted(unknown)} not known; known: {", ".join(known)}')
-  ratios = [name for name in rl.importance if name in importance.WEIGHTS]
-  refuse(
-    len(ratios) > 1,
-    f'config.rl.importance: {" and ".join(ratios)} would each multiply by the ratio; keep one, and masks beside it',
-  )
-  for kind in 'token', 'sequence':
-    low = vars(rl)[f'{kind}_low']
-    high = vars(rl)[f'{kind}_high']
-    refuse(low > high, f'config.rl.{kind}_low: {low} is above {kind}_high={high}, so nothing is kept; swap them')
+def rl_defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the defaults of `config.rl` of a method with these choices.
+
+  What belongs to the surrogate and the estimator in use precedes the method's
+  choices: with rl.loss=gspo, DAPO has the clip range and the mean of GSPO.
+  """
+
+  def default_of(field: str) -> Callable[[Config], Any]:
+    def value(config: Config) -> Any:
+      rl = config.rl
+      loss = policy_gradient.LOSSES[rl.loss or choices.get('loss', 'clip')]
+      estimator = advantages.ESTIMATORS.get(rl.advantage or choices.get('advantage', 'group'))
+      auto = rl.__dataclass_fields__[field].metadata['auto']
+      if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
+        return estimator.scales[0]
+      if field in loss.sets:
+        return loss.sets[field]
+      return auto if field.startswith('clip_') and field not in loss.reads else choices.get(field, auto)
+
+    return value
+
+  def importance(config: Config) -> tuple[str, ...]:
+    """A correction if samples come from older weights than the old policy's."""
+    recomputed = (config.rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    return ('token_truncated',) if config.rollout.staleness and recomputed else ()
+
+  def kl_estimator(config: Config) -> str:
+    """In a reward only k1 has the gradient of the KL, in a loss it has none (arXiv:2512.21852)."""
+    return 'k1' if (config.rl.kl_in or choices.get('kl_in')) == 'reward' else 'k3'
+
+  fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards')
+  return dict(choices, importance=importance, kl_estimator=kl_estimator) | {name: default_of(name) for name in fields}
 
 
 def method(**choices: Any) -> Algorithm:
   """Returns an algorithm of this family with other defaults in `config.rl`."""
-  estimator = default_kl_estimator(choices.get('kl_in', 'loss'))
   return Algorithm(
     objective,
-    {'rl': {'importance': default_importance, 'kl_estimator': estimator, **choices}},
+    {'rl': rl_defaults(choices)},
     needs=needs,
     check=check,
     check_first_step=check_first_step,
@@ -358,10 +371,16 @@ def method(**choices: Any) -> Algorithm:
 GRPO = ALGORITHM = method()  # arXiv:2402.03300
 DR_GRPO = method(scale_rewards='none', aggregate='constant')  # 2503.20783
 DAPO = method(clip_high=0.28, dynamic_sampling=10)  # 2503.14476
-GSPO = method(loss='gspo', clip_low=3e-4, clip_high=4e-4, aggregate='sequence')  # 2507.18071
-CISPO = method(loss='cispo', clip_low=1.0, clip_high=4.0)  # 2506.13585
-SAPO = method(loss='sapo', aggregate='sequence')  # 2511.20347
-RLOO = method(advantage='leave_one_out', scale_rewards='none', kl_in='reward')  # 2402.14740
-REINFORCE_PP = method(advantage='reinforce_pp', scale_rewards='none', kl_in='reward')  # 2501.03262
-REINFORCE_PP_BASELINE = method(advantage='reinforce_pp_baseline', scale_rewards='none')  # 2501.03262
-REMAX = method(advantage='remax', scale_rewards='none', loss='reinforce', kl_in='reward')  # 2310.10505
+GSPO = method(loss='gspo')  # 2507.18071
+CISPO = method(loss='cispo')  # 2506.13585
+SAPO = method(loss='sapo')  # 2511.20347
+GMPO = method(loss='geo_mean')  # 2507.20673
+DPPO = method(loss='dppo_tv')  # 2602.04879
+GPG = method(advantage='gpg', loss='reinforce')  # 2504.02546
+OPO = method(advantage='opo', loss='reinforce')  # 2505.23585
+MAXRL = method(advantage='maxrl')  # 2602.02710
+PASS_AT_K = method(advantage='pass_at_k')  # 2508.10751
+RLOO = method(advantage='leave_one_out', kl_in='reward')  # 2402.14740
+REINFORCE_PP = method(advantage='reinforce_pp', kl_in='reward')  # 2501.03262
+REINFORCE_PP_BASELINE = method(advantage='reinforce_pp_baseline')  # 2501.03262
+REMAX = method(advantage='remax', loss='reinforce', kl_in='reward')  # 2310.10505

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpost.algorithms import grpo
 from jaxpost.algorithms.base import Algorithm, Config, refuse
-from jaxpost.losses import advantages
+from jaxpost.losses import advantages, token_advantages
 from jaxpost.losses import values as values_lib
 from jaxpost.types import Credit, Experience, Objective
 
@@ -82,10 +82,10 @@ def credit(experience: Experience, config: Config) -> Credit:
   rl = config.rl
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
   kl, memory, kl_metrics = grpo.kl_penalty(experience, mask, config)
-  rewards = grpo.token_rewards(experience, mask, kl)
+  rewards = advantages.token_rewards(experience.rewards, mask, kl)
   values = np.where(mask > 0, experience.arrays['values'], 0)
   gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, rl.lam)
-  out = grpo.finish(experience, advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
+  out = grpo.finish(experience, token_advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
   out.arrays.update(values=values, returns=returns)
   out.metrics.update(_value_metrics(values, returns, mask))
   return out
@@ -130,15 +130,7 @@ def check(config: Config) -> None:
 
 PPO = ALGORITHM = Algorithm(
   objective,
-  {
-    'rl': {
-      'advantage': 'gae',
-      'scale_rewards': 'none',
-      'kl_estimator': grpo.default_kl_estimator('reward'),
-      'kl_in': 'reward',
-      'importance': grpo.default_importance,
-    }
-  },
+  {'rl': {**grpo.rl_defaults({'kl_in': 'reward'}), 'advantage': 'gae', 'scale_rewards': 'none'}},
   critic=critic,
   value_head=value_head,
   needs=grpo.needs,

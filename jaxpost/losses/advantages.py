@@ -1,4 +1,7 @@
-"""Advantage estimators from rewards, on the host; the critic's is `values.gae`.
+"""Advantages from the rewards of groups, on the host, and the table of all estimators.
+
+Estimators beside GRPO's and RLOO's are in group_advantages.py and
+token_advantages.py; the critic's is `values.gae`.
 
 Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens.
 Sequence s answers prompt s // G. Masks are over trained tokens; masked entries
@@ -8,10 +11,13 @@ Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step,
 computed once for the global batch and never inside a micro-batch.
 """
 
+import dataclasses
+from collections.abc import Callable, Mapping
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxpost.losses.reduce import same_shape
+from jaxpost.losses.reduce import by_name, same_shape
 
 
 def group_relative(
@@ -34,11 +40,11 @@ def group_relative(
   Returns:
     [N, G] float32; 0 where not valid and in groups without variance.
   """
-  rewards, valid = _groups(rewards, valid)
+  rewards, valid = as_groups(rewards, valid)
   scale = {True: 'group', False: 'none'}.get(scale, scale)
   if scale not in ('group', 'batch', 'none'):
     raise ValueError(f"scale {scale!r}: want 'group', 'batch' or 'none'")
-  count, centered = _centered(rewards, valid, singleton)
+  count, centered = centered_rewards(rewards, valid, singleton)
   if scale == 'group':
     variance = (centered**2).sum(axis=1, keepdims=True)
     std = np.sqrt(variance / np.maximum(count - 1, 1))
@@ -51,31 +57,44 @@ def group_relative(
 
 def uniform(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
   """Returns [N] bool: groups whose valid rewards are all equal, so have no gradient."""
-  rewards, valid = _groups(rewards, valid)
+  rewards, valid = as_groups(rewards, valid)
   low = np.where(valid, rewards, np.inf).min(axis=1)
   high = np.where(valid, rewards, -np.inf).max(axis=1)
   return high == low
 
 
-def leave_one_out(rewards: ArrayLike, valid: ArrayLike, *, singleton: str = 'zero') -> np.ndarray:
+def leave_one_out(
+  rewards: ArrayLike, valid: ArrayLike, *, scale: str = 'none', eps: float = 1e-6, singleton: str = 'zero'
+) -> np.ndarray:
   """r_i - mean of the others = n / (n - 1) (r_i - mean), n valid samples.
 
-  RLOO (arXiv:2402.14740). Arguments and result are those of `group_relative`.
+  RLOO (arXiv:2402.14740). Arguments and result are those of `group_relative`, but
+  for `scale`: 'leave_one_out' divides by the std of the others where it is not 0,
+  as NeMo-RL does; 'none' does not.
   """
-  rewards, valid = _groups(rewards, valid)
-  count, centered = _centered(rewards, valid, singleton)
-  centered = centered * count / np.maximum(count - 1, 1)
-  return centered.astype(np.float32)
+  if scale not in ('leave_one_out', 'none'):
+    raise ValueError(f"scale {scale!r}: want 'leave_one_out' or 'none'")
+  rewards, valid = as_groups(rewards, valid)
+  count, centered = centered_rewards(rewards, valid, singleton)
+  gains = centered * count / np.maximum(count - 1, 1)
+  if scale == 'leave_one_out':
+    # The squared distances of the others from their own mean: Welford's update, backwards.
+    total = (centered**2).sum(axis=1, keepdims=True)
+    others = np.maximum(total - centered**2 * count / np.maximum(count - 1, 1), 0)
+    std = np.where(others > 1e-12 * total, np.sqrt(others / np.maximum(count - 2, 1)), 0)
+    gains = gains / np.where(std > 0, std + eps, 1)
+  return gains.astype(np.float32)
 
 
-def _groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def as_groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (rewards as float64, valid as bool), both [N, G]; ValueError for other shapes."""
   rewards = np.asarray(rewards, np.float64)
   valid = np.asarray(valid, bool)
   same_shape('rewards, valid [N, G]', 2, rewards, valid)
   return rewards, valid
 
 
-def _centered(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[np.ndarray, np.ndarray]:
+def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns (number of valid samples [N, 1], r - mean [N, G]).
 
   Groups without variance give exactly 0: rounding would leave 1e-17 there, and
@@ -92,84 +111,13 @@ def _centered(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[n
   return count, centered
 
 
-def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
-  """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [S, C].
-
-  The variance is unbiased.
-  """
-  mask, x = masked_tokens('x, mask [S, C]', mask, x)
-  count = mask.sum()
-  mean = x.sum() / max(count, 1)
-  variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
-  white = (x - mean) / np.sqrt(variance + 1e-8)
-  return np.where(mask, white, 0).astype(np.float32)
-
-
-def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Discounted sums of the rewards from each token on.
-
-  Masked tokens are skipped: their rewards are ignored, and they take no
-  discount.
-
-  Args:
-    token_rewards: [S, C], including -coef * KL if the KL is part of the reward.
-
-  Returns:
-    [S, C] float32.
-  """
-  mask, rewards = masked_tokens('token_rewards, mask [S, C]', mask, token_rewards)
-  returns = np.zeros_like(rewards)
-  total = np.zeros(len(rewards))
-  for t in reversed(range(rewards.shape[1])):
-    total = np.where(mask[:, t], rewards[:, t] + gamma * total, total)
-    returns[:, t] = total
-  return np.where(mask, returns, 0).astype(np.float32)
-
-
-def reinforce_plus_plus(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Returns whitened `returns_to_go` [S, C]: REINFORCE++ (arXiv:2501.03262)."""
-  return whiten(returns_to_go(token_rewards, mask, gamma), mask)
-
-
-def reinforce_plus_plus_baseline(
-  rewards: ArrayLike, valid: ArrayLike, mask: ArrayLike, *, singleton: str = 'zero'
-) -> np.ndarray:
-  """r - mean of the group on every token, whitened over the batch.
-
-  REINFORCE++-baseline (arXiv:2501.03262).
-
-  Args:
-    rewards, valid: [N, G].
-    mask: [N * G, C].
-
-  Returns:
-    [N * G, C] float32.
-  """
-  rewards, valid = _groups(rewards, valid)
-  mask = np.asarray(mask, bool)
-  same_shape('rewards [N, G] and mask [N * G, C]', 1, rewards.ravel(), mask[:, 0])
-  _, centered = _centered(rewards, valid, singleton)
-  mask = mask & valid.reshape(-1, 1)
-  return whiten(np.where(mask, centered.reshape(-1, 1), 0), mask)
-
-
-def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Returns-to-go minus the reward of the greedy completion.
-
-  ReMax (arXiv:2310.10505).
-
-  Args:
-    token_rewards, mask: [S, C].
-    greedy_rewards: [S], reward of the greedy completion of each sequence's prompt.
-
-  Returns:
-    [S, C] float32.
-  """
-  greedy = np.asarray(greedy_rewards, np.float64)
-  returns = returns_to_go(token_rewards, mask, gamma)
-  same_shape('token_rewards [S, C] and greedy_rewards [S]', 1, returns[:, 0], greedy)
-  gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)
-  return gains.astype(np.float32)
+def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float) -> np.ndarray:
+  """Returns [S, C]: the reward [S] on the last trained token, minus the KL on each token; NaN counts as 0."""
+  out = np.zeros(mask.shape)
+  trained = mask > 0
+  last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
+  out[np.arange(len(mask)), last] = np.nan_to_num(rewards)
+  return (out - kl) * trained
 
 
 def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
@@ -182,9 +130,50 @@ def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: in
   return float(coef * (1 + error * steps / horizon))
 
 
-def masked_tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
-  """Returns (mask as bool, *arrays as float64, 0 where masked)."""
-  mask = np.asarray(mask, bool)
-  arrays = [np.asarray(a, np.float64) for a in arrays]
-  same_shape(what, 2, mask, *arrays)
-  return mask, *(np.where(mask, a, 0) for a in arrays)
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+  """An entry of `ESTIMATORS`.
+
+  Attributes:
+    fn: (*takes, **reads) -> [N, G], or [S, C].
+    takes: 'rewards' and 'valid' [N, G], 'lengths' [N, G] (trained tokens), 'mask'
+      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer).
+    reads: {argument of fn: field of config.rl}.
+    scales: what config.rl.scale_rewards may be; the first is the default.
+    compares: whether it compares the samples of a group, and needs two.
+  """
+
+  fn: Callable[..., np.ndarray]
+  takes: tuple[str, ...] = ('rewards', 'valid')
+  reads: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  scales: tuple[str, ...] = ('none',)
+  compares: bool = True
+
+
+_SCALED = {'scale': 'scale_rewards', 'eps': 'std_eps', 'singleton': 'singleton'}
+ESTIMATORS: dict[str, Estimator] = {
+  'group': Estimator(group_relative, reads=_SCALED, scales=('group', 'batch', 'none')),
+  'leave_one_out': Estimator(leave_one_out, reads=_SCALED, scales=('none', 'leave_one_out')),
+  'reinforce_pp': Estimator(
+    by_name('token_advantages:reinforce_plus_plus'),
+    takes=('token_rewards', 'mask'),
+    reads={'gamma': 'gamma'},
+    compares=False,
+  ),
+  'reinforce_pp_baseline': Estimator(
+    by_name('token_advantages:reinforce_plus_plus_baseline'),
+    takes=('rewards', 'valid', 'mask'),
+    reads={'singleton': 'singleton'},
+  ),
+  'remax': Estimator(
+    by_name('token_advantages:remax'),
+    takes=('token_rewards', 'mask', 'greedy'),
+    reads={'gamma': 'gamma'},
+    compares=False,
+  ),
+  'opo': Estimator(by_name('group_advantages:opo'), takes=('rewards', 'valid', 'lengths')),
+  'gpg': Estimator(by_name('group_advantages:gpg')),
+  'maxrl': Estimator(by_name('group_advantages:maxrl')),
+  'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}),
+  'best_minus_second': Estimator(by_name('group_advantages:best_minus_second'), reads={'eps': 'std_eps'}),
+}

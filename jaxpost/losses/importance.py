@@ -12,26 +12,31 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
+from jaxpost.errors import InputError
+from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape
 
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionOptions:
-  """Options of the correction methods; each method reads some of them.
+  """Options of the correction methods, fields of config.rl; each method reads some of them.
 
   Attributes:
-    cap: upper bound of truncated weights.
+    importance_cap: upper bound of truncated weights.
     token_low, token_high: 'icepop' and 'token_mask' keep tokens whose ratio is
       in this range.
     sequence_low, sequence_high: 'sequence_mask' keeps sequences whose geometric
-      mean of the ratios is in this range.
+      mean of the ratios is in this range; 'product_mask' takes their product.
+    reject_above: 'token_k2' and the like keep what has at most this divergence.
   """
 
-  cap: float = 2.0
+  importance_cap: float = 2.0
   token_low: float = 0.5
   token_high: float = 5.0
   sequence_low: float = 0.99
   sequence_high: float = 1.01
+  product_low: float = 0.5
+  product_high: float = 2.0
+  reject_above: float = 0.1
 
 
 def token_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
@@ -41,47 +46,64 @@ def token_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: Correction
   (Yao et al. 2025).
   """
   del mask
-  return np.minimum(_exp(log_ratio), options.cap)
+  return np.minimum(exp(log_ratio), options.importance_cap)
 
 
 def sequence_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
   """min(product of the sequence's ratios, cap), on each of its tokens."""
   total = (log_ratio * mask).sum(axis=1, keepdims=True)
-  return np.broadcast_to(np.minimum(_exp(total), options.cap), mask.shape)
+  return np.broadcast_to(np.minimum(exp(total), options.importance_cap), mask.shape)
 
 
-def icepop(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
-  """The ratio within [token_low, token_high], 0 outside.
+@dataclasses.dataclass(frozen=True)
+class Correction:
+  """An entry of `METHODS`.
 
-  IcePop ("Every step evolves", arXiv:2510.18855).
+  Attributes:
+    fn: (log_ratio [S, C] float64, mask [S, C] bool, options) -> [S, C]; `correction` masks the result.
+    reads: fields of `CorrectionOptions` that it reads.
+    weighs: it multiplies by the ratio, so that no second one may; others are masks of 0 and 1.
   """
-  return _exp(log_ratio) * token_mask(log_ratio, mask, options)
+
+  fn: Callable[[np.ndarray, np.ndarray, CorrectionOptions], np.ndarray]
+  reads: tuple[str, ...]
+  weighs: bool = False
 
 
-def token_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
-  """1 where the ratio is within [token_low, token_high], else 0."""
-  del mask
-  ratio = _exp(log_ratio)
-  return (ratio >= options.token_low) & (ratio <= options.token_high)
-
-
-def sequence_mask(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
-  """1 where the geometric mean of the sequence's ratios is in range, else 0."""
-  mean = _exp(_mean(log_ratio, mask)[:, None])
-  kept = (mean >= options.sequence_low) & (mean <= options.sequence_high)
-  return np.broadcast_to(kept, mask.shape)
-
-
-# (log_ratio [S, C] float64, mask [S, C] bool, options) -> [S, C]; `correction` masks the result.
-Method = Callable[[np.ndarray, np.ndarray, CorrectionOptions], np.ndarray]
-METHODS: dict[str, Method] = {
-  'token_truncated': token_truncated,
-  'sequence_truncated': sequence_truncated,
-  'icepop': icepop,
-  'token_mask': token_mask,
-  'sequence_mask': sequence_mask,
+_TOKEN, _SEQUENCE = ('token_low', 'token_high'), ('sequence_low', 'sequence_high')
+METHODS: dict[str, Correction] = {
+  'token_truncated': Correction(token_truncated, ('importance_cap',), weighs=True),
+  'sequence_truncated': Correction(sequence_truncated, ('importance_cap',), weighs=True),
+  'icepop': Correction(by_name('rejection:icepop'), _TOKEN, weighs=True),
+  'token_mask': Correction(by_name('rejection:token_mask'), _TOKEN),
+  'sequence_mask': Correction(by_name('rejection:sequence_mask'), _SEQUENCE),
+  'product_mask': Correction(by_name('rejection:product_mask'), ('product_low', 'product_high')),
+  'token_k2': Correction(by_name('rejection:token_k2'), ('reject_above',)),
+  'token_k3': Correction(by_name('rejection:token_k3'), ('reject_above',)),
+  'sequence_k2': Correction(by_name('rejection:sequence_k2'), ('reject_above',)),
+  'sequence_k3': Correction(by_name('rejection:sequence_k3'), ('reject_above',)),
 }
-WEIGHTS = ('token_truncated', 'sequence_truncated', 'icepop')  # methods that do more than mask
+
+
+def check(names: Sequence[str], options: CorrectionOptions) -> None:
+  """Raises InputError for unknown corrections, those that exclude each other, and empty ranges.
+
+  Args:
+    names: config.rl.importance; 'opsm', which is computed in the update, is among the known ones.
+  """
+  unknown = sorted(set(names) - {*METHODS, 'opsm'})
+  if unknown:
+    raise InputError(f'config.rl.importance: {unknown} not known; known: {", ".join((*METHODS, "opsm"))}')
+  weights = [name for name in names if name in METHODS and METHODS[name].weighs]
+  if len(weights) > 1:
+    raise InputError(
+      f'config.rl.importance: {" and ".join(weights)} would each multiply by the ratio; keep one, and masks beside it'
+    )
+  for kind in ('token', 'sequence', 'product'):
+    low = vars(options)[f'{kind}_low']
+    high = vars(options)[f'{kind}_high']
+    if low > high:
+      raise InputError(f'config.rl.{kind}_low: {low} is above {kind}_high={high}, so nothing is kept; swap them')
 
 
 def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
@@ -97,7 +119,7 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
   log_ratio, mask = _arguments('log_ratio, mask [S, C]', mask, log_ratio)
   weights = mask.astype(np.float64)
   for name in names:
-    weights = weights * METHODS[name](log_ratio, mask, options)
+    weights = weights * METHODS[name].fn(log_ratio, mask, options)
   return weights.astype(np.float32)
 
 
@@ -120,13 +142,13 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
     return {}
   old, sampler, mask = old[trained], sampler[trained], mask[trained]
   log_ratio = old - sampler
-  trainer_mean = _mean(old, mask)
-  sampler_mean = _mean(sampler, mask)
+  trainer_mean = sequence_mean(old, mask)
+  sampler_mean = sequence_mean(sampler, mask)
   gap = sampler_mean - trainer_mean
-  total = _exp(log_ratio.sum(axis=1))
+  total = exp(log_ratio.sum(axis=1))
   metrics = {
     'kl': -log_ratio[mask].mean(),
-    'k3_kl': (_exp(log_ratio) - 1 - log_ratio)[mask].mean(),
+    'k3_kl': (exp(log_ratio) - 1 - log_ratio)[mask].mean(),
     'training_ppl': np.exp(-trainer_mean).mean(),
     'training_log_ppl': -trainer_mean.mean(),
     'rollout_ppl': np.exp(-sampler_mean).mean(),
@@ -136,7 +158,7 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
     'log_ppl_diff_max': gap.max(),
     'log_ppl_diff_min': gap.min(),
     'ppl_ratio': np.exp(gap).mean(),
-    'chi2_token': (_exp(log_ratio) ** 2)[mask].mean() - 1,
+    'chi2_token': (exp(log_ratio) ** 2)[mask].mean() - 1,
     'chi2_seq': (total**2).mean() - 1,
   }
   return {f'rollout_corr/{k}': float(v) for k, v in metrics.items()}
@@ -150,10 +172,11 @@ def _arguments(what: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarr
   return np.where(mask, array, 0), mask
 
 
-def _exp(log_ratio: np.ndarray) -> np.ndarray:
+def exp(log_ratio: np.ndarray) -> np.ndarray:
+  """Returns the ratio, with |log ratio| held to at most 20."""
   return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def sequence_mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
   """Returns the means [S] over the trained tokens; 0 for sequences without any."""
   return (x * mask).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)

@@ -5,23 +5,23 @@ elementwise in tokens, so that they may be called on chunks of tokens: the
 weights of the batch decide token-mean, sequence-mean or constant length.
 
 r = pi / pi_old throughout, with |log r| held to at most 20. `LOSSES` holds the
-surrogates by name, `KL` the estimators. To add one, write the function and name
-it there and in the choices of `rl.loss` or `rl.kl_estimator` (stage/schema_methods.py).
+surrogates by name (most are in surrogates.py), `KL` the estimators. To add one,
+write the function and name it there and in the choices of `rl.loss` or
+`rl.kl_estimator` (stage/schema_methods.py).
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
-
-_MAX_LOG_SEQUENCE_RATIO = 10.0
+from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape
 
 # [B, T] -> [B, T]: the mean over the trained tokens of each sequence, written to
 # all of its tokens. Where a loss sees chunks of tokens, it returns means that
-# were computed before. Only SEQUENCE_LOSSES call it.
+# were computed before. Only losses with `per_sequence` call it.
 SequenceMean = Callable[[jax.Array], jax.Array]
 LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
@@ -33,8 +33,8 @@ class SurrogateOptions:
   Attributes:
     clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; usual
       values are 0.2 and 0.2 (PPO) or 0.28 (DAPO), 3e-4 and 4e-4 (GSPO).
-      For 'geo_mean' they bound log r; for 'cispo' low 1 and high 4 is the
-      one-sided bound r <= 5.
+      For 'geo_mean' they bound log r, for 'dppo_tv' and 'dppo_kl' a divergence;
+      for 'cispo' low 1 and high 4 is the one-sided bound r <= 5.
     dual_clip: c > 1 bounds the loss of tokens of negative advantage by -c A;
       0 is off.
     tau_pos, tau_neg: temperatures of 'sapo' for positive and other advantages.
@@ -52,20 +52,6 @@ def importance_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
   return jnp.exp(jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def sequence_ratio(mean_log_ratio: jax.Array, logprobs: jax.Array) -> jax.Array:
-  """s_it = sg(s_i) pi / sg(pi), s_i = exp(mean over the tokens of log r).
-
-  GSPO-token (arXiv:2507.18071), eq. 14: the value is the sequence's ratio,
-  the gradient the token's own. log s_i is held to at most 10.
-
-  Args:
-    mean_log_ratio: [B, T], the same for all tokens of a sequence.
-  """
-  same_shape('mean_log_ratio, logprobs [B, T]', None, mean_log_ratio, logprobs)
-  stop = jax.lax.stop_gradient
-  return jnp.exp(jnp.minimum(stop(mean_log_ratio) + logprobs - stop(logprobs), _MAX_LOG_SEQUENCE_RATIO))
-
-
 def clip(
   logprobs: jax.Array,
   old_logprobs: jax.Array,
@@ -79,93 +65,8 @@ def clip(
   eq. 8. With dual_clip = c > 1, at most -c A where A < 0 (arXiv:1912.09729).
   """
   del sequence_mean
-  _check_shapes(logprobs, old_logprobs, advantages)
-  return _clip_ratio(importance_ratio(logprobs, old_logprobs), advantages, options)
-
-
-def gspo(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: SurrogateOptions,
-  sequence_mean: SequenceMean,
-) -> LossAndMetrics:
-  """PPO's clip of the sequence's ratio: GSPO (arXiv:2507.18071), eq. 13.
-
-  For the paper's objective the weights average over each sequence first.
-  """
-  _check_shapes(logprobs, old_logprobs, advantages)
-  mean = sequence_mean(jax.lax.stop_gradient(logprobs - old_logprobs))
-  return _clip_ratio(sequence_ratio(mean, logprobs), advantages, options)
-
-
-def geo_mean(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: SurrogateOptions,
-  sequence_mean: SequenceMean,
-) -> LossAndMetrics:
-  """-A exp(mean over the tokens of the clipped log r).
-
-  GMPO (arXiv:2507.20673): log r is clipped to [-clip_low, clip_high] where that
-  lowers the objective. The gradient is a token's own if the weights average
-  over each sequence first. `sequence_mean` is called on the clipped log r.
-  """
-  _check_shapes(logprobs, old_logprobs, advantages)
-  log_ratio = logprobs - old_logprobs
-  low = (log_ratio < -options.clip_low) & (advantages < 0)
-  high = (log_ratio > options.clip_high) & (advantages > 0)
-  clipped = jnp.where(low, -options.clip_low, jnp.where(high, options.clip_high, log_ratio))
-  mean = sequence_mean(jax.lax.stop_gradient(clipped))
-  ratio = sequence_ratio(mean, clipped)
-  return -advantages * ratio, _clip_metrics(ratio, low, high)
-
-
-def cispo(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: SurrogateOptions,
-  sequence_mean: SequenceMean | None = None,
-) -> LossAndMetrics:
-  """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
-
-  CISPO (MiniMax-M1, arXiv:2506.13585): no token loses its gradient.
-  verl bounds r on both sides. TRL and the paper bound it above only, by an
-  absolute value: clip_low = 1 leaves the lower side free, and
-  clip_high = bound - 1.
-
-  The clip ratios count tokens whose weight is bounded, whatever their
-  advantage; 'cispo_clip_ratio' those of positive advantage, as in TRL.
-  """
-  del sequence_mean
-  _check_shapes(logprobs, old_logprobs, advantages)
-  ratio = importance_ratio(logprobs, old_logprobs)
-  weight = jnp.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
-  loss = -jax.lax.stop_gradient(weight) * advantages * logprobs
-  metrics = _clip_metrics(ratio, ratio < 1 - options.clip_low, ratio > 1 + options.clip_high)
-  metrics['cispo_clip_ratio'] = metrics['clip_ratio/high_mean'] * (advantages > 0)
-  return loss, metrics
-
-
-def sapo(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: SurrogateOptions,
-  sequence_mean: SequenceMean | None = None,
-) -> LossAndMetrics:
-  """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft clip.
-
-  SAPO (arXiv:2511.20347).
-  """
-  del sequence_mean
-  _check_shapes(logprobs, old_logprobs, advantages)
-  ratio = importance_ratio(logprobs, old_logprobs)
-  tau = jnp.where(advantages > 0, options.tau_pos, options.tau_neg)
-  gate = 4 / tau * jax.nn.sigmoid(tau * (ratio - 1))
-  return -gate * advantages, {'ratio': ratio}
+  check_shapes(logprobs, old_logprobs, advantages)
+  return clip_ratio(importance_ratio(logprobs, old_logprobs), advantages, options)
 
 
 def reinforce(
@@ -177,21 +78,44 @@ def reinforce(
 ) -> LossAndMetrics:
   """-A log pi (Williams 1992): the policy gradient itself, unclipped."""
   del options, sequence_mean
-  _check_shapes(logprobs, old_logprobs, advantages)
+  check_shapes(logprobs, old_logprobs, advantages)
   return -advantages * logprobs, {'ratio': importance_ratio(logprobs, old_logprobs)}
 
 
-# (logprobs, old_logprobs, advantages, options, sequence_mean) -> (loss [B, T], {metric: [B, T]}).
-Surrogate = Callable[[jax.Array, jax.Array, jax.Array, SurrogateOptions, SequenceMean | None], LossAndMetrics]
+@dataclasses.dataclass(frozen=True)
+class Surrogate:
+  """An entry of `LOSSES`.
+
+  Attributes:
+    fn: (logprobs, old_logprobs, advantages, options, sequence_mean) -> (loss [B, T], {metric: [B, T]}).
+    reads: fields of `SurrogateOptions` that it reads.
+    sets: {field of config.rl: value} that belong to the loss; a config that names the loss gets them, too.
+    per_sequence: whether it needs `sequence_mean`.
+  """
+
+  fn: Callable[..., LossAndMetrics]
+  reads: tuple[str, ...] = ('clip_low', 'clip_high')
+  sets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  per_sequence: bool = False
+
+
 LOSSES: dict[str, Surrogate] = {
-  'clip': clip,
-  'cispo': cispo,
-  'sapo': sapo,
-  'gspo': gspo,
-  'geo_mean': geo_mean,
-  'reinforce': reinforce,
+  'clip': Surrogate(clip, reads=('clip_low', 'clip_high', 'dual_clip')),
+  'reinforce': Surrogate(reinforce, reads=()),
+  'cispo': Surrogate(by_name('surrogates:cispo'), sets=dict(clip_low=1.0, clip_high=4.0)),
+  'sapo': Surrogate(by_name('surrogates:sapo'), reads=('tau_pos', 'tau_neg'), sets=dict(aggregate='sequence')),
+  'gspo': Surrogate(
+    by_name('surrogates:gspo'),
+    reads=('clip_low', 'clip_high', 'dual_clip'),
+    sets=dict(aggregate='sequence', clip_low=3e-4, clip_high=4e-4),
+    per_sequence=True,
+  ),
+  'geo_mean': Surrogate(
+    by_name('surrogates:geo_mean'), sets=dict(aggregate='sequence', clip_low=0.4, clip_high=0.4), per_sequence=True
+  ),
+  'dppo_tv': Surrogate(by_name('surrogates:dppo_tv'), sets=dict(clip_low=0.15, clip_high=0.15, old_policy='sampler')),
+  'dppo_kl': Surrogate(by_name('surrogates:dppo_kl'), sets=dict(clip_low=0.05, clip_high=0.05, old_policy='sampler')),
 }
-SEQUENCE_LOSSES = ('gspo', 'geo_mean')  # those that need `sequence_mean`
 
 
 def off_policy_kept(
@@ -212,11 +136,12 @@ def mismatch(logprobs: jax.Array, sampler_logprobs: jax.Array) -> jax.Array:
   return jnp.exp(jnp.abs(jax.lax.stop_gradient(logprobs) - sampler_logprobs))
 
 
-def _check_shapes(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array):
+def check_shapes(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array) -> None:
+  """Raises ValueError unless the arrays have one shape."""
   same_shape('logprobs, old_logprobs, advantages [B, T]', None, logprobs, old_logprobs, advantages)
 
 
-def _clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOptions) -> LossAndMetrics:
+def clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOptions) -> LossAndMetrics:
   """PPO's clipped surrogate of a ratio; the metrics count tokens without gradient."""
   if options.dual_clip and options.dual_clip <= 1:
     raise ValueError(f'dual_clip {options.dual_clip}: want more than 1, or 0 for off')
@@ -224,7 +149,7 @@ def _clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOptio
   loss = -jnp.minimum(ratio * advantages, clipped * advantages)
   low = (ratio < 1 - options.clip_low) & (advantages < 0)
   high = (ratio > 1 + options.clip_high) & (advantages > 0)
-  metrics = _clip_metrics(ratio, low, high)
+  metrics = clip_metrics(ratio, low, high)
   if options.dual_clip:
     bound = jnp.where(advantages < 0, -options.dual_clip * advantages, jnp.inf)
     loss = jnp.minimum(loss, bound)
@@ -233,7 +158,7 @@ def _clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOptio
   return loss, metrics
 
 
-def _clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str, jax.Array]:
+def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str, jax.Array]:
   """The ratio, and which tokens are clipped at the lower and the upper bound."""
   return {
     'ratio': ratio,

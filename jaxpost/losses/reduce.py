@@ -5,12 +5,14 @@ Legend: B rows, T tokens a row, N sequences a row at most (here T).
 `sequence_ids` [B, T] numbers the sequences of a row from 1; 0 is none. All
 reductions are segment sums inside a row, so their gradients cost nothing
 compared with those of the model. Also what the losses share: the bound of
-log-ratios and the check of shapes.
+log-ratios, the check of shapes, and functions that are imported when called.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -54,3 +56,16 @@ def same_shape(what: str, rank: int | None, *arrays: Array) -> None:
   shapes = [np.shape(a) for a in arrays]
   if len(set(shapes)) > 1 or rank not in (None, len(shapes[0])):
     raise ValueError(f'{what}: shapes are {", ".join(map(str, shapes))}')
+
+
+def by_name(target: str) -> Callable[..., Any]:
+  """Returns a function of this room, 'module:function', that is imported at its first call.
+
+  A run imports the methods that its config names, and no others.
+  """
+  module, _, name = target.partition(':')
+
+  def call(*args: Any, **options: Any) -> Any:
+    return getattr(importlib.import_module(f'jaxpost.losses.{module}'), name)(*args, **options)
+
+  return call

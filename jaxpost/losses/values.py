@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxpost.losses.advantages import masked_tokens
 from jaxpost.losses.reduce import same_shape
+from jaxpost.losses.token_advantages import masked_tokens
 from jaxpost.types import Array
 
 

@@ -23,7 +23,6 @@ import numpy as np
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models import model as model_lib
-from jaxpost.models import quantization
 from jaxpost.models.parameters import ADAPTER_ROOT, Param, flatten, input_dims, is_adapter, join, leaf, nest
 
 if TYPE_CHECKING:
@@ -281,7 +280,25 @@ def frozen_base_model(cfg: ModelConfig, kind: str = '') -> Model:
 
   kind: see `quantization.quantize_model`.
   """
-  return quantization.quantize_model(freeze(build(cfg), ''), kind)
+  return quantized(freeze(build(cfg), ''), kind)
+
+
+def quantized(model: Model, kind: str) -> Model:
+  """Returns `quantization.quantize_model(model, kind)`; a run without quantization imports nothing of it."""
+  if not kind:
+    return model
+  from jaxpost.models import quantization
+
+  return quantization.quantize_model(model, kind)
+
+
+def convert(params: dict, theirs: Model, model: Model) -> dict:
+  """Returns matrices of `theirs`, maybe merged, quantized or dequantized as `model` has them."""
+  if not (theirs.quantized or model.quantized):
+    return params
+  from jaxpost.models import quantization
+
+  return quantization.convert_params(params, model)
 
 
 def trained_part(model: Model) -> Model:
@@ -304,7 +321,7 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)
-  have = flatten(quantization.convert_params(params, model))
+  have = flatten(convert(params, theirs, model))
   key = jax.random.key(seed)
   out = {}
   for i, (path, spec) in enumerate(model.table.items()):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from jaxpost.formats import hf, peft
 from jaxpost.models import model as model_lib
-from jaxpost.models import quantization
 from jaxpost.programs.compile import after
 from jaxpost.stage import sources
 
@@ -31,6 +30,8 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
     save = functools.partial(save_tokenizer, tokenizer)
   merge = model.merge  # operation by operation: fused, sums round otherwise
   if model.quantized:
+    from jaxpost.models import quantization
+
     merge = after(functools.partial(quantization.convert_params, model=model.base), merge)
   save_adapter = peft.writer(model, params, sources.adapter_base(inputs))
 

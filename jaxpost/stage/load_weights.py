@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.models import lora, quantization
+from jaxpost.models import lora
 from jaxpost.models.parameters import join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -52,8 +52,8 @@ def load(
   if source.folder and source.base:
     below = stored.base
   if source.config.lora in ((), model.config.lora):  # else they are merged
-    stored = quantization.quantize_model(stored, model.quantized)
-    below = quantization.quantize_model(below, model.quantized)
+    stored = lora.quantized(stored, model.quantized)
+    below = lora.quantized(below, model.quantized)
   params = {}
   if source.base:
     params = load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
@@ -106,8 +106,8 @@ def _load_without_base(
   """The leaves that a source has without its base."""
   shardings = model.shardings(layout)
   folder = checkpoints(source, workdir)
-  keep = functools.partial(quantization.convert_params, model=model)
   plain = lora.build(source.config)  # which is what is stored
+  keep = functools.partial(lora.convert, theirs=plain, model=model)
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:

@@ -61,13 +61,17 @@ class RlSection:
     '',
     "How rewards become advantages; '': the method's own.",
     auto='group',
-    choices=('', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'gae', 'best_of_n'),
+    choices=(
+      *('', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'gae', 'best_of_n'),
+      *('opo', 'gpg', 'maxrl', 'pass_at_k', 'best_minus_second'),
+    ),
   )
   scale_rewards: str = option(
     '',
-    "Samples whose standard deviation divides the advantages of 'group'; '': the method's own.",
+    'Samples whose standard deviation divides the advantages: of the group or the batch, or the others of the group '
+    "(leave_one_out); '': the method's own.",
     auto='group',
-    choices=('', 'group', 'batch', 'none'),
+    choices=('', 'group', 'batch', 'none', 'leave_one_out'),
   )
   std_eps: float = option(1e-6, 'Constant added to that standard deviation.', lo=0.0)
   singleton: str = option(
@@ -77,10 +81,21 @@ class RlSection:
     '',
     "Surrogate loss; '': the method's own.",
     auto='clip',
-    choices=('', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce'),
+    choices=('', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce', 'dppo_tv', 'dppo_kl'),
   )
-  clip_low: float = option(-1.0, "Ratios are clipped below 1 - clip_low; -1: the method's own.", lo=-1.0, auto=0.2)
-  clip_high: float = option(-1.0, "Ratios are clipped above 1 + clip_high; -1: the method's own.", lo=-1.0, auto=0.2)
+  old_policy: str = option(
+    '',
+    'The policy that ratios are taken to: recomputed with the weights before the update, or the sampler itself, '
+    "which saves a scoring pass; '': the method's own.",
+    auto='recomputed',
+    choices=('', 'recomputed', 'sampler'),
+  )
+  clip_low: float = option(
+    -1.0, "Ratios are clipped below 1 - clip_low; a divergence with dppo; -1: the loss's own.", lo=-1.0, auto=0.2
+  )
+  clip_high: float = option(
+    -1.0, "Ratios are clipped above 1 + clip_high; a divergence with dppo; -1: the loss's own.", lo=-1.0, auto=0.2
+  )
   dual_clip: float = option(
     0.0, 'Ratio above 1 at which the loss of negative advantages is bounded (dual-clip PPO); 0: off.', lo=0.0
   )
@@ -103,6 +118,9 @@ class RlSection:
   kl_in: str = option(
     '', "Add the KL to the loss or to the reward; '': the method's own.", auto='loss', choices=('', 'loss', 'reward')
   )
+  kl_weighted: bool = option(
+    False, 'Weight the KL in the loss by policy / old policy (DeepSeek-V3.2): its gradient is exact off policy, too.'
+  )
   kl_target: float = option(
     0.0, 'KL that an adaptive kl_coef (with kl_in=reward) aims at; 0: kl_coef is fixed.', lo=0.0
   )
@@ -112,6 +130,7 @@ class RlSection:
   minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1)
   gamma: float = option(1.0, 'Discount of rewards per token.', lo=0.0, hi=1.0)
   lam: float = option(0.95, 'Lambda of generalized advantage estimation (GAE).', lo=0.0, hi=1.0)
+  pass_k: int = option(4, "Samples of which one has to pass, with the advantage 'pass_at_k'.", lo=1)
   keep_reward: float = option(1.0, 'Lowest reward with which the best completion of a group is trained on (rft).')
   dynamic_sampling: int = option(
     -1,
@@ -122,9 +141,9 @@ class RlSection:
   mask_truncated: bool = option(False, 'Do not train on completions cut off at the length limit (overlong filtering).')
   importance: tuple = option(
     ('auto',),
-    'Corrections for the difference between sampler and policy: token_truncated, '
-    'sequence_truncated, icepop, token_mask, sequence_mask, opsm. '
-    "(): none; ('auto',): token_truncated if rollout.staleness is set.",
+    'Corrections for the difference between sampler and policy: token_truncated, sequence_truncated, icepop, '
+    'token_mask, sequence_mask, product_mask, token_k2, token_k3, sequence_k2, sequence_k3, opsm. '
+    "(): none; ('auto',): token_truncated if rollout.staleness is set and old_policy is recomputed.",
     each=str,
     auto=(),
   )
@@ -137,6 +156,9 @@ class RlSection:
   sequence_high: float = option(
     1.01, 'Largest geometric mean of the ratios of a sequence that sequence_mask keeps.', lo=0.0
   )
+  product_low: float = option(0.5, 'Smallest product of the ratios of a sequence that product_mask keeps.', lo=0.0)
+  product_high: float = option(2.0, 'Largest product of the ratios of a sequence that product_mask keeps.', lo=0.0)
+  reject_above: float = option(0.1, 'Largest k2 or k3 that token_k2, token_k3, sequence_k2, sequence_k3 keep.', lo=0.0)
   opsm_threshold: float = option(
     0.02, 'Mean of log(sampler / policy) above which opsm drops a sequence with a negative advantage.', lo=0.0
   )

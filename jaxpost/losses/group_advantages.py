@@ -1,0 +1,111 @@
+"""Advantage estimators from the rewards of groups, beyond those of GRPO and RLOO.
+
+Legend: N prompts, G samples of each. Unless they say otherwise, functions take
+rewards [N, G] and valid [N, G] bool, as in advantages.py, and return [N, G]
+float32: 0 where not valid, and in groups without variance.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxpost.errors import InputError
+from jaxpost.losses import advantages
+
+
+def opo(rewards: ArrayLike, valid: ArrayLike, lengths: ArrayLike) -> np.ndarray:
+  """r - sum(length r) / sum(length): the baseline of least variance if the gradient's square grows with length.
+
+  OPO (arXiv:2505.23585), eq. 8.
+
+  Args:
+    lengths: [N, G], trained tokens of each sample.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  weight = np.where(valid, lengths, 0)
+  total = np.where(valid, weight * rewards, 0).sum(axis=1, keepdims=True)
+  baseline = total / np.maximum(weight.sum(axis=1, keepdims=True), 1)
+  flat = advantages.uniform(rewards, valid)[:, None]
+  return np.where(valid & ~flat, rewards - baseline, 0).astype(np.float32)
+
+
+def gpg(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
+  """a (r - mean of the group), a = samples / samples of groups that are not uniform.
+
+  GPG (arXiv:2504.02546), eq. 7, with F_norm = 1. verl counts samples of reward 0
+  in place of uniform groups, which is not what the paper derives.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  centered = advantages.group_relative(rewards, valid, scale='none')
+  varied = ~advantages.uniform(rewards, valid)[:, None] & valid
+  return (centered * (valid.sum() / max(varied.sum(), 1))).astype(np.float32)
+
+
+def maxrl(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
+  """(r - mean) / mean within each group, for rewards of 0 and 1.
+
+  MaxRL (arXiv:2602.02710): the policy gradient of the log of the pass rate, in the
+  limit of many samples, in place of that of the pass rate.
+
+  Raises:
+    InputError: a reward is neither 0 nor 1.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  _check_binary(rewards, valid, 'maxrl')
+  count = valid.sum(axis=1, keepdims=True)
+  mean = np.where(valid, rewards, 0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
+  centered = advantages.group_relative(rewards, valid, scale='none')
+  return (centered / np.where(mean > 0, mean, 1)).astype(np.float32)
+
+
+def pass_at_k(rewards: ArrayLike, valid: ArrayLike, k: int) -> np.ndarray:
+  """The advantage of a sample in pass@k: that of the k-subsets that it is part of, on average.
+
+  Pass@k training (arXiv:2508.10751), section 2.3: with R = 1 - C(wrong, k) / C(n, k)
+  and s = sqrt(R (1 - R)), a right sample gets (1 - R) / s, and a wrong one
+  (1 - R - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / s.
+
+  Raises:
+    InputError: a reward is neither 0 nor 1.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  _check_binary(rewards, valid, 'pass_at_k')
+  out = np.zeros_like(rewards)
+  for i, (values, ok) in enumerate(zip(rewards, valid)):
+    n = int(ok.sum())
+    wrong = int((ok & (values == 0)).sum())
+    if n < k:
+      continue
+    passes = 1 - math.comb(wrong, k) / math.comb(n, k)
+    if passes in (0, 1):  # nothing passes, or every subset does
+      continue
+    missed = math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+    scale = math.sqrt(passes * (1 - passes))
+    out[i] = np.where(values == 1, 1 - passes, 1 - passes - missed) / scale
+  return np.where(valid, out, 0).astype(np.float32)
+
+
+def best_minus_second(rewards: ArrayLike, valid: ArrayLike, *, eps: float = 1e-6) -> np.ndarray:
+  """(best - second best) / (std + eps) for the best sample of a group, 0 for the others.
+
+  The gradient of the expected maximum, arXiv:2503.19595, divided by the unbiased std
+  of the group as in verl's `grpo_passk`.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  out = np.zeros_like(rewards)
+  for i, (values, ok) in enumerate(zip(rewards, valid)):
+    if ok.sum() > 1:
+      order = np.argsort(np.where(ok, values, -np.inf))
+      gap = values[order[-1]] - values[order[-2]]
+      out[i, order[-1]] = gap / (values[ok].std(ddof=1) + eps)
+  return out.astype(np.float32)
+
+
+def _check_binary(rewards: np.ndarray, valid: np.ndarray, name: str) -> None:
+  other = sorted(set(rewards[valid].tolist()) - {0.0, 1.0})
+  if other:
+    raise InputError(
+      f'config.rl.advantage: {name!r} is defined for rewards of 0 and 1, and a reward was {other[0]:g}; '
+      "use one verifier as config.reward, or rl.advantage='group'"
+    )

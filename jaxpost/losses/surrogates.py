@@ -1,0 +1,168 @@
+"""Surrogate losses beyond PPO's clip and REINFORCE; `policy_gradient.LOSSES` names them.
+
+Arguments and results are those of the surrogates in policy_gradient.py: per
+token, [B, T] float32, r = pi / pi_old.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.losses import policy_gradient
+from jaxpost.losses.reduce import same_shape
+
+_MAX_LOG_SEQUENCE_RATIO = 10.0
+_MAX_WEIGHT = 20.0  # of a token in DPPO, section 5.4
+
+
+def sequence_ratio(mean_log_ratio: jax.Array, logprobs: jax.Array) -> jax.Array:
+  """s_it = sg(s_i) pi / sg(pi), s_i = exp(mean over the tokens of log r).
+
+  GSPO-token (arXiv:2507.18071), eq. 14: the value is the sequence's ratio,
+  the gradient the token's own. log s_i is held to at most 10.
+
+  Args:
+    mean_log_ratio: [B, T], the same for all tokens of a sequence.
+  """
+  same_shape('mean_log_ratio, logprobs [B, T]', None, mean_log_ratio, logprobs)
+  stop = jax.lax.stop_gradient
+  return jnp.exp(jnp.minimum(stop(mean_log_ratio) + logprobs - stop(logprobs), _MAX_LOG_SEQUENCE_RATIO))
+
+
+def gspo(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean,
+) -> policy_gradient.LossAndMetrics:
+  """PPO's clip of the sequence's ratio: GSPO (arXiv:2507.18071), eq. 13.
+
+  For the paper's objective the weights average over each sequence first.
+  """
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  mean = sequence_mean(jax.lax.stop_gradient(logprobs - old_logprobs))
+  return policy_gradient.clip_ratio(sequence_ratio(mean, logprobs), advantages, options)
+
+
+def geo_mean(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean,
+) -> policy_gradient.LossAndMetrics:
+  """-A exp(mean over the tokens of the clipped log r).
+
+  GMPO (arXiv:2507.20673): log r is clipped to [-clip_low, clip_high] where that
+  lowers the objective. The gradient is a token's own if the weights average
+  over each sequence first. `sequence_mean` is called on the clipped log r.
+  """
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  log_ratio = logprobs - old_logprobs
+  low = (log_ratio < -options.clip_low) & (advantages < 0)
+  high = (log_ratio > options.clip_high) & (advantages > 0)
+  clipped = jnp.where(low, -options.clip_low, jnp.where(high, options.clip_high, log_ratio))
+  mean = sequence_mean(jax.lax.stop_gradient(clipped))
+  ratio = sequence_ratio(mean, clipped)
+  return -advantages * ratio, policy_gradient.clip_metrics(ratio, low, high)
+
+
+def cispo(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean | None = None,
+) -> policy_gradient.LossAndMetrics:
+  """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
+
+  CISPO (MiniMax-M1, arXiv:2506.13585): no token loses its gradient.
+  verl bounds r on both sides. TRL and the paper bound it above only, by an
+  absolute value: clip_low = 1 leaves the lower side free, and
+  clip_high = bound - 1.
+
+  The clip ratios count tokens whose weight is bounded, whatever their
+  advantage; 'cispo_clip_ratio' those of positive advantage, as in TRL.
+  """
+  del sequence_mean
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
+  weight = jnp.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
+  loss = -jax.lax.stop_gradient(weight) * advantages * logprobs
+  metrics = policy_gradient.clip_metrics(ratio, ratio < 1 - options.clip_low, ratio > 1 + options.clip_high)
+  metrics['cispo_clip_ratio'] = metrics['clip_ratio/high_mean'] * (advantages > 0)
+  return loss, metrics
+
+
+def sapo(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean | None = None,
+) -> policy_gradient.LossAndMetrics:
+  """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft clip.
+
+  SAPO (arXiv:2511.20347).
+  """
+  del sequence_mean
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
+  tau = jnp.where(advantages > 0, options.tau_pos, options.tau_neg)
+  gate = 4 / tau * jax.nn.sigmoid(tau * (ratio - 1))
+  return -gate * advantages, {'ratio': ratio}
+
+
+def dppo_tv(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean | None = None,
+) -> policy_gradient.LossAndMetrics:
+  """-sg(min(r, 20)) A log pi, without tokens whose probability has moved too far: DPPO with total variation.
+
+  DPPO (arXiv:2602.04879): a token of positive advantage is left out if pi - pi_old
+  exceeds clip_high, one of negative advantage if pi_old - pi exceeds clip_low. The
+  old policy is the one that sampled; the paper takes 0.15 for both bounds.
+  """
+  del sequence_mean
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  moved = jnp.exp(logprobs) - jnp.exp(old_logprobs)
+  return _masked(logprobs, old_logprobs, advantages, low=moved < -options.clip_low, high=moved > options.clip_high)
+
+
+def dppo_kl(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean | None = None,
+) -> policy_gradient.LossAndMetrics:
+  """DPPO with the binary KL divergence: `dppo_tv` with another measure of how far a token has moved.
+
+  KL(pi_old, pi) of the two events "this token" and "another one". A token is left out
+  only if pi has moved in the direction of its advantage; the paper's bound is 0.05.
+  """
+  del sequence_mean
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  old = jnp.exp(old_logprobs)
+  tiny = 1e-8  # keeps the logarithm finite at probability 1
+  rest = jnp.log((1 - old + tiny) / (1 - jnp.exp(logprobs) + tiny))
+  divergence = old * (old_logprobs - logprobs) + (1 - old) * rest
+  low = (divergence > options.clip_low) & (logprobs < old_logprobs)
+  high = (divergence > options.clip_high) & (logprobs > old_logprobs)
+  return _masked(logprobs, old_logprobs, advantages, low=low, high=high)
+
+
+def _masked(
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, *, low: jax.Array, high: jax.Array
+) -> policy_gradient.LossAndMetrics:
+  """DPPO's loss; `low` and `high` [B, T] are the tokens that fell and rose too far."""
+  ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
+  low &= advantages < 0
+  high &= advantages > 0
+  weight = jax.lax.stop_gradient(jnp.minimum(ratio, _MAX_WEIGHT) * ~(low | high))
+  return -weight * advantages * logprobs, policy_gradient.clip_metrics(ratio, low, high)

@@ -1,0 +1,98 @@
+"""Advantage estimators from rewards of tokens: REINFORCE++ and ReMax, and whitening.
+
+Legend and conventions are those of advantages.py.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxpost.losses import advantages
+from jaxpost.losses.reduce import same_shape
+
+
+def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
+  """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [S, C].
+
+  The variance is unbiased.
+  """
+  mask, x = masked_tokens('x, mask [S, C]', mask, x)
+  count = mask.sum()
+  mean = x.sum() / max(count, 1)
+  variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
+  white = (x - mean) / np.sqrt(variance + 1e-8)
+  return np.where(mask, white, 0).astype(np.float32)
+
+
+def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
+  """Discounted sums of the rewards from each token on.
+
+  Masked tokens are skipped: their rewards are ignored, and they take no
+  discount.
+
+  Args:
+    token_rewards: [S, C], including -coef * KL if the KL is part of the reward.
+
+  Returns:
+    [S, C] float32.
+  """
+  mask, rewards = masked_tokens('token_rewards, mask [S, C]', mask, token_rewards)
+  returns = np.zeros_like(rewards)
+  total = np.zeros(len(rewards))
+  for t in reversed(range(rewards.shape[1])):
+    total = np.where(mask[:, t], rewards[:, t] + gamma * total, total)
+    returns[:, t] = total
+  return np.where(mask, returns, 0).astype(np.float32)
+
+
+def reinforce_plus_plus(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
+  """Returns whitened `returns_to_go` [S, C]: REINFORCE++ (arXiv:2501.03262)."""
+  return whiten(returns_to_go(token_rewards, mask, gamma), mask)
+
+
+def reinforce_plus_plus_baseline(
+  rewards: ArrayLike, valid: ArrayLike, mask: ArrayLike, *, singleton: str = 'zero'
+) -> np.ndarray:
+  """r - mean of the group on every token, whitened over the batch.
+
+  REINFORCE++-baseline (arXiv:2501.03262).
+
+  Args:
+    rewards, valid: [N, G].
+    mask: [N * G, C].
+
+  Returns:
+    [N * G, C] float32.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  mask = np.asarray(mask, bool)
+  same_shape('rewards [N, G] and mask [N * G, C]', 1, rewards.ravel(), mask[:, 0])
+  _, centered = advantages.centered_rewards(rewards, valid, singleton)
+  mask = mask & valid.reshape(-1, 1)
+  return whiten(np.where(mask, centered.reshape(-1, 1), 0), mask)
+
+
+def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, gamma: float = 1.0) -> np.ndarray:
+  """Returns-to-go minus the reward of the greedy completion.
+
+  ReMax (arXiv:2310.10505).
+
+  Args:
+    token_rewards, mask: [S, C].
+    greedy_rewards: [S], reward of the greedy completion of each sequence's prompt.
+
+  Returns:
+    [S, C] float32.
+  """
+  greedy = np.asarray(greedy_rewards, np.float64)
+  returns = returns_to_go(token_rewards, mask, gamma)
+  same_shape('token_rewards [S, C] and greedy_rewards [S]', 1, returns[:, 0], greedy)
+  gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)
+  return gains.astype(np.float32)
+
+
+def masked_tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
+  """Returns (mask as bool, *arrays as float64, 0 where masked)."""
+  mask = np.asarray(mask, bool)
+  arrays = [np.asarray(a, np.float64) for a in arrays]
+  same_shape(what, 2, mask, *arrays)
+  return mask, *(np.where(mask, a, 0) for a in arrays)
