@@ -149,6 +149,7 @@ class Rollout:
     mask: None: the policy sampled all tokens.
     versions: per token, after an in-flight weight update; None: `version`.
     rewards: name -> [N] float64 that came with it, from an environment; NaN: none.
+    verdicts: `Experience.verdicts` that were recorded with it.
     messages: of each sequence, the turns of model and tools.
     top_ids, top_logprobs: most probable tokens at each position.
     experts: chosen by the router at each position of prompt and completion.
@@ -169,6 +170,7 @@ class Rollout:
   mask: np.ndarray | None = None  # [N, C] bool
   versions: np.ndarray | None = None  # [N, C] int32
   rewards: dict[str, np.ndarray] | None = None
+  verdicts: np.ndarray | None = None  # [N] float64
   messages: tuple | None = None  # N lists of dict
   top_ids: np.ndarray | None = None  # [N, C, n] int32
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
@@ -203,6 +205,7 @@ class Experience:
       old_logprobs, ref_logprobs and values that the algorithm lists in `scores`.
     baseline: rewards of greedy answers (ReMax).
     step: from 0.
+    verdicts: of the one reward that decides what is correct (`rl.correct_by`).
     memory: state of the algorithm between steps; goes into checkpoints, so
       numbers and strings only.
   """
@@ -214,6 +217,7 @@ class Experience:
   baseline: np.ndarray | None = None  # [N / group_size] float64
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
+  verdicts: np.ndarray | None = None  # [N] float64
 
   @property
   def groups(self) -> int:

@@ -30,9 +30,10 @@ _REWARD = flags.DEFINE_string('reward', '', 'Reward function, as config.reward; 
 _OUT = flags.DEFINE_string('out', '', 'Folder for completions and grades; with --reward.')
 _COLUMNS = flags.DEFINE_string('columns', '', 'Columns to rename, as config.data.columns; with --reward.')
 _MAP = flags.DEFINE_string('map', '', 'Function applied to each row, as config.data.map; with --reward.')
-_PASS = flags.DEFINE_float('pass_reward', 1.0, 'Reward from which a sample counts as passed; with --reward.')
+_PASS = flags.DEFINE_float('pass_reward', 1.0, 'Value of --correct_by from which a sample counts as passed.')
+_CORRECT = flags.DEFINE_string('correct_by', '', 'Name of the reward that decides what is correct; default: the first.')
 _SAMPLING = sampling_flags.define(max_new_tokens=512)  # with --reward
-_ONLY_WITH_REWARD = ('out', 'columns', 'map', 'pass_reward', *_SAMPLING._fields)
+_ONLY_WITH_REWARD = ('out', 'columns', 'map', 'pass_reward', 'correct_by', *_SAMPLING._fields)
 
 
 def grade_samples() -> dict:
@@ -48,6 +49,7 @@ def grade_samples() -> dict:
     mesh=_MESH.value,
     source=_WEIGHTS.name,
     pass_reward=_PASS.value,
+    correct_by=_CORRECT.value,
   )
   return dict(data=_DATA.value, graded_by=_REWARD.value, **found)
 
@@ -56,19 +58,17 @@ def main(argv):
   """Checks which flags go together, evaluates, and prints the metrics."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
+  host.tune_host()
+  host.use_compile_cache()
   if _REWARD.value:
     if not _DATA.value:
       raise InputError('--reward needs --data=FILE, whose prompts it grades')
     exits.refuse(('config', 'samples'), 'with --reward')
+    metrics = grade_samples()
   else:
     if _WEIGHTS.model.value and _CONFIG.value is None:
       raise InputError('--model needs --data and --reward, or --config=FILE')
     exits.refuse(_ONLY_WITH_REWARD, 'without --reward')
-  host.tune_host()
-  host.use_compile_cache()
-  if _REWARD.value:
-    metrics = grade_samples()
-  else:
     from jaxpost.tools import inference
 
     given = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)

@@ -226,7 +226,7 @@ def test_combinations_that_would_mislead_are_refused(chosen, message):
 
 
 # Of the controller and of other algorithms, which have tests of their own.
-ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'lam'}
+ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam'}
 
 
 def fingerprint(result):
@@ -442,7 +442,7 @@ def test_dynamic_sampling_says_when_it_cannot(model, tmp_path, caplog):
   (row,) = run(tiny.grpo_config(model, reward=constant, train=dict(steps=1), rl=dict(dynamic_sampling=3)), tmp_path)
   assert row['dynamic_sampling/rounds'] == 3
   assert row['dynamic_sampling/missing'] == 4
-  assert '0 of 4 groups differ in reward after 3 rounds' in caplog.text
+  assert '0 of 4 groups differ in reward constant after 3 rounds' in caplog.text
   assert row['grad_norm'] == 0
 
 
@@ -475,10 +475,12 @@ def test_select_varied_takes_the_first_groups_that_differ():
   class Round:  # what `select_varied` reads of a round
     def __init__(self, rewards):
       self.rewards = np.array(rewards, float)
+      self.results = [Graded(row, {}, None) for row in rewards]
 
-  pending = grading.PendingRollout(None, [Round([[1, 1], [0, 1], [np.nan, 1]]), Round([[0, 0], [1, 0], [0, 1]])])
+  grader = grading.Grader(None, None)
+  pending = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [np.nan, 1]]), Round([[0, 0], [1, 0], [0, 1]])])
   assert pending.select_varied(2).selected == [[1], [1]]
-  short = grading.PendingRollout(None, [Round([[1, 1], [0, 1], [1, 1]])])
+  short = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [1, 1]])])
   assert short.select_varied(2).selected == [[0, 1]]
 
 

@@ -37,7 +37,8 @@ def graded(rewards, lengths):
     behavior_logprobs=-np.ones((count, 5), np.float32),
     finished=lengths.ravel() < 5,
   )
-  return Experience(made, rewards.ravel(), batching.completion_mask(made), {}, memory={'kept': 'as it was'})
+  rewards = rewards.ravel()
+  return Experience(made, rewards, batching.completion_mask(made), {}, memory={'kept': 'as it was'}, verdicts=rewards)
 
 
 REWARDS = [[0, 2, 1], [1, 1, 0.5], [0.9, 0, NAN], [NAN, NAN, NAN]]

@@ -33,10 +33,6 @@ def _nothing(config: Config) -> tuple:
   return ()
 
 
-def _none(config: Config) -> None:
-  del config
-
-
 def _no(config: Config) -> bool:
   del config
   return False
@@ -54,11 +50,6 @@ def _same(batch: Batch, roles: Roles, config: Config) -> Batch:
 def _empty(config: Config) -> dict:
   del config
   return {}
-
-
-def _never(config: Config) -> float:
-  del config
-  return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +119,7 @@ class Algorithm:
 
   objective: Callable[[Config], Objective]
   defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-  critic: Callable[[Config], Objective | None] = _none
+  critic: Callable[[Config], Objective | None] = _accept
   value_head: Callable[[Config], bool] = _no
   needs: Callable[[Config], Collection[str]] = _nothing
   prepare: Callable[[Batch, Roles, Config], Batch] = _same
@@ -141,7 +132,7 @@ class Algorithm:
   scalar_head: bool = False
   on_policy: bool = False
   rewards: bool = True
-  from_data: Callable[[Config], float] = _never
+  from_data: Callable[[Config], float] = _no
   scores: Callable[[Config], Collection[str]] = _nothing
   greedy_baseline: Callable[[Config], bool] = _no
   credit: Callable[[Experience, Config], Credit] | None = None

@@ -231,7 +231,7 @@ def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenize
 def rl_fields_read(rl: Any) -> set[str]:
   """Returns the fields of `config.rl` that count in GKD."""
   del rl
-  return {'aggregate', 'epochs', 'minibatches'}
+  return {'aggregate', 'correct_by', 'epochs', 'minibatches'}
 
 
 def check_first_step(metrics: dict, config: Config) -> None:

@@ -2,8 +2,9 @@
 
 Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens.
 
-Guo et al. 2024 (arXiv:2402.04792), with rewards instead of a judge. A group whose
-rewards are all equal gives no pair; it is dropped and counted.
+Guo et al. 2024 (arXiv:2402.04792), with rewards instead of a judge. Best and worst are
+by the sum of all rewards, because a preference compares whole answers. A group whose rewards are
+all equal gives no pair; it is dropped and counted.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def check(config: Config) -> None:
 def rl_fields_read(rl: Any) -> set[str]:
   """Returns the fields of `config.rl` that count in online DPO."""
   del rl
-  return {'epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated'}
+  return {'epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated', 'correct_by'}
 
 
 ONLINE_DPO = ALGORITHM = dataclasses.replace(

@@ -3,9 +3,10 @@
 Legend: N sequences, C completion tokens.
 
 RAFT (arXiv:2304.06767) keeps the best answer to each prompt, RFT
-(arXiv:2308.01825) all correct ones; this file keeps the best one if its reward is at
-least `config.rl.keep_reward`. Each step samples from the current policy, so a step is
-an iteration of expert iteration.
+(arXiv:2308.01825) all correct ones. This file keeps, of the completions whose reward
+`config.rl.correct_by` is at least `config.rl.keep_reward`, the one with the highest
+sum of rewards. Each step samples from the current policy, so a step is an iteration
+of expert iteration.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ def credit(experience: Experience, config: Config) -> Credit:
   """Returns the mask [N, C] of the completions that are kept; the loss reads nothing else."""
   rewards = experience.rewards
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(rewards), config)
-  valid = mask.any(axis=1)
+  correct = mask.any(axis=1) & (experience.verdicts >= config.rl.keep_reward)
   shape = (experience.groups, -1)
-  best = best_of_n(rewards.reshape(shape), valid.reshape(shape)).reshape(-1)
-  good_enough = np.where(valid, rewards, -np.inf) >= config.rl.keep_reward
-  keep = best & good_enough
+  keep = best_of_n(rewards.reshape(shape), correct.reshape(shape)).reshape(-1)
   metrics |= {'rft/kept': int(keep.sum()), 'rft/dropped': int(experience.groups - keep.sum())}
   if keep.any():
     metrics['rft/kept_reward'] = float(rewards[keep].mean())
@@ -65,7 +64,8 @@ def check(config: Config) -> None:
 def rl_fields_read(rl: Any) -> set[str]:
   """Returns the fields of `config.rl` that count in RFT."""
   del rl
-  return {'advantage', 'aggregate', 'keep_reward', 'mask_truncated', 'dynamic_sampling', 'epochs', 'minibatches'}
+  fields = {'advantage', 'aggregate', 'keep_reward', 'correct_by', 'mask_truncated'}
+  return fields | {'dynamic_sampling', 'epochs', 'minibatches'}
 
 
 RFT = ALGORITHM = Algorithm(

@@ -81,6 +81,13 @@ def short_names(specs: Sequence[str | Callable]) -> tuple[str, ...]:
   return tuple(names)
 
 
+def pick(names: Sequence[str], given: str, field: str) -> str:
+  """Returns the reward that `field` names with `given`, or the first; InputError if it is not among `names`."""
+  if given and given not in names:
+    raise InputError(f'{field}: {given!r} is not among the rewards: {", ".join(names) or "there are none"}')
+  return given or next(iter(names), '')
+
+
 def _short(spec: str | Callable) -> str:
   if isinstance(spec, str):
     return spec.rpartition(':')[2]

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching, dynamic_sampling, reward_metrics
-from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout
+from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, varied
 from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
 from jaxpost.types import Batch, Credit, Experience, Item, Rollout, RowShape, Scores, Update
 
@@ -88,7 +88,7 @@ class Controller:
     """Samples the rollout of a step; the workers grade it when this returns.
 
     One round of prompts or, with `config.rl.dynamic_sampling`, rounds until
-    enough groups have rewards that differ.
+    enough groups have right and wrong answers.
     """
     pending = self.sample_round(step, on_dispatch)
     wanted = self.config.rollout.prompts
@@ -156,10 +156,10 @@ class Controller:
     rollout = graded.rollout
     mask = batching.completion_mask(rollout)
     if self.config.rl.dynamic_sampling:  # without groups that only fill up the step
-      mask = mask * np.repeat(graded.varied, batching.group_size(rollout))[:, None]
-    arrays = {'sampler_logprobs': rollout.logprobs}
-    arrays |= scores._replace(reward_model=None).computed()
-    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, step=self.step, memory=self.memory)
+      mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
+    arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
+    state = dict(step=self.step, memory=self.memory, verdicts=graded.verdicts.reshape(-1))
+    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, **state)
 
   def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
     """Packs and places the batch of each update of the step, in order."""

@@ -1,7 +1,8 @@
 """Dynamic sampling: rounds of prompts until enough groups carry a signal.
 
-DAPO (arXiv:2503.14476, section 3.2): groups whose rewards are all equal have
-no advantage, so others are sampled in their place.
+DAPO (arXiv:2503.14476, section 3.2): others are sampled in place of groups
+that are all right or all wrong, by the reward `rl.correct_by` and not by the sum:
+a length penalty would otherwise be all that a group is trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
   `max_rounds` have not been enough.
 
   Args:
-    wanted: groups whose rewards have to differ.
+    wanted: groups that have to have right and wrong samples.
   """
   varied = pending.varied_groups()
   found = varied.sum()
@@ -33,11 +34,12 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
     return True
   pending.info['dynamic_sampling/missing'] = int(wanted - found)
   logging.warning(
-    'step %d: %d of %d groups differ in reward after %d rounds; the '
+    'step %d: %d of %d groups differ in reward%s after %d rounds; the '
     'update goes on with these (config.rl.dynamic_sampling)',
     step + 1,
     found,
     wanted,
+    pending.grader.correct_by and f' {pending.grader.correct_by}',
     num_rounds,
   )
   return False

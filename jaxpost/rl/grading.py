@@ -18,16 +18,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpost.distributed import coordination
-from jaxpost.distributed.transfer import to_host
 from jaxpost.losses import advantages
-from jaxpost.rewards.groups import Graded, Group
+from jaxpost.rewards.groups import REWARD_MODEL, Graded, Group, reward_table, stats_of, verdicts
 from jaxpost.rl import batching, reward_metrics
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.rewards.pool import PendingGrades, RewardPool
-  from jaxpost.roles import Roles
-  from jaxpost.types import Rollout, RowShape
+  from jaxpost.types import Rollout
 
 
 @dataclasses.dataclass
@@ -39,11 +37,13 @@ class Grader:
   Attributes:
     pool: the workers; None where a run has no reward function.
     model_weight: weight of the reward model in the sum of rewards.
+    correct_by: name of the reward that decides what is correct; '': the sum.
   """
 
   pool: RewardPool | None
   tokenizer: Tokenizer
   model_weight: float = 1.0
+  correct_by: str = ''
 
   def submit(self, rollout: Rollout, greedy: Rollout | None = None, info: dict | None = None) -> PendingRollout:
     """Starts grading and returns at once.
@@ -103,9 +103,8 @@ class Round:
   @functools.cached_property
   def results(self) -> list[Graded]:
     """Rewards of each group: those of the workers and of the environment."""
-    num_groups = len(self.rollout.prompts)
-    size = len(self.rollout.lengths) // num_groups
-    graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * num_groups
+    size = batching.group_size(self.rollout)
+    graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * len(self.rollout.prompts)
     attached = self.rollout.rewards or {}
     results = []
     for i, group in enumerate(graded):
@@ -116,7 +115,7 @@ class Round:
   @functools.cached_property
   def rewards(self) -> np.ndarray:
     """[P, G] float64; NaN where there is no reward."""
-    return _reward_table(self.results)
+    return reward_table(self.results)
 
 
 @dataclasses.dataclass
@@ -146,12 +145,12 @@ class PendingRollout:
     return PendingRollout(self.grader, self.rounds + other.rounds, self.info | other.info)
 
   def varied_groups(self) -> np.ndarray:
-    """[groups of all rounds] bool: a group has rewards that are not all equal.
+    """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
 
-    Waits for the reward functions. Only such groups have an advantage other
-    than 0 (DAPO, arXiv:2503.14476, section 3.2).
+    Waits for the reward functions. DAPO (arXiv:2503.14476, section 3.2) keeps
+    groups with 0 < right samples < G.
     """
-    return np.concatenate([_varied(r.rewards) for r in self.rounds])
+    return np.concatenate([varied(verdicts(r.results, r.rewards, self.grader.correct_by)) for r in self.rounds])
 
   def select_varied(self, num_groups: int) -> PendingRollout:
     """Selects the first `num_groups` varied groups.
@@ -159,8 +158,8 @@ class PendingRollout:
     Others fill up where there are too few, as all steps have the same shape;
     the controller takes these out of the mask.
     """
-    varied = self.varied_groups()
-    order = np.concatenate([np.flatnonzero(varied), np.flatnonzero(~varied)])
+    kept = self.varied_groups()
+    order = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])
     picked = set(order[:num_groups].tolist())
     selected = []
     start = 0
@@ -178,31 +177,34 @@ class PendingRollout:
         of a completion is its reward.
     """
     rollout = self.rollout
-    function_rewards = np.concatenate([r.rewards[groups] for r, groups in self._selection()])
     results = [r.results[g] for r, groups in self._selection() for g in groups]
-    rewards = function_rewards.reshape(-1)
-    model_rewards = None
+    rewards = np.concatenate([r.rewards[groups] for r, groups in self._selection()])
     if model_values is not None:
       last = np.maximum(rollout.lengths, 1) - 1
-      model_rewards = np.asarray(model_values, np.float64)[np.arange(len(last)), last] * self.grader.model_weight
-      failed = np.repeat([group.error is not None for group in results], function_rewards.shape[1])
-      missing = np.isnan(function_rewards)  # some of a group: their verdict is missing; all: there is no function
-      failed |= np.ravel(missing & ~missing.all(axis=1, keepdims=True))
+      scores = np.asarray(model_values, np.float64)[np.arange(len(last)), last].reshape(rewards.shape)
+      missing = np.isnan(rewards)  # some of a group: their verdict is missing; all: there is no function
+      failed = missing & ~missing.all(axis=1, keepdims=True) | np.array([[g.error is not None] for g in results])
       for attached in (rollout.rewards or {}).values():
-        failed |= np.isnan(attached)  # an episode whose environment failed
-      rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + model_rewards)
+        failed |= np.isnan(attached).reshape(rewards.shape)  # an episode whose environment failed
+      rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + self.grader.model_weight * scores)
+      results = [
+        dataclasses.replace(group, components={**group.components, REWARD_MODEL: row.tolist()})
+        for group, row in zip(results, scores)
+      ]
     baseline = None
     if self.rounds[0].greedy is not None:
-      baseline = np.concatenate([_reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
+      baseline = np.concatenate([reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
+    sampled = [group for r in self.rounds for group in r.results]
+    greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
+    found = verdicts(results, rewards, self.grader.correct_by)
     return GradedRollout(
       rollout=rollout,
-      rewards=rewards,
+      rewards=rewards.reshape(-1),
       baseline=baseline,
-      function_rewards=function_rewards,
-      model_rewards=model_rewards,
-      varied=np.concatenate([_varied(r.rewards)[groups] for r, groups in self._selection()]),
+      verdicts=found if rollout.verdicts is None else rollout.verdicts.reshape(found.shape),
       results=results,
-      all_results=self._all_results() if self.grader.pool else None,
+      sampled=sampled if self.selected else None,
+      stats=stats_of(sampled + greedy) if self.grader.pool else {},
       tokenizer=self.grader.tokenizer,
     )
 
@@ -210,14 +212,6 @@ class PendingRollout:
     if self.selected:
       return list(zip(self.rounds, self.selected))
     return [(r, range(len(r.rollout.prompts))) for r in self.rounds]
-
-  def _all_results(self) -> list[Graded]:
-    """Results of all groups and greedy answers, also of groups that are not selected."""
-    out = []
-    for r in self.rounds:
-      out += r.results
-      out += r.greedy.results if r.greedy else []
-    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,32 +222,32 @@ class GradedRollout:
     rewards: [N] float64, the sum over functions, environment and reward model;
       NaN where a completion has none.
     baseline: [P] float64 rewards of greedy answers, or None.
-    function_rewards: [P, G] float64, without the reward model.
-    model_rewards: [N] float64, weighted, or None.
-    varied: [P] bool, see `PendingRollout.varied_groups`.
+    verdicts: [P, G] float64, the values of the one reward that decides what is
+      correct; NaN for samples without a reward.
     results: of each group.
-    all_results: of groups that were not selected and of greedy answers, too;
-      None where no reward function ran.
+    sampled: results of all groups that dynamic sampling chose from; None: without it.
+    stats: counts of everything that was graded, greedy answers included.
   """
 
   rollout: Rollout
   rewards: np.ndarray
   baseline: np.ndarray | None
-  function_rewards: np.ndarray
-  model_rewards: np.ndarray | None
-  varied: np.ndarray
+  verdicts: np.ndarray
   results: list[Graded]
-  all_results: list[Graded] | None
+  sampled: list[Graded] | None
+  stats: dict
   tokenizer: Tokenizer
 
   def metrics(self) -> dict:
-    """Means and spreads of rewards and lengths, for a row of metrics."""
+    """Means and spreads of rewards and lengths; /unfiltered: of all groups, also of those not trained on."""
     out = reward_metrics.length_metrics(self.rollout)
-    has_rewards = self.all_results is not None or self.rollout.rewards or self.model_rewards is not None
-    if self.rollout.from_data or not has_rewards:
+    if self.rollout.from_data or not self.results[0].components:
       return out
-    table = self.rewards.reshape(len(self.results), -1)
-    return out | reward_metrics.reward_metrics(table, self.results, self.model_rewards, self.all_results)
+    out |= reward_metrics.reward_metrics(self.rewards.reshape(self.verdicts.shape), self.results)
+    if self.sampled:
+      every = reward_metrics.reward_metrics(reward_table(self.sampled), self.sampled)
+      out |= {f'{name}/unfiltered': value for name, value in every.items()}
+    return out | self.stats
 
   def sample_rows(self) -> list[dict]:
     """One row a completion for samples/STAGE/STEP.jsonl."""
@@ -271,36 +265,10 @@ def add_attached_rewards(graded: Graded, attached: dict) -> Graded:
   return dataclasses.replace(graded, components={**graded.components, **components}, rewards=rewards)
 
 
-def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:
-  """[N, C] outputs of the reward model, in as many batches as needed.
-
-  Args:
-    max_sequences: how many sequences fit into a batch of `shape`.
-  """
-  group_size = len(rollout.lengths) // len(rollout.prompts)
-  out = []
-  for start in range(0, len(rollout.lengths), max_sequences):
-    members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
-    part = rollout.replace(
-      prompts=tuple(rollout.prompts[n // group_size] for n in members),
-      completions=rollout.completions[members],
-      lengths=rollout.lengths[members],
-    )
-    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
-    values = roles.reward_model(roles.policy.place(batch)).values
-    out.append(batching.from_rows(part, to_host(values), *shape))
-  return np.concatenate(out)
-
-
-def _varied(rewards: np.ndarray) -> np.ndarray:
-  """[P] bool of [P, G]: at least two valid rewards, not all equal."""
-  valid = np.isfinite(rewards)
-  return ~advantages.uniform(rewards, valid) & (valid.sum(axis=1) > 1)
-
-
-def _reward_table(results: Sequence[Graded]) -> np.ndarray:
-  """[P, G] float64, NaN for None."""
-  return np.array([[np.nan if r is None else r for r in group.rewards] for group in results], np.float64)
+def varied(values: np.ndarray) -> np.ndarray:
+  """[P] bool of [P, G]: at least two valid values, not all equal."""
+  valid = np.isfinite(values)
+  return ~advantages.uniform(values, valid) & (valid.sum(axis=1) > 1)
 
 
 def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | None = None) -> list[Group]:

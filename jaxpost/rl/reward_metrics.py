@@ -12,26 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpost.losses import advantages
-from jaxpost.rewards.groups import stats_of
 from jaxpost.rl import batching
 
 if typing.TYPE_CHECKING:
   from jaxpost.rewards.groups import Graded, Group
   from jaxpost.types import Experience, Rollout, RowShape
 
-_REWARD_MODEL = 'reward_model'  # component name of a reward model that is a role
 
-
-def reward_metrics(
-  table: np.ndarray, results: Sequence[Graded], model_rewards: np.ndarray | None, all_results: Sequence[Graded] | None
-) -> dict:
-  """Means, spreads and counts of the rewards of a step.
-
-  Args:
-    table: [P, G] rewards, NaN where there is none.
-    results: of each group; all_results: of everything that was graded.
-    model_rewards: [N] of a reward model, if there is one.
-  """
+def reward_metrics(table: np.ndarray, results: Sequence[Graded]) -> dict:
+  """Means, spreads and counts of the rewards [P, G] of groups; NaN where a sample has none."""
   valid = np.isfinite(table)
   kept = table[valid]
   out = component_metrics(results) | {
@@ -44,12 +33,7 @@ def reward_metrics(
       'reward_std': float(np.mean(spread)) if spread else float('nan'),
       'frac_reward_zero_std': float(advantages.uniform(table, valid).mean()),
     }
-  if model_rewards is not None:
-    out |= {
-      f'rewards/{_REWARD_MODEL}/mean': float(model_rewards.mean()),
-      f'rewards/{_REWARD_MODEL}/std': float(model_rewards.std()),
-    }
-  return out if all_results is None else out | stats_of(all_results)
+  return out
 
 
 def component_metrics(results: Sequence[Graded]) -> dict:
@@ -92,18 +76,11 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   }
   if config.rollout.staleness:
     updates_per_step = config.rl.epochs * config.rl.minibatches
-    out |= staleness_metrics(rollout, experience.mask, experience.step, updates_per_step)
+    # Age in steps of the weights that sampled the trained tokens.
+    age = experience.step - batching.token_versions(rollout)[experience.mask > 0] / updates_per_step
+    out['staleness/mean'] = float(age.mean()) if age.size else 0.0
+    out['staleness/max'] = float(age.max(initial=0.0))
   return out
-
-
-def staleness_metrics(rollout: Rollout, mask: np.ndarray, step: int, updates_per_step: int) -> dict:
-  """Age in steps of the weights that sampled the trained tokens.
-
-  Args:
-    mask: [N, C], above 0 on the trained tokens.
-  """
-  age = step - batching.token_versions(rollout)[mask > 0] / updates_per_step
-  return {'staleness/mean': float(age.mean()) if age.size else 0.0, 'staleness/max': float(age.max(initial=0.0))}
 
 
 def sample_rows(

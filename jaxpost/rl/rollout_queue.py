@@ -83,11 +83,6 @@ class RolloutQueue:
       'environments and rollout.inflight_update_blocks need all; leave them out',
     )
 
-  @property
-  def max_staleness(self) -> int:
-    """Updates by which the weights of a rollout may be older; 0: on-policy."""
-    return self.config.rollout.staleness
-
   def take(self, step: int) -> PendingRollout:
     """Removes and returns the rollout of a step; samples it if it is not there.
 
@@ -99,7 +94,7 @@ class RolloutQueue:
 
   def prefetch(self, step: int) -> None:
     """Samples what may be sampled of the steps after `step` before its update."""
-    until = min(step + self.max_staleness, self.config.train.steps)
+    until = min(step + self.config.rollout.staleness, self.config.train.steps)
     self._sample_until(until, next_step=step + 1, steps_done=step)
 
   def _sample_until(self, until: int, *, next_step: int, steps_done: int):
@@ -121,7 +116,7 @@ class RolloutQueue:
         on_dispatch = functools.partial(self._update_in_flight, newest)
       pending = self.sample(step, on_dispatch)
       pending.info['reshard_bytes'] = self.moved_bytes
-      if self.max_staleness:
+      if self.config.rollout.staleness:
         self._load_weights(newest)  # for the next rollout; dispatched, not waited for
       else:
         self._unload_weights()
@@ -169,17 +164,17 @@ class RolloutQueue:
 
   def state(self, steps_done: int) -> dict:
     """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""
-    if not self.max_staleness:
+    if not self.config.rollout.staleness:
       return {}
     if steps_done < self.config.train.steps:
-      until = min(steps_done + self.max_staleness, self.config.train.steps)
+      until = min(steps_done + self.config.rollout.staleness, self.config.train.steps)
       self._sample_until(until, next_step=steps_done, steps_done=steps_done)
     return {'queue': [_to_json(pending) for pending in self.rollouts]}
 
   def restore(self, state: dict, steps_done: int) -> None:
     """Continues from `state`; the policy has its weights of then again."""
     self.rollouts.clear()
-    if not self.max_staleness:
+    if not self.config.rollout.staleness:
       return
     self.version = None
     self._load_weights(self._updates(steps_done))

@@ -33,7 +33,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit):
   arrays = {name: vars(rollout)[name] for name in _ARRAYS}
   if rollout.mask is not None:
     arrays['mask'] = rollout.mask
-  arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
+  arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
   about = {
     'step': rollout.step,
@@ -64,6 +64,7 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
       mask=arrays.get('mask'),
       messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']},
+      verdicts=arrays['verdicts'],
     )
   except FileNotFoundError as error:
     raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
@@ -110,4 +111,4 @@ class RecordedSampler:
         f'{path}: {size} completions of {num_prompts} prompts, and config.rollout '
         f'asks for {len(prompts) * group_size} of {len(prompts)}'
       )
-    return rollout if self.rewards else rollout.replace(rewards=None)
+    return rollout if self.rewards else rollout.replace(rewards=None, verdicts=None)

@@ -138,7 +138,8 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
 
   rewards: False where nothing is graded.
   """
-  given = config.rewards_tuple() or config.train_on_rollouts or config.environment
+  recorded = config.train_on_rollouts and not samples_held_out(config)
+  given = config.rewards_tuple() or config.environment or recorded
   refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
     return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxpost.distributed.transfer import to_host
 
 if TYPE_CHECKING:
   from jaxpost.programs.compile import Program
+  from jaxpost.rewards.groups import Graded
   from jaxpost.rl.grading import Grader
   from jaxpost.roles import Roles
   from jaxpost.rollout.sampler import Sampler
@@ -67,12 +68,33 @@ def pass_rates(passed: np.ndarray) -> dict[str, float]:
   return {f'pass@{k}': pass_at_k(passed, k) for k in ks}
 
 
+def pass_metrics(graded: Sequence[Graded], verdicts: np.ndarray, pass_reward: float) -> dict[str, float]:
+  """Returns pass@k by the verdicts, and pass@k/NAME by each reward.
+
+  Prompts of which a sample has no verdict are left out and counted. pass@k/NAME
+  also leaves out prompts that the reward NAME does not apply to.
+
+  Args:
+    graded: of N prompts; verdicts: [N, k] values of the reward that decides what is correct.
+    pass_reward: value of any reward from which a sample passes.
+  """
+  from jaxpost.rewards.groups import reward_table  # which no SFT run reads
+
+  whole = np.isfinite(verdicts).all(axis=1)
+  tables = {'': verdicts} | {f'/{name}': reward_table(graded, name) for name in graded[0].components}
+  out: dict[str, float] = {'ungraded_prompts': int((~whole).sum())}
+  for suffix, table in tables.items():
+    judged = whole & np.isfinite(table).all(axis=1)
+    if judged.any():
+      out |= {f'{name}{suffix}': chance for name, chance in pass_rates(table[judged] >= pass_reward).items()}
+  return out
+
+
 @dataclasses.dataclass
 class SampledEval:
   """pass@k of completions of held-out prompts, graded as in training.
 
-  Prompts of which a sample could not be graded are left out and counted. The
-  reward functions say what has passed; a reward model does where it is alone.
+  The reward `config.rl.correct_by` says what has passed, see `pass_metrics`.
 
   score: (rollout, roles) -> [N k, C] values of the reward model, if there is
     one.
@@ -87,6 +109,8 @@ class SampledEval:
   score: Callable[[Rollout, Roles], np.ndarray] | None = None
 
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
+    from jaxpost.rl import reward_metrics
+
     engine = self.sampler.engine
     with engine.preserve_weights():  # the next rollout may need those that are loaded now
       engine.load(roles.policy.params, step)
@@ -95,20 +119,15 @@ class SampledEval:
     pending = self.grader.submit(rollout)
     model_values = self.score(rollout, roles) if self.score else None
     graded = pending.result(model_values)
-    rewards = graded.rewards.reshape(-1, self.samples)
-    whole = np.isfinite(rewards).all(axis=1)
     out = {
       'completions/mean_length': float(rollout.lengths.mean()),
       'completions/clipped_ratio': float(1 - rollout.finished.mean()),
-      'ungraded_prompts': int((~whole).sum()),
+      **pass_metrics(graded.results, graded.verdicts, self.pass_reward),
+      **reward_metrics.component_metrics(graded.results),
     }
+    whole = np.isfinite(graded.verdicts).all(axis=1)
     if whole.any():
-      verdicts = graded.function_rewards if self.grader.pool else rewards
-      passed = verdicts[whole] >= self.pass_reward
-      out |= pass_rates(passed)
-      out['reward'] = float(rewards[whole].mean())
-    if graded.model_rewards is not None:
-      out['rewards/reward_model/mean'] = float(graded.model_rewards.mean())
+      out['reward'] = float(graded.rewards.reshape(-1, self.samples)[whole].mean())
     return out, graded.sample_rows()
 
 

@@ -81,6 +81,7 @@ _OTHER_NAMES = {
   'rl.importance_cap': 'vllm_importance_sampling_cap',
   'rl.opsm_threshold': 'off_policy_mask_threshold',
   'rl.dynamic_sampling': 'filter_groups filter_groups.enable max_num_gen_batches',
+  'rl.correct_by': 'filter_groups.metric',
   'critic.value_clip': 'cliprange_value',
   'critic.warmup_steps': 'critic_warmup',
   'data.enable_thinking': 'chat_template_kwargs',

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpost.distributed import transfer
 from jaxpost.models import routing, shared_weights
-from jaxpost.rl import grading
+from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler import Sampler
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
   from jaxpost.environments.episodes import Episodes
   from jaxpost.roles import Roles
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.types import Prompt
+  from jaxpost.types import Prompt, Rollout
 
 _TRAINING, _EVALUATION = 1, 2  # purposes of keys, see `run_key`
 
@@ -95,7 +95,11 @@ def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sam
 
 def make_grader(placed: PlacedStage) -> grading.Grader:
   """Makes the grader of rollouts on the stage's worker processes."""
-  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, reward_model.weight(placed.config))
+  config = placed.config
+  correct_by = reward_model.correct_by(config, reward_model.NAME in placed.inputs.sources)
+  weights = dict(zip(config.rewards_tuple(), config.reward_weights))
+  model_weight = weights.get(reward_model.NAME, 1.0)
+  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by)
 
 
 def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:
@@ -128,13 +132,34 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   )
 
 
+def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:
+  """[N, C] outputs of the reward model, in as many batches as needed.
+
+  Args:
+    max_sequences: how many sequences fit into a batch of `shape`.
+  """
+  group_size = batching.group_size(rollout)
+  out = []
+  for start in range(0, len(rollout.lengths), max_sequences):
+    members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
+    part = rollout.replace(
+      prompts=tuple(rollout.prompts[n // group_size] for n in members),
+      completions=rollout.completions[members],
+      lengths=rollout.lengths[members],
+    )
+    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
+    values = roles.reward_model(roles.policy.place(batch)).values
+    out.append(batching.from_rows(part, transfer.to_host(values), *shape))
+  return np.concatenate(out)
+
+
 def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[Prompt, ...]) -> SampledEval:
   """Makes the evaluation of completions of held-out prompts."""
   config, shape = placed.config, placed.shape
   values = None
   if reward_model.NAME in placed.inputs.sources:
     values = functools.partial(
-      grading.reward_model_values,
+      reward_model_values,
       shape=RowShape(shape.rows, shape.row_length),
       max_sequences=config.rollout.prompts * config.rollout.group_size,
     )

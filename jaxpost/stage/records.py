@@ -15,7 +15,7 @@ a plan has the shapes of models in place of weights, a benchmark random rows.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -84,11 +84,6 @@ class Workers:
 
   rewards: RewardPool | None = None
   environment: EnvironmentPool | None = None
-
-  @property
-  def tools(self) -> list[dict[str, Any]] | None:
-    """The JSON schemas of the environment's tools, which prompts show."""
-    return self.environment.tools if self.environment else None
 
   def close(self) -> None:
     """Ends the processes."""

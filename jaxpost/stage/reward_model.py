@@ -32,9 +32,17 @@ def find(config: Config, earlier: Mapping[str, Source], find_source: Callable) -
   return source
 
 
-def weight(config: Config) -> float:
-  """Returns the weight of the reward model beside the reward functions."""
-  specs = config.rewards_tuple()
-  if not config.reward_weights or NAME not in specs:
-    return 1.0
-  return config.reward_weights[specs.index(NAME)]
+def correct_by(config: Config, model_grades: bool) -> str:
+  """Returns the name of the reward that decides what is correct; '' where nothing is graded.
+
+  Args:
+    model_grades: whether a reward model is among the roles of the stage.
+
+  Raises:
+    InputError: config.rl.correct_by is no reward of the stage.
+  """
+  from jaxpost.rewards import builtin
+
+  names = list(builtin.short_names([spec for spec in config.rewards_tuple() if spec != NAME]))
+  names += ['environment'] * bool(config.environment) + [NAME] * model_grades
+  return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')

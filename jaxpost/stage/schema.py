@@ -178,7 +178,7 @@ class EvalSection:
   size: int = option(256, 'Rows that are evaluated at most.', lo=1)
   samples: int = option(0, 'Completions per prompt for pass@k; 0: loss only.', lo=0)
   temperature: float = option(1.0, 'Temperature of those completions; 0: greedy.', lo=0.0)
-  pass_reward: float = option(1.0, 'Reward from which a completion counts as passed.')
+  pass_reward: float = option(1.0, 'Value of rl.correct_by from which a completion counts as passed.')
   data: EvalDataSection = EvalDataSection()
 
 

@@ -131,10 +131,13 @@ class RlSection:
   gamma: float = option(1.0, 'Discount of rewards per token.', lo=0.0, hi=1.0)
   lam: float = option(0.95, 'Lambda of generalized advantage estimation (GAE).', lo=0.0, hi=1.0)
   pass_k: int = option(4, "Samples of which one has to pass, with the advantage 'pass_at_k'.", lo=1)
-  keep_reward: float = option(1.0, 'Lowest reward with which the best completion of a group is trained on (rft).')
+  correct_by: str = option(
+    '', "Name of the reward that decides what is correct (rewards.md); '': the first function, or the only reward."
+  )
+  keep_reward: float = option(1.0, 'Smallest value of that reward with which a completion may be trained on (rft).')
   dynamic_sampling: int = option(
     -1,
-    "Rounds of sampling at most until the rewards in every group differ (DAPO); 0: off, -1: the method's own.",
+    "Rounds of sampling at most until correct_by differs in every group (DAPO); 0: off, -1: the method's own.",
     lo=-1,
     auto=0,
   )

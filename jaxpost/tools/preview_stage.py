@@ -12,7 +12,7 @@ from jaxpost.data.sources import Rows
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.rewards import builtin
-from jaxpost.stage import batch_shape, checks, prepare
+from jaxpost.stage import batch_shape, checks, prepare, reward_model
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Inputs
 from jaxpost.tools import inference
@@ -95,6 +95,7 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
 def _show_rewards(inputs: Inputs, data: Rows) -> list:
   config = inputs.config
   checks.check_sampling(config, inputs.algorithm.on_policy)
+  decides = reward_model.correct_by(config, reward_model.is_used(config, inputs.algorithm))
   pool = prepare.start_rewards(config, data)  # imports every function
   if pool is None:
     return []
@@ -102,7 +103,10 @@ def _show_rewards(inputs: Inputs, data: Rows) -> list:
   specs = config.rewards_tuple()
   weights = config.reward_weights or [1.0] * len(specs)
   where = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]
-  return [f'reward: {name} ({place}), weight {weight:g}' for name, place, weight in zip(pool.names, where, weights)]
+  return [
+    f'reward: {name} ({place}), weight {weight:g}' + ', decides what is correct' * (name == decides)
+    for name, place, weight in zip(pool.names, where, weights)
+  ]
 
 
 def _heading(place: str, tokens: np.ndarray) -> rich_text.Text:

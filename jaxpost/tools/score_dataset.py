@@ -18,10 +18,10 @@ import numpy as np
 from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import read_growing
-from jaxpost.rewards import math
-from jaxpost.rewards.groups import Graded, Group
+from jaxpost.rewards import builtin, math
+from jaxpost.rewards.groups import Graded, Group, reward_table, verdicts
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage.evaluate import pass_rates
+from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
 
@@ -54,6 +54,7 @@ def measure(
   mesh: str = 'data=-1',
   source: str = '',
   pass_reward: float = 1.0,
+  correct_by: str = '',
   workers: int = 2,
   timeout_s: float = 30.0,
 ) -> dict[str, Any]:
@@ -68,18 +69,21 @@ def measure(
     draws: how to sample; draws.n is K.
     mesh: as config.mesh.rollout.
     source: name of the weights.
-    pass_reward: smallest reward of a sample that passes.
+    pass_reward: smallest value of `correct_by` with which a sample passes.
+    correct_by: name of the reward that decides what is correct; '': the first.
     workers: processes that run the reward functions.
     timeout_s: seconds for a group of samples.
 
   Returns:
-    pass@k, maj@k, and 'frac_reward_differs': the share of prompts whose K
-    samples differ in reward, from which alone group-relative methods learn.
+    pass@k and maj@k by `correct_by`, pass@k/NAME by each reward, and
+    'frac_reward_differs': the share of prompts whose K samples differ in the
+    sum of rewards, from which alone group-relative methods learn.
   """
   prompts = completions.prompts_of(weights, [rows])
   specs = tuple(r.strip() for r in rewards.split(',') if r.strip())
   with tempfile.TemporaryDirectory() as scratch, RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
     folder = pathlib.Path(out or scratch)
+    correct_by = builtin.pick(pool.names, correct_by, '--correct_by')
     names = [k for k in prompts[0].columns if k != 'prompt']
     pool.check(['prompt', *names])  # before anything is sampled
     completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source=source)
@@ -92,7 +96,7 @@ def measure(
       folder / 'graded.jsonl',
       ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
     )
-  return summary(done, graded, weights.inputs.tokenizer.stop_ids, pass_reward)
+  return summary(done, graded, weights.inputs.tokenizer.stop_ids, pass_reward, correct_by)
 
 
 def _group(prompt: Prompt, row: dict) -> Group:
@@ -110,15 +114,19 @@ def _group(prompt: Prompt, row: dict) -> Group:
 
 
 def summary(
-  rows: Sequence[dict], graded: list[Graded], stop_ids: Sequence[int], pass_reward: float = 1.0
+  rows: Sequence[dict], graded: list[Graded], stop_ids: Sequence[int], pass_reward: float = 1.0, correct_by: str = ''
 ) -> dict[str, Any]:
   """Returns the figures of N graded rows; prompts with a sample that could not be graded are left out.
+
+  Args:
+    pass_reward, correct_by: as in `measure`; here '' is the sum of rewards.
 
   Raises:
     InputError: no prompt is left.
   """
-  table = np.array([[np.nan if r is None else r for r in g.rewards] for g in graded], np.float64)
-  whole = np.isfinite(table).all(axis=1)
+  table = reward_table(graded)
+  decided = verdicts(graded, table, correct_by)
+  whole = np.isfinite(decided).all(axis=1)
   if not whole.any():
     errors = [g.error for g in graded if g.error]
     raise InputError(
@@ -127,13 +135,12 @@ def summary(
   ids = [x for row in rows for x in row['completion_ids']]
   ended = [bool(x) and x[-1] in stop_ids for x in ids]
   k = table.shape[1]
-  passed = table[whole] >= pass_reward
+  passed = decided[whole] >= pass_reward
   votes = [majority(row['completions'], p) for row, p in zip(itertools.compress(rows, whole), passed)]
   return {
-    **pass_rates(passed),
+    **pass_metrics(graded, decided, pass_reward),
     f'maj@{k}': float(np.mean(votes)),
     'count': len(rows),
-    'ungraded_prompts': int((~whole).sum()),
     'reward': float(table[whole].mean()),
     'frac_reward_differs': float((np.ptp(table[whole], axis=1) > 0).mean()),
     'completions/mean_length': float(np.mean([len(x) for x in ids])),

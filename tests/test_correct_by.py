@@ -1,0 +1,269 @@
+"""One named reward decides what is correct: dynamic sampling, pass@k, rejection sampling.
+
+Legend: P prompts, G samples a prompt.
+"""
+
+import json
+import pathlib
+import runpy
+
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost.algorithms import rft
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
+from jaxpost.rewards.groups import Graded, verdicts
+from jaxpost.rewards.pool import RewardPool
+from jaxpost.rl import batching, grading
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import prepare, reward_model
+from jaxpost.stage.evaluate import pass_metrics
+from jaxpost.tools import score_dataset
+from jaxpost.types import Experience, Prompt, Rollout
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+LENGTHS = [300, 380, 390, 400, 420, 300, 300, 310]  # the penalty of the recipe begins at 384 tokens
+TASK = 'generated:arithmetic:max=9,ops=+,split=train,correct=1'
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def stage_config(**over):
+  (config,) = config_lib.parse(tiny.merged(dict(algorithm='grpo'), over)).values()
+  return config
+
+
+def never(completions, **columns):
+  del columns
+  return [0.0] * len(completions)
+
+
+def always(completions, **columns):
+  del columns
+  return [1.0] * len(completions)
+
+
+def by_place(completions, **columns):
+  """0, 1, 2, ...: differs in every group."""
+  del columns
+  return [float(i) for i in range(len(completions))]
+
+
+def run(config, workdir):
+  jaxpost.run(config, workdir)
+  return metrics.read_rows(workdir / 'metrics.jsonl')
+
+
+# ------------------------------------------------------------ dynamic sampling
+
+
+def test_lengths_do_not_make_an_all_wrong_group_varied():
+  """Groups of the shipped DAPO recipe: all wrong, one right, all right, of the same lengths."""
+  recipe = runpy.run_path(CLONE / 'configs/grpo_gsm8k.py')['get_config']('method=dapo').to_dict()
+  (config,) = config_lib.parse(recipe).values()
+  size = len(LENGTHS)
+  right = [[], [2], range(size)]
+  texts = [['#### 4' if i in some else '#### 5' for i in range(size)] for some in right]
+  padded = [text.rjust(length, '.') for group in texts for text, length in zip(group, LENGTHS)]
+  ids = np.zeros((3 * size, 512), np.int32)
+  for row, text in zip(ids, padded):
+    row[: len(text)] = np.frombuffer(text.encode(), np.uint8)
+  rollout = Rollout(
+    tuple(Prompt(i, np.zeros(1, np.int32), '2+2=', {'answer': '#### 4'}) for i in range(3)),
+    ids,
+    np.array(LENGTHS * 3),
+    np.zeros(ids.shape, np.float32),
+    np.zeros(ids.shape, np.float32),
+    np.ones(len(ids), bool),
+  )
+  with RewardPool(config.rewards_tuple()) as pool:
+    pool.check(['prompt', 'answer'])
+    grader = grading.Grader(pool, tokenizer_lib.load('bytes'), correct_by=reward_model.correct_by(config, False))
+    pending = grader.submit(rollout)
+    assert pending.varied_groups().tolist() == [False, True, False]
+    assert pending.select_varied(1).selected == [[1]]
+    assert grading.varied(pending.rounds[0].rewards).all()  # the penalty alone makes the sums of every group differ
+
+
+def test_a_sample_without_a_reward_is_no_verdict():
+  """The only right sample of a group is masked by another reward: what is left is all wrong."""
+  right = dict(right=[1.0, 0.0, 0.0])
+  graded = [Graded([None, 0.0, -0.5], right, None), Graded([1.0, 0.0, -0.5], right, None)]
+  rewards = np.array([[np.nan, 0.0, -0.5], [1.0, 0.0, -0.5]])
+  np.testing.assert_array_equal(verdicts(graded, rewards, 'right'), [[np.nan, 0, 0], [1, 0, 0]])
+  assert grading.varied(verdicts(graded, rewards, 'right')).tolist() == [False, True]
+
+
+@pytest.mark.parametrize('decides, missing', [('', 4), ('by_place', 0)])
+def test_groups_are_kept_by_the_named_reward(model, decides, missing):
+  """All groups differ in the sum; with `never` as the one that decides none is trained on."""
+  rl = dict(dynamic_sampling=2, correct_by=decides)
+  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(model, reward=(never, by_place), rl=rl))
+  try:
+    item = next(stream)
+  finally:
+    stream.close()
+  assert item.info.get('dynamic_sampling/missing', 0) == missing
+  trained = np.asarray(item.updates[0].batch.loss_weights) > 0
+  assert trained.any() == (not missing)
+
+
+def test_figures_of_all_sampled_groups_are_kept(model, tmp_path):
+  """Round 1 has one varied group of four, round 2 four: the kept ones are a choice."""
+  seen = []
+
+  def right(completions, **columns):
+    del columns
+    seen.append(len(completions))
+    return [float(i == 0 and len(seen) not in (2, 3, 4)) for i in range(len(completions))]
+
+  (row,) = run(
+    tiny.grpo_config(model, reward=(right, always), rl=dict(dynamic_sampling=3), train=dict(steps=1)), tmp_path
+  )
+  assert row['dynamic_sampling/rounds'] == 2
+  assert (row['rewards/right/mean'], row['reward'], row['frac_reward_zero_std']) == (0.25, 1.25, 0)
+  assert row['rewards/right/mean/unfiltered'] == 5 * 0.25 / 8
+  assert row['reward/unfiltered'] == 1 + 5 * 0.25 / 8
+  assert row['frac_reward_zero_std/unfiltered'] == 3 / 8
+
+
+def test_without_dynamic_sampling_nothing_is_unfiltered(model, tmp_path):
+  (row,) = run(tiny.grpo_config(model, train=dict(steps=1)), tmp_path)
+  assert not [name for name in row if 'unfiltered' in name]
+
+
+# ---------------------------------------------------------------------- pass@k
+
+
+def test_passing_is_by_the_named_reward(model, tmp_path):
+  """Nothing is right, and a form that always holds passes nothing; each reward has its own pass@k."""
+  held_out = dict(samples=2, size=4, data=dict(path=TASK))
+  base = tiny.grpo_config(model, reward=(never, always), eval=held_out, train=dict(steps=1))
+  *_, last = run(base, tmp_path / 'first')
+  assert last['split'] == 'eval' and last['reward'] == 1
+  assert [last[k] for k in ('pass@1', 'pass@2', 'pass@1/never', 'pass@1/always', 'pass@2/always')] == [0, 0, 0, 1, 1]
+  named = tiny.merged(base, dict(rl=dict(correct_by='always'), reward_weights=(1.0, 0.01)))
+  named['save'] = dict(named['save'], keep_best='pass@1/never')
+  *_, last = run(named, tmp_path / 'named')
+  assert last['pass@1'] == 1 and last['pass@1/never'] == 0  # by its own value, whatever it weighs
+
+
+def test_passing_of_a_supervised_run(model, tmp_path):
+  held_out = dict(samples=2, size=4, data=dict(path=TASK))
+  *_, last = run(tiny.run_config(model, reward=(always, never), eval=held_out, train=dict(steps=1)), tmp_path)
+  assert last['pass@1'] == 1 and last['pass@1/never'] == 0 and 'loss' in last
+
+
+def test_prompts_without_a_verdict_are_left_out_and_counted():
+  graded = [Graded([1.0, 2.0], dict(right=[1.0, 1.0], form=[None, None]), None)]
+  graded += [Graded([1.0, 0.0], dict(right=[1.0, 0.0], form=[0.0, 0.0]), None)]
+  graded += [Graded([1.0, 1.0], dict(right=[None, None], form=[1.0, 1.0]), None)]
+  graded += [Graded([None, None], dict(right=[1.0, 1.0], form=[None, None]), 'form: it raised')]
+  table = verdicts(graded, np.array([[1.0, 2.0], [1.0, 0.0], [1.0, 1.0], [np.nan] * 2]), 'right')
+  found = pass_metrics(graded, table, 1.0)
+  assert found['ungraded_prompts'] == 2
+  assert (found['pass@1'], found['pass@2']) == (0.75, 1.0)
+  assert (found['pass@1/right'], found['pass@1/form']) == (0.75, 0.0)
+
+
+def test_a_score_of_a_data_set_is_by_the_named_reward():
+  """Four wrong answers in the right form: pass@k and maj@k are 0, and 1 by the form."""
+  rows = [dict(completions=['5'] * 4, completion_ids=[[5]] * 4)]
+  graded = [Graded([1.0] * 4, dict(exact_match=[0.0] * 4, regex_match=[1.0] * 4), None)]
+  found = score_dataset.summary(rows, graded, (258,), correct_by='exact_match')
+  assert (found['pass@1'], found['pass@4'], found['maj@4']) == (0, 0, 0)
+  assert (found['pass@1/exact_match'], found['pass@1/regex_match']) == (0, 1)
+  found = score_dataset.summary(rows, graded, (258,), correct_by='regex_match')
+  assert (found['pass@1'], found['maj@4']) == (1, 1)
+
+
+# ---------------------------------------------------------- rejection sampling
+
+
+def test_the_best_of_the_correct_ones_is_trained_on():
+  """A wrong answer with the highest sum is not; among the correct ones the sum decides."""
+  made = Rollout(
+    (Prompt(0, np.zeros(1, np.int32), '', {}), Prompt(1, np.zeros(1, np.int32), '', {})),
+    *(np.zeros((6, 2), np.int32), np.full(6, 2), np.zeros((6, 2)), np.zeros((6, 2)), np.ones(6, bool)),
+  )
+  sums = np.array([3.0, 0.5, 0.9, 2.0, 2.0, 2.0])  # a bonus of 3, penalties of 0.5 and 0.1; all wrong
+  right = np.array([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+  experience = Experience(made, sums, batching.completion_mask(made), {}, verdicts=right)
+  config = config_lib.resolve(stage_config(algorithm='rft'), rft.RFT.defaults)
+  found = rft.credit(experience, config)
+  assert np.flatnonzero(found.mask.any(axis=1)).tolist() == [2]
+  assert found.metrics['rft/dropped'] == 1
+
+
+def test_recorded_rollouts_keep_their_verdicts(model, tmp_path):
+  """What `rft` keeps of them, with the recorded rewards, is what the run kept."""
+  base = tiny.grpo_config(model, algorithm='rft', reward=(never, by_place), train=dict(steps=1))
+  base['log'] = dict(base['log'], rollouts_every=1)
+  (row,) = run(base, tmp_path / 'run')
+  again = base | dict(train_on_rollouts=str(tmp_path / 'run'), reward='')
+  (replayed,) = run(again, tmp_path / 'again')
+  assert replayed['rft/kept'] == row['rft/kept'] == 0
+  assert replayed['reward'] == row['reward'] == 1.5
+
+
+# ------------------------------------------------------------------- its name
+
+
+@pytest.mark.parametrize(
+  'over, model_grades, expected',
+  [
+    (dict(reward='gsm8k,overlong?max=9'), False, 'gsm8k'),
+    (dict(reward='gsm8k,overlong?max=9', rl=dict(correct_by='overlong')), False, 'overlong'),
+    (dict(reward='length?max=9,length?max=8', rl=dict(correct_by='length_2')), False, 'length_2'),
+    (dict(reward='./a.py:f?x=1,gsm8k', reward_weights=(0.5, 1.0)), False, 'f'),
+    (dict(reward='reward_model,gsm8k'), True, 'gsm8k'),
+    (dict(reward='reward_model,gsm8k', rl=dict(correct_by='reward_model')), True, 'reward_model'),
+    (dict(reward='reward_model'), True, 'reward_model'),
+    (dict(environment='./env.py:Env'), False, 'environment'),
+    (dict(environment='./env.py:Env', reward='think_format'), False, 'think_format'),
+    (dict(environment='./env.py:Env', reward='think_format', rl=dict(correct_by='environment')), False, 'environment'),
+    (dict(), False, ''),
+  ],
+)
+def test_the_first_function_decides_unless_one_is_named(over, model_grades, expected):
+  assert reward_model.correct_by(stage_config(**over), model_grades) == expected
+
+
+def test_a_name_that_is_no_reward_is_refused(model):
+  config = tiny.grpo_config(model, reward='gsm8k,overlong?max=9', rl=dict(correct_by='gsm'))
+  with pytest.raises(InputError, match="config.rl.correct_by: 'gsm' is not among the rewards: gsm8k, overlong"):
+    prepare.prepare_all(config)
+  with pytest.raises(InputError, match="'reward_model' is not among the rewards: gsm8k, overlong"):
+    prepare.prepare_all(tiny.merged(config, dict(rl=dict(correct_by='reward_model'))))
+
+
+def test_recorded_rewards_do_not_grade_held_out_samples(model, tmp_path):
+  config = tiny.grpo_config(
+    model, reward='', train_on_rollouts=str(tmp_path), eval=dict(samples=1, data=dict(path=TASK))
+  )
+  with pytest.raises(InputError, match='config.reward: is empty'):
+    prepare.prepare_all(config)
+
+
+def test_a_command_refuses_the_name_before_it_samples(model, tmp_path):
+  from jaxpost.tools import completions, inference
+
+  data = tmp_path / 'data.jsonl'
+  data.write_text(json.dumps(dict(prompt='1+1=', answer='2')) + '\n')
+  tokenizer_lib.load('bytes').save(model)
+  with pytest.raises(InputError, match="--correct_by: 'exact' is not among the rewards: exact_match"):
+    score_dataset.measure(
+      inference.from_folder(model),
+      score_dataset.read(str(data)),
+      'exact_match',
+      '',
+      completions.Draws(n=2, max_new_tokens=2),
+      correct_by='exact',
+    )
