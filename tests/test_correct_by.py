@@ -203,7 +203,7 @@ def test_the_best_of_the_correct_ones_is_trained_on():
 
 
 def test_recorded_rollouts_keep_their_verdicts(model, tmp_path):
-  """What `rft` keeps of them, with the recorded rewards, is what the run kept."""
+  """A replay of an `rft` run with its recorded rewards keeps the same completions."""
   base = tiny.grpo_config(model, algorithm='rft', reward=(never, by_place), train=dict(steps=1))
   base['log'] = dict(base['log'], rollouts_every=1)
   (row,) = run(base, tmp_path / 'run')

@@ -156,6 +156,7 @@ MEANT = {
   'grpo.num_generations': 'config.grpo.rollout.group_size',
   'actor_rollout_ref.rollout.n': 'config.rollout.group_size',
   'algorithm.filter_groups.enable': 'config.rl.dynamic_sampling',
+  'algorithm.filter_groups.metric': 'config.rl.correct_by',
   'beta': 'config.preference.beta',
   'modle.path': 'config.model.path',
   'optm.lrr': 'config.optim.lr',
