@@ -16,9 +16,10 @@ from jaxpost.algorithms import rft
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
-from jaxpost.rewards.groups import Graded, verdicts
+from jaxpost.rewards.groups import Graded
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.rl import batching, grading
+from jaxpost.rl.reward_metrics import verdicts
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare, reward_model
 from jaxpost.stage.evaluate import pass_metrics

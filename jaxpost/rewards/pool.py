@@ -31,31 +31,6 @@ _TAKE_S = 10.0  # seconds for a worker to accept a group
 _SHOWN = 2000  # characters of printed output to log for each group
 
 
-class PendingGrades:
-  """Groups that are being graded; `result` waits for them."""
-
-  def __init__(self, futures: list[concurrent.futures.Future], count: Callable[[list[Graded]], None]) -> None:
-    self._futures = futures
-    self._count = count
-    self._graded = None
-
-  def done(self) -> bool:
-    """Returns True if `result` would not block."""
-    return all(future.done() for future in self._futures)
-
-  def uncounted(self) -> list[Graded]:
-    """Waits; returns the `Graded` of each group in order, without counting failures: call `RewardPool.count`."""
-    return [future.result() for future in self._futures]
-
-  def result(self) -> list[Graded]:
-    """Waits; returns the `Graded` of each group in order. InputError if too many groups failed."""
-    if self._graded is None:
-      graded = self.uncounted()
-      self._count(graded)
-      self._graded = graded
-    return self._graded
-
-
 class _Reply(NamedTuple):
   """A worker's values for one group, by function, and why there are no more of them."""
 
@@ -138,8 +113,8 @@ class RewardPool:
       for missing in call.missing_of(arguments, given):
         raise InputError(f'reward {name} ({file}): {call.missing_column(missing, given)}')
 
-  def submit(self, groups: Sequence[Group], step: int | None = None) -> PendingGrades:
-    """Starts grading without waiting for it.
+  def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
+    """Starts grading without waiting for it; failures are not counted before `count` is called.
 
     Args:
       groups: what to grade; InputError if JSON cannot represent a column.
@@ -152,11 +127,13 @@ class RewardPool:
       future = concurrent.futures.Future()
       self._jobs.put((future, line, len(group.completions)))
       futures.append(future)
-    return PendingGrades(futures, self.count)
+    return futures
 
   def grade(self, groups: Sequence[Group], step: int | None = None) -> list[Graded]:
     """Grades groups and returns the `Graded` of each, in order; InputError if too many failed."""
-    return self.submit(groups, step).result()
+    graded = [future.result() for future in self.submit(groups, step)]
+    self.count(graded)
+    return graded
 
   def close(self) -> None:
     """Ends workers and threads; groups that are still queued are cancelled."""

@@ -10,6 +10,7 @@ tokens.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import typing
@@ -19,12 +20,13 @@ import numpy as np
 
 from jaxpost.distributed import coordination
 from jaxpost.losses import advantages
-from jaxpost.rewards.groups import REWARD_MODEL, Graded, Group, reward_table, stats_of, verdicts
+from jaxpost.rewards.groups import Graded, Group, stats_of
 from jaxpost.rl import batching, reward_metrics
+from jaxpost.rl.reward_metrics import REWARD_MODEL, reward_table, verdicts
 
 if typing.TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.rewards.pool import PendingGrades, RewardPool
+  from jaxpost.rewards.pool import RewardPool
   from jaxpost.types import Rollout
 
 
@@ -76,12 +78,12 @@ class PendingGroups:
 
   pool: RewardPool
   num_groups: int  # on all processes
-  local: PendingGrades  # those that this process grades
+  local: list[concurrent.futures.Future[Graded]]  # those that this process grades
 
   @functools.cached_property
   def results(self) -> list[Graded]:
     """Waits for the rewards of all groups: in order, equal on every process."""
-    shards = coordination.all_gather([vars(graded) for graded in self.local.uncounted()])
+    shards = coordination.all_gather([vars(graded) for graded in (future.result() for future in self.local)])
     found = [None] * self.num_groups
     for i, shard in enumerate(shards):
       found[i :: len(shards)] = [Graded(**fields) for fields in shard]

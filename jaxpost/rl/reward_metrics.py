@@ -18,6 +18,25 @@ if typing.TYPE_CHECKING:
   from jaxpost.rewards.groups import Graded, Group
   from jaxpost.types import Experience, Rollout, RowShape
 
+REWARD_MODEL = 'reward_model'  # name of the reward of a reward model that is a role
+
+
+def reward_table(graded: Sequence[Graded], name: str = '') -> np.ndarray:
+  """Returns [P, G] float64 of P groups, NaN for None: the sums of rewards, or the values of one reward."""
+  rows = [g.components[name] if name else g.rewards for g in graded]
+  return np.array([[np.nan if r is None else r for r in row] for row in rows], np.float64)
+
+
+def verdicts(graded: Sequence[Graded], rewards: np.ndarray, name: str) -> np.ndarray:
+  """Returns [P, G] float64: values of the reward that decides what is correct; NaN for samples without a reward.
+
+  Args:
+    rewards: [P, G] sums, NaN where a sample has none.
+    name: of the reward that decides; '' is the sum, which also stands in where nothing was graded.
+  """
+  values = reward_table(graded, name) if name and graded[0].components else rewards
+  return np.where(np.isfinite(rewards), values, np.nan)
+
 
 def reward_metrics(table: np.ndarray, results: Sequence[Graded]) -> dict:
   """Means, spreads and counts of the rewards [P, G] of groups; NaN where a sample has none."""

@@ -78,7 +78,7 @@ def pass_metrics(graded: Sequence[Graded], verdicts: np.ndarray, pass_reward: fl
     graded: of N prompts; verdicts: [N, k] values of the reward that decides what is correct.
     pass_reward: value of any reward from which a sample passes.
   """
-  from jaxpost.rewards.groups import reward_table  # which no SFT run reads
+  from jaxpost.rl.reward_metrics import reward_table  # which no SFT run reads
 
   whole = np.isfinite(verdicts).all(axis=1)
   tables = {'': verdicts} | {f'/{name}': reward_table(graded, name) for name in graded[0].components}

@@ -19,8 +19,9 @@ from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.rewards import builtin, math
-from jaxpost.rewards.groups import Graded, Group, reward_table, verdicts
+from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.rl.reward_metrics import reward_table, verdicts
 from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
