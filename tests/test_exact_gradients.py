@@ -1,0 +1,236 @@
+"""Policy gradients against exact ones: every completion of a tiny policy, weighted by its probability.
+
+The policy is a transformer with 4 symbols and completions of 2 tokens, so that all
+16 completions, and all 256 groups of two, can be listed. Their mean gradient through
+credit, packing, surrogate and accumulation must be the gradient of the expected
+reward or divergence, which is computed from the list. No sampling noise is involved.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.algorithms import grpo
+from jaxpost.losses import head_chunk
+from jaxpost.models import model as model_lib
+from jaxpost.programs import train as programs
+from jaxpost.rl import batching
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Experience, Prompt, Rollout
+
+SYMBOLS = 4
+PROMPT = np.array([2], np.int32)
+
+
+def completions(length):
+  return np.array(list(itertools.product(range(SYMBOLS), repeat=length)), np.int32)
+
+
+def rewards_of(length, binary):
+  """One reward for each completion."""
+  values = np.random.RandomState(7).standard_normal(SYMBOLS**length)
+  return (values > 0.3).astype(float) if binary else values
+
+
+@functools.lru_cache
+def model():
+  return model_lib.build(tiny.config(num_layers=1, vocab_size=SYMBOLS))
+
+
+@functools.lru_cache
+def params(kind):
+  """The policy; the sampler and the reference are near it."""
+  base = tiny.params(model())
+  if kind == 'policy':
+    return base
+  random = np.random.RandomState({'sampler': 1, 'reference': 2}[kind])
+  return jax.tree.map(lambda x: x + 0.05 * random.standard_normal(x.shape).astype(np.float32), base)
+
+
+def logprobs(weights, length):
+  """[completions, length], differentiable."""
+  answers = completions(length)
+  rows = np.concatenate([np.tile(PROMPT, (len(answers), 1)), answers], axis=1)
+  hidden = tiny.hidden(model(), weights, rows)[:, :-1]
+  logits = head_chunk.logits(hidden, model().head(weights), model().config.logit_form, 'float32')
+  logp = jax.nn.log_softmax(logits[..., :SYMBOLS])
+  return jnp.take_along_axis(logp, answers[..., None], axis=-1)[..., 0]
+
+
+def config_of(algorithm, rl):
+  parsed = config_lib.parse(dict(algorithm=algorithm, reward='x', rl=rl))
+  return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(algorithm).defaults)
+
+
+def measured(algorithm, rl, *, length=2, size=2, binary=False, off_policy=False, old='policy'):
+  """The mean gradient over all groups, each with its probability under the sampler."""
+  config = config_of(algorithm, rl)
+  answers, values = completions(length), rewards_of(length, binary)
+  arrays = {kind: np.asarray(logprobs(params(kind), length)) for kind in ('policy', 'sampler', 'reference')}
+  sampler = arrays['sampler' if off_policy else 'policy']
+  groups = np.array(list(itertools.product(range(len(answers)), repeat=size)))
+  probability = np.exp(sampler.sum(axis=1, dtype=np.float64))[groups].prod(axis=1)
+  index = groups.reshape(-1)
+  rollout = Rollout(
+    prompts=tuple(Prompt(i, PROMPT, '', {}) for i in range(len(groups))),
+    completions=answers[index],
+    lengths=np.full(len(index), length),
+    logprobs=sampler[index],
+    behavior_logprobs=sampler[index],
+    finished=np.ones(len(index), bool),
+  )
+  experience = Experience(
+    rollout=rollout,
+    rewards=values[index],
+    mask=np.ones((len(index), length), np.float32),
+    arrays=dict(
+      sampler_logprobs=sampler[index], old_logprobs=arrays[old][index], ref_logprobs=arrays['reference'][index]
+    ),
+    baseline=np.full(len(groups), 0.4),
+  )
+  credit = grpo.credit(experience, config)
+  weights = batching.token_weights(credit.mask, config.rl.aggregate, length)
+  weights = weights * np.repeat(probability * len(groups), size)[:, None]
+  fit = 16  # sequences in a row
+  rows = math.ceil(len(index) / fit)
+  batch = batching.to_batch(
+    rollout, range(len(index)), weights.astype(np.float32), credit.arrays, rows, row_length=fit * (length + 1)
+  )
+  loss = programs.make_loss(model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+  return jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(params('policy'), split)
+
+
+@functools.lru_cache
+def exact(name, length=2, binary=False):
+  """Gradients of expectations under the policy, per token: divided by the length.
+
+  'kl' is the divergence of completions, KL(policy, reference). 'kl_of_tokens' sums
+  the divergences of next tokens, with prefixes drawn by the policy as it is;
+  'reverse_kl_of_tokens' those of KL(reference, policy).
+  """
+  values = rewards_of(length, binary)
+  reference = logprobs(params('reference'), length)
+  chance = jnp.exp(logprobs(params('policy'), length))
+  # Of the prefix before each token, and of the tokens after it.
+  prefix = jnp.cumprod(jnp.concatenate([jnp.ones((len(values), 1)), chance[:, :-1]], axis=1), axis=1)
+  after = SYMBOLS ** (length - 1 - np.arange(length))  # completions that share prefix and token
+
+  def expectation(weights):
+    logp = logprobs(weights, length)
+    whole = jnp.exp(logp.sum(axis=1))
+    return {
+      'reward': lambda: (whole * values).sum(),
+      'kl': lambda: (whole * (logp - reference).sum(axis=1)).sum(),
+      'kl_of_tokens': lambda: (prefix * jnp.exp(logp) * (logp - reference) / after).sum(),
+      'reverse_kl_of_tokens': lambda: (prefix * jnp.exp(reference) * (reference - logp) / after).sum(),
+      'nothing': lambda: 0.0 * logp.sum(),
+    }[name]() / length
+
+  return jax.grad(expectation)(params('policy'))
+
+
+def close(found, *terms):
+  """Checks a gradient against a sum of (factor, gradient)."""
+  wanted = jax.tree.map(lambda *leaves: sum(f * x for (f, _), x in zip(terms, leaves)), *(g for _, g in terms))
+  size = max(tiny.largest(x) for _, g in terms for x in jax.tree.leaves(g)) or tiny.largest(exact_reward_leaf())
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+    assert tiny.largest(a - b) <= 2e-4 * size
+
+
+def exact_reward_leaf():
+  return jax.tree.leaves(exact('reward'))[0]
+
+
+LOSSES = ('clip', 'reinforce', 'cispo', 'sapo', 'gspo', 'geo_mean', 'dppo_tv', 'dppo_kl')
+
+
+@pytest.mark.parametrize('loss', LOSSES)
+def test_on_policy_every_surrogate_has_the_gradient_of_the_reward(loss):
+  found = measured('grpo', dict(loss=loss, advantage='leave_one_out'))
+  close(found, (-1, exact('reward')))
+
+
+@pytest.mark.parametrize('aggregate', ['token', 'sequence', 'constant'])
+@pytest.mark.parametrize(
+  'rl, factor',
+  [
+    (dict(advantage='leave_one_out'), 1),
+    (dict(advantage='group', scale_rewards='none'), 1 / 2),  # the mean holds the sample itself
+    (dict(advantage='opo'), 1 / 2),
+    (dict(advantage='remax'), 1),
+    (dict(advantage='gpg'), 1 / 2 * 256 / 240),  # 16 of 256 groups are of one completion twice
+  ],
+  ids=lambda x: x['advantage'] if isinstance(x, dict) else '',
+)
+def test_estimators_have_the_gradient_of_the_reward(rl, factor, aggregate):
+  close(measured('grpo', dict(rl, aggregate=aggregate)), (-factor, exact('reward')))
+
+
+def test_maxrl_has_the_gradient_of_its_series():
+  """With the mean as baseline, n samples give sum over k < n of (1 - p)^(k - 1) grad p (arXiv:2602.02710)."""
+  rewards = rewards_of(1, True)
+  p = float((np.exp(np.asarray(logprobs(params('policy'), 1)).sum(axis=1)) * rewards).sum())
+  assert 0.1 < p < 0.9
+  found = measured('maxrl', {}, length=1, size=3, binary=True)
+  close(found, (-(1 + (1 - p)), exact('reward', 1, True)))
+
+
+@pytest.mark.parametrize(
+  'estimator, divergence',
+  [
+    ('k1', 'nothing'),
+    ('k2', 'kl_of_tokens'),
+    ('k3', 'reverse_kl_of_tokens'),
+    ('k1+', 'kl_of_tokens'),
+    ('k3+', 'kl_of_tokens'),
+  ],
+)
+def test_a_kl_in_the_loss(estimator, divergence):
+  """arXiv:2512.21852, table 1; k3 in the loss has the gradient of KL(reference, policy)."""
+  rl = dict(advantage='leave_one_out', kl_coef=2.0, kl_estimator=estimator)
+  close(measured('grpo', rl), (-1, exact('reward')), (2, exact(divergence)))
+
+
+@pytest.mark.parametrize('estimator', ['k1', 'k3'])
+def test_a_weighted_kl_in_the_loss(estimator):
+  """The ratio makes it exact, for k1 and k3 (DeepSeek-V3.2, arXiv:2512.02556, section 3.1)."""
+  rl = dict(advantage='leave_one_out', kl_coef=2.0, kl_estimator=estimator, kl_weighted=True)
+  close(measured('grpo', rl), (-1, exact('reward')), (2, exact('kl_of_tokens')))
+
+
+@pytest.mark.parametrize('estimator', ['k1', 'k3'])
+def test_a_weighted_kl_off_policy(estimator):
+  rl = dict(advantage='leave_one_out', kl_coef=2.0, kl_estimator=estimator, kl_weighted=True, old_policy='sampler')
+  rl |= dict(clip_low=0.99, clip_high=99.0)
+  found = measured('grpo', rl, length=1, off_policy=True)
+  close(found, (-1, exact('reward', 1)), (2, exact('kl', 1)))
+
+
+def test_a_kl_in_the_reward():
+  rl = dict(advantage='leave_one_out', kl_coef=2.0, kl_in='reward')
+  close(measured('grpo', rl), (-1, exact('reward')), (2, exact('kl')))
+
+
+@pytest.mark.parametrize('loss', ['clip', 'cispo', 'dppo_tv', 'dppo_kl'])
+def test_ratios_to_the_sampler_correct_what_an_older_policy_sampled(loss):
+  """One token, bounds that nothing reaches."""
+  rl = dict(loss=loss, advantage='leave_one_out', old_policy='sampler', clip_low=0.99, clip_high=99.0)
+  found = measured('grpo', rl, length=1, off_policy=True)
+  close(found, (-1, exact('reward', 1)))
+  with pytest.raises(AssertionError):  # without the correction the test would fail
+    close(measured('grpo', rl | dict(old_policy='recomputed'), length=1, off_policy=True), (-1, exact('reward', 1)))
+
+
+def test_sequence_weights_correct_what_an_older_policy_sampled():
+  rl = dict(loss='reinforce', advantage='leave_one_out', importance=('sequence_truncated',), importance_cap=1e6)
+  close(measured('grpo', rl, off_policy=True), (-1, exact('reward')))
+  with pytest.raises(AssertionError):
+    close(measured('grpo', rl | dict(importance=()), off_policy=True), (-1, exact('reward')))
