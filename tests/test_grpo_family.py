@@ -214,7 +214,7 @@ def test_what_belongs_to_a_loss_comes_with_it(algorithm, chosen, expected):
     (dict(loss='reinforce', dual_clip=3.0), "dual_clip.*loss='reinforce'.*would ignore it"),
     (dict(advantage='opo', scale_rewards='group'), "scale_rewards: 'group' does not go with rl.advantage='opo'"),
     (dict(scale_rewards='leave_one_out'), "'leave_one_out' does not go with rl.advantage='group'"),
-    (dict(advantage='pass_at_k', pass_k=99), 'pass_k: 99 samples cannot be taken of a group of'),
+    (dict(advantage='pass_at_k', pass_k=99), 'pass_k: no two subsets of 99 can be compared in a group of'),
     (dict(old_policy='sampler', importance=('icepop',)), 'importance: with old_policy=sampler'),
     (dict(importance=('icepop', 'token_truncated')), 'icepop and token_truncated would each multiply'),
     (dict(importance=('product_mask',), product_low=3.0), 'product_low: 3.0 is above product_high=2.0'),

@@ -260,8 +260,8 @@ def check(config: Config) -> None:
     f'which takes {" or ".join(estimator.scales)}',
   )
   refuse(
-    rl.advantage == 'pass_at_k' and rl.pass_k > size,
-    f'config.rl.pass_k: {rl.pass_k} samples cannot be taken of a group of {size}; '
+    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
+    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
     'lower it, or raise config.rollout.group_size',
   )
   check_terms(config)
@@ -284,6 +284,11 @@ def check_terms(config: Config) -> None:
     rl.kl_in == 'reward' and rl.kl_estimator != 'k1',
     f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in a reward is not that of the KL; '
     'use k1, or config.rl.kl_in=loss',
+  )
+  refuse(
+    rl.kl_in == 'loss' and rl.kl_estimator == 'k1' and rl.kl_coef > 0 and not rl.kl_weighted,
+    'config.rl.kl_estimator: k1 in the loss has no gradient on average; use k3, config.rl.kl_weighted, '
+    'or config.rl.kl_in=reward',
   )
   refuse(
     rl.old_policy == 'sampler' and bool(_corrections(rl)),
@@ -310,6 +315,7 @@ def rl_fields_read(rl: RlSection) -> set[str]:
     'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
     'gamma': 'gamma' in read or rl.advantage == 'gae',
     'lam': rl.advantage == 'gae',
+    'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
     'kl_horizon': rl.kl_target > 0,

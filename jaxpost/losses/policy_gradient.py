@@ -193,7 +193,8 @@ def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """|d| with d = log pi - log ref: biased, never negative."""
-  return jnp.abs(kl_k1(logprobs, ref_logprobs))
+  d = kl_k1(logprobs, ref_logprobs)
+  return jnp.where(d == 0, 0.0, jnp.abs(d))  # no gradient where there is no divergence
 
 
 # (logprobs, ref_logprobs) -> [B, T].
