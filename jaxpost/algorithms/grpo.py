@@ -35,14 +35,13 @@ def objective(config: Config) -> Objective:
   chosen = policy_gradient.LOSSES[rl.loss]
   coupled = masked or chosen.per_sequence
   options = _options(policy_gradient.SurrogateOptions, rl)
-  sampler_is_old = rl.old_policy == 'sampler'
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
 
   def surrogate(outputs, arrays, sequence_mean=None):
     logp = outputs.logprobs
     # The recomputed old policy is the present one if a rollout has one update.
     recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
-    old = arrays['sampler_logprobs'] if sampler_is_old else recomputed
+    old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
     loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, sequence_mean)
     if masked:
       kept = policy_gradient.off_policy_kept(
