@@ -355,7 +355,7 @@ def test_what_the_controller_cannot_do_is_refused():
 
 
 @pytest.mark.parametrize(
-  'name,text', [('dapo', 'scores of a reward model always'), ('remax', 'does not grade the greedy answer')]
+  'name,text', [('dapo', 'chosen before a reward model scores them'), ('remax', 'does not grade the greedy answer')]
 )
 def test_what_a_reward_model_cannot_grade_is_refused(name, text):
   config = config_of(name, reward=('reward_model',))

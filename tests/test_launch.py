@@ -275,7 +275,7 @@ def test_inspect_shows_rows_prompts_and_rewards(call):
   assert grpo.count('<|im_start|>assistant\n') == 2
   assert grpo.count("  answer = '") == 2 and 'prompts of 23 to 25' in grpo
   for part in (sft, grpo):
-    assert 'exact_match (jaxpost.rewards.math:exact_match), weight 1' in part
+    assert 'exact_match (jaxpost.rewards.math:exact_match), weight 1, decides what is correct' in part
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
     raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
   if is_used(config, algorithm):
     if config.rl.dynamic_sampling:
-      raise InputError('config.rl.dynamic_sampling: the scores of a reward model always differ; set it to 0')
+      raise InputError('config.rl.dynamic_sampling: groups are chosen before a reward model scores them; set it to 0')
     if algorithm.greedy_baseline(config):
       raise InputError(
         f'config.reward: {NAME} does not grade the greedy answer that this '
