@@ -1,15 +1,16 @@
 """The report of a run: report.html, final figures, a terminal summary.
 
 Reads the files of a run and writes one page that needs nothing else: inline
-CSS and SVG, no scripts, no requests. Imports no JAX.
+CSS and SVG, no scripts, no requests. The markup is report.html.jinja; this file
+prepares what it shows. Imports no JAX.
 """
 
-import html
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
 import rich.console
 import rich.table
 from etils import epath
@@ -41,7 +42,6 @@ NAMES = {
   'time/step': 'Seconds per step',
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 210, 56, 14, 12, 26
-CSS = epath.resource_path('jaxpost') / 'monitor' / 'report.css'
 
 
 def _number(x: Any) -> str:
@@ -57,11 +57,6 @@ def _seconds(x: float) -> str:
   if x < 120:
     return f'{x:.3g} s'
   return f'{x / 60:.0f} min' if x < 7200 else f'{x / 3600:.1f} h'
-
-
-def _esc(x: Any) -> str:
-  """Escaped for HTML; a lone surrogate, which UTF-8 lacks, becomes `?`."""
-  return html.escape(str(x)).encode('utf-8', 'replace').decode()
 
 
 def _read_json(path: epath.Path, default: Any) -> Any:
@@ -139,63 +134,47 @@ def _pick(items: list, most: int) -> list:
   return [items[i * last // max(1, count - 1)] for i in range(count)]
 
 
-def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> str:
-  """A figure with one line per split; at most `most` points can be hovered."""
+def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
+  """Coordinates of a figure with one line per split; at most `most` points can be hovered."""
   good = {s: [p for p in pts if p[1] is not None] for s, pts in series.items()}
   good = {s: pts for s, pts in good.items() if pts}
   if not good:
-    return ''
+    return None
   steps = [step for pts in series.values() for step, _ in pts]
   left, right = min(steps), max(max(steps), min(steps) + 1)
   low, high = _range([v for pts in good.values() for _, v in pts])
 
-  def x(s):
-    return LEFT + (s - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+  def x(step: float) -> float:
+    return LEFT + (step - left) / (right - left) * (WIDTH - LEFT - RIGHT)
 
-  def y(v):
-    return TOP + (high - v) / (high - low) * (HEIGHT - TOP - BOTTOM)
+  def y(value: float) -> float:
+    return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-  base = HEIGHT - BOTTOM
-  out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
-  for v in _ticks(low, high, 4):
-    out.append(
-      f'<path class="rule" d="M{LEFT} {y(v):.1f}H{WIDTH - RIGHT}"'
-      f'/><text x="{LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">'
-      f'{_number(float(f"{v:.6g}"))}</text>'
-    )
-  for s in (s for s in _ticks(left, right, 6) if s == int(s)):
-    out.append(f'<text x="{x(s):.1f}" y="{base + 18}" text-anchor="middle">{int(s)}</text>')
+  lines = []
   for split, pts in good.items():
     inside = [p for p in pts if low <= p[1] <= high]
-    kind = 'train' if split == 'train' else 'eval'
-    out.append(f'<g class="{kind}{" few" if len(inside) < 40 else ""}">')
     smooth = [min(max(v, low), high) for _, v in pts]
     smooth = smooth if key == 'lr' else _smooth(smooth)
-    line = 'L'.join(f'{x(s):.1f} {y(v):.1f}' for (s, _), v in _pick(list(zip(pts, smooth)), 160))
-    out.append(f'<path class="area" d="M{x(pts[0][0]):.1f} {base}L{line}V{base}Z"/><path class="curve" d="M{line}"/>')
-    for s, v in _pick(inside, most):
-      out.append(
-        f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="2.2"><title>{_esc(split)} step {s}: {v:.5g}</title></circle>'
-      )
-    out.append('</g>')
-  gone = [p[0] for pts in series.values() for p in pts if p[1] is None]
-  for s in _pick(gone, 40):
-    out.append(f'<path class="gone" d="M{x(s):.1f} {base}v-9"><title>step {s}: not finite</title></path>')
+    path = 'L'.join(f'{x(s):.1f} {y(v):.1f}' for (s, _), v in _pick(list(zip(pts, smooth)), 160))
+    points = [(x(s), y(v), s, v) for s, v in _pick(inside, most)]
+    lines.append(dict(split=split, last=pts[-1][1], few=len(inside) < 40, start=x(pts[0][0]), path=path, points=points))
+  gone = [step for pts in series.values() for step, value in pts if value is None]
   beyond = sum(not low <= v <= high for pts in good.values() for _, v in pts)
-  notes = ', '.join(f'{n} {what}' for n, what in ((beyond, 'beyond the frame'), (len(gone), 'not finite')) if n)
-  out.append(f'<text x="{WIDTH - 14}" y="18" text-anchor="end">{notes}</text>')
-  now = ' '.join(
-    f'<i class="{"train" if s == "train" else "eval"}">{_esc(s)} {_number(pts[-1][1])}</i>' for s, pts in good.items()
-  )
-  return (
-    '<figure class="box"><div class="cap"><b>'
-    f'{_esc(NAMES.get(key, ""))}</b><code>{_esc(key)}</code>{now}</div>'
-    f'{"".join(out)}</svg></figure>'
+  notes = {'beyond the frame': beyond, 'not finite': len(gone)}
+  return dict(
+    key=key,
+    name=NAMES.get(key, ''),
+    frame=dict(width=WIDTH, height=HEIGHT, left=LEFT, right=WIDTH - RIGHT, base=HEIGHT - BOTTOM),
+    rules=[(y(v), float(f'{v:.6g}')) for v in _ticks(low, high, 4)],
+    steps=[(x(s), int(s)) for s in _ticks(left, right, 6) if s == int(s)],
+    lines=lines,
+    gone=[(x(s), s) for s in _pick(gone, 40)],
+    notes=', '.join(f'{number} {what}' for what, number in notes.items() if number),
   )
 
 
-def _curves(splits: Mapping[str, list[dict]], budget: int) -> str:
-  """Charts of a stage: the ones that matter, the others folded away."""
+def _curves(splits: Mapping[str, list[dict]], budget: int) -> dict[str, list[dict]]:
+  """Charts of a stage: the main ones, and more that are folded away."""
   keys = {k for rows in splits.values() for row in rows for k in row}
   keys = sorted(k for k in keys - set(ROW_KEYS) if not k.startswith('time/'))
   main = [k for k in NAMES if k in keys]
@@ -203,11 +182,11 @@ def _curves(splits: Mapping[str, list[dict]], budget: int) -> str:
   more = [k for k in keys if k not in main]
   most = max(12, min(150, budget // max(1, len(keys))))
 
-  def grid(keys):
-    series = [{s: [(r['step'], r[key]) for r in rows if key in r] for s, rows in splits.items()} for key in keys]
-    return f'<div class="grid">{"".join(_chart(k, points, most) for k, points in zip(keys, series))}</div>'
+  def charts(keys: list[str]) -> list[dict]:
+    series = {k: {s: [(r['step'], r[k]) for r in rows if k in r] for s, rows in splits.items()} for k in keys}
+    return [chart for k, points in series.items() if (chart := _chart(k, points, most))]
 
-  return grid(main) + (f'<details><summary>More curves ({len(more)})</summary>{grid(more[:60])}</details>') * bool(more)
+  return dict(main=charts(main), more=charts(more[:60]), count=len(more))
 
 
 def phases(train: Sequence[Mapping]) -> dict[str, float]:
@@ -225,22 +204,6 @@ def phases(train: Sequence[Mapping]) -> dict[str, float]:
   return out | ({'other': rest} if rest > 0 else {})
 
 
-def _time_bar(train: Sequence[Mapping]) -> str:
-  parts = phases(train)
-  total = sum(parts.values())
-  bar = keys = ''
-  for i, (name, s) in enumerate(parts.items() if total else ()):
-    color = f'background:var(--c{7 if name == "other" else i % 7})'
-    text = f'{_esc(name)} {_seconds(s)} ({s / total:.0%})'
-    bar += f'<i style="flex:{100 * s / total:.4f};{color}" title="{text}">{_esc(name) if s > 0.08 * total else ""}</i>'
-    keys += f'<span class="key"><i style="{color}"></i>{text}</span>'
-  return (
-    (f'<h3>Time of a step: {_seconds(total)}</h3><div class="box"><div class="bar">{bar}</div>{keys}</div>')
-    if total
-    else ''
-  )
-
-
 def _text(prompt: Any) -> str:
   """A prompt or completion, text or messages, as text."""
   return '\n'.join(
@@ -249,66 +212,49 @@ def _text(prompt: Any) -> str:
   )
 
 
-def _sample(row: Mapping, title: str, rewards: list[float]) -> str:
-  facts = {k: v for k, v in row.items() if k not in ('prompt', 'completion')}
-  reward, pill = facts.pop('reward', None), ''
+def _sample(row: Mapping, title: str, rewards: list[float]) -> dict[str, Any]:
+  """A completion, its facts as a line, and where its reward is between the smallest and the largest (0 to 1)."""
+  facts = {k: v for k, v in row.items() if k not in ('prompt', 'completion', 'reward', 'components')}
+  facts |= row.get('components') or {}
+  reward, share = row.get('reward'), None
   if isinstance(reward, (int, float)):
     share = (reward - min(rewards)) / (max(rewards) - min(rewards) or 1)
-    pill = f'<b class="pill" style="--v:{share:.0%}">{_number(reward)}</b>'
-  facts |= facts.pop('components', None) or {}
-  facts = ' · '.join(f'{k} {_number(v)}' for k, v in facts.items())
   text = _text(row.get('completion', ''))
-  more = f' … {len(text) - 1500} more characters' * (len(text) > 1500)
-  return f'<section><small>{title}{pill}{_esc(facts[:400])}</small><pre>{_esc(text[:1500] + more)}</pre></section>'
+  if len(text) > 1500:
+    text = f'{text[:1500]} … {len(text) - 1500} more characters'
+  line = ' · '.join(f'{k} {_number(v)}' for k, v in facts.items())
+  return dict(title=title, reward=reward, share=share, facts=line[:400], text=text)
 
 
-def _samples(folder: epath.Path) -> str:
+def _samples(folder: epath.Path) -> list[dict[str, Any]]:
   """First and last samples of a stage, side by side where prompts agree."""
   files = sorted(folder.glob('[0-9]*.jsonl'), key=lambda path: int(path.stem))
   if not files:
-    return ''
+    return []
   before, after = (
     {json.dumps(row.get('prompt')): row for row in reversed(read_growing(path))} for path in (files[0], files[-1])
   )
   before = before if len(files) > 1 else {}
-  rewards = [
-    row['reward'] for row in (*before.values(), *after.values()) if isinstance(row.get('reward'), (int, float))
-  ]
-  prompts = [p for p in before if p in after][::-1]
-  out = ''
-  for p in prompts[:12] or [*before][-4:] + [*after][-4:]:
-    prompt = _text((before.get(p) or after.get(p)).get('prompt', ''))[:1000]
-    out += f'<div class="box"><pre><b>{_esc(prompt)}</b></pre><div class="two">'
-    for rows, name in ((before, f'before, step {files[0].stem}'), (after, f'after, step {files[-1].stem}')):
-      out += _sample(rows[p], name, rewards) if p in rows else ''
-    out += '</div></div>'
-  return f'<h3>Samples</h3>{out}'
-
-
-def _plan(plan: Mapping[str, Any]) -> str:
-  """The programs of a stage as a table, what is one value as a line."""
-  rows = plan['programs']
-  columns = list(dict.fromkeys(k for row in rows for k in row))
-  body = ''.join(f'<th>{_esc(k)}</th>' for k in columns)
-  for row in rows:
-    cells = ''.join(f'<td>{_esc(_number(row[k] or ""))}</td>' for k in columns)
-    body += f'</tr><tr>{cells}'
-  facts = ' · '.join(f'{_esc(k)} {_esc(_number(v))}' for k, v in plan.items() if not isinstance(v, (dict, list)))
-  return f'<div class="box"><div class="dim">{facts}</div><table><tr>{body}</tr></table></div>'
-
-
-def _cards(values: Mapping[str, Any], stage: str, rows: list[dict]) -> str:
-  """Final figures of a stage as cards, each with where it came from."""
-  out = ''
-  for key in (k[: -len(stage) - 1] for k in values if k.endswith(f'/{stage}')):
-    past = [r[key] for r in rows if r.get(key) is not None]
-    past = () if key in ('tokens_per_s', 'mfu', 'time/step') else past
-    out += (
-      f'<div class="box"><small>{_esc(NAMES.get(key, key))}</small><b>'
-      f'{_esc(_number(values[f"{key}/{stage}"]))}</b><small>'
-      f'{f"from {_number(past[0])}" if past else ""}</small></div>'
+  rows = [*before.values(), *after.values()]
+  rewards = [row['reward'] for row in rows if isinstance(row.get('reward'), (int, float))]
+  common = [p for p in before if p in after][::-1]
+  titled = {f'before, step {files[0].stem}': before, f'after, step {files[-1].stem}': after}
+  return [
+    dict(
+      prompt=_text((before.get(p) or after.get(p)).get('prompt', ''))[:1000],
+      rows=[_sample(rows[p], title, rewards) for title, rows in titled.items() if p in rows],
     )
-  return f'<div class="cards">{out}</div>'
+    for p in common[:12] or [*before][-4:] + [*after][-4:]
+  ]
+
+
+def _cards(values: Mapping[str, Any], stage: str, rows: list[dict]) -> list[dict[str, Any]]:
+  """Final figures of a stage as cards, each with where it came from."""
+  cards = []
+  for key in (k[: -len(stage) - 1] for k in values if k.endswith(f'/{stage}')):
+    past = [r[key] for r in rows if r.get(key) is not None and key not in ('tokens_per_s', 'mfu', 'time/step')]
+    cards.append(dict(name=NAMES.get(key, key), value=values[f'{key}/{stage}'], past=past[:1]))
+  return cards
 
 
 def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> None:
@@ -346,37 +292,37 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   """Writes report.html from the files of a run, finished or alive."""
   workdir = epath.Path(workdir)
   done = _read_json(workdir / 'summary.json', {})
-  plans = _read_json(workdir / 'plan.json', [])
   config = _read_json(workdir / 'config.json', {})
   rows = read_rows(workdir / 'metrics.jsonl')
-  resumes = read_growing(workdir / 'resumes.jsonl')
   stages, warnings = _stages(rows), done.pop('warnings', ())
-  values, name = done or figures(workdir), _esc(object_store.resolved(workdir).rpartition('/')[2])
-  facts = [' → '.join(stages) or 'no rows of metrics yet', _seconds(sum(row.get('time/step') or 0 for row in rows))]
-  facts += [f'resumed after {r["stage"]} {r["step"]}' for r in resumes]
-  body = f'<h1>{name}</h1><div class="dim">{_esc(" · ".join(facts))}</div>' + '<h2>Warnings</h2>' * bool(warnings)
-  for w in warnings:
-    body += (
-      f'<div class="box warn"><b>{_esc(w["stage"])} step {w["step"]}</b>'
-      f' {_esc(w["text"])} <small>× {w["count"]}</small></div>'
-    )
-  for stage, splits in stages.items():
-    past = [row for row in rows if row['stage'] == stage]
-    body += (
-      f'<h2>{_esc(stage)}</h2>{_cards(values, stage, past)}'
-      f'<h3>Curves</h3>{_curves(splits, 2500 // len(stages))}'
-      f'{_time_bar(splits["train"])}'
-      f'{_samples(workdir / "samples" / stage)}'
-    )
-  body += '<h2>Plan</h2>' * bool(plans) + ''.join(map(_plan, plans))
-  text = _esc(json.dumps(config, indent=2, ensure_ascii=False))
-  body += (f'<h2>Config</h2><details class="box"><summary>config.json</summary><pre>{text}</pre></details>') * bool(
-    config
+  values = done or figures(workdir)
+  page = _environment().get_template('report.html.jinja')
+  text = page.render(
+    name=object_store.resolved(workdir).rpartition('/')[2],
+    seconds=sum(row.get('time/step') or 0 for row in rows),
+    resumes=read_growing(workdir / 'resumes.jsonl'),
+    warnings=warnings,
+    stages={
+      stage: dict(
+        cards=_cards(values, stage, [row for row in rows if row['stage'] == stage]),
+        curves=_curves(splits, 2500 // len(stages)),
+        phases=phases(splits['train']),
+        samples=_samples(workdir / 'samples' / stage),
+      )
+      for stage, splits in stages.items()
+    },
+    plans=_read_json(workdir / 'plan.json', []),
+    config=config and json.dumps(config, indent=2, ensure_ascii=False),
   )
-  text = (
-    '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name='
-    '"viewport" content="width=device-width,initial-scale=1"><title>'
-    f'{name}</title><style>{CSS.read_text()}</style></head><body>{body}</body></html>'
-  )
-  object_store.write(workdir / 'report.html', text.encode())
+  # A lone surrogate, which UTF-8 lacks, becomes `?`.
+  object_store.write(workdir / 'report.html', text.encode('utf-8', 'replace'))
   return workdir / 'report.html'
+
+
+def _environment() -> jinja2.Environment:
+  """Jinja with the files of this folder, and HTML escaped."""
+  folder = epath.resource_path('jaxpost') / 'monitor'
+  loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text())
+  made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+  made.filters |= {'number': _number, 'duration': _seconds}
+  return made
