@@ -35,6 +35,7 @@ FIELDS = {
     'k1 in the loss, weighted': dict(rl=dict(_KL, kl_in='loss', kl_estimator='k1', kl_weighted=True)),
     'k3 in the loss, weighted': dict(rl=dict(_KL, kl_in='loss', kl_estimator='k3', kl_weighted=True)),
     **{f'{name} in the reward': dict(rl=dict(_KL, kl_in='reward', kl_estimator=name)) for name in policy_gradient.KL},
+    'k1 in the advantage': dict(rl=dict(_KL, kl_in='advantage', kl_estimator='k1')),
     'in the reward, adaptive': dict(rl=dict(_KL, kl_in='reward', kl_target=0.1)),
   },
   'rl.importance': {

@@ -135,6 +135,7 @@ CASES = {
     'divergence',
     -0.03,
   ),
+  'opd': online('opd', rl=dict(reference='TEACHER')),
   'gkd': online('gkd', distill=dict(teachers=('TEACHER',)), lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
 
@@ -175,6 +176,8 @@ def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
   config = tiny.merged(case.config, dict(seed=seed, init_from=str(folder / case.start)))
   if config['distill']['teachers']:
     config = tiny.merged(config, dict(distill=dict(teachers=(str(folder / 'teacher'),))))
+  if config['rl']['reference']:
+    config = tiny.merged(config, dict(rl=dict(reference=str(folder / 'teacher'))))
   rows = run(name, config, folder)
   before, after = (row[case.metric] for row in (rows[0], rows[-1]))
   if case.metric == 'rewards/accuracies' and not before:

@@ -219,6 +219,12 @@ def test_a_kl_in_the_reward():
   close(measured('grpo', rl), (-1, exact('reward')), (2, exact('kl')))
 
 
+def test_a_kl_in_the_advantage():
+  """On-policy distillation: the divergence of next tokens from a teacher, beside the reward."""
+  rl = dict(advantage='leave_one_out', kl_coef=2.0, kl_in='advantage')
+  close(measured('grpo', rl), (-1, exact('reward')), (2, exact('kl_of_tokens')))
+
+
 @pytest.mark.parametrize('loss', ['clip', 'cispo', 'dppo_tv', 'dppo_kl'])
 def test_ratios_to_the_sampler_correct_what_an_older_policy_sampled(loss):
   """One token, bounds that nothing reaches."""

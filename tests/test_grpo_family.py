@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost.algorithms import grpo
+from jaxpost.algorithms import grpo, opd
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
@@ -207,6 +207,35 @@ def test_what_belongs_to_a_loss_comes_with_it(algorithm, chosen, expected):
   assert {name: vars(rl)[name] for name in expected} == expected
 
 
+def test_a_teacher_grades_every_token():
+  """On-policy distillation: log T - log pi, beside the advantages of GRPO if there are rewards."""
+  given = experience()
+  alone = config_of('opd', reward='', rl=dict(reference='teacher'))
+  opd.check(alone)
+  found = opd.credit(given, alone)
+  wanted = (given.arrays['ref_logprobs'] - given.arrays['old_logprobs']) * given.mask
+  np.testing.assert_allclose(found.arrays['advantages'], wanted, rtol=1e-6)
+  np.testing.assert_array_equal(found.mask, given.mask)  # completions without a reward, too
+  mixed = opd.credit(given, config_of('opd', rl=dict(reference='teacher', kl_coef=0.5)))
+  of_rewards = grpo.credit(given, config_of('grpo')).arrays['advantages']
+  valid = np.isfinite(given.rewards)[:, None]
+  np.testing.assert_allclose(mixed.arrays['advantages'], (of_rewards + 0.5 * wanted) * valid, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'algorithm, rl, message',
+  [
+    ('opd', {}, 'config.rl.reference: is empty; name the teacher'),
+    ('opd', dict(reference='teacher', kl_coef=0.0), 'config.rl.kl_coef: 0 leaves the teacher out'),
+    ('grpo', dict(reference='teacher', kl_coef=0.1), 'config.rl.reference: .* would ignore it'),
+    ('ppo', dict(kl_in='advantage', kl_coef=0.1), 'config.rl.kl_in: the critic of ppo is to know the KL'),
+  ],
+)
+def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
+  with pytest.raises(InputError, match=message):
+    algorithms.load_algorithm(algorithm).check(config_of(algorithm, rl=rl))
+
+
 @pytest.mark.parametrize(
   'chosen, message',
   [
@@ -250,7 +279,7 @@ def test_no_field_is_a_no_op(field):
 
 def test_the_table_of_fields_is_whole():
   fields = {f.name for f in dataclasses.fields(config_of('grpo').rl)}
-  assert fields - set(CHANGES) - ELSEWHERE <= {'keep_reward'}
+  assert fields - set(CHANGES) - ELSEWHERE <= {'keep_reward', 'reference'}
 
 
 @pytest.mark.parametrize(

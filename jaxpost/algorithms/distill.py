@@ -24,7 +24,6 @@ from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refus
 from jaxpost.algorithms.sft import render_text
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import transfer
-from jaxpost.errors import InputError
 from jaxpost.losses import divergences
 from jaxpost.types import MASKED_LOGIT, Batch, Credit, Divergence, Experience, Objective
 
@@ -200,32 +199,36 @@ def check_on_policy(config: Config) -> None:
 
 def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for teachers that cannot read the student's tokens."""
-  probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
   for i in range(sum(name.startswith('teacher_') for name in found)):
     source = found[f'teacher_{i}']
-    key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
-    size = source.config.vocab_size
-    if source.config.num_labels:
-      raise InputError(f'{key} is a reward model, which says nothing of tokens; name a language model')
-    if size < tokenizer.vocab_size:
-      raise InputError(
-        f'{key} has a vocabulary of {size}, less than the '
-        f'{tokenizer.vocab_size} tokens of {tokenizer.source}; a teacher '
-        'must read what the student reads'
-      )
-    if config.distill.top_k > min(size, found['policy'].config.vocab_size):
-      raise InputError(
-        f'config.distill.top_k: {config.distill.top_k} of '
-        f'{min(size, found["policy"].config.vocab_size)} tokens that student '
-        'and teacher share; lower it, or 0 for all of them'
-      )
-    if source.folder and (source.folder / 'tokenizer.json').exists():
-      theirs = tokenizer_lib.load(str(source.folder))
-      if theirs.encode(probe) != tokenizer.encode(probe):
-        raise InputError(
-          f'{key} has another tokenizer than {tokenizer.source}; its tokens '
-          'mean something else, so choose a teacher of the same family'
-        )
+    check_teacher(f'config.distill.teachers[{i}]: {config.distill.teachers[i]}', source, tokenizer)
+    size = min(source.config.vocab_size, found['policy'].config.vocab_size)
+    refuse(
+      config.distill.top_k > size,
+      f'config.distill.top_k: {config.distill.top_k} of {size} tokens that student and teacher share; '
+      'lower it, or 0 for all of them',
+    )
+
+
+def check_teacher(key: str, source: Any, tokenizer: Tokenizer) -> None:
+  """Raises InputError, which names `key`, for a source of weights that cannot read the student's tokens."""
+  probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
+  size = source.config.vocab_size
+  refuse(
+    bool(source.config.num_labels), f'{key} is a reward model, which says nothing of tokens; name a language model'
+  )
+  refuse(
+    size < tokenizer.vocab_size,
+    f'{key} has a vocabulary of {size}, less than the {tokenizer.vocab_size} tokens of {tokenizer.source}; '
+    'a teacher must read what the student reads',
+  )
+  if source.folder and (source.folder / 'tokenizer.json').exists():
+    theirs = tokenizer_lib.load(str(source.folder))
+    refuse(
+      theirs.encode(probe) != tokenizer.encode(probe),
+      f'{key} has another tokenizer than {tokenizer.source}; its tokens mean something else, '
+      'so choose a teacher of the same family',
+    )
 
 
 def rl_fields_read(rl: Any) -> set[str]:

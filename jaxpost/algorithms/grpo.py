@@ -113,7 +113,7 @@ def _scores_in_loss(config: Config) -> tuple[str, ...]:
 def scores(config: Config) -> tuple[str, ...]:
   """Returns the names of the log-probs that are computed before the update."""
   names = list(_scores_in_loss(config))
-  if config.rl.kl_coef > 0 and config.rl.kl_in == 'reward':
+  if config.rl.kl_coef > 0 and config.rl.kl_in != 'loss':
     names += ['old_logprobs', 'ref_logprobs']
   return tuple(dict.fromkeys(names))
 
@@ -151,10 +151,10 @@ def trained_tokens(experience: Experience, valid: np.ndarray, config: Config) ->
 
 
 def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tuple[np.ndarray | float, dict, dict]:
-  """Returns (KL penalty [N, C] to subtract from the rewards, memory, metrics)."""
+  """Returns (KL penalty [N, C] to subtract from rewards or advantages, memory, metrics)."""
   rl = config.rl
   arrays = experience.arrays
-  if not rl.kl_coef or rl.kl_in != 'reward':
+  if not rl.kl_coef or rl.kl_in == 'loss':
     return 0.0, {}, {}
   coef = experience.memory.get('kl_coef', rl.kl_coef)
   estimate = np.asarray(policy_gradient.KL[rl.kl_estimator](arrays['old_logprobs'], arrays['ref_logprobs'])) * mask
@@ -170,6 +170,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
   rl = config.rl
   estimator = advantages.ESTIMATORS[rl.advantage]
   shape = (experience.groups, -1)
+  kl, of_token = (0.0, kl) if rl.kl_in == 'advantage' else (kl, 0.0)
   arrays = {
     # An estimator of groups has one reward per sequence, so the KL is summed over it.
     'rewards': (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)).reshape(shape),
@@ -182,7 +183,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
     arrays['greedy'] = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
   options = {argument: vars(rl)[field] for argument, field in estimator.reads.items()}
   values = estimator.fn(*(arrays[name] for name in estimator.takes), **options)
-  return values if values.shape == mask.shape else values.reshape(-1, 1) * np.ones_like(mask)
+  return (values if values.shape == mask.shape else values.reshape(-1, 1)) * np.ones_like(mask) - of_token
 
 
 def finish(
@@ -275,13 +276,13 @@ def check_terms(config: Config) -> None:
     'leave out rl.dynamic_sampling and remax',
   )
   refuse(
-    rl.kl_in == 'loss' and rl.kl_target > 0,
+    rl.kl_in != 'reward' and rl.kl_target > 0,
     'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
   )
   refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
   refuse(
-    rl.kl_in == 'reward' and rl.kl_estimator != 'k1',
-    f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in a reward is not that of the KL; '
+    rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
+    f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in the {rl.kl_in} is not that of the KL; '
     'use k1, or config.rl.kl_in=loss',
   )
   refuse(
@@ -315,6 +316,7 @@ def rl_fields_read(rl: RlSection) -> set[str]:
     'gamma': 'gamma' in read or rl.advantage == 'gae',
     'lam': rl.advantage == 'gae',
     'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
+    'reference': False,
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
     'kl_horizon': rl.kl_target > 0,
@@ -351,8 +353,8 @@ def rl_defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     return ('token_truncated',) if config.rollout.staleness and recomputed else ()
 
   def kl_estimator(config: Config) -> str:
-    """In a reward only k1 has the gradient of the KL, in a loss it has none (arXiv:2512.21852)."""
-    return 'k1' if (config.rl.kl_in or choices.get('kl_in')) == 'reward' else 'k3'
+    """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
+    return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
   fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards')
   return dict(choices, importance=importance, kl_estimator=kl_estimator) | {name: default_of(name) for name in fields}

@@ -112,6 +112,10 @@ def check(config: Config) -> None:
     f'config.rl.advantage: {rl.advantage!r} asks no critic, and ppo has one; leave it empty, or use the algorithm grpo',
   )
   refuse(
+    rl.kl_in == 'advantage',
+    'config.rl.kl_in: the critic of ppo is to know the KL, which an advantage hides from it; use reward',
+  )
+  refuse(
     rl.scale_rewards != 'none', 'config.rl.scale_rewards: ppo whitens advantages over the batch instead; leave it empty'
   )
   for name in ('path', 'lr', 'warmup_steps'):

@@ -17,6 +17,7 @@ ALGORITHMS = {
   'reward_model': 'reward_model:REWARD_MODEL',
   'distill': 'distill:DISTILL',
   'gkd': 'distill:GKD',
+  'opd': 'opd:OPD',
   'grpo': 'grpo:GRPO',
   'dr_grpo': 'grpo:DR_GRPO',
   'dapo': 'grpo:DAPO',

@@ -209,7 +209,7 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   source, layout = placed.inputs.sources[name], placed.score
   shared = {}  # leaves that training does not change, used in place
   part = model = lora.build(source.config)
-  if name == 'reference':
+  if name == 'reference' and not config.rl.reference:
     part = model = policy  # the policy as it is now
     if layout == placed.train:
       part = lora.trained_part(model)

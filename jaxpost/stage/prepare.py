@@ -215,7 +215,8 @@ def find_weights(
   sources_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
-    out['reference'] = source
+    path = config.rl.reference
+    out['reference'] = find(path, 'config.rl.reference', earlier) if path else source
   if algorithm.critic(config):
     path = config.critic.path
     out['critic'] = find(path, 'config.critic.path', earlier) if path else source

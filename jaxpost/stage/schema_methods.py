@@ -107,16 +107,22 @@ class RlSection:
     auto='token',
     choices=('', 'token', 'sequence', 'constant'),
   )
-  kl_coef: float = option(0.0, 'Weight of the KL divergence from the reference model.', lo=0.0)
+  reference: str = option('', "Folder or RUN[@step] of the teacher of opd; '': the policy as the stage begins.")
+  kl_coef: float = option(
+    -1.0, "Weight of the KL divergence from the reference model; -1: the method's own.", lo=-1.0, auto=0.0
+  )
   kl_estimator: str = option(
     '',
-    'Estimator of that KL; a reward takes k1 only, which in a loss has no gradient on average; k1+ and k3+: '
+    'Estimator of that KL; reward and advantage take k1 only, which in a loss has no gradient on average; k1+ and k3+: '
     "the value of k1 or k3 with the gradient of k2; '': the method's own.",
     auto='k3',
     choices=('', 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+'),
   )
   kl_in: str = option(
-    '', "Add the KL to the loss or to the reward; '': the method's own.", auto='loss', choices=('', 'loss', 'reward')
+    '',
+    "Add the KL to the loss, to the reward, or token by token to the advantage; '': the method's own.",
+    auto='loss',
+    choices=('', 'loss', 'reward', 'advantage'),
   )
   kl_weighted: bool = option(
     False, 'Weight the KL in the loss by policy / old policy (DeepSeek-V3.2): its gradient is exact off policy, too.'
