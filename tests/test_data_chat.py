@@ -52,21 +52,26 @@ def render(tokenizer, row, **options):
   return marked(tokenizer, chat.make_example(tokenizer, row, 'a.jsonl:1', **options))
 
 
+def thinking(tokenizer, on=True):
+  return dataclasses.replace(tokenizer, template_kwargs={'enable_thinking': on})
+
+
 def test_qwen3_two_turns(qwen):
   # The template gives only the last turn an (empty) thinking block.
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
   head = f'{Q}Q1{END}\n{A}[[A1{END}]]\n{Q}Q2{END}\n{A}'
   assert render(qwen, row) == f'{head}{EMPTY}[[A2{END}]]\n'
-  assert render(dataclasses.replace(qwen, enable_thinking=True), row) == (f'{head}[[{EMPTY}A2{END}]]\n')
+  assert render(thinking(qwen), row) == f'{head}[[{EMPTY}A2{END}]]\n'
   assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
   assert render(qwen, row, train_on='all').startswith('[[<|im_start|>')
 
 
 def test_qwen3_system_and_reasoning(qwen):
   row = {'messages': [{'role': 'system', 'content': 'S'}, USER, THOUGHT]}
-  assert render(qwen, row) == (f'<|im_start|>system\nS{END}\n{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n')
+  want = f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
+  assert render(thinking(qwen), row) == f'<|im_start|>system\nS{END}\n{want}'
   kept_apart = {'role': 'assistant', 'reasoning_content': 'hm', 'content': 'A1'}
-  assert render(qwen, {'messages': [USER, kept_apart]}) == (f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n')
+  assert render(thinking(qwen), {'messages': [USER, kept_apart]}) == want
 
 
 def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
@@ -76,10 +81,39 @@ def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
   assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
 
 
+def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
+  row = {'messages': [USER, THOUGHT]}
+  with pytest.raises(InputError) as caught:
+    chat.make_example(qwen, row, 'a.jsonl:1')
+  assert str(caught.value) == (
+    f'a.jsonl:1: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}; '
+    'set config.data.template_kwargs.enable_thinking=True, or the column chat_template_kwargs of the row'
+  )
+  template = tmp_path / 'marked.jinja'  # the same where markers decide what is trained
+  template.write_text(
+    "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ';' }}"
+    "{% endgeneration %}{% else %}{{ m.content + ';' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+    "{{ 'assistant:' + ('<think>' if enable_thinking else '') }}{% endif %}"
+  )
+  marked_up = tokenizer_lib.load('bytes', str(template), {'enable_thinking': True})
+  with pytest.raises(InputError, match="after 'assistant:', .* end in 'assistant:<think>'; .*enable_thinking=False"):
+    chat.make_example(marked_up, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
+
+
+def test_a_row_overrides_the_switches_of_the_template(qwen):
+  row = {'messages': [USER, THOUGHT], 'chat_template_kwargs': {'enable_thinking': True, 'other': None}}
+  assert render(qwen, row) == f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
+  prompt = chat.prompt_tokens(qwen, row, 'x')
+  assert qwen.decode(prompt, skip_special=False) == f'{Q}Q1{END}\n{A}'
+  row['chat_template_kwargs'] = {'enable_thinking': False}
+  prompt = chat.prompt_tokens(thinking(qwen), row, 'x')
+  assert qwen.decode(prompt, skip_special=False) == f'{Q}Q1{END}\n{A}{EMPTY}'
+
+
 def test_qwen3_does_not_join_header_and_content(qwen):
   # As one text, the line breaks before and after the cut are one token.
   row = {'messages': [USER, {'role': 'assistant', 'content': '\nA1'}, USER_2, ANSWER_2]}
-  assert render(dataclasses.replace(qwen, enable_thinking=True), row).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
+  assert render(thinking(qwen), row).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
 
 
 def test_qwen3_tool_calls(qwen):
@@ -111,15 +145,15 @@ def test_tokens_equal_those_of_transformers(qwen):
 
 
 @pytest.mark.parametrize('content', ['A1', ' A1', '\nA1', '\n\n A1', 'é', ''])
-@pytest.mark.parametrize('thinking', [True, False])
-def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, thinking):
+@pytest.mark.parametrize('on', [True, False])
+def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, on):
   answer = {'role': 'assistant', 'content': content}
   rows = [
     {'prompt': [USER], 'completion': [answer]},
     {'prompt': [USER, ANSWER, USER_2], 'completion': [answer]},
     {'prompt': 'Q1: ', 'completion': content},
   ]
-  for tokenizer in (dataclasses.replace(t, enable_thinking=thinking) for t in (qwen, plain)):
+  for tokenizer in (thinking(t, on) for t in (qwen, plain)):
     for row in rows:
       prompt = chat.prompt_tokens(tokenizer, row, 'x')
       example = chat.make_example(tokenizer, row, 'x')
@@ -268,6 +302,8 @@ BAD_ROWS = [
   ),
   ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools: bad JSON'),
   ({'messages': [USER, ANSWER], 'tools': 3}, 'tools: must be a list'),
+  ({'messages': [USER, ANSWER], 'chat_template_kwargs': 'x'}, "chat_template_kwargs: 'x' is no mapping"),
+  ({'messages': [USER, ANSWER], 'chat_template_kwargs': {'tools': []}}, 'chat_template_kwargs: tools is given to'),
 ]
 
 
@@ -299,7 +335,7 @@ def test_bad_prompts_are_named(plain):
 
 def test_messages_without_a_template_are_refused(shared_data):
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
-  with pytest.raises(InputError, match='need a chat template'):
+  with pytest.raises(InputError, match=r'need a chat template.* config\.data\.chat_template$'):
     chat.make_example(stories, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
 
 

@@ -66,7 +66,7 @@ def fits(tokenizer, row):
 @pytest.mark.parametrize('row', PAIRS)
 @pytest.mark.parametrize('thinking', [True, False])
 def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
-  tokenizer = dataclasses.replace(tokenizer, enable_thinking=thinking)
+  tokenizer = dataclasses.replace(tokenizer, template_kwargs={'enable_thinking': thinking})
   if not fits(tokenizer, row):
     with pytest.raises(InputError, match='need a chat template'):
       preferences.make_pair_example(tokenizer, row, 'x')
@@ -93,6 +93,12 @@ def test_a_header_that_only_one_answer_has(shared_data):
   # Qwen3 opens an empty <think> block before an answer without reasoning.
   qwen = load(shared_data('tokenizers/qwen3'))
   row = {'prompt': [USER], 'chosen': THOUGHT, 'rejected': BAD}
+  with pytest.raises(InputError, match='^x: chosen: message 1: is trained after .*enable_thinking=True'):
+    preferences.make_pair_example(qwen, row, 'x')
+  labeled = {'prompt': [USER], 'completion': THOUGHT, 'label': True}
+  with pytest.raises(InputError, match='^x: message 1: is trained after .*enable_thinking=True'):
+    preferences.make_unpaired_example(qwen, labeled, {**labeled, 'completion': BAD}, 'x')
+  row['chat_template_kwargs'] = {'enable_thinking': True}
   shared, apart = (preferences.make_pair_example(qwen, row, 'x', share_prompt=share) for share in (True, False))
   assert unrolled(shared) == unrolled(apart)
   (good, mask, _), (bad, bad_mask, _) = unrolled(shared)
@@ -101,7 +107,7 @@ def test_a_header_that_only_one_answer_has(shared_data):
     return qwen.decode(np.asarray(ids)[np.asarray(mask) > 0], skip_special=False)
 
   assert text(good, mask) == '<think>\nhm\n</think>\n\nA1<|im_end|>'
-  assert text(bad, bad_mask) == 'no<|im_end|>'
+  assert text(bad, bad_mask) == '<think>\n\n</think>\n\nno<|im_end|>'
 
 
 @pytest.mark.parametrize('same', [0, 1, 3])

@@ -31,7 +31,8 @@ TRAIN_ON = ('assistant', 'completion', 'all')
 # Private characters that stand for a turn in a rendering; the first pair the text does not have.
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
 # Text that a template may put between its generation prompt and the content of a turn.
-_OPENING = re.compile(r'\s*(<\w+>\s*(</\w+>\s*)?)?')
+_OPENING = re.compile(r'\s*(<\w+>\s*)?(</\w+>\s*)?')
+_THINK_BLOCK = re.compile(r'(<\w+>\s*)?(</\w+>\s*)?\Z')  # may end a generation prompt, opened or empty
 
 
 def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'assistant') -> Example:
@@ -107,16 +108,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | list[Message], row: Row, w
   """Returns the tokens [T] int32 of a prompt that `prompt_of` returned.
 
   Args:
-    row: may have `tools`, which the chat template shows.
+    row: may have `tools`, which the chat template shows, and `chat_template_kwargs`.
   """
   if isinstance(prompt, str):
     ids = [*_bos(tokenizer), *tokenizer.encode(prompt)]
     if not ids:
       raise InputError(f'{where}: prompt: is empty')
   else:
-    text, _ = tokenizer.render_chat(
-      prompt, generation_prompt=True, tools=messages_lib.tools_of(row, where), where=where
-    )
+    text, _ = tokenizer.render_chat(prompt, generation_prompt=True, row=row, where=where)
     ids = tokenizer.encode(text)
   return np.asarray(ids, np.int32)
 
@@ -154,7 +153,6 @@ def continuation(tokenizer: Tokenizer, prompt: str, text: str) -> list[int]:
 
 def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, where: str, train_on: str) -> Example:
   """Encodes a chat of which the assistant turns from message `first` on are trained."""
-  tools = messages_lib.tools_of(row, where)
   turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
   if not turns and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
@@ -162,7 +160,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
     turns = turns[-1:]
 
   def text_of(messages: list[Message], **options) -> tuple[str, list[Span]]:
-    return tokenizer.render_chat(messages, tools=tools, where=where, **options)
+    return tokenizer.render_chat(messages, row=row, where=where, **options)
 
   text, marked = text_of(messages)
   weights = [messages[n].get('weight', 1) for n in turns]
@@ -184,7 +182,9 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   else:
     spans = [_span(tokenizer, text_of, text, messages, n, where=where) for n in turns]
   for n, (start, end) in zip(turns, spans):
-    _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
+    reasoning = _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
+    if train_on != 'all' and (reasoning or n == len(messages) - 1):
+      _check_context(_header(text_of, messages[:n]), text, start, bool(reasoning), f'{where}: message {n}')
   return _example(*_encode_spans(tokenizer, text, spans, weights, where))
 
 
@@ -208,7 +208,7 @@ def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Mes
     )
   start = len(os.path.commonprefix([text, changed]))
   end = len(text) - len(os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
-  start = _begin(tokenizer, text_of, text, messages[:n], start)
+  start = _begin(_header(text_of, messages[:n]), text, start)[0]
   if end < start:
     raise InputError(
       f'{where}: the chat template renders message {n} otherwise than its'
@@ -221,33 +221,50 @@ def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Mes
   return start, end
 
 
-def _begin(tokenizer: Tokenizer, text_of: Callable, text: str, before: list[Message], start: int) -> int:
+def _begin(header: str, text: str, start: int) -> tuple[int, str]:
   """Moves the start of a turn from its content to the end of its generation prompt.
 
   Between the two is at most an opened or empty <think> block, which templates put before
-  a content. With thinking off it belongs to the prompt, as for a sampler.
+  a content. It belongs to the prompt as far as a sampler's prompt has it.
+
+  Args:
+    header: what the generation prompt appends.
+
+  Returns:
+    The start, and what the turn has of the header; '' where it does not follow one.
   """
-  header = _header(text_of, before, True)
-  at = text.rfind(header, 0, start) if header else -1
-  if at < 0 or not _OPENING.fullmatch(text[at + len(header) : start]):
-    return start
-  closed = _header(text_of, before, False)
-  if not tokenizer.enable_thinking and text.startswith(closed, at):
-    return at + len(closed)
-  return at + len(header)
+  bare = _THINK_BLOCK.sub('', header) or header
+  at = text.rfind(bare, 0, start) if bare else -1
+  if at < 0 or not _OPENING.fullmatch(text[at + len(bare) : start]):
+    return start, ''
+  found = header if text.startswith(header, at) else bare
+  return at + len(found), found
 
 
-def _header(text_of: Callable, messages: list[Message], thinking: bool) -> str:
+def _header(text_of: Callable, messages: list[Message]) -> str:
   """Returns the text that the generation prompt appends to `messages`."""
   if not messages:
     return ''
-  short, _ = text_of(messages, enable_thinking=thinking)
-  long, _ = text_of(messages, enable_thinking=thinking, generation_prompt=True)
+  short, _ = text_of(messages)
+  long, _ = text_of(messages, generation_prompt=True)
   return long[len(short) :] if long.startswith(short) else ''
 
 
-def _check_reasoning(message: Message, rendered: str, where: str) -> None:
-  """Refuses a trained turn whose reasoning the template leaves out."""
+def _check_context(header: str, text: str, start: int, reasoning: bool, where: str) -> None:
+  """Refuses a turn that is trained after another text than a sampler's prompt ends with.
+
+  Not called for turns without reasoning that others follow: some templates drop their empty <think> block.
+  """
+  _, found = _begin(header, text, start)
+  if found not in ('', header):
+    raise InputError(
+      f'{where}: is trained after {found!r}, which sampling never sees, as its prompts end in {header!r}; set'
+      f' config.data.template_kwargs.enable_thinking={reasoning}, or the column chat_template_kwargs of the row'
+    )
+
+
+def _check_reasoning(message: Message, rendered: str, where: str) -> str:
+  """Returns the reasoning of a trained turn; InputError if the template leaves it out."""
   reasoning = message.get('reasoning_content') or ''
   content = message['content']
   if not reasoning and '</think>' in content:
@@ -258,6 +275,7 @@ def _check_reasoning(message: Message, rendered: str, where: str) -> None:
       " later turns follow; set train_on='completion' (last turn only) or"
       ' make it the last turn of a row of its own'
     )
+  return str(reasoning).strip()
 
 
 def _encode_spans(

@@ -14,6 +14,8 @@ from jaxpost.errors import InputError
 Row = Mapping[str, Any]
 Message = dict[str, Any]  # {'role', 'content', ...}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+# What is passed to a chat template by other means.
+_RESERVED = {'messages', 'tools', 'conversations', 'chat_template', 'add_generation_prompt', 'continue_final_message'}
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
@@ -98,3 +100,15 @@ def tools_of(row: Row, where: str) -> list[dict] | None:
   if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
     raise InputError(f'{where}: tools: must be a list of JSON schemas')
   return tools
+
+
+def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
+  """Returns the row's `chat_template_kwargs`, values for variables of the chat template, without nulls."""
+  given = row.get('chat_template_kwargs')
+  if given is None:
+    return {}
+  if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    raise InputError(f'{where}: chat_template_kwargs: {given!r} is no mapping of names to values')
+  if reserved := _RESERVED & given.keys():
+    raise InputError(f'{where}: chat_template_kwargs: {min(reserved)} is given to every template and cannot be set')
+  return {name: value for name, value in given.items() if value is not None}

@@ -307,7 +307,8 @@ def _margin(row: Row, where: str) -> float:
 
 def _side(tokenizer: Tokenizer, prompt: Answer, answer: Answer, row: Row, where: str) -> _Side:
   """Encodes `answer` after `prompt` with `chat.make_example`."""
-  made = chat.make_example(tokenizer, {'prompt': prompt, 'completion': answer, 'tools': row.get('tools')}, where)
+  shown = {name: row.get(name) for name in ('tools', 'chat_template_kwargs')}
+  made = chat.make_example(tokenizer, {'prompt': prompt, 'completion': answer, **shown}, where)
   if made.loss_mask[:1].any():
     raise InputError(f'{where}: nothing stands before it; the prompt is empty')
   if not made.trained.any():

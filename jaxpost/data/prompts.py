@@ -120,7 +120,7 @@ class PromptStream:
         raise InputError(
           f'{where}: prompt: is plain text, and an environment answers in chats; make it a list of messages'
         )
-      shown = {'tools': self._tools}
+      shown = {**row, 'tools': self._tools}
     tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where)
     return _Read(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
 

@@ -11,10 +11,13 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxpost.data import messages as messages_lib
 from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 
@@ -30,6 +33,7 @@ CHATML = (
   "{{- '<|im_start|>assistant\\n' }}"
   '{%- endif %}'
 )
+_SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
 # Tokens that end a turn: a template that writes one means the sampler stops.
 _TURN_ENDS = ('<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<end_of_turn>', '<|end|>', '<|eot|>', '<turn|>')
 _FILES = (
@@ -60,7 +64,8 @@ class Tokenizer:
   vocab_size: int  # with the added tokens
   stop_ids: tuple[int, ...]  # a sampler stops at any of them
   chat_template: str | None
-  enable_thinking: bool = False  # of chats, for templates that know it (Qwen3)
+  # Variables of the chat template besides messages and tools; thinking is off unless it is switched on here.
+  template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def encode(self, text: str) -> list[int]:
     """Returns the token ids of `text`; nothing is added, special tokens are parsed."""
@@ -92,15 +97,14 @@ class Tokenizer:
   @functools.cached_property
   def has_markers(self) -> bool:
     """True if the template marks the assistant's turns with {% generation %}."""
-    return 'generation' in _tags(self.chat_template or '')
+    return re.search(r'\{%[-+]?\s*generation\b', self.chat_template or '') is not None
 
   def render_chat(
     self,
     messages: list[dict],
     *,
     generation_prompt: bool = False,
-    tools: list[dict] | None = None,
-    enable_thinking: bool | None = None,
+    row: Mapping[str, Any] = types.MappingProxyType({}),
     where: str = 'chat',
   ) -> tuple[str, list[tuple[int, int]]]:
     """Returns a chat as text, and the (start, end) spans that the template marks.
@@ -108,8 +112,7 @@ class Tokenizer:
     Args:
       messages: list of {'role', 'content', ...}.
       generation_prompt: append the header of an assistant turn.
-      tools: list of JSON schemas, for templates that show them.
-      enable_thinking: overrides the tokenizer's `enable_thinking`.
+      row: may have `tools` (JSON schemas), and `chat_template_kwargs`, which override the tokenizer's.
       where: what to call the chat in errors.
     """
     import jinja2
@@ -118,33 +121,34 @@ class Tokenizer:
     if not self.chat_template:
       raise InputError(
         f'{where}: messages need a chat template and {self.source} has none;'
-        ' use an instruct tokenizer, or give a template file'
+        ' use an instruct tokenizer, or give a template by config.data.chat_template'
       )
-    named = self.hf.special_tokens_map
+    # Templates that print today's date would change the run each day.
+    variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map}
     try:
       texts, spans = chat_template_utils.render_jinja_template(
         [messages],
-        tools=tools,
+        tools=messages_lib.tools_of(row, where),
         chat_template=self.chat_template,
         return_assistant_tokens_mask=self.has_markers,
         add_generation_prompt=generation_prompt,
-        enable_thinking=self.enable_thinking if enable_thinking is None else enable_thinking,
-        # Templates that print today's date would change the run each day.
-        date_string='26 Jul 2024',
-        **named,
+        **variables | self.template_kwargs | messages_lib.template_kwargs_of(row, where),
       )
     except (jinja2.TemplateError, TypeError) as error:
       raise InputError(f'{where}: the chat template of {self.source} refuses it: {error}') from error
     return texts[0], list(spans[0]) if self.has_markers else []
 
   def save(self, folder: str | pathlib.Path) -> None:
-    """Writes the files that `transformers.AutoTokenizer` loads."""
+    """Writes the files that `transformers.AutoTokenizer` loads.
+
+    tokenizer_config.json gets the values of the template's switches as `chat_template_kwargs`, which `load` reads.
+    """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    added = {}
     if self.source == 'bytes':
       self.hf.save_pretrained(folder)
-      _set_class(folder / 'tokenizer_config.json')
-      return
+      added['tokenizer_class'] = 'PreTrainedTokenizerFast'  # every release of transformers knows it
     # Copied, not rewritten: transformers would change the class name.
     for name in _FILES:
       path = pathlib.Path(self.source) / name
@@ -152,17 +156,27 @@ class Tokenizer:
         shutil.copyfile(path, folder / name)
     if self.chat_template:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
+    used = _SWITCHES | self.template_kwargs
+    if used := {name: value for name, value in used.items() if _reads(self.chat_template, name)}:
+      added['chat_template_kwargs'] = used
+    if added:
+      path = folder / 'tokenizer_config.json'
+      config = object_store.read_json(path) if path.is_file() else {}
+      path.write_text(json.dumps(config | added, indent=2) + '\n', encoding='utf-8')
 
 
-def load(path: str | pathlib.Path, chat_template: str = '', enable_thinking: bool = False) -> Tokenizer:
+def load(
+  path: str | pathlib.Path, chat_template: str = '', template_kwargs: Mapping[str, Any] | None = None
+) -> Tokenizer:
   """Loads the tokenizer of a Hugging Face folder or hub name, or 'bytes'.
 
   Args:
     path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for
       each byte and <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258.
-    chat_template: a .jinja file that replaces the tokenizer's own template.
-    enable_thinking: passed to the chat template wherever this tokenizer renders a
-      chat: prompts, training rows and turns of an environment alike.
+    chat_template: replaces the tokenizer's own template: a .jinja file, or its text.
+    template_kwargs: passed to the chat template wherever this tokenizer renders a
+      chat: prompts, training rows and turns of an environment alike. They override
+      the `chat_template_kwargs` of tokenizer_config.json, which `save` writes.
   """
   if path == 'bytes':
     hf, source, config = _bytes(), 'bytes', {}
@@ -176,18 +190,25 @@ def load(path: str | pathlib.Path, chat_template: str = '', enable_thinking: boo
   template = hf.chat_template
   if isinstance(template, dict):
     template = template.get('default')
-  if chat_template:
-    file = pathlib.Path(chat_template)
+  if '{{' in str(chat_template) or '{%' in str(chat_template):
+    template = chat_template
+  elif chat_template:
+    file = pathlib.Path(chat_template).expanduser()
     if not file.is_file():
-      raise InputError(f'chat_template: no file {chat_template}')
+      raise InputError(f'config.data.chat_template: no file {chat_template}')
     template = file.read_text(encoding='utf-8')
-  eos = hf.eos_token_id
-  if eos is None:
-    eos = _first(config.get('eos_token_id'))
-  if eos is None:
-    eos = hf.get_vocab().get('<|endoftext|>')
+  saved = messages_lib.template_kwargs_of(hf.init_kwargs, f'{source}/tokenizer_config.json')
+  given = messages_lib.template_kwargs_of({'chat_template_kwargs': template_kwargs}, 'config.data.template_kwargs')
+  for name in given:
+    if not _reads(template, name):
+      raise InputError(f'config.data.template_kwargs.{name}: the chat template of {path} reads no such variable')
+  configured = config.get('eos_token_id')
+  configured = configured if isinstance(configured, list) else [configured]
+  known = (hf.eos_token_id, *configured[:1], hf.get_vocab().get('<|endoftext|>'))
+  eos = next((i for i in known if i is not None), None)
   if eos is None:
     raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
+  turn_ends = [hf.get_vocab().get(text) for text in _TURN_ENDS if text in (template or '')]
   return Tokenizer(
     hf=hf,
     source=source,
@@ -195,20 +216,14 @@ def load(path: str | pathlib.Path, chat_template: str = '', enable_thinking: boo
     pad_id=eos if hf.pad_token_id is None else hf.pad_token_id,
     bos_id=hf.bos_token_id,
     vocab_size=len(hf),
-    stop_ids=_stop_ids(hf, eos, config, template or ''),
+    stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *turn_ends) if i is not None)),
     chat_template=template or None,
-    enable_thinking=enable_thinking,
+    template_kwargs=saved | given,
   )
 
 
-def _stop_ids(hf: PreTrainedTokenizerFast, eos: int, config: dict, template: str) -> tuple[int, ...]:
-  ids = [eos]
-  configured = config.get('eos_token_id')
-  if configured is not None:
-    ids += configured if isinstance(configured, list) else [configured]
-  vocabulary = hf.get_vocab()
-  ids += [vocabulary[t] for t in _TURN_ENDS if t in template and t in vocabulary]
-  return tuple(dict.fromkeys(ids))
+def _reads(template: str | None, name: str) -> bool:
+  return re.search(rf'\b{re.escape(name)}\b', template or '') is not None
 
 
 def _folder(path: str | pathlib.Path) -> pathlib.Path:
@@ -250,7 +265,7 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
       if name == 'tokenizer.json' and 'model' not in found:
         raise InputError(f'{folder / name}: has no "model": not a tokenizer')
   try:
-    hf = cls.from_pretrained(folder, local_files_only=True)
+    hf = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
   except (ValueError, TypeError, KeyError, ImportError, OSError) as error:
     first = str(error).strip().splitlines()[0]
     raise InputError(f'{folder}: unreadable tokenizer: {first}') from error
@@ -269,27 +284,14 @@ def _read_config(folder: pathlib.Path) -> dict:
   return {}
 
 
-def _first(ids: Any) -> int | None:
-  return ids[0] if isinstance(ids, list) and ids else ids
-
-
-def _tags(template: str) -> set[str]:
-  """Returns the words that open jinja statements in a template."""
-  parts = template.split('{%')[1:]
-  return {p.lstrip('-+ \n\t').split(' ', 1)[0].split('%', 1)[0].rstrip('-') for p in parts}
-
-
 def _bytes() -> PreTrainedTokenizerFast:
   """Returns a tokenizer in which id i < 256 is byte i, with a ChatML template."""
   import tokenizers
   import transformers
   from tokenizers import decoders, models, pre_tokenizers
+  from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-  # The printable stand-ins that byte-level tokenizers use for bytes.
-  plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [b for b in range(256) if b not in plain]
-  letters = {b: chr(b) for b in plain}
-  letters |= {b: chr(256 + n) for n, b in enumerate(others)}
+  letters = bytes_to_unicode()  # the printable stand-ins that byte-level tokenizers use for bytes
   model = models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[])
   tokenizer = tokenizers.Tokenizer(model)
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -300,10 +302,3 @@ def _bytes() -> PreTrainedTokenizerFast:
   )
   hf.chat_template = CHATML
   return hf
-
-
-def _set_class(path: pathlib.Path) -> None:
-  """Names the class that every release of transformers knows."""
-  config = object_store.read_json(path)
-  config['tokenizer_class'] = 'PreTrainedTokenizerFast'
-  path.write_text(json.dumps(config, indent=2) + '\n', encoding='utf-8')

@@ -81,7 +81,7 @@ class Session:
     messages = body.get('messages')
     count = len(self.known)
     if count and messages and len(messages) > count and _same_messages(messages[:count], self.known):
-      between = self.turns.continuation(messages[count:], ended=self.last == self.turns.end_id)
+      between = self.turns.continuation(messages[count:], ended=self.last == self.turns.end_id, row=body)
       return Context(np.concatenate([self._tokens(), between]).astype(np.int32), restarts=False)
     ids = encode()
     tokens = self._tokens()

@@ -177,7 +177,8 @@ class EpisodeScheduler:
     if observation:
       messages = [dict(m) for m in e.prompt.prompt]
       messages[-1]['content'] += owner.turns.break_special_tokens(observation)
-      e.context = chat.encode_prompt(owner.tokenizer, messages, {'tools': owner.pool.tools}, f'prompt {e.prompt.index}')
+      shown = {**e.prompt.columns, 'tools': owner.pool.tools}
+      e.context = chat.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
       e.error = (
         f'reset: with its observation the prompt has {len(e.context)} '
@@ -202,7 +203,7 @@ class EpisodeScheduler:
         text = owner.tokenizer.decode(ids[: owner.limits.result]) + ' [cut]'
       results.append((call['name'], text))
       e.messages.append({'role': 'tool', 'name': call['name'], 'content': text})
-    ids = owner.turns.answers(results)
+    ids = owner.turns.answers(results, e.prompt.columns)
     if len(e.tokens) + len(ids) >= owner.limits.tokens:
       self.end(e)
       return []

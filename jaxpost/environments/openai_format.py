@@ -47,9 +47,8 @@ class Translator:
 
   def chat_prompt(self, body: dict) -> np.ndarray:
     """Returns the token ids of the messages of a chat; InputError if they are malformed."""
-    row = {'prompt': body.get('messages'), 'tools': body.get('tools')}
-    messages = messages_lib.check_messages(row['prompt'], 'messages')
-    return chat.encode_prompt(self._tokenizer, messages, row, 'messages')
+    messages = messages_lib.check_messages(body.get('messages'), 'messages')
+    return chat.encode_prompt(self._tokenizer, messages, body, 'messages')
 
   def text_prompts(self, body: dict) -> list[np.ndarray]:
     """Returns the token ids of each prompt: `prompt` is a text, token ids, or a list of either."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
@@ -20,6 +21,7 @@ _PLACEHOLDER = '\ue000\ue001'  # stands for the model's text in a rendering
 _CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.S)
 _FUNCTION = re.compile(r'<function=([^>]+)>(.*?)</function>', re.S)
 _PARAMETER = re.compile(r'<parameter=([^>]+)>\n?(.*?)\n?</parameter>', re.S)
+_NO_ROW: Mapping[str, Any] = types.MappingProxyType({})
 _MARKS = '<tool_call>', '[TOOL_CALLS]', '<|python_tag|>'
 
 
@@ -101,13 +103,14 @@ class Turns:
       )
     self.end_id = ends[min(ends)]
 
-  def answers(self, results: Sequence[tuple[str, str]]) -> list[int]:
+  def answers(self, results: Sequence[tuple[str, str]], row: Mapping[str, Any] = _NO_ROW) -> list[int]:
     """Returns the token ids between a turn that ended with `end_id` and the next turn.
 
     Args:
       results: (name of the tool, its answer) of each call.
+      row: may have `chat_template_kwargs`.
     """
-    rest = self._after(results)
+    rest = self._after(results, row)
     end = self._text([self.end_id])
     text = rest[rest.index(end) + len(end) :]
     if not self._tokenizer.adds_space:
@@ -116,13 +119,14 @@ class Turns:
     head = self._tokenizer.encode(end)
     return self._tokenizer.encode(end + text)[len(head) :]
 
-  def continuation(self, messages: list[dict], ended: bool) -> list[int]:
+  def continuation(self, messages: list[dict], ended: bool, row: Mapping[str, Any] = _NO_ROW) -> list[int]:
     """Returns the token ids between a turn and the next one, with arbitrary messages in between.
 
     Args:
       ended: True if the turn ended with `end_id`, False if it was cut.
+      row: may have `chat_template_kwargs`.
     """
-    rest = self._after_placeholder(messages)
+    rest = self._after_placeholder(messages, row)
     end = self._text([self.end_id])
     if not self._tokenizer.adds_space:
       return self._tokenizer.encode(rest[rest.index(end) + len(end) :] if ended else rest)
@@ -154,14 +158,14 @@ class Turns:
       text = text.replace(special, f'{special[:1]} {special[1:]}')
     return ''.join(c for c in text if c not in _PLACEHOLDER)
 
-  def _after(self, results: Iterable[tuple[str, str]]) -> str:
+  def _after(self, results: Iterable[tuple[str, str]], row: Mapping[str, Any] = _NO_ROW) -> str:
     """Renders the answers of tools; returns the text after the model's turn."""
-    return self._after_placeholder([_result(name, self.break_special_tokens(text)) for name, text in results])
+    return self._after_placeholder([_result(name, self.break_special_tokens(text)) for name, text in results], row)
 
-  def _after_placeholder(self, messages: list[dict]) -> str:
+  def _after_placeholder(self, messages: list[dict], row: Mapping[str, Any]) -> str:
     """Renders a conversation with these messages after a turn of the model; returns the text after that turn."""
     turn = {'role': 'assistant', 'content': _PLACEHOLDER, **self._call}
-    text = self._render([{'role': 'user', 'content': 'a'}, turn, *messages], True)
+    text = self._render([{'role': 'user', 'content': 'a'}, turn, *messages], True, row)
     if _PLACEHOLDER not in text:
       raise InputError(
         f'config.environment: the chat template of {self._tokenizer.source} '
@@ -169,8 +173,8 @@ class Turns:
       )
     return text[text.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
-  def _render(self, messages: list[dict], prompt: bool) -> str:
-    return self._tokenizer.render_chat(messages, generation_prompt=prompt, where='config.environment')[0]
+  def _render(self, messages: list[dict], prompt: bool, row: Mapping[str, Any] = _NO_ROW) -> str:
+    return self._tokenizer.render_chat(messages, generation_prompt=prompt, row=row, where='config.environment')[0]
 
   def _text(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode(ids, skip_special=False)

@@ -28,6 +28,7 @@ RENAMED = {
   'reward_model.centre_coef': 'reward_model.center_coef',
   'distill.topk': 'distill.top_k',
   'log.rollouts': 'log.rollouts_every',
+  'data.enable_thinking': 'data.template_kwargs.enable_thinking',
 }
 
 # Field -> what TRL, verl or Hugging Face call it. docs/from_trl_and_verl.md
@@ -84,7 +85,8 @@ _OTHER_NAMES = {
   'rl.correct_by': 'filter_groups.metric',
   'critic.value_clip': 'cliprange_value',
   'critic.warmup_steps': 'critic_warmup',
-  'data.enable_thinking': 'chat_template_kwargs',
+  'data.template_kwargs': 'chat_template_kwargs apply_chat_template_kwargs',
+  'data.chat_template': 'chat_template_path custom_chat_template',
   'preference.f_divergence': 'f_divergence_type',
   'preference.f_alpha': 'f_alpha_divergence_coef',
   'nll.neftune_alpha': 'neftune_noise_alpha',
@@ -131,9 +133,9 @@ FIELDS = _all_fields(Config, '')  # 'optim.lr' -> float; sections, too
 def field_type(path: str) -> Any:
   """Returns the type of a field: a dataclass for a section, None for no field.
 
-  Everything below `user` is free: its type is `typing.Any`.
+  Everything below `user` and `data.template_kwargs` is free: its type is `typing.Any`.
   """
-  return Any if path.startswith('user.') else FIELDS.get(path)
+  return Any if path.startswith(('user.', 'data.template_kwargs.')) else FIELDS.get(path)
 
 
 def unknown_key(where: str, path: str) -> InputError:

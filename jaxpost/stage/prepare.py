@@ -232,7 +232,7 @@ def load_tokenizer(config: Config, source: Source) -> Tokenizer:
   """Loads the tokenizer of `config.model`; InputError if the model has too few embeddings."""
   section = config.model
   path = section.tokenizer or str((source.base or source).folder or 'bytes')
-  tokenizer = tokenizer_lib.load(path, enable_thinking=config.data.enable_thinking)
+  tokenizer = tokenizer_lib.load(path, config.data.chat_template, config.data.template_kwargs)
   if tokenizer.vocab_size > source.config.padded_vocab_size:
     raise InputError(
       f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
@@ -272,6 +272,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
   checked = 0 if inputs.config.data.streaming else min(len(rows), _CHECKED)
   ready = [render(i) for i in range(checked)]
+  checks.warn_without_stop(ready, inputs)
 
   def example(number: int):
     if number < len(ready):

@@ -64,10 +64,11 @@ class DataSection:
   )
   train_on: str = option('assistant', 'Tokens that are trained on.', choices=('assistant', 'completion', 'all'))
   system_prompt: str = option('', 'System message put before each conversation of an RL run.')
-  enable_thinking: bool = option(
-    False,
-    'Render chats with the thinking mode of templates that have one (Qwen3): training data, prompts, '
-    'sampling and evaluation.',
+  chat_template: str = option('', "Chat template in place of the tokenizer's: a .jinja file, or its text.")
+  template_kwargs: dict = option(
+    {},
+    'Variables of the chat template in training data, prompts, sampling and evaluation, such as '
+    'template_kwargs.enable_thinking=True; the column chat_template_kwargs overrides them for its row.',
   )
 
 

@@ -28,6 +28,5 @@ def option(
     auto: not None for a field whose default stands for the algorithm's value
       (`Algorithm.defaults`); `auto` is used where the algorithm has none.
   """
-  return dataclasses.field(
-    default=default, metadata=dict(help=help_, lo=lo, hi=hi, choices=choices, each=each, auto=auto)
-  )
+  given = {'default_factory': dict} if default == {} else {'default': default}
+  return dataclasses.field(metadata=dict(help=help_, lo=lo, hi=hi, choices=choices, each=each, auto=auto), **given)

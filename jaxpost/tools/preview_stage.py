@@ -60,6 +60,7 @@ def _show_rows(inputs: Inputs, data: Rows, count: int) -> list:
   config, tokenizer = inputs.config, inputs.tokenizer
   render = inputs.algorithm.render(data, tokenizer, config)
   examples = [render(i) for i in range(min(max(count, _COUNTED), len(data)))]
+  checks.warn_without_stop(examples, inputs)
   length = batch_shape.row_length(config, False)
   *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
   out = []

@@ -1,0 +1,146 @@
+"""config.data.chat_template and config.data.template_kwargs reach every chat that a stage renders."""
+
+import json
+import logging
+import types
+
+import pytest
+import tiny
+
+from jaxpost.data import chat, prompts, sources
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.environments import openai_format, turns
+from jaxpost.errors import InputError
+from jaxpost.stage import checks, overrides, prepare
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import sources as sources_lib
+from launch import config_flag
+
+# As Qwen3's: without thinking, a turn starts with an empty thinking block.
+TEMPLATE = """\
+{% set empty = '' if enable_thinking else '<think></think>' -%}
+{% if effort %}<effort {{ effort }}>{% endif %}{% for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{{ empty }}{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{{ empty }}{% endif %}"""
+QUESTION = {'role': 'user', 'content': 'Q'}
+ANSWER = {'role': 'assistant', 'content': 'A'}
+THINKING = {'enable_thinking': True}
+
+
+@pytest.fixture
+def folder(tmp_path):
+  tokenizer_lib.load('bytes').save(tmp_path)
+  (tmp_path / 'chat_template.jinja').write_text(TEMPLATE)
+  return str(tmp_path)
+
+
+def load(folder, **data):
+  """The tokenizer of a stage by a config with these data fields."""
+  config = config_lib.parse(dict(model=dict(tokenizer=folder), data=data))['sft']
+  return prepare.load_tokenizer(config, sources_lib.Source(tiny.config(vocab_size=512)))
+
+
+def texts(folder, **data):
+  """(training row, prompt of the sampler) as text, by a config with these data fields."""
+  tokenizer = load(folder, **data)
+  row = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1').tokens
+  prompt = chat.prompt_tokens(tokenizer, {'messages': [QUESTION]}, 'a:1')
+  return tuple(tokenizer.decode(ids, skip_special=False) for ids in (row, prompt))
+
+
+def test_thinking_is_off_by_default(folder):
+  assert texts(folder) == texts(folder, template_kwargs={'enable_thinking': False})
+  assert all('assistant\n<think></think>' in text for text in texts(folder))
+
+
+def test_one_field_switches_training_rows_and_prompts(folder):
+  assert not any('<think>' in text for text in texts(folder, template_kwargs=THINKING))
+  both = texts(folder, template_kwargs={'effort': 'high'})
+  assert all(text.startswith('<effort high>') and '<think>' in text for text in both)
+
+
+def test_the_command_line_sets_one_variable():
+  config = {'data': {}}
+  config_flag.apply(config, {'data.template_kwargs.enable_thinking': ['True'], 'data.template_kwargs.effort': ['high']})
+  assert config_lib.parse(config)['sft'].data.template_kwargs == {'enable_thinking': True, 'effort': 'high'}
+  assert overrides.locate({}, 'data.template_kwargs.any') == ('', 'data.template_kwargs.any')
+
+
+def test_the_former_field_is_refused_with_the_new_name():
+  with pytest.raises(InputError, match=r'renamed; write config\.data\.template_kwargs\.enable_thinking'):
+    config_lib.parse({'data': {'enable_thinking': True}})
+
+
+def test_variables_that_the_template_does_not_read_are_refused(folder):
+  with pytest.raises(InputError, match=r'config\.data\.template_kwargs\.enable_thinkin: the chat template of .* reads'):
+    load(folder, template_kwargs={'enable_thinkin': True})
+  with pytest.raises(InputError, match=r'config\.data\.template_kwargs.*: messages is given'):
+    load(folder, template_kwargs={'messages': []})
+
+
+def test_a_column_overrides_the_prompt_of_its_row(folder):
+  tokenizer = load(folder)
+  rows = sources.read('rows', fake_rows=[{'prompt': [QUESTION], 'chat_template_kwargs': k} for k in (None, THINKING)])
+  for tools in (None, [{'type': 'function', 'function': {'name': 'f'}}]):
+    stream = prompts.PromptStream(rows, tokenizer, per_step=2, max_prompt_length=99, seed=0, shuffle=False, tools=tools)
+    thinks = ['<think>' in tokenizer.decode(p.tokens, skip_special=False) for p in next(stream)[0]]
+    assert thinks == [True, False]
+
+
+def test_a_request_overrides_the_chat_of_a_server(folder):
+  tokenizer = load(folder)
+  translator = openai_format.Translator(tokenizer, 99)
+  for given, thinks in ({}, True), ({'chat_template_kwargs': THINKING}, False):
+    prompt = translator.chat_prompt({'messages': [QUESTION], **given})
+    assert ('<think>' in tokenizer.decode(prompt, skip_special=False)) == thinks
+  with pytest.raises(InputError, match='chat_template_kwargs: 3 is no mapping'):
+    translator.chat_prompt({'messages': [QUESTION], 'chat_template_kwargs': 3})
+
+
+def test_later_turns_of_an_environment_follow_the_row(folder):
+  tokenizer = load(folder)
+  made = turns.Turns(tokenizer)
+  for row, thinks in ({}, True), ({'chat_template_kwargs': THINKING}, False):
+    for ids in made.answers([('f', 'x')], row), made.continuation([QUESTION], True, row):
+      assert ('<think>' in tokenizer.decode(ids, skip_special=False)) == thinks
+
+
+def test_an_exported_tokenizer_has_the_template_and_its_switches(tmp_path, folder):
+  (tmp_path / 'other.jinja').write_text(f'{{# other #}}{TEMPLATE}')
+  for source in ('bytes', folder):
+    tokenizer = load(source, chat_template=str(tmp_path / 'other.jinja'), template_kwargs=THINKING)
+    tokenizer.save(tmp_path / source.strip('/').replace('/', '_'))
+    out = tmp_path / source.strip('/').replace('/', '_')
+    assert (out / 'chat_template.jinja').read_text() == tokenizer.chat_template
+    saved = json.loads((out / 'tokenizer_config.json').read_text())
+    assert saved['chat_template_kwargs'] == THINKING
+    import transformers
+
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == tokenizer.chat_template
+    # A model folder is sampled as it was trained, unless a config says otherwise.
+    assert texts(str(out)) == texts(folder, template_kwargs=THINKING)
+    assert texts(str(out), template_kwargs={'enable_thinking': False}) == texts(folder)
+
+
+def test_a_template_is_given_by_a_file_or_its_text(tmp_path):
+  (tmp_path / 't.jinja').write_text(TEMPLATE)
+  assert texts('bytes', chat_template=TEMPLATE) == texts('bytes', chat_template=str(tmp_path / 't.jinja'))
+  assert '<think>' in texts('bytes', chat_template=TEMPLATE)[0]
+  with pytest.raises(InputError, match=r'config\.data\.chat_template: no file none\.jinja'):
+    load('bytes', chat_template='none.jinja')
+
+
+@pytest.mark.parametrize('end, warned', [('<|im_end|>', False), (';', True)])
+def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, caplog):
+  template = '{% for m in messages %}{{ m.role + ":" + m.content + "END" }}{% endfor %}'.replace('END', end)
+  tokenizer = load('bytes', chat_template=template)
+  example = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1')
+  for scalar_head in (False, True):
+    inputs = types.SimpleNamespace(tokenizer=tokenizer, algorithm=types.SimpleNamespace(scalar_head=scalar_head))
+    with caplog.at_level(logging.WARNING):
+      caplog.clear()
+      checks.warn_without_stop([example, None], inputs)
+    assert ('no trained span ends in a stop token (<|im_end|>)' in caplog.text) == (warned and not scalar_head)
+    checks.warn_without_stop([None], inputs)
