@@ -58,10 +58,11 @@ def table(kind: type, prefix: str) -> list[str]:
   lines = [f'| {" | ".join(COLUMNS)} |', '|---' * len(COLUMNS) + '|']
   for field in dataclasses.fields(kind):
     hint = hints[field.name]
-    if dataclasses.is_dataclass(hint) or hint is dict:  # `user` is open
+    if dataclasses.is_dataclass(hint) or not field.metadata:  # `user` is open
       continue
+    default = {} if hint is dict else field.default
     name = 'any' if hint is typing.Any else hint.__name__
-    cells = (f'`{prefix}{field.name}`', name, f'`{field.default!r}`', values(field.metadata), field.metadata['help'])
+    cells = (f'`{prefix}{field.name}`', name, f'`{default!r}`', values(field.metadata), field.metadata['help'])
     cells = [cell.replace('|', '\\|') for cell in cells]
     lines.append(f'| {" | ".join(cells)} |')
   return lines

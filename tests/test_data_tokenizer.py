@@ -1,9 +1,13 @@
 """Tokenizers load, stop where they should, and export what others load."""
 
+import io
+import json
+
 import pytest
 
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
+from jaxpost.stage import prepare, schema
 
 
 def test_bytes_tokenizer_round_trips_and_exports(tmp_path):
@@ -63,3 +67,28 @@ def test_bad_tokenizers_are_named(tmp_path):
   for path in ('no_such_folder', str(tmp_path / 'config.json')):
     with pytest.raises(InputError, match='folder'):
       tokenizer_lib.load(path)
+
+
+@pytest.mark.parametrize('of', ['tokenizer', 'tokenizer_and_config', 'config'])
+def test_code_in_a_folder_is_never_run(tmp_path, monkeypatch, of):
+  folder, mark = tmp_path / 'model', tmp_path / 'mark'
+  folder.mkdir()
+  (folder / 'planted.py').write_text(
+    f'open({str(mark)!r}, "w").close()\nimport transformers\n'
+    'class Tok(transformers.PreTrainedTokenizerFast): pass\n'
+    'class Cfg(transformers.PretrainedConfig):\n  model_type = "planted"\n'
+  )
+  (folder / 'vocab.json').write_text('{"a": 0}')
+  (folder / 'merges.txt').write_text('#version: 0.2\n')
+  tokenizer = {'auto_map': {'AutoTokenizer': ['planted.Tok', 'planted.Tok']}}
+  config = {'auto_map': {'AutoConfig': 'planted.Cfg'}, 'model_type': 'planted'}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(tokenizer if 'tokenizer' in of else {}))
+  (folder / 'config.json').write_text(json.dumps(config if 'config' in of else {}))
+  monkeypatch.setattr('sys.stdin', io.StringIO('y\n' * 9))
+  with pytest.raises(InputError, match='code of its own, which is never run' if 'tokenizer' in of else '') as caught:
+    tokenizer_lib.load(folder)
+  assert '\n' not in str(caught.value)
+  with pytest.raises(InputError) as caught:
+    prepare.model_source(schema.ModelSection(path=str(folder)))
+  assert '\n' not in str(caught.value)
+  assert not mark.exists()

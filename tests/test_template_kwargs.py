@@ -2,7 +2,6 @@
 
 import json
 import logging
-import types
 
 import pytest
 import tiny
@@ -11,8 +10,8 @@ from jaxpost.data import chat, prompts, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
-from jaxpost.stage import checks, overrides, prepare
 from jaxpost.stage import config as config_lib
+from jaxpost.stage import documents, overrides, prepare
 from jaxpost.stage import sources as sources_lib
 from launch import config_flag
 
@@ -137,10 +136,8 @@ def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, cap
   template = '{% for m in messages %}{{ m.role + ":" + m.content + "END" }}{% endfor %}'.replace('END', end)
   tokenizer = load('bytes', chat_template=template)
   example = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1')
-  for scalar_head in (False, True):
-    inputs = types.SimpleNamespace(tokenizer=tokenizer, algorithm=types.SimpleNamespace(scalar_head=scalar_head))
-    with caplog.at_level(logging.WARNING):
-      caplog.clear()
-      checks.warn_without_stop([example, None], inputs)
-    assert ('no trained span ends in a stop token (<|im_end|>)' in caplog.text) == (warned and not scalar_head)
-    checks.warn_without_stop([None], inputs)
+  with caplog.at_level(logging.WARNING):
+    documents.warn_without_stop([None], tokenizer)
+    assert not caplog.text
+    documents.warn_without_stop([example, None], tokenizer)
+  assert ('no trained span ends in a stop token (<|im_end|>)' in caplog.text) == warned

@@ -222,16 +222,11 @@ def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Mes
 
 
 def _begin(header: str, text: str, start: int) -> tuple[int, str]:
-  """Moves the start of a turn from its content to the end of its generation prompt.
+  """Moves the start of a turn from its content to the end of `header`, its generation prompt.
 
   Between the two is at most an opened or empty <think> block, which templates put before
-  a content. It belongs to the prompt as far as a sampler's prompt has it.
-
-  Args:
-    header: what the generation prompt appends.
-
-  Returns:
-    The start, and what the turn has of the header; '' where it does not follow one.
+  a content; it belongs to the prompt as far as `header` has it. Also returns the part of
+  `header` that the turn follows, '' for none.
   """
   bare = _THINK_BLOCK.sub('', header) or header
   at = text.rfind(bare, 0, start) if bare else -1

@@ -10,6 +10,7 @@ decided in `file_formats.FORMATS`.
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
   from etils import epath
 
 _SEPARATOR = '<|endoftext|>'
+PARQUET, ARRAY_RECORD = ('pyarrow.lib', 'pyarrow.parquet'), 'array_record.python.array_record_module'
 _EXTRA = "pip install 'jaxpost[data]'"
 NumberedRows = Iterator[tuple[int, Any]]
 
@@ -30,14 +32,6 @@ NumberedRows = Iterator[tuple[int, Any]]
 def where(prefix: str, number: int) -> str:
   """Returns the place of a row for error messages, 'a.jsonl:12' or 'a.parquet[12]'."""
   return f'{prefix}{number}' + (']' if prefix.endswith('[') else '')
-
-
-def load_json(path: epath.Path) -> dict:
-  """Reads a small JSON file that holds one object."""
-  found = parse(decode(_bytes(path, str(path)), str(path), 1), str(path))
-  if not isinstance(found, dict):
-    raise InputError(f'{path}: not a JSON object')
-  return found
 
 
 def _lines(path: epath.Path, name: str) -> Iterator[tuple[int, bytes]]:
@@ -127,7 +121,7 @@ def txt(path: epath.Path, name: str) -> NumberedRows:
 
 def parquet(path: epath.Path, name: str) -> NumberedRows:
   """Yields the rows of a parquet file."""
-  lib, module = import_parquet(name)
+  lib, module = import_reader(name, 'parquet', *PARQUET)
   try:
     with path.open('rb') as file:
       yield from _batches(module.ParquetFile(file).iter_batches(1024))
@@ -137,10 +131,7 @@ def parquet(path: epath.Path, name: str) -> NumberedRows:
 
 def arrow(path: epath.Path, name: str) -> NumberedRows:
   """Yields the rows of an Arrow stream, which is what `datasets` writes."""
-  try:
-    import pyarrow
-  except ImportError as error:
-    raise InputError(f'{name}: reading arrow needs pyarrow: {_EXTRA}') from error
+  (pyarrow,) = import_reader(name, 'arrow', 'pyarrow')
   try:
     with path.open('rb') as file:
       yield from _batches(pyarrow.ipc.open_stream(file))
@@ -158,7 +149,7 @@ def _batches(batches: Iterable[Any]) -> NumberedRows:
 
 def array_record(path: epath.Path, name: str) -> NumberedRows:
   """Yields the records of an ArrayRecord file, each JSON."""
-  module = import_array_record(name)
+  (module,) = import_reader(name, 'ArrayRecord', ARRAY_RECORD)
   try:
     reader = module.ArrayRecordReader(str(path))
     records = reader.read_all() if reader.num_records() else []
@@ -170,22 +161,12 @@ def array_record(path: epath.Path, name: str) -> NumberedRows:
     yield number, parse(decode(record, at, 1), at)
 
 
-def import_parquet(name: str) -> tuple[ModuleType, ModuleType]:
-  """Returns pyarrow's modules lib and parquet, to read the file `name`."""
+def import_reader(name: str, kind: str, *modules: str) -> list[ModuleType]:
+  """Returns modules of the library that reads files of a kind, for the file `name`."""
   try:
-    from pyarrow import lib, parquet
+    return [importlib.import_module(module) for module in modules]
   except ImportError as error:
-    raise InputError(f'{name}: reading parquet needs pyarrow: {_EXTRA}') from error
-  return lib, parquet
-
-
-def import_array_record(name: str) -> ModuleType:
-  """Returns the module of array_record, to read the file `name`."""
-  try:
-    from array_record.python import array_record_module
-  except ImportError as error:
-    raise InputError(f'{name}: reading ArrayRecord needs array_record: {_EXTRA}') from error
-  return array_record_module
+    raise InputError(f'{name}: reading {kind} needs {modules[0].partition(".")[0]}: {_EXTRA}') from error
 
 
 def damaged(name: str, what: str, error: Exception) -> InputError:

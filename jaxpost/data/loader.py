@@ -207,8 +207,8 @@ class PackedStream:
     """Returns W for about 64 full rows, by the lengths of the first documents."""
     if not self._packing:
       return min(self._num_rows, 256)
-    found = map(self._example, range(min(64, self._num_rows)))
-    some = [len(example.tokens) for _, example in found if example]
+    found = (self._examples_fn(self._order[i]) for i in range(min(64, self._num_rows)))
+    some = [len(example.tokens) for example in found if example]
     mean = min(max(np.mean(some), 1), self._row_length) if some else 1
     return int(np.clip(64 * self._row_length / mean, 64, 1 << 16))
 
@@ -254,11 +254,6 @@ class PackedStream:
       **{f'data/{n}/documents': int((sources == n).sum()) for n in range(len(self._stops))},
     }
     return batch, info
-
-  def _example(self, i: int) -> tuple[int, Example | None]:
-    """Returns (row, its Example) of document i of the stream."""
-    row = self._order[i]
-    return row, self._examples_fn(row)
 
   def _packed_window(self, window: int) -> tuple[list[PackedRow], dict[str, int]]:
     """Packs the documents of a window; counts those truncated and those dropped."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxpost.data import file_formats, files
+from jaxpost.data import file_formats
 from jaxpost.errors import InputError
-from jaxpost.storage import hub
+from jaxpost.storage import hub, object_store
 
 _SPLIT_WORDS = {
   'train': 'train',
@@ -47,11 +47,11 @@ def _find_local(local: epath.Path, path: str, split: str) -> list[tuple[epath.Pa
   if not local.is_dir():
     return [(local, path)]
   if (local / 'dataset_dict.json').exists():
-    names = files.load_json(local / 'dataset_dict.json').get('splits', [])
+    names = object_store.read_json(local / 'dataset_dict.json').get('splits', [])
     split = _choose(split, names, path)
     local, split = local / split, ''
   if (local / 'state.json').exists():
-    state = files.load_json(local / 'state.json')
+    state = object_store.read_json(local / 'state.json')
     listed = [f['filename'] for f in state.get('_data_files', [])]
     found = [local / name for name in listed]
   else:

@@ -45,6 +45,7 @@ class Rows(collections.abc.Sequence):
     self.dropped = dropped
     self._rows = rows
     self._places = places
+    self.sizes = (len(rows),)
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -53,11 +54,6 @@ class Rows(collections.abc.Sequence):
     if isinstance(i, slice):
       return Rows(self.name, self._rows[i], self._places[i])
     return self._rows[i]
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    """One source: the number of rows."""
-    return (len(self),)
 
   def where(self, i: int) -> str:
     """Returns 'file.jsonl:12' (a line, from 1) or 'file.parquet[12]' (from 0)."""
@@ -105,6 +101,7 @@ class Lazy(collections.abc.Sequence):
   def __init__(self, name: str, opened: Sequence[Any], prepare: Callable[[Any, str], Row | None]):
     self.name = name
     self._opened = Chain(name, opened)
+    self.sizes = (len(self._opened),)
     self._prepare = prepare
 
   def __len__(self) -> int:
@@ -112,11 +109,6 @@ class Lazy(collections.abc.Sequence):
 
   def __getitem__(self, i: int) -> Row | None:
     return self._prepare(self._opened[i], self.where(i))
-
-  @property
-  def sizes(self) -> tuple[int, ...]:
-    """One source: the number of rows."""
-    return (len(self),)
 
   def where(self, i: int) -> str:
     """Returns the place of a row, see `Rows.where`."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import re
 import shutil
-import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +102,7 @@ class Tokenizer:
     messages: list[dict],
     *,
     generation_prompt: bool = False,
-    row: Mapping[str, Any] = types.MappingProxyType({}),
+    row: Mapping[str, Any] | None = None,
     where: str = 'chat',
   ) -> tuple[str, list[tuple[int, int]]]:
     """Returns a chat as text, and the (start, end) spans that the template marks.
@@ -128,11 +126,11 @@ class Tokenizer:
     try:
       texts, spans = chat_template_utils.render_jinja_template(
         [messages],
-        tools=messages_lib.tools_of(row, where),
+        tools=messages_lib.tools_of(row or {}, where),
         chat_template=self.chat_template,
         return_assistant_tokens_mask=self.has_markers,
         add_generation_prompt=generation_prompt,
-        **variables | self.template_kwargs | messages_lib.template_kwargs_of(row, where),
+        **variables | self.template_kwargs | messages_lib.template_kwargs_of(row or {}, where),
       )
     except (jinja2.TemplateError, TypeError) as error:
       raise InputError(f'{where}: the chat template of {self.source} refuses it: {error}') from error
@@ -149,11 +147,10 @@ class Tokenizer:
     if self.source == 'bytes':
       self.hf.save_pretrained(folder)
       added['tokenizer_class'] = 'PreTrainedTokenizerFast'  # every release of transformers knows it
-    # Copied, not rewritten: transformers would change the class name.
-    for name in _FILES:
-      path = pathlib.Path(self.source) / name
-      if path.is_file():
-        shutil.copyfile(path, folder / name)
+    else:  # copied, not rewritten: transformers would change the class name
+      for path in (pathlib.Path(self.source) / name for name in _FILES):
+        if path.is_file():
+          shutil.copyfile(path, folder / path.name)
     if self.chat_template:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
     used = _SWITCHES | self.template_kwargs
@@ -162,7 +159,7 @@ class Tokenizer:
     if added:
       path = folder / 'tokenizer_config.json'
       config = object_store.read_json(path) if path.is_file() else {}
-      path.write_text(json.dumps(config | added, indent=2) + '\n', encoding='utf-8')
+      object_store.write_json(path, config | added)
 
 
 def load(
@@ -268,6 +265,8 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
     hf = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
   except (ValueError, TypeError, KeyError, ImportError, OSError) as error:
     first = str(error).strip().splitlines()[0]
+    if 'custom code' in first:
+      first = 'it needs code of its own, which is never run; save it with a tokenizer.json'
     raise InputError(f'{folder}: unreadable tokenizer: {first}') from error
   if not hf.is_fast:
     raise InputError(f'{folder}: only fast tokenizers are supported; save one with a tokenizer.json')

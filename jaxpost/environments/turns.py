@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
@@ -21,7 +20,6 @@ _PLACEHOLDER = '\ue000\ue001'  # stands for the model's text in a rendering
 _CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.S)
 _FUNCTION = re.compile(r'<function=([^>]+)>(.*?)</function>', re.S)
 _PARAMETER = re.compile(r'<parameter=([^>]+)>\n?(.*?)\n?</parameter>', re.S)
-_NO_ROW: Mapping[str, Any] = types.MappingProxyType({})
 _MARKS = '<tool_call>', '[TOOL_CALLS]', '<|python_tag|>'
 
 
@@ -89,12 +87,12 @@ class Turns:
     self._call = {}
     self.end_id = None
     try:
-      rest = self._after([('tool', 'x')])
+      rest = self._after([_result('tool', 'x')])
     except InputError:  # Some templates render an answer only after the call that it answers.
       self._call = {
         'tool_calls': [{'type': 'function', 'id': 'call00000', 'function': {'name': 'tool', 'arguments': {}}}]
       }
-      rest = self._after([('tool', 'x')])
+      rest = self._after([_result('tool', 'x')])
     ends = {rest.find(self._text([i])): i for i in tokenizer.stop_ids}
     ends.pop(-1, None)
     if not ends:
@@ -103,30 +101,24 @@ class Turns:
       )
     self.end_id = ends[min(ends)]
 
-  def answers(self, results: Sequence[tuple[str, str]], row: Mapping[str, Any] = _NO_ROW) -> list[int]:
+  def answers(self, results: Sequence[tuple[str, str]], row: Mapping[str, Any] | None = None) -> list[int]:
     """Returns the token ids between a turn that ended with `end_id` and the next turn.
 
     Args:
       results: (name of the tool, its answer) of each call.
       row: may have `chat_template_kwargs`.
     """
-    rest = self._after(results, row)
-    end = self._text([self.end_id])
-    text = rest[rest.index(end) + len(end) :]
-    if not self._tokenizer.adds_space:
-      return self._tokenizer.encode(text)
-    # This tokenizer adds a space in front of a text: encode it behind the end marker, whose tokens are dropped.
-    head = self._tokenizer.encode(end)
-    return self._tokenizer.encode(end + text)[len(head) :]
+    messages = [_result(name, self.break_special_tokens(text)) for name, text in results]
+    return self.continuation(messages, True, row)
 
-  def continuation(self, messages: list[dict], ended: bool, row: Mapping[str, Any] = _NO_ROW) -> list[int]:
+  def continuation(self, messages: list[dict], ended: bool, row: Mapping[str, Any] | None = None) -> list[int]:
     """Returns the token ids between a turn and the next one, with arbitrary messages in between.
 
     Args:
       ended: True if the turn ended with `end_id`, False if it was cut.
       row: may have `chat_template_kwargs`.
     """
-    rest = self._after_placeholder(messages, row)
+    rest = self._after(messages, row)
     end = self._text([self.end_id])
     if not self._tokenizer.adds_space:
       return self._tokenizer.encode(rest[rest.index(end) + len(end) :] if ended else rest)
@@ -158,11 +150,7 @@ class Turns:
       text = text.replace(special, f'{special[:1]} {special[1:]}')
     return ''.join(c for c in text if c not in _PLACEHOLDER)
 
-  def _after(self, results: Iterable[tuple[str, str]], row: Mapping[str, Any] = _NO_ROW) -> str:
-    """Renders the answers of tools; returns the text after the model's turn."""
-    return self._after_placeholder([_result(name, self.break_special_tokens(text)) for name, text in results], row)
-
-  def _after_placeholder(self, messages: list[dict], row: Mapping[str, Any]) -> str:
+  def _after(self, messages: list[dict], row: Mapping[str, Any] | None = None) -> str:
     """Renders a conversation with these messages after a turn of the model; returns the text after that turn."""
     turn = {'role': 'assistant', 'content': _PLACEHOLDER, **self._call}
     text = self._render([{'role': 'user', 'content': 'a'}, turn, *messages], True, row)
@@ -173,7 +161,7 @@ class Turns:
       )
     return text[text.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
-  def _render(self, messages: list[dict], prompt: bool, row: Mapping[str, Any] = _NO_ROW) -> str:
+  def _render(self, messages: list[dict], prompt: bool, row: Mapping[str, Any] | None = None) -> str:
     return self._tokenizer.render_chat(messages, generation_prompt=prompt, row=row, where='config.environment')[0]
 
   def _text(self, ids: Sequence[int]) -> str:

@@ -5,11 +5,8 @@ Each function raises InputError with the field, the reason and a remedy.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
@@ -24,12 +21,10 @@ from jaxpost.stage.reward_model import KEY, NAME, is_used
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.data.examples import Example
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
-  from jaxpost.stage.records import Inputs
   from jaxpost.stage.sources import Source
 
 _PAIRS = 'dpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
@@ -235,15 +230,3 @@ def _tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer
   if source.folder and (source.folder / 'tokenizer.json').exists():
     return tokenizer_lib.load(str(source.folder))
   return None
-
-
-def warn_without_stop(examples: Sequence[Example | None], inputs: Inputs) -> None:
-  """Warns if no example trains a token at which sampling stops; what reads scores learns no end."""
-  read = [e for e in examples if e is not None]
-  stops = inputs.tokenizer.stop_ids
-  if read and not inputs.algorithm.scalar_head and not any(np.isin(e.tokens[e.trained], stops).any() for e in read):
-    logging.warning(
-      'config.data: no trained span ends in a stop token (%s), so the model would not learn to stop; end the turns'
-      ' of the assistant with one in a chat template of config.data.chat_template',
-      inputs.tokenizer.decode(stops, skip_special=False),
-    )

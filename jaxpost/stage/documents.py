@@ -6,6 +6,7 @@ Legend: N documents, T tokens of one, S trained tokens of all.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
+  from jaxpost.data.tokenizer import Tokenizer
 
 
 def read_tokens(example: Example) -> np.ndarray:
@@ -20,6 +22,17 @@ def read_tokens(example: Example) -> np.ndarray:
   if example.sequence_ids is None:
     return example.trained
   return example.trained | (example.sequence_ids > 0)
+
+
+def warn_without_stop(examples: Iterable[Example | None], tokenizer: Tokenizer) -> None:
+  """Warns if there are examples, and none trains a token at which sampling stops."""
+  read = [e for e in examples if e is not None]
+  if read and not any(np.isin(e.tokens[e.trained], tokenizer.stop_ids).any() for e in read):
+    logging.warning(
+      'config.data: no trained span ends in a stop token (%s), so the model does not learn to stop; let the chat '
+      'template end turns of the assistant with one (config.data.chat_template)',
+      tokenizer.decode(tokenizer.stop_ids, skip_special=False),
+    )
 
 
 class Documents:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import pathlib
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from jaxpost.formats import hf, peft
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import after
 from jaxpost.stage import sources
+from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
   from etils import epath
@@ -73,6 +73,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
   tokenizer.save(folder)
   if (pad := pad_id(tokenizer)) != tokenizer.pad_id:
     path = pathlib.Path(folder) / 'tokenizer_config.json'
-    saved = json.loads(path.read_text()) if path.exists() else {}
-    saved['pad_token'] = tokenizer.hf.convert_ids_to_tokens(pad)
-    path.write_text(json.dumps(saved, indent=2) + '\n')
+    saved = object_store.read_json(path) if path.exists() else {}
+    object_store.write_json(path, saved | {'pad_token': tokenizer.hf.convert_ids_to_tokens(pad)})

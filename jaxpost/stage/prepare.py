@@ -26,7 +26,7 @@ from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.config import Config
-from jaxpost.stage.documents import Documents
+from jaxpost.stage.documents import Documents, warn_without_stop
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Workers
 from jaxpost.stage.sources import Source
 
@@ -272,7 +272,8 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
   checked = 0 if inputs.config.data.streaming else min(len(rows), _CHECKED)
   ready = [render(i) for i in range(checked)]
-  checks.warn_without_stop(ready, inputs)
+  if not inputs.algorithm.scalar_head:  # which writes no text
+    warn_without_stop(ready, inputs.tokenizer)
 
   def example(number: int):
     if number < len(ready):

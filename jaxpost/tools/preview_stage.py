@@ -12,7 +12,7 @@ from jaxpost.data.sources import Rows
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.rewards import builtin
-from jaxpost.stage import batch_shape, checks, prepare, reward_model
+from jaxpost.stage import batch_shape, checks, documents, prepare, reward_model
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Inputs
 from jaxpost.tools import inference
@@ -60,7 +60,8 @@ def _show_rows(inputs: Inputs, data: Rows, count: int) -> list:
   config, tokenizer = inputs.config, inputs.tokenizer
   render = inputs.algorithm.render(data, tokenizer, config)
   examples = [render(i) for i in range(min(max(count, _COUNTED), len(data)))]
-  checks.warn_without_stop(examples, inputs)
+  if not inputs.algorithm.scalar_head:
+    documents.warn_without_stop(examples, tokenizer)
   length = batch_shape.row_length(config, False)
   *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
   out = []
