@@ -41,9 +41,9 @@ def test_config_table_tells_every_field():
 
   def names(value, prefix=''):
     for key, inner in value.items():
-      if isinstance(inner, dict):
+      if inner and isinstance(inner, dict):
         yield from names(inner, f'{prefix}{key}.')
-      else:
+      elif prefix + key != 'user':  # open: nothing in the library reads it
         yield prefix + key
 
   wanted = set(names(config.defaults()))

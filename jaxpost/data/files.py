@@ -163,10 +163,11 @@ def array_record(path: epath.Path, name: str) -> NumberedRows:
 
 def import_reader(name: str, kind: str, *modules: str) -> list[ModuleType]:
   """Returns modules of the library that reads files of a kind, for the file `name`."""
+  package = modules[0].partition('.')[0]
   try:
-    return [importlib.import_module(module) for module in modules]
+    return [importlib.import_module(module) for module in (package, *modules)][1:]
   except ImportError as error:
-    raise InputError(f'{name}: reading {kind} needs {modules[0].partition(".")[0]}: {_EXTRA}') from error
+    raise InputError(f'{name}: reading {kind} needs {package}: {_EXTRA}') from error
 
 
 def damaged(name: str, what: str, error: Exception) -> InputError:

@@ -14,7 +14,7 @@ from jaxpost.errors import InputError
 Row = Mapping[str, Any]
 Message = dict[str, Any]  # {'role', 'content', ...}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-# What is passed to a chat template by other means.
+# Names of template_kwargs that every template gets by other means.
 _RESERVED = {'messages', 'tools', 'conversations', 'chat_template', 'add_generation_prompt', 'continue_final_message'}
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
