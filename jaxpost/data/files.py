@@ -24,7 +24,8 @@ if TYPE_CHECKING:
   from etils import epath
 
 _SEPARATOR = '<|endoftext|>'
-PARQUET, ARRAY_RECORD = ('pyarrow.lib', 'pyarrow.parquet'), 'array_record.python.array_record_module'
+PARQUET = 'pyarrow', 'pyarrow.lib', 'pyarrow.parquet'
+ARRAY_RECORD = 'array_record.python', 'array_record.python.array_record_module'
 _EXTRA = "pip install 'jaxpost[data]'"
 NumberedRows = Iterator[tuple[int, Any]]
 
@@ -121,7 +122,7 @@ def txt(path: epath.Path, name: str) -> NumberedRows:
 
 def parquet(path: epath.Path, name: str) -> NumberedRows:
   """Yields the rows of a parquet file."""
-  lib, module = import_reader(name, 'parquet', *PARQUET)
+  _, lib, module = import_reader(name, 'parquet', *PARQUET)
   try:
     with path.open('rb') as file:
       yield from _batches(module.ParquetFile(file).iter_batches(1024))
@@ -149,7 +150,7 @@ def _batches(batches: Iterable[Any]) -> NumberedRows:
 
 def array_record(path: epath.Path, name: str) -> NumberedRows:
   """Yields the records of an ArrayRecord file, each JSON."""
-  (module,) = import_reader(name, 'ArrayRecord', ARRAY_RECORD)
+  _, module = import_reader(name, 'ArrayRecord', *ARRAY_RECORD)
   try:
     reader = module.ArrayRecordReader(str(path))
     records = reader.read_all() if reader.num_records() else []
@@ -163,11 +164,10 @@ def array_record(path: epath.Path, name: str) -> NumberedRows:
 
 def import_reader(name: str, kind: str, *modules: str) -> list[ModuleType]:
   """Returns modules of the library that reads files of a kind, for the file `name`."""
-  package = modules[0].partition('.')[0]
   try:
-    return [importlib.import_module(module) for module in (package, *modules)][1:]
+    return [importlib.import_module(module) for module in modules]
   except ImportError as error:
-    raise InputError(f'{name}: reading {kind} needs {package}: {_EXTRA}') from error
+    raise InputError(f'{name}: reading {kind} needs {modules[0].partition(".")[0]}: {_EXTRA}') from error
 
 
 def damaged(name: str, what: str, error: Exception) -> InputError:

@@ -140,7 +140,7 @@ class Parquet:
     self._path = path
     self._name = name
     self._groups = caches.groups
-    self._lib, self._parquet = files.import_reader(name, 'parquet', *files.PARQUET)
+    _, self._lib, self._parquet = files.import_reader(name, 'parquet', *files.PARQUET)
 
     def group_sizes(file: Any) -> list[int]:
       return [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
@@ -177,7 +177,7 @@ class ArrayRecord:
     self._path = path
     self._name = name
     self._handles = caches.handles
-    (self._module,) = files.import_reader(name, 'ArrayRecord', files.ARRAY_RECORD)
+    _, self._module = files.import_reader(name, 'ArrayRecord', *files.ARRAY_RECORD)
     self._size = self._with_reader(lambda reader: reader.num_records())
 
   def _open(self):

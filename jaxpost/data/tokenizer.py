@@ -153,8 +153,7 @@ class Tokenizer:
           shutil.copyfile(path, folder / path.name)
     if self.chat_template:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
-    used = _SWITCHES | self.template_kwargs
-    if used := {name: value for name, value in used.items() if _reads(self.chat_template, name)}:
+    if used := {k: v for k, v in (_SWITCHES | self.template_kwargs).items() if _reads(self.chat_template, k)}:
       added['chat_template_kwargs'] = used
     if added:
       path = folder / 'tokenizer_config.json'
