@@ -87,10 +87,9 @@ def distribution(row, temperature, top_k, top_p):
   x = row.astype(np.float64) / temperature
   logp = x - np.log(np.sum(np.exp(x)))
   order = np.argsort(-logp)
-  before = np.cumsum(np.exp(logp[order])) - np.exp(logp[order])
-  keep = before < top_p
-  if top_k:
-    keep &= np.arange(V) < top_k
+  chances = np.exp(logp[order]) * (np.arange(V) < (top_k or V))
+  chances /= chances.sum()  # top-p takes its share of what top-k leaves
+  keep = (np.cumsum(chances) - chances < top_p) & (chances > 0)
   kept = np.full(V, -np.inf)
   kept[order[keep]] = logp[order[keep]]
   return logp, kept - np.log(np.sum(np.exp(kept)))
@@ -115,6 +114,15 @@ def test_draws_follow_the_distribution(row, temperature, top_k, top_p):
   chi2, degrees = np.sum((seen - bins) ** 2 / bins), len(bins) - 1
   assert degrees > 4
   assert abs(chi2 - degrees) < 4 * np.sqrt(2 * degrees), (chi2, degrees)
+
+
+def test_top_p_takes_its_share_of_what_top_k_leaves():
+  """Of .4 .3 .2 .1, top-k 2 leaves .57 .43; half of that is the first token alone, as in transformers and vLLM."""
+  four = np.log(np.array([0.4, 0.3, 0.2, 0.1] + [1e-30] * (V - 4), np.float32))
+  tokens, *_ = draw(four, top_k=2, top_p=0.5)
+  assert set(tokens.tolist()) == {0}
+  tokens, *_ = draw(four, top_p=0.5)
+  assert set(tokens.tolist()) == {0, 1}
 
 
 def test_a_temperature_that_would_overflow_is_greedy(row):

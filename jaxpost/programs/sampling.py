@@ -142,37 +142,39 @@ def _forbid(logits, ids):
 def _truncate(weights, sampling: Sampling):
   """Sets weights [S, V] to 0 that top-k, top-p and min-p exclude.
 
-  Each is applied to the distribution before any of them; of equal weights all are
-  kept. The k-th weight, and the last of the smallest set whose mass reaches top_p,
-  are found bit by bit: a sort of the vocabulary costs twenty times as much.
+  Top-p takes its share of what top-k leaves, as in transformers and vLLM; of equal
+  weights all are kept.
   """
-  wanted = jnp.stack(
-    [
-      jnp.where(sampling.top_k > 0, sampling.top_k, weights.shape[-1]).astype(jnp.float32),
-      sampling.top_p * jnp.sum(weights, axis=-1),
-    ]
-  )  # [2, S]
+
+  def by_count(kept):
+    return _cut(kept, jnp.ones_like(kept), sampling.top_k.astype(jnp.float32), sampling.top_k > 0)
+
+  def by_mass(kept):
+    return _cut(kept, kept, sampling.top_p * jnp.sum(kept, axis=-1), sampling.top_p < 1)
+
+  kept = jax.lax.cond(jnp.any(sampling.top_k > 0), by_count, lambda kept: kept, weights)
+  kept = jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda kept: kept, kept)
+  return jnp.where(weights >= sampling.min_p[:, None], kept, 0)
+
+
+def _cut(weights, values, wanted, wants):
+  """Keeps the smallest set of largest weights whose `values` sum up to `wanted` [S], in slots of `wants` [S].
+
+  The smallest weight in it is found bit by bit: a sort of the vocabulary costs
+  twenty times as much.
+  """
 
   def halve(_, ends):
     low, high = ends  # bits, ordered like the floats; the weights above `low` are enough
     middle = (low + high) // 2
-    count, mass = (jax.lax.bitcast_convert_type(x, jnp.float32)[:, None] for x in middle)
-    above = jnp.stack(
-      [
-        jnp.sum(jnp.where(weights > count, 1.0, 0.0), axis=-1),
-        jnp.sum(jnp.where(weights > mass, weights, 0.0), axis=-1),
-      ]
-    )
-    enough = above >= wanted
+    bound = jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]
+    enough = jnp.sum(jnp.where(weights > bound, values, 0.0), axis=-1) >= wanted
     return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
   one = 0x3F800000  # the bits of 1.0, the largest weight
   low, _ = jax.lax.fori_loop(0, 30, halve, (jnp.zeros(wanted.shape, jnp.int32), jnp.full(wanted.shape, one)))
-  least = jax.lax.bitcast_convert_type(low, jnp.float32)
-  off = jnp.stack([sampling.top_k <= 0, sampling.top_p >= 1])
-  above = jnp.max(jnp.where(off, -1.0, least), axis=0)[:, None]
-  kept = (weights > above) & (weights >= sampling.min_p[:, None])
-  return jnp.where(kept, weights, 0)
+  above = jnp.where(wants, jax.lax.bitcast_convert_type(low, jnp.float32), -1.0)[:, None]
+  return jnp.where(weights > above, weights, 0)
 
 
 def _invert(weights, uniform, block: int = 256):
