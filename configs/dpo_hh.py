@@ -32,7 +32,6 @@ def get_config(arg=None):
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:hh_rlhf'
   config.preference.losses = (arg.loss,) if arg.loss else ()
-  config.preference.beta = 2.0 if arg.method == 'simpo' else 0.1
   config.train.update(steps=600, batch_size=32, row_length=2048)
   config.train.micro_batch_size = 4
   config.optim.update(lr=1e-6, schedule='linear', warmup_steps=60)

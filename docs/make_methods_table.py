@@ -25,6 +25,7 @@ import learning  # noqa: E402
 from jaxpost.stage import algorithms  # noqa: E402
 from jaxpost.stage import config as config_lib  # noqa: E402
 
+CASES = learning.CASES | learning.VARIANTS
 PAGE = ROOT / 'docs' / 'methods.md'
 KEPT = '<!-- measured '
 HEAD = """# What each method learns
@@ -32,7 +33,8 @@ HEAD = """# What each method learns
 Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.6 M parameters) has
 been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
 from there with seed 0 on two CPU cores, and is evaluated on held-out data.
-`tests/test_learning.py` requires these gains. pass@1 is measured on 256 sums with 4 samples each,
+`tests/test_learning.py` requires these gains, except for GMPO, DPPO, GPG, OPO, MaxRL and pass@k.
+pass@1 is measured on 256 sums with 4 samples each,
 `rewards/accuracies` on 256 pairs or labels. Before training, policy and reference are equal, so
 all pairs tie, which counts as 0.5. ORPO, CPO and SimPO start from a model with a tenth of that
 training.
@@ -85,7 +87,7 @@ def main(names):
   with tempfile.TemporaryDirectory() as place:
     folder = pathlib.Path(place)
     learning.make_start(folder)
-    for name in names or learning.CASES:
+    for name in names or CASES:
       figures[name] = learning.measure(name, folder)
       figures[name].pop('seconds')
       print(name, figures[name], flush=True)
@@ -95,7 +97,7 @@ def main(names):
 def write(figures: dict):
   rows = [
     f'| `{name}` | {f["metric"]} | {f["before"]:.3f} | {f["after"]:.3f} | '
-    f'{f["steps"]} | ' + ' | '.join(choices(name, learning.CASES[name].config)) + ' |'
+    f'{f["steps"]} | ' + ' | '.join(choices(name, CASES[name].config)) + ' |'
     for name, f in figures.items()
   ]
   PAGE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + KEPT + json.dumps(figures) + ' -->\n')

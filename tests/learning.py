@@ -115,7 +115,7 @@ CASES = {
   'dpo': pairs('dpo'),
   'orpo': pairs('orpo', 1e-3, start='early'),
   'cpo': pairs('cpo', 1e-3, start='early'),
-  'simpo': pairs('simpo', start='early', preference=dict(beta=2.0)),
+  'simpo': pairs('simpo', start='early'),
   # At equal weights it rather lowers bad answers and all others with them.
   'kto': pairs(
     'kto',
@@ -138,6 +138,11 @@ CASES = {
   'opd': online('opd', rl=dict(reference='TEACHER')),
   'gkd': online('gkd', distill=dict(teachers=('TEACHER',)), lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
+
+
+# They differ from GRPO by a surrogate or an estimator alone, which tests/test_exact_gradients.py
+# compares with exact gradients; docs/methods.md has their curves, and no test trains them.
+VARIANTS = {name: online(name) for name in ('gmpo', 'dppo', 'gpg', 'opo', 'maxrl', 'pass_at_k')}
 
 
 def run(name: str, config: dict, folder: pathlib.Path) -> list[dict]:
@@ -172,7 +177,7 @@ def make_start(folder: pathlib.Path):
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
   """{before, after, seconds} of a case, whose start is in `folder`."""
-  case, begun = CASES[name], time.perf_counter()
+  case, begun = (CASES | VARIANTS)[name], time.perf_counter()
   config = tiny.merged(case.config, dict(seed=seed, init_from=str(folder / case.start)))
   if config['distill']['teachers']:
     config = tiny.merged(config, dict(distill=dict(teachers=(str(folder / 'teacher'),))))

@@ -258,8 +258,17 @@ def test_rewards_without_a_reference():
     batch, outputs = drawn(name)
     found, config = settings(name)
     _, metrics = found.objective(config).fn(outputs, batch)
-    close(metrics['rewards/chosen'], 0.1 * metrics['logps/chosen'])
+    beta = 2.0 if name == 'simpo' else 0.1
+    close(metrics['rewards/chosen'], beta * metrics['logps/chosen'])
     assert (float(metrics['logps/chosen']) > -2) == of_means
+
+
+def test_simpo_is_that_of_its_paper():
+  """beta 2 and gamma 1 (arXiv:2405.14734, section 4.2), not the 0.1 of DPO; a config may set others."""
+  assert settings('simpo')[1].preference.beta == 2.0
+  assert settings('simpo')[1].preference.gamma == 1.0
+  assert settings('dpo')[1].preference.beta == 0.1
+  assert settings('simpo', beta=2.5, gamma=0.3)[1].preference.beta == 2.5
 
 
 def test_nll_of_a_method():

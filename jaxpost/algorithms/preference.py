@@ -246,7 +246,7 @@ def check_fields(config: Config) -> None:
     readers = _UNPAIRED if field.name in _READ_BY_UNPAIRED else preferences.readers(field.name)
     ignored = bool(readers) and not set(readers) & set(p.losses)
     refuse(
-      ignored and vars(p)[field.name] != field.default,
+      ignored and vars(p)[field.name] not in (field.default, field.metadata['auto']),
       f'config.preference.{field.name}: {", ".join(p.losses)} would ignore '
       f'it; it is read by {", ".join(readers)}; leave it {field.default!r}',
     )
@@ -269,11 +269,11 @@ def check_first_step(metrics: dict, config: Config) -> None:
   expect(metrics, limits, 'the policy is its own reference before it learns')
 
 
-def method(losses: tuple[str, ...], nll_coef: float = 0.0) -> Algorithm:
-  """Returns an algorithm of this family with its default losses."""
+def method(losses: tuple[str, ...], **choices: float) -> Algorithm:
+  """Returns an algorithm of this family with its default losses and options of `config.preference`."""
   return Algorithm(
     objective,
-    {'preference': {'losses': losses, 'nll_coef': nll_coef}},
+    {'preference': {'losses': losses, **choices}},
     needs=needs,
     prepare=prepare,
     precompute=precompute,
@@ -287,4 +287,4 @@ def method(losses: tuple[str, ...], nll_coef: float = 0.0) -> Algorithm:
 DPO = ALGORITHM = method(('sigmoid',))  # arXiv:2305.18290
 ORPO = method(('orpo',), nll_coef=1.0)  # 2403.07691
 CPO = method(('cpo',), nll_coef=1.0)  # 2401.08417
-SIMPO = method(('simpo',))  # 2405.14734
+SIMPO = method(('simpo',), beta=2.0, gamma=1.0)  # 2405.14734, section 4.2
