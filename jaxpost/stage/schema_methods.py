@@ -205,9 +205,7 @@ class PreferenceSection:
 
   losses: tuple = option((), "Names of the losses, which are summed; (): the method's own.", each=str, auto=())
   loss_weights: tuple = option((), 'Weight of each loss; (): 1 each.', each=float)
-  beta: float = option(
-    0.0, "Strength of the reference; SimPO: scale of rewards; 0: the method's own.", lo=0.0, auto=0.1
-  )
+  beta: float = option(0.0, "Strength of the reference; SimPO: of the reward; 0: the method's own.", lo=0.0, auto=0.1)
   label_smoothing: float = option(0.0, 'Fraction of labels assumed to be flipped.', lo=0.0, hi=0.5)
   gamma: float = option(-1.0, "Target margin of SimPO; -1: the method's own.", lo=-1.0, auto=0.5)
   simpo_alpha: float = option(0.0, 'Alpha of AlphaPO, which reshapes the reward of SimPO; 0: plain SimPO.')
