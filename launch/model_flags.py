@@ -1,4 +1,4 @@
-"""Flags that name the weights a command works on: --run, --model, --stage and --step."""
+"""Flags that name the weights a command works on: --run, --model, --stage, --step and --template_kwargs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class ModelFlags(NamedTuple):
   model: flags.FlagHolder
   stage: flags.FlagHolder
   step: flags.FlagHolder
+  template_kwargs: flags.FlagHolder
 
   def arguments(self) -> dict[str, Any]:
     """Returns the arguments of `inference.load`."""
@@ -35,5 +36,11 @@ def define() -> ModelFlags:
       'model', '', 'Hugging Face folder, org/name, or folder of a PEFT adapter; instead of --run.'
     ),
     stage=flags.DEFINE_string('stage', '', 'Stage of the run; default: the last one with a checkpoint.'),
+    template_kwargs=flags.DEFINE_string(
+      'template_kwargs',
+      '',
+      'Variables of the chat template as a JSON object, over those of the run or the model folder: '
+      '\'{"enable_thinking": true}\'.',
+    ),
     step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.'),
   )

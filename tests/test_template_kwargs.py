@@ -13,6 +13,7 @@ from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import documents, overrides, prepare
 from jaxpost.stage import sources as sources_lib
+from jaxpost.tools import completions, inference
 from launch import config_flag
 
 # As Qwen3's: without thinking, a turn starts with an empty thinking block.
@@ -121,6 +122,18 @@ def test_an_exported_tokenizer_has_the_template_and_its_switches(tmp_path, folde
     # A model folder is sampled as it was trained, unless a config says otherwise.
     assert texts(str(out)) == texts(folder, template_kwargs=THINKING)
     assert texts(str(out), template_kwargs={'enable_thinking': False}) == texts(folder)
+
+
+def test_commands_take_the_switches_of_a_folder_or_a_flag(tmp_path):
+  path = tiny.folder(tmp_path / 'nano')
+  load('bytes', chat_template=TEMPLATE).save(path)
+  for text, thinks in ('', True), ('{"enable_thinking": true}', False):
+    weights = inference.load(model=str(path), template_kwargs=text)
+    (prompt,) = completions.make_prompts(weights, ['Q'])
+    assert ('<think>' in weights.inputs.tokenizer.decode(prompt.tokens, skip_special=False)) == thinks
+  for text, message in ('{', 'bad JSON'), ('[]', 'no mapping'), ('{"messages": 1}', 'messages is given'):
+    with pytest.raises(InputError, match=f'^--template_kwargs: .*{message}'):
+      inference.with_template_kwargs(weights.inputs.tokenizer, text)
 
 
 def test_a_template_is_given_by_a_file_or_its_text(tmp_path):

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from etils import epath
 
+from jaxpost.data import messages
+from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.distributed.mesh import Layout, make_layout
 from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import lora
@@ -61,15 +63,36 @@ def load(
   step: int | None = None,
   config: config_lib.Config | None = None,
   warn: Callable[[str], None] = to_stderr,
+  template_kwargs: str = '',
 ) -> Weights:
-  """Loads the weights of a run or of a model folder; see `from_run` and `from_folder`."""
+  """Loads the weights of a run or of a model folder; see `from_run` and `from_folder`.
+
+  Args:
+    run, model, stage, step, config, warn: see there.
+    template_kwargs: a JSON object: variables of the chat template, over those that the tokenizer has.
+  """
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
   if run:
-    return from_run(run, stage, step, warn)
-  if step is not None:
+    weights = from_run(run, stage, step, warn)
+  elif step is not None:
     raise InputError('--step: a model folder has no steps; it goes with --run')
-  return from_folder(model, config, stage or 'model')
+  else:
+    weights = from_folder(model, config, stage or 'model')
+  if not template_kwargs:
+    return weights
+  tokenizer = with_template_kwargs(weights.inputs.tokenizer, template_kwargs)
+  return dataclasses.replace(weights, inputs=dataclasses.replace(weights.inputs, tokenizer=tokenizer))
+
+
+def with_template_kwargs(tokenizer: Tokenizer, text: str) -> Tokenizer:
+  """Returns the tokenizer with the variables of its chat template that `text`, a JSON object, gives."""
+  try:
+    given = json.loads(text)
+  except ValueError as error:
+    raise InputError(f'--template_kwargs: bad JSON: {error}') from error
+  given = messages.template_kwargs_of({'chat_template_kwargs': given}, '--template_kwargs')
+  return dataclasses.replace(tokenizer, template_kwargs={**tokenizer.template_kwargs, **given})
 
 
 def from_run(
@@ -223,11 +246,12 @@ def evaluate_as(
   data: str = '',
   size: int | None = None,
   samples: int | None = None,
+  template_kwargs: str = '',
 ) -> dict[str, Any]:
   """Evaluates weights as `config` does, or as the config of their run; returns the metrics.
 
   Args:
-    run, model, stage, step: as in `load`.
+    run, model, stage, step, template_kwargs: as in `load`.
     config: a ConfigDict or nested dict; a model folder needs one.
     mesh: as config.mesh.rollout.
     data, size, samples: in place of those of `config.eval`.
@@ -239,7 +263,7 @@ def evaluate_as(
     stages = config_lib.parse(prepare.as_dict(config))
   if model and stages:
     name, wanted = pick(stages, name, '--config')
-  weights = load(run, model, name, step, wanted)
+  weights = load(run, model, name, step, wanted, template_kwargs=template_kwargs)
   name = weights.inputs.name
   if run and stages:  # a stage of that name, else the last
     wanted = stages.get(name) or pick(stages, '', '--config')[1]
