@@ -5,18 +5,26 @@ The code runs in the sandbox (workers/sandbox.py). A row has one of
   tests                 Python source, or a list of sources
   test_list             the same, with test_setup_code and test_imports (MBPP)
   inputs and outputs    lists of texts for stdin and of the expected stdout
+  with entry_point      lists of arguments, and of the values that the function entry_point has to return
+
+A test is judged in this process, which asks the sandbox for the values that the solution returns (workers/dialog.py):
+neither the test nor an expected value is where the solution runs.
 """
 
 import concurrent.futures
+import json
 import math
 import re
+from collections.abc import Callable
 
 from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
-from jaxpost.workers import call, sandbox
+from jaxpost.workers import call, checks, sandbox
 
 _FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*(\S*)\s*$')
 _PYTHON = ('python', 'python3', 'py')
+_DEFINES_CHECK = re.compile(r'^def check\(', re.M)
+_CALLS_CHECK = re.compile(r'^check\(', re.M)
 _SLACK = 1 << 16  # bytes to read beyond twice the length of the expected output
 
 
@@ -25,7 +33,8 @@ class Code:
 
   The program is the completion's last fenced block of Python (if there is none, the last block without a language), or
   with fenced=false the whole completion. A missing program, a crash, and exceeded time or memory fail the tests. A
-  sandbox that cannot be created is an error, never a 0. None if the row has no readable tests.
+  sandbox that cannot be created is an error, never a 0. None if the row has no tests, or one that cannot be judged from
+  outside; if no row of a call can be judged, RewardError says why and what to write instead.
 
   Args:
     timeout: seconds for one completion, all its tests together.
@@ -72,14 +81,33 @@ class Code:
     outputs: list | None = None,
     test_setup_code: list | None = None,
     test_imports: list | None = None,
+    entry_point: list | None = None,
     time_limit_s: float | None = None,
+    log_metric: Callable | None = None,
   ) -> list[float | None]:
-    """Returns one reward per completion; RewardError if `time_limit_s` may not suffice."""
+    """Returns one reward per completion; RewardError if `time_limit_s` may not suffice or no row can be judged."""
     size = len(completions)
     self._check_time(size, time_limit_s)
-    columns = [c or [None] * size for c in (tests or test_list, inputs, outputs, test_setup_code, test_imports)]
+    given = (tests or test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
+    columns = [c or [None] * size for c in given]
+    refused = {}
+
+    def grade(i: int) -> float | None:
+      try:
+        return self._grade(completions[i], *(column[i] for column in columns))
+      except checks.UnreadableTest as error:
+        refused[i] = str(error)
+        return None
+
     with concurrent.futures.ThreadPoolExecutor(self._parallel) as threads:
-      return list(threads.map(self._grade, completions, *columns))
+      rewards = list(threads.map(grade, range(size)))
+    if log_metric:
+      log_metric('code_unreadable', len(refused) / size)
+    if refused and len(refused) == size:
+      raise call.RewardError(f'a test of this row cannot be judged: {next(iter(refused.values()))}')
+    for text in sorted(set(refused.values())):
+      print('reward code: a test cannot be judged:', text)
+    return rewards
 
   def _check_time(self, size: int, time_limit_s: float | None) -> None:
     needed = math.ceil(size / self._parallel) * self._limits.timeout_s
@@ -91,28 +119,55 @@ class Code:
         ' or lower timeout'
       )
 
-  def _grade(self, completion, tests, inputs, outputs, setup, imports) -> float | None:
+  def _grade(self, completion, tests, inputs, outputs, setup, imports, entry_point) -> float | None:
     """Returns the reward of one completion; the other arguments are its row's columns."""
     tests = [tests] if isinstance(tests, str) else tests
     # Any program passes a blank test, so a row that has one is unreadable.
     has_tests = _is_texts(tests) and all(test.strip() for test in tests)
-    has_pairs = _is_texts(inputs) and _is_texts(outputs) and len(inputs) == len(outputs)
-    if not has_tests and not has_pairs:
+    lists = isinstance(inputs, list) and isinstance(outputs, list) and bool(inputs) and len(inputs) == len(outputs)
+    if not has_tests and not (lists and (entry_point or _is_texts(inputs) and _is_texts(outputs))):
       return None
+    # Read before the program is looked at: whether a row can be judged must not depend on the completion.
+    if has_tests:
+      judged = [checks.read(_complete(test, setup, imports, entry_point)) for test in tests]
+    elif entry_point:
+      judged = [_example(entry_point, i, o) for i, o in zip(inputs, outputs)]
     text = text_of(completion)
     program = last_block(text) if self._fenced else text
     if not program.strip():
       return 0.0
-    if has_tests:
-      before = '\n'.join([*(imports or ()), setup or ''])
-      tests = [f'{before}\n{test}' for test in tests]
-      passed = sandbox.run_tests(program, tests, self._limits)
+    if has_tests or entry_point:
+      passed = sandbox.run_tests(program, judged, self._limits)
     else:
       most = max(len(o.encode(errors='replace')) for o in outputs)
       given = sandbox.run_inputs(program, inputs, self._limits, 2 * most + _SLACK)
       passed = [g is not None and _lines(g) == _lines(o) for g, o in zip(given, outputs, strict=True)]
     share = sum(passed) / len(passed)
     return share if self._share else float(share == 1)
+
+
+def _complete(test: str, setup: str | None, imports: list[str] | None, entry_point: str | None) -> str:
+  """Returns a test with what its row puts before it, and with HumanEval's call of check(candidate) after it."""
+  source = '\n'.join(part for part in (*(imports or ()), setup, test) if part)
+  if entry_point and _DEFINES_CHECK.search(test) and not _CALLS_CHECK.search(test):
+    source += f'\ncheck({entry_point})'
+  return source
+
+
+def _example(entry_point: str, arguments: object, expected: object) -> checks.Test:
+  """Returns the test that a function returns `expected`; texts that are JSON are read, one argument a line."""
+  try:
+    if isinstance(arguments, str):
+      arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+      expected = json.loads(expected) if isinstance(expected, str) else expected
+  except ValueError as error:
+    raise checks.UnreadableTest(
+      f'inputs or outputs are no JSON ({error}); with entry_point, a row gives lists of arguments and of results,'
+      ' or texts with one JSON value a line'
+    ) from error
+  if not isinstance(arguments, list):
+    raise checks.UnreadableTest(f'inputs has {arguments!r:.60}; with entry_point, each is a list of arguments')
+  return checks.example(entry_point, arguments, expected)
 
 
 def last_block(text: str) -> str:

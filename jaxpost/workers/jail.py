@@ -1,10 +1,14 @@
 """The inner side of the sandbox: isolates itself, runs the programs of a job, reports the results.
 
-sandbox.py starts it as `python -m jaxpost.workers.jail`. It reads one JSON object, the job, from stdin and writes one
-JSON object per line to stdout:
+sandbox.py starts it as `python -m jaxpost.workers.jail`. It reads a JSON object, the job, from the first line of stdin
+and writes one JSON object per line to stdout:
 
-  {'ready': true} or {'setup': text}            isolated, or why isolation failed
-  {'passed': bool} or {'output': text or null}  for each program, in order
+  {'ready': true} or {'setup': text}   isolated, or why isolation failed
+  {'output': text or null}             for each input, in order
+  {'answer': text or null}             for each line that is asked of a solution
+
+For tests, stdin goes on: null starts the solution in a new process, and a text is a line to send to it. The test and
+the values that it expects stay with sandbox.py; this process only carries lines, and parses none of the solution's.
 
 This process is trusted; it is process 1 of the namespaces. It starts a new interpreter for each program, drops all
 privileges in it, and afterwards kills every process that the program has left behind. The programs cannot write to the
@@ -13,121 +17,121 @@ pipe to sandbox.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pathlib
 import resource
-import secrets
 import select
 import signal
 import socket
 import sys
 import tempfile
 import time
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from jaxpost.workers import namespaces
 
 WORK = '/sandbox'
 
-# The program that runs one test. Descriptor 3 is a socket to the jail. The mark is a random token that reports success;
-# it is sent only after the solution has been executed, so the solution cannot print it and exit. Solution and test
-# share an interpreter: a solution that patches builtins, or searches the interpreter's memory while the test runs, can
-# still forge a verdict. run_inputs has no such weakness.
-_RUNNER = """
-import json, os, sys, types
-channel = open(3, 'rb', closefd=False)
-solution = json.loads(channel.readline())
-module = sys.modules['solution'] = types.ModuleType('solution')
-exec(compile(solution, 'solution.py', 'exec'), module.__dict__)
-os.write(3, b'+')
-test, mark = json.loads(channel.readline())
-before = dict(module.__dict__)
-exec(compile(test, 'test.py', 'exec'), module.__dict__)
-for name, value in list(module.__dict__.items()):
-  if name.startswith('test') and callable(value):
-    if before.get(name) is not value:
-      value()
-os.write(3, mark.encode())
-os._exit(0)
-"""
+# Read before the isolation, which hides the file.
+_RUNNER = pathlib.Path(__file__).with_name('runner.py').read_text(encoding='utf-8')
 
 
 def main() -> int:
   """Reads the job from stdin and runs it, isolated unless it is insecure; returns the exit code."""
   namespaces.die_with_parent()
-  job = json.load(sys.stdin)
+  requests = os.fdopen(os.dup(0), 'rb')
+  job = json.loads(requests.readline())
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   try:
     if job['insecure']:
-      run(job)
+      run(job, requests)
       return 0
-    return namespaces.isolated(lambda root: run(job, root), job['binds'], WORK)
+    return namespaces.isolated(lambda root: run(job, requests, root), job['binds'], WORK)
   except OSError as error:
     namespaces.report({'setup': str(error)})
     return 1
 
 
-def run(job: dict, root: bool = False) -> None:
-  """Runs and reports every program of the job; they share one deadline.
+def run(job: dict, requests: BinaryIO, root: bool = False) -> None:
+  """Runs every program of the job and reports; they share one deadline.
 
   Args:
-    job: see `sandbox._run`.
+    job: see `sandbox._Jail`.
+    requests: the lines of stdin after the job.
     root: True if this process is root in its namespaces; programs then switch to NOBODY_ID.
   """
   namespaces.report({'ready': True})
   deadline = time.monotonic() + job['timeout_s']
-  tests = job['tests'] is not None
-  for number, given in enumerate(job['tests'] if tests else job['inputs']):
-    left = deadline - time.monotonic()
-    result = None
-    if left > 0:
-      result = run_one(job, given, number, deadline, root)
-    namespaces.report({'passed': bool(result)} if tests else {'output': result})
+  if job['inputs'] is not None:
+    for number, given in enumerate(job['inputs']):
+      in_time = time.monotonic() < deadline
+      namespaces.report({'output': run_input(job, given, number, deadline, root) if in_time else None})
+    return
+  started = False
+  for number in itertools.count():
+    if not started and not requests.readline():
+      return
+    started = answer_lines(job, requests, number, deadline, root)
 
 
-def run_one(job: dict, given: str, number: int, deadline: float, root: bool) -> bool | str | None:
-  """Runs one program in a new process, and kills everything that it leaves behind.
-
-  Args:
-    given: the test, or the text for stdin.
-    number: of the program in the job.
-
-  Returns:
-    For a test, True if it passed. For an input, the program's stdout, or None if it failed.
-  """
+def run_input(job: dict, given: str, number: int, deadline: float, root: bool) -> str | None:
+  """Runs the solution as a program on one input; returns its stdout, or None if it failed."""
   folder = new_folder(job, number)
-  if job['tests'] is not None:
-    ours, theirs = socket.socketpair()
-    command = ['-c', _RUNNER]
-    nothing = os.open(os.devnull, os.O_RDWR)
-    pipes = {0: nothing, 1: nothing, 2: nothing, 3: theirs.detach()}
-  else:
-    with open(f'{folder}/solution.py', 'w', encoding='utf-8') as file:
-      file.write(job['solution'])
-    os.chmod(f'{folder}/solution.py', 0o644)
-    command = [f'{folder}/solution.py']
-    reads, writes = os.pipe()
-    nothing = os.open(os.devnull, os.O_RDWR)
-    pipes = {0: text_file(given, folder), 1: writes, 2: nothing}
+  with open(f'{folder}/solution.py', 'w', encoding='utf-8') as file:
+    file.write(job['solution'])
+  os.chmod(f'{folder}/solution.py', 0o644)
+  reads, writes = os.pipe()
+  nothing = os.open(os.devnull, os.O_RDWR)
+  pipes = {0: text_file(given, folder), 1: writes, 2: nothing}
+  try:
+    pid = start(job, [f'{folder}/solution.py'], pipes, folder, deadline, root=root)
+    try:
+      return read_output(pid, reads, job['output_bytes'], deadline)
+    finally:
+      kill_all(pid, job['insecure'])
+  finally:
+    os.close(reads)
+
+
+def answer_lines(job: dict, requests: BinaryIO, number: int, deadline: float, root: bool) -> bool:
+  """Starts the solution and carries lines to and from it; returns True if the next one is asked for."""
+  folder = new_folder(job, number)
+  ours, theirs = socket.socketpair()
+  nothing = os.open(os.devnull, os.O_RDWR)
+  pipes = {0: nothing, 1: nothing, 2: nothing, 3: theirs.detach()}
+  with ours:
+    pid = start(job, ['-c', _RUNNER], pipes, folder, deadline, root=root)
+    try:
+      alive = send_line(ours, json.dumps(job['solution']), deadline)
+      while line := requests.readline():
+        asked = json.loads(line)
+        if asked is None:
+          return True
+        answer = None
+        if alive and (alive := send_line(ours, asked, deadline)):
+          answer = receive_line(ours, job['output_bytes'], deadline)
+          alive = answer is not None
+        namespaces.report({'answer': answer})
+    finally:
+      kill_all(pid, job['insecure'])
+  return False
+
+
+def start(job: dict, command: list[str], pipes: dict[int, int], folder: str, deadline: float, root: bool) -> int:
+  """Starts a program in a new process, closes this side's copies of its descriptors, and returns its id."""
   failure = os.pipe()  # Carries an error of the child; a successful execve closes it.
   pid = os.fork()
   if not pid:
     exec_program(job=job, command=command, pipes=pipes, folder=folder, deadline=deadline, root=root, failure=failure[1])
   for pipe in {*pipes.values(), failure[1]}:
     os.close(pipe)
-  try:
-    with open(failure[0]) as file:
-      if text := file.read():
-        raise OSError(text)
-    if job['tests'] is not None:
-      return test_passed(ours, job, given, deadline)
-    return read_output(pid, reads, job['output_bytes'], deadline)
-  finally:
-    kill_all(pid, job['insecure'])
-    if job['tests'] is not None:
-      ours.close()
-    else:
-      os.close(reads)
+  with open(failure[0]) as file:
+    if text := file.read():
+      kill_all(pid, job['insecure'])
+      raise OSError(text)
+  return pid
 
 
 def new_folder(job: dict, number: int) -> str:
@@ -220,35 +224,29 @@ def set_limits(job: dict, deadline: float) -> None:
     resource.setrlimit(name, (value, value))
 
 
-def test_passed(channel: socket.socket, job: dict, test: str, deadline: float) -> bool:
-  """Sends the solution, then the test and a random mark; True if the runner sends the mark back in time."""
-  mark = secrets.token_hex(16)
+def send_line(channel: socket.socket, line: str, deadline: float) -> bool:
+  """Sends a line; False if the other end has closed or does not read before the deadline."""
   try:
-    send_line(channel, job['solution'], deadline)
-    if receive_bytes(channel, 1, deadline) != b'+':
-      return False
-    send_line(channel, [test, mark], deadline)
-    return receive_bytes(channel, len(mark), deadline) == mark.encode()
-  except (BrokenPipeError, ConnectionResetError, TimeoutError):
-    return False  # The program has ended, or hangs.
-
-
-def send_line(channel: socket.socket, line: str | list[str], deadline: float) -> None:
-  """Sends a JSON line; TimeoutError after the deadline."""
-  channel.settimeout(max(deadline - time.monotonic(), 0.001))
-  channel.sendall(json.dumps(line).encode() + b'\n')
-
-
-def receive_bytes(channel: socket.socket, size: int, deadline: float) -> bytes:
-  """Receives `size` bytes, fewer if the other end closes; TimeoutError after the deadline."""
-  data = b''
-  while len(data) < size:
     channel.settimeout(max(deadline - time.monotonic(), 0.001))
-    part = channel.recv(size - len(data))
-    if not part:
-      break
-    data += part
-  return data
+    channel.sendall(line.encode() + b'\n')
+    return True
+  except (BrokenPipeError, ConnectionResetError, TimeoutError):
+    return False
+
+
+def receive_line(channel: socket.socket, limit: int, deadline: float) -> str | None:
+  """Receives the answer to one line; None if none comes in time, it is too long, or more comes with it."""
+  data = bytearray()
+  try:
+    while not data.endswith(b'\n') and len(data) <= limit:
+      channel.settimeout(max(deadline - time.monotonic(), 0.001))
+      part = channel.recv(1 << 16)
+      if not part:
+        return None
+      data += part
+  except (ConnectionResetError, TimeoutError):
+    return None
+  return data.decode(errors='replace') if len(data) <= limit and data.count(b'\n') == 1 else None
 
 
 def read_output(pid: int, pipe: int, limit: int, deadline: float) -> str | None:

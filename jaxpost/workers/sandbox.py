@@ -27,10 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxpost.errors import InputError
-from jaxpost.workers import call
+from jaxpost.workers import call, checks, dialog
 
 _GRACE_S = 5.0  # seconds to start and end the sandbox, beyond the time limit of the programs
 _OUTPUT = 1 << 20  # upper limit of `output_bytes`
@@ -63,14 +63,23 @@ class SandboxLimits:
   insecure: bool = False
 
 
-def run_tests(solution: str, tests: Iterable[str], limits: SandboxLimits) -> list[bool]:
-  """Runs each test (Python source) after the solution, in its namespace; returns which tests passed.
+def run_tests(solution: str, tests: Iterable[str | checks.Test], limits: SandboxLimits) -> list[bool]:
+  """Judges the solution by each test, each with the solution in a new process; returns which tests passed.
+
+  Neither a test nor a value that it expects enters the sandbox: see dialog.py.
+
+  Args:
+    solution: Python source of a module.
+    tests: Python sources, or what `checks.read` and `checks.example` return.
+    limits: of all tests together.
 
   Raises:
+    UnreadableTest: if a test cannot be judged from outside; the message says what to write instead.
     RewardError: if the sandbox cannot be created.
   """
-  lines = _run(limits, solution=solution, tests=list(tests), inputs=[], output_bytes=0)
-  return [line['passed'] for line in lines]
+  tests = [checks.read(test) if isinstance(test, str) else test for test in tests]
+  with _Jail(limits, solution=solution, inputs=None, output_bytes=dialog.REPLY_BYTES) as jail:
+    return [dialog.passed(test, jail.new_solution(), jail.deadline) for test in tests]
 
 
 def run_inputs(
@@ -84,8 +93,9 @@ def run_inputs(
   Raises:
     RewardError: if the sandbox cannot be created.
   """
-  lines = _run(limits, solution=solution, tests=None, inputs=list(inputs), output_bytes=min(output_bytes, _OUTPUT))
-  return [line['output'] for line in lines]
+  inputs = list(inputs)
+  with _Jail(limits, solution=solution, inputs=inputs, output_bytes=min(output_bytes, _OUTPUT)) as jail:
+    return [jail.receive()['output'] for _ in inputs]
 
 
 def probe(limits: SandboxLimits) -> None:
@@ -103,64 +113,96 @@ def probe(limits: SandboxLimits) -> None:
     raise InputError(f'the sandbox starts no Python within memory_mb={limits.memory_mb}: {passed}, {printed}')
 
 
-def _run(limits: SandboxLimits, **job) -> list[dict]:
-  """Runs jail.py on a job; returns its report, one dict per program. RewardError if it could not finish."""
-  count = len(job['inputs'] if job['tests'] is None else job['tests'])
-  # A lone surrogate cannot be encoded in UTF-8; it becomes a question mark.
-  job['solution'] = job['solution'].encode(errors='replace').decode()
-  folder = tempfile.mkdtemp() if limits.insecure else None
-  job = json.dumps(
-    {
+class _Jail:
+  """A process that runs jail.py on one job; RewardError if it cannot set up the sandbox or ends early.
+
+  Args:
+    limits: of the job.
+    job: 'solution', 'inputs' (None for tests) and 'output_bytes'.
+  """
+
+  def __init__(self, limits: SandboxLimits, **job) -> None:
+    # A lone surrogate cannot be encoded in UTF-8; it becomes a question mark.
+    job['solution'] = job['solution'].encode(errors='replace').decode()
+    self._folder = tempfile.mkdtemp() if limits.insecure else None
+    self._limits = limits
+    self._received = b''
+    self._lines = 0
+    self._job = {
       **job,
       **dataclasses.asdict(limits),
       'python': _python(),
       'path': _packages() if limits.packages else [],
       'binds': _binds(limits.packages),
-      'folder': folder,
+      'folder': self._folder,
     }
-  )
-  process = subprocess.Popen(
-    [_python(), '-sSP', '-m', 'jaxpost.workers.jail'],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    # The only variable: nothing of this process's environment reaches the sandbox.
-    env={'PYTHONPATH': str(pathlib.Path(__file__).resolve().parents[2])},
-  )
-  try:
-    process.stdin.write(job.encode())
-    process.stdin.close()
-    lines = _lines(process, time.monotonic() + limits.timeout_s + _GRACE_S)
-  except BrokenPipeError:
-    lines = []
-  finally:
-    process.kill()
-    process.wait()
-    stderr = _read_stderr(process)
-    process.stdout.close()
-    process.stderr.close()
-    if folder:
-      shutil.rmtree(folder, ignore_errors=True)
-  setup = [line['setup'] for line in lines if 'setup' in line]
-  if setup or len(lines) != 1 + count:
-    why = (setup or [f'it ended after {len(lines)} of {1 + count} lines{stderr}'])[0]
-    raise call.RewardError(f'the sandbox cannot be set up: {why}')
-  return lines[1:]
 
+  def __enter__(self) -> _Jail:
+    self._process = subprocess.Popen(
+      [_python(), '-sSP', '-m', 'jaxpost.workers.jail'],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      bufsize=0,
+      # The only variable: nothing of this process's environment reaches the sandbox.
+      env={'PYTHONPATH': str(pathlib.Path(__file__).resolve().parents[2])},
+    )
+    self.deadline = time.monotonic() + self._limits.timeout_s + _GRACE_S
+    try:
+      self._send(self._job)
+      self.receive()
+    except BaseException:
+      self.__exit__()
+      raise
+    self.deadline = min(self.deadline, time.monotonic() + self._limits.timeout_s + _GRACE_S)
+    return self
 
-def _lines(process: subprocess.Popen, deadline: float) -> list[dict]:
-  """Reads the JSON lines on stdout until the process ends or the deadline passes."""
-  pipe = process.stdout.fileno()
-  data = b''
-  while True:
-    left = deadline - time.monotonic()
-    if left <= 0 or not select.select([pipe], [], [], left)[0]:
-      break
-    part = os.read(pipe, 1 << 16)
-    if not part:
-      break
-    data += part
-  return [json.loads(line) for line in data.split(b'\n')[:-1]]
+  def __exit__(self, *unused) -> None:
+    self._process.kill()
+    self._process.wait()
+    for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+      pipe.close()
+    if self._folder:
+      shutil.rmtree(self._folder, ignore_errors=True)
+
+  def new_solution(self) -> Callable[[str], str | None]:
+    """Starts the solution in a new process; returns a function that sends it a line and returns its answer."""
+    self._send(None)
+    return self._ask
+
+  def _ask(self, line: str) -> str | None:
+    self._send(line)
+    return self.receive()['answer']
+
+  def _send(self, value: object) -> None:
+    """Writes a JSON line to the jail, which may have ended; `receive` says so."""
+    data = memoryview(json.dumps(value).encode() + b'\n')
+    while data:
+      try:
+        data = data[self._process.stdin.write(data) :]
+      except BrokenPipeError:
+        return
+
+  def receive(self) -> dict:
+    """Returns the next report of the jail; RewardError if it cannot go on or is silent until the deadline."""
+    pipe = self._process.stdout.fileno()
+    seen = 0
+    while self._received.find(b'\n', seen) < 0:
+      seen = len(self._received)
+      left = self.deadline - time.monotonic()
+      part = os.read(pipe, 1 << 16) if left > 0 and select.select([pipe], [], [], left)[0] else b''
+      if not part:
+        self._process.kill()
+        raise call.RewardError(
+          f'the sandbox cannot be set up: it ended after {self._lines} lines{_read_stderr(self._process)}'
+        )
+      self._received += part
+    line, _, self._received = self._received.partition(b'\n')
+    report = json.loads(line)
+    if 'setup' in report:
+      raise call.RewardError(f'the sandbox cannot be set up: {report["setup"]}')
+    self._lines += 1
+    return report
 
 
 def _read_stderr(process: subprocess.Popen) -> str:

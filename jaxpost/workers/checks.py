@@ -1,0 +1,258 @@
+"""Reads the tests of a row: what can be judged outside of the process that runs the solution, and what is refused.
+
+A test is Python source. It is never executed: `read` parses it and refuses by name what dialog.py cannot evaluate, so
+that a row whose tests cannot be judged is known before any program runs. The names that a test neither defines nor
+imports, and that are no builtins, are the solution's.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+
+MATH = (
+  'acos asin atan atan2 ceil comb copysign cos degrees dist e exp fabs factorial floor fmod fsum gcd hypot inf'
+  ' isclose isfinite isinf isnan isqrt lcm log log10 log2 nan perm pi pow radians sin sqrt tan tau trunc'
+).split()
+# Functions that take plain values outside of the solution; dialog.py evaluates them.
+FUNCTIONS = (
+  'abs all any bool chr dict divmod enumerate filter float frozenset int isinstance len list map max min next ord pow'
+  ' range repr reversed round set sorted str sum tuple type zip print'
+).split()
+KINDS = ('int', 'float', 'str', 'list', 'tuple', 'dict', 'set', 'frozenset', 'bool', 'bytes', 'complex')
+METHODS = {
+  str: 'capitalize count endswith find index isalnum isalpha isdigit islower isspace isupper join lower lstrip'
+  ' partition replace rfind rstrip split splitlines startswith strip swapcase title upper',
+  list: 'append copy count extend index pop reverse sort',
+  tuple: 'count index',
+  dict: 'copy get items keys values',
+  set: 'add copy difference intersection isdisjoint issubset issuperset symmetric_difference union',
+  frozenset: 'difference intersection isdisjoint issubset issuperset symmetric_difference union',
+  float: 'is_integer',
+  bytes: 'decode',
+}
+_STATEMENTS = (
+  ast.Assert,
+  ast.Assign,
+  ast.AnnAssign,
+  ast.AugAssign,
+  ast.Expr,
+  ast.For,
+  ast.FunctionDef,
+  ast.If,
+  ast.Import,
+  ast.ImportFrom,
+  ast.Pass,
+  ast.Return,
+  ast.Try,
+  ast.With,
+)
+_EXPRESSIONS = (
+  ast.Attribute,
+  ast.BinOp,
+  ast.BoolOp,
+  ast.Call,
+  ast.Compare,
+  ast.Constant,
+  ast.Dict,
+  ast.DictComp,
+  ast.GeneratorExp,
+  ast.IfExp,
+  ast.JoinedStr,
+  ast.FormattedValue,
+  ast.Lambda,
+  ast.List,
+  ast.ListComp,
+  ast.Name,
+  ast.Set,
+  ast.SetComp,
+  ast.Slice,
+  ast.Starred,
+  ast.Subscript,
+  ast.Tuple,
+  ast.UnaryOp,
+)
+_INSTEAD = {
+  ast.ClassDef: 'write plain `assert` statements in the place of a class of tests',
+  ast.While: 'write a `for` loop over a range',
+  ast.Lambda: 'only a key of sorted, min and max may be one; give the solution plain values',
+  ast.Global: 'pass the value as an argument',
+  ast.AsyncFunctionDef: 'write a plain function',
+  ast.Await: 'have the solution offer a plain function',
+}
+_PLAIN = 'compare plain values that the solution returns: assert f(1, 2) == 3'
+
+
+class UnreadableTest(Exception):
+  """A test that cannot be judged from outside; the message names what it uses and what to write instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+  """A test that dialog.py can evaluate.
+
+  Attributes:
+    tree: the statements.
+    own: a builtin's name that the solution is called by, as in `assert sum(10, 15) == 6`, or ''.
+    exact: False if a tuple equals a list, as where the expected result was JSON.
+  """
+
+  tree: ast.Module
+  own: str = ''
+  exact: bool = True
+
+
+@functools.lru_cache(maxsize=1024)
+def read(source: str) -> Test:
+  """Parses one test; UnreadableTest with the line and what to write instead if it cannot be judged."""
+  try:
+    tree = ast.parse(source)
+    compile(source, 'test.py', 'exec')  # refuses more than the parser does, such as a return in no function
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    raise UnreadableTest(f'it is no Python: {error}') from None
+  calls_tests(tree)
+  skipped = _messages(tree)
+  for node in ast.walk(tree):
+    if node not in skipped:
+      _check(node, skipped)
+  return Test(tree, _own(tree))
+
+
+def example(entry_point: str, arguments: list, expected: object) -> Test:
+  """Returns the test that `entry_point`, an expression such as 'add' or 'Solution().add', returns `expected`."""
+  try:
+    function = ast.parse(entry_point, mode='eval').body
+  except (SyntaxError, ValueError) as error:
+    raise UnreadableTest(f'entry_point={entry_point!r} is no name of a function') from error
+  call = ast.Call(function, [ast.Constant(value) for value in arguments], [])
+  compared = ast.Compare(call, [ast.Eq()], [ast.Constant(expected)])
+  own = entry_point if entry_point in FUNCTIONS else ''
+  return Test(ast.Module([ast.Assert(compared, None)], []), own, exact=False)
+
+
+def calls_tests(tree: ast.Module) -> None:
+  """Appends a call of each function `test_*` that the module defines and does not call, as pytest does."""
+  called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+  for node in list(tree.body):
+    if isinstance(node, ast.FunctionDef) and node.name.startswith('test') and node.name not in called:
+      call = ast.Call(ast.Name(node.name, ast.Load()), [], [])
+      tree.body.append(ast.copy_location(ast.Expr(call), node))
+  ast.fix_missing_locations(tree)
+
+
+def _messages(tree: ast.Module) -> set[ast.AST]:
+  """Returns the nodes that are never evaluated: messages of assertions and annotations."""
+  roots = []
+  for node in ast.walk(tree):
+    roots += [getattr(node, name, None) for name in ('msg', 'annotation', 'returns')]
+  return {node for root in roots if isinstance(root, ast.AST) for node in ast.walk(root)}
+
+
+def _check(node: ast.AST, skipped: set[ast.AST]) -> None:
+  """Raises UnreadableTest if dialog.py cannot evaluate this node."""
+  if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+    _refuse(node, f'uses `{_text(node)}`')
+  if isinstance(node, (ast.LShift, ast.RShift, ast.MatMult)):
+    raise UnreadableTest(f'uses the operator {type(node).__name__}, which cannot be judged from outside; {_PLAIN}')
+  if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
+    _refuse(node, 'formats a value', 'write the text')
+  if isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
+    _refuse(node, f'uses `{_text(node)}`')
+  if isinstance(node, (ast.Import, ast.ImportFrom)):
+    _check_import(node)
+  if isinstance(node, ast.FunctionDef) and (node.decorator_list or node.args.vararg or node.args.kwarg):
+    _refuse(node, f'has a function with decorators, *args or **kwargs, {node.name}')
+  if isinstance(node, (ast.FunctionDef, ast.Lambda)) and (node.args.defaults or node.args.kwonlyargs):
+    _refuse(node, 'has a function with defaults')
+  if isinstance(node, (ast.Assign, ast.For, ast.comprehension, ast.AugAssign)):
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+      for part in ast.walk(target):
+        if not isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.expr_context)):
+          _refuse(target, f'assigns to `{_text(target)}`')
+  if isinstance(node, ast.With):
+    _check_with(node)
+  if isinstance(node, ast.ExceptHandler) and node.name:
+    _refuse(node, f'names an exception, `as {node.name}`')
+  if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+    for side in (node.left, *node.comparators):
+      if isinstance(side, ast.Call) and isinstance(side.func, ast.Name) and side.func.id[:1].isupper():
+        if side.func.id != 'Counter':
+          _refuse(node, f"compares objects of the solution's class {side.func.id}", 'compare their plain attributes')
+  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'isinstance':
+    names = [n.id for n in ast.walk(node.args[-1]) if isinstance(n, ast.Name)] if node.args else []
+    if len(node.args) != 2 or not names or set(names) - set(KINDS):
+      _refuse(node, f'uses `{_text(node)}`', f'isinstance knows {", ".join(KINDS)}')
+  if isinstance(node, ast.Call) and any(
+    isinstance(v, ast.Lambda) for v in (*node.args, *(k.value for k in node.keywords))
+  ):
+    if not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
+      _refuse(node, f'gives the solution a function, `{_text(node)}`', 'give it plain values')
+
+
+def _check_import(node: ast.Import | ast.ImportFrom) -> None:
+  """Refuses imports of anything but some functions of math, Counter, pytest.raises and names for types."""
+  if isinstance(node, ast.Import):
+    for alias in node.names:
+      if alias.name not in ('math', 'pytest', 'typing', 'collections') or alias.asname:
+        _refuse(node, f'imports {alias.name}', 'a test may import math, collections.Counter and pytest.raises')
+    return
+  known = {'math': MATH, 'collections': ['Counter'], 'pytest': ['raises'], '__future__': ['annotations']}
+  for alias in node.names:
+    if alias.asname or node.module not in ('typing', 'solution') and alias.name not in known.get(node.module, ()):
+      what = f'imports {alias.name} of {node.module}'
+      _refuse(node, what, 'a test may import functions of math, collections.Counter and pytest.raises')
+
+
+def _check_with(node: ast.With) -> None:
+  call = node.items[0].context_expr
+  name = _text(call.func) if isinstance(call, ast.Call) else ''
+  if len(node.items) > 1 or name not in ('pytest.raises', 'raises') or len(call.args) != 1 or call.keywords:
+    _refuse(node, f'uses `with {_text(node.items[0])}`', 'the only one is `with pytest.raises(NAME):`')
+  if node.items[0].optional_vars:
+    _refuse(node, 'reads the exception that was raised', 'name its class only: `with pytest.raises(NAME):`')
+
+
+def _own(tree: ast.Module) -> str:
+  """Returns the name of a builtin that is the solution's, or ''; refuses tests that pass or fail on their own."""
+  nodes = list(ast.walk(tree))
+  checks = any(isinstance(n, (ast.Assert, ast.With)) for n in nodes)
+  bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+  bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+  bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+  bound |= {a.name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names if _helps(n)}
+  bound |= {n.id for h in nodes if isinstance(h, ast.ExceptHandler) and h.type for n in ast.walk(h.type) if is_name(n)}
+  bound |= {n.id for w in nodes if isinstance(w, ast.With) for n in ast.walk(w.items[0].context_expr) if is_name(n)}
+  loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - bound
+  called = {n.func.id for n in nodes if isinstance(n, ast.Call) and is_name(n.func)} - bound
+  functions = called & set(FUNCTIONS)
+  free = loaded - set(FUNCTIONS) - set(KINDS) - {'__name__'}
+  if not checks:
+    raise UnreadableTest('it asserts nothing: any program passes it')
+  if free:
+    return ''
+  if len(functions) == 1:
+    return functions.pop()
+  never = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+  hint = f'append `{never[0]}(NAME)` or name the function in a column entry_point' if never else _PLAIN
+  raise UnreadableTest(f'it calls no function of the solution; {hint}')
+
+
+def is_name(node: ast.AST) -> bool:
+  """True if a node is a plain name."""
+  return isinstance(node, ast.Name)
+
+
+def _helps(node: ast.Import | ast.ImportFrom) -> bool:
+  """False for `from solution import f`, which names what is the solution's."""
+  return getattr(node, 'module', None) != 'solution'
+
+
+def _text(node: ast.AST) -> str:
+  text = ast.unparse(node).split('\n')[0]
+  return text if len(text) <= 80 else text[:77] + '...'
+
+
+def _refuse(node: ast.AST, what: str, instead: str = '') -> None:
+  instead = instead or _INSTEAD.get(type(node), _PLAIN)
+  raise UnreadableTest(f'line {getattr(node, "lineno", 1)} {what}, which cannot be judged from outside; {instead}')

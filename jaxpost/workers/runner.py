@@ -1,0 +1,149 @@
+"""The program inside the sandbox that holds a solution, and the format in which values enter and leave it.
+
+jail.py runs the text of this file in a new interpreter; descriptor 3 is a socket to the jail. The first line is the
+solution; each line after it asks for one thing, and is answered by one line:
+
+  ['name', text]                     a name of the solution's module
+  ['attribute', value, text]         an attribute of a value
+  ['item', value, key]               a subscription
+  ['call', value, args, kwargs]      a call
+  ['change', value, args, kwargs]    a call; the answer is the arguments after it
+  ['apply', text, value]             a function of APPLY
+
+  {'value': encoded} or {'raised': [names of the exception's class and its bases]}
+
+Nothing here is trusted: the solution shares this interpreter and can answer whatever it likes. That is no forgery: an
+answer is only a value, the expected value and the test never enter this process, and the other side
+(workers/dialog.py) reads an answer as plain data. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+DEPTH = 100  # of nested values
+_TAGS = {'l': list, 't': tuple, 's': set, 'f': frozenset}
+APPLY = {'len': len, 'str': str, 'repr': repr, 'list': list, 'next': next, 'int': int, 'float': float, 'abs': abs}
+
+
+def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:
+  """Returns a value as what JSON can carry; ValueError if it is nested deeper than `DEPTH`.
+
+  A value of a subclass loses its class. Containers are lists that start with a tag; an object of any other kind is
+  kept in its process, and its number stands for it.
+
+  Args:
+    value: what is encoded.
+    keep: returns the number of an object that has no plain form.
+    depth: of the value in what contains it.
+  """
+  if depth > DEPTH:
+    raise ValueError(f'nested deeper than {DEPTH}')
+  if value is None or isinstance(value, bool):
+    return value
+  for kind, plain in ((str, str.__str__), (int, int.__index__), (float, float.__float__)):
+    if isinstance(value, kind):
+      return plain(value)
+  if type(value).__module__ == 'numpy' and hasattr(value, 'tolist'):
+    return encode(value.tolist(), keep, depth + 1)
+  for tag, kind in _TAGS.items():
+    if isinstance(value, kind):
+      return [tag, *(encode(v, keep, depth + 1) for v in kind.__iter__(value))]
+  if isinstance(value, dict):
+    pairs = dict.items(value)
+    return ['d', *([encode(k, keep, depth + 1), encode(v, keep, depth + 1)] for k, v in pairs)]
+  if isinstance(value, bytes):
+    return ['b', bytes.hex(value)]
+  if isinstance(value, complex):
+    return ['c', value.real, value.imag]
+  return ['o', keep(value), type(value).__name__[:100]]
+
+
+def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
+  """Returns the value of what `encode` has made; ValueError for anything else.
+
+  Args:
+    data: parsed JSON.
+    kept: returns what stands for an object, from its number and the name of its class.
+    depth: of the value in what contains it.
+  """
+  if depth > DEPTH:
+    raise ValueError(f'nested deeper than {DEPTH}')
+  if data is None or isinstance(data, (bool, str, int, float)):
+    return data
+  if not isinstance(data, list) or not data or not isinstance(data[0], str):
+    raise ValueError('not a value')
+  tag, *rest = data
+  if tag in _TAGS:
+    items = [decode(v, kept, depth + 1) for v in rest]
+    return distinct(_TAGS[tag], items) if tag in 'sf' else _TAGS[tag](items)
+  if tag == 'd':
+    pairs = [(decode(k, kept, depth + 1), decode(v, kept, depth + 1)) for k, v in rest]
+    distinct(set, [key for key, _ in pairs])
+    return dict(pairs)
+  if tag == 'b' and len(rest) == 1 and isinstance(rest[0], str):
+    return bytes.fromhex(rest[0])
+  if tag == 'c' and len(rest) == 2 and all(isinstance(v, (int, float)) for v in rest):
+    return complex(*rest)
+  if tag == 'o' and len(rest) == 2 and type(rest[0]) is int and isinstance(rest[1], str):
+    return kept(*rest)
+  raise ValueError(f'no value has the tag {tag[:20]!r}')
+
+
+def distinct(kind: type, items: list) -> Any:
+  """Returns a set or frozenset; ValueError where so many hashes are equal that making it takes quadratic time."""
+  counts = collections.Counter(map(hash, items))
+  if len(items) > 1000 and max(counts.values()) > 100 and len(set(map(repr, items))) > len(counts) + 100:
+    raise ValueError('too many equal hashes')
+  return kind(items)
+
+
+def main() -> None:
+  """Executes the solution on the first line of descriptor 3, then answers until that is closed."""
+  lines = open(3, 'rb', closefd=False)
+  replies = open(3, 'wb', closefd=False)
+  module = sys.modules['solution'] = types.ModuleType('solution')
+  exec(compile(json.loads(lines.readline()), 'solution.py', 'exec'), module.__dict__)
+  objects = []
+
+  def keep(value: Any) -> int:
+    objects.append(value)
+    return len(objects) - 1
+
+  for line in lines:
+    try:
+      answer = {'value': encode(_answer(module, *(decode(part, _at(objects)) for part in json.loads(line))), keep)}
+    except BaseException as error:
+      answer = {'raised': [kind.__name__ for kind in type(error).__mro__]}
+    replies.write(json.dumps(answer).encode() + b'\n')
+    replies.flush()
+
+
+def _at(objects: list) -> Callable[[int, str], Any]:
+  return lambda number, _: objects[number]
+
+
+def _answer(module: types.ModuleType, what: str, *parts) -> Any:
+  """Does what one line asks for."""
+  if what == 'name':
+    if parts[0] not in module.__dict__:
+      raise NameError(parts[0])
+    return module.__dict__[parts[0]]
+  if what == 'attribute':
+    return getattr(*parts)
+  if what == 'item':
+    return parts[0][parts[1]]
+  if what == 'apply':
+    return APPLY[parts[0]](parts[1])
+  function, arguments, named = parts
+  result = function(*arguments, **named)
+  return (arguments, named) if what == 'change' else result
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,246 @@
+"""Plain values of a test and what may be done with them outside of the solution: comparison, operators, functions.
+
+Values are compared as Python compares them, with one exception: a bool equals a bool only, also inside lists and dicts.
+An int equals a float of the same value. An object that stayed in the solution's process, a `Handle`, is not compared.
+Whatever a test computes has a bounded size: a solution that returns 10 ** 9 must not make its judge run out of memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxpost.workers import checks, runner
+
+_ITEMS = 1 << 20  # of a value that a test makes
+_BITS = 1 << 16  # of an integer that a test makes
+_BINARY = {
+  ast.Add: operator.add,
+  ast.Sub: operator.sub,
+  ast.Mult: operator.mul,
+  ast.Div: operator.truediv,
+  ast.FloorDiv: operator.floordiv,
+  ast.Mod: operator.mod,
+  ast.Pow: operator.pow,
+  ast.BitAnd: operator.and_,
+  ast.BitOr: operator.or_,
+  ast.BitXor: operator.xor,
+}
+UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
+_ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
+_KINDS = {name: getattr(builtins, name) for name in checks.KINDS}
+# Functions of one iterable, the first argument, which is made a list first.
+_OF_ITEMS = ('enumerate', 'list', 'reversed', 'set', 'frozenset', 'tuple', 'sum', 'sorted', 'min', 'max', 'all', 'any')
+_OF_OBJECTS = tuple(runner.APPLY)  # asked of the solution if the argument is its object
+_TRUE, _FALSE = object(), object()  # what bools are compared as
+
+
+class TooLarge(Exception):
+  """A test made a value beyond the limits; the test has failed."""
+
+
+class Ended(Exception):
+  """The solution's process is gone, hangs, or sent what is no answer; the test has failed, and cannot catch this."""
+
+
+class Raised(Exception):
+  """The solution raised; `names` are those of the class and its bases."""
+
+  def __init__(self, names: list[str]) -> None:
+    super().__init__(names)
+    self.names = names
+
+
+# What a test can raise in Python, too: it fails the test, unless the test catches it.
+ERRORS = (Raised, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError)
+ERRORS += (StopIteration, TypeError, ValueError)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Handle:
+  """Stands for an object in the solution's process."""
+
+  number: int
+  kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Builtin:
+  """A function that is evaluated here: a builtin by its name, or one of the standard library."""
+
+  name: str
+  function: Callable | None = None
+
+
+class Evaluator(Protocol):
+  """What the functions of this module ask of dialog.py."""
+
+  def ask(self, what: str, *parts) -> Any:
+    """Asks the solution for one thing."""
+
+  def apply(self, function: Any, arguments: list, named: dict) -> Any:
+    """Calls any function that a test can name."""
+
+  def items(self, value: Any) -> list:
+    """Returns what iteration over a value yields."""
+
+
+def same(a: Any, b: Any, exact: bool = True) -> bool:
+  """True if two plain values are equal; a bool equals a bool only. With exact=False a tuple equals a list."""
+  return _marked(a, exact) == _marked(b, exact)
+
+
+def _marked(value: Any, exact: bool = True) -> Any:
+  """Returns a copy in which bools are objects that equal nothing else; TypeError for a `Handle`."""
+  if isinstance(value, bool):
+    return _TRUE if value else _FALSE
+  if isinstance(value, (list, tuple, set, frozenset)):
+    kind = list if type(value) is tuple and not exact else type(value)
+    return kind(_marked(item, exact) for item in value)
+  if isinstance(value, dict):
+    return {_marked(key): _marked(item, exact) for key, item in value.items()}
+  return plain(value)
+
+
+def plain(value: Any) -> Any:
+  """Returns a plain value; TypeError for an object of the solution, which could answer whatever is asked for."""
+  if isinstance(value, Handle):
+    raise TypeError(f'an object of class {value.kind} is no plain value')
+  return value
+
+
+def compare(kind: ast.cmpop, a: Any, b: Any, exact: bool) -> bool:
+  """Returns the result of one comparison of plain values."""
+  plain(a), plain(b)
+  if isinstance(kind, (ast.NotEq, ast.NotIn, ast.IsNot)):
+    positive = {ast.NotEq: ast.Eq, ast.NotIn: ast.In, ast.IsNot: ast.Is}[type(kind)]
+    return not compare(positive(), a, b, exact)
+  if isinstance(kind, ast.Eq):
+    return same(a, b, exact)
+  if isinstance(kind, ast.Is):
+    return a is b or isinstance(a, Builtin) and a == b
+  if isinstance(kind, ast.In):
+    return a in b if isinstance(b, (str, bytes, range)) else any(same(a, item, exact) for item in b)
+  return _ORDER[type(kind)](a, b)
+
+
+def binary(kind: ast.operator, a: Any, b: Any) -> Any:
+  """Returns the result of an arithmetic operator; TooLarge before it would make a large value."""
+  if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):
+    raise checks.UnreadableTest('it formats text with %; write the text')
+  if isinstance(kind, (ast.Mult, ast.Pow)) and isinstance(a, int) and isinstance(b, int):
+    _limit(a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b), _BITS)
+  elif isinstance(kind, ast.Mult):
+    for many, times in ((a, b), (b, a)):
+      if hasattr(many, '__len__') and isinstance(times, int):
+        _limit(len(many) * times, _ITEMS)
+  elif isinstance(kind, ast.Add) and hasattr(a, '__len__') and hasattr(b, '__len__'):
+    _limit(len(a) + len(b), _ITEMS)
+  return _BINARY[type(kind)](a, b)
+
+
+def _limit(size: int, most: int) -> None:
+  if size > most:
+    raise TooLarge
+
+
+def member(module: Any, name: str) -> Any:
+  """Returns a function or constant of math, or collections.Counter."""
+  if module is collections and name == 'Counter':
+    return Builtin('Counter')
+  if module is not math or name not in checks.MATH:
+    raise checks.UnreadableTest(f'it uses {module.__name__}.{name}; tests know math: {", ".join(checks.MATH)}')
+  value = getattr(math, name)
+  return Builtin(name, value) if callable(value) else value
+
+
+def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluator) -> Any:
+  """Calls a function on plain values; where it takes an iterable, an object of the solution is listed first."""
+  name, first = builtin.name, arguments[0] if arguments else None
+  if builtin.function:
+    return _call_math(builtin, arguments, named)
+  if name == 'print':
+    return None
+  if name == 'isinstance':
+    return _is_instance(*arguments)
+  if name == 'type':
+    return Builtin(type(plain(first)).__name__)
+  if name in ('map', 'filter', 'zip', 'dict', 'Counter'):
+    return _call_lazy(name, arguments, named, outer)
+  if isinstance(first, Handle) and name in _OF_OBJECTS:
+    return outer.ask('apply', name, first)
+  if name in _OF_ITEMS and len(arguments) > 0 and not (name in ('min', 'max') and len(arguments) > 1):
+    arguments = [outer.items(first), *arguments[1:]]
+    if name in ('all', 'any'):
+      for item in arguments[0]:
+        plain(item)
+    if (
+      name == 'sum' and [*arguments[1:], *named.values()] and not isinstance([*arguments[1:], *named.values()][0], int)
+    ):
+      raise checks.UnreadableTest('it sums what are no numbers; write a comprehension')
+  if name in ('set', 'frozenset'):
+    return runner.distinct(_KINDS[name], *arguments or ([],))
+  if name == 'pow':
+    return binary(ast.Pow(), *arguments) if len(arguments) == 2 else pow(*arguments)
+  named = {k: _callable(v, outer) if k == 'key' else v for k, v in named.items()}
+  for value in arguments:
+    plain(value)
+  result = getattr(builtins, name)(*arguments, **named)
+  return list(result) if name in ('enumerate', 'reversed') else result
+
+
+def _call_math(builtin: Builtin, arguments: list, named: dict) -> Any:
+  if builtin.name in ('factorial', 'comb', 'perm'):
+    _limit(max((abs(v) for v in arguments), default=0), 5000)
+  return builtin.function(*arguments, **named)
+
+
+def _is_instance(value: Any, kinds: Any) -> bool:
+  """isinstance for plain values; an object of the solution is of none of the plain classes."""
+  kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in kinds))
+
+
+def _call_lazy(name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
+  """map, filter, zip, dict and Counter; what Python would yield later is returned as a list."""
+  if name == 'map':
+    columns = [outer.items(value) for value in arguments[1:]]
+    return [outer.apply(arguments[0], list(row), {}) for row in zip(*columns)]
+  if name == 'filter':
+    keep, values = arguments[0], outer.items(arguments[1])
+    return [v for v in values if plain(v if keep is None else outer.apply(keep, [v], {}))]
+  if name == 'zip':
+    return list(zip(*(outer.items(value) for value in arguments)))
+  if name == 'Counter':
+    values = outer.items(*arguments)
+    runner.distinct(set, values)
+    return dict(collections.Counter(values))
+  pairs = arguments[0].items() if arguments and isinstance(arguments[0], dict) else outer.items(*arguments or ([],))
+  runner.distinct(set, [key for key, _ in pairs])
+  return {**dict(pairs), **named}
+
+
+def _callable(function: Any, outer: Evaluator) -> Callable:
+  """Returns a Python function that calls a function of a test, for `key`."""
+  return lambda value: outer.apply(function, [value], {})
+
+
+def call_method(owner: Any, name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
+  """Calls a method of a plain value; checks.METHODS lists them."""
+  arguments = [outer.items(v) if isinstance(v, Handle) and name in ('join', 'extend') else plain(v) for v in arguments]
+  if name == 'replace':
+    _limit(len(owner) + owner.count(arguments[0]) * len(arguments[1]), _ITEMS)
+  elif name == 'join':
+    _limit(len(owner) * len(arguments[0]), _ITEMS)
+  elif name == 'extend':
+    _limit(len(owner) + len(arguments[0]), _ITEMS)
+  if 'key' in named:
+    named = {**named, 'key': _callable(named['key'], outer)}
+  result = getattr(owner, name)(*arguments, **named)
+  return list(result) if isinstance(owner, dict) and name in ('keys', 'values', 'items') else result
