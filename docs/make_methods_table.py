@@ -34,10 +34,9 @@ Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.6 M 
 been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
 from there with seed 0 on two CPU cores, and is evaluated on held-out data.
 `tests/test_learning.py` requires these gains, except for GMPO, DPPO, GPG, OPO, MaxRL and pass@k.
-pass@1 is measured on 256 sums with 4 samples each,
-`rewards/accuracies` on 256 pairs or labels. Before training, policy and reference are equal, so
-all pairs tie, which counts as 0.5. ORPO, CPO and SimPO start from a model with a tenth of that
-training.
+pass@1 is measured on 256 sums with 4 samples each, `rewards/accuracies` on 256 pairs or labels.
+Before training, policy and reference are equal, so all pairs tie, which counts as 0.5. ORPO, CPO
+and SimPO start from a model with a tenth of that training.
 
 | algorithm | metric | before | after | steps | its own choices | set here |
 |---|---|---|---|---|---|---|

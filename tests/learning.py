@@ -135,7 +135,7 @@ CASES = {
     'divergence',
     -0.03,
   ),
-  'opd': online('opd', rl=dict(reference='TEACHER')),
+  'opd': online('opd', lr=1e-3, rl=dict(reference='TEACHER')),
   'gkd': online('gkd', distill=dict(teachers=('TEACHER',)), lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
 

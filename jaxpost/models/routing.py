@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpost.errors import InputError
-
 if TYPE_CHECKING:
   from jaxpost.models.config import Experts, ModelConfig
   from jaxpost.models.model import Model
@@ -157,16 +155,6 @@ def balance_loss(sums: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   balance = experts * jnp.mean(jnp.sum(share * sums['probs'], axis=-1)) / tokens
   z = jnp.mean(sums['squares']) / tokens
   return balance, z
-
-
-def loss_weights(section, cfg: ModelConfig) -> tuple[float, float]:
-  """Returns the weights of the two losses of `balance_loss`, from `config.router`."""
-  out = section.balance_coef, section.z_coef
-  if not cfg.experts and (any(out) or section.routing_replay):
-    raise InputError(
-      'config.router: balance_coef, z_coef and routing_replay are of mixtures of experts; this model has none'
-    )
-  return out
 
 
 def metrics(sums: dict) -> dict[str, jax.Array]:

@@ -80,7 +80,7 @@ def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
 def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> PreparedStage:
   """Prepares a stage from its config alone; `before` are the stages that run first."""
   algorithm, config = prepare_lib.settle(config)
-  optim.check(config.optim.name, config.optim.weight_decay)
+  optim.check(config.optim)
   section = config.model
   if section.path:
     source = Source(shape_of(section.path, 'config.model.path'))

@@ -20,7 +20,6 @@ from jaxpost.distributed import transfer
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.models import layers
-from jaxpost.models import routing as routing_lib
 from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import loss_scale
@@ -132,6 +131,8 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if not model.config.experts:
       hidden = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout)
       return head_loss(params, batch, hidden, frozen, scale)
+    from jaxpost.models import routing as routing_lib
+
     hidden, routing = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout, routing=True)
     sums = routing_lib.totals(routing, batch.segment_ids > 0)
     value, metrics = head_loss(params, batch, hidden, frozen, scale)
@@ -234,6 +235,8 @@ def make_update(
       metrics = jax.tree.map(lambda x: x / total, metrics)
 
     if routing:
+      from jaxpost.models import routing as routing_lib
+
       metrics |= routing_lib.metrics(routing)
     params, opt_state = jax.lax.cond(
       finite & ~empty,
@@ -299,14 +302,21 @@ def state_shardings(model: Model, optimizer: optax.GradientTransformation, layou
   shapes = jax.tree.map(
     lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
   )
-  # Factored moments (adafactor) follow parameters in number, not in shape.
+
+  def sharding(x: Any, param: jax.ShapeDtypeStruct, same: jax.sharding.Sharding) -> Any:
+    if isinstance(x, optax.MaskedNode):  # a parameter that this part of the optimizer leaves to another
+      return x
+    # Factored moments (adafactor) follow parameters in number, not in shape.
+    return same if x.shape == param.shape else layout.sharding()
+
   opt = optax.tree_utils.tree_map_params(
     optimizer,
-    lambda x, p, s: s if x.shape == p.shape else layout.sharding(),
+    sharding,
     jax.eval_shape(optimizer.init, shapes),
     shapes,
     params,
     transform_non_params=lambda _: layout.sharding(),
+    is_leaf=lambda x: isinstance(x, optax.MaskedNode),
   )
   return TrainState(layout.sharding(), params, opt)
 

@@ -246,12 +246,7 @@ def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.G
   elif 'critic' in placed.objectives:
     steps -= config.critic.warmup_steps
   schedule = optim.make_schedule(section.schedule, lr, steps * updates, section.warmup_steps * updates, section.end_lr)
-  optimizer = optim.make_optimizer(
-    section.name,
-    schedule,
-    dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay),
-    optim.decayed(part.axes()),
-  )
+  optimizer = optim.make_optimizer(section, schedule, part)
   if placed.compute.dtype == 'float16':
     from jaxpost.programs import loss_scale
 

@@ -43,7 +43,7 @@ def samples(config: Config, algorithm: Algorithm) -> bool:
 def check_config(config: Config, algorithm: Algorithm) -> None:
   """Refuses what the config alone shows to be wrong."""
   check_reward_model(config, algorithm)
-  optim.check(config.optim.name, config.optim.weight_decay)
+  optim.check(config.optim)
   check_mesh(config, algorithm)
   refuse(
     config.save.keep_best and not config.eval.data.path,
@@ -93,8 +93,13 @@ def check_custom(config: Config, cfg: ModelConfig) -> None:
       )
 
 
-def check_sampler(config: Config, model: Model) -> None:
-  """Refuses options of the sampler that this model does not support."""
+def check_model(config: Config, model: Model) -> None:
+  """Refuses options of router and sampler that this model does not support."""
+  router = config.router
+  refuse(
+    not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
+    'config.router: balance_coef, z_coef and routing_replay are of mixtures of experts; this model has none',
+  )
   if config.rollout.top_logprobs:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from jaxpost.errors import InputError
+from jaxpost.models.parameters import input_dims, nest
 
-# Line searches and the like: their update takes more than the gradient.
-_NEED_THE_LOSS = ('lbfgs', 'polyak_sgd')
+if TYPE_CHECKING:
+  from jaxpost.models.model import Model
+  from jaxpost.stage.schema import OptimSection
+
+# Optimizers whose update takes more than the gradient, or whose weights are not those to evaluate.
+_NEEDS = {
+  **dict.fromkeys(('lbfgs', 'polyak_sgd', 'momo', 'momo_adam', 'sophia'), 'the loss'),
+  **dict.fromkeys(('schedule_free', 'schedule_free_adamw', 'schedule_free_sgd'), 'other weights for evaluation'),
+}
 
 
 def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> optax.Schedule:
@@ -29,44 +41,79 @@ def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> 
   return optax.join_schedules([ramp, main], [warmup])
 
 
-def make_optimizer(name: str, schedule: optax.Schedule, options: dict, decay_mask: Any) -> optax.GradientTransformation:
-  """Returns `optax.<name>` with those of `options` that it takes.
+def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model) -> optax.GradientTransformation:
+  """Returns the optimizer of `config.optim`, of optax or optax.contrib, with those of its fields that it takes.
 
-  Args:
-    options: values by optax's argument names (b1, b2, eps, weight_decay).
-    decay_mask: tree of bool, the parameters that weight decay applies to.
+  Weight decay is for the matrices and embeddings of `part`, the model with the rows that are trained.
   """
-  check(name, options['weight_decay'])
-  make = vars(optax)[name]
+  check(section)
+  options = {name: vars(section)[name] for name in ('b1', 'b2', 'eps', 'weight_decay')}
+  if section.name == 'muon':
+    return _muon(schedule, options, part)
+  make = _known()[section.name]
   takes = inspect.signature(make).parameters
   chosen = {k: v for k, v in options.items() if k in takes}
   for mask in ('mask', 'weight_decay_mask'):
     if mask in takes and 'weight_decay' in takes:
-      chosen[mask] = decay_mask
+      chosen[mask] = decayed(part.axes())
   return make(schedule, **chosen)
 
 
-def check(name: str, weight_decay: float) -> None:
-  """Raises InputError where there is no such optimizer, or it takes no decay."""
-  public = [
-    n
-    for n, v in vars(optax).items()
-    if not n.startswith('_') and inspect.isfunction(v) and 'learning_rate' in inspect.signature(v).parameters
-  ]
-  if name not in public:
-    near = difflib.get_close_matches(name, public, 3)
+def _muon(schedule: optax.Schedule, options: dict, part: Model) -> optax.GradientTransformation:
+  """Muon for the matrices of layers, AdamW for embeddings, heads, norms, biases and routers.
+
+  Each matrix of a stack is orthogonalized by itself. Updates are scaled to the size of
+  AdamW's, 0.2 sqrt(larger side), so that its learning rates and weight decay apply
+  (arXiv:2502.16982, section 2.2).
+  """
+  sides, sizes = {}, {}
+  for path, spec in part.table.items():
+    sides[path] = sizes[path] = optax.MaskedNode()
+    if spec.matrix and not spec.exact and spec.stack:
+      split = spec.stack + input_dims(spec)
+      dims = tuple(range(len(spec.shape)))
+      sides[path] = contrib.MuonDimensionNumbers(dims[spec.stack : split], dims[split:])
+      sizes[path] = 0.2 * max(math.prod(spec.shape[spec.stack : split]), math.prod(spec.shape[split:])) ** 0.5
+  matrices = optax.chain(
+    contrib.scale_by_muon(eps=options['eps'], weight_dimension_numbers=lambda updates: nest(sides)),
+    optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, nest(sizes))),
+    optax.add_decayed_weights(options['weight_decay']),
+    optax.scale_by_learning_rate(schedule),
+  )
+  others = optax.adamw(schedule, **options, mask=lambda params: decayed(part.axes()))
+  labels = nest({path: 'muon' if isinstance(size, float) else 'adamw' for path, size in sizes.items()})
+  return optax.partition({'muon': matrices, 'adamw': others}, labels)
+
+
+def _known() -> dict[str, Callable]:
+  """Returns the functions of optax and optax.contrib that make an optimizer, by name."""
+  found = {**vars(contrib), **vars(optax)}
+  return {
+    name: make
+    for name, make in found.items()
+    if not name.startswith(('_', 'scale_by'))
+    and inspect.isfunction(make)
+    and 'learning_rate' in inspect.signature(make).parameters
+  }
+
+
+def check(section: OptimSection) -> None:
+  """Raises InputError where `config.optim` names no optimizer, or one that takes no decay."""
+  known, name = _known(), section.name
+  if name not in known:
+    near = difflib.get_close_matches(name, known, 3)
     raise InputError(
       f'config.optim.name: optax has no optimizer {name!r}; '
-      + (f'did you mean {", ".join(near)}?' if near else f'known: {", ".join(sorted(public))}')
+      + (f'did you mean {", ".join(near)}?' if near else f'known: {", ".join(sorted(known))}')
     )
-  takes = inspect.signature(vars(optax)[name]).parameters
+  takes = inspect.signature(known[name]).parameters
   more = [k for k, v in takes.items() if v.default is v.empty and k != 'learning_rate']
-  if more or name in _NEED_THE_LOSS:
+  if more or name in _NEEDS:
     raise InputError(
-      f'config.optim.name: optax.{name} needs {", ".join(more) or "the loss"}'
+      f'config.optim.name: optax.{name} needs {_NEEDS.get(name) or ", ".join(more)}'
       ' in each update, which no config gives; use adamw'
     )
-  if weight_decay and 'weight_decay' not in takes:
+  if section.weight_decay and 'weight_decay' not in takes:
     raise InputError(f'config.optim.weight_decay: optax.{name} takes none; use adamw')
 
 

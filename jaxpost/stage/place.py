@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.models import attention, context_parallel, routing
+from jaxpost.models import attention, context_parallel
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape
@@ -115,7 +115,7 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
   policy = dataclasses.replace(
     algorithm.objective(config),
     teacher_forms=tuple(source.config.logit_form for source in teachers),
-    router=routing.loss_weights(config.router, inputs.model.config),
+    router=(config.router.balance_coef, config.router.z_coef),  # the losses of routing.balance_loss
   )
   objectives = {'policy': policy}
   if critic := algorithm.critic(config):

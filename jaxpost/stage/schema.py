@@ -123,7 +123,7 @@ class LoraSection:
 class OptimSection:
   """Optimizer and learning rate."""
 
-  name: str = option('adamw', 'Name of an optax optimizer.')
+  name: str = option('adamw', 'Name of an optimizer of optax or optax.contrib, such as muon.')
   lr: float = option(1e-5, 'Peak learning rate.', lo=0.0)
   schedule: str = option(
     'constant', 'Learning rate schedule after the warm-up.', choices=('constant', 'linear', 'cosine')

@@ -1,0 +1,103 @@
+"""Optimizers of optax and optax.contrib by name; Muon on stacked layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from optax import contrib
+
+from jaxpost.errors import InputError
+from jaxpost.models import model as model_lib
+from jaxpost.models.parameters import leaf
+from jaxpost.programs import train as programs
+from jaxpost.stage import optim
+from jaxpost.stage.schema import OptimSection
+
+LR = optax.constant_schedule(1e-2)
+
+
+def gradients(params, seed):
+  random = np.random.RandomState(seed)
+  return jax.tree.map(lambda x: jnp.asarray(random.standard_normal(x.shape), jnp.float32), params)
+
+
+def two_updates(optimizer, params):
+  """The second update, which has seen momentum."""
+  state = optimizer.init(params)
+  _, state = optimizer.update(gradients(params, 1), state, params)
+  return optimizer.update(gradients(params, 2), state, params)[0]
+
+
+@pytest.fixture(scope='module')
+def model():
+  return model_lib.build(tiny.config(tie_embeddings=False))
+
+
+@pytest.fixture(scope='module')
+def muon(model):
+  params = tiny.params(model)
+  section = OptimSection(name='muon', b1=0.8, b2=0.9, weight_decay=0.1)
+  return params, jax.jit(lambda: two_updates(optim.make_optimizer(section, LR, model), params))()
+
+
+@pytest.mark.parametrize(
+  'path, inputs', [('layers/q', 32), ('layers/v', 32), ('layers/o', 32), ('layers/gate', 32), ('layers/down', 48)]
+)
+def test_muon_orthogonalizes_each_matrix_of_a_stack_by_itself(muon, path, inputs):
+  """The update of one layer is that of `optax.contrib.muon` on its matrix [inputs, outputs] alone."""
+  params, found = muon
+
+  def matrix(tree, layer):
+    return leaf(tree, path)[layer].reshape(inputs, -1)
+
+  alone = contrib.muon(LR, weight_decay=0.1, consistent_rms=0.2)
+  for layer in range(2):
+    state = alone.init(matrix(params, layer))
+    for seed in (1, 2):
+      update, state = alone.update(matrix(gradients(params, seed), layer), state, matrix(params, layer))
+    np.testing.assert_allclose(matrix(found, layer), update, rtol=2e-4, atol=2e-6)
+
+
+def test_muon_leaves_all_else_to_adamw(muon, model):
+  params, found = muon
+  adamw = optim.make_optimizer(OptimSection(name='adamw', b1=0.8, b2=0.9, weight_decay=0.1), LR, model)
+  wanted = two_updates(adamw, params)
+  for path in ('embed', 'head', 'norm', 'layers/q_norm', 'layers/mlp_norm'):
+    np.testing.assert_allclose(leaf(found, path), leaf(wanted, path), rtol=1e-4, atol=1e-7)
+  assert not np.allclose(leaf(found, 'layers/q'), leaf(wanted, 'layers/q'), rtol=0.1)
+
+
+def test_the_state_of_muon_is_split_like_its_parameters(model):
+  optimizer = optim.make_optimizer(OptimSection(name='muon'), LR, model)
+  shardings = programs.state_shardings(model, optimizer, tiny.one_device())
+  state = optimizer.init(tiny.params(model))
+  assert jax.tree.structure(shardings.opt_state) == jax.tree.structure(state)
+  momentum = shardings.opt_state.inner_states['muon'].inner_state[0].mu
+  assert leaf(momentum, 'layers/q') == leaf(shardings.params, 'layers/q')
+
+
+@pytest.mark.parametrize('name', ['adamw', 'lion', 'adafactor', 'ademamix', 'prodigy', 'muon'])
+def test_optimizers_by_name(name, model):
+  params = tiny.params(model)
+  optimizer = optim.make_optimizer(OptimSection(name=name), LR, model)
+  update, _ = optimizer.update(gradients(params, 1), optimizer.init(params), params)
+  moved = [tiny.largest(x) for x in jax.tree.leaves(update)]
+  assert np.isfinite(moved).all() and min(moved) > 0
+
+
+@pytest.mark.parametrize(
+  'section, message',
+  [
+    (OptimSection(name='muonn'), "has no optimizer 'muonn'; did you mean muon"),
+    (OptimSection(name='momo'), 'optax.momo needs the loss in each update'),
+    (OptimSection(name='schedule_free_adamw'), 'needs other weights for evaluation'),
+    (OptimSection(name='dpsgd'), 'optax.dpsgd needs'),
+    (OptimSection(name='scale_by_madgrad'), "has no optimizer 'scale_by_madgrad'"),
+    (OptimSection(name='sgd', weight_decay=0.1), 'optax.sgd takes none; use adamw'),
+  ],
+)
+def test_optimizers_that_cannot_run_are_refused(section, message):
+  with pytest.raises(InputError, match=message):
+    optim.check(section)
