@@ -82,6 +82,96 @@ def test_final_number(text, number):
   assert math_rewards.final_number(text) == number
 
 
+BOXES = [
+  # text in a box, its number
+  ('18', 18),
+  ('-18', -18),
+  ('+18', 18),
+  ('\u221218', -18),
+  ('18.', 18),
+  ('18.50', F('18.5')),
+  ('.5', F(1, 2)),
+  ('1,234', 1234),
+  ('1{,}234', 1234),
+  (r'1\,234', 1234),
+  (r'\$18', 18),
+  (r'\$1,234.50', F('1234.5')),
+  (r'50\%', 50),
+  ('50%', 50),
+  (r'90^\circ', 90),
+  (r'90^{\circ}', 90),
+  ('18 cm', 18),
+  ('18 dollars', 18),
+  ('18cm', 18),
+  ('18 m', 18),
+  (r'18 \text{ cm}^2', 18),
+  (r'18\ \mathrm{m}^3', 18),
+  (r'18\ \mathrm{m}^{3}', 18),
+  (r'18\text{ miles per hour}', 18),
+  (r'\text{18}', 18),
+  (r'\textbf{18}', 18),
+  (r'\mathrm{18}\text{ apples}', 18),
+  ('x = 18', 18),
+  (r'x=\frac{1}{2}', F(1, 2)),
+  ('Total: 18', 18),
+  (r'\frac{1}{2}', F(1, 2)),
+  (r'\dfrac{1}{2}', F(1, 2)),
+  (r'\frac34', F(3, 4)),
+  (r'\frac12', F(1, 2)),
+  (r'\frac1{2}', F(1, 2)),
+  (r'\frac{1}{-2}', F(-1, 2)),
+  (r'-\frac{1}{2}', F(-1, 2)),
+  (r'3\frac{1}{2}', F(7, 2)),
+  (r'\frac{1,000}{3}', F(1000, 3)),
+  ('1/2', F(1, 2)),
+  ('3 1/2', F(7, 2)),
+  ('10^5', 100_000),
+  ('10^{5}', 100_000),
+  ('2^{10}', 1024),
+  ('10^{-2}', F(1, 100)),
+  (r'3\times 10^4', 30_000),
+  (r'3 \cdot 10^{4}', 30_000),
+  (r'6 \times 7', 42),
+  ('1e3', 1000),
+  (r'\frac{1}{0}', None),
+  (r'2\pi', None),
+  (r'\sqrt{5}', None),
+  (r'3\sqrt{2}', None),
+  ('(3, 4)', None),
+  ('3, 4', None),
+  ('x^2', None),
+  ('2x', None),
+  ('7:30', None),
+  (r'\text{none}', None),
+  (r'\{1, 2\}', None),
+  ('1 + 2', None),
+  ('', None),
+]
+
+
+@pytest.mark.parametrize('text, number', BOXES)
+def test_a_box_is_one_value(text, number):
+  assert math_rewards.boxed_number(text) == number
+  assert math_rewards.final_number('so 7 and \\boxed{' + text + '}') == number
+
+
+# The library adds up '1 + 2', and does not know these spellings of plain text, which models write.
+PLAIN_TEXT = {'18.', r'1\,234', '18 dollars', '18cm', 'Total: 18', r'\frac{1,000}{3}', '3 1/2', '1e3', '7:30'}
+OTHERWISE = {'1 + 2', r'\mathrm{18}\text{ apples}', *PLAIN_TEXT}
+
+
+@pytest.mark.parametrize('text, number', [(text, n) for text, n in BOXES if text and text not in OTHERWISE])
+def test_boxes_are_read_as_math_verify_reads_them(text, number):
+  """The library finds a box equal to our number, and equal to no plain number where we read none."""
+  library = pytest.importorskip('math_verify')
+  found = library.parse('$\\boxed{' + text + '}$', parsing_timeout=None)
+  guesses = [number] if number is not None else [math_rewards.last_number(text), 7]
+  for guess in guesses:
+    if guess is not None:
+      gold = library.parse(f'${guess}$', parsing_timeout=None)
+      assert library.verify(gold, found, timeout_seconds=None) == (number is not None), (text, guess, found)
+
+
 def test_a_number_of_10000_digits_costs_nothing():
   digits = '9' * 10_000
   assert math_rewards.numeric_match([digits, digits + '1', '1/' + digits], [digits, digits, '9']) == [1.0, 0.0, 0.0]

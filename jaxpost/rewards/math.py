@@ -29,6 +29,24 @@ _LATEX = (
   (re.compile(r'\\([$%])'), r'\1'),
   (re.compile('[\u2212\u2013]'), '-'),
 )
+# A box holds one value: a number, fraction, power or product of these, maybe with a unit.
+_PLAIN = rf'(?:{_INT}(?:\.\d+)?|\.\d+)'
+_SIDE = rf'(?:\{{\s*([-+]?{_PLAIN})\s*\}}|(\d))'
+_FACTOR = re.compile(
+  rf'(?:(?P<whole>\d+)\s*)?\\[dt]?frac\s*{_SIDE}\s*{_SIDE}'
+  rf'|(?:(?P<left>\d+)\s+)?(?P<top>{_PLAIN})\s*/\s*(?P<bottom>{_PLAIN})'
+  rf'|(?P<base>{_PLAIN})(?:[eE](?P<tens>[-+]?\d{{1,3}})|\s*\^\s*\{{?\s*(?P<power>-?\d{{1,3}})\s*\}}?)?'
+)
+_WORDS = r'\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*'
+_BESIDE = (
+  (re.compile('[\u2212\u2013]'), '-'),
+  (re.compile(r'\^\s*\{?\s*\\circ\s*\}?|\\(?:left|right|displaystyle|q?quad|[,;:!])|\\ |\\?[$%]|~'), ' '),
+  (re.compile(_WORDS + r'\{([^{}A-Za-z]*\d[^{}A-Za-z]*)\}'), r' \1 '),  # a number in bold
+  (re.compile(_WORDS + r'\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\w+\s*\}|\w))?'), ' '),  # a unit and its power
+  (re.compile(r'.*(?:=|:\s)', re.DOTALL), ''),  # x = 18
+  (re.compile(r'(?<=[\d}])(?:\s*[A-Za-z]{2,}|\s+[A-Zghlms])[A-Za-z /^\d]*\s*$'), ''),  # 18 cm
+)
+_TIMES = re.compile(r'\\times|\\cdot|[*\u00d7]')
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
 _LONG = 200  # characters; a longer number is compared as text, because arithmetic on it would be slow
 
@@ -103,15 +121,50 @@ def final_number(text: str) -> Number | None:
     line = text[marked.end() :].partition('\n')[0]
     return next(_numbers(line), None)
   if boxed >= 0:
-    return last_number(_braced(text, boxed + len('\\boxed{')))
+    return boxed_number(_braced(text, boxed + len('\\boxed{')))
   return last_number(text)
+
+
+def boxed_number(text: str) -> Number | None:
+  r"""Returns the number that a box stands for, or None for any other value, such as 2\pi, (3, 4) or x^2.
+
+  Read are what math-verify reads as a number: \frac34, 3\frac{1}{2}, 10^5, 3 \times 10^4, and units beside them.
+  """
+  if len(text) > _LONG:
+    return last_number(text)
+  for pattern, replacement in (*_LATEX[2:3], *_BESIDE):
+    text = pattern.sub(replacement, text)
+  text = text.strip().rstrip('.')
+  value = fractions.Fraction(-1 if text.startswith('-') else 1)
+  for factor in _TIMES.split(text.lstrip('+-')):
+    match = _FACTOR.fullmatch(factor.strip())
+    if not match or (number := _factor(match)) is None:
+      return None
+    value *= number
+  return value
+
+
+def _factor(match: re.Match) -> fractions.Fraction | None:
+  def number(text: str | None) -> fractions.Fraction:
+    return fractions.Fraction((text or '0').replace(',', ''))
+
+  if match['base']:
+    base, power = number(match['base']), int(match['power'] or 0)
+    if base == 0 and power < 0:
+      return None
+    return base ** (power if match['power'] else 1) * fractions.Fraction(10) ** int(match['tens'] or 0)
+  sides = [text for text in match.groups()[1:5] if text] or [match['top'], match['bottom']]
+  top, bottom = map(number, sides)
+  return number(match['whole'] or match['left']) + top / bottom if bottom else None
 
 
 def answer_of(text: str) -> str:
   """Returns the answer in a text, for majority voting: the boxed text, else `final_number`, else the whole text."""
   boxed = text.rfind('\\boxed{')
   if boxed >= 0 and boxed > text.rfind('####'):
-    return ''.join(_braced(text, boxed + len('\\boxed{')).split())
+    inside = _braced(text, boxed + len('\\boxed{'))
+    number = boxed_number(inside)
+    return ''.join(inside.split()) if number is None else str(number)
   number = final_number(text)
   return text.strip() if number is None else str(number)
 
