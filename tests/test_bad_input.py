@@ -109,6 +109,8 @@ FIELDS = {
   'nan': ('sft', dict(optim=dict(lr=float('nan'))), 'optim.lr: nan is not'),
   'infinity': ('sft', dict(optim=dict(lr=float('inf'))), 'optim.lr: inf is'),
   'negative': ('sft', dict(optim=dict(lr=-1.0)), 'optim.lr: -1.0 is below'),
+  'absurd rate': ('sft', dict(optim=dict(lr=1e30)), r'optim.lr: 1e\+30 is above 100'),
+  'no epsilon': ('sft', dict(optim=dict(eps=0.0)), 'optim.eps: 0.0 is below 1e-20'),
   'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),
   'no choice': ('sft', dict(data=dict(overlong='trunkate')), "data.overlong: 'trunkate'.*did you mean 'truncate'"),
   'stage called like a block': ('sft', dict(stages=('rl',)), "'rl' is a field of every config"),

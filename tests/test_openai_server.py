@@ -1,11 +1,13 @@
 """The OpenAI-compatible server: its JSON, its tokens, and many at once."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ import test_lora
 import tiny
 
 from jaxpost.data import tokenizer
-from jaxpost.environments import openai_format
+from jaxpost.environments import openai_format, openai_server
 from jaxpost.environments.fair_lock import FairLock
 from jaxpost.environments.openai_server import Endpoint
 from jaxpost.errors import InputError
@@ -409,3 +411,11 @@ def test_turns_are_in_order():
   lock.release()
   for thread in threads:
     thread.join()
+
+
+def test_connections_wait_until_they_are_accepted():
+  """200 clients connect before the server accepts any; with socketserver's queue of 5 most would be dropped."""
+  with contextlib.ExitStack() as stack:
+    server = stack.enter_context(openai_server._Server(('127.0.0.1', 0), openai_server._Handler))
+    for _ in range(200):
+      stack.enter_context(socket.create_connection(server.server_address, timeout=2))

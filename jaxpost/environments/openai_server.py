@@ -281,6 +281,7 @@ class _Server(http.server.ThreadingHTTPServer):
   """A thread per connection; a client that disconnects early is logged in one line."""
 
   daemon_threads = True
+  request_queue_size = 1024  # connections that wait to be accepted; beyond the default of 5 they are reset
 
   def handle_error(self, request: Any, client_address: tuple) -> None:
     if isinstance(sys.exc_info()[1], ConnectionError):

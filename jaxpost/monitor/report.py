@@ -296,8 +296,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   rows = read_rows(workdir / 'metrics.jsonl')
   stages, warnings = _stages(rows), done.pop('warnings', ())
   values = done or figures(workdir)
-  page = _environment().get_template('report.html.jinja')
-  text = page.render(
+  text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
     seconds=sum(row.get('time/step') or 0 for row in rows),
     resumes=read_growing(workdir / 'resumes.jsonl'),
@@ -319,10 +318,10 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   return workdir / 'report.html'
 
 
-def _environment() -> jinja2.Environment:
-  """Jinja with the files of this folder, and HTML escaped."""
+def _template() -> jinja2.Template:
+  """The page in this folder, which escapes what it shows."""
   folder = epath.resource_path('jaxpost') / 'monitor'
   loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text())
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
   made.filters |= {'number': _number, 'duration': _seconds}
-  return made
+  return made.get_template('report.html.jinja')

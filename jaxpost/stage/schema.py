@@ -124,7 +124,7 @@ class OptimSection:
   """Optimizer and learning rate."""
 
   name: str = option('adamw', 'Name of an optimizer of optax or optax.contrib, such as muon.')
-  lr: float = option(1e-5, 'Peak learning rate.', lo=0.0)
+  lr: float = option(1e-5, 'Peak learning rate.', lo=0.0, hi=100.0)
   schedule: str = option(
     'constant', 'Learning rate schedule after the warm-up.', choices=('constant', 'linear', 'cosine')
   )
@@ -133,7 +133,7 @@ class OptimSection:
   weight_decay: float = option(0.0, 'Weight decay of matrices and embeddings.', lo=0.0)
   b1: float = option(0.9, 'Decay of the first moment of Adam.', lo=0.0, hi=1.0)
   b2: float = option(0.999, 'Decay of the second moment of Adam.', lo=0.0, hi=1.0)
-  eps: float = option(1e-8, 'Epsilon of Adam.', lo=0.0)
+  eps: float = option(1e-8, 'Epsilon of Adam; 0 would divide 0 by 0.', lo=1e-20)
   clip_norm: float = option(1.0, 'Largest global norm of the gradient.', lo=0.0)
   max_skipped: int = option(5, 'Consecutive steps with a non-finite gradient after which the run stops.', lo=1)
 

@@ -57,7 +57,7 @@ class Raised(Exception):
     self.names = names
 
 
-# What a test can raise in Python, too: it fails the test, unless the test catches it.
+# Errors that the same test would raise in Python: the test fails, unless it catches them.
 ERRORS = (Raised, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError)
 ERRORS += (StopIteration, TypeError, ValueError)
 
@@ -79,7 +79,7 @@ class Builtin:
 
 
 class Evaluator(Protocol):
-  """What the functions of this module ask of dialog.py."""
+  """The part of dialog.py that the functions of this module call."""
 
   def ask(self, what: str, *parts) -> Any:
     """Asks the solution for one thing."""
