@@ -135,6 +135,7 @@ def test_sft_and_grpo_differ_in_few_lines():
 # Arguments that are handed one block of the config.
 ARGUMENTS = {
   ('stage/prepare', 'section'): 'model',
+  ('stage/optim', 'section'): 'optim',
   ('models/routing', 'section'): 'router',
   ('distributed/phases', 'mesh'): 'mesh',
   ('algorithms/distill', 'options'): 'distill',

@@ -47,7 +47,7 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
   Weight decay is for the matrices and embeddings of `part`, the model with the rows that are trained.
   """
   check(section)
-  options = {name: vars(section)[name] for name in ('b1', 'b2', 'eps', 'weight_decay')}
+  options = dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay)
   if section.name == 'muon':
     return _muon(schedule, options, part)
   make = _known()[section.name]
