@@ -77,6 +77,16 @@ def _stages(rows: Sequence[Mapping]) -> dict[str, dict[str, list[dict]]]:
   return out
 
 
+def _held_out(splits: Mapping[str, list[dict]]) -> list[dict]:
+  """Rows of every split but train."""
+  return [row for split, rows in splits.items() if split != 'train' for row in rows]
+
+
+def _values(rows: Sequence[Mapping], key: str) -> list[Any]:
+  """Values of a metric in the rows that have it and where it is finite."""
+  return [row[key] for row in rows if row.get(key) is not None]
+
+
 def figures(workdir: epath.PathLike) -> dict[str, float]:
   """Final figures, METRIC/STAGE: means of the last train rows, last eval.
 
@@ -84,15 +94,18 @@ def figures(workdir: epath.PathLike) -> dict[str, float]:
   """
   out, stages = {}, _stages(read_rows(epath.Path(workdir) / 'metrics.jsonl'))
   for stage, splits in stages.items():
-    train, known = splits['train'], {k for r in splits['train'] for k in r}
-    out[f'steps/{stage}'] = max(r['step'] for s in splits.values() for r in s)
-    for key in (key for key in NAMES if key not in ('lr', 'grad_norm')):
-      last = [r[key] for r in train[-10:] if r.get(key) is not None]
-      if last:
+    train, held_out = splits['train'], _held_out(splits)
+    in_train = {key for row in train for key in row}
+    out[f'steps/{stage}'] = max(row['step'] for row in train + held_out)
+    for key in NAMES:
+      last = _values(train[-10:], key)
+      if last and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = sum(last) / len(last)
-    for row in (r for s, past in splits.items() if s != 'train' for r in past):
-      for key in (key for key in row if key not in ROW_KEYS):
-        out[f'{"eval_" if key in known else ""}{key}/{stage}'] = row[key]
+    for row in held_out:
+      for key in row:
+        if key not in ROW_KEYS:
+          prefix = 'eval_' if key in in_train else ''
+          out[f'{prefix}{key}/{stage}'] = row[key]
   first = [f'{key}/{stage}' for stage in stages for key in NAMES]
   return {k: out[k] for k in [*first, *out] if k in out}
 
@@ -110,14 +123,17 @@ def _range(values: list[float]) -> tuple[float, float]:
   """Limits of the y axis; lone spikes do not flatten the rest."""
   ordered = sorted(values)
   low, high = ordered[0], ordered[-1]
-  cut = len(ordered) // 50 + 1
-  near, far = ordered[cut:-cut][:1], ordered[cut:-cut][-1:]
-  if len(ordered) >= 20 and near < far:
-    low = max(low, near[0] - 2 * (far[0] - near[0]))
-    high = min(high, far[0] + 2 * (far[0] - near[0]))
-  low = 0.0 if 0 < low < 0.4 * high else low
+  if len(ordered) >= 20:
+    cut = len(ordered) // 50 + 1  # this many at each end may be spikes
+    near, far = ordered[cut], ordered[-cut - 1]
+    if near < far:
+      low = max(low, near - 2 * (far - near))
+      high = min(high, far + 2 * (far - near))
+  if 0 < low < 0.4 * high:
+    low = 0.0
   flat = high - low < 1e-9 * abs(high)
-  pad = (0.06 * (high - low), 0.1 * abs(high))[flat] or 1.0
+  pad = 0.1 * abs(high) if flat else 0.06 * (high - low)
+  pad = pad or 1.0
   return (low if low == 0 else low - pad), high + pad
 
 
@@ -136,13 +152,14 @@ def _pick(items: list, most: int) -> list:
 
 def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
   """Coordinates of a figure with one line per split; at most `most` points can be hovered."""
-  good = {s: [p for p in pts if p[1] is not None] for s, pts in series.items()}
-  good = {s: pts for s, pts in good.items() if pts}
-  if not good:
+  steps = [step for points in series.values() for step, _ in points]
+  lost = [step for points in series.values() for step, value in points if value is None]
+  finite = {split: [(step, value) for step, value in points if value is not None] for split, points in series.items()}
+  finite = {split: points for split, points in finite.items() if points}
+  if not finite:
     return None
-  steps = [step for pts in series.values() for step, _ in pts]
   left, right = min(steps), max(max(steps), min(steps) + 1)
-  low, high = _range([v for pts in good.values() for _, v in pts])
+  low, high = _range([value for points in finite.values() for _, value in points])
 
   def x(step: float) -> float:
     return LEFT + (step - left) / (right - left) * (WIDTH - LEFT - RIGHT)
@@ -150,25 +167,32 @@ def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, 
   def y(value: float) -> float:
     return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-  lines = []
-  for split, pts in good.items():
-    inside = [p for p in pts if low <= p[1] <= high]
-    smooth = [min(max(v, low), high) for _, v in pts]
-    smooth = smooth if key == 'lr' else _smooth(smooth)
-    path = 'L'.join(f'{x(s):.1f} {y(v):.1f}' for (s, _), v in _pick(list(zip(pts, smooth)), 160))
-    points = [(x(s), y(v), s, v) for s, v in _pick(inside, most)]
-    lines.append(dict(split=split, last=pts[-1][1], few=len(inside) < 40, start=x(pts[0][0]), path=path, points=points))
-  gone = [step for pts in series.values() for step, value in pts if value is None]
-  beyond = sum(not low <= v <= high for pts in good.values() for _, v in pts)
-  notes = {'beyond the frame': beyond, 'not finite': len(gone)}
+  lines, beyond = [], 0
+  for split, points in finite.items():
+    inside = [(step, value) for step, value in points if low <= value <= high]
+    beyond += len(points) - len(inside)
+    heights = [min(max(value, low), high) for _, value in points]
+    heights = heights if key == 'lr' else _smooth(heights)
+    corners = _pick([(x(step), y(value)) for (step, _), value in zip(points, heights)], 160)
+    lines.append(
+      dict(
+        split=split,
+        last=points[-1][1],
+        few=len(inside) < 40,
+        start=x(points[0][0]),
+        path='L'.join(f'{across:.1f} {down:.1f}' for across, down in corners),
+        points=[(x(step), y(value), step, value) for step, value in _pick(inside, most)],
+      )
+    )
+  notes = {'beyond the frame': beyond, 'not finite': len(lost)}
   return dict(
     key=key,
     name=NAMES.get(key, ''),
     frame=dict(width=WIDTH, height=HEIGHT, left=LEFT, right=WIDTH - RIGHT, base=HEIGHT - BOTTOM),
-    rules=[(y(v), float(f'{v:.6g}')) for v in _ticks(low, high, 4)],
-    steps=[(x(s), int(s)) for s in _ticks(left, right, 6) if s == int(s)],
+    rules=[(y(value), float(f'{value:.6g}')) for value in _ticks(low, high, 4)],
+    steps=[(x(step), int(step)) for step in _ticks(left, right, 6) if step == int(step)],
     lines=lines,
-    gone=[(x(s), s) for s in _pick(gone, 40)],
+    lost=[(x(step), step) for step in _pick(lost, 40)],
     notes=', '.join(f'{number} {what}' for what, number in notes.items() if number),
   )
 
@@ -196,12 +220,15 @@ def phases(train: Sequence[Mapping]) -> dict[str, float]:
   another way, so only keys of one level are phases.
   """
   rows = [row for row in train if row.get('time/step') is not None]
-  rows, out = rows[1:] or rows, {}
-  for key, value in ((k, v) for row in rows for k, v in row.items()):
-    if key.startswith('time/') and key.count('/') == 1 and value is not None:
-      out[key[5:]] = out.get(key[5:], 0.0) + value / len(rows)
-  rest = out.pop('step', 0.0) - sum(out.values())
-  return out | ({'other': rest} if rest > 0 else {})
+  rows = rows[1:] or rows
+  out = {}
+  for row in rows:
+    for key, value in row.items():
+      if key.startswith('time/') and key.count('/') == 1 and value is not None:
+        phase = key.removeprefix('time/')
+        out[phase] = out.get(phase, 0.0) + value / len(rows)
+  other = out.pop('step', 0.0) - sum(out.values())
+  return out | {'other': other} if other > 0 else out
 
 
 def _text(prompt: Any) -> str:
