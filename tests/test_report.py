@@ -4,7 +4,11 @@ import html.parser
 import io
 import json
 import math
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import rich.console
@@ -277,6 +281,117 @@ def test_axis():
     low, high = report._range(values)
     assert low <= min(values) <= max(values) <= high and low < high
     assert 2 <= len(report._ticks(low, high, 4)) <= 9
+
+
+def write_rows(workdir, *rows):
+  """Rows (split, step, values) of a stage `grpo`."""
+  rows = [{'stage': 'grpo', 'split': split, 'step': step} | values for split, step, values in rows]
+  (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def read_parts(workdir):
+  """Returns {name: (value, first value)} of the cards, and the keys of the open and of the folded charts."""
+  text = report.write_report(workdir).read_text('utf-8')
+  cards = re.findall(r'<small>([^<]*)</small><b>([^<]*)</b><small>([^<]*)</small>', text)
+  is_open, _, folded = text.partition('<details><summary>More curves')
+  charts = [re.findall('<code>(.*?)</code>', part) for part in (is_open, folded)]
+  return {name: (value, first) for name, value, first in cards}, *charts
+
+
+def test_the_page_opens_with_a_sentence(tmp_path):
+  write_rows(
+    tmp_path,
+    ('eval', 0, {'pass@1': 0.25}),
+    ('train', 1, {'reward': 0.1, 'loss': 3.0, 'time/step': 200.0}),
+    ('train', 2, {'reward': 0.3, 'loss': 1.0, 'time/step': 100.0}),
+    ('eval', 2, {'pass@1': 0.75}),
+  )
+  assert 'grpo: Pass@1 0.25 → 0.75, 2 steps, 5 min.' in read_page(tmp_path).text
+  write_rows(tmp_path, ('train', 1, {'loss': 3.0, 'reward': 0.1, 'time/step': 1.5}))
+  assert 'grpo: Reward 0.1 → 0.1, 1 step, 1.5 s.' in read_page(tmp_path).text
+  write_rows(tmp_path, ('train', 1, {'mine': 3.0}))
+  assert 'grpo: 1 step, 0 s.' in read_page(tmp_path).text
+
+
+def test_the_sum_of_steps_stands_beside_the_wall_time(tmp_path):
+  write_rows(tmp_path, ('train', 1, {'loss': 3.0, 'time/step': 99.5}))
+  assert 'sum of steps 99.5 s' in read_page(tmp_path).text
+  assert 'wall time' not in read_page(tmp_path).text  # a run without summary.json is alive
+  metrics.summary(tmp_path, {**report.figures(tmp_path), 'wall_s': 300.0})
+  assert 'sum of steps 99.5 s · wall time 5 min' in read_page(tmp_path).text
+  (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 1, "rows_dropped": 0}\n')
+  assert 'wall time since the last start 5 min' in read_page(tmp_path).text
+
+
+def test_the_sampler_mismatch_is_shown_as_its_distance_from_1(tmp_path):
+  write_rows(tmp_path, *(('train', step, {'sampler_mismatch': 1 + 0.001 * step}) for step in (1, 2, 3)))
+  cards, charts, folded = read_parts(tmp_path)
+  assert cards['Sampler mismatch minus 1'] == ('0.002', 'from 0.001')
+  assert charts == ['sampler_mismatch'] and not folded
+  text = read_page(tmp_path).text
+  assert 'train 0.003' in text and 'train step 2: 0.002' in text and '1.00' not in text
+  assert report.figures(tmp_path)['sampler_mismatch/grpo'] == pytest.approx(1.002)
+
+
+def test_times_and_counters_that_stayed_0_are_no_cards(tmp_path):
+  row = {'reward': 0.0, 'time/step': 2.0, 'time/busy/devices': 1.0, 'odd': 1.0}
+  held_out = {'ungraded': 0, 'falling': 3, 'pass@4': 0.5, 'time/eval': 1.0, 'time/step': 2.0}
+  write_rows(tmp_path, ('train', 1, row), ('eval', 1, held_out), ('eval', 2, held_out | {'falling': 0}))
+  assert 'eval_time/step/grpo' in report.figures(tmp_path)
+  cards, _, _ = read_parts(tmp_path)
+  assert cards == {
+    'Steps': ('2', ''),
+    'Reward': ('0', 'from 0'),
+    'falling': ('0', 'from 3'),
+    'pass@4': ('0.5', 'from 0.5'),
+  }
+
+
+def test_the_first_value_of_a_card_is_of_the_same_split(tmp_path):
+  write_rows(
+    tmp_path,
+    ('eval', 0, {'reward': 0.5}),
+    ('train', 1, {'reward': 0.25, 'tokens_per_s': 7.0}),
+    ('eval', 1, {'reward': 0.75}),
+  )
+  cards, _, _ = read_parts(tmp_path)
+  assert cards['Reward'] == ('0.25', 'from 0.25') and cards['eval_reward'] == ('0.75', 'from 0.5')
+  assert cards['Tokens per second'] == ('7', '')
+
+
+def test_charts_that_are_0_throughout_are_folded_away(tmp_path):
+  values = {'loss': 0.5, 'kl': 0.0, 'entropy': 0.0, 'sampler_mismatch': 1.0, 'odd': 1.0}
+  held_out = {'pass@2': 0.0, 'pass@4': 0.0}
+  write_rows(
+    tmp_path,
+    ('train', 1, values),
+    ('train', 2, values | {'kl': 0.1, 'entropy': None}),
+    ('eval', 1, held_out),
+    ('eval', 2, held_out | {'pass@4': 0.5}),
+  )
+  _, charts, folded = read_parts(tmp_path)
+  assert charts == ['loss', 'kl', 'entropy', 'pass@4']  # entropy was not finite once
+  assert folded == ['sampler_mismatch', 'odd', 'pass@2']
+
+
+def test_the_page_is_made_in_any_locale_and_without_jax(tmp_path):
+  make_run(tmp_path, steps=2)
+  code = (
+    'import sys\n'
+    'from jaxpost.monitor import report\n'
+    'report.write_report(sys.argv[1])\n'
+    'assert "jax" not in sys.modules\n'
+  )
+  env = {**os.environ, 'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
+  subprocess.run([sys.executable, '-c', code, str(tmp_path)], env=env, check=True)
+  assert 'sft → grpo' in (tmp_path / 'report.html').read_text('utf-8')
+
+
+def test_a_wheel_has_the_files_of_the_page():
+  folder = pathlib.Path(report.__file__).parent
+  setup = (folder.parents[1] / 'setup.py').read_text()
+  files = [path.name for path in folder.iterdir() if path.suffix in ('.css', '.jinja')]
+  assert len(files) == 2 and all(f"'monitor/{name}'" in setup for name in files)
 
 
 def test_terminal_summary(tmp_path):

@@ -17,7 +17,7 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
-from jaxpost.monitor.metrics import ROW_KEYS, read_growing, read_rows, short_number
+from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
 # Headline metrics of a stage, most important first: key -> label.
@@ -41,7 +41,6 @@ NAMES = {
   'tokens_per_s': 'Tokens per second',
   'time/step': 'Seconds per step',
 }
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 210, 56, 14, 12, 26
 
 
 def _number(x: Any) -> str:
@@ -132,15 +131,14 @@ def _range(values: list[float]) -> tuple[float, float]:
   if 0 < low < 0.4 * high:
     low = 0.0
   flat = high - low < 1e-9 * abs(high)
-  pad = 0.1 * abs(high) if flat else 0.06 * (high - low)
-  pad = pad or 1.0
+  pad = (0.1 * abs(high) if flat else 0.06 * (high - low)) or 1.0
   return (low if low == 0 else low - pad), high + pad
 
 
 def _smooth(values: list[float]) -> list[float]:
   """Mean over a window around each point."""
-  n, half = len(values), len(values) // 25
-  windows = (values[max(0, i - half) : i + half + 1] for i in range(n))
+  half = len(values) // 25
+  windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
   return [sum(window) / len(window) for window in windows]
 
 
@@ -151,7 +149,10 @@ def _pick(items: list, most: int) -> list:
 
 
 def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
-  """Coordinates of a figure with one line per split; at most `most` points can be hovered."""
+  """A figure with one line per split; at most `most` points can be hovered.
+
+  Every x and y is a share of the frame: (0, 0) is its upper left corner, (1, 1) its lower right.
+  """
   steps = [step for points in series.values() for step, _ in points]
   lost = [step for points in series.values() for step, value in points if value is None]
   finite = {split: [(step, value) for step, value in points if value is not None] for split, points in series.items()}
@@ -162,10 +163,10 @@ def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, 
   low, high = _range([value for points in finite.values() for _, value in points])
 
   def x(step: float) -> float:
-    return LEFT + (step - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+    return (step - left) / (right - left)
 
   def y(value: float) -> float:
-    return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+    return (high - value) / (high - low)
 
   lines, beyond = [], 0
   for split, points in finite.items():
@@ -173,44 +174,39 @@ def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, 
     beyond += len(points) - len(inside)
     heights = [min(max(value, low), high) for _, value in points]
     heights = heights if key == 'lr' else _smooth(heights)
-    corners = _pick([(x(step), y(value)) for (step, _), value in zip(points, heights)], 160)
-    lines.append(
-      dict(
-        split=split,
-        last=points[-1][1],
-        few=len(inside) < 40,
-        start=x(points[0][0]),
-        path='L'.join(f'{across:.1f} {down:.1f}' for across, down in corners),
-        points=[(x(step), y(value), step, value) for step, value in _pick(inside, most)],
-      )
-    )
-  notes = {'beyond the frame': beyond, 'not finite': len(lost)}
+    path = [(x(step), y(height)) for (step, _), height in zip(points, heights)]
+    hovered = [(x(step), y(value), step, value) for step, value in _pick(inside, most)]
+    lines.append(dict(split=split, last=points[-1][1], few=len(inside) < 40, path=_pick(path, 160), points=hovered))
   return dict(
     key=key,
-    name=NAMES.get(key, ''),
-    frame=dict(width=WIDTH, height=HEIGHT, left=LEFT, right=WIDTH - RIGHT, base=HEIGHT - BOTTOM),
     rules=[(y(value), float(f'{value:.6g}')) for value in _ticks(low, high, 4)],
     steps=[(x(step), int(step)) for step in _ticks(left, right, 6) if step == int(step)],
     lines=lines,
     lost=[(x(step), step) for step in _pick(lost, 40)],
-    notes=', '.join(f'{number} {what}' for what, number in notes.items() if number),
+    notes={'beyond the frame': beyond, 'not finite': len(lost)},
   )
 
 
-def _curves(splits: Mapping[str, list[dict]], budget: int) -> dict[str, list[dict]]:
-  """Charts of a stage: the main ones, and more that are folded away."""
-  keys = {k for rows in splits.values() for row in rows for k in row}
-  keys = sorted(k for k in keys - set(ROW_KEYS) if not k.startswith('time/'))
-  main = [k for k in NAMES if k in keys]
-  main += [k for k in keys if k not in main and not any(k in row for row in splits['train'])]
-  more = [k for k in keys if k not in main]
+def _shown(key: str, value: Any) -> Any:
+  """A value as the page shows it: the sampler mismatch, a ratio that is 1 at best, as what it exceeds 1 by."""
+  return value - 1 if key == 'sampler_mismatch' and value is not None else value
+
+
+def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any]]:
+  """Charts of a stage; `folded`: a train metric without a label, or one that is 0 throughout."""
+  in_train = {key for row in splits['train'] for key in row}
+  keys = in_train.union(*_held_out(splits)).difference(ROW_KEYS)
+  keys = {key for key in keys if not key.startswith('time/')}
   most = max(12, min(150, budget // max(1, len(keys))))
-
-  def charts(keys: list[str]) -> list[dict]:
-    series = {k: {s: [(r['step'], r[k]) for r in rows if k in r] for s, rows in splits.items()} for k in keys}
-    return [chart for k, points in series.items() if (chart := _chart(k, points, most))]
-
-  return dict(main=charts(main), more=charts(more[:60]), count=len(more))
+  charts = []
+  for key in [key for key in NAMES if key in keys] + sorted(keys.difference(NAMES)):
+    series = {
+      split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
+    }
+    zero = all(value == 0 for points in series.values() for _, value in points)
+    if chart := _chart(key, series, most):
+      charts.append(chart | {'folded': zero or key in in_train and key not in NAMES})
+  return charts
 
 
 def phases(train: Sequence[Mapping]) -> dict[str, float]:
@@ -221,12 +217,8 @@ def phases(train: Sequence[Mapping]) -> dict[str, float]:
   """
   rows = [row for row in train if row.get('time/step') is not None]
   rows = rows[1:] or rows
-  out = {}
-  for row in rows:
-    for key, value in row.items():
-      if key.startswith('time/') and key.count('/') == 1 and value is not None:
-        phase = key.removeprefix('time/')
-        out[phase] = out.get(phase, 0.0) + value / len(rows)
+  keys = dict.fromkeys(key for row in rows for key in row if key.startswith('time/') and key.count('/') == 1)
+  out = {key.removeprefix('time/'): sum(_values(rows, key)) / len(rows) for key in keys}
   other = out.pop('step', 0.0) - sum(out.values())
   return out | {'other': other} if other > 0 else out
 
@@ -239,48 +231,35 @@ def _text(prompt: Any) -> str:
   )
 
 
-def _sample(row: Mapping, title: str, rewards: list[float]) -> dict[str, Any]:
-  """A completion, its facts as a line, and where its reward is between the smallest and the largest (0 to 1)."""
-  facts = {k: v for k, v in row.items() if k not in ('prompt', 'completion', 'reward', 'components')}
-  facts |= row.get('components') or {}
-  reward, share = row.get('reward'), None
-  if isinstance(reward, (int, float)):
-    share = (reward - min(rewards)) / (max(rewards) - min(rewards) or 1)
-  text = _text(row.get('completion', ''))
-  if len(text) > 1500:
-    text = f'{text[:1500]} … {len(text) - 1500} more characters'
-  line = ' · '.join(f'{k} {_number(v)}' for k, v in facts.items())
-  return dict(title=title, reward=reward, share=share, facts=line[:400], text=text)
-
-
-def _samples(folder: epath.Path) -> list[dict[str, Any]]:
+def _samples(folder: epath.Path) -> dict[str, Any]:
   """First and last samples of a stage, side by side where prompts agree."""
   files = sorted(folder.glob('[0-9]*.jsonl'), key=lambda path: int(path.stem))
-  if not files:
-    return []
-  before, after = (
-    {json.dumps(row.get('prompt')): row for row in reversed(read_growing(path))} for path in (files[0], files[-1])
-  )
-  before = before if len(files) > 1 else {}
-  rows = [*before.values(), *after.values()]
-  rewards = [row['reward'] for row in rows if isinstance(row.get('reward'), (int, float))]
-  common = [p for p in before if p in after][::-1]
-  titled = {f'before, step {files[0].stem}': before, f'after, step {files[-1].stem}': after}
-  return [
-    dict(
-      prompt=_text((before.get(p) or after.get(p)).get('prompt', ''))[:1000],
-      rows=[_sample(rows[p], title, rewards) for title, rows in titled.items() if p in rows],
-    )
-    for p in common[:12] or [*before][-4:] + [*after][-4:]
-  ]
+  titled = {f'before, step {path.stem}': path for path in files[:-1][:1]}
+  titled |= {f'after, step {path.stem}': path for path in files[-1:]}
+  pairs = {}  # {prompt: {title: its first sample}}
+  for title, path in titled.items():
+    for row in read_growing(path):
+      pairs.setdefault(json.dumps(row.get('prompt')), {}).setdefault(title, row)
+  rewards = [row.get('reward') for pair in pairs.values() for row in pair.values()]
+  rewards = [reward for reward in rewards if isinstance(reward, (int, float))]
+  shown = [pair for pair in pairs.values() if len(pair) == 2][:12]
+  for title in titled if not shown else ():
+    shown += [pair for pair in pairs.values() if title in pair][:4]
+  return dict(lowest=min(rewards, default=0), highest=max(rewards, default=0), pairs=shown)
 
 
-def _cards(values: Mapping[str, Any], stage: str, rows: list[dict]) -> list[dict[str, Any]]:
-  """Final figures of a stage as cards, each with where it came from."""
+def _cards(values: Mapping[str, Any], stage: str, splits: Mapping[str, list[dict]]) -> list[dict[str, Any]]:
+  """Final figures of a stage, each with its first value; without times and counters that stayed 0."""
   cards = []
-  for key in (k[: -len(stage) - 1] for k in values if k.endswith(f'/{stage}')):
-    past = [r[key] for r in rows if r.get(key) is not None and key not in ('tokens_per_s', 'mfu', 'time/step')]
-    cards.append(dict(name=NAMES.get(key, key), value=values[f'{key}/{stage}'], past=past[:1]))
+  for name, value in values.items():
+    key = name.removesuffix(f'/{stage}')
+    measured = key.removeprefix('eval_')
+    if key == name or measured.startswith('time/'):
+      continue
+    past = _values(splits['train'], key) or _values(_held_out(splits), measured)
+    if key in NAMES or value or any(past):
+      first = None if is_clock_key(measured) or not past else _shown(key, past[0])
+      cards.append(dict(key=key, value=_shown(key, value), first=first))
   return cards
 
 
@@ -292,17 +271,10 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values):
     table.add_row(markup.escape(NAMES.get(key, key)), *(_number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
-    table.add_row(
-      f'{key} over time',
-      *(_sparkline([r[key] for r in splits['train'] if r.get(key) is not None]) for splits in stages.values()),
-    )
-  table.add_row(
-    'time of a step',
-    *(
-      '\n'.join(f'{markup.escape(k)} {_seconds(s)}' for k, s in phases(splits['train']).items())
-      for splits in stages.values()
-    ),
-  )
+    table.add_row(f'{key} over time', *(_sparkline(_values(splits['train'], key)) for splits in stages.values()))
+  means = [phases(splits['train']) for splits in stages.values()]
+  times = ['\n'.join(f'{markup.escape(name)} {_seconds(s)}' for name, s in mean.items()) for mean in means]
+  table.add_row('time of a step', *times)
   console.print(table)
   for name in ('report.html', 'metrics.jsonl', 'summary.json', 'samples', 'tensorboard', 'checkpoints', 'export'):
     if (workdir / name).exists():
@@ -320,18 +292,20 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   workdir = epath.Path(workdir)
   done = _read_json(workdir / 'summary.json', {})
   config = _read_json(workdir / 'config.json', {})
-  rows = read_rows(workdir / 'metrics.jsonl')
-  stages, warnings = _stages(rows), done.pop('warnings', ())
-  values = done or figures(workdir)
+  stages = _stages(read_rows(workdir / 'metrics.jsonl'))
+  warnings, values = done.pop('warnings', ()), done or figures(workdir)
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
-    seconds=sum(row.get('time/step') or 0 for row in rows),
+    labels=NAMES | {'sampler_mismatch': 'Sampler mismatch minus 1'},
+    wall_s=done.get('wall_s'),
     resumes=read_growing(workdir / 'resumes.jsonl'),
     warnings=warnings,
     stages={
       stage: dict(
-        cards=_cards(values, stage, [row for row in rows if row['stage'] == stage]),
-        curves=_curves(splits, 2500 // len(stages)),
+        steps=max(row['step'] for rows in splits.values() for row in rows),
+        seconds=sum(sum(_values(rows, 'time/step')) for rows in splits.values()),
+        cards=_cards(values, stage, splits),
+        charts=_charts(splits, 2500 // len(stages)),
         phases=phases(splits['train']),
         samples=_samples(workdir / 'samples' / stage),
       )
@@ -347,8 +321,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
 
 def _template() -> jinja2.Template:
   """The page in this folder, which escapes what it shows."""
-  folder = epath.resource_path('jaxpost') / 'monitor'
-  loader = jinja2.FunctionLoader(lambda name: (folder / name).read_text())
+  loader = jinja2.PackageLoader('jaxpost', 'monitor')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': _number, 'duration': _seconds}
+  made.filters |= {'number': _number, 'duration': _seconds, 'text': _text}
   return made.get_template('report.html.jinja')
