@@ -236,6 +236,20 @@ def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
     algorithms.load_algorithm(algorithm).check(config_of(algorithm, rl=rl))
 
 
+def test_a_method_of_ones_own_keeps_its_choices():
+  """Until a config names another loss, whose settings then come with it."""
+  own = grpo.method(loss='gspo', clip_low=0.01, kl_estimator='k2', importance=('icepop',)).defaults
+
+  def resolved(**rl):
+    (config,) = config_lib.parse(dict(algorithm='grpo', reward='x', rl=rl)).values()
+    return config_lib.resolve(config, own).rl
+
+  rl = resolved()
+  assert (rl.clip_low, rl.clip_high, rl.aggregate) == (0.01, 4e-4, 'sequence')
+  assert (rl.kl_estimator, rl.importance) == ('k2', ('icepop',))
+  assert resolved(loss='cispo').clip_low == 1.0
+
+
 @pytest.mark.parametrize(
   'chosen, message',
   [

@@ -329,8 +329,8 @@ def rl_fields_read(rl: RlSection) -> set[str]:
 def rl_defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the defaults of `config.rl` of a method with these choices.
 
-  What belongs to the surrogate and the estimator in use precedes the method's
-  choices: with rl.loss=gspo, DAPO has the clip range and the mean of GSPO.
+  Where a config names another surrogate or estimator than the method's, what belongs
+  to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean.
   """
 
   def default_of(field: str) -> Callable[[Config], Any]:
@@ -341,7 +341,8 @@ def rl_defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
       auto = rl.__dataclass_fields__[field].metadata['auto']
       if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
         return estimator.scales[0]
-      if field in loss.sets:
+      chosen = field in choices and rl.loss in ('', choices.get('loss', 'clip'))
+      if field in loss.sets and not chosen:
         return loss.sets[field]
       return auto if field.startswith('clip_') and field not in loss.reads else choices.get(field, auto)
 
@@ -357,7 +358,7 @@ def rl_defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
   fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards')
-  return dict(choices, importance=importance, kl_estimator=kl_estimator) | {name: default_of(name) for name in fields}
+  return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}
 
 
 def method(**choices: Any) -> Algorithm:
