@@ -28,28 +28,19 @@ if TYPE_CHECKING:
 Config = Any
 
 
-def _nothing(config: Config) -> tuple:
-  del config
-  return ()
+def _always(value: Any) -> Callable[..., Any]:
+  """Returns a function that returns `value`, whatever it is given."""
 
+  def answer(*args: Any) -> Any:
+    del args
+    return value
 
-def _no(config: Config) -> bool:
-  del config
-  return False
-
-
-def _accept(*args: Any) -> None:
-  del args
+  return answer
 
 
 def _same(batch: Batch, roles: Roles, config: Config) -> Batch:
   del roles, config
   return batch
-
-
-def _empty(config: Config) -> dict:
-  del config
-  return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +110,22 @@ class Algorithm:
 
   objective: Callable[[Config], Objective]
   defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-  critic: Callable[[Config], Objective | None] = _accept
-  value_head: Callable[[Config], bool] = _no
-  needs: Callable[[Config], Collection[str]] = _nothing
+  critic: Callable[[Config], Objective | None] = _always(None)
+  value_head: Callable[[Config], bool] = _always(False)
+  needs: Callable[[Config], Collection[str]] = _always(())
   prepare: Callable[[Batch, Roles, Config], Batch] = _same
-  precompute: Callable[[Config], dict[str, Precompute]] = _empty
-  check: Callable[[Config], None] = _accept
-  check_roles: Callable[[Config, Mapping[str, Any], Tokenizer], None] = _accept
-  check_first_step: Callable[[dict, Config], None] = _accept
+  precompute: Callable[[Config], Mapping[str, Precompute]] = _always({})
+  check: Callable[[Config], None] = _always(None)
+  check_roles: Callable[[Config, Mapping[str, Any], Tokenizer], None] = _always(None)
+  check_first_step: Callable[[dict, Config], None] = _always(None)
   render: Callable[[Rows, Tokenizer, Config], Callable[[int], Example | None]] | None = None
   per: str | Callable[[Config], str] = 'token'
   scalar_head: bool = False
   on_policy: bool = False
   rewards: bool = True
-  from_data: Callable[[Config], float] = _no
-  scores: Callable[[Config], Collection[str]] = _nothing
-  greedy_baseline: Callable[[Config], bool] = _no
+  from_data: Callable[[Config], float] = _always(0.0)
+  scores: Callable[[Config], Collection[str]] = _always(())
+  greedy_baseline: Callable[[Config], bool] = _always(False)
   credit: Callable[[Experience, Config], Credit] | None = None
   pack: Callable[..., Batch] | None = None
 
