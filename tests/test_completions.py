@@ -229,7 +229,9 @@ def test_pass_at_k_is_unbiased():
   [
     ('so\n#### 1,234', '1234'),
     ('it is \\boxed{ x^2 + 1 }.', 'x^2+1'),
-    (r'first \boxed{1}, then \boxed{\frac{1}{2}}', r'\frac{1}{2}'),
+    (r'first \boxed{1}, then \boxed{\frac{1}{2}}', '1/2'),
+    (r'\boxed{0.5}', '1/2'),
+    (r'\boxed{123456^{999}}', '123456^{999}'),  # too large to print as a number
     ('it is 7', '7'),
     (' yes ', 'yes'),
   ],

@@ -49,6 +49,7 @@ _BESIDE = (
 _TIMES = re.compile(r'\\times|\\cdot|[*\u00d7]')
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
 _LONG = 200  # characters; a longer number is compared as text, because arithmetic on it would be slow
+_MAX_BITS = 8192  # of a power or product in a box; Python refuses to print an integer of more than 4,300 digits
 
 Number = fractions.Fraction | str  # a str is a number of more than _LONG characters
 
@@ -141,6 +142,8 @@ def boxed_number(text: str) -> Number | None:
     if not match or (number := _factor(match)) is None:
       return None
     value *= number
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+      return None
   return value
 
 
