@@ -271,7 +271,7 @@ from jaxpost.stage import assemble as assemble_lib
 read = assemble_lib.DataStream.__next__
 
 def slowly(self):
-  time.sleep(0.3 if os.environ['RANK'] == '1' else 0.0)
+  time.sleep(1.0 if os.environ['RANK'] == '1' else 0.0)
   return read(self)
 
 assemble_lib.DataStream.__next__ = slowly
