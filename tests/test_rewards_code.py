@@ -207,33 +207,35 @@ HOSTILE = {
 
 
 def jails():
-  """Processes of sandboxes that live."""
-  shown = subprocess.check_output(['ps', 'axwwo', 'pid=,args='], text=True)
-  return [
-    line for line in shown.splitlines() if 'jaxpost.workers.jail' in line or 'The program inside the sandbox' in line
-  ]
+  """Processes of sandboxes that live, without those that another worker of pytest-xdist has started."""
+  shown = subprocess.check_output(['ps', 'axwwo', 'pid=,ppid=,args='], text=True)
+  rows = [line.split(None, 2) for line in shown.splitlines()]
+  parents = {int(pid): int(parent) for pid, parent, *_ in rows}
 
+  def elsewhere(pid):
+    above = []
+    while pid in parents and pid not in above:
+      above.append(pid)
+      pid = parents[pid]
+    return os.getppid() in above and os.getpid() not in above
 
-def left(before):
-  """Processes of sandboxes that live and did not before; those of tests in another worker end within seconds."""
-  found = set(jails()) - before
-  deadline = time.monotonic() + 15
-  while found and time.monotonic() < deadline:
-    time.sleep(0.2)
-    found &= set(jails())
-  return found
+  return {
+    (pid, args)
+    for pid, _, args in (row for row in rows if len(row) == 3)
+    if ('jaxpost.workers.jail' in args or 'The program inside the sandbox' in args) and not elsewhere(int(pid))
+  }
 
 
 @namespaces
 @pytest.mark.parametrize('name', HOSTILE)
 def test_hostile_programs_fail_and_end(name):
   limits = sandbox.SandboxLimits(timeout_s=1.5, memory_mb=128)
-  before = set(jails())
+  before = jails()
   start = time.monotonic()
   assert sandbox.run_inputs(HOSTILE[name], [''], limits, 1000) == [None]
   assert not any(sandbox.run_tests(HOSTILE[name], TESTS, limits))
   assert time.monotonic() - start < 10
-  assert not left(before)
+  assert jails() <= before
   assert sandbox.run_tests(RIGHT, TESTS, LIMITS) == [True, True]
 
 
@@ -323,7 +325,7 @@ def test_what_a_program_can_reach(tmp_path, monkeypatch):
 
 @namespaces
 def test_no_sandbox_outlives_what_started_it():
-  before = set(jails())
+  before = jails()
   parent = subprocess.Popen(
     [
       sys.executable,
@@ -335,12 +337,14 @@ def test_no_sandbox_outlives_what_started_it():
     env={**os.environ, 'PYTHONPATH': str(CLONE)},
   )
   deadline = time.monotonic() + 10
-  while len(set(jails()) - before) < 4 and time.monotonic() < deadline:
+  while len(jails() - before) < 4 and time.monotonic() < deadline:
     time.sleep(0.05)
-  assert len(set(jails()) - before) >= 4
+  assert len(jails() - before) >= 4
   parent.send_signal(signal.SIGKILL)
   parent.wait()
-  assert not left(before)
+  while jails() - before and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not jails() - before
 
 
 @namespaces
