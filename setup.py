@@ -2,7 +2,7 @@
 
 `launch/` and `configs/` stay at the top of the clone, where people look for
 them, and install as `jaxpost.launch` and `jaxpost.configs`, so that no
-generic name lands in anybody's site-packages.
+package of a generic name is installed.
 """
 
 import pathlib
@@ -27,7 +27,7 @@ CORE = [
   'ml-collections>=1.0',
   'ml-dtypes>=0.5',
   'numpy>=2.0',
-  'optax>=0.2.5',
+  'optax>=0.2.6',
   'orbax-checkpoint>=0.12.3',
   'rich>=13.7',
   'safetensors>=0.5',
