@@ -94,6 +94,20 @@ def test_a_run_compiles_nothing_late(small, big, tmp_path, over, caplog):
     assert start['perplexity'] == pytest.approx(math.exp(start['nll']), rel=1e-5)
 
 
+def test_a_teacher_that_grades_tokens_needs_no_reward(small, big, tmp_path):
+  """On-policy distillation alone, one completion a prompt: the divergence from the teacher falls."""
+  opd = dict(GKD, algorithm='opd', rl=dict(reference=big), distill=dict(teachers=()), optim=dict(lr=3e-3))
+  opd |= dict(train=dict(steps=12, row_length=0), rollout=dict(prompts=16, group_size=1, max_new_tokens=8))
+  rows = run(settings(small, big, **opd), tmp_path / 'a')
+  divergence = [row['kl'] for row in rows]
+  assert np.mean(divergence[-3:]) < 0.8 * np.mean(divergence[:3])
+  assert not any('reward' in row for row in rows)
+  # Its own weights as teacher: no divergence, so no advantage and no gradient.
+  same = settings(small, big, **tiny.merged(opd, dict(rl=dict(reference=small), train=dict(steps=1))))
+  (row,) = run(same, tmp_path / 'b')
+  assert row['kl'] == pytest.approx(0, abs=1e-5) and row['grad_norm'] < 1e-4
+
+
 @pytest.mark.parametrize('beta, over', [(1.0, {}), (0.5, GKD), (0.0, dict(distill=dict(top_k=16)))])
 def test_a_student_that_is_its_teacher_learns_nothing(small, tmp_path, over, beta):
   rows = run(settings(small, small, **tiny.merged(over, dict(distill=dict(beta=beta), train=dict(steps=1)))), tmp_path)

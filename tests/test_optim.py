@@ -5,12 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rich.console
 import tiny
 from optax import contrib
 
+import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
+from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.stage import optim
 from jaxpost.stage.schema import OptimSection
@@ -76,6 +79,27 @@ def test_the_state_of_muon_is_split_like_its_parameters(model):
   assert jax.tree.structure(shardings.opt_state) == jax.tree.structure(state)
   momentum = shardings.opt_state.inner_states['muon'].inner_state[0].mu
   assert leaf(momentum, 'layers/q') == leaf(shardings.params, 'layers/q')
+
+
+@pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
+def test_a_run_with_muon_resumes_bit_for_bit(tmp_path, lora):
+  def rows(folder, *stops):
+    for steps in stops:
+      config = tiny.run_config(
+        tiny.folder(tmp_path / 'model'),
+        algorithm='sft',
+        lora=lora,
+        data=dict(path='generated:arithmetic:max=99,ops=+,size=40'),
+        optim=dict(name='muon', lr=3e-2, weight_decay=0.1),
+        train=dict(steps=steps, batch_size=2, row_length=64),
+        save=dict(every=2, export=False),
+      )
+      jaxpost.run(config, tmp_path / folder, rich.console.Console(quiet=True))
+    return metrics.comparable_rows(tmp_path / folder / 'metrics.jsonl')
+
+  whole, resumed = rows('a', 4), rows('b', 2, 4)
+  assert [row['loss'] for row in whole if row['split'] == 'train'][-1] < whole[0]['loss']
+  assert resumed == whole
 
 
 @pytest.mark.parametrize('name', ['adamw', 'lion', 'adafactor', 'ademamix', 'prodigy', 'muon'])

@@ -4,8 +4,9 @@ The advantage of a token is log T - log pi, which is minus the k1 estimate of
 KL(student, teacher); its policy gradient is that of the divergence of next tokens
 (MiniLLM, arXiv:2306.08543; "On-policy distillation", Thinking Machines 2025). The
 teacher is `config.rl.reference`. If there is a reward, the advantages of GRPO are
-added, and `config.rl.kl_coef` weighs the teacher; without one, a prompt needs one
-completion only. `distill.py: GKD` has the whole distribution of the teacher instead.
+added, and `config.rl.kl_coef` weighs the teacher; without one, all rewards are 0,
+and a prompt needs one completion only. `distill.py: GKD` learns the whole
+distribution of the teacher instead.
 """
 
 from __future__ import annotations
@@ -14,26 +15,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jaxpost.algorithms import distill, grpo
 from jaxpost.algorithms.base import Config, refuse
-from jaxpost.types import Credit, Experience
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-
-
-def credit(experience: Experience, config: Config) -> Credit:
-  """Returns the advantages of GRPO plus the teacher's; without rewards, the teacher's alone."""
-  if not is_graded(config):
-    experience = dataclasses.replace(experience, rewards=np.zeros_like(experience.rewards))
-  return grpo.credit(experience, config)
-
-
-def is_graded(config: Config) -> bool:
-  """Returns whether completions have rewards beside the teacher."""
-  return bool(config.rewards_tuple() or config.environment)
 
 
 def check(config: Config) -> None:
@@ -42,7 +28,8 @@ def check(config: Config) -> None:
   refuse(not config.rl.kl_coef, 'config.rl.kl_coef: 0 leaves the teacher out; 1 is usual')
   # GRPO refuses a reference that is another model, as it checks no tokenizer.
   config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reference=''))
-  (grpo.check if is_graded(config) else grpo.check_terms)(config)
+  is_graded = config.rewards_tuple() or config.environment
+  (grpo.check if is_graded else grpo.check_terms)(config)
 
 
 def check_roles(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -57,7 +44,6 @@ def check_first_step(metrics: dict, config: Config) -> None:
 
 OPD = ALGORITHM = dataclasses.replace(
   grpo.method(kl_in='advantage', kl_coef=1.0),
-  credit=credit,
   check=check,
   check_roles=check_roles,
   check_first_step=check_first_step,
