@@ -2,119 +2,26 @@
 
 `field_type` returns the type of a field. `unknown_key` says what to write in
 place of a name that is no field: it knows former names, misspellings, fields
-of another section and the names that TRL, verl and Hugging Face use.
+of another section and the names that TRL, verl and Hugging Face use, which are
+listed in field_names.toml.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import pathlib
+import tomllib
 import typing
 from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.stage.schema import Config
 
-# Former names of fields and their present ones.
-RENAMED = {
-  'model.quantise': 'model.quantize',
-  'replay': 'train_on_rollouts',
-  'router.replay': 'router.routing_replay',
-  'rollout.lag': 'rollout.staleness',
-  'rollout.park': 'rollout.offload',
-  'rollout.swap_blocks': 'rollout.inflight_update_blocks',
-  'tools.lag': 'tools.wait_blocks',
-  'critic.shared': 'critic.value_head',
-  'reward_model.centre_coef': 'reward_model.center_coef',
-  'distill.topk': 'distill.top_k',
-  'log.rollouts': 'log.rollouts_every',
-  'data.enable_thinking': 'data.template_kwargs.enable_thinking',
-}
-
-# Field -> what TRL, verl or Hugging Face call it. docs/from_trl_and_verl.md
-# explains the differences; tests/test_overrides.py compares the two.
-_OTHER_NAMES = {
-  'model.path': 'model_name_or_path pretrained_model_name_or_path model_name',
-  'model.tokenizer': 'tokenizer_name_or_path tokenizer_name',
-  'model.dtype': 'torch_dtype bf16 fp16',
-  'model.attention': 'attn_implementation',
-  'model.remat': 'gradient_checkpointing enable_gradient_checkpointing',
-  'model.quantize': 'load_in_4bit load_in_8bit quantization',
-  'data.path': 'dataset dataset_name train_dataset train_files train_file',
-  'data.train_on': 'assistant_only_loss completion_only_loss train_on_prompt',
-  'eval.data.path': 'val_files eval_dataset validation_file test_files',
-  'train.steps': 'max_steps num_train_epochs num_epochs total_epochs total_training_steps',
-  'train.row_length': 'max_length max_seq_length max_seq_len block_size',
-  'optim.lr': 'learning_rate',
-  'optim.schedule': 'lr_scheduler_type lr_scheduler lr_schedule',
-  'optim.warmup_steps': 'warmup_ratio lr_warmup_steps lr_warmup_steps_ratio num_warmup_steps',
-  'optim.end_lr': 'min_lr min_lr_ratio lr_end',
-  'optim.b1': 'adam_beta1 beta1',
-  'optim.b2': 'adam_beta2 beta2',
-  'optim.eps': 'adam_epsilon',
-  'optim.clip_norm': 'max_grad_norm grad_clip clip_grad',
-  'optim.name': 'optimizer',
-  'eval.every': 'eval_steps test_freq',
-  'save.every': 'save_steps save_freq',
-  'save.keep': 'save_total_limit max_actor_ckpt_to_keep',
-  'save.keep_best': 'metric_for_best_model load_best_model_at_end',
-  'save.best_mode': 'greater_is_better',
-  'log.every': 'logging_steps',
-  'rollout.group_size': 'num_generations n rollout.n',
-  'rollout.prompts': 'generation_batch_size',
-  'rollout.max_new_tokens': 'max_completion_length max_response_length response_length max_tokens',
-  'rollout.top_logprobs': 'logprobs',
-  'rl.epochs': 'num_iterations ppo_epochs num_ppo_epochs',
-  'rl.minibatches': 'steps_per_generation ppo_mini_batch_size num_mini_batches',
-  'rl.advantage': 'adv_estimator',
-  'rl.scale_rewards': 'norm_adv_by_std_in_grpo',
-  'rl.loss': 'loss_mode importance_sampling_level',
-  'rl.aggregate': 'loss_agg_mode',
-  'rl.clip_low': 'clip_ratio_low',
-  'rl.clip_high': 'epsilon_high clip_ratio_high',
-  'rl.dual_clip': 'delta clip_ratio_c',
-  'rl.kl_coef': 'kl_loss_coef',
-  'rl.kl_in': 'use_kl_loss use_kl_in_reward',
-  'rl.kl_estimator': 'kl_loss_type kl_penalty',
-  'rl.entropy_coef': 'entropy_coeff',
-  'rl.mask_truncated': 'mask_truncated_completions',
-  'rl.importance': 'vllm_importance_sampling_correction',
-  'rl.importance_cap': 'vllm_importance_sampling_cap',
-  'rl.opsm_threshold': 'off_policy_mask_threshold',
-  'rl.dynamic_sampling': 'filter_groups filter_groups.enable max_num_gen_batches',
-  'rl.correct_by': 'filter_groups.metric',
-  'critic.value_clip': 'cliprange_value',
-  'critic.warmup_steps': 'critic_warmup',
-  'data.template_kwargs': 'chat_template_kwargs apply_chat_template_kwargs',
-  'data.chat_template': 'chat_template_path custom_chat_template',
-  'preference.f_divergence': 'f_divergence_type',
-  'preference.f_alpha': 'f_alpha_divergence_coef',
-  'nll.neftune_alpha': 'neftune_noise_alpha',
-  'nll.label_smoothing': 'label_smoothing_factor',
-  'preference.precompute_ref': 'precompute_ref_log_probs',
-  'distill.on_policy': 'lmbda',
-  'reward_model.center_coef': 'center_rewards_coefficient',
-  'lora.rank': 'r lora_r lora_rank',
-  'lora.alpha': 'lora_alpha',
-  'lora.dropout': 'lora_dropout',
-  'lora.rslora': 'use_rslora',
-  'lora.targets': 'target_modules lora_target_modules',
-  'lora.path': 'lora_adapter_path',
-  'reward': 'reward_funcs custom_reward_function custom_reward_function.path overlong_buffer',
-}
-SYNONYMS = {name: (path,) for path, names in _OTHER_NAMES.items() for name in names.split()} | {
-  'beta': ('rl.kl_coef', 'preference.beta', 'distill.beta'),
-  'epsilon': ('rl.clip_low', 'rl.clip_high'),
-  'clip_ratio': ('rl.clip_low', 'rl.clip_high'),
-  'kl_ctrl.type': ('rl.kl_target', 'rl.kl_horizon'),
-  'loss_type': ('rl.loss', 'rl.aggregate', 'preference.losses', 'nll.kind'),
-  'per_device_train_batch_size': ('train.batch_size', 'train.micro_batch_size'),
-  'gradient_accumulation_steps': ('train.batch_size', 'train.micro_batch_size'),
-  'ppo_micro_batch_size_per_gpu': ('train.micro_batch_size',),
-  'use_dynamic_bsz': ('train.micro_batch_size',),
-  'train_batch_size': ('rollout.prompts', 'train.batch_size'),
-  'report_to': ('log.wandb', 'log.tensorboard'),
-}
+_NAMES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
+RENAMED = _NAMES['renamed']  # former name -> field
+SYNONYMS = {name: (field,) for field, names in _NAMES['other_names'].items() for name in names.split()}
+SYNONYMS |= {name: tuple(fields.split()) for name, fields in _NAMES['several'].items()}
 _MAX_SUGGESTIONS = 4
 
 
