@@ -17,7 +17,7 @@ import jax
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import Preempted
 from jaxpost.hardware.host import StopSignal
-from jaxpost.monitor.nonfinite import diagnosis, merge_metrics
+from jaxpost.monitor.nonfinite import check_states, diagnosis, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.monitor.host_health import HostHealth
@@ -127,7 +127,7 @@ class _Progress:
   def __init__(self, stage: Stage):
     self.stage = stage
     self.pending: _PendingStep | None = None
-    self.skipped = 0
+    self.skipped, self.in_doubt = 0, False
     self.eval_step, self.eval_metrics = 0, {}
     self.sample_step, self.sample_rows = -1, []
 
@@ -144,14 +144,12 @@ class _Progress:
     stage, pending, self.pending = self.stage, self.pending, None
     step, item = pending.step, pending.item
     row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
-    skipped = row.pop('skipped_updates')
     # A good step makes up for a tenth of a bad one.
-    self.skipped = self.skipped + 1 if skipped else max(0, self.skipped - 0.1)
+    self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
+    self.in_doubt = row['skipped_updates'] > 0  # an update that is applied has shown that the new state is finite
     row |= item.info | pending.times | stage.memory_usage()
     if stage.host_health:
       row |= stage.host_health.finish(pending.replica_check, pending.times)
-    row['skipped_updates'] = int(skipped)
-    row['empty_updates'] = int(row['empty_updates'])
     row['tokens_per_s'] = item.info['tokens'] / pending.times['time/step']
     if stage.peak_flops:
       row['mfu'] = 3 * stage.flops_per_token * row['tokens_per_s'] / stage.peak_flops
@@ -162,8 +160,8 @@ class _Progress:
       stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
       raise FloatingPointError(
-        f'{stage.name}: loss or gradient was not finite in about '
-        f'{self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
+        f'{stage.name}: loss, gradient or updated weights were not finite in '
+        f'about {self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
         'inspect the data of those steps (config.optim.max_skipped sets the '
         f'limit){diagnosis(item, pending.done, stage.roles)}'
       )
@@ -192,6 +190,8 @@ class _Progress:
     """Saves a checkpoint, with the metrics of this step's evaluation."""
     self.log_pending()
     stage = self.stage
+    if self.in_doubt:
+      check_states(states(stage), f'{stage.name}: at step {step}')
     stage.writer.flush()  # the rows of a step must be on disk before its checkpoint
     metrics = None
     if self.eval_step == step:

@@ -1,16 +1,23 @@
 """A step that is not finite changes nothing, is counted and explained."""
 
+import shutil
 import types
 
 import jax
 import numpy as np
+import optax
 import pytest
 import rich.console
+import safetensors.numpy
 import tiny
 
 import jaxpost
 from jaxpost import loop
+from jaxpost.errors import InputError
+from jaxpost.formats import hf
 from jaxpost.monitor import metrics, nonfinite
+from jaxpost.roles import Trainable
+from jaxpost.stage import optim
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import Item
 
@@ -127,3 +134,71 @@ def test_a_run_that_trains_nothing_says_so(model, tmp_path):
 def nothing(completions, **columns):
   del columns
   return [None] * len(completions)
+
+
+def with_value(tree, name, value):
+  """The tree with `value` in one place of the first array whose path holds `name`."""
+  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  at = next(i for i, (path, x) in enumerate(flat) if name in jax.tree_util.keystr(path) and x.ndim)
+  leaves = [x for _, x in flat]
+  leaves[at] = leaves[at].at[(0,) * leaves[at].ndim].set(value)
+  return treedef.unflatten(leaves)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('name', ['mu', 'nu'])
+def test_an_update_whose_new_state_is_not_finite_is_not_applied(model, name, value):
+  """The loss and the gradient are finite."""
+  policy, item = first(tiny.run_config(model, algorithm='sft'))
+  policy.state = policy.state.replace(opt_state=with_value(policy.state.opt_state, name, value))
+  before = jax.tree.map(np.array, policy.state)
+  found = policy.update(item.updates[0][1])
+  assert float(found['skipped_updates']) == 1 and np.isfinite(found['loss']) and np.isfinite(found['grad_norm'])
+  jax.tree.map(np.testing.assert_array_equal, before, policy.state)
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon'])  # muon without a trial step
+def test_weights_that_would_overflow_are_not_written(model, monkeypatch, name):
+  monkeypatch.setattr(optim, 'make_optimizer', lambda *unused: optax.sgd(float('inf')))
+  policy, item = first(tiny.run_config(model, algorithm='sft', optim=dict(name=name)))
+  before = jax.tree.map(np.array, policy.state)
+  assert float(policy.update(item.updates[0][1])['skipped_updates']) == 1
+  jax.tree.map(np.testing.assert_array_equal, before, policy.state)
+
+
+@pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
+@pytest.mark.parametrize('part, name', [('params', ''), ('opt_state', 'mu'), ('opt_state', 'nu')])
+def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, lora, part, name):
+  """It went bad in memory after the second step; each step is saved."""
+  update, steps = Trainable.update, []
+
+  def faulty(role, batch):
+    steps.append(1)
+    if len(steps) == 3:
+      role.state = role.state.replace(**{part: with_value(getattr(role.state, part), name, np.nan)})
+    return update(role, batch)
+
+  monkeypatch.setattr(Trainable, 'update', faulty)
+  config = tiny.run_config(model, algorithm='sft', lora=lora, train=dict(steps=6), save=dict(every=1))
+  with pytest.raises(FloatingPointError, match=f'sft: at step 3: not finite and not saved: policy/{part}/.*earlier'):
+    jaxpost.run(config, tmp_path / 'run', QUIET)
+  assert finished_steps(tmp_path / 'run/checkpoints/sft') == [2, 1]
+  monkeypatch.undo()
+  jaxpost.run(config, tmp_path / 'run', QUIET)  # goes on from step 2
+  assert finished_steps(tmp_path / 'run/checkpoints/sft')[0] == 6
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, dtype, value):
+  shutil.copytree(model, tmp_path / 'bad')
+  file = tmp_path / 'bad/model.safetensors'
+  tensors = {k: v.astype(dtype) for k, v in safetensors.numpy.load_file(file).items()}
+  name = 'model.layers.0.mlp.up_proj.weight'
+  tensors[name][-1, -1] = value
+  hf.write_file(tensors, file)
+  with pytest.raises(InputError, match=rf'bad/model.safetensors: tensor {name}: holds NaN or infinity'):
+    first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
+  tensors[name][-1, -1] = -np.finfo(np.float16).max  # the largest values are no infinity
+  hf.write_file(tensors, file)
+  first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))

@@ -38,9 +38,9 @@ def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, safetensors_
   try:
     handle = stack.enter_context(file.open('rb'))
     if object_store.is_remote(file):
-      return safetensors_file.tensors(object_store.exactly(handle), file.stat().length)
+      return safetensors_file.tensors(object_store.exactly(handle), file.stat().length, file)
     mapped = stack.enter_context(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
-    return safetensors_file.tensors(mapped, len(mapped))
+    return safetensors_file.tensors(mapped, len(mapped), file)
   except (OSError, ValueError) as e:
     raise InputError(f'{file}: unreadable ({e}); copy or download it again') from e
 

@@ -1,10 +1,12 @@
-"""Merges the metrics of a step's updates, and names the terms that are not finite."""
+"""Merges the metrics of a step's updates, and names terms and arrays of the state that are not finite."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
@@ -24,7 +26,7 @@ def merge_metrics(done: list) -> dict:
     for name, value in metrics.items():
       known = name in _COUNTS  # of any role: counted together
       columns.setdefault(name if known else prefix + name, []).append(float(value))
-  return {k: math.fsum(v) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
+  return {k: int(sum(v)) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
 
 
 def diagnosis(item: Item, done: list, roles: Roles) -> str:
@@ -36,6 +38,15 @@ def diagnosis(item: Item, done: list, roles: Roles) -> str:
     if bad:
       found += _terms(roles.trainable[role], batch)
   return '; not finite: ' + ', '.join(dict.fromkeys(found)) if found else ''
+
+
+def check_states(states: dict, where: str) -> None:
+  """Raises FloatingPointError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
+  finite = to_host(jax.tree.map(lambda x: jnp.isfinite(x).all(), states))
+  bad = [path for path, good in jax.tree_util.tree_flatten_with_path(finite)[0] if not good]
+  if bad:
+    names = ', '.join(jax.tree_util.keystr(path, simple=True, separator='/') for path in bad)
+    raise FloatingPointError(f'{where}: not finite and not saved: {names}; go on from an earlier checkpoint')
 
 
 def _terms(role, batch) -> list[str]:

@@ -207,17 +207,21 @@ def make_update(
   *,
   clip_norm: float,
   shardings: TrainState,
+  trial: bool = True,
 ) -> Program:
   """Makes the program update(state, batch [M, B, T], frozen) -> (state, metrics), which donates `state`.
 
   `frozen` holds arrays that are the same for all micro-batches: 'params', the
   parameters that are not in the state, and 'teacher_heads'.
 
-  A step whose gradient is not finite changes nothing and is counted in
-  `skipped_updates`. A step that trains no token, because all are masked, changes
-  nothing either, as Adam's momentum would move the weights (`empty_updates`). A
-  step whose scaled gradient overflows float16 halves the loss scale
+  A step whose loss, gradient or new state is not finite changes nothing and is
+  counted in `skipped_updates`. A step that trains no token, because all are masked,
+  changes nothing either, as Adam's momentum would move the weights (`empty_updates`).
+  A step whose scaled gradient overflows float16 halves the loss scale
   (`overflowed_updates`), and counts as skipped when the scale is at its minimum.
+
+  trial: the optimizer runs twice; only one bit of the first time is kept. Without it the new
+    state is beside the old one: more memory, less time where an optimizer multiplies matrices.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
@@ -238,12 +242,8 @@ def make_update(
       from jaxpost.models import routing as routing_lib
 
       metrics |= routing_lib.metrics(routing)
-    params, opt_state = jax.lax.cond(
-      finite & ~empty,
-      functools.partial(clipped_step, optimizer=optimizer, grads=grads, norm=norm, clip_norm=clip_norm),
-      lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)),
-      state,
-    )
+    step = functools.partial(clipped_step, optimizer=optimizer, grads=grads, norm=norm, clip_norm=clip_norm)
+    finite, params, opt_state = _step_if_finite(state, step, finite, empty, trial)
     metrics |= {
       'loss': loss,
       'grad_norm': norm,
@@ -272,6 +272,19 @@ def clipped_step(
   clipped = jax.tree.map(lambda g: g * scale, grads)
   updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
   return optax.apply_updates(state.params, updates), opt_state
+
+
+def _step_if_finite(
+  state: TrainState, step: Callable, finite: jax.Array, empty: jax.Array, trial: bool
+) -> tuple[jax.Array, Any, Any]:
+  """Returns (finite, params, opt_state): of `step(state)` if all of that is finite and the batch is not empty."""
+  new = step(state)
+  finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
+  moves = finite & ~empty
+  if trial:
+    return finite, *jax.lax.cond(moves, step, lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)
+  old = state.params, loss_scale.unmoved(state.opt_state, finite)
+  return finite, *jax.tree.map(functools.partial(jnp.where, moves), new, old)
 
 
 def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
