@@ -199,7 +199,7 @@ class Experience:
   Host arrays, equal on every process.
 
   Attributes:
-    rewards: NaN where a completion has none.
+    rewards: NaN where a completion has none; components: each reward by itself, likewise.
     mask: 1 on the tokens that the policy sampled.
     arrays: per token of the completions: sampler_logprobs, and those of
       old_logprobs, ref_logprobs and values that the algorithm lists in `scores`.
@@ -218,6 +218,7 @@ class Experience:
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
   verdicts: np.ndarray | None = None  # [N] float64
+  components: dict[str, tuple[float, np.ndarray]] = dataclasses.field(default_factory=dict)  # weight, [N] float64
 
   @property
   def groups(self) -> int:

@@ -112,6 +112,7 @@ def experience() -> Experience:
     mask=batching.completion_mask(rollout),
     arrays={name: logprobs for name in scores},
     baseline=np.full(GROUPS, 0.25),
+    components={'right': (1.0, rewards), 'wrong': (-0.5, 1 - rewards)},
   )
 
 

@@ -33,9 +33,9 @@ def completions(length):
   return np.array(list(itertools.product(range(SYMBOLS), repeat=length)), np.int32)
 
 
-def rewards_of(length, binary):
+def rewards_of(length, binary, seed=7):
   """One reward for each completion."""
-  values = np.random.RandomState(7).standard_normal(SYMBOLS**length)
+  values = np.random.RandomState(seed).standard_normal(SYMBOLS**length)
   return (values > 0.3).astype(float) if binary else values
 
 
@@ -69,7 +69,7 @@ def config_of(algorithm, rl):
   return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(algorithm).defaults)
 
 
-def measured(algorithm, rl, *, length=2, size=2, binary=False, off_policy=False):
+def measured(algorithm, rl, *, length=2, size=2, binary=False, off_policy=False, components=None):
   """The mean gradient over all groups, each with its probability under the sampler."""
   config = config_of(algorithm, rl)
   answers, values = completions(length), rewards_of(length, binary)
@@ -94,6 +94,7 @@ def measured(algorithm, rl, *, length=2, size=2, binary=False, off_policy=False)
       sampler_logprobs=sampler[index], old_logprobs=arrays['policy'][index], ref_logprobs=arrays['reference'][index]
     ),
     baseline=np.full(len(groups), 0.4),
+    components={name: (weight, table[index]) for name, (weight, table) in (components or {}).items()},
   )
   credit = grpo.credit(experience, config)
   weights = batching.token_weights(credit.mask, config.rl.aggregate, length)
@@ -128,6 +129,7 @@ def exact(name, length=2, binary=False):
     whole = jnp.exp(logp.sum(axis=1))
     return {
       'reward': lambda: (whole * values).sum(),
+      'second_reward': lambda: (whole * rewards_of(length, binary, seed=8)).sum(),
       'kl': lambda: (whole * (logp - reference).sum(axis=1)).sum(),
       'kl_of_tokens': lambda: (prefix * jnp.exp(logp) * (logp - reference) / after).sum(),
       'reverse_kl_of_tokens': lambda: (prefix * jnp.exp(reference) * (reference - logp) / after).sum(),
@@ -177,6 +179,17 @@ def test_maxrl_has_the_gradient_of_its_series():
   assert 0.1 < p < 0.9
   found = measured('maxrl', {}, length=1, size=3, binary=True)
   close(found, (-(1 + (1 - p)), exact('reward', 1, True)))
+
+
+def test_gdpo_has_the_gradient_of_the_weighted_rewards():
+  """Each reward of a pair that differs becomes +-1 / sqrt(2), however large it is (arXiv:2601.05242)."""
+  one, two = rewards_of(2, True), rewards_of(2, True, seed=8)
+  assert not np.array_equal(one, two)
+  found = measured('grpo', dict(advantage='gdpo'), components={'one': (1.0, 50 * one), 'two': (-0.4, two)})
+  # Of all 256 pairs, whose signs are (x_i - x_j) for either reward: the std that whitens them.
+  total = sum(w * (x[:, None] - x[None]) for w, x in ((1.0, one), (-0.4, two))) / np.sqrt(2)
+  scale = 1 / np.stack([total, -total]).std(ddof=1) / np.sqrt(2)
+  close(found, (-scale, exact('reward', 2, True)), (0.4 * scale, exact('second_reward', 2, True)))
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,44 @@ def test_leave_one_out_std():
     advantages.leave_one_out(rewards, EVERY, scale='group')
 
 
+def gdpo_of_the_paper(components, eps=1e-6):
+  """Eqs. 4 to 6 of arXiv:2601.05242, written out: [K, N, G] rewards with weights, all valid."""
+  total = np.zeros(np.shape(components[0][1]))
+  for weight, table in components:
+    for n, group in enumerate(np.asarray(table, np.float64)):
+      mean = sum(group) / len(group)
+      std = np.sqrt(sum((group - mean) ** 2) / (len(group) - 1))
+      total[n] += weight * (group - mean) / (std + eps)
+  every = total.ravel()
+  mean = every.sum() / every.size
+  return (total - mean) / (np.sqrt(((every - mean) ** 2).sum() / (every.size - 1)) + eps)
+
+
+def test_gdpo():
+  right, style = INPUTS['score'].reshape(2, 4), INPUTS['score2'].reshape(2, 4)
+  ours = group_advantages.gdpo({'right': (1.0, right), 'style': (0.5, style)}, EVERY)
+  close(ours, gdpo_of_the_paper([(1.0, right), (0.5, style)]))
+  # Rewards that a sum confuses: (0, 1) and (0, 2) of two samples give one advantage in GRPO, two in GDPO.
+  first, second = np.array([[0, 1], [0, 1.0]]), np.array([[0, 0], [0, 1.0]])
+  close(advantages.group_relative(first + second, EVERY[:, :2])[:, 1], [np.sqrt(0.5)] * 2)
+  ours = group_advantages.gdpo({'first': (1.0, first), 'second': (1.0, second)}, EVERY[:, :2])
+  close(ours[1], 2 * ours[0])
+  # The scale of a reward has no effect.
+  close(group_advantages.gdpo({'first': (1.0, 100 * first), 'second': (1.0, second)}, EVERY[:, :2]), ours)
+
+
+def test_gdpo_leaves_out_what_has_no_value():
+  nan = np.nan
+  valid = np.array([[True, True, False], [True, True, True], [True, True, True]])
+  applies = np.array([[1, 0, 5], [0, 1, 1], [1, 1, 1.0]])
+  of_one_group = np.array([[nan] * 3, [1, 0, 0], [nan] * 3])
+  ours = group_advantages.gdpo({'a': (1.0, applies), 'b': (2.0, of_one_group)}, valid)
+  one = advantages.group_relative(applies, valid)
+  one[1] += 2 * advantages.group_relative(of_one_group[1:2], valid[1:2])[0]
+  close(ours, one / one[valid].std(ddof=1))
+  assert not ours[0, 2] and not ours[2].any()
+
+
 def test_best_minus_second():
   rewards = INPUTS['score2'].reshape(2, 4)
   close(group_advantages.best_minus_second(rewards, EVERY).ravel(), CASES['verl/passk/score2'])
@@ -141,6 +179,7 @@ def test_pass_at_k_is_the_mean_over_subsets(k, right):
 
 def test_every_estimator_gives_nothing_to_groups_without_variance():
   signal = {'rewards': np.ones((2, 4)), 'valid': EVERY, 'lengths': np.arange(8).reshape(2, 4), 'mask': np.ones((8, 3))}
+  signal['components'] = {'one': (1.0, np.ones((2, 4))), 'two': (2.0, np.repeat([[0.1], [0.7]], 4, axis=1))}
   options = {'k': 2}
   for name, estimator in advantages.ESTIMATORS.items():
     if estimator.compares:

@@ -141,13 +141,10 @@ def credit(experience: Experience, config: Config) -> Credit:
 
 def trained_tokens(experience: Experience, valid: np.ndarray, config: Config) -> tuple[np.ndarray, dict]:
   """Returns (mask [N, C] of the tokens to train, metrics); `valid` is [N]."""
-  keep = valid
-  metrics = {}
-  if config.rl.mask_truncated:
-    cut = ~experience.rollout.finished
-    metrics['masked_truncated'] = int((keep & cut).sum())
-    keep = keep & ~cut
-  return experience.mask * keep[:, None], metrics
+  if not config.rl.mask_truncated:
+    return experience.mask * valid[:, None], {}
+  finished = experience.rollout.finished
+  return experience.mask * (valid & finished)[:, None], {'masked_truncated': int((valid & ~finished).sum())}
 
 
 def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tuple[np.ndarray | float, dict, dict]:
@@ -178,6 +175,7 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
     'lengths': (mask > 0).sum(axis=1).reshape(shape),
     'mask': mask,
     'token_rewards': advantages.token_rewards(experience.rewards, mask, kl),
+    'components': {name: (w, values.reshape(shape)) for name, (w, values) in experience.components.items()},
   }
   if experience.baseline is not None:
     arrays['greedy'] = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
@@ -263,6 +261,12 @@ def check(config: Config) -> None:
     rl.advantage == 'pass_at_k' and rl.pass_k >= size,
     f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
     'lower it, or raise config.rollout.group_size',
+  )
+  refuse(
+    'components' in estimator.takes
+    and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
+    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
+    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
   )
   check_terms(config)
 

@@ -137,7 +137,8 @@ class Estimator:
   Attributes:
     fn: (*takes, **reads) -> [N, G], or [S, C].
     takes: 'rewards' and 'valid' [N, G], 'lengths' [N, G] (trained tokens), 'mask'
-      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer).
+      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer),
+      'components' {name: (weight, [N, G])} (each reward by itself).
     reads: {argument of fn: field of config.rl}.
     scales: what config.rl.scale_rewards may be; the first is the default.
     compares: whether it compares the samples of a group, and needs two.
@@ -176,4 +177,5 @@ ESTIMATORS: dict[str, Estimator] = {
   'maxrl': Estimator(by_name('group_advantages:maxrl')),
   'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}),
   'best_minus_second': Estimator(by_name('group_advantages:best_minus_second'), reads={'eps': 'std_eps'}),
+  'gdpo': Estimator(by_name('group_advantages:gdpo'), takes=('components', 'valid'), reads={'eps': 'std_eps'}),
 }

@@ -6,6 +6,7 @@ float32: 0 where not valid, and in groups without variance.
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -100,6 +101,24 @@ def best_minus_second(rewards: ArrayLike, valid: ArrayLike, *, eps: float = 1e-6
       gap = values[order[-1]] - values[order[-2]]
       out[i, order[-1]] = gap / (values[ok].std(ddof=1) + eps)
   return out.astype(np.float32)
+
+
+def gdpo(components: Mapping[str, tuple[float, ArrayLike]], valid: ArrayLike, *, eps: float = 1e-6) -> np.ndarray:
+  """The weighted sum of the advantages that each reward gives by itself, divided by its std over the batch.
+
+  GDPO (arXiv:2601.05242), eqs. 4 to 6: sum over k of w_k (r_k - mean) / (std + eps) within
+  each group, then whitened over the batch, whose mean is 0 because each group's is.
+  The scale of a reward thus has no effect, only its weight.
+
+  Args:
+    components: {name: (weight, [N, G] values)}; NaN where a reward does not apply,
+      which adds 0.
+  """
+  valid = np.asarray(valid, bool)
+  total = np.zeros(valid.shape)
+  for weight, values in components.values():
+    total += weight * advantages.group_relative(values, valid & np.isfinite(values), eps=eps)
+  return advantages.group_relative(total, valid, scale='batch', eps=eps)
 
 
 def _check_binary(rewards: np.ndarray, valid: np.ndarray, name: str) -> None:

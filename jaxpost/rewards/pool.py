@@ -72,7 +72,7 @@ class RewardPool:
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
     self.names = builtin.short_names(rewards)
     self.stats = stats_of([])  # of the last batch
-    self._weights = tuple(weights or [1.0] * len(rewards))
+    self.weights = dict(zip(self.names, weights or [1.0] * len(rewards)))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
@@ -258,7 +258,7 @@ class RewardPool:
     A function without a verdict on any of them is left out. Where it judged others,
     its missing verdict must not count 0: the completion has no reward.
     """
-    pairs = zip(self._weights, components.values())
+    pairs = zip(self.weights.values(), components.values())
     judged = [(weight, values) for weight, values in pairs if any(v is not None for v in values)]
     rows = zip(*(values for _, values in judged)) if judged else [(None,)] * size
     return [None if None in row else sum(w * v for (w, _), v in zip(judged, row)) for row in rows]

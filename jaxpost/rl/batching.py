@@ -208,9 +208,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollo
 
 def _members(groups: Sequence[int], size: int) -> np.ndarray:
   """Indices of all sequences of some groups."""
-  if not groups:
-    return np.zeros(0, int)
-  return np.concatenate([np.arange(g * size, (g + 1) * size) for g in groups])
+  return (np.asarray(groups, int)[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def _pad_to(x: np.ndarray, width: int) -> np.ndarray:

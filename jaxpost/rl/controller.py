@@ -159,7 +159,7 @@ class Controller:
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
     state = dict(step=self.step, memory=self.memory, verdicts=graded.verdicts.reshape(-1))
-    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, **state)
+    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, components=graded.components, **state)
 
   def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
     """Packs and places the batch of each update of the step, in order."""

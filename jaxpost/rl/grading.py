@@ -162,13 +162,9 @@ class PendingRollout:
     """
     kept = self.varied_groups()
     order = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])
-    picked = set(order[:num_groups].tolist())
-    selected = []
-    start = 0
-    for r in self.rounds:
-      size = len(r.rewards)
-      selected.append([g for g in range(size) if start + g in picked])
-      start += size
+    picked = np.isin(np.arange(len(kept)), order[:num_groups])
+    ends = np.cumsum([len(r.rewards) for r in self.rounds])
+    selected = [np.flatnonzero(part).tolist() for part in np.split(picked, ends[:-1])]
     return PendingRollout(self.grader, self.rounds, self.info, selected)
 
   def result(self, model_values: np.ndarray | None = None) -> GradedRollout:
@@ -199,11 +195,14 @@ class PendingRollout:
     sampled = [group for r in self.rounds for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
     found = verdicts(results, rewards, self.grader.correct_by)
+    weights = {REWARD_MODEL: self.grader.model_weight} | (self.grader.pool.weights if self.grader.pool else {})
+    tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
     return GradedRollout(
       rollout=rollout,
       rewards=rewards.reshape(-1),
       baseline=baseline,
       verdicts=found if rollout.verdicts is None else rollout.verdicts.reshape(found.shape),
+      components={name: (weights.get(name, 1.0), values) for name, values in tables.items()},
       results=results,
       sampled=sampled if self.selected else None,
       stats=stats_of(sampled + greedy) if self.grader.pool else {},
@@ -226,6 +225,7 @@ class GradedRollout:
     baseline: [P] float64 rewards of greedy answers, or None.
     verdicts: [P, G] float64, the values of the one reward that decides what is
       correct; NaN for samples without a reward.
+    components: {name: (weight in the sum, [N] values)} of each reward.
     results: of each group.
     sampled: results of all groups that dynamic sampling chose from; None: without it.
     stats: counts of everything that was graded, greedy answers included.
@@ -235,6 +235,7 @@ class GradedRollout:
   rewards: np.ndarray
   baseline: np.ndarray | None
   verdicts: np.ndarray
+  components: dict[str, tuple[float, np.ndarray]]
   results: list[Graded]
   sampled: list[Graded] | None
   stats: dict
@@ -260,10 +261,9 @@ class GradedRollout:
 def add_attached_rewards(graded: Graded, attached: dict) -> Graded:
   """Adds rewards that came with the rollout, of an environment: name -> [G]."""
   components = {name: [None if np.isnan(r) else float(r) for r in values] for name, values in attached.items()}
-  rewards = []
-  for parts in zip(graded.rewards, *components.values()):
-    # In this order: floating-point sums depend on it.
-    rewards.append(None if None in parts else parts[0] + sum(parts[1:]))
+  rows = zip(graded.rewards, *components.values())
+  # In this order: floating-point sums depend on it.
+  rewards = [None if None in parts else parts[0] + sum(parts[1:]) for parts in rows]
   return dataclasses.replace(graded, components={**graded.components, **components}, rewards=rewards)
 
 

@@ -63,7 +63,7 @@ class RlSection:
     auto='group',
     choices=(
       *('', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'gae', 'best_of_n'),
-      *('opo', 'gpg', 'maxrl', 'pass_at_k', 'best_minus_second'),
+      *('opo', 'gpg', 'maxrl', 'pass_at_k', 'best_minus_second', 'gdpo'),
     ),
   )
   scale_rewards: str = option(
