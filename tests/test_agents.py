@@ -4,6 +4,7 @@ Legend: N sequences, C completion tokens.
 """
 
 import json
+import types
 
 import episodes
 import numpy as np
@@ -21,7 +22,7 @@ from jaxpost.rollout.sequence import Completion
 from jaxpost.types import Prompt
 
 AGENT = '''
-import json, urllib.request
+import json, urllib.error, urllib.request
 
 class Agent:
   """Knows nothing of the library: a client of OpenAI's API, with two turns."""
@@ -39,6 +40,12 @@ class Agent:
     """
     if self.answer % 4 == 0:
       raise ValueError('no wish to play')
+    try:
+      _ask(base_url, '1-0-0', [{'role': 'user', 'content': 'for the episode of another'}])
+    except urllib.error.HTTPError as error:
+      assert 'belongs to no episode' in error.read().decode()
+    else:
+      raise ValueError('a guessed key was served')
     ask = lambda messages: _ask(base_url, api_key, messages)
     messages = [{'role': 'user', 'content': f'{self.answer}?'}]
     for turn in range(2):
@@ -140,6 +147,18 @@ def test_tokens_are_those_of_the_conversation(run):
   rows = metrics.read_rows(run / 'metrics.jsonl')
   assert sum(r['episodes/failed'] for r in rows) == failed
   assert sum(r['episodes/begun_again'] for r in rows) == begun
+
+
+def test_no_key_of_an_episode_can_be_guessed():
+  episode = Episode(0, Prompt(0, np.arange(3), '', {}), 0)
+  owner = types.SimpleNamespace(
+    pool=types.SimpleNamespace(all=[]), endpoint=types.SimpleNamespace(), turns=None, limits=None
+  )
+  keys = {
+    *agents.AgentScheduler(owner, [episode] * 2, {}).sessions,
+    *agents.AgentScheduler(owner, [episode], {}).sessions,
+  }
+  assert len(keys) == 3 and all(len(key) >= 32 for key in keys)
 
 
 def test_draws_do_not_depend_on_who_asks_first(folder, run):

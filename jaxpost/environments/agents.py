@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -168,7 +169,7 @@ class Agents(Episodes):
   ) -> Rollout:
     """Plays `group_size` episodes of each prompt; `sampling` as in `Request.sampling`."""
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
-    scheduler = AgentScheduler(self, episodes, step, sampling)
+    scheduler = AgentScheduler(self, episodes, sampling)
     figures = self.endpoint.serve_until(scheduler.advance, self.run_key, step, on_dispatch)
     self.check_failures(episodes)
     self.endpoint.cancel_open()  # requests of agents that were killed
@@ -187,15 +188,13 @@ class _Running(NamedTuple):
 class AgentScheduler:
   """The episodes of one call of `Agents`: which are running, and which wait for a free process."""
 
-  def __init__(self, owner: Agents, episodes: Sequence[Episode], step: int, sampling: dict) -> None:
+  def __init__(self, owner: Agents, episodes: Sequence[Episode], sampling: dict) -> None:
     self.owner = owner
     self.waiting = collections.deque(episodes)
     self.free = list(owner.pool.all)
     self.running: list[_Running] = []
-    self.sessions = {}
-    for e in episodes:
-      api_key = f'{step}-{e.prompt.index}-{e.sample}'
-      self.sessions[api_key] = Session(e, owner.turns, owner.limits, sampling)
+    # Keys that no agent can guess, so that none writes into the episode of another.
+    self.sessions = {secrets.token_urlsafe(): Session(e, owner.turns, owner.limits, sampling) for e in episodes}
     owner.endpoint.sessions = self.sessions
     self.keys = {session.episode: key for key, session in self.sessions.items()}
 

@@ -210,6 +210,8 @@ class Endpoint:
     requests = self._requests(is_chat, body, count)
     number = requests[0].prompt
     session = self.sessions.get(api_key)
+    if self.sessions and not session:
+      raise InputError('Authorization: this API key belongs to no episode of the run')
     if session:
       requests = [_session_request(session, body, requests)]
     try:
