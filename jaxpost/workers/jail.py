@@ -11,8 +11,8 @@ For tests, stdin goes on: null starts the solution in a new process, and a text 
 the values that it expects stay with sandbox.py; this process only carries lines, and parses none of the solution's.
 
 This process is trusted; it is process 1 of the namespaces. It starts a new interpreter for each program, drops all
-privileges in it, and afterwards kills every process that the program has left behind. The programs cannot write to the
-pipe to sandbox.py.
+privileges in it, filters its system calls, and afterwards kills every process that the program has left behind. The
+programs cannot write to the pipe to sandbox.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import pathlib
+import platform
 import resource
 import select
 import signal
@@ -30,7 +31,7 @@ import tempfile
 import time
 from typing import BinaryIO, NoReturn
 
-from jaxpost.workers import namespaces
+from jaxpost.workers import namespaces, seccomp
 
 WORK = '/sandbox'
 
@@ -48,6 +49,7 @@ def main() -> int:
     if job['insecure']:
       run(job, requests)
       return 0
+    seccomp.program(platform.machine())  # made once, before the forks; an error if there is none
     return namespaces.isolated(lambda root: run(job, requests, root), job['binds'], WORK)
   except OSError as error:
     namespaces.report({'setup': str(error)})
@@ -186,6 +188,7 @@ def exec_program(
       os.setresuid(nobody, nobody, nobody)
     if not job['insecure']:
       namespaces.no_new_privileges()
+      seccomp.install()
     # Not -I, which ignores PYTHONHASHSEED: the order of sets would differ between runs.
     os.execve(
       job['python'],

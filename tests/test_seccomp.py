@@ -1,0 +1,166 @@
+"""System calls of a program in the sandbox: what does not exist for it, and what goes on working."""
+
+import errno
+import pathlib
+import platform
+import re
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from jaxpost.workers import sandbox, seccomp
+
+LIMITS = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=1024)
+
+
+def allowed():
+  """Whether the kernel lets a process make namespaces; asks no code of ours."""
+  call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
+  return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', call_it]).returncode
+
+
+namespaces = pytest.mark.skipif(not allowed(), reason='this kernel or container allows no user namespaces')
+
+# name: (number on x86_64, on aarch64, arguments)
+REFUSED = {
+  'keyctl: the id of the session keyring': (250, 219, (0, -3, 0)),
+  'add_key': (248, 217, (b'user', b'x', b'x', 1, -3)),
+  'request_key': (249, 218, (b'user', b'x', None, -3)),
+  'io_uring_setup': (425, 425, (1, None)),
+  'memfd_create': (319, 279, (b'x', 0)),
+  'memfd_secret': (447, 447, (0,)),
+  'shmget': (29, 194, (0, 1 << 20, 0o1600)),
+  'msgget': (68, 186, (0, 0o1600)),
+  'semget': (64, 190, (0, 1, 0o1600)),
+  'userfaultfd': (323, 282, (1,)),
+  'bpf': (321, 280, (0, None, 0)),
+  'perf_event_open': (298, 241, (None, 0, -1, -1, 0)),
+  'ptrace': (101, 117, (0, 0, 0, 0)),
+  'process_vm_readv': (310, 270, (1, None, 0, None, 0, 0)),
+  'unshare': (272, 97, (0,)),
+  'setns': (308, 268, (0, 0)),
+  'mount': (165, 40, (b'x', b'/', b'tmpfs', 0, None)),
+  'personality': (135, 92, (0x0040000,)),
+  'clone3': (435, 435, (None, 0)),
+  'clone into a user namespace': (56, 220, (0x10000000 | 17, 0, 0, 0, 0)),
+  'a socket of the hypervisor': (41, 198, (40, 1, 0)),
+  'a socket of the kernel': (41, 198, (16, 3, 0)),
+  'a socket of its ciphers': (41, 198, (38, 5, 0)),
+  'a number that no kernel has': (9999, 9999, ()),
+}
+CALL = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for number, arguments in {calls}:
+  result = libc.syscall(number, *arguments)
+  if result == 0 and {clone} in (number,): os._exit(0)
+  print(ctypes.get_errno() if result < 0 else 0)
+"""
+
+WORKS = {
+  'threads': 'import concurrent.futures as f\nprint(sum(f.ThreadPoolExecutor(4).map(int, "123")))',
+  'child processes': (
+    'import subprocess, sys\nprint(subprocess.check_output([sys.executable, "-c", "print(6)"], text=True))'
+  ),
+  'multiprocessing': (
+    'import multiprocessing as m\nm.set_start_method("fork")\n'
+    'def f(q): q.put(6)\nq = m.Queue()\np = m.Process(target=f, args=(q,))\np.start()\nprint(q.get())\np.join()'
+  ),
+  'asyncio': (
+    'import asyncio\nasync def f():\n'
+    '  p = await asyncio.create_subprocess_shell("echo 6", stdout=-1)\n'
+    '  print((await p.communicate())[0].decode())\nasyncio.run(f())'
+  ),
+  'pairs of sockets': 'import socket\na, b = socket.socketpair()\na.send(b"6")\nprint(b.recv(1).decode())',
+  'files': (
+    'import os, shutil, tempfile, mmap\nd = tempfile.mkdtemp()\np = d + "/x"\nopen(p, "w").write("6")\n'
+    'os.rename(p, d + "/y")\nos.chmod(d + "/y", 0o600)\nos.utime(d + "/y")\nos.symlink("y", d + "/z")\n'
+    'print(mmap.mmap(os.open(d + "/z", os.O_RDWR), 1)[:].decode())\nshutil.rmtree(d)'
+  ),
+  'timers': (
+    'import signal, time, threading\nsignal.signal(signal.SIGALRM, lambda *a: print(6))\n'
+    'signal.setitimer(signal.ITIMER_REAL, 0.01)\ntime.sleep(0.1)\nthreading.Event().wait(0.01)'
+  ),
+  'sqlite': 'import sqlite3\nd = sqlite3.connect("x.db")\nprint(d.execute("select 6").fetchone()[0])',
+  'random numbers': (
+    'import random, secrets, uuid, hashlib\nuuid.uuid4(), secrets.token_hex()\nprint(random.randint(6, 6))'
+  ),
+}
+
+
+@namespaces
+def test_dangerous_calls_do_not_exist():
+  column = {'x86_64': 0, 'aarch64': 1}[platform.machine()]
+  calls = [(row[column], row[2]) for row in REFUSED.values()]
+  clone = REFUSED['clone into a user namespace'][column]
+  (shown,) = sandbox.run_inputs(CALL.format(calls=calls, clone=clone), [''], LIMITS)
+  found = dict(zip(REFUSED, map(int, shown.split()), strict=True))
+  assert found == dict.fromkeys(REFUSED, errno.ENOSYS)
+
+
+@namespaces
+@pytest.mark.parametrize('program', WORKS.values(), ids=WORKS)
+def test_ordinary_programs_work(program):
+  (shown,) = sandbox.run_inputs(program, [''], LIMITS)
+  assert shown and shown.strip() == '6'
+
+
+@namespaces
+def test_numpy_works():
+  program = 'import numpy as np\nprint(int(np.linalg.solve(np.eye(300), np.full(300, 6.0))[0]))'
+  limits = sandbox.SandboxLimits(timeout_s=60.0, memory_mb=4096, packages=True)
+  assert sandbox.run_inputs(program, [''], limits) == ['6\n']
+
+
+@pytest.mark.parametrize(
+  'machine, header',
+  [('x86_64', '/usr/include/x86_64-linux-gnu/asm/unistd_64.h'), ('aarch64', '/usr/include/asm-generic/unistd.h')],
+)
+def test_numbers_are_those_of_the_kernel(machine, header):
+  if not pathlib.Path(header).exists():
+    pytest.skip(f'{header} is not installed')
+  found = re.findall(r'#define __NR(?:3264)?_(\w+)\s+(\d+)', pathlib.Path(header).read_text())
+  kernel = {name: int(number) for name, number in found}
+  kernel['newfstatat'] = kernel.get('newfstatat', kernel.get('fstatat'))
+  ours = seccomp.numbers(machine)
+  assert {name: kernel.get(name, number) for name, number in ours.items()} == ours
+  assert len(kernel.keys() & ours) > 150
+
+
+def verdict(code, number, argument=0, audit=0xC000003E):
+  """What the kernel's machine returns for a call: a second reading of the filter."""
+  data = struct.pack('=IIQ6Q', number, audit, 0, argument, 0, 0, 0, 0, 0)
+  steps = list(struct.iter_unpack('=HBBI', code))
+  at = value = 0
+  while True:
+    operation, yes, no, k = steps[at]
+    at += 1
+    if operation == 0x20:
+      (value,) = struct.unpack_from('=I', data, k)
+    elif operation == 0x06:
+      return k
+    else:
+      at += yes if {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[operation] else no
+
+
+@pytest.mark.parametrize('machine, audit', [('x86_64', 0xC000003E), ('aarch64', 0xC00000B7)])
+def test_the_filter_allows_what_is_listed_and_nothing_else(machine, audit):
+  code, known = seccomp.program(machine), seccomp.numbers(machine)
+  for number in range(600):
+    want = number in known.values()
+    assert (verdict(code, number, 1, audit) == 0x7FFF0000) == want, number
+  assert len(code) // 8 <= 4096
+  refused = 0x00050000 | errno.ENOSYS
+  assert verdict(code, known['read'], 0, audit=0x40000003) == refused  # of a 32-bit program
+  assert verdict(code, known['read'] | 0x40000000, 0, audit) == refused  # of x32
+  for family, allowed_ in ((1, True), (2, True), (10, True), (0, False), (16, False), (40, False)):
+    assert (verdict(code, known['socket'], family, audit) == 0x7FFF0000) == allowed_
+  for flags, allowed_ in ((17, True), (0x3D0F00, True), (0x10000011, False), (0x00020000, False), (0x80, False)):
+    assert (verdict(code, known['clone'], flags, audit) == 0x7FFF0000) == allowed_, hex(flags)
+
+
+def test_a_machine_without_a_list_is_refused():
+  with pytest.raises(OSError, match='no list of system calls for riscv64'):
+    seccomp.program('riscv64')
