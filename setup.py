@@ -85,7 +85,12 @@ setuptools.setup(
   packages=[*setuptools.find_packages(include=['jaxpost', 'jaxpost.*']), 'jaxpost.launch', 'jaxpost.configs'],
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
   package_data={
-    'jaxpost': ['monitor/report.css', 'monitor/report.html.jinja', 'stage/field_names.toml'],
+    'jaxpost': [
+      'hardware/gpu_target.pbtxt',
+      'monitor/report.css',
+      'monitor/report.html.jinja',
+      'stage/field_names.toml',
+    ],
     'jaxpost.launch': ['templates/*'],
   },
   entry_points={'console_scripts': ['jaxpost = jaxpost.launch.main:main']},

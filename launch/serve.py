@@ -11,7 +11,6 @@ Adapters share the base but have their own slots; `model` in a request names one
 Prints the URL.
 """
 
-import json
 import logging
 import signal
 
@@ -24,7 +23,8 @@ from . import exits, model_flags
 _WEIGHTS = model_flags.define()
 _ADAPTER = flags.DEFINE_multi_string('adapter', [], 'PEFT adapter as NAME=FOLDER; may be repeated.')
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0: reachable from other machines.')
-_PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0: any free port.', lower_bound=0)
+_PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0: any free port.', lower_bound=0, upper_bound=65_535)
+_KEY = flags.DEFINE_string('api_key_file', '', 'File with the API key that clients must send; "": none is asked for.')
 _SLOTS = flags.DEFINE_integer('slots', 8, 'Sequences decoded at the same time.', lower_bound=1)
 _CONTEXT = flags.DEFINE_integer('max_context', 4096, 'Tokens of the longest prompt and its completion.', lower_bound=2)
 _RECORD = flags.DEFINE_string('record', '', 'File to which requests and completions are appended, .jsonl.')
@@ -40,11 +40,12 @@ def main(argv):
   host.use_compile_cache()
   from jaxpost.environments.openai_server import Endpoint
   from jaxpost.stage import on_policy
-  from jaxpost.tools import completions, inference
+  from jaxpost.tools import completions, inference, server_files
 
+  key, record = server_files.read_key(_KEY.value), server_files.recorder(_RECORD.value)
   weights = inference.load(**_WEIGHTS.arguments())
   half = _CONTEXT.value // 2
-  name = _WEIGHTS.name
+  name = server_files.public_name(_WEIGHTS.name)
   engines = completions.make_engines(
     weights,
     name,
@@ -56,11 +57,6 @@ def main(argv):
     top_logprobs=min(20, weights.inputs.model.config.vocab_size),
   )
 
-  def record(entry):
-    if _RECORD.value:
-      with open(_RECORD.value, 'a', encoding='utf-8') as file:
-        file.write(json.dumps(entry) + '\n')
-
   endpoint = Endpoint(
     engines.pop(name),
     weights.inputs.tokenizer,
@@ -68,6 +64,7 @@ def main(argv):
     port=_PORT.value,
     name=name,
     record=record,
+    api_key=key,
     other_engines=engines,
   )
   for sign in signal.SIGINT, signal.SIGTERM:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -222,12 +223,119 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(raw=b'{'), 400, 'Expecting'),
     ('completions', dict(raw=b'[]'), 400, 'JSON object'),
     ('nothing', dict(), 404, 'nothing'),
+    ('completions', dict(prompt='a', n=0), 400, 'n: 0 is not between 1 and 1024'),
+    ('completions', dict(prompt='a', n=3000), 400, 'n: 3000 is not between 1 and 1024'),
+    ('completions', dict(prompt=['a'] * 5, n=300), 400, 'n: 300 is not between 1 and 204, for 5 prompts'),
+    ('completions', dict(prompt=[5.5]), 400, 'prompt: token ids'),
+    ('completions', dict(prompt=[[97], 3]), 400, 'prompt: token ids'),
+    ('completions', dict(raw=b'[' * 100_000), 400, 'nested too deeply'),
+    ('completions', dict(raw=b'{"prompt": "a", "temperature": NaN}'), 400, 'temperature: nan'),
+    ('completions', dict(raw=b'{"prompt": "a", "max_tokens": 1e400}'), 400, 'max_tokens: inf'),
+    ('completions', dict(prompt='a', seed=10**400), 400, 'seed'),
+    ('completions', dict(prompt='a', logit_bias={'5': 1}), 400, 'logit_bias: is not supported'),
+    ('chat/completions', dict(messages=HELLO, response_format={'type': 'json_object'}), 400, 'response_format'),
+    ('chat/completions', dict(messages=HELLO, presence_penalty=0.5), 400, 'presence_penalty'),
   ],
 )
 def test_what_cannot_be_asked(server, path, body, code, words):
   have, text = post(server[0].url, path, **body)
-  assert have == code and words in json.loads(text)['error']['message']
+  error = json.loads(text)['error']
+  assert have == code and words in error['message']
+  assert error['type'] == 'invalid_request_error' and error['code'] is None
+  assert error['param'] == (words.split(':')[0] if words.split(':')[0] in body else error['param'])
   assert ask(server, 'completions', prompt='a', max_tokens=1)  # still there
+
+
+def test_what_asks_for_nothing_is_taken(server):
+  plain = dict(presence_penalty=0, frequency_penalty=0.0, logit_bias={}, response_format={'type': 'text'}, user='me')
+  assert ask(server, 'completions', prompt='a', max_tokens=1, **plain)
+
+
+def raw(server, data, patience=30):
+  """Sends bytes and returns all that comes back until the server closes the connection."""
+  host, port = server[0].url.removeprefix('http://').removesuffix('/v1').split(':')
+  with socket.create_connection((host, int(port)), timeout=patience) as connection:
+    connection.sendall(data)
+    return b''.join(iter(lambda: connection.recv(1 << 16), b''))
+
+
+LOCAL = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
+
+
+@pytest.mark.parametrize(
+  'data, code',
+  [
+    (LOCAL + b'Content-Length: abc\r\n\r\n', 411),
+    (LOCAL + b'Content-Length: -1\r\n\r\n', 411),
+    (LOCAL + b'Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n', 411),
+    (LOCAL + b'Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}', 411),
+    (LOCAL + b'Content-Length: 99999999999999\r\n\r\n', 413),
+    (LOCAL + b'Content-Length: 20000000\r\n\r\n', 413),
+    (b'POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 2\r\n\r\n{}', 403),
+    (b'DELETE /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n', 501),
+    (b'GET /' + b'a' * 70_000 + b' HTTP/1.1\r\n\r\n', 414),
+    (b'GET / HTTP/1.1\r\nHost: localhost\r\nA: ' + b'a' * 70_000 + b'\r\n\r\n', 431),
+  ],
+)
+def test_a_broken_request_gets_an_error_of_the_api(server, data, code):
+  head, _, body = raw(server, data).partition(b'\r\n\r\n')
+  assert int(head.split()[1]) == code and b'application/json' in head
+  assert json.loads(body)['error']['message']
+
+
+def test_half_a_request_holds_no_thread_for_ever(server, monkeypatch):
+  monkeypatch.setattr(openai_server._Handler, 'timeout', 0.2)
+  assert raw(server, b'POST /v1/comp') == b''
+  assert raw(server, LOCAL + b'Content-Length: 10\r\n\r\n{') == b''
+
+
+def test_bodies_of_all_kinds_get_an_answer(server):
+  """A seeded fuzzer: values of all types and sizes in all fields; every reply is JSON, an answer or an error."""
+  rng = random.Random(0)
+  odd = (
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    1e308,
+    10**30,
+    '',
+    'a',
+    '\ud800',
+    [],
+    [1],
+    [1.5],
+    ['a', 1],
+    [[]],
+    {},
+    {'a': []},
+    'x' * 2000,
+  )
+  fields = 'model messages prompt n max_tokens max_completion_tokens temperature top_p top_k min_p min_tokens seed'
+  fields = f'{fields} stop logprobs top_logprobs tools chat_template_kwargs stream best_of logit_bias'.split()
+  known = dict(prompt='a', messages=HELLO, max_tokens=1)
+  for _ in range(2000):
+    body = {k: v for k, v in known.items() if rng.random() < 0.8}
+    body |= {name: rng.choice(odd) for name in rng.sample(fields, rng.randint(1, 3))}
+    code, text = post(server[0].url, rng.choice(('completions', 'chat/completions')), **body)
+    if text.startswith('data: '):
+      text = text.split('\n\n')[0].removeprefix('data: ')
+    found = json.loads(text)
+    assert (code == 200 and found['choices']) or (code == 400 and found['error']['message']), (body, code, text)
+
+
+def test_a_key_is_asked_for(weights):
+  engine = completions.make_engine(weights, slots=1, max_prompt=8, max_new_tokens=8)
+  endpoint = Endpoint(engine, weights.inputs.tokenizer, api_key='right')
+  try:
+    assert post(endpoint.url, 'completions', 'wrong', raw=b'x' * 10_000_000)[0] == 401
+    for key in ('', 'wrong', 'rig\u00e9ht'.encode('latin-1').decode('latin-1')):
+      code, text = post(endpoint.url, 'completions', key, prompt='a')
+      assert code == 401 and 'API key' in json.loads(text)['error']['message']
+    assert post(endpoint.url, 'completions', 'right', prompt='')[0] == 400
+  finally:
+    endpoint.close()
 
 
 def test_a_taken_port_is_refused(server, weights):
@@ -257,7 +365,7 @@ def test_the_command(folder, several, tmp_path):
     url = child.stdout.readline().strip()
     code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3, model='two')
     with urllib.request.urlopen(f'{url}/models') as reply:
-      assert [m['id'] for m in json.load(reply)['data']] == [folder, 'two']
+      assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'two']  # no path
     child.send_signal(signal.SIGTERM)
     assert code == 200 and child.wait(60) == 0
   finally:
@@ -266,6 +374,20 @@ def test_the_command(folder, several, tmp_path):
   row = json.loads((tmp_path / 'asked.jsonl').read_text())
   assert len(row['ids']) == len(row['logprobs']) <= 3
   assert row['model'] == 'two'
+
+
+@pytest.mark.parametrize(
+  'flag, words',
+  [
+    ('--record=/proc/nothing/here.jsonl', '--record: /proc/nothing/here.jsonl: No such file'),
+    ('--api_key_file=/proc/nothing/key', '--api_key_file: /proc/nothing/key'),
+    ('--api_key_file=/dev/null', 'must hold one line'),
+  ],
+)
+def test_files_that_cannot_be_used_are_refused_before_weights_are_read(flag, words):
+  command = [sys.executable, '-m', 'launch.serve', '--model=/no/such/folder', flag]
+  done = subprocess.run(command, cwd=CLONE, env=os.environ, capture_output=True, text=True)
+  assert done.returncode == 2 and words in done.stderr and 'Traceback' not in done.stderr
 
 
 # -------------------------------------------------------------------- adapters

@@ -20,7 +20,20 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.rollout.sequence import Completion
 
+_LARGEST = 1e300  # no parameter is; NaN and infinity are no numbers of JSON, and Python reads them
 _INTEGERS = ('top_k', 'min_tokens', 'seed')
+# Parameters that are not supported, and their values that ask for nothing.
+_UNSUPPORTED = {
+  'frequency_penalty': (0,),
+  'presence_penalty': (0,),
+  'repetition_penalty': (1,),
+  'logit_bias': ({},),
+  'response_format': ({'type': 'text'},),
+  'tool_choice': ('auto',),
+  'echo': (False,),
+  'suffix': ('',),
+  'best_of': (1,),
+}
 _FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
 
 
@@ -64,7 +77,7 @@ class Translator:
     if isinstance(prompt, str):
       return self._tokenizer.encode(messages_lib.check_text(prompt, 'prompt'))
     size = self._tokenizer.vocab_size
-    if not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):
+    if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):
       raise InputError(f'prompt: token ids are ints below {size}')
     return prompt
 
@@ -152,15 +165,34 @@ class Translator:
     return self._tokenizer.decode([token], skip_special=False)
 
 
+def check_supported(body: dict) -> None:
+  """Raises InputError if a body asks for something that would be ignored."""
+  for name, harmless in _UNSUPPORTED.items():
+    if body.get(name) is not None and body[name] not in harmless:
+      raise InputError(f'{name}: is not supported here; leave it out')
+
+
 def number(body: dict, name: str, kind: type, default: Any) -> Any:
   """Returns a number of a body as `kind`, the default if it is missing or null; InputError if it is no number."""
   value = body.get(name)
   if value is None:
     return default
-  is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
   if not is_number or (kind is int and value != value // 1):
     raise InputError(f'{name}: {value!r} is no {kind.__name__}')
   return kind(value)
+
+
+def record_entry(api_key: str, model: str, completion: Completion, finish_reason: str) -> dict:
+  """Returns what is recorded of an answer, for training on it."""
+  return dict(
+    session=api_key,
+    model=model,
+    prompt_ids=completion.request.tokens.tolist(),
+    ids=completion.tokens.tolist(),
+    logprobs=[float(x) for x in completion.logprobs],
+    finish_reason=finish_reason,
+  )
 
 
 def _finish_reason(completion: Completion) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import hmac
 import http.server
 import itertools
 import json
 import logging
 import queue
+import re
 import sys
 import threading
 import time
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
   from jaxpost.environments.agents import Session
 
 _MAX_BODY = 1 << 24  # bytes of a request
+_MAX_ANSWERS = 1024  # of one request, to all of its prompts
+_PATIENCE_S = 60  # for the next bytes of a client
+_LOOPBACK = 'localhost', '127.0.0.1', '::1'
 _TICK_S = 0.2  # seconds between checks whether to stop
 _CHAT = '/v1/chat/completions'
 _TEXT = '/v1/completions'
@@ -49,6 +54,7 @@ class Endpoint:
     name: the name of the model in responses.
     record: called for each completion with a dict of prompt_ids, ids, logprobs, finish_reason, model and session (the
       API key of the client).
+    api_key: if not empty, what a client must send as its bearer token.
     other_engines: {name: engine} of other models, such as adapters. If there are any, a body must name its model; else
       the name in a body is ignored.
   """
@@ -62,12 +68,15 @@ class Endpoint:
     port: int = 0,
     name: str = 'policy',
     record: Callable[[dict], None] | None = None,
+    api_key: str = '',
     other_engines: dict[str, Any] | None = None,
   ) -> None:
     self.engine = engine
     self.name = name
     self.engines = {name: engine} | (other_engines or {})
     self.sessions: dict[str, Session] = {}
+    self.hosts = (*_LOOPBACK, host) if host in _LOOPBACK else ()  # names it is called by; (): by any
+    self.api_key = api_key
     self._record = record or (lambda entry: None)
     self._translator = openai_format.Translator(tokenizer, engine.config.room)
     self._queues = {name: queue.SimpleQueue() for name in self.engines}
@@ -214,6 +223,8 @@ class Endpoint:
       raise InputError('Authorization: this API key belongs to no episode of the run')
     if session:
       requests = [_session_request(session, body, requests)]
+    else:
+      openai_format.check_supported(body)
     try:
       completions = self.generate(requests, name)
     except BaseException:
@@ -226,7 +237,7 @@ class Endpoint:
       message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
       session.record_answer(body, completions[0], message)
     for choice, completion in zip(choices, completions):
-      self._record(_record_entry(api_key, name, completion, choice['finish_reason']))
+      self._record(openai_format.record_entry(api_key, name, completion, choice['finish_reason']))
     prompts = [request.tokens for request in requests[::count]]
     prompt_tokens = sum(map(len, prompts))
     completion_tokens = sum(len(c.tokens) for c in completions)
@@ -249,8 +260,8 @@ class Endpoint:
     """
     contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
     number = next(self._numbers)
-    if count < 1:
-      raise InputError(f'n: {count} is less than 1')
+    if not 1 <= count <= _MAX_ANSWERS // len(contexts):
+      raise InputError(f'n: {count} is not between 1 and {_MAX_ANSWERS // len(contexts)}, for {len(contexts)} prompts')
     return [
       Request(ids, number, i * count + n, self._translator.sampling(body, len(ids)))
       for i, ids in enumerate(contexts)
@@ -266,17 +277,6 @@ def _session_request(session: Session, body: dict, requests: list[Request]) -> R
   request = session.request(body, lambda: requests[0].tokens, sampling['max_tokens'])
   request.sampling['stop_strings'] = sampling['stop_strings']
   return request
-
-
-def _record_entry(api_key: str, model: str, completion: Completion, finish_reason: str) -> dict:
-  return dict(
-    session=api_key,
-    model=model,
-    prompt_ids=completion.request.tokens.tolist(),
-    ids=completion.tokens.tolist(),
-    logprobs=[float(x) for x in completion.logprobs],
-    finish_reason=finish_reason,
-  )
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -297,9 +297,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   endpoint: Endpoint
   protocol_version = 'HTTP/1.1'
+  timeout = _PATIENCE_S
 
   def do_GET(self) -> None:
     """Answers /v1/models."""
+    if not self._is_admitted():
+      return
     if self.path.rstrip('/') != '/v1/models':
       self._refuse(404, f'{self.path}: there is nothing')
       return
@@ -308,11 +311,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_POST(self) -> None:
     """Answers chats and completions."""
-    size = int(self.headers.get('Content-Length') or 0)
-    if size > _MAX_BODY:
-      self.close_connection = True  # The body stays unread.
-      return self._refuse(413, f'{size} bytes are more than {_MAX_BODY}')
-    data = self.rfile.read(size)
+    size = self.headers.get('Content-Length', '')
+    if 'Transfer-Encoding' in self.headers or not (size.isascii() and size.isdigit()):
+      return self.send_error(411, 'a request needs a Content-Length, in bytes')
+    if len(size) > 9 or int(size) > _MAX_BODY:
+      return self.send_error(413, f'the body has more than {_MAX_BODY} bytes')
+    data = self.rfile.read(
+      int(size)
+    )  # also of a request that is refused: a client reads no answer before it has sent all
+    if not self._is_admitted():
+      return
     if self.path not in (_CHAT, _TEXT):
       return self._refuse(404, f'{self.path}: there is nothing')
     api_key = self.headers.get('Authorization', '').removeprefix('Bearer ')
@@ -321,15 +329,36 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       if not isinstance(body, dict):
         raise InputError('the body must be a JSON object')
       if error := self.endpoint.model_error(body):
-        return self._refuse(404, error)
+        return self._refuse(404, error, 'model_not_found')
       response = self.endpoint.answer(self.path, body, api_key)
     except (InputError, ValueError) as error:
       return self._refuse(400, str(error))
+    except RecursionError:
+      return self._refuse(400, 'the body is nested too deeply')
     except concurrent.futures.CancelledError:
       return self._refuse(503, 'the server ends')
     if body.get('stream'):
       return self._stream(response)
     self._send(200, response)
+
+  def _is_admitted(self) -> bool:
+    """False if the request was refused: its key is wrong, or a page of another site has sent it (DNS rebinding)."""
+    endpoint = self.endpoint
+    given = self.headers.get('Authorization', '').removeprefix('Bearer ')
+    if endpoint.api_key and not hmac.compare_digest(given.encode(), endpoint.api_key.encode()):
+      self.send_error(401, 'Authorization: the API key is missing or wrong')
+      return False
+    host = re.sub(r':\d+$', '', self.headers.get('Host', '')).strip('[]').lower()
+    if endpoint.hosts and host not in endpoint.hosts:
+      self.send_error(403, f'Host: {host!r} is not a name of this server: {", ".join(endpoint.hosts)}')
+      return False
+    return True
+
+  def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+    """Refuses a request and ends the connection, as its body may be unread; http.server calls it, too."""
+    del explain
+    self.close_connection = True
+    self._refuse(code, message or http.HTTPStatus(code).phrase)
 
   def _stream(self, response: dict) -> None:
     """Sends a response as server-sent events: one event with the whole text, then the end."""
@@ -338,21 +367,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         choice['delta'] = choice.pop('message')
     if response['object'] == 'chat.completion':
       response['object'] += '.chunk'
-    text = f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n'
-    self._write(200, 'text/event-stream', text.encode())
+    self._send(200, f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n', 'text/event-stream')
 
-  def _refuse(self, code: int, text: str) -> None:
-    self._send(code, {'error': dict(message=text, type='invalid_request_error', code=code)})
+  def _refuse(self, status: int, text: str, code: str | None = None) -> None:
+    """Sends an error of the API; the text of one about a parameter begins with its name."""
+    name = text.partition(':')[0].partition('[')[0]
+    param = name if name.isidentifier() and name.islower() else None
+    kind = 'server_error' if status >= 500 else 'invalid_request_error'
+    self._send(status, {'error': dict(message=text, type=kind, param=param, code=code)})
 
-  def _send(self, code: int, response: dict) -> None:
-    self._write(code, 'application/json', json.dumps(response).encode())
-
-  def _write(self, code: int, kind: str, data: bytes) -> None:
-    self.send_response(code)
+  def _send(self, status: int, data: dict | str, kind: str = 'application/json') -> None:
+    text = data if isinstance(data, str) else json.dumps(data)
+    self.send_response(status)
     self.send_header('Content-Type', kind)
-    self.send_header('Content-Length', str(len(data)))
+    self.send_header('Content-Length', str(len(text.encode())))
     self.end_headers()
-    self.wfile.write(data)
+    self.wfile.write(text.encode())
 
   def log_message(self, *unused) -> None:
     """Logs no requests."""

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import os
+import pathlib
 import re
 
 from jaxpost.errors import InputError
@@ -13,12 +14,10 @@ from jaxpost.errors import InputError
 class Chip:
   """Figures of one device of a kind, from the vendors' data sheets.
 
-  flops: dense bfloat16 FLOP/s. memory: bytes. bandwidth: of that memory,
-  bytes/s. link: bytes/s that a device receives along one mesh axis inside a
-  slice or host (both directions of a torus axis; NVLink). network: bytes/s
-  of its share of the network between slices or hosts. clock: Hz, of XLA's
-  estimates in cycles; 0 where it gives none. devices: that JAX sees on a
-  chip. largest: chips along each dimension of the largest slice.
+  flops: dense bfloat16 FLOP/s. memory: bytes. bandwidth: of that memory, bytes/s. link: bytes/s that a device
+  receives along one mesh axis inside a slice or host (both directions of a torus axis; NVLink). network: bytes/s of
+  its share of the network between slices or hosts. clock: Hz, of XLA's estimates in cycles; 0 where it gives none.
+  devices: that JAX sees on a chip. largest: chips along each dimension of the largest slice.
   """
 
   kind: str  # in jax.Device.device_kind
@@ -35,13 +34,11 @@ class Chip:
 _GIB = 2**30
 # JAX shows two devices per chip of tpu7x; its figures are those of one device.
 CHIPS = {
-  'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, network=6.2e9, clock=1.05e9, devices=1, largest=(16, 16, 16)),
-  'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, network=3.1e9, clock=1.5e9, devices=1, largest=(16, 16)),
-  'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, network=6.2e9, clock=1.75e9, devices=1, largest=(16, 20, 28)),
-  'v6e': Chip(
-    'TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, network=12.5e9, clock=1.75e9, devices=1, largest=(16, 16)
-  ),
-  'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, network=12.5e9, clock=0, devices=2, largest=(16, 24, 24)),
+  'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, network=6.2e9, clock=1.05e9, largest=(16, 16, 16)),
+  'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, network=3.1e9, clock=1.5e9, largest=(16, 16)),
+  'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, network=6.2e9, clock=1.75e9, largest=(16, 20, 28)),
+  'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, network=12.5e9, clock=1.75e9, largest=(16, 16)),
+  'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, network=12.5e9, devices=2, largest=(16, 24, 24)),
   'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, network=50e9),
   'h200': Chip('H200', 989e12, 141e9, 4800e9, 450e9, network=50e9),
   'a100': Chip('A100', 312e12),
@@ -49,23 +46,10 @@ CHIPS = {
   't4': Chip('T4', 65e12),
 }
 _MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
-# Names that are taken for the GPU of a described cluster: those of one
-# generation whose compiler target is known.
+# GPUs that a described cluster may have: those of one generation, whose compiler target is known.
 GPUS = ('h100', 'h200')
-# Description of a GPU that is not there, for the compiler (GpuTargetConfigProto).
-_TARGET = """
-gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32
- shared_memory_per_block: 49152 shared_memory_per_core: 233472
- threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
- block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
- block_dim_limit_z: 65535 memory_bandwidth: {bandwidth}
- l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {memory}
- shared_memory_per_block_optin: 232448
- cuda_compute_capability {{ major: 9 minor: 0 }}
- registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 28 patch: 0 }}
-device_description_str: "NVIDIA {kind}" runtime_version {{ major: 13 }}
-"""
+# Describes a GPU that is not there to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
+_TARGET = pathlib.Path(__file__).with_name('gpu_target.pbtxt')
 EXAMPLES = 'v5p:8x8x8, v6e:16x16 (TPU), h200:1x8x8 (slices x hosts x GPUs), cpu'
 
 
@@ -188,12 +172,8 @@ def devices(topology: Topology) -> list:
   chip, size = topology.chip, 'x'.join(map(str, topology.size))
   try:
     if topology.gpu:
-      return topologies.get_topology_desc(
-        topology.name,
-        'cuda',
-        topology=size,
-        target_config=_TARGET.format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth)),
-      ).devices
+      target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
+      return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
     more = {'num_slices': topology.slices} if topology.slices > 1 else {}
     if topology.name == 'v4':  # both cores of a chip as one device
       more['chip_config_name'] = 'megacore'

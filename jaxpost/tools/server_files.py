@@ -1,0 +1,48 @@
+"""What launch.serve reads and writes beside the model: the API key, and a record of all answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable
+
+from jaxpost.errors import InputError
+
+
+def read_key(path: str) -> str:
+  """Returns the API key in a file, '' without one; InputError if the file holds no key."""
+  if not path:
+    return ''
+  try:
+    key = pathlib.Path(path).read_text('utf-8').strip()
+  except (OSError, UnicodeDecodeError) as error:
+    raise InputError(f'--api_key_file: {path}: {error}') from error
+  if not key or not key.isascii() or not key.isprintable():
+    raise InputError(f'--api_key_file: {path}: must hold one line of printable ASCII')
+  return key
+
+
+def recorder(path: str) -> Callable[[dict], None] | None:
+  """Opens a .jsonl file and returns a function that appends a line; None without a path.
+
+  Raises:
+    InputError: the file cannot be written.
+  """
+  if not path:
+    return None
+  try:
+    file = open(path, 'a', encoding='utf-8')
+  except OSError as error:
+    raise InputError(f'--record: {path}: {error.strerror}; name a file that can be written') from error
+
+  def record(entry: dict) -> None:
+    file.write(json.dumps(entry) + '\n')
+    file.flush()
+
+  return record
+
+
+def public_name(model: str) -> str:
+  """Returns the name under which a model is served: the last part of a path, so that clients see no folders."""
+  return pathlib.PurePath(model).name if os.path.exists(model) else model
