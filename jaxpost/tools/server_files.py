@@ -1,4 +1,4 @@
-"""What launch.serve reads and writes beside the model: the API key, and a record of all answers."""
+"""Reads and writes the files of launch.serve: the API key, and a record of all answers."""
 
 from __future__ import annotations
 
