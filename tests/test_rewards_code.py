@@ -1,5 +1,6 @@
 """Programs of a model in the sandbox: what they score, and what they may do."""
 
+import ctypes
 import os
 import pathlib
 import shutil
@@ -206,23 +207,33 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope='module', autouse=True)
+def subreaper():
+  """Orphans of this process become its children, and so can be told from those of another pytest worker."""
+  if sys.platform == 'linux':
+    libc, set_child_subreaper = ctypes.CDLL(None), 36
+    assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    assert libc.prctl(set_child_subreaper, 0, 0, 0, 0) == 0
+  else:
+    yield
+
+
 def jails():
-  """Processes of sandboxes that live, without those that another worker of pytest-xdist has started."""
+  """Processes of sandboxes that live and descend from this one."""
   shown = subprocess.check_output(['ps', 'axwwo', 'pid=,ppid=,args='], text=True)
   rows = [line.split(None, 2) for line in shown.splitlines()]
   parents = {int(pid): int(parent) for pid, parent, *_ in rows}
 
-  def elsewhere(pid):
-    above = []
-    while pid in parents and pid not in above:
-      above.append(pid)
+  def is_ours(pid):
+    while pid in parents and pid != os.getpid():
       pid = parents[pid]
-    return os.getppid() in above and os.getpid() not in above
+    return pid == os.getpid()
 
   return {
     (pid, args)
     for pid, _, args in (row for row in rows if len(row) == 3)
-    if ('jaxpost.workers.jail' in args or 'The program inside the sandbox' in args) and not elsewhere(int(pid))
+    if ('jaxpost.workers.jail' in args or 'The program inside the sandbox' in args) and is_ours(int(pid))
   }
 
 
