@@ -25,11 +25,13 @@ class Compute:
     residual: type of the residual stream and other activations.
     cache: type of cached keys and values, which are rounded to `dtype` before.
     unroll: layers as straight-line code (CPU, samplers) instead of `lax.scan`.
-    remat: what the backward pass keeps: 'none' (all), 'dots', 'full' (nothing).
+    remat: what the backward pass does not store but recomputes: 'none'; 'dots', all but the results of
+      projections and attention; 'full', all but the input of each layer.
     q_chunk: queries attended to at a time.
     micro_tokens: tokens of a device at a time in an on-policy update; small
       parts waste less computation on the padding of completions.
     head_elements: upper bound of logits (tokens x vocabulary) in memory.
+    decode_block: tokens that a sampler decodes per dispatch (`rollout.block=0`).
     row_writes: write a cache slot by slot: XLA:CPU's scatter copies it.
     group_block: rows of a group that are multiplied at a time.
     ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies
@@ -50,6 +52,7 @@ class Compute:
   q_chunk: int = 128
   micro_tokens: int = 2048
   head_elements: int = 2**25
+  decode_block: int = 8
   row_writes: bool = True
   group_block: int = 32
   ragged: bool = False
@@ -63,13 +66,15 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') 
 
   Args:
     dtype: 'auto' is bfloat16; `hardware.probe` may have replaced it before.
-    attention: 'auto' is splash on TPU and chunked elsewhere; cuDNN is used only
-      if it is named.
+    remat: 'auto' is 'dots' on accelerators, and 'none' on CPU, where memory is not short.
+    attention: 'auto' is splash on TPU, cuDNN on GPU and chunked on CPU; `hardware.kernel_check`
+      leaves shapes to XLA that the kernel of this device gets wrong.
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
   if not forced:
-    attention = 'splash' if platform == 'tpu' else 'chunked'
+    attention = {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'cudnn')
+  remat = {'auto': 'none' if platform == 'cpu' else 'dots'}.get(remat, remat)
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':
     return Compute(**rest)
@@ -82,6 +87,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') 
     q_chunk=1024,
     micro_tokens=8192,
     head_elements=2**30,
+    decode_block=32,
     row_writes=False,
     group_block=256,
     ragged=platform == 'tpu',
@@ -280,20 +286,20 @@ def _precision(dtype: str):
 # --------------------------------------------------- several products of one x
 
 
-def products(spec: str, x, ws: tuple, dtype: str, layout=None) -> list:
+def products(spec: str, x, ws: tuple, dtype: str, out: str = 'float32', layout=None) -> list:
   """Returns [einsum(spec, x, w) for w in ws], for matrices split over `tensor`.
 
   The gradient by x is a sum over the matrices and over the mesh. XLA would
   all-reduce the part of each matrix separately; here they are added first.
   """
   if layout is None or layout.mesh.shape['tensor'] == 1 or any(hasattr(w, 'product') for w in ws):
-    return [einsum(spec, x, w, dtype, layout=layout) for w in ws]
-  return _products(spec, x, tuple(ws), dtype, layout)
+    return [einsum(spec, x, w, dtype, out, layout=layout) for w in ws]
+  return _products(spec, x, tuple(ws), dtype, out, layout=layout)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _products(spec, x, ws, dtype, layout):
-  return [einsum(spec, x, w, dtype) for w in _gathered(spec, ws, dtype, layout.mesh)]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
+def _products(spec, x, ws, dtype, out, layout):
+  return [einsum(spec, x, w, dtype, out) for w in _gathered(spec, ws, dtype, layout.mesh)]
 
 
 def _gathered(spec, ws, dtype, mesh):
@@ -317,13 +323,14 @@ def _cut(term, x_term, w_term, w_shape, mesh) -> PartitionSpec:
   return PartitionSpec(*('tensor' if c == letter and fits else None for c in term))
 
 
-def _products_forward(spec, x, ws, dtype, layout):
+def _products_forward(spec, x, ws, dtype, out, layout):
   saved = x.astype(dtype), tuple(w.astype(dtype) for w in ws)
   kinds = jnp.zeros((0,), x.dtype), tuple(jnp.zeros((0,), w.dtype) for w in ws)
-  return _products(spec, *saved, dtype, layout), (saved, kinds)
+  return _products(spec, *saved, dtype, out, layout=layout), (saved, kinds)
 
 
-def _products_backward(spec, dtype, layout, residuals, gs):
+def _products_backward(spec, dtype, result, layout, residuals, gs):
+  del result
   (x, ws), (x_kind, w_kinds) = residuals
   mesh = layout.mesh
   inputs, out = spec.split('->')

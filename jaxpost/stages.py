@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import rich.console
 from etils import epath
 
@@ -129,28 +128,11 @@ def settle_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) 
   auto = [n for n, block in blocks.items() if (block.get('model') or {}).get('dtype') == 'auto']
   if not auto:
     return raw
-  dtype = coordination.broadcast(_saved_dtype(workdir / 'config.json', auto))
-  if not dtype:
-    from jaxpost.hardware import probe
+  from jaxpost.hardware import probe
 
-    jax.devices()  # on all processes: they wait for each other
-    found = list(probe.matmul_type()) if coordination.process_index() == 0 else None
-    dtype, why = coordination.broadcast(found)
-    console.out(f'config.model.dtype: auto is {dtype} here ({why})', highlight=False)
+  dtype = probe.settle_dtype(workdir / 'config.json', auto, console)
   settled = {n: blocks[n] | {'model': blocks[n]['model'] | {'dtype': dtype}} for n in auto}
   return settled.pop('', dict(raw)) | settled
-
-
-def _saved_dtype(path: epath.Path, stages: list[str]) -> str | None:
-  """The type in the config of the run that is resumed, on process 0."""
-  if coordination.process_index() or not path.exists():
-    return None
-  saved = json.loads(path.read_text())
-  for block in [saved.get(name) or {} for name in stages if name] + [saved]:
-    dtype = (block.get('model') or {}).get('dtype')
-    if dtype:
-      return dtype
-  return None
 
 
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:

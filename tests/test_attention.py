@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from attention_reference import reference
 from test_processes import environment, finish, free_address
 
 from jaxpost.distributed import coordination
@@ -90,12 +91,10 @@ def close(ours, right, tolerance):
 
 
 def plain(name, rest, compute=tiny.EXACT):
+  """`reference`, or what `attention.attention` takes by that name."""
+  run = reference if name == 'reference' else attention.attention
   compute = dataclasses.replace(compute, attention=name)
-
-  def run(q, k, v, sinks):
-    return attention.attention(q, k, v, compute=compute, sinks=sinks, **rest)
-
-  return run
+  return lambda q, k, v, sinks: run(q, k, v, compute=compute, sinks=sinks, **rest)
 
 
 def interpreted(rest, n=1):
@@ -305,9 +304,11 @@ def test_the_platform_chooses(monkeypatch):
   assert taken(monkeypatch, tpu, **LAYERS['all']) == ['splash']
   assert not taken(monkeypatch, tpu, branches=True)
   assert not taken(monkeypatch, compute_for('tpu', 'float32', 'none'))
-  for platform in ('gpu', 'cpu'):  # cuDNN is taken only if it is asked for
-    assert not taken(monkeypatch, compute_for(platform, 'bfloat16', 'none'))
-  assert taken(monkeypatch, compute_for('gpu', 'bfloat16', 'none', 'cudnn')) == ['cudnn']
+  gpu = compute_for('gpu', 'bfloat16', 'none')
+  assert taken(monkeypatch, gpu) == taken(monkeypatch, gpu, window=40) == ['cudnn']
+  for fields in dict(cap=5.0), dict(sinks=True), dict(branches=True):
+    assert not taken(monkeypatch, gpu, **fields)
+  assert not taken(monkeypatch, compute_for('cpu', 'bfloat16', 'none'))
 
 
 @pytest.mark.parametrize(
@@ -334,12 +335,10 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
   losses, called = {}, []
   for name in ('chunked', 'reference'):
     jaxpost.run(
-      tiny.merged(tiny.run_config(path), dict(model=dict(attention=name), train=dict(steps=2))), tmp_path / name
+      tiny.merged(tiny.run_config(path), dict(model=dict(attention='chunked'), train=dict(steps=2))), tmp_path / name
     )
     losses[name] = [r['loss'] for r in metrics.read_rows(tmp_path / name / 'metrics.jsonl') if 'loss' in r]
-    monkeypatch.setitem(
-      attention.XLA_ATTENTION, 'reference', lambda *args: (called.append(1), attention_xla.reference(*args))[1]
-    )
+    monkeypatch.setattr(attention, 'chunked', lambda *args: (called.append(1), reference(*args))[1])
   assert called and losses['chunked'] == pytest.approx(losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
     jaxpost.run(tiny.merged(tiny.run_config(path), dict(model=dict(attention='splash'))), tmp_path / 'other')
@@ -489,8 +488,8 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   compute = compute_for('tpu', 'bfloat16', 'none')
   assert attention.uses_kernel(compute)
   for other in (
-    *(compute_for(p, 'bfloat16', 'none') for p in ('cpu', 'gpu')),
-    *(compute_for('tpu', 'bfloat16', 'none', name) for name in ('chunked', 'reference')),
+    compute_for('cpu', 'bfloat16', 'none'),
+    *(compute_for(p, 'bfloat16', 'none', 'chunked') for p in ('gpu', 'tpu')),
   ):
     assert not attention.uses_kernel(other)
   # And never by a program: what is settled is only looked up.

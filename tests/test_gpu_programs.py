@@ -152,10 +152,13 @@ def compiled(name, gpus):
   return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(
+needs_cuda = pytest.mark.skipif(
   importlib.util.find_spec('jax_cuda13_plugin') is None,
   reason=("no jax_cuda13_plugin, which compiles for these: pip install 'jax[cuda13]'"),
 )
+
+
+@needs_cuda
 @pytest.mark.long
 @pytest.mark.parametrize('gpus', MESHES)
 @pytest.mark.parametrize('name', CONFIGS)
@@ -170,3 +173,52 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
   for one in found['update']:
     sent, least = (one[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least
+
+
+def planned(tmp_path, *words):
+  """The programs of a plan of Qwen3-1.7B, all of its layers, on one H200."""
+  out = tmp_path / 'plan.json'
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.plan', '--topology=h200:1x1x1', f'--out={out}', '--config.model.path=qwen3_1_7b']
+    + ['--config.eval.data.path=', *words],
+    capture_output=True,
+    text=True,
+    cwd=CLONE,
+    env=os.environ | {'PYTHONPATH': str(CLONE), 'JAX_PLATFORMS': 'cpu'},
+  )
+  assert out.exists(), done.stderr[-3000:]
+  (plan,) = json.loads(out.read_text())
+  return plan['programs']
+
+
+@needs_cuda
+@pytest.mark.long
+@pytest.mark.parametrize('remat, flops, gib', [('auto', 1.03, 56), ('full', 1.25, 15)])
+def test_an_update_of_packed_rows_needs_little_memory(tmp_path, remat, flops, gib):
+  (update,) = planned(
+    tmp_path,
+    '--config=configs/sft_gsm8k.py',
+    '--config.train.row_length=4096',
+    '--config.train.batch_size=8',
+    f'--config.model.remat={remat}',
+    '--programs=update',
+  )
+  assert update['fits'] and update['roofline_mfu'] > 0.45
+  assert update['flops']['program'] <= flops * update['flops']['model']
+  assert update['bytes_per_chip']['temporaries'] <= gib * 2**30
+
+
+@needs_cuda
+@pytest.mark.long
+def test_decoding_does_not_copy_the_cache(tmp_path):
+  """Of each token: weights and cache are read once, and less than as much again for all else."""
+  rows = planned(
+    tmp_path, '--config=configs/grpo_gsm8k.py', '--config.rollout.slots=64', '--programs=generate,insert,move'
+  )
+  generate = [row for row in rows if row['program'] == 'generate']
+  largest = max(generate, key=lambda row: row['memory_traffic_bytes'])
+  held = largest['bytes_per_chip']
+  assert largest['memory_traffic_bytes'] <= 32 * 1.75 * (held['parameters'] + held['kv_cache'])
+  for row in rows:
+    if row['program'] in ('insert', 'move'):
+      assert row['bytes_per_chip']['temporaries'] <= 2**28

@@ -10,11 +10,17 @@ import pathlib
 import platform
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from jaxpost.distributed import coordination
 from jaxpost.storage import object_store
+
+if TYPE_CHECKING:
+  import rich.console
+  from etils import epath
 
 _GAIN = 1.1  # by which bfloat16 must be faster than float32, which is exact
 
@@ -108,3 +114,23 @@ def _cpu() -> str:
     lines = []
   names = [li.partition(':')[2].strip() for li in lines if li.startswith('model name')]
   return names[0] if names else f'{platform.machine()} {platform.processor()}'
+
+
+def settle_dtype(saved: epath.Path, stages: list[str], console: rich.console.Console) -> str:
+  """Returns the fastest type of matrix products of process 0, or that of `stages` in `saved`, a run's config.json."""
+  dtype = coordination.broadcast(_saved_dtype(saved, stages))
+  if not dtype:
+    jax.devices()  # on all processes: they wait for each other
+    found = list(matmul_type()) if coordination.process_index() == 0 else None
+    dtype, why = coordination.broadcast(found)
+    console.out(f'config.model.dtype: auto is {dtype} here ({why})', highlight=False)
+  return dtype
+
+
+def _saved_dtype(path: epath.Path, stages: list[str]) -> str | None:
+  """The type in the config of the run that is resumed, on process 0."""
+  if coordination.process_index() or not path.exists():
+    return None
+  saved = json.loads(path.read_text())
+  blocks = [saved.get(name) or {} for name in stages if name] + [saved]
+  return next(filter(None, ((block.get('model') or {}).get('dtype') for block in blocks)), None)

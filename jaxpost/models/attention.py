@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import context_parallel
-from jaxpost.models.attention_xla import attend_in_chunks, chunked, reference, scale_queries, softcap, softmax
+from jaxpost.models.attention_xla import attend_in_chunks, chunked, scale_queries, softcap, softmax
 from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
@@ -58,16 +59,12 @@ def attention(
       return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
     return _split(q, k, v, *rest, layout, parts)
-  return XLA_ATTENTION.get(compute.attention, chunked)(q, k, v, *rest)
-
-
-# Implementations that run on every platform and support all arguments.
-XLA_ATTENTION = {'reference': reference, 'chunked': chunked}
+  return checkpoint_name(chunked(q, k, v, *rest).astype(compute.residual), 'dots')
 
 
 def uses_kernel(compute: Compute) -> bool:
   """True if `compute.attention` is a kernel of an accelerator, which `hardware.kernel_check` verifies."""
-  return compute.attention not in XLA_ATTENTION
+  return compute.attention != 'chunked'
 
 
 def _split(
@@ -142,7 +139,9 @@ def cached_attention(q, cache, recent, filled, step, compute: Compute, window: i
   q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
   q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
-  scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for keys in (cache[0], recent[0])], axis=-1)
+  # Of two products of one q XLA:GPU would make one, and copy the cache at every token.
+  pairs = (q, cache[0]), (jax.lax.optimization_barrier(q), recent[0])
+  scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for q, keys in pairs], axis=-1)
   flat, scores = scores.shape, scores.reshape(batch, kv_heads, count, -1, scores.shape[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
   stands = step + jnp.arange(count)[:, None]

@@ -9,6 +9,7 @@ only caller.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -206,7 +207,7 @@ def splash(
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (masks.CausalMask(shape))
   mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
   sizes = lib.BlockSizes(
-    **{f'block_{of}': block for of in ('q', 'kv', 'kv_compute', 'q_dkv', 'kv_dkv', 'kv_dkv_compute', 'q_dq', 'kv_dq')}
+    **dict.fromkeys([f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')], block)
   )
   kernel = lib.make_splash_mha(
     masks.MultiHeadMask([mask] * q.shape[2]),
@@ -215,6 +216,7 @@ def splash(
     q_seq_shards=1,
     interpret=interpret,
     attn_logits_soft_cap=cfg.attention_softcap or None,
+    residual_checkpoint_name='dots',
   )
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
   # The name tells a plan what is not in the arguments.

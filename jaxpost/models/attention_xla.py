@@ -1,4 +1,4 @@
-"""Attention by plain XLA operations: a reference, and in chunks of queries.
+"""Attention by plain XLA operations, in chunks of queries.
 
 Legend: B rows, T queries (t of a part), S keys, H heads, K kv heads, G queries
 per kv head, h head size, hv that of values. Arguments are those of
@@ -22,23 +22,6 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
 _LONG = 2048  # rows longer than this trade time for memory
-
-
-def reference(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
-  """Attention by its definition, with all scores [B, H, T, T]."""
-  groups = q.shape[2] // k.shape[2]
-  k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-  scores = softcap(einsum('btnh,bsnh->bnts', scale_queries(q, cfg), k, compute.dtype), cfg)
-  number = jnp.arange(q.shape[1])
-  mask = segment_ids[:, :, None] == segment_ids[:, None]
-  mask &= number[:, None] >= number
-  back = positions[:, :, None] - positions[:, None]
-  mask &= (back < window) | (window == 0)
-  if branch_ids is not None:
-    shared = branch_ids[:, None] == 0
-    mask &= shared | (branch_ids[:, :, None] == branch_ids[:, None])
-  weights = softmax(jnp.where(mask[:, None], scores, MASKED_LOGIT), sinks if sinks is None else sinks[:, None, None])
-  return einsum('bnts,bsnh->btnh', weights, v, compute.dtype)
 
 
 def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):

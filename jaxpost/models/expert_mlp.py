@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpost.matmul import Compute, grouped
 from jaxpost.models import expert_parallel, layers
@@ -83,10 +84,11 @@ def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, c
     if f'{name}_a' in p:  # low-rank adapter
       x = grouped(x, p[f'{name}_a'], sizes, compute)
       y = y + grouped(x, p[f'{name}_b'], sizes, compute)
+    y = checkpoint_name(y.astype(compute.residual), 'dots')
     bias = p.get(f'{name}_bias')
     return y if bias is None else y + bias.at[expert].get(mode='fill', fill_value=0, indices_are_sorted=True)
 
-  x = _gated(dot(x, 'gate'), dot(x, 'up'), cfg)
+  x = _gated(dot(x, 'gate').astype(jnp.float32), dot(x, 'up'), cfg)
   return dot(x.astype(compute.residual), 'down')
 
 

@@ -1,4 +1,4 @@
-"""Layers of the decoder: embedding, norm, projections, MLP.
+"""Layers of the decoder: embedding, norm, projections, MLP; what the backward pass keeps of them.
 
 Legend: B rows, T tokens, D hidden size, F MLP size, N heads, h head size.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpost.distributed.mesh import Layout, TiedWeight
 from jaxpost.matmul import Compute, einsum, products
@@ -107,12 +109,14 @@ def norm_heads(x, scale, cfg: ModelConfig):
 def project(spec: str, x, p, name: str, compute: Compute, layout=None):
   """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
   y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout=layout if isinstance(layout, Layout) else None)
-  return _biased(y, p, name)
+  return _finish(y, p, name, compute)
 
 
-def _biased(y, p, name: str):
+def _finish(y, p, name: str, compute: Compute):
+  """Adds the bias; rematerialization keeps the result ('dots')."""
   bias = p.get(f'{name}_bias')
-  return y if bias is None else y + bias.reshape(y.shape[2:])
+  y = y if bias is None else y + bias.reshape(y.shape[2:])
+  return checkpoint_name(y.astype(compute.residual), 'dots')
 
 
 # Matrices that read the same activations; a sampler's weights have each such
@@ -147,10 +151,9 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> li
   """Projects x by the matrices FUSED[name], with biases; one product if they are fused."""
   if name not in p:
     parts = FUSED[name]
-    ys = products(
-      spec, x, tuple(p[part] for part in parts), compute.dtype, layout if isinstance(layout, Layout) else None
-    )
-    return [_biased(y, p, part) for y, part in zip(ys, parts)]
+    ws, layout = tuple(p[part] for part in parts), layout if isinstance(layout, Layout) else None
+    ys = products(spec, x, ws, compute.dtype, compute.residual, layout=layout)
+    return [_finish(y, p, part, compute) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
   return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, _FUSED_AXIS[name])
@@ -159,5 +162,23 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> li
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
   """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
   gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg=cfg, layout=layout)
-  hidden = ACTIVATIONS[cfg.activation](gate) * up
+  hidden = ACTIVATIONS[cfg.activation](gate.astype(jnp.float32)) * up
   return project('btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute, layout=layout)
+
+
+_POLICIES = {
+  'full': None,
+  # Of cuDNN's attention the statistics are kept with the result; they have no name.
+  'dots': jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names('dots'),
+    lambda primitive, *_, **params: primitive.name.startswith('dot_product_attention_fwd'),
+  ),
+}
+
+
+def rematerialized(block: Callable, compute: Compute) -> Callable:
+  """Returns `block` with a backward pass that recomputes what `compute.remat` says."""
+  if compute.remat == 'none':
+    return block
+  # In a scan nothing can be merged with the forward pass, and barriers would keep XLA from fusing.
+  return jax.checkpoint(block, policy=_POLICIES[compute.remat], prevent_cse=compute.unroll)

@@ -60,27 +60,15 @@ def pick(tables: list, index):
 
 
 def rotate(x, table, cfg: ModelConfig):
-  """Rotates [B, T, N, h], first half against second half (as in HF)."""
+  """Rotates [B, T, N, h] in float32, first half against second half (as in HF)."""
   if table is None:
     return x
   cos, sin = table
-  return x.astype(jnp.float32) * cos + rotate_half(x, cfg.rotary_dim) * sin
-
-
-def rotate_half(x, dim: int = 0):
-  """[.., a, b] -> [.., -b, a] by a product with a signed permutation.
-
-  Exact, and on CPU 5 x as fast as slicing and concatenating.
-
-  Args:
-    dim: number of leading entries that are rotated (0: all); the rest become 0.
-  """
-  size = x.shape[-1]
-  half = (dim or size) // 2
-  turn = np.zeros((size, size), np.float32)
-  turn[half + np.arange(half), np.arange(half)] = -1
-  turn[np.arange(half), half + np.arange(half)] = 1
-  return jnp.einsum('btnh,hi->btni', x.astype(jnp.float32), turn, precision=jax.lax.Precision.HIGHEST)
+  x = x.astype(jnp.float32)
+  half = (cfg.rotary_dim or x.shape[-1]) // 2
+  # Entries that are not rotated have sin = 0.
+  turned = jnp.concatenate([-x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]], axis=-1)
+  return x * cos + turned * sin
 
 
 def _kind(rope: Rope) -> str:

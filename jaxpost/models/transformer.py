@@ -174,13 +174,6 @@ def _add(x, out, cfg):
   return x + out.astype(x.dtype)
 
 
-_REMAT = {
-  'none': lambda block: block,
-  'dots': lambda block: jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable),
-  'full': jax.checkpoint,
-}
-
-
 def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """Runs all layers and the final norm on embedded tokens.
 
@@ -206,7 +199,7 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
 
     @functools.cache  # a checkpoint is traced once for each kind
     def alike(kind):
-      return _REMAT[compute.remat](functools.partial(block, kind=kind))
+      return layers.rematerialized(functools.partial(block, kind=kind), compute)
 
     kept = []
     if not split:
@@ -223,9 +216,10 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
     if len({getattr(k, name) for k in kinds}) > 1
   }
 
-  @_REMAT[compute.remat]
-  def one(p, x, chosen, varied):
+  def same(p, x, chosen, varied):
     return block(p, x, chosen, kinds[0]._replace(**varied))
+
+  one = layers.rematerialized(same, compute)
 
   first = []
   if sparse:  # dense layers first; models with them have layers of one kind

@@ -71,7 +71,7 @@ def step_of(placed: PlacedStage) -> Step:
     'init_state': 1,
     'prefill': waves,
     'insert': waves,
-    'generate': waves * math.ceil(r.max_new_tokens / r.block),
+    'generate': waves * math.ceil(r.max_new_tokens / placed.decode_block),
   }
   longest = r.max_prompt_length + r.max_new_tokens
   return Step(calls, total * longest, total * r.max_new_tokens)

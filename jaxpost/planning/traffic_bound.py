@@ -52,7 +52,7 @@ def of_program(
   if isinstance(second, Batch):
     return bound(second.tokens.shape, train=name == 'update')
   if isinstance(second, DecodeState):
-    block = min(placed.config.rollout.block, placed.config.rollout.max_new_tokens)
+    block = min(placed.decode_block, placed.config.rollout.max_new_tokens)
     return bound((block, second.positions.shape[0], 1), train=False)
   if name == 'prefill':
     return bound((1, *second.shape), train=False)

@@ -12,25 +12,17 @@ from jaxpost.models import routing
 from jaxpost.types import Cache
 
 if TYPE_CHECKING:
-  from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
 
-def put_rows(cache: Cache, rows: Cache | None, new: jax.Array, source: jax.Array, compute: Compute) -> Cache:
+def put_rows(cache: Cache, rows: Cache | None, new: jax.Array, source: jax.Array) -> Cache:
   """Copies rows [N, K, P, h] into slots [S, K, length, h]: cache[s, :, :P] = rows[source[s]] where new[s].
 
   Without `rows`, from slots of the cache itself; then no slot is both read and written.
   """
-  if not compute.row_writes:
-
-    def put(old, rows):
-      head = where(new, rows[source], old[:, :, : rows.shape[2]])
-      return jax.lax.dynamic_update_slice_in_dim(old, head, 0, axis=2)
-
-    return jax.tree.map(put, cache, rows or cache)
   order = jnp.argsort(~new, stable=True)
 
-  def write(i, cache):  # in place, where a scatter would copy the cache
+  def write(i, cache):  # in place, and of new slots only
     slot = order[i]
     return jax.tree.map(
       lambda old, rows: jax.lax.dynamic_update_slice(

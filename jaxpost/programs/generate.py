@@ -145,13 +145,13 @@ def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger)
   return Program('prefill', prefill, ledger, slot_shardings(layout), flops=flops)
 
 
-def make_insert(layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+def make_insert(layout: Layout, ledger: Ledger) -> Program:
   """Makes the program insert(state, prefix, entry, run_key, step) -> state, which donates the state."""
 
   def insert(state, prefix, entry, run_key, step):
     source = jnp.maximum(entry.source, 0)
     cache = (
-      put_rows(state.cache, prefix.cache, entry.source >= 0, source, compute)
+      put_rows(state.cache, prefix.cache, entry.source >= 0, source)
       if entry.copies is None
       else put_pages(state.cache, prefix.cache, entry.copies)
     )
@@ -182,7 +182,7 @@ def enter(
   )
 
 
-def make_move(layout: Layout, compute: Compute, ledger: Ledger, *, paged: bool) -> Program:
+def make_move(layout: Layout, ledger: Ledger, *, paged: bool) -> Program:
   """move(state, source [S]) -> state, which is donated.
 
   Slot s takes what is in slot source[s], where that is not -1, and slots
@@ -192,7 +192,7 @@ def make_move(layout: Layout, compute: Compute, ledger: Ledger, *, paged: bool) 
   def move(state, source):
     new, slots = source >= 0, jnp.arange(len(source))
     source = jnp.maximum(source, 0)
-    cache = state.cache if paged else put_rows(state.cache, None, new, source, compute)
+    cache = state.cache if paged else put_rows(state.cache, None, new, source)
     rest = state.replace(cache=None)
     rest = jax.tree.map(lambda x: where(new, x[source], x), rest)
     taken = jnp.any(new & (source == slots[:, None]), axis=1)

@@ -207,7 +207,6 @@ def make_update(
   *,
   clip_norm: float,
   shardings: TrainState,
-  trial: bool = True,
 ) -> Program:
   """Makes the program update(state, batch [M, B, T], frozen) -> (state, metrics), which donates `state`.
 
@@ -219,9 +218,6 @@ def make_update(
   changes nothing either, as Adam's momentum would move the weights (`empty_updates`).
   A step whose scaled gradient overflows float16 halves the loss scale
   (`overflowed_updates`), and counts as skipped when the scale is at its minimum.
-
-  trial: the optimizer runs twice; only one bit of the first time is kept. Without it the new
-    state is beside the old one: more memory, less time where an optimizer multiplies matrices.
   """
   loss_fn = make_loss(model, objective, layout, compute)
 
@@ -243,7 +239,7 @@ def make_update(
 
       metrics |= routing_lib.metrics(routing)
     step = functools.partial(clipped_step, optimizer=optimizer, grads=grads, norm=norm, clip_norm=clip_norm)
-    finite, params, opt_state = _step_if_finite(state, step, finite, empty, trial)
+    finite, params, opt_state = _step_if_finite(state, step, finite, empty)
     metrics |= {
       'loss': loss,
       'grad_norm': norm,
@@ -275,14 +271,16 @@ def clipped_step(
 
 
 def _step_if_finite(
-  state: TrainState, step: Callable, finite: jax.Array, empty: jax.Array, trial: bool
+  state: TrainState, step: Callable, finite: jax.Array, empty: jax.Array
 ) -> tuple[jax.Array, Any, Any]:
-  """Returns (finite, params, opt_state): of `step(state)` if all of that is finite and the batch is not empty."""
+  """Returns (finite, params, opt_state): of `step(state)` if all of that is finite and the batch is not empty.
+
+  Elements are selected, so that XLA computes the new state in place of the old one; a
+  `lax.cond` would copy both on GPU, and wait there for the host.
+  """
   new = step(state)
   finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
   moves = finite & ~empty
-  if trial:
-    return finite, *jax.lax.cond(moves, step, lambda s: (s.params, loss_scale.unmoved(s.opt_state, finite)), state)
   old = state.params, loss_scale.unmoved(state.opt_state, finite)
   return finite, *jax.tree.map(functools.partial(jnp.where, moves), new, old)
 

@@ -70,8 +70,8 @@ class EnginePrograms:
     empty = generate.empty_state(model, slots, cache_shape, sampling, compute)
     self.init = Program('init_state', empty, ledger, generate.slot_shardings(layout))
     self.prefill = generate.make_prefill(model, layout, compute, ledger)
-    self.insert = generate.make_insert(layout, compute, ledger)
-    self.move = generate.make_move(layout, compute, ledger, paged=paged)
+    self.insert = generate.make_insert(layout, ledger)
+    self.move = generate.make_move(layout, ledger, paged=paged)
     self._decoders: dict[tuple[int, int], Program] = {}
     self._extenders: dict[int, Program] = {}
 

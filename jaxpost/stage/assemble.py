@@ -275,7 +275,6 @@ def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -
       ledger=placed.ledger,
       clip_norm=placed.config.optim.clip_norm or math.inf,
       shardings=shardings,
-      trial=placed.config.optim.name != 'muon',
     ),
     score_program=score.make_score(model, train, placed.compute, placed.ledger, temperature=objective.temperature),
     state=programs.make_state(params, optimizer, shardings, placed.ledger),

@@ -68,6 +68,11 @@ class PlacedStage:
     """The policy's model."""
     return self.inputs.model
 
+  @property
+  def decode_block(self) -> int:
+    """Tokens that the sampler decodes in each slot per dispatch."""
+    return self.config.rollout.block or self.compute.decode_block
+
 
 def place_stage(
   prepared: PreparedStage, devices: Sequence[jax.Device] | None = None, ledger: Ledger | None = None

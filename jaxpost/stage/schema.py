@@ -31,12 +31,15 @@ class ModelSection:
     '', 'Format of frozen matrices, such as the base of adapters (QLoRA).', choices=('', 'int8', 'nf4')
   )
   remat: str = option(
-    'none', 'Activations that the backward pass recomputes instead of storing them.', choices=('none', 'dots', 'full')
+    'auto',
+    'What the backward pass recomputes instead of storing it: none; dots, all but the results of projections and '
+    'attention; full, all but the input of each layer; auto: none on CPU, dots elsewhere.',
+    choices=('auto', 'none', 'dots', 'full'),
   )
   attention: str = option(
     'auto',
-    'Implementation of attention; auto: splash on TPU, chunked elsewhere.',
-    choices=('auto', 'chunked', 'reference', 'splash', 'cudnn'),
+    'Implementation of attention; auto: splash on TPU, cudnn on GPU, chunked on CPU and where those are wrong.',
+    choices=('auto', 'chunked', 'splash', 'cudnn'),
   )
 
 

@@ -37,7 +37,7 @@ class RolloutSection:
   cache_tokens: int = option(
     0, 'Tokens in all pages together; 0: half of what the slots would need without pages.', lo=0
   )
-  block: int = option(8, 'Tokens decoded in each slot per dispatch.', lo=1)
+  block: int = option(0, 'Tokens decoded in each slot per dispatch; 0: 8 on CPU, 32 elsewhere.', lo=0)
   staleness: int = option(
     0,
     'Updates that sampling may run ahead of training; 1: samples during the last update, '

@@ -1,0 +1,24 @@
+"""Attention by its definition, against which implementations are tested."""
+
+import jax.numpy as jnp
+
+from jaxpost.matmul import einsum
+from jaxpost.models.attention_xla import scale_queries, softcap, softmax
+from jaxpost.types import MASKED_LOGIT
+
+
+def reference(q, k, v, segment_ids, compute, branch_ids, positions, window, cfg, sinks=None):
+  """Attention by its definition, with all scores [B, H, T, T]."""
+  groups = q.shape[2] // k.shape[2]
+  k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+  scores = softcap(einsum('btnh,bsnh->bnts', scale_queries(q, cfg), k, compute.dtype), cfg)
+  number = jnp.arange(q.shape[1])
+  mask = segment_ids[:, :, None] == segment_ids[:, None]
+  mask &= number[:, None] >= number
+  back = positions[:, :, None] - positions[:, None]
+  mask &= (back < window) | (window == 0)
+  if branch_ids is not None:
+    shared = branch_ids[:, None] == 0
+    mask &= shared | (branch_ids[:, :, None] == branch_ids[:, None])
+  weights = softmax(jnp.where(mask[:, None], scores, MASKED_LOGIT), sinks if sinks is None else sinks[:, None, None])
+  return einsum('bnts,bsnh->btnh', weights, v, compute.dtype)
