@@ -1,0 +1,110 @@
+"""Settings of the documentation site.
+
+    pip install -e '.[docs]' && python -m sphinx -W -b html docs build/docs
+
+Notebooks are shown as they are stored; nothing is executed. `llms.txt` in the result
+lists all pages with one line each.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import jaxpost  # noqa: E402
+
+project, author, copyright = 'jaxpost', 'the jaxpost authors', 'the jaxpost authors'
+release = version = jaxpost.__version__
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+html_theme, html_title = 'furo', f'jaxpost {release}'
+
+smartquotes = False  # '' is a value
+myst_heading_anchors = 4
+nb_execution_mode = 'off'
+
+default_role = 'py:obj'  # `name` is code, and a link where the name is documented
+maximum_signature_line_length = 88
+add_module_names = False
+autodoc_default_options = {'members': True, 'member-order': 'bysource'}
+autodoc_preserve_defaults = True
+autodoc_typehints_format = 'short'
+napoleon_use_ivar = True
+
+_CODE = re.compile(r'(`+[^`]+`+)')
+_MARKUP = re.compile(r'[\\*|]|_(?!\w)')
+_ITEM = re.compile(r'[\w/, ]+: |\w+\(')  # `name: text`, or a call
+_SECTION = re.compile(r'(Args|Attributes|Raises|Returns|Yields):\n')
+_TITLE = re.compile(r' +[A-Z][\w-]* [\w -]*:')
+
+
+def read_docstring(app, what, name, obj, options, lines):
+  """Makes reST of a docstring: drawings and examples, lists of names, and no markup outside of `code`."""
+  blocks, in_section = [], False
+  for block in '\n'.join(lines).split('\n\n'):
+    block = block.strip('\n')
+    indented = all(line.startswith('  ') for line in block.split('\n'))
+    in_section = bool(_SECTION.match(block)) or in_section and indented
+    if in_section and _TITLE.fullmatch(block):  # the fields below it are a list of their own
+      blocks += [block.strip(), 'Attributes:']
+    elif indented and not in_section:
+      blocks += ['::', block]
+    else:
+      blocks.append(_paragraph(block))
+  lines[:] = '\n\n'.join(blocks).split('\n') + ['']
+
+
+def _paragraph(text):
+  """Escapes what reST would take for markup, and makes a list of lines that each begin with a name."""
+  parts = _CODE.split(text)
+  for n, part in enumerate(parts):
+    if n % 2 == 0:
+      part = _MARKUP.sub(r'\\\g<0>', part)
+      parts[n] = re.sub(r'^(?=\w)', r'\\ ', part) if n else part  # `name`s
+  lines = ''.join(parts).split('\n')
+  items = [line for line in lines if line[:1].strip()]
+  if len(items) > 1 and all(map(_ITEM.match, items)):
+    lines = [f'* {line}' if line in items else f'  {line}' for line in lines]
+  return '\n'.join(lines)
+
+
+def short_signature(app, what, name, obj, options, signature, annotation):
+  """A default that has no literal, such as <function f>, is written as `...`, so that lines can be broken."""
+  return signature and re.sub(r'<(?:[^<>]|<locals>)*>', '...', signature), annotation
+
+
+def copy_notebooks(app, config):
+  """Sphinx reads only what is below docs/: copies notebooks/ to docs/notebooks/, which git ignores."""
+  shutil.rmtree(ROOT / 'docs/notebooks', ignore_errors=True)
+  shutil.copytree(ROOT / 'notebooks', ROOT / 'docs/notebooks', ignore=shutil.ignore_patterns('.*'))
+
+
+def point_into_site(app, docname, source):
+  """Links of Markdown to files above docs/ that are pages of the site."""
+  source[0] = source[0].replace('](../notebooks/', '](notebooks/').replace('](../SECURITY.md', '](security.md')
+
+
+def write_llms_txt(app, error):
+  """Writes llms.txt: what the landing page and the API reference list; a page that is made of others by itself."""
+  if error or app.builder.name != 'html':
+    return
+  index, api = ((ROOT / 'docs' / name).read_text('utf-8') for name in ('index.md', 'api/index.md'))
+  text = index + '\n## API\n\n' + re.sub(r'^\| \[(.*)\]\((.*)\) \| (.*) \|$', r'* [\1](api/\2): \3', api, flags=re.M)
+  lines = ['# jaxpost', '', '> Post-training of large language models, native to JAX.']
+  for section, title, page, about in re.findall(r'^(?:## (.*)|\* \[(.*)\]\((?:\.\./)?(.*)\): (.*))$', text, re.M):
+    made = '```{' in (ROOT / 'docs' / page).read_text('utf-8') if page else False
+    where = str(pathlib.PurePosixPath(page).with_suffix('.html')) if made else f'_sources/{page}.txt'
+    lines += ['', f'## {section}', ''] if section else [f'- [{title}]({where}): {about}']
+  (pathlib.Path(app.outdir) / 'llms.txt').write_text('\n'.join(lines) + '\n', 'utf-8')
+
+
+def setup(app):
+  app.connect('autodoc-process-docstring', read_docstring, priority=100)  # before napoleon
+  app.connect('autodoc-process-signature', short_signature)
+  app.connect('config-inited', copy_notebooks)
+  app.connect('source-read', point_into_site)
+  app.connect('build-finished', write_llms_txt)
