@@ -32,7 +32,7 @@ class Compute:
       parts waste less computation on the padding of completions.
     head_elements: upper bound of logits (tokens x vocabulary) in memory.
     decode_block: tokens that a sampler decodes per dispatch (`rollout.block=0`).
-    row_writes: write a cache slot by slot: XLA:CPU's scatter copies it.
+    platform: 'cpu', 'gpu' or 'tpu', for what XLA does well on one of them only.
     group_block: rows of a group that are multiplied at a time.
     ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies
       every row by every matrix, as it does everywhere for the gradient of the
@@ -53,7 +53,7 @@ class Compute:
   micro_tokens: int = 2048
   head_elements: int = 2**25
   decode_block: int = 8
-  row_writes: bool = True
+  platform: str = 'cpu'
   group_block: int = 32
   ragged: bool = False
   attention: str = 'chunked'
@@ -88,7 +88,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') 
     micro_tokens=8192,
     head_elements=2**30,
     decode_block=32,
-    row_writes=False,
+    platform='tpu' if platform == 'tpu' else 'gpu',
     group_block=256,
     ragged=platform == 'tpu',
   )

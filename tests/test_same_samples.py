@@ -21,8 +21,8 @@ CASES = {
   'tensor=8': ('tensor=8', 8, dict(slots=8), None),
   'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
   'pages, tensor=2': ('tensor=2', 2, dict(slots=8, page_size=8), 2),
-  'as accelerators do': ('data=2', 2, dict(slots=6, row_writes=False), None),
-  'accelerator pages': ('data=1', 1, dict(slots=6, page_size=8, row_writes=False), None),
+  'as accelerators do': ('data=2', 2, dict(slots=6, platform='gpu'), None),
+  'accelerator pages': ('data=1', 1, dict(slots=6, page_size=8, platform='gpu'), None),
   'bfloat16': ('data=1', 1, dict(slots=5, dtype='bfloat16'), None),
 }
 
@@ -70,7 +70,7 @@ def main():
 
   def sample(mesh, devices, fields, order):
     fields = dict(fields)
-    compute = dataclasses.replace(tiny.EXACT, row_writes=fields.pop('row_writes', True))
+    compute = dataclasses.replace(tiny.EXACT, platform=fields.pop('platform', 'cpu'))
     if 'dtype' in fields:
       dtype = fields.pop('dtype')
       compute = dataclasses.replace(compute, dtype=dtype, cache=dtype)

@@ -133,8 +133,8 @@ def talk(answers, turns=3):
     dict(page_size=8),
     dict(slots=9, page_size=8),
     dict(slots=9, page_size=8, cache_tokens=176),
-    dict(slots=9, row_writes=False),
-    dict(slots=9, page_size=8, row_writes=False),
+    dict(slots=9, platform='gpu'),
+    dict(slots=9, page_size=8, platform='gpu'),
     dict(slots=9, window=5),
   ],
   ids=str,
@@ -142,7 +142,7 @@ def talk(answers, turns=3):
 def test_a_conversation_keeps_its_cache(model, params, fields):
   """The same samples as when every turn is read from its beginning."""
   fields = dict(fields)
-  compute = dataclasses.replace(tiny.EXACT, row_writes=fields.pop('row_writes', True))
+  compute = dataclasses.replace(tiny.EXACT, platform=fields.pop('platform', 'cpu'))
   if 'window' in fields:
     model = model_lib.build(dataclasses.replace(model.config, layer_windows=(fields.pop('window'), 0)))
   random = np.random.RandomState(2)

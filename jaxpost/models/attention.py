@@ -193,7 +193,7 @@ def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
   if not one_by_one:
     out = jax.tree.map(lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
     return out.replace(table=table)
-  # XLA:CPU's scatter copies the cache; slices are updated in place.
+  # The scatter copies the cache on CPU, and its layout on TPU; slices are updated in place.
   each = steps if table is not None else 1
 
   def write(i, cache):

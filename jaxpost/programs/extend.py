@@ -40,7 +40,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
   in the pages of `table` [S, n]; attention reads `read` entries. It donates the
   state.
   """
-  read_new = _one_by_one if compute.row_writes and layout.batch_shards == 1 else _together
+  read_new = _one_by_one if compute.platform == 'cpu' and layout.batch_shards == 1 else _together
 
   def hidden_of(weights, cache, more):
     steps = more.tokens.shape[1]

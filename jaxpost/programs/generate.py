@@ -307,7 +307,8 @@ def _block(
     top=drawn.top,
     experts=routing.recorded(recent.experts),
   )
-  cache = extend(state.cache.replace(table=table), stored(recent.replace(experts=())), filled, compute.row_writes)
+  by_slot = compute.platform != 'gpu'
+  cache = extend(state.cache.replace(table=table), stored(recent.replace(experts=())), filled, by_slot)
   return rest.replace(cache=cache.replace(table=None)), block
 
 

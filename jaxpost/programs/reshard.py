@@ -70,7 +70,7 @@ class Reshard:
     self._fused = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
     self._sources = {name: WeightSource(name, p) for name, p in self._table.items() if name not in STACKS}
     # XLA:CPU converts a whole tied bfloat16 table to float32 to look up a few rows.
-    if compute.row_writes and model.config.tie_embeddings and compute.dtype == 'bfloat16':
+    if compute.platform == 'cpu' and model.config.tie_embeddings and compute.dtype == 'bfloat16':
       self._sources['embed'] = WeightSource('embed', None)
       self._sources['head'] = WeightSource('embed', model.table['embed'])
       self._shardings['head'] = self._shardings['embed']
