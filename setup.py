@@ -87,7 +87,7 @@ setuptools.setup(
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
   package_data={
     'jaxpost': [
-      'hardware/gpu_target.pbtxt',
+      'planning/gpu_target.pbtxt',
       'monitor/report.css',
       'monitor/report.html.jinja',
       'stage/field_names.toml',

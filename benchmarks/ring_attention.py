@@ -124,16 +124,16 @@ def programs(layout, tokens, computes, cfg):
 
 def described():
   """Prints the bytes and cycles of the programs, compiled for described chips."""
-  from jaxpost.hardware import chips
+  from jaxpost.planning import machines
 
-  topology = chips.parse(_TOPOLOGY.value)
-  chips.set_environment(topology)
+  topology = machines.parse(_TOPOLOGY.value)
+  machines.set_environment(topology)
   from jaxpost.distributed import mesh
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
   from jaxpost.planning import cost
 
-  devices = chips.devices(topology)
+  devices = machines.devices(topology)
   layout = mesh.make_layout(f'context={len(devices)}', 'train', devices=devices)
   cfg = presets.PRESETS['llama3_8b']
   ways = {'gathered': 'chunked', 'gathered, splash': 'splash'}

@@ -38,10 +38,10 @@ def main(argv):
   """Plans each stage, or searches for its mesh, and prints the tables."""
   del argv
   logging.getLogger().setLevel(logging.ERROR)
-  from jaxpost.hardware import chips
+  from jaxpost.planning import machines
 
-  topology = chips.parse(_TOPOLOGY.value, _SLICES.value)
-  chips.set_environment(topology)
+  topology = machines.parse(_TOPOLOGY.value, _SLICES.value)
+  machines.set_environment(topology)
   import rich.console
 
   from jaxpost.monitor import program_table

@@ -736,9 +736,9 @@ def needs(package, extra):
 
 _UPDATE = r"""
 import json, re, sys
-from jaxpost.hardware import chips
-top = chips.parse(sys.argv[1])
-chips.set_environment(top)
+from jaxpost.planning import machines
+top = machines.parse(sys.argv[1])
+machines.set_environment(top)
 from jaxpost.planning import aot, dry_run
 import dataclasses
 import jaxpost.models.model as model_lib

@@ -17,6 +17,7 @@ import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.planning import auto, dry_run, search, stage
 from jaxpost.hardware import chips
+from jaxpost.planning import machines
 work = pathlib.Path(sys.argv[1])
 model = tiny.folder(work / 'model')
 config = tiny.grpo_config(model, mesh=dict(train='auto', rollout='auto'),
@@ -26,7 +27,7 @@ out = {}
 def pretend(memory, link=1e8):
   """Devices of known speed: products cost nothing, the network all."""
   chip = chips.Chip('cpu', 1e15, memory, 1e15, link, link)
-  chips.of_kind = lambda kind: chip
+  machines.of_kind = lambda kind: chip
 
 def run(name):
   console = rich.console.Console(record=True, width=200, quiet=False,
@@ -37,7 +38,7 @@ def run(name):
 
 out['unknown'] = run('unknown')
 pretend(1e12)
-here = chips.here(jax.devices())
+here = machines.here(jax.devices())
 p, = dry_run.prepare_all(config)
 q = search.vary(p, {'mesh.rollout': 'data=-1'})
 plans = {m: stage.plan(search.vary(q, {'mesh.train': m}),
@@ -56,7 +57,7 @@ least = min(out['bytes'].values())
 for memory in (out['bytes'][slow] - 1, least - 1):
   pretend(memory)
   try:
-    out[str(memory)] = auto.choose(p, chips.here(jax.devices()), print)
+    out[str(memory)] = auto.choose(p, machines.here(jax.devices()), print)
   except InputError as error:
     out[str(memory)] = str(error)
 pretend(1e12)
@@ -68,7 +69,7 @@ def knows_not_all(p, settings, *rest):
   return plan(p, settings, *rest)
 
 auto._plan = knows_not_all
-auto.choose(p, chips.here(jax.devices()), notes.append)
+auto.choose(p, machines.here(jax.devices()), notes.append)
 out['notes'] = notes
 print(json.dumps(out))
 '''

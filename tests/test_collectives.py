@@ -30,10 +30,10 @@ presets.PRESETS['moe'] = dataclasses.replace(
     presets.PRESETS['wide'], family='qwen3_moe',
     experts=presets.Experts(8, 2, 256))
 from jaxpost.planning import aot, cost, dry_run
-from jaxpost.hardware import chips
+from jaxpost.planning import machines
 
 topology, dtype, jobs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-chips.set_environment(chips.parse(topology))
+machines.set_environment(machines.parse(topology))
 import jax
 
 look = aot.look
@@ -90,7 +90,7 @@ for train, rollout, preset, *score in jobs:
       rl=dict(kl_coef=0.1 if score else 0.0),
       rollout=dict(prompts=16, max_prompt_length=64, max_new_tokens=16),
       train=dict(batch_size=16, row_length=0 if rollout else 512)))
-  compiled = aot.compile_stage(p, chips.parse(topology), programs)
+  compiled = aot.compile_stage(p, machines.parse(topology), programs)
   said = dict(least={}, found={}, unknown=[], copies={})
   for row in compiled.rows:  # a reshard is several programs
     said['unknown'] += row['totals'].unknown
@@ -221,9 +221,9 @@ def test_an_update_for_described_chips(topology, job):
 
 LOOPS = r"""
 import json, sys
-from jaxpost.hardware import chips
-topology = chips.parse('cpu:8')
-chips.set_environment(topology)
+from jaxpost.planning import machines
+topology = machines.parse('cpu:8')
+machines.set_environment(topology)
 from jaxpost.planning import aot, dry_run, hlo
 out, texts, count = {}, [], aot.cost.count
 aot.cost.count = lambda *args: (texts.append(args[0]), count(*args))[1]

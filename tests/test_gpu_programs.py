@@ -42,13 +42,13 @@ ATTEND = {
 DRIVER = """
 import dataclasses, importlib, json, math, re, sys
 
-from jaxpost.hardware import chips
+from jaxpost.planning import machines
 from jaxpost.models import presets
 from jaxpost.planning import aot, cost, dry_run
 
 name, gpus, mesh, over = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
-topology = chips.parse(f'h200:1x{gpus // 8}x8')
-chips.set_environment(topology)
+topology = machines.parse(f'h200:1x{gpus // 8}x8')
+machines.set_environment(topology)
 presets.PRESETS['qwen3_1_7b'] = dataclasses.replace(
     presets.PRESETS['qwen3_1_7b'], num_layers=2)
 config = importlib.import_module(f'configs.{name}').get_config()

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxpost.errors import InputError
 from jaxpost.types import Batch
 
 # Programs that run while the sampler's weights and cache are there.
@@ -46,7 +47,7 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
   """Returns {program: most bytes in use while it runs}; 'peak' is the largest of them.
 
   Args:
-    rows: of a `compile.Ledger`, of programs on the same devices.
+    rows: of a `compile.Ledger`, of programs on the same devices. Each gets 'in_use_bytes'.
     held: parameters, optimizer states and frozen models, which stay.
     offloaded: bytes of `held` that are in host memory while sampling.
     sampler: its weights and cache, except what is in `held`; 0: it has other devices.
@@ -58,10 +59,10 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
   out = {}
   for row in rows:
     name = row['program']
-    if name in START:
-      continue
     more = row['temp_bytes']
-    if name in SAMPLING:
+    if name in START:
+      more += row['argument_bytes'] + row['output_bytes'] - row['alias_bytes']
+    elif name in SAMPLING:
       more += held - offloaded + sampler + prefix
       # The outputs of the others are counted in `sampler` and `prefix`.
       if name == 'reshard':
@@ -71,8 +72,22 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
     else:
       more += held + row['batch_bytes'] + row['output_bytes'] - row['alias_bytes']
       more += sampler if overlap else 0
-    out[name] = max(out.get(name, 0), more)
+    row['in_use_bytes'] = more
+    if name not in START:
+      out[name] = max(out.get(name, 0), more)
   return out | {'peak': max(out.values(), default=held)}
+
+
+def check_fits(predicted: dict[str, int], device: jax.Device) -> None:
+  """Raises InputError if programs need more than an accelerator has; `predicted` is of `predict`."""
+  limit = (device.memory_stats() or {}).get('bytes_limit')
+  name = max(predicted, key=lambda k: (predicted[k], k != 'peak'))
+  if limit and predicted[name] > limit:
+    raise InputError(
+      f'{name} needs {predicted[name] / 2**30:.1f} GiB of memory, of which a device ({device.device_kind}) has '
+      f'{limit / 2**30:.1f}; take config.model.remat=full, a smaller config.train.micro_batch_size or '
+      'config.rollout.slots, or more devices: launch.plan --search finds what fits'
+    )
 
 
 @dataclasses.dataclass(frozen=True)

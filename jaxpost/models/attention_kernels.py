@@ -206,9 +206,8 @@ def splash(
   shape = q.shape[1], k.shape[1]
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (masks.CausalMask(shape))
   mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
-  sizes = lib.BlockSizes(
-    **dict.fromkeys([f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')], block)
-  )
+  blocks = [f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')]
+  sizes = lib.BlockSizes(**dict.fromkeys(blocks, block))
   kernel = lib.make_splash_mha(
     masks.MultiHeadMask([mask] * q.shape[2]),
     block_sizes=sizes,

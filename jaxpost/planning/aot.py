@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpost.hardware import chips, memory
+from jaxpost.hardware import memory
 from jaxpost.losses import head_chunk
 from jaxpost.models import context_parallel
-from jaxpost.planning import cost, traffic_bound
+from jaxpost.planning import cost, machines, traffic_bound
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
 from jaxpost.stage import assemble, load_weights, place, precompile
@@ -25,7 +25,6 @@ from jaxpost.types import Batch, Cache, TrainState
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.roles import Roles
   from jaxpost.stage.records import PreparedStage
 
 SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
@@ -33,17 +32,13 @@ SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 
 @dataclasses.dataclass
 class Compiled:
-  """A stage whose programs are compiled.
-
-  rows: of the ledger, one per program, each with 'held': bytes of what stays on its
-    devices from step to step.
-  """
+  """A stage whose programs are compiled; `rows` of the ledger, one per program."""
 
   placed: place.PlacedStage
   rows: list[dict]
 
 
-def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple[str, ...] = ()) -> Compiled:
+def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tuple[str, ...] = ()) -> Compiled:
   """Compiles what a run of this stage would compile before its first step.
 
   Args:
@@ -51,27 +46,14 @@ def compile_stage(prepared: PreparedStage, topology: chips.Topology, only: tuple
     topology: the described machine.
     only: names of the programs to compile; (): all.
   """
-  ledger = Ledger(dry=True, options=chips.compiler_options(topology), only=only)
-  placed = place.place_stage(prepared, chips.devices(topology), ledger)
+  ledger = Ledger(dry=True, options=machines.compiler_options(topology), only=only)
+  placed = place.place_stage(prepared, machines.devices(topology), ledger)
   ledger.look = functools.partial(look, placed)
   params = load_weights.described(placed.model, placed.train, placed.config.model.param_dtype)
   roles, _, engine = assemble.make_parts(placed, params)
   evaluator = assemble.make_evaluator(placed, engine)
   precompile.compile_all(placed, roles, engine, evaluator)
-  for row in ledger.rows:
-    row['held'] = held_on(row['mesh'].devices.flat[0], roles)
   return Compiled(placed, ledger.rows)
-
-
-def held_on(device: jax.Device, roles: Roles) -> dict[str, int]:
-  """Returns bytes on a device, by purpose, of what stays there from step to step."""
-  held = collections.Counter()
-  for role in roles.trainable.values():
-    held.update(parts(role.state, device))
-  for role in (roles.reference, roles.reward_model, *roles.teachers):
-    if role:
-      held.update(frozen=memory.size(role.params, device))
-  return dict(held)
 
 
 def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, args: Sequence[Any], times: int) -> dict:
@@ -108,7 +90,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
   totals = cost.count(compiled.as_text(), iterations, sent_share)
   found = collections.Counter()
   for arg in args:
-    found.update(parts(arg))
+    found.update(_parts(arg))
   analysis = compiled.cost_analysis()
   return dict(
     arguments=dict(found),
@@ -140,10 +122,10 @@ def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
   return -(-tokens * experts.top_k // placed.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 
 
-def parts(arg: Any, device: jax.Device | None = None) -> dict[str, int]:
-  """Returns bytes of an argument on a device, by purpose; with `device`, only of state that it holds."""
+def _parts(arg: Any) -> dict[str, int]:
+  """Returns bytes of an argument on a device, by purpose."""
   if isinstance(arg, TrainState):
-    return dict(parameters=memory.size(arg.params, device), optimizer=memory.size(arg.opt_state, device))
+    return dict(parameters=memory.size(arg.params), optimizer=memory.size(arg.opt_state))
   if isinstance(arg, (DecodeState, Prefix)):
     cache = memory.size(arg.cache)
     return dict(kv_cache=cache, other=memory.size(arg) - cache)

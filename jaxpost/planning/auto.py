@@ -12,8 +12,7 @@ import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.hardware import chips
-from jaxpost.planning import dry_run, meshes, search, stage
+from jaxpost.planning import dry_run, machines, meshes, search, stage
 from jaxpost.stage import batch_shape
 from jaxpost.stage.records import PreparedStage
 
@@ -28,12 +27,12 @@ def resolve(prepared: list[PreparedStage], raw: dict, note: Callable[[str], None
     raw: the config that the stages are of.
     note: (text) -> prints it for people.
   """
-  here = chips.here(jax.devices())
+  here = machines.here(jax.devices())
   shapes = {p.name: p for p in dry_run.prepare_all(raw)}
   return [search.vary(p, coordination.broadcast(choose(shapes[p.name], here, note))) for p in prepared]
 
 
-def choose(p: PreparedStage, topology: chips.Topology, note: Callable[[str], None]) -> dict[str, str]:
+def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], None]) -> dict[str, str]:
   """Returns {'mesh.train': mesh, 'mesh.rollout': mesh}, those of them that are 'auto' in the config.
 
   Args:
@@ -55,7 +54,7 @@ def choose(p: PreparedStage, topology: chips.Topology, note: Callable[[str], Non
   return found
 
 
-def _train(p: PreparedStage, topology: chips.Topology, note: Callable) -> str:
+def _train(p: PreparedStage, topology: machines.Topology, note: Callable) -> str:
   found = list(meshes.training(p.inputs, topology, fixed=True))
   if not found:
     # Raises the error that names what does not divide.
@@ -85,7 +84,7 @@ def _train(p: PreparedStage, topology: chips.Topology, note: Callable) -> str:
   return min(times, key=times.get)
 
 
-def _rollout(p: PreparedStage, topology: chips.Topology) -> str:
+def _rollout(p: PreparedStage, topology: machines.Topology) -> str:
   """Returns the mesh that splits the sampler's weights least and fits."""
   found = meshes.sampling(p.inputs, topology)
   if not p.inputs.algorithm.on_policy or not topology.chip.memory:
@@ -98,5 +97,5 @@ def _rollout(p: PreparedStage, topology: chips.Topology) -> str:
   )
 
 
-def _plan(p: PreparedStage, settings: dict, topology: chips.Topology, program: str) -> dict:
+def _plan(p: PreparedStage, settings: dict, topology: machines.Topology, program: str) -> dict:
   return stage.plan(search.vary(p, settings), stage.Options(topology, (program,)))

@@ -21,7 +21,7 @@ from jaxpost.planning import traffic_bound
 from jaxpost.stage import batch_shape
 
 if TYPE_CHECKING:
-  from jaxpost.hardware import chips
+  from jaxpost.planning import machines
   from jaxpost.stage.records import Inputs
 
 _TENSOR = (1, 2, 4, 8)
@@ -32,12 +32,12 @@ _MORE = 6  # meshes besides `fsdp` and `tensor`
 _STATE = 3  # copies of what is trained: itself and Adam's moments
 
 
-def train_devices(inputs: Inputs, topology: chips.Topology) -> int:
+def train_devices(inputs: Inputs, topology: machines.Topology) -> int:
   mesh = inputs.config.mesh
   return topology.devices - mesh.rollout_devices - mesh.score_devices
 
 
-def rollout_devices(inputs: Inputs, topology: chips.Topology) -> int:
+def rollout_devices(inputs: Inputs, topology: machines.Topology) -> int:
   return inputs.config.mesh.rollout_devices or train_devices(inputs, topology)
 
 
@@ -48,12 +48,12 @@ def tensors(inputs: Inputs, devices: int) -> list[int]:
   return [t for t in _TENSOR if devices % t == 0 and cfg.num_heads % t == 0 and size % t == 0]
 
 
-def sampling(inputs: Inputs, topology: chips.Topology) -> list[str]:
+def sampling(inputs: Inputs, topology: machines.Topology) -> list[str]:
   """Meshes of the sampler, the least split of its weights first."""
   return ['data=-1' + (f',tensor={t}' if t > 1 else '') for t in tensors(inputs, rollout_devices(inputs, topology))]
 
 
-def training(inputs: Inputs, topology: chips.Topology, fixed: bool) -> dict[str, int]:
+def training(inputs: Inputs, topology: machines.Topology, fixed: bool) -> dict[str, int]:
   """{mesh: batch shards} of those to compile an update for.
 
   Args:
@@ -77,7 +77,7 @@ def training(inputs: Inputs, topology: chips.Topology, fixed: bool) -> dict[str,
   return plain | {_spell(sizes): shards for sizes, shards in _few(more)}
 
 
-def _all(inputs: Inputs, topology: chips.Topology, devices: int):
+def _all(inputs: Inputs, topology: machines.Topology, devices: int):
   """The sizes of every mesh that splits the model evenly."""
   cfg = inputs.model.config
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
@@ -124,7 +124,7 @@ def _few(found: list) -> list:
   return [(sizes, shards) for *_, sizes, shards in ranked[:_MORE]]
 
 
-def _seconds_a_token(inputs: Inputs, topology: chips.Topology, sizes: dict, shape: tuple) -> float | None:
+def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, shape: tuple) -> float | None:
   """Seconds per token by the lower bound on the traffic of an update; None where its state does not fit."""
   m, chip = inputs.config.model, topology.chip
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))

@@ -19,8 +19,7 @@ import numpy as np
 
 from jaxpost.distributed import transfer
 from jaxpost.hardware import chips
-from jaxpost.hardware import memory as memory_lib
-from jaxpost.planning import aot, cost
+from jaxpost.planning import aot, cost, machines
 
 if TYPE_CHECKING:
   from collections.abc import Mapping
@@ -77,20 +76,12 @@ def step_of(placed: PlacedStage) -> Step:
   return Step(calls, total * longest, total * r.max_new_tokens)
 
 
-def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
+def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
   """Returns one JSON-able object for each program."""
   placed = compiled.placed
   step = step_of(placed)
-  sampler = max((r['argument_bytes'] for r in compiled.rows if r['program'] == 'generate'), default=0)
-  moved = sum(r['output_bytes'] * r['calls_per_step'] for r in compiled.rows if r['program'] == 'reshard')
   out = []
   for row in compiled.rows:
-    beside = 0
-    if _shared(row['mesh'], placed.rollout.mesh):
-      if placed.config.rollout.staleness > 0:  # sampling goes on meanwhile
-        beside = sampler
-    elif row['program'] == 'reshard':  # the other weights wait here for their transfer
-      beside = moved - row['output_bytes']
     out.append(
       dict(
         program=row['program'],
@@ -99,7 +90,7 @@ def programs(compiled: aot.Compiled, topology: chips.Topology) -> list[dict]:
         runs_on=_runs_on(placed, row['mesh']),
         calls=_calls(row, compiled.rows, step),
         compile_s=row['compile_s'],
-        **memory(row, row['held'], sampler=sampler, chip=topology.chip, beside=beside),
+        **memory(row, topology.chip),
         **work(
           row,
           row['mesh'],
@@ -126,7 +117,7 @@ def _runs_on(placed: PlacedStage, mesh: jax.sharding.Mesh) -> str:
   return next(name for name in ('train', 'rollout', 'score') if _shared(mesh, vars(placed)[name].mesh))
 
 
-def _handed_over(placed: PlacedStage, row: dict, topology: chips.Topology) -> dict:
+def _handed_over(placed: PlacedStage, row: dict, topology: machines.Topology) -> dict:
   """Returns the bytes that a training device sends to the sampling devices after a reshard."""
   ours = placed.train.mesh
   theirs = placed.rollout.mesh
@@ -143,17 +134,11 @@ def _shared(mesh: jax.sharding.Mesh, other: jax.sharding.Mesh) -> bool:
   return mesh.devices.flat[0] in set(other.devices.flat)
 
 
-def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 0) -> dict:
-  """Returns the memory of a program by purpose, and whether it fits beside what stays on its devices.
+def memory(row: dict, chip: chips.Chip) -> dict:
+  """Returns the memory in use while a program runs, by purpose, and whether it fits; `hardware.memory` has the sum.
 
-  Args:
-    row: of `aot.Compiled`.
-    held: {purpose: bytes} of what stays on the devices from step to step.
-    sampler: bytes of the sampler's weights and state.
-    chip: with its memory.
-    beside: bytes of what else is there at the same time.
+  row: of `aot.Compiled`.
   """
-  name = row['program']
   given = row['arguments']
   out = dict(
     parameters=given.get('parameters', 0),
@@ -163,22 +148,16 @@ def memory(row: dict, held: dict, sampler: int, chip: chips.Chip, beside: int = 
     other=given.get('other', 0),
     outputs=row['output_bytes'] - row['alias_bytes'],
     temporaries=row['temp_bytes'],
-    elsewhere=0,
   )
-  if name not in memory_lib.START:
-    stays = sum(held.values())
-    if name in aot.SAMPLING:  # beside the sampler's copy of the weights and its slots
-      out['elsewhere'] = stays + max(0, sampler - row['argument_bytes'])
-    else:
-      own = given.get('parameters', 0) + given.get('optimizer', 0)
-      out['elsewhere'] = max(0, stays - own) + beside
-  out['total'] = row['argument_bytes'] + out['outputs'] + row['temp_bytes'] + out['elsewhere']
+  own = row['argument_bytes'] + out['outputs'] + row['temp_bytes']
+  out['elsewhere'] = max(0, row['in_use_bytes'] - own)
+  out['total'] = own + out['elsewhere']
   fits = out['total'] <= chip.memory if chip.memory else None
   return dict(fits=fits, free_bytes=int(chip.memory - out['total']) if chip.memory else None, bytes_per_chip=out)
 
 
 def work(
-  row: dict, mesh: jax.sharding.Mesh, topology: chips.Topology, hosts: Mapping[int, int], handed: dict | None = None
+  row: dict, mesh: jax.sharding.Mesh, topology: machines.Topology, hosts: Mapping[int, int], handed: dict | None = None
 ) -> dict:
   """Returns FLOPs, bytes, seconds and the share of the peak of a program.
 
@@ -231,7 +210,7 @@ def work(
   )
 
 
-def host_of(topology: chips.Topology, mesh: jax.sharding.Mesh) -> list[tuple[int, int]]:
+def host_of(topology: machines.Topology, mesh: jax.sharding.Mesh) -> list[tuple[int, int]]:
   """Returns (position in the mesh, host or slice: devices of one share a fast network)."""
   devices = mesh.devices.flat
   if topology.gpu:
@@ -266,7 +245,7 @@ def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
   return alone + max(phases.values(), default=0.0)
 
 
-def summary(placed: PlacedStage, topology: chips.Topology, rows: list, price: float) -> dict:
+def summary(placed: PlacedStage, topology: machines.Topology, rows: list, price: float) -> dict:
   """Returns seconds a step, rates and cost, with and without overlap, and by XLA; price: USD per chip-hour."""
   step = step_of(placed)
   out = {}

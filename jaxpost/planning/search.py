@@ -17,9 +17,8 @@ import rich.console
 import rich.table
 
 from jaxpost.errors import InputError
-from jaxpost.hardware import chips
 from jaxpost.monitor.program_table import console_table
-from jaxpost.planning import dry_run, meshes, stage, tables
+from jaxpost.planning import dry_run, machines, meshes, stage, tables
 
 if TYPE_CHECKING:
   from jaxpost.stage.records import PreparedStage
@@ -58,7 +57,7 @@ def search(
   if not options.topology.chip.memory:
     raise InputError(
       f'--search: {options.topology.text}: only chips of known speed and '
-      f'memory can be ranked; for example {chips.EXAMPLES}'
+      f'memory can be ranked; for example {machines.EXAMPLES}'
     )
   for p in dry_run.prepare_all(raw, options.stage):
     p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace('auto', 'data=-1')})

@@ -10,7 +10,7 @@ from jaxpost.models import transformer
 from jaxpost.planning import aot, roofline
 
 if TYPE_CHECKING:
-  from jaxpost.hardware import chips
+  from jaxpost.planning import machines
   from jaxpost.stage.records import PreparedStage
 
 
@@ -21,7 +21,7 @@ class Options:
   only: names of the programs to plan; (): all. price: USD per chip-hour.
   """
 
-  topology: chips.Topology
+  topology: machines.Topology
   only: tuple = ()
   price: float = 0.0
   stage: str = ''

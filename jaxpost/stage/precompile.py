@@ -26,7 +26,7 @@ if typing.TYPE_CHECKING:
 def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> memory.Memory:
   """Predicts the memory that the compiled programs of a stage will need."""
   offload = placed.config.rollout.offload
-  if offload and not memory.can_offload(placed.train.mesh.local_devices[0]):
+  if offload and not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
     raise InputError(
       'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
     )
@@ -47,6 +47,8 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) ->
       *(memory.size(x, device) for x in (held, offloaded, own)),
       overlap=placed.config.rollout.staleness > 0,
     )
+    if not placed.ledger.dry:
+      memory.check_fits(found, (mesh.local_devices or jax.local_devices())[0])
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
 

@@ -1,0 +1,152 @@
+"""`--topology=NAME`: machines as described devices that need not be there."""
+
+import dataclasses
+import difflib
+import math
+import os
+import pathlib
+import re
+
+from jaxpost.errors import InputError
+from jaxpost.hardware.chips import CHIPS, Chip, of_kind
+
+# GPUs that a described cluster may have: those of one generation, whose compiler target is known.
+GPUS = ('h100', 'h200')
+# Describes a GPU that is not there to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
+_TARGET = pathlib.Path(__file__).with_name('gpu_target.pbtxt')
+EXAMPLES = 'v5p:8x8x8, v6e:16x16 (TPU), h200:1x8x8 (slices x hosts x GPUs), cpu'
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A described machine.
+
+  size: chips along each dimension; of GPUs slices, hosts, GPUs a host.
+  owned: the devices of this process, if the machine is real.
+  """
+
+  text: str
+  name: str
+  chip: Chip
+  size: tuple[int, ...]
+  slices: int = 1
+  owned: tuple = ()
+
+  @property
+  def chips(self) -> int:
+    return math.prod(self.size) * self.slices
+
+  @property
+  def devices(self) -> int:
+    """Number of devices that JAX shows; of owned chips, each device was counted as one."""
+    return len(self.owned) or self.chips * self.chip.devices
+
+  @property
+  def gpu(self) -> bool:
+    return self.name in GPUS
+
+  @property
+  def local(self) -> bool:
+    return self.name == 'cpu'
+
+
+def here(devices: list) -> Topology:
+  """Returns the machine that these devices belong to; of an unknown chip, only its memory."""
+  kind, stats = devices[0].device_kind, devices[0].memory_stats()
+  chip = of_kind(kind) or Chip(kind, 0.0)
+  if stats:
+    chip = dataclasses.replace(chip, memory=stats.get('bytes_limit', chip.memory))
+  name = next((name for name, known in CHIPS.items() if known.kind == chip.kind), 'cpu')
+  slices = {d.slice_index for d in devices if d.platform == 'tpu'}
+  count = max(1, len(slices))
+  return Topology(f'{len(devices)} x {kind}', name, chip, (len(devices) // count,), count, owned=tuple(devices))
+
+
+def parse(text: str, slices: int = 1) -> Topology:
+  """Parses 'v6e:16x16'; InputError with a suggestion otherwise."""
+  name, _, size = text.partition(':')
+  known = [n for n, c in CHIPS.items() if c.largest] + [*GPUS, 'cpu']
+  if name not in known:
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    raise InputError(
+      f'--topology: {text!r}: there is no chip {name!r}; '
+      + (f'did you mean {near[0]!r}? ' if near else '')
+      + f'known: {", ".join(known)}; for example {EXAMPLES}'
+    )
+  if name == 'cpu':
+    if size and not re.fullmatch('[1-9][0-9]*', size) or slices != 1:
+      raise InputError(f'--topology: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
+    return Topology(text, name, Chip('cpu', 0.0), (int(size or 1),))
+  chip = CHIPS[name]
+  wanted = 3 if name in GPUS else len(chip.largest)
+  if not re.fullmatch('x'.join(['[1-9][0-9]*'] * wanted), size):
+    what = {2: '16x16', 3: '8x8x8'}[wanted] if name not in GPUS else ('1x8x8: slices x hosts x GPUs of a host')
+    raise InputError(f'--topology: {text!r}: a size of {name} has {wanted} numbers; write for example {name}:{what}')
+  numbers = tuple(int(n) for n in size.split('x'))
+  if name in GPUS:
+    if slices != 1:
+      raise InputError(f'--slices: of GPUs they are the first number of --topology, as in {name}:{slices}x8x8')
+    return Topology(text, name, chip, numbers)
+  if math.prod(numbers) > math.prod(chip.largest):
+    raise InputError(
+      f'--topology: {text!r}: the largest slice of {name} is '
+      f'{"x".join(map(str, chip.largest))}; --slices=N joins several'
+    )
+  return Topology(text, name, chip, numbers, slices)
+
+
+def set_environment(topology: Topology) -> None:
+  """Sets the environment for described devices; call it before JAX starts, which then touches no accelerator."""
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  os.environ['TPU_SKIP_MDS_QUERY'] = '1'
+  os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # several plans at a time
+  for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL', 'TPU_MIN_LOG_LEVEL'):
+    os.environ.setdefault(name, '3')
+  if not topology.local:  # what was compiled could not be loaded here
+    os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
+  if topology.local and topology.chips > 1:
+    os.environ['XLA_FLAGS'] = (
+      os.environ.get('XLA_FLAGS', '') + f' --xla_force_host_platform_device_count={topology.chips}'
+    )
+
+
+def devices(topology: Topology) -> list:
+  """Returns the devices as JAX describes them to its compilers."""
+  import jax  # after `set_environment`
+
+  if topology.owned:
+    return list(topology.owned)
+  if topology.local:
+    found = jax.devices('cpu')
+    if len(found) < topology.chips:
+      raise InputError(
+        f'--topology: {topology.text}: JAX has started with {len(found)} '
+        'devices; the command sets their number, a notebook cannot'
+      )
+    return found[: topology.chips]
+  from jax.experimental import topologies
+
+  chip, size = topology.chip, 'x'.join(map(str, topology.size))
+  try:
+    if topology.gpu:
+      target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
+      return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
+    more = {'num_slices': topology.slices} if topology.slices > 1 else {}
+    if topology.name == 'v4':  # both cores of a chip as one device
+      more['chip_config_name'] = 'megacore'
+    return topologies.get_topology_desc(topology.text, 'tpu', **more).devices
+  except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
+    lacks = 'jax[cuda13]' if topology.gpu else 'jax[tpu]'
+    reason = str(e).splitlines()[0]
+    hint = (
+      f'choose another size ({EXAMPLES})'
+      if 'INVALID' in reason
+      else (f"the compiler comes with pip install '{lacks}'; it needs no device")
+    )
+    raise InputError(f'--topology: {topology.text}: {reason}; {hint}') from e
+
+
+def compiler_options(topology: Topology) -> dict | None:
+  """Returns compiler options where there is no device to autotune on; None elsewhere."""
+  without = topology.gpu and not topology.owned
+  return {'xla_gpu_autotune_level': 0} if without else None
