@@ -16,7 +16,7 @@ from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError
 from jaxpost.hardware import host
-from jaxpost.models import lora
+from jaxpost.models import partition
 from jaxpost.monitor import metrics, program_table
 from jaxpost.stage import assemble, consistency, load_weights, place, prepare, sources
 from jaxpost.stage import config as config_lib
@@ -212,7 +212,7 @@ def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict
   if params is None or placed.inputs.sources['policy'].stage != before.name:
     return initial_params(placed, workdir)
   config = placed.config
-  return lora.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
+  return partition.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
 
 
 def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:

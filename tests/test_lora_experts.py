@@ -16,7 +16,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, peft
-from jaxpost.models import lora, quantization
+from jaxpost.models import lora, partition, quantization
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 
@@ -34,34 +34,34 @@ def config(targets=ALL, rank=3, rslora=False, family='qwen3_moe', **fields):
 
 def test_experts_are_targets_where_they_are_named():
   def found(targets):
-    return set(lora.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
+    return set(partition.build(config(targets)).init(jax.random.key(0))['lora']['layers'])
 
   assert found('q|k|v|o|gate|up|down') == set('qkvo')
   assert found(ALL) == {'q', 'gate', 'up', 'down'}
   assert found('layers/experts/.*') == {'gate', 'up', 'down'}
-  rows = lora.build(config()).table
+  rows = partition.build(config()).table
   assert rows['lora/layers/gate/a'].shape == (2, 4, 32, 3)
   assert rows['lora/layers/gate/b'].shape == (2, 4, 3, 24)
   assert rows['lora/layers/down/a'].axes == ('layers', 'expert', 'mlp', None)
-  a = np.asarray(lora.build(config(rank=8)).init(jax.random.key(0))['lora']['layers']['down']['a'])
+  a = np.asarray(partition.build(config(rank=8)).init(jax.random.key(0))['lora']['layers']['down']['a'])
   assert np.std(a) == pytest.approx((1 / 24) ** 0.5 / 3**0.5, rel=0.1)
 
 
 def test_what_cannot_be_is_refused():
   with pytest.raises(InputError, match='routers have no adapters'):
-    lora.build(config('router'))
+    partition.build(config('router'))
   with pytest.raises(InputError, match='rank: 25 is larger than layers/gate'):
-    lora.build(config('experts/gate', rank=25))
+    partition.build(config('experts/gate', rank=25))
   with pytest.raises(InputError, match='dropout'):
-    lora.build(config(), dropout=0.1)
+    partition.build(config(), dropout=0.1)
   with pytest.raises(InputError, match='matches none of .*layers/experts/gate'):
-    lora.build(config('expert/gate'))
+    partition.build(config('expert/gate'))
 
 
 @pytest.mark.parametrize('unroll', [True, False])
 @pytest.mark.parametrize('targets, rslora', [(ALL, False), ('experts/down', True)])
 def test_merged_experts_compute_the_same(targets, rslora, unroll):
-  model = lora.build(config(targets, rslora=rslora))
+  model = partition.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
   params, ids = test_lora.params_of(model), tiny.tokens((2, 9))
   found = test_lora.logits(model, params, ids, compute)
@@ -72,7 +72,7 @@ def test_merged_experts_compute_the_same(targets, rslora, unroll):
 
 def test_gradients_are_those_of_the_merged_matrices():
   """dA = scale dW B^T and dB = scale A^T dW, of each expert."""
-  model = lora.freeze(lora.build(config('experts/(gate|up|down)')), '')
+  model = partition.freeze(partition.build(config('experts/(gate|up|down)')), '')
   params, batch = test_lora.params_of(model), test_lora.rows_batch()
   _, grads = test_lora.gradient(model, params, batch, 4)
   whole = dataclasses.replace(
@@ -107,8 +107,8 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
 
 def test_on_experts_in_8_bits():
   """As on the numbers that the codes stand for."""
-  plain = lora.freeze(lora.build(config()), '')
-  codes = lora.frozen_base_model(plain.config, 'int8')
+  plain = partition.freeze(partition.build(config()), '')
+  codes = partition.frozen_base_model(plain.config, 'int8')
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()
   held = quantization.convert_params(params, codes)
   (loss, _), grads = test_lora.gradient(codes, held, batch, 4)
@@ -139,7 +139,7 @@ def test_peft_loads_what_we_write(based, tmp_path, rslora):
   from transformers import AutoModelForCausalLM
 
   folder, cfg = based
-  model = lora.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, ALL)))
+  model = partition.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, ALL)))
   params = test_lora.params_of(model) | hf.load_params(
     folder, model.base, model.base.shardings(tiny.one_device()), 'float32'
   )
@@ -179,6 +179,6 @@ def test_parameters_that_peft_adapts(based, tmp_path, names):
 
 
 def test_what_peft_cannot_tell_apart_is_not_written(tmp_path, caplog):
-  model = lora.build(config('experts/gate'))
+  model = partition.build(config('experts/gate'))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'both need' in caplog.text

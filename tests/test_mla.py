@@ -17,8 +17,8 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf, peft
 from jaxpost.models import config as config_lib
-from jaxpost.models import lora, parameters, transformer
 from jaxpost.models import model as model_lib
+from jaxpost.models import parameters, partition, transformer
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -115,7 +115,7 @@ def test_a_cache_keeps_latents(model, params):
 
 def test_adapters_of_latents():
   cfg = tiny.latent(lora=(2, 5.0, False, ALL))
-  model = lora.build(cfg)
+  model = partition.build(cfg)
   stacks = {p.split('/')[1] for p in model.table if parameters.is_adapter(p)}
   assert stacks == {'dense', 'layers'}
   random = np.random.RandomState(0)
@@ -133,7 +133,9 @@ def test_adapters_of_latents():
 
   def found(targets):
     return {
-      p.split('/')[1] for p in lora.build(tiny.latent(lora=(2, 5.0, False, targets))).table if parameters.is_adapter(p)
+      p.split('/')[1]
+      for p in partition.build(tiny.latent(lora=(2, 5.0, False, targets))).table
+      if parameters.is_adapter(p)
     }
 
   assert found('up') == {'dense'} and found('experts/up') == {'layers'}
@@ -247,16 +249,16 @@ def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
 @pytest.mark.parametrize('targets', ['dense/.*', 'layers/o', 'q_b|o'])
 def test_adapters_of_one_stack_come_back(tmp_path, targets):
   cfg = tiny.latent(lora=(2, 5.0, False, targets))
-  model = lora.build(cfg)
+  model = partition.build(cfg)
   params = model.init(jax.random.key(0))
   peft.writer(model, params, 'base')(tmp_path)
-  read = lora.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
+  read = partition.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
 
   def adapters(m):
     return {p for p in m.table if parameters.is_adapter(p)}
 
   assert adapters(read) == adapters(model)
-  loaded = peft.load(tmp_path, read, lora.trained_part(read).shardings(tiny.one_device()))
+  loaded = peft.load(tmp_path, read, partition.trained_part(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 

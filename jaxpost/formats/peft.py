@@ -27,7 +27,7 @@ from etils import epath
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, tensor_layout
-from jaxpost.models import lora, parameters, transformer
+from jaxpost.models import lora, parameters, partition, transformer
 from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
     if len({name.partition('/')[0] for name in names.values()}) == 1:
       paths = [path.partition('/')[2] for path in paths]  # of one stack: short
     spec = (rank, float(alpha), bool(raw.get('use_rslora')), '|'.join(paths))
-    model = lora.build(dataclasses.replace(cfg, lora=spec))
+    model = partition.build(dataclasses.replace(cfg, lora=spec))
     _check(folder, _kept(model, _with_own_a(raw)), have)
   return spec
 

@@ -12,18 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models import model as model_lib
-from jaxpost.models.parameters import ADAPTER_ROOT, Param, flatten, input_dims, is_adapter, join, leaf, nest
+from jaxpost.models.parameters import ADAPTER_ROOT, Param, input_dims, match_paths, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -36,11 +33,8 @@ def scale(cfg: ModelConfig) -> float:
   return alpha / (math.sqrt(rank) if rslora else rank)
 
 
-def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
-  """Builds the model of `cfg`, with the adapters of `cfg.lora` if there are any."""
-  plain = model_lib.build(dataclasses.replace(cfg, lora=()))
-  if not cfg.lora:
-    return plain
+def with_adapters(plain: Model, cfg: ModelConfig, dropout: float) -> Model:
+  """Returns the model `plain` with the adapters of `cfg.lora`."""
   rows = adapter_rows(plain.table, cfg)
   if dropout and any('expert' in spec.axes for spec in rows.values()):
     raise InputError('config.lora.dropout: is not for adapters of experts; set it to 0')
@@ -63,17 +57,6 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
   )
 
 
-def _matching(paths, pattern: str, key: str, expression='{}') -> list[str]:
-  """Returns the paths that the pattern matches as a whole; InputError if there are none."""
-  try:
-    found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
-  except re.error as e:
-    raise InputError(f'{key}: {pattern!r} is no regular expression ({e})') from None
-  if not found:
-    raise InputError(f'{key}: {pattern!r} matches none of {", ".join(paths)}')
-  return found
-
-
 def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   """Returns the table rows of A and B; InputError for targets without adapters."""
   rank, *_, pattern = cfg.lora
@@ -82,7 +65,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
   for path in map(
-    names.get, _matching(names, pattern, 'config.lora.targets', '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')
+    names.get, match_paths(names, pattern, 'config.lora.targets', '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')
   ):
     spec = table[path]
     if path not in targets(table):
@@ -251,89 +234,3 @@ def _over_targets(params: dict, fn: Callable) -> dict:
       out[stack][name] = fn(number, out[stack][name], pair['a'], pair['b'])
       number += 1
   return out
-
-
-# ------------------------------------------------------------------ freezing
-
-
-def freeze(model: Model, pattern: str) -> Model:
-  """Returns the model with `frozen` set: the paths that are not trained.
-
-  Args:
-    pattern: regular expression of whole paths. '' freezes, in a model with
-      adapters, all but these and a scalar head, and nothing otherwise.
-  """
-  frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
-  if pattern:
-    frozen = set(_matching(model.table, pattern, 'config.train.freeze'))
-  if len(frozen) == len(model.table):
-    raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
-  # An update costs a forward pass, a backward pass through the activations, and
-  # one for the gradients of the trained parameters only.
-  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
-  share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
-  return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
-
-
-def frozen_base_model(cfg: ModelConfig, kind: str = '') -> Model:
-  """Builds the model of `cfg` with trained adapters on a frozen, maybe quantized base.
-
-  kind: see `quantization.quantize_model`.
-  """
-  return quantized(freeze(build(cfg), ''), kind)
-
-
-def quantized(model: Model, kind: str) -> Model:
-  """Returns `quantization.quantize_model(model, kind)`; a run without quantization imports nothing of it."""
-  if not kind:
-    return model
-  from jaxpost.models import quantization
-
-  return quantization.quantize_model(model, kind)
-
-
-def convert(params: dict, theirs: Model, model: Model) -> dict:
-  """Returns matrices of `theirs`, maybe merged, quantized or dequantized as `model` has them."""
-  if not (theirs.quantized or model.quantized):
-    return params
-  from jaxpost.models import quantization
-
-  return quantization.convert_params(params, model)
-
-
-def trained_part(model: Model) -> Model:
-  """Returns the model with the trained rows of its table only."""
-  return dataclasses.replace(model, table={p: spec for p, spec in model.table.items() if p not in model.frozen})
-
-
-def split(params: dict, model: Model) -> tuple[dict, dict]:
-  """Splits parameters into (trained, frozen); `parameters.join` merges them."""
-  flat = {p: leaf(params, p) for p in model.table}
-  return tuple(nest({p: x for p, x in flat.items() if (p in model.frozen) == side}) for side in (False, True))
-
-
-def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 0) -> dict:
-  """Converts parameters of `theirs` to those of `model`, the same decoder.
-
-  Adapters of `theirs` are merged unless `model` has the same; new adapters are
-  initialized, and a scalar head is 0. Leaves that `model` lacks are dropped.
-  Matrices are quantized or dequantized as `model` has them.
-  """
-  if theirs.config.lora not in ((), model.config.lora):
-    params = theirs.merge(params)
-  have = flatten(convert(params, theirs, model))
-  key = jax.random.key(seed)
-  out = {}
-  for i, (path, spec) in enumerate(model.table.items()):
-    sharding = layout.sharding(spec.axes, spec.shape)
-    if path in have:
-      out[path] = have[path] if not model.quantized else (jax.device_put(have[path], sharding))
-    else:
-      out[path] = jax.device_put(np.asarray(fresh(i, spec, key)).astype(spec.dtype or dtype), sharding)
-  return nest(out)
-
-
-def adopt_sharing_frozen(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
-  """Runs `adopt`, sharing the frozen leaves with `params` and copying the trained ones."""
-  trained, frozen = split(adopt(params, theirs, model, layout, dtype), model)
-  return join(jax.tree.map(jnp.copy, trained), frozen)

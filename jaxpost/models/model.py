@@ -92,7 +92,7 @@ def from_code(code: str) -> Model:
 
 def build(cfg: ModelConfig | CustomConfig) -> Model:
   """Builds the model of a config without adapters."""
-  assert not cfg.lora, 'models.lora.build makes models with adapters'
+  assert not cfg.lora, 'models.partition.build makes models with adapters'
   if isinstance(cfg, CustomConfig):
     if cfg.num_labels or cfg.value_head:
       raise InputError(

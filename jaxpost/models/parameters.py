@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -57,6 +61,17 @@ def input_dims(spec: Param) -> int:
   """
   axes = spec.axes[spec.stack :]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
+
+
+def match_paths(paths: Iterable[str], pattern: str, key: str, expression: str = '{}') -> list[str]:
+  """Returns the paths that the pattern matches as a whole; InputError if there are none."""
+  try:
+    found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
+  except re.error as e:
+    raise InputError(f'{key}: {pattern!r} is no regular expression ({e})') from None
+  if not found:
+    raise InputError(f'{key}: {pattern!r} matches none of {", ".join(paths)}')
+  return found
 
 
 def nest(flat: dict) -> dict:

@@ -18,8 +18,8 @@ from jaxpost.data import loader
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.distributed.transfer import to_host
 from jaxpost.loop import Stage
-from jaxpost.models import lora
 from jaxpost.models import model as model_lib
+from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor import program_table
@@ -177,9 +177,9 @@ def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | Non
   """Makes the critic: from weights of its own, or under adapters, where it can, on the policy's."""
   dtype = placed.config.model.param_dtype
   policy, source = placed.model, placed.inputs.sources['critic']
-  model = lora.frozen_base_model(model_lib.with_scalar_head(source.config, policy.config.lora), policy.quantized)
+  model = partition.frozen_base_model(model_lib.with_scalar_head(source.config, policy.config.lora), policy.quantized)
   if model.frozen and source == placed.inputs.sources['policy']:
-    params = lora.adopt_sharing_frozen(params, policy, model, placed.train, dtype)
+    params = partition.adopt_sharing_frozen(params, policy, model, placed.train, dtype)
   else:
     params = load_weights.load(
       source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
@@ -208,16 +208,16 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   config, policy, ledger = placed.config, placed.model, placed.ledger
   source, layout = placed.inputs.sources[name], placed.score
   shared = {}  # leaves that training does not change, used in place
-  part = model = lora.build(source.config)
+  part = model = partition.build(source.config)
   if name == 'reference' and not config.rl.reference:
     part = model = policy  # the policy as it is now
     if layout == placed.train:
-      part = lora.trained_part(model)
-      params, shared = lora.split(params, model)
+      part = partition.trained_part(model)
+      params, shared = partition.split(params, model)
     params = load_weights.move(params, part.shardings(layout))
   elif layout == placed.train and load_weights.shares_frozen_base(source, placed.inputs):
     model, params, shared = load_weights.load_beside_policy(source, policy, params, layout, ledger)
-    part = lora.trained_part(model)
+    part = partition.trained_part(model)
   else:
     params = load_weights.load(
       source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=ledger
@@ -257,8 +257,8 @@ def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.G
 def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -> Trainable:
   """Makes the policy or the critic, with optimizer, `update` and `score`."""
   objective, train = placed.objectives[role], placed.train
-  part = lora.trained_part(model)
-  params, fixed = lora.split(params, model)
+  part = partition.trained_part(model)
+  params, fixed = partition.split(params, model)
   optimizer, schedule = make_optimizer(placed, role, part)
   shardings = programs.state_shardings(part, optimizer, train)
   fields = dict(

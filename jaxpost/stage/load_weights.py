@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.models import lora
+from jaxpost.models import partition
 from jaxpost.models.parameters import join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
@@ -47,18 +47,18 @@ def load(
   if ledger and ledger.dry:
     return described(model, layout, dtype)
   seed = seed if source.seed is None else source.seed
-  stored = below = lora.build(source.config)
+  stored = below = partition.build(source.config)
   # An adapter is put on merged weights, whatever else has been put on them.
   if source.folder and source.base:
     below = stored.base
   if source.config.lora in ((), model.config.lora):  # else they are merged
-    stored = lora.quantized(stored, model.quantized)
-    below = lora.quantized(below, model.quantized)
+    stored = partition.quantized(stored, model.quantized)
+    below = partition.quantized(below, model.quantized)
   params = {}
   if source.base:
     params = load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
   params = join(params, _load_without_base(source, stored, layout, dtype, workdir, seed=seed, ledger=ledger))
-  return lora.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
+  return partition.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
 
 
 def shares_frozen_base(source: Source, inputs: Inputs) -> bool:
@@ -72,7 +72,7 @@ def shares_frozen_base(source: Source, inputs: Inputs) -> bool:
   unmerged = policy.config.lora in ((), inputs.model.config.lora)
   if not (is_adapter and same_base and unmerged):
     return False
-  shared = lora.frozen_base_model(source.config, inputs.model.quantized).frozen
+  shared = partition.frozen_base_model(source.config, inputs.model.quantized).frozen
   return shared <= inputs.model.frozen
 
 
@@ -85,14 +85,14 @@ def load_beside_policy(
   source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger
 ) -> tuple[Model, dict, dict]:
   """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
-  model = lora.frozen_base_model(source.config, policy.quantized)
-  _, shared = lora.split(params, policy)
+  model = partition.frozen_base_model(source.config, policy.quantized)
+  _, shared = partition.split(params, policy)
   return model, load_adapter(source, model, layout, ledger), shared
 
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
   """Loads the leaves of an adapter folder by themselves."""
-  part = lora.trained_part(model)
+  part = partition.trained_part(model)
   if ledger and ledger.dry:
     return described(part, layout, 'float32')
   from jaxpost.formats import peft
@@ -106,8 +106,8 @@ def _load_without_base(
   """The leaves that a source has without its base."""
   shardings = model.shardings(layout)
   folder = checkpoints(source, workdir)
-  plain = lora.build(source.config)  # which is what is stored
-  keep = functools.partial(lora.convert, theirs=plain, model=model)
+  plain = partition.build(source.config)  # which is what is stored
+  keep = functools.partial(partition.convert, theirs=plain, model=model)
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:

@@ -18,8 +18,8 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import lora
 from jaxpost.models import model as model_lib
+from jaxpost.models import partition
 from jaxpost.stage import checks, reward_model
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import sources as sources_lib
@@ -183,7 +183,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(cfg, value_head=algorithm.value_head(config), lora=spec)
-  model = lora.freeze(lora.build(cfg, adapter.dropout), config.train.freeze)
+  model = partition.freeze(partition.build(cfg, adapter.dropout), config.train.freeze)
   if config.model.quantize:
     from jaxpost.models import quantization
 

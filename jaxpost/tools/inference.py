@@ -21,7 +21,7 @@ from jaxpost.data import messages
 from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.distributed.mesh import Layout, make_layout
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.models import lora
+from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.roles import Policy, Roles
 from jaxpost.stage import algorithms, assemble, checks, on_policy, place, prepare, reward_model, schema
@@ -155,7 +155,7 @@ def adapters(base: Weights, values: Sequence[str]) -> dict[str, Weights]:
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
     source = sources_lib.with_adapter(folder, below)
-    model = lora.frozen_base_model(source.config)
+    model = partition.frozen_base_model(source.config)
     adapter = weights_lib.load_adapter(source, model, base.layout, None)
     inputs = dataclasses.replace(base.inputs, model=model, sources={'policy': source})
     out[name] = dataclasses.replace(base, params=join(params, adapter), inputs=inputs)

@@ -1,0 +1,121 @@
+"""Which parameters of a model are trained, and weights of another model brought into its form.
+
+A model is a decoder, maybe with adapters (`lora.py`), on a base that may be
+quantized (`quantization.py`) or frozen. A run without these imports neither file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.errors import InputError
+from jaxpost.models import model as model_lib
+from jaxpost.models.parameters import flatten, is_adapter, join, leaf, match_paths, nest
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+
+
+def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
+  """Builds the model of `cfg`, with the adapters of `cfg.lora` if there are any."""
+  plain = model_lib.build(dataclasses.replace(cfg, lora=()))
+  if not cfg.lora:
+    return plain
+  from jaxpost.models import lora
+
+  return lora.with_adapters(plain, cfg, dropout)
+
+
+def freeze(model: Model, pattern: str) -> Model:
+  """Returns the model with `frozen` set: the paths that are not trained.
+
+  Args:
+    pattern: regular expression of whole paths. '' freezes, in a model with
+      adapters, all but these and a scalar head, and nothing otherwise.
+  """
+  frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
+  if pattern:
+    frozen = set(match_paths(model.table, pattern, 'config.train.freeze'))
+  if len(frozen) == len(model.table):
+    raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
+  # An update costs a forward pass, a backward pass through the activations, and
+  # one for the gradients of the trained parameters only.
+  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
+  share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
+  return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
+
+
+def frozen_base_model(cfg: ModelConfig, kind: str = '') -> Model:
+  """Builds the model of `cfg` with trained adapters on a frozen, maybe quantized base.
+
+  kind: see `quantization.quantize_model`.
+  """
+  return quantized(freeze(build(cfg), ''), kind)
+
+
+def quantized(model: Model, kind: str) -> Model:
+  """Returns `quantization.quantize_model(model, kind)`; a run without quantization imports nothing of it."""
+  if not kind:
+    return model
+  from jaxpost.models import quantization
+
+  return quantization.quantize_model(model, kind)
+
+
+def convert(params: dict, theirs: Model, model: Model) -> dict:
+  """Returns matrices of `theirs`, maybe merged, quantized or dequantized as `model` has them."""
+  if not (theirs.quantized or model.quantized):
+    return params
+  from jaxpost.models import quantization
+
+  return quantization.convert_params(params, model)
+
+
+def trained_part(model: Model) -> Model:
+  """Returns the model with the trained rows of its table only."""
+  return dataclasses.replace(model, table={p: spec for p, spec in model.table.items() if p not in model.frozen})
+
+
+def split(params: dict, model: Model) -> tuple[dict, dict]:
+  """Splits parameters into (trained, frozen); `parameters.join` merges them."""
+  flat = {p: leaf(params, p) for p in model.table}
+  return tuple(nest({p: x for p, x in flat.items() if (p in model.frozen) == side}) for side in (False, True))
+
+
+def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 0) -> dict:
+  """Converts parameters of `theirs` to those of `model`, the same decoder.
+
+  Adapters of `theirs` are merged unless `model` has the same; new adapters are
+  initialized, and a scalar head is 0. Leaves that `model` lacks are dropped.
+  Matrices are quantized or dequantized as `model` has them.
+  """
+  if theirs.config.lora not in ((), model.config.lora):
+    params = theirs.merge(params)
+  have = flatten(convert(params, theirs, model))
+  key = jax.random.key(seed)
+  out = {}
+  for i, (path, spec) in enumerate(model.table.items()):
+    sharding = layout.sharding(spec.axes, spec.shape)
+    if path in have:
+      out[path] = have[path] if not model.quantized else jax.device_put(have[path], sharding)
+      continue
+    value = np.zeros(spec.shape)  # of a scalar head
+    if is_adapter(path):
+      from jaxpost.models import lora
+
+      value = np.asarray(lora.fresh(i, spec, key))
+    out[path] = jax.device_put(value.astype(spec.dtype or dtype), sharding)
+  return nest(out)
+
+
+def adopt_sharing_frozen(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
+  """Runs `adopt`, sharing the frozen leaves with `params` and copying the trained ones."""
+  trained, frozen = split(adopt(params, theirs, model, layout, dtype), model)
+  return join(jax.tree.map(jnp.copy, trained), frozen)
