@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxpost.distributed.transfer import to_host
-from jaxpost.errors import Preempted
-from jaxpost.hardware.host import StopSignal
 from jaxpost.monitor.nonfinite import check_states, diagnosis, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
+  from jaxpost.hardware.signals import StopSignal
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
   from jaxpost.monitor.timeline import Timeline
@@ -77,38 +76,38 @@ def states(stage: Stage) -> dict[str, TrainState]:
   return {name: role.state for name, role in stage.roles.trainable.items()}
 
 
-def run_stage(stage: Stage, start: int):
-  """Runs the steps after `start`, the number of steps done."""
+def run_stage(stage: Stage, start: int, stop: StopSignal):
+  """Runs the steps after `start`, the number of steps done; Preempted once `stop` is reached and its step saved."""
   run = _Progress(stage)
   stage.timer.pop()  # compilation is no step's time
-  with StopSignal() as stop:
-    if start == 0 and stage.evaluate:
-      run.evaluate(0)
-    for step in range(start + 1, stage.steps + 1):
-      stage.on_step_begin(step)
-      with stage.timer('data'):
-        item = next(stage.stream)
-      with stage.timer('update'):
-        done = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
-        stage.timer.watch('update', done)
-        run.log_pending()  # of the step before, while the devices are busy with this one
-        if stage.wait_for_update:
-          jax.block_until_ready(done)
-      replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
-      run.pending = _PendingStep(step, item, done, stage.timer.pop(), replica_check)
-      if step == start + 1:
-        run.after_first_step(step, done[0][1])
-      preempted = stop.reached()
-      last = step == stage.steps
-      if last or (stage.eval_every and step % stage.eval_every == 0):
-        run.evaluate(step)
-      if last or preempted or (stage.save_every and step % stage.save_every == 0):
-        run.save(step)
-      stage.checkpointer.check()
-      if preempted:
-        stage.checkpointer.wait()
-        raise Preempted(f'{stage.name}: told to stop, saved at step {step}; run the same command to go on')
-    run.log_pending()
+  if start == 0 and stage.evaluate:
+    run.evaluate(0)
+  for step in range(start + 1, stage.steps + 1):
+    stage.on_step_begin(step)
+    with stage.timer('data'):
+      item = next(stage.stream)
+    with stage.timer('update'):
+      done = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
+      stage.timer.watch('update', done)
+      stop.unsaved = True
+      run.log_pending()  # of the step before, while the devices are busy with this one
+      if stage.wait_for_update:
+        jax.block_until_ready(done)
+    replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
+    run.pending = _PendingStep(step, item, done, stage.timer.pop(), replica_check)
+    if step == start + 1:
+      run.after_first_step(step, done[0][1])
+    preempted = stop.reached()
+    last = step == stage.steps
+    if last or (stage.eval_every and step % stage.eval_every == 0):
+      run.evaluate(step)
+    if last or preempted or (stage.save_every and step % stage.save_every == 0):
+      run.save(step)
+    stage.checkpointer.check()
+    if preempted:
+      stage.checkpointer.wait()
+      stop.leave(stage.name, f'saved at step {step}')
+  run.log_pending()
 
 
 class _PendingStep(typing.NamedTuple):

@@ -15,7 +15,7 @@ from etils import epath
 from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError
-from jaxpost.hardware import host
+from jaxpost.hardware import signals
 from jaxpost.models import partition
 from jaxpost.monitor import metrics, program_table
 from jaxpost.stage import assemble, consistency, load_weights, place, prepare, sources
@@ -39,6 +39,7 @@ def run(
   workdir: epath.PathLike = 'runs/latest',
   console: rich.console.Console | None = None,
   choose_mesh: Callable | None = None,
+  stop: signals.StopSignal | None = None,
 ) -> dict:
   """Starts or resumes the run in `workdir`; returns what summary.json holds.
 
@@ -48,6 +49,7 @@ def run(
     console: a rich console for progress; None prints to standard output.
     choose_mesh: resolves `config.mesh` fields that are 'auto', as
       `jaxpost.planning.auto.resolve` does; None refuses them.
+    stop: the signals that end the run, where a command has entered them; None: the run's own.
 
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
@@ -58,10 +60,15 @@ def run(
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
     cleanup.callback(watchdog.pause)
-    return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh)
+    stop = stop or cleanup.enter_context(signals.StopSignal())
+    stop.install()
+    stop.end = coordination.leave
+    return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh, stop)
 
 
-def _run(raw: dict, workdir: epath.Path, console: rich.console.Console, choose_mesh: Callable | None) -> dict:
+def _run(
+  raw: dict, workdir: epath.Path, console: rich.console.Console, choose_mesh: Callable | None, stop: signals.StopSignal
+) -> dict:
   start = time.perf_counter()
   consistency.check_same_config(raw)
   raw = settle_dtype(raw, workdir, console)
@@ -72,10 +79,11 @@ def _run(raw: dict, workdir: epath.Path, console: rich.console.Console, choose_m
   if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
     return json.loads((workdir / 'summary.json').read_text())
-  with host.StopSignal(at_once=True), contextlib.ExitStack() as cleanup:
+  with contextlib.ExitStack() as cleanup:
     prepared = prepare.prepare_all(raw)
     for stage in prepared:
       cleanup.callback(stage.close)
+    stop.check('the start of the run')
     if prepared[-1].config.save.export:
       from jaxpost.formats import hf
 
@@ -86,7 +94,7 @@ def _run(raw: dict, workdir: epath.Path, console: rich.console.Console, choose_m
     prepared = with_meshes(prepared, raw, choose_mesh, console.print)
     placed = [place.place_stage(stage) for stage in prepared]
     _begin(workdir, raw)
-    warnings = _run_stages(placed, workdir, console)
+    warnings = _run_stages(placed, workdir, console, stop)
     return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
 
 
@@ -170,7 +178,9 @@ def _finish(
   return coordination.broadcast(summary)
 
 
-def _run_stages(placed: list[PlacedStage], workdir: epath.Path, console: rich.console.Console) -> list[dict]:
+def _run_stages(
+  placed: list[PlacedStage], workdir: epath.Path, console: rich.console.Console, stop: signals.StopSignal
+) -> list[dict]:
   """Runs the stages that are not done, exports the last weights, and returns the warnings."""
   last = placed[-1]
   log = last.config.log
@@ -191,13 +201,16 @@ def _run_stages(placed: list[PlacedStage], workdir: epath.Path, console: rich.co
       stage = assemble.assemble(placed[i], workdir, writer, params)
       params = None  # the stage has taken them over
       plans.append(_plan(placed[i], stage))
-      _run_stage(placed[i], stage, workdir, console, plans)
+      stop.check(f'the start of {placed[i].name}')
+      _run_stage(placed[i], stage, workdir, console, plans, stop=stop)
+      stop.unsaved = False
       params = stage.roles.policy.params
       del stage
       gc.collect()  # frees the optimizer state before the next stage makes its own
     if last.config.save.export:
       from jaxpost.stage import export
 
+      stop.check('the export')
       params = final_params(last, workdir) if params is None else params
       export.export(last.inputs, workdir / 'export', params)
     if done == len(placed):  # no step has passed the rows to the alerts
@@ -228,7 +241,12 @@ def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:
 
 
 def _run_stage(
-  placed: PlacedStage, stage: loop.Stage, workdir: epath.Path, console: rich.console.Console, plans: list[dict]
+  placed: PlacedStage,
+  stage: loop.Stage,
+  workdir: epath.Path,
+  console: rich.console.Console,
+  plans: list[dict],
+  stop: signals.StopSignal,
 ) -> None:
   """Resumes a stage and runs its steps; `plans` are those of the stages so far."""
   with contextlib.ExitStack() as cleanup:  # in reverse order
@@ -241,7 +259,7 @@ def _run_stage(
       console.print(program_table.render(plans[-1]))
     done = loop.resume(stage)
     stage.writer.start_stage(stage.name, stage.steps, done)
-    loop.run_stage(stage, done)
+    loop.run_stage(stage, done, stop)
     placed.timer.flush()
     _watch(f'the end of {stage.name}', placed.config)
 

@@ -55,7 +55,7 @@ def main(argv):
     raise InputError('nothing to start; write the flags of launch.train after --')
   running = []
   failed = 0.0  # when the first one failed
-  for number in signal.SIGTERM, signal.SIGINT:
+  for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
     signal.signal(number, lambda number, frame: [p.send_signal(number) for p in running])
   with socket.socket() as probe:
     probe.bind(('localhost', 0))

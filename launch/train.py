@@ -13,7 +13,7 @@ import logging
 
 from absl import flags
 
-from jaxpost.hardware import host
+from jaxpost.hardware import host, signals
 
 from . import cluster_flags, config_flag
 
@@ -27,16 +27,17 @@ def main(argv):
   """Trains, and prints the summary on process 0."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
-  host.tune_host()
-  host.use_compile_cache()
-  import jaxpost
-  from jaxpost import stages
-  from jaxpost.distributed import coordination
+  with signals.StopSignal(exit_after_s=5.0) as stop:
+    host.tune_host()
+    host.use_compile_cache()
+    import jaxpost
+    from jaxpost import stages
+    from jaxpost.distributed import coordination
 
-  _CLUSTER.connect()
-  summary = stages.run(_CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh)
-  if coordination.process_index() == 0:
-    print(json.dumps(summary))
+    _CLUSTER.connect()
+    summary = stages.run(_CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh, stop=stop)
+    if coordination.process_index() == 0:
+      print(json.dumps(summary))
 
 
 if __name__ == '__main__':

@@ -160,16 +160,27 @@ def fail_together() -> Iterator[None]:
       _state['failed'] = error.exit_code if known else 1
       _state['gone'] = bool(gone)
       if first is None:
-        # The service may be gone, with process 0: then `error` is raised.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-          _client().key_value_set(
-            f'{_ROOT}/failed/{_state["runs"]}/{process_index()}',
-            json.dumps([_state['failed'], str(error) or repr(error)]),
-          )
+        _tell_peers(_state['failed'], str(error) or repr(error))
       elif not known:  # this error is a consequence of that failure
         _state['failed'] = vars(type(first)).get('exit_code', 1)
         raise first from error
     raise
+
+
+def _tell_peers(code: int, message: str) -> None:
+  """Lets the other processes know how this one ends; unless the service is gone, with process 0."""
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    _client().key_value_set(f'{_ROOT}/failed/{_state["runs"]}/{process_index()}', json.dumps([code, message]))
+
+
+def leave(code: int, message: str) -> None:
+  """Ends this process from any thread, with one line; the others of the run end with the same code."""
+  os.write(2, f'jaxpost: {message}\n'.encode())
+  if process_count() > 1:
+    _state['failed'] = code
+    _tell_peers(code, message)
+    _exit()
+  os._exit(code)
 
 
 def _client():

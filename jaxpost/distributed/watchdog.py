@@ -199,7 +199,8 @@ def _watch():
     failure = _State.limit and _State.failure()
     failed = failed + 1 if failure else 0
     if failed >= 2 * _QUICK:
-      _end(str(failure), vars(type(failure)).get('exit_code', 1))
+      code = vars(type(failure)).get('exit_code', 1)
+      _end(str(failure), code, stacks=code == 1)
 
 
 def _exchange():

@@ -1,14 +1,10 @@
-"""The host process: its allocator, its compile cache, its signals."""
+"""The host process: its allocator and its compile cache."""
 
 import ctypes
 import glob
 import importlib.util
 import os
 import pathlib
-import signal
-import threading
-
-from jaxpost.errors import Preempted
 
 # glibc's mallopt parameters, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
@@ -65,43 +61,3 @@ def free_memory() -> float:
     return float('inf')
   found = [li.split()[1] for li in lines if li.startswith('MemAvailable:')]
   return int(found[0]) * 1024.0 if found else float('inf')
-
-
-class StopSignal:
-  """SIGTERM and SIGINT: finish the step, save, leave with exit code 42.
-
-  With `at_once` there is no step to finish, as before the first one: Preempted
-  is raised where the signal arrives. One of these may stand inside another.
-  """
-
-  def __init__(self, at_once=False):
-    self.received = None
-    self._at_once = at_once
-    self._old = {}
-
-  def __enter__(self):
-    if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGTERM, signal.SIGINT):
-        self._old[number] = signal.signal(number, self._note)
-    return self
-
-  def __exit__(self, kind, *_):
-    for number, handler in self._old.items():
-      signal.signal(number, handler)
-    if kind is None and self.received is not None:  # after the last call of `reached`
-      signal.raise_signal(self.received)
-
-  def _note(self, number, frame):
-    del frame
-    if self.received is not None:  # a second signal: end now
-      signal.signal(number, self._old[number])
-      signal.raise_signal(number)
-    self.received = number
-    if self._at_once:
-      raise Preempted('told to stop between two steps; run the same command to go on')
-
-  def reached(self) -> bool:
-    """Returns True on all processes once one has received a signal; call it once a step. Waits for no device."""
-    from jaxpost.distributed import coordination
-
-    return coordination.any_process(self.received is not None)

@@ -64,6 +64,8 @@ def begin(load: Callable[[dict], Any]) -> Started | None:
   Returns None if `load` raised InputError, which has then been reported to the pool.
   """
   _die_with_owner()
+  for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, _leave_to_owner)
   requests, replies = _take_pipes()
   printed = sys.stdout
 
@@ -92,6 +94,17 @@ def _die_with_owner() -> None:
   """Has the kernel kill this process when the thread that started it ends (Linux only)."""
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _leave_to_owner(number: int, frame: object) -> None:
+  """Ignores a signal in the worker, whose owner saves and then ends it, and not in processes that it forks.
+
+  A scheduler signals all processes of a job, and a group that is being graded must not fail because of it.
+  """
+  del frame
+  if os.getpid() != _PID:
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:

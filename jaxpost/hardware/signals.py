@@ -1,0 +1,114 @@
+"""Signals that tell a run to save and to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxpost.errors import Preempted
+
+
+class StopSignal:
+  """SIGTERM, SIGINT and SIGHUP: the run saves after the step it is in, and ends with exit code 42.
+
+  The handlers set a flag that the run looks at between steps. Nothing is raised in the code that a
+  signal interrupts, and signals after the first change nothing, except that SIGINT (Ctrl-C) a second
+  later ends the process without saving. An ignored SIGHUP (nohup) stays ignored.
+
+  Attributes:
+    received: the first signal, or None.
+    unsaved: whether steps were made that no checkpoint holds yet.
+    end: ends the process with (exit code, message), from any thread.
+  """
+
+  def __init__(self, exit_after_s: float = 0.0):
+    """See the class.
+
+    Args:
+      exit_after_s: for a command. Compilation looks at no flag: seconds after a signal, or after the save
+        that followed it, at which a thread ends the process if no step is unsaved. The process then ignores
+        further signals until its end. 0: neither, as in a notebook.
+    """
+    self.received: int | None = None
+    self.unsaved = False
+    self.end: Callable[[int, str], None] = _end
+    self._exit_after_s = exit_after_s
+    self._old: dict[int, Any] = {}
+    self._since = 0.0  # the time of the first signal
+    self._terminals: list[int] = []
+    self._left = threading.Event()
+
+  def __enter__(self) -> StopSignal:
+    if threading.current_thread() is threading.main_thread():
+      self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+      self.install()
+      if self._exit_after_s:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # told of signals while the main thread is in C
+        threading.Thread(target=self._end_what_is_stuck, args=(reader,), daemon=True).start()
+    return self
+
+  def install(self) -> None:
+    """Sets the handlers; again, after a library (jax.distributed) may have set its own."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+      old = signal.getsignal(number)
+      if not (number == signal.SIGHUP and old is signal.SIG_IGN):
+        signal.signal(number, self._note)
+        self._old.setdefault(number, old)
+
+  def __exit__(self, kind: type | None, *_: object) -> None:
+    self._left.set()
+    for number, handler in self._old.items():
+      signal.signal(number, signal.SIG_IGN if self._exit_after_s else handler)
+    if kind is None and self.received and not self._exit_after_s:  # it came after the last call of `reached`
+      signal.raise_signal(self.received)
+
+  def _note(self, number: int, frame: object) -> None:
+    del frame
+    now = time.monotonic()
+    if self.received is None:
+      self.received, self._since = number, now
+    elif number == signal.SIGINT and now > self._since + 1.0:  # the same signal may come twice, within milliseconds
+      signal.signal(number, signal.SIG_DFL if self._exit_after_s else self._old[number])
+      signal.raise_signal(number)
+    if number == signal.SIGHUP:  # what is written to a terminal that is gone is an error
+      for fd in self._terminals:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+
+  def _end_what_is_stuck(self, reader: int) -> None:
+    """Ends the process once a signal came, and the main thread has not ended it in time."""
+    while not {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(os.read(reader, 64)):
+      pass
+    since = time.monotonic()
+    while time.monotonic() < since + self._exit_after_s:
+      if self._left.wait(0.05):
+        return
+      if self.unsaved:
+        since = time.monotonic()
+    self.end(Preempted.exit_code, 'told to stop, no step is lost; run the same command to go on')
+
+  def reached(self) -> bool:
+    """Returns True on all processes once one has received a signal; call it once a step. Waits for no device."""
+    from jaxpost.distributed import coordination
+
+    return coordination.any_process(self.received is not None)
+
+  def check(self, where: str) -> None:
+    """Raises Preempted on all processes once one has received a signal; where no step is unsaved."""
+    if self.reached():
+      self.leave(where, 'no step is lost')
+
+  def leave(self, where: str, saved: str) -> NoReturn:
+    """Raises Preempted, on a process that has no unsaved step."""
+    self.unsaved = False
+    raise Preempted(f'{where}: told to stop, {saved}; run the same command to go on')
+
+
+def _end(code: int, message: str) -> None:
+  os.write(2, f'jaxpost: {message}\n'.encode())
+  os._exit(code)

@@ -1,0 +1,262 @@
+"""A run that is told to stop saves once, loses no step and ends with 42, wherever the signal finds it."""
+
+import contextlib
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import children
+import pytest
+import tiny
+
+from jaxpost import stages
+from jaxpost.errors import Preempted
+from jaxpost.hardware import signals
+from jaxpost.monitor import metrics
+from jaxpost.rewards.pool import Group, RewardPool
+from jaxpost.storage.manifest import finished_steps
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LIMIT = 240  # seconds for a process, on a busy machine
+# A map that keeps its thread in C code, as the compiler does: no Python handler runs meanwhile.
+STUCK = """
+import hashlib, os, pathlib
+
+def fix(row):
+  if hold := os.environ.get('HOLD'):
+    pathlib.Path(hold).touch()
+    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+  return row
+"""
+# The launcher, with an export that takes long once.
+SLOW_EXPORT = """
+import os, pathlib, sys, time
+from absl import flags
+from jaxpost.formats import hf
+
+write = hf._write_configs
+
+def slowly(*args):
+  hold = pathlib.Path(os.environ['HOLD'])
+  if not hold.exists():
+    hold.touch()
+    time.sleep(600)
+  return write(*args)
+
+hf._write_configs = slowly
+from launch import exits, train
+exits.run(train.main)
+"""
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def command(folder, config, head=('-m', 'launch.train')):
+  file = tiny.config_file(folder / 'config.py', config)
+  return [sys.executable, *head, f'--config={file}', f'--workdir={folder}/run']
+
+
+def start(arguments, **variables):
+  return subprocess.Popen(
+    arguments,
+    cwd=ROOT,
+    text=True,
+    env=children.environment(**variables),
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
+
+
+def finish(process, code):
+  try:
+    out, err = process.communicate(timeout=LIMIT)
+  finally:
+    process.kill()
+  assert process.returncode == code, f'{process.returncode}\n{out}\n{err}'
+  return err
+
+
+def wait_for(process, condition):
+  deadline = time.monotonic() + LIMIT
+  while not condition():
+    assert process.poll() is None and time.monotonic() < deadline, 'ended or too slow'
+    time.sleep(0.002)
+
+
+def rows(folder):
+  file = folder / 'run' / 'metrics.jsonl'
+  return file.read_text().count('"train"') if file.exists() else 0
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_and_the_same_again(number, model, tmp_path):
+  """In this process: one save, all steps in it, and nothing is raised in between."""
+  config = tiny.run_config(model, train=dict(steps=4000))
+
+  def stop():
+    while rows(tmp_path) < 3:
+      time.sleep(0.001)
+    for _ in range(3):
+      os.kill(os.getpid(), number)
+      time.sleep(0.002)
+
+  thread = threading.Thread(target=stop)
+  thread.start()
+  with pytest.raises(Preempted, match='saved at step'):
+    stages.run(config, tmp_path / 'run')
+  thread.join()
+  (step,) = finished_steps(tmp_path / 'run' / 'checkpoints' / 'sft')
+  assert step == rows(tmp_path) >= 3
+
+
+def test_handlers_are_those_of_before_afterwards():
+  before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+  with signals.StopSignal() as stop:
+    signal.raise_signal(signal.SIGINT)
+    assert stop.received == signal.SIGINT and stop.reached()
+    with pytest.raises(Preempted, match='^here: told to stop, no step is lost'):
+      stop.check('here')
+    stop.received = None
+  assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_a_person_who_insists_ends_a_run():
+  with signals.StopSignal() as stop:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    stop._since -= 2
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+    stop.received = None
+
+
+def test_nohup_stays():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with signals.StopSignal() as stop:
+      signal.raise_signal(signal.SIGHUP)
+      assert stop.received is None
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
+WATCHED = """
+import hashlib, os, signal, sys, time
+from jaxpost.hardware import signals
+with signals.StopSignal(exit_after_s=0.3) as stop:
+  stop.unsaved = sys.argv[1] == 'unsaved'
+  os.kill(os.getpid(), signal.SIGTERM)
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 30_000_000 if sys.argv[1] == 'stuck' else 4_000_000)
+  os.kill(os.getpid(), signal.SIGTERM)
+  time.sleep(0.1)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize('case, code', [('stuck', 42), ('unsaved', 7)])
+def test_the_deadline(case, code):
+  """C code that looks at no flag is ended, unless steps would be lost with it; later signals end nothing."""
+  begin = time.monotonic()
+  done = subprocess.run([sys.executable, '-c', WATCHED, case], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == code, done.stderr
+  assert done.stderr == ('jaxpost: told to stop, no step is lost; run the same command to go on\n' * (code == 42))
+  assert code == 7 or time.monotonic() - begin < 10
+
+
+def test_stuck_before_the_first_step(model, tmp_path):
+  (tmp_path / 'maps.py').write_text(STUCK)
+  config = tiny.run_config(model, data=dict(map=f'{tmp_path}/maps.py:fix'))
+  process = start(command(tmp_path, config), HOLD=str(tmp_path / 'hold'))
+  wait_for(process, (tmp_path / 'hold').exists)
+  process.terminate()
+  process.terminate()
+  assert finish(process, 42) == 'jaxpost: told to stop, no step is lost; run the same command to go on\n'
+
+
+def test_during_the_export(model, tmp_path):
+  """It is not there until it is whole, and made again."""
+  config = tiny.run_config(model, save=dict(export=True))
+  arguments = command(tmp_path, config, head=('-c', SLOW_EXPORT))
+  process = start(arguments, HOLD=str(tmp_path / 'hold'))
+  wait_for(process, (tmp_path / 'hold').exists)
+  process.terminate()
+  finish(process, 42)
+  assert not (tmp_path / 'run' / 'export').exists() and not (tmp_path / 'run' / 'summary.json').exists()
+  finish(start(arguments, HOLD=str(tmp_path / 'hold')), 0)
+  assert (tmp_path / 'run' / 'export' / 'model.safetensors').exists()
+  assert [p.name for p in (tmp_path / 'run').glob('.export*')] == []
+
+
+# Makes the terminal at its standard input its own, so that it gets SIGHUP when that goes.
+OWN_TERMINAL = (
+  'import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])'
+)
+
+
+def test_a_terminal_that_goes(model, tmp_path):
+  """SIGHUP, and every write to the terminal fails: saved all the same."""
+  config = tiny.run_config(model, train=dict(steps=100_000), log=dict(every=1))
+  terminal, other_end = pty.openpty()
+  process = subprocess.Popen(
+    [sys.executable, '-c', OWN_TERMINAL, *command(tmp_path, config)],
+    cwd=ROOT,
+    env=children.environment(),
+    start_new_session=True,
+    stdin=other_end,
+    stdout=other_end,
+    stderr=other_end,
+  )
+  os.close(other_end)
+  os.set_blocking(terminal, False)
+
+  def begun():
+    with contextlib.suppress(OSError):
+      os.read(terminal, 1 << 16)
+    return rows(tmp_path) >= 3
+
+  wait_for(process, begun)
+  os.close(terminal)
+  assert process.wait(LIMIT) == 42
+  (step,) = finished_steps(tmp_path / 'run' / 'checkpoints' / 'sft')
+  assert step == len(metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl'))
+
+
+REWARD = """
+import os, time
+
+def slow(completions, **columns):
+  open(os.environ['HOLD'], 'w').close()
+  time.sleep(1.0)
+  return [1.0] * len(completions)
+"""
+
+
+def test_workers_leave_it_to_the_run(tmp_path, monkeypatch):
+  """Slurm signals all processes of a job, those of rewards, too: a group that is graded must not fail of it."""
+  (tmp_path / 'rewards.py').write_text(REWARD)
+  monkeypatch.setenv('HOLD', str(tmp_path / 'hold'))
+  with RewardPool((f'{tmp_path}/rewards.py:slow',), workers=1) as pool:
+    pool.check(())
+    worker = pool._workers[0]._process.pid
+
+    def stop():
+      while not (tmp_path / 'hold').exists():
+        time.sleep(0.01)
+      for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(worker, number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    (graded,) = pool.grade([Group(['a'], ['b'], [[1]], {})])
+    thread.join()
+    assert graded.error is None and pool._workers[0]._process.pid == worker
