@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import time
@@ -14,13 +15,13 @@ from etils import epath
 
 from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
 from jaxpost.models import partition
 from jaxpost.monitor import metrics, program_table
 from jaxpost.stage import assemble, consistency, load_weights, place, prepare, sources
 from jaxpost.stage import config as config_lib
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, run_lock
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
@@ -62,12 +63,24 @@ def run(
     cleanup.callback(watchdog.pause)
     stop = stop or cleanup.enter_context(signals.StopSignal())
     stop.install()
-    stop.end = coordination.leave
-    return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh, stop)
+    lock = run_lock.RunLock(workdir, functools.partial(coordination.leave, PeerError.exit_code))
+    cleanup.callback(lock.release)
+
+    def end(code: int, message: str) -> None:
+      lock.release()
+      coordination.leave(code, message)
+
+    stop.end = end
+    return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh, stop, lock=lock)
 
 
 def _run(
-  raw: dict, workdir: epath.Path, console: rich.console.Console, choose_mesh: Callable | None, stop: signals.StopSignal
+  raw: dict,
+  workdir: epath.Path,
+  console: rich.console.Console,
+  choose_mesh: Callable | None,
+  stop: signals.StopSignal,
+  lock: run_lock.RunLock,
 ) -> dict:
   start = time.perf_counter()
   consistency.check_same_config(raw)
@@ -79,6 +92,8 @@ def _run(
   if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
     return json.loads((workdir / 'summary.json').read_text())
+  if coordination.process_index() == 0 and workdir.exists():
+    lock.acquire(console.print)
   with contextlib.ExitStack() as cleanup:
     prepared = prepare.prepare_all(raw)
     for stage in prepared:
@@ -93,15 +108,15 @@ def _run(
     consistency.check_same_models(prepared, workdir)
     prepared = with_meshes(prepared, raw, choose_mesh, console.print)
     placed = [place.place_stage(stage) for stage in prepared]
-    _begin(workdir, raw)
+    _begin(workdir, raw, lock, console)
     warnings = _run_stages(placed, workdir, console, stop)
     return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
 
 
-def _begin(workdir: epath.Path, raw: dict) -> None:
+def _begin(workdir: epath.Path, raw: dict, lock: run_lock.RunLock, console: rich.console.Console) -> None:
   """Writes config.json; until the run ends there is no summary."""
   if coordination.process_index() == 0:
-    workdir.mkdir(parents=True, exist_ok=True)
+    lock.acquire(console.print)
     (workdir / 'summary.json').unlink(missing_ok=True)
     object_store.write_text(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
 

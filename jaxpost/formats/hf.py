@@ -218,9 +218,11 @@ def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
   staged.mkdir(parents=True)
   try:
     yield staged
+    object_store.sync_all(staged)
     if folder.exists():
       os.rename(folder, old)
     os.rename(staged, folder)
+    object_store.sync(folder.parent)
   finally:
     shutil.rmtree(staged, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

@@ -325,8 +325,10 @@ class MetricsWriter:
       object_store.write_text(self.workdir / f'samples/{self._stage}/{step}.jsonl', text)
 
   def flush(self) -> None:
-    """Makes sure that the rows so far outlive this process."""
-    if self._file is not None and self._remote:
+    """Makes sure that the rows so far outlive this process and a loss of power."""
+    if self._file is not None and not self._remote:
+      os.fsync(self._file.fileno())
+    elif self._file is not None:
       object_store.write_text(self.path, self._file.getvalue())
       if self._tb is not None:
         self._tb.flush()

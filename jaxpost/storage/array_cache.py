@@ -58,11 +58,13 @@ def _load(file: epath.Path) -> np.ndarray:
 
 
 def _write(path: epath.Path, values: dict[str, np.ndarray]) -> None:
-  path.mkdir(parents=True, exist_ok=True)
+  object_store.make_folder(path)
   (path / 'index.json').unlink(missing_ok=True)
   for name, array in values.items():
     draft = path / f'.{name}.tmp'
     with draft.open('wb') as f:
       np.save(f, array, allow_pickle=False)
+    if not object_store.is_remote(draft):
+      object_store.sync(draft)
     draft.replace(path / f'{name}.npy')
   object_store.write_text(path / 'index.json', json.dumps({n: (path / f'{n}.npy').stat().length for n in values}))

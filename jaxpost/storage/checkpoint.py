@@ -207,6 +207,9 @@ class Checkpointer:
     if self._spool:
       object_store.upload(written, self._folder / str(step))
       written.rmtree()
+    elif not object_store.is_remote(self._folder):
+      object_store.sync_all(written)
+      object_store.sync(self._folder)
     manifests.write(self._folder / str(step), manifest)
     self._saved.add(step)
     self._prune(step)
@@ -215,7 +218,7 @@ class Checkpointer:
     """Removes unfinished saves; refuses to overwrite the steps this run descends from."""
     newest = -1
     if jax.process_index() == 0:
-      self._folder.mkdir(parents=True, exist_ok=True)
+      object_store.make_folder(self._folder)
       finished = manifests.finished_steps(self._folder)
       for other in set(manifests.steps(self._folder)).difference(finished):
         self._remove(other)

@@ -5,6 +5,7 @@ uploaded; a file written at once appears as a whole or not at all.
 """
 
 import atexit
+import errno
 import functools
 import json
 import os
@@ -61,15 +62,46 @@ def check(path: str, key: str) -> None:
 
 
 def write(path: epath.PathLike, data: bytes) -> None:
-  """Writes a whole file, atomically: a reader sees the old file or the new."""
+  """Writes a whole file, atomically: a reader sees the old file or the new, also after a loss of power."""
   path = epath.Path(path)
   if is_remote(path):
     path.write_bytes(data)
     return
-  path.parent.mkdir(parents=True, exist_ok=True)
+  make_folder(path.parent)
   draft = path.parent / (f'.{path.name}.{socket.gethostname()}.{os.getpid()}.tmp')
   draft.write_bytes(data)
+  sync(draft)
   draft.replace(path)
+  sync(path.parent)
+
+
+def make_folder(path: epath.PathLike) -> None:
+  """Makes a folder and those above it, which outlive a loss of power."""
+  path = epath.Path(path)
+  missing = [] if is_remote(path) else [p for p in (path, *path.parents) if not p.exists()]
+  path.mkdir(parents=True, exist_ok=True)
+  for folder in missing:
+    sync(folder.parent)
+
+
+def sync(path: epath.PathLike) -> None:
+  """Waits until a local file, or the list of files of a folder, is on the disk (fsync)."""
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  except OSError as error:
+    if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such operation
+      raise
+  finally:
+    os.close(handle)
+
+
+def sync_all(folder: epath.PathLike) -> None:
+  """Waits until a local folder and all that is in it are on the disk."""
+  for parent, _, names in os.walk(folder, topdown=False):
+    for name in names:
+      sync(os.path.join(parent, name))
+    sync(parent)
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
