@@ -21,6 +21,7 @@ CORE = [
   'flax>=0.12.9; python_version >= "3.12"',
   'fsspec>=2024.6',
   'grain>=0.2.12',
+  'h11>=0.16',  # huggingface_hub needs it, too
   'huggingface_hub>=1.0',
   'jax>=0.10.2',
   'jinja2>=3.1.4',
