@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import context_parallel
+from jaxpost.models import attention
 from jaxpost.planning import traffic_bound
 from jaxpost.stage import batch_shape
 
@@ -87,7 +87,7 @@ def _all(inputs: Inputs, topology: machines.Topology, devices: int):
     *(
       c
       for c in _CONTEXT
-      if length >= _LONG and length % c == 0 and inputs.config.model.attention not in context_parallel.WHOLE_ROW_KERNELS
+      if length >= _LONG and length % c == 0 and inputs.config.model.attention not in attention.WHOLE_ROW_KERNELS
     ),
   ]
   for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
