@@ -75,7 +75,7 @@ def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
   return jnp.where(mask, value, old).astype(old.dtype)
 
 
-def extend(cache: Cache, recent: Cache, filled, one_by_one: bool) -> Cache:
+def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
   """Appends `recent` to the filled part of the cache, in place.
 
   Entries past the end overwrite the last ones of their slot, or are dropped:
