@@ -44,7 +44,7 @@ def other(**fields):
 @pytest.mark.parametrize(
   'fields',
   [
-    dict(interleaved=False),
+    dict(ropes=(config_lib.Rope(),)),
     dict(attention_scale=0.2),
     dict(norm_eps=0.5),
     *(

@@ -15,7 +15,7 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.models.config import Experts, LatentConfig, ModelConfig
+from jaxpost.models.config import Experts, LatentConfig, ModelConfig, Rope
 from jaxpost.stage.config import defaults
 
 EXACT = Compute(dtype='float32', q_chunk=64)
@@ -49,10 +49,13 @@ def latent(**fields) -> LatentConfig:
       num_kv_heads=4,
       head_dim=10,
       attention_scale=0.3,
-      experts=Experts(8, 3, 20, shared=1, sigmoid=True, groups=4, top_groups=2, scale=1.7),
+      ropes=(Rope(interleaved=True),),
+      experts=Experts(
+        8, 3, 20, shared=1, first_dense=1, sigmoid=True, choice_bias=True, groups=4, top_groups=2, scale=1.7
+      ),
     )
   )
-  own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6, first_dense=1)
+  own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6)
   return LatentConfig(**base | own | fields)
 
 

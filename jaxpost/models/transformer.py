@@ -8,6 +8,7 @@ The sampler's passes in `decoding.py` run the same layers with attention over a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -78,6 +79,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     from jaxpost.models import mla
 
     table = mla.table(table, cfg)
+  if dense := cfg.num_layers - cfg.sparse_layers:
+    from jaxpost.models import moe
+
+    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense)), table, cfg)
   return table
 
 
@@ -145,11 +150,12 @@ def layer(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, lay
     out, kept = mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   else:
     q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
-    if cfg.qk_norm:
-      q = layers.norm_heads(q, p['q_norm'], cfg)
-      k = layers.norm_heads(k, p['k_norm'], cfg)
+    if cfg.qk_norm in ('head', 'wide'):
+      q, k = layers.norm_heads(q, k, p, cfg)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
-    out, kept = attend(q, k, v, (k, v))
+    if cfg.qk_norm == 'rotated':
+      q, k = layers.norm_heads(q, k, p, cfg)
+    out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
@@ -220,8 +226,9 @@ def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   one = layers.rematerialized(same, compute)
 
   first = []
-  if sparse:  # dense layers first; models with them have layers of one kind
-    x, (first, _) = jax.lax.scan(lambda x, p: one(p, x, None, {}), x, params['dense'])
+  if sparse:  # dense layers first
+    here, varied = ({k: v[s] for k, v in varied.items()} for s in (slice(sparse), slice(sparse, None)))
+    x, (first, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
     first = first and [[y[i] for y in first] for i in range(sparse)]
   x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
   kept = kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))]
