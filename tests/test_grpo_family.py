@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost.algorithms import grpo, opd
+from jaxpost.algorithms import grpo, opd, rl_fields
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
@@ -176,10 +176,10 @@ UNREAD = [field for field, (_, also) in CHANGES.items() if also]
 @pytest.mark.parametrize('field', UNREAD)
 def test_fields_are_read_or_refused(field):
   value, also = CHANGES[field]
-  grpo.check(config_of('grpo', rl={'kl_coef': 0.1, **also, field: value}))
+  rl_fields.check(config_of('grpo', rl={'kl_coef': 0.1, **also, field: value}))
   if field not in also:
     with pytest.raises(InputError, match=field):
-      grpo.check(config_of('grpo', rl={field: value}))
+      rl_fields.check(config_of('grpo', rl={field: value}))
 
 
 def test_zero_is_a_choice_of_its_own():
@@ -264,7 +264,7 @@ def test_a_method_of_ones_own_keeps_its_choices():
 )
 def test_combinations_that_would_mislead_are_refused(chosen, message):
   with pytest.raises(InputError, match=message):
-    grpo.check(config_of('grpo', rl=chosen))
+    rl_fields.check(config_of('grpo', rl=chosen))
 
 
 # Of the controller and of other algorithms, which have tests of their own.
@@ -388,7 +388,7 @@ BAD = {
 def test_what_cannot_work_is_refused(case):
   over, text = BAD[case]
   with pytest.raises(InputError, match=text):
-    grpo.check(config_of('grpo', **over))
+    rl_fields.check(config_of('grpo', **over))
 
 
 def test_what_the_controller_cannot_do_is_refused():

@@ -15,8 +15,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms import grpo
-from jaxpost.algorithms.base import Algorithm, Config, refuse
+from jaxpost.algorithms import grpo, rl_fields
+from jaxpost.algorithms.base import Algorithm, Config, learning_rate, refuse
 from jaxpost.losses import advantages, token_advantages
 from jaxpost.losses import values as values_lib
 from jaxpost.types import Credit, Experience, Objective
@@ -129,12 +129,21 @@ def check(config: Config) -> None:
     f'config.critic.warmup_steps: {section.warmup_steps} leaves the policy none of {config.train.steps} steps; '
     'lower it',
   )
-  grpo.check_terms(config)
+  rl_fields.check_terms(config)
+
+
+def critic_lr(config: Config) -> float:
+  """Returns the default of `config.critic.lr`: verl's, or that of the policy if it is larger."""
+  return 0.0 if config.critic.value_head else max(1e-5, config.optim.lr)
 
 
 PPO = ALGORITHM = Algorithm(
   objective,
-  {'rl': {**grpo.rl_defaults({'kl_in': 'reward'}), 'advantage': 'gae', 'scale_rewards': 'none'}},
+  {
+    'rl': {**rl_fields.defaults({'kl_in': 'reward'}), 'advantage': 'gae', 'scale_rewards': 'none'},
+    'optim': {'lr': learning_rate(1e-6)},
+    'critic': {'lr': critic_lr},
+  },
   critic=critic,
   value_head=value_head,
   needs=grpo.needs,

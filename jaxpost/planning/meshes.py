@@ -29,7 +29,7 @@ _CONTEXT = (2, 4, 8)
 _LONG = 16_384  # tokens of a row that is worth splitting
 _LANES = 128  # XLA for TPU sums narrower shards of gradients everywhere
 _MORE = 6  # meshes besides `fsdp` and `tensor`
-_STATE = 3  # copies of what is trained: itself and Adam's moments
+_MOMENTS = 8  # bytes of Adam's moments of a trained weight, float32 whatever the type of the weight
 
 
 def train_devices(inputs: Inputs, topology: machines.Topology) -> int:
@@ -130,8 +130,7 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(
     math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
-    * jnp.dtype(m.param_dtype).itemsize
-    * (1 if path in inputs.model.frozen else _STATE)
+    * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else _MOMENTS))
     for path, x in inputs.model.table.items()
   )
   if chip.memory and state > chip.memory:

@@ -98,7 +98,9 @@ def _known() -> dict[str, Callable]:
 
 
 def check(section: OptimSection) -> None:
-  """Raises InputError where `config.optim` names no optimizer, or one that takes no decay."""
+  """Raises InputError where `config.optim` names no optimizer, one that takes no decay, or a negative rate."""
+  if section.lr < 0:
+    raise InputError(f'config.optim.lr: {section.lr!r} is below 0')
   known, name = _known(), section.name
   if name not in known:
     near = difflib.get_close_matches(name, known, 3)

@@ -178,7 +178,7 @@ class CriticSection:
   """The value function of PPO."""
 
   path: str = option('', "Folder with the initial weights of the critic; '': those of the policy.")
-  lr: float = option(0.0, 'Learning rate of the critic; 0: optim.lr.', lo=0.0)
+  lr: float = option(0.0, "Learning rate of the critic; 0: the method's own, or optim.lr.", lo=0.0, auto=0.0)
   value_head: bool = option(
     False, 'Use a second head of the policy, trained in its update, instead of a critic model; exports leave it out.'
   )
