@@ -34,6 +34,14 @@ def objective(config: Config) -> Objective:
     recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
     loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, sequence_mean)
+    if 'clip_ratio/low_mean' in metrics:
+      clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
+      positive = arrays['advantages'] > 0
+      metrics |= {
+        'clip_ratio/region_mean': clipped,
+        'clip_ratio/positive_mean': clipped * positive,
+        'clip_ratio/negative_mean': clipped * ~positive,
+      }
     if masked:
       kept = policy_gradient.off_policy_kept(
         logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
@@ -46,6 +54,8 @@ def objective(config: Config) -> Objective:
     metrics |= {
       'entropy': outputs.entropy,
       'sampler_mismatch': policy_gradient.mismatch(logp, arrays['sampler_logprobs']),
+      'sampler_kl/k1': policy_gradient.kl_k1(arrays['sampler_logprobs'], logp),
+      'sampler_kl/k3': policy_gradient.kl_k3(arrays['sampler_logprobs'], logp),
     }
     if kl:
       metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
@@ -159,11 +169,10 @@ def finish(
   out |= {k: arrays[k] for k in rl_fields.scores_in_loss(config)}
   counted = mask > 0
   if counted.any():
-    metrics |= {
-      'advantages/mean': float(out['advantages'][counted].mean()),
-      'advantages/max': float(out['advantages'][counted].max()),
-      'advantages/min': float(out['advantages'][counted].min()),
-    }
+    kept = out['advantages'][counted]
+    figures = dict(mean=kept.mean(), std=kept.std(), max=kept.max(), min=kept.min())
+    figures |= dict(frac_positive=(kept > 0).mean(), frac_zero=(kept == 0).mean())
+    metrics |= {f'advantages/{name}': float(x) for name, x in figures.items()}
   names = rl_fields.corrections(rl)
   if names:
     old = arrays['old_logprobs']
@@ -173,6 +182,7 @@ def finish(
       names, old - sampler, counted, rl_fields.options(importance.CorrectionOptions, rl)
     )
     metrics |= importance.off_policy_metrics(old, sampler, counted)
+    metrics |= importance.weight_metrics(out['importance_weights'], out['advantages'], counted)
   return Credit(out, mask, metrics, memory)
 
 

@@ -97,6 +97,7 @@ def _value_metrics(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) ->
   if not counted.any():
     return {}
   metrics = {'values/mean': float(values[counted].mean()), 'returns/mean': float(returns[counted].mean())}
+  metrics |= {'values/std': float(values[counted].std()), 'returns/std': float(returns[counted].std())}
   explained = values_lib.explained_variance(values, returns, mask)
   if np.isfinite(explained):  # equal returns have nothing to explain
     metrics['critic/explained_variance'] = explained
