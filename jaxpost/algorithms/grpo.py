@@ -62,7 +62,11 @@ def objective(config: Config) -> Objective:
       # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
       weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
       loss += rl.kl_coef * weight * metrics['kl']
-    return loss - rl.entropy_coef * outputs.entropy, metrics
+    if 'kl_cov' in arrays:
+      loss += rl.kl_cov_coef * arrays['kl_cov'] * policy_gradient.KL['abs'](logp, old)
+    if 'nll_weights' in arrays:
+      loss -= arrays['nll_weights'] * logp
+    return loss - arrays.get('entropy_coef', rl.entropy_coef) * outputs.entropy, metrics
 
   def over_sequences(outputs, batch):
     weights = batch.loss_weights
@@ -79,12 +83,16 @@ def objective(config: Config) -> Objective:
   arrays = ['advantages', 'sampler_logprobs', *rl_fields.scores_in_loss(config)]
   if rl_fields.corrections(rl):
     arrays.append('importance_weights')
+  if rl_fields.has_token_terms(rl):
+    from jaxpost.algorithms import token_terms
+
+    arrays += token_terms.arrays(rl)
   return Objective(
     over_sequences if coupled else surrogate,
     coupled=coupled,
     token_means=True,
     reads=('entropy',),
-    learns=('entropy',) if rl.entropy_coef else (),
+    learns=('entropy',) if rl.entropy_coef or rl.entropy_target else (),
     arrays=tuple(arrays),
     temperature=config.rollout.temperature,
   )
@@ -95,6 +103,8 @@ def scores(config: Config) -> tuple[str, ...]:
   names = list(rl_fields.scores_in_loss(config))
   if config.rl.kl_coef > 0 and config.rl.kl_in != 'loss':
     names += ['old_logprobs', 'ref_logprobs']
+  if config.rl.top_entropy < 1:
+    names.append('entropy')
   return tuple(dict.fromkeys(names))
 
 
@@ -173,6 +183,11 @@ def finish(
     figures = dict(mean=kept.mean(), std=kept.std(), max=kept.max(), min=kept.min())
     figures |= dict(frac_positive=(kept > 0).mean(), frac_zero=(kept == 0).mean())
     metrics |= {f'advantages/{name}': float(x) for name, x in figures.items()}
+  if rl_fields.has_token_terms(rl):
+    from jaxpost.algorithms import token_terms
+
+    more, remembered = token_terms.apply(experience, out, counted, config)
+    metrics, memory = metrics | more, memory | remembered
   names = rl_fields.corrections(rl)
   if names:
     old = arrays['old_logprobs']

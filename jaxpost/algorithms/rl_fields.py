@@ -31,6 +31,11 @@ def options(kind: type, rl: RlSection) -> Any:
   return kind(**{name: vars(rl)[name] for name in kind.__dataclass_fields__})
 
 
+def has_token_terms(rl: RlSection) -> bool:
+  """Returns whether a field asks for a term of `token_terms.py`."""
+  return rl.top_entropy < 1 or bool(rl.clip_cov or rl.kl_cov or rl.entropy_target or rl.correct_nll_coef)
+
+
 def scores_in_loss(config: Config) -> tuple[str, ...]:
   """Names of the log-probs that the surrogate compares with."""
   rl = config.rl
@@ -109,7 +114,18 @@ def check_terms(config: Config) -> None:
     'leave importance empty (opsm may stay)',
   )
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
+  for name in ('length_alpha', 'correct_nll_coef'):
+    refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
+  refuse(
+    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not config.rollout.staleness,
+    'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
+    'use rl.clip_cov, or more config.rl.minibatches',
+  )
+  refuse(
+    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
+    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
+  )
   importance.check(rl.importance, options(importance.CorrectionOptions, rl))
   refuse(
     rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
@@ -128,12 +144,16 @@ def fields_read(rl: RlSection) -> set[str]:
     'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
     'gamma': 'gamma' in read or rl.advantage == 'gae',
     'lam': rl.advantage == 'gae',
+    'length_alpha': rl.advantage == 'gae',
     'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
     'reference': False,
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
     'kl_horizon': rl.kl_target > 0,
-    'keep_reward': False,
+    'keep_reward': rl.correct_nll_coef > 0,
+    **dict.fromkeys(('cov_low', 'cov_high'), rl.clip_cov > 0),
+    'kl_cov_coef': rl.kl_cov > 0,
+    'entropy_step': rl.entropy_target > 0,
     'opsm_threshold': 'opsm' in rl.importance,
   }
   return {name for name in vars(rl) if conditions.get(name, True)}

@@ -34,9 +34,11 @@ def apply(
   if not mask.any():
     # The surrogate reads the arrays of an empty update, too.
     out |= {name: np.zeros(mask.shape, np.float32) for name in arrays(rl)}
-    return metrics, {'entropy_coef': experience.memory.get('entropy_coef', rl.entropy_coef)} if rl.entropy_target else {}
+    return metrics, {
+      'entropy_coef': experience.memory.get('entropy_coef', rl.entropy_coef)
+    } if rl.entropy_target else {}
   if rl.clip_cov or rl.kl_cov:
-    cov = entropy_control.covariance(experience.arrays['old_logprobs'], out['advantages'], mask)
+    cov = entropy_control.covariance(out['sampler_logprobs'], out['advantages'], mask)
     metrics |= {'entropy_cov/mean': float(cov[mask].mean()), 'entropy_cov/max': float(cov[mask].max())}
     if rl.kl_cov:
       out['kl_cov'] = np.float32(entropy_control.kl_cov(cov, mask, fraction=rl.kl_cov))

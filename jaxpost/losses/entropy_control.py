@@ -2,8 +2,9 @@
 
 Legend: S sequences, C completion tokens. Arrays are numpy arrays on the host, of the
 whole rollout: a choice does not depend on minibatches, micro-batches or meshes. Log-probs
-and entropies are those of the policy before the updates of the rollout, where verl takes
-the present ones of each micro-batch; in the first update of a rollout they are the same.
+are those of the sampler and entropies those before the first update of the rollout, where
+verl takes the present ones of each micro-batch; on policy and in the first update they
+are the same.
 """
 
 import numpy as np
