@@ -60,7 +60,9 @@ def step_of(placed: PlacedStage) -> Step:
   scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in placed.inputs.sources
-  calls['score'] = ('ref_logprobs' in scores) + ('old_logprobs' in scores or 'values' in scores and not critic)
+  calls['score'] = ('ref_logprobs' in scores) + (
+    'old_logprobs' in scores or 'entropy' in scores or 'values' in scores and not critic
+  )
   calls['values'] += 'values' in scores and critic
   total = r.prompts * r.group_size
   slots = r.slots or min(total, 256)

@@ -130,9 +130,9 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
   bins = {'none': rate == 0, 'low': (rate > 0) & (rate <= 0.5), 'high': (rate > 0.5) & (rate < 1), 'all': rate == 1}
   out = {f'pass_rate/{name}': float(part.mean()) for name, part in bins.items() if rate.size}
   lengths = experience.rollout.lengths
-  for name, part in (('right', right), ('wrong', graded & ~right)):
+  for name, part in (('right_length', right), ('wrong_length', graded & ~right)):
     if part.any():
-      out[f'completions/{name}_length'] = float(lengths[part].mean())
+      out[f'completions/{name}'] = float(lengths[part].mean())
   return out
 
 
