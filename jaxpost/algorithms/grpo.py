@@ -8,6 +8,7 @@ methods at the end of the file differ in the fields that they set.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jaxpost.algorithms import rl_fields
 from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
-from jaxpost.types import Credit, Experience, Objective
+from jaxpost.types import Credit, Experience, Objective, Outputs
 
 
 def objective(config: Config) -> Objective:
@@ -34,14 +35,6 @@ def objective(config: Config) -> Objective:
     recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
     loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, sequence_mean)
-    if 'clip_ratio/low_mean' in metrics:
-      clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
-      positive = arrays['advantages'] > 0
-      metrics |= {
-        'clip_ratio/region_mean': clipped,
-        'clip_ratio/positive_mean': clipped * positive,
-        'clip_ratio/negative_mean': clipped * ~positive,
-      }
     if masked:
       kept = policy_gradient.off_policy_kept(
         logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
@@ -51,12 +44,7 @@ def objective(config: Config) -> Objective:
     if 'importance_weights' in arrays:
       loss *= arrays['importance_weights']
       metrics['importance_weight'] = arrays['importance_weights']
-    metrics |= {
-      'entropy': outputs.entropy,
-      'sampler_mismatch': policy_gradient.mismatch(logp, arrays['sampler_logprobs']),
-      'sampler_kl/k1': policy_gradient.kl_k1(arrays['sampler_logprobs'], logp),
-      'sampler_kl/k3': policy_gradient.kl_k3(arrays['sampler_logprobs'], logp),
-    }
+    metrics |= _diagnosis(outputs, arrays, metrics)
     if kl:
       metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
       # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
@@ -80,22 +68,50 @@ def objective(config: Config) -> Objective:
     loss, metrics = surrogate(outputs, batch.arrays, mean)
     return total(loss), jax.tree.map(total, metrics)
 
-  arrays = ['advantages', 'sampler_logprobs', *rl_fields.scores_in_loss(config)]
-  if rl_fields.corrections(rl):
-    arrays.append('importance_weights')
-  if rl_fields.has_token_terms(rl):
-    from jaxpost.algorithms import token_terms
-
-    arrays += token_terms.arrays(rl)
   return Objective(
     over_sequences if coupled else surrogate,
     coupled=coupled,
     token_means=True,
     reads=('entropy',),
     learns=('entropy',) if rl.entropy_coef or rl.entropy_target else (),
-    arrays=tuple(arrays),
+    arrays=_arrays_in_loss(config),
     temperature=config.rollout.temperature,
   )
+
+
+def _arrays_in_loss(config: Config) -> tuple[str, ...]:
+  """Names of the arrays that the surrogate reads."""
+  rl = config.rl
+  names = ('advantages', 'sampler_logprobs', *rl_fields.scores_in_loss(config))
+  if rl_fields.corrections(rl):
+    names += ('importance_weights',)
+  if not rl_fields.has_token_terms(rl):
+    return names
+  from jaxpost.algorithms import token_terms
+
+  return names + token_terms.arrays(rl)
+
+
+def _diagnosis(
+  outputs: Outputs, arrays: Mapping[str, jax.Array], metrics: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Metrics of every surrogate: clips by sign of the advantage, how far policy and sampler differ."""
+  logp, sampler = outputs.logprobs, arrays['sampler_logprobs']
+  found = {
+    'entropy': outputs.entropy,
+    'sampler_mismatch': policy_gradient.mismatch(logp, sampler),
+    'sampler_kl/k1': policy_gradient.kl_k1(sampler, logp),
+    'sampler_kl/k3': policy_gradient.kl_k3(sampler, logp),
+  }
+  if 'clip_ratio/low_mean' in metrics:
+    clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
+    positive = arrays['advantages'] > 0
+    found |= {
+      'clip_ratio/region_mean': clipped,
+      'clip_ratio/positive_mean': clipped * positive,
+      'clip_ratio/negative_mean': clipped * ~positive,
+    }
+  return found
 
 
 def scores(config: Config) -> tuple[str, ...]:
