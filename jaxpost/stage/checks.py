@@ -45,6 +45,10 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
   check_reward_model(config, algorithm)
   optim.check(config.optim)
   check_mesh(config, algorithm)
+  if config.reference.every:
+    from jaxpost.stage import moving_reference
+
+    moving_reference.check(config, algorithm)
   refuse(
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',

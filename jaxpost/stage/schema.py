@@ -259,6 +259,7 @@ class Config:
   rollout: methods.RolloutSection = methods.RolloutSection()
   nll: methods.NllSection = methods.NllSection()
   preference: methods.PreferenceSection = methods.PreferenceSection()
+  reference: methods.ReferenceSection = methods.ReferenceSection()
   reward_model: methods.RewardModelSection = methods.RewardModelSection()
   distill: methods.DistillSection = methods.DistillSection()
   rl: methods.RlSection = methods.RlSection()

@@ -266,6 +266,14 @@ class PreferenceSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReferenceSection:
+  """A reference model that follows the policy."""
+
+  every: int = option(0, 'Updates after which the reference moves towards the policy; 0: it stays.', lo=0)
+  mix: float = option(1.0, 'Share of the policy in it then; 1: a reset, less: a moving average.', lo=0.0, hi=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardModelSection:
   """A reward model that is trained, or that grades completions."""
 
