@@ -1,9 +1,10 @@
-"""Writes docs/config.md: a table of every field of the schema.
+"""Writes docs/config.md, a table of every field of the schema, and docs/config_schema.json, for editors.
 
 python docs/make_config_table.py
 """
 
 import dataclasses
+import json
 import pathlib
 import sys
 import typing
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from jaxpost.stage import json_schema  # noqa: E402
 from jaxpost.stage.config import Config  # noqa: E402
 
 HEAD = """# Every field of a config
@@ -48,6 +50,16 @@ override is refused:
 Write a tuple as `"--config.stages=('sft', 'grpo')"`, or repeat the flag once for
 each member. `"--config.optim={'lr': 1e-4}"` replaces a whole section: fields that
 it leaves out have their defaults, or the values of a stage's block.
+
+A config can be YAML, too: `--config=my.yaml` reads nested fields, and overrides and stages
+work as above. `docs/config_schema.json` is the schema by which an editor completes and checks it:
+
+    # yaml-language-server: $schema=docs/config_schema.json
+    algorithm: sft
+    model: {path: Qwen/Qwen3-0.6B}
+    data: {path: train.jsonl}
+    train: {epochs: 3, batch_size: 32}
+    optim: {lr: 2e-5, warmup_ratio: 0.03}
 """
 COLUMNS = ('field', 'type', 'default', 'values', 'meaning')
 
@@ -97,3 +109,5 @@ def page() -> str:
 
 if __name__ == '__main__':
   (ROOT / 'docs' / 'config.md').write_text(page(), encoding='utf-8')
+  schema = json.dumps(json_schema.schema(), indent=1)
+  (ROOT / 'docs' / 'config_schema.json').write_text(schema + '\n', encoding='utf-8')

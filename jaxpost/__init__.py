@@ -33,14 +33,14 @@ _WHERE = {
 __all__ = ['run', 'policy_and_stream', 'choose_mesh', *_WHERE]
 
 
-def run(config, workdir='runs/latest', console=None) -> dict:
+def run(config, workdir='runs/latest', console=None, verbose=False) -> dict:
   """Starts or resumes the run in `workdir`; see `jaxpost.stages.run`.
 
-  A mesh of 'auto' is chosen by compiling for the devices of this run.
+  `verbose` prints the table of compiled programs. A mesh of 'auto' is chosen by compiling for the devices of this run.
   """
   from jaxpost import stages
 
-  return stages.run(config, workdir, console, choose_mesh)
+  return stages.run(config, workdir, console, choose_mesh, verbose=verbose)
 
 
 def policy_and_stream(config) -> tuple:

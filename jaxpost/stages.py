@@ -18,16 +18,19 @@ from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
 from jaxpost.models import partition
+from jaxpost.monitor import activity as activity_lib
 from jaxpost.monitor import metrics, program_table
-from jaxpost.stage import assemble, consistency, load_weights, place, prepare, sources
+from jaxpost.monitor import start as start_lib
+from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare, sources
 from jaxpost.stage import config as config_lib
-from jaxpost.storage import object_store, run_lock, seals
+from jaxpost.storage import object_store, run_lock
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
   from jaxpost.roles import Policy
+  from jaxpost.stage import schema
   from jaxpost.stage.assemble import DataStream
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage
@@ -41,6 +44,7 @@ def run(
   console: rich.console.Console | None = None,
   choose_mesh: Callable | None = None,
   stop: signals.StopSignal | None = None,
+  verbose: bool = False,
 ) -> dict:
   """Starts or resumes the run in `workdir`; returns what summary.json holds.
 
@@ -51,6 +55,7 @@ def run(
     choose_mesh: resolves `config.mesh` fields that are 'auto', as
       `jaxpost.planning.auto.resolve` does; None refuses them.
     stop: the signals that end the run, where a command has entered them; None: the run's own.
+    verbose: print the table of compiled programs.
 
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
@@ -71,35 +76,37 @@ def run(
       coordination.leave(code, message)
 
     stop.end = end
-    return _run(prepare.as_dict(config), workdir, console or rich.console.Console(), choose_mesh, stop, lock=lock)
+    activity = activity_lib.Activity(console or rich.console.Console(), verbose)
+    return _run(prepare.as_dict(config), workdir, activity, choose_mesh, stop, lock=lock)
 
 
 def _run(
   raw: dict,
   workdir: epath.Path,
-  console: rich.console.Console,
+  activity: activity_lib.Activity,
   choose_mesh: Callable | None,
   stop: signals.StopSignal,
   lock: run_lock.RunLock,
 ) -> dict:
-  start = time.perf_counter()
+  start, console = time.perf_counter(), activity.console
   consistency.check_same_config(raw)
   raw = settle_dtype(raw, workdir, console)
+  raw = epochs.begun_with(raw, config_lib.parse(raw), workdir / 'config.json')
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
   consistency.check_same_run(workdir, configs, console)
   consistency.check_same_start(workdir, configs)
   if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
-    for name in seals.damaged(workdir):
-      console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
-    return object_store.read_json(workdir / 'summary.json')
+    return json.loads((workdir / 'summary.json').read_text())
   if coordination.process_index() == 0 and workdir.exists():
     lock.acquire(console.print)
   with contextlib.ExitStack() as cleanup:
-    prepared = prepare.prepare_all(raw)
+    with activity('reading data and the headers of weights'):
+      prepared = prepare.prepare_all(raw)
     for stage in prepared:
       cleanup.callback(stage.close)
+    raw = epochs.with_settled(raw, prepared)
     stop.check('the start of the run')
     if prepared[-1].config.save.export:
       from jaxpost.formats import hf
@@ -108,19 +115,30 @@ def _run(
     consistency.check_same_inputs(prepared)
     # From here on devices are used.
     consistency.check_same_models(prepared, workdir)
-    prepared = with_meshes(prepared, raw, choose_mesh, console.print)
-    placed = [place.place_stage(stage) for stage in prepared]
-    _begin(workdir, raw, lock, console)
-    warnings = _run_stages(placed, workdir, console, stop)
+    with activity('choosing meshes and checking kernels'):
+      prepared = with_meshes(prepared, raw, choose_mesh, console.print)
+      placed = [place.place_stage(stage) for stage in prepared]
+    _begin(workdir, raw, lock, prepared, console)
+    warnings = _run_stages(placed, workdir, activity, stop)
     return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
 
 
-def _begin(workdir: epath.Path, raw: dict, lock: run_lock.RunLock, console: rich.console.Console) -> None:
-  """Writes config.json; until the run ends there is no summary."""
+def _begin(
+  workdir: epath.Path,
+  raw: dict,
+  lock: run_lock.RunLock,
+  prepared: Sequence[PreparedStage],
+  console: rich.console.Console,
+) -> None:
+  """Writes config.json and what the run starts with; until the run ends there is no summary."""
   if coordination.process_index() == 0:
     lock.acquire(console.print)
     (workdir / 'summary.json').unlink(missing_ok=True)
-    seals.write(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
+    object_store.write_text(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
+    facts = start_lib.describe() | {'seed': prepared[0].config.seed, 'stages': epochs.facts(prepared)}
+    start_lib.keep(workdir, facts)
+    for line in start_lib.lines(facts, str(workdir)):
+      console.out(line, highlight=False)
 
 
 def with_meshes(
@@ -191,14 +209,12 @@ def _finish(
     wall_s = round(time.perf_counter() - start, 1)
     summary = metrics.summary(workdir, {**report.figures(workdir), 'wall_s': wall_s, 'paths': paths}, warnings)
     report.write_report(workdir)
-    samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
-    seals.add(workdir, ['metrics.jsonl', *samples])
     report.terminal_summary(workdir, console)
   return coordination.broadcast(summary)
 
 
 def _run_stages(
-  placed: list[PlacedStage], workdir: epath.Path, console: rich.console.Console, stop: signals.StopSignal
+  placed: list[PlacedStage], workdir: epath.Path, activity: activity_lib.Activity, stop: signals.StopSignal
 ) -> list[dict]:
   """Runs the stages that are not done, exports the last weights, and returns the warnings."""
   last = placed[-1]
@@ -209,19 +225,21 @@ def _run_stages(
   with metrics.MetricsWriter(
     workdir,
     tensorboard=log.tensorboard,
-    wandb=log.wandb,
+    wandb=wandb_options(log) if log.wandb else None,
     primary=coordination.process_index() == 0,
     print_every=log.every,
-    console=console,
+    console=activity.console,
   ) as writer:
     for i in range(done, len(placed)):
       _watch(f'the start of {placed[i].name}', placed[i].config)
-      params = _params_to_start_from(placed[i], placed[i - 1], params, workdir)
-      stage = assemble.assemble(placed[i], workdir, writer, params)
+      placed[i].ledger.announce = activity.compiling
+      with activity(f'loading weights of {placed[i].name}'):
+        params = _params_to_start_from(placed[i], placed[i - 1], params, workdir)
+        stage = assemble.assemble(placed[i], workdir, writer, params)
       params = None  # the stage has taken them over
       plans.append(_plan(placed[i], stage))
       stop.check(f'the start of {placed[i].name}')
-      _run_stage(placed[i], stage, workdir, console, plans, stop=stop)
+      _run_stage(placed[i], stage, workdir, activity, plans, stop=stop)
       stop.unsaved = False
       params = stage.roles.policy.params
       del stage
@@ -230,13 +248,21 @@ def _run_stages(
       from jaxpost.stage import export
 
       stop.check('the export')
-      params = final_params(last, workdir) if params is None else params
-      export.export(last.inputs, workdir / 'export', params)
+      with activity('writing export/'):
+        params = final_params(last, workdir) if params is None else params
+        export.export(last.inputs, workdir / 'export', params)
     if done == len(placed):  # no step has passed the rows to the alerts
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':
           writer.alerts.check(row['stage'], row['step'], row)
     return writer.alerts.warnings
+
+
+def wandb_options(log: schema.LogSection) -> dict[str, Any]:
+  """Returns the arguments of `wandb.init` that `config.log` has."""
+  options = dict(project=log.wandb_project or 'jaxpost', entity=log.wandb_entity, name=log.wandb_name)
+  options['tags'] = list(log.wandb_tags)
+  return {name: value for name, value in options.items() if value}
 
 
 def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict | None, workdir: epath.Path) -> dict:
@@ -263,7 +289,7 @@ def _run_stage(
   placed: PlacedStage,
   stage: loop.Stage,
   workdir: epath.Path,
-  console: rich.console.Console,
+  activity: activity_lib.Activity,
   plans: list[dict],
   stop: signals.StopSignal,
 ) -> None:
@@ -275,7 +301,12 @@ def _run_stage(
     cleanup.callback(stage.stop_profiler)
     if coordination.process_index() == 0:
       program_table.write(workdir / 'plan.json', plans)
-      console.print(program_table.render(plans[-1]))
+      if activity.verbose:
+        activity.console.print(program_table.render(plans[-1]))
+      else:
+        activity.console.out(program_table.one_line(plans[-1]), highlight=False)
+    if stage.evaluate:
+      stage.evaluate = activity.during(f'evaluating {stage.name}', stage.evaluate)
     done = loop.resume(stage)
     stage.writer.start_stage(stage.name, stage.steps, done)
     loop.run_stage(stage, done, stop)

@@ -40,7 +40,7 @@ def define_config() -> flags.FlagHolder:
   """Defines --config; its value is the config with all overrides applied."""
   # Given an empty sys_argv, ml_collections applies no overrides itself: `parse` does.
   return config_flags.DEFINE_config_file(
-    'config', None, 'Config file with its arguments: FILE.py[:args].', lock_config=True, sys_argv=[]
+    'config', None, 'Config file with its arguments: FILE.py[:args], or FILE.yaml.', lock_config=True, sys_argv=[]
   )
 
 
@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> list[str]:
     return flags.FLAGS(argv)
   argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
   rest, given = split(argv)
-  words = flags.FLAGS(rest)
+  words = flags.FLAGS([_read_yaml(word) for word in rest])
   if flags.FLAGS['config'].value is None:
     if given:
       raise InputError(f'--config.{next(iter(given))}: there is no config to change; give --config=FILE, too')
@@ -61,6 +61,15 @@ def parse(argv: Sequence[str]) -> list[str]:
   for line in apply(config, given):
     print(line, file=sys.stderr)
   return words
+
+
+def _read_yaml(word: str) -> str:
+  """--config=FILE.yaml as the config file that reads it; other words as they are."""
+  flag, _, path = word.partition('=')
+  if flag not in ('--config', '-config') or not path.endswith(('.yaml', '.yml')):
+    return word
+  _check_file(path)
+  return f'{flag}={pathlib.Path(__file__).with_name("yaml_config.py")}:{path}'
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -184,10 +193,14 @@ def _check_file(name: str):
   if path.is_dir():
     raise InputError(f'--config: {name} is a folder; name a file in it')
   folder = path.parent
-  files = {f.name: f for where in (pathlib.Path('configs'), folder) if where.is_dir() for f in where.glob('*.py')}
-  wanted = path.name if path.suffix == '.py' else f'{path.name}.py'
+  files = {f.name: f for where in (pathlib.Path('configs'), folder) if where.is_dir() for f in _configs(where)}
+  wanted = path.name if path.suffix in ('.py', '.yaml', '.yml') else f'{path.name}.py'
   near = difflib.get_close_matches(wanted, files, 1)
   hint = f'did you mean {files[near[0]]}?' if near else f'{folder} has {", ".join(sorted(files)[:8]) or "no config"}'
   if not folder.is_dir():
     hint = f'nor is there a folder {folder}' + (f'; {hint}' if near else '')
   raise InputError(f'--config: {name}: no such file; {hint}')
+
+
+def _configs(folder: pathlib.Path) -> list[pathlib.Path]:
+  return [f for pattern in ('*.py', '*.yaml', '*.yml') for f in folder.glob(pattern)]

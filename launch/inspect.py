@@ -10,6 +10,7 @@ a stage that samples: the prompts, the columns that reward functions receive, an
 reward functions, imported as they will be in training.
 """
 
+import contextlib
 import logging
 
 from absl import flags
@@ -28,17 +29,21 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   import rich.console
 
-  from jaxpost.stage import config, prepare
+  from jaxpost.stage import prepare
   from jaxpost.tools import inference, preview_stage
 
-  stages = config.parse(prepare.as_dict(_CONFIG.value))
-  if _STAGE.value:
-    stages = dict([inference.pick(stages, _STAGE.value, '--config')])
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-  for name, stage in stages.items():
-    for part in preview_stage.show_stage(name, stage, _ROWS.value):
-      console.print(part)
-    console.print()
+  prepared = prepare.prepare_all(prepare.as_dict(_CONFIG.value))  # as training does, with all its checks
+  with contextlib.ExitStack() as cleanup:
+    for stage in prepared:
+      cleanup.callback(stage.close)
+    shown = {stage.name: stage for stage in prepared}
+    if _STAGE.value:
+      shown = dict([inference.pick(shown, _STAGE.value, '--config')])
+    for stage in shown.values():
+      for part in preview_stage.show_stage(stage, _ROWS.value):
+        console.print(part)
+      console.print()
 
 
 if __name__ == '__main__':

@@ -8,6 +8,8 @@ import difflib
 import importlib
 import sys
 
+import jaxpost
+
 VERBS = {
   'train': 'start or resume a run: --config=FILE[:args] --workdir=DIR',
   'local': 'train with several processes on this machine, as hosts would',
@@ -30,6 +32,9 @@ def main(argv=None):
   if not args or args[0] in ('-h', '--help', 'help'):
     print(usage())
     sys.exit(0 if args else 2)
+  if args[0] == '--version':
+    print(f'jaxpost {jaxpost.__version__}')
+    sys.exit(0)
   verb, rest = args[0], args[1:]
   if verb not in VERBS:
     near = difflib.get_close_matches(verb, VERBS, n=1)
@@ -52,7 +57,8 @@ def usage():
   """The text of `jaxpost --help`."""
   width = max(map(len, VERBS))
   lines = [f'  {verb:{width}}  {what}' for verb, what in VERBS.items()]
-  return '\n'.join(['usage: jaxpost COMMAND [flags]', '', *lines, '', '`jaxpost COMMAND --help` lists its flags.'])
+  ends = ['', '`jaxpost COMMAND --help` lists its flags, `jaxpost --version` says what is installed.']
+  return '\n'.join(['usage: jaxpost COMMAND [flags]', '', *lines, *ends])
 
 
 if __name__ == '__main__':

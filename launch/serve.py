@@ -6,10 +6,9 @@
 
 Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have
 `token_ids` and `prompt_token_ids` in addition to OpenAI's fields; --record appends
-the token ids and log-probs of each to a file. Requests share the decoding slots;
-a client that disconnects gives up its own.
+the token ids and log-probs of each to a file. Requests share the decoding slots.
 Adapters share the base but have their own slots; `model` in a request names one.
-Prints the URL, and at the end how many requests were answered, refused and cancelled.
+Prints the URL.
 """
 
 import logging
@@ -39,7 +38,7 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost.environments import http_connections, openai_server
+  from jaxpost.environments.openai_server import Endpoint
   from jaxpost.stage import on_policy
   from jaxpost.tools import completions, inference, server_files
 
@@ -58,8 +57,7 @@ def main(argv):
     top_logprobs=min(20, weights.inputs.model.config.vocab_size),
   )
 
-  http_connections.raise_file_limit()
-  endpoint = openai_server.Endpoint(
+  endpoint = Endpoint(
     engines.pop(name),
     weights.inputs.tokenizer,
     host=_HOST.value,
@@ -73,7 +71,6 @@ def main(argv):
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
   endpoint.serve(on_policy.run_key(_SEED.value, 3))
-  print('requests', ', '.join(f'{what}: {count}' for what, count in endpoint.counts.items()))
 
 
 if __name__ == '__main__':

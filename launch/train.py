@@ -3,13 +3,14 @@
   python -m launch.train --config=configs/quickstart.py --workdir=runs/first
 
 Any field of the config can be changed with --config.a.b=value. The same command
-resumes the run. The last line printed is the content of WORKDIR/summary.json as
-JSON. On several hosts, run the same command on each with --distributed;
+resumes the run. Where the output is no terminal, the last line printed is the content
+of WORKDIR/summary.json as JSON. On several hosts, run the same command on each with --distributed;
 `launch.local` starts several processes on this machine.
 """
 
 import json
 import logging
+import sys
 
 from absl import flags
 
@@ -19,6 +20,7 @@ from . import cluster_flags, config_flag
 
 _CONFIG = config_flag.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: a new one, or one to resume.')
+_VERBOSE = flags.DEFINE_bool('verbose', False, 'Print the table of compiled programs.')
 _CLUSTER = cluster_flags.define()
 flags.mark_flags_as_required(['config', 'workdir'])
 
@@ -35,8 +37,10 @@ def main(argv):
     from jaxpost.distributed import coordination
 
     _CLUSTER.connect()
-    summary = stages.run(_CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh, stop=stop)
-    if coordination.process_index() == 0:
+    summary = stages.run(
+      _CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh, stop=stop, verbose=_VERBOSE.value
+    )
+    if coordination.process_index() == 0 and not sys.stdout.isatty():
       print(json.dumps(summary))
 
 

@@ -1,5 +1,6 @@
 """Each example of docs/data_formats.md is read with the flags that the page gives."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -8,7 +9,7 @@ import shlex
 import pytest
 
 from jaxpost import defaults
-from jaxpost.stage import config
+from jaxpost.stage import prepare
 from jaxpost.tools import preview_stage
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / 'docs/data_formats.md'
@@ -36,5 +37,6 @@ def test_it_is_read(flags, rows, tmp_path):
     names, _, value = flag.removeprefix('--config.').partition('=')
     *sections, name = names.split('.')
     (raw[sections[0]] if sections else raw)[name] = value
-  ((stage, parsed),) = config.parse(raw).items()
-  assert preview_stage.show_stage(stage, parsed, len(rows))
+  (stage,) = prepare.prepare_all(raw)
+  with contextlib.closing(stage):
+    assert preview_stage.show_stage(stage, len(rows))

@@ -110,6 +110,7 @@ def test_what_a_run_leaves(rising):
     'samples',
     'export',
     'timeline',
+    'starts.jsonl',
   }
   assert summary == json.loads((workdir / 'summary.json').read_text())
   assert summary['steps/grpo'] == 20 and summary['wall_s'] > 0

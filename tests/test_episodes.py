@@ -3,6 +3,7 @@
 Legend: N sequences, C completion tokens.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import config as config_lib
+from jaxpost.stage import prepare
 from jaxpost.tools import inference, preview_stage, reproduce
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -177,7 +179,9 @@ def test_inspect_and_evaluate_know_the_environment(folder, run):
     folder, eval=dict(samples=2, size=2, data=dict(path='generated:arithmetic:max=9,ops=+,size=4,correct=1'))
   )
   stage = config_lib.parse(made)['grpo']
-  shown = [str(x) for x in preview_stage.show_stage('grpo', stage, 1)]
+  (prepared,) = prepare.prepare_all(made)
+  with contextlib.closing(prepared):
+    shown = [str(x) for x in preview_stage.show_stage(prepared, 1)]
   assert any('tool: nth' in line for line in shown)
   found = inference.evaluate(inference.from_run(run), stage)
   assert found['rows'] == 2 and found['reward'] > 0

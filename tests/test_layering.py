@@ -47,7 +47,6 @@ GATES = {
   'tokenizers': ('jaxpost/data/tokenizer.py',),
   'safetensors': ('jaxpost/formats/hf.py',),
   'huggingface_hub': ('jaxpost/storage/hub.py',),
-  'h11': ('jaxpost/environments/http_connections.py',),
   'jetstream': ('jaxpost/rollout/jetstream.py',),
   'tensorboardX': ('jaxpost/monitor/metrics.py',),
   'wandb': ('jaxpost/monitor/metrics.py',),
@@ -134,7 +133,7 @@ def declared(tree):
     re.split(r'[\[<>=!;]', value)[0].strip().lower().replace('_', '-')
     for value in re.findall(r"'([A-Za-z][\w.\-\[\]]*[<>=\[][^']*)'", setup)
   }
-  names = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint', 'jetstream': 'google-jetstream'}
+  names = {'absl': 'absl-py', 'orbax': 'orbax-checkpoint', 'jetstream': 'google-jetstream', 'yaml': 'pyyaml'}
   for file, imports in tree.imports.items():
     for found in imports:
       top = found.target.split('.')[0]

@@ -173,7 +173,7 @@ def test_tensorboard_has_tags(tmp_path):
 def test_wandb_missing_and_present(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)
   with pytest.raises(InputError, match='pip install wandb'):
-    make_writer(tmp_path, wandb=True)
+    make_writer(tmp_path, wandb={'project': 'jaxpost'})
   calls = []
   run = types.SimpleNamespace(
     define_metric=lambda *a, **k: None, log=calls.append, finish=lambda: calls.append('finish')
@@ -181,7 +181,7 @@ def test_wandb_missing_and_present(tmp_path, monkeypatch):
   fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
   monkeypatch.setitem(sys.modules, 'wandb', fake)
   for _ in range(2):
-    writer, _ = make_writer(tmp_path, wandb='mine')
+    writer, _ = make_writer(tmp_path, wandb={'project': 'mine', 'tags': ('a',)})
     with writer:
       writer.start_stage('sft', 2)
       writer.write(1, 'train', {'loss': 1.0})

@@ -151,7 +151,7 @@ def test_what_stands_behind_two_dashes_is_left_alone():
 MEANT = {
   'optim.learning_rate': 'config.optim.lr',
   'lr': 'config.optim.lr',
-  'train.num_train_epochs': 'config.train.steps',
+  'train.num_train_epochs': 'config.train.epochs',
   'grpo.optim.lrr': 'config.grpo.optim.lr',
   'grpo.num_generations': 'config.grpo.rollout.group_size',
   'actor_rollout_ref.rollout.n': 'config.rollout.group_size',

@@ -115,6 +115,36 @@ class Lazy(collections.abc.Sequence):
     return self._opened.where(i)
 
 
+class First(collections.abc.Sequence):
+  """The first rows of a source, or of a mixture; of each of its sources the first in proportion."""
+
+  def __init__(self, rows: Any, count: int):
+    """`count` is how many rows stay, fewer than there are."""
+    self.name, self.weights, self.streaming, self.dropped = rows.name, rows.weights, rows.streaming, rows.dropped
+    starts = [0, *itertools.accumulate(rows.sizes)]
+    ends = [count * stop // len(rows) for stop in starts]  # sums of the sizes that stay
+    self.sizes = tuple(stop - start for start, stop in zip(ends, ends[1:]))
+    if rows.weights and not all(self.sizes):
+      raise InputError(f'data: {count} samples of {rows.name} leave a source without rows; raise data.max_samples')
+    self._rows, self._starts, self._stops = rows, starts, ends[1:]
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def __getitem__(self, i: int) -> Row | None:
+    return self._rows[self._place(i)]
+
+  def where(self, i: int) -> str:
+    """Returns the place of a row, see `Rows.where`."""
+    return self._rows.where(self._place(i))
+
+  def _place(self, i: int) -> int:
+    """Returns the number of a row in all rows."""
+    number = range(len(self))[i]
+    part = bisect.bisect_right(self._stops, number)
+    return self._starts[part] + number - (self._stops[part - 1] if part else 0)
+
+
 def read_sources(
   path: str | Sequence[str],
   columns: str | Sequence[str] = '',

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import re
 import shutil
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import messages as messages_lib
 from jaxpost.errors import InputError
-from jaxpost.storage import object_store, seals
+from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
+
+# Else the import of transformers advises torch, which this library does without.
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 CHATML = (
   '{%- for message in messages %}'
@@ -178,7 +182,6 @@ def load(
     hf, source, config = _bytes(), 'bytes', {}
   else:
     folder = _folder(path)
-    seals.warn(folder, _FILES)
     hf, source = _from_folder(folder), str(folder)
     config = _read_config(folder)
   # Files may carry a length to cut or fill to.

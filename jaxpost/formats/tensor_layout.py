@@ -57,13 +57,10 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
       *outer, last = spec.shape[spec.stack :]
       out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step), first, step)
       continue
-    name = f'{spec.hf}.'
+    name = spec.hf
     for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
-    names = _names(name.removesuffix('.'), spec)
-    if path in family.rows:
-      out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
-      continue
+    names = _names(name, spec)
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
@@ -82,8 +79,7 @@ def is_extra_layer(name: str, cfg: ModelConfig, count: int) -> bool:
   They are for multi-token prediction, and are not read.
   """
   found = re.match(r'model\.layers\.(\d+)\.', name)
-  behind = bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
-  return behind or bool(count) and name.startswith('model.mtp_')
+  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
@@ -252,8 +248,6 @@ def _place(
 
 def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
   """Reads the elements `bounds` of one stored tensor, in the table's shape."""
-  if len(stored.shape) > len(shape):  # a matrix of one row
-    return tensor[(slice(0, 1), *(slice(*x) for x in bounds))][0]
   if not stored.spec.matrix:
     (start, end), *rest = bounds
     end = min(end, tensor.get_shape()[0])
@@ -281,7 +275,7 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
     value = value.reshape(size, -1).T
     others = stored.shape[1] - size  # columns of other parameters
     return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
-  return value[None] if len(stored.shape) > value.ndim else value[: stored.shape[0]]
+  return value[: stored.shape[0]]
 
 
 def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:

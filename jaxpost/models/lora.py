@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,22 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       first=spec.first,
     )
   return rows
+
+
+_LINEAR = 'q|k|v|o|gate|up|down'  # what PEFT calls all-linear
+
+
+def target_pattern(text: str) -> str:
+  """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned as it is.
+
+  'q_proj,v_proj' is 'q|v'; 'all-linear' has all matrices of attention and MLP.
+  """
+  if text == 'all-linear':
+    return _LINEAR
+  names = [name.strip() for name in text.split(',')]
+  if len(names) > 1 or re.fullmatch(r'[\w|]*_proj[\w|]*', text):
+    return '|'.join(re.sub(r'([qkvo]|gate|up|down)_proj\b', r'\1', name) for name in names)
+  return text
 
 
 def targets(table: dict) -> list[str]:

@@ -25,7 +25,7 @@ from rich import progress, table
 
 from jaxpost.errors import InputError
 from jaxpost.monitor.alerts import Alerts, nonfinite
-from jaxpost.storage import object_store, seals
+from jaxpost.storage import object_store
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
 # Metrics that the console shows, where a row has them: key -> label.
@@ -92,7 +92,7 @@ def summary(
 ) -> dict[str, Any]:
   """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
   out = plain({**figures, 'warnings': warnings})
-  seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
+  object_store.write_text(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
   return out
 
 
@@ -169,7 +169,7 @@ class _Board:
     return '' if step in (first, self._total) else f'left {left}'
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    names = SHOWN if split == 'train' else SHOWN | {k: k for k in values}
+    names = SHOWN if split == 'train' else SHOWN | {k: k for k in values if not is_clock_key(k)}
     shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
     if split != 'train':
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
@@ -202,12 +202,12 @@ class MetricsWriter:
     workdir: epath.PathLike,
     *,
     tensorboard: bool = True,
-    wandb: bool | str = False,
+    wandb: Mapping[str, Any] | None = None,
     primary: bool = True,
     console: rich.console.Console | None = None,
     print_every: int = 10,
   ):
-    """`wandb` is False, True or the name of a project."""
+    """`wandb` has the arguments of `wandb.init`, such as its project; None: nothing is sent there."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
     # An object store cannot append: growing files are kept here and uploaded.
@@ -221,17 +221,14 @@ class MetricsWriter:
       return
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._board = _Board(console or rich.console.Console(), print_every)
-    if wandb:
+    if wandb is not None:
       try:
         import wandb as client
       except ImportError as e:
         raise InputError('wandb is asked for and not installed: pip install wandb, or set wandb to False') from e
       folder = object_store.resolved(self.workdir)
       self._wandb = client.init(  # the same folder continues the same run
-        project='jaxpost' if wandb is True else wandb,
-        dir=None if self._remote else folder,
-        id=f'{zlib.crc32(folder.encode()):08x}',
-        resume='allow',
+        **wandb, dir=None if self._remote else folder, id=f'{zlib.crc32(folder.encode()):08x}', resume='allow'
       )
 
   def __enter__(self):
@@ -258,8 +255,6 @@ class MetricsWriter:
       return
     self._close_stage()
     rows = read_rows(self.path)
-    if seals.damaged(self.workdir, [self.path.name]):
-      self._board.line(f'{self.path}: differs from its checksum: rows were damaged or changed since they were written')
     # Behind the first row of this stage, those of others are of later stages.
     mine = ([row['stage'] for row in rows] + [stage]).index(stage)
     kept = rows[:mine] + [row for row in rows[mine:] if row['stage'] == stage and 0 < resume_step >= row['step']]
@@ -283,8 +278,6 @@ class MetricsWriter:
     # Object stores cannot append: there flush() writes the whole file.
     self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
     self._file.write(text if self._remote else '')
-    self._size, self._crc = len(text.encode()), zlib.crc32(text.encode())
-    seals.add_beginning(self.path, self._size, self._crc)
     if self._tensorboard:
       import tensorboardX  # half a second, so only where it is used
 
@@ -305,9 +298,7 @@ class MetricsWriter:
     row = {'stage': self._stage, 'split': split, 'step': int(step)}
     bad = [k for k in nonfinite(values) if not is_clock_key(k)]
     row |= plain(values) | ({'nonfinite': bad} if bad else {})
-    line = json.dumps(row) + '\n'
-    self._file.write(line)
-    self._size, self._crc = self._size + len(line.encode()), zlib.crc32(line.encode(), self._crc)
+    self._file.write(json.dumps(row) + '\n')
     if self._remote and step % 50 == 0:
       self.flush()
     tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items() if math.isfinite(v)}
@@ -332,16 +323,13 @@ class MetricsWriter:
 
   def flush(self) -> None:
     """Makes sure that the rows so far outlive this process and a loss of power."""
-    if self._file is None:
-      return
-    if not self._remote:
+    if self._file is not None and not self._remote:
       os.fsync(self._file.fileno())
-    else:
+    elif self._file is not None:
       object_store.write_text(self.path, self._file.getvalue())
       if self._tb is not None:
         self._tb.flush()
         object_store.upload(self._board_dir, self.workdir)
-    seals.add_beginning(self.path, self._size, self._crc)
 
   def _close_stage(self) -> None:
     self.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from etils import epath
 
 from jaxpost.models import transformer
 from jaxpost.monitor import metrics
-from jaxpost.storage import seals
+from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -67,6 +66,16 @@ def mesh_text(meshes: dict[str, dict[str, int]]) -> str:
   return '; '.join(f'{phase} {", ".join(split) or "one device"}' for phase, split in axes.items())
 
 
+def one_line(plan: dict) -> str:
+  """Returns what was compiled for a stage in one line."""
+  count, seconds = len(plan['programs']), sum(row['compile_s'] for row in plan['programs'])
+  return (
+    f'{plan["stage"]}: {metrics.short_number(plan["parameters"])} parameters, compiled {count} programs '
+    f'({seconds:.0f} s); mesh: {mesh_text(plan["mesh"])}; at most {_mib(plan["memory"]["peak"])} a device '
+    '(plan.json has each; --verbose prints them)'
+  )
+
+
 def render(plan: dict) -> rich.table.Table:
   """Returns the programs of a plan as a table for the console."""
   number = metrics.short_number
@@ -90,18 +99,14 @@ def render(plan: dict) -> rich.table.Table:
 
 
 def read(path: epath.Path, stages: list[str]) -> list[dict]:
-  """Returns the saved plans of these stages; [] where the file is gone or damaged, as nothing depends on it."""
-  try:
-    seals.check(path.parent, [path.name])
-    return [p for p in json.loads(path.read_text()) if p['stage'] in stages] if path.exists() else []
-  except (ValueError, KeyError, TypeError) as error:
-    logging.warning('%s: is made anew without what it held: %s', path, error)
-    return []
+  """Returns the saved plans of these stages."""
+  plans = json.loads(path.read_text()) if path.exists() else []
+  return [p for p in plans if p['stage'] in stages]
 
 
 def write(path: epath.Path, plans: list[dict]) -> None:
   """Writes plan.json."""
-  seals.write(path, json.dumps(plans, indent=1))
+  object_store.write_text(path, json.dumps(plans, indent=1))
 
 
 def _mib(count: int) -> str:

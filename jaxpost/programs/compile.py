@@ -23,6 +23,15 @@ class Ledger:
   look: Callable | None = None  # (name, compiled, args, calls_per_step) -> more columns of a row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
+  announce: Callable[[str, int, int], None] | None = None  # gets name, number and `planned` as a compilation begins
+  begun: int = 0  # compilations so far
+  planned: int = 0  # how many there will be before the first step; 0: not known yet
+
+  def begin(self, name: str) -> None:
+    """Announces that the compilation of a program begins."""
+    self.begun += 1
+    if self.announce:
+      self.announce(name, self.begun, self.planned and max(self.planned, self.begun))
 
   def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls_per_step: int) -> None:
     """Adds the row of a program that took `seconds` to compile; warns after the first step."""
@@ -107,6 +116,7 @@ class Program:
       self._compiled[key] = lambda *args: nothing
     if key not in self._compiled:
       start = time.perf_counter()
+      self._ledger.begin(self.name)
       abstract = jax.tree.map(_abstract, args)
       jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
       compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))

@@ -36,7 +36,6 @@ ALGORITHMS = {
   'remax': 'grpo:REMAX',
   'rft': 'rft:RFT',
   'ppo': 'ppo:PPO',
-  'vapo': 'ppo:VAPO',
   'online_dpo': 'online_dpo:ONLINE_DPO',
 }
 

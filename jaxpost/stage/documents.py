@@ -44,6 +44,7 @@ class Documents:
 
   Attributes:
     fields: {name: (shape after [T], dtype)} of the arrays.
+    lengths: tokens of the documents that were rendered before the first step; () for none.
   """
 
   def __init__(self, plain: Callable[[int], Example | None], size: int, fields: Mapping | None = None):
@@ -55,6 +56,7 @@ class Documents:
     """
     self.plain = plain
     self.fields = dict(fields or {})
+    self.lengths: tuple[int, ...] = ()
     self._size = size
     self._starts: np.ndarray | None = None  # [N + 1]: where the tokens of a document begin in `_values`
     self._values: dict[str, np.ndarray] = {}  # name -> [S, ...]

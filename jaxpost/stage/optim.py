@@ -41,6 +41,11 @@ def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> 
   return optax.join_schedules([ramp, main], [warmup])
 
 
+def warmup_steps(section: OptimSection, steps: int) -> int:
+  """Returns the steps of warm-up of `config.optim`, for a stage of `steps` steps."""
+  return math.ceil(section.warmup_ratio * steps) if section.warmup_ratio else section.warmup_steps
+
+
 def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model) -> optax.GradientTransformation:
   """Returns the optimizer of `config.optim`, of optax or optax.contrib, with those of its fields that it takes.
 
@@ -98,10 +103,10 @@ def _known() -> dict[str, Callable]:
 
 
 def check(section: OptimSection) -> None:
-  """Raises InputError where `config.optim` names no optimizer, one that takes no decay, or a negative rate."""
-  if section.lr < 0:
-    raise InputError(f'config.optim.lr: {section.lr!r} is below 0')
+  """Raises InputError where `config.optim` names no optimizer, or one that takes no decay."""
   known, name = _known(), section.name
+  if section.warmup_ratio and section.warmup_steps:
+    raise InputError('config.optim.warmup_ratio: warmup_steps says how long the warm-up is, too; leave one of them 0')
   if name not in known:
     near = difflib.get_close_matches(name, known, 3)
     raise InputError(

@@ -18,9 +18,9 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
+from jaxpost.models import lora, partition
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition
-from jaxpost.stage import checks, reward_model
+from jaxpost.stage import checks, epochs, reward_model
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
@@ -102,7 +102,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
       if config.rewards_tuple():
         rewards = start_rewards(config, rows)
     undo.pop_all()
-  return PreparedStage(inputs, data, Workers(rewards, environment))
+  return PreparedStage(epochs.settle(inputs, data), data, Workers(rewards, environment))
 
 
 def settle(config: Config) -> tuple[Algorithm, Config]:
@@ -179,7 +179,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   if adapter.path:
     spec = cfg.lora
   elif adapter.rank:
-    spec = (adapter.rank, adapter.alpha, adapter.rslora, adapter.targets)
+    spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(cfg, value_head=algorithm.value_head(config), lora=spec)
@@ -245,7 +245,8 @@ def load_tokenizer(config: Config, source: Source) -> Tokenizer:
 def read_rows(config: Config) -> Rows:
   """Reads the training data of `config.data`."""
   data = config.data
-  return sources.read_sources(data.path, data.columns, data.map, data.weights, data.streaming)
+  rows = sources.read_sources(data.path, data.columns, data.map, data.weights, data.streaming)
+  return sources.First(rows, data.max_samples) if 0 < data.max_samples < len(rows) else rows
 
 
 def read_held_out_rows(config: Config) -> Rows | None:
@@ -281,7 +282,9 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
     # A row that a map drops while streaming is None.
     return render(number) if rows[number] is not None else None
 
-  return Documents(example, len(rows), fields)
+  documents = Documents(example, len(rows), fields)
+  documents.lengths = tuple(len(e.tokens) for e in ready if e is not None)
+  return documents
 
 
 def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader.PackedStream, Batch]:

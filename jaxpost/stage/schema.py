@@ -26,12 +26,7 @@ class ModelSection:
     'before Ampere; auto: the fastest on this machine, measured at the start of a run.',
     choices=('bfloat16', 'float32', 'float16', 'auto'),
   )
-  param_dtype: str = option(
-    'float32',
-    'Type of the master weights; bfloat16 takes 2 bytes a weight less: gradients and moments stay float32, '
-    'and updates are rounded stochastically.',
-    choices=('float32', 'bfloat16'),
-  )
+  param_dtype: str = option('float32', 'Type of the master weights.', choices=('float32', 'bfloat16'))
   quantize: str = option(
     '', 'Format of frozen matrices, such as the base of adapters (QLoRA).', choices=('', 'int8', 'nf4')
   )
@@ -64,6 +59,9 @@ class DataSection:
   map: Any = option(
     '', 'Function pkg.module:fn or ./file.py:fn that is applied to each row; one for all sources, or a tuple.'
   )
+  max_samples: int = option(
+    0, 'Rows that are used, from the first on; of several sources in proportion to their sizes; 0: all.', lo=0
+  )
   streaming: bool = option(False, 'Read rows when they are needed, not all at the start.')
   shuffle: bool = option(True, 'Shuffle the rows anew in each epoch.')
   packing: bool = option(True, 'Pack several documents into a row; they do not attend to each other.')
@@ -85,6 +83,11 @@ class TrainSection:
   """Number and size of updates."""
 
   steps: int = option(100, 'Steps of this stage; an on-policy step makes rl.epochs x rl.minibatches updates.', lo=1)
+  epochs: float = option(
+    0.0,
+    'Passes over the data, or over the prompts, that decide the steps in place of `steps`; 0: `steps` counts.',
+    lo=0.0,
+  )
   batch_size: int = option(8, 'Packed rows in an update of a method that trains on data.', lo=1)
   row_length: int = option(
     0, 'Tokens in a packed row; 0: 512 for data, the longest prompt and completion for rollouts.', lo=0, auto=0
@@ -121,7 +124,8 @@ class LoraSection:
   rslora: bool = option(False, 'Scale adapters by alpha / sqrt(rank) instead (rsLoRA).')
   targets: str = option(
     'q|k|v|o|gate|up|down',
-    'Regex of the matrices that have adapters, by path or end of a path; experts/gate are those of experts.',
+    'Regex of the matrices that have adapters, by path or end of a path; experts/gate are those of experts. Names '
+    'of PEFT, such as q_proj,v_proj or all-linear, mean the same matrices.',
   )
   dropout: float = option(0.0, 'Dropout on the inputs of adapters.', lo=0.0, hi=0.99)
   path: str = option('', 'PEFT folder of an adapter to start from; it decides all fields above except the dropout.')
@@ -132,11 +136,14 @@ class OptimSection:
   """Optimizer and learning rate."""
 
   name: str = option('adamw', 'Name of an optimizer of optax or optax.contrib, such as muon.')
-  lr: float = option(-1.0, "Peak learning rate; -1: the method's own.", lo=-1.0, hi=100.0, auto=1e-5)
+  lr: float = option(1e-5, 'Peak learning rate.', lo=0.0, hi=100.0)
   schedule: str = option(
     'constant', 'Learning rate schedule after the warm-up.', choices=('constant', 'linear', 'cosine')
   )
   warmup_steps: int = option(0, 'Steps of linear warm-up, from lr / warmup_steps to lr.', lo=0)
+  warmup_ratio: float = option(
+    0.0, 'Fraction of the steps that are warm-up, in place of warmup_steps, rounded up.', lo=0.0, hi=1.0
+  )
   end_lr: float = option(0.0, 'Learning rate at the end of linear and cosine schedules.', lo=0.0)
   weight_decay: float = option(0.0, 'Weight decay of matrices and embeddings.', lo=0.0)
   b1: float = option(0.9, 'Decay of the first moment of Adam.', lo=0.0, hi=1.0)
@@ -213,6 +220,10 @@ class LogSection:
   )
   tensorboard: bool = option(True, 'Write metrics for TensorBoard.')
   wandb: bool = option(False, 'Send metrics to Weights & Biases.')
+  wandb_project: str = option('', "Project there; '': jaxpost.")
+  wandb_entity: str = option('', "User or team there; '': your default.")
+  wandb_name: str = option('', "Name of the run there; '': chosen by wandb.")
+  wandb_tags: tuple = option((), 'Tags of the run there.', each=str)
   watchdog_s: float = option(
     1800.0,
     'Seconds after which a step counts as stuck: all processes end with their stack traces, and the stuck '
@@ -259,7 +270,6 @@ class Config:
   rollout: methods.RolloutSection = methods.RolloutSection()
   nll: methods.NllSection = methods.NllSection()
   preference: methods.PreferenceSection = methods.PreferenceSection()
-  reference: methods.ReferenceSection = methods.ReferenceSection()
   reward_model: methods.RewardModelSection = methods.RewardModelSection()
   distill: methods.DistillSection = methods.DistillSection()
   rl: methods.RlSection = methods.RlSection()

@@ -2,71 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 from rich import text as rich_text
 
 from jaxpost.data import preview
 from jaxpost.data.sources import Rows
-from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.rewards import builtin
-from jaxpost.stage import batch_shape, checks, documents, prepare, reward_model
-from jaxpost.stage import config as config_lib
-from jaxpost.stage.records import Inputs
-from jaxpost.tools import inference
+from jaxpost.rewards.pool import RewardPool
+from jaxpost.stage import batch_shape, epochs, prepare, reward_model
+from jaxpost.stage.records import Data, Inputs, PreparedStage
 
 _COUNTED = 512  # rows behind the table of lengths
 _IDS = 24  # token ids shown of a row
 
 
-def show_stage(name: str, config: config_lib.Config, rows: int) -> list:
-  """Returns rich renderables: model, `rows` rows as the model reads them, rewards."""
-  inputs = inference.prepare_model(name, config)
-  config, tokenizer = inputs.config, inputs.tokenizer
-  if not config.data.path:
-    raise InputError('config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-  data = prepare.read_rows(config)
-  held_out = config.eval.data.path
+def show_stage(stage: PreparedStage, rows: int) -> list:
+  """Returns rich renderables: model, `rows` rows as the model reads them, rewards.
+
+  Args:
+    stage: prepared as for training, so that all checks before the first step have passed.
+  """
+  inputs, data, config = stage.inputs, stage.data, stage.config
+  tokenizer, per_epoch = inputs.tokenizer, epochs.steps_of(inputs, data)
   count = transformer.num_params(inputs.model.config)
+  passes = f'{config.train.steps / per_epoch:.3g} epochs of {per_epoch:.3g} steps'
   out = [
-    rich_text.Text(f'{name}: {config.algorithm}, {config.train.steps} steps', 'bold'),
+    rich_text.Text(f'{stage.name}: {config.algorithm}, {config.train.steps} steps, {passes}', 'bold'),
     f'model: {config.model.path or config.model.preset}, {count:,} '
     f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
-    f'data: {len(data)} rows of {config.data.path}',
+    f'data: {len(data.rows)} rows of {config.data.path}',
   ]
-  if data.dropped:
-    out[-1] += f', {data.dropped} more dropped by config.data.map'
-  if held_out:
-    read = prepare.read_held_out_rows(config)
-    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {held_out}')
-  on_policy = inputs.algorithm.on_policy
-  samples = on_policy or held_out and config.eval.samples
+  if data.rows.dropped:
+    out[-1] += f', {data.rows.dropped} more dropped by config.data.map'
+  if data.held_out:
+    read = data.held_out.rows
+    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {config.eval.data.path}')
   tools = None
-  with contextlib.ExitStack() as cleanup:
-    if samples and config.environment:
-      environment = prepare.start_environment(inputs)
-      cleanup.callback(environment.close)
-      tools = environment.tools
-      out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in tools]
-    out += _show_prompts(inputs, data, rows, tools) if on_policy else _show_rows(inputs, data, rows)
-    if samples:
-      out += _show_rewards(inputs, data)
+  if stage.workers.environment:
+    tools = stage.workers.environment.tools
+    out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in tools]
+  on_policy = inputs.algorithm.on_policy
+  out += _show_prompts(inputs, data.rows, rows, tools) if on_policy else _show_rows(inputs, data, rows)
+  if stage.workers.rewards:
+    out += _show_rewards(inputs, stage.workers.rewards)
   return out
 
 
-def _show_rows(inputs: Inputs, data: Rows, count: int) -> list:
+def _show_rows(inputs: Inputs, data: Data, count: int) -> list:
   config, tokenizer = inputs.config, inputs.tokenizer
-  render = inputs.algorithm.render(data, tokenizer, config)
-  examples = [render(i) for i in range(min(max(count, _COUNTED), len(data)))]
-  if not inputs.algorithm.scalar_head:
-    documents.warn_without_stop(examples, tokenizer)
+  found = (data.documents.plain(i) for i in range(min(max(count, _COUNTED), len(data.rows))))
+  examples = [e for e in found if e is not None]
   length = batch_shape.row_length(config, False)
   *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
   out = []
   for i, row in enumerate(shown[:count]):
-    out += [_heading(data.where(i), examples[i].tokens), row]
+    out += [_heading(data.rows.where(i), examples[i].tokens), row]
   table = preview.preview(examples, tokenizer, length)[-1]
   table.title = f'the first {len(examples)} rows'
   return [*out, table]
@@ -94,14 +85,9 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
   ]
 
 
-def _show_rewards(inputs: Inputs, data: Rows) -> list:
+def _show_rewards(inputs: Inputs, pool: RewardPool) -> list:
   config = inputs.config
-  checks.check_sampling(config, inputs.algorithm.on_policy)
   decides = reward_model.correct_by(config, reward_model.is_used(config, inputs.algorithm))
-  pool = prepare.start_rewards(config, data)  # imports every function
-  if pool is None:
-    return []
-  pool.close()
   specs = config.rewards_tuple()
   weights = config.reward_weights or [1.0] * len(specs)
   where = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]

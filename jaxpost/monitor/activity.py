@@ -1,0 +1,104 @@
+"""What a run is doing before and between its steps, shown on the console.
+
+On a terminal the last line of the screen says what is being done and for how long.
+Elsewhere a line is printed when work begins that is known to take time, and every
+five seconds while it lasts. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rich.console
+
+PERIOD_S = 4.5  # between two lines about the same work; below the five seconds that nobody should wait for one
+
+
+class Activity:
+  """Shows what is being done: `with activity('reading data'): ...`.
+
+  One activity is shown at a time; another inside it replaces its text until it ends.
+  """
+
+  def __init__(self, console: rich.console.Console, verbose: bool = False, period_s: float = PERIOD_S):
+    """`verbose`: whether tables are wanted where a line would do."""
+    self.console, self.verbose, self._period = console, verbose, period_s
+    self._live = console.is_terminal and not console.is_dumb_terminal
+    self._lock = threading.Lock()
+    self._open: list[list] = []  # [text, start] of each activity, innermost last
+    self._status, self._thread = None, None
+    self._wake = threading.Event()
+
+  @contextlib.contextmanager
+  def __call__(self, text: str) -> Iterator[None]:
+    with self._lock:
+      self._open.append([text, time.monotonic()])
+      first = len(self._open) == 1
+    if first:
+      self._start()
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._open.pop()
+        last = not self._open
+      if last:
+        self._stop()
+
+  def compiling(self, name: str, number: int, planned: int) -> None:
+    """Says inside an activity that the compilation of a program has begun; for `Ledger.announce`.
+
+    Args:
+      number: of the program, from 1.
+      planned: how many there will be, as far as is known; 0: not known yet.
+    """
+    with self._lock:
+      if self._open:
+        self._open[-1][:] = f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.monotonic()
+
+  def during(self, text: str, fn: Callable) -> Callable:
+    """Returns a function that shows `text` while it calls `fn`; on a terminal `fn` itself, as a bar is shown there."""
+
+    @functools.wraps(fn)
+    def shown(*args: Any) -> Any:
+      with self(text):
+        return fn(*args)
+
+    return fn if self._live else shown
+
+  def _start(self) -> None:
+    self._wake.clear()
+    if self._live:
+      self._status = self.console.status(self._text())
+      self._status.start()
+    self._thread = threading.Thread(target=self._show, daemon=True, name='activity')
+    self._thread.start()
+
+  def _stop(self) -> None:
+    self._wake.set()
+    self._thread.join()
+    if self._status is not None:
+      self._status.stop()
+      self._status = None
+
+  def _show(self) -> None:
+    """Renews the line each second on a terminal; elsewhere prints one in each period."""
+    while not self._wake.wait(1.0 if self._live else self._period):
+      if text := self._text():
+        if self._status is not None:
+          self._status.update(text)
+        else:
+          self.console.out(text, highlight=False)
+
+  def _text(self) -> str:
+    with self._lock:
+      if not self._open:
+        return ''
+      text, start = self._open[-1]
+    seconds = time.monotonic() - start
+    return f'{text} ({seconds:.0f} s)' if seconds >= 1 else text

@@ -1,0 +1,104 @@
+"""What a run starts with: versions, devices, commit, data, seed; printed, and kept in starts.jsonl.
+
+Each start and each resume of a run adds an object to WORKDIR/starts.jsonl, which the
+report shows. Nothing in a run depends on it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxpost.monitor.metrics import read_growing, short_number
+from jaxpost.storage import object_store
+
+FILE = 'starts.jsonl'
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'transformers')
+
+
+def describe(command: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns facts about this process and its machine, as JSON.
+
+  Args:
+    command: the command line; () for that of this process.
+  """
+  return dict(
+    time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
+    command=list(command or sys.argv),
+    versions=versions(),
+    commit=commit(),
+    python=platform.python_version(),
+    host=platform.node(),
+    processes=jax.process_count(),
+    devices=jax.device_count(),
+    device_kind=jax.devices()[0].device_kind,
+    platform=jax.default_backend(),
+    cores=os.cpu_count(),
+  )
+
+
+def versions() -> dict[str, str]:
+  """Returns {package: version} of this library and those it computes with."""
+  found = {'jaxpost': sys.modules['jaxpost'].__version__}  # a clone need not be installed
+  for name in _PACKAGES:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def commit() -> str:
+  """Returns the git commit of this clone, with '-dirty' if files differ from it; '' outside of a clone."""
+  root = pathlib.Path(__file__).parents[2]
+  if not (root / '.git').exists():
+    return ''
+  command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--abbrev=12', '--exclude=*']
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+  except (OSError, subprocess.TimeoutExpired):  # no git on this machine
+    return ''
+  return done.stdout.strip() if done.returncode == 0 else ''
+
+
+def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
+  """Returns the banner: one line about the software and machine, and one for each stage.
+
+  Args:
+    facts: of `describe`, with `seed` and `stages` ({name: {'rows', 'tokens_per_epoch', 'batch', 'steps'}}).
+    workdir: folder of the run.
+  """
+  v = facts['versions']
+  code = f'jaxpost {v["jaxpost"]}' + (f' ({facts["commit"]})' if facts['commit'] else '')
+  machine = f'{facts["devices"]} x {facts["device_kind"]}'
+  if facts['processes'] > 1:
+    machine += f' on {facts["processes"]} processes'
+  out = [f'{code}, JAX {v["jax"]}, {machine}, seed {facts["seed"]}, workdir {workdir}']
+  for name, stage in facts['stages'].items():
+    text = f'{name}: {stage["steps"]} steps of {stage["batch"]}, {stage["rows"]:,} rows'
+    if stage['tokens_per_epoch']:
+      text += f', about {short_number(stage["tokens_per_epoch"])} tokens an epoch'
+    if stage['epochs']:
+      text += f', {stage["epochs"]:.3g} epochs'
+    out.append(text)
+  return out
+
+
+def keep(workdir: epath.PathLike, facts: Mapping[str, Any]) -> None:
+  """Adds a start to WORKDIR/starts.jsonl."""
+  path = epath.Path(workdir) / FILE
+  old = path.read_text() if path.exists() else ''
+  if old and not old.endswith('\n'):  # torn by a kill
+    old = ''.join(json.dumps(row) + '\n' for row in read_growing(path))
+  object_store.write_text(path, old + json.dumps(facts) + '\n')

@@ -1,0 +1,114 @@
+"""Epochs: how many steps a pass over the data of a stage takes, and `train.epochs` as steps.
+
+Legend: N documents, R packed rows of them, B rows of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxpost.data import packing
+from jaxpost.stage.batch_shape import row_length
+
+if TYPE_CHECKING:
+  from etils import epath
+
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.records import Data, Inputs, PreparedStage
+
+_SAMPLED = 256  # documents that are measured where none have been read yet
+
+
+def steps_of(inputs: Inputs, data: Data) -> float:
+  """Returns the steps in which a stage uses each of its documents, or prompts, once.
+
+  Exact for prompts. Documents are packed in windows, in another order each epoch, so
+  their rows are counted by packing the lengths of the first 20,000 of them.
+  """
+  config = inputs.config
+  if inputs.algorithm.on_policy:
+    return len(data.stream) / config.rollout.prompts
+  lengths = _lengths(inputs, data)
+  rows = len(packing.pack(lengths, row_length(config, False))) if config.data.packing else len(lengths)
+  return len(data.rows) * rows / (max(1, len(lengths)) * config.train.batch_size)
+
+
+def tokens_of(inputs: Inputs, data: Data) -> float:
+  """Returns the tokens of one pass over the documents; 0 for an on-policy stage, which samples them."""
+  if inputs.algorithm.on_policy:
+    return 0.0
+  lengths = _lengths(inputs, data)
+  return len(data.rows) * sum(lengths) / max(1, len(lengths))
+
+
+def _lengths(inputs: Inputs, data: Data) -> list[int]:
+  """Tokens of the documents that were read so far, cut to a row."""
+  documents, most = data.documents, row_length(inputs.config, False)
+  known = documents.lengths or [
+    len(e.tokens) for n in range(min(_SAMPLED, len(data.rows))) if (e := documents.plain(n))
+  ]
+  return [min(n, most) for n in known]
+
+
+def settle(inputs: Inputs, data: Data) -> Inputs:
+  """Returns the stage with `train.steps` for its `train.epochs`, where these are given."""
+  train = inputs.config.train
+  if not train.epochs:
+    return inputs
+  train = dataclasses.replace(train, steps=max(1, round(train.epochs * steps_of(inputs, data))))
+  return dataclasses.replace(inputs, config=dataclasses.replace(inputs.config, train=train))
+
+
+def begun_with(raw: dict, configs: Mapping[str, Config], path: epath.Path) -> dict:
+  """Returns the config with the steps that a run in this folder has found for its `train.epochs`.
+
+  Args:
+    raw: the config as nested dicts.
+    configs: the same, {stage: Config}.
+    path: config.json of the run; it need not be there.
+  """
+  if not any(c.train.epochs for c in configs.values()) or not path.exists():
+    return raw
+  from jaxpost.stage import config as config_lib
+
+  saved = config_lib.parse_saved(path)
+  same = {n: saved[n] for n, c in configs.items() if n in saved and c.train.epochs == saved[n].train.epochs > 0}
+  return with_steps(raw, {name: c.train.steps for name, c in same.items()})
+
+
+def with_settled(raw: dict, prepared: Sequence[PreparedStage]) -> dict:
+  """Returns the config with the steps of all prepared stages that count epochs."""
+  return with_steps(raw, {p.name: p.config.train.steps for p in prepared if p.config.train.epochs})
+
+
+def with_steps(raw: dict, steps: Mapping[str, int]) -> dict:
+  """Returns a copy of the config with `train.steps` of these stages."""
+  out: dict[str, Any] = dict(raw)
+  for name, count in steps.items():
+    if out.get('stages'):
+      block = dict(out[name])
+      out[name] = block | {'train': dict(block.get('train') or {}) | {'steps': count}}
+    else:
+      out['train'] = dict(out.get('train') or {}) | {'steps': count}
+  return out
+
+
+def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:
+  """Returns {stage: its rows, tokens an epoch, batch and epochs}, for people."""
+  out = {}
+  for p in prepared:
+    config, per_epoch = p.config, steps_of(p.inputs, p.data)
+    if p.inputs.algorithm.on_policy:
+      batch = f'{config.rollout.prompts} prompts x {config.rollout.group_size} completions'
+    else:
+      batch = f'{config.train.batch_size} rows x {row_length(config, False)} tokens'
+    out[p.name] = dict(
+      steps=config.train.steps,
+      rows=len(p.data.rows),
+      tokens_per_epoch=round(tokens_of(p.inputs, p.data)),
+      batch=batch,
+      epochs=config.train.steps / per_epoch if per_epoch else 0.0,
+    )
+  return out

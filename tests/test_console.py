@@ -1,0 +1,195 @@
+"""What a newcomer sees and writes: the start, activities, epochs, YAML, names of other libraries."""
+
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import rich.console
+
+import jaxpost
+from jaxpost.data import sources
+from jaxpost.errors import InputError
+from jaxpost.models import lora
+from jaxpost.monitor import activity, metrics, start
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import epochs, json_schema, optim, prepare
+from jaxpost.stage.schema import OptimSection
+from launch import yaml_config
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+SMALL = dict(
+  data=dict(path='generated:arithmetic:max=9,size=60'),
+  train=dict(epochs=3.0, batch_size=2, row_length=64),
+  model=dict(preset='tiny'),
+)
+
+
+def test_no_silence_while_something_lasts():
+  out = io.StringIO()
+  shown = activity.Activity(rich.console.Console(file=out), period_s=0.1)
+  with shown('loading'):
+    time.sleep(0.35)
+    shown.compiling('update', 3, 10)
+    time.sleep(0.25)
+  after = out.getvalue()
+  time.sleep(0.3)
+  assert out.getvalue() == after, 'lines go on after the end'
+  lines = after.splitlines()
+  assert lines.count('loading') >= 2 and 'compiling 3/10: update' in lines
+  assert activity.PERIOD_S < 5
+
+
+def test_an_activity_ends_with_an_error():
+  shown = activity.Activity(rich.console.Console(file=io.StringIO()), period_s=0.05)
+  with pytest.raises(KeyError), shown('looking'):
+    raise KeyError
+  assert not shown._thread.is_alive()
+
+
+def test_epochs_are_steps_of_the_data():
+  (stage,) = prepare.prepare_all(SMALL)
+  per_epoch = epochs.steps_of(stage.inputs, stage.data)
+  assert stage.config.train.steps == round(3 * per_epoch)
+  used = [info['epochs'] for _, info in (next(stage.data.stream) for _ in range(stage.config.train.steps))]
+  stage.data.stream.close()
+  assert used[-1] == pytest.approx(3, rel=0.1)
+
+
+def test_epochs_of_prompts():
+  raw = SMALL | dict(
+    algorithm='grpo', reward='exact_match', rollout=dict(prompts=7, max_prompt_length=40, max_new_tokens=8)
+  )
+  (stage,) = prepare.prepare_all(raw)
+  stage.close()
+  assert stage.config.train.steps == round(3 * len(stage.data.stream) / 7)
+  settled = epochs.with_settled(raw, [stage])
+  assert settled['train']['steps'] == stage.config.train.steps and raw['train'].get('steps') is None
+
+
+def test_a_run_of_epochs_is_known_again(tmp_path):
+  """Its steps are in config.json, so that nothing has to be read to see that it is done."""
+  raw = {'stages': ('a',), 'a': {}, **SMALL}
+  saved = epochs.with_steps(raw, {'a': 77})
+  (tmp_path / 'config.json').write_text(json.dumps(saved))
+  again = epochs.begun_with(raw, config_lib.parse(raw), tmp_path / 'config.json')
+  assert config_lib.parse(again)['a'].train.steps == 77
+  other = raw | {'train': raw['train'] | {'epochs': 4.0}}
+  again = epochs.begun_with(other, config_lib.parse(other), tmp_path / 'config.json')
+  assert config_lib.parse(again)['a'].train.steps == 100
+
+
+def test_what_a_run_starts_with(tmp_path):
+  facts = start.describe(['train']) | {
+    'seed': 3,
+    'stages': {'sft': dict(steps=9, rows=1200, tokens_per_epoch=5e4, batch='2 rows', epochs=1.5)},
+  }
+  start.keep(tmp_path, facts)
+  start.keep(tmp_path, facts)
+  assert [row['seed'] for row in metrics.read_growing(tmp_path / start.FILE)] == [3, 3]
+  text = '\n'.join(start.lines(facts, 'runs/x'))
+  for part in (
+    jaxpost.__version__,
+    'JAX ',
+    'seed 3',
+    'runs/x',
+    '9 steps of 2 rows',
+    '1,200 rows',
+    '50k tokens',
+    '1.5 ep',
+  ):
+    assert part in text, part
+
+
+def test_max_samples_of_a_mixture():
+  rows = sources.read_sources('generated:arithmetic:max=9,size=40 + generated:arithmetic:max=9,size=20')
+  first = sources.First(rows, len(rows) // 2)
+  assert len(first) == len(rows) // 2 == sum(first.sizes) and all(first.sizes)
+  starts = [0, rows.sizes[0]]
+  picked = [starts[part] + n for part, size in enumerate(first.sizes) for n in range(size)]
+  assert [first[i] for i in range(len(first))] == [rows[i] for i in picked]
+  assert first.where(first.sizes[0]) == rows.where(rows.sizes[0])
+  (stage,) = prepare.prepare_all(SMALL | dict(data=SMALL['data'] | dict(max_samples=10)))
+  assert len(stage.data.rows) == 10
+
+
+@pytest.mark.parametrize(
+  'theirs, ours',
+  [
+    ('q_proj,v_proj', 'q|v'),
+    ('q_proj|k_proj', 'q|k'),
+    ('gate_proj, up_proj, down_proj', 'gate|up|down'),
+    ('all-linear', 'q|k|v|o|gate|up|down'),
+    ('q|k', 'q|k'),
+    ('layers/.*q', 'layers/.*q'),
+  ],
+)
+def test_peft_names_of_targets(theirs, ours):
+  assert lora.target_pattern(theirs) == ours
+
+
+def test_warmup_ratio():
+  assert optim.warmup_steps(OptimSection(warmup_ratio=0.03), 1000) == 30
+  assert optim.warmup_steps(OptimSection(warmup_steps=7), 1000) == 7
+  with pytest.raises(InputError, match='warmup_ratio'):
+    optim.check(OptimSection(warmup_ratio=0.1, warmup_steps=7))
+
+
+def test_yaml_config(tmp_path):
+  path = tmp_path / 'my.yaml'
+  path.write_text('algorithm: sft\noptim: {lr: 2e-5, name: muon}\nstages: [one]\none: {train: {steps: 3}}\n')
+  (stage,) = config_lib.parse(prepare.as_dict(yaml_config.get_config(path))).values()
+  assert stage.optim.lr == 2e-5 and stage.optim.name == 'muon' and stage.train.steps == 3
+  path.write_text('a: [1\n')
+  with pytest.raises(InputError, match='my.yaml'):
+    yaml_config.get_config(path)
+
+
+def run(*words, env=None):
+  return subprocess.run(
+    [sys.executable, *words], cwd=CLONE, env={**os.environ, **(env or {})}, text=True, capture_output=True, timeout=200
+  )
+
+
+def test_inspect_reads_yaml_and_checks_as_training_does(tmp_path):
+  (tmp_path / 'my.yaml').write_text('data: {path: "generated:arithmetic:max=9,size=30"}\nsave: {keep_best: loss}\n')
+  done = run('-m', 'launch.inspect', f'--config={tmp_path}/my.yaml', '--rows=1')
+  assert done.returncode == 2 and 'config.save.keep_best' in done.stderr, done.stderr
+  done = run('-m', 'launch.inspect', f'--config={tmp_path}/my.yml')
+  assert done.returncode == 2 and 'my.yaml?' in done.stderr, done.stderr
+
+
+def test_version():
+  done = run('-m', 'launch.main', '--version')
+  assert done.stdout.strip() == f'jaxpost {jaxpost.__version__}'
+
+
+def test_no_advice_of_transformers_without_torch():
+  """transformers tells how to get torch when it is imported; its absence is simulated here."""
+  code = (
+    'import importlib.util as u, sys; find = u.find_spec\n'
+    'u.find_spec = lambda name, *a: None if name == "torch" else find(name, *a)\n'
+    '{}import transformers; transformers.AutoTokenizer'
+  )
+  plain = {'TRANSFORMERS_NO_ADVISORY_WARNINGS': '', 'TRANSFORMERS_VERBOSITY': 'warning'}
+  advised = run('-c', code.format(''), env=plain)
+  unset = 'import os; del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]; '
+  ours = run('-c', code.format(unset + 'import jaxpost.data.tokenizer; '), env=plain)
+  assert 'PyTorch' in advised.stdout + advised.stderr, 'transformers advises no more; this test and the variable can go'
+  assert 'PyTorch' not in ours.stdout + ours.stderr and ours.returncode == 0, ours.stderr
+
+
+def test_schema_for_editors():
+  import jsonschema
+
+  text = (CLONE / 'docs/config_schema.json').read_text('utf-8')
+  assert json.loads(text) == json.loads(json.dumps(json_schema.schema())), 'run python docs/make_config_table.py'
+  check = jsonschema.Draft202012Validator(json.loads(text))
+  plain = json.loads(json.dumps(jaxpost.defaults()))
+  assert not list(check.iter_errors(plain | {'stages': ['one'], 'one': {'optim': {'lr': 0.1}}}))
+  for wrong in ({'optim': {'lr': -1}}, {'one': {'optim': {'lrr': 1}}}, {'train': {'steps': 'x'}}):
+    assert list(check.iter_errors(plain | wrong)), wrong
