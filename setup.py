@@ -44,6 +44,7 @@ EXTRAS = {
   'tpu': ['jax[tpu]'],
   'plan': ['jax[tpu]'],  # libtpu compiles for TPUs that are not there
   'cuda': ['jax[cuda13]'],
+  'cuda12': ['jax[cuda12]'],  # for older drivers
   'data': DATA,
   'math': ['math-verify>=0.8'],
   'notebook': NOTEBOOK,

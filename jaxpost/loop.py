@@ -55,7 +55,7 @@ class Stage:
   save_every: int = 0
   samples_every: int = 10
   max_skipped: int = 5
-  flops_per_token: float = 0.0
+  flops_per_token: Callable[[float], float] | None = None  # (mean context) -> FLOPs forward, or the equivalent third
   peak_flops: float = 0.0
 
 
@@ -151,7 +151,7 @@ class _Progress:
       row |= stage.host_health.finish(pending.replica_check, pending.times)
     row['tokens_per_s'] = item.info['tokens'] / pending.times['time/step']
     if stage.peak_flops:
-      row['mfu'] = 3 * stage.flops_per_token * row['tokens_per_s'] / stage.peak_flops
+      row['mfu'] = 3 * stage.flops_per_token(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
       self.write_samples(step, 'train', item.samples())

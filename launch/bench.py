@@ -1,14 +1,18 @@
-"""Times the standard workload on this machine: sft, sample or grpo.
+"""Times the standard workload on this machine (sft, sample or grpo), or measures its accelerator.
 
   python -m launch.bench sft|sample|grpo --shape=s --bf16
   srun python -m launch.bench sft --distributed --batch=64 >> runs.jsonl
+  python -m launch.bench accelerator --budget=40m --out=FILE
 
-Prints one line of JSON; jaxpost/tools/bench.py explains its keys. The folder benchmarks/
-of a clone compares such lines over numbers of processes, and times parts of the sampler.
+The first two print one line of JSON; jaxpost/tools/bench.py explains its keys. The folder
+benchmarks/ of a clone compares such lines over numbers of processes, and times parts of the
+sampler. The third measures one accelerator (docs/accelerators.md): rates, kernels, training,
+decoding, a line of JSON in FILE for each row as it ends; --rows chooses some of them.
 """
 
 import json
 import os
+import re
 import tempfile
 
 from absl import flags
@@ -20,9 +24,13 @@ from . import cluster_flags, exits, workload_flags
 
 workload_flags.define()
 _CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.')
+_OUT = flags.DEFINE_string('out', '', 'accelerator: file of the rows.')
+_BUDGET = flags.DEFINE_string('budget', '40m', 'accelerator: time for all rows, as in 90s or 40m.')
+_ROWS = flags.DEFINE_string('rows', '', 'accelerator: rows to measure, with commas; a name means all below it.')
+_TINY = flags.DEFINE_bool('tiny', False, 'accelerator: sizes for a CPU, which show that the rows run.')
 _CLUSTER = cluster_flags.define()
 
-WORKLOADS = ('sft', 'sample', 'grpo')
+WORKLOADS = ('sft', 'sample', 'grpo', 'accelerator')
 
 
 def main(argv):
@@ -31,6 +39,10 @@ def main(argv):
     raise errors.InputError(f'name a workload: python -m launch.bench {"|".join(WORKLOADS)} [flags]')
   if _CORE.value is not None:
     os.sched_setaffinity(0, {_CORE.value})
+  if argv[1] == 'accelerator':
+    _accelerator()
+    return
+  exits.refuse(('out', 'budget', 'rows', 'tiny'), f'with {argv[1]}')
   tune = flags.FLAGS.tune
   if tune:
     host.tune_host()
@@ -43,6 +55,22 @@ def main(argv):
     found = bench.run(argv[1], workload_flags.options(), workdir) | {'tuned': tune}
   if coordination.process_index() == 0:
     print(json.dumps(found))
+
+
+def _accelerator():
+  from jaxpost.tools.accelerator import rows, supervisor
+
+  if not _OUT.value:
+    raise errors.InputError('name the file of the rows: --out=FILE')
+  if not (given := re.fullmatch(r'(\d+)([sm])', _BUDGET.value)):
+    raise errors.InputError(f'--budget={_BUDGET.value}: write seconds or minutes, as in 90s or 40m')
+  try:
+    rows.chosen(_ROWS.value)
+  except ValueError as e:
+    raise errors.InputError(f'--rows: {e}') from e
+  failed = supervisor.run(_OUT.value, int(given[1]) * {'s': 1, 'm': 60}[given[2]], _ROWS.value, _TINY.value)
+  if failed:
+    print(f'{failed} rows have an error; {_OUT.value} has all of them')
 
 
 if __name__ == '__main__':

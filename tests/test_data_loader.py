@@ -137,6 +137,9 @@ def test_info_tells_what_the_batch_holds():
   real = (batch.segment_ids > 0).sum()
   assert info['tokens'] == real
   assert info['packing_efficiency'] == real / (3 * ROW_LENGTH)
+  # Tokens of a document of n attend to 1, 2, ..., n.
+  seen = [n + 1 for _, positions in documents([batch]) for n in range(len(positions))]
+  assert len(seen) == real and info['mean_context'] == pytest.approx(np.mean(seen))
   assert info['documents'] == len(documents([batch]))
   assert info['truncated'] == info['dropped'] == 0
   assert abs(batch.loss_weights.sum() - 1) < 1e-6

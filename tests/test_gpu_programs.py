@@ -16,7 +16,7 @@ import types
 import jax
 import pytest
 
-from jaxpost.hardware import host
+from jaxpost.hardware import host, probe
 from jaxpost.programs.compile import GPU_OPTIONS, options
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -96,6 +96,16 @@ def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
   name = 'xla_gpu_enable_latency_hiding_scheduler'
   monkeypatch.setenv('XLA_FLAGS', f'--{name}=false')
   assert GPU_OPTIONS.keys() - options(on('gpu')) == {name}
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
+  left_out = probe.refused_options((('xla_gpu_no_such_thing', True), *GPU_OPTIONS.items()))
+  assert left_out == {'xla_gpu_no_such_thing': None}
+  (warning,) = [r.getMessage() for r in caplog.records]
+  assert 'compiler option xla_gpu_no_such_thing is left out: ' in warning
+  gpu = types.SimpleNamespace(sharding=types.SimpleNamespace(device_set=[types.SimpleNamespace(platform='gpu')]))
+  name = next(iter(GPU_OPTIONS))
+  assert options([gpu], {name: None, 'x': 1}) == {k: v for k, v in GPU_OPTIONS.items() if k != name} | {'x': 1}
 
 
 def test_this_compiler_knows_what_is_asked():

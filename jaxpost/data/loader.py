@@ -243,11 +243,13 @@ class PackedStream:
     """Makes (batch, info) of B rows; `documents` of the stream are used by then."""
     examples = [[example for _, example in row] for row in rows]
     batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
-    real = int((batch.segment_ids > 0).sum())
+    contexts = (batch.positions + 1)[batch.segment_ids > 0]
+    real = len(contexts)
     sources = np.searchsorted(self._stops, [number for row in rows for number, _ in row], 'right')
     info = {
       'packing_efficiency': real / batch.tokens.size,
       'tokens': real,
+      'mean_context': contexts.sum().item() / max(real, 1),
       'documents': sum(map(len, rows)),
       'epochs': documents / self._num_rows,
       **counts,

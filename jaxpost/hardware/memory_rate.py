@@ -1,9 +1,15 @@
-"""How fast a device reads its memory."""
+"""How fast a device reads and copies its memory, and how long a dispatch takes."""
+
+import time
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.hardware import probe
+
+
+def _size(size: int) -> int:
+  return size or (2**28 if jax.default_backend() == 'cpu' else 2**32)
 
 
 def measure(size: int = 0, rounds: int = 8) -> float:
@@ -12,8 +18,7 @@ def measure(size: int = 0, rounds: int = 8) -> float:
   Args:
     size: bytes of the array; 0: 256 MiB on CPUs, 4 GiB on accelerators.
   """
-  size = size or (2**28 if jax.default_backend() == 'cpu' else 2**32)
-  x = jax.random.uniform(jax.random.key(0), (size // 4,))
+  x = jax.random.uniform(jax.random.key(0), (_size(size) // 4,))
 
   @jax.jit
   def sums(x: jax.Array) -> jax.Array:
@@ -22,4 +27,29 @@ def measure(size: int = 0, rounds: int = 8) -> float:
       total = jnp.sum(x + total)  # each needs the one before
     return total
 
-  return size * probe.rate(sums, x, rounds)
+  return 4 * x.size * probe.rate(sums, x, rounds)
+
+
+def copy(size: int = 0, rounds: int = 8) -> float:
+  """Returns bytes per second that are read and written, together, while an array is copied; arguments as `measure`."""
+  x = jax.random.uniform(jax.random.key(0), (_size(size) // 4,))
+
+  @jax.jit
+  def copies(x: jax.Array) -> jax.Array:
+    for _ in range(probe.repeats()):
+      x = jax.lax.optimization_barrier(x + 1)  # else the additions become one
+    return x
+
+  return 2 * 4 * x.size * probe.rate(copies, x, rounds)
+
+
+def dispatch(calls: int = 100) -> dict[str, float]:
+  """Returns seconds of a call of a program that does almost nothing: 'alone', and 'queued' behind others."""
+  program = jax.jit(lambda x: x + 1)
+  x = jnp.zeros(8)
+  alone = probe.repeats() / probe.rate(program, x, calls)
+  start = time.perf_counter()
+  for _ in range(calls):
+    x = program(x)
+  x.block_until_ready()
+  return dict(alone=alone, queued=(time.perf_counter() - start) / calls)

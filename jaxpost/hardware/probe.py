@@ -1,7 +1,8 @@
-"""Measured speed of this machine, and the cache files of what was measured or checked on it."""
+"""Measured speed of this machine, what its compiler knows, and the cache files of what was measured or checked."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -10,7 +11,7 @@ import pathlib
 import platform
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,32 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   faster = rates['bfloat16'] > _GAIN * rates['float32']
   why = 'GFLOP/s: ' + ', '.join(f'{name} {rate:g}' for name, rate in rates.items())
   return 'bfloat16' if faster else 'float32', why
+
+
+def try_options(device: jax.Device, wanted: dict[str, Any]) -> dict[str, str]:
+  """Returns {option: '' where the compiler of a device takes it, else its message}."""
+  shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+  lowered = jax.jit(lambda x: x + 1).lower(shape)
+  out = {}
+  for name, value in wanted.items():
+    try:
+      lowered.compile({name: value})
+      out[name] = ''
+    except jax.errors.JaxRuntimeError as e:
+      out[name] = str(e).partition('\n')[0]
+  return out
+
+
+@functools.cache
+def refused_options(options: tuple[tuple[str, Any], ...]) -> dict[str, None]:
+  """Returns {option: None} for those of (option, value) pairs that the compiler refuses, with a warning for each.
+
+  A device of this process is asked, also about options for described devices: all platforms have the same names.
+  """
+  found = {name: why for name, why in try_options(jax.local_devices()[0], dict(options)).items() if why}
+  for name, why in found.items():
+    logging.warning('jax %s: compiler option %s is left out: %s', jax.__version__, name, why)
+  return dict.fromkeys(found)
 
 
 def cache_file(name: str) -> pathlib.Path:

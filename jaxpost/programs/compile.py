@@ -151,13 +151,13 @@ class Program:
 
 
 def options(arguments: Sequence[Any], more: dict | None = None) -> dict | None:
-  """Returns compiler options for the devices of these arrays; `more` and XLA_FLAGS override the defaults."""
+  """Returns compiler options for the devices of these arrays; `more` (None: leave out) and XLA_FLAGS override them."""
   devices = (d for x in arguments for d in x.sharding.device_set)
   found = {}
   if getattr(next(devices, None), 'platform', '') == 'gpu':
     given = os.environ.get('XLA_FLAGS', '')
     found = {k: v for k, v in GPU_OPTIONS.items() if k not in given}
-  return found | (more or {}) or None
+  return {k: v for k, v in (found | (more or {})).items() if v is not None} or None
 
 
 def _abstract(x):

@@ -86,9 +86,11 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     shape: of the batch of all sequences.
   """
   rollout = experience.rollout
-  tokens = int(batching.prompt_lengths(rollout).sum() + rollout.lengths.sum())
+  lengths = batching.prompt_lengths(rollout) + rollout.lengths
+  tokens = int(lengths.sum())
   out = {
     'tokens': tokens,
+    'mean_context': float((lengths * (lengths + 1.0)).sum() / 2 / max(tokens, 1)),
     'packing_efficiency': tokens / (shape.num_rows * shape.row_length),
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,

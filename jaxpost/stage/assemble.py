@@ -88,7 +88,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     samples_every=log.samples_every,
     save_rollout=make_rollout_saver(placed.name, workdir, log.rollouts_every),
     max_skipped=config.optim.max_skipped,
-    flops_per_token=model.passes / 3 * flops_per_token(model.config, placed.shape.row_length / 2),
+    flops_per_token=lambda context: model.passes / 3 * flops_per_token(model.config, context),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
   stage.memory_usage = precompile.compile_all(placed, roles, engine, stage.evaluate)

@@ -10,7 +10,7 @@ from jaxpost.distributed import phases
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention, context_parallel
 from jaxpost.monitor.timeline import Timeline
-from jaxpost.programs.compile import Ledger
+from jaxpost.programs.compile import GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape
 from jaxpost.stage.batch_shape import BatchShape
 from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
@@ -90,6 +90,10 @@ def place_stage(
   train = layouts['train']
   ledger = ledger or Ledger()
   platform = train.mesh.devices.flat[0].platform
+  if platform == 'gpu':
+    from jaxpost.hardware import probe
+
+    ledger.options = probe.refused_options(tuple(GPU_OPTIONS.items())) | (ledger.options or {})
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention)
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check

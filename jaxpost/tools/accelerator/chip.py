@@ -1,0 +1,105 @@
+"""What the device is, how fast it is, and whether its kernels are right."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+from typing import Any
+
+import jax
+
+from jaxpost.hardware import chips, kernel_check, memory_rate, probe
+from jaxpost.matmul import compute_for
+from jaxpost.models import attention_kernels, presets
+from jaxpost.programs.compile import GPU_OPTIONS
+
+_PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy')
+_PLUGINS = ('jax-cuda13-plugin', 'jax-cuda12-plugin', 'nvidia-cudnn-cu13', 'nvidia-cudnn-cu12', 'nvidia-nccl-cu13')
+
+
+def versions() -> dict[str, Any]:
+  """Returns what is installed and what JAX sees."""
+  device = jax.devices()[0]
+  chip = chips.of_kind(device.device_kind)
+  found = {}
+  for name in (*_PACKAGES, *_PLUGINS):
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return dict(
+    device=device.device_kind,
+    devices=jax.device_count(),
+    platform=device.platform,
+    compute_capability=getattr(device, 'compute_capability', None),
+    platform_version=device.client.platform_version,
+    python=platform.python_version(),
+    packages=found,
+    memory_limit_bytes=(device.memory_stats() or {}).get('bytes_limit'),
+    memory_of_data_sheet_bytes=chip and chip.memory,
+    dtype=probe.matmul_type(),
+  )
+
+
+@functools.cache
+def measured(size: int = 0) -> dict[str, float]:
+  """Returns FLOP/s of products, and bytes/s of reads and copies of this device, measured once a process.
+
+  Args:
+    size: rows of the product, and KiB of the arrays; 0: what lasts on this device.
+  """
+  dtype = probe.matmul_type()[0]
+  return dict(
+    matmul_flops=probe.matmul_rate(dtype, size),
+    read_bytes_per_s=memory_rate.measure(size * 1024),
+    copy_bytes_per_s=memory_rate.copy(size * 1024),
+  )
+
+
+def rates(size: int) -> dict[str, Any]:
+  """Returns `measured` beside the data sheet, and the seconds of a dispatch."""
+  found = measured(size)
+  chip = chips.of_kind(jax.devices()[0].device_kind)
+  shares = {}
+  if chip and chip.flops:
+    shares['matmul_of_data_sheet'] = found['matmul_flops'] / chip.flops
+  if chip and chip.bandwidth:
+    shares['copy_of_data_sheet'] = found['copy_bytes_per_s'] / chip.bandwidth
+  return found | shares | {f'dispatch_{k}_s': v for k, v in memory_rate.dispatch().items()}
+
+
+def compiler_options() -> dict[str, Any]:
+  """Returns which of the options that runs set this compiler knows, and the reason where it does not."""
+  return dict(options=probe.try_options(jax.devices()[0], GPU_OPTIONS))
+
+
+def kernels(kernel_length: int) -> dict[str, Any]:
+  """Returns the largest errors of the attention kernel of this platform, in the shapes of all families.
+
+  An error is the largest difference from attention in float32 over the largest value, forward and backward.
+
+  Args:
+    kernel_length: tokens of a row.
+  """
+  device = jax.devices()[0]
+  compute = compute_for(device.platform, probe.matmul_type()[0], 'none')
+  name = compute.attention
+  if name not in attention_kernels.REFUSALS:
+    return dict(kernel=name, errors={}, note='XLA computes attention on this platform; there is no kernel to check')
+  shapes = {}
+  for preset, cfg in presets.PRESETS.items():
+    shape = attention_kernels.attention_shape(cfg, kernel_length, 1)
+    shapes.setdefault(shape, preset)
+  errors, refused = {}, {}
+  for shape, preset in shapes.items():
+    why = attention_kernels.REFUSALS[name](
+      shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks
+    )
+    if why:
+      refused[preset] = why
+    else:
+      errors[preset] = kernel_check.trusted(name, shape, compute.dtype) or {
+        str(window): kernel_check.errors(name, shape, compute.dtype, window) for window in shape.windows
+      }
+  return dict(kernel=name, dtype=compute.dtype, errors=errors, refused=refused)

@@ -1,0 +1,199 @@
+"""The sampler: seconds a token against the memory it has to read, and whether it agrees with the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxpost.hardware import chips, memory
+from jaxpost.models.transformer import flops_per_token
+from jaxpost.rl import batching
+from jaxpost.rollout.sequence import ActiveSequence, Request
+from jaxpost.stage import assemble, on_policy
+from jaxpost.tools.accelerator import chip, workload
+from jaxpost.tools.bench import decode_bytes
+
+if TYPE_CHECKING:
+  from jaxpost.rollout.native import NativeEngine
+  from jaxpost.tools.accelerator.workload import Running
+
+_ROUNDS = 5
+
+
+def _config(prompt: int, new: int, **rollout: Any) -> dict[str, Any]:
+  given = dict(max_prompt_length=prompt, max_new_tokens=new, prompts=1, group_size=2) | rollout
+  return dict(algorithm='grpo', train=dict(steps=1), rollout=given)
+
+
+def _loaded(running: Running, slots: int) -> NativeEngine:
+  """Returns an engine that has the weights of the stage; the training copy is freed."""
+  engine = on_policy.make_engine(running.placed, slots=slots)
+  engine.load(running.params, 0)
+  running.params = {}
+  return engine
+
+
+def _best(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
+  """Returns the median seconds of `work`, which returns arrays that are waited for, after one call that compiles."""
+  jax.block_until_ready(work())
+  times = []
+  for _ in range(rounds):
+    start = time.perf_counter()
+    jax.block_until_ready(work())
+    times.append(time.perf_counter() - start)
+  return float(np.median(times))
+
+
+def _entry(engine: NativeEngine, prompt: np.ndarray, slots: int) -> Any:
+  """Returns an entry that forks the first row of a prefix into `slots` slots."""
+  sequences = {i: ActiveSequence(Request(prompt, 0, i), engine.config.max_new_tokens, prompt) for i in range(slots)}
+  return engine.entry(sequences, dict.fromkeys(range(slots), 0))
+
+
+def _share(seconds: float, count: float) -> dict[str, float]:
+  size = 0 if chips.of_kind(jax.devices()[0].device_kind) else 64
+  return dict(bytes_read=count, share_of_copy=count / seconds / chip.measured(size)['copy_bytes_per_s'])
+
+
+def decode(
+  preset: str, layers: int, slots: int, length: int, block: int, top_p: float = 1.0, kind: str = ''
+) -> dict[str, Any]:
+  """Times a block of decoding in full slots, whose caches are filled to about `length` entries.
+
+  Args:
+    slots: sequences decoded at a time.
+    block: tokens of a dispatch.
+    top_p: nucleus of sampling; 1: off.
+    kind: 'moe' for a model with experts.
+  """
+  del kind
+  cfg = workload.shape_of(preset, layers)
+  blocks = _ROUNDS + 2
+  prompt = np.arange(3, 3 + max(1, length - blocks * block), dtype=np.int32) % (cfg.vocab_size - 3) + 3
+  config = _config(max(16, len(prompt)), blocks * block, slots=slots, block=block, top_p=top_p)
+  with workload.stage(cfg, config, ('prompts', np.array([len(prompt)] * 2))) as running:
+    engine = _loaded(running, slots)
+    prefix = engine.prefill([prompt])
+    state = engine.insert(engine.init_decode_state(), prefix, _entry(engine, prompt, slots), on_policy.run_key(0, 1), 0)
+    read = engine.buckets.read(min(length, engine.length))
+    held = [state]
+
+    def run() -> Any:
+      held[0], drawn = engine.generate(held[0], read)
+      return drawn
+
+    seconds = _best(run, blocks - 2) / engine.block
+    found = workload.profile(lambda: jax.block_until_ready(run()), per=engine.block)
+    weights, cache = engine.weights, held[0].cache
+    filled = decode_bytes(weights, cache, length / engine.length)
+    return dict(
+      slots=engine.max_concurrent_decodes,
+      token_s=seconds,
+      tokens_per_s=slots / seconds,
+      cache_bytes=memory.size(cache),
+      read_entries=read,
+      cache_entries=engine.length,
+      **_share(seconds, filled),
+      operations_per_token=found.pop('operations', None),
+      profile=found,
+      programs=running.programs(),
+    )
+
+
+def prefill(preset: str, layers: int, prompts: int, length: int) -> dict[str, Any]:
+  """Times the prefill of a batch of prompts: tokens a second and MFU, the head left out."""
+  cfg = workload.shape_of(preset, layers)
+  with workload.stage(cfg, _config(length, 16), ('prompts', np.array([length] * 2))) as running:
+    engine = _loaded(running, prompts)
+    texts = [np.full(length, 5, np.int32)] * prompts
+    seconds = _best(lambda: engine.prefill(texts, rows=prompts))
+    head = 2 * cfg.padded_vocab_size * cfg.hidden_size
+    flops = prompts * length * (flops_per_token(cfg, length / 2) - head)
+    known = chips.of_kind(jax.devices()[0].device_kind)
+    return dict(
+      prefill_s=seconds,
+      tokens_per_s=prompts * length / seconds,
+      mfu=flops / seconds / known.flops if known and known.flops else None,
+      programs=running.programs(),
+    )
+
+
+def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
+  """Times what stands between blocks: `insert` into one slot and into all, `move`, and the transfer of weights."""
+  cfg = workload.shape_of(preset, layers)
+  prompt = np.full(max(16, length // 2), 5, np.int32)
+  config = _config(len(prompt), length - len(prompt), slots=slots)
+  with workload.stage(cfg, config, ('prompts', np.array([len(prompt)] * 2))) as running:
+    engine = on_policy.make_engine(running.placed, slots=slots)
+    loads = []
+    for _ in range(3):
+      start = time.perf_counter()
+      moved = engine.load(running.params, 0)['bytes']
+      loads.append(time.perf_counter() - start)
+    read = sum(x.nbytes for x in jax.tree.leaves(running.params))
+    prefix, key = engine.prefill([prompt]), on_policy.run_key(0, 1)
+    held = [engine.init_decode_state()]
+
+    def insert(count: int) -> Callable[[], Any]:
+      entry = _entry(engine, prompt, count)
+
+      def run() -> Any:
+        held[0] = engine.insert(held[0], prefix, entry, key, 0)
+        return held[0].positions
+
+      return run
+
+    def move() -> Any:
+      held[0] = engine.move(held[0], {engine.max_concurrent_decodes - 1: 0})
+      return held[0].positions
+
+    return dict(
+      insert_one_s=_best(insert(1)),
+      insert_all_s=_best(insert(slots)),
+      move_one_s=_best(move),
+      reshard_s=min(loads[1:]),
+      reshard_bytes=read + moved,
+      reshard_share_of_copy=_share(min(loads[1:]), read + moved)['share_of_copy'],
+      programs=running.programs(),
+    )
+
+
+def mismatch(preset: str, layers: int, contexts: tuple[int, ...], new: int) -> dict[str, Any]:
+  """Compares log-probs of the sampler with those of the trainer for the same tokens, by tokens of context.
+
+  The KL divergence of the sampler from the trainer is estimated over the drawn tokens by the mean of
+  exp(d) - 1 - d, d being the trainer's log-prob minus the sampler's (k3, http://joschu.net/blog/kl-approx.html).
+
+  Args:
+    contexts: tokens of the prompts.
+    new: tokens drawn after each.
+  """
+  cfg = workload.shape_of(preset, layers)
+  longest = max(contexts)
+  config = _config(longest, new, prompts=len(contexts)) | dict(reward='even_words')
+  with workload.stage(cfg, config, ('prompts', np.array(contexts))) as running:
+    roles, controller, engine = assemble.make_parts(running.placed, running.params)
+    engine.load(roles.policy.params, 0)
+    rollout = controller.sample(0).rollout
+    mask = batching.completion_mask(rollout)
+    batch = batching.to_batch(rollout, range(len(mask)), mask, {}, *controller.step_shape)
+    trained = jax.device_get(roles.policy.score(batch).logprobs)
+    theirs = batching.from_rows(rollout, trained, *controller.step_shape)
+    controller.close()
+    by_context = {}
+    lengths = batching.prompt_lengths(rollout)
+    for n in sorted(set(lengths.tolist())):
+      own = (lengths == n)[:, None] & (mask > 0)
+      d = (theirs - rollout.logprobs)[own].astype(np.float64)
+      by_context[str(n)] = dict(
+        tokens=len(d), kl=float(np.mean(np.expm1(d) - d)), max_difference=float(np.abs(d).max()), mean=float(d.mean())
+      )
+    return dict(
+      by_context=by_context,
+      dtype=running.placed.compute.dtype,
+      rejected_shapes=len(running.placed.compute.rejected_shapes),
+    )

@@ -1,0 +1,124 @@
+"""The measurements of `launch.bench accelerator`, in order of worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One measurement.
+
+  measure: 'module:function' in this package.
+  seconds: after which it is given up.
+  given: arguments of the function. `tiny` replaces those that TINY names.
+  """
+
+  measure: str
+  seconds: float
+  given: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def run(self, tiny: bool) -> dict[str, Any]:
+    """Returns the figures of this row."""
+    module, _, function = self.measure.partition(':')
+    given = self.given | ({k: v for k, v in TINY.items() if k in self.given} if tiny else {})
+    if tiny and 'preset' in given:
+      given['preset'] = 'tiny_moe' if 'moe' in self.given.get('kind', '') else 'tiny'
+    return getattr(importlib.import_module(f'.{module}', __package__), function)(**given)
+
+
+# Arguments of all rows at sizes that a CPU measures in a second: they show that the code runs.
+TINY = dict(
+  size=64,
+  kernel_length=64,
+  layers=1,
+  rows=2,
+  micro=2,
+  row_length=64,
+  steps=1,
+  slots=2,
+  length=64,
+  block=4,
+  prompts=2,
+  group=2,
+  prompt=16,
+  new=8,
+  head_elements=2**12,
+  contexts=(16, 32),
+  rank=2,
+)
+
+
+def _sft(preset: str, seconds: float = 240, **given: Any) -> Row:
+  return Row('training:sft', seconds, dict(preset=preset, layers=0, rows=8, row_length=4096, steps=8) | given)
+
+
+def _decode(slots: int, length: int, preset: str = 'qwen3_1_7b', **given: Any) -> Row:
+  given = dict(preset=preset, layers=0, slots=slots, length=length, block=32) | given
+  return Row('decoding:decode', 150, given)
+
+
+def _on_policy(algorithm: str, seconds: float, **given: Any) -> Row:
+  sizes = dict(preset='qwen3_1_7b', layers=0, prompts=64, group=8, prompt=256, new=512, steps=2)
+  return Row('training:on_policy', seconds, dict(algorithm=algorithm) | sizes | given)
+
+
+_BIG = 'qwen3_1_7b'
+ROWS = {
+  'versions': Row('chip:versions', 60),
+  'rates': Row('chip:rates', 120, dict(size=0)),
+  'options': Row('chip:compiler_options', 60),
+  'kernels': Row('chip:kernels', 300, dict(kernel_length=4096)),
+  'decode/qwen3_1_7b/32x512': _decode(32, 512),
+  'sft/qwen3_1_7b': _sft(_BIG),
+  'mismatch/qwen3_1_7b': Row(
+    'decoding:mismatch', 240, dict(preset=_BIG, layers=0, contexts=(128, 512, 2048, 4096, 8192), new=64)
+  ),
+  'grpo/qwen3_1_7b': _on_policy('grpo', 540),
+  'decode/qwen3_1_7b/128x1024': _decode(128, 1024),
+  'decode/qwen3_1_7b/1x512': _decode(1, 512),
+  'sft/qwen3_1_7b/remat=full': _sft(_BIG, remat='full'),
+  'sft/qwen3_1_7b/remat=none': _sft(_BIG, remat='none', rows=4),
+  'sft/qwen3_1_7b/attention=chunked': _sft(_BIG, attention='chunked'),
+  'sft/qwen3_1_7b/head=quarter': _sft(_BIG, head_elements=2**28),
+  'sft/qwen3_1_7b/long_documents': _sft(_BIG, documents=2000),
+  'prefill/qwen3_1_7b/64x512': Row('decoding:prefill', 120, dict(preset=_BIG, layers=0, prompts=64, length=512)),
+  'moves/qwen3_1_7b/128x1024': Row('decoding:moves', 150, dict(preset=_BIG, layers=0, slots=128, length=1024)),
+  'bits': Row('training:repeat', 180, dict(preset='qwen3_0_6b', layers=4, rows=8, row_length=2048, steps=3)),
+  'sft/llama3_2_3b': _sft('llama3_2_3b', rows=4, remat='full'),
+  'sft/qwen3_0_6b': _sft('qwen3_0_6b'),
+  'sft/llama3_2_1b': _sft('llama3_2_1b'),
+  'lora/qwen3_8b': _sft('qwen3_8b', rows=4, rank=16, remat='full', seconds=300),
+  'decode/qwen3_1_7b/32x8192': _decode(32, 8192),
+  'decode/qwen3_1_7b/256x1024': _decode(256, 1024),
+  'decode/qwen3_1_7b/32x2048': _decode(32, 2048),
+  'decode/qwen3_1_7b/1x8192': _decode(1, 8192),
+  'decode/qwen3_1_7b/32x512/top_p': _decode(32, 512, top_p=0.95),
+  'decode/qwen3_1_7b/32x512/block=8': _decode(32, 512, block=8),
+  'moe/qwen3_30b_a3b/4_layers': _sft('qwen3_30b_a3b', kind='moe', layers=4, rows=2, remat='full'),
+  'moe_decode/qwen3_30b_a3b/4_layers': _decode(32, 512, 'qwen3_30b_a3b', layers=4, kind='moe'),
+  'dpo/qwen3_1_7b': _sft(_BIG, algorithm='dpo', rows=4, row_length=4096, seconds=300),
+  'ppo/qwen3_0_6b': _on_policy('ppo', 420, preset='qwen3_0_6b', prompts=16),
+}
+
+
+def chosen(names: str) -> dict[str, Row]:
+  """Returns the rows that a comma-separated list names, in their order here; a name also means all below it.
+
+  Args:
+    names: for example 'rates,decode' or 'sft/qwen3_1_7b'; '': all.
+
+  Raises:
+    ValueError: a name means no row.
+  """
+  wanted = [n for n in names.split(',') if n]
+  for name in wanted:
+    if not any(_below(name, row) for row in ROWS):
+      raise ValueError(f'there is no row {name!r}; the rows are {", ".join(ROWS)}')
+  return {k: row for k, row in ROWS.items() if not wanted or any(_below(n, k) for n in wanted)}
+
+
+def _below(name: str, row: str) -> bool:
+  return row == name or row.startswith(name + '/')

@@ -1,0 +1,160 @@
+"""Updates and whole steps: tokens a second, MFU, memory against the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxpost.hardware import chips
+from jaxpost.tools.accelerator import chip, workload
+from jaxpost.tools.bench import update
+
+if TYPE_CHECKING:
+  from jaxpost.loop import Stage
+  from jaxpost.types import Item
+
+_FIRST = 2  # steps that are not timed
+
+
+def sft(
+  preset: str,
+  layers: int,
+  rows: int,
+  row_length: int,
+  steps: int,
+  algorithm: str = 'sft',
+  documents: int = 0,
+  rank: int = 0,
+  remat: str = 'auto',
+  attention: str = 'auto',
+  head_elements: int = 0,
+  kind: str = '',
+) -> dict[str, Any]:
+  """Times updates of a method that learns from data.
+
+  Args:
+    layers: of the model; 0: all.
+    documents: mean tokens of a document; 0: as an instruction set has them.
+    rank: of adapters on bfloat16 weights; 0: all weights are trained, in float32.
+    head_elements: logits that exist at a time; 0: the default.
+    kind: 'moe' for a model with experts.
+  """
+  del kind
+  cfg = workload.shape_of(preset, layers)
+  config = dict(
+    algorithm=algorithm,
+    model=dict(remat=remat, attention=attention, param_dtype='bfloat16' if rank else 'float32'),
+    train=dict(steps=steps + _FIRST, batch_size=rows, row_length=row_length),
+    lora=dict(rank=rank),
+    optim=dict(lr=1e-5),
+  )
+  lengths = workload.lengths_of(documents, row_length)
+  watch = workload.Watch()
+  with workload.stage(cfg, config, ('dpo' if algorithm == 'dpo' else 'sft', lengths), head_elements) as running:
+    stage = running.assembled()
+    compiled_s = watch.lap()
+    items, metrics, seconds = _updates(stage, watch, steps)
+    tokens = [item.info['tokens'] for item in items]
+    context = float(np.average([item.info['mean_context'] for item in items], weights=tokens))
+    rate = sum(tokens) / sum(seconds)
+    found = workload.profile(lambda: jax.block_until_ready(update(stage, items[-1])))
+    return dict(
+      start_s=compiled_s,
+      **workload.spread(seconds),
+      tokens_per_s=rate,
+      mean_context=context,
+      **model_flops(stage, rate, context),
+      loss=float(metrics[0]['loss']),
+      attention=running.placed.compute.attention,
+      rejected_shapes=len(running.placed.compute.rejected_shapes),
+      remat=running.placed.compute.remat,
+      **watch.memory(stage.memory_usage()['memory/predicted_bytes']),
+      programs=running.programs(),
+      profile=found,
+    )
+
+
+def _updates(stage: Stage, watch: workload.Watch, steps: int) -> tuple[list[Item], list[dict], list[float]]:
+  """Returns the items and the seconds of `steps` updates after the first ones, and the metrics of the last."""
+  items, seconds = [], []
+  for _ in range(steps + _FIRST):
+    items.append(next(stage.stream))
+    watch.lap()
+    metrics = jax.block_until_ready(update(stage, items[-1]))
+    seconds.append(watch.lap())
+  return items[_FIRST:], metrics, seconds[_FIRST:]
+
+
+def model_flops(stage: Stage, tokens_per_s: float, context: float) -> dict[str, Any]:
+  """Returns the FLOP/s of the model at a rate of tokens, and their share of the data sheet and of measured products."""
+  rate = 3 * stage.flops_per_token(context) * tokens_per_s
+  known = chips.of_kind(jax.devices()[0].device_kind)
+  size = 0 if known else 512  # a device without a data sheet is measured briefly
+  return dict(
+    model_flops_per_s=rate,
+    mfu=rate / known.flops / jax.device_count() if known and known.flops else None,
+    share_of_matmul=rate / chip.measured(size)['matmul_flops'] / jax.device_count(),
+  )
+
+
+def on_policy(
+  algorithm: str, preset: str, layers: int, prompts: int, group: int, prompt: int, new: int, steps: int
+) -> dict[str, Any]:
+  """Times whole steps of a method that samples, by phase, after one that is not timed."""
+  cfg = workload.shape_of(preset, layers)
+  config = dict(
+    algorithm=algorithm,
+    reward='even_words',
+    train=dict(steps=steps + 1),
+    optim=dict(lr=1e-6),
+    rollout=dict(prompts=prompts, group_size=group, max_prompt_length=prompt, max_new_tokens=new),
+  )
+  watch = workload.Watch()
+  lengths = np.full(prompts * (steps + 1), prompt)
+  with workload.stage(cfg, config, ('prompts', lengths)) as running:
+    stage = running.assembled()
+    compiled_s = watch.lap()
+    times = []
+    stage.timer.pop()
+    for _ in range(steps + 1):
+      with stage.timer('data'):
+        item = next(stage.stream)
+      with stage.timer('update'):
+        metrics = jax.block_until_ready(update(stage, item))
+      times.append(stage.timer.pop())
+    stage.stream.close()
+    return dict(
+      start_s=compiled_s,
+      compile_s=sum(r['compile_s'] for r in running.placed.ledger.rows),
+      programs_compiled=len(running.placed.ledger.rows),
+      first_step_s=times[0]['time/step'],
+      **{k: float(np.median([t[k] for t in times[1:]])) for k in times[0]},
+      tokens=item.info['tokens'],
+      slot_occupancy=item.info['slot_occupancy'],
+      sampler_mismatch=float(metrics[0]['sampler_mismatch']) if 'sampler_mismatch' in metrics[0] else None,
+      **watch.memory(stage.memory_usage()['memory/predicted_bytes']),
+      programs=running.programs(),
+    )
+
+
+def repeat(preset: str, layers: int, rows: int, row_length: int, steps: int) -> dict[str, Any]:
+  """Trains twice from the same weights on the same rows; returns whether losses and weights are equal, bit for bit."""
+  cfg = workload.shape_of(preset, layers)
+  config = dict(algorithm='sft', train=dict(steps=steps, batch_size=rows, row_length=row_length), optim=dict(lr=1e-4))
+  runs = []
+  for _ in range(2):
+    with workload.stage(cfg, config, ('sft', workload.lengths_of(0, row_length))) as running:
+      stage = running.assembled()
+      losses = [float(update(stage, next(stage.stream))[0]['loss']) for _ in range(steps)]
+      runs.append((losses, [np.asarray(x) for x in jax.tree.leaves(stage.roles.policy.params)]))
+  (first, mine), (second, theirs) = runs
+  different = [int((a.view(np.uint8) != b.view(np.uint8)).any()) for a, b in zip(mine, theirs)]
+  return dict(
+    bit_equal=first == second and not any(different),
+    losses=[first, second],
+    different_arrays=sum(different),
+    arrays=len(different),
+    largest_difference=max(float(np.abs(a - b).max()) for a, b in zip(mine, theirs)),
+  )

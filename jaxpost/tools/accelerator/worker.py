@@ -1,0 +1,83 @@
+"""The process that measures: `worker.py FD TINY ROW...`, started by `supervisor.py`.
+
+Writes to the pipe FD {"begin": row} before each row and its line after it. An exception, or a
+limit of time that passes, is the row's error, and the next row runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from jaxpost import errors
+from jaxpost.hardware import host
+from jaxpost.tools.accelerator import rows as rows_lib
+
+# After these a device answers nothing more: the process ends, and the supervisor starts another.
+_FATAL = ('CUDA_ERROR_ILLEGAL_ADDRESS', 'CUDA_ERROR_LAUNCH_FAILED', 'CUDA_ERROR_ASSERT', 'device-side assert')
+
+# Errors of measurements, of JAX (JaxRuntimeError is a RuntimeError) and of limits. Another ends the process, and is
+# the row's error as well.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError)
+_FAILURES += (RuntimeError, TypeError, ValueError, errors.InputError)
+
+
+def measure(name: str, row: rows_lib.Row, tiny: bool) -> dict[str, Any]:
+  """Returns the line of a row: its figures, or what went wrong."""
+  start = time.perf_counter()
+
+  def give_up(number: int, frame: Any) -> None:
+    del number, frame
+    raise TimeoutError(f'gave no result in {row.seconds:.0f} s')
+
+  signal.signal(signal.SIGALRM, give_up)
+  signal.setitimer(signal.ITIMER_REAL, row.seconds)
+  try:
+    found = row.run(tiny)
+  except _FAILURES as e:
+    traceback.print_exc()
+    found = dict(error=f'{type(e).__name__}: {e}'[:2000])
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+  line = dict(row=name, seconds=round(time.perf_counter() - start, 1), **({'tiny': True} if tiny else {}), **found)
+  return _finite(line)
+
+
+def _finite(x: Any) -> Any:
+  """Returns `x` with null in place of numbers that JSON does not have."""
+  if isinstance(x, dict):
+    return {k: _finite(v) for k, v in x.items()}
+  if isinstance(x, (list, tuple)):
+    return [_finite(v) for v in x]
+  return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def main(argv: list[str]) -> None:
+  """Measures the rows that the command line names."""
+  fd, tiny, *names = argv
+  host.tune_host()
+  host.use_compile_cache()
+  with os.fdopen(int(fd), 'w', encoding='utf-8') as pipe:
+
+    def send(message: dict[str, Any]) -> None:
+      pipe.write(json.dumps(message) + '\n')
+      pipe.flush()
+
+    for name in names:
+      send(dict(begin=name))
+      line = measure(name, rows_lib.ROWS[name], bool(int(tiny)))
+      gc.collect()  # the arrays of a row before those of the next
+      send(line)
+      if any(x in line.get('error', '') for x in _FATAL):
+        return
+
+
+if __name__ == '__main__':
+  main(sys.argv[1:])

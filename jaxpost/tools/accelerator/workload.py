@@ -1,0 +1,207 @@
+"""Stages for measurements, on random weights and documents that are made up; and what each row reports of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import glob
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxpost import testing
+from jaxpost.data import sources as data_sources
+from jaxpost.hardware import memory, probe
+from jaxpost.models import model as model_lib
+from jaxpost.models import presets
+from jaxpost.monitor.metrics import MetricsWriter
+from jaxpost.planning import aot, machines, roofline
+from jaxpost.rewards.pool import RewardPool
+from jaxpost.stage import assemble, load_weights, place, prepare
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import sources as sources_lib
+from jaxpost.stage.records import PreparedStage, Workers
+
+if TYPE_CHECKING:
+  from jaxpost.loop import Stage
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.stage.place import PlacedStage
+
+_DOCUMENTS = 512
+_SAMPLES = 10  # largest operations of a profile that are reported
+
+
+def shape_of(preset: str, layers: int) -> ModelConfig:
+  """Returns the shape of a preset with its first `layers` layers; 0: all of them."""
+  cfg = presets.PRESETS[preset]
+  if not layers:
+    return cfg
+  per_layer = {k: vars(cfg)[k][:layers] for k in ('layer_windows', 'layer_ropes') if vars(cfg)[k]}
+  return dataclasses.replace(cfg, num_layers=layers, **per_layer)
+
+
+def lengths_of(mean: int, longest: int) -> np.ndarray:
+  """Returns lengths of documents in tokens: as an instruction set has them, or around `mean`."""
+  if not mean:
+    return testing.document_lengths(_DOCUMENTS, high=min(512, longest), low=min(32, longest // 2))
+  drawn = np.random.default_rng(0).normal(mean, mean / 4, _DOCUMENTS)
+  return np.clip(drawn, 16, longest).astype(int)
+
+
+def write_rows(path: str, kind: str, lengths: np.ndarray, vocab: int) -> None:
+  """Writes jsonl rows whose tokens are random numbers: kind 'sft', 'dpo' or 'prompts'; lengths of a row in all."""
+  rng = np.random.default_rng(0)
+
+  def words(count: int) -> str:
+    return ' '.join(map(str, rng.integers(3, vocab, max(1, count))))
+
+  with open(path, 'w', encoding='utf-8') as file:
+    for n in lengths.tolist():
+      if kind == 'prompts':
+        row = dict(prompt=words(n - 1))  # after the token that begins a text
+      elif kind == 'dpo':  # a pair shares a row, with the prompt
+        row = dict(prompt=words(n // 4), chosen=words(n // 3), rejected=words(n // 3))
+      else:
+        row = dict(prompt=words(n // 8), completion=words(n - n // 8 - 2))
+      file.write(json.dumps(row) + '\n')
+
+
+@dataclasses.dataclass
+class Running:
+  """A stage on the devices of this process."""
+
+  placed: PlacedStage
+  params: dict
+  workdir: str
+
+  def assembled(self) -> Stage:
+    """Compiles the programs of the stage; its parameters are taken over."""
+    writer = MetricsWriter(self.workdir, tensorboard=False, primary=False)
+    return assemble.assemble(self.placed, self.workdir, writer, self.params)
+
+  def programs(self) -> list[dict[str, Any]]:
+    """Returns a row for each compiled program: compile time, memory, and the roofline where the chip is known."""
+    topology = machines.here(list(self.placed.train.mesh.devices.flat))
+    out = []
+    for row in self.placed.ledger.rows:
+      found = {k: row[k] for k in ('program', 'shapes', 'compile_s', 'temp_bytes', 'argument_bytes')}
+      found['in_use_bytes'] = row.get('in_use_bytes')
+      if 'totals' in row:
+        hosts = dict(roofline.host_of(topology, row['mesh']))
+        work = roofline.work(row, row['mesh'], topology, hosts)
+        found |= dict(roofline_s=work['seconds']['roofline'], program_flops=work['flops']['program'])
+        found |= dict(model_flops=work['flops']['model'], memory_traffic_bytes=work['memory_traffic_bytes'])
+      out.append(found)
+    return out
+
+
+@contextlib.contextmanager
+def stage(
+  cfg: ModelConfig, config: Mapping[str, Any], rows: tuple[str, np.ndarray], head_elements: int = 0
+) -> Iterator[Running]:
+  """Places a stage with random weights.
+
+  Args:
+    cfg: shape of its model; `config` names no other.
+    config: sections as in a config file.
+    rows: kind and lengths of its documents or prompts; see `write_rows`.
+    head_elements: logits that exist at a time; 0: the default.
+  """
+  with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as undo:
+    path = os.path.join(workdir, 'rows.jsonl')
+    write_rows(path, *rows, cfg.vocab_size)
+    base = dict(model=dict(dtype=probe.matmul_type()[0]), log=dict(tensorboard=False, watchdog_s=0.0))
+    sections = {k: v | base.get(k, {}) if isinstance(v, dict) else v for k, v in (base | dict(config)).items()}
+    sections['data'] = dict(path=path, train_on='all')
+    ((name, parsed),) = config_lib.parse(sections).items()
+    algorithm, parsed = prepare.settle(parsed)
+    source = sources_lib.Source(cfg)
+    found = prepare.find_weights(parsed, algorithm, source, {})
+    if 'critic' in found:
+      found['critic'] = sources_lib.Source(model_lib.with_scalar_head(cfg))
+    inputs = prepare.make_inputs(name, parsed, algorithm, found, testing.IntTokenizer(cfg.vocab_size))
+    data = prepare.make_data(inputs, data_sources.read_sources(path))
+    rewards = RewardPool(even_words) if sections.get('reward') else None
+    prepared = PreparedStage(inputs, data, Workers(rewards))
+    undo.callback(prepared.close)
+    if close := getattr(data.stream, 'close', None):  # the thread that reads ahead
+      undo.callback(close)
+    placed = place.place_stage(prepared)
+    if head_elements:
+      placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, head_elements=head_elements))
+    placed.ledger.look = functools.partial(aot.look, placed)
+    params = load_weights.load(source, placed.model, placed.train, parsed.model.param_dtype, ledger=placed.ledger)
+    yield Running(placed, params, workdir)
+
+
+def even_words(completions: list[str], **columns: Any) -> list[float]:
+  """Reward: even numbers among the first 32 words."""
+  del columns
+  return [float(sum(int(w) % 2 == 0 for w in c.split()[:32])) for c in completions]
+
+
+class Watch:
+  """Wall time and memory of a row, against what was predicted."""
+
+  def __init__(self) -> None:
+    self._start = time.perf_counter()
+    self._peak = memory.peak().get('memory/peak_bytes', 0)
+
+  def lap(self) -> float:
+    """Returns the seconds since the last call, or since the start."""
+    now = time.perf_counter()
+    seconds, self._start = now - self._start, now
+    return seconds
+
+  def memory(self, predicted: int) -> dict[str, Any]:
+    """Returns measured and predicted bytes. The peak is of the process: unknown where a row before used more."""
+    peak = memory.peak().get('memory/peak_bytes', 0)
+    measured = peak if peak > self._peak else None
+    return dict(peak_bytes=measured, predicted_bytes=predicted, peak_share=measured and measured / max(predicted, 1))
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+  """Returns median and 95th percentile of a step, in seconds."""
+  return dict(step_s=float(np.median(seconds)), step_p95_s=float(np.percentile(seconds, 95)))
+
+
+def profile(work: Any, per: int = 1) -> dict[str, Any]:
+  """Traces `work()`, which waits for the devices; returns the ten largest operations and how many ran.
+
+  Args:
+    per: operations are counted over this number of tokens or steps.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      work()
+    files = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
+    if not files:
+      return dict(profile='this version of JAX wrote no trace')
+    planes = list(jax.profiler.ProfileData.from_file(files[0]).planes)
+    seconds: Counter[str] = Counter()
+    count = 0
+    for event in _operations(planes):
+      seconds[event.name] += event.duration_ns / 1e9
+      count += 1
+  total = sum(seconds.values())
+  largest = [dict(name=k[:120], s=v, share=v / total) for k, v in seconds.most_common(_SAMPLES)]
+  return dict(operations=count / per, busy_s=total, largest=largest)
+
+
+def _operations(planes: list[Any]) -> Iterator[Any]:
+  """Yields the events of what ran on the first device: on streams of a GPU, operations of a TPU or CPU."""
+  devices = sorted(p.name for p in planes if p.name.startswith('/device:') and 'CUSTOM' not in p.name)
+  for plane in planes:
+    if devices and plane.name != devices[0]:
+      continue
+    for line in plane.lines:
+      if 'XLA Ops' in line.name or 'Stream' in line.name or (not devices and line.name.startswith('tf_XLA')):
+        yield from (e for e in line.events if '::' not in e.name)  # those of XLA:CPU's executor span the others

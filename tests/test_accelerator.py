@@ -1,0 +1,82 @@
+"""What only a GPU or a TPU can show: `JAX_PLATFORMS=cuda,cpu pytest -m accelerator -n 0` (or tpu,cpu).
+
+JAXPOST_ACCELERATOR=cpu runs what a CPU can do of it, which shows that these tests still run.
+"""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpost.hardware import kernel_check, memory, probe
+from jaxpost.matmul import compute_for
+from jaxpost.models import attention_kernels, presets
+from jaxpost.stage import on_policy
+from jaxpost.tools import bench
+from jaxpost.tools.accelerator import decoding, training, workload
+
+pytestmark = pytest.mark.accelerator
+WIDE = [name for name in presets.PRESETS if not name.startswith(('tiny', 'xs'))]
+
+
+@pytest.fixture(autouse=True)
+def accelerator():
+  wanted = os.environ.get('JAXPOST_ACCELERATOR')
+  if jax.default_backend() == 'cpu' and wanted != 'cpu':
+    pytest.skip('JAX sees no accelerator: JAX_PLATFORMS=cuda,cpu or tpu,cpu on a machine that has one')
+  return jax.devices()[0]
+
+
+@pytest.mark.parametrize('length', [512, 4096])
+@pytest.mark.parametrize('preset', WIDE)
+def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
+  compute = compute_for(accelerator.platform, probe.matmul_type()[0], 'none')
+  name = compute.attention
+  if name not in attention_kernels.REFUSALS:
+    pytest.skip(f'XLA computes attention on {accelerator.platform}')
+  shape = attention_kernels.attention_shape(presets.PRESETS[preset], length, 1)
+  refused = attention_kernels.REFUSALS[name](
+    shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks
+  )
+  if refused:
+    pytest.skip(f'{name} cannot do {refused}')
+  assert not kernel_check.trusted(name, shape, compute.dtype)
+
+
+@pytest.mark.parametrize('preset', ['xs', 'tiny_moe'])
+def test_decoding_agrees_with_teacher_forcing(preset):
+  """Others report a divergence of 2e-4 between their samplers and trainers."""
+  found = decoding.mismatch(preset, layers=2, contexts=(16, 300, 700), new=16)
+  assert sorted(found['by_context']) == ['16', '300', '700']
+  for n, x in found['by_context'].items():
+    assert x['tokens'] > 0 and 0 <= x['kl'] < 2e-4 and x['max_difference'] < 0.1, n
+
+
+def test_updates_and_blocks_write_in_place():
+  cfg = workload.shape_of('xs', 2)
+  config = dict(algorithm='sft', train=dict(steps=2, batch_size=2, row_length=256))
+  with workload.stage(cfg, config, ('sft', workload.lengths_of(0, 256))) as running:
+    stage = running.assembled()
+    before = jax.tree.leaves(stage.roles.policy.state)
+    jax.block_until_ready(bench.update(stage, next(stage.stream)))
+    assert all(x.is_deleted() for x in before if x.ndim)
+    row = next(r for r in running.placed.ledger.rows if r['program'] == 'update')
+    assert row['alias_bytes'] >= sum(x.nbytes for x in jax.tree.leaves(stage.roles.policy.state))
+  with workload.stage(cfg, decoding._config(64, 16, slots=4), ('prompts', np.array([64, 64]))) as running:
+    engine = decoding._loaded(running, 4)
+    prompt, key = np.full(64, 5, np.int32), on_policy.run_key(0, 1)
+    entry = decoding._entry(engine, prompt, 4)
+    state = engine.insert(engine.init_decode_state(), engine.prefill([prompt]), entry, key, 0)
+    engine.generate(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.cache))
+
+
+def test_memory_in_use_is_what_was_predicted(accelerator):
+  if not accelerator.memory_stats():
+    pytest.skip(f'{accelerator.device_kind} has no statistics of its memory')
+  before = memory.peak()['memory/peak_bytes']
+  found = training.sft('qwen3_0_6b', layers=4, rows=8, row_length=2048, steps=2)
+  peak = memory.peak()['memory/peak_bytes']
+  assert peak > before, 'a test before this one used more memory; run this one alone'
+  assert 0.8 < peak / found['predicted_bytes'] < 1.05

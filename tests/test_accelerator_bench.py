@@ -1,0 +1,128 @@
+"""`launch.bench accelerator`: every row runs, and none takes the others with it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from jaxpost.tools.accelerator import rows, supervisor, training, worker
+from jaxpost.tools.accelerator.rows import Row
+
+
+def lines_of(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_name_means_all_rows_below_it():
+  name = 'decode/qwen3_1_7b/32x512'
+  assert list(rows.chosen(name)) == [name, name + '/top_p', name + '/block=8']
+  assert list(rows.chosen('')) == list(rows.ROWS) and list(rows.chosen('rates,versions')) == ['versions', 'rates']
+  with pytest.raises(ValueError, match="no row 'decod'; the rows are versions, "):
+    rows.chosen('decod')
+
+
+def test_an_exception_and_a_limit_of_time_are_errors_of_their_row(monkeypatch):
+  fake = type(sys)('jaxpost.tools.accelerator.fake')
+  fake.raises = lambda: [][0]
+  fake.hangs = lambda: time.sleep(30)
+  fake.works = lambda: dict(x=float('nan'))
+  monkeypatch.setitem(sys.modules, fake.__name__, fake)
+  assert worker.measure('a', Row('fake:raises', 9), False)['error'] == 'IndexError: list index out of range'
+  start = time.monotonic()
+  assert worker.measure('b', Row('fake:hangs', 0.2), False)['error'] == 'TimeoutError: gave no result in 0 s'
+  assert time.monotonic() - start < 10
+  found = worker.measure('c', Row('fake:works', 9), False)
+  assert found.pop('seconds') >= 0 and found == dict(row='c', x=None)
+
+
+# What a worker does that the supervisor starts with rows a, b and c: the body sends `begin` and lines itself.
+DIES = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); os.abort()'
+HANGS = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); time.sleep(60)'
+NEVER = 'sys.exit(3)'
+
+
+@pytest.mark.parametrize(
+  'first, error', [(DIES, 'its process ended with code -6'), (HANGS, 'gave no result in 1 s'), (NEVER, None)]
+)
+def test_a_worker_that_ends_takes_one_row_with_it(tmp_path, monkeypatch, first, error):
+  script = tmp_path / 'fake_worker.py'
+  script.write_text(
+    'import json, os, sys, time\n'
+    'fd, _, *names = sys.argv[1:]\n'
+    'def send(m): os.write(int(fd), (json.dumps(m) + "\\n").encode())\n'
+    f'if not os.path.exists({str(tmp_path / "second")!r}):\n'
+    f'  open({str(tmp_path / "second")!r}, "w").close()\n'
+    f'  {first}\n'
+    'for n in names:\n'
+    '  send(dict(begin=n)); send(dict(row=n, x=1))\n'
+  )
+  started = []
+  popen = subprocess.Popen
+
+  def start(command, **kw):
+    started.append(command[5:])
+    return popen([sys.executable, str(script), *command[3:]], **kw)
+
+  monkeypatch.setattr(supervisor.subprocess, 'Popen', start)
+  monkeypatch.setattr(supervisor, '_GRACE', 0.5)
+  monkeypatch.setattr(rows, 'ROWS', {name: Row('none:none', 0.5) for name in 'abc'})
+  failed = supervisor.run(str(tmp_path / 'out'), 100, say=lambda text: None)
+  found = {line['row']: line for line in lines_of(tmp_path / 'out')}
+  assert list(found) == ['a', 'b', 'c'] and failed == 1
+  if error:
+    assert found['b']['error'] == error and found['a']['x'] == found['c']['x'] == 1
+    assert started == [['a', 'b', 'c'], ['c']]
+  else:
+    assert found['a']['error'] == 'its process ended with code 3' and started == [['a', 'b', 'c'], ['b', 'c']]
+
+
+def test_rows_beyond_the_budget_are_named(tmp_path):
+  out = tmp_path / 'out.jsonl'
+  assert supervisor.run(str(out), 0, 'versions,rates', say=lambda text: None) == 0
+  assert [line['row'] for line in lines_of(out)] == ['versions', 'rates']
+  assert all(line['skipped'] == 'the budget is used up' for line in lines_of(out))
+
+
+@pytest.mark.long
+def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
+  """Documents of 64 in rows of 256 attend to 32 tokens on average; half a row would be 128."""
+  monkeypatch.setattr(training.workload, 'lengths_of', lambda mean, longest: training.np.full(64, 64))
+  monkeypatch.setattr(training.workload, 'profile', lambda work: {})
+  seen = []
+  monkeypatch.setattr(training, 'model_flops', lambda stage, rate, context: seen.append((stage, context)) or {})
+  found = training.sft('tiny', layers=1, rows=1, row_length=256, steps=1)
+  ((stage, context),) = seen
+  assert context == found['mean_context'] == 32.5
+  cfg = stage.roles.policy.model.config
+  attention = 4 * cfg.num_heads * cfg.head_dim
+  assert stage.flops_per_token(context) - stage.flops_per_token(0) == pytest.approx(32.5 * attention)
+
+
+@pytest.mark.long
+def test_every_row_runs_at_tiny_shapes(tmp_path):
+  """As a user starts it, on the devices of this machine."""
+  out = tmp_path / 'out.jsonl'
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--budget=40m', f'--out={out}'],
+    capture_output=True,
+    text=True,
+    env=os.environ | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')},
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = {line['row']: line for line in lines_of(out)}
+  assert list(found) == list(rows.ROWS)
+  assert not {k: x['error'] for k, x in found.items() if 'error' in x}
+  assert found['versions']['packages']['jax'] == jax.__version__
+  assert found['bits']['bit_equal']
+  sft = found['sft/qwen3_1_7b']
+  assert sft['tokens_per_s'] > 0 and sft['profile']['largest'] and sft['predicted_bytes'] > 0
+  assert {'update'} <= {p['program'] for p in sft['programs']}
+  decode = found['decode/qwen3_1_7b/32x512']
+  assert decode['share_of_copy'] > 0 and decode['operations_per_token'] > 0
+  assert found['grpo/qwen3_1_7b']['time/sample'] > 0 and found['grpo/qwen3_1_7b']['compile_s'] > 0
+  for x in found['mismatch/qwen3_1_7b']['by_context'].values():
+    assert x['max_difference'] < 1e-4 and 0 <= x['kl'] < 1e-8
