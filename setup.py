@@ -14,27 +14,30 @@ README = pathlib.Path(__file__).resolve().parent / 'README.md'
 # Neither torch nor tensorflow comes in by any of these, but torch by `parity`.
 # jax 0.10.2 is the last release for Python 3.11; from jax 0.11.1 on, flax has
 # to be 0.12.9 or newer, and that flax needs Python 3.12.
+# The upper bounds exclude releases that may remove what is used here; fsspec has
+# a calendar for a version. constraints/ has exact versions that were tested.
 CORE = [
-  'absl-py>=2.1',
-  'etils[epath]>=1.9',
-  'flax>=0.12; python_version < "3.12"',
-  'flax>=0.12.9; python_version >= "3.12"',
+  'absl-py>=2.1,<3',
+  'etils[epath]>=1.9,<2',
+  'flax>=0.12,<0.13; python_version < "3.12"',
+  'flax>=0.12.9,<0.13; python_version >= "3.12"',
   'fsspec>=2024.6',
-  'grain>=0.2.12',
-  'huggingface_hub>=1.0',
-  'jax>=0.10.2',
-  'jinja2>=3.1.4',
-  'ml-collections>=1.0',
-  'ml-dtypes>=0.5',
-  'numpy>=2.0',
-  'optax>=0.2.6',
-  'orbax-checkpoint>=0.12.3',
-  'pyyaml>=6.0',
-  'rich>=13.7',
-  'safetensors>=0.5',
-  'tensorboardX>=2.6.2',
-  'tokenizers>=0.22',
-  'transformers>=5.0',
+  'grain>=0.2.12,<0.3',
+  'h11>=0.16,<1',  # huggingface_hub needs it, too
+  'huggingface_hub>=1.0,<3',
+  'jax>=0.10.2,<0.13',
+  'jinja2>=3.1.4,<4',
+  'ml-collections>=1.0,<2',
+  'ml-dtypes>=0.5,<1',
+  'numpy>=2.0,<3',
+  'optax>=0.2.6,<0.3',
+  'orbax-checkpoint>=0.12.3,<0.13',
+  'pyyaml>=6.0,<7',
+  'rich>=13.7,<16',
+  'safetensors>=0.5,<1',
+  'tensorboardX>=2.6.2,<3',
+  'tokenizers>=0.22,<1',
+  'transformers>=5.0,<6',
 ]
 
 DATA = ['array-record>=0.8', 'datasets>=4.0', 'pyarrow>=17']

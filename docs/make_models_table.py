@@ -42,6 +42,8 @@ def told(cfg) -> str:
   scaled = [dict(r.scaling)['rope_type'] for r in cfg.ropes if r.scaling]
   words = {
     f'rope {" ".join(scaled)}': scaled,
+    'interleaved rope': cfg.ropes[0].interleaved,
+    'queries scaled by position': any('llama_4_scaling_beta' in dict(r.scaling) for r in cfg.ropes),
     'two rope bases': len(cfg.ropes) > 1,
     'layers without rope': -1 in cfg.layer_ropes,
     'rotates a part of a head': cfg.rotary_dim,
@@ -59,7 +61,7 @@ def told(cfg) -> str:
     'logit divisor': cfg.logit_divisor != 1,
   }
   if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
-    words |= {'latent attention': True, 'dense layers first': cfg.sparse_layers < cfg.num_layers}
+    words |= {'latent attention': True}
   if cfg.experts:
     e = cfg.experts
     words |= {
@@ -68,7 +70,9 @@ def told(cfg) -> str:
       'clamped SwiGLU': e.limit,
       'router by sigmoids': e.sigmoid,
       f'of {e.top_groups} of {e.groups} groups': e.groups > 1,
+      'a bias in the choice': e.choice_bias,
       'shared experts': e.shared,
+      'dense layers first': e.first_dense,
     }
   return ', '.join(word for word, said in words.items() if said)
 

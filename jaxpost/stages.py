@@ -23,7 +23,7 @@ from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
 from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare, sources
 from jaxpost.stage import config as config_lib
-from jaxpost.storage import object_store, run_lock
+from jaxpost.storage import object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
@@ -98,7 +98,9 @@ def _run(
   consistency.check_same_start(workdir, configs)
   if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before', highlight=False)
-    return json.loads((workdir / 'summary.json').read_text())
+    for name in seals.damaged(workdir):
+      console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
+    return object_store.read_json(workdir / 'summary.json')
   if coordination.process_index() == 0 and workdir.exists():
     lock.acquire(console.print)
   with contextlib.ExitStack() as cleanup:
@@ -134,7 +136,7 @@ def _begin(
   if coordination.process_index() == 0:
     lock.acquire(console.print)
     (workdir / 'summary.json').unlink(missing_ok=True)
-    object_store.write_text(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
+    seals.write(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
     facts = start_lib.describe() | {'seed': prepared[0].config.seed, 'stages': epochs.facts(prepared)}
     start_lib.keep(workdir, facts)
     for line in start_lib.lines(facts, str(workdir)):
@@ -209,6 +211,8 @@ def _finish(
     wall_s = round(time.perf_counter() - start, 1)
     summary = metrics.summary(workdir, {**report.figures(workdir), 'wall_s': wall_s, 'paths': paths}, warnings)
     report.write_report(workdir)
+    samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
+    seals.add(workdir, ['metrics.jsonl', *samples])
     report.terminal_summary(workdir, console)
   return coordination.broadcast(summary)
 

@@ -186,6 +186,7 @@ class Scores(NamedTuple):
   ref_logprobs: Array | None = None  # of the reference, for the KL term
   reward_model: Array | None = None  # its output at every token
   values: Array | None = None  # of the critic, of the text before a token
+  entropy: Array | None = None  # of the policy before the first update of the step
 
   def computed(self) -> dict[str, Array]:
     """{name: array} without those that are None."""
@@ -202,7 +203,7 @@ class Experience:
     rewards: NaN where a completion has none; components: each reward by itself, likewise.
     mask: 1 on the tokens that the policy sampled.
     arrays: per token of the completions: sampler_logprobs, and those of
-      old_logprobs, ref_logprobs and values that the algorithm lists in `scores`.
+      old_logprobs, ref_logprobs, entropy and values that the algorithm lists in `scores`.
     baseline: rewards of greedy answers (ReMax).
     step: from 0.
     verdicts: of the one reward that decides what is correct (`rl.correct_by`).

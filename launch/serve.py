@@ -6,9 +6,10 @@
 
 Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have
 `token_ids` and `prompt_token_ids` in addition to OpenAI's fields; --record appends
-the token ids and log-probs of each to a file. Requests share the decoding slots.
+the token ids and log-probs of each to a file. Requests share the decoding slots;
+a client that disconnects gives up its own.
 Adapters share the base but have their own slots; `model` in a request names one.
-Prints the URL.
+Prints the URL, and at the end how many requests were answered, refused and cancelled.
 """
 
 import logging
@@ -38,7 +39,7 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost.environments.openai_server import Endpoint
+  from jaxpost.environments import http_connections, openai_server
   from jaxpost.stage import on_policy
   from jaxpost.tools import completions, inference, server_files
 
@@ -57,7 +58,8 @@ def main(argv):
     top_logprobs=min(20, weights.inputs.model.config.vocab_size),
   )
 
-  endpoint = Endpoint(
+  http_connections.raise_file_limit()
+  endpoint = openai_server.Endpoint(
     engines.pop(name),
     weights.inputs.tokenizer,
     host=_HOST.value,
@@ -71,6 +73,7 @@ def main(argv):
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
   endpoint.serve(on_policy.run_key(_SEED.value, 3))
+  print('requests', ', '.join(f'{what}: {count}' for what, count in endpoint.counts.items()))
 
 
 if __name__ == '__main__':

@@ -52,6 +52,12 @@ FIELDS = {
   'rl.minibatches': {str(n): dict(rl=dict(minibatches=n)) for n in (1, 2)},
   'rl.epochs': {str(n): dict(rl=dict(epochs=n)) for n in (1, 2)},
   'rl.dynamic_sampling': {str(n): dict(rl=dict(dynamic_sampling=n)) for n in (0, 2)},
+  'entropy control': {
+    'none': {},
+    'rl.clip_cov': dict(rl=dict(clip_cov=0.05, cov_low=90.0, cov_high=99.0)),  # which no token has
+    'rl.kl_cov': dict(rl=dict(kl_cov=0.1)),
+    'rl.entropy_target': dict(rl=dict(entropy_target=9.0)),
+  },
   'rl.entropy_coef': {str(x): dict(rl=dict(entropy_coef=x)) for x in (0.0, 0.01)},
 }
 CHOICES = [(field, choice) for field, choices in FIELDS.items() for choice in choices]
@@ -112,6 +118,7 @@ def experience() -> Experience:
     mask=batching.completion_mask(rollout),
     arrays={name: logprobs for name in scores},
     baseline=np.full(GROUPS, 0.25),
+    verdicts=rewards,
     components={'right': (1.0, rewards), 'wrong': (-0.5, 1 - rewards)},
   )
 

@@ -23,6 +23,7 @@ from attention_reference import reference
 from test_processes import environment, finish, free_address
 
 from jaxpost.distributed import coordination
+from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
 from jaxpost.hardware import kernel_check
 from jaxpost.matmul import compute_for
@@ -591,7 +592,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   distill = tiny.run_config(path, algorithm='distill', distill=dict(teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
   with monkeypatch.context() as split:  # a student here, a teacher there
-    split.setattr(context_parallel, 'num_shards', lambda layout: layout)
+    split.setattr(place, 'row_shards', lambda layout: layout)
     (p,) = prepare.prepare_all(distill)
     p.close()
     assert {(cfg.head_dim, *row) for cfg, *row in place.attended(p, dict(train=2, score=4), 96)} == {
@@ -696,7 +697,7 @@ def main():
       compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)
 
       def run(q, k, v, sinks, layout=layout, compute=compute, rest=rest):
-        n = context_parallel.num_shards(layout)
+        n = row_shards(layout)
         q, k, v = (context_parallel.stripe(x, n) for x in (q, k, v))
         return context_parallel.unstripe(
           attention.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n

@@ -108,7 +108,7 @@ FIELDS = {
   'a number for a block': ('sft', dict(train=3), 'config.train: want a block'),
   'nan': ('sft', dict(optim=dict(lr=float('nan'))), 'optim.lr: nan is not'),
   'infinity': ('sft', dict(optim=dict(lr=float('inf'))), 'optim.lr: inf is'),
-  'negative': ('sft', dict(optim=dict(lr=-1.0)), 'optim.lr: -1.0 is below'),
+  'negative': ('sft', dict(optim=dict(lr=-0.5)), 'optim.lr: -0.5 is below'),
   'absurd rate': ('sft', dict(optim=dict(lr=1e30)), r'optim.lr: 1e\+30 is above 100'),
   'no epsilon': ('sft', dict(optim=dict(eps=0.0)), 'optim.eps: 0.0 is below 1e-20'),
   'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),

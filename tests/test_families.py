@@ -174,6 +174,40 @@ CASES = {
     ),
   ),
   'smollm3': ('SmolLM3', dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1])),
+  'ministral3': (
+    'Ministral3',
+    dict(sliding_window=6, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)),
+  ),
+  'seed_oss': ('SeedOss', dict(attention_bias=True, attention_out_bias=False, mlp_bias=True)),
+  'hunyuan': (
+    'HunYuanDenseV1',
+    dict(tie_word_embeddings=True, rope_parameters=rope('dynamic', alpha=9.0, factor=1.0), attention_bias=True),
+  ),
+  'ernie': ('Ernie4_5', dict(use_bias=True)),
+  'ernie_moe': (
+    'Ernie4_5_Moe',
+    dict(num_hidden_layers=3, moe_num_experts=6, moe_k=3, moe_intermediate_size=20, moe_num_shared_experts=2),
+  ),
+  'glm4': ('Glm4', dict(attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5))),
+  'glm4_moe': (
+    'Glm4Moe',
+    dict(
+      num_hidden_layers=3,
+      n_routed_experts=6,
+      num_experts_per_tok=3,
+      moe_intermediate_size=20,
+      n_shared_experts=2,
+      routed_scaling_factor=1.7,
+      use_qk_norm=True,
+      attention_bias=True,
+      rope_parameters=rope(partial_rotary_factor=0.5),
+      num_mtp_layers=0,
+    ),
+  ),
+  'minimax_m2': (
+    'MiniMaxM2',
+    dict(num_local_experts=6, num_experts_per_tok=3, rotary_dim=4, rope_parameters=rope(partial_rotary_factor=0.5)),
+  ),
   'granite': (
     'Granite',
     dict(
@@ -215,10 +249,11 @@ def make(case, folder):
   ones = not name.startswith('Gemma')  # Gemma adds 1 to its scales
   with torch.no_grad():
     for path, p in network.named_parameters():
-      p.copy_(0.5 * torch.randn_like(p) + (ones and 'norm' in path))
-    for path, buffer in network.named_buffers():
+      if not path.endswith('correction_bias'):
+        p.copy_(0.5 * torch.randn_like(p) + (ones and 'norm' in path))
+    for path, bias in (*network.named_parameters(), *network.named_buffers()):
       if path.endswith('correction_bias'):
-        buffer.copy_(0.2 * torch.randn_like(buffer))
+        bias.copy_(0.2 * torch.randn_like(bias))
   network.save_pretrained(folder)
   path = pathlib.Path(folder) / 'config.json'
   path.write_text(json.dumps(json.loads(path.read_text()) | WRITTEN.get(case, {})))
@@ -271,7 +306,7 @@ def stored_gradients(network):
   saved = copy.deepcopy(network)
   with torch.no_grad():
     for of, p in zip(network.parameters(), saved.parameters()):
-      p.copy_(of.grad)
+      p.copy_(torch.zeros_like(p) if of.grad is None else of.grad)  # what only chooses may be a parameter
     for path, buffer in saved.named_buffers():
       if path.endswith('correction_bias'):  # what only chooses has none
         buffer.zero_()
@@ -582,6 +617,15 @@ REFUSED = [
   ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),
   ('granite', dict(logits_scaling=None), 'logits_scaling'),
   ('granite', dict(hidden_act='relu'), 'relu'),
+  ('ministral3', dict(rope_parameters=YARN | dict(llama_4_scaling_beta=-1.0)), 'llama_4_scaling_beta'),
+  ('hunyuan_v1_dense', dict(rope_scaling=dict(type='dynamic', factor=2.0)), 'lacks alpha'),
+  ('ernie4_5_moe', dict(moe_layer_interval=2), 'moe_layer_interval'),
+  ('ernie4_5_moe', dict(moe_layer_end_index=0), 'moe_layer_end_index'),
+  ('ernie4_5_moe', dict(use_bias=True), 'use_bias'),
+  ('glm4_moe', dict(first_k_dense_replace=2), 'first_k_dense_replace=2 of 2 layers'),
+  ('glm4_moe', dict(use_qk_norm='no'), 'use_qk_norm'),
+  ('minimax_m2', dict(rotary_dim=2, partial_rotary_factor=0.5), 'rotary_dim=2'),
+  ('minimax_m2', dict(scoring_func='softmax'), 'scoring_func'),
   ('qwen3_moe', dict(decoder_sparse_step=2), 'decoder_sparse_step'),
   ('qwen3_moe', dict(mlp_only_layers=[0]), 'mlp_only_layers'),
   ('qwen3_moe', dict(num_experts=4), 'num_experts_per_tok=8 of 4'),
@@ -694,7 +738,7 @@ def test_what_is_fixed_is_known():
   for name, family in families.FAMILIES.items():
     assert set(family.fixed) <= known, name
     assert family.fixed.get('norms', 'pre') in ('pre', 'post', 'both'), name
-    assert family.fixed.get('qk_norm', '') in ('', 'head', 'wide'), name
+    assert family.fixed.get('qk_norm', '') in ('', 'head', 'rotated', 'wide'), name
     assert set(family.fixed.get('biases', ())) <= set('q k v o gate up down router sinks'.split()), name
 
 

@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost.algorithms import grpo, opd
+from jaxpost.algorithms import grpo, opd, rl_fields
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
@@ -89,6 +89,7 @@ def experience(seed=3, **fields):
   arrays = dict(sampler_logprobs=noise(), old_logprobs=noise(), ref_logprobs=noise())
   rewards = random.standard_normal(N)
   rewards[5] = np.nan
+  arrays['entropy'] = np.abs(noise())
   return Experience(
     **{
       **dict(
@@ -97,6 +98,7 @@ def experience(seed=3, **fields):
         mask=batching.completion_mask(made),
         arrays=arrays,
         baseline=random.standard_normal(3),
+        verdicts=rewards,
       ),
       **fields,
     }
@@ -168,6 +170,16 @@ CHANGES = {
   'old_policy': ('sampler', {}),
   'kl_weighted': (True, {}),
   'pass_k': (2, dict(advantage='pass_at_k', pass_k=1)),
+  'entropy_target': (99.0, dict(entropy_coef=0.5)),
+  'entropy_step': (0.5, dict(entropy_target=99.0)),
+  'top_entropy': (0.3, {}),
+  'clip_cov': (0.5, dict(cov_low=0.0)),
+  'cov_low': (9.0, dict(clip_cov=0.5)),
+  'cov_high': (0.2, dict(clip_cov=0.5, cov_low=0.0)),
+  'kl_cov': (0.5, dict(minibatches=2)),
+  'kl_cov_coef': (3.0, dict(minibatches=2, kl_cov=0.5)),
+  'correct_nll_coef': (0.5, dict(keep_reward=0.0)),
+  'keep_reward': (0.5, dict(correct_nll_coef=0.5)),
 }
 # A field is refused where nothing reads it.
 UNREAD = [field for field, (_, also) in CHANGES.items() if also]
@@ -176,10 +188,10 @@ UNREAD = [field for field, (_, also) in CHANGES.items() if also]
 @pytest.mark.parametrize('field', UNREAD)
 def test_fields_are_read_or_refused(field):
   value, also = CHANGES[field]
-  grpo.check(config_of('grpo', rl={'kl_coef': 0.1, **also, field: value}))
+  rl_fields.check(config_of('grpo', rl={'kl_coef': 0.1, **also, field: value}))
   if field not in also:
     with pytest.raises(InputError, match=field):
-      grpo.check(config_of('grpo', rl={field: value}))
+      rl_fields.check(config_of('grpo', rl={field: value}))
 
 
 def test_zero_is_a_choice_of_its_own():
@@ -264,11 +276,11 @@ def test_a_method_of_ones_own_keeps_its_choices():
 )
 def test_combinations_that_would_mislead_are_refused(chosen, message):
   with pytest.raises(InputError, match=message):
-    grpo.check(config_of('grpo', rl=chosen))
+    rl_fields.check(config_of('grpo', rl=chosen))
 
 
 # Of the controller and of other algorithms, which have tests of their own.
-ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam'}
+ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha'}
 
 
 def fingerprint(result):
@@ -292,7 +304,7 @@ def test_no_field_is_a_no_op(field):
 
 def test_the_table_of_fields_is_whole():
   fields = {f.name for f in dataclasses.fields(config_of('grpo').rl)}
-  assert fields - set(CHANGES) - ELSEWHERE <= {'keep_reward', 'reference'}
+  assert fields - set(CHANGES) - ELSEWHERE <= {'reference'}
 
 
 @pytest.mark.parametrize(
@@ -388,7 +400,7 @@ BAD = {
 def test_what_cannot_work_is_refused(case):
   over, text = BAD[case]
   with pytest.raises(InputError, match=text):
-    grpo.check(config_of('grpo', **over))
+    rl_fields.check(config_of('grpo', **over))
 
 
 def test_what_the_controller_cannot_do_is_refused():

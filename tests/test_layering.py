@@ -47,6 +47,7 @@ GATES = {
   'tokenizers': ('jaxpost/data/tokenizer.py',),
   'safetensors': ('jaxpost/formats/hf.py',),
   'huggingface_hub': ('jaxpost/storage/hub.py',),
+  'h11': ('jaxpost/environments/http_connections.py',),
   'jetstream': ('jaxpost/rollout/jetstream.py',),
   'tensorboardX': ('jaxpost/monitor/metrics.py',),
   'wandb': ('jaxpost/monitor/metrics.py',),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost.models import attention, presets, transformer
 from jaxpost.models import model as model_lib
+from jaxpost.models import presets, transformer
 from jaxpost.models.config import Rope
+from jaxpost.programs import cache_storage
 from jaxpost.types import Cache
 
 LLAMA3 = dict(
@@ -53,7 +54,7 @@ def test_cached_decode_equals_full_forward(model, params):
   cache = jax.tree.map(grow, cache)
   weights = transformer.unstack_layers(params, model.config.num_layers)
   decode = jax.jit(lambda w, *a: model.decode(w, *a, compute=tiny.EXACT))
-  extend = jax.jit(attention.extend, static_argnums=3)
+  extend = jax.jit(cache_storage.extend, static_argnums=3)
   at, block, recent = prompt.copy(), 4, None
   for i in range(20 - 9):
     if i % block == 0:
@@ -77,12 +78,12 @@ def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
   rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
   table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
   pages = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),), table)
-  out = jax.jit(attention.extend, static_argnums=3)(rows, recent, filled, one_by_one)
+  out = jax.jit(cache_storage.extend, static_argnums=3)(rows, recent, filled, one_by_one)
   expected = np.array(rows.k[0])
   for s, n in enumerate(filled):
     expected[s, :, n : n + 5] = recent.k[0][s]
   np.testing.assert_array_equal(out.k[0], expected)
-  out = jax.jit(attention.extend, static_argnums=3)(pages, recent, filled, one_by_one)
+  out = jax.jit(cache_storage.extend, static_argnums=3)(pages, recent, filled, one_by_one)
   expected = np.array(pages.v[0])
   for s, n in enumerate(filled):
     for t in range(n, n + 5):

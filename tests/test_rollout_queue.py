@@ -144,13 +144,13 @@ def test_rows_that_context_does_not_split():
 
 
 def test_weights_that_do_not_fit_the_training_devices():
-  from jaxpost.distributed import phases, transfer
+  from jaxpost.distributed import bridge, phases
   from jaxpost.stage import schema
 
   devices = [Device(platform='cpu', process_index=0, id=i) for i in range(8)]
   layouts = phases.make_layouts(schema.MeshSection(train='fsdp=5', rollout='tensor=3', rollout_devices=3), 32, devices)
   with pytest.raises(InputError, match='weights are split over 3'):
-    transfer.make_bridge(layouts['train'], layouts['rollout'], 'config.mesh.rollout')
+    bridge.make_bridge(layouts['train'], layouts['rollout'], 'config.mesh.rollout')
 
 
 def digest(tree):

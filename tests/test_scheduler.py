@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import inspect
 
 import numpy as np
@@ -331,6 +332,43 @@ def test_broken_logits_stop_the_run(model, params):
   engine.load({**params, 'norm': params['norm'] * np.nan}, version=7)
   with pytest.raises(FloatingPointError, match='step 5.*7 updates'):
     serve(engine, requests(1), step=5)
+
+
+@pytest.mark.parametrize(
+  'fields', [{}, dict(page_size=8), dict(page_size=16, cache_tokens=80)], ids=['slots', 'pages', 'few_pages']
+)
+def test_cancelled_requests_give_up_their_slots(model, params, fields):
+  """Half of the requests are cancelled, some in a slot and some in the queue; the others draw what they draw alone."""
+  engine = make_engine(model, params, **fields)
+  wanted = requests(10)
+  alone = serve(engine, wanted[1::2])
+  gone, blocks = set(), []
+  mine = [
+    dataclasses.replace(x, is_cancelled=functools.partial(gone.__contains__, x.prompt)) if i % 2 == 0 else x
+    for i, x in enumerate(wanted)
+  ]
+
+  def leave(completions, idle):
+    blocks.append(completions)
+    if len(blocks) == 2:
+      gone.update(x.prompt for x in wanted[::2])
+    return ()
+
+  same(serve(engine, mine, leave), alone)
+  assert len(blocks) < 20 and serve.figures['occupancy'] < 1
+  same(serve(engine, wanted[1::2]), alone)
+
+
+def test_a_slot_of_a_cancelled_request_goes_to_the_next(model, params):
+  """One slot: the second request is served although the first, which is cancelled after a block, had 40 to draw."""
+  engine = make_engine(model, params, slots=1, max_new_tokens=40)
+  first, second = requests(2)
+  calls = []
+  first = dataclasses.replace(first, is_cancelled=lambda: len(calls) > 2)
+  found = serve(
+    engine, [first, dataclasses.replace(second, sampling={'max_tokens': 4})], lambda *x: calls.append(x) or ()
+  )
+  assert set(found) == {(second.prompt, second.sample)} and len(calls) <= 8
 
 
 def test_more_than_fits_the_engine():

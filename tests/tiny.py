@@ -4,6 +4,7 @@ Legend: B rows, T tokens, V padded vocabulary.
 """
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.models.config import Experts, LatentConfig, ModelConfig
+from jaxpost.models.config import Experts, LatentConfig, ModelConfig, Rope
 from jaxpost.stage.config import defaults
+from jaxpost.storage import seals
 
 EXACT = Compute(dtype='float32', q_chunk=64)
 
@@ -49,10 +51,13 @@ def latent(**fields) -> LatentConfig:
       num_kv_heads=4,
       head_dim=10,
       attention_scale=0.3,
-      experts=Experts(8, 3, 20, shared=1, sigmoid=True, groups=4, top_groups=2, scale=1.7),
+      ropes=(Rope(interleaved=True),),
+      experts=Experts(
+        8, 3, 20, shared=1, first_dense=1, sigmoid=True, choice_bias=True, groups=4, top_groups=2, scale=1.7
+      ),
     )
   )
-  own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6, first_dense=1)
+  own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6)
   return LatentConfig(**base | own | fields)
 
 
@@ -105,11 +110,12 @@ def largest(x) -> float:
 
 
 def folder(path, **fields):
-  """Writes a Hugging Face folder for the 'bytes' tokenizer; its path."""
+  """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
   make = latent if fields.get('family') == 'deepseek_v3' else config
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
+  (pathlib.Path(path) / seals.NAME).unlink()
   return str(path)
 
 

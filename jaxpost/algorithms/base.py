@@ -134,6 +134,15 @@ class Algorithm:
     return self.per(config) if callable(self.per) else self.per
 
 
+def learning_rate(of_weights: float) -> Callable[[Config], float]:
+  """Returns the default of `config.optim.lr`: this for all weights, ten times that for adapters.
+
+  The factor is that of "LoRA Without Regret" (Schulman et al. 2025). docs/defaults.md has
+  the source of each rate.
+  """
+  return lambda config: of_weights * (10 if config.lora.rank or config.lora.path else 1)
+
+
 def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]], why: str) -> None:
   """Raises AssertionError unless each metric is within its (value, tolerance)."""
   for name, (value, tolerance) in limits.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refuse, refuse_unread
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate, refuse, refuse_unread
 from jaxpost.algorithms.sft import render_text
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import transfer
@@ -249,6 +249,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 
 DISTILL = ALGORITHM = Algorithm(
   objective,
+  {'optim': {'lr': learning_rate(2e-5)}},
   needs=needs,
   prepare=prepare,
   precompute=precompute,

@@ -8,24 +8,16 @@ methods at the end of the file differ in the fields that they set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Config, expect, refuse, refuse_unread
+from jaxpost.algorithms import rl_fields
+from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.losses import advantages, importance, policy_gradient, reduce
-from jaxpost.types import Credit, Experience, Objective
-
-RlSection = Any  # `config.rl`
-
-# Fields of `config.rl` that only some surrogates, corrections or estimators read.
-_OPTIONS = (
-  *policy_gradient.SurrogateOptions.__dataclass_fields__,
-  *importance.CorrectionOptions.__dataclass_fields__,
-  *('std_eps', 'singleton', 'pass_k', 'gamma'),
-)
+from jaxpost.types import Credit, Experience, Objective, Outputs
 
 
 def objective(config: Config) -> Objective:
@@ -34,7 +26,7 @@ def objective(config: Config) -> Objective:
   masked = 'opsm' in rl.importance
   chosen = policy_gradient.LOSSES[rl.loss]
   coupled = masked or chosen.per_sequence
-  options = _options(policy_gradient.SurrogateOptions, rl)
+  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
 
   def surrogate(outputs, arrays, sequence_mean=None):
@@ -52,16 +44,17 @@ def objective(config: Config) -> Objective:
     if 'importance_weights' in arrays:
       loss *= arrays['importance_weights']
       metrics['importance_weight'] = arrays['importance_weights']
-    metrics |= {
-      'entropy': outputs.entropy,
-      'sampler_mismatch': policy_gradient.mismatch(logp, arrays['sampler_logprobs']),
-    }
+    metrics |= _diagnosis(outputs, arrays, metrics)
     if kl:
       metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
       # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
       weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
       loss += rl.kl_coef * weight * metrics['kl']
-    return loss - rl.entropy_coef * outputs.entropy, metrics
+    if 'kl_cov' in arrays:
+      loss += rl.kl_cov_coef * arrays['kl_cov'] * policy_gradient.KL['abs'](logp, old)
+    if 'nll_weights' in arrays:
+      loss -= arrays['nll_weights'] * logp
+    return loss - arrays.get('entropy_coef', rl.entropy_coef) * outputs.entropy, metrics
 
   def over_sequences(outputs, batch):
     weights = batch.loss_weights
@@ -75,57 +68,65 @@ def objective(config: Config) -> Objective:
     loss, metrics = surrogate(outputs, batch.arrays, mean)
     return total(loss), jax.tree.map(total, metrics)
 
-  arrays = ['advantages', 'sampler_logprobs', *_scores_in_loss(config)]
-  if _corrections(rl):
-    arrays.append('importance_weights')
   return Objective(
     over_sequences if coupled else surrogate,
     coupled=coupled,
     token_means=True,
     reads=('entropy',),
-    learns=('entropy',) if rl.entropy_coef else (),
-    arrays=tuple(arrays),
+    learns=('entropy',) if rl.entropy_coef or rl.entropy_target else (),
+    arrays=_arrays_in_loss(config),
     temperature=config.rollout.temperature,
   )
 
 
-def _corrections(rl: RlSection) -> tuple[str, ...]:
-  """The corrections of `rl.importance` that are computed before the update: all but opsm."""
-  return tuple(name for name in rl.importance if name != 'opsm')
-
-
-def _options(kind: type, rl: RlSection) -> Any:
-  """Returns options of this kind, whose fields are fields of `config.rl`."""
-  return kind(**{name: vars(rl)[name] for name in kind.__dataclass_fields__})
-
-
-def _scores_in_loss(config: Config) -> tuple[str, ...]:
-  """Names of the log-probs that the surrogate compares with."""
+def _arrays_in_loss(config: Config) -> tuple[str, ...]:
+  """Names of the arrays that the surrogate reads."""
   rl = config.rl
-  names = []
-  if (rl.epochs * rl.minibatches > 1 and rl.old_policy == 'recomputed') or _corrections(rl):
-    names.append('old_logprobs')
-  if rl.kl_coef > 0 and rl.kl_in == 'loss':
-    names.append('ref_logprobs')
-  return tuple(names)
+  names = ('advantages', 'sampler_logprobs', *rl_fields.scores_in_loss(config))
+  if rl_fields.corrections(rl):
+    names += ('importance_weights',)
+  if not rl_fields.has_token_terms(rl):
+    return names
+  from jaxpost.algorithms import token_terms
+
+  return names + token_terms.arrays(rl)
+
+
+def _diagnosis(
+  outputs: Outputs, arrays: Mapping[str, jax.Array], metrics: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """Metrics of every surrogate: clips by sign of the advantage, how far policy and sampler differ."""
+  logp, sampler = outputs.logprobs, arrays['sampler_logprobs']
+  found = {
+    'entropy': outputs.entropy,
+    'sampler_mismatch': policy_gradient.mismatch(logp, sampler),
+    'sampler_kl/k1': policy_gradient.kl_k1(sampler, logp),
+    'sampler_kl/k3': policy_gradient.kl_k3(sampler, logp),
+  }
+  if 'clip_ratio/low_mean' in metrics:
+    clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
+    positive = arrays['advantages'] > 0
+    found |= {
+      'clip_ratio/region_mean': clipped,
+      'clip_ratio/positive_mean': clipped * positive,
+      'clip_ratio/negative_mean': clipped * ~positive,
+    }
+  return found
 
 
 def scores(config: Config) -> tuple[str, ...]:
   """Returns the names of the log-probs that are computed before the update."""
-  names = list(_scores_in_loss(config))
+  names = list(rl_fields.scores_in_loss(config))
   if config.rl.kl_coef > 0 and config.rl.kl_in != 'loss':
     names += ['old_logprobs', 'ref_logprobs']
+  if config.rl.top_entropy < 1:
+    names.append('entropy')
   return tuple(dict.fromkeys(names))
 
 
 def needs(config: Config) -> tuple[str, ...]:
   """Returns the frozen roles: the reference model where a KL is computed."""
   return ('reference',) if 'ref_logprobs' in scores(config) else ()
-
-
-def greedy_baseline(config: Config) -> bool:
-  """Returns whether a greedy completion of each prompt is graded, too (ReMax)."""
-  return config.rl.advantage == 'remax'
 
 
 def credit(experience: Experience, config: Config) -> Credit:
@@ -191,23 +192,28 @@ def finish(
   rl = config.rl
   arrays = experience.arrays
   out = {'advantages': np.asarray(values, np.float32) * (mask > 0), 'sampler_logprobs': arrays['sampler_logprobs']}
-  out |= {k: arrays[k] for k in _scores_in_loss(config)}
+  out |= {k: arrays[k] for k in rl_fields.scores_in_loss(config)}
   counted = mask > 0
   if counted.any():
-    metrics |= {
-      'advantages/mean': float(out['advantages'][counted].mean()),
-      'advantages/max': float(out['advantages'][counted].max()),
-      'advantages/min': float(out['advantages'][counted].min()),
-    }
-  names = _corrections(rl)
+    kept = out['advantages'][counted]
+    figures = dict(mean=kept.mean(), std=kept.std(), max=kept.max(), min=kept.min())
+    figures |= dict(frac_positive=(kept > 0).mean(), frac_zero=(kept == 0).mean())
+    metrics |= {f'advantages/{name}': float(x) for name, x in figures.items()}
+  if rl_fields.has_token_terms(rl):
+    from jaxpost.algorithms import token_terms
+
+    more, remembered = token_terms.apply(experience, out, counted, config)
+    metrics, memory = metrics | more, memory | remembered
+  names = rl_fields.corrections(rl)
   if names:
     old = arrays['old_logprobs']
     # Before truncation: the mass that top-p and the like leave out is no difference of weights.
     sampler = arrays['sampler_logprobs']
     out['importance_weights'] = importance.correction(
-      names, old - sampler, counted, _options(importance.CorrectionOptions, rl)
+      names, old - sampler, counted, rl_fields.options(importance.CorrectionOptions, rl)
     )
     metrics |= importance.off_policy_metrics(old, sampler, counted)
+    metrics |= importance.weight_metrics(out['importance_weights'], out['advantages'], counted)
   return Credit(out, mask, metrics, memory)
 
 
@@ -223,7 +229,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
   rl = config.rl
   # If a rollout has several updates, another program computes the old log-probs and may
   # round bfloat16 differently; if it has one, they come from the update itself.
-  same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in _scores_in_loss(config))
+  same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config))
   rare = 0.0 if same else 1e-2  # fraction of tokens
   expect(
     metrics,
@@ -238,144 +244,17 @@ def check_first_step(metrics: dict, config: Config) -> None:
   )
 
 
-def check(config: Config) -> None:
-  """Raises InputError for combinations of fields that cannot work."""
-  rl = config.rl
-  size = config.rollout.group_size
-  refuse(
-    rl.advantage in ('gae', 'best_of_n'),
-    f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm {"ppo" if rl.advantage == "gae" else "rft"}',
-  )
-  estimator = advantages.ESTIMATORS[rl.advantage]
-  refuse(
-    size < 2 and estimator.compares,
-    'config.rollout.group_size: 1 sample has nothing to be compared '
-    f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
-  )
-  refuse(
-    rl.scale_rewards not in estimator.scales,
-    f'config.rl.scale_rewards: {rl.scale_rewards!r} does not go with rl.advantage={rl.advantage!r}, '
-    f'which takes {" or ".join(estimator.scales)}',
-  )
-  refuse(
-    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
-    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
-    'lower it, or raise config.rollout.group_size',
-  )
-  refuse(
-    'components' in estimator.takes
-    and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
-    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
-    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
-  )
-  check_terms(config)
-
-
-def check_terms(config: Config) -> None:
-  """Raises InputError for combinations that no surrogate of this file allows, also in PPO."""
-  rl = config.rl
-  refuse(
-    bool(config.train_on_rollouts) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
-    'config.train_on_rollouts: what was sampled again, or greedily, is not kept; '
-    'leave out rl.dynamic_sampling and remax',
-  )
-  refuse(
-    rl.kl_in != 'reward' and rl.kl_target > 0,
-    'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
-  )
-  refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
-  refuse(
-    rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
-    f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in the {rl.kl_in} is not that of the KL; '
-    'use k1, or config.rl.kl_in=loss',
-  )
-  refuse(
-    rl.kl_in == 'loss' and rl.kl_estimator == 'k1' and rl.kl_coef > 0 and not rl.kl_weighted,
-    'config.rl.kl_estimator: k1 in the loss has no gradient on average; use k3, config.rl.kl_weighted, '
-    'or config.rl.kl_in=reward',
-  )
-  refuse(
-    rl.old_policy == 'sampler' and bool(_corrections(rl)),
-    'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
-    'leave importance empty (opsm may stay)',
-  )
-  refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
-  refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
-  importance.check(rl.importance, _options(importance.CorrectionOptions, rl))
-  refuse(
-    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
-    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
-  )
-  choices = f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}'
-  refuse_unread(rl, rl_fields_read(rl), choices)
-
-
-def rl_fields_read(rl: RlSection) -> set[str]:
-  """Returns the fields of `config.rl` that count with these choices."""
-  estimator = advantages.ESTIMATORS.get(rl.advantage)  # None for those of other algorithms
-  read = {*policy_gradient.LOSSES[rl.loss].reads, *(estimator.reads.values() if estimator else ())}
-  read.update(*(importance.METHODS[name].reads for name in _corrections(rl)))
-  conditions = {name: name in read for name in _OPTIONS} | {
-    'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
-    'gamma': 'gamma' in read or rl.advantage == 'gae',
-    'lam': rl.advantage == 'gae',
-    'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
-    'reference': False,
-    'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
-    'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
-    'kl_horizon': rl.kl_target > 0,
-    'keep_reward': False,
-    'opsm_threshold': 'opsm' in rl.importance,
-  }
-  return {name for name in vars(rl) if conditions.get(name, True)}
-
-
-def rl_defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the defaults of `config.rl` of a method with these choices.
-
-  Where a config names another surrogate or estimator than the method's, what belongs
-  to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean.
-  """
-
-  def default_of(field: str) -> Callable[[Config], Any]:
-    def value(config: Config) -> Any:
-      rl = config.rl
-      loss = policy_gradient.LOSSES[rl.loss or choices.get('loss', 'clip')]
-      estimator = advantages.ESTIMATORS.get(rl.advantage or choices.get('advantage', 'group'))
-      auto = rl.__dataclass_fields__[field].metadata['auto']
-      if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
-        return estimator.scales[0]
-      chosen = field in choices and rl.loss in ('', choices.get('loss', 'clip'))
-      if field in loss.sets and not chosen:
-        return loss.sets[field]
-      return auto if field.startswith('clip_') and field not in loss.reads else choices.get(field, auto)
-
-    return value
-
-  def importance(config: Config) -> tuple[str, ...]:
-    """A correction if samples come from older weights than the old policy's."""
-    recomputed = (config.rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    return ('token_truncated',) if config.rollout.staleness and recomputed else ()
-
-  def kl_estimator(config: Config) -> str:
-    """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
-    return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
-
-  fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards')
-  return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}
-
-
 def method(**choices: Any) -> Algorithm:
   """Returns an algorithm of this family with other defaults in `config.rl`."""
   return Algorithm(
     objective,
-    {'rl': rl_defaults(choices)},
+    {'rl': rl_fields.defaults(choices), 'optim': {'lr': learning_rate(1e-6)}},
     needs=needs,
-    check=check,
+    check=rl_fields.check,
     check_first_step=check_first_step,
     on_policy=True,
     scores=scores,
-    greedy_baseline=greedy_baseline,
+    greedy_baseline=rl_fields.greedy_baseline,
     credit=credit,
   )
 

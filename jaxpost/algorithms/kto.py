@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.algorithms import preference
-from jaxpost.algorithms.base import Algorithm, Config, expect, refuse
+from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate, refuse
 from jaxpost.data import preferences as data
 from jaxpost.losses import pairs, preferences, reduce
 from jaxpost.types import Batch, Objective
@@ -147,7 +147,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 
 KTO = ALGORITHM = Algorithm(
   objective,
-  {'preference': {'losses': ('kto',), 'nll_coef': 0.0}},
+  {'preference': {'losses': ('kto',), 'nll_coef': 0.0}, 'optim': {'lr': learning_rate(1e-6)}},
   needs=preference.needs,
   prepare=prepare,
   precompute=preference.precompute,

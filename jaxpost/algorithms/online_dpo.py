@@ -166,6 +166,7 @@ ONLINE_DPO = ALGORITHM = dataclasses.replace(
     'preference': {'losses': ('sigmoid',), 'nll_coef': 0.0},
     'rl': {'dynamic_sampling': 0},
     'train': {'row_length': two_rows},
+    'optim': preference.DPO.defaults['optim'],
   },
   on_policy=True,
   credit=credit,

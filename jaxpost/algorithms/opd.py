@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxpost.algorithms import distill, grpo
+from jaxpost.algorithms import distill, grpo, rl_fields
 from jaxpost.algorithms.base import Config, refuse
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check(config: Config) -> None:
   # GRPO refuses a reference that is another model, as it checks no tokenizer.
   config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reference=''))
   is_graded = config.rewards_tuple() or config.environment
-  (grpo.check if is_graded else grpo.check_terms)(config)
+  (rl_fields.check if is_graded else rl_fields.check_terms)(config)
 
 
 def check_roles(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:

@@ -11,12 +11,13 @@ the critic's output at the token before it: the state in which it was sampled.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms import grpo
-from jaxpost.algorithms.base import Algorithm, Config, refuse
+from jaxpost.algorithms import grpo, rl_fields
+from jaxpost.algorithms.base import Algorithm, Config, learning_rate, refuse
 from jaxpost.losses import advantages, token_advantages
 from jaxpost.losses import values as values_lib
 from jaxpost.types import Credit, Experience, Objective
@@ -78,13 +79,19 @@ def scores(config: Config) -> tuple[str, ...]:
 
 
 def credit(experience: Experience, config: Config) -> Credit:
-  """Returns whitened advantages [N, C] (GAE, arXiv:1506.02438), and the returns for the critic."""
+  """Returns whitened advantages [N, C] (GAE, arXiv:1506.02438), and the returns for the critic.
+
+  The two may have a lambda each (VC-PPO, arXiv:2503.01491).
+  """
   rl = config.rl
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
   kl, memory, kl_metrics = grpo.kl_penalty(experience, mask, config)
   rewards = advantages.token_rewards(experience.rewards, mask, kl)
   values = np.where(mask > 0, experience.arrays['values'], 0)
-  gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, rl.lam)
+  lam = values_lib.length_adaptive_lam(mask, rl.length_alpha) if rl.length_alpha else rl.lam
+  gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, lam)
+  if config.critic.lam >= 0:
+    _, returns = values_lib.gae(rewards, values, mask, rl.gamma, config.critic.lam)
   out = grpo.finish(experience, token_advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
   out.arrays.update(values=values, returns=returns)
   out.metrics.update(_value_metrics(values, returns, mask))
@@ -97,6 +104,7 @@ def _value_metrics(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) ->
   if not counted.any():
     return {}
   metrics = {'values/mean': float(values[counted].mean()), 'returns/mean': float(returns[counted].mean())}
+  metrics |= {'values/std': float(values[counted].std()), 'returns/std': float(returns[counted].std())}
   explained = values_lib.explained_variance(values, returns, mask)
   if np.isfinite(explained):  # equal returns have nothing to explain
     metrics['critic/explained_variance'] = explained
@@ -124,23 +132,43 @@ def check(config: Config) -> None:
       f'config.critic.{name}: a value head has no weights and no '
       'optimizer of its own; unset it or config.critic.value_head',
     )
+  refuse(-1 < section.lam < 0, f"config.critic.lam: {section.lam} is below 0; -1 is the method's own")
+  refuse(
+    rl.length_alpha > 0 and section.lam >= 0 and rl.lam != type(rl).lam,
+    'config.rl.lam: with rl.length_alpha and critic.lam nothing would read it; leave it out',
+  )
   refuse(
     section.warmup_steps >= config.train.steps,
     f'config.critic.warmup_steps: {section.warmup_steps} leaves the policy none of {config.train.steps} steps; '
     'lower it',
   )
-  grpo.check_terms(config)
+  rl_fields.check_terms(config)
 
 
-PPO = ALGORITHM = Algorithm(
-  objective,
-  {'rl': {**grpo.rl_defaults({'kl_in': 'reward'}), 'advantage': 'gae', 'scale_rewards': 'none'}},
-  critic=critic,
-  value_head=value_head,
-  needs=grpo.needs,
-  check=check,
-  check_first_step=grpo.check_first_step,
-  on_policy=True,
-  scores=scores,
-  credit=credit,
-)
+def critic_lr(config: Config) -> float:
+  """Returns the default of `config.critic.lr`: verl's, or that of the policy if it is larger."""
+  return 0.0 if config.critic.value_head else max(1e-5, config.optim.lr)
+
+
+def method(critic_lam: float = -1.0, **choices: Any) -> Algorithm:
+  """Returns PPO with other defaults in `config.rl`, and lambda of the targets of the critic."""
+  return Algorithm(
+    objective,
+    {
+      'rl': {**rl_fields.defaults({'kl_in': 'reward', **choices}), 'advantage': 'gae', 'scale_rewards': 'none'},
+      'optim': {'lr': learning_rate(1e-6)},
+      'critic': {'lr': critic_lr, 'lam': critic_lam},
+    },
+    critic=critic,
+    value_head=value_head,
+    needs=grpo.needs,
+    check=check,
+    check_first_step=grpo.check_first_step,
+    on_policy=True,
+    scores=scores,
+    credit=credit,
+  )
+
+
+PPO = ALGORITHM = method()
+VAPO = method(critic_lam=1.0, length_alpha=0.05, clip_high=0.28, correct_nll_coef=0.1)  # arXiv:2504.05118

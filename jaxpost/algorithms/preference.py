@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, refuse
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate, refuse
 from jaxpost.data import preferences as data
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
@@ -273,7 +273,7 @@ def method(losses: tuple[str, ...], **choices: float) -> Algorithm:
   """Returns an algorithm of this family with its default losses and options of `config.preference`."""
   return Algorithm(
     objective,
-    {'preference': {'losses': losses, **choices}},
+    {'preference': {'losses': losses, **choices}, 'optim': {'lr': learning_rate(1e-6)}},
     needs=needs,
     prepare=prepare,
     precompute=precompute,

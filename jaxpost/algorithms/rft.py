@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxpost.algorithms import grpo, sft
-from jaxpost.algorithms.base import Algorithm, Config, refuse, refuse_unread
+from jaxpost.algorithms.base import Algorithm, Config, learning_rate, refuse, refuse_unread
 from jaxpost.losses.reduce import same_shape
 from jaxpost.types import Credit, Experience
 
@@ -69,5 +69,9 @@ def rl_fields_read(rl: Any) -> set[str]:
 
 
 RFT = ALGORITHM = Algorithm(
-  sft.objective, {'rl': {'advantage': 'best_of_n'}}, check=check, on_policy=True, credit=credit
+  sft.objective,
+  {'rl': {'advantage': 'best_of_n'}, 'optim': {'lr': learning_rate(1e-6)}},
+  check=check,
+  on_policy=True,
+  credit=credit,
 )

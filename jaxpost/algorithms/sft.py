@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.algorithms.base import Algorithm, Config
+from jaxpost.algorithms.base import Algorithm, Config, learning_rate
 from jaxpost.data import chat
 from jaxpost.types import Objective
 
@@ -63,4 +63,4 @@ def render_text(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[i
   return document
 
 
-SFT = ALGORITHM = Algorithm(objective, render=render_text)
+SFT = ALGORITHM = Algorithm(objective, {'optim': {'lr': learning_rate(2e-5)}}, render=render_text)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import messages as messages_lib
 from jaxpost.errors import InputError
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
@@ -182,6 +182,7 @@ def load(
     hf, source, config = _bytes(), 'bytes', {}
   else:
     folder = _folder(path)
+    seals.warn(folder, _FILES)
     hf, source = _from_folder(folder), str(folder)
     config = _read_config(folder)
   # Files may carry a length to cut or fill to.

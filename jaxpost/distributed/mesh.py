@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,13 @@ class Layout:
     return jax.tree.map(
       lambda x, s: jax.make_array_from_callback(x.shape, s, x.__getitem__, dtype=x.dtype), tree, shardings
     )
+
+
+def row_shards(layout: Any) -> int:
+  """Returns the number of parts of a row (`models/context_parallel.py`); `layout` may be any `constrain` function."""
+  if not isinstance(layout, Layout) or layout.phase == 'rollout':
+    return 1
+  return layout.mesh.shape['context']
 
 
 def axes_of(part) -> tuple[str, ...]:

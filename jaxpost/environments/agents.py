@@ -170,9 +170,11 @@ class Agents(Episodes):
     """Plays `group_size` episodes of each prompt; `sampling` as in `Request.sampling`."""
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
     scheduler = AgentScheduler(self, episodes, sampling)
+    cancelled = self.endpoint.counts['cancelled']
     figures = self.endpoint.serve_until(scheduler.advance, self.run_key, step, on_dispatch)
     self.check_failures(episodes)
-    self.endpoint.cancel_open()  # requests of agents that were killed
+    self.endpoint.cancel_open()  # requests of agents that have just been killed
+    figures['episodes/cancelled'] = self.endpoint.counts['cancelled'] - cancelled
     figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in scheduler.sessions.values())
     return self.rollout(episodes, prompts, group_size, step, figures)
 

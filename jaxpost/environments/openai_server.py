@@ -1,30 +1,31 @@
 """An OpenAI-compatible HTTP server on an engine, for agents and other clients.
 
-It serves /v1/chat/completions, /v1/completions and /v1/models, by default on loopback. Each HTTP request waits in a
-queue in its own thread; the requests share the slots of one `engine.serve`, which runs in the thread that drives the
-engine. Each response carries token ids and log-probs, so that the text can be trained on without tokenizing it again.
-openai_format.py translates the bodies.
+It serves /v1/chat/completions, /v1/completions and /v1/models, by default on loopback. http_connections.py reads the
+requests and sends the replies in one thread; a few more translate bodies, with openai_format.py. The requests share the
+slots of one `engine.serve`, which runs in the thread that drives the engine. A client that leaves gives up its slots.
+Each response carries token ids and log-probs, so that the text can be trained on without tokenizing it again.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import concurrent.futures
+import dataclasses
 import functools
 import hmac
-import http.server
 import itertools
 import json
-import logging
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpost.environments import openai_format
+from jaxpost.environments import http_connections, openai_format
 from jaxpost.environments.fair_lock import FairLock
+from jaxpost.environments.http_connections import Call, Reply
 from jaxpost.errors import InputError
 from jaxpost.rollout.sequence import Completion, Request
 
@@ -32,13 +33,32 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.agents import Session
 
-_MAX_BODY = 1 << 24  # bytes of a request
 _MAX_ANSWERS = 1024  # of one request, to all of its prompts
-_PATIENCE_S = 60  # for the next bytes of a client
+_THREADS = 4  # that translate bodies
 _LOOPBACK = 'localhost', '127.0.0.1', '::1'
 _TICK_S = 0.2  # seconds between checks whether to stop
 _CHAT = '/v1/chat/completions'
 _TEXT = '/v1/completions'
+
+
+class _Job(NamedTuple):
+  """A body, and the requests that it makes; `session` is that of an agent, and busy."""
+
+  path: str
+  body: dict
+  model: str
+  requests: list[Request]
+  count: int
+  api_key: str
+  session: Session | None
+
+
+class _Refused(Exception):
+  """A request is refused with this reply."""
+
+  def __init__(self, reply: Reply) -> None:
+    super().__init__()
+    self.reply = reply
 
 
 class Endpoint:
@@ -47,6 +67,7 @@ class Endpoint:
   Attributes:
     url: address of the API, up to and including /v1.
     sessions: API key -> `Session` of an agent whose requests form an episode of a training run.
+    counts: requests so far by outcome: answered, refused, and cancelled because their client left.
 
   Args:
     tokenizer: chats need its chat template.
@@ -75,6 +96,7 @@ class Endpoint:
     self.name = name
     self.engines = {name: engine} | (other_engines or {})
     self.sessions: dict[str, Session] = {}
+    self.counts = collections.Counter(answered=0, refused=0, cancelled=0)
     self.hosts = (*_LOOPBACK, host) if host in _LOOPBACK else ()  # names it is called by; (): by any
     self.api_key = api_key
     self._record = record or (lambda entry: None)
@@ -84,15 +106,15 @@ class Endpoint:
     self._numbers = itertools.count()
     self._stop = threading.Event()
     self._open = set()  # futures of requests that are not answered
+    self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
     self._ended = self._stop.is_set
     self._tick_s = _TICK_S
-    handler = type('Handler', (_Handler,), {'endpoint': self})
     try:
-      self._http = _Server((host, port), handler)
+      listening = http_connections.listen(host, port)
     except OSError as error:
       raise InputError(f'{host}:{port}: {error.strerror}; name another --port') from error
-    self.url = f'http://{host}:{self._http.server_address[1]}/v1'
-    threading.Thread(target=self._http.serve_forever, daemon=True).start()
+    self._http = http_connections.Connections(listening, self._reply, self._refuse)
+    self.url = f'http://{host}:{self._http.port}/v1'
 
   # ------------------------------------------------------- driving the engines
 
@@ -144,7 +166,8 @@ class Endpoint:
     Other engines may run while it waits.
     """
     for completion in done:
-      completion.request.tag.set_result(completion)
+      if completion.request.tag.set_running_or_notify_cancel():  # else its client has just left
+        completion.request.tag.set_result(completion)
     if self._ended():
       return []
     self._engine_lock.release()
@@ -158,10 +181,9 @@ class Endpoint:
     ready = []
     while True:
       try:
-        request, future = waiting.get(block=idle and not ready, timeout=self._tick_s)
-        if future.cancelled():
-          continue
-        ready.append(Request(request.tokens, request.prompt, request.sample, request.sampling, future))
+        request = waiting.get(block=idle and not ready, timeout=self._tick_s)
+        if not request.is_cancelled():
+          ready.append(request)
       except queue.Empty:
         if ready or not idle or self._ended():
           return ready
@@ -173,51 +195,89 @@ class Endpoint:
   def close(self) -> None:
     """Stops listening and refuses the requests that are left."""
     self._stop.set()
-    self._http.shutdown()
-    self._http.server_close()
     self.cancel_open()
+    self._http.close()
+    self._threads.shutdown(wait=False)
 
   def cancel_open(self) -> None:
     """Refuses the requests that are not answered, queued or in a slot that is gone."""
     for future in list(self._open):
       future.cancel()
 
-  # -------------------------------------------- answering, in the threads of HTTP
+  # --------------------------------------------------------------- answering
 
-  def model_error(self, body: dict) -> str:
-    """Returns the error text for the model that a body names, '' if there is such a model."""
-    name = body.get('model')
-    if len(self.engines) == 1 or isinstance(name, str) and name in self.engines:
-      return ''
-    return f'model: there is no {name!r}; there is {", ".join(self.engines)}'
+  async def _reply(self, call: Call) -> Reply:
+    """Answers a call; runs in the thread of the connections."""
+    try:
+      self._admit(call)
+      if call.method == 'GET':
+        models = [dict(id=name, object='model', owned_by='jaxpost') for name in self.engines]
+        return Reply(200, json.dumps(dict(object='list', data=models)))
+      reply = await self._answer(call)
+    except _Refused as refused:
+      return refused.reply
+    except (InputError, ValueError) as error:
+      return self._refuse(400, str(error))
+    except RecursionError:
+      return self._refuse(400, 'the body is nested too deeply')
+    except concurrent.futures.CancelledError:
+      if not call.left:
+        return self._refuse(503, 'the server ends')
+      self.counts['cancelled'] += 1
+      return Reply(499, '')  # is not sent
+    self.counts['answered'] += 1
+    return reply
 
-  def generate(self, requests: list[Request], name: str) -> list[Completion]:
-    """Waits for the completions of the requests of one body; may be called from any thread.
+  def _admit(self, call: Call) -> None:
+    """Raises _Refused if the key is wrong, a page of another site asks (DNS rebinding), or the path is unknown."""
+    if self.api_key and not hmac.compare_digest(_key(call).encode(), self.api_key.encode()):
+      raise _Refused(self._refuse(401, 'Authorization: the API key is missing or wrong'))
+    host = re.sub(r':\d+$', '', call.headers.get('host', '')).strip('[]').lower()
+    if self.hosts and host not in self.hosts:
+      raise _Refused(self._refuse(403, f'Host: {host!r} is not a name of this server: {", ".join(self.hosts)}'))
+    known = (_CHAT, _TEXT) if call.method == 'POST' else ('/v1/models', '/v1/models/')
+    if call.path not in known:
+      raise _Refused(self._refuse(404, f'{call.path}: there is nothing'))
+
+  def _refuse(self, status: int, text: str, code: str | None = None) -> Reply:
+    """Returns an error of the API; the text of one about a parameter begins with its name."""
+    self.counts['refused'] += 1
+    name = text.partition(':')[0].partition('[')[0]
+    param = name if name.isidentifier() and name.islower() else None
+    kind = 'server_error' if status >= 500 else 'invalid_request_error'
+    return Reply(status, json.dumps({'error': dict(message=text, type=kind, param=param, code=code)}))
+
+  async def _answer(self, call: Call) -> Reply:
+    """Returns the reply to a chat or completion.
 
     Raises:
-      InputError: if the engine cannot serve a request.
-      CancelledError: if the server ends.
+      InputError: if the body is invalid, or the engine cannot serve a request of it.
+      CancelledError: of concurrent.futures, if the server ends or the client leaves.
     """
-    for request in requests:
-      self.engines[name].check(request)  # An error in the engine's thread would end the run.
-    futures = [concurrent.futures.Future() for _ in requests]
-    self._open |= set(futures)
+    run = asyncio.get_running_loop().run_in_executor
+    job = await run(self._threads, self._prepare, call)
     try:
-      for pair in zip(requests, futures):
-        self._queues[name].put(pair)
-      if self._stop.is_set():  # No engine may be running.
-        raise concurrent.futures.CancelledError
-      return [future.result() for future in futures]
-    finally:
-      self._open -= set(futures)
+      completions = await self._generate(job, call)
+    except BaseException:
+      if job.session:
+        job.session.busy.release()
+      raise
+    return await run(self._threads, self._respond, job, completions)
 
-  def answer(self, path: str, body: dict, api_key: str) -> dict:
-    """Returns the response to a body; InputError if the body is invalid."""
-    is_chat = path == _CHAT
-    name = body['model'] if len(self.engines) > 1 else self.name
+  def _prepare(self, call: Call) -> _Job:
+    """Reads a body; InputError if it is invalid, _Refused if it names no model."""
+    body = json.loads(call.body)
+    if not isinstance(body, dict):
+      raise InputError('the body must be a JSON object')
+    name = body.get('model')
+    if len(self.engines) == 1:
+      name = self.name
+    elif not (isinstance(name, str) and name in self.engines):
+      text = f'model: there is no {name!r}; there is {", ".join(self.engines)}'
+      raise _Refused(self._refuse(404, text, 'model_not_found'))
     count = openai_format.number(body, 'n', int, 1)
-    requests = self._requests(is_chat, body, count)
-    number = requests[0].prompt
+    requests = self._requests(call.path == _CHAT, body, count)
+    api_key = _key(call)
     session = self.sessions.get(api_key)
     if self.sessions and not session:
       raise InputError('Authorization: this API key belongs to no episode of the run')
@@ -226,25 +286,45 @@ class Endpoint:
     else:
       openai_format.check_supported(body)
     try:
-      completions = self.generate(requests, name)
-    except BaseException:
+      for request in requests:
+        self.engines[name].check(request)  # An error in the engine's thread would end the run.
+    except InputError:
       if session:
         session.busy.release()
       raise
+    return _Job(call.path, body, name, requests, count, api_key=api_key, session=session)
+
+  async def _generate(self, job: _Job, call: Call) -> list[Completion]:
+    """Waits for the completions of the requests of a body; CancelledError if the server ends or the client leaves."""
+    futures = call.futures = [concurrent.futures.Future() for _ in job.requests]
+    self._open |= set(futures)
+    try:
+      for request, future in zip(job.requests, futures):
+        self._queues[job.model].put(dataclasses.replace(request, tag=future, is_cancelled=future.cancelled))
+      if call.left or self._stop.is_set():  # No engine may be running.
+        call.cancel()
+      await asyncio.wait([asyncio.wrap_future(future) for future in futures])
+      return [future.result() for future in futures]
+    finally:
+      self._open -= set(futures)
+
+  def _respond(self, job: _Job, completions: list[Completion]) -> Reply:
+    """Returns the reply with these completions, and records them."""
+    is_chat = job.path == _CHAT
     to_choice = self._translator.chat_choice if is_chat else self._translator.text_choice
-    choices = [to_choice(i, c, body) for i, c in enumerate(completions)]
-    if session:
+    choices = [to_choice(i, c, job.body) for i, c in enumerate(completions)]
+    if job.session:
       message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
-      session.record_answer(body, completions[0], message)
+      job.session.record_answer(job.body, completions[0], message)
     for choice, completion in zip(choices, completions):
-      self._record(openai_format.record_entry(api_key, name, completion, choice['finish_reason']))
-    prompts = [request.tokens for request in requests[::count]]
+      self._record(openai_format.record_entry(job.api_key, job.model, completion, choice['finish_reason']))
+    prompts = [request.tokens for request in job.requests[:: job.count]]
     prompt_tokens = sum(map(len, prompts))
     completion_tokens = sum(len(c.tokens) for c in completions)
-    return dict(
-      id=f'cmpl-{number}',
+    response = dict(
+      id=f'cmpl-{job.requests[0].prompt}',
       created=int(time.time()),
-      model=name,
+      model=job.model,
       object='chat.completion' if is_chat else 'text_completion',
       choices=choices,
       prompt_token_ids=prompts[0].tolist(),
@@ -252,6 +332,7 @@ class Endpoint:
         prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
       ),
     )
+    return _stream(response) if job.body.get('stream') else Reply(200, json.dumps(response))
 
   def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
     """Returns the requests of a body, `count` for each prompt.
@@ -279,110 +360,15 @@ def _session_request(session: Session, body: dict, requests: list[Request]) -> R
   return request
 
 
-class _Server(http.server.ThreadingHTTPServer):
-  """A thread per connection; a client that disconnects early is logged in one line."""
-
-  daemon_threads = True
-  request_queue_size = 1024  # connections that wait to be accepted; beyond the default of 5 they are reset
-
-  def handle_error(self, request: Any, client_address: tuple) -> None:
-    if isinstance(sys.exc_info()[1], ConnectionError):
-      logging.info('%s:%d was gone before its answer', *client_address[:2])
-    else:
-      super().handle_error(request, client_address)
+def _key(call: Call) -> str:
+  return call.headers.get('authorization', '').removeprefix('Bearer ')
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-  """One connection, in its own thread."""
-
-  endpoint: Endpoint
-  protocol_version = 'HTTP/1.1'
-  timeout = _PATIENCE_S
-
-  def do_GET(self) -> None:
-    """Answers /v1/models."""
-    if not self._is_admitted():
-      return
-    if self.path.rstrip('/') != '/v1/models':
-      self._refuse(404, f'{self.path}: there is nothing')
-      return
-    models = [dict(id=name, object='model', owned_by='jaxpost') for name in self.endpoint.engines]
-    self._send(200, dict(object='list', data=models))
-
-  def do_POST(self) -> None:
-    """Answers chats and completions."""
-    size = self.headers.get('Content-Length', '')
-    if 'Transfer-Encoding' in self.headers or not (size.isascii() and size.isdigit()):
-      return self.send_error(411, 'a request needs a Content-Length, in bytes')
-    if len(size) > 9 or int(size) > _MAX_BODY:
-      return self.send_error(413, f'the body has more than {_MAX_BODY} bytes')
-    data = self.rfile.read(
-      int(size)
-    )  # also of a request that is refused: a client reads no answer before it has sent all
-    if not self._is_admitted():
-      return
-    if self.path not in (_CHAT, _TEXT):
-      return self._refuse(404, f'{self.path}: there is nothing')
-    api_key = self.headers.get('Authorization', '').removeprefix('Bearer ')
-    try:
-      body = json.loads(data)
-      if not isinstance(body, dict):
-        raise InputError('the body must be a JSON object')
-      if error := self.endpoint.model_error(body):
-        return self._refuse(404, error, 'model_not_found')
-      response = self.endpoint.answer(self.path, body, api_key)
-    except (InputError, ValueError) as error:
-      return self._refuse(400, str(error))
-    except RecursionError:
-      return self._refuse(400, 'the body is nested too deeply')
-    except concurrent.futures.CancelledError:
-      return self._refuse(503, 'the server ends')
-    if body.get('stream'):
-      return self._stream(response)
-    self._send(200, response)
-
-  def _is_admitted(self) -> bool:
-    """False if the request was refused: its key is wrong, or a page of another site has sent it (DNS rebinding)."""
-    endpoint = self.endpoint
-    given = self.headers.get('Authorization', '').removeprefix('Bearer ')
-    if endpoint.api_key and not hmac.compare_digest(given.encode(), endpoint.api_key.encode()):
-      self.send_error(401, 'Authorization: the API key is missing or wrong')
-      return False
-    host = re.sub(r':\d+$', '', self.headers.get('Host', '')).strip('[]').lower()
-    if endpoint.hosts and host not in endpoint.hosts:
-      self.send_error(403, f'Host: {host!r} is not a name of this server: {", ".join(endpoint.hosts)}')
-      return False
-    return True
-
-  def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-    """Refuses a request and ends the connection, as its body may be unread; http.server calls it, too."""
-    del explain
-    self.close_connection = True
-    self._refuse(code, message or http.HTTPStatus(code).phrase)
-
-  def _stream(self, response: dict) -> None:
-    """Sends a response as server-sent events: one event with the whole text, then the end."""
-    for choice in response['choices']:
-      if 'message' in choice:
-        choice['delta'] = choice.pop('message')
-    if response['object'] == 'chat.completion':
-      response['object'] += '.chunk'
-    self._send(200, f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n', 'text/event-stream')
-
-  def _refuse(self, status: int, text: str, code: str | None = None) -> None:
-    """Sends an error of the API; the text of one about a parameter begins with its name."""
-    name = text.partition(':')[0].partition('[')[0]
-    param = name if name.isidentifier() and name.islower() else None
-    kind = 'server_error' if status >= 500 else 'invalid_request_error'
-    self._send(status, {'error': dict(message=text, type=kind, param=param, code=code)})
-
-  def _send(self, status: int, data: dict | str, kind: str = 'application/json') -> None:
-    text = data if isinstance(data, str) else json.dumps(data)
-    self.send_response(status)
-    self.send_header('Content-Type', kind)
-    self.send_header('Content-Length', str(len(text.encode())))
-    self.end_headers()
-    self.wfile.write(text.encode())
-
-  def log_message(self, *unused) -> None:
-    """Logs no requests."""
+def _stream(response: dict) -> Reply:
+  """Returns a response as server-sent events: one event with the whole text, then the end."""
+  for choice in response['choices']:
+    if 'message' in choice:
+      choice['delta'] = choice.pop('message')
+  if response['object'] == 'chat.completion':
+    response['object'] += '.chunk'
+  return Reply(200, f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n', 'text/event-stream')

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
-from jaxpost.formats.families import Family
+from jaxpost.formats import expert_fields
+from jaxpost.formats.family import Family
 from jaxpost.formats.layer_fields import FULL, LOCAL, ORIGINAL, check_positive, write_rope
-from jaxpost.models.config import Experts, ModelConfig
+from jaxpost.models.config import ModelConfig
 
 _ACTIVATIONS = {
   'silu': 'silu',
@@ -48,11 +49,13 @@ _SCALARS = {
   'residual_multiplier': _Scalar('residual_scale'),
 }
 _MAY_BE_OFF = ('attn_logit_softcapping', 'final_logit_softcapping')
-_BIASES = {'attention_bias': ('q', 'k', 'v', 'o'), 'mlp_bias': ('gate', 'up', 'down')}
+# Fields that say which projections have biases; `Family.biases` may say otherwise.
+BIASES = {'attention_bias': ('q', 'k', 'v', 'o'), 'mlp_bias': ('gate', 'up', 'down')}
 # Values that change nothing. Any other is refused for families that do not read the field.
 _NEUTRAL = {
   'attention_bias': (False, None),
   'mlp_bias': (False, None),
+  'use_bias': (False, None),
   'use_sliding_window': (False, None),
   'sliding_window': (None,),
   'auto_map': (None,),
@@ -97,13 +100,8 @@ _INTEGERS = (
   'sliding_window_pattern',
   'no_rope_layer_interval',
   'max_position_embeddings',
-  'num_experts',
-  'num_local_experts',
-  'num_experts_per_tok',
-  'moe_intermediate_size',
   ORIGINAL,
   'qk_rope_head_dim',
-  'n_routed_experts',
 )
 _OPTIONAL_INTEGERS = ('head_dim', 'num_key_value_heads', 'sliding_window')  # may be null
 _POSITIVE = (
@@ -115,7 +113,15 @@ _POSITIVE = (
   'partial_rotary_factor',
   'rope_local_base_freq',
 )
-_BOOLEANS = ('use_sliding_window', 'tie_word_embeddings', 'norm_topk_prob', *_BIASES)
+_BOOLEANS = (
+  'use_sliding_window',
+  'tie_word_embeddings',
+  'norm_topk_prob',
+  'use_qk_norm',
+  'attention_out_bias',
+  'use_bias',
+  *BIASES,
+)
 
 
 def _is_name(value: Any) -> bool:
@@ -161,6 +167,7 @@ def unread(raw: dict[str, Any], family: Family) -> set[str]:
     *family.fields,
     family.local_rope,
     family.activation_field,
+    *family.only,
     *family.ignored,
     *family.reported,
   }
@@ -182,6 +189,9 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
     known = field in family.fields or field in family.reported
     if not known and raw.get(field) not in neutral:
       raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {neutral[0]!r})')
+  for field, value in family.only.items():
+    if raw.get(field, value) != value:
+      raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {value!r})')
   for field in _BOOLEANS:
     if raw.get(field) not in (True, False, None):
       raise InputError(f'{where}: {field}={raw[field]!r} must be true or false')
@@ -218,30 +228,13 @@ def activation(raw: dict[str, Any], family: Family, where: str) -> str:
 
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
   """Returns the projections that have biases by config.json, for `ModelConfig.biases`."""
-  has_bias = [field for field in _BIASES if field in family.fields and raw.get(field)]
-  return tuple(name for field in has_bias for name in _BIASES[field])
-
-
-def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
-  """Returns `ModelConfig.experts`, None for dense models."""
-  fields = family.experts
-  if fields is None:
-    return None
-  clipping = {}
-  if fields.limit:
-    clipping = dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
-  found = Experts(
-    num=raw[fields.num],
-    top_k=raw['num_experts_per_tok'],
-    size=raw[fields.size],
-    normalize=raw.get('norm_topk_prob') if fields.normalize is None else fields.normalize,
-    **clipping,
+  return tuple(
+    name for field, names in _biases(family).items() if field in family.fields and raw.get(field) for name in names
   )
-  if found.limit and raw['hidden_act'] != 'silu':
-    raise InputError(f'{where}: hidden_act={raw["hidden_act"]!r} is not supported (only silu)')
-  if found.top_k > found.num:
-    raise InputError(f'{where}: num_experts_per_tok={found.top_k} of {found.num} experts')
-  return found
+
+
+def _biases(family: Family) -> dict[str, tuple[str, ...]]:
+  return BIASES | dict(family.biases)
 
 
 def scalars(raw: dict[str, Any], family: Family) -> dict[str, float]:
@@ -269,23 +262,17 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     if field in _SCALARS:
       scalar = _SCALARS[field]
       out[field] = scalar.write(dataclasses.asdict(cfg)[scalar.name])
-    if field in _BIASES:
-      out[field] = set(_BIASES[field]) <= set(cfg.biases)
+    if field in _biases(family):
+      out[field] = set(_biases(family)[field]) <= set(cfg.biases)
   optional = {
     'sliding_window': max(cfg.layer_windows, default=None),
     'layer_types': types,
     'use_sliding_window': has_windows,
     'max_window_layers': types.index(LOCAL) if has_windows else cfg.num_layers,
+    'use_qk_norm': bool(cfg.qk_norm),
     'no_rope_layers': [1 + i for i in cfg.layer_ropes] or [1] * cfg.num_layers,
   }
-  if cfg.experts:
-    optional |= {
-      family.experts.num: cfg.experts.num,
-      family.experts.size: cfg.experts.size,
-      'num_experts_per_tok': cfg.experts.top_k,
-      'norm_topk_prob': cfg.experts.normalize,
-      'swiglu_limit': cfg.experts.limit,
-      'swiglu_alpha': cfg.experts.alpha,
-    }
-  out |= {k: v for k, v in optional.items() if k in family.fields}
+  out |= {k: v for k, v in optional.items() if k in family.fields} | expert_fields.write(cfg, family)
+  out |= {'num_nextn_predict_layers': 0} if family.extra_layers else {}
+  out |= family.only
   return out | {other: out[name] for other, name in family.aliases.items()}

@@ -1,16 +1,16 @@
 """config.json <-> ModelConfig, for every family in `families.FAMILIES`.
 
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
-those that differ by layer (rotary embeddings, sliding windows), and `latent_fields` those
-of multi-head latent attention.
+those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
+experts, and `latent_fields` those of multi-head latent attention.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, families, latent_fields, layer_fields
-from jaxpost.formats.families import Family
+from jaxpost.formats import config_fields, expert_fields, families, latent_fields, layer_fields
+from jaxpost.formats.family import Family
 from jaxpost.models.config import CustomConfig, ModelConfig
 
 # Fields that any config.json may leave out.
@@ -51,6 +51,8 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     fixed['embed_scale'] = hidden**0.5
   fixed['activation'] = config_fields.activation(known, family, where)
   fixed['biases'] = fixed.get('biases', ()) + config_fields.biases(known, family)
+  if 'use_qk_norm' in family.fields and not known['use_qk_norm']:
+    del fixed['qk_norm']
   # Latent attention rotates a part of its heads that has a size of its own.
   rotated = known['qk_rope_head_dim'] if family.latent else head_dim
   rope, unknown = layer_fields.ropes(known, family, layers, rotated, where)
@@ -68,7 +70,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     max_position=known['max_position_embeddings'],
     num_labels=_num_labels(raw, where),
     layer_windows=layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
-    experts=config_fields.experts(known, family, where),
+    experts=expert_fields.read(known, family, where),
     **rope,
     **config_fields.scalars(known, family),
     **fixed,

@@ -1,95 +1,19 @@
 """The table of families: an entry of `FAMILIES` for each `model_type` of config.json.
 
-A new family is one entry in the table below; `Family` explains its fields, each a
+A new family is one entry in the table below; `family.Family` explains its fields, each a
 difference from Llama (docs/models.md, "Adding a family"). Only this file knows the
 families' names. What a field of config.json means is a line in a dictionary of
-`config_fields` (`_SCALARS`, `_BIASES`, `_NEUTRAL`; its type in `_INTEGERS`, `_POSITIVE` or
+`config_fields` (`_SCALARS`, `BIASES`, `_NEUTRAL`; its type in `_INTEGERS`, `_POSITIVE` or
 `_BOOLEANS`): a field that no family has yet is one more line there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats import latent_fields
-
-if TYPE_CHECKING:
-  from collections.abc import Mapping
-
-
-def _mapping() -> Any:
-  return dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertFields:
-  """Names of the fields of config.json that describe a mixture of experts.
-
-  The number of experts per token is `num_experts_per_tok` in all families.
-  """
-
-  num: str  # number of routed experts
-  size: str  # intermediate size of one expert
-  normalize: bool | None = None  # the chosen weights sum to 1; None: `norm_topk_prob` says
-  limit: str = ''  # clipping of SwiGLU, '' where the family has none
-  alpha: str = ''  # slope of its gate
-
-  @property
-  def fields(self) -> tuple[str, ...]:
-    """Fields of config.json that describe the experts and that Llama lacks."""
-    size = () if self.size == 'intermediate_size' else (self.size,)
-    normalize = ('norm_topk_prob',) if self.normalize is None else ()
-    clipping = (self.limit, self.alpha) if self.limit else ()
-    return (self.num, 'num_experts_per_tok', *size, *normalize, *clipping)
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-  """A family of decoders as data. Every field is a difference from Llama.
-
-  The entry of `llama` itself has two more fields in `reads`: copy it for a Llama with changes.
-  """
-
-  architecture: str = ''  # its class in `transformers`, which an export names
-  classifier: str = ''  # the class with a scalar head, where it is not called after `architecture`
-  written_as: str = ''  # `model_type` of an export, where it is another family's
-
-  # config.json -> ModelConfig.
-  reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
-  defaults: Mapping[str, Any] = _mapping()  # values of fields that config.json may leave out
-  fixed: Mapping[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) alike in all its models
-  aliases: Mapping[str, str] = _mapping()  # other spelling of a field -> the one that is read
-  ignored: tuple[str, ...] = ()  # fields without effect
-  reported: tuple[str, ...] = ()  # fields without effect here, named in a warning where they are set
-  activation_field: str = 'hidden_act'
-  activations: Mapping[str, str] = _mapping()  # value of that field -> ModelConfig.activation
-  experts: ExpertFields | None = None
-  latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
-
-  # Layers that differ. `window` is the rule for the layers that see `sliding_window`
-  # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
-  # on), 'no_rope' (those without rotary embeddings), or n: all but every n-th.
-  window: str | int | None = None
-  local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
-  rope_types: Mapping[str, str] = _mapping()  # other names of rope types
-
-  # Tensors.
-  names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
-  # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
-  # transposed, and the parameter is every `step`-th entry of its last dimension.
-  fused: Mapping[str, tuple[str, int, int]] = _mapping()
-  quantized: str = ''  # a `quant_method` that can be read
-  extra_layers: bool = False  # folders may hold layers for multi-token prediction, which are not read
-
-  @property
-  def fields(self) -> tuple[str, ...]:
-    """Fields of config.json that Llama lacks; the *_fields.py modules say what each means."""
-    return (*self.reads, *(self.experts.fields if self.experts else ()))
-
-
-# ------------------------------------------------------------------ the table
+from jaxpost.formats.family import ExpertFields, Family
 
 # Groups of fields that several families read.
 _LAYERS = ('sliding_window', 'layer_types')
@@ -102,40 +26,47 @@ _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
 _TANH = 'gelu_pytorch_tanh'
 # The general name of the number of experts, which files of any family may have.
 _EXPERTS = {'num_local_experts': 'num_experts'}
+_QKV = ('q', 'k', 'v')
+_GLM = Family(
+  biases=dict(attention_bias=_QKV),
+  reads=('attention_bias', 'partial_rotary_factor'),
+  defaults=dict(partial_rotary_factor=0.5, max_position_embeddings=131_072),
+)
 _QWEN_DEFAULTS = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, max_position_embeddings=32_768)
 
-_DEEPSEEK_ATTENTION = dict(
-  kv_lora_rank=512,
-  q_lora_rank=1536,
-  qk_rope_head_dim=64,
-  qk_nope_head_dim=128,
-  v_head_dim=128,
-  rope_interleave=True,
-  max_position_embeddings=4096,
+_MIXTRAL_NAMES = {'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
+_ERNIE_DEFAULTS = dict(rms_norm_eps=1e-5, rope_theta=5e5, tie_word_embeddings=True, max_position_embeddings=131_072)
+_ERNIE_ROUTER = ExpertFields(
+  num='moe_num_experts',
+  size='moe_intermediate_size',
+  normalize=True,
+  shared='moe_num_shared_experts',
+  first_dense='moe_layer_start_index',
+  choice_bias=True,
 )
-_DEEPSEEK_EXPERTS = dict(
-  first_k_dense_replace=3,
-  moe_intermediate_size=2048,
-  n_shared_experts=1,
-  n_routed_experts=256,
-  num_experts_per_tok=8,
-  n_group=8,
-  topk_group=4,
-  norm_topk_prob=True,
-  routed_scaling_factor=2.5,
+
+_DEEPSEEK_ROUTER = ExpertFields(
+  num='n_routed_experts',
+  size='moe_intermediate_size',
+  shared='n_shared_experts',
+  first_dense='first_k_dense_replace',
+  grouped=True,
+  sigmoid=True,
+  choice_bias=True,
 )
 _DEEPSEEK = Family(
   architecture='DeepseekV3ForCausalLM',
   latent=True,
   extra_layers=True,
-  experts=ExpertFields(num='n_routed_experts', size='moe_intermediate_size'),
+  experts=_DEEPSEEK_ROUTER,
   reads=latent_fields.READS,
   aliases={'num_local_experts': 'n_routed_experts'},
+  only=dict(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1),
   # qk_head_dim is the sum of two others.
-  ignored=(*latent_fields.FIXED, 'ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
+  ignored=('ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
   # Modules that predict several tokens at once are not read.
   reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
-  defaults=_DEEPSEEK_ATTENTION | _DEEPSEEK_EXPERTS,
+  defaults=latent_fields.DEFAULTS,
 )
 
 _GEMMA2 = Family(
@@ -187,9 +118,15 @@ FAMILIES = {
     reads=('sliding_window',),
     defaults=dict(num_key_value_heads=8, sliding_window=4096, max_position_embeddings=131_072),
   ),
+  'ministral3': Family(
+    architecture='Ministral3ForCausalLM',
+    window='all',
+    reads=('sliding_window', 'llama_4_scaling_beta'),
+    defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144),
+  ),
   'qwen2': Family(
     architecture='Qwen2ForCausalLM',
-    fixed=dict(biases=('q', 'k', 'v')),
+    fixed=dict(biases=_QKV),
     window='upper',
     reads=_QWEN_LAYERS,
     defaults=_QWEN_DEFAULTS,
@@ -222,7 +159,7 @@ FAMILIES = {
     architecture='MixtralForCausalLM',
     window='all',
     experts=ExpertFields(num='num_local_experts', size='intermediate_size', normalize=True),
-    names={'mlp': 'block_sparse_moe', 'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
+    names=_MIXTRAL_NAMES,
     reads=('sliding_window',),
     defaults=dict(
       num_key_value_heads=8,
@@ -325,6 +262,86 @@ FAMILIES = {
       max_position_embeddings=32_768,
       no_rope_layer_interval=4,
     ),
+  ),
+  'seed_oss': Family(
+    architecture='SeedOssForCausalLM',
+    biases=dict(attention_bias=_QKV, attention_out_bias=('o',)),
+    reads=('attention_bias', 'attention_out_bias', 'mlp_bias'),
+    ignored=('residual_dropout',),
+    defaults=dict(num_key_value_heads=8, head_dim=128, attention_bias=True, max_position_embeddings=524_288),
+  ),
+  'hunyuan_v1_dense': Family(
+    architecture='HunYuanDenseV1ForCausalLM',
+    fixed=dict(qk_norm='rotated'),
+    rope_types={'dynamic': 'ntk_alpha'},
+    names={'q_norm': 'query_layernorm', 'k_norm': 'key_layernorm'},
+    reads=('attention_bias',),
+    ignored=('eod_token_id',),
+    defaults=dict(rms_norm_eps=1e-5),
+  ),
+  'ernie4_5': Family(
+    architecture='Ernie4_5ForCausalLM',
+    interleaved=True,
+    biases=dict(use_bias=(*_QKV, 'o', 'gate', 'up', 'down')),
+    reads=('use_bias',),
+    defaults=_ERNIE_DEFAULTS | dict(num_key_value_heads=2, head_dim=128),
+  ),
+  'ernie4_5_moe': Family(
+    architecture='Ernie4_5_MoeForCausalLM',
+    interleaved=True,
+    extra_layers=True,
+    experts=_ERNIE_ROUTER,
+    names={'gate.e_score_correction_bias': 'moe_statics.e_score_correction_bias'},
+    rows=('layers/router_choice',),
+    aliases={'moe_k': 'num_experts_per_tok', 'num_experts': 'moe_num_experts'},
+    only=dict(moe_layer_interval=1),
+    reads=('moe_layer_end_index',),
+    ignored=('moe_norm_min',),
+    reported=('num_nextn_predict_layers', 'auto_map'),
+    defaults=_ERNIE_DEFAULTS
+    | dict(num_key_value_heads=4, num_experts_per_tok=6, moe_num_experts=64, moe_num_shared_experts=2)
+    | dict(moe_intermediate_size=1536, moe_layer_start_index=1),
+  ),
+  'glm4': dataclasses.replace(
+    _GLM,
+    architecture='Glm4ForCausalLM',
+    fixed=dict(norms='both'),
+    interleaved=True,
+    names={
+      'post_attention_layernorm': 'post_self_attn_layernorm',
+      'pre_feedforward_layernorm': 'post_attention_layernorm',
+      'post_feedforward_layernorm': 'post_mlp_layernorm',
+      **dict.fromkeys(('gate_proj', 'up_proj'), 'gate_up_proj'),
+    },
+    defaults=_GLM.defaults | dict(num_key_value_heads=2, head_dim=128, attention_bias=True, rms_norm_eps=1.5625e-7),
+  ),
+  'glm4_moe': dataclasses.replace(
+    _GLM,
+    architecture='Glm4MoeForCausalLM',
+    fixed=dict(qk_norm='head'),
+    extra_layers=True,
+    experts=_DEEPSEEK_ROUTER,
+    aliases=_DEEPSEEK.aliases,
+    reads=(*_GLM.reads, 'use_qk_norm'),
+    reported=('num_nextn_predict_layers', 'num_mtp_layers'),
+    defaults=_GLM.defaults
+    | dict(num_key_value_heads=8, rms_norm_eps=1e-5, use_qk_norm=False, num_experts_per_tok=8, n_routed_experts=128)
+    | dict(moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)
+    | dict(norm_topk_prob=True, routed_scaling_factor=1.0),
+  ),
+  'minimax_m2': Family(
+    architecture='MiniMaxM2ForCausalLM',
+    fixed=dict(qk_norm='wide'),
+    experts=ExpertFields(
+      num='num_local_experts', size='intermediate_size', normalize=True, sigmoid=True, choice_bias=True
+    ),
+    names=_MIXTRAL_NAMES | {'gate.e_score_correction_bias': 'e_score_correction_bias'},
+    aliases={'num_experts': 'num_local_experts'},
+    only=dict(scoring_func='sigmoid', use_routing_bias=True, use_qk_norm=True, qk_norm_type='per_layer'),
+    reads=('partial_rotary_factor', 'rotary_dim'),
+    reported=('auto_map', 'attn_type_list', 'use_mtp'),
+    defaults=dict(num_key_value_heads=8, head_dim=128, rope_theta=5e6, max_position_embeddings=196_608)
+    | dict(num_experts_per_tok=8, num_local_experts=256),
   ),
   'granite': Family(
     architecture='GraniteForCausalLM',

@@ -27,7 +27,7 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, families, model_folder, safetensors_file, tensor_layout
 from jaxpost.models.parameters import held_parts, join, leaf, nest
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
   from jaxpost.formats.tensor_layout import Stored
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
+_CARD = 'README.md'
 _HEAD = 'lm_head.weight'
 write_file = functools.partial(safetensors.numpy.save_file, metadata={'format': 'pt'})
 
@@ -50,6 +51,7 @@ def read_config(folder: epath.PathLike) -> ModelConfig:
   if not path.is_file():
     model_folder.weight_files(folder)  # has a better error if the weights are pickles
     raise InputError(f'{path}: no such file; a model folder has config.json and {model_folder.SINGLE}')
+  seals.warn(folder, [path.name])
   cfg, unknown = config_json.from_hf(object_store.read_json(path), str(path))
   if unknown:
     logging.warning('%s: fields without effect here: %s', path, ', '.join(unknown))
@@ -87,10 +89,12 @@ def load_params(
     write: see `transfer.write`; one that does not take over the buffers of its first
       argument has a parameter in memory twice.
   """
-  out = {}
+  out, folder = {}, model_folder.opened(folder)
+  if jax.process_index() == 0 and not object_store.is_remote(folder):  # stores verify what they hold
+    seals.check(folder, [path.name for path in model_folder.weight_files(folder)[0]])
   with contextlib.ExitStack() as stack:
     table = tensor_layout.table(model.config, model.table)
-    tensors = _open(model_folder.opened(folder), table, model.config, stack)
+    tensors = _open(folder, table, model.config, stack)
     for path, kept in table.items():
       stored_as = np.dtype(kept.spec.dtype or dtype)
       value = tensor_layout.load(kept, tensors, leaf(shardings, path), stored_as, write)
@@ -193,6 +197,7 @@ def save(
       _write_card(staged, pathlib.PurePath(str(folder)).name, model.config)
       if tokenizer_save is not None:
         tokenizer_save(staged)
+      seals.add(staged, [n for n in object_store.files(staged) if n != _CARD])  # which people edit
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 
@@ -295,6 +300,7 @@ def read_generation(folder: epath.PathLike) -> dict[str, Any]:
   path = epath.Path(folder) / _GENERATION
   if not path.is_file():
     return {}
+  seals.warn(path.parent, [path.name])
   return {
     k: v
     for k, v in object_store.read_json(path).items()
@@ -312,7 +318,7 @@ def _write_configs(staged: pathlib.Path, config: dict, dtype: np.dtype, generati
 
 def _write_card(staged: pathlib.Path, name: str, cfg: ModelConfig) -> None:
   task = 'text-classification' if cfg.num_labels else 'text-generation'
-  (staged / 'README.md').write_text(
+  (staged / _CARD).write_text(
     f'---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n',
     encoding='utf-8',
   )

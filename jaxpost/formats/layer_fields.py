@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.families import Family
+from jaxpost.formats.family import Family
 from jaxpost.models.config import ModelConfig, Rope
 
 FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
 ORIGINAL = 'original_max_position_embeddings'
+QUERY_SCALE = 'llama_4_scaling_beta'  # of the rope parameters, though it scales queries by position
 # Type of rope scaling -> the keys it needs and those it may have.
 _SCALINGS = {
   'linear': (('factor',), ()),
+  'ntk_alpha': (('alpha',), ('factor',)),  # the factor has no effect, but readers ask for it
   'dynamic': (('factor',), ()),
   'llama3': (('factor', 'low_freq_factor', 'high_freq_factor'), ()),
   'yarn': (('factor',), ('attention_factor', 'beta_fast', 'beta_slow', 'mscale', 'mscale_all_dim', 'truncate')),
@@ -69,8 +71,11 @@ def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str
   """Returns how many entries of a head are rotated."""
   share = main.get('partial_rotary_factor', 1)
   if 'partial_rotary_factor' in family.fields:
-    share = main.get('partial_rotary_factor', raw.get('partial_rotary_factor', 1))
+    given = raw.get('rotary_dim') if 'rotary_dim' in family.fields else None
+    share = main.get('partial_rotary_factor', raw.get('partial_rotary_factor', (given or head_dim) / head_dim))
     check_positive(share, 'partial_rotary_factor', where)
+    if given not in (None, int(head_dim * share)):
+      raise InputError(f'{where}: rotary_dim={given!r} beside partial_rotary_factor={share!r} of {head_dim}')
   elif share != 1:
     raise InputError(f'{where}: partial_rotary_factor is not supported')
   dim = int(head_dim * share)
@@ -99,14 +104,17 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
   check_positive(theta, 'rope_theta', where)
   kind = str(params.get('rope_type', params.get('type', 'default')))
   kind = family.rope_types.get(kind, kind)
-  known = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}
+  known = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor', 'max_position_embeddings'}
+  interleaved = raw['rope_interleave'] if 'rope_interleave' in family.fields else family.interleaved
   if kind == 'default':
-    return Rope(float(theta)), _extra(params, known | {ORIGINAL})
+    return Rope(float(theta), interleaved=interleaved), _extra(params, known | {ORIGINAL})
   if kind not in _SCALINGS:
     raise InputError(f'{where}: rope type {kind!r} is not supported (default, {", ".join(_SCALINGS)})')
   required, optional = _SCALINGS[kind]
   if missing := [n for n in required if n not in params]:
     raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
+  if kind == 'yarn' and QUERY_SCALE in family.fields:
+    optional = (*optional, QUERY_SCALE)
   length = raw['max_position_embeddings']
   original = kind != 'dynamic' and params.get(ORIGINAL) or length
   if ORIGINAL in family.fields:
@@ -115,10 +123,10 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
       raise InputError(f'{where}: {ORIGINAL} is {original!r}, and {params[ORIGINAL]!r} among the rope parameters')
   values = {n: params[n] for n in (*required, *optional) if params.get(n) is not None}
   # An mscale of 0 means none, as in Hugging Face.
-  values = {n: value for n, value in values.items() if value or 'mscale' not in n}
+  values = {n: value for n, value in values.items() if value or not ('mscale' in n or n == QUERY_SCALE)}
   if kind in ('yarn', 'longrope'):
     values['factor'] = params.get('factor') or length / original
-  if kind != 'linear':
+  if kind not in ('linear', 'ntk_alpha'):
     values[ORIGINAL] = original
   for name, value in values.items():
     _check_scaling(name, value, dim, where)
@@ -126,7 +134,7 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
     raise InputError(f'{where}: rope_parameters.low_freq_factor must be below the high one')
   pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items())]
   known |= {*required, *optional, ORIGINAL, 'factor'}
-  return Rope(float(theta), (('rope_type', kind), *pairs)), _extra(params, known)
+  return Rope(float(theta), (('rope_type', kind), *pairs), interleaved), _extra(params, known)
 
 
 def _extra(params: dict, known: set) -> list[str]:
@@ -156,6 +164,8 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
     if pairs.get('rope_type') == 'dynamic':
       del pairs[ORIGINAL]
+    if pairs.get('rope_type') == 'ntk_alpha':
+      pairs = {'factor': 1.0, **pairs, 'rope_type': 'dynamic'}  # as its family spells it
     if 'partial_rotary_factor' in family.fields:
       pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
     return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
@@ -168,6 +178,10 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   }
   if 'partial_rotary_factor' in main:
     out['partial_rotary_factor'] = main['partial_rotary_factor']
+  if 'rotary_dim' in family.fields:
+    out['rotary_dim'] = cfg.rotary_dim or cfg.head_dim
+  if 'rope_interleave' in family.fields:
+    out['rope_interleave'] = cfg.ropes[0].interleaved
   if ORIGINAL in family.fields and ORIGINAL in main:
     out[ORIGINAL] = main[ORIGINAL]
   if family.local_rope:

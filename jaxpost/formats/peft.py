@@ -28,7 +28,7 @@ from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, tensor_layout
 from jaxpost.models import lora, parameters, partition, transformer
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -284,6 +284,8 @@ def _check(folder, kept: dict, have: dict):
 def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable = transfer.write) -> dict:
   """The adapters of a folder, nested, as float32 arrays."""
   folder = model_folder.opened(folder)
+  seals.check(folder, [_WEIGHTS])
+  seals.warn(folder, [CONFIG])
   with contextlib.ExitStack() as stack:
     raw = object_store.read_json(folder / CONFIG)
     have, *_ = _open(folder, raw, model.config, stack)
@@ -353,5 +355,6 @@ def writer(model: Model, params: dict, base: str) -> Callable:
     folder.mkdir(parents=True, exist_ok=True)
     hf.write_file(tensors, folder / _WEIGHTS)
     object_store.write_json(folder / CONFIG, spec)
+    seals.add(folder, [_WEIGHTS, CONFIG])
 
   return write

@@ -57,10 +57,13 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
       *outer, last = spec.shape[spec.stack :]
       out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step), first, step)
       continue
-    name = spec.hf
+    name = f'{spec.hf}.'
     for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
-    names = _names(name, spec)
+    names = _names(name.removesuffix('.'), spec)
+    if path in family.rows:
+      out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
+      continue
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
@@ -79,7 +82,8 @@ def is_extra_layer(name: str, cfg: ModelConfig, count: int) -> bool:
   They are for multi-token prediction, and are not read.
   """
   found = re.match(r'model\.layers\.(\d+)\.', name)
-  return bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
+  behind = bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
+  return behind or bool(count) and name.startswith('model.mtp_')
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
@@ -248,6 +252,8 @@ def _place(
 
 def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
   """Reads the elements `bounds` of one stored tensor, in the table's shape."""
+  if len(stored.shape) > len(shape):  # a matrix of one row
+    return tensor[(slice(0, 1), *(slice(*x) for x in bounds))][0]
   if not stored.spec.matrix:
     (start, end), *rest = bounds
     end = min(end, tensor.get_shape()[0])
@@ -275,7 +281,7 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
     value = value.reshape(size, -1).T
     others = stored.shape[1] - size  # columns of other parameters
     return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
-  return value[: stored.shape[0]]
+  return value[None] if len(stored.shape) > value.ndim else value[: stored.shape[0]]
 
 
 def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:

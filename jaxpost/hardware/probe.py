@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.distributed import coordination
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
   import rich.console
@@ -158,6 +158,6 @@ def _saved_dtype(path: epath.Path, stages: list[str]) -> str | None:
   """The type in the config of the run that is resumed, on process 0."""
   if coordination.process_index() or not path.exists():
     return None
-  saved = json.loads(path.read_text())
+  saved = seals.read_json(path)
   blocks = [saved.get(name) or {} for name in stages if name] + [saved]
   return next(filter(None, ((block.get('model') or {}).get('dtype') for block in blocks)), None)

@@ -164,6 +164,26 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
   return {f'rollout_corr/{k}': float(v) for k, v in metrics.items()}
 
 
+def weight_metrics(weights: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+  """Returns how much of a batch the weights [S, C] leave, over the tokens of the mask; {} if there are none.
+
+  ess: (sum w)^2 / (n sum w^2), the effective fraction of the tokens (Kong 1992); 0 if all
+  are 0. masked_positive and masked_negative: fractions of the tokens of either sign of
+  the advantage whose weight is 0.
+  """
+  mask = np.asarray(mask, bool)
+  if not mask.any():
+    return {}
+  kept = np.asarray(weights, np.float64)[mask]
+  signs = np.sign(np.asarray(advantages)[mask])
+  squares = (kept**2).sum()
+  out = {'ess': kept.sum() ** 2 / (kept.size * squares) if squares else 0.0}
+  for name, sign in (('positive', 1), ('negative', -1)):
+    if (signs == sign).any():
+      out[f'masked_{name}'] = (kept[signs == sign] == 0).mean()
+  return {f'importance_weight/{k}': float(v) for k, v in out.items()}
+
+
 def _arguments(what: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Returns (array as float64 with 0 outside of the mask, mask as bool)."""
   array = np.asarray(array, np.float64)

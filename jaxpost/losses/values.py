@@ -15,7 +15,7 @@ from jaxpost.types import Array
 
 
 def gae(
-  token_rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1.0, lam: float = 1.0
+  token_rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1.0, lam: float | np.ndarray = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
   """Generalized advantage estimation (arXiv:1506.02438), eq. 16, on the host.
 
@@ -25,6 +25,7 @@ def gae(
 
   Args:
     token_rewards, values, mask: [S, C]; masked entries are ignored.
+    lam: one for all, or [S].
 
   Returns:
     (advantages, returns = A + V), each [S, C] float32; not whitened.
@@ -40,6 +41,16 @@ def gae(
     gains[:, t] = gain
   gains = np.where(mask, gains, 0)
   return gains.astype(np.float32), (gains + values).astype(np.float32)
+
+
+def length_adaptive_lam(mask: ArrayLike, alpha: float) -> np.ndarray:
+  """Returns 1 - 1 / (alpha * trained tokens) of each sequence [S], 0 at least.
+
+  The lambda of the policy in VAPO (arXiv:2504.05118), section 4.2, with which the
+  coefficients of GAE sum to the same fraction of a completion, however long it is.
+  """
+  lengths = (np.asarray(mask) > 0).sum(axis=1)
+  return np.maximum(1 - 1 / (alpha * np.maximum(lengths, 1)), 0)
 
 
 def clipped_value_loss(

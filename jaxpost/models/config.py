@@ -15,6 +15,7 @@ class Rope:
 
   theta: float = 10_000.0
   scaling: tuple = ()
+  interleaved: bool = False  # rotated pairs are adjacent entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,11 @@ class Experts:
   alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (up + 1)
   record: bool = False  # caches record the chosen experts, for routing replay
   shared: int = 0  # shared experts of that size, for all tokens
-  # Sigmoid router (DeepSeek-V3), with a bias that counts in the choice only:
-  # experts are chosen from the best `top_groups` of `groups`, and their weights
+  first_dense: int = 0  # leading layers with a dense MLP instead of experts
+  sigmoid: bool = False  # the router's scores are sigmoids (DeepSeek-V3) instead of a softmax
+  choice_bias: bool = False  # a bias per expert that counts in the choice only
+  # Experts are chosen from the best `top_groups` of `groups`, and their weights
   # are multiplied by `scale`.
-  sigmoid: bool = False
   groups: int = 1
   top_groups: int = 1
   scale: float = 1.0
@@ -73,7 +75,7 @@ class ModelConfig:
   norms: str = 'pre'  # norm before ('pre'), after ('post') or 'both' of attention and MLP
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # added to every norm scale
-  qk_norm: str = ''  # '', 'head' (per head) or 'wide' (over all heads)
+  qk_norm: str = ''  # '', 'head' (per head), 'rotated' (the same after RoPE) or 'wide' (over all heads)
   biases: tuple[str, ...] = ()  # those present, of q k v o gate up down router sinks
   activation: str = 'silu'  # or 'gelu', 'gelu_tanh'
   tie_embeddings: bool = True
@@ -114,7 +116,7 @@ class ModelConfig:
   @property
   def sparse_layers(self) -> int:
     """Number of layers with experts, if the model has any; they come last."""
-    return self.num_layers
+    return self.num_layers - (self.experts.first_dense if self.experts else 0)
 
   @property
   def layer_kinds(self) -> list[LayerKind]:
@@ -139,8 +141,6 @@ class LatentConfig(ModelConfig):
   kv_rank: int = 0  # size of the latent of keys and values
   rope_dim: int = 0  # rotated entries of a head, the last ones
   v_dim: int = 0  # head size of values
-  first_dense: int = 0  # leading layers with a dense MLP instead of experts
-  interleaved: bool = True  # rotated pairs are adjacent entries
 
   @property
   def value_dim(self) -> int:
@@ -153,10 +153,6 @@ class LatentConfig(ModelConfig):
   @property
   def cached(self) -> tuple[int, tuple[int, ...]]:
     return 1, (self.kv_rank + self.rope_dim,)
-
-  @property
-  def sparse_layers(self) -> int:
-    return self.num_layers - self.first_dense
 
 
 @dataclasses.dataclass(frozen=True)

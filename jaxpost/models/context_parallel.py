@@ -12,17 +12,7 @@ crosses the axis.
 
 import jax
 
-from jaxpost.distributed.mesh import Layout, axes_of
-
-# Values of `config.model.attention` that cannot attend from a part of a row.
-WHOLE_ROW_KERNELS = ('reference', 'cudnn')
-
-
-def num_shards(layout) -> int:
-  """Returns the number of parts of a row; `layout` may be any `constrain` function."""
-  if not isinstance(layout, Layout) or layout.phase == 'rollout':
-    return 1
-  return layout.mesh.shape['context']
+from jaxpost.distributed.mesh import Layout, axes_of, row_shards
 
 
 def stripe(x: jax.Array, n: int) -> jax.Array:
@@ -39,7 +29,7 @@ def unstripe(x: jax.Array, n: int) -> jax.Array:
 
 def unstripe_sharded(x: jax.Array, layout: Layout) -> jax.Array:
   """Undoes `stripe` for [B, T, D] split over `context`: each token is sent once."""
-  n = num_shards(layout)
+  n = row_shards(layout)
   part = x.shape[1] // n
   if part % n:
     return layout(unstripe(x, n), 'batch', 'time', None)

@@ -98,12 +98,14 @@ def rms_norm(x, scale, cfg: ModelConfig):
   return (x * scale).astype(dtype)
 
 
-def norm_heads(x, scale, cfg: ModelConfig):
-  """QK norm of [B, T, N, h]: per head, or over all heads ('wide')."""
-  if cfg.qk_norm == 'wide':
-    wide = x.reshape(*x.shape[:2], -1)
+def norm_heads(q, k, p, cfg: ModelConfig):
+  """QK norm of queries and keys [B, T, N, h]: over all heads if 'wide', else per head."""
+
+  def norm(x, scale):
+    wide = x.reshape(*x.shape[:2], -1) if cfg.qk_norm == 'wide' else x
     return rms_norm(wide, scale, cfg).reshape(x.shape)
-  return rms_norm(x, scale, cfg)
+
+  return norm(q, p['q_norm']), norm(k, p['k_norm'])
 
 
 def project(spec: str, x, p, name: str, compute: Compute, layout=None):

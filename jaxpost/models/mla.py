@@ -23,55 +23,14 @@ _EPS = 1e-6  # norm epsilon of the latents, independent of the config
 
 
 def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
-  """Returns the parameter table, with the dense layers in a stack of their own.
-
-  Args:
-    plain: the table of the same model with plain attention, in which all layers
-      have experts.
-  """
-  d, f = cfg.hidden_size, cfg.intermediate_size
-  old = {k.split('/')[1]: v for k, v in plain.items() if v.stacked}
-
-  def matrix(hf, shape, axes):
-    return Param((cfg.first_dense, *shape), ('layers', *axes), f'{_BLOCK}mlp.{hf}_proj.weight', matrix=True)
-
-  def norms(n, first):
-    return {
-      k: dataclasses.replace(v, shape=(n, *v.shape[1:]), first=first) for k, v in old.items() if k.endswith('_norm')
-    }
-
-  dense = (
-    _rows(cfg, cfg.first_dense, 0)
-    | norms(cfg.first_dense, 0)
-    | {
-      'gate': matrix('gate', (d, f), ('embed', 'mlp')),
-      'up': matrix('up', (d, f), ('embed', 'mlp')),
-      'down': matrix('down', (f, d), ('mlp', 'embed')),
-    }
-  )
-  rest = cfg.sparse_layers, cfg.first_dense
-  sparse = (
-    _rows(cfg, *rest)
-    | norms(*rest)
-    | {k: v for k, v in old.items() if k not in (*'qkvo',) and (not k.endswith('_norm'))}
-  )
-  stacks = {'dense': dense} if cfg.first_dense else {}
-  return {
-    'embed': plain['embed'],
-    **{f'{stack}/{k}': v for stack, rows in (stacks | {'layers': sparse}).items() for k, v in rows.items()},
-    **{k: v for k, v in plain.items() if not v.stacked and k != 'embed'},
-  }
-
-
-def _rows(cfg: LatentConfig, n: int, first: int) -> dict:
-  """Returns the attention rows that replace q, k, v, o, for `n` layers from `first` on."""
-  d, h, r = cfg.hidden_size, cfg.num_heads, cfg.kv_rank
+  """Returns the parameter table: that of the same model with plain attention, with other rows for q, k, v and o."""
+  n, d, h, r = cfg.num_layers, cfg.hidden_size, cfg.num_heads, cfg.kv_rank
 
   def matrix(shape, axes, hf):
-    return Param((n, *shape), ('layers', *axes), f'{_BLOCK}self_attn.{hf}.weight', matrix=True, first=first)
+    return Param((n, *shape), ('layers', *axes), f'{_BLOCK}self_attn.{hf}.weight', matrix=True)
 
   def norm(size, hf):
-    return Param((n, size), ('layers', None), f'{_BLOCK}self_attn.{hf}.weight', 'ones', exact=True, first=first)
+    return Param((n, size), ('layers', None), f'{_BLOCK}self_attn.{hf}.weight', 'ones', exact=True)
 
   heads = ('embed', 'heads', None)
   queries = {'q': matrix((d, h, cfg.head_dim), heads, 'q_proj')}
@@ -81,11 +40,16 @@ def _rows(cfg: LatentConfig, n: int, first: int) -> dict:
       'q_a_norm': norm(cfg.q_rank, 'q_a_layernorm'),
       'q_b': matrix((cfg.q_rank, h, cfg.head_dim), heads, 'q_b_proj'),
     }
-  return queries | {
+  rows = queries | {
     'kv_a': matrix((d, r + cfg.rope_dim), ('embed', None), 'kv_a_proj_with_mqa'),
     'kv_a_norm': norm(r, 'kv_a_layernorm'),
     'kv_b': matrix((r, h, cfg.head_dim - cfg.rope_dim + cfg.v_dim), heads, 'kv_b_proj'),
     'o': matrix((h, cfg.v_dim, d), ('heads', None, 'embed'), 'o_proj'),
+  }
+  return {
+    'embed': plain['embed'],
+    **{f'layers/{k}': v for k, v in rows.items()},
+    **{k: v for k, v in plain.items() if k not in ('embed', *(f'layers/{name}' for name in 'qkvo'))},
   }
 
 
@@ -112,11 +76,12 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
     q = project('btr,rnh->btnh', norm(project('btd,dr->btr', y, 'q_a'), 'q_a_norm'), 'q_b')
   else:
     q = project('btd,dnh->btnh', y, 'q')
+  q = rope.scale_queries(q, table)
   plain = cfg.head_dim - cfg.rope_dim
   low = project('btd,dr->btr', y, 'kv_a')
   latent = norm(low[..., : cfg.kv_rank], 'kv_a_norm')[:, :, None]
-  rotated = _rotate(low[:, :, None, cfg.kv_rank :], table, cfg)
-  q_rotated = _rotate(q[..., plain:], table, cfg)
+  rotated = rope.rotate(low[:, :, None, cfg.kv_rank :], table, cfg)
+  q_rotated = rope.rotate(q[..., plain:], table, cfg)
   keep = (jnp.concatenate([latent, rotated.astype(latent.dtype)], -1),)
   if absorbed:
     w = p['kv_b']
@@ -131,13 +96,6 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   rotated = jnp.broadcast_to(rotated, q_rotated.shape)
   q, k = (jnp.concatenate([x[..., :plain], y.astype(x.dtype)], axis=-1) for x, y in ((q, q_rotated), (both, rotated)))
   return attend_to(q, k, both[..., plain:], keep)
-
-
-def _rotate(x, table, cfg: LatentConfig):
-  """Rotates [B, T, N, d]; interleaved pairs are separated into halves first."""
-  if cfg.interleaved:
-    x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-  return rope.rotate(x, table, cfg)
 
 
 def values(latents, cfg: LatentConfig):

@@ -23,7 +23,7 @@ _CODE = 'config.model.preset'
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """Pure functions of parameters; shapes in `transformer.py`.
+  """Pure functions of parameters; shapes in `transformer.py` and `decoding.py`.
 
   forward(params, tokens, positions, segment_ids, compute=, constrain=)
     -> hidden [B, T, D]; also takes branch_ids=, noise=, dropout= if given
@@ -110,10 +110,22 @@ def build(cfg: ModelConfig | CustomConfig) -> Model:
     forward=bind(transformer.forward),
     head=None if cfg.num_labels else head,
     init=bind(init),
-    prefill=bind(transformer.prefill),
-    decode=bind(transformer.decode),
+    prefill=bind(_prefill),
+    decode=bind(_decode),
     values=values if cfg.num_labels or cfg.value_head else None,
   )
+
+
+def _prefill(*args, **options):
+  from jaxpost.models import decoding  # what only trains imports no sampler
+
+  return decoding.prefill(*args, **options)
+
+
+def _decode(*args, **options):
+  from jaxpost.models import decoding
+
+  return decoding.decode(*args, **options)
 
 
 def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:

@@ -193,6 +193,14 @@ def _gather_backward(mesh_axis, axis, dtype, residuals, g):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
+def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
+  """Returns the table of a model whose first layers are dense: those of the table `dense`."""
+  n, first = cfg.sparse_layers, cfg.experts.first_dense
+  rows = {k: dataclasses.replace(v, shape=(n, *v.shape[1:]), first=first) for k, v in table.items() if v.stacked}
+  rows = {f'dense/{k.partition("/")[2]}': v for k, v in dense.items() if v.stacked} | rows
+  return {'embed': table['embed'], **rows, **{k: v for k, v in table.items() if not v.stacked and k != 'embed'}}
+
+
 def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   """Returns the rows of the parameter table that replace those of a dense MLP."""
   n, d = cfg.sparse_layers, cfg.hidden_size
@@ -229,7 +237,7 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   for name, spec in biases.items():
     if name in cfg.biases:
       table[f'layers/{name}_bias'] = spec
-  if cfg.experts.sigmoid:
+  if cfg.experts.choice_bias:
     table['layers/router_choice'] = dataclasses.replace(
       biases['router'], hf=f'{block}gate.e_score_correction_bias', dtype='float32'
     )

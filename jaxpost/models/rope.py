@@ -42,6 +42,8 @@ def document_lengths(positions, segment_ids):
 def tables(positions, lengths, cfg: ModelConfig) -> list:
   """Returns (cos, sin) for each of `cfg.ropes`, each [B, T, 1, h] float32.
 
+  Where queries are scaled by position, a third array [B, T, 1, 1] has the factors.
+
   Args:
     positions: [B, T].
     lengths: length of each token's document, [B, T] or [B, 1]; read only if
@@ -54,21 +56,36 @@ def pick(tables: list, index):
   """Returns the table of a layer, None for no rotation; `index` may be traced."""
   if isinstance(index, int):
     return None if index < 0 else tables[index]
-  cos, sin = tables[0]
-  still = (jnp.ones_like(cos), jnp.zeros_like(sin))  # where index is -1
-  return tuple(jnp.stack(x)[index] for x in zip(*tables, still))
+  cos, sin, *factors = tables[0]
+  still = (jnp.ones_like(cos), jnp.zeros_like(sin), *map(jnp.ones_like, factors))  # where index is -1
+  return tuple(jnp.stack(x)[index] for x in zip(*tables, still, strict=True))
 
 
 def rotate(x, table, cfg: ModelConfig):
-  """Rotates [B, T, N, h] in float32, first half against second half (as in HF)."""
+  """Rotates [B, T, N, h] in float32, first half against second half (as in HF).
+
+  Interleaved pairs are separated into halves first: the order of the entries does not
+  matter to the products of queries and keys.
+  """
   if table is None:
     return x
-  cos, sin = table
+  cos, sin, *_ = table
   x = x.astype(jnp.float32)
   half = (cfg.rotary_dim or x.shape[-1]) // 2
+  if cfg.ropes[0].interleaved:
+    x = jnp.concatenate([x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]], axis=-1)
   # Entries that are not rotated have sin = 0.
   turned = jnp.concatenate([-x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]], axis=-1)
   return x * cos + turned * sin
+
+
+def scale_queries(q, table):
+  """Multiplies queries [B, T, N, h] by the factors of their positions, where the table has some.
+
+  1 + beta log(1 + floor(position / original length)), as in Llama 4: attention stays
+  sharp far beyond the length of pre-training (Nakanishi, arXiv:2501.19399).
+  """
+  return q if table is None or len(table) == 2 else q * table[2].astype(q.dtype)
 
 
 def _kind(rope: Rope) -> str:
@@ -95,6 +112,9 @@ def _table(positions, lengths, rope, cfg):
   rest = ((0, 0),) * 3 + ((0, cfg.rope_size - dim),)
   if dim < cfg.rope_size:
     cos, sin = jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
+  if beta := p.get('llama_4_scaling_beta'):
+    far = jnp.floor(positions.astype(jnp.float32) / p['original_max_position_embeddings'])
+    return cos, sin, 1 + beta * jnp.log1p(far)[..., None, None]
   return cos, sin
 
 
@@ -112,6 +132,11 @@ def _default(theta, dim, p):
 def _linear(theta, dim, p):
   """Chen et al., arXiv:2306.15595: positions interpolated."""
   return np.float32(1) / _periods(theta, dim) / np.float32(p['factor']), 1.0
+
+
+def _ntk_alpha(theta, dim, p):
+  """NTK-aware scaling with a fixed factor of the base (Hunyuan)."""
+  return np.float32(1) / _periods(theta * p['alpha'] ** (dim / (dim - 2)), dim), 1.0
 
 
 def _llama3(theta, dim, p):
@@ -171,4 +196,4 @@ def _dynamic(theta, dim, p, lengths):
   return np.float32(1) / _periods(theta, dim) * grown ** (-np.arange(dim // 2, dtype=np.float32))
 
 
-_SCALINGS = {'default': _default, 'linear': _linear, 'llama3': _llama3, 'yarn': _yarn}
+_SCALINGS = {'default': _default, 'linear': _linear, 'ntk_alpha': _ntk_alpha, 'llama3': _llama3, 'yarn': _yarn}

@@ -53,11 +53,12 @@ def route(p: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None = No
   if e.sigmoid:
     scores = jax.nn.sigmoid(logits)
     logits = jax.nn.log_sigmoid(logits)
-    # The bias counts in the choice only, not in the weights (DeepSeek-V3).
-    preference = _mask_groups(scores + p['router_choice'], e)
   else:
     scores = jax.nn.softmax(logits, axis=-1)
-    preference = logits
+  preference = logits
+  if e.choice_bias or e.groups > 1:
+    # The bias counts in the choice only, not in the weights (DeepSeek-V3).
+    preference = _mask_groups(scores + p.get('router_choice', 0), e)
   if chosen is None:
     chosen = jax.lax.top_k(jax.lax.stop_gradient(preference), e.top_k)[1]
   chosen = chosen.astype(jnp.int32)

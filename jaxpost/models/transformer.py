@@ -1,15 +1,14 @@
-"""The decoder: parameter table, block, and the passes forward, prefill and decode.
+"""The decoder: its parameter table, one layer, and `forward` over packed rows (training, scoring).
 
 Legend: B rows, T tokens, D hidden size, V padded vocabulary, L layers,
-H heads, K kv heads, h head size, F MLP size, S slots.
+H heads, K kv heads, h head size, F MLP size.
 
-`forward` reads packed rows (training, scoring), `prefill` also returns the KV
-cache, `decode` adds one token to each slot. All three run the same `_block` with
-different attention.
+The sampler's passes in `decoding.py` run the same layers with attention over a cache.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.models import attention, context_parallel, layers, rope
+from jaxpost.distributed.mesh import row_shards
+from jaxpost.models import attention, layers, rope
 from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
 from jaxpost.models.parameters import Param, unstack_layers
-from jaxpost.types import Cache
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -80,6 +79,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     from jaxpost.models import mla
 
     table = mla.table(table, cfg)
+  if dense := cfg.num_layers - cfg.sparse_layers:
+    from jaxpost.models import moe
+
+    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense)), table, cfg)
   return table
 
 
@@ -124,7 +127,7 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   return 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
 
 
-def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
+def layer(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
   """Applies one layer to [B, T, D].
 
   Args:
@@ -147,11 +150,12 @@ def _block(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, la
     out, kept = mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   else:
     q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
-    if cfg.qk_norm:
-      q = layers.norm_heads(q, p['q_norm'], cfg)
-      k = layers.norm_heads(k, p['k_norm'], cfg)
+    if cfg.qk_norm in ('head', 'wide'):
+      q, k = layers.norm_heads(q, k, p, cfg)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
-    out, kept = attend(q, k, v, (k, v))
+    if cfg.qk_norm == 'rotated':
+      q, k = layers.norm_heads(q, k, p, cfg)
+    out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
@@ -174,7 +178,7 @@ def _add(x, out, cfg):
   return x + out.astype(x.dtype)
 
 
-def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
+def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   """Runs all layers and the final norm on embedded tokens.
 
   Args:
@@ -189,7 +193,7 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
   def block(p, x, chosen, kind):
     table = rope.pick(tables, kind.rope)
     attend_layer = functools.partial(attend, window=kind.window, sinks=p.get('sinks'))
-    x, *kept = _block(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen)
+    x, *kept = layer(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen)
     return constrain(x, 'batch', 'time', None), kept
 
   kinds = cfg.layer_kinds
@@ -222,15 +226,16 @@ def _run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None)
   one = layers.rematerialized(same, compute)
 
   first = []
-  if sparse:  # dense layers first; models with them have layers of one kind
-    x, (first, _) = jax.lax.scan(lambda x, p: one(p, x, None, {}), x, params['dense'])
+  if sparse:  # dense layers first
+    here, varied = ({k: v[s] for k, v in varied.items()} for s in (slice(sparse), slice(sparse, None)))
+    x, (first, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
     first = first and [[y[i] for y in first] for i in range(sparse)]
   x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
   kept = kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))]
   return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
-def _attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
+def attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
   """Returns (q, k, v, window=, sinks=) -> out, attention inside the documents of these rows."""
   return functools.partial(
     attention.attention,
@@ -243,7 +248,7 @@ def _attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, 
   )
 
 
-def _embed(params, tokens, cfg, compute, constrain, noise=None):
+def embed(params, tokens, cfg, compute, constrain, noise=None):
   x = layers.embed(params['embed'], tokens, compute.dtype, constrain)
   if cfg.embed_scale != 1:
     x = x * jnp.asarray(cfg.embed_scale, compute.dtype)  # rounded, as in HF
@@ -251,8 +256,12 @@ def _embed(params, tokens, cfg, compute, constrain, noise=None):
   return x if noise is None else (x + noise).astype(x.dtype)
 
 
-def _unconstrained(x, *axes):
+def unconstrained(x, *axes):
   del axes
+  return x
+
+
+def _unchanged(x):
   return x
 
 
@@ -263,7 +272,7 @@ def forward(
   segment_ids,
   cfg: ModelConfig,
   compute: Compute,
-  constrain=_unconstrained,
+  constrain=unconstrained,
   branch_ids=None,
   noise=None,
   chosen=None,
@@ -279,15 +288,18 @@ def forward(
     chosen: [B, T, L, k], experts to use, or None.
     routing: also return the `Routing` [L, B, T, ...].
   """
-  n = context_parallel.num_shards(constrain)
-  order = functools.partial(context_parallel.stripe, n=n) if n > 1 else lambda x: x
-  x = _embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
+  n, order = row_shards(constrain), _unchanged
+  if n > 1:
+    from jaxpost.models import context_parallel
+
+    order = functools.partial(context_parallel.stripe, n=n)
+  x = embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
   lengths = None
   if rope.by_length(cfg):
     lengths = order(rope.document_lengths(positions, segment_ids))
 
-  attention_of = _attention_over(segment_ids, positions, cfg, compute, constrain, branch_ids=branch_ids)
+  attention_of = attention_over(segment_ids, positions, cfg, compute, constrain, branch_ids=branch_ids)
 
   def attend(q, k, v, keep, window, sinks):
     del keep
@@ -296,94 +308,8 @@ def forward(
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
   tables = rope.tables(order(positions), lengths, cfg)
-  x, _, routes = _run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain, chosen=chosen)
+  x, _, routes = run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain, chosen=chosen)
   if n > 1:
     x = context_parallel.unstripe_sharded(x, constrain)
     routes = jax.tree.map(lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
   return (x, routes) if routing else x
-
-
-def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=_unconstrained):
-  """Right-padded prompts [B, T] -> (Cache of length T, last hidden [B, D])."""
-  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-  x = constrain(_embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
-
-  attention_of = _attention_over(segment_ids, positions, cfg, compute, constrain)
-
-  def attend(q, k, v, keep, window, sinks):
-    out = attention_of(q, k, v, window=window, sinks=sinks)
-    pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache) for y in keep]
-    return out, pair
-
-  tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept, routes = _run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain)
-  last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  experts = ()
-  if routes is not None:
-    from jaxpost.models import routing
-
-    experts = routing.record(routes, cfg)
-  k, *v = map(tuple, zip(*kept))
-  return Cache(k, v[0] if v else (), experts=experts), last
-
-
-def decode(
-  weights,
-  cache: Cache,
-  recent: Cache,
-  tokens,
-  filled,
-  step,
-  cfg: ModelConfig,
-  compute: Compute,
-  constrain=_unconstrained,
-):
-  """Decodes one token per slot.
-
-  A block of T tokens only reads the cache, because XLA would copy a cache that
-  is written at every token. New entries are in `recent` until the block ends
-  (`attention.extend`).
-
-  Args:
-    weights: parameters with a list of layers (`unstack_layers`); an entry may
-      also be a function of the layer's input that returns its parameters.
-    cache: L x [S, K, length, h], or pages and a table; the first `filled` [S]
-      entries are valid.
-    recent: L x [S, K, T, h], of which the first `step` are valid.
-    tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
-
-  Returns:
-    (recent with the new entries, hidden [S, D] or [S, T', D]).
-  """
-  some = tokens.reshape(len(tokens), -1)
-  x = _embed(weights, some, cfg, compute, constrain)
-  positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
-  tables = rope.tables(positions, positions + 1, cfg)
-  ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
-  for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
-    p = p(x) if callable(p) else p
-
-    def attend(q, k, v, keep, i=i, window=kind.window, p=p):
-      del k, v
-      for kept, new in zip((ks, vs), keep):
-        new = new.astype(compute.dtype).astype(kept[i].dtype)
-        kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
-      old, new = attention.layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
-      if len(new) == 1:  # latents
-        from jaxpost.models import mla
-
-        old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
-      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
-      return attention.cached_attention(q, old, new, filled, step, compute=compute, **more), None
-
-    table = rope.pick(tables, kind.rope)
-    x, _, routing = _block(p, x, table, attend, cfg, compute=compute, layout=constrain, absorbed=True)
-    x = constrain(x, 'batch', None, None)
-    if experts and routing:
-      j = i - cfg.num_layers + cfg.sparse_layers
-      experts[j] = jax.lax.dynamic_update_slice_in_dim(
-        experts[j], routing.chosen[:, None].astype(experts[j].dtype), step, axis=2
-      )
-  x = layers.rms_norm(x, weights['norm'], cfg)
-  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x.reshape(*tokens.shape, -1)

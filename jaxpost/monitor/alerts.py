@@ -16,6 +16,7 @@ def nonfinite(values: Mapping[str, Any]) -> list[str]:
 class Signals(NamedTuple):
   """The metrics of one row that rules look at; NaN where a row lacks them.
 
+  weight: mean weight or share that corrections of the sampler leave; limited: share of clipped tokens.
   start_entropy, start_length: means over the first rows of the stage.
   nonfinite: names of the losses and norms that are not finite.
   """
@@ -28,6 +29,8 @@ class Signals(NamedTuple):
   flat: float
   mismatch: float
   empty: float
+  weight: float
+  limited: float
   has_reward: bool
   nonfinite: list[str]
 
@@ -85,6 +88,24 @@ RULES = (
     'empty',
     lambda s: s.empty > 0,
     lambda s: 'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
+  ),
+  Rule(
+    'removed',
+    lambda s: s.weight < 0.05,
+    lambda s: (
+      f'config.rl.importance leaves {s.weight:.1%} of the loss: its weights or masks remove nearly all; a smaller '
+      'config.rollout.staleness, or wider limits'
+    ),
+    patience=1,
+  ),
+  Rule(
+    'limited',
+    lambda s: s.limited > 0.9,
+    lambda s: (
+      f'{s.limited:.0%} of tokens are clipped and have no gradient: fewer config.rl.epochs and minibatches, a '
+      'lower config.optim.lr, or a wider config.rl.clip_low and clip_high'
+    ),
+    patience=1,
   ),
   Rule(
     'mismatch',
@@ -148,6 +169,8 @@ class Alerts:
       flat=value('frac_reward_zero_std'),
       mismatch=value('sampler_mismatch'),
       empty=value('empty_updates'),
+      weight=min(value('importance_weight'), value('off_policy_kept'), key=lambda x: (math.isnan(x), x)),
+      limited=value('clip_ratio/region_mean'),
       has_reward='reward' in row,
       nonfinite=[key for key in nonfinite(row) if key in watched],
     )

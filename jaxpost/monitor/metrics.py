@@ -25,7 +25,7 @@ from rich import progress, table
 
 from jaxpost.errors import InputError
 from jaxpost.monitor.alerts import Alerts, nonfinite
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
 # Metrics that the console shows, where a row has them: key -> label.
@@ -92,7 +92,7 @@ def summary(
 ) -> dict[str, Any]:
   """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
   out = plain({**figures, 'warnings': warnings})
-  object_store.write_text(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
+  seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
   return out
 
 
@@ -255,6 +255,8 @@ class MetricsWriter:
       return
     self._close_stage()
     rows = read_rows(self.path)
+    if seals.damaged(self.workdir, [self.path.name]):
+      self._board.line(f'{self.path}: differs from its checksum: rows were damaged or changed since they were written')
     # Behind the first row of this stage, those of others are of later stages.
     mine = ([row['stage'] for row in rows] + [stage]).index(stage)
     kept = rows[:mine] + [row for row in rows[mine:] if row['stage'] == stage and 0 < resume_step >= row['step']]
@@ -278,6 +280,8 @@ class MetricsWriter:
     # Object stores cannot append: there flush() writes the whole file.
     self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
     self._file.write(text if self._remote else '')
+    self._size, self._crc = len(text.encode()), zlib.crc32(text.encode())
+    seals.add_beginning(self.path, self._size, self._crc)
     if self._tensorboard:
       import tensorboardX  # half a second, so only where it is used
 
@@ -298,7 +302,9 @@ class MetricsWriter:
     row = {'stage': self._stage, 'split': split, 'step': int(step)}
     bad = [k for k in nonfinite(values) if not is_clock_key(k)]
     row |= plain(values) | ({'nonfinite': bad} if bad else {})
-    self._file.write(json.dumps(row) + '\n')
+    line = json.dumps(row) + '\n'
+    self._file.write(line)
+    self._size, self._crc = self._size + len(line.encode()), zlib.crc32(line.encode(), self._crc)
     if self._remote and step % 50 == 0:
       self.flush()
     tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items() if math.isfinite(v)}
@@ -323,13 +329,16 @@ class MetricsWriter:
 
   def flush(self) -> None:
     """Makes sure that the rows so far outlive this process and a loss of power."""
-    if self._file is not None and not self._remote:
+    if self._file is None:
+      return
+    if not self._remote:
       os.fsync(self._file.fileno())
-    elif self._file is not None:
+    else:
       object_store.write_text(self.path, self._file.getvalue())
       if self._tb is not None:
         self._tb.flush()
         object_store.upload(self._board_dir, self.workdir)
+    seals.add_beginning(self.path, self._size, self._crc)
 
   def _close_stage(self) -> None:
     self.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from etils import epath
 
 from jaxpost.models import transformer
 from jaxpost.monitor import metrics
-from jaxpost.storage import object_store
+from jaxpost.storage import seals
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -99,14 +100,18 @@ def render(plan: dict) -> rich.table.Table:
 
 
 def read(path: epath.Path, stages: list[str]) -> list[dict]:
-  """Returns the saved plans of these stages."""
-  plans = json.loads(path.read_text()) if path.exists() else []
-  return [p for p in plans if p['stage'] in stages]
+  """Returns the saved plans of these stages; [] where the file is gone or damaged, as nothing depends on it."""
+  try:
+    seals.check(path.parent, [path.name])
+    return [p for p in json.loads(path.read_text()) if p['stage'] in stages] if path.exists() else []
+  except (ValueError, KeyError, TypeError) as error:
+    logging.warning('%s: is made anew without what it held: %s', path, error)
+    return []
 
 
 def write(path: epath.Path, plans: list[dict]) -> None:
   """Writes plan.json."""
-  object_store.write_text(path, json.dumps(plans, indent=1))
+  seals.write(path, json.dumps(plans, indent=1))
 
 
 def _mib(count: int) -> str:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxpost.distributed.mesh import row_shards
 from jaxpost.hardware import memory
 from jaxpost.losses import head_chunk
-from jaxpost.models import context_parallel
 from jaxpost.planning import cost, machines, traffic_bound
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import DecodeState, Prefix
@@ -117,7 +117,7 @@ def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
 
   tokens: of whole rows; `context` splits them.
   """
-  tokens //= context_parallel.num_shards(layout)
+  tokens //= row_shards(layout)
   experts = placed.model.config.experts
   return -(-tokens * experts.top_k // placed.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import context_parallel
+from jaxpost.models import attention
 from jaxpost.planning import traffic_bound
 from jaxpost.stage import batch_shape
 
@@ -29,7 +29,7 @@ _CONTEXT = (2, 4, 8)
 _LONG = 16_384  # tokens of a row that is worth splitting
 _LANES = 128  # XLA for TPU sums narrower shards of gradients everywhere
 _MORE = 6  # meshes besides `fsdp` and `tensor`
-_STATE = 3  # copies of what is trained: itself and Adam's moments
+_MOMENTS = 8  # bytes of Adam's moments of a trained weight, float32 whatever the type of the weight
 
 
 def train_devices(inputs: Inputs, topology: machines.Topology) -> int:
@@ -87,7 +87,7 @@ def _all(inputs: Inputs, topology: machines.Topology, devices: int):
     *(
       c
       for c in _CONTEXT
-      if length >= _LONG and length % c == 0 and inputs.config.model.attention not in context_parallel.WHOLE_ROW_KERNELS
+      if length >= _LONG and length % c == 0 and inputs.config.model.attention not in attention.WHOLE_ROW_KERNELS
     ),
   ]
   for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
@@ -130,8 +130,7 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(
     math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
-    * jnp.dtype(m.param_dtype).itemsize
-    * (1 if path in inputs.model.frozen else _STATE)
+    * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else _MOMENTS))
     for path, x in inputs.model.table.items()
   )
   if chip.memory and state > chip.memory:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpost.distributed import transfer
+from jaxpost.distributed import bridge
 from jaxpost.hardware import chips
 from jaxpost.planning import aot, cost, machines
 
@@ -60,7 +60,9 @@ def step_of(placed: PlacedStage) -> Step:
   scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in placed.inputs.sources
-  calls['score'] = ('ref_logprobs' in scores) + ('old_logprobs' in scores or 'values' in scores and not critic)
+  calls['score'] = ('ref_logprobs' in scores) + (
+    'old_logprobs' in scores or 'entropy' in scores or 'values' in scores and not critic
+  )
   calls['values'] += 'values' in scores and critic
   total = r.prompts * r.group_size
   slots = r.slots or min(total, 256)
@@ -123,7 +125,7 @@ def _handed_over(placed: PlacedStage, row: dict, topology: machines.Topology) ->
   theirs = placed.rollout.mesh
   if row['program'] != 'reshard' or _shared(ours, theirs):
     return {}
-  whole = math.prod(theirs.shape[a] for a in transfer.WHOLE)
+  whole = math.prod(theirs.shape[a] for a in bridge.WHOLE)
   copies = ours.size * whole // theirs.size
   times = math.ceil(whole / copies)
   hosts = {host for mesh in (ours, theirs) for _, host in host_of(topology, mesh)}

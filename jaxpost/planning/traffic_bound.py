@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxpost.distributed import transfer
+from jaxpost.distributed.bridge import make_bridge
 from jaxpost.programs.generate import DecodeState
 from jaxpost.types import Batch
 
@@ -57,7 +57,7 @@ def of_program(
   if name == 'prefill':
     return bound((1, *second.shape), train=False)
   if name == 'reshard':
-    bridge = transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
+    bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
     return of_reshard(
       model,
       args[0],

@@ -73,3 +73,46 @@ def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
   """Returns `value` in the slots that are `new` [S], else `old`; in the type of `old`."""
   mask = new.reshape(-1, *(1,) * (old.ndim - 1))
   return jnp.where(mask, value, old).astype(old.dtype)
+
+
+def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+  """Appends `recent` to the filled part of the cache, in place.
+
+  Entries past the end overwrite the last ones of their slot, or are dropped:
+  only finished slots get there.
+
+  Args:
+    cache: L x [S', K, length, h], of which the first S rows are extended; or
+      pages and a table.
+    recent: L x [S, K, T, h].
+    filled: [S], valid entries.
+    one_by_one: write slot by slot (or entry by entry, in pages) instead of by
+      a scatter.
+  """
+  rows, _, steps, _ = recent.k[0].shape
+  at, row = filled[:, None] + jnp.arange(steps), jnp.arange(rows)[:, None]
+  if cache.table is not None:
+    size, last = cache.k[0].shape[2], cache.table.shape[1] - 1
+    row = cache.table[row, jnp.minimum(at // size, last)]
+    at = at % size
+  new = jax.tree.map(lambda x: x.swapaxes(1, 2), recent)  # [S, T, K, h]
+  old, table = cache.replace(table=None), cache.table
+  if not one_by_one:
+    out = jax.tree.map(lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
+    return out.replace(table=table)
+  # The scatter copies the cache on CPU, and its layout on TPU; slices are updated in place.
+  each = steps if table is not None else 1
+
+  def write(i, cache):
+    s, t = i // each, i % each
+    place = (row[s, t if each > 1 else 0], 0, at[s, t], 0)
+    return jax.tree.map(
+      lambda old, new: jax.lax.dynamic_update_slice(
+        old, jax.lax.dynamic_slice(new, (s, 0, t, 0), (1, new.shape[1], steps // each, new.shape[3])), place
+      ),
+      cache,
+      recent,
+    )
+
+  out = jax.lax.fori_loop(0, rows * each, write, old)
+  return out.replace(table=table)

@@ -19,11 +19,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.losses import head_chunk
 from jaxpost.models import routing
-from jaxpost.models.attention import extend
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import empty_block, put_pages, put_rows, stored, view, where
+from jaxpost.programs.cache_storage import empty_block, extend, put_pages, put_rows, stored, view, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.sampling import Sampling
 from jaxpost.types import MASKED_LOGIT, Array, Cache

@@ -168,9 +168,14 @@ def neftune(batch: Batch, step: int | jax.Array, width: int, alpha: float, seed:
 def accumulate(loss: Callable, params: dict, batch: Batch) -> tuple[tuple[jax.Array, dict], dict]:
   """Returns ((loss, metrics), grads), summed over micro-batches [M, B, T].
 
-  Normalizers are global, so micro-batches only add up.
+  Normalizers are global, so micro-batches only add up. Gradients are float32, whatever
+  the type of the parameters: a sum in bfloat16 loses micro-batches.
   """
-  grad = functools.partial(jax.value_and_grad(loss, has_aux=True), params)
+
+  def grad(micro):
+    found, grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
+    return found, in_float32(grads)
+
   if batch.tokens.shape[0] == 1:
     return grad(micro_batch(batch, 0))
   return fold_micro_batches(grad, batch)
@@ -266,8 +271,39 @@ def clipped_step(
   """Returns (params, opt_state) after an optimizer step; gradients of global norm `norm` are clipped to `clip_norm`."""
   scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
   clipped = jax.tree.map(lambda g: g * scale, grads)
-  updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
-  return optax.apply_updates(state.params, updates), opt_state
+  updates, opt_state = optimizer.update(clipped, state.opt_state, in_float32(state.params))
+  return apply_updates(state.params, updates, state.step), opt_state
+
+
+def in_float32(tree: Any) -> Any:
+  """Returns the tree with its bfloat16 leaves as float32."""
+  return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+
+
+def apply_updates(params: Any, updates: Any, step: int | jax.Array) -> Any:
+  """Returns params + updates; in bfloat16 the sum is rounded up or down at random, right on average.
+
+  Rounding to the nearest would drop every update below a 512th of a weight, which is
+  most of them (Zamirai et al. 2020, arXiv:2010.06192). The draws depend on the step and
+  the leaf alone, not on the mesh.
+  """
+  key = jax.random.fold_in(jax.random.key(0), step)
+
+  def moved(i, x, update):
+    if x.dtype != jnp.bfloat16:
+      return (x + update).astype(x.dtype)
+    return round_stochastically(x.astype(jnp.float32) + update, jax.random.fold_in(key, i))
+
+  leaves, tree = jax.tree.flatten(params)
+  return tree.unflatten([moved(i, x, u) for i, (x, u) in enumerate(zip(leaves, tree.flatten_up_to(updates)))])
+
+
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
+  """Returns float32 `x` as bfloat16, either neighbor with a probability that makes the mean x."""
+  noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+  rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+  return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 def _step_if_finite(
@@ -338,7 +374,7 @@ def make_state(
   """Returns the state before the first update; takes over the parameters' buffers."""
 
   def init(params):
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(params)))
 
   return Program('init', init, ledger, shardings, donate=(0,))(params)
 

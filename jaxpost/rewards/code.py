@@ -71,6 +71,8 @@ class Code:
     self._share, self._fenced, self._parallel = share, fenced, parallel
     self.needs_columns = ('tests|test_list|inputs',)
     sandbox.probe(self._limits)
+    if lacks := sandbox.lacks(self._limits):
+      print(f'reward code: {lacks}')
 
   def __call__(
     self,

@@ -123,16 +123,16 @@ class Controller:
       batch = roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, *self.step_shape))
     found = {}
     with self.timer('score'):
-      if 'old_logprobs' in wanted or ('values' in wanted and not roles.critic):
-        policy_outputs = roles.policy.score(batch)
-      if 'old_logprobs' in wanted:
-        found['old_logprobs'] = policy_outputs.logprobs
+      if {'old_logprobs', 'entropy'} & {*wanted} or ('values' in wanted and not roles.critic):
+        outputs = roles.policy.score(batch)
+        found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
+        found = {name: x for name, x in found.items() if name in wanted}
       if 'ref_logprobs' in wanted:  # for the KL term
         found['ref_logprobs'] = roles.reference(batch).logprobs
       if 'values' in wanted:
-        outputs = roles.critic.score(batch) if roles.critic else policy_outputs
+        values = roles.critic.score(batch).values if roles.critic else found['values']
         # The state before a token ends with the token to its left.
-        found['values'] = jnp.roll(outputs.values, 1, axis=2)
+        found['values'] = jnp.roll(values, 1, axis=2)
       if roles.reward_model:
         found['reward_model'] = roles.reward_model(batch).values
     self.timer.watch('score', found)

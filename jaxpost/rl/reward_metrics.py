@@ -80,7 +80,7 @@ def length_metrics(rollout: Rollout) -> dict:
 
 
 def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) -> dict:
-  """Tokens of the step, how full its rows and the sampler's slots were, staleness.
+  """Tokens of the step, how full its rows and the sampler's slots were, staleness; what is right and how long it is.
 
   Args:
     shape: of the batch of all sequences.
@@ -95,12 +95,46 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,
   }
+  if not rollout.from_data:
+    out |= surprisal_metrics(experience)
+    out |= correctness_metrics(experience, config.eval.pass_reward) if config.rewards_tuple() else {}
   if config.rollout.staleness:
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
     age = experience.step - batching.token_versions(rollout)[experience.mask > 0] / updates_per_step
     out['staleness/mean'] = float(age.mean()) if age.size else 0.0
     out['staleness/max'] = float(age.max(initial=0.0))
+  return out
+
+
+def surprisal_metrics(experience: Experience) -> dict:
+  """entropy/quarter_N: mean of -log p of the sampled tokens in each quarter of their completion.
+
+  Under sampling without truncation its mean is the entropy of the sampler, and needs no
+  further pass. A quarter without a trained token is left out.
+  """
+  rollout, mask = experience.rollout, experience.mask > 0
+  quarters = 4 * np.arange(mask.shape[1]) // np.maximum(rollout.lengths[:, None], 1)
+  found = {n: -rollout.logprobs[mask & (quarters == n - 1)] for n in (1, 2, 3, 4)}
+  return {f'entropy/quarter_{n}': float(x.mean()) for n, x in found.items() if x.size}
+
+
+def correctness_metrics(experience: Experience, passes: float) -> dict:
+  """Fractions of the groups by their pass rate, and mean lengths of right and wrong completions.
+
+  A completion is right if its verdict is at least `passes`; those without a verdict do not count.
+  """
+  verdicts_ = experience.verdicts
+  graded = np.isfinite(verdicts_)
+  right = graded & (verdicts_ >= passes)
+  count = graded.reshape(experience.groups, -1).sum(axis=1)
+  rate = (right.reshape(experience.groups, -1).sum(axis=1) / np.maximum(count, 1))[count > 0]
+  bins = {'none': rate == 0, 'low': (rate > 0) & (rate <= 0.5), 'high': (rate > 0.5) & (rate < 1), 'all': rate == 1}
+  out = {f'pass_rate/{name}': float(part.mean()) for name, part in bins.items() if rate.size}
+  lengths = experience.rollout.lengths
+  for name, part in (('right_length', right), ('wrong_length', graded & ~right)):
+    if part.any():
+      out[f'completions/{name}'] = float(lengths[part].mean())
   return out
 
 

@@ -31,8 +31,8 @@ from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
+  from jaxpost.distributed.bridge import Bridge
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.distributed.transfer import Bridge
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.models.shared_weights import SharedWeights

@@ -3,6 +3,7 @@
 Legend: N sequences, C completion tokens.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxpost.rollout.rollout_codec import decode, encode, prompts_from_json, pro
 from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
+_SEAL = b'crc32 %08x\n'
 _ARRAYS = ('completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished')
 
 
@@ -41,7 +43,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit):
     'prompts': prompts_to_json(rollout),
     'messages': rollout.messages,
   }
-  object_store.write(path, encode(about, arrays))
+  object_store.write(path, _sealed(encode(about, arrays)))
 
 
 def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
@@ -55,7 +57,7 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   """
   path = epath.Path(path)
   try:
-    about, arrays = decode(path.read_bytes())
+    about, arrays = decode(_unsealed(path.read_bytes()))
     rollout = Rollout(
       prompts_from_json(about['prompts']),
       **{name: arrays[name] for name in _ARRAYS},
@@ -73,6 +75,19 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   except (ValueError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
   return rollout, arrays
+
+
+def _sealed(data: bytes) -> bytes:
+  """The file with its checksum at the end, which readers of zip files pass over."""
+  return data + _SEAL % zlib.crc32(data)
+
+
+def _unsealed(data: bytes) -> bytes:
+  """What `_sealed` was given; ValueError if it is damaged or cut off."""
+  size = len(_SEAL % 0)
+  if data[-size:] != _SEAL % zlib.crc32(data[:-size]):
+    raise ValueError('differs from its checksum, or has none')
+  return data[:-size]
 
 
 class RecordedSampler:

@@ -75,6 +75,7 @@ class Scheduler:
     self.reuse_cache = reuse_cache
     self.on_dispatch = on_dispatch
     self.queue: collections.deque[ActiveSequence] = collections.deque()
+    self.cancellable = False  # whether any request can be cancelled
     self.active: dict[int, ActiveSequence] = {}  # by slot, first admitted first
     self.state = engine.init_decode_state()
     self.pages = engine.pages()
@@ -98,6 +99,8 @@ class Scheduler:
     finished: list[Completion] = []
     while True:
       self.enqueue(self.next_requests(finished, False))
+      if self.cancellable:
+        self.drop_cancelled()
       self.admit()
       if not self.active:
         more = list(self.next_requests([], True))
@@ -117,7 +120,19 @@ class Scheduler:
     """Checks requests and puts them at the end of the queue."""
     for request in requests:
       self.engine.check(request)
+      self.cancellable |= request.is_cancelled is not None
       self.queue.append(ActiveSequence(request, self.engine.max_tokens(request), request.tokens))
+
+  def drop_cancelled(self) -> None:
+    """Frees the slots and places of cancelled requests; what they have drawn, or a running block draws, is unwanted."""
+    gone = {x for x in (*self.queue, *self.active.values()) if x.request.is_cancelled and x.request.is_cancelled()}
+    for sequence in gone:
+      sequence.done = True
+      self.drawn -= len(sequence.drawn())
+      if self.pages and sequence in self.active.values():
+        self.pages.release(sequence)
+    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in gone)
+    self.active = {slot: sequence for slot, sequence in self.active.items() if sequence not in gone}
 
   # ------------------------------------------------------------------ admission
 

@@ -33,6 +33,8 @@ class Request:
     sampling: {field of `programs.sampling.Sampling` or 'stop_strings': scalar or tuple} that
       differ from the config.
     tag: of the caller; comes back with the completion.
+    is_cancelled: asked between blocks; True gives up the place in the queue or the slot, without a completion. It must
+      answer the same on every process.
   """
 
   tokens: np.ndarray
@@ -40,6 +42,7 @@ class Request:
   sample: int = 0
   sampling: dict = dataclasses.field(default_factory=dict)
   tag: Any = None
+  is_cancelled: Callable[[], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ ALGORITHMS = {
   'remax': 'grpo:REMAX',
   'rft': 'rft:RFT',
   'ppo': 'ppo:PPO',
+  'vapo': 'ppo:VAPO',
   'online_dpo': 'online_dpo:ONLINE_DPO',
 }
 

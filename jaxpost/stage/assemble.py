@@ -161,10 +161,15 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
       their weights are not needed.
   """
   found = placed.inputs.sources
-  others = [name for name in found if name not in ('policy', 'critic', *precomputed)]
+  follows = ('reference',) if placed.config.reference.every else ()  # in the state of the policy
+  others = [name for name in found if name not in ('policy', 'critic', *precomputed, *follows)]
   frozen = {name: make_frozen(placed, name, params, workdir) for name in others}
   critic = make_critic(placed, params, workdir) if 'critic' in found else None
   policy = make_trainable(placed, 'policy', placed.model, params)
+  if follows:
+    from jaxpost.stage import moving_reference
+
+    frozen['reference'] = moving_reference.MovingReference(policy)
   teachers = tuple(role for name, role in frozen.items() if name.startswith('teacher_'))
   if teachers:
     heads = tuple(t.head_for(placed.model.config) for t in teachers)
@@ -248,6 +253,10 @@ def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.G
   warmup = optim.warmup_steps(section, steps)
   schedule = optim.make_schedule(section.schedule, lr, steps * updates, warmup * updates, section.end_lr)
   optimizer = optim.make_optimizer(section, schedule, part)
+  if config.reference.every and role == 'policy':
+    from jaxpost.stage import moving_reference
+
+    optimizer = moving_reference.following(optimizer, config.reference.every, config.reference.mix)
   if placed.compute.dtype == 'float16':
     from jaxpost.programs import loss_scale
 

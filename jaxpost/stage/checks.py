@@ -12,7 +12,7 @@ from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import mesh
 from jaxpost.errors import InputError
-from jaxpost.models import context_parallel
+from jaxpost.models import attention
 from jaxpost.models.config import CustomConfig
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import optim
@@ -45,6 +45,10 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
   check_reward_model(config, algorithm)
   optim.check(config.optim)
   check_mesh(config, algorithm)
+  if config.reference.every:
+    from jaxpost.stage import moving_reference
+
+    moving_reference.check(config, algorithm)
   refuse(
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
@@ -64,7 +68,7 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
   splits_rows = 'context' in section.train + section.score
   refuse(
-    splits_rows and config.model.attention in context_parallel.WHOLE_ROW_KERNELS,
+    splits_rows and config.model.attention in attention.WHOLE_ROW_KERNELS,
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import pathlib
 import typing
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.stage.schema import Config
+from jaxpost.storage import seals
 
 if TYPE_CHECKING:
   from etils import epath
@@ -55,12 +55,9 @@ def parse_saved(path: epath.Path) -> dict[str, Config]:
   """Returns the stages of a run's config.json, as `parse` does.
 
   Raises:
-    InputError: the file is no JSON, or has fields this version does not have.
+    InputError: the file is damaged, or has fields this version does not have.
   """
-  try:
-    raw = json.loads(path.read_text())
-  except ValueError as e:
-    raise InputError(f'{path}: bad JSON: {e}') from e
+  raw = seals.read_json(path)
   try:
     return parse(raw)
   except InputError as e:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxpost.distributed import transfer
+from jaxpost.distributed import bridge, transfer
 from jaxpost.models import routing, shared_weights
 from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
@@ -70,7 +70,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     placed.compute,
     placed.ledger,
     decode=functools.partial(tokenizer.decode, skip_special=False),
-    bridge=transfer.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout'),
+    bridge=bridge.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout'),
     reshard=reshard,
     asynchronous=rollout.staleness > 0,
   )

@@ -103,7 +103,9 @@ def _known() -> dict[str, Callable]:
 
 
 def check(section: OptimSection) -> None:
-  """Raises InputError where `config.optim` names no optimizer, or one that takes no decay."""
+  """Raises InputError where `config.optim` names no optimizer, one that takes no decay, or a negative rate."""
+  if section.lr < 0:
+    raise InputError(f'config.optim.lr: {section.lr!r} is below 0')
   known, name = _known(), section.name
   if section.warmup_ratio and section.warmup_steps:
     raise InputError('config.optim.warmup_ratio: warmup_steps says how long the warm-up is, too; leave one of them 0')

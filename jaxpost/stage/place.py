@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
+from jaxpost.distributed.mesh import row_shards
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.models import attention, context_parallel
+from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape
@@ -149,7 +150,7 @@ def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -
     trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
-      out.append((x.config, length, context_parallel.num_shards(layout)))
+      out.append((x.config, length, row_shards(layout)))
   r = config.rollout
   if on_policy or config.eval.samples:
     room = r.max_prompt_length + r.max_new_tokens

@@ -26,7 +26,12 @@ class ModelSection:
     'before Ampere; auto: the fastest on this machine, measured at the start of a run.',
     choices=('bfloat16', 'float32', 'float16', 'auto'),
   )
-  param_dtype: str = option('float32', 'Type of the master weights.', choices=('float32', 'bfloat16'))
+  param_dtype: str = option(
+    'float32',
+    'Type of the master weights; bfloat16 takes 2 bytes a weight less: gradients and moments stay float32, '
+    'and updates are rounded stochastically.',
+    choices=('float32', 'bfloat16'),
+  )
   quantize: str = option(
     '', 'Format of frozen matrices, such as the base of adapters (QLoRA).', choices=('', 'int8', 'nf4')
   )
@@ -136,7 +141,7 @@ class OptimSection:
   """Optimizer and learning rate."""
 
   name: str = option('adamw', 'Name of an optimizer of optax or optax.contrib, such as muon.')
-  lr: float = option(1e-5, 'Peak learning rate.', lo=0.0, hi=100.0)
+  lr: float = option(-1.0, "Peak learning rate; -1: the method's own.", lo=-1.0, hi=100.0, auto=1e-5)
   schedule: str = option(
     'constant', 'Learning rate schedule after the warm-up.', choices=('constant', 'linear', 'cosine')
   )
@@ -270,6 +275,7 @@ class Config:
   rollout: methods.RolloutSection = methods.RolloutSection()
   nll: methods.NllSection = methods.NllSection()
   preference: methods.PreferenceSection = methods.PreferenceSection()
+  reference: methods.ReferenceSection = methods.ReferenceSection()
   reward_model: methods.RewardModelSection = methods.RewardModelSection()
   distill: methods.DistillSection = methods.DistillSection()
   rl: methods.RlSection = methods.RlSection()

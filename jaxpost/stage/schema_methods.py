@@ -132,10 +132,44 @@ class RlSection:
   )
   kl_horizon: float = option(10_000.0, 'Samples over which an adaptive kl_coef changes.', lo=1.0)
   entropy_coef: float = option(0.0, 'Weight of the entropy bonus.', lo=0.0)
+  entropy_target: float = option(
+    0.0, 'Entropy at or below which the bonus counts, with a coefficient that adapts (Skywork-OR1); 0: fixed.', lo=0.0
+  )
+  entropy_step: float = option(0.005, 'Change of the adaptive entropy_coef in a step.', lo=0.0)
+  top_entropy: float = option(
+    1.0, 'Fraction of tokens, those of the largest entropy, whose gradient is kept; 0.2 is usual.', lo=1e-6, hi=1.0
+  )
+  clip_cov: float = option(
+    0.0,
+    'Fraction of tokens that lose their gradient, drawn where cov_low < covariance < cov_high; 2e-4 is usual.',
+    lo=0.0,
+    hi=1.0,
+  )
+  cov_low: float = option(1.0, 'Smallest covariance of log-prob and advantage that clip_cov drops.', lo=0.0)
+  cov_high: float = option(5.0, 'Largest covariance that clip_cov drops.', lo=0.0)
+  kl_cov: float = option(
+    0.0,
+    'Fraction of tokens, those of the largest covariance, with a KL to the old policy; 2e-3 is usual.',
+    lo=0.0,
+    hi=1.0,
+  )
+  kl_cov_coef: float = option(1.0, 'Weight of that KL.', lo=0.0)
+  correct_nll_coef: float = option(
+    -1.0,
+    "Weight of the cross entropy of completions with at least keep_reward; 0: off, -1: the method's own.",
+    lo=-1.0,
+    auto=0.0,
+  )
   epochs: int = option(1, 'Passes over a rollout.', lo=1)
   minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1)
   gamma: float = option(1.0, 'Discount of rewards per token.', lo=0.0, hi=1.0)
   lam: float = option(0.95, 'Lambda of generalized advantage estimation (GAE).', lo=0.0, hi=1.0)
+  length_alpha: float = option(
+    -1.0,
+    "Lambda of the policy is 1 - 1 / (length_alpha x length of a completion) instead; 0: off, -1: the method's own.",
+    lo=-1.0,
+    auto=0.0,
+  )
   pass_k: int = option(4, "Samples of which one has to pass, with the advantage 'pass_at_k'.", lo=1)
   correct_by: str = option(
     '', "Name of the reward that decides what is correct (rewards.md); '': the first function, or the only reward."
@@ -178,9 +212,12 @@ class CriticSection:
   """The value function of PPO."""
 
   path: str = option('', "Folder with the initial weights of the critic; '': those of the policy.")
-  lr: float = option(0.0, 'Learning rate of the critic; 0: optim.lr.', lo=0.0)
+  lr: float = option(0.0, "Learning rate of the critic; 0: the method's own, or optim.lr.", lo=0.0, auto=0.0)
   value_head: bool = option(
     False, 'Use a second head of the policy, trained in its update, instead of a critic model; exports leave it out.'
+  )
+  lam: float = option(
+    -1.0, "Lambda of the targets of the critic; -1: the method's own, or rl.lam.", lo=-1.0, hi=1.0, auto=-1.0
   )
   coef: float = option(0.1, 'Weight of the value loss in the update of the policy, with value_head.', lo=0.0)
   value_clip: float = option(0.2, 'Largest change of a value from the old one (clipped value loss); 0: off.', lo=0.0)
@@ -226,6 +263,14 @@ class PreferenceSection:
   precompute_ref: bool = option(
     False, 'Compute the log-probs of the reference model once and cache them on disk: no second model in memory.'
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceSection:
+  """A reference model that follows the policy."""
+
+  every: int = option(0, 'Updates after which the reference moves towards the policy; 0: it stays.', lo=0)
+  mix: float = option(1.0, 'Share of the policy in it then; 1: a reset, less: a moving average.', lo=0.0, hi=1.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import zlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.storage import array_cache, object_store
+from jaxpost.storage import array_cache, object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   if not (root / 'config.json').exists():
     raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
-  saved = json.loads((root / 'config.json').read_text())
+  saved = seals.read_json(root / 'config.json')
   order = list(saved.get('stages') or ())
   found = sorted(folders, key=lambda f: order.index(f.name) if f.name in order else -1)
   if not found:

@@ -1,10 +1,12 @@
 """Arrays on disk, computed once: a folder of .npy files and an index.
 
-The index is written last, so that a folder without one is computed again.
+The index is written last, with checksums of the files: a folder without one, or with files that
+differ, is computed again.
 """
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,9 @@ import numpy as np
 from etils import epath
 
 from jaxpost.distributed import coordination
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
+
+_INDEX = 'index.json'
 
 
 def fingerprint(parts: Any) -> str:
@@ -29,7 +33,7 @@ def load_or_make(path: epath.PathLike | None, make: Callable[[], dict[str, np.nd
   if path is None:
     return make()
   path = epath.Path(path)
-  found = _index(path)
+  found = _index(path, verify=coordination.process_index() == 0)
   if coordination.broadcast(found is not None):  # what process 0 sees counts
     if found is None:
       raise FileNotFoundError(f'{path}: process 0 sees it and this one not')
@@ -41,13 +45,20 @@ def load_or_make(path: epath.PathLike | None, make: Callable[[], dict[str, np.nd
   return values
 
 
-def _index(path: epath.Path) -> dict[str, int] | None:
-  """Returns {name: bytes of its file} of a finished folder, else None."""
-  if not (path / 'index.json').exists():
+def _index(path: epath.Path, verify: bool) -> dict[str, list] | None:
+  """Returns {name: [bytes, crc32] of its file} of a finished folder, else None."""
+  if not (path / _INDEX).exists():
     return None
-  index = json.loads((path / 'index.json').read_text())
-  whole = all((path / f'{n}.npy').exists() and (path / f'{n}.npy').stat().length == size for n, size in index.items())
-  return index if whole else None
+  try:
+    index = seals.loads((path / _INDEX).read_bytes(), _INDEX)
+    files = {f'{name}.npy': entry for name, entry in index.items()}
+    if verify and files != (found := object_store.checksums(path, [f for f in files if (path / f).exists()])):
+      wrong = next(f for f in files if found.get(f) != files[f])
+      raise seals.DamagedError(f'{wrong} is missing or differs from its checksum')
+  except seals.DamagedError as error:
+    logging.warning('%s: %s; its arrays are computed again', path, error)
+    return None
+  return index
 
 
 def _load(file: epath.Path) -> np.ndarray:
@@ -59,7 +70,7 @@ def _load(file: epath.Path) -> np.ndarray:
 
 def _write(path: epath.Path, values: dict[str, np.ndarray]) -> None:
   object_store.make_folder(path)
-  (path / 'index.json').unlink(missing_ok=True)
+  (path / _INDEX).unlink(missing_ok=True)
   for name, array in values.items():
     draft = path / f'.{name}.tmp'
     with draft.open('wb') as f:
@@ -67,4 +78,5 @@ def _write(path: epath.Path, values: dict[str, np.ndarray]) -> None:
     if not object_store.is_remote(draft):
       object_store.sync(draft)
     draft.replace(path / f'{name}.npy')
-  object_store.write_text(path / 'index.json', json.dumps({n: (path / f'{n}.npy').stat().length for n in values}))
+  sums = object_store.checksums(path, [f'{name}.npy' for name in values])
+  object_store.write(path / _INDEX, seals.dumps({name: sums[f'{name}.npy'] for name in values}))

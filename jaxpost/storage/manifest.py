@@ -2,27 +2,20 @@
 
 Orbax loads a flipped bit without an error. So each step of a run has a manifest, written
 once all other files are there: a step without one was never finished, and a step whose
-files differ from it is damaged. Its first line is the crc32 of the JSON that follows.
+files differ from it is damaged. Its first line is its checksum (`seals.dumps`).
 Arrays of a state (a pytree) are saved under their names: 'params/embed'.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.storage import object_store
-
-NAME = 'checksums.json'
-
-
-class DamagedError(Exception):
-  """A step of a checkpoint is unfinished or damaged; the message names the file."""
+from jaxpost.storage import object_store, seals
+from jaxpost.storage.seals import NAME, DamagedError
 
 
 class Manifest(NamedTuple):
@@ -36,23 +29,19 @@ class Manifest(NamedTuple):
 
 def write(folder: epath.PathLike, manifest: Manifest) -> None:
   """Finishes the step in `folder`, atomically."""
-  text = json.dumps(manifest._asdict(), sort_keys=True).encode()
-  object_store.write(epath.Path(folder) / NAME, b'%08x\n' % zlib.crc32(text) + text)
+  object_store.write(epath.Path(folder) / NAME, seals.dumps(manifest._asdict()))
 
 
 def read(folder: epath.PathLike, step: int) -> Manifest:
   """Reads the manifest of a step below `folder`; looks at no other file.
 
   Raises:
-    DamagedError: where there is none, or it is not the one that was written.
+    DamagedError: where there is none (the step is unfinished), or it is not the one that was written.
   """
   path = epath.Path(folder) / str(step) / NAME
   if not path.exists():
     raise DamagedError(f'{step}/{NAME} is missing, the save was never finished')
-  checksum, _, text = path.read_bytes().partition(b'\n')
-  if checksum != b'%08x' % zlib.crc32(text):
-    raise DamagedError(f'{step}/{NAME} differs from its checksum')
-  manifest = Manifest(**json.loads(text))
+  manifest = Manifest(**seals.loads(path.read_bytes(), f'{step}/{NAME}'))
   if manifest.step != step:
     raise DamagedError(f'{step}/{NAME} belongs to step {manifest.step}')
   return manifest

@@ -113,9 +113,9 @@ def write_text(path: epath.PathLike, text: str) -> None:
 
 
 def files(folder: epath.PathLike, parent: str = '') -> list[str]:
-  """Returns the names of all files below a folder, sorted."""
-  names = []
-  for path in (epath.Path(folder) / parent).iterdir():
+  """Returns the names of all files below a folder, sorted; none where there is no folder."""
+  names, folder = [], epath.Path(folder)
+  for path in (folder / parent).iterdir() if folder.exists() else ():
     name = f'{parent}/{path.name}' if parent else path.name
     names += files(folder, name) if path.is_dir() else [name]
   return sorted(names)

@@ -31,7 +31,7 @@ from jaxpost.stage import load_weights as weights_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
 from jaxpost.stage.sources import Source
-from jaxpost.storage import object_store
+from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import TrainState
@@ -169,11 +169,7 @@ def run_config(run: epath.Path) -> dict[str, config_lib.Config]:
     raise InputError(
       f'{run}: not the folder of a run (it has no config.json); name the folder that training was given as --workdir'
     )
-  try:
-    raw = json.loads(path.read_text())
-  except ValueError as e:
-    raise InputError(f'{path}: bad JSON: {e}') from e
-  if not isinstance(raw, dict) or 'algorithm' not in raw:
+  if 'algorithm' not in seals.read_json(path):
     raise InputError(f'{path}: not the config of a run; a Hugging Face folder is given as --model')
   return config_lib.parse_saved(path)
 

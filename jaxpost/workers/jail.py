@@ -17,6 +17,7 @@ programs cannot write to the pipe to sandbox.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ import tempfile
 import time
 from typing import BinaryIO, NoReturn
 
-from jaxpost.workers import namespaces, seccomp
+from jaxpost.workers import namespaces, seccomp, supervisor
 
 WORK = '/sandbox'
 
@@ -42,18 +43,36 @@ _RUNNER = pathlib.Path(__file__).with_name('runner.py').read_text(encoding='utf-
 def main() -> int:
   """Reads the job from stdin and runs it, isolated unless it is insecure; returns the exit code."""
   namespaces.die_with_parent()
+  namespaces.new_keyring()
   requests = os.fdopen(os.dup(0), 'rb')
   job = json.loads(requests.readline())
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   try:
-    if job['insecure']:
+    if sys.platform != 'linux':
       run(job, requests)
       return 0
-    seccomp.program(platform.machine())  # made once, before the forks; an error if there is none
-    return namespaces.isolated(lambda root: run(job, requests, root), job['binds'], WORK)
+    if not job['insecure']:
+      seccomp.program(platform.machine())  # made once, before the forks; an error if there is none
+    # Between the jail and the process that starts the programs are two of `namespaces.isolated`.
+    return supervisor.supervise(
+      lambda entrance: enclosed({**job, 'entrance': entrance}, requests),
+      limits_mb=(job['memory_mb'], job['disk_mb']),
+      cgroups=job['cgroups'],
+      below=0 if job['insecure'] else 2,
+    )
   except OSError as error:
     namespaces.report({'setup': str(error)})
     return 1
+
+
+def enclosed(job: dict, requests: BinaryIO) -> int:
+  """Runs the job in the child of the supervisor, isolated unless it is insecure; returns the exit code."""
+  namespaces.die_with_parent()
+  if not job['insecure']:
+    return namespaces.isolated(lambda root: run(job, requests, root), job['binds'], WORK)
+  namespaces.become_subreaper()
+  run(job, requests)
+  return 0
 
 
 def run(job: dict, requests: BinaryIO, root: bool = False) -> None:
@@ -64,6 +83,7 @@ def run(job: dict, requests: BinaryIO, root: bool = False) -> None:
     requests: the lines of stdin after the job.
     root: True if this process is root in its namespaces; programs then switch to NOBODY_ID.
   """
+  signal.signal(signal.SIGUSR1, lambda *_: kill_programs(job['insecure']))  # They hold too much memory.
   namespaces.report({'ready': True})
   deadline = time.monotonic() + job['timeout_s']
   if job['inputs'] is not None:
@@ -92,7 +112,7 @@ def run_input(job: dict, given: str, number: int, deadline: float, root: bool) -
     try:
       return read_output(pid, reads, job['output_bytes'], deadline)
     finally:
-      kill_all(pid, job['insecure'])
+      end_programs(pid, job['insecure'])
   finally:
     os.close(reads)
 
@@ -117,7 +137,7 @@ def answer_lines(job: dict, requests: BinaryIO, number: int, deadline: float, ro
           alive = answer is not None
         namespaces.report({'answer': answer})
     finally:
-      kill_all(pid, job['insecure'])
+      end_programs(pid, job['insecure'])
   return False
 
 
@@ -131,7 +151,7 @@ def start(job: dict, command: list[str], pipes: dict[int, int], folder: str, dea
     os.close(pipe)
   with open(failure[0]) as file:
     if text := file.read():
-      kill_all(pid, job['insecure'])
+      end_programs(pid, job['insecure'])
       raise OSError(text)
   return pid
 
@@ -172,6 +192,10 @@ def exec_program(
     os.setsid()
     namespaces.die_with_parent()
     os.chdir(folder)
+    if job.get('entrance', -1) >= 0:
+      os.write(job['entrance'], b'0')
+    if not job['insecure']:
+      namespaces.new_ipc()
     # Sources and targets may overlap: move all of them above 64 first, then down to their numbers.
     last = 1 + max(pipes)
     high = {k: os.dup2(v, 64 + k) for k, v in pipes.items()}
@@ -284,24 +308,31 @@ def exit_status(pid: int) -> int | None:
   return result.si_status if result.si_code == os.CLD_EXITED else -1
 
 
-def kill_all(pid: int, insecure: bool) -> None:
-  """Kills the program and waits for it.
+def kill_programs(insecure: bool) -> None:
+  """Kills all programs that run.
 
-  In the namespaces, kill(-1) reaches every process but this one, so that nothing survives into the next program. With
-  `insecure` only the program's process group is killed; a child that left the group survives.
+  In the namespaces, kill(-1) reaches every process but this one. Elsewhere they are found as descendants.
   """
-  try:
-    if insecure:
+  for pid in supervisor.descendants(os.getpid()) if insecure else [-1]:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)
+
+
+def end_programs(pid: int, insecure: bool) -> None:
+  """Kills the program `pid` and all that it has started, and waits for them: nothing survives into the next program.
+
+  On systems other than Linux only the process group of the program is killed.
+  """
+  if sys.platform == 'linux' and insecure:
+    return supervisor.end_all()
+  if insecure:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # Without processes, macOS raises PermissionError.
       os.killpg(pid, signal.SIGKILL)
-    else:
-      os.kill(-1, signal.SIGKILL)
-  except (ProcessLookupError, PermissionError):
-    pass  # No process is left; macOS raises PermissionError then.
-  while True:
-    try:
+  else:
+    kill_programs(insecure)
+  with contextlib.suppress(ChildProcessError):
+    while True:
       os.waitpid(-1, 0)
-    except ChildProcessError:
-      return
 
 
 if __name__ == '__main__':

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -38,7 +39,9 @@ _MS_PRIVATE, _MNT_DETACH = 1 << 18, 2
 _SYS_MOUNT_SETATTR = 442  # on every architecture; Linux 5.12
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+_SYS_KEYCTL = {'x86_64': 250, 'aarch64': 219}
+_JOIN_SESSION_KEYRING = 1  # of linux/keyctl.h
 # Mounted read-only where they exist; there is no /etc, /home, /proc, /sys or /var.
 _SYSTEM = (
   '/usr',
@@ -179,10 +182,29 @@ def enter(process_1: Callable[[], int], flags: int, entered: int, mapped: int) -
   return process_1()
 
 
-def die_with_parent() -> None:
-  """Has the kernel kill this process when its parent ends (Linux only)."""
+def die_with_parent(sign: int = signal.SIGKILL) -> None:
+  """Has the kernel send a signal to this process when its parent ends (Linux only)."""
   if sys.platform == 'linux':
-    check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), 'prctl')
+    check(libc.prctl(_PR_SET_PDEATHSIG, sign), 'prctl')
+
+
+def become_subreaper() -> None:
+  """Makes orphans among the descendants children of this process."""
+  check(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), 'prctl(PR_SET_CHILD_SUBREAPER)')
+
+
+def new_keyring() -> None:
+  """Replaces the session keyring, with what keys the user has put there, by an empty one.
+
+  Failure is ignored: where this call is refused, programs have no calls for keys either.
+  """
+  if number := _SYS_KEYCTL.get(platform.machine()):
+    libc.syscall(number, _JOIN_SESSION_KEYRING, None)
+
+
+def new_ipc() -> None:
+  """Moves this process into an ipc namespace of its own."""
+  check(libc.unshare(_NEW['ipc']), 'unshare(ipc)')
 
 
 def limit_namespaces() -> None:

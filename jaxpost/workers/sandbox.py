@@ -8,8 +8,11 @@ outlive its time limit, or use more memory and disk than its limits. The sandbox
   credentials       an unprivileged user, no capabilities, no_new_privs
   resource limits   CPU and wall time, memory per process, processes, files, output (jail.py)
 
-Not covered: the kernel is shared with the host; there is no seccomp filter; memory is limited per process, not in
-total. With `insecure=True` only the resource limits apply.
+  system calls      those that ordinary programs use (seccomp.py)
+  memory in sum     of all processes of a solution, by a control group, or watched and killed (supervisor.py)
+
+Not covered: the kernel is shared with the host. With `insecure=True` only the resource limits and that of memory in sum
+apply; everything that a program starts still ends with it.
 
 For each solution a new process runs jail.py, which builds the sandbox and reports one JSON line per program. Only the
 standard library is imported here.
@@ -30,9 +33,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from jaxpost.errors import InputError
-from jaxpost.workers import call, checks, dialog
+from jaxpost.workers import call, checks, dialog, supervisor
 
 _GRACE_S = 5.0  # seconds to start and end the sandbox, beyond the time limit of the programs
+_CGROUPS = '/sys/fs/cgroup'
 _OUTPUT = 1 << 20  # upper limit of `output_bytes`
 _ALLOW = (
   'allow user namespaces (Ubuntu 24: sysctl'
@@ -48,7 +52,7 @@ class SandboxLimits:
 
   Attributes:
     timeout_s: wall-clock seconds for all tests or inputs together.
-    memory_mb: address space of each process.
+    memory_mb: address space of each process, and memory of all of them.
     disk_mb: size of the working directory, and of any one file.
     processes: processes and threads at a time.
     packages: also mount this interpreter's site-packages, read-only.
@@ -113,6 +117,16 @@ def probe(limits: SandboxLimits) -> None:
     raise InputError(f'the sandbox starts no Python within memory_mb={limits.memory_mb}: {passed}, {printed}')
 
 
+def lacks(limits: SandboxLimits) -> str:
+  """Returns in one line what this machine or `limits` leave out of the sandbox, '' if it is complete."""
+  out = ['insecure=true: programs are not isolated'] if limits.insecure else []
+  if sys.platform != 'linux':
+    out.append('memory is limited for each process and not in sum')
+  elif why := supervisor.why_no_cgroup(_CGROUPS):
+    out.append(f'no control group can be made ({why}): the memory of all processes is only watched')
+  return '; '.join(out)
+
+
 class _Jail:
   """A process that runs jail.py on one job; RewardError if it cannot set up the sandbox or ends early.
 
@@ -135,6 +149,7 @@ class _Jail:
       'path': _packages() if limits.packages else [],
       'binds': _binds(limits.packages),
       'folder': self._folder,
+      'cgroups': _CGROUPS,
     }
 
   def __enter__(self) -> _Jail:
@@ -146,6 +161,7 @@ class _Jail:
       bufsize=0,
       # The only variable: nothing of this process's environment reaches the sandbox.
       env={'PYTHONPATH': str(pathlib.Path(__file__).resolve().parents[2])},
+      start_new_session=True,  # A kill of this process's group must leave it the time to end its programs.
     )
     self.deadline = time.monotonic() + self._limits.timeout_s + _GRACE_S
     try:
@@ -158,8 +174,12 @@ class _Jail:
     return self
 
   def __exit__(self, *unused) -> None:
-    self._process.kill()
-    self._process.wait()
+    self._process.terminate()  # supervisor.py then ends the programs.
+    try:
+      self._process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+      self._process.wait()
     for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
       pipe.close()
     if self._folder:

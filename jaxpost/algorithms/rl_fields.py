@@ -1,0 +1,194 @@
+"""The fields of `config.rl`: which go together, which count, and the defaults of a method.
+
+`grpo.py` reads them; `docs/combinations.md` lists the pairs that are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxpost.algorithms.base import Config, refuse, refuse_unread
+from jaxpost.losses import advantages, importance, policy_gradient
+
+RlSection = Any  # `config.rl`
+
+# Fields of `config.rl` that only some surrogates, corrections or estimators read.
+_OPTIONS = (
+  *policy_gradient.SurrogateOptions.__dataclass_fields__,
+  *importance.CorrectionOptions.__dataclass_fields__,
+  *('std_eps', 'singleton', 'pass_k', 'gamma'),
+)
+
+
+def corrections(rl: RlSection) -> tuple[str, ...]:
+  """The corrections of `rl.importance` that are computed before the update: all but opsm."""
+  return tuple(name for name in rl.importance if name != 'opsm')
+
+
+def options(kind: type, rl: RlSection) -> Any:
+  """Returns options of this kind, whose fields are fields of `config.rl`."""
+  return kind(**{name: vars(rl)[name] for name in kind.__dataclass_fields__})
+
+
+def has_token_terms(rl: RlSection) -> bool:
+  """Returns whether a field asks for a term of `token_terms.py`."""
+  return rl.top_entropy < 1 or bool(rl.clip_cov or rl.kl_cov or rl.entropy_target or rl.correct_nll_coef)
+
+
+def scores_in_loss(config: Config) -> tuple[str, ...]:
+  """Names of the log-probs that the surrogate compares with."""
+  rl = config.rl
+  names = []
+  if (rl.epochs * rl.minibatches > 1 and rl.old_policy == 'recomputed') or corrections(rl):
+    names.append('old_logprobs')
+  if rl.kl_coef > 0 and rl.kl_in == 'loss':
+    names.append('ref_logprobs')
+  return tuple(names)
+
+
+def greedy_baseline(config: Config) -> bool:
+  """Returns whether a greedy completion of each prompt is graded, too (ReMax)."""
+  return config.rl.advantage == 'remax'
+
+
+def check(config: Config) -> None:
+  """Raises InputError for combinations of fields that cannot work."""
+  rl = config.rl
+  size = config.rollout.group_size
+  refuse(
+    rl.advantage in ('gae', 'best_of_n'),
+    f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm {"ppo" if rl.advantage == "gae" else "rft"}',
+  )
+  estimator = advantages.ESTIMATORS[rl.advantage]
+  refuse(
+    size < 2 and estimator.compares,
+    'config.rollout.group_size: 1 sample has nothing to be compared '
+    f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
+  )
+  refuse(
+    rl.scale_rewards not in estimator.scales,
+    f'config.rl.scale_rewards: {rl.scale_rewards!r} does not go with rl.advantage={rl.advantage!r}, '
+    f'which takes {" or ".join(estimator.scales)}',
+  )
+  refuse(
+    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
+    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
+    'lower it, or raise config.rollout.group_size',
+  )
+  refuse(
+    'components' in estimator.takes
+    and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
+    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
+    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
+  )
+  check_terms(config)
+
+
+def check_terms(config: Config) -> None:
+  """Raises InputError for combinations that no surrogate of this file allows, also in PPO."""
+  rl = config.rl
+  refuse(
+    bool(config.train_on_rollouts) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
+    'config.train_on_rollouts: what was sampled again, or greedily, is not kept; '
+    'leave out rl.dynamic_sampling and remax',
+  )
+  refuse(
+    rl.kl_in != 'reward' and rl.kl_target > 0,
+    'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
+  )
+  refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
+  refuse(
+    rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
+    f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in the {rl.kl_in} is not that of the KL; '
+    'use k1, or config.rl.kl_in=loss',
+  )
+  refuse(
+    rl.kl_in == 'loss' and rl.kl_estimator == 'k1' and rl.kl_coef > 0 and not rl.kl_weighted,
+    'config.rl.kl_estimator: k1 in the loss has no gradient on average; use k3, config.rl.kl_weighted, '
+    'or config.rl.kl_in=reward',
+  )
+  refuse(
+    rl.old_policy == 'sampler' and bool(corrections(rl)),
+    'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
+    'leave importance empty (opsm may stay)',
+  )
+  refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
+  for name in ('length_alpha', 'correct_nll_coef'):
+    refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
+  refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
+  refuse(
+    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not config.rollout.staleness,
+    'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
+    'use rl.clip_cov, or more config.rl.minibatches',
+  )
+  refuse(
+    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
+    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
+  )
+  importance.check(rl.importance, options(importance.CorrectionOptions, rl))
+  refuse(
+    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
+    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
+  )
+  choices = f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}'
+  refuse_unread(rl, fields_read(rl), choices)
+
+
+def fields_read(rl: RlSection) -> set[str]:
+  """Returns the fields of `config.rl` that count with these choices."""
+  estimator = advantages.ESTIMATORS.get(rl.advantage)  # None for those of other algorithms
+  read = {*policy_gradient.LOSSES[rl.loss].reads, *(estimator.reads.values() if estimator else ())}
+  read.update(*(importance.METHODS[name].reads for name in corrections(rl)))
+  conditions = {name: name in read for name in _OPTIONS} | {
+    'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
+    'gamma': 'gamma' in read or rl.advantage == 'gae',
+    'lam': rl.advantage == 'gae',
+    'length_alpha': rl.advantage == 'gae',
+    'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
+    'reference': False,
+    'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
+    'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
+    'kl_horizon': rl.kl_target > 0,
+    'keep_reward': rl.correct_nll_coef > 0,
+    **dict.fromkeys(('cov_low', 'cov_high'), rl.clip_cov > 0),
+    'kl_cov_coef': rl.kl_cov > 0,
+    'entropy_step': rl.entropy_target > 0,
+    'opsm_threshold': 'opsm' in rl.importance,
+  }
+  return {name for name in vars(rl) if conditions.get(name, True)}
+
+
+def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the defaults of `config.rl` of a method with these choices.
+
+  Where a config names another surrogate or estimator than the method's, what belongs
+  to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean.
+  """
+
+  def default_of(field: str) -> Callable[[Config], Any]:
+    def value(config: Config) -> Any:
+      rl = config.rl
+      loss = policy_gradient.LOSSES[rl.loss or choices.get('loss', 'clip')]
+      estimator = advantages.ESTIMATORS.get(rl.advantage or choices.get('advantage', 'group'))
+      auto = rl.__dataclass_fields__[field].metadata['auto']
+      if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
+        return estimator.scales[0]
+      chosen = field in choices and rl.loss in ('', choices.get('loss', 'clip'))
+      if field in loss.sets and not chosen:
+        return loss.sets[field]
+      return auto if field.startswith('clip_') and field not in loss.reads else choices.get(field, auto)
+
+    return value
+
+  def importance(config: Config) -> tuple[str, ...]:
+    """A correction if samples come from older weights than the old policy's."""
+    recomputed = (config.rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    return ('token_truncated',) if config.rollout.staleness and recomputed else ()
+
+  def kl_estimator(config: Config) -> str:
+    """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
+    return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
+
+  fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards')
+  return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}

@@ -1,0 +1,75 @@
+"""Terms of single tokens beside the surrogate: entropy control, and the NLL of right answers.
+
+`grpo.finish` calls `apply` where a field of `config.rl` asks for one. They are computed on
+the host once a rollout; the surrogate reads their arrays.
+
+Legend: N sequences, C completion tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxpost.algorithms.base import Config
+from jaxpost.losses import entropy_control
+from jaxpost.types import Experience
+
+
+def apply(
+  experience: Experience, out: dict[str, np.ndarray], mask: np.ndarray, config: Config
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Changes the arrays [N, C] of a `Credit` in place; returns (metrics, memory).
+
+  A token that loses its gradient gets the advantage 0; the normalizer of the loss still
+  counts it, as in the papers.
+
+  Args:
+    out: has 'advantages'; gets 'entropy_coef', 'kl_cov' and 'nll_weights' where they are asked for.
+    mask: the trained tokens, bool.
+  """
+  rl = config.rl
+  metrics, memory = {}, {}
+  if not mask.any():
+    # The surrogate reads the arrays of an empty update, too.
+    out |= {name: np.zeros(mask.shape, np.float32) for name in arrays(rl)}
+    return metrics, {
+      'entropy_coef': experience.memory.get('entropy_coef', rl.entropy_coef)
+    } if rl.entropy_target else {}
+  if rl.clip_cov or rl.kl_cov:
+    cov = entropy_control.covariance(out['sampler_logprobs'], out['advantages'], mask)
+    metrics |= {'entropy_cov/mean': float(cov[mask].mean()), 'entropy_cov/max': float(cov[mask].max())}
+    if rl.kl_cov:
+      out['kl_cov'] = np.float32(entropy_control.kl_cov(cov, mask, fraction=rl.kl_cov))
+    if rl.clip_cov:
+      random = np.random.default_rng((config.seed, experience.step, 0xC0F))
+      limits = dict(fraction=rl.clip_cov, low=rl.cov_low, high=rl.cov_high)
+      dropped = entropy_control.clip_cov(cov, mask, **limits, random=random)
+      out['advantages'] = out['advantages'] * ~dropped
+      metrics['entropy_cov/clipped'] = float(dropped[mask].mean())
+  if rl.top_entropy < 1:
+    entropy = experience.arrays['entropy']
+    kept = entropy_control.top_entropy(entropy, mask, fraction=rl.top_entropy)
+    out['advantages'] = out['advantages'] * kept
+    metrics['top_entropy/threshold'] = float(entropy[kept].min())
+  if rl.entropy_target:
+    # -log p of what was sampled has the entropy as its mean, without another pass.
+    entropy = float(-out['sampler_logprobs'][mask].mean())
+    before = experience.memory.get('entropy_coef', rl.entropy_coef)
+    weight, after = entropy_control.adaptive_coef(before, entropy, rl.entropy_target, rl.entropy_step)
+    out['entropy_coef'] = np.full(mask.shape, weight, np.float32)
+    memory['entropy_coef'] = after
+    metrics['entropy_coef'] = weight
+  if rl.correct_nll_coef:
+    right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
+    # Of the mean over the tokens of right answers, the loss being one over all tokens.
+    scale = rl.correct_nll_coef * mask.sum() / max(right.sum(), 1)
+    out['nll_weights'] = np.float32(scale * right)
+  return metrics, memory
+
+
+def arrays(rl: Any) -> tuple[str, ...]:
+  """Returns the names of the arrays that the surrogate reads with these fields."""
+  asked = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
+  return tuple(name for name, value in asked.items() if value)

@@ -1,0 +1,303 @@
+"""HTTP/1.1 connections of the server: one thread moves the bytes of all clients, h11 reads and writes the protocol.
+
+An open connection costs a socket and its buffers, and no thread, so that 1,000 clients can wait for answers at the same
+time. A request has to be complete within `PATIENCE_S`, and a client that leaves ends its `Call`. What a request means
+is up to the function that answers it, openai_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import email.utils
+import http
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import h11
+
+try:
+  import resource
+except ImportError:  # Windows
+  resource = None
+
+MAX_BODY = 1 << 24  # bytes of a request
+PATIENCE_S = 60.0  # for a request to be complete, for the next one to begin, and for an answer to be read
+_MAX_HEAD = 1 << 15  # bytes of the request line and the headers
+_MAX_BODIES = 1 << 28  # bytes of all requests at a time
+_BACKLOG = 1024  # connections that wait to be accepted; the system resets those beyond
+_PART = 1 << 14  # bytes read at once; a head may be longer by as much
+_LINGER_S = 2.0  # a refused client may still be sending
+_END_S = 5.0  # for answers that are ready when the server ends
+
+
+class Reply(NamedTuple):
+  """A response: status, text, and its content type."""
+
+  status: int
+  text: str
+  kind: str = 'application/json'
+
+
+class HttpError(Exception):
+  """A request that is refused before it is read to its end; the connection ends with it."""
+
+  def __init__(self, status: int, message: str) -> None:
+    super().__init__(message)
+    self.status = status
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+  """A request that is being answered.
+
+  Attributes:
+    headers: by lower-case name.
+    left: True once the client has closed the connection.
+    futures: what the answer waits for; they are cancelled when the client leaves.
+  """
+
+  method: str
+  path: str
+  headers: dict[str, str]
+  body: bytes = b''
+  left: bool = False
+  futures: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
+
+  def leave(self) -> None:
+    """Cancels what the client has asked for, as it has left."""
+    self.left = True
+    self.cancel()
+
+  def cancel(self) -> None:
+    """Cancels what the answer waits for."""
+    for future in self.futures:
+      future.cancel()
+
+
+def listen(host: str, port: int) -> socket.socket:
+  """Returns a listening socket; OSError if the address cannot be used."""
+  family = socket.AF_INET6 if ':' in host else socket.AF_INET
+  return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def raise_file_limit() -> None:
+  """Lets this process have as many sockets as the system allows; often only 1,024 files are, unless it asks."""
+  if resource:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Connections:
+  """All connections of a server, in a thread of their own, which runs from the start until `close`.
+
+  Attributes:
+    port: that is listened to.
+    held: bytes of all requests that are being read or answered.
+    unsent: answers whose client was gone before it had read them.
+
+  Args:
+    listening: see `listen`.
+    answer: makes the reply to a call; runs in the thread of the connections and must not block it.
+    refusal: (status, message) -> the reply to a request that is refused before it is read to its end.
+  """
+
+  def __init__(
+    self, listening: socket.socket, answer: Callable[[Call], Awaitable[Reply]], refusal: Callable[[int, str], Reply]
+  ) -> None:
+    self.answer = answer
+    self.refusal = refusal
+    self.port = listening.getsockname()[1]
+    self.held = 0
+    self.unsent = 0
+    self._listening = listening
+    self._open: dict[asyncio.Task, _Connection] = {}
+    self._loop = asyncio.new_event_loop()
+    self._ending = asyncio.Event()
+    self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+    self._thread.start()
+
+  def close(self) -> None:
+    """Stops listening, sends the answers that are ready within a few seconds, and ends all connections."""
+    if self._thread.is_alive():
+      self._loop.call_soon_threadsafe(self._ending.set)
+      self._thread.join()
+    if not self._loop.is_closed():
+      self._loop.close()
+
+  async def _serve(self) -> None:
+    server = await asyncio.start_server(self._accepted, sock=self._listening, limit=_PART, backlog=_BACKLOG)
+    await self._ending.wait()
+    server.close()
+    answering = [task for task, connection in self._open.items() if connection.answering]
+    if answering:
+      await asyncio.wait(answering, timeout=_END_S)
+    for task in list(self._open):
+      task.cancel()
+    while self._open:
+      await asyncio.wait(list(self._open))
+
+  async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    task = asyncio.current_task()
+    assert task
+    connection = self._open[task] = _Connection(self, reader, writer)
+    try:
+      await connection.serve()
+    except (ConnectionError, TimeoutError) as error:
+      self.unsent += 1
+      logging.info('a client was gone before its answer: %s', type(error).__name__)
+    finally:
+      del self._open[task]
+      writer.transport.abort()
+
+  @property
+  def ending(self) -> bool:
+    """True once `close` was called."""
+    return self._ending.is_set()
+
+
+class _Connection:
+  """One connection: its requests one after another."""
+
+  def __init__(self, owner: Connections, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    self.answering = False
+    self._owner = owner
+    self._reader = reader
+    self._writer = writer
+    writer.transport.set_write_buffer_limits(0)  # `drain` waits until all is written.
+    self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
+    self._held = 0
+
+  async def serve(self) -> None:
+    """Answers requests until either side ends the connection."""
+    try:
+      while await self._exchange():
+        self._protocol.start_next_cycle()
+      if self._protocol.their_state not in (h11.DONE, h11.CLOSED):
+        await self._linger()
+    finally:
+      self._hold(-self._held)
+
+  async def _exchange(self) -> bool:
+    """Reads a request and sends the reply; False if the connection ends with it."""
+    try:
+      async with asyncio.timeout(PATIENCE_S):
+        call = await self._read()
+    except TimeoutError:
+      return False
+    except h11.RemoteProtocolError as error:
+      await self._send(self._owner.refusal(*self._meaning(error)))
+      return False
+    except HttpError as error:
+      await self._send(self._owner.refusal(error.status, str(error)))
+      return False
+    if call is None:
+      return False
+    self.answering = True
+    reply = await self._answer(call)
+    if reply is None:
+      self._owner.unsent += 1
+      return False
+    await self._send(reply)
+    self.answering = False
+    self._hold(-self._held)
+    return self._protocol.our_state is h11.DONE and not self._owner.ending
+
+  async def _read(self) -> Call | None:
+    """Returns the next request; None if the client has closed the connection instead."""
+    event = await self._next()
+    if isinstance(event, h11.ConnectionClosed):
+      return None
+    headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
+    call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers)
+    self._hold(_size(call))
+    if self._owner.held > _MAX_BODIES:
+      raise HttpError(503, f'the server holds requests of more than {_MAX_BODIES} bytes; try again later')
+    body = bytearray()
+    while not isinstance(event := await self._next(), h11.EndOfMessage):
+      body += event.data
+    call.body = bytes(body)
+    return call
+
+  async def _next(self) -> h11.Event:
+    """Returns the next event of the protocol."""
+    while (event := self._protocol.next_event()) is h11.NEED_DATA:
+      if self._protocol.they_are_waiting_for_100_continue:
+        self._write(h11.InformationalResponse(status_code=100, headers=[]))
+      self._protocol.receive_data(await self._reader.read(_PART))
+    return event
+
+  def _meaning(self, error: h11.RemoteProtocolError) -> tuple[int, str]:
+    """Returns the status and message for what is no HTTP."""
+    if error.error_status_hint == 431 and b'\n' not in self._protocol.trailing_data[0]:
+      return 414, f'the address has more than {_MAX_HEAD} bytes'
+    return error.error_status_hint, str(error)
+
+  async def _answer(self, call: Call) -> Reply | None:
+    """Returns the reply; None if the client has left, which cancels the call."""
+    answer = asyncio.ensure_future(self._owner.answer(call))
+    try:
+      while not answer.done() and not call.left and len(self._protocol.trailing_data[0]) < _PART:
+        more = asyncio.ensure_future(self._reader.read(_PART))
+        await asyncio.wait({answer, more}, return_when=asyncio.FIRST_COMPLETED)
+        if not more.done():
+          more.cancel()
+          await asyncio.wait({more})  # No two may read at once.
+        elif more.exception() or not more.result():
+          call.leave()
+        else:  # the next request, sent early
+          self._protocol.receive_data(more.result())
+      reply = await answer  # also of a call that has been left: it may hold the session of an agent
+    except asyncio.CancelledError:
+      call.leave()
+      raise
+    return None if call.left else reply
+
+  async def _send(self, reply: Reply) -> None:
+    """Sends a reply; TimeoutError if the client does not read it."""
+    data = reply.text.encode()
+    headers = [
+      ('Date', email.utils.formatdate(usegmt=True)),
+      ('Content-Type', reply.kind),
+      ('Content-Length', str(len(data))),
+    ]
+    if self._protocol.their_state is not h11.DONE or reply.status in (401, 403):  # unread, or not admitted
+      headers.append(('Connection', 'close'))
+    reason = http.HTTPStatus(reply.status).phrase
+    self._write(h11.Response(status_code=reply.status, headers=headers, reason=reason))
+    self._write(h11.Data(data=data))
+    self._write(h11.EndOfMessage())
+    async with asyncio.timeout(PATIENCE_S):
+      await self._writer.drain()
+
+  def _write(self, event: h11.Event) -> None:
+    self._writer.write(self._protocol.send(event) or b'')
+
+  async def _linger(self) -> None:
+    """Reads on for a moment: a socket that is closed with unread bytes is reset, and the answer is lost with it."""
+    self._writer.write_eof()
+    with contextlib.suppress(TimeoutError):
+      async with asyncio.timeout(_LINGER_S):
+        while await self._reader.read(_PART):
+          pass
+
+  def _hold(self, size: int) -> None:
+    self._held += size
+    self._owner.held += size
+
+
+def _size(call: Call) -> int:
+  """Returns the size of the body that the headers announce; HttpError for a method or body that is not taken."""
+  if call.method not in ('GET', 'POST'):
+    raise HttpError(501, f'{call.method}: is not supported')
+  size = call.headers.get('content-length', '0' if call.method == 'GET' else '')
+  if 'transfer-encoding' in call.headers or not size:
+    raise HttpError(411, 'a request needs a Content-Length, in bytes')
+  if int(size) > MAX_BODY:
+    raise HttpError(413, f'the body has more than {MAX_BODY} bytes')
+  return int(size)

@@ -1,0 +1,91 @@
+"""What a family of decoders is, as data: the records of the table in `families.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from collections.abc import Mapping
+
+
+def _mapping() -> Any:
+  return dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFields:
+  """Names of the fields of config.json that describe a mixture of experts.
+
+  The number of experts per token is `num_experts_per_tok` in all families. A name is ''
+  where the family lacks what it says.
+  """
+
+  num: str  # number of routed experts
+  size: str  # intermediate size of one expert
+  normalize: bool | None = None  # the chosen weights sum to 1; None: `norm_topk_prob` says
+  limit: str = ''  # clipping of SwiGLU
+  alpha: str = ''  # slope of its gate
+  shared: str = ''  # number of shared experts
+  first_dense: str = ''  # number of leading layers with a dense MLP
+  grouped: bool = False  # `n_group`, `topk_group` and `routed_scaling_factor` say more of the router
+  sigmoid: bool = False  # scores are sigmoids instead of a softmax
+  choice_bias: bool = False  # a bias per expert counts in the choice only
+
+  @property
+  def fields(self) -> tuple[str, ...]:
+    """Fields of config.json that describe the experts and that Llama lacks."""
+    size = () if self.size == 'intermediate_size' else (self.size,)
+    normalize = ('norm_topk_prob',) if self.normalize is None else ()
+    clipping = (self.limit, self.alpha) if self.limit else ()
+    groups = ('n_group', 'topk_group', 'routed_scaling_factor') if self.grouped else ()
+    optional = [name for name in (self.shared, self.first_dense) if name]
+    return (self.num, 'num_experts_per_tok', *size, *normalize, *clipping, *optional, *groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A family of decoders as data. Every field is a difference from Llama.
+
+  The entry of `llama` itself has two more fields in `reads`: copy it for a Llama with changes.
+  """
+
+  architecture: str = ''  # its class in `transformers`, which an export names
+  classifier: str = ''  # the class with a scalar head, where it is not called after `architecture`
+  written_as: str = ''  # `model_type` of an export, where it is another family's
+
+  # config.json -> ModelConfig.
+  reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
+  defaults: Mapping[str, Any] = _mapping()  # values of fields that config.json may leave out
+  fixed: Mapping[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) alike in all its models
+  aliases: Mapping[str, str] = _mapping()  # other spelling of a field -> the one that is read
+  only: Mapping[str, Any] = _mapping()  # fields of which one value is supported
+  ignored: tuple[str, ...] = ()  # fields without effect
+  reported: tuple[str, ...] = ()  # fields without effect here, named in a warning where they are set
+  activation_field: str = 'hidden_act'
+  activations: Mapping[str, str] = _mapping()  # value of that field -> ModelConfig.activation
+  biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `config_fields.BIASES` has others
+  experts: ExpertFields | None = None
+  latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
+
+  # Layers that differ. `window` is the rule for the layers that see `sliding_window`
+  # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
+  # on), 'no_rope' (those without rotary embeddings), or n: all but every n-th.
+  window: str | int | None = None
+  local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
+  rope_types: Mapping[str, str] = _mapping()  # other names of rope types
+  interleaved: bool = False  # rotated pairs are adjacent entries, where `rope_interleave` does not say
+
+  # Tensors.
+  names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
+  # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
+  # transposed, and the parameter is every `step`-th entry of its last dimension.
+  fused: Mapping[str, tuple[str, int, int]] = _mapping()
+  rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
+  quantized: str = ''  # a `quant_method` that can be read
+  extra_layers: bool = False  # folders may hold layers for multi-token prediction, which are not read
+
+  @property
+  def fields(self) -> tuple[str, ...]:
+    """Fields of config.json that Llama lacks; the *_fields.py modules say what each means."""
+    return (*self.reads, *(self.experts.fields if self.experts else ()))

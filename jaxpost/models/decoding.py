@@ -1,0 +1,174 @@
+"""The sampler's passes: `prefill` makes a key-value cache, `decode` adds a token to each slot.
+
+Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head size, S slots.
+
+Both passes run the layers of `transformer.py`; `decode` attends over the cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.matmul import Compute, einsum, from_bits
+from jaxpost.models import layers, rope, transformer
+from jaxpost.models.attention_xla import scale_queries, softcap, softmax
+from jaxpost.types import MASKED_LOGIT, Cache
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+
+
+def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=transformer.unconstrained):
+  """Right-padded prompts [B, T] -> (Cache of length T, last hidden [B, D])."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+  x = constrain(transformer.embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
+
+  attention_of = transformer.attention_over(segment_ids, positions, cfg, compute, constrain)
+
+  def attend(q, k, v, keep, window, sinks):
+    out = attention_of(q, k, v, window=window, sinks=sinks)
+    pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache) for y in keep]
+    return out, pair
+
+  tables = rope.tables(positions, lengths[:, None], cfg)
+  x, kept, routes = transformer.run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain)
+  last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+  experts = ()
+  if routes is not None:
+    from jaxpost.models import routing
+
+    experts = routing.record(routes, cfg)
+  k, *v = map(tuple, zip(*kept))
+  return Cache(k, v[0] if v else (), experts=experts), last
+
+
+def decode(
+  weights,
+  cache: Cache,
+  recent: Cache,
+  tokens,
+  filled,
+  step,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain=transformer.unconstrained,
+):
+  """Decodes one token per slot.
+
+  A block of T tokens only reads the cache, because XLA would copy a cache that
+  is written at every token. New entries are in `recent` until the block ends
+  (`programs.cache_storage.extend`).
+
+  Args:
+    weights: parameters with a list of layers (`unstack_layers`); an entry may
+      also be a function of the layer's input that returns its parameters.
+    cache: L x [S, K, length, h], or pages and a table; the first `filled` [S]
+      entries are valid.
+    recent: L x [S, K, T, h], of which the first `step` are valid.
+    tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
+
+  Returns:
+    (recent with the new entries, hidden [S, D] or [S, T', D]).
+  """
+  some = tokens.reshape(len(tokens), -1)
+  x = transformer.embed(weights, some, cfg, compute, constrain)
+  positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
+  tables = rope.tables(positions, positions + 1, cfg)
+  ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
+  for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
+    p = p(x) if callable(p) else p
+
+    def attend(q, k, v, keep, i=i, window=kind.window, p=p):
+      del k, v
+      for kept, new in zip((ks, vs), keep):
+        new = new.astype(compute.dtype).astype(kept[i].dtype)
+        kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
+      old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
+      if len(new) == 1:  # latents
+        from jaxpost.models import mla
+
+        old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
+      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
+      return cached_attention(q, old, new, filled, step, compute=compute, **more), None
+
+    table = rope.pick(tables, kind.rope)
+    x, _, routing = transformer.layer(p, x, table, attend, cfg, compute=compute, layout=constrain, absorbed=True)
+    x = constrain(x, 'batch', None, None)
+    if experts and routing:
+      j = i - cfg.num_layers + cfg.sparse_layers
+      experts[j] = jax.lax.dynamic_update_slice_in_dim(
+        experts[j], routing.chosen[:, None].astype(experts[j].dtype), step, axis=2
+      )
+  x = layers.rms_norm(x, weights['norm'], cfg)
+  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x.reshape(*tokens.shape, -1)
+
+
+def layer_entries(cache: Cache, layer: int, step):
+  """Returns keys and values of a layer, [S, K, length, h], gathered from pages if any.
+
+  Pages are gathered at every step: gathered for all layers at once, for a block
+  of steps, they would take the memory that paging saves.
+  """
+  pair = [x[layer] for x in (cache.k, cache.v) if x]
+  table = cache.table
+  if table is None:
+    return pair
+  table, _ = jax.lax.optimization_barrier((table, step))
+
+  def gather(pool):
+    some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
+    return from_bits(some.reshape(*some.shape[:2], -1, some.shape[-1]))
+
+  return [gather(pool) for pool in pair]
+
+
+def cached_attention(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None):
+  """Attends from new tokens to the filled part of the KV cache.
+
+  Args:
+    q: [B, T', H, h], of one token or of several consecutive ones.
+    cache: keys and values [B, K, S, h], of which the first `filled` [B] are valid.
+    recent: keys and values [B, K, T, h] of the tokens after those. The first
+      query is at `step` there; each query attends up to itself.
+    window, cfg, sinks: see `attention`.
+
+  Returns:
+    [B, T', H, h].
+  """
+  batch, count, heads, size = q.shape
+  kv_heads, room = cache[0].shape[1:3]
+  kind = cache[0].dtype.name  # its values are rounded to the operand type, see Compute
+  q = scale_queries(q, cfg).astype(compute.dtype)
+  q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+  q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
+  # Of two products of one q XLA:GPU would make one, and copy the cache at every token.
+  pairs = (q, cache[0]), (jax.lax.optimization_barrier(q), recent[0])
+  scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for q, keys in pairs], axis=-1)
+  flat, scores = scores.shape, scores.reshape(batch, kv_heads, count, -1, scores.shape[-1])
+  entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
+  stands = step + jnp.arange(count)[:, None]
+  mask = jnp.concatenate(
+    [
+      jnp.broadcast_to(entry < filled[:, None, None], (batch, count, room)),
+      jnp.broadcast_to(new <= stands, (batch, count, len(new))),
+    ],
+    axis=-1,
+  )
+  if window:
+    at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
+    mask &= at[:, None] > filled[:, None, None] + stands - window
+  weights = softmax(
+    jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
+    sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
+  )
+  weights = weights.reshape(flat).astype(compute.dtype)
+  out = sum(
+    einsum('bkgs,bksh->bkgh', part, v, kind)
+    for part, v in zip(jnp.split(weights, [room], axis=-1), (cache[1], recent[1]))
+  )
+  out = out.reshape(batch, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
+  return out.reshape(batch, count, heads, -1)

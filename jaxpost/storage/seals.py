@@ -1,0 +1,124 @@
+"""Checksums of files that are read again: checksums.json of a folder.
+
+It maps names below the folder to what the files may be, each as [bytes, crc32], or [bytes, crc32, true] of
+the beginning of one that grows. Its first line is the crc32 of the rest. A file that is not listed is not
+checked, and neither is a folder without checksums.json.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterable
+from concurrent import futures
+from typing import Any
+
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.storage import object_store
+
+NAME = 'checksums.json'
+
+
+class DamagedError(Exception):
+  """Data that differs from its checksum; the message says which."""
+
+
+def dumps(value: Any) -> bytes:
+  """Returns a JSON value with its checksum in the first line."""
+  text = json.dumps(value, sort_keys=True).encode()
+  return b'%08x\n' % zlib.crc32(text) + text
+
+
+def loads(data: bytes, name: object) -> Any:
+  """Returns the value that `dumps` wrote.
+
+  Raises:
+    DamagedError: it is another one; `name` begins the message.
+  """
+  checksum, _, text = data.partition(b'\n')
+  if checksum != b'%08x' % zlib.crc32(text):
+    raise DamagedError(f'{name} differs from its checksum')
+  return json.loads(text)
+
+
+def add(folder: epath.PathLike, names: Iterable[str]) -> None:
+  """Adds finished files below a folder to its checksums."""
+  _update(epath.Path(folder), {n: [c] for n, c in object_store.checksums(folder, list(names)).items()})
+
+
+def write(path: epath.PathLike, text: str) -> None:
+  """Writes a file that is in the checksums of its folder before it is there; one that it replaces stays good."""
+  path, data = epath.Path(path), text.encode('utf-8', 'backslashreplace')
+  _update(path.parent, {path.name: [[len(data), zlib.crc32(data)], *_read(path.parent).get(path.name, [])[:1]]})
+  object_store.write(path, data)
+
+
+def add_beginning(path: epath.PathLike, size: int, crc: int) -> None:
+  """Adds the first `size` bytes of a file that grows, and their crc32, to the checksums of its folder."""
+  _update(epath.Path(path).parent, {epath.Path(path).name: [[size, crc, True]]})
+
+
+def damaged(folder: epath.PathLike, names: Iterable[str] | None = None) -> list[str]:
+  """Returns which of the listed files differ from their checksums; one that is not there does not.
+
+  Args:
+    names: which files; None: all.
+  """
+  folder = epath.Path(folder)
+  try:
+    listed = _load(folder)
+  except DamagedError:
+    return [NAME]
+  there = [n for n in listed if (names is None or n in names) and (folder / n).is_file()]
+  with futures.ThreadPoolExecutor(8) as pool:
+    good = pool.map(lambda name: any(_is(folder / name, *entry) for entry in listed[name]), there)
+    return [name for name, is_good in zip(there, good) if not is_good]
+
+
+def check(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
+  """Raises InputError if one of the listed files differs from its checksum."""
+  if wrong := damaged(folder, names):
+    raise InputError(
+      f'{epath.Path(folder) / wrong[0]}: differs from its checksum, so it was damaged or changed; restore it from a '
+      f'copy, or remove {epath.Path(folder) / NAME} if the change is meant'
+    )
+
+
+def warn(folder: epath.PathLike, names: Iterable[str]) -> None:
+  """Logs a line for each of these files, which people edit, that differs from its checksum."""
+  for name in damaged(folder, names):
+    logging.warning('%s: differs from its checksum: it was edited or damaged', epath.Path(folder) / name)
+
+
+def read_json(path: epath.PathLike) -> dict[str, Any]:
+  """Reads a JSON object from a file that `write` wrote; InputError if it is damaged."""
+  path = epath.Path(path)
+  check(path.parent, [path.name])
+  return object_store.read_json(path)
+
+
+def _is(path: epath.Path, size: int, crc: int, grows: bool = False) -> bool:
+  """Returns whether a file is the one with this checksum, or begins with it."""
+  found, left = 0, size
+  with path.open('rb') as file:
+    while left and (chunk := file.read(min(left, 1 << 22))):
+      found, left = zlib.crc32(chunk, found), left - len(chunk)
+    return not left and found == crc and (grows or not file.read(1))
+
+
+def _load(folder: epath.Path) -> dict[str, list]:
+  return loads((folder / NAME).read_bytes(), NAME) if (folder / NAME).exists() else {}
+
+
+def _read(folder: epath.Path) -> dict[str, list]:
+  try:
+    return _load(folder)
+  except DamagedError:
+    return {}
+
+
+def _update(folder: epath.Path, entries: dict[str, list]) -> None:
+  object_store.write(folder / NAME, dumps(_read(folder) | entries))

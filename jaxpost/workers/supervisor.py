@@ -1,0 +1,189 @@
+"""The outermost process of a sandbox: bounds the memory of its programs in sum, and leaves none of them alive.
+
+It forks the process that builds the sandbox, `jail`, and becomes the subreaper of everything below: a program that
+makes a session of its own and loses its parent becomes a child of this process or of the jail, which kill it (prctl(2),
+PR_SET_CHILD_SUBREAPER). SIGTERM, which also comes when the process that uses the sandbox dies, ends all of them.
+
+The proportional set sizes of the programs are added up every `_TICK_S` seconds, and beyond the limit all of them are
+killed. A control group, where one can be made (cgroups(7)), also bounds what they allocate within a tick, files in
+memory, and the buffers of pipes and sockets. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+from jaxpost.workers import namespaces
+
+_TICK_S = 0.02
+_MB = 1 << 20
+_PAGE = os.sysconf('SC_PAGE_SIZE')
+_WATCH = {signal.SIGTERM, signal.SIGCHLD}
+# Files with the limit, first of memory and then of memory and swap, where there is any
+_LIMITS = (
+  ('memory.max', 'memory.swap.max', '0'),  # version 2
+  ('memory.limit_in_bytes', 'memory.memsw.limit_in_bytes', ''),  # version 1
+)
+
+
+class Cgroup:
+  """A new control group that limits the memory of the processes in it; OSError if none can be made.
+
+  Attributes:
+    entrance: descriptor of the file that a process writes '0' to in order to enter.
+  """
+
+  def __init__(self, memory_mb: int, root: str) -> None:
+    errors = []
+    own = pathlib.Path('/proc/self/cgroup').read_text()
+    for parent, (limit, swap, most_swap) in candidates(own, pathlib.Path(root)):
+      self._folder = parent / f'jaxpost-{os.getpid()}'
+      try:
+        self._folder.mkdir(exist_ok=True)
+        try:
+          (self._folder / limit).write_text(str(memory_mb * _MB))
+          if (self._folder / swap).exists():
+            (self._folder / swap).write_text(most_swap or str(memory_mb * _MB))
+          self.entrance = os.open(self._folder / 'cgroup.procs', os.O_WRONLY)
+          return
+        except OSError:
+          self._folder.rmdir()
+          raise
+      except OSError as error:
+        errors.append(f'{error.filename}: {error.strerror}')
+    raise OSError('; '.join(errors) or 'this system has none')
+
+  def remove(self) -> None:
+    """Removes the group, which must be empty; a process that has just ended may still be in it."""
+    os.close(self.entrance)
+    for _ in range(100):
+      with contextlib.suppress(OSError):
+        return self._folder.rmdir()
+      time.sleep(0.01)
+
+
+def candidates(text: str, root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, str]]]:
+  """Yields folders that may get a group with a limit of memory, and the names of its files.
+
+  In version 2 a group with processes has no limited groups below it, but those beside it may be limited.
+
+  Args:
+    text: of /proc/self/cgroup.
+    root: where the groups are mounted.
+  """
+  for line in text.splitlines():
+    number, kinds, path = line.split(':', 2)
+    path = path.lstrip('/')
+    if 'memory' in kinds.split(','):
+      yield root / 'memory' / path, _LIMITS[1]
+    elif number == '0':
+      yield root / path, _LIMITS[0]
+      if path:
+        yield (root / path).parent, _LIMITS[0]
+
+
+def why_no_cgroup(root: str) -> str:
+  """Returns why no control group can be made here, '' if one can."""
+  try:
+    Cgroup(64, root).remove()
+  except OSError as error:
+    return str(error)
+  return ''
+
+
+def supervise(run: Callable[[int], int], limits_mb: tuple[int, int], cgroups: str, below: int) -> int:
+  """Runs the jail in a child process; returns its exit code after everything below has ended.
+
+  Args:
+    run: run(descriptor) of the jail; programs enter the control group by the descriptor, which is -1 without a group.
+    limits_mb: of the memory of all programs, and of the files that they hold in memory; the group counts both.
+    cgroups: where control groups are mounted.
+    below: how many processes are between the child and the one that starts the programs, each with one child.
+  """
+  namespaces.die_with_parent(signal.SIGTERM)
+  namespaces.become_subreaper()
+  try:
+    group = Cgroup(sum(limits_mb), cgroups)
+  except OSError:
+    group = None
+  signal.pthread_sigmask(signal.SIG_BLOCK, _WATCH)
+  child = os.fork()
+  if not child:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCH)
+    namespaces.exit_with(lambda: run(group.entrance if group else -1))
+  try:
+    return _wait(child, limits_mb[0] * _MB, below)
+  finally:
+    end_all()
+    if group:
+      group.remove()
+
+
+def _wait(child: int, limit: int, below: int) -> int:
+  """Waits for the child or SIGTERM and watches the memory of the programs; returns an exit code."""
+  while True:
+    got = signal.sigtimedwait(_WATCH, _TICK_S)
+    if got and got.si_signo == signal.SIGTERM:
+      return 1
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+      return os.waitstatus_to_exitcode(status) & 255
+    starter = child
+    for _ in range(below):
+      starter = next(iter(children(starter)), 0)
+    if starter and memory(descendants(starter), limit) > limit:
+      os.kill(starter, signal.SIGUSR1)  # jail.py then kills its programs.
+
+
+def children(pid: int) -> list[int]:
+  """Returns the ids of the child processes."""
+  found: list[int] = []
+  with contextlib.suppress(OSError):  # The process ends meanwhile.
+    for task in os.listdir(f'/proc/{pid}/task'):
+      found += map(int, pathlib.Path(f'/proc/{pid}/task/{task}/children').read_text().split())
+  return found
+
+
+def descendants(pid: int) -> list[int]:
+  """Returns the ids of the child processes, of theirs, and so on."""
+  found = children(pid)
+  for child in found:  # grows meanwhile
+    found += children(child)
+  return found
+
+
+def memory(pids: list[int], limit: int) -> int:
+  """Returns the bytes that processes hold; pages that several share count once where the sum is beyond the limit."""
+  resident = 0
+  for pid in pids:
+    with contextlib.suppress(OSError):
+      resident += int(pathlib.Path(f'/proc/{pid}/statm').read_text().split()[1]) * _PAGE
+  return sum(map(_proportional, pids)) if resident > limit else resident
+
+
+def _proportional(pid: int) -> int:
+  """Returns the proportional set size of a process in bytes, 0 once it has ended."""
+  try:
+    text = pathlib.Path(f'/proc/{pid}/smaps_rollup').read_text()
+  except OSError:
+    return 0
+  return 1024 * next((int(line.split()[1]) for line in text.splitlines() if line.startswith('Pss:')), 0)
+
+
+def end_all() -> None:
+  """Kills everything below this process, which must be a subreaper, and waits until nothing is left."""
+  while True:
+    for pid in descendants(os.getpid()):
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    try:
+      while os.waitpid(-1, os.WNOHANG)[0]:
+        pass
+    except ChildProcessError:
+      return
+    time.sleep(0.001)

@@ -1,0 +1,78 @@
+"""model.param_dtype=bfloat16: gradients and moments are float32, and small updates are not lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost.programs import train as programs
+from jaxpost.types import Batch
+
+UPDATES = 24
+
+
+def test_rounding_is_right_on_average():
+  low, high = (np.float32(x) for x in (1.0, 1.0078125))  # neighbors in bfloat16
+  for sign in (1, -1):
+    for part in (0.1, 0.5, 0.93):
+      x = jnp.full(40_000, sign * (low + part * (high - low)), jnp.float32)
+      found = np.asarray(programs.round_stochastically(x, jax.random.key(1)), np.float32) * sign
+      assert set(found.tolist()) == {low, high}
+      error = np.sqrt(part * (1 - part) / len(found))
+      assert abs((found == high).mean() - part) < 4 * error
+
+
+def test_what_bfloat16_holds_is_kept():
+  x = jnp.asarray([0.0, -1.5, 3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
+  for seed in range(20):
+    found = programs.round_stochastically(x.astype(jnp.float32), jax.random.key(seed))
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(x, np.float32))
+
+
+def test_gradients_of_many_micro_batches_add_up_in_float32():
+  """1 + 512 times 2^-9: in bfloat16 each small term would be rounded away."""
+  factors = np.full((513, 1, 1), 2.0**-9, np.float32)
+  factors[0] = 1
+  ids = jnp.ones((513, 1, 1), jnp.int32)
+  batch = Batch(ids, ids, ids, jnp.asarray(factors))
+
+  def loss(params, micro):
+    return (params['x'] * micro.loss_weights.astype(jnp.bfloat16)).sum().astype(jnp.float32), {}
+
+  _, grads = jax.jit(lambda p: programs.accumulate(loss, p, batch))({'x': jnp.ones((), jnp.bfloat16)})
+  assert grads['x'].dtype == jnp.float32 and float(grads['x']) == 2.0
+
+
+@pytest.fixture(scope='module')
+def moved(tmp_path_factory):
+  """{type: (policy, how far each weight moved)} after updates that are small beside the weights."""
+  folder = tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+  found = {}
+  for dtype in ('float32', 'bfloat16'):
+    optim = dict(lr=1e-5, warmup_steps=0, schedule='constant')
+    config = tiny.merged(tiny.run_config(folder, algorithm='sft'), dict(model=dict(param_dtype=dtype), optim=optim))
+    policy, stream = jaxpost.policy_and_stream(config)
+    before = jax.tree.map(lambda x: np.asarray(x, np.float32), policy.state.params)
+    batch = next(stream).updates[0].batch
+    for _ in range(UPDATES):
+      policy.update(batch)
+    after = policy.state.params
+    found[dtype] = policy, jax.tree.map(lambda x, y: np.asarray(x, np.float32) - y, after, before)
+  return found
+
+
+@pytest.mark.long
+def test_moments_are_float32(moved):
+  state = moved['bfloat16'][0].state
+  assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+  assert {x.dtype for x in jax.tree.leaves(state.opt_state) if x.ndim} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.long
+def test_weights_do_not_drift_from_those_in_float32(moved):
+  """The movement along that of float32 weights; rounding to the nearest loses most of it."""
+  exact, found = (np.concatenate([x.ravel() for x in jax.tree.leaves(moved[k][1])]) for k in ('float32', 'bfloat16'))
+  assert np.abs(exact).max() > 1e-4
+  assert found @ exact / (exact @ exact) == pytest.approx(1, abs=0.05)

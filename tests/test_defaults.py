@@ -1,0 +1,50 @@
+"""docs/defaults.md says what each method sets, and every method is in it."""
+
+import pathlib
+import re
+
+import pytest
+
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+ROWS = {
+  row[0]: row[1:]
+  for row in re.findall(r'^\| `(\w+)` \| (\S+) \| (.*?) ?\| (.+) \|$', (CLONE / 'docs/defaults.md').read_text(), re.M)
+}
+
+
+def resolved(name, **over):
+  parsed = config_lib.parse(dict(algorithm=name, **over))
+  return config_lib.resolve(next(iter(parsed.values())), algorithms.load_algorithm(name).defaults)
+
+
+def test_every_method_has_a_row():
+  assert set(ROWS) == set(algorithms.ALGORITHMS)
+
+
+@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+def test_rows_are_true(name):
+  lr, others, source = ROWS[name]
+  config = resolved(name)
+  assert config.optim.lr == pytest.approx(float(lr)) and source
+  for section, field, value in re.findall(r'`(\w+)\.(\w+)=(\S+?)`', others):
+    found = vars(vars(config)[section])[field]
+    assert found == type(found)(value), (section, field)
+
+
+def test_adapters_learn_ten_times_as_fast():
+  assert resolved('grpo', lora=dict(rank=4)).optim.lr == pytest.approx(1e-5)
+  assert resolved('sft', lora=dict(path='adapter')).optim.lr == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize('lr', [0.0, 1e-5, 3e-3])
+def test_a_rate_that_is_set_is_kept(lr):
+  assert resolved('grpo', optim=dict(lr=lr), lora=dict(rank=4)).optim.lr == lr
+
+
+def test_the_critic_is_not_slower_than_the_policy():
+  assert resolved('ppo', optim=dict(lr=3e-3)).critic.lr == 3e-3
+  assert resolved('ppo', optim=dict(lr=3e-3), critic=dict(lr=1e-4)).critic.lr == 1e-4
+  assert resolved('ppo', critic=dict(value_head=True)).critic.lr == 0

@@ -1,0 +1,91 @@
+"""A reference that follows the policy: TR-DPO's averages and resets, in every update and after a resume."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rich.console
+import tiny
+
+import jaxpost
+from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
+from jaxpost.stage import algorithms, checks, moving_reference
+from jaxpost.stage import config as config_lib
+
+
+@pytest.mark.parametrize('every, mix', [(1, 0.6), (3, 1.0), (2, 0.25)])
+def test_the_average_of_tr_dpo(every, mix):
+  """reference = mix policy + (1 - mix) reference after each `every` updates; between them it stays."""
+  optimizer = moving_reference.following(optax.sgd(0.1, momentum=0.9), every, mix)
+  params = {'x': jnp.array([1.0, -2.0])}
+  state = optimizer.init(params)
+  reference = np.array([1.0, -2.0])
+  for n in range(1, 8):
+    updates, state = optimizer.update({'x': jnp.array([0.3, 0.1]) * n}, state, params)
+    params = optax.apply_updates(params, updates)
+    if n % every == 0:
+      reference = mix * np.asarray(params['x'], np.float64) + (1 - mix) * reference
+    np.testing.assert_allclose(state.reference['x'], reference, rtol=1e-6)
+
+
+def test_the_updates_are_those_without_a_reference():
+  plain, with_it = optax.adamw(0.1), moving_reference.following(optax.adamw(0.1), 2, 0.5)
+  params = {'x': jnp.array([1.0, -2.0])}
+  states = plain.init(params), with_it.init(params)
+  for n in range(4):
+    grads = {'x': jnp.array([0.3, 0.1]) * n}
+    one, first = plain.update(grads, states[0], params)
+    two, second = with_it.update(grads, states[1], params)
+    states = first, second
+    np.testing.assert_array_equal(one['x'], two['x'])
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def rows_of(folder, workdir, **over):
+  config = tiny.run_config(folder, reference=dict(every=2), save=dict(every=3, export=False), **over)
+  jaxpost.run(config, workdir, rich.console.Console(quiet=True))
+  return {row['step']: row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train'}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('rank', [0, 2])
+def test_a_reset_makes_policy_and_reference_equal(folder, tmp_path, rank):
+  """The loss of DPO is log 2 where they are; a resumed run goes on from the reference of its checkpoint."""
+  over = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:max=99,ops=+,size=40'), lora=dict(rank=rank))
+  found = rows_of(folder, tmp_path / 'whole', **over, train=dict(steps=6))
+  equal = {step: abs(row['loss'] - np.log(2)) < 1e-5 for step, row in found.items()}
+  assert equal == {1: True, 2: False, 3: True, 4: False, 5: True, 6: False}
+  rows_of(folder, tmp_path / 'parts', **over, train=dict(steps=3))
+  resumed = rows_of(folder, tmp_path / 'parts', **over, train=dict(steps=6))
+  assert resumed[4]['loss'] == found[4]['loss'] and resumed[6]['loss'] == found[6]['loss']
+
+
+@pytest.mark.long
+def test_the_kl_of_grpo_starts_anew(folder, tmp_path):
+  rollout = dict(prompts=4, group_size=4, max_prompt_length=32, max_new_tokens=8)
+  over = dict(reward='regex_match?pattern=[aeiou]', rl=dict(kl_coef=0.1), rollout=rollout)
+  found = rows_of(folder, tmp_path, algorithm='grpo', **over, train=dict(steps=4, row_length=0))
+  assert [found[n]['kl'] < 1e-6 for n in (1, 2, 3, 4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+  'algorithm, over, message',
+  [
+    ('grpo', {}, 'config.reference.every: grpo reads no reference model'),
+    ('simpo', {}, 'config.reference.every: simpo reads no reference model'),
+    ('opd', dict(rl=dict(reference='teacher')), 'config.reference.every: a teacher'),
+    ('dpo', dict(preference=dict(precompute_ref=True)), 'config.preference.precompute_ref: the reference changes'),
+    ('dpo', dict(mesh=dict(score='fsdp=-1')), 'config.mesh.score: '),
+    ('grpo', dict(rl=dict(kl_coef=0.1), rollout=dict(offload=True)), 'config.rollout.offload: moves no'),
+  ],
+)
+def test_what_cannot_follow_is_refused(algorithm, over, message):
+  parsed = config_lib.parse(dict(algorithm=algorithm, reward='x', reference=dict(every=2), data=dict(path='x'), **over))
+  method = algorithms.load_algorithm(algorithm)
+  with pytest.raises(InputError, match=message):
+    checks.check_config(config_lib.resolve(next(iter(parsed.values())), method.defaults), method)

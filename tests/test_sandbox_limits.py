@@ -1,0 +1,183 @@
+"""Limits of a solution in sum: memory of all its processes, and nothing that lives on or is kept."""
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import platform
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxpost.workers import sandbox, supervisor
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='the sandbox needs Linux')
+call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
+namespaces = pytest.mark.skipif(
+  sys.platform != 'linux' or subprocess.run([sys.executable, '-c', call_it]).returncode != 0,
+  reason='this kernel or container allows no user namespaces',
+)
+LIMITS = sandbox.SandboxLimits(timeout_s=10.0, memory_mb=128)
+INSECURE = dataclasses.replace(LIMITS, insecure=True)
+
+CHILDREN = """
+import os, time
+ends = os.pipe()
+for i in range({count}):
+  if not os.fork():
+    x = bytearray({mb} << 20)
+    os.write(ends[1], b'+')
+    time.sleep(100)
+got = b''
+while len(got) < {count}:
+  got += os.read(ends[0], 100)
+time.sleep(0.3)
+print('held')
+"""
+# A child of a child in a session of its own, which appends to a file as long as it lives.
+SURVIVOR = """
+import os, sys, time
+if not os.fork():
+  os.setsid()
+  if not os.fork():
+    for i in range(10_000):
+      open({file!r}, 'a').write('.')
+      time.sleep(0.01)
+  os._exit(0)
+while not os.path.exists({file!r}): time.sleep(0.01)
+{then}
+"""
+
+
+@pytest.fixture(params=['group', 'watched'])
+def counted(request, monkeypatch):
+  """Memory in sum is limited in one of two ways."""
+  if request.param == 'watched':
+    monkeypatch.setattr(sandbox, '_CGROUPS', '/proc/none')
+    assert 'is only watched' in sandbox.lacks(LIMITS)
+  elif why := supervisor.why_no_cgroup(sandbox._CGROUPS):
+    pytest.skip(f'no control group can be made here: {why}')
+
+
+@pytest.mark.parametrize('limits', [pytest.param(LIMITS, marks=namespaces), INSECURE], ids=['isolated', 'insecure'])
+def test_memory_is_limited_in_sum(counted, limits):
+  """No process has more than 40 MB; 16 of them are refused 640, and three have 120."""
+  few, many = CHILDREN.format(count=3, mb=25), CHILDREN.format(count=16, mb=40)
+  assert sandbox.run_inputs(few, [''], limits) == ['held\n']
+  assert sandbox.run_inputs(many, ['', ''], limits) == [None, None]
+  assert sandbox.run_inputs(few, [''], limits) == ['held\n']
+  assert sandbox.run_tests(f'{many}f = abs', ['assert f(1) == 1'], limits) == [False]
+
+
+def test_files_in_memory_count():
+  """A control group counts them; in the namespaces no program can make one (test_seccomp.py)."""
+  if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
+    pytest.skip(f'no control group can be made here: {why}')
+  program = 'import os\nfor i in range({count}): os.write(os.memfd_create("x"), bytes(20 << 20))\nprint("held")'
+  found = [sandbox.run_inputs(program.format(count=count), [''], INSECURE) for count in (5, 20)]
+  assert found == [['held\n'], [None]]
+
+
+@namespaces
+def test_what_processes_share_counts_once(monkeypatch):
+  """60 processes that have inherited 60 MB hold 60 MB and not 3,600."""
+  monkeypatch.setattr(sandbox, '_CGROUPS', '/proc/none')
+  program = 'x = bytearray(60 << 20)\n' + CHILDREN.format(count=30, mb=0)
+  assert sandbox.run_inputs(program, [''], LIMITS) == ['held\n']
+
+
+def is_written(file):
+  """Whether anything still appends to a file."""
+  size = file.stat().st_size
+  time.sleep(0.2)
+  return file.stat().st_size > size
+
+
+@pytest.mark.parametrize('then, printed', [('print(6)', '6\n'), ('time.sleep(100)', None), ('os.abort()', None)])
+def test_a_session_of_its_own_does_not_outlive_the_program(tmp_path, then, printed):
+  file = tmp_path / 'alive'
+  limits = dataclasses.replace(INSECURE, timeout_s=2.0)
+  assert sandbox.run_inputs(SURVIVOR.format(file=str(file), then=then), [''], limits) == [printed]
+  assert not is_written(file)
+
+
+@pytest.mark.parametrize('sign', [signal.SIGKILL, signal.SIGTERM])
+def test_a_session_of_its_own_does_not_outlive_the_owner(tmp_path, sign):
+  file = tmp_path / 'alive'
+  program = SURVIVOR.format(file=str(file), then='time.sleep(100)')
+  code = f'from jaxpost.workers import sandbox as s\ns.run_inputs({program!r}, [""], s.{INSECURE!r})'
+  owner = subprocess.Popen([sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': str(CLONE)})
+  while not file.exists():
+    time.sleep(0.01)
+    assert owner.poll() is None
+  owner.send_signal(sign)
+  owner.wait()
+  deadline = time.monotonic() + 5
+  while is_written(file):
+    assert time.monotonic() < deadline
+
+
+def test_no_group_is_left(tmp_path):
+  if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
+    pytest.skip(f'no control group can be made here: {why}')
+  parents = [parent for parent, _ in supervisor.candidates(pathlib.Path('/proc/self/cgroup').read_text(), ROOT)]
+  before = [sorted(parent.glob('jaxpost-*')) for parent in parents]
+  program = SURVIVOR.format(file=str(tmp_path / 'alive'), then='print(6)')
+  assert sandbox.run_inputs(program, ['', ''], INSECURE) == ['6\n', '6\n']
+  assert [sorted(parent.glob('jaxpost-*')) for parent in parents] == before
+
+
+ROOT = pathlib.Path('/sys/fs/cgroup')
+
+
+@pytest.mark.parametrize(
+  'text, folders',
+  [
+    ('0::/user.slice/run.scope\n', ['user.slice/run.scope', 'user.slice']),
+    ('0::/\n', ['']),
+    ('9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n', ['memory/job/7', '']),
+    ('', []),
+  ],
+)
+def test_groups_are_looked_for_where_a_process_may_make_them(text, folders):
+  assert [parent for parent, _ in supervisor.candidates(text, ROOT)] == [ROOT / folder for folder in folders]
+
+
+KEEP = """
+import os, socket
+paths = '/tmp/kept', '/dev/shm/kept', 'kept'
+found = [os.path.exists(path) for path in paths]
+for path in paths: open(path, 'w').close()
+s = socket.socket(socket.AF_UNIX)
+try: s.bind(b'\\0kept')
+except OSError: found.append(True)
+if not os.fork():
+  os.setsid()
+  s.listen()
+  while True: s.accept()
+print(any(found))
+"""
+
+
+@namespaces
+def test_nothing_is_kept_between_programs():
+  assert sandbox.run_inputs(KEEP, ['', ''], LIMITS) == ['False\n', 'False\n']
+
+
+def test_keys_of_the_session_are_not_shown():
+  """Also without a filter of system calls."""
+  number = {'x86_64': (248, 250), 'aarch64': (217, 219)}.get(platform.machine())
+  libc = ctypes.CDLL(None, use_errno=True)
+  key = libc.syscall(number[0], b'user', b'canary', b'value', 5, -3) if number else -1
+  if key < 0:
+    pytest.skip('this system has no keyrings')
+  program = f'import ctypes\nprint(ctypes.CDLL(None).syscall({number[1]}, 10, -3, b"user", b"canary", 0))'
+  try:
+    assert libc.syscall(number[1], 10, -3, b'user', b'canary', 0) > 0
+    assert sandbox.run_inputs(program, [''], INSECURE) == ['-1\n']
+  finally:
+    libc.syscall(number[1], 9, key, -3)  # KEYCTL_UNLINK

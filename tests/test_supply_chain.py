@@ -1,0 +1,66 @@
+"""What an installation brings: bounds, tested versions, licenses."""
+
+import ast
+import importlib.metadata
+import pathlib
+import re
+
+import pytest
+from packaging.requirements import Requirement
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+CONSTRAINTS = sorted((CLONE / 'constraints').glob('*.txt'))
+CALENDAR = ('fsspec',)  # versions are dates: no bound says what would break
+FREE = re.compile(r'\b(MIT|BSD|0BSD|Apache|ISC|PSF|MPL-2\.0|Zlib|CC0)\b', re.I)
+COPYLEFT = re.compile(r'\b(A?GPL|SSPL|BUSL|proprietary|Commons Clause|CC-BY-NC)', re.I)
+
+
+def core():
+  """The requirements of a core install."""
+  tree = ast.parse((CLONE / 'setup.py').read_text('utf-8'))
+  (lines,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == 'CORE']
+  return [Requirement(line) for line in ast.literal_eval(lines)]
+
+
+def pinned(path):
+  """{name: version} of a file of constraints."""
+  rows = [line.split('==') for line in path.read_text('utf-8').splitlines() if not line.startswith('#')]
+  return {name: version.strip() for name, version in rows}
+
+
+def test_each_dependency_has_bounds():
+  for requirement in core():
+    operators = {x.operator for x in requirement.specifier}
+    assert operators == ({'>='} if requirement.name in CALENDAR else {'>=', '<'}), requirement
+
+
+@pytest.mark.parametrize('path', CONSTRAINTS, ids=lambda path: path.stem)
+def test_constraints_are_within_the_bounds(path):
+  python = path.stem.rpartition('-')[2]
+  found = pinned(path)
+  for requirement in core():
+    if requirement.marker is None or requirement.marker.evaluate({'python_version': python}):
+      name = requirement.name.lower().replace('_', '-')
+      assert requirement.specifier.contains(found[name]), requirement
+  assert not found.keys() & {'torch', 'tensorflow'}
+
+
+def test_constraints_are_of_both_versions_of_jax():
+  assert {pinned(path)['jax'].rpartition('.')[0] for path in CONSTRAINTS} == {'0.10', '0.11'}
+
+
+def license_of(name):
+  """What a package says about its license."""
+  data = importlib.metadata.metadata(name)
+  classified = [x for x in data.get_all('Classifier') or [] if x.startswith('License ::')]
+  return ' '.join([data.get('License-Expression') or '', *classified, (data.get('License') or '')[:200]])
+
+
+@pytest.mark.parametrize('name', sorted({name for path in CONSTRAINTS for name in pinned(path)}))
+def test_licenses_are_permissive(name):
+  """MPL-2.0 covers its own files only."""
+  try:
+    text = license_of(name)
+  except importlib.metadata.PackageNotFoundError:
+    pytest.skip('is not installed with this version of jax')
+  assert FREE.search(text) and not COPYLEFT.search(text), text
