@@ -280,7 +280,7 @@ def test_combinations_that_would_mislead_are_refused(chosen, message):
 
 
 # Of the controller and of other algorithms, which have tests of their own.
-ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha'}
+ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha', 'curriculum'}
 
 
 def fingerprint(result):

@@ -29,6 +29,10 @@ def check(config: Config) -> None:
   # GRPO refuses a reference that is another model, as it checks no tokenizer.
   config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reference=''))
   is_graded = config.rewards_tuple() or config.environment
+  refuse(
+    bool(config.rl.curriculum) and not is_graded,
+    'config.rl.curriculum: without a reward no prompt is right or wrong; leave it out',
+  )
   (rl_fields.check if is_graded else rl_fields.check_terms)(config)
 
 

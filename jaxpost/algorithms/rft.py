@@ -65,7 +65,7 @@ def rl_fields_read(rl: Any) -> set[str]:
   """Returns the fields of `config.rl` that count in RFT."""
   del rl
   fields = {'advantage', 'aggregate', 'keep_reward', 'correct_by', 'mask_truncated'}
-  return fields | {'dynamic_sampling', 'epochs', 'minibatches'}
+  return fields | {'dynamic_sampling', 'curriculum', 'epochs', 'minibatches'}
 
 
 RFT = ALGORITHM = Algorithm(

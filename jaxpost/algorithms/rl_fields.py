@@ -89,9 +89,9 @@ def check_terms(config: Config) -> None:
   """Raises InputError for combinations that no surrogate of this file allows, also in PPO."""
   rl = config.rl
   refuse(
-    bool(config.train_on_rollouts) and (rl.dynamic_sampling > 0 or greedy_baseline(config)),
-    'config.train_on_rollouts: what was sampled again, or greedily, is not kept; '
-    'leave out rl.dynamic_sampling and remax',
+    bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or greedy_baseline(config)),
+    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
+    'leave out rl.dynamic_sampling, rl.curriculum and remax',
   )
   refuse(
     rl.kl_in != 'reward' and rl.kl_target > 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxpost import types
 from jaxpost.data import chat, loader
@@ -28,6 +28,16 @@ class _Read(NamedTuple):
   tokens: np.ndarray  # [P] int32
   prompt: str | list[dict]
   columns: dict[str, Any]  # the row's other columns
+
+
+class Chooser(Protocol):
+  """Decides which rows are drawn: `rl.curriculum.Curriculum`."""
+
+  def draws(self, row: int, index: int) -> bool: ...
+
+  def state(self) -> dict: ...
+
+  def restore(self, state: dict) -> None: ...
 
 
 class PromptStream:
@@ -77,6 +87,7 @@ class PromptStream:
     self._order = loader.order(self._num_prompts, seed, shuffle, sizes, rows.weights)
     self._per_step = per_step
     self._index = 0
+    self.curriculum: Chooser | None = None  # asked before a row is drawn
     self._identity = {
       'num_prompts': self._num_prompts,
       'seed': seed,
@@ -146,8 +157,11 @@ class PromptStream:
     prompts = []
     barren = 0  # rows skipped since the last prompt
     while len(prompts) < self._per_step:
-      prompt = self.prompt(self._index)
+      index = self._index
       self._index += 1
+      if self.curriculum and not self.curriculum.draws(self.row(index), index):
+        continue
+      prompt = self.prompt(index)
       if prompt is not None:
         prompts.append(prompt)
         barren = 0
@@ -164,17 +178,22 @@ class PromptStream:
 
   def prompt(self, index: int) -> types.Prompt | None:
     """Returns the prompt of a global index; None if a lazily read row is skipped."""
-    number = self._order[index]
+    number = self.row(index)
     read = self._read(number) if self._prompts is None else self._prompts[number]
     if read is None or len(read.tokens) > self._longest:
       return None
     return types.Prompt(index=index, **read._asdict())
 
-  def state(self) -> dict[str, int]:
-    """Returns the position, and all that it depends on."""
-    return {'index': self._index, **self._identity}
+  def row(self, index: int) -> int:
+    """Returns the number of the row, among those that are kept, of a global index."""
+    return int(self._order[index])
 
-  def restore(self, state: dict[str, int]) -> None:
+  def state(self) -> dict[str, Any]:
+    """Returns the position, and all that it depends on."""
+    state = {'index': self._index, **self._identity}
+    return state | {'curriculum': self.curriculum.state()} if self.curriculum else state
+
+  def restore(self, state: dict[str, Any]) -> None:
     """Continues after the step at which `state` was taken, with any `per_step`."""
     for key, mine in self._identity.items():
       if state.get(key) != mine:
@@ -183,3 +202,5 @@ class PromptStream:
           f' run has {key}={mine}; go back to that, or start a new run'
         )
     self._index = state['index']
+    if self.curriculum and 'curriculum' in state:
+      self.curriculum.restore(state['curriculum'])

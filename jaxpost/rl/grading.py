@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -40,12 +40,14 @@ class Grader:
     pool: the workers; None where a run has no reward function.
     model_weight: weight of the reward model in the sum of rewards.
     correct_by: name of the reward that decides what is correct; '': the sum.
+    observe: called with each rollout and its grades, by a curriculum.
   """
 
   pool: RewardPool | None
   tokenizer: Tokenizer
   model_weight: float = 1.0
   correct_by: str = ''
+  observe: Callable[[PendingRollout, GradedRollout], None] | None = None
 
   def submit(self, rollout: Rollout, greedy: Rollout | None = None, info: dict | None = None) -> PendingRollout:
     """Starts grading and returns at once.
@@ -197,7 +199,7 @@ class PendingRollout:
     found = verdicts(results, rewards, self.grader.correct_by)
     weights = {REWARD_MODEL: self.grader.model_weight} | (self.grader.pool.weights if self.grader.pool else {})
     tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
-    return GradedRollout(
+    graded = GradedRollout(
       rollout=rollout,
       rewards=rewards.reshape(-1),
       baseline=baseline,
@@ -208,6 +210,9 @@ class PendingRollout:
       stats=stats_of(sampled + greedy) if self.grader.pool else {},
       tokenizer=self.grader.tokenizer,
     )
+    if self.grader.observe:
+      self.grader.observe(self, graded)
+    return graded
 
   def _selection(self) -> list[tuple[Round, Sequence[int]]]:
     if self.selected:

@@ -117,13 +117,19 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     sampler = demonstrations.DemonstrationSampler(
       sampler=sampler, tokenizer=tokenizer, share=share, seed=config.seed, max_tokens=config.rollout.max_new_tokens
     )
-  shape = placed.shape
+  shape, grader = placed.shape, make_grader(placed)
+  if config.rl.curriculum:
+    from jaxpost.rl import curriculum
+
+    stream = placed.data.stream
+    stream.curriculum = curriculum.Curriculum(config.rl.curriculum, config.seed, config.eval.pass_reward, stream)
+    grader.observe = stream.curriculum.observe
   return Controller(
     algorithm=algorithm,
     config=config,
     roles=roles,
     sampler=sampler,
-    grader=make_grader(placed),
+    grader=grader,
     prompts=placed.data.stream,
     timer=placed.timer,
     step_shape=RowShape(shape.rows, shape.row_length),

@@ -181,6 +181,12 @@ class RlSection:
     lo=-1,
     auto=0,
   )
+  curriculum: str = option(
+    '',
+    'Which prompts are drawn again: those that were not all right when last sampled (retire), or each with the '
+    "probability that it was wrong (prioritized); '': all.",
+    choices=('', 'retire', 'prioritized'),
+  )
   mask_truncated: bool = option(False, 'Do not train on completions cut off at the length limit (overlong filtering).')
   importance: tuple = option(
     ('auto',),

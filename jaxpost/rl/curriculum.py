@@ -1,0 +1,89 @@
+"""Prompts by their pass rate: solved ones are retired, or prompts are drawn in proportion to what is missing.
+
+`Curriculum` stands between `data.prompts.PromptStream`, which asks whether to draw a
+row, and the grader, which reports the verdicts of every group that was sampled, also of
+those that dynamic sampling left out.
+
+Legend: P prompts (groups), G samples a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import typing
+
+import numpy as np
+
+from jaxpost.rl.reward_metrics import reward_table, verdicts
+
+if typing.TYPE_CHECKING:
+  from jaxpost.data.prompts import PromptStream
+  from jaxpost.rl.grading import GradedRollout, PendingRollout
+
+
+@dataclasses.dataclass
+class Curriculum:
+  """What is known about the rows of the data, and which of them are drawn.
+
+  Attributes:
+    kind: 'retire': rows whose last group was all right are not drawn again;
+      'prioritized': a row is drawn with probability 1 - its last pass rate (Kimi k1.5,
+      arXiv:2501.12599, section 2.3.4).
+    passes: verdict from which a completion is right.
+    rates: row -> pass rate of its last group; rows that were never sampled are drawn.
+    passed_over: rows that were not drawn so far.
+  """
+
+  kind: str
+  seed: int
+  passes: float
+  stream: PromptStream
+  rates: dict[int, float] = dataclasses.field(default_factory=dict)
+  passed_over: int = 0
+  in_a_row: int = 0
+
+  def draws(self, row: int, index: int) -> bool:
+    """Returns whether `row`, in place `index` of the endless order of prompts, is drawn.
+
+    If a whole epoch is passed over, all rows are drawn again.
+    """
+    rate = self.rates.get(row, 0.0)
+    if self.kind == 'retire':
+      drawn = rate < 1
+    else:
+      drawn = np.random.default_rng((self.seed, index, 0xC0)).random() >= rate
+    self.in_a_row = 0 if drawn else self.in_a_row + 1
+    self.passed_over += not drawn
+    if self.in_a_row == len(self.stream):
+      logging.warning('all %d prompts are solved; they are drawn again (config.rl.curriculum)', self.in_a_row)
+      self.rates.clear()
+    return drawn
+
+  def observe(self, pending: PendingRollout, graded: GradedRollout) -> None:
+    """Takes down the pass rates of a graded rollout; adds `curriculum/*` to its metrics."""
+    if graded.sampled is None:
+      prompts, table = graded.rollout.prompts, graded.verdicts
+    else:
+      prompts = [prompt for one in pending.rounds for prompt in one.rollout.prompts]
+      table = verdicts(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
+    for prompt, values in zip(prompts, table):
+      values = values[np.isfinite(values)]
+      if values.size:
+        self.rates[self.stream.row(prompt.index)] = float((values >= self.passes).mean())
+    found = np.array([*self.rates.values()] or [0.0])
+    pending.info |= {
+      'curriculum/pass_rate': float(found.mean()),
+      'curriculum/solved': int((found == 1).sum()),
+      'curriculum/seen': len(self.rates),
+      'curriculum/passed_over': self.passed_over,
+    }
+
+  def state(self) -> dict:
+    """JSON values for a checkpoint."""
+    return {'rates': {str(row): rate for row, rate in self.rates.items()}, 'passed_over': self.passed_over}
+
+  def restore(self, state: dict) -> None:
+    """Continues from `state`."""
+    self.rates = {int(row): rate for row, rate in state['rates'].items()}
+    self.passed_over = state['passed_over']

@@ -1,0 +1,122 @@
+"""Prompts that are solved are retired, or drawn by what is missing; what is known is in the checkpoint."""
+
+import collections
+import types
+
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost.errors import InputError
+from jaxpost.rl import curriculum
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+
+ROWS = 6
+
+
+class Stream:
+  """Rows in the order of their numbers."""
+
+  def __len__(self):
+    return ROWS
+
+  def row(self, index):
+    return index % ROWS
+
+
+def make(kind, rates):
+  return curriculum.Curriculum(kind, 0, 1.0, Stream(), dict(enumerate(rates)))
+
+
+def test_solved_rows_are_retired():
+  chosen = make('retire', [1.0, 0.5, 0.0, 1.0])  # two rows were never sampled
+  assert [n for n in range(ROWS) if chosen.draws(n, n)] == [1, 2, 4, 5]
+  assert chosen.passed_over == 2
+
+
+def test_rows_are_drawn_in_proportion_to_what_is_missing():
+  rates = [0.0, 0.25, 0.5, 0.75, 1.0, 0.9]
+  chosen = make('prioritized', rates)
+  epochs = 4000
+  drawn = collections.Counter(n % ROWS for n in range(ROWS * epochs) if chosen.draws(n % ROWS, n))
+  for row, rate in enumerate(rates):
+    error = np.sqrt(rate * (1 - rate) / epochs)
+    assert abs(drawn[row] / epochs - (1 - rate)) <= 4 * error
+
+
+def test_all_are_drawn_again_when_all_are_solved(caplog):
+  chosen = make('retire', [1.0] * ROWS)
+  assert not any(chosen.draws(n, n) for n in range(ROWS)) and 'drawn again' in caplog.text
+  assert chosen.draws(0, ROWS)
+
+
+def test_what_dynamic_sampling_left_out_is_observed():
+  """The verdicts of all rounds, of samples that have one; a group without any changes nothing."""
+  from jaxpost.rewards.groups import Graded
+  from jaxpost.types import Prompt
+
+  def prompts(*indices):
+    return types.SimpleNamespace(rollout=types.SimpleNamespace(prompts=[Prompt(i, None, '', {}) for i in indices]))
+
+  def graded(*values):
+    return Graded(list(values), {'right': list(values)}, None)
+
+  chosen = make('retire', [])
+  pending = types.SimpleNamespace(
+    rounds=[prompts(0, 1), prompts(8, 9)], grader=types.SimpleNamespace(correct_by='right'), info={}
+  )
+  results = [graded(1.0, 1.0), graded(1.0, 0.0), graded(1.0, None), graded(None, None)]
+  chosen.observe(pending, types.SimpleNamespace(rollout=None, verdicts=None, sampled=results))
+  assert chosen.rates == {0: 1.0, 1: 0.5, 2: 1.0}
+  assert pending.info['curriculum/solved'] == 2 and pending.info['curriculum/seen'] == 3
+
+
+def easy(answer, **columns):
+  """Sums with an even result are right, whatever was sampled."""
+  del columns
+  return [float(int(x) % 2 == 0) for x in answer]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def stream_of(folder, staleness):
+  over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=12'), rollout=dict(staleness=staleness))
+  return jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=easy, rl=dict(curriculum='retire'), **over))[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('staleness', [0, 1])
+def test_runs_and_goes_on_from_a_checkpoint(folder, staleness):
+  stream, again = stream_of(folder, staleness), stream_of(folder, staleness)
+  try:
+    steps, state = [], None
+    for n in range(8):
+      if n == 3:
+        state = stream.state()
+      item = next(stream)
+      steps.append([(p.index, int(p.columns['answer'])) for p in item.experience.rollout.prompts])
+    assert item.info['curriculum/solved'] > 0 and item.info['curriculum/passed_over'] > 0
+    later = [answer for step in steps[4:] for _, answer in step]
+    assert later and all(answer % 2 for answer in later)
+    again.restore(state)
+    assert [
+      [(p.index, int(p.columns['answer'])) for p in next(again).experience.rollout.prompts] for _ in range(5)
+    ] == (steps[3:])
+  finally:
+    stream.close()
+    again.close()
+
+
+@pytest.mark.parametrize(
+  'over', [dict(train_on_rollouts='run'), dict(algorithm='opd', reward='', rl=dict(reference='x'))]
+)
+def test_where_nothing_is_drawn_or_right_it_is_refused(over):
+  over = tiny.merged(dict(algorithm='grpo', reward='x', rl=dict(curriculum='retire')), over)
+  method = algorithms.load_algorithm(over['algorithm'])
+  with pytest.raises(InputError, match='rl.curriculum'):
+    method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))
