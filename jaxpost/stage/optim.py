@@ -104,7 +104,7 @@ def _known() -> dict[str, Callable]:
 
 def check(section: OptimSection) -> None:
   """Raises InputError where `config.optim` names no optimizer, one that takes no decay, or a negative rate."""
-  if section.lr < 0:
+  if -1 < section.lr < 0:  # -1 is the rate of the method
     raise InputError(f'config.optim.lr: {section.lr!r} is below 0')
   known, name = _known(), section.name
   if section.warmup_ratio and section.warmup_steps:
