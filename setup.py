@@ -96,6 +96,7 @@ setuptools.setup(
       'monitor/report.css',
       'monitor/report.html.jinja',
       'stage/field_names.toml',
+      'tools/view.html',
     ],
     'jaxpost.launch': ['templates/*'],
   },

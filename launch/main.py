@@ -19,6 +19,7 @@ VERBS = {
   'reproduce': 'draw one sample of a run again and show what was learned from it',
   'serve': "answer as OpenAI's API does, on loopback",
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
+  'view': 'show the episodes of a run: prompts, completions, rewards, tokens',
   'export': 'write a checkpoint as a Hugging Face folder',
   'plan': 'compile a run for a described machine: fits, seconds, cost',
   'bench': 'time the standard workload on this machine',

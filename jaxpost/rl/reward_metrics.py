@@ -159,6 +159,7 @@ def sample_rows(
     }
     if result.error:
       row['error'] = result.error
+    row |= _expected(group.columns, i) | _turns(group.completions[i])
     row |= {
       'components': {name: values[i] for name, values in result.components.items()},
       'length': int(length),
@@ -171,6 +172,24 @@ def sample_rows(
     }
     rows.append(row)
   return rows
+
+
+_EXPECTED = ('answer', 'solution', 'ground_truth', 'target', 'reference')  # columns that hold the right answer
+
+
+def _expected(columns: dict[str, list], i: int) -> dict:
+  """The expected answer of a sample, where a column has one."""
+  for name in _EXPECTED:
+    if name in columns and isinstance(columns[name][i], (str, int, float)):
+      return {'expected': str(columns[name][i])}
+  return {}
+
+
+def _turns(completion: str | list[dict]) -> dict:
+  """The messages of an episode with more than one, so that turns and tool calls can be told apart."""
+  if isinstance(completion, str) or (len(completion) < 2 and not any(m.get('tool_calls') for m in completion)):
+    return {}
+  return {'turns': [{k: m[k] for k in ('role', 'content', 'tool_calls', 'name') if m.get(k)} for m in completion]}
 
 
 def _text(prompt: str | list[dict]) -> str:

@@ -1,0 +1,183 @@
+"""The viewer of a run's episodes: a local server that pages, or one HTML file.
+
+Both show the page view.html. The server answers /api/overview, /api/episodes, /api/episode,
+/api/group and /api/history in JSON; in a file the same answers stand in the page. Tokens can
+be colored where the run kept its rollouts (`log.rollouts_every`).
+
+Legend: C tokens of a completion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import http.server
+import json
+import math
+import pathlib
+import urllib.parse
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from etils import epath
+
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+from jaxpost.monitor.metrics import plain
+from jaxpost.rollout import rollout_files
+from jaxpost.stage import config as config_lib
+from jaxpost.storage import object_store
+from jaxpost.tools.rollout_index import PAGE, Index, Query
+
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+
+_PAGE_FILE = pathlib.Path(__file__).with_name('view.html')
+_MAX_PAGE = 500
+_LOCAL = ('localhost', '127.0.0.1', '[::1]')
+
+
+class Viewer:
+  """Answers what the page asks; `answer` is the whole interface."""
+
+  def __init__(self, run: epath.PathLike):
+    self.index = Index(run)
+    self._rollout = functools.lru_cache(maxsize=4)(rollout_files.load)
+
+  def answer(self, path: str, asked: dict[str, str]) -> Any:
+    """Returns the JSON value of a request.
+
+    Args:
+      path: such as '/api/episodes'.
+      asked: its query string.
+
+    Raises:
+      InputError: there is no such thing.
+    """
+    index = self.index
+    if path == '/api/overview':
+      index.refresh()
+      return index.overview()
+    if path == '/api/episodes':
+      found = index.find(_query(asked))
+      size = min(_MAX_PAGE, max(1, _integer(asked, 'size', PAGE)))
+      first = max(0, _integer(asked, 'page', 0)) * size
+      return dict(total=len(found), episodes=[index.episodes[n] for n in found[first : first + size]])
+    number = _integer(asked, 'id', -1)
+    if path == '/api/episode':
+      return self.episode(number)
+    index.full(number)  # refuses an unknown one
+    if path == '/api/group':
+      return [index.full(n) for n in index.group(number)]
+    if path == '/api/history':
+      return [index.episodes[n] for n in index.history(number)]
+    raise InputError(f'{path}: there is no such request')
+
+  def episode(self, number: int) -> dict[str, Any]:
+    """Returns an episode with `tokens`, {'text', 'logprob', 'advantage', ...} of [C] each, or None."""
+    row = self.index.full(number)
+    short = row['short']
+    path = self.index.run / 'rollouts' / short['stage'] / f'{short["step"]}.npz'
+    tokens = None
+    if short['split'] == 'train' and path.exists():
+      tokens = self._tokens(path, short)
+    return row | {'tokens': tokens}
+
+  def _tokens(self, path: epath.Path, short: dict) -> dict[str, list] | None:
+    rollout, arrays = self._rollout(path)
+    size = len(rollout.lengths) // len(rollout.prompts)
+    places = [i for i, prompt in enumerate(rollout.prompts) if prompt.index == short['index']]
+    if not places or short['sample'] >= size:
+      return None
+    n = places[0] * size + short['sample']
+    length = int(rollout.lengths[n])
+    ids = rollout.completions[n, :length].tolist()
+    out = {'text': [self.tokenizer.decode([i], skip_special=False) for i in ids]}
+    out['logprob'] = rollout.logprobs[n, :length]
+    for name, array in arrays.items():
+      if name.startswith('credit/') and array.ndim == 2 and array.shape == rollout.completions.shape:
+        out[name.removeprefix('credit/').removesuffix('s')] = array[n, :length]
+    if 'old_logprob' in out:
+      out['ratio'] = np.exp(out['old_logprob'] - out['logprob'])
+    out['trained'] = arrays['trained'][n, :length]
+    return plain(out)
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer that the run samples with."""
+    config = list(config_lib.parse_saved(self.index.run / 'config.json').values())[-1]
+    return tokenizer_lib.load(config.model.tokenizer or config.model.path or 'bytes')
+
+
+def _query(asked: dict[str, str]) -> Query:
+  fields = {f.name for f in dataclasses.fields(Query)}
+  given: dict[str, Any] = {k: v for k, v in asked.items() if k in fields and v != ''}
+  for name, kind in (('step', int), ('lowest', float), ('highest', float)):
+    if name in given:
+      given[name] = _number(name, given[name], kind)
+  return Query(**given)
+
+
+def _integer(asked: dict[str, str], name: str, default: int) -> int:
+  return _number(name, asked.get(name, default), int)
+
+
+def _number(name: str, text: Any, kind: type) -> Any:
+  try:
+    value = kind(text)
+  except ValueError:
+    raise InputError(f'{name}: {text!r} is no number') from None
+  if not math.isfinite(value):
+    raise InputError(f'{name}: {text!r} is not finite')
+  return value
+
+
+def page(data: Any = None) -> str:
+  """Returns the page; with `data`, {request: answer}, it asks no server."""
+  # `<` could end the script in which the data stand; U+2028 is a line end in old scripts.
+  text = json.dumps(data, ensure_ascii=False).replace('<', '\\u003c').replace('\u2028', '\\u2028')
+  return _PAGE_FILE.read_text('utf-8').replace('/*DATA*/ null', text, 1)
+
+
+def write_file(run: epath.PathLike, out: epath.PathLike, most: int) -> int:
+  """Writes one HTML file with the first `most` episodes, those with trouble first; returns how many."""
+  viewer = Viewer(run)
+  chosen = viewer.index.find(Query())[:most]
+  data = dict(overview=viewer.index.overview(), episodes=[viewer.episode(n) for n in chosen])
+  object_store.write(epath.Path(out), page(data).encode('utf-8', 'replace'))
+  return len(chosen)
+
+
+def make_server(run: epath.PathLike, port: int, host: str = '127.0.0.1') -> http.server.ThreadingHTTPServer:
+  """Returns a server of the page and its requests; `serve_forever` runs it."""
+  viewer = Viewer(run)
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    timeout = 30
+
+    def do_GET(self) -> None:
+      # A page of another site that has bound its name to this address gets nothing.
+      named = self.headers.get('Host', '').rpartition(':')[0] or self.headers.get('Host', '')
+      if host == '127.0.0.1' and named not in _LOCAL:
+        return self._send(403, 'text/plain', b'open this page as localhost')
+      url = urllib.parse.urlsplit(self.path)
+      if url.path == '/':
+        return self._send(200, 'text/html; charset=utf-8', page().encode())
+      try:
+        found = viewer.answer(url.path, dict(urllib.parse.parse_qsl(url.query)))
+      except InputError as error:
+        return self._send(404, 'application/json', json.dumps({'error': str(error)}).encode())
+      self._send(200, 'application/json', json.dumps(plain(found)).encode())
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+      self.send_response(status)
+      headers = {'Content-Type': kind, 'Content-Length': str(len(body)), 'X-Content-Type-Options': 'nosniff'}
+      for name, value in headers.items():
+        self.send_header(name, value)
+      self.end_headers()
+      self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+      """Requests are not logged."""
+
+  return http.server.ThreadingHTTPServer((host, port), Handler)

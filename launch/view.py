@@ -1,0 +1,45 @@
+"""Shows the episodes of a run: prompts, completions, rewards, tokens.
+
+  python -m launch.view --run=runs/quickstart
+  python -m launch.view --run=runs/quickstart --out=episodes.html
+
+Starts a server on this machine and prints its address; the page follows a run that goes on.
+With --out, writes one HTML file that needs no server. Failed and truncated episodes come first.
+Tokens are colored by log-prob, advantage or ratio to the sampler in steps of which the run kept
+the rollouts (`--config.log.rollouts_every=1`). Uses no device.
+"""
+
+from absl import flags
+
+_RUN = flags.DEFINE_string('run', None, 'Folder of a run, finished or not.')
+_OUT = flags.DEFINE_string('out', '', 'HTML file to write instead of starting a server.')
+_MOST = flags.DEFINE_integer('most', 2000, 'Largest number of episodes in the file.', lower_bound=1)
+_PORT = flags.DEFINE_integer('port', 8100, 'Port of the server; 0: any free one.', lower_bound=0, upper_bound=65535)
+flags.mark_flags_as_required(['run'])
+
+
+def main(argv):
+  """Serves the viewer until Ctrl-C, or writes the file."""
+  del argv
+  from jaxpost.errors import InputError
+  from jaxpost.tools import rollout_view
+
+  if _OUT.value:
+    count = rollout_view.write_file(_RUN.value, _OUT.value, _MOST.value)
+    print(f'{_OUT.value}: {count} episodes')
+    return
+  try:
+    server = rollout_view.make_server(_RUN.value, _PORT.value)
+  except OSError as error:
+    raise InputError(f'--port={_PORT.value}: {error.strerror}; choose another, or 0 for any') from None
+  print(f'http://localhost:{server.server_port}  (Ctrl-C ends it)', flush=True)
+  try:
+    server.serve_forever()
+  except KeyboardInterrupt:
+    server.server_close()
+
+
+if __name__ == '__main__':
+  from . import exits
+
+  exits.run(main)
