@@ -191,5 +191,5 @@ def test_schema_for_editors():
   check = jsonschema.Draft202012Validator(json.loads(text))
   plain = json.loads(json.dumps(jaxpost.defaults()))
   assert not list(check.iter_errors(plain | {'stages': ['one'], 'one': {'optim': {'lr': 0.1}}}))
-  for wrong in ({'optim': {'lr': -1}}, {'one': {'optim': {'lrr': 1}}}, {'train': {'steps': 'x'}}):
+  for wrong in ({'optim': {'lr': -2}}, {'one': {'optim': {'lrr': 1}}}, {'train': {'steps': 'x'}}):
     assert list(check.iter_errors(plain | wrong)), wrong
