@@ -288,6 +288,47 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096 + 2048), rel=0.01)
 
 
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_a_fusion_that_runs_beside_others_moves_what_it_did_before(asynchronous):
+  """Slices of what scanned layers store: XLA for GPUs of jax 0.12 starts them as `fusion-start`."""
+  stack, layer = 'f32[28,1024]{1,0}', 'f32[1,1024]{1,0}'
+
+  def fused(name, result, inputs, types, calls):
+    given = ', '.join(f'%{i}' for i in inputs)
+    if not asynchronous:
+      return f'%{name} = {result} fusion({given}), kind=kLoop, calls=%{calls}'
+    started = f'%{name}.s = (({types}), {result}, u32[]) fusion-start({given}), kind=kLoop, calls=%{calls}'
+    return f'{started}\n  %{name} = {result} fusion-done(%{name}.s)'
+
+  text = f"""HloModule m
+
+%read (a: f32[28,1024], i: s32[]) -> f32[1,1024] {{
+  %a = {stack} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = {layer} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={{1,1024}}
+}}
+
+%write (b: f32[28,1024], c: f32[1,1024], j: s32[]) -> f32[28,1024] {{
+  %b = {stack} parameter(0)
+  %c = {layer} parameter(1)
+  %j = s32[] parameter(2)
+  %nought = s32[] constant(0)
+  ROOT %update = {stack} dynamic-update-slice(%b, %c, %j, %nought)
+}}
+
+ENTRY %main (x: f32[28,1024], n: s32[]) -> f32[28,1024] {{
+  %x = {stack} parameter(0)
+  %n = s32[] parameter(1)
+  {fused('layer', layer, ('x', 'n'), f'{stack}, s32[]', 'read')}
+  {fused('out', stack, ('x', 'layer', 'n'), f'{stack}, {layer}, s32[]', 'write')}
+  ROOT %copy = {stack} bitcast(%out)
+}}
+"""
+  # A layer is read and written by each of the two, and the place that is written counts as read.
+  assert cost.count(text).bytes == pytest.approx(5 * 4096, abs=16)
+
+
 def test_a_collective_in_links_of_a_chain_counts_once():
   """XLA for TPU writes it again in each product that it overlaps with."""
   text = """HloModule jit_f, is_scheduled=true

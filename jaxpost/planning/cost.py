@@ -23,6 +23,7 @@ from jaxpost.planning.loop_trips import Loops
 if TYPE_CHECKING:
   import jax
 
+_FUSIONS = 'fusion', 'fusion-start'  # the second beside others: ((arguments), results, context)
 # Written in place: the input that holds what is new.
 _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
 # These move nothing: names, or halves of what was counted where it started.
@@ -107,7 +108,7 @@ class _Counter:
       return re.findall(r'[\w.\-]+', branches)
     if op.kind == 'call':
       return [op.attribute('to_apply').lstrip('%')]
-    if op.kind in ('fusion', 'async-start'):
+    if op.kind in (*_FUSIONS, 'async-start'):
       return [op.attribute('calls').lstrip('%')]
     return []
 
@@ -117,7 +118,7 @@ class _Counter:
       called = self.called(op)
       if op.kind == 'conditional':  # branches without the kernel are for shapes that it does not support
         called = [c for c in called if any(map(kernels.is_one, self.computations[c].values()))] or called
-      inner = [self.totals(c, op.kind == 'fusion') for c in called]
+      inner = [self.totals(c, op.kind in _FUSIONS) for c in called]
       if op.kind == 'conditional':  # one branch runs: the costliest is counted
         inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
       times = self.loops.trips(name, op) if op.kind == 'while' else 1
@@ -164,14 +165,16 @@ class _Counter:
     results = op.arrays
     if op.kind == 'slice-start':  # (source, destination, context)
       return sum(op.arrays[1].bytes for end in (self.shape(ops, op, 0), op.arrays[1]) if not end.fast)
-    if op.kind.endswith('-start'):  # (destination, source, context)
+    if op.kind == 'fusion-start':
+      results = results[sum(len(ops[name].arrays) for name in op.inputs) : -1]
+    elif op.kind.endswith('-start'):  # (destination, source, context)
       results = results[:1]
     if op.kind in _IN_PLACE:
       return 2.0 * _slow([self.shape(ops, op, _IN_PLACE[op.kind])])
     if op.kind in ('dynamic-slice', 'gather', 'slice'):
       return 2.0 * _slow(results)
     reads = 0.0
-    parts = self.computations.get(op.attribute('calls').lstrip('%'), {}) if op.kind == 'fusion' else {}
+    parts = self.computations.get(op.attribute('calls').lstrip('%'), {}) if op.kind in _FUSIONS else {}
     for i, name in enumerate(op.inputs):
       given = ops[name].arrays if name in ops else ()
       reads += min(_slow(given), self.touched(parts, i, _slow(given)))
