@@ -63,6 +63,7 @@ EXTRAS = {
   'parity': ['peft>=0.17', 'torch>=2.6'],
   'test': [
     'chex>=0.1.90',
+    'hypothesis>=6.100',
     'pytest>=8.3',
     'pytest-xdist>=3.6',
     'pyyaml>=6.0',

@@ -24,7 +24,23 @@ class Preempted(Exception):
   exit_code = 42
 
 
+class DivergedError(FloatingPointError):
+  """The weights of a run are not finite any more; its checkpoints are from before."""
+
+  exit_code = 4
+
+
+class NoRoomError(OSError):
+  """A disk is full, or a quota is used up."""
+
+  exit_code = 5
+
+
 class PeerError(RuntimeError):
   """Another process of this run has failed or is gone: which, and of what."""
 
   exit_code = 1
+
+
+# Everything above: one line on stderr, and its exit code.
+KNOWN = (InputError, NoCheckpointError, Preempted, DivergedError, NoRoomError, PeerError)

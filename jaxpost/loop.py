@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import DivergedError
 from jaxpost.monitor.nonfinite import check_states, diagnosis, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
@@ -158,7 +159,7 @@ class _Progress:
     if item.experience and stage.save_rollout:
       stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
-      raise FloatingPointError(
+      raise DivergedError(
         f'{stage.name}: loss, gradient or updated weights were not finite in '
         f'about {self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
         'inspect the data of those steps (config.optim.max_skipped sets the '

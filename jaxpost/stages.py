@@ -23,7 +23,7 @@ from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
 from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare, sources
 from jaxpost.stage import config as config_lib
-from jaxpost.storage import object_store, run_lock, seals
+from jaxpost.storage import disk_errors, object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
@@ -60,11 +60,11 @@ def run(
   Raises:
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
-  object_store.check(str(workdir), '--workdir')
-  workdir = epath.Path(workdir).expanduser()
+  workdir = consistency.check_workdir(workdir)
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
+    cleanup.enter_context(disk_errors.explained())
     cleanup.callback(watchdog.pause)
     stop = stop or cleanup.enter_context(signals.StopSignal())
     stop.install()

@@ -23,7 +23,7 @@ from jaxpost.hardware import host
 from . import cluster_flags, exits, workload_flags
 
 workload_flags.define()
-_CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.')
+_CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.', lower_bound=0)
 _OUT = flags.DEFINE_string('out', '', 'accelerator: file of the rows.')
 _BUDGET = flags.DEFINE_string('budget', '40m', 'accelerator: time for all rows, as in 90s or 40m.')
 _ROWS = flags.DEFINE_string('rows', '', 'accelerator: rows to measure, with commas; a name means all below it.')

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from absl import flags
 
+from jaxpost.errors import InputError
+
 flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 
@@ -23,6 +25,9 @@ class ClusterFlags(NamedTuple):
   def connect(self):
     """Joins the other processes if the flags ask for it."""
     if not (self.distributed.value or self.coordinator.value or self.cluster.value):
+      for flag in self.num_processes, self.process_id:
+        if flag.value is not None:
+          raise InputError(f'--{flag.name} does nothing without --coordinator; give it, too, or leave both out')
       return
     from jaxpost.distributed import cluster
 

@@ -1,7 +1,8 @@
 """Exit codes of all commands: `run(main)` is absl's app.run with them.
 
 0: done; 1: a bug of this library (traceback); 2: an error of the user (one line on
-stderr); 3: no usable checkpoint; 42: preempted and saved, run the same command again.
+stderr); 3: no usable checkpoint; 4: the run diverged; 5: no room on the disk;
+42: preempted and saved, run the same command again.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from types import ModuleType
 from absl import app, flags
 
 from jaxpost import errors
+from jaxpost.storage import disk_errors
 
 from . import config_flag
 
 # Exceptions of reading a config file.
 CONFIG_ERRORS = (
   flags.Error,
+  ArithmeticError,
+  AssertionError,
   AttributeError,
   ImportError,
   LookupError,
+  MemoryError,
   NameError,
   OSError,
+  RuntimeError,
   SyntaxError,
   TypeError,
   ValueError,
@@ -41,8 +47,9 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     words: largest number of arguments that are no flags.
   """
   try:
-    app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
-  except (errors.InputError, errors.NoCheckpointError, errors.Preempted, errors.PeerError) as error:
+    with disk_errors.explained():
+      app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
+  except errors.KNOWN as error:
     print(f'jaxpost: {error}', file=sys.stderr)
     sys.exit(error.exit_code)
 
@@ -53,6 +60,10 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
     rest = config_flag.parse(argv)
   except errors.InputError:
     raise
+  except SystemExit as end:
+    if where := _line_of_config(end, argv):  # it also ends --help
+      raise errors.InputError(f'{where}the config file ends the process ({end!r}); return a config instead') from end
+    raise
   except CONFIG_ERRORS as error:
     raise errors.InputError(_one_line(error, argv)) from error
   if len(rest) > 1 + words:
@@ -61,8 +72,8 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
 
 
 def worst(codes: list[int]) -> int:
-  """Returns the exit code of the run: 2 and 3 first, 42 only if nothing else went wrong."""
-  for code in 2, 3:
+  """Returns the exit code of the run: 2 to 5 first, 42 only if nothing else went wrong."""
+  for code in 2, 3, 4, 5:
     if code in codes:
       return code
   if any(code not in (0, 42) for code in codes):
@@ -94,6 +105,11 @@ def _one_line(error: Exception, argv: list[str]) -> str:
   text = ': '.join(dict.fromkeys(lines)) or type(error).__name__
   if isinstance(error, flags.Error):
     return text
+  return f'{_line_of_config(error, argv)}{type(error).__name__}: {text}'
+
+
+def _line_of_config(error: BaseException, argv: list[str]) -> str:
+  """Returns 'FILE:LINE: ' of the line in the config file that raised; '' if none did."""
   configs = {
     os.path.abspath(arg.partition('=')[2].partition(':')[0])
     for arg in argv
@@ -104,4 +120,4 @@ def _one_line(error: Exception, argv: list[str]) -> str:
     for frame in traceback.extract_tb(error.__traceback__)
     if os.path.abspath(frame.filename) in configs
   ]
-  return f'{where[-1] if where else ""}{type(error).__name__}: {text}'
+  return where[-1] if where else ''

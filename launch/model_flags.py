@@ -42,5 +42,5 @@ def define() -> ModelFlags:
       'Variables of the chat template as a JSON object, over those of the run or the model folder: '
       '\'{"enable_thinking": true}\'.',
     ),
-    step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.'),
+    step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.', lower_bound=0),
   )

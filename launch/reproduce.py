@@ -20,8 +20,8 @@ from absl import flags
 from jaxpost.hardware import host
 
 _RUN = flags.DEFINE_string('run', None, 'Folder of a run.')
-_STEP = flags.DEFINE_integer('step', None, 'Step of the sample, from 1.')
-_ROW = flags.DEFINE_integer('row', 0, 'Number of the sample in that step, from 0.')
+_STEP = flags.DEFINE_integer('step', None, 'Step of the sample, from 1.', lower_bound=1)
+_ROW = flags.DEFINE_integer('row', 0, 'Number of the sample in that step, from 0.', lower_bound=0)
 _STAGE = flags.DEFINE_string('stage', '', 'Stage of the run; default: the last one.')
 _JSON = flags.DEFINE_bool('json', False, 'Print one JSON object instead of a table.')
 flags.mark_flags_as_required(['run', 'step'])

@@ -10,7 +10,7 @@
 
 Arguments after `--` go to launch.train. --dry_run prints the job without starting
 it. Every job resumes after a preemption (exit code 42) or a failure, and stops at 0
-(done), 2 (bad input) and 3 (no usable checkpoint).
+(done), 2 (bad input), 3 (no usable checkpoint), 4 (diverged) and 5 (no room on the disk).
 """
 
 import subprocess
@@ -26,7 +26,7 @@ from . import render
 _DRY = flags.DEFINE_bool('dry_run', False, 'Print the job without starting it.')
 flags.DEFINE_string('name', 'jaxpost', 'Name of the job.')
 flags.DEFINE_integer('nodes', 1, 'Number of hosts.', lower_bound=1)
-flags.DEFINE_integer('devices', 0, 'Devices per host; 0: 8 GPUs or 4 TPU chips.')
+flags.DEFINE_integer('devices', 0, 'Devices per host; 0: 8 GPUs or 4 TPU chips.', lower_bound=0)
 flags.DEFINE_string('tpu', '', 'Name of a running TPU slice.')
 flags.DEFINE_string('zone', '', 'Zone of the TPU slice.')
 flags.DEFINE_string('repo', '', 'Git URL of your clone.')
@@ -34,10 +34,10 @@ flags.DEFINE_string('image', '', 'Container image with jaxpost at /jaxpost.')
 flags.DEFINE_string('volume', '', 'Volume on GKE that all pods can write, as CLAIM:/MOUNT.')
 flags.DEFINE_string('topology', '', 'Topology of a TPU slice on GKE, as 2x2x4.')
 flags.DEFINE_string('accelerator', '', 'Type of accelerator, as the cluster names it.')
-flags.DEFINE_integer('hours', 24, 'Time limit of a Slurm job, in hours.')
-flags.DEFINE_integer('retries', 3, 'Restarts after failures; preemptions do not count.')
+flags.DEFINE_integer('hours', 24, 'Time limit of a Slurm job, in hours.', lower_bound=1)
+flags.DEFINE_integer('retries', 3, 'Restarts after failures; preemptions do not count.', lower_bound=0)
 flags.DEFINE_string('compile_cache', '', 'Folder of the compile cache; "": WORKDIR/../xla.')
-flags.DEFINE_integer('profile', 0, 'First of three steps to profile; 0: none.')
+flags.DEFINE_integer('profile', 0, 'First of three steps to profile; 0: none.', lower_bound=0)
 
 
 def main(argv):

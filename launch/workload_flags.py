@@ -16,15 +16,15 @@ flags.disclaim_key_flags()  # the flags belong to the command that defines them
 def define() -> None:
   """Defines the flags for the calling command."""
   flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
-  flags.DEFINE_integer('batch', 16, 'Rows of an update (sft), or sequences decoded at a time.')
-  flags.DEFINE_integer('steps', 5, 'Steps that are timed.')
-  flags.DEFINE_integer('prompt', 60, 'Tokens of a prompt.')
-  flags.DEFINE_integer('new', 128, 'Tokens of the longest completion.')
-  flags.DEFINE_integer('samples', 0, 'Completions to sample; 0: as many as --batch.')
+  flags.DEFINE_integer('batch', 16, 'Rows of an update (sft), or sequences decoded at a time.', lower_bound=1)
+  flags.DEFINE_integer('steps', 5, 'Steps that are timed.', lower_bound=1)
+  flags.DEFINE_integer('prompt', 60, 'Tokens of a prompt.', lower_bound=1)
+  flags.DEFINE_integer('new', 128, 'Tokens of the longest completion.', lower_bound=1)
+  flags.DEFINE_integer('samples', 0, 'Completions to sample; 0: as many as --batch.', lower_bound=0)
   flags.DEFINE_bool('ragged', False, 'Draw the lengths of completions from a geometric distribution.')
-  flags.DEFINE_integer('mean', 64, 'Mean length of completions with --ragged, in tokens.')
+  flags.DEFINE_integer('mean', 64, 'Mean length of completions with --ragged, in tokens.', lower_bound=1)
   flags.DEFINE_bool('bf16', False, 'Multiply in bfloat16; the weights stay float32.')
-  flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling; 1: off.')
+  flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling; 1: off.', lower_bound=1e-6, upper_bound=1.0)
   flags.DEFINE_string('mesh', 'fsdp=-1', 'Device mesh, written as config.mesh.train.')
   flags.DEFINE_bool('tune', True, 'Tune the memory allocator of the host.')
 

@@ -5,6 +5,7 @@ processes of their own look at exit code and stderr. There JAX has no platform,
 so that touching a device would end with a traceback.
 """
 
+import errno
 import json
 import os
 import pathlib
@@ -13,14 +14,16 @@ import shutil
 import subprocess
 import sys
 
+import children
 import pytest
 import safetensors.numpy
 import tiny
 
-from jaxpost import stages
+from jaxpost import errors, stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble
 from jaxpost.stage import place as place_lib
+from launch import exits
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOOD = '{"prompt": "1+1=", "completion": "2"}'
@@ -113,6 +116,37 @@ FIELDS = {
   'no epsilon': ('sft', dict(optim=dict(eps=0.0)), 'optim.eps: 0.0 is below 1e-20'),
   'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),
   'no choice': ('sft', dict(data=dict(overlong='trunkate')), "data.overlong: 'trunkate'.*did you mean 'truncate'"),
+  'absurd batch': ('sft', dict(train=dict(batch_size=10**12)), 'train.batch_size: 1000000000000 is above 1048576'),
+  'absurd row': ('sft', dict(train=dict(row_length=10**12)), 'train.row_length: 1000000000000 is above'),
+  'batch that no host holds': (
+    'sft',
+    dict(train=dict(batch_size=2**20, row_length=2**24)),
+    r'config.train: batch_size x row_length are 1.76e\+13 tokens, which take 3.93e\+05 GiB',
+  ),
+  'absurd completion': ('grpo', dict(rollout=dict(max_new_tokens=10**9)), 'rollout.max_new_tokens: .* is above'),
+  'absurd prompts': ('grpo', dict(rollout=dict(prompts=10**9)), 'rollout.prompts: .* is above'),
+  'rollout that no host holds': (
+    'grpo',
+    dict(rollout=dict(prompts=2**20, group_size=2**16)),
+    'config.rollout: prompts x group_size x .* tokens, which take',
+  ),
+  'absurd evaluation': ('grpo', dict(eval=dict(samples=10**12)), 'eval.samples: .* is above 65536'),
+  'absurd seed': ('sft', dict(seed=10**30), 'config.seed: .* is above 4294967295'),
+  'seed of 20,000 bits': ('sft', dict(seed=2**20000), 'config.seed: a int that is too long to show is above'),
+  'absurd time': ('grpo', dict(rewards=dict(timeout_s=1e300)), r'rewards.timeout_s: 1e\+300 is above 604800'),
+  'absurd decay': ('sft', dict(optim=dict(weight_decay=1e30)), r'optim.weight_decay: 1e\+30 is above'),
+  'text with NUL': ('sft', dict(data=dict(path='a\0b')), "config.data.path: 'a.x00b' has a character that is no text"),
+  'half a character': ('grpo', dict(reward=('length', '\ud800')), r'config.reward.1.: .* has a character that is no'),
+  'stage that is a path': (
+    'sft',
+    {'stages': ('../../evil',), '../../evil': {}},
+    "config.stages: '../../evil' is no name",
+  ),
+  'stage in a folder': ('sft', {'stages': ('a/b',), 'a/b': {}}, "config.stages: 'a/b' is no name of a stage"),
+  'stage without a name': ('sft', {'stages': ('',), '': {}}, "config.stages: '' is no name of a stage"),
+  'stage of two lines': ('sft', {'stages': ('x\ny',), 'x\ny': {}}, r"config.stages: 'x.ny' is no name of a stage"),
+  'name that is a number': ('sft', {3: {}}, 'config.3: names of fields are text'),
+  'mesh axis twice': ('sft', dict(mesh=dict(train='fsdp=2,fsdp=2')), 'mesh.train: .* names the axis fsdp twice'),
   'stage called like a block': ('sft', dict(stages=('rl',)), "'rl' is a field of every config"),
   'stage without block': ('sft', dict(stages=('sft', 'grop'), sft={}), 'no block config.grop'),
   'algorithm': ('sft', dict(algorithm='sff'), "no 'sff'; did you mean 'sft'.*built in: sft, dpo"),
@@ -587,6 +621,13 @@ LAUNCHES = {
   'no workdir': (CONFIG[:1], 'workdir'),
   'word': ((*CONFIG, 'steps=3'), "'steps=3' is no flag"),
   'syntax': (('--config=syntax.py', '--workdir=run'), 'syntax.py'),
+  'config that exits': (('--config=exits.py', '--workdir=run'), 'exits.py:2: the config file ends the process'),
+  'config that recurses': (('--config=recurses.py', '--workdir=run'), 'recurses.py:2: RecursionError'),
+  'workdir of no name': ((CONFIG[0], '--workdir='), '--workdir: is empty'),
+  'workdir that is a file': ((CONFIG[0], '--workdir=train.jsonl'), 'train.jsonl is a file, and a run needs a folder'),
+  'workdir below a file': ((CONFIG[0], '--workdir=train.jsonl/run'), 'train.jsonl is a file'),
+  'workdir with a long name': ((CONFIG[0], '--workdir=' + 'a' * 300), 'File name too long'),
+  'process of no cluster': ((*CONFIG, '--process_id=1'), '--process_id does nothing without --coordinator'),
   'config that raises': (('--config=raises.py', '--workdir=run'), 'raises.py:2: NameError'),
 }
 
@@ -595,6 +636,8 @@ LAUNCHES = {
 def test_launcher(case, model, place):
   tiny.config_file(place / 'config.py', tiny.run_config(model))
   (place / 'syntax.py').write_text('def get_config(:\n  return {}\n')
+  (place / 'exits.py').write_text('def get_config():\n  raise SystemExit(0)\n')
+  (place / 'recurses.py').write_text('def get_config():\n  return get_config()\n')
   (place / 'raises.py').write_text('def get_config():\n  return confg\n')
   arguments, wanted = LAUNCHES[case]
   code, err = launch(place, *arguments)
@@ -602,3 +645,69 @@ def test_launcher(case, model, place):
   assert re.fullmatch('jaxpost: .*\n', err), err
   assert wanted in err
   assert not (place / 'run').exists()
+
+
+@pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])
+@pytest.mark.parametrize('text', [b'', b'{', b'[1]', b'\xff\xfe', b'{"stages": 3}\n{}\n', b'null'])
+def test_a_damaged_file_of_a_run(name, text, begun, tmp_path, caplog):
+  """Found in one line, or made anew where nothing depends on it."""
+  config, finished = begun
+  shutil.copytree(finished, tmp_path / 'run')
+  for seals in (True, False):
+    (tmp_path / 'run' / name).write_bytes(text)
+    if not seals:
+      (tmp_path / 'run/checksums.json').unlink()  # what an older run, or a person, has left
+      if name in ('metrics.jsonl', 'plan.json') or name == 'summary.json' and text == b'{"stages": 3}\n{}\n':
+        continue  # without checksums what is there is believed, or not read by a run that was finished before
+    try:
+      stages.run(config, tmp_path / 'run')
+    except InputError as error:
+      assert name in str(error) and '\n' not in str(error)
+
+
+@pytest.mark.parametrize('error', [*errors.KNOWN, OSError], ids=lambda kind: kind.__name__)
+def test_exit_codes(error, capsys):
+  """Each is one line and its own code; a full disk is known by its errno, too."""
+
+  def main(argv):
+    raise error(errno.ENOSPC, 'No space left on device', 'x/y') if error is OSError else error('what, where')
+
+  with pytest.raises(SystemExit) as ended:
+    exits.run(main, ['train'])
+  assert ended.value.code == {OSError: 5}.get(error, error.exit_code if error is not OSError else 5)
+  err = capsys.readouterr().err
+  assert err.startswith('jaxpost: ') and err.count('\n') == 1
+  assert {2, 3, 4, 5, 42, 1} == {kind.exit_code for kind in errors.KNOWN}
+
+
+@pytest.mark.parametrize('codes, worst', [([0, 4], 4), ([5, 42], 5), ([2, 5], 2), ([0, 42], 42), ([42, 1], 1)])
+def test_the_worst_code(codes, worst):
+  assert exits.worst(codes) == worst
+
+
+def test_a_disk_that_is_full(model, tmp_path):
+  """Exit code 5 and one line; with room the same command goes on to the same weights."""
+  config = tiny.run_config(model, train=dict(steps=40), save=dict(every=1, keep=30))
+  file = tiny.config_file(tmp_path / 'config.py', config)
+  (tmp_path / 'disk').mkdir()
+  run = f'{sys.executable} -m launch.train --config={file} --workdir={tmp_path}/disk/run'
+  script = f"""
+mount -t tmpfs -o size=1m none {tmp_path}/disk || exit 99
+{run}; code=$?
+mount -o remount,size=100m {tmp_path}/disk
+{run} > {tmp_path}/out || exit 98
+exit $code
+"""
+  try:
+    done = subprocess.run(
+      ['unshare', '-rm', 'sh', '-c', script], cwd=ROOT, env=children.environment(), capture_output=True, text=True
+    )
+  except FileNotFoundError:
+    pytest.skip('there is no unshare, which makes the small disk')
+  if done.returncode == 99 or 'unshare' in done.stderr:
+    pytest.skip('this machine lets nobody mount the small disk')
+  assert done.returncode == 5, (done.stdout, done.stderr)
+  # Threads of Orbax may write more, about loops that they find closed.
+  (line,) = [line for line in done.stderr.splitlines() if line.startswith('jaxpost: ')]
+  assert re.fullmatch('jaxpost: .*/run/.*: no room on the disk.*run the same command again', line), done.stderr
+  assert json.loads((tmp_path / 'out').read_text().splitlines()[-1])['steps/sft'] == 40

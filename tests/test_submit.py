@@ -95,7 +95,7 @@ def test_jobset(over, limits, peers):
   assert ('PROCESS_ID' in names) == ('nvidia.com/gpu' in limits)
   rules = spec['podFailurePolicy']['rules']
   assert {tuple(r['onExitCodes']['values']): r['action'] for r in rules if 'onExitCodes' in r} == {
-    (2, 3): 'FailJob',
+    (2, 3, 4, 5): 'FailJob',
     (42,): 'Ignore',
   }
   selector = spec['template']['spec']['nodeSelector']

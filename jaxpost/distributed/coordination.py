@@ -27,9 +27,7 @@ _EXIT_MS = 10_000  # a failed process waits so long for its peers to read why
 _EXIT_GONE_MS = 3000  # likewise where a peer is gone, which the others notice themselves
 _KEPT = 64  # rounds whose keys stay; far more than two processes are ever apart
 _CHUNK = 1 << 21  # bytes of a value of the service
-_KINDS = {
-  kind.exit_code: kind for kind in (errors.InputError, errors.NoCheckpointError, errors.Preempted, errors.PeerError)
-}
+_KINDS = {kind.exit_code: kind for kind in errors.KNOWN}
 
 # Numbers of the calls of `all_gather`, `any_process` and `broadcast_bytes`.
 _rounds, _polls, _broadcasts = (itertools.count() for _ in range(3))

@@ -75,6 +75,8 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
       raise InputError(
         f'{key}: cannot read {item!r} in {text!r}; write for example "fsdp=-1,tensor=2" with the axes {", ".join(AXES)}'
       )
+    if sizes[name] != 1:
+      raise InputError(f'{key}: {text!r} names the axis {name} twice')
     sizes[name] = int(size)
   wrong = [n for n in sizes.values() if n < 1 and n != -1]
   if wrong or list(sizes.values()).count(-1) > 1:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import DivergedError
 
 if TYPE_CHECKING:
   from jaxpost.roles import Roles
@@ -41,12 +42,12 @@ def diagnosis(item: Item, done: list, roles: Roles) -> str:
 
 
 def check_states(states: dict, where: str) -> None:
-  """Raises FloatingPointError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
+  """Raises DivergedError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
   finite = to_host(jax.tree.map(lambda x: jnp.isfinite(x).all(), states))
   bad = [path for path, good in jax.tree_util.tree_flatten_with_path(finite)[0] if not good]
   if bad:
     names = ', '.join(jax.tree_util.keystr(path, simple=True, separator='/') for path in bad)
-    raise FloatingPointError(f'{where}: not finite and not saved: {names}; go on from an earlier checkpoint')
+    raise DivergedError(f'{where}: not finite and not saved: {names}; go on from an earlier checkpoint')
 
 
 def _terms(role, batch) -> list[str]:

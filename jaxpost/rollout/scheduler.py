@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import DivergedError
 from jaxpost.rollout.kv_cache import PrefixCache
 from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 
@@ -341,7 +342,7 @@ class Scheduler:
     block = to_host(block, share=False)
     self.harvested_at = time.perf_counter()
     if block.broken.any():
-      raise FloatingPointError(
+      raise DivergedError(
         f'sampling at step {self.step}: logits of the weights after '
         f'{version} updates are not finite (the run has '
         'diverged: lower the learning rate and restart from an earlier '

@@ -12,6 +12,7 @@ from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import mesh
 from jaxpost.errors import InputError
+from jaxpost.hardware import host
 from jaxpost.models import attention
 from jaxpost.models.config import CustomConfig
 from jaxpost.stage import config as config_lib
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.sources import Source
 
+_HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
 _PAIRS = 'dpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
 
 
@@ -53,7 +55,32 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
   )
+  check_sizes(config, algorithm.on_policy)
   refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
+
+
+def check_sizes(config: Config, on_policy: bool) -> None:
+  """Refuses, by arithmetic, batches that the memory of this host cannot hold."""
+  r, free = config.rollout, host.free_memory()
+  prompts_and_completions = r.max_prompt_length + r.max_new_tokens
+  sizes = {}
+  if on_policy:
+    sizes['config.rollout: prompts x group_size x (max_prompt_length + max_new_tokens)'] = (
+      r.prompts * r.group_size * prompts_and_completions
+    )
+  else:
+    sizes['config.train: batch_size x row_length'] = config.train.batch_size * row_length(config, False)
+  if samples_held_out(config):
+    sizes['config.eval: size x samples x (rollout.max_prompt_length + max_new_tokens)'] = (
+      config.eval.size * config.eval.samples * prompts_and_completions
+    )
+  for what, tokens in sizes.items():
+    needed = tokens * _HOST_BYTES
+    if needed > free:
+      raise InputError(
+        f'{what} are {tokens:.3g} tokens, which take {needed / 2**30:.3g} GiB of this host as arrays of integers, '
+        f'and {free / 2**30:.3g} are free; lower one of them'
+      )
 
 
 def check_mesh(config: Config, algorithm: Algorithm) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import math
 import pathlib
+import re
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,13 @@ def defaults() -> dict:
 def parse(config: Mapping) -> dict[str, Config]:
   """Returns {stage name: Config}, in order; a run without `stages` has one stage."""
   config = dict(config)
+  for name in config:
+    if not isinstance(name, str):
+      raise InputError(f'config.{name!r}: names of fields are text')
   names = _check('config.stages', config.get('stages') or (), tuple, Config.__dataclass_fields__['stages'].metadata)
   blocks = {k: v for k, v in config.items() if k not in _FIELDS and isinstance(v, Mapping)}
   for name in names:
+    _check_name(name, 'config.stages')
     if name in _FIELDS:
       raise InputError(f'config.stages: {name!r} is a field of every config; give the stage another name')
     if name not in blocks:
@@ -42,7 +47,9 @@ def parse(config: Mapping) -> dict[str, Config]:
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
   if not names:
-    return {stage_name(base.algorithm): base}
+    name = stage_name(base.algorithm)
+    _check_name(name, 'config.algorithm')
+    return {name: base}
   plain = dataclasses.asdict(base)
   stages = {}
   for name, block in blocks.items():
@@ -95,7 +102,16 @@ def resolve(config: Config, defaults: Mapping) -> Config:
   return config
 
 
+_MOST = 10**12  # and -10**12: the range of a number without one of its own
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
+
+
+def _check_name(name: str, key: str) -> None:
+  """InputError unless a stage's name is good for files, columns and the command line."""
+  if not re.fullmatch(r'\w[\w+-]*([ .][\w+-]+)*', name) or len(name) > 100:
+    raise InputError(
+      f'{key}: {_shown(name)} is no name of a stage, which names files; use at most 100 letters, digits, _ and -'
+    )
 
 
 def _merge(base: Mapping, over: Mapping) -> dict:
@@ -126,7 +142,7 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
     name, field = f'{where}.{key}', fields[key]
     if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
       if not isinstance(value, Mapping):
-        raise InputError(f'{name}: want a block of fields, got {value!r}')
+        raise InputError(f'{name}: want a block of fields, got {_shown(value)}')
       out[key] = dict(value) if hints[key] is dict else _build(hints[key], value, name, f'{path}.{key}'.lstrip('.'))
     else:
       out[key] = _check(name, value, hints[key], field.metadata)
@@ -135,14 +151,18 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
 
 def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   """Returns the value as the type of its field; InputError if it is out of range."""
+  if isinstance(value, str):
+    _check_text(name, value)
   if kind is Any:
+    for i, x in enumerate(value if isinstance(value, (tuple, list)) else ()):
+      _check(f'{name}[{i}]', x, Any, meta)
     return value
-  if kind is float and type(value) is int:
+  if kind is float and type(value) is int and value.bit_length() < 64:
     value = float(value)
   if kind is tuple and isinstance(value, list):
     value = tuple(value)
   if type(value) is not kind:
-    raise InputError(f'{name}: want {kind.__name__}, got {value!r} ({type(value).__name__})')
+    raise InputError(f'{name}: want {kind.__name__}, got {_shown(value)} ({type(value).__name__})')
   if kind is tuple:
     limits = {**meta, 'each': None}
     return tuple(_check(f'{name}[{i}]', x, meta['each'], limits) for i, x in enumerate(value))
@@ -150,11 +170,26 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:
     near = difflib.get_close_matches(str(value), meta['choices'], 1)
-    raise InputError(
-      f'{name}: {value!r} is not one of {", ".join(meta["choices"])}' + (f'; did you mean {near[0]!r}?' if near else '')
-    )
-  if meta['lo'] is not None and value < meta['lo']:
-    raise InputError(f'{name}: {value!r} is below {meta["lo"]!r}')
-  if meta['hi'] is not None and value > meta['hi']:
-    raise InputError(f'{name}: {value!r} is above {meta["hi"]!r}')
+    hint = f'; did you mean {near[0]!r}?' if near else ''
+    raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}{hint}')
+  if kind in (int, float):
+    lo, hi = (limit if meta[k] is None else meta[k] for k, limit in (('lo', -_MOST), ('hi', _MOST)))
+    if value < lo:
+      raise InputError(f'{name}: {_shown(value)} is below {lo!r}')
+    if value > hi:
+      raise InputError(f'{name}: {_shown(value)} is above {hi!r}')
   return value
+
+
+def _check_text(name: str, value: str) -> None:
+  """InputError for text that can be no path, and no line of a file."""
+  if '\0' in value or any('\ud800' <= c <= '\udfff' for c in value):
+    raise InputError(f'{name}: {value[:40]!r} has a character that is no text (NUL, or half of a surrogate pair)')
+
+
+def _shown(value: Any) -> str:
+  """A value as text; Python refuses to print the digits of a very large integer."""
+  try:
+    return repr(value)[:200]
+  except (ValueError, RecursionError):
+    return f'a {type(value).__name__} that is too long to show'

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, sources
-from jaxpost.storage import array_cache
+from jaxpost.storage import array_cache, disk_errors, object_store
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   import rich.console
-  from etils import epath
 
   from jaxpost.data.sources import Rows
   from jaxpost.stage.records import PreparedStage
@@ -32,6 +34,24 @@ _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
 
 # Rows that processes compare at the start: all of most data sets.
 _HASHED, _HASHED_LAZY = 20_000, 100
+
+
+def check_workdir(text: epath.PathLike) -> epath.Path:
+  """Returns the folder of a run; InputError if it can be none."""
+  if not str(text):
+    raise InputError('--workdir: is empty; name a folder for the run')
+  object_store.check(str(text), '--workdir')
+  workdir = epath.Path(text).expanduser()
+  if object_store.is_remote(workdir):
+    return workdir
+  there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+  if not there.is_dir():
+    raise InputError(f'--workdir: {there} is a file, and a run needs a folder; name another')
+  with disk_errors.explained(), contextlib.suppress(FileNotFoundError):
+    os.stat(workdir)
+  if not os.access(there, os.W_OK):
+    raise InputError(f'--workdir: {there} cannot be written; name another, or change its permissions')
+  return workdir
 
 
 def is_finished(workdir: epath.Path, configs: dict) -> bool:

@@ -93,12 +93,19 @@ class TrainSection:
     'Passes over the data, or over the prompts, that decide the steps in place of `steps`; 0: `steps` counts.',
     lo=0.0,
   )
-  batch_size: int = option(8, 'Packed rows in an update of a method that trains on data.', lo=1)
+  batch_size: int = option(8, 'Packed rows in an update of a method that trains on data.', lo=1, hi=2**20)
   row_length: int = option(
-    0, 'Tokens in a packed row; 0: 512 for data, the longest prompt and completion for rollouts.', lo=0, auto=0
+    0,
+    'Tokens in a packed row; 0: 512 for data, the longest prompt and completion for rollouts.',
+    lo=0,
+    auto=0,
+    hi=2**24,
   )
   micro_batch_size: int = option(
-    0, 'Rows computed at a time; 0: all for data, about 8,192 tokens per device for rollouts (2,048 on CPU).', lo=0
+    0,
+    'Rows computed at a time; 0: all for data, about 8,192 tokens per device for rollouts (2,048 on CPU).',
+    lo=0,
+    hi=2**20,
   )
   freeze: str = option(
     '',
@@ -124,7 +131,9 @@ class RouterSection:
 class LoraSection:
   """Low-rank adapters."""
 
-  rank: int = option(0, 'Rank of adapters that are trained instead of the weights; 0: none, or that of `path`.', lo=0)
+  rank: int = option(
+    0, 'Rank of adapters that are trained instead of the weights; 0: none, or that of `path`.', lo=0, hi=2**16
+  )
   alpha: float = option(16.0, 'Adapters are scaled by alpha / rank.', lo=0.0)
   rslora: bool = option(False, 'Scale adapters by alpha / sqrt(rank) instead (rsLoRA).')
   targets: str = option(
@@ -196,8 +205,8 @@ class EvalSection:
   """Evaluation during training."""
 
   every: int = option(0, 'Steps between evaluations; 0: at the end only.', lo=0)
-  size: int = option(256, 'Rows that are evaluated at most.', lo=1)
-  samples: int = option(0, 'Completions per prompt for pass@k; 0: loss only.', lo=0)
+  size: int = option(256, 'Rows that are evaluated at most.', lo=1, hi=2**31)
+  samples: int = option(0, 'Completions per prompt for pass@k; 0: loss only.', lo=0, hi=2**16)
   temperature: float = option(1.0, 'Temperature of those completions; 0: greedy.', lo=0.0)
   pass_reward: float = option(1.0, 'Value of rl.correct_by from which a completion counts as passed.')
   data: EvalDataSection = EvalDataSection()
@@ -234,6 +243,7 @@ class LogSection:
     'Seconds after which a step counts as stuck: all processes end with their stack traces, and the stuck '
     'process is named; 0: off.',
     lo=0.0,
+    hi=2_592_000.0,
   )
   timeline_steps: int = option(
     20, 'First steps whose phases, on host and devices, are written to WORKDIR/timeline for Perfetto.', lo=0
@@ -248,7 +258,7 @@ class LogSection:
 class Config:
   """One stage of a run, complete."""
 
-  seed: int = option(0, 'Seed of initial weights, data order and sampling.', lo=0)
+  seed: int = option(0, 'Seed of initial weights, data order and sampling.', lo=0, hi=2**32 - 1)
   algorithm: str = option('sft', 'Method by name, pkg.module or ./file.py.')
   stages: tuple = option(
     (), 'Names of blocks that override the fields of this config, one per stage, in order.', each=str

@@ -14,10 +14,12 @@ from jaxpost.stage.schema_field import option
 class RolloutSection:
   """How completions are sampled for on-policy methods."""
 
-  prompts: int = option(8, 'Prompts in a step.', lo=1)
-  group_size: int = option(8, 'Completions sampled for each prompt.', lo=1)
-  max_prompt_length: int = option(512, 'Tokens of the longest prompt; longer prompts are dropped and counted.', lo=1)
-  max_new_tokens: int = option(128, 'Tokens of the longest completion, including its stop token.', lo=1)
+  prompts: int = option(8, 'Prompts in a step.', lo=1, hi=2**20)
+  group_size: int = option(8, 'Completions sampled for each prompt.', lo=1, hi=2**16)
+  max_prompt_length: int = option(
+    512, 'Tokens of the longest prompt; longer prompts are dropped and counted.', lo=1, hi=2**24
+  )
+  max_new_tokens: int = option(128, 'Tokens of the longest completion, including its stop token.', lo=1, hi=2**24)
   temperature: float = option(1.0, 'Temperature of sampling, and of all log-probs.', lo=1e-3)
   top_k: int = option(0, 'Sample from this many most probable tokens only; 0: off.', lo=0)
   top_p: float = option(1.0, 'Sample from the most probable tokens of this total probability; 1: off.', lo=1e-6, hi=1.0)
@@ -26,23 +28,27 @@ class RolloutSection:
   )
   forbidden_ids: tuple = option((), 'Token ids that are never sampled.', each=int)
   stop_strings: tuple = option((), 'Strings that end a completion, in addition to the stop tokens.', each=str)
-  min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0)
+  min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0, hi=2**24)
   top_logprobs: int = option(
     0, 'Write the log-probs of this many most probable tokens at each position to samples/; 0: none.', lo=0
   )
-  slots: int = option(0, 'Sequences decoded at the same time; 0: all of a step.', lo=0)
+  slots: int = option(0, 'Sequences decoded at the same time; 0: all of a step.', lo=0, hi=2**20)
   page_size: int = option(
-    0, 'Tokens in a page of the key-value cache, a power of two; 0: no pages, each slot fits the longest text.', lo=0
+    0,
+    'Tokens in a page of the key-value cache, a power of two; 0: no pages, each slot fits the longest text.',
+    lo=0,
+    hi=2**24,
   )
   cache_tokens: int = option(
     0, 'Tokens in all pages together; 0: half of what the slots would need without pages.', lo=0
   )
-  block: int = option(0, 'Tokens decoded in each slot per dispatch; 0: 8 on CPU, 32 elsewhere.', lo=0)
+  block: int = option(0, 'Tokens decoded in each slot per dispatch; 0: 8 on CPU, 32 elsewhere.', lo=0, hi=2**16)
   staleness: int = option(
     0,
     'Updates that sampling may run ahead of training; 1: samples during the last update, '
     '2: also while the rollout before is graded and scored.',
     lo=0,
+    hi=1000,
   )
   inflight_update_blocks: int = option(
     0, 'Blocks after which a running rollout switches to the newest weights; 0: the next rollout does.', lo=0
@@ -160,8 +166,8 @@ class RlSection:
     lo=-1.0,
     auto=0.0,
   )
-  epochs: int = option(1, 'Passes over a rollout.', lo=1)
-  minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1)
+  epochs: int = option(1, 'Passes over a rollout.', lo=1, hi=10**6)
+  minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1, hi=10**6)
   gamma: float = option(1.0, 'Discount of rewards per token.', lo=0.0, hi=1.0)
   lam: float = option(0.95, 'Lambda of generalized advantage estimation (GAE).', lo=0.0, hi=1.0)
   length_alpha: float = option(
@@ -170,7 +176,7 @@ class RlSection:
     lo=-1.0,
     auto=0.0,
   )
-  pass_k: int = option(4, "Samples of which one has to pass, with the advantage 'pass_at_k'.", lo=1)
+  pass_k: int = option(4, "Samples of which one has to pass, with the advantage 'pass_at_k'.", lo=1, hi=2**16)
   correct_by: str = option(
     '', "Name of the reward that decides what is correct (rewards.md); '': the first function, or the only reward."
   )
@@ -311,8 +317,8 @@ class DistillSection:
 class RewardSection:
   """The processes that call reward functions."""
 
-  timeout_s: float = option(30.0, 'Seconds that one reward function may take for one group.', lo=0.01)
-  workers: int = option(2, 'Processes that call reward functions.', lo=1)
+  timeout_s: float = option(30.0, 'Seconds that one reward function may take for one group.', lo=0.01, hi=604_800.0)
+  workers: int = option(2, 'Processes that call reward functions.', lo=1, hi=4096)
   max_failed: float = option(0.25, 'Fraction of failed groups in a step that stops the run.', lo=0.0, hi=1.0)
 
 
@@ -321,14 +327,18 @@ class ToolsSection:
   """Multi-turn episodes with an environment."""
 
   workers: int = option(
-    0, 'Environments at a time, one process each; 0: as many as sequences are decoded at a time, at most 64.', lo=0
+    0,
+    'Environments at a time, one process each; 0: as many as sequences are decoded at a time, at most 64.',
+    lo=0,
+    hi=4096,
   )
-  timeout_s: float = option(30.0, 'Seconds that one reset, tool call or get_reward may take.', lo=0.01)
-  max_turns: int = option(8, 'Turns of the model in an episode.', lo=1)
-  max_result_tokens: int = option(256, "Tokens of a tool's result; the rest is cut off.", lo=1)
+  timeout_s: float = option(30.0, 'Seconds that one reset, tool call or get_reward may take.', lo=0.01, hi=604_800.0)
+  max_turns: int = option(8, 'Turns of the model in an episode.', lo=1, hi=10**6)
+  max_result_tokens: int = option(256, "Tokens of a tool's result; the rest is cut off.", lo=1, hi=2**24)
   wait_blocks: int = option(
     4,
     'Blocks after a call at which its result is used, for runs that repeat bit for bit; '
     '0: results are used as they arrive.',
     lo=0,
+    hi=10**6,
   )

@@ -21,6 +21,7 @@ All processes make the same calls in one order; process 0 decides for all.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
@@ -39,6 +40,11 @@ from jaxpost.storage import object_store
 
 def _ignore(line: str) -> None:
   del line
+
+
+def _is_not_raised(record: logging.LogRecord) -> bool:
+  """False for errors of a save in the background, which Orbax logs with a traceback and `wait` raises."""
+  return not record.pathname.endswith('futures/future.py')
 
 
 class Checkpointer:
@@ -73,6 +79,7 @@ class Checkpointer:
     self._keep = keep
     self._keep_best = keep_best
     self._best_sign = 1 if best_mode == 'max' else -1
+    logging.getLogger('absl').addFilter(_is_not_raised)
     self._orbax = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(),
       atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),

@@ -33,7 +33,7 @@ for failures in $(seq 0 {{ retries }}); do
       echo 'preempted and saved; back into the queue'
       scontrol requeue "$SLURM_JOB_ID"
       exit 42 ;;
-    0 | 2 | 3) exit "$code" ;;  # done; or a person has to look
+    0 | 2 | 3 | 4 | 5) exit "$code" ;;  # done; or a person has to look
   esac
   echo "failed with $code, $failures time(s) before; at most {{ retries }} more"
   sleep 10

@@ -28,7 +28,7 @@ everywhere '
     .venv/bin/python -m launch.train --distributed {{ train }} || code=$?
     case $code in
       42) echo "preempted and saved; going on" >&2 ;;
-      0 | 2 | 3) exit $code ;;  # done; or a person has to look
+      0 | 2 | 3 | 4 | 5) exit $code ;;  # done; or a person has to look
       *) failures=$((failures + 1))
         [ $failures -le {{ retries }} ] || exit $code
         echo "failed with $code; again, $failures of {{ retries }}" >&2 ;;

@@ -1,0 +1,35 @@
+"""Errors of the operating system about files, in one line that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from jaxpost.errors import InputError, NoRoomError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # in what C++ libraries raise
+# A path that cannot be what it is used for.
+_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+  """Raises NoRoomError where a disk is full, and InputError where a path cannot be read or written."""
+  try:
+    yield
+  except (NoRoomError, InputError):
+    raise
+  except (OSError, RuntimeError, ValueError) as error:
+    notes = ' '.join(getattr(error, '__notes__', ()))
+    where = getattr(error, 'filename', None) or notes or 'a file'
+    number = getattr(error, 'errno', None)
+    if number in _NO_ROOM or any(text in str(error) for text in _NO_ROOM_TEXTS):
+      raise NoRoomError(
+        f'{where}: no room on the disk, or in the quota; what was saved before is good: make room and run the '
+        'same command again'
+      ) from error
+    if number in _PATH and getattr(error, 'filename', None):
+      raise InputError(f'{where}: {error.strerror}; name another path, or change its permissions') from error
+    raise

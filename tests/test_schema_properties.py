@@ -1,0 +1,84 @@
+"""Any value of any field of a config is taken, or refused in one line that names the field, quickly."""
+
+import dataclasses
+import time
+import typing
+
+import pytest
+
+from jaxpost.errors import InputError
+from jaxpost.stage import checks, prepare
+from jaxpost.stage import config as config_lib
+from jaxpost.stage.schema import Config
+
+hypothesis = pytest.importorskip('hypothesis', reason="pip install 'jaxpost[test]' has hypothesis")
+st = hypothesis.strategies
+
+
+def fields(kind=Config, prefix=''):
+  """Yields (dotted name, type, metadata) of every field."""
+  hints = typing.get_type_hints(kind)
+  for field in dataclasses.fields(kind):
+    hint = hints[field.name]
+    if dataclasses.is_dataclass(hint):
+      yield from fields(hint, f'{prefix}{field.name}.')
+    yield f'{prefix}{field.name}', hint, field.metadata
+
+
+FIELDS = sorted(fields(), key=lambda f: f[0])
+SCALARS = st.one_of(
+  st.none(),
+  st.booleans(),
+  st.integers(),
+  st.sampled_from([10**12, 2**31, 2**40, 10**30, -(10**30), 10**1000]),
+  st.floats(),
+  st.sampled_from([1e12, 1e30, 1e300, 5e-324]),
+  st.text(),
+  st.sampled_from(['', '../evil', '/etc/passwd', 'a/b', 'x\ny', '\0', '\ud800', 'a' * 5000, '$(id)', '{{ 1 }}']),
+)
+ANYTHING = st.recursive(
+  SCALARS, lambda x: st.lists(x, max_size=3) | st.tuples(x) | st.dictionaries(st.text(max_size=5), x, max_size=3)
+)
+BY_TYPE = {int: st.integers(), float: st.floats(), str: st.text(), bool: st.booleans()}
+
+
+@st.composite
+def changes(draw):
+  name, hint, meta = draw(st.sampled_from(FIELDS))
+  likely = [ANYTHING, BY_TYPE.get(hint, ANYTHING)]
+  if meta.get('choices'):
+    likely.append(st.sampled_from(meta['choices']))
+  if hint is tuple and meta.get('each'):
+    likely.append(st.lists(BY_TYPE[meta['each']], max_size=3).map(tuple))
+  return name, draw(st.one_of(likely))
+
+
+def validate(raw):
+  for section in config_lib.parse(raw).values():
+    algorithm, section = prepare.settle(section)
+    checks.check_config(section, algorithm)
+
+
+def nested(name, value):
+  out = value
+  for part in reversed(name.split('.')):
+    out = {part: out}
+  return out
+
+
+@hypothesis.settings(max_examples=600, deadline=None, derandomize=True, database=None)
+@hypothesis.given(changes(), st.sampled_from(['sft', 'grpo']))
+def test_any_value_of_any_field(change, algorithm):
+  name, value = change
+  raw = {'algorithm': algorithm, 'data': {'path': 'generated:arithmetic'}, 'reward': 'length'}
+  top, _, rest = name.partition('.')
+  over = nested(name, value)
+  raw[top] = {**raw.get(top, {}), **over[top]} if rest and isinstance(raw.get(top, {}), dict) else over[top]
+  begin = time.monotonic()
+  try:
+    validate(raw)
+  except InputError as error:
+    line = str(error)
+    assert '\n' not in line and len(line) < 2000, line
+    assert name.rpartition('.')[2] in line or name.partition('.')[0] in line, (name, value, line)
+  assert time.monotonic() - begin < 10
