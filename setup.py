@@ -97,6 +97,7 @@ setuptools.setup(
       'monitor/report.css',
       'monitor/report.html.jinja',
       'stage/field_names.toml',
+      'tools/compare.html.jinja',
       'tools/view.html',
     ],
     'jaxpost.launch': ['templates/*'],

@@ -20,11 +20,12 @@ VERBS = {
   'serve': "answer as OpenAI's API does, on loopback",
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
   'view': 'show the episodes of a run: prompts, completions, rewards, tokens',
+  'compare': 'compare runs: configs, rewards on shared prompts, the first sample that differs',
   'export': 'write a checkpoint as a Hugging Face folder',
   'plan': 'compile a run for a described machine: fits, seconds, cost',
   'bench': 'time the standard workload on this machine',
 }
-WORDS = {'bench': 1, 'local': 99, 'submit': 99}  # arguments that are no flags
+WORDS = {'bench': 1, 'compare': 99, 'local': 99, 'submit': 99}  # arguments that are no flags
 
 
 def main(argv=None):

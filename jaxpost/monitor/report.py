@@ -43,9 +43,9 @@ NAMES = {
 }
 
 
-def _number(x: Any) -> str:
+def number(x: Any) -> str:
   """Returns a value of metrics as text; a number that was not finite is None there."""
-  if x is None:
+  if x is None or x != x:
     return 'not finite'
   if isinstance(x, bool) or not isinstance(x, (int, float)):
     return str(x)
@@ -148,7 +148,7 @@ def _pick(items: list, most: int) -> list:
   return [items[i * last // max(1, count - 1)] for i in range(count)]
 
 
-def _chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
+def chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
   """A figure with one line per split; at most `most` points can be hovered.
 
   Every x and y is a share of the frame: (0, 0) is its upper left corner, (1, 1) its lower right.
@@ -204,8 +204,8 @@ def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     zero = all(value == 0 for points in series.values() for _, value in points)
-    if chart := _chart(key, series, most):
-      charts.append(chart | {'folded': zero or key in in_train and key not in NAMES})
+    if made := chart(key, series, most):
+      charts.append(made | {'folded': zero or key in in_train and key not in NAMES})
   return charts
 
 
@@ -269,7 +269,7 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
   values, stages = figures(workdir), _stages(read_rows(workdir / 'metrics.jsonl'))
   table = rich.table.Table('', *map(markup.escape, stages))
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values):
-    table.add_row(markup.escape(NAMES.get(key, key)), *(_number(values.get(f'{key}/{stage}', '')) for stage in stages))
+    table.add_row(markup.escape(NAMES.get(key, key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
     table.add_row(f'{key} over time', *(_sparkline(_values(splits['train'], key)) for splits in stages.values()))
   means = [phases(splits['train']) for splits in stages.values()]
@@ -323,5 +323,5 @@ def _template() -> jinja2.Template:
   """The page in this folder, which escapes what it shows."""
   loader = jinja2.PackageLoader('jaxpost', 'monitor')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': _number, 'duration': _seconds, 'text': _text}
+  made.filters |= {'number': number, 'duration': _seconds, 'text': _text}
   return made.get_template('report.html.jinja')

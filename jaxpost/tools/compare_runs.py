@@ -1,0 +1,244 @@
+"""Compares runs: configs, final figures, curves, rewards on shared prompts, the first sample that differs.
+
+Draws depend on the seed, the step, the prompt and the number of the sample alone, so that two
+runs that differ in one field share prompts and random numbers. Their rewards are then compared
+in pairs, which removes the variance between prompts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.monitor import metrics, report
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import consistency
+from jaxpost.storage import object_store
+
+_LEVEL = 0.95
+_IGNORED = ('log.', 'save.', 'stages')  # fields that change nothing of what a stage computes
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+  """The mean difference of rewards, the second run minus the first, over shared prompts.
+
+  low, high: its 95 % confidence interval, from the means of prompts; nan for a single prompt.
+  """
+
+  stage: str
+  split: str
+  step: int
+  prompts: int
+  samples: int
+  first: float
+  second: float
+  low: float
+  high: float
+
+  @property
+  def difference(self) -> float:
+    """Mean reward of the second run minus that of the first."""
+    return self.second - self.first
+
+
+@dataclasses.dataclass(frozen=True)
+class Parting:
+  """The first sample of the same prompt that differs: its place, and both texts from where they part."""
+
+  stage: str
+  split: str
+  step: int
+  prompt: str
+  sample: int
+  shared: str  # what both begin with
+  first: str
+  second: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """Two runs side by side; `fields` is {stage.field: (first, second)}, `figures` {METRIC/STAGE: (first, second)}."""
+
+  names: tuple[str, str]
+  fields: dict[str, tuple]
+  figures: dict[str, tuple]
+  paired: list[Paired]
+  parting: Parting | None
+
+
+def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
+  """Compares two runs.
+
+  Raises:
+    InputError: one of the folders holds no run.
+  """
+  runs = [_run(first), _run(second)]
+  names = labels([first, second])
+  values = [report.figures(run) for run in runs]
+  keys = [k for k in values[0] | values[1] if not metrics.is_clock_key(k.rpartition('/')[0].removeprefix('eval_'))]
+  paired, parting = [], None
+  for stage, step, rows in _shared_samples(*runs):
+    paired += _pairs(stage, step, rows)
+    parting = parting or _first_difference(stage, step, rows)
+  return Comparison(
+    names,
+    fields=config_difference(*runs),
+    figures={k: (values[0].get(k), values[1].get(k)) for k in keys},
+    paired=paired,
+    parting=parting,
+  )
+
+
+def labels(runs: Sequence[epath.PathLike]) -> tuple[str, ...]:
+  """Returns short names of the folders, all different."""
+  paths = [str(run).rstrip('/').split('/') for run in runs]
+  for count in range(1, max(map(len, paths)) + 1):
+    names = tuple('/'.join(path[-count:]) for path in paths)
+    if len(set(names)) == len(names):
+      return names
+  raise InputError(f'{runs[0]}: is named twice')
+
+
+def _run(path: epath.PathLike) -> epath.Path:
+  path = epath.Path(path).expanduser()
+  if not (path / 'config.json').exists():
+    raise InputError(f'{path}: is no run, it has no config.json')
+  return path
+
+
+def config_difference(first: epath.Path, second: epath.Path) -> dict[str, tuple]:
+  """Returns {stage.field: (first, second)} of the fields that decide what two runs compute."""
+  configs = [config_lib.parse_saved(run / 'config.json') for run in (first, second)]
+  plain = [{name: consistency.spelled(vars(c)) for name, c in stages.items()} for stages in configs]
+  both = [name for name in plain[0] if name in plain[1]]
+  found = consistency.difference(*({name: stages[name] for name in both} for stages in plain))
+  fields = {key: values for key, values in found.items() if not key.partition('.')[2].startswith(_IGNORED)}
+  order = tuple(list(stages) for stages in configs)
+  return ({'stages': order} if order[0] != order[1] else {}) | fields
+
+
+def _shared_samples(first: epath.Path, second: epath.Path) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:
+  """Yields (stage, step, pairs of rows of the same prompt and sample), in the order of training."""
+  stages = [stage for stage in config_lib.parse_saved(first / 'config.json') if (second / 'samples' / stage).exists()]
+  for stage in stages:
+    for path in sorted((first / 'samples' / stage).glob('[0-9]*.jsonl'), key=lambda p: int(p.stem)):
+      other = second / 'samples' / stage / path.name
+      if not other.exists():
+        continue
+      theirs = {_key(row): row for row in metrics.read_growing(other)}
+      rows = [(row, theirs[_key(row)]) for row in metrics.read_growing(path) if _key(row) in theirs]
+      if rows:
+        yield stage, int(path.stem), rows
+
+
+def _key(row: Mapping) -> tuple:
+  return row.get('split'), json.dumps(row.get('prompt')), row.get('prompt_index'), row.get('sample', 0)
+
+
+def _pairs(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Iterator[Paired]:
+  """Yields the paired difference of each split with rewards."""
+  by_split: dict[str, dict] = collections.defaultdict(lambda: collections.defaultdict(list))
+  for one, two in rows:
+    values = one.get('reward'), two.get('reward')
+    if None not in values:
+      by_split[one['split']][_key(one)[1:3]].append(values)
+  for split, prompts in by_split.items():
+    means = [tuple(statistics.fmean(v) for v in zip(*values)) for values in prompts.values()]
+    differences = [two - one for one, two in means]
+    middle, half = statistics.fmean(differences), half_width(differences)
+    first, second = (statistics.fmean(v) for v in zip(*means))
+    yield Paired(
+      stage,
+      split,
+      step,
+      prompts=len(means),
+      samples=sum(map(len, prompts.values())),
+      first=first,
+      second=second,
+      low=middle - half,
+      high=middle + half,
+    )
+
+
+def half_width(values: Sequence[float]) -> float:
+  """Returns half of the 95 % confidence interval of a mean, by Student's t; nan for fewer than two values."""
+  if len(values) < 2:
+    return math.nan
+  return _student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _student_t(freedom: int) -> float:
+  """The quantile (1 + 0.95) / 2 of Student's t: exact for 1 and 2 degrees of freedom, else by expansion.
+
+  Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+  """
+  p = (1 + _LEVEL) / 2
+  if freedom == 1:
+    return math.tan(math.pi * (p - 0.5))
+  if freedom == 2:
+    a = 2 * p - 1
+    return a * math.sqrt(2 / (1 - a * a))
+  z, n = statistics.NormalDist().inv_cdf(p), freedom
+  terms = (
+    (z**3 + z) / 4,
+    (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+    (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+  )
+  return z + sum(term / n ** (i + 1) for i, term in enumerate(terms))
+
+
+def _first_difference(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Parting | None:
+  for one, two in rows:
+    texts = str(one.get('completion')), str(two.get('completion'))
+    if texts[0] != texts[1]:
+      same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
+      return Parting(
+        stage,
+        one.get('split', 'train'),
+        step,
+        prompt=str(one.get('prompt')),
+        sample=one.get('sample', 0),
+        shared=texts[0][:same],
+        first=texts[0][same:],
+        second=texts[1][same:],
+      )
+  return None
+
+
+def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
+  """Writes one HTML page: each run against the first, and the curves of all with common axes."""
+  paths = [_run(run) for run in runs]
+  names = labels(runs)
+  rows = {name: metrics.read_rows(path / 'metrics.jsonl') for name, path in zip(names, paths)}
+  loader = jinja2.PackageLoader('jaxpost', 'tools')
+  made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+  made.filters |= {'number': report.number}
+  text = made.get_template('compare.html.jinja').render(
+    names=names,
+    comparisons=[compare(runs[0], run) for run in runs[1:]],
+    charts=list(_charts(rows)),
+    labels=report.NAMES,
+  )
+  object_store.write(epath.Path(out), text.encode('utf-8', 'replace'))
+
+
+def _charts(rows: Mapping[str, list[dict]]) -> Iterator[dict[str, Any]]:
+  """Yields a chart for each stage, split and headline metric, with a line for each run."""
+  places = dict.fromkeys((row['stage'], row['split']) for found in rows.values() for row in found)
+  for stage, split in places:
+    mine = {n: [r for r in found if (r['stage'], r['split']) == (stage, split)] for n, found in rows.items()}
+    for key in report.NAMES:
+      series = {n: [(r['step'], r[key]) for r in found if key in r] for n, found in mine.items()}
+      if chart := report.chart(key, {n: points for n, points in series.items() if points}, most=60):
+        yield chart | {'where': f'{stage}, {split}'}

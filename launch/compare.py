@@ -1,0 +1,62 @@
+"""Compares runs with the first of them.
+
+  python -m launch.compare runs/a runs/b
+  python -m launch.compare runs/a runs/b runs/c --out=compare.html
+
+Prints the fields in which the configs differ, final figures, the difference of rewards on
+prompts that both runs sampled in the same step, with a 95 % confidence interval, and the first
+sample where the runs part. --out writes one HTML page with the curves of all. Uses no device.
+"""
+
+from absl import flags
+
+from jaxpost.errors import InputError
+
+_OUT = flags.DEFINE_string('out', '', 'HTML page to write, too.')
+_STEPS = flags.DEFINE_integer('steps', 8, 'Paired differences to print, of the last steps.', lower_bound=1)
+
+
+def main(argv):
+  """Prints each comparison."""
+  runs = argv[1:]
+  if len(runs) < 2:
+    raise InputError('name two or more folders of runs: launch.compare RUN RUN')
+  import rich.console
+  import rich.table
+  from rich import markup
+
+  from jaxpost.monitor import report
+  from jaxpost.tools import compare_runs
+
+  console = rich.console.Console(highlight=False)
+  for run in runs[1:]:
+    found = compare_runs.compare(runs[0], run)
+    heads = [markup.escape(name) for name in found.names]
+    table = rich.table.Table('config', *heads)
+    for key, values in found.fields.items():
+      table.add_row(markup.escape(key), *(markup.escape(repr(value)) for value in values))
+    console.print(table if found.fields else 'config: no field that decides what is computed differs')
+    table = rich.table.Table('final figures', *heads)
+    for key, values in found.figures.items():
+      table.add_row(markup.escape(key), *('' if value is None else report.number(value) for value in values))
+    console.print(table)
+    for p in found.paired[-_STEPS.value :]:
+      console.out(
+        f'reward, {p.stage} {p.split} step {p.step}: {report.number(p.first)} and {report.number(p.second)}, '
+        f'difference {report.number(p.difference)} (95 %: {report.number(p.low)} to {report.number(p.high)}; '
+        f'{p.prompts} shared prompts, {p.samples} pairs)'
+      )
+    if not found.paired:
+      console.out('reward: no prompt was sampled in the same step of both')
+    if part := found.parting:
+      console.out(f'they part in {part.stage} {part.split} step {part.step}, sample {part.sample} of {part.prompt!r}')
+      console.out(f'  both: {part.shared!r}\n  {found.names[0]}: {part.first!r}\n  {found.names[1]}: {part.second!r}')
+  if _OUT.value:
+    compare_runs.write_page(runs, _OUT.value)
+    console.out(_OUT.value)
+
+
+if __name__ == '__main__':
+  from . import exits
+
+  exits.run(main, words=99)

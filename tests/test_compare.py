@@ -1,0 +1,113 @@
+"""Runs side by side: configs, paired differences, where they part, the page."""
+
+import html.parser
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import pytest
+import scipy.stats
+from test_report import make_run
+from test_view import row, write
+
+from jaxpost.errors import InputError
+from jaxpost.stage.config import defaults
+from jaxpost.tools import compare_runs
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+NAMES = ('a', 'b')
+
+
+@pytest.fixture
+def runs(tmp_path):
+  """Two runs with the same prompts: the second has 1 more reward in prompt 1, and says the same until step 2."""
+  for name, lr in zip(NAMES, (1e-3, 2e-3)):
+    run = tmp_path / name
+    make_run(run, stages=('grpo',), steps=4)
+    config = defaults() | {'algorithm': 'grpo'}
+    config['optim'] |= {'lr': lr}
+    config['log'] |= {'every': 7 if name == 'a' else 9}
+    (run / 'config.json').write_text(json.dumps(config))
+    for step in (1, 2):
+      rows = [row(step, p, s, reward=float(s == 0) + (p == 1) * (name == 'b')) for p in range(3) for s in range(4)]
+      if step == 2 and name == 'b':
+        rows[6]['completion'] = rows[6]['completion'].replace('said 2', 'said two')
+      write(run, step, rows)
+  return [tmp_path / name for name in NAMES]
+
+
+def test_config_without_what_changes_nothing(runs):
+  assert compare_runs.compare(*runs).fields == {'grpo.optim.lr': (1e-3, 2e-3)}
+
+
+def test_a_stage_that_only_one_has_is_one_line(runs):
+  config = json.loads((runs[1] / 'config.json').read_text())
+  (runs[1] / 'config.json').write_text(json.dumps(config | {'stages': ['sft', 'grpo'], 'sft': {}, 'grpo': {}}))
+  assert compare_runs.compare(*runs).fields['stages'] == (['grpo'], ['sft', 'grpo'])
+  assert len(compare_runs.compare(*runs).fields) == 2
+
+
+def test_paired_difference(runs):
+  first, second = compare_runs.compare(*runs).paired
+  assert (first.step, second.step, first.prompts, first.samples) == (1, 2, 3, 12)
+  assert first.first == pytest.approx(0.25) and first.difference == pytest.approx(1 / 3)
+  by_prompt = [0.0, 1.0, 0.0]
+  half = scipy.stats.t.ppf(0.975, 2) * statistics.stdev(by_prompt) / math.sqrt(3)
+  assert (first.low, first.high) == pytest.approx((1 / 3 - half, 1 / 3 + half))
+
+
+@pytest.mark.parametrize('freedom', [1, 2, 3, 5, 10, 31, 255])
+def test_quantile_of_student(freedom):
+  assert compare_runs._student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), rel=0.004)
+
+
+def test_one_prompt_has_no_interval():
+  assert math.isnan(compare_runs.half_width([1.0]))
+
+
+def test_other_prompts_are_not_paired(runs):
+  write(runs[1], 1, [row(1, 9, s) for s in range(4)])
+  assert [p.step for p in compare_runs.compare(*runs).paired] == [2]
+
+
+def test_samples_without_reward_are_not_paired(runs):
+  rows = [row(1, p, s, reward=None if p else 1.0) for p in range(3) for s in range(4)]
+  write(runs[1], 1, rows)
+  assert compare_runs.compare(*runs).paired[0].prompts == 1
+
+
+def test_where_they_part(runs):
+  part = compare_runs.compare(*runs).parting
+  assert (part.step, part.sample, part.shared) == (2, 2, 'said ')
+  assert part.first.startswith('2 1') and part.second.startswith('two 1')
+
+
+def test_labels_differ():
+  assert compare_runs.labels(['x/one/run', 'x/two/run/']) == ('one/run', 'two/run')
+  with pytest.raises(InputError, match='twice'):
+    compare_runs.labels(['x/run', 'x/run'])
+
+
+def test_the_page_needs_nothing_else(runs, tmp_path):
+  compare_runs.write_page(runs, tmp_path / 'c.html')
+  text = (tmp_path / 'c.html').read_text('utf-8')
+  assert '<script' not in text and 'http' not in text and 'grpo.optim.lr' in text
+  parser = html.parser.HTMLParser()
+  parser.feed(text)
+  assert text.count('<path fill="none"') >= 4 and 'said' in text
+
+
+def test_the_command(runs, tmp_path):
+  def call(*words):
+    command = [sys.executable, '-m', 'launch.compare', *map(str, words)]
+    return subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100)
+
+  done = call(*runs, f'--out={tmp_path / "c.html"}')
+  assert done.returncode == 0, done.stderr
+  assert 'difference 0.3333' in done.stdout and 'they part in grpo train step 2, sample 2' in done.stdout
+  assert call(runs[0]).returncode == 2
+  done = call(runs[0], tmp_path)
+  assert done.returncode == 2 and 'config.json' in done.stderr
