@@ -170,13 +170,14 @@ def settle_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) 
   """
   names = [n for n in raw.get('stages') or () if isinstance(raw.get(n), dict)]
   blocks = {'': raw} | {n: raw[n] for n in names}
-  auto = [n for n, block in blocks.items() if (block.get('model') or {}).get('dtype') == 'auto']
+  models = {n: block.get('model') or {} for n, block in blocks.items()}
+  auto = [n for n, model in models.items() if model.get('dtype', '' if n else 'auto') == 'auto']
   if not auto:
     return raw
   from jaxpost.hardware import probe
 
   dtype = probe.settle_dtype(workdir / 'config.json', auto, console)
-  settled = {n: blocks[n] | {'model': blocks[n]['model'] | {'dtype': dtype}} for n in auto}
+  settled = {n: blocks[n] | {'model': models[n] | {'dtype': dtype}} for n in auto}
   return settled.pop('', dict(raw)) | settled
 
 
@@ -286,6 +287,7 @@ def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:
     tokens_per_step=placed.shape.rows * placed.shape.row_length,
     rows=placed.ledger.rows,
     memory=stage.memory_usage.predicted,
+    choices=placed.choices,
   )
 
 

@@ -63,6 +63,13 @@ def watched(model, folder, monkeypatch, **over):
 
 def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
   plan, rows, lived, _ = watched(model, tmp_path / 'run', monkeypatch)
+  assert plan['choices'] == {
+    'model.dtype': 'float32',
+    'model.attention': 'chunked (cpu)',
+    'model.remat': 'none (cpu)',
+    'train.micro_batch_size': '32 (cpu)',
+    'rollout.block': '8 (cpu)',
+  }
   found = plan['memory']
   assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(found)
   assert found['peak'] == max(found.values())

@@ -84,6 +84,10 @@ def test_stages_of_their_own_type(tmp_path, monkeypatch):
   found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
   assert found['a']['model']['dtype'] == 'float32'
   assert found['model']['dtype'] == 'bfloat16' and found['b'] == {}
+  # Where no type is given, it is chosen, once for all stages that have none.
+  for raw in ({}, dict(model=dict(preset='tiny'), stages=('a',), a=dict(model=dict(path='x')))):
+    found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
+    assert found == raw | {'model': raw.get('model', {}) | {'dtype': 'float32'}}
 
 
 BOTH = """

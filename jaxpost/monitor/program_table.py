@@ -30,13 +30,21 @@ def peak_flops(devices: Sequence[jax.Device]) -> float:
 
 
 def make_plan(
-  stage: str, cfg: ModelConfig, layouts: dict[str, Layout], tokens_per_step: int, rows: list[dict], memory: dict
+  *,
+  stage: str,
+  cfg: ModelConfig,
+  layouts: dict[str, Layout],
+  tokens_per_step: int,
+  rows: list[dict],
+  memory: dict,
+  choices: dict[str, str],
 ) -> dict:
   """Returns a JSON record of the programs of a stage.
 
   Args:
     rows: one per program; see `programs.compile.Ledger`.
     memory: {program: most bytes in use on a device while it runs}.
+    choices: {config field: what is used, and what decided it}.
   """
   device = jax.devices()[0]
   return dict(
@@ -50,6 +58,7 @@ def make_plan(
     tokens_per_step=tokens_per_step,
     programs=rows,
     memory=memory,
+    choices=choices,
   )
 
 
@@ -73,7 +82,7 @@ def one_line(plan: dict) -> str:
   return (
     f'{plan["stage"]}: {metrics.short_number(plan["parameters"])} parameters, compiled {count} programs '
     f'({seconds:.0f} s); mesh: {mesh_text(plan["mesh"])}; at most {_mib(plan["memory"]["peak"])} a device '
-    '(plan.json has each; --verbose prints them)'
+    f'(plan.json has each; --verbose prints them); {", ".join(f"{k} {v}" for k, v in plan["choices"].items())}'
   )
 
 

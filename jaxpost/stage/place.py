@@ -74,6 +74,22 @@ class PlacedStage:
     """Tokens that the sampler decodes in each slot per dispatch."""
     return self.config.rollout.block or self.compute.decode_block
 
+  @property
+  def choices(self) -> dict[str, str]:
+    """What is used for fields that a config may leave open, and whether it or the platform decided; for plan.json."""
+    config, compute = self.config, self.compute
+    used = {
+      'model.attention': (config.model.attention != 'auto', compute.attention),
+      'model.remat': (config.model.remat != 'auto', compute.remat),
+      'train.micro_batch_size': (config.train.micro_batch_size, self.shape.micro_rows),
+    }
+    if self.algorithm.on_policy:
+      used['rollout.block'] = (config.rollout.block, self.decode_block)
+    out = {k: f'{x} ({"config" if given else compute.platform})' for k, (given, x) in used.items()}
+    if compute.rejected_shapes:
+      out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
+    return {'model.dtype': compute.dtype} | out
+
 
 def place_stage(
   prepared: PreparedStage, devices: Sequence[jax.Device] | None = None, ledger: Ledger | None = None

@@ -21,10 +21,10 @@ class ModelSection:
   )
   tokenizer: str = option('', "Folder of a tokenizer or 'bytes'; '': that of `path`, or 'bytes' for a random model.")
   dtype: str = option(
-    'bfloat16',
+    'auto',
     'Type of the operands of matrix products; float32 is exact; float16, with loss scaling, is for GPUs '
-    'before Ampere; auto: the fastest on this machine, measured at the start of a run.',
-    choices=('bfloat16', 'float32', 'float16', 'auto'),
+    'before Ampere; auto: float16 on those, bfloat16 on other accelerators, the faster one on CPUs.',
+    choices=('auto', 'bfloat16', 'float32', 'float16'),
   )
   param_dtype: str = option(
     'float32',
