@@ -7,6 +7,10 @@ teacher is `config.rl.reference`. If there is a reward, the advantages of GRPO a
 added, and `config.rl.kl_coef` weighs the teacher; without one, all rewards are 0,
 and a prompt needs one completion only. `distill.py: GKD` learns the whole
 distribution of the teacher instead.
+
+With `config.rl.privileged` the teacher reads another prompt, from a column of the data
+that holds a solution or feedback as well; without a reference it is the policy itself
+(self-distillation: OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802).
 """
 
 from __future__ import annotations
@@ -24,10 +28,17 @@ if TYPE_CHECKING:
 
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
-  refuse(not config.rl.reference, 'config.rl.reference: is empty; name the teacher, a folder or RUN[@step]')
+  refuse(
+    not (config.rl.reference or config.rl.privileged),
+    'config.rl.reference: is empty; name the teacher, a folder or RUN[@step], or rl.privileged for self-distillation',
+  )
+  refuse(
+    bool(config.rl.privileged) and bool(config.environment or config.router.routing_replay),
+    'config.rl.privileged: goes with neither an environment nor router.routing_replay, which belong to one prompt',
+  )
   refuse(not config.rl.kl_coef, 'config.rl.kl_coef: 0 leaves the teacher out; 1 is usual')
   # GRPO refuses a reference that is another model, as it checks no tokenizer.
-  config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reference=''))
+  config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reference='', privileged=''))
   is_graded = config.rewards_tuple() or config.environment
   refuse(
     bool(config.rl.curriculum) and not is_graded,

@@ -147,6 +147,7 @@ def fields_read(rl: RlSection) -> set[str]:
     'length_alpha': rl.advantage == 'gae',
     'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
     'reference': False,
+    'privileged': False,
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
     'kl_horizon': rl.kl_target > 0,

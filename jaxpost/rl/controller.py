@@ -17,14 +17,13 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching, dynamic_sampling, reward_metrics
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, varied
 from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
-from jaxpost.types import Batch, Credit, Experience, Item, Rollout, RowShape, Scores, Update
+from jaxpost.rl.scoring import Scorer
+from jaxpost.types import Batch, Credit, Experience, Item, RowShape, Scores, Update
 
 if typing.TYPE_CHECKING:  # passed in
   from jaxpost.algorithms.base import Algorithm
@@ -61,6 +60,9 @@ class Controller:
   memory: dict = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
+    self.scorer = Scorer(
+      self.algorithm, self.config, self.roles, self.timer, self.step_shape, tokenizer=self.grader.tokenizer
+    )
     self.rollouts = RolloutQueue(self.sample, self.config, self.roles, self.grader, self.timer, engine=self.engine)
 
   def __iter__(self) -> Controller:
@@ -69,10 +71,10 @@ class Controller:
   def __next__(self) -> Item:
     """Makes what the next step trains on."""
     pending = self.rollouts.take(self.step)  # calls `sample`, which starts grading
-    device_scores = self.start_scores(pending.rollout)
+    device_scores = self.scorer.start(pending.rollout)
     # While the devices score and the workers grade, later steps are sampled.
     self.rollouts.prefetch(self.step)
-    scores = self.fetch_scores(pending.rollout, device_scores)
+    scores = self.scorer.fetch(pending.rollout, device_scores)
     graded = self.grade(pending, scores)
     experience = self.make_experience(graded, scores)
     with self.timer('pack'):
@@ -112,39 +114,6 @@ class Controller:
         greedy = self.sampler(prompts, 1, step, on_dispatch, temperature=0.0)
     with self.timer('pack'):
       return self.grader.submit(rollout, greedy, info)
-
-  def start_scores(self, rollout: Rollout) -> Scores:
-    """Dispatches the programs of the roles that the algorithm needs; does not wait."""
-    roles, wanted = self.roles, self.algorithm.scores(self.config)
-    if not wanted and not roles.reward_model:
-      return Scores()
-    with self.timer('pack'):
-      mask = batching.completion_mask(rollout)
-      batch = roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, *self.step_shape))
-    found = {}
-    with self.timer('score'):
-      if {'old_logprobs', 'entropy'} & {*wanted} or ('values' in wanted and not roles.critic):
-        outputs = roles.policy.score(batch)
-        found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
-        found = {name: x for name, x in found.items() if name in wanted}
-      if 'ref_logprobs' in wanted:  # for the KL term
-        found['ref_logprobs'] = roles.reference(batch).logprobs
-      if 'values' in wanted:
-        values = roles.critic.score(batch).values if roles.critic else found['values']
-        # The state before a token ends with the token to its left.
-        found['values'] = jnp.roll(values, 1, axis=2)
-      if roles.reward_model:
-        found['reward_model'] = roles.reward_model(batch).values
-    self.timer.watch('score', found)
-    return Scores(**found)
-
-  def fetch_scores(self, rollout: Rollout, scores: Scores) -> Scores:
-    """Waits for the scores: rows on the devices -> [N, C] on the host."""
-    arrays = scores.computed()
-    if arrays:
-      with self.timer('score'):
-        arrays = to_host(arrays)
-    return Scores(**{name: batching.from_rows(rollout, x, *self.step_shape) for name, x in arrays.items()})
 
   def grade(self, pending: PendingRollout, scores: Scores) -> GradedRollout:
     """Waits for the reward functions and adds the reward model's output."""

@@ -114,6 +114,9 @@ class RlSection:
     choices=('', 'token', 'sequence', 'constant'),
   )
   reference: str = option('', "Folder or RUN[@step] of the teacher of opd; '': the policy as the stage begins.")
+  privileged: str = option(
+    '', 'Column with a prompt that tells the teacher of opd more than the student sees (self-distillation).'
+  )
   kl_coef: float = option(
     -1.0, "Weight of the KL divergence from the reference model; -1: the method's own.", lo=-1.0, auto=0.0
   )

@@ -1,0 +1,85 @@
+"""Scores of a rollout by the roles: log-probs, entropies, values and outputs of a reward model.
+
+Legend: N sequences, C completion tokens, M micro-batches, B rows, T row length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import jax.numpy as jnp
+
+from jaxpost.distributed.transfer import to_host
+from jaxpost.rl import batching
+from jaxpost.types import Batch, Rollout, RowShape, Scores
+
+if typing.TYPE_CHECKING:  # passed in
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.monitor.timeline import Timeline
+  from jaxpost.roles import Roles
+
+
+@dataclasses.dataclass
+class Scorer:
+  """Runs the programs of the roles that an algorithm needs on whole rollouts.
+
+  Attributes:
+    shape: of a batch of all sequences of a step.
+    tokenizer: of the prompts of a privileged teacher.
+  """
+
+  algorithm: Algorithm
+  config: typing.Any
+  roles: Roles
+  timer: Timeline
+  shape: RowShape
+  tokenizer: Tokenizer
+
+  def start(self, rollout: Rollout) -> Scores:
+    """Dispatches the programs, and does not wait: scores [M, B / M, T] on the devices."""
+    roles, wanted = self.roles, self.algorithm.scores(self.config)
+    if not wanted and not roles.reward_model:
+      return Scores()
+    with self.timer('pack'):
+      batch = self._placed(rollout)
+      of_teacher = self._placed(self.seen_by_teacher(rollout)) if self.config.rl.privileged else batch
+    found = {}
+    with self.timer('score'):
+      if {'old_logprobs', 'entropy'} & {*wanted} or ('values' in wanted and not roles.critic):
+        outputs = roles.policy.score(batch)
+        found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
+        found = {name: x for name, x in found.items() if name in wanted}
+      if 'ref_logprobs' in wanted:  # for the KL term
+        found['ref_logprobs'] = roles.reference(of_teacher).logprobs
+      if 'values' in wanted:
+        values = roles.critic.score(batch).values if roles.critic else found['values']
+        # The state before a token ends with the token to its left.
+        found['values'] = jnp.roll(values, 1, axis=2)
+      if roles.reward_model:
+        found['reward_model'] = roles.reward_model(batch).values
+    self.timer.watch('score', found)
+    return Scores(**found)
+
+  def fetch(self, rollout: Rollout, scores: Scores) -> Scores:
+    """Waits for the scores: rows on the devices -> [N, C] on the host."""
+    arrays = scores.computed()
+    if arrays:
+      with self.timer('score'):
+        arrays = to_host(arrays)
+    rows = dict.fromkeys(arrays, rollout)
+    if self.config.rl.privileged and 'ref_logprobs' in arrays:
+      rows['ref_logprobs'] = self.seen_by_teacher(rollout)
+    return Scores(**{name: batching.from_rows(rows[name], x, *self.shape) for name, x in arrays.items()})
+
+  def seen_by_teacher(self, rollout: Rollout) -> Rollout:
+    """The completions after the prompts of `config.rl.privileged`."""
+    from jaxpost.rl import privileged
+
+    return privileged.rollout_of_teacher(rollout, self.config, self.tokenizer)
+
+  def _placed(self, rollout: Rollout) -> Batch:
+    """The whole rollout on the devices of the policy."""
+    mask = batching.completion_mask(rollout)
+    return self.roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, *self.shape))

@@ -1,0 +1,96 @@
+"""Self-distillation: the teacher is the policy with a prompt that says more (OPSD, SDPO)."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+from jaxpost.losses import head_chunk
+from jaxpost.rl import privileged
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Prompt, Rollout
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def stream_of(folder, tmp_path, hint, **over):
+  """(policy, stream) on sums whose teacher sees `hint` of the sum."""
+  sums = [f'{a}+{a + 1}=' for a in range(8)]
+  (tmp_path / 'data.jsonl').write_text('\n'.join(json.dumps({'prompt': x, 'hint': hint(x)}) for x in sums))
+  rl = dict(privileged='hint', kl_coef=1.0)
+  config = tiny.grpo_config(folder, algorithm='opd', reward='', data=dict(path=str(tmp_path / 'data.jsonl')), rl=rl)
+  return jaxpost.policy_and_stream(tiny.merged(config, over))
+
+
+def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path):
+  policy, stream = stream_of(folder, tmp_path, lambda x: f'It is {eval(x[:-1])}. {x}')
+  try:
+    experience = next(stream).experience
+  finally:
+    stream.close()
+  rollout, tokenizer = experience.rollout, tokenizer_lib.load('bytes')
+  size = len(rollout.lengths) // len(rollout.prompts)
+  for n in (0, size, len(rollout.lengths) - 1):
+    prompt = privileged.chat.encode_prompt(tokenizer, rollout.prompts[n // size].columns['hint'], {}, '')
+    answer = rollout.completions[n, : rollout.lengths[n]]
+    row = np.concatenate([prompt, answer])[None]
+    hidden = tiny.hidden(policy.model, policy.params, row)[:, len(prompt) - 1 : -1]
+    logits = head_chunk.logits(hidden, policy.model.head(policy.params), policy.model.config.logit_form, 'float32')
+    logp = jax.nn.log_softmax(logits[0, :, : policy.model.config.vocab_size])[np.arange(len(answer)), answer]
+    np.testing.assert_allclose(experience.arrays['ref_logprobs'][n, : len(answer)], logp, rtol=1e-4, atol=1e-4)
+  assert np.abs(experience.arrays['ref_logprobs'] - experience.arrays['old_logprobs']).max() > 1e-3
+
+
+def test_a_teacher_that_sees_the_same_has_nothing_to_teach(folder, tmp_path):
+  _, stream = stream_of(folder, tmp_path, lambda x: x)
+  try:
+    item = next(stream)
+  finally:
+    stream.close()
+  assert np.abs(item.credit.arrays['advantages']).max() < 1e-5 and item.info['kl'] == pytest.approx(0, abs=1e-6)
+
+
+def rollout_with(**columns):
+  empty = np.zeros((1, 2), np.float32)
+  prompts = (Prompt(3, np.zeros(1, np.int32), 'x', columns),)
+  return Rollout(prompts, empty.astype(int), np.array([2]), empty, empty, np.array([True]))
+
+
+def config_of(**over):
+  over = tiny.merged(dict(algorithm='opd', reward='', rl=dict(privileged='hint')), over)
+  config = config_lib.resolve(
+    next(iter(config_lib.parse(over).values())), algorithms.load_algorithm(over['algorithm']).defaults
+  )
+  algorithms.load_algorithm(over['algorithm']).check(config)
+  return config
+
+
+@pytest.mark.parametrize(
+  'columns, message', [({'answer': '4'}, "prompt 3 has no column 'hint'; known: answer"), ({'hint': 'y' * 99}, 'raise')]
+)
+def test_prompts_that_are_missing_or_too_long(columns, message):
+  config = config_of(rollout=dict(max_prompt_length=20))
+  with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
+    privileged.rollout_of_teacher(rollout_with(**columns), config, tokenizer_lib.load('bytes'))
+
+
+@pytest.mark.parametrize(
+  'over, message',
+  [
+    (dict(environment='x'), 'config.rl.privileged: goes with neither'),
+    (dict(algorithm='grpo', reward='x', rl=dict(kl_coef=0.1)), 'config.rl.privileged: .* would ignore it'),
+    (dict(rl=dict(privileged='')), 'config.rl.reference: is empty'),
+  ],
+)
+def test_what_has_no_second_prompt_is_refused(over, message):
+  with pytest.raises(InputError, match=message):
+    config_of(**over)
