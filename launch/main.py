@@ -21,6 +21,8 @@ VERBS = {
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
   'view': 'show the episodes of a run: prompts, completions, rewards, tokens',
   'compare': 'compare runs: configs, rewards on shared prompts, the first sample that differs',
+  'chat': 'talk with a checkpoint, a model folder or an adapter',
+  'doctor': 'say what this machine has for a run, and what to mend',
   'export': 'write a checkpoint as a Hugging Face folder',
   'plan': 'compile a run for a described machine: fits, seconds, cost',
   'bench': 'time the standard workload on this machine',

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from jaxpost.data import chat
-from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.stage import on_policy
@@ -33,10 +32,7 @@ def chat_loop(weights: Weights, draws: Draws, mesh: str, first: Iterable[str], a
     out: gets the answers as they are decoded.
   """
   tokenizer = weights.inputs.tokenizer
-  messages = []
-  system = weights.inputs.config.data.system_prompt
-  if system:
-    messages.append({'role': 'system', 'content': system})
+  messages = begin(weights.inputs.config.data.system_prompt)
   # A template that cannot render a chat is reported before a model is loaded.
   chat.encode_prompt(tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   engine = make_engine(
@@ -48,12 +44,47 @@ def chat_loop(weights: Weights, draws: Draws, mesh: str, first: Iterable[str], a
     top_logprobs=draws.top_logprobs,
   )
   for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
+    if text.startswith('/'):
+      left = command(text, messages, out)
+      if left is None:
+        return
+      messages = left
+      continue
     messages.append({'role': 'user', 'content': text})
     ids = chat.encode_prompt(tokenizer, messages, {}, '--chat')
     if len(ids) > _CONTEXT:
-      raise InputError(f'--chat: {len(ids)} tokens are more than the {_CONTEXT} that a chat may have; begin a new one')
+      messages.pop()
+      out.write(f'{len(ids)} tokens are more than the {_CONTEXT} that a chat may have; /reset begins a new one\n')
+      continue
     answer = _answer(engine, tokenizer, Prompt(turn, ids, messages, {}), draws, out)
     messages.append({'role': 'assistant', 'content': answer})
+
+
+HELP = '/reset: begin anew; /system TEXT: begin anew with this system message; /exit or Ctrl-D: end'
+
+
+def begin(system: str) -> list[dict]:
+  """Returns the messages of a new chat; `system` may be ''."""
+  return [{'role': 'system', 'content': system}] if system else []
+
+
+def command(text: str, messages: list[dict], out: TextIO) -> list[dict] | None:
+  """Does what a line that begins with / asks for.
+
+  Returns:
+    The messages to go on with; None to end the chat.
+  """
+  name, _, rest = text[1:].partition(' ')
+  if name == 'exit':
+    return None
+  if name == 'reset':
+    out.write('a new chat\n')
+    return [m for m in messages[:1] if m['role'] == 'system']
+  if name == 'system':
+    out.write('a new chat with this system message\n' if rest.strip() else 'a new chat without a system message\n')
+    return begin(rest.strip())
+  out.write(f'{HELP}\n')
+  return messages
 
 
 def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: Draws, out: TextIO) -> str:

@@ -1,0 +1,104 @@
+"""What this machine has for a run, and what to mend: versions, devices, memory, kernels, disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.util
+import pathlib
+import resource
+import shutil
+import sys
+
+import jax
+
+from jaxpost.hardware import chips, host
+from jaxpost.monitor import start
+
+_OPTIONAL = {
+  'pyarrow': ('data', 'parquet and arrow files'),
+  'array_record': ('data', 'array_record files'),
+  'math_verify': ('math', 'the reward math_verify'),
+  'jsonschema': ('rewards', 'the reward json_schema'),
+  'wandb': ('wandb', 'config.log.wandb'),
+}
+_GIB = 2**30
+_FEW_FILES = 1024  # a run with many workers has more files open
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One line: what was looked at, what was found, and what to do; '' where nothing is wrong."""
+
+  what: str
+  found: str
+  fix: str = ''
+
+
+def examine(workdir: str) -> list[Finding]:
+  """Returns what was found on this machine; runs small programs on its devices.
+
+  Args:
+    workdir: where runs are to be written; it need not be there yet.
+  """
+  return [*_software(), *_devices(), *_kernels(), *_host(workdir)]
+
+
+def _software() -> list[Finding]:
+  found = ', '.join(f'{name} {version}' for name, version in start.versions().items())
+  python = f'{sys.version_info.major}.{sys.version_info.minor}'
+  fix = '' if sys.version_info >= (3, 11) else 'jaxpost needs Python 3.11 or newer'
+  out = [Finding('Python', python, fix), Finding('versions', found), Finding('commit', start.commit() or 'no clone')]
+  missing = [f'{use} (pip install jaxpost[{extra}])' for name, (extra, use) in _OPTIONAL.items() if not _has(name)]
+  return [*out, Finding('not installed', '; '.join(missing) or 'nothing that is optional')]
+
+
+def _has(module: str) -> bool:
+  return importlib.util.find_spec(module) is not None
+
+
+def _devices() -> list[Finding]:
+  devices = jax.local_devices()
+  kind, platform = devices[0].device_kind, devices[0].platform
+  fix = ''
+  if platform == 'cpu' and glob.glob('/dev/nvidia[0-9]*'):
+    fix = "there is an NVIDIA GPU that JAX does not use; pip install -e '.[cuda]', and unset JAX_PLATFORMS"
+  elif platform == 'cpu' and (glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')):
+    fix = "there may be a TPU that JAX does not use; pip install -e '.[tpu]', and unset JAX_PLATFORMS"
+  out = [Finding('devices', f'{len(devices)} x {kind} ({platform})', fix)]
+  stats = devices[0].memory_stats() or {}
+  if 'bytes_limit' in stats:
+    used = f'{stats["bytes_in_use"] / _GIB:.1f} of {stats["bytes_limit"] / _GIB:.1f} GiB in use'
+    out.append(Finding('device memory', used))
+  known = chips.of_kind(kind)
+  if platform != 'cpu' and not known:
+    out.append(Finding('peak', 'unknown', f'{kind} is not in hardware/chips.py, so there is no MFU and no plan for it'))
+  return out
+
+
+def _kernels() -> list[Finding]:
+  """The attention kernel of this platform on a small shape, against XLA's attention."""
+  from jaxpost.hardware import kernel_check
+  from jaxpost.matmul import compute_for
+  from jaxpost.models import attention, presets
+
+  compute = compute_for(jax.default_backend(), 'bfloat16', 'none', 'auto')
+  if not attention.uses_kernel(compute):
+    return [Finding('attention', f"{compute.attention}: XLA's own, nothing to check")]
+  settled = kernel_check.settle(compute, [(presets.PRESETS['tiny'], 256, 1)])
+  wrong = '' if settled == compute else 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
+  return [Finding('attention', compute.attention, wrong)]
+
+
+def _host(workdir: str) -> list[Finding]:
+  free = host.free_memory()
+  out = [Finding('host memory', f'{free / _GIB:.1f} GiB free', 'below 2 GiB; end other programs' * (free < 2 * _GIB))]
+  for what, path in (('disk of runs', workdir), ('disk of compiled programs', host.use_compile_cache())):
+    place = pathlib.Path(path).expanduser().absolute()
+    there = next(p for p in (place, *place.parents) if p.exists())
+    left = shutil.disk_usage(there).free
+    few = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {there}'
+    out.append(Finding(what, f'{left / _GIB:.1f} GiB free in {there}', few * (left < 5 * _GIB)))
+  files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  fix = f'raise it: ulimit -n {min(most, 65536) if most > 0 else 65536}' if 0 < files < _FEW_FILES else ''
+  return [*out, Finding('open files', str(files), fix)]

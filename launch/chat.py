@@ -1,0 +1,45 @@
+"""Talks with a model on the terminal; answers appear as they are decoded.
+
+  python -m launch.chat --run=runs/quickstart
+  python -m launch.chat --model=FOLDER_OR_ADAPTER --system='Answer in one sentence.'
+
+Needs a tokenizer with a chat template. /reset begins anew, /system TEXT begins anew with a system
+message, /exit or Ctrl-D ends.
+"""
+
+import logging
+import sys
+
+from absl import flags
+
+from jaxpost.hardware import host
+
+from . import model_flags, sampling_flags
+
+_WEIGHTS = model_flags.define()
+_ADAPTER = flags.DEFINE_string('adapter', '', 'PEFT adapter on the weights, as NAME=FOLDER.')
+_SYSTEM = flags.DEFINE_string('system', '', 'System message of the chat.')
+_SAMPLING = sampling_flags.define(max_new_tokens=512)
+_MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
+
+
+def main(argv):
+  """Reads messages until the end."""
+  del argv
+  logging.getLogger().setLevel(logging.WARNING)
+  host.tune_host()
+  host.use_compile_cache()
+  from jaxpost.tools import chat, completions, inference
+
+  each = inference.adapters(inference.load(**_WEIGHTS.arguments()), [_ADAPTER.value] if _ADAPTER.value else [])
+  weights = completions.only(each, '--adapter')
+  print(f'{_WEIGHTS.name}, step {weights.step}. {chat.HELP}', file=sys.stderr)
+  draws = completions.Draws(**_SAMPLING.arguments())
+  first = [f'/system {_SYSTEM.value}'] if _SYSTEM.value else []
+  chat.chat_loop(weights, draws, _MESH.value, first, sys.stdin, out=sys.stdout)
+
+
+if __name__ == '__main__':
+  from . import exits
+
+  exits.run(main)

@@ -1,0 +1,53 @@
+"""launch.doctor and the commands of a chat."""
+
+import collections
+import io
+import pathlib
+import resource
+import subprocess
+import sys
+
+from jaxpost.tools import chat, doctor
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def by_name(findings):
+  return {finding.what: finding for finding in findings}
+
+
+def test_it_names_what_a_run_needs(tmp_path):
+  found = by_name(doctor.examine(str(tmp_path / 'new' / 'runs')))
+  assert {'Python', 'versions', 'devices', 'attention', 'host memory', 'disk of runs', 'open files'} <= found.keys()
+  assert str(tmp_path) in found['disk of runs'].found and 'cpu' in found['devices'].found
+  assert 'jax ' in found['versions'].found
+
+
+def test_it_says_what_to_mend(tmp_path, monkeypatch):
+  usage = collections.namedtuple('usage', 'total used free')
+  monkeypatch.setattr(doctor.shutil, 'disk_usage', lambda path: usage(10, 9, 2**30))
+  monkeypatch.setattr(doctor.host, 'free_memory', lambda: 1e9)
+  monkeypatch.setattr(resource, 'getrlimit', lambda which: (256, 4096))
+  monkeypatch.setattr(doctor.glob, 'glob', lambda pattern: ['/dev/nvidia0'] if 'nvidia' in pattern else [])
+  found = by_name(doctor.examine(str(tmp_path)))
+  wrong = {what for what, finding in found.items() if finding.fix}
+  assert wrong == {'devices', 'host memory', 'disk of runs', 'disk of compiled programs', 'open files'}
+  assert 'ulimit -n 4096' in found['open files'].fix and '[cuda]' in found['devices'].fix
+
+
+def test_the_command(tmp_path):
+  command = [sys.executable, '-m', 'launch.doctor', f'--workdir={tmp_path}']
+  done = subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100)
+  assert (done.returncode == 2) == ('\nfix' in f'\n{done.stdout}'), done.stderr
+  assert 'versions: jaxpost' in done.stdout
+
+
+def test_commands_of_a_chat():
+  out = io.StringIO()
+  said = [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'hi'}]
+  assert chat.command('/reset', said, out) == said[:1] and chat.command('/reset', said[1:], out) == []
+  assert chat.command('/system  be kind ', said, out) == [{'role': 'system', 'content': 'be kind'}]
+  assert chat.command('/system', said, out) == []
+  assert chat.command('/exit', said, out) is None
+  assert chat.HELP not in out.getvalue()
+  assert chat.command('/what', said, out) == said and chat.HELP in out.getvalue()
