@@ -1,6 +1,7 @@
 """Renders the templates of cluster jobs for `launch.submit`."""
 
 import pathlib
+import re
 import shlex
 from typing import NamedTuple
 
@@ -25,6 +26,17 @@ PLATFORMS = {
   'gke': Platform('gke.yaml', ('kubectl', 'apply', '-f'), ('image',)),
   'skypilot': Platform('skypilot.yaml', ('sky', 'jobs', 'launch', '--yes'), ()),
   'colab': Platform('colab.txt', (), ('repo',)),
+}
+_NAME = '[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?'
+# What stands in templates without quotes.
+_PLAIN = {
+  'name': _NAME,
+  'tpu': _NAME,
+  'zone': _NAME,
+  'topology': '[0-9]+(x[0-9]+)*',
+  'accelerator': '[A-Za-z0-9][A-Za-z0-9._:-]*',
+  'image': '[A-Za-z0-9][A-Za-z0-9._:/@-]*',
+  'volume': '[a-z0-9][a-z0-9.-]*:/[A-Za-z0-9._/-]*',
 }
 # Flags of launch.submit that templates may use.
 GIVEN = (
@@ -64,6 +76,7 @@ def render(platform: str, words: list[str], given: dict) -> str:
   Raises:
     InputError: a flag or argument is missing or does not work there.
   """
+  _check_text(words, given)
   workdir = _check(platform, words, given)
   claim, _, mount = given['volume'].partition(':')
   if given['profile']:
@@ -85,7 +98,8 @@ def render(platform: str, words: list[str], given: dict) -> str:
   if platform == 'skypilot':
     default_accelerator = 'H100'
   values = dict(
-    words=words,
+    # Kubernetes replaces $(NAME) by a variable of the pod, and $$ stands for $.
+    words=[word.replace('$(', '$$(') for word in words] if platform == 'gke' else words,
     train=' '.join(map(quote, words)),
     tpu=tpu,
     claim=claim,
@@ -100,6 +114,16 @@ def render(platform: str, words: list[str], given: dict) -> str:
   env.filters['q'] = quote
   template = (TEMPLATES / PLATFORMS[platform].template).read_text()
   return env.from_string(template).render(given | values)
+
+
+def _check_text(words: list[str], given: dict) -> None:
+  """InputError for text that would be code, or another line, in a shell script or YAML."""
+  for name, pattern in _PLAIN.items():
+    if given[name] and not re.fullmatch(pattern, given[name]):
+      raise InputError(f'--{name}: {given[name]!r} is not of the form {pattern}')
+  for text in (*words, *(str(value) for value in given.values())):
+    if not text.isprintable():
+      raise InputError(f'{text!r} has a line break or another control character, which a job cannot hold')
 
 
 def _check(platform: str, words: list[str], given: dict) -> str:

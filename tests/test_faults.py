@@ -202,7 +202,7 @@ def test_a_reward_that_hangs(killable, tmp_path):
     algorithm='grpo',
     train=dict(row_length=0),
     rollout=dict(prompts=2, group_size=2),
-    rewards=dict(timeout_s=3.0, max_failed=0.0, workers=1),
+    rewards=dict(timeout_s=3.0, max_failed=0.0, workers=1, env_vars=('HANG',)),
     reward=f'{tmp_path}/rewards.py:slow' if killable else 'length',
   )
   head = ('-m', 'launch.train') if killable else ('-c', DRIVER, str(tmp_path / 'rewards.py'))

@@ -312,13 +312,13 @@ def test_children_of_a_call(pool_of, tmp_path, monkeypatch):
   """The copy of a worker ends at once, what it spawned ends with it."""
   seen = tmp_path / 'pids'
   monkeypatch.setenv('PIDS', str(seen))
-  pool = pool_of('forks_and_both_return')
+  pool = pool_of('forks_and_both_return', env_vars=('PIDS',))
   graded = pool.grade([group('bad')] * 2)
   assert [g.rewards for g in graded] == [[1.0], [1.0]]
   pids = [int(pid) for pid in seen.read_text().split()]
   assert len(pids) == 2 and wait_dead(pids) == []
   seen.unlink()
-  assert pool_of('spawns').grade([group('a'), group('bad')])[1].timed_out
+  assert pool_of('spawns', env_vars=('PIDS',)).grade([group('a'), group('bad')])[1].timed_out
   pids = [int(pid) for pid in seen.read_text().split()]
   assert len(pids) == 4 and wait_dead(pids) == []
 
@@ -503,7 +503,7 @@ def test_what_is_printed_is_logged_up_to_a_limit(pool_of, caplog):
 
 def test_close_ends_children_and_busy_workers(pool_of, tmp_path, monkeypatch):
   monkeypatch.setenv('PIDS', str(tmp_path / 'pids'))
-  pool = pool_of('spawns', workers=2, timeout_s=60.0)
+  pool = pool_of('spawns', workers=2, timeout_s=60.0, env_vars=('PIDS',))
   pool.grade([group('a')])
   pending = pool.submit([group('bad')])
   time.sleep(0.3)
@@ -522,7 +522,7 @@ import sys, time
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 if __name__ == '__main__':
-  pool = RewardPool(sys.argv[1] + ':spawns', workers=2, timeout_s=60.0)
+  pool = RewardPool(sys.argv[1] + ':spawns', workers=2, timeout_s=60.0, env_vars=('PIDS',))
   pool.check()
   pool.submit([Group(['p'], ['bad'], [[1]], {})] * 2)
   time.sleep(60.0 if len(sys.argv) == 2 else 1.0)

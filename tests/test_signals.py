@@ -245,7 +245,7 @@ def test_workers_leave_it_to_the_run(tmp_path, monkeypatch):
   """Slurm signals all processes of a job, those of rewards, too: a group that is graded must not fail of it."""
   (tmp_path / 'rewards.py').write_text(REWARD)
   monkeypatch.setenv('HOLD', str(tmp_path / 'hold'))
-  with RewardPool((f'{tmp_path}/rewards.py:slow',), workers=1) as pool:
+  with RewardPool((f'{tmp_path}/rewards.py:slow',), workers=1, env_vars=('HOLD',)) as pool:
     pool.check(())
     worker = pool._workers[0]._process.pid
 

@@ -125,6 +125,45 @@ def test_colab_is_python():
   assert text.count('# %%') == 3
 
 
+HOSTILE = ['x\ny', 'x\n#SBATCH --uid=0', '$(id)', '`id`', 'a b', "a'b", 'a"b', '-x', '', 'x: y', 'x\u2028y', 'a' * 80]
+
+
+@pytest.mark.parametrize('text', [t for t in HOSTILE if t])
+@pytest.mark.parametrize('field', ['name', 'tpu', 'zone', 'topology', 'accelerator', 'image', 'volume'])
+@pytest.mark.parametrize('platform', render.PLATFORMS)
+def test_no_name_becomes_code(platform, field, text):
+  """Names stand in YAML, in #SBATCH lines and comments, where nothing can be quoted."""
+  if text == 'a' * 80 and field in ('accelerator', 'image'):
+    return
+  with pytest.raises(InputError, match=f'--{field}: .* is not of the form'):
+    job(platform, **{field: text})
+
+
+@pytest.mark.parametrize('platform', render.PLATFORMS)
+def test_no_argument_has_two_lines(platform):
+  for over in ({'repo': 'https://x\ny'}, {'compile_cache': '/a\nb'}, {'words': [*WORDS, '--config.data.path=a\nb']}):
+    with pytest.raises(InputError, match='has a line break'):
+      job(platform, **over)
+
+
+@pytest.mark.parametrize('platform', render.PLATFORMS)
+def test_what_is_hostile_in_an_argument_is_text(platform):
+  """It arrives as it was written, in Python's words, and nothing of it is run."""
+  hostile = ['$(touch /tmp/owned)', '`id`', "it's", 'a"b', '$HOME', 'a: b', '{{ 1 }}', '; exit 9']
+  words = [*WORDS, *(f'--config.data.path={text}' for text in hostile)]
+  text = job(platform, words=words)
+  if platform == 'gke':
+    spec = yaml.safe_load(text)['spec']['replicatedJobs'][0]['template']['spec']
+    found = spec['template']['spec']['containers'][0]['command'][-len(hostile) :]
+    assert [word.replace('$$(', '$(') for word in found] == words[-len(hostile) :]
+    assert not any(re.search(r'(?<!\$)\$\(', word) for word in found)
+  elif platform == 'skypilot':
+    assert shlex.split(yaml.safe_load(text)['run'].splitlines()[-1])[-len(hostile) :] == words[-len(hostile) :]
+  elif platform == 'slurm':
+    line = next(line for line in text.splitlines() if '--config=' in line)
+    assert shlex.split(line.partition(' || ')[0])[-len(hostile) :] == words[-len(hostile) :]
+
+
 def test_profile_and_cache():
   for platform in render.PLATFORMS:
     text = job(platform, profile=10, compile_cache='gs://bucket/xla', topology='2x2')

@@ -43,6 +43,7 @@ def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> Env
     config.environment,
     workers=tools.workers or _default_workers(config, algorithm),
     timeout_s=tools.timeout_s,
+    env_vars=tools.env_vars,
     max_characters=max(rollout.max_prompt_length, tools.max_result_tokens) * _CHARACTERS,
   ).check()
   if pool.agent and coordination.process_count() > 1:

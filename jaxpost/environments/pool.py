@@ -13,6 +13,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
@@ -99,9 +100,18 @@ class EnvironmentPool:
     spec: './env.py:Class' or 'pkg.module:Class'.
     timeout_s: seconds for one reset, one tool call, or one get_reward.
     max_characters: length at which an answer is cut.
+    env_vars: names of environment variables that the processes see besides those of `process.worker_variables`.
   """
 
-  def __init__(self, spec: str, *, workers: int, timeout_s: float = 30.0, max_characters: int = 1 << 16) -> None:
+  def __init__(
+    self,
+    spec: str,
+    *,
+    workers: int,
+    timeout_s: float = 30.0,
+    max_characters: int = 1 << 16,
+    env_vars: Sequence[str] = (),
+  ) -> None:
     setup = {
       'path': process.search_path(),
       'environment': spec,
@@ -109,7 +119,7 @@ class EnvironmentPool:
       'max_characters': max_characters,
       'start_timeout_s': _START_TIMEOUT_S,
     }
-    variables, _ = process.worker_variables()
+    variables, _ = process.worker_variables(env_vars)
     self._reaper = process.Reaper()
 
     def make() -> Environment:

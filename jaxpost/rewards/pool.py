@@ -42,8 +42,8 @@ class _Reply(NamedTuple):
 class RewardPool:
   """Reward functions and the processes that run them.
 
-  The workers do not see environment variables whose names contain TOKEN, SECRET, PASSWORD, API_KEY or the like, except
-  those that an option called *_env names.
+  The workers see few environment variables: PATH, HOME, the locale and the like (`process.worker_variables`), those
+  that an option called *_env names, and `env_vars`.
 
   Args:
     rewards: a spec or several (builtin.py): a builtin name, 'pkg.module:fn' or './file.py:fn', each with optional
@@ -55,6 +55,7 @@ class RewardPool:
     max_failed: the run stops if more than this fraction of the last 100 groups (at least 20) failed, or all groups of
       the first batch.
     start_timeout_s: seconds for importing the functions.
+    env_vars: names of more environment variables that the workers see.
   """
 
   def __init__(
@@ -66,6 +67,7 @@ class RewardPool:
     timeout_s: float = 30.0,
     max_failed: float = 0.25,
     start_timeout_s: float = 120.0,
+    env_vars: Sequence[str] = (),
   ) -> None:
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
@@ -76,7 +78,7 @@ class RewardPool:
     self._max_failed = max_failed
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
-    self._needed_variables = builtin.needed_variables(rewards)
+    self._needed_variables = [*builtin.needed_variables(rewards), *env_vars]
     named = list(zip(self.names, rewards))
     self._local = [call.load(n, r) for n, r in named if callable(r)]
     self._local_lock = threading.Lock()
@@ -170,7 +172,7 @@ class RewardPool:
     if self._remote:
       variables, hidden = process.worker_variables(self._needed_variables)
       if hidden:
-        _LOG.info('rewards do not see %s; an option called *_env passes one on', ', '.join(hidden))
+        _LOG.info('rewards do not see %s; config.rewards.env_vars passes some on', ', '.join(hidden))
       setup = {
         'path': process.search_path(),
         'rewards': self._remote,

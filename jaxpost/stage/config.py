@@ -102,6 +102,9 @@ def resolve(config: Config, defaults: Mapping) -> Config:
   return config
 
 
+_SECRET = r'\w*(secret|password|passwd|credential|(api|access|private)_?key)\w*(?<!_env)'
+# A password in a URL, or an option of a reward.
+_SECRET_IN_TEXT = re.compile(rf'://[^/@\s]*:[^/@\s]+@|[?&]{_SECRET}=', re.I)
 _MOST = 10**12  # and -10**12: the range of a number without one of its own
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
 
@@ -143,6 +146,8 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
     if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
       if not isinstance(value, Mapping):
         raise InputError(f'{name}: want a block of fields, got {_shown(value)}')
+      if hints[key] is dict:
+        _check_free(name, value)
       out[key] = dict(value) if hints[key] is dict else _build(hints[key], value, name, f'{path}.{key}'.lstrip('.'))
     else:
       out[key] = _check(name, value, hints[key], field.metadata)
@@ -154,8 +159,7 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   if isinstance(value, str):
     _check_text(name, value)
   if kind is Any:
-    for i, x in enumerate(value if isinstance(value, (tuple, list)) else ()):
-      _check(f'{name}[{i}]', x, Any, meta)
+    _check_free(name, value)
     return value
   if kind is float and type(value) is int and value.bit_length() < 64:
     value = float(value)
@@ -181,10 +185,33 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   return value
 
 
+def _check_free(name: str, value: Any) -> None:
+  """InputError for what no free field may hold: text that is none, or a secret."""
+  if isinstance(value, str):
+    _check_text(name, value)
+  elif isinstance(value, Mapping):
+    for key, inner in value.items():
+      if re.fullmatch(_SECRET, str(key), re.I) and isinstance(inner, str) and inner:
+        raise _secret(f'{name}.{key}')
+      _check_free(f'{name}.{key}', inner)
+  elif isinstance(value, (tuple, list)):
+    for i, inner in enumerate(value):
+      _check_free(f'{name}[{i}]', inner)
+
+
+def _secret(name: str) -> InputError:
+  return InputError(
+    f'{name}: looks like a secret, which would stand in config.json; put it into an environment variable, and the '
+    'name of that here (in a field or option called *_env) or in config.rewards.env_vars'
+  )
+
+
 def _check_text(name: str, value: str) -> None:
   """InputError for text that can be no path, and no line of a file."""
   if '\0' in value or any('\ud800' <= c <= '\udfff' for c in value):
     raise InputError(f'{name}: {value[:40]!r} has a character that is no text (NUL, or half of a surrogate pair)')
+  if _SECRET_IN_TEXT.search(value):
+    raise _secret(name)
 
 
 def _shown(value: Any) -> str:

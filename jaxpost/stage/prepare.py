@@ -384,6 +384,7 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
     workers=config.rewards.workers,
     timeout_s=config.rewards.timeout_s,
     max_failed=config.rewards.max_failed,
+    env_vars=config.rewards.env_vars,
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)

@@ -323,6 +323,11 @@ class RewardSection:
   timeout_s: float = option(30.0, 'Seconds that one reward function may take for one group.', lo=0.01, hi=604_800.0)
   workers: int = option(2, 'Processes that call reward functions.', lo=1, hi=4096)
   max_failed: float = option(0.25, 'Fraction of failed groups in a step that stops the run.', lo=0.0, hi=1.0)
+  env_vars: tuple = option(
+    (),
+    'Names of environment variables that reward functions see, besides PATH, HOME, the locale and the like.',
+    each=str,
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,6 +341,9 @@ class ToolsSection:
     hi=4096,
   )
   timeout_s: float = option(30.0, 'Seconds that one reset, tool call or get_reward may take.', lo=0.01, hi=604_800.0)
+  env_vars: tuple = option(
+    (), 'Names of environment variables that environments see, besides PATH, HOME, the locale and the like.', each=str
+  )
   max_turns: int = option(8, 'Turns of the model in an episode.', lo=1, hi=10**6)
   max_result_tokens: int = option(256, "Tokens of a tool's result; the rest is cut off.", lo=1, hi=2**24)
   wait_blocks: int = option(

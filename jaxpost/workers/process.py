@@ -22,11 +22,14 @@ from typing import Any
 from jaxpost.errors import InputError
 from jaxpost.workers import call, reaper
 
-_SECRET = re.compile(
-  r'TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL'
-  r'|(API|ACCESS|PRIVATE)_?KEY',
-  re.I,
+# Variables that a worker gets: what programs need to run, and nothing that could be a secret.
+_PASSED = re.compile(
+  r'PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|TMP|TEMP|LANG|LANGUAGE|LC_[A-Z]+|PYTHON[A-Z]+|VIRTUAL_ENV|CONDA_PREFIX'
+  r'|LD_LIBRARY_PATH|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|MALLOC_[A-Z_]+|XLA_FLAGS|JAX_COMPILATION_CACHE_DIR|NLTK_DATA'
+  r'|XDG_(CACHE|CONFIG|DATA)_HOME|(HF|TRANSFORMERS)_(HOME|CACHE|OFFLINE|VERBOSITY)|HF_(HUB|DATASETS)_(CACHE|OFFLINE)'
+  r'|TOKENIZERS_PARALLELISM|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|RANK|LOCAL_RANK|WORLD_SIZE'
 )
+_PROXY = re.compile(r'(http|https|no|all)_proxy', re.I)  # passed unless it holds a password
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.M)
 _DUMP = 'most recent call first'  # faulthandler's header of a traceback
 _TAIL = 1 << 14  # bytes of printed output to keep
@@ -276,16 +279,20 @@ class Worker:
 
 
 def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
-  """Returns the environment variables of a worker, and the names of those hidden because they look like secrets.
+  """Returns the environment variables of a worker, and the names of those that it does not get.
 
   Args:
-    needed: variables that are passed on in any case; InputError if one is not set.
+    needed: variables that are passed on besides those of `_PASSED`; InputError if one is not set.
   """
   for name in needed:
     if name not in os.environ:
       raise InputError(f'reward: no environment variable {name} is set')
-  dropped = sorted(k for k in os.environ if _SECRET.search(k) and k not in needed)
-  kept = {k: v for k, v in os.environ.items() if k not in dropped}
+
+  def passes(name: str, value: str) -> bool:
+    return name in needed or bool(_PASSED.fullmatch(name) or _PROXY.fullmatch(name) and '@' not in value)
+
+  kept = {k: v for k, v in os.environ.items() if passes(k, v)}
+  dropped = sorted(os.environ.keys() - kept.keys())
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))
   kept['PYTHONPATH'] = os.pathsep.join(p for p in paths if p)
