@@ -6,7 +6,8 @@ Policy, critic and reference are three models of one size; with
 --config.critic.value_head=True the critic is a second head of the policy. Meant
 for one accelerator of 80 GB; time and accuracy have not been measured yet. The metric
 is pass@1 of the greedy answers to test questions (split `eval`); watch
-critic/explained_variance rise, too. `:model=NAME` takes a name below, a hub id
+critic/explained_variance rise, too. `:method=vapo` is PPO for long reasoning, with VAPO's
+lambdas, 50 steps for the critic alone, 16 answers to a prompt and no KL. `:model=NAME` takes a name below, a hub id
 or a folder; data of your own: --config.data.path=FILE with question and
 answer, or prompt and answer.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
@@ -25,9 +26,9 @@ DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, model='qwen3_0_6b', runlocal=False)
+  arg = parse_arg(arg, method='ppo', model='qwen3_0_6b', runlocal=False)
   config = ml_collections.ConfigDict(defaults())
-  config.algorithm = 'ppo'
+  config.algorithm = arg.method
   config.model.path = MODELS.get(arg.model, arg.model)
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:gsm8k'
@@ -38,6 +39,10 @@ def get_config(arg=None):
   config.rl.update(minibatches=4, kl_coef=0.001, lam=1.0)
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.rollout.update(prompts=256, group_size=1)
+  if arg.method == 'vapo':  # arXiv:2504.05118, section 5.1; its own lambdas
+    config.critic.warmup_steps = 50
+    config.rl.update(kl_coef=0.0, lam=0.95)
+    config.rollout.update(prompts=16, group_size=16)
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=50, size=256, samples=1, temperature=0.0)
   config.save.every = 50

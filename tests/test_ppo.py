@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 import test_layouts
 import tiny
 
@@ -550,3 +551,15 @@ def main():
 
 if __name__ == '__main__':
   main()
+
+
+@pytest.mark.long
+def test_the_recipe_of_vapo_runs(tmp_path):
+  """`configs/ppo_gsm8k.py:method=vapo`: the policy learns from the step after those of the critic."""
+  from configs import ppo_gsm8k
+
+  config = ppo_gsm8k.get_config('method=vapo,runlocal').to_dict()
+  config = tiny.merged(config, dict(critic=dict(warmup_steps=1), log=dict(tensorboard=False)))
+  jaxpost.run(config, tmp_path, rich.console.Console(quiet=True))
+  first, second, _ = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
+  assert 'loss' not in first and np.isfinite(second['loss']) and 'critic/vf_loss' in first
