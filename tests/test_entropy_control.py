@@ -1,11 +1,11 @@
 """Clip-Cov, KL-Cov, top-entropy tokens, the adaptive entropy bonus and VAPO, against their papers' formulas.
 
 Each expectation is worked out here in float64 numpy, by loops over tokens:
-  covariance  (log pi_i - mean_j log pi_j) (A_i - mean_j A_j)         arXiv:2505.22617, eq. 10
-  Clip-Cov    r N tokens drawn with low < cov < high lose their loss  eqs. 11, 12
-  KL-Cov      the k N tokens of the largest cov get + b |log pi/old|  eqs. 13, 14
-  top entropy only the 20 % of tokens with the largest H count        arXiv:2506.01939, eq. 5
-  adaptive    c += d where H < target, else c -= d; c [H <= target]   arXiv:2505.22312, section 4
+  covariance  (log pi_i - mean_j log pi_j) (A_i - mean_j A_j)         arXiv:2505.22617
+  Clip-Cov    r N tokens drawn with low < cov < high lose their loss  the same
+  KL-Cov      the k N tokens of the largest cov get + b |log pi/old|  the same
+  top entropy only the 20 % of tokens with the largest H count        arXiv:2506.01939
+  adaptive    c += d where H < target, else c -= d; c [H <= target]   arXiv:2505.22312
   VAPO        lambda = 1 - 1 / (a length) for the policy, 1 for the critic; + 0.1 NLL of right answers
                                                                        arXiv:2504.05118, section 4
 """

@@ -15,7 +15,7 @@ from jaxpost.losses.reduce import same_shape
 def covariance(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
   """Returns (log pi - mean) (A - mean) of each token [S, C], means over the masked-in tokens; 0 elsewhere.
 
-  "The entropy mechanism" (arXiv:2505.22617), eq. 10: where it is large, an update lowers
+  "The entropy mechanism" (arXiv:2505.22617): where it is large, an update lowers
   the entropy most.
   """
   same_shape('logprobs, advantages, mask [S, C]', 2, logprobs, advantages, mask)
@@ -33,7 +33,7 @@ def covariance(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -
 def clip_cov(
   cov: np.ndarray, mask: np.ndarray, *, fraction: float, low: float, high: float, random: np.random.Generator
 ) -> np.ndarray:
-  """Returns the tokens [S, C] bool that lose their gradient: Clip-Cov, eqs. 11 and 12 of arXiv:2505.22617.
+  """Returns the tokens [S, C] bool that lose their gradient: Clip-Cov (arXiv:2505.22617).
 
   They are drawn at random from those whose covariance is between `low` and `high`:
   `fraction` of all tokens, at least one, where there are so many.
@@ -49,7 +49,7 @@ def clip_cov(
 def kl_cov(cov: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
   """Returns the tokens [S, C] bool of the largest covariance, `fraction` of all, at least one.
 
-  KL-Cov (arXiv:2505.22617), eq. 13: they are held to the old policy by a KL penalty.
+  KL-Cov (arXiv:2505.22617): they are held to the old policy by a KL penalty.
   """
   return _largest(cov, mask, fraction)
 
@@ -57,7 +57,7 @@ def kl_cov(cov: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
 def top_entropy(entropy: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
   """Returns the tokens [S, C] bool of the largest entropy, `fraction` of all, at least one: those that are trained.
 
-  "Beyond the 80/20 rule" (arXiv:2506.01939), eq. 5, whose fraction is 0.2.
+  "Beyond the 80/20 rule" (arXiv:2506.01939), whose fraction is 0.2.
   """
   return _largest(entropy, mask, fraction)
 
@@ -75,7 +75,7 @@ def _largest(x: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
 def adaptive_coef(coef: float, entropy: float, target: float, step: float) -> tuple[float, float]:
   """Returns (weight of the entropy bonus now, coefficient to remember) for a rollout of this entropy.
 
-  Skywork-OR1 (arXiv:2505.22312), section 4: the coefficient rises by `step` while the
+  Skywork-OR1 (arXiv:2505.22312): the coefficient rises by `step` while the
   entropy is below its target and falls by it otherwise, here to 0 at least; the bonus
   counts only while the entropy is at most its target.
   """

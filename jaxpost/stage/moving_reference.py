@@ -1,8 +1,8 @@
 """A reference model that follows the policy: reset every so many updates, or an exponential moving average.
 
-TR-DPO (arXiv:2404.09656), eqs. 4 and 5: reference = mix * policy + (1 - mix) * reference,
+TR-DPO (arXiv:2404.09656): reference = mix * policy + (1 - mix) * reference,
 every `config.reference.every` updates; with mix 1 it is reset to the policy, as in ProRL
-(arXiv:2505.24864), section 3.2.2, which also starts the optimizer anew.
+(arXiv:2505.24864), which also starts the optimizer anew.
 
 Its weights are a part of the optimizer's state, so that checkpoints, meshes and skipped
 updates treat them as the moments of Adam.
