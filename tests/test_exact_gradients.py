@@ -94,6 +94,7 @@ def measured(algorithm, rl, *, length=2, size=2, binary=False, off_policy=False,
       sampler_logprobs=sampler[index], old_logprobs=arrays['policy'][index], ref_logprobs=arrays['reference'][index]
     ),
     baseline=np.full(len(groups), 0.4),
+    verdicts=values[index],
     components={name: (weight, table[index]) for name, (weight, table) in (components or {}).items()},
   )
   credit = grpo.credit(experience, config)
@@ -115,7 +116,8 @@ def exact(name, length=2, binary=False):
 
   'kl' is the divergence of completions, KL(policy, reference). 'kl_of_tokens' sums
   the divergences of next tokens, with prefixes drawn by the policy as it is;
-  'reverse_kl_of_tokens' those of KL(reference, policy).
+  'reverse_kl_of_tokens' those of KL(reference, policy), 'entropy_of_tokens' the entropies
+  of next tokens.
   """
   values = rewards_of(length, binary)
   reference = logprobs(params('reference'), length)
@@ -133,6 +135,7 @@ def exact(name, length=2, binary=False):
       'kl': lambda: (whole * (logp - reference).sum(axis=1)).sum(),
       'kl_of_tokens': lambda: (prefix * jnp.exp(logp) * (logp - reference) / after).sum(),
       'reverse_kl_of_tokens': lambda: (prefix * jnp.exp(reference) * (reference - logp) / after).sum(),
+      'entropy_of_tokens': lambda: -(prefix * jnp.exp(logp) * logp / after).sum(),
       'nothing': lambda: 0.0 * logp.sum(),
     }[name]() / length
 
@@ -221,6 +224,20 @@ def test_a_weighted_kl_off_policy(estimator):
   rl |= dict(clip_low=0.99, clip_high=99.0)
   found = measured('grpo', rl, length=1, off_policy=True)
   close(found, (-1, exact('reward', 1)), (2, exact('kl', 1)))
+
+
+@pytest.mark.parametrize('target', [0.0, 99.0], ids=['fixed', 'adaptive'])
+def test_an_entropy_bonus(target):
+  rl = dict(advantage='leave_one_out', entropy_coef=2.0, entropy_target=target)
+  close(measured('grpo', rl), (-1, exact('reward')), (-2, exact('entropy_of_tokens')))
+
+
+def test_the_nll_of_right_answers():
+  """That of VAPO: with rewards of 0 and 1, its gradient is that of the pass rate, over the share of right answers."""
+  right = rewards_of(2, True).mean()
+  assert 0 < right < 1
+  found = measured('grpo', dict(advantage='leave_one_out', correct_nll_coef=0.1), binary=True)
+  close(found, (-(1 + 0.1 / right), exact('reward', 2, True)))
 
 
 def test_a_kl_in_the_reward():
