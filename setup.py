@@ -98,6 +98,7 @@ setuptools.setup(
       'monitor/report.html.jinja',
       'stage/field_names.toml',
       'tools/compare.html.jinja',
+      'tools/convert.toml',
       'tools/view.html',
     ],
     'jaxpost.launch': ['templates/*'],

@@ -23,11 +23,12 @@ VERBS = {
   'compare': 'compare runs: configs, rewards on shared prompts, the first sample that differs',
   'chat': 'talk with a checkpoint, a model folder or an adapter',
   'doctor': 'say what this machine has for a run, and what to mend',
+  'convert': 'make a config of the settings of TRL, verl, Tunix or MaxText',
   'export': 'write a checkpoint as a Hugging Face folder',
   'plan': 'compile a run for a described machine: fits, seconds, cost',
   'bench': 'time the standard workload on this machine',
 }
-WORDS = {'bench': 1, 'compare': 99, 'local': 99, 'submit': 99}  # arguments that are no flags
+WORDS = {'bench': 1, 'compare': 99, 'convert': 2, 'local': 99, 'submit': 99}  # arguments that are no flags
 
 
 def main(argv=None):

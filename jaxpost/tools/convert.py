@@ -1,0 +1,185 @@
+"""Settings of TRL, verl, Tunix or MaxText as a config of ours; every one is mapped, or named as not mapped.
+
+Names come from convert.toml and from stage/field_names.toml, which also answers misspelled
+fields. A value is taken only if the field accepts it; nothing is guessed. Equal names
+need not mean equal results: docs/from_trl_and_verl.md says where definitions differ.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shlex
+import tomllib
+from typing import Any, NamedTuple
+
+import yaml
+
+from jaxpost.errors import InputError
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import field_names
+
+_TABLES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
+_VALUES, _EVERY = _TABLES.pop('values'), _TABLES.pop('every')
+LIBRARIES = tuple(_TABLES)
+_FLAG = re.compile(r'(?:--|\+{0,2})(?P<name>[A-Za-z_][\w./@-]*)=(?P<value>.*)', re.DOTALL)
+
+
+class Setting(NamedTuple):
+  """A setting of another library: its fields here, or why there are none."""
+
+  name: str
+  value: Any
+  fields: tuple[str, ...]
+  reason: str = ''
+
+
+def read(path: str) -> dict[str, Any]:
+  """Returns {dotted name: value} of a .yaml or .json file, or of the options in a shell script.
+
+  Raises:
+    InputError: the file is not there, or holds no settings.
+  """
+  file = pathlib.Path(path).expanduser()
+  if not file.is_file():
+    raise InputError(f'{path}: no such file')
+  text = file.read_text('utf-8')
+  try:
+    if file.suffix in ('.yaml', '.yml', '.json'):
+      found = _flat(json.loads(text) if file.suffix == '.json' else yaml.safe_load(text))
+    else:
+      found = _options(text)
+  except (ValueError, yaml.YAMLError) as error:
+    raise InputError(f'{path}: {" ".join(str(error).split())}') from None
+  if not found:
+    raise InputError(f'{path}: holds no settings; give a .yaml or .json file, or a script with name=value options')
+  return found
+
+
+def _flat(value: Any, prefix: str = '') -> dict[str, Any]:
+  if not isinstance(value, dict):
+    return {prefix[:-1]: value} if prefix else {}
+  out = {}
+  for key, inner in value.items():
+    out |= _flat(inner, f'{prefix}{key}.')
+  return out
+
+
+def _options(script: str) -> dict[str, Any]:
+  """The options `name=value`, `--name=value` and `--name value` in the commands of a script."""
+  words = shlex.split(script.replace('\\\n', ' '), comments=True)
+  found = {}
+  for i, word in enumerate(words):
+    if match := _FLAG.fullmatch(word):
+      found[match['name']] = yaml.safe_load(match['value']) if '$' not in match['value'] else match['value']
+    elif word.startswith('--'):
+      follows = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'true'
+      found[word[2:]] = yaml.safe_load(follows)
+  return found
+
+
+def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[dict[str, Any], list[Setting]]:
+  """Returns the config as nested dicts, and every setting with what became of it.
+
+  Args:
+    library: one of LIBRARIES.
+    given: {dotted name: value}, of `read`.
+    algorithm: our name of the method; '' for the one that the settings name, else grpo.
+  """
+  config: dict[str, Any] = {}
+  settings = []
+  method = algorithm or _method(library, given)
+  config['algorithm'] = method
+  for name, value in given.items():
+    settings.append(_setting(library, name, value, method))
+    for field in settings[-1].fields:
+      _put(config, field, _ours(name, field, value))
+  config['algorithm'] = method
+  return config, settings
+
+
+def _method(library: str, given: dict[str, Any]) -> str:
+  for name, value in given.items():
+    if _fields(library, name, '') == ('algorithm',):
+      return str(_ours(name, 'algorithm', value))
+  return 'grpo'
+
+
+def _fields(library: str, name: str, method: str) -> tuple[str, ...] | str:
+  """The fields that a name stands for, or the reason why there are none."""
+  parts = name.replace('/', '.').split('.')
+  table = _EVERY | _TABLES[library]
+  tails = ['.'.join(parts[i:]) for i in range(len(parts))]
+  for tail in tails:
+    for key in (f'{tail}@{method}', tail):
+      if key in table:
+        return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or 'is not needed here'
+  for tail in tails:
+    if tail in field_names.SYNONYMS:
+      return field_names.SYNONYMS[tail]
+  same = [f for f in field_names.FIELDS if f.rpartition('.')[2] == parts[-1] and '.' in f]
+  return (same[0],) if len(same) == 1 and len(parts) == 1 else 'nothing here has this name'
+
+
+def _setting(library: str, name: str, value: Any, method: str) -> Setting:
+  fields = _fields(library, name, method)
+  if isinstance(fields, str):
+    return Setting(name, value, (), fields)
+  both_clips = set(fields) == {'rl.clip_low', 'rl.clip_high'}
+  if len(fields) > 1 and not both_clips:
+    chosen = tuple(f for f in fields if f.startswith('rl.')) if method not in ('sft', 'dpo') else ()
+    if len(chosen) != 1:
+      return Setting(name, value, (), f'stands for {", ".join(fields)}; choose')
+    fields = chosen
+  if value is None or isinstance(value, str) and '$' in value:
+    return Setting(name, value, (), f'is {fields[0]}, but has no value in this file')
+  for field in fields:
+    try:
+      nested: dict[str, Any] = {}
+      _put(nested, field, _ours(name, field, value))
+      config_lib.parse(nested)
+    except InputError as error:
+      return Setting(name, value, (), str(error).removeprefix('config.'))
+  return Setting(name, value, fields)
+
+
+def _ours(name: str, field: str, value: Any) -> Any:
+  """A value as our field has it: other words for it, text for numbers, one path for a list of one."""
+  words = _VALUES.get(field, {}) | _VALUES.get(name.rpartition('.')[2], {})
+  spelled = str(value).lower() if isinstance(value, bool) else str(value)
+  if spelled in words:
+    return words[spelled]
+  if isinstance(value, list) and len(value) == 1:
+    value = value[0]
+  kind = field_names.FIELDS[field]
+  if kind in (int, float) and isinstance(value, (str, float)):
+    try:
+      number = float(value)
+    except ValueError:
+      return value
+    return int(number) if kind is int and number == int(number) else number
+  if kind is str and isinstance(value, list):
+    return '|'.join(map(str, value))
+  return value
+
+
+def _put(config: dict, field: str, value: Any) -> None:
+  *sections, name = field.split('.')
+  for section in sections:
+    config = config.setdefault(section, {})
+  config[name] = value
+
+
+def as_yaml(library: str, source: str, config: dict[str, Any], settings: list[Setting]) -> str:
+  """Returns a YAML config that names, in comments, what each line was and what was not mapped."""
+  mapped = [s for s in settings if s.fields]
+  lines = [f'# From {source} of {library}: {len(mapped)} of {len(settings)} settings. Definitions may differ:']
+  lines += ['# docs/from_trl_and_verl.md says how.', yaml.safe_dump(config, sort_keys=False).rstrip(), '', '# Mapped:']
+  lines += [f'#   {s.name} -> {", ".join(s.fields)}' for s in mapped]
+  lines += ['# Not mapped:', *(f'#   {s.name} = {_one_line(s.value)}: {s.reason}' for s in settings if not s.fields)]
+  return '\n'.join(lines) + '\n'
+
+
+def _one_line(value: Any) -> str:
+  return ' '.join(str(value).split())[:80]

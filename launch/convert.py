@@ -1,0 +1,47 @@
+"""Makes a config of the settings of another library.
+
+  python -m launch.convert trl grpo.yaml --algorithm=grpo --out=my.yaml
+  python -m launch.convert verl run_grpo.sh --out=my.yaml
+  python -m launch.convert tunix config.yaml
+  python -m launch.convert maxtext rl.yml
+
+Reads .yaml and .json files, and the options of a command in a shell script. The result is a YAML config,
+which names in comments each setting that was mapped, and each that was not, with the reason.
+"""
+
+import pathlib
+import sys
+
+from absl import flags
+
+from jaxpost.errors import InputError
+
+_OUT = flags.DEFINE_string('out', '', 'YAML file to write; default: standard output.')
+_ALGORITHM = flags.DEFINE_string('algorithm', '', 'Method, such as sft or dpo; default: what the file says, or grpo.')
+
+
+def main(argv):
+  """Converts the file."""
+  from jaxpost.stage.algorithms import ALGORITHMS
+  from jaxpost.tools import convert
+
+  if len(argv) != 3 or argv[1] not in convert.LIBRARIES:
+    raise InputError(f'write launch.convert LIBRARY FILE, with one of {", ".join(convert.LIBRARIES)}')
+  config, settings = convert.convert(argv[1], convert.read(argv[2]), _ALGORITHM.value)
+  if config['algorithm'] not in ALGORITHMS:
+    raise InputError(
+      f'{config["algorithm"]}: no method has this name; give --algorithm, one of {", ".join(ALGORITHMS)}'
+    )
+  text = convert.as_yaml(argv[1], argv[2], config, settings)
+  if _OUT.value:
+    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
+  else:
+    print(text, end='')
+  missing = [s.name for s in settings if not s.fields]
+  print(f'{len(settings) - len(missing)} settings mapped; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
+
+
+if __name__ == '__main__':
+  from . import exits
+
+  exits.run(main, words=2)

@@ -1,0 +1,183 @@
+"""Settings of other libraries become a config that can be read, and none is lost."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from test_console import CLONE
+
+from jaxpost.errors import InputError
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import field_names, prepare
+from jaxpost.tools import convert
+from launch import yaml_config
+
+FILES = {
+  'trl': (
+    'a.yaml',
+    """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dataset_name: trl-lib/tldr
+learning_rate: 1.0e-5
+num_generations: 16
+max_completion_length: 256
+beta: 0.04
+epsilon: 0.2
+per_device_train_batch_size: 8
+gradient_checkpointing: true
+lr_scheduler_type: cosine
+warmup_ratio: 0.03
+use_peft: true
+lora_r: 32
+lora_target_modules: [q_proj, v_proj]
+bf16: true
+output_dir: out
+use_vllm: true
+""",
+  ),
+  'verl': (
+    'a.sh',
+    """set -x
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=gae \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.train_batch_size=1024 \\
+    data.max_prompt_length=512 \\
+    data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.rollout.n=5 \\
+    +critic.optim.lr=1e-5 \\
+    trainer.total_epochs=15 # a comment
+""",
+  ),
+  'tunix': (
+    'a.yaml',
+    """
+actor_model_config: {lora_config: {rank: 64, alpha: 64.0}}
+rl_training_config:
+  max_steps: 3738
+  actor_optimizer_config: {opt_type: adamw, peak_value: 3e-6, schedule_type: warmup_cosine_decay_schedule, b2: 0.99}
+  checkpointing_options: {save_interval_steps: 500, max_to_keep: 4}
+rollout_config: {total_generation_steps: 768, max_prompt_length: 256, temperature: 0.9, top_k: 50}
+grpo_config: {num_generations: 2, num_iterations: 1, beta: 0.08, epsilon: 0.2}
+rollout_engine: vanilla
+""",
+  ),
+  'maxtext': (
+    'a.yml',
+    """
+rl: {num_generations: 2, grpo_beta: 0.08, grpo_epsilon: 0.2, loss_algo: gspo-token}
+learning_rate: 3e-6
+adam_b2: 0.99
+gradient_clipping_threshold: 0.1
+weight_dtype: bfloat16
+decode_sampling_temperature: 0.9
+checkpoint_period: 50
+remat_policy: custom
+use_pathways: true
+""",
+  ),
+}
+WANTED = {
+  'trl': {
+    'optim.lr': 1e-5,
+    'rollout.group_size': 16,
+    'rl.kl_coef': 0.04,
+    'rl.clip_low': 0.2,
+    'rl.clip_high': 0.2,
+    'optim.warmup_ratio': 0.03,
+    'lora.rank': 32,
+    'model.dtype': 'bfloat16',
+    'model.remat': 'full',
+  },
+  'verl': {
+    'algorithm': 'ppo',
+    'rollout.prompts': 1024,
+    'optim.lr': 1e-6,
+    'critic.lr': 1e-5,
+    'train.epochs': 15.0,
+    'rollout.group_size': 5,
+  },
+  'tunix': {'train.steps': 3738, 'optim.lr': 3e-6, 'optim.schedule': 'cosine', 'rl.kl_coef': 0.08, 'lora.rank': 64},
+  'maxtext': {'algorithm': 'gspo', 'rl.clip_high': 0.2, 'model.param_dtype': 'bfloat16', 'optim.clip_norm': 0.1},
+}
+LOST = {
+  'trl': {'per_device_train_batch_size', 'use_vllm', 'use_peft', 'output_dir'},
+  'verl': {'data.train_files', 'actor_rollout_ref.actor.ppo_mini_batch_size'},
+  'tunix': {'rollout_engine'},
+  'maxtext': {'remat_policy', 'use_pathways'},
+}
+
+
+def value(config, field):
+  for part in field.split('.'):
+    config = config[part]
+  return config
+
+
+@pytest.fixture(params=FILES)
+def converted(request, tmp_path):
+  name, text = FILES[request.param]
+  (tmp_path / name).write_text(text)
+  given = convert.read(str(tmp_path / name))
+  return request.param, tmp_path, given, *convert.convert(request.param, given)
+
+
+def test_each_setting_is_mapped_or_named(converted):
+  library, folder, given, config, settings = converted
+  assert [s.name for s in settings] == list(given)
+  for field, wanted in WANTED[library].items():
+    assert value(config, field) == wanted, field
+  text = convert.as_yaml(library, 'file', config, settings)
+  lost = {s.name for s in settings if not s.fields}
+  assert LOST[library] <= lost and all(s.reason for s in settings if not s.fields)
+  assert all(name in text.split('# Not mapped:')[1] for name in lost)
+  # The result is a config.
+  (folder / 'ours.yaml').write_text(text)
+  parsed = config_lib.parse(prepare.as_dict(yaml_config.get_config(folder / 'ours.yaml')))
+  assert next(iter(parsed.values())).algorithm == config['algorithm']
+
+
+@pytest.mark.parametrize('library', convert.LIBRARIES)
+def test_the_tables_name_fields(library):
+  for fields in convert._TABLES[library].values():
+    assert fields.startswith('!') or set(fields.split()) <= field_names.FIELDS.keys(), fields
+
+
+def test_a_value_that_the_field_refuses_is_named():
+  _, (setting,) = convert.convert('trl', {'lr_scheduler_type': 'polynomial'})
+  assert not setting.fields and 'polynomial' in setting.reason
+
+
+def test_beta_of_dpo():
+  config, _ = convert.convert('trl', {'beta': 0.1}, 'dpo')
+  assert config['preference'] == {'beta': 0.1} and 'rl' not in config
+
+
+def test_files_that_hold_nothing(tmp_path):
+  (tmp_path / 'a.sh').write_text('echo hello\n')
+  for name, words in (('a.sh', 'holds no settings'), ('b.yaml', 'no such file')):
+    with pytest.raises(InputError, match=words):
+      convert.read(str(tmp_path / name))
+
+
+def test_the_command(tmp_path):
+  name, text = FILES['tunix']
+  (tmp_path / name).write_text(text)
+  command = [sys.executable, '-m', 'launch.convert']
+  out = tmp_path / 'ours.yaml'
+  done = subprocess.run([*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True)
+  assert done.returncode == 0 and 'not mapped: rollout_engine' in done.stderr, done.stderr
+  assert yaml.safe_load(out.read_text())['rollout']['max_new_tokens'] == 768
+  done = subprocess.run([*command, 'axolotl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
+  assert done.returncode == 2 and 'maxtext' in done.stderr
+
+
+def test_sizes_and_ratios_are_no_counts_and_rates():
+  """Names that the errors of a config suggest a field for, with values that it must not get."""
+  given = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
+  config, settings = convert.convert('verl', given)
+  assert config == {'algorithm': 'grpo'} and all(s.reason for s in settings)
