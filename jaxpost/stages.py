@@ -138,6 +138,7 @@ def _begin(
     (workdir / 'summary.json').unlink(missing_ok=True)
     seals.write(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
     facts = start_lib.describe() | {'seed': prepared[0].config.seed, 'stages': epochs.facts(prepared)}
+    facts['changes'] = consistency.changes(raw)
     start_lib.keep(workdir, facts)
     for line in start_lib.lines(facts, str(workdir)):
       console.out(line, highlight=False)

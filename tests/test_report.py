@@ -403,3 +403,45 @@ def test_terminal_summary(tmp_path):
   for part in ('sft', 'grpo', 'Reward', '0.8875', 'Pass@1', 'update 1 s', f'{tmp_path}/report.html', '▁▁▂', '▇▇█'):
     assert part in text, part
   assert re.search('loss over time *│ [█▇]+[▂-▆]*▁+ ', text)
+
+
+def test_where_it_ran_and_what_it_changed(tmp_path):
+  make_run(tmp_path, stages=('grpo',), steps=4)
+  fact = {
+    'time': '2026-01-02T03:04:05+00:00',
+    'versions': {'jaxpost': '9.9.9'},
+    'commit': 'abc123-dirty',
+    'command': ['train.py', '--config=<b>.py'],
+    'devices': 8,
+    'device_kind': 'TPU v5p',
+    'processes': 2,
+    'host': 'worker',
+    'seed': 5,
+    'changes': {'grpo': {'optim.lr': 0.125}},
+  }
+  (tmp_path / 'starts.jsonl').write_text(json.dumps(fact) + '\n' + json.dumps(fact) + '\n')
+  page = read_page(tmp_path)
+  for text in ('jaxpost 9.9.9', 'abc123-dirty', '8 x TPU v5p', '--config=<b>.py', 'optim.lr', '0.125', 'starts'):
+    assert text in page.text, text
+
+
+def test_expected_answers_and_percentiles(tmp_path):
+  make_run(tmp_path, stages=('grpo',), steps=4)
+  folder = tmp_path / 'samples/grpo'
+  folder.mkdir(parents=True)
+  for step in (1, 4):
+    rows = [
+      {'prompt': f'q{n}', 'completion': 'x', 'reward': n / 100, 'length': n, 'expected': f'right{n}'}
+      for n in range(101)
+    ]
+    (folder / f'{step}.jsonl').write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  text = read_page(tmp_path).text
+  assert 'expected: right3' in text
+  assert 'reward 0.05 / 0.5 / 0.95' in text and 'length 5 / 50 / 95' in text
+
+
+def test_six_cards_come_first(tmp_path):
+  make_run(tmp_path, stages=('grpo',), steps=12)
+  metrics.summary(tmp_path, {**report.figures(tmp_path), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
+  text = (tmp_path / 'report.html').read_text() if read_page(tmp_path) else ''
+  assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small>') == 6

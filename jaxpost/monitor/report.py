@@ -17,6 +17,7 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
+from jaxpost.monitor import report_facts
 from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
@@ -236,16 +237,18 @@ def _samples(folder: epath.Path) -> dict[str, Any]:
   files = sorted(folder.glob('[0-9]*.jsonl'), key=lambda path: int(path.stem))
   titled = {f'before, step {path.stem}': path for path in files[:-1][:1]}
   titled |= {f'after, step {path.stem}': path for path in files[-1:]}
-  pairs = {}  # {prompt: {title: its first sample}}
+  pairs, spread = {}, {}  # {prompt: {title: its first sample}}
   for title, path in titled.items():
-    for row in read_growing(path):
+    rows = read_growing(path)
+    spread[title] = report_facts.percentiles(rows)
+    for row in rows:
       pairs.setdefault(json.dumps(row.get('prompt')), {}).setdefault(title, row)
   rewards = [row.get('reward') for pair in pairs.values() for row in pair.values()]
   rewards = [reward for reward in rewards if isinstance(reward, (int, float))]
   shown = [pair for pair in pairs.values() if len(pair) == 2][:12]
   for title in titled if not shown else ():
     shown += [pair for pair in pairs.values() if title in pair][:4]
-  return dict(lowest=min(rewards, default=0), highest=max(rewards, default=0), pairs=shown)
+  return dict(lowest=min(rewards, default=0), highest=max(rewards, default=0), pairs=shown, spread=spread)
 
 
 def _cards(values: Mapping[str, Any], stage: str, splits: Mapping[str, list[dict]]) -> list[dict[str, Any]]:
@@ -311,6 +314,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
       )
       for stage, splits in stages.items()
     },
+    start=report_facts.start(workdir),
     plans=_read_json(workdir / 'plan.json', []),
     config=config and json.dumps(config, indent=2, ensure_ascii=False),
   )

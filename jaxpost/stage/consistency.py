@@ -196,6 +196,16 @@ def spelled(value: Any) -> Any:
   return json.loads(json.dumps(value, default=spell))
 
 
+def changes(raw: dict) -> dict[str, dict]:
+  """Returns {stage: {field: value}} of the fields that are not at their defaults."""
+  plain = spelled(config_lib.defaults())
+  out = {}
+  for name, config in config_lib.parse(raw).items():
+    found = difference(plain, spelled(vars(config)))
+    out[name] = {key: now for key, (_, now) in found.items() if key != 'stages'}
+  return out
+
+
 def difference(old: Any, new: Any, prefix: str = '') -> dict[str, tuple]:
   """Returns {dotted key: (old, new)} of the leaves that differ."""
   if isinstance(old, dict) and isinstance(new, dict):
