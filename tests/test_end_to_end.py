@@ -111,6 +111,7 @@ def test_what_a_run_leaves(rising):
     'export',
     'timeline',
     'starts.jsonl',
+    'checksums.json',
   }
   assert summary == json.loads((workdir / 'summary.json').read_text())
   assert summary['steps/grpo'] == 20 and summary['wall_s'] > 0

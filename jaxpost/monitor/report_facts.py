@@ -16,7 +16,7 @@ _SHARES = (0.05, 0.5, 0.95)
 
 
 def start(workdir: epath.Path) -> dict[str, Any]:
-  """Returns the newest start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, and the `count` of all."""
+  """Returns the newest start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, `count` of all."""
   rows = read_growing(workdir / 'starts.jsonl')
   if not rows:
     return {}
