@@ -35,6 +35,8 @@ CHATML = (
   "{{- '<|im_start|>assistant\\n' }}"
   '{%- endif %}'
 )
+# What an expression of a template may raise.
+_TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
 # Tokens that end a turn: a template that writes one means the sampler stops.
 _TURN_ENDS = ('<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<end_of_turn>', '<|end|>', '<|eot|>', '<turn|>')
@@ -120,6 +122,10 @@ class Tokenizer:
     import jinja2
     from transformers.utils import chat_template_utils
 
+    from jaxpost.data import template_limits
+
+    _limit_templates()
+    template_limits.begin()
     if not self.chat_template:
       raise InputError(
         f'{where}: messages need a chat template and {self.source} has none;'
@@ -136,8 +142,9 @@ class Tokenizer:
         add_generation_prompt=generation_prompt,
         **variables | self.template_kwargs | messages_lib.template_kwargs_of(row or {}, where),
       )
-    except (jinja2.TemplateError, TypeError) as error:
-      raise InputError(f'{where}: the chat template of {self.source} refuses it: {error}') from error
+    except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
+      what = error if isinstance(error, jinja2.TemplateError) else f'{type(error).__name__}: {error}'
+      raise InputError(f'{where}: the chat template of {self.source} refuses it: {what}') from error
     return texts[0], list(spans[0]) if self.has_markers else []
 
   def save(self, folder: str | pathlib.Path) -> None:
@@ -221,6 +228,23 @@ def load(
     chat_template=template or None,
     template_kwargs=saved | given,
   )
+
+
+@functools.cache
+def _limit_templates() -> None:
+  """Has transformers compile chat templates with limits of steps and sizes."""
+  from transformers.utils import chat_template_utils as utils
+
+  from jaxpost.data import template_limits
+
+  plain = utils._compile_jinja_template  # it has no public name
+
+  @functools.lru_cache
+  def compile_limited(text: str) -> Any:
+    # An environment of its own, from an empty template: compiling the text there would compute its constants.
+    return template_limits.limit(plain.__wrapped__('').environment, text)
+
+  utils._compile_jinja_template = compile_limited
 
 
 def _reads(template: str | None, name: str) -> bool:
