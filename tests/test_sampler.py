@@ -95,6 +95,21 @@ def distribution(row, temperature, top_k, top_p):
   return logp, kept - np.log(np.sum(np.exp(kept)))
 
 
+def test_a_truncation_without_a_loop_draws_the_same():
+  """As on GPUs, where the host would decide about a branch that holds a loop, at each token."""
+  logits = jnp.asarray(np.random.default_rng(3).normal(size=(8, V)), jnp.float32) * 3
+  settings = slots_of(8, top_k=jnp.arange(8), top_p=jnp.linspace(0.3, 1, 8, dtype=jnp.float32))
+  given = logits, settings, uniforms()[:8], jnp.zeros(8, int)
+  texts, found = [], []
+  for unroll in (False, True):
+    lowered = jax.jit(functools.partial(sampling.draw, unroll=unroll)).lower(*given)
+    texts.append(lowered.as_text())
+    found.append(lowered.compile()(*given))
+  assert [text.count('stablehlo.while') for text in texts] == [2, 0]
+  for one, other in zip(*map(jax.tree.leaves, found)):
+    np.testing.assert_array_equal(one, other)
+
+
 SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.3, 40, 0.7)]
 
 

@@ -272,7 +272,8 @@ def _block(
     state, recent = carry
     number, uniform = now
     logits = head_logits(model, weights, state.hidden, compute)
-    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, top)
+    unroll = compute.platform == 'gpu'
+    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, top=top, unroll=unroll)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )

@@ -5,6 +5,8 @@ in two levels: token and log-prob come out of one pass over the logits. It
 depends only on (run key, step, prompt, sample, position).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -71,7 +73,9 @@ class Drawn:
   top: tuple  # ids and log-probs [S, n] of the top-n tokens, or ()
 
 
-def draw(logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.Array, top: int = 0) -> Drawn:
+def draw(
+  logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.Array, top: int = 0, unroll: bool = False
+) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
   Excluded are forbidden ids, stop ids before `min_tokens`, and of the rest
@@ -81,6 +85,8 @@ def draw(logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.
     logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
     top: how many of the most probable tokens to report at most, by
       log_softmax(logits / T); zeros where none of these slots wants any.
+    unroll: write out the search for a truncation. A CUDA graph can hold a branch, but no loop in it: with one, the
+      host would wait for the branch's predicate at each token.
   """
   greedy = sampling.temperature < _GREEDY
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
@@ -99,7 +105,9 @@ def draw(logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.
     left = _forbid(logits, forbidden)
     top = jnp.max(left, axis=-1, keepdims=True)
     kept = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0)
-    kept = jax.lax.cond(jnp.any(cuts & ~greedy), _truncate, lambda w, _: w, kept, sampling)
+    kept = jax.lax.cond(
+      jnp.any(cuts & ~greedy), functools.partial(_truncate, unroll=unroll), lambda w, _: w, kept, sampling
+    )
     # An argmax over the vocabulary costs more than the draw on CPU.
     best = jnp.argmax(left, axis=-1)
     tokens, total = _invert(kept, uniform)
@@ -112,24 +120,26 @@ def draw(logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.
   tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   scaled = picked - highest[:, 0]
-  best = ()
-  if top:
-
-    def top_tokens():
-      values, ids = jax.lax.top_k(logits, top)
-      return ids, values - highest - jnp.log(total)[:, None]
-
-    def no_tokens():
-      return jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top))
-
-    best = jax.lax.cond(jnp.any(sampling.top_logprobs > 0), top_tokens, no_tokens)
   return Drawn(
     tokens=tokens,
     logprobs=scaled - jnp.log(total),
     behavior_logprobs=jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
     broken=~jnp.isfinite(total) | ~(kept_total > 0),
-    top=best,
+    top=_most_probable(logits, highest, total, sampling, top) if top else (),
   )
+
+
+def _most_probable(logits, highest, total, sampling: Sampling, top: int):
+  """Returns (ids, log-probs) [S, top] of the most probable tokens; total: [S], sum of exp(logits - highest)."""
+
+  def top_tokens():
+    values, ids = jax.lax.top_k(logits, top)
+    return ids, values - highest - jnp.log(total)[:, None]
+
+  def no_tokens():
+    return jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top))
+
+  return jax.lax.cond(jnp.any(sampling.top_logprobs > 0), top_tokens, no_tokens)
 
 
 def _forbid(logits, ids):
@@ -139,7 +149,7 @@ def _forbid(logits, ids):
   return logits.at[rows, jnp.where(ids < 0, size, ids)].set(MASKED_LOGIT, mode='drop')
 
 
-def _truncate(weights, sampling: Sampling):
+def _truncate(weights, sampling: Sampling, unroll: bool):
   """Sets weights [S, V] to 0 that top-k, top-p and min-p exclude.
 
   Top-p takes its share of what top-k leaves, as in transformers and vLLM; of equal
@@ -147,17 +157,17 @@ def _truncate(weights, sampling: Sampling):
   """
 
   def by_count(kept):
-    return _cut(kept, jnp.ones_like(kept), sampling.top_k.astype(jnp.float32), sampling.top_k > 0)
+    return _cut(kept, jnp.ones_like(kept), sampling.top_k.astype(jnp.float32), sampling.top_k > 0, unroll)
 
   def by_mass(kept):
-    return _cut(kept, kept, sampling.top_p * jnp.sum(kept, axis=-1), sampling.top_p < 1)
+    return _cut(kept, kept, sampling.top_p * jnp.sum(kept, axis=-1), sampling.top_p < 1, unroll)
 
   kept = jax.lax.cond(jnp.any(sampling.top_k > 0), by_count, lambda kept: kept, weights)
   kept = jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda kept: kept, kept)
   return jnp.where(weights >= sampling.min_p[:, None], kept, 0)
 
 
-def _cut(weights, values, wanted, wants):
+def _cut(weights, values, wanted, wants, unroll):
   """Keeps the smallest set of largest weights whose `values` sum up to `wanted` [S], in slots of `wants` [S].
 
   The smallest weight in it is found bit by bit: a sort of the vocabulary costs
@@ -172,7 +182,8 @@ def _cut(weights, values, wanted, wants):
     return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
   one = 0x3F800000  # the bits of 1.0, the largest weight
-  low, _ = jax.lax.fori_loop(0, 30, halve, (jnp.zeros(wanted.shape, jnp.int32), jnp.full(wanted.shape, one)))
+  ends = jnp.zeros(wanted.shape, jnp.int32), jnp.full(wanted.shape, one)
+  low, _ = jax.lax.fori_loop(0, 30, halve, ends, unroll=unroll)
   above = jnp.where(wants, jax.lax.bitcast_convert_type(low, jnp.float32), -1.0)[:, None]
   return jnp.where(weights > above, weights, 0)
 
