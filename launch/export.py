@@ -2,11 +2,14 @@
 
   python -m launch.export --run=runs/quickstart --out=exports/quickstart
   python -m launch.export --run=runs/quickstart --stage=sft --step=400 --out=F
+  python -m launch.export --run=runs/quickstart --out=F --push=ORG/NAME
   python -m launch.export --model=ADAPTER_FOLDER --out=F  # merged into its base
 
 The default is the newest good checkpoint of the last stage that has one. Needs
 config.json and checkpoints/ of the run and the tokenizer that the config names, but
-not its data, reward functions or devices. Prints the folder.
+not its data, reward functions or devices. The model card names base model, method, data, metrics,
+command and versions of the run. --push uploads the folder to the Hugging Face hub, as a private
+model; without a token it only lists what would be sent. Prints the folder.
 """
 
 import logging
@@ -19,6 +22,8 @@ from . import model_flags
 
 _WEIGHTS = model_flags.define()
 _OUT = flags.DEFINE_string('out', None, 'Folder to write.')
+_PUSH = flags.DEFINE_string('push', '', 'Model of the hub to upload to, as ORG/NAME.')
+_PUBLIC = flags.DEFINE_bool('public', False, 'Make a new model of the hub public.')
 flags.mark_flags_as_required(['out'])
 
 
@@ -29,11 +34,17 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.formats import hf
-  from jaxpost.tools import inference
+  from jaxpost.tools import inference, model_card
 
   hf.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())
+  name = weights.inputs.name
+  model_card.check_stage(_OUT.value, name)
   inference.export(weights, _OUT.value)
+  if _WEIGHTS.run.value:
+    model_card.write(_OUT.value, _WEIGHTS.run.value, name, weights.step)
+  if _PUSH.value:
+    model_card.push(_OUT.value, _PUSH.value, _PUBLIC.value, inference.to_stderr)
   inference.to_stderr(f'step {weights.step} of stage {weights.inputs.name}')
   print(_OUT.value)
 

@@ -69,3 +69,31 @@ def download(
   except hf.errors.HFValidationError as error:
     raise InputError(f'hub: {repo!r} is no repository name') from error
   return pathlib.Path(path)
+
+
+def upload(folder: str, repo: str, private: bool = True) -> str:
+  """Uploads a folder as a model of the hub, which is made if it is not there; returns its address.
+
+  Args:
+    repo: 'org/name'.
+
+  Raises:
+    InputError: the hub refuses it, or cannot be reached.
+  """
+  import huggingface_hub
+  from huggingface_hub import errors
+
+  api = huggingface_hub.HfApi()
+  try:
+    api.create_repo(repo, private=private, exist_ok=True)
+    api.upload_folder(repo_id=repo, folder_path=folder)
+  except (errors.HfHubHTTPError, OSError) as error:
+    raise InputError(f'--push={repo}: {" ".join(str(error).split())[:300]}') from error
+  return f'https://huggingface.co/{repo}'
+
+
+def has_token() -> bool:
+  """Returns whether this user has a token of the hub."""
+  import huggingface_hub
+
+  return huggingface_hub.get_token() is not None

@@ -1,0 +1,79 @@
+"""The card of an export, the folder of another stage, and --push."""
+
+import json
+
+import pytest
+from test_report import make_run
+
+from jaxpost.errors import InputError
+from jaxpost.stage.config import defaults
+from jaxpost.storage import hub
+from jaxpost.tools import model_card
+
+
+@pytest.fixture
+def run(tmp_path):
+  run = tmp_path / 'run'
+  make_run(run, stages=('grpo',), steps=20)
+  config = defaults() | {'algorithm': 'grpo', 'reward': 'exact_match'}
+  config['model'] |= {'path': 'some/base|model'}
+  (run / 'config.json').write_text(json.dumps(config))
+  (run / 'starts.jsonl').write_text(json.dumps({'versions': {'jaxpost': '9.9'}, 'command': ['train', '--x=1']}) + '\n')
+  return run
+
+
+def test_the_facts_of_the_run(run):
+  text = model_card.describe(run, 'grpo', 15)
+  for fact in ('some/base\\|model', '| method | grpo |', 'exact_match', 'step 15 of 100', 'jaxpost 9.9', 'train --x=1'):
+    assert fact in text, fact
+  assert '| held-out metric, step 10 | |' in text and '| pass@1 | 0.5 |' in text
+
+
+def test_never_over_another_stage(run, tmp_path):
+  out = tmp_path / 'out'
+  out.mkdir()
+  (out / 'README.md').write_text('---\ntags:\n- jaxpost\n---\n')
+  model_card.check_stage(out, 'sft')  # an export without a run
+  model_card.write(out, run, 'grpo', 15)
+  assert (out / 'README.md').read_text().startswith('---\ntags')
+  model_card.check_stage(out, 'grpo')
+  with pytest.raises(InputError, match='stage grpo, not sft'):
+    model_card.check_stage(out, 'sft')
+
+
+def test_push_without_a_token_sends_nothing(tmp_path, monkeypatch):
+  (tmp_path / 'config.json').write_text('{}')
+  monkeypatch.setattr(hub, 'has_token', lambda: False)
+  monkeypatch.setattr(hub, 'upload', lambda *args, **kwargs: pytest.fail('sent'))
+  said = []
+  model_card.push(str(tmp_path), 'org/name', False, said.append)
+  assert said[0] == 'would send config.json, 2 bytes' and 'nothing was sent' in said[1]
+  with pytest.raises(InputError, match='ORG/NAME'):
+    model_card.push(str(tmp_path), 'name', False, said.append)
+
+
+def test_push_with_a_token(tmp_path, monkeypatch):
+  import huggingface_hub
+
+  calls = []
+
+  class Api:
+    def create_repo(self, repo, **options):
+      calls.append((repo, options))
+
+    def upload_folder(self, **options):
+      calls.append(options)
+      if options['repo_id'] == 'org/refused':
+        raise OSError('no way')
+
+  monkeypatch.setattr(hub, 'has_token', lambda: True)
+  monkeypatch.setattr(huggingface_hub, 'HfApi', Api)
+  said = []
+  model_card.push(str(tmp_path), 'org/name', False, said.append)
+  assert calls == [
+    ('org/name', {'private': True, 'exist_ok': True}),
+    {'repo_id': 'org/name', 'folder_path': str(tmp_path)},
+  ]
+  assert said == ['https://huggingface.co/org/name']
+  with pytest.raises(InputError, match='no way'):
+    model_card.push(str(tmp_path), 'org/refused', True, said.append)
