@@ -186,7 +186,7 @@ RAW = dict(
     (dict(scoring_func='softmax'), 'scoring_func'),
     (dict(topk_method='greedy'), 'topk_method'),
     (dict(moe_layer_freq=2), 'moe_layer_freq'),
-    (dict(quantization_config=dict(quant_method='fp8')), 'fp8'),
+    (dict(quantization_config=dict(quant_method='awq')), 'awq'),
     (dict(attention_bias=True), 'attention_bias'),
     (dict(n_group=3), 'n_group=3 of 8'),
     (dict(topk_group=5), 'topk_group=5'),

@@ -183,7 +183,7 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
     if not isinstance(raw.get(field) or {}, dict):
       raise InputError(f'{where}: {field}={raw[field]!r} must be an object')
   method = (raw.get('quantization_config') or {}).get('quant_method')
-  if method and method == family.quantized:
+  if method and method in ('fp8', family.quantized):
     raw = raw | {'quantization_config': None}
   for field, neutral in _NEUTRAL.items():
     known = field in family.fields or field in family.reported

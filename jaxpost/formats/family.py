@@ -82,7 +82,7 @@ class Family:
   # transposed, and the parameter is every `step`-th entry of its last dimension.
   fused: Mapping[str, tuple[str, int, int]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
-  quantized: str = ''  # a `quant_method` that can be read
+  quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
   extra_layers: bool = False  # folders may hold layers for multi-token prediction, which are not read
 
   @property

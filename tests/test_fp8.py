@@ -1,0 +1,128 @@
+"""Weights in blocks of float8 against a dequantization in numpy.
+
+Legend: F outputs, D inputs of a matrix.
+"""
+
+import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+
+import children
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost.distributed.mesh import make_layout
+from jaxpost.errors import InputError
+from jaxpost.formats import hf, model_folder, safetensors_file, tensor_layout
+from jaxpost.formats.model_folder import SINGLE
+from jaxpost.models import model as model_lib
+
+FLOAT8 = ml_dtypes.float8_e4m3fn
+BLOCK = (12, 20)  # which cuts rows, columns, heads and shards of the matrices below
+
+
+def quantized(folder, block):
+  """Turns the matrices of a folder into float8 with scales; returns what they stand for."""
+  tensors = safetensors.numpy.load_file(folder / SINGLE)
+  random, stored, meant = np.random.RandomState(0), {}, {}
+  for name, x in tensors.items():
+    meant[name] = stored[name] = x
+    if not name.endswith('_proj.weight'):
+      continue
+    rows, columns = block or x.shape
+    codes = random.uniform(-400, 400, x.shape).astype(FLOAT8)
+    scales = random.uniform(1e-3, 1e-2, (-(-x.shape[0] // rows), -(-x.shape[1] // columns))).astype(np.float32)
+    whole = np.repeat(np.repeat(scales, rows, 0), columns, 1)[: x.shape[0], : x.shape[1]]
+    meant[name] = codes.astype(np.float32) * whole
+    stored[name] = codes
+    stored[f'{name}_scale_inv'] = scales if block else scales.reshape(())
+    if not block:
+      stored[name.replace('.weight', '.activation_scale')] = np.ones((), np.float32)
+  kinds = {name: (x.dtype, x.shape) for name, x in stored.items()}
+  (folder / SINGLE).write_bytes(safetensors_file.header(kinds) + b''.join(x.tobytes() for x in stored.values()))
+  config = json.loads((folder / 'config.json').read_text())
+  config['quantization_config'] = dict(quant_method='fp8', weight_block_size=block and list(block), fmt='e4m3')
+  (folder / 'config.json').write_text(json.dumps(config))
+  return meant
+
+
+def make(path):
+  shape = dict(hidden_size=40, intermediate_size=56, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=10)
+  return pathlib.Path(tiny.folder(path, **shape))
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return make(tmp_path / 'model')
+
+
+def check_load(folder, meant, mesh):
+  """Raises unless the parameters on this mesh are the numbers that are meant."""
+  model = model_lib.build(hf.read_config(folder))
+  hf.check(folder, model.config)
+  params = hf.load_params(folder, model, model.shardings(make_layout(mesh, 'train')), 'float32')
+  found = dict(hf.export_tensors(tensor_layout.table(model.config), params, np.dtype('float32')))
+  assert found.keys() == meant.keys()
+  for name, x in meant.items():
+    np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def onto_eight(path):
+  path = pathlib.Path(path)
+  for i, block in enumerate((BLOCK, None)):
+    folder = make(path / str(i))
+    meant = quantized(folder, block)
+    for mesh in ('fsdp=2,tensor=4', 'data=8') if block else ('fsdp=8',):
+      check_load(folder, meant, mesh)
+
+
+def test_parameters_are_what_numpy_makes_of_their_blocks(folder):
+  check_load(folder, quantized(folder, BLOCK), 'data=1')
+
+
+def test_shards_are_what_numpy_makes_of_their_blocks(tmp_path):
+  run = [sys.executable, __file__, str(tmp_path)]
+  done = subprocess.run(run, env=children.environment(8), capture_output=True, text=True, timeout=300)
+  assert not done.returncode, done.stderr[-3000:]
+
+
+def test_any_range_of_a_matrix(folder):
+  meant = quantized(folder, BLOCK)
+  name = 'model.layers.1.mlp.down_proj.weight'
+
+  with contextlib.ExitStack() as stack:
+    tensor = model_folder.open_tensors(folder, stack)[name][1]
+    for rows, columns in ((0, 40), (0, 56)), ((11, 13), (19, 21)), ((12, 24), (20, 40)), ((39, 40), (55, 56)):
+      part = slice(*rows), slice(*columns)
+      np.testing.assert_array_equal(tensor[part], meant[name][part])
+
+
+def test_scales_of_another_shape_and_codes_without_scales_are_refused(folder):
+  quantized(folder, BLOCK)
+  path = folder / 'config.json'
+  config = json.loads(path.read_text())
+  config['quantization_config']['weight_block_size'] = [128, 128]
+  path.write_text(json.dumps(config))
+  model = model_lib.build(hf.read_config(folder))
+  with pytest.raises(InputError, match=r'weight_scale_inv has shape .* ask for \[1, 1\]'):
+    hf.check(folder, model.config)
+  found = safetensors_file.tensors
+  name = 'model.layers.0.mlp.up_proj.weight_scale_inv'
+  with open(folder / SINGLE, 'rb') as file:
+    tensors = {k: np.array(t[:]) for k, t in found(file, (folder / SINGLE).stat().st_size).items()}
+  tensors.pop(name)
+  kinds = {k: (x.dtype, x.shape) for k, x in tensors.items()}
+  (folder / SINGLE).write_bytes(safetensors_file.header(kinds) + b''.join(x.tobytes() for x in tensors.values()))
+  config['quantization_config']['weight_block_size'] = list(BLOCK)
+  path.write_text(json.dumps(config))
+  with pytest.raises(InputError, match='up_proj.weight has type F8_E4M3'):
+    hf.check(folder, model.config)
+
+
+if __name__ == '__main__':
+  onto_eight(sys.argv[1])
