@@ -612,6 +612,7 @@ REFUSED = [
   ('gemma3_text', dict(layer_types=[FULL]), 'layer_types'),
   ('gemma3_text', dict(rope_parameters=rope()), 'rope_parameters'),
   ('gemma3', {}, 'gemma3_text'),
+  ('qwen3_vl', dict(vision_config=dict(depth=2)), 'vision_config of .*qwen3_vl'),
   ('phi3', dict(rope_parameters=longrope(), head_dim=16), 'short_factor'),
   ('phi3', dict(partial_rotary_factor=0.3, head_dim=10), 'rotates 3'),
   ('smollm3', dict(no_rope_layers=[1]), 'no_rope_layers'),

@@ -26,6 +26,12 @@ def from_hf(raw: dict[str, Any], where: str) -> tuple[ModelConfig, list[str]]:
     InputError: where the folder asks for something that is not implemented.
   """
   name = raw.get('model_type')
+  for part in ('vision_config', 'audio_config'):
+    if raw.get(part):
+      raise InputError(
+        f'{where}: {part} of model_type {name!r} is not supported; save its text model to a folder of its own, '
+        'with the fields of text_config as config.json'
+      )
   family = families.find(name, where)
   config_fields.check_types(raw, where)
   raw = {family.aliases.get(k, k): v for k, v in raw.items()}
