@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxpost.errors import InputError
+from jaxpost.formats.safetensors_file import FLOAT8
 
-TYPE = 'F8_E4M3'
 _WEIGHT, _SCALE, _ACTIVATIONS = '.weight', '.weight_scale_inv', '.activation_scale'
 
 
@@ -61,8 +61,8 @@ def joined(found: dict[str, tuple], config: dict[str, Any]) -> dict[str, tuple]:
     base = name.removesuffix(_SCALE)
     file, scales = out.pop(name)
     out.pop(base + _ACTIVATIONS, None)  # of static scales for activations, which are not rounded here
-    if base + _WEIGHT not in found or found[base + _WEIGHT][1].get_dtype() != TYPE:
-      raise InputError(f'{file}: tensor {name} has no matrix {base + _WEIGHT} in {TYPE} beside it')
+    if base + _WEIGHT not in found or found[base + _WEIGHT][1].get_dtype() != FLOAT8:
+      raise InputError(f'{file}: tensor {name} has no matrix {base + _WEIGHT} in {FLOAT8} beside it')
     at, codes = found[base + _WEIGHT]
     shape = codes.get_shape()
     block = tuple(size or shape)

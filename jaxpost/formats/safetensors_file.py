@@ -16,7 +16,8 @@ import numpy as np
 from jaxpost.errors import InputError
 
 FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
-_DTYPES = FLOATS | {'U8': np.uint8, 'F8_E4M3': ml_dtypes.float8_e4m3fn}
+FLOAT8 = 'F8_E4M3'
+_DTYPES = FLOATS | {'U8': np.uint8, FLOAT8: ml_dtypes.float8_e4m3fn}
 _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 
