@@ -90,6 +90,7 @@ def _run(
 ) -> dict:
   start, console = time.perf_counter(), activity.console
   consistency.check_same_config(raw)
+  config_lib.parse(raw)  # before names of stages are used as keys
   raw = settle_dtype(raw, workdir, console)
   raw = epochs.begun_with(raw, config_lib.parse(raw), workdir / 'config.json')
   configs = config_lib.parse(raw)
