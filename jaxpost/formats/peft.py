@@ -27,7 +27,8 @@ from etils import epath
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, tensor_layout
-from jaxpost.models import lora, parameters, partition, transformer
+from jaxpost.models import lora, parameters, transformer
+from jaxpost.models import model as model_lib
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
     if len({name.partition('/')[0] for name in names.values()}) == 1:
       paths = [path.partition('/')[2] for path in paths]  # of one stack: short
     spec = (rank, float(alpha), bool(raw.get('use_rslora')), '|'.join(paths))
-    model = partition.build(dataclasses.replace(cfg, lora=spec))
+    plain = model_lib.build(dataclasses.replace(cfg, lora=()))
+    model = lora.with_adapters(plain, dataclasses.replace(cfg, lora=spec))
     _check(folder, _kept(model, _with_own_a(raw)), have)
   return spec
 

@@ -34,7 +34,7 @@ def scale(cfg: ModelConfig) -> float:
   return alpha / (math.sqrt(rank) if rslora else rank)
 
 
-def with_adapters(plain: Model, cfg: ModelConfig, dropout: float) -> Model:
+def with_adapters(plain: Model, cfg: ModelConfig, dropout: float = 0.0) -> Model:
   """Returns the model `plain` with the adapters of `cfg.lora`."""
   rows = adapter_rows(plain.table, cfg)
   if dropout and any('expert' in spec.axes for spec in rows.values()):
