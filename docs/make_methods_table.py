@@ -36,7 +36,7 @@ from there with seed 0 on two CPU cores, and is evaluated on held-out data.
 `tests/test_learning.py` requires these gains, except for GMPO, DPPO, GPG, OPO, MaxRL and pass@k.
 pass@1 is measured on 256 sums with 4 samples each, `rewards/accuracies` on 256 pairs or labels.
 Before training, policy and reference are equal, so all pairs tie, which counts as 0.5. ORPO, CPO
-and SimPO start from a model with a tenth of that training.
+and SimPO start from a model with a quarter of that training.
 
 | algorithm | metric | before | after | steps | its own choices | set here |
 |---|---|---|---|---|---|---|

@@ -427,5 +427,24 @@ def test_each_room_is_described():
     assert len(ast.get_docstring(module) or '') > 100 and not has_code(module), path
 
 
+def test_options_are_modules_and_fields(tree):
+  from jaxpost.stage.config import defaults
+
+  for module, field in reading.OPTIONS.items():
+    assert module in tree.name, module
+    section = defaults()
+    for name in field.split('.'):
+      section = section[name]
+
+
+def test_an_option_counts_where_it_is_imported_at_the_top(tree):
+  text = dict(tree.text)
+  text['jaxpost/loop.py'] += 'import jaxpost.models.lora\n'
+  added = set(Tree(text).closure((reading.LOOP,))) - set(tree.closure((reading.LOOP,)))
+  assert 'jaxpost.models.lora' in added
+  text['jaxpost/loop.py'] = tree.text['jaxpost/loop.py'] + 'def f():\n  import jaxpost.models.lora\n'
+  assert Tree(text).closure((reading.LOOP,), lazy='all').keys() == tree.closure((reading.LOOP,), lazy='all').keys()
+
+
 def test_root_stays_small():
   assert len(list((CLONE / 'jaxpost').glob('*.py'))) <= 10

@@ -19,7 +19,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, sources
-from jaxpost.storage import array_cache, disk_errors, object_store
+from jaxpost.storage import disk_errors, object_store, seals
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def check_same_config(raw: dict) -> None:
     {'the version of jax': jax.__version__, 'the code of jaxpost': code()}, 'install one everywhere'
   )
   plain = spelled(raw)
-  if len(set(coordination.all_gather(array_cache.fingerprint(plain)))) > 1:
+  if len(set(coordination.all_gather(seals.fingerprint(plain)))) > 1:
     every = coordination.all_gather(plain)
     for i, other in enumerate(every):
       for key, (was, now) in difference(every[0], other).items():
@@ -136,9 +136,7 @@ def check_same_start(workdir: epath.Path, configs: dict) -> None:
 def code() -> str:
   """Returns a hash of this library as it is installed here."""
   root = pathlib.Path(__file__).parents[1]
-  return array_cache.fingerprint(
-    [[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))]
-  )
+  return seals.fingerprint([[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))])
 
 
 def check_same_inputs(prepared: Sequence[PreparedStage]) -> None:
@@ -153,11 +151,11 @@ def check_same_inputs(prepared: Sequence[PreparedStage]) -> None:
     if data.held_out is not None:
       values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = digest(data.held_out.rows)
     first = data.first_batch
-    values[f'the tokenizer of {p.name}'] = array_cache.fingerprint(
+    values[f'the tokenizer of {p.name}'] = seals.fingerprint(
       [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
     )
     for role, source in inputs.sources.items():
-      values[f'the {role} of {p.name}'] = array_cache.fingerprint(sources.outline(source))
+      values[f'the {role} of {p.name}'] = seals.fingerprint(sources.outline(source))
   coordination.check_same(values, 'give all processes the same files')
 
 
@@ -179,9 +177,7 @@ def digest(rows: Rows) -> str:
   """Returns a hash of the number of rows and of up to 20,000 of them."""
   most = _HASHED_LAZY if rows.streaming else _HASHED
   chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
-  return array_cache.fingerprint(
-    [len(rows), list(rows.sizes), *(json.dumps(rows[n], default=str) for n in chosen.tolist())]
-  )
+  return seals.fingerprint([len(rows), list(rows.sizes), *(json.dumps(rows[n], default=str) for n in chosen.tolist())])
 
 
 def spelled(value: Any) -> Any:

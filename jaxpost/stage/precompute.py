@@ -20,7 +20,8 @@ from etils import epath
 from jaxpost.data import packing
 from jaxpost.distributed import coordination
 from jaxpost.stage.documents import read_tokens
-from jaxpost.storage.array_cache import fingerprint, load_or_make
+from jaxpost.storage.array_cache import load_or_make
+from jaxpost.storage.seals import fingerprint
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute

@@ -18,8 +18,8 @@ from jaxpost.algorithms.base import Algorithm, refuse
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.models import lora, partition
 from jaxpost.models import model as model_lib
+from jaxpost.models import partition
 from jaxpost.stage import checks, epochs, reward_model
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import sources as sources_lib
@@ -179,6 +179,8 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   if adapter.path:
     spec = cfg.lora
   elif adapter.rank:
+    from jaxpost.models import lora
+
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)

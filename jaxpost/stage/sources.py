@@ -18,7 +18,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import config as model_config
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.storage import array_cache, object_store, seals
+from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def record(source: Source, workdir: epath.PathLike | None, seed: int) -> dict:
 
 
 def _fingerprint(source: Source, workdir, seed) -> str:
-  return array_cache.fingerprint(identity(source, workdir, seed, here=False))
+  return seals.fingerprint(identity(source, workdir, seed, here=False))
 
 
 def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:

@@ -4,11 +4,8 @@ The index is written last, with checksums of the files: a folder without one, or
 differ, is computed again.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from etils import epath
@@ -17,11 +14,6 @@ from jaxpost.distributed import coordination
 from jaxpost.storage import object_store, seals
 
 _INDEX = 'index.json'
-
-
-def fingerprint(parts: Any) -> str:
-  """Returns 16 hex digits that identify JSON values."""
-  return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_or_make(path: epath.PathLike | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ checked, and neither is a folder without checksums.json.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import zlib
@@ -24,6 +25,11 @@ NAME = 'checksums.json'
 
 class DamagedError(Exception):
   """Data that differs from its checksum; the message says which."""
+
+
+def fingerprint(parts: Any) -> str:
+  """Returns 16 hex digits that identify JSON values."""
+  return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def dumps(value: Any) -> bytes:

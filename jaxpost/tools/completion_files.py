@@ -15,7 +15,7 @@ from rich import progress
 
 from jaxpost.errors import InputError
 from jaxpost.rl import batching
-from jaxpost.storage import array_cache, object_store
+from jaxpost.storage import object_store, seals
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
 from jaxpost.tools.inference import Weights, to_stderr
 from jaxpost.types import Prompt, Rollout
@@ -56,7 +56,7 @@ def complete_file(
   about = dict(
     weights=[source, weights.step],
     draws=dataclasses.asdict(draws),
-    prompts=array_cache.fingerprint([p.tokens.tolist() for p in prompts]),
+    prompts=seals.fingerprint([p.tokens.tolist() for p in prompts]),
   )
   done = _keep_finished_rows(out, about, together, len(prompts))
   if done == len(prompts):
