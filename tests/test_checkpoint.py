@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scorecard
 
 from jaxpost import errors, types
 from jaxpost.storage import checkpoint
@@ -340,9 +341,10 @@ def expect_fallback(folder, digests, name=''):
   assert f'20/{name}' in lines[0] and 'using step 10' in lines[0]
 
 
-def test_every_flipped_bit_is_noticed(two_steps):
+@pytest.mark.parametrize('seed', range(scorecard.ROUNDS))
+def test_every_flipped_bit_is_noticed(two_steps, record_property, seed):
   folder, digests = two_steps
-  draw = random.Random(0)
+  draw = random.Random(seed)
   flips = 0
   for path in all_files(folder / '20'):
     good = path.read_bytes()
@@ -354,13 +356,15 @@ def test_every_flipped_bit_is_noticed(two_steps):
       expect_fallback(folder, digests, path.relative_to(folder / '20'))
       flips += 1
     path.write_bytes(good)
+  record_property('cases', flips)
   assert flips >= 40
   step, state, _, lines = restore(folder)  # all repaired
   assert step == 20 and digest(state) == digests[20] and not lines
 
 
-def test_truncated_and_missing_files(two_steps):
+def test_truncated_and_missing_files(two_steps, record_property):
   folder, digests = two_steps
+  record_property('cases', 5 * len(all_files(folder / '20')))
   for path in all_files(folder / '20'):
     good = path.read_bytes()
     name = path.relative_to(folder / '20')
@@ -468,7 +472,8 @@ def test_kill_inside_a_write(tmp_path):
   assert digest(state) == digest(make_state(2))
 
 
-def test_kill_between_commit_and_seal_and_inside_a_removal(tmp_path):
+def test_kill_between_commit_and_seal_and_inside_a_removal(tmp_path, record_property):
+  record_property('cases', 2)
   die = 'os.kill(os.getpid(), signal.SIGKILL)'
   body = """
     ck = checkpoint.Checkpointer(sys.argv[1], keep=1)

@@ -107,13 +107,14 @@ def flip(path, draw):
   path.write_bytes(data)
 
 
-def test_flips(finished, caplog):
+def test_flips(finished, caplog, record_property):
   config, run = finished
   names = [str(p.relative_to(run)) for p in sorted(run.rglob('*')) if p.is_file() and p.stat().st_size]
   kinds = sorted({name.split('/')[0] for name in names})
   assert {'cache', 'checkpoints', 'config.json', 'export', 'metrics.jsonl', 'plan.json'} <= {*kinds}
   assert {'rollouts', 'samples', 'summary.json', 'checksums.json', 'tensorboard'} <= {*kinds}
   draw, good, silent, found = random.Random(0), {}, [], 0
+  record_property('cases', FLIPS)
   for n in range(FLIPS):
     kind = kinds[n % len(kinds)]
     name = draw.choice([name for name in names if name.split('/')[0] == kind])

@@ -21,6 +21,7 @@ import time
 
 import numpy as np
 import pytest
+import scorecard
 import tiny
 
 from jaxpost import stages
@@ -263,9 +264,11 @@ def assert_gone(processes):
     time.sleep(0.02)
 
 
-def test_killed_at_any_moment(command, baseline, tmp_path):
+@pytest.mark.parametrize('seed', range(7, 7 + scorecard.ROUNDS))
+def test_killed_at_any_moment(command, baseline, tmp_path, record_property, seed):
   """kill -9 in both stages, in the middle of writes and of steps."""
-  workdir, draw = tmp_path / 'killed', random.Random(7)
+  workdir, draw = tmp_path / 'killed', random.Random(seed)
+  record_property('cases', 4)
   inside = 0
   for stage, writing in (('sft', True), ('sft', False), ('grpo', False), ('grpo', True)):
     begin, process = time.time(), start(command(workdir))

@@ -1,7 +1,4 @@
-"""The server under load, on loopback: 1,000 clients at once; nothing is lost, answered twice, or kept.
-
-`JAXPOST_LOAD=100000` sets the number of requests.
-"""
+"""The server under load, on loopback: 1,000 clients at once; nothing is lost, answered twice, or kept."""
 
 import asyncio
 import collections
@@ -16,13 +13,14 @@ import sys
 import time
 
 import pytest
+import scorecard
 import tiny
 
 from jaxpost.data import tokenizer
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 CLIENTS = 1000
-REQUESTS = int(os.environ.get('JAXPOST_LOAD', '3000'))
+REQUESTS = scorecard.REQUESTS
 LEAVING = 50  # clients that leave without an answer
 
 
@@ -133,7 +131,8 @@ def run(folder, record, clients=CLIENTS, requests=REQUESTS, leaving=LEAVING):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-def test_nothing_is_lost_or_answered_twice(tmp_path):
+def test_nothing_is_lost_or_answered_twice(tmp_path, record_property):
+  record_property('cases', REQUESTS)
   folder = tiny.folder(tmp_path / 'nano')
   tokenizer.load('bytes').save(folder)
   load, last, rows = run(folder, tmp_path / 'asked.jsonl')

@@ -1,0 +1,308 @@
+"""The reliability scorecard: what was tried to break runs, and what broke.
+
+    python -m tests.scorecard            # 6 minutes
+    python -m tests.scorecard --size=hour
+    python -m tests.scorecard --size=night
+
+runs the tests of each row, prints a table, and writes docs/reliability.md. The tests are those that CI runs; a larger
+size runs more of them, repeats those that draw at random, and soaks and loads for longer. A test counts as one case
+unless it reports more with `record_property('cases', count)`. `--rows=R8,R13` runs only those rows and writes nothing.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+SIZES = ('ci', 'hour', 'night')
+SIZE = SIZES.index(os.environ.get('JAXPOST_SCORECARD', 'ci'))
+ROUNDS = (1, 6, 30)[SIZE]  # of tests that draw at random
+REQUESTS = (3_000, 30_000, 100_000)[SIZE]  # to the server
+SOAK_S = (40, 900, 6 * 3600)[SIZE]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A line of the table.
+
+  what: is tried; unit: what a case is. tests: node ids, or their beginnings, from the smallest size on.
+  more: tests from the size `hour` on. lacks: what no test covers yet.
+  """
+
+  number: str
+  what: str
+  unit: str
+  tests: tuple
+  more: tuple = ()
+  lacks: str = ''
+
+
+ROWS = (
+  Row(
+    'R1',
+    '`kill -9` in steps, saves, the start of a save and a removal; the run is resumed and compared bit for bit',
+    'kills',
+    (
+      'test_resume.py::test_killed_at_any_moment',
+      'test_checkpoint.py::test_kill_inside_a_write',
+      'test_checkpoint.py::test_kill_between_commit_and_seal_and_inside_a_removal',
+    ),
+    lacks='evaluation and export; DPO, KD, RM, PPO and GKD; an environment; two processes',
+  ),
+  Row(
+    'R2',
+    'SIGTERM, SIGINT and SIGHUP, once and again, in the start, steps, compilation and export: no step is lost',
+    'tests',
+    ('test_signals.py', 'test_resume.py::test_signal_in_the_last_step_is_not_lost'),
+    ('test_resume.py::test_told_to_stop', 'test_processes.py::test_a_signal_to_one_process_stops_all_at_one_step'),
+  ),
+  Row(
+    'R3',
+    'Resume on other meshes and numbers of processes: equal state, the same next batches',
+    'tests',
+    ('test_checkpoint.py::test_restores_on_other_meshes',),
+    ('test_elastic.py', 'test_processes.py::test_resumes_with_another_number_of_processes'),
+  ),
+  Row(
+    'R4',
+    'Faults of one process end all processes in time: killed, stopped, stuck, missing, slow, different',
+    'tests',
+    ('test_faults.py::test_a_killed_process[worker]', 'test_faults.py::test_a_missing_host[1]'),
+    ('test_faults.py',),
+    lacks='clock skew',
+  ),
+  Row(
+    'R5',
+    'A flipped bit, a cut or a missing file in a run folder: found or harmless, never silent',
+    'flips and cuts',
+    (
+      'test_checkpoint.py::test_every_flipped_bit_is_noticed',
+      'test_checkpoint.py::test_truncated_and_missing_files',
+      'test_resume.py::test_damaged_checkpoints',
+      'test_flips.py',
+    ),
+  ),
+  Row(
+    'R6',
+    'Bad configs, data, models, rewards and flags: exit code 2 and one line that names the field',
+    'inputs',
+    ('test_bad_input.py', 'test_submit.py::test_bad_input_is_one_line', 'test_openai_server.py::test_what_cannot_be'),
+    ('test_launch.py::test_export_refuses', 'test_launch.py::test_evaluate_refuses'),
+  ),
+  Row(
+    'R7',
+    'Rewards, environments and agents that raise, hang, crash or lie: their samples are masked and counted',
+    'tests',
+    ('test_rewards_pool.py::', 'test_environments.py::test_lost_episodes', 'test_environments.py::test_a_lost_process'),
+    ('test_agents.py', 'test_rewards_judge.py'),
+    lacks='10,000 samples in one run',
+  ),
+  Row(
+    'R8',
+    'Programs that break out of the sandbox, forge the verdict, or leave something behind',
+    'programs',
+    (
+      'test_rewards_forgeries.py::test_a_forgery_runs_and_scores_nothing',
+      'test_rewards_code.py::test_cheats_pass_nothing',
+      'test_rewards_code.py::test_what_a_program_can_reach',
+      'test_seccomp.py::test_dangerous_calls_do_not_exist',
+      'test_sandbox_limits.py',
+    ),
+    ('test_rewards_code.py', 'test_rewards_forgeries.py', 'test_seccomp.py'),
+  ),
+  Row(
+    'R9',
+    'Code in model folders, pickles, secrets in the environment of rewards',
+    'tests',
+    (
+      'test_data_tokenizer.py::test_code_in_a_folder_is_never_run',
+      'test_layering.py::test_rule[no_pickle]',
+      'test_rewards_pool.py::test_secrets_stay_here',
+    ),
+  ),
+  Row(
+    'R10',
+    'NaN and infinity in rewards, gradients, weights, optimizer states and model folders: never saved',
+    'injections',
+    ('test_nonfinite.py',),
+  ),
+  Row(
+    'R11',
+    'A full disk: an error at the next step, and the last checkpoint stays',
+    'tests',
+    ('test_checkpoint.py::test_disk_full',),
+    lacks='a read-only disk, a quota, a slow disk',
+  ),
+  Row('R12', 'GRPO with an environment and evaluation: memory, open files and threads stay as they are', 'soak', ()),
+  Row(
+    'R13',
+    f'1,000 clients at once on loopback, {REQUESTS:,} requests: none lost, none answered twice, memory flat',
+    'requests',
+    ('test_server_load.py', 'test_openai_server.py::test_half', 'test_openai_server.py::test_bodies_of_all_kinds'),
+  ),
+)
+
+
+class Collector:
+  """A pytest plugin that counts the cases of each row."""
+
+  def __init__(self, chosen):
+    self.chosen = chosen  # {row number: beginnings of node ids}
+    self.rows = collections.defaultdict(list)  # node id -> numbers of its rows
+    self.counts = {number: collections.Counter() for number in chosen}
+    self.failed = []
+
+  def pytest_collection_modifyitems(self, items):
+    for item in items:
+      name = item.nodeid.removeprefix('tests/')
+      for number, starts in self.chosen.items():
+        if name.startswith(starts):
+          self.rows[item.nodeid].append(number)
+    items[:] = [item for item in items if item.nodeid in self.rows]
+
+  def pytest_runtest_logreport(self, report):
+    if report.when != 'call' and report.outcome == 'passed':
+      return
+    cases = int(dict(report.user_properties).get('cases', 1))
+    for number in self.rows[report.nodeid]:
+      self.counts[number][report.outcome] += cases if report.when == 'call' else 1
+      self.counts[number]['seconds'] += report.duration
+    if report.outcome == 'failed':
+      self.failed.append(report.nodeid)
+
+
+def chosen(rows):
+  """{row number: beginnings of node ids} at this size, of tests that are there."""
+  return {row.number: tuple(x for x in (*row.tests, *(row.more if SIZE else ())) if is_there(x)) for row in rows}
+
+
+def is_there(test):
+  """Whether a file of this clone has such a test."""
+  file, _, name = test.partition('::')
+  path = CLONE / 'tests' / file
+  return path.exists() and f'def {name.partition("[")[0]}' in path.read_text('utf-8')
+
+
+def soak(folder):
+  """What a run of GRPO with an environment and evaluation holds after a third of its time and at the end, as text."""
+  sys.path.insert(0, str(CLONE / 'tests'))
+  import episodes
+  import tiny
+
+  (folder / 'env.py').write_text(episodes.ENVIRONMENT)
+  config = episodes.config(
+    episodes.folder(folder / 'model'),
+    folder / 'env.py',
+    train=dict(steps=10**6),
+    save=dict(every=20, keep=2),
+    eval=dict(every=10, samples=2, data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=8,correct=1')),
+  )
+  path = tiny.config_file(folder / 'soak.py', config)
+  command = [sys.executable, '-m', 'launch.train', f'--config={path}', f'--workdir={folder}/run']
+  run = subprocess.Popen(command, cwd=CLONE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+  samples, rows = [], folder / 'run' / 'metrics.jsonl'
+  try:
+    start = 0.0
+    while not start or time.monotonic() < start + SOAK_S:
+      time.sleep(1)
+      assert run.poll() is None, run.stderr.read()
+      if not start and rows.exists() and '"eval"' in rows.read_text('utf-8'):
+        start = time.monotonic()  # All programs are compiled.
+      if start:
+        samples.append((time.monotonic() - start, *_held(run.pid), len(rows.read_text('utf-8').splitlines())))
+    run.terminate()
+    run.communicate(timeout=120)
+    assert run.returncode == 42, run.returncode
+  finally:
+    run.kill()
+  third, last = samples[len(samples) // 3], samples[-1]
+  seconds = last[0] - third[0]
+  return (
+    f'{last[0]:.0f} s, {last[4]} rows of metrics; from a third of the time to the end ({seconds:.0f} s): memory'
+    f' {third[1]:.0f} -> {last[1]:.0f} MB ({100 * (last[1] / third[1] - 1):+.1f} %), open files {third[2]} ->'
+    f' {last[2]}, threads {third[3]} -> {last[3]}'
+  )
+
+
+def _held(pid):
+  """(MB, open files, threads) of a process."""
+  status = dict(x.split(':', 1) for x in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines())
+  return int(status['VmRSS'].split()[0]) / 1024, len(os.listdir(f'/proc/{pid}/fd')), int(status['Threads'])
+
+
+def line(row, count, soaked):
+  """The row as a line of Markdown."""
+  if row.number == 'R12':
+    return f'| R12 | {row.what} | {soaked} | |'
+  passed, failed, skipped = count['passed'], count['failed'], count['skipped']
+  text = f'{passed:,} of {passed + failed:,} {row.unit}' + (f', {skipped} skipped' if skipped else '')
+  lacks = [row.lacks] * bool(row.lacks) + ['further tests, which size `hour` runs'] * bool(row.more and not SIZE)
+  return f'| {row.number} | {row.what} | {text} | {"; ".join(lacks)} |'
+
+
+def page(lines, failed, seconds):
+  """The text of docs/reliability.md."""
+  found = '\n'.join(f'* `{name}` failed' for name in failed)
+  cpu = next((x.split(':')[1].strip() for x in open('/proc/cpuinfo') if x.startswith('model name')), platform.machine())
+  host = (
+    f'Size `{SIZES[SIZE]}` in {seconds / 60:.0f} minutes, {datetime.date.today()}; {cpu}, {os.cpu_count()} cores, load'
+    f' {os.getloadavg()[2]:.0f} (mean of 15 minutes); Python {platform.python_version()}, jax'
+    f' {importlib.metadata.version("jax")}. Larger sizes were not run'
+  )
+  return f"""# Reliability
+
+What was tried to break runs, and what broke. `python -m tests.scorecard` runs the tests of each row and writes this
+page; `--size=hour` and `--size=night` run more of them, repeat those that draw at random, and soak and load for longer.
+The sandbox and the server are described in [Security](security.md), resuming in [Running on a cluster](launch.md).
+
+{host}.
+
+| | what is tried | held | not covered |
+|---|---|---|---|
+{chr(10).join(lines)}
+
+{found or 'No test failed.'}
+"""
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--size', choices=SIZES, default='ci')
+  parser.add_argument('--rows', default='', help='numbers, by commas; all if empty')
+  options = parser.parse_args()
+  if SIZES[SIZE] != options.size:
+    os.environ['JAXPOST_SCORECARD'] = options.size
+    os.execv(sys.executable, [sys.executable, '-m', 'tests.scorecard', *sys.argv[1:]])
+  import tempfile
+
+  import pytest
+
+  begin = time.monotonic()
+  rows = [row for row in ROWS if not options.rows or row.number in options.rows.split(',')]
+  plugin = Collector(chosen(rows))
+  files = sorted({str(CLONE / 'tests' / x.partition('::')[0]) for starts in plugin.chosen.values() for x in starts})
+  os.environ['PYTHONPATH'] = os.pathsep.join([str(CLONE), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+  if files:
+    pytest.main(['-q', '-n', '0', '--long', '-p', 'no:cacheprovider', f'--rootdir={CLONE}', *files], plugins=[plugin])
+  soaked = ''
+  if any(row.number == 'R12' for row in rows):
+    with tempfile.TemporaryDirectory() as folder:
+      soaked = soak(pathlib.Path(folder))
+  lines = [line(row, plugin.counts[row.number], soaked) for row in rows]
+  print('\n'.join(lines))
+  print({number: round(count['seconds']) for number, count in plugin.counts.items()})
+  if not options.rows:
+    (CLONE / 'docs' / 'reliability.md').write_text(page(lines, plugin.failed, time.monotonic() - begin), 'utf-8')
+  sys.exit(bool(plugin.failed))
+
+
+if __name__ == '__main__':
+  main()
