@@ -34,9 +34,10 @@ Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.6 M 
 been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
 from there with seed 0 on two CPU cores, and is evaluated on held-out data.
 `tests/test_learning.py` requires these gains, except for GMPO, DPPO, GPG, OPO, MaxRL and pass@k.
-pass@1 is measured on 256 sums with 4 samples each, `rewards/accuracies` on 256 pairs or labels.
+pass@1 is measured on 256 sums with 4 samples each, the others on 256 pairs or labels.
 Before training, policy and reference are equal, so all pairs tie, which counts as 0.5. ORPO, CPO
-and SimPO start from a model with a quarter of that training.
+and SimPO start from a model with a quarter of that training. SimPO, which has no term for good
+answers alone, widens the margins of such a model and leaves its ranking of pairs as it is.
 
 | algorithm | metric | before | after | steps | its own choices | set here |
 |---|---|---|---|---|---|---|
