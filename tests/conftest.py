@@ -10,6 +10,7 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -45,6 +46,13 @@ for _name, _value in {
   'TOKENIZERS_PARALLELISM': 'false',
 }.items():
   os.environ.setdefault(_name, _value)
+
+
+# A shell starts commands in the background with SIGINT ignored, and nohup with SIGHUP ignored; tests send both.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+  signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):

@@ -136,6 +136,7 @@ def test_sft_and_grpo_differ_in_few_lines():
 ARGUMENTS = {
   ('stage/prepare', 'section'): 'model',
   ('stage/optim', 'section'): 'optim',
+  ('stages', 'log'): 'log',
   ('models/routing', 'section'): 'router',
   ('distributed/phases', 'mesh'): 'mesh',
   ('algorithms/distill', 'options'): 'distill',

@@ -39,7 +39,7 @@ WANTED = {
     r'reinforce: .* parameters',
     r'reinforce 4/4  .*reward',
     r'reinforce: held-out pass@1 0\.\d\d before, 0\.\d\d after',
-    r'values +\[',
+    r'with_critic: .* parameters, compiled \d+ programs',
     r'with_critic 4/4  .*reward',
     r'with_critic: held-out pass@1 0\.\d\d before, 0\.\d\d after',
   ),

@@ -68,6 +68,7 @@ def config(folder, name, **over):
   sampled = dict(
     algorithm=name,
     reward=f'{folder}/rewards.py:low',
+    rewards=dict(env_vars=('GRADED',)),
     train=dict(row_length=0),
     rollout=dict(prompts=3, group_size=4),
     rl=dict(kl_coef=0.05),
