@@ -64,7 +64,7 @@ def run(
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
-    cleanup.enter_context(disk_errors.explained())
+    cleanup.enter_context(disk_errors.explained(f'a file in {workdir}/'))
     cleanup.callback(watchdog.pause)
     stop = stop or cleanup.enter_context(signals.StopSignal())
     stop.install()

@@ -15,15 +15,18 @@ _PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, er
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-  """Raises NoRoomError where a disk is full, and InputError where a path cannot be read or written."""
+def explained(where: str = 'a file') -> Iterator[None]:
+  """Raises NoRoomError where a disk is full, and InputError where a path cannot be read or written.
+
+  where: begins the message if an error does not name its file.
+  """
   try:
     yield
   except (NoRoomError, InputError):
     raise
   except (OSError, RuntimeError, ValueError) as error:
     notes = ' '.join(getattr(error, '__notes__', ()))
-    where = getattr(error, 'filename', None) or notes or 'a file'
+    where = getattr(error, 'filename', None) or notes or where
     number = getattr(error, 'errno', None)
     if number in _NO_ROOM or any(text in str(error) for text in _NO_ROOM_TEXTS):
       raise NoRoomError(
