@@ -103,6 +103,7 @@ def test_what_differs_is_told(run, tmp_path):
     arrays = dict(file)
   arrays['logprobs'] = np.nextafter(arrays['logprobs'], np.float32(9))
   np.savez(path, **arrays)
+  path.write_bytes(rollout_files._sealed(path.read_bytes()))
   assert reproduce.reproduce(copy, 2, 3)['identical'] is False
   shutil.rmtree(copy / 'rollouts')
   assert reproduce.reproduce(copy, 2, 3)['identical'] is True  # of samples/
