@@ -90,9 +90,9 @@ def _run(
 ) -> dict:
   start, console = time.perf_counter(), activity.console
   consistency.check_same_config(raw)
-  config_lib.parse(raw)  # before names of stages are used as keys
+  configs = config_lib.parse(raw)  # before names of stages are used as keys
   raw = settle_dtype(raw, workdir, console)
-  raw = epochs.begun_with(raw, config_lib.parse(raw), workdir / 'config.json')
+  raw = epochs.begun_with(raw, configs, workdir / 'config.json')
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
   consistency.check_same_run(workdir, configs, console)
