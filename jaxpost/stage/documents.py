@@ -44,19 +44,25 @@ class Documents:
 
   Attributes:
     fields: {name: (shape after [T], dtype)} of the arrays.
-    lengths: tokens of the documents that were rendered before the first step; () for none.
+    lengths: tokens of the documents that have been rendered, in order; () for none.
   """
 
-  def __init__(self, plain: Callable[[int], Example | None], size: int, fields: Mapping | None = None):
+  def __init__(
+    self,
+    plain: Callable[[int], Example | None],
+    size: int,
+    fields: Mapping | None = None,
+    lengths: tuple[int, ...] = (),
+  ):
     """See the class.
 
     Args:
       plain: number -> Example without the arrays; None for a row that a map drops.
-      fields: as the attribute; None for no arrays.
+      fields, lengths: as the attributes; None for no arrays.
     """
     self.plain = plain
     self.fields = dict(fields or {})
-    self.lengths: tuple[int, ...] = ()
+    self.lengths = lengths
     self._size = size
     self._starts: np.ndarray | None = None  # [N + 1]: where the tokens of a document begin in `_values`
     self._values: dict[str, np.ndarray] = {}  # name -> [S, ...]

@@ -284,9 +284,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
     # A row that a map drops while streaming is None.
     return render(number) if rows[number] is not None else None
 
-  documents = Documents(example, len(rows), fields)
-  documents.lengths = tuple(len(e.tokens) for e in ready if e is not None)
-  return documents
+  return Documents(example, len(rows), fields, lengths=tuple(len(e.tokens) for e in ready if e is not None))
 
 
 def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader.PackedStream, Batch]:
