@@ -15,6 +15,7 @@ import yaml
 
 from jaxpost import defaults
 from jaxpost.errors import InputError
+from jaxpost.stage.config import merge
 
 
 def get_config(path):
@@ -28,15 +29,7 @@ def get_config(path):
     raise InputError(f'--config: {" ".join(str(error).split())}') from None
   if not isinstance(given, dict):
     raise InputError(f'--config: {path}: holds no fields; write `algorithm: sft`, and so on')
-  return ml_collections.ConfigDict(_over(defaults(), _floats(given)))
-
-
-def _over(base, given):
-  out = dict(base)
-  for key, value in given.items():
-    nested = isinstance(value, dict) and isinstance(out.get(key), dict)
-    out[key] = _over(out[key], value) if nested else value
-  return out
+  return ml_collections.ConfigDict(merge(defaults(), _floats(given)))
 
 
 def _floats(value):

@@ -54,7 +54,7 @@ def parse(config: Mapping) -> dict[str, Config]:
   stages = {}
   for name, block in blocks.items():
     _build(Config, block, f'config.{name}')  # names the block in its errors
-    stages[name] = _build(Config, _merge(plain, block), 'config')
+    stages[name] = _build(Config, merge(plain, block), 'config')
   return {name: stages[name] for name in names}
 
 
@@ -117,12 +117,12 @@ def _check_name(name: str, key: str) -> None:
     )
 
 
-def _merge(base: Mapping, over: Mapping) -> dict:
+def merge(base: Mapping, over: Mapping) -> dict:
   """Returns `base` updated with `over`, recursively."""
   out = dict(base)
   for key, value in over.items():
     nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-    out[key] = _merge(out[key], value) if nested else value
+    out[key] = merge(out[key], value) if nested else value
   return out
 
 
