@@ -35,6 +35,7 @@ CORE = [
   'pyyaml>=6.0,<7',
   'rich>=13.7,<16',
   'safetensors>=0.5,<1',
+  'scipy>=1.13,<2',  # jax needs it, too
   'tensorboardX>=2.6.2,<3',
   'tokenizers>=0.22,<1',
   'transformers>=5.0,<6',

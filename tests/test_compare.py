@@ -59,11 +59,6 @@ def test_paired_difference(runs):
   assert (first.low, first.high) == pytest.approx((1 / 3 - half, 1 / 3 + half))
 
 
-@pytest.mark.parametrize('freedom', [1, 2, 3, 5, 10, 31, 255])
-def test_quantile_of_student(freedom):
-  assert compare_runs._student_t(freedom) == pytest.approx(scipy.stats.t.ppf(0.975, freedom), rel=0.004)
-
-
 def test_one_prompt_has_no_interval():
   assert math.isnan(compare_runs.half_width([1.0]))
 

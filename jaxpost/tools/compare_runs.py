@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import scipy.stats
 from etils import epath
 
 from jaxpost.errors import InputError
@@ -174,28 +175,7 @@ def half_width(values: Sequence[float]) -> float:
   """Returns half of the 95 % confidence interval of a mean, by Student's t; nan for fewer than two values."""
   if len(values) < 2:
     return math.nan
-  return _student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def _student_t(freedom: int) -> float:
-  """The quantile (1 + 0.95) / 2 of Student's t: exact for 1 and 2 degrees of freedom, else by expansion.
-
-  Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
-  """
-  p = (1 + _LEVEL) / 2
-  if freedom == 1:
-    return math.tan(math.pi * (p - 0.5))
-  if freedom == 2:
-    a = 2 * p - 1
-    return a * math.sqrt(2 / (1 - a * a))
-  z, n = statistics.NormalDist().inv_cdf(p), freedom
-  terms = (
-    (z**3 + z) / 4,
-    (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-    (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-  )
-  return z + sum(term / n ** (i + 1) for i, term in enumerate(terms))
+  return float(scipy.stats.t.ppf((1 + _LEVEL) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _first_difference(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Parting | None:
