@@ -56,7 +56,7 @@ class Stage:
   save_every: int = 0
   samples_every: int = 10
   max_skipped: int = 5
-  flops_per_token: Callable[[float], float] | None = None  # (mean context) -> FLOPs forward, or the equivalent third
+  flops_per_token: Callable[[float], float] | None = None  # (mean context) -> a third of an update's FLOPs
   peak_flops: float = 0.0
 
 

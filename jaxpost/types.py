@@ -265,7 +265,8 @@ class Item:
 
   Attributes:
     updates: in the order in which they run.
-    info: metrics of the data; always has 'tokens', the tokens of the step.
+    info: metrics of the data; always has 'tokens', the tokens of the step, and 'mean_context', the mean number of
+      tokens that one of them attends to.
     samples: () -> rows for samples/STAGE/STEP.jsonl.
     experience, credit: what an on-policy step learns from, for rollouts/.
   """

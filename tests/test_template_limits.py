@@ -89,3 +89,12 @@ def test_the_steps_are_for_one_chat(monkeypatch):
     read.render_chat([{'role': 'user', 'content': 'a'}] * 1000)
   with pytest.raises(InputError, match='takes more than 2,000 steps'):
     read.render_chat([{'role': 'user', 'content': 'a'}] * 4000)
+
+
+def test_another_transformers_is_named_in_a_warning(monkeypatch, caplog):
+  """The hook has no public name; where it is gone, templates are rendered, and a line says that nothing limits them."""
+  from transformers.utils import chat_template_utils
+
+  monkeypatch.delattr(chat_template_utils, '_compile_jinja_template')
+  tokenizer._limit_templates.__wrapped__()
+  assert 'run without limits' in caplog.text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 import re
@@ -237,7 +238,10 @@ def _limit_templates() -> None:
 
   from jaxpost.data import template_limits
 
-  plain = utils._compile_jinja_template  # it has no public name
+  plain = getattr(utils, '_compile_jinja_template', None)  # it has no public name
+  if not hasattr(plain, '__wrapped__'):
+    logging.warning('this version of transformers compiles chat templates elsewhere: they run without limits')
+    return
 
   @functools.lru_cache
   def compile_limited(text: str) -> Any:
