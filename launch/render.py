@@ -28,7 +28,7 @@ PLATFORMS = {
   'colab': Platform('colab.txt', (), ('repo',)),
 }
 _NAME = '[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?'
-# What stands in templates without quotes.
+# Values that templates insert without quotes, and what each may look like.
 _PLAIN = {
   'name': _NAME,
   'tpu': _NAME,

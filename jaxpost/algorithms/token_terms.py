@@ -63,7 +63,7 @@ def apply(
     metrics['entropy_coef'] = weight
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
-    # Of the mean over the tokens of right answers, the loss being one over all tokens.
+    # The loss is a mean over all tokens; this makes the term a mean over the tokens of right answers.
     scale = rl.correct_nll_coef * mask.sum() / max(right.sum(), 1)
     out['nll_weights'] = np.float32(scale * right)
   return metrics, memory

@@ -13,7 +13,7 @@ from jaxpost.models.config import Experts, ModelConfig
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
 
-# Of families whose layers with experts may end before the last layer.
+# The last layer with experts, in families that may end them before the last layer.
 _END = 'moe_layer_end_index'
 
 

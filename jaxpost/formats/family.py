@@ -1,4 +1,4 @@
-"""What a family of decoders is, as data: the records of the table in `families.py`."""
+"""The records that describe a family of decoders as data; `families.py` has the table of them."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def cached_attention(q, cache, recent, filled, step, compute: Compute, window: i
   q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
   q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
-  # Of two products of one q XLA:GPU would make one, and copy the cache at every token.
+  # XLA:GPU would merge two products of the same q into one, and copy the cache at every token.
   pairs = (q, cache[0]), (jax.lax.optimization_barrier(q), recent[0])
   scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for q, keys in pairs], axis=-1)
   flat, scores = scores.shape, scores.reshape(batch, kv_heads, count, -1, scores.shape[-1])

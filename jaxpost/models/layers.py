@@ -170,7 +170,7 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
 
 _POLICIES = {
   'full': None,
-  # Of cuDNN's attention the statistics are kept with the result; they have no name.
+  # cuDNN's attention has statistics without a name; they are kept with its result.
   'dots': jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.save_only_these_names('dots'),
     lambda primitive, *_, **params: primitive.name.startswith('dot_product_attention_fwd'),

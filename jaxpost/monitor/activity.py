@@ -1,4 +1,4 @@
-"""What a run is doing before and between its steps, shown on the console.
+"""Shows on the console which work a run does before and between its steps.
 
 On a terminal the last line of the screen says what is being done and for how long.
 Elsewhere a line is printed when work begins that is known to take time, and every
@@ -16,7 +16,7 @@ from typing import Any
 
 import rich.console
 
-PERIOD_S = 4.5  # between two lines about the same work; below the five seconds that nobody should wait for one
+PERIOD_S = 4.5  # between two lines about the same work: no more than five seconds pass in silence
 
 
 class Activity:

@@ -1,4 +1,4 @@
-"""What the report says besides curves: where a run ran, what its config changes, how samples are distributed.
+"""Facts of the report besides its curves: the machine of a run, its config changes, the distribution of its samples.
 
 Imports no JAX.
 """

@@ -1,4 +1,4 @@
-"""What a run starts with: versions, devices, commit, data, seed; printed, and kept in starts.jsonl.
+"""Describes the start of a run (versions, devices, commit, data, seed), prints it, and keeps it in starts.jsonl.
 
 Each start and each resume of a run adds an object to WORKDIR/starts.jsonl, which the
 report shows. Nothing in a run depends on it.

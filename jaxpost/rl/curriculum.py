@@ -24,7 +24,7 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Curriculum:
-  """What is known about the rows of the data, and which of them are drawn.
+  """Pass rates of the rows of the data, and the rule that decides which rows are drawn.
 
   Attributes:
     kind: 'retire': rows whose last group was all right are not drawn again;

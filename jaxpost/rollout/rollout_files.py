@@ -78,12 +78,12 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
 
 
 def _sealed(data: bytes) -> bytes:
-  """The file with its checksum at the end, which readers of zip files pass over."""
+  """Returns the file with its checksum at the end, which readers of zip files ignore."""
   return data + _SEAL % zlib.crc32(data)
 
 
 def _unsealed(data: bytes) -> bytes:
-  """What `_sealed` was given; ValueError if it is damaged or cut off."""
+  """Returns the file without its checksum; ValueError if it is damaged or cut off."""
   size = len(_SEAL % 0)
   if data[-size:] != _SEAL % zlib.crc32(data[:-size]):
     raise ValueError('differs from its checksum, or has none')

@@ -17,7 +17,7 @@ def schema() -> dict[str, Any]:
   A block of a stage, which may have any name, has the fields of a config.
   """
   config = _section(Config)
-  # What is no field is the block of a stage.
+  # Any other name is that of a stage, whose value is a block.
   config['additionalProperties'] = {'$ref': '#/$defs/stage'}
   return {
     '$schema': 'https://json-schema.org/draft/2020-12/schema',

@@ -76,7 +76,7 @@ class PlacedStage:
 
   @property
   def choices(self) -> dict[str, str]:
-    """What is used for fields that a config may leave open, and whether it or the platform decided; for plan.json."""
+    """Returns {field: value, and whether config or platform chose it} of fields that may be `auto`, for plan.json."""
     config, compute = self.config, self.compute
     used = {
       'model.attention': (config.model.attention != 'auto', compute.attention),

@@ -162,7 +162,7 @@ class RunLock:
 
 
 def _fields(text: bytes | None) -> dict:
-  """What a lock says; {} where there is none, or it is damaged or was just made."""
+  """Returns the fields of a lock file; {} where there is none, or it is damaged or was just created."""
   try:
     found = json.loads(text or b'')
   except ValueError:

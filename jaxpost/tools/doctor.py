@@ -1,4 +1,4 @@
-"""What this machine has for a run, and what to mend: versions, devices, memory, kernels, disk."""
+"""Examines this machine for a run (versions, devices, memory, kernels, disk), and says how to fix each problem."""
 
 from __future__ import annotations
 

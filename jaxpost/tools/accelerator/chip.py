@@ -1,4 +1,4 @@
-"""What the device is, how fast it is, and whether its kernels are right."""
+"""Rows about the device itself: its kind, its rates, and whether its kernels are right."""
 
 from __future__ import annotations
 
