@@ -6,6 +6,7 @@ Imported only by stages that sample.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -93,13 +94,13 @@ def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sam
   return Sampler(engine, key)
 
 
-def make_grader(placed: PlacedStage) -> grading.Grader:
-  """Makes the grader of rollouts on the stage's worker processes."""
+def make_grader(placed: PlacedStage, observe: Callable | None = None) -> grading.Grader:
+  """Makes the grader of rollouts on the stage's worker processes; `observe` as in `Grader`."""
   config = placed.config
   correct_by = reward_model.correct_by(config, reward_model.NAME in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
   model_weight = weights.get(reward_model.NAME, 1.0)
-  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by)
+  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observe)
 
 
 def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:
@@ -117,20 +118,19 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     sampler = demonstrations.DemonstrationSampler(
       sampler=sampler, tokenizer=tokenizer, share=share, seed=config.seed, max_tokens=config.rollout.max_new_tokens
     )
-  shape, grader = placed.shape, make_grader(placed)
+  shape, stream, observe = placed.shape, placed.data.stream, None
   if config.rl.curriculum:
     from jaxpost.rl import curriculum
 
-    stream = placed.data.stream
     stream.curriculum = curriculum.Curriculum(config.rl.curriculum, config.seed, config.eval.pass_reward, stream)
-    grader.observe = stream.curriculum.observe
+    observe = stream.curriculum.observe
   return Controller(
     algorithm=algorithm,
     config=config,
     roles=roles,
     sampler=sampler,
-    grader=grader,
-    prompts=placed.data.stream,
+    grader=make_grader(placed, observe),
+    prompts=stream,
     timer=placed.timer,
     step_shape=RowShape(shape.rows, shape.row_length),
     update_shape=RowShape(shape.update_rows, shape.row_length),
