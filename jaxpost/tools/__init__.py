@@ -1,4 +1,4 @@
-"""Work on finished runs and model folders: export, evaluate, sample, reproduce, the standard workload.
+"""Work on runs and model folders from outside: evaluate, sample, chat, view, compare, export; converters, benches.
 
 Imports any room below; launch/ imports it. Never here: what training itself needs.
 """
