@@ -47,13 +47,7 @@ class Documents:
     lengths: tokens of the documents that have been rendered, in order; () for none.
   """
 
-  def __init__(
-    self,
-    plain: Callable[[int], Example | None],
-    size: int,
-    fields: Mapping | None = None,
-    lengths: tuple[int, ...] = (),
-  ):
+  def __init__(self, plain: Callable, size: int, fields: Mapping | None = None, lengths: tuple[int, ...] = ()):
     """See the class.
 
     Args:
