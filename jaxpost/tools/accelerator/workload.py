@@ -29,6 +29,7 @@ from jaxpost.stage import assemble, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.records import PreparedStage, Workers
+from jaxpost.tools import bench
 
 if TYPE_CHECKING:
   from jaxpost.loop import Stage
@@ -129,7 +130,7 @@ def stage(
       found['critic'] = sources_lib.Source(model_lib.with_scalar_head(cfg))
     inputs = prepare.make_inputs(name, parsed, algorithm, found, testing.IntTokenizer(cfg.vocab_size))
     data = prepare.make_data(inputs, data_sources.read_sources(path))
-    rewards = RewardPool(even_words) if sections.get('reward') else None
+    rewards = RewardPool(f'{bench.__name__}:even_words', workers=1) if sections.get('reward') else None
     prepared = PreparedStage(inputs, data, Workers(rewards))
     undo.callback(prepared.close)
     if close := getattr(data.stream, 'close', None):  # the thread that reads ahead
@@ -140,12 +141,6 @@ def stage(
     placed.ledger.look = functools.partial(aot.look, placed)
     params = load_weights.load(source, placed.model, placed.train, parsed.model.param_dtype, ledger=placed.ledger)
     yield Running(placed, params, workdir)
-
-
-def even_words(completions: list[str], **columns: Any) -> list[float]:
-  """Reward: even numbers among the first 32 words."""
-  del columns
-  return [float(sum(int(w) % 2 == 0 for w in c.split()[:32])) for c in completions]
 
 
 class Watch:
