@@ -279,6 +279,7 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
   hf.save(export, model, params, tokenizer_save=lambda folder: (folder / 'tokenizer.json').write_text('{}'))
   assert sorted(p.name for p in export.iterdir()) == [
     'README.md',
+    'checksums.json',
     'config.json',
     'generation_config.json',
     'model.safetensors',
