@@ -45,6 +45,7 @@ class RunLock:
     self._held = False
     self._released = threading.Event()
     self._beating = threading.Lock()
+    self._thread: threading.Thread | None = None
     self._mine = {
       'host': socket.gethostname(),
       'pid': os.getpid(),
@@ -78,7 +79,8 @@ class RunLock:
     except OSError as error:
       raise InputError(f'--workdir: {self._folder}: cannot be written ({error.strerror or error})') from error
     self._held = True
-    threading.Thread(target=self._beat, name='run lock', daemon=True).start()
+    self._thread = threading.Thread(target=self._beat, name='run lock', daemon=True)
+    self._thread.start()
 
   def release(self) -> None:
     """Gives the lock back, from any thread; does nothing where it is not held."""
@@ -87,6 +89,8 @@ class RunLock:
         with contextlib.suppress(OSError):  # a lock that is left over is recognized
           self._path.unlink()
       self._released.set()
+    if self._thread and self._thread is not threading.current_thread():
+      self._thread.join()
 
   def _create(self) -> bool:
     """Makes the file; False where there is one."""
