@@ -8,6 +8,7 @@ import atexit
 import errno
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -24,7 +25,8 @@ from fsspec import caching
 from jaxpost.errors import InputError
 
 _EXTRAS = {'gs': 'gcs', 's3': 's3'}  # scheme -> extra of this library
-_CHUNK = 1 << 22  # bytes read at a time
+_CHUNK = 1 << 22  # bytes copied at a time
+_PIECE = 1 << 18  # bytes that a checksum takes at a time: loading and exporting keep little of a file on the host
 _READERS = 8  # files read at a time; crc32 releases the GIL
 
 
@@ -123,17 +125,18 @@ def files(folder: epath.PathLike, parent: str = '') -> list[str]:
 
 def checksums(folder: epath.PathLike, names: Iterable[str]) -> dict[str, list[int]]:
   """Returns {name: [bytes, crc32]} of files below a folder, read in parallel."""
-
-  def checksum(name: str) -> list[int]:
-    size = crc = 0
-    with (epath.Path(folder) / name).open('rb') as file:
-      while chunk := file.read(_CHUNK):
-        size += len(chunk)
-        crc = zlib.crc32(chunk, crc)
-    return [size, crc]
-
   with futures.ThreadPoolExecutor(_READERS) as pool:
-    return dict(zip(names, pool.map(checksum, names)))
+    return dict(zip(names, pool.map(lambda name: checksum(epath.Path(folder) / name), names)))
+
+
+def checksum(path: epath.PathLike, most: float = math.inf) -> list[int]:
+  """Returns [bytes, crc32] of a file, or of its first `most` bytes."""
+  size = crc = 0
+  with epath.Path(path).open('rb') as file:
+    while chunk := file.read(int(min(_PIECE, most - size))):
+      size += len(chunk)
+      crc = zlib.crc32(chunk, crc)
+  return [size, crc]
 
 
 def folder() -> pathlib.Path:

@@ -108,11 +108,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
 
 def _is(path: epath.Path, size: int, crc: int, grows: bool = False) -> bool:
   """Returns whether a file is the one with this checksum, or begins with it."""
-  found, left = 0, size
-  with path.open('rb') as file:
-    while left and (chunk := file.read(min(left, 1 << 22))):
-      found, left = zlib.crc32(chunk, found), left - len(chunk)
-    return not left and found == crc and (grows or not file.read(1))
+  return object_store.checksum(path, size) == [size, crc] and (grows or path.stat().length == size)
 
 
 def _load(folder: epath.Path) -> dict[str, list]:
