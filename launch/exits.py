@@ -46,12 +46,13 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     argv: the command line; None: sys.argv.
     words: largest number of arguments that are no flags.
   """
+  errors.forget_reason()
   try:
     with disk_errors.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
   except errors.KNOWN as error:
-    print(f'jaxpost: {error}', file=sys.stderr)
-    sys.exit(error.exit_code)
+    earlier = errors.print_reason(str(error), error.exit_code, sys.stderr)
+    sys.exit(error.exit_code if earlier is None else earlier)
 
 
 def parse(argv: list[str], words: int = 0) -> list[str]:

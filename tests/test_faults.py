@@ -301,3 +301,26 @@ def test_the_slow_host_is_named(tmp_path):
     assert spoken[-1]['time/host_skew'] > 0.2
     hashes = [r['param_hash/policy'] for r in spoken]
     assert len(set(hashes)) == 4  # parameters move, and replicas agree
+
+
+# A process prints why it ends, and JAX aborts it while it leaves.
+LEAVES = """
+import os, sys
+from jaxpost import errors
+from jaxpost.distributed import watchdog
+
+watchdog.on_abort(lambda: 'another process is gone')
+if sys.argv[1] == 'late':
+  errors.print_reason('the data of process 1 are wrong', 2, sys.stderr)
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(
+  'when, code, reason', [('late', 2, 'the data of process 1 are wrong'), ('early', 1, 'another process is gone')]
+)
+def test_only_the_first_reason_is_printed(when, code, reason):
+  """The abort of a process that already ends, which depends on timing, changes neither its line nor its code."""
+  done = subprocess.run([sys.executable, '-c', LEAVES, when], cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == code
+  assert [x for x in done.stderr.splitlines() if x.startswith('jaxpost: ')] == [f'jaxpost: {reason}']

@@ -173,7 +173,7 @@ def _tell_peers(code: int, message: str) -> None:
 
 def leave(code: int, message: str) -> None:
   """Ends this process from any thread, with one line; the others of the run end with the same code."""
-  os.write(2, f'jaxpost: {message}\n'.encode())
+  errors.print_reason(message, code)
   if process_count() > 1:
     _state['failed'] = code
     _tell_peers(code, message)

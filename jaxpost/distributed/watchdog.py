@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxpost import errors
+
 HEARTBEAT_S = 1.0  # interval between two heartbeats of a process
 _ROOT = 'jaxpost/beat/'
 _QUICK = 3  # missed heartbeats: gone, where another failure is known already
@@ -270,14 +272,14 @@ def _suspect() -> str:
 
 
 def _end(text: str, code: int = 1, stacks: bool = True):
-  """Prints the reason and all stacks, then ends the process.
+  """Prints the reason and all stacks, unless a reason was printed, then ends the process.
 
   In the watching thread an exception would reach no caller.
   """
-  os.write(2, f'jaxpost: {text}\n'.encode())
-  if stacks:
+  earlier = errors.print_reason(text, code)
+  if stacks and earlier is None:
     faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-  os._exit(code)
+  os._exit(code if earlier is None else earlier)
 
 
 @functools.cache

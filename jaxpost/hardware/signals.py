@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from jaxpost import errors
 from jaxpost.errors import Preempted
 
 
@@ -110,5 +111,5 @@ class StopSignal:
 
 
 def _end(code: int, message: str) -> None:
-  os.write(2, f'jaxpost: {message}\n'.encode())
+  errors.print_reason(message, code)
   os._exit(code)
