@@ -149,6 +149,7 @@ class Rollout:
     mask: None: the policy sampled all tokens.
     versions: per token, after an in-flight weight update; None: `version`.
     rewards: name -> [N] float64 that came with it, from an environment; NaN: none.
+    turn_rewards: those of turns, at their last tokens; `rewards` has their sums, too.
     verdicts: `Experience.verdicts` that were recorded with it.
     messages: of each sequence, the turns of model and tools.
     top_ids, top_logprobs: most probable tokens at each position.
@@ -170,6 +171,7 @@ class Rollout:
   mask: np.ndarray | None = None  # [N, C] bool
   versions: np.ndarray | None = None  # [N, C] int32
   rewards: dict[str, np.ndarray] | None = None
+  turn_rewards: np.ndarray | None = None  # [N, C] float64
   verdicts: np.ndarray | None = None  # [N] float64
   messages: tuple | None = None  # N lists of dict
   top_ids: np.ndarray | None = None  # [N, C, n] int32
@@ -225,6 +227,11 @@ class Experience:
   def groups(self) -> int:
     """Number of prompts."""
     return len(self.rollout.prompts)
+
+  @property
+  def turn_rewards(self) -> np.ndarray:
+    """Rewards of turns at their last tokens, [N, C]; 0 where there are none."""
+    return np.zeros(self.mask.shape) if self.rollout.turn_rewards is None else self.rollout.turn_rewards
 
 
 @dataclasses.dataclass

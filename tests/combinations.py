@@ -26,7 +26,10 @@ _PASS_K = {'pass_at_k': 2}
 # Field -> {choice: what it sets}. A default of GRPO is a choice, too.
 FIELDS = {
   'rl.loss': {name: dict(rl=dict(loss=name)) for name in policy_gradient.LOSSES},
-  'rl.advantage': {name: dict(rl=dict(advantage=name, pass_k=_PASS_K.get(name, 4))) for name in advantages.ESTIMATORS},
+  'rl.advantage': {
+    name: dict(rl=dict(advantage=name, pass_k=_PASS_K.get(name, 4)), environment='x' if 'sampled' in e.takes else '')
+    for name, e in advantages.ESTIMATORS.items()
+  },
   'rl.aggregate': {name: dict(rl=dict(aggregate=name)) for name in ('token', 'sequence', 'constant')},
   'rl.scale_rewards': {name: dict(rl=dict(scale_rewards=name)) for name in ('group', 'batch', 'none', 'leave_one_out')},
   'KL': {

@@ -50,7 +50,7 @@ def test_group_relative(case, options):
 
 def test_leave_one_out():
   rewards = INPUTS['score'].reshape(2, 4)
-  ours = advantages.leave_one_out(rewards, EVERY)
+  ours = group_advantages.leave_one_out(rewards, EVERY)
   close(ours.ravel(), CASES['verl/rloo/score'])
   close(ours[0, 0], 1 - (0 + 0.5 + 0) / 3)
 
@@ -66,8 +66,8 @@ def test_singletons_both_ways():
   for scale in ('group', 'none'):
     ours = advantages.group_relative(rewards, valid, scale=scale, singleton='raw')
     close(ours[0], [0, 3 / (1 + 1e-6 * (scale == 'group')), 0])
-  close(advantages.leave_one_out(rewards, valid, singleton='raw'), [[0, 3, 0], [-2, 2, 0]])
-  close(advantages.leave_one_out(rewards, valid), [[0, 0, 0], [-2, 2, 0]])
+  close(group_advantages.leave_one_out(rewards, valid, singleton='raw'), [[0, 3, 0], [-2, 2, 0]])
+  close(group_advantages.leave_one_out(rewards, valid), [[0, 0, 0], [-2, 2, 0]])
 
 
 @pytest.mark.parametrize('scale', ['group', 'batch', 'none'])
@@ -78,7 +78,7 @@ def test_groups_that_teach_nothing_get_zero(scale):
   valid = np.isfinite(rewards)
   ours = advantages.group_relative(rewards, valid, scale=scale)
   assert not ours[:3].any() and ours[3, 1] == 0
-  assert not advantages.leave_one_out(rewards, valid)[:3].any()
+  assert not group_advantages.leave_one_out(rewards, valid)[:3].any()
   if scale == 'group':
     close(ours[3], [-np.sqrt(0.5), 0, np.sqrt(0.5)])
   np.testing.assert_array_equal(advantages.uniform(rewards, valid), [True, True, False, False])
@@ -86,16 +86,16 @@ def test_groups_that_teach_nothing_get_zero(scale):
 
 def test_leave_one_out_std():
   """NeMo-RL's default: mean and std of the others, undivided where they are equal."""
-  ours = advantages.leave_one_out([[1, 0, 0, 0]], EVERY[:1], scale='leave_one_out')
+  ours = group_advantages.leave_one_out([[1, 0, 0, 0]], EVERY[:1], scale='leave_one_out')
   close(ours, [[1, *[-1 / 3 / (np.sqrt(1 / 3) + 1e-6)] * 3]])
   rewards = INPUTS['score2'].reshape(2, 4)
   others = [[np.delete(row, i) for i in range(4)] for row in rewards]
   expected = [
     [(r - o.mean()) / (o.std(ddof=1) + 1e-6) for r, o in zip(row, rest)] for row, rest in zip(rewards, others)
   ]
-  close(advantages.leave_one_out(rewards, EVERY, scale='leave_one_out'), expected)
+  close(group_advantages.leave_one_out(rewards, EVERY, scale='leave_one_out'), expected)
   with pytest.raises(ValueError, match="scale 'group'"):
-    advantages.leave_one_out(rewards, EVERY, scale='group')
+    group_advantages.leave_one_out(rewards, EVERY, scale='group')
 
 
 def gdpo_of_the_paper(components, eps=1e-6):
@@ -180,6 +180,7 @@ def test_pass_at_k_is_the_mean_over_subsets(k, right):
 def test_every_estimator_gives_nothing_to_groups_without_variance():
   signal = {'rewards': np.ones((2, 4)), 'valid': EVERY, 'lengths': np.arange(8).reshape(2, 4), 'mask': np.ones((8, 3))}
   signal['components'] = {'one': (1.0, np.ones((2, 4))), 'two': (2.0, np.repeat([[0.1], [0.7]], 4, axis=1))}
+  signal |= {name: np.ones((8, 3)) for name in ('turn_rewards', 'sampled', 'completions')}
   options = {'k': 2}
   for name, estimator in advantages.ESTIMATORS.items():
     if estimator.compares:

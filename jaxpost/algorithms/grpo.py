@@ -175,7 +175,10 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
     'valid': valid.reshape(shape),
     'lengths': (mask > 0).sum(axis=1).reshape(shape),
     'mask': mask,
-    'token_rewards': advantages.token_rewards(experience.rewards, mask, kl),
+    'token_rewards': advantages.token_rewards(experience.rewards, mask, kl, experience.turn_rewards),
+    'turn_rewards': experience.turn_rewards,
+    'sampled': experience.mask,
+    'completions': experience.rollout.completions,
     'components': {name: (w, values.reshape(shape)) for name, (w, values) in experience.components.items()},
   }
   if experience.baseline is not None:
@@ -271,6 +274,8 @@ GPG = method(advantage='gpg', loss='reinforce')  # 2504.02546
 OPO = method(advantage='opo', loss='reinforce')  # 2505.23585
 MAXRL = method(advantage='maxrl')  # 2602.02710
 PASS_AT_K = method(advantage='pass_at_k')  # 2508.10751
+MT_GRPO = method(advantage='mt_grpo')  # 2505.11821
+GIGPO = method(advantage='gigpo', turn_gamma=0.95)  # 2505.10978
 RLOO = method(advantage='leave_one_out', kl_in='reward')  # 2402.14740
 REINFORCE_PP = method(advantage='reinforce_pp', kl_in='reward')  # 2501.03262
 REINFORCE_PP_BASELINE = method(advantage='reinforce_pp_baseline')  # 2501.03262

@@ -86,7 +86,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   rl = config.rl
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
   kl, memory, kl_metrics = grpo.kl_penalty(experience, mask, config)
-  rewards = advantages.token_rewards(experience.rewards, mask, kl)
+  rewards = advantages.token_rewards(experience.rewards, mask, kl, experience.turn_rewards)
   values = np.where(mask > 0, experience.arrays['values'], 0)
   lam = values_lib.length_adaptive_lam(mask, rl.length_alpha) if rl.length_alpha else rl.lam
   gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, lam)

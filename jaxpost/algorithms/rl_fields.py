@@ -17,7 +17,7 @@ RlSection = Any  # `config.rl`
 _OPTIONS = (
   *policy_gradient.SurrogateOptions.__dataclass_fields__,
   *importance.CorrectionOptions.__dataclass_fields__,
-  *('std_eps', 'singleton', 'pass_k', 'gamma'),
+  *('std_eps', 'singleton', 'pass_k', 'gamma', 'turn_gamma', 'step_weight'),
 )
 
 
@@ -81,6 +81,10 @@ def check(config: Config) -> None:
     and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
     f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
     '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
+  )
+  refuse(
+    'sampled' in estimator.takes and not (config.environment or config.train_on_rollouts),
+    f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
   )
   check_terms(config)
 

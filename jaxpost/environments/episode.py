@@ -46,6 +46,7 @@ class EpisodeToken(NamedTuple):
     logprob: log-prob under the policy, 0 if not generated.
     behavior_logprob: log-prob under the distribution it was drawn from, 0 if not generated.
     version: of the weights, in updates.
+    reward: of the turn that ends with this token.
   """
 
   id: int
@@ -53,6 +54,7 @@ class EpisodeToken(NamedTuple):
   logprob: float
   behavior_logprob: float
   version: int
+  reward: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)

@@ -156,7 +156,7 @@ class EpisodeScheduler:
     """Continues an episode with an environment's answers; returns its next request, if there is one."""
     e = pending.episode
     # A tool that raises is an answer for the model; any other failure ends the episode.
-    error = next((a for a in answers if a.lost or a.error and pending.verb != 'call'), None)
+    error = next((a for a in answers if a.lost or a.spoiled or a.error and pending.verb != 'call'), None)
     if error:
       e.error, e.lost = error.error, error.lost
       self.release(e)
@@ -193,6 +193,7 @@ class EpisodeScheduler:
     """Returns the request for the turn after the answers of tools; none, and ends the episode, if it would not fit."""
     owner = self.owner
     results = []
+    e.tokens[-1] = e.tokens[-1]._replace(reward=sum(a.reward for a in answers))
     for call, answer in zip(e.calls, answers):
       text = answer.value
       if answer.error is not None:

@@ -17,6 +17,7 @@ from jaxpost.environments import turns
 from jaxpost.environments.episode import Episode, given_tokens
 from jaxpost.environments.episode_scheduler import EpisodeScheduler
 from jaxpost.errors import InputError
+from jaxpost.losses import turn_advantages
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
   from jaxpost.environments.pool import EnvironmentPool
 
 REWARD_NAME = 'environment'  # of the reward that get_reward() returns
+TURNS_NAME = 'environment_turns'  # of the sum of the rewards of turns
 _WINDOW = 100  # episodes over which the fraction of failures is computed
 _MIN_EPISODES = 20  # episodes before that fraction is checked
 
@@ -101,9 +103,16 @@ class Episodes:
       """[N, room]: a field of `EpisodeToken` for all tokens, 0 after the end."""
       return np.array([[getattr(t, field) for t in row] + [0] * (room - len(row)) for row in rows], dtype)
 
+    completions, mask = padded('id', np.int32), padded('generated', bool)
+    rewards = {REWARD_NAME: np.array([self._reward(e) for e in episodes], np.float64)}
+    turn_rewards = None
+    if self.pool.gives_turn_rewards:
+      turn_rewards = padded('reward', np.float64)
+      failed = np.array([e.error is not None for e in episodes])
+      rewards[TURNS_NAME] = np.where(failed, np.nan, turn_rewards.sum(axis=1))
     return Rollout(
       prompts=tuple(shared),
-      completions=padded('id', np.int32),
+      completions=completions,
       lengths=np.array([len(row) for row in rows], np.int32),
       logprobs=padded('logprob', np.float32),
       behavior_logprobs=padded('behavior_logprob', np.float32),
@@ -111,10 +120,13 @@ class Episodes:
       step=step,
       version=self.engine.version,
       occupancy=figures.pop('occupancy'),
-      figures=figures | self.figures(episodes),
-      mask=padded('generated', bool),
+      figures=figures
+      | self.figures(episodes)
+      | {'episodes/shared_states': shared_states(completions, mask, group_size)},
+      mask=mask,
       versions=padded('version', np.int32),
-      rewards={REWARD_NAME: np.array([self._reward(e) for e in episodes], np.float64)},
+      rewards=rewards,
+      turn_rewards=turn_rewards,
       messages=tuple(e.messages for e in episodes),
     )
 
@@ -135,3 +147,10 @@ class Episodes:
       'episodes/failed': sum(e.error is not None for e in episodes),
       'episodes/killed': sum(e.lost for e in episodes),
     }
+
+
+def shared_states(completions: np.ndarray, mask: np.ndarray, group_size: int) -> float:
+  """Returns the fraction of turns [N, C] whose observation another turn of their group has, too (GiGPO)."""
+  turns_ = turn_advantages.turns_of(mask)
+  counts = [len(places) for places in turn_advantages.states(turns_, completions, group_size).values()]
+  return sum(n for n in counts if n > 1) / max(sum(counts), 1)

@@ -52,6 +52,14 @@ def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> Env
       f'config.environment: {config.environment} is an agent that uses HTTP, which works in a run of one process; '
       f'there are {coordination.process_count()}'
     )
+  wrong = ''
+  if pool.agent and pool.gives_turn_rewards:
+    wrong = 'an agent, whose calls are its own, gives no reward for a turn; leave out the attribute turn_reward'
+  elif config.rl.advantage == 'mt_grpo' and not pool.gives_turn_rewards:
+    wrong = 'rl.advantage=mt_grpo needs rewards of turns: let tools set the attribute turn_reward, or use grpo'
+  if wrong:
+    pool.close()
+    raise InputError(f'config.environment: {config.environment}: {wrong}')
   return pool
 
 

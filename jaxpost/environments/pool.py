@@ -2,8 +2,8 @@
 
 An environment follows TRL's protocol (`environment_factory`): a class that is instantiated without arguments, with
 reset(**row), which returns the first observation or None; public methods, which are the tools; and optionally
-get_reward(). A tool that raises answers with its error. If a call hangs or the process dies, the process is killed and
-its episode is lost.
+get_reward(). Beyond TRL's, it may have an attribute `turn_reward`, which a tool sets to the reward of its call. A tool
+that raises answers with its error. If a call hangs or the process dies, the process is killed and its episode is lost.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ class Answer:
     value: what the method returned.
     error: why there is no value.
     lost: True if the process is gone, and the episode with it.
+    reward: of a tool call, where the environment gives one.
+    spoiled: True if that reward is no number, which ends the episode.
   """
 
   value: Any = None
   error: str | None = None
   lost: bool = False
+  reward: float = 0.0
+  spoiled: bool = False
 
 
 class Environment:
@@ -77,7 +81,7 @@ class Environment:
         _LOG.info('an environment printed %d bytes: %s', count, printed[-_SHOWN:])
 
   def describe(self) -> dict:
-    """Starts the process; returns {'tools': {name: schema}, 'gives_reward': bool}. InputError if that fails."""
+    """Starts the process; returns what it has, see worker.py ('ready'). InputError if that fails."""
     return self._thread.submit(self._worker.start).result()
 
   def close(self) -> None:
@@ -93,6 +97,7 @@ class EnvironmentPool:
     all: the environments.
     tools: JSON schemas of the tools, for the chat template; set by `check`.
     gives_reward: True if the class has get_reward; set by `check`.
+    gives_turn_rewards: True if it has an attribute turn_reward; set by `check`.
     agent: True if the class has a method play(base_url, api_key), an agent that uses the policy over HTTP; set by
       `check`.
 
@@ -128,7 +133,7 @@ class EnvironmentPool:
 
     self.all = [make() for _ in range(workers)]
     self.tools = None
-    self.gives_reward = None
+    self.gives_reward = self.gives_turn_rewards = None
     self.agent = False
     self._closed = False
     atexit.register(self.close)
@@ -142,7 +147,7 @@ class EnvironmentPool:
       raise
     self.agent = PLAY in ready['tools']
     self.tools = [] if self.agent else list(ready['tools'].values())  # An agent defines the tools of its own requests.
-    self.gives_reward = ready['gives_reward']
+    self.gives_reward, self.gives_turn_rewards = ready['gives_reward'], ready['gives_turn_rewards']
     return self
 
   def close(self) -> None:

@@ -3,9 +3,10 @@
 It exchanges JSON objects with the pool, one per line, on stdin and stdout:
 
   in   {'path', 'environment', 'start_timeout_s', 'timeout_s', 'max_characters'}    once
-  out  {'start': ''}, then {'ready': {'tools': {name: schema}, 'gives_reward': bool}} or {'bad': text}
+  out  {'start': ''}, then {'bad': text} or
+       {'ready': {'tools': {name: schema}, 'gives_reward': bool, 'gives_turn_rewards': bool}}
   in   {'verb': 'reset', 'row'}, {'verb': 'call', 'name', 'arguments'} or {'verb': 'reward'}
-  out  {'value': text, number or None} or {'error': text}
+  out  {'value': text, number or None} or {'error': text}; to a call also 'reward', or 'spoiled' if that is no number
 
 As in TRL, one instance of the class serves one episode after another. Texts are cut to `max_characters`.
 """
@@ -24,6 +25,8 @@ from jaxpost.errors import InputError
 from jaxpost.rewards import worker
 from jaxpost.workers import call
 
+TURN_REWARD = 'turn_reward'  # attribute that a tool sets to the reward of its call
+
 
 class Loaded(NamedTuple):
   """An instance of the environment, and {name: schema} of its tools."""
@@ -38,8 +41,11 @@ def main() -> None:
   if not started:
     return
   setup, loaded = started.setup, started.loaded
-  gives_reward = hasattr(loaded.environment, 'get_reward')
-  started.reply({'ready': {'tools': loaded.tools, 'gives_reward': gives_reward}})
+  gives = {
+    'gives_reward': hasattr(loaded.environment, 'get_reward'),
+    'gives_turn_rewards': hasattr(loaded.environment, TURN_REWARD),
+  }
+  started.reply({'ready': {'tools': loaded.tools, **gives}})
   for line in started.requests:
     # Prints the stack shortly before the pool kills a call that hangs; a C thread does it, even if the GIL is held.
     faulthandler.dump_traceback_later(0.9 * setup['timeout_s'], file=2)
@@ -65,23 +71,41 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
   verb = request['verb']
   environment = loaded.environment
   if verb == 'call':
-    result = tool_schema.call_tool(environment, request['name'], request['arguments'], loaded.tools)
-    if result.error is not None:
-      return {'error': _clean(result.error, max_characters)}
-    return {'value': _clean(result.text, max_characters)}
+    return _serve_call(loaded, request, max_characters)
   try:
     value = environment.get_reward() if verb == 'reward' else environment.reset(**request['row'])
   except BaseException as error:  # the user's code may raise anything
     return {'error': f'{verb} {call.describe(error)}'}
   if verb == 'reset':
     return {'value': None if value is None else _clean(str(value), max_characters)}
-  if hasattr(value, 'item'):  # a scalar of numpy or torch
-    value = value.item()
   if value is None:
     return {'value': None}
+  return _number(value, 'value', 'get_reward returned')
+
+
+def _serve_call(loaded: Loaded, request: dict, max_characters: int) -> dict:
+  """Answers a tool call, with the reward that the tool has set for it."""
+  environment, reward = loaded.environment, {}
+  gives_reward = hasattr(environment, TURN_REWARD)
+  if gives_reward:
+    environment.turn_reward = 0.0
+  result = tool_schema.call_tool(environment, request['name'], request['arguments'], loaded.tools)
+  if gives_reward:
+    reward = _number(environment.turn_reward, 'reward', f'{request["name"]} set {TURN_REWARD} to')
+    if 'error' in reward:
+      return {**reward, 'spoiled': True}
+  if result.error is not None:
+    return {'error': _clean(result.error, max_characters), **reward}
+  return {'value': _clean(result.text, max_characters), **reward}
+
+
+def _number(value: Any, name: str, what: str) -> dict:
+  """Returns {name: a finite number}, or {'error': text}."""
+  if hasattr(value, 'item'):  # a scalar of numpy or torch
+    value = value.item()
   if not (isinstance(value, numbers.Real) and math.isfinite(value)):
-    return {'error': f'get_reward returned {value!r}, no finite number'[:300]}
-  return {'value': float(value)}
+    return {'error': f'{what} {value!r}, no finite number'[:300]}
+  return {name: float(value)}
 
 
 def _clean(text: str, max_characters: int) -> str:

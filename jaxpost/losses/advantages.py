@@ -1,7 +1,7 @@
 """Advantages from the rewards of groups, on the host, and the table of all estimators.
 
-Estimators beside GRPO's and RLOO's are in group_advantages.py and
-token_advantages.py; the critic's is `values.gae`.
+Estimators beside GRPO's are in group_advantages.py, token_advantages.py and
+turn_advantages.py; the critic's is `values.gae`.
 
 Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens.
 Sequence s answers prompt s // G. Masks are over trained tokens; masked entries
@@ -63,29 +63,6 @@ def uniform(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
   return high == low
 
 
-def leave_one_out(
-  rewards: ArrayLike, valid: ArrayLike, *, scale: str = 'none', eps: float = 1e-6, singleton: str = 'zero'
-) -> np.ndarray:
-  """r_i - mean of the others = n / (n - 1) (r_i - mean), n valid samples.
-
-  RLOO (arXiv:2402.14740). Arguments and result are those of `group_relative`, but
-  for `scale`: 'leave_one_out' divides by the std of the others where it is not 0,
-  as NeMo-RL does; 'none' does not.
-  """
-  if scale not in ('leave_one_out', 'none'):
-    raise ValueError(f"scale {scale!r}: want 'leave_one_out' or 'none'")
-  rewards, valid = as_groups(rewards, valid)
-  count, centered = centered_rewards(rewards, valid, singleton)
-  gains = centered * count / np.maximum(count - 1, 1)
-  if scale == 'leave_one_out':
-    # The squared distances of the others from their own mean: Welford's update, backwards.
-    total = (centered**2).sum(axis=1, keepdims=True)
-    others = np.maximum(total - centered**2 * count / np.maximum(count - 1, 1), 0)
-    std = np.where(others > 1e-12 * total, np.sqrt(others / np.maximum(count - 2, 1)), 0)
-    gains = gains / np.where(std > 0, std + eps, 1)
-  return gains.astype(np.float32)
-
-
 def as_groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
   """Returns (rewards as float64, valid as bool), both [N, G]; ValueError for other shapes."""
   rewards = np.asarray(rewards, np.float64)
@@ -111,12 +88,12 @@ def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> 
   return count, centered
 
 
-def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float) -> np.ndarray:
-  """Returns [S, C]: the reward [S] on the last trained token, minus the KL on each token; NaN counts as 0."""
-  out = np.zeros(mask.shape)
+def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float, turns: np.ndarray) -> np.ndarray:
+  """Returns [S, C]: `turns`, the rest of the reward [S] on the last trained token, minus the KL; NaN counts as 0."""
+  out = np.array(turns)
   trained = mask > 0
   last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
-  out[np.arange(len(mask)), last] = np.nan_to_num(rewards)
+  out[np.arange(len(mask)), last] += np.nan_to_num(rewards) - out.sum(axis=1)
   return (out - kl) * trained
 
 
@@ -138,6 +115,7 @@ class Estimator:
     fn: (*takes, **reads) -> [N, G], or [S, C].
     takes: 'rewards' and 'valid' [N, G], 'lengths' [N, G] (trained tokens), 'mask'
       and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer),
+      'turn_rewards', 'sampled' and 'completions' [S, C] (see turn_advantages.py),
       'components' {name: (weight, [N, G])} (each reward by itself).
     reads: {argument of fn: field of config.rl}.
     scales: what config.rl.scale_rewards may be; the first is the default.
@@ -152,9 +130,13 @@ class Estimator:
 
 
 _SCALED = {'scale': 'scale_rewards', 'eps': 'std_eps', 'singleton': 'singleton'}
+_TURNS = 'rewards', 'valid', 'turn_rewards', 'sampled'
+_OF_TURNS = {'scale': 'scale_rewards', 'eps': 'std_eps', 'gamma': 'turn_gamma'}
 ESTIMATORS: dict[str, Estimator] = {
   'group': Estimator(group_relative, reads=_SCALED, scales=('group', 'batch', 'none')),
-  'leave_one_out': Estimator(leave_one_out, reads=_SCALED, scales=('none', 'leave_one_out')),
+  'leave_one_out': Estimator(
+    by_name('group_advantages:leave_one_out'), reads=_SCALED, scales=('none', 'leave_one_out')
+  ),
   'reinforce_pp': Estimator(
     by_name('token_advantages:reinforce_plus_plus'),
     takes=('token_rewards', 'mask'),
@@ -178,4 +160,11 @@ ESTIMATORS: dict[str, Estimator] = {
   'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}),
   'best_minus_second': Estimator(by_name('group_advantages:best_minus_second'), reads={'eps': 'std_eps'}),
   'gdpo': Estimator(by_name('group_advantages:gdpo'), takes=('components', 'valid'), reads={'eps': 'std_eps'}),
+  'mt_grpo': Estimator(by_name('turn_advantages:mt_grpo'), takes=_TURNS, reads=_OF_TURNS, scales=('group', 'none')),
+  'gigpo': Estimator(
+    by_name('turn_advantages:gigpo'),
+    takes=(*_TURNS, 'completions'),
+    reads={**_OF_TURNS, 'weight': 'step_weight'},
+    scales=('group', 'none'),
+  ),
 }

@@ -1,4 +1,4 @@
-"""Advantage estimators from the rewards of groups, beyond those of GRPO and RLOO.
+"""Advantage estimators from the rewards of groups, beyond that of GRPO.
 
 Legend: N prompts, G samples of each. Unless they say otherwise, functions take
 rewards [N, G] and valid [N, G] bool, as in advantages.py, and return [N, G]
@@ -13,6 +13,29 @@ from numpy.typing import ArrayLike
 
 from jaxpost.errors import InputError
 from jaxpost.losses import advantages
+
+
+def leave_one_out(
+  rewards: ArrayLike, valid: ArrayLike, *, scale: str = 'none', eps: float = 1e-6, singleton: str = 'zero'
+) -> np.ndarray:
+  """r_i - mean of the others = n / (n - 1) (r_i - mean), n valid samples.
+
+  RLOO (arXiv:2402.14740). Arguments and result are those of `advantages.group_relative`, but
+  for `scale`: 'leave_one_out' divides by the std of the others where it is not 0,
+  as NeMo-RL does; 'none' does not.
+  """
+  if scale not in ('leave_one_out', 'none'):
+    raise ValueError(f"scale {scale!r}: want 'leave_one_out' or 'none'")
+  rewards, valid = advantages.as_groups(rewards, valid)
+  count, centered = advantages.centered_rewards(rewards, valid, singleton)
+  gains = centered * count / np.maximum(count - 1, 1)
+  if scale == 'leave_one_out':
+    # The squared distances of the others from their own mean: Welford's update, backwards.
+    total = (centered**2).sum(axis=1, keepdims=True)
+    others = np.maximum(total - centered**2 * count / np.maximum(count - 1, 1), 0)
+    std = np.where(others > 1e-12 * total, np.sqrt(others / np.maximum(count - 2, 1)), 0)
+    gains = gains / np.where(std > 0, std + eps, 1)
+  return gains.astype(np.float32)
 
 
 def opo(rewards: ArrayLike, valid: ArrayLike, lengths: ArrayLike) -> np.ndarray:

@@ -163,7 +163,7 @@ def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -
 
 # Metrics of rounds that are added up; others are averaged.
 _COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_prefilled', 'tokens_cached', 'preempted')
-_OPTIONAL = ('mask', 'experts', 'versions', 'top_ids', 'top_logprobs')
+_OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs')
 
 
 def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollout:

@@ -17,6 +17,7 @@ from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _SEAL = b'crc32 %08x\n'
 _ARRAYS = ('completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished')
+_OF_EPISODES = ('mask', 'turn_rewards')
 
 
 def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Credit], None]:
@@ -33,8 +34,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit):
   """Writes a rollout, its rewards and advantages as arrays and JSON; no pickle."""
   rollout = experience.rollout
   arrays = {name: vars(rollout)[name] for name in _ARRAYS}
-  if rollout.mask is not None:
-    arrays['mask'] = rollout.mask
+  arrays |= {name: vars(rollout)[name] for name in _OF_EPISODES if vars(rollout)[name] is not None}
   arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
   about = {
@@ -63,7 +63,7 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
       **{name: arrays[name] for name in _ARRAYS},
       step=about['step'],
       version=about['version'],
-      mask=arrays.get('mask'),
+      **{name: arrays.get(name) for name in _OF_EPISODES},
       messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']},
       verdicts=arrays['verdicts'],

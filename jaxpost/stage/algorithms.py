@@ -30,6 +30,8 @@ ALGORITHMS = {
   'opo': 'grpo:OPO',
   'maxrl': 'grpo:MAXRL',
   'pass_at_k': 'grpo:PASS_AT_K',
+  'mt_grpo': 'grpo:MT_GRPO',
+  'gigpo': 'grpo:GIGPO',
   'rloo': 'grpo:RLOO',
   'reinforce_pp': 'grpo:REINFORCE_PP',
   'reinforce_pp_baseline': 'grpo:REINFORCE_PP_BASELINE',

@@ -69,7 +69,7 @@ class RlSection:
     auto='group',
     choices=(
       *('', 'group', 'leave_one_out', 'reinforce_pp', 'reinforce_pp_baseline', 'remax', 'gae', 'best_of_n'),
-      *('opo', 'gpg', 'maxrl', 'pass_at_k', 'best_minus_second', 'gdpo'),
+      *('opo', 'gpg', 'maxrl', 'pass_at_k', 'best_minus_second', 'gdpo', 'mt_grpo', 'gigpo'),
     ),
   )
   scale_rewards: str = option(
@@ -179,6 +179,10 @@ class RlSection:
     lo=-1.0,
     auto=0.0,
   )
+  turn_gamma: float = option(
+    -1.0, "Discount of rewards per turn, with mt_grpo and gigpo; -1: the method's own.", lo=-1.0, hi=1.0, auto=1.0
+  )
+  step_weight: float = option(1.0, 'Weight of the advantage of a turn within its state, with gigpo.', lo=0.0)
   pass_k: int = option(4, "Samples of which one has to pass, with the advantage 'pass_at_k'.", lo=1, hi=2**16)
   correct_by: str = option(
     '', "Name of the reward that decides what is correct (rewards.md); '': the first function, or the only reward."

@@ -1,0 +1,140 @@
+"""Advantage estimators for conversations, from the rewards of their turns: MT-GRPO and GiGPO.
+
+Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens, K turns of the longest.
+A turn is a run of sampled tokens; answers of the environment stand between two turns.
+"""
+
+import collections
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxpost.losses import advantages
+from jaxpost.losses.reduce import same_shape
+
+
+def mt_grpo(
+  rewards: ArrayLike,
+  valid: ArrayLike,
+  turn_rewards: ArrayLike,
+  sampled: ArrayLike,
+  *,
+  gamma: float = 1.0,
+  scale: str = 'group',
+  eps: float = 1e-6,
+) -> np.ndarray:
+  """sum over l >= k of gamma^(l - k) A_l for the tokens of turn k; the outcome counts in the last turn.
+
+  MT-GRPO (arXiv:2505.11821): A_l is the reward of turn l, and A_K that of the outcome,
+  each normalized within the group as in GRPO. The paper has two turns, A_1 + gamma A_2 and A_2;
+  with more of them the sum goes on, and turn l is compared in the samples that have one.
+
+  Args:
+    rewards, valid: [N, G]; the outcome is what the turns do not add up to.
+    turn_rewards: [S, C], the reward of a turn at one of its tokens.
+    sampled: [S, C], tokens of turns.
+
+  Returns:
+    [S, C] float32.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  turns = turns_of(sampled)
+  of_turns, outcome, last = _split(rewards, turn_rewards, turns)
+  gains = np.zeros_like(of_turns)
+  for k in range(gains.shape[1]):
+    has_turn = valid & (last >= k).reshape(valid.shape)
+    of_turn = of_turns[:, k].reshape(valid.shape)
+    gains[:, k] = advantages.group_relative(of_turn, has_turn, scale=scale, eps=eps).ravel()
+  at_end = advantages.group_relative(outcome.reshape(valid.shape), valid, scale=scale, eps=eps)
+  gains[np.arange(len(last)), last] += at_end.ravel()
+  return _to_tokens(_to_go(gains, gamma), turns)
+
+
+def gigpo(
+  rewards: ArrayLike,
+  valid: ArrayLike,
+  turn_rewards: ArrayLike,
+  sampled: ArrayLike,
+  completions: ArrayLike,
+  *,
+  gamma: float = 0.95,
+  weight: float = 1.0,
+  scale: str = 'group',
+  eps: float = 1e-6,
+) -> np.ndarray:
+  """The advantage of the episode within its group, plus `weight` times that of the turn within its state.
+
+  GiGPO (arXiv:2505.10978): turns of a group that start from the same state are
+  compared by their discounted sums of rewards from there on, the outcome in the last turn. A
+  turn whose state no other turn shares adds 0. The state is the observation: the tokens of
+  the environment directly before the turn.
+
+  Args:
+    rewards, valid, turn_rewards, sampled: as in `mt_grpo`.
+    completions: [S, C] tokens.
+
+  Returns:
+    [S, C] float32.
+  """
+  rewards, valid = advantages.as_groups(rewards, valid)
+  turns = turns_of(sampled)
+  returns, outcome, last = _split(rewards, turn_rewards, turns)
+  returns[np.arange(len(last)), last] += outcome
+  returns = _to_go(returns, gamma)
+  gains = np.zeros_like(returns)
+  for places in states(turns, completions, rewards.shape[1]).values():
+    rows, columns = np.array(places).T
+    of_state, graded = returns[rows, columns][None], valid.ravel()[rows][None]
+    gains[rows, columns] = advantages.group_relative(of_state, graded, scale=scale, eps=eps)
+  episodes = advantages.group_relative(rewards, valid, scale=scale, eps=eps).reshape(-1, 1)
+  return _to_tokens(episodes + weight * gains, turns)
+
+
+def turns_of(sampled: ArrayLike) -> np.ndarray:
+  """Returns [S, C]: the number of the turn of each sampled token, from 0; -1 for other tokens."""
+  sampled = np.asarray(sampled) > 0
+  begins = sampled & ~np.pad(sampled, ((0, 0), (1, 0)))[:, :-1]
+  return np.where(sampled, begins.cumsum(axis=1) - 1, -1)
+
+
+def states(turns: np.ndarray, completions: ArrayLike, group_size: int) -> dict[tuple, list[tuple[int, int]]]:
+  """Returns {(prompt, observation): [(sequence, turn), ...]}: turns that start from the same state.
+
+  Args:
+    turns: [S, C], of `turns_of`.
+    completions: [S, C] tokens; the observation is those between a turn and the one before.
+  """
+  found = collections.defaultdict(list)
+  for s, (row, tokens) in enumerate(zip(turns, np.asarray(completions))):
+    end = 0
+    for k in range(row.max(initial=-1) + 1):
+      (places,) = np.nonzero(row == k)
+      found[s // group_size, tokens[end : places[0]].tobytes()].append((s, k))
+      end = places[-1] + 1
+  return found
+
+
+def _split(rewards: np.ndarray, turn_rewards: ArrayLike, turns: np.ndarray) -> tuple[np.ndarray, ...]:
+  """Returns (rewards of turns [S, K], what is left of the sum [S], number of the last turn [S], -1 for none)."""
+  turn_rewards = np.asarray(turn_rewards, np.float64)
+  same_shape('turn_rewards, sampled [S, C]', 2, turn_rewards, turns)
+  same_shape('rewards [N, G] and sampled [N * G, C]', 1, rewards.ravel(), turns[:, 0])
+  last = turns.max(axis=1)
+  out = np.zeros((len(turns), max(last.max(initial=0) + 1, 1)))
+  rows, columns = np.nonzero(turns >= 0)
+  np.add.at(out, (rows, turns[rows, columns]), turn_rewards[rows, columns])
+  return out, np.nan_to_num(rewards).ravel() - out.sum(axis=1), last
+
+
+def _to_go(x: np.ndarray, gamma: float) -> np.ndarray:
+  """[S, K] -> discounted sums from each turn on."""
+  out = x.copy()
+  for k in reversed(range(x.shape[1] - 1)):
+    out[:, k] += gamma * out[:, k + 1]
+  return out
+
+
+def _to_tokens(of_turns: np.ndarray, turns: np.ndarray) -> np.ndarray:
+  """[S, K] -> [S, C] float32: the entry of its turn at each sampled token, 0 elsewhere."""
+  values = np.take_along_axis(of_turns, np.maximum(turns, 0), axis=1)
+  return np.where(turns >= 0, values, 0).astype(np.float32)
