@@ -5,11 +5,9 @@ is a bug of ours, keeps its traceback and exits with 1. Imports no package, so
 that reward workers can use it without JAX.
 """
 
-import os
-from typing import TextIO
-
-# The exit code of the reason that this process has printed; empty before.
-_printed: list[int] = []
+import dataclasses
+from collections.abc import Collection
+from typing import Any
 
 
 class InputError(ValueError):
@@ -52,25 +50,17 @@ class PeerError(RuntimeError):
 KNOWN = (InputError, NoCheckpointError, Preempted, DivergedError, NoRoomError, PeerError)
 
 
-def print_reason(message: str, code: int, stream: TextIO | None = None) -> int | None:
-  """Prints the one line that says why this process ends; returns None, or the exit code of an earlier line.
-
-  While a process ends, the watchdog, a signal or an abort by JAX may find a reason of
-  their own; only the first is the cause, so a later one is not printed.
-
-  Args:
-    stream: where the line goes; None: file descriptor 2, for threads and signal handlers.
-  """
-  if _printed:
-    return _printed[0]
-  if stream is None:
-    os.write(2, f'jaxpost: {message}\n'.encode())
-  else:
-    print(f'jaxpost: {message}', file=stream, flush=True)
-  _printed.append(code)
-  return None
+def refuse(wrong: bool, text: str) -> None:
+  """Raises InputError(text) if `wrong`."""
+  if wrong:
+    raise InputError(text)
 
 
-def forget_reason() -> None:
-  """At the start of a command: a notebook or a test runs several in one process."""
-  _printed.clear()
+def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl') -> None:
+  """Raises InputError for a field of config.SECTION that is set and not in `read`: `by` would ignore it."""
+  for field in dataclasses.fields(block):
+    is_set = vars(block)[field.name] not in (field.default, field.metadata['auto'])
+    refuse(
+      field.name not in read and is_set,
+      f'config.{section}.{field.name}: {by} would ignore it; leave it {field.default!r}',
+    )

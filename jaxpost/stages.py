@@ -68,16 +68,22 @@ def run(
     cleanup.callback(watchdog.pause)
     stop = stop or cleanup.enter_context(signals.StopSignal())
     stop.install()
-    lock = run_lock.RunLock(workdir, functools.partial(coordination.leave, PeerError.exit_code))
+    lock = run_lock.RunLock(workdir, functools.partial(_leave, PeerError.exit_code))
     cleanup.callback(lock.release)
 
     def end(code: int, message: str) -> None:
       lock.release()
-      coordination.leave(code, message)
+      _leave(code, message)
 
     stop.end = end
     activity = activity_lib.Activity(console or rich.console.Console(), verbose)
     return _run(prepare.as_dict(config), workdir, activity, choose_mesh, stop, lock=lock)
+
+
+def _leave(code: int, message: str) -> None:
+  """Ends this process from any thread, with one line."""
+  watchdog.print_reason(message, code)
+  coordination.leave(code, message)
 
 
 def _run(

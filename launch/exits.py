@@ -17,6 +17,7 @@ from types import ModuleType
 from absl import app, flags
 
 from jaxpost import errors
+from jaxpost.distributed import watchdog
 from jaxpost.storage import disk_errors
 
 from . import config_flag
@@ -46,12 +47,12 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     argv: the command line; None: sys.argv.
     words: largest number of arguments that are no flags.
   """
-  errors.forget_reason()
+  watchdog.forget_reason()
   try:
     with disk_errors.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
   except errors.KNOWN as error:
-    earlier = errors.print_reason(str(error), error.exit_code, sys.stderr)
+    earlier = watchdog.print_reason(str(error), error.exit_code, sys.stderr)
     sys.exit(error.exit_code if earlier is None else earlier)
 
 

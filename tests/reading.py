@@ -30,6 +30,7 @@ OPTIONS = {
   'jaxpost.models.mla': 'model.path',
   'jaxpost.models.moe': 'model.path',
   'jaxpost.models.quantization': 'model.quantize',
+  'jaxpost.losses.importance': 'rl.importance',
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.rl.curriculum': 'rl.curriculum',
   'jaxpost.rl.demonstrations': 'distill.on_policy',

@@ -19,7 +19,7 @@ from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
-from jaxpost.stage import assemble, load_weights, place, precompute, prepare, sources
+from jaxpost.stage import assemble, frozen_roles, load_weights, place, precompute, prepare, sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import array_cache
 
@@ -185,13 +185,13 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
 
 def count_teachers(monkeypatch):
   """A list that grows with each teacher that is put on the devices."""
-  made, make = [], assemble.make_frozen
+  made, make = [], frozen_roles.make_frozen
 
   def counted(kit, name, *args):
     made.append(name)
     return make(kit, name, *args)
 
-  monkeypatch.setattr(assemble, 'make_frozen', counted)
+  monkeypatch.setattr(frozen_roles, 'make_frozen', counted)
   return made
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpost import errors
-from jaxpost.algorithms import rft
+from jaxpost.algorithms import rft, rl_fields
 from jaxpost.losses import advantages, group_advantages, importance, token_advantages, values
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
@@ -346,3 +346,8 @@ def test_off_policy_metrics():
   wider = importance.off_policy_metrics(widen(OLD, np.nan), widen(SAMPLER, np.nan), widen(MASK, 0))
   assert wider == ours
   assert importance.off_policy_metrics(OLD, OLD, 0 * MASK) == {}
+
+
+def test_the_options_of_corrections_are_refused_without_one():
+  """`rl_fields` names them itself, since it imports this module only where a correction is on."""
+  assert set(importance.CorrectionOptions.__dataclass_fields__) <= set(rl_fields._OPTIONS)

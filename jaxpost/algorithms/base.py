@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxpost.errors import InputError
-
 if TYPE_CHECKING:
   import jax
 
@@ -149,19 +147,3 @@ def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float
     # Written so that NaN fails too.
     if name in metrics and not abs(metrics[name] - value) <= tolerance:
       raise AssertionError(f'{name} is {metrics[name]} at the first step and must be {value}: {why}')
-
-
-def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl') -> None:
-  """Raises InputError for a field of config.SECTION that is set and not in `read`: `by` would ignore it."""
-  for field in dataclasses.fields(block):
-    is_set = vars(block)[field.name] not in (field.default, field.metadata['auto'])
-    refuse(
-      field.name not in read and is_set,
-      f'config.{section}.{field.name}: {by} would ignore it; leave it {field.default!r}',
-    )
-
-
-def refuse(wrong: bool, text: str) -> None:
-  """Raises InputError(text) if `wrong`."""
-  if wrong:
-    raise InputError(text)

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate, refuse, refuse_unread
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.algorithms.sft import render_text
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import transfer
+from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses import divergences
 from jaxpost.types import MASKED_LOGIT, Batch, Credit, Divergence, Experience, Objective
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpost.algorithms import rl_fields
 from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
-from jaxpost.losses import advantages, importance, policy_gradient, reduce
+from jaxpost.losses import advantages, policy_gradient, reduce
 from jaxpost.types import Credit, Experience, Objective, Outputs
 
 
@@ -207,8 +207,9 @@ def finish(
 
     more, remembered = token_terms.apply(experience, out, counted, config)
     metrics, memory = metrics | more, memory | remembered
-  names = rl_fields.corrections(rl)
-  if names:
+  if names := rl_fields.corrections(rl):
+    from jaxpost.losses import importance
+
     old = arrays['old_logprobs']
     # Before truncation: the mass that top-p and the like leave out is no difference of weights.
     sampler = arrays['sampler_logprobs']

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.algorithms import preference
-from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate, refuse
+from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.data import preferences as data
+from jaxpost.errors import refuse
 from jaxpost.losses import pairs, preferences, reduce
 from jaxpost.types import Batch, Objective
 

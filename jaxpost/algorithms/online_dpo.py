@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from jaxpost.algorithms import preference
-from jaxpost.algorithms.base import Config, refuse, refuse_unread
+from jaxpost.algorithms.base import Config
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
+from jaxpost.errors import refuse, refuse_unread
 from jaxpost.types import Batch, Credit, Experience, Objective
 
 # Tokens of an answer and which of them are trained: [length] int32, [length] float32.

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.algorithms import distill, grpo, rl_fields
-from jaxpost.algorithms.base import Config, refuse
+from jaxpost.algorithms.base import Config
+from jaxpost.errors import refuse
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.algorithms import grpo, rl_fields
-from jaxpost.algorithms.base import Algorithm, Config, learning_rate, refuse
+from jaxpost.algorithms.base import Algorithm, Config, learning_rate
+from jaxpost.errors import refuse
 from jaxpost.losses import advantages, token_advantages
 from jaxpost.losses import values as values_lib
 from jaxpost.types import Credit, Experience, Objective

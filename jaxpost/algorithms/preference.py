@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate, refuse
+from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.data import preferences as data
 from jaxpost.distributed import transfer
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
 from jaxpost.losses.preferences import LOSSES

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxpost.algorithms import grpo, sft
-from jaxpost.algorithms.base import Algorithm, Config, learning_rate, refuse, refuse_unread
+from jaxpost.algorithms.base import Algorithm, Config, learning_rate
+from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses.reduce import same_shape
 from jaxpost.types import Credit, Experience
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxpost.algorithms.base import Config, refuse, refuse_unread
-from jaxpost.losses import advantages, importance, policy_gradient
+from jaxpost.errors import refuse, refuse_unread
+from jaxpost.losses import advantages, policy_gradient
 
+Config = Any  # `stage.schema.Config`
 RlSection = Any  # `config.rl`
 
 # Fields of `config.rl` that only some surrogates, corrections or estimators read.
 _OPTIONS = (
   *policy_gradient.SurrogateOptions.__dataclass_fields__,
-  *importance.CorrectionOptions.__dataclass_fields__,
+  # Those of `importance.CorrectionOptions`, which is imported where a correction is on.
+  *('importance_cap', 'token_low', 'token_high', 'sequence_low', 'sequence_high'),
+  *('product_low', 'product_high', 'reject_above'),
   *('std_eps', 'singleton', 'pass_k', 'gamma', 'turn_gamma', 'step_weight'),
 )
 
@@ -130,7 +133,10 @@ def check_terms(config: Config) -> None:
     rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
     f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
   )
-  importance.check(rl.importance, options(importance.CorrectionOptions, rl))
+  if rl.importance:
+    from jaxpost.losses import importance
+
+    importance.check(rl.importance, options(importance.CorrectionOptions, rl))
   refuse(
     rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
     'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
@@ -143,7 +149,10 @@ def fields_read(rl: RlSection) -> set[str]:
   """Returns the fields of `config.rl` that count with these choices."""
   estimator = advantages.ESTIMATORS.get(rl.advantage)  # None for those of other algorithms
   read = {*policy_gradient.LOSSES[rl.loss].reads, *(estimator.reads.values() if estimator else ())}
-  read.update(*(importance.METHODS[name].reads for name in corrections(rl)))
+  if corrections(rl):
+    from jaxpost.losses import importance
+
+    read.update(*(importance.METHODS[name].reads for name in corrections(rl)))
   conditions = {name: name in read for name in _OPTIONS} | {
     'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
     'gamma': 'gamma' in read or rl.advantage == 'gae',

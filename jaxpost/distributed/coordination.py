@@ -172,8 +172,7 @@ def _tell_peers(code: int, message: str) -> None:
 
 
 def leave(code: int, message: str) -> None:
-  """Ends this process from any thread, with one line; the others of the run end with the same code."""
-  errors.print_reason(message, code)
+  """Ends this process from any thread; the others of the run end with the same code and this message."""
   if process_count() > 1:
     _state['failed'] = code
     _tell_peers(code, message)

@@ -22,9 +22,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-from jaxpost import errors
+from typing import Any, TextIO
 
 HEARTBEAT_S = 1.0  # interval between two heartbeats of a process
 _ROOT = 'jaxpost/beat/'
@@ -44,6 +42,8 @@ _WAITING = (
   f'{_HERE}distributed{os.sep}mesh.py',
 )
 _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
+# The exit code of the reason that this process has printed; empty before.
+_printed: list[int] = []
 
 
 class _State:
@@ -271,12 +271,36 @@ def _suspect() -> str:
   )
 
 
+def print_reason(message: str, code: int, stream: TextIO | None = None) -> int | None:
+  """Prints the one line that says why this process ends; returns None, or the exit code of an earlier line.
+
+  While a process ends, the watchdog, a signal or an abort by JAX may find a reason of
+  their own; only the first is the cause, so a later one is not printed.
+
+  Args:
+    stream: where the line goes; None: file descriptor 2, for threads and signal handlers.
+  """
+  if _printed:
+    return _printed[0]
+  if stream is None:
+    os.write(2, f'jaxpost: {message}\n'.encode())
+  else:
+    print(f'jaxpost: {message}', file=stream, flush=True)
+  _printed.append(code)
+  return None
+
+
+def forget_reason() -> None:
+  """At the start of a command: a notebook or a test runs several in one process."""
+  _printed.clear()
+
+
 def _end(text: str, code: int = 1, stacks: bool = True):
   """Prints the reason and all stacks, unless a reason was printed, then ends the process.
 
   In the watching thread an exception would reach no caller.
   """
-  earlier = errors.print_reason(text, code)
+  earlier = print_reason(text, code)
   if stacks and earlier is None:
     faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
   os._exit(code if earlier is None else earlier)

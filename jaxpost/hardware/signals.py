@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxpost import errors
 from jaxpost.errors import Preempted
 
 
@@ -111,5 +110,7 @@ class StopSignal:
 
 
 def _end(code: int, message: str) -> None:
-  errors.print_reason(message, code)
+  from jaxpost.distributed import watchdog
+
+  watchdog.print_reason(message, code)
   os._exit(code)

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from jaxpost.algorithms.base import refuse
 from jaxpost.distributed import coordination
 from jaxpost.distributed.transfer import owners
+from jaxpost.errors import refuse
 from jaxpost.rl.grading import Grader, PendingRollout
 
 if typing.TYPE_CHECKING:  # passed in

@@ -16,26 +16,23 @@ from etils import epath
 
 from jaxpost.data import loader
 from jaxpost.distributed import coordination, watchdog
-from jaxpost.distributed.transfer import to_host
 from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
-from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor import program_table
 from jaxpost.monitor import timeline as timeline_lib
 from jaxpost.programs import score
 from jaxpost.programs import train as programs
-from jaxpost.roles import Frozen, Policy, Roles, Trainable, place
+from jaxpost.roles import Policy, Roles, Trainable
 from jaxpost.stage import checks, load_weights, optim, precompile, sources
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item, Update
 
 if TYPE_CHECKING:
-  import numpy as np
   import optax
 
-  from jaxpost.algorithms.base import Algorithm, Precompute
+  from jaxpost.algorithms.base import Algorithm
   from jaxpost.models.model import Model
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
@@ -44,8 +41,6 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.stage.precompute import Run
-  from jaxpost.types import Batch
 
 
 def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter, params: dict) -> Stage:
@@ -134,9 +129,9 @@ def make_parts(
   config, data, algorithm = placed.config, placed.data, placed.algorithm
   precomputed = ()
   if algorithm.precompute(config):
-    from jaxpost.stage import precompute
+    from jaxpost.stage import frozen_roles, precompute
 
-    make_run = functools.partial(make_frozen_run, placed, params, workdir)
+    make_run = functools.partial(frozen_roles.make_frozen_run, placed, params, workdir)
     identity = functools.partial(sources.identity, workdir=workdir, seed=config.seed)
     precomputed = precompute.precompute(placed, make_run, identity, workdir)
   roles = make_roles(placed, params, workdir, precomputed)
@@ -163,7 +158,11 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   found = placed.inputs.sources
   follows = ('reference',) if placed.config.reference.every else ()  # in the state of the policy
   others = [name for name in found if name not in ('policy', 'critic', *precomputed, *follows)]
-  frozen = {name: make_frozen(placed, name, params, workdir) for name in others}
+  frozen = {}
+  if others:
+    from jaxpost.stage import frozen_roles
+
+    frozen |= {name: frozen_roles.make_frozen(placed, name, params, workdir) for name in others}
   critic = make_critic(placed, params, workdir) if 'critic' in found else None
   policy = make_trainable(placed, 'policy', placed.model, params)
   if follows:
@@ -190,54 +189,6 @@ def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | Non
       source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
     )
   return make_trainable(placed, 'critic', model, params)
-
-
-def make_frozen_run(
-  placed: PlacedStage, params: dict, workdir: epath.PathLike | None, name: str, spec: Precompute
-) -> Run:
-  """Makes host batch -> outputs of a frozen role, whose weights are loaded at the first call."""
-
-  @functools.cache
-  def role() -> Frozen:
-    return make_frozen(placed, name, params, workdir)
-
-  def run(batch: Batch) -> dict[str, np.ndarray]:
-    found = to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
-    return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
-
-  return run
-
-
-def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.PathLike | None) -> Frozen:
-  """Makes a role that is not trained, in the type that products round weights to."""
-  config, policy, ledger = placed.config, placed.model, placed.ledger
-  source, layout = placed.inputs.sources[name], placed.score
-  shared = {}  # leaves that training does not change, used in place
-  part = model = partition.build(source.config)
-  if name == 'reference' and not config.rl.reference:
-    part = model = policy  # the policy as it is now
-    if layout == placed.train:
-      part = partition.trained_part(model)
-      params, shared = partition.split(params, model)
-    params = load_weights.move(params, part.shardings(layout))
-  elif layout == placed.train and load_weights.shares_frozen_base(source, placed.inputs):
-    model, params, shared = load_weights.load_beside_policy(source, policy, params, layout, ledger)
-    part = partition.trained_part(model)
-  else:
-    params = load_weights.load(
-      source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=ledger
-    )
-  params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
-  make, options = score.make_score, {}
-  if name == 'reference':
-    options = dict(temperature=placed.objectives['policy'].temperature)
-  elif name.startswith('teacher_'):
-    make = score.make_hidden
-    distill = config.distill
-    if distill.top_k:
-      make = score.make_topk
-      options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
-  return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
 
 
 def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.GradientTransformation, optax.Schedule]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxpost.algorithms.base import refuse
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import mesh
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.hardware import host
 from jaxpost.models import attention
 from jaxpost.models.config import CustomConfig

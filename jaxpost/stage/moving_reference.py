@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpost.algorithms.base import refuse
+from jaxpost.errors import refuse
 from jaxpost.models.parameters import join
 from jaxpost.programs import loss_scale
 from jaxpost.roles import Frozen

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import ml_collections
 
-from jaxpost.algorithms.base import Algorithm, refuse
+from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
 from jaxpost.stage import checks, epochs, reward_model

@@ -1,0 +1,70 @@
+"""Makes the roles of a stage that are not trained: reference, reward model, teachers."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from jaxpost.distributed.transfer import to_host
+from jaxpost.models import partition
+from jaxpost.models.parameters import join
+from jaxpost.programs import score
+from jaxpost.roles import Frozen, place
+from jaxpost.stage import load_weights
+
+if TYPE_CHECKING:
+  import numpy as np
+  from etils import epath
+
+  from jaxpost.algorithms.base import Precompute
+  from jaxpost.stage.place import PlacedStage
+  from jaxpost.stage.precompute import Run
+  from jaxpost.types import Batch
+
+
+def make_frozen_run(
+  placed: PlacedStage, params: dict, workdir: epath.PathLike | None, name: str, spec: Precompute
+) -> Run:
+  """Makes host batch -> outputs of a frozen role, whose weights are loaded at the first call."""
+
+  @functools.cache
+  def role() -> Frozen:
+    return make_frozen(placed, name, params, workdir)
+
+  def run(batch: Batch) -> dict[str, np.ndarray]:
+    found = to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
+    return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
+
+  return run
+
+
+def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.PathLike | None) -> Frozen:
+  """Makes a role that is not trained, in the type that products round weights to."""
+  config, policy, ledger = placed.config, placed.model, placed.ledger
+  source, layout = placed.inputs.sources[name], placed.score
+  shared = {}  # leaves that training does not change, used in place
+  part = model = partition.build(source.config)
+  if name == 'reference' and not config.rl.reference:
+    part = model = policy  # the policy as it is now
+    if layout == placed.train:
+      part = partition.trained_part(model)
+      params, shared = partition.split(params, model)
+    params = load_weights.move(params, part.shardings(layout))
+  elif layout == placed.train and load_weights.shares_frozen_base(source, placed.inputs):
+    model, params, shared = load_weights.load_beside_policy(source, policy, params, layout, ledger)
+    part = partition.trained_part(model)
+  else:
+    params = load_weights.load(
+      source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=ledger
+    )
+  params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
+  make, options = score.make_score, {}
+  if name == 'reference':
+    options = dict(temperature=placed.objectives['policy'].temperature)
+  elif name.startswith('teacher_'):
+    make = score.make_hidden
+    distill = config.distill
+    if distill.top_k:
+      make = score.make_topk
+      options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
+  return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
