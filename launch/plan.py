@@ -5,9 +5,11 @@
   python -m launch.plan --config=configs/grpo_gsm8k.py:model=qwen3_8b \\
       --topology=h200:1x8x8 --out=plan.json
   python -m launch.plan --config=my.py --topology=v5p:4x4x4 --search
+  python -m launch.plan --fits --model=Qwen/Qwen3-8B --devices=H100,v5e-8 --price=H100=2.5
 
-Named models need no weights, tokenizer or data. No device is used. docs/planning.md
-explains the output.
+The last one says by arithmetic, in seconds, what fits where: SFT, LoRA, DPO and GRPO on
+common GPUs and TPU slices, with the command for each (docs/fits.md). Named models need no
+weights, tokenizer or data. No device is used. docs/planning.md explains the output.
 """
 
 import logging
@@ -16,14 +18,14 @@ import sys
 
 from absl import flags
 
-from . import config_flag
+from . import config_flag, fits_flags
 
 _CONFIG = config_flag.define_config()
 _TOPOLOGY = flags.DEFINE_string('topology', None, 'Machine: v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
 _SLICES = flags.DEFINE_integer('slices', 1, 'TPU slices, connected by the data center network.', lower_bound=1)
 _STAGE = flags.DEFINE_string('stage', '', 'Plan only this stage.')
 _PROGRAMS = flags.DEFINE_list('programs', [], 'Programs to compile, as update,generate; default: all.')
-_PRICE = flags.DEFINE_float('price', 0.0, 'US dollars per chip and hour.', lower_bound=0.0)
+_PRICE = flags.DEFINE_string('price', '', 'US dollars per chip and hour; with --fits also as H100=2.5,v5e-8=1.2.')
 _OUT = flags.DEFINE_string('out', '', 'File for the plan as JSON.')
 _SEARCH = flags.DEFINE_bool(
   'search',
@@ -31,15 +33,22 @@ _SEARCH = flags.DEFINE_bool(
   'Try meshes, rematerialization and batch sizes: fsdp with each size of the tensor axis, '
   'and up to six meshes with data, expert or context axes.',
 )
-flags.mark_flags_as_required(['config', 'topology'])
+_FITS = fits_flags.define()
 
 
 def main(argv):
-  """Plans each stage, or searches for its mesh, and prints the tables."""
+  """Plans each stage, searches for its mesh, or says what fits where, and prints the tables."""
   del argv
   logging.getLogger().setLevel(logging.ERROR)
+  if _FITS.fits.value:
+    return fits_flags.show(_FITS, _PRICE.value, _OUT.value)
+  from jaxpost.errors import InputError
   from jaxpost.planning import machines
 
+  try:
+    price = float(_PRICE.value or 0)
+  except ValueError as e:
+    raise InputError(f'--price: {_PRICE.value!r}: write US dollars per chip and hour, as in 1.5') from e
   topology = machines.parse(_TOPOLOGY.value, _SLICES.value)
   machines.set_environment(topology)
   import rich.console
@@ -51,7 +60,7 @@ def main(argv):
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
   raw = prepare.as_dict(_CONFIG.value)
   plans = []
-  options = stage.Options(topology, tuple(_PROGRAMS.value), _PRICE.value, _STAGE.value)
+  options = stage.Options(topology, tuple(_PROGRAMS.value), price, _STAGE.value)
   if _SEARCH.value:
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:

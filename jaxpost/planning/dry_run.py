@@ -79,6 +79,12 @@ def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
 
 def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> PreparedStage:
   """Prepares a stage from its config alone; `before` are the stages that run first."""
+  inputs = make_inputs(name, config, before)
+  return PreparedStage(inputs, _made_up_data(inputs))
+
+
+def make_inputs(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
+  """Makes the first record of a stage from its config alone."""
   algorithm, config = prepare_lib.settle(config)
   optim.check(config.optim)
   section = config.model
@@ -90,8 +96,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
   found = prepare_lib.find_weights(config, algorithm, source, earlier, find)
   if 'critic' in found:
     found['critic'] = Source(model_lib.with_scalar_head(found['critic'].config))
-  inputs = prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
-  return PreparedStage(inputs, _made_up_data(inputs))
+  return prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
 
 
 def _made_up_data(inputs: Inputs) -> Data:

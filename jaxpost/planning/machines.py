@@ -43,7 +43,7 @@ class Topology:
 
   @property
   def gpu(self) -> bool:
-    return self.name in GPUS
+    return not self.local and not self.chip.kind.startswith('TPU')
 
   @property
   def local(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ _CONTEXT = (2, 4, 8)
 _LONG = 16_384  # tokens of a row that is worth splitting
 _LANES = 128  # XLA for TPU sums narrower shards of gradients everywhere
 _MORE = 6  # meshes besides `fsdp` and `tensor`
-_MOMENTS = 8  # bytes of Adam's moments of a trained weight, float32 whatever the type of the weight
+MOMENTS = 8  # bytes of Adam's moments of a trained weight, float32 whatever the type of the weight
 
 
 def train_devices(inputs: Inputs, topology: machines.Topology) -> int:
@@ -61,7 +62,7 @@ def training(inputs: Inputs, topology: machines.Topology, fixed: bool) -> dict[s
       shards; else it is one row a shard.
   """
   devices, plain, more = train_devices(inputs, topology), {}, []
-  for sizes in _all(inputs, topology, devices):
+  for sizes in every(inputs, topology, devices):
     shards = sizes['data'] * sizes['fsdp'] * sizes['expert']
     shape = 1, shards, batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
     if fixed:
@@ -71,13 +72,13 @@ def training(inputs: Inputs, topology: machines.Topology, fixed: bool) -> dict[s
         continue
       shape = whole.rows // whole.micro_rows, whole.micro_rows, whole.row_length
     if sizes['data'] * sizes['expert'] * sizes['context'] == 1:
-      plain[_spell(sizes)] = shards
+      plain[spell(sizes)] = shards
     elif seconds := _seconds_a_token(inputs, topology, sizes, shape):
       more.append((seconds, sizes, shards))
-  return plain | {_spell(sizes): shards for sizes, shards in _few(more)}
+  return plain | {spell(sizes): shards for sizes, shards in _few(more)}
 
 
-def _all(inputs: Inputs, topology: machines.Topology, devices: int):
+def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator[dict[str, int]]:
   """The sizes of every mesh that splits the model evenly."""
   cfg = inputs.model.config
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
@@ -106,7 +107,7 @@ def _all(inputs: Inputs, topology: machines.Topology, devices: int):
       yield sizes | dict(data=left // wide[-1], fsdp=wide[-1])
 
 
-def _spell(sizes: dict) -> str:
+def spell(sizes: dict) -> str:
   """The text of a mesh; what is left is fsdp, unless data says how much."""
   given = {k: n for k, n in sizes.items() if n > 1 or k == 'fsdp'}
   if sizes['data'] == 1:
@@ -130,7 +131,7 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(
     math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
-    * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else _MOMENTS))
+    * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else MOMENTS))
     for path, x in inputs.model.table.items()
   )
   if chip.memory and state > chip.memory:
@@ -139,11 +140,11 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
   compute = compute_for('gpu' if topology.gpu else platform, m.dtype, 'full')
   sent = traffic_bound.of_pass(inputs.model, layout, shape, compute=compute, param_dtype=m.param_dtype, train=True)
   return sum(
-    size / _rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()
+    size / rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()
   ) / math.prod(shape)
 
 
-def _rate(topology, sizes: dict, outer: str) -> float:
+def rate(topology: machines.Topology, sizes: dict, outer: str) -> float:
   """Bytes/s along an axis, or several of which one is the outermost."""
   inner = AXES[AXES.index(outer) :]
   near = topology.devices // topology.slices

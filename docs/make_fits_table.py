@@ -1,0 +1,51 @@
+"""Writes docs/fits.md: what fits where, by arithmetic.
+
+python docs/make_fits_table.py
+"""
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+from jaxpost.planning import fits  # noqa: E402
+from launch import fits_flags  # noqa: E402
+
+PAGE = ROOT / 'docs' / 'fits.md'
+BEGIN = '<!-- the tables -->'
+MODELS = (
+  'qwen3_0_6b',
+  'qwen3_1_7b',
+  'qwen3_4b',
+  'qwen3_8b',
+  'qwen3_14b',
+  'qwen3_32b',
+  'qwen3_30b_a3b',
+  'qwen2_5_0_5b',
+  'qwen2_5_7b',
+  'llama3_2_1b',
+  'llama3_2_3b',
+  'llama3_1_8b',
+  'llama3_1_70b',
+  'gemma3_1b',
+  'gpt_oss_20b',
+  'mixtral_8x7b',
+)
+
+
+def section(model: str, devices: list[str]) -> str:
+  """Returns the table of a model."""
+  methods = list(fits.METHODS)
+  found = {(cell.device, cell.method): cell for cell in fits.cells(fits_flags.recipes(model), devices)}
+  lines = [f'### {model}', '', f'| device | {" | ".join(methods)} |', '|---' * (len(methods) + 1) + '|']
+  for device in devices:
+    lines.append(f'| {device} | {" | ".join(fits.text(found[device, method]) for method in methods)} |')
+  return '\n'.join(lines) + '\n'
+
+
+if __name__ == '__main__':
+  head, _, _ = PAGE.read_text('utf-8').partition(BEGIN)
+  PAGE.write_text('\n'.join([head + BEGIN + '\n', *(section(model, list(fits.DEVICES)) for model in MODELS)]), 'utf-8')

@@ -1,0 +1,292 @@
+"""Memory and seconds of a step by arithmetic: nothing is compiled, and no device is described to a compiler.
+
+Parameters, optimizer state, frozen models and the KV cache have their exact sizes, from the
+parameter table and the mesh. Activations, and what a program reads and writes, are counted for
+`remat=full`: a layer keeps its input, and is computed again when its gradient is. docs/fits.md
+has these figures beside those of compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxpost.distributed.mesh import AXES, Layout
+from jaxpost.errors import InputError
+from jaxpost.hardware import memory
+from jaxpost.losses import head_chunk
+from jaxpost.matmul import compute_for
+from jaxpost.models import transformer
+from jaxpost.planning import meshes, traffic_bound
+from jaxpost.stage import batch_shape, load_weights
+
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+  from jaxpost.planning import machines
+  from jaxpost.stage.batch_shape import BatchShape
+  from jaxpost.stage.records import Inputs
+
+_FLOAT = 4  # bytes
+# Arrays of a layer's widths that are alive while its gradient is computed: the values and their gradients.
+_ALIVE = 2
+_PREFETCHED = 2  # layers whose weights are gathered at a time
+# Passes over the weights of an update: forward, again to recompute, and for the gradients of inputs and weights.
+_PASSES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """What a step takes on a device.
+
+  memory: {purpose: bytes} while the program that needs most of it runs.
+  seconds: {'update', 'score', 'sample': seconds of a step}: products, memory and network without overlap.
+  trained: tokens of a step.
+  """
+
+  memory: dict[str, float]
+  seconds: dict[str, float]
+  trained: int
+
+  @property
+  def total(self) -> float:
+    return sum(self.memory.values())
+
+  @property
+  def tokens_per_s(self) -> float:
+    return self.trained / sum(self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+  """A stage on meshes of a machine; the rollout mesh is the training mesh where nothing is sampled."""
+
+  inputs: Inputs
+  topology: machines.Topology
+  train: Layout
+  rollout: Layout
+  compute: Compute
+  shape: BatchShape
+
+  @property
+  def cfg(self) -> ModelConfig:
+    return self.inputs.model.config
+
+  @functools.cached_property
+  def width(self) -> int:
+    """Bytes of an operand of products."""
+    return jnp.dtype(self.compute.dtype).itemsize
+
+  @functools.cached_property
+  def row_shards(self) -> int:
+    return self.train.batch_shards * self.train.mesh.shape['context']
+
+  @functools.cached_property
+  def tokens(self) -> int:
+    """Tokens of a device at a time in training."""
+    return self.shape.micro_rows * self.shape.row_length // self.row_shards
+
+
+def estimate(inputs: Inputs, topology: machines.Topology, train: dict[str, int], rollout: dict[str, int]) -> Estimate:
+  """Estimates a step of a stage with the meshes `train` and `rollout`, {axis: size}.
+
+  Raises:
+    InputError: the rows of a step do not split over the mesh.
+  """
+  if inputs.config.model.remat != 'full':
+    raise InputError('config.model.remat: memory is estimated for full only')
+  layouts = [
+    Layout(AbstractMesh(tuple(m[a] for a in AXES), AXES), n) for m, n in ((train, 'train'), (rollout, 'rollout'))
+  ]
+  platform = 'gpu' if topology.gpu else 'tpu'
+  compute = compute_for(platform, inputs.config.model.dtype, 'full', inputs.config.model.attention)
+  on_policy = inputs.algorithm.on_policy
+  shape = batch_shape.batch_shape(inputs.config, on_policy, layouts[0].batch_shards, tokens=compute.micro_tokens)
+  case = _Case(inputs, topology, *layouts, compute, shape)
+  held = _held(case)
+  updating = held | _activations(case)
+  passes = shape.rows * inputs.config.rl.epochs if on_policy else shape.rows
+  seconds = {'update': _update_seconds(case) * passes / shape.micro_rows}
+  scored = 'reference' in inputs.sources
+  if scored:
+    seconds['score'] = _score_seconds(case) * shape.rows / shape.micro_rows
+  trained = shape.rows * shape.row_length
+  if not on_policy:
+    return Estimate(updating, seconds, trained)
+  sampling = held | _sampler(case)
+  seconds['sample'] = _sample_seconds(case)
+  rollouts = inputs.config.rollout
+  trained = rollouts.prompts * rollouts.group_size * (rollouts.max_prompt_length + rollouts.max_new_tokens)
+  return Estimate(max(updating, sampling, key=_sum), seconds, trained)
+
+
+def _sum(parts: dict[str, float]) -> float:
+  return sum(parts.values())
+
+
+def _split(model: Model, layout: Layout, of: frozenset | None = None) -> float:
+  """Returns the parameters of a device, or those of the paths `of`."""
+  return float(
+    sum(
+      math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
+      for path, x in model.table.items()
+      if of is None or path in of
+    )
+  )
+
+
+def _held(case: _Case) -> dict[str, float]:
+  """Returns the bytes of what stays on a device: parameters, moments, frozen models."""
+  model = case.inputs.model
+  learned = frozenset(model.table) - model.frozen
+  dtype = case.inputs.config.model.param_dtype
+  out = dict(
+    parameters=float(memory.size(load_weights.described(model, case.train, dtype))),
+    optimizer=meshes.MOMENTS * _split(model, case.train, learned),
+  )
+  if 'reference' in case.inputs.sources:  # shares what is not trained
+    out['frozen'] = case.width * _split(model, case.train, learned)
+  return out
+
+
+def _layer_width(cfg: ModelConfig, tensor: int) -> float:
+  """Returns the elements of a token that a layer computes: projections, attention, MLP."""
+  heads = cfg.num_heads * (cfg.head_dim + cfg.value_dim) + sum(cfg.cached[0] * size for size in cfg.cached[1])
+  wide = cfg.experts.top_k * cfg.experts.size if cfg.experts else cfg.intermediate_size
+  return (heads + 3 * wide) / tensor + 4 * cfg.hidden_size
+
+
+def _chunk(case: _Case) -> float:
+  """Returns the logits of a device that are in memory at a time."""
+  rows, parts = case.shape.micro_rows // case.train.batch_shards, case.train.mesh.shape['context']
+  vocab, tensor = case.cfg.padded_vocab_size, case.train.mesh.shape['tensor']
+  length = case.shape.row_length // parts
+  return rows * head_chunk.chunk_length(rows, length, vocab, case.compute.head_elements) * vocab / tensor
+
+
+def _activations(case: _Case) -> dict[str, float]:
+  """Returns the bytes that an update needs besides what is held: at its head, or at a layer."""
+  model, cfg, tensor = case.inputs.model, case.cfg, case.train.mesh.shape['tensor']
+  residual = jnp.dtype(case.compute.residual).itemsize
+  gradients = _FLOAT * _split(model, case.train, frozenset(model.table) - model.frozen)
+  if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
+    gradients *= 2
+  kept = case.tokens * cfg.hidden_size * residual * cfg.num_layers
+  layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
+  head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
+  return dict(gradients=gradients, activations=kept + max(layer, head))
+
+
+def _gathered(case: _Case, axis: str) -> float:
+  """Returns the bytes of one layer, or of embedding and head, gathered over fsdp and in the type of products.
+
+  Their gradients are whole, in float32, before they are reduced.
+  """
+  sizes = dict(case.train.mesh.shape)
+  whole = Layout(AbstractMesh(tuple(1 if a == 'fsdp' else sizes[a] for a in AXES), AXES))
+  total = 0.0
+  for path, x in case.inputs.model.table.items():
+    if axis in x.axes and x.matrix | ('vocab' in x.axes):
+      count = math.prod(whole.sharding(x.axes, x.shape).shard_shape(x.shape)) / (x.shape[0] if x.stacked else 1)
+      reduced = sizes['fsdp'] > 1 and path not in case.inputs.model.frozen
+      total += count * (case.width + _FLOAT * reduced)
+  return total
+
+
+def _seconds(case: _Case, flops: float, moved: float, sent: dict | None = None) -> float:
+  """Returns the seconds of products, memory and network, one after the other."""
+  chip, wire = case.topology.chip, 0.0
+  for axes in (sent or {}).values():
+    for name, size in axes.items():
+      wire += size / meshes.rate(case.topology, dict(case.train.mesh.shape), name.split('+')[0])
+  return flops / chip.flops + moved / chip.bandwidth + wire
+
+
+def _traffic(case: _Case, train: bool) -> dict:
+  """Returns the bytes that a device receives for a micro-batch."""
+  shape = 1, case.shape.micro_rows, case.shape.row_length
+  dtype = case.inputs.config.model.param_dtype
+  return traffic_bound.of_pass(
+    case.inputs.model, case.train, shape, compute=case.compute, param_dtype=dtype, train=train
+  )
+
+
+def _flops(case: _Case) -> float:
+  """Returns the FLOPs of a forward pass over a micro-batch on a device."""
+  tokens = case.shape.micro_rows * case.shape.row_length
+  return tokens * transformer.flops_per_token(case.cfg, case.shape.row_length / 2) / case.train.mesh.size
+
+
+def _read(case: _Case, passes: int) -> float:
+  """Returns the bytes of weights and activations that so many passes over the layers move."""
+  cfg, tensor = case.cfg, case.train.mesh.shape['tensor']
+  weights = transformer.num_params(cfg) / tensor / case.train.mesh.shape['expert'] * case.width
+  activations = 2 * case.tokens * cfg.num_layers * _layer_width(cfg, tensor) * case.width
+  logits = case.tokens * cfg.padded_vocab_size / tensor * _FLOAT
+  return passes * (weights + activations + logits)
+
+
+def _update_seconds(case: _Case) -> float:
+  """Returns the seconds of a micro-batch, with its part of the optimizer's pass."""
+  model = case.inputs.model
+  learned = _split(model, case.train, frozenset(model.table) - model.frozen)
+  micro = case.shape.update_rows / case.shape.micro_rows
+  optimizer = learned * 2 * (meshes.MOMENTS + 2 * _FLOAT) / micro
+  again = 1.0  # `remat=full`
+  return _seconds(
+    case, (model.passes + again) * _flops(case), _read(case, _PASSES) + optimizer, _traffic(case, train=True)
+  )
+
+
+def _score_seconds(case: _Case) -> float:
+  return _seconds(case, _flops(case), _read(case, 1), _traffic(case, train=False))
+
+
+def _slots(case: _Case) -> tuple[int, int]:
+  """Returns (slots, how often they are filled)."""
+  rollout = case.inputs.config.rollout
+  total = rollout.prompts * rollout.group_size
+  slots = rollout.slots or min(total, 256)
+  return slots, math.ceil(total / slots)
+
+
+def _entry(cfg: ModelConfig, tensor: int) -> float:
+  """Returns the elements of a token in the KV cache of a device."""
+  heads, sizes = cfg.cached
+  return cfg.num_layers * (heads / tensor if heads % tensor == 0 else heads) * sum(sizes)
+
+
+def _sampler(case: _Case) -> dict[str, float]:
+  """Returns the bytes of the sampler's weights, cache and logits."""
+  cfg, rollout, shape = case.cfg, case.inputs.config.rollout, dict(case.rollout.mesh.shape)
+  model = case.inputs.model.base or case.inputs.model
+  mine = math.ceil(_slots(case)[0] / case.rollout.batch_shards)
+  longest = rollout.max_prompt_length + rollout.max_new_tokens
+  weights = memory.size(load_weights.described(model, case.rollout, case.compute.dtype))
+  logits = 2 * mine * cfg.padded_vocab_size / shape['tensor'] * _FLOAT
+  prompts = math.ceil(rollout.prompts / case.rollout.batch_shards) * rollout.max_prompt_length
+  cache = (mine * longest + prompts) * _entry(cfg, shape['tensor']) * case.width
+  return dict(sampler=float(weights), cache=cache, logits=logits)
+
+
+def _sample_seconds(case: _Case) -> float:
+  """Returns the seconds of sampling: each token reads the weights and, on average, half of its answer's cache."""
+  cfg, rollout, tensor = case.cfg, case.inputs.config.rollout, case.rollout.mesh.shape['tensor']
+  slots, waves = _slots(case)
+  mine = math.ceil(slots / case.rollout.batch_shards)
+  weights = _sampler(case)['sampler']
+  seen = rollout.max_prompt_length + rollout.max_new_tokens / 2
+  one = _seconds(
+    case,
+    mine * transformer.flops_per_token(cfg, seen) / tensor,
+    weights + mine * seen * _entry(cfg, tensor) * case.width,
+  )
+  tokens = rollout.prompts * rollout.max_prompt_length / case.rollout.batch_shards
+  prefill = tokens * transformer.flops_per_token(cfg, rollout.max_prompt_length / 2) / tensor
+  return waves * rollout.max_new_tokens * one + _seconds(case, prefill, weights)

@@ -1,0 +1,240 @@
+"""What fits where: a model's methods on common devices, by arithmetic.
+
+Each cell is the fastest mesh whose memory fits, with as many rows at a time as help;
+`arithmetic.py` has what a step takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxpost.distributed.mesh import AXES, BATCH_AXES
+from jaxpost.errors import InputError
+from jaxpost.hardware.chips import CHIPS
+from jaxpost.monitor.metrics import short_number
+from jaxpost.monitor.program_table import console_table
+from jaxpost.planning import arithmetic, dry_run, meshes, search
+from jaxpost.planning.machines import Topology
+from jaxpost.planning.tables import gib
+from jaxpost.stage import batch_shape
+from jaxpost.stage import config as config_lib
+from jaxpost.stage.records import PreparedStage
+
+if TYPE_CHECKING:
+  import rich.table
+
+  from jaxpost.stage.records import Inputs
+
+# Name -> (chip, chips along each dimension; of GPUs slices, hosts, GPUs a host). TPU slices by their names
+# in the cloud: those of v5p count cores, two to a chip.
+DEVICES = {
+  'T4': ('t4', (1, 1, 1)),
+  'L4': ('l4', (1, 1, 1)),
+  'A100': ('a100_80gb', (1, 1, 1)),
+  'H100': ('h100', (1, 1, 1)),
+  'H200': ('h200', (1, 1, 1)),
+  '8xA100': ('a100_80gb', (1, 1, 8)),
+  '8xH100': ('h100', (1, 1, 8)),
+  '8xH200': ('h200', (1, 1, 8)),
+  '8xB200': ('b200', (1, 1, 8)),
+  'v5e-1': ('v5e', (1, 1)),
+  'v5e-8': ('v5e', (2, 4)),
+  'v5e-256': ('v5e', (16, 16)),
+  'v6e-8': ('v6e', (2, 4)),
+  'v5p-8': ('v5p', (2, 2, 1)),
+  'v5p-64': ('v5p', (2, 4, 4)),
+}
+# Method -> (recipe, its further arguments).
+METHODS = {
+  'SFT': ('sft_gsm8k', ''),
+  'LoRA': ('sft_gsm8k', ',lora=16'),
+  'DPO': ('dpo_hh', ''),
+  'GRPO': ('grpo_gsm8k', ''),
+}
+_WITHOUT_BFLOAT16 = ('t4',)
+_USABLE = 0.95  # of a device's memory: the rest is for fragments and the runtime
+_HOST = 8  # chips of the largest host; of v5p 4
+
+
+class Cell(NamedTuple):
+  """The best way found to run a method on a machine; `settings` {'section.field': value} differ from the recipe."""
+
+  machine: Topology
+  settings: dict[str, Any]
+  estimate: arithmetic.Estimate
+  method: str = ''
+
+  @property
+  def device(self) -> str:
+    return self.machine.text
+
+  @property
+  def memory(self) -> float:
+    return self.machine.chip.memory
+
+  @property
+  def fits(self) -> bool:
+    return self.estimate.total <= _USABLE * self.memory
+
+  def dollars(self, price: float) -> float:
+    """Returns USD for a million trained tokens at `price` USD per chip and hour."""
+    return price * self.machine.chips / 3600 / self.estimate.tokens_per_s * 1e6
+
+
+def topology(device: str) -> Topology:
+  """Returns the machine that a name of DEVICES stands for."""
+  chip, size = DEVICES[device]
+  return Topology(device, chip, CHIPS[chip], size)
+
+
+def devices(names: Sequence[str]) -> list[str]:
+  """Returns the names as DEVICES has them, all of them for none; InputError names one that is unknown."""
+  known = {name.lower(): name for name in DEVICES}
+  for name in names:
+    if name.lower() not in known:
+      raise InputError(f'--devices: there is no {name!r}; known: {", ".join(DEVICES)}')
+  return [known[name.lower()] for name in names] or list(DEVICES)
+
+
+def prices(text: str, names: Sequence[str]) -> dict[str, float]:
+  """Parses '1.5' (of each device) or 'h100=2.5,v5e-8=1.2'; returns USD per chip and hour of some devices."""
+  out = {}
+  for part in filter(None, text.replace(' ', '').split(',')):
+    name, _, number = part.rpartition('=')
+    try:
+      price = float(number)
+    except ValueError:
+      price = math.nan
+    if not 0 <= price < math.inf:
+      raise InputError(f'--price: {part!r}: write USD per chip and hour, as in 1.5 or h100=2.5,v5e-8=1.2')
+    out |= dict.fromkeys(devices([name]) if name else names, price)
+  return out
+
+
+def cells(raw: Mapping[str, Mapping], names: Sequence[str]) -> list[Cell]:
+  """Returns a cell for each method and device.
+
+  Args:
+    raw: {method: config of its recipe, with the model's name as `model.path`}.
+    names: of DEVICES.
+  """
+  out = []
+  for method, config in raw.items():
+    ((name, section),) = config_lib.parse(config).items()
+    inputs = dry_run.make_inputs(name, section)
+    out += [_best(inputs, topology(device))._replace(method=method) for device in names]
+  return out
+
+
+def _best(inputs: Inputs, machine: Topology) -> Cell:
+  """Returns the fastest that fits, or else what needs least memory.
+
+  Batches are those of the recipe, or one row a shard where that is more.
+  """
+  whole = batch_shape.batch_shape(inputs.config, inputs.algorithm.on_policy, 1).rows
+  for slots in _slots(inputs):
+    found = []
+    for sizes in meshes.every(inputs, machine, machine.devices):
+      rows, shards = 1, math.prod(sizes[a] for a in BATCH_AXES)
+      while rows == 1 or rows * shards <= whole and found[-1].fits:
+        found.append(_on_mesh(inputs, machine, sizes, rows=rows, slots=slots))
+        rows *= 2
+    fitting = [cell for cell in found if cell.fits]
+    if fitting:
+      return max(fitting, key=_speed)
+  return min(found, key=_memory)
+
+
+def _slots(inputs: Inputs) -> list[int]:
+  """Returns the sequences to sample at a time, those of the recipe or fewer; [0] where nothing is sampled."""
+  if not inputs.algorithm.on_policy:
+    return [0]
+  rollout = inputs.config.rollout
+  most = min(rollout.prompts * rollout.group_size, 256)
+  return [most >> i for i in range(5)]
+
+
+def _on_mesh(inputs: Inputs, machine: Topology, sizes: Mapping[str, int], rows: int, slots: int) -> Cell:
+  """Returns the cell of a training mesh, with the sampler split as little as fits."""
+  on_policy, micro = inputs.algorithm.on_policy, rows * math.prod(sizes[a] for a in BATCH_AXES)
+  settings = {'model.dtype': 'float16'} if machine.name in _WITHOUT_BFLOAT16 else {}
+  settings |= {'model.remat': 'full', 'mesh.train': meshes.spell(sizes), 'train.micro_batch_size': micro}
+  batch = inputs.config.train.batch_size
+  if not on_policy and batch % micro:
+    settings['train.batch_size'] = math.ceil(batch / micro) * micro
+  most = min(inputs.config.rollout.prompts * inputs.config.rollout.group_size, 256)
+  if on_policy and slots < most:
+    settings['rollout.slots'] = slots
+  changed = search.vary(PreparedStage(inputs), settings).inputs
+  found = []
+  for tensor in meshes.tensors(inputs, machine.devices) if on_policy else [1]:
+    rollout = dict.fromkeys(AXES, 1) | dict(data=machine.devices // tensor, tensor=tensor)
+    estimate = arithmetic.estimate(changed, machine, sizes, rollout)
+    more = {'mesh.rollout': f'data=-1,tensor={tensor}'} if tensor > 1 else {}
+    found.append(Cell(machine, settings | more, estimate))
+    if found[-1].fits:
+      return found[-1]
+  return min(found, key=_memory)
+
+
+def _memory(cell: Cell) -> float:
+  return cell.estimate.total
+
+
+def _speed(cell: Cell) -> float:
+  return cell.estimate.tokens_per_s
+
+
+def command(cell: Cell, model: str) -> str:
+  """Returns the command that trains like this; `model` is a folder or the name of a repository on the hub."""
+  recipe, more = METHODS[cell.method]
+  fields = [f'--config.{key}={value}' for key, value in cell.settings.items()]
+  words = [f'--config=configs/{recipe}.py:model={model}{more}', *fields, '--workdir=runs/fits']
+  largest = _HOST // 2 if cell.machine.name == 'v5p' else _HOST
+  return ' '.join(['python -m launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
+
+
+def text(cell: Cell) -> str:
+  """Returns a cell as a few words for a page."""
+  if not cell.fits:
+    return f'no: {gib(cell.estimate.total)}'
+  return f'{gib(cell.estimate.total)}, {short_number(cell.estimate.tokens_per_s)}/s'
+
+
+def table(found: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich.table.Table:
+  """Returns the cells as a table for the console; a price adds the column of cost."""
+  columns = ['method', 'device', 'fits', 'GiB', 'of', 'tokens/s', 'mesh', 'rows at a time']
+  out = console_table(title, columns + ['USD per million tokens'] * bool(priced), left=('method', 'device', 'mesh'))
+  for cell in found:
+    cost = f'{cell.dollars(priced[cell.device]):.3g}' if cell.device in priced and cell.fits else ''
+    out.add_row(
+      cell.method,
+      cell.device,
+      'yes' if cell.fits else 'NO',
+      gib(cell.estimate.total),
+      gib(cell.memory),
+      short_number(cell.estimate.tokens_per_s) if cell.fits else '',
+      ' '.join(f'{k}={v}' for k, v in cell.settings.items() if k.startswith('mesh')) if cell.fits else '',
+      str(cell.settings['train.micro_batch_size']) if cell.fits else '',
+      *[cost] * bool(priced),
+    )
+  return out
+
+
+def as_json(cell: Cell, model: str, price: float | None) -> dict:
+  """Returns a cell as a JSON-able object."""
+  return dict(
+    method=cell.method,
+    device=cell.device,
+    chips=cell.machine.chips,
+    fits=cell.fits,
+    memory_bytes=cell.memory,
+    needed_bytes=cell.estimate.memory,
+    seconds=cell.estimate.seconds,
+    tokens_per_s=cell.estimate.tokens_per_s,
+    usd_per_million_tokens=None if price is None else cell.dollars(price),
+    settings=cell.settings,
+    command=command(cell, model),
+  )

@@ -1,0 +1,74 @@
+"""The flags of `launch.plan --fits`, and what it prints."""
+
+import importlib
+import os
+import shutil
+from typing import NamedTuple
+
+from absl import flags
+
+flags.disclaim_key_flags()  # the flags belong to launch.plan
+
+
+class FitsFlags(NamedTuple):
+  """The flags of `launch.plan` that ask what fits where."""
+
+  fits: flags.FlagHolder
+  model: flags.FlagHolder
+  devices: flags.FlagHolder
+
+
+def define() -> FitsFlags:
+  """Defines the flags, and that they, or --config and --topology, are given."""
+  found = FitsFlags(
+    flags.DEFINE_bool('fits', False, 'Say what fits where of --model, by arithmetic; nothing is compiled.'),
+    flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, or the name of a known shape.'),
+    flags.DEFINE_list('devices', [], 'With --fits: these devices, as H100,8xH100,v5e-8; default: all.'),
+  )
+
+  @flags.multi_flags_validator(
+    ['fits', 'model', 'config', 'topology'], '--config and --topology say what to plan; or give --fits and --model'
+  )
+  def asks_for_one(given):
+    wanted = ('model',) if given['fits'] else ('config', 'topology')
+    return all(given[name] for name in wanted)
+
+  del asks_for_one
+  return found
+
+
+def show(given: FitsFlags, price: str, out: str):
+  """Prints the methods that fit on each device, and their commands; writes them to the file `out`, if it has a name."""
+  model = given.model.value
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no device is used
+  import rich.console
+
+  from jaxpost.monitor import program_table
+  from jaxpost.planning import fits
+
+  names = fits.devices(given.devices.value)
+  prices = fits.prices(price, names)
+  found = fits.cells(recipes(model), names)
+  console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
+  console.print(fits.table(found, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))
+  weights = model if '/' in model else 'FOLDER'
+  for cell in found:
+    if cell.fits:
+      console.print(f'{cell.method} on {cell.device}: {fits.command(cell, weights)}', soft_wrap=True)
+  if weights != model:
+    console.print(f'FOLDER: where the weights of {model} are, or their name on the hub')
+  if out:
+    program_table.write(out, [fits.as_json(cell, weights, prices.get(cell.device)) for cell in found])
+    console.print(f'wrote {out}')
+
+
+def recipes(model: str) -> dict:
+  """Returns {method: config of its recipe for this model}."""
+  from jaxpost.planning import fits
+  from jaxpost.stage import prepare
+
+  out = {}
+  for method, (recipe, more) in fits.METHODS.items():
+    module = importlib.import_module(f'{__package__.removesuffix("launch")}configs.{recipe}')
+    out[method] = prepare.as_dict(module.get_config(f'model={model}{more}'))
+  return out

@@ -1,0 +1,192 @@
+"""What fits where: sizes that can be checked by hand, the page, the command."""
+
+import dataclasses
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import children
+import pytest
+
+from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
+from jaxpost.errors import InputError
+from jaxpost.models import presets, transformer
+from jaxpost.planning import arithmetic, dry_run, fits, machines, search
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import prepare
+from jaxpost.stage.records import PreparedStage
+from launch import config_flag
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+ONE = dict(data=1, fsdp=1, expert=1, context=1, tensor=1)
+NAME = 'qwen3_0_6b'
+SIZE = transformer.num_params(presets.PRESETS[NAME])
+GIB = 2**30
+
+
+def inputs(module, arg=f'model={NAME}', **settings):
+  """The inputs of a recipe with everything recomputed."""
+  ((name, section),) = config_lib.parse(prepare.as_dict(module.get_config(arg))).items()
+  made = dry_run.make_inputs(name, section)
+  return search.vary(PreparedStage(made), {'model.remat': 'full'} | settings).inputs
+
+
+def estimate(made, device='H100', train=ONE, rollout=ONE):
+  return arithmetic.estimate(made, fits.topology(device), train, rollout)
+
+
+def test_state_is_exact():
+  """Float32 weights, two moments, a reference in bfloat16; eighths of all on eight devices."""
+  made = inputs(dpo_hh, **{'train.micro_batch_size': 8})
+  one = estimate(made).memory
+  assert (one['parameters'], one['optimizer'], one['frozen']) == (4 * SIZE, 8 * SIZE, 2 * SIZE)
+  eight = estimate(made, '8xH100', ONE | dict(fsdp=8)).memory
+  for name in ('parameters', 'optimizer', 'frozen'):
+    assert eight[name] == pytest.approx(one[name] / 8, rel=1e-3)  # norms are whole
+
+
+def test_adapters_are_all_that_has_moments():
+  """Rank 16: 16 (inputs + outputs) weights for each matrix of a layer."""
+  made = inputs(sft_gsm8k, f'model={NAME},lora=16')
+  cfg = presets.PRESETS[NAME]
+  hidden, heads, kv = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+  sides = [hidden + heads, hidden + kv, hidden + kv, heads + hidden] + 3 * [hidden + cfg.intermediate_size]
+  adapters = 16 * cfg.num_layers * sum(sides)
+  found = estimate(made).memory
+  assert found['optimizer'] == 8 * adapters
+  assert found['parameters'] == 2 * SIZE + 4 * adapters  # the base in bfloat16
+
+
+def test_cache_and_sampler():
+  """256 sequences of 832 tokens and 32 prompts; keys and values of 8 heads of 128 in 28 layers, in bfloat16."""
+  made = inputs(grpo_gsm8k, **{'train.micro_batch_size': 8})  # sampling needs more than the update
+  found = estimate(made).memory
+  assert found['sampler'] == 2 * SIZE
+  assert found['cache'] == (256 * 832 + 32 * 320) * 28 * 8 * (128 + 128) * 2
+  split = estimate(made, '8xH100', ONE | dict(fsdp=8), ONE | dict(data=4, tensor=2)).memory
+  assert split['cache'] == found['cache'] / 8
+
+
+def test_more_rows_need_more_memory_and_less_time():
+  few, many = (estimate(inputs(sft_gsm8k, **{'train.micro_batch_size': rows})) for rows in (1, 8))
+  assert few.total < many.total and few.tokens_per_s < many.tokens_per_s
+
+
+def test_compute_is_the_model_s():
+  """On a device without other limits: 3 forward passes and one to recompute, at the peak rate."""
+  made = inputs(sft_gsm8k)
+  machine = fits.topology('H100')
+  endless = dataclasses.replace(machine, chip=dataclasses.replace(machine.chip, bandwidth=1e30))
+  found = arithmetic.estimate(made, endless, ONE, ONE)
+  per_token = transformer.flops_per_token(presets.PRESETS[NAME], 512)
+  assert found.tokens_per_s == pytest.approx(machine.chip.flops / (4 * per_token), rel=1e-6)
+
+
+def test_other_remat_is_refused():
+  with pytest.raises(InputError, match='remat'):
+    estimate(inputs(sft_gsm8k, **{'model.remat': 'dots'}))
+
+
+@pytest.fixture(scope='module')
+def found():
+  raw = {
+    'SFT': prepare.as_dict(sft_gsm8k.get_config('model=qwen3_8b')),
+    'GRPO': prepare.as_dict(grpo_gsm8k.get_config('model=qwen3_0_6b')),
+  }
+  return {(cell.method, cell.device): cell for cell in fits.cells(raw, list(fits.DEVICES))}
+
+
+def test_what_fits(found):
+  """8 B weights take 16 bytes each: 122 GiB, and room for a step."""
+  assert not found['SFT', 'H100'].fits and found['SFT', '8xH100'].fits
+  assert found['SFT', 'H100'].estimate.total > 16 * 8.19e9
+  assert found['GRPO', 'H100'].fits and 'rollout.slots' not in found['GRPO', 'H100'].settings
+  assert found['GRPO', 'v5e-1'].settings['rollout.slots'] < 256  # 24 GiB of cache would not fit
+  for method in ('SFT', 'GRPO'):  # more memory of the same speed is no worse
+    assert found[method, '8xH200'].fits >= found[method, '8xH100'].fits
+  assert found['GRPO', 'T4'].settings['model.dtype'] == 'float16'
+  assert found['SFT', 'v5e-256'].settings['train.batch_size'] % 256 == 0
+
+
+def test_commands_are_what_was_estimated(found):
+  """Their overrides, applied as a launcher does, give the config of the cell."""
+  for (method, _), cell in found.items():
+    words = shlex.split(fits.command(cell, 'FOLDER'))
+    assert words[3] == f'--config=configs/{fits.METHODS[method][0]}.py:model=FOLDER'
+    config = (sft_gsm8k if method == 'SFT' else grpo_gsm8k).get_config('model=FOLDER')
+    _, given = config_flag.split(words)
+    config_flag.apply(config, given)
+    for key, value in cell.settings.items():
+      section, field = key.split('.')
+      assert config[section][field] == value
+    assert ('--distributed' in words) == (cell.device in ('v5e-256', 'v5p-64'))
+
+
+def test_prices():
+  assert fits.prices('1.5', ['T4', 'H100']) == {'T4': 1.5, 'H100': 1.5}
+  assert fits.prices('h100=2,v5e-8=1.25', list(fits.DEVICES)) == {'H100': 2.0, 'v5e-8': 1.25}
+  assert fits.prices('', ['T4']) == {}
+  for bad in ('x', '-1', 'nan', 'h100=', 'h9=1'):
+    with pytest.raises(InputError, match='--price|--devices'):
+      fits.prices(bad, ['T4'])
+
+
+def test_a_price_is_of_all_chips(found):
+  cell = found['SFT', '8xH100']
+  assert cell.dollars(2.0) == pytest.approx(8 * 2.0 / 3600 * 1e6 / cell.estimate.tokens_per_s)
+
+
+def test_gpus_are_gpus():
+  """An A100 has no compiler target here, and is no TPU all the same."""
+  assert fits.topology('8xA100').gpu and not fits.topology('v5e-8').gpu
+  assert not machines.parse('cpu').gpu
+
+
+def test_the_page_is_up_to_date():
+  """Some rows of a dense model and of one with experts."""
+  code = """
+import sys, make_fits_table as m
+for model in ('qwen3_0_6b', 'gpt_oss_20b'):
+  print(m.section(model, ['T4', '8xH100', 'v5e-8']))
+"""
+  made = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=CLONE / 'docs',
+    env=children.environment(),
+    check=True,
+    capture_output=True,
+    text=True,
+  )
+  page = (CLONE / 'docs/fits.md').read_text('utf-8')
+  for made_section in made.stdout.split('### ')[1:]:
+    name, _, rows = made_section.partition('\n')
+    (kept,) = [part for part in page.split('### ') if part.startswith(f'{name}\n')]
+    missing = [row for row in rows.strip().splitlines() if row not in kept]
+    assert not missing, 'run python docs/make_fits_table.py'
+
+
+def test_the_command(tmp_path):
+  out = tmp_path / 'fits.json'
+  args = ['--fits', '--model=Qwen/Qwen3-0.6B', '--devices=h100,T4', '--price=H100=3', f'--out={out}']
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.plan', *args], capture_output=True, text=True, cwd=CLONE, env=children.environment()
+  )
+  assert done.returncode == 0, done.stderr
+  assert 'USD per million tokens' in done.stdout
+  rows = json.loads(out.read_text())
+  assert len(rows) == 8
+  for row in rows:
+    assert (row['usd_per_million_tokens'] is not None) == (row['device'] == 'H100')
+    assert (row['command'] in done.stdout) == row['fits']
+
+
+@pytest.mark.parametrize(
+  'args, words', [(['--fits'], 'give --fits and --model'), (['--topology=cpu'], '--config and --topology')]
+)
+def test_bad_input_is_one_line(args, words):
+  done = subprocess.run(
+    [sys.executable, '-m', 'launch.plan', *args], capture_output=True, text=True, cwd=CLONE, env=children.environment()
+  )
+  assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
