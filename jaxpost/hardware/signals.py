@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -11,13 +12,17 @@ from typing import Any, NoReturn
 
 from jaxpost.errors import Preempted
 
+_INSISTS_S = 1.0  # the same signal may come twice within milliseconds
+_LOOK_S = 0.05
+
 
 class StopSignal:
   """SIGTERM, SIGINT and SIGHUP: the run saves after the step it is in, and ends with exit code 42.
 
   The handlers set a flag that the run looks at between steps. Nothing is raised in the code that a
   signal interrupts, and signals after the first change nothing, except that SIGINT (Ctrl-C) a second
-  later ends the process without saving. An ignored SIGHUP (nohup) stays ignored.
+  later ends the process without saving; in a command, the time at which a signal arrives counts, and
+  not that of its handler, which waits for C code. An ignored SIGHUP (nohup) stays ignored.
 
   Attributes:
     received: the first signal, or None.
@@ -73,24 +78,28 @@ class StopSignal:
     now = time.monotonic()
     if self.received is None:
       self.received, self._since = number, now
-    elif number == signal.SIGINT and now > self._since + 1.0:  # the same signal may come twice, within milliseconds
-      signal.signal(number, signal.SIG_DFL if self._exit_after_s else self._old[number])
+    elif number == signal.SIGINT and not self._exit_after_s and now > self._since + _INSISTS_S:
+      signal.signal(number, self._old[number])
       signal.raise_signal(number)
     if number == signal.SIGHUP:  # what is written to a terminal that is gone is an error
       for fd in self._terminals:
         os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
   def _end_what_is_stuck(self, reader: int) -> None:
-    """Ends the process once a signal came, and the main thread has not ended it in time."""
-    while not {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(os.read(reader, 64)):
+    """Ends the process once a signal came and the main thread has not ended it in time, or Ctrl-C came again."""
+    while not {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(os.read(reader, 4096)):
       pass
-    since = time.monotonic()
-    while time.monotonic() < since + self._exit_after_s:
-      if self._left.wait(0.05):
-        return
+    first = since = looked = time.monotonic()
+    while not self._left.wait(_LOOK_S):
+      now = time.monotonic()
+      came = os.read(reader, 4096) if select.select([reader], [], [], 0)[0] else b''
+      if signal.SIGINT in came and looked > first + _INSISTS_S:  # it arrived after `looked`
+        self.end(128 + signal.SIGINT, 'interrupted again; steps after the last checkpoint are lost')
+      looked = now
       if self.unsaved:
-        since = time.monotonic()
-    self.end(Preempted.exit_code, 'told to stop, no step is lost; run the same command to go on')
+        since = now
+      elif now > since + self._exit_after_s:
+        self.end(Preempted.exit_code, 'told to stop, no step is lost; run the same command to go on')
 
   def reached(self) -> bool:
     """Returns True on all processes once one has received a signal; call it once a step. Waits for no device."""
