@@ -15,12 +15,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.storage import object_store
+
+try:
+  import fcntl
+except ImportError:  # Windows
+  fcntl = None  # type: ignore[assignment]
 
 NAME = 'lock.json'
 BEAT_S = 10.0  # between two beats of the holder
@@ -74,8 +79,9 @@ class RunLock:
         if holder is None:
           continue
         self._refuse_living(holder, note)
-        if holder == self._read() and self._take_over():
-          break
+        with self._alone() as alone:
+          if alone and holder == self._read() and self._take_over():
+            break
     except OSError as error:
       raise InputError(f'--workdir: {self._folder}: cannot be written ({error.strerror or error})') from error
     self._held = True
@@ -105,6 +111,26 @@ class RunLock:
     with os.fdopen(handle, 'wb') as file:
       file.write(self._text())
     return True
+
+  @contextlib.contextmanager
+  def _alone(self) -> Iterator[bool]:
+    """Whether no other process of this machine is replacing the file now; `_SETTLE_S` is all there is elsewhere."""
+    try:
+      file = None if object_store.is_remote(self._path) else open(self._path, 'rb')
+    except FileNotFoundError:
+      yield False
+      return
+    with file or contextlib.nullcontext():
+      try:
+        if file and fcntl:
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        time.sleep(_SETTLE_S[False])
+        yield False
+        return
+      except OSError:  # a file system without such locks
+        pass
+      yield True
 
   def _take_over(self) -> bool:
     """Replaces the file; False if another process did so, too, and was the last."""
