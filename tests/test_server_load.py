@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -17,10 +18,12 @@ import scorecard
 import tiny
 
 from jaxpost.data import tokenizer
+from jaxpost.environments import openai_server
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 CLIENTS = 1000
 REQUESTS = scorecard.REQUESTS
+PATIENCE_S = 240  # on a busy machine
 LEAVING = 50  # clients that leave without an answer
 
 
@@ -29,7 +32,8 @@ class Load:
   """What the clients and the process of the server have seen.
 
   answers: replies to each request, by its number. refused: statuses other than 200. failed: connections that broke.
-  memory_mb, threads, files: of the server, sampled while the clients ask; the first sample has all connections open.
+  memory_mb, threads, files: of the server, sampled while the clients ask; the first sample has all connections open,
+    the last one none.
   """
 
   answers: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -44,7 +48,17 @@ class Load:
     status = dict(line.split(':', 1) for line in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines())
     self.memory_mb.append(int(status['VmRSS'].split()[0]) / 1024)
     self.threads.append(int(status['Threads']))
-    self.files.append(len(os.listdir(f'/proc/{pid}/fd')))
+    self.files.append(_open_files(pid))
+
+
+def _open_files(pid):
+  return len(os.listdir(f'/proc/{pid}/fd'))
+
+
+async def _until(condition):
+  deadline = time.monotonic() + PATIENCE_S
+  while not condition() and time.monotonic() < deadline:
+    await asyncio.sleep(0.05)
 
 
 def prompt(number):
@@ -85,7 +99,7 @@ async def _client(port, numbers, ready, load):
 
 
 async def _leave(port):
-  """Asks for more than a slot could draw meanwhile, and leaves."""
+  """Asks for many tokens, and leaves before they can be there."""
   _, writer = await asyncio.open_connection('127.0.0.1', port)
   body = json.dumps(dict(prompt='leaving', max_tokens=24, n=64)).encode()
   writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n' % len(body) + body)
@@ -97,6 +111,7 @@ async def _leave(port):
 async def _run(port, pid, clients, requests, leaving):
   load, ready = Load(), asyncio.Barrier(clients + 1)
   tasks = [asyncio.create_task(_client(port, range(i, requests, clients), ready, load)) for i in range(clients)]
+  await _until(lambda: _open_files(pid) > clients)  # a connection is made before the server has accepted it
   await ready.wait()
   started = time.monotonic()
   tasks += [asyncio.create_task(_leave(port)) for _ in range(leaving)]
@@ -121,9 +136,10 @@ def run(folder, record, clients=CLIENTS, requests=REQUESTS, leaving=LEAVING):
     port = int(server.stdout.readline().split(':')[2].split('/')[0])
     asyncio.run(_run(port, server.pid, 8, 64, 0))  # compiles
     load = asyncio.run(_run(port, server.pid, clients, requests, leaving))
-    load.sample(server.pid)  # the connections are closed
+    asyncio.run(_until(lambda: _open_files(server.pid) < 100))  # it learns later that they are closed
+    load.sample(server.pid)
     server.send_signal(signal.SIGTERM)
-    last = server.communicate(timeout=60)[0].strip()
+    last = server.communicate(timeout=PATIENCE_S)[0].strip()
     assert server.returncode == 0
   finally:
     server.kill()
@@ -138,9 +154,11 @@ def test_nothing_is_lost_or_answered_twice(tmp_path, record_property):
   load, last, rows = run(folder, tmp_path / 'asked.jsonl')
   assert not load.failed and not load.refused
   assert load.answers == dict.fromkeys(range(REQUESTS), 1)
-  recorded = collections.Counter(tuple(row['prompt_ids']) for row in rows)
+  recorded = collections.Counter(tuple(row['prompt_ids']) for row in rows if len(row['prompt_ids']) == 4)
   assert recorded == {tuple(prompt(number)): 1 for number in range(REQUESTS)}
-  assert last == f'requests answered: {REQUESTS + 64}, refused: 0, cancelled: {LEAVING}'
-  assert max(load.threads) == min(load.threads)
+  answered, refused, cancelled = map(int, re.findall(r'\d+', last))
+  assert refused == 0 and answered + cancelled == REQUESTS + 64 + LEAVING
+  assert cancelled > LEAVING / 2  # a fast machine may answer some of those that leave
+  assert max(load.threads) - min(load.threads) <= openai_server._THREADS  # of a pool, which makes them when needed
   assert load.files[0] > CLIENTS and load.files[-1] < 100
   assert load.memory_mb[-1] < load.memory_mb[0] + 64
