@@ -1,6 +1,7 @@
 """Solutions that try to forge a verdict score 0; honest ones score 1; other tests are refused by name."""
 
 import ast
+import dataclasses
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.test_rewards_code import ALLOWED, WHY_NOT
 
 pytestmark = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
 LIMITS = sandbox.SandboxLimits(timeout_s=3.0, memory_mb=256)
+PATIENT = dataclasses.replace(LIMITS, timeout_s=60.0)  # for what has to succeed, on a busy machine
 TESTS = ['assert add(1, 2) == 3', 'def check(candidate):\n  assert candidate(20, 22) == 42\ncheck(add)']
 WRONG = '\ndef add(a, b): return -1\n'
 FRAME = """{"value": true}"""
@@ -112,7 +114,7 @@ except Exception as error: print('Error', type(error).__name__)
 
 @pytest.mark.parametrize('name', FORGERIES)
 def test_a_forgery_runs_and_scores_nothing(name):
-  shown = sandbox.run_inputs(RUNS, [FORGERIES[name]], LIMITS)[0]
+  shown = sandbox.run_inputs(RUNS, [FORGERIES[name]], PATIENT)[0]
   assert shown and shown.startswith('ran') and 'Error' not in shown
   assert sandbox.run_tests(FORGERIES[name], TESTS, LIMITS) == [False, False]
 
@@ -158,7 +160,7 @@ HONEST = [
 
 @pytest.mark.parametrize('solution, test', HONEST)
 def test_an_honest_solution_passes(solution, test):
-  assert sandbox.run_tests(solution, [test], LIMITS) == [True]
+  assert sandbox.run_tests(solution, [test], PATIENT) == [True]
 
 
 REFUSED = {
@@ -183,7 +185,7 @@ def test_a_test_that_cannot_be_judged_is_refused_by_name(source):
 
 def test_what_only_the_evaluation_shows_to_be_unreadable_is_no_failure():
   with pytest.raises(checks.UnreadableTest, match='.hex of a float'):
-    sandbox.run_tests('def f(x): return x', ['assert f(1.0).hex() == "1"'], LIMITS)
+    sandbox.run_tests('def f(x): return x', ['assert f(1.0).hex() == "1"'], PATIENT)
 
 
 def test_a_row_that_cannot_be_judged_is_counted_and_never_scored():
