@@ -1,7 +1,9 @@
-"""Environments of child processes: so many CPU devices, compiled as the tests are."""
+"""Child processes: so many CPU devices, compiled as the tests are; and how long they wait for a core."""
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Iterable
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join(map(str, (CLONE, CLONE / 'tests')))
@@ -18,3 +20,29 @@ def environment(devices: int = 1, **more: str) -> dict[str, str]:
   kept = [flag for flag in flags if not flag.startswith('--xla_force_host_platform_device_count')]
   count = f'--xla_force_host_platform_device_count={devices}'
   return os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': PATH, 'XLA_FLAGS': ' '.join([*kept, count])} | more
+
+
+class RunDelay:
+  """How long a thread of some processes has waited for a core since this was made.
+
+  What has to happen within some seconds may happen later by that on a busy machine.
+  """
+
+  def __init__(self, pids: Iterable[int]):
+    self._pids = list(pids)
+    self._first = self._read()
+    self._longest = 0.0
+
+  def seconds(self) -> float:
+    """Returns the most of all threads so far; 0 if it is unknown."""
+    waited = [ns - self._first.get(task, 0) for task, ns in self._read().items()]
+    self._longest = max(self._longest, *(ns / 1e9 for ns in waited), 0.0)
+    return self._longest
+
+  def _read(self) -> dict[pathlib.Path, int]:
+    found = {}
+    for pid in self._pids:
+      for task in pathlib.Path(f'/proc/{pid}/task').glob('*'):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+          found[task] = int((task / 'schedstat').read_text().split()[1])
+    return found
