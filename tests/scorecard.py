@@ -94,8 +94,13 @@ ROWS = (
     'R6',
     'Bad configs, data, models, rewards and flags: exit code 2 and one line that names the field',
     'inputs',
-    ('test_bad_input.py', 'test_submit.py::test_bad_input_is_one_line', 'test_openai_server.py::test_what_cannot_be'),
-    ('test_launch.py::test_export_refuses', 'test_launch.py::test_evaluate_refuses'),
+    (
+      'test_bad_input.py',
+      'test_row_properties.py::test_no_wrong_type_passes',
+      'test_submit.py::test_bad_input_is_one_line',
+      'test_openai_server.py::test_what_cannot_be',
+    ),
+    ('test_launch.py::test_export_refuses', 'test_launch.py::test_evaluate_refuses', 'test_row_properties.py'),
   ),
   Row(
     'R7',

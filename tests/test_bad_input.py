@@ -266,6 +266,8 @@ def lines(*text):
   return '\n'.join(text).encode() + b'\n'
 
 
+USER = {'role': 'user', 'content': 'a'}
+GOOD_CHAT = json.dumps({'messages': [USER, {'role': 'assistant', 'content': 'b'}]})
 # name: (file, its bytes or None, config.data, what the line must hold)
 DATA = {
   'missing': (
@@ -309,6 +311,12 @@ DATA = {
     lines('{"prompt": "a", "completion": null}'),
     dict(path='x.jsonl'),
     'x.jsonl:1: completion',
+  ),
+  'calls that are none': (
+    'x.jsonl',
+    lines(GOOD_CHAT, json.dumps({'messages': [USER, {'role': 'assistant', 'content': 'b', 'tool_calls': 7}]})),
+    dict(path='x.jsonl'),
+    r'x.jsonl:2: messages\[1\].tool_calls: is a int, must be a list of .*function',
   ),
   'no assistant': (
     'x.jsonl',
@@ -464,6 +472,19 @@ def test_adapters_and_bases(over, wanted, model, place, monkeypatch):
   assert re.search(wanted, line), line
 
 
+@pytest.mark.parametrize('row', ['{"prompt": "2+2=", "answer": null}', '{"prompt": "2+2="}'])
+def test_a_row_that_no_reward_can_grade(row, model, place, monkeypatch):
+  (place / 'rows.jsonl').write_bytes(lines('{"prompt": "1+1=", "answer": "2"}', row))
+  config = tiny.grpo_config(model, data=dict(path='rows.jsonl'), reward='exact_match', rewards=dict(workers=1))
+  config['eval']['data']['path'] = ''
+  line = refused(config, place / 'run', monkeypatch)
+  assert line == ('rows.jsonl:2: answer: is absent or null, and reward exact_match needs it; give it, or drop the row')
+  # A function of the user's may know what null means, and another may not need the column.
+  for reward in (('./rewards.py:fine',), ('exact_match', 'length?max=8')):
+    with pytest.raises(AssertionError, match='as far as compiling'):
+      stages.run(tiny.merged(config, dict(reward=reward)), place / 'run')
+
+
 # Rewards that fail for every group of the first batch.
 
 
@@ -478,7 +499,10 @@ def test_adapters_and_bases(over, wanted, model, place, monkeypatch):
 )
 def test_reward_that_never_works_stops_the_run(name, wanted, model, place):
   config = tiny.grpo_config(
-    model, reward=f'./rewards.py:{name}', train=dict(steps=1), rewards=dict(workers=1, timeout_s=0.5)
+    model,
+    reward=f'./rewards.py:{name}',
+    train=dict(steps=1),
+    rewards=dict(workers=1, timeout_s=0.5 if name == 'hangs' else 60.0),
   )
   line = said(config, place / 'run')
   assert re.search(wanted, line), line

@@ -64,7 +64,7 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
     raise InputError(f'{where}: {empty[0]}: is null')
   raise InputError(
     f'{where}: needs the columns messages, or prompt and completion, or'
-    f' text; it has {", ".join(map(str, row)) or "none"} (rename with'
+    f' text; it has {messages_lib.columns_of(row)} (rename with'
     ' columns=, e.g. prompt=question,completion=answer)'
   )
 
@@ -94,7 +94,7 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
   else:
     raise InputError(
       f'{where}: needs the column prompt or messages; it has'
-      f' {", ".join(map(str, row)) or "none"} (rename with columns=, e.g.'
+      f' {messages_lib.columns_of(row)} (rename with columns=, e.g.'
       ' prompt=question)'
     )
   if system_prompt:

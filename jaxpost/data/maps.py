@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+from jaxpost.data import messages
 from jaxpost.errors import InputError
 
 Row = dict[str, Any]
@@ -56,12 +57,12 @@ def math(row: Row) -> Row | None:
   """
   if 'prompt' in row:
     return row
-  if not (row['answer'] or '').strip():
+  if row['answer'] is None or not row['answer'].strip():
     return None
   asked = f'{row["problem"].strip()}\n\n{_BOXED}'
   found = {'prompt': [{'role': 'user', 'content': asked}]}
-  if row.get('solution'):
-    found['completion'] = [{'role': 'assistant', 'content': row['solution']}]
+  if row.get('solution') not in (None, ''):
+    found['completion'] = [{'role': 'assistant', 'content': messages.check_text(row['solution'], 'solution')}]
   return {**found, 'answer': row['answer']}
 
 
@@ -74,7 +75,7 @@ def hh_rlhf(row: Row) -> Row | None:
   if 'prompt' in row:
     return row
   sides = {n: _dialogue(row[n], n) for n in ('chosen', 'rejected')}
-  if not all(messages[-1]['content'] for messages in sides.values()):
+  if not all(turns[-1]['content'] for turns in sides.values()):
     return None
   return {**row, **sides}
 
@@ -93,7 +94,7 @@ def ultrafeedback(row: Row) -> Row:
     side = row[name]
     if isinstance(side, str):
       side = [{'role': 'assistant', 'content': side}]
-    elif side and side[0]['role'] != 'assistant':
+    elif messages.check_messages(side, name)[0]['role'] != 'assistant':
       if [m['content'] for m in side[: len(prompt)]] != [m['content'] for m in prompt]:
         raise ValueError(f'{name} does not begin with the prompt')
       side = side[len(prompt) :]
@@ -109,16 +110,16 @@ def _dialogue(text: str, name: str) -> list[dict[str, str]]:
   _, *parts = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
   if not parts or parts[0] != 'Human':
     raise ValueError(f"{name} does not begin with '\\n\\nHuman:'")
-  messages = []
+  turns = []
   for speaker, said in zip(parts[::2], parts[1::2]):
     role = 'user' if speaker == 'Human' else 'assistant'
-    if messages and messages[-1]['role'] == role:
-      messages[-1]['content'] += f'\n\n{said.strip()}'
+    if turns and turns[-1]['role'] == role:
+      turns[-1]['content'] += f'\n\n{said.strip()}'
     else:
-      messages.append({'role': role, 'content': said.strip()})
-  if messages[-1]['role'] != 'assistant':
+      turns.append({'role': role, 'content': said.strip()})
+  if turns[-1]['role'] != 'assistant':
     raise ValueError(f'{name} does not end with a turn of the assistant')
-  return messages
+  return turns
 
 
 def text(row: Row) -> Row:
@@ -146,27 +147,27 @@ def sharegpt(row: Row, where: str = 'the row') -> Row:
   """
   if 'conversations' not in row:
     return row
-  turns = row['conversations']
-  if not isinstance(turns, list):
+  if not isinstance(row['conversations'], list):
     raise InputError(f'{where}: conversations: must be a list of turns')
-  messages = [_turn(turn, f'{where}: conversations[{n}]') for n, turn in enumerate(turns)]
-  if row.get('system'):
-    messages = [{'role': 'system', 'content': row['system']}, *messages]
+  turns = [_turn(turn, f'{where}: conversations[{n}]') for n, turn in enumerate(row['conversations'])]
+  if row.get('system') not in (None, ''):
+    system = messages.check_text(row['system'], f'{where}: system')
+    turns = [{'role': 'system', 'content': system}, *turns]
   kept = {k: v for k, v in row.items() if k not in ('conversations', 'system')}
   if isinstance(row.get('chosen'), dict):
     for side in ('chosen', 'rejected'):
       kept[side] = [_turn(row.get(side), f'{where}: {side}')]
-    return {**kept, 'prompt': messages}
-  return {**kept, 'messages': messages}
+    return {**kept, 'prompt': turns}
+  return {**kept, 'messages': turns}
 
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
   if not isinstance(turn, dict) or not {'from', 'value'} <= set(turn):
     raise InputError(f'{where}: must be an object with from and value')
   role = turn['from']
-  if role not in _ROLES:
-    raise InputError(f'{where}.from: {role!r} is none of {", ".join(_ROLES)}')
-  message = {'role': _ROLES[role], 'content': turn['value']}
+  if not isinstance(role, str) or role not in _ROLES:
+    raise InputError(f'{where}.from: {messages.shown(role)} is none of {", ".join(_ROLES)}')
+  message = {'role': _ROLES[role], 'content': messages.check_text(turn['value'], f'{where}.value')}
   if role != 'function_call':
     return message
   try:
@@ -187,7 +188,7 @@ def alpaca(row: Row, where: str = 'the row') -> Row:
   if 'prompt' in row:
     return row
   for column in ('instruction', 'input', 'output', 'system'):
-    if not isinstance(row.get(column) or '', str):
+    if not isinstance(row.get(column, ''), (str, type(None))):
       raise InputError(f'{where}: {column}: is a {type(row[column]).__name__}, must be a string')
   if not row['instruction'] or row['output'] is None:
     empty = 'output' if row['instruction'] else 'instruction'

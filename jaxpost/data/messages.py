@@ -16,7 +16,38 @@ Message = dict[str, Any]  # {'role', 'content', ...}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 # Names of template_kwargs that every template gets by other means.
 _RESERVED = {'messages', 'tools', 'conversations', 'chat_template', 'add_generation_prompt', 'continue_final_message'}
+_TEXTS = ('name', 'tool_call_id', 'reasoning_content', 'thinking')  # keys of messages that templates print
 _SURROGATE = re.compile('[\ud800-\udfff]')
+_CALL = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+_TOOL = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+_LARGEST = 1e30
+_SHOWN = 60  # characters of a value, and five times as many of the columns, in errors
+
+
+def shown(value: Any) -> str:
+  """Returns the begin of a value's repr, for errors of one line."""
+  try:
+    text = repr(value)
+  except (ValueError, RecursionError):  # an integer or a nesting that Python does not print
+    text = f'a {type(value).__name__} that is too long to show'
+  return text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'
+
+
+def columns_of(row: Row) -> str:
+  """Returns the names of the columns of a row, for errors of one line."""
+  names = ', '.join(str(name) if str(name).isprintable() else repr(name) for name in row) or 'none'
+  return names if len(names) <= 5 * _SHOWN else f'{names[: 5 * _SHOWN]}...'
+
+
+def number(value: Any, where: str, allow_bool: bool = False) -> float:
+  """Returns `value` as a float; InputError unless it is a number that float32 and sums of it hold."""
+  try:
+    found = float(value) if isinstance(value, (int, float)) else math.nan
+  except OverflowError:
+    found = math.inf
+  if not abs(found) <= _LARGEST or (isinstance(value, bool) and not allow_bool):
+    raise InputError(f'{where}: {shown(value)} is no number, or too large')
+  return found
 
 
 def check_text(text: Any, where: str) -> str:
@@ -47,7 +78,7 @@ def check_messages(messages: Any, where: str) -> list[Message]:
       raise InputError(f'{at}: is a {type(message).__name__}, must be an object with role and content')
     role = message.get('role')
     if role not in ROLES:
-      raise InputError(f'{at}.role: {role!r} is none of {", ".join(ROLES)}')
+      raise InputError(f'{at}.role: {shown(role)} is none of {", ".join(ROLES)}')
     content = message.get('content')
     if content is None and message.get('tool_calls'):
       content = ''
@@ -59,27 +90,56 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     if 'loss_weight' in kept:
       kept['weight'] = kept.pop('loss_weight')
     _check_weight(kept, f'{at}.weight')
+    for key in _TEXTS:
+      if key in kept:
+        check_text(kept[key], f'{at}.{key}')
+    _check_calls(kept.get('tool_calls', []), f'{at}.tool_calls')
     checked.append(kept)
   return checked
 
 
 def _check_weight(message: Message, where: str) -> None:
   weight = message.get('weight', 0)
-  number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-  if not number or not math.isfinite(weight) or weight < 0:
+  if number(weight, where) < 0:
     raise InputError(f'{where}: {weight!r} is no number >= 0')
   if weight and message['role'] != 'assistant':
     raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
 
 
+def _check_calls(calls: Any, where: str) -> None:
+  """InputError unless these are calls of tools, as objects with a name and arguments, or with a function of these."""
+  if not isinstance(calls, (list, tuple)):
+    raise InputError(f'{where}: is a {type(calls).__name__}, must be a list of {_CALL}')
+  for n, call in enumerate(calls):
+    at = f'{where}[{n}]'
+    if not isinstance(call, dict):
+      raise InputError(f'{at}: is a {type(call).__name__}, must be {_CALL}')
+    function = call.get('function')
+    if function is None:
+      function = call
+    elif not isinstance(function, dict):
+      raise InputError(f'{at}.function: is a {type(function).__name__}; a call is {_CALL}')
+    else:
+      at += '.function'
+    if not check_text(function.get('name'), f'{at}.name'):
+      raise InputError(f'{at}.name: is empty; a call is {_CALL}')
+    if not isinstance(function.get('arguments', {}), (dict, str, type(None))):
+      kind = type(function['arguments']).__name__
+      raise InputError(f'{at}.arguments: is a {kind}, must be an object, or one as JSON')
+    if call.get('id') is not None:
+      check_text(call['id'], f'{where}[{n}].id')
+
+
 def _join_parts(parts: list, where: str) -> str:
   texts = []
+  if not parts:
+    raise InputError(f'{where}: is an empty list; write text, or parts {{"type": "text", "text": ...}}')
   for n, part in enumerate(parts):
     key = 'value' if isinstance(part, dict) and 'value' in part else 'text'
     if not isinstance(part, dict) or part.get('type') != 'text' or key not in part:
       kind = part.get('type') if isinstance(part, dict) else part
       raise InputError(
-        f'{where}[{n}]: {kind!r}: only text is supported, as a string or as parts {{"type": "text", "text": ...}}'
+        f'{where}[{n}]: {shown(kind)}: only text is supported, as a string or as parts {{"type": "text", "text": ...}}'
       )
     texts.append(check_text(part[key], f'{where}[{n}].{key}'))
   return ''.join(texts)
@@ -93,13 +153,18 @@ def tools_of(row: Row, where: str) -> list[dict] | None:
       return None
     try:
       tools = json.loads(tools)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise InputError(f'{where}: tools: bad JSON: {error}') from error
-  if not tools:
+  if tools is None:
     return None
-  if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-    raise InputError(f'{where}: tools: must be a list of JSON schemas')
-  return tools
+  if not isinstance(tools, (list, tuple)) or not all(isinstance(t, dict) for t in tools):
+    raise InputError(f'{where}: tools: must be a list of JSON schemas, not {shown(tools)}')
+  for n, tool in enumerate(tools):
+    function = tool.get('function') or tool
+    if not isinstance(function, dict) or not function.get('name'):
+      raise InputError(f'{where}: tools[{n}]: has no name; a tool is {_TOOL}')
+    check_text(function['name'], f'{where}: tools[{n}].name')
+  return list(tools) or None
 
 
 def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
@@ -108,7 +173,7 @@ def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
   if given is None:
     return {}
   if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-    raise InputError(f'{where}: chat_template_kwargs: {given!r} is no mapping of names to values')
+    raise InputError(f'{where}: chat_template_kwargs: {shown(given)} is no mapping of names to values')
   if reserved := _RESERVED & given.keys():
     raise InputError(f'{where}: chat_template_kwargs: {min(reserved)} is given to every template and cannot be set')
   return {name: value for name, value in given.items() if value is not None}

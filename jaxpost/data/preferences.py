@@ -11,7 +11,6 @@ has the tokens that `chat.make_example` gives it, up to the last trained one.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -161,7 +160,7 @@ def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
     for part in (step, _STEP_END):
       tokens += chat.continuation(tokenizer, text, part)
       text += part
-    marks[len(tokens) - 1] = number(label, f'{where}: labels[{n}]', allow_bool=True)
+    marks[len(tokens) - 1] = messages_lib.number(label, f'{where}: labels[{n}]', allow_bool=True)
   loss = np.zeros(len(tokens), np.float32)
   loss[list(marks)] = 1
   given = np.zeros(len(tokens), np.float32)
@@ -180,7 +179,7 @@ def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
     tokenizer, where: see `make_pair_example`.
   """
   _needs(row, ('score',), where)
-  score = number(row['score'], f'{where}: score', allow_bool=True)
+  score = messages_lib.number(row['score'], f'{where}: score', allow_bool=True)
   prompt, completion = _answer_of(row, where)
   side = _last_only(_side(tokenizer, prompt, completion, row, where))
   return _join([_with(side, label=score * side.loss)], False)
@@ -205,14 +204,6 @@ def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
   for name, side in zip(('chosen', 'rejected'), sides):
     _not_empty(side, f'{where}: {name}')
   return prompt, *sides
-
-
-def number(value: Any, where: str, allow_bool: bool = False) -> float:
-  """Returns `value` as a float; InputError unless it is a finite number."""
-  is_finite = isinstance(value, (int, float)) and math.isfinite(value)
-  if not is_finite or (isinstance(value, bool) and not allow_bool):
-    raise InputError(f'{where}: {value!r} is no number')
-  return float(value)
 
 
 def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
@@ -281,7 +272,7 @@ def _needs(row: Row, columns: Sequence[str], where: str) -> None:
     if column not in row:
       raise InputError(
         f'{where}: needs the column {column}; it has'
-        f' {", ".join(map(str, row)) or "none"} (rename with columns=, e.g.'
+        f' {messages_lib.columns_of(row)} (rename with columns=, e.g.'
         f' {column}=...)'
       )
     if row[column] is None:
@@ -291,18 +282,16 @@ def _needs(row: Row, columns: Sequence[str], where: str) -> None:
 def _label(row: Row, where: str) -> bool:
   _needs(row, ('label',), where)
   if row['label'] not in (True, False):
-    raise InputError(f'{where}: label: {row["label"]!r} is neither true (good) nor false')
+    raise InputError(f'{where}: label: {messages_lib.shown(row["label"])} is neither true (good) nor false')
   return bool(row['label'])
 
 
 def _margin(row: Row, where: str) -> float:
   if row.get('margin') is not None:
-    return number(row['margin'], f'{where}: margin')
-  scores = [row.get('score_chosen'), row.get('score_rejected')]
-  if None in scores:
-    return 0.0
-  chosen, rejected = scores
-  return number(chosen, f'{where}: score_chosen') - number(rejected, f'{where}: score_rejected')
+    return messages_lib.number(row['margin'], f'{where}: margin')
+  names = [name for name in ('score_chosen', 'score_rejected') if row.get(name) is not None]
+  scores = [messages_lib.number(row[name], f'{where}: {name}') for name in names]
+  return scores[0] - scores[1] if len(scores) == 2 else 0.0
 
 
 def _side(tokenizer: Tokenizer, prompt: Answer, answer: Answer, row: Row, where: str) -> _Side:

@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from jaxpost import imports
-from jaxpost.data import files
+from jaxpost.data import files, messages
 from jaxpost.errors import InputError
 
 Row = dict[str, Any]
@@ -289,8 +289,8 @@ def _rename(row: Row, renames: dict[str, str], where: str) -> Row:
     if source not in row:
       near = difflib.get_close_matches(source, map(str, row), 1)
       raise InputError(
-        f'{where}: no column {source!r}; it has'
-        f' {", ".join(map(str, row)) or "none"}' + (f' (did you mean {near[0]}?)' if near else '')
+        f'{where}: no column {source!r}; it has {messages.columns_of(row)}'
+        + (f' (did you mean {near[0]}?)' if near else '')
       )
   kept = {k: v for k, v in row.items() if k not in renames.values()}
   return kept | {target: row[source] for target, source in renames.items()}
@@ -303,8 +303,9 @@ def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
   except InputError as error:
     raise InputError(f'{where}: {error}') from error
   except (LookupError, TypeError, ValueError, AttributeError) as error:
+    said = ' '.join(str(error).split())
     raise InputError(
-      f'{where}: map_fn raised {type(error).__name__}: {error}; the row has {", ".join(map(str, row)) or "no columns"}'
+      f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'
     ) from error
   if made is not None and not isinstance(made, dict):
     raise InputError(f'{where}: map_fn returned a {type(made).__name__}, must return a row (dict) or None to drop it')

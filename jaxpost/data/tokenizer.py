@@ -133,19 +133,22 @@ class Tokenizer:
         ' use an instruct tokenizer, or give a template by config.data.chat_template'
       )
     # Templates that print today's date would change the run each day.
-    variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map}
+    variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map, **self.template_kwargs}
+    variables |= messages_lib.template_kwargs_of(row or {}, where)
+    tools = messages_lib.tools_of(row or {}, where)
     try:
       texts, spans = chat_template_utils.render_jinja_template(
         [messages],
-        tools=messages_lib.tools_of(row or {}, where),
+        tools=tools,
         chat_template=self.chat_template,
         return_assistant_tokens_mask=self.has_markers,
         add_generation_prompt=generation_prompt,
-        **variables | self.template_kwargs | messages_lib.template_kwargs_of(row or {}, where),
+        **variables,
       )
     except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
       what = error if isinstance(error, jinja2.TemplateError) else f'{type(error).__name__}: {error}'
-      raise InputError(f'{where}: the chat template of {self.source} refuses it: {what}') from error
+      what = ' '.join(str(what).split())  # a template may say several lines
+      raise InputError(f'{where}: the chat template of {self.source} refuses it: {what:.300}') from error
     return texts[0], list(spans[0]) if self.has_markers else []
 
   def save(self, folder: str | pathlib.Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from jaxpost.errors import InputError
 
+PACKAGE = 'jaxpost.rewards.'
 # name: (module:attribute below jaxpost.rewards, help text: a completion gets 1 if ..., or the reward)
 BUILTIN = {
   'exact_match': ('math:exact_match', 'the text is the answer'),
@@ -54,7 +55,7 @@ def locate(spec: str) -> str:
       ' (docs/rewards.md);'
       ' write a custom reward as pkg.module:function or ./file.py:function'
     )
-  return f'jaxpost.rewards.{BUILTIN[base][0]}{mark}{options}'
+  return f'{PACKAGE}{BUILTIN[base][0]}{mark}{options}'
 
 
 def needed_variables(specs: Sequence[str | Callable]) -> list[str]:

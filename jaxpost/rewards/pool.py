@@ -87,6 +87,7 @@ class RewardPool:
         'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', reward.name
       )
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
+    self._needs: list[tuple[str, str, Sequence[str]]] = []  # name, file and needed columns of each function
     self._recent = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
     self._jobs = queue.SimpleQueue()
     self._size = workers
@@ -94,6 +95,26 @@ class RewardPool:
     self._reaper = None
     self._workers, self._threads, self._ready = [], [], []
     self._closed = False
+
+  def check_rows(self, rows: Any) -> None:
+    """Like `check`; also refuses a row that no function can grade, as the columns that built-in ones need are null.
+
+    Args:
+      rows: `data.sources.Rows`; of rows that are read lazily, the columns of the first are checked.
+    """
+    self.check(list(next(rows[i] for i in range(len(rows)) if rows[i])))
+    own = [spec.startswith(builtin.PACKAGE) for _, spec in self._remote]
+    needs = [needs for _, _, needs in self._needs]
+    if self._local or not all(own) or not all(needs) or rows.streaming:
+      return  # a user's function may know what null means
+    for i in range(len(rows)):
+      filled = [name for name, value in rows[i].items() if value is not None]
+      missing = [call.missing_of(columns, (*call.GIVEN, *filled)) for columns in needs]
+      if all(missing):
+        column = missing[0][0].replace('|', ' or ')
+        raise InputError(
+          f'{rows.where(i)}: {column}: is absent or null, and reward {self.names[0]} needs it; give it, or drop the row'
+        )
 
   def check(self, columns: Iterable[str] | None = None) -> None:
     """Starts the workers and imports every function; InputError if that fails.
@@ -108,6 +129,7 @@ class RewardPool:
       functions = ready.result()
     for (name, _), function in zip(self._remote, functions):
       needs.append((name, function['file'], function['needs']))
+    self._needs = needs
     if columns is None:
       return
     given = (*call.GIVEN, *columns)

@@ -368,7 +368,7 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
   """Starts the processes of the reward functions; None where only a reward model grades.
 
   Raises:
-    InputError: a function cannot be imported, or does not take the columns of `rows`.
+    InputError: a function cannot be imported, does not take the columns of `rows`, or cannot grade one.
   """
   from jaxpost.rewards.pool import RewardPool
 
@@ -388,6 +388,6 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)
-    pool.check(list(next(rows[i] for i in range(len(rows)) if rows[i])))
+    pool.check_rows(rows)
     undo.pop_all()
   return pool
