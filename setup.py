@@ -97,6 +97,7 @@ setuptools.setup(
       'planning/gpu_target.pbtxt',
       'monitor/report.css',
       'monitor/report.html.jinja',
+      'monitor/titles.toml',
       'stage/field_names.toml',
       'tools/compare.html.jinja',
       'tools/convert.toml',

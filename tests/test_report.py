@@ -14,7 +14,9 @@ import pytest
 import rich.console
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import metrics, report
+from jaxpost.monitor import metrics, report, titles
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 HOSTILE = '<script>alert("1")</script>&amp;\'"><img src=x onerror=alert(2)></pre></body><!-- \x00 \x1b[31m \ud83d'
 VOID = ('meta',)  # of the tags we write, those that have no end
@@ -118,7 +120,7 @@ def test_full_run(tmp_path):
     'eval 0.5',
     'loss not finite',
     'More curves (1)',
-    'odd_key',
+    'Odd key',
     'sample 2 s (50%)',
     'other 1 s (25%)',
     'train step 7: 0.28571',
@@ -292,9 +294,9 @@ def write_rows(workdir, *rows):
 def read_parts(workdir):
   """Returns {name: (value, first value)} of the cards, and the keys of the open and of the folded charts."""
   text = report.write_report(workdir).read_text('utf-8')
-  cards = re.findall(r'<small>([^<]*)</small><b>([^<]*)</b><small>([^<]*)</small>', text)
+  cards = re.findall(r'<small title="[^"]*">([^<]*)</small><b>([^<]*)</b><small>([^<]*)</small>', text)
   is_open, _, folded = text.partition('<details><summary>More curves')
-  charts = [re.findall('<code>(.*?)</code>', part) for part in (is_open, folded)]
+  charts = [re.findall('<b title="(.*?)">', part) for part in (is_open, folded)]
   return {name: (value, first) for name, value, first in cards}, *charts
 
 
@@ -342,8 +344,8 @@ def test_times_and_counters_that_stayed_0_are_no_cards(tmp_path):
   assert cards == {
     'Steps': ('2', ''),
     'Reward': ('0', 'from 0'),
-    'falling': ('0', 'from 3'),
-    'pass@4': ('0.5', 'from 0.5'),
+    'Falling': ('0', 'from 3'),
+    'Pass@4': ('0.5', 'from 0.5'),
   }
 
 
@@ -355,7 +357,7 @@ def test_the_first_value_of_a_card_is_of_the_same_split(tmp_path):
     ('eval', 1, {'reward': 0.75}),
   )
   cards, _, _ = read_parts(tmp_path)
-  assert cards['Reward'] == ('0.25', 'from 0.25') and cards['eval_reward'] == ('0.75', 'from 0.5')
+  assert cards['Reward'] == ('0.25', 'from 0.25') and cards['Reward, held out'] == ('0.75', 'from 0.5')
   assert cards['Tokens per second'] == ('7', '')
 
 
@@ -444,4 +446,73 @@ def test_six_cards_come_first(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=12)
   metrics.summary(tmp_path, {**report.figures(tmp_path), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
   text = (tmp_path / 'report.html').read_text() if read_page(tmp_path) else ''
-  assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small>') == 6
+  assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small title=') == 6
+
+
+def test_turns_are_marked(tmp_path):
+  make_run(tmp_path, stages=('grpo',), steps=4)
+  turns = [
+    {'role': 'assistant', 'content': 'I look.', 'tool_calls': [{'function': {'name': 'look', 'arguments': {'at': 3}}}]},
+    {'role': 'tool', 'content': 'a <b>chest</b>', 'name': 'look'},
+    {'role': 'assistant', 'content': 'Found it.'},
+  ]
+  folder = tmp_path / 'samples/grpo'
+  folder.mkdir(parents=True)
+  row = {'prompt': 'q', 'completion': 'I look.Found it.', 'turns': turns, 'reward': 1.0}
+  (folder / '4.jsonl').write_text(json.dumps(row) + '\n')
+  read_page(tmp_path)
+  text = (tmp_path / 'report.html').read_text()
+  assert text.count('<div class="turn mine">') == 2 and text.count('<div class="turn ">') == 1
+  assert '<b>tool look</b><pre>a &lt;b&gt;chest' in text
+  assert re.search(r'<pre class="call">look\({.*at.*3}\)</pre>', text)
+  assert 'I look.Found it.' not in text  # each once, in its turn
+
+
+def test_what_the_command_line_changed(tmp_path):
+  make_run(tmp_path, stages=('sft',), steps=4)
+  words = [
+    'x.py',
+    '--config=configs/a.py:lora=16',
+    '--config.optim.lr=0.5',
+    '--noconfig.save.export',
+    '--config.seed',
+    '7',
+  ]
+  (tmp_path / 'starts.jsonl').write_text(json.dumps({'command': [*words, '--workdir=w']}) + '\n')
+  page = read_page(tmp_path)
+  assert 'Changed from configs/a.py:lora=16 on the command line' in page.text
+  found = dict(re.findall('<code>(.*?)</code></th><td>(.*?)</td>', (tmp_path / 'report.html').read_text()))
+  assert found == {'optim.lr': '0.5', 'save.export': 'False', 'seed': '7'}
+
+
+def documented():
+  """An example of each key in docs/metrics.md."""
+  page = (CLONE / 'docs/metrics.md').read_text('utf-8')
+  for row in re.findall(r'^\| (`.+?) \|', page, re.M):
+    for key in re.findall('`(.+?)`', row):
+      for place, value in {
+        'NAME': 'my_fn',
+        'ROLE': 'policy',
+        'KEY': 'reward',
+        '/N': '/2',
+        '_N': '_2',
+        '@k': '@4',
+      }.items():
+        key = key.replace(place, value)
+      yield key
+
+
+def test_every_metric_has_a_title():
+  exact, patterns = titles._known()
+  for key in documented():
+    known = key in titles.HEADLINES or key in exact or any(p.fullmatch(key) for p, *_ in patterns)
+    assert known or key.endswith('/unfiltered'), f'{key}: give it a title in jaxpost/monitor/titles.toml'
+    title = titles.title(key)
+    assert not re.search('[_/]', title) and title[0].isupper() and len(title) <= 48, title
+
+
+def test_titles_with_names():
+  assert titles.title('pass@8/exact_match') == 'Pass@8 by exact match'
+  assert titles.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
+  assert titles.title('data/3/documents') == 'Documents from source 3'
+  assert titles.title('of_mine/x_y') == 'Of mine, x y'

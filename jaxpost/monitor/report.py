@@ -17,31 +17,9 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import report_facts
+from jaxpost.monitor import report_facts, titles
 from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
-
-# Headline metrics of a stage, most important first: key -> label.
-NAMES = {
-  'steps': 'Steps',
-  'loss': 'Loss',
-  'reward': 'Reward',
-  'pass@1': 'Pass@1',
-  'rewards/accuracies': 'Preference accuracy',
-  'rewards/margins': 'Margin',
-  'mean_token_accuracy': 'Token accuracy',
-  'kl': 'KL to the reference',
-  'entropy': 'Entropy',
-  'completions/mean_length': 'Completion length',
-  'completions/clipped_ratio': 'Cut completions',
-  'frac_reward_zero_std': 'Groups without variance',
-  'sampler_mismatch': 'Sampler mismatch',
-  'lr': 'Learning rate',
-  'grad_norm': 'Gradient norm',
-  'mfu': 'MFU',
-  'tokens_per_s': 'Tokens per second',
-  'time/step': 'Seconds per step',
-}
 
 
 def number(x: Any) -> str:
@@ -97,7 +75,7 @@ def figures(workdir: epath.PathLike) -> dict[str, float]:
     train, held_out = splits['train'], _held_out(splits)
     in_train = {key for row in train for key in row}
     out[f'steps/{stage}'] = max(row['step'] for row in train + held_out)
-    for key in NAMES:
+    for key in titles.HEADLINES:
       last = _values(train[-10:], key)
       if last and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = sum(last) / len(last)
@@ -106,7 +84,7 @@ def figures(workdir: epath.PathLike) -> dict[str, float]:
         if key not in ROW_KEYS:
           prefix = 'eval_' if key in in_train else ''
           out[f'{prefix}{key}/{stage}'] = row[key]
-  first = [f'{key}/{stage}' for stage in stages for key in NAMES]
+  first = [f'{key}/{stage}' for stage in stages for key in titles.HEADLINES]
   return {k: out[k] for k in [*first, *out] if k in out}
 
 
@@ -200,13 +178,13 @@ def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any
   keys = {key for key in keys if not key.startswith('time/')}
   most = max(12, min(150, budget // max(1, len(keys))))
   charts = []
-  for key in [key for key in NAMES if key in keys] + sorted(keys.difference(NAMES)):
+  for key in [key for key in titles.HEADLINES if key in keys] + sorted(keys.difference(titles.HEADLINES)):
     series = {
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     zero = all(value == 0 for points in series.values() for _, value in points)
     if made := chart(key, series, most):
-      charts.append(made | {'folded': zero or key in in_train and key not in NAMES})
+      charts.append(made | {'folded': zero or key in in_train and key not in titles.HEADLINES})
   return charts
 
 
@@ -260,7 +238,7 @@ def _cards(values: Mapping[str, Any], stage: str, splits: Mapping[str, list[dict
     if key == name or measured.startswith('time/'):
       continue
     past = _values(splits['train'], key) or _values(_held_out(splits), measured)
-    if key in NAMES or value or any(past):
+    if key in titles.HEADLINES or value or any(past):
       first = None if is_clock_key(measured) or not past else _shown(key, past[0])
       cards.append(dict(key=key, value=_shown(key, value), first=first))
   return cards
@@ -272,7 +250,7 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
   values, stages = figures(workdir), _stages(read_rows(workdir / 'metrics.jsonl'))
   table = rich.table.Table('', *map(markup.escape, stages))
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values):
-    table.add_row(markup.escape(NAMES.get(key, key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
+    table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
     table.add_row(f'{key} over time', *(_sparkline(_values(splits['train'], key)) for splits in stages.values()))
   means = [phases(splits['train']) for splits in stages.values()]
@@ -299,7 +277,6 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   warnings, values = done.pop('warnings', ()), done or figures(workdir)
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
-    labels=NAMES | {'sampler_mismatch': 'Sampler mismatch minus 1'},
     wall_s=done.get('wall_s'),
     resumes=read_growing(workdir / 'resumes.jsonl'),
     warnings=warnings,
@@ -323,9 +300,14 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   return workdir / 'report.html'
 
 
+def _title(key: str) -> str:
+  """Returns the title of a value as the page shows it, see `_shown`."""
+  return titles.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
+
+
 def _template() -> jinja2.Template:
   """The page in this folder, which escapes what it shows."""
   loader = jinja2.PackageLoader('jaxpost', 'monitor')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': number, 'duration': _seconds, 'text': _text}
+  made.filters |= {'number': number, 'duration': _seconds, 'text': _text, 'title': _title}
   return made.get_template('report.html.jinja')

@@ -5,6 +5,7 @@ Imports no JAX.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ _SHARES = (0.05, 0.5, 0.95)
 
 
 def start(workdir: epath.Path) -> dict[str, Any]:
-  """Returns the newest start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, `count` of all."""
+  """Returns the newest start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, `count` of all,
+  and, of a run by a config file, its `recipe` and the `overrides` {field: text} of the command line.
+  """
   rows = read_growing(workdir / 'starts.jsonl')
   if not rows:
     return {}
@@ -34,7 +37,26 @@ def start(workdir: epath.Path) -> dict[str, Any]:
   for name, stage in (last.get('stages') or {}).items():
     facts[name] = f'{stage.get("rows")} rows, {stage.get("steps")} steps of {stage.get("batch")}'
   shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
-  return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows))
+  recipe, overrides = _given(list(map(str, last.get('command') or ())))
+  changes = last.get('changes') or {}
+  return dict(facts=shown, changes=changes, count=len(rows), recipe=recipe, overrides=overrides)
+
+
+def _given(words: list[str]) -> tuple[str, dict[str, str]]:
+  """Returns (config file with its arguments, {field: text of its override}) of a command line."""
+  recipe, overrides = '', {}
+  for i, word in enumerate(words):
+    found = re.fullmatch(r'--?(no)?config(?:\.([^=]+))?(?:=(.*))?', word, re.DOTALL)
+    if not found:
+      continue
+    no, field, value = found.groups()
+    following = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'True'
+    value = 'False' if no else following if value is None else value
+    if field:
+      overrides[field] = value
+    else:
+      recipe = value
+  return recipe, overrides
 
 
 def percentiles(rows: Sequence[dict]) -> dict[str, list[float]]:

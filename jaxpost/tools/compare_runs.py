@@ -20,7 +20,7 @@ import scipy.stats
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import metrics, report
+from jaxpost.monitor import metrics, report, titles
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import consistency
 from jaxpost.storage import object_store
@@ -203,12 +203,9 @@ def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
   rows = {name: metrics.read_rows(path / 'metrics.jsonl') for name, path in zip(names, paths)}
   loader = jinja2.PackageLoader('jaxpost', 'tools')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': report.number}
+  made.filters |= {'number': report.number, 'title': titles.title}
   text = made.get_template('compare.html.jinja').render(
-    names=names,
-    comparisons=[compare(runs[0], run) for run in runs[1:]],
-    charts=list(_charts(rows)),
-    labels=report.NAMES,
+    names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows))
   )
   object_store.write(epath.Path(out), text.encode('utf-8', 'replace'))
 
@@ -218,7 +215,7 @@ def _charts(rows: Mapping[str, list[dict]]) -> Iterator[dict[str, Any]]:
   places = dict.fromkeys((row['stage'], row['split']) for found in rows.values() for row in found)
   for stage, split in places:
     mine = {n: [r for r in found if (r['stage'], r['split']) == (stage, split)] for n, found in rows.items()}
-    for key in report.NAMES:
+    for key in titles.HEADLINES:
       series = {n: [(r['step'], r[key]) for r in found if key in r] for n, found in mine.items()}
       if chart := report.chart(key, {n: points for n, points in series.items() if points}, most=60):
         yield chart | {'where': f'{stage}, {split}'}

@@ -1,0 +1,67 @@
+"""Titles of metrics for people: the report and the console show no raw keys. Imports no JAX."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+import tomllib
+
+# Headline metrics of a stage, most important first: key -> title.
+HEADLINES = {
+  'steps': 'Steps',
+  'loss': 'Loss',
+  'reward': 'Reward',
+  'pass@1': 'Pass@1',
+  'rewards/accuracies': 'Preference accuracy',
+  'rewards/margins': 'Margin',
+  'mean_token_accuracy': 'Token accuracy',
+  'kl': 'KL to the reference',
+  'entropy': 'Entropy',
+  'completions/mean_length': 'Completion length',
+  'completions/clipped_ratio': 'Cut completions',
+  'frac_reward_zero_std': 'Groups without variance',
+  'sampler_mismatch': 'Sampler mismatch',
+  'lr': 'Learning rate',
+  'grad_norm': 'Gradient norm',
+  'mfu': 'MFU',
+  'tokens_per_s': 'Tokens per second',
+  'time/step': 'Seconds per step',
+}
+_PLACES = {'NAME': '([^/]+)', 'ROLE': '([^/]+)', 'N': r'(\d+)'}
+
+
+def title(key: str) -> str:
+  """Returns the title of a metric; of a key that is not known, its words."""
+  if key in HEADLINES:
+    return HEADLINES[key]
+  exact, patterns = _known()
+  if key in exact:
+    return exact[key]
+  for prefix, form in (('eval_', '{}, held out'), ('critic/', 'Critic: {}')):
+    if key.startswith(prefix):
+      return form.format(title(key.removeprefix(prefix)))
+  if key.endswith('/unfiltered'):
+    return f'{title(key.removesuffix("/unfiltered"))}, before dynamic sampling'
+  for pattern, places, text in patterns:
+    if found := pattern.fullmatch(key):
+      for place, value in zip(places, found.groups()):
+        text = re.sub(rf'\b{place}\b', value.replace('\\', r'\\').replace('_', ' '), text)
+      return text.replace('@N', f'@{found[1]}')
+  words = key.replace('_', ' ').replace('/', ', ')
+  return words[:1].upper() + words[1:]
+
+
+@functools.cache
+def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
+  """Returns the titles of whole keys, and (pattern, places in it, title) of the others."""
+  table = tomllib.loads(pathlib.Path(__file__).with_name('titles.toml').read_text('utf-8'))
+  exact, patterns = {}, []
+  for key, text in table.items():
+    places = re.findall('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', key)
+    if not places:
+      exact[key] = text
+      continue
+    pattern = re.sub('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', lambda found: _PLACES[found[0]], re.escape(key))
+    patterns.append((re.compile(pattern), places, text))
+  return exact, patterns
