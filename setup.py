@@ -94,6 +94,7 @@ setuptools.setup(
   package_dir={'jaxpost.launch': 'launch', 'jaxpost.configs': 'configs'},
   package_data={
     'jaxpost': [
+      'data/templates/*.jinja',
       'planning/gpu_target.pbtxt',
       'monitor/report.css',
       'monitor/report.html.jinja',

@@ -8,6 +8,7 @@ the class that `transformers` has for a model family is never used, as it may ch
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import logging
 import os
@@ -37,6 +38,7 @@ CHATML = (
   '{%- endif %}'
 )
 # Exceptions that expressions of a template raise.
+_TEMPLATES = pathlib.Path(__file__).with_name('templates')
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
 # Tokens that end a turn: a template that writes one means the sampler stops.
@@ -184,7 +186,7 @@ def load(
   Args:
     path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for
       each byte and <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258.
-    chat_template: replaces the tokenizer's own template: a .jinja file, or its text.
+    chat_template: replaces the tokenizer's own template: a name in data/templates, a .jinja file, or its text.
     template_kwargs: passed to the chat template wherever this tokenizer renders a
       chat: prompts, training rows and turns of an environment alike. They override
       the `chat_template_kwargs` of tokenizer_config.json, which `save` writes.
@@ -202,13 +204,8 @@ def load(
   template = hf.chat_template
   if isinstance(template, dict):
     template = template.get('default')
-  if '{{' in str(chat_template) or '{%' in str(chat_template):
-    template = chat_template
-  elif chat_template:
-    file = pathlib.Path(chat_template).expanduser()
-    if not file.is_file():
-      raise InputError(f'config.data.chat_template: no file {chat_template}')
-    template = file.read_text(encoding='utf-8')
+  if chat_template:
+    template = _template(chat_template)
   saved = messages_lib.template_kwargs_of(hf.init_kwargs, f'{source}/tokenizer_config.json')
   given = messages_lib.template_kwargs_of({'chat_template_kwargs': template_kwargs}, 'config.data.template_kwargs')
   for name in given:
@@ -252,6 +249,22 @@ def _limit_templates() -> None:
     return template_limits.limit(plain.__wrapped__('').environment, text)
 
   utils._compile_jinja_template = compile_limited
+
+
+def _template(chosen: str) -> str:
+  """Returns the text of a template given as text, by the name of one in data/templates, or as a file."""
+  if '{{' in chosen or '{%' in chosen:
+    return chosen
+  named = {file.stem: file for file in _TEMPLATES.glob('*.jinja')}
+  file = named.get(chosen) or pathlib.Path(chosen).expanduser()
+  if not file.is_file():
+    near = difflib.get_close_matches(chosen, named, 1)
+    raise InputError(
+      f'config.data.chat_template: no file {chosen}, and no template of that name; '
+      + (f'did you mean {near[0]!r}? ' if near else '')
+      + f'known: {", ".join(sorted(named))}'
+    )
+  return file.read_text(encoding='utf-8')
 
 
 def _reads(template: str | None, name: str) -> bool:

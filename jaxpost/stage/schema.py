@@ -75,7 +75,9 @@ class DataSection:
   )
   train_on: str = option('assistant', 'Tokens that are trained on.', choices=('assistant', 'completion', 'all'))
   system_prompt: str = option('', 'System message put before each conversation of an RL run.')
-  chat_template: str = option('', "Chat template in place of the tokenizer's: a .jinja file, or its text.")
+  chat_template: str = option(
+    '', "Chat template in place of the tokenizer's: chatml, llama3, gemma, mistral, plain, a .jinja file, or its text."
+  )
   template_kwargs: dict = option(
     {},
     'Variables of the chat template in training data, prompts, sampling and evaluation, such as '

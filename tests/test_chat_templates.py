@@ -1,0 +1,81 @@
+"""The library of chat templates: what is shown, what is trained, and where it stops."""
+
+import pathlib
+
+import pytest
+import tokenizers
+import transformers
+
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError
+
+NAMES = sorted(file.stem for file in (pathlib.Path(tokenizer_lib.__file__).parent / 'templates').glob('*.jinja'))
+CHAT = [
+  {'role': 'system', 'content': 'Be brief.'},
+  {'role': 'user', 'content': 'Hi'},
+  {'role': 'assistant', 'content': 'Hello.'},
+  {'role': 'user', 'content': 'More'},
+  {'role': 'assistant', 'content': 'No.'},
+]
+# The stop token of each template, and what stands before the first trained span.
+STOPS = {
+  'chatml': ('<|im_end|>', '<|im_start|>assistant\n'),
+  'llama3': ('<|eot_id|>', '<|start_header_id|>assistant<|end_header_id|>\n\n'),
+  'gemma': ('<end_of_turn>', '<start_of_turn>model\n'),
+  'mistral': ('</s>', '[/INST]'),
+  'plain': ('</s>', 'Assistant:\n'),
+}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A byte tokenizer with the special tokens of all templates and no template."""
+  words = tokenizers.Tokenizer(tokenizers.models.BPE())
+  words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  words.decoder = tokenizers.decoders.ByteLevel()
+  letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=256, initial_alphabet=letters, show_progress=False)
+  words.train_from_iterator([], trainer)
+  special = ['<s>', '</s>', '<|im_start|>', '<|im_end|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>']
+  words.add_special_tokens([*special, '<start_of_turn>', '<end_of_turn>', '[INST]', '[/INST]'])
+  made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, bos_token='<s>', eos_token='</s>')
+  path = tmp_path_factory.mktemp('tokenizer')
+  made.save_pretrained(path)
+  return path
+
+
+def test_the_library_is_what_the_docs_name():
+  assert NAMES == sorted(STOPS)
+  page = (pathlib.Path(__file__).resolve().parents[1] / 'docs/chats.md').read_text('utf-8')
+  assert all(f'| `{name}` |' in page for name in NAMES)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_answers_and_their_stop_tokens_are_trained(name, folder):
+  tokenizer = tokenizer_lib.load(folder, name)
+  text, spans = tokenizer.render_chat(CHAT)
+  stop, header = STOPS[name]
+  assert [text[a:b].strip() for a, b in spans] == [f'Hello.{stop}', f'No.{stop}']
+  assert all(text[:a].endswith(header) for a, _ in spans)
+  assert 'Be brief.' in text and text.count('Hi') == 1
+  assert tokenizer.encode(stop)[-1] in tokenizer.stop_ids  # a sampler stops there
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_sampling_starts_where_training_does(name, folder):
+  tokenizer = tokenizer_lib.load(folder, name)
+  prompt, _ = tokenizer.render_chat(CHAT[:2], generation_prompt=True)
+  text, spans = tokenizer.render_chat(CHAT[:3])
+  assert text[: spans[0][0]] == prompt
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_tools_are_refused(name, folder):
+  tool = {'type': 'function', 'function': {'name': 'look', 'parameters': {}}}
+  with pytest.raises(InputError, match='shows no tools'):
+    tokenizer_lib.load(folder, name).render_chat(CHAT, row={'tools': [tool]})
+
+
+def test_an_unknown_name_is_one_line(folder):
+  with pytest.raises(InputError, match="did you mean 'llama3'.*known: chatml, gemma, llama3, mistral, plain"):
+    tokenizer_lib.load(folder, 'lama3')
