@@ -23,6 +23,7 @@ OPTIONS = {
   'jaxpost.data.maps': 'data.map',
   'jaxpost.environments': 'environment',
   'jaxpost.formats.fp8': 'model.path',
+  'jaxpost.formats.multimodal': 'model.text_only',
   'jaxpost.formats.peft': 'lora.rank',
   'jaxpost.models.attention_kernels': 'model.attention',
   'jaxpost.models.context_parallel': 'mesh.train',

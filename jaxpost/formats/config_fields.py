@@ -151,6 +151,11 @@ _TYPES = {
 }
 
 
+def other_parts(raw: dict[str, Any]) -> list[str]:
+  """Returns the names of the parts of a model beside its text model, such as 'vision_config'."""
+  return [part for part in ('vision_config', 'audio_config') if raw.get(part)]
+
+
 def check_types(raw: dict[str, Any], where: str) -> None:
   """Raises InputError where a name or a list of a config.json is something else."""
   for field, (kind, is_right) in _TYPES.items():

@@ -19,19 +19,26 @@ _DEFAULTS = dict(
 )
 
 
-def from_hf(raw: dict[str, Any], where: str) -> tuple[ModelConfig, list[str]]:
+def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[ModelConfig, list[str]]:
   """Reads a config.json as (ModelConfig, names of fields that have no effect here).
+
+  Args:
+    text_only: of a multimodal model, reads the text model.
 
   Raises:
     InputError: where the folder asks for something that is not implemented.
   """
-  name = raw.get('model_type')
-  for part in ('vision_config', 'audio_config'):
-    if raw.get(part):
+  for part in config_fields.other_parts(raw):
+    if not text_only:
       raise InputError(
-        f'{where}: {part} of model_type {name!r} is not supported; save its text model to a folder of its own, '
-        'with the fields of text_config as config.json'
+        f'{where}: {part} of model_type {raw.get("model_type")!r} is not supported; set config.model.text_only=True '
+        'to train its text model and to export it among the other parts as they are'
       )
+  if config_fields.other_parts(raw):
+    from jaxpost.formats import multimodal
+
+    raw = multimodal.text_config(raw)
+  name = raw.get('model_type')
   family = families.find(name, where)
   config_fields.check_types(raw, where)
   raw = {family.aliases.get(k, k): v for k, v in raw.items()}

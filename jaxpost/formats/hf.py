@@ -30,6 +30,7 @@ from jaxpost.models.parameters import held_parts, join, leaf, nest
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
+  from jaxpost.formats.multimodal import Origin
   from jaxpost.formats.tensor_layout import Stored
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
   Path: TypeAlias = pathlib.Path | epath.Path
 
+# How names begin that only a multimodal folder has.
+_MULTIMODAL = ('language_model.', 'model.language_model.', 'visual.')
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _CARD = 'README.md'
@@ -44,15 +47,15 @@ _HEAD = 'lm_head.weight'
 write_file = functools.partial(safetensors.numpy.save_file, metadata={'format': 'pt'})
 
 
-def read_config(folder: epath.PathLike) -> ModelConfig:
-  """Reads the ModelConfig of a folder; warns of fields that have no effect here."""
+def read_config(folder: epath.PathLike, text_only: bool = False) -> ModelConfig:
+  """Reads the ModelConfig of a folder, or of its text model; warns of fields that have no effect here."""
   folder = model_folder.opened(folder)
   path = folder / 'config.json'
   if not path.is_file():
     model_folder.weight_files(folder)  # has a better error if the weights are pickles
     raise InputError(f'{path}: no such file; a model folder has config.json and {model_folder.SINGLE}')
   seals.warn(folder, [path.name])
-  cfg, unknown = config_json.from_hf(object_store.read_json(path), str(path))
+  cfg, unknown = config_json.from_hf(object_store.read_json(path), str(path), text_only)
   if unknown:
     logging.warning('%s: fields without effect here: %s', path, ', '.join(unknown))
   return cfg
@@ -105,6 +108,10 @@ def load_params(
 def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
   """Opens the tensors of the table by name, after checking names, shapes and types."""
   found = model_folder.open_tensors(folder, stack)
+  if any(name.startswith(_MULTIMODAL) for name in found):
+    from jaxpost.formats import multimodal
+
+    found = multimodal.text_tensors(found)
   wanted = {name: kept.shape for kept in table.values() for name in kept.names}
   for name, shape in wanted.items():
     if name not in found:
@@ -173,6 +180,7 @@ def save(
   tokenizer_save: Callable | None = None,
   max_shard_bytes: int = 4 << 30,
   merge: Callable = _unchanged,
+  origin: Origin | None = None,
 ) -> None:
   """Writes a folder that `transformers` and vLLM load, all or nothing.
 
@@ -183,6 +191,7 @@ def save(
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
     max_shard_bytes: size of a file of weights, at most.
     merge: maps `params` to those of `model`, e.g. merging adapters; called for each layer.
+    origin: the multimodal folder that `model` is the text model of: its other parts are copied.
   """
   writes = jax.process_index() == 0
   if writes:
@@ -190,13 +199,15 @@ def save(
   made = jax.eval_shape(merge, params)
   dtype = np.dtype(jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
-    _write_weights(staged, model, params, dtype, max_shard_bytes, merge=merge)
+    _write_weights(staged, model, params, dtype, max_shard_bytes, merge=merge, origin=origin)
     if writes:
       config = config_json.to_hf(model.config, stop_ids, bos_id, pad_id)
-      _write_configs(staged, config, dtype, generation or {})
+      _write_configs(staged, config, dtype, generation or {}, origin)
       _write_card(staged, pathlib.PurePath(str(folder)).name, model.config)
       if tokenizer_save is not None:
         tokenizer_save(staged)
+      if origin is not None:
+        origin.copy_files(staged)
       seals.add(staged, [n for n in object_store.files(staged) if n != _CARD])  # which people edit
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
@@ -234,7 +245,14 @@ def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
 
 
 def _write_weights(
-  staged: pathlib.Path | None, model: Model, params: dict, dtype: np.dtype, max_shard_bytes: int, merge: Callable
+  staged: pathlib.Path | None,
+  model: Model,
+  params: dict,
+  dtype: np.dtype,
+  max_shard_bytes: int,
+  *,
+  merge: Callable,
+  origin: Origin | None,
 ) -> None:
   """Writes shards in the order of the table, with one parameter on the host at a time."""
   table = tensor_layout.table(model.config, model.table)
@@ -251,24 +269,24 @@ def _write_weights(
     if full and shards[-1]:
       shards.append([])
     shards[-1].append(name)
-  files = [model_folder.SINGLE]
-  if len(shards) > 1:
+  files, name_of = [model_folder.SINGLE], origin.name if origin else str
+  if len(shards) > 1 or origin:
     files = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
   exported = export_tensors(table, params, dtype, merge)
   for at, names in enumerate(shards):
     with contextlib.ExitStack() as stack:
       if staged is not None:
         file = stack.enter_context(open(staged / files[at], 'wb'))
-        file.write(safetensors_file.header({n: tensors[n] for n in names}))
+        file.write(safetensors_file.header({name_of(n): tensors[n] for n in names}))
       for name, (found, value) in zip(names, exported):
         assert name == found, (name, found)
         if staged is not None:
           value.tofile(file)
-  if len(shards) > 1 and staged is not None:
-    object_store.write_json(
-      staged / model_folder.INDEX,
-      {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': {n: f for f, s in zip(files, shards) for n in s}},
-    )
+  if staged is not None and files[0] != model_folder.SINGLE:
+    places = {name_of(name): file for file, names in zip(files, shards) for name in names}
+    places |= origin.write_others(staged) if origin else {}
+    index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': places}
+    object_store.write_json(staged / model_folder.INDEX, index)
 
 
 def export_tensors(
@@ -308,10 +326,12 @@ def read_generation(folder: epath.PathLike) -> dict[str, Any]:
   }
 
 
-def _write_configs(staged: pathlib.Path, config: dict, dtype: np.dtype, generation: dict) -> None:
+def _write_configs(
+  staged: pathlib.Path, config: dict, dtype: np.dtype, generation: dict, origin: Origin | None
+) -> None:
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
-  object_store.write_json(staged / 'config.json', config)
+  object_store.write_json(staged / 'config.json', origin.config if origin else config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id', 'pad_token_id') if config[k] is not None}
   object_store.write_json(staged / _GENERATION, generation | ids)
 

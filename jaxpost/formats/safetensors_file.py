@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import typing
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from jaxpost.errors import InputError
 FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 FLOAT8 = 'F8_E4M3'
 _DTYPES = FLOATS | {'U8': np.uint8, FLOAT8: ml_dtypes.float8_e4m3fn}
+_PIECE = 1 << 24  # bytes copied at a time
 _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
 
@@ -34,6 +36,7 @@ class Tensor:
   shape: tuple[int, ...]
   start: int  # of its bytes in the file
   where: str  # file and name, for errors
+  size: int  # of its bytes
 
   def get_shape(self) -> list[int]:
     return list(self.shape)
@@ -51,6 +54,12 @@ class Tensor:
     if not _all_finite(value):
       raise InputError(f'{self.where}: holds NaN or infinity; make or download the weights again')
     return value
+
+  def pieces(self) -> Iterator[bytes]:
+    """Yields its bytes as they are, of any type."""
+    self.file.seek(self.start)
+    for at in range(0, self.size, _PIECE):
+      yield self.file.read(min(_PIECE, self.size - at))
 
   def _read(self, index) -> np.ndarray:
     rows, *rest = index if isinstance(index, tuple) else (index,)
@@ -84,15 +93,15 @@ def _all_finite(x: np.ndarray) -> bool:
 
 
 def header(tensors: dict[str, tuple]) -> bytes:
-  """The beginning of a file of these {name: (dtype, shape)}.
+  """The beginning of a file of these {name: (dtype, shape), or (type in the file, shape, bytes)}.
 
   Their bytes follow in order.
   """
   names = {np.dtype(v): k for k, v in _DTYPES.items()}
   out, end = {'__metadata__': {'format': 'pt'}}, 0
-  for key, (dtype, shape) in tensors.items():
-    start, end = end, end + math.prod(shape) * dtype.itemsize
-    out[key] = dict(dtype=names[dtype], shape=list(shape), data_offsets=[start, end])
+  for key, (kind, shape, *size) in tensors.items():
+    start, end = end, end + (size[0] if size else math.prod(shape) * kind.itemsize)
+    out[key] = dict(dtype=kind if size else names[kind], shape=list(shape), data_offsets=[start, end])
   text = json.dumps(out, separators=(',', ':')).encode()
   text += b' ' * (-len(text) % 8)
   return len(text).to_bytes(8, 'little') + text
@@ -121,6 +130,6 @@ def tensors(file: typing.BinaryIO, size: int, path: object = 'weights') -> dict[
   if end != size:
     raise ValueError(f'its header speaks of {end} bytes and it has {size}')
   return {
-    name: Tensor(file, kind, shape, begin + start, f'{path}: tensor {name}')
-    for name, (kind, shape, start, _) in found.items()
+    name: Tensor(file, kind, shape, begin + start, f'{path}: tensor {name}', size=stop - start)
+    for name, (kind, shape, start, stop) in found.items()
   }

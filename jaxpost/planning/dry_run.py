@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -41,13 +42,13 @@ def named_shape(name: str) -> ModelConfig | None:
   return shapes.get(wanted.removeprefix('meta'))
 
 
-def shape_of(text: str, key: str) -> ModelConfig:
+def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
   """The shape that a name, or a folder with a config.json, stands for."""
   shape = named_shape(text)
   if shape is not None:
     return shape
   if text.startswith(('.', '/', '~')) or '://' in text:
-    return model_folders.open_folder(text, key)[1]
+    return model_folders.open_folder(text, key, text_only)[1]
   near = difflib.get_close_matches(text.rpartition('/')[2].lower().replace('-', '_'), presets.PRESETS, 1)
   raise InputError(
     f'{key}: no shape is called {text!r}; '
@@ -56,11 +57,11 @@ def shape_of(text: str, key: str) -> ModelConfig:
   )
 
 
-def find(text: str, key: str, earlier: dict) -> Source:
+def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
   """The source that `text` names, with its shapes but without weights; see `stage.sources.find`."""
   if text.startswith('stage:'):
     return sources_lib.find(text, key, earlier)
-  shape = shape_of(text, key)
+  shape = shape_of(text, key, text_only)
   if key.startswith(('config.critic', 'config.reward_model')):
     shape = model_lib.with_scalar_head(shape)
   return Source(shape)
@@ -89,11 +90,13 @@ def make_inputs(name: str, config: Config, before: Sequence[PreparedStage] = ())
   optim.check(config.optim)
   section = config.model
   if section.path:
-    source = Source(shape_of(section.path, 'config.model.path'))
+    source = Source(shape_of(section.path, 'config.model.path', section.text_only))
   else:
     source = Source(prepare_lib.model_source(section).config)
   earlier = {p.name: Source(p.inputs.model.config) for p in before}
-  found = prepare_lib.find_weights(config, algorithm, source, earlier, find)
+  found = prepare_lib.find_weights(
+    config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)
+  )
   if 'critic' in found:
     found['critic'] = Source(model_lib.with_scalar_head(found['critic'].config))
   return prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))

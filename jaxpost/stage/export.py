@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -33,24 +34,32 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
     from jaxpost.models import quantization
 
     merge = after(functools.partial(quantization.convert_params, model=model.base), merge)
-  save_adapter = peft.writer(model, params, sources.adapter_base(inputs))
+  origin = None
+  if section.text_only:
+    from jaxpost.stage import model_folders
+
+    origin = model_folders.origin(section)
+  # The tensors of a multimodal base have other names than an adapter of the text model would ask for.
+  save_adapter = peft.writer(model, params, '' if origin else sources.adapter_base(inputs))
 
   def save_beside(path: epath.Path) -> None:
     save(path)
     save_adapter(path / 'adapter')
 
-  hf.save(
-    folder,
-    model_lib.build(dataclasses.replace(model.config, value_head=False, lora=())),
-    params,
-    merge=merge,
-    stop_ids=tokenizer.stop_ids,
-    bos_id=tokenizer.bos_id,
-    pad_id=pad,
-    # The model's, also where the tokenizer is from elsewhere.
-    generation=hf.read_generation(section.path if section.tokenizer else tokenizer.source),
-    tokenizer_save=save_beside,
-  )
+  with origin or contextlib.nullcontext():
+    hf.save(
+      folder,
+      model_lib.build(dataclasses.replace(model.config, value_head=False, lora=())),
+      params,
+      merge=merge,
+      stop_ids=tokenizer.stop_ids,
+      bos_id=tokenizer.bos_id,
+      pad_id=pad,
+      # The model's, also where the tokenizer is from elsewhere.
+      generation=hf.read_generation(section.path if section.tokenizer else tokenizer.source),
+      tokenizer_save=save_beside,
+      origin=origin,
+    )
 
 
 def pad_id(tokenizer: Tokenizer) -> int:

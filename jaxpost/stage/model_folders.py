@@ -12,18 +12,30 @@ import dataclasses
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, peft
+from jaxpost.formats import config_fields, hf, model_folder, multimodal, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
-from jaxpost.storage import hub
+from jaxpost.stage.schema import ModelSection
+from jaxpost.storage import hub, object_store
 
 
-def open_folder(text: str, key: str) -> tuple[epath.Path, ModelConfig]:
+def open_folder(text: str, key: str, text_only: bool = False) -> tuple[epath.Path, ModelConfig]:
   """Returns the local folder of a Hugging Face model and its shape, downloading org/name.
+
+  Args:
+    text_only: of a multimodal folder, the shape is that of the text model.
 
   Raises:
     InputError: `text`, the value of the config field `key`, names no such folder.
   """
+  folder = local_folder(text, key)
+  config = hf.read_config(folder, text_only)
+  hf.check(folder, config)
+  return folder, config
+
+
+def local_folder(text: str, key: str) -> epath.Path:
+  """Returns the local folder of a Hugging Face model, downloading org/name; InputError if there is none."""
   folder = epath.Path(text).expanduser()
   if not folder.exists():
     if not hub.parse(text):
@@ -32,9 +44,15 @@ def open_folder(text: str, key: str) -> tuple[epath.Path, ModelConfig]:
     folder = epath.Path(hub.download(repo, 'model', revision, file))
   if folder.is_dir() and not (folder / 'config.json').exists():
     raise InputError(f'{key}: {text} is neither the folder of a run nor a Hugging Face folder; it has no config.json')
-  config = hf.read_config(folder)
-  hf.check(folder, config)
-  return folder, config
+  return folder
+
+
+def origin(section: ModelSection) -> multimodal.Origin | None:
+  """Returns the multimodal folder whose text model `config.model` asks for; None if it has no other parts."""
+  folder = model_folder.opened(local_folder(section.path, 'config.model.path'))
+  if not config_fields.other_parts(object_store.read_json(folder / 'config.json')):
+    return None
+  return multimodal.Origin(folder)
 
 
 def open_custom(path: str, model: model_lib.Model) -> epath.Path:

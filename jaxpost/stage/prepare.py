@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +159,7 @@ def model_source(section: ModelSection) -> Source:
   if ':' in preset:
     return sources_lib.of_code(preset, path)
   if path:
-    return sources_lib.find(path, 'config.model.path', {})
+    return sources_lib.find(path, 'config.model.path', {}, section.text_only)
   from jaxpost.models import presets
 
   refuse(
@@ -200,15 +201,16 @@ def find_weights(
   algorithm: Algorithm,
   source: Source,
   earlier: Mapping[str, Source],
-  find: Callable[[str, str, Mapping[str, Source]], Source] = sources_lib.find,
+  find: Callable[[str, str, Mapping[str, Source]], Source] | None = None,
 ) -> dict[str, Source]:
   """Finds the weights of 'policy' and of every other role that the stage reads.
 
   Args:
     source: of `config.model`.
     earlier: {stage: Source} of what the stages before end with, in order.
-    find: (text, config field, earlier) -> Source; a plan knows shapes without weights.
+    find: (text, config field, earlier) -> Source; a plan knows shapes without weights. None: `sources.find`.
   """
+  find = find or functools.partial(sources_lib.find, text_only=config.model.text_only)
   if config.init_from:
     source = find(config.init_from, 'config.init_from', earlier)
   elif earlier:

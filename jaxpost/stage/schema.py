@@ -19,6 +19,9 @@ class ModelSection:
   preset: str = option(
     'tiny', 'Shape of a model with random weights (models/presets.py), or ./file.py:function of a custom model.'
   )
+  text_only: bool = option(
+    False, 'Take the text model of a multimodal folder; an export copies the other parts as they are.'
+  )
   tokenizer: str = option('', "Folder of a tokenizer or 'bytes'; '': that of `path`, or 'bytes' for a random model.")
   dtype: str = option(
     'auto',

@@ -49,13 +49,14 @@ class Source:
   base: 'Source | None' = None
 
 
-def find(text: str, key: str, earlier: Mapping[str, Source]) -> Source:
+def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = False) -> Source:
   """Returns the source that `text` names.
 
   Args:
     text: stage:NAME, RUN[@step], a folder of a model or an adapter, or org/name.
     key: the config field that holds it, for errors.
     earlier: {stage: Source} of what the stages before this one end with.
+    text_only: of a multimodal folder, takes the text model.
   """
   if text.startswith(_STAGE):
     name = text[len(_STAGE) :]
@@ -72,8 +73,8 @@ def find(text: str, key: str, earlier: Mapping[str, Source]) -> Source:
 
   base = model_folders.adapter_base(local)
   if base is not None:
-    return with_adapter(text, find(base, f'{key}: base of {text}', earlier))
-  folder, config = model_folders.open_folder(text, key)
+    return with_adapter(text, find(base, f'{key}: base of {text}', earlier, text_only))
+  folder, config = model_folders.open_folder(text, key, text_only)
   is_local = epath.Path(text).expanduser().exists()
   return Source(config, folder=folder, name=object_store.resolved(folder) if is_local else text)
 

@@ -126,7 +126,7 @@ def from_folder(folder: epath.PathLike, config: config_lib.Config | None = None,
   if config is None:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     config = config_lib.Config(model=schema.ModelSection(dtype=dtype, param_dtype=dtype))
-  section = dataclasses.replace(config.model, path=str(folder), quantize='')
+  section = dataclasses.replace(config.model, path=str(folder), quantize='', text_only=True)
   inputs = prepare_model(
     name,
     dataclasses.replace(

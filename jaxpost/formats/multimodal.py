@@ -1,0 +1,130 @@
+"""The text model of a multimodal folder: it is read alone, trained, and written back among the other parts.
+
+Such a folder has a vision or an audio tower beside the text model. The tensors of the
+text model have other names there, and its config.json is the object `text_config` in
+that of the folder. An export copies what was not trained byte by byte, so that the
+folder loads as the multimodal model that it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import Any
+
+from jaxpost.errors import InputError
+from jaxpost.formats import config_fields, model_folder, safetensors_file
+from jaxpost.storage import object_store, seals
+
+OTHERS = 'model-other-parts.safetensors'
+# How the names of the text model begin in such a folder, and in a folder of its own.
+_PREFIXES = {
+  'model.language_model.': 'model.',
+  'language_model.model.': 'model.',
+  'language_model.lm_head.': 'lm_head.',
+  # Qwen2-VL and Qwen2.5-VL.
+  'model.layers.': 'model.layers.',
+  'model.embed_tokens.': 'model.embed_tokens.',
+  'model.norm.': 'model.norm.',
+  'lm_head.': 'lm_head.',
+}
+# model_type of a text model -> that of the family that computes the same, given text alone.
+_FAMILIES = {
+  'gemma3': 'gemma3_text',
+  'qwen2_vl': 'qwen2',
+  'qwen2_vl_text': 'qwen2',
+  'qwen2_5_vl': 'qwen2',
+  'qwen2_5_vl_text': 'qwen2',
+  'qwen3_vl_text': 'qwen3',
+}
+# Fields that a text_config may leave out, where its family alone asks for them.
+_DEFAULTS = {'gemma3_text': dict(vocab_size=262_208, num_attention_heads=8)}
+# Positions along time, height and width, which are equal in text: plain rotary embeddings.
+_SECTIONS = ('mrope_section', 'mrope_interleaved')
+_NOT_COPIED = ('.safetensors', '.py', '.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack')
+
+
+def text_config(raw: dict[str, Any]) -> dict[str, Any]:
+  """Returns the config.json of the text model, as a folder of its own would have it."""
+  nested = raw.get('text_config')
+  others = config_fields.other_parts(raw)
+  text = dict(nested) if isinstance(nested, dict) else {k: v for k, v in raw.items() if k not in others}
+  kind = text.get('model_type') or raw.get('model_type')
+  text['model_type'] = _FAMILIES.get(kind, kind)
+  # transformers ties by the field of the folder, where it has one.
+  if 'tie_word_embeddings' in raw:
+    text['tie_word_embeddings'] = raw['tie_word_embeddings']
+  for name in ('rope_scaling', 'rope_parameters'):
+    if isinstance(text.get(name), dict):
+      text[name] = _plain_rope(text[name])
+  return {**_DEFAULTS.get(text['model_type'], {}), **text}
+
+
+def _plain_rope(block: dict[str, Any]) -> dict[str, Any] | None:
+  kept = {k: v for k, v in block.items() if k not in _SECTIONS}
+  for key in ('type', 'rope_type'):
+    if kept.get(key) == 'mrope':
+      kept[key] = 'default'
+  return kept
+
+
+def text_name(name: str) -> str | None:
+  """Returns the name that a tensor of the text model has in a folder of its own; None for other tensors."""
+  for theirs, ours in _PREFIXES.items():
+    if name.startswith(theirs):
+      return ours + name.removeprefix(theirs)
+  return None
+
+
+def text_tensors(found: dict[str, tuple]) -> dict[str, tuple]:
+  """Returns those tensors of a folder, {name: (file, slice)}, that are of the text model, by their own names."""
+  return {own: place for name, place in found.items() if (own := text_name(name)) is not None}
+
+
+class Origin:
+  """A multimodal folder that an export of its text model takes the other parts from; closes its files as a context.
+
+  Attributes:
+    config: its config.json.
+  """
+
+  def __init__(self, folder: model_folder.Path):
+    self._folder = folder
+    self.config = object_store.read_json(folder / 'config.json')
+    self._stack = contextlib.ExitStack()
+    files, _ = model_folder.weight_files(folder)
+    self._found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
+    self._names = {text_name(name): name for name in self._found}
+
+  def __enter__(self) -> Origin:
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self._stack.close()
+
+  def name(self, text: str) -> str:
+    """Returns the name of a tensor of the text model in this folder; 'lm_head.weight' need not be in it."""
+    if text in self._names:
+      return self._names[text]
+    raise InputError(f'{self._folder}: has no tensor for {text}, so no export fits it; bring back the folder')
+
+  def write_others(self, staged: Any) -> dict[str, str]:
+    """Writes the tensors that are not of the text model to a file of `staged`; returns {name: file}."""
+    others = {name: tensor for name, tensor in self._found.items() if text_name(name) is None}
+    with open(staged / OTHERS, 'wb') as file:
+      file.write(safetensors_file.header({k: (t.dtype, t.shape, t.size) for k, t in others.items()}))
+      for tensor in others.values():
+        for piece in tensor.pieces():
+          file.write(piece)
+    return dict.fromkeys(others, OTHERS)
+
+  def copy_files(self, staged: Any) -> None:
+    """Copies the files that an export does not write itself, such as those of the image processor."""
+    own = (model_folder.INDEX, seals.NAME, 'README.md')
+    for path in self._folder.iterdir():
+      target = staged / path.name
+      hidden = path.name.startswith('.')
+      if path.is_dir() or hidden or path.name in own or path.name.endswith(_NOT_COPIED) or target.exists():
+        continue
+      with path.open('rb') as a, target.open('wb') as b:
+        shutil.copyfileobj(a, b)

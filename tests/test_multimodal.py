@@ -1,0 +1,155 @@
+"""Text models of multimodal folders that transformers makes: read, trained, and exported among the other parts."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import safetensors.torch
+import tiny
+import torch
+import transformers
+
+import jaxpost
+from jaxpost.errors import InputError
+from jaxpost.formats import hf
+from jaxpost.models import model as model_lib
+from jaxpost.stage import sources
+
+TEXT = dict(
+  vocab_size=259,
+  hidden_size=24,
+  intermediate_size=20,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=6,
+  max_position_embeddings=512,
+)
+VISION = dict(hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+SECTIONS = dict(rope_type='default', mrope_section=[1, 1, 1])
+
+
+def gemma3():
+  text = TEXT | dict(query_pre_attn_scalar=6, sliding_window=8, layer_types=['sliding_attention', 'full_attention'])
+  config = transformers.Gemma3Config(
+    text_config=text, vision_config=VISION | dict(patch_size=14), mm_tokens_per_image=4, image_token_index=258
+  )
+  return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def qwen3_vl():
+  vision = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24, patch_size=4)
+  config = transformers.Qwen3VLConfig(
+    text_config=TEXT | dict(rope_parameters=SECTIONS | dict(rope_theta=5e5)),
+    vision_config=vision | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
+    tie_word_embeddings=True,
+    image_token_id=255,
+    video_token_id=256,
+    vision_start_token_id=257,
+    vision_end_token_id=258,
+  )
+  return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def mistral3():
+  config = transformers.Mistral3Config(
+    text_config=TEXT | dict(model_type='mistral', sliding_window=None),
+    vision_config=VISION | dict(model_type='pixtral', patch_size=14, head_dim=8),
+    image_token_index=258,
+  )
+  return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def qwen2_5_vl():
+  text = {k: v for k, v in TEXT.items() if k != 'head_dim'}
+  vision = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24, patch_size=14)
+  config = transformers.Qwen2_5_VLConfig(
+    text_config=text | dict(rope_parameters=SECTIONS | dict(rope_theta=1e4), use_sliding_window=False),
+    vision_config=vision | dict(fullatt_block_indexes=[0], window_size=28),
+    tie_word_embeddings=False,
+    image_token_id=255,
+    video_token_id=256,
+    vision_start_token_id=257,
+    vision_end_token_id=258,
+  )
+  return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+MAKERS = {f.__name__: f for f in (gemma3, qwen3_vl, mistral3, qwen2_5_vl)}
+IDS = np.random.RandomState(0).randint(0, 250, (2, 13))
+
+
+@pytest.fixture(scope='module', params=MAKERS)
+def made(request, tmp_path_factory):
+  """(folder, logits [2, 13, V]) of a random multimodal model, whose text parameters are all other than at the start."""
+  torch.manual_seed(0)
+  model = MAKERS[request.param]().eval()
+  with torch.no_grad():
+    for p in model.parameters():
+      p.add_(torch.randn_like(p) * 0.05)
+  folder = tmp_path_factory.mktemp(request.param) / 'model'
+  model.save_pretrained(folder)
+  (folder / 'preprocessor_config.json').write_text('{"size": 28}')
+  return folder, logits(model)
+
+
+def logits(model):
+  with torch.no_grad():
+    return model(input_ids=torch.tensor(IDS), attention_mask=torch.ones(IDS.shape, dtype=torch.long)).logits.numpy()
+
+
+def config_of(folder):
+  """Two steps of SFT that end in an export."""
+  over = dict(model=dict(text_only=True, tokenizer='bytes'), train=dict(steps=2), save=dict(export=True))
+  return tiny.merged(tiny.run_config(str(folder)), over)
+
+
+def test_logits(made):
+  folder, wanted = made
+  config = hf.read_config(folder, text_only=True)
+  model = model_lib.build(config)
+  params = hf.load_params(folder, model, model.shardings(tiny.one_device()), np.float32)
+  found = np.asarray(tiny.logits(model, params, IDS))[..., : wanted.shape[-1]]
+  assert np.abs(found - wanted).max() <= 3e-5 * np.abs(wanted).max()
+
+
+def test_a_multimodal_folder_is_refused_without_the_option(made):
+  """The message names the part and the field to set."""
+  with pytest.raises(InputError, match='vision_config of .* set config.model.text_only=True'):
+    sources.find(str(made[0]), 'config.model.path', {})
+
+
+@pytest.mark.long
+def test_an_export_is_the_folder_with_another_text_model(made, tmp_path):
+  """transformers loads it as the multimodal model, of which only the text model has changed."""
+  folder, before = made
+  jaxpost.run(config_of(folder), tmp_path / 'run')
+  (export,) = (tmp_path / 'run').glob('**/model.safetensors.index.json')
+  export = export.parent
+  old, new = tensors(folder), tensors(export)
+  assert old.keys() == new.keys()
+  changed = {name for name in old if not torch.equal(old[name], new[name])}
+  assert changed and all('visual' not in n and 'vision' not in n and 'projector' not in n for n in changed)
+  assert all('layers' in n or 'norm' in n or 'embed' in n or 'lm_head' in n for n in changed)
+  assert (export / 'config.json').read_text() and json.loads((export / 'config.json').read_text()) == json.loads(
+    (folder / 'config.json').read_text()
+  )
+  assert (export / 'preprocessor_config.json').read_text() == '{"size": 28}'
+  kind = getattr(transformers, json.loads((export / 'config.json').read_text())['architectures'][0])
+  model, info = kind.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+  assert not info['missing_keys'] and not info['unexpected_keys'] and not info['mismatched_keys']
+  after = logits(model.eval())
+  assert np.abs(after - before).max() > 1e-3
+  # What it computes is what was trained: the export, read again as a text model.
+  config = hf.read_config(export, text_only=True)
+  ours = model_lib.build(config)
+  params = hf.load_params(export, ours, ours.shardings(tiny.one_device()), np.float32)
+  found = np.asarray(tiny.logits(ours, params, IDS))[..., : after.shape[-1]]
+  assert np.abs(found - after).max() <= 3e-5 * np.abs(after).max()
+
+
+def tensors(folder):
+  return {
+    k: v for path in pathlib.Path(folder).glob('*.safetensors') for k, v in safetensors.torch.load_file(path).items()
+  }
