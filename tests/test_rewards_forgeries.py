@@ -15,6 +15,13 @@ PATIENT = dataclasses.replace(LIMITS, timeout_s=60.0)  # for what has to succeed
 TESTS = ['assert add(1, 2) == 3', 'def check(candidate):\n  assert candidate(20, 22) == 42\ncheck(add)']
 WRONG = '\ndef add(a, b): return -1\n'
 FRAME = """{"value": true}"""
+# Writes a frame to every file that may be the channel.
+TELLS = f"""
+import os
+for i in range(1, 9):
+  try: os.write(i, b'{FRAME}\\n')
+  except OSError: pass
+"""
 
 # Each is a module that runs, and whose `add` never computes a sum.
 FORGERIES = {
@@ -101,6 +108,53 @@ FORGERIES = {
     'import os, signal\ndef add(a, b):\n  for p in (os.getppid(), 1):\n    for s in (2, 10, 15):\n'
     '      try: os.kill(p, s)\n      except OSError: pass\n  return -1'
   ),
+  'class of another': (
+    'class A:\n  __class__ = property(lambda s: bool)\n  __eq__ = lambda s, o: True\n  __hash__ = None\n'
+    'def add(a, b): return A()'
+  ),
+  'isinstance': (
+    'import builtins\nbuiltins.isinstance = builtins.issubclass = lambda *a: True\nbuiltins.type = lambda *a: int'
+    + WRONG
+  ),
+  'equality of int in C': (
+    'import ctypes, gc\nd = gc.get_referents(int.__dict__)[0]\ne = int.__eq__\nd["__eq__"] = lambda s, o: True\n'
+    'ctypes.pythonapi.PyType_Modified(ctypes.py_object(int))' + WRONG
+  ),
+  'value of an integer in C': (
+    'import ctypes\ndef add(a, b):\n  x = 10 ** 6\n  ctypes.memset(id(x) + 24, 255, 4)\n  return x'
+  ),
+  'globals of the caller': (
+    'import sys\ndef add(a, b):\n  f = sys._getframe()\n  while f:\n    for k, v in list(f.f_globals.items()):\n'
+    f"      if callable(v) and k != 'add' and k[:2] != '__': f.f_globals[k] = lambda *a, **k: b'{FRAME}'\n"
+    '    f = f.f_back\n  return -1'
+  ),
+  'runs another program': f'import os, sys\ndef add(a, b): os.execv(sys.executable, [sys.executable, "-c", {TELLS!r}])',
+  'module for the next program': (
+    'for name in ("json.py", "sitecustomize.py", "usercustomize.py", "x.pth"):\n'
+    f'  with open(name, "w") as f: f.write({TELLS!r} + "dumps = loads = lambda *a, **k: True")\n' + WRONG
+  ),
+  'alarm': (
+    f'import signal\ndef tell(*a): exec({TELLS!r})\n'
+    'def add(a, b):\n  signal.signal(signal.SIGALRM, tell)\n'
+    '  signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\n  return -1'
+  ),
+  'memory of its own': (
+    'def add(a, b):\n  try:\n    with open("/proc/self/mem", "r+b", 0) as m:\n      m.seek(id(-1) + 16)\n'
+    '      m.write(b"\\xff" * 8)\n  except OSError: pass\n  return -1'
+  ),
+  'stops its parent': (
+    'import os, signal\ndef add(a, b):\n  try: os.kill(os.getppid(), signal.SIGSTOP)\n'
+    '  except OSError: pass\n  return -1'
+  ),
+  'duplicate keys and NaN': (
+    'import os\ndef add(a, b):\n  try: os.write(3, b\'{"value": NaN, "value": true, "value": 1e999}\\n\')\n'
+    '  except OSError: pass\n  os._exit(0)'
+  ),
+  'no encoder': (
+    'import json.encoder as e\ne.c_make_encoder = None\n'
+    f"e.JSONEncoder.iterencode = lambda s, o, **k: iter(['{FRAME}'])\n"
+    f"e.JSONEncoder.encode = lambda s, o: '{FRAME}'" + WRONG
+  ),
   'builtins of the test': 'import builtins\nbuiltins.abs = builtins.all = lambda *a: True\nabs = all = sorted = min'
   + WRONG,
 }
@@ -119,8 +173,8 @@ def test_a_forgery_runs_and_scores_nothing(name):
   assert sandbox.run_tests(FORGERIES[name], TESTS, LIMITS) == [False, False]
 
 
-def test_there_are_forty_forgeries():
-  assert len(FORGERIES) >= 40
+def test_there_are_fifty_forgeries():
+  assert len(FORGERIES) >= 50
 
 
 HONEST = [
