@@ -7,6 +7,7 @@
 runs the tests of each row, prints a table, and writes docs/reliability.md. The tests are those that CI runs; a larger
 size runs more of them, repeats those that draw at random, and soaks and loads for longer. A test counts as one case
 unless it reports more with `record_property('cases', count)`. `--rows=R8,R13` runs only those rows and writes nothing.
+SIGTERM, SIGINT or SIGHUP ends it with all of its processes, and prints what was measured until then.
 """
 
 import argparse
@@ -14,18 +15,21 @@ import collections
 import dataclasses
 import datetime
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import time
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 SIZES = ('ci', 'hour', 'night')
+RUNS = 'JAXPOST_SCORECARD' in os.environ  # this is a run of the scorecard, which makes more cases than the tests do
 SIZE = SIZES.index(os.environ.get('JAXPOST_SCORECARD', 'ci'))
 ROUNDS = (1, 6, 30)[SIZE]  # of tests that draw at random
-REQUESTS = (3_000, 30_000, 100_000)[SIZE]  # to the server
+REQUESTS = (3_000, 100_000, 100_000)[SIZE]  # to the server
 SOAK_S = (40, 900, 6 * 3600)[SIZE]
 
 
@@ -48,14 +52,15 @@ class Row:
 ROWS = (
   Row(
     'R1',
-    '`kill -9` in steps, saves, the start of a save and a removal; the run is resumed and compared bit for bit',
+    '`kill -9` in steps, saves, evaluation, export and start of SFT, DPO, distillation, reward models, GRPO, PPO, GKD,'
+    ' an environment, a lag of one step and two processes; the run is resumed and compared bit for bit',
     'kills',
     (
+      'test_kills.py',
       'test_resume.py::test_killed_at_any_moment',
       'test_checkpoint.py::test_kill_inside_a_write',
       'test_checkpoint.py::test_kill_between_commit_and_seal_and_inside_a_removal',
     ),
-    lacks='evaluation and export; DPO, KD, RM, PPO and GKD; an environment; two processes',
   ),
   Row(
     'R2',
@@ -141,10 +146,9 @@ ROWS = (
   ),
   Row(
     'R11',
-    'A full disk: an error at the next step, and the last checkpoint stays',
+    'A disk that is full, over its quota, read-only or slow: one line at the next save, the same run afterwards',
     'tests',
-    ('test_checkpoint.py::test_disk_full',),
-    lacks='a read-only disk, a quota, a slow disk',
+    ('test_checkpoint.py::test_disk_full', 'test_bad_input.py::test_a_disk_that_is_full', 'test_disks.py'),
   ),
   Row('R12', 'GRPO with an environment and evaluation: memory, open files and threads stay as they are', 'soak', ()),
   Row(
@@ -157,13 +161,15 @@ ROWS = (
 
 
 class Collector:
-  """A pytest plugin that counts the cases of each row."""
+  """A pytest plugin that counts the cases of each row, and writes the counts to a file after each test."""
 
-  def __init__(self, chosen):
+  def __init__(self, chosen, file=None):
     self.chosen = chosen  # {row number: beginnings of node ids}
+    self.file = file
     self.rows = collections.defaultdict(list)  # node id -> numbers of its rows
     self.counts = {number: collections.Counter() for number in chosen}
     self.failed = []
+    self.soaked = ''
 
   def pytest_collection_modifyitems(self, items):
     for item in items:
@@ -171,9 +177,15 @@ class Collector:
       for number, starts in self.chosen.items():
         if name.startswith(starts):
           self.rows[item.nodeid].append(number)
+          self.counts[number]['waiting'] += 1
     items[:] = [item for item in items if item.nodeid in self.rows]
+    self.write()
 
   def pytest_runtest_logreport(self, report):
+    if report.when == 'teardown':
+      for number in self.rows[report.nodeid]:
+        self.counts[number]['waiting'] -= 1
+      self.write()
     if report.when != 'call' and report.outcome == 'passed':
       return
     cases = int(dict(report.user_properties).get('cases', 1))
@@ -182,6 +194,14 @@ class Collector:
       self.counts[number]['seconds'] += report.duration
     if report.outcome == 'failed':
       self.failed.append(report.nodeid)
+    self.write()
+
+  def write(self, soaked=''):
+    self.soaked = soaked or self.soaked
+    if self.file:
+      draft = self.file.with_suffix('.draft')
+      draft.write_text(json.dumps([self.counts, self.failed, self.soaked]))
+      draft.replace(self.file)
 
 
 def chosen(rows):
@@ -196,8 +216,11 @@ def is_there(test):
   return path.exists() and f'def {name.partition("[")[0]}' in path.read_text('utf-8')
 
 
-def soak(folder):
-  """What a run of GRPO with an environment and evaluation holds after a third of its time and at the end, as text."""
+def soak(folder, note):
+  """What a run of GRPO with an environment and evaluation holds after a third of its time and at the end, as text.
+
+  note: gets the same for the time until now, every ten seconds.
+  """
   sys.path.insert(0, str(CLONE / 'tests'))
   import episodes
   import tiny
@@ -223,11 +246,17 @@ def soak(folder):
         start = time.monotonic()  # All programs are compiled.
       if start:
         samples.append((time.monotonic() - start, *_held(run.pid), len(rows.read_text('utf-8').splitlines())))
+        if len(samples) % 10 == 0:
+          note(_soaked(samples))
     run.terminate()
     run.communicate(timeout=120)
     assert run.returncode == 42, run.returncode
   finally:
     run.kill()
+  return _soaked(samples)
+
+
+def _soaked(samples):
   third, last = samples[len(samples) // 3], samples[-1]
   seconds = last[0] - third[0]
   return (
@@ -247,8 +276,9 @@ def line(row, count, soaked):
   """The row as a line of Markdown."""
   if row.number == 'R12':
     return f'| R12 | {row.what} | {soaked} | |'
-  passed, failed, skipped = count['passed'], count['failed'], count['skipped']
+  passed, failed, skipped, waiting = (count.get(name, 0) for name in ('passed', 'failed', 'skipped', 'waiting'))
   text = f'{passed:,} of {passed + failed:,} {row.unit}' + (f', {skipped} skipped' if skipped else '')
+  text += f'; {waiting} tests were not run' if waiting else ''
   lacks = [row.lacks] * bool(row.lacks) + ['further tests, which size `hour` runs'] * bool(row.more and not SIZE)
   return f'| {row.number} | {row.what} | {text} | {"; ".join(lacks)} |'
 
@@ -278,35 +308,70 @@ The sandbox and the server are described in [Security](security.md), resuming in
 """
 
 
+def measure(rows, file):
+  """Runs the tests of these rows in this process, and keeps the file up to date."""
+  import tempfile
+
+  import pytest
+
+  plugin = Collector(chosen(rows), file)
+  files = sorted({str(CLONE / 'tests' / x.partition('::')[0]) for starts in plugin.chosen.values() for x in starts})
+  if files:
+    pytest.main(['-q', '-n', '0', '--long', '-p', 'no:cacheprovider', f'--rootdir={CLONE}', *files], plugins=[plugin])
+  if any(row.number == 'R12' for row in rows):
+    with tempfile.TemporaryDirectory() as folder:
+      plugin.write(soak(pathlib.Path(folder), plugin.write))
+
+
+def watch(command, environment):
+  """Waits for a process, and ends all that is below this one when it has ended or this one gets a signal.
+
+  Returns its exit code, or 128 and the number of the signal.
+  """
+  from jaxpost.workers import namespaces, supervisor
+
+  came = []
+  for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+    signal.signal(number, lambda number, frame: came.append(number))
+  namespaces.become_subreaper()
+  process = subprocess.Popen(command, cwd=CLONE, env=environment, start_new_session=True)
+  while process.poll() is None and not came:
+    time.sleep(0.1)
+  supervisor.end_all()
+  return 128 + came[0] if came else process.returncode
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--size', choices=SIZES, default='ci')
   parser.add_argument('--rows', default='', help='numbers, by commas; all if empty')
+  parser.add_argument('--file', help=argparse.SUPPRESS)  # of the counts: the process that runs the tests
   options = parser.parse_args()
+  rows = [row for row in ROWS if not options.rows or row.number in options.rows.split(',')]
+  if options.file:
+    return measure(rows, pathlib.Path(options.file))
   if SIZES[SIZE] != options.size:
     os.environ['JAXPOST_SCORECARD'] = options.size
     os.execv(sys.executable, [sys.executable, '-m', 'tests.scorecard', *sys.argv[1:]])
   import tempfile
 
-  import pytest
-
   begin = time.monotonic()
-  rows = [row for row in ROWS if not options.rows or row.number in options.rows.split(',')]
-  plugin = Collector(chosen(rows))
-  files = sorted({str(CLONE / 'tests' / x.partition('::')[0]) for starts in plugin.chosen.values() for x in starts})
-  os.environ['PYTHONPATH'] = os.pathsep.join([str(CLONE), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
-  if files:
-    pytest.main(['-q', '-n', '0', '--long', '-p', 'no:cacheprovider', f'--rootdir={CLONE}', *files], plugins=[plugin])
-  soaked = ''
-  if any(row.number == 'R12' for row in rows):
-    with tempfile.TemporaryDirectory() as folder:
-      soaked = soak(pathlib.Path(folder))
-  lines = [line(row, plugin.counts[row.number], soaked) for row in rows]
+  path = os.pathsep.join([str(CLONE), os.environ.get('PYTHONPATH', '')]).rstrip(os.pathsep)
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder) / 'counts.json'
+    command = [sys.executable, '-m', 'tests.scorecard', *sys.argv[1:], f'--file={file}']
+    code = watch(command, {**os.environ, 'PYTHONPATH': path, 'JAXPOST_SCORECARD': options.size})
+    counts, failed, soaked = json.loads(file.read_text()) if file.exists() else ({}, [], '')
+  lines = [line(row, counts.get(row.number, {}), soaked) for row in rows]
   print('\n'.join(lines))
-  print({number: round(count['seconds']) for number, count in plugin.counts.items()})
+  print({number: round(count.get('seconds', 0)) for number, count in counts.items()})
+  print('\n'.join(f'failed: {name}' for name in failed))
+  if code:
+    print(f'ended early ({code}) after {time.monotonic() - begin:.0f} s; docs/reliability.md is not written')
+    sys.exit(code)
   if not options.rows:
-    (CLONE / 'docs' / 'reliability.md').write_text(page(lines, plugin.failed, time.monotonic() - begin), 'utf-8')
-  sys.exit(bool(plugin.failed))
+    (CLONE / 'docs' / 'reliability.md').write_text(page(lines, failed, time.monotonic() - begin), 'utf-8')
+  sys.exit(bool(failed))
 
 
 if __name__ == '__main__':

@@ -1,6 +1,12 @@
 """The scorecard names tests that are there."""
 
+import os
+import pathlib
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import scorecard
@@ -33,3 +39,51 @@ def test_cases_are_counted_by_row():
     plugin.pytest_runtest_logreport(report)
   assert plugin.counts['R1'] == plugin.counts['R2'] == {'passed': 7, 'failed': 7, 'seconds': 2.0}
   assert plugin.failed == [Report.nodeid]
+
+
+TESTS = """
+import os, pathlib, time
+
+def test_quick(record_property):
+  record_property('cases', 3)
+
+def test_slow():
+  if not os.fork():
+    os.setsid()
+    while True:
+      pathlib.Path(os.environ['ALIVE']).touch()
+      time.sleep(0.01)
+  time.sleep(600)
+"""
+
+
+def test_a_signal_ends_it_with_all_processes_and_prints_what_was_measured(tmp_path):
+  """Also a process that a test has started in a session of its own."""
+  (tmp_path / 'tests').mkdir()
+  (tmp_path / 'tests' / '__init__.py').touch()
+  (tmp_path / 'tests' / 'test_x.py').write_text(TESTS)
+  rows = "ROWS = (Row('R1', 'a', 'cases', ('test_x.py',)),)"
+  source = pathlib.Path(scorecard.__file__).read_text('utf-8')
+  begin, end = source.index('ROWS = ('), source.index('class Collector')
+  (tmp_path / 'tests' / 'scorecard.py').write_text(f'{source[:begin]}{rows}\n\n\n{source[end:]}')
+  (tmp_path / 'tests' / 'conftest.py').write_text(
+    "def pytest_addoption(parser): parser.addoption('--long', action='store_true')"
+  )
+  alive = tmp_path / 'alive'
+  process = subprocess.Popen(
+    [sys.executable, '-m', 'tests.scorecard'],
+    cwd=tmp_path,
+    text=True,
+    env=os.environ | {'ALIVE': str(alive), 'PYTHONPATH': f'{tmp_path}:{scorecard.CLONE}'},
+    stdout=subprocess.PIPE,
+  )
+  while not alive.exists():
+    assert process.poll() is None
+    time.sleep(0.05)
+  process.terminate()
+  said, _ = process.communicate(timeout=120)
+  assert process.returncode == 128 + signal.SIGTERM
+  assert '| R1 | a | 3 of 3 cases; 1 tests were not run |' in said
+  alive.unlink()
+  time.sleep(0.3)
+  assert not alive.exists()

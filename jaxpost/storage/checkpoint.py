@@ -44,7 +44,9 @@ def _ignore(line: str) -> None:
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
   """False for errors of a save in the background, which Orbax logs with a traceback and `wait` raises."""
-  return not record.pathname.endswith('futures/future.py')
+  return not record.pathname.endswith(('futures/future.py', 'checkpointers/async_checkpointer.py')) or (
+    record.levelno < logging.ERROR
+  )
 
 
 class Checkpointer:
