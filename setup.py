@@ -59,7 +59,9 @@ EXTRAS = {
   'docs': ['furo>=2025.9', 'myst-nb>=1.4', 'sphinx>=8.2'],  # the site
   'gcs': ['gcsfs>=2024.6'],  # gs:// folders
   's3': ['s3fs>=2024.6'],  # s3:// folders
-  'wandb': ['wandb>=0.19'],
+  'wandb': ['wandb>=0.19,<1'],
+  'trackio': ['trackio>=0.20,<1'],
+  'mlflow': ['mlflow>=3.0,<4'],
   # For the tests that compare with it; peft needs torch.
   'parity': ['peft>=0.17', 'torch>=2.6'],
   'test': [

@@ -238,7 +238,7 @@ def _run_stages(
   with metrics.MetricsWriter(
     workdir,
     tensorboard=log.tensorboard,
-    wandb=wandb_options(log) if log.wandb else None,
+    trackers=functools.partial(_trackers, log) if log.trackers else None,
     primary=coordination.process_index() == 0,
     print_every=log.every,
     console=activity.console,
@@ -271,11 +271,12 @@ def _run_stages(
     return writer.alerts.warnings
 
 
-def wandb_options(log: schema.LogSection) -> dict[str, Any]:
-  """Returns the arguments of `wandb.init` that `config.log` has."""
-  options = dict(project=log.wandb_project or 'jaxpost', entity=log.wandb_entity, name=log.wandb_name)
-  options['tags'] = list(log.wandb_tags)
-  return {name: value for name, value in options.items() if value}
+def _trackers(log: schema.LogSection, workdir: epath.Path) -> Any:
+  """Starts the trackers of `config.log`."""
+  from jaxpost.monitor import trackers
+
+  names = ('trackers', 'project', 'entity', 'run_name', 'tags', 'offline')
+  return trackers.Trackers(trackers.Options(*(getattr(log, name) for name in names)), workdir)
 
 
 def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict | None, workdir: epath.Path) -> dict:

@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -168,25 +167,6 @@ def test_tensorboard_has_tags(tmp_path):
   (events,) = (tmp_path / 'tensorboard/sft').iterdir()
   data = events.read_bytes()
   assert b'sft/train/loss' in data and b'sft/train/kl' not in data
-
-
-def test_wandb_missing_and_present(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, 'wandb', None)
-  with pytest.raises(InputError, match='pip install wandb'):
-    make_writer(tmp_path, wandb={'project': 'jaxpost'})
-  calls = []
-  run = types.SimpleNamespace(
-    define_metric=lambda *a, **k: None, log=calls.append, finish=lambda: calls.append('finish')
-  )
-  fake = types.SimpleNamespace(init=lambda **k: calls.append(k) or run)
-  monkeypatch.setitem(sys.modules, 'wandb', fake)
-  for _ in range(2):
-    writer, _ = make_writer(tmp_path, wandb={'project': 'mine', 'tags': ('a',)})
-    with writer:
-      writer.start_stage('sft', 2)
-      writer.write(1, 'train', {'loss': 1.0})
-  assert calls[0]['project'] == 'mine' and calls[0] == calls[3]
-  assert calls[1:3] == [{'sft/train/loss': 1.0, 'sft/step': 1}, 'finish']
 
 
 def test_object_stores_get_whole_files(tmp_path):

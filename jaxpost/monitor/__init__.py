@@ -4,7 +4,7 @@
 `alerts` and `nonfinite` explain bad values, `host_health` compares hosts, `timeline` records
 when devices were busy, and `report` makes report.html. `rl/reward_metrics` computes the metrics of rewards.
 
-The only room that imports TensorBoard and wandb. Imports programs/, models/, hardware/,
+The only room that imports TensorBoard, wandb, trackio and MLflow. Imports programs/, models/, hardware/,
 distributed/ and storage/; the loop, stage/ and tools/ import it. Never here: what is
 computed in a step.
 """

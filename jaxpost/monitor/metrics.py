@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, wandb, console, warnings.
+"""Metrics of a run: metrics.jsonl, TensorBoard, trackers, console, warnings.
 
 One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key:
 number}; a number that is not finite is null and named in 'nonfinite'. Keys
@@ -15,7 +15,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,12 +202,12 @@ class MetricsWriter:
     workdir: epath.PathLike,
     *,
     tensorboard: bool = True,
-    wandb: Mapping[str, Any] | None = None,
+    trackers: Callable[[epath.Path], Any] | None = None,
     primary: bool = True,
     console: rich.console.Console | None = None,
     print_every: int = 10,
   ):
-    """`wandb` has the arguments of `wandb.init`, such as its project; None: nothing is sent there."""
+    """`trackers` starts those of the run, see `trackers.Trackers`; None: there are none."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
     # An object store cannot append: growing files are kept here and uploaded.
@@ -216,20 +216,13 @@ class MetricsWriter:
     self._primary, self._tensorboard = primary, tensorboard
     self.alerts, self._stage, self._noted = Alerts(), '', False
     self._said = set()
-    self._file = self._tb = self._wandb = None
+    self._file = self._tb = self._trackers = None
     if not primary:
       return
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._board = _Board(console or rich.console.Console(), print_every)
-    if wandb is not None:
-      try:
-        import wandb as client
-      except ImportError as e:
-        raise InputError('wandb is asked for and not installed: pip install wandb, or set wandb to False') from e
-      folder = object_store.resolved(self.workdir)
-      self._wandb = client.init(  # the same folder continues the same run
-        **wandb, dir=None if self._remote else folder, id=f'{zlib.crc32(folder.encode()):08x}', resume='allow'
-      )
+    if trackers is not None:
+      self._trackers = trackers(self.workdir)
 
   def __enter__(self):
     return self
@@ -290,8 +283,8 @@ class MetricsWriter:
         flush_secs=10,
         purge_step=resume_step + 1 if resume_step else 0,
       )
-    if self._wandb is not None:
-      self._wandb.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
+    if self._trackers is not None:
+      self._trackers.start_stage(stage)
 
   def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     """One row: to every sink, and in split 'train' under watch."""
@@ -310,8 +303,8 @@ class MetricsWriter:
     tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items() if math.isfinite(v)}
     for tag, value in tags.items() if self._tb is not None else ():
       self._tb.add_scalar(tag, value, step)
-    if self._wandb is not None:
-      self._wandb.log({**tags, f'{self._stage}/step': step})
+    if self._trackers is not None:
+      self._trackers.log(self._stage, step, tags)
     self._board.row(step, split, values)
     if split == 'train':
       for text in self.alerts.check(self._stage, step, values):
@@ -325,7 +318,10 @@ class MetricsWriter:
     """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
     if self._primary:
       text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n' for row in rows)
-      object_store.write_text(self.workdir / f'samples/{self._stage}/{step}.jsonl', text)
+      name = f'samples/{self._stage}/{step}.jsonl'
+      object_store.write_text(self.workdir / name, text)
+      if self._trackers is not None:
+        self._trackers.file(name)
 
   def flush(self) -> None:
     """Makes sure that the rows so far outlive this process and a loss of power."""
@@ -351,6 +347,6 @@ class MetricsWriter:
     if self._primary:
       self._board.close()
       self._close_stage()
-      if self._wandb is not None:
-        self._wandb.finish()
-      self._wandb = None
+      if self._trackers is not None:
+        self._trackers.finish()
+      self._trackers = None

@@ -238,11 +238,17 @@ class LogSection:
     0, 'Steps between files rollouts/*.npz, which train_on_rollouts of another run can read; 0: none.', lo=0
   )
   tensorboard: bool = option(True, 'Write metrics for TensorBoard.')
-  wandb: bool = option(False, 'Send metrics to Weights & Biases.')
-  wandb_project: str = option('', "Project there; '': jaxpost.")
-  wandb_entity: str = option('', "User or team there; '': your default.")
-  wandb_name: str = option('', "Name of the run there; '': chosen by wandb.")
-  wandb_tags: tuple = option((), 'Tags of the run there.', each=str)
+  trackers: tuple = option(
+    (),
+    'Trackers that get metrics, samples and report, as wandb,mlflow.',
+    each=str,
+    choices=('wandb', 'trackio', 'mlflow'),
+  )
+  project: str = option('', "Project, or experiment, in the trackers; '': jaxpost.")
+  entity: str = option('', "User or team in wandb; '': your default.")
+  run_name: str = option('', "Name of the run in the trackers; '': that of its folder, in wandb one that it chooses.")
+  tags: tuple = option((), 'Tags of the run in the trackers; in trackio the first is its group.', each=str)
+  offline: bool = option(False, 'Trackers keep the run on this machine: wandb/ and mlflow.db in WORKDIR.')
   watchdog_s: float = option(
     1800.0,
     'Seconds after which a step counts as stuck: all processes end with their stack traces, and the stuck '

@@ -20,7 +20,9 @@ _OPTIONAL = {
   'array_record': ('data', 'array_record files'),
   'math_verify': ('math', 'the reward math_verify'),
   'jsonschema': ('rewards', 'the reward json_schema'),
-  'wandb': ('wandb', 'config.log.wandb'),
+  'wandb': ('wandb', 'config.log.trackers=wandb'),
+  'trackio': ('trackio', 'config.log.trackers=trackio'),
+  'mlflow': ('mlflow', 'config.log.trackers=mlflow'),
 }
 _GIB = 2**30
 _FEW_FILES = 1024  # a run with many workers has more files open

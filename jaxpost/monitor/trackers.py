@@ -1,0 +1,174 @@
+"""Experiment trackers that get a run's metrics, samples and report: wandb, trackio, MLflow.
+
+Each is a package that is imported only where `config.log.trackers` names it. A tracker that fails
+in a run is left out from then on, with one warning: `metrics.jsonl` has all that it would get.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.storage import object_store
+
+
+class Options(NamedTuple):
+  """What `config.log` says of the trackers.
+
+  names: of TRACKERS. project, entity, run_name: '' for defaults. offline: nothing leaves this machine.
+  """
+
+  names: tuple[str, ...] = ()
+  project: str = ''
+  entity: str = ''
+  run_name: str = ''
+  tags: tuple[str, ...] = ()
+  offline: bool = False
+
+
+class Client(NamedTuple):
+  """A started tracker: log(values, step), define(stage), file(path of a file in the run folder), finish()."""
+
+  log: Callable[[dict[str, float], int], Any]
+  file: Callable[[str], Any]
+  finish: Callable[[], Any]
+  define: Callable[[str], Any] = str  # does nothing
+
+
+def _wandb(options: Options, folder: str) -> Client:
+  import wandb
+
+  run = wandb.init(  # the same folder continues the same run
+    project=options.project or 'jaxpost',
+    entity=options.entity or None,
+    name=options.run_name or None,
+    tags=list(options.tags) or None,
+    mode='offline' if options.offline else None,
+    dir=None if object_store.is_remote(folder) else folder,
+    id=f'{zlib.crc32(folder.encode()):08x}',
+    resume='allow',
+  )
+
+  def define(stage: str) -> None:
+    run.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
+
+  def log(values: dict[str, float], step: int) -> None:
+    run.log(values)
+
+  def file(path: str) -> None:
+    run.save(path, base_path=folder, policy='now')
+
+  return Client(log, file, run.finish, define)
+
+
+def _trackio(options: Options, folder: str) -> Client:
+  import trackio
+
+  if options.offline and (os.environ.get('TRACKIO_SPACE_ID') or os.environ.get('TRACKIO_SERVER_URL')):
+    raise InputError('config.log.offline: TRACKIO_SPACE_ID or TRACKIO_SERVER_URL would send metrics away; unset it')
+  name = options.run_name or os.path.basename(folder.rstrip('/'))
+  group = options.tags[0] if options.tags else None
+  trackio.init(project=options.project or 'jaxpost', name=name, group=group, resume='allow')
+
+  def log(values: dict[str, float], step: int) -> None:
+    trackio.log(values)
+
+  return Client(log, trackio.save, trackio.finish)
+
+
+def _mlflow(options: Options, folder: str) -> Client:
+  import mlflow
+
+  if options.offline:
+    mlflow.set_tracking_uri(f'sqlite:///{folder}/mlflow.db')
+  mlflow.set_experiment(options.project or 'jaxpost')
+  kept = epath.Path(folder) / 'mlflow_run.txt'  # the same folder continues the same run
+  run = mlflow.start_run(
+    run_id=kept.read_text() if kept.exists() else None,
+    run_name=options.run_name or os.path.basename(folder.rstrip('/')),
+    tags=dict.fromkeys(options.tags, 'true') or None,
+  )
+  object_store.write_text(kept, run.info.run_id)
+
+  def log(values: dict[str, float], step: int) -> None:
+    mlflow.log_metrics({key.replace('@', '_at_'): value for key, value in values.items()}, step=step)
+
+  def file(path: str) -> None:
+    mlflow.log_artifact(path, os.path.dirname(os.path.relpath(path, folder)) or None)
+
+  return Client(log, file, mlflow.end_run)
+
+
+TRACKERS: dict[str, Callable[[Options, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
+
+
+class Trackers:
+  """The trackers of a run. No failure of theirs ends it."""
+
+  def __init__(self, options: Options, workdir: epath.PathLike):
+    """Starts them; InputError if the package of one is not installed."""
+    self._folder = object_store.resolved(epath.Path(workdir))
+    self._clients: dict[str, Client] = {}
+    for name in options.names:
+      try:
+        self._clients[name] = TRACKERS[name](options, self._folder)
+      except ImportError as e:
+        raise InputError(f'config.log.trackers: {name} is not installed: pip install {name}, or leave it out') from e
+      except InputError:
+        raise
+      except BaseException as error:
+        _left_out(name, 'start', error)
+
+  def start_stage(self, stage: str) -> None:
+    """Says that the metrics of a stage have steps of their own."""
+    self._each('start of a stage', lambda client: client.define(stage))
+
+  def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
+    """Sends a row, {'STAGE/SPLIT/KEY': value}."""
+    self._each('metrics', lambda client: client.log({**values, f'{stage}/step': step}, step))
+
+  def file(self, name: str) -> None:
+    """Sends a file of the run folder; one in a bucket stays there."""
+    path = os.path.join(self._folder, name)
+    if os.path.isfile(path):
+      self._each(name, lambda client: client.file(path))
+
+  def finish(self) -> None:
+    """Sends the report as it is now, and ends them."""
+    self._each('the report', self._send_report)
+    self._each('the end', lambda client: client.finish())
+    self._clients = {}
+
+  def _send_report(self, client: Client) -> None:
+    from jaxpost.monitor import report
+
+    path = os.fspath(report.write_report(self._folder))
+    if os.path.isfile(path):
+      client.file(path)
+
+  def _each(self, what: str, call: Callable[[Client], Any]) -> None:
+    for name, client in list(self._clients.items()):
+      try:
+        call(client)
+      except BaseException as error:
+        _left_out(name, what, error)
+        del self._clients[name]
+
+
+def _left_out(name: str, what: str, error: BaseException) -> None:
+  """Warns of a failure, whatever it is: the errors of clients and their networks have no common type."""
+  if not isinstance(error, Exception):  # Ctrl-C, or the end of the process
+    raise error
+  logging.warning(
+    '%s failed at %s and is left out from here on (%s: %s); metrics.jsonl has everything',
+    name,
+    what,
+    type(error).__name__,
+    error,
+  )

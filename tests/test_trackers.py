@@ -1,0 +1,123 @@
+"""Trackers get rows, samples and the report; one that fails is left out and the run goes on."""
+
+import functools
+import logging
+import sys
+import types
+
+import pytest
+import rich.console
+
+from jaxpost.errors import InputError
+from jaxpost.monitor import metrics, trackers
+
+QUIET = rich.console.Console(quiet=True)
+
+
+class Fake(types.ModuleType):
+  """A package whose functions note their calls; those in `fails` raise."""
+
+  def __init__(self, name, fails=()):
+    super().__init__(name)
+    self.calls, self.fails = [], fails
+    self.info = types.SimpleNamespace(run_id='r1')
+
+  def __getattr__(self, name):
+    if name.startswith('__'):
+      raise AttributeError(name)
+
+    def call(*args, **options):
+      if name in self.fails:
+        raise ConnectionError('no route to host')
+      self.calls.append((name, args, options))
+      return self
+
+    return call
+
+  def of(self, name):
+    return [(args, options) for called, args, options in self.calls if called == name]
+
+
+def run(tmp_path, monkeypatch, *fakes, **options):
+  """A run of two stages on these packages; returns the fakes."""
+  for fake in fakes:
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+  given = trackers.Options(names=tuple(fake.__name__ for fake in fakes), **options)
+  start = functools.partial(trackers.Trackers, given)
+  with metrics.MetricsWriter(tmp_path / 'mine', tensorboard=False, trackers=start, console=QUIET) as writer:
+    for stage in ('sft', 'grpo'):
+      writer.start_stage(stage, 2)
+      writer.write(1, 'train', {'loss': 1.0, 'kl': float('nan')})
+      writer.write(2, 'eval', {'pass@1': 0.5})
+      writer.samples(2, [{'prompt': 'p', 'completion': 'c'}])
+  assert len(metrics.read_rows(tmp_path / 'mine/metrics.jsonl')) == 4  # whatever trackers do
+  return fakes
+
+
+def names(calls):
+  return [str(args[0]).rpartition('/')[2] for args, _ in calls]
+
+
+def test_wandb(tmp_path, monkeypatch):
+  (fake,) = run(tmp_path, monkeypatch, Fake('wandb'), project='p', tags=('a',), offline=True)
+  ((_, given),) = fake.of('init')
+  assert given['project'] == 'p' and given['tags'] == ['a'] and given['mode'] == 'offline'
+  assert [args[0] for args, _ in fake.of('log')][:2] == [
+    {'sft/train/loss': 1.0, 'sft/step': 1},
+    {'sft/eval/pass@1': 0.5, 'sft/step': 2},
+  ]
+  assert [args[0] for args, _ in fake.of('define_metric')] == ['sft/*', 'grpo/*']
+  assert names(fake.of('save')) == ['2.jsonl', '2.jsonl', 'report.html']
+  assert fake.calls[-1][0] == 'finish'
+  (again,) = run(tmp_path, monkeypatch, Fake('wandb'))  # the same folder, the same run
+  assert again.of('init')[0][1]['id'] == given['id'] and again.of('init')[0][1]['resume'] == 'allow'
+
+
+def test_trackio(tmp_path, monkeypatch):
+  (fake,) = run(tmp_path, monkeypatch, Fake('trackio'), tags=('night', 'b'))
+  assert fake.of('init')[0][1] == {'project': 'jaxpost', 'name': 'mine', 'group': 'night', 'resume': 'allow'}
+  assert fake.of('log')[0][0][0] == {'sft/train/loss': 1.0, 'sft/step': 1}
+  assert names(fake.of('save'))[-1] == 'report.html' and fake.calls[-1][0] == 'finish'
+  monkeypatch.setenv('TRACKIO_SPACE_ID', 'a/b')
+  with pytest.raises(InputError, match='offline.*TRACKIO_SPACE_ID'):
+    run(tmp_path, monkeypatch, Fake('trackio'), offline=True)
+
+
+def test_mlflow(tmp_path, monkeypatch):
+  (fake,) = run(tmp_path, monkeypatch, Fake('mlflow'), offline=True, run_name='first')
+  assert fake.of('set_tracking_uri')[0][0] == (f'sqlite:///{tmp_path}/mine/mlflow.db',)
+  assert fake.of('start_run')[0][1] == {'run_id': None, 'run_name': 'first', 'tags': None}
+  assert fake.of('log_metrics')[1] == (({'sft/eval/pass_at_1': 0.5, 'sft/step': 2},), {'step': 2})
+  assert [args[1] for args, _ in fake.of('log_artifact')] == ['samples/sft', 'samples/grpo', None]
+  (again,) = run(tmp_path, monkeypatch, Fake('mlflow'))
+  assert again.of('start_run')[0][1]['run_id'] == 'r1' and not again.of('set_tracking_uri')
+
+
+@pytest.mark.parametrize('fails', ['init', 'log', 'save', 'finish'])
+def test_a_failing_tracker_is_left_out(fails, tmp_path, monkeypatch, caplog):
+  with caplog.at_level(logging.WARNING):
+    bad, good = run(tmp_path, monkeypatch, Fake('wandb', (fails,)), Fake('mlflow'))
+  assert len(good.of('log_metrics')) == 4 and good.of('end_run')
+  (warning,) = [r.getMessage() for r in caplog.records]
+  assert warning.startswith('wandb failed at') and 'no route to host' in warning
+  assert len(bad.of('log')) == {'init': 0, 'log': 0, 'save': 2, 'finish': 4}[fails]
+
+
+@pytest.mark.parametrize('name', trackers.TRACKERS)
+def test_a_package_that_is_missing_is_said_before_the_run(name, tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, name, None)
+  with pytest.raises(InputError, match=f'pip install {name}'):
+    trackers.Trackers(trackers.Options(names=(name,)), tmp_path)
+
+
+def test_the_config_chooses(tmp_path, monkeypatch):
+  """One field, of a list; other names are refused."""
+  from jaxpost import stages
+  from jaxpost.stage import config
+
+  monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
+  (log,) = (c.log for c in config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values())
+  stages._trackers(log, tmp_path)
+  assert fake.of('set_experiment')[0][0] == ('p',)
+  with pytest.raises(InputError, match="did you mean 'mlflow'"):
+    config.parse({'log': {'trackers': ('mlfow',)}})
