@@ -21,11 +21,11 @@ class Platform(NamedTuple):
 
 
 PLATFORMS = {
-  'tpu': Platform('tpu.sh', ('bash',), ('tpu', 'zone', 'repo')),
+  'tpu': Platform('tpu.sh', ('bash',), ('tpu', 'zone', 'repo', 'revision')),
   'slurm': Platform('slurm.sh', ('sbatch',), ()),
   'gke': Platform('gke.yaml', ('kubectl', 'apply', '-f'), ('image',)),
   'skypilot': Platform('skypilot.yaml', ('sky', 'jobs', 'launch', '--yes'), ()),
-  'colab': Platform('colab.txt', (), ('repo',)),
+  'colab': Platform('colab.txt', (), ('repo', 'revision')),
 }
 _NAME = '[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?'
 # Values that templates insert without quotes, and what each may look like.
@@ -33,6 +33,7 @@ _PLAIN = {
   'name': _NAME,
   'tpu': _NAME,
   'zone': _NAME,
+  'revision': '[A-Za-z0-9][A-Za-z0-9._/-]*',
   'topology': '[0-9]+(x[0-9]+)*',
   'accelerator': '[A-Za-z0-9][A-Za-z0-9._:-]*',
   'image': '[A-Za-z0-9][A-Za-z0-9._:/@-]*',
@@ -46,6 +47,7 @@ GIVEN = (
   'tpu',
   'zone',
   'repo',
+  'revision',
   'image',
   'topology',
   'accelerator',

@@ -13,6 +13,7 @@ it. Every job resumes after a preemption (exit code 42) or a failure, and stops 
 (done), 2 (bad input), 3 (no usable checkpoint), 4 (diverged) and 5 (no room on the disk).
 """
 
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ flags.DEFINE_integer('devices', 0, 'Devices per host; 0: 8 GPUs or 4 TPU chips.'
 flags.DEFINE_string('tpu', '', 'Name of a running TPU slice.')
 flags.DEFINE_string('zone', '', 'Zone of the TPU slice.')
 flags.DEFINE_string('repo', '', 'Git URL of your clone.')
+flags.DEFINE_string('revision', '', 'Commit, tag or origin/BRANCH of --repo to run; "": the commit of this clone.')
 flags.DEFINE_string('image', '', 'Container image with jaxpost at /jaxpost.')
 flags.DEFINE_string('volume', '', 'Volume on GKE that all pods can write, as CLAIM:/MOUNT.')
 flags.DEFINE_string('topology', '', 'Topology of a TPU slice on GKE, as 2x2x4.')
@@ -46,6 +48,7 @@ def main(argv):
     raise InputError(f'name a platform: python -m launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
   given = {name: flags.FLAGS[name].value for name in render.GIVEN}
+  given['revision'] = given['revision'] or _commit()
   text = render.render(platform, words, given)
   command = render.PLATFORMS[platform].command
   print(text, end='', flush=True)
@@ -55,6 +58,15 @@ def main(argv):
     file.write(text)
     file.flush()
     sys.exit(subprocess.call([*command, file.name]))
+
+
+def _commit() -> str:
+  """Returns the commit of the clone that this file is in; '' where it is installed."""
+  clone = pathlib.Path(__file__).resolve().parents[1]
+  if not (clone / '.git').exists():
+    return ''
+  done = subprocess.run(['git', '-C', str(clone), 'rev-parse', 'HEAD'], capture_output=True, text=True)
+  return done.stdout.strip()
 
 
 if __name__ == '__main__':

@@ -28,6 +28,7 @@ GIVEN = dict(
   tpu='',
   zone='',
   repo='',
+  revision='1234abc',
   image='',
   topology='',
   accelerator='',
@@ -176,7 +177,7 @@ def test_profile_and_cache():
 
 DOUBLES = {
   'gcloud': 'for last; do :; done\nexec bash -c "${last#--command=}"',
-  'git': 'mkdir -p jaxpost/.venv/bin\ncp fake jaxpost/.venv/bin/python\ncp fake jaxpost/.venv/bin/pip',
+  'git': '[ "$1" = clone ] || exit 0\nmkdir -p jaxpost/.venv/bin\ncp fake jaxpost/.venv/bin/python\ncp fake jaxpost/.venv/bin/pip',
   'srun': 'shift\nexec "$@"',
   'scontrol': 'echo "scontrol $*"',
   'sleep': '',
@@ -248,12 +249,26 @@ def test_dry_run_prints_and_runs_nothing():
     (['lsf'], 'name a platform'),
     (['slurm', '--', '--config=x'], '--workdir=... after --'),
     (['tpu', '--tpu=a', '--', *WORDS], 'tpu needs --zone, --repo'),
+    (['colab', '--repo=x', '--revision=-f', '--', *WORDS], "--revision: '-f' is not of the form"),
   ],
 )
 def test_bad_input_is_one_line(arguments, words):
   done = submit('--dry_run', *arguments)
   assert done.returncode == 2 and words in done.stderr
   assert 'Traceback' not in done.stderr
+
+
+def test_what_is_cloned_is_pinned(tmp_path):
+  """To the commit of this clone, unless another is named."""
+  head = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=CLONE, text=True, capture_output=True).stdout.strip()
+  for arguments, revision in (([], head), (['--revision=v1.0'], 'v1.0')):
+    done = submit('colab', '--dry_run', '--repo=https://host/you.git', *arguments, '--', *WORDS)
+    assert f'git checkout --quiet --detach {revision}\n' in done.stdout, done.stderr
+  with pytest.raises(InputError, match='tpu needs --revision'):
+    job('tpu', revision='')
+  for template in render.TEMPLATES.iterdir():
+    text = template.read_text()
+    assert text.count('git clone') == text.count('git checkout')
 
 
 def test_what_is_missing_is_said():

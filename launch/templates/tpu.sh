@@ -11,8 +11,10 @@ everywhere() {
 # jax 0.10.2 is the last for Python 3.11; any of 3.11 to 3.13 will do.
 everywhere '
   set -e
-  [ -d jaxpost ] || git clone --depth=1 {{ repo | q }} jaxpost
+  [ -d jaxpost ] || git clone {{ repo | q }} jaxpost
   cd jaxpost
+  git fetch --quiet origin
+  git checkout --quiet --detach {{ revision | q }}
   [ -x .venv/bin/pip ] || python3 -m venv .venv
   .venv/bin/pip install --quiet -e ".[tpu]"
 '
