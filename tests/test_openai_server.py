@@ -235,6 +235,11 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(prompt='a', logit_bias={'5': 1}), 400, 'logit_bias: is not supported'),
     ('chat/completions', dict(messages=HELLO, response_format={'type': 'json_object'}), 400, 'response_format'),
     ('chat/completions', dict(messages=HELLO, presence_penalty=0.5), 400, 'presence_penalty'),
+    ('completions', dict(prompt='a', max_tokens=-1), 400, 'max_tokens: -1 is less than 1'),
+    ('completions', dict(prompt=['a'] * 1025, max_tokens=1), 400, 'prompt: 1025 prompts are more than 1024'),
+    ('completions', dict(prompt='a', stream='yes'), 400, "stream: 'yes' is no bool"),
+    ('completions', dict(prompt='a', stream=True, stream_options=7), 400, 'stream_options: 7 is no dict'),
+    ('chat/completions', dict(messages=[*HELLO, {'role': 'assistant', 'tool_calls': 7}]), 400, 'tool_calls: is a int'),
   ],
 )
 def test_what_cannot_be_asked(server, path, body, code, words):
@@ -288,6 +293,12 @@ def test_a_broken_request_gets_an_error_of_the_api(server, data, code):
   head, _, body = raw(server, data).partition(b'\r\n\r\n')
   assert int(head.split()[1]) == code and b'application/json' in head
   assert json.loads(body)['error']['message']
+
+
+def test_an_answer_to_head_has_no_body(server, caplog):
+  head, _, body = raw(server, b'HEAD /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n').partition(b'\r\n\r\n')
+  assert head.split()[1] == b'501' and not body
+  assert not caplog.records
 
 
 def test_half_a_request_is_not_waited_for(server, monkeypatch):

@@ -172,6 +172,7 @@ class _Connection:
     writer.transport.set_write_buffer_limits(0)  # `drain` waits until all is written.
     self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
     self._held = 0
+    self._bodiless = False  # the request may be answered by headers alone
 
   async def serve(self) -> None:
     """Answers requests until either side ends the connection."""
@@ -213,6 +214,7 @@ class _Connection:
     event = await self._next()
     if isinstance(event, h11.ConnectionClosed):
       return None
+    self._bodiless = event.method == b'HEAD'
     headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
     call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers)
     self._hold(_size(call))
@@ -270,7 +272,8 @@ class _Connection:
       headers.append(('Connection', 'close'))
     reason = http.HTTPStatus(reply.status).phrase
     self._write(h11.Response(status_code=reply.status, headers=headers, reason=reason))
-    self._write(h11.Data(data=data))
+    if not self._bodiless:
+      self._write(h11.Data(data=data))
     self._write(h11.EndOfMessage())
     async with asyncio.timeout(PATIENCE_S):
       await self._writer.drain()

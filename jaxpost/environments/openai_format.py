@@ -87,6 +87,8 @@ class Translator:
     default = max(1, self._room - length)
     # `max_tokens` is the older name of `max_completion_tokens`.
     max_tokens = number(body, 'max_completion_tokens', int, number(body, 'max_tokens', int, default))
+    if max_tokens < 1:
+      raise InputError(f'max_tokens: {max_tokens} is less than 1')
     stop = body.get('stop') or ()
     if not isinstance(stop, (str, list, tuple)):
       raise InputError(f'stop: {stop!r} is no text or list of texts')
@@ -170,6 +172,9 @@ def check_supported(body: dict) -> None:
   for name, harmless in _UNSUPPORTED.items():
     if body.get(name) is not None and body[name] not in harmless:
       raise InputError(f'{name}: is not supported here; leave it out')
+  for name, kind in (('stream', bool), ('stream_options', dict)):
+    if not isinstance(body.get(name), (kind, type(None))):
+      raise InputError(f'{name}: {messages_lib.shown(body[name])} is no {kind.__name__}')
 
 
 def number(body: dict, name: str, kind: type, default: Any) -> Any:

@@ -341,6 +341,8 @@ class Endpoint:
     """
     contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
     number = next(self._numbers)
+    if len(contexts) > _MAX_ANSWERS:
+      raise InputError(f'prompt: {len(contexts)} prompts are more than {_MAX_ANSWERS}')
     if not 1 <= count <= _MAX_ANSWERS // len(contexts):
       raise InputError(f'n: {count} is not between 1 and {_MAX_ANSWERS // len(contexts)}, for {len(contexts)} prompts')
     return [
