@@ -177,7 +177,10 @@ def test_profile_and_cache():
 
 DOUBLES = {
   'gcloud': 'for last; do :; done\nexec bash -c "${last#--command=}"',
-  'git': '[ "$1" = clone ] || exit 0\nmkdir -p jaxpost/.venv/bin\ncp fake jaxpost/.venv/bin/python\ncp fake jaxpost/.venv/bin/pip',
+  'git': (
+    '[ "$1" = clone ] || exit 0\nmkdir -p jaxpost/.venv/bin\n'
+    'cp fake jaxpost/.venv/bin/python\ncp fake jaxpost/.venv/bin/pip'
+  ),
   'srun': 'shift\nexec "$@"',
   'scontrol': 'echo "scontrol $*"',
   'sleep': '',
