@@ -70,6 +70,7 @@ class Batch:
   arrays: dict = struct.field(default_factory=dict)  # name -> [B, T, ...]
   teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distill from
   experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/routing.py`)
+  allowed: Array | None = None  # [B, T, k] int32, see `Rollout`
 
 
 @struct.dataclass
@@ -154,6 +155,7 @@ class Rollout:
     messages: of each sequence, the turns of model and tools.
     top_ids, top_logprobs: most probable tokens at each position.
     experts: chosen by the router at each position of prompt and completion.
+    allowed: 1 + each id that could be drawn, padded with 0; `logprobs` are renormalized over them (`rl.sampling_mask`).
   """
 
   prompts: tuple[Prompt, ...]  # N / group_size of them
@@ -176,6 +178,7 @@ class Rollout:
   messages: tuple | None = None  # N lists of dict
   top_ids: np.ndarray | None = None  # [N, C, n] int32
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
+  allowed: np.ndarray | None = None  # [N, C, k] int32
 
 
 class Scores(NamedTuple):

@@ -50,6 +50,7 @@ FIELDS = {
   'truncation': {
     'none': {},
     'rollout.top_p=0.9': dict(rollout=dict(top_p=0.9)),
+    'rl.sampling_mask': dict(rl=dict(sampling_mask=True), rollout=dict(top_k=8)),
     'rl.mask_truncated': dict(rl=dict(mask_truncated=True)),
   },
   'rl.minibatches': {str(n): dict(rl=dict(minibatches=n)) for n in (1, 2)},

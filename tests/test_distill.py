@@ -22,6 +22,7 @@ from jaxpost.data import packing
 from jaxpost.data.examples import Example
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
+from jaxpost.losses import top_tokens as top_tokens
 from jaxpost.models import model as model_lib
 from jaxpost.programs import score, train
 from jaxpost.programs.compile import Ledger
@@ -186,7 +187,7 @@ def test_every_field_changes_the_loss(case, fields):
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
 def test_top_tokens(case, elements):
   p = plan(of(), REAL, elements)._replace(objective=None, temperature=0.7)
-  ids, logprobs = jax.jit(lambda h, w: head_lib.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
+  ids, logprobs = jax.jit(lambda h, w: top_tokens.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
   logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL], precision='highest')
   top, place = jax.lax.top_k(jax.nn.log_softmax(logits / 0.7), 5)
   mask = (case['weights'] != 0)[..., None]
@@ -199,7 +200,7 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   teacher = case['teachers'][0]
   whole = of(beta=beta, temperature=0.8)
   kept = of(beta=beta, temperature=0.8, top_k=REAL)
-  ids, logprobs = head_lib.top_tokens(
+  ids, logprobs = top_tokens.top_tokens(
     plan(whole, REAL)._replace(objective=None, temperature=0.8), *teacher, case['weights'], REAL
   )
 

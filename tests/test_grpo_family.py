@@ -22,7 +22,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
-from jaxpost.rl import batching, grading
+from jaxpost.rl import batching, grading, merging
 from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
@@ -554,7 +554,7 @@ def test_a_missing_verdict_beside_a_reward_model_is_no_zero():
 
 def test_sampled_rollouts_merge_in_order():
   one, two = rollout(1), rollout(2)
-  both = batching.merge([one, two], [[2, 0], [1]])
+  both = merging.merge([one, two], [[2, 0], [1]])
   assert [p.index for p in both.prompts] == [2, 0, 1]
   np.testing.assert_array_equal(
     both.completions, np.concatenate([one.completions[8:12], one.completions[:4], two.completions[4:8]])

@@ -24,7 +24,7 @@ from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import Experts
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger
-from jaxpost.rl import batching
+from jaxpost.rl import batching, merging
 from jaxpost.rollout import native
 from jaxpost.types import Batch, Prompt
 
@@ -342,7 +342,7 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   )(params)
   real = batch.segment_ids > 0
   np.testing.assert_array_equal(batch.experts[real], np.moveaxis(routing.chosen, 0, 2)[real])
-  merged = batching.merge([rollout, rollout], [[0], [2]])
+  merged = merging.merge([rollout, rollout], [[0], [2]])
   np.testing.assert_array_equal(merged.experts, rollout.experts[[0, 1, 4, 5]])
   # Training takes them, whatever its router would choose.
   other = tiny.params(model, seed=1)['layers']['router']

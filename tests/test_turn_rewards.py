@@ -20,7 +20,7 @@ from jaxpost.environments import turns
 from jaxpost.errors import InputError
 from jaxpost.losses import advantages, turn_advantages
 from jaxpost.programs import train as programs
-from jaxpost.rl import batching
+from jaxpost.rl import batching, merging
 from jaxpost.rollout import rollout_codec, rollout_files
 from jaxpost.types import Experience, Prompt, Rollout
 
@@ -189,7 +189,7 @@ def test_the_record_holds_them(steps, tmp_path):
   np.testing.assert_array_equal(again.turn_rewards, rollout.turn_rewards)
   rollout_files.save(tmp_path / '1.npz', experience, steps.credit)
   np.testing.assert_array_equal(rollout_files.load(tmp_path / '1.npz')[0].turn_rewards, rollout.turn_rewards)
-  one = batching.merge([rollout, rollout], [[0, 2], [1]])
+  one = merging.merge([rollout, rollout], [[0, 2], [1]])
   np.testing.assert_array_equal(one.turn_rewards[8:], rollout.turn_rewards[4:8])
 
 

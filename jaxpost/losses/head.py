@@ -20,20 +20,20 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import BATCH_AXES, TiedWeight
-from jaxpost.losses.head_chunk import ChunkResult, HeadConfig, chunk_length, chunk_loss, masked_logits
+from jaxpost.losses.head_chunk import ChunkResult, HeadConfig, chunk_length, chunk_loss
 from jaxpost.types import Outputs
 
 
 def token_outputs(
-  config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array, mask: jax.Array
+  config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array, mask: jax.Array, arrays: dict | None = None
 ) -> Outputs:
   """Computes the outputs of `labels` [B, T], differentiable in hidden and head.
 
-  Positions where `mask` [B, T] is 0 are skipped and come out as 0.
+  Positions where `mask` [B, T] is 0 are skipped and come out as 0. Of `arrays`, only 'allowed' is read.
   """
   config = config._replace(objective=None, divergence=None)
-  hidden, labels, rows_mask = _split_context(config, (hidden, labels, mask))
-  found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, {}, ()))
+  hidden, labels, rows_mask, arrays = _split_context(config, (hidden, labels, mask, arrays or {}))
+  found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, arrays, ()))
   return _split_context(config, found, restore=mask.shape)
 
 
@@ -55,42 +55,6 @@ def _split_context(config: HeadConfig, tree: Any, restore: tuple[int, ...] = ())
   return tree if n == 1 else jax.tree.map(move, tree)
 
 
-def top_tokens(
-  config: HeadConfig, hidden: jax.Array, head: jax.Array, mask: jax.Array, k: int
-) -> tuple[jax.Array, jax.Array]:
-  """Finds the k most probable tokens after each position, most probable first.
-
-  Args:
-    hidden: [B, T, D].
-    head: [V, D].
-    mask: [B, T]; positions with 0 are skipped.
-
-  Returns:
-    (ids [B, T, k] int32, log_softmax(logits / temperature) [B, T, k] float32),
-    0 where the mask is 0.
-  """
-  order = _nonzero_first(mask)
-  rows, length = mask.shape
-  chunk = chunk_length(rows, length, head.shape[0], config.compute.head_elements)
-  order = jnp.pad(order, ((0, 0), (0, -length % chunk)))
-
-  def body(i, found):
-    index = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk, axis=1)
-    logits = masked_logits(config, _take(hidden, index), head)
-    top, ids = jax.lax.top_k(logits, k)
-    top -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return tuple(
-      jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), i * chunk, axis=1)
-      for x, new in zip(found, (ids, top))
-    )
-
-  found = (jnp.zeros((*order.shape, k), jnp.int32), jnp.zeros((*order.shape, k), jnp.float32))
-  longest = jnp.max(jnp.sum(mask != 0, axis=1))
-  found = jax.lax.fori_loop(0, -(-longest // chunk), body, found)
-  back = _inverse(order[:, :length])
-  return tuple(jnp.where((mask != 0)[..., None], _take(x[:, :length], back), 0) for x in found)
-
-
 def fused_loss(
   config: HeadConfig,
   hidden: jax.Array,
@@ -107,7 +71,7 @@ def fused_loss(
     head: [V, D].
     labels: [B, T] int32.
     weights: [B, T]; tokens of weight 0 are skipped.
-    arrays: arrays [B, T, ...] that the objective reads.
+    arrays: arrays [B, T, ...] that the objective reads; 'allowed' [B, T, k]: see `sampling_mask.restrict`.
     teachers: (hidden [B, T, D'], head [V', D']) of each teacher; tokens beyond
       its V' <= V have probability 0.
 
@@ -134,28 +98,28 @@ class _Tokens(NamedTuple):
 
 
 def _nonzero_weights_first(labels, weights, arrays, teachers) -> _Tokens:
-  order = _nonzero_first(weights)
-  arrays = {k: _take(v, order) for k, v in arrays.items()}
+  order = nonzero_first(weights)
+  arrays = {k: reorder(v, order) for k, v in arrays.items()}
   states, heads = [h for h, _ in teachers], [w for _, w in teachers]
-  return _Tokens(order, _take(labels, order), _take(weights, order), arrays, states, heads=heads)
+  return _Tokens(order, reorder(labels, order), reorder(weights, order), arrays, states, heads=heads)
 
 
-def _nonzero_first(weights: jax.Array) -> jax.Array:
+def nonzero_first(weights: jax.Array) -> jax.Array:
   """Returns a permutation of each row [B, T] that puts its zeros last.
 
   From a cumulative sum: a sort takes XLA for TPU 20 s to compile.
   """
   position = jnp.arange(weights.shape[1])
   seen = jnp.cumsum(weights != 0, axis=1)
-  return _inverse(jnp.where(weights, seen - 1, seen[:, -1:] - seen + position))
+  return inverse(jnp.where(weights, seen - 1, seen[:, -1:] - seen + position))
 
 
-def _inverse(order: jax.Array) -> jax.Array:
+def inverse(order: jax.Array) -> jax.Array:
   """Returns the permutation of each row that undoes `order` [B, T]."""
   return jnp.put_along_axis(jnp.zeros_like(order), order, jnp.arange(order.shape[1])[None], axis=1, inplace=False)
 
 
-def _take(x: jax.Array, order: jax.Array) -> jax.Array:
+def reorder(x: jax.Array, order: jax.Array) -> jax.Array:
   """Returns x[b, order[b, c]], for x of [B, T, ...]."""
   index = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
   return jnp.take_along_axis(x, index, axis=1)
@@ -194,14 +158,14 @@ def _outputs_backward(config, args, cotangents):
   """Runs a second pass whose loss is the cotangents times the outputs."""
   hidden, head, tokens = args
   fields = ('logprobs', *config.learns)
-  slopes = {k: _take(cotangents.__dict__[k], tokens.order) for k in fields}
+  slopes = {k: reorder(cotangents.__dict__[k], tokens.order) for k in fields}
 
   def linear(outputs, arrays):
     return sum(outputs.__dict__[k] * arrays[k] for k in fields), {}
 
   counts = (tokens.weights != 0).astype(jnp.float32)
   config = config._replace(objective=linear, reads=config.learns)
-  *_, grads = _run(config, True, hidden, head, tokens._replace(weights=counts, arrays=slopes))
+  *_, grads = _run(config, True, hidden, head, tokens._replace(weights=counts, arrays=tokens.arrays | slopes))
   return *grads, None
 
 
@@ -276,7 +240,7 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> Chun
     start = i * chunk
     take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk, axis=1)
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
-    h, *states = (_take(x, take(order)) for x in (hidden, *tokens.states))
+    h, *states = (reorder(x, take(order)) for x in (hidden, *tokens.states))
     loss, metrics, outputs, grads = chunk_loss(
       config,
       grad,
@@ -308,8 +272,8 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> Chun
     d_head = jnp.zeros(head.shape[::-1], jnp.float32)
     acc = (d_hidden, d_head)
   total, sums, outs, acc = jax.lax.fori_loop(0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
-  back = _inverse(order[:, :length])
-  outs = jax.tree.map(lambda x: _take(x[:, :length], back), outs)
+  back = inverse(order[:, :length])
+  outs = jax.tree.map(lambda x: reorder(x[:, :length], back), outs)
   if grad:
-    acc = (_take(acc[0][:, :length], back), acc[1].T)
+    acc = (reorder(acc[0][:, :length], back), acc[1].T)
   return total, sums, outs, acc

@@ -124,11 +124,11 @@ def chunk_loss(
 
   Args:
     grad: compute gradients, too.
-    labels, weights: [B, C]; arrays: {name: [B, C, ...]}, for the objective.
+    labels, weights: [B, C]; arrays: {name: [B, C, ...]}, for the objective; 'allowed' restricts the softmax.
     teachers: their hidden states and heads.
   """
   dtype = config.compute.dtype
-  softmax = _softmax(config, hidden, head, labels)
+  softmax = _softmax(config, hidden, head, labels, arrays.get('allowed'))
   found = _unmasked_outputs(config, softmax)
   pull_divergence = None
   if config.divergence:
@@ -168,8 +168,14 @@ def _teacher_logits(config: HeadConfig, teachers: Teachers, vocab: int) -> list[
   ]
 
 
-def _softmax(config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> _Softmax:
+def _softmax(
+  config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array, allowed: jax.Array | None
+) -> _Softmax:
   logits = masked_logits(config, hidden, head)
+  if allowed is not None:
+    from jaxpost.losses import sampling_mask
+
+    logits = sampling_mask.restrict(logits, allowed, labels)
   top = jnp.max(logits, axis=-1, keepdims=True)
   exp = jnp.exp(logits - top)
   norm = jnp.sum(exp, axis=-1, keepdims=True)

@@ -80,6 +80,7 @@ class Block:
   finished: Array  # [R] bool: a stop id was drawn
   broken: Array  # [R] bool: logits were not finite
   top: tuple  # ids and log-probs [T, R, n] of the top-n tokens, or ()
+  allowed: tuple  # ([T, R, k] int32,), see `sampling.Drawn`, or ()
   experts: tuple  # [T, R, L, k] uint16 that routed the tokens, or ()
 
 
@@ -201,7 +202,14 @@ def make_move(layout: Layout, ledger: Ledger, *, paged: bool) -> Program:
 
 
 def make_generate(
-  model: Model, steps: int, rows: int, read: int, top: int, layout: Layout, compute: Compute, ledger: Ledger
+  model: Model,
+  steps: int,
+  rows: int,
+  read: int,
+  report: dict[str, int],
+  layout: Layout,
+  compute: Compute,
+  ledger: Ledger,
 ) -> Program:
   """Makes the program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
 
@@ -211,9 +219,9 @@ def make_generate(
   the host can read the block while the next call runs.
 
   Args:
-    top: number of most probable tokens to report.
+    report: `top` and `allowed` of `sampling.draw`.
   """
-  block = functools.partial(_block, model, steps, read, top, compute)
+  block = functools.partial(_block, model, steps, read, report, compute)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
   # These axes replicate weights. A custom model may use the mesh by itself.
   independent = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
@@ -234,7 +242,7 @@ def make_generate(
       out_specs=(
         split,
         Block(
-          **dict.fromkeys(('tokens', 'logprobs', 'behavior_logprobs', 'drawn', 'top', 'experts'), by_step),
+          **dict.fromkeys(('tokens', 'logprobs', 'behavior_logprobs', 'drawn', 'top', 'allowed', 'experts'), by_step),
           **dict.fromkeys(('active', 'finished', 'broken'), split),
         ),
       ),
@@ -255,7 +263,7 @@ def _block(
   model: Model,
   steps: int,
   read: int,
-  top: int,
+  report: dict[str, int],
   compute: Compute,
   rows: int,
   constrain: Callable,
@@ -273,7 +281,7 @@ def _block(
     number, uniform = now
     logits = head_logits(model, weights, state.hidden, compute)
     unroll = compute.platform == 'gpu'
-    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, top=top, unroll=unroll)
+    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, unroll=unroll)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )
@@ -305,6 +313,7 @@ def _block(
     finished=jnp.any(stopped, axis=0),
     broken=jnp.any(active & drawn.broken, axis=0),
     top=drawn.top,
+    allowed=drawn.allowed,
     experts=routing.recorded(recent.experts),
   )
   by_slot = compute.platform != 'gpu'

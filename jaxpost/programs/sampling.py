@@ -71,10 +71,18 @@ class Drawn:
   behavior_logprobs: Array  # [S], under the distribution drawn from
   broken: Array  # [S] bool: logits were not finite, or nothing may be drawn
   top: tuple  # ids and log-probs [S, n] of the top-n tokens, or ()
+  allowed: tuple = ()  # ([S, k] int32,), 1 + the ids that could be drawn, or ()
 
 
 def draw(
-  logits: jax.Array, sampling: Sampling, uniform: jax.Array, counts: jax.Array, top: int = 0, unroll: bool = False
+  logits: jax.Array,
+  sampling: Sampling,
+  uniform: jax.Array,
+  counts: jax.Array,
+  *,
+  top: int = 0,
+  allowed: int = 0,
+  unroll: bool = False,
 ) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
@@ -85,61 +93,64 @@ def draw(
     logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
     top: how many of the most probable tokens to report at most, by
       log_softmax(logits / T); zeros where none of these slots wants any.
+    allowed: report the tokens that could be drawn, this many at most; `top_k` of a slot is not larger, or 0.
     unroll: write out the search for a truncation. A CUDA graph can hold a branch, but no loop in it: with one, the
       host would wait for the branch's predicate at each token.
   """
   greedy = sampling.temperature < _GREEDY
   logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
   highest = jnp.max(logits, axis=-1, keepdims=True)
-  weights = jnp.exp(logits - highest)
   early = counts < sampling.min_tokens
   forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
-  cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-
-  def untruncated():
-    tokens, total = _invert(weights, uniform)
-    return tokens, total, total, highest
-
-  def truncated():
-    # Relative to the best remaining token: excluded ones may be far more probable.
-    left = _forbid(logits, forbidden)
-    top = jnp.max(left, axis=-1, keepdims=True)
-    kept = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0)
-    kept = jax.lax.cond(
-      jnp.any(cuts & ~greedy), functools.partial(_truncate, unroll=unroll), lambda w, _: w, kept, sampling
-    )
-    # An argmax over the vocabulary costs more than the draw on CPU.
-    best = jnp.argmax(left, axis=-1)
-    tokens, total = _invert(kept, uniform)
-    return (jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1), top)
-
-  # The weights stay inside: a branch that returned them would copy them.
-  tokens, kept_total, total, top_kept = jax.lax.cond(
-    jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), truncated, untruncated
-  )
+  options = dict(allowed=allowed, unroll=unroll)
+  tokens, kept_total, total, top_kept, ids = _choose(logits, highest, sampling, uniform, forbidden, **options)
   tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   scaled = picked - highest[:, 0]
+  most_probable = ()
+  if top:
+    from jaxpost.programs import reported
+
+    most_probable = reported.most_probable(logits, highest, total, sampling.top_logprobs, top)
   return Drawn(
     tokens=tokens,
     logprobs=scaled - jnp.log(total),
     behavior_logprobs=jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
     broken=~jnp.isfinite(total) | ~(kept_total > 0),
-    top=_most_probable(logits, highest, total, sampling, top) if top else (),
+    top=most_probable,
+    allowed=ids,
   )
 
 
-def _most_probable(logits, highest, total, sampling: Sampling, top: int):
-  """Returns (ids, log-probs) [S, top] of the most probable tokens; total: [S], sum of exp(logits - highest)."""
+def _choose(logits, highest, sampling: Sampling, uniform, forbidden, *, allowed: int, unroll: bool):
+  """Returns (tokens, sum of the weights drawn from, sum of all, largest logit drawn from, ids drawn from), [S, ...]."""
+  greedy = sampling.temperature < _GREEDY
+  weights = jnp.exp(logits - highest)
+  cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
 
-  def top_tokens():
-    values, ids = jax.lax.top_k(logits, top)
-    return ids, values - highest - jnp.log(total)[:, None]
+  def untruncated():
+    tokens, total = _invert(weights, uniform)
+    return tokens, total, total, highest, (jnp.zeros((len(logits), allowed), jnp.int32),) * bool(allowed)
 
-  def no_tokens():
-    return jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top))
+  def truncated():
+    # Relative to the best remaining token: excluded ones may be far more probable.
+    left = _forbid(logits, forbidden)
+    top = jnp.max(left, axis=-1, keepdims=True)
+    kept, ids = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0), []
+    kept = jax.lax.cond(
+      jnp.any(cuts & ~greedy), functools.partial(_truncate, unroll=unroll), lambda w, _: w, kept, sampling
+    )
+    if allowed:
+      from jaxpost.programs import reported
 
-  return jax.lax.cond(jnp.any(sampling.top_logprobs > 0), top_tokens, no_tokens)
+      kept, *ids = reported.of_top_k(kept, sampling.top_k, allowed)
+    # An argmax over the vocabulary costs more than the draw on CPU.
+    best = jnp.argmax(left, axis=-1)
+    tokens, total = _invert(kept, uniform)
+    return jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1), top, tuple(ids)
+
+  # The weights stay inside: a branch that returned them would copy them.
+  return jax.lax.cond(jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), truncated, untruncated)
 
 
 def _forbid(logits, ids):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses import head as head_lib
 from jaxpost.models.parameters import narrow, nest
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
@@ -58,12 +57,14 @@ def make_topk(
   For each weighted token: the k most probable tokens in its place, among the
   first `vocab_size` ids.
   """
+  from jaxpost.losses import top_tokens
+
   plan = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
   plan = plan._replace(vocab_size=min(vocab_size, plan.vocab_size))
 
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
-    found = head_lib.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
+    found = top_tokens.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
     return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
 
   return _reader('topk', rows, model, layout, ledger)

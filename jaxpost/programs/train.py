@@ -45,6 +45,10 @@ def next_token(x: jax.Array) -> jax.Array:
   return jnp.roll(x, -1, axis=1)
 
 
+def _allowed(batch: Batch) -> dict[str, jax.Array]:
+  return {} if batch.allowed is None else {'allowed': next_token(batch.allowed)}
+
+
 def run_model(
   model: Model,
   params: dict,
@@ -77,7 +81,7 @@ def read_outputs(model: Model, plan: head_chunk.HeadConfig, params: dict, hidden
   outputs = Outputs()
   if model.head:
     predicted = head_lib.token_outputs(
-      plan, hidden, model.head(params), next_token(batch.tokens), next_token(batch.loss_weights)
+      plan, hidden, model.head(params), next_token(batch.tokens), next_token(batch.loss_weights), arrays=_allowed(batch)
     )
     # From the position that predicts a token back to the token itself.
     outputs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), predicted)
@@ -114,7 +118,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
       model.head(params),
       next_token(batch.tokens),
       next_token(batch.loss_weights) * scale,
-      arrays=jax.tree.map(next_token, batch.arrays),
+      arrays=jax.tree.map(next_token, batch.arrays) | _allowed(batch),
       teachers=list(zip(batch.teacher_hidden, (frozen or {}).get('teacher_heads', ()))),
     )
     return total, jax.tree.map(lambda x: x / scale, metrics)

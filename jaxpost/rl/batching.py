@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxpost.data import packing
-from jaxpost.types import Array, Batch, Prompt, Rollout
+from jaxpost.types import Array, Batch, Rollout
 
 
 def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarray:
@@ -119,9 +119,9 @@ def to_batch(
   sequence_ids = np.zeros(shape, np.int32)
   loss_weights = np.zeros(shape, np.float32)
   packed = {name: np.zeros(shape, np.float32) for name in arrays}
-  experts = None
-  if rollout.experts is not None:
-    experts = np.zeros((*shape, *rollout.experts.shape[2:]), rollout.experts.dtype)
+  experts, allowed = (
+    None if x is None else np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (rollout.experts, rollout.allowed)
+  )
   size = group_size(rollout)
   for n, (row, first) in zip(members, row_positions(rollout, members, num_rows, row_length)):
     prompt = rollout.prompts[n // size].tokens
@@ -140,7 +140,10 @@ def to_batch(
       packed[name][row, first:end] = values[n, :length]
     if experts is not None:
       experts[row, start:end] = rollout.experts[n, : end - start]
-  return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, experts=experts)
+    if allowed is not None:
+      allowed[row, first:end] = rollout.allowed[n, :length]
+  optional = dict(sequence_ids=sequence_ids, arrays=packed, experts=experts, allowed=allowed)
+  return Batch(tokens, positions, segment_ids, loss_weights, **optional)
 
 
 def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -> np.ndarray:
@@ -159,61 +162,6 @@ def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -
     length = rollout.lengths[n]
     out[n, :length] = values[row, first : first + length]
   return out
-
-
-# Metrics of rounds that are added up; others are averaged.
-_COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_prefilled', 'tokens_cached', 'preempted')
-_OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs')
-
-
-def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollout:
-  """Joins the chosen groups of several rollouts into one.
-
-  Args:
-    groups: indices of the groups to take of each rollout.
-  """
-  first = rollouts[0]
-  size = group_size(first)
-  chosen = [_members(indices, size) for indices in groups]
-  # Rollouts of environments are as wide as their longest episode.
-  width = max(r.completions.shape[1] for r in rollouts)
-
-  def join(name: str) -> np.ndarray:
-    return np.concatenate([_pad_to(vars(r)[name][members], width) for r, members in zip(rollouts, chosen)])
-
-  names = ['completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished']
-  names += [name for name in _OPTIONAL if vars(first)[name] is not None]
-  prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, indices in zip(rollouts, groups) for g in indices)
-  rewards = first.rewards
-  if rewards:
-    rewards = {
-      name: np.concatenate([r.rewards[name][members] for r, members in zip(rollouts, chosen)]) for name in rewards
-    }
-  messages = first.messages
-  if messages:
-    messages = tuple(r.messages[n] for r, members in zip(rollouts, chosen) for n in members)
-  figures = {}
-  for name in first.figures:
-    combine = np.sum if name in _COUNTS else np.mean
-    figures[name] = combine([r.figures[name] for r in rollouts]).item()
-  return first.replace(
-    prompts=prompts,
-    rewards=rewards,
-    messages=messages,
-    figures=figures,
-    occupancy=float(np.mean([r.occupancy for r in rollouts])),
-    **{name: join(name) for name in names},
-  )
-
-
-def _members(groups: Sequence[int], size: int) -> np.ndarray:
-  """Indices of all sequences of some groups."""
-  return (np.asarray(groups, int)[:, None] * size + np.arange(size)).reshape(-1)
-
-
-def _pad_to(x: np.ndarray, width: int) -> np.ndarray:
-  """[N, C] -> [N, width], padded with 0; arrays of another rank unchanged."""
-  return np.pad(x, ((0, 0), (0, width - x.shape[1]))) if x.ndim == 2 else x
 
 
 def top_logprobs(rollout: Rollout, n: int) -> dict:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpost.rl import batching, dynamic_sampling, reward_metrics
+from jaxpost.rl import batching, reward_metrics
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, varied
 from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
 from jaxpost.rl.scoring import Scorer
@@ -97,6 +97,8 @@ class Controller:
     max_rounds = self.config.rl.dynamic_sampling
     if not max_rounds:
       return pending
+    from jaxpost.rl import dynamic_sampling
+
     while True:
       with self.timer('reward'):
         more = dynamic_sampling.needs_more_groups(pending, step, wanted, max_rounds)

@@ -142,7 +142,9 @@ class PendingRollout:
     """The selected groups of all rounds; does not wait for rewards."""
     if len(self.rounds) == 1 and self.selected is None:
       return self.rounds[0].rollout
-    return batching.merge([r.rollout for r in self.rounds], [groups for _, groups in self._selection()])
+    from jaxpost.rl import merging
+
+    return merging.merge([r.rollout for r in self.rounds], [groups for _, groups in self._selection()])
 
   def join(self, other: PendingRollout) -> PendingRollout:
     """Returns the rounds of both; `other` was sampled later."""

@@ -49,7 +49,7 @@ class EnginePrograms:
     cache_shape: tuple[int, int],
     paged: bool,
     block: int,
-    top_logprobs: int,
+    report: dict[str, int],
     sampling: Sampling,
   ):
     """Creates the programs; nothing is compiled yet.
@@ -59,14 +59,14 @@ class EnginePrograms:
       cache_shape: (slots, entries of each), or (pages, entries of each).
       paged: whether the cache has pages.
       block: decode steps of a dispatch.
-      top_logprobs: most probable tokens reported at each position.
+      report: `top` and `allowed` of `sampling.draw`.
       sampling: of an empty slot.
     """
     self._model = model
     self._placed = dict(layout=layout, compute=compute, ledger=ledger)
     self.ledger = ledger
     self._block = block
-    self._top_logprobs = top_logprobs
+    self._report = report
     empty = generate.empty_state(model, slots, cache_shape, sampling, compute)
     self.init = Program('init_state', empty, ledger, generate.slot_shardings(layout))
     self.prefill = generate.make_prefill(model, layout, compute, ledger)
@@ -79,7 +79,7 @@ class EnginePrograms:
     """The program that decodes a block in `rows` slots, attending to `read` cache entries."""
     if (rows, read) not in self._decoders:
       self._decoders[rows, read] = generate.make_generate(
-        self._model, self._block, rows, read, self._top_logprobs, **self._placed
+        self._model, self._block, rows, read, self._report, **self._placed
       )
     return self._decoders[rows, read]
 

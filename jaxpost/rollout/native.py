@@ -96,7 +96,7 @@ class NativeEngine:
       cache_shape=self.cache_shape,
       paged=bool(self.page),
       block=self.block,
-      top_logprobs=config.top_logprobs,
+      report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
       sampling=sampler_config.sampling(config, {}),
     )
     # A custom model decodes single tokens, or prefills whole prompts.

@@ -49,11 +49,13 @@ def to_rollout(
     optional |= {name: stack(name, length) for name in ('top_ids', 'top_logprobs')}
   if completions[0].experts is not None:  # [N, P + C, L, k] by position
     optional['experts'] = stack('experts', config.max_prompt + length)
+  if config.sampling_mask:
+    optional['allowed'] = stack('allowed', length)
   return Rollout(
     prompts=tuple(prompts),
     completions=stack('tokens', length),
     lengths=np.array([len(c.tokens) for c in completions], np.int32),
-    logprobs=stack('logprobs', length),
+    logprobs=stack('behavior_logprobs' if config.sampling_mask else 'logprobs', length),
     behavior_logprobs=stack('behavior_logprobs', length),
     finished=np.array([c.finished for c in completions]),
     step=step,

@@ -36,6 +36,7 @@ class SamplerConfig:
   block: decode steps per dispatch.
   top_logprobs: number of most probable tokens reported at each position; a
     request may ask for fewer.
+  sampling_mask: report the tokens that could be drawn, `top_k` at most, see `Rollout.allowed`.
   page_size: cache entries of a page, a power of two; 0: each slot holds the
     longest sequence.
   cache_tokens: entries of all pages; 0: half of what slots without pages have.
@@ -55,6 +56,7 @@ class SamplerConfig:
   block: int = 8
   max_context: int = 0
   top_logprobs: int = 0
+  sampling_mask: bool = False
   page_size: int = 0
   cache_tokens: int = 0
 
@@ -107,6 +109,11 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
       f'max_new_tokens = {config.max_new_tokens}; lower it'
     )
   check_top_logprobs(config.top_logprobs, cfg.vocab_size)
+  if config.sampling_mask and not 0 < config.top_k <= cfg.vocab_size:
+    raise InputError(
+      f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
+      f'{cfg.vocab_size}'
+    )
   if '' in config.stop_strings:
     raise InputError('config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':

@@ -58,6 +58,7 @@ class Completion:
     finished: ended by a stop id or a stop string, not by max_tokens.
     stop_string: that ended it, or ''; the last token completes it.
     top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
+    allowed: [C, k] int32, see `Rollout`.
     experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
     versions: [C] int32, optimizer updates behind the weights of each token.
   """
@@ -72,6 +73,7 @@ class Completion:
   top_logprobs: np.ndarray | None = None
   experts: np.ndarray | None = None
   versions: np.ndarray | None = None
+  allowed: np.ndarray | None = None
 
 
 class DrawnTokens(NamedTuple):
@@ -82,6 +84,7 @@ class DrawnTokens(NamedTuple):
   behavior_logprobs: np.ndarray  # [n]
   experts: tuple  # ([n, L, k],) or ()
   top: tuple  # (ids, log-probs), [n, most], or ()
+  allowed: tuple  # ([n, k],) or ()
   versions: np.ndarray  # [n], see `Completion`
 
   def first(self, count: int) -> DrawnTokens:
@@ -127,9 +130,9 @@ class ActiveSequence:
     """Appends what a block drew in a slot; returns the number of tokens."""
     drawn = block.drawn[:, slot]
     tokens, logprobs, behavior = (x[drawn, slot] for x in (block.tokens, block.logprobs, block.behavior_logprobs))
-    experts, top = (tuple(x[drawn, slot] for x in some) for some in (block.experts, block.top))
+    some = (tuple(x[drawn, slot] for x in arrays) for arrays in (block.experts, block.top, block.allowed))
     versions = np.full(len(tokens), version, np.int32)
-    self.blocks.append(DrawnTokens(tokens, logprobs, behavior, experts, top, versions=versions))
+    self.blocks.append(DrawnTokens(tokens, logprobs, behavior, *some, versions=versions))
     return len(tokens)
 
   def cut_at_stop_string(self, strings: Collection[str], decode: Callable, min_tokens: int = 0) -> str:
@@ -169,6 +172,5 @@ class ActiveSequence:
     experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn.experts)]
     most = self.request.sampling.get('top_logprobs')
     top = [x[:, :most] for x in drawn.top] or (None, None)
-    return Completion(
-      self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), versions=drawn.versions
-    )
+    rest = dict(zip(('allowed',), drawn.allowed), versions=drawn.versions)
+    return Completion(self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), **rest)

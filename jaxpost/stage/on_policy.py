@@ -66,6 +66,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
       page_size=rollout.page_size,
       cache_tokens=rollout.cache_tokens,
       top_logprobs=rollout.top_logprobs,
+      sampling_mask=placed.config.rl.sampling_mask,
     ),
     placed.rollout,
     placed.compute,

@@ -123,6 +123,8 @@ def _rollout_row(placed: PlacedStage) -> Batch:
   experts = None
   if placed.config.router.routing_replay:
     experts = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
-  return Batch(
-    ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=ints if placed.algorithm.pack else None
-  )
+  allowed = None
+  if placed.config.rl.sampling_mask:
+    allowed = np.zeros((1, length, placed.config.rollout.top_k), np.int32)
+  branch_ids = ints if placed.algorithm.pack else None
+  return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=branch_ids, allowed=allowed)

@@ -209,6 +209,11 @@ class RlSection:
     each=str,
     auto=(),
   )
+  sampling_mask: bool = option(
+    False,
+    'Renormalize log-probs over the tokens that sampling could draw (keep sampling mask, DeepSeek-V3.2); '
+    '4 bytes x rollout.top_k a token.',
+  )
   importance_cap: float = option(2.0, 'Largest importance ratio of token_truncated and sequence_truncated.', lo=1.0)
   token_low: float = option(0.5, 'Smallest token ratio that icepop and token_mask keep.', lo=0.0)
   token_high: float = option(5.0, 'Largest token ratio that icepop and token_mask keep.', lo=0.0)

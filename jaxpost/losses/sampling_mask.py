@@ -1,0 +1,29 @@
+"""The softmax over the tokens that a sampler could draw: "keep sampling mask" (DeepSeek-V3.2, arXiv:2512.02556).
+
+Legend: B rows, C tokens of a chunk, V vocabulary, k tokens that could be drawn.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.types import MASKED_LOGIT
+
+
+def restrict(logits: jax.Array, allowed: jax.Array, labels: jax.Array) -> jax.Array:
+  """Masks the logits of tokens that could not be drawn at their position.
+
+  Args:
+    logits: [B, C, V].
+    allowed: [B, C, k] int32, 1 + the ids that could be drawn, padded with 0; a row of zeros allows all.
+    labels: [B, C], which are always allowed.
+
+  Returns:
+    [B, C, V]; softmax of it is renormalized over the set.
+  """
+  rows, columns = jnp.indices(labels.shape)
+  # Index 0 is the padding, and is cut off.
+  members = jnp.zeros((*labels.shape, logits.shape[-1] + 1), bool)
+  members = members.at[rows[..., None], columns[..., None], allowed].set(True)[..., 1:]
+  members |= jnp.arange(logits.shape[-1]) == labels[..., None]
+  free = ~jnp.any(allowed > 0, axis=-1, keepdims=True)
+  return jnp.where(members | free, logits, MASKED_LOGIT)

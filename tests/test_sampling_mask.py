@@ -1,0 +1,240 @@
+"""Log-probs over the tokens that a sampler could draw: the draw, the head, the gradient, a run.
+
+Legend: V vocabulary, N sequences, C completion tokens.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_exact_gradients as exact
+import tiny
+
+import jaxpost
+from jaxpost.algorithms import grpo
+from jaxpost.errors import InputError
+from jaxpost.losses import head, head_chunk
+from jaxpost.monitor import metrics
+from jaxpost.programs import sampling
+from jaxpost.programs import train as programs
+from jaxpost.rl import batching
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Experience, Prompt, Rollout
+
+V, DRAWS = 12, 400
+ROW = np.random.default_rng(5).normal(size=V).astype(np.float32) * 2
+TIED = np.where(np.arange(V) < 4, 1.0, 0.0).astype(np.float32)
+
+
+def draw(row, most, **fields):
+  """(tokens, log-probs of what was drawn from, ids) of many draws."""
+
+  def full(x, dtype=jnp.int32):
+    return jnp.full(DRAWS, x, dtype)
+
+  plain = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0, max_tokens=9, seed=0, top_logprobs=0)
+  given = {k: full(v, jnp.float32 if isinstance(v, float) else jnp.int32) for k, v in (plain | fields).items()}
+  ids = dict(stop_ids=full(-1)[:, None], forbidden_ids=full(fields.pop('forbidden', -1))[:, None])
+  given.pop('forbidden', None)
+  uniform = (jnp.arange(DRAWS) + 0.5) / DRAWS
+  logits = jnp.tile(jnp.asarray(row), (DRAWS, 1))
+  drawn = sampling.draw(logits, sampling.Sampling(**given, **ids), uniform, full(0), allowed=most)
+  return np.asarray(drawn.tokens), np.asarray(drawn.behavior_logprobs), np.asarray(drawn.allowed[0])
+
+
+@pytest.mark.parametrize(
+  'row, fields, size',
+  [
+    (ROW, dict(top_k=5), 5),
+    (ROW, dict(top_k=5, top_p=0.6), None),
+    (ROW, dict(top_k=5, min_p=0.3), None),
+    (ROW, dict(top_k=3, forbidden=int(ROW.argmax())), 3),
+    (TIED, dict(top_k=3), 3),
+  ],
+  ids=['top-k', 'top-p', 'min-p', 'forbidden', 'more ties than fit'],
+)
+def test_the_ids_are_those_that_are_drawn(row, fields, size):
+  tokens, logprobs, ids = draw(row, 5, **fields)
+  (found,) = {tuple(sorted(x[x > 0] - 1)) for x in ids}
+  if fields['top_k'] < 5:  # the room of the ids is that of the engine, and ties may fill it
+    assert len(found) >= fields['top_k']
+  else:
+    assert size is None or len(found) == size
+  assert set(tokens.tolist()) <= set(found)
+  rest = row[list(found)]
+  expected = {i: x for i, x in zip(found, rest - np.log(np.exp(rest).sum()))}
+  np.testing.assert_allclose(logprobs, [expected[i] for i in tokens], atol=1e-5)
+
+
+def test_ties_beyond_the_room_are_not_drawn():
+  tokens, _, ids = draw(TIED, 3, top_k=3)
+  assert (ids > 0).sum(axis=1).tolist() == [3] * DRAWS
+  assert len(set(tokens.tolist())) == 3
+
+
+def test_slots_without_top_k_report_nothing():
+  """As in evaluations, which sample as `eval` says."""
+  tokens, _, ids = draw(ROW, 3, top_p=0.9)
+  assert not ids.any() and len(set(tokens.tolist())) > 3
+
+
+# ------------------------------------------------------------------------ head
+
+
+def dense(hidden, table, labels, allowed):
+  """(log-prob, entropy) of the labels in float32, by the definition."""
+  logits = hidden @ table.T
+  members = np.zeros((*labels.shape, len(table)), bool)
+  for b, t in np.ndindex(labels.shape):
+    kept = allowed[b, t][allowed[b, t] > 0] - 1
+    members[b, t, kept if len(kept) else slice(None)] = True
+  logp = jax.nn.log_softmax(jnp.where(members, logits, -1e30))
+  entropy = -jnp.sum(jnp.where(members, jnp.exp(logp) * logp, 0), axis=-1)
+  return jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0], entropy
+
+
+@pytest.mark.parametrize('fused', [True, False], ids=['fused', 'outputs'])
+def test_values_and_gradients_are_those_of_the_set(fused):
+  random = np.random.default_rng(0)
+  hidden, table = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((2, 5, 8), (V, 8)))
+  allowed = np.zeros((2, 5, 4), np.int32)
+  for b, t in np.ndindex(2, 5):
+    size = [0, 1, 2, 4][(b + t) % 4]
+    allowed[b, t, :size] = 1 + random.choice(V, size, replace=False)
+  labels = np.where(allowed[..., 0] > 0, allowed[..., 0] - 1, 3)
+  weights = jnp.asarray(random.uniform(0.5, 1, (2, 5)), jnp.float32)
+  arrays = {'allowed': jnp.asarray(allowed)}
+
+  def value(outputs):
+    return outputs.logprobs * 1.3 - 0.4 * outputs.entropy
+
+  config = head_chunk.HeadConfig(
+    lambda outputs, given: (value(outputs), {}),
+    V,
+    1.0,
+    dataclasses.replace(tiny.EXACT, head_elements=2 * V * 2),
+    tiny.one_device(),
+  )
+
+  def ours(h, w):
+    if fused:
+      return head.fused_loss(config, h, w, labels, weights, arrays=arrays)[0]
+    return (weights * value(head.token_outputs(config, h, w, labels, weights, arrays=arrays))).sum()
+
+  def reference(h, w):
+    logp, entropy = dense(h, w, labels, allowed)
+    return (weights * (1.3 * logp - 0.4 * entropy)).sum()
+
+  found, expected = (jax.value_and_grad(f, (0, 1))(hidden, table) for f in (ours, reference))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, atol=1e-5 * max(tiny.largest(b), 1))
+
+
+# ------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize('masked', [True, False])
+def test_the_gradient_is_that_of_the_truncated_policy(masked):
+  """Two tokens of 4, of which 3 and then 2 can be drawn. Without the mask the gradient of the sets' mass is missing."""
+  kept = [n for n, (a, b) in enumerate(exact.completions(2)) if a != 1 and b in (a, (a + 1) % 4)]
+  answers, values = exact.completions(2)[kept], exact.rewards_of(2, False)[kept]
+  allowed = np.array([[[1, 3, 4], [1 + a, 1 + (a + 1) % 4, 0]] for a, _ in answers], np.int32)
+
+  def logprobs(weights, renormalized):
+    logp = exact.logprobs(weights, 2)[np.array(kept)]
+    if not renormalized:
+      return logp
+    same = answers[:, :1] == answers[:, 0]  # the two that begin alike share their second set
+    first = jax.nn.logsumexp(logp[:, 0]) - np.log(2)
+    second = jax.nn.logsumexp(jnp.where(same, logp[None, :, 1], -1e30), axis=1)
+    return logp - jnp.stack([jnp.full(len(kept), first), second], axis=1)
+
+  behavior = np.asarray(logprobs(exact.params('policy'), True))
+  index = np.array(list(itertools.product(range(len(kept)), repeat=2)))
+  chance, index = np.exp(behavior.sum(axis=1)[index].sum(axis=1)), index.reshape(-1)
+  assert chance.sum() == pytest.approx(1, abs=1e-5)
+  given = np.asarray(logprobs(exact.params('policy'), masked))[index]
+  rollout = Rollout(
+    prompts=tuple(Prompt(i, exact.PROMPT, '', {}) for i in range(len(chance))),
+    completions=answers[index],
+    lengths=np.full(len(index), 2),
+    logprobs=given,
+    behavior_logprobs=behavior[index],
+    finished=np.ones(len(index), bool),
+    allowed=allowed[index] if masked else None,
+  )
+  mask = np.ones((len(index), 2), np.float32)
+  experience = Experience(rollout, values[index], mask, dict(sampler_logprobs=given))
+  config = exact.config_of('grpo', dict(advantage='leave_one_out'))
+  credit = grpo.credit(experience, config)
+  weights = batching.token_weights(credit.mask, 'token', 2) * np.repeat(chance * len(chance), 2)[:, None]
+  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, 6, row_length=48)
+  loss = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+  found = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), split)
+
+  def expectation(w):
+    return (jnp.exp(logprobs(w, True).sum(axis=1)) * values).sum() / 2
+
+  expected = jax.grad(expectation)(exact.params('policy'))
+  if masked:
+    exact.close(found, (-1, expected))
+    return
+  with pytest.raises(AssertionError):
+    exact.close(found, (-1, expected))
+
+
+# ------------------------------------------------------------------------- run
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+@pytest.mark.long
+def test_a_run_is_on_policy_over_the_set(folder, tmp_path):
+  """Sampler, old policy and reference agree: ratio 1, weights 1, a KL of 0."""
+  sampled = dict(top_k=6, top_p=0.9)
+  over = dict(rl=dict(sampling_mask=True, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
+  config = tiny.grpo_config(folder, rollout=sampled, **over)
+  _, stream = jaxpost.policy_and_stream(config)
+  try:
+    experience = next(stream).experience
+  finally:
+    stream.close()
+  rollout, mask = experience.rollout, experience.mask > 0
+  assert rollout.allowed.shape == (*rollout.completions.shape, 6)
+  sizes = (rollout.allowed > 0).sum(axis=-1)[mask]
+  assert 1 <= sizes.min() < sizes.max() <= 6  # top-p leaves fewer here and there
+  member = (rollout.allowed == rollout.completions[..., None] + 1).any(axis=-1)
+  assert member[mask].all()
+  for name in ('old_logprobs', 'ref_logprobs'):
+    np.testing.assert_allclose(experience.arrays[name][mask], rollout.logprobs[mask], atol=1e-5)
+  jaxpost.run(config, tmp_path / 'run')
+  first = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
+  assert first['ratio'] == pytest.approx(1, abs=1e-4) and first['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
+  assert first['importance_weight'] == pytest.approx(1, abs=1e-4) and abs(first['kl']) < 1e-6
+  assert first['entropy'] <= np.log(6)
+
+
+@pytest.mark.parametrize(
+  'over',
+  [
+    dict(),
+    dict(rollout=dict(top_k=4, top_logprobs=2)),
+    dict(rollout=dict(top_k=4), environment='x'),
+    dict(rollout=dict(top_k=4), train_on_rollouts='run'),
+    dict(rollout=dict(top_k=4), algorithm='online_dpo'),
+    dict(rollout=dict(top_k=4), algorithm='rft'),
+  ],
+)
+def test_what_has_no_set_is_refused(over):
+  over = tiny.merged(dict(algorithm='grpo', reward='x', rl=dict(sampling_mask=True)), over)
+  method = algorithms.load_algorithm(over['algorithm'])
+  with pytest.raises(InputError, match='rl.sampling_mask'):
+    method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))
