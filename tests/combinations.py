@@ -55,7 +55,11 @@ FIELDS = {
   },
   'rl.minibatches': {str(n): dict(rl=dict(minibatches=n)) for n in (1, 2)},
   'rl.epochs': {str(n): dict(rl=dict(epochs=n)) for n in (1, 2)},
-  'rl.dynamic_sampling': {str(n): dict(rl=dict(dynamic_sampling=n)) for n in (0, 2)},
+  'rl.dynamic_sampling': {
+    '0': {},
+    '2': dict(rl=dict(dynamic_sampling=2)),
+    '2, rl.keep_surplus': dict(rl=dict(dynamic_sampling=2, keep_surplus=1)),
+  },
   'entropy control': {
     'none': {},
     'rl.clip_cov': dict(rl=dict(clip_cov=0.05, cov_low=90.0, cov_high=99.0)),  # which no token has

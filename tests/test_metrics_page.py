@@ -32,7 +32,7 @@ RUNS = {
   'grpo': dict(
     algorithm='grpo',
     reward='regex_match?pattern=[aeiou]',
-    rl=dict(kl_coef=0.1, importance=('token_truncated',), dynamic_sampling=2, minibatches=2),
+    rl=dict(kl_coef=0.1, importance=('token_truncated',), dynamic_sampling=2, keep_surplus=1, minibatches=2),
     rollout=dict(prompts=4, group_size=4, max_prompt_length=32, max_new_tokens=8),
     eval=dict(every=1, size=4, samples=2, data=dict(path='DATA')),
   ),

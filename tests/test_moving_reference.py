@@ -41,6 +41,27 @@ def test_the_updates_are_those_without_a_reference():
     np.testing.assert_array_equal(one['x'], two['x'])
 
 
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_the_optimizer_starts_anew_with_the_reference(name):
+  """ProRL: after a reset the moments are those of a new optimizer, and the learning rate goes on falling."""
+  schedule = optax.linear_schedule(1.0, 0.0, 10)
+  make = {'adamw': optax.adamw, 'muon': optax.contrib.muon}[name]
+  optimizer = moving_reference.following(make(schedule), 3, 1.0, reset_optimizer=True)
+  params = {'x': jnp.array([[1.0, -2.0], [0.5, 1.0]])}
+  state = optimizer.init(params)
+
+  def step(state, params, n):
+    return optimizer.update({'x': jnp.array([[0.3, 0.1], [-0.2, 0.4]]) * n}, state, params)
+
+  for n in (1, 2, 3):
+    updates, state = step(state, params, n)
+    params = optax.apply_updates(params, updates)
+  updates, _ = step(state, params, 5)
+  new = make(lambda count: schedule(count + 3))
+  expected, _ = new.update({'x': jnp.array([[0.3, 0.1], [-0.2, 0.4]]) * 5}, new.init(params), params)
+  np.testing.assert_allclose(updates['x'], expected['x'], rtol=1e-6)
+
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')

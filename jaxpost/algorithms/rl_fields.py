@@ -175,6 +175,7 @@ def fields_read(rl: RlSection) -> set[str]:
     'kl_cov_coef': rl.kl_cov > 0,
     'entropy_step': rl.entropy_target > 0,
     'opsm_threshold': 'opsm' in rl.importance,
+    'keep_surplus': rl.dynamic_sampling > 0 and rl.advantage != 'remax',
   }
   return {name for name in vars(rl) if conditions.get(name, True)}
 
@@ -204,7 +205,7 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if samples come from older weights than the old policy's."""
     recomputed = (config.rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    return ('token_truncated',) if config.rollout.staleness and recomputed else ()
+    return ('token_truncated',) if recomputed and (config.rollout.staleness or config.rl.keep_surplus) else ()
 
   def kl_estimator(config: Config) -> str:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""

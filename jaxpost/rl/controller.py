@@ -29,6 +29,7 @@ if typing.TYPE_CHECKING:  # passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
+  from jaxpost.rl.dynamic_sampling import Surplus
   from jaxpost.roles import Roles
   from jaxpost.rollout.engine import Engine
 
@@ -44,6 +45,7 @@ class Controller:
       nothing is compiled twice; update_shape: of one minibatch.
     engine: that the sampler runs on; None where it needs no weights.
     memory: what the algorithm remembers between steps.
+    surplus: groups for later steps, with dynamic sampling.
   """
 
   algorithm: Algorithm
@@ -58,6 +60,7 @@ class Controller:
   engine: Engine | None = None
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
+  surplus: Surplus | None = None
 
   def __post_init__(self):
     self.scorer = Scorer(
@@ -99,11 +102,13 @@ class Controller:
       return pending
     from jaxpost.rl import dynamic_sampling
 
+    self.surplus = self.surplus or dynamic_sampling.Surplus(self.grader, self.config.rl.keep_surplus)
+    pending = pending.join(self.surplus.take(step))
     while True:
       with self.timer('reward'):
         more = dynamic_sampling.needs_more_groups(pending, step, wanted, max_rounds)
       if not more:
-        return pending.select_varied(wanted)
+        return self.surplus.select(pending, wanted)
       pending = pending.join(self.sample_round(step, on_dispatch))
 
   def sample_round(self, step: int, on_dispatch: OnDispatch | None) -> PendingRollout:
@@ -157,6 +162,8 @@ class Controller:
   def state(self) -> dict:
     """JSON values for a checkpoint of the steps done so far."""
     queue = self.rollouts.state(self.step)  # may read more prompts
+    if self.surplus:
+      queue['surplus'] = self.surplus.state()
     return {'step': self.step, 'memory': self.memory, 'prompts': self.prompts.state(), **queue}
 
   def restore(self, state: dict) -> None:
@@ -165,6 +172,11 @@ class Controller:
     self.memory = state['memory']
     self.prompts.restore(state['prompts'])
     self.rollouts.restore(state, self.step)
+    if 'surplus' in state:
+      from jaxpost.rl import dynamic_sampling
+
+      self.surplus = dynamic_sampling.Surplus(self.grader, self.config.rl.keep_surplus)
+      self.surplus.restore(state['surplus'])
 
   def close(self) -> None:
     """Ends the worker processes of the grader."""

@@ -7,11 +7,14 @@ a length penalty would otherwise be all that a group is trained on.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import typing
 
-if typing.TYPE_CHECKING:
-  from jaxpost.rl.grading import PendingRollout
+import numpy as np
+
+from jaxpost.rl import merging
+from jaxpost.rl.grading import Grader, PendingGroups, PendingRollout, Round, varied
+from jaxpost.rl.reward_metrics import verdicts
 
 
 def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_rounds: int) -> bool:
@@ -23,11 +26,11 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
   Args:
     wanted: groups that have to have right and wrong samples.
   """
-  varied = pending.varied_groups()
-  found = varied.sum()
-  num_rounds = len(pending.rounds)
+  found = pending.varied_groups().sum()
+  own = dataclasses.replace(pending, rounds=[r for r in pending.rounds if not r.kept])
+  num_rounds = len(own.rounds)
   pending.info['dynamic_sampling/rounds'] = num_rounds
-  pending.info['dynamic_sampling/kept_ratio'] = float(varied.mean())
+  pending.info['dynamic_sampling/kept_ratio'] = float(own.varied_groups().mean())
   if found >= wanted:
     return False
   if num_rounds < max_rounds:
@@ -43,3 +46,76 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
     num_rounds,
   )
   return False
+
+
+@dataclasses.dataclass
+class Surplus:
+  """Groups with right and wrong answers that no step has trained on yet.
+
+  A step that draws more of them than it takes leaves them to the next steps, which take
+  the oldest first. Each step also samples a round of its own, so fewer groups wait than a
+  round has.
+
+  Attributes:
+    max_steps: that a group waits at most; it is dropped and counted afterwards.
+    waiting: one entry for each round that they were sampled in.
+  """
+
+  grader: Grader
+  max_steps: int
+  waiting: list[Round] = dataclasses.field(default_factory=list)
+
+  def take(self, step: int) -> PendingRollout:
+    """Returns the groups that step `step` may train on; none waits any more."""
+    fresh = [r for r in self.waiting if step - r.rollout.step <= self.max_steps]
+    info = {}
+    if self.max_steps:
+      expired = _groups(self.waiting) - _groups(fresh)
+      info = {'dynamic_sampling/waiting': _groups(fresh), 'dynamic_sampling/expired': expired}
+    self.waiting = []
+    return PendingRollout(self.grader, fresh, info)
+
+  def select(self, pending: PendingRollout, wanted: int) -> PendingRollout:
+    """Selects `wanted` groups to train on, and keeps the others that are varied."""
+    chosen = pending.select_varied(wanted)
+    if not self.max_steps:
+      return chosen
+    for one, taken in zip(pending.rounds, chosen.selected):
+      differs = varied(verdicts(one.results, one.rewards, self.grader.correct_by))
+      left = [g for g in np.flatnonzero(differs).tolist() if g not in taken]
+      if left:
+        self.waiting.append(_part(one, left))
+    self.waiting.sort(key=_step)
+    chosen.info['dynamic_sampling/surplus'] = _groups(self.waiting)
+    return chosen
+
+  def state(self) -> list[str]:
+    """JSON values for a checkpoint."""
+    from jaxpost.rollout import rollout_codec
+
+    return [rollout_codec.to_text(r.rollout) for r in self.waiting]
+
+  def restore(self, state: list[str]) -> None:
+    """Continues from `state`; the workers grade the groups again."""
+    from jaxpost.rollout import rollout_codec
+
+    self.waiting = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
+    for one in self.waiting:
+      one.kept = True
+
+
+def _part(one: Round, groups: list[int]) -> Round:
+  """Some groups of a round whose rewards are known."""
+  pending = None
+  if one.pending:
+    pending = PendingGroups(one.pending.pool, len(groups), [])
+    pending.results = [one.pending.results[g] for g in groups]
+  return Round(merging.merge([one.rollout], [groups]), pending, kept=True)
+
+
+def _groups(rounds: list[Round]) -> int:
+  return sum(len(r.rollout.prompts) for r in rounds)
+
+
+def _step(one: Round) -> int:
+  return one.rollout.step

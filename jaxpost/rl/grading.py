@@ -97,12 +97,13 @@ class PendingGroups:
 class Round:
   """One call of the sampler, and the rewards that it waits for.
 
-  Dynamic sampling draws several rounds for one step.
+  Dynamic sampling draws several rounds for one step; `kept` are groups of an earlier one.
   """
 
   rollout: Rollout
   pending: PendingGroups | None  # None: no reward function grades it
   greedy: PendingGroups | None = None
+  kept: bool = False
 
   @functools.cached_property
   def results(self) -> list[Graded]:
@@ -144,7 +145,8 @@ class PendingRollout:
       return self.rounds[0].rollout
     from jaxpost.rl import merging
 
-    return merging.merge([r.rollout for r in self.rounds], [groups for _, groups in self._selection()])
+    measured = [r.rollout for r in self.rounds if not r.kept]
+    return merging.merge([r.rollout for r in self.rounds], [g for _, g in self._selection()], measured)
 
   def join(self, other: PendingRollout) -> PendingRollout:
     """Returns the rounds of both; `other` was sampled later."""
@@ -159,13 +161,14 @@ class PendingRollout:
     return np.concatenate([varied(verdicts(r.results, r.rewards, self.grader.correct_by)) for r in self.rounds])
 
   def select_varied(self, num_groups: int) -> PendingRollout:
-    """Selects the first `num_groups` varied groups.
+    """Selects the first `num_groups` varied groups, kept ones before others.
 
     Others fill up where there are too few, as all steps have the same shape;
     the controller takes these out of the mask.
     """
     kept = self.varied_groups()
-    order = np.concatenate([np.flatnonzero(kept), np.flatnonzero(~kept)])
+    old = np.repeat([r.kept for r in self.rounds], [len(r.rewards) for r in self.rounds])
+    order = np.concatenate([np.flatnonzero(part) for part in (kept & old, kept & ~old, ~kept)])
     picked = np.isin(np.arange(len(kept)), order[:num_groups])
     ends = np.cumsum([len(r.rewards) for r in self.rounds])
     selected = [np.flatnonzero(part).tolist() for part in np.split(picked, ends[:-1])]
@@ -196,7 +199,7 @@ class PendingRollout:
     baseline = None
     if self.rounds[0].greedy is not None:
       baseline = np.concatenate([reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
-    sampled = [group for r in self.rounds for group in r.results]
+    sampled = [group for r in self.rounds if not r.kept for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
     found = verdicts(results, rewards, self.grader.correct_by)
     weights = {REWARD_MODEL: self.grader.model_weight} | (self.grader.pool.weights if self.grader.pool else {})

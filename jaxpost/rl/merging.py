@@ -15,11 +15,12 @@ _COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_pref
 _OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs', 'allowed')
 
 
-def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollout:
+def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured: Sequence[Rollout] = ()) -> Rollout:
   """Joins the chosen groups of several rollouts into one.
 
   Args:
     groups: indices of the groups to take of each rollout.
+    measured: rollouts whose figures are those of the result; (): all.
   """
   first = rollouts[0]
   size = batching.group_size(first)
@@ -44,13 +45,13 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]]) -> Rollo
   figures = {}
   for name in first.figures:
     combine = np.sum if name in _COUNTS else np.mean
-    figures[name] = combine([r.figures[name] for r in rollouts]).item()
+    figures[name] = combine([r.figures[name] for r in measured or rollouts]).item()
   return first.replace(
     prompts=prompts,
     rewards=rewards,
     messages=messages,
     figures=figures,
-    occupancy=float(np.mean([r.occupancy for r in rollouts])),
+    occupancy=float(np.mean([r.occupancy for r in measured or rollouts])),
     **{name: join(name) for name in names},
   )
 

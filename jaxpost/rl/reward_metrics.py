@@ -98,7 +98,7 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   if not rollout.from_data:
     out |= surprisal_metrics(experience)
     out |= correctness_metrics(experience, config.eval.pass_reward) if config.rewards_tuple() else {}
-  if config.rollout.staleness:
+  if config.rollout.staleness or config.rl.keep_surplus:
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
     age = experience.step - batching.token_versions(rollout)[experience.mask > 0] / updates_per_step

@@ -190,6 +190,7 @@ def _to_json(pending: PendingRollout) -> dict:
     'info': pending.info,
     'chosen': selected and [[int(g) for g in groups] for groups in selected],
     'rollouts': [rollout_codec.to_text(r.rollout) for r in pending.rounds],
+    'kept': [r.kept for r in pending.rounds],
   }
 
 
@@ -200,5 +201,7 @@ def _from_json(saved: dict, grader: Grader) -> PendingRollout:
   rounds = [grader.submit(rollout_codec.from_text(text)) for text in saved['rollouts']]
   pending = functools.reduce(PendingRollout.join, rounds)
   pending.selected = saved['chosen']
+  for one, kept in zip(pending.rounds, saved.get('kept', ())):
+    one.kept = kept
   pending.info = saved['info']
   return pending

@@ -207,7 +207,7 @@ def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.G
   if config.reference.every and role == 'policy':
     from jaxpost.stage import moving_reference
 
-    optimizer = moving_reference.following(optimizer, config.reference.every, config.reference.mix)
+    optimizer = moving_reference.following(optimizer, **vars(config.reference))
   if placed.compute.dtype == 'float16':
     from jaxpost.programs import loss_scale
 

@@ -2,7 +2,7 @@
 
 TR-DPO (arXiv:2404.09656): reference = mix * policy + (1 - mix) * reference,
 every `config.reference.every` updates; with mix 1 it is reset to the policy, as in ProRL
-(arXiv:2505.24864), which also starts the optimizer anew.
+(arXiv:2505.24864), which also starts the optimizer anew (`reset_optimizer`).
 
 Its weights are a part of the optimizer's state, so that checkpoints, meshes and skipped
 updates treat them as the moments of Adam.
@@ -35,8 +35,14 @@ class Following(NamedTuple):
   inner: Any
 
 
-def following(optimizer: optax.GradientTransformation, every: int, mix: float) -> optax.GradientTransformation:
-  """Returns the optimizer with a reference in its state, which moves after `every` updates."""
+def following(
+  optimizer: optax.GradientTransformation, every: int, mix: float, reset_optimizer: bool = False
+) -> optax.GradientTransformation:
+  """Returns the optimizer with a reference in its state, which moves after `every` updates.
+
+  With `reset_optimizer`, moments and their counts then start anew (ProRL); the schedule of
+  the learning rate goes on.
+  """
 
   def init(params):
     # A copy: an update is given both, and reuses the memory of both.
@@ -50,9 +56,19 @@ def following(optimizer: optax.GradientTransformation, every: int, mix: float) -
       return jnp.where(moves, (1 - mix) * old + mix * (x + update), old).astype(old.dtype)
 
     reference = jax.tree.map(moved, state.reference, params, updates)
+    if reset_optimizer:
+
+      def anew(old, fresh):
+        return old if _is_schedule(old) else jnp.where(moves, fresh, old)
+
+      inner = jax.tree.map(anew, inner, optimizer.init(params), is_leaf=_is_schedule)
     return updates, Following(jnp.where(moves, 0, state.updates + 1), reference, inner)
 
   return optax.GradientTransformation(init, update)
+
+
+def _is_schedule(state: Any) -> bool:
+  return isinstance(state, optax.ScaleByScheduleState)
 
 
 class MovingReference(Frozen):

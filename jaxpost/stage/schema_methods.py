@@ -194,6 +194,12 @@ class RlSection:
     lo=-1,
     auto=0,
   )
+  keep_surplus: int = option(
+    0,
+    'Steps that groups which dynamic sampling drew beyond rollout.prompts wait to be trained on; 0: they are dropped.',
+    lo=0,
+    hi=1000,
+  )
   curriculum: str = option(
     '',
     'Which prompts are drawn again: those that were not all right when last sampled (retire), or each with the '
@@ -205,7 +211,7 @@ class RlSection:
     ('auto',),
     'Corrections for the difference between sampler and policy: token_truncated, sequence_truncated, icepop, '
     'token_mask, sequence_mask, product_mask, token_k2, token_k3, sequence_k2, sequence_k3, opsm. '
-    "(): none; ('auto',): token_truncated if rollout.staleness is set and old_policy is recomputed.",
+    "(): none; ('auto',): token_truncated if rollout.staleness or keep_surplus is set and old_policy is recomputed.",
     each=str,
     auto=(),
   )
@@ -295,6 +301,7 @@ class ReferenceSection:
 
   every: int = option(0, 'Updates after which the reference moves towards the policy; 0: it stays.', lo=0)
   mix: float = option(1.0, 'Share of the policy in it then; 1: a reset, less: a moving average.', lo=0.0, hi=1.0)
+  reset_optimizer: bool = option(False, 'Start the optimizer anew then, but for the learning rate schedule (ProRL).')
 
 
 @dataclasses.dataclass(frozen=True)
